@@ -228,9 +228,9 @@ struct AttentionGradient {
         loops.soften_gradient(p, ds, ld, some, n, sums + t, delta + t);
         loops.gather_gemm(ds, ld, nullptr, numbers(), some, back, n, d, zeros(), dq + t * dw, dw);
         for (int64_t i = 0; i < some; ++i) at_x[i] = p + i * ld, at_dy[i] = dys + (t + i) * ew;
-        loops.outer(at_x, at_dy, some, n, e, dv, ew);
+        loops.outer(at_x, at_dy, some, n, e, nullptr, dv, ew);
         for (int64_t i = 0; i < some; ++i) at_x[i] = ds + i * ld, at_dy[i] = queries + (t + i) * dw;
-        loops.outer(at_x, at_dy, some, n, d, dk, dw);
+        loops.outer(at_x, at_dy, some, n, d, nullptr, dk, dw);
       }
       for (int64_t i = 0; i < n; ++i) {
         write(out[1], groups.starts[group] + at + i, source, dk + i * dw);

@@ -2,8 +2,9 @@
 // compiles this file once per instruction set with that set's target flags.
 #include "activations.h"
 #include "bucket.h"
-#include "register_tiles.h"
 #include "inner_loops.h"
+#include "outer_tiles.h"
+#include "register_tiles.h"
 #include "simd.h"
 #include "transpose.h"
 #include "typed_rows.h"

@@ -52,8 +52,9 @@ struct InnerLoops {
                       const float* panel, int64_t c_in, int64_t c_out, const float* start, float* y, int64_t ldy);
 
   // w (c_in, ldw) += sum over e of x[e]^T dy[e], both by row pointers; dy rows are readable to padded(c_out) floats.
-  void (*outer)(const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c_out, float* w,
-                int64_t ldw);
+  // Rows are packed into `room` first, n * (c_in + padded(c_out)) floats; or, where it is null, read where they are.
+  void (*outer)(const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c_out, float* room,
+                float* w, int64_t ldw);
 
   // y[out[e]] += x[in[e]] * w elementwise, rows of c channels; a negative out[e] as above.
   void (*gather_multiply)(Type, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,

@@ -1,10 +1,8 @@
-// The two register tiles that all contractions run on.
+// The register tile of forward contractions and of their input gradients; that of weight gradients is in outer_tiles.h.
 //
 // gather_gemm   y[out[e]] += x[in[e]] @ panel.  A tile of R gathered rows times V vectors of output channels stays in
 //               registers over the whole depth; x is read by broadcasts straight through R row pointers (no packing),
 //               the panel from L1; y rows are stored once per tile, and loaded but for their first edge.
-// outer         w += x^T dy over a block of edges: R input channels times V vectors of output channels stay in
-//               registers over the block; rows of both are read through pointers.
 //
 // With AVX-512, V = 4, R = 6: 24 accumulators; per step 4 vector loads and 6 broadcasts feed 24 multiply-adds.
 #pragma once
@@ -110,67 +108,6 @@ void gather_gemm(const float* x, int64_t ldx, const int32_t* in, const int32_t* 
           gemm_if<3>(v, p, b, depth) || gemm_if<4>(v, p, b, depth);
 #endif
     }
-  }
-}
-
-template <int R, int V>
-LATTICE_INLINE void outer_tile(const float* const* x, const float* const* dy, int64_t n, int64_t c, int64_t c0, float* w,
-                               int64_t ldw) {
-  Vec acc[R][V];
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) acc[r][v] = load(w + r * ldw + v * lanes);
-#pragma GCC unroll 1
-  for (int64_t e = 0; e < n; ++e) {
-    const float* a = x[e] + c;
-    Vec b[V];
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) b[v] = load(dy[e] + c0 + v * lanes);
-#pragma GCC unroll 8
-    for (int r = 0; r < R; ++r) {
-      float s = a[r];
-#pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][v] += b[v] * s;
-    }
-  }
-#pragma GCC unroll 8
-  for (int r = 0; r < R; ++r)
-#pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) store(w + r * ldw + v * lanes, acc[r][v]);
-}
-
-template <int R, int V>
-void outer_rows(int rows, const float* const* x, const float* const* dy, int64_t n, int64_t c, int64_t c0, float* w,
-                int64_t ldw) {
-  if (rows == R) return outer_tile<R, V>(x, dy, n, c, c0, w, ldw);
-  if constexpr (R > 1) outer_rows<R - 1, V>(rows, x, dy, n, c, c0, w, ldw);
-}
-
-template <int V>
-LATTICE_INLINE bool outer_if(int v, const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c0,
-                             float* w, int64_t ldw) {
-  if (v != V) return false;
-  // Tiles of nearly equal height: a last one of a row or two would take as long as a whole one.
-  int64_t tiles = (c_in + tile_rows(V) - 1) / tile_rows(V);
-  for (int64_t t = 0; t < tiles; ++t) {
-    int64_t c = c_in * t / tiles, rows = c_in * (t + 1) / tiles - c;
-    outer_rows<tile_rows(V), V>(int(rows), x, dy, n, c, c0, w + c * ldw + c0, ldw);
-  }
-  return true;
-}
-
-void outer(const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c_out, float* w, int64_t ldw) {
-  int64_t width = (c_out + lanes - 1) / lanes * lanes;
-  for (int64_t n0 = 0; n0 < width; n0 += lanes * vectors) {
-    int64_t block = width - n0 < lanes * vectors ? width - n0 : lanes * vectors;
-    int v = int(block / lanes);
-    outer_if<1>(v, x, dy, n, c_in, n0, w, ldw) || outer_if<2>(v, x, dy, n, c_in, n0, w, ldw) ||
-#if !defined(__AVX512F__) && !defined(__aarch64__)
-        false;
-#else
-        outer_if<3>(v, x, dy, n, c_in, n0, w, ldw) || outer_if<4>(v, x, dy, n, c_in, n0, w, ldw);
-#endif
   }
 }
 

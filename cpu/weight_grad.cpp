@@ -1,9 +1,9 @@
 // dW[k] = sum over edges (i, o, k) of x[i]^T dy[o].
 //
 //   unit      the edges of one offset into one range of about 3072 output rows, in blocks of 96 edges: rows of x and dy
-//             are read through pointers (odd widths and half types through a gathered copy), and register tiles of
-//             input channels x output channels add the block. Units are ordered by range, so the rows of a range are
-//             read from memory once, and from L2 for the other offsets.
+//             are read through pointers (odd widths and half types through a gathered copy), packed where they are
+//             wide, and register tiles of input channels x output channels add the block. Units are ordered by range,
+//             so the rows of a range are read from memory once, and from L2 for the other offsets.
 //   memory    one partial dW per range, added up in the first; ranges get longer until all partials take at most
 //             64 MB. A single range has none: its floats are added up in dW itself, or in scratch where dW is half or has
 //             output channels first, MLX's layout. An offset without an edge is written as zeros.
@@ -202,10 +202,14 @@ struct WeightGrad {
     auto& loops = inner_loops();
     int64_t c_in = x.dim(1) / groups, c_out = dy.dim(1) / groups, padded = loops.padded(c_out);
     const float *left[block], *right[block];
+    // Register tiles that read a line of a row at most gain by packed rows, from widths on that pay for packing.
+    constexpr int64_t line = 16, least = 48;  // floats, channels
+    bool pack = loops.lanes * loops.vectors <= line && std::min(c_in, c_out) >= least;
+    float* room = pack ? scratch<float>(6, block * (c_in + padded)) : nullptr;
     for (int64_t g = 0; g < groups; ++g) {
       row_pointers(x, in, n, g * c_in, c_in, c_in, 3, left);
       row_pointers(dy, out, n, g * c_out, c_out, padded, 4, right);
-      loops.outer(left, right, n, c_in, c_out, sum + g * c_in * padded, padded);
+      loops.outer(left, right, n, c_in, c_out, room, sum + g * c_in * padded, padded);
     }
   }
 
