@@ -5,11 +5,14 @@ that is installed, and ``check.cpp`` is run under an emulator with the library o
 same MLX for Arm. Linux; needs a cross compiler and QEMU.
 """
 
+import os
 import shutil
 import subprocess
 import sys
 import sysconfig
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 
@@ -53,9 +56,10 @@ def main():
     headers = [home / "include", nanobind.include_dir(), sysconfig.get_path("include")]
     flags = ["-std=c++20", "-O2", "-Wall", "-Wextra", "-Werror", "-DLATTICE_ARM64"]
     flags += ["-Wno-unused-parameter", "-Wno-psabi", "-Wno-maybe-uninitialized"]
+    flags += ["-fvisibility=hidden"]  # as nanobind builds modules
     flags += [f"-I{ROOT / 'cpu'}", *(f"-isystem{path}" for path in headers)]
     flags += [f'-DLATTICE_MLX_VERSION="{version("mlx")}"']
-    objects = []
+    objects, commands = [], []
     sources = sorted((ROOT / "cpu").glob("*.cpp"))
     for source in sources + sorted(Path(__file__).parent.glob("*.cpp")):
         integers = source.stem == "integer_loops"
@@ -63,9 +67,12 @@ def main():
             own = [*own, f"-ffp-contract={'off' if integers else 'fast'}"]
             objects.append(BUILD / f"{source.stem}_{isa}.o")
             compiled = [f"-DLATTICE_ISA={isa}", "-c", source, "-o", objects[-1]]
-            subprocess.run([COMPILER, *flags, *own, *compiled], check=True)
-    # The bindings need a Python of the target: they are compiled, and not linked.
-    objects = [o for o in objects if o.stem != "bindings_baseline"]
+            commands.append([COMPILER, *flags, *own, *compiled])
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(partial(subprocess.run, check=True), commands))
+    # What needs a Python of the target is compiled, and not linked.
+    of_python = "bindings", "custom_function", "graph"
+    objects = [o for o in objects if o.stem.removesuffix("_baseline") not in of_python]
     program, library = BUILD / "check", home / "lib"
     link = [COMPILER, *objects, f"-L{library}", "-lmlx", "-pthread", "-o", program]
     search = f"-Wl,-rpath,{library},--allow-shlib-undefined"
