@@ -13,34 +13,14 @@
 namespace lattice::LATTICE_ISA {
 namespace {
 
-// Where the R channels of x and the vectors of dy of edge e are.
-struct RowsInPlace {
-  const float* const *x_rows, *const *dy_rows;
-  int64_t c, c0;
-  template <int R>
-  LATTICE_INLINE const float* x(int64_t e) const {
-    return x_rows[e] + c;
-  }
-  template <int V>
-  LATTICE_INLINE const float* dy(int64_t e) const {
-    return dy_rows[e] + c0;
-  }
-};
-struct PackedRows {
-  const float *x_panel, *dy_panel;
-  template <int R>
-  LATTICE_INLINE const float* x(int64_t e) const {
-    return x_panel + e * R;
-  }
-  template <int V>
-  LATTICE_INLINE const float* dy(int64_t e) const {
-    return dy_panel + e * (V * lanes);
-  }
-};
+// Where the channels of edge e begin: in its row, from channel c on, or in a panel of `width` channels.
+LATTICE_INLINE const float* channels(const float* const* rows, int64_t e, int64_t c, int64_t) { return rows[e] + c; }
+LATTICE_INLINE const float* channels(const float* panel, int64_t e, int64_t, int64_t width) { return panel + e * width; }
 
-// A function of its own: within its caller's loops it is short of registers.
-template <int R, int V, class Source>
-__attribute__((noinline)) void outer_tile(const Source from, int64_t n, float* w, int64_t ldw) {
+// From is row pointers or a panel, alike for x and dy. A function of its own: within its caller's loops it is short of
+// registers.
+template <int R, int V, class From>
+__attribute__((noinline)) void outer_tile(From x, From dy, int64_t n, int64_t c, int64_t c0, float* w, int64_t ldw) {
   Vec acc[R][V];
 #pragma GCC unroll 8
   for (int r = 0; r < R; ++r)
@@ -48,10 +28,10 @@ __attribute__((noinline)) void outer_tile(const Source from, int64_t n, float* w
     for (int v = 0; v < V; ++v) acc[r][v] = load(w + r * ldw + v * lanes);
 #pragma GCC unroll 1
   for (int64_t e = 0; e < n; ++e) {
-    const float *a = from.template x<R>(e), *dy = from.template dy<V>(e);
+    const float* a = channels(x, e, c, R);
     Vec b[V];
 #pragma GCC unroll 4
-    for (int v = 0; v < V; ++v) b[v] = load(dy + v * lanes);
+    for (int v = 0; v < V; ++v) b[v] = load(channels(dy, e, c0, V * lanes) + v * lanes);
 #pragma GCC unroll 8
     for (int r = 0; r < R; ++r) {
       float s = a[r];
@@ -65,10 +45,10 @@ __attribute__((noinline)) void outer_tile(const Source from, int64_t n, float* w
     for (int v = 0; v < V; ++v) store(w + r * ldw + v * lanes, acc[r][v]);
 }
 
-template <int R, int V, class Source>
-void outer_rows(int rows, const Source from, int64_t n, float* w, int64_t ldw) {
-  if (rows == R) return outer_tile<R, V>(from, n, w, ldw);
-  if constexpr (R > 1) outer_rows<R - 1, V>(rows, from, n, w, ldw);
+template <int R, int V, class From>
+void outer_rows(int rows, From x, From dy, int64_t n, int64_t c, int64_t c0, float* w, int64_t ldw) {
+  if (rows == R) return outer_tile<R, V>(x, dy, n, c, c0, w, ldw);
+  if constexpr (R > 1) outer_rows<R - 1, V>(rows, x, dy, n, c, c0, w, ldw);
 }
 
 // Input channels in tiles of nearly equal height: a last one of a row or two would take as long as a whole one.
@@ -137,9 +117,9 @@ void outer(const float* const* x, const float* const* dy, int64_t n, int64_t c_i
         int height = heights.height(t);
         float* tile = w + c * ldw + n0;
         if (room)
-          outer_rows<R, V>(height, PackedRows{room + c * n, dy_panels + n0 * n}, n, tile, ldw);
+          outer_rows<R, V, const float*>(height, room + c * n, dy_panels + n0 * n, n, c, n0, tile, ldw);
         else
-          outer_rows<R, V>(height, RowsInPlace{x, dy, c, n0}, n, tile, ldw);
+          outer_rows<R, V>(height, x, dy, n, c, n0, tile, ldw);
       }
     });
   });

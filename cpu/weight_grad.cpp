@@ -202,9 +202,9 @@ struct WeightGrad {
     auto& loops = inner_loops();
     int64_t c_in = x.dim(1) / groups, c_out = dy.dim(1) / groups, padded = loops.padded(c_out);
     const float *left[block], *right[block];
-    // Register tiles that read a line of a row at most gain by packed rows, from widths on that pay for packing.
-    constexpr int64_t line = 16, least = 48;  // floats, channels
-    bool pack = loops.lanes * loops.vectors <= line && std::min(c_in, c_out) >= least;
+    // Tiles of a line of output channels gain by packed rows from 48 channels on, those of four from 256 on.
+    constexpr int64_t line = 16;  // floats
+    bool pack = std::min(c_in, c_out) >= (loops.lanes * loops.vectors <= line ? 48 : 256);
     float* room = pack ? scratch<float>(6, block * (c_in + padded)) : nullptr;
     for (int64_t g = 0; g < groups; ++g) {
       row_pointers(x, in, n, g * c_in, c_in, c_in, 3, left);

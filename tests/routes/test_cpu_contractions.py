@@ -22,7 +22,8 @@ CHANNELS = (
     (3, 5, 1),
     (7, 130, 1),
     (64, 64, 1),
-    (50, 90, 1),  # rows of a weight gradient are packed, the last block is a part
+    (50, 90, 1),  # whose weight gradients pack their rows, the last block a part,
+    (256, 260, 1),  # on tiles of 64 channels too
     (300, 8, 1),
     (8, 16, 8),
     (33, 33, 33),
