@@ -106,8 +106,9 @@ void pack_rows(const float* const* x, const float* const* dy, int64_t n, const H
 void outer(const float* const* x, const float* const* dy, int64_t n, int64_t c_in, int64_t c_out, float* room, float* w,
            int64_t ldw) {
   Heights packed(c_in, tile_rows(vectors));
-  float* dy_panels = room + c_in * n;
-  if (room) pack_rows(x, dy, n, packed, c_out, room, dy_panels);
+  // Those of dy come first: they are whole vectors, as aligned as the room is.
+  float *dy_panels = room, *x_panels = room ? room + (c_out + lanes - 1) / lanes * lanes * n : nullptr;
+  if (room) pack_rows(x, dy, n, packed, c_out, x_panels, dy_panels);
   for_blocks(c_out, [&](int blocks, int64_t n0) {
     with_vectors<vectors>(blocks, [&](auto v) {
       constexpr int V = decltype(v)::value, R = tile_rows(V);
@@ -117,7 +118,7 @@ void outer(const float* const* x, const float* const* dy, int64_t n, int64_t c_i
         int height = heights.height(t);
         float* tile = w + c * ldw + n0;
         if (room)
-          outer_rows<R, V, const float*>(height, room + c * n, dy_panels + n0 * n, n, c, n0, tile, ldw);
+          outer_rows<R, V, const float*>(height, x_panels + c * n, dy_panels + n0 * n, n, c, n0, tile, ldw);
         else
           outer_rows<R, V>(height, x, dy, n, c, n0, tile, ldw);
       }
