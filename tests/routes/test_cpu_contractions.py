@@ -2,6 +2,7 @@
 or rows, add in one order; packed weights of any size."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 import native
@@ -82,6 +83,22 @@ def test_every_form_of_a_relation_adds_in_one_order(c_in, c_out, groups, dtype, 
     same_bits(ys)
     same_bits(dws)
     assert not dws[0][3].any().item() and dws[0][4].any().item()
+    relation = SimpleNamespace(edges=edges, offsets=range(VOLUME))
+    wanted = ref.weight_grad(exact(x), exact(dy), relation, groups=groups)
+    ref.assert_close(dws[0], wanted, dtype)
+
+
+@each_isa
+@each_dtype
+@pytest.mark.parametrize("rows", (1, 7, 97))
+@pytest.mark.parametrize("c_in, c_out", ((50, 90), (256, 260)))
+def test_blocks_of_few_packed_rows(c_in, c_out, rows, dtype, isa):
+    """A block holds 96 edges, of which some rows are packed at a time."""
+    cpu.set_isa(isa)
+    rng = np.random.default_rng(rows)
+    x, dy = normal(rng, (rows, c_in), dtype), normal(rng, (rows, c_out), dtype)
+    dw = cpu.native_pointwise_weight_grad(x, dy)
+    ref.assert_close(dw, (exact(x).T @ exact(dy)).reshape(dw.shape), dtype)
 
 
 @each_isa
@@ -120,7 +137,7 @@ def test_many_rows_give_equal_bits(c_in, c_out, dtype, isa):
     """A thread widens several ranges of rows."""
     cpu.set_isa(isa)
     rng = np.random.default_rng(5)
-    n, volume = 7_000, 9
+    n, volume = 10_000, 9
     t = random_table(rng, n, n, volume)
     x, dy = normal(rng, (n, c_in), dtype), normal(rng, (n, c_out), dtype)
     w = normal(rng, (volume, c_in, c_out), dtype)
