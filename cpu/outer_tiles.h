@@ -36,7 +36,7 @@ __attribute__((noinline)) void outer_tile(From x, From dy, int64_t n, int64_t c,
     for (int r = 0; r < R; ++r) {
       float s = a[r];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][v] += b[v] * s;
+      for (int v = 0; v < V; ++v) acc[r][v] = multiply_add(b[v], s, acc[r][v]);
     }
   }
 #pragma GCC unroll 8

@@ -34,7 +34,7 @@ LATTICE_INLINE void gemm_tile(const float* const* x, const float* b, int64_t dep
     for (int r = 0; r < R; ++r) {
       float s = a[r][c];
 #pragma GCC unroll 4
-      for (int v = 0; v < V; ++v) acc[r][v] += w[v] * s;
+      for (int v = 0; v < V; ++v) acc[r][v] = multiply_add(w[v], s, acc[r][v]);
     }
   }
 #pragma GCC unroll 8

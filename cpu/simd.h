@@ -47,6 +47,20 @@ LATTICE_INLINE Vec load(const float* p) { return *reinterpret_cast<const LooseVe
 LATTICE_INLINE void store(float* p, Vec v) { *reinterpret_cast<LooseVec*>(p) = v; }
 LATTICE_INLINE Vec splat(float s) { return Vec{} + s; }
 
+// sum + v * s, rounded once wherever the instruction set can. Left to the compiler, GCC 13 fuses all tiles but those of
+// a single accumulator, and a row's bits would depend on the rows beside it.
+LATTICE_INLINE Vec multiply_add(Vec v, float s, Vec sum) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)v, _mm512_set1_ps(s), (__m512)sum);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)v, _mm256_set1_ps(s), (__m256)sum);
+#elif defined(__aarch64__)
+  return (Vec)vfmaq_n_f32((float32x4_t)sum, (float32x4_t)v, s);
+#else
+  return sum + v * s;
+#endif
+}
+
 LATTICE_INLINE uint32_t bits_of(float f) {
   uint32_t u;
   memcpy(&u, &f, 4);
