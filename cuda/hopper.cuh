@@ -209,13 +209,14 @@ __device__ __forceinline__ void finish_rows(float (&sums)[BN / 2], const AFTER& 
 }
 
 // The two rows of y that a thread has of 64 rows at `first` on in sorted order, or -1.
+// Without `rows` these are in order.
 __device__ __forceinline__ void find_rows(int (&row)[2], const int* rows, int first,
                                           int n_out) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int sorted =
         first + (threadIdx.x >> 5 & 3) * 16 + (threadIdx.x & 31) / 4 + 8 * half;
-    row[half] = sorted < n_out ? __ldg(rows + sorted) : -1;
+    row[half] = sorted >= n_out ? -1 : rows ? __ldg(rows + sorted) : sorted;
   }
 }
 

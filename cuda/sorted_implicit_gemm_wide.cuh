@@ -18,16 +18,17 @@ namespace lattice {
 // of an offset is filled up with zeros. EARLY: the row indices of so many offsets are
 // fetched beside the masks, not after them: a tile of few offsets is little but the wait
 // for its reads. Half a warpgroup copies there, so that more tiles lie side by side.
+// ITSELF: every row is fed by itself alone, and neither the table nor masks are read.
 template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0,
-          int PRODUCERS = 128>
+          int PRODUCERS = 128, bool ITSELF = false>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
-          int EARLY, int PRODUCERS, typename T, typename OUT, typename W, typename S,
-          typename AFTER>
+          int EARLY, int PRODUCERS, bool ITSELF, typename T, typename OUT, typename W,
+          typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
-    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY, PRODUCERS>, const T* x, W w,
+    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY, PRODUCERS, ITSELF>, const T* x, W w,
     const int* table, const int* rows, const unsigned* masks, const AFTER& after,
     const S& sizes, OUT* y) {
   static_assert(!TAIL || !is_packed<W>, "packed weights have no tail");
@@ -60,7 +61,9 @@ __device__ __forceinline__ void multiply_tiles(
     ring.init(PRODUCERS + (is_packed<W> ? PRODUCERS / 32 : 0),
               4 * CONSUMERS);
   }
-  if (thread < 32) {
+  if (ITSELF) {
+    if (thread == 0) live[0] = 0, live_count = 1;
+  } else if (thread < 32) {
     const int count = list_offsets(live, masks, tile * (BM / 32), BM / 32, pitch / 32,
                                    (volume + 31) / 32);
     if (thread == 0) live_count = count;
@@ -104,7 +107,11 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
       for (int i = 0; i < EACH / 4; ++i) {
         int4 four = make_int4(-1, -1, -1, -1);
-        if (EARLY && k >= 0 && k < EARLY) {
+        if (ITSELF) {
+          const int at = tile * BM + row * EACH + 4 * i, there = n_out - at;
+          four = make_int4(there > 0 ? at : -1, there > 1 ? at + 1 : -1,
+                           there > 2 ? at + 2 : -1, there > 3 ? at + 3 : -1);
+        } else if (EARLY && k >= 0 && k < EARLY) {
           four = reinterpret_cast<const int4*>(&indices[k][row * EACH])[i];
         } else if (k >= 0) {
           four = __ldg(rows_of_tile + ((long long)k * pitch >> 2) + i);
@@ -234,8 +241,8 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) sums[i] = 0;
     constexpr int BESIDE = 512 / (CONSUMERS + 1) - BN / 2;  // registers
-    SortedResult<T, BN, BESIDE, 1, OUT, AFTER> result{after, kept,  rows, y,
-                                                      n_out, split, c_out};
+    SortedResult<T, BN, BESIDE, 1, OUT, AFTER> result{
+        after, kept, ITSELF ? nullptr : rows, y, n_out, split, c_out};
     result.begin(tile * BM + group * 64, first_column);
 
     auto multiply = [&](int step) {

@@ -247,7 +247,9 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         add=add,
         threadgroup=(tile.threads,),
         count=cuda_counts.sorted_tiles,
-        proof=Proof(tried, partial(_again, cut=cut, defines=kernel.defines)),
+        proof=Proof(
+            tried, partial(_again, cut=cut, defines=kernel.defines), tile.itself
+        ),
     )
 
 

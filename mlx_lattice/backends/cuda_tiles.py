@@ -44,6 +44,7 @@ class Tile(NamedTuple):
         shared_bytes: dynamic shared memory of a block.
         files: sources of the tile.
         persistent: whether a block takes tile after tile.
+        itself: whether it is for rows that are fed by themselves alone.
     """
 
     variant: str
@@ -55,6 +56,7 @@ class Tile(NamedTuple):
     shared_bytes: int
     files: tuple[str, ...]
     persistent: bool = False
+    itself: bool = False
 
 
 def products(p: Problem) -> str:
@@ -211,7 +213,13 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
         stages = "tail"
     facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
     by_width = cuda_shapes.SMALL_TILES[stages + facts]
-    return by_width.get(c_y, by_width[width])
+    tiles = by_width.get(c_y, by_width[width])
+    if layer.pointwise:
+        itself = cuda_shapes.ITSELF_TILES
+        if c_x >= cuda_shapes.DEEP_SUM:
+            itself = itself | cuda_shapes.DEEP_ITSELF_TILES
+        tiles = (*itself.get(c_y, itself[width]), *tiles)
+    return tiles
 
 
 def _sorted_tile(
@@ -237,7 +245,7 @@ def _sorted_tile(
     if tile is None and slices_of(c_x) == 4 and not few:
         tile = cuda_shapes.WIDE_TILES.get(width)
     if isinstance(tile, cuda_shapes.Tile):
-        return wide(layer, tile)
+        return wide(layer, tile, layer.pointwise and not packed)
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
     # Of few offsets the rows of a tile share one, however few edges they have.
@@ -246,13 +254,18 @@ def _sorted_tile(
     return persistent(layer, tile or by_width[width])
 
 
-def wide(p: Problem, tile: cuda_shapes.Tile) -> Tile:
-    """Return WideTile in a shape, for the problem's channels and offsets."""
+def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
+    """Return WideTile in a shape, for the problem's channels and offsets.
+
+    itself: whether it is to read no table, since rows feed themselves alone.
+    """
     has_tail = whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0
-    early = thresholds.FEW_OFFSETS if few_offsets(p) else 0
+    early = thresholds.FEW_OFFSETS if few_offsets(p) and not itself else 0
     shape = tile.consumers, tile.width, tile.stages, str(has_tail).lower(), early
-    if tile.producer_threads != 128:
+    if tile.producer_threads != 128 or itself:
         shape = *shape, tile.producer_threads
+    if itself:
+        shape = *shape, "true"
     return Tile(
         "wide",
         f"WideTile<{', '.join(map(str, shape))}>",
@@ -262,6 +275,7 @@ def wide(p: Problem, tile: cuda_shapes.Tile) -> Tile:
         tile.per_multiprocessor,
         cuda_shapes.shared_bytes(tile),
         (*HOPPER, "sorted_implicit_gemm_wide.cuh"),
+        itself=itself,
     )
 
 

@@ -290,6 +290,29 @@ SMALL_TILES = {
         ),
     },
 }
+# The same before them where rows feed themselves alone, and WideTile reads no table. Of
+# DEEP_SUM summed channels and more the last has no limit. Timed on an H200: 2 000 to
+# 400 000 rows, 32 to 1024 channels, either pass (benchmarks/results/gpu-itself.jsonl).
+DEEP_SUM = 384
+_NARROW_4, _QUICK_64 = Tile(1, 128, 64, 3, 4), Tile(2, 128, 64, 4, 2)
+_ANY = 1 << 62
+ITSELF_TILES = {
+    32: ((1 << 19, _THREE_32), (3 << 20, Tile(1, 64, 32, 3, 6))),
+    48: ((1 << 21, _THREE_48),),
+    64: ((1 << 18, _NARROW_3), (1 << 20, _QUICK_64), (3 << 21, Tile(1, 64, 64, 2, 5))),
+    96: ((1 << 18, _NARROW_4), (3 << 19, Tile(2, 128, 96, 3, 2)),
+         (3 << 21, Tile(1, 128, 96, 3, 3))),
+    128: ((3 << 17, _NARROW_4), (1 << 21, _WIDE_128),
+          (1 << 23, Tile(1, 64, 128, 3, 3))),
+    192: ((5 << 19, _NARROW_4),),
+    256: ((1 << 19, _NARROW), (1 << 22, WIDE_TILES[128])),
+    384: ((1 << 20, _HALF), (1 << 22, _WIDE_128)),
+    512: ((1 << 20, _HALF), (3 << 21, WIDE_TILES[128])),
+    1024: ((1 << 21, _HALF),),
+}  # fmt: skip
+DEEP_ITSELF_TILES = {
+    width: (*ITSELF_TILES[width], (_ANY, WIDE_TILES[256])) for width in (256, 512, 1024)
+}
 # The same before TF32_WHOLE_TILES, by their widths.
 TF32_SMALL_TILES = {
     32: (),

@@ -57,10 +57,12 @@ class Proof(NamedTuple):
     Attributes:
         channels: (C_in, C_out) by which tiles are full, and others have a tail.
         again: ``again(problem)`` plans another problem for the very same kernel.
+        itself: whether the kernel takes rows for their own only neighbours.
     """
 
     channels: tuple[int, int]
     again: Callable[[Problem], Plan]
+    itself: bool = False
 
 
 @dataclass(frozen=True)

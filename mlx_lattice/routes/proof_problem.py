@@ -1,8 +1,9 @@
 """The small problem by which a matrix kernel proves itself.
 
 333 rows and 27 offsets: tiles that are full and one that is not, rows with many edges,
-few and none, an offset without any. Values are small integers, whose sums are exact in
-any order and in any dtype: one that is wrong is off by one or more.
+few and none, an offset without any; or rows that feed themselves, through one. Values
+are small integers, whose sums are exact in any order and in any dtype: one that is
+wrong is off by one or more.
 """
 
 from __future__ import annotations
@@ -75,6 +76,20 @@ def _relation(where: str, mirrored: bool) -> Relation:
     return found
 
 
+@cache
+def _itself(where: str, mirrored: bool) -> Relation:
+    """Return a relation of as many rows that feed themselves; for one backend."""
+    del where
+    with mx.stream(mx.cpu):
+        table = mx.arange(ROWS, dtype=mx.int32)[:, None]
+        mx.eval(table)
+    found = Relation(
+        "submanifold", 1, ROWS, ROWS, lambda keep, wanted: table, mirrored=mirrored
+    )
+    found.set_counted(ROWS)
+    return found
+
+
 class Trial:
     """The small problem of one plan, and what its kernel must make of it.
 
@@ -90,9 +105,10 @@ class Trial:
         # weights reads half of the edges of mirrored relations, turning them.
         mirrored = p.mirrored or p.pass_ == WEIGHT_GRAD
         straight = p.mirrored == (p.pass_ == INPUT_GRAD)
+        relation = _itself if plan.proof.itself else _relation
         self.layer, self._reference = (
             each if straight else each.T
-            for each in (_relation(where, mirrored), _relation("portable", mirrored))
+            for each in (relation(of, mirrored) for of in (where, "portable"))
         )
         is_packed = bool(p.bits) and not plan.dequantised
         in_kernel = plan.epilogue not in (AFTER, OPERATIONS)
@@ -190,7 +206,7 @@ class Trial:
         if p.bits:
             w = _packed(p, dtype)
         else:
-            w = drawn("w", (VOLUME, c_x, c_y)) * self._unit
+            w = drawn("w", (p.volume, c_x, c_y)) * self._unit
             if dtype != mx.float32 and c_x > 2:
                 first, last = _LARGE * x[:, :1], x[:, 1:-1]
                 x = mx.concatenate([first, last, first], axis=1)

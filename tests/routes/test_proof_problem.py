@@ -34,6 +34,7 @@ def matrix_plans():
             {"mirrored": True},
             {"n_in": 400_000, "edges": 1_000_000},
             {"n_in": 500, "edges": 4_000},
+            {"kernel_size": 1, "edges": None},
         ):
             given = {"n_in": 3000, "edges": 20_000, "dtype": dtype, **facts}
             p = ml.Problem.forward(c_in=shape[0], c_out=shape[1], **given)
