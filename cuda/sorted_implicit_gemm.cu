@@ -7,6 +7,8 @@
 //                          Hopper, float32 with prepared weights ..._hopper, tf32_weights
 //         WideTile         Hopper, 16 bits, many channels, and   ..._wide
 //                          one TF32 product of whole stages
+//         ResidentTile     Hopper, 16 bits, rows that feed       ..._resident
+//                          themselves alone
 //
 // Each file says what its tile is, its traffic, and where it wins.
 

@@ -38,8 +38,6 @@ __device__ __forceinline__ void multiply_tiles(
   constexpr int BM = 64 * CONSUMERS;
   constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
   constexpr int A_BYTES = BM * 128, STAGE_BYTES = A_BYTES + WEIGHT_BYTES<BN, !TRANSPOSED>;
-  // Weights that run along the output channels and are 32 wide have rows of 64 bytes.
-  constexpr int B_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
   extern __shared__ unsigned char lattice_shared[];
   __shared__ Ring<STAGES> ring;
   __shared__ unsigned short live[MAX_OFFSETS];
@@ -96,7 +94,6 @@ __device__ __forceinline__ void multiply_tiles(
     // Row row * EACH + i keeps chunk c at place c ^ (low ^ i & 7): EACH is 4, 8, 12 ...
     const int low = (row * EACH) & 7;
     const unsigned a_row = row * EACH * 128;
-    const unsigned b_row = row * 128 + ((chunk ^ (row & 7)) << 4);
     const int4* rows_of_tile =
         reinterpret_cast<const int4*>(table + (long long)tile * BM + row * EACH);
     const long long x_row = (long long)c_in * sizeof(T);
@@ -123,28 +120,8 @@ __device__ __forceinline__ void multiply_tiles(
 
     // Whole stages of one offset: every address is a base and a constant step.
     prefetch(begin);
-    const char* w_base = nullptr;
-    const long long w_line = (long long)sizes.w_row_stride * sizeof(T);
-    long long w_step = 0, w_stage = 0;
-    int columns_left = 0;  // from the first chunk of a thread on
-    // Rows of 96 or 192 channels are copied in thirds.
-    constexpr int THIRDS = PRODUCERS % (BN / 8) == 0 ? 1 : 3;
-    constexpr int WIDTH = BN / 8 / THIRDS, HIGH = PRODUCERS / WIDTH;
-    if constexpr (is_packed<W>) {
-      // PackedWeights computes its own addresses.
-    } else if constexpr (TRANSPOSED) {
-      w_base = reinterpret_cast<const char*>(w) +
-               (long long)(first_column + row) * w_line + chunk * 16;
-      w_step = HEIGHT * w_line;
-      w_stage = 128;
-    } else {
-      const int column = first_column + thread % WIDTH * 8;
-      columns_left = c_out - column;
-      w_base = reinterpret_cast<const char*>(w) +
-               thread / WIDTH * w_line + column * sizeof(T);
-      w_step = HIGH * w_line;
-      w_stage = 64 * w_line;
-    }
+    const WeightCopies<W, BN, PRODUCERS, TRANSPOSED, TAIL> weights(
+        w, (long long)sizes.w_row_stride * sizeof(T), first_column, c_out, thread);
     // Packed weights pass through registers, 32 channels of a column at a time: those of a
     // stage are fetched while the stage before is filled.
     constexpr int PACKED = is_packed<W> ? BN * 2 / PRODUCERS : 1;
@@ -181,9 +158,9 @@ __device__ __forceinline__ void multiply_tiles(
 #pragma unroll
         for (int i = 0; i < EACH; ++i) rows_of[i] = next[i];
         const char* w_from =
-            w_base + weight_of(live[ordinal]) * sizes.w_offset_stride * sizeof(T);
+            weights.base + weight_of(live[ordinal]) * sizes.w_offset_stride * sizeof(T);
         prefetch(ordinal + 1);
-        for (int c = 0; c < c_in; c += DEPTH, at.advance(), w_from += w_stage) {
+        for (int c = 0; c < c_in; c += DEPTH, at.advance(), w_from += weights.stage) {
           const unsigned a = stages + at.slot * STAGE_BYTES;
           const unsigned b = a + A_BYTES;
           barrier_wait(shared_address(&ring.empty[at.slot]), at.phase ^ 1);
@@ -202,25 +179,8 @@ __device__ __forceinline__ void multiply_tiles(
             const bool more = c + DEPTH < c_in;
             fetch_weights(more ? ordinal : ordinal + 1, more ? c + DEPTH : 0, aligned);
             store_weights(b);
-          } else if constexpr (TRANSPOSED) {
-#pragma unroll
-            for (int i = 0; i < BN / HEIGHT; ++i) {
-              copy16(b + b_row + i * (HEIGHT * 128), w_from + i * w_step,
-                     inside && first_column + row + HEIGHT * i < c_out, aligned);
-            }
           } else {
-            const int column = thread % WIDTH, r = thread / WIDTH;
-#pragma unroll
-            for (int third = 0; third < THIRDS; ++third) {
-#pragma unroll
-              for (int i = 0; i < DEPTH / HIGH; ++i) {
-                const int depth = r + HIGH * i;
-                copy16(b + place_across<B_SWIZZLE>(depth, column + third * WIDTH),
-                       w_from + i * w_step + third * WIDTH * 16,
-                       third * WIDTH * 8 < columns_left && (!TAIL || c + depth < c_in),
-                       aligned);
-              }
-            }
+            weights.copy(b, w_from, c_in - c, thread, aligned);
           }
           barrier_arrive_after_copies(shared_address(&ring.full[at.slot]), aligned);
           // Asynchronous copies arrive when complete; what the thread stored itself, now.
@@ -252,18 +212,7 @@ __device__ __forceinline__ void multiply_tiles(
       barrier_wait(shared_address(&ring.full[slot]), (step / STAGES) & 1);
       fence_for_wgmma();
       wgmma_begin();
-#pragma unroll
-      for (int q = 0; q < 4; ++q) {
-        const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
-        if constexpr (TRANSPOSED) {
-          wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
-        } else if constexpr (B_SWIZZLE == 64) {
-          wgmma<T, BN, false, true>(sums, rows_of_a, operand<64>(b + q * 1024, 4096, 512));
-        } else {
-          wgmma<T, BN, false, true>(sums, rows_of_a,
-                                    operand<128>(b + q * 2048, 8192, 1024));
-        }
-      }
+      multiply_stage<T, BN, TRANSPOSED>(sums, a, b);
       wgmma_commit();
     };
     if (steps > 0) {

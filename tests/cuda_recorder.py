@@ -67,6 +67,8 @@ def no_small_tiles(monkeypatch) -> None:
     """Give few rows the tiles of many, for the rest of a test."""
     none = {facts: dict.fromkeys(t, ()) for facts, t in cuda_shapes.SMALL_TILES.items()}
     monkeypatch.setattr(cuda_shapes, "SMALL_TILES", none)
+    none = dict.fromkeys(cuda_shapes.ITSELF_TILES, ())
+    monkeypatch.setattr(cuda_shapes, "ITSELF_TILES", none)
     none = dict.fromkeys(cuda_shapes.TF32_SMALL_TILES, ())
     monkeypatch.setattr(cuda_shapes, "TF32_SMALL_TILES", none)
     for name in (

@@ -42,6 +42,7 @@ FILES = {
         *cuda_tiles.HOPPER,
         EPILOGUE,
         "hopper_int8.cuh",
+        "weight_stages.cuh",
         "sorted_implicit_gemm_wide.cuh",
     ),
     "hopper": (

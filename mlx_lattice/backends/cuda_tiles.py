@@ -36,7 +36,7 @@ class Tile(NamedTuple):
     """A matrix tile of a kernel.
 
     Attributes:
-        variant: of the kernel: "mma", "hopper" or "wide".
+        variant: of the kernel: "mma", "hopper", "wide" or "resident".
         code: the C++ type that names it.
         rows, width: of the result: output rows or input channels, and output channels.
         threads: of a block.
@@ -214,12 +214,27 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
     by_width = cuda_shapes.SMALL_TILES[stages + facts]
     tiles = by_width.get(c_y, by_width[width])
-    if layer.pointwise:
-        itself = cuda_shapes.ITSELF_TILES
-        if c_x >= cuda_shapes.DEEP_SUM:
-            itself = itself | cuda_shapes.DEEP_ITSELF_TILES
-        tiles = (*itself.get(c_y, itself[width]), *tiles)
-    return tiles
+    return (*_itself_tiles(c_x, c_y), *tiles) if layer.pointwise else tiles
+
+
+def _itself_tiles(c_x: int, c_y: int) -> tuple:
+    """Return the tiles of rows in half that feed themselves, as ``small_tile`` has."""
+    width = tile_width(c_y, cuda_shapes.SORTED_TILES)
+    by_width = cuda_shapes.ITSELF_TILES
+    tiles = by_width.get(c_y, by_width[width])
+    stages, most = -(-2 * c_x // STAGE_BYTES), cuda_shapes.ANY
+    last: tuple = ()
+    if c_x >= cuda_shapes.DEEP_SUM:
+        most = cuda_shapes.DEEP_ELEMENTS
+        if width == 256:
+            last = ((cuda_shapes.ANY, cuda_shapes.WIDE_TILES[256]),)
+    by_width = cuda_shapes.RESIDENT_TILES
+    for tile in by_width.get(c_y, by_width.get(width, ())):
+        # What an epilogue or statistics keep of a channel, and barriers.
+        each = cuda_shapes.resident_bytes(tile, stages) + 12 * tile.width + 512
+        if (each + RESERVED) * tile.per_multiprocessor <= SHARED:
+            return *tiles, (most, tile), *last
+    return *tiles, *last
 
 
 def _sorted_tile(
@@ -228,7 +243,7 @@ def _sorted_tile(
     packed: bool,
     prepared: bool,
     few: bool,
-    tile: cuda_shapes.SortedTile | cuda_shapes.Tile | None,
+    tile: cuda_shapes.Shape | None,
 ) -> Tile:
     """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
     one = multiplies_one(layer, device)
@@ -244,6 +259,8 @@ def _sorted_tile(
     width = tile_width(c_y, POWERS if packed else cuda_shapes.SORTED_TILES)
     if tile is None and slices_of(c_x) == 4 and not few:
         tile = cuda_shapes.WIDE_TILES.get(width)
+    if isinstance(tile, cuda_shapes.ResidentTile):
+        return resident(layer, tile)
     if isinstance(tile, cuda_shapes.Tile):
         return wide(layer, tile, layer.pointwise and not packed)
     if packed:  # unpacking takes the registers of the widest tile
@@ -274,8 +291,26 @@ def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
         tile.threads,
         tile.per_multiprocessor,
         cuda_shapes.shared_bytes(tile),
-        (*HOPPER, "sorted_implicit_gemm_wide.cuh"),
+        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"),
         itself=itself,
+    )
+
+
+def resident(p: Problem, tile: cuda_shapes.ResidentTile) -> Tile:
+    """Return ResidentTile in a shape, for the problem's channels."""
+    summed = whole_channels(p)[0] * p.read_size
+    has_tail, stages = str(summed % STAGE_BYTES != 0).lower(), -(-summed // STAGE_BYTES)
+    return Tile(
+        "resident",
+        f"ResidentTile<{', '.join(map(str, (*tile, stages, has_tail)))}>",
+        64,
+        tile.width,
+        tile.threads,
+        tile.per_multiprocessor,
+        cuda_shapes.resident_bytes(tile, stages),
+        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_resident.cuh"),
+        persistent=True,
+        itself=True,
     )
 
 
@@ -310,8 +345,8 @@ def persistent(p: Problem, tile: cuda_shapes.SortedTile) -> Tile:
 
 
 def small_tile(
-    tiles: tuple, elements: int
-) -> cuda_shapes.SortedTile | cuda_shapes.Tile | None:
+    tiles: tuple[tuple[int, cuda_shapes.Shape], ...], elements: int
+) -> cuda_shapes.Shape | None:
     """Return the tile of an output of few elements, or None."""
     for most, tile in tiles:
         if elements <= most:

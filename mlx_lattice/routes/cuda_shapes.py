@@ -59,15 +59,51 @@ class Tile(NamedTuple):
         return self.splits * (128 * self.consumers + self.producer_threads)
 
 
+class ResidentTile(NamedTuple):
+    """Shape of ResidentTile: tiles of 64 rows, by weights that stay in shared memory.
+
+    Attributes:
+        consumers: warpgroups that multiply, a tile each in turn.
+        width: output channels.
+        stages: buffers of 64 rows by 64 summed channels, of each of them.
+        per_multiprocessor: thread blocks that a multiprocessor holds at once.
+    """
+
+    consumers: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.consumers + 1)
+
+
+Shape = SortedTile | Tile | ResidentTile
+
+
 def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
     """Return the dynamic shared memory of a block.
 
     weights: parts of a weight in a stage.
     """
-    # Weights that run across the sums come in whole atoms of 64.
-    width = tile.width if tile.width <= 32 else -(-tile.width // 64) * 64
     stages = tile.stages * (tile.splits if isinstance(tile, Tile) else 1)
-    return stages * 128 * (tile.rows + weights * width) + 1024
+    return stages * 128 * (tile.rows + weights * _lines(tile.width)) + 1024
+
+
+def resident_bytes(tile: ResidentTile, stages: int) -> int:
+    """Return the same of a ResidentTile; ``stages``: of the summed channels."""
+    rows = tile.consumers * tile.stages * 64
+    return 128 * (rows + stages * _lines(tile.width)) + 1024
+
+
+def _lines(width: int) -> int:
+    """Return the lines of 128 bytes that a stage's weights take.
+
+    Those that run across the sums come in whole atoms of 64.
+    """
+    return width if width <= 32 else -(-width // 64) * 64
 
 
 # CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
@@ -290,29 +326,36 @@ SMALL_TILES = {
         ),
     },
 }
-# The same before them where rows feed themselves alone, and WideTile reads no table. Of
-# DEEP_SUM summed channels and more the last has no limit. Timed on an H200: 2 000 to
-# 400 000 rows, 32 to 1024 channels, either pass (benchmarks/results/gpu-itself.jsonl).
-DEEP_SUM = 384
+# The same before them where rows feed themselves alone, and WideTile reads no table.
+# Timed on an H200: 2 000 to 400 000 rows, 32 to 1024 channels, either pass
+# (benchmarks/results/gpu-itself.jsonl).
 _NARROW_4, _QUICK_64 = Tile(1, 128, 64, 3, 4), Tile(2, 128, 64, 4, 2)
-_ANY = 1 << 62
 ITSELF_TILES = {
-    32: ((1 << 19, _THREE_32), (3 << 20, Tile(1, 64, 32, 3, 6))),
+    32: ((1 << 19, _THREE_32),),
     48: ((1 << 21, _THREE_48),),
-    64: ((1 << 18, _NARROW_3), (1 << 20, _QUICK_64), (3 << 21, Tile(1, 64, 64, 2, 5))),
-    96: ((1 << 18, _NARROW_4), (3 << 19, Tile(2, 128, 96, 3, 2)),
-         (3 << 21, Tile(1, 128, 96, 3, 3))),
-    128: ((3 << 17, _NARROW_4), (1 << 21, _WIDE_128),
-          (1 << 23, Tile(1, 64, 128, 3, 3))),
+    64: ((1 << 18, _NARROW_3), (1 << 20, _QUICK_64)),
+    96: ((1 << 18, _NARROW_4), (3 << 19, Tile(2, 128, 96, 3, 2))),
+    128: ((3 << 17, _NARROW_4), (1 << 21, _WIDE_128)),
     192: ((5 << 19, _NARROW_4),),
-    256: ((1 << 19, _NARROW), (1 << 22, WIDE_TILES[128])),
-    384: ((1 << 20, _HALF), (1 << 22, _WIDE_128)),
-    512: ((1 << 20, _HALF), (3 << 21, WIDE_TILES[128])),
+    256: ((1 << 19, _NARROW), (1 << 21, WIDE_TILES[128])),
+    384: ((1 << 20, _HALF), (1 << 21, _WIDE_128)),
+    512: ((1 << 20, _HALF), (1 << 21, WIDE_TILES[128])),
     1024: ((1 << 21, _HALF),),
-}  # fmt: skip
-DEEP_ITSELF_TILES = {
-    width: (*ITSELF_TILES[width], (_ANY, WIDE_TILES[256])) for width in (256, 512, 1024)
 }
+# Of more rows, the first whose weights fit; of DEEP_SUM summed channels and more, up to
+# DEEP_ELEMENTS of the output, beyond which many channels take the widest WideTile.
+RESIDENT_TILES = {
+    32: (ResidentTile(1, 32, 6, 4), ResidentTile(2, 32, 6, 1)),
+    64: (ResidentTile(2, 64, 4, 2), ResidentTile(3, 64, 4, 1)),
+    96: (ResidentTile(3, 96, 4, 1),),
+    128: (ResidentTile(3, 128, 4, 1), ResidentTile(2, 128, 4, 1)),
+    192: (ResidentTile(2, 192, 4, 1),),
+    256: (ResidentTile(3, 128, 4, 1), ResidentTile(2, 128, 4, 1)),
+    512: (ResidentTile(2, 256, 4, 1), ResidentTile(2, 128, 4, 1)),
+    1024: (ResidentTile(2, 256, 4, 1),),
+}
+DEEP_SUM, DEEP_ELEMENTS = 384, 3 << 21
+ANY = 1 << 62
 # The same before TF32_WHOLE_TILES, by their widths.
 TF32_SMALL_TILES = {
     32: (),

@@ -50,7 +50,11 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
 @of_kernels
 @of_rows
 def no_tiles(p: Problem, device: Device) -> str | None:
-    """Hold but where CUDA's tiles read half rows that MLX's matmul would copy."""
+    """Hold but where CUDA's tiles read half rows that are copied for MLX's matmul.
+
+    It refuses half rows that begin off 16 bytes, and where rows begin is not known when
+    a layer is called.
+    """
     if device.family not in thresholds.HOPPER or p.dtype == "float32" or p.groups > 1:
         return None
     if p.pass_ == WEIGHT_GRAD:

@@ -96,6 +96,11 @@ def contractions():
         for bits, size in ((4, 32), (8, 64)):
             for c_in, c_out, groups in ((64, 24, 1), (64, 136, 1), (64, 32, 2)):
                 every_packed(relation, c_in, c_out, groups, bits, size, dtype)
+    itself = pair(cases.Case("submanifold", 3, 1), "surface", 300)[0]
+    for dtype, (c_in, c_out) in itertools.product(cases.DTYPES[1:], CHANNELS[3:]):
+        every(itself, c_in, c_out, 1, dtype)
+        with_moments(itself, c_in, c_out, dtype)
+        every_epilogue(itself, c_in, c_out, 1, dtype)
     for size in (5, 9):  # more offsets than a word, than a list
         many = pair(cases.Case("submanifold", 3, size), "block", 60)[0]
         every(many, 8, 8, 1, "float16")

@@ -103,8 +103,16 @@ def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
         assert taken(pass_="weight_grad", **facts) == "grouped_gemm"
     assert taken(c_out=20) == "sorted_implicit_gemm"  # weights alone are padded
     one = {"kernel_size": 1, "edges": 400_000, "n_in": 400_000, "dtype": "float16"}
-    high = ml.Problem.forward(c_in=96, c_out=64, **one)
-    assert ml.select(high, device="h200").plan.tile == (256, 64)  # no few edges
+    plans = (
+        ml.select(ml.Problem.forward(c_in=c, c_out=o, **one), device="h200").plan
+        for c, o in ((96, 64), (1024, 512), (96, 48))
+    )
+    # Weights stay in shared memory where they fit; no tile is of few edges.
+    assert [(plan.variant, plan.tile) for plan in plans] == [
+        ("resident", (64, 64)),
+        ("wide", (128, 256)),
+        ("hopper", (256, 48)),
+    ]
     others = (
         {"dtype": "float32"},
         {"pass_": "weight_grad", "dtype": "float32"},
