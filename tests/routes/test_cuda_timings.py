@@ -15,12 +15,12 @@ from mlx_lattice.problem import MLX_LAYOUT
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
 
 
-def timed(file: str) -> list[dict]:
+def lines_of(file: str) -> list[dict]:
     return [json.loads(line) for line in (RESULTS / file).read_text().splitlines()]
 
 
-TIMED = timed("gpu-surfaces.jsonl")
-ITSELF = timed("gpu-itself.jsonl")  # of 1x1 kernels
+TIMED = lines_of("gpu-surfaces.jsonl")
+ITSELF = lines_of("gpu-itself.jsonl")  # of 1x1 kernels
 
 
 def timed_as(code: str) -> str:
