@@ -89,17 +89,23 @@ class Native final : public mx::Primitive {
 
   void eval_cpu(const std::vector<mx::array>& inputs, std::vector<mx::array>& outputs) override {
     auto& encoder = mx::cpu::get_command_encoder(stream());
-    std::vector<Tensor> in, out;
+    // Asked for its memory, MLX's CUDA moves it to the host, at once: not before what writes it has run.
+    std::vector<mx::array> given;
     for (auto& a : inputs) {
       encoder.set_input_array(a);
-      in.push_back({const_cast<char*>(a.data<char>()), a.shape(), a.dtype(), a.strides()});
+      given.push_back(mx::array::unsafe_weak_copy(a));
     }
+    std::vector<Tensor> out;
     for (auto& a : outputs) {
       allocate(a);
       encoder.set_output_array(a);
       out.push_back({a.data<char>(), a.shape(), a.dtype()});
     }
-    encoder.dispatch([op = op_, in = std::move(in), out = std::move(out)] { op.evaluate(in, out); });
+    encoder.dispatch([op = op_, given = std::move(given), out = std::move(out)] {
+      std::vector<Tensor> in;
+      for (auto& a : given) in.push_back({const_cast<char*>(a.data<char>()), a.shape(), a.dtype(), a.strides()});
+      op.evaluate(in, out);
+    });
   }
   void eval_gpu(const std::vector<mx::array>&, std::vector<mx::array>&) override { refuse(op_.name, "a GPU stream"); }
 

@@ -135,7 +135,9 @@ def test_a_nanobind_of_another_abi_stops_the_build_with_a_sentence(tmp_path):
     other = tmp_path / "nanobind-2.4.0.dist-info"
     other.mkdir()
     (other / "METADATA").write_text("Name: nanobind\nVersion: 2.4.0\n")
-    status, text = configure(tmp_path, PYTHONPATH=str(tmp_path))
+    status, text = configure(
+        tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), *sys.path])
+    )
     assert status != 0
     assert f"mlx {mx.__version__} is built with nanobind " in text
     assert "but nanobind 2.4.0 is installed" in text

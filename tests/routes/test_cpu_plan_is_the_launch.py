@@ -21,6 +21,13 @@ if cpu_extension.extension is None:
 ROWS = [(r, p) for r in TABLE for p in PASSES if p in r.passes and r.planner(CPU, p)]
 
 
+@pytest.fixture(autouse=True)
+def on_the_cpu():
+    """Relations are built there too: others keep tables in a form of their own."""
+    with mx.stream(mx.cpu):
+        yield
+
+
 class Recorder:
     """Stands before the extension and notes each function that is called."""
 
