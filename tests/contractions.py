@@ -71,6 +71,8 @@ LARGE: dict[str, tuple[Case, str, int] | None] = {
     "some": (Case("submanifold", 3, 3), "surface", 900),
     "many": (Case("submanifold", 3, 3), "surface", 3000),
     "nine": (Case("submanifold", 3, 9), "block", 120),
+    "pointwise_65": (Case("submanifold", 3, 1), "block", 65),
+    "pointwise_many": (Case("submanifold", 3, 1), "block", 20_000),  # tiles a block
 }
 
 # Rows in, rows out and offsets of scenes without an edge.

@@ -47,6 +47,9 @@ def pointwise_kernel(p: Problem, device: Device) -> str | None:
     return f"the kernel is {p.kernel} ({p.kind}), not 1x1x1 on the input's own rows"
 
 
+_COPIED = "half rows are copied first, since MLX's matmul may refuse where they begin"
+
+
 @of_kernels
 @of_rows
 def no_tiles(p: Problem, device: Device) -> str | None:
@@ -58,14 +61,14 @@ def no_tiles(p: Problem, device: Device) -> str | None:
     if device.family not in thresholds.HOPPER or p.dtype == "float32" or p.groups > 1:
         return None
     if p.pass_ == WEIGHT_GRAD:
-        return "its matmul copies half rows to align them; tiles of edges do not"
+        return f"{_COPIED}; tiles of edges read them where they are"
     tiles = rows_at_least("sorted_implicit_gemm")
     # Padding summed channels copies rows too; padding others copies weights alone.
     summed, written = p.channels
     padded = thresholds.PADDED_ROWS if written % 8 else 0
     if summed % 8 or p.rows_written < padded or tiles(p, device):
         return None
-    return "its matmul copies half rows to align them; sorted_implicit_gemm does not"
+    return f"{_COPIED}; sorted_implicit_gemm reads them where they are"
 
 
 def dense_weight(p: Problem, device: Device) -> str | None:
