@@ -5,6 +5,7 @@ Compute capability 8.0 and later, any channels; packed weights are read where th
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -60,10 +61,16 @@ def _table(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def _rows(
-    p: Problem, route: str, view: str, read, kernel: GpuKernel, each: int = 1, **more
+    p: Problem,
+    route: str,
+    view: str,
+    read: Callable[[Relation], tuple[mx.array, ...]],
+    kernel: GpuKernel,
+    each: int | None = None,
+    **more,
 ) -> Plan:
-    """Plan a thread an output row and ``each`` channels."""
-    blocks = blocks_for(p.rows_written * (p.channels[1] // each))
+    """Plan ``each`` threads an output row, by default one a channel."""
+    blocks = blocks_for(p.rows_written * (each or p.channels[1]))
     return Plan(
         p,
         CUDA,
@@ -118,22 +125,23 @@ def quantized_traversal(p: Problem, device: Device) -> Plan:
 
 
 def depthwise(p: Problem, device: Device) -> Plan:
-    """Plan a group a channel: a thread an output row and 16 bytes of channels."""
+    """Plan a group a channel: a warp some output rows, a lane 16 bytes of channels."""
     if p.pass_ == WEIGHT_GRAD:
         return cuda_weight_grad.depthwise(p, device)
-    multiplier = p.c_out // p.groups
+    multiplier, channels = p.c_out // p.groups, p.channels[1]
     each = cuda_weight_grad.channels_each(p)
+    lanes = cuda_weight_grad.lanes_of(channels, each)
     kernel = finishing_kernel(
         "depthwise_transposed" if p.transposed else "depthwise",
-        cuda_weight_grad.DEPTHWISE_FILES,
+        (*cuda_epilogue.FILES, "depthwise.cu"),
         PER_ROW,
-        (("T", DTYPES[p.dtype]), ("EACH", each)),
+        (("T", DTYPES[p.dtype]), ("EACH", each), ("GROUP", lanes)),
         p.epilogue,
-        also=(cuda_weight_grad.OF_TABLE,),
         sizes=(
             ("groups", f"w_shape[2] / {multiplier}"),
             ("c_x", multiplier if p.transposed else 1),
             ("c_y", 1 if p.transposed else multiplier),
         ),
     )
-    return _rows(p, "depthwise", "out_in", _table, kernel, each, weights=copied(p))
+    threads = lanes * -(-channels // (lanes * each))
+    return _rows(p, "depthwise", "out_in", _table, kernel, threads, weights=copied(p))

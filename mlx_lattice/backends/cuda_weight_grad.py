@@ -31,7 +31,7 @@ from .cuda_pairs import first_stages, offset_starts, pair_arrays
 from .cuda_views import STAGE_PAIRS, sorted_arrays
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
-from .signatures import PER_ROW, PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
+from .signatures import PER_ROW_OF_EDGES, WEIGHT_GRAD, kept
 
 OF_EDGES = replace(
     WEIGHT_GRAD, sizes=(*WEIGHT_GRAD.sizes, ("n_edges", "edges_shape[0]"))
@@ -46,7 +46,6 @@ def _of(inputs: tuple[str, ...], **sizes: str) -> Interface:
 
 # Stages of edges: where those of each offset start.
 OF_STAGES = _of(("pairs", "spans", "firsts"), volume="spans_shape[0]")
-OF_TABLE = _of(("table",), n_out="table_shape[0]", volume="table_shape[1]")
 OF_ROWS = _of(
     ("table", "rows", "masks"),
     n_out="rows_shape[0]",
@@ -55,7 +54,7 @@ OF_ROWS = _of(
 )
 
 TRAVERSAL_FILES = *cuda_epilogue.FILES, "relation_traversal.cu"
-DEPTHWISE_FILES = *cuda_epilogue.FILES, "depthwise.cu"
+DEPTHWISE_FILES = *cuda_grad_sums.SUM_FILES, "depthwise_weight_grad.cu"
 SIDE = 16  # of a tile of relation_traversal
 
 
@@ -259,10 +258,6 @@ def _edges(relation: Relation) -> tuple[mx.array, ...]:
     return offset_starts(relation), relation.edges
 
 
-def _table(relation: Relation) -> tuple[mx.array, ...]:
-    return (relation.held_table(),)
-
-
 def _stages(size: int) -> Callable[[Relation], tuple[mx.array, ...]]:
     """Return what reads the pairs and where the stages of ``size`` of each start."""
 
@@ -322,21 +317,33 @@ def channels_each(p: Problem) -> int:
     return 1 if p.c_out != p.groups or p.groups % each else each
 
 
+def lanes_of(channels: int, each: int) -> int:
+    """Return the lanes of a warp that a row of depthwise has: 4 to 32, a power of 2."""
+    return min(32, max(4, 1 << (-(-channels // each) - 1).bit_length()))
+
+
 def depthwise(p: Problem, device: Device) -> Plan:
-    """Plan a group a channel: sums over splits of the rows, added in order."""
-    multiplier, each = p.c_out // p.groups, channels_each(p)
-    across = 8 if p.c_out <= 8 * each else 32
+    """Plan a group a channel: partial sums over splits of the kernel-major edges."""
+    multiplier, each, stage = p.c_out // p.groups, channels_each(p), STAGE_PAIRS[-1]
+    across, table = lanes_of(p.c_out, each), thresholds.DEPTHWISE_GRAD
     tiles = -(-p.c_out // (across * each))
-    table = thresholds.DEPTHWISE_GRAD
-    most = table["splits"] * device.cores // tiles
-    splits = max(1, min(most, -(-p.n_out // table["least"])))
+    stages = -(-p.edges_at_most // stage)
+    most = max(1, table["splits"] * device.cores // tiles)
+    splits = max(1, min(most, stages // table["stages"]))
+    sides = 1, p.c_out
+    shares = cuda_grad_sums.shares(p, device, sides, splits / p.volume)
     kernel = GpuKernel(
         CUDA,
         "depthwise_weight_grad",
         DEPTHWISE_FILES,
-        OF_TABLE,
-        (("T", DTYPES[p.dtype]), ("EACH", each), ("ACROSS", across)),
-        also=(PER_ROW,),
+        OF_STAGES,
+        (
+            ("T", DTYPES[p.dtype]),
+            ("EACH", each),
+            ("ACROSS", across),
+            ("STAGE", stage),
+        ),
+        also=(cuda_grad_sums.ADD_PARTIALS["firsts"],),
         sizes=(
             ("groups", f"dy_shape[1] / {multiplier}"),
             ("c_in", 1),
@@ -346,10 +353,12 @@ def depthwise(p: Problem, device: Device) -> Plan:
     return _plan(
         p,
         "depthwise",
-        "out_in",
-        _table,
+        "edges",
+        _READ_STAGES[stage],
         kernel,
-        (splits, p.volume, p.c_out),
+        (splits + p.volume, *sides),
         (splits, tiles),
+        cuda_grad_sums.add_partials(p, "firsts", shares),
+        shares=shares,
         splits=splits,
     )

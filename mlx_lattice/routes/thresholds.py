@@ -290,9 +290,9 @@ SORTED_GRAD = {
 # Partial sums of an element, on average, from which several warps share them: from the
 # least on where dW has fewer blocks a multiprocessor than these, else from the most.
 SHARED_SUMS = {"most": 16, "least": 4, "blocks": 1.5}
-# Splits of a multiprocessor in other weight gradients, and the least rows or edges of
+# Splits of a multiprocessor in other weight gradients, and the least stages or edges of
 # one.
-DEPTHWISE_GRAD = {"splits": 4, "least": 256}
+DEPTHWISE_GRAD = {"splits": 4, "stages": 4}
 TRAVERSAL_GRAD = {"splits": 8, "least": 256}
 # Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way: a
 # block then has all rows. CUDA's threads hold no more in registers, and it was timed on
