@@ -145,7 +145,18 @@ class Epilogue(_Fields):
         # What is found of one that is kept serves those of all calls.
         made.__dict__["key"] = *self.key[:-1], residual.dtype
         made.__dict__["arrays"] = *self.arrays, residual
+        made.__dict__["alone"] = self
         return made
+
+    def activated(self, activation: str) -> Epilogue:
+        """Return it with an activation, where it has none; kept for the next call."""
+        alone = self.__dict__.get("alone")
+        if alone is not None:
+            return alone.activated(activation).beside(self.residual)
+        kept = self.__dict__.setdefault("with_activation", {})
+        if activation not in kept:
+            kept[activation] = self._replace(activation=activation)
+        return kept[activation]
 
     @cached_property
     def key(self) -> tuple:

@@ -8,6 +8,33 @@ from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 Fact = TypeVar("Fact")
+# What computes results that wait to be read; None where nobody observes.
+_awaited: ContextVar[list[Callable[[], object]] | None] = ContextVar(
+    "awaited", default=None
+)
+
+
+def await_end(settle: Callable[[], object]) -> None:
+    """Have ``settle()`` called at the end of the block that observes, if there is one.
+
+    Nothing is told of a result that waits to be read until it is computed.
+    """
+    held = _awaited.get()
+    if held is not None:
+        held.append(settle)
+
+
+@contextmanager
+def settling() -> Iterator[None]:
+    """Compute what waits before the block ends: its observers are told of it."""
+    held: list[Callable[[], object]] = []
+    token = _awaited.set(held)
+    try:
+        yield
+        for settle in held:
+            settle()
+    finally:
+        _awaited.reset(token)
 
 
 class Observers(Generic[Fact]):
@@ -27,7 +54,8 @@ class Observers(Generic[Fact]):
         """Call ``observer`` with every fact inside the block."""
         token = self._now.set((*self._now.get(), observer))
         try:
-            yield
+            with settling():
+                yield
         finally:
             self._now.reset(token)
 

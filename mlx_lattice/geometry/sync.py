@@ -34,7 +34,8 @@ is_transforming: Callable[[], bool] = getattr(
     cpu_extension.extension, "is_transforming", _always
 )
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
-_work: ContextVar[Callable[[], None] | None] = ContextVar("work", default=None)
+# One piece of work, or none: a copy of the context does not do it again.
+_work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)
 
 
 def read(*arrays: mx.array) -> list:
@@ -44,9 +45,8 @@ def read(*arrays: mx.array) -> list:
     the CPU's memory first, which takes many times as long.
     """
     work = _work.get()
-    if work is not None and _starts(arrays):
-        _work.set(None)
-        work()  # an evaluation afterwards would wait for what this starts, too
+    if work and _starts(arrays):
+        work.pop()()  # an evaluation afterwards would wait for what this starts, too
     else:
         mx.eval(*arrays)
     return [array.tolist() for array in arrays]
@@ -68,7 +68,7 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
 
     Within a vjp, where MLX starts nothing, it is not done.
     """
-    token = _work.set(work)
+    token = _work.set([work])
     try:
         yield
     finally:

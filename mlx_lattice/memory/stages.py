@@ -24,6 +24,8 @@ R = TypeVar("R", bound=Record)
 
 _record: ContextVar[Record | None] = ContextVar("record", default=None)
 _evaluate: ContextVar[Callable[..., None] | None] = ContextVar("evaluate", default=None)
+# What evaluates boundaries here, if anything does.
+evaluates: Callable[[], Callable[..., None] | None] = _evaluate.get
 
 
 def boundary(*arrays: mx.array, finish: bool = False) -> None:

@@ -11,11 +11,11 @@ import mlx.nn
 from mlx.nn import Module
 from mlx.utils import tree_map_with_path
 
+from ..pending import apart
 from ..problem import FORWARD
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
-from .fused import apart
 from .watching import Tap
 
 

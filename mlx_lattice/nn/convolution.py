@@ -19,10 +19,12 @@ from ..ops import relations
 from ..ops.conv import contracted, contracted_blocks, fitted
 from ..ops.relations import Coordinates
 from ..other_names import centred, kept_rows, no_key, takes, unused
+from ..pending import Pending, may_wait
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
+from . import watching
 from .offsets import Offsets, kernel_spec
 from .quantized import Packable, QuantizedConvolution
 
@@ -152,7 +154,13 @@ class _Convolution(Family, Packable, Module):
         return self._contracted(run, x, w, relation, after)
 
     def _contracted(self, run, x, w, relation: Relation, after):
-        return run(x, w, relation, self.get("bias"), self.groups, after)
+        bias, groups = self.get("bias"), self.groups
+        if after is None and run is contracted and may_wait(x) and not watching.now():
+            feats, (c_in, c_out) = x.feats, self.channels
+            # What does not fit is to raise now.
+            if feats.dtype == w.dtype and feats.shape[1] == c_in:
+                return Pending.of(self, x, w, relation, bias, groups, c_out)
+        return run(x, w, relation, bias, groups, after)
 
 
 def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:

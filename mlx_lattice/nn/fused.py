@@ -8,9 +8,7 @@ may mean something else, so it is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from contextvars import ContextVar
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn
@@ -19,6 +17,7 @@ from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..epilogue import Epilogue, Moments
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
+from ..pending import is_apart
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
 from . import linear as linears
@@ -49,20 +48,6 @@ _FUNCTIONS = {
     for function in (getattr(mlx.nn, name), getattr(activation, name))
 }
 Features = SparseTensor | mx.array
-_MOST_KEPT = 4  # epilogues of a norm
-
-
-_apart: ContextVar[bool] = ContextVar("apart", default=False)
-
-
-@contextmanager
-def apart() -> Iterator[None]:
-    """Give convolutions nothing of what follows them, inside the block."""
-    token = _apart.set(True)
-    try:
-        yield
-    finally:
-        _apart.reset(token)
 
 
 def fused_activation(layer: Callable) -> Activation | None:
@@ -136,7 +121,7 @@ def convolved(
             fits = _epilogue(*given, integer=True) is not None
             y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return watch.convolved(layer, norm, x, residual, fits, _as_tensor(y))
-    if able and not _apart.get():
+    if able and not is_apart():
         integer, is_conv = is_integer(conv), type(conv) in CONVOLUTIONS
         by_rows = type(norm) in FIXED and norm.is_by_rows
         if is_conv and by_rows and not integer:
@@ -156,9 +141,8 @@ def convolved(
     # An integer layer may write int8 by itself, with nothing fused into it.
     alone = norm is None and activation is None and residual is None
     if fusion.observed() and not alone:
-        with fusion.inside(conv if norm is None else norm):
-            feats = y.values if isinstance(y, IntegerTensor) else y.feats
-            fusion.teller(lambda: after.facts.parts, True, feats)("forward", 0)
+        feats = y.values if isinstance(y, IntegerTensor) else y.feats
+        fusion.tell_epilogue(conv if norm is None else norm, after, feats)
     return _as_written(conv, y)
 
 
@@ -186,7 +170,7 @@ def linear(
         return y if activation is None else called(activation, y)
     act = None if activation is None else fused_activation(activation)
     fits = act in _EPILOGUES and (activation is None or act is not None)
-    if fits and not _apart.get() and linears.finishes(layer, x):
+    if fits and not is_apart() and linears.finishes(layer, x):
         after = Epilogue(residual=residual, activation=_EPILOGUES[act])
         return linears.finished(layer, x, after)
     y = layer(x)
@@ -261,37 +245,8 @@ def _epilogue(
             scale, shift = norm.scale_shift()
             given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
         return Epilogue(**given)
-    after, residual = _fixed(norm, _EPILOGUES[act], x.dtype), given.get("residual")
+    after, residual = norm.as_epilogue(x.dtype, _EPILOGUES[act]), given.get("residual")
     return after if after is None or residual is None else after.beside(residual)
-
-
-class _Kept(dict):
-    """Epilogues of a norm, by its arrays; copies and pickles of the norm have none."""
-
-    def __reduce__(self) -> tuple:
-        return type(self), ()
-
-
-def _fixed(norm: BatchNorm, activation: str, dtype: mx.Dtype) -> Epilogue | None:
-    """Return a norm with fixed statistics and what follows it; None of other dtypes."""
-    find = norm.get  # as items: quicker to find
-    own = find("weight"), find("bias"), find("running_mean"), find("running_var")
-    # Arrays that are held, so that no other can take their places.
-    key = *map(id, own), norm.eps, activation, dtype
-    known = getattr(norm, "_epilogues", None)
-    held = known and known.get(key)
-    if held:
-        return held[1]
-    made = None
-    if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
-        scale, shift, mean, var = own
-        facts = activation, mean, var, norm.eps, "BatchNorm"
-        made = Epilogue(scale, shift, None, *facts)
-    if known is None or len(known) >= _MOST_KEPT:
-        known = _Kept()
-        object.__setattr__(norm, "_epilogues", known)  # not a parameter
-    known[key] = own, made
-    return made
 
 
 def called(layer: Callable, x: Features, *coordinates) -> Features:

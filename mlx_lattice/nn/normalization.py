@@ -6,20 +6,32 @@ parameters.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 import mlx.nn
 
 from .. import ops
-from ..backends.norms_protocol import Activation
+from ..backends.norms_protocol import NONE, Activation
+from ..epilogue import Epilogue
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.norm import activation_of, residual_of
 from ..ops.norm_statistics import BatchStatistics
+from ..pending import Pending
 from ..tensor import SparseTensor, features_of
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 Features = SparseTensor | mx.array
+_MOST_KEPT = 4  # epilogues of a norm
+
+
+class _Kept(dict):
+    """Epilogues of a norm, by its arrays; copies and pickles of the norm have none."""
+
+    def __reduce__(self) -> tuple:
+        return type(self), ()
 
 
 class BatchNorm(mlx.nn.BatchNorm):
@@ -52,6 +64,14 @@ class BatchNorm(mlx.nn.BatchNorm):
         of ``ops.batch_norm``. ``lines``: statistics of rows of x, where the convolution
         that wrote them summed these (see ``Moments``).
         """
+        waits = type(x) is Pending and type(self) is BatchNorm
+        waits = waits and x.channels == self.num_features
+        if waits and self.is_by_rows:
+            feats, lines = x.with_moments()
+        elif waits and residual is None and activation is None:
+            y = x.normalized(self.as_epilogue(x.dtype), self, self._fixed())
+            if y is not None:
+                return y
         feats = features_of(x)
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
             raise ValueError(
@@ -81,6 +101,41 @@ class BatchNorm(mlx.nn.BatchNorm):
             if x.shape[0] > 1:
                 self["running_var"] = var
         return y
+
+    def _fixed(self) -> Callable[[mx.array], mx.array]:
+        """Return the norm with the statistics and parameters that it has now."""
+        layer, find = Layer("BatchNorm", self.eps, NONE), self.get
+        given = find("running_mean"), find("running_var"), find("weight"), find("bias")
+
+        def normalized(x: mx.array) -> mx.array:
+            with fusion.inside(self):
+                return channel_norms.fixed_norm(x, layer, *given, None)
+
+        return normalized
+
+    def as_epilogue(self, dtype: mx.Dtype, activation: str = "") -> Epilogue | None:
+        """Return a norm with fixed statistics, and the activation after it.
+
+        None where its arrays are of other dtypes than float32 and ``dtype``.
+        """
+        find = self.get  # as items: quicker to find
+        own = find("weight"), find("bias"), find("running_mean"), find("running_var")
+        # Arrays that are held, so that no other can take their places.
+        key = *map(id, own), self.eps, activation, dtype
+        known = getattr(self, "_epilogues", None)
+        held = known and known.get(key)
+        if held:
+            return held[1]
+        made = None
+        if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
+            scale, shift, mean, var = own
+            facts = activation, mean, var, self.eps, "BatchNorm"
+            made = Epilogue(scale, shift, None, *facts)
+        if known is None or len(known) >= _MOST_KEPT:
+            known = _Kept()
+            object.__setattr__(self, "_epilogues", known)  # not a parameter
+        known[key] = own, made
+        return made
 
     @property
     def is_by_rows(self) -> bool:

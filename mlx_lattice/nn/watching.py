@@ -241,9 +241,8 @@ def behind(layer: object) -> object:
 _watch: ContextVar[Watch | None] = ContextVar("watch", default=None)
 
 
-def now() -> Watch | None:
-    """Return the watch that this runs in, or None."""
-    return _watch.get()
+# The watch that this runs in, or None.
+now: Callable[[], Watch | None] = _watch.get
 
 
 @contextmanager

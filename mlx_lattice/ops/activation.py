@@ -11,6 +11,7 @@ import mlx.nn
 from ..backends import registry
 from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..channel_kernels import activation
+from ..pending import Pending
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
 from ..transformations import elementwise
@@ -46,11 +47,16 @@ def by_rows(function: Callable) -> Callable:
     return of_rows
 
 
-def _of_features(function: Callable) -> Callable:
+def _of_features(function: Callable, name: str = "") -> Callable:
+    """Return an activation of tensors; ``name``: of an epilogue that computes it."""
     rows = by_rows(function)
 
     @wraps(function)
     def activation(x, *args, **kwargs):
+        if name and type(x) is Pending:
+            made = x.activated(name, rows)
+            if made is not None:
+                return made
         return on_features(rows, x, *args, **kwargs)
 
     return activation
@@ -101,7 +107,7 @@ def _silu(x: mx.array) -> mx.array:
 
 celu = _of_features(mlx.nn.celu)
 elu = _of_features(mlx.nn.elu)
-gelu = _of_features(_gelu)
+gelu = _of_features(_gelu, "gelu")
 gelu_approx = _of_features(mlx.nn.gelu_approx)
 gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
 glu = _of_features(mlx.nn.glu)
@@ -112,12 +118,12 @@ log_sigmoid = _of_features(mlx.nn.log_sigmoid)
 log_softmax = _of_features(mlx.nn.log_softmax)
 mish = _of_features(mlx.nn.mish)
 prelu = _of_features(mlx.nn.prelu)
-relu = _of_features(_relu)
+relu = _of_features(_relu, "relu")
 relu2 = _of_features(mlx.nn.relu2)
 relu6 = _of_features(mlx.nn.relu6)
 selu = _of_features(mlx.nn.selu)
 sigmoid = _of_features(mlx.nn.sigmoid)
-silu = _of_features(_silu)
+silu = _of_features(_silu, "silu")
 softmax = _of_features(mlx.nn.softmax)
 softplus = _of_features(mlx.nn.softplus)
 softsign = _of_features(mlx.nn.softsign)

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..backends import registry
+from ..epilogue import Epilogue
 from ..observers import Observers
 from ..routes import launch
 
@@ -82,6 +83,12 @@ def teller(parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array) -> 
         )
 
     return tell
+
+
+def tell_epilogue(layer: object, after: Epilogue, feats: mx.array) -> None:
+    """Tell what a convolution computed for a layer whose result is ``feats``."""
+    with inside(layer):
+        teller(lambda: after.facts.parts, True, feats)("forward", 0)
 
 
 def untold(pass_: str, launches: int | None) -> None:

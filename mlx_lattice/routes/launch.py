@@ -18,6 +18,7 @@ from ..integer_facts import IntegerFacts
 from ..integer_facts import finished as finished_integers
 from ..integer_weight import IntegerPacking
 from ..numerics import asked_precision
+from ..observers import settling
 from ..problem import (
     DTYPES,
     FORWARD,
@@ -100,7 +101,8 @@ def observe(
     others = () if alone else _observers.get()
     token = _observers.set((*others, observer))
     try:
-        yield
+        with settling():
+            yield
     finally:
         _observers.reset(token)
 
@@ -122,7 +124,8 @@ def planned(
     """
     token, watch = _planned.set((device, only or {})), _observers.set((observer,))
     try:
-        yield
+        with settling():
+            yield
     finally:
         _planned.reset(token)
         _observers.reset(watch)

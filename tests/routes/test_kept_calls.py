@@ -88,7 +88,7 @@ def test_a_bad_variable_raises_though_a_plan_is_kept(monkeypatch):
     monkeypatch.setenv("MLX_LATTICE_ROUTE", "")
     monkeypatch.setenv("MLX_LATTICE_TUNE", "perhaps")
     with pytest.raises(ValueError, match="MLX_LATTICE_TUNE must be 0 or 1"):
-        layer(x)
+        layer(x).feats  # noqa: B018 (computed as it is read)
 
 
 @on_cpu
@@ -108,7 +108,7 @@ def test_left_out_kernels_and_tuning_are_seen_at_once(monkeypatch, tmp_path):
     with ml.cache(tmp_path), ml.tune():
         kernels(counts, x, layer)
         assert len(recorded) == 3
-        layer(x)
+        mx.eval(layer(x).feats)
         assert len(recorded) == 4
 
 
@@ -316,9 +316,9 @@ def test_a_repeated_call_is_short(chip, layer):
         net = layer(64, 64, 2)
         step = mlx.nn.value_and_grad(net, lambda net, x: net(x).feats.sum())
         for _ in range(2):
-            net(x), step(net, x)
-        assert frames(lambda: net(x)) <= 30
-        assert frames(lambda: step(net, x)) <= 65
+            net(x).feats, step(net, x)
+        assert frames(lambda: net(x).feats) <= 38
+        assert frames(lambda: step(net, x)) <= 75
 
 
 @on_cpu

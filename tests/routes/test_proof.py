@@ -345,7 +345,7 @@ def test_it_can_be_turned_off(monkeypatch, folder):
             assert ml.explain(fresh, layer).choice.route.name == "tensor_ops"
             patched.setenv("MLX_LATTICE_PROOF", "no")
             with pytest.raises(ValueError, match="MLX_LATTICE_PROOF must be 0 or 1"):
-                layer(fresh)
+                mx.eval(layer(fresh).feats)
             ml.settings.proved.reset(token)
 
 

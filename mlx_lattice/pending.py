@@ -1,0 +1,294 @@
+"""Results of convolutions that wait for what follows them, until they are read.
+
+A net calls a convolution, a norm and an activation one after the other; where the norm
+has fixed statistics, all that is the convolution's epilogue. So its features are
+computed when they are first read: with what was asked for until then, if nobody holds
+what lies between. To its readers such a tensor is as any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import Context, ContextVar, copy_context
+from weakref import ref
+
+import mlx.core as mx
+
+from . import contraction, settings
+from .epilogue import Epilogue, Moments
+from .geometry import sync
+from .memory import limit, stages
+from .observers import await_end
+from .ops import fusion
+from .relation import Relation
+from .routes import launch
+from .tensor import SparseTensor
+
+_apart: ContextVar[bool] = ContextVar("apart", default=False)
+_ROUTE = settings.reader("MLX_LATTICE_ROUTE")
+is_apart: Callable[[], bool] = _apart.get
+
+
+@contextmanager
+def apart() -> Iterator[None]:
+    """Give convolutions nothing of what follows them, inside the block."""
+    token = _apart.set(True)
+    try:
+        yield
+    finally:
+        _apart.reset(token)
+
+
+def may_wait(x: object) -> bool:
+    """Whether a convolution of ``x`` that is called now may be computed later.
+
+    Not where it is asked for one route, which is to raise at once, nor where layers are
+    evaluated one after the other.
+    """
+    kind = type(x)
+    if (kind is not SparseTensor and kind is not Pending) or _apart.get():
+        return False
+    if settings.forced.get() or limit.active() is not None or stages.evaluates():
+        return False
+    return not _ROUTE()
+
+
+class Convolution:
+    """A convolution of features, to be run as at its call.
+
+    That is with the arrays of that moment, inside its blocks and on its stream; under
+    variables of the environment as they are when it runs.
+
+    Attributes:
+        layer: the module, for who observes.
+        arrays: features, weight and relation, as ``contraction.conv`` takes them.
+        groups: of channels.
+        bias: an array, or None.
+        context: the blocks.
+        stream: where it runs.
+    """
+
+    __slots__ = "arrays", "bias", "context", "groups", "layer", "stream"
+
+    layer: object
+    arrays: tuple[mx.array, object, Relation]
+    bias: mx.array | None
+    context: Context
+    groups: int
+    stream: mx.Stream
+
+    def __call__(self, epilogue: Epilogue | Moments | None) -> mx.array:
+        """Return the features of the result."""
+        given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
+        run, inside = contraction.conv, self.context.run
+        if inside(launch.observed):
+            run = self._observed
+        if mx.default_stream(mx.default_device()) == self.stream:
+            return inside(run, *self.arrays, **given)
+        with mx.stream(self.stream):
+            return inside(run, *self.arrays, **given)
+
+    def _observed(self, *arrays, **given) -> mx.array:
+        with launch.scope(self.layer):
+            return contraction.conv(*arrays, **given)
+
+
+class _Result:
+    """What is computed later, or was: of a convolution, or of what follows one.
+
+    Attributes:
+        convolve: the convolution with an epilogue.
+        tensor: refers to the tensor that has it.
+        epilogue: all that was asked for so far; None of the convolution itself.
+        norm: the layer that the epilogue is of.
+        before: the result that this follows.
+        own: what it does to the features of ``before``.
+        feats: once it is computed.
+        is_followed: whether another result was made of it.
+    """
+
+    __slots__ = (
+        "before",
+        "convolve",
+        "epilogue",
+        "feats",
+        "is_followed",
+        "norm",
+        "own",
+        "tensor",
+    )
+
+    def __init__(
+        self, convolve, tensor, epilogue=None, norm=None, before=None, own=None
+    ):
+        self.convolve, self.tensor = convolve, ref(tensor)
+        self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
+        self.feats, self.is_followed = None, False
+
+    def computed(self) -> mx.array:
+        """Return the features: by one launch, or from what somebody holds."""
+        if self.feats is not None:
+            return self.feats
+        steps, at = [self.own], self.before
+        while at is not None:
+            if at.feats is not None or at.tensor() is not None:
+                feats = at.computed()
+                for own in reversed(steps):
+                    feats = own(feats)
+                return feats
+            steps.append(at.own)
+            at = at.before
+        feats = self.convolve(self.epilogue)
+        if self.epilogue is not None and fusion.observed():
+            fusion.tell_epilogue(self.norm, self.epilogue, feats)
+        return feats
+
+    def settle(self) -> None:
+        """Compute what nobody has read, and nothing that was asked for since has."""
+        tensor = self.tensor()
+        if tensor is not None:
+            tensor.feats  # noqa: B018 (computed as it is read)
+        elif self.feats is None and not self.is_followed:
+            self.computed()
+
+
+class Pending(SparseTensor):
+    """A tensor that a convolution makes, and what followed it, once it is read."""
+
+    @classmethod
+    def of(
+        cls,
+        layer: object,
+        x: SparseTensor,
+        w: object,
+        relation: Relation,
+        bias: mx.array | None,
+        groups: int,
+        channels: int,
+    ) -> Pending:
+        """Return a convolution's result, of so many channels.
+
+        Arguments are checked: they fit. Others are as of ``contraction.conv``.
+        """
+        feats, run, made = x.feats, Convolution(), cls.__new__(cls)
+        run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
+        run.context, run.groups = copy_context(), groups
+        run.stream = mx.default_stream(mx.default_device())
+        made.__dict__ = {
+            "manager": x.manager,
+            "key": relation.keys[1],
+            "coords": relation.out_coords,
+            "_facts": (channels, feats.dtype, sync.is_transforming()),
+            "_result": _Result(run, made),
+        }
+        await_end(made._result.settle)
+        return made
+
+    @property
+    def feats(self) -> mx.array:
+        """(N, C) features, computed as they are first read."""
+        result = self._result
+        if result.feats is not None:
+            return result.feats
+        feats = result.computed()
+        self._hold(feats)
+        return feats
+
+    @feats.setter
+    def feats(self, feats: mx.array) -> None:
+        self._result.feats = feats
+
+    def _hold(self, feats: mx.array) -> None:
+        # What a graph that is being traced computes is of that graph alone.
+        if self._facts[2] or not sync.is_transforming():
+            result = self._result
+            result.feats, result.convolve, result.before = feats, None, None
+
+    def __reduce_ex__(self, protocol: int):
+        """Copy and pickle as a plain tensor."""
+        rows = self.manager, self.key, self.coords
+        return SparseTensor.trusted, (*rows, self.feats)
+
+    @property
+    def channels(self) -> int:
+        """Number of feature channels."""
+        return self._facts[0]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the features."""
+        return self._facts[1]
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        return len(self), self._facts[0]
+
+    def _waits(self) -> bool:
+        return self._result.feats is None and not _apart.get()
+
+    def _follow(self, epilogue: Epilogue, norm: object, own: Callable) -> Pending:
+        before, made = self._result, Pending.__new__(Pending)
+        before.is_followed = True
+        result = _Result(before.convolve, made, epilogue, norm, before, own)
+        made.__dict__ = self.__dict__ | {"_result": result}
+        await_end(result.settle)
+        return made
+
+    def normalized(
+        self, after: Epilogue | None, norm: object, own: Callable
+    ) -> Pending | None:
+        """Return what a norm of fixed statistics makes of it, if that can wait.
+
+        Args:
+            after: the norm as an epilogue; None where it cannot be one.
+            norm: the layer, for who observes.
+            own: the norm, of features.
+        """
+        result = self._result
+        if after is None or result.epilogue is not None or not self._waits():
+            return None
+        return self._follow(after, norm, own)
+
+    def activated(self, name: str, own: Callable) -> Pending | None:
+        """Return the activation of it, if that can wait: of what a norm has made."""
+        result = self._result
+        after = result.epilogue
+        if after is None or after.activation or not self._waits():
+            return None
+        return self._follow(after.activated(name), result.norm, own)
+
+    def _added(self, other: object) -> Pending | None:
+        result = self._result
+        after = result.epilogue
+        if after is None or after.activation or after.residual is not None:
+            return None
+        if not self._waits():
+            return None
+        if not isinstance(other, SparseTensor) or other.key != self.key:
+            return None
+        feats = other.feats
+        if tuple(feats.shape) != self.shape or feats.dtype != self.dtype:
+            return None
+        added = after.beside(feats)
+        return self._follow(added, result.norm, lambda own: own + feats)
+
+    def __add__(self, other):
+        """Add another tensor, in the convolution's launch where that can be."""
+        made = self._added(other)
+        return super().__add__(other) if made is None else made
+
+    __radd__ = __add__
+
+    def with_moments(self) -> tuple[mx.array, mx.array | None]:
+        """Return the features, and statistics of their rows where a kernel sums them.
+
+        The latter are for a norm in training, see ``Moments``.
+        """
+        result, moments = self._result, Moments()
+        if result.epilogue is not None or not self._waits():
+            return self.feats, None
+        feats = result.convolve(moments)
+        self._hold(feats)
+        return feats, moments.lines

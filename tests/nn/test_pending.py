@@ -1,0 +1,265 @@
+"""Nets written by hand: a norm, a sum and an activation that are called one by one are
+the convolution's before them, and nobody can tell but by the launches.
+"""
+
+import copy
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from contractions import exact
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops, pending
+from mlx_lattice.ops import fusion
+from mlx_lattice.pending import Pending
+
+C = 8
+
+
+def tensor(channels=C, dtype=mx.float32, seed=0):
+    coords = cases.geometry("batches", 3, 80)
+    feats = mx.array(cases.features(len(coords), channels, seed)).astype(dtype)
+    return ml.SparseTensor(mx.array(coords), feats)
+
+
+class Block(nn.Module):
+    """A residual block, and the ways in which one is written."""
+
+    def __init__(self, bias=True):
+        super().__init__()
+        mx.random.seed(0)
+        self.conv1, self.norm1 = nn.SubmConv3d(C, C, 3, bias=bias), nn.BatchNorm(C)
+        self.conv2, self.norm2 = nn.SubmConv3d(C, C, 3, bias=bias), nn.BatchNorm(C)
+        self.down, self.relu = nn.Conv3d(C, C, 2, stride=2), nn.ReLU()
+        self.up, self.norm3 = nn.ConvTranspose3d(C, C, 2, stride=2), nn.BatchNorm(C)
+        keys = iter(mx.random.split(mx.random.key(1), 12))
+        for norm in (self.norm1, self.norm2, self.norm3):
+            for name in ("weight", "running_var"):
+                norm[name] = mx.random.uniform(0.5, 2, (C,), key=next(keys))
+            for name in ("bias", "running_mean"):
+                norm[name] = mx.random.normal((C,), key=next(keys))
+
+    def rebound(self, x):
+        out = self.conv1(x)
+        out = self.norm1(out)
+        out = self.relu(out)
+        out = self.conv2(out)
+        out = self.norm2(out)
+        out += x
+        return self.relu(out)
+
+    def nested(self, x):
+        out = ops.gelu(self.norm1(self.conv1(x)))
+        return ops.silu(x + self.norm2(self.conv2(out)))
+
+    def onto_a_skip(self, x):
+        out = self.norm3(self.up(self.down(x), x))
+        return self.relu(out + x)
+
+
+BLOCKS = {"rebound": 2, "nested": 2, "onto_a_skip": 2}
+
+
+def told(call):
+    """What a call returns, the parts of its norms, and its contractions."""
+    seen = []
+    with fusion.observe(seen.append), ml.trace() as trace:
+        result = call()
+    return result, [norm.parts for norm in seen if norm.launches == 0], len(trace)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_a_block_written_by_hand(name, bias, dtype):
+    net, x = Block(bias), tensor(dtype=getattr(mx, dtype))
+    net.set_dtype(getattr(mx, dtype))
+    net.eval()
+    block = getattr(net, name)
+    y, parts, count = told(lambda: block(x))
+    assert count == BLOCKS[name]
+    assert any("residual" in each and len(each) == 3 for each in parts)
+    with pending.apart():
+        wanted, parts, count = told(lambda: block(x))
+    assert not parts and count == BLOCKS[name]
+    most = 1e-5 if dtype == "float32" else 0.05
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), most, most)
+
+
+def test_quantised_layers_too():
+    net, x = Block(), tensor(32)
+    net.conv1 = nn.SubmConv3d(32, C, 3).to_quantized(group_size=32, bits=4)
+    net.eval()
+    call = lambda: net.relu(net.norm1(net.conv1(x)))  # noqa: E731
+    y, parts, _ = told(call)
+    assert parts == [("BatchNorm", "ReLU")]
+    with pending.apart():
+        np.testing.assert_allclose(exact(y.feats), exact(call().feats), 1e-5, 1e-5)
+
+
+def test_what_is_held_is_computed_once():
+    net, x = Block(), tensor()
+    net.eval()
+
+    def held():
+        y = net.conv1(x)
+        z = net.relu(net.norm1(y))
+        return y, z + y
+
+    (y, z), parts, count = told(held)
+    assert not parts and count == 1
+    a = net.conv1(x).feats
+    np.testing.assert_array_equal(exact(y.feats), exact(a))
+    np.testing.assert_allclose(exact(z.feats), exact(net.relu(net.norm1(a)) + a), 1e-5)
+    y = net.conv1(x)
+    mx.eval(y.feats)  # read: a norm of it begins there
+    parts, count = told(lambda: net.norm1(y))[1:]
+    assert not parts and count == 0
+
+
+def test_a_result_is_of_the_arrays_that_there_were():
+    net, x = Block(), tensor()
+    net.eval()
+    with pending.apart():
+        wanted = exact(net.relu(net.norm1(net.conv1(x))).feats)
+    y = net.norm1(net.conv1(x))
+    net.conv1.weight, net.norm1.bias = net.conv1.weight * 2, net.norm1.bias + 1
+    y = net.relu(y)
+    net.norm1.running_mean, net.norm1.eps = net.norm1.running_mean + 1, 1.0
+    x.feats = x.feats * 3
+    net.train()
+    np.testing.assert_allclose(exact(y.feats), wanted, 1e-5, 1e-5)
+
+
+def test_a_result_is_of_the_settings_that_there_were():
+    net, x, seen = Block(), tensor(), []
+    net.eval()
+    with ml.waive_determinism(), ml.precision("tf32"):
+        y = net.conv1(x)
+    with ml.trace() as trace:
+        assert not seen
+        mx.eval(y.feats)
+    assert not len(trace)  # it is not of this block
+    stream = mx.new_stream(mx.default_device())
+    with mx.stream(stream):
+        y = net.norm1(net.conv1(x))
+    assert type(y) is Pending and y.feats.shape == (len(x), C)
+
+
+def test_a_route_that_cannot_run_raises_at_once():
+    with ml.routes.only("pointwise"), pytest.raises(ml.RouteError):
+        nn.SubmConv3d(C, C, 3)(tensor())
+
+
+def test_bad_input_raises_at_once():
+    conv = nn.SubmConv3d(C, C, 3)
+    with pytest.raises(ValueError, match="channels"):
+        conv(tensor(5))
+    with pytest.raises(TypeError, match="float16"):
+        conv(tensor(dtype=mx.float16))
+    with pytest.raises(ValueError, match="expected features of shape"):
+        nn.BatchNorm(5).eval()(conv(tensor()))
+
+
+def test_sizes_are_known_without_it():
+    y = nn.SubmConv3d(C, 5, 3)(tensor())
+    n = len(tensor())
+    assert (y.channels, y.dtype, y.shape, len(y)) == (5, mx.float32, (n, 5), n)
+    assert type(y) is Pending and repr(y).startswith(f"SparseTensor({n} rows x 5")
+    assert y.F is y.feats and not y._waits()
+    y.feats = y.feats * 2  # not a way to do it, but a tensor's
+    assert mx.array_equal(y.astype(mx.float16).feats, y.feats.astype(mx.float16))
+
+
+def test_copies():
+    conv, x = nn.SubmConv3d(C, C, 3), tensor()
+    other = copy.copy(conv(x))
+    np.testing.assert_array_equal(exact(other.feats), exact(conv(x).feats))
+    with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+        conv(x).nothing  # noqa: B018
+
+
+def test_a_trace_has_what_nobody_reads():
+    net, x = Block(), tensor()
+    net.eval()
+    with ml.trace(net) as trace:
+        net.conv1(x)
+        y = net.norm1(net.conv2(x))
+    assert [record.layer for record in trace] == ["conv1", "conv2"]
+    assert not y._waits()
+    assert ml.explain(x, net.conv1).choice == trace.records[0].choice
+
+
+def test_a_compiled_function_may_read_it_first():
+    net, x = Block(), tensor()
+    net.eval()
+    y, wanted = net.norm1(net.conv1(x)), exact(net.norm1(net.conv1(x)).feats)
+    for _ in range(2):
+        got = mx.compile(lambda scale: y.feats * scale)(mx.array(2.0))
+        np.testing.assert_allclose(exact(got), 2 * wanted, 1e-5, 1e-5)
+    np.testing.assert_allclose(exact(y.feats), wanted, 1e-5, 1e-5)
+
+
+def test_compiled_nets():
+    net, x = Block(), tensor()
+    net.eval()
+    compiled = mx.compile(lambda feats: net.rebound(x.replace(feats)).feats)
+    for scale in (1, 2):
+        given = x.replace(x.feats * scale)
+        wanted = exact(net.rebound(given).feats)
+        np.testing.assert_allclose(exact(compiled(given.feats)), wanted, 1e-4, 1e-4)
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("name", BLOCKS)
+def test_gradients_and_running_statistics(name, training):
+    x, found = tensor(), []
+    for is_apart in (False, True):
+        net = Block()
+        net.train(training)
+
+        def loss(parameters, feats, net=net):
+            net.update(parameters)
+            return mx.square(getattr(net, name)(x.replace(feats)).feats).sum()
+
+        def step(net=net, loss=loss):
+            made = mx.value_and_grad(loss, argnums=(0, 1))
+            return made(net.trainable_parameters(), x.feats)
+
+        if is_apart:
+            with pending.apart():
+                found.append((step(), net.parameters()))
+        else:
+            found.append((step(), net.parameters()))
+    pairs = zip(*(mlx.utils.tree_flatten(each) for each in found), strict=True)
+    for (name, got), (_, wanted) in pairs:
+        most = 1e-4 * (1 + np.abs(exact(wanted)).max())
+        np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=name)
+
+
+def test_under_a_memory_limit_nothing_waits():
+    with ml.memory_limit("1 GB"):
+        assert type(nn.SubmConv3d(C, C, 3)(tensor())) is ml.SparseTensor
+    assert type(nn.SubmConv3d(C, C, 3)(tensor())) is Pending
+
+
+def test_what_follows_but_is_no_epilogue():
+    net, x = Block(), tensor()
+    net.eval()
+    for follow in (
+        lambda y: net.norm2(net.norm1(y)),
+        lambda y: net.relu(net.relu(net.norm1(y))) + x,
+        lambda y: net.norm1(y) + x + x,
+        lambda y: net.norm1(y) + 1,
+        lambda y: net.norm1(y) + x.astype(mx.float16),
+        lambda y: nn.LeakyReLU()(net.norm1(y)),
+        lambda y: nn.GroupNorm(2, C)(y),
+        lambda y: net.norm1(y) * x - y,
+    ):
+        y = follow(net.conv1(x))
+        with pending.apart():
+            wanted = follow(net.conv1(x))
+        np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), 1e-5, 1e-5)
