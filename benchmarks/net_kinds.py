@@ -32,19 +32,31 @@ class ShapeDecoder(mlx.nn.Module):
 class ConvNeXt(mlx.nn.Module):
     """A U-Net of ConvNeXt's blocks, as a user writes it: no module of ``models``.
 
-    A 3x3x3 convolution, a norm, and two linear layers around an activation, twice at
-    each of four levels.
+    A convolution, a norm, and two linear layers around an activation, twice at each of
+    four levels.
+
+    Args:
+        norm, activation: what makes these layers.
+        size: of the convolution's kernel.
+        depthwise: whether each of its channels is a group.
     """
 
     WIDTHS = 32, 64, 128, 256
 
-    def __init__(self, norm: Callable = nn.LayerNorm, activation: Callable = nn.GELU):
+    def __init__(
+        self,
+        norm: Callable = nn.LayerNorm,
+        activation: Callable = nn.GELU,
+        size: int = 3,
+        depthwise: bool = False,
+    ):
         super().__init__()
         widths, between = self.WIDTHS, list(pairwise(self.WIDTHS))
 
         def block(c: int) -> nn.Sequential:
             wide = nn.Linear(c, 4 * c), activation(), nn.Linear(4 * c, c)
-            return nn.Sequential(nn.SubmConv3d(c, c, 3), norm(c), *wide)
+            conv = nn.SubmConv3d(c, c, size, groups=c if depthwise else 1)
+            return nn.Sequential(conv, norm(c), *wide)
 
         self.stem = nn.SubmConv3d(4, widths[0], 3)
         self.blocks = [[block(c) for _ in range(2)] for c in widths]
@@ -68,6 +80,60 @@ class ConvNeXt(mlx.nn.Module):
         return self.head(x)
 
 
+class Residual(mlx.nn.Module):
+    """A residual block of two convolutions, as most are written by hand."""
+
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1 = nn.SubmConv3d(channels, channels, 3, bias=False)
+        self.norm1 = nn.BatchNorm(channels)
+        self.conv2 = nn.SubmConv3d(channels, channels, 3, bias=False)
+        self.norm2 = nn.BatchNorm(channels)
+        self.relu = nn.ReLU()
+
+    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
+        """Return features on the rows of ``x``."""
+        out = self.conv1(x)
+        out = self.norm1(out)
+        out = self.relu(out)
+        out = self.conv2(out)
+        out = self.norm2(out)
+        out = out + x
+        return self.relu(out)
+
+
+class ByHand(mlx.nn.Module):
+    """A U-Net that calls layer after layer: no Sequential, no module of ``models``."""
+
+    WIDTHS = 32, 64, 128, 256
+
+    def __init__(self):
+        super().__init__()
+        widths, between = self.WIDTHS, list(pairwise(self.WIDTHS))
+        self.stem, self.relu = nn.SubmConv3d(4, widths[0], 3, bias=False), nn.ReLU()
+        self.norm = nn.BatchNorm(widths[0])
+        self.blocks = [[Residual(c), Residual(c)] for c in widths]
+        self.down = [nn.Conv3d(a, b, 2, stride=2, bias=False) for a, b in between]
+        self.down_norms = [nn.BatchNorm(b) for _, b in between]
+        self.up = [nn.ConvTranspose3d(b, a, 2, bias=False) for a, b in between]
+        self.up_norms = [nn.BatchNorm(a) for a, _ in between]
+        self.head = nn.Linear(widths[0], 20)
+
+    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
+        """Return (N, 20) on the rows of ``x``."""
+        x, skips = self.relu(self.norm(self.stem(x))), []
+        for level, blocks in enumerate(self.blocks):
+            for block in blocks:
+                x = block(x)
+            if level < len(self.down):
+                skips.append(x)
+                x = self.relu(self.down_norms[level](self.down[level](x)))
+        for level in reversed(range(len(self.up))):
+            x = self.up_norms[level](self.up[level](x, skips[level]))
+            x = self.relu(x + skips[level])
+        return self.head(x)
+
+
 NETS = {
     "decoder": ShapeDecoder,
     "spunet": lambda: models.SpUNet(4, 20),
@@ -78,6 +144,8 @@ NETS = {
     "resnet18": lambda: models.SparseResNet18(4, 20),
     "convnext": ConvNeXt,
     "convnext-instance": lambda: ConvNeXt(nn.InstanceNorm, nn.ReLU),
+    "depthwise": lambda: ConvNeXt(nn.BatchNorm, size=5, depthwise=True),
+    "by-hand": ByHand,
     "second": lambda: models.VoxelBackBone8x(4),
     "centerpoint": lambda: models.VoxelResBackBone8x(4),
     "unetv2": lambda: models.UNetV2(4),

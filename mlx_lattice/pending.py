@@ -157,7 +157,7 @@ class Pending(SparseTensor):
     """A tensor that a convolution makes, and what followed it, once it is read."""
 
     @classmethod
-    def of(
+    def later(
         cls,
         layer: object,
         x: SparseTensor,
@@ -279,7 +279,13 @@ class Pending(SparseTensor):
         made = self._added(other)
         return super().__add__(other) if made is None else made
 
-    __radd__ = __add__
+    def __radd__(self, other):
+        """Be added to another tensor, whose rows the sum has."""
+        made = self._added(other)
+        if made is not None:
+            return made
+        is_tensor = isinstance(other, SparseTensor)
+        return other.__add__(self) if is_tensor else super().__radd__(other)
 
     def with_moments(self) -> tuple[mx.array, mx.array | None]:
         """Return the features, and statistics of their rows where a kernel sums them.

@@ -159,7 +159,7 @@ class _Convolution(Family, Packable, Module):
             feats, (c_in, c_out) = x.feats, self.channels
             # What does not fit is to raise now.
             if feats.dtype == w.dtype and feats.shape[1] == c_in:
-                return Pending.of(self, x, w, relation, bias, groups, c_out)
+                return Pending.later(self, x, w, relation, bias, groups, c_out)
         return run(x, w, relation, bias, groups, after)
 
 

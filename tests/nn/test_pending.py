@@ -240,6 +240,25 @@ def test_gradients_and_running_statistics(name, training):
         np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=name)
 
 
+def test_a_sum_has_the_rows_of_what_is_added_to():
+    net, x = Block(), tensor()
+    net.eval()
+    part = ml.SparseTensor(x.coords[::-1], x.feats[::-1], manager=x.manager)
+    for add in (
+        lambda y: part + y,
+        lambda y: y + part,
+        lambda y: x + y,
+        lambda y: 2 + y,
+        lambda y: y.replace(y.feats) + y,
+    ):
+        for follow in (lambda y: y, net.norm1):
+            y = add(follow(net.conv1(x)))
+            with pending.apart():
+                wanted = add(follow(net.conv1(x)))
+            assert y.key == wanted.key
+            np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), 1e-5, 1e-5)
+
+
 def test_under_a_memory_limit_nothing_waits():
     with ml.memory_limit("1 GB"):
         assert type(nn.SubmConv3d(C, C, 3)(tensor())) is ml.SparseTensor
