@@ -132,8 +132,9 @@ class _Result:
             return self.feats
         steps, at = [self.own], self.before
         while at is not None:
-            if at.feats is not None or at.tensor() is not None:
-                feats = at.computed()
+            held = at.tensor()
+            feats = at.feats if held is None else held.feats
+            if feats is not None:
                 for own in reversed(steps):
                     feats = own(feats)
                 return feats
@@ -143,6 +144,11 @@ class _Result:
         if self.epilogue is not None and fusion.observed():
             fusion.tell_epilogue(self.norm, self.epilogue, feats)
         return feats
+
+    def hold(self, feats: mx.array) -> None:
+        """Hold the features, and nothing that they are computed from."""
+        self.feats = feats
+        self.convolve = self.epilogue = self.norm = self.before = self.own = None
 
     def settle(self) -> None:
         """Compute what nobody has read, and nothing that was asked for since has."""
@@ -202,8 +208,7 @@ class Pending(SparseTensor):
     def _hold(self, feats: mx.array) -> None:
         # What a graph that is being traced computes is of that graph alone.
         if self._facts[2] or not sync.is_transforming():
-            result = self._result
-            result.feats, result.convolve, result.before = feats, None, None
+            self._result.hold(feats)
 
     def __reduce_ex__(self, protocol: int):
         """Copy and pickle as a plain tensor."""

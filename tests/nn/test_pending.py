@@ -114,10 +114,31 @@ def test_what_is_held_is_computed_once():
     a = net.conv1(x).feats
     np.testing.assert_array_equal(exact(y.feats), exact(a))
     np.testing.assert_allclose(exact(z.feats), exact(net.relu(net.norm1(a)) + a), 1e-5)
+
+    def last_first():
+        y = net.conv1(x)
+        z = net.relu(net.norm1(y))
+        mx.eval(z.feats)
+        return y.feats, net.norm1(y).feats
+
+    (_, again), parts, count = told(last_first)
+    assert not parts and count == 1
+    np.testing.assert_allclose(exact(again), exact(net.norm1(a)), 1e-5)
     y = net.conv1(x)
     mx.eval(y.feats)  # read: a norm of it begins there
     parts, count = told(lambda: net.norm1(y))[1:]
     assert not parts and count == 0
+
+
+def test_what_is_read_holds_nothing_that_it_was_computed_from():
+    net, x = Block(), tensor()
+    net.eval()
+    y = net.nested(x)
+    result = y._result
+    assert result.epilogue.residual is not None and result.before is not None
+    mx.eval(y.feats)
+    held = [getattr(result, name) for name in result.__slots__]
+    assert [a for a in held if a is not None] == [y.feats, False, result.tensor]
 
 
 def test_a_result_is_of_the_arrays_that_there_were():
