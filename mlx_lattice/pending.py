@@ -78,20 +78,25 @@ class Convolution:
     groups: int
     stream: mx.Stream
 
-    def __call__(self, epilogue: Epilogue | Moments | None) -> mx.array:
-        """Return the features of the result."""
-        given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
-        run, inside = contraction.conv, self.context.run
-        if inside(launch.observed):
-            run = self._observed
+    def __call__(
+        self, epilogue: Epilogue | Moments | None, norm: object = None
+    ) -> mx.array:
+        """Return the features; ``norm``: the layer that an Epilogue is of."""
+        inside = self.context.run
         if mx.default_stream(mx.default_device()) == self.stream:
-            return inside(run, *self.arrays, **given)
+            return inside(self._run, epilogue, norm)
         with mx.stream(self.stream):
-            return inside(run, *self.arrays, **given)
+            return inside(self._run, epilogue, norm)
 
-    def _observed(self, *arrays, **given) -> mx.array:
+    def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
+        given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
+        if not launch.observed() and not fusion.observed():
+            return contraction.conv(*self.arrays, **given)
         with launch.scope(self.layer):
-            return contraction.conv(*arrays, **given)
+            feats = contraction.conv(*self.arrays, **given)
+        if norm is not None:
+            fusion.tell_epilogue(norm, epilogue, feats)
+        return feats
 
 
 class _Result:
@@ -105,7 +110,8 @@ class _Result:
         before: the result that this follows.
         own: what it does to the features of ``before``.
         feats: once it is computed.
-        is_followed: whether another result was made of it.
+        is_used: whether it was read, or another result was made of it.
+        is_of_trace: whether it was made where MLX traced a graph.
     """
 
     __slots__ = (
@@ -113,7 +119,8 @@ class _Result:
         "convolve",
         "epilogue",
         "feats",
-        "is_followed",
+        "is_used",
+        "is_of_trace",
         "norm",
         "own",
         "tensor",
@@ -124,7 +131,8 @@ class _Result:
     ):
         self.convolve, self.tensor = convolve, ref(tensor)
         self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
-        self.feats, self.is_followed = None, False
+        self.feats, self.is_used = None, False
+        self.is_of_trace = sync.is_transforming()
 
     def computed(self) -> mx.array:
         """Return the features: by one launch, or from what somebody holds."""
@@ -140,22 +148,24 @@ class _Result:
                 return feats
             steps.append(at.own)
             at = at.before
-        feats = self.convolve(self.epilogue)
-        if self.epilogue is not None and fusion.observed():
-            fusion.tell_epilogue(self.norm, self.epilogue, feats)
-        return feats
+        return self.convolve(self.epilogue, self.norm)
 
     def hold(self, feats: mx.array) -> None:
-        """Hold the features, and nothing that they are computed from."""
-        self.feats = feats
-        self.convolve = self.epilogue = self.norm = self.before = self.own = None
+        """Hold the features, and nothing that they are computed from.
+
+        What a graph that is being traced computes is of that graph alone.
+        """
+        self.is_used = True
+        if self.is_of_trace or not sync.is_transforming():
+            self.feats = feats
+            self.convolve = self.epilogue = self.norm = self.before = self.own = None
 
     def settle(self) -> None:
         """Compute what nobody has read, and nothing that was asked for since has."""
         tensor = self.tensor()
         if tensor is not None:
             tensor.feats  # noqa: B018 (computed as it is read)
-        elif self.feats is None and not self.is_followed:
+        elif not self.is_used:
             self.computed()
 
 
@@ -177,6 +187,7 @@ class Pending(SparseTensor):
 
         Arguments are checked: they fit. Others are as of ``contraction.conv``.
         """
+        # Set from here: a call more is a tenth of what waiting costs.
         feats, run, made = x.feats, Convolution(), cls.__new__(cls)
         run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
         run.context, run.groups = copy_context(), groups
@@ -185,7 +196,7 @@ class Pending(SparseTensor):
             "manager": x.manager,
             "key": relation.keys[1],
             "coords": relation.out_coords,
-            "_facts": (channels, feats.dtype, sync.is_transforming()),
+            "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),
         }
         await_end(made._result.settle)
@@ -198,17 +209,12 @@ class Pending(SparseTensor):
         if result.feats is not None:
             return result.feats
         feats = result.computed()
-        self._hold(feats)
+        result.hold(feats)
         return feats
 
     @feats.setter
     def feats(self, feats: mx.array) -> None:
         self._result.feats = feats
-
-    def _hold(self, feats: mx.array) -> None:
-        # What a graph that is being traced computes is of that graph alone.
-        if self._facts[2] or not sync.is_transforming():
-            self._result.hold(feats)
 
     def __reduce_ex__(self, protocol: int):
         """Copy and pickle as a plain tensor."""
@@ -235,7 +241,7 @@ class Pending(SparseTensor):
 
     def _follow(self, epilogue: Epilogue, norm: object, own: Callable) -> Pending:
         before, made = self._result, Pending.__new__(Pending)
-        before.is_followed = True
+        before.is_used = True
         result = _Result(before.convolve, made, epilogue, norm, before, own)
         made.__dict__ = self.__dict__ | {"_result": result}
         await_end(result.settle)
@@ -301,5 +307,5 @@ class Pending(SparseTensor):
         if result.epilogue is not None or not self._waits():
             return self.feats, None
         feats = result.convolve(moments)
-        self._hold(feats)
+        result.hold(feats)
         return feats, moments.lines

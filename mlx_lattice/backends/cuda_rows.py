@@ -66,11 +66,11 @@ def _rows(
     view: str,
     read: Callable[[Relation], tuple[mx.array, ...]],
     kernel: GpuKernel,
-    each: int | None = None,
+    threads: int | None = None,
     **more,
 ) -> Plan:
-    """Plan ``each`` threads an output row, by default one a channel."""
-    blocks = blocks_for(p.rows_written * (each or p.channels[1]))
+    """Plan so many threads an output row, by default one a channel."""
+    blocks = blocks_for(p.rows_written * (threads or p.channels[1]))
     return Plan(
         p,
         CUDA,

@@ -56,7 +56,7 @@ def boundary(*arrays: mx.array, finish: bool = False) -> None:
 
 def is_staged() -> bool:
     """Whether ``boundary`` does anything here: a layer may then cut its work."""
-    return _evaluate.get() is not None
+    return evaluates() is not None
 
 
 def is_recording() -> bool:

@@ -245,8 +245,11 @@ def _epilogue(
             scale, shift = norm.scale_shift()
             given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
         return Epilogue(**given)
-    after, residual = norm.as_epilogue(x.dtype, _EPILOGUES[act]), given.get("residual")
-    return after if after is None or residual is None else after.beside(residual)
+    after, residual = norm.as_epilogue(x.dtype), given.get("residual")
+    if after is None:
+        return None
+    after = after if act is None else after.activated(_EPILOGUES[act])
+    return after if residual is None else after.beside(residual)
 
 
 def called(layer: Callable, x: Features, *coordinates) -> Features:

@@ -64,15 +64,15 @@ class BatchNorm(mlx.nn.BatchNorm):
         of ``ops.batch_norm``. ``lines``: statistics of rows of x, where the convolution
         that wrote them summed these (see ``Moments``).
         """
-        waits = type(x) is Pending and type(self) is BatchNorm
-        waits = waits and x.channels == self.num_features
-        if waits and self.is_by_rows:
-            feats, lines = x.with_moments()
-        elif waits and residual is None and activation is None:
-            y = x.normalized(self.as_epilogue(x.dtype), self, self._fixed())
-            if y is not None:
-                return y
-        feats = features_of(x)
+        feats = None
+        if type(x) is Pending and type(self) is BatchNorm and lines is None:
+            if x.channels == self.num_features and self.is_by_rows:
+                feats, lines = x.with_moments()
+            elif x.channels == self.num_features and residual is activation is None:
+                y = x.normalized(self.as_epilogue(x.dtype), self, self._fixed())
+                if y is not None:
+                    return y
+        feats = features_of(x) if feats is None else feats
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
             raise ValueError(
                 f"expected features of shape (N, {self.num_features}); got "
@@ -113,15 +113,15 @@ class BatchNorm(mlx.nn.BatchNorm):
 
         return normalized
 
-    def as_epilogue(self, dtype: mx.Dtype, activation: str = "") -> Epilogue | None:
-        """Return a norm with fixed statistics, and the activation after it.
+    def as_epilogue(self, dtype: mx.Dtype) -> Epilogue | None:
+        """Return a norm with fixed statistics, as a convolution computes it.
 
         None where its arrays are of other dtypes than float32 and ``dtype``.
         """
         find = self.get  # as items: quicker to find
         own = find("weight"), find("bias"), find("running_mean"), find("running_var")
         # Arrays that are held, so that no other can take their places.
-        key = *map(id, own), self.eps, activation, dtype
+        key = *map(id, own), self.eps, dtype
         known = getattr(self, "_epilogues", None)
         held = known and known.get(key)
         if held:
@@ -129,8 +129,7 @@ class BatchNorm(mlx.nn.BatchNorm):
         made = None
         if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
             scale, shift, mean, var = own
-            facts = activation, mean, var, self.eps, "BatchNorm"
-            made = Epilogue(scale, shift, None, *facts)
+            made = Epilogue(scale, shift, None, "", mean, var, self.eps, "BatchNorm")
         if known is None or len(known) >= _MOST_KEPT:
             known = _Kept()
             object.__setattr__(self, "_epilogues", known)  # not a parameter

@@ -12,7 +12,8 @@ import pytest
 from contractions import exact
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops, pending
+from mlx_lattice import contraction, nn, ops, pending, settings
+from mlx_lattice.numerics import asked_precision
 from mlx_lattice.ops import fusion
 from mlx_lattice.pending import Pending
 
@@ -137,8 +138,8 @@ def test_what_is_read_holds_nothing_that_it_was_computed_from():
     result = y._result
     assert result.epilogue.residual is not None and result.before is not None
     mx.eval(y.feats)
-    held = [getattr(result, name) for name in result.__slots__]
-    assert [a for a in held if a is not None] == [y.feats, False, result.tensor]
+    held = {name for name in result.__slots__ if getattr(result, name) is not None}
+    assert held == {"feats", "is_of_trace", "is_used", "tensor"}
 
 
 def test_a_result_is_of_the_arrays_that_there_were():
@@ -155,19 +156,29 @@ def test_a_result_is_of_the_arrays_that_there_were():
     np.testing.assert_allclose(exact(y.feats), wanted, 1e-5, 1e-5)
 
 
-def test_a_result_is_of_the_settings_that_there_were():
+def test_a_result_is_of_the_settings_that_there_were(monkeypatch):
     net, x, seen = Block(), tensor(), []
     net.eval()
+    conv = contraction.conv
+
+    def noted(*arrays, **given):
+        stream = mx.default_stream(mx.default_device())
+        seen.append((asked_precision(), settings.deterministic.get(), stream))
+        return conv(*arrays, **given)
+
+    monkeypatch.setattr(contraction, "conv", noted)
+    usual = mx.default_stream(mx.default_device())
     with ml.waive_determinism(), ml.precision("tf32"):
-        y = net.conv1(x)
+        y = net.norm1(net.conv1(x))
     with ml.trace() as trace:
-        assert not seen
         mx.eval(y.feats)
-    assert not len(trace)  # it is not of this block
+    assert seen == [("tf32", False, usual)]
+    assert not len(trace) and not trace.norms  # they are not of this block
     stream = mx.new_stream(mx.default_device())
     with mx.stream(stream):
         y = net.norm1(net.conv1(x))
     assert type(y) is Pending and y.feats.shape == (len(x), C)
+    assert seen[1:] == [("float32", True, stream)]
 
 
 def test_a_route_that_cannot_run_raises_at_once():
@@ -222,6 +233,21 @@ def test_a_compiled_function_may_read_it_first():
         got = mx.compile(lambda scale: y.feats * scale)(mx.array(2.0))
         np.testing.assert_allclose(exact(got), 2 * wanted, 1e-5, 1e-5)
     np.testing.assert_allclose(exact(y.feats), wanted, 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("training", (True, False))
+def test_a_compiled_norm_of_it_has_one_convolution(training):
+    net, x = Block(), tensor()
+    net.train(training)
+    wanted = exact(Block().train(training).norm1(net.conv1(x)).feats)
+
+    def call():
+        y = net.conv1(x)
+        return mx.compile(lambda scale: net.norm1(y).feats * scale)(mx.array(2.0))
+
+    got, _, count = told(call)
+    np.testing.assert_allclose(exact(got), 2 * wanted, 1e-4, 1e-4)
+    assert count == 1
 
 
 def test_compiled_nets():

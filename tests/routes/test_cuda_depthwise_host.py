@@ -18,15 +18,27 @@ H200 = devices.profile("h200")
 # Lanes of a row: 4 that are not all used, 4, 8, and 32 of several tiles; one channel a
 # lane, odd channels and a multiplier.
 SHAPES = (16, 16), (32, 32), (56, 56), (264, 264), (5, 5), (70, 70), (3, 6)
-SCENES = "surface", "even", "wide", "forward", "transposed", "one", "129_rows"
+SCENES = (
+    "surface",
+    "even",
+    "wide",
+    "forward",
+    "transposed",
+    "one",
+    "129_rows",
+    "submanifold",  # negative coordinates
+    "empty",
+    "no_outputs",
+)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", PASSES)
 def test_each_pass(emulator, pass_, shape):
+    turn = SHAPES.index(shape)  # each scene in every dtype
     for at, name in enumerate(SCENES):
         facts = {"bias": pass_ == FORWARD, "moved": "x w dy bias 1" * (at % 2)}
-        point = Point(name, (*shape, shape[0]), cases.DTYPES[at % 3], **facts)
+        point = Point(name, (*shape, shape[0]), cases.DTYPES[(at + turn) % 3], **facts)
         given, layout = work(point, pass_), LAYOUTS[at % 2]
         x = given.dy if pass_ == INPUT_GRAD else given.x
         w = given.dy if pass_ == WEIGHTS else given.w
