@@ -32,6 +32,7 @@ from mlx_lattice import devices, io
 from mlx_lattice.models import ptv3
 from mlx_lattice.ops import attention
 from mlx_lattice.ops.fused_attention import Call, seconds, worth
+from mlx_lattice.ops.groups import PADDING
 
 CHIPS = "m1", "m1-max", "m2-pro", "m3-max", "m4", "m4-max", "m5", "m5-max"
 SIZES = (900, 1_400, 2_600, 3_100, 4_362, 6_000, 9_500, 12_000)  # rows of elements
@@ -51,7 +52,7 @@ print(sorted(times)[1] * 1e3)
 
 def count(x: ml.SparseTensor, rule: tuple) -> tuple[int, int, int]:
     """Return calls, useful pairs, and those that are computed."""
-    groups = attention._groups(x, rule)
+    groups = attention._groups(x, rule, PADDING[devices.current().backend])
     return len(groups.buckets), groups.pairs, groups.padded_pairs
 
 

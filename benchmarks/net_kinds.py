@@ -134,7 +134,40 @@ class ByHand(mlx.nn.Module):
         return self.head(x)
 
 
+class Transformer(mlx.nn.Module):
+    """Blocks of attention as TRELLIS's nets have them, windows in turns shifted.
+
+    Args:
+        dims, heads, depth: of the blocks.
+        window: extent of the windows; None for whole elements.
+        **attention: the other arguments of ``nn.SparseAttention``.
+    """
+
+    def __init__(self, dims: int, heads: int, depth: int, window=None, **attention):
+        super().__init__()
+        self.stem, self.head = nn.Linear(4, dims), nn.Linear(dims, 20)
+        moves = [
+            {"window": window, "shift": i % 2 * (window or 0) // 2}
+            for i in range(depth)
+        ]
+        self.blocks = [
+            nn.SparseTransformerBlock(
+                dims, heads, **(move if window else {}), **attention
+            )
+            for move in moves
+        ]
+
+    def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
+        """Return (N, 20) on the rows of ``x``."""
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
 NETS = {
+    "full-attention": lambda: Transformer(512, 8, 6, rope=True, qk_rms_norm=True),
+    "windows": lambda: Transformer(192, 6, 8, window=8),
     "decoder": ShapeDecoder,
     "spunet": lambda: models.SpUNet(4, 20),
     "ptv3": lambda: models.PTv3(4, 20),

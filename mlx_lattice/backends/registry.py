@@ -13,6 +13,7 @@ from .availability import serves
 from .cpu_geometry import CpuGeometry
 from .cpu_norms import CpuNorms
 from .cpu_reductions import CpuReductions
+from .cuda_column_sums import CudaColumnSums
 from .cuda_exchanges import CudaExchanges
 from .cuda_geometry import CudaGeometry
 from .cuda_joins import CudaJoins
@@ -53,6 +54,8 @@ ACTIVATIONS = {CPU: {"gelu": cpu_activations.gelu, "silu": cpu_activations.silu}
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.
 EXCHANGES = {CUDA: CudaExchanges()}
+# Elsewhere the norms' kernels sum columns, or MLX.
+COLUMN_SUMS = {CUDA: CudaColumnSums()}
 # Elsewhere MLX operations join channels.
 JOINS = {CUDA: CudaJoins()}
 
@@ -99,6 +102,11 @@ def updates() -> GpuUpdates | None:
 def exchanges() -> CudaExchanges | None:
     """Return what joins arrays for exchanges on the device of now, if any does."""
     return EXCHANGES.get(serving())
+
+
+def column_sums() -> CudaColumnSums | None:
+    """Return what sums columns alone on the device of now, if any does."""
+    return COLUMN_SUMS.get(serving())
 
 
 def joins() -> CudaJoins | None:

@@ -86,23 +86,23 @@ class SerializedAttention(nn.Module):
     def __call__(self, x: SparseTensor, level: Level) -> SparseTensor:
         """Attend; rows and key of ``x`` are kept."""
         count, heads = len(x), self.num_heads
-        qkv = self.qkv(x).feats.reshape(count, 3 * heads, x.channels // heads)
+        width = x.channels // heads
+        qkv = self.qkv(x).feats
         if self.rope_base:
+            qk, v = mx.split(qkv.reshape(count, 3 * heads, width), [2 * heads], axis=1)
             turned = ops.rotary(
-                qkv[:, : 2 * heads],
+                qk,
                 x,
                 base=self.rope_base,
                 positions=level.positions,
                 pairs="halves",
             )
-            q, k = turned[:, :heads], turned[:, heads:]
+            given = *mx.split(turned, 2, axis=1), v
         else:
-            q, k = qkv[:, :heads], qkv[:, heads : 2 * heads]
+            given = qkv.reshape(count, 3, heads, width), None, None
         with inside(self):
             y = ops.serialized_attention(
-                q,
-                k,
-                qkv[:, 2 * heads :],
+                *given,
                 x,
                 level.patch(x, self.patch_size),
                 order=level.orders[self.order_index % len(level.orders)],

@@ -113,24 +113,26 @@ class SparseAttention(Module):
         expect_tensor(x)
         heads = self.to_qkv(x).feats
         width = heads.shape[1] // (3 * self.num_heads)
-        heads = heads.reshape(len(x), 3, self.num_heads, width)
-        q, k, v = heads[:, 0], heads[:, 1], heads[:, 2]
-        if "q_rms_norm" in self:
-            q, k = self.q_rms_norm(q), self.k_rms_norm(k)
-        if self.rope:
-            how = {"base": self.rope_base, "frequency": self.rope_frequency}
-            q, k = (ops.rotary(a, x, **how) for a in (q, k))
+        given = heads.reshape(len(x), 3, self.num_heads, width), None, None
+        if "q_rms_norm" in self or self.rope:
+            q, k, v = (a.squeeze(1) for a in mx.split(given[0], 3, axis=1))
+            if "q_rms_norm" in self:
+                q, k = self.q_rms_norm(q), self.k_rms_norm(k)
+            if self.rope:
+                how = {"base": self.rope_base, "frequency": self.rope_frequency}
+                q, k = (ops.rotary(a, x, **how) for a in (q, k))
+            given = q, k, v
         with inside(self):
-            y = self._attend(q, k, v, x)
+            y = self._attend(given, x)
         return self.to_out(x.replace(y.reshape(len(x), self.num_heads * width)))
 
-    def _attend(self, q, k, v, x: SparseTensor) -> mx.array:
+    def _attend(self, given: tuple, x: SparseTensor) -> mx.array:
         if self.window is not None:
-            return ops.window_attention(q, k, v, x, self.window, shift=self.shift)
+            return ops.window_attention(*given, x, self.window, shift=self.shift)
         if self.patch is None:
-            return ops.full_attention(q, k, v, x)
+            return ops.full_attention(*given, x)
         return ops.serialized_attention(
-            q, k, v, x, self.patch, order=self.order, shift=self.shift
+            *given, x, self.patch, order=self.order, shift=self.shift
         )
 
 

@@ -288,7 +288,8 @@ class DropPath(Module):
 
     def _drop(self, x: mx.array) -> mx.array:
         kept = mx.random.bernoulli(1 - self.p, (x.shape[0], *[1] * (x.ndim - 1)))
-        return x * (kept / (1 - self.p)).astype(x.dtype)
+        full, none = (mx.array(v, x.dtype) for v in (1 / (1 - self.p), 0))
+        return x * mx.where(kept, full, none)
 
 
 class LayerScale(Module):

@@ -92,7 +92,8 @@ def inside(layer: object) -> AbstractContextManager:
 
 
 def teller(
-    q: mx.array,
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
     rule: str,
     groups: int,
     pairs: tuple[int, int],
@@ -102,7 +103,8 @@ def teller(
     """Return what tells observers of a pass, and the kernel's calls in it.
 
     Args:
-        q: (N, heads, D) queries.
+        shape: (N, heads, D) of queries.
+        dtype: their dtype.
         rule, groups, backend, kernel: as of ``Attended``. What is returned takes the
             pass and its calls, and of MLX's attention how many are fused, and how wide.
         pairs: of queries and keys, without and with padding.
@@ -110,7 +112,7 @@ def teller(
     if not observers:
         return lambda *facts: None
     scope = launch.current_scope()
-    (rows, *heads), dtype = q.shape, q.dtype  # MLX may hold what is returned
+    rows, *heads = shape
 
     def tell(pass_: str, calls: int, fused=0, width=0, forms=()) -> None:
         facts = scope, pass_, rule, backend, kernel, calls, rows, groups

@@ -7,7 +7,8 @@ attended in one call of ``mx.fast.scaled_dot_product_attention``.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -15,17 +16,19 @@ import mlx.core as mx
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
-from ..devices import CPU
+from ..devices import CPU, Device, current
 from ..geometry import lattice, sync
 from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
 from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
+from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from .attended import COMPOSED, SDPA, Tell, observers, teller
 from .blocked_attention import by_kernel
-from .fused_attention import Call, attend, told
-from .groups import SCORES, Bucket, Groups, of_groups
+from .fused_attention import Call, attend, holds_no_scores, pieces, told
+from .global_pool import batch_rows
+from .groups import PADDING, SCORES, Bucket, Groups, Padding, of_groups
 from .patches import filled, patches
 from .relative import RelativeBias, check_table
 
@@ -40,8 +43,8 @@ _plans: WeakKeyDictionary[CoordinateSet, dict[tuple, Groups]] = WeakKeyDictionar
 
 def full_attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: mx.array | None,
+    v: mx.array | None,
     like: SparseTensor,
     *,
     scale: float | None = None,
@@ -55,8 +58,8 @@ def full_attention(
 
 def window_attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: mx.array | None,
+    v: mx.array | None,
     like: SparseTensor,
     window: IntOrTuple,
     *,
@@ -71,7 +74,9 @@ def window_attention(
     of like size share a call, padded (``ops.attended.Attended`` counts how much).
 
     Args:
-        q: (N, heads, D) queries.
+        q: (N, heads, D) queries; or (N, 3, heads, D), queries, keys and values, with
+            None for ``k`` and ``v``: what is moved is then moved at once, and so is
+            its gradient.
         k: (N, kv_heads, D) keys; ``kv_heads`` divides ``heads``.
         v: (N, kv_heads, D_v) values.
         like: the tensor whose N rows these are; its features do not matter.
@@ -95,8 +100,8 @@ def window_attention(
 
 def serialized_attention(
     q: mx.array,
-    k: mx.array,
-    v: mx.array,
+    k: mx.array | None,
+    v: mx.array | None,
     like: SparseTensor,
     patch: int,
     *,
@@ -145,123 +150,163 @@ def serialized_attention(
         raise ValueError(f"filled patches have no shift; got shift={shift}")
     else:
         rule = "filled", patch, order, bits
-    if table is not None:
-        check_table(table, like.dims, q)
     return _attend(q, k, v, like, rule, scale, table)
 
 
 def _attend(
     q, k, v, like: SparseTensor, rule: tuple, scale: float | None, table=None
 ) -> mx.array:
-    _check(q, k, v, like)
-    shape = len(like), q.shape[1], v.shape[2]
-    if len(like) == 0:
-        return mx.zeros(shape, dtype=q.dtype)
-    scale = q.shape[2] ** -0.5 if scale is None else scale
+    given = (q,) if k is None and v is None else (q, k, v)
+    _check(given, like)
+    heads = Heads.of(given)
     if table is not None:
-        groups = _groups(like, rule)
+        check_table(table, like.dims, heads.queries)
+    if len(like) == 0:
+        return mx.zeros((0, heads.queries, heads.values), dtype=q.dtype)
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if table is not None:
+        groups = _groups(like, rule, PADDING[_device().backend])
         bias = RelativeBias(table, like.manager[like.key], groups)
-        tell = _teller(q, rule, groups, registry.MLX, COMPOSED)
-        tell("forward", sum(_calls(b, q.shape[1], bias) for b in groups.buckets))
-        return composed(q, k, v, groups, scale, bias)
+        tell = _teller(heads, given, rule, groups, registry.MLX, COMPOSED)
+        calls = (_calls(b, heads, q.dtype, True) for b in groups.buckets)
+        tell("forward", sum(calls))
+        return composed(given, groups, scale, bias)
     if registry.serving() == CPU:
-        groups = _groups(like, rule, exact=True)
+        groups = _groups(like, rule, None)
         return by_kernel(
-            q,
-            k,
-            v,
+            *apart(given, 1),
             (groups.row, groups.starts, groups.queries),
             scale,
             gather=groups.gather,
-            again=lambda q, k, v: composed(q, k, v, groups, scale),
-            tell=_teller(q, rule, groups, CPU, KERNEL),
+            again=lambda *arrays: composed(arrays, groups, scale),
+            tell=_teller(heads, given, rule, groups, CPU, KERNEL),
         )
-    groups = _groups(like, rule)
-    tell = _teller(q, rule, groups, registry.MLX, SDPA)
-    _tell(tell, q, k, v, groups)
-    return composed(q, k, v, groups, scale)
+    groups = _groups(like, rule, PADDING[_device().backend])
+    tell = _teller(heads, given, rule, groups, registry.MLX, SDPA)
+    _tell(tell, heads, given, groups)
+    return composed(given, groups, scale)
 
 
-def _tell(tell: Tell, q, k, v, groups: Groups) -> None:
+class Heads(NamedTuple):
+    """The heads of queries, and of keys and values; the channels of each."""
+
+    queries: int
+    keys: int
+    channels: int
+    values: int
+
+    @classmethod
+    def of(cls, given: tuple[mx.array, ...]) -> Heads:
+        """Describe what ``composed`` takes."""
+        q, k, v = (a.shape[-2:] for a in (given if len(given) == 3 else 3 * given))
+        return cls(q[0], k[0], q[1], v[1])
+
+
+def apart(given: tuple[mx.array, ...], axis: int) -> Sequence[mx.array]:
+    """Return queries, keys and values of what ``composed`` takes."""
+    if len(given) == 3:
+        return given
+    return [a.squeeze(axis) for a in mx.split(given[0], 3, axis=axis)]
+
+
+def _device() -> Device:
+    """Return the device of now, or that is planned for."""
+    return launch.planned_device() or current()
+
+
+def _tell(tell: Tell, heads: Heads, given, groups: Groups) -> None:
     """Tell observers of a forward pass, and which of its calls MLX fuses."""
     if not observers:
         return
-    heads, forms = (q.shape[1], k.shape[1]), []
+    forms = []
     for bucket in groups.buckets:
-        step, rows = _steps(bucket, heads[0])
-        sizes = min(step, bucket.groups), *heads, min(rows, bucket.queries)
-        channels = bucket.length, q.shape[2], v.shape[2]
-        call = Call(*sizes, *channels, q.dtype, not bucket.full)
-        forms.append((_calls(bucket, heads[0]), call))
+        step, rows = _steps(bucket, heads, given[0].dtype)
+        sizes = min(step, bucket.groups), *heads[:2], min(rows, bucket.queries)
+        channels = bucket.length, *heads[2:]
+        call = Call(*sizes, *channels, given[0].dtype, not bucket.full)
+        forms.append((_calls(bucket, heads, given[0].dtype), call))
     tell("forward", *told(forms))
 
 
-def _teller(q: mx.array, rule: tuple, groups: Groups, backend: str, kernel: str):
+def _teller(
+    heads: Heads, given, rule: tuple, groups: Groups, backend: str, kernel: str
+) -> Tell:
     """Return what tells observers of a pass, and the kernel's calls in it."""
     name, count = RULES.get(rule[0], rule[0]), sum(b.groups for b in groups.buckets)
-    pairs = groups.pairs, groups.padded_pairs
-    return teller(q, name, count, pairs, backend, kernel)
+    pairs, shape = (groups.pairs, groups.padded_pairs), (len(given[0]), heads.queries)
+    shape = *shape, heads.channels
+    return teller(shape, given[0].dtype, name, count, pairs, backend, kernel)
 
 
 def composed(
-    q, k, v, groups: Groups, scale: float, bias: RelativeBias | None = None
+    given: tuple[mx.array, ...],
+    groups: Groups,
+    scale: float,
+    bias: RelativeBias | None = None,
 ) -> mx.array:
-    """Attend a bucket at a time, in MLX operations that differentiate to any order."""
-    slots = []
-    for a in (q, k, v):
-        flat = a.reshape(len(a), a.shape[1] * a.shape[2])
-        slots.append(groups.spread(flat).reshape(-1, *a.shape[1:]))
-    outputs, start = [], 0
-    for bucket in groups.buckets:
+    """Attend a bucket at a time, in MLX operations that differentiate to any order.
+
+    Args:
+        given: (N, heads, D) queries, keys, values; or all three in one (N, 3, heads,
+            D).
+        groups: of the rows.
+        scale: of the scores.
+        bias: added to them, or None.
+    """
+    outputs, start, q = [], 0, given[0]
+    slots = zip(*(groups.slots(a) for a in given), strict=True)
+    for bucket, parts in zip(groups.buckets, slots, strict=True):
         end = start + bucket.groups * bucket.length
-        shape = bucket.groups, bucket.length
-        parts = [a[start:end].reshape(*shape, *a.shape[1:]) for a in slots]
         mask = None
         if not bucket.full:
             here = groups.row[start:end] >= 0
             mask = here.reshape(bucket.groups, 1, 1, bucket.length)
+        shape = bucket.groups, bucket.length
         some = None if bias is None else bias.between(start, end, shape)
-        outputs += _scaled(bucket, parts, mask, scale, some)
+        outputs += _scaled(bucket, apart(parts, 2), mask, scale, some)
         start = end
-    y = groups.collect(mx.concatenate(outputs))
-    return y.reshape(len(q), q.shape[1], v.shape[2])
+    y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
+    return groups.collect(y).reshape(len(q), q.shape[-2], -1)
 
 
-def _steps(bucket: Bucket, heads: int, bias: object = None) -> tuple[int, int]:
+def _steps(
+    bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False
+) -> tuple[int, int]:
     """Return the groups and the queries of one call."""
-    most = SCORES if bias is None else BIASED_SCORES
-    rows = max(1, min(bucket.queries, most // (heads * bucket.length)))
-    return max(1, most // (heads * bucket.queries * bucket.length)), rows
+    if not biased and holds_no_scores(_device(), heads.channels, heads.values, dtype):
+        return bucket.groups, bucket.queries
+    most, count = BIASED_SCORES if biased else SCORES, heads.queries
+    rows = max(1, min(bucket.queries, most // (count * bucket.length)))
+    return max(1, most // (count * bucket.queries * bucket.length)), rows
 
 
-def _calls(bucket: Bucket, heads: int, bias: object = None) -> int:
-    step, rows = _steps(bucket, heads, bias)
+def _calls(bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False) -> int:
+    step, rows = _steps(bucket, heads, dtype, biased)
     return -(-bucket.groups // step) * -(-bucket.queries // rows)
 
 
 def _scaled(
     bucket: Bucket,
-    parts: list[mx.array],
+    parts: Sequence[mx.array],
     mask: mx.array | None,
     scale: float,
     bias: Callable[[slice, slice], mx.array] | None,
 ):
     """Yield (results, heads * D_v) of a bucket, a bounded part at a time."""
-    q, k, v = (part.transpose(0, 2, 1, 3) for part in parts)
-    step, rows = _steps(bucket, q.shape[1], bias)
-    for first in range(0, bucket.groups, step):
-        some, queries = slice(first, first + step), []
-        here = None if mask is None else mask[some]
-        for at in range(0, bucket.queries, rows):
-            asked = slice(at, min(at + rows, bucket.queries))
-            given = q[some, :, asked], k[some], v[some]
+    step, rows = _steps(bucket, Heads.of(parts), parts[0].dtype, bias is not None)
+    q, k, v = (pieces(part.transpose(0, 2, 1, 3), step, 0) for part in parts)
+    masks = [None] * len(q) if mask is None else pieces(mask, step, 0)
+    for i, (q, k, v, mask) in enumerate(zip(q, k, v, masks, strict=True)):
+        some, queries = slice(i * step, (i + 1) * step), []
+        for at, own in enumerate(pieces(q, rows, 2, bucket.queries)):
             if bias is None:
-                y = attend(*given, scale, here)
+                y = attend(own, k, v, scale, mask)
             else:
-                y = _biased(*given, scale, here, bias(some, asked))
+                asked = slice(at * rows, at * rows + own.shape[2])
+                y = _biased(own, k, v, scale, mask, bias(some, asked))
             queries.append(y)
         y = queries[0] if len(queries) == 1 else mx.concatenate(queries, axis=2)
-        yield y.transpose(0, 2, 1, 3).reshape(-1, q.shape[1] * v.shape[-1])
+        yield y.transpose(0, 2, 1, 3).reshape(-1, y.shape[1] * y.shape[3])
 
 
 def _biased(q, k, v, scale: float, mask: mx.array | None, bias: mx.array) -> mx.array:
@@ -276,13 +321,23 @@ def _biased(q, k, v, scale: float, mask: mx.array | None, bias: mx.array) -> mx.
     return mx.softmax(scores, axis=-1).astype(v.dtype) @ v
 
 
-def _check(q, k, v, like: SparseTensor) -> None:
+def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
     expect_tensor(like, "like")
-    for a in (q, k, v):
+    for a in given:
         if not isinstance(a, mx.array):
             raise TypeError(f"q, k and v must be arrays; got {type(a).__name__}")
     n = len(like)
-    fits = all(a.ndim == 3 and a.shape[0] == n for a in (q, k, v))
+    if len(given) == 1:
+        (q,) = given
+        if q.ndim != 4 or q.shape[:2] != (n, 3) or not min(q.shape[2:]):
+            raise ValueError(
+                f"queries, keys and values in one array must have shape ({n}, 3, "
+                f"heads, D); got {tuple(q.shape)}"
+            )
+        dtype_name(q.dtype)
+        return
+    q, k, v = given
+    fits = all(a.ndim == 3 and a.shape[0] == n for a in given)
     fits = fits and min(*q.shape[1:], *k.shape[1:]) > 0
     if (
         not fits
@@ -302,24 +357,39 @@ def _check(q, k, v, like: SparseTensor) -> None:
     dtype_name(q.dtype)
 
 
-def _groups(like: SparseTensor, rule: tuple, exact: bool = False) -> Groups:
-    """Return the groups of a coordinate set; worked out once."""
+def _groups(like: SparseTensor, rule: tuple, padding: Padding | None) -> Groups:
+    """Return the groups of a coordinate set; worked out once.
+
+    Args:
+        like: on the set.
+        rule: what groups are.
+        padding: what may be padded; None for nothing.
+    """
     held = like.manager[like.key]
     known = _plans.setdefault(held, {})
-    if (rule, exact) not in known:
+    if (rule, padding) not in known:
         held.index  # noqa: B018 (checks the rows before they are used)
         kind, *rest = rule
         if kind == "window":
-            groups = of_groups(*_windows(held.coords, *rest), None, exact)
+            groups = of_groups(*_windows(held.coords, *rest), None, padding)
         elif kind == "filled":
-            groups = filled(like, *rest, exact)
+            groups = filled(like, *rest, padding)
         elif kind == "serialized":
-            groups = of_groups(*patches(like, *rest), exact)
+            groups = of_groups(*patches(like, *rest), padding)
         else:
-            groups = of_groups(held.coords[:, 0], held.batch_size, None, exact)
+            groups = _elements(like, padding)
         sync.start(tuple(groups), at_once=True)
-        known[rule, exact] = groups
-    return known[rule, exact]
+        known[rule, padding] = groups
+    return known[rule, padding]
+
+
+def _elements(like: SparseTensor, padding: Padding | None) -> Groups:
+    """Return the rows of each batch element."""
+    rows = batch_rows(like)
+    sizes = {b - a for a, b in zip(rows.starts, rows.starts[1:], strict=False)}
+    if padding is not None and rows.order is None and len(sizes) == 1:
+        return Groups.standing(rows.size, *sizes)
+    return of_groups(rows.batch, rows.size, rows.order, padding)
 
 
 def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:

@@ -18,8 +18,10 @@ from ..backends import registry
 from ..backends.mlx_reductions import padded
 from ..coordinate_set import CoordinateKey, CoordinateSet
 from ..geometry import lattice
+from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
+from ..problem import FLOATS
 from ..reductions import linear
 from ..tensor import SparseTensor, expect_tensor
 from .relations import known_key
@@ -35,7 +37,7 @@ class Slots(NamedTuple):
     Slot ``coarse row * K + offset`` holds at most one fine row.
     """
 
-    slot: mx.array  # (N_fine,) int64: the slot of each fine row, or -1
+    slot: mx.array  # (N_fine,) the slot of each fine row, or -1; int32 if that holds
     row: mx.array  # (N_coarse * K,) int32: the fine row of each slot, or -1
     whole: bool  # whether every fine row is known to have a slot
 
@@ -168,6 +170,9 @@ def move_rows(
     """
 
     def forward(x):
+        known = x.dtype in FLOATS and places.dtype == mx.int32
+        if known and registry.serving() != registry.MLX:
+            return registry.reductions().gather_sum(x, places[:, None])
         return x[places] if whole else padded(x)[places]
 
     transpose = partial(move_rows, places=back, back=places)
@@ -215,6 +220,7 @@ def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
     row = mx.full((count + 1,), -1, dtype=mx.int32)
     # Rows without a slot all write into the extra last one.
     row[mx.where(slot >= 0, slot, count)] = mx.arange(slot.size, dtype=mx.int32)
+    slot = slot if count > INT32_LIMIT else slot.astype(mx.int32)
     return Slots(slot, row[:count], whole)
 
 

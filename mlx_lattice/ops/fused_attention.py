@@ -1,7 +1,8 @@
-"""MLX's attention: whether its fused kernel runs, and heads padded so that it does.
+"""MLX's attention: whether its fused kernel runs, and what is padded so that it does.
 
-On Metal that kernel takes few widths of heads, and none in training. What it does not
-take MLX composes of two products and a softmax, whose scores pass through memory.
+On Metal that kernel takes few widths of heads, and none in training; on CUDA its
+gradient takes whole tiles of queries. What it does not take MLX composes of two
+products and a softmax, whose scores pass through memory.
 """
 
 from __future__ import annotations
@@ -15,11 +16,16 @@ import mlx.core as mx
 
 from .. import devices
 from ..devices import CUDA, METAL, Device
+from ..geometry import sync
 from ..inspect.apple_rates import ACCELERATED, DENSE, MEMORY
 
 # Channels of a head that MLX's kernel on Metal takes with more than so many queries
 # (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).
 WIDTHS, FEW_QUERIES, FEW_WIDTHS = (64, 72, 80, 96, 128), 8, (64, 96, 128, 256)
+# Queries of a tile of MLX's gradient on CUDA (mlx/backend/cuda/
+# scaled_dot_product_attention.cpp, 0.32), and from how many on filling one is worth it,
+# timed on an H200.
+TILE, TILED_QUERIES = 128, 32
 _NAME = "ScaledDotProductAttention"  # of the primitive
 
 
@@ -86,13 +92,26 @@ class Call(NamedTuple):
         return same and fits and self.channels in FEW_WIDTHS
 
     def padded(self) -> Call:
-        """Return the call that runs: heads are padded where that is worth it here."""
+        """Return the call that runs: padded where that is worth it here."""
         if (device := _mac()) is None:
-            return self
+            return self._of_whole_tiles()
         width = worth(self, device)
         wide = self._replace(channels=width, values=width)
         # In training MLX composes it at any width.
         return wide if width != self.channels and wide.fused else self
+
+    def _of_whole_tiles(self) -> Call:
+        """Return it with queries that CUDA's fused gradient takes, if there may be one.
+
+        Under ``mx.compile`` there may be, in evaluation too.
+        """
+        few = self.queries % TILE == 0 or self.queries < TILED_QUERIES
+        if few or not sync.is_transforming():
+            return self
+        device = devices.current()
+        if device.backend != CUDA or not self.fused_on(device):
+            return self
+        return self._replace(queries=-(-self.queries // TILE) * TILE)
 
 
 def _mac() -> Device | None:
@@ -116,13 +135,56 @@ def attend(
     """
     call = Call.of(q, k, v, mask is not None)
     wide, run = call.padded(), mx.fast.scaled_dot_product_attention
+    if mask is not None and devices.current().backend == CUDA:
+        # Of a mask of bools MLX makes a score for each query there.
+        mask = mx.where(mask, mx.array(0, q.dtype), mx.array(-mx.inf, q.dtype))
     if wide is call:
         return run(q, k, v, scale=scale, mask=mask)
-    # Zeros add nothing to the scores, and give values that are dropped.
+    # Zeros add nothing to the scores, and give results that are dropped.
+    rows = wide.queries - call.queries, 0, 0
     q, k, v = (
-        mx.pad(a, ((0, 0),) * 3 + ((0, wide.channels - a.shape[3]),)) for a in (q, k, v)
+        mx.pad(a, ((0, 0), (0, 0), (0, more), (0, wide.channels - a.shape[3])))
+        for a, more in zip((q, k, v), rows, strict=True)
     )
-    return run(q, k, v, scale=scale, mask=mask)[..., : call.values]
+    y = run(q, k, v, scale=scale, mask=mask)
+    return y[:, :, : call.queries, : call.values]
+
+
+def holds_no_scores(
+    device: Device, channels: int, values: int, dtype: mx.Dtype
+) -> bool:
+    """Whether calls of any size hold no scores on a device, in training too.
+
+    Elsewhere scores of calls are bounded, which bounds the time of a launch, too.
+
+    Args:
+        device: its profile.
+        channels, values: of a head's queries and keys, and of its values.
+        dtype: of all.
+    """
+    whole = Call(1, 1, 1, TILE, TILE, channels, values, dtype, False)
+    return device.backend == CUDA and whole.fused_on(device)
+
+
+def pieces(
+    x: mx.array, length: int, axis: int, total: int | None = None
+) -> list[mx.array]:
+    """Return the parts of an array along an axis, of one length but for the last.
+
+    Not slices: the gradient of each of those fills the whole with zeros.
+
+    Args:
+        x: the array.
+        length: of a part.
+        axis: that is cut.
+        total: how much of it there is to have; by default all.
+    """
+    size = x.shape[axis]
+    total = size if total is None else total
+    cuts = [*range(length, total, length), *[total] * (total < size)]
+    if not cuts:
+        return [x]
+    return mx.split(x, cuts, axis=axis)[: -(-total // length)]
 
 
 @lru_cache(maxsize=1024)

@@ -2,17 +2,22 @@
 
 A bucket is one call of attention: its groups are padded to the longest of them. Where
 buckets are cut is worked out from the groups' sizes, once a coordinate set: as few as
-keep the padding to an eighth of the useful query-key pairs.
+keep the padding to an eighth of the useful query-key pairs, or to what takes less time
+than a call.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import accumulate
+from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..backends import registry
+from ..devices import CPU, CUDA, METAL
 from ..geometry import sync
 from ..geometry.scans import running_sums
 from ..geometry.segments import segment_counts
@@ -20,11 +25,27 @@ from ..geometry.unique import first_of_equals, true_positions
 from ..reductions import linear, sum_over
 from .channels import move_rows
 
-# Padding is at most an eighth of the useful pairs, or what takes less time than a call;
-# a bucket's at most what takes longer than one.
-SHARE, FREE, CALL = 8, 1 << 13, 1 << 17
+# Padding is at most an eighth of the useful pairs, or what is free.
+SHARE = 8
 # Scores of one call: bounds its memory and its time on the device.
 SCORES = 1 << 27
+
+
+class Padding(NamedTuple):
+    """How groups are padded on a device."""
+
+    free: int  # pairs that take less time than a call
+    call: int  # a bucket's pairs of padding at most: they take longer than one
+    tile: int  # rows of which queries are multiples where their groups have others
+
+
+# Of CUDA timed on an H200, where MLX has a fused gradient for whole tiles of queries; on
+# Metal nobody has timed it.
+PADDING = {
+    CPU: Padding(1 << 13, 1 << 17, 1),
+    METAL: Padding(1 << 13, 1 << 17, 1),
+    CUDA: Padding(1 << 20, 1 << 22, 128),
+}
 
 
 class Bucket(NamedTuple):
@@ -45,15 +66,31 @@ class Groups(NamedTuple):
 
     buckets: tuple[Bucket, ...]
     pairs: int  # of queries and keys, without padding
-    row: mx.array  # (S,) int32: the row in each slot of keys, or -1
-    slot: mx.array  # (N,) int32: the slot of each row where it is a query
-    again: mx.array | None  # (N,) int32: its second slot, or -1
-    own: mx.array  # (Q,) int32: the row of each result, or -1
-    place: mx.array  # (N,) int32: the result of each row
+    # (S,) int32: the row in each slot of keys, or -1; None where rows stand in their
+    # slots, and then there is nothing of what follows.
+    row: mx.array | None = None
+    slot: mx.array | None = None  # (N,) int32: the slot of each row where it is a query
+    again: mx.array | None = None  # (N,) int32: its second slot, or -1
+    own: mx.array | None = None  # (Q,) int32: the row of each result, or -1
+    place: mx.array | None = None  # (N,) int32: the result of each row
     # What the CPU's kernel reads besides: the first slot of each group, (G + 1,) int32,
     # and its queries without padding, (G,) int32.
     starts: mx.array | None = None
     queries: mx.array | None = None
+
+    @classmethod
+    def standing(cls, count: int, length: int) -> Groups:
+        """Return groups of one length whose rows stand in a line already."""
+        return cls((Bucket(count, length, length, True),), count * length * length)
+
+    def slots(self, x: mx.array) -> list[mx.array]:
+        """Return the slots of each bucket, (groups, length, ...) of (N, ...)."""
+        tail = x.shape[1:]
+        rows = self.spread(x.reshape(len(x), prod(tail)))
+        ends = [*accumulate(b.groups * b.length for b in self.buckets)]
+        parts = mx.split(rows, ends[:-1]) if len(ends) > 1 else [rows]
+        shapes = ((b.groups, b.length, *tail) for b in self.buckets)
+        return [a.reshape(s) for a, s in zip(parts, shapes, strict=True)]
 
     @property
     def padded_pairs(self) -> int:
@@ -62,15 +99,19 @@ class Groups(NamedTuple):
 
     def spread(self, x: mx.array) -> mx.array:
         """Return the (S, C) rows of (N, C) in the slots that see them."""
+        if self.row is None:
+            return x
         if self.again is None:
             return move_rows(x, self.row, self.slot)
         seen = self.row[:, None]
-        run = partial(_rows_at, at=mx.maximum(self.row, 0))
+        run = partial(registry.reductions().gather_sum, table=seen)
         transpose = partial(sum_over, table=self._both, back=lambda: seen)
         return linear(run, transpose, self.spread)(x)
 
     def gather(self, y: mx.array) -> mx.array:
         """Return (N, C) sums of the (S, C) rows in each row's slots."""
+        if self.row is None:
+            return y
         if self.again is None:
             return move_rows(y, self.slot, self.row, whole=True)
         seen = self.row[:, None]
@@ -78,15 +119,13 @@ class Groups(NamedTuple):
 
     def collect(self, y: mx.array) -> mx.array:
         """Return the (N, C) rows of (Q, C) results."""
+        if self.row is None:
+            return y
         return move_rows(y, self.place, self.own, whole=True)
 
     @property
     def _both(self) -> mx.array:
         return mx.stack([self.slot, self.again], axis=1)
-
-
-def _rows_at(x: mx.array, at: mx.array) -> mx.array:
-    return x[at]
 
 
 def square(length: int) -> int:
@@ -95,7 +134,10 @@ def square(length: int) -> int:
 
 
 def cut(
-    sizes: Sequence[tuple[int, int]], pairs: Callable[[int], int], budget: int
+    sizes: Sequence[tuple[int, int]],
+    pairs: Callable[[int], int],
+    budget: int,
+    call: int | None = None,
 ) -> list[int]:
     """Cut groups by size into few buckets, each padded to its largest.
 
@@ -106,11 +148,12 @@ def cut(
         sizes: ascending (size, number of groups).
         pairs: of a group, by its size.
         budget: the most pairs of padding.
+        call: of a bucket; by default as many.
 
     Returns:
         the largest size of each bucket, ascending.
     """
-    most = min(budget, CALL)
+    most = budget if call is None else min(budget, call)
     while True:
         ends, padding, here = [], 0, 0
         for size, count in reversed(sizes):
@@ -125,7 +168,7 @@ def cut(
 
 
 def of_groups(
-    group: mx.array, count: int, order: mx.array | None, exact: bool
+    group: mx.array, count: int, order: mx.array | None, padding: Padding | None
 ) -> Groups:
     """Return the rows of each group, which attend to each other.
 
@@ -135,7 +178,7 @@ def of_groups(
         group: (N,) the group of each row.
         count: of the groups.
         order: (N,) the rows in the order of their groups; by default that of rows.
-        exact: pad nothing.
+        padding: what may be padded; None for nothing.
     """
     n = group.shape[0]
     if order is None:
@@ -149,9 +192,10 @@ def of_groups(
     numbers = [b - a for a, b in zip(at, [*at[1:], count], strict=True)]
     known = [pair for pair in zip(lengths, numbers, strict=True) if pair[0]]
     pairs = sum(number * length * length for length, number in known)
-    budget = 0 if exact else max(pairs // SHARE, FREE)
+    budget = 0 if padding is None else max(pairs // SHARE, padding.free)
+    most = 0 if padding is None else padding.call
     buckets, first, base = [], [count - sum(n for _, n in known)], [0]
-    for some in _between(known, cut(known, square, budget)):
+    for some in _between(known, cut(known, square, budget, most)):
         groups, length = sum(n for _, n in some), some[-1][0]
         buckets.append(Bucket(groups, length, length, len(some) == 1))
         first.append(first[-1] + groups)

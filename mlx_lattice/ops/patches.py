@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..tensor import SparseTensor
 from .curves import curve_order
 from .global_pool import batch_rows
-from .groups import FREE, SHARE, Bucket, Groups, cut, square
+from .groups import SHARE, Bucket, Groups, Padding, cut, square
 
 
 def patches(
@@ -33,10 +33,10 @@ class _Layout:
     Args:
         sizes: rows of each batch element.
         patch: rows of a patch.
-        exact: pad nothing.
+        padding: what may be padded; None for nothing.
     """
 
-    def __init__(self, sizes: list[int], patch: int, exact: bool):
+    def __init__(self, sizes: list[int], patch: int, padding: Padding | None):
         self.buckets: list[Bucket] = []
         self.starts, self.queries = [], []  # of each group
         self.slots = self.results = 0
@@ -50,19 +50,21 @@ class _Layout:
         self.pairs += sum(r * patch for r in rests.values())
         self.pairs += sum(n * n for n in shorts.values())
         # Half of the padding may be queries of last patches, half short elements.
-        budget = 0 if exact else max(self.pairs // SHARE, FREE) // 2
+        free, most, tile = padding or (0, 0, 1)
+        budget = 0 if padding is None else max(self.pairs // SHARE, free) // 2
         counts = Counter(rests.values())
         if any(whole):
             counts[patch] = sum(whole) // patch
-        for some, end in _cut(rests, counts, lambda n: n * patch, budget)[::-1]:
+        for some, end in _cut(rests, counts, lambda n: n * patch, budget, most)[::-1]:
             begin = len(self.starts)
             if end == patch:  # the first bucket
                 self._add_whole(patch)
+            end = min(patch, -(-end // tile) * tile)
             for b in some:
                 self._add(b, rests[b], patch, end)
             groups = len(self.starts) - begin
             self.buckets.append(Bucket(groups, end, patch, True))
-        for some, end in _cut(shorts, Counter(shorts.values()), square, budget):
+        for some, end in _cut(shorts, Counter(shorts.values()), square, budget, most):
             for b in some:
                 self._add(b, shorts[b], end, end)
             full = all(shorts[b] == end for b in some)
@@ -83,10 +85,14 @@ class _Layout:
 
 
 def _cut(
-    sizes: dict[int, int], counts: Counter[int], pairs: Callable, budget: int
+    sizes: dict[int, int],
+    counts: Counter[int],
+    pairs: Callable,
+    budget: int,
+    most: int,
 ) -> list[tuple[list[int], int]]:
     """Return the elements of each bucket, and the largest of their sizes."""
-    ends = cut(sorted(counts.items()), pairs, budget)
+    ends = cut(sorted(counts.items()), pairs, budget, most)
     return [
         ([b for b, n in sizes.items() if low < n <= end], end)
         for low, end in zip([0, *ends], ends, strict=False)
@@ -94,7 +100,11 @@ def _cut(
 
 
 def filled(
-    like: SparseTensor, patch: int, curve: str, bits: int | None, exact: bool
+    like: SparseTensor,
+    patch: int,
+    curve: str,
+    bits: int | None,
+    padding: Padding | None,
 ) -> Groups:
     """Return patches of which the last of an element is filled from the one before.
 
@@ -103,7 +113,7 @@ def filled(
     """
     starts, order, batch, rank = _along(like, curve, bits)
     sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    laid = _Layout(sizes, patch, exact)
+    laid = _Layout(sizes, patch, padding)
     slots, results = (mx.array(a)[batch] for a in zip(*laid.rest, strict=True))
     whole, first = mx.array(laid.whole)[batch], mx.array(laid.first)[batch]
     slot, place = (

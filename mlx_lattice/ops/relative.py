@@ -58,13 +58,13 @@ class RelativeBias:
         return of
 
 
-def check_table(table: mx.array, axes: int, q: mx.array) -> None:
-    """Raise unless a table fits the axes and the heads of (N, heads, D) queries."""
+def check_table(table: mx.array, axes: int, heads: int) -> None:
+    """Raise unless a table fits the axes and the heads of queries."""
     entries = table.shape[0] // axes if table.ndim == 2 else 0
-    fits = entries % 2 and table.shape == (axes * entries, *q.shape[1:2])
+    fits = entries % 2 and table.shape == (axes * entries, heads)
     if not fits:
         raise ValueError(
-            f"table must have shape ({axes} * (2 * bound + 1), heads) for queries of "
-            f"{tuple(q.shape)}; got {tuple(table.shape)}"
+            f"table must have shape ({axes} * (2 * bound + 1), {heads}) for queries of "
+            f"{heads} heads; got {tuple(table.shape)}"
         )
     dtype_name(table.dtype)

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from math import prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
 
@@ -19,15 +20,16 @@ import mlx.core as mx
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
-from ..devices import CPU
+from ..devices import CPU, current
 from ..geometry import sync
 from ..geometry.scans import running_sums
 from ..problem import dtype_name
+from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from .attended import SDPA, teller
 from .blocked_attention import by_kernel
 from .channels import move_rows
-from .fused_attention import Call, attend
+from .fused_attention import Call, attend, holds_no_scores, pieces
 from .fused_attention import told as fused
 from .global_pool import BatchRows, batch_rows
 from .groups import SCORES, SHARE, Bucket, Groups, cut
@@ -42,9 +44,8 @@ FREE_ROWS = 16
 class Elements(NamedTuple):
     """The rows of batch elements in slots, and whose slots these are."""
 
-    groups: Groups | None  # None where the rows are (elements, length) as they stand
+    groups: Groups
     element: tuple[mx.array | None, ...]  # of each bucket: its elements, None for all
-    buckets: tuple[Bucket, ...]
 
 
 _elements: WeakKeyDictionary[CoordinateSet, Elements] = WeakKeyDictionary()
@@ -155,7 +156,7 @@ def _by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.arra
         scale,
         gather=lambda a: a if back is None else a[back],
         again=again,
-        tell=teller(flat[0], RULE, batches, pairs, CPU, KERNEL),
+        tell=teller(flat[0].shape, q.dtype, RULE, batches, pairs, CPU, KERNEL),
     )
 
 
@@ -172,44 +173,44 @@ def _composed(
         v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
     k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
     if like is None:
-        whole = Bucket(q.shape[0], q.shape[1], q.shape[1], True)
-        held, slots = Elements(None, (None,), (whole,)), q
+        held, slots = Elements(Groups.standing(*q.shape[:2]), (None,)), [q]
     else:
-        held, slots = _elements_of(like), q.reshape(len(like), -1)
-        slots = slots if held.groups is None else held.groups.spread(slots)
-    slots = slots.reshape(-1, *q.shape[-2:])
+        held = _elements_of(like)
+        slots = held.groups.slots(q)
+    buckets = held.groups.buckets
     if told:
-        groups = sum(b.groups for b in held.buckets)
-        rows = sum(b.groups * b.queries for b in held.buckets)
-        asked = q.reshape(-1, *q.shape[-2:])
-        pairs = len(asked) * most, rows * most
-        tell = teller(asked, RULE, groups, pairs, told, SDPA)
-        tell("forward", *fused(_calls(held.buckets, q, k, v, mask is not None)))
-    results, start = [], 0
-    for bucket, element in zip(held.buckets, held.element, strict=True):
-        end = start + bucket.groups * bucket.queries
-        queries = slots[start:end].reshape(-1, bucket.queries, *q.shape[-2:])
+        groups = sum(b.groups for b in buckets)
+        rows = sum(b.groups * b.queries for b in buckets)
+        asked = prod(q.shape[:-2]), *q.shape[-2:]
+        pairs = asked[0] * most, rows * most
+        tell = teller(asked, q.dtype, RULE, groups, pairs, told, SDPA)
+        tell("forward", *fused(_calls(buckets, q, k, v, mask is not None)))
+    results = []
+    for bucket, element, queries in zip(buckets, held.element, slots, strict=True):
         some = slice(bucket.groups) if element is None else element
         chosen = [None if a is None else a[some] for a in (k, v, mask)]
         y = _scaled(bucket, queries, *chosen, scale)
-        results.append(y.reshape(end - start, -1))
-        start = end
+        results.append(y.reshape(bucket.groups * bucket.queries, -1))
     y = results[0] if len(results) == 1 else mx.concatenate(results)
-    return y if held.groups is None else held.groups.collect(y)
+    return held.groups.collect(y)
 
 
 def _calls(buckets, q, k, v, masked: bool) -> Iterator[tuple[int, Call]]:
     """Yield how many calls each bucket has, and the first of them."""
     heads, keys = q.shape[-2], k.shape[2]
     for bucket in buckets:
-        cuts = _cuts(bucket, heads, keys)
-        sizes = bucket.groups, heads, k.shape[1], min(cuts.step, bucket.queries), keys
-        yield len(cuts), Call(*sizes, k.shape[3], v.shape[3], q.dtype, masked)
+        rows = _rows(bucket, heads, k, v)
+        sizes = bucket.groups, heads, k.shape[1], min(rows, bucket.queries), keys
+        calls = -(-bucket.queries // rows)
+        yield calls, Call(*sizes, k.shape[3], v.shape[3], q.dtype, masked)
 
 
-def _cuts(bucket: Bucket, heads: int, keys: int) -> range:
-    """Return where the queries of each call begin."""
-    return range(0, bucket.queries, max(1, SCORES // (bucket.groups * heads * keys)))
+def _rows(bucket: Bucket, heads: int, k: mx.array, v: mx.array) -> int:
+    """Return the queries of a call."""
+    device = launch.planned_device() or current()
+    if holds_no_scores(device, k.shape[3], v.shape[3], k.dtype):
+        return bucket.queries
+    return max(1, SCORES // (bucket.groups * heads * k.shape[2]))
 
 
 def _scaled(bucket: Bucket, q, k, v, mask: mx.array | None, scale: float) -> mx.array:
@@ -222,9 +223,8 @@ def _scaled(bucket: Bucket, q, k, v, mask: mx.array | None, scale: float) -> mx.
         mask: (B, 1, 1, M) bool.
         scale: of the scores.
     """
-    cuts = _cuts(bucket, q.shape[2], k.shape[2])
-    q = q.transpose(0, 2, 1, 3)
-    parts = [attend(q[:, :, at : at + cuts.step], k, v, scale, mask) for at in cuts]
+    parts = pieces(q.transpose(0, 2, 1, 3), _rows(bucket, q.shape[2], k, v), 2)
+    parts = [attend(part, k, v, scale, mask) for part in parts]
     y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
     return y.transpose(0, 2, 1, 3)
 
@@ -279,8 +279,7 @@ def _grouped(rows: BatchRows, n: int) -> Elements:
     """Return elements in few buckets, padded by an eighth of the rows at most."""
     sizes = _sizes(rows)
     if rows.order is None and len(set(sizes)) == 1:
-        whole = Bucket(len(sizes), sizes[0], sizes[0], True)
-        return Elements(None, (None,), (whole,))
+        return Elements(Groups.standing(len(sizes), sizes[0]), (None,))
     counts = sorted((size, n) for size, n in Counter(sizes).items() if size)
     buckets, element, parts, low = [], [], [], 0
     for length in cut(counts, lambda size: size, max(n // SHARE, FREE_ROWS)):
@@ -293,7 +292,7 @@ def _grouped(rows: BatchRows, n: int) -> Elements:
     row = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     groups = Groups(tuple(buckets), n, row, slot := _places(row, n), None, row, slot)
     sync.start((row, groups.slot), at_once=True)
-    return Elements(groups, tuple(element), tuple(buckets))
+    return Elements(groups, tuple(element))
 
 
 def _slots(rows: BatchRows, some: Sequence[int], length: int) -> mx.array:

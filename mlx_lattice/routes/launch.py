@@ -107,6 +107,12 @@ def observe(
         _observers.reset(token)
 
 
+def planned_device() -> Device | None:
+    """Return the device that a plan is made for here, None where there is none."""
+    planned = _planned.get()
+    return None if planned is None else planned[0]
+
+
 @contextmanager
 def planned(
     observer: Callable[[Launch], None],

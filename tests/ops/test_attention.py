@@ -4,6 +4,7 @@ import gc
 import itertools
 import weakref
 from collections import Counter
+from contextlib import nullcontext
 
 import cases
 import mlx.core as mx
@@ -14,11 +15,13 @@ import reference_curves
 from reference_attention import dense, tensor, turned
 
 import mlx_lattice as ml
-from mlx_lattice import ops
+from mlx_lattice import backends, ops
 from mlx_lattice.backends import registry
+from mlx_lattice.devices import PROFILES as DEVICES
 from mlx_lattice.geometry import sync
 from mlx_lattice.ops import attention, groups
 
+PADDING = groups.PADDING["cpu"]
 KINDS = {
     "full": (ops.full_attention, {}),
     "window": (ops.window_attention, {"window": 3}),
@@ -94,22 +97,70 @@ def test_grouped_queries_and_scale(kind):
     ref.assert_close(y, dense(q, k, v, labels(x, kind), 0.3)[0])
 
 
+def gradients(q, k, v, found, dy):
+    """Those of queries, keys and values, in float64."""
+    exact = [np.array(a, np.float64) for a in (q, k, v)]
+    _, p = dense(q, k, v, found)
+    dp = np.einsum("ihd,jhd->hij", dy, exact[2])
+    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * q.shape[2] ** -0.5
+    return (
+        np.einsum("hij,jhd->ihd", ds, exact[1]),
+        np.einsum("hij,ihd->jhd", ds, exact[0]),
+        np.einsum("hij,ihd->jhd", p, dy),
+    )
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients(kind):
     x = tensor(n=40)
     q, k, v = heads(x)
     dy = cases.features(len(x), 20, 9).reshape(len(x), 4, 5)
-    exact = [np.array(a, np.float64) for a in (q, k, v)]
-    _, p = dense(q, k, v, labels(x, kind))
-    dp = np.einsum("ihd,jhd->hij", dy, exact[2])
-    ds = p * (dp - (p * dp).sum(-1, keepdims=True)) * 6**-0.5
-    expected = (
-        np.einsum("hij,jhd->ihd", ds, exact[1]),
-        np.einsum("hij,ihd->jhd", ds, exact[0]),
-        np.einsum("hij,ihd->jhd", p, dy),
-    )
+    expected = gradients(q, k, v, labels(x, kind), dy)
     _, grads = mx.vjp(lambda *a: run(kind, *a, x), [q, k, v], [mx.array(dy)])
     for grad, wanted in zip(grads, expected, strict=True):
+        ref.assert_close(grad, wanted)
+
+
+@pytest.mark.parametrize("device", ("cpu", "h200"))
+@pytest.mark.parametrize("portable", (False, True))
+@pytest.mark.parametrize("kind", KINDS)
+def test_queries_keys_and_values_in_one_array(kind, portable, device, monkeypatch):
+    """They are moved together, and their gradient is one array; padded as on a GPU."""
+    monkeypatch.setitem(groups.PADDING, "cpu", groups.PADDING[DEVICES[device].backend])
+    x = tensor(n=150)
+    q, k, v = heads(x, value=6)
+    dy = cases.features(len(x), 24, 9).reshape(len(x), 4, 6)
+    found = labels(x, kind)
+    with backends.portable_only() if portable else nullcontext():
+        all_three = lambda a: run(kind, a, None, None, x)  # noqa: E731
+        given = mx.stack([q, k, v], axis=1)
+        (y,), (grad,) = mx.vjp(all_three, [given], [mx.array(dy)])
+        ref.assert_close(y, dense(q, k, v, found)[0])
+        wanted = np.stack(gradients(q, k, v, found, dy), axis=1)
+        ref.assert_close(grad, wanted)
+        _, (tangent,) = mx.jvp(all_three, [given], [mx.ones_like(given)])
+        dot = (grad.sum() - (tangent * mx.array(dy)).sum()).item()
+    assert abs(dot) < 1e-3 * np.abs(wanted).sum()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("batch_size", (1, 3))
+def test_elements_of_one_length(kind, batch_size):
+    """Of the rows that stand in a line already nothing is moved."""
+    rows = np.random.default_rng(4).permutation(1000)[:24]
+    cells = [[b, *divmod(int(row), 100), b] for b in range(batch_size) for row in rows]
+    x = ml.SparseTensor(mx.array(cells), mx.ones((len(cells), 1)))
+    q, k, v = heads(x)
+    dy = cases.features(len(x), 20, 9).reshape(len(x), 4, 5)
+    with backends.portable_only():
+        one = lambda *a: run(kind, *a, x)  # noqa: E731
+        (y,), grads = mx.vjp(one, [q, k, v], [mx.array(dy)])
+        found = attention._groups(x, ("full",), PADDING)
+    assert found.row is None and found.buckets == ((batch_size, 24, 24, True),)
+    ref.assert_close(y, dense(q, k, v, labels(x, kind))[0])
+    for grad, wanted in zip(
+        grads, gradients(q, k, v, labels(x, kind), dy), strict=True
+    ):
         ref.assert_close(grad, wanted)
 
 
@@ -170,7 +221,7 @@ def test_padding_is_bounded():
     sides = itertools.product(range(8), range(8), range(4))
     crowd = [[0, -1 - i, -1 - j, k] for i, j, k in sides]
     x = ml.SparseTensor(mx.array(lonely + crowd), mx.ones((456, 1)))
-    found = attention._groups(x, ("window", (8, 8, 8), (0, 0, 0)))
+    found = attention._groups(x, ("window", (8, 8, 8), (0, 0, 0)), PADDING)
     assert found.buckets == ((200, 1, 1, True), (1, 256, 256, True))
     assert found.row.size == 456 and found.pairs == found.padded_pairs == 200 + 256**2
 
@@ -203,9 +254,12 @@ def test_groups_are_what_they_say():
         rule = {"window": ("window", (3, 3, 3), (0, 0, 0)), "full": ("full",)}.get(kind)
         if rule is None:
             continue
-        found, wanted = attention._groups(x, rule), Counter(labels(x, kind))
+        found = attention._groups(x, rule, PADDING)
+        wanted = Counter(labels(x, kind))
         assert found.pairs == sum(n * n for n in wanted.values())
-        assert found.padded_pairs <= max(1.125 * found.pairs, found.pairs + groups.FREE)
+        assert found.padded_pairs <= max(
+            1.125 * found.pairs, found.pairs + PADDING.free
+        )
         assert sorted(found.queries.tolist())[-len(wanted) :] == sorted(wanted.values())
         taken = np.array(found.row)[np.array(found.slot)]
         assert taken.tolist() == list(range(len(x)))
@@ -284,6 +338,11 @@ def test_mistakes_are_named():
     q, k, v = heads(x)
     with pytest.raises(TypeError, match="one dtype"):
         ops.full_attention(q.astype(mx.float16), k, v, x)
+    for bad in (q, mx.stack([q, k], axis=1), mx.zeros((len(x), 3, 0, 4))):
+        with pytest.raises(ValueError, match="in one array must have shape"):
+            ops.full_attention(bad, None, None, x)
+    with pytest.raises(TypeError, match="must be arrays"):
+        ops.full_attention(q, None, v, x)
     for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3])):
         with pytest.raises(ValueError, match="must have shapes"):
             ops.full_attention(*bad, x)
@@ -362,13 +421,13 @@ def test_filled_patches_are_not_padded():
     """Elements of 10 and 3 rows in patches of 4: three whole ones, one of three."""
     rows = [[0, i, 0, 0] for i in range(10)] + [[1, i, 0, 0] for i in range(3)]
     x = ml.SparseTensor(mx.array(rows), mx.ones((13, 1)))
-    found = attention._groups(x, ("filled", 4, "z", None))
+    found = attention._groups(x, ("filled", 4, "z", None), PADDING)
     assert found.buckets == ((3, 4, 4, True), (1, 3, 3, True))
     assert found.row.tolist() == [*range(8), 8, 9, 6, 7, 10, 11, 12]
     assert found.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
     assert found.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
     assert found.pairs == 8 * 4 + 2 * 4 + 9
-    exact = attention._groups(x, ("filled", 4, "z", None), exact=True)
+    exact = attention._groups(x, ("filled", 4, "z", None), None)
     assert exact.buckets == ((2, 4, 4, True), (1, 2, 4, True), (1, 3, 3, True))
     assert exact.row.tolist() == found.row.tolist()
     assert exact.own.tolist() == list(range(13)) == exact.place.tolist()

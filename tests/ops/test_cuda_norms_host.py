@@ -15,7 +15,7 @@ import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.backends import registry
 from mlx_lattice.backends.norms_protocol import RowSegments
-from mlx_lattice.backends.registry import NORMS
+from mlx_lattice.backends.registry import COLUMN_SUMS, NORMS
 
 pytestmark = emulated
 
@@ -84,6 +84,20 @@ def test_means_of_batch_elements(place, monkeypatch, order, dtype):
     for element in (0, 2):
         wanted[element] = values[of == element].mean(axis=0)
     ref.assert_close(y, wanted, dtype)
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("kind", ("float32", "float16"))
+@pytest.mark.parametrize(
+    "shape", ((1, 1), (3, 8), (300, 33), (257, 96), (2048, 16), (2049, 24), (9000, 5))
+)
+def test_sums_of_columns(place, shape, kind, dtype):
+    """One launch of few rows, and two of many."""
+    x, values = array(shape, dtype, 0, 1.0, 0.25)
+    y = COLUMN_SUMS["cuda"].sums(x, getattr(mx, kind))
+    assert y.shape == shape[1:] and y.dtype == getattr(mx, kind)
+    ref.assert_close(y, values.sum(axis=0), kind)
+    assert len(place.emulator.launches) == (1 if shape[0] <= 2048 else 2)
 
 
 def test_running_statistics_and_launches(place):
