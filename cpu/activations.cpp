@@ -1,4 +1,4 @@
-// GELU by the error function and SiLU, and their ways back: one pass over the elements, float32 inside.
+// GELU by the error function or by tanh, and SiLU, and their ways back: one pass over the elements, float32 inside.
 #include <algorithm>
 #include <string>
 
@@ -43,6 +43,9 @@ array activated(const char* who, Activation f, const array& x, const MaybeArray&
 }  // namespace
 
 array gelu(const array& x, const MaybeArray& dy, Stream s) { return activated("gelu", Activation::gelu, x, dy, s); }
+array gelu_tanh(const array& x, const MaybeArray& dy, Stream s) {
+  return activated("gelu_tanh", Activation::gelu_tanh, x, dy, s);
+}
 array silu(const array& x, const MaybeArray& dy, Stream s) { return activated("silu", Activation::silu, x, dy, s); }
 
 }  // namespace lattice

@@ -1,4 +1,4 @@
-// Activations on vectors of floats: ReLU, SiLU, and GELU by the error function. Included by inner_loops.cpp only.
+// Activations on vectors of floats: ReLU, SiLU, and GELU by the error function or by tanh. Included by inner_loops.cpp only.
 #pragma once
 #include "inner_loops.h"
 #include "simd.h"
@@ -46,12 +46,20 @@ LATTICE_INLINE Vec sigmoid_of(Vec v) {
   return choose(v < 0.0f, small * whole, whole);
 }
 
+// Of which GELU by tanh is v times the sigmoid.
+LATTICE_INLINE Vec gelu_argument(Vec v) { return v * 1.5957691f * (v * v * 0.044715f + 1.0f); }
+
 // The derivative of GELU or SiLU.
 template <Activation ACTIVATION>
 LATTICE_INLINE Vec slope(Vec v) {
   if constexpr (ACTIVATION == Activation::gelu) {
     Vec density = exp_below_zero(v * v * -0.5f) * 0.39894228f;
     return (error_function(v * 0.70710678f) + 1.0f) * 0.5f + v * density;
+  }
+  if constexpr (ACTIVATION == Activation::gelu_tanh) {
+    Vec s = sigmoid_of(gelu_argument(v)), turn = s * (1.0f - s);
+    // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
+    return choose(turn == 0.0f, s, s + v * turn * 1.5957691f * (v * v * 0.134145f + 1.0f));
   }
   Vec s = sigmoid_of(v);
   return s * (v * (1.0f - s) + 1.0f);
@@ -62,6 +70,7 @@ LATTICE_INLINE Vec activated(Vec v) {
   if constexpr (ACTIVATION == Activation::relu) return choose(v <= 0.0f, Vec{}, v);
   if constexpr (ACTIVATION == Activation::gelu) return v * 0.5f * (error_function(v * 0.70710678f) + 1.0f);
   if constexpr (ACTIVATION == Activation::silu) return v * sigmoid_of(v);
+  if constexpr (ACTIVATION == Activation::gelu_tanh) return v * sigmoid_of(gelu_argument(v));
   return v;
 }
 

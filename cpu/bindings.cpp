@@ -123,6 +123,7 @@ NB_MODULE(_cpu, m) {
         "queries"_a, "asked"_a = nb::none(), "begins"_a = nb::none(), kw, "scale"_a, stream);
 
   m.def("gelu", &gelu, "x"_a, "dy"_a = nb::none(), kw, stream);
+  m.def("gelu_tanh", &gelu_tanh, "x"_a, "dy"_a = nb::none(), kw, stream);
   m.def("silu", &silu, "x"_a, "dy"_a = nb::none(), kw, stream);
 
   // Norms by channel.

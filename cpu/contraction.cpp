@@ -426,7 +426,8 @@ Activation activation_of(const char* who, const std::string& name) {
   if (name == "relu") return Activation::relu;
   if (name == "gelu") return Activation::gelu;
   if (name == "silu") return Activation::silu;
-  fail(who, "the activation must be relu, gelu, silu or empty, but is " + name + ".");
+  if (name == "gelu_tanh") return Activation::gelu_tanh;
+  fail(who, "the activation must be relu, gelu, silu, gelu_tanh or empty, but is " + name + ".");
 }
 
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,

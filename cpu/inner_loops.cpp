@@ -142,6 +142,7 @@ void finish(Activation activation, const float* scale, const float* shift, Type 
     case Activation::relu: return finish_with<Activation::relu>(scale, shift, t, residual, n, sums);
     case Activation::gelu: return finish_with<Activation::gelu>(scale, shift, t, residual, n, sums);
     case Activation::silu: return finish_with<Activation::silu>(scale, shift, t, residual, n, sums);
+    case Activation::gelu_tanh: return finish_with<Activation::gelu_tanh>(scale, shift, t, residual, n, sums);
   }
 }
 
@@ -164,6 +165,7 @@ void activate_with(Type t, const void* x, const void* dy, int64_t n, void* y) {
 
 void activate(Activation f, Type t, const void* x, const void* dy, int64_t n, void* y) {
   if (f == Activation::gelu) return activate_with<Activation::gelu>(t, x, dy, n, y);
+  if (f == Activation::gelu_tanh) return activate_with<Activation::gelu_tanh>(t, x, dy, n, y);
   activate_with<Activation::silu>(t, x, dy, n, y);
 }
 

@@ -7,11 +7,11 @@
 namespace lattice {
 
 enum class Type : int { f32, f16, bf16 };
-enum class Activation : int { none, relu, gelu, silu };
+enum class Activation : int { none, relu, gelu, silu, gelu_tanh };
 inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
-// What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU.
-enum class NormAct : int { slope, gelu, silu };
+// What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU, GELU by tanh.
+enum class NormAct : int { slope, gelu, silu, gelu_tanh };
 // What normalises the channels of one segment, and what its way back subtracts: (C,) each.
 struct NormLine {
   const float *mean, *rstd, *scale, *bias, *shift, *turn;

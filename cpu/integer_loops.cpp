@@ -174,6 +174,7 @@ void finish(const IntegerFinish& f, void* sums, bool are_floats, int32_t taken, 
       case Activation::relu: activate<Activation::relu>(v, n); break;
       case Activation::gelu: activate<Activation::gelu>(v, n); break;
       case Activation::silu: activate<Activation::silu>(v, n); break;
+      case Activation::gelu_tanh: activate<Activation::gelu_tanh>(v, n); break;
     }
     if (f.out_inverse)
       round_to_int8(v, n, *f.out_inverse, static_cast<int8_t*>(y) + c0);

@@ -16,11 +16,16 @@ constexpr int64_t norm_chunk = 256;
 
 LATTICE_INLINE float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
 
+// Of which GELU by tanh is v times the sigmoid.
+LATTICE_INLINE float gelu_argument(float v) { return 1.5957691f * v * (1.0f + 0.044715f * v * v); }
+
 LATTICE_INLINE void activate(float* v, int64_t n, int act, float slope) {
   if (act == int(NormAct::gelu)) {
     for (int64_t i = 0; i < n; ++i) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f));
   } else if (act == int(NormAct::silu)) {
     for (int64_t i = 0; i < n; ++i) v[i] *= sigmoid(v[i]);
+  } else if (act == int(NormAct::gelu_tanh)) {
+    for (int64_t i = 0; i < n; ++i) v[i] *= sigmoid(gelu_argument(v[i]));
   } else if (slope == 0.0f) {
     for (int64_t i = 0; i < n; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];  // a NaN stays
   } else if (slope != 1.0f) {
@@ -39,6 +44,12 @@ LATTICE_INLINE void activation_gradient(const float* v, float* g, int64_t n, int
     for (int64_t i = 0; i < n; ++i) {
       float s = sigmoid(v[i]);
       g[i] *= s * (1.0f + v[i] * (1.0f - s));
+    }
+  } else if (act == int(NormAct::gelu_tanh)) {
+    for (int64_t i = 0; i < n; ++i) {
+      float s = sigmoid(gelu_argument(v[i])), turn = s * (1.0f - s);
+      // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
+      g[i] *= turn == 0.0f ? s : s + v[i] * turn * 1.5957691f * (1.0f + 0.134145f * v[i] * v[i]);
     }
   } else if (slope == 0.0f) {
     for (int64_t i = 0; i < n; ++i) g[i] = v[i] > 0.0f ? g[i] : 0.0f;

@@ -98,6 +98,7 @@ std::tuple<array, array, array> attention_gradient(const array& dy, const array&
 
 // activations.cpp: with dy, its product with the slope at x
 array gelu(const array& x, const MaybeArray& dy, Stream s);
+array gelu_tanh(const array& x, const MaybeArray& dy, Stream s);
 array silu(const array& x, const MaybeArray& dy, Stream s);
 
 // channel_norms.cpp: of rows [starts[s], starts[s + 1]) of `order`, or of all

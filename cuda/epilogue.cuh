@@ -13,13 +13,19 @@
 namespace lattice {
 
 // Activations of norms and epilogues: by slope below zero (1 is none, 0 is ReLU), GELU by
-// erf, SiLU.
-enum Activation { ACT_SLOPE, ACT_GELU, ACT_SILU };
+// erf, SiLU, GELU by tanh.
+enum Activation { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH };
+
+// Of which GELU by tanh is v times the sigmoid.
+__device__ __forceinline__ float gelu_argument(float v) {
+  return 1.5957691f * v * (1.0f + 0.044715f * v * v);
+}
 
 template <int ACT>
 __device__ __forceinline__ float activated(float v, float slope) {
   if constexpr (ACT == ACT_GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
   if constexpr (ACT == ACT_SILU) return v / (1.0f + expf(-v));
+  if constexpr (ACT == ACT_GELU_TANH) return v / (1.0f + expf(-gelu_argument(v)));
   if (!(v < 0.0f)) return v;  // a NaN stays
   return slope == 0.0f ? 0.0f : slope * v;
 }

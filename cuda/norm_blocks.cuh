@@ -27,6 +27,12 @@ __device__ __forceinline__ float activation_slope(float v, float slope) {
     const float s = 1.0f / (1.0f + expf(-v));
     return s * (1.0f + v * (1.0f - s));
   }
+  if constexpr (ACT == ACT_GELU_TANH) {
+    const float s = 1.0f / (1.0f + expf(-gelu_argument(v)));
+    // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
+    const float turn = s * (1.0f - s);
+    return turn == 0.0f ? s : s + v * turn * 1.5957691f * (1.0f + 0.134145f * v * v);
+  }
   return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
 }
 

@@ -15,8 +15,9 @@
 
 // Floats that kernels are told, in this order.
 enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
-// Activations: by slope below zero (1 is none, 0 is ReLU), GELU by erf, SiLU.
-enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU };
+// Activations: by slope below zero (1 is none, 0 is ReLU), GELU by erf, SiLU, GELU by
+// tanh.
+enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH };
 constant constexpr int NORM_THREADS = 256;  // of a threadgroup, at most
 
 // Within 1.5e-7 (Abramowitz and Stegun, 7.1.26): Metal has none.
@@ -29,10 +30,16 @@ METAL_FUNC float error_function(float x) {
   return copysign(1.0f - p * exp(-a * a), x);
 }
 
+// Of which GELU by tanh is v times the sigmoid.
+METAL_FUNC float gelu_argument(float v) {
+  return 1.5957691f * v * (1.0f + 0.044715f * v * v);
+}
+
 template <int ACT>
 METAL_FUNC float activated(float v, float slope) {
   if (ACT == ACT_GELU) return 0.5f * v * (1.0f + error_function(v * 0.70710678f));
   if (ACT == ACT_SILU) return v / (1.0f + exp(-v));
+  if (ACT == ACT_GELU_TANH) return v / (1.0f + exp(-gelu_argument(v)));
   if (!(v < 0.0f)) return v;
   return slope == 0.0f ? 0.0f : slope * v;
 }
@@ -46,6 +53,12 @@ METAL_FUNC float activation_slope(float v, float slope) {
   if (ACT == ACT_SILU) {
     const float s = 1.0f / (1.0f + exp(-v));
     return s * (1.0f + v * (1.0f - s));
+  }
+  if (ACT == ACT_GELU_TANH) {
+    const float s = 1.0f / (1.0f + exp(-gelu_argument(v)));
+    // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
+    const float turn = s * (1.0f - s);
+    return turn == 0.0f ? s : s + v * turn * 1.5957691f * (1.0f + 0.134145f * v * v);
   }
   return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
 }

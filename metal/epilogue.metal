@@ -8,7 +8,7 @@
 
 // Numbered as ACTIVATIONS in mlx_lattice/epilogue.py; BIAS_ALONE: the shift is a bias, and
 // there is nothing else.
-enum Activation { BIAS_ALONE = -1, NO_ACTIVATION, RELU, GELU, SILU };
+enum Activation { BIAS_ALONE = -1, NO_ACTIVATION, RELU, GELU, SILU, GELU_TANH };
 
 // P, which is not deduced: a null pointer has none.
 template <typename P>
@@ -33,6 +33,8 @@ METAL_FUNC float activated(float v) {
   if (ACTIVATION == RELU) return v < 0.0f ? 0.0f : v;  // a NaN stays
   if (ACTIVATION == GELU) return 0.5f * v * (1.0f + error_function(v * 0.70710678f));
   if (ACTIVATION == SILU) return v / (1.0f + exp(-v));
+  if (ACTIVATION == GELU_TANH)
+    return v / (1.0f + exp(-1.5957691f * v * (1.0f + 0.044715f * v * v)));
   return v;
 }
 

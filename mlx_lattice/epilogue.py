@@ -19,8 +19,26 @@ import mlx.nn
 from .facts import Facts
 
 # As they are printed; kernels number them in this order.
-ACTIVATIONS = {"": "", "relu": "ReLU", "gelu": "GELU", "silu": "SiLU"}
-FUNCTIONS = {"relu": mlx.nn.relu, "gelu": mlx.nn.gelu, "silu": mlx.nn.silu}
+ACTIVATIONS = {
+    "": "",
+    "relu": "ReLU",
+    "gelu": "GELU",
+    "silu": "SiLU",
+    "gelu_tanh": "GELU(tanh)",
+}
+
+
+def gelu_tanh(v: mx.array) -> mx.array:
+    """GELU by tanh, as a sigmoid: far from 0 MLX's own has NaN for a second slope."""
+    return v * mx.sigmoid(1.5957691216 * v * (1 + 0.044715 * v * v))
+
+
+FUNCTIONS = {
+    "relu": mlx.nn.relu,
+    "gelu": mlx.nn.gelu,
+    "silu": mlx.nn.silu,
+    "gelu_tanh": gelu_tanh,
+}
 # The arrays of an epilogue, in the order of kernels; a bias is a shift.
 STATISTICS = "mean", "var"
 CHANNELS = "shift", "scale", *STATISTICS
@@ -47,7 +65,7 @@ class EpilogueFacts(Facts):
 
     Attributes:
         there: those of ``ARRAYS`` that it has, in that order.
-        activation: "", "relu", "gelu" or "silu".
+        activation: one of ``ACTIVATIONS``.
         norm: name of the layer that this is of, for readers.
         eps: what is added to the variance.
         dtype: of scale and shift.
@@ -127,7 +145,7 @@ class Epilogue(_Fields):
     Attributes:
         scale, shift, mean, var: (C_out,) float32 or of the features' dtype, or None.
         residual: (N_out, C_out) of the features' dtype, or None.
-        activation: "", "relu", "gelu" (by the error function) or "silu".
+        activation: "", "relu", "gelu" (by the error function), "silu" or "gelu_tanh".
         eps: added to the variance.
         norm: name of the layer that it is of, as ``explain`` prints it.
         residual_scale: (1,) float32, of an int8 residual: integer layers alone.

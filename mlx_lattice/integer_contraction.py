@@ -46,7 +46,7 @@ def integer_conv(
         shift: (C_out,) float32, or None.
         residual: (N_out, C_out), of ``dtype``, or int8 with ``residual_scale``.
         residual_scale: (1,) float32, of an int8 residual.
-        activation: "", "relu", "gelu" (by the error function) or "silu".
+        activation: "", "relu", "gelu" (by the error function), "silu" or "gelu_tanh".
         out_inverse: (1,) float32: the result is ``round(v * out_inverse)``, halves to
             even, within -127 ... 127 as int8.
         row_scales: (N_in,) float32, a scale an input row beside ``scale``: what an

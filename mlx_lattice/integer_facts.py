@@ -29,7 +29,7 @@ class IntegerFacts:
 
     Attributes:
         there: those of ``ARRAYS`` that there are, in that order; always ``scale``.
-        activation: "", "relu", "gelu" or "silu".
+        activation: "", "relu", "gelu", "silu" or "gelu_tanh".
     """
 
     there: tuple[str, ...] = ("scale",)

@@ -21,6 +21,16 @@ def _sigmoid(v):
     return 1 / (1 + np.exp(-v))
 
 
+def _gelu_tanh(v):
+    return v * (1 + np.tanh((2 / np.pi) ** 0.5 * (v + 0.044715 * v**3))) / 2
+
+
+def _gelu_tanh_slope(v):
+    t = np.tanh((2 / np.pi) ** 0.5 * (v + 0.044715 * v**3))
+    inner = (2 / np.pi) ** 0.5 * (1 + 3 * 0.044715 * v**2)
+    return (1 + t) / 2 + v * (1 - t**2) * inner / 2
+
+
 ACTIVATIONS = {
     None: (lambda v: v, np.ones_like),
     "relu": (lambda v: np.maximum(v, 0), lambda v: (v > 0) * 1.0),
@@ -29,6 +39,7 @@ ACTIVATIONS = {
         lambda v: np.where(v < 0, 0.01, 1.0),
     ),
     "gelu": (_gelu, _gelu_slope),
+    "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
     "silu": (
         lambda v: v * _sigmoid(v),
         lambda v: _sigmoid(v) * (1 + v * (1 - _sigmoid(v))),

@@ -12,6 +12,14 @@ def gelu(x: mx.array, dy: mx.array | None = None) -> mx.array:
     return extension.gelu(x, dy)
 
 
+def gelu_tanh(x: mx.array, dy: mx.array | None = None) -> mx.array:
+    """Return GELU by tanh, or ``dy`` times its slope at ``x``."""
+    return extension.gelu_tanh(x, dy)
+
+
 def silu(x: mx.array, dy: mx.array | None = None) -> mx.array:
     """Return SiLU, or ``dy`` times its slope at ``x``."""
     return extension.silu(x, dy)
+
+
+KERNELS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}

@@ -14,7 +14,8 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-SLOPE, GELU, SILU = range(3)  # kinds of activation, as kernels number them
+# Kinds of activation, as kernels number them.
+SLOPE, GELU, SILU, GELU_TANH = range(4)
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,7 @@ class Activation:
 
     Attributes:
         name: as a trace has it; empty if nothing follows.
-        kind: SLOPE, GELU (by erf) or SILU.
+        kind: SLOPE, GELU (by erf), SILU or GELU_TANH.
         slope: of SLOPE below zero: 1 changes nothing, 0 is ReLU.
     """
 
@@ -43,6 +44,7 @@ ACTIVATIONS = {
     "relu": Activation("ReLU", slope=0.0),
     "gelu": Activation("GELU", GELU),
     "silu": Activation("SiLU", SILU),
+    "gelu_tanh": Activation("GELU(tanh)", GELU_TANH),
     "leaky_relu": Activation("LeakyReLU", slope=0.01),
 }
 

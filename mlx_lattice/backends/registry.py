@@ -49,7 +49,7 @@ NORMS: dict[str, Norms] = {
 }
 # Elsewhere MLX's kernel normalises each row, and its activations run.
 ROW_NORMS = {CUDA: CudaRowNorms()}
-ACTIVATIONS = {CPU: {"gelu": cpu_activations.gelu, "silu": cpu_activations.silu}}
+ACTIVATIONS = {CPU: cpu_activations.KERNELS}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.

@@ -7,7 +7,7 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
-from ..ops.activation import by_rows, gelu, leaky_relu, relu, silu
+from ..ops.activation import by_rows, gelu, gelu_approx, leaky_relu, relu, silu
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -15,6 +15,7 @@ __all__ = [
     "SiLU", "Softmax", "Softplus", "Softsign", "Tanh",
 ]  # fmt: skip
 
+BY_TANH = "precise", "tanh"  # what GELU by tanh is called
 Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
@@ -41,6 +42,8 @@ class GELU(mlx.nn.GELU):
         """Apply it to each entry."""
         if self._approx == "none":
             return gelu(x)
+        if self._approx in BY_TANH:
+            return gelu_approx(x)
         return on_features(by_rows(super().__call__), x)
 
 

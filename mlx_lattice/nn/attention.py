@@ -6,7 +6,6 @@ Parameters are named as in TRELLIS and TRELLIS.2, whose weights load by name.
 from __future__ import annotations
 
 import mlx.core as mx
-import mlx.nn
 from mlx.nn import Module
 
 from .. import ops
@@ -14,6 +13,8 @@ from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
 from ..tensor import SparseTensor, expect_tensor
+from .activations import GELU
+from .containers import in_order
 from .linear import Linear
 from .normalization import LayerNorm
 
@@ -148,14 +149,13 @@ class FeedForward(Module):
         super().__init__()
         self.mlp = [
             Linear(dims, hidden_dims),
-            mlx.nn.GELU("precise"),
+            GELU("precise"),
             Linear(hidden_dims, dims),
         ]
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Apply the layers to each row."""
-        x = self.mlp[0](x)
-        return self.mlp[2](x.replace(self.mlp[1](x.feats)))
+        return in_order(self.mlp, x)
 
 
 class SparseTransformerBlock(Module):

@@ -14,7 +14,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ..backends.norms_protocol import ACTIVATIONS, Activation
-from ..epilogue import Epilogue, Moments
+from ..epilogue import FUNCTIONS, Epilogue, Moments
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..pending import is_apart
@@ -35,7 +35,7 @@ CONVOLUTIONS = frozenset(
     if isinstance(kind, type) and issubclass(kind, convolution._Convolution)
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
-_EPILOGUES = {ACTIVATIONS[name]: name for name in ("relu", "gelu", "silu")}
+_EPILOGUES = {act: name for name, act in ACTIVATIONS.items() if name in FUNCTIONS}
 _EPILOGUES[None] = ""
 _LAYERS = {
     kind: ACTIVATIONS[name]
@@ -46,6 +46,9 @@ _FUNCTIONS = {
     id(function): ACTIVATIONS[name]
     for name in ("relu", "silu", "gelu")
     for function in (getattr(mlx.nn, name), getattr(activation, name))
+} | {
+    id(function): ACTIVATIONS["gelu_tanh"]
+    for function in (mlx.nn.gelu_approx, activation.gelu_approx)
 }
 Features = SparseTensor | mx.array
 
@@ -58,8 +61,9 @@ def fused_activation(layer: Callable) -> Activation | None:
     kind = type(layer)
     if kind in _LAYERS:
         return _LAYERS[kind]
-    if kind in (mlx.nn.GELU, activations.GELU) and layer._approx == "none":
-        return ACTIVATIONS["gelu"]
+    if kind in (mlx.nn.GELU, activations.GELU):
+        by = "gelu_tanh" if layer._approx in activations.BY_TANH else "gelu"
+        return None if layer._approx == "fast" else ACTIVATIONS[by]
     if kind in (mlx.nn.LeakyReLU, activations.LeakyReLU):
         slope = float(layer._negative_slope)
         if 0 <= slope <= 1:

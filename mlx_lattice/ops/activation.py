@@ -11,6 +11,7 @@ import mlx.nn
 from ..backends import registry
 from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..channel_kernels import activation
+from ..epilogue import gelu_tanh
 from ..pending import Pending
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
@@ -100,6 +101,11 @@ def _gelu(x: mx.array) -> mx.array:
     return _by_kernel(x, "gelu", mlx.nn.gelu)
 
 
+def _gelu_approx(x: mx.array) -> mx.array:
+    """GELU by tanh: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``."""
+    return _by_kernel(x, "gelu_tanh", gelu_tanh)
+
+
 def _silu(x: mx.array) -> mx.array:
     """SiLU: ``x * sigmoid(x)``."""
     return _by_kernel(x, "silu", mlx.nn.silu)
@@ -108,7 +114,7 @@ def _silu(x: mx.array) -> mx.array:
 celu = _of_features(mlx.nn.celu)
 elu = _of_features(mlx.nn.elu)
 gelu = _of_features(_gelu, "gelu")
-gelu_approx = _of_features(mlx.nn.gelu_approx)
+gelu_approx = _of_features(_gelu_approx, "gelu_tanh")
 gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
 glu = _of_features(mlx.nn.glu)
 hard_tanh = _of_features(mlx.nn.hard_tanh)

@@ -294,18 +294,17 @@ def _scaled(
 ):
     """Yield (results, heads * D_v) of a bucket, a bounded part at a time."""
     step, rows = _steps(bucket, Heads.of(parts), parts[0].dtype, bias is not None)
-    q, k, v = (pieces(part.transpose(0, 2, 1, 3), step, 0) for part in parts)
-    masks = [None] * len(q) if mask is None else pieces(mask, step, 0)
-    for i, (q, k, v, mask) in enumerate(zip(q, k, v, masks, strict=True)):
-        some, queries = slice(i * step, (i + 1) * step), []
+    cut = [pieces(part.transpose(0, 2, 1, 3), step, 0) for part in parts]
+    cut.append([None] * len(cut[0]) if mask is None else pieces(mask, step, 0))
+    for i, (q, k, v, keys) in enumerate(zip(*cut, strict=True)):
+        some, made = slice(i * step, (i + 1) * step), []
         for at, own in enumerate(pieces(q, rows, 2, bucket.queries)):
             if bias is None:
-                y = attend(own, k, v, scale, mask)
-            else:
-                asked = slice(at * rows, at * rows + own.shape[2])
-                y = _biased(own, k, v, scale, mask, bias(some, asked))
-            queries.append(y)
-        y = queries[0] if len(queries) == 1 else mx.concatenate(queries, axis=2)
+                made.append(attend(own, k, v, scale, keys))
+                continue
+            asked = slice(at * rows, at * rows + own.shape[2])
+            made.append(_biased(own, k, v, scale, keys, bias(some, asked)))
+        y = made[0] if len(made) == 1 else mx.concatenate(made, axis=2)
         yield y.transpose(0, 2, 1, 3).reshape(-1, y.shape[1] * y.shape[3])
 
 

@@ -20,6 +20,7 @@ import mlx.nn
 from ..backends import registry
 from ..backends.norms_protocol import (
     GELU,
+    GELU_TANH,
     NONE,
     SILU,
     Activation,
@@ -28,6 +29,7 @@ from ..backends.norms_protocol import (
     Norms,
     RowSegments,
 )
+from ..epilogue import gelu_tanh
 from ..problem import FLOATS
 from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled, several
@@ -217,6 +219,8 @@ def activated(v: mx.array, act: Activation) -> mx.array:
         return mlx.nn.gelu(v)
     if act.kind == SILU:
         return mlx.nn.silu(v)
+    if act.kind == GELU_TANH:
+        return gelu_tanh(v)
     if act.slope == 0.0:
         return mlx.nn.relu(v)
     return mlx.nn.leaky_relu(v, act.slope) if act.changes else v

@@ -39,7 +39,7 @@ class Padding(NamedTuple):
     tile: int  # rows of which queries are multiples where their groups have others
 
 
-# Of CUDA timed on an H200, where MLX has a fused gradient for whole tiles of queries; on
+# Of CUDA timed on an H200, where MLX's fused gradient takes whole tiles of queries; on
 # Metal nobody has timed it.
 PADDING = {
     CPU: Padding(1 << 13, 1 << 17, 1),

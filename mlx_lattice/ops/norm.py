@@ -10,7 +10,14 @@ import mlx.core as mx
 from .. import devices
 from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
-from ..backends.norms_protocol import ACTIVATIONS, GELU, NONE, SILU, Activation
+from ..backends.norms_protocol import (
+    ACTIVATIONS,
+    GELU,
+    GELU_TANH,
+    NONE,
+    SILU,
+    Activation,
+)
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import Function, differentiable, filled, several
 from . import activation as activations
@@ -25,7 +32,11 @@ __all__ = [
 ]  # fmt: skip
 
 Features = SparseTensor | mx.array
-_FUNCTIONS = {GELU: activations.gelu, SILU: activations.silu}
+_FUNCTIONS = {
+    GELU: activations.gelu,
+    SILU: activations.silu,
+    GELU_TANH: activations.gelu_approx,
+}
 
 
 def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
@@ -62,7 +73,8 @@ def batch_norm(
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
         residual: features of the same rows.
-        activation: "relu", "gelu", "silu" or "leaky_relu"; by default none.
+        activation: "relu", "gelu", "silu", "gelu_tanh" or "leaky_relu"; by default
+            none.
 
     Raises:
         ValueError: one of ``mean`` and ``var`` was given without the other, the

@@ -12,7 +12,11 @@ from ..problem import DTYPES, Problem
 from ..relation import Relation
 from .proof_values import drawn
 
-INEXACT = "gelu", "silu"  # whose functions backends compute in their own way
+INEXACT = (
+    "gelu",
+    "gelu_tanh",
+    "silu",
+)  # whose functions backends compute in their own way
 
 
 def arrays(p: Problem) -> list:

@@ -50,6 +50,8 @@ FOLLOWERS = {
     "relu function": (ops.relu, "ReLU"),
     "relu function of mlx": (mlx.nn.relu, "ReLU"),
     "gelu": (nn.GELU(), "GELU"),
+    "gelu by tanh": (nn.GELU("precise"), "GELU(tanh)"),
+    "its function": (mlx.nn.gelu_approx, "GELU(tanh)"),
     "silu": (nn.SiLU(), "SiLU"),
     "leaky": (nn.LeakyReLU(0.2), "LeakyReLU"),
 }

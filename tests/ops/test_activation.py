@@ -1,6 +1,7 @@
 """Activations, their derivatives, and those of biases: sums of columns."""
 
 import math
+from functools import partial
 
 import cases
 import mlx.core as mx
@@ -35,12 +36,13 @@ def test_a_function_of_no_rows(name):
     assert y.key == EMPTY.key and y.feats.tolist() == []
 
 
-@pytest.mark.parametrize("activation", ("", "relu", "gelu", "silu"))
+@pytest.mark.parametrize("activation", ("", "relu", "gelu", "silu", "gelu_tanh"))
 def test_norms_and_epilogues_of_no_rows(activation):
     feats, one = EMPTY.feats, mx.ones((6,))
     facts = EpilogueFacts(ARRAYS, activation, eps=1e-5)
     assert finished(feats, facts, one, one, one, one, feats).tolist() == []
     layers = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
+    layers["gelu_tanh"] = partial(nn.GELU, "tanh")
     net = nn.Sequential(
         nn.BatchNorm(6), *([layers[activation]()] if activation else [])
     )
@@ -54,6 +56,16 @@ def exact_gelu(x):
     below = (1 + np.vectorize(math.erf)(x / math.sqrt(2))) / 2
     density = np.exp(-(x**2) / 2) / math.sqrt(2 * math.pi)
     return x * below, below + x * density, density * (2 - x**2)
+
+
+def exact_gelu_tanh(x):
+    """Value, first and second derivative in float64."""
+    x = ref.to_numpy(x).astype(np.float64)
+    c = 2 * math.sqrt(2 / math.pi)
+    s = 1 / (1 + np.exp(-c * (x + 0.044715 * x**3)))
+    z, turn = c * (1 + 3 * 0.044715 * x**2), s * (1 - s)
+    curve = 2 * turn * z + x * (turn * (1 - 2 * s) * z**2 + turn * c * 0.26829 * x)
+    return x * s, s + x * turn * z, curve
 
 
 def exact_silu(x):
@@ -79,6 +91,7 @@ def exact_leaky_relu(x):
 SMOOTH = {"gelu": (exact_gelu, nn.GELU), "silu": (exact_silu, nn.SiLU)}
 BY_KERNELS = {
     **SMOOTH,
+    "gelu_approx": (exact_gelu_tanh, lambda: nn.GELU("tanh")),
     "relu": (exact_relu, nn.ReLU),
     "leaky_relu": (exact_leaky_relu, nn.LeakyReLU),
 }

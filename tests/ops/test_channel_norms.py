@@ -202,7 +202,9 @@ def normed(act, fixed):
 
 
 BOTH = pytest.mark.parametrize("fixed", (False, True), ids=("batch", "fixed"))
-SMOOTH = pytest.mark.parametrize("act", (None, "gelu", "silu", "relu"), ids=str)
+SMOOTH = pytest.mark.parametrize(
+    "act", (None, "gelu", "gelu_tanh", "silu", "relu"), ids=str
+)
 
 
 @BOTH
@@ -374,7 +376,9 @@ def test_observers_see_what_was_fused():
 
 def test_errors():
     x = mx.zeros((4, 3))
-    with pytest.raises(ValueError, match="relu, gelu, silu, leaky_relu; got 'mish'"):
+    with pytest.raises(
+        ValueError, match="relu, gelu, silu, gelu_tanh, leaky_relu; got 'mish'"
+    ):
         ops.batch_norm(x, activation="mish")
     with pytest.raises(ValueError, match="shape of x"):
         ops.batch_norm(x, residual=mx.zeros((4, 2)))

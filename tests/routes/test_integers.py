@@ -14,6 +14,7 @@ import reference_integers as ref
 from cases import DTYPES
 from conftest import bits
 from contractions import SCENES, SHAPES, moved, scene
+from epilogues import FUNCTIONS
 from places import HERE, MetalHost
 
 import mlx_lattice as ml
@@ -210,7 +211,7 @@ def test_every_row_of_floats_refuses_int8_features():
             ml.select(problem, only=route.name)
 
 
-@pytest.mark.parametrize("activation", ("gelu", "silu"))
+@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
 def test_other_activations(activation):
     relation, x, w, arrays, _ = given(Point())
     y = ml.integer_conv(
@@ -218,12 +219,7 @@ def test_other_activations(activation):
     )
     plain = ml.integer_conv(x, w, relation, **arrays, dtype=mx.float32)
     v = np.array(plain).astype(np.float64)
-    if activation == "silu":
-        wanted = v / (1 + np.exp(-v))
-    else:
-        from math import erf
-
-        wanted = v * (1 + np.vectorize(erf)(v / np.sqrt(2))) / 2
+    wanted = FUNCTIONS[activation](v)
     np.testing.assert_allclose(np.array(y), wanted, rtol=2e-5, atol=2e-6)
 
 

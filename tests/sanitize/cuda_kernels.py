@@ -273,7 +273,7 @@ def norms() -> None:
     place.name = devices.CUDA
     for dtype in ("float16", "float32"):
         for channels in (3, 16, 264):
-            for act in ("relu", "gelu", "silu"):
+            for act in ("relu", "gelu", "silu", "gelu_tanh"):
                 Given((100, channels), dtype, act).check(place, dtype)
             Given((1, channels), dtype, affine=False, added=False).check(place, dtype)
             given = Given((100, channels), dtype, "relu", of=of)
