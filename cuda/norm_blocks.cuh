@@ -77,6 +77,14 @@ struct ChannelFit {
   }
 };
 
+// The sum over LANES neighbouring threads, a power of two, in each of them.
+template <int LANES>
+__device__ __forceinline__ float add_lanes(float v) {
+#pragma unroll
+  for (int by = LANES / 2; by; by /= 2) v += __shfl_xor_sync(~0u, v, by);
+  return v;
+}
+
 // Adds the threads of a block that have the same channels, in a fixed order. Thread row
 // 0 has the sums then.
 template <int EACH>

@@ -16,13 +16,6 @@ namespace lattice {
 constexpr int SUMMED_COLUMNS = 32;  // of the partials, of a block that adds them
 constexpr int SUMMING_DOWN = 32;    // and its threads for each of them
 
-template <int LANES>
-__device__ __forceinline__ float add_lanes(float v) {
-#pragma unroll
-  for (int by = LANES / 2; by; by /= 2) v += __shfl_xor_sync(~0u, v, by);
-  return v;
-}
-
 // The mean of a row, and what its values' distances from it are multiplied by.
 struct RowFit {
   float mean, rstd;

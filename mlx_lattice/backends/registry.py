@@ -19,6 +19,7 @@ from .cuda_geometry import CudaGeometry
 from .cuda_joins import CudaJoins
 from .cuda_reductions import CudaReductions
 from .cuda_row_norms import CudaRowNorms
+from .gpu_heads import GpuHeads
 from .gpu_norms import GpuNorms
 from .gpu_updates import GpuUpdates
 from .metal_geometry import MetalGeometry
@@ -50,6 +51,8 @@ NORMS: dict[str, Norms] = {
 # Elsewhere MLX's kernel normalises each row, and its activations run.
 ROW_NORMS = {CUDA: CudaRowNorms()}
 ACTIVATIONS = {CPU: cpu_activations.KERNELS}
+# Elsewhere MLX operations normalise heads, and turn them.
+HEADS = {METAL: GpuHeads(METAL), CUDA: GpuHeads(CUDA)}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.
@@ -92,6 +95,11 @@ def activations() -> dict[str, Callable[..., mx.array]] | None:
     ``kernel(x)`` is one, ``kernel(x, dy)`` its derivative.
     """
     return ACTIVATIONS.get(serving())
+
+
+def heads() -> GpuHeads | None:
+    """Return what prepares heads for attention on the device of now, if any does."""
+    return HEADS.get(serving())
 
 
 def updates() -> GpuUpdates | None:

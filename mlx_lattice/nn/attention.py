@@ -12,6 +12,8 @@ from .. import ops
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
+from ..ops.heads import turned_head, turned_heads
+from ..ops.rotations import angles, check_rotary
 from ..tensor import SparseTensor, expect_tensor
 from .activations import GELU
 from .containers import in_order
@@ -35,10 +37,8 @@ class MultiHeadRMSNorm(Module):
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalise in float32."""
-        if x.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
-            return x
-        y = mx.fast.rms_norm(x.astype(mx.float32), None, 1e-12)
-        return (y * self.gamma).astype(x.dtype)
+        rows = x.reshape(-1, *x.shape[-2:]) if x.ndim != 3 else x
+        return turned_head(rows, self.gamma).reshape(x.shape)
 
 
 class SparseAttention(Module):
@@ -115,14 +115,14 @@ class SparseAttention(Module):
         heads = self.to_qkv(x).feats
         width = heads.shape[1] // (3 * self.num_heads)
         given = heads.reshape(len(x), 3, self.num_heads, width), None, None
-        if "q_rms_norm" in self or self.rope:
-            q, k, v = (a.squeeze(1) for a in mx.split(given[0], 3, axis=1))
-            if "q_rms_norm" in self:
-                q, k = self.q_rms_norm(q), self.k_rms_norm(k)
-            if self.rope:
-                how = {"base": self.rope_base, "frequency": self.rope_frequency}
-                q, k = (ops.rotary(a, x, **how) for a in (q, k))
-            given = q, k, v
+        scales = turns = ()
+        if "q_rms_norm" in self:
+            scales = self.q_rms_norm.gamma, self.k_rms_norm.gamma
+        if self.rope:
+            check_rotary(width, x.dims, self.rope_base)
+            turns = angles(x, width, self.rope_base, self.rope_frequency)
+        if scales or turns:
+            given = turned_heads(given[0], scales, turns)
         with inside(self):
             y = self._attend(given, x)
         return self.to_out(x.replace(y.reshape(len(x), self.num_heads * width)))

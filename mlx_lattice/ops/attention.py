@@ -28,7 +28,7 @@ from .attended import COMPOSED, SDPA, Tell, observers, teller
 from .blocked_attention import by_kernel
 from .fused_attention import Call, attend, holds_no_scores, pieces, told
 from .global_pool import batch_rows
-from .groups import PADDING, SCORES, Bucket, Groups, Padding, of_groups
+from .groups import EXACT, PADDING, SCORES, Bucket, Groups, Padding, of_groups
 from .patches import filled, patches
 from .relative import RelativeBias, check_table
 
@@ -172,7 +172,7 @@ def _attend(
         tell("forward", sum(calls))
         return composed(given, groups, scale, bias)
     if registry.serving() == CPU:
-        groups = _groups(like, rule, None)
+        groups = _groups(like, rule, EXACT)
         return by_kernel(
             *apart(given, 1),
             (groups.row, groups.starts, groups.queries),
@@ -255,12 +255,8 @@ def composed(
     """
     outputs, start, q = [], 0, given[0]
     slots = zip(*(groups.slots(a) for a in given), strict=True)
-    for bucket, parts in zip(groups.buckets, slots, strict=True):
+    for bucket, mask, parts in zip(groups.buckets, groups.masks, slots, strict=True):
         end = start + bucket.groups * bucket.length
-        mask = None
-        if not bucket.full:
-            here = groups.row[start:end] >= 0
-            mask = here.reshape(bucket.groups, 1, 1, bucket.length)
         shape = bucket.groups, bucket.length
         some = None if bias is None else bias.between(start, end, shape)
         outputs += _scaled(bucket, apart(parts, 2), mask, scale, some)
@@ -356,13 +352,13 @@ def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
     dtype_name(q.dtype)
 
 
-def _groups(like: SparseTensor, rule: tuple, padding: Padding | None) -> Groups:
+def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
     """Return the groups of a coordinate set; worked out once.
 
     Args:
         like: on the set.
         rule: what groups are.
-        padding: what may be padded; None for nothing.
+        padding: what may be padded.
     """
     held = like.manager[like.key]
     known = _plans.setdefault(held, {})
@@ -382,11 +378,11 @@ def _groups(like: SparseTensor, rule: tuple, padding: Padding | None) -> Groups:
     return known[rule, padding]
 
 
-def _elements(like: SparseTensor, padding: Padding | None) -> Groups:
+def _elements(like: SparseTensor, padding: Padding) -> Groups:
     """Return the rows of each batch element."""
     rows = batch_rows(like)
     sizes = {b - a for a, b in zip(rows.starts, rows.starts[1:], strict=False)}
-    if padding is not None and rows.order is None and len(sizes) == 1:
+    if padding is not EXACT and rows.order is None and len(sizes) == 1:
         return Groups.standing(rows.size, *sizes)
     return of_groups(rows.batch, rows.size, rows.order, padding)
 

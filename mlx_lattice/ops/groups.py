@@ -37,15 +37,27 @@ class Padding(NamedTuple):
     free: int  # pairs that take less time than a call
     call: int  # a bucket's pairs of padding at most: they take longer than one
     tile: int  # rows of which queries are multiples where their groups have others
+    grain: int  # rows that take as long as any fewer
+
+    def budget(self, taken: int) -> int:
+        """Return the most padding of groups that take so much."""
+        return max(taken // SHARE, self.free) if self.call else 0
+
+    def pairs(self, queries: int, keys: int | None = None) -> int:
+        """Return what a group takes, as pairs; without ``keys`` of itself."""
+        rows = -(-queries // self.grain) * self.grain
+        return rows * (rows if keys is None else keys)
 
 
 # Of CUDA timed on an H200, where MLX's fused gradient takes whole tiles of queries; on
 # Metal nobody has timed it.
 PADDING = {
-    CPU: Padding(1 << 13, 1 << 17, 1),
-    METAL: Padding(1 << 13, 1 << 17, 1),
-    CUDA: Padding(1 << 20, 1 << 22, 128),
+    CPU: Padding(1 << 13, 1 << 17, 1, 1),
+    METAL: Padding(1 << 13, 1 << 17, 1, 1),
+    CUDA: Padding(1 << 20, 1 << 22, 128, 64),
 }
+# Of what is attended as it is.
+EXACT = Padding(0, 0, 1, 1)
 
 
 class Bucket(NamedTuple):
@@ -77,11 +89,24 @@ class Groups(NamedTuple):
     # and its queries without padding, (G,) int32.
     starts: mx.array | None = None
     queries: mx.array | None = None
+    # Of each bucket which of its slots hold a row, (groups, 1, 1, length) bool, or None
+    # where all do.
+    masks: tuple[mx.array | None, ...] = (None,)
 
     @classmethod
     def standing(cls, count: int, length: int) -> Groups:
         """Return groups of one length whose rows stand in a line already."""
         return cls((Bucket(count, length, length, True),), count * length * length)
+
+    def masked(self) -> Groups:
+        """Return them with their ``masks``."""
+        masks, start = [], 0
+        for groups, _, length, full in self.buckets:
+            end = start + groups * length
+            here = None if full else self.row[start:end].reshape(groups, 1, 1, length)
+            masks.append(None if full else here >= 0)
+            start = end
+        return self._replace(masks=tuple(masks))
 
     def slots(self, x: mx.array) -> list[mx.array]:
         """Return the slots of each bucket, (groups, length, ...) of (N, ...)."""
@@ -128,11 +153,6 @@ class Groups(NamedTuple):
         return mx.stack([self.slot, self.again], axis=1)
 
 
-def square(length: int) -> int:
-    """Return the pairs of a group that attends to itself."""
-    return length * length
-
-
 def cut(
     sizes: Sequence[tuple[int, int]],
     pairs: Callable[[int], int],
@@ -168,7 +188,7 @@ def cut(
 
 
 def of_groups(
-    group: mx.array, count: int, order: mx.array | None, padding: Padding | None
+    group: mx.array, count: int, order: mx.array | None, padding: Padding
 ) -> Groups:
     """Return the rows of each group, which attend to each other.
 
@@ -178,7 +198,7 @@ def of_groups(
         group: (N,) the group of each row.
         count: of the groups.
         order: (N,) the rows in the order of their groups; by default that of rows.
-        padding: what may be padded; None for nothing.
+        padding: what may be padded.
     """
     n = group.shape[0]
     if order is None:
@@ -192,10 +212,11 @@ def of_groups(
     numbers = [b - a for a, b in zip(at, [*at[1:], count], strict=True)]
     known = [pair for pair in zip(lengths, numbers, strict=True) if pair[0]]
     pairs = sum(number * length * length for length, number in known)
-    budget = 0 if padding is None else max(pairs // SHARE, padding.free)
-    most = 0 if padding is None else padding.call
+    taken = sum(number * padding.pairs(length) for length, number in known)
     buckets, first, base = [], [count - sum(n for _, n in known)], [0]
-    for some in _between(known, cut(known, square, budget, most)):
+    for some in _between(
+        known, cut(known, padding.pairs, padding.budget(taken), padding.call)
+    ):
         groups, length = sum(n for _, n in some), some[-1][0]
         buckets.append(Bucket(groups, length, length, len(some) == 1))
         first.append(first[-1] + groups)
@@ -213,7 +234,8 @@ def of_groups(
     row = mx.full((base[-1],), -1, dtype=mx.int32)
     row[slot] = mx.arange(n, dtype=mx.int32)
     starts = mx.concatenate([starts, mx.array(base[-1:], dtype=mx.int32)])
-    return Groups(tuple(buckets), pairs, row, slot, None, row, slot, starts, ordered)
+    made = Groups(tuple(buckets), pairs, row, slot, None, row, slot, starts, ordered)
+    return made.masked()
 
 
 def _between(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from functools import partial
 from itertools import accumulate
 
 import mlx.core as mx
@@ -11,7 +12,7 @@ import mlx.core as mx
 from ..tensor import SparseTensor
 from .curves import curve_order
 from .global_pool import batch_rows
-from .groups import SHARE, Bucket, Groups, Padding, cut, square
+from .groups import Bucket, Groups, Padding, cut
 
 
 def patches(
@@ -33,10 +34,10 @@ class _Layout:
     Args:
         sizes: rows of each batch element.
         patch: rows of a patch.
-        padding: what may be padded; None for nothing.
+        padding: what may be padded.
     """
 
-    def __init__(self, sizes: list[int], patch: int, padding: Padding | None):
+    def __init__(self, sizes: list[int], patch: int, padding: Padding):
         self.buckets: list[Bucket] = []
         self.starts, self.queries = [], []  # of each group
         self.slots = self.results = 0
@@ -50,12 +51,13 @@ class _Layout:
         self.pairs += sum(r * patch for r in rests.values())
         self.pairs += sum(n * n for n in shorts.values())
         # Half of the padding may be queries of last patches, half short elements.
-        free, most, tile = padding or (0, 0, 1)
-        budget = 0 if padding is None else max(self.pairs // SHARE, free) // 2
+        most, tile = padding.call, padding.tile
+        budget = padding.budget(self.pairs) // 2
         counts = Counter(rests.values())
         if any(whole):
             counts[patch] = sum(whole) // patch
-        for some, end in _cut(rests, counts, lambda n: n * patch, budget, most)[::-1]:
+        seen = partial(padding.pairs, keys=patch)
+        for some, end in _cut(rests, counts, seen, budget, most)[::-1]:
             begin = len(self.starts)
             if end == patch:  # the first bucket
                 self._add_whole(patch)
@@ -64,7 +66,8 @@ class _Layout:
                 self._add(b, rests[b], patch, end)
             groups = len(self.starts) - begin
             self.buckets.append(Bucket(groups, end, patch, True))
-        for some, end in _cut(shorts, Counter(shorts.values()), square, budget, most):
+        counts = Counter(shorts.values())
+        for some, end in _cut(shorts, counts, padding.pairs, budget, most):
             for b in some:
                 self._add(b, shorts[b], end, end)
             full = all(shorts[b] == end for b in some)
@@ -104,7 +107,7 @@ def filled(
     patch: int,
     curve: str,
     bits: int | None,
-    padding: Padding | None,
+    padding: Padding,
 ) -> Groups:
     """Return patches of which the last of an element is filled from the one before.
 
@@ -138,7 +141,7 @@ def filled(
         again = again.astype(mx.int32)[back]
     starts = mx.array([*laid.starts, laid.slots], dtype=mx.int32)
     queries = mx.array(laid.queries, dtype=mx.int32)
-    return Groups(
+    made = Groups(
         tuple(laid.buckets),
         laid.pairs,
         row,
@@ -149,6 +152,7 @@ def filled(
         starts,
         queries,
     )
+    return made.masked()
 
 
 def _along(like: SparseTensor, curve: str, bits: int | None):

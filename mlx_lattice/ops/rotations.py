@@ -10,6 +10,7 @@ from ..coordinate_set import CoordinateSet
 from ..geometry import sync
 from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
+from .heads import turned_head
 
 __all__ = ["rotary"]
 
@@ -54,8 +55,6 @@ def rotary(
     """
     expect_tensor(like, "like")
     dtype_name(x.dtype)
-    if base <= 0:
-        raise ValueError(f"base must be above 0; got {base}")
     if pairs not in PAIRS:
         raise ValueError(f"pairs must be one of {PAIRS}; got {pairs!r}")
     dim, dims = x.shape[-1], like.dims
@@ -68,30 +67,36 @@ def rotary(
             f"positions must have shape ({len(like)}, {dims}); got "
             f"{tuple(positions.shape)}"
         )
-    if dim % 2 or dim < 2 * dims:
-        raise ValueError(
-            f"rotary needs an even head dimension of at least {2 * dims} for "
-            f"{dims} axes; got {dim}"
-        )
+    check_rotary(dim, dims, base)
     if pairs == "halves" and dim % (2 * dims):
         raise ValueError(
             f"pairs of halves need a multiple of {2 * dims} channels a head for "
             f"{dims} axes; got {dim}"
         )
-    cos, sin = _rotations(like, dim, base, frequency, positions)
-    exact = x.astype(mx.float32)
-    if pairs == "halves":
-        parts = exact.reshape(*x.shape[:2], dims, 2, dim // 2 // dims)
-        cos, sin = (a.reshape(len(x), 1, *parts.shape[2::2]) for a in (cos, sin))
-        a, b, axis = parts[..., 0, :], parts[..., 1, :], -2
-    else:
-        parts = exact.reshape(*x.shape[:2], dim // 2, 2)
-        a, b, axis = parts[..., 0], parts[..., 1], -1
-    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=axis)
+    cos, sin = angles(like, dim, base, frequency, positions)
+    if pairs == "neighbours":
+        return turned_head(x, angles=(cos, sin))
+    parts = x.astype(mx.float32).reshape(*x.shape[:2], dims, 2, dim // 2 // dims)
+    cos, sin = (a.reshape(len(x), 1, *parts.shape[2::2]) for a in (cos, sin))
+    a, b = parts[..., 0, :], parts[..., 1, :]
+    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-2)
     return rotated.reshape(x.shape).astype(x.dtype)
 
 
-def _rotations(like: SparseTensor, dim: int, base: float, frequency: float, positions):
+def check_rotary(dim: int, dims: int, base: float) -> None:
+    """Raise unless heads of ``dim`` channels can be turned by so many axes."""
+    if base <= 0:
+        raise ValueError(f"base must be above 0; got {base}")
+    if dim % 2 or dim < 2 * dims:
+        raise ValueError(
+            f"rotary needs an even head dimension of at least {2 * dims} for "
+            f"{dims} axes; got {dim}"
+        )
+
+
+def angles(
+    like: SparseTensor, dim: int, base: float, frequency: float, positions=None
+) -> tuple[mx.array, mx.array]:
     """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
     if positions is not None:
         return _turns(positions.astype(mx.float32), dim, base, frequency)
@@ -106,7 +111,7 @@ def _rotations(like: SparseTensor, dim: int, base: float, frequency: float, posi
 
 
 def _turns(places: mx.array, dim: int, base: float, frequency: float):
-    """Return what ``_rotations`` does for (N, dims) places."""
+    """Return what ``angles`` does for (N, dims) places."""
     count, dims = places.shape
     each = dim // 2 // dims
     speed = [frequency * base ** (-j / each) for j in range(each)]

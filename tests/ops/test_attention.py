@@ -233,10 +233,10 @@ def test_padding_is_at_most_an_eighth_in_few_calls(seed):
     sizes = (rng.pareto(1.0 + seed, 3000) * 20).astype(int) % 300 + 1
     known = sorted(Counter(sizes.tolist()).items())
     useful = sum(count * size**2 for size, count in known)
-    ends = groups.cut(known, groups.square, useful // 8)
+    ends = groups.cut(known, PADDING.pairs, useful // 8)
     longest = np.array(ends)[np.searchsorted(ends, sizes)]
     assert ends[-1] == sizes.max() and 0 <= (longest**2).sum() - useful <= useful // 8
-    assert groups.cut(known, groups.square, 0) == [size for size, _ in known]
+    assert groups.cut(known, PADDING.pairs, 0) == [size for size, _ in known]
     # The least pairs of so many buckets over the first so many sizes.
     least, below = np.array([0.0] + [np.inf] * len(known)), np.zeros(len(known) + 1)
     below[1:] = np.cumsum([count for _, count in known])
@@ -427,7 +427,7 @@ def test_filled_patches_are_not_padded():
     assert found.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
     assert found.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
     assert found.pairs == 8 * 4 + 2 * 4 + 9
-    exact = attention._groups(x, ("filled", 4, "z", None), None)
+    exact = attention._groups(x, ("filled", 4, "z", None), groups.EXACT)
     assert exact.buckets == ((2, 4, 4, True), (1, 2, 4, True), (1, 3, 3, True))
     assert exact.row.tolist() == found.row.tolist()
     assert exact.own.tolist() == list(range(13)) == exact.place.tolist()

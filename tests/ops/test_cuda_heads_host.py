@@ -1,0 +1,45 @@
+"""CUDA's heads before attention, emulated on the CPU, against the oracle."""
+
+import cases
+import mlx.core as mx
+import pytest
+from cuda_emulation import emulated
+from head_checks import SHAPES, Given
+from places import Place
+
+from mlx_lattice.backends import registry
+
+pytestmark = emulated
+
+
+@pytest.fixture
+def place(emulator, monkeypatch):
+    """CUDA's kernels, emulated, as a place that checks of heads take."""
+    here = Place()
+    here.name, here.emulator = "cuda", emulator
+    here.run = lambda call: {"": [call()]}
+    monkeypatch.setattr(registry, "heads", lambda: registry.HEADS["cuda"])
+    return here
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_normalised_and_turned(place, shape, dtype):
+    Given(shape, dtype).check(place, dtype)
+
+
+@pytest.mark.parametrize("parts", (1, 3))
+@pytest.mark.parametrize("scaled, turns", ((True, False), (False, True)))
+def test_one_of_the_two(place, scaled, turns, parts):
+    given = Given((40, 2, 32), "float16", parts, scaled, turns, "float16")
+    given.check(place, "float16")
+
+
+def test_launches(place):
+    """One forward; back one, and those that add up what scales get."""
+    given, launches = Given((300, 3, 64), "float16"), place.emulator.launches
+    launches.clear()
+    mx.eval(given.run(given.x, *given.scales))
+    assert len(launches) == 1
+    mx.eval(mx.vjp(given.run, [given.x, *given.scales], [given.dy]))
+    assert len(launches) == 3
