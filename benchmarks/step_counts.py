@@ -24,6 +24,7 @@ import mlx.core as mx
 import mlx.nn
 import mlx.optimizers
 import numpy as np
+from net_kinds import NETS
 
 import mlx_lattice as ml
 from mlx_lattice import models
@@ -94,7 +95,7 @@ def scene(rows: int) -> mx.array:
     parts = []
     for batch in (0, 1):
         phase = rng.random(2) * 6
-        z = np.round(4 * np.sin(x / 9 + phase[0]) + 4 * np.cos(y / 7 + phase[1]))
+        z = np.round(4 * np.sin(x / 9 + phase[0]) + 4 * np.cos(y / 7 + phase[1])) + 8
         part = np.stack([np.full_like(x, batch), x, y, z.astype(x.dtype)], axis=1)
         parts.append(part[: rows // 2])
     return mx.array(np.concatenate(parts).astype(np.int32))
@@ -104,13 +105,14 @@ def main() -> None:
     """Count and print."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--rows", type=int, default=4000)
-    parser.add_argument("--net", default="MinkUNet18")
+    kinds = "of models, or one of nets.py"
+    parser.add_argument("--net", default="MinkUNet18", help=kinds)
     parser.add_argument("--sgd", action="store_true", help="count its update too")
     parser.add_argument("--mlx-optimizer", action="store_true", help="MLX's own SGD")
     parser.add_argument("--names", action="store_true", help="of what is launched")
     given = parser.parse_args()
     mx.random.seed(0)
-    net = getattr(models, given.net)(4, 13)
+    net = NETS[given.net]() if given.net in NETS else getattr(models, given.net)(4, 13)
     net.set_dtype(mx.float16)
     coords = scene(given.rows)
     x = ml.SparseTensor(coords, mx.random.normal((len(coords), 4)).astype(mx.float16))

@@ -11,7 +11,7 @@ import mlx.nn
 from mlx.nn import Module
 
 from .. import ops
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, features_of
 from .attention import FeedForward, SparseAttention
 from .cross_attention import CrossAttention
 from .linear import Linear
@@ -40,11 +40,21 @@ class AdaptiveLayerNorm(LayerNorm):
     ) -> SparseTensor | mx.array:
         """Normalise a tensor, or sequences (B, L, C), by ``ops.modulate``.
 
+        Where all rows have one shift and scale, they are the norm's own.
+
         Args:
             x: what to normalise.
             shift, scale: (B, C).
         """
-        return ops.modulate(super().__call__(x), shift, scale)
+        one = (1, features_of(x).shape[-1])
+        if tuple(shift.shape) != one or tuple(scale.shape) != one:
+            return ops.modulate(super().__call__(x), shift, scale)
+        weight, bias = 1 + scale[0].astype(mx.float32), shift[0].astype(mx.float32)
+        if "bias" in self:
+            bias = bias + weight * self.bias
+        if "weight" in self:
+            weight = weight * self.weight
+        return ops.layer_norm(x, weight, bias, self.eps)
 
 
 class ModulatedTransformerBlock(Module):

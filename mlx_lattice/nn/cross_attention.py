@@ -86,7 +86,7 @@ class CrossAttention(Module):
         q = q.reshape(*q.shape[:-1], self.num_heads, width)
         both = self.to_kv(context)
         both = both.reshape(*both.shape[:2], 2, self.num_heads, width)
-        k, v = both[:, :, 0], both[:, :, 1]
+        k, v = (a.squeeze(2) for a in mx.split(both, 2, axis=2))
         if "q_rms_norm" in self:
             q, k = self.q_rms_norm(q), self.k_rms_norm(k)
         like = x if isinstance(x, SparseTensor) else None

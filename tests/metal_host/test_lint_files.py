@@ -20,7 +20,7 @@ MATRICES = (
     "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
     "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
     "segments", "hash_table", "unique_rows", "curve_keys", "experiment_division",
-    "experiment_tiles", "updates",
+    "experiment_tiles", "updates", "attention_heads",
 )  # fmt: skip
 NORMS = ("matrix_tiles", "channel_norms", "batch_norm")
 _SIZES = re.compile(r"\b\w+Sizes\b")

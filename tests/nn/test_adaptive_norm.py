@@ -50,6 +50,31 @@ def test_a_trace_has_it():
     assert attended.pairs == 45 and attended.pass_ == "forward"
 
 
+@pytest.mark.parametrize("affine", (False, True))
+@pytest.mark.parametrize("sizes", ((9,), (6, 3)))
+def test_one_shift_and_scale_are_those_of_the_norm(sizes, affine):
+    """The same as by ``modulate``, and so are the gradients."""
+    net, x = nn.AdaptiveLayerNorm(16, affine=affine), tensor(sizes)
+    if affine:
+        net.weight, net.bias = mx.random.normal((2, 16))
+    shift, scale = mx.random.normal((1, 16)), mx.random.normal((1, 16))
+
+    def apart(feats, shift, scale):
+        return ml.ops.modulate(
+            nn.LayerNorm.__call__(net, x.replace(feats)), shift, scale
+        )
+
+    def whole(feats, shift, scale):
+        return net(x.replace(feats), shift, scale)
+
+    given, dy = [x.feats, shift, scale], [mx.random.normal((9, 16))]
+    found, wanted = (
+        mx.vjp(lambda *a, f=f: f(*a).feats, given, dy) for f in (whole, apart)
+    )
+    for a, b in zip(found[0] + found[1], wanted[0] + wanted[1], strict=True):
+        ref.assert_close(a, ref.to_numpy(b))
+
+
 def test_adaptive_layer_norm():
     net, x = nn.AdaptiveLayerNorm(16), tensor()
     shift, scale = mx.random.normal((2, 16)), mx.random.normal((2, 16))

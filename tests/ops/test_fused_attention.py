@@ -84,6 +84,41 @@ def test_padded_heads_give_the_same(monkeypatch, dtype, most, values, kv_heads):
     assert seen[:2] == [(16, 16, values), (64, 64, 64)]
 
 
+@pytest.mark.parametrize("masked", (False, True))
+@pytest.mark.parametrize("queries", (20, 33, 128, 150))
+def test_whole_tiles_of_queries_where_a_gradient_is_asked_for(
+    monkeypatch, queries, masked
+):
+    """On CUDA: the same comes of it; a mask is added there, once for all queries."""
+    q, k, v = (
+        mx.random.normal((3, 2, n, 8)).astype(mx.float16) for n in (queries, 9, 9)
+    )
+    mask = mx.arange(9).reshape(1, 1, 1, 9) < mx.array([9, 5, 1]).reshape(3, 1, 1, 1)
+    mask = mask if masked else None
+    run, seen = mx.fast.scaled_dot_product_attention, []
+
+    def watched(q, k, v, scale, mask):
+        seen.append((q.shape[2], None if mask is None else (mask.dtype, mask.shape)))
+        return run(q, k, v, scale=scale, mask=mask)
+
+    def both():
+        y = attend(q, k, v, 0.3, mask)
+        loss = lambda *a: (attend(*a, 0.3, mask) * y).astype(mx.float32).sum()  # noqa: E731
+        return y, *mx.grad(loss, argnums=(0, 1, 2))(q, k, v)
+
+    plain = both()
+    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
+    monkeypatch.setattr(devices, "current", lambda: devices.profile("h200"))
+    padded = both()
+    for a, b in zip(plain, padded, strict=True):
+        a, b = (np.array(y.astype(mx.float32)) for y in (a, b))
+        assert a.shape == b.shape
+        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(a)
+    form = (mx.float16, (3, 1, 1, 9)) if masked else None
+    tiles = {20: 20, 33: 128, 128: 128, 150: 256}[queries]
+    assert seen == [(queries, form), (tiles, form)]
+
+
 def traced(function):
     with backends.portable_only(), ml.trace() as t:
         mx.eval(function())

@@ -30,7 +30,8 @@ from cases import Case  # noqa: E402
 from conftest import KINDS, assert_same, build, pair  # noqa: E402
 from contractions import Point, moved, work  # noqa: E402
 from epilogues import epilogue, oracle  # noqa: E402
-from norm_checks import Given, joined, moments  # noqa: E402
+from head_checks import Given as Heads  # noqa: E402
+from norm_checks import Given, array, joined, moments  # noqa: E402
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
@@ -297,6 +298,23 @@ def row_norms() -> None:
                     mx.eval(mx.vjp(ops.layer_norm, list(some), [given[0]])[1])
 
 
+def before_attention() -> None:
+    """Heads of part of a warp and of a whole one, and sums of columns, by views too."""
+    place = Place()
+    place.name = devices.CUDA
+    for dtype in ("float16", "float32"):
+        for shape in ((300, 3, 64), (70, 2, 96), (9, 12, 128)):
+            heads = Heads(shape, dtype)
+            heads.check(place, dtype)
+            heads.x, heads.dy = moved(heads.x), moved(heads.dy)
+            heads.check(place, dtype)
+        for shape in ((300, 33), (2048, 16), (5000, 96)):
+            x, values = array(shape, dtype)
+            for given in (x, moved(x)):
+                y = registry.COLUMN_SUMS[devices.CUDA].sums(given, mx.float32)
+                ref.assert_close(y, values.sum(axis=0), dtype)
+
+
 def updates() -> None:
     """Optimizers' steps of parameters with odd ends, whole and by views."""
     rate = mx.array([0.5, *[0.0] * 7])
@@ -325,7 +343,7 @@ def exchanges() -> None:
 
 PARTS = (
     geometry, contractions, epilogues, statistics, views, packed, before_hopper,
-    reductions, norms, row_norms, updates, exchanges,
+    reductions, norms, row_norms, before_attention, updates, exchanges,
 )  # fmt: skip
 
 
