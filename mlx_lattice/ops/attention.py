@@ -373,7 +373,7 @@ def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
             groups = of_groups(*patches(like, *rest), padding)
         else:
             groups = _elements(like, padding)
-        sync.start(tuple(groups), at_once=True)
+        sync.start((*groups, *groups.masks), at_once=True)
         known[rule, padding] = groups
     return known[rule, padding]
 
