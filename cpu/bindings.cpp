@@ -155,6 +155,7 @@ NB_MODULE(_cpu, m) {
   // The lazy graph, and features that no dry run may evaluate.
   m.def("withheld", &withheld, "x"_a);
   m.def("is_transforming", &is_transforming);
+  m.def("is_differentiating", &is_differentiating);
   m.def("stopped", &stopped, "arrays"_a);
   nb::class_<Recording>(m, "Recording")
       .def(nb::init<const std::vector<array>&, nb::handle>(), "stopped"_a, "results"_a)

@@ -85,6 +85,12 @@ bool is_transforming() {
   return marked->is_tracer();
 }
 
+bool is_differentiating() {
+  if (!is_transforming()) return false;
+  static const mx::array* probe = new mx::array(mx::zeros({1, 1, 128, 8}, mx::float16));  // never evaluated, or freed
+  return !mx::fast::scaled_dot_product_attention(*probe, *probe, *probe, 1.0f).siblings().empty();
+}
+
 std::vector<mx::array> one_of_each(const std::vector<mx::array>& arrays) {
   std::vector<mx::array> each;
   std::unordered_set<uintptr_t> beside;

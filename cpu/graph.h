@@ -58,6 +58,10 @@ class Graph {
 // Whether MLX follows the operations of this thread: for gradients, vmap, compile or an export.
 bool is_transforming();
 
+// Whether a gradient may be asked for, as far as MLX's attention says: of queries that fill the tiles of its gradient on
+// CUDA it then keeps a second result. Elsewhere never.
+bool is_differentiating();
+
 // The first of the arrays that one primitive computes, of each: MLX computes the others with it, and of each that it is
 // asked for it looks through all of them.
 std::vector<mx::array> one_of_each(const std::vector<mx::array>& arrays);

@@ -33,6 +33,11 @@ start_all: Callable[[Sequence[mx.array]], None] = getattr(
 is_transforming: Callable[[], bool] = getattr(
     cpu_extension.extension, "is_transforming", _always
 )
+# Whether that is for gradients, so far as it is known: where the fused gradient of
+# MLX's attention is, on CUDA.
+is_differentiating: Callable[[], bool] = getattr(
+    cpu_extension.extension, "is_differentiating", _always
+)
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
 # One piece of work, or none: a copy of the context does not do it again.
 _work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)

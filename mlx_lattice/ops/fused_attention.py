@@ -101,15 +101,13 @@ class Call(NamedTuple):
         return wide if width != self.channels and wide.fused else self
 
     def _of_whole_tiles(self) -> Call:
-        """Return it with queries that CUDA's fused gradient takes, if there may be one.
-
-        Under ``mx.compile`` there may be, in evaluation too.
-        """
-        few = self.queries % TILE == 0 or self.queries < TILED_QUERIES
-        if few or not sync.is_transforming():
+        """Return it with queries that CUDA's gradient takes, where one may come."""
+        if self.queries % TILE == 0 or self.queries < TILED_QUERIES:
             return self
         device = devices.current()
         if device.backend != CUDA or not self.fused_on(device):
+            return self
+        if not sync.is_differentiating():
             return self
         return self._replace(queries=-(-self.queries // TILE) * TILE)
 

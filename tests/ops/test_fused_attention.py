@@ -6,6 +6,8 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices
+from mlx_lattice.backends import cpu_extension
+from mlx_lattice.geometry import sync
 from mlx_lattice.inspect.record import AttentionRecord
 from mlx_lattice.ops import fused_attention
 from mlx_lattice.ops.fused_attention import WIDTHS, Call, attend, seconds, worth
@@ -109,6 +111,7 @@ def test_whole_tiles_of_queries_where_a_gradient_is_asked_for(
     plain = both()
     monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
     monkeypatch.setattr(devices, "current", lambda: devices.profile("h200"))
+    monkeypatch.setattr(sync, "is_differentiating", sync.is_transforming)
     padded = both()
     for a, b in zip(plain, padded, strict=True):
         a, b = (np.array(y.astype(mx.float32)) for y in (a, b))
@@ -117,6 +120,24 @@ def test_whole_tiles_of_queries_where_a_gradient_is_asked_for(
     form = (mx.float16, (3, 1, 1, 9)) if masked else None
     tiles = {20: 20, 33: 128, 128: 128, 150: 256}[queries]
     assert seen == [(queries, form), (tiles, form)]
+
+
+def test_a_gradient_is_known_on_cuda_where_one_may_be_asked_for():
+    """Not under ``mx.compile`` alone, whose calls are then not padded."""
+    on_cuda = devices.current().backend == devices.CUDA
+    if not hasattr(cpu_extension.extension, "is_differentiating"):
+        pytest.skip("the extension knows it")
+    seen = []
+
+    def function(x):
+        seen.append(sync.is_differentiating())
+        return x.sum()
+
+    x = mx.ones((3,))
+    for run in (function, mx.compile(function), mx.grad(function)):
+        mx.eval(run(x))
+    mx.eval(mx.compile(mx.value_and_grad(function))(x))
+    assert seen == [False, False, on_cuda, on_cuda]
 
 
 def traced(function):

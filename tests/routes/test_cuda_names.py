@@ -36,6 +36,7 @@ from mlx_lattice.backends import (
     dispatch_bounds,
     gpu_updates,
     kernel_sources,
+    registry,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_joins import CudaJoins
@@ -381,6 +382,21 @@ def joins():
         CudaJoins().join(*[mx.zeros((7, c), dtype) for c in channels])
 
 
+def before_attention():
+    """Heads that fill lanes, and not, with all that is done to them and without."""
+    kernels = registry.HEADS["cuda"]
+    angles = [mx.zeros((9, 1, 32))] * 2
+    for dtype, kind in itertools.product(DTYPES, DTYPES):
+        for parts, channels in ((3, 64), (1, 96)):
+            x, turned = mx.zeros((9, parts, 2, channels), dtype), min(parts, 2)
+            scales = [mx.zeros((2, channels), kind)] * turned
+            for given in ((scales, ()), ((), angles), (scales, angles)):
+                kernels.turned(x, turned, *given)
+                kernels.gradient(x, x, turned, *given)
+        for shape in ((9, 7), (9, 16), (3000, 7), (3000, 64)):
+            registry.COLUMN_SUMS["cuda"].sums(mx.zeros(shape, dtype), kind)
+
+
 def orders():
     """Along every curve, of keys of one word and of two."""
     for dims, extent in itertools.product((1, 2, 3, 4), (1 << 6, 1 << 14)):
@@ -410,6 +426,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         updates()
         exchanges()
         joins()
+        before_attention()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", 2)
