@@ -266,3 +266,42 @@ def differentiable(
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function
+
+
+def of_kernels(
+    forward: Callable, back: Callable, composed: Callable, count: int
+) -> Function:
+    """Return a function of arrays by kernels, forward and back.
+
+    Args:
+        forward: of the arrays.
+        back: of (dy, *arrays): their gradients, all of them.
+        composed: the same in MLX operations, which all else is by.
+        count: of the arrays.
+    """
+
+    def composed_back(dy, *arrays):
+        return tuple(mx.vjp(composed, list(arrays), [dy])[1])
+
+    def over(run: Callable, zeros: object) -> Callable:
+        return lambda by, axes: (
+            mx.vmap(run, tuple(several(axes)))(*several(by)),
+            zeros,
+        )
+
+    gradient, function = differentiable(back, composed), Function(forward)
+    gradient.vmap(over(composed_back, (0,) * count))
+    function.vmap(over(composed, 0))
+
+    @function.vjp
+    def vjp(primals, dy, _):
+        found = gradient(dy, *several(primals))
+        return found if count > 1 else found[0]
+
+    @function.jvp
+    def jvp(primals, tangents):
+        given = list(several(primals))
+        along = filled(given, several(tangents))
+        return mx.jvp(composed, given, along)[1][0]
+
+    return function

@@ -6,7 +6,7 @@ array, which attention then moves together.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 
 import mlx.core as mx
@@ -14,7 +14,7 @@ import mlx.core as mx
 from ..backends import registry
 from ..backends.gpu_heads import GpuHeads
 from ..channel_kernels import column_sums
-from ..transformations import Function, differentiable, filled, several
+from ..transformations import Function, of_kernels
 
 EPS = 1e-12  # added to the mean square
 
@@ -94,8 +94,7 @@ def _function(kernel: GpuHeads, turned: int, scaled: int, turns: bool) -> Functi
             parts[i] = _composed(parts[i], scales[i] if scaled else None, angles)
         return mx.stack(parts, axis=1)
 
-    @Function
-    def function(x, *rest):
+    def forward(x, *rest):
         return kernel.turned(mx.contiguous(x), turned, *cut(rest))
 
     def back(dy, x, *rest):
@@ -110,30 +109,4 @@ def _function(kernel: GpuHeads, turned: int, scaled: int, turns: bool) -> Functi
             found = [a.squeeze(0).astype(scale.dtype) for a, scale in pairs]
         return dx, *found, *[mx.zeros_like(a) for a in angles]
 
-    gradient = differentiable(back, composed)
-
-    def over(run: Callable, count: int) -> Callable:
-        zeros = (0,) * count
-        return lambda by, axes: (mx.vmap(run, tuple(axes))(*by), zeros)
-
-    def composed_back(dy, *primals):
-        return tuple(mx.vjp(composed, list(primals), [dy])[1])
-
-    gradient.vmap(over(composed_back, 1 + scaled + 2 * turns))
-
-    @function.vjp
-    def vjp(primals, dy, _):
-        found = gradient(dy, *several(primals))
-        return found if scaled or turns else found[0]
-
-    @function.jvp
-    def jvp(primals, tangents):
-        given = list(several(primals))
-        along = filled(given, several(tangents))
-        return mx.jvp(composed, given, along)[1][0]
-
-    @function.vmap
-    def vmap(inputs, axes):
-        return mx.vmap(composed, tuple(several(axes)))(*several(inputs)), 0
-
-    return function
+    return of_kernels(forward, back, composed, 1 + scaled + 2 * turns)

@@ -19,7 +19,7 @@ from ..backends.norms_protocol import (
     Activation,
 )
 from ..tensor import SparseTensor, expect_tensor, features_of
-from ..transformations import Function, differentiable, filled, several
+from ..transformations import of_kernels
 from . import activation as activations
 from . import channel_norms
 from .channel_norms import Layer
@@ -167,7 +167,6 @@ def _kernel_of_layer_norm(
     kernel: CudaRowNorms, given: tuple[bool, bool], eps: float, act: Activation
 ) -> Callable[..., mx.array]:
     """Return a function of rows and parameters; second derivatives are composed."""
-    alone = not any(given)
 
     def spread(rest):
         rest = iter(rest)
@@ -176,8 +175,7 @@ def _kernel_of_layer_norm(
     def composed(feats, *rest):
         return _composed_layer_norm(feats, *spread(rest), eps, act)
 
-    @Function
-    def function(feats, *rest):
+    def forward(feats, *rest):
         return kernel.layer_norm(mx.contiguous(feats), *spread(rest), eps, act)
 
     def back(dy, feats, *rest):
@@ -185,28 +183,7 @@ def _kernel_of_layer_norm(
         found = kernel.layer_norm_gradient(dy, feats, *spread(rest), eps, act)
         return tuple([a for a in found if a is not None])
 
-    def composed_back(dy, *primals):
-        return tuple(mx.vjp(composed, list(primals), [dy])[1])
-
-    gradient, zeros = differentiable(back, composed), (0,) * (1 + sum(given))
-    gradient.vmap(lambda by, axes: (mx.vmap(composed_back, tuple(axes))(*by), zeros))
-
-    @function.vjp
-    def vjp(primals, dy, _):
-        found = gradient(dy, *several(primals))
-        return found[0] if alone else found
-
-    @function.jvp
-    def jvp(primals, tangents):
-        given = list(several(primals))
-        along = filled(given, several(tangents))
-        return mx.jvp(composed, given, along)[1][0]
-
-    @function.vmap
-    def vmap(inputs, axes):
-        return mx.vmap(composed, tuple(several(axes)))(*several(inputs)), 0
-
-    return function
+    return of_kernels(forward, back, composed, 1 + sum(given))
 
 
 def _composed_layer_norm(
