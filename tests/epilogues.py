@@ -12,7 +12,7 @@ FUNCTIONS = {
     "": lambda v: v,
     "relu": lambda v: np.maximum(v, 0),
     "gelu": lambda v: v * (1 + np.vectorize(erf, otypes=[float])(v / 2**0.5)) / 2,
-    "silu": lambda v: v / (1 + np.exp(-v)),
+    "silu": lambda v: v / (1 + np.exp(np.minimum(-v, 700))),
     "gelu_tanh": lambda v: (
         v * (1 + np.tanh((2 / np.pi) ** 0.5 * (v + 0.044715 * v**3))) / 2
     ),

@@ -11,7 +11,13 @@ from mlx_lattice.ops.heads import turned_head, turned_heads
 
 # Rows, heads, channels: one of each, several blocks, lanes without channels, and such
 # as no kernel takes.
-SHAPES = (1, 1, 16), (300, 3, 64), (70, 2, 96), (9, 12, 128), (5, 2, 6)
+SHAPES = (
+    ((1, 1, 16), "float32"),
+    ((300, 3, 64), "float16"),
+    ((70, 2, 96), "bfloat16"),
+    ((9, 12, 128), "float32"),
+    ((5, 2, 6), "float16"),
+)
 
 
 class Given:

@@ -86,12 +86,18 @@ def test_means_of_batch_elements(place, monkeypatch, order, dtype):
     ref.assert_close(y, wanted, dtype)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("kind", ("float32", "float16"))
 @pytest.mark.parametrize(
-    "shape", ((1, 1), (3, 8), (300, 33), (257, 96), (2048, 16), (2049, 24), (9000, 5))
+    "shape, dtype, kind",
+    (
+        ((1, 1), "float32", "float32"),
+        ((3, 8), "float16", "float16"),
+        ((300, 33), "float16", "float32"),
+        ((2048, 96), "bfloat16", "float32"),
+        ((2049, 24), "float16", "float16"),
+        ((9000, 5), "float32", "float32"),
+    ),
 )
-def test_sums_of_columns(place, shape, kind, dtype):
+def test_sums_of_columns(place, shape, dtype, kind):
     """One launch of few rows, and two of many."""
     x, values = array(shape, dtype, 0, 1.0, 0.25)
     y = COLUMN_SUMS["cuda"].sums(x, getattr(mx, kind))

@@ -12,13 +12,11 @@ from reference_attention import dense, tensor, turned
 
 from mlx_lattice import nn
 
-shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-dtypes = pytest.mark.parametrize("dtype", cases.DTYPES)
+shapes = pytest.mark.parametrize("shape, dtype", SHAPES, ids=str)
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 
 
 @places
-@dtypes
 @shapes
 def test_normalised_and_turned(place, shape, dtype):
     Given(shape, dtype).check(place, dtype)
