@@ -28,14 +28,15 @@ class Attended:
         kernel: its name; "composed" where scores have a bias.
         calls: of it.
         fused: those of them that are one kernel: the CPU's, or MLX's where it takes
-            such heads, which it does outside of training only; the others MLX composes.
+            such heads, on Metal outside of training only; the others MLX composes.
         width: channels of a head that are computed, padding too.
         forms: of calls of MLX's attention, (how many, one of them) for each form.
         rows: of the features.
         groups: of rows that attend to each other.
         heads, channels: the number of heads of queries, and channels of each.
         pairs: of queries and keys, in one head.
-        padded_pairs: with those that padding adds, which are computed and dropped.
+        padded_pairs: with those that padding of groups adds, which are computed and
+            dropped. Queries that fill tiles for a gradient on CUDA are not counted.
         dtype: of the features.
     """
 

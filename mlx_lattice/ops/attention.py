@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
-from ..devices import CPU, Device, current
+from ..devices import CPU
 from ..geometry import lattice, sync
 from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
@@ -165,7 +165,7 @@ def _attend(
         return mx.zeros((0, heads.queries, heads.values), dtype=q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if table is not None:
-        groups = _groups(like, rule, PADDING[_device().backend])
+        groups = _groups(like, rule, PADDING[launch.device().backend])
         bias = RelativeBias(table, like.manager[like.key], groups)
         tell = _teller(heads, given, rule, groups, registry.MLX, COMPOSED)
         calls = (_calls(b, heads, q.dtype, True) for b in groups.buckets)
@@ -174,14 +174,14 @@ def _attend(
     if registry.serving() == CPU:
         groups = _groups(like, rule, EXACT)
         return by_kernel(
-            *apart(given, 1),
+            *_apart(given, 1),
             (groups.row, groups.starts, groups.queries),
             scale,
             gather=groups.gather,
             again=lambda *arrays: composed(arrays, groups, scale),
             tell=_teller(heads, given, rule, groups, CPU, KERNEL),
         )
-    groups = _groups(like, rule, PADDING[_device().backend])
+    groups = _groups(like, rule, PADDING[launch.device().backend])
     tell = _teller(heads, given, rule, groups, registry.MLX, SDPA)
     _tell(tell, heads, given, groups)
     return composed(given, groups, scale)
@@ -202,16 +202,11 @@ class Heads(NamedTuple):
         return cls(q[0], k[0], q[1], v[1])
 
 
-def apart(given: tuple[mx.array, ...], axis: int) -> Sequence[mx.array]:
+def _apart(given: tuple[mx.array, ...], axis: int) -> Sequence[mx.array]:
     """Return queries, keys and values of what ``composed`` takes."""
     if len(given) == 3:
         return given
     return [a.squeeze(axis) for a in mx.split(given[0], 3, axis=axis)]
-
-
-def _device() -> Device:
-    """Return the device of now, or that is planned for."""
-    return launch.planned_device() or current()
 
 
 def _tell(tell: Tell, heads: Heads, given, groups: Groups) -> None:
@@ -259,7 +254,7 @@ def composed(
         end = start + bucket.groups * bucket.length
         shape = bucket.groups, bucket.length
         some = None if bias is None else bias.between(start, end, shape)
-        outputs += _scaled(bucket, apart(parts, 2), mask, scale, some)
+        outputs += _scaled(bucket, _apart(parts, 2), mask, scale, some)
         start = end
     y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
     return groups.collect(y).reshape(len(q), q.shape[-2], -1)
@@ -269,7 +264,9 @@ def _steps(
     bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False
 ) -> tuple[int, int]:
     """Return the groups and the queries of one call."""
-    if not biased and holds_no_scores(_device(), heads.channels, heads.values, dtype):
+    if not biased and holds_no_scores(
+        launch.device(), heads.channels, heads.values, dtype
+    ):
         return bucket.groups, bucket.queries
     most, count = BIASED_SCORES if biased else SCORES, heads.queries
     rows = max(1, min(bucket.queries, most // (count * bucket.length)))

@@ -9,20 +9,18 @@ than a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..backends import registry
 from ..devices import CPU, CUDA, METAL
 from ..geometry import sync
 from ..geometry.scans import running_sums
 from ..geometry.segments import segment_counts
 from ..geometry.unique import first_of_equals, true_positions
-from ..reductions import linear, sum_over
+from ..reductions import sum_over
 from .channels import move_rows
 
 # Padding is at most an eighth of the useful pairs, or what is free.
@@ -128,15 +126,10 @@ class Groups(NamedTuple):
             return x
         if self.again is None:
             return move_rows(x, self.row, self.slot)
-        seen = self.row[:, None]
-        run = partial(registry.reductions().gather_sum, table=seen)
-        transpose = partial(sum_over, table=self._both, back=lambda: seen)
-        return linear(run, transpose, self.spread)(x)
+        return sum_over(x, self.row[:, None], lambda: self._both)
 
     def gather(self, y: mx.array) -> mx.array:
         """Return (N, C) sums of the (S, C) rows in each row's slots."""
-        if self.row is None:
-            return y
         if self.again is None:
             return move_rows(y, self.slot, self.row, whole=True)
         seen = self.row[:, None]

@@ -103,10 +103,8 @@ def _function(kernel: GpuHeads, turned: int, scaled: int, turns: bool) -> Functi
         dx, lines = kernel.gradient(dy, x, turned, scales, angles)
         found = []
         if scaled:
-            total = column_sums(lines, mx.zeros((lines.shape[1],)))
-            found = mx.split(total.reshape(turned, *x.shape[2:]), turned)
-            pairs = zip(found, scales, strict=True)
-            found = [a.squeeze(0).astype(scale.dtype) for a, scale in pairs]
+            total = column_sums(lines, scales[0]).reshape(turned, *x.shape[2:])
+            found = [a.squeeze(0) for a in mx.split(total, turned)]
         return dx, *found, *[mx.zeros_like(a) for a in angles]
 
     return of_kernels(forward, back, composed, 1 + scaled + 2 * turns)

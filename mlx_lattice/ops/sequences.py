@@ -20,7 +20,7 @@ import mlx.core as mx
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
-from ..devices import CPU, current
+from ..devices import CPU
 from ..geometry import sync
 from ..geometry.scans import running_sums
 from ..problem import dtype_name
@@ -207,8 +207,7 @@ def _calls(buckets, q, k, v, masked: bool) -> Iterator[tuple[int, Call]]:
 
 def _rows(bucket: Bucket, heads: int, k: mx.array, v: mx.array) -> int:
     """Return the queries of a call."""
-    device = launch.planned_device() or current()
-    if holds_no_scores(device, k.shape[3], v.shape[3], k.dtype):
+    if holds_no_scores(launch.device(), k.shape[3], v.shape[3], k.dtype):
         return bucket.queries
     return max(1, SCORES // (bucket.groups * heads * k.shape[2]))
 

@@ -107,10 +107,10 @@ def observe(
         _observers.reset(token)
 
 
-def planned_device() -> Device | None:
-    """Return the device that a plan is made for here, None where there is none."""
+def device() -> Device:
+    """Return the device that is planned for here, or that MLX runs on now."""
     planned = _planned.get()
-    return None if planned is None else planned[0]
+    return devices.current() if planned is None or planned[0] is None else planned[0]
 
 
 @contextmanager

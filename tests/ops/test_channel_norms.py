@@ -17,6 +17,7 @@ from places import HERE, MetalHost, agreed
 from reference_norms import ACTIVATIONS, Norm
 
 from mlx_lattice import backends, ops
+from mlx_lattice.backends.norms_protocol import ACTIVATIONS as ACTIVATION_KINDS
 from mlx_lattice.backends.norms_protocol import Fit, RowSegments
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms, fusion
@@ -28,6 +29,17 @@ dtypes = pytest.mark.parametrize("dtype", cases.DTYPES)
 SHAPES = ((1, 1), (2, 3), (5, 96), (700, 17), (650, 8), (40, 264))
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
 activations = pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
+
+
+@places
+def test_slopes_far_from_zero(place):
+    """Where squares are not finite; a NaN stays."""
+    x = mx.array([[1e30, -1e30, 90.0, -90.0, mx.nan, 0.0]])
+    line, dy = mx.ones((1, 6)), mx.ones((1, 6))
+    for name in ("gelu_tanh", "silu"):
+        fit = Fit(0 * line, line, None, None, 0.0, ACTIVATION_KINDS[name])
+        dx, _ = agreed(place, NORMS[place.name].gradient, dy, x, fit)
+        np.testing.assert_allclose(exact(dx)[0], [1, 0, 1, 0, np.nan, 0.5], atol=1e-6)
 
 
 @places
