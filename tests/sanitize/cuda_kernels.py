@@ -31,7 +31,14 @@ from conftest import KINDS, assert_same, build, pair  # noqa: E402
 from contractions import Point, moved, work  # noqa: E402
 from epilogues import epilogue, oracle  # noqa: E402
 from head_checks import Given as Heads  # noqa: E402
-from norm_checks import Given, array, joined, moments  # noqa: E402
+from norm_checks import (  # noqa: E402
+    GROUPS,
+    Given,
+    array,
+    check_groups,
+    joined,
+    moments,
+)
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
@@ -281,6 +288,8 @@ def norms() -> None:
             given.check(place, dtype, segments)
             given.x, given.dy = moved(given.x), moved(given.dy)
             given.check(place, dtype, ordered)
+    for groups, apart in GROUPS:
+        check_groups(place, groups, apart)
 
 
 def row_norms() -> None:
