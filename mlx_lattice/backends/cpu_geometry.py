@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..geometry import curves
 from ..geometry.curves import Curve, by_region
+from ..geometry.kept_rows import StartedRows
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
@@ -72,6 +73,7 @@ class CpuGeometry(OneByOne):
     """The geometry of the CPU's extension; see ``Geometry``."""
 
     bounds = staticmethod(_bounds)
+    start_kept = staticmethod(StartedRows)
 
     def unique_rows(self, coords: mx.array) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""
