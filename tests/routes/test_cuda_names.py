@@ -211,6 +211,7 @@ def geometry():
         unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
         with patch.object(cuda_unique, "bounds", lambda coords, box=box: box):
             made.unique_rows(coords)
+        made.start_kept(coords[:, 0] > 0, coords).kept(20)
         for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
             steps = unit[:1] if rule == Rule.CELL else unit
             made.made_rows(rule, coords, steps, (2,) * dims, box, False)

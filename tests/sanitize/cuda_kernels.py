@@ -91,6 +91,11 @@ def geometry() -> None:
         assert "30 and 900" in str(error), error
     else:
         raise AssertionError("a row that comes twice was not seen")
+    rows = cases.geometry("surface", 3, 9000).astype(np.int32)  # of several tiles
+    mask = np.arange(len(rows)) % 3 == 0
+    x = ml.SparseTensor(mx.array(rows), mx.ones((len(rows), 4)))
+    kept = ops.prune(x, mx.array(mask)).coords
+    np.testing.assert_array_equal(np.array(kept), rows[mask])
     together()
 
 
