@@ -2,7 +2,7 @@
 // InstanceNorm, whose statistics are those of a segment's rows.
 //
 //   partials of channel_moments --> mean, variance of a group      its lines x channels
-//   sums (2, S, C) of g, g xhat --> terms of a group, gradients of weight and bias
+//   terms, sums (2, S, C) by channel --> terms of a group, gradients of weight and bias
 //
 // One block a group and segment; a group's channels all get its values. Joined in one
 // order by sizes: the same bits on every run. Needs channel_norms.cu.
@@ -48,11 +48,11 @@ __device__ __forceinline__ void combine_group_moments(const float* partials,
   }
 }
 
-// terms: means over a group of g and g xhat times the weight. counts: rows of a segment.
-// dweight, dbias: of each segment by itself where it has a line of its own (step).
+// sums, of_channels: as combine_gradient_sums leaves them. dweight, dbias: of each segment
+// by itself where it has a line of its own (step).
 template <typename P>
-__device__ __forceinline__ void combine_group_terms(const float* sums, const P* weight,
-                                                    const float* counts,
+__device__ __forceinline__ void combine_group_terms(const float* sums,
+                                                    const float* of_channels,
                                                     GroupTermSizes sizes, float* terms,
                                                     P* dweight, P* dbias) {
   const int channels = sizes.channels, width = sizes.width, segment = blockIdx.y;
@@ -62,11 +62,10 @@ __device__ __forceinline__ void combine_group_terms(const float* sums, const P* 
   const long long own = (long long)segment * sizes.step + first;
   GradientSums mine = {};
   for (int c = threadIdx.x; c < width; c += GROUP_THREADS) {
-    const float w = weight ? static_cast<float>(weight[own + c]) : 1.0f;
-    mine.join({0.0f, w * sums[line + c], w * sums[plane + line + c]});
+    mine.join({0.0f, of_channels[line + c], of_channels[plane + line + c]});
   }
   const GradientSums all = join_block(mine);
-  const float share = 1.0f / (counts[segment] * width);
+  const float share = 1.0f / width;
   const bool shared = sizes.step == 0;
   for (int c = threadIdx.x; c < width; c += GROUP_THREADS) {
     terms[line + c] = share * all.sum;

@@ -2,7 +2,7 @@
 // InstanceNorm, whose statistics are those of a segment's rows.
 //
 //   partials of channel_moments --> mean, variance of a group      its lines x channels
-//   sums (2, S, C) of g, g xhat --> terms of a group, gradients of weight and bias
+//   terms, sums (2, S, C) by channel --> terms of a group, gradients of weight and bias
 //
 // One threadgroup a group and segment; a group's channels all get its values. Joined in
 // one order by sizes: the same bits on every run. Reads channel_norms.metal too.
@@ -59,13 +59,12 @@ METAL_FUNC void combine_group_moments(
   }
 }
 
-// terms: means over a group of g and g xhat times the weight. counts: rows of a segment.
-// dweight, dbias: of each segment by itself where it has a line of its own (step).
+// sums, of_channels: as combine_gradient_sums leaves them. dweight, dbias: of each segment
+// by itself where it has a line of its own (step).
 template <typename P>
 METAL_FUNC void combine_group_terms(
     const device float* sums,
-    const device P* weight,
-    const device float* counts,
+    const device float* of_channels,
     const thread GroupTermSizes& sizes,
     device float* terms,
     device P* dweight,
@@ -81,11 +80,10 @@ METAL_FUNC void combine_group_terms(
   const size_t own = size_t(segment) * sizes.step + channel;
   float sum = 0, products = 0;
   for (int c = thread_at; c < width; c += GROUP_THREADS) {
-    const float w = weight ? float(weight[own + c]) : 1.0f;
-    sum += w * sums[line + c];
-    products += w * sums[plane + line + c];
+    sum += of_channels[line + c];
+    products += of_channels[plane + line + c];
   }
-  const float share = 1.0f / (counts[segment] * float(width));
+  const float share = 1.0f / float(width);
   const float term = share * add_threads(sum, memory, thread_at);
   const float turn = share * add_threads(products, memory, thread_at);
   const bool is_shared = sizes.step == 0;

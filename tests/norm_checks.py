@@ -83,8 +83,8 @@ def check_groups(place, groups, apart):
         fit = Fit(
             mean, var, weight, bias, 1e-5, ops.norm.activation_of("silu"), segments
         )
-        sums, _, *apart = kernels.gradient_sums(dy, x, fit)
-        terms, *found = kernels.group_terms(fit, sums, groups)
+        sums, terms, *apart = kernels.gradient_sums(dy, x, fit)
+        terms, *found = kernels.group_terms(fit, sums, terms, groups)
         dx = kernels.gradient(dy, x, fit, terms=terms)[0]
         return kernels.normalize(x, fit), dx, *found, *apart
 

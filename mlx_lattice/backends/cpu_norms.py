@@ -56,11 +56,10 @@ class CpuNorms:
         return sums, terms, dweight, dbias
 
     def group_terms(
-        self, fit: Fit, sums: mx.array, groups: int
+        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return terms of groups of channels, and gradients of weight and bias."""
-        weighted = sums if fit.weight is None else sums * fit.weight.astype(mx.float32)
-        terms = group_means(weighted, groups) / fit.segments.counts
+        terms = group_means(terms, groups)
         dbias, dweight = sums if fit.is_apart else sums.sum(axis=1)
         return terms, dweight.astype(fit.dtype), dbias.astype(fit.dtype)
 

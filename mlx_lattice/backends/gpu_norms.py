@@ -310,14 +310,12 @@ class GpuNorms:
         return tuple(made)
 
     def group_terms(
-        self, fit: Fit, sums: mx.array, groups: int
+        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return terms of groups of channels, and gradients of weight and bias."""
-        inputs, kind = [sums, fit.weight, fit.segments.counts], (("P", fit.dtype),)
-        given = tuple([array is not None for array in inputs])
-        facts = sums.shape, kind, sums.shape[1], groups, fit.is_apart
-        launch = _of_groups(self.backend, GROUP_TERMS, given, *facts)
-        return tuple(launch([array for array in inputs if array is not None]))
+        facts = (True, True), sums.shape, (("P", fit.dtype),), sums.shape[1], groups
+        launch = _of_groups(self.backend, GROUP_TERMS, *facts, fit.is_apart)
+        return tuple(launch([sums, terms]))
 
     def gradient(
         self,

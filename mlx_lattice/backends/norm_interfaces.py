@@ -66,7 +66,7 @@ GROUP_MOMENTS = _face(
 )
 GROUP_TERMS = _face(
     "GroupTerm",
-    "sums weight counts",
+    "sums of_channels",
     "terms dweight dbias",
     [
         ("channels", "sums_shape[2]"),

@@ -84,8 +84,8 @@ class RowSegments:
         """Cut segments into pieces of at most ``length`` rows.
 
         Returns:
-            (P + 1,) int32 where pieces begin, (S + 1,) int32 the first piece of each
-            segment, and P, which is at least 1.
+            int32 where P pieces begin, and the first piece of each of S segments, each
+            with its end, and at least four numbers; P, which is at least 1.
         """
         if length not in self._cut:
             bounds, firsts = [], [0]
@@ -93,7 +93,9 @@ class RowSegments:
                 bounds += range(start, stop, length)
                 firsts.append(len(bounds))
             bounds.append(self.starts[-1])
-            arrays = (mx.array(a, dtype=mx.int32) for a in (bounds, firsts))
+            # MLX leaves arrays of 8 bytes in the host's memory, where a GPU waits.
+            wide = (a + a[-1:] * (4 - len(a)) for a in (bounds, firsts))
+            arrays = (mx.array(a, dtype=mx.int32) for a in wide)
             self._cut[length] = *arrays, len(bounds) - 1
         return self._cut[length]
 
@@ -239,17 +241,17 @@ class Norms(Protocol):
         """
 
     def group_terms(
-        self, fit: Fit, sums: mx.array, groups: int
+        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
     ) -> tuple[mx.array, mx.array, mx.array]:
         """Return what ``gradient`` takes where groups of channels share statistics.
 
         Args:
             fit: by what was normalised, with segments.
-            sums: (2, S, C) that ``gradient_sums`` returned.
+            sums, terms: (2, S, C) that ``gradient_sums`` returned.
             groups: a divisor of C.
 
         Returns:
-            (2, S, C) float32 means over each group, times the weight; the gradients of
+            (2, S, C) float32 means of the terms over each group; the gradients of
             weight and bias, in their shape and dtype: (C,) where there are none.
         """
 

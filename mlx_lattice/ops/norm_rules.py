@@ -155,9 +155,8 @@ def row_norm(
         rest, others = rest[: last - 1], rest[last - 1 :]
         more = 0
         if segments is not None:
-            lines = [a for a in given.spread(rest)[:2] if a is not None]
-            apart = bool(lines) and lines[0].ndim == 2
-            more = not statistics.is_by_channel(x.shape[1], apart)
+            fit = fit_of(layer, *outputs[1:3], *given.spread(rest)[:2], segments)
+            more = not statistics.is_by_channel(fit)
         given.tell("backward", launches + more)
         dy, lines = cotangents, others[:2]
         if not is_known:

@@ -115,20 +115,16 @@ class SegmentStatistics:
         """Return (S, C) mean and variance, by kernels, and once more."""
         return kernels.group_moments(x, self.segments, self.groups) * 2
 
-    def is_by_channel(self, channels: int, is_apart: bool) -> bool:
-        """Whether the sums of each segment and channel are all that a gradient takes.
-
-        Args:
-            channels: of the features.
-            is_apart: whether each segment has a weight and a bias.
-        """
-        alone = is_apart or self.segments.size == 1
-        return alone and self.groups == channels
+    def is_by_channel(self, fit: Fit) -> bool:
+        """Whether a gradient takes no more than sums of each segment and channel."""
+        alone = fit.is_apart or self.segments.size == 1
+        alone = alone or (fit.weight is None and fit.bias is None)
+        return alone and self.groups == fit.mean.shape[-1]
 
     def terms(self, kernels: Norms, fit: Fit, found: Four) -> Three:
         """Return what the gradient of the statistics takes from that of each row."""
         sums, terms, *parameters = found
-        if not self.is_by_channel(sums.shape[-1], fit.is_apart):
-            return kernels.group_terms(fit, sums, self.groups)
+        if not self.is_by_channel(fit):
+            return kernels.group_terms(fit, sums, terms, self.groups)
         shape = sums.shape[1:] if fit.is_apart else (-1,)
         return terms, *(a.reshape(shape) for a in parameters)

@@ -311,13 +311,13 @@ def norms():
                     made.gradient(x, x, fit, residual, given)
             if held is not None:
                 made.group_moments(x, held, 1)
-                made.group_terms(fit, sums, 1)
+                made.group_terms(fit, sums, terms, 1)
         apart = mx.zeros((2, channels))
         for held in segments:
             mean, var, *_ = made.moments(x, held)
             fit = Fit(mean, var, apart, None, 1e-5, segments=held)
             made.normalize(x, fit)
-            made.group_terms(fit, made.gradient_sums(x, x, fit)[0], 1)
+            made.group_terms(fit, *made.gradient_sums(x, x, fit)[:2], 1)
             made.gradient(x, x, fit)
 
 
