@@ -35,6 +35,7 @@ __device__ __forceinline__ void combine_group_moments(const float* partials,
   const int first = blockIdx.x * width, start = starts[segment];
   const int values = (starts[segment + 1] - start) * width;
   RowMoments mine = {};
+#pragma unroll 4  // several reads are on their way
   for (int at = threadIdx.x; at < values; at += GROUP_THREADS) {
     const float* line = partials + (long long)(start + at / width) * 3 * channels;
     line += first + at % width;

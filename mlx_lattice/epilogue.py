@@ -87,6 +87,11 @@ class EpilogueFacts(Facts):
         kinds = ("P", getattr(mx, self.dtype)), ("S", getattr(mx, self.statistics))
         return ("ACTIVATION", code), kinds[0], ("EPS", bits), kinds[1]
 
+    @cached_property
+    def is_sum(self) -> bool:
+        """Whether arrays are added, and nothing else is done."""
+        return not self.activation and {"shift", "residual"}.issuperset(self.there)
+
     def kind(self, name: str) -> str:
         """Return the dtype of one of ``CHANNELS``."""
         return self.statistics if name in STATISTICS else self.dtype

@@ -8,6 +8,7 @@ from weakref import ref
 
 import mlx.core as mx
 
+from .channel_kernels import column_sums
 from .epilogue import EpilogueFacts, finished
 from .problem import FORWARD
 from .relation import Relation
@@ -51,12 +52,19 @@ class _Composed(Rules):
         self.epilogue, packing = epilogue, facts[-2]
         self.constants = 0 if packing is None else 3  # packed arrays
 
-    def composed(self, *arrays: mx.array) -> mx.array:
-        own = max(2, 1 + self.constants)
+    @property
+    def own(self) -> int:
+        """How many arrays are the layer's own."""
+        return max(2, 1 + self.constants)
+
+    def sums(self, *own: mx.array) -> mx.array:
         now = self.layer() or self.kind(*self.given)
         with launch.scope(self.given[2] or launch.current_scope()):
-            sums = now.forward(*arrays[:own])
-        return finished(sums, self.epilogue, *self.epilogue.named(arrays[own:]))
+            return now.forward(*own)
+
+    def composed(self, *arrays: mx.array) -> mx.array:
+        after = self.epilogue.named(arrays[self.own :])
+        return finished(self.sums(*arrays[: self.own]), self.epilogue, *after)
 
     def variables(self, arrays: Sequence) -> list:
         return [arrays[0], *arrays[1 + self.constants :]]
@@ -65,7 +73,23 @@ class _Composed(Rules):
         packed = primals[1 : 1 + self.constants]
         return lambda x, *rest: self.composed(x, *packed, *rest)
 
+    def of_sum(self, primals, dy) -> list[mx.array]:
+        """Return the derivatives where arrays are added to the sums, and no more."""
+        x, *weight = primals[: self.own]
+        if self.constants:
+            found = mx.vjp(lambda x: self.sums(x, *weight), [x], [dy])[1]
+        else:
+            found = mx.vjp(self.sums, [x, *weight], [dy])[1]
+        shift, *_, residual = self.epilogue.named(primals[self.own :])
+        if shift is not None:
+            found.append(column_sums(dy, shift))
+        return found if residual is None else [*found, dy]
+
     def vjp(self, primals, dy, _):
+        if self.epilogue.is_sum:
+            dx, *rest = self.of_sum(primals, dy)
+            packed = primals[1 : 1 + self.constants]
+            return dx, *[mx.zeros_like(a) for a in packed], *rest
         at, packed = self.variables(primals), primals[1 : 1 + self.constants]
         _, (dx, *rest) = mx.vjp(self.of_variables(primals), at, [dy])
         return dx, *[mx.zeros_like(a) for a in packed], *rest
