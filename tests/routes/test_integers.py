@@ -178,7 +178,7 @@ def points() -> list:
                 DTYPES[at % 3],
                 rng.choice(WEIGHTS),
                 there,
-                rng.choice(("", "relu")),
+                rng.choice(("", "relu", "leaky_relu(0.2)")),
                 at % 4 == 1,
                 rng.choice(place.chips),
             )
