@@ -25,7 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs):
+Features = SparseTensor | mx.array
+
+
+def on_features(function: Callable, x: Features, *args, **kwargs):
     """Apply a function of (N, C) features, which keeps N, to a tensor or an array."""
     y = function(features_of(x), *args, **kwargs)
     return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -59,7 +62,7 @@ def _of_features(function: Callable) -> Callable:
     return activation
 
 
-def activated(x: SparseTensor | mx.array, act: Activation) -> SparseTensor | mx.array:
+def activated(x: Features, act: Activation) -> Features:
     """Return an activation that kernels compute, of a tensor or an array.
 
     Of a convolution that nobody has read yet it is computed with that.
@@ -88,34 +91,34 @@ def _of_kernel(kernel: Callable, composed: Callable) -> Callable:
     return elementwise(kernel, lambda dy, x: kernel(x, dy), composed)
 
 
-def elu(x, alpha: float = 1.0):
+def elu(x: Features, alpha: float = 1.0) -> Features:
     """ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
     act = activations.elu(alpha)
     return _elu(x, alpha) if act is None else activated(x, act)
 
 
-def gelu(x):
+def gelu(x: Features) -> Features:
     """GELU by the error function: ``x * Phi(x)``."""
     return activated(x, ACTIVATIONS["gelu"])
 
 
-def gelu_approx(x):
+def gelu_approx(x: Features) -> Features:
     """GELU by tanh: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``."""
     return activated(x, ACTIVATIONS["gelu_tanh"])
 
 
-def leaky_relu(x, negative_slope: float = 0.01):
+def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
     """Leaky ReLU: ``max(negative_slope * x, x)``."""
     act = activations.leaky_relu(negative_slope)
     return _leaky_relu(x, negative_slope) if act is None else activated(x, act)
 
 
-def relu(x):
+def relu(x: Features) -> Features:
     """ReLU: ``max(x, 0)``."""
     return activated(x, ACTIVATIONS["relu"])
 
 
-def silu(x):
+def silu(x: Features) -> Features:
     """SiLU: ``x * sigmoid(x)``."""
     return activated(x, ACTIVATIONS["silu"])
 
