@@ -41,9 +41,10 @@ struct Arrays {
   const Tensor* take(bool given) { return given ? &in[next++] : nullptr; }
 };
 
-// What a norm does: which arrays there are beside x, mean and var, and what follows.
+// What a norm does: which arrays there are beside x, mean and var, and what follows. apart: whether each segment has
+// a line of weight and bias.
 struct Fit {
-  bool weight, bias, residual, of;
+  bool weight, bias, residual, of, apart;
   int act;
   float eps, slope;
   bool operator==(const Fit&) const = default;
@@ -57,11 +58,12 @@ class Lines {
       : values_(6 * segments * c), c_(c), plane_(segments * c) {
     float* v = values_.data();
     for (int64_t at = 0; at < plane_; ++at) {
+      int64_t own = fit.apart ? at : at % c;
       float rstd = 1.0f / std::sqrt(var[at] + fit.eps);
       v[at] = mean[at];
       v[plane_ + at] = rstd;
-      v[2 * plane_ + at] = weight ? rstd * weight[at % c] : rstd;
-      v[3 * plane_ + at] = bias ? bias[at % c] : 0.0f;
+      v[2 * plane_ + at] = weight ? rstd * weight[own] : rstd;
+      v[3 * plane_ + at] = bias ? bias[own] : 0.0f;
       v[4 * plane_ + at] = terms ? terms[at] * rstd : 0.0f;
       v[5 * plane_ + at] = terms ? terms[plane_ + at] * rstd * rstd : 0.0f;
     }
@@ -248,7 +250,7 @@ struct ChannelGradientSums {
       }
     }
     for (int64_t at = 0; at < plane; ++at) {
-      float share = (w ? w[at % c] : 1.0f) / std::max(counts[at / c], 1.0f);
+      float share = (w ? w[fit.apart ? at : at % c] : 1.0f) / std::max(counts[at / c], 1.0f);
       terms[at] = share * total[at];
       terms[plane + at] = share * total[plane + at];
     }
@@ -322,14 +324,18 @@ Fit fitted(const char* who, std::vector<array>& inputs, const array& x, const ar
   check_line(who, "var", var, x, 2);
   if (mean.shape() != var.shape()) fail(who, "mean and var must have one shape.");
   if (act < 0 || act > int(NormAct::elu)) fail(who, "act must be from 0 to 4.");
-  if (weight) check_line(who, "weight", *weight, x, 1);
-  if (bias) check_line(who, "bias", *bias, x, 1);
+  bool apart = (weight && weight->ndim() == 2) || (bias && bias->ndim() == 2);
+  for (auto [what, line] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
+    if (!*line) continue;
+    check_line(who, what, **line, x, apart ? 2 : 1);
+    if (apart && (*line)->shape() != mean.shape()) fail(who, std::string(what) + " must have a line a segment.");
+  }
   if (residual) check_like(who, "residual", *residual, x);
   if (of) want_dtype(who, "of", *of, mx::int32);
   if (of && of->shape() != mx::Shape{x.shape(0)}) fail(who, "of must have one entry a row of x.");
   for (auto* maybe : {&weight, &bias, &residual, &of})
     if (*maybe) inputs.push_back(**maybe);
-  return {weight.has_value(), bias.has_value(), residual.has_value(), of.has_value(), act, eps, slope};
+  return {weight.has_value(), bias.has_value(), residual.has_value(), of.has_value(), apart, act, eps, slope};
 }
 
 }  // namespace

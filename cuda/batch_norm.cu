@@ -132,7 +132,7 @@ __device__ __forceinline__ void batch_norm_gradient(
   const float share = 1.0f / sizes.rows, slope = norm_numbers[NORM_SLOPE];
   ChannelFit<EACH> fit;
   if (rows) {
-    fit.load(mean, var, weight, bias, norm_numbers[NORM_EPS], 0, channel, channels);
+    fit.load(mean, var, weight, bias, norm_numbers[NORM_EPS], 0, channel, channels, 0);
   }
   float sums[2 * EACH] = {};  // of g, then of g xhat
   auto run = [&](auto aligned) {

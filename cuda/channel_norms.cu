@@ -150,17 +150,22 @@ __device__ __forceinline__ void normalize_channels(
   const BlockRows rows(nullptr, sizes.rows);
   const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
   ChannelFit<EACH> fit;
-  fit.load(mean, var, weight, bias, eps, 0, channel, channels);
+  int segment = 0;
+  auto prepare = [&] {
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels, sizes.step);
+  };
+  prepare();
   auto run = [&](auto aligned) {
     auto load = [&](long long row) {
       const long long at = row * channels + channel;
       RowChannels<T, EACH, 2> values;
+      if (of) values.segment = of[row];
       values.of[0] = load_channels<EACH>(x + at, aligned);
       if (residual) values.of[1] = load_channels<EACH>(residual + at, aligned);
       return values;
     };
     each_block_row<SEVERAL_AHEAD>(rows, nullptr, load, [&](const auto& from, long long row) {
-      if (of) fit.load(mean, var, weight, bias, eps, of[row], channel, channels);
+      if (from.segment != segment) segment = from.segment, prepare();
       float out[EACH];
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {
@@ -189,7 +194,7 @@ __device__ __forceinline__ void channel_gradient_sums(
     if (channel >= channels || count == 0) return;
     const long long segment = of ? of[order ? order[rows.first] : rows.first] : 0;
     ChannelFit<EACH> fit;
-    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels, sizes.step);
     auto load = [&](long long row) {
       const long long at = row * channels + channel;
       RowChannels<T, EACH, 3> values;
@@ -231,7 +236,7 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
   const long long at = (long long)segment * channels + channel;
   const long long half = (long long)gridDim.y * channels;
   float share = all.rows > 0.0f ? 1.0f / all.rows : 0.0f;
-  if (weight) share *= static_cast<float>(weight[channel]);
+  if (weight) share *= static_cast<float>(weight[(long long)segment * sizes.step + channel]);
   sums[at] = all.sum;
   sums[half + at] = all.products;
   terms[at] = share * all.sum;
@@ -253,18 +258,19 @@ __device__ __forceinline__ void channel_gradient(
   const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
   ChannelFit<EACH> fit;
   float shift[EACH] = {}, turn[EACH] = {};
-  auto prepare = [&](long long segment) {
-    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
+  int segment = 0;
+  auto prepare = [&] {
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels, sizes.step);
     if (!terms) return;
     const long long half = (long long)sizes.segments * channels;
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-      const long long at = segment * channels + channel + j;
+      const long long at = (long long)segment * channels + channel + j;
       shift[j] = terms[at] * fit.rstd[j];
       turn[j] = terms[half + at] * fit.rstd[j] * fit.rstd[j];
     }
   };
-  prepare(0);
+  prepare();
   auto run = [&](auto aligned) {
     auto load = [&](long long row) {
       const long long at = row * channels + channel;
@@ -272,10 +278,11 @@ __device__ __forceinline__ void channel_gradient(
       values.of[0] = load_channels<EACH>(dy + at, aligned);
       values.of[1] = load_channels<EACH>(x + at, aligned);
       if (residual) values.of[2] = load_channels<EACH>(residual + at, aligned);
+      if (of) values.segment = of[row];
       return values;
     };
     each_block_row<SEVERAL_AHEAD>(rows, nullptr, load, [&](const auto& from, long long row) {
-      if (of) prepare(of[row]);
+      if (from.segment != segment) segment = from.segment, prepare();
       float out[EACH], gradient[EACH];
 #pragma unroll
       for (int j = 0; j < EACH; ++j) {

@@ -10,10 +10,11 @@ constexpr int NORM_THREADS = 256;  // of a block that shares its rows with other
 // Rows whose reads are on their way at once, of one array and of several.
 constexpr int ONE_AHEAD = 4, SEVERAL_AHEAD = 2;
 
-// Channels of x, of a residual, and of a gradient.
+// Channels of x, of a residual, and of a gradient; and the segment of their row.
 template <typename T, int EACH, int COUNT>
 struct RowChannels {
   Channels<T, EACH> of[COUNT];
+  int segment = 0;
 };
 
 // The slope of an activation; `slope`: a leaky ReLU's below 0, an ELU's just below it.
@@ -55,7 +56,8 @@ __device__ __forceinline__ int channel_of_thread() {
   return (int)(blockIdx.y * blockDim.x + threadIdx.x) * EACH;
 }
 
-// What normalises EACH channels of a segment.
+// What normalises EACH channels of a segment. step: the channels of a line of weight and
+// bias where each segment has one, or 0.
 template <int EACH>
 struct ChannelFit {
   float mean[EACH], rstd[EACH], scale[EACH], bias[EACH];
@@ -63,14 +65,16 @@ struct ChannelFit {
   template <typename P, typename S>
   __device__ __forceinline__ void load(const S* means, const S* vars,
                                        const P* weight, const P* shift, float eps,
-                                       long long segment, int channel, int channels) {
+                                       long long segment, int channel, int channels,
+                                       int step) {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
       const long long at = segment * channels + channel + j;
+      const long long own = segment * step + channel + j;
       mean[j] = static_cast<float>(means[at]);
       rstd[j] = rsqrtf(static_cast<float>(vars[at]) + eps);
-      scale[j] = weight ? rstd[j] * static_cast<float>(weight[channel + j]) : rstd[j];
-      bias[j] = shift ? static_cast<float>(shift[channel + j]) : 0.0f;
+      scale[j] = weight ? rstd[j] * static_cast<float>(weight[own]) : rstd[j];
+      bias[j] = shift ? static_cast<float>(shift[own]) : 0.0f;
     }
   }
   __device__ __forceinline__ float value(int j, float x) const {

@@ -112,7 +112,7 @@ METAL_FUNC void batch_norm_gradient(
   const float share = 1.0f / float(sizes.rows), slope = norm_numbers[NORM_SLOPE];
   ChannelFit fit;
   if (inside)
-    fit.load(mean, var, weight, bias, norm_numbers[NORM_EPS], 0, channel, channels);
+    fit.load(mean, var, weight, bias, norm_numbers[NORM_EPS], 0, channel, channels, 0);
   float4 sum = float4(0), products = float4(0);
   for (int row = here.y; row < here.stop && inside; row += here.down) {
     const size_t from = size_t(row) * channels + channel;

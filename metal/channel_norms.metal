@@ -87,30 +87,32 @@ struct NormThread {
   }
 };
 
-// What normalises four channels of a segment.
+// What normalises four channels of a segment. step: the channels of a line of weight and
+// bias where each segment has one, or 0.
 struct ChannelFit {
   float4 mean, rstd, scale, bias;
 
   template <typename P, typename S>
   METAL_FUNC void load(
       const device S* means, const device S* vars, const device P* weight,
-      const device P* shift, float eps, size_t segment, int channel,
-      int channels) thread {
+      const device P* shift, float eps, size_t segment, int channel, int channels,
+      int step) thread {
     for (int j = 0; j < 4; ++j) {
       const bool inside = channel + j < channels;
       const int c = inside ? channel + j : channel;
       const size_t at = segment * channels + c;
-      set(j, float(means[at]), float(vars[at]), weight, shift, eps, c);
+      const size_t own = segment * step + c;
+      set(j, float(means[at]), float(vars[at]), weight, shift, eps, own);
     }
   }
   template <typename P>
   METAL_FUNC void set(
       int j, float m, float var, const device P* weight, const device P* shift,
-      float eps, int c) thread {
+      float eps, size_t own) thread {
     mean[j] = m;
     rstd[j] = rsqrt(var + eps);
-    scale[j] = weight ? rstd[j] * float(weight[c]) : rstd[j];
-    bias[j] = shift ? float(shift[c]) : 0.0f;
+    scale[j] = weight ? rstd[j] * float(weight[own]) : rstd[j];
+    bias[j] = shift ? float(shift[own]) : 0.0f;
   }
   METAL_FUNC float4 value(float4 from) const thread {
     return (from - mean) * scale + bias;
@@ -318,10 +320,14 @@ METAL_FUNC void normalize_channels(
   if (here.left <= 0) return;
   const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
   ChannelFit fit;
-  fit.load(mean, var, weight, bias, eps, 0, channel, channels);
+  int segment = -1;
   for (int row = here.first + here.y; row < here.stop; row += here.down) {
-    if (of)
-      fit.load(mean, var, weight, bias, eps, size_t(of[row]), channel, channels);
+    const int next = of ? of[row] : 0;
+    if (next != segment) {
+      segment = next;
+      fit.load(
+          mean, var, weight, bias, eps, size_t(segment), channel, channels, sizes.step);
+    }
     const size_t from = size_t(row) * channels + channel;
     float4 v = fit.value(four_channels(x + from, here.left));
     if (residual) v += four_channels(residual + from, here.left);
@@ -371,7 +377,7 @@ METAL_FUNC void channel_gradient_sums(
     ChannelFit fit;
     fit.load(
         mean, var, weight, bias, norm_numbers[NORM_EPS], segment, here.channel,
-        channels);
+        channels, sizes.step);
     for (int place = here.first + here.y; place < here.stop; place += here.down) {
       const size_t row = size_t(order ? order[place] : place);
       const size_t from = row * channels + here.channel;
@@ -418,7 +424,7 @@ METAL_FUNC void combine_gradient_sums(
   const size_t to = size_t(here.segment) * channels + here.channel;
   const size_t plane = size_t(sizes.segments) * channels;
   float share = rows > 0.0f ? 1.0f / rows : 0.0f;
-  if (weight) share *= float(weight[here.channel]);
+  if (weight) share *= float(weight[size_t(here.segment) * sizes.step + here.channel]);
   sums[to] = sum;
   sums[plane + to] = products;
   terms[to] = share * sum;
@@ -454,12 +460,15 @@ METAL_FUNC void channel_gradient(
   const size_t plane = size_t(sizes.segments) * channels;
   ChannelFit fit;
   float4 shift = float4(0), turn = float4(0);
+  int segment = -1;
   for (int row = here.first + here.y; row < here.stop; row += here.down) {
-    if (of || row == here.first + here.y) {
-      const size_t segment = of ? size_t(of[row]) : 0;
-      fit.load(mean, var, weight, bias, eps, segment, channel, channels);
+    const int next = of ? of[row] : 0;
+    if (next != segment) {
+      segment = next;
+      fit.load(
+          mean, var, weight, bias, eps, size_t(segment), channel, channels, sizes.step);
       if (terms) {
-        const device float* term = terms + segment * channels + channel;
+        const device float* term = terms + size_t(segment) * channels + channel;
         shift = four_channels(term, here.left) * fit.rstd;
         turn = four_channels(term + plane, here.left) * fit.rstd * fit.rstd;
       }

@@ -74,7 +74,7 @@ def _activation(
     shape: tuple[int, int],
     dtype: mx.Dtype,
 ) -> Function:
-    mean, var, _ = _standard(shape[1], mx.float32)
+    mean, var, _ = standard(shape[1])
     fit = Fit(mean, var, None, None, 0.0, act)
 
     def forward(x):
@@ -96,7 +96,7 @@ def _column_sums(
     if isinstance(kernels, CudaColumnSums):
         sums = partial(kernels.sums, kind=kind)
     else:
-        mean, var, shift = _standard(shape[1], kind)
+        mean, var, shift = standard(shape[1], kind)
         fit = Fit(mean, var, None, shift, 0.0, NONE)
 
         def sums(x):
@@ -116,9 +116,14 @@ def _column_sums(
 
 
 @lru_cache(maxsize=256)
-def _standard(channels: int, kind: mx.Dtype) -> tuple[mx.array, mx.array, mx.array]:
-    """Return a (1, C) mean of 0 and variance of 1, and a (C,) shift of 0, computed."""
-    line = 1, channels
+def standard(
+    channels: int, kind: mx.Dtype = mx.float32, lines: int = 1
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Return (lines, C) means of 0 and variances of 1, and a (C,) shift of 0, computed.
+
+    By them kernels of norms change no bit.
+    """
+    line = lines, channels
     found = mx.zeros(line), mx.ones(line), mx.zeros((channels,), dtype=kind)
     sync.compute(found)
     return found

@@ -1,9 +1,10 @@
-"""Results of convolutions that wait for what follows them, until they are read.
+"""Results of layers that wait for what follows them, until they are read.
 
 A net calls a convolution, a norm and an activation one after the other; where the norm
-has fixed statistics, or is not there, all that is the convolution's epilogue. So its
-features are computed when they are first read: with what was asked for until then, if
-nobody holds what lies between. To its readers such a tensor is as any other.
+has fixed statistics, or is not there, all that is the convolution's epilogue, and
+elsewhere a sum and an activation are part of the norm's launch. So features are
+computed when they are first read: with what was asked for until then, if nobody holds
+what lies between. To its readers such a tensor is as any other.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ from .relation import Relation
 from .routes import launch
 from .tensor import SparseTensor
 
+# What follows what nothing follows yet.
+_NOTHING = Epilogue()
 _apart: ContextVar[bool] = ContextVar("apart", default=False)
 _ROUTE = settings.reader("MLX_LATTICE_ROUTE")
 is_apart: Callable[[], bool] = _apart.get
-_NOTHING = Epilogue()
 
 
 @contextmanager
@@ -42,9 +44,9 @@ def apart() -> Iterator[None]:
 
 
 def may_wait(x: object) -> bool:
-    """Whether a convolution of ``x`` that is called now may be computed later.
+    """Whether a layer of ``x`` that is called now may be computed later.
 
-    Not where it is asked for one route, which is to raise at once, nor where layers are
+    Not where one route is asked for, which is to raise at once, nor where layers are
     evaluated one after the other.
     """
     kind = type(x)
@@ -55,28 +57,20 @@ def may_wait(x: object) -> bool:
     return not _ROUTE()
 
 
-class Convolution:
-    """A convolution of features, to be run as at its call.
+class Later:
+    """What is to be run as at its call.
 
     That is with the arrays of that moment, inside its blocks and on its stream; under
     variables of the environment as they are when it runs.
 
     Attributes:
-        layer: the module, for who observes.
-        arrays: features, weight and relation, as ``contraction.conv`` takes them.
-        groups: of channels.
-        bias: an array, or None.
         context: the blocks.
         stream: where it runs.
     """
 
-    __slots__ = "arrays", "bias", "context", "groups", "layer", "stream"
+    __slots__ = "context", "stream"
 
-    layer: object
-    arrays: tuple[mx.array, object, Relation]
-    bias: mx.array | None
     context: Context
-    groups: int
     stream: mx.Stream
 
     def __call__(
@@ -90,6 +84,52 @@ class Convolution:
             return inside(self._run, epilogue, norm)
 
     def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
+        raise NotImplementedError
+
+
+class OfRows(Later):
+    """A norm of features, or what else a sum and an activation may follow.
+
+    Attributes:
+        run: of a residual and an activation.
+        scaled: of a weight and a bias, (C,) or (B, C): what runs, and then multiplies
+            by the one and adds the other; or None.
+    """
+
+    __slots__ = "run", "scaled"
+
+    run: Callable[..., mx.array]
+    scaled: Callable[..., Callable] | None
+
+    def _run(self, epilogue: Epilogue, norm: object) -> mx.array:
+        return self.run(epilogue.residual, epilogue.activation or None)
+
+    def by(self, weight: mx.array, bias: mx.array | None) -> OfRows:
+        """Return it, multiplied and moved."""
+        made = OfRows()
+        made.context, made.stream = self.context, self.stream
+        made.run, made.scaled = self.scaled(weight, bias), None
+        return made
+
+
+class Convolution(Later):
+    """A convolution of features.
+
+    Attributes:
+        layer: the module, for who observes.
+        arrays: features, weight and relation, as ``contraction.conv`` takes them.
+        groups: of channels.
+        bias: an array, or None.
+    """
+
+    __slots__ = "arrays", "bias", "groups", "layer"
+
+    layer: object
+    arrays: tuple[mx.array, object, Relation]
+    bias: mx.array | None
+    groups: int
+
+    def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
         given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
         if not launch.observed() and not fusion.observed():
             return contraction.conv(*self.arrays, **given)
@@ -101,12 +141,13 @@ class Convolution:
 
 
 class _Result:
-    """What is computed later, or was: of a convolution, or of what follows one.
+    """What is computed later, or was: of a layer, or of what follows one.
 
     Attributes:
-        convolve: the convolution with an epilogue.
+        convolve: the convolution, or norm, with an epilogue.
         tensor: refers to the tensor that has it.
-        epilogue: all that was asked for so far; None of the convolution itself.
+        epilogue: all that was asked for so far; None of a convolution itself, and
+            ``_NOTHING`` of a norm.
         norm: the layer that the epilogue is of.
         before: the result that this follows.
         own: what it does to the features of ``before``.
@@ -171,7 +212,7 @@ class _Result:
 
 
 class Pending(SparseTensor):
-    """A tensor that a convolution makes, and what followed it, once it is read."""
+    """A tensor that a layer makes, and what followed it, once it is read."""
 
     @classmethod
     def later(
@@ -199,6 +240,35 @@ class Pending(SparseTensor):
             "coords": relation.out_coords,
             "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),
+        }
+        await_end(made._result.settle)
+        return made
+
+    @classmethod
+    def of_rows(
+        cls,
+        x: SparseTensor,
+        feats: mx.array,
+        run: Callable[..., mx.array],
+        scaled: Callable[..., Callable] | None = None,
+    ) -> Pending:
+        """Return what a function makes of a tensor's features, in shape and dtype.
+
+        Args:
+            x: the tensor, which may wait: see ``may_wait``.
+            feats: its features.
+            run, scaled: as of ``OfRows``.
+        """
+        later, made = OfRows(), cls.__new__(cls)
+        later.run, later.scaled = run, scaled
+        later.context = copy_context()
+        later.stream = mx.default_stream(mx.default_device())
+        made.__dict__ = {
+            "manager": x.manager,
+            "key": x.key,
+            "coords": x.coords,
+            "_facts": (feats.shape[1], feats.dtype),
+            "_result": _Result(later, made, _NOTHING),
         }
         await_end(made._result.settle)
         return made
@@ -240,10 +310,17 @@ class Pending(SparseTensor):
     def _waits(self) -> bool:
         return self._result.feats is None and not _apart.get()
 
-    def _follow(self, epilogue: Epilogue, norm: object, own: Callable) -> Pending:
+    def _follow(
+        self,
+        epilogue: Epilogue,
+        norm: object,
+        own: Callable,
+        run: Later | None = None,
+    ) -> Pending:
         before, made = self._result, Pending.__new__(Pending)
         before.is_used = True
-        result = _Result(before.convolve, made, epilogue, norm, before, own)
+        run = before.convolve if run is None else run
+        result = _Result(run, made, epilogue, norm, before, own)
         made.__dict__ = self.__dict__ | {"_result": result}
         await_end(result.settle)
         return made
@@ -263,6 +340,21 @@ class Pending(SparseTensor):
             return None
         return self._follow(after, norm, own)
 
+    def scaled(
+        self, weight: mx.array, bias: mx.array | None, own: Callable
+    ) -> Pending | None:
+        """Return it multiplied and moved, if a norm that waits can do so.
+
+        Args:
+            weight, bias: (C,), or (B, C) of the batch elements.
+            own: the same, of features.
+        """
+        result = self._result
+        run = result.convolve
+        if result.epilogue is not _NOTHING or run.scaled is None or not self._waits():
+            return None
+        return self._follow(_NOTHING, None, own, run.by(weight, bias))
+
     def activated(self, name: str, own: Callable) -> Pending | None:
         """Return the activation of it, if that can wait.
 
@@ -273,7 +365,7 @@ class Pending(SparseTensor):
         after = result.epilogue or _NOTHING
         if after.activation or not self._waits():
             return None
-        if after is _NOTHING and sync.may_differentiate():
+        if result.epilogue is None and sync.may_differentiate():
             return None
         return self._follow(after.activated(name), result.norm, own)
 

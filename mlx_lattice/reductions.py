@@ -13,7 +13,8 @@ from functools import partial
 import mlx.core as mx
 
 from .backends import registry
-from .backends.mlx_reductions import take
+from .backends.mlx_reductions import padded, take
+from .problem import FLOATS
 from .transformations import Function
 
 # Derivatives
@@ -78,6 +79,50 @@ def scattered(y: mx.array, table: mx.array, rows: int) -> mx.array:
     itself = partial(scattered, table=table, rows=rows)
     run = partial(registry.reductions().scatter_sum, table=table, rows=rows)
     return linear(run, transpose, itself)(y)
+
+
+def move_rows(
+    x: mx.array, places: mx.array, back: mx.array, whole: bool = False
+) -> mx.array:
+    """Return the row of ``x`` at each place, or zeros where the place is -1.
+
+    Args:
+        x: (N, C).
+        places: (M,) integers, none twice but -1.
+        back: (N,) integers: the place at which each row of ``x`` appears, or -1.
+        whole: promise that no place is -1.
+    """
+
+    def forward(x):
+        known = x.dtype in FLOATS and places.dtype == mx.int32
+        if known and registry.serving() != registry.MLX:
+            return registry.reductions().gather_sum(x, places[:, None])
+        return x[places] if whole else padded(x)[places]
+
+    transpose = partial(move_rows, places=back, back=places)
+    itself = partial(move_rows, places=places, back=back, whole=whole)
+    function = linear(forward, transpose, itself)
+    # Beside each other, rows of several arrays move as those of one.
+    function.vmap(lambda x, axis: (_beside_each_other(itself, x, axis), 1))
+    return function(x)
+
+
+def inverted(places: mx.array, n: int) -> mx.array:
+    """Return (n,) int32: which of the places is each of n, or -1.
+
+    Args:
+        places: (M,) integers below n, none twice but -1.
+    """
+    found = mx.full((n + 1,), -1, dtype=mx.int32)
+    # Those that are nowhere all write into the extra last one.
+    found[mx.where(places >= 0, places, n)] = mx.arange(places.size, dtype=mx.int32)
+    return found[:n]
+
+
+def _beside_each_other(run: Callable, x: mx.array, axis: int) -> mx.array:
+    """Return (M, B, C) of what ``run`` makes of each of B arrays along an axis."""
+    x = mx.moveaxis(x, axis, 1)
+    return run(x.reshape(x.shape[0], -1)).reshape(-1, *x.shape[1:])
 
 
 # Weighted sums: faces of ``T(x, w, y) = sum of w[o, k] * x[table[o, k]] . y[o]``.

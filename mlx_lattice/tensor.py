@@ -8,12 +8,14 @@ import mlx.core as mx
 
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
+from .geometry import sync
 from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
 from .problem import FLOATS
+from .reductions import inverted, move_rows
 
 
 class SparseTensor(OtherNames):
@@ -348,23 +350,27 @@ def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     if x.key == like.key:
         return x
     rows = _matching_rows(x, like)
-    if rows is None:
-        return like.replace(x.feats)
-    return like.replace(x.feats[rows])
+    feats = x.feats if rows is None else move_rows(x.feats, *rows, whole=True)
+    return like.replace(feats)
 
 
-def _matching_rows(x: SparseTensor, like: SparseTensor) -> mx.array | None:
-    """Return the row of ``x`` for each row of ``like``; None where they are equal."""
+def _matching_rows(
+    x: SparseTensor, like: SparseTensor
+) -> tuple[mx.array, mx.array] | None:
+    """Return the row of ``x`` for each row of ``like``, and the other way round.
+
+    None where they are equal.
+    """
     known = like.manager.alignments
     pair = x.key, like.key
     if pair not in known:
         expect_same_lattice(x, like)
         rows = lookup(x, like.coords)
-        missing = int((rows < 0).sum().item())
+        same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32))
+        missing, same = sync.read((rows < 0).sum(), same)
         if missing or len(x) != len(like):
             raise ValueError(_difference_text(x, like, rows, missing))
-        same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32)).item()
-        known[pair] = None if same else rows
+        known[pair] = None if same else (rows, inverted(rows, len(x)))
     return known[pair]
 
 

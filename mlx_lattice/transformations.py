@@ -269,7 +269,7 @@ def differentiable(
 
 
 def of_kernels(
-    forward: Callable, back: Callable, composed: Callable, count: int
+    forward: Callable, back: Callable, composed: Callable, count: int, settled=None
 ) -> Function:
     """Return a function of arrays by kernels, forward and back.
 
@@ -278,6 +278,7 @@ def of_kernels(
         back: of (dy, *arrays): their gradients, all of them.
         composed: the same in MLX operations, which all else is by.
         count: of the arrays.
+        settled: that of ``Function``.
     """
 
     def composed_back(dy, *arrays):
@@ -289,7 +290,8 @@ def of_kernels(
             zeros,
         )
 
-    gradient, function = differentiable(back, composed), Function(forward)
+    gradient = differentiable(back, composed, settled=settled)
+    function = Function(forward, settled)
     gradient.vmap(over(composed_back, (0,) * count))
     function.vmap(over(composed, 0))
 

@@ -9,7 +9,7 @@ from places import agreed
 from reference_norms import Norm
 
 from mlx_lattice import ops
-from mlx_lattice.backends.norms_protocol import Fit
+from mlx_lattice.backends.norms_protocol import Fit, RowSegments
 from mlx_lattice.backends.registry import NORMS
 
 
@@ -44,6 +44,58 @@ def lines_of(values, ends) -> mx.array:
             line[:] = np.stack([*moments(part)])
             line[2] *= len(part)
     return mx.array(lines)
+
+
+def segmented(ordered=True):
+    """The segment of each of some rows, and these segments; two are empty."""
+    of = np.repeat([0, 2, 3, 5], [30, 1, 300, 9])
+    if not ordered:
+        of = np.random.default_rng(0).permutation(of)
+    order = np.argsort(of, kind="stable").astype(np.int32)
+    starts = np.searchsorted(of[order], np.arange(7))
+    segments = RowSegments(
+        tuple(starts.tolist()),
+        mx.array(of.astype(np.int32)),
+        None if ordered else mx.array(order),
+    )
+    return of, segments
+
+
+# How many groups of channels, and whether a weight and a bias are of a segment.
+GROUPS = (1, True), (4, True), (4, False), (12, True)
+
+
+def check_groups(place, groups, apart):
+    """Statistics of groups of all channels, some and one, forward and back."""
+    kernels, (of, segments) = NORMS[place.name], segmented(groups == 4)
+    channels = 600 if groups == 1 else 12
+    (x, x_wanted), (dy, dy_wanted) = (
+        array((len(of), channels), "float16", seed, 2.0, 3.0) for seed in (1, 2)
+    )
+    lines = [array((6, channels), "float32", seed, 0.5, 1.0) for seed in (3, 4)]
+    (weight, w), (bias, b) = ((a, v[of]) for a, v in lines)
+    if not apart:
+        (weight, w), (bias, b) = ((a[0], v[0]) for a, v in lines)
+    wanted = Norm(x_wanted, w, b, act="silu", of=of, groups=groups)
+
+    def run():
+        mean, var = kernels.group_moments(x, segments, groups)
+        fit = Fit(
+            mean, var, weight, bias, 1e-5, ops.norm.activation_of("silu"), segments
+        )
+        sums, _, *apart = kernels.gradient_sums(dy, x, fit)
+        terms, *found = kernels.group_terms(fit, sums, groups)
+        dx = kernels.gradient(dy, x, fit, terms=terms)[0]
+        return kernels.normalize(x, fit), dx, *found, *apart
+
+    y, dx, dw, db, dw_apart, db_apart = agreed(place, run)
+    dx_wanted, _, _, g = wanted.back(dy_wanted)
+    ref.assert_close(y, wanted.y, "float16")
+    ref.assert_close(dx, dx_wanted, "float16")
+    for found, by_segment, rows in ((dw, dw_apart, g * wanted.hat), (db, db_apart, g)):
+        sums = np.stack([rows[of == s].sum(axis=0) for s in range(6)])
+        ref.assert_close(found, sums if apart else sums.sum(axis=0), "float32")
+        ref.assert_close(by_segment, sums, "float32")
 
 
 class Given:

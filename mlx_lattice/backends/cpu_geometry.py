@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..geometry import curves
 from ..geometry.curves import Curve, by_region
+from ..geometry.kept_rows import KeptRows
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
@@ -58,6 +59,22 @@ class RowIndex:
         )
 
 
+class StartedRows:
+    """Rows that a mask keeps; see ``geometry.protocol.StartedRows``.
+
+    They are found at once: the extension reads the mask where it is.
+    """
+
+    def __init__(self, mask: mx.array, coords: mx.array):
+        mx.eval(mask)
+        self._kept = KeptRows(*extension.kept_rows(mask, coords))
+        self.count = mx.array([len(self._kept.rows)])
+
+    def kept(self, count: int) -> KeptRows:
+        """Return them."""
+        return self._kept
+
+
 def _bounds(coords: mx.array) -> Bounds:
     low, high = extension.bounds(coords)
     return tuple(low), tuple(high)
@@ -72,6 +89,7 @@ class CpuGeometry(OneByOne):
     """The geometry of the CPU's extension; see ``Geometry``."""
 
     bounds = staticmethod(_bounds)
+    start_kept = staticmethod(StartedRows)
 
     def unique_rows(self, coords: mx.array) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""

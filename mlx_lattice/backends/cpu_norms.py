@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .cpu_extension import extension
+from .mlx_reductions import group_means
 from .norms_protocol import Fit, RowSegments
 
 
@@ -26,6 +27,16 @@ class CpuNorms:
         rest = *_rows(segments), *(running or (None, None))
         return extension.channel_moments(x, *rest, momentum=momentum)
 
+    def group_moments(
+        self, x: mx.array, segments: RowSegments, groups: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return mean and biased variance of groups of channels."""
+        mean, var = self.moments(x, segments)[:2]
+        if groups == x.shape[1]:
+            return mean, var
+        middle = group_means(mean, groups)
+        return middle, group_means(var + mx.square(mean - middle), groups)
+
     def normalize(
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> mx.array:
@@ -43,6 +54,15 @@ class CpuNorms:
         )
         dbias, dweight = (a.squeeze(0).astype(fit.dtype) for a in mx.split(sums, 2))
         return sums, terms, dweight, dbias
+
+    def group_terms(
+        self, fit: Fit, sums: mx.array, groups: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return terms of groups of channels, and gradients of weight and bias."""
+        weighted = sums if fit.weight is None else sums * fit.weight.astype(mx.float32)
+        terms = group_means(weighted, groups) / fit.segments.counts
+        dbias, dweight = sums if fit.is_apart else sums.sum(axis=1)
+        return terms, dweight.astype(fit.dtype), dbias.astype(fit.dtype)
 
     def gradient(
         self,

@@ -44,11 +44,6 @@ class CpuReductions(MlxReductions):
         """Return to each row the sum of the results that it won."""
         return extension.max_pool_backward(dy, rows, back)
 
-    def segment_sum(self, x: mx.array, rows: BatchRows) -> mx.array:
-        """Return the sums over batch elements, by blocks of their rows."""
-        blocks = extension.scatter_sum(x, rows.blocks, len(rows.block_batch))
-        return extension.scatter_sum(blocks, rows.block_batch, rows.size)
-
     def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, by blocks, and their rows."""
         best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))

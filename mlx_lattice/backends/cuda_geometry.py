@@ -12,6 +12,7 @@ from ..geometry.search import Search
 from ..kernel_spec import KernelSpec
 from . import (
     cuda_curves,
+    cuda_kept,
     cuda_levels,
     cuda_lookups,
     cuda_sort,
@@ -43,6 +44,7 @@ class CudaGeometry:
     tiles_together = staticmethod(cuda_together.tiles_together)
     keep_together = staticmethod(cuda_together.keep_together)
     curve_order = staticmethod(cuda_curves.curve_order)
+    start_kept = staticmethod(cuda_kept.start_kept)
     start_levels = staticmethod(cuda_levels.start_levels)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:

@@ -38,6 +38,8 @@ SIZES = {
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
+    "KeptPlaces": (("rows", "mask_shape[0]"),),
+    "KeptRows": (("rows", "places_shape[0]"),),
     "TransposeTable": _TABLE,
     "SortTable": (
         ("rows", "rows_shape[0]"),

@@ -154,5 +154,4 @@ class CudaReductions:
     scatter_max = staticmethod(_segments.scatter_max)
     max_pool_backward = staticmethod(max_pool_backward)
     row_products = staticmethod(row_products)
-    segment_sum = staticmethod(_segments.segment_sum)
     segment_max = staticmethod(_segments.segment_max)

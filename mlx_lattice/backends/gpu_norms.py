@@ -22,6 +22,8 @@ from .norm_interfaces import (
     FACES,
     GRADIENT,
     GRADIENTS,
+    GROUP_MOMENTS,
+    GROUP_TERMS,
     MOMENTS,
     PLACE,
     numbers,
@@ -32,6 +34,7 @@ FILES = {
     METAL: ("matrix_tiles", "channel_norms"),
     CUDA: (*CUDA_FILES, "channel_norms.cu"),
 }
+GROUP_FILES = {METAL: "group_statistics", CUDA: "group_statistics.cu"}
 THREADS = 256  # of a threadgroup that walks rows
 ACROSS = 32  # threads along the channels of a row, at most
 # Threadgroups that fill any GPU several times, and rows of one thread: so many at least
@@ -40,6 +43,7 @@ THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
 # Channels of a threadgroup that adds partial sums, and its threads for each. On CUDA
 # they are few: there are more blocks, with fewer lines a thread.
 COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
+OF_GROUPS = GROUP_MOMENTS, GROUP_TERMS
 
 
 @cache
@@ -49,23 +53,34 @@ def _kernel(
     face: Interface,
     floats: int,
     template: tuple[tuple[str, Value], ...],
+    step: str = "",
 ) -> GpuKernel:
-    """Return a kernel; ``floats`` of threadgroup memory on Metal."""
+    """Return a kernel.
+
+    Args:
+        floats: of threadgroup memory on Metal.
+        step: CUDA: C++ of the channels from a segment's weight and bias to the next
+            one's, where each has its own.
+    """
     metal = backend == METAL
-    combines = face.name == "Combine"
+    combines, files = face.name == "Combine", FILES[backend]
+    named = MOMENTS, COMBINE_SUMS
+    if face in OF_GROUPS:
+        files, named = (*files, GROUP_FILES[backend]), (*named, *OF_GROUPS)
     # As many as their registers allow without spills.
-    beside = 1 if combines else 2 if "gradient" in symbol else 3
+    beside = 1 if combines or face in OF_GROUPS else 2 if "gradient" in symbol else 3
     return GpuKernel(
         backend,
         symbol,
-        FILES[backend],
+        files,
         face,
         template,
         place=PLACE if metal else "",
         memory=str(floats) if metal and floats else "",
-        also=(COMBINE_SUMS if not combines else MOMENTS,),
+        also=tuple(other for other in named if other is not face),
         threads=prod(COMBINING[backend]) if combines else THREADS,
         blocks_per_multiprocessor=beside,
+        sizes=(("step", step),) if step and not metal else (),
     )
 
 
@@ -117,6 +132,7 @@ def _over_rows(
     segments: int,
     blocks: int | None,
     limit: int,
+    apart: bool,
 ) -> Launch:
     """Return what launches a kernel over blocks of rows.
 
@@ -129,6 +145,7 @@ def _over_rows(
         segments: lines of the statistics.
         blocks: pieces of segments, or None where blocks have equal shares of all rows.
         limit: features that a dispatch of Metal may read.
+        apart: whether each segment has a weight and a bias of its own.
     """
     face, dtype = FACES[symbol], template[0][1]
     if face is GRADIENT and given[face.inputs.index("residual")]:
@@ -141,7 +158,8 @@ def _over_rows(
         length = ceil_div(walk.rows, blocks)
     if backend == CUDA:
         template = template[0], ("EACH", walk.each), *template[1:]
-    kernel = _kernel(backend, symbol, face, 8 * THREADS if sums else 0, template)
+    floats, step = 8 * THREADS if sums else 0, "x_shape[1]" * apart
+    kernel = _kernel(backend, symbol, face, floats, template, step)
 
     def part(first: int, count: int) -> Launch:
         if sums:
@@ -152,6 +170,7 @@ def _over_rows(
             slots = [((rows, walk.channels), dtype)] * len(face.outputs)
         sizes = {"first": first, "rows": walk.rows, "channels": walk.channels}
         sizes |= {"block_rows": length, "segments": segments}
+        sizes["step"] = walk.channels * apart
         grid = count * walk.across, walk.tiles * walk.down
         return kernel.launcher(given, slots, grid, (walk.across, walk.down), **sizes)
 
@@ -178,18 +197,56 @@ def _combining(
     shape: tuple[int, int, int],
     template: tuple[tuple[str, Value], ...],
     segments: int,
+    apart: bool = False,
 ) -> Launch:
-    """Return what launches a kernel that adds lines of partial sums, in order."""
+    """Return what launches a kernel that adds lines of partial sums, in order.
+
+    Arguments are as of ``_over_rows``.
+    """
     face, (blocks, _, channels) = FACES[symbol], shape
     across, down = COMBINING[backend]
     line, kind = (segments, channels), template[0][1] if template else mx.float32
     slots = [(line, mx.float32)] * 4
     if face is COMBINE_SUMS:
         slots = [((2, *line), mx.float32)] * 2 + [(line, kind)] * 2
-    kernel = _kernel(backend, symbol, face, across * down, template)
+    step = "partials_shape[2]" * apart
+    kernel = _kernel(backend, symbol, face, across * down, template, step)
     grid = ceil_div(channels, across) * across, segments * down
     sizes = {"blocks": blocks, "channels": channels, "segments": segments}
+    sizes["step"] = channels * apart
     return kernel.launcher(given, slots, grid, (across, down), **sizes)
+
+
+@lru_cache(maxsize=1024)
+def _of_groups(
+    backend: str,
+    face: Interface,
+    given: tuple[bool, ...],
+    shape: tuple[int, int, int],
+    template: tuple[tuple[str, Value], ...],
+    segments: int,
+    groups: int,
+    apart: bool = False,
+) -> Launch:
+    """Return what launches a kernel that has a threadgroup a group and segment.
+
+    Arguments are as of ``_over_rows``; ``shape``: of the first input.
+    """
+    channels, terms = shape[2], face is GROUP_TERMS
+    line = segments, channels
+    sizes = {"channels": channels, "width": channels // groups}
+    slots = [(line, mx.float32)] * 2
+    if terms:
+        parameters = line if apart else (channels,), template[0][1]
+        slots = [((2, *line), mx.float32), parameters, parameters]
+        sizes |= {"segments": segments, "step": channels * apart}
+    else:
+        sizes["blocks"] = shape[0]
+    symbol = "combine_group_terms" if terms else "combine_group_moments"
+    step = "sums_shape[2]" * apart
+    kernel = _kernel(backend, symbol, face, THREADS, template, step)
+    grid = groups * THREADS, segments
+    return kernel.launcher(given, slots, grid, (THREADS, 1), **sizes)
 
 
 class GpuNorms:
@@ -211,15 +268,24 @@ class GpuNorms:
         lines: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
-        order, bounds, starts, blocks = self._cut(x, segments)
+        starts = None
         if lines is None:
-            inputs, kind = [x, order, bounds], (("T", x.dtype),)
-            (lines,) = self._rows("channel_moments", inputs, x, kind, None, blocks)
+            lines, starts = self._lines(x, segments)
         inputs = [lines, starts, *(running or (None, None))]
         inputs.append(numbers(0.0, momentum, 0.0))
         size = 1 if segments is None else segments.size
         made = self._combine("combine_moments", inputs, (), size)
         return tuple(made)
+
+    def group_moments(
+        self, x: mx.array, segments: RowSegments, groups: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return mean and biased variance of groups of channels."""
+        if groups == x.shape[1]:
+            return self.moments(x, segments)[:2]
+        lines, starts = self._lines(x, segments)
+        facts = GROUP_MOMENTS, (True, True), lines.shape, (), segments.size, groups
+        return tuple(_of_groups(self.backend, *facts)([lines, starts]))
 
     def normalize(
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
@@ -239,9 +305,19 @@ class GpuNorms:
             "channel_gradient_sums", inputs, x, _kinds(x, fit), fit, blocks
         )
         inputs, kind = [partials, starts, fit.weight], (("P", fit.dtype),)
-        size = fit.mean.shape[0]
-        made = self._combine("combine_gradient_sums", inputs, kind, size)
+        facts = fit.mean.shape[0], fit.is_apart
+        made = self._combine("combine_gradient_sums", inputs, kind, *facts)
         return tuple(made)
+
+    def group_terms(
+        self, fit: Fit, sums: mx.array, groups: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return terms of groups of channels, and gradients of weight and bias."""
+        inputs, kind = [sums, fit.weight, fit.segments.counts], (("P", fit.dtype),)
+        given = tuple([array is not None for array in inputs])
+        facts = sums.shape, kind, sums.shape[1], groups, fit.is_apart
+        launch = _of_groups(self.backend, GROUP_TERMS, given, *facts)
+        return tuple(launch([array for array in inputs if array is not None]))
 
     def gradient(
         self,
@@ -270,6 +346,13 @@ class GpuNorms:
         bounds, starts, blocks = segments.pieces(length)
         return segments.order, bounds, starts, blocks
 
+    def _lines(self, x: mx.array, segments: RowSegments | None):
+        """Return lines of moments, and the first of each segment."""
+        order, bounds, starts, blocks = self._cut(x, segments)
+        inputs, kind = [x, order, bounds], (("T", x.dtype),)
+        (lines,) = self._rows("channel_moments", inputs, x, kind, None, blocks)
+        return lines, starts
+
     def _rows(self, symbol, inputs, x, template, fit=None, blocks=None):
         given = tuple([array is not None for array in inputs])
         launch = _over_rows(
@@ -281,12 +364,14 @@ class GpuNorms:
             1 if fit is None else fit.mean.shape[0],
             blocks,
             dispatch_limit("elements") if self.backend == METAL else 0,
+            fit is not None and fit.is_apart,
         )
         return launch([array for array in inputs if array is not None])
 
-    def _combine(self, symbol, inputs, template, segments):
+    def _combine(self, symbol, inputs, template, segments, apart=False):
         given, shape = tuple([a is not None for a in inputs]), inputs[0].shape
-        launch = _combining(self.backend, symbol, given, shape, template, segments)
+        facts = shape, template, segments, apart
+        launch = _combining(self.backend, symbol, given, *facts)
         return launch([array for array in inputs if array is not None])
 
 
@@ -309,4 +394,6 @@ def _needed(fit: Fit, residual: mx.array | None) -> mx.array | None:
 
 
 def _of(fit: Fit) -> mx.array | None:
-    return None if fit.segments is None else fit.segments.of
+    if fit.segments is None or fit.segments.size == 1:
+        return None
+    return fit.segments.of

@@ -38,10 +38,6 @@ class Segments:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         return self._max(x, *_by_row(table, rows))
 
-    def segment_sum(self, x, rows):
-        """Return the sums over batch elements."""
-        return self.sum(x, mx.array(rows.starts, dtype=mx.int32), rows.order)
-
     def segment_max(self, x, rows):
         """Return the maxima over batch elements, and their rows."""
         return self._max(x, rows.order, mx.array(rows.starts, dtype=mx.int32))

@@ -84,11 +84,7 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
     """Return the unique rows, and of each given row its place among them."""
     n, width = coords.shape
     pieces = list(cuts(n, 3 * n * width, dispatch_limit("elements")))
-    # Unique rows up to the end of each piece.
-    bounds = [0, count]
-    if len(pieces) > 1:
-        lasts = mx.array([a + b - 1 for a, b in pieces])
-        bounds = [0, *sync.read(ends[lasts])[0]]
+    bounds = piece_bounds(pieces, ends, count)
     rows, inverse, kernel = [], None, _kernel("write_unique_rows", _UNIQUE, width)
     for (first, length), a, b in zip(pieces, bounds[:-1], bounds[1:], strict=True):
         listed, places = kernel(
@@ -102,6 +98,20 @@ def _write_unique(coords, order, starts, ends, count) -> tuple[mx.array, mx.arra
         rows.append(listed[: b - a])
         inverse = places if inverse is None else mx.maximum(inverse, places)
     return rows[0] if len(rows) == 1 else mx.concatenate(rows), inverse
+
+
+def piece_bounds(pieces: list[tuple[int, int]], ends: mx.array, count: int) -> list:
+    """Return how many rows there are up to each piece's start, and in all.
+
+    Args:
+        pieces: (first, length) of the places, one after another.
+        ends: (N,) rows up to each place, itself included. Read where several are.
+        count: in all.
+    """
+    if len(pieces) < 2:
+        return [0, count]
+    lasts = mx.array([first + length - 1 for first, length in pieces])
+    return [0, *sync.read(ends[lasts])[0]]
 
 
 def by_places(

@@ -40,10 +40,26 @@ def row_sum(x: mx.array, block: int = BLOCK) -> mx.array:
     return total
 
 
+def group_means(values: mx.array, groups: int) -> mx.array:
+    """Return for each channel the mean over its group, in MLX operations."""
+    channels = values.shape[-1]
+    if groups == channels:
+        return values
+    shape = *values.shape[:-1], groups, channels // groups
+    means = values.reshape(shape).mean(axis=-1, keepdims=True)
+    return mx.broadcast_to(means, shape).reshape(values.shape)
+
+
 def _slices(x: mx.array, rows: BatchRows) -> list[mx.array]:
     x = x if rows.order is None else x[rows.order]
     pairs = zip(rows.starts, rows.starts[1:], strict=False)
     return [x[start:end] for start, end in pairs]
+
+
+def segment_sum(x: mx.array, rows: BatchRows) -> mx.array:
+    """Return the (batch_size, C) sums over batch elements, a slice an element."""
+    sums = [row_sum(part) for part in _slices(x, rows)]
+    return mx.stack(sums) if sums else mx.zeros((0, x.shape[1]), dtype=x.dtype)
 
 
 class MlxReductions:
@@ -117,11 +133,6 @@ class MlxReductions:
         rows, wide = padded(x.astype(mx.float32)), y.astype(mx.float32)
         columns = [(rows[at] * wide).sum(axis=1) for at in table.T]
         return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
-
-    def segment_sum(self, x: mx.array, rows: BatchRows) -> mx.array:
-        """Return the sums over batch elements, a slice an element."""
-        sums = [row_sum(part) for part in _slices(x, rows)]
-        return mx.stack(sums) if sums else mx.zeros((0, x.shape[1]), dtype=x.dtype)
 
     def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, a slice an element, and their rows."""

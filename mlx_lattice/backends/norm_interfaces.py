@@ -11,6 +11,8 @@ from .gpu_kernel import Interface
 
 # What CUDA's kernels of them share.
 CUDA_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "norm_blocks.cuh"
+# From a segment's weight and bias to the next one's; 0 where all segments share them.
+STEP = "step", "0"
 
 
 def _face(
@@ -22,11 +24,16 @@ def _face(
 def _rows(segments: str) -> list[tuple[str, str]]:
     """Return the sizes of a kernel over rows; Metal's dispatches have some blocks."""
     sizes = [("first", "0"), ("rows", "x_shape[0]"), ("channels", "x_shape[1]")]
-    return [*sizes, ("block_rows", "0"), ("segments", segments)]
+    return [*sizes, ("block_rows", "0"), ("segments", segments), STEP]
+
+
+def _width(channels: str) -> tuple[str, str]:
+    """Return the channels of a group, of a kernel with a threadgroup for each."""
+    return "width", f"{channels} / gridDim.x"
 
 
 _LINES = [("blocks", "partials_shape[0]"), ("channels", "partials_shape[2]")]
-_LINES.append(("segments", "gridDim.y"))
+_LINES += [("segments", "gridDim.y"), STEP]
 _FIT = "mean var weight bias residual"
 MOMENTS = _face("ChannelNorm", "x order bounds", "partials", _rows("1"))
 COMBINE_MOMENTS = _face(
@@ -50,12 +57,32 @@ COMBINE_SUMS = _face(
 _BACK = f"dy x {_FIT} terms of norm_numbers"
 GRADIENT = _face("ChannelNorm", _BACK, "dx", _rows("var_shape[0]"))
 GRADIENTS = _face("ChannelNorm", _BACK, "dx dresidual", _rows("var_shape[0]"))
+# Of groups of channels, one threadgroup or block a group and segment.
+GROUP_MOMENTS = _face(
+    "GroupMoment",
+    "partials starts",
+    "mean var",
+    [*_LINES[:2], _width("partials_shape[2]")],
+)
+GROUP_TERMS = _face(
+    "GroupTerm",
+    "sums weight counts",
+    "terms dweight dbias",
+    [
+        ("channels", "sums_shape[2]"),
+        ("segments", "gridDim.y"),
+        _width("sums_shape[2]"),
+        STEP,
+    ],
+)
 FACES = {
     "channel_moments": MOMENTS,
     "combine_moments": COMBINE_MOMENTS,
     "normalize_channels": NORMALIZE,
     "channel_gradient_sums": GRADIENT_SUMS,
     "combine_gradient_sums": COMBINE_SUMS,
+    "combine_group_moments": GROUP_MOMENTS,
+    "combine_group_terms": GROUP_TERMS,
     "channel_gradient": GRADIENT,
 }
 

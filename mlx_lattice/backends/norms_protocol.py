@@ -30,6 +30,8 @@ class RowSegments:
     starts: tuple[int, ...]
     of: mx.array
     order: mx.array | None = None
+    # What was made for these segments, by what it depends on besides.
+    functions: dict = field(default_factory=dict, compare=False, repr=False)
     _cut: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
@@ -69,7 +71,8 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
 
     Attributes:
         mean, var: (S, C) of one floating dtype: float32 where they are of the rows.
-        weight, bias: (C,) of one floating dtype, or None.
+        weight, bias: (C,) of one floating dtype, or None; (S, C) of float32 where each
+            segment has its own.
         eps: added to the variance.
         act: what follows.
         segments: the rows of each line of the statistics, or None for all.
@@ -88,6 +91,12 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
         """The dtype of weight and bias."""
         one = self.bias if self.weight is None else self.weight
         return mx.float32 if one is None else one.dtype
+
+    @property
+    def is_apart(self) -> bool:
+        """Whether each segment has a weight and a bias of its own."""
+        one = self.bias if self.weight is None else self.weight
+        return one is not None and one.ndim == 2
 
 
 @runtime_checkable
@@ -165,6 +174,17 @@ class Norms(Protocol):
             Four (S, C) float32; zeros of an empty segment.
         """
 
+    def group_moments(
+        self, x: mx.array, segments: RowSegments, groups: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return (S, C) mean and biased variance over groups of neighbouring channels.
+
+        Args:
+            x: (N, C).
+            segments: rows of each line of the results.
+            groups: a divisor of C.
+        """
+
     def normalize(
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> mx.array:
@@ -184,6 +204,21 @@ class Norms(Protocol):
         Returns:
             (2, S, C) float32 sums; (2, S, C) float32 of their means over the rows,
             times the weight; (S, C) of g xhat and of g in the dtype of the weight.
+        """
+
+    def group_terms(
+        self, fit: Fit, sums: mx.array, groups: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return what ``gradient`` takes where groups of channels share statistics.
+
+        Args:
+            fit: by what was normalised, with segments.
+            sums: (2, S, C) that ``gradient_sums`` returned.
+            groups: a divisor of C.
+
+        Returns:
+            (2, S, C) float32 means over each group, times the weight; the gradients of
+            weight and bias, in their shape and dtype: (C,) where there are none.
         """
 
     def gradient(

@@ -85,8 +85,5 @@ class Reductions(Protocol):
     def row_products(self, x: mx.array, y: mx.array, table: mx.array) -> mx.array:
         """Return (M, K) float32 ``x[table[o, k]] . y[o]``, 0 without a row."""
 
-    def segment_sum(self, x: mx.array, rows: BatchRows) -> mx.array:
-        """Return the (batch_size, C) sums over the rows of each batch element."""
-
     def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the (batch_size, C) maxima of each element, and their int32 rows."""

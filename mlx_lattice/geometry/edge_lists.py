@@ -128,8 +128,8 @@ def coverage(edges: mx.array, n_in: int, n_out: int, volume: int) -> Coverage:
         edges.shape[0],
         _histogram(out_degree),
         _histogram(in_degree),
-        true_positions(in_degree == 0).astype(mx.int32),
-        true_positions(out_degree == 0).astype(mx.int32),
+        true_positions(in_degree == 0),
+        true_positions(out_degree == 0),
     )
 
 

@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 
 from .curves import Curve
+from .kept_rows import KeptRows
 from .keys import Bounds, Offsets
 from .output_rows import Rule
 from .rows import RowIndex, SearchedRows
@@ -38,6 +39,19 @@ class StartedLevels(Protocol):
         Returns:
             None where it was launched without knowing these, and for smaller ones.
         """
+
+
+class StartedRows(Protocol):
+    """Rows that a mask keeps, which were launched, and whose number is not read.
+
+    Attributes:
+        count: (1,) integer: that number.
+    """
+
+    count: mx.array
+
+    def kept(self, count: int) -> KeptRows:
+        """Return them, of the value of ``count``."""
 
 
 class LaunchedViews(Protocol):
@@ -162,6 +176,14 @@ class Geometry(Protocol):
             stride: lattice step.
             box: int32 bounds of the rows that are kept.
             is_cut: whether the rule makes rows outside the box.
+        """
+
+    def start_kept(self, mask: mx.array, coords: mx.array) -> StartedRows:
+        """Launch the rows of a set that a mask keeps.
+
+        Args:
+            mask: (N,) bool, N at least 1.
+            coords: (N, 1 + D) int32.
         """
 
     def start_levels(

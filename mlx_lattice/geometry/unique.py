@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from . import sync
+from .kept_rows import positions_of
 from .keys import INT32_LIMIT, bounds_of, row_keys
 from .scans import running_sums
 
@@ -19,21 +20,19 @@ class UniqueRows(NamedTuple):
 
 
 def true_positions(mask: mx.array) -> mx.array:
-    """Return the int64 positions where a flat mask is true. Reads one size."""
+    """Return the positions where a flat mask is true. Reads one size.
+
+    They are int32, or int64 of a mask that is longer than that holds.
+    """
+    kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
     if mask.size == 0:
-        return mx.zeros((0,), dtype=mx.int64)
+        return mx.zeros((0,), dtype=kind)
     # A mask may come from features; positions have no derivative.
     mask = mx.stop_gradient(mask)
-    ends = running_sums(mask.astype(mx.int64))
+    ends = running_sums(mask.astype(kind))
     # A sum, since MLX on CUDA reads a slice by moving the whole array to the CPU.
     count = sync.read(ends[-1] + 0)[0]
-    # MLX's GPU backends cannot scatter 64-bit integers.
-    kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
-    positions = mx.zeros((count + 1,), dtype=kind)
-    # False entries all write into an extra last slot.
-    slots = mx.where(mask, ends - 1, count)
-    positions[slots] = mx.arange(mask.size, dtype=kind)
-    return positions[:count].astype(mx.int64)
+    return positions_of(mask, ends, count)
 
 
 def first_of_equals(sorted_keys: mx.array) -> mx.array:
@@ -53,7 +52,7 @@ def unique_rows(coords: mx.array) -> UniqueRows:
     keys = row_keys(coords, bounds_of(coords))
     order = mx.argsort(keys)
     first = first_of_equals(keys[order])
-    starts = true_positions(first).astype(mx.int32)
+    starts = true_positions(first)
     inverse = mx.zeros((n,), dtype=mx.int32)
     inverse[order] = running_sums(first.astype(mx.int32)) - 1
     return UniqueRows(coords[order[starts]], inverse)

@@ -7,6 +7,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn
@@ -18,7 +19,7 @@ from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.norm import activation_of, residual_of
 from ..ops.norm_statistics import BatchStatistics
-from ..pending import Pending
+from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, features_of
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
@@ -78,7 +79,12 @@ class BatchNorm(mlx.nn.BatchNorm):
                 f"expected features of shape (N, {self.num_features}); got "
                 f"{tuple(feats.shape)}"
             )
+        alone = residual is None and activation is None and type(self) is BatchNorm
         with fusion.inside(self):
+            if alone and may_wait(x):
+                run = self._known(feats, lines) if self.is_by_rows else self._fixed()
+                if run is not None:
+                    return Pending.of_rows(x, feats, partial(run, feats))
             given = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, *given, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -86,30 +92,50 @@ class BatchNorm(mlx.nn.BatchNorm):
     def _normalized(
         self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
     ) -> mx.array:
-        layer, tracked = Layer("BatchNorm", self.eps, act), self.track_running_stats
+        layer = Layer("BatchNorm", self.eps, act)
         given = self.get("weight"), self.get("bias"), residual
         if not self.is_by_rows:
             mean, var = self.running_mean, self.running_var
             return channel_norms.fixed_norm(x, layer, mean, var, *given)
-        running = self._running() if tracked and self.training else None
-        statistics = BatchStatistics(running, self.momentum)
-        by = {"statistics": statistics, "lines": lines}
-        y, mean, var = channel_norms.batch_norm(x, layer, *given, **by)
-        if running is not None and x.shape[0] > 0:
-            # As an item: a module takes as long to set an attribute as a launch.
-            self["running_mean"] = mean
-            if x.shape[0] > 1:
-                self["running_var"] = var
+        by = {"statistics": self._statistics(), "lines": lines}
+        y, *moved = channel_norms.batch_norm(x, layer, *given, **by)
+        self._move(x, *moved)
         return y
 
-    def _fixed(self) -> Callable[[mx.array], mx.array]:
+    def _known(self, x: mx.array, lines: mx.array | None) -> Callable | None:
+        """Return the norm by the statistics of rows, which are taken now, or None."""
+        layer, now = Layer("BatchNorm", self.eps), (self._statistics(), lines)
+        found = channel_norms.known_norm(
+            x, layer, self.get("weight"), self.get("bias"), *now
+        )
+        if found is None:
+            return None
+        run, *moved = found
+        self._move(x, *moved)
+        return lambda _, residual, activation: run(residual, activation_of(activation))
+
+    def _statistics(self) -> BatchStatistics:
+        tracked = self.track_running_stats and self.training
+        return BatchStatistics(self._running() if tracked else None, self.momentum)
+
+    def _move(self, x: mx.array, mean: mx.array, var: mx.array) -> None:
+        """Set the running statistics to those that the rows of ``x`` moved."""
+        if not (self.track_running_stats and self.training) or x.shape[0] == 0:
+            return
+        # As an item: a module takes as long to set an attribute as a launch.
+        self["running_mean"] = mean
+        if x.shape[0] > 1:
+            self["running_var"] = var
+
+    def _fixed(self) -> Callable[..., mx.array]:
         """Return the norm with the statistics and parameters that it has now."""
         layer, find = Layer("BatchNorm", self.eps, NONE), self.get
         given = find("running_mean"), find("running_var"), find("weight"), find("bias")
 
-        def normalized(x: mx.array) -> mx.array:
+        def normalized(x: mx.array, residual=None, activation=None) -> mx.array:
+            now = layer._replace(act=activation_of(activation))
             with fusion.inside(self):
-                return channel_norms.fixed_norm(x, layer, *given, None)
+                return channel_norms.fixed_norm(x, now, *given, residual)
 
         return normalized
 

@@ -2,7 +2,7 @@
 
 Each is one ``Function``: three launches forward and three back for statistics of the
 rows, two forward where a convolution summed these, one each for those of few rows; one
-and up to three for fixed ones. Higher
+and up to three for fixed ones; one more back for groups of channels. Higher
 derivatives, forward mode, vmap and devices without kernels take the composed form: the
 same in MLX operations, which differentiate to any order. Kept for the backward pass are
 the inputs, as they are, and a mean and variance a channel.
@@ -10,45 +10,32 @@ the inputs, as they are, and a mean and variance a channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..activations import composed
-from ..backends import registry
-from ..backends.norms_protocol import (
-    NONE,
-    Activation,
-    BatchNorms,
-    Fit,
-    Norms,
-    RowSegments,
-)
+from ..backends.norms_protocol import Activation, BatchNorms, Norms
 from ..problem import FLOATS
 from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled, several
-from .fusion import observed, teller, untold
+from .norm_rules import (
+    Given,
+    Layer,
+    affine,
+    fit_of,
+    given_of,
+    kernels_of,
+    mapped,
+    no_gradient,
+    row_norm,
+)
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
 NOT_KEPT = BatchStatistics()
-Arrays = Sequence[mx.array | None]
-
-
-class Layer(NamedTuple):
-    """What a norm does besides its arrays.
-
-    Attributes:
-        name: as a trace has it.
-        eps: added to the variance.
-        act: what follows.
-    """
-
-    name: str
-    eps: float = 1e-5
-    act: Activation = NONE
+# A norm of a residual and an activation, whose statistics are known.
+Known = Callable[[mx.array | None, Activation], mx.array]
 
 
 def batch_norm(
@@ -75,15 +62,57 @@ def batch_norm(
         y, (N, C) in the dtype of x; (C,) float32 running mean and variance, moved, or
         without them values of no meaning. Gradients reach y alone.
     """
-    given, arrays = _given(x, layer, weight, bias, residual)
+    given, arrays = given_of(x, layer, weight, bias, residual)
     if given.kernels:
-        own = x, arrays, layer, given, statistics, None, lines
+        own = x, arrays, layer, given, statistics, lines
         y, _, _, mean, var = _by_rows(*own)
         return y, mean, var
     mean, var = statistics.composed(x)
     y = affine(x, mean, var, *given.spread(arrays), layer)
     mean, var = statistics.moved(x.shape[0], mean, var)
     return y, mx.stop_gradient(mean), mx.stop_gradient(var)
+
+
+def known_norm(
+    x: mx.array,
+    layer: Layer,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    statistics: BatchStatistics,
+    lines: mx.array | None,
+) -> tuple[Known, mx.array, mx.array] | None:
+    """Take the statistics of the rows now, to normalise by them later.
+
+    Args:
+        x, layer, weight, bias, statistics, lines: as of ``batch_norm``.
+
+    Returns:
+        What normalises, and (C,) running statistics, moved; None where one launch would
+        do all of it, or there are no kernels.
+    """
+    kernels = kernels_of(x)
+    if kernels is None or kernels.of_few(x) is not None:
+        return None
+    running, momentum = statistics
+    facts = kernels, momentum, running is not None
+    take = _statistics(
+        *facts, x.shape, x.dtype, lines if lines is None else lines.shape
+    )
+    summed = () if lines is None else (lines,)
+    # Their gradients are part of that of x, by what normalises.
+    of_rows = [mx.stop_gradient(a) for a in (x, *summed)]
+    mean, var, *moved = take(of_rows[0], *(running or ()), *of_rows[1:])
+
+    def normalized(residual: mx.array | None, act: Activation) -> mx.array:
+        now = layer._replace(act=act)
+        given, arrays = given_of(x, now, weight, bias, residual)
+        if given.is_told:
+            function = row_norm(now, given, NOT_KEPT, None, None, is_known=True)
+        else:
+            function = _known_norm(now, tuple(given.there), kernels, x.shape, x.dtype)
+        return function(x, *arrays, mean, var)
+
+    return normalized, *moved
 
 
 def group_norm(
@@ -103,10 +132,11 @@ def group_norm(
         weight, bias: (C,) or None.
         residual: (N, C), added before the activation, or None.
     """
-    given, arrays = _given(x, layer, weight, bias, residual)
+    given, arrays = given_of(x, layer, weight, bias, residual)
     if given.kernels:
-        return _by_rows(x, arrays, layer, given, statistics, statistics.segments)[0]
-    return affine(x, *statistics.composed(x), *given.spread(arrays), layer)
+        return _by_segments(x, layer, given, statistics)(x, *arrays)[0]
+    lines, spread = statistics.composed(x), statistics.spread
+    return affine(x, *lines, *given.spread(arrays), layer, spread)
 
 
 def fixed_norm(
@@ -122,7 +152,7 @@ def fixed_norm(
 
     Differentiable in all arrays; the others are those of ``batch_norm``.
     """
-    given, arrays = _given(x, layer, weight, bias, residual)
+    given, arrays = given_of(x, layer, weight, bias, residual)
     kernels = given.kernels
     if mean.dtype != var.dtype or mean.dtype not in FLOATS:
         mean, var = mean.astype(mx.float32), var.astype(mx.float32)
@@ -136,13 +166,13 @@ def fixed_norm(
 
     def forward(x, mean, var, *rest):
         weight, bias, residual = given.spread(rest)
-        fit = _fit(layer, mean, var, weight, bias)
+        fit = fit_of(layer, mean, var, weight, bias)
         return kernels.normalize(x, fit, residual)
 
     def back(dy, x, mean, var, *rest):
         dy, x = mx.contiguous(dy), mx.contiguous(x)  # two launches read them
         weight, bias, residual = given.spread(rest)
-        fit = _fit(layer, mean, var, weight, bias)
+        fit = fit_of(layer, mean, var, weight, bias)
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
         sums, _, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
         inverse = mx.rsqrt(var.astype(mx.float32) + layer.eps)
@@ -163,7 +193,7 @@ def fixed_norm(
     function = Function(forward)
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
-    function.vmap(lambda arrays, axes: (_mapped(composed, axes)(*arrays), 0))
+    function.vmap(lambda arrays, axes: (mapped(composed, axes)(*arrays), 0))
     return function(x, mean, var, *arrays)
 
 
@@ -172,7 +202,7 @@ def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
 
     Two launches; differentiable to any order. Zeros where N = 0.
     """
-    kernels = _kernels(x) if x.ndim == 2 else None
+    kernels = kernels_of(x) if x.ndim == 2 else None
     if kernels is None:
         return moments(x)
 
@@ -183,49 +213,35 @@ def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
     function = Function(forward)
     function.vjp(lambda x, by, _: mx.vjp(moments, [x], list(by))[1][0])
     function.jvp(lambda x, by: tuple(mx.jvp(moments, [x], [by])[1]))
-    function.vmap(lambda x, axis: (_mapped(moments, (axis,))(x), (0, 0)))
+    function.vmap(lambda x, axis: (mapped(moments, (axis,))(x), (0, 0)))
     return function(x)
 
 
-def affine(
-    x: mx.array,
-    mean: mx.array,
-    var: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    residual: mx.array | None,
-    layer: Layer,
-) -> mx.array:
-    """Return ``act((x - mean) / sqrt(var + eps) * weight + bias + residual)``.
-
-    The composed form: float32 inside, rounded to the dtype of x.
-    """
-    y = (x.astype(mx.float32) - mean) * mx.rsqrt(var.astype(mx.float32) + layer.eps)
-    y = y if weight is None else y * weight.astype(mx.float32)
-    y = y if bias is None else y + bias.astype(mx.float32)
-    y = y if residual is None else y + residual.astype(mx.float32)
-    return activated(y, layer.act).astype(x.dtype)
+def _by_segments(
+    x: mx.array, layer: Layer, given: Given, statistics: SegmentStatistics
+) -> Function:
+    """Return the norm of a layer; kept by the segments, which launches depend on."""
+    facts = statistics, statistics.segments, None
+    if given.is_told:
+        return row_norm(layer, given, *facts)
+    there, kept = tuple(given.there), statistics.segments.functions
+    key = layer, there, given.kernels, statistics.groups, x.shape, x.dtype
+    if key not in kept:
+        made = Given(there, given.kernels)
+        kept[key] = row_norm(layer, made, *facts, settled=situation)
+    return kept[key]
 
 
-def activated(v: mx.array, act: Activation) -> mx.array:
-    """Return a norm's activation, in MLX operations."""
-    if not v.size:  # of which MLX's compiled activations on CUDA divide by zero
-        return v
-    return composed(act)(v)
-
-
-def _by_rows(
-    x, optional, layer: Layer, given: _Given, statistics, segments, lines=None
-):
-    """Return y, (S, C) statistics of the rows, and (S * C,) moved ones."""
+def _by_rows(x, optional, layer: Layer, given: Given, statistics, lines=None):
+    """Return y, (1, C) statistics of the rows, and (C,) moved ones."""
     summed = () if lines is None else (lines,)
     if not isinstance(statistics, BatchStatistics):
-        function = _row_norm(layer, given, statistics, segments, None, bool(summed))
+        function = row_norm(layer, given, statistics, None, None, bool(summed))
         return function(x, *optional, *summed)
     running, momentum = statistics
     few = given.kernels.of_few(x)
     if given.is_told:
-        function = _row_norm(layer, given, statistics, None, few, bool(summed))
+        function = row_norm(layer, given, statistics, None, few, bool(summed))
     else:
         facts = layer, tuple(given.there), given.kernels, few, momentum
         shapes = x.shape, x.dtype, lines if lines is None else lines.shape
@@ -246,174 +262,57 @@ def _batch_norm(
     lines: tuple[int, int, int] | None,
 ) -> Function:
     """Return the norm of a layer of some shapes, which observers are not told of."""
-    given, is_summed = _Given(there, kernels), lines is not None
+    given, is_summed = Given(there, kernels), lines is not None
     statistics = BatchStatistics(() if is_running else None, momentum)
-    return _row_norm(layer, given, statistics, None, few, is_summed, situation)
+    return row_norm(layer, given, statistics, None, few, is_summed, situation)
 
 
-def _row_norm(
-    layer: Layer,
-    given: _Given,
-    statistics,
-    segments,
-    few,
-    is_summed: bool = False,
-    settled=None,
+@lru_cache(maxsize=1024)
+def _statistics(
+    kernels: Norms,
+    momentum: float,
+    is_running: bool,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    lines: tuple[int, int, int] | None,
 ) -> Function:
-    """Return a norm by statistics of the rows, with its transformations.
+    """Return (1, C) statistics of rows, and (C,) moved ones, which have no gradient.
 
-    Of x, those that there are of weight, bias and residual, running statistics, of
-    which ``statistics`` says here no more than whether there are any, and the lines of
-    ``Moments`` where it ``is_summed``.
+    Of x, running statistics if they are there, and lines of ``Moments``.
     """
-    kernels, last = given.kernels, 1 + sum(given.there)
-    launches = 3 if few is None else 1
-    size = 1 if segments is None else segments.size
-    end = -1 if is_summed else None  # of running statistics
-
-    def composed(x, *rest):
-        return affine(x, *statistics.composed(x), *given.spread(rest), layer)
+    end = None if lines is None else -1
 
     def forward(x, *rest):
-        x = mx.contiguous(x)  # several launches read it
-        weight, bias, residual = given.spread(rest)
-        now = statistics
-        running, lines = rest[last - 1 : end], rest[end:] if is_summed else ()
-        if running:
-            now = statistics._replace(running=running)
-        if few is not None:
-            facts = *now, layer.eps, layer.act
-            y, mean, var, *moved = few.normalize(x, weight, bias, residual, *facts)
-        else:
-            mean, var, *moved = now.run(kernels, x, *lines)
-            fit = _fit(layer, mean, var, weight, bias, segments)
-            y = kernels.normalize(x, fit, residual)
-        return y, mean, var, *(a.reshape(-1) for a in moved)
+        running, summed = rest[:end] if is_running else None, rest[end:] if end else ()
+        mean, var, *moved = kernels.moments(
+            mx.contiguous(x), None, running, momentum, *summed
+        )
+        return mean, var, *(a.reshape(-1) for a in moved)
 
-    def no_statistics(channels: int) -> list[mx.array]:
-        line, moved = mx.zeros((size, channels)), mx.zeros((size * channels,))
-        return [line, line, moved, moved]
+    def composed(x, *rest):
+        now = BatchStatistics(rest[:2] if is_running else None, momentum)
+        mean, var = now.composed(x)
+        return mean[None], var[None], *now.moved(x.shape[0], mean, var)
 
-    def back(dy, x, mean, var, *rest):
-        dy, x = mx.contiguous(dy), mx.contiguous(x)  # as above
-        weight, bias, residual = given.spread(rest)
-        fit = _fit(layer, mean, var, weight, bias, segments)
-        if few is not None:
-            dx, *others = few.gradient(dy, x, fit, residual)
-            return dx, *given.kept(*others)
-        sums, terms, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
-        terms = statistics.terms(fit, sums, terms)
-        dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
-        if segments is None:
-            # By reshape: an index is a launch.
-            dweight, dbias = dweight.reshape(-1), dbias.reshape(-1)
-        else:
-            dbias, dweight = sums.sum(axis=1).astype(fit.dtype)
-        return dx, *given.kept(dweight, dbias, dresidual)
-
-    gradient = differentiable(back, composed, 2, settled)
-
-    def vjp(primals, cotangents, outputs):
-        given.tell("backward", launches)
-        x, *rest = several(primals)
-        rest, others = rest[: last - 1], rest[last - 1 :]
-        found = gradient(cotangents[0], x, *outputs[1:3], *rest)
-        return *found, *[_zeros(a.shape) for a in others]
-
-    given.tell("forward", launches - (is_summed and few is None))
-    function = Function(forward, settled)
-    function.vjp(vjp)
-
-    @function.jvp
-    def jvp(at, by):
-        at, by = several(at)[:last], several(by)[:last]
-        (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        return moved, *no_statistics(moved.shape[1])
-
-    @function.vmap
-    def vmap(arrays, axes):
-        y = _mapped(composed, several(axes)[:last])(*several(arrays)[:last])
-        none = [mx.stack([a] * len(y)) for a in no_statistics(y.shape[-1])]
-        return (y, *none), (0,) * 5
-
+    function = Function(forward, situation)
+    shapes = (1, shape[1]), (1, shape[1]), (shape[1],), (shape[1],)
+    function.jvp(lambda *_: tuple(map(no_gradient, shapes)))
+    function.vmap(
+        lambda given, axes: (
+            mapped(composed, several(axes))(*several(given)),
+            (0,) * len(shapes),
+        )
+    )
     return function
 
 
-@lru_cache(maxsize=256)
-def _zeros(shape: tuple[int, ...]) -> mx.array:
-    """Return the gradient of statistics that are given, which nobody asks for."""
-    return mx.zeros(shape)
-
-
-def _given(x, layer: Layer, weight, bias, residual) -> tuple[_Given, list[mx.array]]:
-    """Return which there are of weight, bias and residual; those, as kernels take them.
-
-    Apart: rules hold the first, MLX the rules, until what they are of is computed.
-    """
-    if weight is not None and bias is not None and weight.dtype != bias.dtype:
-        weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
-    if residual is not None and residual.dtype != x.dtype:
-        residual = residual.astype(x.dtype)
-    optional = weight, bias, residual
-    arrays = [a for a in optional if a is not None]
-    given = _Given([a is not None for a in optional], _kernels(x, *arrays))
-    if observed():
-        given.observe(x, layer)
-    return given, arrays
-
-
-class _Given:
-    """Which of weight, bias and residual a norm has, and who runs it. Holds no array.
-
-    Attributes:
-        there: which there are.
-        kernels: of the device, or None where MLX operations run.
-        tell: tells of passes; of the forward one if these are MLX operations.
-        is_told: whether anybody listens.
-    """
-
-    __slots__ = "is_told", "kernels", "tell", "there"
-
-    def __init__(self, there: Sequence[bool], kernels: Norms | None):
-        self.there, self.kernels = there, kernels
-        self.tell, self.is_told = untold, False
-
-    def observe(self, x: mx.array, layer: Layer) -> None:
-        """Tell observers of now of the passes of a layer over ``x``."""
-
-        def parts() -> tuple[str, ...]:
-            added = "residual" if self.there[2] else ""
-            return tuple(filter(None, (layer.name, added, layer.act.name)))
-
-        self.tell, self.is_told = teller(parts, self.kernels is not None, x), True
-        if self.kernels is None:
-            self.tell("forward", None)
-
-    def spread(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
-        """Return arrays in their places, None where there is none."""
-        rest = iter(arrays)
-        return [next(rest) if there else None for there in self.there]
-
-    def kept(self, *values: mx.array) -> list[mx.array]:
-        """Return the values of those that there are."""
-        return [v for v, there in zip(values, self.there, strict=True) if there]
-
-
-def _kernels(*arrays: mx.array) -> Norms | None:
-    """Return the device's kernels, if they take these arrays."""
-    if not arrays[0].size or not all([a.dtype in FLOATS for a in arrays]):
-        return None
-    return registry.norms()
-
-
-def _fit(layer: Layer, mean, var, weight, bias, segments: RowSegments | None = None):
-    if mean.ndim == 1:
-        mean, var = mean.reshape(1, -1), var.reshape(1, -1)
-    return Fit(mean, var, weight, bias, layer.eps, layer.act, segments)
-
-
-# Derivatives
-
-
-def _mapped(composed: Callable, axes: Sequence[int | None]) -> Callable:
-    return mx.vmap(composed, in_axes=tuple(axes))
+@lru_cache(maxsize=1024)
+def _known_norm(
+    layer: Layer,
+    there: tuple[bool, ...],
+    kernels: Norms,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+) -> Function:
+    facts = layer, Given(there, kernels), NOT_KEPT, None, None
+    return row_norm(*facts, settled=situation, is_known=True)

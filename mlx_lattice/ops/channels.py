@@ -7,7 +7,6 @@ transpose, so derivatives of every order are again one of them.
 from __future__ import annotations
 
 from fractions import Fraction
-from functools import partial
 from math import prod
 from typing import NamedTuple
 from weakref import WeakKeyDictionary
@@ -15,14 +14,12 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from ..backends import registry
-from ..backends.mlx_reductions import padded
 from ..coordinate_set import CoordinateKey, CoordinateSet
 from ..geometry import lattice
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
-from ..problem import FLOATS
-from ..reductions import linear
+from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, expect_tensor
 from .relations import known_key
 
@@ -157,29 +154,6 @@ def forget_slots(coarse: CoordinateSet) -> None:
     _slots.pop(coarse, None)
 
 
-def move_rows(
-    x: mx.array, places: mx.array, back: mx.array, whole: bool = False
-) -> mx.array:
-    """Return the row of ``x`` at each place, or zeros where the place is -1.
-
-    Args:
-        x: (N, C).
-        places: (M,) integers, none twice but -1.
-        back: (N,) integers: the place at which each row of ``x`` appears, or -1.
-        whole: promise that no place is -1.
-    """
-
-    def forward(x):
-        known = x.dtype in FLOATS and places.dtype == mx.int32
-        if known and registry.serving() != registry.MLX:
-            return registry.reductions().gather_sum(x, places[:, None])
-        return x[places] if whole else padded(x)[places]
-
-    transpose = partial(move_rows, places=back, back=places)
-    itself = partial(move_rows, places=places, back=back, whole=whole)
-    return linear(forward, transpose, itself)(x)
-
-
 def _check(x: SparseTensor, factor: IntOrTuple, order: str) -> tuple[int, ...]:
     expect_tensor(x)
     if order not in ORDERS:
@@ -217,11 +191,9 @@ def _slots_of(
 
 
 def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
-    row = mx.full((count + 1,), -1, dtype=mx.int32)
-    # Rows without a slot all write into the extra last one.
-    row[mx.where(slot >= 0, slot, count)] = mx.arange(slot.size, dtype=mx.int32)
+    row = inverted(slot, count)
     slot = slot if count > INT32_LIMIT else slot.astype(mx.int32)
-    return Slots(slot, row[:count], whole)
+    return Slots(slot, row, whole)
 
 
 def _subdivide(

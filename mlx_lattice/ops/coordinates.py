@@ -9,13 +9,13 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..channel_joins import beside
-from ..coordinate_set import check_coords
+from ..coordinate_set import check_coords, settle
 from ..coordinates import CoordinateManager
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import reduce_segments
-from ..geometry.unique import true_positions
 from ..integer_tensor import IntegerTensor, cat_integers
 from ..kernel_spec import IntOrTuple, per_axis
+from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
 __all__ = [
@@ -81,16 +81,11 @@ def union(
         trusted=True,
     )
     n, places = rows.rows.shape[0], (rows.inverse[: len(x)], rows.inverse[len(x) :])
-    wide = [_placed(t, at, n) for t, at in zip((x, y), places, strict=True)]
+    wide = [
+        move_rows(t.feats, inverted(at, n), at)
+        for t, at in zip((x, y), places, strict=True)
+    ]
     return SparseTensor.of(x.manager, key, combine(*wide))
-
-
-def _placed(x: SparseTensor, rows: mx.array, n: int) -> mx.array:
-    """Return (n, C) features with those of ``x`` at ``rows`` and zeros elsewhere."""
-    source = mx.full((n,), len(x), dtype=mx.int32)
-    source[rows] = mx.arange(len(x), dtype=mx.int32)
-    zeros = mx.zeros((1, x.channels), dtype=x.dtype)
-    return mx.concatenate([x.feats, zeros])[source]
 
 
 def unique_sum(
@@ -149,9 +144,10 @@ def intersection(
     """Join two tensors on the rows that both have, in the order of ``x``."""
     expect_same_lattice(x, y)
     rows = lookup(y, x.coords)
-    kept = true_positions(rows >= 0)
-    part = _take(x, kept)
-    return part.replace(combine(part.feats, y.feats[rows[kept]]))
+    part, kept = _kept(x, rows >= 0)
+    at = rows[kept]
+    theirs = move_rows(y.feats, at, inverted(at, len(y)), whole=True)
+    return part.replace(combine(part.feats, theirs))
 
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
@@ -168,7 +164,7 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
             f"mask must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _take(x, true_positions(mask))
+    return _kept(x, mask)[0]
 
 
 def crop(
@@ -220,17 +216,30 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     return prune(x, kept)
 
 
-def _take(x: SparseTensor, rows: mx.array) -> SparseTensor:
+def _kept(x: SparseTensor, mask: mx.array) -> tuple[SparseTensor, mx.array]:
+    """Return the tensor of the rows where a mask is true, and which they are.
+
+    Reads their number, and with it what is not known of the whole set.
+    """
     held = x.manager[x.key]
-    held.index  # noqa: B018 (a subset is trusted only if the whole is right)
+    rows = back = mx.zeros((0,), dtype=mx.int32)
+    coords, feats = x.coords, x.feats
+    if len(x):
+        # A mask may come from features; which rows it keeps has no derivative.
+        started = registry.geometry().start_kept(mx.stop_gradient(mask), coords)
+        unsettled = [] if held.settled else [held]
+        ((count,),) = settle(unsettled, started.count)
+        rows, back, coords = started.kept(count)
+        feats = move_rows(feats, rows, back, whole=True)
     key = x.manager.insert(
-        x.coords[rows],
+        coords,
         x.stride,
         spatial_shape=held.spatial_shape,
         batch_size=held.batch_size,
         trusted=True,
+        box=held.box,  # some rows of a set that is right are right
     )
-    return SparseTensor.of(x.manager, key, x.feats[rows])
+    return SparseTensor.of(x.manager, key, feats), rows
 
 
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
@@ -262,7 +271,7 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included."""
     expect_tensor(x)
     return [
-        _first_batch(_take(x, true_positions(x.coords[:, 0] == element)))
+        _first_batch(prune(x, x.coords[:, 0] == element))
         for element in range(x.batch_size)
     ]
 

@@ -191,7 +191,7 @@ def _quads(x: SparseTensor, flags: mx.array) -> mx.array:
         for quad in columns
     ]
     at = true_positions((flags & mx.concatenate(whole, axis=1)).reshape(-1))
-    rows, axis = (at // 3)[:, None], at % 3
+    rows, axis = (at // 3).astype(mx.int64)[:, None], at % 3
     return mx.take(table.reshape(-1), rows * len(CELLS) + mx.array(columns)[axis])
 
 

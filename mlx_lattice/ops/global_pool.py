@@ -14,9 +14,11 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from ..backends import registry
-from ..backends.mlx_reductions import BLOCK
-from ..backends.norms_protocol import RowSegments
+from ..backends.mlx_reductions import BLOCK, segment_sum
+from ..backends.norms_protocol import NONE, Fit, RowSegments
+from ..channel_kernels import standard
 from ..coordinate_set import CoordinateSet
+from ..geometry import sync
 from ..reductions import greatest, linear
 from ..tensor import SparseTensor, expect_tensor
 
@@ -27,7 +29,7 @@ __all__ = ["global_avg_pool", "global_max_pool", "global_sum_pool"]
 class BatchRows:
     """The rows of each batch element: ``order[starts[b]:starts[b + 1]]``."""
 
-    batch: mx.array  # (N,) int32: the element of each row
+    batch: mx.array  # (N,) int32, contiguous: the element of each row
     starts: tuple[int, ...]  # (batch_size + 1,)
     order: mx.array | None  # (N,) int32, or None where the rows are contiguous
 
@@ -62,8 +64,8 @@ class BatchRows:
 
     @cached_property
     def segments(self) -> RowSegments:
-        """The same for norms. Of a view each launch would make a copy of ``batch``."""
-        return RowSegments(self.starts, mx.contiguous(self.batch), self.order)
+        """The same for norms."""
+        return RowSegments(self.starts, self.batch, self.order)
 
     @property
     def counts(self) -> mx.array:
@@ -82,7 +84,11 @@ def batch_rows(x: SparseTensor) -> BatchRows:
         held.index  # noqa: B018 (checks the batch column before it is used)
         is_one = held.batch_size == 1
         starts, order = ((0, len(held)), None) if is_one else _segmented(held)
-        _batch_rows[held] = BatchRows(held.coords[:, 0], starts, order)
+        # Each launch would copy a view of the coordinates.
+        batch = mx.contiguous(held.coords[:, 0])
+        if not is_one:  # of which nobody has to wait
+            sync.compute([batch])
+        _batch_rows[held] = BatchRows(batch, starts, order)
     return _batch_rows[held]
 
 
@@ -97,15 +103,27 @@ def _segmented(held: CoordinateSet) -> tuple[tuple[int, ...], mx.array | None]:
     ).tolist()
     if not scattered:
         return tuple(starts), None
-    keys = batch.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
+    kind = mx.int32 if held.batch_size * n < 2**31 else mx.int64
+    keys = batch.astype(kind) * n + mx.arange(n, dtype=kind)
     return tuple(starts), mx.argsort(keys).astype(mx.int32)
 
 
 def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
-    """Return the (batch_size, C) sums of float32 (N, C) over each batch element."""
+    """Return the (batch_size, C) sums of float32 (N, C) over each batch element.
+
+    By the kernels of norms, as ``batch_mean``.
+    """
     transpose, itself = partial(batch_spread, rows=rows), partial(batch_sum, rows=rows)
-    run = partial(registry.reductions().segment_sum, rows=rows)
-    return linear(run, transpose, itself)(x)
+    kernels = registry.norms() if x.size else None
+    if kernels is None:
+        return linear(partial(segment_sum, rows=rows), transpose, itself)(x)
+    mean, var, _ = standard(x.shape[1], lines=rows.size)
+    fit = Fit(mean, var, None, None, 0.0, NONE, rows.segments)
+
+    def forward(x: mx.array) -> mx.array:
+        return kernels.gradient_sums(x, x, fit)[3]
+
+    return linear(forward, transpose, itself)(x)
 
 
 def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:

@@ -20,8 +20,7 @@ from ..geometry import sync
 from ..geometry.scans import running_sums
 from ..geometry.segments import segment_counts
 from ..geometry.unique import first_of_equals, true_positions
-from ..reductions import sum_over
-from .channels import move_rows
+from ..reductions import move_rows, sum_over
 
 # Padding is at most an eighth of the useful pairs, or what is free.
 SHARE = 8
@@ -200,7 +199,7 @@ def of_groups(
     sizes = segment_counts(group, count)
     by_size = mx.argsort(sizes).astype(mx.int32)
     ordered = sizes[by_size]
-    at = true_positions(first_of_equals(ordered)).astype(mx.int32)
+    at = true_positions(first_of_equals(ordered))
     at, lengths = sync.read(at, ordered[at])
     numbers = [b - a for a, b in zip(at, [*at[1:], count], strict=True)]
     known = [pair for pair in zip(lengths, numbers, strict=True) if pair[0]]

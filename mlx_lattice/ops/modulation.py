@@ -6,10 +6,20 @@ are a norm without parameters, and then ``modulate``.
 
 from __future__ import annotations
 
+from functools import lru_cache, partial
+
 import mlx.core as mx
 
-from ..tensor import SparseTensor, features_of
-from .global_pool import batch_rows, batch_spread
+from ..backends.norms_protocol import Activation, Norms
+from ..channel_kernels import standard
+from ..pending import Pending, may_wait
+from ..routes.selection import situation
+from ..tensor import SparseTensor
+from ..transformations import Function, of_kernels
+from .batch_lines import apart, check_values
+from .global_pool import BatchRows, batch_rows, batch_spread
+from .norm import activation_of
+from .norm_rules import Given, Layer, affine, fit_of, given_of
 
 __all__ = ["gate", "modulate"]
 
@@ -18,6 +28,9 @@ Features = SparseTensor | mx.array
 
 def modulate(x: Features, shift: mx.array, scale: mx.array) -> Features:
     """Return ``x * (1 + scale) + shift`` with the values of each batch element.
+
+    Of a tensor it is one launch, with the sum and the activation that follow it; or
+    none of its own, behind a norm by channel.
 
     Args:
         x: a tensor, or an array (B, L, C) of sequences.
@@ -29,38 +42,115 @@ def modulate(x: Features, shift: mx.array, scale: mx.array) -> Features:
     Raises:
         ValueError: shapes do not fit.
     """
-    feats = features_of(x)
-    scale = _for_rows(1 + scale.astype(mx.float32), x)
-    y = feats * scale + _for_rows(shift, x)
-    return x.replace(y) if isinstance(x, SparseTensor) else y
+    check_values(x, shift, scale)
+    scale = 1 + scale.astype(mx.float32)
+    if isinstance(x, SparseTensor):
+        return _scaled(x, scale, shift)
+    return x * _of_sequences(scale, x) + _of_sequences(shift, x)
 
 
 def gate(x: Features, by: mx.array) -> Features:
     """Return ``x * by`` with the values of each batch element.
 
-    Arguments, result and errors are those of ``modulate``.
+    Arguments, launches, result and errors are those of ``modulate``.
     """
-    y = features_of(x) * _for_rows(by, x)
-    return x.replace(y) if isinstance(x, SparseTensor) else y
+    check_values(x, by)
+    return _scaled(x, by) if isinstance(x, SparseTensor) else x * _of_sequences(by, x)
 
 
-def _for_rows(values: mx.array, x: Features) -> mx.array:
-    """Return (B, C) values where they multiply x's features, in their dtype."""
-    feats = features_of(x)
-    sparse = isinstance(x, SparseTensor)
-    batches = x.batch_size if sparse else feats.shape[0]
-    one = (1, feats.shape[-1])
-    if feats.ndim != (2 if sparse else 3) or tuple(values.shape) not in (
-        one,
-        (batches, one[1]),
-    ):
-        raise ValueError(
-            f"each batch element has its values: expected ({batches}, {one[1]}) for "
-            f"features {tuple(feats.shape)}; got {tuple(values.shape)}"
-        )
-    if not sparse:
-        return values[:, None].astype(feats.dtype)
-    if values.shape[0] == 1:
-        return values.astype(feats.dtype)
-    spread = batch_spread(values.astype(mx.float32), batch_rows(x))
-    return spread.astype(feats.dtype)
+def _of_sequences(values: mx.array, x: mx.array) -> mx.array:
+    return values[:, None].astype(x.dtype)
+
+
+def _scaled(x: SparseTensor, weight: mx.array, bias: mx.array | None = None):
+    """Return ``x * weight + bias``, later if that can wait for what follows."""
+    lines = apart(weight, bias, x.batch_size)
+    rows = batch_rows(x) if lines[0].ndim > 1 else None
+    if type(x) is Pending:
+        made = x.scaled(*lines, lambda feats: _by_lines(feats, rows, *lines))
+        if made is not None:
+            return made
+    feats = x.feats
+    run = partial(_by_lines, feats, rows, *lines)
+    return Pending.of_rows(x, feats, run) if may_wait(x) else x.replace(run())
+
+
+def _by_lines(
+    x: mx.array,
+    rows: BatchRows | None,
+    weight: mx.array,
+    bias: mx.array | None,
+    residual: mx.array | None = None,
+    activation: str | Activation | None = None,
+) -> mx.array:
+    """Return ``act(x * weight + bias + residual)``, by the kernels of norms.
+
+    Args:
+        x: (N, C).
+        rows: of each line of weight and bias, (S, C); None where they are (C,).
+    """
+    name = "gate" if bias is None else "modulate"
+    layer = Layer(name, 0.0, activation_of(activation))
+    given, arrays = given_of(x, layer, weight, bias, residual)
+    if given.kernels is None:
+        return _composed(x, layer, rows, *given.spread(arrays))
+    key = layer, tuple(given.there), given.kernels, x.shape, x.dtype
+    if given.is_told:
+        function = _function(layer, given, rows, x.shape[1])
+    elif rows is None:
+        function = _of_one_line(*key)
+    else:
+        kept = rows.segments.functions
+        if key not in kept:
+            kept[key] = _untold(*key, rows)
+        function = kept[key]
+    return function(x, *arrays)
+
+
+def _untold(
+    layer: Layer,
+    there: tuple[bool, ...],
+    kernels: Norms,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    rows: BatchRows | None = None,
+) -> Function:
+    return _function(layer, Given(there, kernels), rows, shape[1])
+
+
+_of_one_line = lru_cache(maxsize=256)(_untold)
+
+
+def _function(
+    layer: Layer, given: Given, rows: BatchRows | None, channels: int
+) -> Function:
+    kernels, segments = given.kernels, None if rows is None else rows.segments
+    mean, var, _ = standard(channels, lines=1 if rows is None else rows.size)
+
+    def composed(x, *rest):
+        return _composed(x, layer, rows, *given.spread(rest))
+
+    def forward(x, *rest):
+        weight, bias, residual = given.spread(rest)
+        fit = fit_of(layer, mean, var, weight, bias, segments)
+        return kernels.normalize(x, fit, residual)
+
+    def back(dy, x, *rest):
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # two launches read them
+        weight, bias, residual = given.spread(rest)
+        fit = fit_of(layer, mean, var, weight, bias, segments)
+        dx, dresidual = kernels.gradient(dy, x, fit, residual)
+        *_, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
+        lines = [a.reshape(weight.shape) for a in (dweight, dbias)]
+        given.tell("backward", 3)
+        return dx, *given.kept(*lines, dresidual)
+
+    given.tell("forward", 1)
+    settled = None if given.is_told else situation
+    return of_kernels(forward, back, composed, 1 + sum(given.there), settled)
+
+
+def _composed(x, layer: Layer, rows: BatchRows | None, weight, bias, residual):
+    mean, var = mx.array(0.0), mx.array(1.0)
+    spread = None if rows is None else partial(batch_spread, rows=rows)
+    return affine(x, mean, var, weight, bias, residual, layer, spread)

@@ -11,10 +11,12 @@ from .. import devices
 from ..activations import NONE, Activation, named
 from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
+from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import of_kernels
 from . import activation as activations
 from . import channel_norms
+from .batch_lines import after, apart, check_values
 from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
 from .norm_statistics import SegmentStatistics
@@ -223,26 +225,40 @@ def group_norm(
     Args:
         x: tensor.
         groups: number of groups, a divisor of the channels.
-        weight, bias: (C,) scale and shift.
+        weight, bias: (C,) scale and shift; or (B, C), those of each batch element.
         eps: added to the variance.
-        residual, activation: what follows, as of ``batch_norm``.
+        residual, activation: what follows, as of ``batch_norm``. Where neither is
+            given, a sum, an activation or ``modulate`` that is called on the result,
+            before that is read, is part of the launch.
 
     Raises:
-        ValueError: ``groups`` does not divide the channels.
+        ValueError: ``groups`` does not divide the channels, or shapes do not fit.
     """
     expect_tensor(x)
     if groups < 1 or x.channels % groups:
         raise ValueError(
             f"groups must divide the {x.channels} channels; got {groups} groups"
         )
-    rows = batch_rows(x)
+    for line in (weight, bias):
+        if line is not None and tuple(line.shape) != (x.channels,):
+            check_values(x, line)
+    rows, feats = batch_rows(x), x.feats
     add, spread = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
     statistics = SegmentStatistics(rows.segments, groups, add, spread)
-    name = "InstanceNorm" if groups == x.channels else "GroupNorm"
-    layer = Layer(name, eps, activation_of(activation))
-    added = residual_of(x, residual)
-    y = channel_norms.group_norm(x.feats, layer, statistics, weight, bias, added)
-    return x.replace(y)
+    layer = Layer("InstanceNorm" if groups == x.channels else "GroupNorm", eps)
+
+    def normalized(weight, bias, residual=None, activation=None) -> mx.array:
+        now = layer._replace(act=activation_of(activation))
+        given = weight, bias, residual
+        return channel_norms.group_norm(feats, now, statistics, *given)
+
+    def scaled(by: mx.array, shift: mx.array | None) -> Callable:
+        return partial(normalized, *after(weight, bias, by, shift))
+
+    lines = apart(weight, bias, rows.size)
+    if residual is None and activation is None and may_wait(x):
+        return Pending.of_rows(x, feats, partial(normalized, *lines), scaled)
+    return x.replace(normalized(*lines, residual_of(x, residual), activation))
 
 
 def instance_norm(

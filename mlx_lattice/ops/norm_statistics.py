@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..backends.mlx_reductions import row_sum
+from ..backends.mlx_reductions import group_means, row_sum
 from ..backends.norms_protocol import Fit, Norms, RowSegments
 
 Sum = Callable[[mx.array], mx.array]
+Three = tuple[mx.array, mx.array, mx.array]
 Four = tuple[mx.array, mx.array, mx.array, mx.array]
 
 
@@ -38,6 +39,7 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
 
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
+    spread = None  # all rows have one line
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -66,15 +68,20 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
             old_var = (1 - by) * old_var + by * (var * (rows / (rows - 1)))
         return old_mean, old_var
 
-    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+    def terms(self, kernels: Norms, fit: Fit, found: Four) -> Three:
         """Return what the gradient of the statistics takes from that of each row.
 
         Args:
+            kernels: that found it.
             fit: what normalised.
-            sums: (2, S, C) sums of g and g xhat over the rows of each line.
-            terms: their means, times the weight.
+            found: what ``Norms.gradient_sums`` returned.
+
+        Returns:
+            (2, S, C) terms, as ``Norms.gradient`` takes them, and the gradients of
+            weight and bias, in their shape.
         """
-        return terms
+        _, terms, *parameters = found
+        return terms, *(a.reshape(-1) for a in parameters)  # an index is a launch
 
 
 @dataclass(frozen=True, eq=False)
@@ -93,36 +100,35 @@ class SegmentStatistics:
     sum: Sum
     spread: Sum
 
-    def _mixed(self, values: mx.array) -> mx.array:
-        """Return for each channel the mean over its group."""
-        channels = values.shape[-1]
-        if self.groups == channels:
-            return values
-        shape = *values.shape[:-1], self.groups, channels // self.groups
-        means = values.reshape(shape).mean(axis=-1, keepdims=True)
-        return mx.broadcast_to(means, shape).reshape(values.shape)
-
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (N, C) mean and variance of each row's segment, in MLX operations."""
         x = x.astype(mx.float32)
 
         def mean(values: mx.array) -> mx.array:
-            return self.spread(self._mixed(self.sum(values) / self.segments.counts))
+            means = self.sum(values) / self.segments.counts
+            return self.spread(group_means(means, self.groups))
 
         middle = mean(x)
         return middle, mean(mx.square(x - middle))
 
     def run(self, kernels: Norms, x: mx.array) -> Four:
         """Return (S, C) mean and variance, by kernels, and once more."""
-        mean, var, *_ = kernels.moments(x, self.segments)
-        if self.groups != x.shape[1]:
-            middle = self._mixed(mean)
-            mean, var = middle, self._mixed(var + mx.square(mean - middle))
-        return mean, var, mean, var
+        return kernels.group_moments(x, self.segments, self.groups) * 2
 
-    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+    def is_by_channel(self, channels: int, is_apart: bool) -> bool:
+        """Whether the sums of each segment and channel are all that a gradient takes.
+
+        Args:
+            channels: of the features.
+            is_apart: whether each segment has a weight and a bias.
+        """
+        alone = is_apart or self.segments.size == 1
+        return alone and self.groups == channels
+
+    def terms(self, kernels: Norms, fit: Fit, found: Four) -> Three:
         """Return what the gradient of the statistics takes from that of each row."""
-        if self.groups == sums.shape[-1]:
-            return terms
-        weighted = sums if fit.weight is None else sums * fit.weight.astype(mx.float32)
-        return self._mixed(weighted) / self.segments.counts
+        sums, terms, *parameters = found
+        if not self.is_by_channel(sums.shape[-1], fit.is_apart):
+            return kernels.group_terms(fit, sums, self.groups)
+        shape = sums.shape[1:] if fit.is_apart else (-1,)
+        return terms, *(a.reshape(shape) for a in parameters)

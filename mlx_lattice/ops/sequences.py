@@ -24,11 +24,11 @@ from ..devices import CPU
 from ..geometry import sync
 from ..geometry.scans import running_sums
 from ..problem import dtype_name
+from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from .attended import SDPA, teller
 from .blocked_attention import by_kernel
-from .channels import move_rows
 from .fused_attention import Call, attend, holds_no_scores, pieces
 from .fused_attention import told as fused
 from .global_pool import BatchRows, batch_rows
@@ -112,7 +112,7 @@ def to_sequences(x: SparseTensor) -> tuple[mx.array, mx.array]:
     if rows.order is None and min(sizes) == length:
         return x.feats.reshape(shape), lengths
     row = _slots(rows, range(rows.size), length)
-    return move_rows(x.feats, row, _places(row, len(x))).reshape(shape), lengths
+    return move_rows(x.feats, row, inverted(row, len(x))).reshape(shape), lengths
 
 
 def _by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.array:
@@ -289,7 +289,7 @@ def _grouped(rows: BatchRows, n: int) -> Elements:
         parts.append(_slots(rows, some, length))
         low = length
     row = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    groups = Groups(tuple(buckets), n, row, slot := _places(row, n), None, row, slot)
+    groups = Groups(tuple(buckets), n, row, slot := inverted(row, n), None, row, slot)
     sync.start((row, groups.slot), at_once=True)
     return Elements(groups, tuple(element))
 
@@ -303,10 +303,3 @@ def _slots(rows: BatchRows, some: Sequence[int], length: int) -> mx.array:
     if rows.order is not None:
         row = rows.order[mx.where(inside, row, 0)]
     return mx.where(inside, row, -1).flatten()
-
-
-def _places(row: mx.array, n: int) -> mx.array:
-    """Return the (n,) slot of each row."""
-    slot = mx.zeros((n + 1,), dtype=mx.int32)
-    slot[mx.where(row >= 0, row, n)] = mx.arange(row.size, dtype=mx.int32)
-    return slot[:n]

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..backends import registry
 from ..backends.norms_protocol import Fit, Norms
 from .exchanges import Exchanges
-from .norm_statistics import Four, moments
+from .norm_statistics import Four, Three, moments
 
 
 class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
@@ -31,6 +31,7 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
     exchanges: Exchanges
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
+    spread = None  # all rows have one line
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -56,14 +57,16 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
         """Return running statistics moved by those of all rows."""
         return self._moved(self.exchanges.add(_count(self.rows))[0], mean, var)
 
-    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+    def terms(self, kernels: Norms, fit: Fit, found: Four) -> Three:
         """Return the means of the sums of g and g xhat over all rows, times the weight.
 
-        Args:
-            fit: what normalised.
-            sums: (2, 1, C), of this process.
-            terms: their means here.
+        Arguments and results are as of ``BatchStatistics``; the gradients of weight and
+        bias are those of this process.
         """
+        sums, _, *parameters = found
+        return self._means(fit, sums), *(a.reshape(-1) for a in parameters)
+
+    def _means(self, fit: Fit, sums: mx.array) -> mx.array:
         every = self.exchanges.add(sums, _count(self.rows))
         if merging := registry.exchanges():
             return merging.mean_terms(every, fit.weight)

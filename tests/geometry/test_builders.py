@@ -237,6 +237,29 @@ def test_unique_rows(place, name, d):
 
 
 @places
+@pytest.mark.parametrize("share", (0.0, 0.4, 1.0))
+@pytest.mark.parametrize("d", DIMS)
+@pytest.mark.parametrize("n", (1, 7, 300))
+def test_kept_rows(place, n, d, share):
+    """Some rows, none, and all; of one tile and of more than one block."""
+    rng = np.random.default_rng(n)
+    coords = rng.integers(LEAST, MOST, (n, 1 + d), np.int32)
+    mask = rng.random(n) < share
+
+    def keep():
+        given = mx.array(mask), mx.array(coords)
+        started = GEOMETRY[place.name].start_kept(*given)
+        ((count,),) = sync.read(started.count)
+        return started.kept(count)
+
+    rows, places, kept = agreed(place, keep)
+    same(rows, np.flatnonzero(mask))
+    same(places, np.where(mask, mask.cumsum() - 1, -1))
+    same(kept, coords[mask])
+    assert {each.dtype for each in (rows, places, kept)} == {mx.int32}
+
+
+@places
 def test_rows_anywhere_in_int32(place):
     rng = np.random.default_rng(0)
     values = np.array([LEAST, LEAST + 1, -1, 0, 1, MOST - 1, MOST])

@@ -212,6 +212,10 @@ def test_errors_are_sentences():
         cpu.unique_rows(mx.zeros((3, 6), mx.int32))
     with pytest.raises(ValueError, match="stride must have 3 values"):
         cpu.neighbour_table(c, c, [(0, 0, 0)], (1, 1))
+    with pytest.raises(ValueError, match="mask must have one value a row"):
+        cpu.kept_rows(mx.zeros((2,), mx.bool_), c)
+    with pytest.raises(ValueError, match="mask must be bool"):
+        cpu.kept_rows(mx.zeros((3,)), c)
     with pytest.raises(ValueError, match="every offset must have 3 values"):
         cpu.neighbour_table(c, c, [(0, 0)], (1, 1, 1))
     with pytest.raises(ValueError, match="strides must be at least 1"):

@@ -10,7 +10,7 @@ from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
-from mlx_lattice import relations_ahead
+from mlx_lattice import ops, relations_ahead
 from mlx_lattice.backends import (
     cuda_levels,
     cuda_lookups,
@@ -19,6 +19,7 @@ from mlx_lattice.backends import (
     cuda_tables,
     cuda_together,
     cuda_views,
+    registry,
 )
 from mlx_lattice.backends.cuda_tiles_together import SETS, TilesTogether
 from mlx_lattice.geometry import sync
@@ -449,3 +450,38 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
         assert len(reads) == 1
     tiled = [name for name in emulator.launches if "relation_tiles" in name]
     assert any("Read" in name for name in tiled), "of a large kernel's table, counted"
+
+
+@pytest.mark.parametrize(
+    ("n", "share"), ((1, 0.0), (1, 1.0), (300, 0.0), (300, 1.0), (9000, 0.3))
+)
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_rows_that_a_mask_keeps(emulator, dims, n, share):
+    """In one tile and in several, in two launches."""
+    rng = np.random.default_rng(n)
+    rows = rng.integers(-(2**31), 2**31, (n, 1 + dims)).astype(np.int32)
+    mask = rng.random(n) < share
+    with emulating(emulator):
+        started = registry.geometry().start_kept(mx.array(mask), mx.array(rows))
+        kept = started.kept(started.count.item())
+        names = [name.split("_")[1:3] for name in emulator.launches]
+    assert names == [["kept", "places"], ["kept", "rows"]][: 1 + mask.any()]
+    np.testing.assert_array_equal(np.array(kept.rows), np.flatnonzero(mask))
+    places = np.where(mask, mask.cumsum() - 1, -1)
+    np.testing.assert_array_equal(np.array(kept.places), places)
+    np.testing.assert_array_equal(np.array(kept.coords), rows[mask])
+
+
+def test_a_pruned_set_is_read_once(emulator, reads):
+    """Its size, with the check of the set that it is of; what is made of it is read."""
+    rows = np.random.default_rng(0).permutation(cases.geometry("negative", 3, 200))
+    keep = np.arange(len(rows)) % 3 > 0
+    with emulating(emulator):
+        x = ml.SparseTensor(mx.array(rows.astype(np.int32)), mx.ones((len(rows), 2)))
+        y = ops.prune(x, mx.array(keep))
+        assert reads == [6], "the bounds, whether rows repeat, and the size"
+        table = y.manager.submanifold_kernel_relation(y.key).out_in
+        assert len(reads) == 1
+        cube = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
+        given = rows[keep], rows[keep], cube, (1, 1, 1), False
+        np.testing.assert_array_equal(np.array(table), table_of(*given))

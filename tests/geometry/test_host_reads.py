@@ -7,7 +7,7 @@ import pytest
 import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import backends, models
+from mlx_lattice import backends, models, ops
 from mlx_lattice.backends import first_use, registry
 from mlx_lattice.geometry import sync
 
@@ -166,6 +166,32 @@ class TestOneReadForEachSet:
         after = manager.submanifold_kernel_relation(made.keys[1])
         mx.eval(after.out_in)
         assert_reads(reads, before + 1)
+
+    @pytest.mark.parametrize("checked", (False, True))
+    def test_a_pruned_set(self, checked, reads):
+        """Its size alone, with the check of the set that it is of."""
+        x = ml.SparseTensor(coords(), mx.ones((len(coords()), 2)))
+        if checked:
+            x.manager.submanifold_kernel_relation(x.key)
+        before = len(reads)
+        keep = mx.arange(len(x)) % 3 == 0
+        for times in (1, 2):
+            x = ops.prune(x, keep[: len(x)])
+            assert_reads(reads, before + times)
+        made = x.manager.generative_relation(x.key)
+        mx.eval(x.manager.submanifold_kernel_relation(x.key).out_in, made.out_in)
+        assert_reads(reads, before + 3)
+        assert x.manager[x.key].settled
+
+    def test_rows_in_another_order(self, reads):
+        x = ml.SparseTensor(coords(), mx.ones((len(coords()), 2)))
+        like = x.manager.insert(coords()[::-1] + 0)
+        like = ml.SparseTensor.of(x.manager, like, x.feats)
+        ops.align(x, like)
+        before = len(reads)
+        assert reads[-1] == [(), ()], "how many are missing, and whether all are equal"
+        ops.align(x, like)
+        assert len(reads) == before
 
 
 @pytest.mark.usefixtures("builders")

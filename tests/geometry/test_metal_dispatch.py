@@ -67,6 +67,13 @@ def along(curve, bits=None):
     return geometry.curve_order(at, curves.curve_of(curve, keys.bounds_of(at), bits))
 
 
+def kept():
+    """Every third row, counted."""
+    given = rows()
+    started = geometry.start_kept(mx.arange(len(given)) % 3 == 1, given)
+    return started.kept(started.count.item())
+
+
 def features(n, dtype="float32"):
     return mx.array(cases.features(n, 6, 0)).astype(getattr(mx, dtype))
 
@@ -118,6 +125,7 @@ CALLS = {
         290,
     ),
     "unique_rows": (lambda: lambda: geometry.unique_rows(repeated()), "elements", 900),
+    "kept_rows": (lambda: kept, "elements", 900),
     "transpose_table": (
         lambda: lambda: geometry.transpose_table(table(), len(table())),
         "elements",

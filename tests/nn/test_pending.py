@@ -284,7 +284,8 @@ def test_gradients_and_running_statistics(name, training):
             found.append((step(), net.parameters()))
     pairs = zip(*(mlx.utils.tree_flatten(each) for each in found), strict=True)
     for (name, got), (_, wanted) in pairs:
-        most = 1e-4 * (1 + np.abs(exact(wanted)).max())
+        # Some are 0, but for what rounding leaves of sums over rows.
+        most = 1e-3 * (1 + np.abs(exact(wanted)).max())
         np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=name)
 
 

@@ -12,13 +12,13 @@ import reference as ref
 from conftest import mappable
 from contractions import exact, moved
 from metal_checks import bounded, checked
-from norm_checks import Given, array
+from norm_checks import GROUPS, Given, array, check_groups, segmented
 from places import HERE, MetalHost, agreed
 from reference_norms import ACTIVATIONS, Norm
 
 from mlx_lattice import backends, ops
 from mlx_lattice.activations import named
-from mlx_lattice.backends.norms_protocol import Fit, RowSegments
+from mlx_lattice.backends.norms_protocol import Fit
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms, fusion
 
@@ -110,19 +110,16 @@ def test_fixed_statistics(place, act):
 
 
 @places
+@pytest.mark.parametrize("groups, apart", GROUPS)
+def test_groups_and_parameters_of_segments(place, groups, apart):
+    check_groups(place, groups, apart)
+
+
+@places
 @dtypes
 @pytest.mark.parametrize("ordered", (True, False))
 def test_segments(place, ordered, dtype):
-    of = np.repeat([0, 2, 3, 5], [30, 1, 300, 9])  # 1 and 4 are empty
-    if not ordered:
-        of = np.random.default_rng(0).permutation(of)
-    order = np.argsort(of, kind="stable").astype(np.int32)
-    starts = np.searchsorted(of[order], np.arange(7))
-    segments = RowSegments(
-        tuple(starts.tolist()),
-        mx.array(of.astype(np.int32)),
-        None if ordered else mx.array(order),
-    )
+    of, segments = segmented(ordered)
     for channels in (3, 16):
         given = Given((len(of), channels), dtype, "silu", of=of)
         given.check(place, dtype, segments)

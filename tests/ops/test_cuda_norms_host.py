@@ -7,7 +7,7 @@ import pytest
 import reference as ref
 from contractions import exact
 from cuda_emulation import emulated
-from norm_checks import Given, array
+from norm_checks import GROUPS, Given, array, check_groups
 from places import Place
 from reference_norms import ACTIVATIONS
 
@@ -51,6 +51,11 @@ def test_as_many_rows_as_registers_hold(place, rows, dtype):
 @pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
 def test_activations(place, act, added):
     Given((70, 16), "float16", act, added, added).check(place, "float16")
+
+
+@pytest.mark.parametrize("groups, apart", GROUPS)
+def test_groups_and_parameters_of_segments(place, groups, apart):
+    check_groups(place, groups, apart)
 
 
 def test_segments_and_fixed_statistics(place):

@@ -142,7 +142,17 @@ def nodes(*arrays: mx.array) -> list:
 
 
 # What passes through some layers within a transformation, besides their kernels.
-PASSING = {"Broadcast", "Copy", "Contiguous", "Full", "Reshape", "Slice", "Transpose"}
+# Statistics of a norm that waits are no part of what transformations follow.
+PASSING = {
+    "Broadcast",
+    "Copy",
+    "Contiguous",
+    "Full",
+    "Reshape",
+    "Slice",
+    "StopGradient",
+}
+PASSING |= {"StopGradient", "Transpose"}
 
 
 @needs_extension

@@ -211,6 +211,7 @@ def geometry():
         unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
         with patch.object(cuda_unique, "bounds", lambda coords, box=box: box):
             made.unique_rows(coords)
+        made.start_kept(coords[:, 0] > 0, coords).kept(20)
         for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
             steps = unit[:1] if rule == Rule.CELL else unit
             made.made_rows(rule, coords, steps, (2,) * dims, box, False)
@@ -276,7 +277,6 @@ def reductions():
         made.scatter_max(dy, rows, 9)
         for order in (None, mx.arange(40, dtype=mx.int32)):
             batch = SimpleNamespace(starts=(0, 30, 40), order=order)
-            made.segment_sum(dy, batch)
             made.segment_max(dy, batch)
 
 
@@ -306,9 +306,19 @@ def norms():
                 few.gradient(x, x, fit, added)
             for residual in (None, x):
                 made.normalize(x, fit, residual)
-                terms = made.gradient_sums(x, x, fit, residual)[1]
+                sums, terms, *_ = made.gradient_sums(x, x, fit, residual)
                 for given in (None, terms):
                     made.gradient(x, x, fit, residual, given)
+            if held is not None:
+                made.group_moments(x, held, 1)
+                made.group_terms(fit, sums, 1)
+        apart = mx.zeros((2, channels))
+        for held in segments:
+            mean, var, *_ = made.moments(x, held)
+            fit = Fit(mean, var, apart, None, 1e-5, segments=held)
+            made.normalize(x, fit)
+            made.group_terms(fit, made.gradient_sums(x, x, fit)[0], 1)
+            made.gradient(x, x, fit)
 
 
 def row_norms():

@@ -31,7 +31,14 @@ from conftest import KINDS, assert_same, build, pair  # noqa: E402
 from contractions import Point, moved, work  # noqa: E402
 from epilogues import epilogue, oracle  # noqa: E402
 from head_checks import Given as Heads  # noqa: E402
-from norm_checks import Given, array, joined, moments  # noqa: E402
+from norm_checks import (  # noqa: E402
+    GROUPS,
+    Given,
+    array,
+    check_groups,
+    joined,
+    moments,
+)
 from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
@@ -84,6 +91,11 @@ def geometry() -> None:
         assert "30 and 900" in str(error), error
     else:
         raise AssertionError("a row that comes twice was not seen")
+    rows = cases.geometry("surface", 3, 9000).astype(np.int32)  # of several tiles
+    mask = np.arange(len(rows)) % 3 == 0
+    x = ml.SparseTensor(mx.array(rows), mx.ones((len(rows), 4)))
+    kept = ops.prune(x, mx.array(mask)).coords
+    np.testing.assert_array_equal(np.array(kept), rows[mask])
     together()
 
 
@@ -281,6 +293,8 @@ def norms() -> None:
             given.check(place, dtype, segments)
             given.x, given.dy = moved(given.x), moved(given.dy)
             given.check(place, dtype, ordered)
+    for groups, apart in GROUPS:
+        check_groups(place, groups, apart)
 
 
 def row_norms() -> None:

@@ -1,0 +1,48 @@
+"""Lines of values: one that all rows share, or one for each batch element."""
+
+from __future__ import annotations
+
+import mlx.core as mx
+
+from ..tensor import SparseTensor
+
+
+def check_values(x: SparseTensor | mx.array, *values: mx.array) -> None:
+    """Raise unless each batch element of ``x`` has its values, or all share them."""
+    sparse = isinstance(x, SparseTensor)
+    batches = x.batch_size if sparse else x.shape[0]
+    channels = x.shape[-1]
+    for given in values:
+        fits = tuple(given.shape) in ((1, channels), (batches, channels))
+        if len(x.shape) != (2 if sparse else 3) or not fits:
+            raise ValueError(
+                f"each batch element has its values: expected ({batches}, {channels}) "
+                f"for features {tuple(x.shape)}; got {tuple(given.shape)}"
+            )
+
+
+def apart(
+    weight: mx.array | None, bias: mx.array | None, size: int
+) -> list[mx.array | None]:
+    """Return lines for all rows, (C,), or both of them for each batch element."""
+    lines = [
+        a.reshape(-1) if a is not None and a.size == a.shape[-1] else a
+        for a in (weight, bias)
+    ]
+    if all(a is None or a.ndim == 1 for a in lines):
+        return lines
+    shape = size, lines[0 if lines[1] is None else 1].shape[-1]
+    return [a if a is None else mx.broadcast_to(a, shape) for a in lines]
+
+
+def after(
+    weight: mx.array | None,
+    bias: mx.array | None,
+    by: mx.array,
+    shift: mx.array | None,
+) -> tuple[mx.array, mx.array | None]:
+    """Return the weight and the bias of an affine map and of another one after it."""
+    bias = bias if bias is None else bias * by
+    if bias is not None and shift is not None:
+        shift = bias + shift
+    return by if weight is None else weight * by, bias if shift is None else shift

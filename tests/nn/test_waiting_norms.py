@@ -1,0 +1,220 @@
+"""Norms, and shifts, scales and gates by batch element, called by hand: what follows is
+part of their launch, in training too, and nobody can tell but by the launches.
+"""
+
+import cases
+import mlx.core as mx
+import mlx.utils
+import numpy as np
+import pytest
+from contractions import exact
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops, pending
+from mlx_lattice.ops import fusion
+
+C, B = 8, 3
+RELU = nn.ReLU()
+
+
+def tensor(rows=1400, batches=B, dtype="float32", seed=0):
+    """Rows of several elements, one of them empty; not in order."""
+    rng = np.random.default_rng(seed)
+    of = rng.choice([b for b in range(batches) if b != 1 or batches == 1], rows)
+    coords = np.stack([of, np.arange(rows), np.arange(rows) % 7, -of], axis=1)
+    feats = mx.array(cases.features(rows, C, seed) + 1).astype(getattr(mx, dtype))
+    coords = mx.array(coords.astype(np.int32))
+    return ml.SparseTensor(coords, feats, batch_size=batches)
+
+
+class Net(nn.Module):
+    """Layers that are called one after the other, in several ways."""
+
+    def __init__(self, batches=B):
+        super().__init__()
+        mx.random.seed(0)
+        self.batch, self.group = nn.BatchNorm(C), nn.GroupNorm(2, C)
+        self.plain = nn.GroupNorm(4, C, affine=False)
+        self.instance = nn.InstanceNorm(C, affine=True)
+        self.linear = nn.Linear(C, C)
+        self.scale, self.shift = mx.random.normal((2, batches, C))
+        for name in ("batch", "group", "instance"):
+            self[name].weight = mx.random.uniform(0.5, 2, (C,))
+            self[name].bias = mx.random.normal((C,))
+
+    def batch_norm(self, x):
+        return RELU(self.batch(self.linear(x)) + x)
+
+    def group_norm(self, x):
+        return ops.silu(x + self.group(x))
+
+    def instance_norm(self, x):
+        return ops.gelu(self.instance(x))
+
+    def modulated(self, x):
+        return ops.silu(ops.modulate(self.plain(x), self.shift, self.scale))
+
+    def modulated_twice(self, x):
+        x = ops.modulate(self.group(x), self.shift, self.scale)
+        return ops.modulate(x, self.scale, self.shift) + x
+
+    def gated_norm(self, x):
+        return ops.gate(self.instance(x), self.scale) + x
+
+    def gated(self, x):
+        return RELU(ops.gate(x, self.scale) + x)
+
+    def shifted(self, x):
+        return ops.modulate(x, self.shift, self.scale)
+
+
+# The norms that run, and what was fused into each.
+WAYS = {
+    "batch_norm": [("BatchNorm", "residual", "ReLU")],
+    "group_norm": [("GroupNorm", "residual", "SiLU")],
+    "instance_norm": [("InstanceNorm", "GELU")],
+    "modulated": [("GroupNorm", "SiLU")],
+    "modulated_twice": [("GroupNorm",), ("modulate", "residual")],
+    "gated_norm": [("InstanceNorm", "residual")],
+    "gated": [("gate", "residual", "ReLU")],
+    "shifted": [("modulate",)],
+}
+
+
+def told(call):
+    seen = []
+    with fusion.observe(seen.append):
+        result = call()
+    return result, [norm.parts for norm in seen if norm.pass_ == "forward"]
+
+
+@pytest.mark.parametrize("batches", (1, B))
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+@pytest.mark.parametrize("name", WAYS)
+def test_what_follows_is_part_of_it(name, dtype, batches):
+    net, x = Net(batches), tensor(dtype=dtype, batches=batches)
+    net.set_dtype(x.dtype)
+    y, parts = told(lambda: getattr(net, name)(x))
+    assert parts == WAYS[name] and y.dtype == x.dtype
+    with pending.apart():
+        wanted, parts = told(lambda: getattr(net, name)(x))
+    assert len(parts) >= len(WAYS[name])
+    most = 1e-5 if dtype == "float32" else 0.02
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), most, most)
+
+
+@pytest.mark.parametrize("training", (True, False))
+@pytest.mark.parametrize("batches", (1, B))
+@pytest.mark.parametrize("name", WAYS)
+def test_gradients_and_running_statistics(name, batches, training):
+    x, found = tensor(batches=batches), []
+    by = mx.array(cases.features(len(x), C, 9))
+
+    def step(net):
+        def loss(parameters, feats):
+            net.update(parameters)
+            return (getattr(net, name)(x.replace(feats)).feats * by).sum()
+
+        made = mx.value_and_grad(loss, argnums=(0, 1))
+        return made(net.trainable_parameters(), x.feats), net.parameters()
+
+    for is_apart in (False, True):
+        net = Net(batches).train(training)
+        if is_apart:
+            with pending.apart():
+                found.append(step(net))
+        else:
+            found.append(step(net))
+    pairs = zip(*(mlx.utils.tree_flatten(each) for each in found), strict=True)
+    for (at, got), (_, wanted) in pairs:
+        most = 1e-4 * (1 + np.abs(exact(wanted)).max())
+        np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=at)
+
+
+@pytest.mark.parametrize("batches", (1, B))
+def test_shifts_scales_and_gates(batches):
+    """Against float64, forward and back, in one launch and two more."""
+    x = tensor(batches=batches)
+    net, of = Net(batches), np.array(x.coords)[:, 0]
+    values, scale, shift = map(exact, (x.feats, net.scale, net.shift))
+    dy = cases.features(len(x), C, 9)
+
+    def run(feats, shift, scale):
+        y = ops.modulate(x.replace(feats), shift, scale)
+        return ops.gate(y, scale).feats
+
+    given = [x.feats, net.shift, net.scale]
+    (y,), (dx, dshift, dscale) = mx.vjp(run, given, [mx.array(dy.astype(np.float32))])
+    a, b = scale[of], shift[of]
+    v = values * (1 + a) + b
+
+    def summed(rows):
+        return np.stack([rows[of == e].sum(axis=0) for e in range(batches)])
+
+    for got, wanted in (
+        (y, v * a),
+        (dx, dy * a * (1 + a)),
+        (dshift, summed(dy * a)),
+        (dscale, summed(dy * (v + a * values))),
+    ):
+        most = 1e-5 * (1 + np.abs(wanted).max())
+        np.testing.assert_allclose(exact(got), wanted, 1e-4, most)
+
+
+@pytest.mark.parametrize("name", ("batch_norm", "modulated", "gated"))
+def test_what_was_read_before_is_not_computed_again(name):
+    net, x = Net(), tensor()
+    norms = {
+        "batch_norm": net.batch,
+        "modulated": lambda x: ops.modulate(net.plain(x), net.shift, net.scale),
+        "gated": lambda x: ops.gate(x, net.scale),
+    }
+
+    def call():
+        y = norms[name](x)
+        return y.feats, RELU(y)
+
+    (feats, y), parts = told(call)
+    assert len(parts) == 1 and "ReLU" not in parts[0]
+    np.testing.assert_array_equal(exact(y.feats), np.maximum(exact(feats), 0))
+
+
+def test_running_statistics_move_at_the_call():
+    net, x = nn.BatchNorm(C), tensor()
+    y = net(x)
+    values = exact(x.feats)
+    np.testing.assert_allclose(exact(net.running_mean), 0.1 * values.mean(axis=0), 1e-5)
+    wanted = 0.9 + 0.1 * values.var(axis=0, ddof=1)
+    np.testing.assert_allclose(exact(net.running_var), wanted, 1e-5)
+    np.testing.assert_allclose(exact(y.feats).mean(axis=0), 0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", WAYS)
+def test_second_derivatives_compiled_and_no_rows(name):
+    net, x = Net().eval(), tensor(90)
+
+    def total(feats):
+        return mx.square(getattr(net, name)(x.replace(feats)).feats).sum()
+
+    by = mx.array(cases.features(len(x), C, 5))
+    twice = mx.grad(lambda feats: (mx.grad(total)(feats) * by).sum())
+    with pending.apart():
+        wanted, plain = twice(x.feats), total(x.feats)
+    most = 1e-3 * (1 + np.abs(exact(wanted)).max())
+    np.testing.assert_allclose(exact(twice(x.feats)), exact(wanted), 1e-3, most)
+    for scale in (1, 1):
+        got = mx.compile(total)(x.feats * scale)
+        np.testing.assert_allclose(exact(got), exact(plain), 1e-4)
+    none = ml.SparseTensor(x.coords[:0], x.feats[:0], batch_size=B)
+    assert getattr(net, name)(none).feats.shape == (0, C)
+
+
+def test_lines_of_a_group_norm():
+    """A weight and a bias for each element, handed over at once."""
+    net, x = Net(), tensor()
+    y = ops.group_norm(x, 4, 1 + net.scale, net.shift, activation="silu")
+    np.testing.assert_allclose(
+        exact(y.feats), exact(net.modulated(x).feats), 1e-5, 1e-5
+    )
+    with pytest.raises(ValueError, match="each batch element has its values: expected"):
+        ops.group_norm(x, 4, mx.ones((B + 1, C)))
