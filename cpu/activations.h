@@ -1,4 +1,5 @@
-// Activations on vectors of floats: ReLU, SiLU, and GELU by the error function or by tanh. Included by inner_loops.cpp only.
+// Activations on vectors of floats: ReLU and LeakyReLU, ELU, SiLU, and GELU by the error function or by tanh. Included
+// by inner_loops.cpp and integer_loops.cpp only.
 #pragma once
 #include "inner_loops.h"
 #include "simd.h"
@@ -49,9 +50,11 @@ LATTICE_INLINE Vec sigmoid_of(Vec v) {
 // Of which GELU by tanh is v times the sigmoid.
 LATTICE_INLINE Vec gelu_argument(Vec v) { return v * 1.5957691f * (v * v * 0.044715f + 1.0f); }
 
-// The derivative of GELU or SiLU.
+// The derivative of GELU, SiLU or ELU of `alpha`.
 template <Activation ACTIVATION>
-LATTICE_INLINE Vec slope(Vec v) {
+LATTICE_INLINE Vec slope(Vec v, float alpha = 0.0f) {
+  if constexpr (ACTIVATION == Activation::elu)
+    return choose(v > 0.0f, splat(1.0f), exp_below_zero(choose(v > 0.0f, Vec{}, v)) * alpha);
   if constexpr (ACTIVATION == Activation::gelu) {
     Vec density = exp_below_zero(v * v * -0.5f) * 0.39894228f;
     return (error_function(v * 0.70710678f) + 1.0f) * 0.5f + v * density;
@@ -66,12 +69,35 @@ LATTICE_INLINE Vec slope(Vec v) {
 }
 
 template <Activation ACTIVATION>
-LATTICE_INLINE Vec activated(Vec v) {
+LATTICE_INLINE Vec activated(Vec v, float below = 0.0f) {
+  if constexpr (ACTIVATION == Activation::leaky_relu) return choose(v < 0.0f, v * below, v);
+  if constexpr (ACTIVATION == Activation::elu)
+    return choose(v > 0.0f, v, (exp_below_zero(choose(v > 0.0f, Vec{}, v)) - 1.0f) * below);
   if constexpr (ACTIVATION == Activation::relu) return choose(v <= 0.0f, Vec{}, v);
   if constexpr (ACTIVATION == Activation::gelu) return v * 0.5f * (error_function(v * 0.70710678f) + 1.0f);
   if constexpr (ACTIVATION == Activation::silu) return v * sigmoid_of(v);
   if constexpr (ACTIVATION == Activation::gelu_tanh) return v * sigmoid_of(gelu_argument(v));
   return v;
+}
+
+// An activation as a type.
+template <Activation KIND>
+struct Constant {
+  static constexpr Activation value = KIND;
+};
+
+// Calls run(Constant<kind>).
+template <typename RUN>
+LATTICE_INLINE void with_activation(Activation kind, RUN run) {
+  switch (kind) {
+    case Activation::none: return run(Constant<Activation::none>{});
+    case Activation::relu: return run(Constant<Activation::relu>{});
+    case Activation::gelu: return run(Constant<Activation::gelu>{});
+    case Activation::silu: return run(Constant<Activation::silu>{});
+    case Activation::gelu_tanh: return run(Constant<Activation::gelu_tanh>{});
+    case Activation::leaky_relu: return run(Constant<Activation::leaky_relu>{});
+    case Activation::elu: return run(Constant<Activation::elu>{});
+  }
 }
 
 }  // namespace

@@ -72,7 +72,7 @@ NB_MODULE(_cpu, m) {
   auto no_array = nb::none();
   m.def("int8_blocked", &int8_blocked, "x"_a, "w"_a, "table"_a.none(), "scale"_a, "shift"_a = no_array, "residual"_a = no_array,
         "residual_scale"_a = no_array, "out_inverse"_a = no_array, "row_scales"_a = no_array,
-        "multipliers"_a = no_array, kw, "groups"_a = 1, "activation"_a = "", "dtype"_a = mx::float32, stream);
+        "multipliers"_a = no_array, kw, "groups"_a = 1, "activation"_a = 0, "dtype"_a = mx::float32, stream);
   m.def("quantise", &quantise, "x"_a, "scale"_a, kw, stream);
   m.def("quantise_rows", &quantise_rows, "x"_a, kw, stream);
   m.def("blocked_gather_gemm_weight_grad", &blocked_gather_gemm_weight_grad, "x"_a, "dy"_a, "edges"_a, "volume"_a, kw,

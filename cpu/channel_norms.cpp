@@ -323,7 +323,7 @@ Fit fitted(const char* who, std::vector<array>& inputs, const array& x, const ar
   check_line(who, "mean", mean, x, 2);
   check_line(who, "var", var, x, 2);
   if (mean.shape() != var.shape()) fail(who, "mean and var must have one shape.");
-  if (act < 0 || act > int(NormAct::gelu_tanh)) fail(who, "act must be from 0 to 3.");
+  if (act < 0 || act > int(NormAct::elu)) fail(who, "act must be from 0 to 4.");
   bool apart = (weight && weight->ndim() == 2) || (bias && bias->ndim() == 2);
   for (auto [what, line] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
     if (!*line) continue;

@@ -12,6 +12,7 @@
 #include "contraction.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 
 #include "widen.h"
@@ -63,7 +64,7 @@ struct Contraction {
   bool quantized = false, transposed = false, has_bias = false;
   bool has_epilogue = false, has_scale = false, has_mean = false, has_var = false, has_residual = false;
   bool has_moments = false;
-  Activation activation = Activation::none;
+  Act act = {};
   float eps = 0.0f;
   int groups = 1, bits = 0, group_size = 0;
   int n_out = 0;  // of Form::edges, whose indices do not hold it
@@ -278,7 +279,7 @@ struct Contraction {
           float* sum = sums + r * ld + g * padded;
           int64_t skip = (r * out_width + g * c_out) * bytes_of(out_type);
           if (has_epilogue)
-            loops.finish(activation, scales.get() + column + g * padded, shifts.get() + column + g * padded, out_type,
+            loops.finish(act, scales.get() + column + g * padded, shifts.get() + column + g * padded, out_type,
                          added ? added + skip : nullptr, own, sum);
           if (!direct) loops.store(out_type, sum, own, to + skip);
         }
@@ -377,9 +378,9 @@ std::vector<array> finish(Contraction op, std::vector<array> inputs, const std::
   int64_t rows = op.shapes(inputs)[0][0];
   if (bias) inputs.push_back(*bias);
   if (epilogue) {
-    auto& [scale, mean, var, residual, activation, eps] = *epilogue;
+    auto& [scale, mean, var, residual, code, eps] = *epilogue;
     op.has_epilogue = true;
-    op.activation = activation_of(op.name, activation);
+    op.act = activation_of(op.name, code);
     op.eps = eps;
     op.has_scale = scale.has_value();
     op.has_mean = mean.has_value();
@@ -421,13 +422,12 @@ std::vector<array> of_floats(Contraction op, const array& x, const array& w, con
 
 }  // namespace
 
-Activation activation_of(const char* who, const std::string& name) {
-  if (name == "") return Activation::none;
-  if (name == "relu") return Activation::relu;
-  if (name == "gelu") return Activation::gelu;
-  if (name == "silu") return Activation::silu;
-  if (name == "gelu_tanh") return Activation::gelu_tanh;
-  fail(who, "the activation must be relu, gelu, silu, gelu_tanh or empty, but is " + name + ".");
+Act activation_of(const char* who, int code) {
+  if (code >= 0 && code <= int(Activation::gelu_tanh)) return {Activation(code)};
+  float slope = std::bit_cast<float>(code);
+  if (slope > 0.0f && slope <= 1.0f) return {Activation::leaky_relu, slope};
+  if (std::isfinite(slope) && slope < 0.0f) return {Activation::elu, -slope};
+  fail(who, "the activation must be a code of mlx_lattice/activations.py, but is " + std::to_string(code) + ".");
 }
 
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,

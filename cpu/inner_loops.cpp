@@ -117,7 +117,8 @@ void gather_multiply(Type t, const void* x, int64_t ldx, const int32_t* in, cons
 }
 
 template <Activation ACTIVATION>
-void finish_with(const float* scale, const float* shift, Type t, const void* residual, int64_t n, float* sums) {
+void finish_with(float below, const float* scale, const float* shift, Type t, const void* residual, int64_t n,
+                 float* sums) {
   with_type(t, [&](auto type) {
     using T = decltype(type);
     auto* r = static_cast<const typename T::Element*>(residual);
@@ -125,25 +126,20 @@ void finish_with(const float* scale, const float* shift, Type t, const void* res
     for (; i + lanes <= n; i += lanes) {
       Vec v = load(sums + i) * load(scale + i) + load(shift + i);
       if (r) v += T::vector(r + i);
-      store(sums + i, activated<ACTIVATION>(v));
+      store(sums + i, activated<ACTIVATION>(v, below));
     }
     if (i == n) return;
     Vec v{};
     for (int64_t j = i; j < n; ++j) v[j - i] = sums[j] * scale[j] + shift[j] + (r ? T::scalar(r + j) : 0.0f);
-    v = activated<ACTIVATION>(v);
+    v = activated<ACTIVATION>(v, below);
     for (int64_t j = i; j < n; ++j) sums[j] = v[j - i];
   });
 }
 
-void finish(Activation activation, const float* scale, const float* shift, Type t, const void* residual, int64_t n,
-            float* sums) {
-  switch (activation) {
-    case Activation::none: return finish_with<Activation::none>(scale, shift, t, residual, n, sums);
-    case Activation::relu: return finish_with<Activation::relu>(scale, shift, t, residual, n, sums);
-    case Activation::gelu: return finish_with<Activation::gelu>(scale, shift, t, residual, n, sums);
-    case Activation::silu: return finish_with<Activation::silu>(scale, shift, t, residual, n, sums);
-    case Activation::gelu_tanh: return finish_with<Activation::gelu_tanh>(scale, shift, t, residual, n, sums);
-  }
+void finish(Act act, const float* scale, const float* shift, Type t, const void* residual, int64_t n, float* sums) {
+  with_activation(act.kind, [&](auto kind) {
+    finish_with<decltype(kind)::value>(act.slope, scale, shift, t, residual, n, sums);
+  });
 }
 
 template <Activation ACTIVATION>

@@ -7,11 +7,17 @@
 namespace lattice {
 
 enum class Type : int { f32, f16, bf16 };
-enum class Activation : int { none, relu, gelu, silu, gelu_tanh };
+enum class Activation : int { none, relu, gelu, silu, gelu_tanh, leaky_relu, elu };
+// An activation, and its slope below zero or, of ELU, just below zero.
+struct Act {
+  Activation kind = Activation::none;
+  float slope = 0.0f;
+  bool operator==(const Act&) const = default;
+};
 inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
-// What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU, GELU by tanh.
-enum class NormAct : int { slope, gelu, silu, gelu_tanh };
+// What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU, GELU by tanh, ELU of the slope.
+enum class NormAct : int { slope, gelu, silu, gelu_tanh, elu };
 // What normalises the channels of one segment, and what its way back subtracts: (C,) each.
 struct NormLine {
   const float *mean, *rstd, *scale, *bias, *shift, *turn;
@@ -60,7 +66,7 @@ struct InnerLoops {
   void (*gather_multiply)(Type, const void* x, int64_t ldx, const int32_t* in, const int32_t* out, int64_t n,
                           const float* w, int64_t c, const float* start, float* y, int64_t ldy);
   // sums = activation(scale * sums + shift + residual), of n channels of a row; residual may be null.
-  void (*finish)(Activation, const float* scale, const float* shift, Type, const void* residual, int64_t n,
+  void (*finish)(Act, const float* scale, const float* shift, Type, const void* residual, int64_t n,
                  float* sums);
   // w += sum over e of x[in[e]] * dy[out[e]] elementwise.
   void (*gather_product)(Type, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,

@@ -24,7 +24,7 @@ struct IntegerContraction {
   int groups = 1;
   bool has_multipliers = false, has_table = false, has_shift = false, has_residual = false, has_residual_scale = false;
   bool has_out_inverse = false, has_row_scales = false;
-  Activation activation = Activation::none;
+  Act act = {};
   mx::Dtype dtype = mx::float32;  // of the result
   bool operator==(const IntegerContraction&) const = default;
 
@@ -120,7 +120,7 @@ struct IntegerContraction {
     auto number = [](const Tensor* a) { return a ? a->as<float>() : nullptr; };
     std::vector<IntegerFinish> finishes;
     for (int64_t g = 0; g < parts; ++g)
-      finishes.push_back({scales.get() + g * padded, shift ? shifts.get() + g * padded : nullptr, activation,
+      finishes.push_back({scales.get() + g * padded, shift ? shifts.get() + g * padded : nullptr, act,
                           type_of(y.dtype), residual ? type_of(residual->dtype) : Type::f32, number(residual_scale),
                           number(out_inverse)});
 
@@ -222,11 +222,11 @@ void check(const array& x, const array& w, const MaybeArray& table, const MaybeA
 array int8_blocked(const array& x, const array& w, const MaybeArray& table, const array& scale, const MaybeArray& shift,
                    const MaybeArray& residual, const MaybeArray& residual_scale, const MaybeArray& out_inverse,
                    const MaybeArray& row_scales, const MaybeArray& multipliers, int groups,
-                   const std::string& activation, mx::Dtype dtype, Stream s) {
+                   int activation, mx::Dtype dtype, Stream s) {
   check(x, w, table, multipliers, groups);
   IntegerContraction op{groups, multipliers.has_value(), table.has_value(), shift.has_value(), residual.has_value(),
                         residual_scale.has_value(), out_inverse.has_value(), row_scales.has_value()};
-  op.activation = activation_of(name_, activation);
+  op.act = activation_of(name_, activation);
   op.dtype = out_inverse ? mx::int8 : dtype;
   if (dtype != mx::float32 && dtype != mx::float16 && dtype != mx::bfloat16)
     fail(name_, "dtype must be float32, float16 or bfloat16; out_inverse asks for int8.");

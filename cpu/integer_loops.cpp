@@ -125,8 +125,8 @@ LATTICE_INLINE void round_to_int8(const float* v, int64_t n, float inverse, int8
 }
 
 template <Activation ACTIVATION>
-LATTICE_INLINE void activate(float* v, int64_t n) {
-  for (int64_t i = 0; i < n; i += lanes) store(v + i, activated<ACTIVATION>(load(v + i)));
+LATTICE_INLINE void activate(float* v, int64_t n, float below) {
+  for (int64_t i = 0; i < n; i += lanes) store(v + i, activated<ACTIVATION>(load(v + i), below));
 }
 
 void gather_multiply(const IntegerEdges& p, const char* w, int64_t c, void* sums, int64_t ld) {
@@ -169,13 +169,8 @@ void finish(const IntegerFinish& f, void* sums, bool are_floats, int32_t taken, 
       }
       for (int64_t i = 0; i < n; ++i) v[i] += added[i];
     }
-    switch (f.activation) {
-      case Activation::none: break;
-      case Activation::relu: activate<Activation::relu>(v, n); break;
-      case Activation::gelu: activate<Activation::gelu>(v, n); break;
-      case Activation::silu: activate<Activation::silu>(v, n); break;
-      case Activation::gelu_tanh: activate<Activation::gelu_tanh>(v, n); break;
-    }
+    if (f.act.kind != Activation::none)
+      with_activation(f.act.kind, [&](auto kind) { activate<decltype(kind)::value>(v, n, f.act.slope); });
     if (f.out_inverse)
       round_to_int8(v, n, *f.out_inverse, static_cast<int8_t*>(y) + c0);
     else

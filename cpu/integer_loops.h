@@ -23,7 +23,7 @@ struct IntegerEdges {
 // rounding to `out` or, where out_inverse is given, to clip(rint(v * out_inverse), -127, 127).
 struct IntegerFinish {
   const float *scale, *shift;  // (padded c_out); shift may be null
-  Activation activation;
+  Act act;
   Type out, residual;
   const float *residual_scale, *out_inverse;  // one number each, or null; a residual with a scale is int8
 };

@@ -6,6 +6,7 @@
 #pragma once
 #include <math.h>
 
+#include "activations.h"
 #include "inner_loops.h"
 #include "simd.h"
 
@@ -19,6 +20,7 @@ LATTICE_INLINE float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
 // Of which GELU by tanh is v times the sigmoid.
 LATTICE_INLINE float gelu_argument(float v) { return 1.5957691f * v * (1.0f + 0.044715f * v * v); }
 
+// v has room for whole vectors.
 LATTICE_INLINE void activate(float* v, int64_t n, int act, float slope) {
   if (act == int(NormAct::gelu)) {
     for (int64_t i = 0; i < n; ++i) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f));
@@ -26,6 +28,9 @@ LATTICE_INLINE void activate(float* v, int64_t n, int act, float slope) {
     for (int64_t i = 0; i < n; ++i) v[i] *= sigmoid(v[i]);
   } else if (act == int(NormAct::gelu_tanh)) {
     for (int64_t i = 0; i < n; ++i) v[i] *= sigmoid(gelu_argument(v[i]));
+  } else if (act == int(NormAct::elu)) {
+    for (int64_t i = n; i % lanes; ++i) v[i] = 0.0f;
+    for (int64_t i = 0; i < n; i += lanes) store(v + i, activated<Activation::elu>(load(v + i), slope));
   } else if (slope == 0.0f) {
     for (int64_t i = 0; i < n; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];  // a NaN stays
   } else if (slope != 1.0f) {
@@ -33,8 +38,8 @@ LATTICE_INLINE void activate(float* v, int64_t n, int act, float slope) {
   }
 }
 
-// g *= the derivative at v.
-LATTICE_INLINE void activation_gradient(const float* v, float* g, int64_t n, int act, float slope) {
+// g *= the derivative at v; both have room for whole vectors.
+LATTICE_INLINE void activation_gradient(float* v, float* g, int64_t n, int act, float slope) {
   if (act == int(NormAct::gelu)) {
     for (int64_t i = 0; i < n; ++i) {
       float density = 0.39894228f * expf(-0.5f * v[i] * v[i]);
@@ -51,6 +56,10 @@ LATTICE_INLINE void activation_gradient(const float* v, float* g, int64_t n, int
       // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
       g[i] *= turn == 0.0f ? s : s + v[i] * turn * 1.5957691f * (1.0f + 0.134145f * v[i] * v[i]);
     }
+  } else if (act == int(NormAct::elu)) {
+    for (int64_t i = n; i % lanes; ++i) v[i] = g[i] = 0.0f;
+    for (int64_t i = 0; i < n; i += lanes)
+      store(g + i, load(g + i) * lattice::LATTICE_ISA::slope<Activation::elu>(load(v + i), slope));
   } else if (slope == 0.0f) {
     for (int64_t i = 0; i < n; ++i) g[i] = v[i] > 0.0f ? g[i] : 0.0f;
   } else if (slope != 1.0f) {

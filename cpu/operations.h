@@ -15,9 +15,9 @@ using Rows = std::vector<std::vector<int>>;
 using Stream = mx::StreamOrDevice;
 using MaybeArray = std::optional<array>;
 
-// What follows the sums of a contraction: scale, mean and variance of each channel, rows to add, an activation, and
-// what is added to the variance. The bias is its shift.
-using Epilogue = std::optional<std::tuple<MaybeArray, MaybeArray, MaybeArray, MaybeArray, std::string, float>>;
+// What follows the sums of a contraction: scale, mean and variance of each channel, rows to add, the code of an
+// activation, and what is added to the variance. The bias is its shift.
+using Epilogue = std::optional<std::tuple<MaybeArray, MaybeArray, MaybeArray, MaybeArray, int, float>>;
 
 inline Type type_of(mx::Dtype d) { return d == mx::float32 ? Type::f32 : d == mx::float16 ? Type::f16 : Type::bf16; }
 
@@ -56,7 +56,7 @@ array quantized_traversal(const array& x, const array& words, const array& scale
 array int8_blocked(const array& x, const array& w, const MaybeArray& table, const array& scale, const MaybeArray& shift,
                    const MaybeArray& residual, const MaybeArray& residual_scale, const MaybeArray& out_inverse,
                    const MaybeArray& row_scales, const MaybeArray& multipliers, int groups,
-                   const std::string& activation, mx::Dtype dtype, Stream s);
+                   int activation, mx::Dtype dtype, Stream s);
 
 // quantise.cpp: int8 of (N, C) floats by one scale (1,), or by that of each row, which comes too
 array quantise(const array& x, const array& scale, Stream s);

@@ -13,8 +13,8 @@
 namespace lattice {
 
 // Activations of norms and epilogues: by slope below zero (1 is none, 0 is ReLU), GELU by
-// erf, SiLU, GELU by tanh.
-enum Activation { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH };
+// erf, SiLU, GELU by tanh, ELU of that slope just below zero.
+enum Activation { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH, ACT_ELU };
 
 // Of which GELU by tanh is v times the sigmoid.
 __device__ __forceinline__ float gelu_argument(float v) {
@@ -27,7 +27,18 @@ __device__ __forceinline__ float activated(float v, float slope) {
   if constexpr (ACT == ACT_SILU) return v / (1.0f + expf(-v));
   if constexpr (ACT == ACT_GELU_TANH) return v / (1.0f + expf(-gelu_argument(v)));
   if (!(v < 0.0f)) return v;  // a NaN stays
+  if constexpr (ACT == ACT_ELU) return slope * expm1f(v);
   return slope == 0.0f ? 0.0f : slope * v;
+}
+
+// The activation of a code of mlx_lattice/activations.py: none, kinds from 1 on, or the
+// bits of a LeakyReLU's slope, or of minus an ELU's alpha.
+template <int CODE>
+__device__ __forceinline__ float activated_by_code(float v) {
+  if constexpr (CODE < 0) return activated<ACT_ELU>(v, -__int_as_float(CODE));
+  if constexpr (CODE > ACT_ELU) return activated<ACT_SLOPE>(v, __int_as_float(CODE));
+  if constexpr (CODE > 0 && CODE <= ACT_ELU) return activated<CODE - 1>(v, 0.0f);
+  return v;
 }
 
 // A bias, or null, and nothing else.
@@ -52,8 +63,8 @@ struct Moments : Bias<T> {
   float* lines;
 };
 
-// ACTIVATION: numbered as ACTIVATIONS in mlx_lattice/epilogue.py: none, and then as above.
-// EPS: the bits of what is added to the variance; S: the dtype of the statistics.
+// ACTIVATION: the code of one; EPS: the bits of what is added to the variance; S: the dtype
+// of the statistics.
 template <typename T, int ACTIVATION, typename P, int EPS, typename S>
 struct Epilogue {
   static constexpr bool FINISHES = true;
@@ -64,8 +75,7 @@ struct Epilogue {
   const T* residual;
 
   __device__ __forceinline__ static float activate(float v) {
-    if constexpr (ACTIVATION > 0) return activated<ACTIVATION - 1>(v, 0.0f);
-    return v;
+    return activated_by_code<ACTIVATION>(v);
   }
 
   // a and b of EACH channels from `channel` on.

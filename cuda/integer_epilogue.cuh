@@ -11,7 +11,7 @@
 
 namespace lattice {
 
-// ACTIVATION: numbered as in Epilogue; SHIFTED, ADDED: whether there are a shift and a
+// ACTIVATION: the code of one; SHIFTED, ADDED: whether there are a shift and a
 // residual, of dtype R.
 template <int ACTIVATION, bool SHIFTED, bool ADDED, typename R>
 struct IntegerEpilogue {
@@ -26,8 +26,7 @@ struct IntegerEpilogue {
 
   __device__ __forceinline__ static float activate(float v) {
     if constexpr (ACTIVATION == 1) return v <= 0.0f ? 0.0f : v;  // a NaN stays
-    else if constexpr (ACTIVATION > 1) return activated<ACTIVATION - 1>(v, 0.0f);
-    else return v;
+    else return activated_by_code<ACTIVATION>(v);
   }
 
   // Scales and shifts of EACH channels from `channel` on; see keep_channels.

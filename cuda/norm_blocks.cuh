@@ -17,7 +17,7 @@ struct RowChannels {
   int segment = 0;
 };
 
-// The slope of an activation; `slope`: a leaky ReLU's below 0.
+// The slope of an activation; `slope`: a leaky ReLU's below 0, an ELU's just below it.
 template <int ACT>
 __device__ __forceinline__ float activation_slope(float v, float slope) {
   if constexpr (ACT == ACT_GELU) {
@@ -34,6 +34,7 @@ __device__ __forceinline__ float activation_slope(float v, float slope) {
     const float turn = s * (1.0f - s);
     return turn == 0.0f ? s : s + v * turn * 1.5957691f * (1.0f + 0.134145f * v * v);
   }
+  if constexpr (ACT == ACT_ELU) return v > 0.0f ? 1.0f : slope * expf(v);
   return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
 }
 

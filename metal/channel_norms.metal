@@ -16,8 +16,8 @@
 // Floats that kernels are told, in this order.
 enum NormNumber { NORM_EPS, NORM_MOMENTUM, NORM_SLOPE };
 // Activations: by slope below zero (1 is none, 0 is ReLU), GELU by erf, SiLU, GELU by
-// tanh.
-enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH };
+// tanh, ELU of that slope just below zero.
+enum NormAct { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH, ACT_ELU };
 constant constexpr int NORM_THREADS = 256;  // of a threadgroup, at most
 
 // Within 1.5e-7 (Abramowitz and Stegun, 7.1.26): Metal has none.
@@ -41,6 +41,7 @@ METAL_FUNC float activated(float v, float slope) {
   if (ACT == ACT_SILU) return v / (1.0f + exp(-v));
   if (ACT == ACT_GELU_TANH) return v / (1.0f + exp(-gelu_argument(v)));
   if (!(v < 0.0f)) return v;
+  if (ACT == ACT_ELU) return slope * (exp(v) - 1.0f);
   return slope == 0.0f ? 0.0f : slope * v;
 }
 
@@ -60,6 +61,7 @@ METAL_FUNC float activation_slope(float v, float slope) {
     const float turn = s * (1.0f - s);
     return turn == 0.0f ? s : s + v * turn * 1.5957691f * (1.0f + 0.134145f * v * v);
   }
+  if (ACT == ACT_ELU) return v > 0.0f ? 1.0f : slope * exp(v);
   return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
 }
 

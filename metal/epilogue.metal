@@ -6,8 +6,8 @@
 // stored, so that nothing is computed, or kept, of it before. Traffic: the residual once;
 // the rest from the caches. Reads matrix_tiles.metal too.
 
-// Numbered as ACTIVATIONS in mlx_lattice/epilogue.py; BIAS_ALONE: the shift is a bias, and
-// there is nothing else.
+// Codes of mlx_lattice/activations.py; others are the bits of a LeakyReLU's slope, or of
+// minus an ELU's alpha. BIAS_ALONE: the shift is a bias, and there is nothing else.
 enum Activation { BIAS_ALONE = -1, NO_ACTIVATION, RELU, GELU, SILU, GELU_TANH };
 
 // P, which is not deduced: a null pointer has none.
@@ -35,7 +35,10 @@ METAL_FUNC float activated(float v) {
   if (ACTIVATION == SILU) return v / (1.0f + exp(-v));
   if (ACTIVATION == GELU_TANH)
     return v / (1.0f + exp(-1.5957691f * v * (1.0f + 0.044715f * v * v)));
-  return v;
+  if (ACTIVATION >= BIAS_ALONE && ACTIVATION <= GELU_TANH) return v;
+  if (!(v < 0.0f)) return v;
+  const float given = as_type<float>(ACTIVATION);
+  return ACTIVATION > GELU_TANH ? given * v : given * (1.0f - exp(v));
 }
 
 // EPS: the bits of what is added to the variance; S: the dtype of the statistics.

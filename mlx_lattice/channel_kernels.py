@@ -5,15 +5,15 @@ They normalise by a mean of 0 and a variance of 1, which changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache, partial
 
 import mlx.core as mx
 
 from . import devices
+from .activations import NONE, SLOPE, Activation, composed
 from .backends import registry
 from .backends.cuda_column_sums import CudaColumnSums
-from .backends.norms_protocol import NONE, SLOPE, Activation, Fit, Norms
+from .backends.norms_protocol import Fit, Norms
 from .geometry import sync
 from .problem import FLOATS
 from .routes.selection import situation
@@ -22,25 +22,24 @@ from .transformations import Function, elementwise
 LEAST_ROWS = 256  # that kernels sum: of fewer it is MLX's one launch
 
 
-def activation(x: mx.array, act: Activation, composed: Callable) -> mx.array:
+def activation(x: mx.array, act: Activation) -> mx.array:
     """Return an activation in one launch; its derivative is one, too.
 
     MLX's own are several each within a transformation, where it compiles nothing.
     Elsewhere a GPU's ReLU is MLX's, which writes over what nobody else reads.
 
     Args:
-        x: any array; of one axis, or without kernels, ``composed`` is called.
+        x: any array; of one axis, or without kernels, it is MLX operations.
         act: the activation.
-        composed: the same in MLX operations: its higher derivatives.
     """
     kernels = registry.norms() if x.ndim > 1 and x.size else None
     if kernels is None or x.dtype not in FLOATS:
-        return composed(x)
+        return composed(act)(x)
     of_mlx = act.kind == SLOPE and not sync.is_transforming()
     if of_mlx and devices.current().backend != devices.CPU:
-        return composed(x)
+        return composed(act)(x)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    y = _activation(act, composed, kernels, rows.shape, rows.dtype)(rows)
+    y = _activation(act, kernels, rows.shape, rows.dtype)(rows)
     return y if x.ndim == 2 else y.reshape(x.shape)
 
 
@@ -71,7 +70,6 @@ def sums_columns(x: mx.array) -> bool:
 @lru_cache(maxsize=1024)
 def _activation(
     act: Activation,
-    composed: Callable,
     kernels: Norms,
     shape: tuple[int, int],
     dtype: mx.Dtype,
@@ -85,7 +83,7 @@ def _activation(
     def back(dy, x):
         return kernels.gradient(mx.contiguous(dy), x, fit)[0]
 
-    return elementwise(forward, back, composed, situation)
+    return elementwise(forward, back, composed(act), situation)
 
 
 @lru_cache(maxsize=1024)
@@ -104,7 +102,7 @@ def _column_sums(
         def sums(x):
             return kernels.gradient_sums(x, x, fit)[3].reshape(-1)
 
-    def composed(x):
+    def by_mlx(x):
         return x.sum(axis=0).astype(kind)
 
     def forward(x):
@@ -112,8 +110,8 @@ def _column_sums(
 
     function = Function(forward, situation)
     function.vjp(lambda x, by, _: mx.broadcast_to(by, x.shape).astype(x.dtype))
-    function.jvp(lambda x, by: composed(by))
-    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
+    function.jvp(lambda x, by: by_mlx(by))
+    function.vmap(lambda x, axis: (mx.vmap(by_mlx, in_axes=(axis,))(x), 0))
     return function
 
 

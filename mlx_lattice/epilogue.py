@@ -14,49 +14,14 @@ from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn
 
+from .activations import Activation, composed, named
 from .facts import Facts
 
-# As they are printed; kernels number them in this order.
-ACTIVATIONS = {
-    "": "",
-    "relu": "ReLU",
-    "gelu": "GELU",
-    "silu": "SiLU",
-    "gelu_tanh": "GELU(tanh)",
-}
-
-
-def gelu_tanh(v: mx.array) -> mx.array:
-    """GELU by tanh, as a sigmoid: far from 0 MLX's own has NaN for a second slope."""
-    return v * mx.sigmoid(1.5957691216 * v * (1 + 0.044715 * v * v))
-
-
-FUNCTIONS = {
-    "relu": mlx.nn.relu,
-    "gelu": mlx.nn.gelu,
-    "silu": mlx.nn.silu,
-    "gelu_tanh": gelu_tanh,
-}
 # The arrays of an epilogue, in the order of kernels; a bias is a shift.
 STATISTICS = "mean", "var"
 CHANNELS = "shift", "scale", *STATISTICS
 ARRAYS = *CHANNELS, "residual"
-
-
-def activation_code(activation: str) -> int:
-    """Return the number by which kernels know an activation."""
-    return tuple(ACTIVATIONS).index(activation)
-
-
-def check_activation(activation: str) -> None:
-    """Raise unless there is such an activation."""
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"the activation must be one of {', '.join(map(repr, ACTIVATIONS))}; "
-            f"got {activation!r}"
-        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +30,7 @@ class EpilogueFacts(Facts):
 
     Attributes:
         there: those of ``ARRAYS`` that it has, in that order.
-        activation: one of ``ACTIVATIONS``.
+        activation: what it is called, see ``activations``.
         norm: name of the layer that this is of, for readers.
         eps: what is added to the variance.
         dtype: of scale and shift.
@@ -79,13 +44,17 @@ class EpilogueFacts(Facts):
     dtype: str = "float32"
     statistics: str = "float32"
 
+    @cached_property
+    def act(self) -> Activation:
+        """The activation."""
+        return named(self.activation)
+
     @property
     def template(self) -> tuple[tuple[str, int | mx.Dtype], ...]:
         """The template arguments of a kernel that computes it."""
-        code = activation_code(self.activation)
         (bits,) = struct.unpack("<i", struct.pack("<f", self.eps))
         kinds = ("P", getattr(mx, self.dtype)), ("S", getattr(mx, self.statistics))
-        return ("ACTIVATION", code), kinds[0], ("EPS", bits), kinds[1]
+        return ("ACTIVATION", self.act.code), kinds[0], ("EPS", bits), kinds[1]
 
     @cached_property
     def is_sum(self) -> bool:
@@ -125,7 +94,7 @@ class EpilogueFacts(Facts):
         """What it computes, in order: ("BatchNorm", "residual", "ReLU")."""
         own = (self.norm,) if self.norm else (n for n in CHANNELS if n in self.there)
         added = "residual" if "residual" in self.there else ""
-        return tuple(filter(None, (*own, added, ACTIVATIONS[self.activation])))
+        return tuple(filter(None, (*own, added, self.act.name)))
 
     def __str__(self) -> str:
         """Return it as it is printed: "+ BatchNorm + residual + ReLU"."""
@@ -150,7 +119,7 @@ class Epilogue(_Fields):
     Attributes:
         scale, shift, mean, var: (C_out,) float32 or of the features' dtype, or None.
         residual: (N_out, C_out) of the features' dtype, or None.
-        activation: "", "relu", "gelu" (by the error function), "silu" or "gelu_tanh".
+        activation: what it is called, see ``activations``; "" is none.
         eps: added to the variance.
         norm: name of the layer that it is of, as ``explain`` prints it.
         residual_scale: (1,) float32, of an int8 residual: integer layers alone.
@@ -222,7 +191,7 @@ class Epilogue(_Fields):
             TypeError: a dtype is neither float32 nor the features'.
             ValueError: a shape does not fit, or there is no such activation.
         """
-        check_activation(self.activation)
+        named(self.activation)
         for name in ARRAYS:
             array = getattr(self, name)
             if array is None:
@@ -332,5 +301,5 @@ def finished(
     if residual is not None:
         y = y + residual
     if facts.activation:
-        y = FUNCTIONS[facts.activation](y)
+        y = composed(facts.act)(y)
     return y.astype(sums.dtype)

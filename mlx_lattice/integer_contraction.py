@@ -6,8 +6,8 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from .activations import named
 from .contraction import check_features, check_groups
-from .epilogue import check_activation
 from .integer_facts import ARRAYS, IntegerFacts
 from .integer_weight import IntegerWeight
 from .problem import FLOAT32, FORWARD, KERNEL_MAJOR, dtype_name
@@ -36,7 +36,7 @@ def integer_conv(
     ``v[o, c] = (sum over edges (i, o, k) of x[i] . w[k, c]) * scale[c] + shift[c] +
     residual[o, c]``, then an activation. Sums are int32 and exact, and each float32
     operation after them is rounded by itself: the same bits on every backend and route
-    without an activation and with ReLU.
+    without an activation, with ReLU and with LeakyReLU.
 
     Args:
         x: (N_in, C_in) int8.
@@ -46,7 +46,8 @@ def integer_conv(
         shift: (C_out,) float32, or None.
         residual: (N_out, C_out), of ``dtype``, or int8 with ``residual_scale``.
         residual_scale: (1,) float32, of an int8 residual.
-        activation: "", "relu", "gelu" (by the error function), "silu" or "gelu_tanh".
+        activation: "", "relu", "gelu" (by the error function), "silu", "gelu_tanh",
+            "leaky_relu", "elu", or with another slope "leaky_relu(0.2)", "elu(0.5)".
         out_inverse: (1,) float32: the result is ``round(v * out_inverse)``, halves to
             even, within -127 ... 127 as int8.
         row_scales: (N_in,) float32, a scale an input row beside ``scale``: what an
@@ -132,7 +133,7 @@ def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> 
             f"offsets do not fit a weight (K, C_in / groups, C_out) = {w.shape} with "
             f"groups = {groups}"
         )
-    check_activation(activation)
+    named(activation)
     is_int8 = given["residual_scale"] is not None
     if is_int8 and given["residual"] is None:
         raise ValueError("there is a residual_scale and no residual")

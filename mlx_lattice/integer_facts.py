@@ -9,10 +9,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 
-from .epilogue import ACTIVATIONS, FUNCTIONS
+from .activations import Activation, composed, named
 
 # The arrays that follow x and w, in the order of kernels.
 ARRAYS = (
@@ -29,11 +30,16 @@ class IntegerFacts:
 
     Attributes:
         there: those of ``ARRAYS`` that there are, in that order; always ``scale``.
-        activation: "", "relu", "gelu", "silu" or "gelu_tanh".
+        activation: what it is called, see ``activations``; "" is none.
     """
 
     there: tuple[str, ...] = ("scale",)
     activation: str = ""
+
+    @cached_property
+    def act(self) -> Activation:
+        """The activation."""
+        return named(self.activation)
 
     @property
     def writes_int8(self) -> bool:
@@ -62,7 +68,7 @@ class IntegerFacts:
     def __str__(self) -> str:
         """Return it as it is printed: "by row scales + shift + ReLU to int8"."""
         added = [name for name in ("shift", "residual") if name in self.there]
-        parts = [*added, *filter(None, [ACTIVATIONS[self.activation]])]
+        parts = [*added, *filter(None, [self.act.name])]
         text = "by row scales " if self.row_scales else ""
         text += " ".join(f"+ {part}" for part in parts)
         return f"{text.strip()} to int8".strip() if self.writes_int8 else text.strip()
@@ -95,7 +101,7 @@ def finished(
         added = residual.astype(mx.float32)
         v = v + (added if residual_scale is None else added * residual_scale)
     if facts.activation and v.size:
-        v = FUNCTIONS[facts.activation](v)
+        v = composed(facts.act)(v)
     return v.astype(dtype) if out_inverse is None else to_int8(v, out_inverse)
 
 

@@ -1,10 +1,10 @@
 """Results of layers that wait for what follows them, until they are read.
 
 A net calls a convolution, a norm and an activation one after the other; where the norm
-has fixed statistics, all that is the convolution's epilogue, and elsewhere a sum and an
-activation are part of the norm's launch. So features are computed when they are first
-read: with what was asked for until then, if nobody holds what lies between. To its
-readers such a tensor is as any other.
+has fixed statistics, or is not there, all that is the convolution's epilogue, and
+elsewhere a sum and an activation are part of the norm's launch. So features are
+computed when they are first read: with what was asked for until then, if nobody holds
+what lies between. To its readers such a tensor is as any other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .relation import Relation
 from .routes import launch
 from .tensor import SparseTensor
 
-# What follows a norm that nothing follows yet.
+# What follows what nothing follows yet.
 _NOTHING = Epilogue()
 _apart: ContextVar[bool] = ContextVar("apart", default=False)
 _ROUTE = settings.reader("MLX_LATTICE_ROUTE")
@@ -356,10 +356,16 @@ class Pending(SparseTensor):
         return self._follow(_NOTHING, None, own, run.by(weight, bias))
 
     def activated(self, name: str, own: Callable) -> Pending | None:
-        """Return the activation of it, if that can wait: of what a norm has made."""
+        """Return the activation of it, if that can wait.
+
+        A gradient multiplies again for what the activation of sums read: where one may
+        come, only a norm's waits.
+        """
         result = self._result
-        after = result.epilogue
-        if after is None or after.activation or not self._waits():
+        after = result.epilogue or _NOTHING
+        if after.activation or not self._waits():
+            return None
+        if result.epilogue is None and sync.may_differentiate():
             return None
         return self._follow(after.activated(name), result.norm, own)
 

@@ -16,7 +16,10 @@ FUNCTIONS = {
     "gelu_tanh": lambda v: (
         v * (1 + np.tanh((2 / np.pi) ** 0.5 * (v + 0.044715 * v**3))) / 2
     ),
+    "leaky_relu(0.2)": lambda v: np.where(v < 0, 0.2 * v, v),
+    "elu(0.5)": lambda v: np.where(v < 0, 0.5 * np.expm1(np.minimum(v, 0)), v),
 }
+ACTIVATIONS = tuple(FUNCTIONS)
 EPS = 1e-3
 
 

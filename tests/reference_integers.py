@@ -30,6 +30,14 @@ def integer_sums(x, values, relation, groups=1, row_scales=None) -> np.ndarray:
     return y
 
 
+def activated(v: np.ndarray, activation: str) -> np.ndarray:
+    """What every backend makes of floats alike."""
+    if activation == "relu":
+        return np.maximum(v, np.float32(0))
+    slope = {"": 1, "leaky_relu(0.2)": 0.2}[activation]
+    return np.where(v < 0, np.float32(slope) * v, v)
+
+
 def finished(
     sums,
     scale,
@@ -46,8 +54,7 @@ def finished(
     if residual is not None:
         added = np.asarray(residual).astype(np.float32)
         v = v + (added if residual_scale is None else added * residual_scale)
-    if activation == "relu":
-        v = np.maximum(v, np.float32(0))
+    v = activated(v, activation)
     assert v.dtype == np.float32
     if out_inverse is None:
         return v

@@ -38,6 +38,10 @@ ACTIVATIONS = {
         lambda v: np.where(v < 0, 0.01 * v, v),
         lambda v: np.where(v < 0, 0.01, 1.0),
     ),
+    "elu": (
+        lambda v: np.where(v < 0, np.expm1(np.minimum(v, 0)), v),
+        lambda v: np.exp(np.minimum(v, 0)),
+    ),
     "gelu": (_gelu, _gelu_slope),
     "gelu_tanh": (_gelu_tanh, _gelu_tanh_slope),
     "silu": (

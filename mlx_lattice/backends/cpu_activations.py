@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..activations import GELU, GELU_TANH, SILU
 from .cpu_extension import extension
 
 
@@ -22,4 +23,4 @@ def silu(x: mx.array, dy: mx.array | None = None) -> mx.array:
     return extension.silu(x, dy)
 
 
-KERNELS = {"gelu": gelu, "gelu_tanh": gelu_tanh, "silu": silu}
+KERNELS = {GELU: gelu, GELU_TANH: gelu_tanh, SILU: silu}

@@ -26,7 +26,7 @@ def _epilogue(p: Problem, *after) -> dict:
     """Return the argument that says what follows the sums and their shift."""
     if p.epilogue is None:
         return {}
-    return {"epilogue": (*after, p.epilogue.activation, p.epilogue.eps)}
+    return {"epilogue": (*after, p.epilogue.act.code, p.epilogue.eps)}
 
 
 def _stored(p: Problem) -> dict:

@@ -29,7 +29,7 @@ def _run(
 ) -> mx.array:
     """Return y, in tiles over the neighbour table, or over the rows themselves."""
     p = plan.problem
-    options = {"activation": p.integer.activation, "dtype": DTYPES[p.dtype]}
+    options = {"activation": p.integer.act.code, "dtype": DTYPES[p.dtype]}
     options["groups"] = p.groups
     arrays = w.values, None if p.pointwise else relation.out_in, *after
     return extension.int8_blocked(x, *arrays, w.multipliers, **options)

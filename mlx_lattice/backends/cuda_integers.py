@@ -8,7 +8,6 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA
-from ..epilogue import activation_code
 from ..integer_facts import FOLLOWING, IntegerFacts
 from ..problem import DTYPES, Problem
 from . import cuda_epilogue, cuda_tiles
@@ -65,8 +64,7 @@ def after(facts: IntegerFacts, dtype: mx.Dtype) -> str:
     """
     there = [str(name in facts.there).lower() for name in ("shift", "residual")]
     residual = TYPES[mx.int8 if facts.residual_int8 else dtype]
-    number = activation_code(facts.activation)
-    return f"IntegerEpilogue<{number}, {', '.join(there)}, {residual}>"
+    return f"IntegerEpilogue<{facts.act.code}, {', '.join(there)}, {residual}>"
 
 
 def tiles_kernel(p: Problem, tile: cuda_tiles.Tile, splits: int) -> GpuKernel:

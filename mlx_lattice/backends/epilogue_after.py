@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..epilogue import EpilogueFacts
 from . import registry
-from .norms_protocol import ACTIVATIONS, NONE, Fit
+from .norms_protocol import Fit
 
 
 @lru_cache(maxsize=256)
@@ -35,6 +35,5 @@ def launched(
     if mean is None:
         mean = _line(0.0, channels, dtype)
     mean, var = (a.reshape(1, channels) for a in (mean, var))
-    act = ACTIVATIONS[facts.activation] if facts.activation else NONE
-    fit = Fit(mean, var, scale, shift, eps, act)
+    fit = Fit(mean, var, scale, shift, eps, facts.act)
     return registry.norms().normalize(sums, fit, residual)

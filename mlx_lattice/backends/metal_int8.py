@@ -14,7 +14,6 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..epilogue import activation_code
 from ..integer_facts import FOLLOWING
 from ..integer_weight import ALIGNMENT, IntegerWeight
 from ..problem import DTYPES, Problem
@@ -90,7 +89,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     sizes |= {"together": cut.together, W_OFFSET: c_y * _stored(p), W_ROW: _stored(p)}
     dtype = DTYPES[p.dtype]
     out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
-    after = {"R": residual, "ACTIVATION": activation_code(facts.activation)}
+    after = {"R": residual, "ACTIVATION": facts.act.code}
     symbol, files, own = _kernel(tile)
     gpu = kernel(
         symbol,

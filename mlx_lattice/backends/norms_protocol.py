@@ -14,39 +14,7 @@ from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
-# Kinds of activation, as kernels number them.
-SLOPE, GELU, SILU, GELU_TANH = range(4)
-
-
-@dataclass(frozen=True)
-class Activation:
-    """What follows a norm, in the same launch.
-
-    Attributes:
-        name: as a trace has it; empty if nothing follows.
-        kind: SLOPE, GELU (by erf), SILU or GELU_TANH.
-        slope: of SLOPE below zero: 1 changes nothing, 0 is ReLU.
-    """
-
-    name: str = ""
-    kind: int = SLOPE
-    slope: float = 1.0
-
-    @property
-    def changes(self) -> bool:
-        """Whether it does anything."""
-        return self.kind != SLOPE or self.slope != 1.0
-
-
-NONE = Activation()
-# Activations that kernels compute, by their names in mlx.nn.
-ACTIVATIONS = {
-    "relu": Activation("ReLU", slope=0.0),
-    "gelu": Activation("GELU", GELU),
-    "silu": Activation("SiLU", SILU),
-    "gelu_tanh": Activation("GELU(tanh)", GELU_TANH),
-    "leaky_relu": Activation("LeakyReLU", slope=0.01),
-}
+from ..activations import NONE, Activation
 
 
 @dataclass(frozen=True, eq=False)

@@ -89,8 +89,8 @@ def row_norms() -> CudaRowNorms | None:
     return ROW_NORMS.get(serving())
 
 
-def activations() -> dict[str, Callable[..., mx.array]] | None:
-    """Return the activations by kernels of the device of now, if it has any.
+def activations() -> dict[int, Callable[..., mx.array]] | None:
+    """Return kernels of activations, by kind, of the device of now, if it has any.
 
     ``kernel(x)`` is one, ``kernel(x, dy)`` its derivative.
     """

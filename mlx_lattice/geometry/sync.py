@@ -8,6 +8,7 @@ from contextvars import ContextVar
 
 import mlx.core as mx
 
+from .. import devices
 from ..backends import cpu_extension
 
 
@@ -38,6 +39,15 @@ is_transforming: Callable[[], bool] = getattr(
 is_differentiating: Callable[[], bool] = getattr(
     cpu_extension.extension, "is_differentiating", _always
 )
+
+
+def may_differentiate() -> bool:
+    """Whether a gradient may be asked for: where MLX does not say, if it transforms."""
+    if not is_transforming():
+        return False
+    return devices.current().backend != devices.CUDA or is_differentiating()
+
+
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
 # One piece of work, or none: a copy of the context does not do it again.
 _work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)

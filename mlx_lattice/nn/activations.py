@@ -7,7 +7,7 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
-from ..ops.activation import by_rows, gelu, gelu_approx, leaky_relu, relu, silu
+from ..ops.activation import by_rows, elu, gelu, gelu_approx, leaky_relu, relu, silu
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -28,6 +28,18 @@ def _of_features(layer: type[Layer]) -> type[Layer]:
     body = {"__call__": __call__, "__doc__": layer.__doc__, "__module__": __name__}
     sparse = type(layer.__name__, (layer,), body)
     return sparse
+
+
+class ELU(mlx.nn.ELU):
+    """``mlx.nn.ELU`` that takes tensors too.
+
+    Args:
+        alpha (float): What negative values go to, negated. Default: ``1.0``.
+    """
+
+    def __call__(self, x):
+        """Apply it to each entry."""
+        return elu(x, self._alpha)
 
 
 class GELU(mlx.nn.GELU):
@@ -77,7 +89,6 @@ class SiLU(mlx.nn.SiLU):
 
 
 CELU = _of_features(mlx.nn.CELU)
-ELU = _of_features(mlx.nn.ELU)
 GLU = _of_features(mlx.nn.GLU)
 HardTanh = _of_features(mlx.nn.HardTanh)
 Hardswish = _of_features(mlx.nn.Hardswish)

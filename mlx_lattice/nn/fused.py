@@ -13,11 +13,12 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn
 
-from ..backends.norms_protocol import ACTIVATIONS, Activation
-from ..epilogue import FUNCTIONS, Epilogue, Moments
+from ..activations import ACTIVATIONS, Activation, elu, leaky_relu
+from ..epilogue import Epilogue, Moments
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
-from ..pending import is_apart
+from ..ops.activation import activated
+from ..pending import Pending, is_apart
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
 from . import linear as linears
@@ -35,8 +36,6 @@ CONVOLUTIONS = frozenset(
     if isinstance(kind, type) and issubclass(kind, convolution._Convolution)
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
-_EPILOGUES = {act: name for name, act in ACTIVATIONS.items() if name in FUNCTIONS}
-_EPILOGUES[None] = ""
 _LAYERS = {
     kind: ACTIVATIONS[name]
     for name, title in (("relu", "ReLU"), ("silu", "SiLU"))
@@ -44,7 +43,7 @@ _LAYERS = {
 }
 _FUNCTIONS = {
     id(function): ACTIVATIONS[name]
-    for name in ("relu", "silu", "gelu")
+    for name in ("relu", "silu", "gelu", "leaky_relu", "elu")
     for function in (getattr(mlx.nn, name), getattr(activation, name))
 } | {
     id(function): ACTIVATIONS["gelu_tanh"]
@@ -65,9 +64,9 @@ def fused_activation(layer: Callable) -> Activation | None:
         by = "gelu_tanh" if layer._approx in activations.BY_TANH else "gelu"
         return None if layer._approx == "fast" else ACTIVATIONS[by]
     if kind in (mlx.nn.LeakyReLU, activations.LeakyReLU):
-        slope = float(layer._negative_slope)
-        if 0 <= slope <= 1:
-            return Activation("LeakyReLU", slope=slope)
+        return leaky_relu(layer._negative_slope)
+    if kind in (mlx.nn.ELU, activations.ELU):
+        return elu(layer._alpha)
     return None
 
 
@@ -173,9 +172,9 @@ def linear(
         y = plain(convolved(layer, None, x)) + residual
         return y if activation is None else called(activation, y)
     act = None if activation is None else fused_activation(activation)
-    fits = act in _EPILOGUES and (activation is None or act is not None)
+    fits = activation is None or act is not None
     if fits and not is_apart() and linears.finishes(layer, x):
-        after = Epilogue(residual=residual, activation=_EPILOGUES[act])
+        after = Epilogue(residual=residual, activation=_called(act))
         return linears.finished(layer, x, after)
     y = layer(x)
     y = y if residual is None else y + residual
@@ -222,7 +221,7 @@ def _epilogue(
 ) -> Epilogue | None:
     """Return what a convolution computes instead of what follows it, or None."""
     act = None if activation is None else fused_activation(activation)
-    if act not in _EPILOGUES or (act is None and activation is not None):
+    if act is None and activation is not None:
         return None
     if type(norm) in FIXED:
         if norm.is_by_rows:
@@ -242,7 +241,7 @@ def _epilogue(
         else:
             return None
     if integer:
-        given["activation"] = _EPILOGUES[act]
+        given["activation"] = _called(act)
         if type(norm) is FoldedNorm:
             given["norm"] = norm.kind
         elif norm is not None:
@@ -252,7 +251,7 @@ def _epilogue(
     after, residual = norm.as_epilogue(x.dtype), given.get("residual")
     if after is None:
         return None
-    after = after if act is None else after.activated(_EPILOGUES[act])
+    after = after if act is None else after.activated(act.called)
     return after if residual is None else after.beside(residual)
 
 
@@ -260,7 +259,15 @@ def called(layer: Callable, x: Features, *coordinates) -> Features:
     """Call a layer: those of MLX itself, which know no tensors, on the features."""
     # Of an instance this is its class's module, so subclasses elsewhere are not MLX's.
     of_mlx = str(getattr(layer, "__module__", "")).startswith("mlx.")
-    return on_features(layer, x) if of_mlx else layer(x, *coordinates)
+    if not of_mlx:
+        return layer(x, *coordinates)
+    act = fused_activation(layer) if type(x) is Pending else None
+    return on_features(layer, x) if act is None else activated(x, act)
+
+
+def _called(act: Activation | None) -> str:
+    """Return what an epilogue has for an activation, or none."""
+    return "" if act is None else act.called
 
 
 def _adds(x: Features, residual: Features | None) -> bool:

@@ -8,10 +8,10 @@ from functools import lru_cache, partial, wraps
 import mlx.core as mx
 import mlx.nn
 
+from .. import activations
+from ..activations import ACTIVATIONS, Activation, composed
 from ..backends import registry
-from ..backends.norms_protocol import ACTIVATIONS, Activation
 from ..channel_kernels import activation
-from ..epilogue import gelu_tanh
 from ..pending import Pending
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
@@ -25,7 +25,10 @@ __all__ = [
 ]  # fmt: skip
 
 
-def on_features(function: Callable, x: SparseTensor | mx.array, *args, **kwargs):
+Features = SparseTensor | mx.array
+
+
+def on_features(function: Callable, x: Features, *args, **kwargs):
     """Apply a function of (N, C) features, which keeps N, to a tensor or an array."""
     y = function(features_of(x), *args, **kwargs)
     return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -48,29 +51,39 @@ def by_rows(function: Callable) -> Callable:
     return of_rows
 
 
-def _of_features(function: Callable, name: str = "") -> Callable:
-    """Return an activation of tensors; ``name``: of an epilogue that computes it."""
+def _of_features(function: Callable) -> Callable:
+    """Return an activation of tensors."""
     rows = by_rows(function)
 
     @wraps(function)
     def activation(x, *args, **kwargs):
-        if name and type(x) is Pending:
-            made = x.activated(name, rows)
-            if made is not None:
-                return made
         return on_features(rows, x, *args, **kwargs)
 
     return activation
 
 
-def _by_kernel(x: mx.array, name: str, composed: Callable) -> mx.array:
-    """Return an activation of MLX's, by a kernel where the device has one."""
-    kernels = registry.activations()
-    if kernels is None:
-        return activation(x, ACTIVATIONS[name], composed)
+def activated(x: Features, act: Activation) -> Features:
+    """Return an activation that kernels compute, of a tensor or an array.
+
+    Of a convolution that nobody has read yet it is computed with that.
+    """
+    if type(x) is Pending:
+        made = x.activated(act.called, partial(_by_kernel, act=act))
+        if made is not None:
+            return made
+    return on_features(_by_kernel, x, act)
+
+
+def _by_kernel(x: mx.array, act: Activation) -> mx.array:
+    """Return an activation, by a kernel where the device has one."""
+    if not x.size:  # see ``by_rows``
+        return x
+    kernel = (registry.activations() or {}).get(act.kind)
+    if kernel is None:
+        return activation(x, act)
     if x.dtype not in FLOATS:
-        return composed(x)
-    return _of_kernel(kernels[name], composed)(x)
+        return composed(act)(x)
+    return _of_kernel(kernel, composed(act))(x)
 
 
 @lru_cache(maxsize=64)
@@ -78,58 +91,53 @@ def _of_kernel(kernel: Callable, composed: Callable) -> Callable:
     return elementwise(kernel, lambda dy, x: kernel(x, dy), composed)
 
 
-def _relu(x: mx.array) -> mx.array:
-    """ReLU: ``max(x, 0)``."""
-    return activation(x, ACTIVATIONS["relu"], mlx.nn.relu)
+def elu(x: Features, alpha: float = 1.0) -> Features:
+    """ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
+    act = activations.elu(alpha)
+    return _elu(x, alpha) if act is None else activated(x, act)
 
 
-def _leaky_relu(x: mx.array, negative_slope: float = 0.01) -> mx.array:
-    """Leaky ReLU: ``max(negative_slope * x, x)``."""
-    slope = float(negative_slope)
-    if not 0 <= slope <= 1:
-        return mlx.nn.leaky_relu(x, slope)
-    return activation(x, Activation("LeakyReLU", slope=slope), _leaky(slope))
-
-
-@lru_cache(maxsize=64)
-def _leaky(slope: float) -> Callable:
-    return partial(mlx.nn.leaky_relu, negative_slope=slope)
-
-
-def _gelu(x: mx.array) -> mx.array:
+def gelu(x: Features) -> Features:
     """GELU by the error function: ``x * Phi(x)``."""
-    return _by_kernel(x, "gelu", mlx.nn.gelu)
+    return activated(x, ACTIVATIONS["gelu"])
 
 
-def _gelu_approx(x: mx.array) -> mx.array:
+def gelu_approx(x: Features) -> Features:
     """GELU by tanh: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``."""
-    return _by_kernel(x, "gelu_tanh", gelu_tanh)
+    return activated(x, ACTIVATIONS["gelu_tanh"])
 
 
-def _silu(x: mx.array) -> mx.array:
+def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
+    """Leaky ReLU: ``max(negative_slope * x, x)``."""
+    act = activations.leaky_relu(negative_slope)
+    return _leaky_relu(x, negative_slope) if act is None else activated(x, act)
+
+
+def relu(x: Features) -> Features:
+    """ReLU: ``max(x, 0)``."""
+    return activated(x, ACTIVATIONS["relu"])
+
+
+def silu(x: Features) -> Features:
     """SiLU: ``x * sigmoid(x)``."""
-    return _by_kernel(x, "silu", mlx.nn.silu)
+    return activated(x, ACTIVATIONS["silu"])
 
 
+# Of parameters that kernels do not take.
+_elu, _leaky_relu = _of_features(mlx.nn.elu), _of_features(mlx.nn.leaky_relu)
 celu = _of_features(mlx.nn.celu)
-elu = _of_features(mlx.nn.elu)
-gelu = _of_features(_gelu, "gelu")
-gelu_approx = _of_features(_gelu_approx, "gelu_tanh")
 gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
 glu = _of_features(mlx.nn.glu)
 hard_tanh = _of_features(mlx.nn.hard_tanh)
 hardswish = _of_features(mlx.nn.hardswish)
-leaky_relu = _of_features(_leaky_relu)
 log_sigmoid = _of_features(mlx.nn.log_sigmoid)
 log_softmax = _of_features(mlx.nn.log_softmax)
 mish = _of_features(mlx.nn.mish)
 prelu = _of_features(mlx.nn.prelu)
-relu = _of_features(_relu, "relu")
 relu2 = _of_features(mlx.nn.relu2)
 relu6 = _of_features(mlx.nn.relu6)
 selu = _of_features(mlx.nn.selu)
 sigmoid = _of_features(mlx.nn.sigmoid)
-silu = _of_features(_silu, "silu")
 softmax = _of_features(mlx.nn.softmax)
 softplus = _of_features(mlx.nn.softplus)
 softsign = _of_features(mlx.nn.softsign)

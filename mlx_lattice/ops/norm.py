@@ -8,16 +8,9 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from .. import devices
+from ..activations import NONE, Activation, named
 from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
-from ..backends.norms_protocol import (
-    ACTIVATIONS,
-    GELU,
-    GELU_TANH,
-    NONE,
-    SILU,
-    Activation,
-)
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import of_kernels
@@ -26,7 +19,6 @@ from . import channel_norms
 from .batch_lines import after, apart, check_values
 from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
-from .norm_rules import activated
 from .norm_statistics import SegmentStatistics
 
 __all__ = [
@@ -35,11 +27,6 @@ __all__ = [
 ]  # fmt: skip
 
 Features = SparseTensor | mx.array
-_FUNCTIONS = {
-    GELU: activations.gelu,
-    SILU: activations.silu,
-    GELU_TANH: activations.gelu_approx,
-}
 
 
 def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
@@ -76,8 +63,8 @@ def batch_norm(
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
         residual: features of the same rows.
-        activation: "relu", "gelu", "silu", "gelu_tanh" or "leaky_relu"; by default
-            none.
+        activation: "relu", "gelu", "silu", "gelu_tanh", "leaky_relu", "elu", or with
+            another slope "leaky_relu(0.2)", "elu(0.5)"; by default none.
 
     Raises:
         ValueError: one of ``mean`` and ``var`` was given without the other, the
@@ -98,18 +85,13 @@ def activation_of(activation: str | Activation | None) -> Activation:
     """Return an activation by its name.
 
     Raises:
-        ValueError: no norm computes one of this name.
+        ValueError: kernels compute none of this name.
     """
     if activation is None:
         return NONE
     if isinstance(activation, Activation):
         return activation
-    if activation not in ACTIVATIONS:
-        raise ValueError(
-            f"a norm computes the activations {', '.join(ACTIVATIONS)}; got "
-            f"{activation!r}: call it on the norm's result"
-        )
-    return ACTIVATIONS[activation]
+    return named(activation)
 
 
 def residual_of(x: Features, residual: Features | None) -> mx.array | None:
@@ -206,9 +188,7 @@ def _composed_layer_norm(
     else:
         y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), eps)
     y = y.astype(feats.dtype)
-    if act.kind in _FUNCTIONS:
-        return _FUNCTIONS[act.kind](y)
-    return activated(y, act)
+    return activations.activated(y, act) if act.changes else y
 
 
 def rms_norm(

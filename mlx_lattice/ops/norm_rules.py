@@ -7,21 +7,17 @@ from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
-import mlx.nn
 
+from ..activations import composed
 from ..backends import registry
 from ..backends.norms_protocol import (
-    GELU,
-    GELU_TANH,
     NONE,
-    SILU,
     Activation,
     BatchNorms,
     Fit,
     Norms,
     RowSegments,
 )
-from ..epilogue import gelu_tanh
 from ..problem import FLOATS
 from ..transformations import Function, differentiable, filled, several
 from .fusion import observed, teller, untold
@@ -76,15 +72,7 @@ def activated(v: mx.array, act: Activation) -> mx.array:
     """Return a norm's activation, in MLX operations."""
     if not v.size:  # of which MLX's compiled activations on CUDA divide by zero
         return v
-    if act.kind == GELU:
-        return mlx.nn.gelu(v)
-    if act.kind == SILU:
-        return mlx.nn.silu(v)
-    if act.kind == GELU_TANH:
-        return gelu_tanh(v)
-    if act.slope == 0.0:
-        return mlx.nn.relu(v)
-    return mlx.nn.leaky_relu(v, act.slope) if act.changes else v
+    return composed(act)(v)
 
 
 def row_norm(

@@ -54,6 +54,9 @@ FOLLOWERS = {
     "its function": (mlx.nn.gelu_approx, "GELU(tanh)"),
     "silu": (nn.SiLU(), "SiLU"),
     "leaky": (nn.LeakyReLU(0.2), "LeakyReLU"),
+    "elu": (nn.ELU(0.5), "ELU"),
+    "elu of mlx": (mlx.nn.ELU(), "ELU"),
+    "elu function": (ops.elu, "ELU"),
 }
 NORMS = {
     "BatchNorm": lambda: nn.BatchNorm(6),

@@ -12,7 +12,8 @@ import pytest
 from contractions import exact
 
 import mlx_lattice as ml
-from mlx_lattice import contraction, nn, ops, pending, settings
+from mlx_lattice import contraction, devices, nn, ops, pending, settings
+from mlx_lattice.geometry import sync
 from mlx_lattice.numerics import asked_precision
 from mlx_lattice.ops import fusion
 from mlx_lattice.pending import Pending
@@ -286,6 +287,80 @@ def test_gradients_and_running_statistics(name, training):
         # Some are 0, but for what rounding leaves of sums over rows.
         most = 1e-3 * (1 + np.abs(exact(wanted)).max())
         np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=name)
+
+
+ALONE = {
+    "ReLU": nn.ReLU(),
+    "LeakyReLU": nn.LeakyReLU(0.2),
+    "ELU": lambda y: ops.elu(y, 0.5),
+    "SiLU": nn.Sequential(mlx.nn.SiLU()),
+    "GELU": ops.gelu,
+    "GELU(tanh)": nn.GELU("tanh"),
+}
+
+
+def epilogues(call):
+    """What a call returns, and what its contractions compute besides sums."""
+    with ml.trace() as trace:
+        result = call()
+    return result, [str(record.problem.epilogue or "") for record in trace]
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("name", ALONE)
+def test_an_activation_without_a_norm(name, dtype):
+    net, x, act = Block(bias=False), tensor(dtype=getattr(mx, dtype)), ALONE[name]
+    net.set_dtype(getattr(mx, dtype))
+    call = lambda: net.norm1(act(net.conv1(x))).feats  # noqa: E731
+    for training in (True, False):
+        net.train(training)
+        y, after = epilogues(call)
+        assert after == [f"+ {name}"]
+        with pending.apart():
+            wanted, after = epilogues(call)
+        assert after == [""]
+        most = 1e-5 if dtype == "float32" else 0.05
+        np.testing.assert_allclose(exact(y), exact(wanted), most, most)
+
+
+@pytest.mark.parametrize("name", ALONE)
+def test_a_gradient_does_not_multiply_again_for_an_activation(name):
+    net, x, act = Block(), tensor(), ALONE[name]
+
+    def back():
+        return mx.grad(lambda f: mx.sin(act(net.conv1(x.replace(f))).feats).sum())(
+            x.feats
+        )
+
+    dx, after = epilogues(back)
+    assert after == ["", "", ""]
+    with pending.apart():
+        wanted, others = epilogues(back)
+    assert len(others) == 3
+    np.testing.assert_allclose(exact(dx), exact(wanted), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("may_come", (False, True))
+def test_a_compiled_activation_waits_where_no_gradient_may_come(may_come, monkeypatch):
+    """On CUDA MLX says so."""
+    net, x, said = Block(), tensor(), []
+    wanted = exact(net.relu(net.conv1(x)).feats)
+    monkeypatch.setattr(sync, "is_differentiating", lambda: may_come)
+
+    def compiled(feats):
+        for device in ("h200", "cpu", "m4-max"):
+            with monkeypatch.context() as here:
+                profile = devices.profile(device)
+                here.setattr(devices, "current", lambda profile=profile: profile)
+                said.append(sync.may_differentiate())
+        with monkeypatch.context() as here:
+            here.setattr(sync, "may_differentiate", lambda: may_come)
+            return net.relu(net.conv1(x.replace(feats))).feats
+
+    y, after = epilogues(lambda: mx.compile(compiled)(x.feats))
+    assert said == [may_come, True, True] and not sync.may_differentiate()
+    assert after == ["" if may_come else "+ shift + ReLU"]
+    np.testing.assert_allclose(exact(y), wanted, 1e-5, 1e-5)
 
 
 def test_a_sum_has_the_rows_of_what_is_added_to():

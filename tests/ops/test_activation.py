@@ -12,6 +12,7 @@ import reference as ref
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
+from mlx_lattice.activations import ACTIVATIONS
 from mlx_lattice.channel_kernels import column_sums
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts, finished
 from mlx_lattice.nn import activations, linear
@@ -36,13 +37,13 @@ def test_a_function_of_no_rows(name):
     assert y.key == EMPTY.key and y.feats.tolist() == []
 
 
-@pytest.mark.parametrize("activation", ("", "relu", "gelu", "silu", "gelu_tanh"))
+@pytest.mark.parametrize("activation", ("", *ACTIVATIONS))
 def test_norms_and_epilogues_of_no_rows(activation):
     feats, one = EMPTY.feats, mx.ones((6,))
     facts = EpilogueFacts(ARRAYS, activation, eps=1e-5)
     assert finished(feats, facts, one, one, one, one, feats).tolist() == []
-    layers = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU}
-    layers["gelu_tanh"] = partial(nn.GELU, "tanh")
+    layers = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "elu": nn.ELU}
+    layers |= {"gelu_tanh": partial(nn.GELU, "tanh"), "leaky_relu": nn.LeakyReLU}
     net = nn.Sequential(
         nn.BatchNorm(6), *([layers[activation]()] if activation else [])
     )
@@ -88,12 +89,21 @@ def exact_leaky_relu(x):
     return exact_relu(x, 0.01)
 
 
+def exact_elu(x, alpha=1.0):
+    """Value, first and second derivative in float64."""
+    x = ref.to_numpy(x).astype(np.float64)
+    below = alpha * np.exp(np.minimum(x, 0))
+    value, slope = np.where(x > 0, x, below - alpha), np.where(x > 0, 1, below)
+    return value, slope, np.where(x > 0, 0, below)
+
+
 SMOOTH = {"gelu": (exact_gelu, nn.GELU), "silu": (exact_silu, nn.SiLU)}
 BY_KERNELS = {
     **SMOOTH,
     "gelu_approx": (exact_gelu_tanh, lambda: nn.GELU("tanh")),
     "relu": (exact_relu, nn.ReLU),
     "leaky_relu": (exact_leaky_relu, nn.LeakyReLU),
+    "elu": (exact_elu, nn.ELU),
 }
 
 
@@ -145,6 +155,33 @@ def test_a_leaky_relu_is_mlxs(slope):
     assert mx.array_equal(layer(x), wanted(x)).item()
     grads = [mx.grad(lambda x, f=f: f(x).sum())(x) for f in (layer, wanted)]
     assert mx.array_equal(*grads).item()
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("alpha", (0.3, 1.0, 2.5))
+def test_an_elu_of_any_alpha(alpha, dtype):
+    x = (mx.array(cases.features(40, 3)) * 4).astype(getattr(mx, dtype))
+    value, slope, _ = exact_elu(x, alpha)
+    function = nn.ELU(alpha)
+    ref.assert_close(function(x), value, dtype)
+    ref.assert_close(mx.grad(lambda x: function(x).sum())(x), slope, dtype)
+
+
+def test_an_elu_far_from_zero():
+    """By kernels and composed: MLX's own has no slope from 89 on."""
+    x = mx.array([[1e30, 90.0, 0.0, -90.0, -1e30, mx.nan]])
+    for shape in (x.shape, (6,)):
+        y, back = mx.vjp(ops.elu, [x.reshape(shape)], [mx.ones(shape)])
+        wanted = [1e30, 90, 0, -1, -1, np.nan]
+        np.testing.assert_allclose(np.array(y[0]).ravel(), wanted, 1e-6)
+        slopes = [1, 1, 1, 0, 0, np.nan]
+        np.testing.assert_allclose(np.array(back[0]).ravel(), slopes, atol=1e-30)
+
+
+def test_an_elu_that_no_kernel_has_is_mlxs():
+    x = mx.array(cases.features(40, 3))
+    for alpha in (0.0, -1.0):
+        assert mx.array_equal(nn.ELU(alpha)(x), mlx.nn.ELU(alpha)(x)).item()
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

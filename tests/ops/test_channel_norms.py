@@ -17,7 +17,7 @@ from places import HERE, MetalHost, agreed
 from reference_norms import ACTIVATIONS, Norm
 
 from mlx_lattice import backends, ops
-from mlx_lattice.backends.norms_protocol import ACTIVATIONS as ACTIVATION_KINDS
+from mlx_lattice.activations import named
 from mlx_lattice.backends.norms_protocol import Fit
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms, fusion
@@ -36,10 +36,13 @@ def test_slopes_far_from_zero(place):
     """Where squares are not finite; a NaN stays."""
     x = mx.array([[1e30, -1e30, 90.0, -90.0, mx.nan, 0.0]])
     line, dy = mx.ones((1, 6)), mx.ones((1, 6))
-    for name in ("gelu_tanh", "silu"):
-        fit = Fit(0 * line, line, None, None, 0.0, ACTIVATION_KINDS[name])
+    for name, below in (("gelu_tanh", 0.0), ("silu", 0.0), ("elu(0.5)", -0.5)):
+        fit = Fit(0 * line, line, None, None, 0.0, named(name))
         dx, _ = agreed(place, NORMS[place.name].gradient, dy, x, fit)
         np.testing.assert_allclose(exact(dx)[0], [1, 0, 1, 0, np.nan, 0.5], atol=1e-6)
+        y = agreed(place, NORMS[place.name].normalize, x, fit)
+        wanted = [1e30, below, 90, below, np.nan, 0]
+        np.testing.assert_allclose(exact(y)[0], wanted, 1e-6, 1e-6)
 
 
 @places
@@ -212,7 +215,7 @@ def normed(act, fixed):
 
 BOTH = pytest.mark.parametrize("fixed", (False, True), ids=("batch", "fixed"))
 SMOOTH = pytest.mark.parametrize(
-    "act", (None, "gelu", "gelu_tanh", "silu", "relu"), ids=str
+    "act", (None, "gelu", "gelu_tanh", "silu", "relu", "elu"), ids=str
 )
 
 
@@ -386,7 +389,7 @@ def test_observers_see_what_was_fused():
 def test_errors():
     x = mx.zeros((4, 3))
     with pytest.raises(
-        ValueError, match="relu, gelu, silu, gelu_tanh, leaky_relu; got 'mish'"
+        ValueError, match="'gelu_tanh', 'leaky_relu', 'elu', or such as .*; got 'mish'"
     ):
         ops.batch_norm(x, activation="mish")
     with pytest.raises(ValueError, match="shape of x"):

@@ -209,7 +209,7 @@ def test_weights_that_fit_no_cache_are_packed_in_parts(dtype, rows):
     table[7] = -1
     x, w = normal(rng, (60, c_in), dtype), normal(rng, (6, c_in, c_out), dtype)
     bias, added = normal(rng, c_out, dtype), normal(rng, (rows, c_out), dtype)
-    after = None, None, None, added, "relu", 0.0
+    after = None, None, None, added, 1, 0.0
     plain, finished = [], []
     for threads in (*THREADS, 9):  # and more than there are offsets
         cpu.set_num_threads(threads)

@@ -8,10 +8,11 @@ import native
 import numpy as np
 import pytest
 import reference_integers as ref
-from epilogues import FUNCTIONS
+from epilogues import ACTIVATIONS, FUNCTIONS
 from native import THREADS, cpu, isas, random_table
 
 import mlx_lattice as ml
+from mlx_lattice.activations import named
 from mlx_lattice.integer_facts import IntegerFacts, to_int8
 from mlx_lattice.nn.linear import each_row
 
@@ -115,7 +116,7 @@ def test_is_the_oracle_on_every_instruction_set(size):
                         w,
                         mx.array(table),
                         **given,
-                        activation=activation,
+                        activation=named(activation).code,
                         dtype=kind,
                     )
                     assert y.dtype == expected.dtype and y.shape == expected.shape
@@ -164,7 +165,11 @@ def test_groups_and_rows_without_a_table(size, isa):
                 expected = expected.astype(kind)
             w, *multipliers = [mx.array(a) for a in packed or (values,)]
             given |= {"multipliers": multipliers[0]} if multipliers else {}
-            given |= {"activation": activation, "dtype": kind, "groups": groups}
+            given |= {
+                "activation": named(activation).code,
+                "dtype": kind,
+                "groups": groups,
+            }
             cpu.set_num_threads(1 + (bits == 4))
             edges = None if n_out is None else mx.array(table)
             y = cpu.int8_blocked(mx.array(x), w, edges, **given)
@@ -207,13 +212,13 @@ def test_the_greatest_sums_and_ties(isa):
 
 @each_isa
 def test_activations(isa):
-    """GELUs and SiLU are those of floats."""
+    """They are those of floats."""
     cpu.set_isa(isa)
     table, x, values, _, arrays = made((90, 80, 27, 32, 64))
     given = [mx.array(a) for a in (x, values, table, arrays["scale"])]
     v = cpu.int8_blocked(*given)
-    for name in ("gelu", "gelu_tanh", "silu"):
-        y = cpu.int8_blocked(*given, activation=name)
+    for name in ACTIVATIONS:
+        y = cpu.int8_blocked(*given, activation=named(name).code)
         wanted = FUNCTIONS[name](np.array(v, np.float64))
         np.testing.assert_allclose(np.array(y), wanted, rtol=2e-5, atol=2e-6)
 

@@ -12,17 +12,17 @@ import pytest
 import reference as ref
 from contractions import Point, work
 from cuda_emulation import emulated
-from epilogues import epilogue, oracle
+from epilogues import ACTIVATIONS, epilogue, oracle
 from norm_checks import joined, moments
 
 from mlx_lattice import devices
 from mlx_lattice.backends import cuda_epilogue, cuda_rows, cuda_splits, cuda_tiles
 from mlx_lattice.backends.gpu_kernel import Interface
-from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS
+from mlx_lattice.epilogue import ARRAYS
 from mlx_lattice.problem import DTYPES, FORWARD, Problem
 
 pytestmark = emulated
-PARTS = ARRAYS, ARRAYS[:-1], ("shift", "residual"), ("mean",), ()
+PARTS = ARRAYS, ARRAYS[:-1], ("shift", "residual"), ("mean",), (), ("var",), ARRAYS[-1:]
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -8,6 +8,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import emulated
+from reference_integers import activated
 
 from mlx_lattice.backends import cuda_integers, cuda_splits
 from mlx_lattice.backends.gpu_kernel import GpuKernel, Interface
@@ -16,14 +17,15 @@ from mlx_lattice.integer_facts import IntegerFacts
 
 pytestmark = emulated
 HALF, BRAIN, FLOAT, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.int8
-# (dtype of the result, of the residual or None, whether there is a shift, ReLU).
+# (dtype of the result, of the residual or None, whether there is a shift, what
+# activation).
 CASES = (
-    (INT8, INT8, True, True),
-    (INT8, HALF, False, False),
-    (HALF, INT8, True, False),
-    (BRAIN, BRAIN, True, True),
-    (FLOAT, FLOAT, False, True),
-    (INT8, None, True, False),
+    (INT8, INT8, True, "relu"),
+    (INT8, HALF, False, ""),
+    (HALF, INT8, True, "leaky_relu(0.2)"),
+    (BRAIN, BRAIN, True, "relu"),
+    (FLOAT, FLOAT, False, "relu"),
+    (INT8, None, True, ""),
 )
 
 
@@ -33,7 +35,7 @@ def values_of(array) -> np.ndarray:
 
 def layer(case, rows, channels):
     """(the arrays that follow, what of integer sums they make)."""
-    out, residual, shift, relu = case
+    out, residual, shift, activation = case
     draw = np.random.default_rng(rows + channels)
     # Steps of halves: ties are rounded, and some results are clipped.
     scale = mx.array(draw.choice([-0.5, 0.25, 0.5], channels).astype(np.float32))
@@ -54,7 +56,7 @@ def layer(case, rows, channels):
         if residual is not None:
             more = values_of(added[2]).astype(np.float32)
             v = v + (more if added[3] is None else more * values_of(added[3]))
-        v = np.maximum(v, 0) if relu else v
+        v = activated(v, activation)
         assert v.dtype == np.float32
         if out is INT8:
             return np.clip(np.rint(v * np.float32(0.5)), -127, 127).astype(np.int8)
@@ -71,13 +73,13 @@ def sums_of(*shape):
 
 def facts_of(case) -> tuple[IntegerFacts, mx.Dtype]:
     """What follows, and the dtype of floats."""
-    out, residual, shift, relu = case
+    out, residual, shift, activation = case
     there = ["scale"] + ["shift"] * shift
     there += ["residual"] * (residual is not None)
     there += ["residual_scale"] * (residual is INT8) + ["out_inverse"] * (out is INT8)
     dtype = residual if out is INT8 else out
     dtype = HALF if dtype is None or dtype is INT8 else dtype
-    return IntegerFacts(tuple(there), "relu" if relu else ""), dtype
+    return IntegerFacts(tuple(there), activation), dtype
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

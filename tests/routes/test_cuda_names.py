@@ -294,7 +294,7 @@ def norms():
             made.normalize(x, fit)
             made.gradient_sums(x, x, fit)
             made.gradient(x, x, fit)
-        kinds = range(3), (None, mx.float32, dtype), (None, *segments)
+        kinds = range(5), (None, mx.float32, dtype), (None, *segments)
         for act, kind, held in itertools.product(*kinds):
             weight = None if kind is None else line.astype(kind)
             mean, var, *_ = made.moments(x, held)

@@ -12,13 +12,13 @@ import pytest
 import reference as ref
 from conftest import KINDS, Numbers, bits, mappable, pair
 from contractions import Point, exact, sample, work
-from epilogues import FUNCTIONS, epilogue, oracle
+from epilogues import ACTIVATIONS, FUNCTIONS, epilogue, oracle
 from places import HERE, MetalHost
 from test_table import admissible, rows, taken
 
 import mlx_lattice as ml
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS, Epilogue, EpilogueFacts
+from mlx_lattice.epilogue import ARRAYS, Epilogue, EpilogueFacts
 from mlx_lattice.problem import FORWARD
 from mlx_lattice.routes import plan
 
@@ -46,7 +46,7 @@ def points() -> list:
         )
         every = 3 if isinstance(place, MetalHost) else 1  # kernels compile for long
         for j, point in enumerate(chosen[::every]):
-            activation = tuple(ACTIVATIONS)[(j + len(found)) % len(ACTIVATIONS)]
+            activation = ACTIVATIONS[(j + len(found)) % len(ACTIVATIONS)]
             parts = PARTS[0] if j % 2 else PARTS[draw.integers(len(PARTS))]
             name = f"{row.id}-{point}-{EpilogueFacts(parts, activation)}"
             given = route, place, point, activation, parts
@@ -170,8 +170,10 @@ def test_traces_and_verify_see_it():
         (
             {"activation": "tanh"},
             ValueError,
-            "'relu', 'gelu', 'silu', 'gelu_tanh'; got 'tanh'",
+            "'leaky_relu', 'elu', or such as .*; got 'tanh'",
         ),
+        ({"activation": "relu(0.5)"}, ValueError, r"got 'relu\(0.5\)'"),
+        ({"activation": "elu(-1.0)"}, ValueError, r"got 'elu\(-1.0\)'"),
     ),
     ids=lambda v: "" if not isinstance(v, dict) else next(iter(v)),
 )
@@ -219,8 +221,9 @@ def composed(x, w, relation, after: Epilogue, bias=None):
     y = y if after.scale is None else y * after.scale
     y = y if after.shift is None else y + after.shift
     y = y if after.residual is None else y + after.residual
-    name = "gelu_approx" if after.activation == "gelu_tanh" else after.activation
-    return getattr(mlx.nn, name)(y) if name else y
+    name, *slope = after.activation.rstrip(")").split("(")
+    name = "gelu_approx" if name == "gelu_tanh" else name
+    return getattr(mlx.nn, name)(y, *map(float, slope)) if name else y
 
 
 def variables(activation):

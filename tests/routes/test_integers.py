@@ -178,7 +178,7 @@ def points() -> list:
                 DTYPES[at % 3],
                 rng.choice(WEIGHTS),
                 there,
-                rng.choice(("", "relu")),
+                rng.choice(("", "relu", "leaky_relu(0.2)")),
                 at % 4 == 1,
                 rng.choice(place.chips),
             )
@@ -211,7 +211,9 @@ def test_every_row_of_floats_refuses_int8_features():
             ml.select(problem, only=route.name)
 
 
-@pytest.mark.parametrize("activation", ("gelu", "gelu_tanh", "silu"))
+@pytest.mark.parametrize(
+    "activation", ("gelu", "gelu_tanh", "silu", "leaky_relu(0.2)", "elu(0.5)")
+)
 def test_other_activations(activation):
     relation, x, w, arrays, _ = given(Point())
     y = ml.integer_conv(

@@ -195,7 +195,7 @@ def epilogues() -> None:
     finished(replace(POINT, shape=(64, 64, 1), moved=MOVED), "gelu", one)
     finished(replace(POINT, dtype="float32"), "silu", one)
     finished(replace(POINT, shape=(40, 40, 40), moved=MOVED), "gelu")
-    finished(POINT, "silu")
+    finished(POINT, "elu(0.5)")
     finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
     finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
     none = {facts: dict.fromkeys(t, ()) for facts, t in cuda_shapes.SMALL_TILES.items()}
@@ -286,7 +286,7 @@ def norms() -> None:
     place.name = devices.CUDA
     for dtype in ("float16", "float32"):
         for channels in (3, 16, 264):
-            for act in ("relu", "gelu", "silu", "gelu_tanh"):
+            for act in ("relu", "gelu", "silu", "gelu_tanh", "elu"):
                 Given((100, channels), dtype, act).check(place, dtype)
             Given((1, channels), dtype, affine=False, added=False).check(place, dtype)
             given = Given((100, channels), dtype, "relu", of=of)
