@@ -365,16 +365,15 @@ class Pending(SparseTensor):
         after = result.epilogue or _NOTHING
         if after.activation or not self._waits():
             return None
-        if result.epilogue is None and sync.may_differentiate():
+        is_of_sums = type(result.convolve) is Convolution and result.norm is None
+        if is_of_sums and sync.may_differentiate():
             return None
         return self._follow(after.activated(name), result.norm, own)
 
     def _added(self, other: object) -> Pending | None:
         result = self._result
-        after = result.epilogue
-        if after is None or after.activation or after.residual is not None:
-            return None
-        if not self._waits():
+        after = result.epilogue or _NOTHING
+        if after.activation or after.residual is not None or not self._waits():
             return None
         if not isinstance(other, SparseTensor) or other.key != self.key:
             return None

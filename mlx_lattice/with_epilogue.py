@@ -8,7 +8,6 @@ from weakref import ref
 
 import mlx.core as mx
 
-from .channel_kernels import column_sums
 from .epilogue import EpilogueFacts, finished
 from .problem import FORWARD
 from .relation import Relation
@@ -29,6 +28,9 @@ class Layer(Protocol):
     @property
     def forward(self) -> Callable[..., mx.array]:
         """The pass without an epilogue, with its transformations."""
+
+    def derivatives(self, pass_: str, primals, cotangent) -> Sequence[mx.array]:
+        """Return those of a pass by all of its arguments."""
 
 
 def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.array]:
@@ -52,19 +54,28 @@ class _Composed(Rules):
         self.epilogue, packing = epilogue, facts[-2]
         self.constants = 0 if packing is None else 3  # packed arrays
 
-    @property
-    def own(self) -> int:
-        """How many arrays are the layer's own."""
-        return max(2, 1 + self.constants)
-
-    def sums(self, *own: mx.array) -> mx.array:
+    def run(self, call: Callable):
+        """Return what ``call`` of the layer does, told as the layer's."""
         now = self.layer() or self.kind(*self.given)
         with launch.scope(self.given[2] or launch.current_scope()):
-            return now.forward(*own)
+            return call(now)
+
+    def split(self, arrays: Sequence) -> tuple[Sequence, list]:
+        """Return the layer's own arrays, and those of the epilogue in their places."""
+        own = max(2, 1 + self.constants)
+        return arrays[:own], self.epilogue.named(arrays[own:])
 
     def composed(self, *arrays: mx.array) -> mx.array:
-        after = self.epilogue.named(arrays[self.own :])
-        return finished(self.sums(*arrays[: self.own]), self.epilogue, *after)
+        own, after = self.split(arrays)
+        sums = self.run(lambda layer: layer.forward(*own))
+        return finished(sums, self.epilogue, *after)
+
+    def of_sum(self, primals, dy) -> Sequence[mx.array]:
+        """Return the derivatives where arrays are added to the sums, and no more."""
+        own, (shift, *_, residual) = self.split(primals)
+        own = own if shift is None else (*own, shift)
+        found = self.run(lambda layer: layer.derivatives(FORWARD, own, dy))
+        return found if residual is None else (*found, dy)
 
     def variables(self, arrays: Sequence) -> list:
         return [arrays[0], *arrays[1 + self.constants :]]
@@ -73,23 +84,9 @@ class _Composed(Rules):
         packed = primals[1 : 1 + self.constants]
         return lambda x, *rest: self.composed(x, *packed, *rest)
 
-    def of_sum(self, primals, dy) -> list[mx.array]:
-        """Return the derivatives where arrays are added to the sums, and no more."""
-        x, *weight = primals[: self.own]
-        if self.constants:
-            found = mx.vjp(lambda x: self.sums(x, *weight), [x], [dy])[1]
-        else:
-            found = mx.vjp(self.sums, [x, *weight], [dy])[1]
-        shift, *_, residual = self.epilogue.named(primals[self.own :])
-        if shift is not None:
-            found.append(column_sums(dy, shift))
-        return found if residual is None else [*found, dy]
-
     def vjp(self, primals, dy, _):
         if self.epilogue.is_sum:
-            dx, *rest = self.of_sum(primals, dy)
-            packed = primals[1 : 1 + self.constants]
-            return dx, *[mx.zeros_like(a) for a in packed], *rest
+            return self.of_sum(primals, dy)
         at, packed = self.variables(primals), primals[1 : 1 + self.constants]
         _, (dx, *rest) = mx.vjp(self.of_variables(primals), at, [dy])
         return dx, *[mx.zeros_like(a) for a in packed], *rest

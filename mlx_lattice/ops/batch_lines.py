@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, features_of
 
 
 def check_values(x: SparseTensor | mx.array, *values: mx.array) -> None:
     """Raise unless each batch element of ``x`` has its values, or all share them."""
     sparse = isinstance(x, SparseTensor)
-    batches = x.batch_size if sparse else x.shape[0]
-    channels = x.shape[-1]
+    batches = x.batch_size if sparse else features_of(x).shape[0]
+    channels = x.shape[-1]  # of a tensor without reading its features
     for given in values:
         fits = tuple(given.shape) in ((1, channels), (batches, channels))
         if len(x.shape) != (2 if sparse else 3) or not fits:

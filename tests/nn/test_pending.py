@@ -405,3 +405,55 @@ def test_what_follows_but_is_no_epilogue():
         with pending.apart():
             wanted = follow(net.conv1(x))
         np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("bias", (True, False))
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_a_sum_without_a_norm(dtype, bias):
+    """It is the convolution's, in training too, where its gradient is that of both."""
+    net, x = Block(bias), tensor(dtype=getattr(mx, dtype))
+    net.set_dtype(x.dtype)
+    by = mx.array(cases.features(len(x), C, 9))
+
+    def step(feats, weight):
+        net.conv1.weight = weight
+        given = x.replace(feats)
+        return ((net.conv1(given) + given).feats * by).sum()
+
+    def run():
+        return mx.value_and_grad(step, (0, 1))(x.feats, net.conv1.weight)
+
+    (_, (dx, dw)), _, count = told(run)
+    assert count == 3
+    with ml.trace() as trace:
+        run()
+    assert "residual" in str(trace.records[0].choice.plan.problem.epilogue)
+    with pending.apart():
+        (_, (dx_wanted, dw_wanted)) = run()
+    most = 1e-5 if dtype == "float32" else 0.02
+    for got, wanted in ((dx, dx_wanted), (dw, dw_wanted)):
+        limit = most * (1 + np.abs(exact(wanted)).max())
+        np.testing.assert_allclose(exact(got), exact(wanted), most, limit)
+
+
+def test_a_sum_and_an_activation_without_a_norm():
+    """Where a gradient may come the activation is not the convolution's."""
+    net, x = Block(), tensor()
+    both = lambda: net.relu(net.conv1(x) + x)  # noqa: E731
+    _, _, count = told(both)
+    with ml.trace() as trace:
+        y = both()
+    assert count == 1
+    assert trace.records[0].choice.plan.problem.epilogue.parts == (
+        "shift", "residual", "ReLU",
+    )  # fmt: skip
+    with pending.apart():
+        np.testing.assert_allclose(exact(y.feats), exact(both().feats), 1e-5, 1e-5)
+    with ml.trace() as trace:
+        mx.grad(lambda feats: net.relu(net.conv1(x.replace(feats)) + x).feats.sum())(
+            x.feats
+        )
+    parts = [r.choice.plan.problem.epilogue for r in trace.records]
+    assert [each and each.activation for each in parts] == [
+        "", None, None,
+    ]  # fmt: skip
