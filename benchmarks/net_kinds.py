@@ -8,6 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+from published_nets import Completion, Cylinder, Diffusion, Features
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn
@@ -179,6 +180,10 @@ NETS = {
     "convnext-instance": lambda: ConvNeXt(nn.InstanceNorm, nn.ReLU),
     "depthwise": lambda: ConvNeXt(nn.BatchNorm, size=5, depthwise=True),
     "by-hand": ByHand,
+    "asymmetric": Cylinder,
+    "diffusion": Diffusion,
+    "squeezed": Features,
+    "completion": Completion,
     "second": lambda: models.VoxelBackBone8x(4),
     "centerpoint": lambda: models.VoxelResBackBone8x(4),
     "unetv2": lambda: models.UNetV2(4),

@@ -41,6 +41,11 @@ class Activation:
         """Whether it does anything."""
         return self.kind != SLOPE or self.slope != 1.0
 
+    @property
+    def is_of_result(self) -> bool:
+        """Whether its result says its slope: nobody has to keep what it read."""
+        return self.kind == SLOPE
+
     @cached_property
     def called(self) -> str:
         """What it is called, for ``named``."""

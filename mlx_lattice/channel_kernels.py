@@ -5,6 +5,7 @@ They normalise by a mean of 0 and a variance of 1, which changes no bit.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import mlx.core as mx
@@ -17,7 +18,7 @@ from .backends.norms_protocol import Fit, Norms
 from .geometry import sync
 from .problem import FLOATS
 from .routes.selection import situation
-from .transformations import Function, elementwise
+from .transformations import Function, differentiable, elementwise
 
 LEAST_ROWS = 256  # that kernels sum: of fewer it is MLX's one launch
 
@@ -41,6 +42,19 @@ def activation(x: mx.array, act: Activation) -> mx.array:
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
     y = _activation(act, kernels, rows.shape, rows.dtype)(rows)
     return y if x.ndim == 2 else y.reshape(x.shape)
+
+
+def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
+    """Return ``dy`` times the derivative of an activation at ``x``, in one launch.
+
+    Args:
+        dy, x: (N, C) of one dtype.
+        act: the activation.
+    """
+    kernels = registry.norms() if x.size else None
+    if kernels is None or x.dtype not in FLOATS:
+        return mx.vjp(composed(act), [x], [dy])[1][0]
+    return _gradient(act, kernels, x.shape, x.dtype)(dy, x)[0]
 
 
 def column_sums(x: mx.array, like: mx.array) -> mx.array:
@@ -74,16 +88,31 @@ def _activation(
     shape: tuple[int, int],
     dtype: mx.Dtype,
 ) -> Function:
-    mean, var, _ = standard(shape[1])
-    fit = Fit(mean, var, None, None, 0.0, act)
+    fit = _alone(act, shape[1])
 
     def forward(x):
         return kernels.normalize(x, fit)
 
-    def back(dy, x):
-        return kernels.gradient(mx.contiguous(dy), x, fit)[0]
+    return elementwise(forward, _back(kernels, fit), composed(act), situation)
 
-    return elementwise(forward, back, composed(act), situation)
+
+@lru_cache(maxsize=1024)
+def _gradient(
+    act: Activation, kernels: Norms, shape: tuple[int, int], dtype: mx.Dtype
+) -> Function:
+    back = _back(kernels, _alone(act, shape[1]))
+    return differentiable(
+        lambda dy, x: (back(dy, x),), composed(act), settled=situation
+    )
+
+
+def _alone(act: Activation, channels: int) -> Fit:
+    mean, var, _ = standard(channels)
+    return Fit(mean, var, None, None, 0.0, act)
+
+
+def _back(kernels: Norms, fit: Fit) -> Callable[[mx.array, mx.array], mx.array]:
+    return lambda dy, x: kernels.gradient(mx.contiguous(dy), x, fit)[0]
 
 
 @lru_cache(maxsize=1024)

@@ -57,9 +57,13 @@ class EpilogueFacts(Facts):
         return ("ACTIVATION", self.act.code), kinds[0], ("EPS", bits), kinds[1]
 
     @cached_property
-    def is_sum(self) -> bool:
-        """Whether arrays are added, and nothing else is done."""
-        return not self.activation and {"shift", "residual"}.issuperset(self.there)
+    def is_of_result(self) -> bool:
+        """Whether its derivative takes no more than its result.
+
+        Arrays are added, and the activation, if there is one, has its slope by that.
+        """
+        adds = {"shift", "residual"}.issuperset(self.there)
+        return adds and self.act.is_of_result
 
     def kind(self, name: str) -> str:
         """Return the dtype of one of ``CHANNELS``."""

@@ -17,6 +17,7 @@ from weakref import ref
 import mlx.core as mx
 
 from . import contraction, settings
+from .activations import named
 from .epilogue import Epilogue, Moments
 from .geometry import sync
 from .memory import limit, stages
@@ -359,14 +360,14 @@ class Pending(SparseTensor):
         """Return the activation of it, if that can wait.
 
         A gradient multiplies again for what the activation of sums read: where one may
-        come, only a norm's waits.
+        come, only a norm's waits, or one whose slope its result says.
         """
         result = self._result
         after = result.epilogue or _NOTHING
         if after.activation or not self._waits():
             return None
         is_of_sums = type(result.convolve) is Convolution and result.norm is None
-        if is_of_sums and sync.may_differentiate():
+        if is_of_sums and not named(name).is_of_result and sync.may_differentiate():
             return None
         return self._follow(after.activated(name), result.norm, own)
 

@@ -8,6 +8,7 @@ from weakref import ref
 
 import mlx.core as mx
 
+from .channel_kernels import activation_gradient
 from .epilogue import EpilogueFacts, finished
 from .problem import FORWARD
 from .relation import Relation
@@ -70,8 +71,10 @@ class _Composed(Rules):
         sums = self.run(lambda layer: layer.forward(*own))
         return finished(sums, self.epilogue, *after)
 
-    def of_sum(self, primals, dy) -> Sequence[mx.array]:
-        """Return the derivatives where arrays are added to the sums, and no more."""
+    def of_result(self, primals, dy, y) -> Sequence[mx.array]:
+        """Return the derivatives where the result is enough for them."""
+        if self.epilogue.activation:
+            dy = activation_gradient(dy, y, self.epilogue.act)
         own, (shift, *_, residual) = self.split(primals)
         own = own if shift is None else (*own, shift)
         found = self.run(lambda layer: layer.derivatives(FORWARD, own, dy))
@@ -84,9 +87,9 @@ class _Composed(Rules):
         packed = primals[1 : 1 + self.constants]
         return lambda x, *rest: self.composed(x, *packed, *rest)
 
-    def vjp(self, primals, dy, _):
-        if self.epilogue.is_sum:
-            return self.of_sum(primals, dy)
+    def vjp(self, primals, dy, y):
+        if self.epilogue.is_of_result:
+            return self.of_result(primals, dy, y)
         at, packed = self.variables(primals), primals[1 : 1 + self.constants]
         _, (dx, *rest) = mx.vjp(self.of_variables(primals), at, [dy])
         return dx, *[mx.zeros_like(a) for a in packed], *rest

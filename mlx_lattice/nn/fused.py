@@ -18,7 +18,7 @@ from ..epilogue import Epilogue, Moments
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..ops.activation import activated
-from ..pending import Pending, is_apart
+from ..pending import Pending, is_apart, may_wait
 from ..tensor import SparseTensor, features_of
 from . import activations, convolution, watching
 from . import linear as linears
@@ -129,7 +129,7 @@ def convolved(
         by_rows = type(norm) in FIXED and norm.is_by_rows
         if is_conv and by_rows and not integer:
             moments = Moments()
-        elif integer or is_conv:
+        elif integer or (is_conv and not _may_follow(x, activation, residual)):
             after = _epilogue(conv, norm, x, activation, residual, integer)
     if after is None:
         if isinstance(residual, IntegerTensor):
@@ -179,6 +179,11 @@ def linear(
     y = layer(x)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
+
+
+def _may_follow(x: Features, activation: object, residual: object) -> bool:
+    """Whether more may follow a norm behind a convolution, for which both wait."""
+    return activation is None and residual is None and may_wait(x)
 
 
 def _as_written(conv: Callable, y: Features) -> Features:

@@ -327,24 +327,41 @@ def test_an_activation_without_a_norm(name, dtype):
 def test_a_gradient_does_not_multiply_again_for_an_activation(name):
     net, x, act = Block(), tensor(), ALONE[name]
 
-    def back():
-        return mx.grad(lambda f: mx.sin(act(net.conv1(x.replace(f))).feats).sum())(
-            x.feats
-        )
+    def total(feats, weight, bias):
+        net.conv1.weight, net.conv1.bias = weight, bias
+        return mx.sin(act(net.conv1(x.replace(feats))).feats).sum()
 
-    dx, after = epilogues(back)
-    assert after == ["", "", ""]
+    given = x.feats, net.conv1.weight, net.conv1.bias
+
+    def back():
+        return mx.grad(total, (0, 1, 2))(*given)
+
+    by_result = name.startswith(("ReLU", "LeakyReLU"))
+    found, after = epilogues(back)
+    assert after == [f"+ shift + {name}" * by_result, "", ""]
     with pending.apart():
         wanted, others = epilogues(back)
-    assert len(others) == 3
-    np.testing.assert_allclose(exact(dx), exact(wanted), 1e-5, 1e-5)
+    assert others == ["", "", ""]
+    for got, each in zip(found, wanted, strict=True):
+        most = 1e-5 * (1 + np.abs(exact(each)).max())
+        np.testing.assert_allclose(exact(got), exact(each), 1e-4, most)
+
+    def twice():
+        slopes = lambda *a: sum(mx.square(d).sum() for d in mx.grad(total, (0, 1))(*a))  # noqa: E731
+        return mx.grad(slopes)(*given)
+
+    got = twice()
+    with pending.apart():
+        each = twice()
+    most = 1e-4 * (1 + np.abs(exact(each)).max())
+    np.testing.assert_allclose(exact(got), exact(each), 1e-3, most)
 
 
 @pytest.mark.parametrize("may_come", (False, True))
 def test_a_compiled_activation_waits_where_no_gradient_may_come(may_come, monkeypatch):
     """On CUDA MLX says so."""
     net, x, said = Block(), tensor(), []
-    wanted = exact(net.relu(net.conv1(x)).feats)
+    wanted = exact(ops.silu(net.conv1(x)).feats)
     monkeypatch.setattr(sync, "is_differentiating", lambda: may_come)
 
     def compiled(feats):
@@ -355,11 +372,11 @@ def test_a_compiled_activation_waits_where_no_gradient_may_come(may_come, monkey
                 said.append(sync.may_differentiate())
         with monkeypatch.context() as here:
             here.setattr(sync, "may_differentiate", lambda: may_come)
-            return net.relu(net.conv1(x.replace(feats))).feats
+            return ops.silu(net.conv1(x.replace(feats))).feats
 
     y, after = epilogues(lambda: mx.compile(compiled)(x.feats))
     assert said == [may_come, True, True] and not sync.may_differentiate()
-    assert after == ["" if may_come else "+ shift + ReLU"]
+    assert after == ["" if may_come else "+ shift + SiLU"]
     np.testing.assert_allclose(exact(y), wanted, 1e-5, 1e-5)
 
 
@@ -437,7 +454,7 @@ def test_a_sum_without_a_norm(dtype, bias):
 
 
 def test_a_sum_and_an_activation_without_a_norm():
-    """Where a gradient may come the activation is not the convolution's."""
+    """Where a gradient may come SiLU is not the convolution's, and ReLU is."""
     net, x = Block(), tensor()
     both = lambda: net.relu(net.conv1(x) + x)  # noqa: E731
     _, _, count = told(both)
@@ -449,11 +466,12 @@ def test_a_sum_and_an_activation_without_a_norm():
     )  # fmt: skip
     with pending.apart():
         np.testing.assert_allclose(exact(y.feats), exact(both().feats), 1e-5, 1e-5)
-    with ml.trace() as trace:
-        mx.grad(lambda feats: net.relu(net.conv1(x.replace(feats)) + x).feats.sum())(
-            x.feats
-        )
-    parts = [r.choice.plan.problem.epilogue for r in trace.records]
-    assert [each and each.activation for each in parts] == [
-        "", None, None,
-    ]  # fmt: skip
+    for act, there in ((net.relu, "relu"), (ops.silu, "")):
+
+        def total(feats, act=act):
+            return act(net.conv1(x.replace(feats)) + x).feats.sum()
+
+        with ml.trace() as trace:
+            mx.grad(total)(x.feats)
+        parts = [record.problem.epilogue for record in trace]
+        assert [each and each.activation for each in parts] == [there, None, None]
