@@ -107,7 +107,9 @@ def known_norm(
         now = layer._replace(act=act)
         given, arrays = given_of(x, now, weight, bias, residual)
         if given.is_told:
-            function = row_norm(now, given, NOT_KEPT, None, None, is_known=True)
+            is_summed = lines is not None
+            facts = NOT_KEPT, None, None, is_summed
+            function = row_norm(now, given, *facts, is_known=True)
         else:
             function = _known_norm(now, tuple(given.there), kernels, x.shape, x.dtype)
         return function(x, *arrays, mean, var)

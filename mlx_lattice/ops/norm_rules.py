@@ -152,10 +152,7 @@ def row_norm(
         found = gradient(dy, x, *lines, *rest)
         return *found, *[no_gradient(a.shape) for a in others]
 
-    if few is None:
-        given.tell("forward", launches - is_summed - 2 * is_known)
-    else:
-        given.tell("forward", launches)
+    given.tell("forward", launches - (is_summed and few is None))
     function = Function(forward, settled)
     function.vjp(vjp)
 

@@ -122,7 +122,7 @@ class UpBlock(nn.Module):
         )
         skip = ops.channel_to_space(x, coordinates=y, order=ORDER)
         skip = skip.replace(mx.repeat(skip.feats, self.repeats, axis=1))
-        return self.conv2(self.norm2(y, activation="silu")) + skip, logits
+        return summed(self.conv2(self.norm2(y, activation="silu")), skip), logits
 
     def _in_blocks(self, x: SparseTensor, key: CoordinateKey) -> SparseTensor:
         """Return features of fine rows, the same bits, nothing wide but in blocks.
@@ -202,7 +202,16 @@ class DownBlock(nn.Module):
         share = skip.channels // self.out_channels
         parts = skip.feats.reshape(len(skip), self.out_channels, share)
         mean = parts.astype(mx.float32).mean(axis=2).astype(x.dtype)
-        return self.conv2(self.norm2(y, activation="silu")) + skip.replace(mean)
+        y = self.conv2(self.norm2(y, activation="silu"))
+        return summed(y, skip.replace(mean))
+
+
+def summed(y: SparseTensor, skip: SparseTensor) -> SparseTensor:
+    """Return the sum of what a convolution rounded and a skip of its rows.
+
+    Blocks of rows, under a limit of memory, are rounded before their sum, too.
+    """
+    return y.replace(y.feats) + skip
 
 
 def check_stages(model_channels: Sequence[int], num_blocks: Sequence[int]) -> None:
