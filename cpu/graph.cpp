@@ -87,8 +87,9 @@ bool is_transforming() {
 
 bool is_differentiating() {
   if (!is_transforming()) return false;
-  static const mx::array* probe = new mx::array(mx::zeros({1, 1, 128, 8}, mx::float16));  // never evaluated, or freed
-  return !mx::fast::scaled_dot_product_attention(*probe, *probe, *probe, 1.0f).siblings().empty();
+  static const mx::array* probe = new mx::array(mx::zeros({1, 1, 128, 64}, mx::float16));  // never evaluated, or freed
+  mx::array y = mx::fast::scaled_dot_product_attention(*probe, *probe, *probe, 1.0f);
+  return y.primitive().name() != std::string_view("ScaledDotProductAttention") || !y.siblings().empty();
 }
 
 std::vector<mx::array> one_of_each(const std::vector<mx::array>& arrays) {

@@ -58,8 +58,8 @@ class Graph {
 // Whether MLX follows the operations of this thread: for gradients, vmap, compile or an export.
 bool is_transforming();
 
-// Whether a gradient may be asked for, as far as MLX's attention says: of queries that fill the tiles of its gradient on
-// CUDA it then keeps a second result. Elsewhere never.
+// Whether a gradient may be asked for, as MLX's attention says: on CUDA it then keeps a second result, on Metal it is
+// several operations. So it is on a CPU at any time, where every transformation may ask for one.
 bool is_differentiating();
 
 // The first of the arrays that one primitive computes, of each: MLX computes the others with it, and of each that it is

@@ -331,6 +331,8 @@ class Pending(SparseTensor):
     ) -> Pending | None:
         """Return what a norm of fixed statistics makes of it, if that can wait.
 
+        Not where a gradient may come, which multiplies again for what the norm read.
+
         Args:
             after: the norm as an epilogue; None where it cannot be one.
             norm: the layer, for who observes.
@@ -338,6 +340,8 @@ class Pending(SparseTensor):
         """
         result = self._result
         if after is None or result.epilogue is not None or not self._waits():
+            return None
+        if sync.differentiates():
             return None
         return self._follow(after, norm, own)
 
@@ -367,7 +371,7 @@ class Pending(SparseTensor):
         if after.activation or not self._waits():
             return None
         is_of_sums = type(result.convolve) is Convolution and result.norm is None
-        if is_of_sums and not named(name).is_of_result and sync.may_differentiate():
+        if is_of_sums and not named(name).is_of_result and sync.is_differentiating():
             return None
         return self._follow(after.activated(name), result.norm, own)
 

@@ -248,7 +248,11 @@ def filled(
 
 
 def differentiable(
-    back: Callable, composed: Callable, statistics: int = 0, settled=None
+    back: Callable,
+    composed: Callable,
+    statistics: int = 0,
+    settled=None,
+    frozen: int = 0,
 ) -> Function:
     """Return a way back by kernels, whose own derivatives are the composed form's.
 
@@ -257,10 +261,12 @@ def differentiable(
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
         settled: that of ``Function``.
+        frozen: arrays after x whose derivatives ``back`` leaves out.
     """
 
     def again(dy, x, *arrays):
-        return tuple(mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1])
+        dx, *rest = mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1]
+        return dx, *rest[frozen:]
 
     function = Function(back, settled)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))

@@ -8,7 +8,6 @@ from contextvars import ContextVar
 
 import mlx.core as mx
 
-from .. import devices
 from ..backends import cpu_extension
 
 
@@ -34,18 +33,17 @@ start_all: Callable[[Sequence[mx.array]], None] = getattr(
 is_transforming: Callable[[], bool] = getattr(
     cpu_extension.extension, "is_transforming", _always
 )
-# Whether that is for gradients, so far as it is known: where the fused gradient of
-# MLX's attention is, on CUDA.
-is_differentiating: Callable[[], bool] = getattr(
-    cpu_extension.extension, "is_differentiating", _always
+_KNOWS = hasattr(cpu_extension.extension, "is_differentiating")
+# Whether a gradient may be asked for: on a GPU MLX says so, by how it plans attention;
+# on a CPU any transformation may.
+is_differentiating: Callable[[], bool] = (
+    cpu_extension.extension.is_differentiating if _KNOWS else _always
 )
 
 
-def may_differentiate() -> bool:
-    """Whether a gradient may be asked for: where MLX does not say, if it transforms."""
-    if not is_transforming():
-        return False
-    return devices.current().backend != devices.CUDA or is_differentiating()
+def differentiates() -> bool:
+    """Whether a gradient may be asked for, and that is known."""
+    return _KNOWS and is_differentiating()
 
 
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)

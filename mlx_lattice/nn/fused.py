@@ -15,6 +15,7 @@ import mlx.nn
 
 from ..activations import ACTIVATIONS, Activation, elu, leaky_relu
 from ..epilogue import Epilogue, Moments
+from ..geometry import sync
 from ..integer_tensor import IntegerTensor
 from ..ops import activation, fusion, on_features
 from ..ops.activation import activated
@@ -229,7 +230,8 @@ def _epilogue(
     if act is None and activation is not None:
         return None
     if type(norm) in FIXED:
-        if norm.is_by_rows:
+        # A gradient would multiply again for what the norm read.
+        if norm.is_by_rows or (sync.differentiates() and not integer):
             return None
     elif not integer or not (norm is None or type(norm) is FoldedNorm):
         return None

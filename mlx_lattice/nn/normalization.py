@@ -96,7 +96,9 @@ class BatchNorm(mlx.nn.BatchNorm):
         given = self.get("weight"), self.get("bias"), residual
         if not self.is_by_rows:
             mean, var = self.running_mean, self.running_var
-            return channel_norms.fixed_norm(x, layer, mean, var, *given)
+            return channel_norms.fixed_norm(
+                x, layer, mean, var, *given, are_frozen=True
+            )
         by = {"statistics": self._statistics(), "lines": lines}
         y, *moved = channel_norms.batch_norm(x, layer, *given, **by)
         self._move(x, *moved)
@@ -135,7 +137,9 @@ class BatchNorm(mlx.nn.BatchNorm):
         def normalized(x: mx.array, residual=None, activation=None) -> mx.array:
             now = layer._replace(act=activation_of(activation))
             with fusion.inside(self):
-                return channel_norms.fixed_norm(x, now, *given, residual)
+                return channel_norms.fixed_norm(
+                    x, now, *given, residual, are_frozen=True
+                )
 
         return normalized
 

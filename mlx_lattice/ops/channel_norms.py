@@ -149,22 +149,48 @@ def fixed_norm(
     weight: mx.array | None = None,
     bias: mx.array | None = None,
     residual: mx.array | None = None,
+    *,
+    are_frozen: bool = False,
 ) -> mx.array:
     """Normalise each channel by given (C,) statistics, in one launch.
 
-    Differentiable in all arrays; the others are those of ``batch_norm``.
+    Differentiable in all arrays; not in statistics that ``are_frozen``. The others are
+    those of ``batch_norm``.
     """
     given, arrays = given_of(x, layer, weight, bias, residual)
-    kernels = given.kernels
     if mean.dtype != var.dtype or mean.dtype not in FLOATS:
         mean, var = mean.astype(mx.float32), var.astype(mx.float32)
-    kind = mean.dtype
+    if given.kernels is None:
+        if are_frozen:
+            mean, var = mx.stop_gradient(mean), mx.stop_gradient(var)
+        return affine(x, mean, var, *given.spread(arrays), layer)
+    if given.is_told:
+        function = _by_fixed(layer, given, are_frozen)
+    else:
+        facts = layer, tuple(given.there), given.kernels, are_frozen
+        function = _untold_by_fixed(*facts, x.shape, x.dtype, mean.dtype)
+    return function(x, mean, var, *arrays)
+
+
+@lru_cache(maxsize=1024)
+def _untold_by_fixed(
+    layer: Layer,
+    there: tuple[bool, ...],
+    kernels: Norms,
+    are_frozen: bool,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+    kind: mx.Dtype,
+) -> Function:
+    return _by_fixed(layer, Given(there, kernels), are_frozen, situation)
+
+
+def _by_fixed(layer: Layer, given: Given, are_frozen: bool, settled=None) -> Function:
+    """Return the norm of x, mean, var, and those that there are of the rest."""
+    kernels = given.kernels
 
     def composed(x, mean, var, *rest):
         return affine(x, mean, var, *given.spread(rest), layer)
-
-    if kernels is None:
-        return composed(x, mean, var, *arrays)
 
     def forward(x, mean, var, *rest):
         weight, bias, residual = given.spread(rest)
@@ -176,27 +202,35 @@ def fixed_norm(
         weight, bias, residual = given.spread(rest)
         fit = fit_of(layer, mean, var, weight, bias)
         dx, dresidual = kernels.gradient(dy, x, fit, residual)
+        if are_frozen and not any(given.there[:2]):
+            return dx, *given.kept(None, None, dresidual)
         sums, _, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
+        own = given.kept(dweight.reshape(-1), dbias.reshape(-1), dresidual)
+        if are_frozen:
+            return dx, *own
         inverse = mx.rsqrt(var.astype(mx.float32) + layer.eps)
         scale = inverse if weight is None else inverse * weight.astype(mx.float32)
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
-        return (
-            dx,
-            dmean.astype(kind),
-            dvar.astype(kind),
-            *given.kept(dweight.reshape(-1), dbias.reshape(-1), dresidual),
-        )
+        return dx, dmean.astype(mean.dtype), dvar.astype(var.dtype), *own
+
+    gradient = differentiable(
+        back, composed, settled=settled, frozen=2 if are_frozen else 0
+    )
 
     def vjp(primals, dy, _):
         given.tell("backward", 3)
-        return differentiable(back, composed)(dy, *primals)
+        found = gradient(dy, *primals)
+        if not are_frozen:
+            return found
+        dx, *rest = found
+        return dx, *(no_gradient(a.shape, a.dtype) for a in primals[1:3]), *rest
 
     given.tell("forward", 1)
-    function = Function(forward)
+    function = Function(forward, settled)
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
     function.vmap(lambda arrays, axes: (mapped(composed, axes)(*arrays), 0))
-    return function(x, mean, var, *arrays)
+    return function
 
 
 def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:

@@ -176,9 +176,9 @@ def row_norm(
 
 
 @lru_cache(maxsize=256)
-def no_gradient(shape: tuple[int, ...]) -> mx.array:
+def no_gradient(shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
     """Return the gradient of statistics that are given, which nobody asks for."""
-    return mx.zeros(shape)
+    return mx.zeros(shape, dtype)
 
 
 def given_of(x, layer: Layer, weight, bias, residual) -> tuple[Given, list[mx.array]]:

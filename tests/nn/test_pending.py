@@ -12,7 +12,7 @@ import pytest
 from contractions import exact
 
 import mlx_lattice as ml
-from mlx_lattice import contraction, devices, nn, ops, pending, settings
+from mlx_lattice import contraction, nn, ops, pending, settings
 from mlx_lattice.geometry import sync
 from mlx_lattice.numerics import asked_precision
 from mlx_lattice.ops import fusion
@@ -357,26 +357,22 @@ def test_a_gradient_does_not_multiply_again_for_an_activation(name):
     np.testing.assert_allclose(exact(got), exact(each), 1e-3, most)
 
 
+@pytest.mark.parametrize("norm", (False, True))
 @pytest.mark.parametrize("may_come", (False, True))
-def test_a_compiled_activation_waits_where_no_gradient_may_come(may_come, monkeypatch):
-    """On CUDA MLX says so."""
-    net, x, said = Block(), tensor(), []
-    wanted = exact(ops.silu(net.conv1(x)).feats)
-    monkeypatch.setattr(sync, "is_differentiating", lambda: may_come)
+def test_what_is_compiled_waits_where_no_gradient_may_come(may_come, norm, monkeypatch):
+    """On a GPU MLX says so."""
+    net, x = Block().eval(), tensor()
 
-    def compiled(feats):
-        for device in ("h200", "cpu", "m4-max"):
-            with monkeypatch.context() as here:
-                profile = devices.profile(device)
-                here.setattr(devices, "current", lambda profile=profile: profile)
-                said.append(sync.may_differentiate())
-        with monkeypatch.context() as here:
-            here.setattr(sync, "may_differentiate", lambda: may_come)
-            return ops.silu(net.conv1(x.replace(feats))).feats
+    def function(feats):
+        between = net.norm1 if norm else lambda y: y
+        return ops.silu(between(net.conv1(x.replace(feats)))).feats
 
-    y, after = epilogues(lambda: mx.compile(compiled)(x.feats))
-    assert said == [may_come, True, True] and not sync.may_differentiate()
-    assert after == ["" if may_come else "+ shift + SiLU"]
+    wanted = exact(function(x.feats))
+    for name in ("is_differentiating", "differentiates"):
+        monkeypatch.setattr(sync, name, lambda: may_come)
+    y, after = epilogues(lambda: mx.compile(function)(x.feats))
+    alone = "+ BatchNorm + SiLU" if norm else "+ shift + SiLU"
+    assert after == ["" if may_come else alone]
     np.testing.assert_allclose(exact(y), wanted, 1e-5, 1e-5)
 
 

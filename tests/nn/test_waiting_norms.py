@@ -10,7 +10,7 @@ import pytest
 from contractions import exact
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops, pending
+from mlx_lattice import backends, nn, ops, pending
 from mlx_lattice.ops import fusion
 
 C, B = 8, 3
@@ -218,3 +218,34 @@ def test_lines_of_a_group_norm():
     )
     with pytest.raises(ValueError, match="each batch element has its values: expected"):
         ops.group_norm(x, 4, mx.ones((B + 1, C)))
+
+
+@pytest.mark.parametrize("sequential", (True, False))
+def test_a_gradient_through_fixed_statistics_multiplies_once(sequential):
+    """Forward and twice back, and the norm by its kernels: nothing of running ones."""
+    mx.random.seed(0)
+    x = tensor(300)
+    net = nn.Sequential(nn.SubmConv3d(C, C, 3), nn.BatchNorm(C), nn.ReLU()).eval()
+    conv, norm, relu = net.layers
+    norm.running_mean, norm.running_var = mx.random.uniform(0.5, 2, (2, C))
+
+    def total(parameters, feats):
+        net.update(parameters)
+        given = x.replace(feats)
+        y = net(given) if sequential else relu(norm(conv(given)))
+        return mx.square(y.feats).sum()
+
+    def step():
+        made = mx.value_and_grad(total, argnums=(0, 1))
+        return made(net.trainable_parameters(), x.feats)
+
+    with ml.trace() as trace:
+        (_, found), parts = told(step)
+    assert [str(record.problem.epilogue or "") for record in trace] == [""] * 3
+    assert parts == [("BatchNorm", "ReLU")]
+    with pending.apart(), backends.portable_only():
+        _, wanted = step()
+    pairs = zip(*map(mlx.utils.tree_flatten, (found, wanted)), strict=True)
+    for (at, got), (_, each) in pairs:
+        most = 1e-4 * (1 + np.abs(exact(each)).max())
+        np.testing.assert_allclose(exact(got), exact(each), 1e-3, most, err_msg=at)
