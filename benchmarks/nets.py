@@ -44,6 +44,7 @@ STEPS = (
     "training",
     "training compiled",
     "training anew",  # each step has rows, and so relations, of its own
+    "tuning",  # a training step with norms in evaluation
 )
 
 PEERS = Path(__file__).with_name("results") / "nets-peers-h200.jsonl"
@@ -316,7 +317,8 @@ def main() -> None:
     given = parser.parse_args()
     if given.activations and not given.bits:
         parser.error("--activations 8 needs --bits, those of the weights")
-    if given.bits and any(name.startswith("training") for name in given.steps):
+    trains = "training", "tuning"
+    if given.bits and any(name.startswith(trains) for name in given.steps):
         parser.error("packed weights do not train: name other --steps")
     if given.save_coordinates:
         np.save(given.save_coordinates, batch(given.rows[0], given.scenes))
@@ -340,7 +342,7 @@ def main() -> None:
             steps = Steps(net, batch(rows, given.scenes), dtype, of, *quantised)
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
-                row |= optimizer if name.startswith("training") else {}
+                row |= optimizer if name.startswith(trains) else {}
                 row |= {"limit": given.memory} if given.memory else {}
                 names = "bits", "activations", "unpacked"
                 held = {name: getattr(given, name) for name in names}
