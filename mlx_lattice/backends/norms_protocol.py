@@ -73,8 +73,8 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
 
     Attributes:
         mean, var: (S, C) of one floating dtype: float32 where they are of the rows.
-        weight, bias: (C,) of one floating dtype, or None; (S, C) of float32 where each
-            segment has its own.
+        weight, bias: (C,) of one floating dtype, or None; (S, C) where each segment has
+            its own.
         eps: added to the variance.
         act: what follows.
         segments: the rows of each line of the statistics, or None for all.
