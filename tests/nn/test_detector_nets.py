@@ -450,7 +450,8 @@ def test_rows_of_a_sum_over_height_are_kept_with_their_scan():
     compiled = ml.compile(net.eval())
     for _ in range(3):
         y = compiled(x)
-        assert y.manager is x.manager and mx.array_equal(y.feats, net(x).feats)
+        # A CPU's compiled norms are launches of their own: sums are rounded before.
+        assert y.manager is x.manager and mx.allclose(y.feats, net(x).feats, 1e-4, 1e-5)
     held = weakref.ref(other.manager)
     del other, again
     gc.collect()
