@@ -36,6 +36,7 @@ void expect(bool right, const char* what, int c_in, int c_out) {
 
 void check(int n_out, int c_in, int c_out) {
   constexpr int n_in = 70, volume = 11;
+  constexpr int none = 0, relu = 1;  // as activation codes of epilogues
   int stored = (c_in + 31) / 32 * 32;
   std::vector<int> table(n_out * volume, -1);
   for (auto& t : table)
@@ -44,9 +45,9 @@ void check(int n_out, int c_in, int c_out) {
   array t(table.begin(), {n_out, volume}, mx::int32), residual = random_int8({n_out, c_out});
   array scale = random_floats({c_out}, 1e-3f), shift = random_floats({c_out}, 3.0f), rows = random_floats({n_in}, 2.0f);
   array residual_scale = random_floats({1}, 0.1f), inverse = random_floats({1}, 9.0f);
-  array plain = int8_blocked(x, w, t, scale, shift, {}, {}, {}, {}, {}, 1, "", mx::float32, {});
-  array small = int8_blocked(x, w, t, scale, shift, residual, residual_scale, inverse, {}, {}, 1, "relu", mx::float32, {});
-  array dynamic = int8_blocked(x, w, t, scale, {}, {}, {}, {}, rows, {}, 1, "", mx::float32, {});
+  array plain = int8_blocked(x, w, t, scale, shift, {}, {}, {}, {}, {}, 1, none, mx::float32, {});
+  array small = int8_blocked(x, w, t, scale, shift, residual, residual_scale, inverse, {}, {}, 1, relu, mx::float32, {});
+  array dynamic = int8_blocked(x, w, t, scale, {}, {}, {}, {}, rows, {}, 1, none, mx::float32, {});
   mx::eval(x, w, scale, shift, rows, residual, residual_scale, inverse, plain, small, dynamic);
   for (int o = 0; o < n_out; ++o)
     for (int n = 0; n < c_out; ++n) {
