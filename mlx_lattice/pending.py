@@ -341,7 +341,7 @@ class Pending(SparseTensor):
         result = self._result
         if after is None or result.epilogue is not None or not self._waits():
             return None
-        if sync.differentiates():
+        if sync.is_known_to_differentiate():
             return None
         return self._follow(after, norm, own)
 

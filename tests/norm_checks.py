@@ -61,16 +61,23 @@ def segmented(ordered=True):
     return of, segments
 
 
-# How many groups of channels, and whether a weight and a bias are of a segment.
-GROUPS = (1, True), (4, True), (4, False), (12, True)
+# How many groups of channels, whether a weight and a bias are of a segment, channels
+# and their dtype.
+GROUPS = (
+    (1, True, 600, "float16"),
+    (4, True, 12, "float16"),
+    (4, False, 12, "float16"),
+    (12, True, 12, "float16"),
+    (3, True, 9, "float32"),
+    (3, False, 9, "bfloat16"),
+)
 
 
-def check_groups(place, groups, apart):
+def check_groups(place, groups, apart, channels, dtype):
     """Statistics of groups of all channels, some and one, forward and back."""
     kernels, (of, segments) = NORMS[place.name], segmented(groups == 4)
-    channels = 600 if groups == 1 else 12
     (x, x_wanted), (dy, dy_wanted) = (
-        array((len(of), channels), "float16", seed, 2.0, 3.0) for seed in (1, 2)
+        array((len(of), channels), dtype, seed, 2.0, 3.0) for seed in (1, 2)
     )
     lines = [array((6, channels), "float32", seed, 0.5, 1.0) for seed in (3, 4)]
     (weight, w), (bias, b) = ((a, v[of]) for a, v in lines)
@@ -90,8 +97,8 @@ def check_groups(place, groups, apart):
 
     y, dx, dw, db, dw_apart, db_apart = agreed(place, run)
     dx_wanted, _, _, g = wanted.back(dy_wanted)
-    ref.assert_close(y, wanted.y, "float16")
-    ref.assert_close(dx, dx_wanted, "float16")
+    ref.assert_close(y, wanted.y, dtype)
+    ref.assert_close(dx, dx_wanted, dtype)
     for found, by_segment, rows in ((dw, dw_apart, g * wanted.hat), (db, db_apart, g)):
         sums = np.stack([rows[of == s].sum(axis=0) for s in range(6)])
         ref.assert_close(found, sums if apart else sums.sum(axis=0), "float32")

@@ -41,8 +41,8 @@ is_differentiating: Callable[[], bool] = (
 )
 
 
-def differentiates() -> bool:
-    """Whether a gradient may be asked for, and that is known."""
+def is_known_to_differentiate() -> bool:
+    """Whether the extension is there and says that a gradient may be asked for."""
     return _KNOWS and is_differentiating()
 
 

@@ -31,8 +31,9 @@ class Sequential(mlx.nn.Sequential):
     get the tensor. After a global pooling they all get its array. A norm and the
     activation after it are one call, in float32 and rounded once; in evaluation a
     BatchNorm after a convolution, and the activation after that, are the convolution's,
-    and so is an activation alone where no gradient is asked for; after an integer
-    linear layer they are that layer's. A subclass of any is called as it is.
+    and so is an activation alone: ReLU and LeakyReLU always, the others where no
+    gradient may be asked for. After an integer linear layer they are that layer's. A
+    subclass of any is called as it is.
 
     Args:
         modules (tuple of Callables): The modules to call in order, or one dict of them

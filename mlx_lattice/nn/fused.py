@@ -231,7 +231,7 @@ def _epilogue(
         return None
     if type(norm) in FIXED:
         # A gradient would multiply again for what the norm read.
-        if norm.is_by_rows or (sync.differentiates() and not integer):
+        if norm.is_by_rows or (sync.is_known_to_differentiate() and not integer):
             return None
     elif not integer or not (norm is None or type(norm) is FoldedNorm):
         return None

@@ -285,7 +285,7 @@ def test_gradients_and_running_statistics(name, training):
     pairs = zip(*(mlx.utils.tree_flatten(each) for each in found), strict=True)
     for (name, got), (_, wanted) in pairs:
         # Some are 0, but for what rounding leaves of sums over rows.
-        most = 1e-3 * (1 + np.abs(exact(wanted)).max())
+        most = 2e-4 * (1 + np.abs(exact(wanted)).max())
         np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=name)
 
 
@@ -368,7 +368,7 @@ def test_what_is_compiled_waits_where_no_gradient_may_come(may_come, norm, monke
         return ops.silu(between(net.conv1(x.replace(feats)))).feats
 
     wanted = exact(function(x.feats))
-    for name in ("is_differentiating", "differentiates"):
+    for name in ("is_differentiating", "is_known_to_differentiate"):
         monkeypatch.setattr(sync, name, lambda: may_come)
     y, after = epilogues(lambda: mx.compile(function)(x.feats))
     alone = "+ BatchNorm + SiLU" if norm else "+ shift + SiLU"

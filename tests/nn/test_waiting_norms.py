@@ -7,6 +7,7 @@ import mlx.core as mx
 import mlx.utils
 import numpy as np
 import pytest
+import reference as ref
 from contractions import exact
 
 import mlx_lattice as ml
@@ -17,12 +18,14 @@ C, B = 8, 3
 RELU = nn.ReLU()
 
 
-def tensor(rows=2200, batches=B, dtype="float32", seed=0):
+def tensor(rows=2200, batches=B, dtype="float32", seed=0, channels=C):
     """Rows of several elements, one of them empty; not in order."""
     rng = np.random.default_rng(seed)
     of = rng.choice([b for b in range(batches) if b != 1 or batches == 1], rows)
     coords = np.stack([of, np.arange(rows), np.arange(rows) % 7, -of], axis=1)
-    feats = mx.array(cases.features(rows, C, seed) + 1).astype(getattr(mx, dtype))
+    feats = mx.array(cases.features(rows, channels, seed) + 1).astype(
+        getattr(mx, dtype)
+    )
     coords = mx.array(coords.astype(np.int32))
     return ml.SparseTensor(coords, feats, batch_size=batches)
 
@@ -131,20 +134,27 @@ def test_gradients_and_running_statistics(name, batches, training):
         np.testing.assert_allclose(exact(got), exact(wanted), 1e-3, most, err_msg=at)
 
 
-@pytest.mark.parametrize("batches", (1, B))
-def test_shifts_scales_and_gates(batches):
-    """Against float64, forward and back, in one launch and two more."""
-    x = tensor(batches=batches)
-    net, of = Net(batches), np.array(x.coords)[:, 0]
-    values, scale, shift = map(exact, (x.feats, net.scale, net.shift))
-    dy = cases.features(len(x), C, 9)
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize(
+    "rows, channels, batches", ((2200, C, 1), (2200, C, B), (1, 5, B), (300, 5, B))
+)
+def test_shifts_scales_and_gates(rows, channels, batches, dtype):
+    """Against float64, forward and back, of odd channels and one row too."""
+    x = tensor(rows, batches, dtype, channels=channels)
+    of = np.array(x.coords)[:, 0]
+    lines = cases.features(2 * batches, channels, 4).reshape(2, batches, channels)
+    scales, shifts = (mx.array(a.astype(np.float32)) for a in lines)
+    values, scale, shift = map(exact, (x.feats, scales, shifts))
+    by = mx.array(cases.features(rows, channels, 9).astype(np.float32))
+    by = by.astype(x.dtype)
+    dy = exact(by)
 
     def run(feats, shift, scale):
         y = ops.modulate(x.replace(feats), shift, scale)
         return ops.gate(y, scale).feats
 
-    given = [x.feats, net.shift, net.scale]
-    (y,), (dx, dshift, dscale) = mx.vjp(run, given, [mx.array(dy.astype(np.float32))])
+    given = [x.feats, shifts, scales]
+    (y,), (dx, dshift, dscale) = mx.vjp(run, given, [by])
     a, b = scale[of], shift[of]
     v = values * (1 + a) + b
 
@@ -157,8 +167,7 @@ def test_shifts_scales_and_gates(batches):
         (dshift, summed(dy * a)),
         (dscale, summed(dy * (v + a * values))),
     ):
-        most = 1e-5 * (1 + np.abs(wanted).max())
-        np.testing.assert_allclose(exact(got), wanted, 1e-4, most)
+        ref.assert_close(got, wanted, dtype)
 
 
 @pytest.mark.parametrize("name", ("batch_norm", "modulated", "gated"))

@@ -110,9 +110,9 @@ def test_fixed_statistics(place, act):
 
 
 @places
-@pytest.mark.parametrize("groups, apart", GROUPS)
-def test_groups_and_parameters_of_segments(place, groups, apart):
-    check_groups(place, groups, apart)
+@pytest.mark.parametrize("groups, apart, channels, dtype", GROUPS)
+def test_groups_and_parameters_of_segments(place, groups, apart, channels, dtype):
+    check_groups(place, groups, apart, channels, dtype)
 
 
 @places

@@ -53,9 +53,9 @@ def test_activations(place, act, added):
     Given((70, 16), "float16", act, added, added).check(place, "float16")
 
 
-@pytest.mark.parametrize("groups, apart", GROUPS)
-def test_groups_and_parameters_of_segments(place, groups, apart):
-    check_groups(place, groups, apart)
+@pytest.mark.parametrize("groups, apart, channels, dtype", GROUPS)
+def test_groups_and_parameters_of_segments(place, groups, apart, channels, dtype):
+    check_groups(place, groups, apart, channels, dtype)
 
 
 def test_segments_and_fixed_statistics(place):

@@ -293,8 +293,8 @@ def norms() -> None:
             given.check(place, dtype, segments)
             given.x, given.dy = moved(given.x), moved(given.dy)
             given.check(place, dtype, ordered)
-    for groups, apart in GROUPS:
-        check_groups(place, groups, apart)
+    for given in GROUPS:
+        check_groups(place, *given)
 
 
 def row_norms() -> None:
