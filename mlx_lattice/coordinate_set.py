@@ -6,6 +6,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
+from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 
@@ -14,10 +15,14 @@ from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.rows import RowIndex
 
+_serial = itertools.count(1)
+
 
 @dataclass(frozen=True, eq=False)
 class CoordinateKey:
     """Names one coordinate set of a manager, and equals itself alone.
+
+    A tensor has the key of its rows: a manager drops a set whose key nobody holds.
 
     Attributes:
         stride: the size of its lattice cell on each axis, in cells of the first
@@ -45,11 +50,18 @@ class CoordinateSet:
         batch_size: number of batch elements, or None for the greatest index + 1.
         trusted: whether its rows are sorted and unique.
         box: bounds of the rows that the library made, perhaps wider than them.
+
+    Attributes:
+        serial: of its key.
+        is_kept: whether its manager keeps it, whoever holds its key.
+        given: refers to the array that it was made of, where a caller gave one.
     """
 
     def __init__(
         self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
     ):
+        self.serial, self.is_kept, self.given = next(_serial), False, None
+        self._key: ref[CoordinateKey] | None = None
         self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
@@ -62,6 +74,21 @@ class CoordinateSet:
 
     def __len__(self) -> int:
         return self._rows
+
+    @property
+    def key(self) -> CoordinateKey:
+        """Its key: one object, for as long as anybody holds it."""
+        key = self._key() if self._key else None
+        if key is None:
+            key = CoordinateKey(self.stride, self.serial)
+            self._key = ref(key)
+        return key
+
+    @property
+    def is_held(self) -> bool:
+        """Whether somebody can name it: by its key, or by the array it was made of."""
+        names = self._key, self.given
+        return self.is_kept or any(name and name() is not None for name in names)
 
     @property
     def bounds(self) -> Bounds:
@@ -176,6 +203,23 @@ class CoordinateSet:
                     f"coordinates of axis {axis} must lie in [0, {extent}), the "
                     f"spatial_shape; got {low[1 + axis]} to {high[1 + axis]}"
                 )
+
+
+class OfPairs:
+    """What is kept of two sets, for as long as both live."""
+
+    def __init__(self):
+        self._known: WeakKeyDictionary[CoordinateSet, WeakKeyDictionary] = (
+            WeakKeyDictionary()
+        )
+
+    def of(self, a: CoordinateSet, b: CoordinateSet) -> dict:
+        """Return what is kept of a pair, to look up and to add to."""
+        return self._known.setdefault(a, WeakKeyDictionary()).setdefault(b, {})
+
+    def forget(self, a: CoordinateSet) -> None:
+        """Drop what is kept of the pairs that a set is the first of."""
+        self._known.pop(a, None)
 
 
 def learn(sets: list[CoordinateSet], *more: mx.array) -> list:

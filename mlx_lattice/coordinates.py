@@ -39,8 +39,10 @@ class CoordinateManager(HeldSets):
     """Holds coordinate sets and builds each relation between them once.
 
     Every ``SparseTensor`` has one, shared by the tensors that come from it; it lives
-    as long as they do. ``in = out * stride + offset_k`` within one batch element is
-    the only geometric rule.
+    as long as they do. Rows that were chosen by features, as ``ops.prune`` does, and
+    their relations die with the last tensor that has them: they are dropped when the
+    next rows come. ``in = out * stride + offset_k`` within one batch element is the
+    only geometric rule.
     """
 
     def __init__(self):
@@ -48,16 +50,33 @@ class CoordinateManager(HeldSets):
         self._relations: dict[tuple, Relation] = {}
         # Of rows to themselves, by key and spec: of every kind they are the same.
         self._identities: dict[tuple, Relation] = {}
-        # For each coarse key the finer keys it was computed from, latest last.
-        self._consumed: dict[CoordinateKey, list[CoordinateKey]] = {}
+        # For each coarse set the finer sets it was computed from, latest last.
+        self._consumed: dict[CoordinateSet, list[CoordinateSet]] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
         self._checks_later = False  # whether sets are checked after their relations
         # Whether a net has read its relations; see ``relations_ahead``.
         self.is_complete = False
-        # Rows that bring sets' features into another's order, by the keys that it
-        # takes; see ops.align.
-        self.alignments: dict[tuple[CoordinateKey, ...], object] = {}
+
+    def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
+        yield from super()._keepers()
+        for coarse, sets in self._consumed.items():
+            yield coarse, sets[-1]
+
+    def _keep(self, living: set[CoordinateSet]) -> None:
+        super()._keep(living)
+        self._consumed = {
+            coarse: [fine for fine in sets if fine in living]
+            for coarse, sets in self._consumed.items()
+            if coarse in living
+        }
+        for known in (self._relations, self._identities):
+            for question, relation in list(known.items()):
+                if not living.issuperset(relation.sets):
+                    del known[question]
+        for question, (relation, _) in list(self._asked.items()):
+            if not living.issuperset(relation.sets):
+                del self._asked[question]
 
     @property
     def relations(self) -> tuple[Relation, ...]:
@@ -66,7 +85,7 @@ class CoordinateManager(HeldSets):
 
     @property
     def named_relations(self) -> tuple[tuple[tuple, Relation], ...]:
-        """The same, each after what ``relation_of`` was asked for it with."""
+        """The same, each after its kind, its two sets and its kernel."""
         return tuple(self._relations.items())
 
     def asked(self, question: tuple) -> Relation | None:
@@ -105,12 +124,12 @@ class CoordinateManager(HeldSets):
         """
         if support not in SUPPORTS:
             raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
-        key, spec = self._start(
+        source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        target = self._forward_rows(key, spec, support)
-        self._note_consumed(target, key)
-        return self.relation_of("forward", key, target, spec)
+        target = self._forward_rows(source, spec, support)
+        self._note_consumed(target, source)
+        return self._between("forward", source, target, spec)
 
     def target_kernel_relation(
         self,
@@ -124,12 +143,12 @@ class CoordinateManager(HeldSets):
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
         """Return the forward rule onto exactly the target's rows, in its order."""
-        key, spec = self._start(
+        source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        target = self.key_of(target)
-        self._note_consumed(target, key)
-        return self.relation_of("target", key, target, spec)
+        target = self[self.key_of(target)]
+        self._note_consumed(target, source)
+        return self._between("target", source, target, spec)
 
     def submanifold_kernel_relation(
         self,
@@ -140,8 +159,8 @@ class CoordinateManager(HeldSets):
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
         """Return the stride-1 relation of a set to itself, identity kept."""
-        key, spec = self._start(key_or_coords, kernel_size, 1, None, dilation, offsets)
-        return self.relation_of("submanifold", key, key, spec)
+        rows, spec = self._start(key_or_coords, kernel_size, 1, None, dilation, offsets)
+        return self._between("submanifold", rows, rows, spec)
 
     def transposed_kernel_relation(
         self,
@@ -162,12 +181,14 @@ class CoordinateManager(HeldSets):
         Raises:
             ValueError: no target was given and none, or several, could be meant.
         """
-        key, spec = self._start(
+        source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
         if target is None:
-            target = self.finer(key, spec.stride)
-        return self.relation_of("transposed", key, self.key_of(target), spec)
+            target = self._finer(source, spec.stride)
+        else:
+            target = self[self.key_of(target)]
+        return self._between("transposed", source, target, spec)
 
     def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
         """Return the set that a strided operation of these steps made ``key`` of.
@@ -175,24 +196,30 @@ class CoordinateManager(HeldSets):
         Raises:
             ValueError: there is none, or it is not known which.
         """
+        return self._finer(self[key], steps).key
+
+    def _finer(self, coarse: CoordinateSet, steps: Sequence[int]) -> CoordinateSet:
         wanted = tuple(
-            exact_ratio(a, b) for a, b in zip(key.stride, steps, strict=True)
+            exact_ratio(a, b) for a, b in zip(coarse.stride, steps, strict=True)
         )
-        consumed = [k for k in self._consumed.get(key, ()) if k.stride == wanted]
-        found = consumed or [k for k in self._sets if k.stride == wanted and k != key]
+        found = [s for s in self._consumed.get(coarse, ()) if s.stride == wanted]
+        if not found:
+            found = [s for s in self.sets if s.stride == wanted and s is not coarse]
         if not found and set(steps) == {1}:
-            return key
+            return coarse
         if len(found) == 1:
             return found[0]
         stride = wanted[0] if len(set(wanted)) == 1 else tuple(map(str, wanted))
         if not found:
             raise ValueError(
-                f"no coordinates of stride {stride} are known to upsample {key!r} "
+                f"no coordinates of stride {stride} are known to upsample "
+                f"{coarse.key!r} "
                 "onto; pass coordinates=, or use a generative transposed convolution"
             )
         raise ValueError(
             f"several coordinate sets of stride {stride} could be the target of "
-            f"{key!r}: {', '.join(map(repr, found))}; pass coordinates= to say which"
+            f"{coarse.key!r}: {', '.join(repr(each.key) for each in found)}; pass "
+            "coordinates= to say which"
         )
 
     def generative_relation(
@@ -210,11 +237,11 @@ class CoordinateManager(HeldSets):
         Rows are sorted and unique, also where kernels overlap; with a
         ``spatial_shape`` they are cut to PyTorch's transposed output grid.
         """
-        key, spec = self._start(
+        source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        target = self._generated_rows(key, spec)
-        return self.relation_of("generative", key, target, spec)
+        target = self._generated_rows(source, spec)
+        return self._between("generative", source, target, spec)
 
     def relation(
         self,
@@ -225,26 +252,26 @@ class CoordinateManager(HeldSets):
         stride: IntOrTuple = 1,
     ) -> Relation:
         """Return ``in = out * stride + offset_k`` for any two sets and offsets."""
-        key, spec = self._start(key_or_coords, 1, stride, None, 1, offsets)
-        return self.relation_of("general", key, self.key_of(target), spec)
+        source, spec = self._start(key_or_coords, 1, stride, None, 1, offsets)
+        return self._between("general", source, self[self.key_of(target)], spec)
 
     def _start(self, key_or_coords, kernel_size, stride, padding, dilation, offsets):
-        key = self.key_of(key_or_coords)
+        source = self[self.key_of(key_or_coords)]
         spec = KernelSpec.of(
-            len(key.stride),
+            len(source.stride),
             kernel_size=kernel_size,
             stride=stride,
             padding=padding,
             dilation=dilation,
             offsets=offsets,
         )
-        return key, spec
+        return source, spec
 
-    def _note_consumed(self, coarse: CoordinateKey, fine: CoordinateKey) -> None:
-        if coarse != fine:
-            keys = self._consumed.setdefault(coarse, [])
-            if fine not in keys:
-                keys.append(fine)
+    def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
+        if coarse is not fine:
+            sets = self._consumed.setdefault(coarse, [])
+            if fine not in sets:
+                sets.append(fine)
                 self._version += 1
 
     @staticmethod
@@ -276,7 +303,7 @@ class CoordinateManager(HeldSets):
         self._relations, self._identities = map(dict, held)
         self._checks_later = True
         try:
-            relation = self.relation_of(kind, key, key, spec)
+            relation = self._between(kind, source, source, spec)
             if not source.settled:
                 self._count_with(source, relation)
             yield
@@ -289,35 +316,43 @@ class CoordinateManager(HeldSets):
         finally:
             self._checks_later = False
 
-    def _known_edges(self, kind: str, source_key, target_key, spec) -> int | None:
+    def _known_edges(
+        self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
+    ) -> int | None:
         """Return the edges where each row of the finer set has one, to its cell."""
-        fine = self[source_key if kind == "forward" else target_key]
+        fine = source if kind == "forward" else target
         if kind == "transposed":  # of a set that may lack cells
-            made = self._made.get(("cell", target_key, spec.stride))
-            has_one = made == source_key and _has_every_cell(fine, spec)
+            made = self._made.get(("cell", target, spec.stride))
+            has_one = made is source and _has_every_cell(fine, spec)
         elif kind == "forward":
             has_one = _has_every_cell(fine, spec)
         else:
             has_one = kind == "generative" and spec.fills_cell
         return len(fine) if has_one else None
 
-    def has_relation(self, *question) -> bool:
+    def has_relation(
+        self, kind: str, source: CoordinateKey, target: CoordinateKey, spec: KernelSpec
+    ) -> bool:
         """Whether there is the relation that ``relation_of`` is asked for with it."""
-        return question in self._relations
+        return (kind, self[source], self[target], spec) in self._relations
 
     def relation_of(
         self,
         kind: str,
-        source_key: CoordinateKey,
-        target_key: CoordinateKey,
+        source: CoordinateKey,
+        target: CoordinateKey,
         spec: KernelSpec,
     ) -> Relation:
         """Return the relation of a kind between two sets, built once."""
-        cache_key = kind, source_key, target_key, spec
-        known = self._relations.get(cache_key)
+        return self._between(kind, self[source], self[target], spec)
+
+    def _between(
+        self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
+    ) -> Relation:
+        question = kind, source, target, spec
+        known = self._relations.get(question)
         if known is not None:
             return known
-        source, target = self[source_key], self[target_key]
         if len(source.stride) != len(target.stride):
             raise ValueError(
                 f"the target has {len(target.stride)} spatial axes, the input "
@@ -325,15 +360,15 @@ class CoordinateManager(HeldSets):
             )
         if kind == "transposed":
             # The strided relation that made the cells, from the other end.
-            made = self._relations.get(("forward", target_key, source_key, spec))
+            made = self._relations.get(("forward", target, source, spec))
             if made is not None:
-                self._relations[cache_key] = made.transposed(kind)
-                return self._relations[cache_key]
+                self._relations[question] = made.transposed(kind)
+                return self._relations[question]
         search = Search.of(kind, source, target, spec)
         identity, mirrored = search.identity, search.mirrored
-        if identity and (made := self._identities.get((source_key, spec))):
-            self._relations[cache_key] = made.renamed(kind)
-            return self._relations[cache_key]
+        if identity and (made := self._identities.get((source, spec))):
+            self._relations[question] = made.renamed(kind)
+            return self._relations[question]
         relation = Relation(
             kind,
             spec.volume,
@@ -346,7 +381,7 @@ class CoordinateManager(HeldSets):
             in_coords=source.coords,
             out_coords=target.coords,
             mirrored=mirrored,
-            keys=(source_key, target_key),
+            sets=(source, target),
         )
         # A duplicate target row would be an error too.
         if not (source.settled and target.settled) and not self._checks_later:
@@ -354,10 +389,10 @@ class CoordinateManager(HeldSets):
             unsettled = [each for each in both if not each.settled]
             self._count_with(unsettled[0], relation)
             settle(unsettled)
-        edges = len(source) if identity else self._known_edges(*cache_key)
+        edges = len(source) if identity else self._known_edges(*question)
         if edges is not None:
             relation.set_counted(edges)
-        self._relations[cache_key] = relation
+        self._relations[question] = relation
         if identity:
-            self._identities[source_key, spec] = relation
+            self._identities[source, spec] = relation
         return relation

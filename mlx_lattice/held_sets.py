@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from functools import partial
 from numbers import Rational
+from weakref import ref
 
 import mlx.core as mx
 
@@ -22,17 +23,22 @@ from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
 from .kernel_spec import IntOrTuple, KernelSpec, per_axis
 
-_serial = itertools.count(1)
+
+def _forget(sets: ref[HeldSets], array: int, _: ref) -> None:
+    """Find a set no longer by an array that is gone: another may take its place."""
+    if (held := sets()) is not None:
+        held._by_array.pop(array, None)
 
 
 class HeldSets:
     """Coordinate sets by key; each set that a rule makes of another is made once."""
 
     def __init__(self):
-        self._sets: dict[CoordinateKey, CoordinateSet] = {}
-        # Arrays by identity; each is held, so that no other can take its place.
-        self._by_array: dict[int, tuple[mx.array, CoordinateKey]] = {}
-        self._made: dict[tuple, CoordinateKey] = {}
+        self._sets: dict[int, CoordinateSet] = {}  # by serial
+        # Sets by the identity of an array, for as long as that lives.
+        self._by_array: dict[int, tuple[ref[mx.array], CoordinateSet]] = {}
+        # By the rule, the set that it read, and how.
+        self._made: dict[tuple[str, CoordinateSet, object], CoordinateSet] = {}
         # Counts what a look-up among the sets may find.
         self._version = 0
 
@@ -49,7 +55,9 @@ class HeldSets:
         """Add a coordinate set and return its key; the same array gives the same key.
 
         The rows are kept as they are now: a later change of the array in place is not
-        seen. Give changed rows as a new array.
+        seen. Give changed rows as a new array. The manager keeps them for as long as
+        it lives; those of a tensor only while a tensor has them, or has rows that were
+        made of them, or that they were made of.
 
         Args:
             coords: (N, 1 + D) int32 rows (batch, x, y, ...), in their own lattice
@@ -64,6 +72,21 @@ class HeldSets:
             ValueError: wrong shape or dtype. Duplicates and ranges are checked when
                 the first relation is built.
         """
+        facts = spatial_shape, batch_size, trusted, box
+        held = self.inserted(coords, stride, *facts)
+        held.is_kept = True
+        return held.key
+
+    def inserted(
+        self,
+        coords: mx.array,
+        stride: IntOrTuple = 1,
+        spatial_shape: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        trusted: bool = False,
+        box: Bounds | None = None,
+    ) -> CoordinateSet:
+        """Add a set for a tensor, with whose key it dies; as ``insert``."""
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
         if isinstance(stride, Rational):
@@ -77,36 +100,73 @@ class HeldSets:
         if spatial_shape is not None:
             spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
         if id(coords) in self._by_array:
-            _, known = self._by_array[id(coords)]
-            held = self._sets[known]
+            _, held = self._by_array[id(coords)]
             facts = (held.stride, held.spatial_shape, held.declared_batch_size)
             if facts == (stride, spatial_shape, batch_size):
-                return known
+                return held
+        self._drop_unheld()
         # The same memory, whatever becomes of the caller's; mx.array would copy.
-        held = coords.astype(coords.dtype)
-        key = self._hold(held, stride, spatial_shape, batch_size, trusted, box)
-        self._by_array[id(coords)] = coords, key
-        return key
+        rows = coords.astype(coords.dtype)
+        held = self._hold(rows, stride, spatial_shape, batch_size, trusted, box)
+        held.given = self._know(coords, held)
+        return held
 
-    def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateKey:
+    def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
         """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
-        key = CoordinateKey(stride, next(_serial))
+        held = CoordinateSet(coords, stride, *facts)
         self._version += 1
-        self._sets[key] = CoordinateSet(coords, stride, *facts)
-        self._by_array[id(coords)] = coords, key
-        return key
+        self._sets[held.serial] = held
+        self._know(coords, held)
+        return held
+
+    def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
+        """Find a set by an array from now on; return a reference to the array."""
+        known = ref(array, partial(_forget, ref(self), id(array)))
+        self._by_array[id(array)] = known, held
+        return known
+
+    def _drop_unheld(self) -> None:
+        """Drop sets that nobody can name, nor any that keeps them: see ``_keepers``."""
+        if all(held.is_held for held in self._sets.values()):
+            return
+        beside: dict[CoordinateSet, list[CoordinateSet]] = {}
+        for keeper, kept in self._keepers():
+            beside.setdefault(keeper, []).append(kept)
+        left = [held for held in self._sets.values() if held.is_held]
+        living = set(left)
+        while left:
+            found = set(beside.get(left.pop(), ())) - living
+            living |= found
+            left += found
+        if len(living) < len(self._sets):
+            self._keep(living)
+
+    def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
+        """Yield pairs of sets of which the second lives while the first does."""
+        for (_, source, _), made in self._made.items():
+            yield source, made  # or it would be made again
+            yield made, source  # what goes back up looks for it
+
+    def _keep(self, living: set[CoordinateSet]) -> None:
+        """Drop all sets but these, and what is known of others."""
+        self._version += 1
+        self._sets = {n: held for n, held in self._sets.items() if held in living}
+        self._made = {of: made for of, made in self._made.items() if made in living}
+        for name, (_, held) in list(self._by_array.items()):
+            if held not in living:
+                self._by_array.pop(name, None)
 
     def __getitem__(self, key: CoordinateKey) -> CoordinateSet:
         try:
-            return self._sets[key]
+            return self._sets[key.serial]
         except KeyError:
-            held = ", ".join(map(repr, self._sets)) or "none"
+            held = ", ".join(repr(each.key) for each in self.sets) or "none"
             raise KeyError(
                 f"{key!r} is not a coordinate set of this manager, which has: {held}"
             ) from None
 
     def __contains__(self, key: CoordinateKey) -> bool:
-        return key in self._sets
+        return key.serial in self._sets
 
     @property
     def sets(self) -> tuple[CoordinateSet, ...]:
@@ -132,37 +192,38 @@ class HeldSets:
             key_or_coords: the set that the first convolution reads.
             strides: of each convolution, int or one per axis.
         """
-        key = self.key_of(key_or_coords)
-        dims = len(key.stride)
+        source = self[self.key_of(key_or_coords)]
+        dims = len(source.stride)
         chain = [per_axis(stride, dims, "stride") for stride in strides]
-        return tuple(self._cells(key, chain))
+        return tuple(made.key for made in self._cells(source, chain))
 
     def chain(self, key: CoordinateKey) -> tuple[CoordinateKey, ...]:
         """Return a set and the cells that were made of it, one after another.
 
         Of several made of one set, the first.
         """
-        made: dict[CoordinateKey, CoordinateKey] = {}
+        made: dict[CoordinateSet, CoordinateSet] = {}
         for (rule, source, _), cells in self._made.items():
             if rule == "cell":
                 made.setdefault(source, cells)
-        keys = [key]
-        while keys[-1] in made:
-            keys.append(made[keys[-1]])
-        return tuple(keys)
+        sets = [self[key]]
+        while sets[-1] in made:
+            sets.append(made[sets[-1]])
+        return tuple(each.key for each in sets)
 
-    def _forward_rows(self, key, spec: KernelSpec, support: str) -> CoordinateKey:
+    def _forward_rows(
+        self, source: CoordinateSet, spec: KernelSpec, support: str
+    ) -> CoordinateSet:
         """Return the set that a forward convolution writes, by its support."""
-        source = self[key]
         centred = spec.custom or all(
             p == (n // 2 * d if n % 2 else 0)
             for p, n, d in zip(spec.origin, spec.size, spec.dilation, strict=True)
         )
         if support == "cell" and set(spec.stride) == {1} and centred:
-            return key
+            return source
         if support == "cell":
-            return self._cells(key, [spec.stride])[0]
-        made = "reach", key, spec
+            return self._cells(source, [spec.stride])[0]
+        made = "reach", source, spec
         if made in self._made:
             return self._made[made]
         shape = source.spatial_shape
@@ -176,11 +237,10 @@ class HeldSets:
         self._made[made] = self._insert_sorted(*made_rows, stride, shape, source)
         return self._made[made]
 
-    def _generated_rows(self, key, spec: KernelSpec) -> CoordinateKey:
+    def _generated_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
         """Return the set of every ``in * stride + offset_k``, sorted and unique."""
-        made = "generative", key, spec
+        made = "generative", source, spec
         if made not in self._made:
-            source = self[key]
             shape = source.spatial_shape
             if shape is not None:
                 shape = spec.transposed_output_shape(shape)
@@ -202,22 +262,23 @@ class HeldSets:
         build = registry.geometry().made_rows
         return build(rule, coords, offsets, stride, cut, is_cut), cut
 
-    def _cells(self, key, strides: Sequence[tuple[int, ...]]) -> list[CoordinateKey]:
+    def _cells(
+        self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
+    ) -> list[CoordinateSet]:
         chain, left = [], list(strides)
         # Cells depend on the stride alone: kernels of one stride share their rows.
-        while left and (made := self._made.get(("cell", key, left[0]))) is not None:
-            key = made
-            chain.append(key)
+        while left and (made := self._made.get(("cell", source, left[0]))) is not None:
+            source = made
+            chain.append(source)
             del left[0]
         if not left:
             return chain
-        source = self[key]
         for stride, level in zip(left, levels(source, left), strict=True):
             rows, box, cell, shape = level
-            made = "cell", key, stride
-            key = self._made[made] = self._insert_sorted(rows, box, cell, shape, source)
-            chain.append(key)
+            made = self._insert_sorted(rows, box, cell, shape, source)
+            self._made["cell", source, stride] = source = made
+            chain.append(made)
         return chain
 
-    def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateKey:
+    def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateSet:
         return self._hold(rows, stride, shape, source.batch_size, True, box)

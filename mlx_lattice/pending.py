@@ -237,7 +237,7 @@ class Pending(SparseTensor):
         run.stream = mx.default_stream(mx.default_device())
         made.__dict__ = {
             "manager": x.manager,
-            "key": relation.keys[1],
+            "key": relation.out_key,
             "coords": relation.out_coords,
             "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),

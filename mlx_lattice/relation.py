@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 import mlx.core as mx
 
 from .backends import registry
+from .coordinate_set import CoordinateKey, CoordinateSet
 from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
 from .geometry.rows import Keep
@@ -43,7 +44,7 @@ class Relation(KeepsViews):
         out_coords: (N_out, 1 + D) int32, where known.
         mirrored: whether the edge (i, o, k) implies (o, i, K - 1 - k), so that the
             transposed table is a flip.
-        keys: the manager's keys of the input and output sets, where it made this.
+        sets: the manager's input and output sets, where it made this.
     """
 
     def __init__(
@@ -60,11 +61,11 @@ class Relation(KeepsViews):
         in_coords: mx.array | None = None,
         out_coords: mx.array | None = None,
         mirrored: bool = False,
-        keys: tuple | None = None,
+        sets: tuple[CoordinateSet, CoordinateSet] | None = None,
     ):
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
-        self.keys = keys
+        self.sets = sets
         given = table, back, family, mirrored
         self._data = KeptViews(n_in, n_out, volume, *given)
         self._own = False  # whether it is the transpose that it is called after
@@ -128,6 +129,16 @@ class Relation(KeepsViews):
         return self._data.volume
 
     @property
+    def keys(self) -> tuple[CoordinateKey, CoordinateKey] | None:
+        """The manager's keys of the input and output sets, where it made this."""
+        return self.sets and (self.sets[0].key, self.sets[1].key)
+
+    @property
+    def out_key(self) -> CoordinateKey:
+        """The manager's key of the output set."""
+        return self.sets[1].key
+
+    @property
     def is_identity(self) -> bool:
         """Whether every row is fed by itself alone, through one offset."""
         return (
@@ -172,7 +183,7 @@ class Relation(KeepsViews):
         other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
         ends = self.in_coords, self.out_coords
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
-        other.keys = self.keys if straight or not self.keys else self.keys[::-1]
+        other.sets = self.sets if straight or not self.sets else self.sets[::-1]
         other._data, other._own = self._data, self._own
         other._is_first = self._is_first
         other._start(swapped)

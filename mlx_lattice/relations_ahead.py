@@ -18,7 +18,7 @@ import mlx.nn
 
 from . import devices
 from .backends import registry
-from .coordinate_set import CoordinateKey, settle
+from .coordinate_set import CoordinateKey, CoordinateSet, settle
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .geometry.search import Search
@@ -257,7 +257,7 @@ def _keep(
     net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey], *more: str
 ) -> bool:
     """Keep what was read of a scan's levels, if anything was; ``more`` as of _facts."""
-    places = {key: place for place, key in enumerate(levels)}
+    places = {x.manager[key]: place for place, key in enumerate(levels)}
     reads, before = list(_reads(x.manager, places)), _known(net, x, *more)
     if not reads:
         return False
@@ -271,7 +271,7 @@ def _keep(
     )
     named = [name for name, _ in x.manager.named_relations]
     relations = ()
-    if all(key in places for _, *ends, _ in named for key in ends):
+    if all(each in places for _, *ends, _ in named for each in ends):
         first, *rest = ((k, (places[a], places[b]), s) for k, a, b, s in named)
         relations = first, *sorted(rest, key=lambda each: _order(*each))
     made = Reads(stages, strides, relations)
@@ -317,7 +317,7 @@ def _known(net: mlx.nn.Module, x: SparseTensor, *more: str) -> Reads | None:
     return dict(getattr(net, "_reads", ())).get(_facts(net, x, *more))
 
 
-def _reads(manager: CoordinateManager, places: dict[CoordinateKey, int]):
+def _reads(manager: CoordinateManager, places: dict[CoordinateSet, int]):
     """Yield what was read of the relations between some sets, as they were built."""
     for (kind, source, target, spec), relation in manager.named_relations:
         if source in places and target in places:

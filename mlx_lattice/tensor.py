@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .coordinate_set import CoordinateKey
+from .coordinate_set import CoordinateKey, OfPairs
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .geometry.unique import true_positions
@@ -16,6 +16,9 @@ from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
 from .problem import FLOATS
 from .reductions import inverted, move_rows
+
+# Rows that bring the features of one set into another's order; see ``align``.
+_alignments = OfPairs()
 
 
 class SparseTensor(OtherNames):
@@ -57,9 +60,8 @@ class SparseTensor(OtherNames):
     ):
         self.manager = CoordinateManager() if manager is None else manager
         if key is None:
-            key = self.manager.insert(
-                coords, stride, spatial_shape=spatial_shape, batch_size=batch_size
-            )
+            facts = spatial_shape, batch_size
+            key = self.manager.inserted(coords, stride, *facts).key
         self.key = key
         self.coords = self.manager[key].coords
         self.feats = _check_feats(feats, self.coords.shape[0])
@@ -120,8 +122,8 @@ class SparseTensor(OtherNames):
         """
         coords, feats, _ = voxelize(points, feats, voxel_size, batch, origin, reduce)
         manager = CoordinateManager()
-        key = manager.insert(coords, batch_size=batch_size, trusted=True)
-        return cls.of(manager, key, feats)
+        held = manager.inserted(coords, batch_size=batch_size, trusted=True)
+        return cls.of(manager, held.key, feats)
 
     @classmethod
     def from_dense(
@@ -150,13 +152,13 @@ class SparseTensor(OtherNames):
             columns.insert(0, (rest % max(1, extent)).astype(mx.int32))
             rest = rest // max(1, extent)
         manager = CoordinateManager()
-        key = manager.insert(
+        held = manager.inserted(
             mx.stack(columns, axis=1),
             spatial_shape=grid[1:] if keep_shape else None,
             batch_size=grid[0],
             trusted=True,
         )
-        return cls.of(manager, key, array.reshape(-1, array.shape[-1])[at])
+        return cls.of(manager, held.key, array.reshape(-1, array.shape[-1])[at])
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
@@ -361,17 +363,16 @@ def _matching_rows(
 
     None where they are equal.
     """
-    known = like.manager.alignments
-    pair = x.key, like.key
-    if pair not in known:
+    known = _alignments.of(x.manager[x.key], like.manager[like.key])
+    if "rows" not in known:
         expect_same_lattice(x, like)
         rows = lookup(x, like.coords)
         same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32))
         missing, same = sync.read((rows < 0).sum(), same)
         if missing or len(x) != len(like):
             raise ValueError(_difference_text(x, like, rows, missing))
-        known[pair] = None if same else (rows, inverted(rows, len(x)))
-    return known[pair]
+        known["rows"] = None if same else (rows, inverted(rows, len(x)))
+    return known["rows"]
 
 
 def _difference_text(x, like, rows, missing: int) -> str:

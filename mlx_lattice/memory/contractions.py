@@ -16,7 +16,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import contraction, devices
-from ..coordinates import CoordinateManager
 from ..devices import CPU
 from ..epilogue import Epilogue
 from ..geometry import sync
@@ -72,13 +71,11 @@ class Layer(NamedTuple):
         return self._replace(after=self.after._replace(residual=residual))
 
 
-def conv(
-    x: mx.array, layer: Layer, relation: Relation, manager: CoordinateManager
-) -> mx.array:
+def conv(x: mx.array, layer: Layer, relation: Relation) -> mx.array:
     """Return y, (N_out, C_out), with a table in blocks where a limit asks for it."""
     if limit.active() is None or keeps(relation):
         return layer(x, relation)
-    return joined(blocks(x, layer, relation, manager), relation.n_out)
+    return joined(blocks(x, layer, relation), relation.n_out)
 
 
 def keeps(relation: Relation) -> bool:
@@ -86,7 +83,7 @@ def keeps(relation: Relation) -> bool:
     held = limit.active()
     if held is None or relation.kind not in CUT or relation.is_transposed:
         return True
-    if relation.is_identity or relation.keys is None:
+    if relation.is_identity or relation.sets is None:
         return True
     if relation.kept("table") is not None:
         return True
@@ -100,15 +97,14 @@ def _table_bytes(relation: Relation) -> int:
 
 
 def blocks(
-    x: mx.array, layer: Layer, relation: Relation, manager: CoordinateManager
+    x: mx.array, layer: Layer, relation: Relation
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (first row, y) of blocks of output rows; all at once where none is cut.
 
     Args:
         x: (N_in, C_in).
         layer: its weight and what follows.
-        relation: of the layer, from this manager.
-        manager: looks rows up.
+        relation: of the layer, from a manager.
     """
     n, c_out = relation.n_out, weight_axes(tuple(layer.w.shape))[3]
     # What reads a block has one of its own beside it.
@@ -120,7 +116,7 @@ def blocks(
         return
     scope = launch.current_scope()  # that of now, whenever a block is asked for
     for first, last in cut(n, each):
-        part = _rows_of(relation, manager, first, last)
+        part = _rows_of(relation, first, last)
         # A dry run would hold the tables of all blocks at once: there they stay lazy.
         lazy = sync.held() if is_recording() else nullcontext()
         with launch.scope(scope), lazy:
@@ -130,11 +126,9 @@ def blocks(
         del part, y
 
 
-def _rows_of(
-    relation: Relation, manager: CoordinateManager, first: int, last: int
-) -> Relation:
+def _rows_of(relation: Relation, first: int, last: int) -> Relation:
     """Return the relation of a block of output rows; nobody keeps it."""
-    source, target = (manager[key] for key in relation.keys)
+    source, target = relation.sets
     rows, spec = relation.out_coords[first:last], relation.spec
     held, box = relation.kept("table"), target.box
 
@@ -155,7 +149,7 @@ def _rows_of(
         spec=spec,
         in_coords=relation.in_coords,
         out_coords=rows,
-        keys=relation.keys,
+        sets=relation.sets,
     )
 
 

@@ -20,10 +20,11 @@ def release(manager: CoordinateManager, key: CoordinateKey) -> None:
     held = limit.active()
     if held is None:
         return
-    relations = [r for r in manager.relations if r.keys and key in r.keys]
+    rows = manager[key]
+    relations = [r for r in manager.relations if rows in r.sets]
     entries = sum(r.n_out * r.volume for r in relations)
     if 4 * entries < held.share("dropped"):
         return
     for relation in relations:
         relation.release()
-    manager[key].release()
+    rows.release()

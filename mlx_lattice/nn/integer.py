@@ -237,7 +237,7 @@ def convolved(
     inverse = None if inverse is None else as_float32(inverse)
     y = multiplied(layer, held, w, relation, layer.groups, after or NOTHING, inverse)
     boundary(y)
-    place = x.manager, relation.keys[1], relation.out_coords
+    place = x.manager, relation.out_key, relation.out_coords
     return placed(layer, place, y, held.dtype)
 
 

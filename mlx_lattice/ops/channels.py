@@ -9,12 +9,11 @@ from __future__ import annotations
 from fractions import Fraction
 from math import prod
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from ..backends import registry
-from ..coordinate_set import CoordinateKey, CoordinateSet
+from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ..geometry import lattice
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
@@ -39,7 +38,7 @@ class Slots(NamedTuple):
     whole: bool  # whether every fine row is known to have a slot
 
 
-_slots: WeakKeyDictionary[CoordinateSet, dict[tuple, Slots]] = WeakKeyDictionary()
+_slots = OfPairs()  # of the coarse and the fine set, by factor and order
 
 
 def space_to_channel(
@@ -144,14 +143,14 @@ def fine_slots(
         relation = x.manager.generative_relation(
             x.key, kernel_size=factor, stride=factor, padding=0
         )
-        fine = relation.keys[1]
+        fine = relation.out_key
         slots = _slots_of(x, x.key, fine, factor, order, whole=True)
     return fine, slots
 
 
 def forget_slots(coarse: CoordinateSet) -> None:
     """Drop what is kept of a coarse set's slots; it is found again when asked for."""
-    _slots.pop(coarse, None)
+    _slots.forget(coarse)
 
 
 def _check(x: SparseTensor, factor: IntOrTuple, order: str) -> tuple[int, ...]:
@@ -178,7 +177,7 @@ def _slots_of(
 ) -> Slots:
     """Return the slots of a fine in a coarse set; computed once for each pair."""
     above, below = x.manager[coarse], x.manager[fine]
-    known, made = _slots.setdefault(above, {}), (fine, factor, order)
+    known, made = _slots.of(above, below), (factor, order)
     if made not in known:
         below.index  # noqa: B018 (two equal rows would want one slot)
         cells = lattice.cells(below.coords, factor)
@@ -217,7 +216,7 @@ def _subdivide(
     shape = source.spatial_shape
     if shape is not None:
         shape = tuple(n * f for n, f in zip(shape, factor, strict=True))
-    fine = x.manager.insert(
+    fine = x.manager.inserted(
         unique.rows,
         _finer(x, factor),
         spatial_shape=shape,
@@ -227,8 +226,8 @@ def _subdivide(
     # Cells of distinct rows are distinct: the inverse is a permutation.
     slot = at[mx.argsort(unique.inverse)]
     slots = _invert(slot, len(x) * volume, whole=True)
-    _slots.setdefault(source, {})[fine, factor, order] = slots
-    return fine, slots
+    _slots.of(source, fine)[factor, order] = slots
+    return fine.key, slots
 
 
 def _finer(x: SparseTensor, factor: tuple[int, ...]) -> tuple:
@@ -245,4 +244,5 @@ def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> Coordina
         )
     if key is not None:
         return key
-    return x.manager.insert(coordinates, _finer(x, factor), batch_size=x.batch_size)
+    held = x.manager.inserted(coordinates, _finer(x, factor), batch_size=x.batch_size)
+    return held.key

@@ -115,13 +115,13 @@ def contracted(
     if limit.active() is not None:
         after = None if type(epilogue) is Moments else epilogue
         layer = contractions.Layer(w, bias, groups, after)
-        feats = contractions.conv(x.feats, layer, relation, x.manager)
+        feats = contractions.conv(x.feats, layer, relation)
         boundary(feats)
     else:
         feats = contraction.conv(
             x.feats, w, relation, groups=groups, bias=bias, epilogue=epilogue
         )
-    key, coords = relation.keys[1], relation.out_coords
+    key, coords = relation.out_key, relation.out_coords
     return SparseTensor.trusted(x.manager, key, coords, feats)
 
 
@@ -130,7 +130,7 @@ def contracted_blocks(
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (first row, features) of blocks of what ``contracted`` returns."""
     layer = contractions.Layer(w, bias, groups, epilogue)
-    return contractions.blocks(x.feats, layer, relation, x.manager)
+    return contractions.blocks(x.feats, layer, relation)
 
 
 def conv(

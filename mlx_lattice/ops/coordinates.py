@@ -71,7 +71,7 @@ def union(
         each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
     rows = registry.geometry().unique_rows(mx.concatenate([x.coords, y.coords]))
     held = x.manager[x.key]
-    key = x.manager.insert(
+    made = x.manager.inserted(
         rows.rows,
         x.stride,
         spatial_shape=held.spatial_shape
@@ -85,7 +85,7 @@ def union(
         move_rows(t.feats, inverted(at, n), at)
         for t, at in zip((x, y), places, strict=True)
     ]
-    return SparseTensor.of(x.manager, key, combine(*wide))
+    return SparseTensor.of(x.manager, made.key, combine(*wide))
 
 
 def unique_sum(
@@ -126,14 +126,14 @@ def unique_sum(
     count = unique.rows.shape[0]
     summed = reduce_segments(given, unique.inverse, count, "sum") if count else given
     manager = CoordinateManager()
-    key = manager.insert(
+    made = manager.inserted(
         unique.rows,
         stride,
         spatial_shape=spatial_shape,
         batch_size=batch_size,
         trusted=True,
     )
-    return SparseTensor.of(manager, key, summed)
+    return SparseTensor.of(manager, made.key, summed)
 
 
 def intersection(
@@ -231,7 +231,7 @@ def _kept(x: SparseTensor, mask: mx.array) -> tuple[SparseTensor, mx.array]:
         ((count,),) = settle(unsettled, started.count)
         rows, back, coords = started.kept(count)
         feats = move_rows(feats, rows, back, whole=True)
-    key = x.manager.insert(
+    made = x.manager.inserted(
         coords,
         x.stride,
         spatial_shape=held.spatial_shape,
@@ -239,7 +239,7 @@ def _kept(x: SparseTensor, mask: mx.array) -> tuple[SparseTensor, mx.array]:
         trusted=True,
         box=held.box,  # some rows of a set that is right are right
     )
-    return SparseTensor.of(x.manager, key, feats), rows
+    return SparseTensor.of(x.manager, made.key, feats), rows
 
 
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:

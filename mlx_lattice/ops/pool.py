@@ -174,7 +174,7 @@ def max_pool(
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = relations.forward(x, coordinates, support, **kernel)
     feats, rows = _max(x.feats, relation)
-    y = SparseTensor.of(x.manager, relation.keys[1], feats)
+    y = SparseTensor.of(x.manager, relation.out_key, feats)
     return (y, PoolIndices(rows, relation)) if return_indices else y
 
 
@@ -199,7 +199,7 @@ def pool(
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = relations.forward(x, coordinates, support, **kernel)
     feats = sparse_pool(x.feats, relation, mode, count=count)
-    return SparseTensor.of(x.manager, relation.keys[1], feats)
+    return SparseTensor.of(x.manager, relation.out_key, feats)
 
 
 def pool_transpose(
@@ -230,7 +230,7 @@ def pool_transpose(
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = relations.transposed(x, coordinates, **kernel)
     feats = sparse_pool(x.feats, relation, mode)
-    return SparseTensor.of(x.manager, relation.keys[1], feats)
+    return SparseTensor.of(x.manager, relation.out_key, feats)
 
 
 def upsample_nearest(

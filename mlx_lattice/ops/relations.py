@@ -17,12 +17,8 @@ def known_key(x: SparseTensor, coordinates: Coordinates) -> CoordinateKey | None
     if isinstance(coordinates, SparseTensor):
         if coordinates.manager is x.manager:
             return coordinates.key
-        return x.manager.insert(
-            coordinates.coords,
-            coordinates.stride,
-            spatial_shape=coordinates.spatial_shape,
-            batch_size=coordinates.batch_size,
-        )
+        facts = coordinates.spatial_shape, coordinates.batch_size
+        return x.manager.inserted(coordinates.coords, coordinates.stride, *facts).key
     if isinstance(coordinates, CoordinateKey):
         return x.manager.key_of(coordinates)
     return None
@@ -74,4 +70,4 @@ def _target(
     steps = per_axis(stride, x.dims, "stride")
     pairs = zip(x.stride, steps, strict=True)
     target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]
-    return x.manager.insert(coordinates, target, batch_size=x.batch_size)
+    return x.manager.inserted(coordinates, target, batch_size=x.batch_size).key

@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from ... import nn
 from ...backends import registry
-from ...coordinate_set import CoordinateKey
+from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ...coordinates import CoordinateManager
 from ...geometry import sync
 from ...geometry.output_rows import Rule
@@ -41,22 +41,24 @@ class _Flat(NamedTuple):
     cell: mx.array
 
 
+_known = OfPairs()  # of the finest and the coarsest level, by all of them
+
+
 def _flat(levels: Sequence[SparseTensor]) -> _Flat:
     """Return the cells of levels, each twice as wide as the one before it.
 
-    They depend on the levels' rows alone: they are made once, and kept by the manager.
+    They depend on the levels' rows alone: they are made once.
     """
-    manager, keys = levels[0].manager, tuple(x.key for x in levels)
-    if keys not in manager.alignments:
-        flat = _flattened(manager, keys)
+    manager, sets = levels[0].manager, [x.manager[x.key] for x in levels]
+    known, name = _known.of(sets[0], sets[-1]), tuple(x.key.serial for x in levels)
+    if name not in known:
+        flat = known[name] = _flattened(manager, sets)
         sync.start((manager[flat.key].coords, *flat), at_once=True)
-        manager.alignments[keys] = flat
-    return manager.alignments[keys]
+    return known[name]
 
 
-def _flattened(manager: CoordinateManager, keys: Sequence[CoordinateKey]) -> _Flat:
+def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Flat:
     """Return what ``_flat`` does; reads the number of cells."""
-    sets = [manager[key] for key in keys]
     finest, columns = sets[0], mx.array([0, 2, 3])
     coords, place, heights, high = [], [], 0, (0, 0)
     for i, each in enumerate(sets):
@@ -72,7 +74,7 @@ def _flattened(manager: CoordinateManager, keys: Sequence[CoordinateKey]) -> _Fl
     )
     # Those of even kernels may lie beyond the grid: then they are read and checked.
     is_inside = all(h < n for h, n in zip(high, shape, strict=True))
-    key = manager.insert(
+    held = manager.inserted(
         cells,
         finest.stride[1:],
         spatial_shape=shape,
@@ -80,11 +82,11 @@ def _flattened(manager: CoordinateManager, keys: Sequence[CoordinateKey]) -> _Fl
         trusted=True,
         box=box if is_inside else None,
     )
-    cell = manager[key].index.find(coords, box)
+    cell = held.index.find(coords, box)
     rows = mx.full((len(cells), heights), -1, dtype=mx.int32)
     if len(coords):
         rows[cell, mx.concatenate(place)] = mx.arange(len(coords), dtype=mx.int32)
-    return _Flat(key, rows, cell[:, None])
+    return _Flat(held.key, rows, cell[:, None])
 
 
 class VoxelResBackBone8xVoxelNeXt(Pretrained):

@@ -204,8 +204,8 @@ def _on_cells_of(y: SparseTensor, x: SparseTensor) -> SparseTensor:
     """Return x on y's lattice: of a file's tensor the stride need not be known."""
     if x.stride == y.stride:
         return x
-    key = y.manager.insert(x.coords, y.stride, batch_size=y.batch_size)
-    return SparseTensor.of(y.manager, key, x.feats)
+    held = y.manager.inserted(x.coords, y.stride, batch_size=y.batch_size)
+    return SparseTensor.of(y.manager, held.key, x.feats)
 
 
 def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:

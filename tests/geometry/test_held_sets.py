@@ -1,0 +1,198 @@
+"""What a manager holds: sets and relations die with the tensors that have the rows."""
+
+import gc
+from weakref import ref
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+from mlx_lattice.models import SparseVAEDecoder
+
+
+def tensor(rows=400, channels=4, seed=0, **facts):
+    draw = np.random.default_rng(seed)
+    coords = np.unique(draw.integers(-8, 9, (rows, 4)), axis=0).astype(np.int32)
+    coords[:, 0] = coords[:, 0] > 0
+    coords = np.unique(coords, axis=0)
+    feats = draw.normal(size=(len(coords), channels)).astype(np.float32)
+    return ml.SparseTensor(mx.array(coords), mx.array(feats), **facts)
+
+
+def held(manager):
+    """Return how many sets and relations a manager has."""
+    return len(manager.sets), len(manager.relations)
+
+
+class Pruning(nn.Sequential):
+    """Makes voxels and prunes them, twice, as decoders do."""
+
+    def __init__(self, channels=4):
+        super().__init__()
+        self.down = nn.Conv3d(channels, channels, 2, stride=2)
+        self.up = nn.GenerativeConvTranspose3d(channels, channels, 2, stride=2)
+        self.conv = nn.SubmConv3d(channels, channels, 3)
+
+    def __call__(self, x):
+        y = self.down(self.down(x))
+        for _ in range(2):
+            y = self.conv(self.up(y))
+            y = ops.prune(y, y.feats[:, 0] > 0)
+            y = self.conv(y)
+        return y
+
+
+@pytest.mark.parametrize("chosen", ["prune", "top_k", "crop", "union", "subdivide"])
+def test_rows_chosen_by_features_die_with_their_tensors(chosen):
+    x, other = tensor(), tensor(seed=1)
+    conv, wide = nn.SubmConv3d(4, 4, 3), nn.Conv3d(4, 16, 1)
+
+    def made(step):
+        if chosen == "prune":
+            return ops.prune(x, mx.arange(len(x)) % 5 != step)
+        if chosen == "top_k":
+            return ops.top_k(x, x.feats[:, step % 4], 50 + step)
+        if chosen == "crop":
+            return ops.crop(x, -7 + step, 6)
+        if chosen == "union":
+            return ops.union(x, ops.prune(other, mx.arange(len(other)) % 5 != step))
+        cells = mx.arange(8 * len(x)).reshape(-1, 8) % 5 == step
+        return ops.channel_to_space(wide(x), subdivision=cells)
+
+    counts, kept = [], []
+    for step in range(5):
+        y = made(step)
+        relation = conv(y) if chosen != "subdivide" else y
+        mx.eval(relation.feats)
+        kept.append(ref(x.manager[y.key]))
+        counts.append(held(x.manager))
+        del y, relation
+    gc.collect()
+    assert counts[-1] == counts[2]
+    assert [each() is not None for each in kept] == [False] * 4 + [True]
+
+
+def test_passes_of_a_kept_scan_hold_what_one_does():
+    x, net = tensor(3000), Pruning()
+    first, counts, bytes_held = net(x).feats, [], []
+    for _ in range(6):
+        again = net(x).feats
+        mx.eval(again)
+        assert mx.array_equal(first, again)
+        del again
+        gc.collect()
+        counts.append(held(x.manager))
+        bytes_held.append(mx.get_active_memory())
+    assert counts[0] == counts[-1] and bytes_held[1] == bytes_held[-1]
+
+
+def test_gradients_of_passes_hold_what_one_does():
+    x, net = tensor(3000), Pruning()
+    step, counts = mx.grad(lambda feats: net(x.replace(feats)).feats.square().sum()), []
+    for _ in range(4):
+        mx.eval(step(x.feats))
+        counts.append(held(x.manager))
+    assert counts[0] == counts[-1]
+
+
+def test_rows_of_what_is_left_are_kept_with_what_they_were_made_of():
+    x, conv = tensor(), nn.Conv3d(4, 4, 2, stride=2)
+    y = ops.prune(x, x.feats[:, 0] > 0)
+    rows, size = y.coords, len(y)
+    coarse = conv(y)
+    del y
+    for step in range(3):  # others come and go
+        mx.eval(conv(ops.prune(x, mx.arange(len(x)) % 3 != step)).feats)
+    up = nn.ConvTranspose3d(4, 4, 2, stride=2)(coarse)
+    assert len(up) == size and mx.array_equal(up.coords, rows)
+    assert x.manager.finer(coarse.key, (2, 2, 2)) is up.key
+
+
+def test_the_latest_of_rows_that_nobody_has_is_what_a_given_set_was_made_of():
+    x, conv = tensor(), nn.Conv3d(4, 4, 2, stride=2)
+    given = conv(tensor())
+    target = ml.SparseTensor(given.coords, given.feats, stride=2)
+    coarse = [ops.prune(x, mx.arange(len(x)) % 4 != step) for step in range(3)]
+    onto = [conv(y, target) for y in coarse]
+    with pytest.raises(ValueError, match="several coordinate sets"):
+        nn.ConvTranspose3d(4, 4, 2, stride=2)(onto[-1])
+    latest, size = coarse[-1].coords, len(coarse[-1])
+    del coarse
+    ops.prune(x, x.feats[:, 0] > 0)  # rows that come let those go
+    up = nn.ConvTranspose3d(4, 4, 2, stride=2)(onto[-1])
+    assert len(up) == size and mx.array_equal(up.coords, latest)
+
+
+def test_rows_that_were_inserted_stay():
+    manager = ml.CoordinateManager()
+    rows = tensor().coords
+    key = manager.insert(rows + 0)
+    serial, relation = key.serial, ref(manager.submanifold_kernel_relation(key))
+    del key
+    for step in range(3):
+        ml.SparseTensor(rows + step, mx.ones((len(rows), 1)), manager=manager)
+    gc.collect()
+    assert relation() is not None and relation().keys[0].serial == serial
+
+
+def test_rows_are_known_while_the_array_they_were_given_as_lives():
+    manager, rows = ml.CoordinateManager(), tensor().coords + 0
+    feats = mx.ones((len(rows), 1))
+    serial = ml.SparseTensor(rows, feats, manager=manager).key.serial
+    for step in range(1, 4):
+        ml.SparseTensor(rows + step, feats, manager=manager)
+    assert ml.SparseTensor(rows, feats, manager=manager).key.serial == serial
+    assert len(manager.sets) == 2
+    del rows
+    ml.SparseTensor(mx.zeros((1, 4), dtype=mx.int32), feats[:1], manager=manager)
+    assert serial not in [each.serial for each in manager.sets]
+
+
+def test_a_manager_dies_at_once():
+    x = tensor()
+    ops.prune(x, x.feats[:, 0] > 0)
+    gc.disable()
+    try:
+        kept = [ref(x.manager), *map(ref, x.manager.sets)]
+        del x
+        assert not any(each() for each in kept)
+    finally:
+        gc.enable()
+
+
+def test_a_key_is_one_object_while_it_is_held():
+    x = tensor()
+    coarse = nn.Conv3d(4, 4, 2, stride=2)(x)
+    key = coarse.key
+    assert x.manager.kernel_relation(x.key, kernel_size=2, stride=2).keys == (
+        x.key,
+        key,
+    )
+    assert x.manager[key].key is key and key in x.manager
+    serial = key.serial
+    del coarse, key
+    again = nn.Conv3d(4, 4, 2, stride=2)(x).key
+    assert again.serial == serial
+
+
+def test_a_dropped_key_is_an_error_that_says_what_there_is():
+    x = tensor()
+    y = ops.prune(x, x.feats[:, 0] > 0)
+    relation = x.manager.submanifold_kernel_relation(y.key)
+    del y
+    ops.prune(x, x.feats[:, 0] > 1)
+    with pytest.raises(KeyError, match="not a coordinate set of this manager"):
+        x.manager[relation.keys[0]]
+    assert relation.n_edges > 0  # a relation that is held works on
+
+
+def test_a_decoder_holds_what_one_pass_does():
+    mx.random.seed(0)
+    net = SparseVAEDecoder(model_channels=(16, 8), num_blocks=(1, 0), latent_channels=4)
+    x, counts = tensor(40), []
+    for _ in range(4):
+        mx.eval(net(x).feats)
+        counts.append(held(x.manager))
+    assert counts[1] == counts[-1]
