@@ -63,12 +63,15 @@ class Scans:
 
         They are started, and held until the next are made.
         """
-        held = []
+        held, first = [], None
+        for layer in self.net.modules():
+            first = layer if hasattr(layer, "_asked") else first
+        if first is None:
+            raise RuntimeError("the net was not called, so that it knows nothing")
 
         def make(coords: mx.array, feats: mx.array) -> mx.array:
             x = ml.SparseTensor(coords + 0, feats)
-            if not relations_ahead.build(self.net, x, (2,) * LEVELS):
-                raise RuntimeError("the net was not called, so that it knows nothing")
+            relations_ahead.begin(first, x)
             held[:] = [x]
             return x.feats
 

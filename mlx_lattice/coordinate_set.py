@@ -55,6 +55,7 @@ class CoordinateSet:
         serial: of its key.
         is_kept: whether its manager keeps it, whoever holds its key.
         given: refers to the array that it was made of, where a caller gave one.
+        is_sorted: whether its rows are known to be.
     """
 
     def __init__(
@@ -62,6 +63,7 @@ class CoordinateSet:
     ):
         self.serial, self.is_kept, self.given = next(_serial), False, None
         self._key: ref[CoordinateKey] | None = None
+        self.is_sorted = False
         self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size

@@ -20,6 +20,7 @@ from .geometry.search import Search
 from .held_sets import HeldSets
 from .kernel_spec import IntOrTuple, KernelSpec
 from .relation import Relation
+from .scan_record import Views
 
 SUPPORTS = ("cell", "reach")
 
@@ -55,8 +56,6 @@ class CoordinateManager(HeldSets):
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
         self._checks_later = False  # whether sets are checked after their relations
-        # Whether a net has read its relations; see ``relations_ahead``.
-        self.is_complete = False
 
     def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
         yield from super()._keepers()
@@ -82,11 +81,6 @@ class CoordinateManager(HeldSets):
     def relations(self) -> tuple[Relation, ...]:
         """The relations so far, in the order in which they were built."""
         return tuple(self._relations.values())
-
-    @property
-    def named_relations(self) -> tuple[tuple[tuple, Relation], ...]:
-        """The same, each after its kind, its two sets and its kernel."""
-        return tuple(self._relations.items())
 
     def asked(self, question: tuple) -> Relation | None:
         """Return the relation that ``answer`` kept, None where it may be another."""
@@ -299,7 +293,7 @@ class CoordinateManager(HeldSets):
             ValueError: what is wrong with the set.
         """
         source = self[key]
-        held = self._relations, self._identities
+        held, count = (self._relations, self._identities), len(self.record.relations)
         self._relations, self._identities = map(dict, held)
         self._checks_later = True
         try:
@@ -311,6 +305,7 @@ class CoordinateManager(HeldSets):
                 settle([source])
         except BaseException:
             self._relations, self._identities = held
+            del self.record.relations[count:]
             source.forget_counts()
             raise
         finally:
@@ -362,13 +357,11 @@ class CoordinateManager(HeldSets):
             # The strided relation that made the cells, from the other end.
             made = self._relations.get(("forward", target, source, spec))
             if made is not None:
-                self._relations[question] = made.transposed(kind)
-                return self._relations[question]
+                return self._add(question, made.transposed(kind), {})
         search = Search.of(kind, source, target, spec)
         identity, mirrored = search.identity, search.mirrored
         if identity and (made := self._identities.get((source, spec))):
-            self._relations[question] = made.renamed(kind)
-            return self._relations[question]
+            return self._add(question, made.renamed(kind), {})
         relation = Relation(
             kind,
             spec.volume,
@@ -392,7 +385,14 @@ class CoordinateManager(HeldSets):
         edges = len(source) if identity else self._known_edges(*question)
         if edges is not None:
             relation.set_counted(edges)
-        self._relations[question] = relation
         if identity:
             self._identities[source, spec] = relation
+        return self._add(question, relation, relation.read_views)
+
+    def _add(self, question: tuple, relation: Relation, views: Views) -> Relation:
+        """Keep a relation; of one that shares another's views, that has said them."""
+        kind, source, target, spec = question
+        told = kind, source.serial, target.serial, spec, views
+        self.record.relations.append(told)
+        self._relations[question] = relation
         return relation

@@ -22,6 +22,7 @@ from .geometry import output_rows
 from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
 from .kernel_spec import IntOrTuple, KernelSpec, per_axis
+from .scan_record import Record
 
 
 def _forget(sets: ref[HeldSets], array: int, _: ref) -> None:
@@ -41,6 +42,7 @@ class HeldSets:
         self._made: dict[tuple[str, CoordinateSet, object], CoordinateSet] = {}
         # Counts what a look-up among the sets may find.
         self._version = 0
+        self.record = Record()  # for scans to come; see relations_ahead
 
     def insert(
         self,
@@ -152,6 +154,7 @@ class HeldSets:
         self._version += 1
         self._sets = {n: held for n, held in self._sets.items() if held in living}
         self._made = {of: made for of, made in self._made.items() if made in living}
+        self.record.keep(set(self._sets))
         for name, (_, held) in list(self._by_array.items()):
             if held not in living:
                 self._by_array.pop(name, None)
@@ -197,19 +200,10 @@ class HeldSets:
         chain = [per_axis(stride, dims, "stride") for stride in strides]
         return tuple(made.key for made in self._cells(source, chain))
 
-    def chain(self, key: CoordinateKey) -> tuple[CoordinateKey, ...]:
-        """Return a set and the cells that were made of it, one after another.
-
-        Of several made of one set, the first.
-        """
-        made: dict[CoordinateSet, CoordinateSet] = {}
-        for (rule, source, _), cells in self._made.items():
-            if rule == "cell":
-                made.setdefault(source, cells)
-        sets = [self[key]]
-        while sets[-1] in made:
-            sets.append(made[sets[-1]])
-        return tuple(each.key for each in sets)
+    def levels(self, held: CoordinateSet) -> list[CoordinateSet]:
+        """Return a set and the cells that were made of it, of those, and so on."""
+        made = self.record.levels(held.serial)
+        return [held, *(self._sets[serial] for serial, _ in made)]
 
     def _forward_rows(
         self, source: CoordinateSet, spec: KernelSpec, support: str
@@ -276,9 +270,13 @@ class HeldSets:
         for stride, level in zip(left, levels(source, left), strict=True):
             rows, box, cell, shape = level
             made = self._insert_sorted(rows, box, cell, shape, source)
-            self._made["cell", source, stride] = source = made
+            self._made["cell", source, stride] = made
+            self.record.cells.append((source.serial, made.serial, stride))
+            source = made
             chain.append(made)
         return chain
 
     def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateSet:
-        return self._hold(rows, stride, shape, source.batch_size, True, box)
+        made = self._hold(rows, stride, shape, source.batch_size, True, box)
+        made.is_sorted = True
+        return made

@@ -12,6 +12,7 @@ from .geometry import edge_lists, sync
 from .geometry.rows import Keep
 from .geometry.search import Search
 from .problem import Problem
+from .scan_record import Views
 
 
 class KeptViews:
@@ -47,7 +48,7 @@ class KeptViews:
         self.held: set[bool] = set()  # tables that routes read
         # What routes read of it, in that order: (of the transpose, view); and the
         # problems that are planned so, but for the rows.
-        self.reads: dict[tuple[bool, Callable | None], dict[Problem, None]] = {}
+        self.reads: Views = {}
 
     @property
     def back(self) -> WhereGiven | None:
@@ -146,7 +147,6 @@ class KeepsViews:
     _data: KeptViews
     _swapped: bool  # whether it sees the data from the other end
     _own: bool  # whether it is the transpose that it is called after
-    _is_first: bool  # whether it was built so, and not named after another
 
     def view(self, name: str, build: Callable, swapped: bool | None = None):
         """Return the view of a name, built by ``build()`` on first use and kept.
@@ -173,14 +173,9 @@ class KeepsViews:
         self._data.reads.setdefault((self._swapped, view), {})[layer] = None
 
     @property
-    def reads(self) -> tuple[tuple[bool, Callable | None, tuple[Problem, ...]], ...]:
-        """What routes have read so far: (whether of the transpose, view, layers).
-
-        Said by the relation that was built, not by one of another kind.
-        """
-        if not self._is_first:
-            return ()
-        return tuple([(*read, tuple(of)) for read, of in self._data.reads.items()])
+    def read_views(self) -> Views:
+        """What routes read, now and later."""
+        return self._data.reads
 
     @property
     def built(self) -> dict[tuple[object, bool], object]:

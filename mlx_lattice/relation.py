@@ -69,7 +69,6 @@ class Relation(KeepsViews):
         given = table, back, family, mirrored
         self._data = KeptViews(n_in, n_out, volume, *given)
         self._own = False  # whether it is the transpose that it is called after
-        self._is_first = True  # whether it was built so, and not named after another
         self._start(False)
 
     @classmethod
@@ -185,7 +184,6 @@ class Relation(KeepsViews):
         other.in_coords, other.out_coords = ends if straight else ends[::-1]
         other.sets = self.sets if straight or not self.sets else self.sets[::-1]
         other._data, other._own = self._data, self._own
-        other._is_first = self._is_first
         other._start(swapped)
         return other
 
@@ -209,7 +207,7 @@ class Relation(KeepsViews):
         return self._again(self._swapped)._called(kind)
 
     def _called(self, kind: str) -> Relation:
-        self.kind, self._is_first = kind, False
+        self.kind = kind
         return self
 
     @property

@@ -1,16 +1,17 @@
-"""A net's relations, built before its layers run: those that it read of another scan.
+"""A net's relations, built before its layers run: those that it asked of another scan.
 
 Layers ask for their relations one by one, and each view starts on the device as it is
 made, which takes the host a while each time. Scans of like sizes are read alike, so
-what the last one read is made for the next one: views of the input's rows while its
-levels are counted, then all others, of which a backend may make several in one launch.
+what the last one was asked is made for the next one, when the layer asks that was first
+then: views of the input's rows while its levels are counted, then all others, of which
+a backend may make several in one launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
-from itertools import chain, pairwise
+from itertools import chain
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -18,7 +19,7 @@ import mlx.nn
 
 from . import devices
 from .backends import registry
-from .coordinate_set import CoordinateKey, CoordinateSet, settle
+from .coordinate_set import CoordinateKey, settle
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .geometry.search import Search
@@ -28,6 +29,7 @@ from .problem import FORWARD, Problem
 from .relation import Relation
 from .routes import proof_results, selection
 from .routes.plan import Plan
+from .scan_record import Record
 from .tensor import SparseTensor
 
 STAGES = 2  # of views that start together: of the input's rows, of other levels
@@ -84,18 +86,46 @@ class Read(NamedTuple):
 
 
 class Reads(NamedTuple):
-    """What a net read of a scan.
+    """What was asked of a scan.
 
     Attributes:
         stages: each view, in ``STAGES`` tuples.
         strides: between the levels, one after another.
-        relations: all that it made, as (kind, ends, spec): the first, and others in an
-            order of their own; () where some are of other sets.
+        relations: all that were made, as (kind, ends, spec): the first, and others in
+            an order of their own; () where some are of other sets.
     """
 
     stages: tuple[tuple[Read, ...], ...]
     strides: tuple[tuple, ...]
     relations: tuple[tuple[str, tuple[int, int], KernelSpec], ...]
+
+    @classmethod
+    def of(cls, record: Record, first: int) -> Reads | None:
+        """Return what a record says of a set and its levels; None if nothing is read.
+
+        Args:
+            record: of a manager.
+            first: the set, by its serial.
+        """
+        levels = list(record.levels(first))
+        places = {first: 0} | {made: 1 + i for i, (made, _) in enumerate(levels)}
+        reads, named, is_whole = [], [], True
+        for kind, source, target, spec, views in record.relations:
+            if source not in places or target not in places:
+                is_whole = False
+                continue
+            ends = places[source], places[target]
+            named.append((kind, ends, spec))
+            for (is_transposed, view), layers in views.items():
+                facts = is_transposed, view, tuple(layers)
+                reads.append(Read.of(kind, spec, ends, *facts))
+        if not reads:
+            return None
+        strides, relations = tuple([stride for _, stride in levels]), ()
+        if is_whole:
+            begun, *rest = named
+            relations = begun, *sorted(rest, key=lambda each: _order(*each))
+        return cls(_staged(reads), strides, relations)
 
     @property
     def first(self) -> tuple[str, KernelSpec] | None:
@@ -104,48 +134,77 @@ class Reads(NamedTuple):
         return (kind, spec) if ends == (0, 0) else None
 
 
-def build(
-    net: mlx.nn.Module, x: SparseTensor, strides: Sequence[int]
-) -> tuple[CoordinateKey, ...]:
-    """Make the levels of ``x``, and the views that ``net`` read of another scan.
+class Asked:
+    """What scans were asked, of which one layer was asked first.
 
-    Before its layers run. Views are those that they would make, so nothing changes but
-    when. None is made for no rows, of which kernels make nothing, nor under a memory
-    limit, which decides what is there and when.
+    A layer keeps it; a copy of the layer, or one from a file, has to see a scan again.
+    """
+
+    __slots__ = "_known", "_last"
+
+    def __init__(self):
+        # By dtype, mode, axes and device.
+        self._last: dict[tuple, Record] = {}
+        self._known: dict[tuple, tuple[tuple, Reads]] = {}
+
+    def __reduce__(self):
+        """Copy and pickle as one that knows nothing."""
+        return Asked, ()
+
+    def of_last(self, facts: tuple) -> Reads | None:
+        """Return what the last scan of some facts was asked."""
+        record = self._last.pop(facts, None)
+        size, known = self._known.get(facts, (None, None))
+        # Where as many views were read as before, they are those, of most nets.
+        if record is not None and record.size != size:
+            known = Reads.of(record, record.first) or known
+            self._known[facts] = record.size, known
+        return known
+
+    def watch(self, facts: tuple, record: Record) -> None:
+        """Keep the record of a scan, which layers are about to be asked for."""
+        self._last[facts] = record
+
+
+def begin(layer: mlx.nn.Module, x: SparseTensor) -> None:
+    """Make what the last scan was asked, of which ``layer`` was asked first too.
+
+    At the first layer of a new scan; at others nothing is done. Nothing changes but
+    when levels and views are made. None is made for no rows, of which kernels make
+    nothing, nor under a memory limit, which decides what is there and when.
 
     Args:
-        net: a module; ``remember`` keeps in it what it reads.
+        layer: asks for a relation of ``x``; keeps what its scans were asked.
         x: its input.
-        strides: of each level to the next.
-
-    Returns:
-        The keys of the levels, ``x.key`` first; () where nothing was made.
     """
-    known = _ahead(net, x)
-    return () if known is None else _made(known, x, strides)
-
-
-def levels(x: SparseTensor, strides: Sequence[int]) -> tuple[CoordinateKey, ...]:
-    """Return the keys of the levels of ``x``, after its first layer asked for rows."""
-    return x.key, *x.manager.cells(x.key, strides)
+    record = x.manager.record
+    if record.first is not None or not len(x):
+        return
+    record.first = x.key.serial
+    asked = getattr(layer, "_asked", None)
+    if asked is None:
+        asked = layer._asked = Asked()
+    facts = (*_facts(layer, x), devices.current())
+    known = asked.of_last(facts)
+    asked.watch(facts, record)
+    if known is not None and limit.active() is None:
+        _made(known, x)
 
 
 def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
-    """Make what ``net`` read of another scan; return its layers' plans over this one.
+    """Make what ``net`` was planned to read of another scan; return plans over this.
 
     None, and nothing is planned, where that is not all that its layers would make:
     ``net`` is new, or trains; routes are forced, or measured; there is a memory limit.
     """
-    if net.training:
+    if net.training or not len(x) or limit.active() is not None:
         return None
-    known = _ahead(net, x) or _ahead(net, x, _structure(net))
-    if known is None or not known.relations:
+    known = dict(getattr(net, "_reads", ())).get((*_facts(net, x), _structure(net)))
+    if known is None or known.first is None:
         return None
     now, device, found = selection.situation(), devices.current(), []
     refused = proof_results.refused_on(device)
-    if known.first is None:
-        return None
-    levels = _made(known, x, known.strides)
+    levels = _made(known, x)
     for kind, (source, target), spec in known.relations:
         x.manager.relation_of(kind, levels[source], levels[target], spec)
     for read in chain.from_iterable(known.stages):
@@ -163,9 +222,7 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
     return found
 
 
-def _made(
-    known: Reads, x: SparseTensor, strides: Sequence
-) -> tuple[CoordinateKey, ...]:
+def _made(known: Reads, x: SparseTensor) -> tuple[CoordinateKey, ...]:
     """Make levels and views, and start them; return the levels."""
     levels, stages = (x.key,), list(known.stages)
 
@@ -182,7 +239,7 @@ def _made(
         settle([source])
     # Rows of the input are there: their views are made while levels are counted.
     with later, sync.meanwhile(begin):
-        levels += x.manager.cells(x.key, strides)
+        levels += x.manager.cells(x.key, known.strides)
     while stages:
         begin()
     return levels
@@ -220,22 +277,17 @@ def start(
         sync.start(arrays, at_once=True)
 
 
-def remember(
-    net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey]
-) -> None:
-    """Keep what ``net`` read of a new scan; arguments as of ``build``."""
-    if _is_new(x) and _keep(net, x, levels):
-        x.manager.is_complete = True
-
-
 def remember_prepared(net: mlx.nn.Module, x: SparseTensor) -> None:
     """Keep what ``net`` was planned to read of a scan, for ``plans`` of the next.
 
-    For a net that does not ``remember`` what it reads. It is not found where layers
-    print another way, or parameters have other dtypes.
+    It is not found where layers print another way, or parameters have other dtypes.
     """
-    if len(x):
-        _keep(net, x, x.manager.chain(x.key), _structure(net))
+    made = Reads.of(x.manager.record, x.key.serial)
+    if made is not None:
+        facts = *_facts(net, x), _structure(net)
+        known = dict(getattr(net, "_reads", ())) | {facts: made}
+        # A set, which can be copied and pickled: a module walks through dicts.
+        net._reads = frozenset(known.items())
 
 
 def _structure(net: mlx.nn.Module) -> str:
@@ -253,48 +305,9 @@ def _said(part: object) -> Iterator[str]:
             yield from _said(each)
 
 
-def _keep(
-    net: mlx.nn.Module, x: SparseTensor, levels: Sequence[CoordinateKey], *more: str
-) -> bool:
-    """Keep what was read of a scan's levels, if anything was; ``more`` as of _facts."""
-    places = {x.manager[key]: place for place, key in enumerate(levels)}
-    reads, before = list(_reads(x.manager, places)), _known(net, x, *more)
-    if not reads:
-        return False
-    count = len(x.manager.named_relations)
-    stages = _staged(reads)
-    if before and before.stages == stages and len(before.relations) == count:
-        return True  # as most scans
-    strides = tuple(
-        tuple(int(b / a) for a, b in zip(fine.stride, coarse.stride, strict=True))
-        for fine, coarse in pairwise(levels)
-    )
-    named = [name for name, _ in x.manager.named_relations]
-    relations = ()
-    if all(each in places for _, *ends, _ in named for each in ends):
-        first, *rest = ((k, (places[a], places[b]), s) for k, a, b, s in named)
-        relations = first, *sorted(rest, key=lambda each: _order(*each))
-    made = Reads(stages, strides, relations)
-    known = dict(getattr(net, "_reads", ())) | {_facts(net, x, *more): made}
-    # A set, which can be copied and pickled: a module walks through dicts.
-    net._reads = frozenset(known.items())
-    return True
-
-
-def _ahead(net: mlx.nn.Module, x: SparseTensor, *more: str) -> Reads | None:
-    """Return what to make of a scan before its layers ask, if anything."""
-    if not _is_new(x) or limit.active() is not None:
-        return None
-    return _known(net, x, *more)
-
-
-def _is_new(x: SparseTensor) -> bool:
-    return len(x) > 0 and not x.manager.is_complete
-
-
-def _facts(net: mlx.nn.Module, x: SparseTensor, *more: str) -> tuple:
-    """Return what reads are kept by; ``more``: the structure of a prepared net."""
-    return str(x.dtype), net.training, x.dims, *more
+def _facts(net: mlx.nn.Module, x: SparseTensor) -> tuple:
+    """Return what reads are kept by."""
+    return str(x.dtype), net.training, x.dims
 
 
 def _staged(reads: Sequence[Read]) -> tuple[tuple[Read, ...], ...]:
@@ -310,17 +323,3 @@ def _order(kind: str, ends: tuple[int, int], spec: KernelSpec) -> tuple:
     """Return the stage, and by what else to sort: transposed after what they share."""
     stage = min(max(ends), STAGES - 1)
     return stage, kind == "transposed", ends, spec.size, kind
-
-
-def _known(net: mlx.nn.Module, x: SparseTensor, *more: str) -> Reads | None:
-    """Return what ``net`` read of another scan."""
-    return dict(getattr(net, "_reads", ())).get(_facts(net, x, *more))
-
-
-def _reads(manager: CoordinateManager, places: dict[CoordinateSet, int]):
-    """Yield what was read of the relations between some sets, as they were built."""
-    for (kind, source, target, spec), relation in manager.named_relations:
-        if source in places and target in places:
-            ends = places[source], places[target]
-            for read in relation.reads:
-                yield Read.of(kind, spec, ends, *read)

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .. import nn, relations_ahead
+from .. import nn
 from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
@@ -161,18 +161,13 @@ class MinkUNet(Segmentor):
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
         prepare_once(self, x)
-        strides = () if self.encoder[0].trimmed else (2,) * len(self.encoder)
-        levels = relations_ahead.build(self, x, strides)
         skips = [self.stem(x)]
-        levels = levels or relations_ahead.levels(x, strides)
         for stage in self.encoder:
             skips.append(stage(skips[-1]))
         x = skips.pop()
         for stage in self.decoder:
             x = stage(x, skips.pop())
-        x = self.head(x)
-        relations_ahead.remember(self, x, levels)
-        return x
+        return self.head(x)
 
 
 class _Planned(MinkUNet):

@@ -19,7 +19,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .. import nn, ops, relations_ahead
+from .. import nn, ops
 from ..nn.fused import convolved
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
@@ -155,11 +155,7 @@ class SpUNet(Segmentor):
             at the coarsest level.
         """
         prepare_once(self, x)
-        strides = (2,) * len(self.down)
-        levels = relations_ahead.build(self, x, strides)
-        x = self.conv_input(x)
-        levels = levels or relations_ahead.levels(x, strides)
-        skips = []
+        x, skips = self.conv_input(x), []
         for down, stage in zip(self.down, self.enc, strict=True):
             skips.append(x)
             x = stage(down(x))
@@ -170,7 +166,6 @@ class SpUNet(Segmentor):
                 x = convolved(conv, norm, x, skip, activation=activation)
                 x = stage(ops.cat([x, skip]))
         x = self.final(x) if "final" in self else x
-        relations_ahead.remember(self, x, levels)
         return ops.global_avg_pool(x) if self.enc_mode else x
 
     def score_voxels(self, voxels: Voxels) -> mx.array:

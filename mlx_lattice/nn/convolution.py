@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 from mlx.nn import Module
 
+from .. import relations_ahead
 from ..axes import Family, expect_axes
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec
@@ -147,6 +148,7 @@ class _Convolution(Family, Packable, Module):
             kernel = {"kernel_size": size, "dilation": dilation, **kernel}
             if self.offsets is not None:
                 kernel |= {"kernel_size": 1, "offsets": self.offsets}
+            relations_ahead.begin(self, x)
             relation = find(x, coordinates, *options, **kernel)
             if question is not None:
                 searched = find is relations.transposed and not any(options)

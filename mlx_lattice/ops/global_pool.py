@@ -6,9 +6,10 @@ run; where rows are not batch-contiguous they are put in order first.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate
+from itertools import accumulate, chain, islice
 from weakref import WeakKeyDictionary
 
 import mlx.core as mx
@@ -77,35 +78,65 @@ _batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()
 
 
 def batch_rows(x: SparseTensor) -> BatchRows:
-    """Return the rows of each batch element; of several read once a set."""
+    """Return the rows of each batch element; of several read once a set.
+
+    With them those of all levels that are there below the set, which a net asks next.
+    """
     expect_tensor(x)
     held = x.manager[x.key]
     if held not in _batch_rows:
         held.index  # noqa: B018 (checks the batch column before it is used)
-        is_one = held.batch_size == 1
-        starts, order = ((0, len(held)), None) if is_one else _segmented(held)
-        # Each launch would copy a view of the coordinates.
-        batch = mx.contiguous(held.coords[:, 0])
-        if not is_one:  # of which nobody has to wait
-            sync.compute([batch])
-        _batch_rows[held] = BatchRows(batch, starts, order)
+        if held.batch_size > 1 and len(held):
+            sets = x.manager.levels(held)
+            _learn([each for each in sets if each not in _batch_rows])
+        else:
+            starts = (0, *[len(held)] * held.batch_size)
+            _batch_rows[held] = BatchRows(_batch_of(held), starts, None)
     return _batch_rows[held]
 
 
-def _segmented(held: CoordinateSet) -> tuple[tuple[int, ...], mx.array | None]:
-    """Return starts and order of the rows of several elements. Reads the starts."""
-    batch, n = held.coords[:, 0], len(held)
-    places = mx.arange(held.batch_size + 1, dtype=mx.int32)
-    scattered = (batch[1:] < batch[:-1]).any().reshape(1)
-    starts = mx.searchsorted(mx.sort(batch), places)
-    *starts, scattered = mx.concatenate(
-        [starts.astype(mx.int32), scattered.astype(mx.int32)]
-    ).tolist()
-    if not scattered:
-        return tuple(starts), None
-    kind = mx.int32 if held.batch_size * n < 2**31 else mx.int64
+def _batch_of(held: CoordinateSet) -> mx.array:
+    return mx.contiguous(held.coords[:, 0])  # each launch would copy a view
+
+
+def _learn(sets: Sequence[CoordinateSet]) -> None:
+    """Find the rows of several elements in each set. Reads where elements start."""
+    batches = [_batch_of(each) for each in sets]
+    wanted, counts = [], []
+    for held, batch in zip(sets, batches, strict=True):
+        numbers = _starts(batch, held.batch_size)
+        if not held.is_sorted:
+            numbers.append((batch[1:] < batch[:-1]).any().reshape(1))
+        wanted += numbers
+        counts.append(len(numbers))
+    values = iter(sync.read(*wanted))
+    sync.compute(batches)  # they were, for the starts
+    for held, batch, count in zip(sets, batches, counts, strict=True):
+        parts = list(islice(values, count))
+        scattered = not held.is_sorted and parts.pop()[0]
+        order = None
+        if scattered:
+            order, parts = _ordered(batch, held.batch_size)
+        starts = 0, *chain.from_iterable(parts), len(held)
+        _batch_rows[held] = BatchRows(batch, starts, order)
+
+
+def _starts(batch: mx.array, size: int) -> list[mx.array]:
+    """Return where sorted elements start but for the first; as ``sync.read`` likes."""
+    step = 2 if size <= 9 else size
+    return [
+        mx.searchsorted(batch, mx.arange(at, min(at + step, size), dtype=mx.int32))
+        for at in range(1, size, step)
+    ]
+
+
+def _ordered(batch: mx.array, size: int) -> tuple[mx.array, list]:
+    """Return the order of rows that sorts them by element, and ``_starts``, read."""
+    n = len(batch)
+    kind = mx.int32 if size * n < 2**31 else mx.int64
     keys = batch.astype(kind) * n + mx.arange(n, dtype=kind)
-    return tuple(starts), mx.argsort(keys).astype(mx.int32)
+    order = mx.argsort(keys).astype(mx.int32)
+    return order, sync.read(*_starts(batch[order], size))
 
 
 def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:

@@ -5,6 +5,7 @@ import io
 import pickle
 from contextlib import contextmanager
 from unittest.mock import patch
+from weakref import ref
 
 import cases
 import mlx.core as mx
@@ -15,7 +16,7 @@ from cuda_recorder import no_small_tiles, recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import held_sets, models, preparation, relations_ahead
+from mlx_lattice import held_sets, models, ops, preparation, relations_ahead
 from mlx_lattice.backends import registry
 from mlx_lattice.geometry import sync
 from mlx_lattice.preparation import leaves
@@ -49,6 +50,22 @@ def starts(monkeypatch):
 
     monkeypatch.setattr(sync, "start_all", start)
     return seen
+
+
+def asked(net):
+    """What the layer keeps that is asked first."""
+    (found,) = {
+        id(m._asked): m._asked for m in net.modules() if hasattr(m, "_asked")
+    }.values()
+    return found
+
+
+def last(net):
+    """What the last scan was asked, of every dtype and mode."""
+    return {
+        facts: relations_ahead.Reads.of(record, record.first)
+        for facts, record in asked(net)._last.items()
+    }
 
 
 @contextmanager
@@ -95,7 +112,8 @@ def test_views_of_the_input_start_while_its_levels_are_read(monkeypatch):
         for seed in (1, 2):
             x = scan(seed)
             mx.eval(known(x).feats)
-    one_by_one, ahead = seen
+    one_by_one, *_, ahead = seen
+    assert len(seen) == 5  # of the first scan each level is read when a layer asks
     assert len(one_by_one) == 1 < len(ahead)
     assert all("2x2x2" not in relation for relation in ahead)
 
@@ -110,10 +128,9 @@ def test_a_scan_that_is_new_within_a_gradient():
         found = []
         known = net().train()
         mx.eval(mlx.nn.value_and_grad(known, loss)(known, scan(1)))
-        for reads in (known._reads, frozenset()):
-            made = net().train()
-            made._reads = reads
-            found.append(mlx.nn.value_and_grad(made, loss)(made, scan(2)))
+        for _ in range(2):  # with what was asked of the first, and without
+            found.append(mlx.nn.value_and_grad(known, loss)(known, scan(2)))
+            known = net().train()
     for one, other in zip(tree_flatten(found[0]), tree_flatten(found[1]), strict=True):
         assert mx.array_equal(one[1], other[1]), one[0]
 
@@ -124,7 +141,6 @@ def test_views_are_those_of_layers_that_ask():
         known(scan(1))
         x, y = scan(2), scan(2)
         known(x), other(y)
-    assert x.manager.is_complete and y.manager.is_complete
     # Relations may come in another order; each has what layers made of it.
     assert sorted(views(x)) == sorted(views(y)) and len(views(x)) > 10
 
@@ -145,7 +161,7 @@ def test_scans_of_no_rows_and_of_one(kind, rows):
             kept = slice(0, n)
             x = ml.SparseTensor(x.coords[kept], x.feats[kept])
             assert made(x).feats.shape[0] == len(x) == min(n, len(x))
-            assert x.manager.is_complete == (n > 0)
+            assert (x.manager.record.first is None) == (n == 0)
 
 
 def test_what_the_last_scan_read_is_made_for_the_next():
@@ -153,9 +169,9 @@ def test_what_the_last_scan_read_is_made_for_the_next():
         made, other = net(), net()
         with ml.routes.only("relation_traversal"):
             made(scan(1))
-        forced = made._reads
+        forced = last(made)
         made(scan(2)), other(scan(2))
-    assert made._reads == other._reads != forced
+    assert last(made) == last(other) != forced
 
 
 def test_a_traced_graph_takes_no_relation_in():
@@ -196,10 +212,12 @@ def test_a_net_with_what_it_read_is_copied_and_pickled():
     with recording():
         made = net()
         made(scan(1))
-    assert made._reads
-    for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
-        assert twin._reads == made._reads
-    assert not any("_reads" in name for name, _ in tree_flatten(made.parameters()))
+        assert last(made)
+        for twin in (copy.deepcopy(made), pickle.loads(pickle.dumps(made))):
+            assert not last(twin)
+            y = twin(scan(2))
+            assert last(twin) == last(made) and len(y) > 0
+    assert not any("_asked" in name for name, _ in tree_flatten(made.parameters()))
 
 
 def test_another_dtype_and_training_are_apart():
@@ -207,13 +225,13 @@ def test_another_dtype_and_training_are_apart():
         made = net()
         made(scan(1))
         made(scan(2))
-        assert len(made._reads) == 1
+        assert len(last(made)) == 1
         made.train()
         made(scan(1))
         made.eval()
         made.set_dtype(mx.float16)
         made(scan(1, dtype=mx.float16))
-    assert len(made._reads) == 3
+    assert len(last(made)) == 3
 
 
 def test_under_a_limit_layers_ask_one_by_one():
@@ -239,12 +257,10 @@ def test_what_was_only_planned_or_watched_is_not_kept():
         made = net()
         with ml.trace():
             made(scan(1))
-        assert not getattr(made, "_reads", None)
+        assert set(last(made).values()) == {None}
         x = scan(1)
-        assert relations_ahead.build(made, x, (2, 2)) == ()
+        relations_ahead.begin(made.stem.layers[0].conv, x)
         assert not x.manager.relations
-        levels = relations_ahead.levels(x, (2, 2))
-        assert levels == (x.key, *x.manager.cells(x.key, (2, 2)))
 
 
 def facts(x):
@@ -264,7 +280,7 @@ def names_of_runs(launches, *runs):
 
 
 class TestPrepared:
-    """A net that ran before is prepared for a scan by what it read, uncalled."""
+    """A net that was prepared before is prepared for a scan by that, uncalled."""
 
     @pytest.fixture
     def called(self, monkeypatch):
@@ -284,6 +300,7 @@ class TestPrepared:
 
         with recording() as launches:
             known, other = net(dtype=mx.float16), net(dtype=mx.float16)
+            ml.prepare(known, new(1)), called.clear()
             known(new(1)), other(new(1))
             x, y, z = new(2), new(2), new(2)
             quick = ml.prepare(known, x)
@@ -308,6 +325,7 @@ class TestPrepared:
     def test_a_kernel_that_is_new_is_compiled_by_a_call(self, called, monkeypatch):
         with recording():
             made = net(dtype=mx.float16)
+            ml.prepare(made, scan(1, 3000, mx.float16)), called.clear()
             made(scan(1, 3000, mx.float16))
             ml.prepare(made, scan(2, 3000, mx.float16))
             assert not called
@@ -434,3 +452,99 @@ class TestOwnNets:
             for seed in (1, 2):
                 ml.prepare(made, scan(seed))
         assert len(called) == 2
+
+
+class TestUncalled:
+    """Nets as users write them, called scan after scan and never prepared."""
+
+    def test_the_second_scan_starts_its_views_together(self, starts):
+        with recording():
+            made = OwnUNet().eval()
+            made.set_dtype(mx.float16)
+            counts = []
+            for seed in (1, 2, 3):
+                starts.clear()
+                made(scan(seed, 300, mx.float16))
+                counts.append(len(starts))
+        assert counts[0] > 5 and counts[1] == counts[2] <= 3
+
+    @pytest.mark.parametrize("rows", ((250, 0, 1, 250), (0, 250, 0, 1)), ids=str)
+    def test_results_are_those_of_layers_that_ask(self, rows):
+        made, other = OwnUNet(), OwnUNet()
+        other.update(made.parameters())
+
+        def loss(net, x):
+            return net(x).feats.square().sum()
+
+        for seed, n in enumerate(rows):
+            parts = []
+            for net in (made, other):
+                x = scan(seed, 300)
+                x = ml.SparseTensor(x.coords[:n], x.feats[:n])
+                parts.append(mlx.nn.value_and_grad(net, loss)(net, x))
+            other._asked = other.stem._asked = relations_ahead.Asked()
+            for one, two in zip(*map(tree_flatten, parts), strict=True):
+                assert mx.array_equal(one[1], two[1]), one[0]
+
+    def test_what_gradients_read_is_made_too(self):
+        def views(step, x):
+            mx.eval(step(x))
+            (named,) = last(made).values()
+            return {
+                read.is_transposed for stage in named.stages for read in stage
+            }, x.manager.record.size
+
+        with recording():
+            made = OwnUNet().train()
+            step = mlx.nn.value_and_grad(made, lambda x: made(x).feats.sum())
+            found = [views(step, scan(seed, 300)) for seed in (1, 2)]
+            x = scan(2, 300)
+            relations_ahead.begin(made.stem, x)
+        assert found[0] == found[1] and found[0][0] == {False, True}
+        built = {k for r in x.manager.relations for k in r.built}
+        assert any(swapped for _, swapped in built) and found[0][1][0] == 2
+
+    def test_a_layer_holds_no_scan(self):
+        made, x = OwnUNet(), scan(1)
+        mx.eval(made(x).feats)
+        kept = [
+            ref(x.manager),
+            *map(ref, x.manager.sets),
+            *map(ref, x.manager.relations),
+        ]
+        del x
+        assert not any(each() for each in kept)
+        mx.eval(made(scan(2)).feats)
+
+    def test_a_layer_that_is_first_on_several_ways(self):
+        """What another way was asked is made, and what this one asks is right."""
+        stem = ml.nn.SubmConv3d(4, 4, 3)
+        down, deep = ml.nn.Conv3d(4, 4, 2, stride=2), ml.nn.SubmConv3d(4, 4, 3)
+        ways = {
+            "deep": lambda x: deep(down(down(stem(x)))),
+            "flat": lambda x: deep(stem(x)),
+            "reach": lambda x: ml.nn.Conv3d.__call__(reach, stem(x)),
+            "pruned": lambda x: deep(ops.prune(stem(x), x.feats[:, 0] > 0)),
+            "up": lambda x: ml.nn.GenerativeConvTranspose3d.__call__(up, stem(x)),
+        }
+        reach = ml.nn.Conv3d(4, 4, 3, stride=2, padding=1, support="reach")
+        up = ml.nn.GenerativeConvTranspose3d(4, 4, 2, stride=2)
+        for seed, name in enumerate(2 * [*ways] + [*ways][::-1]):
+            x, y = scan(seed), scan(seed)
+            found = ways[name](x)
+            stem._asked, known = relations_ahead.Asked(), stem._asked
+            wanted = ways[name](y)
+            stem._asked = known
+            assert mx.array_equal(found.coords, wanted.coords), name
+            assert mx.array_equal(found.feats, wanted.feats), name
+
+    def test_another_backend_is_apart(self):
+        made = OwnUNet()
+        mx.eval(made(scan(1)).feats)
+        with recording():
+            made(scan(2))
+        y = made(scan(3)).feats
+        assert len(last(made)) == 2
+        wanted = OwnUNet()
+        wanted.update(made.parameters())
+        assert mx.array_equal(y, wanted(scan(3)).feats)
