@@ -40,6 +40,9 @@ class CoordinateKey:
         return f"#{self.serial} at stride {stride}"
 
 
+_NOBODY = ref(CoordinateKey((), 0))  # to what is gone
+
+
 class CoordinateSet:
     """One set of coordinate rows and what is known of it.
 
@@ -54,6 +57,7 @@ class CoordinateSet:
     Attributes:
         serial: of its key.
         is_kept: whether its manager keeps it, whoever holds its key.
+        known_key: refers to its key, if anybody holds it.
         given: refers to the array that it was made of, where a caller gave one.
         is_sorted: whether its rows are known to be.
     """
@@ -61,8 +65,8 @@ class CoordinateSet:
     def __init__(
         self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
     ):
-        self.serial, self.is_kept, self.given = next(_serial), False, None
-        self._key: ref[CoordinateKey] | None = None
+        self.serial, self.is_kept, self.given = next(_serial), False, _NOBODY
+        self.known_key = _NOBODY
         self.is_sorted = False
         self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
         self.spatial_shape, self.trusted = spatial_shape, trusted
@@ -80,17 +84,16 @@ class CoordinateSet:
     @property
     def key(self) -> CoordinateKey:
         """Its key: one object, for as long as anybody holds it."""
-        key = self._key() if self._key else None
+        key = self.known_key()
         if key is None:
             key = CoordinateKey(self.stride, self.serial)
-            self._key = ref(key)
+            self.known_key = ref(key)
         return key
 
     @property
     def is_held(self) -> bool:
         """Whether somebody can name it: by its key, or by the array it was made of."""
-        names = self._key, self.given
-        return self.is_kept or any(name and name() is not None for name in names)
+        return self.is_kept or self.known_key() is not None or self.given() is not None
 
     @property
     def bounds(self) -> Bounds:

@@ -232,12 +232,13 @@ class Pending(SparseTensor):
         """
         # Set from here: a call more is a tenth of what waiting costs.
         feats, run, made = x.feats, Convolution(), cls.__new__(cls)
+        rows = relation.sets[1]
         run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
         run.context, run.groups = copy_context(), groups
         run.stream = mx.default_stream(mx.default_device())
         made.__dict__ = {
             "manager": x.manager,
-            "key": relation.out_key,
+            "key": rows.known_key() or rows.key,
             "coords": relation.out_coords,
             "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),
