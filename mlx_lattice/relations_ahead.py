@@ -250,6 +250,7 @@ def start(
 ) -> None:
     """Make what was read of another scan's levels, and start it."""
     geometry, launched, alone = registry.geometry(), [], []
+    is_traced = sync.is_transforming()
     with sync.held():
         # Of relations that are new: others may have what their tables are made of.
         searches = {
@@ -267,9 +268,11 @@ def start(
             if read.view is None:
                 continue
             relation = read.relation(manager, levels)
-            if read.search not in relations:
+            # Of what was launched, views have to be started where MLX traces a graph,
+            # which takes in what is not.
+            if read.search not in relations or is_traced:
                 alone.append((relation, read.view))
-            elif relations[read.search] is None:  # its transpose may share what is made
+            if relations.get(read.search, relation) is None:  # or of its transpose
                 relations[read.search] = relation
         for made in launched:
             geometry.keep_together(made, [relations[each] for each in made.searches])

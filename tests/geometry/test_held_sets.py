@@ -85,7 +85,8 @@ def test_passes_of_a_kept_scan_hold_what_one_does():
         gc.collect()
         counts.append(held(x.manager))
         bytes_held.append(mx.get_active_memory())
-    assert counts[0] == counts[-1] and bytes_held[1] == bytes_held[-1]
+    # A pass has some 200 kB of rows and relations; a GPU's allocator rounds.
+    assert counts[0] == counts[-1] and abs(bytes_held[-1] - bytes_held[1]) < 2**15
 
 
 def test_gradients_of_passes_hold_what_one_does():
