@@ -227,16 +227,19 @@ class LayerNorm(mlx.nn.LayerNorm):
 
     def __call__(
         self,
-        x: SparseTensor | mx.array,
+        x: Features,
         *,
+        residual: Features | None = None,
         activation: str | Activation | None = None,
-    ) -> SparseTensor | mx.array:
-        """Normalise a tensor, or an array over its last axis; then activate it.
+    ) -> Features:
+        """Normalise a tensor, or an array over its last axis; then what follows.
 
-        ``activation`` is as of ``ops.layer_norm``.
+        ``residual`` and ``activation`` are as of ``ops.layer_norm``.
         """
         given = self.get("weight"), self.get("bias"), self.eps
-        return ops.layer_norm(x, *given, activation=activation)
+        more = {"residual": residual, "activation": activation}
+        with fusion.inside(self):
+            return ops.layer_norm(x, *given, **more)
 
 
 class RMSNorm(mlx.nn.RMSNorm):
