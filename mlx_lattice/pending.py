@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import Context, ContextVar, copy_context
+from functools import partial
 from weakref import ref
 
 import mlx.core as mx
@@ -21,7 +22,7 @@ from .activations import named
 from .epilogue import Epilogue, Moments
 from .geometry import sync
 from .memory import limit, stages
-from .observers import await_end
+from .observers import awaited
 from .ops import fusion
 from .relation import Relation
 from .routes import launch
@@ -154,6 +155,7 @@ class _Result:
         own: what it does to the features of ``before``.
         feats: once it is computed.
         is_used: whether it was read, or another result was made of it.
+        waiter: holds it for the end of a block that observes, until it is used.
         is_of_trace: whether it was made where MLX traced a graph.
     """
 
@@ -167,6 +169,7 @@ class _Result:
         "norm",
         "own",
         "tensor",
+        "waiter",
     )
 
     def __init__(
@@ -174,8 +177,18 @@ class _Result:
     ):
         self.convolve, self.tensor = convolve, ref(tensor)
         self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
-        self.feats, self.is_used = None, False
+        self.feats, self.is_used, self.waiter = None, False, None
         self.is_of_trace = sync.is_transforming()
+        held = awaited()
+        if held is not None:
+            self.waiter = [self]
+            held.append(partial(_settle, self.waiter))
+
+    def use(self) -> None:
+        """Note that it was used: nobody computes it, nor holds it, for its own sake."""
+        self.is_used = True
+        if self.waiter:
+            self.waiter.clear()
 
     def computed(self) -> mx.array:
         """Return the features: by one launch, or from what somebody holds."""
@@ -198,7 +211,7 @@ class _Result:
 
         What a graph that is being traced computes is of that graph alone.
         """
-        self.is_used = True
+        self.use()
         if self.is_of_trace or not sync.is_transforming():
             self.feats = feats
             self.convolve = self.epilogue = self.norm = self.before = self.own = None
@@ -210,6 +223,11 @@ class _Result:
             tensor.feats  # noqa: B018 (computed as it is read)
         elif not self.is_used:
             self.computed()
+
+
+def _settle(waiter: list[_Result]) -> None:
+    while waiter:
+        waiter.pop().settle()
 
 
 class Pending(SparseTensor):
@@ -242,7 +260,6 @@ class Pending(SparseTensor):
             "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),
         }
-        await_end(made._result.settle)
         return made
 
     @classmethod
@@ -271,7 +288,6 @@ class Pending(SparseTensor):
             "_facts": (feats.shape[1], feats.dtype),
             "_result": _Result(later, made, _NOTHING),
         }
-        await_end(made._result.settle)
         return made
 
     @property
@@ -319,11 +335,10 @@ class Pending(SparseTensor):
         run: Later | None = None,
     ) -> Pending:
         before, made = self._result, Pending.__new__(Pending)
-        before.is_used = True
+        before.use()
         run = before.convolve if run is None else run
         result = _Result(run, made, epilogue, norm, before, own)
         made.__dict__ = self.__dict__ | {"_result": result}
-        await_end(result.settle)
         return made
 
     def normalized(
