@@ -11,21 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
 from functools import partial
 from weakref import ref
 
 import mlx.core as mx
 
-from . import contraction, settings
+from . import settings
 from .activations import named
 from .epilogue import Epilogue, Moments
 from .geometry import sync
+from .later import Convolution, Later, OfRows
 from .memory import limit, stages
 from .observers import awaited
-from .ops import fusion
 from .relation import Relation
-from .routes import launch
 from .tensor import SparseTensor
 
 # What follows what nothing follows yet.
@@ -57,89 +56,6 @@ def may_wait(x: object) -> bool:
     if settings.forced.get() or limit.active() is not None or stages.evaluates():
         return False
     return not _ROUTE()
-
-
-class Later:
-    """What is to be run as at its call.
-
-    That is with the arrays of that moment, inside its blocks and on its stream; under
-    variables of the environment as they are when it runs.
-
-    Attributes:
-        context: the blocks.
-        stream: where it runs.
-    """
-
-    __slots__ = "context", "stream"
-
-    context: Context
-    stream: mx.Stream
-
-    def __call__(
-        self, epilogue: Epilogue | Moments | None, norm: object = None
-    ) -> mx.array:
-        """Return the features; ``norm``: the layer that an Epilogue is of."""
-        inside = self.context.run
-        if mx.default_stream(mx.default_device()) == self.stream:
-            return inside(self._run, epilogue, norm)
-        with mx.stream(self.stream):
-            return inside(self._run, epilogue, norm)
-
-    def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
-        raise NotImplementedError
-
-
-class OfRows(Later):
-    """A norm of features, or what else a sum and an activation may follow.
-
-    Attributes:
-        run: of a residual and an activation.
-        scaled: of a weight and a bias, (C,) or (B, C): what runs, and then multiplies
-            by the one and adds the other; or None.
-    """
-
-    __slots__ = "run", "scaled"
-
-    run: Callable[..., mx.array]
-    scaled: Callable[..., Callable] | None
-
-    def _run(self, epilogue: Epilogue, norm: object) -> mx.array:
-        return self.run(epilogue.residual, epilogue.activation or None)
-
-    def by(self, weight: mx.array, bias: mx.array | None) -> OfRows:
-        """Return it, multiplied and moved."""
-        made = OfRows()
-        made.context, made.stream = self.context, self.stream
-        made.run, made.scaled = self.scaled(weight, bias), None
-        return made
-
-
-class Convolution(Later):
-    """A convolution of features.
-
-    Attributes:
-        layer: the module, for who observes.
-        arrays: features, weight and relation, as ``contraction.conv`` takes them.
-        groups: of channels.
-        bias: an array, or None.
-    """
-
-    __slots__ = "arrays", "bias", "groups", "layer"
-
-    layer: object
-    arrays: tuple[mx.array, object, Relation]
-    bias: mx.array | None
-    groups: int
-
-    def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
-        given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
-        if not launch.observed() and not fusion.observed():
-            return contraction.conv(*self.arrays, **given)
-        with launch.scope(self.layer):
-            feats = contraction.conv(*self.arrays, **given)
-        if norm is not None:
-            fusion.tell_epilogue(norm, epilogue, feats)
-        return feats
 
 
 class _Result:
@@ -243,10 +159,13 @@ class Pending(SparseTensor):
         bias: mx.array | None,
         groups: int,
         channels: int,
+        *,
+        keeps: bool = False,
     ) -> Pending:
         """Return a convolution's result, of so many channels.
 
-        Arguments are checked: they fit. Others are as of ``contraction.conv``.
+        Arguments are checked: they fit. Others are as of ``contraction.conv``;
+        ``keeps``: the result has the rows of ``x``, and the relation none of a manager.
         """
         # Set from here: a call more is a tenth of what waiting costs.
         feats, run, made = x.feats, Convolution(), cls.__new__(cls)
@@ -255,8 +174,8 @@ class Pending(SparseTensor):
         run.stream = mx.default_stream(mx.default_device())
         made.__dict__ = {
             "manager": x.manager,
-            "key": relation.keys[1],
-            "coords": relation.out_coords,
+            "key": x.key if keeps else relation.keys[1],
+            "coords": x.coords if keeps else relation.out_coords,
             "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),
         }
@@ -269,13 +188,16 @@ class Pending(SparseTensor):
         feats: mx.array,
         run: Callable[..., mx.array],
         scaled: Callable[..., Callable] | None = None,
+        *,
+        channels: int | None = None,
     ) -> Pending:
-        """Return what a function makes of a tensor's features, in shape and dtype.
+        """Return what a function makes of each row of a tensor's features.
 
         Args:
             x: the tensor, which may wait: see ``may_wait``.
             feats: its features.
             run, scaled: as of ``OfRows``.
+            channels: of the result; by default as many as of the features.
         """
         later, made = OfRows(), cls.__new__(cls)
         later.run, later.scaled = run, scaled
@@ -285,7 +207,7 @@ class Pending(SparseTensor):
             "manager": x.manager,
             "key": x.key,
             "coords": x.coords,
-            "_facts": (feats.shape[1], feats.dtype),
+            "_facts": (channels or feats.shape[1], feats.dtype),
             "_result": _Result(later, made, _NOTHING),
         }
         return made
