@@ -103,6 +103,8 @@ def _following(conv: Callable, layers: list) -> tuple[Callable | None, ...]:
     if type(norm) in FUSING or type(norm) is FoldedNorm:
         return norm, _activation(rest)
     alone = type(conv) in OWN or is_integer(conv) or watching.now() is not None
+    # What is written as int8 is written once: with the activation.
+    alone = alone or (isinstance(conv, mlx.nn.Module) and "output_scale" in conv)
     return None, _activation(layers) if alone else None
 
 
