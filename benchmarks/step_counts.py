@@ -8,7 +8,8 @@ evaluation, in half precision. The graph that MLX would run is written out and i
 operations counted, but for views, which launch nothing. Kernels of this library are
 noted where they are called, with plans of Metal, and compute nothing; their bytes are
 those of inputs and outputs, each once. MLX tells no shapes of its operations. Nothing
-is timed.
+is timed. A ``BatchNorm`` of few rows in training is noted once more where something
+follows it: its own launch is made at its call, and nobody asks for it.
 """
 
 from __future__ import annotations

@@ -1,15 +1,18 @@
-// Layer norm: each row normalised over its channels, and the activation that follows.
+// Layer norm: each row normalised over its channels, and what follows: a sum, then an
+// activation.
 //
 //   LANES threads a row, VECTORS x EACH channels of it a thread, in registers
-//   mean, then squares about it, by shuffles --> y = act((x - mean) rstd weight + bias)
-//   back: both again, g = dy act'(v) --> dx = rstd (weight g - A - xhat B)
+//   mean, then squares about it, by shuffles
+//         --> y = act(v), v = (x - mean) rstd weight + bias + residual
+//   back: both again, g = dy act'(v) --> dx = rstd (weight g - A - xhat B), dresidual = g
 //         A, B: means over the row of weight g and of weight g xhat
 //         sums of g xhat and g by block --> partials (blocks, 2, C) --> dweight, dbias
 //
 // Blocks walk over rows, so that few blocks start however many rows there are, and few
 // partials are written. Any dtype, float32 inside, channels a multiple of EACH; no
-// atomics, sums have one order. Traffic: x and y once; back x, dy and dx once. Bound by
-// memory, 16 bytes a read. Needs norm_blocks.cuh.
+// atomics, sums have one order. Traffic: x, residual and y once; back x, dy and dx once,
+// residual and dresidual where an activation follows. Bound by memory, 16 bytes a read.
+// Needs norm_blocks.cuh.
 
 namespace lattice {
 
@@ -71,6 +74,12 @@ struct RowShare {
     return values;
   }
 
+  // Those of an array that may not be there.
+  template <typename A>
+  __device__ __forceinline__ Values values_of(const T* from, A aligned) const {
+    return values(from ? load(from, aligned) : Words{});
+  }
+
   __device__ __forceinline__ RowFit fit(const Values& x, float eps) const {
     float sum = 0.0f, squares = 0.0f;
 #pragma unroll
@@ -112,12 +121,13 @@ struct RowAffine {
 
 template <typename T, int EACH, int LANES, int VECTORS, typename P, int ACT>
 __device__ __forceinline__ void layer_norm(const T* x, const P* weight, const P* bias,
-                                           const float* norm_numbers,
+                                           const T* residual, const float* norm_numbers,
                                            RowNormSizes sizes, T* y) {
   const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
   auto run = [&](auto aligned) {
     for (RowShare<T, EACH, LANES, VECTORS> own(sizes); own.goes_on(); own.step()) {
       const auto from = own.values(own.load(x, aligned));
+      const auto added = own.values_of(residual, aligned);
       const RowFit fit = own.fit(from, eps);
 #pragma unroll
       for (int i = 0; i < VECTORS; ++i) {
@@ -127,21 +137,24 @@ __device__ __forceinline__ void layer_norm(const T* x, const P* weight, const P*
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
           const float xhat = (static_cast<float>(from.of[i].v[j]) - fit.mean) * fit.rstd;
-          out[j] = activated<ACT>(xhat * affine.scale[j] + affine.shift[j], slope);
+          float v = xhat * affine.scale[j] + affine.shift[j];
+          if (residual) v += static_cast<float>(added.of[i].v[j]);
+          out[j] = activated<ACT>(v, slope);
         }
         store_channels<EACH>(y + own.at(i), out);
       }
     }
   };
-  by_alignment(run, x, weight, bias);
+  by_alignment(run, x, weight, bias, residual);
 }
 
-// partials: only where there are parameters. The next row is on its way while one is
-// computed.
+// partials: only where there are parameters, or a residual, which an activation follows.
+// The next row is on its way while one is computed.
 template <typename T, int EACH, int LANES, int VECTORS, typename P, int ACT>
 __device__ __forceinline__ void layer_norm_gradient(
-    const T* dy, const T* x, const P* weight, const P* bias, const float* norm_numbers,
-    RowNormSizes sizes, T* dx, float* partials = nullptr) {
+    const T* dy, const T* x, const P* weight, const P* bias, const T* residual,
+    const float* norm_numbers, RowNormSizes sizes, T* dx, float* partials = nullptr,
+    T* dresidual = nullptr) {
   const float eps = norm_numbers[NORM_EPS], slope = norm_numbers[NORM_SLOPE];
   const float share = 1.0f / (float)sizes.channels;
   RowShare<T, EACH, LANES, VECTORS> next(sizes);
@@ -151,6 +164,7 @@ __device__ __forceinline__ void layer_norm_gradient(
     while (next.goes_on()) {
       const auto own = next;
       const auto from = own.values(next_x), by = own.values(next_dy);
+      const auto added = own.values_of(residual, aligned);
       next.step();
       next_x = next.load(x, aligned), next_dy = next.load(dy, aligned);
       const RowFit fit = own.fit(from, eps);
@@ -159,12 +173,15 @@ __device__ __forceinline__ void layer_norm_gradient(
       for (int i = 0; i < VECTORS; ++i) {
         if (!own.has(i)) continue;
         const RowAffine<EACH> affine(weight, bias, own.channel(i), aligned);
+        float gradient[EACH];
 #pragma unroll
         for (int j = 0; j < EACH; ++j) {
           const float h = (static_cast<float>(from.of[i].v[j]) - fit.mean) * fit.rstd;
-          const float v = h * affine.scale[j] + affine.shift[j];
+          float v = h * affine.scale[j] + affine.shift[j];
+          if (residual) v += static_cast<float>(added.of[i].v[j]);
           const float g =
               static_cast<float>(by.of[i].v[j]) * activation_slope<ACT>(v, slope);
+          gradient[j] = g;
           products[i][j] += g * h;
           sums[i][j] += g;
           xhat[i][j] = h;
@@ -172,6 +189,7 @@ __device__ __forceinline__ void layer_norm_gradient(
           straight += scaled[i][j];
           turned += scaled[i][j] * h;
         }
+        if (dresidual) store_channels<EACH>(dresidual + own.at(i), gradient);
       }
       straight = add_lanes<LANES>(straight) * share;
       turned = add_lanes<LANES>(turned) * share;
@@ -187,7 +205,7 @@ __device__ __forceinline__ void layer_norm_gradient(
       }
     }
   };
-  by_alignment(run, dy, x, weight, bias);
+  by_alignment(run, dy, x, weight, bias, residual);
   if (!partials) return;
   float* line = partials + (long long)blockIdx.x * 2 * sizes.channels;
 #pragma unroll

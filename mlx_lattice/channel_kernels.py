@@ -5,7 +5,7 @@ They normalise by a mean of 0 and a variance of 1, which changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import lru_cache, partial
 
 import mlx.core as mx
@@ -18,7 +18,7 @@ from .backends.norms_protocol import Fit, Norms
 from .geometry import sync
 from .problem import FLOATS
 from .routes.selection import situation
-from .transformations import Function, differentiable, elementwise
+from .transformations import Function, differentiable, elementwise, of_kernels
 
 LEAST_ROWS = 256  # that kernels sum: of fewer it is MLX's one launch
 
@@ -55,6 +55,30 @@ def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
     if kernels is None or x.dtype not in FLOATS:
         return mx.vjp(composed(act), [x], [dy])[1][0]
     return _gradient(act, kernels, x.shape, x.dtype)(dy, x)[0]
+
+
+def activated_sum(
+    x: mx.array,
+    act: Activation,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+) -> mx.array:
+    """Return ``act(x + bias + residual)`` in one launch, and one back.
+
+    Args:
+        x: (N, C).
+        act: the activation, or none.
+        bias: (C,) of a floating dtype, or None.
+        residual: (N, C) of the dtype of x, or None.
+    """
+    if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
+        return x
+    kernels = registry.norms() if x.dtype in FLOATS else None
+    arrays = [a for a in (bias, residual) if a is not None]
+    there = bias is not None, residual is not None
+    if kernels is None:
+        return _sum_of(act, there, x, *arrays)
+    return _activated_sum(act, there, kernels, x.shape, x.dtype)(x, *arrays)
 
 
 def column_sums(x: mx.array, like: mx.array) -> mx.array:
@@ -104,6 +128,43 @@ def _gradient(
     return differentiable(
         lambda dy, x: (back(dy, x),), composed(act), settled=situation
     )
+
+
+def _spread(there: tuple[bool, bool], arrays: Sequence[mx.array]):
+    rest = iter(arrays)
+    return [next(rest) if each else None for each in there]
+
+
+def _sum_of(act: Activation, there: tuple[bool, bool], x, *rest) -> mx.array:
+    """Return ``activated_sum`` in MLX operations."""
+    # Once x: gradients that are one array would have one cotangent in MLX's vjp.
+    y = sum((a.astype(mx.float32) for a in rest), 1.0 * x.astype(mx.float32))
+    return composed(act)(y).astype(x.dtype)
+
+
+@lru_cache(maxsize=1024)
+def _activated_sum(
+    act: Activation,
+    there: tuple[bool, bool],
+    kernels: Norms,
+    shape: tuple[int, int],
+    dtype: mx.Dtype,
+) -> Function:
+    alone = _alone(act, shape[1])
+
+    def forward(x, *rest):
+        bias, residual = _spread(there, rest)
+        return kernels.normalize(x, alone._replace(bias=bias), residual)
+
+    def back(dy, x, *rest):
+        bias, residual = _spread(there, rest)
+        fit, dy = alone._replace(bias=bias), mx.contiguous(dy)
+        dx, dresidual = kernels.gradient(dy, x, fit, residual)
+        sums = [] if bias is None else [column_sums(dx, bias)]
+        return dx, *sums, *[dresidual] * there[1]
+
+    summed = partial(_sum_of, act, there)
+    return of_kernels(forward, back, summed, 1 + sum(there), situation)
 
 
 def _alone(act: Activation, channels: int) -> Fit:

@@ -14,14 +14,9 @@ _awaited: ContextVar[list[Callable[[], object]] | None] = ContextVar(
 )
 
 
-def await_end(settle: Callable[[], object]) -> None:
-    """Have ``settle()`` called at the end of the block that observes, if there is one.
-
-    Nothing is told of a result that waits to be read until it is computed.
-    """
-    held = _awaited.get()
-    if held is not None:
-        held.append(settle)
+# What is called at the end of the block that observes, or None. Nothing is told of a
+# result that waits to be read until it is computed.
+awaited = _awaited.get
 
 
 @contextmanager

@@ -11,20 +11,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from contextvars import Context, ContextVar, copy_context
+from contextvars import ContextVar, copy_context
+from functools import partial
 from weakref import ref
 
 import mlx.core as mx
 
-from . import contraction, settings
+from . import settings
 from .activations import named
 from .epilogue import Epilogue, Moments
 from .geometry import sync
+from .later import Convolution, Later, OfRows
 from .memory import limit, stages
-from .observers import await_end
-from .ops import fusion
+from .observers import awaited
 from .relation import Relation
-from .routes import launch
 from .tensor import SparseTensor
 
 # What follows what nothing follows yet.
@@ -58,89 +58,6 @@ def may_wait(x: object) -> bool:
     return not _ROUTE()
 
 
-class Later:
-    """What is to be run as at its call.
-
-    That is with the arrays of that moment, inside its blocks and on its stream; under
-    variables of the environment as they are when it runs.
-
-    Attributes:
-        context: the blocks.
-        stream: where it runs.
-    """
-
-    __slots__ = "context", "stream"
-
-    context: Context
-    stream: mx.Stream
-
-    def __call__(
-        self, epilogue: Epilogue | Moments | None, norm: object = None
-    ) -> mx.array:
-        """Return the features; ``norm``: the layer that an Epilogue is of."""
-        inside = self.context.run
-        if mx.default_stream(mx.default_device()) == self.stream:
-            return inside(self._run, epilogue, norm)
-        with mx.stream(self.stream):
-            return inside(self._run, epilogue, norm)
-
-    def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
-        raise NotImplementedError
-
-
-class OfRows(Later):
-    """A norm of features, or what else a sum and an activation may follow.
-
-    Attributes:
-        run: of a residual and an activation.
-        scaled: of a weight and a bias, (C,) or (B, C): what runs, and then multiplies
-            by the one and adds the other; or None.
-    """
-
-    __slots__ = "run", "scaled"
-
-    run: Callable[..., mx.array]
-    scaled: Callable[..., Callable] | None
-
-    def _run(self, epilogue: Epilogue, norm: object) -> mx.array:
-        return self.run(epilogue.residual, epilogue.activation or None)
-
-    def by(self, weight: mx.array, bias: mx.array | None) -> OfRows:
-        """Return it, multiplied and moved."""
-        made = OfRows()
-        made.context, made.stream = self.context, self.stream
-        made.run, made.scaled = self.scaled(weight, bias), None
-        return made
-
-
-class Convolution(Later):
-    """A convolution of features.
-
-    Attributes:
-        layer: the module, for who observes.
-        arrays: features, weight and relation, as ``contraction.conv`` takes them.
-        groups: of channels.
-        bias: an array, or None.
-    """
-
-    __slots__ = "arrays", "bias", "groups", "layer"
-
-    layer: object
-    arrays: tuple[mx.array, object, Relation]
-    bias: mx.array | None
-    groups: int
-
-    def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
-        given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
-        if not launch.observed() and not fusion.observed():
-            return contraction.conv(*self.arrays, **given)
-        with launch.scope(self.layer):
-            feats = contraction.conv(*self.arrays, **given)
-        if norm is not None:
-            fusion.tell_epilogue(norm, epilogue, feats)
-        return feats
-
-
 class _Result:
     """What is computed later, or was: of a layer, or of what follows one.
 
@@ -154,6 +71,7 @@ class _Result:
         own: what it does to the features of ``before``.
         feats: once it is computed.
         is_used: whether it was read, or another result was made of it.
+        waiter: holds it for the end of a block that observes, until it is used.
         is_of_trace: whether it was made where MLX traced a graph.
     """
 
@@ -167,6 +85,7 @@ class _Result:
         "norm",
         "own",
         "tensor",
+        "waiter",
     )
 
     def __init__(
@@ -174,8 +93,18 @@ class _Result:
     ):
         self.convolve, self.tensor = convolve, ref(tensor)
         self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
-        self.feats, self.is_used = None, False
+        self.feats, self.is_used, self.waiter = None, False, None
         self.is_of_trace = sync.is_transforming()
+        held = awaited()
+        if held is not None:
+            self.waiter = [self]
+            held.append(partial(_settle, self.waiter))
+
+    def use(self) -> None:
+        """Note that it was used: nobody computes it, nor holds it, for its own sake."""
+        self.is_used = True
+        if self.waiter:
+            self.waiter.clear()
 
     def computed(self) -> mx.array:
         """Return the features: by one launch, or from what somebody holds."""
@@ -198,7 +127,7 @@ class _Result:
 
         What a graph that is being traced computes is of that graph alone.
         """
-        self.is_used = True
+        self.use()
         if self.is_of_trace or not sync.is_transforming():
             self.feats = feats
             self.convolve = self.epilogue = self.norm = self.before = self.own = None
@@ -210,6 +139,11 @@ class _Result:
             tensor.feats  # noqa: B018 (computed as it is read)
         elif not self.is_used:
             self.computed()
+
+
+def _settle(waiter: list[_Result]) -> None:
+    while waiter:
+        waiter.pop().settle()
 
 
 class Pending(SparseTensor):
@@ -225,25 +159,26 @@ class Pending(SparseTensor):
         bias: mx.array | None,
         groups: int,
         channels: int,
+        *,
+        keeps: bool = False,
     ) -> Pending:
         """Return a convolution's result, of so many channels.
 
-        Arguments are checked: they fit. Others are as of ``contraction.conv``.
+        Arguments are checked: they fit. Others are as of ``contraction.conv``;
+        ``keeps``: the result has the rows of ``x``, and the relation none of a manager.
         """
         # Set from here: a call more is a tenth of what waiting costs.
         feats, run, made = x.feats, Convolution(), cls.__new__(cls)
-        rows = relation.sets[1]
         run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
         run.context, run.groups = copy_context(), groups
         run.stream = mx.default_stream(mx.default_device())
         made.__dict__ = {
             "manager": x.manager,
-            "key": rows.known_key() or rows.key,
-            "coords": relation.out_coords,
+            "key": x.key if keeps else relation.sets[1].known_key() or relation.out_key,
+            "coords": x.coords if keeps else relation.out_coords,
             "_facts": (channels, feats.dtype),
             "_result": _Result(run, made),
         }
-        await_end(made._result.settle)
         return made
 
     @classmethod
@@ -253,13 +188,16 @@ class Pending(SparseTensor):
         feats: mx.array,
         run: Callable[..., mx.array],
         scaled: Callable[..., Callable] | None = None,
+        *,
+        channels: int | None = None,
     ) -> Pending:
-        """Return what a function makes of a tensor's features, in shape and dtype.
+        """Return what a function makes of each row of a tensor's features.
 
         Args:
             x: the tensor, which may wait: see ``may_wait``.
             feats: its features.
             run, scaled: as of ``OfRows``.
+            channels: of the result; by default as many as of the features.
         """
         later, made = OfRows(), cls.__new__(cls)
         later.run, later.scaled = run, scaled
@@ -269,10 +207,9 @@ class Pending(SparseTensor):
             "manager": x.manager,
             "key": x.key,
             "coords": x.coords,
-            "_facts": (feats.shape[1], feats.dtype),
+            "_facts": (channels or feats.shape[1], feats.dtype),
             "_result": _Result(later, made, _NOTHING),
         }
-        await_end(made._result.settle)
         return made
 
     @property
@@ -320,11 +257,10 @@ class Pending(SparseTensor):
         run: Later | None = None,
     ) -> Pending:
         before, made = self._result, Pending.__new__(Pending)
-        before.is_used = True
+        before.use()
         run = before.convolve if run is None else run
         result = _Result(run, made, epilogue, norm, before, own)
         made.__dict__ = self.__dict__ | {"_result": result}
-        await_end(result.settle)
         return made
 
     def normalized(

@@ -24,11 +24,14 @@ BLOCKS = 16
 BLOCKS_BACK = {1: 3, 2: 2, 3: 1, 4: 1}
 # Columns of partial sums of a block that adds them, and its threads for each.
 SUMMING = 32, 32
-_FIT = "x", "weight", "bias", "norm_numbers"
+_FIT = "x", "weight", "bias", "residual", "norm_numbers"
 _SIZES = ("rows", "x_shape[0]"), ("channels", "x_shape[1]")
 FORWARD = Interface("RowNorm", _FIT, ("y",), _SIZES)
 GRADIENT = Interface("RowNorm", ("dy", *_FIT), ("dx",), _SIZES)
 GRADIENTS = Interface("RowNorm", ("dy", *_FIT), ("dx", "partials"), _SIZES)
+RESIDUAL_GRADIENTS = Interface(
+    "RowNorm", ("dy", *_FIT), ("dx", "partials", "dresidual"), _SIZES
+)
 SUMS = Interface(
     "RowNorm",
     ("partials",),
@@ -56,11 +59,15 @@ class CudaRowNorms:
         x: mx.array,
         weight: mx.array | None,
         bias: mx.array | None,
+        residual: mx.array | None,
         eps: float,
         act: Activation,
     ) -> mx.array:
-        """Return rows normalised over their channels, in the dtype of x."""
-        return _over_rows(FORWARD, [], x, weight, bias, eps, act)[0]
+        """Return rows normalised over their channels, in the dtype of x.
+
+        ``residual``, of that dtype, is added before ``act``.
+        """
+        return _over_rows(FORWARD, [], x, weight, bias, residual, eps, act)[0]
 
     def layer_norm_gradient(
         self,
@@ -68,26 +75,35 @@ class CudaRowNorms:
         x: mx.array,
         weight: mx.array | None,
         bias: mx.array | None,
+        residual: mx.array | None,
         eps: float,
         act: Activation,
-    ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-        """Return the gradients of x, and of those that there are of the parameters."""
-        is_alone = weight is None and bias is None
+    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array | None]:
+        """Return the gradients of x, and of those that there are of the others."""
+        is_alone, dresidual = weight is None and bias is None, None
         face = GRADIENT if is_alone else GRADIENTS
-        dx, *partials = _over_rows(face, [dy], x, weight, bias, eps, act)
+        if residual is not None and act.changes:
+            face = RESIDUAL_GRADIENTS
+        elif residual is not None:
+            residual, dresidual = None, dy
+        dx, *more = _over_rows(face, [dy], x, weight, bias, residual, eps, act)
+        if face is RESIDUAL_GRADIENTS:
+            dresidual = more.pop()
         if is_alone:
-            return dx, None, None
-        made = _adding(partials[0].shape, _kind(weight, bias))(partials)
+            return dx, None, None, dresidual
+        made = _adding(more[0].shape, _kind(weight, bias))(more)
         there = zip((weight, bias), made, strict=True)
-        return dx, *(None if a is None else total for a, total in there)
+        return dx, *(None if a is None else total for a, total in there), dresidual
 
 
 def _kind(weight: mx.array | None, bias: mx.array | None) -> mx.Dtype:
     return next((a.dtype for a in (weight, bias) if a is not None), mx.float32)
 
 
-def _over_rows(face: Interface, first, x, weight, bias, eps, act) -> list[mx.array]:
-    arrays = [*first, x, weight, bias, numbers(eps, 0.0, act.slope)]
+def _over_rows(
+    face: Interface, first, x, weight, bias, residual, eps: float, act: Activation
+) -> list[mx.array]:
+    arrays = [*first, x, weight, bias, residual, numbers(eps, 0.0, act.slope)]
     given = tuple([a is not None for a in arrays])
     facts = x.shape, x.dtype, _kind(weight, bias), act.kind
     launch = _launcher(face, given, *facts, current().cores)
@@ -121,7 +137,8 @@ def _launcher(
         symbol, most = "layer_norm_gradient", BLOCKS_BACK[vectors]
         beside = most
     blocks = min(ceil_div(rows * lanes, THREADS), cores * most)
-    slots = [(shape, dtype), ((blocks, 2, channels), mx.float32)][: len(face.outputs)]
+    features, partials = (shape, dtype), ((blocks, 2, channels), mx.float32)
+    slots = [features, partials, features][: len(face.outputs)]
     kernel, down = _kernel(symbol, face, template, THREADS, beside), THREADS // lanes
     return kernel.launcher(given, slots, (blocks * lanes, down), (lanes, down))
 

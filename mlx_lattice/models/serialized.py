@@ -10,6 +10,7 @@ from .. import nn, ops
 from ..memory import limit
 from ..memory.blocks import by_rows
 from ..nn.containers import in_order
+from ..nn.linear import read
 from ..ops.attended import inside
 from ..ops.global_pool import batch_rows
 from ..tensor import SparseTensor
@@ -209,7 +210,7 @@ class SerializedBlock(nn.Module):
         """
         x = x + in_order(self.cpe, x if convolved is None else convolved)
         x = x + self._branch(self.drop(self.attn(self.norm1[0](x), level)), "ls1")
-        return x + self._branch(self.mlp[0](self.norm2[0](x)), "ls2")
+        return x + self._branch(read(self.mlp[0](self.norm2[0](x))), "ls2")
 
     def _branch(self, y: SparseTensor, scale: str) -> SparseTensor:
         return self.drop_path(self[scale][0](y) if scale in self else y)

@@ -12,6 +12,7 @@ from . import (
     convolution,
     cross_attention,
     distributed,
+    dropout,
     fake_quantized,
     grid_pooling,
     integer,
@@ -33,6 +34,7 @@ from .containers import *
 from .convolution import *
 from .cross_attention import *
 from .distributed import *
+from .dropout import *
 from .fake_quantized import *
 from .grid_pooling import *
 from .integer import *
@@ -56,6 +58,7 @@ __all__ = [
     *convolution.__all__,
     *cross_attention.__all__,
     *distributed.__all__,
+    *dropout.__all__,
     *fake_quantized.__all__,
     *grid_pooling.__all__,
     *integer.__all__,

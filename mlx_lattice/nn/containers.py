@@ -9,6 +9,7 @@ import mlx.nn
 
 from ..tensor import SparseTensor
 from . import watching
+from .dropout import Dropout
 from .fused import (
     FUSING,
     called,
@@ -19,7 +20,7 @@ from .fused import (
     plain,
 )
 from .integer import FoldedNorm, is_integer
-from .linear import Dropout
+from .linear import OWN
 
 __all__ = ["Sequential"]
 
@@ -32,8 +33,8 @@ class Sequential(mlx.nn.Sequential):
     activation after it are one call, in float32 and rounded once; in evaluation a
     BatchNorm after a convolution, and the activation after that, are the convolution's,
     and so is an activation alone: ReLU and LeakyReLU always, the others where no
-    gradient may be asked for. After an integer linear layer they are that layer's. A
-    subclass of any is called as it is.
+    gradient may be asked for. After a linear layer they are that layer's if it is an
+    integer one, or on a CPU. A subclass of any is called as it is.
 
     Args:
         modules (tuple of Callables): The modules to call in order, or one dict of them
@@ -101,7 +102,9 @@ def _following(conv: Callable, layers: list) -> tuple[Callable | None, ...]:
     norm, *rest = layers or [None]
     if type(norm) in FUSING or type(norm) is FoldedNorm:
         return norm, _activation(rest)
-    alone = is_integer(conv) or watching.now() is not None
+    alone = type(conv) in OWN or is_integer(conv) or watching.now() is not None
+    # What is written as int8 is written once: with the activation.
+    alone = alone or (isinstance(conv, mlx.nn.Module) and "output_scale" in conv)
     return None, _activation(layers) if alone else None
 
 

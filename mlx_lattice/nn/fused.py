@@ -13,7 +13,7 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn
 
-from ..activations import ACTIVATIONS, Activation, elu, leaky_relu
+from ..activations import ACTIVATIONS, NONE, Activation, elu, leaky_relu
 from ..epilogue import Epilogue, Moments
 from ..geometry import sync
 from ..integer_tensor import IntegerTensor
@@ -132,6 +132,10 @@ def convolved(
             moments = Moments()
         elif integer or (is_conv and not _may_follow(x, activation, residual)):
             after = _epilogue(conv, norm, x, activation, residual, integer)
+        elif not is_conv and not _may_follow(x, activation, residual):
+            y = _of_rows(conv, norm, x, activation, residual)
+            if y is not None:
+                return _as_written(conv, y)
     if after is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
@@ -158,7 +162,7 @@ def linear(
 ) -> mx.array:
     """Return ``activation(layer(x) + residual)``, in one call if it can be.
 
-    Where it is, a gradient multiplies again for what the activation read.
+    A gradient of a contraction multiplies again for what the activation read.
 
     Args:
         layer: a linear layer of any kind.
@@ -172,14 +176,39 @@ def linear(
             return convolved(layer, None, x, activation=activation)
         y = plain(convolved(layer, None, x)) + residual
         return y if activation is None else called(activation, y)
-    act = None if activation is None else fused_activation(activation)
-    fits = activation is None or act is not None
-    if fits and not is_apart() and linears.finishes(layer, x):
-        after = Epilogue(residual=residual, activation=_called(act))
-        return linears.finished(layer, x, after)
+    act = NONE if activation is None else fused_activation(activation)
+    if act is not None and not is_apart() and linears.takes_more(layer, x):
+        return linears.followed(layer, x, residual, act)
     y = layer(x)
     y = y if residual is None else y + residual
     return y if activation is None else called(activation, y)
+
+
+def _of_rows(
+    layer: Callable, norm: Callable | None, x: Features, activation, residual
+) -> Features | None:
+    """Return what a linear layer computes with what follows, if it is a contraction."""
+    act = NONE if activation is None else fused_activation(activation)
+    if act is None or residual is not None or (norm is None and not act.changes):
+        return None
+    feats = features_of(x)
+    if not linears.takes_more(layer, feats) or not linears.is_contraction(feats):
+        return None
+    after = None
+    if norm is None:
+        # By the rule of ``Pending.activated``.
+        if act.is_of_result or not sync.is_differentiating():
+            after = Epilogue(activation=act.called)
+    elif type(norm) in FIXED and not norm.is_by_rows:
+        if not sync.is_known_to_differentiate():
+            after = norm.as_epilogue(feats.dtype)
+        after = after and after.activated(act.called)
+    if after is None:
+        return None
+    y = linears.finished(layer, feats, after)
+    if norm is not None and fusion.observed():
+        fusion.tell_epilogue(norm, after, y)
+    return x.replace(y) if isinstance(x, SparseTensor) else y
 
 
 def _may_follow(x: Features, activation: object, residual: object) -> bool:

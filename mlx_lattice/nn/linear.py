@@ -1,26 +1,32 @@
-"""Layers that act on each row: Linear and its twin, Dropout, DropPath, LayerScale."""
+"""Linear layers of rows, and what follows them."""
 
 from __future__ import annotations
 
-from functools import lru_cache
+from functools import lru_cache, partial
 
 import mlx.core as mx
 import mlx.nn
-from mlx.nn import Identity, Module
+from mlx.nn import Module
 
 from .. import contraction, devices
-from ..channel_kernels import column_sums, sums_columns
+from ..activations import Activation
+from ..channel_kernels import activated_sum, column_sums, sums_columns
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
 from ..memory.stages import boundary
 from ..ops import on_features
+from ..ops.activation import activated
+from ..ops.norm import activation_of
+from ..pending import Pending, may_wait
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
 from ..transformations import Function
 from ..transformations import Linear as LinearRules
+from . import watching
 from .integer import (
     NOTHING,
     Taken,
@@ -32,9 +38,7 @@ from .integer import (
 )
 from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
 
-__all__ = [
-    "DropPath", "Dropout", "Identity", "LayerScale", "Linear", "QuantizedLinear",
-]  # fmt: skip
+__all__ = ["Linear", "QuantizedLinear"]
 
 
 @lru_cache(maxsize=64)
@@ -69,26 +73,99 @@ def contracted(
     return y.reshape(*x.shape[:-1], y.shape[1])
 
 
-def finishes(layer: Module, x: mx.array) -> bool:
-    """Whether a linear layer of (N, C) rows computes an epilogue in its launch.
+def takes_more(layer: Module, x: mx.array) -> bool:
+    """Whether what follows a linear layer of rows may be computed with it.
 
-    On the CPU it does, packed or not. On CUDA MLX's matmul and a pass over its result
-    take less time than tiles that compute both: 0.65 against 0.89 ms for 544 000 rows
-    of half, 128 to 512 channels and SiLU, on an H200.
+    It is by contractions, packed or not: in their launch. Elsewhere MLX multiplies, and
+    one more launch has all that follows. On CUDA that takes less time than tiles that
+    compute both: 0.65 against 0.89 ms for 544 000 rows of half, 128 to 512 channels and
+    SiLU, on an H200.
     """
-    if not is_contraction(x) or x.ndim != 2 or not x.shape[0] or is_integer(layer):
+    if type(layer) not in OWN or is_integer(layer):
         return False
-    if type(layer) not in (Linear, QuantizedLinear):
-        return False
-    own = layer.scales if isinstance(layer, Packed) else layer.weight
-    return x.dtype == own.dtype
+    packed = isinstance(layer, Packed)
+    own = layer.scales if packed else layer.weight
+    channels = layer.in_channels if packed else own.shape[1]
+    kinds = {own.dtype, x.dtype, layer.get("bias", own).dtype}
+    return x.ndim == 2 and len(x) > 0 and x.shape[1] == channels and len(kinds) == 1
+
+
+def followed(
+    layer: Module, x: mx.array, residual: mx.array | None, act: Activation
+) -> mx.array:
+    """Return ``act(layer(x) + residual)`` of rows that a layer ``takes_more`` of."""
+    if is_contraction(x):
+        after = Epilogue(residual=residual, activation=act.called)
+        return finished(layer, x, after)
+    return _multiplied(x, _weight(layer), layer.get("bias"), residual, act)
 
 
 def finished(layer: Module, x: mx.array, epilogue: Epilogue) -> mx.array:
-    """Return what a linear layer that ``finishes`` makes of (N, C) rows."""
-    packed = isinstance(layer, Packed)
-    weight = layer.packed_weight() if packed else layer.weight.T[None]
-    return contracted(layer, x, weight, epilogue)
+    """Return a contraction of rows that a layer ``takes_more`` of, with an epilogue."""
+    return contracted(layer, x, _kernel_major(_weight(layer)), epilogue)
+
+
+def _weight(layer: Module) -> mx.array | QuantizedWeight:
+    return layer.packed_weight() if isinstance(layer, Packed) else layer.weight
+
+
+def _kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeight:
+    """Return a weight as contractions of one offset take it."""
+    return weight if isinstance(weight, QuantizedWeight) else weight.T[None]
+
+
+def _multiplied(
+    x: mx.array,
+    weight: mx.array | QuantizedWeight,
+    bias: mx.array | None,
+    residual: mx.array | None = None,
+    activation: str | Activation | None = None,
+) -> mx.array:
+    """Return ``activation(x @ weight.T + bias + residual)``, by MLX's matmul."""
+    if isinstance(weight, QuantizedWeight):
+        y = contraction.packed_linear(x, weight)
+    else:
+        y, bias = _product(x, weight, bias), None
+    act, added = activation_of(activation), [bias, residual]
+    added = [each for each in added if each is not None]
+    if len(added) + act.changes > 1:
+        return activated_sum(y, act, bias, residual)
+    for each in added:
+        y = y + each
+    return activated(y, act) if act.changes else y
+
+
+def _later(layer: Module, x: SparseTensor) -> Pending | None:
+    """Return a layer of a tensor that waits for what follows, None where it does not.
+
+    A float matmul of MLX's adds the bias, so that nothing is won if one thing follows:
+    then it would wait in vain, 4 us of the host's time.
+    """
+    if not may_wait(x) or watching.now():
+        return None
+    feats, bias = x.feats, layer.get("bias")
+    is_ours = is_contraction(feats)
+    if not is_ours and (bias is None or not isinstance(layer, Packed)):
+        return None
+    if not takes_more(layer, feats):
+        return None
+    weight, channels = _weight(layer), layer.weight.shape[0]
+    if is_ours:
+        weight, rows = _kernel_major(weight), each_row(len(feats))
+        return Pending.later(layer, x, weight, rows, bias, 1, channels, keeps=True)
+    run = partial(_multiplied, feats, weight, bias)
+    return Pending.of_rows(x, feats, run, channels=channels)
+
+
+def read(x: SparseTensor) -> SparseTensor:
+    """Return a linear layer's result that a contraction does not add anything to.
+
+    Under a limit on memory layers do not wait; so blocks of the library have the same
+    bits with and without one. Elsewhere no bits of blocks of rows are promised.
+    """
+    if type(x) is Pending and is_contraction(x.coords):
+        x.feats  # noqa: B018 (computed as it is read)
+    return x
 
 
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
@@ -152,8 +229,11 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
             TypeError: the features' dtype is not that of the scales.
             ValueError: the features have another number of channels.
         """
-        if not isinstance(x, SparseTensor) or not is_integer(self):
-            return on_features(self._rows, x)
+        if not isinstance(x, SparseTensor):
+            return self._rows(x)
+        if not is_integer(self):
+            made = _later(self, x)
+            return on_features(self._rows, x) if made is None else made
         held, inverse = taken(self, x), None
         if epilogue is not None and "output_inverse" in self:
             inverse = as_float32(self["output_inverse"])
@@ -218,7 +298,8 @@ class Linear(Packable, mlx.nn.Linear):
                 f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
                 "with .astype or set_dtype"
             )
-        return on_features(self._apply, x)
+        made = _later(self, x) if isinstance(x, SparseTensor) else None
+        return on_features(self._apply, x) if made is None else made
 
     def _apply(self, x: mx.array) -> mx.array:
         if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
@@ -226,10 +307,20 @@ class Linear(Packable, mlx.nn.Linear):
             return mx.zeros((*x.shape[:-1], self.weight.shape[0]), dtype=x.dtype)
         if x.dtype == self.weight.dtype and is_contraction(x):
             return contracted(self, x, self.weight.T[None])
-        if is_transforming() and "bias" in self and sums_columns(x):
-            rows = Function(_affine, rules=_Affine(2, len(x)))
-            return rows(x, self.weight, self.bias)
-        return super().__call__(x)
+        return _product(x, self.weight, self.get("bias"))
+
+
+def _product(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:
+    """Return ``x @ w.T + b`` by MLX."""
+    if b is None:
+        return x @ w.T
+    if is_transforming() and sums_columns(x):
+        return Function(_affine, rules=_Affine(2, len(x)))(x, w, b)
+    return _affine(x, w, b)
+
+
+# Layers that what follows may be computed with: a subclass may mean something else.
+OWN = Linear, QuantizedLinear
 
 
 def _affine(x: mx.array, w: mx.array, b: mx.array) -> mx.array:
@@ -249,61 +340,3 @@ class _Affine(LinearRules):
         """Return the derivatives by rows, weight and bias."""
         x, w, b = primals
         return dy @ w, dy.T @ x, column_sums(dy, b)
-
-
-class Dropout(mlx.nn.Dropout):
-    """``mlx.nn.Dropout`` that takes tensors too: zeroes entries of the features.
-
-    Args:
-        p (float): The probability to zero an entry. Default: ``0.5``.
-    """
-
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Drop entries while training."""
-        return on_features(super().__call__, x)
-
-
-class DropPath(Module):
-    """Zeroes whole rows while training, and scales the others up to the same mean.
-
-    Stochastic depth (Huang et al., 2016) of a residual branch, each row by itself, as
-    Point Transformer V3 has it.
-
-    Args:
-        p (float): The probability to zero a row. Default: ``0.5``.
-    """
-
-    def __init__(self, p: float = 0.5):
-        super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"p must be from 0 to below 1; got {p}")
-        self.p = p
-
-    def _extra_repr(self) -> str:
-        return f"p={self.p}"
-
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Drop rows while training."""
-        return on_features(self._drop, x) if self.training and self.p else x
-
-    def _drop(self, x: mx.array) -> mx.array:
-        kept = mx.random.bernoulli(1 - self.p, (x.shape[0], *[1] * (x.ndim - 1)))
-        full, none = (mx.array(v, x.dtype) for v in (1 / (1 - self.p), 0))
-        return x * mx.where(kept, full, none)
-
-
-class LayerScale(Module):
-    """Multiplies each channel by a learnt factor (Touvron et al., 2021).
-
-    Args:
-        dims (int): The number of channels.
-        init (float): What the factors begin at. Default: ``1e-5``.
-    """
-
-    def __init__(self, dims: int, init: float = 1e-5):
-        super().__init__()
-        self.gamma = mx.full((dims,), init)
-
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Scale the channels of each row."""
-        return on_features(lambda feats: feats * self.gamma.astype(feats.dtype), x)

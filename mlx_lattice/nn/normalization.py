@@ -15,6 +15,7 @@ import mlx.nn
 from .. import ops
 from ..backends.norms_protocol import NONE, Activation
 from ..epilogue import Epilogue
+from ..geometry.sync import is_transforming
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.norm import activation_of, residual_of
@@ -114,7 +115,26 @@ class BatchNorm(mlx.nn.BatchNorm):
             return None
         run, *moved = found
         self._move(x, *moved)
-        return lambda _, residual, activation: run(residual, activation_of(activation))
+        is_of_trace = is_transforming()
+
+        def normalized(_, residual=None, activation=None) -> mx.array:
+            y, *again = run(residual, activation_of(activation))
+            if is_of_trace or not is_transforming():
+                self._exchange(moved, again)
+            return y
+
+        return normalized
+
+    def _exchange(self, moved: list[mx.array], again: list[mx.array]) -> None:
+        """Set running statistics to the same ones of another launch.
+
+        Where others have moved them since, they stay; and so where MLX traces a graph
+        that they are not of.
+        """
+        names = "running_mean", "running_var"
+        for name, old, new in zip(names, moved, again, strict=True):
+            if self.get(name) is old:
+                self[name] = new
 
     def _statistics(self) -> BatchStatistics:
         tracked = self.track_running_stats and self.training
@@ -207,16 +227,19 @@ class LayerNorm(mlx.nn.LayerNorm):
 
     def __call__(
         self,
-        x: SparseTensor | mx.array,
+        x: Features,
         *,
+        residual: Features | None = None,
         activation: str | Activation | None = None,
-    ) -> SparseTensor | mx.array:
-        """Normalise a tensor, or an array over its last axis; then activate it.
+    ) -> Features:
+        """Normalise a tensor, or an array over its last axis; then what follows.
 
-        ``activation`` is as of ``ops.layer_norm``.
+        ``residual`` and ``activation`` are as of ``ops.layer_norm``.
         """
         given = self.get("weight"), self.get("bias"), self.eps
-        return ops.layer_norm(x, *given, activation=activation)
+        more = {"residual": residual, "activation": activation}
+        with fusion.inside(self):
+            return ops.layer_norm(x, *given, **more)
 
 
 class RMSNorm(mlx.nn.RMSNorm):

@@ -16,6 +16,7 @@ from . import (
     norm,
     pool,
     rotations,
+    row_norms,
     sampling,
     sequences,
 )
@@ -34,6 +35,7 @@ from .neighbours import *
 from .norm import *
 from .pool import *
 from .rotations import *
+from .row_norms import *
 from .sampling import *
 from .sequences import *
 
@@ -53,6 +55,7 @@ __all__ = [
     *norm.__all__,
     *pool.__all__,
     *rotations.__all__,
+    *row_norms.__all__,
     *sampling.__all__,
     *sequences.__all__,
 ]

@@ -19,6 +19,7 @@ from ..backends.norms_protocol import Activation, BatchNorms, Norms
 from ..problem import FLOATS
 from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled, several
+from .fusion import observed, silent
 from .norm_rules import (
     Given,
     Layer,
@@ -34,8 +35,10 @@ from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
 NOT_KEPT = BatchStatistics()
+# y, and (C,) running statistics, moved.
+Normalized = tuple[mx.array, mx.array, mx.array]
 # A norm of a residual and an activation, whose statistics are known.
-Known = Callable[[mx.array | None, Activation], mx.array]
+Known = Callable[[mx.array | None, Activation], Normalized]
 
 
 def batch_norm(
@@ -87,12 +90,14 @@ def known_norm(
         x, layer, weight, bias, statistics, lines: as of ``batch_norm``.
 
     Returns:
-        What normalises, and (C,) running statistics, moved; None where one launch would
-        do all of it, or there are no kernels.
+        What normalises, and (C,) running statistics, moved; None where there are no
+        kernels.
     """
     kernels = kernels_of(x)
-    if kernels is None or kernels.of_few(x) is not None:
+    if kernels is None:
         return None
+    if kernels.of_few(x) is not None:
+        return _known_of_few(x, layer, weight, bias, statistics)
     running, momentum = statistics
     facts = kernels, momentum, running is not None
     take = _statistics(
@@ -103,7 +108,7 @@ def known_norm(
     of_rows = [mx.stop_gradient(a) for a in (x, *summed)]
     mean, var, *moved = take(of_rows[0], *(running or ()), *of_rows[1:])
 
-    def normalized(residual: mx.array | None, act: Activation) -> mx.array:
+    def normalized(residual: mx.array | None, act: Activation) -> Normalized:
         now = layer._replace(act=act)
         given, arrays = given_of(x, now, weight, bias, residual)
         if given.is_told:
@@ -112,9 +117,33 @@ def known_norm(
             function = row_norm(now, given, *facts, is_known=True)
         else:
             function = _known_norm(now, tuple(given.there), kernels, x.shape, x.dtype)
-        return function(x, *arrays, mean, var)
+        return function(x, *arrays, mean, var), *moved
 
     return normalized, *moved
+
+
+def _known_of_few(
+    x: mx.array,
+    layer: Layer,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    statistics: BatchStatistics,
+) -> tuple[Known, mx.array, mx.array]:
+    """Do as ``known_norm``, of rows whose statistics and norm are one launch.
+
+    The norm alone is that launch until more follows: then another one is, which has
+    the same statistics, and nobody asks for the first.
+    """
+    with silent():
+        alone = batch_norm(x, layer, weight, bias, statistics=statistics)
+
+    def normalized(residual: mx.array | None, act: Activation) -> Normalized:
+        if residual is None and not act.changes and not observed():
+            return alone
+        now = layer._replace(act=act)
+        return batch_norm(x, now, weight, bias, residual, statistics=statistics)
+
+    return normalized, *alone[1:]
 
 
 def group_norm(

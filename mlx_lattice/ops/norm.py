@@ -1,30 +1,22 @@
-"""Normalisation of active rows: statistics in float32, results in the input's dtype."""
+"""Norms over active rows: statistics in float32, results in the input's dtype."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial
+from functools import partial
 
 import mlx.core as mx
 
-from .. import devices
 from ..activations import NONE, Activation, named
-from ..backends import registry
-from ..backends.cuda_row_norms import CudaRowNorms
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, expect_tensor, features_of
-from ..transformations import of_kernels
-from . import activation as activations
 from . import channel_norms
 from .batch_lines import after, apart, check_values
 from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
 from .norm_statistics import SegmentStatistics
 
-__all__ = [
-    "batch_norm", "batch_stats", "group_norm", "instance_norm", "layer_norm",
-    "rms_norm",
-]  # fmt: skip
+__all__ = ["batch_norm", "batch_stats", "group_norm", "instance_norm"]
 
 Features = SparseTensor | mx.array
 
@@ -78,7 +70,7 @@ def batch_norm(
         y = channel_norms.batch_norm(feats, layer, weight, bias, added)[0]
     else:
         y = channel_norms.fixed_norm(feats, layer, mean, var, weight, bias, added)
-    return _replace(x, y)
+    return x.replace(y) if isinstance(x, SparseTensor) else y
 
 
 def activation_of(activation: str | Activation | None) -> Activation:
@@ -115,96 +107,6 @@ def residual_of(x: Features, residual: Features | None) -> mx.array | None:
             f"{tuple(feats.shape)}"
         )
     return feats
-
-
-def layer_norm(
-    x: SparseTensor | mx.array,
-    weight: mx.array | None = None,
-    bias: mx.array | None = None,
-    eps: float = 1e-5,
-    *,
-    activation: str | Activation | None = None,
-) -> SparseTensor | mx.array:
-    """Return ``activation(norm(x))``, each row normalised over its channels.
-
-    On CUDA one launch, two back, where channels fill 16 bytes and are at most 2 KB.
-
-    Args:
-        x: tensor, its (N, C) features, or an array of more axes, over its last one.
-        weight, bias: (C,) scale and shift.
-        eps: added to the variance.
-        activation: as of ``batch_norm``.
-    """
-    feats, act = features_of(x), activation_of(activation)
-    if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
-        return x
-    kernel = registry.row_norms()
-    if kernel is None or not kernel.takes(feats, weight, bias):
-        return _replace(x, _composed_layer_norm(feats, weight, bias, eps, act))
-    there = weight is not None, bias is not None
-    function = _kernel_of_layer_norm(kernel, there, eps, act)
-    given = [a for a in (weight, bias) if a is not None]
-    return _replace(x, function(feats, *given))
-
-
-@lru_cache(maxsize=256)
-def _kernel_of_layer_norm(
-    kernel: CudaRowNorms, given: tuple[bool, bool], eps: float, act: Activation
-) -> Callable[..., mx.array]:
-    """Return a function of rows and parameters; second derivatives are composed."""
-
-    def spread(rest):
-        rest = iter(rest)
-        return [next(rest) if there else None for there in given]
-
-    def composed(feats, *rest):
-        return _composed_layer_norm(feats, *spread(rest), eps, act)
-
-    def forward(feats, *rest):
-        return kernel.layer_norm(mx.contiguous(feats), *spread(rest), eps, act)
-
-    def back(dy, feats, *rest):
-        dy, feats = mx.contiguous(dy), mx.contiguous(feats)
-        found = kernel.layer_norm_gradient(dy, feats, *spread(rest), eps, act)
-        return tuple([a for a in found if a is not None])
-
-    return of_kernels(forward, back, composed, 1 + sum(given))
-
-
-def _composed_layer_norm(
-    feats: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    eps: float,
-    act: Activation,
-) -> mx.array:
-    """Return it by MLX's kernel, and its activation."""
-    if feats.shape[-1] % 4 and devices.current().backend == devices.CUDA:
-        # The gradient of MLX's kernel is wrong there for channels not a multiple of 4.
-        wide = feats.astype(mx.float32)
-        centred = wide - wide.mean(axis=-1, keepdims=True)
-        var = mx.square(centred).mean(axis=-1, keepdims=True)
-        y = _affine(centred * mx.rsqrt(var + eps), weight, bias)
-    else:
-        y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), eps)
-    y = y.astype(feats.dtype)
-    return activations.activated(y, act) if act.changes else y
-
-
-def rms_norm(
-    x: SparseTensor | mx.array, weight: mx.array | None = None, eps: float = 1e-5
-) -> SparseTensor | mx.array:
-    """Divide each row by the root mean square of its channels.
-
-    Args:
-        x: tensor, or its (N, C) features.
-        weight: (C,) scale.
-        eps: added to the mean square.
-    """
-    feats = features_of(x)
-    if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
-        return x
-    return _replace(x, mx.fast.rms_norm(feats, *_like(feats, weight), eps))
 
 
 def group_norm(
@@ -277,18 +179,3 @@ def instance_norm(
     expect_tensor(x)
     more = {"residual": residual, "activation": activation}
     return group_norm(x, x.channels, weight, bias, eps, **more)
-
-
-def _replace(x: SparseTensor | mx.array, feats: mx.array) -> SparseTensor | mx.array:
-    return x.replace(feats) if isinstance(x, SparseTensor) else feats
-
-
-def _like(feats: mx.array, *parameters: mx.array | None) -> list[mx.array | None]:
-    # Of float32 parameters MLX would make a float32 copy of half features.
-    return [p if p is None else p.astype(feats.dtype) for p in parameters]
-
-
-def _affine(y: mx.array, weight: mx.array | None, bias: mx.array | None) -> mx.array:
-    if weight is not None:
-        y = y * weight
-    return y if bias is None else y + bias

@@ -199,6 +199,16 @@ def test_what_is_kept_in_float():
     assert type(made.layers[1]) is nn.BatchNorm and distance(made(x), net(x)) < 0.03
 
 
+@pytest.mark.parametrize("make", (lambda *c: nn.SubmConv3d(*c, 3), nn.Linear))
+def test_a_float_layer_writes_integers_behind_its_activation(make):
+    net = nn.Sequential(make(20, 32), nn.GELU(), make(32, 32)).eval()
+    made, _ = ml.calibrate(
+        net, [batch()], 8, activations=8, class_predicate=lambda at, _: at[-1] != "0"
+    )
+    assert set(integers(made)) == {"layers.2"} and "output_scale" in made.layers[0]
+    assert distance(made(batch()), net(batch())) < 0.03
+
+
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_half(dtype):
     net, kind = trained(Net(), batch()), getattr(mx, dtype)

@@ -226,6 +226,27 @@ def test_a_trace_has_what_nobody_reads():
     assert ml.explain(x, net.conv1).choice == trace.records[0].choice
 
 
+@pytest.mark.parametrize("followed", (False, True))
+def test_a_block_that_observes_holds_nothing_that_was_used(followed):
+    net, x = Block().eval(), tensor()
+    act = net.relu if followed else lambda y: y
+
+    def chain():
+        y = x
+        for _ in range(20):
+            y = act(net.conv1(y))
+            mx.eval(y.feats)
+        mx.synchronize()
+        return y
+
+    chain()
+    with fusion.observe(lambda _: None):
+        before = mx.get_active_memory()
+        y = chain()
+        held = mx.get_active_memory() - before
+    assert y.feats.nbytes <= held < 5 * y.feats.nbytes
+
+
 def test_a_compiled_function_may_read_it_first():
     net, x = Block(), tensor()
     net.eval()

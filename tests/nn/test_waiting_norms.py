@@ -2,6 +2,10 @@
 part of their launch, in training too, and nobody can tell but by the launches.
 """
 
+import re
+from contextlib import nullcontext
+from io import StringIO
+
 import cases
 import mlx.core as mx
 import mlx.utils
@@ -11,11 +15,13 @@ import reference as ref
 from contractions import exact
 
 import mlx_lattice as ml
-from mlx_lattice import backends, nn, ops, pending
+from mlx_lattice import backends, devices, nn, ops, pending
 from mlx_lattice.ops import fusion
 
 C, B = 8, 3
 RELU = nn.ReLU()
+# Of few a BatchNorm is one launch on GPUs.
+ROWS = 2200, 300
 
 
 def tensor(rows=2200, batches=B, dtype="float32", seed=0, channels=C):
@@ -91,11 +97,12 @@ def told(call):
     return result, [norm.parts for norm in seen if norm.pass_ == "forward"]
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("batches", (1, B))
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 @pytest.mark.parametrize("name", WAYS)
-def test_what_follows_is_part_of_it(name, dtype, batches):
-    net, x = Net(batches), tensor(dtype=dtype, batches=batches)
+def test_what_follows_is_part_of_it(name, dtype, batches, rows):
+    net, x = Net(batches), tensor(rows, batches, dtype)
     net.set_dtype(x.dtype)
     y, parts = told(lambda: getattr(net, name)(x))
     assert parts == WAYS[name] and y.dtype == x.dtype
@@ -106,11 +113,12 @@ def test_what_follows_is_part_of_it(name, dtype, batches):
     np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), most, most)
 
 
+@pytest.mark.parametrize("rows", ROWS)
 @pytest.mark.parametrize("training", (True, False))
 @pytest.mark.parametrize("batches", (1, B))
 @pytest.mark.parametrize("name", WAYS)
-def test_gradients_and_running_statistics(name, batches, training):
-    x, found = tensor(batches=batches), []
+def test_gradients_and_running_statistics(name, batches, training, rows):
+    x, found = tensor(rows, batches), []
     by = mx.array(cases.features(len(x), C, 9))
 
     def step(net):
@@ -188,14 +196,77 @@ def test_what_was_read_before_is_not_computed_again(name):
     np.testing.assert_array_equal(exact(y.feats), np.maximum(exact(feats), 0))
 
 
-def test_running_statistics_move_at_the_call():
-    net, x = nn.BatchNorm(C), tensor()
+@pytest.mark.parametrize("rows", ROWS)
+def test_running_statistics_move_at_the_call(rows):
+    net, x = nn.BatchNorm(C), tensor(rows)
     y = net(x)
     values = exact(x.feats)
     np.testing.assert_allclose(exact(net.running_mean), 0.1 * values.mean(axis=0), 1e-5)
     wanted = 0.9 + 0.1 * values.var(axis=0, ddof=1)
     np.testing.assert_allclose(exact(net.running_var), wanted, 1e-5)
     np.testing.assert_allclose(exact(y.feats).mean(axis=0), 0, atol=1e-5)
+
+
+@pytest.mark.skipif(devices.current().backend == devices.CPU, reason="of GPUs")
+def test_a_norm_of_few_rows_and_what_follows_are_one_launch():
+    """Of running statistics too, which were moved before more followed."""
+    net, x = nn.BatchNorm(C), tensor(300)
+    y, written = RELU(net(x) + x).feats, StringIO()
+    mx.export_to_dot(written, y, net.running_mean, net.running_var)
+    names = re.findall(r'label ="(\w+)', written.getvalue())
+    assert sum("Kernel" in name for name in names) == 1
+    assert not {"Add", "Maximum"}.intersection(names)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_running_statistics_are_of_the_launch_that_has_what_follows(rows):
+    """Those of rows that many calls move, and of a norm that reads another's result."""
+    x, found = tensor(rows), []
+    other = x.replace(x.feats * 2 - 1)
+
+    def twice(net):
+        a, b = net(x), net(other)
+        return [RELU(each + x).feats for each in (b, a)]
+
+    def once(net):
+        return [RELU(net(x) + x).feats]
+
+    for call in (twice, once):
+        for block in (nullcontext, pending.apart):
+            net = nn.BatchNorm(C)
+            with block():
+                made = call(net)
+            found.append([*made, net.running_mean, net.running_var])
+        for got, wanted in zip(*found[-2:], strict=True):
+            np.testing.assert_allclose(exact(got), exact(wanted), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_compiled_function_leaves_running_statistics_that_are_not_its(rows):
+    net, x = nn.BatchNorm(C), tensor(rows)
+    y, moved = net(x), net.running_mean
+    got = mx.compile(lambda scale: RELU(y).feats * scale)(mx.array(2.0))
+    assert net.running_mean is moved
+    wanted = RELU(nn.BatchNorm(C)(x)).feats
+    np.testing.assert_allclose(exact(got), 2 * exact(wanted), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_compiled_step_moves_running_statistics(rows):
+    x, found = tensor(rows), []
+    for is_compiled in (True, False):
+        net = nn.BatchNorm(C)
+
+        def step(feats, net=net):
+            return RELU(net(x.replace(feats)) + x).feats
+
+        if is_compiled:
+            step = mx.compile(step, inputs=net.state, outputs=net.state)
+        y = [step(x.feats * scale) for scale in (1, 2, 3)]
+        mx.eval(y, net.state)
+        found.append([*y, net.running_mean, net.running_var])
+    for got, wanted in zip(*found, strict=True):
+        np.testing.assert_allclose(exact(got), exact(wanted), 1e-5, 1e-5)
 
 
 @pytest.mark.parametrize("name", WAYS)

@@ -12,8 +12,8 @@ import reference as ref
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.activations import ACTIVATIONS
-from mlx_lattice.channel_kernels import column_sums
+from mlx_lattice.activations import ACTIVATIONS, named
+from mlx_lattice.channel_kernels import activated_sum, column_sums
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts, finished
 from mlx_lattice.nn import activations, linear
 
@@ -244,3 +244,37 @@ def test_smooth_activations_on_every_instruction_set(name):
                 np.testing.assert_allclose(np.array(far), limits, atol=1e-30)
             finally:
                 cpu.set_isa(before)
+
+
+@pytest.mark.parametrize("there", ("b", "r", "br"))
+@pytest.mark.parametrize("name", ("", "relu", "silu"))
+def test_sums_that_are_activated(name, there):
+    """As MLX computes them, with derivatives by all arrays, to the second."""
+    act = {"": lambda v: v, "relu": mlx.nn.relu, "silu": mlx.nn.silu}[name]
+    rows = [mx.array(cases.features(300, 8, seed)) for seed in range(3)]
+    x, residual, by = rows
+    beside = {"b": mx.array(cases.features(1, 8, 3)[0]), "r": residual}
+    given = [x, *[beside[each] for each in there]]
+    which = list(range(len(given)))
+
+    def ours(x, *rest):
+        bias = rest[0] if "b" in there else None
+        added = rest[-1] if "r" in there else None
+        return activated_sum(x, named(name), bias, added)
+
+    def of_mlx(x, *rest):
+        return act(sum(rest, x))
+
+    def found(function):
+        first = mx.grad(lambda *a: (mx.sin(function(*a)) * by).sum(), which)
+        second = mx.grad(lambda *a: sum(mx.square(d).sum() for d in first(*a)), which)
+        ones = [mx.ones_like(a) for a in given]
+        along = mx.jvp(function, given, ones)[1][0]
+        several = [mx.stack([a, 2 * a]) for a in given]
+        each = mx.vmap(function)(*several), mx.compile(function)(*given)
+        return function(*given), *first(*given), *second(*given), along, *each
+
+    for got, wanted in zip(found(ours), found(of_mlx), strict=True):
+        ref.assert_close(got, ref.to_numpy(wanted).astype(np.float64))
+    none = activated_sum(x[:0], named(name), beside["b"], residual[:0])
+    assert none.shape == (0, 8)

@@ -39,22 +39,24 @@ def parameters(channels, kind, there):
 
 
 def check(shape, dtype, act, kind, there, shift=3.0):
-    """Forward and back; of all but x, only what there is."""
+    """Forward and back; of all but x, only what there is: "r" is a residual."""
     x, values = array(shape, dtype, 1, 2.0, shift)
     dy, along = array(shape, dtype, 2)
     (weight, w), (bias, b) = parameters(shape[1], kind, there)
+    residual, r = array(shape, dtype, 5) if "r" in there else (None, None)
     of_rows = {"of": np.arange(shape[0]), "groups": 1, "eps": 1e-6}
-    oracle = Norm(values, w, b, None, act, **of_rows)
-    optional = [a for a in (weight, bias) if a is not None]
+    oracle = Norm(values, w, b, r, act, **of_rows)
+    every = weight, bias, residual
+    optional = [a for a in every if a is not None]
 
     def norm(x, *rest):
         rest = iter(rest)
-        given = [a if a is None else next(rest) for a in (weight, bias)]
-        return ops.layer_norm(x, *given, 1e-6, activation=act)
+        *given, added = [a if a is None else next(rest) for a in every]
+        return ops.layer_norm(x, *given, 1e-6, residual=added, activation=act)
 
     (y,), found = mx.vjp(norm, [x, *optional], [dy])
-    dx, dweight, dbias, _ = oracle.back(along)
-    totals = ((dweight, weight), (dbias, bias))
+    dx, *totals = oracle.back(along)
+    totals = zip(totals, every, strict=True)
     wanted = [dx, *[total for total, a in totals if a is not None]]
     ref.assert_close(y, oracle.y, dtype, "y")
     names = ["dx", *there]
@@ -68,19 +70,19 @@ def check(shape, dtype, act, kind, there, shift=3.0):
 @pytest.mark.parametrize(
     "channels, dtype, act, kind, there",
     (
-        (8, "float16", "relu", "float32", "wb"),
+        (8, "float16", "relu", "float32", "wbr"),
         (24, "float16", "leaky_relu", "float16", "wb"),
         (64, "float16", "gelu", "float32", "wb"),
-        (96, "float16", "silu", "float32", ""),
-        (256, "float16", None, "float16", "b"),
-        (264, "float16", "relu", "float32", "wb"),
+        (96, "float16", "silu", "float32", "r"),
+        (256, "float16", None, "float16", "br"),
+        (264, "float16", "relu", "float32", "wbr"),
         (520, "float16", None, "float32", ""),
         (1024, "float16", "silu", "float32", "wb"),
         (4, "float32", "gelu", "float32", "wb"),
-        (24, "float32", None, "float32", "w"),
-        (128, "float32", "silu", "float16", "wb"),
+        (24, "float32", None, "float32", "wr"),
+        (128, "float32", "silu", "float16", "wbr"),
         (512, "float32", "relu", "float32", "wb"),
-        (8, "bfloat16", "silu", "bfloat16", "wb"),
+        (8, "bfloat16", "silu", "bfloat16", "wbr"),
         (64, "bfloat16", None, "float32", "wb"),
         (640, "bfloat16", "gelu", "float32", "b"),
     ),
@@ -96,7 +98,8 @@ def test_rows_forward_and_back(
     cuda_row_norms._launcher.cache_clear()
     check((700, channels), dtype, act, kind, there)  # blocks walk over rows
     cuda_row_norms._launcher.cache_clear()
-    assert len(launches) == 5 * (3 if there else 2)
+    sums = "w" in there or "b" in there
+    assert len(launches) == 5 * (3 if sums else 2)
 
 
 @pytest.mark.parametrize("dtype", ("float16", "float32"))
@@ -113,17 +116,18 @@ def test_rows_that_are_not_there_add_nothing(launches):
 
 
 class Energy:
-    """The squares of a layer norm's rows, and derivatives of them."""
+    """The squares of a layer norm's rows, and derivatives; ``full``: all arrays."""
 
-    def __init__(self, affine):
+    def __init__(self, full):
         line = array((1, 16), seed=1)[0][0]
-        self.given = (array((9, 16))[0], *[line, line + 1] * affine)
+        added = array((9, 16), seed=2)[0]
+        self.given = (array((9, 16))[0], *[added, line, line + 1] * full)
         which = list(range(len(self.given)))
         self.first = mx.grad(lambda *a: self.norm(*a).square().sum(), which)
         self.second = mx.grad(self.steepness, which)
 
-    def norm(self, *given):
-        return ops.layer_norm(*given, activation="silu")
+    def norm(self, x, residual=None, *given):
+        return ops.layer_norm(x, *given, residual=residual, activation="silu")
 
     def steepness(self, *given):
         return sum(d.square().sum() for d in self.first(*given))
@@ -136,14 +140,14 @@ class Energy:
 
     def mapped(self):
         x, *rest = self.given
-        axes = 0, *[None] * len(rest)
-        given = mx.stack([x, 2 * x]), *rest
+        axes = 0, *[0] * bool(rest), *[None] * len(rest[1:])
+        given = mx.stack([x, 2 * x]), *[mx.stack([a, a]) for a in rest[:1]], *rest[1:]
         return mx.vmap(self.norm, axes)(*given), *mx.vmap(self.first, axes)(*given)
 
 
-@pytest.mark.parametrize("affine", (False, True))
-def test_derivatives_are_those_of_mlx(emulator, monkeypatch, affine):
-    energy = Energy(affine)
+@pytest.mark.parametrize("full", (False, True))
+def test_derivatives_are_those_of_mlx(emulator, monkeypatch, full):
+    energy = Energy(full)
     expected = energy.derivatives()
     assert not emulator.launches
     monkeypatch.setattr(registry, "row_norms", lambda: KERNELS)
@@ -152,9 +156,9 @@ def test_derivatives_are_those_of_mlx(emulator, monkeypatch, affine):
     assert any("layer_norm_gradient" in name for name in emulator.launches)
 
 
-@pytest.mark.parametrize("affine", (False, True))
-def test_vmap_is_that_of_mlx(monkeypatch, affine):
-    energy = Energy(affine)
+@pytest.mark.parametrize("full", (False, True))
+def test_vmap_is_that_of_mlx(monkeypatch, full):
+    energy = Energy(full)
     expected = energy.mapped()
 
     # In place of kernels, which no vmap may follow: their rules do without them.
@@ -162,7 +166,7 @@ def test_vmap_is_that_of_mlx(monkeypatch, affine):
         return mx.zeros_like(given[0])
 
     def no_gradient(_, dy, *given):
-        return tuple(a if a is None else mx.zeros_like(a) for a in given[:3])
+        return tuple(a if a is None else mx.zeros_like(a) for a in given[:4])
 
     monkeypatch.setattr(type(KERNELS), "layer_norm", nothing)
     monkeypatch.setattr(type(KERNELS), "layer_norm_gradient", no_gradient)

@@ -330,9 +330,10 @@ def row_norms():
             for kind in (mx.float32, dtype):
                 given = [a if a is None else a.astype(kind) for a in (weight, bias)]
                 assert norms.takes(x, *given)
-                given += [1e-5, Activation(kind=act)]
-                norms.layer_norm(x, *given)
-                norms.layer_norm_gradient(x, x, *given)
+                for residual in (None, x):
+                    all_of = *given, residual, 1e-5, Activation(kind=act)
+                    norms.layer_norm(x, *all_of)
+                    norms.layer_norm_gradient(x, x, *all_of)
 
 
 def library():

@@ -11,6 +11,7 @@ import os
 import re
 import sys
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
@@ -310,6 +311,8 @@ def row_norms() -> None:
                 ref.assert_close(ops.layer_norm(*given), wanted, str(dtype)[9:])
                 for some in (given, given[:1]):
                     mx.eval(mx.vjp(ops.layer_norm, list(some), [given[0]])[1])
+                added = partial(ops.layer_norm, residual=given[0], activation="silu")
+                mx.eval(*mx.vjp(added, list(given), [given[0]]))
 
 
 def before_attention() -> None:
