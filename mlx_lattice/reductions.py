@@ -64,20 +64,31 @@ def sum_over(x: mx.array, table: mx.array, back: Callable[[], mx.array]) -> mx.a
     )(x)
 
 
-def gathered(x: mx.array, table: mx.array) -> mx.array:
-    """Sum the rows of each of a table's rows, any of them several times."""
-    transpose = partial(scattered, table=table, rows=x.shape[0])
-    itself = partial(gathered, table=table)
+def gathered(
+    x: mx.array, table: mx.array, order: Callable[[], tuple] = tuple
+) -> mx.array:
+    """Sum the rows of each of a table's rows, any of them several times.
+
+    ``order``: called for what ``Reductions.order`` made of the table, where it is kept.
+    """
+    transpose = partial(scattered, table=table, rows=x.shape[0], order=order)
+    itself = partial(gathered, table=table, order=order)
     return linear(
         partial(registry.reductions().gather_sum, table=table), transpose, itself
     )(x)
 
 
-def scattered(y: mx.array, table: mx.array, rows: int) -> mx.array:
+def scattered(
+    y: mx.array, table: mx.array, rows: int, order: Callable[[], tuple] = tuple
+) -> mx.array:
     """Add each row to the ``rows`` that the table names: the transpose."""
-    transpose = partial(gathered, table=table)
-    itself = partial(scattered, table=table, rows=rows)
-    run = partial(registry.reductions().scatter_sum, table=table, rows=rows)
+    transpose = partial(gathered, table=table, order=order)
+    itself = partial(scattered, table=table, rows=rows, order=order)
+
+    def run(y: mx.array) -> mx.array:
+        given = {"table": table, "rows": rows, "order": order()}
+        return registry.reductions().scatter_sum(y, **given)
+
     return linear(run, transpose, itself)(y)
 
 

@@ -29,10 +29,16 @@ class Segments:
     add: Callable[..., mx.array]
     greatest: Callable[..., tuple[mx.array, mx.array]]
 
-    def scatter_sum(self, y, table, rows, weights=None):
+    def scatter_sum(self, y, table, rows, weights=None, order=()):
         """Return the (weighted) sums of the rows that name each of ``rows``."""
+        entries, *starts = order or self.order(table, rows)
+        return self._sum(y, starts, entries, table.shape[1], weights)
+
+    @staticmethod
+    def order(table, rows, longest=None):
+        """Return places of a table by the row they name, and where launches begin."""
         entries, starts = _by_row(table, rows)
-        return self.sum(y, starts, entries, table.shape[1], weights)
+        return entries, *_launches(starts, entries.size, longest)
 
     def scatter_max(self, x, table, rows):
         """Return the maxima over the rows that name each of ``rows``, and which."""
@@ -52,17 +58,21 @@ class Segments:
             volume: K of the table.
             weights: float32 weight of each place, or None.
         """
-        segments, channels = starts.size - 1, x.shape[1]
+        size = x.shape[0] * volume if entries is None else entries.size
+        return self._sum(x, _launches(starts, size), entries, volume, weights)
+
+    def _sum(self, x, launches, entries, volume, weights) -> mx.array:
+        """Return the sums of segments, by the sums of their pieces."""
+        segments, channels = launches[-1].size - 1, x.shape[1]
         size = x.shape[0] * volume if entries is None else entries.size
         if 0 in (segments, size, channels):
             return mx.zeros((segments, channels), dtype=x.dtype)
-        dtype, longest, piece = x.dtype, size, SEGMENT_CUTS["piece"]
-        while longest > SEGMENT_CUTS["longest"]:
-            bounds, starts = pieces(starts, size)
-            x = self.add(x, entries, weights, bounds, size, volume, mx.float32, piece)
-            entries, weights, volume, size = None, None, 1, bounds.size - 1
-            longest = longest // piece + 2
-        return self.add(x, entries, weights, starts, size, volume, dtype, longest)
+        dtype, piece = x.dtype, SEGMENT_CUTS["piece"]
+        for starts in launches[:-1]:
+            x = self.add(x, entries, weights, starts, size, volume, mx.float32, piece)
+            entries, weights, volume, size = None, None, 1, starts.size - 1
+        most = min(size, SEGMENT_CUTS["longest"])
+        return self.add(x, entries, weights, launches[-1], size, volume, dtype, most)
 
     def _max(self, x, entries, starts) -> tuple[mx.array, mx.array]:
         """Return the maxima of segments; long ones by those of their pieces."""
@@ -70,12 +80,13 @@ class Segments:
         size = x.shape[0]
         if 0 in (segments, size, channels):
             return no_maxima(x, segments)
-        dtype, names, longest, piece = x.dtype, None, size, SEGMENT_CUTS["piece"]
-        while longest > SEGMENT_CUTS["longest"]:
-            bounds, starts = pieces(starts, size)
-            x, names = self.greatest(x, entries, names, bounds, size, mx.float32, piece)
-            entries, size, longest = None, bounds.size - 1, longest // piece + 2
-        return self.greatest(x, entries, names, starts, size, dtype, longest)
+        dtype, names, piece = x.dtype, None, SEGMENT_CUTS["piece"]
+        *cut, starts = _launches(starts, size)
+        for each in cut:
+            x, names = self.greatest(x, entries, names, each, size, mx.float32, piece)
+            entries, size = None, each.size - 1
+        most = min(size, SEGMENT_CUTS["longest"])
+        return self.greatest(x, entries, names, starts, size, dtype, most)
 
 
 def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
@@ -98,6 +109,22 @@ def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     begin = (mx.arange(rows + 1, dtype=mx.int64) + 1) * size
     starts = mx.searchsorted(keys, begin).astype(mx.int32)
     return (keys % size).astype(mx.int32), starts
+
+
+def _launches(starts: mx.array, size: int, longest: int | None = None) -> list:
+    """Return where what each launch reduces begins: pieces of long segments first.
+
+    Args:
+        starts: (S + 1,) int32: where segments begin.
+        size: of all together.
+        longest: no segment is longer; by default one may be all.
+    """
+    longest, made = size if longest is None else min(longest, size), []
+    while longest > SEGMENT_CUTS["longest"]:
+        bounds, starts = pieces(starts, size)
+        made.append(bounds)
+        size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
+    return [*made, starts]
 
 
 def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
