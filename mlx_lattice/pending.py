@@ -118,7 +118,8 @@ class Convolution(Later):
 
     Attributes:
         layer: the module, for who observes.
-        arrays: features, weight and relation, as ``contraction.conv`` takes them.
+        arrays: features, which may wait too, weight and relation, as
+            ``contraction.conv`` takes them.
         groups: of channels.
         bias: an array, or None.
     """
@@ -126,16 +127,18 @@ class Convolution(Later):
     __slots__ = "arrays", "bias", "groups", "layer"
 
     layer: object
-    arrays: tuple[mx.array, object, Relation]
+    arrays: tuple[mx.array | _Result, object, Relation]
     bias: mx.array | None
     groups: int
 
     def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
         given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
+        feats, *rest = self.arrays
+        feats = feats.read() if type(feats) is _Result else feats
         if not launch.observed() and not fusion.observed():
-            return contraction.conv(*self.arrays, **given)
+            return contraction.conv(feats, *rest, **given)
         with launch.scope(self.layer):
-            feats = contraction.conv(*self.arrays, **given)
+            feats = contraction.conv(feats, *rest, **given)
         if norm is not None:
             fusion.tell_epilogue(norm, epilogue, feats)
         return feats
@@ -154,6 +157,7 @@ class _Result:
         own: what it does to the features of ``before``.
         feats: once it is computed.
         is_used: whether it was read, or another result was made of it.
+        is_awaited: whether a convolution that waits reads it.
         is_of_trace: whether it was made where MLX traced a graph.
     """
 
@@ -162,6 +166,7 @@ class _Result:
         "convolve",
         "epilogue",
         "feats",
+        "is_awaited",
         "is_used",
         "is_of_trace",
         "norm",
@@ -174,24 +179,40 @@ class _Result:
     ):
         self.convolve, self.tensor = convolve, ref(tensor)
         self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
-        self.feats, self.is_used = None, False
+        self.feats, self.is_used, self.is_awaited = None, False, False
         self.is_of_trace = sync.is_transforming()
+
+    def read(self) -> mx.array:
+        """Return the features, and hold them."""
+        if self.feats is not None:
+            return self.feats
+        feats = self.computed()
+        self.hold(feats)
+        return feats
 
     def computed(self) -> mx.array:
         """Return the features: by one launch, or from what somebody holds."""
-        if self.feats is not None:
-            return self.feats
         steps, at = [self.own], self.before
         while at is not None:
-            held = at.tensor()
-            feats = at.feats if held is None else held.feats
-            if feats is not None:
+            if at.is_held:
+                feats, after = at.read(), self.epilogue
+                if at.epilogue is None and self.norm is not None:
+                    # The norm is the first of them, and has all others.
+                    return steps[-1](feats, after.residual, after.activation or None)
                 for own in reversed(steps):
                     feats = own(feats)
                 return feats
             steps.append(at.own)
             at = at.before
         return self.convolve(self.epilogue, self.norm)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the features are there, or somebody may want them."""
+        if self.feats is not None or self.is_awaited:
+            return True
+        tensor = self.tensor()
+        return tensor is not None and tensor._result is self
 
     def hold(self, feats: mx.array) -> None:
         """Hold the features, and nothing that they are computed from.
@@ -231,7 +252,8 @@ class Pending(SparseTensor):
         Arguments are checked: they fit. Others are as of ``contraction.conv``.
         """
         # Set from here: a call more is a tenth of what waiting costs.
-        feats, run, made = x.feats, Convolution(), cls.__new__(cls)
+        feats = x._awaited() if type(x) is cls else x.feats
+        run, made = Convolution(), cls.__new__(cls)
         run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
         run.context, run.groups = copy_context(), groups
         run.stream = mx.default_stream(mx.default_device())
@@ -239,7 +261,7 @@ class Pending(SparseTensor):
             "manager": x.manager,
             "key": relation.keys[1],
             "coords": relation.out_coords,
-            "_facts": (channels, feats.dtype),
+            "_facts": (channels, x.dtype),
             "_result": _Result(run, made),
         }
         await_end(made._result.settle)
@@ -277,16 +299,14 @@ class Pending(SparseTensor):
     @property
     def feats(self) -> mx.array:
         """(N, C) features, computed as they are first read."""
-        result = self._result
-        if result.feats is not None:
-            return result.feats
-        feats = result.computed()
-        result.hold(feats)
-        return feats
+        return self._result.read()
 
     @feats.setter
     def feats(self, feats: mx.array) -> None:
-        self._result.feats = feats
+        before, self._result = self._result, _Result(None, self)
+        if before.is_used:  # what follows is of those that there were
+            before.read()
+        self._result.hold(feats)
 
     def __reduce_ex__(self, protocol: int):
         """Copy and pickle as a plain tensor."""
@@ -307,6 +327,20 @@ class Pending(SparseTensor):
     def shape(self) -> tuple[int, int]:
         """(N, C)."""
         return len(self), self._facts[0]
+
+    def _awaited(self) -> mx.array | _Result:
+        """Return what a convolution reads once it is computed itself.
+
+        Then a net has let go of what lies between: ``out = conv(relu(norm(out)))``.
+        """
+        result = self._result
+        if not self._waits():
+            return result.read()
+        run = result.convolve
+        if type(run) is Convolution and type(run.arrays[0]) is _Result:
+            run.arrays[0].read()  # two wait, and never a whole net
+        result.is_used = result.is_awaited = True
+        return result
 
     def _waits(self) -> bool:
         return self._result.feats is None and not _apart.get()
