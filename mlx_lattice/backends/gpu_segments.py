@@ -6,8 +6,11 @@ only on where segments begin, so the same input gives the same bits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -42,11 +45,14 @@ class Segments:
 
     def scatter_max(self, x, table, rows):
         """Return the maxima over the rows that name each of ``rows``, and which."""
-        return self._max(x, *_by_row(table, rows))
+        entries, starts = _by_row(table, rows)
+        return self._max(x, entries, _launches(starts, x.shape[0]))
 
     def segment_max(self, x, rows):
         """Return the maxima over batch elements, and their rows."""
-        return self._max(x, rows.order, mx.array(rows.starts, dtype=mx.int32))
+        return self._max(
+            x, rows.order, _known_launches(rows.starts, SEGMENT_CUTS["piece"])
+        )
 
     def sum(self, x, starts, entries=None, volume=1, weights=None) -> mx.array:
         """Return the sums of segments; long ones by sums of their pieces.
@@ -74,14 +80,13 @@ class Segments:
         most = min(size, SEGMENT_CUTS["longest"])
         return self.add(x, entries, weights, launches[-1], size, volume, dtype, most)
 
-    def _max(self, x, entries, starts) -> tuple[mx.array, mx.array]:
-        """Return the maxima of segments; long ones by those of their pieces."""
-        segments, channels = starts.size - 1, x.shape[1]
-        size = x.shape[0]
+    def _max(self, x, entries, launches) -> tuple[mx.array, mx.array]:
+        """Return the maxima of segments, by those of their pieces."""
+        *cut, starts = launches
+        segments, channels, size = starts.size - 1, x.shape[1], x.shape[0]
         if 0 in (segments, size, channels):
             return no_maxima(x, segments)
         dtype, names, piece = x.dtype, None, SEGMENT_CUTS["piece"]
-        *cut, starts = _launches(starts, size)
         for each in cut:
             x, names = self.greatest(x, entries, names, each, size, mx.float32, piece)
             entries, size = None, each.size - 1
@@ -125,6 +130,19 @@ def _launches(starts: mx.array, size: int, longest: int | None = None) -> list:
         made.append(bounds)
         size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
     return [*made, starts]
+
+
+@lru_cache(maxsize=64)
+def _known_launches(starts: tuple[int, ...], piece: int) -> list[mx.array]:
+    """Return the same of segments whose places are known: no launch finds them.
+
+    They are few, so that all that are longer than a piece are cut.
+    """
+    made = []
+    while max((b - a for a, b in pairwise(starts)), default=0) > piece:
+        made.append(sorted({*starts, *range(0, starts[-1], piece)}))
+        starts = [bisect_left(made[-1], start) for start in starts]
+    return [mx.array(each, dtype=mx.int32) for each in (*made, starts)]
 
 
 def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
