@@ -14,7 +14,7 @@ from .geometry.curves import mask_words
 from .geometry.rows import Keep
 from .geometry.search import Search
 from .geometry.views import Coverage, Csr, SortedRows
-from .kept_views import KeepsViews, KeptViews, WhereGiven
+from .kept_views import KeepsViews, KeptViews
 from .kernel_spec import KernelSpec
 from .relation_form import Form, form
 
@@ -224,33 +224,6 @@ class Relation(KeepsViews):
     def in_out(self) -> mx.array:
         """(N_in, K) int32 transposed table: the output row of each edge, or -1."""
         return self._table(not self._swapped)
-
-    @property
-    def fills_cells(self) -> bool:
-        """Whether each row of one end has one edge, to the cell that it lies in."""
-        is_searched = self._data.search and type(self._data.search.made) is Search
-        return bool(is_searched and self.spec and self.spec.fills_cell)
-
-    @property
-    def is_to_cells(self) -> bool:
-        """Whether outputs are the cells, where it ``fills_cells``."""
-        return self._data.search.made.transposed == self._swapped
-
-    @property
-    def cells(self) -> mx.array:
-        """(N, 1) int32: the cell of each row, or -1, where it ``fills_cells``."""
-        search = self._data.search
-        find = WhereGiven(search.made.cells, search.device)
-        return self.view("cells", find, False)
-
-    def cell_order(self) -> tuple[mx.array, ...]:
-        """Return ``Reductions.order`` of ``cells``."""
-
-        def build() -> tuple[mx.array, ...]:
-            rows = self.n_out if self.is_to_cells else self.n_in
-            return registry.reductions().order(self.cells, rows, self.volume)
-
-        return self.view("cell_order", build, False)
 
     def _table(self, swapped: bool, wanted: str | None = None) -> mx.array:
         build = partial(self._data.make_table, swapped, wanted)
