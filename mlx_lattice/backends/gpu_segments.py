@@ -109,9 +109,10 @@ def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     if size == 0:
         none = mx.zeros((rows + 1,), dtype=mx.int32)
         return mx.zeros((0,), dtype=mx.int32), none
-    place = mx.arange(size, dtype=mx.int64)
-    keys = mx.sort((table.flatten().astype(mx.int64) + 1) * size + place)
-    begin = (mx.arange(rows + 1, dtype=mx.int64) + 1) * size
+    # Row * size + place, one row on: those of no row are not below 0.
+    place = mx.arange(size, 2 * size, dtype=mx.int64)
+    keys = mx.sort(table.flatten().astype(mx.int64) * size + place)
+    begin = mx.arange(size, (rows + 2) * size, size, dtype=mx.int64)
     starts = mx.searchsorted(keys, begin).astype(mx.int32)
     return (keys % size).astype(mx.int32), starts
 
