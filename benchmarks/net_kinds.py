@@ -8,6 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+from published_mixes import Autoencoder, PointGroup, Points, ResNet50
 from published_nets import Completion, Cylinder, Diffusion, Features
 
 import mlx_lattice as ml
@@ -184,6 +185,10 @@ NETS = {
     "diffusion": Diffusion,
     "squeezed": Features,
     "completion": Completion,
+    "preactivated": PointGroup,
+    "bottleneck": ResNet50,
+    "points": Points,
+    "latent": Autoencoder,
     "second": lambda: models.VoxelBackBone8x(4),
     "centerpoint": lambda: models.VoxelResBackBone8x(4),
     "unetv2": lambda: models.UNetV2(4),

@@ -118,7 +118,7 @@ class Steps:
         if what == "kept":
             run = mx.compile(self._forward) if compiled else self._forward
             return lambda: run(self.feats)
-        state = [self.net.state, self.optimizer.state]
+        state = [self.net.state, self.optimizer.state, mx.random.state]
         self.optimizer.init(self.net.trainable_parameters())
         if how == "anew":
             return lambda: (self._train(self._loss_of, self._tensor()), state)

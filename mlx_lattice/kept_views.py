@@ -185,6 +185,38 @@ class KeepsViews:
             for (name, swapped), view in self._data.views.items()
         }
 
+    @property
+    def _search(self) -> Search | None:
+        """What it is searched by, if it is between two sets."""
+        made = self._data.search and self._data.search.made
+        return made if type(made) is Search else None
+
+    @property
+    def fills_cells(self) -> bool:
+        """Whether each row of one end has one edge, to the cell that it lies in."""
+        return self._search is not None and self._search.spec.fills_cell
+
+    @property
+    def is_to_cells(self) -> bool:
+        """Whether outputs are the cells, where it ``fills_cells``."""
+        return self._search.transposed == self._swapped
+
+    @property
+    def cells(self) -> mx.array:
+        """(N, 1) int32: the cell of each row, or -1, where it ``fills_cells``."""
+        find = WhereGiven(self._search.cells, self._data.search.device)
+        return self.view("cells", find, False)
+
+    def cell_order(self) -> tuple[mx.array, ...]:
+        """Return ``Reductions.order`` of ``cells``."""
+
+        def build() -> tuple[mx.array, ...]:
+            data = self._data
+            rows = data.n_in if self._search.transposed else data.n_out
+            return registry.reductions().order(self.cells, rows, data.volume)
+
+        return self.view("cell_order", build, False)
+
     def release_table(self, again: Callable[[], mx.array]) -> None:
         """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
 

@@ -1,17 +1,27 @@
-"""What a layer runs later, as at its call: a convolution, or a norm of rows."""
+"""What a layer runs later, as at its call: a convolution, or a norm of rows.
+
+``Result`` is what it makes, or has made.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from contextvars import Context
+from functools import partial
+from weakref import ref
 
 import mlx.core as mx
 
 from . import contraction
 from .epilogue import Epilogue, Moments
+from .geometry import sync
+from .observers import awaited
 from .ops import fusion
 from .relation import Relation
 from .routes import launch
+
+# What follows what nothing follows yet.
+NOTHING = Epilogue()
 
 
 class Later:
@@ -74,7 +84,8 @@ class Convolution(Later):
 
     Attributes:
         layer: the module, for who observes.
-        arrays: features, weight and relation, as ``contraction.conv`` takes them.
+        arrays: features, which may wait too, weight and relation, as
+            ``contraction.conv`` takes them.
         groups: of channels.
         bias: an array, or None.
     """
@@ -82,16 +93,125 @@ class Convolution(Later):
     __slots__ = "arrays", "bias", "groups", "layer"
 
     layer: object
-    arrays: tuple[mx.array, object, Relation]
+    arrays: tuple[mx.array | Result, object, Relation]
     bias: mx.array | None
     groups: int
 
     def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
         given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
+        feats, *rest = self.arrays
+        feats = feats.read() if type(feats) is Result else feats
         if not launch.observed() and not fusion.observed():
-            return contraction.conv(*self.arrays, **given)
+            return contraction.conv(feats, *rest, **given)
         with launch.scope(self.layer):
-            feats = contraction.conv(*self.arrays, **given)
+            feats = contraction.conv(feats, *rest, **given)
         if norm is not None:
             fusion.tell_epilogue(norm, epilogue, feats)
         return feats
+
+
+class Result:
+    """What is computed later, or was: of a layer, or of what follows one.
+
+    Attributes:
+        convolve: the convolution, or norm, with an epilogue.
+        tensor: refers to the tensor that has it.
+        epilogue: all that was asked for so far; None of a convolution itself, and
+            ``NOTHING`` of a norm.
+        norm: the layer that the epilogue is of.
+        before: the result that this follows.
+        own: what it does to the features of ``before``.
+        feats: once it is computed.
+        is_used: whether it was read, or another result was made of it.
+        is_awaited: whether a convolution that waits reads it.
+        waiter: holds it for the end of a block that observes, until it is used.
+        is_of_trace: whether it was made where MLX traced a graph.
+    """
+
+    __slots__ = (
+        "before",
+        "convolve",
+        "epilogue",
+        "feats",
+        "is_awaited",
+        "is_used",
+        "is_of_trace",
+        "norm",
+        "own",
+        "tensor",
+        "waiter",
+    )
+
+    def __init__(
+        self, convolve, tensor, epilogue=None, norm=None, before=None, own=None
+    ):
+        self.convolve, self.tensor = convolve, ref(tensor)
+        self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
+        self.feats, self.is_used, self.is_awaited = None, False, False
+        self.waiter = None
+        self.is_of_trace = sync.is_transforming()
+        held = awaited()
+        if held is not None:
+            self.waiter = [self]
+            held.append(partial(_settle, self.waiter))
+
+    def use(self) -> None:
+        """Note that it was used: nobody computes it, nor holds it, for its own sake."""
+        self.is_used = True
+        if self.waiter:
+            self.waiter.clear()
+
+    def read(self) -> mx.array:
+        """Return the features, and hold them."""
+        if self.feats is not None:
+            return self.feats
+        feats = self.computed()
+        self.hold(feats)
+        return feats
+
+    def computed(self) -> mx.array:
+        """Return the features: by one launch, or from what somebody holds."""
+        steps, at = [self.own], self.before
+        while at is not None:
+            if at.is_held:
+                feats, after = at.read(), self.epilogue
+                if at.epilogue is None and self.norm is not None:
+                    # The norm is the first of them, and has all others.
+                    return steps[-1](feats, after.residual, after.activation or None)
+                for own in reversed(steps):
+                    feats = own(feats)
+                return feats
+            steps.append(at.own)
+            at = at.before
+        return self.convolve(self.epilogue, self.norm)
+
+    @property
+    def is_held(self) -> bool:
+        """Whether the features are there, or somebody may want them."""
+        if self.feats is not None or self.is_awaited:
+            return True
+        tensor = self.tensor()
+        return tensor is not None and tensor._result is self
+
+    def hold(self, feats: mx.array) -> None:
+        """Hold the features, and nothing that they are computed from.
+
+        What a graph that is being traced computes is of that graph alone.
+        """
+        self.use()
+        if self.is_of_trace or not sync.is_transforming():
+            self.feats = feats
+            self.convolve = self.epilogue = self.norm = self.before = self.own = None
+
+    def settle(self) -> None:
+        """Compute what nobody has read, and nothing that was asked for since has."""
+        tensor = self.tensor()
+        if tensor is not None:
+            tensor.feats  # noqa: B018 (computed as it is read)
+        elif not self.is_used:
+            self.computed()
+
+
+def _settle(waiter: list[Result]) -> None:
+    while waiter:
+        waiter.pop().settle()

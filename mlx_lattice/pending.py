@@ -12,8 +12,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import partial
-from weakref import ref
 
 import mlx.core as mx
 
@@ -21,14 +19,11 @@ from . import settings
 from .activations import named
 from .epilogue import Epilogue, Moments
 from .geometry import sync
-from .later import Convolution, Later, OfRows
+from .later import NOTHING, Convolution, Later, OfRows, Result
 from .memory import limit, stages
-from .observers import awaited
 from .relation import Relation
 from .tensor import SparseTensor
 
-# What follows what nothing follows yet.
-_NOTHING = Epilogue()
 _apart: ContextVar[bool] = ContextVar("apart", default=False)
 _ROUTE = settings.reader("MLX_LATTICE_ROUTE")
 is_apart: Callable[[], bool] = _apart.get
@@ -58,94 +53,6 @@ def may_wait(x: object) -> bool:
     return not _ROUTE()
 
 
-class _Result:
-    """What is computed later, or was: of a layer, or of what follows one.
-
-    Attributes:
-        convolve: the convolution, or norm, with an epilogue.
-        tensor: refers to the tensor that has it.
-        epilogue: all that was asked for so far; None of a convolution itself, and
-            ``_NOTHING`` of a norm.
-        norm: the layer that the epilogue is of.
-        before: the result that this follows.
-        own: what it does to the features of ``before``.
-        feats: once it is computed.
-        is_used: whether it was read, or another result was made of it.
-        waiter: holds it for the end of a block that observes, until it is used.
-        is_of_trace: whether it was made where MLX traced a graph.
-    """
-
-    __slots__ = (
-        "before",
-        "convolve",
-        "epilogue",
-        "feats",
-        "is_used",
-        "is_of_trace",
-        "norm",
-        "own",
-        "tensor",
-        "waiter",
-    )
-
-    def __init__(
-        self, convolve, tensor, epilogue=None, norm=None, before=None, own=None
-    ):
-        self.convolve, self.tensor = convolve, ref(tensor)
-        self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
-        self.feats, self.is_used, self.waiter = None, False, None
-        self.is_of_trace = sync.is_transforming()
-        held = awaited()
-        if held is not None:
-            self.waiter = [self]
-            held.append(partial(_settle, self.waiter))
-
-    def use(self) -> None:
-        """Note that it was used: nobody computes it, nor holds it, for its own sake."""
-        self.is_used = True
-        if self.waiter:
-            self.waiter.clear()
-
-    def computed(self) -> mx.array:
-        """Return the features: by one launch, or from what somebody holds."""
-        if self.feats is not None:
-            return self.feats
-        steps, at = [self.own], self.before
-        while at is not None:
-            held = at.tensor()
-            feats = at.feats if held is None else held.feats
-            if feats is not None:
-                for own in reversed(steps):
-                    feats = own(feats)
-                return feats
-            steps.append(at.own)
-            at = at.before
-        return self.convolve(self.epilogue, self.norm)
-
-    def hold(self, feats: mx.array) -> None:
-        """Hold the features, and nothing that they are computed from.
-
-        What a graph that is being traced computes is of that graph alone.
-        """
-        self.use()
-        if self.is_of_trace or not sync.is_transforming():
-            self.feats = feats
-            self.convolve = self.epilogue = self.norm = self.before = self.own = None
-
-    def settle(self) -> None:
-        """Compute what nobody has read, and nothing that was asked for since has."""
-        tensor = self.tensor()
-        if tensor is not None:
-            tensor.feats  # noqa: B018 (computed as it is read)
-        elif not self.is_used:
-            self.computed()
-
-
-def _settle(waiter: list[_Result]) -> None:
-    while waiter:
-        waiter.pop().settle()
-
-
 class Pending(SparseTensor):
     """A tensor that a layer makes, and what followed it, once it is read."""
 
@@ -168,7 +75,8 @@ class Pending(SparseTensor):
         ``keeps``: the result has the rows of ``x``, and the relation none of a manager.
         """
         # Set from here: a call more is a tenth of what waiting costs.
-        feats, run, made = x.feats, Convolution(), cls.__new__(cls)
+        feats = x._awaited() if type(x) is cls else x.feats
+        run, made = Convolution(), cls.__new__(cls)
         run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
         run.context, run.groups = copy_context(), groups
         run.stream = mx.default_stream(mx.default_device())
@@ -176,8 +84,8 @@ class Pending(SparseTensor):
             "manager": x.manager,
             "key": x.key if keeps else relation.sets[1].known_key() or relation.out_key,
             "coords": x.coords if keeps else relation.out_coords,
-            "_facts": (channels, feats.dtype),
-            "_result": _Result(run, made),
+            "_facts": (channels, x.dtype),
+            "_result": Result(run, made),
         }
         return made
 
@@ -208,23 +116,21 @@ class Pending(SparseTensor):
             "key": x.key,
             "coords": x.coords,
             "_facts": (channels or feats.shape[1], feats.dtype),
-            "_result": _Result(later, made, _NOTHING),
+            "_result": Result(later, made, NOTHING),
         }
         return made
 
     @property
     def feats(self) -> mx.array:
         """(N, C) features, computed as they are first read."""
-        result = self._result
-        if result.feats is not None:
-            return result.feats
-        feats = result.computed()
-        result.hold(feats)
-        return feats
+        return self._result.read()
 
     @feats.setter
     def feats(self, feats: mx.array) -> None:
-        self._result.feats = feats
+        before, self._result = self._result, Result(None, self)
+        if before.is_used:  # what follows is of those that there were
+            before.read()
+        self._result.hold(feats)
 
     def __reduce_ex__(self, protocol: int):
         """Copy and pickle as a plain tensor."""
@@ -246,6 +152,21 @@ class Pending(SparseTensor):
         """(N, C)."""
         return len(self), self._facts[0]
 
+    def _awaited(self) -> mx.array | Result:
+        """Return what a convolution reads once it is computed itself.
+
+        Then a net has let go of what lies between: ``out = conv(relu(norm(out)))``.
+        """
+        result = self._result
+        if not self._waits():
+            return result.read()
+        run = result.convolve
+        if type(run) is Convolution and type(run.arrays[0]) is Result:
+            run.arrays[0].read()  # two wait, and never a whole net
+        result.use()
+        result.is_awaited = True
+        return result
+
     def _waits(self) -> bool:
         return self._result.feats is None and not _apart.get()
 
@@ -259,7 +180,7 @@ class Pending(SparseTensor):
         before, made = self._result, Pending.__new__(Pending)
         before.use()
         run = before.convolve if run is None else run
-        result = _Result(run, made, epilogue, norm, before, own)
+        result = Result(run, made, epilogue, norm, before, own)
         made.__dict__ = self.__dict__ | {"_result": result}
         return made
 
@@ -293,9 +214,9 @@ class Pending(SparseTensor):
         """
         result = self._result
         run = result.convolve
-        if result.epilogue is not _NOTHING or run.scaled is None or not self._waits():
+        if result.epilogue is not NOTHING or run.scaled is None or not self._waits():
             return None
-        return self._follow(_NOTHING, None, own, run.by(weight, bias))
+        return self._follow(NOTHING, None, own, run.by(weight, bias))
 
     def activated(self, name: str, own: Callable) -> Pending | None:
         """Return the activation of it, if that can wait.
@@ -304,7 +225,7 @@ class Pending(SparseTensor):
         come, only a norm's waits, or one whose slope its result says.
         """
         result = self._result
-        after = result.epilogue or _NOTHING
+        after = result.epilogue or NOTHING
         if after.activation or not self._waits():
             return None
         is_of_sums = type(result.convolve) is Convolution and result.norm is None
@@ -314,7 +235,7 @@ class Pending(SparseTensor):
 
     def _added(self, other: object) -> Pending | None:
         result = self._result
-        after = result.epilogue or _NOTHING
+        after = result.epilogue or NOTHING
         if after.activation or after.residual is not None or not self._waits():
             return None
         if not isinstance(other, SparseTensor) or other.key != self.key:

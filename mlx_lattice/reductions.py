@@ -64,21 +64,44 @@ def sum_over(x: mx.array, table: mx.array, back: Callable[[], mx.array]) -> mx.a
     )(x)
 
 
-def gathered(x: mx.array, table: mx.array) -> mx.array:
-    """Sum the rows of each of a table's rows, any of them several times."""
-    transpose = partial(scattered, table=table, rows=x.shape[0])
-    itself = partial(gathered, table=table)
-    return linear(
-        partial(registry.reductions().gather_sum, table=table), transpose, itself
-    )(x)
+def gathered(
+    x: mx.array,
+    table: mx.array,
+    order: Callable[[], tuple] = tuple,
+    weights: mx.array | None = None,
+) -> mx.array:
+    """Sum the rows of each of a table's rows, any of them several times.
+
+    A linear function of ``x`` alone.
+
+    Args:
+        x: (N, C).
+        table: (M, K) int32.
+        order: called for what ``Reductions.order`` made of it, where that is kept.
+        weights: (M, K) float32, which are constant; all 1 where there are none.
+    """
+    rest = {"table": table, "order": order, "weights": weights}
+    transpose = partial(scattered, rows=x.shape[0], **rest)
+    run = partial(registry.reductions().gather_sum, table=table, weights=weights)
+    return linear(run, transpose, partial(gathered, **rest))(x)
 
 
-def scattered(y: mx.array, table: mx.array, rows: int) -> mx.array:
+def scattered(
+    y: mx.array,
+    table: mx.array,
+    rows: int,
+    order: Callable[[], tuple] = tuple,
+    weights: mx.array | None = None,
+) -> mx.array:
     """Add each row to the ``rows`` that the table names: the transpose."""
-    transpose = partial(gathered, table=table)
-    itself = partial(scattered, table=table, rows=rows)
-    run = partial(registry.reductions().scatter_sum, table=table, rows=rows)
-    return linear(run, transpose, itself)(y)
+    rest = {"table": table, "order": order, "weights": weights}
+
+    def run(y: mx.array) -> mx.array:
+        given = {**rest, "rows": rows, "order": order()}
+        return registry.reductions().scatter_sum(y, **given)
+
+    itself = partial(scattered, rows=rows, **rest)
+    return linear(run, partial(gathered, **rest), itself)(y)
 
 
 def move_rows(

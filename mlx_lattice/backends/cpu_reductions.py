@@ -24,6 +24,7 @@ class CpuReductions(MlxReductions):
         table: mx.array,
         rows: int,
         weights: mx.array | None = None,
+        order: tuple = (),
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         return extension.scatter_sum(y, table, rows, weights)

@@ -6,8 +6,11 @@ only on where segments begin, so the same input gives the same bits.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
 
 import mlx.core as mx
 
@@ -29,18 +32,27 @@ class Segments:
     add: Callable[..., mx.array]
     greatest: Callable[..., tuple[mx.array, mx.array]]
 
-    def scatter_sum(self, y, table, rows, weights=None):
+    def scatter_sum(self, y, table, rows, weights=None, order=()):
         """Return the (weighted) sums of the rows that name each of ``rows``."""
+        entries, *starts = order or self.order(table, rows)
+        return self._sum(y, starts, entries, table.shape[1], weights)
+
+    @staticmethod
+    def order(table, rows, longest=None):
+        """Return places of a table by the row they name, and where launches begin."""
         entries, starts = _by_row(table, rows)
-        return self.sum(y, starts, entries, table.shape[1], weights)
+        return entries, *_launches(starts, entries.size, longest)
 
     def scatter_max(self, x, table, rows):
         """Return the maxima over the rows that name each of ``rows``, and which."""
-        return self._max(x, *_by_row(table, rows))
+        entries, starts = _by_row(table, rows)
+        return self._max(x, entries, _launches(starts, x.shape[0]))
 
     def segment_max(self, x, rows):
         """Return the maxima over batch elements, and their rows."""
-        return self._max(x, rows.order, mx.array(rows.starts, dtype=mx.int32))
+        return self._max(
+            x, rows.order, _known_launches(rows.starts, SEGMENT_CUTS["piece"])
+        )
 
     def sum(self, x, starts, entries=None, volume=1, weights=None) -> mx.array:
         """Return the sums of segments; long ones by sums of their pieces.
@@ -52,30 +64,34 @@ class Segments:
             volume: K of the table.
             weights: float32 weight of each place, or None.
         """
-        segments, channels = starts.size - 1, x.shape[1]
+        size = x.shape[0] * volume if entries is None else entries.size
+        return self._sum(x, _launches(starts, size), entries, volume, weights)
+
+    def _sum(self, x, launches, entries, volume, weights) -> mx.array:
+        """Return the sums of segments, by the sums of their pieces."""
+        segments, channels = launches[-1].size - 1, x.shape[1]
         size = x.shape[0] * volume if entries is None else entries.size
         if 0 in (segments, size, channels):
             return mx.zeros((segments, channels), dtype=x.dtype)
-        dtype, longest, piece = x.dtype, size, SEGMENT_CUTS["piece"]
-        while longest > SEGMENT_CUTS["longest"]:
-            bounds, starts = pieces(starts, size)
-            x = self.add(x, entries, weights, bounds, size, volume, mx.float32, piece)
-            entries, weights, volume, size = None, None, 1, bounds.size - 1
-            longest = longest // piece + 2
-        return self.add(x, entries, weights, starts, size, volume, dtype, longest)
+        dtype, piece = x.dtype, SEGMENT_CUTS["piece"]
+        for starts in launches[:-1]:
+            x = self.add(x, entries, weights, starts, size, volume, mx.float32, piece)
+            entries, weights, volume, size = None, None, 1, starts.size - 1
+        most = min(size, SEGMENT_CUTS["longest"])
+        return self.add(x, entries, weights, launches[-1], size, volume, dtype, most)
 
-    def _max(self, x, entries, starts) -> tuple[mx.array, mx.array]:
-        """Return the maxima of segments; long ones by those of their pieces."""
-        segments, channels = starts.size - 1, x.shape[1]
-        size = x.shape[0]
+    def _max(self, x, entries, launches) -> tuple[mx.array, mx.array]:
+        """Return the maxima of segments, by those of their pieces."""
+        *cut, starts = launches
+        segments, channels, size = starts.size - 1, x.shape[1], x.shape[0]
         if 0 in (segments, size, channels):
             return no_maxima(x, segments)
-        dtype, names, longest, piece = x.dtype, None, size, SEGMENT_CUTS["piece"]
-        while longest > SEGMENT_CUTS["longest"]:
-            bounds, starts = pieces(starts, size)
-            x, names = self.greatest(x, entries, names, bounds, size, mx.float32, piece)
-            entries, size, longest = None, bounds.size - 1, longest // piece + 2
-        return self.greatest(x, entries, names, starts, size, dtype, longest)
+        dtype, names, piece = x.dtype, None, SEGMENT_CUTS["piece"]
+        for each in cut:
+            x, names = self.greatest(x, entries, names, each, size, mx.float32, piece)
+            entries, size = None, each.size - 1
+        most = min(size, SEGMENT_CUTS["longest"])
+        return self.greatest(x, entries, names, starts, size, dtype, most)
 
 
 def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
@@ -93,11 +109,41 @@ def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     if size == 0:
         none = mx.zeros((rows + 1,), dtype=mx.int32)
         return mx.zeros((0,), dtype=mx.int32), none
-    place = mx.arange(size, dtype=mx.int64)
-    keys = mx.sort((table.flatten().astype(mx.int64) + 1) * size + place)
-    begin = (mx.arange(rows + 1, dtype=mx.int64) + 1) * size
+    # Row * size + place, one row on: those of no row are not below 0.
+    place = mx.arange(size, 2 * size, dtype=mx.int64)
+    keys = mx.sort(table.flatten().astype(mx.int64) * size + place)
+    begin = mx.arange(size, (rows + 2) * size, size, dtype=mx.int64)
     starts = mx.searchsorted(keys, begin).astype(mx.int32)
     return (keys % size).astype(mx.int32), starts
+
+
+def _launches(starts: mx.array, size: int, longest: int | None = None) -> list:
+    """Return where what each launch reduces begins: pieces of long segments first.
+
+    Args:
+        starts: (S + 1,) int32: where segments begin.
+        size: of all together.
+        longest: no segment is longer; by default one may be all.
+    """
+    longest, made = size if longest is None else min(longest, size), []
+    while longest > SEGMENT_CUTS["longest"]:
+        bounds, starts = pieces(starts, size)
+        made.append(bounds)
+        size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
+    return [*made, starts]
+
+
+@lru_cache(maxsize=64)
+def _known_launches(starts: tuple[int, ...], piece: int) -> list[mx.array]:
+    """Return the same of segments whose places are known: no launch finds them.
+
+    They are few, so that all that are longer than a piece are cut.
+    """
+    made = []
+    while max((b - a for a, b in pairwise(starts)), default=0) > piece:
+        made.append(sorted({*starts, *range(0, starts[-1], piece)}))
+        starts = [bisect_left(made[-1], start) for start in starts]
+    return [mx.array(each, dtype=mx.int32) for each in (*made, starts)]
 
 
 def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:

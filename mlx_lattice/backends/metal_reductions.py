@@ -162,6 +162,7 @@ class MetalReductions:
 
     gather_sum = staticmethod(gather_sum)
     scatter_sum = staticmethod(_segments.scatter_sum)
+    order = staticmethod(_segments.order)
     gather_max = staticmethod(gather_max)
     scatter_max = staticmethod(_segments.scatter_max)
     max_pool_backward = staticmethod(max_pool_backward)

@@ -82,6 +82,7 @@ class MlxReductions:
         table: mx.array,
         rows: int,
         weights: mx.array | None = None,
+        order: tuple = (),
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         x, wide = mx.zeros((rows + 1, y.shape[1])), y.astype(mx.float32)
@@ -89,6 +90,10 @@ class MlxReductions:
             at = mx.where(table[:, k] < 0, rows, table[:, k])
             x = x.at[at].add(wide if weights is None else weights[:, k : k + 1] * wide)
         return x[:rows].astype(y.dtype)
+
+    def order(self, table: mx.array, rows: int, longest: int | None = None) -> tuple:
+        """Return nothing: a table is added up as it is."""
+        return ()
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""

@@ -53,6 +53,7 @@ class Reductions(Protocol):
         table: mx.array,
         rows: int,
         weights: mx.array | None = None,
+        order: tuple[mx.array, ...] = (),
     ) -> mx.array:
         """Return (rows, C) ``x[i] = sum over table[o, k] == i of w[o, k] * y[o]``.
 
@@ -61,6 +62,19 @@ class Reductions(Protocol):
             table: (M, K) int32, values below ``rows``.
             rows: rows of the result.
             weights: w, (M, K) float32; all 1 where there are none.
+            order: of the table, or nothing: it is found then.
+        """
+
+    def order(
+        self, table: mx.array, rows: int, longest: int | None = None
+    ) -> tuple[mx.array, ...]:
+        """Return what ``scatter_sum`` finds out of a table, to keep for other calls.
+
+        Nothing where it finds out nothing.
+
+        Args:
+            table, rows: as there.
+            longest: no row is named more often; by default one may be by all.
         """
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:

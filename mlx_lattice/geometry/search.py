@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..kernel_spec import KernelSpec
+from . import lattice
 from .keys import Offsets
 from .rows import Keep, SearchedRows
 
@@ -53,6 +54,15 @@ class Search(NamedTuple):
         """Return what makes the table of the transpose, where it is not mirrored."""
         ends = self.target, self.source
         return Search(*ends, not self.transposed, *self[3:])
+
+    def cells(self) -> mx.array:
+        """Return (N, 1) int32: the cell of each of the finer rows, or -1.
+
+        Of a kernel that fills its cell.
+        """
+        ends = self.source, self.target
+        coarse, fine = ends if self.transposed else ends[::-1]
+        return coarse.lookup.find(lattice.cells(fine.coords, self.stride))[:, None]
 
     def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
         """Return the table, searched for between sets."""

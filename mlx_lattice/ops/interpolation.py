@@ -3,10 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from math import prod
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from ..axes import functions
+from ..backends import registry
+from ..coordinate_set import CoordinateSet
+from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, Bounds, bounds_of
 from ..geometry.lattice import floor_divide
 from ..geometry.rows import BoxedRows
@@ -21,6 +26,7 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("linear", "nearest")
+_blends: WeakKeyDictionary[CoordinateSet, dict[tuple, _Blend]] = WeakKeyDictionary()
 
 
 def interpolate(
@@ -62,33 +68,38 @@ def interpolate(
             f"coordinates a row; got {tuple(points.shape)}"
         )
     points = points.astype(mx.float32)
-    shift = 0.5 if mode == "nearest" else 0.0
-    at = mx.floor(mx.stop_gradient(points) + mx.array([0.0] + [shift] * x.dims))
+    at = mx.stop_gradient(points)
+    at = mx.floor(at + mx.array([0.0] + [0.5] * x.dims) if mode == "nearest" else at)
     cells, bounds = _cells(at)
     held = x.manager[x.key]
     if mode == "nearest":
         return gathered(x.feats, held.index.find(cells, bounds)[:, None])
     part = (points - at)[:, 1:]
-    return _blended(x, BoxedRows(cells, bounds), part, renormalise)
+    weights, places = _around(held, BoxedRows(cells, bounds), part, renormalise)
+    return weighted(x.feats, weights, places)
 
 
-def _blended(
-    x: SparseTensor, cells: BoxedRows, part: mx.array, renormalise: bool
-) -> mx.array:
-    """Weigh the 2^D cells from each of ``cells`` on; ``part`` is how far beyond it."""
-    corners = list(itertools.product((0, 1), repeat=x.dims))
-    places = x.manager[x.key].index.table(cells, corners, (1,) * x.dims)
+def _around(
+    held: CoordinateSet, cells: BoxedRows, part: mx.array, renormalise: bool
+) -> tuple[mx.array, mx.array]:
+    """Return the weights of the 2^D cells from each of ``cells`` on, and their rows.
+
+    ``part``: (Q, D), how far beyond it.
+    """
+    dims = part.shape[1]
+    corners = list(itertools.product((0, 1), repeat=dims))
+    places = held.index.table(cells, corners, (1,) * dims)
+    # A share is that of the upper cell, or what it leaves to the lower one.
+    upper = mx.array(corners, dtype=mx.float32)
+    shares = part[:, None] * (2 * upper - 1) + (1 - upper)
     # A cell's weight is a product over the axes; absent cells have none.
-    weights = mx.ones(places.shape)
-    for axis in range(x.dims):
-        share = part[:, axis : axis + 1]
-        upper = mx.array([corner[axis] for corner in corners]) == 1
-        weights = weights * mx.where(upper, share, 1 - share)
-    weights = mx.where(places >= 0, weights, 0)
+    weights = mx.where(places >= 0, shares[..., 0], 0)
+    for axis in range(1, dims):
+        weights = weights * shares[..., axis]
     if renormalise:
         total = weights.sum(axis=1, keepdims=True)
-        weights = mx.where(total > 0, weights / mx.where(total > 0, total, 1), 0)
-    return weighted(x.feats, weights, places)
+        weights = weights / mx.where(total > 0, total, 1)
+    return weights, places
 
 
 def _cells(at: mx.array) -> tuple[mx.array, Bounds]:
@@ -133,7 +144,51 @@ def upsample_linear(
     expect_tensor(x)
     steps = per_axis(scale, x.dims, "scale")
     key = finer_key(x, coordinates, steps)
-    fine = x.manager[key]
+    held = x.manager[x.key]
+    known, made = _blends.setdefault(held, {}), (key, steps, renormalise)
+    if made not in known:
+        known[made] = _Blend(held, x.manager[key], steps, renormalise)
+    return SparseTensor.of(x.manager, key, known[made](x.feats))
+
+
+class _Blend:
+    """Finer rows between the cells around them; places and weights are kept.
+
+    Args:
+        held: the cells.
+        fine: the finer rows.
+        steps: of them in a cell, on each axis.
+        renormalise: as of ``upsample_linear``.
+    """
+
+    def __init__(
+        self,
+        held: CoordinateSet,
+        fine: CoordinateSet,
+        steps: tuple[int, ...],
+        renormalise: bool,
+    ):
+        cells, part = _between(fine, steps)
+        self.weights, self.places = _around(held, cells, part, renormalise)
+        # Of two cells an axis, those of one reach as far beyond it as it is wide.
+        self.rows, self.most, self._order = len(held), prod(2 * s for s in steps), None
+        sync.start((self.weights, self.places))
+
+    def __call__(self, feats: mx.array) -> mx.array:
+        """Return the features of the finer rows."""
+        return gathered(feats, self.places, self.order, self.weights)
+
+    def order(self) -> tuple[mx.array, ...]:
+        """Return ``Reductions.order`` of the places."""
+        if self._order is None:
+            given = self.places, self.rows, self.most
+            self._order = registry.reductions().order(*given)
+            sync.start(self._order)
+        return self._order
+
+
+def _between(fine: CoordinateSet, steps: tuple[int, ...]) -> tuple[BoxedRows, mx.array]:
+    """Return the lowest cell around each fine row, and how far beyond it that lies."""
     columns, parts = [fine.coords[:, 0]], []
     low, high = ([bound[0]] for bound in fine.box)
     for axis, step in enumerate(steps, 1):
@@ -147,8 +202,7 @@ def upsample_linear(
         low.append(fine.box[0][axis] // step - 1)
         high.append(fine.box[1][axis] // step)
     cells = BoxedRows(mx.stack(columns, axis=1), (tuple(low), tuple(high)))
-    feats = _blended(x, cells, mx.stack(parts, axis=1), renormalise)
-    return SparseTensor.of(x.manager, key, feats)
+    return cells, mx.stack(parts, axis=1)
 
 
 def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:

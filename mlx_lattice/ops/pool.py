@@ -29,6 +29,9 @@ __all__ = [
     "upsample_nearest3d", "upsample_nearest4d",
 ]  # fmt: skip
 
+# Of a table, where rows could name the one cell that they lie in: those of cells of
+# 2 or 3 serve convolutions too.
+MOST_OFFSETS = 32
 POOLS = ("max", "sum", "avg")
 COUNTS = ("active", "volume")
 
@@ -55,8 +58,18 @@ class PoolIndices:
         return offsets
 
 
+def _by_cells(relation: Relation) -> bool:
+    """Whether rows name their cells, for which tables would have too many offsets."""
+    return relation.volume > MOST_OFFSETS and relation.fills_cells
+
+
 def _sum(x: mx.array, relation: Relation) -> mx.array:
     """Return ``y[o] = sum over edges of x[i]``."""
+    if _by_cells(relation):
+        if not relation.is_to_cells:
+            return reductions.gathered(x, relation.cells, relation.cell_order)
+        given = relation.cells, relation.n_out, relation.cell_order
+        return reductions.scattered(x, *given)
     return reductions.sum_over(x, relation.held_table(), lambda: relation.in_out)
 
 
@@ -71,6 +84,8 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
 
 def _reached(relation: Relation) -> mx.array:
     """Return (N_in, K) int32: the output rows that each input reaches, once each."""
+    if _by_cells(relation) and relation.is_to_cells:
+        return relation.cells
     if relation.spec is not None:  # distinct offsets reach distinct rows
         return relation.in_out
 
@@ -130,7 +145,10 @@ def sparse_pool(
 
 def _pooled_edges(relation: Relation) -> mx.array:
     """Return (N_out, 1) float32: the edges of each output row, at least 1."""
-    edges = (relation.out_in >= 0).sum(axis=1, keepdims=True)
+    if not _by_cells(relation):
+        edges = (relation.out_in >= 0).sum(axis=1, keepdims=True)
+    else:
+        edges = _sum(mx.ones((relation.n_in, 1)), relation)
     return mx.maximum(edges, 1).astype(mx.float32)
 
 

@@ -132,6 +132,78 @@ def test_what_is_held_is_computed_once():
     assert not parts and count == 0
 
 
+def test_a_name_that_is_bound_again_holds_nothing():
+    net, x = Block(), tensor()
+    net.eval()
+
+    def before(x):
+        out = net.conv1(x)
+        out = net.conv2(net.relu(net.norm1(out)))
+        return net.relu(out + x)
+
+    y, parts, count = told(lambda: before(x))
+    assert parts == [("BatchNorm", "ReLU")] and count == 2
+    with pending.apart():
+        wanted = before(x)
+    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), 1e-5, 1e-5)
+
+
+def test_a_norm_of_what_is_held_has_its_activation():
+    net, x, seen = Block(), tensor(), []
+    net.eval()
+    with fusion.observe(seen.append), ml.trace() as trace:
+        y = net.conv1(x)
+        z = net.conv2(net.relu(net.norm1(y))) + y
+    assert [(norm.parts, norm.launches == 0) for norm in seen] == [
+        (("BatchNorm", "ReLU"), False)
+    ]
+    assert len(trace) == 2
+    with pending.apart():
+        wanted = net.conv2(net.relu(net.norm1(net.conv1(x)))) + y
+    np.testing.assert_allclose(exact(z.feats), exact(wanted.feats), 1e-5, 1e-5)
+
+
+@pytest.mark.parametrize("follow", ("conv2", "down", "relu"))
+def test_what_several_wait_for_is_computed_once(follow):
+    net, x = Block(), tensor()
+    net.eval()
+
+    def both():
+        y = net.relu(net.norm1(net.conv1(x)))
+        return net.conv2(y), getattr(net, follow)(y)
+
+    found, parts, count = told(both)
+    assert parts == [("BatchNorm", "ReLU")] and count == 2 + (follow != "relu")
+    with pending.apart():
+        wanted = both()
+    for got, each in zip(found, wanted, strict=True):
+        np.testing.assert_allclose(exact(got.feats), exact(each.feats), 1e-5, 1e-5)
+
+
+def test_never_a_whole_net_waits():
+    conv, y = nn.SubmConv3d(C, C, 1, bias=False), tensor()
+    conv.weight = mx.eye(C).reshape(C, 1, 1, 1, C)
+    wanted = exact(y.feats)
+    for _ in range(400):
+        y = conv(y)
+    np.testing.assert_allclose(exact(y.feats), wanted, 1e-5)
+
+
+def test_what_follows_is_of_the_features_that_there_were():
+    net, x = Block(), tensor()
+    net.eval()
+    y = net.conv1(x)
+    wanted = [exact(net.relu(y.feats)), exact(net.relu(net.norm1(y.feats)))]
+    y = net.conv1(x)
+    found = [net.relu(y), net.relu(net.norm1(y)), net.conv2(y)]
+    y.feats = mx.ones(y.shape)
+    for got, each in zip(found, wanted, strict=False):
+        np.testing.assert_allclose(exact(got.feats), each, 1e-5, 1e-5)
+    again = net.conv2(y.replace(net.conv1(x).feats))
+    np.testing.assert_allclose(exact(found[2].feats), exact(again.feats), 1e-5, 1e-5)
+    assert (y.feats == 1).all().item() and (net.relu(y).feats == 1).all().item()
+
+
 def test_what_is_read_holds_nothing_that_it_was_computed_from():
     net, x = Block(), tensor()
     net.eval()
@@ -140,7 +212,7 @@ def test_what_is_read_holds_nothing_that_it_was_computed_from():
     assert result.epilogue.residual is not None and result.before is not None
     mx.eval(y.feats)
     held = {name for name in result.__slots__ if getattr(result, name) is not None}
-    assert held == {"feats", "is_of_trace", "is_used", "tensor"}
+    assert held == {"feats", "is_awaited", "is_of_trace", "is_used", "tensor"}
 
 
 def test_a_result_is_of_the_arrays_that_there_were():

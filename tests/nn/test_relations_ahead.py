@@ -473,7 +473,7 @@ class TestUncalled:
                 starts.clear()
                 made(scan(seed, 300, mx.float16))
                 counts.append(len(starts))
-        assert counts[0] > 5 and counts[1] == counts[2] <= 3
+        assert counts[0] > counts[1] == counts[2] <= 3
 
     @pytest.mark.parametrize("rows", ((250, 0, 1, 250), (0, 250, 0, 1)), ids=str)
     def test_results_are_those_of_layers_that_ask(self, rows):

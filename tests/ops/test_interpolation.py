@@ -1,5 +1,7 @@
 """Features at points, and of voxels at theirs: against the float64 oracle."""
 
+from unittest.mock import patch
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -144,6 +146,44 @@ def test_linear_upsampling(scale, renormalise):
         return (z.feats * mx.array(dy)).sum()
 
     ref.assert_close(mx.grad(loss)(x.feats), weights.T @ dy)
+
+
+@pytest.mark.parametrize("renormalise", (True, False))
+def test_places_and_weights_are_kept_between_sets(renormalise):
+    coords = cases.geometry("surface", 3, 90)
+    x = tensor(coords, cases.features(len(coords), 4))
+    pooled, looked = ops.avg_pool3d(x, 4), []
+    index = x.manager[pooled.key].index
+    kept = type(index).table
+
+    def run(f):
+        return ops.upsample_linear3d(pooled.replace(f), 4, renormalise=renormalise)
+
+    def squares(f):
+        return 0.5 * mx.square(run(f).feats).sum()
+
+    def slopes(f):
+        return 0.5 * mx.square(mx.grad(squares)(f)).sum()
+
+    def noted(self, *given, **options):
+        looked.append(self)
+        return kept(self, *given, **options)
+
+    given = np.array(pooled.coords), np.eye(len(pooled)), coords, (4, 4, 4)
+    weights, f = upsampled(*given, renormalise), pooled.feats
+    gram = weights.T @ weights
+    with patch.object(type(index), "table", noted):
+        for call in (run, mx.compile(lambda f: run(f).feats), run):
+            y = call(f)
+            y = y if isinstance(y, mx.array) else y.feats
+            ref.assert_close(y, weights @ np.array(f, np.float64))
+        for back in (mx.grad(squares), mx.compile(mx.grad(squares))):
+            ref.assert_close(back(f), gram @ np.array(f, np.float64))
+        twice = gram @ gram @ np.array(f, np.float64)
+        ref.assert_close(mx.grad(slopes)(f), twice, what="second order")
+        (_,), (moved,) = mx.jvp(lambda f: run(f).feats, [f], [f])
+        ref.assert_close(moved, weights @ np.array(f, np.float64))
+    assert looked == [index]
 
 
 def test_linear_upsampling_goes_back_to_what_was_pooled():

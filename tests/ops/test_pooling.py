@@ -26,6 +26,11 @@ KERNELS = (
     (3, 4, 3, 1, 1, "reach"),
     (3, (1, 2, 3), (2, 1, 2), None, 1, "reach"),
     (4, 2, None, None, 1, "cell"),
+    # Of cells that rows name, instead of a table.
+    (1, 40, None, 0, 1, "reach"),
+    (2, 8, None, None, 1, "cell"),
+    (3, (4, 3, 3), None, 0, 1, "cell"),
+    (4, 4, None, None, 1, "reach"),
 )
 
 
@@ -143,11 +148,12 @@ def test_rows_without_edges_are_zero(mode):
     np.testing.assert_allclose(np.array(dx), np.full((2, 1), 1 / over))
 
 
+@pytest.mark.parametrize("size", (2, 4))
 @pytest.mark.parametrize("mode", MODES)
-def test_all_pruned(mode):
+def test_all_pruned(mode, size):
     x = tensor(cases.geometry("negative", 3, 10), np.ones((10, 2))[:10])
     none = ops.prune(x, mx.zeros((len(x),), dtype=mx.bool_))
-    kernel = (3, 2, None, None, 1, "cell")
+    kernel = (3, size, None, None, 1, "cell")
 
     def run(f):
         return pool(none.replace(f), mode, kernel).feats.sum()
@@ -155,10 +161,11 @@ def test_all_pruned(mode):
     assert mx.grad(run)(none.feats).shape == (0, 2)
 
 
+@pytest.mark.parametrize("size, stride", [(3, 2), (4, 4)])
 @pytest.mark.parametrize("mode", MODES)
-def test_forward_mode_and_second_order(mode):
+def test_forward_mode_and_second_order(mode, size, stride):
     coords = cases.geometry("negative", 3, 40)
-    kernel = (3, 3, 2, None, 1, "cell")
+    kernel = (3, size, stride, None, 1, "cell")
     feats = distinct(len(coords), 3).astype(np.float64)
     x, relation = tensor(coords, feats), oracle(kernel, coords)
 
@@ -236,7 +243,7 @@ def test_errors(call, text):
 
 
 @pytest.mark.parametrize("geometry", GEOMETRIES)
-@pytest.mark.parametrize("kernel, stride", [(2, 2), (3, 2), (3, 3), (2, 3)])
+@pytest.mark.parametrize("kernel, stride", [(2, 2), (3, 2), (3, 3), (2, 3), (4, 4)])
 @pytest.mark.parametrize("mode", ("sum", "avg"))
 def test_pool_transpose(mode, kernel, stride, geometry):
     coords = cases.geometry(geometry, 3, 40)
@@ -263,7 +270,9 @@ def test_pool_transpose(mode, kernel, stride, geometry):
     ref.assert_close(mx.grad(loss)(mx.array(feats)), expected)
 
 
-@pytest.mark.parametrize("dims, scale", [(1, 3), (2, 2), (3, (2, 1, 3)), (4, 2)])
+@pytest.mark.parametrize(
+    "dims, scale", [(1, 3), (2, 2), (3, (2, 1, 3)), (4, 2), (1, 99), (3, (5, 4, 3))]
+)
 def test_upsample_nearest(dims, scale):
     coords = cases.geometry("negative", dims, 40)
     x = tensor(coords, cases.features(len(coords), 2))
@@ -276,6 +285,35 @@ def test_upsample_nearest(dims, scale):
     step = np.array((1, *ref.per_axis(scale, dims)))
     expected = [rows[tuple(row)] for row in (coords // step).tolist()]
     np.testing.assert_array_equal(np.array(up.feats), np.array(expected))
+
+
+@pytest.mark.parametrize("size", (4, 16))
+def test_large_cells_have_no_table(size):
+    coords = cases.geometry("surface", 3, 300)
+    x = tensor(coords, cases.features(len(coords), 3))
+    down, target = ops.max_pool3d(x, 2), mx.array(coords[::2].astype(np.int32))
+    top = ops.sum_pool3d(down, size // 2)
+
+    def run(f, onto):
+        up = ops.upsample_nearest3d(top.replace(f), size, onto)
+        return ops.sum_pool3d(up, size, coordinates=top).feats
+
+    places = {tuple(row): i for i, row in enumerate(np.array(top.coords).tolist())}
+    feats = ref.to_numpy(top.feats).astype(np.float64)
+    for onto, rows in ((x, coords), (target, coords[::2])):
+        cells = [
+            places[tuple(c)] for c in (rows // np.array((1, *[size] * 3))).tolist()
+        ]
+        counts = np.bincount(cells, minlength=len(top))[:, None]
+        for call in (run, mx.compile(lambda f, onto=onto: run(f, onto))):
+            y = call(top.feats, onto) if call is run else call(top.feats)
+            ref.assert_close(y, counts * feats)
+        grad = mx.grad(lambda f, onto=onto: 0.5 * run(f, onto).square().sum())
+        ref.assert_close(grad(top.feats), counts**2 * feats)
+    known = x.manager.transposed_kernel_relation(
+        top.key, x.key, kernel_size=size, stride=size, padding=0
+    )
+    assert known.fills_cells and ("table", False) not in known.built
 
 
 def test_max_unpool():
