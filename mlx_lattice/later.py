@@ -198,7 +198,9 @@ class Result:
 
         What a graph that is being traced computes is of that graph alone.
         """
-        self.use()
+        self.is_used = True
+        if self.waiter:
+            self.waiter.clear()
         if self.is_of_trace or not sync.is_transforming():
             self.feats = feats
             self.convolve = self.epilogue = self.norm = self.before = self.own = None

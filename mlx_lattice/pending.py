@@ -65,17 +65,25 @@ class Pending(SparseTensor):
         relation: Relation,
         bias: mx.array | None,
         groups: int,
-        channels: int,
+        channels: tuple[int, int],
         *,
         keeps: bool = False,
-    ) -> Pending:
-        """Return a convolution's result, of so many channels.
+    ) -> Pending | None:
+        """Return a convolution's result; None if features do not fit, to raise now.
 
-        Arguments are checked: they fit. Others are as of ``contraction.conv``;
-        ``keeps``: the result has the rows of ``x``, and the relation none of a manager.
+        Other arguments are checked, and as of ``contraction.conv``.
+
+        Args:
+            channels: that it reads and writes.
+            keeps: whether the result has the rows of ``x``, and the relation none of a
+                manager.
         """
         # Set from here: a call more is a tenth of what waiting costs.
-        feats = x._awaited() if type(x) is cls else x.feats
+        feats = x._result.feats if type(x) is cls else x.feats
+        given = x if feats is None else feats
+        if given.dtype != w.dtype or given.shape[1] != channels[0]:
+            return None
+        feats = x._awaited() if feats is None else feats
         run, made = Convolution(), cls.__new__(cls)
         run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
         run.context, run.groups = copy_context(), groups
@@ -84,7 +92,7 @@ class Pending(SparseTensor):
             "manager": x.manager,
             "key": x.key if keeps else relation.sets[1].known_key() or relation.out_key,
             "coords": x.coords if keeps else relation.out_coords,
-            "_facts": (channels, x.dtype),
+            "_facts": (channels[1], w.dtype),
             "_result": Result(run, made),
         }
         return made
@@ -152,14 +160,12 @@ class Pending(SparseTensor):
         """(N, C)."""
         return len(self), self._facts[0]
 
-    def _awaited(self) -> mx.array | Result:
-        """Return what a convolution reads once it is computed itself.
+    def _awaited(self) -> Result:
+        """Return what a convolution reads once it is computed itself, if this waits.
 
         Then a net has let go of what lies between: ``out = conv(relu(norm(out)))``.
         """
         result = self._result
-        if not self._waits():
-            return result.read()
         run = result.convolve
         if type(run) is Convolution and type(run.arrays[0]) is Result:
             run.arrays[0].read()  # two wait, and never a whole net

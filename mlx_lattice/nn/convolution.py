@@ -158,10 +158,9 @@ class _Convolution(Family, Packable, Module):
     def _contracted(self, run, x, w, relation: Relation, after):
         bias, groups = self.get("bias"), self.groups
         if after is None and run is contracted and may_wait(x) and not watching.now():
-            c_in, c_out = self.channels
-            # What does not fit is to raise now.
-            if x.dtype == w.dtype and x.channels == c_in:
-                return Pending.later(self, x, w, relation, bias, groups, c_out)
+            made = Pending.later(self, x, w, relation, bias, groups, self.channels)
+            if made is not None:
+                return made
         return run(x, w, relation, bias, groups, after)
 
 

@@ -152,7 +152,8 @@ def _later(layer: Module, x: SparseTensor) -> Pending | None:
     weight, channels = _weight(layer), layer.weight.shape[0]
     if is_ours:
         weight, rows = _kernel_major(weight), each_row(len(feats))
-        return Pending.later(layer, x, weight, rows, bias, 1, channels, keeps=True)
+        wide = feats.shape[1], channels
+        return Pending.later(layer, x, weight, rows, bias, 1, wide, keeps=True)
     run = partial(_multiplied, feats, weight, bias)
     return Pending.of_rows(x, feats, run, channels=channels)
 
