@@ -172,7 +172,8 @@ def test_what_follows_a_matmul_and_its_bias_is_one_launch(name, kind, most):
     net, x = Net(kind).eval(), tensor()
     mx.eval(net.parameters(), getattr(net, name)(x).feats)
     names = operations(lambda: getattr(net, name)(x))
-    assert len(names) == most, names
+    # On CUDA MLX unpacks a weight before it multiplies.
+    assert len(names) - names.count("Quantize") == most, names
 
 
 @pytest.mark.parametrize("kind", KINDS)
