@@ -232,9 +232,7 @@ class Autoencoder(mlx.nn.Module):
             if level < len(self.down):
                 above.append(x)
                 y = ops.space_to_channel(self.down[level](x))
-                means = ops.space_to_channel(x).feats  # of neighbouring channels
-                means = means.reshape(len(y), y.channels, -1).mean(axis=-1)
-                x = y.replace(y.feats + means)
+                x = y + ops.channel_avg_pool(ops.space_to_channel(x), y.channels)
         return x, above
 
     def sample(self, x: ml.SparseTensor) -> tuple[ml.SparseTensor, mx.array]:

@@ -4,6 +4,7 @@ from . import (
     activation,
     attention,
     boxes,
+    channel_pool,
     channels,
     conv,
     coordinates,
@@ -23,6 +24,7 @@ from . import (
 from .activation import *
 from .attention import *
 from .boxes import *
+from .channel_pool import *
 from .channels import *
 from .conv import *
 from .coordinates import *
@@ -43,6 +45,7 @@ __all__ = [
     *activation.__all__,
     *attention.__all__,
     *boxes.__all__,
+    *channel_pool.__all__,
     *channels.__all__,
     *conv.__all__,
     *coordinates.__all__,

@@ -199,11 +199,8 @@ class DownBlock(nn.Module):
         y = self.conv1(self.norm1(x, activation="silu"))
         y = ops.space_to_channel(y, order=ORDER)
         skip = ops.space_to_channel(x, order=ORDER)
-        share = skip.channels // self.out_channels
-        parts = skip.feats.reshape(len(skip), self.out_channels, share)
-        mean = parts.astype(mx.float32).mean(axis=2).astype(x.dtype)
-        y = self.conv2(self.norm2(y, activation="silu"))
-        return summed(y, skip.replace(mean))
+        skip = ops.channel_avg_pool(skip, self.out_channels)
+        return summed(self.conv2(self.norm2(y, activation="silu")), skip)
 
 
 def summed(y: SparseTensor, skip: SparseTensor) -> SparseTensor:

@@ -1,0 +1,49 @@
+"""channel_avg_pool against means of NumPy, by MLX's mean and in halves, as on CUDA."""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+
+import mlx_lattice as ml
+from mlx_lattice import devices, ops
+
+
+@pytest.fixture(params=("cpu", "h200"))
+def chip(request, monkeypatch):
+    """The device whose way is taken; there is nothing but MLX's operations in it."""
+    profile = devices.PROFILES[request.param]
+    monkeypatch.setattr(devices, "current", lambda: profile)
+    return request.param
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("share", (1, 2, 3, 4, 6, 7, 8))
+@pytest.mark.parametrize("rows", (0, 1, 37))
+def test_means_and_their_gradients(chip, rows, share, dtype):
+    feats = mx.array(cases.features(max(rows, 1), 5 * share)[:rows])
+    feats = feats.astype(getattr(mx, dtype))
+    exact = ref.to_numpy(feats).astype(np.float64)
+    y = ops.channel_avg_pool(feats, 5)
+    assert y.dtype == feats.dtype and y.shape == (rows, 5)
+    ref.assert_close(y, exact.reshape(rows, 5, share).mean(axis=2), dtype)
+    dy = mx.array(cases.features(max(rows, 1), 5, 1)[:rows]).astype(feats.dtype)
+    dx = mx.grad(lambda f: (ops.channel_avg_pool(f, 5) * dy).sum())(feats)
+    expected = np.repeat(ref.to_numpy(dy).astype(np.float64) / share, share, axis=1)
+    ref.assert_close(dx, expected, dtype)
+
+
+def test_a_tensor_keeps_its_rows(chip):
+    rows = mx.array(cases.geometry("surface", 3, 40))
+    x = ml.SparseTensor(rows, mx.array(cases.features(len(rows), 12)))
+    y = ops.channel_avg_pool(x, 3)
+    assert y.key == x.key
+    expected = np.array(x.feats).reshape(len(rows), 3, 4).mean(axis=2)
+    np.testing.assert_allclose(np.array(y.feats), expected, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("channels", (0, -1, 5, 24))
+def test_what_does_not_divide_is_an_error(channels):
+    with pytest.raises(ValueError, match="divisor of the 12 channels"):
+        ops.channel_avg_pool(mx.zeros((3, 12)), channels)
