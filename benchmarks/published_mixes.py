@@ -253,8 +253,8 @@ class Autoencoder(mlx.nn.Module):
             if level:
                 rows = above[level - 1]
                 y = ops.channel_to_space(self.up[level - 1](x), coordinates=rows)
-                again = mx.repeat(x.feats, 8 * y.channels // x.channels, axis=1)
-                wide = ops.channel_to_space(x.replace(again), coordinates=rows)
+                again = ops.channel_repeat(x, 8 * y.channels // x.channels)
+                wide = ops.channel_to_space(again, coordinates=rows)
                 x = y + wide
         return x
 

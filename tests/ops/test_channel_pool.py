@@ -1,4 +1,4 @@
-"""channel_avg_pool against means of NumPy, by MLX's mean and in halves, as on CUDA."""
+"""Means of channels, and channels again, against NumPy: by MLX's sum, and in halves."""
 
 import cases
 import mlx.core as mx
@@ -34,6 +34,46 @@ def test_means_and_their_gradients(chip, rows, share, dtype):
     ref.assert_close(dx, expected, dtype)
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("times", (1, 2, 5, 8))
+def test_repeats_and_their_gradients(chip, times, dtype):
+    feats = mx.array(cases.features(37, 3)).astype(getattr(mx, dtype))
+    y = ops.channel_repeat(feats, times)
+    assert mx.array_equal(y, mx.repeat(feats, times, axis=1)) and y.dtype == feats.dtype
+    dy = mx.array(cases.features(37, 3 * times, 1)).astype(feats.dtype)
+    dx = mx.grad(lambda f: (ops.channel_repeat(f, times) * dy).sum())(feats)
+    exact = ref.to_numpy(dy).astype(np.float64).reshape(37, 3, times).sum(axis=2)
+    ref.assert_close(dx, exact, dtype)
+
+
+@pytest.mark.parametrize(
+    "name, number", (("channel_avg_pool", 3), ("channel_repeat", 4))
+)
+def test_second_derivatives_and_tangents(chip, name, number):
+    feats, run = mx.array(cases.features(9, 12)), getattr(ops, name)
+
+    def loss(f):
+        return (run(f, number) ** 3).sum()
+
+    def bend(f):
+        return (mx.grad(loss)(f) ** 2).sum()
+
+    def plainly(f):
+        if name == "channel_repeat":
+            return (mx.repeat(f, number, axis=1) ** 3).sum()
+        return (f.reshape(9, number, -1).mean(axis=2) ** 3).sum()
+
+    def plain_bend(f):
+        return (mx.grad(plainly)(f) ** 2).sum()
+
+    ref.assert_close(mx.grad(bend)(feats), np.array(mx.grad(plain_bend)(feats)))
+    along = mx.array(cases.features(9, 12, 1))
+    (_, (found,)) = mx.jvp(lambda f: run(f, number), [feats], [along])
+    ref.assert_close(found, np.array(run(along, number)))
+    step = mx.compile(mx.grad(loss))
+    ref.assert_close(step(feats), np.array(mx.grad(plainly)(feats)))
+
+
 def test_a_tensor_keeps_its_rows(chip):
     rows = mx.array(cases.geometry("surface", 3, 40))
     x = ml.SparseTensor(rows, mx.array(cases.features(len(rows), 12)))
@@ -41,9 +81,13 @@ def test_a_tensor_keeps_its_rows(chip):
     assert y.key == x.key
     expected = np.array(x.feats).reshape(len(rows), 3, 4).mean(axis=2)
     np.testing.assert_allclose(np.array(y.feats), expected, rtol=1e-5, atol=1e-6)
+    again = ops.channel_repeat(y, 4)
+    assert again.key == x.key and again.shape == x.shape
 
 
 @pytest.mark.parametrize("channels", (0, -1, 5, 24))
 def test_what_does_not_divide_is_an_error(channels):
     with pytest.raises(ValueError, match="divisor of the 12 channels"):
         ops.channel_avg_pool(mx.zeros((3, 12)), channels)
+    with pytest.raises(ValueError, match="times of 1 or more; got 0"):
+        ops.channel_repeat(mx.zeros((3, 12)), 0)

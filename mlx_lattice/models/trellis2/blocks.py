@@ -121,7 +121,7 @@ class UpBlock(nn.Module):
             y, subdivision=subdivision, coordinates=coordinates, order=ORDER
         )
         skip = ops.channel_to_space(x, coordinates=y, order=ORDER)
-        skip = skip.replace(mx.repeat(skip.feats, self.repeats, axis=1))
+        skip = ops.channel_repeat(skip, self.repeats)
         return summed(self.conv2(self.norm2(y, activation="silu")), skip), logits
 
     def _in_blocks(self, x: SparseTensor, key: CoordinateKey) -> SparseTensor:
