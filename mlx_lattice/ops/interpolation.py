@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from math import prod
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from ..axes import functions
 from ..backends import registry
-from ..coordinate_set import CoordinateSet
+from ..coordinate_set import CoordinateSet, OfPairs
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, Bounds, bounds_of
 from ..geometry.lattice import floor_divide
@@ -26,7 +25,7 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("linear", "nearest")
-_blends: WeakKeyDictionary[CoordinateSet, dict[tuple, _Blend]] = WeakKeyDictionary()
+_blends = OfPairs()  # of cells and the finer rows, by steps and how they are weighed
 
 
 def interpolate(
@@ -144,10 +143,10 @@ def upsample_linear(
     expect_tensor(x)
     steps = per_axis(scale, x.dims, "scale")
     key = finer_key(x, coordinates, steps)
-    held = x.manager[x.key]
-    known, made = _blends.setdefault(held, {}), (key, steps, renormalise)
+    held, fine = x.manager[x.key], x.manager[key]
+    known, made = _blends.of(held, fine), (steps, renormalise)
     if made not in known:
-        known[made] = _Blend(held, x.manager[key], steps, renormalise)
+        known[made] = _Blend(held, fine, steps, renormalise)
     return SparseTensor.of(x.manager, key, known[made](x.feats))
 
 

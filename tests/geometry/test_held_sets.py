@@ -44,14 +44,21 @@ class Pruning(nn.Sequential):
         return y
 
 
-@pytest.mark.parametrize("chosen", ["prune", "top_k", "crop", "union", "subdivide"])
+CHOSEN = "prune", "top_k", "crop", "union", "subdivide", "upsample"
+
+
+@pytest.mark.parametrize("chosen", CHOSEN)
 def test_rows_chosen_by_features_die_with_their_tensors(chosen):
     x, other = tensor(), tensor(seed=1)
     conv, wide = nn.SubmConv3d(4, 4, 3), nn.Conv3d(4, 16, 1)
+    below = ops.avg_pool3d(x, 2)
 
     def made(step):
         if chosen == "prune":
             return ops.prune(x, mx.arange(len(x)) % 5 != step)
+        if chosen == "upsample":  # onto rows that come and go
+            y = ops.prune(x, mx.arange(len(x)) % 5 != step)
+            return ops.upsample_linear3d(below, coordinates=y) + y
         if chosen == "top_k":
             return ops.top_k(x, x.feats[:, step % 4], 50 + step)
         if chosen == "crop":
