@@ -91,12 +91,14 @@ class Reads(NamedTuple):
     Attributes:
         stages: each view, in ``STAGES`` tuples.
         strides: between the levels, one after another.
-        relations: all that were made, as (kind, ends, spec): the first, and others in
-            an order of their own; () where some are of other sets.
+        first: kind and kernel of the first relation; None if not of the input's rows.
+        relations: all that were made, as (kind, ends, spec); () where some are of other
+            sets.
     """
 
     stages: tuple[tuple[Read, ...], ...]
     strides: tuple[tuple, ...]
+    first: tuple[str, KernelSpec] | None
     relations: tuple[tuple[str, tuple[int, int], KernelSpec], ...]
 
     @classmethod
@@ -121,17 +123,11 @@ class Reads(NamedTuple):
                 reads.append(Read.of(kind, spec, ends, *facts))
         if not reads:
             return None
-        strides, relations = tuple([stride for _, stride in levels]), ()
-        if is_whole:
-            begun, *rest = named
-            relations = begun, *sorted(rest, key=lambda each: _order(*each))
-        return cls(_staged(reads), strides, relations)
-
-    @property
-    def first(self) -> tuple[str, KernelSpec] | None:
-        """Kind and kernel of the first relation; None if not of the input's rows."""
-        kind, ends, spec = self.relations[0] if self.relations else (None, None, None)
-        return (kind, spec) if ends == (0, 0) else None
+        (kind, *ends, spec, _), *_ = record.relations
+        begun = (kind, spec) if ends == [first, first] else None
+        relations = sorted(named, key=lambda each: _order(*each)) if is_whole else ()
+        strides = tuple([stride for _, stride in levels])
+        return cls(_staged(reads), strides, begun, tuple(relations))
 
 
 class Asked:
@@ -200,7 +196,7 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
     if net.training or not len(x) or limit.active() is not None:
         return None
     known = dict(getattr(net, "_reads", ())).get((*_facts(net, x), _structure(net)))
-    if known is None or known.first is None:
+    if known is None or known.first is None or not known.relations:
         return None
     now, device, found = selection.situation(), devices.current(), []
     refused = proof_results.refused_on(device)
@@ -235,8 +231,8 @@ def _made(known: Reads, x: SparseTensor) -> tuple[CoordinateKey, ...]:
     elif known.first:  # as layers ask: edges are counted while the input is checked
         kind, spec = known.first
         x.manager.relation_of(kind, x.key, x.key, spec)
-    elif not source.settled:
-        settle([source])
+    elif not source.settled and (stages[0] or not known.strides):
+        settle([source])  # else it is read with the sizes of its levels
     # Rows of the input are there: their views are made while levels are counted.
     with later, sync.meanwhile(begin):
         levels += x.manager.cells(x.key, known.strides)
