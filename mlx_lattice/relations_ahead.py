@@ -58,7 +58,7 @@ class Read(NamedTuple):
 
     @classmethod
     def of(cls, kind: str, spec: KernelSpec, ends: tuple[int, int], *facts) -> Read:
-        """Return what was read; ``facts`` as ``Relation.reads`` has them."""
+        """Return what was read; ``facts``: ``is_transposed``, ``view``, ``layers``."""
         is_transposed, view, _ = facts
         search = None
         if view is not None and view is registry.geometry().together:
