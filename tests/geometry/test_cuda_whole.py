@@ -227,6 +227,47 @@ def test_relations_that_are_there_are_not_launched_again(emulator):
             check_tiles(relation)
 
 
+@pytest.mark.parametrize("way", ("whole", "prunes", "strided first"))
+def test_the_next_scan_is_built_ahead(emulator, reads, way):
+    """By what the layer that is asked first was asked: in few launches and reads."""
+    layer = ml.nn.SubmConv3d(1, 1, 3)
+
+    def asked(seed):
+        rows = mx.array(cases.geometry("surface", 3, 300, seed))
+        x = ml.SparseTensor(rows, mx.ones((len(rows), 1)))
+        begun, read = len(emulator.launches), len(reads)
+        relations_ahead.begin(layer, x)
+        manager, made = x.manager, []
+        if way != "strided first":
+            made.append(manager.submanifold_kernel_relation(x.key, kernel_size=3))
+        key = x.key
+        for _ in range(2):
+            made.append(manager.kernel_relation(key, kernel_size=2, stride=2))
+            key = made[-1].keys[1]
+            made.append(manager.submanifold_kernel_relation(key, kernel_size=3))
+        together = registry.geometry().together
+        for relation in made:
+            together(relation)
+            relation.note_read(together, "a layer")
+        counts = len(emulator.launches) - begun, len(reads) - read
+        if way == "prunes":
+            kept = ops.prune(x, mx.arange(len(x)) % 3 > 0)
+            made.append(manager.submanifold_kernel_relation(kept.key, kernel_size=3))
+        for relation in made:
+            check_tiles(relation)
+            source, target = (np.array(manager[k].coords) for k in relation.keys)
+            offsets, stride = relation.spec.offsets, relation.spec.stride
+            table = table_of(source, target, offsets, stride, False)
+            np.testing.assert_array_equal(np.array(relation.out_in), table)
+        return counts
+
+    with emulating(emulator):
+        # The second scan learns how wide keys of its levels are.
+        first, _, *others = (asked(seed) for seed in (1, 2, 3, 4))
+    assert others[0] == others[1]
+    assert others[0][0] < first[0] and others[0][1] == 1 < first[1]
+
+
 @pytest.mark.parametrize("n", (1, 5, 32, 384, 385, 1000))
 def test_tiles_of_rows_that_feed_themselves(emulator, n):
     """The values of their array are not read."""
