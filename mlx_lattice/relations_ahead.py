@@ -139,7 +139,7 @@ class Asked:
     __slots__ = "_known", "_last"
 
     def __init__(self):
-        # By dtype, mode, axes and device.
+        # By dtype, mode, axes, whether a gradient may come, and device.
         self._last: dict[tuple, Record] = {}
         self._known: dict[tuple, tuple[tuple, Reads]] = {}
 
@@ -180,7 +180,7 @@ def begin(layer: mlx.nn.Module, x: SparseTensor) -> None:
     asked = getattr(layer, "_asked", None)
     if asked is None:
         asked = layer._asked = Asked()
-    facts = (*_facts(layer, x), devices.current())
+    facts = *_facts(layer, x), sync.is_transforming(), devices.current()
     known = asked.of_last(facts)
     asked.watch(facts, record)
     if known is not None and limit.active() is None:

@@ -506,10 +506,26 @@ class TestUncalled:
             step = mlx.nn.value_and_grad(made, lambda x: made(x).feats.sum())
             found = [views(step, scan(seed, 300)) for seed in (1, 2)]
             x = scan(2, 300)
-            relations_ahead.begin(made.stem, x)
+
+            def begun(array):
+                relations_ahead.begin(made.stem, x)
+                return array.sum()
+
+            mx.grad(begun)(mx.ones((1,)))
         assert found[0] == found[1] and found[0][0] == {False, True}
         built = {k for r in x.manager.relations for k in r.built}
         assert any(swapped for _, swapped in built) and found[0][1][0] == 2
+
+    def test_a_scan_that_is_only_looked_at_has_no_views_of_gradients(self):
+        with recording():
+            made = OwnUNet().train()
+            step = mlx.nn.value_and_grad(made, lambda x: made(x).feats.sum())
+            for seed in range(1, 7):  # in turns, as a net that is not put into eval
+                x = scan(seed, 300)
+                mx.eval(step(x) if seed % 2 else made(x).feats)
+                kept = [r for r in x.manager.relations if r.kind == "submanifold"]
+                views = {k for r in kept for k in r.built}
+                assert any(swapped for _, swapped in views) == (seed % 2 == 1)
 
     def test_a_layer_holds_no_scan(self):
         made, x = OwnUNet(), scan(1)
