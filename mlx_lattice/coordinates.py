@@ -49,7 +49,7 @@ class CoordinateManager(HeldSets):
     def __init__(self):
         super().__init__()
         self._relations: dict[tuple, Relation] = {}
-        # Of rows to themselves, by key and spec: of every kind they are the same.
+        # Of rows to themselves, by set and spec: of every kind they are the same.
         self._identities: dict[tuple, Relation] = {}
         # For each coarse set the finer sets it was computed from, latest last.
         self._consumed: dict[CoordinateSet, list[CoordinateSet]] = {}
@@ -60,7 +60,8 @@ class CoordinateManager(HeldSets):
     def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
         yield from super()._keepers()
         for coarse, sets in self._consumed.items():
-            yield coarse, sets[-1]
+            for fine in {each.stride: each for each in sets}.values():
+                yield coarse, fine  # the latest of each stride
 
     def _keep(self, living: set[CoordinateSet]) -> None:
         super()._keep(living)
@@ -207,8 +208,8 @@ class CoordinateManager(HeldSets):
         if not found:
             raise ValueError(
                 f"no coordinates of stride {stride} are known to upsample "
-                f"{coarse.key!r} "
-                "onto; pass coordinates=, or use a generative transposed convolution"
+                f"{coarse.key!r} onto; pass coordinates=, or use a generative "
+                "transposed convolution"
             )
         raise ValueError(
             f"several coordinate sets of stride {stride} could be the target of "

@@ -147,19 +147,14 @@ class Asked:
         """Copy and pickle as one that knows nothing."""
         return Asked, ()
 
-    def of_last(self, facts: tuple) -> Reads | None:
-        """Return what the last scan of some facts was asked."""
-        record = self._last.pop(facts, None)
-        size, known = self._known.get(facts, (None, None))
-        # Where as many views were read as before, they are those, of most nets.
-        if record is not None and record.size != size:
-            known = Reads.of(record, record.first) or known
-            self._known[facts] = record.size, known
+    def of_last(self, facts: tuple, record: Record) -> Reads | None:
+        """Return what the last scan of some facts was asked, and keep a new one's."""
+        last, self._last[facts] = self._last.get(facts), record
+        signature, known = self._known.get(facts, (None, None))
+        if last is not None and last.signature != signature:
+            known = Reads.of(last, last.first) or known
+            self._known[facts] = last.signature, known
         return known
-
-    def watch(self, facts: tuple, record: Record) -> None:
-        """Keep the record of a scan, which layers are about to be asked for."""
-        self._last[facts] = record
 
 
 def begin(layer: mlx.nn.Module, x: SparseTensor) -> None:
@@ -181,8 +176,7 @@ def begin(layer: mlx.nn.Module, x: SparseTensor) -> None:
     if asked is None:
         asked = layer._asked = Asked()
     facts = *_facts(layer, x), sync.is_transforming(), devices.current()
-    known = asked.of_last(facts)
-    asked.watch(facts, record)
+    known = asked.of_last(facts, record)
     if known is not None and limit.active() is None:
         _made(known, x)
 
@@ -264,11 +258,12 @@ def start(
             if read.view is None:
                 continue
             relation = read.relation(manager, levels)
-            # Of what was launched, views have to be started where MLX traces a graph,
-            # which takes in what is not.
-            if read.search not in relations or is_traced:
+            is_launched = read.search in relations
+            # Where MLX traces a graph, it takes in what is not started, views too.
+            if is_traced or not is_launched:
                 alone.append((relation, read.view))
-            if relations.get(read.search, relation) is None:  # or of its transpose
+            # A search may be of a relation and of another's transpose: of the first.
+            if is_launched and relations[read.search] is None:
                 relations[read.search] = relation
         for made in launched:
             geometry.keep_together(made, [relations[each] for each in made.searches])

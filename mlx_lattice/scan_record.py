@@ -28,10 +28,10 @@ class Record:
         self.relations: list[tuple[str, int, int, KernelSpec, Views]] = []
 
     @property
-    def size(self) -> tuple[int, int, int]:
-        """How many cells, relations and views there are."""
-        views = sum([len(views) for *_, views in self.relations])
-        return len(self.cells), len(self.relations), views
+    def signature(self) -> tuple:
+        """What another scan has too that was asked the same, in the same order."""
+        asked = [(kind, spec, *views) for kind, _, _, spec, views in self.relations]
+        return *[stride for *_, stride in self.cells], *asked
 
     def levels(self, first: int) -> Iterator[tuple[int, tuple]]:
         """Yield the cells that were made of a set, of those, and so on; each's stride.

@@ -4,6 +4,7 @@ import gc
 from weakref import ref
 
 import mlx.core as mx
+import mlx.nn
 import numpy as np
 import pytest
 
@@ -26,7 +27,7 @@ def held(manager):
     return len(manager.sets), len(manager.relations)
 
 
-class Pruning(nn.Sequential):
+class Pruning(mlx.nn.Module):
     """Makes voxels and prunes them, twice, as decoders do."""
 
     def __init__(self, channels=4):
@@ -131,6 +132,18 @@ def test_the_latest_of_rows_that_nobody_has_is_what_a_given_set_was_made_of():
     ops.prune(x, x.feats[:, 0] > 0)  # rows that come let those go
     up = nn.ConvTranspose3d(4, 4, 2, stride=2)(onto[-1])
     assert len(up) == size and mx.array_equal(up.coords, latest)
+
+
+def test_of_each_stride_the_latest_rows_are_kept():
+    manager, x = ml.CoordinateManager(), tensor()
+    target = manager.insert(x.coords + 0, stride=4)
+    for stride, steps in ((1, 4), (2, 2)):
+        y = ml.SparseTensor(x.coords + 0, x.feats, stride, manager=manager)
+        manager.target_kernel_relation(y.key, target, stride=steps)
+        del y
+    ml.SparseTensor(x.coords + 0, x.feats, 8, manager=manager)  # lets others go
+    strides = [manager.finer(target, (steps,) * 3).stride[0] for steps in (4, 2)]
+    assert strides == [1, 2]
 
 
 def test_rows_that_were_inserted_stay():
