@@ -63,9 +63,8 @@ class Scans:
 
         They are started, and held until the next are made.
         """
-        held, first = [], None
-        for layer in self.net.modules():
-            first = layer if hasattr(layer, "_asked") else first
+        held, layers = [], self.net.modules()
+        first = next((layer for layer in layers if hasattr(layer, "_asked")), None)
         if first is None:
             raise RuntimeError("the net was not called, so that it knows nothing")
 

@@ -129,12 +129,12 @@ class HeldSets:
 
     def _drop_unheld(self) -> None:
         """Drop sets that nobody can name, nor any that keeps them: see ``_keepers``."""
-        if all(held.is_held for held in self._sets.values()):
+        left = [held for held in self._sets.values() if held.is_held]
+        if len(left) == len(self._sets):
             return
         beside: dict[CoordinateSet, list[CoordinateSet]] = {}
         for keeper, kept in self._keepers():
             beside.setdefault(keeper, []).append(kept)
-        left = [held for held in self._sets.values() if held.is_held]
         living = set(left)
         while left:
             found = set(beside.get(left.pop(), ())) - living

@@ -198,9 +198,7 @@ class Result:
 
         What a graph that is being traced computes is of that graph alone.
         """
-        self.is_used = True
-        if self.waiter:
-            self.waiter.clear()
+        self.use()
         if self.is_of_trace or not sync.is_transforming():
             self.feats = feats
             self.convolve = self.epilogue = self.norm = self.before = self.own = None

@@ -81,14 +81,17 @@ def _summed(feats: mx.array, share: int, scale: float) -> mx.array:
     shape = feats.shape[0], feats.shape[1] // share, share
     parts = feats.astype(mx.float32).reshape(shape)
     if devices.current().backend == devices.CUDA:
-        total = _by_halves(parts)
+        total = by_halves(parts)
     else:
         total = parts.sum(axis=2)
     return (total if scale == 1 else total * scale).astype(feats.dtype)
 
 
-def _by_halves(parts: mx.array) -> mx.array:
-    """Return sums over the last axis, for which MLX has a block each on CUDA."""
+def by_halves(parts: mx.array) -> mx.array:
+    """Return (N, C) sums over the last, short axis of (N, C, share).
+
+    For each of them MLX's sum has a block of threads on CUDA.
+    """
     while parts.shape[2] % 2 == 0:
         first, second = mx.split(parts, 2, axis=2)
         parts = first + second
