@@ -8,6 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+import published_fields
 from published_mixes import Autoencoder, PointGroup, Points, ResNet50
 from published_nets import Completion, Cylinder, Diffusion, Features
 
@@ -193,6 +194,7 @@ NETS = {
     "centerpoint": lambda: models.VoxelResBackBone8x(4),
     "unetv2": lambda: models.UNetV2(4),
     "voxelnext": lambda: models.VoxelResBackBone8xVoxelNeXt(4),
+    **published_fields.NETS,
 }
 # Of detectors: their rows are (batch, z, y, x) of a grid.
 ON_GRID = {"second", "centerpoint", "unetv2", "voxelnext"}
@@ -203,8 +205,10 @@ def rows_for(net: str, coords: np.ndarray) -> tuple[np.ndarray, dict[str, object
 
     Args:
         net: one of ``NETS``.
-        coords: (N, 4) int32, batch first.
+        coords: (N, 4) int32 rows of a surface, batch first.
     """
+    if net in published_fields.NETS:
+        return published_fields.rows_of(net, coords), {}
     if net not in ON_GRID:
         return coords, {}
     rows = coords[:, [0, 3, 2, 1]]

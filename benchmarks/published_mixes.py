@@ -6,6 +6,7 @@ variational autoencoder. Each calls layer after layer, as in ``published_nets.py
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 
 import mlx.core as mx
@@ -15,41 +16,44 @@ import mlx_lattice as ml
 from mlx_lattice import nn, ops
 
 CLASSES = 20
+Activation = Callable[[], mlx.nn.Module]
 
 
 class Preactivated(mlx.nn.Module):
     """A residual block that normalises first; a 1x1x1 branch where widths change."""
 
-    def __init__(self, c_in: int, c_out: int):
+    def __init__(self, c_in: int, c_out: int, activation: Activation):
         super().__init__()
         self.norm1, self.norm2 = nn.BatchNorm(c_in), nn.BatchNorm(c_out)
         self.conv1 = nn.SubmConv3d(c_in, c_out, 3, bias=False)
         self.conv2 = nn.SubmConv3d(c_out, c_out, 3, bias=False)
-        self.relu = nn.ReLU()
+        self.act = activation()
         is_same = c_in == c_out
         self.branch = None if is_same else nn.SubmConv3d(c_in, c_out, 1, bias=False)
 
     def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
         """Return features on the rows of ``x``."""
-        out = self.conv1(self.relu(self.norm1(x)))
-        out = self.conv2(self.relu(self.norm2(out)))
+        out = self.conv1(self.act(self.norm1(x)))
+        out = self.conv2(self.act(self.norm2(out)))
         return out + (x if self.branch is None else self.branch(x))
 
 
 class Level(mlx.nn.Module):
     """Blocks, the levels below, and blocks of both joined."""
 
-    def __init__(self, widths: tuple[int, ...]):
+    def __init__(self, widths: tuple[int, ...], activation: Activation = nn.ReLU):
         super().__init__()
         width, *below = widths
-        self.blocks = [Preactivated(width, width) for _ in range(2)]
-        self.below = Level(tuple(below)) if below else None
+        self.blocks = [Preactivated(width, width, activation) for _ in range(2)]
+        self.below = Level(tuple(below), activation) if below else None
         if below:
-            self.norm, self.relu = nn.BatchNorm(width), nn.ReLU()
+            self.norm, self.act = nn.BatchNorm(width), activation()
             self.down = nn.Conv3d(width, below[0], 2, stride=2, bias=False)
             self.up_norm = nn.BatchNorm(below[0])
             self.up = nn.ConvTranspose3d(below[0], width, 2, bias=False)
-            self.tail = [Preactivated(2 * width, width), Preactivated(width, width)]
+            self.tail = [
+                Preactivated(c, width, activation) for c in (2 * width, width)
+            ]
 
     def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
         """Return features on the rows of ``x``."""
@@ -57,8 +61,8 @@ class Level(mlx.nn.Module):
             x = block(x)
         if self.below is None:
             return x
-        out = self.below(self.down(self.relu(self.norm(x))))
-        out = self.up(self.relu(self.up_norm(out)), x)
+        out = self.below(self.down(self.act(self.norm(x))))
+        out = self.up(self.act(self.up_norm(out)), x)
         out = ops.cat([x, out])
         for block in self.tail:
             out = block(out)

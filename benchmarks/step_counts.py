@@ -26,7 +26,7 @@ import mlx.core as mx
 import mlx.nn
 import mlx.optimizers
 import numpy as np
-from net_kinds import NETS, result_of
+from net_kinds import NETS, result_of, rows_for
 
 import mlx_lattice as ml
 from mlx_lattice import models
@@ -111,7 +111,7 @@ def counting(counted: Counted):
         yield
 
 
-def scene(rows: int) -> mx.array:
+def scene(rows: int) -> np.ndarray:
     """Return rows of a thin, hilly surface in two scans."""
     rng = np.random.default_rng(0)
     side = int((rows / 2) ** 0.5) + 2
@@ -122,7 +122,7 @@ def scene(rows: int) -> mx.array:
         z = np.round(4 * np.sin(x / 9 + phase[0]) + 4 * np.cos(y / 7 + phase[1])) + 8
         part = np.stack([np.full_like(x, batch), x, y, z.astype(x.dtype)], axis=1)
         parts.append(part[: rows // 2])
-    return mx.array(np.concatenate(parts).astype(np.int32))
+    return np.concatenate(parts).astype(np.int32)
 
 
 def main() -> None:
@@ -138,8 +138,9 @@ def main() -> None:
     mx.random.seed(0)
     net = NETS[given.net]() if given.net in NETS else getattr(models, given.net)(4, 13)
     net.set_dtype(mx.float16)
-    coords = scene(given.rows)
-    x = ml.SparseTensor(coords, mx.random.normal((len(coords), 4)).astype(mx.float16))
+    coords, about = rows_for(given.net, scene(given.rows))
+    feats = mx.random.normal((len(coords), 4)).astype(mx.float16)
+    x = ml.SparseTensor(mx.array(coords), feats, **about)
     labels = mx.random.randint(0, 13, (len(coords),))
     mx.eval(net.parameters(), x.feats, labels)
 
