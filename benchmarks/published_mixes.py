@@ -51,9 +51,7 @@ class Level(mlx.nn.Module):
             self.down = nn.Conv3d(width, below[0], 2, stride=2, bias=False)
             self.up_norm = nn.BatchNorm(below[0])
             self.up = nn.ConvTranspose3d(below[0], width, 2, bias=False)
-            self.tail = [
-                Preactivated(c, width, activation) for c in (2 * width, width)
-            ]
+            self.tail = [Preactivated(c, width, activation) for c in (2 * width, width)]
 
     def __call__(self, x: ml.SparseTensor) -> ml.SparseTensor:
         """Return features on the rows of ``x``."""
