@@ -14,11 +14,13 @@
 namespace lattice {
 
 // entries: places (o, k) of a flat (M, K) table, or null where they are in order;
-// weights, one a place, may be null. sizes.rows: segments.
+// weights, one a place, may be null, and so may divisors, one a segment: 1 where those are
+// less. sizes.rows: segments.
 template <typename T, int EACH, typename OUT>
 __device__ __forceinline__ void sum_segments(const T* x, const int* entries,
                                              const float* weights, const int* starts,
-                                             ReductionSizes sizes, OUT* y) {
+                                             const int* divisors, ReductionSizes sizes,
+                                             OUT* y) {
   const int volume = sizes.volume, channels = sizes.channels;
   auto run = [&](auto aligned) {
     each_row<EACH>(sizes.rows, channels, [&](long long segment, int channel) {
@@ -31,6 +33,11 @@ __device__ __forceinline__ void sum_segments(const T* x, const int* entries,
             x + (long long)(entry / volume) * channels + channel, aligned);
 #pragma unroll
         for (int j = 0; j < EACH; ++j) sum[j] += weight * static_cast<float>(from.v[j]);
+      }
+      if (divisors) {
+        const float divisor = (float)max(divisors[segment], 1);
+#pragma unroll
+        for (int j = 0; j < EACH; ++j) sum[j] /= divisor;
       }
       store_channels<EACH>(y + segment * channels + channel, sum);
     });

@@ -12,13 +12,15 @@
 // sum whose order must not change. Reads table_reductions.metal too.
 
 // entries: places (o, k) of a flat (M, K) table, or null where they are in order.
-// weights, one a place, may be null.
+// weights, one a place, may be null, and so may divisors, one a segment: 1 where those are
+// less.
 template <typename T, typename OUT>
 METAL_FUNC void sum_segments(
     const device T* x,
     const device int* entries,
     const device float* weights,
     const device int* starts,
+    const device int* divisors,
     ReductionSizes sizes,
     device OUT* y,
     uint2 at) {
@@ -32,6 +34,10 @@ METAL_FUNC void sum_segments(
     const float weight = weights ? weights[entry] : 1.0f;
     const uint row = in_rows ? uint(entry) / uint(here.volume) : uint(entry);
     sums.add(weight, x + here.place(size_t(row)), here.count, wide);
+  }
+  if (divisors) {
+    const float divisor = float(max(divisors[here.row], 1));
+    for (int j = 0; j < Sums<T>::COUNT; ++j) sums.v[j] /= divisor;
   }
   sums.put(y + here.place(at.y), here.count);
 }

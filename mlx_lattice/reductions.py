@@ -104,6 +104,29 @@ def scattered(
     return linear(run, partial(gathered, **rest), itself)(y)
 
 
+def averaged(y: mx.array, table: mx.array, rows: int) -> mx.array:
+    """Return the mean of the rows that name each of ``rows``, 0 where none does.
+
+    A linear function of ``y``.
+
+    Args:
+        y: (M, C).
+        table: (M, 1) int32 rows, or -1.
+        rows: of the result.
+    """
+    kernels = registry.reductions()
+    order = kernels.order(table, rows)
+    given = {"order": order, "divisors": kernels.counts(table, rows, order)}
+
+    def transpose(dy: mx.array) -> mx.array:
+        # A share of each place, which the places of no row do not ask for.
+        shares = 1 / mx.maximum(given["divisors"], 1).astype(mx.float32)
+        return gathered(dy, table, lambda: order, shares[table])
+
+    run = partial(registry.reductions().scatter_sum, table=table, rows=rows, **given)
+    return linear(run, transpose, partial(averaged, table=table, rows=rows))(y)
+
+
 def move_rows(
     x: mx.array, places: mx.array, back: mx.array, whole: bool = False
 ) -> mx.array:
@@ -151,35 +174,48 @@ def _beside_each_other(run: Callable, x: mx.array, axis: int) -> mx.array:
 # Weighted sums: faces of ``T(x, w, y) = sum of w[o, k] * x[table[o, k]] . y[o]``.
 
 
-def weighted(x: mx.array, w: mx.array, table: mx.array) -> mx.array:
+# ``order``: called for what ``Reductions.order`` made of the table, if that is kept.
+
+
+def weighted(
+    x: mx.array, w: mx.array, table: mx.array, order: Callable[[], tuple] = tuple
+) -> mx.array:
     """Return ``y[o] = sum over k of w[o, k] * x[table[o, k]]``, w float32."""
     rows = x.shape[0]  # rules that held x would keep its memory
     return bilinear(
         lambda x, w: registry.reductions().gather_sum(x, table, w),
-        lambda dy, w: weighted_scatter(dy, w, table, rows),
-        lambda x, dy: products(x, dy, table),
-        partial(weighted, table=table),
+        lambda dy, w: weighted_scatter(dy, w, table, rows, order),
+        lambda x, dy: products(x, dy, table, order),
+        partial(weighted, table=table, order=order),
     )(x, w)
 
 
-def weighted_scatter(y: mx.array, w: mx.array, table: mx.array, rows: int) -> mx.array:
+def weighted_scatter(
+    y: mx.array,
+    w: mx.array,
+    table: mx.array,
+    rows: int,
+    order: Callable[[], tuple] = tuple,
+) -> mx.array:
     """Return ``x[i] = sum over table[o, k] == i of w[o, k] * y[o]``, w float32."""
     return bilinear(
-        lambda y, w: registry.reductions().scatter_sum(y, table, rows, w),
-        lambda dx, w: weighted(dx, w, table),
-        lambda y, dx: products(dx, y, table),
-        partial(weighted_scatter, table=table, rows=rows),
+        lambda y, w: registry.reductions().scatter_sum(y, table, rows, w, order()),
+        lambda dx, w: weighted(dx, w, table, order),
+        lambda y, dx: products(dx, y, table, order),
+        partial(weighted_scatter, table=table, rows=rows, order=order),
     )(y, w)
 
 
-def products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
+def products(
+    x: mx.array, y: mx.array, table: mx.array, order: Callable[[], tuple] = tuple
+) -> mx.array:
     """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``."""
     rows = x.shape[0]
     return bilinear(
         lambda x, y: registry.reductions().row_products(x, y, table),
-        lambda dw, y: weighted_scatter(y, dw, table, rows),
-        lambda x, dw: weighted(x, dw, table),
-        partial(products, table=table),
+        lambda dw, y: weighted_scatter(y, dw, table, rows, order),
+        lambda x, dw: weighted(x, dw, table, order),
+        partial(products, table=table, order=order),
     )(x, y)
 
 

@@ -203,7 +203,8 @@ def emulating(emulator: Emulator) -> Iterator[None]:
             patch.object(cuda_tables, "multiprocessors", lambda: 1),
         ):
             stack.enter_context(patched)
-        for name in ("geometry", "updates", "exchanges", "joins"):
+        each = "geometry", "updates", "exchanges", "joins", "points", "reductions"
+        for name in each:
             own = getattr(registry, name.upper())["cuda"]
             stack.enter_context(patch.object(registry, name, lambda own=own: own))
         yield

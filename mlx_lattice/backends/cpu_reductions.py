@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .cpu_extension import extension
-from .mlx_reductions import MlxReductions, take
+from .mlx_reductions import MlxReductions, divided, take
 from .reductions_protocol import BatchRows
 
 
@@ -25,9 +25,13 @@ class CpuReductions(MlxReductions):
         rows: int,
         weights: mx.array | None = None,
         order: tuple = (),
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
-        return extension.scatter_sum(y, table, rows, weights)
+        if divisors is None:
+            return extension.scatter_sum(y, table, rows, weights)
+        sums = extension.scatter_sum(y.astype(mx.float32), table, rows, weights)
+        return divided(sums, divisors).astype(y.dtype)
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""

@@ -36,6 +36,8 @@ SIZES = {
     ),
     "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
+    "RowKeys": (("places", "table_shape[0]"), *_DIGITS[1:]),
+    "RowStarts": (("places", "keys_shape[0]"),),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "KeptPlaces": (("rows", "mask_shape[0]"),),

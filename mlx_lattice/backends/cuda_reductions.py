@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..devices import CUDA
 from . import gpu_reductions as interfaces
+from .cuda_row_order import by_row
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
 from .kernel_launches import THREADS, blocks_for
@@ -121,10 +122,12 @@ def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
 # By segments
 
 
-def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
+def _sum_segments(
+    x, entries, weights, starts, divisors, size, volume, dtype, most
+) -> mx.array:
     """Return the sums of segments: ``entries`` are places in rows of ``volume``."""
     del size, most
-    face, inputs = interfaces.SUM_SEGMENTS, [x, entries, weights, starts]
+    face, inputs = interfaces.SUM_SEGMENTS, [x, entries, weights, starts, divisors]
     rows = starts.size - 1
     return _over_rows(
         "sum_segments", _SEGMENTS, face, inputs, rows, [dtype], volume, OUT=dtype
@@ -142,7 +145,7 @@ def _max_segments(x, entries, names, starts, size, dtype, most):
     return y, won
 
 
-_segments = Segments(_sum_segments, _max_segments)
+_segments = Segments(_sum_segments, _max_segments, by_row)
 
 
 class CudaReductions:
@@ -151,6 +154,7 @@ class CudaReductions:
     gather_sum = staticmethod(gather_sum)
     scatter_sum = staticmethod(_segments.scatter_sum)
     order = staticmethod(_segments.order)
+    counts = staticmethod(_segments.counts)
     gather_max = staticmethod(gather_max)
     scatter_max = staticmethod(_segments.scatter_max)
     max_pool_backward = staticmethod(max_pool_backward)

@@ -28,9 +28,9 @@ MAX_POOL_BACKWARD = Interface(_NAME, ("x", "won", "table"), ("dx",), _BY_TABLE)
 # products[o, k] = x[table[o, k]] . y[o].
 ROW_PRODUCTS = Interface(_NAME, ("x", "y", "table"), ("products",), _BY_TABLE)
 # Segment s has the places starts[s] .. starts[s + 1] of entries, which are places of a
-# flat (M, K) table; without entries a place is its own.
+# flat (M, K) table; without entries a place is its own. divisors (S,) may be absent.
 SUM_SEGMENTS = Interface(
-    _NAME, ("x", "entries", "weights", "starts"), ("y",), _BY_SEGMENT
+    _NAME, ("x", "entries", "weights", "starts", "divisors"), ("y",), _BY_SEGMENT
 )
 # Entries are rows; of pieces, names are the rows that won in them, -1 for none.
 MAX_SEGMENTS = Interface(

@@ -22,31 +22,42 @@ class Segments:
     """Sums and maxima of segments, by a backend's kernels.
 
     Attributes:
-        add: ``add(x, entries, weights, starts, size, volume, dtype, most)`` returns
-            the (weighted) sums of the segments that ``starts`` bounds, of ``most``
-            entries each at most.
+        add: ``add(x, entries, weights, starts, divisors, size, volume, dtype, most)``
+            returns the (weighted) sums of the segments that ``starts`` bounds, of
+            ``most`` entries each at most, over their divisors if there are any.
         greatest: ``greatest(x, entries, names, starts, size, dtype, most)`` returns
             the maxima, and the rows or ``names`` that won.
+        by_row: as the function of this name, which it is by default.
     """
 
     add: Callable[..., mx.array]
     greatest: Callable[..., tuple[mx.array, mx.array]]
+    by_row: Callable[..., tuple[mx.array, mx.array]] | None = None
 
-    def scatter_sum(self, y, table, rows, weights=None, order=()):
+    def scatter_sum(self, y, table, rows, weights=None, order=(), divisors=None):
         """Return the (weighted) sums of the rows that name each of ``rows``."""
-        entries, *starts = order or self.order(table, rows)
-        return self._sum(y, starts, entries, table.shape[1], weights)
+        entries, starts, *cut = order or self.order(table, rows)
+        launches = cut or [starts]
+        return self._sum(y, launches, entries, table.shape[1], weights, divisors)
+
+    def order(self, table, rows, longest=None):
+        """Return places of a table by the row they name, and where those begin.
+
+        Where some are many, where those of each launch begin, too.
+        """
+        entries, starts = (self.by_row or by_row)(table, rows)
+        launches = _launches(starts, entries.size, longest)
+        return entries, starts, *(launches if len(launches) > 1 else ())
 
     @staticmethod
-    def order(table, rows, longest=None):
-        """Return places of a table by the row they name, and where launches begin."""
-        entries, starts = _by_row(table, rows)
-        return entries, *_launches(starts, entries.size, longest)
+    def counts(table, rows, order):
+        """Return how many places name each row, by their order."""
+        return order[1][1:] - order[1][:-1]
 
     def scatter_max(self, x, table, rows):
         """Return the maxima over the rows that name each of ``rows``, and which."""
-        entries, starts = _by_row(table, rows)
-        return self._max(x, entries, _launches(starts, x.shape[0]))
+        entries, starts, *cut = self.order(table, rows)
+        return self._max(x, entries, cut or [starts])
 
     def segment_max(self, x, rows):
         """Return the maxima over batch elements, and their rows."""
@@ -67,7 +78,7 @@ class Segments:
         size = x.shape[0] * volume if entries is None else entries.size
         return self._sum(x, _launches(starts, size), entries, volume, weights)
 
-    def _sum(self, x, launches, entries, volume, weights) -> mx.array:
+    def _sum(self, x, launches, entries, volume, weights, divisors=None) -> mx.array:
         """Return the sums of segments, by the sums of their pieces."""
         segments, channels = launches[-1].size - 1, x.shape[1]
         size = x.shape[0] * volume if entries is None else entries.size
@@ -75,10 +86,12 @@ class Segments:
             return mx.zeros((segments, channels), dtype=x.dtype)
         dtype, piece = x.dtype, SEGMENT_CUTS["piece"]
         for starts in launches[:-1]:
-            x = self.add(x, entries, weights, starts, size, volume, mx.float32, piece)
+            given = starts, None, size, volume, mx.float32, piece
+            x = self.add(x, entries, weights, *given)
             entries, weights, volume, size = None, None, 1, starts.size - 1
         most = min(size, SEGMENT_CUTS["longest"])
-        return self.add(x, entries, weights, launches[-1], size, volume, dtype, most)
+        given = launches[-1], divisors, size, volume, dtype, most
+        return self.add(x, entries, weights, *given)
 
     def _max(self, x, entries, launches) -> tuple[mx.array, mx.array]:
         """Return the maxima of segments, by those of their pieces."""
@@ -100,10 +113,10 @@ def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     return mx.zeros(shape, dtype=x.dtype), mx.full(shape, -1, dtype=mx.int32)
 
 
-def _by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     """Return a table's places ordered by the row they name, and where each begins.
 
-    Places that name none come first: before the first row begins.
+    Places that name none come first: before the first row begins. By MLX's sort.
     """
     size = table.size
     if size == 0:

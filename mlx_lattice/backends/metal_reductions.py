@@ -123,12 +123,14 @@ def row_products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
 # By segments
 
 
-def _sum_segments(x, entries, weights, starts, size, volume, dtype, most) -> mx.array:
+def _sum_segments(
+    x, entries, weights, starts, divisors, size, volume, dtype, most
+) -> mx.array:
     """Return the sums of segments, each by one thread for a block of channels."""
     face, channels = interfaces.SUM_SEGMENTS, x.shape[1]
     return _over_rows(
         _kernel("sum_segments", _SEGMENTS, face, T=x.dtype, OUT=dtype),
-        [x, entries, weights, starts],
+        [x, entries, weights, starts, divisors],
         starts.size - 1,
         channels,
         size * channels,
@@ -163,6 +165,7 @@ class MetalReductions:
     gather_sum = staticmethod(gather_sum)
     scatter_sum = staticmethod(_segments.scatter_sum)
     order = staticmethod(_segments.order)
+    counts = staticmethod(_segments.counts)
     gather_max = staticmethod(gather_max)
     scatter_max = staticmethod(_segments.scatter_max)
     max_pool_backward = staticmethod(max_pool_backward)

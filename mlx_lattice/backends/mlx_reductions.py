@@ -28,6 +28,11 @@ def take(x: mx.array, rows: mx.array) -> mx.array:
     return mx.take_along_axis(padded(x), mx.where(rows < 0, x.shape[0], rows), 0)
 
 
+def divided(x: mx.array, divisors: mx.array | None) -> mx.array:
+    """Return (N, C) rows over their (N,) divisors, those below 1 taken as 1."""
+    return x if divisors is None else x / mx.maximum(divisors, 1)[:, None]
+
+
 def row_sum(x: mx.array, block: int = BLOCK) -> mx.array:
     """Return the sum of (N, C) over its rows, by blocks: one long sum drifts."""
     if x.shape[0] == 0:  # MLX's CPU sum of no rows may run for minutes
@@ -83,17 +88,23 @@ class MlxReductions:
         rows: int,
         weights: mx.array | None = None,
         order: tuple = (),
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         x, wide = mx.zeros((rows + 1, y.shape[1])), y.astype(mx.float32)
         for k in range(table.shape[1] if y.size else 0):
             at = mx.where(table[:, k] < 0, rows, table[:, k])
             x = x.at[at].add(wide if weights is None else weights[:, k : k + 1] * wide)
-        return x[:rows].astype(y.dtype)
+        return divided(x[:rows], divisors).astype(y.dtype)
 
     def order(self, table: mx.array, rows: int, longest: int | None = None) -> tuple:
         """Return nothing: a table is added up as it is."""
         return ()
+
+    def counts(self, table: mx.array, rows: int, order: tuple) -> mx.array:
+        """Return how often a table names each row."""
+        at = mx.where(table < 0, rows, table).flatten()
+        return mx.zeros((rows + 1,), dtype=mx.int32).at[at].add(1)[:rows]
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""

@@ -54,6 +54,7 @@ class Reductions(Protocol):
         rows: int,
         weights: mx.array | None = None,
         order: tuple[mx.array, ...] = (),
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return (rows, C) ``x[i] = sum over table[o, k] == i of w[o, k] * y[o]``.
 
@@ -63,6 +64,8 @@ class Reductions(Protocol):
             rows: rows of the result.
             weights: w, (M, K) float32; all 1 where there are none.
             order: of the table, or nothing: it is found then.
+            divisors: (rows,) int32: x is divided by them before it is rounded; those
+                below 1 count as 1.
         """
 
     def order(
@@ -75,6 +78,14 @@ class Reductions(Protocol):
         Args:
             table, rows: as there.
             longest: no row is named more often; by default one may be by all.
+        """
+
+    def counts(
+        self, table: mx.array, rows: int, order: tuple[mx.array, ...]
+    ) -> mx.array:
+        """Return (rows,) int32: how often a table names each row.
+
+        ``order``: of the table.
         """
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:

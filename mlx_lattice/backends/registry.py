@@ -21,6 +21,7 @@ from .cuda_reductions import CudaReductions
 from .cuda_row_norms import CudaRowNorms
 from .gpu_heads import GpuHeads
 from .gpu_norms import GpuNorms
+from .gpu_points import GpuPoints
 from .gpu_updates import GpuUpdates
 from .metal_geometry import MetalGeometry
 from .metal_reductions import MetalReductions
@@ -53,6 +54,8 @@ ROW_NORMS = {CUDA: CudaRowNorms()}
 ACTIVATIONS = {CPU: cpu_activations.KERNELS}
 # Elsewhere MLX operations normalise heads, and turn them.
 HEADS = {METAL: GpuHeads(METAL), CUDA: GpuHeads(CUDA)}
+# Elsewhere MLX operations find the cells of points, and weigh those around them.
+POINTS = {METAL: GpuPoints(METAL), CUDA: GpuPoints(CUDA)}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.
@@ -100,6 +103,11 @@ def activations() -> dict[int, Callable[..., mx.array]] | None:
 def heads() -> GpuHeads | None:
     """Return what prepares heads for attention on the device of now, if any does."""
     return HEADS.get(serving())
+
+
+def points() -> GpuPoints | None:
+    """Return what finds cells of points on the device of now, if any kernel does."""
+    return POINTS.get(serving())
 
 
 def updates() -> GpuUpdates | None:

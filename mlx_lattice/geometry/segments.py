@@ -7,7 +7,7 @@ from functools import partial
 import mlx.core as mx
 
 from ..backends import registry
-from ..reductions import greatest, scattered
+from ..reductions import averaged, greatest, scattered
 
 
 def segment_counts(rows: mx.array, segments: int) -> mx.array:
@@ -36,6 +36,4 @@ def reduce_segments(
         return greatest(values, find, lambda: table)[0]
     if reduce == "sum":
         return scattered(values, table, segments)
-    total = scattered(values.astype(mx.float32), table, segments)
-    mean = total / mx.maximum(segment_counts(rows, segments), 1)[:, None]
-    return mean.astype(values.dtype)
+    return averaged(values, table, segments)

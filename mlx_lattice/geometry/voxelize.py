@@ -8,6 +8,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from .keys import INT32_LIMIT
+from .points import NO_CELL, cells_of
 from .segments import reduce_segments
 
 REDUCTIONS = ("mean", "sum", "max", "first")
@@ -48,20 +49,7 @@ def voxelize(
     size = _per_axis(voxel_size, dims, "voxel_size")
     if min(size) <= 0:
         raise ValueError(f"voxel_size must be positive; got {voxel_size}")
-    start = mx.array(_per_axis(origin, dims, "origin"), dtype=mx.float32)
-    cells = mx.floor((points.astype(mx.float32) - start) / mx.array(size))
-    if n:
-        if not mx.isfinite(cells).all().item():
-            bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
-            raise ValueError(
-                f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
-            )
-        least, most = cells.min().item(), cells.max().item()
-        if least < -INT32_LIMIT or most >= INT32_LIMIT:
-            raise ValueError(
-                f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
-                "voxel_size or an origin nearer to the points"
-            )
+    moved = _per_axis(origin, dims, "origin")
     if batch is None:
         batch = mx.zeros((n,), dtype=mx.int32)
     batch = batch if isinstance(batch, mx.array) else mx.array(batch)
@@ -70,11 +58,15 @@ def voxelize(
             f"batch must be ({n},) integers, one a point; got {tuple(batch.shape)} of "
             f"{batch.dtype}"
         )
-    if n and batch.min().item() < 0:
-        raise ValueError(f"batch indices must be 0 or more; got {batch.min().item()}")
-    coords = mx.concatenate(
-        [batch.astype(mx.int32)[:, None], cells.astype(mx.int32)], axis=1
-    )
+    points, size = points.astype(mx.float32), mx.array(size)
+    moved = mx.array(moved) if any(moved) else None
+    coords = cells_of(points, batch.astype(mx.int32), moved, size)
+    if n:
+        low, _ = registry.geometry().bounds(coords)
+        if NO_CELL in low[1:]:
+            _expect_cells(points, moved, size)
+        if low[0] < 0:
+            raise ValueError(f"batch indices must be 0 or more; got {low[0]}")
     unique = registry.geometry().unique_rows(coords)
     if n == 0:
         return unique.rows, feats, unique.inverse
@@ -85,6 +77,22 @@ def voxelize(
         return unique.rows, feats[first], unique.inverse
     reduced = reduce_segments(feats, unique.inverse, unique.rows.shape[0], reduce)
     return unique.rows, reduced, unique.inverse
+
+
+def _expect_cells(points: mx.array, moved: mx.array | None, size: mx.array) -> None:
+    """Raise unless int32 holds the cells of all points, of which there are some."""
+    cells = mx.floor((points if moved is None else points - moved) / size)
+    if not mx.isfinite(cells).all().item():
+        bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
+        raise ValueError(
+            f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
+        )
+    least, most = cells.min().item(), cells.max().item()
+    if least < -INT32_LIMIT or most >= INT32_LIMIT:
+        raise ValueError(
+            f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
+            "voxel_size or an origin nearer to the points"
+        )
 
 
 def _per_axis(value, dims: int, name: str) -> list[float]:

@@ -17,11 +17,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import nn, ops
+from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
+from ..geometry.points import cells_of
 from ..geometry.segments import reduce_segments
 from ..geometry.voxelize import voxelize
 from ..nn.containers import in_order
 from ..nn.fused import convolved
+from ..ops.interpolation import blend_at
 from ..tensor import SparseTensor
 from .blocks import trimmed_cells
 from .recipe import Voxels
@@ -89,24 +92,42 @@ class ResidualBlock(nn.Module):
 
 
 class _Points:
-    """Points in cells of the finest lattice, and their rows on coarser ones."""
+    """Points in cells of the finest lattice, and their rows on coarser ones.
 
-    def __init__(self, points: mx.array, batch: mx.array, trimmed: bool):
+    Args:
+        points: (P, 3) float32, in cells of the finest lattice.
+        batch: (P,) int32.
+        trimmed: as of ``SPVCNN``.
+        rows: by coordinate set, the (P,) int32 row of each point, where it is known.
+    """
+
+    def __init__(
+        self,
+        points: mx.array,
+        batch: mx.array,
+        trimmed: bool,
+        rows: dict[CoordinateKey, mx.array],
+    ):
         self.points, self.batch, self.trimmed = points, batch, trimmed
-        self._rows: dict[object, mx.array] = {}
+        self._rows, self._cells, self._blends = rows, {}, {}
+
+    def _at(self, x: SparseTensor) -> tuple[mx.array, mx.array]:
+        """Return the (P, 4) int32 cells of the points in a lattice, and its step."""
+        if x.key not in self._cells:
+            step = mx.array(x.stride, dtype=mx.float32)
+            self._cells[x.key] = cells_of(self.points, self.batch, size=step), step
+        return self._cells[x.key]
 
     def from_voxels(self, x: SparseTensor) -> mx.array:
         """Interpolate each point between the active cells around it."""
-        at = self.points / mx.array(x.stride, dtype=mx.float32)
-        at = mx.concatenate([self.batch.astype(mx.float32)[:, None], at], axis=1)
-        return ops.interpolate(x, at, renormalise=True)
+        if x.key not in self._blends:
+            self._blends[x.key] = blend_at(x, self.points, *self._at(x))
+        return self._blends[x.key](x.feats)
 
     def to_voxels(self, x: SparseTensor, feats: mx.array) -> SparseTensor:
         """Return the mean of the points in each row of ``x``."""
         if x.key not in self._rows:
-            cells = mx.floor(self.points / mx.array(x.stride, dtype=mx.float32))
-            cells = mx.concatenate([self.batch[:, None], cells.astype(mx.int32)], 1)
-            self._rows[x.key] = ops.lookup(x, cells)
+            self._rows[x.key] = ops.lookup(x, self._at(x)[0])
         rows, count = self._rows[x.key], len(x)
         if not self.trimmed:
             return x.replace(reduce_segments(feats, rows, count, "mean"))
@@ -192,13 +213,13 @@ class SPVCNN(Segmentor):
             feats: (P, in_channels) in the dtype of the weights.
             batch: (P,) integer batch index of each point; by default all 0.
         """
-        coords, means, _ = voxelize(points, feats, self.voxel_size, batch)
+        coords, means, rows = voxelize(points, feats, self.voxel_size, batch)
         manager = CoordinateManager()
         key = manager.insert(coords, trusted=True)
         n = points.shape[0]
         batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch
         at = points.astype(mx.float32) / self.voxel_size
-        z = _Points(at, batch.astype(mx.int32), self.trimmed)
+        z = _Points(at, batch.astype(mx.int32), self.trimmed, {key: rows})
 
         first, second, third = self.point_transforms
         x0 = self.stem(SparseTensor.of(manager, key, means))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from math import prod
 
 import mlx.core as mx
@@ -11,8 +10,15 @@ from ..axes import functions
 from ..backends import registry
 from ..coordinate_set import CoordinateSet, OfPairs
 from ..geometry import sync
-from ..geometry.keys import INT32_LIMIT, Bounds, bounds_of
+from ..geometry.keys import INT32_LIMIT, bounds_of
 from ..geometry.lattice import floor_divide
+from ..geometry.points import (
+    bounds_if_held,
+    bounds_wanted,
+    cells_of,
+    corner_weights,
+    corners_of,
+)
 from ..geometry.rows import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
@@ -66,51 +72,35 @@ def interpolate(
             f"points must have shape (Q, {1 + x.dims}): a batch index and {x.dims} "
             f"coordinates a row; got {tuple(points.shape)}"
         )
-    points = points.astype(mx.float32)
-    at = mx.stop_gradient(points)
-    at = mx.floor(at + mx.array([0.0] + [0.5] * x.dims) if mode == "nearest" else at)
-    cells, bounds = _cells(at)
-    held = x.manager[x.key]
+    points, held = points.astype(mx.float32), x.manager[x.key]
     if mode == "nearest":
-        return gathered(x.feats, held.index.find(cells, bounds)[:, None])
-    part = (points - at)[:, 1:]
-    weights, places = _around(held, BoxedRows(cells, bounds), part, renormalise)
+        found = _checked(points, mx.array([0.0] + [-0.5] * x.dims))
+        return gathered(x.feats, held.index.find(*found)[:, None])
+    cells = _checked(points)
+    places = _around(held, cells)
+    weights = corner_weights(points, cells.coords, places, renormalise)
     return weighted(x.feats, weights, places)
 
 
-def _around(
-    held: CoordinateSet, cells: BoxedRows, part: mx.array, renormalise: bool
-) -> tuple[mx.array, mx.array]:
-    """Return the weights of the 2^D cells from each of ``cells`` on, and their rows.
-
-    ``part``: (Q, D), how far beyond it.
-    """
-    dims = part.shape[1]
-    corners = list(itertools.product((0, 1), repeat=dims))
-    places = held.index.table(cells, corners, (1,) * dims)
-    # A share is that of the upper cell, or what it leaves to the lower one.
-    upper = mx.array(corners, dtype=mx.float32)
-    shares = part[:, None] * (2 * upper - 1) + (1 - upper)
-    # A cell's weight is a product over the axes; absent cells have none.
-    weights = mx.where(places >= 0, shares[..., 0], 0)
-    for axis in range(1, dims):
-        weights = weights * shares[..., axis]
-    if renormalise:
-        total = weights.sum(axis=1, keepdims=True)
-        weights = weights / mx.where(total > 0, total, 1)
-    return weights, places
+def _checked(points: mx.array, origin: mx.array | None = None) -> BoxedRows:
+    """Return the cells of points; raise if one is not finite. Reads that."""
+    cells = cells_of(points, origin=origin)
+    if not cells.size:
+        return BoxedRows(cells, bounds_of(cells))
+    bounds, are_held = bounds_if_held(cells)
+    if not are_held:
+        low, high = bounds_of(mx.floor(points if origin is None else points - origin))
+        if not all(-INT32_LIMIT <= v < INT32_LIMIT for v in (*low, *high)):
+            raise ValueError(
+                f"points must be finite and within int32; got cells {low} to {high}"
+            )
+    return BoxedRows(cells, bounds)
 
 
-def _cells(at: mx.array) -> tuple[mx.array, Bounds]:
-    """Return whole float rows as int32 with their bounds. Reads the bounds."""
-    low, high = bounds_of(at)
-    limit = INT32_LIMIT
-    if not all(-limit <= v < limit for v in (*low, *high)):
-        raise ValueError(
-            f"points must be finite and within int32; got cells {low} to {high}"
-        )
-    low, high = (tuple(int(v) for v in bound) for bound in (low, high))
-    return at.astype(mx.int32), (low, high)
+def _around(held: CoordinateSet, cells: BoxedRows) -> mx.array:
+    """Return (Q, 2^D) int32: the rows of the cells from each of ``cells`` on, or -1."""
+    dims = cells.coords.shape[1] - 1
+    return held.index.table(cells, corners_of(dims), (1,) * dims)
 
 
 def upsample_linear(
@@ -146,44 +136,60 @@ def upsample_linear(
     held, fine = x.manager[x.key], x.manager[key]
     known, made = _blends.of(held, fine), (steps, renormalise)
     if made not in known:
-        known[made] = _Blend(held, fine, steps, renormalise)
+        cells, beyond = _between(fine, steps)
+        places = _around(held, cells)
+        weights = corner_weights(beyond, None, places, renormalise)
+        # Of two cells an axis, those of one reach as far beyond it as it is wide.
+        most = prod(2 * s for s in steps)
+        known[made] = Blend(weights, places, len(held), most)
     return SparseTensor.of(x.manager, key, known[made](x.feats))
 
 
-class _Blend:
-    """Finer rows between the cells around them; places and weights are kept.
+class Blend:
+    """Weighted sums of the rows that a table names, which is kept with its weights.
 
     Args:
-        held: the cells.
-        fine: the finer rows.
-        steps: of them in a cell, on each axis.
-        renormalise: as of ``upsample_linear``.
+        weights: (Q, K) float32, which may have a derivative.
+        places: (Q, K) int32.
+        rows: of what is summed.
+        most: no row is named more often, if that is known.
     """
 
     def __init__(
-        self,
-        held: CoordinateSet,
-        fine: CoordinateSet,
-        steps: tuple[int, ...],
-        renormalise: bool,
+        self, weights: mx.array, places: mx.array, rows: int, most: int | None = None
     ):
-        cells, part = _between(fine, steps)
-        self.weights, self.places = _around(held, cells, part, renormalise)
-        # Of two cells an axis, those of one reach as far beyond it as it is wide.
-        self.rows, self.most, self._order = len(held), prod(2 * s for s in steps), None
-        sync.start((self.weights, self.places))
+        self.weights, self.places, self._order = weights, places, None
+        self._named = rows, most
+        sync.start((weights, places))
 
     def __call__(self, feats: mx.array) -> mx.array:
-        """Return the features of the finer rows."""
-        return gathered(feats, self.places, self.order, self.weights)
+        """Return the sums of (rows, C) features."""
+        return weighted(feats, self.weights, self.places, self.order)
 
     def order(self) -> tuple[mx.array, ...]:
         """Return ``Reductions.order`` of the places."""
         if self._order is None:
-            given = self.places, self.rows, self.most
-            self._order = registry.reductions().order(*given)
+            self._order = registry.reductions().order(self.places, *self._named)
             sync.start(self._order)
         return self._order
+
+
+def blend_at(
+    x: SparseTensor, points: mx.array, cells: mx.array, size: mx.array
+) -> Blend:
+    """Return what interpolates at points as ``interpolate`` with ``renormalise`` does.
+
+    Nothing is read.
+
+    Args:
+        x: tensor.
+        points: (P, D) float32, which are known to be finite, in cells of stride 1.
+        cells: (P, 1 + D) int32, of each point in the tensor's lattice.
+        size: (D,) float32: the tensor's stride.
+    """
+    held = x.manager[x.key]
+    places = _around(held, BoxedRows(cells, bounds_wanted(cells)))
+    return Blend(corner_weights(points, cells, places, True, size), places, len(held))
 
 
 def _between(fine: CoordinateSet, steps: tuple[int, ...]) -> tuple[BoxedRows, mx.array]:

@@ -30,6 +30,7 @@ from mlx_lattice.geometry.rows import BoxedRows
 host.require()
 
 geometry, reductions = registry.GEOMETRY["metal"], registry.REDUCTIONS["metal"]
+points = registry.POINTS["metal"]
 
 OFFSETS = [tuple(offset) for offset in np.ndindex(3, 3, 3)]
 CENTRED = [tuple(v - 1 for v in offset) for offset in OFFSETS]
@@ -72,6 +73,17 @@ def kept():
     given = rows()
     started = geometry.start_kept(mx.arange(len(given)) % 3 == 1, given)
     return started.kept(started.count.item())
+
+
+def cells():
+    return points.cells(rows().astype(mx.float32) + 0.25, None, None, None)
+
+
+def weights():
+    """Of the cells around points, of which every second is there."""
+    at, table = rows().astype(mx.float32) + 0.25, mx.arange(8 * len(rows()))
+    table = (table % 2 - 1).reshape(-1, 8).astype(mx.int32)
+    return points.corner_weights(at, None, rows(), table, True)
 
 
 def features(n, dtype="float32"):
@@ -147,6 +159,8 @@ CALLS = {
         for name in ("gather_sum", "gather_max", "max_pool_backward", "row_products")
     },
     "sum_segments": (lambda: pooled("scatter_sum"), "elements", 1500),
+    "cells_of_points": (lambda: cells, "elements", 900),
+    "corner_weights": (lambda: weights, "elements", 900),
     "max_segments": (lambda: pooled("scatter_max"), "elements", 300),
 }
 
@@ -244,7 +258,8 @@ def test_only_what_has_no_shift_divides(name):
 
 def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):
     names = ("geometry", "unique", "curves", "views", "reductions")
-    modules = [import_module(f"mlx_lattice.backends.metal_{name}") for name in names]
+    names = (*(f"metal_{name}" for name in names), "gpu_points")
+    modules = [import_module(f"mlx_lattice.backends.{name}") for name in names]
     wanted = set().union(*map(kernels_of, modules))
     seen = set()
     for make, work, limit in CALLS.values():

@@ -274,6 +274,7 @@ def reductions():
         made.row_products(x, dy, table)
         made.row_products(x, dy.astype(mx.float32), table)
         made.scatter_sum(dy, rows, 9)
+        made.scatter_sum(dy, rows, 9, divisors=rows[:9, 0])
         made.scatter_max(dy, rows, 9)
         for order in (None, mx.arange(40, dtype=mx.int32)):
             batch = SimpleNamespace(starts=(0, 30, 40), order=order)
@@ -393,6 +394,20 @@ def joins():
         CudaJoins().join(*[mx.zeros((7, c), dtype) for c in channels])
 
 
+def points():
+    """Cells by all that points may come with, and weights of those around them."""
+    kernels = registry.POINTS["cuda"]
+    for dims in (1, 2, 3, 4):
+        at, step = mx.zeros((9, dims)), mx.ones((dims,))
+        batch, table = mx.zeros((9,), mx.int32), mx.zeros((9, 2**dims), mx.int32)
+        for start, size in itertools.product((None, step), (None, step)):
+            kernels.cells(at, batch, start, size)
+        cells = kernels.cells(mx.zeros((9, 1 + dims)), None, None, None)
+        for given, size in itertools.product((None, cells), (None, step)):
+            for renormalise in BOOLEANS:
+                kernels.corner_weights(at, size, given, table, renormalise)
+
+
 def before_attention():
     """Heads that fill lanes, and not, with all that is done to them and without."""
     kernels = registry.HEADS["cuda"]
@@ -437,6 +452,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         updates()
         exchanges()
         joins()
+        points()
         before_attention()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)

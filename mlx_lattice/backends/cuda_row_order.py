@@ -1,0 +1,64 @@
+"""Places of a table by the row that they name, on CUDA: two kernels around a sort."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from . import gpu_segments
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .cuda_sort import (
+    MOST_KEYS,
+    SORT,
+    THREADS,
+    blocks_for,
+    cleared,
+    constant,
+    digits_of,
+    scratch_words,
+    sort_keys,
+)
+
+_FILES = (*SORT, "row_order.cu")
+
+
+def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return ``gpu_segments.by_row`` of a table and the rows that it names."""
+    n = table.size
+    if not 0 < n <= MOST_KEYS:
+        return gpu_segments.by_row(table, rows)
+    passes, each = digits_of(rows.bit_length())
+    digits, scratch = constant(0, each, passes, 0), cleared(scratch_words(n, passes))
+    outputs = [((n,), mx.uint32)]
+    inputs = [table.flatten(), digits, scratch]
+    (keys,) = run(_row_keys(), inputs, blocks_for(n), THREADS, outputs)
+    keys, entries = sort_keys(keys, digits, scratch, rows=True, keep=True)
+    inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
+    (starts,) = run(_row_starts(), inputs, blocks_for(rows + 1), THREADS, outputs)
+    return entries, starts
+
+
+@cache
+def _row_keys():
+    return geometry_kernel(
+        "row_keys",
+        _FILES,
+        "RowKeys",
+        ("table", "digits", "scratch"),
+        ("keys",),
+        arguments=(("digits", ""), ("scratch", SCRATCH)),
+        threads=THREADS,
+    )
+
+
+@cache
+def _row_starts():
+    return geometry_kernel(
+        "row_starts",
+        _FILES,
+        "RowStarts",
+        ("keys", "rows"),
+        ("starts",),
+        threads=THREADS,
+    )

@@ -1,0 +1,89 @@
+"""Points among cells on GPUs, one launch each; see ``geometry.points``."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from ..devices import METAL
+from .dispatch_bounds import by_rows, dispatch_limit
+from .gpu_kernel import GpuKernel, Interface, Value
+from .kernel_launches import THREADS, blocks_for
+
+# Dispatches of Metal cover points from `first` on.
+_SIZES = (
+    ("first", "0"),
+    ("rows", "points_shape[0]"),
+    ("columns", "points_shape[1]"),
+)
+_CELLS = Interface("Points", ("points", "batch", "origin", "size"), ("cells",), _SIZES)
+_WEIGHTS = Interface(
+    "Points", ("points", "size", "cells", "table"), ("weights",), _SIZES
+)
+
+
+@cache
+def _kernel(
+    backend: str, symbol: str, face: Interface, template: tuple[tuple[str, Value], ...]
+) -> GpuKernel:
+    if backend == METAL:
+        place = "thread_position_in_grid.x"
+        return GpuKernel(backend, symbol, ("points",), face, template, place=place)
+    return GpuKernel(backend, symbol, ("points.cu",), face, template)
+
+
+class GpuPoints:
+    """Cells of points, and weights of the cells around them, by a GPU's kernels.
+
+    Args:
+        backend: "metal" or "cuda".
+    """
+
+    def __init__(self, backend: str):
+        self.backend = backend
+
+    def cells(
+        self,
+        points: mx.array,
+        batch: mx.array | None,
+        origin: mx.array | None,
+        size: mx.array | None,
+    ) -> mx.array:
+        """Return ``geometry.points.cells_of`` points of which there are some."""
+        columns = points.shape[1] + (batch is not None)
+        kernel = _kernel(
+            self.backend, "cells_of_points", _CELLS, (("COLUMNS", columns),)
+        )
+        inputs, dtype = [points, batch, origin, size], mx.int32
+        return self._over_points(kernel, inputs, columns, dtype)
+
+    def corner_weights(
+        self,
+        points: mx.array,
+        size: mx.array | None,
+        cells: mx.array | None,
+        table: mx.array,
+        renormalise: bool,
+    ) -> mx.array:
+        """Return ``geometry.points.corner_weights`` of points, some of them."""
+        corners = table.shape[1]
+        template = ("AXES", corners.bit_length() - 1), ("RENORMALISE", renormalise)
+        kernel = _kernel(self.backend, "corner_weights", _WEIGHTS, template)
+        inputs = [points, size, cells, table]
+        return self._over_points(kernel, inputs, corners, mx.float32)
+
+    def _over_points(
+        self, kernel: GpuKernel, inputs: list, width: int, dtype: mx.Dtype
+    ) -> mx.array:
+        rows, columns = inputs[0].shape
+        if self.backend != METAL:
+            grid = (THREADS * blocks_for(rows),)
+            return kernel(inputs, [((rows, width), dtype)], grid, (THREADS,))[0]
+
+        def launch(first: int, count: int) -> list[mx.array]:
+            sizes = {"first": first, "rows": count, "columns": columns}
+            return kernel(inputs, [((count, width), dtype)], (count,), **sizes)
+
+        work = rows * (columns + 2 * width)
+        return by_rows(rows, work, dispatch_limit("elements"), launch)[0]

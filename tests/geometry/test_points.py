@@ -1,0 +1,236 @@
+"""Cells of points, and weights of the cells around them, against NumPy everywhere."""
+
+from contextlib import contextmanager
+from functools import partial
+from itertools import product
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+import reference as ref
+from cuda_emulation import Emulator, emulated, emulating
+from places import HERE, Place, agreed
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+from mlx_lattice.backends import cuda_row_order, gpu_segments, registry
+from mlx_lattice.geometry import sync
+from mlx_lattice.geometry.points import NO_CELL, cells_of, corner_weights
+from mlx_lattice.geometry.segments import reduce_segments
+from mlx_lattice.geometry.voxelize import voxelize
+
+
+class EmulatedCuda(Place):
+    """CUDA's kernels, compiled for the CPU."""
+
+    name = "cuda emulated"
+
+    def __init__(self):
+        self.programs = None
+
+    @contextmanager
+    def inside(self, chip=""):
+        with emulating(Emulator(self.programs)):
+            yield
+
+
+PLACES = [*HERE, pytest.param(EmulatedCuda(), marks=emulated)]
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place.name)
+def place(request):
+    if isinstance(request.param, EmulatedCuda):
+        request.param.programs = request.getfixturevalue("cuda_programs")
+    return request.param
+
+
+def points(n, columns, seed=0):
+    """Float32 points, some of them on the lattice itself."""
+    rng = np.random.default_rng([seed, n, columns])
+    made = rng.normal(0, 9, (n, columns)).astype(np.float32)
+    made[::3] = np.round(made[::3])
+    return made
+
+
+@pytest.mark.parametrize("has_batch", (False, True))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_cells(place, dims, has_batch):
+    rng = np.random.default_rng(dims)
+    for n, start, size in product((1, 300), (False, True), (False, True)):
+        columns = dims if has_batch else 1 + dims
+        at = points(n, columns)
+        batch = rng.integers(0, 5, n).astype(np.int32) if has_batch else None
+        first = rng.normal(size=columns).astype(np.float32) if start else None
+        step = rng.uniform(0.3, 3, columns).astype(np.float32) if size else None
+        wanted = at - first if start else at
+        wanted = np.floor(wanted / step if size else wanted).astype(np.int32)
+        if has_batch:
+            wanted = np.concatenate([batch[:, None], wanted], axis=1)
+        given = [None if a is None else mx.array(a) for a in (at, batch, first, step)]
+        got = agreed(place, partial(cells_of, *given))
+        assert got.dtype == mx.int32
+        np.testing.assert_array_equal(np.array(got), wanted)
+
+
+def test_what_int32_does_not_hold(place):
+    """The greatest float32 below 2^31 is held, and so is -2^31."""
+    at = np.float32([np.nan, np.inf, -np.inf, 1e12, 2**31, 2147483520, -(2**31), -3e9])
+    rows = mx.array(np.stack([np.zeros_like(at), at], axis=1))
+    got = agreed(place, lambda: cells_of(rows))
+    wanted = [NO_CELL] * 5 + [2147483520, -(2**31), NO_CELL]
+    np.testing.assert_array_equal(np.array(got)[:, 1], wanted)
+    np.testing.assert_array_equal(np.array(got)[:, 0], 0)
+
+
+def weights_of(beyond, table, renormalise):
+    """The same in float64, a corner after another."""
+    dims, beyond = beyond.shape[1], np.asarray(beyond, np.float64)
+    made = np.zeros(table.shape)
+    for k, corner in enumerate(product((0, 1), repeat=dims)):
+        share = np.where(np.array(corner) == 1, beyond, 1 - beyond).prod(axis=1)
+        made[:, k] = np.where(table[:, k] >= 0, share, 0)
+    if renormalise:
+        total = made.sum(axis=1, keepdims=True)
+        made /= np.where(total > 0, total, 1)
+    return made
+
+
+@pytest.mark.parametrize("renormalise", (False, True))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_weights(place, dims, renormalise):
+    rng = np.random.default_rng(dims)
+    for n, columns, has_size in ((1, dims, False), (300, 1 + dims, True)):
+        at = points(n, columns, 1)
+        size = rng.uniform(0.5, 2, columns).astype(np.float32) if has_size else None
+        table = rng.integers(-1, 3, (n, 2**dims)).astype(np.int32)
+        table[::4] = -1  # of points that have no cell around them
+        cells = np.floor((at / size if has_size else at)[:, -dims:]).astype(np.int32)
+        cells = np.concatenate([np.zeros((n, 1), np.int32), cells], axis=1)
+        step, beyond = None, at[:, -dims:] - cells[:, 1:]
+        given = [mx.array(at), mx.array(cells), mx.array(table), renormalise]
+        if has_size:
+            step, beyond = mx.array(size), (at / size)[:, -dims:] - cells[:, 1:]
+        got = agreed(place, partial(corner_weights, *given, step))
+        wanted = weights_of(beyond, table, renormalise)
+        np.testing.assert_allclose(np.array(got), wanted, rtol=1e-5, atol=1e-6)
+        given[:2] = mx.array(beyond), None
+        got = agreed(place, partial(corner_weights, *given))
+        np.testing.assert_allclose(np.array(got), wanted, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("renormalise", (False, True))
+def test_derivatives_of_weights(place, renormalise):
+    rng = np.random.default_rng(0)
+    at = rng.uniform(0.1, 0.9, (40, 3)).astype(np.float32)
+    table = rng.integers(-1, 5, (40, 8)).astype(np.int32)
+    dw, move = rng.normal(size=(2, 40, 8)).astype(np.float32)
+    move = move[:, :3]
+    given = [mx.array(a) for a in (at, dw, move)]
+
+    def run(p):
+        return corner_weights(p, None, mx.array(table), renormalise)
+
+    def derivatives():
+        p, dy, dp = given
+        _, (back,) = mx.vjp(run, [p], [dy])
+        return back, mx.jvp(run, [p], [dp])[1][0]
+
+    back, along = agreed(place, derivatives)
+    step = 1e-6
+
+    def slope(direction):
+        above, below = (
+            weights_of(at + by * direction.astype(np.float64), table, renormalise)
+            for by in (step, -step)
+        )
+        return (above - below) / (2 * step)
+
+    ref.assert_close(along, slope(move), slack=10)
+    for axis in range(3):
+        wanted = (slope(np.eye(3)[axis]) * dw).sum(axis=1)
+        ref.assert_close(np.array(back)[:, axis], wanted, slack=10)
+
+
+@emulated
+@pytest.mark.parametrize("n, volume, rows", [(1, 1, 1), (70, 8, 11), (6000, 1, 700)])
+def test_places_by_row(cuda_programs, n, volume, rows):
+    """CUDA's sort gives what MLX's does."""
+    rng = np.random.default_rng(n)
+    table = rng.integers(-1, rows, (n, volume)).astype(np.int32)
+    table[table == rows // 2] = -1  # of a row that nobody names
+    wanted = gpu_segments.by_row(mx.array(table), rows)
+    with emulating(Emulator(cuda_programs)):
+        got = cuda_row_order.by_row(mx.array(table), rows)
+    for a, b in zip(got, wanted, strict=True):
+        np.testing.assert_array_equal(np.array(a), np.array(b))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_means_of_segments(place, dtype):
+    """Exact where all rows of a segment are alike; shares go back."""
+    rng = np.random.default_rng(3)
+    rows = rng.integers(-1, 9, 500).astype(np.int32)
+    rows[rows == 4] = 3
+    x = mx.array(rng.normal(size=(500, 5)).astype(np.float32)).astype(
+        getattr(mx, dtype)
+    )
+    dy = mx.array(rng.normal(size=(9, 5)).astype(np.float32)).astype(x.dtype)
+
+    def run():
+        mean = partial(reduce_segments, rows=mx.array(rows), segments=9, reduce="mean")
+        (y,), (dx,) = mx.vjp(mean, [x], [dy])
+        return y, dx, mx.jvp(mean, [x], [x])[1][0]
+
+    y, dx, along = agreed(place, run)
+    exact, share = ref.to_numpy(x).astype(np.float64), np.zeros((9, 500))
+    for i in range(9):
+        share[i] = (rows == i) / max(1, (rows == i).sum())
+    for got in (y, along):
+        assert got.dtype == x.dtype
+        ref.assert_close(got, share @ exact, dtype)
+    ref.assert_close(dx, share.T @ ref.to_numpy(dy).astype(np.float64), dtype)
+    thirds = mx.full((3, 1), 1 / 3).astype(x.dtype)
+    zeros = mx.zeros((3,), dtype=mx.int32)
+    mean = agreed(place, lambda: reduce_segments(thirds, zeros, 1, "mean"))
+    assert mean.item() == thirds[0].item()
+
+
+@emulated
+def test_points_of_a_scan_by_cuda(cuda_programs, monkeypatch):
+    """Voxels, interpolation and gradients are the CPU's; what is launched and read."""
+    rng = np.random.default_rng(1)
+    at = mx.array(rng.normal(0, 3, (400, 3)).astype(np.float32))
+    batch = mx.array(rng.integers(0, 2, 400).astype(np.int32))
+    feats = mx.array(rng.normal(size=(400, 8)).astype(np.float32))
+    reads, real = [], sync.read
+    monkeypatch.setattr(sync, "read", lambda *a: (reads.append(1), real(*a))[1])
+
+    def run():
+        coords, means, rows = voxelize(at, feats, 0.7, batch)
+        x = ml.SparseTensor(coords, means)
+        where = mx.concatenate([batch[:, None].astype(mx.float32), at / 0.7], axis=1)
+
+        def loss(f, p):
+            return ops.interpolate(x.replace(f), p, renormalise=True).square().sum()
+
+        made = mx.value_and_grad(loss, (0, 1))(x.feats, where)
+        mx.eval(made)
+        return coords, means, rows, made[0], *made[1]
+
+    wanted = run()
+    emulator = Emulator(cuda_programs)
+    with emulating(emulator):
+        got = run()
+        launched = [n for n in emulator.launches if "cells_of" in n or "corner" in n]
+        assert len(launched) == 3  # two of cells, one of weights
+        reads.clear()
+        where = mx.concatenate([batch[:, None].astype(mx.float32), at / 0.7], axis=1)
+        ops.interpolate(ml.SparseTensor(*wanted[:2]), where)
+        assert len(reads) == 2  # of the tensor's rows, and of the points
+        assert registry.points() is not None
+    for a, b in zip(got, wanted, strict=True):
+        if a.dtype == mx.int32:
+            np.testing.assert_array_equal(np.array(a), np.array(b))
+        else:
+            ref.assert_close(a, np.array(b))
