@@ -38,6 +38,7 @@ SIZES = {
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "RowKeys": (("places", "table_shape[0]"), *_DIGITS[1:]),
     "RowStarts": (("places", "keys_shape[0]"),),
+    "CutPieces": (("starts", "starts_shape[0]"),),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "KeptPlaces": (("rows", "mask_shape[0]"),),

@@ -1,4 +1,4 @@
-"""Places of a table by the row that they name, on CUDA: two kernels around a sort."""
+"""Places of a table by the row that they name, on CUDA: kernels around a sort."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ from .cuda_sort import (
     scratch_words,
     sort_keys,
 )
+from .dispatch_bounds import SEGMENT_CUTS
 
 _FILES = (*SORT, "row_order.cu")
 
@@ -28,7 +29,7 @@ def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     n = table.size
     if not 0 < n <= MOST_KEYS:
         return gpu_segments.by_row(table, rows)
-    passes, each = digits_of(rows.bit_length())
+    passes, each = digits_of(max(1, rows.bit_length()))
     digits, scratch = constant(0, each, passes, 0), cleared(scratch_words(n, passes))
     outputs = [((n,), mx.uint32)]
     inputs = [table.flatten(), digits, scratch]
@@ -37,6 +38,18 @@ def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
     (starts,) = run(_row_starts(), inputs, blocks_for(rows + 1), THREADS, outputs)
     return entries, starts
+
+
+def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Return ``gpu_segments.pieces`` of segments, in one launch."""
+    piece, count = SEGMENT_CUTS["piece"], starts.size
+    whole = count + -(-size // piece)
+    outputs = [((n,), mx.int32) for n in (whole, count)]
+    inputs = [starts, mx.array([size])]
+    bounds, firsts = run(
+        _cut_pieces(piece), inputs, blocks_for(whole), THREADS, outputs
+    )
+    return bounds, firsts
 
 
 @cache
@@ -60,5 +73,18 @@ def _row_starts():
         "RowStarts",
         ("keys", "rows"),
         ("starts",),
+        threads=THREADS,
+    )
+
+
+@cache
+def _cut_pieces(piece: int):
+    return geometry_kernel(
+        "cut_pieces",
+        _FILES,
+        "CutPieces",
+        ("starts", "size"),
+        ("bounds", "firsts"),
+        template=(("PIECE", piece),),
         threads=THREADS,
     )

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
 from ..devices import METAL
+from ..geometry import sync
 from .dispatch_bounds import by_rows, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface, Value
-from .kernel_launches import THREADS, blocks_for
+from .kernel_launches import LEAST_DEVICE_SIZE, THREADS, blocks_for
+
+Numbers = tuple[float, ...] | None
 
 # Dispatches of Metal cover points from `first` on.
 _SIZES = (
@@ -33,6 +36,19 @@ def _kernel(
     return GpuKernel(backend, symbol, ("points.cu",), face, template)
 
 
+def _eight(values: Numbers) -> mx.array | None:
+    """Return (8,) float32 on the device, of which the first are the values; kept."""
+    return None if values is None else _kept(tuple(map(float, values)))
+
+
+@lru_cache(maxsize=256)
+def _kept(values: tuple[float, ...]) -> mx.array:
+    # Metal has fewer in another address space, and CUDA reads the host's slowly.
+    array = mx.array([*values, *(0.0,) * (LEAST_DEVICE_SIZE - len(values))]) + 0
+    sync.compute([array])
+    return array
+
+
 class GpuPoints:
     """Cells of points, and weights of the cells around them, by a GPU's kernels.
 
@@ -47,21 +63,21 @@ class GpuPoints:
         self,
         points: mx.array,
         batch: mx.array | None,
-        origin: mx.array | None,
-        size: mx.array | None,
+        origin: Numbers,
+        size: Numbers,
     ) -> mx.array:
         """Return ``geometry.points.cells_of`` points of which there are some."""
         columns = points.shape[1] + (batch is not None)
         kernel = _kernel(
             self.backend, "cells_of_points", _CELLS, (("COLUMNS", columns),)
         )
-        inputs, dtype = [points, batch, origin, size], mx.int32
-        return self._over_points(kernel, inputs, columns, dtype)
+        inputs = [points, batch, _eight(origin), _eight(size)]
+        return self._over_points(kernel, inputs, columns, mx.int32)
 
     def corner_weights(
         self,
         points: mx.array,
-        size: mx.array | None,
+        size: Numbers,
         cells: mx.array | None,
         table: mx.array,
         renormalise: bool,
@@ -70,7 +86,7 @@ class GpuPoints:
         corners = table.shape[1]
         template = ("AXES", corners.bit_length() - 1), ("RENORMALISE", renormalise)
         kernel = _kernel(self.backend, "corner_weights", _WEIGHTS, template)
-        inputs = [points, size, cells, table]
+        inputs = [points, _eight(size), cells, table]
         return self._over_points(kernel, inputs, corners, mx.float32)
 
     def _over_points(

@@ -27,12 +27,13 @@ class Segments:
             ``most`` entries each at most, over their divisors if there are any.
         greatest: ``greatest(x, entries, names, starts, size, dtype, most)`` returns
             the maxima, and the rows or ``names`` that won.
-        by_row: as the function of this name, which it is by default.
+        by_row, pieces: as the functions of these names, which they are by default.
     """
 
     add: Callable[..., mx.array]
     greatest: Callable[..., tuple[mx.array, mx.array]]
     by_row: Callable[..., tuple[mx.array, mx.array]] | None = None
+    pieces: Callable[..., tuple[mx.array, mx.array]] | None = None
 
     def scatter_sum(self, y, table, rows, weights=None, order=(), divisors=None):
         """Return the (weighted) sums of the rows that name each of ``rows``."""
@@ -46,7 +47,7 @@ class Segments:
         Where some are many, where those of each launch begin, too.
         """
         entries, starts = (self.by_row or by_row)(table, rows)
-        launches = _launches(starts, entries.size, longest)
+        launches = self._launches(starts, entries.size, longest)
         return entries, starts, *(launches if len(launches) > 1 else ())
 
     @staticmethod
@@ -76,7 +77,7 @@ class Segments:
             weights: float32 weight of each place, or None.
         """
         size = x.shape[0] * volume if entries is None else entries.size
-        return self._sum(x, _launches(starts, size), entries, volume, weights)
+        return self._sum(x, self._launches(starts, size), entries, volume, weights)
 
     def _sum(self, x, launches, entries, volume, weights, divisors=None) -> mx.array:
         """Return the sums of segments, by the sums of their pieces."""
@@ -106,6 +107,23 @@ class Segments:
         most = min(size, SEGMENT_CUTS["longest"])
         return self.greatest(x, entries, names, starts, size, dtype, most)
 
+    def _launches(
+        self, starts: mx.array, size: int, longest: int | None = None
+    ) -> list[mx.array]:
+        """Return where what each launch reduces begins: pieces of long segments first.
+
+        Args:
+            starts: (S + 1,) int32: where segments begin.
+            size: of all together.
+            longest: no segment is longer; by default one may be all.
+        """
+        longest, made = size if longest is None else min(longest, size), []
+        while longest > SEGMENT_CUTS["longest"]:
+            bounds, starts = (self.pieces or pieces)(starts, size)
+            made.append(bounds)
+            size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
+        return [*made, starts]
+
 
 def no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     """Return what maxima over nothing are: zeros, and no row."""
@@ -126,24 +144,8 @@ def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     place = mx.arange(size, 2 * size, dtype=mx.int64)
     keys = mx.sort(table.flatten().astype(mx.int64) * size + place)
     begin = mx.arange(size, (rows + 2) * size, size, dtype=mx.int64)
-    starts = mx.searchsorted(keys, begin).astype(mx.int32)
+    starts = mx.searchsorted(keys, begin).view(mx.int32)
     return (keys % size).astype(mx.int32), starts
-
-
-def _launches(starts: mx.array, size: int, longest: int | None = None) -> list:
-    """Return where what each launch reduces begins: pieces of long segments first.
-
-    Args:
-        starts: (S + 1,) int32: where segments begin.
-        size: of all together.
-        longest: no segment is longer; by default one may be all.
-    """
-    longest, made = size if longest is None else min(longest, size), []
-    while longest > SEGMENT_CUTS["longest"]:
-        bounds, starts = pieces(starts, size)
-        made.append(bounds)
-        size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
-    return [*made, starts]
 
 
 @lru_cache(maxsize=64)
@@ -162,10 +164,17 @@ def _known_launches(starts: tuple[int, ...], piece: int) -> list[mx.array]:
 def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
     """Cut segments of ``size`` entries in all into pieces that a thread can add up.
 
+    In MLX operations. Where a segment begins at a cut, its piece comes second.
+
     Returns:
         (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
         int32: the first piece of each segment.
     """
     cuts = mx.arange(0, size, SEGMENT_CUTS["piece"], dtype=mx.int32)
-    bounds = mx.sort(mx.concatenate([starts, cuts]))
-    return bounds, mx.searchsorted(bounds, starts).astype(mx.int32)
+    before = mx.searchsorted(cuts, starts).view(mx.int32)
+    starts_before = mx.searchsorted(starts, cuts, side="right").view(mx.int32)
+    firsts = mx.arange(starts.size, dtype=mx.int32) + before
+    places = mx.arange(cuts.size, dtype=mx.int32) + starts_before
+    bounds = mx.zeros((starts.size + cuts.size,), dtype=mx.int32)
+    bounds[mx.concatenate([firsts, places])] = mx.concatenate([starts, cuts])
+    return bounds, firsts

@@ -39,7 +39,8 @@ class RowIndex(SortedIndex):
             return neighbour_tables.submanifold_table(self, out.coords, offsets)
         tables = neighbour_tables
         build = tables.transposed_table if transposed else tables.forward_table
-        return build(self, out.coords, out.box, offsets, stride)
+        box = out.box or bounds_of(out.coords)
+        return build(self, out.coords, box, offsets, stride)
 
 
 class MlxGeometry(OneByOne):

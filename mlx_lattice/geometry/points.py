@@ -7,9 +7,10 @@ import itertools
 import mlx.core as mx
 
 from ..backends import registry
+from ..backends.gpu_points import Numbers
 from ..transformations import Function
 from . import sync
-from .keys import INT32_LIMIT, Bounds
+from .keys import INT32_LIMIT
 
 NO_CELL = -INT32_LIMIT  # stands where a cell is not finite, or beyond int32
 
@@ -17,8 +18,8 @@ NO_CELL = -INT32_LIMIT  # stands where a cell is not finite, or beyond int32
 def cells_of(
     points: mx.array,
     batch: mx.array | None = None,
-    origin: mx.array | None = None,
-    size: mx.array | None = None,
+    origin: Numbers = None,
+    size: Numbers = None,
 ) -> mx.array:
     """Return (P, 1 + D) int32 ``floor((points - origin) / size)``; no derivative.
 
@@ -27,17 +28,23 @@ def cells_of(
     Args:
         points: (P, 1 + D) float32 with the batch index first, or (P, D).
         batch: (P,) int32: the batch index of (P, D) points.
-        origin, size: float32, one a column of the points; 0 and 1 where there are none.
+        origin, size: one a column of the points; 0 and 1 where there are none.
     """
     points, kernels = mx.stop_gradient(points), registry.points()
     if kernels is not None and points.size:
         return kernels.cells(points, batch, origin, size)
-    at = points if origin is None else points - origin
-    at = mx.floor(at if size is None else at / size)
+    at = mx.floor(in_cells(points, origin, size))
     held = (at >= -INT32_LIMIT) & (at < INT32_LIMIT)
     # What is not held is not converted either: that has no one result.
     cells = mx.where(held, mx.where(held, at, 0).astype(mx.int32), NO_CELL)
     return cells if batch is None else mx.concatenate([batch[:, None], cells], axis=1)
+
+
+def in_cells(points: mx.array, origin: Numbers, size: Numbers) -> mx.array:
+    """Return ``(points - origin) / size`` in float32; arguments as of ``cells_of``."""
+    if origin is not None:
+        points = points - mx.array(origin, dtype=mx.float32)
+    return points if size is None else points / mx.array(size, dtype=mx.float32)
 
 
 def corners_of(dims: int) -> list[tuple[int, ...]]:
@@ -50,7 +57,7 @@ def corner_weights(
     cells: mx.array | None,
     table: mx.array,
     renormalise: bool,
-    size: mx.array | None = None,
+    size: Numbers = None,
 ) -> mx.array:
     """Return the (P, 2^D) float32 weights of the cells around points.
 
@@ -63,7 +70,7 @@ def corner_weights(
             theirs they lie.
         table: (P, 2^D) int32: the rows of these cells, or -1.
         renormalise: whether the weights of a point are divided by their sum.
-        size: float32, one a column: of a cell, in units of the points.
+        size: one a column of the points: of a cell, in their units.
     """
 
     def composed(points: mx.array) -> mx.array:
@@ -83,7 +90,7 @@ def corner_weights(
 def _composed(points, cells, table, renormalise, size) -> mx.array:
     """Return ``corner_weights`` in MLX operations."""
     dims = table.shape[1].bit_length() - 1
-    beyond = (points if size is None else points / size)[:, -dims:]
+    beyond = in_cells(points, None, size)[:, -dims:]
     if cells is not None:
         beyond = beyond - cells[:, 1:].astype(mx.float32)
     # Of each axis what it leaves to the lower cell, and the share of the upper one.
@@ -99,18 +106,7 @@ def _composed(points, cells, table, renormalise, size) -> mx.array:
     return weights
 
 
-def bounds_wanted(cells: mx.array) -> Bounds | None:
-    """Return the bounds of (P, 1 + D) cells where look-ups ask for them, else None.
-
-    Reads them. The kernels of GPUs look up rows of any value.
-    """
-    return None if registry.points() else registry.geometry().bounds(cells)
-
-
-def bounds_if_held(cells: mx.array) -> tuple[Bounds | None, bool]:
-    """Return ``bounds_wanted``, and whether no cell is ``NO_CELL``. Reads both."""
-    bounds = bounds_wanted(cells)
-    if bounds is None:
-        (is_missing,) = sync.read((cells == NO_CELL).any())
-        return None, not is_missing
-    return bounds, NO_CELL not in bounds[0]
+def are_held(cells: mx.array) -> bool:
+    """Whether no cell of some is ``NO_CELL``. Reads that."""
+    (is_missing,) = sync.read((cells == NO_CELL).any())
+    return not is_missing

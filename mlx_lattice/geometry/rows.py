@@ -26,10 +26,10 @@ class Rows(Protocol):
 
 
 class BoxedRows(NamedTuple):
-    """Coordinate rows whose box is known."""
+    """Coordinate rows whose box is known, or None: who asks for it finds it then."""
 
     coords: mx.array
-    box: Bounds
+    box: Bounds | None
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from .keys import INT32_LIMIT
-from .points import NO_CELL, cells_of
+from .points import NO_CELL, Numbers, cells_of, in_cells
 from .segments import reduce_segments
 
 REDUCTIONS = ("mean", "sum", "max", "first")
@@ -58,8 +58,8 @@ def voxelize(
             f"batch must be ({n},) integers, one a point; got {tuple(batch.shape)} of "
             f"{batch.dtype}"
         )
-    points, size = points.astype(mx.float32), mx.array(size)
-    moved = mx.array(moved) if any(moved) else None
+    points, size = points.astype(mx.float32), tuple(size)
+    moved = tuple(moved) if any(moved) else None
     coords = cells_of(points, batch.astype(mx.int32), moved, size)
     if n:
         low, _ = registry.geometry().bounds(coords)
@@ -79,9 +79,9 @@ def voxelize(
     return unique.rows, reduced, unique.inverse
 
 
-def _expect_cells(points: mx.array, moved: mx.array | None, size: mx.array) -> None:
+def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:
     """Raise unless int32 holds the cells of all points, of which there are some."""
-    cells = mx.floor((points if moved is None else points - moved) / size)
+    cells = mx.floor(in_cells(points, moved, size))
     if not mx.isfinite(cells).all().item():
         bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
         raise ValueError(

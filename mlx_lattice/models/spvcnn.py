@@ -111,23 +111,22 @@ class _Points:
         self.points, self.batch, self.trimmed = points, batch, trimmed
         self._rows, self._cells, self._blends = rows, {}, {}
 
-    def _at(self, x: SparseTensor) -> tuple[mx.array, mx.array]:
-        """Return the (P, 4) int32 cells of the points in a lattice, and its step."""
+    def _at(self, x: SparseTensor) -> mx.array:
+        """Return the (P, 4) int32 cells of the points in the lattice of a tensor."""
         if x.key not in self._cells:
-            step = mx.array(x.stride, dtype=mx.float32)
-            self._cells[x.key] = cells_of(self.points, self.batch, size=step), step
+            self._cells[x.key] = cells_of(self.points, self.batch, size=x.stride)
         return self._cells[x.key]
 
     def from_voxels(self, x: SparseTensor) -> mx.array:
         """Interpolate each point between the active cells around it."""
         if x.key not in self._blends:
-            self._blends[x.key] = blend_at(x, self.points, *self._at(x))
+            self._blends[x.key] = blend_at(x, self.points, self._at(x), x.stride)
         return self._blends[x.key](x.feats)
 
     def to_voxels(self, x: SparseTensor, feats: mx.array) -> SparseTensor:
         """Return the mean of the points in each row of ``x``."""
         if x.key not in self._rows:
-            self._rows[x.key] = ops.lookup(x, self._at(x)[0])
+            self._rows[x.key] = ops.lookup(x, self._at(x))
         rows, count = self._rows[x.key], len(x)
         if not self.trimmed:
             return x.replace(reduce_segments(feats, rows, count, "mean"))
@@ -219,7 +218,8 @@ class SPVCNN(Segmentor):
         n = points.shape[0]
         batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch
         at = points.astype(mx.float32) / self.voxel_size
-        z = _Points(at, batch.astype(mx.int32), self.trimmed, {key: rows})
+        batch = mx.contiguous(batch.astype(mx.int32))  # it may be a column
+        z = _Points(at, batch, self.trimmed, {key: rows})
 
         first, second, third = self.point_transforms
         x0 = self.stem(SparseTensor.of(manager, key, means))

@@ -13,11 +13,12 @@ from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, bounds_of
 from ..geometry.lattice import floor_divide
 from ..geometry.points import (
-    bounds_if_held,
-    bounds_wanted,
+    Numbers,
+    are_held,
     cells_of,
     corner_weights,
     corners_of,
+    in_cells,
 )
 from ..geometry.rows import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
@@ -74,27 +75,24 @@ def interpolate(
         )
     points, held = points.astype(mx.float32), x.manager[x.key]
     if mode == "nearest":
-        found = _checked(points, mx.array([0.0] + [-0.5] * x.dims))
-        return gathered(x.feats, held.index.find(*found)[:, None])
+        cells = _checked(points, (0.0, *(-0.5,) * x.dims)).coords
+        return gathered(x.feats, held.index.find(cells)[:, None])
     cells = _checked(points)
     places = _around(held, cells)
     weights = corner_weights(points, cells.coords, places, renormalise)
     return weighted(x.feats, weights, places)
 
 
-def _checked(points: mx.array, origin: mx.array | None = None) -> BoxedRows:
+def _checked(points: mx.array, origin: Numbers = None) -> BoxedRows:
     """Return the cells of points; raise if one is not finite. Reads that."""
     cells = cells_of(points, origin=origin)
-    if not cells.size:
-        return BoxedRows(cells, bounds_of(cells))
-    bounds, are_held = bounds_if_held(cells)
-    if not are_held:
-        low, high = bounds_of(mx.floor(points if origin is None else points - origin))
+    if cells.size and not are_held(cells):
+        low, high = bounds_of(mx.floor(in_cells(points, origin, None)))
         if not all(-INT32_LIMIT <= v < INT32_LIMIT for v in (*low, *high)):
             raise ValueError(
                 f"points must be finite and within int32; got cells {low} to {high}"
             )
-    return BoxedRows(cells, bounds)
+    return BoxedRows(cells, None)
 
 
 def _around(held: CoordinateSet, cells: BoxedRows) -> mx.array:
@@ -175,7 +173,7 @@ class Blend:
 
 
 def blend_at(
-    x: SparseTensor, points: mx.array, cells: mx.array, size: mx.array
+    x: SparseTensor, points: mx.array, cells: mx.array, size: tuple[int, ...]
 ) -> Blend:
     """Return what interpolates at points as ``interpolate`` with ``renormalise`` does.
 
@@ -185,10 +183,10 @@ def blend_at(
         x: tensor.
         points: (P, D) float32, which are known to be finite, in cells of stride 1.
         cells: (P, 1 + D) int32, of each point in the tensor's lattice.
-        size: (D,) float32: the tensor's stride.
+        size: the tensor's stride.
     """
     held = x.manager[x.key]
-    places = _around(held, BoxedRows(cells, bounds_wanted(cells)))
+    places = _around(held, BoxedRows(cells, None))
     return Blend(corner_weights(points, cells, places, True, size), places, len(held))
 
 

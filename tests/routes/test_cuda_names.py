@@ -398,7 +398,7 @@ def points():
     """Cells by all that points may come with, and weights of those around them."""
     kernels = registry.POINTS["cuda"]
     for dims in (1, 2, 3, 4):
-        at, step = mx.zeros((9, dims)), mx.ones((dims,))
+        at, step = mx.zeros((9, dims)), (1.0,) * dims
         batch, table = mx.zeros((9,), mx.int32), mx.zeros((9, 2**dims), mx.int32)
         for start, size in itertools.product((None, step), (None, step)):
             kernels.cells(at, batch, start, size)
