@@ -87,6 +87,7 @@ class Steps:
         bits: int | None = None,
         activations: int | None = None,
         unpacked: bool = False,
+        master_weights: bool = False,
     ):
         mx.random.seed(0)
         self.net = NETS[net]()
@@ -101,7 +102,8 @@ class Steps:
             self.net, _ = ml.calibrate(*given, activations=activations)
         if unpacked:
             ml.nn.unpack_int4(self.net)
-        self.optimizer = of.optimizers.SGD(1e-3, momentum=0.9)
+        more = {"master_weights": True} if master_weights else {}
+        self.optimizer = of.optimizers.SGD(1e-3, momentum=0.9, **more)
         mx.eval(self.net.parameters(), self.feats, self.labels, self.coords)
 
     def step(self, name: str) -> Callable[[], object]:
@@ -298,6 +300,9 @@ def main() -> None:
         help="train by mlx.optimizers, whose step is several launches a parameter",
     )
     parser.add_argument(
+        "--master-weights", action="store_true", help="float32 copies of half weights"
+    )
+    parser.add_argument(
         "--cpu-time",
         action="store_true",
         help="processor time of all threads, where others load the machine",
@@ -320,6 +325,8 @@ def main() -> None:
     trains = "training", "tuning"
     if given.bits and any(name.startswith(trains) for name in given.steps):
         parser.error("packed weights do not train: name other --steps")
+    if given.master_weights and given.mlx_optimizer:
+        parser.error("MLX's optimizer keeps no --master-weights")
     if given.save_coordinates:
         np.save(given.save_coordinates, batch(given.rows[0], given.scenes))
 
@@ -338,13 +345,13 @@ def main() -> None:
             keep({**facts, "step": "first forward", "seconds": seconds})
         for rows in given.rows:
             dtype, of = getattr(mx, given.dtype), mlx if given.mlx_optimizer else ml
-            quantised = given.bits, given.activations, given.unpacked
-            steps = Steps(net, batch(rows, given.scenes), dtype, of, *quantised)
+            how = given.bits, given.activations, given.unpacked, given.master_weights
+            steps = Steps(net, batch(rows, given.scenes), dtype, of, *how)
             for name in given.steps:
                 row = {**facts, "rows": rows, "step": name}
                 row |= optimizer if name.startswith(trains) else {}
                 row |= {"limit": given.memory} if given.memory else {}
-                names = "bits", "activations", "unpacked"
+                names = "bits", "activations", "unpacked", "master_weights"
                 held = {name: getattr(given, name) for name in names}
                 row |= {name: value for name, value in held.items() if value}
                 row |= measure(

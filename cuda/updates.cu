@@ -3,6 +3,8 @@
 //   work (blocks, 3): parameter, first element, last element + 1
 //   block --> ELEMENTS of one parameter: (gradient, parameter, state) -> (parameter, state)
 //
+// With a master, a float32 copy, that is updated and the parameter is it rounded; where the
+// parameter is another number, somebody has set it since, and it is taken in its place.
 // Read once and written once, 16 bytes at a time; float32 inside, rounded to the dtype at
 // the end. The launch's switch picks the arrays of a block's parameter, the same for all of
 // its threads. It pays wherever parameters are many and short: MLX launches every term of
@@ -36,23 +38,29 @@ __device__ __forceinline__ float updated(const float* rates, float gradient,
   return parameter - rates[SGD_RATE] * by;
 }
 
-// COUNT: parameters of the launch, so that each number of them has a kernel.
-template <typename T, int RULE, int COUNT>
+// COUNT: parameters of the launch, so that each number of them has a kernel. Any of
+// master, first and second may be null.
+template <typename T, typename STATE, int RULE, int COUNT>
 __device__ __forceinline__ void update_parameters(const int* work, const T* gradient,
-                                                  const T* parameter, const T* first,
-                                                  const T* second, const float* rates,
-                                                  T* next, T* next_first,
-                                                  T* next_second) {
+                                                  const T* parameter,
+                                                  const STATE* master,
+                                                  const STATE* first,
+                                                  const STATE* second,
+                                                  const float* rates, T* next,
+                                                  STATE* next_master, STATE* next_first,
+                                                  STATE* next_second) {
   constexpr int EACH = 16 / sizeof(T);
   const int start = work[3 * blockIdx.x + 1], stop = work[3 * blockIdx.x + 2];
   auto run = [&](auto aligned) {
     for (int at = start + (int)threadIdx.x * EACH; at < stop;
          at += (int)blockDim.x * EACH) {
-      Channels<T, EACH> g, p, a, b;
+      Channels<T, EACH> g, p;
+      Channels<STATE, EACH> m, a, b;
       const bool whole = at + EACH <= stop;
       if (whole) {
         g = load_channels<EACH>(gradient + at, aligned);
         p = load_channels<EACH>(parameter + at, aligned);
+        if (master) m = load_channels<EACH>(master + at, aligned);
         if (first) a = load_channels<EACH>(first + at, aligned);
         if (second) b = load_channels<EACH>(second + at, aligned);
       }
@@ -63,27 +71,37 @@ __device__ __forceinline__ void update_parameters(const int* work, const T* grad
           if (at + j >= stop) break;
           g.v[j] = gradient[at + j];
           p.v[j] = parameter[at + j];
+          if (master) m.v[j] = master[at + j];
           if (first) a.v[j] = first[at + j];
           if (second) b.v[j] = second[at + j];
         }
         to_first[j] = first ? static_cast<float>(a.v[j]) : 0.0f;
         to_second[j] = second ? static_cast<float>(b.v[j]) : 0.0f;
-        to[j] = updated<RULE>(rates, static_cast<float>(g.v[j]),
-                              static_cast<float>(p.v[j]), to_first[j], to_second[j]);
+        const float own = static_cast<float>(p.v[j]);
+        float from = own;
+        if (master) {
+          from = static_cast<float>(m.v[j]);
+          if (static_cast<float>(static_cast<T>(from)) != own) from = own;
+        }
+        to[j] = updated<RULE>(rates, static_cast<float>(g.v[j]), from, to_first[j],
+                              to_second[j]);
         if (!whole) {
           next[at + j] = static_cast<T>(to[j]);
-          if (first) next_first[at + j] = static_cast<T>(to_first[j]);
-          if (second) next_second[at + j] = static_cast<T>(to_second[j]);
+          if (master) next_master[at + j] = static_cast<STATE>(to[j]);
+          if (first) next_first[at + j] = static_cast<STATE>(to_first[j]);
+          if (second) next_second[at + j] = static_cast<STATE>(to_second[j]);
         }
       }
       if (!whole) continue;
       store_channels<EACH>(next + at, to);
+      if (master) store_channels<EACH>(next_master + at, to);
       if (first) store_channels<EACH>(next_first + at, to_first);
       if (second) store_channels<EACH>(next_second + at, to_second);
     }
   };
-  const T* any = parameter;
-  by_alignment(run, gradient, parameter, first ? first : any, second ? second : any);
+  const auto any = reinterpret_cast<const STATE*>(parameter);
+  by_alignment(run, gradient, parameter, master ? master : any, first ? first : any,
+               second ? second : any);
 }
 
 }  // namespace lattice

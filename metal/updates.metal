@@ -3,6 +3,8 @@
 //   work (threadgroups, 3): parameter, first element, last element + 1
 //   threadgroup --> elements of one parameter: (gradient, parameter, state) -> the same
 //
+// With a master, a float32 copy, that is updated and the parameter is it rounded; where the
+// parameter is another number, somebody has set it since, and it is taken in its place.
 // Read once and written once, neighbouring elements by neighbouring threads; float32
 // inside, rounded to the dtype at the end. The launch's switch picks the arrays of a
 // threadgroup's parameter. It pays wherever parameters are many and short: MLX launches
@@ -35,18 +37,28 @@ METAL_FUNC float updated(
   return parameter - rates[SGD_RATE] * by;
 }
 
-// COUNT: parameters of the launch, so that each number of them has a kernel.
-template <typename T, int RULE, int COUNT>
+// COUNT: parameters of the launch, so that each number of them has a kernel. Any of
+// master, first and second may be null.
+template <typename T, typename STATE, int RULE, int COUNT>
 METAL_FUNC void update_parameters(
     const device int* work, const device T* gradient, const device T* parameter,
-    const device T* first, const device T* second, const device float* rates,
-    device T* next, device T* next_first, device T* next_second, uint3 group, uint3 at,
+    const device STATE* master, const device STATE* first, const device STATE* second,
+    const device float* rates, device T* next, device STATE* next_master,
+    device STATE* next_first, device STATE* next_second, uint3 group, uint3 at,
     uint3 threads) {
   const int begin = work[3 * group.x + 1], stop = work[3 * group.x + 2];
   for (int i = begin + int(at.x); i < stop; i += int(threads.x)) {
     float a = first ? float(first[i]) : 0.0f, b = second ? float(second[i]) : 0.0f;
-    next[i] = T(updated<RULE>(rates, float(gradient[i]), float(parameter[i]), a, b));
-    if (first) next_first[i] = T(a);
-    if (second) next_second[i] = T(b);
+    const float own = float(parameter[i]);
+    float from = own;
+    if (master) {
+      from = float(master[i]);
+      if (float(T(from)) != own) from = own;
+    }
+    const float to = updated<RULE>(rates, float(gradient[i]), from, a, b);
+    next[i] = T(to);
+    if (master) next_master[i] = STATE(to);
+    if (first) next_first[i] = STATE(a);
+    if (second) next_second[i] = STATE(b);
   }
 }

@@ -6,6 +6,12 @@ CUDA), a step is one launch for up to 32 parameters (5 on Metal), where MLX laun
 every term for every parameter: 5 launches for each with SGD and momentum. They compute
 in float32 and round once. Elsewhere, and for parameters that have not one of float32,
 float16 and bfloat16 throughout, MLX's own steps run.
+
+What a step adds to a parameter is often less than half precision tells apart. With
+``master_weights`` the state of such a parameter has a float32 copy, ``"master"``, to
+which steps are added; the parameter is this, rounded (Micikevicius et al., "Mixed
+Precision Training", 2018), in the same launch. A parameter that was set in between, as
+by ``load_weights``, is taken over.
 """
 
 from __future__ import annotations
@@ -21,9 +27,37 @@ from .backends.gpu_updates import Rule
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
+HALVES = mx.float16, mx.bfloat16
+
 
 class _Together:
     """Updates all parameters at once."""
+
+    def __init__(self, *args, master_weights: bool = False, **options):
+        super().__init__(*args, **options)
+        self.master_weights = master_weights
+
+    def init_single(self, parameter: mx.array, state: dict) -> None:
+        """Initialize the state of a parameter."""
+        if self._has_master(parameter):
+            state["master"] = parameter = parameter.astype(mx.float32)
+        super().init_single(parameter, state)
+
+    def apply_single(
+        self, gradient: mx.array, parameter: mx.array, state: dict
+    ) -> mx.array:
+        """Return the updated parameter by MLX's own step; the state is updated."""
+        if not self._has_master(parameter):
+            return super().apply_single(gradient, parameter, state)
+        own = parameter.astype(mx.float32)
+        master = state.get("master", own)
+        master = mx.where(master.astype(parameter.dtype) == parameter, master, own)
+        gradient = gradient.astype(mx.float32)
+        state["master"] = super().apply_single(gradient, master, state)
+        return state["master"].astype(parameter.dtype)
+
+    def _has_master(self, parameter: mx.array) -> bool:
+        return self.master_weights and parameter.dtype in HALVES
 
     def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
         """Return the updated parameters; the state is updated.
@@ -39,22 +73,27 @@ class _Together:
             self.init(gradients)
         super().apply_gradients({}, {})  # schedules and the number of the step
         rule, names = self._rule()
-        leaves, alone, together = [], [], []
+        # Parameters that have no master copy, and those that have one.
+        kinds = (rule, names), (rule.with_master, ("master", *names))
+        leaves, together = [], ([], [])
         _collect(leaves, gradients, parameters, self.state)
-        for at, (gradient, parameter, state) in enumerate(leaves):
-            arrays = gradient, parameter, *[state[name] for name in names]
-            if kernels.takes(arrays):
-                together.append((at, arrays))
-            else:
-                alone.append(at)
         updated = [None] * len(leaves)
-        if together:
-            given = [arrays for _, arrays in together]
-            made = kernels.run(rule, self._rates(), given)
-            for (at, _), (updated[at], *states) in zip(together, made, strict=True):
+        for at, (gradient, parameter, state) in enumerate(leaves):
+            kind = self._has_master(parameter)
+            if kind and "master" not in state:
+                state["master"] = parameter.astype(mx.float32)
+            rule, names = kinds[kind]
+            arrays = gradient, parameter, *[state[name] for name in names]
+            if kernels.takes(arrays, rule):
+                together[kind].append((at, arrays))
+            else:
+                updated[at] = self.apply_single(gradient, parameter, state)
+        for (rule, names), some in zip(kinds, together, strict=True):
+            if not some:
+                continue
+            made = kernels.run(rule, self._rates(), [arrays for _, arrays in some])
+            for (at, _), (updated[at], *states) in zip(some, made, strict=True):
                 leaves[at][2].update(zip(names, states, strict=True))
-        for at in alone:
-            updated[at] = self.apply_single(*leaves[at])
         return _rebuilt(gradients, iter(updated))
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
@@ -75,6 +114,8 @@ class SGD(_Together, mlx.optimizers.SGD):
         weight_decay (float): The weight decay (L2 penalty). Default: ``0``.
         dampening (float): Dampening for momentum. Default: ``0``.
         nesterov (bool): Enables Nesterov momentum. Default: ``False``.
+        master_weights (bool): Keeps float32 copies of half parameters. Default:
+            ``False``.
     """
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
@@ -97,6 +138,8 @@ class Adam(_Together, mlx.optimizers.Adam):
             square. Default: ``(0.9, 0.999)``.
         eps (float): Added to the denominator. Default: ``1e-8``.
         bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
+        master_weights (bool): Keeps float32 copies of half parameters. Default:
+            ``False``.
     """
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
@@ -124,6 +167,8 @@ class AdamW(Adam, mlx.optimizers.AdamW):
         eps (float): Added to the denominator. Default: ``1e-8``.
         weight_decay (float): The weight decay. Default: ``0.01``.
         bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
+        master_weights (bool): Keeps float32 copies of half parameters. Default:
+            ``False``.
     """
 
     def _decay(self) -> float:

@@ -18,7 +18,7 @@ FILES = {
     METAL: ("updates",),
     CUDA: ("alignment.cuh", "channels.cuh", "updates.cu"),
 }
-STATES = "first", "second"
+STATES = "master", "first", "second"
 # Arrays of a launch: Metal binds 31 buffers, and CUDA's arguments fit into 4 KB.
 MOST_ARRAYS = {METAL: 31, CUDA: 460}
 MOST_PARAMETERS = 32  # of a launch: their gradients wait for each other
@@ -36,14 +36,20 @@ class Rule(NamedTuple):
 
     Attributes:
         code: as kernels number it.
-        states: arrays of a parameter that are read and written besides.
+        states: which of ``STATES`` are read and written besides a parameter.
     """
 
     code: int
-    states: int
+    states: tuple[str, ...]
+
+    @property
+    def with_master(self) -> Rule:
+        """The same of parameters whose float32 copies are updated, and rounded."""
+        return Rule(self.code, ("master", *self.states))
 
 
-SGD, MOMENTUM, NESTEROV, ADAM = Rule(0, 0), Rule(1, 1), Rule(2, 1), Rule(3, 2)
+SGD, MOMENTUM, NESTEROV = Rule(0, ()), Rule(1, ("first",)), Rule(2, ("first",))
+ADAM = Rule(3, ("first", "second"))
 Arrays = tuple[mx.array, ...]  # gradient, parameter, and its states
 
 
@@ -57,17 +63,21 @@ class GpuUpdates:
     def __init__(self, backend: str):
         self.backend = backend
 
-    def takes(self, arrays: Arrays) -> bool:
-        """Whether a parameter may go into a launch: one dtype, and not a scalar."""
-        gradient, parameter = arrays[:2]
+    def takes(self, arrays: Arrays, rule: Rule) -> bool:
+        """Whether a parameter may go into a launch: it is no scalar, and of dtypes.
+
+        Of one; states beside a master copy are float32 as that is.
+        """
+        gradient, parameter, *states = arrays
         size, dtype = parameter.size, parameter.dtype
         least = LEAST_DEVICE_SIZE if self.backend == METAL else 1
         if dtype not in FLOATS or not least <= size < MOST_ELEMENTS:
             return False
-        for array in arrays:  # a loop is quick
-            if array.dtype != dtype or array.size != size:
+        kept = _dtype_of_states(rule, dtype)
+        for array in states:  # a loop is quick
+            if array.dtype != kept or array.size != size:
                 return False
-        return gradient.shape == parameter.shape
+        return gradient.dtype == dtype and gradient.shape == parameter.shape
 
     def run(
         self, rule: Rule, rates: mx.array, given: Sequence[Arrays]
@@ -80,7 +90,7 @@ class GpuUpdates:
             given: what ``takes``.
         """
         made: list[list[mx.array]] = [[] for _ in given]
-        each = 1 + rule.states
+        each = 1 + len(rule.states)
         # Backwards, each after the one before it: gradients come in that order, and
         # MLX would else begin with the first layers' and hold what all others need.
         for part in reversed(list(self._launches(given, rule))):
@@ -97,7 +107,7 @@ class GpuUpdates:
 
     def _launches(self, given: Sequence[Arrays], rule: Rule) -> Iterator[list[int]]:
         """Yield which parameters go together, of one dtype, in nearly equal parts."""
-        room = (MOST_ARRAYS[self.backend] - 2) // (3 + 2 * rule.states)
+        room = (MOST_ARRAYS[self.backend] - 2) // (3 + 2 * len(rule.states))
         for dtype in FLOATS:
             of = [at for at, arrays in enumerate(given) if arrays[1].dtype == dtype]
             count = -(-len(of) // min(room, MOST_PARAMETERS))
@@ -105,11 +115,15 @@ class GpuUpdates:
                 yield of[i * len(of) // count : (i + 1) * len(of) // count]
 
 
+def _dtype_of_states(rule: Rule, dtype: mx.Dtype) -> mx.Dtype:
+    """Return the dtype of what is kept beside a parameter."""
+    return mx.float32 if "master" in rule.states else dtype
+
+
 def _names(rule: Rule, count: int) -> tuple[list[str], list[str]]:
     """Return the inputs and outputs of so many parameters, in order."""
-    states = STATES[: rule.states]
-    kinds = ["gradient", "parameter", *states]
-    made = ["next", *[f"next_{name}" for name in states]]
+    kinds = ["gradient", "parameter", *rule.states]
+    made = ["next", *[f"next_{name}" for name in rule.states]]
     return (
         [f"{kind}_{i}" for i in range(count) for kind in kinds],
         [f"{kind}_{i}" for i in range(count) for kind in made],
@@ -120,7 +134,7 @@ def _names(rule: Rule, count: int) -> tuple[list[str], list[str]]:
 def _kernel(backend: str, rule: Rule, dtype: mx.Dtype, count: int) -> GpuKernel:
     inputs, outputs = _names(rule, count)
     # A launch has all arrays; the call gets those that the switch picks.
-    picked = [name if name in STATES[: rule.states] else "nullptr" for name in STATES]
+    picked = [name if name in rule.states else "nullptr" for name in STATES]
     made = [name if name == "nullptr" else f"next_{name}" for name in picked]
     passed = dict.fromkeys((*inputs, "rates", *outputs), "")
     passed[inputs[0]] = ", ".join(
@@ -133,7 +147,12 @@ def _kernel(backend: str, rule: Rule, dtype: mx.Dtype, count: int) -> GpuKernel:
         "update_parameters",
         FILES[backend],
         face,
-        (("T", dtype), ("RULE", rule.code), ("COUNT", count)),
+        (
+            ("T", dtype),
+            ("STATE", _dtype_of_states(rule, dtype)),
+            ("RULE", rule.code),
+            ("COUNT", count),
+        ),
         place=_PLACE if metal else "",
         arguments=tuple(passed.items()),
         before=_picking(metal, inputs, outputs, count),
@@ -146,12 +165,11 @@ def _picking(metal: bool, inputs: list[str], outputs: list[str], count: int) -> 
     block = "threadgroup_position_in_grid.x" if metal else "blockIdx.x"
     each, made = len(inputs) // count, len(outputs) // count
     kinds = [name.rpartition("_")[0] for name in (*inputs[:each], *outputs[:made])]
-    lines = [
-        f"{space}T* {name} = nullptr;"
-        if name.startswith("next")
-        else f"const {space}T* {name} = nullptr;"
-        for name in kinds
-    ]
+    lines = []
+    for name in kinds:
+        dtype = "STATE" if name.removeprefix("next_") in STATES else "T"
+        const = "" if name.startswith("next") else "const "
+        lines.append(f"{const}{space}{dtype}* {name} = nullptr;")
     lines.append(f"switch (work[3 * {block}]) {{")
     for i in range(count):
         picks = "".join(f" {name} = {name}_{i};" for name in kinds)
@@ -165,7 +183,8 @@ def _launcher(
 ) -> Callable[[list[mx.array]], list[mx.array]]:
     """Return what launches the step of parameters of some shapes."""
     kernel = _kernel(backend, rule, dtype, len(shapes))
-    outputs = [(shape, dtype) for shape in shapes for _ in range(1 + rule.states)]
+    kept = [_dtype_of_states(rule, dtype)] * len(rule.states)
+    outputs = [(shape, each) for shape in shapes for each in (dtype, *kept)]
     blocks = sum([-(-prod(shape) // ELEMENTS) for shape in shapes])
     given = (True,) * len(kernel.interface.inputs)
     return kernel.launcher(given, outputs, (blocks * THREADS,), (THREADS,))

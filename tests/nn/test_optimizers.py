@@ -115,6 +115,71 @@ def test_steps(place, name, given, dtype):
         np.testing.assert_allclose(exact(a), right, rtol=0, atol=TOLERANCES[dtype])
 
 
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@kinds
+def test_master_weights(place, name, given, dtype):
+    """Steps that half precision does not tell apart add up; a set parameter stays."""
+    if isinstance(place, Emulated) and dtype != DTYPES[1 + len(given) % 2]:
+        return
+    parameters, gradients = tree(dtype), [tree(dtype, 0.5) for _ in range(4)]
+    others, rate = tree_map(lambda a: a + 1, parameters), 1e-4
+
+    def run():
+        optimizer = getattr(ours, name)(rate, **given, master_weights=True)
+        found = parameters
+        for each in gradients[:3]:
+            found = optimizer.apply_gradients(each, found)
+        # Of another net: its masters are not those of the state.
+        again = optimizer.apply_gradients(gradients[3], others)
+        made = found, optimizer.state, again
+        return [a for _, a in tree_flatten(made)], optimizer.state
+
+    (results,) = place.run(run).values()
+    state = results[0][1]
+    masters = [a for n, a in tree_flatten(state) if n.endswith("master")]
+    assert all(a.dtype == mx.float32 for a in masters)
+    besides = [a for n, a in tree_flatten(state) if n.rpartition(".")[2] in "mv"]
+    assert all(a.dtype == mx.float32 for a in besides)
+    each = [[a for _, a in tree_flatten(t)] for t in (parameters, *gradients)]
+    assert len(masters) == len(each[0])
+    again = results[0][0][-len(masters) :]
+    for a, master, p, *g in zip(again, masters, *each, strict=True):
+        assert a.dtype == dtype
+        np.testing.assert_array_equal(exact(master.astype(dtype)), exact(a))
+        if name == "SGD" and not given.get("momentum"):  # it has no state besides
+            right = wanted(name, given, rate, (p + 1).astype(mx.float32), g[3:])
+            np.testing.assert_allclose(exact(master), right, rtol=0, atol=1e-6)
+    for a, p, *g in zip(results[0][0], *each, strict=False):
+        right = wanted(name, given, rate, p.astype(mx.float32), g[:3])
+        rounded = exact(mx.array(right.astype(np.float32)).astype(dtype))
+        unit = np.spacing(np.abs(rounded).astype(np.float16)).astype(np.float64)
+        unit = unit if dtype == mx.float16 else 8 * unit
+        assert (np.abs(exact(a) - rounded) <= unit).all()
+
+
+def test_small_steps_add_up(place):
+    """A thousandth of what half tells apart, thousand times."""
+    one = {"weight": mx.ones((64,), dtype=mx.bfloat16)}
+    gradient = {"weight": mx.full((64,), 1.0, dtype=mx.bfloat16)}
+
+    def run():
+        made = []
+        for has_master in (False, True):
+            optimizer = ours.SGD(2.0**-18, master_weights=has_master)
+            found = one
+            for _ in range(2048):
+                found = optimizer.apply_gradients(gradient, found)
+                mx.eval(found, optimizer.state)
+            made.append(found["weight"])
+        return made
+
+    if isinstance(place, Emulated):
+        return
+    (results,) = place.run(run, steady=False).values()
+    without, having = (a[0].item() for a in results[0])
+    assert without == 1.0 and having == 1 - 2.0**-7
+
+
 def test_states_are_mlx_s_own(place):
     """Their state goes on here, and ours there, as their own; schedules too."""
     rate = theirs.exponential_decay(0.1, 0.5)

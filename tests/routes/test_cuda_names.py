@@ -367,9 +367,14 @@ def updates():
         gpu_updates.NESTEROV,
         gpu_updates.ADAM,
     )
+    kernels, rates = gpu_updates.GpuUpdates(devices.CUDA), mx.zeros((8,))
     for dtype, rule, count in itertools.product(DTYPES, rules, (1, 2, 67)):
-        arrays = (mx.zeros((3,), dtype),) * (2 + rule.states)
-        gpu_updates.GpuUpdates(devices.CUDA).run(rule, mx.zeros((8,)), [arrays] * count)
+        given, wide = (mx.zeros((3,), dtype),) * 2, mx.zeros((3,))
+        each = (wide.astype(dtype),) * len(rule.states)
+        kernels.run(rule, rates, [(*given, *each)] * count)
+        if dtype != mx.float32:
+            each = (wide,) * (1 + len(rule.states))
+            kernels.run(rule.with_master, rates, [(*given, *each)] * count)
 
 
 def exchanges():
