@@ -164,7 +164,7 @@ class _Trace:
     """A function, compiled for one coordinate set when it is first called."""
 
     def __init__(self, function: Callable, inputs, outputs, held: list[ref]):
-        self._function, self._held = function, held
+        self._function, self._held, self._inputs = function, held, inputs
         self._given, self._managers, self._result = None, (), None
         # By a weak reference: MLX would not see a circle.
         trace = ref(self)
@@ -178,11 +178,16 @@ class _Trace:
             relations = [r for manager in managers for r in manager.relations]
             mx.eval([arrays_of(relation) for relation in relations])
         self._given, self._managers = given, managers
+        state = list(_restorers(self._inputs)) if self._result is None else ()
         try:
             made = self._compiled(arrays)
             return _filled(self._result, made, managers)
-        except (ValueError, RuntimeError) as error:
-            if "eval" not in str(error).lower():
+        except Exception as error:
+            # MLX leaves its stand-ins in a state that it was tracing.
+            for restore in state:
+                restore()
+            is_known = isinstance(error, (ValueError, RuntimeError))
+            if not is_known or "eval" not in str(error).lower():
                 raise
             raise ValueError(
                 f"{_name(self._function)} reads values of its arguments while it is "
@@ -198,6 +203,27 @@ class _Trace:
         result = self._function(*args, **kwargs)
         self._result = _emptied(result, made, self._managers)
         return made
+
+
+def _restorers(tree) -> Iterator[Callable[[], None]]:
+    """Yield for each array of a state what puts it back there."""
+    if isinstance(tree, (dict, list)):
+        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
+            if isinstance(value, mx.array):
+                yield partial(tree.__setitem__, name, value)
+            else:
+                yield from _restorers(value)
+    elif isinstance(tree, tuple):
+        for value in tree:
+            yield from _restorers(value)
+    elif isinstance(tree, type(mx.random.state)):
+        yield partial(_seed, tree[0])
+
+
+def _seed(key: mx.array) -> None:
+    """Make a key MLX's own, of which a seed is the two words."""
+    high, low = key.tolist()
+    mx.random.seed(high << 32 | low)
 
 
 def _leaves(tree, signature: list, where: str) -> Iterator[mx.array | SparseTensor]:

@@ -417,6 +417,38 @@ def test_what_cannot_be_compiled_raises_and_says_what_to_do():
     assert fast(x).key == x.key
 
 
+@pytest.mark.parametrize("fails", ("reads", "raises"))
+def test_state_is_whole_after_a_trace_that_failed(fails):
+    """A net, an optimizer and random numbers are what they were, and go on."""
+    x, net, optimizer = tensor(), small_net(), optim.AdamW(0.1)
+    optimizer.init(net.trainable_parameters())
+    loss = mlx.nn.value_and_grad(net, lambda net: net(x).feats.square().sum())
+    state, calls = [net.state, optimizer.state, mx.random.state], []
+
+    def step(x):
+        value, gradients = loss(net)
+        calls.append(mx.random.uniform())
+        if fails == "reads":
+            ops.prune(x, x.feats[:, 0] > 0)
+        elif len(calls) > 1:
+            raise KeyError("of the function")
+        optimizer.update(net, gradients)
+        return value
+
+    fast = ml.compile(step, inputs=state, outputs=state)
+    mx.eval(fast(x), state)
+    state, key = state[:2], mx.random.state[0].tolist()
+    before = [a.tolist() for _, a in tree_flatten(state)]
+    error, said = (ValueError, "chooses") if fails == "reads" else (KeyError, "of the")
+    for _ in range(2):
+        with pytest.raises(error, match=said):
+            fast(x)
+        assert mx.random.state[0].tolist() == key
+    assert [a.tolist() for _, a in tree_flatten(state)] == before
+    if fails == "reads":
+        assert mx.isfinite(step(x)).item()
+
+
 def test_an_error_of_the_function_stays_its_own():
     def function(x):
         raise KeyError("mine")
