@@ -342,7 +342,7 @@ class GpuNorms:
             return None, None, None, None
         length = _Walk(self.backend, *x.shape, x.dtype).summed
         bounds, starts, blocks = segments.pieces(length)
-        return segments.order, bounds, starts, blocks
+        return segments.read[1], bounds, starts, blocks
 
     def _lines(self, x: mx.array, segments: RowSegments | None):
         """Return lines of moments, and the first of each segment."""
@@ -394,4 +394,4 @@ def _needed(fit: Fit, residual: mx.array | None) -> mx.array | None:
 def _of(fit: Fit) -> mx.array | None:
     if fit.segments is None or fit.segments.size == 1:
         return None
-    return fit.segments.of
+    return fit.segments.read[0]

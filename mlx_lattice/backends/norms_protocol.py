@@ -10,11 +10,26 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from ..activations import NONE, Activation
+
+# Of an array that kernels read: Metal has fewer in another address space than a kernel
+# may name, and MLX those of 8 bytes in the host's memory, where a GPU waits.
+LEAST_NUMBERS = 8
+
+
+def _from_host(*lists: list[int]) -> list[mx.array]:
+    """Return int32 arrays of numbers, each with its last one again where they are few.
+
+    They are parts of one: a GPU fetches what is from the host once.
+    """
+    wide = [a + a[-1:] * (LEAST_NUMBERS - len(a)) for a in lists]
+    ends = list(accumulate(map(len, wide)))
+    return mx.split(mx.array([*chain(*wide)], dtype=mx.int32), ends[:-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,6 +55,15 @@ class RowSegments:
         return len(self.starts) - 1
 
     @cached_property
+    def read(self) -> tuple[mx.array, mx.array | None]:
+        """``of`` and ``order``, of at least ``LEAST_NUMBERS``, for kernels."""
+        short = LEAST_NUMBERS - self.of.size
+        if short <= 0:
+            return self.of, self.order
+        order = self.order if self.order is None else mx.pad(self.order, (0, short))
+        return mx.pad(self.of, (0, short)), order
+
+    @cached_property
     def counts(self) -> mx.array:
         """(S, 1) float32: rows of each segment, at least 1."""
         sizes = [
@@ -53,7 +77,7 @@ class RowSegments:
 
         Returns:
             int32 where P pieces begin, and the first piece of each of S segments, each
-            with its end, and at least four numbers; P, which is at least 1.
+            with its end, and at least ``LEAST_NUMBERS``; P, which is at least 1.
         """
         if length not in self._cut:
             bounds, firsts = [], [0]
@@ -61,10 +85,7 @@ class RowSegments:
                 bounds += range(start, stop, length)
                 firsts.append(len(bounds))
             bounds.append(self.starts[-1])
-            # MLX leaves arrays of 8 bytes in the host's memory, where a GPU waits.
-            wide = (a + a[-1:] * (4 - len(a)) for a in (bounds, firsts))
-            arrays = (mx.array(a, dtype=mx.int32) for a in wide)
-            self._cut[length] = *arrays, len(bounds) - 1
+            self._cut[length] = *_from_host(bounds, firsts), len(bounds) - 1
         return self._cut[length]
 
 
