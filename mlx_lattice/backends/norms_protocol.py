@@ -64,6 +64,17 @@ class RowSegments:
         return mx.pad(self.of, (0, short)), order
 
     @cached_property
+    def begins(self) -> mx.array:
+        """``starts``, int32, at least ``LEAST_NUMBERS``, for kernels."""
+        return _from_host(list(self.starts))[0]
+
+    @cached_property
+    def longest(self) -> int:
+        """Rows of the largest segment."""
+        pairs = zip(self.starts, self.starts[1:], strict=False)
+        return max([stop - start for start, stop in pairs])
+
+    @cached_property
     def counts(self) -> mx.array:
         """(S, 1) float32: rows of each segment, at least 1."""
         sizes = [
@@ -124,7 +135,7 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
 
 @runtime_checkable
 class BatchNorms(Protocol):
-    """Norms by the statistics of all rows, which are few: one launch each way."""
+    """Norms by statistics of few rows, all or a segment's: one launch each way."""
 
     def normalize(
         self,
@@ -136,6 +147,8 @@ class BatchNorms(Protocol):
         momentum: float = 0.0,
         eps: float = 1e-5,
         act: Activation = NONE,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Return rows normalised by their statistics, and these.
 
@@ -146,25 +159,35 @@ class BatchNorms(Protocol):
             running, momentum: as of ``Norms.moments``.
             eps: added to the variance.
             act: what follows.
+            segments: rows of each line of the results; by default all rows are one.
+                Then weight and bias may be (S, C), and no statistics are moved.
+            groups: of neighbouring channels that share statistics, with segments.
 
         Returns:
             (N, C) in the dtype of x, then what ``Norms.moments`` returns.
         """
 
     def gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: mx.array | None = None,
+        groups: int | None = None,
+    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
         """Return the gradients of x, weight, bias and residual, through statistics.
 
         Args:
             dy: (N, C) in the dtype of x.
             x: what was normalised.
-            fit: by what, statistics of all rows.
+            fit: by what, statistics of all rows or of segments.
             residual: what was added.
+            groups: as of ``normalize``, of segments.
 
         Returns:
-            (N, C) in the dtype of x; (C,) twice in the dtype of the weight; (N, C),
-            without a meaning where no residual was added.
+            (N, C) in the dtype of x; twice the shape and dtype of the weight, (C,) or
+            nothing where there is none; (N, C), without a meaning where no residual was
+            added.
         """
 
 
@@ -265,5 +288,16 @@ class Norms(Protocol):
             Two (N, C) in the dtype of x; without a residual the second has no meaning.
         """
 
-    def of_few(self, x: mx.array) -> BatchNorms | None:
-        """Return what takes one launch each way for (N, C), if anything does."""
+    def of_few(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
+    ) -> BatchNorms | None:
+        """Return what takes one launch each way for (N, C), if anything does.
+
+        Args:
+            x: (N, C).
+            segments: of the rows; by default they are one.
+            groups: of neighbouring channels that share statistics, with segments.
+        """
