@@ -8,6 +8,7 @@ input gives the same bits. Rows and channels are at least one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate, chain
@@ -22,12 +23,12 @@ from ..activations import NONE, Activation
 LEAST_NUMBERS = 8
 
 
-def _from_host(*lists: list[int]) -> list[mx.array]:
+def from_host(*lists: Sequence[int]) -> list[mx.array]:
     """Return int32 arrays of numbers, each with its last one again where they are few.
 
     They are parts of one: a GPU fetches what is from the host once.
     """
-    wide = [a + a[-1:] * (LEAST_NUMBERS - len(a)) for a in lists]
+    wide = [[*a, *a[-1:] * (LEAST_NUMBERS - len(a))] for a in lists]
     ends = list(accumulate(map(len, wide)))
     return mx.split(mx.array([*chain(*wide)], dtype=mx.int32), ends[:-1])
 
@@ -40,11 +41,13 @@ class RowSegments:
         starts: (S + 1,) where segments begin.
         of: (N,) int32, contiguous: the segment of each row.
         order: (N,) int32, or None where rows of a segment follow each other.
+        make_begins: returns ``begins``, where it is made with that of others.
     """
 
     starts: tuple[int, ...]
     of: mx.array
     order: mx.array | None = None
+    make_begins: Callable[[], mx.array] | None = None
     # What was made for these segments, by what it depends on besides.
     functions: dict = field(default_factory=dict, compare=False, repr=False)
     _cut: dict = field(default_factory=dict, compare=False, repr=False)
@@ -66,7 +69,7 @@ class RowSegments:
     @cached_property
     def begins(self) -> mx.array:
         """``starts``, int32, at least ``LEAST_NUMBERS``, for kernels."""
-        return _from_host(list(self.starts))[0]
+        return self.make_begins() if self.make_begins else from_host(self.starts)[0]
 
     @cached_property
     def longest(self) -> int:
@@ -96,7 +99,7 @@ class RowSegments:
                 bounds += range(start, stop, length)
                 firsts.append(len(bounds))
             bounds.append(self.starts[-1])
-            self._cut[length] = *_from_host(bounds, firsts), len(bounds) - 1
+            self._cut[length] = *from_host(bounds, firsts), len(bounds) - 1
         return self._cut[length]
 
 
