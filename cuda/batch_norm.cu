@@ -15,8 +15,7 @@
 
 namespace lattice {
 
-constexpr int BATCH_WARPS = 32;   // of a block, at most: as many as a warp has lanes
-constexpr int BATCH_VALUES = 32;  // that add_block adds up, at most
+constexpr int BATCH_WARPS = 32;  // of a block, at most: as many as a warp has lanes
 // Rows whose reads are on their way at once, back.
 constexpr int BATCH_BACK_AHEAD = 4;
 
@@ -34,30 +33,35 @@ __device__ __forceinline__ void each_held_row(int rows, F f) {
   }
 }
 
+// Threads along the channels of a row: as many as a group of WIDTH has, or 8.
+template <int WIDTH, int EACH>
+constexpr int BATCH_ACROSS = WIDTH > 8 * EACH ? WIDTH / EACH : 8;
+
 // Adds up the threads of a block that have the same channels, in a fixed order; all of
 // them get the sums.
-template <int COUNT>
+template <int ACROSS, int COUNT>
 __device__ __forceinline__ void add_block(float (&values)[COUNT]) {
-  __shared__ float kept[BATCH_WARPS][BATCH_VALUES], sums[BATCH_VALUES];
-  const int across = blockDim.x, x = threadIdx.x;
-  const int thread = threadIdx.y * across + x, lane = thread % 32, warp = thread / 32;
-  const int warps = across * blockDim.y / 32;
+  // A number more a line: lanes that read one value of all warps have banks of their own.
+  __shared__ float kept[BATCH_WARPS][COUNT * ACROSS + 1], sums[COUNT * ACROSS];
+  const int x = threadIdx.x;
+  const int thread = threadIdx.y * ACROSS + x, lane = thread % 32, warp = thread / 32;
+  const int warps = ACROSS * blockDim.y / 32;
 #pragma unroll
   for (int i = 0; i < COUNT; ++i) {
-    for (int by = 16; by >= across; by /= 2) {
+    for (int by = 16; by >= ACROSS; by /= 2) {
       values[i] += __shfl_xor_sync(~0u, values[i], by);
     }
-    if (lane < across) kept[warp][i * across + lane] = values[i];
+    if (lane < ACROSS) kept[warp][i * ACROSS + lane] = values[i];
   }
   __syncthreads();
-  for (int value = warp; value < COUNT * across; value += warps) {
+  for (int value = warp; value < COUNT * ACROSS; value += warps) {
     float sum = lane < warps ? kept[lane][value] : 0.0f;
     for (int by = 16; by; by /= 2) sum += __shfl_xor_sync(~0u, sum, by);
     if (lane == 0) sums[value] = sum;
   }
   __syncthreads();
 #pragma unroll
-  for (int i = 0; i < COUNT; ++i) values[i] = sums[i * across + x];
+  for (int i = 0; i < COUNT; ++i) values[i] = sums[i * ACROSS + x];
 }
 
 // Gives the WIDTH channels of a group, a power of two, the mean of what they have. Groups
@@ -129,7 +133,7 @@ __device__ __forceinline__ void batch_norm(
 #pragma unroll
       for (int j = 0; j < EACH; ++j) m[j] += static_cast<float>(held[a].v[j]) - about[j];
     });
-    add_block(m);
+    add_block<BATCH_ACROSS<WIDTH, EACH>>(m);
 #pragma unroll
     for (int j = 0; j < EACH; ++j) m[j] = about[j] + share * m[j];
     average_groups<WIDTH>(m);
@@ -140,7 +144,7 @@ __device__ __forceinline__ void batch_norm(
         squares[j] += d * d;
       }
     });
-    add_block(squares);
+    add_block<BATCH_ACROSS<WIDTH, EACH>>(squares);
     average_groups<WIDTH>(squares);
     const long long line = (long long)segment.segment * channels + channel;
 #pragma unroll
@@ -219,7 +223,7 @@ __device__ __forceinline__ void batch_norm_gradient(
         sums[EACH + j] += g[j] * xhat[j];
       }
     });
-    add_block(sums);
+    add_block<BATCH_ACROSS<WIDTH, EACH>>(sums);
     if (threadIdx.y == 0 && inside) {
       const long long line = (long long)segment.segment * channels + channel;
 #pragma unroll

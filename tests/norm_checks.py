@@ -119,6 +119,8 @@ FEW = (
     ((21, 20), 48, 3, "bfloat16", "shared", "elu"),
     ((9, 1, 4, 2, 8), 66, 66, "float32", "apart", "gelu_tanh"),
     ((1000, 24), 8, 4, "float16", "shared", "relu"),
+    ((30, 0, 5), 96, 3, "float16", "apart", "silu"),
+    ((30, 17), 128, 2, "bfloat16", "shared", "relu"),
 )
 
 

@@ -36,8 +36,8 @@ FILES = {
     CUDA: (*CUDA_FILES, "batch_norm.cu"),
 }
 # Threads along the channels of a row: of four channels each on Metal, of two or one on
-# CUDA.
-ACROSS = 8
+# CUDA. More have a wider group, up to a warp.
+ACROSS, MOST_ACROSS = 8, 32
 MOST_THREADS = {METAL: 256, CUDA: 1024}
 LEAST_THREADS = 256
 ROWS = 4  # of a thread, at most, unless its block has the most threads
@@ -122,15 +122,16 @@ def _launcher(
         "sums": ((2, shares.segments, channels), mx.float32),
     }  # fmt: skip
     threads = LEAST_THREADS
-    while threads < MOST_THREADS[backend] and shares.longest * ACROSS > ROWS * threads:
+    across = max(ACROSS, shares.width // each)
+    while threads < MOST_THREADS[backend] and shares.longest * across > ROWS * threads:
         threads *= 2
-    down = threads // ACROSS
-    grid = shares.segments * ACROSS, ceil_div(channels, ACROSS * each) * down
+    down = threads // across
+    grid = shares.segments * across, ceil_div(channels, across * each) * down
     sizes = {"rows": rows, "channels": channels, "segments": shares.segments}
     sizes["step"] = channels * shares.apart
     kernel = _kernel(backend, face, template, "x_shape[1]" * shares.apart)
     slots = [slots[name] for name in face.outputs]
-    return kernel.launcher(given, slots, grid, (ACROSS, down), **sizes)
+    return kernel.launcher(given, slots, grid, (across, down), **sizes)
 
 
 class GpuBatchNorms:
@@ -147,15 +148,16 @@ class GpuBatchNorms:
         self, x: mx.array, segments: RowSegments | None, groups: int | None
     ) -> bool:
         """Whether a block has a segment's rows, and whole groups: of a power of two."""
-        rows = x.shape[0]
+        (rows, channels), across = x.shape, ACROSS
         if segments is not None:
-            channels = x.shape[1]
             width = channels // (groups or channels)
             many = self.backend == METAL and 3 * x.size > dispatch_limit("elements")
-            if many or ACROSS * _each(self.backend, channels) % width:
+            if many or width & (width - 1):
                 return False
+            across = max(ACROSS, width // _each(self.backend, channels))
             rows = segments.longest
-        return rows * x.dtype.size <= thresholds.ONE_LAUNCH_NORM[self.backend]
+        most = thresholds.ONE_LAUNCH_NORM[self.backend] * ACROSS
+        return across <= MOST_ACROSS and rows * across * x.dtype.size <= most
 
     def normalize(
         self,

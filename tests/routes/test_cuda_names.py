@@ -283,7 +283,7 @@ def reductions():
 def norms():
     """Of all rows and of batch elements, with every activation and array or none."""
     made, of = GpuNorms(devices.CUDA), mx.zeros((40,), dtype=mx.int32)
-    few = made.of_few(of)
+    few = made.of_few(of[:, None])
     segments = [RowSegments((0, 30, 40), of, order) for order in (None, of)]
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
