@@ -3,6 +3,8 @@
 //   a (N, c_a)  ####       y (N, c_a + c_b)  ####++++
 //   b (N, c_b)  ++++       without b         ####0000
 //
+// Or lines below zeros, where an axis before the last one is filled up.
+//
 // A block has BLOCK_ROWS neighbouring rows, a thread EACH neighbouring channels at a time.
 // Traffic: both once, and the result. One launch, where MLX copies each array by itself,
 // number by number, and fills what is padded before. Reads alignment.cuh, channels.cuh too.
@@ -32,6 +34,24 @@ __device__ __forceinline__ void join_channels(const T* a, const T* b,
       reinterpret_cast<Channels<T, EACH>*>(y)[at] = v;
     }
   }, a, b);
+}
+
+// y (outer, lines up to a multiple of MULTIPLE, inner) of a (outer, lines, inner): zeros
+// after its lines. EACH: numbers of 16 bytes, or as many as divide `inner`.
+template <typename T, int EACH, int MULTIPLE>
+__device__ __forceinline__ void fill_lines(const T* a, const FillLinesSizes& sizes, T* y) {
+  const long long inner = sizes.inner / EACH, of_a = sizes.lines * inner;
+  const long long of_y = (sizes.lines + MULTIPLE - 1) / MULTIPLE * MULTIPLE * inner;
+  const long long threads = (long long)gridDim.x * blockDim.x;
+  by_alignment([&](auto aligned) {
+    for (long long at = (long long)blockIdx.x * blockDim.x + threadIdx.x;
+         at < sizes.outer * of_y; at += threads) {
+      const long long block = at / of_y, place = at - block * of_y;
+      Channels<T, EACH> v = {};
+      if (place < of_a) v = load_channels<EACH>(a + (block * of_a + place) * EACH, aligned);
+      reinterpret_cast<Channels<T, EACH>*>(y)[at] = v;
+    }
+  }, a);
 }
 
 }  // namespace lattice

@@ -42,6 +42,7 @@ __device__ __forceinline__ float activation_slope(float v, float slope) {
 struct BlockRows {
   int first, stop;
 
+  __device__ __forceinline__ BlockRows(int first, int stop) : first(first), stop(stop) {}
   __device__ __forceinline__ BlockRows(const int* bounds, int rows) {
     const int block = blockIdx.x;
     const int each = (rows + (int)gridDim.x - 1) / (int)gridDim.x;
@@ -149,7 +150,7 @@ struct Running {
 };
 
 // Writes the statistics of a channel, from its mean and the sum of squares about it, and
-// running ones moved by them. One row moves the mean alone; without running ones, moved
+// running ones moved by them, where there is a place for these. One row moves the mean alone; without running ones, moved
 // are the mean and the unbiased variance.
 __device__ __forceinline__ void write_statistics(float rows, float m, float squares,
                                                  const Running& old, long long at,
@@ -159,6 +160,7 @@ __device__ __forceinline__ void write_statistics(float rows, float m, float squa
   const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
   mean[at] = m;
   var[at] = v;
+  if (!moved_mean) return;
   moved_mean[at] = old.there ? (1.0f - old.by) * old.mean + old.by * m : m;
   if (old.there && !(rows > 1.0f)) {
     moved_var[at] = old.var;

@@ -200,7 +200,7 @@ METAL_FUNC void channel_moments(
 }
 
 // Writes the statistics of a channel, from its mean and the sum of squares about it, and
-// running ones moved by them. One row moves the mean alone; without running ones, moved
+// running ones moved by them, where there is a place for these. One row moves the mean alone; without running ones, moved
 // are the mean and the unbiased variance.
 METAL_FUNC void write_statistics(
     float rows, float m, float squares, const device float* running_mean,
@@ -210,6 +210,7 @@ METAL_FUNC void write_statistics(
   const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
   mean[at] = m;
   var[at] = v;
+  if (!moved_mean) return;
   moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
   float next = unbiased;
   if (running_var && rows > 1.0f) next = (1.0f - by) * running_var[at] + by * unbiased;

@@ -107,8 +107,9 @@ class HeldSets:
             if facts == (stride, spatial_shape, batch_size):
                 return held
         self._drop_unheld()
-        # The same memory, whatever becomes of the caller's; mx.array would copy.
-        rows = coords.astype(coords.dtype)
+        # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
+        # that lie by column, as np.argwhere's, are copied here, not at every launch.
+        rows = mx.contiguous(coords)
         held = self._hold(rows, stride, spatial_shape, batch_size, trusted, box)
         held.given = self._know(coords, held)
         return held

@@ -8,7 +8,9 @@ from contractions import exact
 from places import agreed
 from reference_norms import Norm
 
+import mlx_lattice as ml
 from mlx_lattice import ops
+from mlx_lattice.backends import registry
 from mlx_lattice.backends.norms_protocol import Fit, RowSegments
 from mlx_lattice.backends.registry import NORMS
 
@@ -103,6 +105,113 @@ def check_groups(place, groups, apart, channels, dtype):
         sums = np.stack([rows[of == s].sum(axis=0) for s in range(6)])
         ref.assert_close(found, sums if apart else sums.sum(axis=0), "float32")
         ref.assert_close(by_segment, sums, "float32")
+
+
+# Rows of each of some elements, channels, their groups, the dtype, whether weight and
+# bias are there, of a segment, or neither, and what follows.
+FEW = (
+    ((1,), 1, 1, "float32", "shared", None),
+    ((0, 1, 0), 3, 3, "float16", "none", "relu"),
+    ((5, 0, 33, 2), 17, 17, "bfloat16", "shared", "silu"),
+    ((40, 7), 16, 8, "float16", "apart", "gelu"),
+    ((3, 90, 0), 24, 6, "float32", "shared", "leaky_relu"),
+    ((300, 0, 11), 40, 40, "float16", "none", "leaky_relu"),
+    ((21, 20), 48, 3, "bfloat16", "shared", "elu"),
+    ((9, 1, 4, 2, 8), 66, 66, "float32", "apart", "gelu_tanh"),
+    ((1000, 24), 8, 4, "float16", "shared", "relu"),
+    ((30, 0, 5), 96, 3, "float16", "apart", "silu"),
+    ((30, 17), 128, 2, "bfloat16", "shared", "relu"),
+)
+
+
+def check_few_of_segments(place, sizes, channels, groups, dtype, parameters, act):
+    """One launch each way of segments and groups, in order and not, against float64."""
+    rng = np.random.default_rng(len(sizes) * channels)
+    for ordered, added in ((True, False), (False, True)):
+        of = np.repeat(np.arange(len(sizes)), sizes)
+        of = of if ordered else rng.permutation(of)
+        order = np.argsort(of, kind="stable").astype(np.int32)
+        starts = np.searchsorted(of[order], np.arange(len(sizes) + 1)).tolist()
+        segments = RowSegments(
+            tuple(starts),
+            mx.array(of.astype(np.int32)),
+            None if ordered else mx.array(order),
+        )
+        shape = len(of), channels
+        (x, x_wanted), (dy, dy_wanted) = (
+            array(shape, dtype, seed, 2.0, 3.0) for seed in (1, 2)
+        )
+        weight = bias = residual = w = b = r = None
+        if parameters != "none":
+            lines = [
+                array((len(sizes), channels), "float32", s, 0.5, 1.0) for s in (3, 4)
+            ]
+            (weight, w), (bias, b) = ((a, v[of]) for a, v in lines)
+            if parameters == "shared":
+                (weight, w), (bias, b) = ((a[0], v[0]) for a, v in lines)
+        if added:
+            residual, r = array(shape, dtype, 5)
+        oracle = Norm(x_wanted, w, b, r, act, of=of, groups=groups)
+        kernels, act_of = NORMS[place.name], ops.norm.activation_of(act)
+        few = kernels.of_few(x, segments, groups)
+        given = weight, bias, residual, None, 0.0, 1e-5, act_of, segments, groups
+
+        def run(few=few, x=x, dy=dy, given=given):
+            y, mean, var, *_ = few.normalize(x, *given)
+            fit = Fit(mean, var, *given[:2], 1e-5, given[6], given[7])
+            back = few.gradient(dy, x, fit, given[2], groups)
+            return y, mean, var, *[a for a in back if a is not None]
+
+        y, mean, var, dx, *found, dr = agreed(place, run)
+        wanted, *_, g = oracle.back(dy_wanted)
+        ref.assert_close(y, oracle.y, dtype, "y")
+        straight = oracle.rstd * oracle.weight * g
+        ref.assert_close(exact(dx) + straight, wanted + straight, dtype, "dx")
+        if added:
+            ref.assert_close(dr, g, dtype, "residual")
+        for s in set(range(len(sizes))) - set(of.tolist()):  # empty ones
+            assert not exact(mean)[s].any() and not exact(var)[s].any()
+        if parameters == "none":
+            assert not found
+            continue
+        for got, rows in zip(found, (g * oracle.hat, g), strict=True):
+            sums = np.stack([rows[of == s].sum(axis=0) for s in range(len(sizes))])
+            sums = sums if parameters == "apart" else sums.sum(axis=0)
+            assert got.shape == sums.shape
+            ref.assert_close(got, sums, "float32", "parameters")
+
+
+def check_derivatives_of_groups(monkeypatch, serving, groups, apart):
+    """The norm of a library's tensor, to the second order, beside MLX's operations."""
+    of = np.random.default_rng(0).permutation(np.repeat([0, 2], [11, 6]))
+    coords = np.stack([of, np.arange(17)], axis=1).astype(np.int32)
+    x, dy, along = (array((17, 12), "float32", seed)[0] for seed in (1, 2, 3))
+    lines = [array((4, 12), "float32", seed, 0.5, 1.0)[0] for seed in (4, 5)]
+    lines = lines if apart else [a[0] for a in lines]
+    held = ml.SparseTensor(mx.array(coords), x, batch_size=4)
+    ops.global_avg_pool(held)  # finds the rows of elements
+
+    def run(x, *lines):
+        y = ops.group_norm(held.replace(x), groups, *lines, activation="silu")
+        return y.feats
+
+    def first(*arrays):
+        return mx.vjp(run, [*arrays], [dy])[1]
+
+    def derivatives():
+        arrays = [x, *lines]
+        second = mx.grad(lambda *a: (first(*a)[0] * along).sum(), argnums=(0, 1, 2))
+        forward = mx.jvp(run, arrays, [along, *lines])[1]
+        made = [run(*arrays), *first(*arrays), *second(*arrays), *forward]
+        mx.eval(made)
+        return made
+
+    monkeypatch.setattr(registry, "serving", lambda: serving)
+    found = derivatives()
+    monkeypatch.setattr(registry, "serving", lambda: "mlx")
+    for got, wanted in zip(found, derivatives(), strict=True):
+        assert got.shape == wanted.shape
+        np.testing.assert_allclose(exact(got), exact(wanted), 1e-4, 1e-5)
 
 
 class Given:

@@ -76,7 +76,12 @@ class CpuNorms:
         made = extension.channel_gradient(dy, x, *given, _of(fit), terms, **_told(fit))
         return made[0], made[1] if len(made) > 1 else dy
 
-    def of_few(self, x: mx.array) -> None:
+    def of_few(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
+    ) -> None:
         """Return None: a launch takes next to nothing."""
 
 

@@ -1,10 +1,13 @@
-"""Rows side by side on CUDA, or beside zeros: one launch, where MLX takes several."""
+"""Rows side by side on CUDA, and arrays filled up with zeros: one launch each.
+
+MLX takes several.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 
 import mlx.core as mx
 
@@ -12,7 +15,7 @@ from ..devices import CUDA
 from ..problem import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import THREADS
+from .kernel_launches import THREADS, blocks_for
 
 FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"
 DTYPES = *FLOATS, mx.int8
@@ -22,6 +25,15 @@ FACE = Interface(
     ("a", "b"),
     ("y",),
     (("rows", "a_shape[0]"), ("c_a", "a_shape[1]"), ("c_b", "b_shape[1]")),
+)
+
+FILL_FACE = Interface(
+    "FillLines",
+    ("a",),
+    ("y",),
+    tuple(
+        (name, f"a_shape[{i}]") for i, name in enumerate(("outer", "lines", "inner"))
+    ),
 )
 
 
@@ -47,6 +59,34 @@ def beside_zeros(a: mx.array, missing: int) -> mx.array:
     return _launcher(a.shape, missing, a.dtype, False)([a])[0]
 
 
+def filled_lines(a: mx.array, axis: int, multiple: int) -> mx.array:
+    """Return an array, not empty and of one of ``DTYPES``, with zeros after an axis.
+
+    That is then as long as a multiple.
+    """
+    shape = a.shape
+    lines = prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
+    (y,) = _filling(lines, a.dtype, multiple)([a.reshape(lines)])
+    return y.reshape(*shape[:axis], y.shape[1], *shape[axis + 1 :])
+
+
+@lru_cache(maxsize=1024)
+def _filling(
+    shape: tuple[int, int, int], dtype: mx.Dtype, multiple: int
+) -> Callable[[list[mx.array]], list[mx.array]]:
+    outer, lines, inner = shape
+    each, whole = gcd(inner, 16 // dtype.size), ceil_div(lines, multiple) * multiple
+    kernel = _filling_kernel((("T", dtype), ("EACH", each), ("MULTIPLE", multiple)))
+    grid = (blocks_for(outer * whole * inner // each) * THREADS,)
+    made = ((outer, whole, inner), dtype)
+    return kernel.launcher((True,), [made], grid, (THREADS,))
+
+
+@lru_cache(maxsize=256)
+def _filling_kernel(template: tuple) -> GpuKernel:
+    return GpuKernel(CUDA, "fill_lines", FILES, FILL_FACE, template, also=(FACE,))
+
+
 @lru_cache(maxsize=1024)
 def _launcher(
     shape: tuple[int, int], c_b: int, dtype: mx.Dtype, has_b: bool
@@ -64,4 +104,6 @@ def _launcher(
 
 @lru_cache(maxsize=256)
 def _kernel(template: tuple, sizes: tuple) -> GpuKernel:
-    return GpuKernel(CUDA, "join_channels", FILES, FACE, template, sizes=sizes)
+    return GpuKernel(
+        CUDA, "join_channels", FILES, FACE, template, also=(FILL_FACE,), sizes=sizes
+    )

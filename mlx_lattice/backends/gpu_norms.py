@@ -12,7 +12,6 @@ from math import prod
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
-from ..routes import thresholds
 from .dispatch_bounds import ceil_div, cuts, dispatch_limit
 from .gpu_batch_norm import GpuBatchNorms
 from .gpu_kernel import GpuKernel, Interface, Value
@@ -331,10 +330,14 @@ class GpuNorms:
         made = self._rows("channel_gradient", inputs, x, _kinds(x, fit), fit)
         return made[0], made[1] if len(made) > 1 else dy
 
-    def of_few(self, x: mx.array) -> GpuBatchNorms | None:
-        """Return what takes one launch each way, where rows are few."""
-        size = x.shape[0] * x.dtype.size
-        return self._few if size <= thresholds.ONE_LAUNCH_NORM[self.backend] else None
+    def of_few(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
+    ) -> GpuBatchNorms | None:
+        """Return what takes one launch each way, where rows of a segment are few."""
+        return self._few if self._few.takes(x, segments, groups) else None
 
     def _cut(self, x: mx.array, segments: RowSegments | None):
         """Return order, bounds and starts of segments' pieces, and how many."""
@@ -342,7 +345,7 @@ class GpuNorms:
             return None, None, None, None
         length = _Walk(self.backend, *x.shape, x.dtype).summed
         bounds, starts, blocks = segments.pieces(length)
-        return segments.order, bounds, starts, blocks
+        return segments.read[1], bounds, starts, blocks
 
     def _lines(self, x: mx.array, segments: RowSegments | None):
         """Return lines of moments, and the first of each segment."""
@@ -394,4 +397,4 @@ def _needed(fit: Fit, residual: mx.array | None) -> mx.array | None:
 def _of(fit: Fit) -> mx.array | None:
     if fit.segments is None or fit.segments.size == 1:
         return None
-    return fit.segments.of
+    return fit.segments.read[0]

@@ -61,7 +61,7 @@ class Launcher:
         factory = mx.fast.cuda_kernel
         if self._kernel.backend == METAL:
             factory = mx.fast.metal_kernel
-            arrays = [_in_device_memory(array) for array in arrays]
+            arrays = [in_device_space(array) for array in arrays]
             if self._numbers is not None:
                 arrays.append(self._numbers)
         # The factory that stands in MLX now: a stand-in runs kernels without a GPU.
@@ -106,7 +106,7 @@ def sizes_array(values: tuple[int, ...]) -> mx.array:
     return mx.array(list(values), dtype=mx.int32)
 
 
-def _in_device_memory(array: mx.array) -> mx.array:
+def in_device_space(array: mx.array) -> mx.array:
     """Return the array, flat and longer where MLX would bind it as a constant."""
     if array.size >= LEAST_DEVICE_SIZE:
         return array

@@ -86,20 +86,21 @@ FACES = {
     "channel_gradient": GRADIENT,
 }
 
-# Norms of few rows in one launch.
-_ALL_ROWS = ("rows", "x_shape[0]"), ("channels", "x_shape[1]")
+# Norms of few rows in one launch: of all rows, or of each segment.
+_FEW_ROWS = [("rows", "x_shape[0]"), ("channels", "x_shape[1]")]
+_FEW_ROWS += [("segments", "gridDim.x"), STEP]
 _PARAMETERS = "weight bias residual"
+_OF_ROWS = "order starts norm_numbers"
+_STATISTICS = f"x {_PARAMETERS} running_mean running_var {_OF_ROWS}"
 BATCH_NORM = _face(
-    "BatchNorm",
-    f"x {_PARAMETERS} running_mean running_var norm_numbers",
-    "y mean var moved_mean moved_var",
-    _ALL_ROWS,
+    "BatchNorm", _STATISTICS, "y mean var moved_mean moved_var", _FEW_ROWS
 )
-_BATCH_BACK = f"dy x mean var {_PARAMETERS} norm_numbers"
-BATCH_GRADIENT = _face("BatchNorm", _BATCH_BACK, "dx dweight dbias", _ALL_ROWS)
-BATCH_GRADIENTS = _face(
-    "BatchNorm", _BATCH_BACK, "dx dweight dbias dresidual", _ALL_ROWS
-)
+SEGMENT_NORM = _face("BatchNorm", _STATISTICS, "y mean var", _FEW_ROWS)
+_FEW_BACK = f"dy x mean var {_PARAMETERS} {_OF_ROWS}"
+BATCH_GRADIENT = _face("BatchNorm", _FEW_BACK, "dx dweight dbias", _FEW_ROWS)
+BATCH_GRADIENTS = _face("BatchNorm", _FEW_BACK, "dx dweight dbias dresidual", _FEW_ROWS)
+SEGMENT_GRADIENT = _face("BatchNorm", _FEW_BACK, "dx sums", _FEW_ROWS)
+SEGMENT_GRADIENTS = _face("BatchNorm", _FEW_BACK, "dx sums dresidual", _FEW_ROWS)
 
 PLACE = (
     "threadgroup_position_in_grid, thread_position_in_threadgroup, "

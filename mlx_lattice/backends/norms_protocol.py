@@ -8,13 +8,29 @@ input gives the same bits. Rows and channels are at least one.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import accumulate, chain
 from typing import NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from ..activations import NONE, Activation
+
+# Of an array that kernels read: Metal has fewer in another address space than a kernel
+# may name, and MLX those of 8 bytes in the host's memory, where a GPU waits.
+LEAST_NUMBERS = 8
+
+
+def from_host(*lists: Sequence[int]) -> list[mx.array]:
+    """Return int32 arrays of numbers, each with its last one again where they are few.
+
+    They are parts of one: a GPU fetches what is from the host once.
+    """
+    wide = [[*a, *a[-1:] * (LEAST_NUMBERS - len(a))] for a in lists]
+    ends = list(accumulate(map(len, wide)))
+    return mx.split(mx.array([*chain(*wide)], dtype=mx.int32), ends[:-1])
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,11 +41,13 @@ class RowSegments:
         starts: (S + 1,) where segments begin.
         of: (N,) int32, contiguous: the segment of each row.
         order: (N,) int32, or None where rows of a segment follow each other.
+        make_begins: returns ``begins``, where it is made with that of others.
     """
 
     starts: tuple[int, ...]
     of: mx.array
     order: mx.array | None = None
+    make_begins: Callable[[], mx.array] | None = None
     # What was made for these segments, by what it depends on besides.
     functions: dict = field(default_factory=dict, compare=False, repr=False)
     _cut: dict = field(default_factory=dict, compare=False, repr=False)
@@ -38,6 +56,26 @@ class RowSegments:
     def size(self) -> int:
         """Number of segments."""
         return len(self.starts) - 1
+
+    @cached_property
+    def read(self) -> tuple[mx.array, mx.array | None]:
+        """``of`` and ``order``, of at least ``LEAST_NUMBERS``, for kernels."""
+        short = LEAST_NUMBERS - self.of.size
+        if short <= 0:
+            return self.of, self.order
+        order = self.order if self.order is None else mx.pad(self.order, (0, short))
+        return mx.pad(self.of, (0, short)), order
+
+    @cached_property
+    def begins(self) -> mx.array:
+        """``starts``, int32, at least ``LEAST_NUMBERS``, for kernels."""
+        return self.make_begins() if self.make_begins else from_host(self.starts)[0]
+
+    @cached_property
+    def longest(self) -> int:
+        """Rows of the largest segment."""
+        pairs = zip(self.starts, self.starts[1:], strict=False)
+        return max([stop - start for start, stop in pairs])
 
     @cached_property
     def counts(self) -> mx.array:
@@ -53,7 +91,7 @@ class RowSegments:
 
         Returns:
             int32 where P pieces begin, and the first piece of each of S segments, each
-            with its end, and at least four numbers; P, which is at least 1.
+            with its end, and at least ``LEAST_NUMBERS``; P, which is at least 1.
         """
         if length not in self._cut:
             bounds, firsts = [], [0]
@@ -61,10 +99,7 @@ class RowSegments:
                 bounds += range(start, stop, length)
                 firsts.append(len(bounds))
             bounds.append(self.starts[-1])
-            # MLX leaves arrays of 8 bytes in the host's memory, where a GPU waits.
-            wide = (a + a[-1:] * (4 - len(a)) for a in (bounds, firsts))
-            arrays = (mx.array(a, dtype=mx.int32) for a in wide)
-            self._cut[length] = *arrays, len(bounds) - 1
+            self._cut[length] = *from_host(bounds, firsts), len(bounds) - 1
         return self._cut[length]
 
 
@@ -103,7 +138,7 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
 
 @runtime_checkable
 class BatchNorms(Protocol):
-    """Norms by the statistics of all rows, which are few: one launch each way."""
+    """Norms by statistics of few rows, all or a segment's: one launch each way."""
 
     def normalize(
         self,
@@ -115,6 +150,8 @@ class BatchNorms(Protocol):
         momentum: float = 0.0,
         eps: float = 1e-5,
         act: Activation = NONE,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
         """Return rows normalised by their statistics, and these.
 
@@ -125,25 +162,35 @@ class BatchNorms(Protocol):
             running, momentum: as of ``Norms.moments``.
             eps: added to the variance.
             act: what follows.
+            segments: rows of each line of the results; by default all rows are one.
+                Then weight and bias may be (S, C), and no statistics are moved.
+            groups: of neighbouring channels that share statistics, with segments.
 
         Returns:
             (N, C) in the dtype of x, then what ``Norms.moments`` returns.
         """
 
     def gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: mx.array | None = None,
+        groups: int | None = None,
+    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
         """Return the gradients of x, weight, bias and residual, through statistics.
 
         Args:
             dy: (N, C) in the dtype of x.
             x: what was normalised.
-            fit: by what, statistics of all rows.
+            fit: by what, statistics of all rows or of segments.
             residual: what was added.
+            groups: as of ``normalize``, of segments.
 
         Returns:
-            (N, C) in the dtype of x; (C,) twice in the dtype of the weight; (N, C),
-            without a meaning where no residual was added.
+            (N, C) in the dtype of x; twice the shape and dtype of the weight, (C,) or
+            nothing where there is none; (N, C), without a meaning where no residual was
+            added.
         """
 
 
@@ -244,5 +291,16 @@ class Norms(Protocol):
             Two (N, C) in the dtype of x; without a residual the second has no meaning.
         """
 
-    def of_few(self, x: mx.array) -> BatchNorms | None:
-        """Return what takes one launch each way for (N, C), if anything does."""
+    def of_few(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
+    ) -> BatchNorms | None:
+        """Return what takes one launch each way for (N, C), if anything does.
+
+        Args:
+            x: (N, C).
+            segments: of the rows; by default they are one.
+            groups: of neighbouring channels that share statistics, with segments.
+        """

@@ -12,17 +12,29 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..devices import CUDA
+from ..devices import CUDA, METAL
 from ..epilogue import ARRAYS as EPILOGUE
 from ..epilogue import finished
 from ..integer_facts import finished as finished_integers
 from ..problem import DTYPES, MLX_LAYOUT
 from ..quantized import QuantizedWeight
+from ..relation import Relation
 from ..routes.plan import Plan
 from . import cuda_padding, signatures
 from .gpu_kernel import GpuKernel
-from .kernel_launches import Launcher
+from .kernel_launches import Launcher, in_device_space
 from .signatures import computes_after
+
+
+def view_of(plan: Plan, relation: Relation) -> Sequence[mx.array]:
+    """Return the arrays of a relation that a plan reads, as its kernels take them.
+
+    What launches would make longer is made so once, for all that are settled with it.
+    """
+    view = plan.read(relation)
+    if plan.backend != METAL:
+        return view
+    return [in_device_space(array) if array.size else array for array in view]
 
 
 def inputs_given(plan: Plan, *last: bool) -> tuple[bool, ...]:

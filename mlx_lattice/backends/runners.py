@@ -25,6 +25,7 @@ from .runner_steps import (
     joined,
     padding_of,
     usually_there,
+    view_of,
     weight_arrays,
     without_edges,
 )
@@ -57,7 +58,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     Float32 where the plan has partial sums: then rows are those of ``plan.partials``,
     and nothing follows.
     """
-    view, sizes = plan.read(relation), dict(plan.sizes)
+    view, sizes = view_of(plan, relation), dict(plan.sizes)
     width, dtype = plan.problem.channels[1], DTYPES[plan.problem.dtype]
     rows = relation.n_out
     if plan.partials:
@@ -178,7 +179,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     does not place rows, its dispatches cut regions of rows apart: sorted rows are then
     put in order at the end.
     """
-    view, tiles, n = plan.read(relation), plan.once(_Tiles.of), relation.n_out
+    view, tiles, n = view_of(plan, relation), plan.once(_Tiles.of), relation.n_out
     if has_no_edges(plan, view):
         shape = n, tiles.width
         return lambda x, w, *added: without_edges(plan, shape, tiles.dtype, *added)
@@ -229,7 +230,7 @@ class _SortedCall:
             lines += more
         y = joined(parts)
         if not plan.placed:
-            y = y[mx.argsort(view[1])]
+            y = y[mx.argsort(view[1][: self._n])]
         y = y if tiles.wide == tiles.width else y[:, : tiles.width]
         return (y, joined(lines)[:, :, : tiles.width]) if lines else y
 
@@ -317,7 +318,8 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     Partial sums are added in order. Those of several dispatches are held, up to one
     that says how they are added; later ones are added to that sum.
     """
-    view, grad, dispatches = plan.read(relation), plan.once(_Grad.of), plan.dispatches
+    view, grad = view_of(plan, relation), plan.once(_Grad.of)
+    dispatches = plan.dispatches
     if has_no_edges(plan, view):
         return lambda x, dy, _=None: mx.zeros(grad.shape, dtype=grad.dtype)
     whole, kind = grad.whole, mx.float32 if plan.partials else grad.dtype

@@ -1,11 +1,12 @@
 """Norms by channel with their activation and residual sum, in the backend's kernels.
 
 Each is one ``Function``: three launches forward and three back for statistics of the
-rows, two forward where a convolution summed these, one each for those of few rows; one
-and up to three for fixed ones; one more back for groups of channels. Higher
-derivatives, forward mode, vmap and devices without kernels take the composed form: the
-same in MLX operations, which differentiate to any order. Kept for the backward pass are
-the inputs, as they are, and a mean and variance a channel.
+rows, two forward where a convolution summed these, one each for those of few rows, of
+all or of each batch element; one and up to three for fixed ones; one more back for
+groups of channels. Higher derivatives, forward mode, vmap and devices without kernels
+take the composed form: the same in MLX operations, which differentiate to any order.
+Kept for the backward pass are the inputs, as they are, and a mean and variance a
+channel.
 """
 
 from __future__ import annotations
@@ -286,11 +287,13 @@ def _by_segments(
     x: mx.array, layer: Layer, given: Given, statistics: SegmentStatistics
 ) -> Function:
     """Return the norm of a layer; kept by the segments, which launches depend on."""
-    facts = statistics, statistics.segments, None
+    segments, groups = statistics.segments, statistics.groups
+    few = given.kernels.of_few(x, segments, groups)
+    facts = statistics, segments, few
     if given.is_told:
         return row_norm(layer, given, *facts)
-    there, kept = tuple(given.there), statistics.segments.functions
-    key = layer, there, given.kernels, statistics.groups, x.shape, x.dtype
+    there, kept = tuple(given.there), segments.functions
+    key = layer, there, given.kernels, few, groups, x.shape, x.dtype
     if key not in kept:
         made = Given(there, given.kernels)
         kept[key] = row_norm(layer, made, *facts, settled=situation)

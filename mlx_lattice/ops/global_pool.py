@@ -6,9 +6,9 @@ run; where rows are not batch-contiguous they are put in order first.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from itertools import accumulate, chain, islice
 from weakref import WeakKeyDictionary
 
@@ -16,7 +16,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..backends.mlx_reductions import BLOCK, segment_sum
-from ..backends.norms_protocol import NONE, Fit, RowSegments
+from ..backends.norms_protocol import NONE, Fit, RowSegments, from_host
 from ..channel_kernels import standard
 from ..coordinate_set import CoordinateSet
 from ..geometry import sync
@@ -33,6 +33,7 @@ class BatchRows:
     batch: mx.array  # (N,) int32, contiguous: the element of each row
     starts: tuple[int, ...]  # (batch_size + 1,)
     order: mx.array | None  # (N,) int32, or None where the rows are contiguous
+    make_begins: Callable[[], mx.array] | None = None  # of ``RowSegments``
 
     @property
     def size(self) -> int:
@@ -66,7 +67,7 @@ class BatchRows:
     @cached_property
     def segments(self) -> RowSegments:
         """The same for norms."""
-        return RowSegments(self.starts, self.batch, self.order)
+        return RowSegments(self.starts, self.batch, self.order, self.make_begins)
 
     @property
     def counts(self) -> mx.array:
@@ -111,6 +112,7 @@ def _learn(sets: Sequence[CoordinateSet]) -> None:
         counts.append(len(numbers))
     values = iter(sync.read(*wanted))
     sync.compute(batches)  # they were, for the starts
+    found = []
     for held, batch, count in zip(sets, batches, counts, strict=True):
         parts = list(islice(values, count))
         scattered = not held.is_sorted and parts.pop()[0]
@@ -118,7 +120,10 @@ def _learn(sets: Sequence[CoordinateSet]) -> None:
         if scattered:
             order, parts = _ordered(batch, held.batch_size)
         starts = 0, *chain.from_iterable(parts), len(held)
-        _batch_rows[held] = BatchRows(batch, starts, order)
+        found.append((batch, starts, order))
+    begins = cache(partial(from_host, *[starts for _, starts, _ in found]))
+    for at, (held, facts) in enumerate(zip(sets, found, strict=True)):
+        _batch_rows[held] = BatchRows(*facts, lambda at=at: begins()[at])
 
 
 def _starts(batch: mx.array, size: int) -> list[mx.array]:

@@ -112,7 +112,8 @@ def row_norm(
         if running:
             now = statistics._replace(running=running)
         if few is not None:
-            facts = *now, layer.eps, layer.act
+            moved = (None, 0.0) if segments is not None else now
+            facts = *moved, layer.eps, layer.act, segments, now.groups
             y, mean, var, *moved = few.normalize(x, weight, bias, residual, *facts)
         else:
             mean, var, *moved = now.run(kernels, x, *lines)
@@ -129,7 +130,7 @@ def row_norm(
         weight, bias, residual = given.spread(rest)
         fit = fit_of(layer, mean, var, weight, bias, segments)
         if few is not None:
-            dx, *others = few.gradient(dy, x, fit, residual)
+            dx, *others = few.gradient(dy, x, fit, residual, statistics.groups)
             return dx, *given.kept(*others)
         found = kernels.gradient_sums(dy, x, fit, residual)
         terms, dweight, dbias = statistics.terms(kernels, fit, found)
@@ -145,6 +146,8 @@ def row_norm(
         if segments is not None:
             fit = fit_of(layer, *outputs[1:3], *given.spread(rest)[:2], segments)
             more = not statistics.is_by_channel(fit)
+            if few is not None:
+                more = statistics.adds_parameters(fit)
         given.tell("backward", launches + more)
         dy, lines = cotangents, others[:2]
         if not is_known:

@@ -39,7 +39,7 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
 
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
-    spread = None  # all rows have one line
+    spread = groups = None  # all rows have one line, and so has each channel
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -120,6 +120,11 @@ class SegmentStatistics:
         alone = fit.is_apart or self.segments.size == 1
         alone = alone or (fit.weight is None and fit.bias is None)
         return alone and self.groups == fit.mean.shape[-1]
+
+    def adds_parameters(self, fit: Fit) -> bool:
+        """Whether gradients of weight and bias are sums over several segments."""
+        there = fit.weight is not None or fit.bias is not None
+        return there and not fit.is_apart and self.segments.size > 1
 
     def terms(self, kernels: Norms, fit: Fit, found: Four) -> Three:
         """Return what the gradient of the statistics takes from that of each row."""

@@ -195,10 +195,6 @@ CUDA_ROWS = {
     ("quantized_sorted", "forward"): {"*": 256},
 }
 
-# Rows of a 1x1 kernel from which padding the weights to whole tiles costs less than the
-# copy of its rows that MLX's matmul makes: some 10 us of launches on an H200.
-PADDED_ROWS = 1 << 15
-
 # What decides between a lower tile and that of many rows: us of a stage and an element
 # of the tile, by kernel, of the multiprocessor that has most. Fitted to every tile and
 # split of MinkUNet34's layers at 100 000 and 400 000 rows, on an H200.

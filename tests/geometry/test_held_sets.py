@@ -171,6 +171,22 @@ def test_rows_are_known_while_the_array_they_were_given_as_lives():
     assert serial not in [each.serial for each in manager.sets]
 
 
+@pytest.mark.parametrize("lies", ("by column", "by row"))
+def test_rows_are_kept_one_after_the_other(lies):
+    """Kernels would copy rows that lie by column, as np.argwhere's, at every launch."""
+    sites = np.argwhere(np.ones((2, 3, 3, 3))).astype(np.int32)
+    assert sites.flags.f_contiguous
+    given = mx.array(sites if lies == "by column" else np.ascontiguousarray(sites))
+    x = ml.SparseTensor(given, mx.ones((len(sites), 1)))
+    mx.eval(x.coords)
+    assert memoryview(x.coords).strides == (16, 4)
+    assert mx.array_equal(x.coords, given)
+    again = ml.SparseTensor(given, x.feats, manager=x.manager)
+    assert again.key is x.key
+    given[0] = 7  # a change in place is not seen
+    assert x.coords[0].tolist() == [0, 0, 0, 0]
+
+
 def test_a_manager_dies_at_once():
     x = tensor()
     ops.prune(x, x.feats[:, 0] > 0)

@@ -69,6 +69,22 @@ def test_rows_beside_zeros(shape, dtype, launches):
     assert cuda_padding.padded(made, -1, 8) is made
 
 
+@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16), ids=str)
+@pytest.mark.parametrize(
+    "shape, axis",
+    (((5,), 0), ((20, 27, 12), 0), ((27, 3, 8), 1), ((20, 1, 64), -3), ((1, 1, 7), 1)),
+    ids=str,
+)
+def test_lines_before_zeros(shape, axis, dtype, launches):
+    """A weight's output channels, or a bias."""
+    if launches is None:
+        pytest.skip("a kernel of CUDA")
+    array = numbers(math.prod(shape), 1, dtype).reshape(shape)
+    made = cuda_padding.padded(array, axis, 8)
+    assert mx.array_equal(made, signatures.padded(array, axis % array.ndim, 8))
+    assert made.dtype == dtype and (HAS_GPU or len(launches) == 1)
+
+
 class Kernels(CudaJoins):
     """A kernel that MLX can put into any transformation."""
 

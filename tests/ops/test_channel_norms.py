@@ -12,7 +12,16 @@ import reference as ref
 from conftest import mappable
 from contractions import exact, moved
 from metal_checks import bounded, checked
-from norm_checks import GROUPS, Given, array, check_groups, segmented
+from norm_checks import (
+    FEW,
+    GROUPS,
+    Given,
+    array,
+    check_derivatives_of_groups,
+    check_few_of_segments,
+    check_groups,
+    segmented,
+)
 from places import HERE, MetalHost, agreed
 from reference_norms import ACTIVATIONS, Norm
 
@@ -123,6 +132,21 @@ def test_segments(place, ordered, dtype):
     for channels in (3, 16):
         given = Given((len(of), channels), dtype, "silu", of=of)
         given.check(place, dtype, segments)
+
+
+@places
+@pytest.mark.parametrize("facts", FEW, ids=str)
+def test_few_rows_of_segments_are_one_launch(place, facts):
+    if place.name == "cpu":
+        pytest.skip("it has one way, whatever the rows")
+    check_few_of_segments(place, *facts)
+
+
+@places
+@pytest.mark.parametrize("groups, apart", ((12, False), (6, True), (3, False)))
+def test_derivatives_of_groups(place, monkeypatch, groups, apart):
+    with place.inside():
+        check_derivatives_of_groups(monkeypatch, place.name, groups, apart)
 
 
 @places

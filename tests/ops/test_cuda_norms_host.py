@@ -7,7 +7,15 @@ import pytest
 import reference as ref
 from contractions import exact
 from cuda_emulation import emulated
-from norm_checks import GROUPS, Given, array, check_groups
+from norm_checks import (
+    FEW,
+    GROUPS,
+    Given,
+    array,
+    check_derivatives_of_groups,
+    check_few_of_segments,
+    check_groups,
+)
 from places import Place
 from reference_norms import ACTIVATIONS
 
@@ -56,6 +64,30 @@ def test_activations(place, act, added):
 @pytest.mark.parametrize("groups, apart, channels, dtype", GROUPS)
 def test_groups_and_parameters_of_segments(place, groups, apart, channels, dtype):
     check_groups(place, groups, apart, channels, dtype)
+
+
+@pytest.mark.parametrize("facts", FEW, ids=str)
+def test_few_rows_of_segments_are_one_launch(place, facts):
+    check_few_of_segments(place, *facts)
+
+
+@pytest.mark.parametrize("groups, apart", ((12, False), (6, True), (3, False)))
+def test_derivatives_of_groups(place, monkeypatch, groups, apart):
+    check_derivatives_of_groups(monkeypatch, "cuda", groups, apart)
+
+
+@pytest.mark.parametrize("rows, launches", ((40, 1), (3000, 3)))
+def test_launches_of_instances(place, monkeypatch, rows, launches):
+    """One each way where elements have few rows, and none but it."""
+    coords = np.stack([np.arange(rows) % 2, np.arange(rows)], axis=1)
+    coords = coords[np.argsort(coords[:, 0], kind="stable")].astype(np.int32)
+    feats, dy = (array((rows, 16), "float32", seed)[0] for seed in (1, 2))
+    x = ml.SparseTensor(mx.array(coords), feats)
+    ops.global_avg_pool(x)  # finds the rows of elements
+    monkeypatch.setattr(registry, "serving", lambda: "cuda")
+    place.emulator.launches.clear()
+    mx.eval(mx.vjp(lambda a: ops.instance_norm(x.replace(a)).feats, [feats], [dy])[1])
+    assert len(place.emulator.launches) == 2 * launches
 
 
 def test_segments_and_fixed_statistics(place):

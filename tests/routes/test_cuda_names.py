@@ -44,7 +44,7 @@ from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
 from mlx_lattice.backends.cuda_tiles_together import TilesTogether
 from mlx_lattice.backends.gpu_norms import GpuNorms
-from mlx_lattice.backends.norms_protocol import Activation, Fit, RowSegments
+from mlx_lattice.backends.norms_protocol import NONE, Activation, Fit, RowSegments
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
@@ -284,7 +284,7 @@ def reductions():
 def norms():
     """Of all rows and of batch elements, with every activation and array or none."""
     made, of = GpuNorms(devices.CUDA), mx.zeros((40,), dtype=mx.int32)
-    few = made.of_few(of)
+    few = made.of_few(of[:, None])
     segments = [RowSegments((0, 30, 40), of, order) for order in (None, of)]
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
@@ -304,7 +304,10 @@ def norms():
             for added, moved in itertools.product((None, x), (None, (line, line))):
                 how = weight, weight, added, moved, 0.1, 1e-5, act
                 few.normalize(x, *how)
-                few.gradient(x, x, fit, added)
+                few.gradient(x, x, fit._replace(segments=None), added)
+                if held is not None and moved is None:
+                    few.normalize(x, *how, held, channels)
+                    few.gradient(x, x, fit, added, channels)
             for residual in (None, x):
                 made.normalize(x, fit, residual)
                 sums, terms, *_ = made.gradient_sums(x, x, fit, residual)
@@ -320,6 +323,10 @@ def norms():
             made.normalize(x, fit)
             made.group_terms(fit, *made.gradient_sums(x, x, fit)[:2], 1)
             made.gradient(x, x, fit)
+            for groups in (channels, channels // 2) if channels == 16 else ():
+                more = None, None, None, 0.0, 1e-5, NONE, held, groups
+                few.normalize(x, apart, *more)
+                few.gradient(x, x, fit, None, groups)
 
 
 def row_norms():

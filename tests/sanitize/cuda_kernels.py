@@ -33,9 +33,11 @@ from contractions import Point, moved, work  # noqa: E402
 from epilogues import epilogue, oracle  # noqa: E402
 from head_checks import Given as Heads  # noqa: E402
 from norm_checks import (  # noqa: E402
+    FEW,
     GROUPS,
     Given,
     array,
+    check_few_of_segments,
     check_groups,
     joined,
     moments,
@@ -296,6 +298,8 @@ def norms() -> None:
             given.check(place, dtype, ordered)
     for given in GROUPS:
         check_groups(place, *given)
+    for given in FEW:
+        check_few_of_segments(place, *given)
 
 
 def row_norms() -> None:
