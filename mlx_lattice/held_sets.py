@@ -253,8 +253,11 @@ class HeldSets:
         coords, offsets, stride = source.coords, spec.offsets, spec.stride
         box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
         cut, is_cut = output_rows.cut(box, shape), shape is not None
+        # Cells that do not overlap are all made, unless the grid ends in them.
+        are_cells = rule == Rule.EXPAND and spec.fills_cell and cut == box
+        count = len(source) * spec.volume if are_cells else None
         build = registry.geometry().made_rows
-        return build(rule, coords, offsets, stride, cut, is_cut), cut
+        return build(rule, coords, offsets, stride, cut, is_cut, count), cut
 
     def _cells(
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]

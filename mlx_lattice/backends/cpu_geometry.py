@@ -91,7 +91,9 @@ class CpuGeometry(OneByOne):
     bounds = staticmethod(_bounds)
     start_kept = staticmethod(StartedRows)
 
-    def unique_rows(self, coords: mx.array) -> UniqueRows:
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""
         rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
@@ -104,6 +106,7 @@ class CpuGeometry(OneByOne):
         stride: Sequence[int],
         box: Bounds,
         is_cut: bool,
+        count: int | None = None,
     ) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes."""
         if rule == Rule.ITSELF:

@@ -38,6 +38,7 @@ SIZES = {
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
+    "UnpackKeys": (("keys", "unique_shape[0]"),),
     "KeptPlaces": (("rows", "mask_shape[0]"),),
     "KeptRows": (("rows", "places_shape[0]"),),
     "TransposeTable": _TABLE,

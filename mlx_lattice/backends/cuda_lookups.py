@@ -201,8 +201,8 @@ def bounds(coords: mx.array) -> Bounds:
     """Return the least and the greatest value of every column of (N, 1 + D) int32."""
     if coords.shape[0] == 0:
         return bounds_of(coords)
-    rows = RowTable(coords)
-    return rows.settle(sync.read(*rows.facts()))[0]
+    _, *ranges = sync.read(*RowTable(coords).facts())  # rows may repeat
+    return tuple(zip(*ranges, strict=True))
 
 
 @lru_cache(maxsize=256)

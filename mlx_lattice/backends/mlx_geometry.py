@@ -60,9 +60,10 @@ class MlxGeometry(OneByOne):
         stride: Sequence[int],
         box: Bounds,
         is_cut: bool,
+        count: int | None = None,
     ) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes. Reads their number."""
-        return output_rows.made_rows(rule, coords, offsets, stride, box)
+        return output_rows.made_rows(rule, coords, offsets, stride, box, count)
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""

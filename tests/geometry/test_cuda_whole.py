@@ -526,3 +526,15 @@ def test_a_pruned_set_is_read_once(emulator, reads):
         cube = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
         given = rows[keep], rows[keep], cube, (1, 1, 1), False
         np.testing.assert_array_equal(np.array(table), table_of(*given))
+
+
+def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
+    """Which row repeats is not looked for: to merge rows nobody asks."""
+    rows = np.repeat(cases.geometry("negative", 3, 80), 3, axis=0).astype(np.int32)
+    with emulating(emulator):
+        made = registry.geometry().unique_rows(mx.array(rows))
+        np.testing.assert_array_equal(np.array(made.rows), np.unique(rows, axis=0))
+        assert len(reads) == 2  # the bounds, and how many there are
+        assert not any("band_counts" in name for name in emulator.launches)
+        box = cuda_lookups.bounds(mx.array(rows))
+        assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
