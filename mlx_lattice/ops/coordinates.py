@@ -9,13 +9,14 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..channel_joins import beside
-from ..coordinate_set import check_coords, settle
+from ..coordinate_set import check_coords
 from ..coordinates import CoordinateManager
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import reduce_segments
 from ..integer_tensor import IntegerTensor, cat_integers
+from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
-from ..reductions import inverted, move_rows
+from ..reductions import move_rows
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
 
 __all__ = [
@@ -67,25 +68,14 @@ def union(
         combine: of the two (N, C) features; a row that one lacks counts as zeros.
     """
     expect_same_lattice(x, y)
-    for each in (x, y):
-        each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
-    rows = registry.geometry().unique_rows(mx.concatenate([x.coords, y.coords]))
-    held = x.manager[x.key]
-    made = x.manager.inserted(
-        rows.rows,
-        x.stride,
-        spatial_shape=held.spatial_shape
-        if x.spatial_shape == y.spatial_shape
-        else None,
-        batch_size=max(x.batch_size, y.batch_size),
-        trusted=True,
-    )
-    n, places = rows.rows.shape[0], (rows.inverse[: len(x)], rows.inverse[len(x) :])
+    sets = x.manager[x.key], y.manager[y.key]
+    made = united(x.manager, *sets, x.manager is y.manager)
     wide = [
-        move_rows(t.feats, inverted(at, n), at)
-        for t, at in zip((x, y), places, strict=True)
+        t.feats if move is None else move_rows(t.feats, *move)
+        for t, move in zip((x, y), made.moves, strict=True)
     ]
-    return SparseTensor.of(x.manager, made.key, combine(*wide))
+    key = made.key or (x, y)[made.which].key
+    return SparseTensor.of(x.manager, key, combine(*wide))
 
 
 def unique_sum(
@@ -143,17 +133,15 @@ def intersection(
 ) -> SparseTensor:
     """Join two tensors on the rows that both have, in the order of ``x``."""
     expect_same_lattice(x, y)
-    rows = lookup(y, x.coords)
-    part, kept = _kept(x, rows >= 0)
-    at = rows[kept]
-    theirs = move_rows(y.feats, at, inverted(at, len(y)), whole=True)
-    return part.replace(combine(part.feats, theirs))
+    rows, move = common(x.manager, x.manager[x.key], y.manager[y.key])
+    part = _part(x, rows)
+    return part.replace(combine(part.feats, move_rows(y.feats, *move, whole=True)))
 
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     """Return the rows of ``x`` that ``y`` lacks, in their order."""
     expect_same_lattice(x, y)
-    return prune(x, lookup(y, x.coords) < 0)
+    return _part(x, alone(x.manager, x.manager[x.key], y.manager[y.key]))
 
 
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
@@ -164,7 +152,7 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
             f"mask must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _kept(x, mask)[0]
+    return _part(x, part_of(x.manager, x.manager[x.key], mask))
 
 
 def crop(
@@ -216,30 +204,12 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     return prune(x, kept)
 
 
-def _kept(x: SparseTensor, mask: mx.array) -> tuple[SparseTensor, mx.array]:
-    """Return the tensor of the rows where a mask is true, and which they are.
-
-    Reads their number, and with it what is not known of the whole set.
-    """
-    held = x.manager[x.key]
-    rows = back = mx.zeros((0,), dtype=mx.int32)
-    coords, feats = x.coords, x.feats
-    if len(x):
-        # A mask may come from features; which rows it keeps has no derivative.
-        started = registry.geometry().start_kept(mx.stop_gradient(mask), coords)
-        unsettled = [] if held.settled else [held]
-        ((count,),) = settle(unsettled, started.count)
-        rows, back, coords = started.kept(count)
-        feats = move_rows(feats, rows, back, whole=True)
-    made = x.manager.inserted(
-        coords,
-        x.stride,
-        spatial_shape=held.spatial_shape,
-        batch_size=held.batch_size,
-        trusted=True,
-        box=held.box,  # some rows of a set that is right are right
-    )
-    return SparseTensor.of(x.manager, made.key, feats), rows
+def _part(x: SparseTensor, part: Part) -> SparseTensor:
+    """Return the tensor of some rows of its set."""
+    if part.move is None:
+        return x
+    feats = move_rows(x.feats, *part.move, whole=True)
+    return SparseTensor.of(x.manager, part.key, feats)
 
 
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
