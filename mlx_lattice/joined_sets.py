@@ -54,21 +54,31 @@ class Union(NamedTuple):
     moves: tuple[Move | None, Move | None]
 
 
-def part_of(manager: CoordinateManager, held: CoordinateSet, mask: mx.array) -> Part:
+def part_of(
+    manager: CoordinateManager,
+    held: CoordinateSet,
+    mask: mx.array,
+    count: int | None = None,
+) -> Part:
     """Return the rows where a mask is true.
 
-    Reads their number, and with it what is not known of the whole set.
+    Reads what is not known: their number, and with it what the whole set is checked by.
 
     Args:
         manager: of the set.
         held: the set.
         mask: (N,) bool; which rows it keeps has no derivative.
+        count: their number, if that is known.
     """
     if not len(held):
         return Part(None, None)
     geometry = registry.geometry()
     started = geometry.start_kept(mx.stop_gradient(mask), held.coords)
-    ((count,),) = settle([] if held.settled else [held], started.count)
+    unsettled = [] if held.settled else [held]
+    if count is None:
+        ((count,),) = settle(unsettled, started.count)
+    else:
+        settle(unsettled)
     if count == len(held):
         return Part(None, None)
     rows, back, coords = started.kept(count)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import curves
+from ..geometry.best_rows import best_rows
 from ..geometry.curves import Curve, by_region
 from ..geometry.kept_rows import KeptRows
 from ..geometry.keys import Bounds, Offsets
@@ -90,6 +91,7 @@ class CpuGeometry(OneByOne):
 
     bounds = staticmethod(_bounds)
     start_kept = staticmethod(StartedRows)
+    best_rows = staticmethod(best_rows)
 
     def unique_rows(
         self, coords: mx.array, box: Bounds | None = None, count: int | None = None

@@ -37,6 +37,16 @@ SIZES = {
     "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
     "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
+    "ScoreKeys": (
+        ("rows", "scores_shape[0]"),
+        ("least", "digits[0]"),
+        *_DIGITS[1:],
+    ),
+    "MarkBest": (
+        ("rows", "keys_shape[0]"),
+        ("score_bits", "facts[0]"),
+        ("k", "facts[1]"),
+    ),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "UnpackKeys": (("keys", "unique_shape[0]"),),
     "KeptPlaces": (("rows", "mask_shape[0]"),),

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import curves, neighbour_tables, output_rows
+from ..geometry.best_rows import best_rows
 from ..geometry.kept_rows import StartedRows
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.one_by_one import OneByOne
@@ -48,6 +49,7 @@ class MlxGeometry(OneByOne):
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     start_kept = staticmethod(StartedRows)
+    best_rows = staticmethod(best_rows)
     index = staticmethod(RowIndex.of)
     transpose_table = staticmethod(neighbour_tables.transpose_table)
     curve_order = staticmethod(curves.curve_order)

@@ -195,6 +195,20 @@ class Geometry(Protocol):
             coords: (N, 1 + D) int32.
         """
 
+    def best_rows(
+        self, scores: mx.array, coords: mx.array, batches: tuple[int, int], k: int
+    ) -> mx.array:
+        """Return (N,) bool: which rows are among the k of greatest score of an element.
+
+        Of equal scores the earlier row is better, of NaNs too, which are the least.
+
+        Args:
+            scores: (N,) of any dtype that float32 holds.
+            coords: (N, 1 + D) int32, more than k rows.
+            batches: the least and the greatest batch index, or a wider range.
+            k: at least 1.
+        """
+
     def start_levels(
         self,
         source: SearchedRows,

@@ -174,7 +174,8 @@ def _corner(value, dims: int, name: str) -> tuple:
 def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     """Keep the k rows of greatest score of each batch element, in row order.
 
-    Equal scores favour the earlier row; elements of fewer rows keep them all.
+    Equal scores favour the earlier row, and a NaN is the least; elements of fewer rows
+    keep them all.
 
     Args:
         x: input.
@@ -188,20 +189,17 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         )
     if k < 0:
         raise ValueError(f"k must be 0 or more; got {k}")
-    n = len(x)
-    if n == 0:
+    held = x.manager[x.key]
+    if len(x) <= k:
         return x
-    # Order by (batch, score descending, row) with keys made of ranks.
-    scores = mx.stop_gradient(scores).astype(mx.float32)
-    worse = mx.searchsorted(mx.sort(-scores), -scores).astype(mx.int64)
-    place = mx.argsort(mx.argsort(worse * n + mx.arange(n, dtype=mx.int64)))
-    batch = x.coords[:, 0].astype(mx.int64)
-    order = mx.argsort(batch * n + place.astype(mx.int64))
-    ordered = batch[order]
-    rank = mx.arange(n) - mx.searchsorted(ordered, ordered).astype(mx.int32)
-    kept = mx.zeros((n,), dtype=mx.bool_)
-    kept[order] = rank < k
-    return prune(x, kept)
+    if not k:
+        return _part(x, part_of(x.manager, held, mx.zeros(len(x), dtype=mx.bool_), 0))
+    held.index  # noqa: B018 (checks the batch column before it is used)
+    batches = held.box[0][0], held.box[1][0]
+    scores = mx.stop_gradient(scores)
+    mask = registry.geometry().best_rows(scores, x.coords, batches, k)
+    count = k if batches[0] == batches[1] else None
+    return _part(x, part_of(x.manager, held, mask, count))
 
 
 def _part(x: SparseTensor, part: Part) -> SparseTensor:
