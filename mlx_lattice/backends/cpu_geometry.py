@@ -26,6 +26,8 @@ class RowIndex:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
 
+    is_sorted = False  # nobody looks
+
     def __init__(self, coords: mx.array):
         self.coords = coords
 

@@ -42,6 +42,8 @@ class RowTable:
         is_checked: whether nobody will ask for ``facts``.
     """
 
+    is_sorted = False
+
     def __init__(self, coords: mx.array, is_checked: bool = False):
         self._start(coords, is_checked)
         n, (digits, _) = coords.shape[0], digits_of(FIRST_OFFSETS)
@@ -120,7 +122,7 @@ class RowTable:
         return self.facts()[1:]
 
     def facts(self) -> list[mx.array]:
-        """Return small arrays: (first repeat or -1, 0), then each column's range."""
+        """Return small arrays: (first repeat or -1, whether rows ascend), ranges."""
         if not self.found and self.coords.shape[0]:  # hashed with others, as checked
             self._hash([self], 0)
         return self.found
@@ -128,7 +130,7 @@ class RowTable:
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
         self.scratch = None
-        (later, _), *ranges = facts
+        (later, self.is_sorted), *ranges = facts
         low, high = zip(*ranges, strict=True)
         if later < 0:
             return (low, high), None

@@ -123,6 +123,7 @@ def unique_sum(
         batch_size=batch_size,
         trusted=True,
     )
+    made.is_sorted = True
     return SparseTensor.of(manager, made.key, summed)
 
 

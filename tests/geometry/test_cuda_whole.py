@@ -538,3 +538,18 @@ def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
         assert not any("band_counts" in name for name in emulator.launches)
         box = cuda_lookups.bounds(mx.array(rows))
         assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
+
+
+def test_the_check_of_a_set_tells_whether_its_rows_are_sorted(emulator, reads):
+    """So that joins, alignments and batch elements need not look."""
+    rows = np.unique(cases.geometry("batches", 3, 700), axis=0).astype(np.int32)
+    mixed = rows.copy()
+    mixed[[300, 301]] = rows[[301, 300]]
+    with emulating(emulator):
+        for given, is_sorted in ((rows, True), (mixed, False), (rows[:1], True)):
+            x = ml.SparseTensor(mx.array(given), mx.ones((len(given), 2)))
+            held = x.manager[x.key]
+            assert not held.is_sorted
+            held.index  # noqa: B018
+            assert held.is_sorted is is_sorted and reads == [5]
+            reads.clear()

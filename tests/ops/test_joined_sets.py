@@ -240,3 +240,24 @@ def test_generated_cells_by_cuda_geometry(cuda_programs, monkeypatch):
         np.argwhere(np.ones((2, 2, 2))), 0, 0, axis=1
     )
     np.testing.assert_array_equal(made, np.unique(cells.reshape(-1, 4), axis=0))
+
+
+def test_sorted_sets_are_aligned_without_a_search(monkeypatch):
+    """Rows that were pruned to those of another set, and rows that are not."""
+    rows = mx.array(np.unique(drawn(np.random.default_rng(5), 200), axis=0))
+    points = ml.SparseTensor.from_points
+    x = points(rows[:, 1:], batch=rows[:, 0], voxel_size=1.0)
+    fine = nn.GenerativeConvTranspose3d(1, 1, 2, stride=2)(ops.avg_pool3d(x, 2))
+    pruned = ops.prune(fine, ops.lookup(x, fine.coords) >= 0)
+    other = ops.prune(fine, mx.arange(len(fine)) < len(x))
+
+    def looked_up(*_):
+        raise AssertionError("rows were looked up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_lattice.tensor.lookup", looked_up)
+        assert (pruned + x).key is pruned.key
+        with pytest.raises(AssertionError, match="looked up"):
+            other + x
+    with pytest.raises(ValueError, match="do not have the same coordinates"):
+        other + x
