@@ -142,9 +142,14 @@ def united(
 def _united(
     manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet, is_one: bool
 ) -> Union:
-    is_turned = len(b) > len(a)
+    is_turned = len(b) >= len(a) and _is_within(manager, a, b)
+    is_within = is_turned or (len(a) >= len(b) and _is_within(manager, b, a))
+    is_turned |= len(b) > len(a)
     small, large = (a, b) if is_turned else (b, a)
-    at, missing = _missing(small, large)
+    if is_within and a.settled and b.settled:
+        at, missing = large.lookup.find(small.coords, small.box), 0
+    else:
+        at, missing = _missing(small, large)
     box = join(a.box, b.box) if len(small) else large.box
     shape = a.spatial_shape if a.spatial_shape == b.spatial_shape else None
     facts = shape, max(a.batch_size, b.batch_size)
@@ -165,6 +170,23 @@ def _united(
     made = manager.inserted(rows, a.stride, *facts, trusted=True, box=box)
     made.is_sorted = True
     return Union(made.key, 0, moves)
+
+
+def _is_within(
+    manager: CoordinateManager, small: CoordinateSet, large: CoordinateSet
+) -> bool:
+    """Whether one set is known to have all rows of another, without a look at them.
+
+    A generative convolution refines cells to all that lie in them.
+    """
+    if small is large:
+        return large.settled
+    for pair, which in (((small, large), 1), ((large, small), 0)):
+        known = _joins.of(*pair).get("union")
+        if known and known.key is None and known.which == which:
+            return True
+    coarser = manager.coarser(large, small)
+    return coarser is not None and _is_within(manager, *coarser[::-1])
 
 
 def _missing(small: CoordinateSet, large: CoordinateSet) -> tuple[mx.array, int]:
