@@ -146,7 +146,7 @@ def _united(
     is_within = is_turned or (len(a) >= len(b) and _is_within(manager, b, a))
     is_turned |= len(b) > len(a)
     small, large = (a, b) if is_turned else (b, a)
-    if is_within and a.settled and b.settled:
+    if is_within and len(small) and a.settled and b.settled:
         at, missing = large.lookup.find(small.coords, small.box), 0
     else:
         at, missing = _missing(small, large)
