@@ -48,9 +48,9 @@ class RowTable:
         self._start(coords, is_checked)
         n, (digits, _) = coords.shape[0], digits_of(FIRST_OFFSETS)
         if n:
-            words = scratch_words(n, digits)
-            if not is_checked:  # that of counts, too, and of rows that are not sorted
-                words += HEADER + scratch_words(n, 0)
+            words = HEADER + scratch_words(n, digits)  # of a look-up, and of tiles
+            if not is_checked:  # that of rows that are not sorted, too
+                words += scratch_words(n, 0)
             self._hash([self], words)
 
     def _start(self, coords: mx.array, is_checked: bool) -> None:
@@ -106,10 +106,11 @@ class RowTable:
         """Return an even number of words of 0 that nobody has taken.
 
         What was cleared with the hash serves once, and a traced graph would use it at
-        every call. It goes with the first who asks, or when the set is checked.
+        every call. It goes with the first whose rows are put in order, or when the set
+        is checked; those who only look rows up leave the rest.
         """
         scratch, begin, end = self.scratch, self._taken, self._taken + words
-        if self._is_checked:
+        if self._is_checked and words > HEADER:
             self.scratch = None
         if scratch is None or scratch.size < end or sync.is_transforming():
             return cleared(words)

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import singledispatch
+from itertools import pairwise
 
 import mlx.core as mx
 
 from ..backends import registry
 from ..channel_joins import beside
-from ..coordinate_set import check_coords
+from ..coordinate_set import CoordinateSet, check_coords
 from ..coordinates import CoordinateManager
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.segments import reduce_segments
 from ..integer_tensor import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
-from ..reductions import move_rows
+from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
+from .global_pool import batch_rows
 
 __all__ = [
     "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",
@@ -237,17 +239,31 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
-    """Return one tensor for each batch element, empty ones included."""
-    expect_tensor(x)
-    return [
-        _first_batch(prune(x, x.coords[:, 0] == element))
-        for element in range(x.batch_size)
-    ]
+    """Return one tensor for each batch element, empty ones included.
+
+    Where elements begin is read once a set.
+    """
+    rows, held = batch_rows(x), x.manager[x.key]
+    return [_element(x, held, rows.order, a, b) for a, b in pairwise(rows.starts)]
 
 
-def _first_batch(x: SparseTensor) -> SparseTensor:
-    cells = x.coords[:, 1:]
-    coords = mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1)
-    return SparseTensor(
-        coords, x.feats, x.stride, spatial_shape=x.spatial_shape, batch_size=1
+def _element(
+    x: SparseTensor, held: CoordinateSet, order: mx.array | None, a: int, b: int
+) -> SparseTensor:
+    """Return the rows of one element, from a to b in their order by elements."""
+    # Features are moved even where a slice has them: MLX's matmul on CUDA refuses half
+    # rows that begin anywhere.
+    at = mx.arange(a, b, dtype=mx.int32) if order is None else order[a:b]
+    feats = move_rows(x.feats, at, inverted(at, len(x)), whole=True)
+    cells = (x.coords[a:b] if order is None else x.coords[at])[:, 1:]
+    manager = CoordinateManager()
+    made = manager.inserted(
+        mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1),
+        held.stride,
+        spatial_shape=held.spatial_shape,
+        batch_size=1,
+        trusted=True,
+        box=tuple((0, *end[1:]) for end in held.box),  # right as the whole set is
     )
+    made.is_sorted = held.is_sorted
+    return SparseTensor.of(manager, made.key, feats)

@@ -13,6 +13,7 @@ from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import joined_sets, nn, ops
+from mlx_lattice.geometry import sync
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 CHANNELS = 3
@@ -312,3 +313,45 @@ def test_refined_cells_hold_the_rows_that_they_are_of(monkeypatch, shape):
     seen.clear()
     Growing(3)(tensor(rows))  # whose kernels overlap
     assert len(seen) == 3
+
+
+@places
+@pytest.mark.parametrize("order", ("sorted", "mixed"))
+def test_unbatch(place, order):
+    """Rows of an element in their order, its grid, gradients; one read for all."""
+    rows = drawn(np.random.default_rng(8), 200, batches=4)
+    rows = rows[rows[:, 0] != 1]
+    rows = np.unique(rows, axis=0) if order == "sorted" else rows
+    feats = tensor(rows).feats
+    mx.eval(feats)
+
+    def apart():
+        x = ml.SparseTensor(mx.array(rows), feats, (1, 2, 1), batch_size=6)
+
+        def loss(feats):
+            parts = ops.unbatch(x.replace(feats))
+            return sum((b + 1) * part.feats.sum() for b, part in enumerate(parts))
+
+        parts = ops.unbatch(x)
+        assert all(part.stride == x.stride and part.batch_size == 1 for part in parts)
+        assert all(part.manager[part.key].settled for part in parts)
+        return [(p.coords, p.feats) for p in parts], mx.grad(loss)(feats)
+
+    parts, grad = agreed(place, apart)
+    assert len(parts) == 6
+    for element, (coords, part) in enumerate(parts):
+        here = rows[:, 0] == element
+        np.testing.assert_array_equal(np.array(coords), rows[here] * [0, 1, 1, 1])
+        np.testing.assert_array_equal(np.array(part), np.array(feats)[here])
+    np.testing.assert_array_equal(np.array(grad), rows[:, :1] + np.ones((1, CHANNELS)))
+
+
+def test_unbatch_reads_once_a_set(monkeypatch):
+    x = tensor(drawn(np.random.default_rng(8), 200), batch_size=9)
+    x.manager[x.key].index  # noqa: B018
+    real, seen = sync.read, []
+    monkeypatch.setattr(sync, "read", lambda *a: seen.append(a) or real(*a))
+    assert sum(len(part) for part in ops.unbatch(x)) == len(x) and len(seen) <= 2
+    seen.clear()
+    assert len(ops.unbatch(x.replace(x.feats * 2))) == 9 and not seen
+    assert ops.unbatch(tensor(np.zeros((0, 4), np.int32))) == []
