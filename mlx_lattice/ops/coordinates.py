@@ -178,7 +178,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     """Keep the k rows of greatest score of each batch element, in row order.
 
     Equal scores favour the earlier row, and a NaN is the least; elements of fewer rows
-    keep them all.
+    keep them all. Scores are not waited for.
 
     Args:
         x: input.
@@ -198,10 +198,17 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     if not k:
         return _part(x, part_of(x.manager, held, mx.zeros(len(x), dtype=mx.bool_), 0))
     held.index  # noqa: B018 (checks the batch column before it is used)
-    batches = held.box[0][0], held.box[1][0]
+    batches, count = (held.box[0][0], held.box[1][0]), None
+    if batches[0] == batches[1]:
+        count = k
+    elif held.batch_size <= len(x):
+        # Where elements begin is read once a set, and waits for no features.
+        sizes = [b - a for a, b in pairwise(batch_rows(x).starts)]
+        count = sum(min(size, k) for size in sizes)
+        if count == len(x):
+            return x
     scores = mx.stop_gradient(scores)
     mask = registry.geometry().best_rows(scores, x.coords, batches, k)
-    count = k if batches[0] == batches[1] else None
     return _part(x, part_of(x.manager, held, mask, count))
 
 
