@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import singledispatch
+from functools import reduce, singledispatch
 from itertools import pairwise
 
 import mlx.core as mx
@@ -12,7 +12,7 @@ from ..backends import registry
 from ..channel_joins import beside
 from ..coordinate_set import CoordinateSet, check_coords
 from ..coordinates import CoordinateManager
-from ..geometry.keys import INT32_LIMIT
+from ..geometry.keys import INT32_LIMIT, join
 from ..geometry.segments import reduce_segments
 from ..integer_tensor import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
@@ -228,21 +228,30 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     if not tensors:
         raise ValueError("batch needs at least one tensor; got none")
-    coords, start = [], 0
     for x in tensors:
         expect_same_lattice(x, tensors[0])
+    coords, boxes, start = [], [], 0
+    sets = [x.manager[x.key] for x in tensors]
+    are_right = all(held.settled for held in sets)  # then what is joined is, too
+    for x, held in zip(tensors, sets, strict=True):
         shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
         coords.append(x.coords + shift)
+        if are_right and len(x):
+            boxes.append(tuple((end[0] + start, *end[1:]) for end in held.box))
         start += x.batch_size
     shapes = {x.spatial_shape for x in tensors}
-    return SparseTensor(
+    manager = CoordinateManager()
+    made = manager.inserted(
         mx.concatenate(coords),
-        mx.concatenate([x.feats for x in tensors]),
         tensors[0].stride,
         spatial_shape=shapes.pop() if len(shapes) == 1 else None,
         batch_size=start,
-        manager=CoordinateManager(),
+        trusted=are_right,
+        box=reduce(join, boxes) if boxes else None,
     )
+    made.is_sorted = all(held.is_sorted for held in sets)
+    feats = mx.concatenate([x.feats for x in tensors])
+    return SparseTensor.of(manager, made.key, feats)
 
 
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
