@@ -102,8 +102,9 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 // sizes.block of sizes.blocks work on it: a launch may make tables of several sets.
 // order (slots + n): written where rows are not in order, see RowTable.
 // scratch (scratch_words) becomes 0: the scratch of the set's first relation, if any.
-// repeat (2): the least row that equals an earlier one, or -1. ranges[c] (2): the least
-// and the greatest value of column c. Both are null of rows that were checked.
+// repeat (2): the least row that equals an earlier one, or -1; whether rows ascend.
+// ranges[c] (2): the least and the greatest value of column c. Both are null of rows that
+// were checked.
 template <int COLUMNS>
 __device__ __forceinline__ void hash_rows(const int* coords, int* table,
                                           HashRowsSizes sizes, int* repeat,
@@ -192,7 +193,8 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table,
   }
   join();
   if (threadIdx.x == 0) {
-    repeat[0] = (int)__ldcg(shared_words + LEAST_REPEAT), repeat[1] = 0;
+    repeat[0] = (int)__ldcg(shared_words + LEAST_REPEAT);
+    repeat[1] = __ldcg(shared_words + ORDERED) == ~0u;
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
       ranges[c][0] = low_of[c], ranges[c][1] = high_of[c];

@@ -172,14 +172,14 @@ __device__ __forceinline__ void unique_keys(const KEY* keys, const int* rows,
   }
 }
 
-// rows (found, COLUMNS) of the unique keys, the numbers of levels left out.
+// rows (found, or all, COLUMNS) of the unique keys, the numbers of levels left out.
 template <int COLUMNS, typename KEY>
 __device__ __forceinline__ void unpack_keys(const KEY* unique, const long long* found,
                                             const int* const (&ranges)[COLUMNS],
-                                            int* rows) {
+                                            UnpackKeysSizes sizes, int* rows) {
   __shared__ Box<COLUMNS> box;
   box.load(ranges);
-  const long long all = found[0];
+  const long long all = found ? found[0] : sizes.keys;
   for (long long at = grid_thread(); at < all; at += grid_threads()) {
     KEY left = unique[at] % (KEY)box.cells;
 #pragma unroll

@@ -170,6 +170,7 @@ class CoordinateSet:
             tell(number)
         if self._bounds is None:
             self._bounds, self._repeat = self.lookup.settle(facts)
+            self.is_sorted |= bool(self.lookup.is_sorted)
 
     def check(self) -> None:
         """Check range and uniqueness by what was learnt.

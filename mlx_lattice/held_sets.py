@@ -206,6 +206,26 @@ class HeldSets:
         made = self.record.levels(held.serial)
         return [held, *(self._sets[serial] for serial, _ in made)]
 
+    def coarser(
+        self, held: CoordinateSet, fine: CoordinateSet
+    ) -> tuple[CoordinateSet, CoordinateSet] | None:
+        """Return sets of which one holds the other if these two do; None if unknown.
+
+        Args:
+            held: rows that a generative convolution made, of whole cells.
+            fine: other rows, whose cells are there.
+
+        Returns:
+            The rows that were refined, and the cells of the fine rows.
+        """
+        for (rule, source, spec), made in self._made.items():
+            if made is held and rule == "generative":
+                is_whole = len(held) == len(source) * spec.volume  # no grid cut it
+                cells = self._made.get(("cell", fine, spec.stride))
+                known = spec.fills_cell and is_whole and cells is not None
+                return (source, cells) if known else None
+        return None
+
     def _forward_rows(
         self, source: CoordinateSet, spec: KernelSpec, support: str
     ) -> CoordinateSet:
@@ -254,8 +274,11 @@ class HeldSets:
         coords, offsets, stride = source.coords, spec.offsets, spec.stride
         box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
         cut, is_cut = output_rows.cut(box, shape), shape is not None
+        # Cells that do not overlap are all made, unless the grid ends in them.
+        are_cells = rule == Rule.EXPAND and spec.fills_cell and cut == box
+        count = len(source) * spec.volume if are_cells else None
         build = registry.geometry().made_rows
-        return build(rule, coords, offsets, stride, cut, is_cut), cut
+        return build(rule, coords, offsets, stride, cut, is_cut, count), cut
 
     def _cells(
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]

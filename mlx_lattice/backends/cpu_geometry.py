@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import curves
+from ..geometry.best_rows import best_rows
 from ..geometry.curves import Curve, by_region
 from ..geometry.kept_rows import KeptRows
 from ..geometry.keys import Bounds, Offsets
@@ -24,6 +25,8 @@ class RowIndex:
     Args:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
+
+    is_sorted = False  # nobody looks
 
     def __init__(self, coords: mx.array):
         self.coords = coords
@@ -90,8 +93,11 @@ class CpuGeometry(OneByOne):
 
     bounds = staticmethod(_bounds)
     start_kept = staticmethod(StartedRows)
+    best_rows = staticmethod(best_rows)
 
-    def unique_rows(self, coords: mx.array) -> UniqueRows:
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""
         rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
@@ -104,6 +110,7 @@ class CpuGeometry(OneByOne):
         stride: Sequence[int],
         box: Bounds,
         is_cut: bool,
+        count: int | None = None,
     ) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes."""
         if rule == Rule.ITSELF:

@@ -27,6 +27,7 @@ TYPES = {
     mx.bool_: "bool",
     mx.int8: "int8_t",
     mx.uint8: "uint8_t",
+    mx.uint16: "uint16_t",
     mx.int32: "int32_t",
     mx.uint32: "uint32_t",
     mx.int64: "int64_t",

@@ -11,6 +11,7 @@ from ..geometry.rows import BoxedRows, FoundRows
 from ..geometry.search import Search
 from ..kernel_spec import KernelSpec
 from . import (
+    cuda_best,
     cuda_curves,
     cuda_kept,
     cuda_levels,
@@ -45,6 +46,7 @@ class CudaGeometry:
     keep_together = staticmethod(cuda_together.keep_together)
     curve_order = staticmethod(cuda_curves.curve_order)
     start_kept = staticmethod(cuda_kept.start_kept)
+    best_rows = staticmethod(cuda_best.best_rows)
     start_levels = staticmethod(cuda_levels.start_levels)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:

@@ -40,7 +40,18 @@ SIZES = {
     "RowStarts": (("places", "keys_shape[0]"),),
     "CutPieces": (("starts", "starts_shape[0]"),),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
+    "ScoreKeys": (
+        ("rows", "scores_shape[0]"),
+        ("least", "digits[0]"),
+        *_DIGITS[1:],
+    ),
+    "MarkBest": (
+        ("rows", "keys_shape[0]"),
+        ("score_bits", "facts[0]"),
+        ("k", "facts[1]"),
+    ),
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
+    "UnpackKeys": (("keys", "unique_shape[0]"),),
     "KeptPlaces": (("rows", "mask_shape[0]"),),
     "KeptRows": (("rows", "places_shape[0]"),),
     "TransposeTable": _TABLE,

@@ -42,13 +42,15 @@ class RowTable:
         is_checked: whether nobody will ask for ``facts``.
     """
 
+    is_sorted = False
+
     def __init__(self, coords: mx.array, is_checked: bool = False):
         self._start(coords, is_checked)
         n, (digits, _) = coords.shape[0], digits_of(FIRST_OFFSETS)
         if n:
-            words = scratch_words(n, digits)
-            if not is_checked:  # that of counts, too, and of rows that are not sorted
-                words += HEADER + scratch_words(n, 0)
+            words = HEADER + scratch_words(n, digits)  # of a look-up, and of tiles
+            if not is_checked:  # that of rows that are not sorted, too
+                words += scratch_words(n, 0)
             self._hash([self], words)
 
     def _start(self, coords: mx.array, is_checked: bool) -> None:
@@ -104,10 +106,11 @@ class RowTable:
         """Return an even number of words of 0 that nobody has taken.
 
         What was cleared with the hash serves once, and a traced graph would use it at
-        every call. It goes with the first who asks, or when the set is checked.
+        every call. It goes with the first whose rows are put in order, or when the set
+        is checked; those who only look rows up leave the rest.
         """
         scratch, begin, end = self.scratch, self._taken, self._taken + words
-        if self._is_checked:
+        if self._is_checked and words > HEADER:
             self.scratch = None
         if scratch is None or scratch.size < end or sync.is_transforming():
             return cleared(words)
@@ -120,7 +123,7 @@ class RowTable:
         return self.facts()[1:]
 
     def facts(self) -> list[mx.array]:
-        """Return small arrays: (first repeat or -1, 0), then each column's range."""
+        """Return small arrays: (first repeat or -1, whether rows ascend), ranges."""
         if not self.found and self.coords.shape[0]:  # hashed with others, as checked
             self._hash([self], 0)
         return self.found
@@ -128,7 +131,7 @@ class RowTable:
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
         self.scratch = None
-        (later, _), *ranges = facts
+        (later, self.is_sorted), *ranges = facts
         low, high = zip(*ranges, strict=True)
         if later < 0:
             return (low, high), None
@@ -201,8 +204,8 @@ def bounds(coords: mx.array) -> Bounds:
     """Return the least and the greatest value of every column of (N, 1 + D) int32."""
     if coords.shape[0] == 0:
         return bounds_of(coords)
-    rows = RowTable(coords)
-    return rows.settle(sync.read(*rows.facts()))[0]
+    _, *ranges = sync.read(*RowTable(coords).facts())  # rows may repeat
+    return tuple(zip(*ranges, strict=True))
 
 
 @lru_cache(maxsize=256)

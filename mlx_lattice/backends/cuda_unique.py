@@ -38,17 +38,20 @@ KEY_BITS = KEY_LIMIT.bit_length() - 1  # of a key, at most
 _UNIQUE = (*SORT, "unique_rows.cu")
 
 
-def unique_rows(coords: mx.array) -> UniqueRows:
+def unique_rows(
+    coords: mx.array, box: Bounds | None = None, count: int | None = None
+) -> UniqueRows:
     """Return the sorted unique rows and the place of each row among them.
 
-    Reads the bounds and one size.
+    Reads the bounds and one size, but for what is given. See ``Geometry``.
     """
-    dims, box = coords.shape[1] - 1, bounds(coords)
+    dims, box = coords.shape[1] - 1, box or bounds(coords)
     if coords.shape[0] == 0 or not _is_keyed(len(coords), box):
-        return unique.unique_rows(coords)
+        return unique.unique_rows(coords, box, count)
     still = [(0,) * dims], (1,) * dims
     made = launched(coords, Rule.ITSELF, *still, *_keys_of(box), places=True)
-    return UniqueRows(made.rows(sync.read(*made.ends)), made.places)
+    ends = sync.read(*made.ends) if count is None else [[count]]
+    return UniqueRows(made.rows(ends), made.places)
 
 
 def made_rows(
@@ -58,18 +61,21 @@ def made_rows(
     stride: Sequence[int],
     box: Bounds,
     is_cut: bool,
+    count: int | None = None,
 ) -> mx.array:
     """Return the sorted unique int32 rows that a rule makes within a box.
 
-    Reads one size. See ``Geometry``.
+    Reads one size, unless that is given. See ``Geometry``.
     """
     candidates = coords.shape[0] * len(offsets)
     if candidates == 0 or is_empty(box):
         return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
     if not _is_keyed(candidates, box):
-        return output_rows.made_rows(rule, coords, offsets, stride, box)
-    made = launched(coords, rule, offsets, stride, *_keys_of(box))
-    return made.rows(sync.read(*made.ends))
+        return output_rows.made_rows(rule, coords, offsets, stride, box, count)
+    is_distinct = count == candidates
+    keys = _keys_of(box)
+    made = launched(coords, rule, offsets, stride, *keys, is_distinct=is_distinct)
+    return made.rows(sync.read(*made.ends) if count is None else [[count]])
 
 
 class Launched(NamedTuple):
@@ -77,7 +83,8 @@ class Launched(NamedTuple):
 
     Attributes:
         listed: their keys, as many as there were candidates.
-        ends: (1,) int64 each: how many there are, up to the end of each level.
+        ends: (1,) int64 each: how many there are, up to the end of each level; none
+            where every candidate is one.
         places: (candidates,) int32, where each stands among them, or None.
         ranges: of each column, that keys are counted in.
         capacity: bits of keys that were sorted.
@@ -94,7 +101,7 @@ class Launched(NamedTuple):
         (count,), columns = ends[-1], len(self.ranges)
         made = run(
             _unpack_keys(columns, KEYS[self.listed.dtype]),
-            [self.listed, self.ends[-1], *self.ranges],
+            [self.listed, self.ends[-1] if self.ends else None, *self.ranges],
             blocks_for(count),
             THREADS,
             [((max(1, count), columns), mx.int32)],
@@ -126,6 +133,7 @@ def launched(
     ranges: Sequence[mx.array],
     *,
     places: bool = False,
+    is_distinct: bool = False,
 ) -> Launched:
     """Launch what makes rows of others, at least one, by a rule.
 
@@ -135,6 +143,7 @@ def launched(
         bits: of keys.
         ranges: of a box that holds what is wanted; of CELLS, of the rows.
         places: whether those are wanted.
+        is_distinct: whether all candidates are rows of the box, none of them twice.
     """
     n, columns = coords.shape
     candidates, parts = n * len(offsets), len(offsets) if rule == CELLS else 1
@@ -153,6 +162,9 @@ def launched(
     )
     ranges = boxes or ranges
     keys, rows = sort_keys(keys, digits, scratch, rows=places, keep=True)
+    capacity = min(passes * each, 32 if bits <= 32 else KEY_BITS)
+    if is_distinct:
+        return Launched(keys, (), None, ranges, capacity)
     tiles = -(-candidates // SORT_TILE)
     outputs = [*numbers, *[((1,), mx.int64)] * parts]
     if places:
@@ -165,7 +177,6 @@ def launched(
         outputs,
     )
     ends, place = tuple(rest[:parts]), rest[parts] if places else None
-    capacity = min(passes * each, 32 if bits <= 32 else KEY_BITS)
     return Launched(listed, ends, place, ranges, capacity)
 
 

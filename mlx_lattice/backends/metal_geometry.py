@@ -8,6 +8,7 @@ from ..geometry.keys import Bounds, bounds_of
 from ..geometry.one_by_one import OneByOne
 from ..geometry.protocol import RelationViews
 from . import metal_curves, metal_rows, metal_views
+from .metal_best import best_rows
 from .metal_kept import StartedRows
 from .metal_lookups import RowTable
 from .metal_unique import unique_rows
@@ -22,6 +23,7 @@ class MetalGeometry(OneByOne):
     unique_rows = staticmethod(unique_rows)
     made_rows = staticmethod(metal_rows.made_rows)
     start_kept = staticmethod(StartedRows)
+    best_rows = staticmethod(best_rows)
     start_levels = staticmethod(metal_rows.start_levels)
     transpose_table = staticmethod(metal_views.transpose_table)
     gray_order = staticmethod(metal_views.gray_order)

@@ -77,6 +77,8 @@ class RowTable:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
 
+    is_sorted = False  # nobody looks
+
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
         self.slots = mx.full((2,), -1, dtype=mx.int32)

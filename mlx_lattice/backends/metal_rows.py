@@ -80,10 +80,12 @@ def made_rows(
     stride: Sequence[int],
     box: Bounds,
     is_cut: bool,
+    count: int | None = None,
 ) -> mx.array:
     """Return the sorted unique int32 rows that a rule makes within a box.
 
-    Reads one size for each hash table of candidates. See ``Geometry``.
+    Reads one size for each hash table of candidates, unless that of the only one is
+    given. See ``Geometry``.
     """
     n, width = coords.shape
     none = mx.zeros((0, width), dtype=mx.int32)
@@ -98,11 +100,14 @@ def made_rows(
         volume = min(step, len(offsets) - first)
         tables = insert(coords, rule, part, limits, volume)
         ends = [_taken(slots) for slots in tables]
-        counts = sync.read(mx.stack([each[-1] for each in ends]))[0]
-        for slots, places, count in zip(tables, ends, counts, strict=True):
-            if count:
+        if count is not None and len(tables) == 1 and step >= len(offsets):
+            counts = [count]
+        else:
+            counts = sync.read(mx.stack([each[-1] for each in ends]))[0]
+        for slots, places, taken in zip(tables, ends, counts, strict=True):
+            if taken:
                 given = coords, part, limits, slots, places
-                parts.append(_collected(rule, given, numbers, volume, count))
+                parts.append(_collected(rule, given, numbers, volume, taken))
     if not parts:
         return none
     rows, keys = (

@@ -12,7 +12,14 @@ import mlx.core as mx
 from ..devices import METAL
 from ..geometry import sync
 from ..geometry.curves import stable_order
-from ..geometry.keys import KEY_LIMIT, bounds_of, row_keys
+from ..geometry.keys import (
+    KEY_LIMIT,
+    Bounds,
+    bounds_of,
+    cell_count,
+    column_weights,
+    row_keys,
+)
 from ..geometry.unique import UniqueRows
 from .dispatch_bounds import by_rows, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
@@ -57,12 +64,24 @@ def _pack(coords: mx.array, least: mx.array, weights: mx.array) -> mx.array:
     return by_places(kernel, [coords, least, weights], mx.int64, before=0)
 
 
-def unique_rows(coords: mx.array) -> UniqueRows:
-    """Return the sorted unique rows of (N, 1 + D) int32 coordinates. Reads one size."""
+def unique_rows(
+    coords: mx.array, box: Bounds | None = None, count: int | None = None
+) -> UniqueRows:
+    """Return the sorted unique rows of (N, 1 + D) int32 coordinates.
+
+    Reads one size, but for what is given. See ``Geometry``.
+    """
     n, width = coords.shape
     if n == 0:
         none = mx.zeros((0,), dtype=mx.int32)
         return UniqueRows(coords, none)
+    if box is not None and cell_count(box) * n < KEY_LIMIT:
+        weights = [n * weight for weight in column_weights(box)]
+        numbers = (mx.array(list(v), dtype=mx.int64) for v in (box[0], weights))
+        order = mx.argsort(_pack(coords, *numbers)).astype(mx.int32)
+        starts, ends = _group_starts(coords, order)
+        count = sync.read(ends[-1])[0] if count is None else count
+        return UniqueRows(*_write_unique(coords, order, starts, ends, count))
     least = coords.min(axis=0).astype(mx.int64)
     extents = coords.max(axis=0).astype(mx.int64) - least + 1
     after = mx.concatenate([extents[1:], mx.array([n], dtype=mx.int64)])

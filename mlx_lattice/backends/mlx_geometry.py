@@ -10,6 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import curves, neighbour_tables, output_rows
+from ..geometry.best_rows import best_rows
 from ..geometry.kept_rows import StartedRows
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.one_by_one import OneByOne
@@ -49,6 +50,7 @@ class MlxGeometry(OneByOne):
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     start_kept = staticmethod(StartedRows)
+    best_rows = staticmethod(best_rows)
     index = staticmethod(RowIndex.of)
     transpose_table = staticmethod(neighbour_tables.transpose_table)
     curve_order = staticmethod(curves.curve_order)
@@ -61,9 +63,10 @@ class MlxGeometry(OneByOne):
         stride: Sequence[int],
         box: Bounds,
         is_cut: bool,
+        count: int | None = None,
     ) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes. Reads their number."""
-        return output_rows.made_rows(rule, coords, offsets, stride, box)
+        return output_rows.made_rows(rule, coords, offsets, stride, box, count)
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""

@@ -158,10 +158,12 @@ def made_rows(
     offsets: Offsets,
     stride: Sequence[int],
     box: Bounds,
+    count: int | None = None,
 ) -> mx.array:
     """Return the sorted unique int32 rows that a rule makes within a box.
 
-    Reads one size. More where the box has 2^62 cells: then keys need their ranks.
+    Reads one size, unless that is given. More where the box has 2^62 cells: then keys
+    need their ranks.
     """
     if coords.shape[0] == 0 or not offsets or is_empty(box):
         return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
@@ -175,7 +177,7 @@ def made_rows(
     weights = column_weights(box)
     keys = ((rows - low) * mx.array(weights, dtype=mx.int64)).sum(axis=1)
     keys = mx.sort(mx.where(inside, keys, beyond))
-    keys = keys[true_positions(first_of_equals(keys) & (keys < beyond))]
+    keys = keys[true_positions(first_of_equals(keys) & (keys < beyond), count)]
     columns = [
         keys // weight % (last - first + 1)
         for weight, first, last in zip(weights, *box, strict=True)

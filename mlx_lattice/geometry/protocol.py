@@ -152,10 +152,17 @@ class Geometry(Protocol):
         Zeros for no rows. Reads them.
         """
 
-    def unique_rows(self, coords: mx.array) -> UniqueRows:
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
         """Return the sorted unique rows of (N, 1 + D) int32, and where each went.
 
-        Reads their number, on some backends the bounds too.
+        Reads their number, on some backends the bounds too, but for what is given.
+
+        Args:
+            coords: (N, 1 + D) int32.
+            box: bounds of a box that holds them, where it is known.
+            count: how many unique rows there are, where that is known.
         """
 
     def made_rows(
@@ -166,6 +173,7 @@ class Geometry(Protocol):
         stride: Sequence[int],
         box: Bounds,
         is_cut: bool,
+        count: int | None = None,
     ) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes. Reads their number.
 
@@ -176,6 +184,7 @@ class Geometry(Protocol):
             stride: lattice step.
             box: int32 bounds of the rows that are kept.
             is_cut: whether the rule makes rows outside the box.
+            count: their number, which need not be read where it is known.
         """
 
     def start_kept(self, mask: mx.array, coords: mx.array) -> StartedRows:
@@ -184,6 +193,20 @@ class Geometry(Protocol):
         Args:
             mask: (N,) bool, N at least 1.
             coords: (N, 1 + D) int32.
+        """
+
+    def best_rows(
+        self, scores: mx.array, coords: mx.array, batches: tuple[int, int], k: int
+    ) -> mx.array:
+        """Return (N,) bool: which rows are among the k of greatest score of an element.
+
+        Of equal scores the earlier row is better, of NaNs too, which are the least.
+
+        Args:
+            scores: (N,) of any dtype that float32 holds.
+            coords: (N, 1 + D) int32, more than k rows.
+            batches: the least and the greatest batch index, or a wider range.
+            k: at least 1.
         """
 
     def start_levels(

@@ -34,7 +34,13 @@ class BoxedRows(NamedTuple):
 
 @runtime_checkable
 class RowIndex(Protocol):
-    """Finds the rows of one coordinate set by value; of equal rows the first."""
+    """Finds the rows of one coordinate set by value; of equal rows the first.
+
+    Attributes:
+        is_sorted: whether the rows are known to be in order, once it is settled.
+    """
+
+    is_sorted: bool
 
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``, launched but not waited for."""

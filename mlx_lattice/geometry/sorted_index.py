@@ -34,6 +34,8 @@ class SortedIndex:
         bounds: bounds of the rows; None until settled.
     """
 
+    is_sorted = False  # nobody looks
+
     def __init__(self, order: mx.array, ordered: mx.array, bounds: Bounds | None):
         self.order, self.ordered, self.bounds = order, ordered, bounds
 

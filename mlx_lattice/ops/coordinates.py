@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import singledispatch
+from functools import reduce, singledispatch
+from itertools import pairwise
 
 import mlx.core as mx
 
 from ..backends import registry
 from ..channel_joins import beside
-from ..coordinate_set import check_coords, settle
+from ..coordinate_set import CoordinateSet, check_coords
 from ..coordinates import CoordinateManager
-from ..geometry.keys import INT32_LIMIT
+from ..geometry.keys import INT32_LIMIT, join
 from ..geometry.segments import reduce_segments
 from ..integer_tensor import IntegerTensor, cat_integers
+from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
+from .global_pool import batch_rows
 
 __all__ = [
     "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",
@@ -67,25 +70,14 @@ def union(
         combine: of the two (N, C) features; a row that one lacks counts as zeros.
     """
     expect_same_lattice(x, y)
-    for each in (x, y):
-        each.manager[each.key].index  # noqa: B018 (duplicates would merge silently)
-    rows = registry.geometry().unique_rows(mx.concatenate([x.coords, y.coords]))
-    held = x.manager[x.key]
-    made = x.manager.inserted(
-        rows.rows,
-        x.stride,
-        spatial_shape=held.spatial_shape
-        if x.spatial_shape == y.spatial_shape
-        else None,
-        batch_size=max(x.batch_size, y.batch_size),
-        trusted=True,
-    )
-    n, places = rows.rows.shape[0], (rows.inverse[: len(x)], rows.inverse[len(x) :])
+    sets = x.manager[x.key], y.manager[y.key]
+    made = united(x.manager, *sets, x.manager is y.manager)
     wide = [
-        move_rows(t.feats, inverted(at, n), at)
-        for t, at in zip((x, y), places, strict=True)
+        t.feats if move is None else move_rows(t.feats, *move)
+        for t, move in zip((x, y), made.moves, strict=True)
     ]
-    return SparseTensor.of(x.manager, made.key, combine(*wide))
+    key = made.key or (x, y)[made.which].key
+    return SparseTensor.of(x.manager, key, combine(*wide))
 
 
 def unique_sum(
@@ -133,6 +125,7 @@ def unique_sum(
         batch_size=batch_size,
         trusted=True,
     )
+    made.is_sorted = True
     return SparseTensor.of(manager, made.key, summed)
 
 
@@ -143,17 +136,15 @@ def intersection(
 ) -> SparseTensor:
     """Join two tensors on the rows that both have, in the order of ``x``."""
     expect_same_lattice(x, y)
-    rows = lookup(y, x.coords)
-    part, kept = _kept(x, rows >= 0)
-    at = rows[kept]
-    theirs = move_rows(y.feats, at, inverted(at, len(y)), whole=True)
-    return part.replace(combine(part.feats, theirs))
+    rows, move = common(x.manager, x.manager[x.key], y.manager[y.key])
+    part = _part(x, rows)
+    return part.replace(combine(part.feats, move_rows(y.feats, *move, whole=True)))
 
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     """Return the rows of ``x`` that ``y`` lacks, in their order."""
     expect_same_lattice(x, y)
-    return prune(x, lookup(y, x.coords) < 0)
+    return _part(x, alone(x.manager, x.manager[x.key], y.manager[y.key]))
 
 
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
@@ -164,7 +155,7 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
             f"mask must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _kept(x, mask)[0]
+    return _part(x, part_of(x.manager, x.manager[x.key], mask))
 
 
 def crop(
@@ -186,7 +177,8 @@ def _corner(value, dims: int, name: str) -> tuple:
 def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     """Keep the k rows of greatest score of each batch element, in row order.
 
-    Equal scores favour the earlier row; elements of fewer rows keep them all.
+    Equal scores favour the earlier row, and a NaN is the least; elements of fewer rows
+    keep them all. Scores are not waited for.
 
     Args:
         x: input.
@@ -200,46 +192,32 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         )
     if k < 0:
         raise ValueError(f"k must be 0 or more; got {k}")
-    n = len(x)
-    if n == 0:
-        return x
-    # Order by (batch, score descending, row) with keys made of ranks.
-    scores = mx.stop_gradient(scores).astype(mx.float32)
-    worse = mx.searchsorted(mx.sort(-scores), -scores).astype(mx.int64)
-    place = mx.argsort(mx.argsort(worse * n + mx.arange(n, dtype=mx.int64)))
-    batch = x.coords[:, 0].astype(mx.int64)
-    order = mx.argsort(batch * n + place.astype(mx.int64))
-    ordered = batch[order]
-    rank = mx.arange(n) - mx.searchsorted(ordered, ordered).astype(mx.int32)
-    kept = mx.zeros((n,), dtype=mx.bool_)
-    kept[order] = rank < k
-    return prune(x, kept)
-
-
-def _kept(x: SparseTensor, mask: mx.array) -> tuple[SparseTensor, mx.array]:
-    """Return the tensor of the rows where a mask is true, and which they are.
-
-    Reads their number, and with it what is not known of the whole set.
-    """
     held = x.manager[x.key]
-    rows = back = mx.zeros((0,), dtype=mx.int32)
-    coords, feats = x.coords, x.feats
-    if len(x):
-        # A mask may come from features; which rows it keeps has no derivative.
-        started = registry.geometry().start_kept(mx.stop_gradient(mask), coords)
-        unsettled = [] if held.settled else [held]
-        ((count,),) = settle(unsettled, started.count)
-        rows, back, coords = started.kept(count)
-        feats = move_rows(feats, rows, back, whole=True)
-    made = x.manager.inserted(
-        coords,
-        x.stride,
-        spatial_shape=held.spatial_shape,
-        batch_size=held.batch_size,
-        trusted=True,
-        box=held.box,  # some rows of a set that is right are right
-    )
-    return SparseTensor.of(x.manager, made.key, feats), rows
+    if len(x) <= k:
+        return x
+    if not k:
+        return _part(x, part_of(x.manager, held, mx.zeros(len(x), dtype=mx.bool_), 0))
+    held.index  # noqa: B018 (checks the batch column before it is used)
+    batches, count = (held.box[0][0], held.box[1][0]), None
+    if batches[0] == batches[1]:
+        count = k
+    elif held.batch_size <= len(x):
+        # Where elements begin is read once a set, and waits for no features.
+        sizes = [b - a for a, b in pairwise(batch_rows(x).starts)]
+        count = sum(min(size, k) for size in sizes)
+        if count == len(x):
+            return x
+    scores = mx.stop_gradient(scores)
+    mask = registry.geometry().best_rows(scores, x.coords, batches, k)
+    return _part(x, part_of(x.manager, held, mask, count))
+
+
+def _part(x: SparseTensor, part: Part) -> SparseTensor:
+    """Return the tensor of some rows of its set."""
+    if part.move is None:
+        return x
+    feats = move_rows(x.feats, *part.move, whole=True)
+    return SparseTensor.of(x.manager, part.key, feats)
 
 
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
@@ -250,35 +228,58 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     if not tensors:
         raise ValueError("batch needs at least one tensor; got none")
-    coords, start = [], 0
     for x in tensors:
         expect_same_lattice(x, tensors[0])
+    coords, boxes, start = [], [], 0
+    sets = [x.manager[x.key] for x in tensors]
+    are_right = all(held.settled for held in sets)  # then what is joined is, too
+    for x, held in zip(tensors, sets, strict=True):
         shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
         coords.append(x.coords + shift)
+        if are_right and len(x):
+            boxes.append(tuple((end[0] + start, *end[1:]) for end in held.box))
         start += x.batch_size
     shapes = {x.spatial_shape for x in tensors}
-    return SparseTensor(
+    manager = CoordinateManager()
+    made = manager.inserted(
         mx.concatenate(coords),
-        mx.concatenate([x.feats for x in tensors]),
         tensors[0].stride,
         spatial_shape=shapes.pop() if len(shapes) == 1 else None,
         batch_size=start,
-        manager=CoordinateManager(),
+        trusted=are_right,
+        box=reduce(join, boxes) if boxes else None,
     )
+    made.is_sorted = all(held.is_sorted for held in sets)
+    feats = mx.concatenate([x.feats for x in tensors])
+    return SparseTensor.of(manager, made.key, feats)
 
 
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
-    """Return one tensor for each batch element, empty ones included."""
-    expect_tensor(x)
-    return [
-        _first_batch(prune(x, x.coords[:, 0] == element))
-        for element in range(x.batch_size)
-    ]
+    """Return one tensor for each batch element, empty ones included.
+
+    Where elements begin is read once a set.
+    """
+    rows, held = batch_rows(x), x.manager[x.key]
+    return [_element(x, held, rows.order, a, b) for a, b in pairwise(rows.starts)]
 
 
-def _first_batch(x: SparseTensor) -> SparseTensor:
-    cells = x.coords[:, 1:]
-    coords = mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1)
-    return SparseTensor(
-        coords, x.feats, x.stride, spatial_shape=x.spatial_shape, batch_size=1
+def _element(
+    x: SparseTensor, held: CoordinateSet, order: mx.array | None, a: int, b: int
+) -> SparseTensor:
+    """Return the rows of one element, from a to b in their order by elements."""
+    # Features are moved even where a slice has them: MLX's matmul on CUDA refuses half
+    # rows that begin anywhere.
+    at = mx.arange(a, b, dtype=mx.int32) if order is None else order[a:b]
+    feats = move_rows(x.feats, at, inverted(at, len(x)), whole=True)
+    cells = (x.coords[a:b] if order is None else x.coords[at])[:, 1:]
+    manager = CoordinateManager()
+    made = manager.inserted(
+        mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1),
+        held.stride,
+        spatial_shape=held.spatial_shape,
+        batch_size=1,
+        trusted=True,
+        box=tuple((0, *end[1:]) for end in held.box),  # right as the whole set is
     )
+    made.is_sorted = held.is_sorted
+    return SparseTensor.of(manager, made.key, feats)

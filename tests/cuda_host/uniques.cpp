@@ -55,7 +55,7 @@ void make(const Sizes& s) {
   const long long all = found[LEVELS - 1];
   std::vector<int> made(all * COLUMNS);
   emulated::launch(2, 256, [&] {
-    unpack_keys<COLUMNS>(unique.data(), &all, ranges, made.data());
+    unpack_keys<COLUMNS>(unique.data(), &all, ranges, {}, made.data());
   });
   write(std::vector<long long>(found, found + LEVELS)), write(made), write(places);
 }

@@ -47,7 +47,11 @@ def made(place, rule, coords, offsets, stride, shape=None):
     bounds = keys.bounds_of(coords)
     box = output_rows.cut(output_rows.box_of(rule, bounds, offsets, stride), shape)
     arguments = rule, coords, offsets, stride, box, shape is not None
-    return agreed(place, GEOMETRY[place.name].made_rows, *arguments)
+    got = agreed(place, GEOMETRY[place.name].made_rows, *arguments)
+    # The same rows where their number is said.
+    said = agreed(place, GEOMETRY[place.name].made_rows, *arguments, len(got))
+    same(said, got)
+    return got
 
 
 def cells(place, coords, stride):
@@ -377,6 +381,11 @@ def test_sets_of_many_rows(place, extent, d):
     expected, inverse = np.unique(given, axis=0, return_inverse=True)
     same(got[0], expected)
     same(got[1], inverse.ravel())
+    box = tuple(zip(*((-extent, extent) for _ in range(1 + d)), strict=True))
+    for known in ((box,), (box, len(expected)), (None, len(expected))):
+        got = agreed(place, GEOMETRY[place.name].unique_rows, mx.array(given), *known)
+        same(got[0], expected)
+        same(got[1], inverse.ravel())
     floors = given // np.array([1] + [3] * d)
     same(cells(place, mx.array(given), (3,) * d), np.unique(floors, axis=0))
 

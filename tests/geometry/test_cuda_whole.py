@@ -164,7 +164,10 @@ def test_scratch_that_is_kept_serves_once_and_no_traced_graph(emulator):
         table.settle([each.tolist() for each in table.facts()])
         assert table.scratch is None
         checked = cuda_lookups.RowTable(rows, True)
-        assert not np.array(checked.take_scratch(words)).any()
+        kept = checked.scratch
+        checked.find(rows)  # leaves the rest to the first relation's tiles
+        taken = np.array(checked.take_scratch(words), copy=False)
+        assert np.shares_memory(taken, np.array(kept, copy=False)) and not taken.any()
         assert checked.scratch is None
 
 
@@ -526,3 +529,30 @@ def test_a_pruned_set_is_read_once(emulator, reads):
         cube = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
         given = rows[keep], rows[keep], cube, (1, 1, 1), False
         np.testing.assert_array_equal(np.array(table), table_of(*given))
+
+
+def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
+    """Which row repeats is not looked for: to merge rows nobody asks."""
+    rows = np.repeat(cases.geometry("negative", 3, 80), 3, axis=0).astype(np.int32)
+    with emulating(emulator):
+        made = registry.geometry().unique_rows(mx.array(rows))
+        np.testing.assert_array_equal(np.array(made.rows), np.unique(rows, axis=0))
+        assert len(reads) == 2  # the bounds, and how many there are
+        assert not any("band_counts" in name for name in emulator.launches)
+        box = cuda_lookups.bounds(mx.array(rows))
+        assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
+
+
+def test_the_check_of_a_set_tells_whether_its_rows_are_sorted(emulator, reads):
+    """So that joins, alignments and batch elements need not look."""
+    rows = np.unique(cases.geometry("batches", 3, 700), axis=0).astype(np.int32)
+    mixed = rows.copy()
+    mixed[[300, 301]] = rows[[301, 300]]
+    with emulating(emulator):
+        for given, is_sorted in ((rows, True), (mixed, False), (rows[:1], True)):
+            x = ml.SparseTensor(mx.array(given), mx.ones((len(given), 2)))
+            held = x.manager[x.key]
+            assert not held.is_sorted
+            held.index  # noqa: B018
+            assert held.is_sorted is is_sorted and reads == [5]
+            reads.clear()

@@ -178,10 +178,31 @@ class TestOneReadForEachSet:
         for times in (1, 2):
             x = ops.prune(x, keep[: len(x)])
             assert_reads(reads, before + times)
+        # Cells that do not overlap are all there: their number is known.
         made = x.manager.generative_relation(x.key)
         mx.eval(x.manager.submanifold_kernel_relation(x.key).out_in, made.out_in)
-        assert_reads(reads, before + 3)
+        assert_reads(reads, before + 2)
         assert x.manager[x.key].settled
+
+    def test_joins_of_two_sets(self, reads):
+        """One number, with the check of both where they were not; then nothing."""
+        rows = coords()
+        some, others = rows[: len(rows) // 2] + 0, rows[len(rows) // 3 :] + 0
+        x = ml.SparseTensor(some, mx.ones((len(some), 2)))
+        y = ml.SparseTensor(others, mx.ones((len(others), 2)))
+        at_once = registry.geometry().searches_unchecked
+        made = ops.union(x, y)
+        assert_reads(reads, 1 if at_once else 2)
+        before = len(reads)
+        mx.eval(x.manager.submanifold_kernel_relation(made.key).out_in)
+        assert ops.union(x, y).key is made.key and ops.union(x, made).key is made.key
+        assert_reads(reads, before + 1)
+        parts = ops.intersection(x, y), ops.difference(x, y)
+        assert_reads(reads, before + 3)
+        before = len(reads)
+        again = ops.intersection(x, y), ops.difference(x, y)
+        assert [a.key for a in again] == [a.key for a in parts]
+        assert len(reads) == before
 
     def test_rows_in_another_order(self, reads):
         x = ml.SparseTensor(coords(), mx.ones((len(coords()), 2)))

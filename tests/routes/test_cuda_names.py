@@ -212,6 +212,11 @@ def geometry():
         with patch.object(cuda_unique, "bounds", lambda coords, box=box: box):
             made.unique_rows(coords)
         made.start_kept(coords[:, 0] > 0, coords).kept(20)
+        for dtype in (mx.float32, mx.float16, mx.bfloat16):
+            scores = mx.zeros(len(coords), dtype=dtype)
+            for batches in ((0, 0), (0, 9), (0, extent)):
+                made.best_rows(scores, coords, batches, 20)
+        made.made_rows(Rule.EXPAND, coords, unit, (2,) * dims, box, False, 100)
         for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
             steps = unit[:1] if rule == Rule.CELL else unit
             made.made_rows(rule, coords, steps, (2,) * dims, box, False)

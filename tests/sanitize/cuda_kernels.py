@@ -99,6 +99,10 @@ def geometry() -> None:
     x = ml.SparseTensor(mx.array(rows), mx.ones((len(rows), 4)))
     kept = ops.prune(x, mx.array(mask)).coords
     np.testing.assert_array_equal(np.array(kept), rows[mask])
+    for dtype in (mx.float32, mx.float16):  # keys of two words and of one
+        scores = mx.array(np.arange(len(rows)) % 7).astype(dtype)
+        best = ops.top_k(x, scores, 100)
+        assert len(best) == 100 * len(np.unique(rows[:, 0]))
     together()
 
 

@@ -1,0 +1,88 @@
+"""Rows of greatest score of each batch element on CUDA: keys, a sort, and a mask."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import mlx.core as mx
+
+from ..geometry import best_rows as portable
+from ..geometry.best_rows import INFINITE
+from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .cuda_sort import (
+    KEYS,
+    MOST_KEYS,
+    SORT,
+    THREADS,
+    blocks_for,
+    cleared,
+    constant,
+    digits_of,
+    scratch_words,
+    sort_keys,
+)
+
+_BEST = (*SORT, "best_rows.cu")
+
+
+def best_rows(
+    scores: mx.array, coords: mx.array, batches: tuple[int, int], k: int
+) -> mx.array:
+    """Return (N,) bool: which rows are the best of their element. See ``Geometry``."""
+    n, columns = coords.shape
+    if n > MOST_KEYS:
+        return portable.best_rows(scores, coords, batches, k)
+    scores = scores if scores.dtype in INFINITE else scores.astype(mx.float32)
+    infinite, word = INFINITE[scores.dtype]
+    score_bits, (least, greatest) = 8 * word.size, batches
+    bits = score_bits + (greatest - least).bit_length()
+    passes, each = digits_of(bits)
+    key = mx.uint32 if bits <= 32 else mx.uint64
+    digits, scratch = (
+        constant(least, each, passes, 0),
+        cleared(scratch_words(n, passes)),
+    )
+    (keys,) = run(
+        _score_keys(columns, infinite, KEYS[key]),
+        [scores.view(word), coords, digits, scratch],
+        blocks_for(n),
+        THREADS,
+        [((n,), key)],
+    )
+    keys, rows = sort_keys(keys, digits, scratch, rows=True, keep=True)
+    given = [keys, rows, constant(score_bits, k)]
+    return run(
+        _mark_best(KEYS[key]), given, blocks_for(n), THREADS, [((n,), mx.bool_)]
+    )[0]
+
+
+@cache
+def _score_keys(columns: int, infinite: int, numeric: str):
+    return geometry_kernel(
+        "score_keys",
+        _BEST,
+        "ScoreKeys",
+        ("scores", "coords", "digits", "scratch"),
+        ("keys",),
+        template=(("COLUMNS", columns), ("INFINITE", infinite), ("KEY", numeric)),
+        arguments=(
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("keys", "reinterpret_cast<KEY*>(keys)"),
+        ),
+        threads=THREADS,
+    )
+
+
+@cache
+def _mark_best(numeric: str):
+    return geometry_kernel(
+        "mark_best",
+        _BEST,
+        "MarkBest",
+        ("keys", "rows", "facts"),
+        ("kept",),
+        template=(("KEY", numeric),),
+        arguments=(("keys", "reinterpret_cast<const KEY*>(keys)"), ("facts", "")),
+        threads=THREADS,
+    )

@@ -1,0 +1,210 @@
+"""Parts of coordinate sets, and joins of two: rows of either, of both, of one alone.
+
+What is made of two sets alone is kept for as long as both live, and found again.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from .backends import registry
+from .coordinate_set import CoordinateKey, CoordinateSet, OfPairs, settle
+from .coordinates import CoordinateManager
+from .geometry import sync
+from .geometry.keys import join
+from .reductions import inverted
+
+# By what was made of a pair. Made sets are held by their keys: what held a set of its
+# own pair, or its key, would keep both for ever.
+_joins = OfPairs()
+
+
+class Move(NamedTuple):
+    """Where the rows of one set stand among those of another."""
+
+    places: mx.array  # (M,) int32: the row of the one for each of the other, or -1
+    back: mx.array  # (N,) int32: the other way round
+
+
+class Part(NamedTuple):
+    """Some rows of a set, in their order.
+
+    Attributes:
+        key: of them; None where they are all rows, so that nothing was made.
+        move: to them; None of all rows.
+    """
+
+    key: CoordinateKey | None
+    move: Move | None
+
+
+class Union(NamedTuple):
+    """Rows that were made of two sets.
+
+    Attributes:
+        key: of the made set; None where one of the two has the rows.
+        which: the one that has, 0 or 1.
+        moves: of the rows of each; None where they stand as they are made.
+    """
+
+    key: CoordinateKey | None
+    which: int
+    moves: tuple[Move | None, Move | None]
+
+
+def part_of(
+    manager: CoordinateManager,
+    held: CoordinateSet,
+    mask: mx.array,
+    count: int | None = None,
+) -> Part:
+    """Return the rows where a mask is true.
+
+    Reads what is not known: their number, and with it what the whole set is checked by.
+
+    Args:
+        manager: of the set.
+        held: the set.
+        mask: (N,) bool; which rows it keeps has no derivative.
+        count: their number, if that is known.
+    """
+    if not len(held):
+        return Part(None, None)
+    geometry = registry.geometry()
+    started = geometry.start_kept(mx.stop_gradient(mask), held.coords)
+    unsettled = [] if held.settled else [held]
+    if count is None:
+        ((count,),) = settle(unsettled, started.count)
+    else:
+        settle(unsettled)
+    if count == len(held):
+        return Part(None, None)
+    rows, back, coords = started.kept(count)
+    made = manager.inserted(
+        coords,
+        held.stride,
+        spatial_shape=held.spatial_shape,
+        batch_size=held.batch_size,
+        trusted=True,
+        box=held.box,  # some rows of a set that is right are right
+    )
+    made.is_sorted = held.is_sorted
+    return Part(made.key, Move(rows, back))
+
+
+def common(
+    manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet
+) -> tuple[Part, Move]:
+    """Return the rows of the first set that the second has, and its move to them."""
+    known = _joins.of(a, b)
+    if "common" not in known:
+        at = _found(a, b)
+        part = part_of(manager, a, at >= 0)
+        at = at if part.move is None else at[part.move.places]
+        known["common"] = part, Move(at, inverted(at, len(b)))
+        _start(part.move, known["common"][1])
+    return known["common"]
+
+
+def alone(manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet) -> Part:
+    """Return the rows of the first set that the second lacks."""
+    known = _joins.of(a, b)
+    if "alone" not in known:
+        known["alone"] = part_of(manager, a, _found(a, b) < 0)
+        _start(known["alone"].move)
+    return known["alone"]
+
+
+def _found(a: CoordinateSet, b: CoordinateSet) -> mx.array:
+    settle([each for each in dict.fromkeys((a, b)) if not each.settled])
+    return b.lookup.find(a.coords, a.box)
+
+
+def united(
+    manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet, is_one: bool
+) -> Union:
+    """Return the sorted rows that either set has. Reads one number, once.
+
+    Args:
+        manager: of the first set, and of what is made.
+        a, b: the sets.
+        is_one: whether it is the manager of both.
+    """
+    known = _joins.of(a, b)
+    if "union" not in known:
+        known["union"] = _united(manager, a, b, is_one)
+        _start(*known["union"].moves)
+    return known["union"]
+
+
+def _united(
+    manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet, is_one: bool
+) -> Union:
+    is_turned = len(b) >= len(a) and _is_within(manager, a, b)
+    is_within = is_turned or (len(a) >= len(b) and _is_within(manager, b, a))
+    is_turned |= len(b) > len(a)
+    small, large = (a, b) if is_turned else (b, a)
+    if is_within and len(small) and a.settled and b.settled:
+        at, missing = large.lookup.find(small.coords, small.box), 0
+    else:
+        at, missing = _missing(small, large)
+    box = join(a.box, b.box) if len(small) else large.box
+    shape = a.spatial_shape if a.spatial_shape == b.spatial_shape else None
+    facts = shape, max(a.batch_size, b.batch_size)
+    if large.is_sorted and not missing:  # there is nothing to make
+        rows, move = large.coords, None
+        if len(small) < len(large) or not small.is_sorted:
+            move = Move(inverted(at, len(large)), at)
+        moves = (move, None) if is_turned else (None, move)
+    else:
+        both, count = mx.concatenate([a.coords, b.coords]), len(large) + missing
+        rows, places = registry.geometry().unique_rows(both, box, count)
+        backs = places[: len(a)], places[len(a) :]
+        moves = tuple(Move(inverted(back, count), back) for back in backs)
+    for which, (held, move) in enumerate(zip((a, b), moves, strict=True)):
+        same = facts == (held.spatial_shape, held.batch_size)
+        if move is None and same and (is_one or not which):
+            return Union(None, which, moves)
+    made = manager.inserted(rows, a.stride, *facts, trusted=True, box=box)
+    made.is_sorted = True
+    return Union(made.key, 0, moves)
+
+
+def _is_within(
+    manager: CoordinateManager, small: CoordinateSet, large: CoordinateSet
+) -> bool:
+    """Whether one set is known to have all rows of another, without a look at them.
+
+    A generative convolution refines cells to all that lie in them.
+    """
+    if small is large:
+        return large.settled
+    for pair, which in (((small, large), 1), ((large, small), 0)):
+        known = _joins.of(*pair).get("union")
+        if known and known.key is None and known.which == which:
+            return True
+    coarser = manager.coarser(large, small)
+    return coarser is not None and _is_within(manager, *coarser[::-1])
+
+
+def _missing(small: CoordinateSet, large: CoordinateSet) -> tuple[mx.array, int]:
+    """Return the place in one set of each row of another, or -1, and how many have -1.
+
+    Reads that number, and checks both sets with it where a backend can.
+    """
+    unsettled = [each for each in dict.fromkeys((small, large)) if not each.settled]
+    if not len(small) or not registry.geometry().searches_unchecked:
+        settle(unsettled)
+        unsettled = []
+    if not len(small):
+        return mx.zeros((0,), dtype=mx.int32), 0
+    at = large.lookup.find(small.coords, None if unsettled else small.box)
+    ((missing,),) = settle(unsettled, (at < 0).sum().reshape(1))
+    return at, missing
+
+
+def _start(*moves: Move | None) -> None:
+    """Have what is kept computed: a traced graph would compute it at every call."""
+    sync.start([array for move in moves if move for array in move])

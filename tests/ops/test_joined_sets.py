@@ -1,0 +1,381 @@
+"""Joins of two sets and what they share, against NumPy, on every backend."""
+
+import gc
+from weakref import ref
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+from cuda_emulation import Emulator, emulated, emulating
+from places import HERE, agreed
+
+import mlx_lattice as ml
+from mlx_lattice import joined_sets, nn, ops
+from mlx_lattice.geometry import sync
+
+places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
+CHANNELS = 3
+
+
+def drawn(rng, n, batches=3, side=7):
+    """Distinct rows in no order; the last batch elements may be empty."""
+    rows = rng.integers(-side, side, (n, 4))
+    rows[:, 0] = rng.integers(0, batches, n)
+    return rng.permutation(np.unique(rows, axis=0)).astype(np.int32)
+
+
+def tensor(rows, seed=0, dtype=mx.float32, **facts):
+    feats = np.random.default_rng(seed).normal(size=(len(rows), CHANNELS))
+    feats = mx.array(feats.astype(np.float32)).astype(dtype)
+    return ml.SparseTensor(mx.array(rows), feats, **facts)
+
+
+def exact(array) -> np.ndarray:
+    return np.array(array.astype(mx.float32), np.float64)
+
+
+def wide(rows, feats, made):
+    """Features of rows on those that were made, zeros of others."""
+    at = {tuple(row): i for i, row in enumerate(np.array(rows).tolist())}
+    found = np.zeros((len(made), feats.shape[1]))
+    for o, row in enumerate(np.array(made).tolist()):
+        if tuple(row) in at:
+            found[o] = feats[at[tuple(row)]]
+    return found
+
+
+def check_union(x, y, joined):
+    rows = np.concatenate([np.array(x.coords), np.array(y.coords)])
+    rows = np.unique(rows, axis=0)
+    np.testing.assert_array_equal(np.array(joined.coords), rows)
+    total = wide(x.coords, exact(x.feats), rows) + wide(y.coords, exact(y.feats), rows)
+    tolerance = 1e-6 if x.dtype == mx.float32 else 2e-2
+    np.testing.assert_allclose(exact(joined.feats), total, tolerance, tolerance)
+
+
+PAIRS = {
+    "apart": lambda a: (a[: len(a) // 2], a[len(a) // 2 :]),
+    "overlapping": lambda a: (a[: 2 * len(a) // 3], a[len(a) // 3 :]),
+    "within": lambda a: (a[: len(a) // 3], a),
+    "around": lambda a: (a, a[::2]),
+    "turned": lambda a: (a, a[::-1]),
+    "one": lambda a: (a[:1], a[1:2]),
+    "none": lambda a: (a[:0], a),
+    "neither": lambda a: (a[:0], a[:0]),
+}
+
+
+@places
+@pytest.mark.parametrize("is_sorted", (False, True), ids=("mixed", "sorted"))
+@pytest.mark.parametrize("pair", PAIRS)
+def test_union(place, pair, is_sorted):
+    """Of one manager and of two; gradients; the second call finds what was made."""
+    rng = np.random.default_rng(len(pair))
+    first, second = (np.ascontiguousarray(a) for a in PAIRS[pair](drawn(rng, 160)))
+    if is_sorted:
+        first, second = np.unique(first, axis=0), np.unique(second, axis=0)
+    feats = tensor(first).feats, tensor(second, 1).feats
+    mx.eval(feats)
+
+    def joined(is_one=True):
+        x = tensor(first)
+        y = tensor(second, 1, manager=x.manager if is_one else None)
+        if is_sorted:  # as of rows that the library made
+            x.manager[x.key].is_sorted = y.manager[y.key].is_sorted = True
+
+        def run(a, b):
+            return ops.union(x.replace(a), y.replace(b)).feats
+
+        made = ops.union(x, y)
+        assert ops.union(x, y).key is made.key
+        grads = mx.vjp(run, list(feats), [run(*feats) * 2])[1]
+        return x, y, made, grads
+
+    def both():
+        found = [joined(is_one) for is_one in (True, False)]
+        return [(made.coords, made.feats, *grads) for *_, made, grads in found]
+
+    for coords, sums, *grads in agreed(place, both):
+        x, y = tensor(first), tensor(second, 1)
+        check_union(x, y, ml.SparseTensor(coords, sums))
+        for given, grad in zip((x, y), grads, strict=True):
+            twice = 2 * wide(coords, exact(sums), given.coords)
+            np.testing.assert_allclose(exact(grad), twice, 1e-5, 1e-5)
+    x, y, made, _ = joined()
+    has = pair in ("within", "none", "neither"), pair in ("around", "turned", "neither")
+    kept = {"within": y, "none": y, "around": x, "turned": x, "neither": x}
+    if is_sorted and any(has):  # there is nothing to make
+        assert made.key == kept[pair].key
+    else:
+        assert made.key not in (x.key, y.key)
+
+
+@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16), ids=str)
+@places
+def test_what_two_sets_share(place, dtype):
+    """Intersection and difference; of sets of which one holds the other, too."""
+    rng = np.random.default_rng(3)
+    rows = drawn(rng, 140)
+    for first, second in ((rows[:80], rows[40:]), (rows[:50], rows), (rows, rows[:0])):
+
+        def both(first=first, second=second):
+            x, y = tensor(first, 0, dtype), tensor(second, 1, dtype)
+            made = ops.intersection(x, y, mx.add), ops.difference(x, y)
+            again = ops.intersection(x, y, mx.add), ops.difference(x, y)
+            for a, b in zip(made, again, strict=True):
+                assert a.key is b.key and mx.array_equal(a.feats, b.feats)
+            assert (made[0].key is x.key) == (len(made[0]) == len(x))
+            return [(each.coords, each.feats) for each in made]
+
+        (common, sums), (left, others) = agreed(place, both)
+        held = set(map(tuple, second.tolist()))
+        has = np.array([tuple(row) in held for row in first.tolist()], bool)
+        x, y = tensor(first, 0, dtype), tensor(second, 1, dtype)
+        np.testing.assert_array_equal(np.array(common), first[has])
+        np.testing.assert_array_equal(np.array(left), first[~has])
+        np.testing.assert_array_equal(exact(others), exact(x.feats)[~has])
+        total = exact(x.feats)[has] + wide(second, exact(y.feats), first[has])
+        np.testing.assert_allclose(exact(sums), total, 2e-2, 2e-2)
+
+
+def test_facts_that_differ_make_a_set():
+    """The grid is that of both, the batch that of the larger; rows are shared."""
+    rows = np.abs(np.unique(drawn(np.random.default_rng(0), 60), axis=0))
+    rows = np.unique(rows, axis=0)
+    x = tensor(rows, spatial_shape=(9, 9, 9), batch_size=3)
+    x.manager[x.key].is_sorted = True
+    for batch, shape, same in (
+        (3, (9, 9, 9), True),
+        (4, (9, 9, 9), False),
+        (3, None, False),
+    ):
+        facts = {"batch_size": batch, "spatial_shape": shape, "manager": x.manager}
+        made = ops.union(x, tensor(rows[::2].copy(), 1, **facts))
+        assert (made.key is x.key) == same
+        assert made.batch_size == max(3, batch)
+        assert made.spatial_shape == shape
+        np.testing.assert_array_equal(np.array(made.coords), rows)
+
+
+def test_repeated_rows_are_an_error():
+    rows = drawn(np.random.default_rng(1), 30)
+    x, twice = tensor(rows), tensor(np.concatenate([rows, rows[:1]]))
+    for join in (ops.union, ops.intersection, ops.difference):
+        for pair in ((x, twice), (twice, x)):
+            with pytest.raises(ValueError, match="must be unique"):
+                join(*pair)
+
+
+def test_all_rows_that_are_kept_are_the_set_itself():
+    x = tensor(drawn(np.random.default_rng(2), 40))
+    assert ops.prune(x, mx.ones(len(x), dtype=mx.bool_)).key is x.key
+    assert ops.crop(x, -9, 9).key is x.key
+    some = ops.prune(x, mx.arange(len(x)) > 3)
+    assert some.key is not x.key and not x.manager[some.key].is_sorted
+    made = nn.Conv3d(CHANNELS, CHANNELS, 2, stride=2)(x)
+    some = ops.prune(made, mx.arange(len(made)) > 3)
+    assert x.manager[some.key].is_sorted
+
+
+def test_what_was_joined_dies_with_either():
+    rows, conv = drawn(np.random.default_rng(4), 90), nn.SubmConv3d(3, 3, 3)
+    x = tensor(rows[:60])
+    counts, sets = [], []
+    for step in range(4):
+        y = tensor(rows[20 + step :].copy(), manager=x.manager)
+        joined = ops.union(x, y), ops.intersection(x, y), ops.difference(y, x)
+        for each in joined:
+            mx.eval(conv(each).feats)
+        counts.append((len(x.manager.sets), len(x.manager.relations)))
+        sets += [ref(x.manager[t.key]) for t in (y, *joined)]
+        del y, joined, each
+    gc.collect()
+    assert counts[-1] == counts[2]
+    alive = [each() is not None for each in sets]
+    assert alive == [False] * 12 + [True] * 4
+    # What was made lives with both, whoever has it.
+    y = tensor(rows[30:].copy(), manager=x.manager)
+    key = ops.union(x, y).key.serial
+    for step in range(3):
+        ops.prune(x, mx.arange(len(x)) % 3 != step)
+    assert ops.union(x, y).key.serial == key
+
+
+@emulated
+@pytest.mark.parametrize("pair", PAIRS)
+def test_union_by_cuda_geometry(cuda_programs, pair):
+    """One read; of rows that are there already no sort."""
+    rng = np.random.default_rng(7)
+    first, second = (np.ascontiguousarray(a) for a in PAIRS[pair](drawn(rng, 900)))
+    emulator = Emulator(cuda_programs)
+    with emulating(emulator):
+        x = tensor(np.unique(first, axis=0))
+        y = tensor(np.unique(second, axis=0), 1, manager=x.manager)
+        x.manager[x.key].is_sorted = y.manager[y.key].is_sorted = True
+        for each in (x, y):
+            each.manager[each.key].index  # noqa: B018
+        emulator.launches.clear()
+        made = ops.union(x, y)
+        mx.eval(made.feats)
+        is_made = any("radix_sort" in name for name in emulator.launches)
+        assert is_made == (pair in ("apart", "overlapping", "one"))
+        check_union(x, y, made)
+
+
+@emulated
+def test_generated_cells_by_cuda_geometry(cuda_programs, monkeypatch):
+    """They are told apart by no kernel, and nobody reads how many there are."""
+    rows, emulator = cases.geometry("surface", 3, 300), Emulator(cuda_programs)
+    with emulating(emulator):
+        manager = ml.CoordinateManager()
+        key = manager.insert(mx.array(rows))
+        manager[key].index  # noqa: B018
+        emulator.launches.clear()
+        monkeypatch.setattr("mlx_lattice.geometry.sync.read", None)
+        made = np.array(manager.generative_relation(key).out_coords)
+        assert [name.split("_")[1] for name in emulator.launches[:3]] == [
+            "pack", "radix", "unpack",
+        ]  # fmt: skip
+    cells = rows[:, None] * [1, 2, 2, 2] + np.insert(
+        np.argwhere(np.ones((2, 2, 2))), 0, 0, axis=1
+    )
+    np.testing.assert_array_equal(made, np.unique(cells.reshape(-1, 4), axis=0))
+
+
+def test_sorted_sets_are_aligned_without_a_search(monkeypatch):
+    """Rows that were pruned to those of another set, and rows that are not."""
+    rows = mx.array(np.unique(drawn(np.random.default_rng(5), 200), axis=0))
+    points = ml.SparseTensor.from_points
+    x = points(rows[:, 1:], batch=rows[:, 0], voxel_size=1.0)
+    fine = nn.GenerativeConvTranspose3d(1, 1, 2, stride=2)(ops.avg_pool3d(x, 2))
+    pruned = ops.prune(fine, ops.lookup(x, fine.coords) >= 0)
+    other = ops.prune(fine, mx.arange(len(fine)) < len(x))
+
+    def looked_up(*_):
+        raise AssertionError("rows were looked up")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("mlx_lattice.tensor.lookup", looked_up)
+        assert (pruned + x).key is pruned.key
+        with pytest.raises(AssertionError, match="looked up"):
+            other + x
+    with pytest.raises(ValueError, match="do not have the same coordinates"):
+        other + x
+
+
+class Growing(mlx.nn.Module):
+    """Refines cells of several levels, and joins each with what they were made of."""
+
+    def __init__(self, kernel=2):
+        super().__init__()
+        self.up = nn.GenerativeConvTranspose3d(CHANNELS, CHANNELS, kernel, stride=2)
+
+    def __call__(self, x, keep=lambda y: y):
+        levels = [x]
+        for _ in range(3):
+            levels.append(ops.avg_pool3d(levels[-1], 2))
+        y = levels.pop()
+        while levels:
+            y = keep(ops.union(levels.pop(), self.up(y)))
+        return y
+
+
+@pytest.mark.parametrize("shape", (None, (9, 10, 16)), ids=("free", "grid"))
+def test_refined_cells_hold_the_rows_that_they_are_of(monkeypatch, shape):
+    """Known without a read, unless a grid cut some, or rows were left out."""
+    rows = np.abs(np.unique(drawn(np.random.default_rng(6), 150), axis=0))
+    rows = np.unique(rows, axis=0)
+    net, seen, real = Growing(), [], joined_sets._missing
+
+    def missing(*sets):
+        seen.append(sets)
+        return real(*sets)
+
+    monkeypatch.setattr(joined_sets, "_missing", missing)
+    x = tensor(rows, spatial_shape=shape)
+    made = net(x)
+    finest = ops.avg_pool3d(x, 2)
+    assert (len(seen) == 0) == (shape is None)
+    assert set(map(tuple, rows.tolist())) <= set(map(tuple, made.coords.tolist()))
+    # The last are all cells of the coarsest, eight for each and again.
+    coarsest = ops.avg_pool3d(ops.avg_pool3d(finest, 2), 2)
+    if shape is None:
+        assert len(made) == 8**3 * len(coarsest)
+    for left, looks in ((1, 3), (0, 0)):
+        seen.clear()
+        x = tensor(rows)
+        some = net(x, lambda y, n=left: ops.prune(y, mx.arange(len(y)) >= n))
+        assert len(seen) == (looks and looks - 1)
+        rest = set(map(tuple, some.coords.tolist()))
+        assert len(set(map(tuple, rows.tolist())) - rest) <= left
+    seen.clear()
+    Growing(3)(tensor(rows))  # whose kernels overlap
+    assert len(seen) == 3
+
+
+@places
+@pytest.mark.parametrize("order", ("sorted", "mixed"))
+def test_unbatch(place, order):
+    """Rows of an element in their order, its grid, gradients; one read for all."""
+    rows = drawn(np.random.default_rng(8), 200, batches=4)
+    rows = rows[rows[:, 0] != 1]
+    rows = np.unique(rows, axis=0) if order == "sorted" else rows
+    feats = tensor(rows).feats
+    mx.eval(feats)
+
+    def apart():
+        x = ml.SparseTensor(mx.array(rows), feats, (1, 2, 1), batch_size=6)
+
+        def loss(feats):
+            parts = ops.unbatch(x.replace(feats))
+            return sum((b + 1) * part.feats.sum() for b, part in enumerate(parts))
+
+        parts = ops.unbatch(x)
+        assert all(part.stride == x.stride and part.batch_size == 1 for part in parts)
+        assert all(part.manager[part.key].settled for part in parts)
+        return [(p.coords, p.feats) for p in parts], mx.grad(loss)(feats)
+
+    parts, grad = agreed(place, apart)
+    assert len(parts) == 6
+    for element, (coords, part) in enumerate(parts):
+        here = rows[:, 0] == element
+        np.testing.assert_array_equal(np.array(coords), rows[here] * [0, 1, 1, 1])
+        np.testing.assert_array_equal(np.array(part), np.array(feats)[here])
+    np.testing.assert_array_equal(np.array(grad), rows[:, :1] + np.ones((1, CHANNELS)))
+
+
+def test_unbatch_reads_once_a_set(monkeypatch):
+    x = tensor(drawn(np.random.default_rng(8), 200), batch_size=9)
+    x.manager[x.key].index  # noqa: B018
+    real, seen = sync.read, []
+    monkeypatch.setattr(sync, "read", lambda *a: seen.append(a) or real(*a))
+    assert sum(len(part) for part in ops.unbatch(x)) == len(x) and len(seen) <= 2
+    seen.clear()
+    assert len(ops.unbatch(x.replace(x.feats * 2))) == 9 and not seen
+    assert ops.unbatch(tensor(np.zeros((0, 4), np.int32))) == []
+
+
+def test_parts_that_are_right_are_joined_so(monkeypatch):
+    """Batch elements taken apart and put together are checked by no read."""
+    rows = drawn(np.random.default_rng(8), 200, batches=4)
+    for given in (rows, np.unique(rows, axis=0)):
+        x = tensor(given, batch_size=5)
+        x.manager[x.key].is_sorted = given is not rows
+        parts = ops.unbatch(x)
+        with monkeypatch.context() as patched:
+            patched.setattr(sync, "read", None)
+            both = ops.batch(parts)
+        held, order = both.manager[both.key], np.argsort(given[:, 0], kind="stable")
+        assert held.settled and held.batch_size == 5
+        assert held.is_sorted is (given is not rows)
+        np.testing.assert_array_equal(np.array(both.coords), given[order])
+        np.testing.assert_array_equal(np.array(both.feats), np.array(x.feats)[order])
+        low, high = held.box
+        assert (given.min(0) >= low).all() and (given.max(0) <= high).all()
+    fresh = ops.batch([tensor(rows[:, :]), tensor(np.concatenate([rows, rows[:1]]))])
+    with pytest.raises(ValueError, match="must be unique"):
+        fresh.manager[fresh.key].index  # noqa: B018
+    none = tensor(np.zeros((0, 4), np.int32))
+    assert len(ops.batch([none, none])) == 0 and ops.batch([none, none]).batch_size == 0
