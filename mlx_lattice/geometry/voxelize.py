@@ -61,13 +61,14 @@ def voxelize(
     points, size = points.astype(mx.float32), tuple(size)
     moved = tuple(moved) if any(moved) else None
     coords = cells_of(points, batch.astype(mx.int32), moved, size)
+    box = None
     if n:
-        low, _ = registry.geometry().bounds(coords)
+        box = low, _ = registry.geometry().bounds(coords)
         if NO_CELL in low[1:]:
             _expect_cells(points, moved, size)
         if low[0] < 0:
             raise ValueError(f"batch indices must be 0 or more; got {low[0]}")
-    unique = registry.geometry().unique_rows(coords)
+    unique = registry.geometry().unique_rows(coords, box)
     if n == 0:
         return unique.rows, feats, unique.inverse
     if reduce == "first":

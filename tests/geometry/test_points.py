@@ -240,6 +240,9 @@ def test_points_of_a_scan_by_cuda(cuda_programs, monkeypatch):
         launched = [n for n in emulator.launches if "cells_of" in n or "corner" in n]
         assert len(launched) == 3  # two of cells, one of weights
         reads.clear()
+        voxelize(at, feats, 0.7, batch)
+        assert len(reads) == 2  # bounds, with which all is checked, and a number
+        reads.clear()
         where = mx.concatenate([batch[:, None].astype(mx.float32), at / 0.7], axis=1)
         ops.interpolate(ml.SparseTensor(*wanted[:2]), where)
         assert len(reads) == 2  # of the tensor's rows, and of the points
