@@ -204,7 +204,7 @@ def emulating(emulator: Emulator) -> Iterator[None]:
         ):
             stack.enter_context(patched)
         each = "geometry", "updates", "exchanges", "joins", "points", "reductions"
-        for name in each:
+        for name in (*each, "patches"):
             own = getattr(registry, name.upper())["cuda"]
             stack.enter_context(patch.object(registry, name, lambda own=own: own))
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, lru_cache
 
 import mlx.core as mx
 
@@ -31,7 +31,7 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
     passes, each = digits_of(curve.of_key)
     dtype = mx.uint32 if curve.of_key <= 32 else mx.uint64
     digits, scratch = constant(0, each, passes, 0), cleared(scratch_words(n, passes))
-    frame = mx.array([*curve.low, curve.bits], dtype=mx.int32)
+    frame = _frame((*curve.low, curve.bits))
     (keys,) = run(
         _curve_keys(columns, curve.is_hilbert, curve.is_swapped, KEYS[dtype]),
         [coords, frame, digits, scratch],
@@ -40,6 +40,12 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
         [((n,), dtype)],
     )
     return sort_keys(keys, digits, scratch, rows=True, keep=False)[1]
+
+
+@lru_cache(maxsize=256)
+def _frame(values: tuple[int, ...]) -> mx.array:
+    """Return what cells are counted from; one array, whose first read is slow."""
+    return mx.array(values, dtype=mx.int32)
 
 
 @cache

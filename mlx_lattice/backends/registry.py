@@ -21,6 +21,7 @@ from .cuda_reductions import CudaReductions
 from .cuda_row_norms import CudaRowNorms
 from .gpu_heads import GpuHeads
 from .gpu_norms import GpuNorms
+from .gpu_patches import GpuPatches
 from .gpu_points import GpuPoints
 from .gpu_updates import GpuUpdates
 from .metal_geometry import MetalGeometry
@@ -56,6 +57,8 @@ ACTIVATIONS = {CPU: cpu_activations.KERNELS}
 HEADS = {METAL: GpuHeads(METAL), CUDA: GpuHeads(CUDA)}
 # Elsewhere MLX operations find the cells of points, and weigh those around them.
 POINTS = {METAL: GpuPoints(METAL), CUDA: GpuPoints(CUDA)}
+# Elsewhere MLX operations, or the CPU's kernel of attention, lay patches out.
+PATCHES = {METAL: GpuPatches(METAL), CUDA: GpuPatches(CUDA)}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
 # Elsewhere processes exchange by the CPU, and MLX operations join what they send.
@@ -108,6 +111,11 @@ def heads() -> GpuHeads | None:
 def points() -> GpuPoints | None:
     """Return what finds cells of points on the device of now, if any kernel does."""
     return POINTS.get(serving())
+
+
+def patches() -> GpuPatches | None:
+    """Return what lays filled patches out on the device of now, if a kernel does."""
+    return PATCHES.get(serving())
 
 
 def updates() -> GpuUpdates | None:

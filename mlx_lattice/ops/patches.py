@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
-from functools import partial
-from itertools import accumulate
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
+from ..backends import registry
+from ..backends.gpu_patches import extents_of
 from ..tensor import SparseTensor
 from .curves import curve_order
 from .global_pool import batch_rows
@@ -38,6 +40,7 @@ class _Layout:
     """
 
     def __init__(self, sizes: list[int], patch: int, padding: Padding):
+        self.sizes, self.patch = sizes, patch
         self.buckets: list[Bucket] = []
         self.starts, self.queries = [], []  # of each group
         self.slots = self.results = 0
@@ -73,6 +76,20 @@ class _Layout:
             full = all(shorts[b] == end for b in some)
             self.buckets.append(Bucket(len(some), end, end, full))
 
+    @cached_property
+    def elements(self) -> mx.array:
+        """(B, 8) int32: what ``GpuPatches`` takes of each element."""
+        begin = [0, *accumulate(self.sizes)][:-1]
+        slots, results = zip(*self.rest, strict=True)
+        each = begin, self.whole, self.first, slots, results, self.sizes
+        rows = [(*words, self.patch, 0) for words in zip(*each, strict=True)]
+        return mx.array(rows, dtype=mx.int32)
+
+    @cached_property
+    def extents(self) -> mx.array:
+        """How many slots and results there are, as ``GpuPatches`` takes it."""
+        return extents_of(self.slots, self.results)
+
     def _add_whole(self, patch: int) -> None:
         for b, rows in enumerate(self.whole):
             self.first[b] = self.slots
@@ -85,6 +102,12 @@ class _Layout:
         self.starts.append(self.slots)
         self.queries.append(queries)
         self.slots, self.results = self.slots + keys, self.results + results
+
+
+@lru_cache(maxsize=64)
+def _laid_out(starts: tuple[int, ...], patch: int, padding: Padding) -> _Layout:
+    """Return the layout of elements, which the curves through them share."""
+    return _Layout([b - a for a, b in pairwise(starts)], patch, padding)
 
 
 def _cut(
@@ -114,9 +137,34 @@ def filled(
     An element of n > ``patch`` rows has ceil(n / patch) whole patches, of which the
     last asks for what its own rows get alone; a shorter one is one patch of n.
     """
-    starts, order, batch, rank = _along(like, curve, bits)
-    sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
-    laid = _Layout(sizes, patch, padding)
+    starts = batch_rows(like).starts
+    laid = _laid_out(tuple(starts), patch, padding)
+    kernels = registry.patches()
+    if kernels is not None and kernels.takes(len(like)):
+        order = curve_order(like, curve, bits=bits)
+        given = laid.elements, laid.extents, (laid.slots, laid.results), laid.filling
+        row, own, slot, place, *again = kernels.filled(order, *given)
+        again = again[0] if again else None
+    else:
+        row, own, slot, place, again = _composed(like, laid, curve, bits)
+    made = Groups(
+        tuple(laid.buckets),
+        laid.pairs,
+        row,
+        slot,
+        again,
+        own,
+        place,
+        mx.array([*laid.starts, laid.slots], dtype=mx.int32),
+        mx.array(laid.queries, dtype=mx.int32),
+    )
+    return made.masked()
+
+
+def _composed(like: SparseTensor, laid: _Layout, curve: str, bits: int | None):
+    """Return ``row``, ``own``, ``slot``, ``place`` and ``again`` in MLX operations."""
+    _, order, batch, rank = _along(like, curve, bits)
+    patch = laid.patch
     slots, results = (mx.array(a)[batch] for a in zip(*laid.rest, strict=True))
     whole, first = mx.array(laid.whole)[batch], mx.array(laid.first)[batch]
     slot, place = (
@@ -131,7 +179,7 @@ def filled(
     back[order] = mx.arange(len(like), dtype=mx.int32)
     again = None
     if laid.filling:
-        size = mx.array(sizes)[batch]
+        size = mx.array(laid.sizes)[batch]
         filling = (whole < size) & (whole > 0) & (rank >= size - patch) & (rank < whole)
         again = slots + rank + patch - whole
         # Rows without a second slot all write into an extra last one.
@@ -139,20 +187,7 @@ def filled(
         more[mx.where(filling, again, laid.slots)] = order
         row, again = more[: laid.slots], mx.where(filling, again, -1)
         again = again.astype(mx.int32)[back]
-    starts = mx.array([*laid.starts, laid.slots], dtype=mx.int32)
-    queries = mx.array(laid.queries, dtype=mx.int32)
-    made = Groups(
-        tuple(laid.buckets),
-        laid.pairs,
-        row,
-        slot[back],
-        again,
-        own,
-        place[back],
-        starts,
-        queries,
-    )
-    return made.masked()
+    return row, own, slot[back], place[back], again
 
 
 def _along(like: SparseTensor, curve: str, bits: int | None):

@@ -425,6 +425,14 @@ def points():
                 kernels.corner_weights(at, size, given, table, renormalise)
 
 
+def patches():
+    """Some filled, and none."""
+    kernels, order = registry.PATCHES["cuda"], mx.zeros((9,), mx.int32)
+    elements, extents = mx.zeros((2, 8), mx.int32), mx.zeros((8,), mx.int32)
+    for is_filling in BOOLEANS:
+        kernels.filled(order, elements, extents, (12, 10), is_filling)
+
+
 def before_attention():
     """Heads that fill lanes, and not, with all that is done to them and without."""
     kernels = registry.HEADS["cuda"]
@@ -470,6 +478,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         exchanges()
         joins()
         points()
+        patches()
         before_attention()
         reductions()
         monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)

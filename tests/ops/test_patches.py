@@ -1,0 +1,87 @@
+"""Filled patches by a launch of each GPU: what MLX's operations give, to a slot."""
+
+from contextlib import contextmanager
+
+import mlx.core as mx
+import numpy as np
+import pytest
+from cuda_emulation import Emulator, emulated, emulating
+from places import HERE, Place, agreed
+
+import mlx_lattice as ml
+from mlx_lattice import backends
+from mlx_lattice.ops.groups import PADDING
+from mlx_lattice.ops.patches import filled
+
+
+class EmulatedCuda(Place):
+    """CUDA's kernels, compiled for the CPU."""
+
+    name = "cuda emulated"
+
+    def __init__(self):
+        self.emulator = None
+
+    @contextmanager
+    def inside(self, chip=""):
+        with emulating(self.emulator):
+            yield
+
+
+GPUS = [place for place in HERE if place.name in ("metal", "cuda")]
+
+
+@pytest.fixture(
+    params=[*GPUS, pytest.param(EmulatedCuda(), marks=emulated)], ids=lambda p: p.name
+)
+def place(request):
+    if isinstance(request.param, EmulatedCuda):
+        request.param.emulator = Emulator(request.getfixturevalue("cuda_programs"))
+    return request.param
+
+
+def scan(sizes, seed=0):
+    """Rows in mixed order, so many of each batch element."""
+    rng, parts = np.random.default_rng(seed), []
+    for batch, n in enumerate(sizes):
+        flat = rng.choice(16**3, n, replace=False)
+        cells = np.stack(np.unravel_index(flat, (16,) * 3), axis=1)
+        parts.append(np.insert(cells, 0, batch, axis=1))
+    rows = np.concatenate(parts).astype(np.int32)
+    rows = rng.permutation(rows)
+    return ml.SparseTensor(mx.array(rows), mx.ones((len(rows), 1)))
+
+
+@pytest.mark.parametrize("padding", ("cpu", "cuda"))
+@pytest.mark.parametrize("patch", (1, 8, 33, 500))
+@pytest.mark.parametrize(
+    "sizes", ((300,), (1,), (64, 8, 3), (100, 0, 7, 16, 250), (33, 66, 34, 32))
+)
+def test_slots(place, sizes, patch, padding):
+    x, names = scan(sizes), ("row", "slot", "again", "own", "place")
+    with backends.portable_only():
+        wanted = filled(x, patch, "z-trans", None, PADDING[padding])
+
+    def run():
+        groups = filled(x, patch, "z-trans", None, PADDING[padding])
+        return [getattr(groups, name) for name in names]
+
+    for name, got in zip(names, agreed(place, run), strict=True):
+        right = getattr(wanted, name)
+        assert (got is None) == (right is None), name
+        if got is not None:
+            np.testing.assert_array_equal(np.array(got), np.array(right), name)
+
+
+@emulated
+def test_a_curve_s_patches_are_few_launches(cuda_programs):
+    """Keys, their sort, and the slots; a second curve shares the layout."""
+    x, emulator = scan((300, 200)), Emulator(cuda_programs)
+    with emulating(emulator):
+        x.manager[x.key].bounds  # noqa: B018 (read before)
+        for curve in ("z", "hilbert-trans"):
+            emulator.launches.clear()
+            groups = filled(x, 64, curve, None, PADDING["cuda"])
+            mx.eval(groups.row)
+            names = ["_".join(n.split("_")[1:3]) for n in emulator.launches]
+            assert names == ["curve_keys", "radix_sort", "fill_patches"]
