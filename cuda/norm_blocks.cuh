@@ -150,8 +150,8 @@ struct Running {
 };
 
 // Writes the statistics of a channel, from its mean and the sum of squares about it, and
-// running ones moved by them, where there is a place for these. One row moves the mean alone; without running ones, moved
-// are the mean and the unbiased variance.
+// running ones moved by them, where there is a place for these. One row moves the mean
+// alone; without running ones, moved are the mean and the unbiased variance.
 __device__ __forceinline__ void write_statistics(float rows, float m, float squares,
                                                  const Running& old, long long at,
                                                  float* mean, float* var,

@@ -42,6 +42,7 @@ PRELUDE = """
 #include <cuda_bf16.h>
 using int8_t = signed char;
 using uint8_t = unsigned char;
+using uint16_t = unsigned short;
 using int32_t = int;
 using uint32_t = unsigned;
 using int64_t = long long;

@@ -31,6 +31,7 @@ def _kernel(backend: str, is_filling: bool) -> GpuKernel:
         _FACE,
         (("FILLING", is_filling),),
         place="thread_position_in_grid.x" if is_metal else "",
+        geometry=True,  # patches are kept with a set: it runs in rehearsals
     )
 
 

@@ -30,10 +30,10 @@ _WEIGHTS = Interface(
 def _kernel(
     backend: str, symbol: str, face: Interface, template: tuple[tuple[str, Value], ...]
 ) -> GpuKernel:
-    if backend == METAL:
-        place = "thread_position_in_grid.x"
-        return GpuKernel(backend, symbol, ("points",), face, template, place=place)
-    return GpuKernel(backend, symbol, ("points.cu",), face, template)
+    given = symbol, ("points" if backend == METAL else "points.cu",), face, template
+    place = "thread_position_in_grid.x" * (backend == METAL)
+    # What they find is kept with coordinate sets: they run in rehearsals.
+    return GpuKernel(backend, *given, place=place, geometry=True)
 
 
 def _eight(values: Numbers) -> mx.array | None:

@@ -9,7 +9,8 @@ from cuda_emulation import Emulator, emulated, emulating
 from places import HERE, Place, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import backends
+from mlx_lattice import backends, ops
+from mlx_lattice.backends.cuda_compile import is_rehearsed, rehearsal
 from mlx_lattice.ops.groups import PADDING
 from mlx_lattice.ops.patches import filled
 
@@ -71,6 +72,36 @@ def test_slots(place, sizes, patch, padding):
         assert (got is None) == (right is None), name
         if got is not None:
             np.testing.assert_array_equal(np.array(got), np.array(right), name)
+
+
+@emulated
+def test_what_a_rehearsal_keeps_is_right(cuda_programs):
+    """Patches and weights of upsampling are kept: a rehearsal has them computed."""
+    emulator = Emulator(cuda_programs)
+    launch, left_out = emulator.launch, []
+
+    def rehearsed(kernel, **given):
+        made = launch(kernel, **given)
+        if is_rehearsed() and not kernel.geometry:
+            left_out.append(kernel.name)
+            return [mx.zeros_like(array) for array in made]
+        return made
+
+    emulator.launch = rehearsed
+    x = scan((300, 200))
+    with backends.portable_only():
+        wanted = filled(x, 64, "z", None, PADDING["cuda"])
+        coarse = ops.avg_pool3d(x, 2)
+        expected = ops.upsample_linear3d(coarse, 2, x)
+    with emulating(emulator):
+        with rehearsal():
+            got = filled(x, 64, "z", None, PADDING["cuda"])
+            mx.eval(ops.upsample_linear3d(coarse, 2, x).feats)
+        y = ops.upsample_linear3d(coarse, 2, x)
+        mx.eval(y.feats, got.row)
+    assert left_out  # features were
+    np.testing.assert_array_equal(np.array(got.row), np.array(wanted.row))
+    np.testing.assert_allclose(np.array(y.feats), np.array(expected.feats), 1e-5)
 
 
 @emulated
