@@ -1,6 +1,5 @@
 """Cells of points, and weights of the cells around them, against NumPy everywhere."""
 
-from contextlib import contextmanager
 from functools import partial
 from itertools import product
 
@@ -10,7 +9,8 @@ import numpy as np
 import pytest
 import reference as ref
 from cuda_emulation import Emulator, emulated, emulating
-from places import HERE, Place, agreed
+from emulated_cuda import EMULATED, place_of
+from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import ops
@@ -21,28 +21,9 @@ from mlx_lattice.geometry.segments import reduce_segments
 from mlx_lattice.geometry.voxelize import voxelize
 
 
-class EmulatedCuda(Place):
-    """CUDA's kernels, compiled for the CPU."""
-
-    name = "cuda emulated"
-
-    def __init__(self):
-        self.programs = None
-
-    @contextmanager
-    def inside(self, chip=""):
-        with emulating(Emulator(self.programs)):
-            yield
-
-
-PLACES = [*HERE, pytest.param(EmulatedCuda(), marks=emulated)]
-
-
-@pytest.fixture(params=PLACES, ids=lambda place: place.name)
+@pytest.fixture(params=[*HERE, EMULATED], ids=lambda place: place.name)
 def place(request):
-    if isinstance(request.param, EmulatedCuda):
-        request.param.programs = request.getfixturevalue("cuda_programs")
-    return request.param
+    return place_of(request)
 
 
 def points(n, columns, seed=0):

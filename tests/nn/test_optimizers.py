@@ -8,9 +8,10 @@ import mlx.optimizers as theirs
 import numpy as np
 import pytest
 from contractions import exact
-from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from cuda_emulation import CAN_COMPILE, HAS_GPU
+from emulated_cuda import EmulatedCuda
 from mlx.utils import tree_flatten, tree_map
-from places import HERE, Place
+from places import HERE
 
 from mlx_lattice import optimizers as ours
 from mlx_lattice.backends import registry
@@ -31,16 +32,6 @@ TOLERANCES = dict(zip(DTYPES, (1e-5, 1e-2, 8e-2), strict=True))
 SHAPES = (16,), (2, 3, 5), (17001,), (), (3,), (4, 3, 3, 3, 8)
 
 
-class Emulated(Place):
-    """CUDA's kernels on the CPU; inputs begin anywhere."""
-
-    def __init__(self, folder, skewed: bool):
-        self.emulator = Emulator(folder, skewed)
-
-    def inside(self, chip=""):
-        return emulating(self.emulator)
-
-
 PLACES = {place.name: place for place in HERE if place.name in registry.UPDATES}
 # Not beside Metal's, which are MLX's kernels then.
 IS_METAL = os.environ.get("MLX_LATTICE_METAL") == "host"
@@ -52,7 +43,7 @@ NAMES = [*PLACES, *["aligned", "views"] * HAS_EMULATOR]
 @pytest.fixture(scope="module")
 def emulated(cuda_programs):
     each = "aligned", "views"
-    return {name: Emulated(cuda_programs, name == "views") for name in each}
+    return {name: EmulatedCuda(cuda_programs, name == "views") for name in each}
 
 
 @pytest.fixture(params=NAMES)
@@ -96,7 +87,7 @@ def wanted(name: str, given: dict, rate: float, parameter, gradients):
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @kinds
 def test_steps(place, name, given, dtype):
-    if isinstance(place, Emulated) and dtype != DTYPES[len(given) % 3]:
+    if isinstance(place, EmulatedCuda) and dtype != DTYPES[len(given) % 3]:
         return  # each kernel takes a second to compile there
     parameters, gradients = tree(dtype), [tree(dtype, 0.5) for _ in range(3)]
 
@@ -119,7 +110,7 @@ def test_steps(place, name, given, dtype):
 @kinds
 def test_master_weights(place, name, given, dtype):
     """Steps that half precision does not tell apart add up; a set parameter stays."""
-    if isinstance(place, Emulated) and dtype != DTYPES[1 + len(given) % 2]:
+    if isinstance(place, EmulatedCuda) and dtype != DTYPES[1 + len(given) % 2]:
         return
     parameters, gradients = tree(dtype), [tree(dtype, 0.5) for _ in range(4)]
     others, rate = tree_map(lambda a: a + 1, parameters), 1e-4
@@ -173,7 +164,7 @@ def test_small_steps_add_up(place):
             made.append(found["weight"])
         return made
 
-    if isinstance(place, Emulated):
+    if isinstance(place, EmulatedCuda):
         return
     (results,) = place.run(run, steady=False).values()
     without, having = (a[0].item() for a in results[0])

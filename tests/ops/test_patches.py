@@ -1,12 +1,11 @@
 """Filled patches by a launch of each GPU: what MLX's operations give, to a slot."""
 
-from contextlib import contextmanager
-
 import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import Emulator, emulated, emulating
-from places import HERE, Place, agreed
+from emulated_cuda import EMULATED, place_of
+from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import backends, ops
@@ -14,31 +13,12 @@ from mlx_lattice.backends.cuda_compile import is_rehearsed, rehearsal
 from mlx_lattice.ops.groups import PADDING
 from mlx_lattice.ops.patches import filled
 
-
-class EmulatedCuda(Place):
-    """CUDA's kernels, compiled for the CPU."""
-
-    name = "cuda emulated"
-
-    def __init__(self):
-        self.emulator = None
-
-    @contextmanager
-    def inside(self, chip=""):
-        with emulating(self.emulator):
-            yield
-
-
 GPUS = [place for place in HERE if place.name in ("metal", "cuda")]
 
 
-@pytest.fixture(
-    params=[*GPUS, pytest.param(EmulatedCuda(), marks=emulated)], ids=lambda p: p.name
-)
+@pytest.fixture(params=[*GPUS, EMULATED], ids=lambda place: place.name)
 def place(request):
-    if isinstance(request.param, EmulatedCuda):
-        request.param.emulator = Emulator(request.getfixturevalue("cuda_programs"))
-    return request.param
+    return place_of(request)
 
 
 def scan(sizes, seed=0):
