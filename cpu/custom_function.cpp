@@ -60,13 +60,26 @@ void CustomFunction::eval_gpu(const Arrays& inputs, Arrays& outputs) {
   evaluate(inputs, outputs, &mx::Primitive::eval_gpu);
 }
 
+// An array of the same memory, of which it is one more owner.
+mx::array owner_of(const mx::array& a) {
+  mx::array owner(a.shape(), a.dtype(), nullptr, {});
+  owner.set_data(mx::allocator::Data(a.buffer(), [data = a.data_shared_ptr()](mx::allocator::Buffer) {}));
+  return owner;
+}
+
 void CustomFunction::evaluate(const Arrays& inputs, Arrays& outputs, RecordedLaunches::Evaluate how) const {
   auto computed = launches_ ? launches_->now(inputs, how) : Arrays{};
   auto places = results(int(inputs.size()), int(outputs.size()));
+  Arrays owners;
   for (size_t i = 0; i < outputs.size(); ++i) {
     size_t at = places[i];
-    outputs[i].copy_shared_buffer(at < inputs.size() ? inputs[at] : computed[at - inputs.size()]);
+    auto& source = at < inputs.size() ? inputs[at] : computed[at - inputs.size()];
+    outputs[i].copy_shared_buffer(source);
+    // On CUDA what follows may run beside the launches of this node. Had the memory one owner, it might write there, over
+    // what one of them still reads: MLX keeps no memory that is a result's for its own readers.
+    if (launches_ && launches_->reads()[i]) owners.push_back(owner_of(source));
   }
+  computed.insert(computed.end(), owners.begin(), owners.end());
   // MLX keeps what a node reads until the stream is done with it.
   for (auto& output : outputs) output.inputs().insert(output.inputs().end(), computed.begin(), computed.end());
 }

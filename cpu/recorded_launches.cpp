@@ -6,21 +6,30 @@
 #include <limits>
 #include <string_view>
 #include <unordered_map>
+#include <unordered_set>
 #include <utility>
 
 namespace lattice {
 namespace {
 
-// By name: MLX exports no type information of its classes. Kernels from Python are Custom- and HostMetalKernel; ours are
-// named as Python's functions, in small letters.
-bool is_launch_or_view(const mx::Primitive& primitive) {
-  static constexpr std::string_view of_mlx[] = {"Contiguous", "CustomFunction", "Depends",      "ExpandDims",
-                                                "Flatten",    "Reshape",        "Slice",        "Squeeze",
-                                                "StopGradient", "Transpose",    "Unflatten",    "View"};
+// By name: MLX exports no type information of its classes.
+std::string_view name_of(const mx::Primitive& primitive) {
   std::string_view name = primitive.name();
-  name = name.substr(0, name.find(' '));  // "View int32"
-  return std::islower(static_cast<unsigned char>(name[0])) || name.ends_with("Kernel") ||
-         std::find(std::begin(of_mlx), std::end(of_mlx), name) != std::end(of_mlx);
+  return name.substr(0, name.find(' '));  // "View int32"
+}
+
+// Whether what it makes may be memory of what it reads.
+bool is_view(const mx::Primitive& primitive) {
+  static constexpr std::string_view of_mlx[] = {"Contiguous", "ExpandDims",   "Flatten",   "Reshape",   "Slice",
+                                                "Squeeze",    "StopGradient", "Transpose", "Unflatten", "View"};
+  return std::find(std::begin(of_mlx), std::end(of_mlx), name_of(primitive)) != std::end(of_mlx);
+}
+
+// Kernels from Python are Custom- and HostMetalKernel; ours are named as Python's functions, in small letters.
+bool is_launch_or_view(const mx::Primitive& primitive) {
+  auto name = name_of(primitive);
+  return std::islower(static_cast<unsigned char>(name[0])) || name.ends_with("Kernel") || name == "CustomFunction" ||
+         name == "Depends" || is_view(primitive);
 }
 
 }  // namespace
@@ -81,6 +90,21 @@ RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const st
   }
   for (auto& result : results) results_.push_back(number(result));
   constants_ = int(constants.size());
+
+  // Of views the value whose memory they are.
+  std::unordered_map<int, int> whose;
+  auto memory = [&](int value) {
+    auto found = whose.find(value);
+    return found == whose.end() ? value : found->second;
+  };
+  std::unordered_set<int> read;
+  int made = given_;
+  for (auto& step : steps_) {
+    if (is_view(*step.primitive)) whose[made] = memory(step.inputs[0]);
+    else for (int value : step.inputs) read.insert(memory(value));
+    made += int(step.shapes.size());
+  }
+  for (int result : results_) reads_.push_back(read.contains(memory(result)));
 }
 
 template <class Each>

@@ -31,6 +31,8 @@ class RecordedLaunches {
 
   // Where the results are among the inputs and then what is computed of them.
   std::vector<int> results() const;
+  // Whether any launch of it reads the memory of a result.
+  const std::vector<bool>& reads() const { return reads_; }
 
  private:
   // Values are numbered while constants are still found: what is given, then the outputs of each step; constants are
@@ -52,6 +54,7 @@ class RecordedLaunches {
   int given_, constants_;
   std::vector<Step> steps_;
   std::vector<int> results_;
+  std::vector<bool> reads_;
   bool is_plain_ = true;
   mx::Stream stream_;
 };
