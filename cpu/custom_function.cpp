@@ -64,6 +64,7 @@ void CustomFunction::eval_gpu(const Arrays& inputs, Arrays& outputs) {
 mx::array owner_of(const mx::array& a) {
   mx::array owner(a.shape(), a.dtype(), nullptr, {});
   owner.set_data(mx::allocator::Data(a.buffer(), [data = a.data_shared_ptr()](mx::allocator::Buffer) {}));
+  owner.set_status(mx::array::Status::evaluated);  // where gradients keep graphs, MLX looks at it again
   return owner;
 }
 
