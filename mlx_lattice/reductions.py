@@ -123,7 +123,7 @@ def averaged(y: mx.array, table: mx.array, rows: int) -> mx.array:
         shares = 1 / mx.maximum(given["divisors"], 1).astype(mx.float32)
         return gathered(dy, table, lambda: order, shares[table])
 
-    run = partial(registry.reductions().scatter_sum, table=table, rows=rows, **given)
+    run = partial(kernels.scatter_sum, table=table, rows=rows, **given)
     return linear(run, transpose, partial(averaged, table=table, rows=rows))(y)
 
 

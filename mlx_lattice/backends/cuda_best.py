@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 
 import mlx.core as mx
 
@@ -15,11 +15,8 @@ from .cuda_sort import (
     SORT,
     THREADS,
     blocks_for,
-    cleared,
     constant,
-    digits_of,
-    scratch_words,
-    sort_keys,
+    sorted_places,
 )
 
 _BEST = (*SORT, "best_rows.cu")
@@ -36,24 +33,11 @@ def best_rows(
     infinite, word = INFINITE[scores.dtype]
     score_bits, (least, greatest) = 8 * word.size, batches
     bits = score_bits + (greatest - least).bit_length()
-    passes, each = digits_of(bits)
-    key = mx.uint32 if bits <= 32 else mx.uint64
-    digits, scratch = (
-        constant(least, each, passes, 0),
-        cleared(scratch_words(n, passes)),
-    )
-    (keys,) = run(
-        _score_keys(columns, infinite, KEYS[key]),
-        [scores.view(word), coords, digits, scratch],
-        blocks_for(n),
-        THREADS,
-        [((n,), key)],
-    )
-    keys, rows = sort_keys(keys, digits, scratch, rows=True, keep=True)
-    given = [keys, rows, constant(score_bits, k)]
-    return run(
-        _mark_best(KEYS[key]), given, blocks_for(n), THREADS, [((n,), mx.bool_)]
-    )[0]
+    make_keys = partial(_score_keys, columns, infinite)
+    inputs = scores.view(word), coords
+    keys, rows = sorted_places(make_keys, inputs, n, bits, fact=least, keep=True)
+    given, made = [keys, rows, constant(score_bits, k)], [((n,), mx.bool_)]
+    return run(_mark_best(KEYS[keys.dtype]), given, blocks_for(n), THREADS, made)[0]
 
 
 @cache

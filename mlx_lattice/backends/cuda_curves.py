@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 
 import mlx.core as mx
 
 from ..geometry import curves
 from ..geometry.curves import Curve
-from .cuda_interfaces import SCRATCH, geometry_kernel, run
-from .cuda_sort import (
-    KEYS,
-    MOST_KEYS,
-    SORT,
-    THREADS,
-    blocks_for,
-    cleared,
-    constant,
-    digits_of,
-    scratch_words,
-    sort_keys,
-)
+from .cuda_interfaces import SCRATCH, geometry_kernel
+from .cuda_sort import MOST_KEYS, SORT, THREADS, sorted_places
 
 
 def curve_order(coords: mx.array, curve: Curve) -> mx.array:
@@ -28,18 +17,9 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
     n, columns = coords.shape
     if not curve.is_numbered or n > MOST_KEYS:
         return curves.curve_order(coords, curve)
-    passes, each = digits_of(curve.of_key)
-    dtype = mx.uint32 if curve.of_key <= 32 else mx.uint64
-    digits, scratch = constant(0, each, passes, 0), cleared(scratch_words(n, passes))
-    frame = _frame((*curve.low, curve.bits))
-    (keys,) = run(
-        _curve_keys(columns, curve.is_hilbert, curve.is_swapped, KEYS[dtype]),
-        [coords, frame, digits, scratch],
-        blocks_for(n),
-        THREADS,
-        [((n,), dtype)],
-    )
-    return sort_keys(keys, digits, scratch, rows=True, keep=False)[1]
+    make_keys = partial(_curve_keys, columns, curve.is_hilbert, curve.is_swapped)
+    inputs = coords, _frame((*curve.low, curve.bits))
+    return sorted_places(make_keys, inputs, n, curve.of_key, keep=False)[1]
 
 
 @lru_cache(maxsize=256)

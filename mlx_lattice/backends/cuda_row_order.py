@@ -8,17 +8,7 @@ import mlx.core as mx
 
 from . import gpu_segments
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
-from .cuda_sort import (
-    MOST_KEYS,
-    SORT,
-    THREADS,
-    blocks_for,
-    cleared,
-    constant,
-    digits_of,
-    scratch_words,
-    sort_keys,
-)
+from .cuda_sort import MOST_KEYS, SORT, THREADS, blocks_for, sorted_places
 from .dispatch_bounds import SEGMENT_CUTS
 
 _FILES = (*SORT, "row_order.cu")
@@ -29,12 +19,8 @@ def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     n = table.size
     if not 0 < n <= MOST_KEYS:
         return gpu_segments.by_row(table, rows)
-    passes, each = digits_of(max(1, rows.bit_length()))
-    digits, scratch = constant(0, each, passes, 0), cleared(scratch_words(n, passes))
-    outputs = [((n,), mx.uint32)]
-    inputs = [table.flatten(), digits, scratch]
-    (keys,) = run(_row_keys(), inputs, blocks_for(n), THREADS, outputs)
-    keys, entries = sort_keys(keys, digits, scratch, rows=True, keep=True)
+    bits, inputs = max(1, rows.bit_length()), [table.flatten()]
+    keys, entries = sorted_places(_row_keys, inputs, n, bits, keep=True)
     inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
     (starts,) = run(_row_starts(), inputs, blocks_for(rows + 1), THREADS, outputs)
     return entries, starts
@@ -53,7 +39,8 @@ def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
 
 
 @cache
-def _row_keys():
+def _row_keys(numeric: str):
+    del numeric  # 32 bits hold every row
     return geometry_kernel(
         "row_keys",
         _FILES,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
 
 import mlx.core as mx
@@ -9,6 +10,7 @@ import mlx.core as mx
 from ..devices import current
 from ..geometry import sync
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from .gpu_kernel import GpuKernel
 
 THREADS = 256
 BINS = 512  # of a digit, at most
@@ -92,6 +94,36 @@ def sort_keys(
         [((n,), keys.dtype)] * 2 + [((n,), mx.int32)] * 2 * rows,
     )
     return sorted_keys, places[0] if rows else None
+
+
+def sorted_places(
+    make_keys: Callable[[str], GpuKernel],
+    inputs: Sequence[mx.array],
+    n: int,
+    bits: int,
+    *,
+    fact: int = 0,
+    keep: bool,
+) -> tuple[mx.array, mx.array]:
+    """Return the keys and the (N,) int32 places that a kernel's keys are sorted to.
+
+    Two launches and a fill; stable.
+
+    Args:
+        make_keys: the kernel of keys of a type, and of the histograms of their digits;
+            it reads ``inputs``, digits and scratch.
+        inputs: arrays.
+        n: keys, from 1 to MOST_KEYS.
+        bits: of a key, at least 1.
+        fact: the first of the digits' numbers, for the kernel.
+        keep: whether the sorted keys are wanted; they are anything where not.
+    """
+    passes, each = digits_of(bits)
+    dtype = mx.uint32 if bits <= 32 else mx.uint64
+    digits, scratch = constant(fact, each, passes, 0), cleared(scratch_words(n, passes))
+    given, made = [*inputs, digits, scratch], [((n,), dtype)]
+    (keys,) = run(make_keys(KEYS[dtype]), given, blocks_for(n), THREADS, made)
+    return sort_keys(keys, digits, scratch, rows=True, keep=keep)
 
 
 @cache

@@ -12,7 +12,6 @@ from .dispatch_bounds import dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import LEAST_DEVICE_SIZE, THREADS, blocks_for
 
-WORDS = 8  # of an element
 _FACE = Interface(
     "Patches",
     ("order", "elements", "extents"),
