@@ -121,6 +121,8 @@ class Result:
         norm: the layer that the epilogue is of.
         before: the result that this follows.
         own: what it does to the features of ``before``.
+        is_norm: whether it is of a norm with fixed statistics itself, so that ``own``
+            takes a residual and an activation too.
         feats: once it is computed.
         is_used: whether it was read, or another result was made of it.
         is_awaited: whether a convolution that waits reads it.
@@ -134,6 +136,7 @@ class Result:
         "epilogue",
         "feats",
         "is_awaited",
+        "is_norm",
         "is_used",
         "is_of_trace",
         "norm",
@@ -147,6 +150,7 @@ class Result:
     ):
         self.convolve, self.tensor = convolve, ref(tensor)
         self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
+        self.is_norm = norm is not None and before.epilogue is None
         self.feats, self.is_used, self.is_awaited = None, False, False
         self.waiter = None
         self.is_of_trace = sync.is_transforming()
@@ -171,17 +175,17 @@ class Result:
 
     def computed(self) -> mx.array:
         """Return the features: by one launch, or from what somebody holds."""
-        steps, at = [self.own], self.before
+        steps, at = [self], self.before
         while at is not None:
             if at.is_held:
                 feats, after = at.read(), self.epilogue
-                if at.epilogue is None and self.norm is not None:
-                    # The norm is the first of them, and has all others.
-                    return steps[-1](feats, after.residual, after.activation or None)
-                for own in reversed(steps):
-                    feats = own(feats)
+                if steps[-1].is_norm:  # the first of them: it has all others
+                    own = steps[-1].own
+                    return own(feats, after.residual, after.activation or None)
+                for step in reversed(steps):
+                    feats = step.own(feats)
                 return feats
-            steps.append(at.own)
+            steps.append(at)
             at = at.before
         return self.convolve(self.epilogue, self.norm)
 

@@ -104,10 +104,9 @@ def known_norm(
     take = _statistics(
         *facts, x.shape, x.dtype, lines if lines is None else lines.shape
     )
-    summed = () if lines is None else (lines,)
-    # Their gradients are part of that of x, by what normalises.
-    of_rows = [mx.stop_gradient(a) for a in (x, *summed)]
-    mean, var, *moved = take(of_rows[0], *(running or ()), *of_rows[1:])
+    read = x, *(running or ()), *(() if lines is None else (lines,))
+    # Gradients of the rows are part of that of x, by what normalises.
+    mean, var, *moved = take(*[mx.stop_gradient(a) for a in read])
 
     def normalized(residual: mx.array | None, act: Activation) -> Normalized:
         now = layer._replace(act=act)
