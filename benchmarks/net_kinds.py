@@ -9,6 +9,7 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import published_fields
+import published_tasks
 from published_mixes import Autoencoder, PointGroup, Points, ResNet50
 from published_nets import Completion, Cylinder, Diffusion, Features
 
@@ -195,6 +196,7 @@ NETS = {
     "unetv2": lambda: models.UNetV2(4),
     "voxelnext": lambda: models.VoxelResBackBone8xVoxelNeXt(4),
     **published_fields.NETS,
+    **published_tasks.NETS,
 }
 # Of detectors: their rows are (batch, z, y, x) of a grid.
 ON_GRID = {"second", "centerpoint", "unetv2", "voxelnext"}

@@ -34,7 +34,7 @@ import cpu
 import mlx_lattice as ml
 from mlx_lattice import devices
 
-CLASSES = 7  # no net has fewer
+CLASSES = 7
 
 
 STEPS = (
@@ -143,7 +143,8 @@ class Steps:
 
     def _loss_of(self, x: ml.SparseTensor) -> mx.array:
         scores = result_of(self.net(x)).astype(mx.float32)
-        if len(scores) != len(self.labels):  # of other rows than those of the scan
+        # Of other rows than those of the scan, or no scores of classes.
+        if len(scores) != len(self.labels) or scores.shape[1] < CLASSES:
             return mx.square(scores).mean()
         return mlx.nn.losses.cross_entropy(scores, self.labels).mean()
 

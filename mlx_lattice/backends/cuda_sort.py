@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
+from itertools import count
 
 import mlx.core as mx
 
@@ -31,8 +32,24 @@ def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
 
 
 def cleared(words: int) -> mx.array:
-    """Return words of 0; the value is read on the device."""
-    return mx.full((words,), constant(0, dtype=mx.uint32))
+    """Return words of 0; the value is read on the device.
+
+    ``mx.compile`` makes one array of those that are made alike, so that launches would
+    share it: in a graph that may be traced each has a zero of its own.
+    """
+    place = next(_places) % len(_zeros()) if sync.is_transforming() else 0
+    return mx.full((words,), _zeros()[place])
+
+
+_places = count()
+
+
+@cache
+def _zeros() -> list[mx.array]:
+    """Return more arrays of one 0 than a graph has launches that are cleared for."""
+    zeros = mx.split(mx.zeros((1024,), dtype=mx.uint32), 1024)
+    sync.compute(zeros)
+    return zeros
 
 
 @lru_cache(maxsize=256)

@@ -171,6 +171,20 @@ def test_scratch_that_is_kept_serves_once_and_no_traced_graph(emulator):
         assert checked.scratch is None
 
 
+def test_no_two_launches_of_a_traced_graph_share_what_is_cleared(tmp_path):
+    made = {}
+
+    def traced(x):
+        several = [cuda_sort.cleared(64) for _ in range(5)]
+        return [mx.take(each, x + i) for i, each in enumerate(several)]
+
+    for name, call in {"compiled": mx.compile(traced), "plain": traced}.items():
+        graph = tmp_path / name
+        mx.export_to_dot(str(graph), *call(mx.array([1])))
+        made[name] = graph.read_text().count('"Full"')
+    assert made == {"compiled": 5, "plain": 5}
+
+
 def read(kind, ends, is_transposed=False, **kernel):
     """What a net is to have read between levels: tiles."""
     spec = KernelSpec.of(3, **kernel)
