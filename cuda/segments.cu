@@ -34,11 +34,7 @@ __device__ __forceinline__ void sum_segments(const T* x, const int* entries,
 #pragma unroll
         for (int j = 0; j < EACH; ++j) sum[j] += weight * static_cast<float>(from.v[j]);
       }
-      if (divisors) {
-        const float divisor = (float)max(divisors[segment], 1);
-#pragma unroll
-        for (int j = 0; j < EACH; ++j) sum[j] /= divisor;
-      }
+      divide_sums(sum, divisors, segment);
       store_channels<EACH>(y + segment * channels + channel, sum);
     });
   };

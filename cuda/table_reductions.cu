@@ -17,11 +17,21 @@ __device__ __forceinline__ bool beats(float value, float best) {
   return value > best || (value != value && best == best);
 }
 
-// y (rows, channels); weights (rows, volume), or null.
+// Makes sums means: over a row's divisor, 1 where it is less or there are none.
+template <int EACH>
+__device__ __forceinline__ void divide_sums(float (&sum)[EACH], const int* divisors,
+                                            long long row) {
+  if (!divisors) return;
+  const float divisor = (float)max(divisors[row], 1);
+#pragma unroll
+  for (int j = 0; j < EACH; ++j) sum[j] /= divisor;
+}
+
+// y (rows, channels); weights (rows, volume) and divisors (rows), or null.
 template <typename T, int EACH>
 __device__ __forceinline__ void gather_sum(const T* x, const int* table,
-                                           const float* weights, ReductionSizes sizes,
-                                           T* y) {
+                                           const float* weights, const int* divisors,
+                                           ReductionSizes sizes, T* y) {
   const int volume = sizes.volume, channels = sizes.channels;
   auto run = [&](auto aligned) {
     each_row<EACH>(sizes.rows, channels, [&](long long row, int channel) {
@@ -36,6 +46,7 @@ __device__ __forceinline__ void gather_sum(const T* x, const int* table,
 #pragma unroll
             for (int j = 0; j < EACH; ++j) sum[j] += weight * static_cast<float>(from.v[j]);
           });
+      divide_sums(sum, divisors, row);
       store_channels<EACH>(y + row * channels + channel, sum);
     });
   };

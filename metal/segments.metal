@@ -35,10 +35,7 @@ METAL_FUNC void sum_segments(
     const uint row = in_rows ? uint(entry) / uint(here.volume) : uint(entry);
     sums.add(weight, x + here.place(size_t(row)), here.count, wide);
   }
-  if (divisors) {
-    const float divisor = float(max(divisors[here.row], 1));
-    for (int j = 0; j < Sums<T>::COUNT; ++j) sums.v[j] /= divisor;
-  }
+  sums.divide(divisors, here.row);
   sums.put(y + here.place(at.y), here.count);
 }
 

@@ -97,6 +97,13 @@ struct Sums {
     for (int j = 0; j < COUNT; ++j) v[j] += weight * float(values.v[j]);
   }
 
+  // By a row's divisor, 1 where it is less or there are none.
+  METAL_FUNC void divide(const device int* divisors, size_t row) thread {
+    if (!divisors) return;
+    const float divisor = float(max(divisors[row], 1));
+    for (int j = 0; j < COUNT; ++j) v[j] /= divisor;
+  }
+
   template <typename OUT>
   METAL_FUNC void put(device OUT* to, int count) const thread {
     for (int j = 0; j < COUNT; ++j)
@@ -145,12 +152,13 @@ struct Maxima {
   }
 };
 
-// weights (M, K) may be null.
+// weights (M, K) and divisors (M) may be null.
 template <typename T>
 METAL_FUNC void gather_sum(
     const device T* x,
     const device int* table,
     const device float* weights,
+    const device int* divisors,
     ReductionSizes sizes,
     device T* y,
     uint2 at) {
@@ -164,6 +172,7 @@ METAL_FUNC void gather_sum(
     const float weight = weights ? weights[entry] : 1.0f;
     sums.add(weight, x + here.place(size_t(i)), here.count, wide);
   }
+  sums.divide(divisors, here.row);
   sums.put(y + here.place(at.y), here.count);
 }
 

@@ -64,6 +64,32 @@ def sum_over(x: mx.array, table: mx.array, back: Callable[[], mx.array]) -> mx.a
     )(x)
 
 
+def mean_over(
+    x: mx.array, table: mx.array, divisors: mx.array, back: Callable[[], mx.array]
+) -> mx.array:
+    """Return ``sum_over`` with each row over its divisor; linear in ``x``.
+
+    Args:
+        x, table, back: as of ``sum_over``.
+        divisors: (M,) int32, those below 1 taken as 1.
+    """
+
+    def transpose(dy):
+        return sum_over(_shares(dy, divisors), back(), lambda: table)
+
+    facts = {"table": table, "divisors": divisors}
+    run = partial(registry.reductions().gather_sum, **facts)
+    return linear(run, transpose, partial(mean_over, **facts, back=back))(x)
+
+
+def _shares(y: mx.array, divisors: mx.array) -> mx.array:
+    """Return rows over their divisors, rounded once."""
+    itself = mx.arange(len(divisors), dtype=mx.int32)[:, None]
+    run = partial(registry.reductions().gather_sum, table=itself, divisors=divisors)
+    again = partial(_shares, divisors=divisors)
+    return linear(run, again, again)(y)
+
+
 def gathered(
     x: mx.array,
     table: mx.array,
@@ -104,7 +130,12 @@ def scattered(
     return linear(run, partial(gathered, **rest), itself)(y)
 
 
-def averaged(y: mx.array, table: mx.array, rows: int) -> mx.array:
+def averaged(
+    y: mx.array,
+    table: mx.array,
+    rows: int,
+    order: Callable[[], tuple] | None = None,
+) -> mx.array:
     """Return the mean of the rows that name each of ``rows``, 0 where none does.
 
     A linear function of ``y``.
@@ -113,9 +144,10 @@ def averaged(y: mx.array, table: mx.array, rows: int) -> mx.array:
         y: (M, C).
         table: (M, 1) int32 rows, or -1.
         rows: of the result.
+        order: called for ``Reductions.order`` of the table, where that is kept.
     """
     kernels = registry.reductions()
-    order = kernels.order(table, rows)
+    order = kernels.order(table, rows) if order is None else order()
     given = {"order": order, "divisors": kernels.counts(table, rows, order)}
 
     def transpose(dy: mx.array) -> mx.array:
@@ -124,7 +156,8 @@ def averaged(y: mx.array, table: mx.array, rows: int) -> mx.array:
         return gathered(dy, table, lambda: order, shares[table])
 
     run = partial(kernels.scatter_sum, table=table, rows=rows, **given)
-    return linear(run, transpose, partial(averaged, table=table, rows=rows))(y)
+    rest = {"table": table, "rows": rows, "order": lambda: order}
+    return linear(run, transpose, partial(averaged, **rest))(y)
 
 
 def move_rows(

@@ -62,6 +62,10 @@ class Checks:
         y = self.call(self.backend.gather_sum, x, at, given)
         assert y.dtype == x.dtype
         ref.assert_close(y, y_wanted, dtype)
+        divisors = (np.arange(len(table)) % 5).astype(np.int32)
+        y = self.call(self.backend.gather_sum, x, at, given, mx.array(divisors))
+        assert y.dtype == x.dtype
+        ref.assert_close(y, y_wanted / np.maximum(divisors, 1)[:, None], dtype)
         back = self.call(self.backend.scatter_sum, dy, at, shape[2], given)
         assert back.dtype == x.dtype
         ref.assert_close(back, x_wanted, dtype)

@@ -13,10 +13,17 @@ class CpuReductions(MlxReductions):
     """The reductions of the CPU's extension, products by MLX; see ``Reductions``."""
 
     def gather_sum(
-        self, x: mx.array, table: mx.array, weights: mx.array | None = None
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
     ) -> mx.array:
-        """Return the (weighted) sums of the rows that a table names."""
-        return extension.gather_sum(x, table, weights)
+        """Return the (weighted) sums of the rows that a table names, or their means."""
+        if divisors is None:
+            return extension.gather_sum(x, table, weights)
+        sums = extension.gather_sum(x.astype(mx.float32), table, weights)
+        return divided(sums, divisors).astype(x.dtype)
 
     def scatter_sum(
         self,

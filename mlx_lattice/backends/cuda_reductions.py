@@ -78,13 +78,16 @@ def _over_rows(
 
 
 def gather_sum(
-    x: mx.array, table: mx.array, weights: mx.array | None = None
+    x: mx.array,
+    table: mx.array,
+    weights: mx.array | None = None,
+    divisors: mx.array | None = None,
 ) -> mx.array:
-    """Return the (weighted) sums of the rows that a table names."""
+    """Return the (weighted) sums of the rows that a table names, or their means."""
     rows = table.shape[0]
     if table.size == 0 or x.size == 0:
         return mx.zeros((rows, x.shape[1]), dtype=x.dtype)
-    face, inputs = interfaces.GATHER_SUM, [x, table, weights]
+    face, inputs = interfaces.GATHER_SUM, [x, table, weights, divisors]
     return _over_rows("gather_sum", _TABLES, face, inputs, rows, [x.dtype])[0]
 
 

@@ -19,8 +19,9 @@ def _sizes(rows: str, volume: str) -> tuple[tuple[str, str], ...]:
 _BY_TABLE = _sizes("table_shape[0]", "table_shape[1]")
 _BY_SEGMENT = _sizes("starts_shape[0] - 1", "1")
 
-# y[o] = sum over k of weights[o, k] * x[table[o, k]]; weights (M, K) may be absent.
-GATHER_SUM = Interface(_NAME, ("x", "table", "weights"), ("y",), _BY_TABLE)
+# y[o] = sum over k of weights[o, k] * x[table[o, k]], over divisors[o]; weights (M, K)
+# and divisors (M,) may be absent.
+GATHER_SUM = Interface(_NAME, ("x", "table", "weights", "divisors"), ("y",), _BY_TABLE)
 # y[o] = the greatest of x[table[o, k]], and won, the row that has it or -1.
 GATHER_MAX = Interface(_NAME, ("x", "table"), ("y", "won"), _BY_TABLE)
 # dx[i] = sum over o = table[i, k] of x[o] where won[o] = i; table is (N, K).

@@ -77,12 +77,15 @@ def _over_table(
 
 
 def gather_sum(
-    x: mx.array, table: mx.array, weights: mx.array | None = None
+    x: mx.array,
+    table: mx.array,
+    weights: mx.array | None = None,
+    divisors: mx.array | None = None,
 ) -> mx.array:
-    """Return the (weighted) sums of the rows that a table names."""
+    """Return the (weighted) sums of the rows that a table names, or their means."""
     if table.size == 0 or x.size == 0:
         return mx.zeros((table.shape[0], x.shape[1]), dtype=x.dtype)
-    face, inputs = interfaces.GATHER_SUM, [x, table, weights]
+    face, inputs = interfaces.GATHER_SUM, [x, table, weights, divisors]
     return _over_table("gather_sum", face, inputs, table, [x.dtype])[0]
 
 

@@ -71,15 +71,19 @@ class MlxReductions:
     """The reductions in MLX operations; see ``Reductions``."""
 
     def gather_sum(
-        self, x: mx.array, table: mx.array, weights: mx.array | None = None
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
     ) -> mx.array:
-        """Return the (weighted) sums of the rows that a table names."""
+        """Return the (weighted) sums of the rows that a table names, or their means."""
         wide = padded(x.astype(mx.float32))
         y = mx.zeros((table.shape[0], x.shape[1]))
         for k in range(table.shape[1]):
             part = wide[table[:, k]]
             y = y + (part if weights is None else weights[:, k : k + 1] * part)
-        return y.astype(x.dtype)
+        return divided(y, divisors).astype(x.dtype)
 
     def scatter_sum(
         self,

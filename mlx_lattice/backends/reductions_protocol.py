@@ -37,7 +37,11 @@ class Reductions(Protocol):
     """Sums and maxima over tables of rows, and over batch elements."""
 
     def gather_sum(
-        self, x: mx.array, table: mx.array, weights: mx.array | None = None
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return (M, C) ``y[o] = sum over k of weights[o, k] * x[table[o, k]]``.
 
@@ -45,6 +49,8 @@ class Reductions(Protocol):
             x: (N, C).
             table: (M, K) int32.
             weights: (M, K) float32; all 1 where there are none.
+            divisors: (M,) int32: y is divided by them before it is rounded; those
+                below 1 count as 1.
         """
 
     def scatter_sum(

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import reduce, singledispatch
 from itertools import pairwise
+from typing import NamedTuple
+from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -254,32 +256,68 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     return SparseTensor.of(manager, made.key, feats)
 
 
+class Element(NamedTuple):
+    """The rows of one batch element, from ``begin`` to ``end`` in their order."""
+
+    held: CoordinateSet
+    manager: CoordinateManager
+    begin: int
+    end: int
+    order: mx.array | None  # of all rows; None where they are in order
+    moves: list[tuple[mx.array, mx.array]]  # the rows, and back; once they are asked
+
+    def of(self, feats: mx.array) -> mx.array:
+        """Return the features of its rows."""
+        first = self.begin * feats.shape[1] * feats.itemsize
+        if self.order is None and first % 16 == 0:
+            return feats[self.begin : self.end]
+        # MLX's matmul on CUDA refuses rows that begin anywhere.
+        if not self.moves:
+            at = self.rows()
+            self.moves.append((at, inverted(at, feats.shape[0])))
+        return move_rows(feats, *self.moves[0], whole=True)
+
+    def rows(self) -> mx.array:
+        """Return the places of its rows."""
+        if self.order is not None:
+            return self.order[self.begin : self.end]
+        return mx.arange(self.begin, self.end, dtype=mx.int32)
+
+
+_elements: WeakKeyDictionary[CoordinateSet, list[Element]] = WeakKeyDictionary()
+
+
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included.
 
-    Where elements begin is read once a set.
+    Where elements begin is read once a set, and their own sets are kept with it.
     """
     rows, held = batch_rows(x), x.manager[x.key]
-    return [_element(x, held, rows.order, a, b) for a, b in pairwise(rows.starts)]
+    if held not in _elements:
+        ends = pairwise(rows.starts)
+        _elements[held] = [_element(held, rows.order, a, b) for a, b in ends]
+    feats = x.feats
+    return [
+        SparseTensor.of(each.manager, each.held.key, each.of(feats))
+        for each in _elements[held]
+    ]
 
 
 def _element(
-    x: SparseTensor, held: CoordinateSet, order: mx.array | None, a: int, b: int
-) -> SparseTensor:
-    """Return the rows of one element, from a to b in their order by elements."""
-    # Features are moved even where a slice has them: MLX's matmul on CUDA refuses half
-    # rows that begin anywhere.
-    at = mx.arange(a, b, dtype=mx.int32) if order is None else order[a:b]
-    feats = move_rows(x.feats, at, inverted(at, len(x)), whole=True)
-    cells = (x.coords[a:b] if order is None else x.coords[at])[:, 1:]
+    whole: CoordinateSet, order: mx.array | None, begin: int, end: int
+) -> Element:
+    """Return one element of a set, of a coordinate manager of its own."""
+    coords = whole.coords
+    cells = coords[begin:end] if order is None else coords[order[begin:end]]
+    cells = cells[:, 1:]
     manager = CoordinateManager()
     made = manager.inserted(
         mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1),
-        held.stride,
-        spatial_shape=held.spatial_shape,
+        whole.stride,
+        spatial_shape=whole.spatial_shape,
         batch_size=1,
         trusted=True,
-        box=tuple((0, *end[1:]) for end in held.box),  # right as the whole set is
+        box=tuple((0, *end[1:]) for end in whole.box),  # right as the whole set is
     )
-    made.is_sorted = held.is_sorted
-    return SparseTensor.of(manager, made.key, feats)
+    made.is_sorted, made.is_kept = whole.is_sorted, True
+    return Element(made, manager, begin, end, order, [])

@@ -73,6 +73,33 @@ def _sum(x: mx.array, relation: Relation) -> mx.array:
     return reductions.sum_over(x, relation.held_table(), lambda: relation.in_out)
 
 
+def _mean(x: mx.array, relation: Relation, count: str) -> mx.array:
+    """Return ``_sum`` over the edges of each row, or over the kernel's volume."""
+    if not _by_cells(relation):
+        made = {"active": _edges, "volume": _volumes}[count]
+        divisors = relation.view(f"{count} places", lambda: made(relation))
+        table = relation.held_table()
+        return reductions.mean_over(x, table, divisors, lambda: relation.in_out)
+    if count == "volume":
+        total = _sum(x.astype(mx.float32), relation)
+        return (total / relation.volume).astype(x.dtype)
+    if not relation.is_to_cells:  # a row names one cell
+        return _sum(x, relation)
+    given = relation.cells, relation.n_out, relation.cell_order
+    return reductions.averaged(x, *given)
+
+
+def _edges(relation: Relation) -> mx.array:
+    """Return (N_out,) int32: the edges of each output row."""
+    ones = mx.ones((relation.n_in, 1))  # MLX's sum over so few entries takes long
+    edges = registry.reductions().gather_sum(ones, relation.held_table())
+    return edges.astype(mx.int32).reshape(-1)
+
+
+def _volumes(relation: Relation) -> mx.array:
+    return mx.full((relation.n_out,), relation.volume, dtype=mx.int32)
+
+
 def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     """Return ``y[o] = max over edges of x[i]`` and the (N_out, C) rows that won."""
 
@@ -135,21 +162,7 @@ def sparse_pool(
         return _max(feats, relation)[0]
     if mode == "sum":
         return _sum(feats, relation)
-    total = _sum(feats.astype(mx.float32), relation)
-    if count == "volume":
-        total = total / relation.volume
-    else:
-        total = total / relation.view("pooled", lambda: _pooled_edges(relation))
-    return total.astype(feats.dtype)
-
-
-def _pooled_edges(relation: Relation) -> mx.array:
-    """Return (N_out, 1) float32: the edges of each output row, at least 1."""
-    if not _by_cells(relation):
-        edges = (relation.out_in >= 0).sum(axis=1, keepdims=True)
-    else:
-        edges = _sum(mx.ones((relation.n_in, 1)), relation)
-    return mx.maximum(edges, 1).astype(mx.float32)
+    return _mean(feats, relation, count)
 
 
 # Pooling of tensors

@@ -353,7 +353,11 @@ def test_unbatch_reads_once_a_set(monkeypatch):
     monkeypatch.setattr(sync, "read", lambda *a: seen.append(a) or real(*a))
     assert sum(len(part) for part in ops.unbatch(x)) == len(x) and len(seen) <= 2
     seen.clear()
-    assert len(ops.unbatch(x.replace(x.feats * 2))) == 9 and not seen
+    parts = ops.unbatch(x.replace(x.feats * 2))
+    assert len(parts) == 9 and not seen
+    again = ops.unbatch(x)  # sets of their own, and so relations, are kept
+    assert all(a.key == b.key for a, b in zip(parts, again, strict=True))
+    assert all(a.manager is b.manager for a, b in zip(parts, again, strict=True))
     assert ops.unbatch(tensor(np.zeros((0, 4), np.int32))) == []
 
 

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
+from cuda_emulation import Emulator, emulated, emulating
 
 import mlx_lattice as ml
 from mlx_lattice import ops
@@ -209,6 +210,41 @@ def test_same_bits_every_time_and_rows_of_the_convolution():
     assert first.key == ops.conv3d(x, weight, kernel_size=3, stride=2).key
     again = ops.max_pool3d(x, 3, 2)
     assert mx.array_equal(first.feats, again.feats).item()
+
+
+@emulated
+@pytest.mark.parametrize("count", ("active", "volume"))
+def test_means_in_half_are_one_launch_and_two_back(cuda_programs, count):
+    coords = cases.geometry("block", 3, 300)
+    feats = mx.array(cases.features(len(coords), 8)).astype(mx.float16)
+    emulator = Emulator(cuda_programs)
+    with emulating(emulator):
+        x = ml.SparseTensor(mx.array(coords), feats)
+
+        def pooled(feats):
+            return ops.avg_pool3d(x.replace(feats=feats), 2, count=count).feats
+
+        y = pooled(feats)
+        dy = mx.array(cases.features(len(y), 8, 1)).astype(mx.float16)
+        (dx,) = mx.vjp(pooled, [feats], [dy])[1]
+        mx.eval(dx)
+        done = len(emulator.launches)
+        mx.eval(pooled(feats))
+        assert [name.split("_f16")[0] for name in emulator.launches[done:]] == [
+            "lattice_gather_sum"
+        ]
+        done = len(emulator.launches)
+        mx.eval(mx.vjp(pooled, [feats], [dy])[1])
+        assert len(emulator.launches) == done + 3
+    relation = x.manager.kernel_relation(x.key, kernel_size=2, stride=2)
+    table = np.array(relation.out_in)
+    places = (table >= 0).sum(1) if count == "active" else np.full(len(table), 8)
+    found, back = np.zeros(y.shape), np.zeros(feats.shape)
+    for o, k in zip(*np.nonzero(table >= 0), strict=True):
+        found[o] += ref.to_numpy(feats)[table[o, k]] / places[o]
+        back[table[o, k]] += ref.to_numpy(dy)[o] / places[o]
+    ref.assert_close(y, found, "float16")
+    ref.assert_close(dx, back, "float16")
 
 
 def test_general_relations_pool():

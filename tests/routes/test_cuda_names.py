@@ -274,6 +274,7 @@ def reductions():
         x, dy = mx.zeros((9, channels), dtype), mx.zeros((40, channels), dtype)
         for given in (weights, None):
             made.gather_sum(x, table, given)
+            made.gather_sum(x, table, given, rows[:, 0])
             made.scatter_sum(dy, table, 9, given)
         made.max_pool_backward(dy, made.gather_max(x, table)[1], table)
         made.row_products(x, dy, table)
