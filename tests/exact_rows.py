@@ -160,6 +160,19 @@ def linear(x, parameters: dict):
     return y + parameters["bias"] if "bias" in parameters else y
 
 
+def attended(x, heads: int, windows):
+    """Softmax attention of (N, 3 C) queries, keys and values among rows of a window."""
+    q, k, v = (
+        mx.swapaxes(a.reshape(len(a), heads, -1), 0, 1) for a in mx.split(x, 3, 1)
+    )
+    scores = q @ mx.swapaxes(k, 1, 2) / np.sqrt(q.shape[-1])
+    apart = mx.array((windows[:, None] != windows).any(-1))
+    scores = mx.where(apart, -np.inf, scores)
+    shares = mx.exp(scores - mx.stop_gradient(scores.max(-1, keepdims=True)))
+    y = (shares / shares.sum(-1, keepdims=True)) @ v
+    return mx.swapaxes(y, 0, 1).reshape(len(x), -1)
+
+
 ACTIVATIONS = {
     "relu": lambda x: mx.maximum(x, 0),
     "silu": lambda x: x * mx.sigmoid(x),

@@ -3,6 +3,7 @@
 import exact_rows as exact
 import mlx.core as mx
 import mlx.nn
+import numpy as np
 from net_draws import CONDITION, Part, Unfit
 
 from mlx_lattice import nn, ops
@@ -299,6 +300,65 @@ class Read(Part):
 
     def exact(self, net, x):
         return x
+
+
+class Factors(Part):
+    """Each channel by a factor, beside another value."""
+
+    often = 2
+
+    def __init__(self, draw):
+        super().__init__()
+        self.layer = nn.LayerScale(self.follow(draw), 0.5)
+        self._at = (*self._at, draw.beside(self._at[0]))
+
+    def __call__(self, x, other, _):
+        return other + self.layer(x)
+
+    def exact(self, net, x, other):
+        return other + x * net.given["layer"]["gamma"]
+
+
+class Attended(Part):
+    """Rows look at those of their window, by keys and values of layers."""
+
+    def __init__(self, draw):
+        super().__init__()
+        channels = self.follow(draw)
+        self._heads = 2 if channels % 2 == 0 else 1
+        self._window, self._shift = draw.choice((2, 5)), draw.choice((0, 1))
+        self.layer = nn.Linear(channels, 3 * channels)
+
+    def __call__(self, x, _):
+        shape = len(x), 3, self._heads, x.channels // self._heads
+        parts, facts = self.layer(x).feats.reshape(shape), {"shift": self._shift}
+        y = ops.window_attention(parts, None, None, x, self._window, **facts)
+        return x.replace(y.reshape(x.shape))
+
+    def exact(self, net, x):
+        if not x.shape[0]:
+            return x
+        coords = net.here.coords.copy()
+        coords[:, 1:] = (coords[:, 1:] + self._shift) // self._window
+        return exact.attended(exact.linear(x, net.given["layer"]), self._heads, coords)
+
+
+class Apart(Part):
+    """Each batch element by itself, and all together again."""
+
+    def __init__(self, draw):
+        super().__init__()
+        before, after = self.widen(draw)
+        self._out = draw.rows("batched", self._out[0]), after
+        self.layer = nn.SubmConv3d(before, after, 3)
+
+    def __call__(self, x, _):
+        parts = [self.layer(part) for part in ops.unbatch(x)]
+        return ops.batch(parts) if parts else self.layer(x)
+
+    def exact(self, net, x):
+        y = net.convolved(x, "submanifold", kernel_size=3)
+        return exact.taken(y, np.argsort(net.here.batch, kind="stable"))
 
 
 class InSequence(Part):

@@ -7,6 +7,7 @@ import exact_rows as exact
 import mlx.nn
 import net_layers
 import net_rows
+import numpy as np
 import reference as ref
 from net_draws import WIDTHS, Draw, Unfit
 from net_rows import kept
@@ -33,6 +34,8 @@ def sets_of(draw: Draw, coords) -> list[exact.Rows]:
             rows = ref.cell_rows(of, (2, 2, 2))
         elif name == "kept":
             rows = of[kept(of, given[1])]
+        elif name == "batched":
+            rows = of[np.argsort(of[:, 0], kind="stable")]
         elif name == "made":
             rows = ref.generative_rows(of, ref.kernel_offsets(2, 3), (2, 2, 2))
         else:

@@ -7,6 +7,7 @@ import mlx.nn
 from mlx.nn import Identity, Module
 
 from ..ops import on_features
+from ..ops.modulation import scaled
 from ..tensor import SparseTensor
 
 __all__ = ["DropPath", "Dropout", "Identity", "LayerScale"]
@@ -66,5 +67,15 @@ class LayerScale(Module):
         self.gamma = mx.full((dims,), init)
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Scale the channels of each row."""
-        return on_features(lambda feats: feats * self.gamma.astype(feats.dtype), x)
+        """Scale the channels of each row.
+
+        Of a tensor it is one launch, with the sum and the activation that follow it.
+        """
+        if x.shape[-1] != self.gamma.size:
+            raise ValueError(
+                f"expected {self.gamma.size} channels, as many as there are factors; "
+                f"got features of shape {tuple(x.shape)}"
+            )
+        if isinstance(x, SparseTensor):
+            return scaled(x, self.gamma)
+        return x * self.gamma.astype(x.dtype)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from ..tensor import SparseTensor, features_of
@@ -22,16 +24,19 @@ def check_values(x: SparseTensor | mx.array, *values: mx.array) -> None:
 
 
 def apart(
-    weight: mx.array | None, bias: mx.array | None, size: int
+    weight: mx.array | None, bias: mx.array | None, size: Callable[[], int]
 ) -> list[mx.array | None]:
-    """Return lines for all rows, (C,), or both of them for each batch element."""
+    """Return lines for all rows, (C,), or both of them for each batch element.
+
+    ``size``: returns the number of elements, which may have to be read.
+    """
     lines = [
         a.reshape(-1) if a is not None and a.size == a.shape[-1] else a
         for a in (weight, bias)
     ]
     if all(a is None or a.ndim == 1 for a in lines):
         return lines
-    shape = size, lines[0 if lines[1] is None else 1].shape[-1]
+    shape = size(), lines[0 if lines[1] is None else 1].shape[-1]
     return [a if a is None else mx.broadcast_to(a, shape) for a in lines]
 
 

@@ -45,7 +45,7 @@ def modulate(x: Features, shift: mx.array, scale: mx.array) -> Features:
     check_values(x, shift, scale)
     scale = 1 + scale.astype(mx.float32)
     if isinstance(x, SparseTensor):
-        return _scaled(x, scale, shift)
+        return scaled(x, scale, shift)
     return x * _of_sequences(scale, x) + _of_sequences(shift, x)
 
 
@@ -55,16 +55,23 @@ def gate(x: Features, by: mx.array) -> Features:
     Arguments, launches, result and errors are those of ``modulate``.
     """
     check_values(x, by)
-    return _scaled(x, by) if isinstance(x, SparseTensor) else x * _of_sequences(by, x)
+    return scaled(x, by) if isinstance(x, SparseTensor) else x * _of_sequences(by, x)
 
 
 def _of_sequences(values: mx.array, x: mx.array) -> mx.array:
     return values[:, None].astype(x.dtype)
 
 
-def _scaled(x: SparseTensor, weight: mx.array, bias: mx.array | None = None):
-    """Return ``x * weight + bias``, later if that can wait for what follows."""
-    lines = apart(weight, bias, x.batch_size)
+def scaled(
+    x: SparseTensor, weight: mx.array, bias: mx.array | None = None
+) -> SparseTensor:
+    """Return ``x * weight + bias``, later if that can wait for what follows.
+
+    Args:
+        x: the tensor.
+        weight, bias: (C,) or (1, C) for all rows, or (B, C) of the batch elements.
+    """
+    lines = apart(weight, bias, lambda: x.batch_size)
     rows = batch_rows(x) if lines[0].ndim > 1 else None
     if type(x) is Pending:
         made = x.scaled(*lines, lambda feats: _by_lines(feats, rows, *lines))

@@ -157,7 +157,7 @@ def group_norm(
     def scaled(by: mx.array, shift: mx.array | None) -> Callable:
         return partial(normalized, *after(weight, bias, by, shift))
 
-    lines = apart(weight, bias, rows.size)
+    lines = apart(weight, bias, lambda: rows.size)
     if residual is None and activation is None and may_wait(x):
         return Pending.of_rows(x, feats, partial(normalized, *lines), scaled)
     return x.replace(normalized(*lines, residual_of(x, residual), activation))

@@ -71,3 +71,7 @@ def test_layer_scale():
     y = layer(x.replace(mx.ones((len(x), 3), dtype=mx.bfloat16)))
     assert y.key == x.key and y.dtype == mx.bfloat16
     assert y.feats.tolist() == [[1.0, 2.0, 3.0]] * len(x)
+    np.testing.assert_array_equal(np.array(layer(mx.ones((2, 3)))), [[1, 2, 3]] * 2)
+    for wrong in (x.replace(mx.ones((len(x), 4))), mx.ones((2, 1))):
+        with pytest.raises(ValueError, match="expected 3 channels"):
+            layer(wrong)
