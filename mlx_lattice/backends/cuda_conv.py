@@ -8,14 +8,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..devices import CUDA, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
-from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import (
     IN_KERNEL,
@@ -35,9 +34,10 @@ from .cuda_rows import (
     WEIGHT_AXES,
     strides_of,
 )
+from .cuda_unpack import unpacked_weights
 from .cuda_views import sorted_arrays
 from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import THREADS, blocks_for
+from .kernel_launches import THREADS
 from .runners import Runner, sorted_tiles
 from .signatures import (
     SORTED_TILES,
@@ -46,7 +46,6 @@ from .signatures import (
     W_ROW,
     kept,
     packed,
-    rounded_up,
 )
 
 PITCH = ("pitch", "table_shape[1]")  # rows of the sorted table, with padding
@@ -68,14 +67,6 @@ TF32_WEIGHTS = Interface(
         ("w_line_stride", "1"),
     ),
 )
-UNPACK = Interface(
-    "Unpack",
-    ("words", "scales", "biases"),
-    ("w",),
-    (("c_out", "words_shape[1]"), SCALES, ("padding", "0")),
-)
-
-
 # Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
 PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
 
@@ -86,7 +77,7 @@ def sorted_implicit_gemm(layer: Problem, device: Device) -> Callable[[Problem], 
     if layer.pass_ == WEIGHT_GRAD:
         return cuda_weight_grad.sorted_planner(layer, device)
 
-    def weights(p: Problem) -> str:
+    def weights(p: Problem, _) -> str:
         return PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""
 
     return _tiles(layer, device, "sorted_implicit_gemm", weights)
@@ -96,16 +87,21 @@ def sorted_implicit_gemm(layer: Problem, device: Device) -> Callable[[Problem], 
 def quantized_sorted(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan the same tiles, packed weights unpacked into them, or once before."""
 
-    def weights(p: Problem) -> str:
-        return UNPACKED_ONCE if cuda_tiles.unpacks_once(p, device) else IN_TILES
+    def weights(p: Problem, tile_of: Callable[[Problem], tuple]) -> str:
+        once = cuda_tiles.unpacks_once(p, device, tile_of(p)[0])
+        return UNPACKED_ONCE if once else IN_TILES
 
     return _tiles(layer, device, "quantized_sorted", weights)
 
 
 def _tiles(
-    layer: Problem, device: Device, route: str, weights_of: Callable[[Problem], str]
+    layer: Problem, device: Device, route: str, weights_of: Callable[..., str]
 ) -> Callable[[Problem], Plan]:
-    """Return what plans tiles over sorted rows, and says how weights are read."""
+    """Return what plans tiles over sorted rows.
+
+    ``weights_of(problem, tile_of)`` says how weights are read; ``tile_of`` returns the
+    tile that would unpack them, and more.
+    """
 
     def of_tile(tile: cuda_tiles.Tile) -> tuple:
         return tile, cuda_splits.splitter(layer, tile), {}
@@ -117,7 +113,7 @@ def _tiles(
     width = cuda_tiles.whole_channels(layer)[1]
 
     def plan(p: Problem) -> Plan:
-        weights = weights_of(p)
+        weights = weights_of(p, chosen[True])
         tile, splits_of, made = chosen[weights == IN_TILES](p)
         columns = -(-width // tile.width)
         tiles = -(-p.rows_written // tile.rows) * columns
@@ -332,32 +328,3 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
     blocks = p.volume * -(-c_x // 32) * -(-c_y // 32)
     shape = parts * p.volume, c_y, c_x
     return kernel.launcher((True,), [(shape, mx.float32)], (blocks * THREADS,))
-
-
-def unpacked_weights(w: QuantizedWeight) -> mx.array:
-    """Return packed weights as floats, each rounded once: (K, C_in, C_out).
-
-    Channels are padded to 16 bytes, outputs with zeros.
-    """
-    launch = _unpacker(w.shape, w.padded_channels, w.dtype, w.bits, w.group_size)
-    return launch(list(w.arrays))[0]
-
-
-@lru_cache(maxsize=1024)
-def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
-    """Return the launch that unpacks weights of a shape and packing."""
-    multiple, volume = cuda_tiles.multiple(dtype), shape[0]
-    c_in, c_out = (rounded_up(c, multiple) for c in shape[1:])
-    kernel = kept(
-        GpuKernel(
-            CUDA,
-            "unpack_weights",
-            ("alignment.cuh", "tiles.cuh", "packed_weights.cuh", "unpack_weights.cu"),
-            UNPACK,
-            (("T", dtype), ("BITS", bits), ("GROUP_SIZE", group_size)),
-            sizes=(("padding", padded_channels - c_in),),
-        )
-    )
-    blocks = blocks_for(c_in * c_out // multiple**2)
-    out = (volume, c_in, c_out), dtype
-    return kernel.launcher((True,) * 3, [out], (blocks * THREADS, volume))

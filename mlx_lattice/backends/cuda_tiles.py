@@ -378,13 +378,13 @@ def _fitting(
     return tile
 
 
-def unpacks_once(p: Problem, device: Device) -> bool:
+def unpacks_once(p: Problem, device: Device, tile: Tile) -> bool:
     """Whether packed weights become floats, for one call, before the tiles read them.
 
-    They do where ``thresholds.UNPACK_ROWS`` says that it pays, and the floats take no
-    more than ``thresholds.UNPACK_BYTES``, or than the output does.
+    Else ``tile`` unpacks them. They do where ``thresholds.UNPACK_ROWS`` says that it
+    pays, and the floats take no more than ``thresholds.UNPACK_BYTES``, or than the
+    output does.
     """
-    tile = sorted_tile(p, device, True)
     few = few_edges(p) and has_wgmma(p, device)
     least = thresholds.UNPACK_ROWS["few edges" if few else tile.variant].get(tile.width)
     room = max(thresholds.UNPACK_BYTES, p.n_out * whole_channels(p)[1] * p.itemsize)

@@ -15,6 +15,7 @@ from ..problem import WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import MLX, UNPACKED_ONCE, Plan, Planner
+from .cuda_unpack import unpacked_weights
 
 
 def grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
@@ -210,7 +211,7 @@ def _grouped_gemm_weight_grad(x, dy, relation, groups):
 
 # Where packed weights become floats before MLX multiplies by them. On CUDA MLX 0.32.4
 # compiles its packed kernels for tens of seconds each, and one in float32 failed to
-# launch on Hopper; unpacking takes microseconds.
+# launch on Hopper; unpacking them by a kernel of ours takes microseconds.
 UNPACKING = frozenset({devices.CUDA})
 
 
@@ -225,7 +226,9 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
     if backend in UNPACKING:
-        dense = w.dense(x.dtype).squeeze(0)
+        dense = unpacked_weights(w)[0]
+        if dense.shape != w.shape[1:]:
+            dense = dense[: w.shape[1], : w.shape[2]]
         return x @ (dense if transpose else dense.T)
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
     kind = mx.float32 if backend == devices.CPU else x.dtype

@@ -29,8 +29,8 @@ Features = SparseTensor | mx.array
 _MOST_KEPT = 4  # epilogues of a norm
 
 
-class _Kept(dict):
-    """Epilogues of a norm, by its arrays; copies and pickles of the norm have none."""
+class Kept(dict):
+    """What a layer made of its arrays; copies and pickles of the layer have none."""
 
     def __reduce__(self) -> tuple:
         return type(self), ()
@@ -181,7 +181,7 @@ class BatchNorm(mlx.nn.BatchNorm):
             scale, shift, mean, var = own
             made = Epilogue(scale, shift, None, "", mean, var, self.eps, "BatchNorm")
         if known is None or len(known) >= _MOST_KEPT:
-            known = _Kept()
+            known = Kept()
             object.__setattr__(self, "_epilogues", known)  # not a parameter
         known[key] = own, made
         return made

@@ -20,6 +20,7 @@ from ..quantized import QuantizedWeight, module_layout, quantize_weight
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .integer import INTEGER, as_float32, convolved, integers_of, set_output_scale
+from .normalization import Kept
 
 __all__ = ["unpack_int4"]
 
@@ -149,7 +150,20 @@ class Packed:
         Raises:
             ValueError: their shapes are not those of this layer.
         """
-        return self._packed(self.kernel_size, lambda a: a)
+        if self.mode == INTEGER:
+            return self._packed(self.kernel_size, lambda a: a)
+        # The weight is of these very arrays: what changes them in place changes it.
+        words, scales, biases = self["weight"], self["scales"], self["biases"]
+        known = getattr(self, "_weights", None)
+        if known is None:
+            known = Kept()
+            object.__setattr__(self, "_weights", known)  # not a parameter
+        made = known.get("last")
+        if made is None or not (
+            made.weight is words and made.scales is scales and made.biases is biases
+        ):
+            made = known["last"] = self._packed(self.kernel_size, lambda a: a)
+        return made
 
     def _packed(
         self, kernel: tuple[int, ...], stored: Callable[[mx.array], mx.array]

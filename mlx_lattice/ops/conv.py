@@ -102,8 +102,8 @@ def fitted(
     weight: mx.array | QuantizedWeight, dims: int, kernel_size: tuple[int, ...]
 ) -> mx.array | QuantizedWeight:
     """Return the same; ``kernel_size`` is a checked KernelSpec's."""
-    is_array = type(weight) is mx.array
-    if dims > 1 and is_array and weight.shape[1:-1] == kernel_size:
+    given = weight.shape[1:-1] if type(weight) is mx.array else weight.kernel
+    if dims > 1 and given == kernel_size:
         return weight
     return fitting(weight, dims, kernel_size)
 
