@@ -19,7 +19,15 @@ from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import cuda_shapes, thresholds
-from ..routes.plan import IN_KERNEL, IN_SUM, Dispatch, Plan, Proof, integers_unpacked
+from ..routes.plan import (
+    IN_KERNEL,
+    IN_SUM,
+    Dispatch,
+    LayerPlanner,
+    Plan,
+    Proof,
+    integers_unpacked,
+)
 from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
 from .cuda_padding import padded
 from .cuda_tiles import Tile
@@ -29,55 +37,78 @@ from .signatures import kept
 
 
 class Cut(NamedTuple):
-    """A tile of the result, how many there are, and into how many splits sums go."""
+    """How the work over sorted rows is cut.
+
+    Attributes:
+        tile: of the result.
+        tiles: how many there are.
+        splits: of the sums.
+        us: about how long it takes.
+    """
 
     tile: Tile
     tiles: int
     splits: int
+    us: float
 
 
-def cut_of(p: Problem, device: Device) -> Cut:
-    """Return how the work over sorted rows of int8 is cut.
+def cutter(layer: Problem, device: Device) -> Callable[[Problem], Cut]:
+    """Return what cuts the work of the problems of a layer.
 
     A lower tile serves few rows; where its splits or its last blocks would take longer,
     by ``thresholds.INT8_US``, the tile of many rows serves them too.
     """
     if device.family not in thresholds.HOPPER:
-        return _cut(p, device, of_int8(cuda_tiles.mma(p)))
-    c_y, few = cuda_tiles.whole_channels(p)[1], cuda_tiles.few_edges(p)
-    few = few and p.volume > 1  # all rows of a tile share a lone offset
-    tiles = cuda_shapes.INT8_FEW_EDGES_TILES if few else cuda_shapes.INT8_TILES
-    width = cuda_tiles.tile_width(c_y, tiles)
-    lower = cuda_shapes.INT8_SMALL_TILES.get(width, ())
-    if cuda_tiles.few_offsets(p) and width >= 64:
-        lower = *cuda_shapes.INT8_FEW_OFFSETS_TILES, *lower
-    shapes = cuda_tiles.small_tile(lower, p.rows_written * c_y), tiles[width]
-    cuts = [_cut(p, device, hopper_tile(p, shape)) for shape in shapes if shape]
-    return min(cuts, key=lambda cut: _us(p, device, cut))
+        return _cutting(layer, device, of_int8(cuda_tiles.mma(layer)))
+    c_y, made = cuda_tiles.whole_channels(layer)[1], {}
+
+    def sides(few: bool) -> tuple:
+        """Return the lower tiles and the one of many rows; ``few``: edges a row are."""
+        tiles = cuda_shapes.INT8_FEW_EDGES_TILES if few else cuda_shapes.INT8_TILES
+        width = cuda_tiles.tile_width(c_y, tiles)
+        lower = cuda_shapes.INT8_SMALL_TILES.get(width, ())
+        if cuda_tiles.few_offsets(layer) and width >= 64:
+            lower = *cuda_shapes.INT8_FEW_OFFSETS_TILES, *lower
+        return lower, tiles[width]
+
+    # All rows of a tile share a lone offset.
+    known = [sides(False), sides(layer.volume > 1)]
+
+    def cut(p: Problem) -> Cut:
+        lower, last = known[cuda_tiles.few_edges(p)]
+        cuts = []
+        for shape in (cuda_tiles.small_tile(lower, p.rows_written * c_y), last):
+            if shape and shape not in made:
+                made[shape] = _cutting(layer, device, hopper_tile(layer, shape))
+            cuts += [made[shape](p)] if shape else []
+        return min(cuts, key=lambda cut: cut.us)
+
+    return cut
 
 
-def _cut(p: Problem, device: Device, tile: Tile) -> Cut:
-    """Return the cut for a tile; several blocks a multiprocessor fill whole ones."""
-    columns = -(-cuda_tiles.whole_channels(p)[1] // tile.width)
-    tiles = -(-p.rows_written // tile.rows) * columns
-    each, cores = tile.per_multiprocessor, device.cores
-    splits = cuda_splits.splits_of(p, tile, tiles, cores * each)
-    if splits > 1 and splits * tiles > cores:
-        full = [max(1, i * cores // tiles) for i in range(1, each + 1)]
-        nearest = min(full, key=lambda n: max(n / splits, splits / n))
-        splits = min(nearest, p.volume)
-    return Cut(tile, tiles, splits)
-
-
-def _us(p: Problem, device: Device, cut: Cut) -> float:
-    """Return about how long the multiprocessor with most blocks takes, and adding."""
-    tile, tiles, splits = cut
-    stages = cuda_tiles.whole_channels(p)[0] / cuda_tiles.STAGE_BYTES
+def _cutting(layer: Problem, device: Device, tile: Tile) -> Callable[[Problem], Cut]:
+    """Return what cuts by a tile; several blocks a multiprocessor fill whole ones."""
+    c_x, c_y = cuda_tiles.whole_channels(layer)
+    columns, each, cores = -(-c_y // tile.width), tile.per_multiprocessor, device.cores
+    splits_of, volume = cuda_splits.splitter(layer, tile), layer.volume
+    stages = c_x / cuda_tiles.STAGE_BYTES
     if not tile.persistent:  # stages hold one offset
         stages = ceil(stages)
-    most = ceil(tiles * splits / device.cores) * ceil(p.volume / splits)
-    us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width
-    return most * stages * us + cuda_splits.adding_us(p, splits)
+    stage_us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width * stages
+
+    def cut(p: Problem) -> Cut:
+        tiles = -(-p.rows_written // tile.rows) * columns
+        splits = splits_of(p, tiles, cores * each)
+        if splits > 1 and splits * tiles > cores:
+            full = [max(1, i * cores // tiles) for i in range(1, each + 1)]
+            nearest = min(full, key=lambda n: max(n / splits, splits / n))
+            splits = min(nearest, volume)
+        # Of the multiprocessor with most blocks, and adding.
+        most = ceil(tiles * splits / cores) * ceil(volume / splits)
+        us = most * stage_us + cuda_splits.adding_us(p, splits)
+        return Cut(tile, tiles, splits, us)
+
+    return cut
 
 
 def of_int8(tile: Tile) -> Tile:
@@ -92,44 +123,41 @@ def hopper_tile(p: Problem, tile: cuda_shapes.SortedTile | cuda_shapes.Tile) -> 
     return of_int8(cuda_tiles.wide(p, tile))
 
 
-def int8_sorted(p: Problem, device: Device) -> Plan:
+@LayerPlanner
+def int8_sorted(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan matrix tiles of int8 over mask-sorted rows; int4 weights become int8."""
-    tile, _, splits = cut_of(p, device)
-    places = device.cores * tile.per_multiprocessor
-    plan = as_cut(p, tile, splits, max(1, places // splits))
-    tried = cuda_tiles.proof_channels(p, tile.width)
-    again = partial(_again, tile=tile, splits=splits, defines=plan.gpu.defines)
-    return replace(plan, proof=Proof(tried, again))
+    cut_of, made = cutter(layer, device), {}
+
+    def plan(p: Problem) -> Plan:
+        tile, _, splits, _ = cut_of(p)
+        key = tile, splits > 1
+        of_layer = made.get(key)
+        if of_layer is None:
+            of_layer = made[key] = _of_layer(layer, *key)
+        most = device.cores * tile.per_multiprocessor // splits
+        return _with_rows(p, of_layer, tile, splits, max(1, most))
+
+    return plan
 
 
 def _again(
-    p: Problem, tile: Tile, splits: int, defines: tuple[tuple[str, int], ...]
+    p: Problem, tile: Tile, is_split: bool, defines: tuple[tuple[str, int], ...]
 ) -> Plan:
     """Return the plan of a small problem for another cut's kernel, in few blocks."""
-    plan = as_cut(p, tile, min(splits, cuda_tiles.PROOF_SPLITS), 2)
+    splits = cuda_tiles.PROOF_SPLITS if is_split else 1
+    plan = _with_rows(p, _of_layer(p.layer, tile, is_split), tile, splits, 2)
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-def as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
-    """Plan work that is cut already.
-
-    Args:
-        p: the facts.
-        tile: of the result.
-        splits: of the sums.
-        most: blocks of a persistent grid, at most.
-    """
-    rows, (c_x, c_y) = p.rows_written, cuda_tiles.whole_channels(p)
-    tiles = -(-rows // tile.rows) * -(-c_y // tile.width)
-    blocks = min(tiles, most) if tile.persistent else tiles
-    scratch = 4 * splits * rows * c_y if splits > 1 else 0
-    weights = integers_unpacked(p)
-    if weights:
-        scratch += p.volume * c_x * c_y
-    after = p.integer, DTYPES[p.dtype]
-    add = cuda_integers.adding_kernel(*after) if splits > 1 else None
-    added = (cuda_splits.adding_threads(rows * c_y),) if add else ()
-    grid = blocks * tile.threads, splits
+def _of_layer(layer: Problem, tile: Tile, is_split: bool) -> Plan:
+    """Plan what rows do not change."""
+    p = layer
+    add = None
+    if is_split:
+        add = cuda_integers.adding_kernel(p.integer, DTYPES[p.dtype])
+    gpu = cuda_integers.tiles_kernel(p, tile, is_split)
+    tried = cuda_tiles.proof_channels(p, tile.width)
+    again = partial(_again, tile=tile, is_split=is_split, defines=gpu.defines)
     return Plan(
         p,
         CUDA,
@@ -138,18 +166,41 @@ def as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
         _run,
         variant=tile.variant,
         tile=(tile.rows, tile.width),
-        splits=splits,
         multiple=cuda_tiles.multiple(mx.int8),
         read=sorted_arrays,
-        weights=weights,
-        epilogue=IN_SUM if add else IN_KERNEL,
-        scratch=scratch,
-        gpu=cuda_integers.tiles_kernel(p, tile, splits),
+        weights=integers_unpacked(p),
+        epilogue=IN_SUM if is_split else IN_KERNEL,
+        gpu=gpu,
         add=add,
         threadgroup=(tile.threads,),
-        dispatches=(Dispatch(0, -(-rows // tile.rows), grid, added),),
         count=cuda_counts.sorted_tiles,
+        proof=Proof(tried, again),
     )
+
+
+def _with_rows(p: Problem, plan: Plan, tile: Tile, splits: int, most: int) -> Plan:
+    """Return the plan of a problem, from that of its layer.
+
+    Args:
+        p: the facts.
+        plan: of the layer.
+        tile: of the result.
+        splits: of the sums.
+        most: blocks of a persistent grid, at most.
+    """
+    rows, (c_x, c_y) = p.rows_written, cuda_tiles.whole_channels(p)
+    high = -(-rows // tile.rows)
+    blocks = high * -(-c_y // tile.width)
+    if tile.persistent:
+        blocks = min(blocks, most)
+    scratch = 4 * splits * rows * c_y if splits > 1 else 0
+    if plan.weights:
+        scratch += p.volume * c_x * c_y
+    added = (cuda_splits.adding_threads(rows * c_y),) if splits > 1 else ()
+    grid = blocks * tile.threads, splits
+    dispatches = (Dispatch(0, high, grid, added),)
+    facts = {"splits": splits, "scratch": scratch, "dispatches": dispatches}
+    return plan.changed(problem=p, **facts)
 
 
 @Runner

@@ -67,9 +67,9 @@ def after(facts: IntegerFacts, dtype: mx.Dtype) -> str:
     return f"IntegerEpilogue<{facts.act.code}, {', '.join(there)}, {residual}>"
 
 
-def tiles_kernel(p: Problem, tile: cuda_tiles.Tile, splits: int) -> GpuKernel:
-    """Return the kernel of the tiles; with several splits it writes partial sums."""
-    dtype, whole = DTYPES[p.dtype], splits == 1
+def tiles_kernel(p: Problem, tile: cuda_tiles.Tile, is_split: bool) -> GpuKernel:
+    """Return the kernel of the tiles; where sums are split it writes parts of them."""
+    dtype, whole = DTYPES[p.dtype], not is_split
     return kept(
         GpuKernel(
             CUDA,
