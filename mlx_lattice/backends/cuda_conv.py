@@ -67,6 +67,7 @@ TF32_WEIGHTS = Interface(
         ("w_line_stride", "1"),
     ),
 )
+
 # Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
 PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
 
