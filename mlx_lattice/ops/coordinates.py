@@ -14,6 +14,7 @@ from ..backends import registry
 from ..channel_joins import beside
 from ..coordinate_set import CoordinateSet, check_coords
 from ..coordinates import CoordinateManager
+from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, join
 from ..geometry.segments import reduce_segments
 from ..integer_tensor import IntegerTensor, cat_integers
@@ -275,6 +276,7 @@ class Element(NamedTuple):
         if not self.moves:
             at = self.rows()
             self.moves.append((at, inverted(at, feats.shape[0])))
+            sync.start(self.moves[0])  # no graph that is traced takes them in
         return move_rows(feats, *self.moves[0], whole=True)
 
     def rows(self) -> mx.array:
@@ -309,15 +311,16 @@ def _element(
     """Return one element of a set, of a coordinate manager of its own."""
     coords = whole.coords
     cells = coords[begin:end] if order is None else coords[order[begin:end]]
-    cells = cells[:, 1:]
+    rows = mx.concatenate([mx.zeros_like(cells[:, :1]), cells[:, 1:]], axis=1)
+    sync.start(rows)
     manager = CoordinateManager()
     made = manager.inserted(
-        mx.concatenate([mx.zeros_like(cells[:, :1]), cells], axis=1),
+        rows,
         whole.stride,
         spatial_shape=whole.spatial_shape,
         batch_size=1,
         trusted=True,
-        box=tuple((0, *end[1:]) for end in whole.box),  # right as the whole set is
+        box=tuple((0, *corner[1:]) for corner in whole.box),  # right for all rows
     )
     made.is_sorted, made.is_kept = whole.is_sorted, True
     return Element(made, manager, begin, end, order, [])
