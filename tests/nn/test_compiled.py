@@ -455,3 +455,12 @@ def test_an_error_of_the_function_stays_its_own():
 
     with pytest.raises(KeyError, match="mine"):
         ml.compile(function)(tensor())
+
+
+def test_no_rows_are_not_compiled():
+    """MLX's compiled functions divide by the size of arrays, on CUDA."""
+    net, none = small_net().eval(), tensor(n=0)
+    step = ml.compile(Counting(net))
+    for count in (1, 2, 3):
+        assert step(none).shape == (0, 3) and step.function.calls == count
+    assert len(step) == 0
