@@ -16,6 +16,7 @@ from weakref import ref
 import mlx.core as mx
 from mlx.nn import Module
 
+from . import devices
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .preparation import arrays_of
@@ -54,7 +55,8 @@ def compile(  # noqa: A001 - as mx.compile
     Other shapes, dtypes, constants, devices and forced routes count as new, and so do
     modules (``function``, and those in ``inputs`` and ``outputs``) that were put into
     ``train`` or ``eval`` mode. Where launches are observed (``ml.trace``,
-    ``ml.verify``) the function runs as it is.
+    ``ml.verify``) the function runs as it is, and so it does on CUDA where an array has
+    no elements: what MLX compiles there divides by their number.
 
     Args:
         function: a module, whose state is captured by itself; or any function.
@@ -108,8 +110,8 @@ class Compiled:
                 array = leaf.feats
             arrays.append(array)
             signature += array.shape, array.dtype
-        if not all([array.size for array in arrays]):
-            # What MLX compiles for CUDA divides by the size of its arrays.
+        is_empty = not all([array.size for array in arrays])
+        if is_empty and devices.current().backend == devices.CUDA:
             return self.function(*args, **kwargs)
         key = (*signature, *self._modes(), selection.situation())
         managers = list({id(x.manager): x.manager for x in tensors}.values())

@@ -41,13 +41,11 @@ class Cut(NamedTuple):
 
     Attributes:
         tile: of the result.
-        tiles: how many there are.
         splits: of the sums.
         us: about how long it takes.
     """
 
     tile: Tile
-    tiles: int
     splits: int
     us: float
 
@@ -106,7 +104,7 @@ def _cutting(layer: Problem, device: Device, tile: Tile) -> Callable[[Problem], 
         # Of the multiprocessor with most blocks, and adding.
         most = ceil(tiles * splits / cores) * ceil(volume / splits)
         us = most * stage_us + cuda_splits.adding_us(p, splits)
-        return Cut(tile, tiles, splits, us)
+        return Cut(tile, splits, us)
 
     return cut
 
@@ -129,7 +127,7 @@ def int8_sorted(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     cut_of, made = cutter(layer, device), {}
 
     def plan(p: Problem) -> Plan:
-        tile, _, splits, _ = cut_of(p)
+        tile, splits, _ = cut_of(p)
         key = tile, splits > 1
         of_layer = made.get(key)
         if of_layer is None:
@@ -149,9 +147,8 @@ def _again(
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-def _of_layer(layer: Problem, tile: Tile, is_split: bool) -> Plan:
-    """Plan what rows do not change."""
-    p = layer
+def _of_layer(p: Problem, tile: Tile, is_split: bool) -> Plan:
+    """Plan what rows do not change of the problems of a layer, ``p``."""
     add = None
     if is_split:
         add = cuda_integers.adding_kernel(p.integer, DTYPES[p.dtype])

@@ -28,25 +28,21 @@ MOMENTS_CHANNELS, MOMENTS_ROWS, MOMENTS_BLOCKS = 64, 32, 1024
 SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
 
 
-def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
-    """Return into how many splits the offsets are cut, so that few rows fill a GPU.
+def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
+    """Return ``splits(p, tiles, places)`` for the problems of a layer.
 
-    As many as make the multiprocessors' time, and that of adding up, the least: over
+    That is into how many splits the offsets are cut, so that few rows fill a GPU: as
+    many as make the multiprocessors' time, and that of adding up, the least. Over
     splits of 1 000 to 10 000 rows of 64 to 512 channels, timed on an H200, within 4% of
     the fastest. Blocks that run side by side gain little from each other there, but of
     int8; elsewhere they are taken not to slow each other.
 
     Args:
-        p: the facts.
-        tile: of the output.
-        tiles: of it in all.
-        places: for blocks on the GPU.
+        layer: the facts but the rows.
+        tile: of the output; ``tiles`` of it there are in all.
+
+    ``places`` are those for blocks on the GPU.
     """
-    return splitter(p.layer, tile)(p, tiles, places)
-
-
-def splitter(layer: Problem, tile: Tile) -> Callable[[Problem, int, int], int]:
-    """Return ``splits(p, tiles, places)`` for the problems of a layer."""
     us, (c_x, c_y) = _adding(layer), whole_channels(layer)
     size = max(1, tile.rows * tile.width / 8192)
     each_stage = thresholds.INT8_STAGE_US if layer.integer else thresholds.STAGE_US

@@ -172,15 +172,13 @@ def list_length(volume: int) -> int:
     return 64 if volume <= 64 else max(512, 1 << (volume - 1).bit_length())
 
 
-def sorted_tile(p: Problem, device: Device, packed: bool) -> Tile:
-    """Return the tile over sorted rows; ``packed``: it unpacks its weights."""
-    return tile_chooser(p.layer, device, packed, lambda tile: tile)(p)
-
-
 def tile_chooser(
     layer: Problem, device: Device, packed: bool, make: Callable[[Tile], T]
 ) -> Callable[[Problem], T]:
-    """Return ``make(sorted_tile)`` for the problems of a layer, made once a tile."""
+    """Return ``make(tile)`` for the problems of a layer, made once a tile.
+
+    The tile is that over sorted rows; ``packed``: it unpacks its weights.
+    """
     width, made = whole_channels(layer)[1], {}
     # Low tiles would unpack their weights more often.
     has_small = multiplies_one(layer, device) or has_wgmma(layer, device)

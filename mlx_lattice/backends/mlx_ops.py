@@ -15,6 +15,7 @@ from ..problem import WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import MLX, UNPACKED_ONCE, Plan, Planner
+from .availability import serves
 from .cuda_unpack import unpacked_weights
 
 
@@ -226,8 +227,8 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
     if backend in UNPACKING:
-        dense = unpacked_weights(w)[0]
-        if dense.shape != w.shape[1:]:
+        dense = (unpacked_weights(w) if serves(backend) else w.dense(x.dtype))[0]
+        if dense.shape != w.shape[1:]:  # padded
             dense = dense[: w.shape[1], : w.shape[2]]
         return x @ (dense if transpose else dense.T)
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.

@@ -102,7 +102,11 @@ def fitted(
     weight: mx.array | QuantizedWeight, dims: int, kernel_size: tuple[int, ...]
 ) -> mx.array | QuantizedWeight:
     """Return the same; ``kernel_size`` is a checked KernelSpec's."""
-    given = weight.shape[1:-1] if type(weight) is mx.array else weight.kernel
+    kind, given = type(weight), None
+    if kind is mx.array:
+        given = weight.shape[1:-1]
+    elif kind is QuantizedWeight:  # of as many offsets: it checked that
+        given = weight.kernel
     if dims > 1 and given == kernel_size:
         return weight
     return fitting(weight, dims, kernel_size)

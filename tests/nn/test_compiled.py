@@ -11,6 +11,7 @@ import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
+from cuda_recorder import recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
@@ -457,10 +458,11 @@ def test_an_error_of_the_function_stays_its_own():
         ml.compile(function)(tensor())
 
 
-def test_no_rows_are_not_compiled():
-    """MLX's compiled functions divide by the size of arrays, on CUDA."""
-    net, none = small_net().eval(), tensor(n=0)
-    step = ml.compile(Counting(net))
+def test_no_rows_are_not_compiled_on_cuda():
+    """MLX's compiled functions divide by the size of arrays there."""
+    net = small_net().eval()
+    step, none = ml.compile(Counting(net)), tensor(n=0)
     for count in (1, 2, 3):
-        assert step(none).shape == (0, 3) and step.function.calls == count
+        with recording("h200"):
+            assert step(none).shape == (0, 3) and step.function.calls == count
     assert len(step) == 0

@@ -372,3 +372,12 @@ def test_mistakes_are_sentences():
     twin = integer(layer)
     with pytest.raises(ValueError, match="has no gradient"):
         mx.grad(lambda f: twin(tensor().replace(f)).feats.sum())(tensor().feats)
+
+
+def test_an_integer_weight_of_other_offsets_is_refused():
+    layer = nn.SubmConv3d(16, 16, 3).to_quantized(bits=8, quantize_input=True)
+    layer.weight = layer.weight[:8]
+    coords = mx.array(cases.geometry("negative", 3, 30))
+    x = ml.SparseTensor(coords, mx.ones((len(coords), 16)))
+    with pytest.raises(ValueError, match="8 offsets, the kernel 27"):
+        layer(x)

@@ -207,6 +207,19 @@ def test_running_statistics_move_at_the_call(rows):
     np.testing.assert_allclose(exact(y.feats).mean(axis=0), 0, atol=1e-5)
 
 
+@pytest.mark.parametrize("rows", ROWS)
+def test_running_statistics_that_move_have_no_gradient(rows):
+    """As of ``mx.grad`` over all parameters, of features that it does not follow."""
+    net, x = nn.BatchNorm(C), tensor(rows)
+
+    def loss(mean, var):
+        net.running_mean, net.running_var = mean, var
+        return mx.square(net(x).feats).sum()
+
+    for gradient in mx.grad(loss, argnums=(0, 1))(mx.zeros(C), mx.ones(C)):
+        assert gradient.shape == (C,) and not exact(gradient).any()
+
+
 @pytest.mark.skipif(devices.current().backend == devices.CPU, reason="of GPUs")
 def test_a_norm_of_few_rows_and_what_follows_are_one_launch():
     """Of running statistics too, which were moved before more followed."""

@@ -56,7 +56,9 @@ def test_slots(place, sizes, patch, padding):
 
 @emulated
 def test_what_a_rehearsal_keeps_is_right(cuda_programs):
-    """Patches and weights of upsampling are kept: a rehearsal has them computed."""
+    """Patches, weights of upsampling and places of a mean are kept with their rows: a
+    rehearsal has them computed.
+    """
     emulator = Emulator(cuda_programs)
     launch, left_out = emulator.launch, []
 
@@ -73,6 +75,7 @@ def test_what_a_rehearsal_keeps_is_right(cuda_programs):
         wanted = filled(x, 64, "z", None, PADDING["cuda"])
         coarse = ops.avg_pool3d(x, 2)
         expected = ops.upsample_linear3d(coarse, 2, x)
+        means = ops.avg_pool3d(x, 3, 2).feats
     x = scan((300, 200))  # nothing is kept of these rows
     with emulating(emulator):
         coarse = ops.avg_pool3d(x, 2)
@@ -80,11 +83,14 @@ def test_what_a_rehearsal_keeps_is_right(cuda_programs):
         with rehearsal():
             got = filled(x, 64, "z", None, PADDING["cuda"])
             mx.eval(ops.upsample_linear3d(coarse, 2, x).feats)
+            mx.eval(ops.avg_pool3d(x, 3, 2).feats)
+        pooled = ops.avg_pool3d(x, 3, 2).feats
         y = ops.upsample_linear3d(coarse, 2, x)
-        mx.eval(y.feats, got.row)
+        mx.eval(y.feats, got.row, pooled)
     assert left_out  # features were
     np.testing.assert_array_equal(np.array(got.row), np.array(wanted.row))
     np.testing.assert_allclose(np.array(y.feats), np.array(expected.feats), 1e-5)
+    np.testing.assert_allclose(np.array(pooled), np.array(means), 1e-5)
 
 
 @emulated

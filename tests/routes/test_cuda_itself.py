@@ -121,5 +121,6 @@ def test_the_tables_take_them():
         problem = ml.Problem.forward(
             c_in=64, c_out=64, n_in=rows, kernel_size=1, dtype="float16"
         )
-        assert cuda_tiles.sorted_tile(problem, ml.devices.current(), False).itself
+        of = problem.layer, ml.devices.current(), False, lambda tile: tile
+        assert cuda_tiles.tile_chooser(*of)(problem).itself
         assert ml.select(problem).plan.variant == variant

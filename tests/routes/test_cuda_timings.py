@@ -43,7 +43,8 @@ def over_the_fastest(timed: dict) -> float | None:
     sides = {side: timed.get(side, timed.get("channels")) for side in ("c_in", "c_out")}
     make = getattr(ml.Problem, timed["pass"])
     problem = make(**facts, **sides, **of_kernel, layout=MLX_LAYOUT)
-    chosen = cuda_tiles.sorted_tile(problem, devices.profile("h200"), packed=False)
+    of = problem.layer, devices.profile("h200"), False, lambda tile: tile
+    chosen = cuda_tiles.tile_chooser(*of)(problem)
     us = timed["us"].get(timed_as(chosen.code))
     return us and us / min(timed["us"].values())
 

@@ -8,11 +8,12 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, build, mappable, multi_edges, pair
+from cuda_recorder import recording
 from packings import exact, feats, packed, unpacked
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, ops
-from mlx_lattice.backends import registry
+from mlx_lattice.backends import mlx_ops, registry
 
 POINTWISE = cases.Case("submanifold", 3, 1)
 ROUTES = ("quantized_sorted", "quantized_traversal", "gather_gemm_scatter")
@@ -252,3 +253,10 @@ def test_weights_that_do_not_fit_the_call():
         ml.explain(x, q.dense(), only="quantized_traversal")
     with pytest.raises(ValueError, match=r"\(K, C_in / groups, C_out\)"):
         ml.conv(x.feats, packed(8, 20, 6), relation)
+
+
+def test_portable_routes_unpack_by_mlx_on_cuda_too():
+    q, x = packed(1, 40, 24), feats(17, 40)
+    with recording("h200"), backends.portable_only():
+        y = mlx_ops.packed_matmul(x, q)
+    ref.assert_close(y, ref.to_numpy(x) @ ref.to_numpy(q.dense())[0])
