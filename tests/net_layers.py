@@ -3,7 +3,6 @@
 import exact_rows as exact
 import mlx.core as mx
 import mlx.nn
-import numpy as np
 from net_draws import CONDITION, Part, Unfit
 
 from mlx_lattice import nn, ops
@@ -341,24 +340,6 @@ class Attended(Part):
         coords = net.here.coords.copy()
         coords[:, 1:] = (coords[:, 1:] + self._shift) // self._window
         return exact.attended(exact.linear(x, net.given["layer"]), self._heads, coords)
-
-
-class Apart(Part):
-    """Each batch element by itself, and all together again."""
-
-    def __init__(self, draw):
-        super().__init__()
-        before, after = self.widen(draw)
-        self._out = draw.rows("batched", self._out[0]), after
-        self.layer = nn.SubmConv3d(before, after, 3)
-
-    def __call__(self, x, _):
-        parts = [self.layer(part) for part in ops.unbatch(x)]
-        return ops.batch(parts) if parts else self.layer(x)
-
-    def exact(self, net, x):
-        y = net.convolved(x, "submanifold", kernel_size=3)
-        return exact.taken(y, np.argsort(net.here.batch, kind="stable"))
 
 
 class InSequence(Part):
