@@ -15,9 +15,10 @@ from random_nets import ExactNet, Net, sets_of
 import mlx_lattice as ml
 from mlx_lattice import devices
 
-BOUNDS = {"float32": 2e-4, "float16": 4e-2, "bfloat16": 0.25}
+# Of outputs and of gradients, relative to the norm.
+BOUNDS = {"float32": (2e-4, 4e-3), "float16": (5e-3, 0.05), "bfloat16": (3e-2, 0.2)}
 # Where statistics are of one row, a gradient is what rounding leaves of it.
-FEW, OF_GRADIENTS, OF_FEW = 5, 20, 200
+FEW, OF_FEW = 5, 10
 
 
 def shaken(net: Net, seed: int) -> None:
@@ -121,8 +122,8 @@ def check(seed: int, dtype: str = "float32", training: bool = False) -> None:
     net.set_dtype(getattr(mx, dtype))
     net.train(training)
     before, channels = net.parameters(), net._draw.widths[0]
-    bound = BOUNDS[dtype]
-    of_gradients = bound * (OF_FEW if rows <= FEW else OF_GRADIENTS)
+    bound, of_gradients = BOUNDS[dtype]
+    of_gradients *= OF_FEW if rows <= FEW else 1
     for scan_seed in (seed, seed + 1):
         scan = Scan(int(rows), channels, getattr(mx, dtype), scan_seed)
         outputs, weights, wanted = scan.wanted(net, training, seed)
@@ -166,7 +167,8 @@ def check_packed(seed: int, bits: int) -> None:
             told = made(scan.x, scan.condition)
         for found in (told, made(scan.x, scan.condition)):
             for i, y in enumerate(found):
-                assert_near(y.feats, outputs[i], BOUNDS["float32"], 1e-2, f"output {i}")
+                bound = BOUNDS["float32"][0]
+                assert_near(y.feats, outputs[i], bound, 1e-2, f"output {i}")
 
 
 @pytest.mark.parametrize("seed", range(8))
