@@ -159,7 +159,9 @@ NB_MODULE(_cpu, m) {
   m.def("is_differentiating", &is_differentiating);
   m.def("stopped", &stopped, "arrays"_a);
   nb::class_<Recording>(m, "Recording")
-      .def(nb::init<const std::vector<array>&, nb::handle>(), "stopped"_a, "results"_a)
+      .def(nb::init<const std::vector<array>&, nb::handle, const std::vector<array>&>(), "stopped"_a, "results"_a,
+           "beside"_a = std::vector<array>())
+      .def_prop_ro("searched", &Recording::searched)
       .def_prop_ro("repeats", &Recording::repeats)
       .def("fits", &Recording::fits, "given"_a)
       .def("now", &Recording::now, "given"_a, "results"_a, "rules"_a)

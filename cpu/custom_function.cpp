@@ -139,9 +139,10 @@ Arrays stopped(const Arrays& arrays) {
   return all;
 }
 
-Recording::Recording(const Arrays& stopped, nb::handle results) : is_single_(nb::isinstance<mx::array>(results)) {
+Recording::Recording(const Arrays& stopped, nb::handle results, const Arrays& beside)
+    : is_single_(nb::isinstance<mx::array>(results)) {
   auto made = arrays_of(results);
-  launches_ = std::make_shared<RecordedLaunches>(stopped, made, constants_);
+  launches_ = std::make_shared<RecordedLaunches>(stopped, beside, made, constants_);
   auto note = [](const Arrays& arrays, auto& shapes, auto& dtypes) {
     for (auto& a : arrays) {
       shapes.push_back(a.shape());

@@ -58,9 +58,10 @@ std::vector<mx::array> stopped(const std::vector<mx::array>& arrays);
 // function returns, one array or a sequence of them, is returned so.
 class Recording {
  public:
-  // `results` are what the function returned of the `stopped` arrays.
-  Recording(const std::vector<mx::array>& stopped, nb::handle results);
+  // `results` are what the function returned of the `stopped` arrays, and of those `beside` them, which were there before.
+  Recording(const std::vector<mx::array>& stopped, nb::handle results, const std::vector<mx::array>& beside);
 
+  int searched() const { return launches_->searched(); }
   // Whether it computes each result of what is given: else it was computed already, and is of no other arrays.
   bool repeats() const { return launches_->computes_all(); }
   // Whether the function would launch the same for these arrays, on the stream of now.

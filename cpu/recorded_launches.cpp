@@ -34,12 +34,13 @@ bool is_launch_or_view(const mx::Primitive& primitive) {
 
 }  // namespace
 
-RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results,
-                                   std::vector<mx::array>& constants)
+RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& beside,
+                                   const std::vector<mx::array>& results, std::vector<mx::array>& constants)
     : given_(int(given.size())), stream_(mx::default_stream(mx::default_device())) {
   constexpr int unnumbered = std::numeric_limits<int>::min();
   std::unordered_map<uintptr_t, int> numbers;
   for (int i = 0; i < given_; ++i) numbers.emplace(given[i].id(), i);
+  for (auto& a : beside) numbers.emplace(a.id(), unnumbered);
 
   // Each after what it reads.
   std::vector<mx::array> computed;
@@ -63,6 +64,7 @@ RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const st
     }
   }
 
+  searched_ = int(numbers.size());
   auto number = [&](const mx::array& a) {
     int& found = numbers.at(a.id());
     if (found == unnumbered) {

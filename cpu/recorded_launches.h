@@ -12,10 +12,12 @@ namespace mx = mlx::core;
 class RecordedLaunches {
  public:
   // What computes `results` from `given` arrays. What else they read is added to `constants`: inputs after those given.
-  // None of the arrays is kept.
-  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& results,
-                   std::vector<mx::array>& constants);
+  // It is not looked for what computes those `beside` them. None of the arrays is kept.
+  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& beside,
+                   const std::vector<mx::array>& results, std::vector<mx::array>& constants);
 
+  // Arrays that were looked at for it: what it took.
+  int searched() const { return searched_; }
   // Whether all of it are launches of this library and views of arrays, on one stream: a few, of little memory.
   bool is_plain() const { return is_plain_; }
   mx::Stream stream() const { return stream_; }
@@ -51,7 +53,7 @@ class RecordedLaunches {
     return number < given_ ? number : number + constants_;
   }
 
-  int given_, constants_;
+  int given_, constants_, searched_;
   std::vector<Step> steps_;
   std::vector<int> results_;
   std::vector<bool> reads_;

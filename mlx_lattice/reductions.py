@@ -20,9 +20,9 @@ from .transformations import Function
 # Derivatives
 
 
-def linear(forward, transpose, itself):
+def linear(forward, transpose, itself, beside=None):
     """Wrap a linear function of one array with its derivatives."""
-    function = Function(forward)
+    function = Function(forward, beside=beside)
     function.vjp(lambda x, dy, y: transpose(dy))
     function.jvp(lambda x, dx: itself(dx))
     return function

@@ -63,17 +63,21 @@ class Function:
             repeats the launches of an earlier one, and Python does not find them
             again. None: not now. Without it they are found at every call.
         rules: has all rules; without it they are set one by one.
+        beside: returns arrays that the latest call of ``forward`` read besides its
+            own, which were there before: it is not looked for what those are computed
+            of, a whole net where processes exchange in turn.
     """
 
-    __slots__ = "_custom", "_forward", "_recorded", "_rules", "_settled"
+    __slots__ = "_beside", "_custom", "_forward", "_recorded", "_rules", "_settled"
 
     def __init__(
         self,
         forward: Callable,
         settled: Callable[[], object] | None = None,
         rules: Rules | None = None,
+        beside: Callable[[], Sequence[mx.array]] | None = None,
     ):
-        self._forward = forward
+        self._forward, self._beside = forward, beside
         self._rules = {"vmap": partial(_each, forward)} if rules is None else rules
         self._custom: Callable | None = None
         self._settled = settled if _NODES else None
@@ -119,7 +123,8 @@ class Function:
             return self._custom(*arrays)
         stopped = _NODES.stopped(arrays)
         found = self._forward(*stopped)
-        launches = _NODES.Recording(stopped, found)
+        beside = self._beside() if self._beside else ()
+        launches = _NODES.Recording(stopped, found, beside)
         if is_second:
             self._recorded[count] = settled, launches.repeats and launches
         if rules is not None:
@@ -253,6 +258,7 @@ def differentiable(
     statistics: int = 0,
     settled=None,
     frozen: int = 0,
+    beside=None,
 ) -> Function:
     """Return a way back by kernels, whose own derivatives are the composed form's.
 
@@ -260,7 +266,7 @@ def differentiable(
         back: of (dy, x, *arrays).
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
-        settled: that of ``Function``.
+        settled, beside: those of ``Function``.
         frozen: arrays after x whose derivatives ``back`` leaves out.
     """
 
@@ -268,7 +274,7 @@ def differentiable(
         dx, *rest = mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1]
         return dx, *rest[frozen:]
 
-    function = Function(back, settled)
+    function = Function(back, settled, beside=beside)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function

@@ -46,6 +46,7 @@ class Exchanges:
     ):
         self.group, self.stream, self._holder = group, stream, holder
         self._exchanged: mx.array | None = None
+        self.before: tuple[mx.array, ...] = ()  # what the latest one came after
 
     def gather(self, *parts: mx.array) -> mx.array:
         """Return (P, W): what each of the P processes gave, in a row."""
@@ -62,7 +63,11 @@ class Exchanges:
         Its gradient is that of the sum of all processes' losses.
         """
         rank = self.group.rank()
-        return linear(self.gather, lambda dy: self.added(dy)[rank], self.gathered)(row)
+
+        def back(dy):
+            return self.added(dy)[rank]
+
+        return self._linear(self.gather, back, self.gathered)(row)
 
     def added(self, x: mx.array) -> mx.array:
         """Return the sum over processes, whose gradient is the sum of gradients.
@@ -73,13 +78,18 @@ class Exchanges:
         def add(x):
             return self.add(x).reshape(x.shape)
 
-        return linear(add, self.added, self.added)(x)
+        return self._linear(add, self.added, self.added)(x)
+
+    def _linear(self, forward: Callable, back: Callable, itself: Callable) -> Callable:
+        return linear(forward, back, itself, lambda: self.before)
 
     def _in_turn(
         self, exchange: Callable, parts: Sequence[mx.array], factor: float = 1.0
     ) -> mx.array:
         before = self if self._exchanged is not None else Exchanges._last()
-        row = joined(parts, factor, None if before is None else before._exchanged)
+        after = None if before is None else before._exchanged
+        self.before = () if after is None else (after,)
+        row = joined(parts, factor, after)
         y = exchange(row, group=self.group, stream=self.stream)
         if self._holder is None:
             self._exchanged = y

@@ -137,7 +137,8 @@ def row_norm(
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    gradient = differentiable(back, composed, 2, settled)
+    beside = statistics.beside
+    gradient = differentiable(back, composed, 2, settled, beside=beside)
 
     def vjp(primals, cotangents, outputs):
         x, *rest = several(primals)
@@ -156,7 +157,7 @@ def row_norm(
         return *found, *[no_gradient(a.shape) for a in others]
 
     given.tell("forward", launches - (is_summed and few is None))
-    function = Function(forward, settled)
+    function = Function(forward, settled, beside=beside)
     function.vjp(vjp)
 
     @function.jvp
