@@ -172,6 +172,7 @@ class MetalHost(Place):
             patch.object(devices, "current", lambda: device),
             ml.metal("host"),
         ):
+            metal_host.install()  # not first in a recording, which would undo it
             try:
                 yield
             finally:

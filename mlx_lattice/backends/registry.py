@@ -16,10 +16,10 @@ from .cpu_reductions import CpuReductions
 from .cuda_column_sums import CudaColumnSums
 from .cuda_exchanges import CudaExchanges
 from .cuda_geometry import CudaGeometry
-from .cuda_joins import CudaJoins
 from .cuda_reductions import CudaReductions
 from .cuda_row_norms import CudaRowNorms
 from .gpu_heads import GpuHeads
+from .gpu_joins import GpuJoins
 from .gpu_norms import GpuNorms
 from .gpu_patches import GpuPatches
 from .gpu_points import GpuPoints
@@ -66,7 +66,7 @@ EXCHANGES = {CUDA: CudaExchanges()}
 # Elsewhere the norms' kernels sum columns, or MLX.
 COLUMN_SUMS = {CUDA: CudaColumnSums()}
 # Elsewhere MLX operations join channels.
-JOINS = {CUDA: CudaJoins()}
+JOINS = {METAL: GpuJoins(METAL), CUDA: GpuJoins(CUDA)}
 
 
 def serving() -> str:
@@ -133,6 +133,6 @@ def column_sums() -> CudaColumnSums | None:
     return COLUMN_SUMS.get(serving())
 
 
-def joins() -> CudaJoins | None:
+def joins() -> GpuJoins | None:
     """Return what joins channels on the device that MLX runs on now, if any does."""
     return JOINS.get(serving())

@@ -22,7 +22,7 @@ MATRICES = (
     "segments", "hash_table", "unique_rows", "kept_rows", "best_rows",
     "curve_keys",
     "experiment_division", "experiment_tiles", "updates", "attention_heads",
-    "points", "patches",
+    "points", "patches", "join_channels",
 )  # fmt: skip
 NORMS = ("matrix_tiles", "channel_norms", "group_statistics", "batch_norm")
 _SIZES = re.compile(r"\b\w+Sizes\b")

@@ -1,4 +1,4 @@
-"""Rows side by side: by MLX's operations, and by CUDA's kernel or its emulation."""
+"""Rows side by side and apart: by MLX's operations, and by kernels of GPUs."""
 
 import math
 
@@ -6,11 +6,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
+from places import HERE, agreed
 
 from mlx_lattice.backends import cuda_padding, registry, signatures
-from mlx_lattice.backends.cuda_joins import CudaJoins
+from mlx_lattice.backends.gpu_joins import GpuJoins
 from mlx_lattice.channel_joins import beside
 
+METAL = [place for place in HERE if place.name == "metal"]
 SHAPES = (1, 1, 1), (3, 8, 4), (130, 96, 32), (1000, 12, 20), (7, 300, 5), (2, 9000, 16)
 
 
@@ -46,6 +48,46 @@ def test_rows_stand_side_by_side(shape, dtype, launches):
     assert y.dtype == dtype
     assert mx.array_equal(y, mx.concatenate([a, b], axis=1))
     assert launches is None or HAS_GPU or len(launches) == 1
+
+
+@pytest.mark.parametrize(
+    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_gradients_are_apart(shape, dtype, launches):
+    if launches is None:
+        pytest.skip("a kernel of GPUs")
+    rows, c_a, c_b = shape
+    y = numbers(rows, c_a + c_b, dtype)
+    a, b = registry.joins().split(y, c_a)
+    assert a.dtype == b.dtype == dtype
+    assert mx.array_equal(a, y[:, :c_a]) and mx.array_equal(b, y[:, c_a:])
+    assert HAS_GPU or len(launches) == 1
+
+
+@pytest.mark.skipif(not METAL, reason="no Metal kernel runs here")
+@pytest.mark.parametrize("begin", (0, 1), ids=("aligned", "views"))
+@pytest.mark.parametrize(
+    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
+)
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+def test_on_metal(shape, dtype, begin):
+    rows, c_a, c_b = shape
+    y = numbers(rows, c_a + c_b, dtype)
+    a, b = mx.contiguous(y[:, :c_a]), mx.contiguous(y[:, c_a:])
+
+    def view(array):
+        longer = mx.concatenate([mx.zeros((begin,), dtype), array.flatten()])
+        return longer[begin:].reshape(array.shape)
+
+    whole, parts = view(y), [view(a), view(b)]
+
+    def run():
+        kernels = registry.joins()
+        return [kernels.join(*parts), *kernels.split(whole, c_a)]
+
+    for got, wanted in zip(agreed(METAL[0], run), (y, a, b), strict=True):
+        assert got.dtype == dtype and mx.array_equal(got, wanted)
 
 
 @pytest.mark.parametrize("channels", ((5,), (4, 8, 12)), ids=str)
@@ -85,24 +127,36 @@ def test_lines_before_zeros(shape, axis, dtype, launches):
     assert made.dtype == dtype and (HAS_GPU or len(launches) == 1)
 
 
-class Kernels(CudaJoins):
-    """A kernel that MLX can put into any transformation."""
+class Kernels(GpuJoins):
+    """Kernels that MLX can put into any transformation."""
 
     def join(self, a, b):
         return mx.concatenate([a, b], axis=1)
 
+    def split(self, y, c_a):
+        return [y[:, :c_a], y[:, c_a:]]
+
 
 def test_transformations_are_those_of_a_concatenation(monkeypatch):
-    monkeypatch.setattr(registry, "joins", CudaJoins if HAS_GPU else Kernels)
+    if registry.joins() is None:
+        monkeypatch.setattr(registry, "joins", lambda: Kernels("cuda"))
     a, b = numbers(40, 8, mx.float32), numbers(40, 4, mx.float32)
     t = [mx.random.normal(x.shape) for x in (a, b)]
     dy = mx.random.normal((40, 12))
+    several, ones = mx.random.normal((3, 40, 8)), mx.ones((3, 40, 12))
+
+    def back(join, *by):
+        return mx.vjp(lambda *x: join(x), [a, b], list(by))[1]
+
     for function in (
         lambda join: mx.vjp(lambda *x: mx.square(join(x)), [a, b], [dy])[1],
         lambda join: mx.jvp(lambda *x: mx.square(join(x)), [a, b], t)[1],
         lambda join: mx.grad(
             lambda x: mx.grad(lambda z: (join([z, b]) ** 3).sum())(x).sum()
         )(a),
+        lambda join: mx.jvp(lambda by: back(join, by), [dy], [2 * dy])[1],
+        lambda join: mx.vmap(lambda x: join([x, b]))(several),
+        lambda join: mx.vmap(lambda by: back(join, by))(ones),
     ):
         got = function(beside)
         want = function(lambda x: mx.concatenate(list(x), axis=1))

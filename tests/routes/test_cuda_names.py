@@ -39,7 +39,6 @@ from mlx_lattice.backends import (
     registry,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
-from mlx_lattice.backends.cuda_joins import CudaJoins
 from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
 from mlx_lattice.backends.cuda_tiles_together import TilesTogether
@@ -409,7 +408,9 @@ def joins():
     for dtype, channels in itertools.product(
         (*DTYPES, mx.int8), ((16, 32), (12, 20), (3, 5), (9000, 16))
     ):
-        CudaJoins().join(*[mx.zeros((7, c), dtype) for c in channels])
+        kernels = registry.JOINS["cuda"]
+        kernels.join(*[mx.zeros((7, c), dtype) for c in channels])
+        kernels.split(mx.zeros((7, sum(channels)), dtype), channels[0])
 
 
 def points():

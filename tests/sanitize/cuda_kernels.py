@@ -366,9 +366,20 @@ def exchanges() -> None:
         assert mx.all(mean == 1)
 
 
+def joins() -> None:
+    """Rows side by side and apart, in words of 16 bytes and of less."""
+    kernels = registry.JOINS[devices.CUDA]
+    for dtype in DTYPES.values():
+        for c_a, c_b in ((16, 32), (12, 20), (3, 5)):
+            parts = [mx.full((301, c), c, dtype) for c in (c_a, c_b)]
+            y = kernels.join(*map(moved, parts))
+            found = *kernels.split(y, c_a), *kernels.split(moved(y), c_a)
+            assert all(map(mx.array_equal, found, 2 * parts))
+
+
 PARTS = (
     geometry, contractions, epilogues, statistics, views, packed, before_hopper,
-    reductions, norms, row_norms, before_attention, updates, exchanges,
+    reductions, norms, row_norms, before_attention, updates, exchanges, joins,
 )  # fmt: skip
 
 
