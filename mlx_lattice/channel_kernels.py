@@ -72,7 +72,7 @@ def activated_sum(
         residual: (N, C) of the dtype of x, or None.
     """
     if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
-        return x
+        return x if residual is None else x + residual
     kernels = registry.norms() if x.dtype in FLOATS else None
     arrays = [a for a in (bias, residual) if a is not None]
     there = bias is not None, residual is not None

@@ -239,6 +239,39 @@ class Linear(Rules):
         return mx.stack([self.linear(*each) for each in zip(*slices, strict=True)]), 0
 
 
+class _Nothing(Rules):
+    """Rules of a function whose result has no numbers: derivatives are zeros."""
+
+    __slots__ = "dtype", "shape"
+
+    def __init__(self, shape: Sequence[int], dtype: mx.Dtype):
+        self.shape, self.dtype = tuple(shape), dtype
+
+    def result(self, *_) -> mx.array:
+        return mx.zeros(self.shape, self.dtype)
+
+    def vjp(self, primals, cotangent, _):
+        return [mx.zeros_like(a) for a in several(primals)]
+
+    def jvp(self, primals, tangents):
+        return self.result()
+
+    def vmap(self, inputs, axes):
+        pairs = zip(several(inputs), several(axes), strict=True)
+        size = next(a.shape[axis] for a, axis in pairs if axis is not None)
+        return mx.zeros((size, *self.shape), self.dtype), 0
+
+
+def nothing_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.array:
+    """Return an array of no numbers, as what is made of others.
+
+    Gradients go on through it: where processes exchange within a backward pass, one
+    without rows must not leave that out.
+    """
+    rules = _Nothing(shape, dtype)
+    return Function(rules.result, rules=rules)(*arrays)
+
+
 def several(values):
     """Return arrays as a sequence: of a function of one, rules get that alone."""
     return values if isinstance(values, (tuple, list)) else (values,)

@@ -101,11 +101,16 @@ def scans(batch: range) -> ml.SparseTensor:
 
 
 def small_net() -> nn.Module:
-    """Strides, and a norm in a shortcut; every process draws the same parameters."""
+    """Strides, a norm in a shortcut, and behind all norms what has no way of its own
+    for no rows; every process draws the same parameters.
+    """
     mx.random.seed(3)
     return nn.Sequential(
         ConvNorm(nn.SubmConv3d(2, 8, 3, bias=False)),
         blocks(8, 12, 2, 2, 3),
+        nn.Linear(12, 12),
+        nn.Tanh(),
+        nn.SparseAttention(12, 2),
         nn.SubmConv3d(12, 3, 1),
     )
 

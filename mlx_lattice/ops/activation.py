@@ -15,7 +15,7 @@ from ..channel_kernels import activation
 from ..pending import Pending
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
-from ..transformations import elementwise
+from ..transformations import elementwise, nothing_of
 
 __all__ = [
     "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
@@ -38,15 +38,15 @@ def by_rows(function: Callable) -> Callable:
     """Return a function of each row by itself that takes (0, C) too.
 
     MLX's activations are compiled, and of nothing its compiled kernels on CUDA divide
-    by zero: the result of a row, without the row, stands in.
+    by zero: what they make of a row says what they would make of none.
     """
 
     @wraps(function)
     def of_rows(feats, *args, **kwargs):
         if feats.size:
             return function(feats, *args, **kwargs)
-        row = mx.zeros((1, *feats.shape[1:]), feats.dtype)
-        return function(row, *args, **kwargs)[:0]
+        row = function(mx.zeros((1, *feats.shape[1:]), feats.dtype), *args, **kwargs)
+        return nothing_of([feats], (0, *row.shape[1:]), row.dtype)
 
     return of_rows
 

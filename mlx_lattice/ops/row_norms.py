@@ -44,7 +44,7 @@ def layer_norm(
     """
     feats = features_of(x)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
-        return x
+        return x if residual is None else _replace(x, feats + residual_of(x, residual))
     kernels = registry.row_norms()
     if kernels is not None and not kernels.takes(feats, weight, bias):
         kernels = None

@@ -1,0 +1,98 @@
+"""A gradient goes through what has no rows: where processes exchange within a backward
+pass, as those of ``nn.SyncBatchNorm`` do, all wait for one that leaves that out.
+"""
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+
+C, HEADS = 8, 2
+OTHER = np.array([[0, 0, 0, 0], [1, 2, 2, 2]], np.int32)
+ACTIVATIONS = (
+    "celu", "elu", "gelu", "gelu_fast_approx", "glu", "hard_tanh", "hardswish",
+    "leaky_relu", "log_softmax", "mish", "relu", "relu6", "selu", "sigmoid", "silu",
+    "softmax", "softplus", "softsign", "tanh",
+)  # fmt: skip
+
+
+def attended(x):
+    q = x.feats.reshape(-1, HEADS, C // HEADS)
+    return ops.full_attention(q, q, q, x)
+
+
+def up_and_down(x):
+    down = nn.Conv3d(C, C, 2, stride=2)
+    return nn.ConvTranspose3d(C, C, 2)(down(x), x)
+
+
+def beside(layer):
+    """What is added to a layer's result, and follows another one."""
+    return lambda x: ops.relu(layer(x.replace(feats=x.feats * 0 + 1)) + x)
+
+
+def residual(norm):
+    return lambda x: norm(x.replace(feats=mx.stop_gradient(x.feats)), residual=x)
+
+
+CALLS = {
+    "Linear": nn.Linear(C, 6),
+    "Linear without a bias": nn.Linear(C, 6, bias=False),
+    "SubmConv3d": nn.SubmConv3d(C, 6, 3),
+    "pointwise": nn.SubmConv3d(C, 6, 1),
+    "depthwise": nn.SubmConv3d(C, C, 3, groups=C),
+    "Conv3d": nn.Conv3d(C, 6, 3, stride=2, padding=1),
+    "generative": nn.GenerativeConvTranspose3d(C, 6, 2),
+    "up and down": up_and_down,
+    "beside a convolution": beside(nn.SubmConv3d(C, C, 3)),
+    "beside a Linear": beside(nn.Linear(C, C)),
+    "AvgPool3d": nn.AvgPool3d(2, 2),
+    "MaxPool3d": nn.MaxPool3d(2, 2),
+    "global_avg_pool": ops.global_avg_pool,
+    "global_max_pool": ops.global_max_pool,
+    "upsample_linear3d": lambda x: ops.upsample_linear3d(nn.AvgPool3d(2, 2)(x), 2, x),
+    "interpolate": lambda x: ops.interpolate(x, mx.array(OTHER + 0.5)),
+    "prune": lambda x: ops.prune(x, mx.zeros((len(x),), mx.bool_)),
+    "union": lambda x: ops.union(x, ml.SparseTensor(mx.array(OTHER), mx.ones((2, C)))),
+    "top_k": lambda x: ops.top_k(x, x.feats[:, 0], 3),
+    "cat": lambda x: ops.cat([x, x]),
+    "unbatch": lambda x: ops.batch(ops.unbatch(x)),
+    "gate": lambda x: ops.gate(x, mx.ones((2, C))),
+    "to_sequences": lambda x: ops.to_sequences(x)[0],
+    "GridPooling": nn.GridPooling(C, 6, 2),
+    "LayerNorm": nn.LayerNorm(C),
+    "beside LayerNorm": residual(nn.LayerNorm(C)),
+    "RMSNorm": nn.RMSNorm(C),
+    "GroupNorm": nn.GroupNorm(HEADS, C),
+    "BatchNorm": nn.BatchNorm(C),
+    "beside BatchNorm": residual(nn.BatchNorm(C)),
+    "SparseAttention": nn.SparseAttention(C, HEADS),
+    "in windows": nn.SparseAttention(C, HEADS, window=4),
+    "full_attention": attended,
+    "CrossAttention": lambda x: nn.CrossAttention(C, HEADS)(x, mx.ones((2, 4, C))),
+    **{name: getattr(ops, name) for name in ACTIVATIONS},
+}
+
+
+@pytest.mark.parametrize("rows", (0, 30))
+@pytest.mark.parametrize("name", CALLS)
+def test_a_gradient_goes_through(name, rows):
+    coords, asked = mx.array(cases.in_grid((6, 6, 6), 30, 0)[:rows]), []
+    x = ml.SparseTensor(coords, mx.ones((len(coords), C)), batch_size=2)
+    before = mx.custom_function(lambda x: x * 1)
+
+    @before.vjp
+    def vjp(x, dy, _):
+        asked.append(dy)
+        return dy
+
+    def loss(feats):
+        y = CALLS[name](x.replace(feats=before(feats)))
+        return (y.feats if isinstance(y, ml.SparseTensor) else y).sum()
+
+    gradient = mx.grad(loss)(x.feats)
+    assert gradient.shape == x.feats.shape and mx.isfinite(gradient).all()
+    assert asked
