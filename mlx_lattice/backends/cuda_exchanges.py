@@ -65,7 +65,7 @@ class CudaExchanges:
         awaited = mx.float32 if after is None else after.dtype
         kernel = _joining(arrays[0].dtype, slots, awaited)
         work = _work(tuple([a.size for a in arrays]))
-        inputs = [work, *arrays, *[arrays[-1]] * (slots - count)]
+        inputs = [work, *arrays, *[_filler(arrays[0].dtype)] * (slots - count)]
         inputs += [None if factor == 1 else _factor(factor), after]
         size = sum([a.size for a in arrays])
         grid = (work.shape[0] * THREADS,)
@@ -127,6 +127,12 @@ def _joining(dtype: mx.Dtype, count: int, awaited: mx.Dtype) -> GpuKernel:
 def _averaging(dtype: mx.Dtype) -> GpuKernel:
     template = (("P", dtype),)
     return GpuKernel(CUDA, "mean_terms", FILES, _MEAN, template, also=(_MERGE,))
+
+
+@lru_cache(maxsize=8)
+def _filler(dtype: mx.Dtype) -> mx.array:
+    """Return what stands in a slot without an array: MLX may copy what a slot has."""
+    return mx.array([0], dtype=dtype)
 
 
 @lru_cache(maxsize=64)

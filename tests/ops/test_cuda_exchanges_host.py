@@ -6,6 +6,7 @@ import pytest
 from contractions import exact
 from cuda_emulation import emulated
 
+from mlx_lattice.backends import cuda_exchanges
 from mlx_lattice.backends.registry import EXCHANGES
 from mlx_lattice.ops import exchanges
 
@@ -28,6 +29,20 @@ def test_what_a_launch_does_not_take_is_joined_all_the_same(emulator):
     for arrays in ([mx.array([1, 2])], [mx.ones((1,))] * 300):
         row = exchanges.joined(arrays, 1.0, mx.zeros((1,)))
         assert mx.array_equal(row, mx.concatenate(arrays)) and not emulator.launches
+
+
+def test_no_array_is_handed_twice(monkeypatch):
+    """MLX copies each whose elements are not in order, for every slot that has it."""
+    handed = []
+
+    def kernel(inputs, *_):
+        handed.extend(inputs)
+        return [mx.zeros((60,))]
+
+    monkeypatch.setattr(cuda_exchanges, "_joining", lambda *_: kernel)
+    CUDA.join([mx.ones((3, 4)).T] * 5, 0.5)
+    assert [a.shape for a in handed if a is not None].count((4, 3)) == 5
+    assert len(handed) == 1 + 8 + 2
 
 
 @pytest.mark.parametrize("counts", ((40, 3), (1, 0), (0, 0), (7, 0, 900)), ids=str)
