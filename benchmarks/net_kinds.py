@@ -8,6 +8,7 @@ from itertools import pairwise
 import mlx.core as mx
 import mlx.nn
 import numpy as np
+import published_blocks
 import published_fields
 import published_tasks
 from published_mixes import Autoencoder, PointGroup, Points, ResNet50
@@ -197,6 +198,7 @@ NETS = {
     "voxelnext": lambda: models.VoxelResBackBone8xVoxelNeXt(4),
     **published_fields.NETS,
     **published_tasks.NETS,
+    **published_blocks.NETS,
 }
 # Of detectors: their rows are (batch, z, y, x) of a grid.
 ON_GRID = {"second", "centerpoint", "unetv2", "voxelnext"}
