@@ -93,10 +93,10 @@ def _launcher(
         return cuda_launcher(joins, sizes, dtype)
     rows, c_a, c_b = sizes
     wide, kernel = 16 // dtype.size, _metal_kernel(joins, dtype)
-    grid, made = (ceil_div(c_a, wide) + ceil_div(c_b, wide), rows), _made(joins, sizes)
-    outputs, named = [(shape, dtype) for shape in made], (("rows", rows), ("c_a", c_a))
     given = (True,) * len(kernel.interface.inputs)
-    return kernel.launcher(given, outputs, grid, c_b=c_b, **dict(named))
+    outputs = [(shape, dtype) for shape in _made(joins, sizes)]
+    grid = ceil_div(c_a, wide) + ceil_div(c_b, wide), rows
+    return kernel.launcher(given, outputs, grid, rows=rows, c_a=c_a, c_b=c_b)
 
 
 def cuda_launcher(
