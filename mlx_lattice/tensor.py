@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from math import prod
 
 import mlx.core as mx
 
@@ -16,6 +17,7 @@ from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
 from .problem import FLOATS
 from .reductions import inverted, move_rows
+from .transformations import zeros_of
 
 # Rows that bring the features of one set into another's order; see ``align``.
 _alignments = OfPairs()
@@ -245,16 +247,13 @@ class SparseTensor(OtherNames):
                 f"{tuple(shape)} that starts at 0; move them or pass spatial_shape="
             )
         grid = (self.batch_size, *shape)
+        if not len(self):
+            return zeros_of([self.feats], (*grid, self.channels), self.dtype)
         flat = mx.zeros((len(self),), dtype=mx.int64)
         for axis, extent in enumerate(grid):
             flat = flat * extent + self.coords[:, axis].astype(mx.int64)
-        cells = 1
-        for extent in grid:
-            cells *= extent
-        dense = mx.zeros((cells, self.channels), dtype=self.dtype)
-        if len(self):
-            dense = dense.at[flat].add(self.feats)
-        return dense.reshape(*grid, self.channels)
+        dense = mx.zeros((prod(grid), self.channels), dtype=self.dtype)
+        return dense.at[flat].add(self.feats).reshape(*grid, self.channels)
 
     def __add__(self, other):
         return self._arithmetic(other, mx.add)

@@ -239,8 +239,8 @@ class Linear(Rules):
         return mx.stack([self.linear(*each) for each in zip(*slices, strict=True)]), 0
 
 
-class _Nothing(Rules):
-    """Rules of a function whose result has no numbers: derivatives are zeros."""
+class _Zeros(Rules):
+    """Rules of a function whose result is zeros, and so are its derivatives."""
 
     __slots__ = "dtype", "shape"
 
@@ -262,13 +262,13 @@ class _Nothing(Rules):
         return mx.zeros((size, *self.shape), self.dtype), 0
 
 
-def nothing_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.array:
-    """Return an array of no numbers, as what is made of others.
+def zeros_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.array:
+    """Return zeros, or no numbers, as what is made of arrays without rows.
 
     Gradients go on through it: where processes exchange within a backward pass, one
     without rows must not leave that out.
     """
-    rules = _Nothing(shape, dtype)
+    rules = _Zeros(shape, dtype)
     return Function(rules.result, rules=rules)(*arrays)
 
 

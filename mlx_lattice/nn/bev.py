@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import mlx.core as mx
 from mlx.nn import Module
 
 from ..tensor import SparseTensor, expect_tensor
+from ..transformations import zeros_of
 
 __all__ = ["ToBEV"]
 
@@ -53,17 +56,15 @@ class ToBEV(Module):
         held.bounds  # noqa: B018 (raises where a row lies outside its shape)
         grid = [x.batch_size, *x.spatial_shape]
         deep = grid.pop(1 + up)
-        cells = 1
-        for extent in grid:
-            cells *= extent
-        dense = mx.zeros((cells * x.channels * deep,), dtype=x.dtype)
-        if len(x):
-            columns = [x.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)]
-            height = columns.pop(1 + up)
-            cell = mx.zeros_like(height)
-            for column, extent in zip(columns, grid, strict=True):
-                cell = cell * extent + column
-            channel = mx.arange(x.channels, dtype=mx.int64)
-            at = (cell[:, None] * x.channels + channel) * deep + height[:, None]
-            dense = dense.at[at.flatten()].add(x.feats.flatten())
+        if not len(x):
+            return zeros_of([x.feats], (*grid, x.channels * deep), x.dtype)
+        columns = [x.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)]
+        height = columns.pop(1 + up)
+        cell = mx.zeros_like(height)
+        for column, extent in zip(columns, grid, strict=True):
+            cell = cell * extent + column
+        channel = mx.arange(x.channels, dtype=mx.int64)
+        at = (cell[:, None] * x.channels + channel) * deep + height[:, None]
+        dense = mx.zeros((prod(grid) * x.channels * deep,), dtype=x.dtype)
+        dense = dense.at[at.flatten()].add(x.feats.flatten())
         return dense.reshape(*grid, x.channels * deep)

@@ -24,7 +24,7 @@ from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
 from ..tensor import SparseTensor
-from ..transformations import Function, nothing_of
+from ..transformations import Function, zeros_of
 from ..transformations import Linear as LinearRules
 from . import watching
 from .integer import (
@@ -305,7 +305,7 @@ class Linear(Packable, mlx.nn.Linear):
     def _apply(self, x: mx.array) -> mx.array:
         if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
             # MLX's CUDA matmul can't start for no rows.
-            return nothing_of([x], (*x.shape[:-1], self.weight.shape[0]), x.dtype)
+            return zeros_of([x], (*x.shape[:-1], self.weight.shape[0]), x.dtype)
         if x.dtype == self.weight.dtype and is_contraction(x):
             return contracted(self, x, self.weight.T[None])
         return _product(x, self.weight, self.get("bias"))

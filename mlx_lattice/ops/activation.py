@@ -15,7 +15,7 @@ from ..channel_kernels import activation
 from ..pending import Pending
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
-from ..transformations import elementwise, nothing_of
+from ..transformations import elementwise, zeros_of
 
 __all__ = [
     "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
@@ -46,7 +46,7 @@ def by_rows(function: Callable) -> Callable:
         if feats.size:
             return function(feats, *args, **kwargs)
         row = function(mx.zeros((1, *feats.shape[1:]), feats.dtype), *args, **kwargs)
-        return nothing_of([feats], (0, *row.shape[1:]), row.dtype)
+        return zeros_of([feats], (0, *row.shape[1:]), row.dtype)
 
     return of_rows
 

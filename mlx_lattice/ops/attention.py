@@ -24,7 +24,7 @@ from ..kernel_spec import IntOrTuple, per_axis
 from ..problem import dtype_name
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from ..transformations import nothing_of
+from ..transformations import zeros_of
 from .attended import COMPOSED, SDPA, Tell, observers, teller
 from .blocked_attention import by_kernel
 from .fused_attention import Call, attend, holds_no_scores, pieces, told
@@ -163,7 +163,7 @@ def _attend(
     if table is not None:
         check_table(table, like.dims, heads.queries)
     if len(like) == 0:
-        return nothing_of(given, (0, heads.queries, heads.values), q.dtype)
+        return zeros_of(given, (0, heads.queries, heads.values), q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if table is not None:
         groups = _groups(like, rule, PADDING[launch.device().backend])

@@ -27,7 +27,7 @@ from ..problem import dtype_name
 from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from ..transformations import nothing_of
+from ..transformations import zeros_of
 from .attended import SDPA, teller
 from .blocked_attention import by_kernel
 from .fused_attention import Call, attend, holds_no_scores, pieces
@@ -85,7 +85,7 @@ def cross_attention(
     _check(q, k, v, like, lengths)
     shape = (*q.shape[:-1], v.shape[-1])
     if 0 in shape or k.shape[1] == 0:
-        return nothing_of([q, k, v], shape, q.dtype)
+        return zeros_of([q, k, v], shape, q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if registry.serving() == CPU:
         y = _by_kernel(q, k, v, like, lengths, scale)
@@ -109,7 +109,7 @@ def to_sequences(x: SparseTensor) -> tuple[mx.array, mx.array]:
     lengths = mx.array(sizes, dtype=mx.int32)
     shape = rows.size, length, x.channels
     if 0 in shape:
-        return nothing_of([x.feats], shape, x.dtype), lengths
+        return zeros_of([x.feats], shape, x.dtype), lengths
     if rows.order is None and min(sizes) == length:
         return x.feats.reshape(shape), lengths
     row = _slots(rows, range(rows.size), length)

@@ -34,6 +34,11 @@ def beside(layer):
     return lambda x: ops.relu(layer(x.replace(feats=x.feats * 0 + 1)) + x)
 
 
+def on_a_plane(x):
+    shape = {"spatial_shape": (6, 6, 6), "batch_size": 2}
+    return nn.ToBEV()(ml.SparseTensor(x.coords, x.feats, **shape))
+
+
 def residual(norm):
     return lambda x: norm(x.replace(feats=mx.stop_gradient(x.feats)), residual=x)
 
@@ -62,6 +67,8 @@ CALLS = {
     "unbatch": lambda x: ops.batch(ops.unbatch(x)),
     "gate": lambda x: ops.gate(x, mx.ones((2, C))),
     "to_sequences": lambda x: ops.to_sequences(x)[0],
+    "to_dense": lambda x: x.to_dense((6, 6, 6)),
+    "ToBEV": on_a_plane,
     "GridPooling": nn.GridPooling(C, 6, 2),
     "LayerNorm": nn.LayerNorm(C),
     "beside LayerNorm": residual(nn.LayerNorm(C)),
@@ -73,6 +80,7 @@ CALLS = {
     "in windows": nn.SparseAttention(C, HEADS, window=4),
     "full_attention": attended,
     "CrossAttention": lambda x: nn.CrossAttention(C, HEADS)(x, mx.ones((2, 4, C))),
+    "without a context": lambda x: nn.CrossAttention(C, HEADS)(x, mx.ones((2, 0, C))),
     **{name: getattr(ops, name) for name in ACTIVATIONS},
 }
 

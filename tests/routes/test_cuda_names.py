@@ -405,10 +405,10 @@ def exchanges():
 
 def joins():
     """Of channels that fill 16 bytes, and not; of few rows a block and many."""
+    kernels = registry.JOINS["cuda"]
     for dtype, channels in itertools.product(
         (*DTYPES, mx.int8), ((16, 32), (12, 20), (3, 5), (9000, 16))
     ):
-        kernels = registry.JOINS["cuda"]
         kernels.join(*[mx.zeros((7, c), dtype) for c in channels])
         kernels.split(mx.zeros((7, sum(channels)), dtype), channels[0])
 
