@@ -12,15 +12,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
+from functools import partial
 
 import mlx.core as mx
 
 from . import settings
 from .activations import named
+from .channel_kernels import activated_sum
 from .epilogue import Epilogue, Moments
 from .geometry import sync
 from .later import NOTHING, Convolution, Later, OfRows, Result
 from .memory import limit, stages
+from .problem import FLOATS
 from .relation import Relation
 from .tensor import SparseTensor
 
@@ -249,17 +252,40 @@ class Pending(SparseTensor):
         feats = other.feats
         if tuple(feats.shape) != self.shape or feats.dtype != self.dtype:
             return None
+        if not self._waits():  # the other one is made of this
+            return None
         added = after.beside(feats)
         return self._follow(added, result.norm, lambda own: own + feats)
 
-    def __add__(self, other):
-        """Add another tensor, in the convolution's launch where that can be."""
+    def _summed(self, other: object) -> Pending | None:
+        """Return the sum with another tensor that waits for an activation.
+
+        Not inside a transformation: a gradient would read both again for what the sum
+        tells, and ``mx.compile`` makes one launch of any number of sums.
+        """
+        if sync.is_transforming() or not may_wait(self):
+            return None
+        if not isinstance(other, SparseTensor) or other.key != self.key:
+            return None
+        a, b = self.feats, other.feats
+        if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in FLOATS:
+            return None
+        return Pending.of_rows(self, a, partial(_sum, a, b))
+
+    def _plus(self, other: object) -> Pending | None:
         made = self._added(other)
+        if made is None and type(other) is Pending:
+            made = other._added(self)
+        return self._summed(other) if made is None else made
+
+    def __add__(self, other):
+        """Add another tensor, in the launch of either where that can be."""
+        made = self._plus(other)
         return super().__add__(other) if made is None else made
 
     def __radd__(self, other):
         """Be added to another tensor, whose rows the sum has."""
-        made = self._added(other)
+        made = self._plus(other)
         if made is not None:
             return made
         is_tensor = isinstance(other, SparseTensor)
@@ -276,3 +302,12 @@ class Pending(SparseTensor):
         feats = result.convolve(moments)
         result.hold(feats)
         return feats, moments.lines
+
+
+def _sum(
+    a: mx.array, b: mx.array, residual: mx.array | None, activation: str | None
+) -> mx.array:
+    """Return a sum of two or three, and what follows it in the launch of the last."""
+    if residual is not None:
+        a, b = a + b, residual
+    return activated_sum(a, named(activation), residual=b) if activation else a + b

@@ -508,6 +508,83 @@ def test_a_sum_has_the_rows_of_what_is_added_to():
             np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), 1e-5, 1e-5)
 
 
+@pytest.mark.parametrize("training", (False, True))
+def test_what_waits_is_added_to_what_was_read(training):
+    """On whichever side it stands: the block's input was a layer's result, too."""
+    net, x = Block(), tensor()
+    net.train(training)
+
+    def block(first):
+        skip = net.relu(net.norm1(net.conv1(x)))
+        out = net.norm2(net.conv2(skip))
+        return net.relu(skip + out if first else out + skip)
+
+    seen = []
+    for first in (False, True):
+        with fusion.observe(seen.append):
+            y = block(first)
+            y.feats  # noqa: B018 (computed as it is read)
+        assert seen[-1].parts == ("BatchNorm", "residual", "ReLU")
+        with pending.apart():
+            wanted = block(first)
+        np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), 1e-5, 1e-5)
+
+
+def test_a_sum_may_be_of_what_it_waits_for():
+    net, x = Block(), tensor()
+    net.eval()
+
+    def own():
+        y = net.conv1(x)
+        return net.relu(net.norm1(y)) + y, y
+
+    total, y = own()
+    with pending.apart():
+        wanted, _ = own()
+    np.testing.assert_allclose(exact(total.feats), exact(wanted.feats), 1e-5, 1e-5)
+    np.testing.assert_array_equal(exact(y.feats), exact(net.conv1(x).feats))
+
+
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_sum_of_what_was_read_waits_for_an_activation(dtype):
+    net, x = Block(), tensor(dtype=getattr(mx, dtype))
+    net.set_dtype(x.dtype)
+    parts = [net.conv1(x), net.conv2(x), x]
+    mx.eval([part.feats for part in parts])
+    a, b, c = parts
+    most = {"float32": 1e-6, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
+    for total in (
+        lambda: a + b,
+        lambda: net.relu(a + b),
+        lambda: ops.silu(a + c),
+        lambda: ops.gelu(c + a + b),
+        lambda: ops.elu(a + b + c) + a,
+        lambda: net.relu(a + b) + (a + b),
+    ):
+        got = total()
+        assert type(got) is Pending
+        with pending.apart():
+            wanted = total()
+        assert got.dtype == x.dtype and got.key == wanted.key
+        limit = most * np.abs(exact(wanted.feats)).max()
+        np.testing.assert_allclose(exact(got.feats), exact(wanted.feats), 0, limit)
+
+
+def test_gradients_of_sums():
+    net, x = Block(), tensor()
+    by = mx.array(cases.features(len(x), C, 9))
+
+    def total(feats):
+        a = net.conv1(x.replace(feats))
+        a.feats  # noqa: B018 (computed as it is read)
+        return (ops.silu(a + x.replace(feats) + a).feats * by).sum()
+
+    dx = mx.grad(total)(x.feats)
+    with pending.apart():
+        wanted = mx.grad(total)(x.feats)
+    np.testing.assert_allclose(exact(dx), exact(wanted), 1e-5, 1e-5)
+
+
 def test_under_a_memory_limit_nothing_waits():
     with ml.memory_limit("1 GB"):
         assert type(nn.SubmConv3d(C, C, 3)(tensor())) is ml.SparseTensor
