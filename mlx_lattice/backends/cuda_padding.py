@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..devices import CUDA
 from . import signatures
 from .dispatch_bounds import ceil_div
-from .gpu_joins import CUDA_FILES, CUDA_SPLIT, DTYPES, FILL, JOIN, cuda_launcher
+from .gpu_joins import CUDA_FILES, DTYPES, FILL, JOINS, SPLITS, cuda_launcher
 from .gpu_kernel import GpuKernel
 from .kernel_launches import THREADS, blocks_for
 
@@ -48,7 +48,7 @@ def _filled_lines(a: mx.array, axis: int, multiple: int) -> mx.array:
 def _filling_rows(
     shape: tuple[int, int], missing: int, dtype: mx.Dtype
 ) -> Callable[[list[mx.array]], list[mx.array]]:
-    return cuda_launcher(True, (*shape, missing), dtype, has_b=False)
+    return cuda_launcher(JOINS, (*shape, missing), dtype, has_b=False)
 
 
 @lru_cache(maxsize=1024)
@@ -65,5 +65,5 @@ def _filling_lines(
 
 @lru_cache(maxsize=256)
 def _kernel(template: tuple) -> GpuKernel:
-    faces = JOIN, CUDA_SPLIT
+    faces = JOINS.cuda, SPLITS.cuda
     return GpuKernel(CUDA, "fill_lines", CUDA_FILES, FILL, template, also=faces)

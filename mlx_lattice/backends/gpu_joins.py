@@ -6,6 +6,7 @@ MLX copies each array by itself, and a part of rows once for every kernel that r
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from math import gcd
 
@@ -45,6 +46,32 @@ FILL = Interface(
 )
 
 
+@dataclass(frozen=True, eq=False)  # one object each: a key of caches
+class Moves:
+    """What a launch does: two parts become a whole, or the whole two parts.
+
+    Attributes:
+        symbol: of its kernels.
+        metal, cuda: how they are called.
+        joins: whether parts become a whole.
+    """
+
+    symbol: str
+    metal: Interface
+    cuda: Interface
+    joins: bool
+
+    def shapes(self, sizes: tuple[int, int, int]) -> list[tuple[int, int]]:
+        """Return those of what is made, of rows and the channels of both parts."""
+        rows, c_a, c_b = sizes
+        return [(rows, c_a + c_b)] if self.joins else [(rows, c_a), (rows, c_b)]
+
+
+JOINS = Moves("join_channels", JOIN, JOIN, joins=True)
+SPLITS = Moves("split_channels", SPLIT, CUDA_SPLIT, joins=False)
+_BOTH = JOINS, SPLITS
+
+
 class GpuJoins:
     """Two arrays of rows, joined along their channels, by a GPU's kernels.
 
@@ -71,13 +98,13 @@ class GpuJoins:
     def join(self, a: mx.array, b: mx.array) -> mx.array:
         """Return (N, C_a + C_b) of what ``takes``."""
         sizes = len(a), a.shape[1], b.shape[1]
-        return _launcher(self.backend, True, sizes, a.dtype)([a, b])[0]
+        return _launcher(self.backend, JOINS, sizes, a.dtype)([a, b])[0]
 
     def split(self, y: mx.array, c_a: int) -> list[mx.array]:
         """Return (N, c_a) and (N, C - c_a) of rows that were joined."""
         sizes = len(y), c_a, y.shape[1] - c_a
         given = [y] if self.backend == METAL else [y, _cut(c_a)]
-        return _launcher(self.backend, False, sizes, y.dtype)(given)
+        return _launcher(self.backend, SPLITS, sizes, y.dtype)(given)
 
 
 @lru_cache(maxsize=256)
@@ -87,25 +114,25 @@ def _cut(c_a: int) -> mx.array:
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    backend: str, joins: bool, sizes: tuple[int, int, int], dtype: mx.Dtype
+    backend: str, moves: Moves, sizes: tuple[int, int, int], dtype: mx.Dtype
 ) -> Callable[[list[mx.array]], list[mx.array]]:
     if backend != METAL:
-        return cuda_launcher(joins, sizes, dtype)
+        return cuda_launcher(moves, sizes, dtype)
     rows, c_a, c_b = sizes
-    wide, kernel = 16 // dtype.size, _metal_kernel(joins, dtype)
+    wide, kernel = 16 // dtype.size, _metal_kernel(moves, dtype)
     given = (True,) * len(kernel.interface.inputs)
-    outputs = [(shape, dtype) for shape in _made(joins, sizes)]
+    outputs = [(shape, dtype) for shape in moves.shapes(sizes)]
     grid = ceil_div(c_a, wide) + ceil_div(c_b, wide), rows
     return kernel.launcher(given, outputs, grid, rows=rows, c_a=c_a, c_b=c_b)
 
 
 def cuda_launcher(
-    joins: bool, sizes: tuple[int, int, int], dtype: mx.Dtype, *, has_b: bool = True
+    moves: Moves, sizes: tuple[int, int, int], dtype: mx.Dtype, *, has_b: bool = True
 ) -> Callable[[list[mx.array]], list[mx.array]]:
     """Return what launches a kernel on CUDA.
 
     Args:
-        joins: whether parts are joined; else the whole is split.
+        moves: ``JOINS`` or ``SPLITS``.
         sizes: rows, and channels of both parts.
         dtype: of all of them.
         has_b: whether the second part is an input, and not zeros.
@@ -116,40 +143,34 @@ def cuda_launcher(
     fitting = max(1, _BLOCK_BYTES // (channels * dtype.size))
     block = 1 << fitting.bit_length() - 1
     template = ("T", dtype), ("EACH", each), ("BLOCK_ROWS", block)
-    kernel = _cuda_kernel(joins, template, () if has_b else (("c_b", c_b),))
-    outputs = [(shape, dtype) for shape in _made(joins, sizes)]
+    kernel = _cuda_kernel(moves, template, () if has_b else (("c_b", c_b),))
+    outputs = [(shape, dtype) for shape in moves.shapes(sizes)]
     grid = (ceil_div(rows, block) * THREADS,)
     return kernel.launcher((True, has_b), outputs, grid, (THREADS,))
 
 
-def _made(joins: bool, sizes: tuple[int, int, int]) -> list[tuple[int, int]]:
-    """Return the shapes of what a kernel makes."""
-    rows, c_a, c_b = sizes
-    return [(rows, c_a + c_b)] if joins else [(rows, c_a), (rows, c_b)]
-
-
 @lru_cache(maxsize=16)
-def _metal_kernel(joins: bool, dtype: mx.Dtype) -> GpuKernel:
+def _metal_kernel(moves: Moves, dtype: mx.Dtype) -> GpuKernel:
     return GpuKernel(
         METAL,
-        "join_channels" if joins else "split_channels",
+        moves.symbol,
         ("table_reductions", "join_channels"),
-        JOIN if joins else SPLIT,
+        moves.metal,
         (("T", dtype),),
         place="thread_position_in_grid.xy",
-        also=(GATHER_SUM, SPLIT if joins else JOIN),
+        also=(GATHER_SUM, *(each.metal for each in _BOTH if each is not moves)),
     )
 
 
 @lru_cache(maxsize=256)
-def _cuda_kernel(joins: bool, template: tuple, sizes: tuple) -> GpuKernel:
+def _cuda_kernel(moves: Moves, template: tuple, sizes: tuple) -> GpuKernel:
     return GpuKernel(
         CUDA,
-        "join_channels" if joins else "split_channels",
+        moves.symbol,
         CUDA_FILES,
-        JOIN if joins else CUDA_SPLIT,
+        moves.cuda,
         template,
-        also=(CUDA_SPLIT if joins else JOIN, FILL),
+        also=(*(each.cuda for each in _BOTH if each is not moves), FILL),
         sizes=sizes,
-        arguments=() if joins else (("cut", ""),),
+        arguments=tuple((name, "") for name in moves.cuda.inputs if name == "cut"),
     )
