@@ -135,6 +135,12 @@ class Epilogue(_Fields):
         dtypes = tuple([a if a is None else a.dtype for a in self.slots])
         return _facts(self.activation, self.norm, self.eps, dtypes)
 
+    def of(self, mean, var, scale, shift) -> Epilogue:
+        """Return it with other arrays of the same shapes and dtypes."""
+        made = Epilogue(scale, shift, *self[2:4], mean, var, *self[6:])
+        made.__dict__["key"] = self.key
+        return made
+
     def beside(self, residual: mx.array) -> Epilogue:
         """Return it with a residual, where it has none."""
         made = Epilogue(*self[:2], residual, *self[3:])

@@ -24,6 +24,14 @@ from .routes import launch
 NOTHING = Epilogue()
 
 
+def as_now(*arrays: mx.array | None) -> list[mx.array | None]:
+    """Return arrays that stay what these are now, and share their memory.
+
+    ``a += 1`` and ``a[i] = v`` make the same object another array.
+    """
+    return [a if a is None else a.__copy__() for a in arrays]
+
+
 class Later:
     """What is to be run as at its call.
 
@@ -100,7 +108,7 @@ class Convolution(Later):
     def _run(self, epilogue: Epilogue | Moments | None, norm: object) -> mx.array:
         given = {"groups": self.groups, "bias": self.bias, "epilogue": epilogue}
         feats, *rest = self.arrays
-        feats = feats.read() if type(feats) is Result else feats
+        feats = feats.read_by_layers() if type(feats) is Result else feats
         if not launch.observed() and not fusion.observed():
             return contraction.conv(feats, *rest, **given)
         with launch.scope(self.layer):
@@ -123,7 +131,10 @@ class Result:
         own: what it does to the features of ``before``.
         is_norm: whether it is of a norm with fixed statistics itself, so that ``own``
             takes a residual and an activation too.
+        lines: mean, var, scale and shift of the epilogue, as they were when its norm
+            was called; None without.
         feats: once it is computed.
+        own_feats: the same, whatever a reader of ``feats`` does to these in place.
         is_used: whether it was read, or another result was made of it.
         is_awaited: whether a convolution that waits reads it.
         waiter: holds it for the end of a block that observes, until it is used.
@@ -139,19 +150,29 @@ class Result:
         "is_norm",
         "is_used",
         "is_of_trace",
+        "lines",
         "norm",
         "own",
+        "own_feats",
         "tensor",
         "waiter",
     )
 
     def __init__(
-        self, convolve, tensor, epilogue=None, norm=None, before=None, own=None
+        self,
+        convolve,
+        tensor,
+        epilogue=None,
+        norm=None,
+        before=None,
+        own=None,
+        lines=None,
     ):
         self.convolve, self.tensor = convolve, ref(tensor)
         self.epilogue, self.norm, self.before, self.own = epilogue, norm, before, own
         self.is_norm = norm is not None and before.epilogue is None
-        self.feats, self.is_used, self.is_awaited = None, False, False
+        self.lines, self.feats, self.own_feats = lines, None, None
+        self.is_used = self.is_awaited = False
         self.waiter = None
         self.is_of_trace = sync.is_transforming()
         held = awaited()
@@ -173,12 +194,17 @@ class Result:
         self.hold(feats)
         return feats
 
+    def read_by_layers(self) -> mx.array:
+        """Return the features as they were for layers that were called before."""
+        feats = self.read()
+        return feats if self.own_feats is None else self.own_feats
+
     def computed(self) -> mx.array:
         """Return the features: by one launch, or from what somebody holds."""
         steps, at = [self], self.before
         while at is not None:
             if at.is_held:
-                feats, after = at.read(), self.epilogue
+                feats, after = at.read_by_layers(), self.epilogue
                 if steps[-1].is_norm:  # the first of them: it has all others
                     own = steps[-1].own
                     return own(feats, after.residual, after.activation or None)
@@ -187,7 +213,10 @@ class Result:
                 return feats
             steps.append(at)
             at = at.before
-        return self.convolve(self.epilogue, self.norm)
+        after = self.epilogue
+        return self.convolve(
+            after if self.lines is None else after.of(*self.lines), self.norm
+        )
 
     @property
     def is_held(self) -> bool:
@@ -202,9 +231,12 @@ class Result:
 
         What a graph that is being traced computes is of that graph alone.
         """
+        followed = self.is_used
         self.use()
         if self.is_of_trace or not sync.is_transforming():
-            self.feats = feats
+            if followed:
+                self.own_feats = feats.__copy__()
+            self.feats, self.lines = feats, None
             self.convolve = self.epilogue = self.norm = self.before = self.own = None
 
     def settle(self) -> None:

@@ -9,7 +9,7 @@ what lies between. To its readers such a tensor is as any other.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import partial
@@ -21,7 +21,7 @@ from .activations import named
 from .channel_kernels import activated_sum
 from .epilogue import Epilogue, Moments
 from .geometry import sync
-from .later import NOTHING, Convolution, Later, OfRows, Result
+from .later import NOTHING, Convolution, Later, OfRows, Result, as_now
 from .memory import limit, stages
 from .problem import FLOATS
 from .relation import Relation
@@ -86,9 +86,10 @@ class Pending(SparseTensor):
         given = x if feats is None else feats
         if given.dtype != w.dtype or given.shape[1] != channels[0]:
             return None
-        feats = x._awaited() if feats is None else feats
+        feats = x._awaited() if feats is None else feats.__copy__()
         run, made = Convolution(), cls.__new__(cls)
-        run.layer, run.arrays, run.bias = layer, (feats, w, relation), bias
+        run.layer, run.arrays = layer, (feats, w.__copy__(), relation)
+        run.bias = bias if bias is None else bias.__copy__()
         run.context, run.groups = copy_context(), groups
         run.stream = mx.default_stream(mx.default_device())
         made.__dict__ = {
@@ -115,7 +116,7 @@ class Pending(SparseTensor):
         Args:
             x: the tensor, which may wait: see ``may_wait``.
             feats: its features.
-            run, scaled: as of ``OfRows``.
+            run, scaled: as of ``OfRows``; arrays that they read are as of ``as_now``.
             channels: of the result; by default as many as of the features.
         """
         later, made = OfRows(), cls.__new__(cls)
@@ -185,16 +186,22 @@ class Pending(SparseTensor):
         norm: object,
         own: Callable,
         run: Later | None = None,
+        lines: Sequence[mx.array | None] | None = None,
     ) -> Pending:
         before, made = self._result, Pending.__new__(Pending)
         before.use()
         run = before.convolve if run is None else run
-        result = Result(run, made, epilogue, norm, before, own)
+        lines = before.lines if lines is None else lines
+        result = Result(run, made, epilogue, norm, before, own, lines)
         made.__dict__ = self.__dict__ | {"_result": result}
         return made
 
     def normalized(
-        self, after: Epilogue | None, norm: object, own: Callable
+        self,
+        after: Epilogue | None,
+        norm: object,
+        own: Callable,
+        lines: Sequence[mx.array | None],
     ) -> Pending | None:
         """Return what a norm of fixed statistics makes of it, if that can wait.
 
@@ -204,13 +211,14 @@ class Pending(SparseTensor):
             after: the norm as an epilogue; None where it cannot be one.
             norm: the layer, for who observes.
             own: the norm, of features.
+            lines: mean, var, scale and shift, as of ``as_now``.
         """
         result = self._result
         if after is None or result.epilogue is not None or not self._waits():
             return None
         if sync.is_known_to_differentiate():
             return None
-        return self._follow(after, norm, own)
+        return self._follow(after, norm, own, lines=lines)
 
     def scaled(
         self, weight: mx.array, bias: mx.array | None, own: Callable
@@ -218,7 +226,7 @@ class Pending(SparseTensor):
         """Return it multiplied and moved, if a norm that waits can do so.
 
         Args:
-            weight, bias: (C,), or (B, C) of the batch elements.
+            weight, bias: (C,), or (B, C) of the batch elements; as of ``as_now``.
             own: the same, of features.
         """
         result = self._result
@@ -254,6 +262,7 @@ class Pending(SparseTensor):
             return None
         if not self._waits():  # the other one is made of this
             return None
+        (feats,) = as_now(feats)
         added = after.beside(feats)
         return self._follow(added, result.norm, lambda own: own + feats)
 
@@ -270,7 +279,7 @@ class Pending(SparseTensor):
         a, b = self.feats, other.feats
         if a.shape != b.shape or a.dtype != b.dtype or a.dtype not in FLOATS:
             return None
-        return Pending.of_rows(self, a, partial(_sum, a, b))
+        return Pending.of_rows(self, a, partial(_sum, *as_now(a, b)))
 
     def _plus(self, other: object) -> Pending | None:
         made = self._added(other)

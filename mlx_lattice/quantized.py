@@ -81,6 +81,10 @@ class QuantizedWeight:
         vars(made).update(packing._asdict(), weight=words, scales=scales, biases=biases)
         return made
 
+    def __copy__(self) -> QuantizedWeight:
+        """Return it with arrays that nothing done to its own in place changes."""
+        return QuantizedWeight.of([a.__copy__() for a in self.arrays], self.packing)
+
     @property
     def packing(self) -> Packing:
         """All but the arrays."""

@@ -14,6 +14,7 @@ from ..channel_kernels import activated_sum, column_sums, sums_columns
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
+from ..later import as_now
 from ..memory.stages import boundary
 from ..ops import on_features
 from ..ops.activation import activated
@@ -154,7 +155,8 @@ def _later(layer: Module, x: SparseTensor) -> Pending | None:
         weight, rows = _kernel_major(weight), each_row(len(feats))
         wide = feats.shape[1], channels
         return Pending.later(layer, x, weight, rows, bias, 1, wide, keeps=True)
-    run = partial(_multiplied, feats, weight, bias)
+    (own, bias), weight = as_now(feats, bias), weight.__copy__()
+    run = partial(_multiplied, own, weight, bias)
     return Pending.of_rows(x, feats, run, channels=channels)
 
 

@@ -6,7 +6,7 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import mlx.core as mx
@@ -16,6 +16,7 @@ from .. import ops
 from ..backends.norms_protocol import NONE, Activation
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
+from ..later import as_now
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.norm import activation_of, residual_of
@@ -71,7 +72,8 @@ class BatchNorm(mlx.nn.BatchNorm):
             if x.channels == self.num_features and self.is_by_rows:
                 feats, lines = x.with_moments()
             elif x.channels == self.num_features and residual is activation is None:
-                y = x.normalized(self.as_epilogue(x.dtype), self, self._fixed())
+                now, after = self._now(), self.as_epilogue(x.dtype)
+                y = x.normalized(after, self, self._fixed(now), now)
                 if y is not None:
                     return y
         feats = features_of(x) if feats is None else feats
@@ -83,9 +85,13 @@ class BatchNorm(mlx.nn.BatchNorm):
         alone = residual is None and activation is None and type(self) is BatchNorm
         with fusion.inside(self):
             if alone and may_wait(x):
-                run = self._known(feats, lines) if self.is_by_rows else self._fixed()
+                (own,) = as_now(feats)
+                if self.is_by_rows:
+                    run = self._known(own, lines)
+                else:
+                    run = self._fixed(self._now())
                 if run is not None:
-                    return Pending.of_rows(x, feats, partial(run, feats))
+                    return Pending.of_rows(x, feats, partial(run, own))
             given = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, *given, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -108,9 +114,8 @@ class BatchNorm(mlx.nn.BatchNorm):
     def _known(self, x: mx.array, lines: mx.array | None) -> Callable | None:
         """Return the norm by the statistics of rows, which are taken now, or None."""
         layer, now = Layer("BatchNorm", self.eps), (self._statistics(), lines)
-        found = channel_norms.known_norm(
-            x, layer, self.get("weight"), self.get("bias"), *now
-        )
+        own = as_now(self.get("weight"), self.get("bias"))
+        found = channel_norms.known_norm(x, layer, *own, *now)
         if found is None:
             return None
         run, *moved = found
@@ -149,10 +154,15 @@ class BatchNorm(mlx.nn.BatchNorm):
         if x.shape[0] > 1:
             self["running_var"] = var
 
-    def _fixed(self) -> Callable[..., mx.array]:
-        """Return the norm with the statistics and parameters that it has now."""
-        layer, find = Layer("BatchNorm", self.eps, NONE), self.get
-        given = find("running_mean"), find("running_var"), find("weight"), find("bias")
+    def _now(self) -> list[mx.array | None]:
+        """Return statistics and parameters, as of ``as_now``."""
+        find = self.get
+        own = find("running_mean"), find("running_var"), find("weight"), find("bias")
+        return as_now(*own)
+
+    def _fixed(self, given: Sequence[mx.array | None]) -> Callable[..., mx.array]:
+        """Return the norm with given statistics and parameters."""
+        layer = Layer("BatchNorm", self.eps, NONE)
 
         def normalized(x: mx.array, residual=None, activation=None) -> mx.array:
             now = layer._replace(act=activation_of(activation))

@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from ..backends.norms_protocol import Activation, Norms
 from ..channel_kernels import standard
+from ..later import as_now
 from ..pending import Pending, may_wait
 from ..routes.selection import situation
 from ..tensor import SparseTensor
@@ -71,13 +72,13 @@ def scaled(
         x: the tensor.
         weight, bias: (C,) or (1, C) for all rows, or (B, C) of the batch elements.
     """
-    lines = apart(weight, bias, lambda: x.batch_size)
+    lines = as_now(*apart(weight, bias, lambda: x.batch_size))
     rows = batch_rows(x) if lines[0].ndim > 1 else None
     if type(x) is Pending:
         made = x.scaled(*lines, lambda feats: _by_lines(feats, rows, *lines))
         if made is not None:
             return made
-    feats = x.feats
+    (feats,) = as_now(x.feats)
     run = partial(_by_lines, feats, rows, *lines)
     return Pending.of_rows(x, feats, run) if may_wait(x) else x.replace(run())
 

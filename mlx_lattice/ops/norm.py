@@ -8,6 +8,7 @@ from functools import partial
 import mlx.core as mx
 
 from ..activations import NONE, Activation, named
+from ..later import as_now
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, expect_tensor, features_of
 from . import channel_norms
@@ -144,7 +145,7 @@ def group_norm(
     for line in (weight, bias):
         if line is not None and tuple(line.shape) != (x.channels,):
             check_values(x, line)
-    rows, feats = batch_rows(x), x.feats
+    rows, (feats, weight, bias) = batch_rows(x), as_now(x.feats, weight, bias)
     add, spread = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
     statistics = SegmentStatistics(rows.segments, groups, add, spread)
     layer = Layer("InstanceNorm" if groups == x.channels else "GroupNorm", eps)

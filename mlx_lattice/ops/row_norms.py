@@ -10,6 +10,7 @@ from .. import devices
 from ..activations import Activation
 from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
+from ..later import as_now
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function, of_kernels
@@ -48,9 +49,10 @@ def layer_norm(
     kernels = registry.row_norms()
     if kernels is not None and not kernels.takes(feats, weight, bias):
         kernels = None
-    run = partial(_normalized, feats, weight, bias, eps, kernels)
     if kernels and residual is None and activation is None and may_wait(x):
-        return Pending.of_rows(x, feats, run)
+        now = as_now(feats, weight, bias)
+        return Pending.of_rows(x, feats, partial(_normalized, *now, eps, kernels))
+    run = partial(_normalized, feats, weight, bias, eps, kernels)
     return _replace(x, run(residual_of(x, residual), activation))
 
 

@@ -249,6 +249,67 @@ def test_a_result_is_of_the_arrays_that_there_were():
     np.testing.assert_allclose(exact(y.feats), wanted, 1e-5, 1e-5)
 
 
+def change(array):
+    array *= -3  # the same object is another array then
+    array[0] = 7
+
+
+def of_residual(net, x, y):
+    return net.relu(net.norm1(net.conv1(x)) + y)
+
+
+IN_PLACE = {
+    "weight": (lambda net, x, y: net.conv1(x), lambda net, x, y: net.conv1.weight),
+    "bias": (lambda net, x, y: net.conv1(x), lambda net, x, y: net.conv1.bias),
+    "features": (lambda net, x, y: net.conv1(x), lambda net, x, y: x.feats),
+    "residual": (of_residual, lambda net, x, y: y.feats),
+    "statistics": (of_residual, lambda net, x, y: net.norm1.running_mean),
+    "scale": (of_residual, lambda net, x, y: net.norm1.weight),
+    "norm": (lambda net, x, y: net.norm1(x), lambda net, x, y: x.feats),
+    "norm's": (lambda net, x, y: net.norm1(x), lambda net, x, y: net.norm1.bias),
+    "groups": (lambda net, x, y: net.groups(x), lambda net, x, y: net.groups.weight),
+    "gate": (lambda net, x, y: ops.gate(x, net.by), lambda net, x, y: net.by),
+    "sum": (lambda net, x, y: y + net.copied(x), lambda net, x, y: y.feats),
+    "linear": (lambda net, x, y: net.linear(x), lambda net, x, y: net.linear.weight),
+    "rows": (lambda net, x, y: net.rows(x), lambda net, x, y: net.rows.weight),
+}
+
+
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("name", IN_PLACE)
+def test_a_result_is_of_arrays_as_they_were(name, training):
+    net = Block()
+    net.train(training)
+    net.groups, net.rows = nn.GroupNorm(2, C), nn.LayerNorm(C)
+    net.linear, net.by = nn.Linear(C, C), mx.random.normal((5, C))
+    net.copied = lambda x: net.conv2(x)
+    run, changed = IN_PLACE[name]
+
+    def result(later=None):
+        x, y = tensor(), tensor(seed=1)
+        y = net.conv2(y)
+        y.feats  # noqa: B018 (computed as it is read)
+        made = run(net, x, y)
+        if later is not None:
+            later(changed(net, x, y))
+        return exact(made.feats)
+
+    wanted = result()
+    np.testing.assert_array_equal(result(change), wanted)
+
+
+def test_a_layer_reads_what_was_there_when_it_was_called():
+    net, x = Block(), tensor()
+    net.eval()
+    y = net.conv1(x)
+    z, deep = net.relu(y), net.conv2(y)
+    wanted = [exact(net.relu(net.conv1(x).feats)), exact(net.conv2(net.conv1(x)).feats)]
+    y.feats += 1
+    np.testing.assert_allclose(exact(z.feats), wanted[0], 1e-6, 1e-6)
+    np.testing.assert_allclose(exact(deep.feats), wanted[1], 1e-5, 1e-5)
+    np.testing.assert_allclose(exact(y.feats), exact(net.conv1(x).feats) + 1, 1e-6)
+
+
 def test_a_result_is_of_the_settings_that_there_were(monkeypatch):
     net, x, seen = Block(), tensor(), []
     net.eval()
