@@ -16,7 +16,7 @@ from .distribution import NAME, __version__, install
 from .memory.limit import MemoryLimitError
 from .problem import DTYPES, FORWARD, PASSES
 from .quantized import BITS
-from .relation import KINDS
+from .relation_form import KINDS
 
 
 class _Parser(argparse.ArgumentParser):

@@ -250,7 +250,9 @@ def _leaves(tree, signature: list, where: str) -> Iterator[mx.array | SparseTens
         for value in tree:
             yield from _leaves(value, signature, where)
     elif isinstance(tree, CONSTANTS):
-        signature.append((type(tree), tree))
+        # By their bits: 0.0 equals -0.0, and a NaN nothing.
+        same = tree.hex() if isinstance(tree, float) else tree
+        signature.append((type(tree), same))
     else:
         raise TypeError(
             f"{where} of a compiled function are sparse tensors, arrays, constants, "

@@ -36,8 +36,8 @@ class HeldSets:
 
     def __init__(self):
         self._sets: dict[int, CoordinateSet] = {}  # by serial
-        # Sets by the identity of an array, for as long as that lives.
-        self._by_array: dict[int, tuple[ref[mx.array], CoordinateSet]] = {}
+        # Sets by the identity of an array, for as long as that lives, and their facts.
+        self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
         # By the rule, the set that it read, and how.
         self._made: dict[tuple[str, CoordinateSet, object], CoordinateSet] = {}
         # Counts what a look-up among the sets may find.
@@ -101,11 +101,10 @@ class HeldSets:
             )
         if spatial_shape is not None:
             spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
-        if id(coords) in self._by_array:
-            _, held = self._by_array[id(coords)]
-            facts = (held.stride, held.spatial_shape, held.declared_batch_size)
-            if facts == (stride, spatial_shape, batch_size):
-                return held
+        _, known = self._by_array.get(id(coords), (None, {}))
+        held = known.get((stride, spatial_shape, batch_size))
+        if held is not None:
+            return held
         self._drop_unheld()
         # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
         # that lie by column, as np.argwhere's, are copied here, not at every launch.
@@ -124,9 +123,13 @@ class HeldSets:
 
     def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
         """Find a set by an array from now on; return a reference to the array."""
-        known = ref(array, partial(_forget, ref(self), id(array)))
-        self._by_array[id(array)] = known, held
-        return known
+        known = self._by_array.get(id(array))
+        if known is None:
+            gone = partial(_forget, ref(self), id(array))
+            known = self._by_array[id(array)] = ref(array, gone), {}
+        facts = held.stride, held.spatial_shape, held.declared_batch_size
+        known[1][facts] = held
+        return known[0]
 
     def _drop_unheld(self) -> None:
         """Drop sets that nobody can name, nor any that keeps them: see ``_keepers``."""
@@ -156,8 +159,11 @@ class HeldSets:
         self._sets = {n: held for n, held in self._sets.items() if held in living}
         self._made = {of: made for of, made in self._made.items() if made in living}
         self.record.keep(set(self._sets))
-        for name, (_, held) in list(self._by_array.items()):
-            if held not in living:
+        for name, (array, known) in list(self._by_array.items()):
+            left = {facts: held for facts, held in known.items() if held in living}
+            if left:
+                self._by_array[name] = array, left
+            else:
                 self._by_array.pop(name, None)
 
     def __getitem__(self, key: CoordinateKey) -> CoordinateSet:
@@ -178,11 +184,16 @@ class HeldSets:
         return tuple(self._sets.values())
 
     def key_of(self, key_or_coords: CoordinateKey | mx.array) -> CoordinateKey:
-        """Return the key itself, or insert the coordinates at stride 1."""
+        """Return the key itself, or that of the set that an array is of.
+
+        An array that is of none is inserted, at stride 1.
+        """
         if isinstance(key_or_coords, CoordinateKey):
             self[key_or_coords]
             return key_or_coords
-        return self.insert(key_or_coords)
+        _, known = self._by_array.get(id(key_or_coords), (None, {}))
+        held = next(iter(known.values()), None)
+        return self.insert(key_or_coords) if held is None else held.key
 
     def cells(
         self, key_or_coords: CoordinateKey | mx.array, strides: Sequence[IntOrTuple]

@@ -7,30 +7,29 @@ import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
-from contextvars import ContextVar
 from pathlib import Path
 
 from . import settings
 
-_folder: ContextVar[Path | None] = ContextVar("cache", default=None)
-
 
 @contextmanager
 def cache(folder: str | os.PathLike) -> Iterator[None]:
-    """Keep measured choices in ``folder`` inside the block.
+    """Keep in ``folder`` what is kept on disk, inside the block.
+
+    That is measured choices, what kernels proved to be, and compiled CUDA kernels.
 
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
     """
-    token = _folder.set(Path(folder))
+    token = settings.cache.set(Path(folder))
     try:
         yield
     finally:
-        _folder.reset(token)
+        settings.cache.reset(token)
 
 
 def cache_block() -> Path | None:
     """Return the folder that a block names, or None."""
-    return _folder.get()
+    return settings.cache.get()
 
 
 def is_set(name: str, default: bool = False) -> bool:
@@ -46,7 +45,7 @@ def is_set(name: str, default: bool = False) -> bool:
 
 def folder() -> Path:
     """Return the folder: a block's, else the environment's, else the user's."""
-    inside = _folder.get()
+    inside = settings.cache.get()
     if inside is not None:
         return inside
     if text := os.environ.get("MLX_LATTICE_CACHE"):

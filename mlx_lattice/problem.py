@@ -12,6 +12,8 @@ import mlx.core as mx
 from .epilogue import EpilogueFacts
 from .facts import Facts
 from .integer_facts import IntegerFacts
+from .kernel_spec import KernelSpec
+from .relation_form import KINDS
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
 # How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).
@@ -115,6 +117,8 @@ class Problem(Facts):
     def __post_init__(self):
         if self.pass_ not in PASSES:
             raise ValueError(f"pass must be one of {PASSES}; got {self.pass_!r}")
+        if self.kind not in KINDS:
+            raise ValueError(f"kind must be one of {KINDS}; got {self.kind!r}")
         if self.layout not in LAYOUTS:
             raise ValueError(f"layout must be one of {LAYOUTS}; got {self.layout!r}")
         dtype_name(self.dtype)
@@ -145,32 +149,37 @@ class Problem(Facts):
         stride: int = 1,
         **facts,
     ) -> Problem:
-        """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out."""
-        size = (
-            (kernel_size,) * dims
-            if isinstance(kernel_size, int)
-            else tuple(kernel_size)
-        )
-        kernel = "x".join(map(str, size)) + (f", stride {stride}" if stride > 1 else "")
+        """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out.
+
+        Raises:
+            ValueError: a fact is out of its range, or there is no such kind.
+        """
+        dims = dims if isinstance(kernel_size, int) else len(kernel_size)
+        spec = KernelSpec.of(dims, kernel_size=kernel_size, stride=stride)
+        n_out = n_in if n_out is None else n_out
+        is_itself = kind in ("submanifold", "forward") and n_in == n_out
         return cls(
             pass_=FORWARD,
             kind=kind,
-            kernel=kernel,
-            volume=prod(size),
+            kernel=str(spec),
+            volume=spec.volume,
             c_in=c_in,
             c_out=c_out,
             n_in=n_in,
-            n_out=n_in if n_out is None else n_out,
+            n_out=n_out,
             dtype=dtype_name(dtype),
-            dims=len(size),
-            pointwise=prod(size) == 1 and stride == 1,
+            dims=dims,
+            pointwise=spec.is_pointwise and is_itself,
             **facts,
         )
 
     @classmethod
     def input_grad(cls, **facts) -> Problem:
         """Describe the input gradient of the layer that ``forward`` describes."""
-        return replace(cls.forward(**facts), pass_=INPUT_GRAD)
+        layer = cls.forward(**facts)
+        # A centred box on the rows themselves is its own mirror image where it is odd.
+        mirrored = layer.kind == "submanifold" and layer.volume % 2 == 1
+        return replace(layer, pass_=INPUT_GRAD, mirrored=mirrored)
 
     @classmethod
     def weight_grad(cls, **facts) -> Problem:

@@ -19,8 +19,6 @@ from .kept_views import KeepsViews, KeptViews
 from .kernel_spec import KernelSpec
 from .relation_form import Form, form
 
-KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
-
 
 class Relation(KeepsViews):
     """Edges (i, o, k): input row i feeds output row o through kernel offset k.

@@ -6,6 +6,7 @@ from functools import lru_cache
 
 from .kernel_spec import KernelSpec
 
+KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 # Of as many kinds of calls a form keeps what they share; then the oldest goes.
 KEPT = 256
 

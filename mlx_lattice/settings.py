@@ -9,10 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from contextvars import ContextVar
-from functools import cache, partial
+from functools import cache as kept
+from functools import partial
+from pathlib import Path
 
 # Routes by pass, as pairs; whether choices are measured, or None; whether kernels prove
-# themselves, or None; the others as named.
+# themselves, or None; the folder of what is kept on disk; the others as named.
 forced: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("forced", default=())
 tuned: ContextVar[bool | None] = ContextVar("tune", default=None)
 proved: ContextVar[bool | None] = ContextVar("proof", default=None)
@@ -20,6 +22,7 @@ deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
 portable: ContextVar[bool] = ContextVar("portable", default=False)
 metal: ContextVar[str | None] = ContextVar("metal", default=None)
 precision: ContextVar[str | None] = ContextVar("precision", default=None)
+cache: ContextVar[Path | None] = ContextVar("cache", default=None)
 
 VARIABLES = (
     "MLX_LATTICE_ROUTE",
@@ -27,10 +30,11 @@ VARIABLES = (
     "MLX_LATTICE_METAL",
     "MLX_LATTICE_PRECISION",
     "MLX_LATTICE_PROOF",
+    "MLX_LATTICE_CACHE",
 )
 
 
-@cache
+@kept
 def reader(name: str) -> Callable[[], str | None]:
     """Return a function that reads a variable: its value now, None where it is unset.
 
@@ -48,7 +52,7 @@ def reader(name: str) -> Callable[[], str | None]:
     return read
 
 
-_ROUTE, _TUNE, _METAL, _PRECISION, _PROOF = map(
+_ROUTE, _TUNE, _METAL, _PRECISION, _PROOF, _CACHE = map(
     getattr(os.environ, "encodekey", str), VARIABLES
 )  # as the dict behind os.environ has them
 
@@ -64,9 +68,11 @@ def said() -> tuple:
         portable.get(),
         metal.get(),
         precision.get(),
+        cache.get(),
         variables(_ROUTE),
         variables(_TUNE),
         variables(_METAL),
         variables(_PRECISION),
         variables(_PROOF),
+        variables(_CACHE),
     )

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from .. import devices
 from ..devices import METAL, Device
+from ..epilogue import finished
 from ..ops import conv
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from ..relation import Relation
@@ -26,7 +27,14 @@ from ..tensor import SparseTensor
 from .cost import Cost, cost, size
 from .prediction import Prediction
 
-KINDS = ("submanifold", "forward", "target", "transposed", "generative")
+# What computes a layer of a weight, by the kind of its relation.
+FUNCTIONS = {
+    "submanifold": conv.subm_conv,
+    "forward": conv.conv,
+    "target": conv.conv,
+    "transposed": conv.conv_transpose,
+    "generative": partial(conv.conv_transpose, generative=True),
+}
 
 
 @dataclass(frozen=True)
@@ -214,20 +222,13 @@ def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
     if callable(module_or_weight):
         name = type(module_or_weight).__name__
         return (lambda x: module_or_weight(x, **arguments)), name
-    functions = {
-        "submanifold": conv.subm_conv,
-        "forward": conv.conv,
-        "target": conv.conv,
-        "transposed": conv.conv_transpose,
-        "generative": partial(conv.conv_transpose, generative=True),
-    }
-    if kind not in functions:
-        raise ValueError(f"kind must be one of {KINDS}; got {kind!r}")
+    if kind not in FUNCTIONS:
+        raise ValueError(f"kind must be one of {tuple(FUNCTIONS)}; got {kind!r}")
     if kind == "target" and arguments.get("coordinates") is None:
         raise ValueError('kind "target" needs coordinates=, the rows to compute')
 
     def call(x):
-        return functions[kind](x, module_or_weight, **arguments)
+        return FUNCTIONS[kind](x, module_or_weight, **arguments)
 
     return call, None
 
@@ -300,7 +301,7 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
 
     Args:
         tolerance: greatest error relative to the norm of the output; by default 1e-5
-            for float32, 1e-3 where it is multiplied in TF32, 2e-3 for float16 and
+            for float32, 2e-3 where it is multiplied in TF32, 2e-3 for float16 and
             1.6e-2 for bfloat16.
         model: a net whose ``named_modules`` give layers their paths.
 
@@ -391,6 +392,9 @@ def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
     if p.pass_ == WEIGHT_GRAD:
         y = y.reshape(p.volume, width_in, p.c_out)
         y = y.transpose(2, 0, 1) if p.layout == MLX_LAYOUT else y
-    for bias in launched.bias:
-        y = y + bias
+    after = p.epilogue
+    if after is None:
+        y = sum(launched.bias, y)
+    else:
+        y = finished(y, after, *after.named(launched.bias))
     return y.astype(launched.result.dtype)

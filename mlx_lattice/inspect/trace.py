@@ -107,12 +107,12 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
 
 
 def _timed(launched: Launch) -> tuple[float | None, str | None]:
-    route = launched.choice.route.name
+    plan = launched.choice.plan
     try:
         # The first call also builds the relation's views and compiles GPU kernels.
         mx.eval(launched.result, *launched.inputs)
         start = perf_counter()
-        mx.eval(launched.repeat(route))
+        mx.eval(launched.run(plan, *launched.inputs, *launched.bias))
         return 1e3 * (perf_counter() - start), None
     except ValueError:
         return None, "no time: mx.compile and mx.vmap allow no evaluation"

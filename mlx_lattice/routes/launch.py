@@ -283,8 +283,9 @@ class Pass:
             own = measured_tiles.own(bare, here)
             able = candidates(bare, here, own)
             timed = arrays if self.integer else inputs
-            measure.record(bare, here, able, self._rows, timed, own)
-            choice, _ = choose(problem, here)
+            tuned = measure.record(bare, here, able, self._rows, timed, own)
+            if tuned:
+                choice, _ = choose(problem, here)
         if device in (None, here) and problem.n_in and problem.n_out:
             # Each time another kernel is refused, so that the last row is reached.
             results = proof_results.here(here)

@@ -82,7 +82,7 @@ def record(
     run: Callable[..., mx.array],
     inputs: tuple[mx.array, ...],
     own: Own = (),
-) -> Times:
+) -> bool:
     """Time the routes that are not known yet for a problem, and keep the result.
 
     Args:
@@ -95,22 +95,28 @@ def record(
         own: tiles of routes that are this machine's.
 
     Returns:
-        The times, as ``measured`` gives them from now on.
+        Whether any was timed; ``measured`` gives the times.
     """
-    known = measured(problem, device)
     if len(routes) < 2 or not problem.n_in or not problem.n_out:
-        return known
-    if {route.name for route in routes} <= {name for name, _ in known}:
-        return known
+        return False
+    name = key(problem, device)
+    known = {*_FILE.load().get(name, {}), *_failed.get((_FILE.path, name), ())}
+    if known.issuperset(route.name for route in routes):
+        return False
     trial = tuple(_random_like(a, seed) for seed, a in enumerate(inputs))
     plans = {route.name: route.plan(problem, device, own) for route in routes}
     reference = run(plans[FLOOR], *trial)
-    times = {
-        name: _time(name, partial(run, plan, *trial), reference, plan.tolerance)
-        for name, plan in plans.items()
-    }
-    _FILE.store(key(problem, device), times)
-    return measured(problem, device)
+    times = {}
+    for route, plan in plans.items():
+        try:
+            one = partial(run, plan, *trial)
+            times[route] = _time(route, one, reference, plan.tolerance)
+        except Exception as error:
+            # For want of memory, perhaps: another process tries it again.
+            _failed.setdefault((_FILE.path, name), set()).add(route)
+            warnings.warn(f"route {route} failed while tuned: {error}", stacklevel=2)
+    _store(name, times)
+    return True
 
 
 def keep(problem: Problem, device: Device, times: dict[str, float | None]) -> None:
@@ -123,7 +129,13 @@ def keep(problem: Problem, device: Device, times: dict[str, float | None]) -> No
     """
     name = key(problem, device)
     taken = {r: None if ms is None else round(ms, 6) for r, ms in times.items()}
-    _FILE.store(name, {**_FILE.load().get(name, {}), **taken})
+    _store(name, {**_FILE.load().get(name, {}), **taken})
+
+
+def _store(name: str, times: dict[str, float | None]) -> None:
+    global changes
+    changes += 1
+    _FILE.store(name, times)
 
 
 def relative_error(y: mx.array, reference: mx.array) -> tuple[float, int]:
@@ -154,13 +166,9 @@ def _random_like(a: mx.array, seed: int) -> mx.array:
 def _time(
     name: str, run: Callable, reference: mx.array, tolerance: float
 ) -> float | None:
-    """Return a route's milliseconds; None where it fails or its result is wrong."""
-    try:
-        y = run()
-        mx.eval(y)
-    except Exception as error:
-        warnings.warn(f"route {name} failed while tuned: {error}", stacklevel=2)
-        return None
+    """Return a route's milliseconds; None where its result is wrong."""
+    y = run()
+    mx.eval(y)
     error, _ = relative_error(y, reference)
     if not error <= tolerance:
         warnings.warn(
@@ -192,3 +200,7 @@ def _is_entry(entry: object) -> bool:
 
 
 _FILE = KeptEntries("routes.json", VERSION, _is_entry, "a table of milliseconds")
+# Routes that raised in this process, by the file and the key of the problem.
+_failed: dict[tuple[Path, str], set[str]] = {}
+# How often times were kept in this process: choices are made again then.
+changes = 0

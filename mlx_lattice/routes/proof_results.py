@@ -56,17 +56,19 @@ class Refused:
     """The kernels that are refused, and why; never changed, so that choices keep it."""
 
     def __init__(self, reasons: Mapping[str, str]):
-        self._reasons = dict(reasons)
+        self.reasons = dict(reasons)
 
     def __bool__(self) -> bool:
-        return bool(self._reasons)
+        return bool(self.reasons)
 
     def reason(self, kernel: GpuKernel | None) -> str | None:
         """Return why a kernel is refused, whatever its inputs; None if it is not."""
-        return None if kernel is None else self._reasons.get(kernel.digest)
+        return None if kernel is None else self.reasons.get(kernel.digest)
 
 
 NONE = Refused({})
+# How often a kernel was refused in this process: choices are made again then.
+refusals = 0
 
 
 class Results:
@@ -81,14 +83,17 @@ class Results:
         self.path, self.where = path, where
         # Why a kernel is refused, or None, by its key; and its name.
         self._found = _read(path, where)
-        self._is_written = True
+        self._is_written, self.refused = True, NONE
         self._update()
 
     def _update(self) -> None:
+        global refusals
         reasons = {
             k.partition(" ")[0]: why for k, (_, why) in self._found.items() if why
         }
-        self.refused = Refused(reasons)
+        if self.refused.reasons != reasons:  # else one object: choices are kept by it
+            self.refused = Refused(reasons)
+            refusals += 1
 
     def knows(self, plan: Plan, biased: bool) -> bool:
         """Whether the kernel of a plan was tried before, with these inputs."""

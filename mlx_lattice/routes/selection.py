@@ -106,7 +106,8 @@ def situation() -> tuple:
     """
     on_gpu, cleared = mx.default_device() == devices.GPU, _settled.cleared
     replaced = devices.current, cpu_extension.extension
-    return (cleared, *replaced, on_gpu, *settings.said())
+    found = proof_results.refusals, measure.changes
+    return (cleared, *found, *replaced, on_gpu, *settings.said())
 
 
 def select(

@@ -146,6 +146,30 @@ def test_of_each_stride_the_latest_rows_are_kept():
     assert strides == [1, 2]
 
 
+def test_an_array_finds_the_set_that_a_tensor_made_of_it():
+    rows = tensor().coords + mx.array([0, 20, 20, 20])
+    x = ml.SparseTensor(rows, tensor().feats, spatial_shape=(40, 40, 40))
+    manager = x.manager
+    of_key, of_rows = (
+        manager.kernel_relation(rows, support="reach") for rows in (x.key, x.coords)
+    )
+    assert of_rows is of_key and manager.key_of(x.coords) == x.key
+    coarse = tensor(stride=2)
+    relation = coarse.manager.submanifold_kernel_relation(coarse.coords)
+    assert relation.keys == (coarse.key, coarse.key)
+
+
+def test_sets_of_one_array_are_one_for_each_of_their_facts():
+    manager, rows = ml.CoordinateManager(), tensor().coords + 0
+    feats = mx.ones((len(rows), 1))
+    facts = {}, {"stride": 2}, {"spatial_shape": (40, 40, 40)}, {"batch_size": 9}
+    held = [ml.SparseTensor(rows, feats, manager=manager, **each) for each in facts]
+    assert len(manager.sets) == len({x.key for x in held}) == len(facts)
+    for each, x in zip(facts, held, strict=True):
+        assert ml.SparseTensor(rows, feats, manager=manager, **each).key == x.key
+    assert manager.key_of(rows) == held[0].key and len(manager.sets) == len(facts)
+
+
 def test_rows_that_were_inserted_stay():
     manager = ml.CoordinateManager()
     rows = tensor().coords

@@ -1,5 +1,7 @@
 """explain: the Choice that runs, and its cost."""
 
+from dataclasses import replace
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -172,6 +174,24 @@ def test_it_prints_the_table():
         assert name in text
 
 
+@pytest.mark.parametrize("pass_", ("forward", "input_grad"))
+@pytest.mark.parametrize("size", (1, 2, 3))
+@pytest.mark.parametrize("kind", ("submanifold", "target"))
+def test_a_problem_described_is_that_of_a_relation(kind, size, pass_):
+    x = tensor()
+    if kind == "target":
+        target = x.manager.insert(x.coords[: len(x) // 2])
+        relation = x.manager.target_kernel_relation(x.key, target, kernel_size=size)
+    else:
+        relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=size)
+    made = Problem.of(pass_, relation, 8, 8, mx.float32)
+    rows = {"n_in": relation.n_in, "n_out": relation.n_out}
+    facts = {"kind": kind, "kernel_size": size, "c_in": 8, "c_out": 8, **rows}
+    described = getattr(Problem, pass_)(**facts, edges=made.edges)
+    assert described == made
+    assert ml.select(described).route == ml.select(made).route
+
+
 def test_bad_arguments_are_sentences():
     x, w = tensor(), weight(27, 8, 16)
     problem = Problem.forward(c_in=4, c_out=4, n_in=10)
@@ -183,6 +203,7 @@ def test_bad_arguments_are_sentences():
     for error, match, call in [
         (ValueError, "pass_ must be one of", lambda: ml.explain(x, w, pass_="back")),
         (ValueError, "kind must be one of", lambda: ml.explain(x, w, kind="odd")),
+        (ValueError, "kind must be one of", lambda: replace(problem, kind="odd")),
         (ValueError, "explained alone", lambda: ml.explain(problem, w)),
         (ValueError, "a module or a weight", lambda: ml.explain(x)),
         (TypeError, "SparseTensor or a Problem", lambda: ml.explain(w, w)),

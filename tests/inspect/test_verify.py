@@ -108,6 +108,17 @@ def test_nan_and_infinite_inputs_are_no_error():
         mx.eval(ops.subm_conv3d(x.replace(feats), weight(27, 8, 16)).feats)
 
 
+@pytest.mark.usefixtures("portable_only")
+def test_arithmetic_over_the_edges_has_the_epilogue():
+    conv, norm = nn.SubmConv3d(8, 8, 3, groups=2, bias=False), nn.BatchNorm(8)
+    norm.running_mean, norm.weight = mx.arange(8) / 10, 1 + mx.arange(8) / 3
+    net, x = nn.Sequential(conv, norm, nn.ReLU()), tensor()
+    net.eval()
+    with ml.trace() as trace, ml.verify():
+        mx.eval(net(x).feats)
+    assert trace.records[0].problem.epilogue.parts == ("BatchNorm", "ReLU")
+
+
 def test_verify_names_paths_and_refuses_compiled_functions():
     class Net(nn.Module):
         def __init__(self):

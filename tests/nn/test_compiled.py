@@ -1,6 +1,7 @@
 """ml.compile: the same results, and a trace for each coordinate set."""
 
 import gc
+import math
 import re
 from collections import Counter
 from weakref import ref
@@ -466,3 +467,17 @@ def test_no_rows_are_not_compiled_on_cuda():
         with recording("h200"):
             assert step(none).shape == (0, 3) and step.function.calls == count
     assert len(step) == 0
+
+
+def test_constants_are_told_apart_by_their_bits():
+    x, passed = tensor(), []
+
+    def function(x, value):
+        passed.append(value)
+        return x.feats * math.copysign(1.0, value)
+
+    run = ml.compile(function)
+    for value in (0.0, -0.0, 0.0, -0.0, math.nan, math.nan, math.nan):
+        sign = math.copysign(1.0, value)
+        np.testing.assert_array_equal(np.array(run(x, value)), np.array(x.feats * sign))
+    assert len(run) == 3

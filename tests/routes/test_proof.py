@@ -4,6 +4,7 @@ Kernels run on the CPU by metal/host. A mutant is the text of a kernel with a fa
 that was seen on a chip, or could be: it must be refused, and the net be right.
 """
 
+import json
 import warnings
 from dataclasses import replace
 
@@ -29,6 +30,7 @@ from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.routes import RouteError, named, proof
+from mlx_lattice.routes.plan import Plan
 
 host.require()
 
@@ -381,6 +383,28 @@ def test_in_traces_of_mlx(trace, mutation):
         y = run(x.feats)
         mx.async_eval(y)
         assert_right(y, wanted, HALF)
+
+
+def test_another_folder_is_seen_at_once(folder, tmp_path, monkeypatch):
+    """What is explained there is what runs, of layers that ran before, too."""
+    x, layer, wanted = layers(FLOAT)
+    with on_metal():
+        assert_right(layer(x).feats, wanted, FLOAT)
+        route = ml.explain(x, layer).choice.route
+    other = tmp_path / "other"
+    (file,) = (folder / "proofs").glob("*.json")
+    held = json.loads(file.read_text())
+    held["kernels"] = {k: [name, "made up"] for k, (name, _) in held["kernels"].items()}
+    (other / "proofs").mkdir(parents=True)
+    (other / "proofs" / file.name).write_text(json.dumps(held))
+    ran, bound = [], Plan.bound
+    monkeypatch.setattr(
+        Plan, "bound", lambda plan, *a: ran.append(plan.kernel) or bound(plan, *a)
+    )
+    with on_metal(), ml.cache(other):
+        explained = ml.explain(x, layer).choice
+        assert_right(layer(x).feats, wanted, FLOAT)
+        assert explained.route != route and ran == [explained.plan.kernel]
 
 
 def test_in_a_compiled_step():
