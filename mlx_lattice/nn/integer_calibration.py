@@ -54,7 +54,7 @@ class Layer:
         error: sums: of the plain error, of the chosen one, of the output; squared.
         shift: sums of (float result - integer result) a channel.
         rows: count of rows of the results.
-        calls: of a linear layer, which is seen wherever it is called.
+        calls: of the layer, whether anything is fused into it or not.
         scale, weight: of features and in integers, as chosen.
         plain: weight and scale by the greatest magnitudes.
     """
@@ -133,7 +133,7 @@ def calibrate_integers(
         squares = mx.square(x.astype(mx.float32)).sum(axis=0)
         layer.squares = squares if layer.squares is None else layer.squares + squares
         layer.rows += x.shape[0]
-        layer.calls += relation is None
+        layer.calls += 1
         mx.eval(layer.squares)
 
     def norm_told(fused: fusion.Fused) -> None:
@@ -144,6 +144,13 @@ def calibrate_integers(
         run(model, by_path, batches, gather, call)
     for layer in layers:
         _choose(layer, method)
+    # A linear layer that is called by itself gives floats there in any case.
+    watch.keep_float(
+        key
+        for key, layer in known.items()
+        if not isinstance(layer.module, mlx.nn.Linear)
+        and not watch.saw_all(key, layer.calls)
+    )
     writes = _int8_results(watch, known, results, method)
     _adopt(watch, known, writes)
 
@@ -330,8 +337,8 @@ def _foldable(watch: Watch, known: dict[int, Layer]) -> dict[int, Module]:
         norm = norms[0]
         alone = norm is not None and all(each is norm for each in norms)
         alone = alone and users[id(norm)] == {key} and id(norm) not in watch.apart
-        # A linear layer that is called by itself too has to give what it gave.
-        if alone and key in known and known[key].calls in (0, len(norms)):
+        # A layer that is called by itself too has to give what it gave.
+        if alone and key in known and watch.saw_all(key, known[key].calls):
             found[key] = norm
     return found
 

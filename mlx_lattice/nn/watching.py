@@ -8,7 +8,7 @@ features is noticed.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -130,6 +130,16 @@ class Watch:
     def _seen(self, y: SparseTensor, node: Node) -> Seen:
         self.nodes.append(node)
         return Seen.made(y, self, node)
+
+    def saw_all(self, layer: int, calls: int) -> bool:
+        """Whether a layer was never called without what may be fused into it."""
+        return len(self.norms.get(layer, ())) == calls
+
+    def keep_float(self, layers: Iterable[int]) -> None:
+        """Have layers write float."""
+        kept = set(layers)
+        for node in self.nodes:
+            node.is_float |= node.layer in kept
 
     def writers(self) -> list[int]:
         """Return the layers whose results may be int8, in order."""

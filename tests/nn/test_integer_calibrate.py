@@ -388,3 +388,39 @@ def test_fake_quant_takes_float_layers_alone():
         nn.FakeQuant(nn.Linear(32, 4).to_quantized(32, 8))
     with pytest.raises(ValueError, match="bits of an integer weight"):
         nn.FakeQuant(nn.Linear(32, 4), 3)
+
+
+class Tied(mlx.nn.Module):
+    """A convolution in front of a norm, and by itself."""
+
+    def __init__(self, call):
+        super().__init__()
+        self.conv, self.call = nn.SubmConv3d(8, 8, 3), call
+        norm = nn.BatchNorm(8)
+        norm.running_mean, norm.bias = mx.arange(8) / 20, mx.ones(8)
+        norm.running_var = (1 + mx.arange(8)) / 10
+        self.block = nn.Sequential(self.conv, norm, nn.ReLU())
+        self.tail = nn.Sequential(nn.SubmConv3d(8, 8, 3), nn.ReLU(), self.conv)
+
+    def __call__(self, x):
+        return self.call(self, x)
+
+
+TIED = {
+    "then alone": (lambda net, x: net.conv(net.block(x)), 0),
+    "alone before": (lambda net, x: net.block(net.conv(x)), 0),
+    "twice": (lambda net, x: net.block(net.block(x)), 1),
+    "last of another": (lambda net, x: net.conv(net.tail(x)), 0),
+    "read as float": (lambda net, x: ops.sigmoid(net.conv(net.block(net.block(x)))), 0),
+}
+
+
+@pytest.mark.parametrize("name", TIED)
+def test_a_convolution_that_is_called_by_itself_too(name):
+    call, folded = TIED[name]
+    net, x = Tied(call).eval(), batch(channels=8)
+    made, report = ml.calibrate(net, [x], 8, activations=8, class_predicate=PACK_ALL)
+    assert len(report.folded) == folded
+    wanted = net(x).feats
+    error = mx.linalg.norm(made(x).feats - wanted) / mx.linalg.norm(wanted)
+    assert error.item() < 0.06
