@@ -86,6 +86,13 @@ RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const st
       step.shapes.push_back(output.shape());
       step.dtypes.push_back(output.dtype());
     }
+    auto name = name_of(*step.primitive);
+    if (name == "Transpose") step.axes = static_cast<mx::Transpose&>(*step.primitive).state();
+    step.is_made_anew = name == "Reshape" || name == "Transpose" || name == "Broadcast";
+    if (step.is_made_anew) {
+      auto own = anew(step, inputs[0]);
+      if (own.id() != inputs[0].id()) step.primitive = own.primitive_ptr();
+    }
     if (steps_.empty()) stream_ = step.primitive->stream();
     is_plain_ = is_plain_ && step.primitive->stream() == stream_ && is_launch_or_view(*step.primitive);
     steps_.push_back(std::move(step));
@@ -109,8 +116,16 @@ RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const st
   for (int result : results_) reads_.push_back(read.contains(memory(result)));
 }
 
-template <class Each>
-std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& inputs, Each each) const {
+mx::array RecordedLaunches::anew(const Step& step, const mx::array& input) {
+  auto stream = step.primitive->stream();
+  auto name = name_of(*step.primitive);
+  if (name == "Transpose") return mx::transpose(input, step.axes, stream);
+  if (name == "Broadcast") return mx::broadcast_to(input, step.shapes[0], stream);
+  return mx::reshape(input, step.shapes[0], stream);
+}
+
+template <class Make>
+std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& inputs, Make make) const {
   const int count = given_ + constants_;
   std::vector<mx::array> computed;
   for (auto& step : steps_) {
@@ -119,22 +134,26 @@ std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& 
       int at = place(number);
       read.push_back(at < count ? inputs[at] : computed[at - count]);
     }
-    auto made = mx::array::make_arrays(step.shapes, step.dtypes, step.primitive, read);
-    each(made);
+    auto made = make(step, read);
     computed.insert(computed.end(), made.begin(), made.end());
   }
   return computed;
 }
 
 std::vector<mx::array> RecordedLaunches::lazily(const std::vector<mx::array>& inputs) const {
-  return computed(inputs, [](auto&) {});
+  return computed(inputs, [](const Step& step, const std::vector<mx::array>& read) {
+    if (step.is_made_anew) return std::vector<mx::array>{anew(step, read[0])};
+    return mx::array::make_arrays(step.shapes, step.dtypes, step.primitive, read);
+  });
 }
 
 std::vector<mx::array> RecordedLaunches::now(const std::vector<mx::array>& inputs, Evaluate evaluate) const {
-  return computed(inputs, [&](std::vector<mx::array>& made) {
+  return computed(inputs, [&](const Step& step, const std::vector<mx::array>& read) {
+    auto made = mx::array::make_arrays(step.shapes, step.dtypes, step.primitive, read);
     (made[0].primitive().*evaluate)(made[0].inputs(), made);
     for (auto& a : made) a.set_status(mx::array::Status::evaluated);
     made[0].detach();
+    return made;
   });
 }
 

@@ -44,9 +44,13 @@ class RecordedLaunches {
     std::vector<int> inputs;
     std::vector<mx::Shape> shapes;
     std::vector<mx::Dtype> dtypes;
+    // MLX's rule of vmap writes into a Reshape, Transpose or Broadcast: each graph has its own.
+    bool is_made_anew = false;
+    std::vector<int> axes;
   };
-  template <class Each>
-  std::vector<mx::array> computed(const std::vector<mx::array>& inputs, Each each) const;
+  template <class Make>
+  std::vector<mx::array> computed(const std::vector<mx::array>& inputs, Make make) const;
+  static mx::array anew(const Step& step, const mx::array& input);
   // A value's place among the inputs and then what is computed of them.
   int place(int number) const {
     if (number < 0) return given_ - 1 - number;

@@ -15,7 +15,7 @@ import mlx.core as mx
 from .backends import registry
 from .backends.mlx_reductions import padded, take
 from .problem import FLOATS
-from .transformations import Function
+from .transformations import Function, filled
 
 # Derivatives
 
@@ -286,14 +286,29 @@ def greatest(
 
 def selected(x: mx.array, rows: mx.array, back: Callable) -> mx.array:
     """Return the channels of the rows that won; a linear function of ``x``."""
-    itself = partial(selected, rows=rows, back=back)
-    return linear(
-        partial(take, rows=rows), lambda dy: given_back(dy, rows, back()), itself
-    )(x)
+    return _by_rows(
+        take,
+        lambda dy, rows: given_back(dy, rows, back()),
+        partial(selected, back=back),
+    )(x, rows)
 
 
 def given_back(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
     """Give each result to the row that won it, added up: the transpose."""
-    run = partial(registry.reductions().max_pool_backward, rows=rows, back=back)
-    transpose = partial(selected, rows=rows, back=lambda: back)
-    return linear(run, transpose, partial(given_back, rows=rows, back=back))(dy)
+    return _by_rows(
+        partial(registry.reductions().max_pool_backward, back=back),
+        partial(selected, back=lambda: back),
+        partial(given_back, back=back),
+    )(dy, rows)
+
+
+def _by_rows(forward: Callable, transpose: Callable, itself: Callable) -> Function:
+    """Wrap a linear function of an array, by rows, which ``mx.vmap`` maps too."""
+    function = Function(forward)
+    function.vjp(lambda at, dy, _: (transpose(dy, at[1]), mx.zeros_like(at[1])))
+
+    @function.jvp
+    def jvp(at, by):
+        return itself(filled(at, by)[0], at[1])
+
+    return function

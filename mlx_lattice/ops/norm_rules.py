@@ -170,11 +170,16 @@ def row_norm(
 
     @function.vmap
     def vmap(arrays, axes):
-        y = mapped(composed, several(axes)[:last])(*several(arrays)[:last])
+        arrays, axes = several(arrays)[:last], several(axes)[:last]
+        y = mapped(composed, axes)(*arrays)
         if is_known:
             return y, 0
-        none = [mx.stack([a] * len(y)) for a in no_statistics(y.shape[-1])]
-        return (y, *none), (0,) * 5
+
+        def lines(x, *_):  # which the way back reads
+            return tuple(a.reshape(size, -1) for a in statistics.lines(x))
+
+        moved = [mx.stack([a] * len(y)) for a in no_statistics(y.shape[-1])[2:]]
+        return (y, *mapped(lines, axes)(*arrays), *moved), (0,) * 5
 
     return function
 

@@ -46,6 +46,8 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
         """Return (C,) mean and variance in MLX operations."""
         return moments(x)
 
+    lines = composed
+
     def run(self, kernels: Norms, x: mx.array, lines: mx.array | None = None) -> Four:
         """Return (1, C) mean, variance and moved running statistics, by kernels.
 
@@ -104,14 +106,18 @@ class SegmentStatistics:
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (N, C) mean and variance of each row's segment, in MLX operations."""
+        mean, var = self.lines(x)
+        return self.spread(mean), self.spread(var)
+
+    def lines(self, x: mx.array) -> tuple[mx.array, mx.array]:
+        """Return (S, C) mean and variance of each segment, in MLX operations."""
         x = x.astype(mx.float32)
 
-        def mean(values: mx.array) -> mx.array:
-            means = self.sum(values) / self.segments.counts
-            return self.spread(group_means(means, self.groups))
+        def means(values: mx.array) -> mx.array:
+            return group_means(self.sum(values) / self.segments.counts, self.groups)
 
-        middle = mean(x)
-        return middle, mean(mx.square(x - middle))
+        mean = means(x)
+        return mean, means(mx.square(x - self.spread(mean)))
 
     def run(self, kernels: Norms, x: mx.array) -> Four:
         """Return (S, C) mean and variance, by kernels, and once more."""

@@ -42,6 +42,8 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
         row = mx.concatenate([*moments(x), _count(self.rows)])
         return _of_all(self.exchanges.gathered(row))[:2]
 
+    lines = composed
+
     def run(self, kernels: Norms, x: mx.array, lines: mx.array | None = None) -> Four:
         """Return (1, C) mean, variance and moved running statistics, by kernels.
 
