@@ -10,7 +10,7 @@ import pytest
 from conftest import mappable
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import devices, nn, ops
 
 C, COUNT, CALLS = 4, 3, 3
 COORDS = mx.array(cases.geometry("batches", 3, 60))
@@ -40,6 +40,8 @@ FUNCTIONS = {
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_gradients_are_mapped(name):
+    if name == "net" and devices.current().backend != devices.CPU:
+        pytest.skip("MLX has no rule for its GatherMM, a portable route")
     function = FUNCTIONS[name]
     x = ml.SparseTensor(COORDS, mx.zeros((len(COORDS), C)))
     batch = mx.array(cases.features(COUNT * len(x), C, 1)).reshape(COUNT, len(x), C)
