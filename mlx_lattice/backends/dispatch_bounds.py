@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import lru_cache
 
 import mlx.core as mx
 
@@ -30,12 +31,9 @@ DISPATCH = {
 # How Metal cuts what one thread or one table would be too long for. All depend on sizes
 # only, so that sums have one order.
 METAL_CUTS = {
-    # Edges of one split of a weight gradient that are worth writing a partial sum, and
-    # the most that one thread may add up.
-    "split_edges": 512,
+    # Edges of one split of a weight gradient that one thread may add up, and splits.
     "thread_edges": 1 << 18,
     "splits": 256,
-    "partial_elements": 1 << 26,  # of partial sums at a time: 256 MB
     # Rows that one thread lists edges of: few enough to fill the GPU, and the counts of
     # all blocks stay small.
     "edge_block": 64,
@@ -50,14 +48,19 @@ SEGMENT_CUTS = {"longest": 1024, "piece": 256}
 
 def dispatch_limit(work: str) -> int:
     """Return how much of a kind of work one Metal dispatch may do, on every chip."""
-    takes, least = DISPATCH[work], []
+    return _limit(**DISPATCH[work])
+
+
+@lru_cache(maxsize=64)
+def _limit(share: float, **takes: int) -> int:
+    least = []
     for chip in devices.PROFILES.values():
         if chip.backend == devices.METAL:
             peaks = {"operations": 1e12 * chip.tflops, "bytes": 1e9 * chip.bandwidth}
             least += [
                 rate / takes[peak] for peak, rate in peaks.items() if peak in takes
             ]
-    return max(1, int(DISPATCH_SECONDS * takes["share"] * min(least)))
+    return max(1, int(DISPATCH_SECONDS * share * min(least)))
 
 
 def matrix_limit(device: Device) -> int:

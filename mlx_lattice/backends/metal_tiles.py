@@ -156,7 +156,8 @@ def sorted_tile(
     tile = SortedTile(slices, region, columns, 1, shape=shape)
     # Threadgroups of fewer simdgroups count for less.
     filled = max(1, groups * tile.threads // THREADS)
-    most = min(volume * ceil_div(c_x * item, 64), thresholds.SPLITS["*"])
+    steps = ceil_div(c_x * item, shape.step)
+    most = min(volume * steps, thresholds.value(thresholds.SPLITS, device))
     work = edges * c_x * c_y
     least = work / (1e12 * device.tflops)
     splits = sum_splits(filled, most, least, rows * c_y, device)
@@ -207,7 +208,8 @@ def tensor_tile(
     steps = [s for s in TENSOR_STEPS if s * item <= TENSOR_BYTES[height]]
     step = next((s for s in steps if c_x % s == 0), steps[-1])
     simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
-    splits = min(filling // simdgroups, thresholds.SPLITS["*"], volume * steps)
+    most = min(thresholds.value(thresholds.SPLITS, device), volume * steps)
+    splits = min(filling // simdgroups, most)
     region = thresholds.region_rows(row_bytes, device)
     return SortedTile(slices, region, columns, max(1, splits), height, step)
 

@@ -112,12 +112,18 @@ def _plan(
 
 
 def _by_threads(
-    p: Problem, name: str, files: tuple[str, ...], high: int, groups: int, bound: str
+    p: Problem,
+    device: Device,
+    name: str,
+    files: tuple[str, ...],
+    high: int,
+    groups: int,
+    bound: str,
 ) -> Plan:
     """Return the plan of a kernel whose threads walk the edges of a split.
 
     Args:
-        p: the facts.
+        p, device: what is planned, and for which chip.
         name: the route.
         files: of the kernel.
         high: inputs of a thread, which has four outputs.
@@ -126,9 +132,10 @@ def _by_threads(
     """
     c_in, dtype, edges = p.c_in // p.groups, DTYPES[p.dtype], p.edges_at_most
     blocks, elements = ceil_div(c_in, high), p.volume * c_in * p.c_out
-    splits = _edge_splits(p, edges, elements)
+    splits = _edge_splits(p, device, edges, elements)
     across = groups * ceil_div(p.c_out // groups, 4)
-    rounds = list(cuts(splits, splits * elements, METAL_CUTS["partial_elements"]))
+    held = thresholds.value(thresholds.PARTIAL_BYTES, device)
+    rounds = list(cuts(splits, 4 * splits * elements, held))
     dispatches = _rounds(
         rounds,
         p.volume * blocks,
@@ -150,13 +157,14 @@ def _most_edges(p: Problem, edges: int, splits: int) -> int:
     return ceil_div(min(edges, p.n_out) if p.table else edges, splits)
 
 
-def _edge_splits(p: Problem, edges: int, elements: int) -> int:
+def _edge_splits(p: Problem, device: Device, edges: int, elements: int) -> int:
     """Return into how many splits the edges of each offset are cut.
 
     As many as are worth their partial sums, but no thread is to add for long.
     """
-    wanted = ceil_div(edges, max(1, p.volume) * METAL_CUTS["split_edges"])
-    fitting = METAL_CUTS["partial_elements"] // elements
+    worth = thresholds.value(thresholds.SPLIT_EDGES, device)
+    wanted = ceil_div(edges, max(1, p.volume) * worth)
+    fitting = thresholds.value(thresholds.PARTIAL_BYTES, device) // (4 * elements)
     needed = ceil_div(_most_edges(p, edges, 1), METAL_CUTS["thread_edges"])
     return max(1, needed, min(wanted, METAL_CUTS["splits"], fitting))
 
@@ -164,13 +172,13 @@ def _edge_splits(p: Problem, edges: int, elements: int) -> int:
 def relation_traversal(p: Problem, device: Device) -> Plan:
     """Plan relation_traversal's: a thread has 4 x 4 of dW[k] for a split."""
     name = "relation_traversal"
-    return _by_threads(p, name, (name,), 4, p.groups, "multiply_adds")
+    return _by_threads(p, device, name, (name,), 4, p.groups, "multiply_adds")
 
 
 def depthwise(p: Problem, device: Device) -> Plan:
     """Plan depthwise's: a thread has four outputs, whatever their groups."""
     files = "relation_traversal", "depthwise"
-    return _by_threads(p, "depthwise", files, 1, 1, "elements")
+    return _by_threads(p, device, "depthwise", files, 1, 1, "elements")
 
 
 def _by_tiles(
@@ -239,9 +247,8 @@ def _as_cut(
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     work = edges * p.c_in * p.c_out
     # Partials are added to the sum of those before: few are held at a time.
-    held = ceil_div(
-        splits * p.volume * p.c_in * p.c_out * 4, thresholds.PARTIAL_BYTES["*"]
-    )
+    most = thresholds.value(thresholds.PARTIAL_BYTES, device)
+    held = ceil_div(splits * p.volume * p.c_in * p.c_out * 4, most)
     dispatches = _rounds(
         cuts(splits, max(held, ceil_div(work, limit)) if splits > 1 else 1, 1),
         p.volume,

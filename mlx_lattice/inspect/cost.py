@@ -4,12 +4,17 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ..devices import Device
+from ..backends.cuda_tiles import ONE, THREE
+from ..devices import CUDA, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.choice import Choice
+from .apple_rates import INTEGERS
 from .making import Making, making
 from .prediction import Prediction, predict
+
+# Of the rate for half precision, what float32 has in products of tensor cores.
+TF32_SHARE = {ONE: 1 / 2, THREE: 1 / 6}
 
 
 @dataclass(frozen=True)
@@ -136,7 +141,7 @@ def cost(
         explicit_bytes=moved + gathered,
         edges_per_row=edges / p.n_out if p.n_out else 0.0,
         occupancy=edges / places if places else 0.0,
-        compute_ms=1e3 * flops / device.flops(p.dtype),
+        compute_ms=1e3 * flops / _peak(p, choice, device),
         memory_ms=1e3 * moved / (1e9 * device.bandwidth),
         estimated=device.estimated,
         predicted=choice
@@ -157,6 +162,8 @@ def _bytes(p: Problem, edges: int | None) -> int | None:
     """Each input row, weight and table entry once, and each output once."""
     read, written = p.row_bytes
     rows = p.n_in * read + p.n_out * written
+    if p.epilogue and "residual" in p.epilogue.there:
+        rows += p.n_out * p.c_out * p.itemsize
     weight = p.weight_bytes
     if p.pointwise:
         return rows + weight
@@ -164,6 +171,20 @@ def _bytes(p: Problem, edges: int | None) -> int | None:
         out = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
         return rows + weight + 4 * out * p.volume
     return None if edges is None else rows + weight + 12 * edges
+
+
+def _peak(p: Problem, choice: Choice | None, device: Device) -> float:
+    """Return the most operations a second of the units that multiply there.
+
+    Float32 that tensor cores multiply, as TF32 or split into three products of it, is
+    bounded by these: half of their rate for half precision, or a sixth.
+    """
+    rate, matrices = device.flops(p.dtype), 1e12 * device.half_tflops
+    if p.integer:
+        has_units = device.backend == CUDA or device.neural_accelerators
+        return max(rate, INTEGERS * matrices) if has_units else rate
+    products = choice.plan.products if choice and device.backend == CUDA else ""
+    return max(rate, matrices * TF32_SHARE.get(products, 0))
 
 
 def _gathered(p: Problem) -> int:

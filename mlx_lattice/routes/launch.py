@@ -197,8 +197,8 @@ class Pass:
         # Transposed weights mean an input gradient, over the transposed relation.
         self.relation = layer.T if pass_ == INPUT_GRAD else layer
         self.packing: Packing | IntegerPacking | None = facts[5]
-        # A situation, and what its plan calls.
-        self._kept: tuple[tuple, Callable[..., mx.array]] | None = None
+        # A situation, what its plan calls, and the plan's lines of statistics.
+        self._kept: tuple[tuple, Callable[..., mx.array], int] | None = None
 
     def __call__(self, *arrays: mx.array) -> mx.array | tuple[mx.array, mx.array]:
         """Return y of (x, w), or of (x, the arrays of a packed weight), or dW.
@@ -215,8 +215,12 @@ class Pass:
 
     def moments_shape(self) -> tuple[int, int, int] | None:
         """Return the shape of the statistics that follow y, None where none do."""
-        choice, _ = choose(self.problem(), devices.current())
-        lines = choice.plan.moments
+        kept = self._kept
+        if kept is not None and kept[0] == situation():
+            lines = kept[2]
+        else:
+            choice, _ = choose(self.problem(), device())
+            lines = choice.plan.moments
         return (lines, 3, self.facts[1]) if lines else None
 
     def settled(self) -> tuple | None:
@@ -310,7 +314,7 @@ class Pass:
     def _keep(self, now: tuple, plan: Plan) -> Callable[..., mx.array]:
         """Return what a plan calls over the relation, from now on."""
         call = plan.bound(self.relation)
-        self._kept = now, call
+        self._kept = now, call, plan.moments
         if self.pass_ != WEIGHT_GRAD:
             self.relation.note_read(plan.read, plan.problem.layer)
         return call

@@ -10,7 +10,9 @@ from cuda_recorder import no_small_tiles
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, routes
+from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.inspect import cost
+from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import PASSES, Problem
 from mlx_lattice.routes import selection, thresholds
 
@@ -250,3 +252,30 @@ def test_packed_weights_move_fewer_bytes():
 )
 def test_numbers_read_well(text, expected):
     assert text == expected
+
+
+def test_rooflines_are_of_what_multiplies():
+    """Nothing runs below its least time: TF32 and int8 have rates of their own."""
+    facts = {"c_in": 256, "c_out": 256, "n_in": 10**6, "edges": 16 * 10**6}
+
+    def least(**more):
+        problem = Problem.forward(**facts, **more)
+        return cost.cost(problem, H200, choice=ml.select(problem, device="h200"))
+
+    half, exact = least(dtype="float16"), least()
+    quick = least(precision="tf32")
+    assert quick.compute_ms == pytest.approx(2 * half.compute_ms)
+    assert exact.compute_ms == pytest.approx(6 * half.compute_ms)
+    integer = IntegerFacts()
+    assert least(bits=8, integer=integer).compute_ms < 0.6 * half.compute_ms
+
+
+def test_a_residual_is_read():
+    facts = {"c_in": 8, "c_out": 4, "n_in": 100, "edges": 500}
+    bare, added = (
+        Problem.forward(**facts, epilogue=EpilogueFacts(there))
+        for there in (("shift",), ("shift", "residual"))
+    )
+    m4 = devices.PROFILES["m4"]
+    more = cost.cost(added, m4).bytes_moved - cost.cost(bare, m4).bytes_moved
+    assert more == 100 * 4 * 4

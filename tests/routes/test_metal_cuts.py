@@ -103,9 +103,9 @@ def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, chip, monke
 @pytest.mark.parametrize(
     "cuts",
     (
-        {"split_edges": 3},
+        {"SPLIT_EDGES": 3},
         {"thread_edges": 4},
-        {"thread_edges": 4, "partial_elements": 3 * 27 * 16},
+        {"thread_edges": 4, "PARTIAL_BYTES": 4 * 3 * 27 * 16},
     ),
     ids=str,
 )
@@ -115,7 +115,11 @@ def test_splits_of_a_weight_gradient(route, cuts, chip, monkeypatch):
     launches(route, "weight_grad", given)
     whole = launches(route, "weight_grad", given)
     for name, value in cuts.items():
-        monkeypatch.setitem(dispatch_bounds.METAL_CUTS, name, value)
+        where = getattr(thresholds, name, None)
+        if where is None:
+            monkeypatch.setitem(dispatch_bounds.METAL_CUTS, name, value)
+        else:
+            monkeypatch.setitem(where, "*", value)
     cut = launches(route, "weight_grad", given, chip)
     assert cut > whole if len(cuts) > 1 else cut >= whole
 

@@ -11,7 +11,6 @@ from typing import NamedTuple
 # scenes.shell), C_in = C_out, bias, float16, map kept, mean of 50 calls after 5, Python
 # and PyTorch included. Its commits name an M4 Pro and an M3 Max for the same times; by
 # their rates it was an M3 Max.
-SHELL_CHIP = "m3-max"
 SHELL_SOURCE = "mtlgemm 269e3b8, M3 Max (inferred; one of its commits says M4 Pro)"
 
 
