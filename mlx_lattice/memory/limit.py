@@ -14,6 +14,7 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from threading import Lock
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -209,6 +210,38 @@ def _await(mark: int) -> None:
         time.sleep(STEP)
 
 
+class _Process:
+    """MLX's own limits, which are the process's: the least of all blocks' that run.
+
+    Blocks of several threads end in any order; after the last MLX's are as before.
+    """
+
+    def __init__(self):
+        self._lock, self._running, self._before = Lock(), [], (0, 0)
+
+    @contextmanager
+    def bounded(self, memory: int, cache: int) -> Iterator[None]:
+        """Bound memory, and what MLX keeps of freed memory, inside the block."""
+        own = [memory, cache]  # told apart from others by identity
+        with self._lock:
+            if not self._running:
+                self._before = mx.set_memory_limit(memory), mx.set_cache_limit(0)
+            self._running.append(own)
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running = [each for each in self._running if each is not own]
+                self._apply()
+
+    def _apply(self) -> None:
+        memory, cache = self._before
+        mx.set_memory_limit(min([each[0] for each in self._running], default=memory))
+        mx.set_cache_limit(min([cache, *(each[1] for each in self._running)]))
+
+
+_process = _Process()
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 
 
@@ -250,17 +283,15 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     outer = _limit.get()
     limit = Limit(own if outer is None else min(own, outer.bytes))
     token = _limit.set(limit)
-    before = mx.set_memory_limit(limit.bytes)
     # On the CPU MLX's own limit does not bound the cache; on GPUs it does, but for what
     # is cached already: that goes at the next allocation.
     on_cpu = devices.current().backend == devices.CPU
     most = limit.bytes * CACHE if on_cpu else limit.bytes - mx.get_active_memory()
-    cache = mx.set_cache_limit(0)
-    mx.set_cache_limit(min(cache, max(0, int(most))))
     try:
-        with evaluating(evaluate=limit.end_stage):
+        with (
+            _process.bounded(limit.bytes, max(0, int(most))),
+            evaluating(evaluate=limit.end_stage),
+        ):
             yield limit
     finally:
         _limit.reset(token)
-        mx.set_memory_limit(before)
-        mx.set_cache_limit(cache)
