@@ -14,6 +14,7 @@ from ..devices import Device
 from ..problem import WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
+from ..routes.needs import im2col_bytes
 from ..routes.plan import MLX, UNPACKED_ONCE, Plan, Planner
 from .availability import serves
 from .cuda_unpack import unpacked_weights
@@ -271,12 +272,15 @@ def _run(forward, gradient):
     return run
 
 
-def _planner(name: str, view: str, forward, gradient=None, count=None) -> Planner:
+def _planner(
+    name: str, view: str, forward, gradient=None, count=None, scratch=None
+) -> Planner:
     """Return the planner of a route that MLX operations run."""
     run = _run(forward, gradient)
 
     def plan(problem: Problem, device: Device) -> Plan:
-        return Plan(problem, MLX, name, view, run, count=count)
+        held = scratch(problem, device) if scratch else 0
+        return Plan(problem, MLX, name, view, run, count=count, scratch=held)
 
     plan.__doc__ = f"Plan {name} in MLX operations."
     return plan
@@ -297,7 +301,12 @@ gather_gemm_scatter = _planner(
     _gather_gemm_scatter_weight_grad,
 )
 explicit_gemm = _planner(
-    "explicit_gemm", "out_in", _explicit_gemm, _explicit_gemm_weight_grad, _whole_table
+    "explicit_gemm",
+    "out_in",
+    _explicit_gemm,
+    _explicit_gemm_weight_grad,
+    _whole_table,
+    im2col_bytes,
 )
 grouped_gemm = _planner(
     "grouped_gemm", "edges", _grouped_gemm, _grouped_gemm_weight_grad

@@ -290,12 +290,21 @@ def few_channels(p: Problem, device: Device) -> str | None:
     return f"{name} = {channels} is above {most}: a matmul an offset wastes less"
 
 
+def im2col_bytes(p: Problem, device: Device) -> int:
+    """Return the bytes of the matrix that explicit GEMM gathers.
+
+    MLX multiplies half precision as it is on Metal, and as float32 elsewhere.
+    """
+    rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
+    channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
+    each = p.itemsize if device.backend == METAL else 4
+    return each * rows * p.volume * channels
+
+
 @of_rows
 def im2col_fits(p: Problem, device: Device) -> str | None:
     """Hold where the gathered matrix fits its memory bound."""
-    rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
-    channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
-    size = 4 * rows * p.volume * channels
+    size = im2col_bytes(p, device)
     most = thresholds.value(thresholds.IM2COL_BYTES, device)
     if size <= most:
         return None

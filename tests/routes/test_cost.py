@@ -279,3 +279,12 @@ def test_a_residual_is_read():
     m4 = devices.PROFILES["m4"]
     more = cost.cost(added, m4).bytes_moved - cost.cost(bare, m4).bytes_moved
     assert more == 100 * 4 * 4
+
+
+@pytest.mark.parametrize("device", ("m1", "h200", "cpu"))
+@pytest.mark.parametrize("dtype", ("float32", "float16"))
+def test_the_matrix_of_explicit_gemm_is_scratch(device, dtype):
+    problem = Problem.forward(c_in=4, c_out=8, n_in=1000, edges=9000, dtype=dtype)
+    choice = ml.select(problem, device=device, only="explicit_gemm")
+    each = 2 if (device, dtype) == ("m1", "float16") else 4
+    assert choice.plan.scratch == 1000 * 27 * 4 * each
