@@ -55,6 +55,9 @@ class CoordinateSet:
         box: bounds of the rows that the library made, perhaps wider than them.
 
     Attributes:
+        coords: its rows, which it computes with; nobody else has this array.
+        shown: the same rows, as tensors and relations hand them out: MLX changes arrays
+            in place, and the caller's change is not to be one of the set.
         serial: of its key.
         is_kept: whether its manager keeps it, whoever holds its key.
         known_key: refers to its key, if anybody holds it.
@@ -69,6 +72,7 @@ class CoordinateSet:
         self.known_key = _NOBODY
         self.is_sorted = False
         self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
+        self.shown = coords.__copy__()  # the same memory
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None

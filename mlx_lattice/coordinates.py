@@ -372,8 +372,8 @@ class CoordinateManager(HeldSets):
             back=None if mirrored else search.turned,
             family=ref(self),
             spec=spec,
-            in_coords=source.coords,
-            out_coords=target.coords,
+            in_coords=source.shown,
+            out_coords=target.shown,
             mirrored=mirrored,
             sets=(source, target),
         )

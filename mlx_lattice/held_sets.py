@@ -87,8 +87,14 @@ class HeldSets:
         batch_size: int | None = None,
         trusted: bool = False,
         box: Bounds | None = None,
+        rows: mx.array | None = None,
     ) -> CoordinateSet:
-        """Add a set for a tensor, with whose key it dies; as ``insert``."""
+        """Add a set for a tensor, with whose key it dies; as ``insert``.
+
+        Args:
+            coords, stride, spatial_shape, batch_size, trusted, box: as of ``insert``.
+            rows: those of ``coords`` where that may have been changed since.
+        """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
         if isinstance(stride, Rational):
@@ -108,7 +114,7 @@ class HeldSets:
         self._drop_unheld()
         # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
         # that lie by column, as np.argwhere's, are copied here, not at every launch.
-        rows = mx.contiguous(coords)
+        rows = mx.contiguous(coords if rows is None else rows)
         held = self._hold(rows, stride, spatial_shape, batch_size, trusted, box)
         held.given = self._know(coords, held)
         return held
@@ -118,7 +124,7 @@ class HeldSets:
         held = CoordinateSet(coords, stride, *facts)
         self._version += 1
         self._sets[held.serial] = held
-        self._know(coords, held)
+        self._know(held.shown, held)
         return held
 
     def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:

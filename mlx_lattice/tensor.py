@@ -65,7 +65,7 @@ class SparseTensor(OtherNames):
             facts = spatial_shape, batch_size
             key = self.manager.inserted(coords, stride, *facts).key
         self.key = key
-        self.coords = self.manager[key].coords
+        self.coords = self.manager[key].shown
         self.feats = _check_feats(feats, self.coords.shape[0])
 
     @classmethod
@@ -73,7 +73,7 @@ class SparseTensor(OtherNames):
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
         """Put features on a coordinate set that a manager holds already."""
-        coords = manager[key].coords
+        coords = manager[key].shown
         return cls.trusted(manager, key, coords, _check_feats(feats, coords.shape[0]))
 
     @classmethod
@@ -251,7 +251,7 @@ class SparseTensor(OtherNames):
             return zeros_of([self.feats], (*grid, self.channels), self.dtype)
         flat = mx.zeros((len(self),), dtype=mx.int64)
         for axis, extent in enumerate(grid):
-            flat = flat * extent + self.coords[:, axis].astype(mx.int64)
+            flat = flat * extent + held.coords[:, axis].astype(mx.int64)
         dense = mx.zeros((prod(grid), self.channels), dtype=self.dtype)
         return dense.at[flat].add(self.feats).reshape(*grid, self.channels)
 
@@ -370,10 +370,10 @@ def _matching_rows(
         expect_same_lattice(x, like)
         # In one order they are the same place by place, or not at all.
         are_sorted = len(x) == len(like) and all(each.is_sorted for each in sets)
-        if are_sorted and sync.read(mx.array_equal(x.coords, like.coords))[0]:
+        if are_sorted and sync.read(mx.array_equal(*(s.coords for s in sets)))[0]:
             known["rows"] = None
             return None
-        rows = lookup(x, like.coords)
+        rows = lookup(x, sets[1].coords)
         same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32))
         missing, same = sync.read((rows < 0).sum(), same)
         if missing or len(x) != len(like):
@@ -383,10 +383,11 @@ def _matching_rows(
 
 
 def _difference_text(x, like, rows, missing: int) -> str:
+    ours, theirs = x.manager[x.key].coords, like.manager[like.key].coords
     if missing:
-        example = like.coords[mx.argmin(rows).item()]
+        example = theirs[mx.argmin(rows).item()]
     else:
-        example = x.coords[mx.argmin(lookup(like, x.coords)).item()]
+        example = ours[mx.argmin(lookup(like, ours)).item()]
     return (
         f"the tensors do not have the same coordinates ({len(x):,} and {len(like):,} "
         f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
