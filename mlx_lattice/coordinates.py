@@ -14,6 +14,7 @@ from .coordinate_set import (
     CoordinateSet,
     exact_ratio,
     settle,
+    stride_text,
 )
 from .geometry import sync
 from .geometry.search import Search
@@ -204,7 +205,7 @@ class CoordinateManager(HeldSets):
             return coarse
         if len(found) == 1:
             return found[0]
-        stride = wanted[0] if len(set(wanted)) == 1 else tuple(map(str, wanted))
+        stride = stride_text(wanted)
         if not found:
             raise ValueError(
                 f"no coordinates of stride {stride} are known to upsample "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from functools import partial
-from numbers import Rational
 from weakref import ref
 
 import mlx.core as mx
@@ -14,7 +13,9 @@ from .cell_levels import levels
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
+    check_batch_size,
     check_coords,
+    check_stride,
     exact_ratio,
     settle,
 )
@@ -97,14 +98,7 @@ class HeldSets:
         """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
-        if isinstance(stride, Rational):
-            stride = (stride,) * dims
-        stride = tuple(exact_ratio(s, 1) for s in stride)
-        if len(stride) != dims or min(stride) <= 0:
-            raise ValueError(
-                f"stride must be positive, one value for each of {dims} axes; "
-                f"got {stride}"
-            )
+        stride, batch_size = check_stride(stride, dims), check_batch_size(batch_size)
         if spatial_shape is not None:
             spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
         _, known = self._by_array.get(id(coords), (None, {}))

@@ -7,7 +7,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .coordinate_set import CoordinateKey, OfPairs
+from .coordinate_set import CoordinateKey, OfPairs, stride_text
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .geometry.unique import true_positions
@@ -320,8 +320,8 @@ def expect_same_lattice(x: SparseTensor, y: SparseTensor) -> None:
     expect_tensor(y, "y")
     if x.dims != y.dims or x.stride != y.stride:
         raise ValueError(
-            f"the tensors lie on different lattices: {x.dims}D at stride {x.stride} "
-            f"and {y.dims}D at stride {y.stride}"
+            f"the tensors lie on different lattices: {x.dims}D at stride "
+            f"{stride_text(x.stride)} and {y.dims}D at stride {stride_text(y.stride)}"
         )
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..channel_joins import beside
-from ..coordinate_set import CoordinateSet, check_coords
+from ..coordinate_set import CoordinateSet, check_coords, settle
 from ..coordinates import CoordinateManager
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, join
@@ -103,6 +103,10 @@ def unique_sum(
 
     Returns:
         A tensor of a coordinate manager of its own.
+
+    Raises:
+        ValueError: a batch index is negative or not below ``batch_size``, or a row lies
+            outside ``spatial_shape``.
     """
     if isinstance(x, SparseTensor):
         if feats is not None:
@@ -129,6 +133,7 @@ def unique_sum(
         trusted=True,
     )
     made.is_sorted = True
+    settle([made])  # a row may lie where no tensor has any
     return SparseTensor.of(manager, made.key, summed)
 
 

@@ -1,5 +1,7 @@
 """SparseTensor: points, dense grids, arrays, arithmetic, shapes that travel along."""
 
+from fractions import Fraction
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_lattice as ml
-from mlx_lattice import ops
+from mlx_lattice import nn, ops
 
 GRIDS = {1: (7,), 2: (4, 5), 3: (3, 4, 2), 4: (2, 3, 2, 2)}
 
@@ -295,6 +297,38 @@ def test_strides_multiply_and_keys_are_kept():
     assert y.stride == (2, 4, 6) and y.manager is x.manager
     assert ops.subm_conv3d(x, mx.ones((1, 3, 3, 3, 3))).key == x.key
     assert ops.conv_transpose3d(y, mx.ones((1, 2, 2, 2, 1))).key == x.key
+
+
+@pytest.mark.parametrize(
+    ("stride", "expected", "text"),
+    (
+        (Fraction(1, 2), (Fraction(1, 2),) * 3, "1/2"),
+        (0.5, (Fraction(1, 2),) * 3, "1/2"),
+        (1.5, (Fraction(3, 2),) * 3, "3/2"),
+        (2.0, (2, 2, 2), "2"),
+        (mx.array(2), (2, 2, 2), "2"),
+        (np.int64(2), (2, 2, 2), "2"),
+        (np.array([2, 1, 1]), (2, 1, 1), "2x1x1"),
+        ([2, np.int32(1), 0.5], (2, 1, Fraction(1, 2)), "2x1x1/2"),
+    ),
+    ids=str,
+)
+def test_strides_are_ints_and_fractions(stride, expected, text):
+    x = tensor(stride=stride)
+    assert x.stride == expected and {type(s) for s in x.stride} <= {int, Fraction}
+    assert repr(x).endswith(f" at stride {text})")
+
+
+def test_a_preparation_prints_the_stride_of_each_axis():
+    x = tensor(stride=(2, 1, 1))
+    assert "stride 2x1x1 " in str(ml.prepare(nn.SubmConv3d(3, 3, 3), x))
+
+
+@pytest.mark.parametrize("kind", (int, np.int64, np.uint8, mx.array), ids=str)
+def test_a_batch_size_is_any_integer(kind):
+    x = tensor("scattered", batch_size=kind(3))
+    assert type(x.batch_size) is int and x.batch_size == 3
+    assert x.dense().shape[0] == x.to_dense().shape[0] == 3
 
 
 def test_facts_and_text():
