@@ -9,18 +9,21 @@ import mlx.core as mx
 
 from .coordinate_set import CoordinateKey, OfPairs, stride_text
 from .coordinates import CoordinateManager
+from .features import check_feats, check_operand
 from .geometry import sync
 from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
-from .problem import FLOATS
 from .reductions import inverted, move_rows
 from .transformations import zeros_of
 
 # Rows that bring the features of one set into another's order; see ``align``.
 _alignments = OfPairs()
+
+
+_PLACE = "coords", "key", "manager"
 
 
 class SparseTensor(OtherNames):
@@ -29,6 +32,9 @@ class SparseTensor(OtherNames):
     Shape and dtype are checked at once; uniqueness and range when the first relation
     is built. Rows keep the order they were given in. N = 0 is legal everywhere.
     ``ops.unique_sum`` makes one of rows that repeat.
+
+    ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager`` cannot. A change of
+    ``x.coords`` in place is one of that array alone: nothing is computed with it.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
@@ -44,9 +50,12 @@ class SparseTensor(OtherNames):
         key: the manager's key of ``coords``, where the manager has them already.
 
     Raises:
-        TypeError: feats are not floating.
-        ValueError: shapes do not fit.
+        TypeError: feats are not floating, or batch_size is no int.
+        ValueError: shapes do not fit, or the stride is no positive ratio.
     """
+
+    __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
+    __array_priority__ = 1000
 
     @tensor_arguments
     def __init__(
@@ -60,21 +69,21 @@ class SparseTensor(OtherNames):
         manager: CoordinateManager | None = None,
         key: CoordinateKey | None = None,
     ):
-        self.manager = CoordinateManager() if manager is None else manager
+        manager = CoordinateManager() if manager is None else manager
         if key is None:
             facts = spatial_shape, batch_size
-            key = self.manager.inserted(coords, stride, *facts).key
-        self.key = key
-        self.coords = self.manager[key].shown
-        self.feats = _check_feats(feats, self.coords.shape[0])
+            key = manager.inserted(coords, stride, *facts).key
+        held = manager[key]
+        place = {"manager": manager, "key": key, "coords": held.shown}
+        self.__dict__.update(place, feats=check_feats(feats, len(held)))
 
     @classmethod
     def of(
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
         """Put features on a coordinate set that a manager holds already."""
-        coords = manager[key].shown
-        return cls.trusted(manager, key, coords, _check_feats(feats, coords.shape[0]))
+        held = manager[key]
+        return cls.trusted(manager, key, held.shown, check_feats(feats, len(held)))
 
     @classmethod
     def trusted(
@@ -89,8 +98,20 @@ class SparseTensor(OtherNames):
         Nothing is checked.
         """
         made = cls.__new__(cls)
-        made.manager, made.key, made.coords, made.feats = manager, key, coords, feats
+        own = made.__dict__  # past __setattr__, which checks what comes from outside
+        own["manager"], own["key"], own["coords"] = manager, key, coords
+        own["feats"] = feats
         return made
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "feats":
+            value = check_feats(value, len(self))
+        elif name in _PLACE:
+            raise AttributeError(
+                f"{name} of a tensor cannot be set: its rows are those of a coordinate "
+                "set, which others share. Make a new one: SparseTensor(coords, feats)"
+            )
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_points(
@@ -213,7 +234,7 @@ class SparseTensor(OtherNames):
 
     def replace(self, feats: mx.array) -> SparseTensor:
         """Return the same coordinates with other features."""
-        feats = _check_feats(feats, self.coords.shape[0])
+        feats = check_feats(feats, self.coords.shape[0])
         boundary(feats)  # each layer of rows is a stage
         return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
 
@@ -282,6 +303,8 @@ class SparseTensor(OtherNames):
         """Combine with a scalar or array of features, or with an aligned tensor."""
         if isinstance(other, SparseTensor):
             other = align(other, self).feats
+        else:
+            check_operand(other)
         return self.replace(operation(self.feats, other))
 
     def __repr__(self) -> str:
@@ -393,19 +416,3 @@ def _difference_text(x, like, rows, missing: int) -> str:
         f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
         "or ops.intersection"
     )
-
-
-def _check_feats(feats: mx.array, rows: int) -> mx.array:
-    if not isinstance(feats, mx.array):
-        feats = mx.array(feats)
-    if feats.ndim != 2 or feats.shape[0] != rows:
-        raise ValueError(
-            f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
-            f"{tuple(feats.shape)}"
-        )
-    if feats.dtype not in FLOATS:
-        raise TypeError(
-            "feats must be float32, float16 or bfloat16; got "
-            f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"
-        )
-    return feats

@@ -1,5 +1,7 @@
 """Errors are sentences: what was expected, what came, what to do."""
 
+import operator
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from conftest import KINDS, Numbers, pair
 
 import mlx_lattice as ml
-from mlx_lattice import ops
+from mlx_lattice import nn, ops
 
 MOST = 2**31 - 1
 
@@ -168,6 +170,22 @@ def test_unique_sum_checks_ranges_as_a_convolution_does(given):
     rows = [(0, 1, 2, 3), (3, 1, 2, 3)]
     refused(ValueError, sentence, lambda: sums(rows, **facts))
     assert sums(rows, batch_size=4).batch_size == 4
+
+
+OPERATORS = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv),
+    *(lambda a, b: b + a, lambda a, b: b - a, lambda a, b: b * a, lambda a, b: b / a),
+)
+
+
+@pytest.mark.parametrize("other", (None, "a", [1.0] * 4, {}, object()), ids=type)
+@pytest.mark.parametrize("waits", (False, True))
+def test_what_cannot_be_added(other, waits):
+    x = ops.subm_conv3d(tensor(), mx.ones((4, 3, 3, 3, 4)))
+    x = nn.SubmConv3d(4, 4, 3)(x) if waits else x
+    sentence = f"another one, an array .* or a number; got {type(other).__name__}"
+    for operation in OPERATORS:
+        refused(TypeError, sentence, lambda at=operation: at(x, other))
 
 
 @pytest.mark.parametrize("far", (MOST, -(2**31)))
