@@ -36,6 +36,17 @@ class CoordinateKey:
     stride: tuple
     serial: int
 
+    def __deepcopy__(self, memo: dict) -> CoordinateKey:
+        """Return itself, which names the set of the manager that was not copied."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """Refuse: a serial may name another set elsewhere."""
+        raise TypeError(
+            "a CoordinateKey names a set of one manager, and is not pickled. Pickle a "
+            "tensor, whose copy has a key, or the manager"
+        )
+
     def __repr__(self) -> str:
         """Return ``#3 at stride 2``, or ``2x1x1``."""
         return f"#{self.serial} at stride {stride_text(self.stride)}"
@@ -85,6 +96,13 @@ class CoordinateSet:
 
     def __len__(self) -> int:
         return self._rows
+
+    def __reduce__(self) -> tuple:
+        """Return how it is copied and pickled: its rows, and what was read of them."""
+        facts = self.stride, self.spatial_shape, self.declared_batch_size
+        names = "is_kept", "is_sorted", "settled", "_bounds", "_repeat"
+        known = {name: getattr(self, name) for name in names}
+        return CoordinateSet, (self.coords, *facts, self.trusted, self._box), known
 
     @property
     def key(self) -> CoordinateKey:

@@ -16,6 +16,7 @@ from .coordinate_set import (
     settle,
     stride_text,
 )
+from .copies import Links
 from .geometry import sync
 from .geometry.search import Search
 from .held_sets import HeldSets
@@ -78,6 +79,18 @@ class CoordinateManager(HeldSets):
         for question, (relation, _) in list(self._asked.items()):
             if not living.issuperset(relation.sets):
                 del self._asked[question]
+
+    def links(self, held: CoordinateSet) -> Links:
+        """Return a set as it is copied, and what it was computed from."""
+        fine = tuple(each.serial for each in self._consumed.get(held, ()))
+        return super().links(held)._replace(fine=fine)
+
+    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
+        """Take over what is known of sets that were copied."""
+        super().link(sets, links)
+        for held, *_, fine in links:
+            if known := [sets[serial] for serial in fine if serial in sets]:
+                self._consumed[held] = known
 
     @property
     def relations(self) -> tuple[Relation, ...]:

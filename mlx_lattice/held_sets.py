@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import partial
 from weakref import ref
 
@@ -19,6 +20,7 @@ from .coordinate_set import (
     exact_ratio,
     settle,
 )
+from .copies import Links, OneManager, copied_manager
 from .geometry import output_rows
 from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
@@ -116,10 +118,47 @@ class HeldSets:
     def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
         """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
         held = CoordinateSet(coords, stride, *facts)
+        self.adopt(held)
+        return held
+
+    def adopt(self, held: CoordinateSet) -> None:
+        """Add a set that no manager has."""
         self._version += 1
         self._sets[held.serial] = held
         self._know(held.shown, held)
-        return held
+
+    @property
+    def one(self) -> OneManager:
+        """What stands for it in what is copied: one object."""
+        return self.__dict__.setdefault("_one", OneManager(type(self)))
+
+    def links(self, held: CoordinateSet) -> Links:
+        """Return a set as it is copied."""
+        made = tuple(
+            (rule, source.serial, how)
+            for (rule, source, how), made in self._made.items()
+            if made is held
+        )
+        return Links(held, held.serial, made, ())
+
+    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
+        """Take over what is known of sets that were copied.
+
+        Args:
+            sets: those that are here, by the serials of the originals.
+            links: of them.
+        """
+        for held, _, made, _ in links:
+            for rule, source, how in made:
+                if source in sets:
+                    self._made[rule, sets[source], how] = held
+
+    def __copy__(self) -> HeldSets:
+        return deepcopy(self)
+
+    def __reduce__(self) -> tuple:
+        """Return how it is copied and pickled: its sets, and no relations."""
+        return copied_manager, (self.one, tuple(map(self.links, self.sets)))
 
     def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
         """Find a set by an array from now on; return a reference to the array."""

@@ -135,6 +135,14 @@ class IntegerTensor(SparseTensor):
         self.__dict__.update(place)
         self.values, self.scale, self.float_dtype = values, scale, float_dtype
 
+    def _state(self) -> tuple[type, dict]:
+        kind, state = super()._state()
+        return kind, state | {"float_dtype": dtype_name(self.float_dtype)}
+
+    def __setstate__(self, state: dict) -> None:
+        """Take what a copy has beside its rows: dtypes are pickled by their names."""
+        self.__dict__.update(state, float_dtype=getattr(mx, state["float_dtype"]))
+
     @property
     def feats(self) -> NoReturn:
         """What a float tensor has; of integers it raises."""

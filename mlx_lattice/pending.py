@@ -143,10 +143,14 @@ class Pending(SparseTensor):
             before.read()
         self._result.hold(feats)
 
-    def __reduce_ex__(self, protocol: int):
+    def __copy__(self) -> SparseTensor:
+        """Return a plain tensor."""
+        place = self.manager, self.key, self.coords
+        return SparseTensor.trusted(*place, self.feats)
+
+    def _state(self) -> tuple[type, dict]:
         """Copy and pickle as a plain tensor."""
-        rows = self.manager, self.key, self.coords
-        return SparseTensor.trusted, (*rows, self.feats)
+        return SparseTensor, {"feats": self.feats}
 
     @property
     def channels(self) -> int:

@@ -9,6 +9,7 @@ import mlx.core as mx
 
 from .coordinate_set import CoordinateKey, OfPairs, stride_text
 from .coordinates import CoordinateManager
+from .copies import copied_tensor
 from .features import check_feats, check_operand
 from .geometry import sync
 from .geometry.unique import true_positions
@@ -35,6 +36,8 @@ class SparseTensor(OtherNames):
 
     ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager`` cannot. A change of
     ``x.coords`` in place is one of that array alone: nothing is computed with it.
+    Copies and pickles have rows and a manager of their own; tensors that are copied
+    together share one where they did.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
@@ -306,6 +309,23 @@ class SparseTensor(OtherNames):
         else:
             check_operand(other)
         return self.replace(operation(self.feats, other))
+
+    def __copy__(self) -> SparseTensor:
+        """Return a tensor of the same rows and features."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Return how it is copied deeply and pickled: see ``copies``."""
+        kind, state = self._state()
+        place = kind, self.manager.one, self.manager.links(self.manager[self.key])
+        return copied_tensor, place, state
+
+    def _state(self) -> tuple[type, dict]:
+        """Return the class of a copy, and what it has beside its rows."""
+        own = self.__dict__
+        return type(self), {name: own[name] for name in own if name not in _PLACE}
 
     def __repr__(self) -> str:
         """Return sizes, dtype and stride."""

@@ -176,6 +176,10 @@ class Seen(SparseTensor):
         made.__dict__.update(place, _feats=x.feats, watch=watch, node=node)
         return made
 
+    def _state(self) -> tuple[type, dict]:
+        """Copy and pickle as a plain tensor, unwatched."""
+        return SparseTensor, {"feats": self.feats}
+
     @property
     def place(self) -> tuple:
         """What ``SparseTensor.trusted`` takes beside features."""
