@@ -230,7 +230,7 @@ CHANGED = {
     "unique_sum": lambda x, _: ops.unique_sum(x).coords,
     "curve": lambda x, _: ops.curve_order(x),
     "code": lambda x, _: ops.curve_code(x),
-    "neighbours": lambda x, y: ops.knn(x, 3, y)[0],
+    "neighbours": lambda x, y: ops.knn(x, 3, y).rows,
     "lookup": lambda x, y: ops.lookup(x, y.coords),
     "relation": lambda x, _: x.manager.kernel_relation(x.coords, stride=2).edges,
 }
