@@ -125,6 +125,16 @@ class Compiled:
         self._traces.move_to_end(key)
         return trace(given, arrays, managers)
 
+    def __reduce__(self) -> tuple:
+        """Return how a compiled module is copied and pickled: with no traces."""
+        if not isinstance(self.function, Module):
+            raise TypeError(
+                "a compiled function is not copied or pickled: which copies its state "
+                "would be of is not known. Copy what it reads, and compile a function "
+                "of that: ml.compile(function, inputs, outputs)"
+            )
+        return Compiled, (self.function, None, None, self.keep)
+
     def __len__(self) -> int:
         """Return how many coordinate sets and shapes are kept."""
         return len(self._traces)

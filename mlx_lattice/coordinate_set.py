@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import isfinite
+from numbers import Rational
+from operator import index
 from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
@@ -33,11 +36,20 @@ class CoordinateKey:
     stride: tuple
     serial: int
 
+    def __deepcopy__(self, memo: dict) -> CoordinateKey:
+        """Return itself, which names the set of the manager that was not copied."""
+        return self
+
+    def __reduce__(self) -> tuple:
+        """Refuse: a serial may name another set elsewhere."""
+        raise TypeError(
+            "a CoordinateKey names a set of one manager, and is not pickled. Pickle a "
+            "tensor, whose copy has a key, or the manager"
+        )
+
     def __repr__(self) -> str:
-        """Return ``#3 at stride 2``."""
-        same = len(set(self.stride)) == 1
-        stride = self.stride[0] if same else tuple(map(str, self.stride))
-        return f"#{self.serial} at stride {stride}"
+        """Return ``#3 at stride 2``, or ``2x1x1``."""
+        return f"#{self.serial} at stride {stride_text(self.stride)}"
 
 
 _NOBODY = ref(CoordinateKey((), 0))  # to what is gone
@@ -55,6 +67,9 @@ class CoordinateSet:
         box: bounds of the rows that the library made, perhaps wider than them.
 
     Attributes:
+        coords: its rows, which it computes with; nobody else has this array.
+        shown: the same rows, as tensors and relations hand them out: MLX changes arrays
+            in place, and the caller's change is not to be one of the set.
         serial: of its key.
         is_kept: whether its manager keeps it, whoever holds its key.
         known_key: refers to its key, if anybody holds it.
@@ -69,6 +84,7 @@ class CoordinateSet:
         self.known_key = _NOBODY
         self.is_sorted = False
         self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
+        self.shown = coords.__copy__()  # the same memory
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
@@ -80,6 +96,13 @@ class CoordinateSet:
 
     def __len__(self) -> int:
         return self._rows
+
+    def __reduce__(self) -> tuple:
+        """Return how it is copied and pickled: its rows, and what was read of them."""
+        facts = self.stride, self.spatial_shape, self.declared_batch_size
+        names = "is_kept", "is_sorted", "settled", "_bounds", "_repeat"
+        known = {name: getattr(self, name) for name in names}
+        return CoordinateSet, (self.coords, *facts, self.trusted, self._box), known
 
     @property
     def key(self) -> CoordinateKey:
@@ -279,6 +302,68 @@ def check_coords(coords) -> mx.array:
         return lattice.as_int32(coords, "coords")
     # An array that is right already keeps its identity: managers find sets by it.
     return coords if coords.dtype == mx.int32 else coords.astype(mx.int32)
+
+
+def stride_text(stride: tuple) -> str:
+    """Return ``2`` where axes have one stride, else ``2x1x1``."""
+    return "x".join(map(str, stride[:1] if len(set(stride)) == 1 else stride))
+
+
+def check_stride(stride: object, dims: int) -> tuple:
+    """Return a stride as an int or Fraction for each axis, or raise a ValueError."""
+    if type(stride) is int and stride > 0:
+        return (stride,) * dims
+    given = stride
+    if hasattr(stride, "tolist"):  # a number or array of NumPy, or of MLX
+        stride = stride.tolist()
+    several = isinstance(stride, Sequence) and not isinstance(stride, str)
+    axes = tuple(map(_ratio, stride if several else (stride,) * dims))
+    if None in axes:
+        raise ValueError(
+            f"stride must be an int or a Fraction, or one for each of {dims} axes; got "
+            f"{given!r}. A float is taken where it is a ratio such as 0.5; a third is "
+            "Fraction(1, 3)"
+        )
+    if len(axes) != dims or min(axes) <= 0:
+        raise ValueError(
+            f"stride must be positive, one value for each of {dims} axes; got {given!r}"
+        )
+    return axes
+
+
+def _ratio(value: object) -> int | Fraction | None:
+    """Return a number as an int where it is one, else as a Fraction; else None."""
+    if isinstance(value, float):
+        exact = Fraction(value) if isfinite(value) else None
+        # Decoders halve cells; 0.1 is no tenth, and nobody means its 2^55 parts.
+        is_meant = exact is not None and exact.denominator <= 1024
+        return exact_ratio(exact, 1) if is_meant else None
+    if isinstance(value, bool) or not isinstance(value, Rational):
+        return None
+    return exact_ratio(Fraction(int(value.numerator), int(value.denominator)), 1)
+
+
+def check_batch_size(batch_size: object) -> int | None:
+    """Return a number of batch elements as an int, or raise; None is for unknown.
+
+    Raises:
+        TypeError: it is no integer.
+        ValueError: it is negative.
+    """
+    if batch_size is None:
+        return None
+    try:
+        count = None if isinstance(batch_size, bool) else index(batch_size)
+    except TypeError:
+        count = None
+    if count is None:
+        raise TypeError(
+            "batch_size must be an int, or None for the greatest batch index + 1; got "
+            f"{batch_size!r}"
+        )
+    if count < 0:
+        raise ValueError(f"batch_size must be 0 or more; got {count}")
+    return count
 
 
 def exact_ratio(a, b):

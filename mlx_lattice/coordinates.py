@@ -14,7 +14,9 @@ from .coordinate_set import (
     CoordinateSet,
     exact_ratio,
     settle,
+    stride_text,
 )
+from .copies import Links
 from .geometry import sync
 from .geometry.search import Search
 from .held_sets import HeldSets
@@ -77,6 +79,18 @@ class CoordinateManager(HeldSets):
         for question, (relation, _) in list(self._asked.items()):
             if not living.issuperset(relation.sets):
                 del self._asked[question]
+
+    def links(self, held: CoordinateSet) -> Links:
+        """Return a set as it is copied, and what it was computed from."""
+        fine = tuple(each.serial for each in self._consumed.get(held, ()))
+        return super().links(held)._replace(fine=fine)
+
+    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
+        """Take over what is known of sets that were copied."""
+        super().link(sets, links)
+        for held, *_, fine in links:
+            if known := [sets[serial] for serial in fine if serial in sets]:
+                self._consumed[held] = known
 
     @property
     def relations(self) -> tuple[Relation, ...]:
@@ -204,7 +218,7 @@ class CoordinateManager(HeldSets):
             return coarse
         if len(found) == 1:
             return found[0]
-        stride = wanted[0] if len(set(wanted)) == 1 else tuple(map(str, wanted))
+        stride = stride_text(wanted)
         if not found:
             raise ValueError(
                 f"no coordinates of stride {stride} are known to upsample "
@@ -372,8 +386,8 @@ class CoordinateManager(HeldSets):
             back=None if mirrored else search.turned,
             family=ref(self),
             spec=spec,
-            in_coords=source.coords,
-            out_coords=target.coords,
+            in_coords=source.shown,
+            out_coords=target.shown,
             mirrored=mirrored,
             sets=(source, target),
         )

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from copy import deepcopy
 from functools import partial
-from numbers import Rational
 from weakref import ref
 
 import mlx.core as mx
@@ -14,10 +14,13 @@ from .cell_levels import levels
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
+    check_batch_size,
     check_coords,
+    check_stride,
     exact_ratio,
     settle,
 )
+from .copies import Links, OneManager, copied_manager
 from .geometry import output_rows
 from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
@@ -87,18 +90,17 @@ class HeldSets:
         batch_size: int | None = None,
         trusted: bool = False,
         box: Bounds | None = None,
+        rows: mx.array | None = None,
     ) -> CoordinateSet:
-        """Add a set for a tensor, with whose key it dies; as ``insert``."""
+        """Add a set for a tensor, with whose key it dies; as ``insert``.
+
+        Args:
+            coords, stride, spatial_shape, batch_size, trusted, box: as of ``insert``.
+            rows: those of ``coords`` where that may have been changed since.
+        """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
-        if isinstance(stride, Rational):
-            stride = (stride,) * dims
-        stride = tuple(exact_ratio(s, 1) for s in stride)
-        if len(stride) != dims or min(stride) <= 0:
-            raise ValueError(
-                f"stride must be positive, one value for each of {dims} axes; "
-                f"got {stride}"
-            )
+        stride, batch_size = check_stride(stride, dims), check_batch_size(batch_size)
         if spatial_shape is not None:
             spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
         _, known = self._by_array.get(id(coords), (None, {}))
@@ -108,7 +110,7 @@ class HeldSets:
         self._drop_unheld()
         # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
         # that lie by column, as np.argwhere's, are copied here, not at every launch.
-        rows = mx.contiguous(coords)
+        rows = mx.contiguous(coords if rows is None else rows)
         held = self._hold(rows, stride, spatial_shape, batch_size, trusted, box)
         held.given = self._know(coords, held)
         return held
@@ -116,10 +118,47 @@ class HeldSets:
     def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
         """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
         held = CoordinateSet(coords, stride, *facts)
+        self.adopt(held)
+        return held
+
+    def adopt(self, held: CoordinateSet) -> None:
+        """Add a set that no manager has."""
         self._version += 1
         self._sets[held.serial] = held
-        self._know(coords, held)
-        return held
+        self._know(held.shown, held)
+
+    @property
+    def one(self) -> OneManager:
+        """What stands for it in what is copied: one object."""
+        return self.__dict__.setdefault("_one", OneManager(type(self)))
+
+    def links(self, held: CoordinateSet) -> Links:
+        """Return a set as it is copied."""
+        made = tuple(
+            (rule, source.serial, how)
+            for (rule, source, how), made in self._made.items()
+            if made is held
+        )
+        return Links(held, held.serial, made, ())
+
+    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
+        """Take over what is known of sets that were copied.
+
+        Args:
+            sets: those that are here, by the serials of the originals.
+            links: of them.
+        """
+        for held, _, made, _ in links:
+            for rule, source, how in made:
+                if source in sets:
+                    self._made[rule, sets[source], how] = held
+
+    def __copy__(self) -> HeldSets:
+        return deepcopy(self)
+
+    def __reduce__(self) -> tuple:
+        """Return how it is copied and pickled: its sets, and no relations."""
+        return copied_manager, (self.one, tuple(map(self.links, self.sets)))
 
     def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
         """Find a set by an array from now on; return a reference to the array."""

@@ -87,9 +87,10 @@ class IntegerTensor(SparseTensor):
     ) -> IntegerTensor:
         """Put together what is known to fit; nothing is checked."""
         made = cls.__new__(cls)
-        made.manager, made.key, made.coords = manager, key, coords
-        made.values, made.scale, made.float_dtype = values, scale, float_dtype
-        made.known = known
+        own = made.__dict__
+        own["manager"], own["key"], own["coords"] = manager, key, coords
+        own["values"], own["scale"], own["float_dtype"] = values, scale, float_dtype
+        own["known"] = known
         return made
 
     @classmethod
@@ -130,8 +131,17 @@ class IntegerTensor(SparseTensor):
                 "an IntegerTensor takes int8 values and a float32 scale; got "
                 f"{values.dtype} and {scale.dtype}"
             )
-        self.manager, self.key, self.coords = x.manager, x.key, x.coords
+        place = {"manager": x.manager, "key": x.key, "coords": x.coords}
+        self.__dict__.update(place)
         self.values, self.scale, self.float_dtype = values, scale, float_dtype
+
+    def _state(self) -> tuple[type, dict]:
+        kind, state = super()._state()
+        return kind, state | {"float_dtype": dtype_name(self.float_dtype)}
+
+    def __setstate__(self, state: dict) -> None:
+        """Take what a copy has beside its rows: dtypes are pickled by their names."""
+        self.__dict__.update(state, float_dtype=getattr(mx, state["float_dtype"]))
 
     @property
     def feats(self) -> NoReturn:

@@ -154,7 +154,7 @@ def _united(
     shape = a.spatial_shape if a.spatial_shape == b.spatial_shape else None
     facts = shape, max(a.batch_size, b.batch_size)
     if large.is_sorted and not missing:  # there is nothing to make
-        rows, move = large.coords, None
+        rows, move = large.shown, None
         if len(small) < len(large) or not small.is_sorted:
             move = Move(inverted(at, len(large)), at)
         moves = (move, None) if is_turned else (None, move)

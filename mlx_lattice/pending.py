@@ -92,13 +92,14 @@ class Pending(SparseTensor):
         run.bias = bias if bias is None else bias.__copy__()
         run.context, run.groups = copy_context(), groups
         run.stream = mx.default_stream(mx.default_device())
-        made.__dict__ = {
-            "manager": x.manager,
-            "key": x.key if keeps else relation.sets[1].known_key() or relation.out_key,
-            "coords": x.coords if keeps else relation.out_coords,
-            "_facts": (channels[1], w.dtype),
-            "_result": Result(run, made),
-        }
+        own = made.__dict__
+        own["manager"] = x.manager
+        if keeps:
+            own["key"], own["coords"] = x.key, x.coords
+        else:
+            own["key"] = relation.sets[1].known_key() or relation.out_key
+            own["coords"] = relation.out_coords
+        own["_facts"], own["_result"] = (channels[1], w.dtype), Result(run, made)
         return made
 
     @classmethod
@@ -123,13 +124,10 @@ class Pending(SparseTensor):
         later.run, later.scaled = run, scaled
         later.context = copy_context()
         later.stream = mx.default_stream(mx.default_device())
-        made.__dict__ = {
-            "manager": x.manager,
-            "key": x.key,
-            "coords": x.coords,
-            "_facts": (channels or feats.shape[1], feats.dtype),
-            "_result": Result(later, made, NOTHING),
-        }
+        own = made.__dict__
+        own["manager"], own["key"], own["coords"] = x.manager, x.key, x.coords
+        own["_facts"] = channels or feats.shape[1], feats.dtype
+        own["_result"] = Result(later, made, NOTHING)
         return made
 
     @property
@@ -140,14 +138,19 @@ class Pending(SparseTensor):
     @feats.setter
     def feats(self, feats: mx.array) -> None:
         before, self._result = self._result, Result(None, self)
+        self._facts = feats.shape[1], feats.dtype
         if before.is_used:  # what follows is of those that there were
             before.read()
         self._result.hold(feats)
 
-    def __reduce_ex__(self, protocol: int):
+    def __copy__(self) -> SparseTensor:
+        """Return a plain tensor."""
+        place = self.manager, self.key, self.coords
+        return SparseTensor.trusted(*place, self.feats)
+
+    def _state(self) -> tuple[type, dict]:
         """Copy and pickle as a plain tensor."""
-        rows = self.manager, self.key, self.coords
-        return SparseTensor.trusted, (*rows, self.feats)
+        return SparseTensor, {"feats": self.feats}
 
     @property
     def channels(self) -> int:
@@ -193,7 +196,9 @@ class Pending(SparseTensor):
         run = before.convolve if run is None else run
         lines = before.lines if lines is None else lines
         result = Result(run, made, epilogue, norm, before, own, lines)
-        made.__dict__ = self.__dict__ | {"_result": result}
+        own = made.__dict__
+        own |= self.__dict__
+        own["_result"] = result
         return made
 
     def normalized(

@@ -14,6 +14,7 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from . import relations_ahead
 from .backends import first_use
+from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
 from .relation import Relation
@@ -57,8 +58,7 @@ class Preparation:
             f"{len(self.kernels)} GPU kernels ({self.compiled} compiled or read)"
         ]
         for stride, rows in self.levels:
-            said = "x".join(map(str, dict.fromkeys(stride)))
-            lines.append(f"  stride {said:<6} {rows:>12,} rows")
+            lines.append(f"  stride {stride_text(stride):<6} {rows:>12,} rows")
         for relation, views, held in self.relations:
             lines.append(
                 f"  {relation}: {', '.join(views) or 'no views'}, {size(held)}"

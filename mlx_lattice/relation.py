@@ -98,6 +98,17 @@ class Relation(KeepsViews):
         relation.set_counted(len(edges))
         return relation
 
+    def __reduce__(self) -> tuple:
+        """Return how one of edges is copied and pickled; others are built again."""
+        if not self.lists_edges:
+            raise TypeError(
+                "a CoordinateManager's Relation is not copied or pickled. Copy its "
+                "tensors or its manager, which build it again when it is asked for; or "
+                "copy relation.edges, for Relation.from_edges"
+            )
+        edges = [self.edges[:, column] for column in range(3)]
+        return Relation.from_edges, (*edges, *self._limits())
+
     def release(self) -> None:
         """Drop all views of it, which are built again where they are asked for."""
         if not self.lists_edges:  # else its edges are all there is of it

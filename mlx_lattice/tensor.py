@@ -7,20 +7,24 @@ from math import prod
 
 import mlx.core as mx
 
-from .coordinate_set import CoordinateKey, OfPairs
+from .coordinate_set import CoordinateKey, OfPairs, stride_text
 from .coordinates import CoordinateManager
+from .copies import copied_tensor
+from .features import check_feats, check_operand
 from .geometry import sync
 from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
-from .problem import FLOATS
 from .reductions import inverted, move_rows
 from .transformations import zeros_of
 
 # Rows that bring the features of one set into another's order; see ``align``.
 _alignments = OfPairs()
+
+
+_PLACE = "coords", "key", "manager"
 
 
 class SparseTensor(OtherNames):
@@ -29,6 +33,11 @@ class SparseTensor(OtherNames):
     Shape and dtype are checked at once; uniqueness and range when the first relation
     is built. Rows keep the order they were given in. N = 0 is legal everywhere.
     ``ops.unique_sum`` makes one of rows that repeat.
+
+    ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager`` cannot. A change of
+    ``x.coords`` in place is one of that array alone: nothing is computed with it.
+    Copies and pickles have rows and a manager of their own; tensors that are copied
+    together share one where they did.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
@@ -44,9 +53,12 @@ class SparseTensor(OtherNames):
         key: the manager's key of ``coords``, where the manager has them already.
 
     Raises:
-        TypeError: feats are not floating.
-        ValueError: shapes do not fit.
+        TypeError: feats are not floating, or batch_size is no int.
+        ValueError: shapes do not fit, or the stride is no positive ratio.
     """
+
+    __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
+    __array_priority__ = 1000
 
     @tensor_arguments
     def __init__(
@@ -60,21 +72,21 @@ class SparseTensor(OtherNames):
         manager: CoordinateManager | None = None,
         key: CoordinateKey | None = None,
     ):
-        self.manager = CoordinateManager() if manager is None else manager
+        manager = CoordinateManager() if manager is None else manager
         if key is None:
             facts = spatial_shape, batch_size
-            key = self.manager.inserted(coords, stride, *facts).key
-        self.key = key
-        self.coords = self.manager[key].coords
-        self.feats = _check_feats(feats, self.coords.shape[0])
+            key = manager.inserted(coords, stride, *facts).key
+        held = manager[key]
+        place = {"manager": manager, "key": key, "coords": held.shown}
+        self.__dict__.update(place, feats=check_feats(feats, len(held)))
 
     @classmethod
     def of(
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
         """Put features on a coordinate set that a manager holds already."""
-        coords = manager[key].coords
-        return cls.trusted(manager, key, coords, _check_feats(feats, coords.shape[0]))
+        held = manager[key]
+        return cls.trusted(manager, key, held.shown, check_feats(feats, len(held)))
 
     @classmethod
     def trusted(
@@ -89,8 +101,20 @@ class SparseTensor(OtherNames):
         Nothing is checked.
         """
         made = cls.__new__(cls)
-        made.manager, made.key, made.coords, made.feats = manager, key, coords, feats
+        own = made.__dict__  # past __setattr__, which checks what comes from outside
+        own["manager"], own["key"], own["coords"] = manager, key, coords
+        own["feats"] = feats
         return made
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "feats":
+            value = check_feats(value, len(self))
+        elif name in _PLACE:
+            raise AttributeError(
+                f"{name} of a tensor cannot be set: its rows are those of a coordinate "
+                "set, which others share. Make a new one: SparseTensor(coords, feats)"
+            )
+        object.__setattr__(self, name, value)
 
     @classmethod
     def from_points(
@@ -213,7 +237,7 @@ class SparseTensor(OtherNames):
 
     def replace(self, feats: mx.array) -> SparseTensor:
         """Return the same coordinates with other features."""
-        feats = _check_feats(feats, self.coords.shape[0])
+        feats = check_feats(feats, self.coords.shape[0])
         boundary(feats)  # each layer of rows is a stage
         return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
 
@@ -251,7 +275,7 @@ class SparseTensor(OtherNames):
             return zeros_of([self.feats], (*grid, self.channels), self.dtype)
         flat = mx.zeros((len(self),), dtype=mx.int64)
         for axis, extent in enumerate(grid):
-            flat = flat * extent + self.coords[:, axis].astype(mx.int64)
+            flat = flat * extent + held.coords[:, axis].astype(mx.int64)
         dense = mx.zeros((prod(grid), self.channels), dtype=self.dtype)
         return dense.at[flat].add(self.feats).reshape(*grid, self.channels)
 
@@ -282,7 +306,26 @@ class SparseTensor(OtherNames):
         """Combine with a scalar or array of features, or with an aligned tensor."""
         if isinstance(other, SparseTensor):
             other = align(other, self).feats
+        else:
+            check_operand(other)
         return self.replace(operation(self.feats, other))
+
+    def __copy__(self) -> SparseTensor:
+        """Return a tensor of the same rows and features."""
+        made = object.__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        return made
+
+    def __reduce_ex__(self, protocol: int) -> tuple:
+        """Return how it is copied deeply and pickled: see ``copies``."""
+        kind, state = self._state()
+        place = kind, self.manager.one, self.manager.links(self.manager[self.key])
+        return copied_tensor, place, state
+
+    def _state(self) -> tuple[type, dict]:
+        """Return the class of a copy, and what it has beside its rows."""
+        own = self.__dict__
+        return type(self), {name: own[name] for name in own if name not in _PLACE}
 
     def __repr__(self) -> str:
         """Return sizes, dtype and stride."""
@@ -320,8 +363,8 @@ def expect_same_lattice(x: SparseTensor, y: SparseTensor) -> None:
     expect_tensor(y, "y")
     if x.dims != y.dims or x.stride != y.stride:
         raise ValueError(
-            f"the tensors lie on different lattices: {x.dims}D at stride {x.stride} "
-            f"and {y.dims}D at stride {y.stride}"
+            f"the tensors lie on different lattices: {x.dims}D at stride "
+            f"{stride_text(x.stride)} and {y.dims}D at stride {stride_text(y.stride)}"
         )
 
 
@@ -370,10 +413,10 @@ def _matching_rows(
         expect_same_lattice(x, like)
         # In one order they are the same place by place, or not at all.
         are_sorted = len(x) == len(like) and all(each.is_sorted for each in sets)
-        if are_sorted and sync.read(mx.array_equal(x.coords, like.coords))[0]:
+        if are_sorted and sync.read(mx.array_equal(*(s.coords for s in sets)))[0]:
             known["rows"] = None
             return None
-        rows = lookup(x, like.coords)
+        rows = lookup(x, sets[1].coords)
         same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32))
         missing, same = sync.read((rows < 0).sum(), same)
         if missing or len(x) != len(like):
@@ -383,28 +426,13 @@ def _matching_rows(
 
 
 def _difference_text(x, like, rows, missing: int) -> str:
+    ours, theirs = x.manager[x.key].coords, like.manager[like.key].coords
     if missing:
-        example = like.coords[mx.argmin(rows).item()]
+        example = theirs[mx.argmin(rows).item()]
     else:
-        example = x.coords[mx.argmin(lookup(like, x.coords)).item()]
+        example = ours[mx.argmin(lookup(like, ours)).item()]
     return (
         f"the tensors do not have the same coordinates ({len(x):,} and {len(like):,} "
         f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
         "or ops.intersection"
     )
-
-
-def _check_feats(feats: mx.array, rows: int) -> mx.array:
-    if not isinstance(feats, mx.array):
-        feats = mx.array(feats)
-    if feats.ndim != 2 or feats.shape[0] != rows:
-        raise ValueError(
-            f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
-            f"{tuple(feats.shape)}"
-        )
-    if feats.dtype not in FLOATS:
-        raise TypeError(
-            "feats must be float32, float16 or bfloat16; got "
-            f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"
-        )
-    return feats

@@ -129,7 +129,7 @@ def blocks(
 def _rows_of(relation: Relation, first: int, last: int) -> Relation:
     """Return the relation of a block of output rows; nobody keeps it."""
     source, target = relation.sets
-    rows, spec = relation.out_coords[first:last], relation.spec
+    rows, spec = target.coords[first:last], relation.spec
     held, box = relation.kept("table"), target.box
 
     def table(keep, wanted: str | None) -> mx.array:

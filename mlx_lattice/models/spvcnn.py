@@ -246,9 +246,10 @@ class SPVCNN(Segmentor):
 
         The net's points are the cells of the recipe, as in SPVNAS.
         """
-        coords = voxels.x.coords
+        x = voxels.x
+        coords = x.manager[x.key].coords
         points = coords[:, 1:].astype(mx.float32) * self.voxel_size
-        return self(points, voxels.x.feats.astype(self.dtype), coords[:, 0])
+        return self(points, x.feats.astype(self.dtype), coords[:, 0])
 
     def _up(self, stage, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
         up, residual = stage

@@ -58,7 +58,7 @@ class ToBEV(Module):
         deep = grid.pop(1 + up)
         if not len(x):
             return zeros_of([x.feats], (*grid, x.channels * deep), x.dtype)
-        columns = [x.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)]
+        columns = [held.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)]
         height = columns.pop(1 + up)
         cell = mx.zeros_like(height)
         for column, extent in zip(columns, grid, strict=True):

@@ -172,9 +172,13 @@ class Seen(SparseTensor):
     def made(cls, x: SparseTensor, watch: Watch, node: Node) -> Seen:
         """Return a tensor, watched."""
         made = cls.__new__(cls)
-        made.manager, made.key, made.coords = x.manager, x.key, x.coords
-        made._feats, made.watch, made.node = x.feats, watch, node
+        place = {"manager": x.manager, "key": x.key, "coords": x.coords}
+        made.__dict__.update(place, _feats=x.feats, watch=watch, node=node)
         return made
+
+    def _state(self) -> tuple[type, dict]:
+        """Copy and pickle as a plain tensor, unwatched."""
+        return SparseTensor, {"feats": self.feats}
 
     @property
     def place(self) -> tuple:

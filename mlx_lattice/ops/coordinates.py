@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..backends import registry
 from ..channel_joins import beside
-from ..coordinate_set import CoordinateSet, check_coords
+from ..coordinate_set import CoordinateSet, check_coords, settle
 from ..coordinates import CoordinateManager
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, join
@@ -103,12 +103,16 @@ def unique_sum(
 
     Returns:
         A tensor of a coordinate manager of its own.
+
+    Raises:
+        ValueError: a batch index is negative or not below ``batch_size``, or a row lies
+            outside ``spatial_shape``.
     """
     if isinstance(x, SparseTensor):
         if feats is not None:
             raise TypeError("unique_sum takes a tensor, or coords and feats; got both")
-        coords, feats = x.coords, x.feats
         held = x.manager[x.key]
+        coords, feats = held.coords, x.feats
         stride, spatial_shape = held.stride, held.spatial_shape
         batch_size = held.declared_batch_size
     elif feats is None:
@@ -129,6 +133,7 @@ def unique_sum(
         trusted=True,
     )
     made.is_sorted = True
+    settle([made])  # a row may lie where no tensor has any
     return SparseTensor.of(manager, made.key, summed)
 
 
@@ -169,7 +174,7 @@ def crop(
     box = [
         mx.array(_corner(v, x.dims, name)) for v, name in ((low, "low"), (high, "high"))
     ]
-    cells = x.coords[:, 1:]
+    cells = x.manager[x.key].coords[:, 1:]
     return prune(x, mx.all((cells >= box[0]) & (cells < box[1]), axis=1))
 
 
@@ -211,7 +216,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         if count == len(x):
             return x
     scores = mx.stop_gradient(scores)
-    mask = registry.geometry().best_rows(scores, x.coords, batches, k)
+    mask = registry.geometry().best_rows(scores, held.coords, batches, k)
     return _part(x, part_of(x.manager, held, mask, count))
 
 
@@ -238,7 +243,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     are_right = all(held.settled for held in sets)  # then what is joined is, too
     for x, held in zip(tensors, sets, strict=True):
         shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
-        coords.append(x.coords + shift)
+        coords.append(held.coords + shift)
         if are_right and len(x):
             boxes.append(tuple((end[0] + start, *end[1:]) for end in held.box))
         start += x.batch_size

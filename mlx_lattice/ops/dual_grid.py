@@ -108,8 +108,9 @@ def dual_grid_mesh(
         mx.array(_three(value, name), dtype=mx.float32)
         for value, name in ((voxel_size, "voxel_size"), (origin, "origin"))
     )
-    vertices = (x.coords[:, 1:].astype(mx.float32) + x.feats.astype(mx.float32)) * scale
-    vertices, batch = vertices + low, x.coords[:, 0]
+    coords = x.manager[x.key].coords
+    vertices = (coords[:, 1:].astype(mx.float32) + x.feats.astype(mx.float32)) * scale
+    vertices, batch = vertices + low, coords[:, 0]
     if not len(x):
         return DualGridMesh(vertices, mx.zeros((0, 3), dtype=mx.int32), batch)
     quads = _quads(x, flags)

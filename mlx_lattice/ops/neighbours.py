@@ -329,7 +329,7 @@ def _positions(points, queries) -> tuple[mx.array, mx.array]:
 def _rows(rows, name: str) -> mx.array:
     """Return positions as int32 or float32 rows."""
     if isinstance(rows, SparseTensor):
-        return rows.coords
+        return rows.manager[rows.key].coords
     if not isinstance(rows, mx.array):
         if not hasattr(rows, "__array__") and not isinstance(rows, list | tuple):
             raise TypeError(

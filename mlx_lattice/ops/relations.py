@@ -17,8 +17,9 @@ def known_key(x: SparseTensor, coordinates: Coordinates) -> CoordinateKey | None
     if isinstance(coordinates, SparseTensor):
         if coordinates.manager is x.manager:
             return coordinates.key
-        facts = coordinates.spatial_shape, coordinates.batch_size
-        return x.manager.inserted(coordinates.coords, coordinates.stride, *facts).key
+        held = coordinates.manager[coordinates.key]
+        facts = held.stride, held.spatial_shape, held.batch_size
+        return x.manager.inserted(held.shown, *facts, rows=held.coords).key
     if isinstance(coordinates, CoordinateKey):
         return x.manager.key_of(coordinates)
     return None

@@ -125,7 +125,7 @@ def prune_by_logits(
     if keep is None:
         return prune(x, chosen)
     if isinstance(keep, SparseTensor):
-        keep = lookup(keep, x.coords) >= 0
+        keep = lookup(keep, x.manager[x.key].coords) >= 0
     elif tuple(keep.shape) != (len(x),) or keep.dtype != mx.bool_:
         raise ValueError(
             f"keep must be ({len(x)},) bool, one value a row; got "

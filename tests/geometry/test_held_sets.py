@@ -211,6 +211,64 @@ def test_rows_are_kept_one_after_the_other(lies):
     assert x.coords[0].tolist() == [0, 0, 0, 0]
 
 
+CHANGED = {
+    "conv": lambda x, _: nn.SubmConv3d(4, 4, 3)(x).feats,
+    "down": lambda x, _: nn.Conv3d(4, 4, 2, stride=2)(x).feats,
+    "target": lambda x, y: nn.Conv3d(4, 4, 3)(y, x).feats,
+    "target tensor of two": lambda x, y: (nn.Conv3d(4, 4, 3)(y, x) + x).feats,
+    "cells": lambda x, _: nn.Conv3d(4, 4, 2, stride=2)(x).coords,
+    "dense": lambda x, _: x.to_dense((40, 40, 40)),
+    "bev": lambda x, _: nn.ToBEV()(x),
+    "aligned": lambda x, y: (x + y).feats,
+    "aligned to": lambda x, y: (y + x).feats,
+    "union": lambda x, y: ops.union(x, y).coords,
+    "crop": lambda x, _: ops.crop(x, 12, 18).coords,
+    "prune": lambda x, _: ops.prune(x, x.feats[:, 0] > 0).coords,
+    "top_k": lambda x, _: ops.top_k(x, x.feats[:, 0], 9).coords,
+    "batch": lambda x, y: ops.batch([x, y]).coords,
+    "unbatch": lambda x, _: ops.unbatch(x)[1].coords,
+    "unique_sum": lambda x, _: ops.unique_sum(x).coords,
+    "curve": lambda x, _: ops.curve_order(x),
+    "code": lambda x, _: ops.curve_code(x),
+    "neighbours": lambda x, y: ops.knn(x, 3, y).rows,
+    "lookup": lambda x, y: ops.lookup(x, y.coords),
+    "relation": lambda x, _: x.manager.kernel_relation(x.coords, stride=2).edges,
+}
+
+
+@pytest.mark.parametrize("what", CHANGED)
+def test_rows_that_were_changed_in_place_are_not_those_of_the_set(what):
+    """MLX's in-place changes make the same object another array."""
+    results = []
+    for is_changed in (False, True):
+        mx.random.seed(0)
+        base = tensor().coords + mx.array([0, 10, 10, 10])
+        order = mx.arange(len(base))[::-1]
+        x = ml.SparseTensor(base, tensor().feats, spatial_shape=(40, 40, 40))
+        y = ml.SparseTensor(base[order], x.feats, spatial_shape=(40, 40, 40))
+        if is_changed:
+            rows = x.coords
+            rows[:, 1:] *= 2
+            assert mx.array_equal(rows[:, 1:], 2 * base[:, 1:])
+        results.append(CHANGED[what](x, y))
+    assert mx.array_equal(*results)
+
+
+def test_rows_of_a_relation_that_were_changed_in_place_are_its_own():
+    x, conv = tensor(), nn.Conv3d(4, 4, 2, stride=2)
+    coarse, again = conv(x), conv(tensor())
+    relation = x.manager.kernel_relation(x.key, kernel_size=2, stride=2)
+    before = relation.edges + 0
+    for rows in (relation.in_coords, relation.out_coords, coarse.coords):
+        rows[:] = 0
+    del relation
+    x.manager.relations[0].release()
+    edges = x.manager.kernel_relation(x.key, kernel_size=2, stride=2).edges
+    assert mx.array_equal(edges, before)
+    assert mx.array_equal(conv(coarse).coords, conv(again).coords)
+    assert x.manager.key_of(coarse.coords) is coarse.key
+
+
 def test_a_manager_dies_at_once():
     x = tensor()
     ops.prune(x, x.feats[:, 0] > 0)

@@ -1,5 +1,7 @@
 """Errors are sentences: what was expected, what came, what to do."""
 
+import operator
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -7,7 +9,7 @@ import pytest
 from conftest import KINDS, Numbers, pair
 
 import mlx_lattice as ml
-from mlx_lattice import ops
+from mlx_lattice import nn, ops
 
 MOST = 2**31 - 1
 
@@ -118,6 +120,72 @@ def test_ranges(facts, sentence):
 )
 def test_facts_of_a_set(facts, sentence):
     refused(ValueError, sentence, lambda: relation_of(coords=[(0, 1)], **facts))
+
+
+@pytest.mark.parametrize(
+    "stride",
+    ("2", 0.1, 1 / 3, float("nan"), float("inf"), None, True, 1j, ["a"], {}, mx.inf),
+    ids=str,
+)
+def test_strides_that_are_no_ratios(stride):
+    sentence = r"stride must be an int or a Fraction, or one for each of 3 axes; got "
+    refused(ValueError, sentence, lambda: tensor(stride=stride))
+
+
+@pytest.mark.parametrize("stride", (0, -1, 0.0, (1, 2), (1, 0, 1), mx.array([1, 2])))
+def test_strides_that_are_not_positive(stride):
+    sentence = "stride must be positive, one value for each of 3 axes; got "
+    refused(ValueError, sentence, lambda: tensor(stride=stride))
+
+
+@pytest.mark.parametrize(
+    "size",
+    (2.0, True, "2", np.bool_(1), mx.array(True), mx.array([2]), [2], np.float32(2)),
+    ids=str,
+)
+def test_a_batch_size_that_is_no_integer(size):
+    sentence = "batch_size must be an int, or None .* batch index . 1; got "
+    refused(TypeError, sentence, lambda: tensor(batch_size=size))
+    refused(TypeError, sentence, lambda: points([[0.0]], batch_size=size))
+
+
+def test_a_batch_size_that_is_negative():
+    sentence = "batch_size must be 0 or more; got -1"
+    refused(ValueError, sentence, lambda: tensor(batch_size=-1))
+
+
+@pytest.mark.parametrize("given", ("tensor", "rows"))
+def test_unique_sum_checks_ranges_as_a_convolution_does(given):
+    rows, facts = [(-1, 1, 2, 3), (0, 1, 2, 3), (-1, 1, 2, 3)], {"batch_size": 2}
+
+    def sums(rows, **facts):
+        if given == "tensor":
+            return ops.unique_sum(tensor(rows, **facts))
+        return ops.unique_sum(mx.array(rows), mx.ones((len(rows), 4)), **facts)
+
+    sentence = r"batch indices \(column 0\) must be 0 or more; got -1 to 0"
+    refused(ValueError, sentence, lambda: sums(rows))
+    refused(ValueError, sentence, lambda: sums(rows, **facts))
+    sentence = r"batch indices \(column 0\) must be below batch_size 2; got 0 to 3"
+    rows = [(0, 1, 2, 3), (3, 1, 2, 3)]
+    refused(ValueError, sentence, lambda: sums(rows, **facts))
+    assert sums(rows, batch_size=4).batch_size == 4
+
+
+OPERATORS = (
+    *(operator.add, operator.sub, operator.mul, operator.truediv),
+    *(lambda a, b: b + a, lambda a, b: b - a, lambda a, b: b * a, lambda a, b: b / a),
+)
+
+
+@pytest.mark.parametrize("other", (None, "a", [1.0] * 4, {}, object()), ids=type)
+@pytest.mark.parametrize("waits", (False, True))
+def test_what_cannot_be_added(other, waits):
+    x = ops.subm_conv3d(tensor(), mx.ones((4, 3, 3, 3, 4)))
+    x = nn.SubmConv3d(4, 4, 3)(x) if waits else x
+    sentence = f"another one, an array .* or a number; got {type(other).__name__}"
+    for operation in OPERATORS:
+        refused(TypeError, sentence, lambda at=operation: at(x, other))
 
 
 @pytest.mark.parametrize("far", (MOST, -(2**31)))

@@ -1,5 +1,7 @@
 """SparseTensor: points, dense grids, arrays, arithmetic, shapes that travel along."""
 
+from fractions import Fraction
+
 import cases
 import mlx.core as mx
 import numpy as np
@@ -11,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import mlx_lattice as ml
-from mlx_lattice import ops
+from mlx_lattice import nn, ops
 
 GRIDS = {1: (7,), 2: (4, 5), 3: (3, 4, 2), 4: (2, 3, 2, 2)}
 
@@ -245,6 +247,25 @@ def test_a_number_on_the_left():
         ref.assert_close(got.feats, expected)
 
 
+@pytest.mark.parametrize("kind", ("float32", "float64", "float16", "int64"))
+@pytest.mark.parametrize("waits", (False, True))
+def test_numbers_and_arrays_of_numpy_on_the_left(kind, waits):
+    x = tensor()
+    if waits:
+        x = nn.SubmConv3d(3, 3, 3)(x)
+    a, dtype = np.array(x.feats, dtype=np.float64), np.dtype(kind)
+    whole = np.random.default_rng(0).integers(1, 9, a.shape).astype(dtype)
+    for left in (whole, whole[0], whole[:, :1], whole[0, 0]):
+        for got, expected in (
+            (left * x, left * a),
+            (left + x, left + a),
+            (left - x, left - a),
+            (left / x, left / a),
+        ):
+            assert type(got) is not np.ndarray and got.key == x.key
+            ref.assert_close(got.feats, expected)
+
+
 @given(st.integers(0, 99))
 def test_tensors_of_equal_rows_are_aligned_by_value(seed):
     x = tensor()
@@ -257,6 +278,59 @@ def test_tensors_of_equal_rows_are_aligned_by_value(seed):
 def test_tensors_of_other_rows_are_not_added():
     with pytest.raises(ValueError, match="do not have the same coordinates"):
         tensor() + tensor("batches")
+
+
+# Assignments
+
+
+@pytest.mark.parametrize("waits", (False, True))
+def test_features_can_be_assigned(waits):
+    x = tensor()
+    y = nn.SubmConv3d(3, 5, 3)(x) if waits else x.replace(x.feats)
+    before = x.feats
+    y.feats = np.ones((len(x), 2), np.float16)
+    assert y.shape == (len(x), 2) and y.dtype == mx.float16 and y.channels == 2
+    assert x.feats is before and y.feats.sum().item() == 2 * len(x)
+    y.feats *= 3
+    assert (y + y).feats[0].tolist() == [6, 6]
+    y.name = "mine"
+    assert y.name == "mine"
+
+
+@pytest.mark.parametrize("waits", (False, True))
+@pytest.mark.parametrize(
+    ("feats", "error", "sentence"),
+    (
+        (mx.ones((3, 3)), ValueError, r"N = \d+, the rows of coords; got \(3, 3\)"),
+        (mx.ones((40,)), ValueError, r"got \(40,\)"),
+        (None, TypeError, "feats must be an array .*; got NoneType"),
+        ("tensor", TypeError, "feats must be an array .* got a tensor.*ops.align"),
+        ("int", TypeError, "feats must be float32, float16 or bfloat16; got int32"),
+    ),
+    ids=("rows", "vector", "none", "tensor", "int"),
+)
+def test_other_features_are_not_assigned(feats, error, sentence, waits):
+    x = tensor()
+    x = nn.SubmConv3d(3, 3, 3)(x) if waits else x
+    known = {"tensor": x.replace(x.feats), "int": mx.ones((len(x), 1), dtype=mx.int32)}
+    feats = known[feats] if isinstance(feats, str) else feats
+    before = x.feats
+    with pytest.raises(error, match=sentence):
+        x.feats = feats
+    with pytest.raises(error, match=sentence):
+        x.replace(feats)
+    assert x.feats is before
+
+
+@pytest.mark.parametrize("kind", ("plain", "waits", "integers"))
+@pytest.mark.parametrize("name", ("coords", "key", "manager"))
+def test_the_rows_of_a_tensor_cannot_be_assigned(name, kind):
+    x = tensor()
+    x = nn.SubmConv3d(3, 3, 3)(x) if kind == "waits" else x
+    x = ml.IntegerTensor.rounded(x, 0.1) if kind == "integers" else x
+    sentence = f"{name} of a tensor cannot be set: .* SparseTensor\\(coords, feats\\)"
+    with pytest.raises(AttributeError, match=sentence):
+        setattr(x, name, getattr(x, name))
 
 
 # What travels along
@@ -295,6 +369,38 @@ def test_strides_multiply_and_keys_are_kept():
     assert y.stride == (2, 4, 6) and y.manager is x.manager
     assert ops.subm_conv3d(x, mx.ones((1, 3, 3, 3, 3))).key == x.key
     assert ops.conv_transpose3d(y, mx.ones((1, 2, 2, 2, 1))).key == x.key
+
+
+@pytest.mark.parametrize(
+    ("stride", "expected", "text"),
+    (
+        (Fraction(1, 2), (Fraction(1, 2),) * 3, "1/2"),
+        (0.5, (Fraction(1, 2),) * 3, "1/2"),
+        (1.5, (Fraction(3, 2),) * 3, "3/2"),
+        (2.0, (2, 2, 2), "2"),
+        (mx.array(2), (2, 2, 2), "2"),
+        (np.int64(2), (2, 2, 2), "2"),
+        (np.array([2, 1, 1]), (2, 1, 1), "2x1x1"),
+        ([2, np.int32(1), 0.5], (2, 1, Fraction(1, 2)), "2x1x1/2"),
+    ),
+    ids=str,
+)
+def test_strides_are_ints_and_fractions(stride, expected, text):
+    x = tensor(stride=stride)
+    assert x.stride == expected and {type(s) for s in x.stride} <= {int, Fraction}
+    assert repr(x).endswith(f" at stride {text})")
+
+
+def test_a_preparation_prints_the_stride_of_each_axis():
+    x = tensor(stride=(2, 1, 1))
+    assert "stride 2x1x1 " in str(ml.prepare(nn.SubmConv3d(3, 3, 3), x))
+
+
+@pytest.mark.parametrize("kind", (int, np.int64, np.uint8, mx.array), ids=str)
+def test_a_batch_size_is_any_integer(kind):
+    x = tensor("scattered", batch_size=kind(3))
+    assert type(x.batch_size) is int and x.batch_size == 3
+    assert x.dense().shape[0] == x.to_dense().shape[0] == 3
 
 
 def test_facts_and_text():

@@ -321,12 +321,13 @@ class VoxelNeXt(Detector):
     ) -> list[tuple[Branches, mx.array]]:
         """Return of each batch element rows of heads' branches, and their cells."""
         x, made = predictions[0]["hm"], []
+        coords = x.manager[x.key].coords
         for element in range(x.batch_size):
-            own = true_positions(x.coords[:, 0] == element)
+            own = true_positions(coords[:, 0] == element)
             heads = [
                 {name: y.feats[own] for name, y in head.items()} for head in predictions
             ]
-            made.append((heads, x.coords[own][:, 1:]))
+            made.append((heads, coords[own][:, 1:]))
         return made
 
 

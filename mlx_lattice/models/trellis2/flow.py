@@ -147,7 +147,8 @@ class FlowModel(Pretrained):
         condition, cond = condition.astype(torso), cond.astype(torso)
         y = y.astype(torso)
         if self.pe_mode == "ape":
-            y = y + place_features(y.coords[:, 1:], y.channels).astype(torso)
+            rows = y.manager[y.key].coords
+            y = y + place_features(rows[:, 1:], y.channels).astype(torso)
         for block in self.blocks:
             y = block(y, condition, cond, cond_lengths)
         y = ops.layer_norm(y.astype(outer)).astype(dtype_of(self.out_layer))

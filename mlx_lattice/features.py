@@ -1,0 +1,54 @@
+"""What can be the features of a tensor, or be added to them."""
+
+from __future__ import annotations
+
+from numbers import Number
+
+import mlx.core as mx
+
+from .problem import FLOATS
+
+
+def check_feats(feats: mx.array, rows: int) -> mx.array:
+    """Return features as an (N, C) array, or raise with what was wrong.
+
+    Raises:
+        TypeError: they are no array, or not floating.
+        ValueError: they are not (rows, C).
+    """
+    if not isinstance(feats, mx.array):
+        feats = _as_array(feats)
+    if feats.ndim != 2 or feats.shape[0] != rows:
+        raise ValueError(
+            f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
+            f"{tuple(feats.shape)}"
+        )
+    if feats.dtype not in FLOATS:
+        raise TypeError(
+            "feats must be float32, float16 or bfloat16; got "
+            f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"
+        )
+    return feats
+
+
+def _as_array(feats: object) -> mx.array:
+    if hasattr(feats, "feats"):
+        raise TypeError(
+            "feats must be an array (N, C); got a tensor. Give its features, in the "
+            "order of these rows: ops.align(other, x).feats"
+        )
+    try:
+        return mx.array(feats)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"feats must be an array (N, C); got {type(feats).__name__}"
+        ) from error
+
+
+def check_operand(other: object) -> None:
+    """Raise a TypeError unless features can be added to it."""
+    if not isinstance(other, (mx.array, Number)) and not hasattr(other, "__array__"):
+        raise TypeError(
+            "a SparseTensor is added to or multiplied by another one, an array that "
+            f"fits its features, or a number; got {type(other).__name__}"
+        )
