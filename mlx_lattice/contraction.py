@@ -245,8 +245,8 @@ def check_features(
 
 def check_groups(groups: int) -> None:
     """Raise unless there is a group."""
-    if groups < 1:
-        raise ValueError(f"groups must be 1 or more; got groups = {groups}")
+    if not isinstance(groups, int) or groups < 1:
+        raise ValueError(f"groups must be an int of 1 or more; got groups = {groups}")
 
 
 def _same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:

@@ -12,6 +12,7 @@ from operator import index
 from .facts import Facts
 
 IntOrTuple = int | Sequence[int]
+INT32 = 1 << 31  # what coordinates are below
 
 
 def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
@@ -88,6 +89,10 @@ class KernelSpec(Facts):
             ValueError: a value is of the wrong length, too small, or two offsets are
                 equal.
         """
+        if dims not in (1, 2, 3, 4):
+            raise ValueError(
+                f"dims, the number of spatial axes, must be 1, 2, 3 or 4; got {dims!r}"
+            )
         stride = per_axis(stride, dims, "stride")
         if offsets is not None:
             if padding is not None:
@@ -95,11 +100,9 @@ class KernelSpec(Facts):
                     "offsets and padding were both given: explicit offsets already say "
                     "where the kernel reaches, so leave padding out"
                 )
-            custom = tuple(tuple(int(v) for v in offset) for offset in offsets)
-            if not custom or any(len(offset) != dims for offset in custom):
-                raise ValueError(
-                    f"offsets must be a non-empty list of {dims}-tuples; got {offsets}"
-                )
+            custom = explicit_offsets(offsets, dims)
+            if any(abs(v) >= INT32 for offset in custom for v in offset):
+                raise ValueError(f"offsets must be within int32; got {offsets!r}")
             seen = set()
             for offset in custom:
                 if offset in seen:
@@ -110,7 +113,14 @@ class KernelSpec(Facts):
         if padding is not None:
             padding = per_axis(padding, dims, "padding", least=0)
         size = per_axis(kernel_size, dims, "kernel_size")
-        return _spec(size, stride, padding, per_axis(dilation, dims, "dilation"))
+        dilation = per_axis(dilation, dims, "dilation")
+        steps = [d * n for d, n in zip(dilation, size, strict=True)]
+        if max(*steps, *stride, *(padding or ())) >= INT32:
+            raise ValueError(
+                f"a kernel must reach over less than 2^31 cells; got kernel_size {size}"
+                f", dilation {dilation}, stride {stride} and padding {padding}"
+            )
+        return _spec(size, stride, padding, dilation)
 
     @cached_property
     def dims(self) -> int:
@@ -184,6 +194,14 @@ class KernelSpec(Facts):
             return tuple(
                 -(-n // s) for n, s in zip(spatial_shape, self.stride, strict=True)
             )
+        for axis, (n, k, _, p, d) in enumerate(self._axes(spatial_shape)):
+            reach = d * (k - 1) + 1
+            if n and n + 2 * p < reach:
+                raise ValueError(
+                    f"the kernel reaches over {reach} cells on axis {axis}, and the "
+                    f"grid has {n} there, or {n + 2 * p} with its padding: no output "
+                    "is left. Give a larger spatial_shape or padding"
+                )
         return tuple(
             max(0, (n + 2 * p - d * (k - 1) - 1) // s + 1)
             for n, k, s, p, d in self._axes(spatial_shape)
@@ -213,6 +231,22 @@ class KernelSpec(Facts):
                 same = len(set(value)) == 1
                 parts.append(f"{name} {value[0] if same else value}")
         return ", ".join(parts)
+
+
+def explicit_offsets(offsets, dims: int) -> tuple[tuple[int, ...], ...]:
+    """Return explicit offsets as tuples of ints."""
+    given = offsets
+    if hasattr(offsets, "tolist"):  # an array of NumPy, or of MLX
+        offsets = offsets.tolist()
+    try:
+        custom = tuple(tuple(index(v) for v in offset) for offset in offsets)
+    except TypeError:
+        custom = ()
+    if not custom or any(len(offset) != dims for offset in custom):
+        raise ValueError(
+            f"offsets must be a non-empty list of {dims}-tuples of ints; got {given!r}"
+        )
+    return custom
 
 
 @lru_cache(maxsize=1024)

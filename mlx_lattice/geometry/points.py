@@ -6,10 +6,10 @@ import itertools
 
 import mlx.core as mx
 
+from ..arrays import stream_of
 from ..backends import registry
 from ..backends.gpu_points import Numbers
 from ..transformations import Function
-from . import sync
 from .keys import INT32_LIMIT
 
 NO_CELL = -INT32_LIMIT  # stands where a cell is not finite, or beyond int32
@@ -26,25 +26,27 @@ def cells_of(
     What int32 does not hold becomes ``NO_CELL``.
 
     Args:
-        points: (P, 1 + D) float32 with the batch index first, or (P, D).
+        points: (P, 1 + D) float32 with the batch index first, or (P, D); or float64,
+            of which nothing is rounded to float32.
         batch: (P,) int32: the batch index of (P, D) points.
         origin, size: one a column of the points; 0 and 1 where there are none.
     """
     points, kernels = mx.stop_gradient(points), registry.points()
-    if kernels is not None and points.size:
+    if kernels is not None and points.size and points.dtype == mx.float32:
         return kernels.cells(points, batch, origin, size)
-    at = mx.floor(in_cells(points, origin, size))
-    held = (at >= -INT32_LIMIT) & (at < INT32_LIMIT)
-    # What is not held is not converted either: that has no one result.
-    cells = mx.where(held, mx.where(held, at, 0).astype(mx.int32), NO_CELL)
+    with stream_of(points):
+        at = mx.floor(in_cells(points, origin, size))
+        held = (at >= -INT32_LIMIT) & (at < INT32_LIMIT)
+        # What is not held is not converted either: that has no one result.
+        cells = mx.where(held, mx.where(held, at, 0).astype(mx.int32), NO_CELL)
     return cells if batch is None else mx.concatenate([batch[:, None], cells], axis=1)
 
 
 def in_cells(points: mx.array, origin: Numbers, size: Numbers) -> mx.array:
-    """Return ``(points - origin) / size`` in float32; arguments as of ``cells_of``."""
+    """Return ``(points - origin) / size``; arguments and dtype as of ``cells_of``."""
     if origin is not None:
-        points = points - mx.array(origin, dtype=mx.float32)
-    return points if size is None else points / mx.array(size, dtype=mx.float32)
+        points = points - mx.array(origin, dtype=points.dtype)
+    return points if size is None else points / mx.array(size, dtype=points.dtype)
 
 
 def corners_of(dims: int) -> list[tuple[int, ...]]:
@@ -104,9 +106,3 @@ def _composed(points, cells, table, renormalise, size) -> mx.array:
         total = weights.sum(axis=1, keepdims=True)
         weights = weights / mx.where(total > 0, total, 1)
     return weights
-
-
-def are_held(cells: mx.array) -> bool:
-    """Whether no cell of some is ``NO_CELL``. Reads that."""
-    (is_missing,) = sync.read((cells == NO_CELL).any())
-    return not is_missing

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..arrays import array_of, positions_of, single, stream_of
 from ..backends import registry
 from .keys import INT32_LIMIT
 from .points import NO_CELL, Numbers, cells_of, in_cells
@@ -31,7 +33,7 @@ def voxelize(
     Raises:
         ValueError: see ``SparseTensor.from_points``.
     """
-    points = points if isinstance(points, mx.array) else mx.array(points)
+    points = positions_of(points, "points")
     if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
         raise ValueError(
             f"points must have shape (P, D), D from 1 to 4; got {tuple(points.shape)}"
@@ -40,7 +42,7 @@ def voxelize(
         raise ValueError(f"reduce must be one of {REDUCTIONS}; got {reduce!r}")
     n, dims = points.shape
     feats = mx.ones((n, 1)) if feats is None else feats
-    feats = feats if isinstance(feats, mx.array) else mx.array(feats)
+    feats = array_of(feats, "feats")
     if feats.ndim != 2 or feats.shape[0] != n:
         raise ValueError(
             f"feats must have shape (P, C) with P = {n}, the points; got "
@@ -52,13 +54,15 @@ def voxelize(
     moved = _per_axis(origin, dims, "origin")
     if batch is None:
         batch = mx.zeros((n,), dtype=mx.int32)
-    batch = batch if isinstance(batch, mx.array) else mx.array(batch)
+    batch = array_of(batch, "batch")
     if tuple(batch.shape) != (n,) or not mx.issubdtype(batch.dtype, mx.integer):
         raise ValueError(
             f"batch must be ({n},) integers, one a point; got {tuple(batch.shape)} of "
             f"{batch.dtype}"
         )
-    points, size = points.astype(mx.float32), tuple(size)
+    # Doubles stay so: at map coordinates float32 cannot tell voxels apart.
+    points = points if points.dtype == mx.float64 else single(points)
+    size = tuple(size)
     moved = tuple(moved) if any(moved) else None
     coords = cells_of(points, batch.astype(mx.int32), moved, size)
     box = None
@@ -82,13 +86,14 @@ def voxelize(
 
 def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:
     """Raise unless int32 holds the cells of all points, of which there are some."""
-    cells = mx.floor(in_cells(points, moved, size))
-    if not mx.isfinite(cells).all().item():
-        bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
-        raise ValueError(
-            f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
-        )
-    least, most = cells.min().item(), cells.max().item()
+    with stream_of(points):
+        cells = mx.floor(in_cells(points, moved, size))
+        if not mx.isfinite(cells).all().item():
+            bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
+            raise ValueError(
+                f"points must be finite; point {bad} is {tuple(points[bad].tolist())}"
+            )
+        least, most = cells.min().item(), cells.max().item()
     if least < -INT32_LIMIT or most >= INT32_LIMIT:
         raise ValueError(
             f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
@@ -97,7 +102,13 @@ def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:
 
 
 def _per_axis(value, dims: int, name: str) -> list[float]:
-    axes = [float(value)] * dims if isinstance(value, (int, float)) else list(value)
-    if len(axes) != dims:
-        raise ValueError(f"{name} must be one number or {dims}; got {value}")
+    given = value
+    if hasattr(value, "tolist"):  # a number or array of NumPy, or of MLX
+        value = value.tolist()
+    axes = list(value) if isinstance(value, list | tuple) else [value] * dims
+    right = [isinstance(v, int | float) and not isinstance(v, bool) for v in axes]
+    if len(axes) != dims or not all(right):
+        raise ValueError(f"{name} must be one number or {dims}; got {given!r}")
+    if not all(map(math.isfinite, axes)):
+        raise ValueError(f"{name} must be finite; got {given!r}")
     return [float(v) for v in axes]

@@ -126,6 +126,8 @@ class PTv3(Segmentor):
             )
         self.variant, self.enc_mode = variant, enc_mode
         self.order = (order,) if isinstance(order, str) else tuple(order)
+        if not self.order:
+            raise ValueError("order must name one curve or more; got none")
         for curve in self.order:
             check_curve(curve, dims)
         self.stride, self.dims = tuple(stride), dims

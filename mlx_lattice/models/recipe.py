@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ..arrays import array_of, positions_of, single, stream_of
 from ..coordinates import CoordinateManager
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
@@ -100,6 +101,7 @@ class VoxelRecipe:
 
         Args:
             points: (P, 3) float, an array of MLX or NumPy; none at all is legal.
+                Cells of float64 are exact, map coordinates' too; features are float32.
             attributes: what is known of each point, as of ``io.PointCloud``:
                 "colours" (P, 3), "normals" (P, 3), "intensity" (P,). Colours are of
                 256 values, of 65 536 where uint16 ones reach beyond 255, or between 0
@@ -113,11 +115,13 @@ class VoxelRecipe:
             ValueError: an attribute is missing or of another shape, or the points are
                 none that ``SparseTensor.from_points`` takes.
         """
-        points = mx.array(points).astype(mx.float32)
+        points = positions_of(points, "points")
+        points = points if points.dtype == mx.float64 else single(points)
         if points.ndim == 2 and points.shape[0] and self.centred:
-            low, high = points.min(axis=0), points.max(axis=0)
-            middle = (low + high) / 2
-            points = points - mx.concatenate([middle[:-1], low[-1:]])
+            with stream_of(points):
+                low, high = points.min(axis=0), points.max(axis=0)
+                middle = (low + high) / 2
+                points = points - mx.concatenate([middle[:-1], low[-1:]])
         feats = mx.concatenate(
             [
                 self._feature(name, points, attributes or {}, fill)
@@ -127,7 +131,9 @@ class VoxelRecipe:
         )
         size = self.voxel_size
         if self.rounding == "nearest":  # a half to the even voxel, as NumPy's does
-            points, size = mx.round(points / size), 1.0
+            with stream_of(points):
+                points = mx.round(points / mx.array(size, dtype=points.dtype))
+            size = 1.0
         coords, feats, rows = voxelize(points, feats, size, reduce=self.reduce)
         if self.from_zero and coords.shape[0]:
             low = coords.min(axis=0)
@@ -140,11 +146,13 @@ class VoxelRecipe:
         """Return (P, channels) float32 of one feature."""
         count, channels = points.shape[0], FEATURES[name]
         if name == "coordinates":
-            return points
+            return single(points)
         if name == "ones":
             return mx.ones((count, 1))
         if name == "height":
-            return points[:, 2:] - (points[:, 2:].min() if count else 0)
+            with stream_of(points):
+                height = points[:, 2:]
+                return single(height - height.min() if count else height)
         if attributes.get(name) is None:
             if fill:
                 return mx.zeros((count, channels))
@@ -153,7 +161,7 @@ class VoxelRecipe:
                 f"the net reads {', '.join(self.features)}, and these points have no "
                 f"{name} ({found}): give them, or say fill=True to read zeros"
             )
-        given = mx.array(attributes[name])
+        given = array_of(attributes[name], name)
         if given.size != count * channels:
             raise ValueError(
                 f"{name} must have shape ({count}, {channels}), one row a point; got "

@@ -17,6 +17,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import nn, ops
+from ..arrays import arrays_of, positions_of, stream_of
 from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
 from ..geometry.points import cells_of
@@ -30,6 +31,8 @@ from .blocks import trimmed_cells
 from .recipe import Voxels
 from .segmentor import Segmentor
 
+COARSEST = 16  # cells of the finest lattice in one of the coarsest, an axis
+FAR = 1 << 20  # cells: of what is farther float32 has few bits within a cell
 PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 
 
@@ -89,6 +92,19 @@ class ResidualBlock(nn.Module):
         *rest, conv, norm = self.net.layers
         after = {"activation": ops.relu, "residual": self.downsample(x)}
         return convolved(conv, norm, in_order(rest, x), **after)
+
+
+def _in_near_cells(points: mx.array, size: float) -> mx.array:
+    """Return float64 points as float32 ones in cells, counted from the least of them.
+
+    Cells of every level are the same ones, moved.
+    """
+    with stream_of(points):
+        at = points / mx.array(size, dtype=mx.float64)
+        if at.size:
+            low = mx.floor(at.min(axis=0) / COARSEST) * COARSEST
+            at = at - mx.where(mx.isfinite(low), low, 0)
+        return at.astype(mx.float32)
 
 
 class _Points:
@@ -212,12 +228,16 @@ class SPVCNN(Segmentor):
             feats: (P, in_channels) in the dtype of the weights.
             batch: (P,) integer batch index of each point; by default all 0.
         """
-        coords, means, rows = voxelize(points, feats, self.voxel_size, batch)
+        points, size = positions_of(points, "points"), self.voxel_size
+        feats, batch = arrays_of(feats=feats, batch=batch)
+        if points.dtype == mx.float64:
+            points, size = _in_near_cells(points, size), 1.0
+        coords, means, rows = voxelize(points, feats, size, batch)
         manager = CoordinateManager()
         key = manager.insert(coords, trusted=True)
         n = points.shape[0]
         batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch
-        at = points.astype(mx.float32) / self.voxel_size
+        at = points.astype(mx.float32) / size
         batch = mx.contiguous(batch.astype(mx.int32))  # it may be a column
         z = _Points(at, batch, self.trimmed, {key: rows})
 
@@ -247,7 +267,12 @@ class SPVCNN(Segmentor):
         The net's points are the cells of the recipe, as in SPVNAS.
         """
         x = voxels.x
-        coords = x.manager[x.key].coords
+        held = x.manager[x.key]
+        coords, (low, high) = held.coords, held.bounds
+        if len(x) and max(*map(abs, low[1:]), *map(abs, high[1:])) > FAR:
+            coords = coords - mx.array(
+                [0, *(v // COARSEST * COARSEST for v in low[1:])]
+            )
         points = coords[:, 1:].astype(mx.float32) * self.voxel_size
         return self(points, x.feats.astype(self.dtype), coords[:, 0])
 

@@ -8,6 +8,7 @@ import mlx.nn
 
 from ..ops import on_features
 from ..ops.activation import by_rows, elu, gelu, gelu_approx, leaky_relu, relu, silu
+from ..ops.known_activations import BY_TANH, as_its_base
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -15,7 +16,6 @@ __all__ = [
     "SiLU", "Softmax", "Softplus", "Softsign", "Tanh",
 ]  # fmt: skip
 
-BY_TANH = "precise", "tanh"  # what GELU by tanh is called
 Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
@@ -30,6 +30,7 @@ def _of_features(layer: type[Layer]) -> type[Layer]:
     return sparse
 
 
+@as_its_base
 class ELU(mlx.nn.ELU):
     """``mlx.nn.ELU`` that takes tensors too.
 
@@ -42,6 +43,7 @@ class ELU(mlx.nn.ELU):
         return elu(x, self._alpha)
 
 
+@as_its_base
 class GELU(mlx.nn.GELU):
     """``mlx.nn.GELU`` that takes tensors too.
 
@@ -59,6 +61,7 @@ class GELU(mlx.nn.GELU):
         return on_features(by_rows(super().__call__), x)
 
 
+@as_its_base
 class LeakyReLU(mlx.nn.LeakyReLU):
     """``mlx.nn.LeakyReLU`` that takes tensors too.
 
@@ -72,6 +75,7 @@ class LeakyReLU(mlx.nn.LeakyReLU):
         return leaky_relu(x, self._negative_slope)
 
 
+@as_its_base
 class ReLU(mlx.nn.ReLU):
     """``mlx.nn.ReLU`` that takes tensors too."""
 
@@ -80,6 +84,7 @@ class ReLU(mlx.nn.ReLU):
         return relu(x)
 
 
+@as_its_base
 class SiLU(mlx.nn.SiLU):
     """``mlx.nn.SiLU`` that takes tensors too."""
 

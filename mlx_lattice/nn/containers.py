@@ -7,18 +7,11 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import mlx.core as mx
 import mlx.nn
 
+from ..ops.known_activations import fused_activation
 from ..tensor import SparseTensor
 from . import watching
 from .dropout import Dropout
-from .fused import (
-    FUSING,
-    called,
-    convolved,
-    fused_activation,
-    is_followed,
-    normalized,
-    plain,
-)
+from .fused import FUSING, called, convolved, is_followed, normalized, plain
 from .integer import FoldedNorm, is_integer
 from .linear import OWN
 

@@ -14,6 +14,7 @@ from mlx.nn import Module
 
 from .. import relations_ahead
 from ..axes import Family, expect_axes
+from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec
 from ..ops import relations
@@ -73,8 +74,11 @@ class _Convolution(Family, Packable, Module):
         bias: bool,
     ):
         super().__init__()
+        groups, bias = whole(groups, "groups", 1), flag(bias, "bias")
+        in_channels = whole(in_channels, "in_channels")
+        out_channels = whole(out_channels, "out_channels")
         for name, channels in (("input", in_channels), ("output", out_channels)):
-            if channels < 1 or groups < 1 or channels % groups:
+            if channels < 1 or channels % groups:
                 raise ValueError(
                     f"The number of {name} channels ({channels}) must be positive and "
                     f"divisible by the number of groups ({groups})"

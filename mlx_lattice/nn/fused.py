@@ -13,15 +13,16 @@ from collections.abc import Callable
 import mlx.core as mx
 import mlx.nn
 
-from ..activations import ACTIVATIONS, NONE, Activation, elu, leaky_relu
+from ..activations import NONE, Activation
 from ..epilogue import Epilogue, Moments
 from ..geometry import sync
 from ..integer_tensor import IntegerTensor
-from ..ops import activation, fusion, on_features
+from ..ops import fusion, on_features
 from ..ops.activation import activated
+from ..ops.known_activations import fused_activation
 from ..pending import Pending, is_apart, may_wait
 from ..tensor import SparseTensor, features_of
-from . import activations, convolution, watching
+from . import convolution, watching
 from . import linear as linears
 from .integer import FoldedNorm, as_float32, is_integer, known_output
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
@@ -37,38 +38,7 @@ CONVOLUTIONS = frozenset(
     if isinstance(kind, type) and issubclass(kind, convolution._Convolution)
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
-_LAYERS = {
-    kind: ACTIVATIONS[name]
-    for name, title in (("relu", "ReLU"), ("silu", "SiLU"))
-    for kind in (getattr(mlx.nn, title), getattr(activations, title))
-}
-_FUNCTIONS = {
-    id(function): ACTIVATIONS[name]
-    for name in ("relu", "silu", "gelu", "leaky_relu", "elu")
-    for function in (getattr(mlx.nn, name), getattr(activation, name))
-} | {
-    id(function): ACTIVATIONS["gelu_tanh"]
-    for function in (mlx.nn.gelu_approx, activation.gelu_approx)
-}
 Features = SparseTensor | mx.array
-
-
-def fused_activation(layer: Callable) -> Activation | None:
-    """Return what a norm computes instead of a layer or function, or None."""
-    function = _FUNCTIONS.get(id(layer))  # each is held by its module
-    if function is not None:
-        return function
-    kind = type(layer)
-    if kind in _LAYERS:
-        return _LAYERS[kind]
-    if kind in (mlx.nn.GELU, activations.GELU):
-        by = "gelu_tanh" if layer._approx in activations.BY_TANH else "gelu"
-        return None if layer._approx == "fast" else ACTIVATIONS[by]
-    if kind in (mlx.nn.LeakyReLU, activations.LeakyReLU):
-        return leaky_relu(layer._negative_slope)
-    if kind in (mlx.nn.ELU, activations.ELU):
-        return elu(layer._alpha)
-    return None
 
 
 def normalized(

@@ -18,7 +18,7 @@ from ..later import as_now
 from ..memory.stages import boundary
 from ..ops import on_features
 from ..ops.activation import activated
-from ..ops.norm import activation_of
+from ..ops.known_activations import activation_of
 from ..pending import Pending, may_wait
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -246,6 +246,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         return placed(self, (x.manager, x.key, x.coords), y, held.dtype)
 
     def _rows(self, x: mx.array) -> mx.array:
+        _expect_channels(x, self.in_channels)
         if is_integer(self):
             y = self._integers(taken(self, x.reshape(-1, x.shape[-1])))
             return y.reshape(*x.shape[:-1], y.shape[1])
@@ -305,12 +306,22 @@ class Linear(Packable, mlx.nn.Linear):
         return on_features(self._apply, x) if made is None else made
 
     def _apply(self, x: mx.array) -> mx.array:
-        if x.size == 0 and x.shape[-1:] == self.weight.shape[1:]:
+        _expect_channels(x, self.weight.shape[1])
+        if x.size == 0:
             # MLX's CUDA matmul can't start for no rows.
             return zeros_of([x], (*x.shape[:-1], self.weight.shape[0]), x.dtype)
         if x.dtype == self.weight.dtype and is_contraction(x):
             return contracted(self, x, self.weight.T[None])
         return _product(x, self.weight, self.get("bias"))
+
+
+def _expect_channels(x: mx.array, channels: int) -> None:
+    """Raise unless rows have the channels of a layer."""
+    if x.shape[-1:] != (channels,):
+        raise ValueError(
+            f"the layer has in_channels = {channels}; got features of shape "
+            f"{tuple(x.shape)}"
+        )
 
 
 def _product(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:

@@ -14,12 +14,14 @@ import mlx.nn
 
 from .. import ops
 from ..backends.norms_protocol import NONE, Activation
+from ..checks import flag, real, whole
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
 from ..later import as_now
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
-from ..ops.norm import activation_of, residual_of
+from ..ops.known_activations import activation_of
+from ..ops.norm import residual_of
 from ..ops.norm_statistics import BatchStatistics
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, features_of
@@ -53,12 +55,34 @@ class BatchNorm(mlx.nn.BatchNorm):
             in evaluation. Default: ``True``.
     """
 
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+    ):
+        if momentum is None:
+            raise TypeError(
+                "momentum must be a number; got None, PyTorch's cumulative average, "
+                "which is not here. Set layer.momentum = 1 / (1 + n) before batch n, "
+                "from 0"
+            )
+        super().__init__(
+            whole(num_features, "num_features", 1),
+            real(eps, "eps", 0.0),
+            real(momentum, "momentum", 0.0),
+            flag(affine, "affine"),
+            flag(track_running_stats, "track_running_stats"),
+        )
+
     def __call__(
         self,
         x: Features,
         *,
         residual: Features | None = None,
-        activation: str | Activation | None = None,
+        activation: str | Activation | Callable | None = None,
         lines: mx.array | None = None,
     ) -> Features:
         """Normalise a tensor, or (N, C) features.
@@ -235,12 +259,18 @@ class LayerNorm(mlx.nn.LayerNorm):
         bias (bool): If ``False`` learn no shift. Default: ``True``.
     """
 
+    def __init__(
+        self, dims: int, eps: float = 1e-5, affine: bool = True, bias: bool = True
+    ):
+        affine, bias = flag(affine, "affine"), flag(bias, "bias")
+        super().__init__(whole(dims, "dims", 1), real(eps, "eps", 0.0), affine, bias)
+
     def __call__(
         self,
         x: Features,
         *,
         residual: Features | None = None,
-        activation: str | Activation | None = None,
+        activation: str | Activation | Callable | None = None,
     ) -> Features:
         """Normalise a tensor, or an array over its last axis; then what follows.
 
@@ -259,6 +289,9 @@ class RMSNorm(mlx.nn.RMSNorm):
         dims (int): The number of channels.
         eps (float): Added to the mean square. Default: ``1e-5``.
     """
+
+    def __init__(self, dims: int, eps: float = 1e-5):
+        super().__init__(whole(dims, "dims", 1), real(eps, "eps", 0.0))
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Normalise a tensor, or an array over its last axis."""
@@ -282,8 +315,8 @@ class GroupNorm(mlx.nn.Module):
         self, num_groups: int, dims: int, eps: float = 1e-5, affine: bool = True
     ):
         super().__init__()
-        if eps <= 0.0:
-            raise ValueError(f"[GroupNorm] 'eps' must be positive but got {eps}.")
+        eps, affine = real(eps, "eps", 0.0), flag(affine, "affine")
+        num_groups, dims = whole(num_groups, "num_groups"), whole(dims, "dims")
         if num_groups < 1 or dims < 1 or dims % num_groups:
             raise ValueError(
                 f"The number of features ({dims}) must be positive and divisible by "
@@ -306,7 +339,7 @@ class GroupNorm(mlx.nn.Module):
         x: SparseTensor,
         *,
         residual: SparseTensor | None = None,
-        activation: str | Activation | None = None,
+        activation: str | Activation | Callable | None = None,
     ) -> SparseTensor:
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps
@@ -324,12 +357,16 @@ class InstanceNorm(mlx.nn.InstanceNorm):
         affine (bool): If ``True`` learn a scale and a shift. Default: ``False``.
     """
 
+    def __init__(self, dims: int, eps: float = 1e-5, affine: bool = False):
+        affine = flag(affine, "affine")
+        super().__init__(whole(dims, "dims", 1), real(eps, "eps", 0.0), affine)
+
     def __call__(
         self,
         x: SparseTensor,
         *,
         residual: SparseTensor | None = None,
-        activation: str | Activation | None = None,
+        activation: str | Activation | Callable | None = None,
     ) -> SparseTensor:
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps

@@ -10,8 +10,10 @@ import mlx.nn
 
 from .. import activations
 from ..activations import ACTIVATIONS, Activation, composed
+from ..arrays import array_of
 from ..backends import registry
 from ..channel_kernels import activation
+from ..checks import real
 from ..pending import Pending
 from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
@@ -93,6 +95,7 @@ def _of_kernel(kernel: Callable, composed: Callable) -> Callable:
 
 def elu(x: Features, alpha: float = 1.0) -> Features:
     """ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
+    alpha = real(alpha, "alpha")
     act = activations.elu(alpha)
     return _elu(x, alpha) if act is None else activated(x, act)
 
@@ -109,6 +112,7 @@ def gelu_approx(x: Features) -> Features:
 
 def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
     """Leaky ReLU: ``max(negative_slope * x, x)``."""
+    negative_slope = real(negative_slope, "negative_slope")
     act = activations.leaky_relu(negative_slope)
     return _leaky_relu(x, negative_slope) if act is None else activated(x, act)
 
@@ -123,7 +127,13 @@ def silu(x: Features) -> Features:
     return activated(x, ACTIVATIONS["silu"])
 
 
+def prelu(x: Features, alpha: mx.array) -> Features:
+    """PReLU: ``max(0, x) + alpha * min(0, x)``, with an alpha of one or a channel."""
+    return _prelu(x, array_of(alpha, "alpha"))
+
+
 # Of parameters that kernels do not take.
+_prelu = _of_features(mlx.nn.prelu)
 _elu, _leaky_relu = _of_features(mlx.nn.elu), _of_features(mlx.nn.leaky_relu)
 celu = _of_features(mlx.nn.celu)
 gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
@@ -133,7 +143,6 @@ hardswish = _of_features(mlx.nn.hardswish)
 log_sigmoid = _of_features(mlx.nn.log_sigmoid)
 log_softmax = _of_features(mlx.nn.log_softmax)
 mish = _of_features(mlx.nn.mish)
-prelu = _of_features(mlx.nn.prelu)
 relu2 = _of_features(mlx.nn.relu2)
 relu6 = _of_features(mlx.nn.relu6)
 selu = _of_features(mlx.nn.selu)

@@ -13,6 +13,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..arrays import arrays_of
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
@@ -157,6 +158,7 @@ def serialized_attention(
 def _attend(
     q, k, v, like: SparseTensor, rule: tuple, scale: float | None, table=None
 ) -> mx.array:
+    q, k, v, table = arrays_of(q=q, k=k, v=v, table=table)
     given = (q,) if k is None and v is None else (q, k, v)
     _check(given, like)
     heads = Heads.of(given)
@@ -317,8 +319,11 @@ def _biased(q, k, v, scale: float, mask: mx.array | None, bias: mx.array) -> mx.
 def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
     expect_tensor(like, "like")
     for a in given:
-        if not isinstance(a, mx.array):
-            raise TypeError(f"q, k and v must be arrays; got {type(a).__name__}")
+        if a is None:
+            raise TypeError(
+                "q, k and v must be arrays, or q one of all three and k and v None; "
+                "got None"
+            )
     n = len(like)
     if len(given) == 1:
         (q,) = given

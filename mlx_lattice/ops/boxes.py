@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..arrays import array_of, arrays_of
+from ..checks import real, whole
 from ..geometry import sync
 from ..geometry.unique import true_positions
 
@@ -76,15 +78,16 @@ def rotated_iou(a: mx.array, b: mx.array) -> mx.array:
 def sort_scores(scores: mx.array) -> mx.array:
     """Return int64 indices of the last axis from the greatest score to the least.
 
-    Equal scores keep their order, on every backend.
+    Equal scores keep their order, on every backend, and a NaN is the least.
 
     Args:
-        scores: (..., N) float; none is NaN.
+        scores: (..., N) float.
     """
-    scores = _array(scores, "scores")
+    scores = array_of(scores, "scores")
     if not scores.size:
         return mx.zeros(scores.shape, dtype=mx.int64)
-    bits = mx.view(mx.stop_gradient(scores).astype(mx.float32) + 0.0, mx.int32)
+    given = mx.stop_gradient(scores).astype(mx.float32) + 0.0
+    bits = mx.view(mx.where(mx.isnan(given), -mx.inf, given), mx.int32)
     # The bits of floats order as they do where the sign is clear, backwards else.
     rank = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
     count = scores.shape[-1]
@@ -110,7 +113,7 @@ def nms_rotated(
 
     Args:
         boxes: (N, 7 or more) float.
-        scores: (N,) float.
+        scores: (N,) float; a NaN is the least.
         threshold: IoU from above, one for all boxes, or (N,) for each as the worse
             one of a pair.
         labels: (N,) integers: boxes suppress those of their own label alone.
@@ -120,17 +123,25 @@ def nms_rotated(
     Returns:
         (M,) int64.
     """
-    boxes, scores = _checked(boxes), _array(scores, "scores")
+    boxes, scores = _checked(boxes), array_of(scores, "scores")
     if tuple(scores.shape) != (len(boxes),):
         raise ValueError(
             f"scores must be ({len(boxes)},), one a box; got {tuple(scores.shape)}"
         )
+    (labels,) = arrays_of(labels=labels)
+    if labels is not None and tuple(labels.shape) != (len(boxes),):
+        raise ValueError(
+            f"labels must be ({len(boxes)},), one a box; got {tuple(labels.shape)}"
+        )
+    pre = None if pre is None else whole(pre, "pre")
+    post = None if post is None else whole(post, "post")
+    limit = _limit(threshold, len(boxes))
     order = sort_scores(scores)[:pre]
     n = len(order)
     if n == 0:
         return order
     boxes = boxes[order]
-    limit = threshold[order] if isinstance(threshold, mx.array) else threshold
+    limit = limit[order] if isinstance(limit, mx.array) else limit
     # Row i suppresses column j: a worse box, so above the diagonal.
     place = mx.arange(n)
     over = (rotated_iou(boxes, boxes) > limit) & (place[:, None] < place)
@@ -146,17 +157,21 @@ def nms_rotated(
     return order[true_positions(keep)[:post]]
 
 
-def _array(value: mx.array, name: str) -> mx.array:
-    """Return an array or what NumPy has, or raise."""
-    if isinstance(value, mx.array):
-        return value
-    if not hasattr(value, "__array__") and not isinstance(value, list | tuple):
-        raise TypeError(f"{name} must be an array; got {type(value).__name__}")
-    return mx.array(value)
+def _limit(threshold: float | mx.array, count: int) -> float | mx.array:
+    """Return the threshold of all boxes, or (N,) one for each."""
+    if isinstance(threshold, int | float) or not getattr(threshold, "ndim", 1):
+        return real(threshold, "threshold")
+    threshold = array_of(threshold, "threshold")
+    if tuple(threshold.shape) != (count,):
+        raise ValueError(
+            f"threshold must be a number, or ({count},), one a box; got "
+            f"{tuple(threshold.shape)}"
+        )
+    return threshold
 
 
 def _checked(boxes: mx.array) -> mx.array:
-    boxes = _array(boxes, "boxes")
+    boxes = array_of(boxes, "boxes")
     if boxes.ndim != 2 or boxes.shape[1] < 7:
         raise ValueError(
             "boxes must have shape (N, 7 or more): x, y, z, dx, dy, dz, heading; got "

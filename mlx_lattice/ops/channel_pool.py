@@ -7,6 +7,7 @@ from functools import partial
 import mlx.core as mx
 
 from .. import devices
+from ..checks import whole
 from ..reductions import linear
 from ..tensor import features_of
 from .activation import Features, on_features
@@ -30,8 +31,8 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
     Raises:
         ValueError: ``channels`` does not divide C.
     """
-    given = features_of(x).shape[-1]
-    if channels < 1 or given % channels:
+    given, channels = features_of(x).shape[-1], whole(channels, "channels", 1)
+    if given % channels:
         raise ValueError(
             f"channel_avg_pool needs a divisor of the {given} channels; got {channels}"
         )
@@ -54,8 +55,7 @@ def channel_repeat(x: Features, times: int) -> Features:
     Raises:
         ValueError: ``times`` is below 1.
     """
-    if times < 1:
-        raise ValueError(f"channel_repeat needs times of 1 or more; got {times}")
+    times = whole(times, "times", 1)
     return on_features(_repeats, x, times, 1)
 
 

@@ -12,8 +12,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..arrays import array_of
 from ..backends import registry
-from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs
+from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, check_coords
 from ..geometry import lattice
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
@@ -200,6 +201,7 @@ def _subdivide(
 ) -> tuple[CoordinateKey, Slots]:
     """Return a new set of the chosen fine cells, and their slots."""
     source, volume = x.manager[x.key], prod(factor)
+    subdivision = array_of(subdivision, "subdivision")
     if tuple(subdivision.shape) != (len(x), volume) or subdivision.dtype != mx.bool_:
         raise ValueError(
             f"subdivision must be ({len(x)}, {volume}) bool, one value for each fine "
@@ -236,6 +238,8 @@ def _finer(x: SparseTensor, factor: tuple[int, ...]) -> tuple:
 
 def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> CoordinateKey:
     key = known_key(x, coordinates)
+    if key is None:
+        coordinates = check_coords(array_of(coordinates, "coordinates"))
     columns = (coordinates if key is None else x.manager[key].coords).shape[-1]
     if columns != 1 + x.dims:
         raise ValueError(

@@ -8,10 +8,11 @@ from math import prod
 import mlx.core as mx
 
 from .. import contraction
+from ..arrays import array_of, arrays_of
 from ..axes import functions
 from ..epilogue import Moments
 from ..integer_weight import IntegerWeight
-from ..kernel_spec import IntOrTuple, per_axis
+from ..kernel_spec import IntOrTuple, explicit_offsets, per_axis
 from ..memory import contractions, limit
 from ..memory.stages import boundary
 from ..problem import weight_axes
@@ -55,6 +56,9 @@ def sparse_conv(
         TypeError: dtypes differ.
         ValueError: shapes do not fit.
     """
+    feats, bias = arrays_of(feats=feats, bias=bias)
+    if not isinstance(weight, QuantizedWeight | IntegerWeight):
+        weight = array_of(weight, "weight")
     return contraction.conv(feats, weight, relation, groups=groups, bias=bias)
 
 
@@ -66,11 +70,12 @@ def fitting(
     In MLX's layout it has at least four axes then: three are (K, C_in, C_out).
     """
     if offsets is not None:
-        volume, size = len(offsets), None
+        volume, size = len(explicit_offsets(offsets, dims)), None
     else:
         size = per_axis(kernel_size, dims, "kernel_size")
         volume = prod(size)
     packed = isinstance(weight, QuantizedWeight | IntegerWeight)
+    weight = weight if packed else array_of(weight, "weight")
     if packed:
         spatial = weight.kernel or None
     else:
@@ -174,7 +179,7 @@ def conv(
         TypeError: dtypes differ.
         ValueError: shapes, dimensions or coordinates do not fit.
     """
-    w = fitting(weight, x.dims, kernel_size, offsets)
+    w, (bias,) = fitting(weight, x.dims, kernel_size, offsets), arrays_of(bias=bias)
     relation = relations.forward(
         x,
         coordinates,
@@ -202,7 +207,7 @@ def subm_conv(
 
     Arguments and errors are those of ``conv3d``.
     """
-    w = fitting(weight, x.dims, kernel_size, offsets)
+    w, (bias,) = fitting(weight, x.dims, kernel_size, offsets), arrays_of(bias=bias)
     relation = relations.submanifold(
         x, None, kernel_size=kernel_size, dilation=dilation, offsets=offsets
     )
@@ -227,7 +232,7 @@ def conv_transpose(
     Output rows are ``coordinates``, or the finer set that an earlier strided
     convolution consumed. Arguments and errors are those of ``conv3d``.
     """
-    w = fitting(weight, x.dims, kernel_size)
+    w, (bias,) = fitting(weight, x.dims, kernel_size), arrays_of(bias=bias)
     kernel = dict(
         kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation
     )

@@ -10,8 +10,11 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from .. import tensor
+from ..arrays import array_of
 from ..backends import registry
 from ..channel_joins import beside
+from ..checks import whole
 from ..coordinate_set import CoordinateSet, check_coords, settle
 from ..coordinates import CoordinateManager
 from ..geometry import sync
@@ -21,7 +24,7 @@ from ..integer_tensor import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
-from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor, lookup
+from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor
 from .global_pool import batch_rows
 
 __all__ = [
@@ -73,6 +76,8 @@ def union(
         combine: of the two (N, C) features; a row that one lacks counts as zeros.
     """
     expect_same_lattice(x, y)
+    if combine is mx.add and 1 not in (x.channels, y.channels):
+        _expect_one_width([x, y], "union")
     sets = x.manager[x.key], y.manager[y.key]
     made = united(x.manager, *sets, x.manager is y.manager)
     wide = [
@@ -81,6 +86,17 @@ def union(
     ]
     key = made.key or (x, y)[made.which].key
     return SparseTensor.of(x.manager, key, combine(*wide))
+
+
+def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
+    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
+    expect_tensor(x)
+    if isinstance(coords, SparseTensor):
+        raise TypeError(
+            "coords must be (Q, 1 + D) integer rows; got a SparseTensor: look up its "
+            "coords, which are in cells of its own lattice"
+        )
+    return tensor.lookup(x, array_of(coords, "coords"))
 
 
 def unique_sum(
@@ -118,7 +134,7 @@ def unique_sum(
     elif feats is None:
         expect_tensor(x)
     else:
-        coords = check_coords(x)
+        coords, feats = check_coords(array_of(x, "coords")), array_of(feats, "feats")
     unique = registry.geometry().unique_rows(coords)
     # Checks the features against the coordinates before they are added up.
     given = SparseTensor(coords, feats).feats
@@ -144,6 +160,8 @@ def intersection(
 ) -> SparseTensor:
     """Join two tensors on the rows that both have, in the order of ``x``."""
     expect_same_lattice(x, y)
+    if combine is mx.multiply and 1 not in (x.channels, y.channels):
+        _expect_one_width([x, y], "intersection")
     rows, move = common(x.manager, x.manager[x.key], y.manager[y.key])
     part = _part(x, rows)
     return part.replace(combine(part.feats, move_rows(y.feats, *move, whole=True)))
@@ -158,6 +176,7 @@ def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
     """Keep the rows where ``mask``, (N,) bool, is true, in their order."""
     expect_tensor(x)
+    mask = array_of(mask, "mask")
     if tuple(mask.shape) != (len(x),) or mask.dtype != mx.bool_:
         raise ValueError(
             f"mask must be ({len(x)},) bool, one value a row; got "
@@ -194,12 +213,11 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         k: rows to keep of each batch element.
     """
     expect_tensor(x)
+    scores, k = array_of(scores, "scores"), whole(k, "k")
     if tuple(scores.shape) != (len(x),):
         raise ValueError(
             f"scores must be ({len(x)},), one a row; got {tuple(scores.shape)}"
         )
-    if k < 0:
-        raise ValueError(f"k must be 0 or more; got {k}")
     held = x.manager[x.key]
     if len(x) <= k:
         return x
@@ -238,6 +256,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
         raise ValueError("batch needs at least one tensor; got none")
     for x in tensors:
         expect_same_lattice(x, tensors[0])
+    _expect_one_width(tensors, "batch")
     coords, boxes, start = [], [], 0
     sets = [x.manager[x.key] for x in tensors]
     are_right = all(held.settled for held in sets)  # then what is joined is, too
@@ -260,6 +279,16 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     made.is_sorted = all(held.is_sorted for held in sets)
     feats = mx.concatenate([x.feats for x in tensors])
     return SparseTensor.of(manager, made.key, feats)
+
+
+def _expect_one_width(tensors: Sequence[SparseTensor], name: str) -> None:
+    """Raise unless tensors have one number of channels."""
+    widths = {x.channels: None for x in tensors}
+    if len(widths) > 1:
+        raise ValueError(
+            f"{name} needs tensors of equal channels; got "
+            f"{' and '.join(map(str, widths))}. ops.cat joins channels of equal rows"
+        )
 
 
 class Element(NamedTuple):

@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..arrays import array_of
+from ..checks import real
 from ..geometry.scans import running_sums
 from ..geometry.unique import true_positions
 from ..reductions import weighted
@@ -165,19 +167,24 @@ def _rows(
     value: SparseTensor | mx.array, x: SparseTensor, name: str, channels: int
 ) -> mx.array:
     """Return the (N, channels) values on the rows of ``x``."""
-    values = align(value, x).feats if isinstance(value, SparseTensor) else value
+    if isinstance(value, SparseTensor):
+        values = align(value, x).feats
+    else:
+        values = array_of(value, f"grid.{name}")
     shape = len(x), channels
-    if not isinstance(values, mx.array) or tuple(values.shape) != shape:
-        got = getattr(values, "shape", type(values).__name__)
-        raise ValueError(f"grid.{name} must have shape {shape}; got {got}")
+    if tuple(values.shape) != shape:
+        raise ValueError(
+            f"grid.{name} must have shape {shape}; got {tuple(values.shape)}"
+        )
     return values
 
 
 def _three(value: float | Sequence[float], name: str) -> list[float]:
-    values = [value] * 3 if isinstance(value, int | float) else [*map(float, value)]
+    given = value.tolist() if hasattr(value, "tolist") else value
+    values = list(given) if isinstance(given, list | tuple) else [given] * 3
     if len(values) != 3:
         raise ValueError(f"{name} is a number or one an axis, 3; got {value}")
-    return values
+    return [real(v, name) for v in values]
 
 
 def _quads(x: SparseTensor, flags: mx.array) -> mx.array:

@@ -6,15 +6,16 @@ from math import prod
 
 import mlx.core as mx
 
+from ..arrays import array_of, positions_of, single, stream_of
 from ..axes import functions
 from ..backends import registry
-from ..coordinate_set import CoordinateSet, OfPairs
+from ..coordinate_set import CoordinateSet, OfPairs, check_coords
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, bounds_of
 from ..geometry.lattice import floor_divide
 from ..geometry.points import (
+    NO_CELL,
     Numbers,
-    are_held,
     cells_of,
     corner_weights,
     corners_of,
@@ -32,6 +33,10 @@ __all__ = [
 ]  # fmt: skip
 
 MODES = ("linear", "nearest")
+FRACTIONAL = (
+    "column 0 of {} must be a whole number, the batch index; some are not: put a "
+    "column of zeros before the positions"
+)
 _blends = OfPairs()  # of cells and the finer rows, by steps and how they are weighed
 
 
@@ -50,8 +55,9 @@ def interpolate(
 
     Args:
         x: tensor of 1 to 4 spatial axes.
-        points: (Q, 1 + D) float rows (batch, x, y, ...), in cells of the tensor's own
-            lattice; float32 holds cells up to 2^24.
+        points: (Q, 1 + D) rows (batch, x, y, ...), in cells of the tensor's own
+            lattice. float32 holds cells up to 2^24; integers, and float64 of NumPy or
+            of a list, are exact.
         mode: "linear" weighs the 2^D cells around a point; "nearest" takes the cell
             ``floor(point + 0.5)``.
         renormalise: divide by the weight of the cells that are active, instead of
@@ -61,37 +67,55 @@ def interpolate(
         (Q, C) in the features' dtype, added in float32; 0 where no cell is active.
 
     Raises:
-        ValueError: shapes or modes do not fit, or a point is not finite or beyond
-            int32.
+        ValueError: shapes or modes do not fit, a batch index is not whole, or a point
+            is not finite or beyond int32.
     """
     expect_tensor(x)
     if mode not in MODES:
         raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
-    points = points if isinstance(points, mx.array) else mx.array(points)
+    points = positions_of(points, "points")
     if points.ndim != 2 or points.shape[1] != 1 + x.dims:
         raise ValueError(
             f"points must have shape (Q, {1 + x.dims}): a batch index and {x.dims} "
             f"coordinates a row; got {tuple(points.shape)}"
         )
-    points, held = points.astype(mx.float32), x.manager[x.key]
+    held = x.manager[x.key]
+    if mx.issubdtype(points.dtype, mx.integer):  # on a cell, which alone has a weight
+        rows = held.index.find(check_coords(points))
+        return gathered(x.feats, rows[:, None])
+    points = points if points.dtype == mx.float64 else single(points)
     if mode == "nearest":
         cells = _checked(points, (0.0, *(-0.5,) * x.dims)).coords
         return gathered(x.feats, held.index.find(cells)[:, None])
     cells = _checked(points)
     places = _around(held, cells)
-    weights = corner_weights(points, cells.coords, places, renormalise)
+    if points.dtype == mx.float64:  # how far beyond its cell float32 does hold
+        with stream_of(points):
+            beyond = single((points - mx.floor(points))[:, 1:])
+        weights = corner_weights(beyond, None, places, renormalise)
+    else:
+        weights = corner_weights(points, cells.coords, places, renormalise)
     return weighted(x.feats, weights, places)
 
 
 def _checked(points: mx.array, origin: Numbers = None) -> BoxedRows:
-    """Return the cells of points; raise if one is not finite. Reads that."""
+    """Return the cells of points; raise if one is wrong. Reads whether one is."""
     cells = cells_of(points, origin=origin)
-    if cells.size and not are_held(cells):
-        low, high = bounds_of(mx.floor(in_cells(points, origin, None)))
+    if not cells.size:
+        return BoxedRows(cells, None)
+    with stream_of(points):
+        batch = mx.stop_gradient(points[:, 0])
+        is_whole = mx.all(batch == mx.floor(batch))
+    missing, is_whole = sync.read((cells == NO_CELL).any(), is_whole)
+    if missing:
+        with stream_of(points):
+            low, high = bounds_of(mx.floor(in_cells(points, origin, None)))
         if not all(-INT32_LIMIT <= v < INT32_LIMIT for v in (*low, *high)):
             raise ValueError(
                 f"points must be finite and within int32; got cells {low} to {high}"
             )
+    if not is_whole:
+        raise ValueError(FRACTIONAL.format("points"))
     return BoxedRows(cells, None)
 
 
@@ -222,7 +246,7 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
     Raises:
         ValueError: ``inverse`` is not a vector of integers.
     """
-    feats = features_of(x)
+    feats, inverse = features_of(x), array_of(inverse, "inverse")
     if inverse.ndim != 1 or not mx.issubdtype(inverse.dtype, mx.integer):
         raise ValueError(
             f"inverse must be (P,) integers, one a point; got {tuple(inverse.shape)} "

@@ -10,6 +10,7 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
+from ..arrays import arrays_of
 from ..backends.norms_protocol import Activation, Norms
 from ..channel_kernels import standard
 from ..later import as_now
@@ -19,7 +20,7 @@ from ..tensor import SparseTensor
 from ..transformations import Function, of_kernels
 from .batch_lines import apart, check_values
 from .global_pool import BatchRows, batch_rows, batch_spread
-from .norm import activation_of
+from .known_activations import activation_of
 from .norm_rules import Given, Layer, affine, fit_of, given_of
 
 __all__ = ["gate", "modulate"]
@@ -43,7 +44,7 @@ def modulate(x: Features, shift: mx.array, scale: mx.array) -> Features:
     Raises:
         ValueError: shapes do not fit.
     """
-    check_values(x, shift, scale)
+    shift, scale = _values(x, shift=shift, scale=scale)
     scale = 1 + scale.astype(mx.float32)
     if isinstance(x, SparseTensor):
         return scaled(x, scale, shift)
@@ -55,8 +56,18 @@ def gate(x: Features, by: mx.array) -> Features:
 
     Arguments, launches, result and errors are those of ``modulate``.
     """
-    check_values(x, by)
+    (by,) = _values(x, by=by)
     return scaled(x, by) if isinstance(x, SparseTensor) else x * _of_sequences(by, x)
+
+
+def _values(x: Features, **given: mx.array) -> list[mx.array]:
+    """Return values of the batch elements after checks; array-likes as arrays."""
+    values = arrays_of(**given)
+    for name, value in zip(given, values, strict=True):
+        if value is None:
+            raise TypeError(f"{name} must be an array (B, C); got None")
+    check_values(x, *values)
+    return values
 
 
 def _of_sequences(values: mx.array, x: mx.array) -> mx.array:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
+from ..arrays import positions_of, single, stream_of
 from ..coordinate_set import check_coords
 from ..geometry import sync
 from ..geometry.cell_grid import (
@@ -22,6 +23,7 @@ from ..geometry.scans import running_sums
 from ..geometry.unique import true_positions
 from ..relation import Relation
 from ..tensor import SparseTensor
+from .interpolation import FRACTIONAL
 
 __all__ = ["NearestRows", "NeighbourLists", "knn", "radius_neighbours"]
 
@@ -153,7 +155,8 @@ def knn(
     Args:
         points: a tensor, whose coordinates are taken, or (N, 1 + D) rows (batch, x, y,
             ...), D from 1 to 4: integers, whose distances are compared exactly, or
-            floats, which are in float32.
+            floats, whose distances are in float32; of float64 ones, as NumPy and lists
+            have them, a common origin is subtracted first.
         k: neighbours to find.
         queries: the same, and of the same kind; by default the points.
         radius: greatest distance of a neighbour.
@@ -305,6 +308,7 @@ def _positions(points, queries) -> tuple[mx.array, mx.array]:
     """Return points and queries as two arrays of one kind."""
     given = _rows(points, "points")
     if queries is None:
+        (given,) = _near(given)
         return given, given
     strides = [getattr(each, "stride", None) for each in (points, queries)]
     if None not in strides and strides[0] != strides[1]:
@@ -318,25 +322,24 @@ def _positions(points, queries) -> tuple[mx.array, mx.array]:
             f"points and queries must have as many columns; got {given.shape[1]} and "
             f"{asked.shape[1]}"
         )
-    if given.dtype != asked.dtype:
+    floats = [mx.issubdtype(each.dtype, mx.floating) for each in (given, asked)]
+    if floats[0] != floats[1]:
         raise ValueError(
             "points and queries must both be integers or both floats; got "
             f"{given.dtype} and {asked.dtype}"
         )
-    return given, asked
+    return _near(given, asked)
 
 
 def _rows(rows, name: str) -> mx.array:
-    """Return positions as int32 or float32 rows."""
+    """Return positions as int32, float32 or float64 rows."""
     if isinstance(rows, SparseTensor):
         return rows.manager[rows.key].coords
-    if not isinstance(rows, mx.array):
-        if not hasattr(rows, "__array__") and not isinstance(rows, list | tuple):
-            raise TypeError(
-                f"{name} must be a tensor or an array (N, 1 + D); got "
-                f"{type(rows).__name__}"
-            )
-        rows = mx.array(rows)
+    if not hasattr(rows, "__array__") and not isinstance(rows, mx.array | list | tuple):
+        raise TypeError(
+            f"{name} must be a tensor or an array (N, 1 + D); got {type(rows).__name__}"
+        )
+    rows = positions_of(rows, name)
     if rows.ndim != 2 or not 2 <= rows.shape[1] <= 5:
         raise ValueError(
             f"{name} must have shape (N, 1 + D): a batch index and 1 to 4 coordinates "
@@ -344,20 +347,33 @@ def _rows(rows, name: str) -> mx.array:
         )
     if not mx.issubdtype(rows.dtype, mx.floating):
         return check_coords(rows)
-    rows = mx.stop_gradient(rows).astype(mx.float32)
+    rows = mx.stop_gradient(rows)
+    rows = rows if rows.dtype == mx.float64 else single(rows)
     if not rows.size:
         return rows
-    # Squares of what is beyond would not be finite.
-    right = mx.all(mx.abs(rows) < 1e18), mx.all(rows[:, 0] == mx.floor(rows[:, 0]))
+    with stream_of(rows):
+        # Squares of what is beyond would not be finite.
+        right = mx.all(mx.abs(rows) < 1e18), mx.all(rows[:, 0] == mx.floor(rows[:, 0]))
     is_finite, is_whole = sync.read(*right)
     if not is_finite:
         raise ValueError(f"{name} must be finite, and below 1e18; some are not")
     if not is_whole:
-        raise ValueError(
-            f"column 0 of {name} must be a whole number, the batch index; some are "
-            "not: put a column of zeros before the positions"
-        )
+        raise ValueError(FRACTIONAL.format(name))
     return rows
+
+
+def _near(*rows: mx.array) -> list[mx.array]:
+    """Return float64 rows as float32, from the middle of the first ones on."""
+    if all(each.dtype != mx.float64 for each in rows):
+        return list(rows)
+    with mx.stream(mx.cpu):
+        wide = [each.astype(mx.float64) for each in rows]
+        if wide[0].size:
+            cells = wide[0][:, 1:]
+            middle = (cells.min(axis=0) + cells.max(axis=0)) / 2
+            middle = mx.concatenate([mx.zeros_like(middle[:1]), middle])
+            wide = [each - middle for each in wide]
+        return [each.astype(mx.float32) for each in wide]
 
 
 def _space(points: mx.array, queries: mx.array, limit: float) -> Space:

@@ -7,7 +7,9 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..activations import NONE, Activation, named
+from ..activations import Activation
+from ..arrays import arrays_of
+from ..checks import real, whole
 from ..later import as_now
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, expect_tensor, features_of
@@ -15,6 +17,7 @@ from . import channel_norms
 from .batch_lines import after, apart, check_values
 from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
+from .known_activations import activation_of
 from .norm_statistics import SegmentStatistics
 
 __all__ = ["batch_norm", "batch_stats", "group_norm", "instance_norm"]
@@ -43,7 +46,7 @@ def batch_norm(
     eps: float = 1e-5,
     *,
     residual: Features | None = None,
-    activation: str | Activation | None = None,
+    activation: str | Activation | Callable | None = None,
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, each channel normalised.
 
@@ -57,7 +60,8 @@ def batch_norm(
         eps: added to the variance.
         residual: features of the same rows.
         activation: "relu", "gelu", "silu", "gelu_tanh", "leaky_relu", "elu", or with
-            another slope "leaky_relu(0.2)", "elu(0.5)"; by default none.
+            another slope "leaky_relu(0.2)", "elu(0.5)"; or a layer or function of
+            these, such as ``nn.ReLU()``; by default none.
 
     Raises:
         ValueError: one of ``mean`` and ``var`` was given without the other, the
@@ -65,26 +69,15 @@ def batch_norm(
     """
     if (mean is None) != (var is None):
         raise ValueError("mean and var go together: give both, or neither")
-    feats, layer = features_of(x), Layer("BatchNorm", eps, activation_of(activation))
+    mean, var, weight, bias = arrays_of(mean=mean, var=var, weight=weight, bias=bias)
+    act, eps = activation_of(activation), real(eps, "eps", 0.0)
+    feats, layer = features_of(x), Layer("BatchNorm", eps, act)
     added = residual_of(x, residual)
     if mean is None:
         y = channel_norms.batch_norm(feats, layer, weight, bias, added)[0]
     else:
         y = channel_norms.fixed_norm(feats, layer, mean, var, weight, bias, added)
     return x.replace(y) if isinstance(x, SparseTensor) else y
-
-
-def activation_of(activation: str | Activation | None) -> Activation:
-    """Return an activation by its name.
-
-    Raises:
-        ValueError: kernels compute none of this name.
-    """
-    if activation is None:
-        return NONE
-    if isinstance(activation, Activation):
-        return activation
-    return named(activation)
 
 
 def residual_of(x: Features, residual: Features | None) -> mx.array | None:
@@ -118,7 +111,7 @@ def group_norm(
     eps: float = 1e-5,
     *,
     residual: SparseTensor | None = None,
-    activation: str | Activation | None = None,
+    activation: str | Activation | Callable | None = None,
 ) -> SparseTensor:
     """Normalise the rows of each batch element over each group of channels.
 
@@ -138,7 +131,9 @@ def group_norm(
         ValueError: ``groups`` does not divide the channels, or shapes do not fit.
     """
     expect_tensor(x)
-    if groups < 1 or x.channels % groups:
+    groups, eps = whole(groups, "groups", 1), real(eps, "eps", 0.0)
+    weight, bias = arrays_of(weight=weight, bias=bias)
+    if x.channels % groups:
         raise ValueError(
             f"groups must divide the {x.channels} channels; got {groups} groups"
         )
@@ -171,7 +166,7 @@ def instance_norm(
     eps: float = 1e-5,
     *,
     residual: SparseTensor | None = None,
-    activation: str | Activation | None = None,
+    activation: str | Activation | Callable | None = None,
 ) -> SparseTensor:
     """Normalise each channel over the rows of each batch element.
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .. import reductions
+from ..arrays import array_of
 from ..axes import functions
 from ..backends import registry
 from ..kernel_spec import IntOrTuple, per_axis
@@ -152,8 +153,7 @@ def sparse_pool(
     if count not in COUNTS:
         raise ValueError(f"count must be one of {COUNTS}; got {count!r}")
     expect_relation(relation)
-    if not isinstance(feats, mx.array):
-        raise TypeError(f"features must be an mx.array; got {type(feats).__name__}")
+    feats = array_of(feats, "features")
     if feats.ndim != 2 or feats.shape[0] != relation.n_in:
         raise ValueError(
             f"features must have shape (N, C) with N = {relation.n_in}, the rows of "

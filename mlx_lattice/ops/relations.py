@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..arrays import array_of
 from ..coordinate_set import CoordinateKey, exact_ratio
 from ..kernel_spec import per_axis
 from ..relation import Relation
@@ -68,6 +69,12 @@ def _target(
     key = known_key(x, coordinates)
     if key is not None or coordinates is None:
         return key
+    coordinates = array_of(coordinates, "coordinates")
+    if coordinates.ndim != 2 or coordinates.shape[1] != 1 + x.dims:
+        raise ValueError(
+            f"coordinates must have shape (M, {1 + x.dims}), a batch index and "
+            f"{x.dims} spatial ones a row; got {tuple(coordinates.shape)}"
+        )
     steps = per_axis(stride, x.dims, "stride")
     pairs = zip(x.stride, steps, strict=True)
     target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]

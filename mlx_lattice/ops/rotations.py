@@ -6,6 +6,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..arrays import array_of, arrays_of
 from ..coordinate_set import CoordinateSet
 from ..geometry import sync
 from ..problem import dtype_name
@@ -54,14 +55,15 @@ def rotary(
             of twice the axes, shapes do not fit, or the base is not positive.
     """
     expect_tensor(like, "like")
+    x, (positions,) = array_of(x, "x"), arrays_of(positions=positions)
     dtype_name(x.dtype)
     if pairs not in PAIRS:
         raise ValueError(f"pairs must be one of {PAIRS}; got {pairs!r}")
-    dim, dims = x.shape[-1], like.dims
     if x.ndim != 3 or x.shape[0] != len(like):
         raise ValueError(
             f"x must have shape ({len(like)}, heads, D); got {tuple(x.shape)}"
         )
+    dim, dims = x.shape[-1], like.dims
     if positions is not None and tuple(positions.shape) != (len(like), dims):
         raise ValueError(
             f"positions must have shape ({len(like)}, {dims}); got "

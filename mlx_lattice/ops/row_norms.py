@@ -2,21 +2,25 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import lru_cache, partial
 
 import mlx.core as mx
 
 from .. import devices
 from ..activations import Activation
+from ..arrays import arrays_of
 from ..backends import registry
 from ..backends.cuda_row_norms import CudaRowNorms
+from ..checks import real
 from ..later import as_now
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function, of_kernels
 from . import activation as activations
 from .fusion import observed
-from .norm import Features, activation_of, residual_of
+from .known_activations import activation_of
+from .norm import Features, residual_of
 from .norm_rules import Given, Layer
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -29,7 +33,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     residual: Features | None = None,
-    activation: str | Activation | None = None,
+    activation: str | Activation | Callable | None = None,
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, each row normalised over its channels.
 
@@ -43,7 +47,9 @@ def layer_norm(
         eps: added to the variance.
         residual, activation: as of ``batch_norm``.
     """
-    feats = features_of(x)
+    feats, eps = features_of(x), real(eps, "eps", 0.0)
+    weight, bias = arrays_of(weight=weight, bias=bias)
+    _expect_lines(feats, weight, bias)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x if residual is None else _replace(x, feats + residual_of(x, residual))
     kernels = registry.row_norms()
@@ -63,7 +69,7 @@ def _normalized(
     eps: float,
     kernels: CudaRowNorms | None,
     residual: mx.array | None = None,
-    activation: str | Activation | None = None,
+    activation: str | Activation | Callable | None = None,
 ) -> mx.array:
     layer = Layer("LayerNorm", eps, activation_of(activation))
     if residual is not None and residual.dtype != feats.dtype:
@@ -140,10 +146,23 @@ def rms_norm(
         weight: (C,) scale.
         eps: added to the mean square.
     """
-    feats = features_of(x)
+    feats, eps = features_of(x), real(eps, "eps", 0.0)
+    (weight,) = arrays_of(weight=weight)
+    _expect_lines(feats, weight)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
     return _replace(x, mx.fast.rms_norm(feats, *_like(feats, weight), eps))
+
+
+def _expect_lines(feats: mx.array, *lines: mx.array | None) -> None:
+    """Raise unless each line has one value a channel."""
+    channels = feats.shape[-1:]
+    for line in lines:
+        if line is not None and line.shape != channels:
+            raise ValueError(
+                f"weight and bias must have shape {channels}, one value a channel; got "
+                f"{line.shape}"
+            )
 
 
 def _replace(x: Features, feats: mx.array) -> Features:

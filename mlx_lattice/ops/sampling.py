@@ -6,6 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
+from ..arrays import array_of, positions_of, single, stream_of
 from ..tensor import SparseTensor, expect_tensor
 from .coordinates import align, lookup, prune
 from .interpolation import interpolate
@@ -33,7 +34,8 @@ def grid_sample_3d(
 
     Args:
         x: tensor of 3 spatial axes.
-        points: (B, ..., 3) float; the first axis is the batch element.
+        points: (B, ..., 3); the first axis is the batch element. Integers, and
+            float64 of NumPy or of a list, are exact; float32 up to 2^24.
         mode: "trilinear", or "nearest"; half-way points go up.
         units: "voxel": cell i spans [i, i + 1) and its value sits at i + 0.5, as in
             FlexGEMM; "normalised": -1 to 1 over the tensor's ``spatial_shape``.
@@ -55,29 +57,33 @@ def grid_sample_3d(
         raise ValueError(f"mode must be one of {MODES}; got {mode!r}")
     if units not in UNITS:
         raise ValueError(f"units must be one of {UNITS}; got {units!r}")
-    points = points if isinstance(points, mx.array) else mx.array(points)
+    points = positions_of(points, "points")
     if points.ndim < 2 or points.shape[-1] != 3:
         raise ValueError(
             f"points must have shape (B, ..., 3); got {tuple(points.shape)}"
         )
-    at = points.astype(mx.float32)
-    if units == "voxel":
-        at = at - 0.5
-    elif x.spatial_shape is None:
+    if units == "normalised" and x.spatial_shape is None:
         raise ValueError(
             "normalised points need a tensor with a spatial_shape; give it one, or use "
             'units="voxel"'
         )
-    else:
-        extent = mx.array(x.spatial_shape, dtype=mx.float32)
-        if align_corners:
-            at = (at + 1) * (extent - 1) / 2
-        else:
-            at = ((at + 1) * extent - 1) / 2
+    if mx.issubdtype(points.dtype, mx.integer):  # float64 holds all of int32
+        with mx.stream(mx.cpu):
+            points = points.astype(mx.float64)
+    at = points if points.dtype == mx.float64 else single(points)
     grid = points.shape[:-1]
     each = prod(grid[1:])
-    batch = mx.repeat(mx.arange(grid[0], dtype=mx.float32), each)[:, None]
-    rows = mx.concatenate([batch, at.reshape(grid[0] * each, 3)], axis=1)
+    with stream_of(at):
+        if units == "voxel":
+            at = at - 0.5
+        else:
+            extent = mx.array(x.spatial_shape, dtype=at.dtype)
+            if align_corners:
+                at = (at + 1) * (extent - 1) / 2
+            else:
+                at = ((at + 1) * extent - 1) / 2
+        batch = mx.repeat(mx.arange(grid[0], dtype=at.dtype), each)[:, None]
+        rows = mx.concatenate([batch, at.reshape(grid[0] * each, 3)], axis=1)
     mode = "linear" if mode == "trilinear" else mode
     sampled = interpolate(x, rows, mode=mode, renormalise=renormalise)
     return sampled.reshape(*grid, x.channels)
@@ -111,11 +117,7 @@ def prune_by_logits(
     expect_tensor(x)
     if isinstance(logits, SparseTensor):
         logits = align(logits, x).feats
-    for name, given in (("logits", logits), ("keep", keep)):
-        if not isinstance(given, mx.array | SparseTensor | None):
-            raise TypeError(
-                f"{name} must be an array or a tensor; got {type(given).__name__}"
-            )
+    logits = array_of(logits, "logits")
     if logits.size != len(x) or logits.ndim > 2:
         raise ValueError(
             f"logits must be ({len(x)},) or ({len(x)}, 1), one a row; got "
@@ -126,7 +128,9 @@ def prune_by_logits(
         return prune(x, chosen)
     if isinstance(keep, SparseTensor):
         keep = lookup(keep, x.manager[x.key].coords) >= 0
-    elif tuple(keep.shape) != (len(x),) or keep.dtype != mx.bool_:
+        return prune(x, chosen | keep)
+    keep = array_of(keep, "keep")
+    if tuple(keep.shape) != (len(x),) or keep.dtype != mx.bool_:
         raise ValueError(
             f"keep must be ({len(x)},) bool, one value a row; got "
             f"{tuple(keep.shape)} of {keep.dtype}"

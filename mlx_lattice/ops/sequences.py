@@ -17,6 +17,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
+from ..arrays import arrays_of
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
 from ..coordinate_set import CoordinateSet
@@ -71,7 +72,8 @@ def cross_attention(
         like: the tensor whose N rows the queries are; its features do not matter. The
             sizes of its elements are read once a coordinate set.
         lengths: (B,) integers: how many of the M there are of each sequence; by
-            default all. What is behind them is not looked at.
+            default all. What is behind them is not looked at. Those of an array of
+            MLX are not waited for: more than M count as M, and less than 0 as 0.
         scale: factor of the scores; by default ``D ** -0.5``.
 
     Returns:
@@ -82,7 +84,16 @@ def cross_attention(
         TypeError: dtypes differ.
         ValueError: shapes do not fit, or there are more batch elements than sequences.
     """
+    is_known = lengths is not None and not isinstance(lengths, mx.array)
+    q, k, v, lengths = arrays_of(q=q, k=k, v=v, lengths=lengths)
     _check(q, k, v, like, lengths)
+    if is_known and lengths.size:
+        low, high = lengths.min().item(), lengths.max().item()
+        if low < 0 or high > k.shape[1]:
+            raise ValueError(
+                f"lengths must lie from 0 to {k.shape[1]}, the sequences' own; got "
+                f"{low} to {high}"
+            )
     shape = (*q.shape[:-1], v.shape[-1])
     if 0 in shape or k.shape[1] == 0:
         return zeros_of([q, k, v], shape, q.dtype)
@@ -231,8 +242,8 @@ def _scaled(bucket: Bucket, q, k, v, mask: mx.array | None, scale: float) -> mx.
 
 def _check(q, k, v, like: SparseTensor | None, lengths: mx.array | None) -> None:
     for a in (q, k, v):
-        if not isinstance(a, mx.array):
-            raise TypeError(f"q, k and v must be arrays; got {type(a).__name__}")
+        if a is None:
+            raise TypeError("q, k and v must be arrays; got None")
     if like is None:
         rows, batches = "B, L", None
         fits = q.ndim == 4 and k.shape[:1] == q.shape[:1]
@@ -252,11 +263,13 @@ def _check(q, k, v, like: SparseTensor | None, lengths: mx.array | None) -> None
             f"the tensor has {batches} batch elements, and there are sequences for "
             f"{k.shape[0]}"
         )
-    if lengths is not None and tuple(lengths.shape) != (k.shape[0],):
-        raise ValueError(
-            f"lengths must have shape ({k.shape[0]},), one for each sequence; got "
-            f"{tuple(lengths.shape)}"
-        )
+    if lengths is not None:
+        whole = mx.issubdtype(lengths.dtype, mx.integer)
+        if tuple(lengths.shape) != (k.shape[0],) or not whole:
+            raise ValueError(
+                f"lengths must have shape ({k.shape[0]},), integers, one each; got "
+                f"{tuple(lengths.shape)} of {lengths.dtype}"
+            )
     if not q.dtype == k.dtype == v.dtype:
         raise TypeError(
             f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"

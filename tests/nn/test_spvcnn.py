@@ -155,6 +155,22 @@ def test_few_points(n, training):
             assert mx.array_equal(held, before[path]).item(), path
 
 
+def test_points_of_map_coordinates():
+    made, (points, feats, batch) = net().eval(), cloud()
+    near, wide = made(points, feats, batch), np.array(points, np.float64)
+    # 1e7 is a whole number of the coarsest cells.
+    for far in (wide + 1e7, (wide + 1e7).tolist()):
+        assert mx.allclose(made(far, feats, batch), near, atol=1e-4)
+    near = ml.SparseTensor.from_points(points, voxel_size=VOXEL)
+    feats = mx.array(cases.features(len(near), 4))
+    scores = []
+    for move in (0, 10**8):
+        coords = near.coords + mx.array([0, move, move, move])
+        x = ml.SparseTensor(coords, feats)
+        scores.append(made.score_voxels(models.recipe.Voxels(x, None)))
+    assert mx.allclose(*scores, atol=1e-4)
+
+
 def test_points_keep_their_order_and_their_batch_element():
     made, (points, feats, batch) = net().eval(), cloud()
     y = np.array(made(points, feats, batch))

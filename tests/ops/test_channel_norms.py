@@ -29,7 +29,7 @@ from mlx_lattice import backends, ops
 from mlx_lattice.activations import named
 from mlx_lattice.backends.norms_protocol import Fit
 from mlx_lattice.backends.registry import NORMS
-from mlx_lattice.ops import channel_norms, fusion
+from mlx_lattice.ops import channel_norms, fusion, known_activations
 
 PLACES = [place for place in HERE if place.name in NORMS]
 places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
@@ -214,7 +214,7 @@ def test_launches(place, monkeypatch):
 
 
 def layer(act=None):
-    return channel_norms.Layer("BatchNorm", 1e-5, ops.norm.activation_of(act))
+    return channel_norms.Layer("BatchNorm", 1e-5, known_activations.activation_of(act))
 
 
 def inputs(rows=9, channels=3):

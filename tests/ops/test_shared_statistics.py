@@ -23,7 +23,7 @@ from mlx_lattice.backends import cpu_extension, registry
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
 from mlx_lattice.ops.exchanges import Exchanges, joined
-from mlx_lattice.ops.norm import activation_of
+from mlx_lattice.ops.known_activations import activation_of
 from mlx_lattice.ops.shared_statistics import SharedStatistics
 
 C = 9

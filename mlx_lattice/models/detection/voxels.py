@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from ...arrays import array_of, positions_of, single, stream_of
+from ...checks import whole
 from ...coordinates import CoordinateManager
 from ...geometry.segments import reduce_segments
 from ...geometry.unique import true_positions, unique_rows
@@ -111,7 +113,7 @@ class GridRecipe:
         Raises:
             ValueError: an attribute is missing or of another shape.
         """
-        points = self.columns(points, attributes, fill=fill)
+        points = self._columns(points, attributes, fill)
         if self.max_points is None and self.max_voxels is None:
             batch = mx.zeros((len(points),), dtype=mx.int32)
             return dynamic_voxels(points, self.voxel_size, self.point_range, batch)
@@ -133,7 +135,12 @@ class GridRecipe:
         fill: bool = False,
     ) -> mx.array:
         """Return (P, 3 + C) float32: x, y, z, then the features besides them."""
-        points = mx.array(points).astype(mx.float32)
+        return single(self._columns(points, attributes, fill))
+
+    def _columns(self, points, attributes, fill: bool) -> mx.array:
+        """Return ``columns``; float64 where the points are."""
+        points = positions_of(points, "points")
+        points = points if points.dtype == mx.float64 else single(points)
         if points.ndim != 2 or points.shape[1] != 3:
             raise ValueError(
                 f"points must have shape (P, 3); got {tuple(points.shape)}"
@@ -153,14 +160,15 @@ class GridRecipe:
                     )
                 columns.append(mx.zeros((len(points), 1)))
                 continue
-            value = mx.array(held[name]).astype(mx.float32)
+            value = single(array_of(held[name], name))
             if value.size != len(points):
                 raise ValueError(
                     f"{name} must be one number a point, {len(points)}; got "
                     f"{tuple(value.shape)}"
                 )
             columns.append(value.reshape(-1, 1))
-        return mx.concatenate(columns, axis=1)
+        with stream_of(points):
+            return mx.concatenate(columns, axis=1)
 
 
 def hard_voxels(
@@ -176,13 +184,19 @@ def hard_voxels(
     a voxel beyond ``max_points``, are left out.
 
     Args:
-        points: (P, C) float32: x, y, z and other channels.
+        points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
         voxel_size: extents in x, y, z.
         point_range: low x, y, z and high x, y, z.
         max_points: slots of a voxel.
         max_voxels: by default all.
+
+    Raises:
+        ValueError: a shape does not fit, or a number is below 1.
     """
-    cells, inside = _cells(points, voxel_size, point_range)
+    max_points = whole(max_points, "max_points", 1)
+    if max_voxels is not None:
+        max_voxels = whole(max_voxels, "max_voxels", 1)
+    points, cells, inside = _cells(points, voxel_size, point_range)
     kept = true_positions(inside)
     points, cells = points[kept], cells[kept]
     count, channels = points.shape
@@ -235,7 +249,7 @@ def dynamic_voxels(
     """Return the mean of all points of each voxel, as OpenPCDet's DynamicMeanVFE.
 
     Args:
-        points: (P, C) float32: x, y, z and other channels.
+        points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
         voxel_size: extents in x, y, z.
         point_range: low x, y, z and high x, y, z; points outside are dropped.
         batch: (P,) integer batch index of each point.
@@ -244,9 +258,9 @@ def dynamic_voxels(
     Returns:
         A tensor at (batch, z, y, x), rows sorted by (batch, x, y, z), as OpenPCDet's.
     """
-    cells, inside = _cells(points, voxel_size, point_range)
+    points, cells, inside = _cells(points, voxel_size, point_range)
     kept = true_positions(inside)
-    points, batch = points[kept], batch.astype(mx.int32)[kept]
+    points, batch = points[kept], array_of(batch, "batch").astype(mx.int32)[kept]
     rows = mx.concatenate([batch[:, None], cells[kept][:, ::-1]], axis=1)
     unique = unique_rows(rows)
     feats = points
@@ -263,13 +277,22 @@ def _tensor(coords, feats, shape, batch_size) -> SparseTensor:
     return SparseTensor.of(manager, key, feats)
 
 
-def _cells(points, voxel_size, point_range) -> tuple[mx.array, mx.array]:
-    """Return (P, 3) int32 cells (z, y, x), and whether each lies in the range."""
+def _cells(points, voxel_size, point_range) -> tuple[mx.array, mx.array, mx.array]:
+    """Return float32 points, (P, 3) int32 cells (z, y, x), and whether in the range."""
     recipe = GridRecipe(voxel_size, point_range)
-    low = mx.array(recipe.point_range[:3], dtype=mx.float32)
-    size = mx.array(recipe.voxel_size, dtype=mx.float32)
-    at = mx.floor((points[:, :3].astype(mx.float32) - low) / size)
-    high = mx.array(recipe.grid_size, dtype=mx.float32)
-    inside = mx.all((at >= 0) & (at < high), axis=1)  # False for NaN
-    cells = mx.where(inside[:, None], at, 0).astype(mx.int32)
-    return cells[:, ::-1], inside
+    points = positions_of(points, "points")
+    if points.ndim != 2 or points.shape[1] < 3:
+        raise ValueError(
+            f"points must have shape (P, 3 or more); got {tuple(points.shape)}"
+        )
+    wide = points if points.dtype == mx.float64 else single(points)
+    with stream_of(wide):
+        low, size, high = (
+            mx.array(v, dtype=wide.dtype)
+            for v in (recipe.point_range[:3], recipe.voxel_size, recipe.grid_size)
+        )
+        at = mx.floor((wide[:, :3] - low) / size)
+        inside = mx.all((at >= 0) & (at < high), axis=1)  # False for NaN
+        cells = mx.where(inside[:, None], at, 0).astype(mx.int32)
+    points = single(points) if points.dtype == mx.float64 else points
+    return points, cells[:, ::-1], inside

@@ -1,0 +1,59 @@
+"""Numbers that callers give, checked: each error is a sentence with what came."""
+
+from __future__ import annotations
+
+import math
+from operator import index
+
+
+def whole(value: object, name: str, least: int = 0) -> int:
+    """Return an int, of Python or NumPy, of at least ``least``.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is less.
+    """
+    try:
+        number = None if isinstance(value, bool) else index(value)
+    except TypeError:
+        number = None
+    if number is None:
+        raise TypeError(f"{name} must be an int; got {value!r}")
+    if number < least:
+        raise ValueError(f"{name} must be {least} or more; got {number}")
+    return number
+
+
+def real(value: object, name: str, least: float = -math.inf) -> float:
+    """Return a finite number, of Python, NumPy or MLX, of at least ``least``.
+
+    Raises:
+        TypeError: it is not a number.
+        ValueError: it is less, or not finite.
+    """
+    if type(value) is float and least <= value < math.inf:
+        return value
+    number = value
+    if not isinstance(value, int | float) and hasattr(value, "tolist"):
+        number = value.tolist()
+    if not isinstance(number, int | float) or isinstance(number, bool):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+    if not math.isfinite(number):
+        raise ValueError(f"{name} must be finite; got {value!r}")
+    if number < least:
+        raise ValueError(f"{name} must be {least:g} or more; got {number}")
+    return float(number)
+
+
+def flag(value: object, name: str) -> bool:
+    """Return a bool, or an int of 0 or 1.
+
+    Raises:
+        TypeError: it is none, such as an array that was meant for a parameter.
+    """
+    if not isinstance(value, int) or value not in (0, 1):
+        raise TypeError(
+            f"{name} must be True or False; got {type(value).__name__}. Values are set "
+            "afterwards, as layer.update({...}) or layer.bias = ... does"
+        )
+    return bool(value)

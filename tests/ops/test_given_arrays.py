@@ -1,0 +1,122 @@
+"""Arrays of NumPy and lists do what arrays of MLX do; whatever else is a sentence."""
+
+import mlx.core as mx
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+
+CELLS = [(0, i, j, k) for i in range(4) for j in range(4) for k in range(2)]
+COORDS, N = mx.array(CELLS), len(CELLS)
+rng = np.random.default_rng(0)
+
+
+def draw(*shape) -> mx.array:
+    return mx.array(rng.standard_normal(shape, dtype=np.float32))
+
+
+X = ml.SparseTensor(COORDS, draw(N, 8))
+COARSE, RELATION = ops.max_pool3d(X), X.manager.submanifold_kernel_relation(X.key)
+POINTS = COORDS + mx.array([0, 0.25, 0.25, 0.25])
+Q, KEYS = draw(N, 2, 12), draw(1, 5, 2, 12)
+W, W2, BIAS, LINE = draw(4, 3, 3, 3, 8), draw(4, 2, 2, 2, 8), draw(4), draw(8)
+BOXES, SCORES = mx.abs(draw(5, 7)), draw(5)
+CASES = {
+    "devoxelize": (lambda a: ops.devoxelize(X, a), mx.arange(3)),
+    "interpolate": (lambda a: ops.interpolate(X, a), POINTS),
+    "prune": (lambda a: ops.prune(X, a), LINE[mx.arange(N) % 8] > 0),
+    "top_k": (lambda a: ops.top_k(X, a, 3), X.feats[:, 0]),
+    "lookup": (lambda a: ops.lookup(X, a), COORDS),
+    "unique_sum": (lambda a: ops.unique_sum(COORDS, a), X.feats),
+    "unique_sum rows": (lambda a: ops.unique_sum(a, X.feats), COORDS),
+    "conv": (lambda a: ops.conv3d(X, a), W),
+    "conv bias": (lambda a: ops.conv3d(X, W, a), BIAS),
+    "conv rows": (lambda a: ops.conv3d(X, W, coordinates=a), COORDS),
+    "subm": (lambda a: ops.subm_conv3d(X, a), W),
+    "subm bias": (lambda a: ops.subm_conv3d(X, W, a), BIAS),
+    "transposed": (lambda a: ops.conv_transpose3d(COARSE, a), W2),
+    "generative": (lambda a: ops.generative_conv_transpose3d(COARSE, W2, a), BIAS),
+    "sparse_conv": (lambda a: ops.sparse_conv(a, W, RELATION), X.feats),
+    "sparse_conv weight": (lambda a: ops.sparse_conv(X.feats, a, RELATION), W),
+    "sparse_conv bias": (lambda a: ops.sparse_conv(X.feats, W, RELATION, a), BIAS),
+    "sparse_pool": (lambda a: ops.sparse_pool(a, RELATION), X.feats),
+    "batch_norm": (lambda a: ops.batch_norm(X, a, LINE * LINE), LINE),
+    "batch_norm weight": (lambda a: ops.batch_norm(X, weight=a, bias=a), LINE),
+    "group_norm": (lambda a: ops.group_norm(X, 2, a, a), LINE),
+    "instance_norm": (lambda a: ops.instance_norm(X, a, a), LINE),
+    "layer_norm": (lambda a: ops.layer_norm(X, a, a), LINE),
+    "rms_norm": (lambda a: ops.rms_norm(X, a), LINE),
+    "modulate": (lambda a: ops.modulate(X, a, a), LINE[None]),
+    "gate": (lambda a: ops.gate(X, a), LINE[None]),
+    "full_attention": (lambda a: ops.full_attention(a, a, Q, X), Q),
+    "window_attention": (lambda a: ops.window_attention(Q, Q, a, X, 2), Q),
+    "serialized_attention": (lambda a: ops.serialized_attention(Q, a, Q, X, 4), Q),
+    "cross_attention": (lambda a: ops.cross_attention(Q, a, a, X), KEYS),
+    "lengths": (
+        lambda a: ops.cross_attention(Q, KEYS, KEYS, X, lengths=a),
+        mx.array([3]),
+    ),
+    "rotary": (lambda a: ops.rotary(a, X), Q),
+    "positions": (lambda a: ops.rotary(Q, X, positions=a), POINTS[:, 1:]),
+    "knn": (lambda a: ops.knn(a, 2).rows, COORDS),
+    "box_corners": (ops.box_corners, BOXES),
+    "nms": (lambda a: ops.nms_rotated(BOXES, a, 0.5), SCORES),
+    "labels": (lambda a: ops.nms_rotated(BOXES, SCORES, 0.1, labels=a), mx.arange(5)),
+    "threshold": (lambda a: ops.nms_rotated(BOXES, SCORES, a), mx.abs(SCORES)),
+    "grid_sample": (lambda a: ops.grid_sample_3d(X, a), POINTS[None, :, 1:]),
+    "logits": (lambda a: ops.prune_by_logits(X, a), X.feats[:, 0]),
+    "keep": (
+        lambda a: ops.prune_by_logits(X, X.feats[:, 0], keep=a),
+        X.feats[:, 1] > 0,
+    ),
+    "subdivision": (
+        lambda a: ops.channel_to_space(X, 2, subdivision=a),
+        X.feats > 0,
+    ),
+    "fine rows": (
+        lambda a: ops.channel_to_space(X, 2, coordinates=a),
+        COORDS * mx.array([1, 2, 2, 2]),
+    ),
+    "upsample": (lambda a: ops.upsample_nearest3d(COARSE, 2, a), COORDS),
+    "prelu": (lambda a: ops.prelu(X, a), LINE),
+    "points": (
+        lambda a: ml.SparseTensor.from_points(a, X.feats, voxel_size=2.0),
+        POINTS[:, 1:],
+    ),
+    "feats of points": (
+        lambda a: ml.SparseTensor.from_points(POINTS[:, 1:], a, voxel_size=2.0),
+        X.feats,
+    ),
+}
+
+
+def value(made) -> np.ndarray:
+    return np.array(made.feats if isinstance(made, ml.SparseTensor) else made)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("kind", ("numpy", "list"))
+def test_what_is_alike_does_the_same(name, kind):
+    call, array = CASES[name]
+    given = np.array(array) if kind == "numpy" else array.tolist()
+    assert np.allclose(value(call(given)), value(call(array)), atol=1e-5)
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize(
+    "given", ("rows", object(), np.array(["a"])), ids=("text", "object", "texts")
+)
+def test_what_is_no_array_is_a_sentence(name, given):
+    with pytest.raises(TypeError, match=r"must be .*; got "):
+        CASES[name][0](given)
+
+
+def test_a_tensor_is_no_array_of_rows():
+    with pytest.raises(TypeError, match="got a SparseTensor: look up its coords"):
+        ops.lookup(X, X)
+
+
+def test_rows_of_other_columns():
+    with pytest.raises(ValueError, match=r"coordinates must have shape \(M, 4\)"):
+        nn.Conv3d(8, 4, 3)(X, COORDS[:, :3])
