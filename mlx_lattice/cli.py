@@ -59,7 +59,11 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="which route a convolution takes on a device, and why"
     )
-    explain.add_argument("--kind", choices=KINDS, default="submanifold")
+    explain.add_argument(
+        "--kind",
+        choices=KINDS,
+        help="submanifold by default; forward with a stride, or with other rows",
+    )
     explain.add_argument("--kernel", type=int, nargs="+", default=[3], metavar="SIZE")
     explain.add_argument("--stride", type=int, default=1)
     explain.add_argument(

@@ -51,7 +51,9 @@ def test_explain_prints_what_explain_gives(capsys):
         ("--bits 4", "int4 weight"),
         ("--groups 64", "64 groups"),
         ("--dims 2 --kernel 3 5", "3x5"),
+        ("--rows 500000 100000", "forward: forward 3x3x3, 64 -> 64"),
         ("--rows 500000 100000", "500,000 -> 100,000 rows"),
+        ("--stride 2", "forward: forward 3x3x3, stride 2"),
     ],
 )
 def test_explain_takes_every_fact(options, text, capsys):
@@ -79,6 +81,10 @@ def test_explain_takes_every_fact(options, text, capsys):
         (f"{EXPLAIN} --device m4 --rows 1 2 3", "--rows takes 1 or 2 numbers"),
         (f"{EXPLAIN} --device m4 --rows -5", "rows and edges 0 or more"),
         (f"{EXPLAIN} --device m4 --edges -5", "rows and edges 0 or more"),
+        (f"{EXPLAIN} --device m4 --rows 99999999999999", "n_in must be 0 to 21474"),
+        (f"{EXPLAIN} --device m4 --kind submanifold --stride 2", "its stride is 1"),
+        (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "got 9 -> 8. Kind"),
+        (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
