@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import io
+import os
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from . import convert, generate
@@ -59,7 +61,11 @@ def parser() -> argparse.ArgumentParser:
     explain = commands.add_parser(
         "explain", help="which route a convolution takes on a device, and why"
     )
-    explain.add_argument("--kind", choices=KINDS, default="submanifold")
+    explain.add_argument(
+        "--kind",
+        choices=KINDS,
+        help="submanifold by default; forward with a stride, or with other rows",
+    )
     explain.add_argument("--kernel", type=int, nargs="+", default=[3], metavar="SIZE")
     explain.add_argument("--stride", type=int, default=1)
     explain.add_argument(
@@ -178,8 +184,33 @@ def parser() -> argparse.ArgumentParser:
 WRONG = ValueError, TypeError, ImportError, OSError, HostMissing, MemoryLimitError
 
 
+# Exit codes of what a signal ends, as shells have them: 128 and its number.
+INTERRUPTED, NO_READER = 130, 141
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command; return its exit code."""
+    try:
+        try:
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a pipe without a reader is caught
+    except BrokenPipeError:
+        _silence()
+        return NO_READER
+
+
+def _silence() -> None:
+    """Let Python flush at its end what nobody reads."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for stream in filter(None, (sys.stdout, sys.stderr)):
+        with suppress(io.UnsupportedOperation):
+            os.dup2(nowhere, stream.fileno())
+    os.close(nowhere)
+
+
+def _run(arguments: Sequence[str] | None) -> int:
     given = parser().parse_args(arguments)
     commands = {
         "info": _info,
@@ -194,10 +225,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     try:
         code = commands[given.command](given)
+    except KeyboardInterrupt:
+        if sys.stderr.isatty():
+            print(file=sys.stderr)  # after ^C
+        print(f"mlx-lattice {given.command}: interrupted", file=sys.stderr)
+        return INTERRUPTED
+    except BrokenPipeError:
+        raise
     except WRONG as error:
         said = error
         if isinstance(error, FileNotFoundError) and error.filename:
             said = f"there is no file {error.filename}"
+        elif isinstance(error, OSError) and error.filename and error.strerror:
+            said = f"{error.filename}: {error.strerror.lower()}"
         print(f"mlx-lattice {given.command}: {said}", file=sys.stderr)
         return 2
     return code or 0

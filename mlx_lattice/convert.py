@@ -17,6 +17,7 @@ from mlx.utils import tree_flatten
 
 from .distribution import __version__
 from .models.trellis2.published import FLOW, STRUCTURE_FLOW
+from .output_places import check_writable
 from .quantized import BITS, GROUP_SIZES
 
 if TYPE_CHECKING:
@@ -145,6 +146,7 @@ def run(given: argparse.Namespace) -> None:
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
         raise ValueError("SOURCE and TARGET must be two files")
+    check_writable(target / "config.json" if folder else target)
     layouts.layout_of(given.library)
     model = _model(given)
     if folder and model is None:

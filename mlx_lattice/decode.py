@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn
 
 from .geometry.unique import true_positions
-from .inspect.trace import trace
+from .inspect.trace import check_page, trace
 from .io.pipelines import pack
 from .io.safetensors import SafetensorsState
 from .memory.limit import memory_limit
@@ -20,6 +20,7 @@ from .mesh.asset import asset_of
 from .mesh.files import check_suffix, save
 from .mesh.picture import contact_sheet
 from .models import SparseVAEDecoder, dual_grid, from_pretrained
+from .output_places import check_writable
 from .progress import progress
 from .tensor import SparseTensor
 
@@ -76,11 +77,14 @@ def run(
 
     Raises:
         MemoryLimitError: the limit cannot be kept.
+        OSError: the files cannot be written, which is found out first.
         ValueError: the latents lack something, a folder is of another net, nothing
             was decoded, or the limit is no size.
     """
     out = Path(out)
     check_suffix(out)
+    pages = [] if page is None else [check_page(page)]
+    check_writable(out, picture_of(out), *pages)
     if memory is not None:
         parse_bytes(memory)
     rows, held, told = _latents(latents, element, texture_model is not None)
@@ -151,6 +155,7 @@ def decode(
         f"{len(x):,} latents -> {len(y):,} voxels of 1/{resolution} in {decoded:.1f} s"
     )
     if page is not None:
+        Path(page).parent.mkdir(parents=True, exist_ok=True)
         ran.save(page)
     surface, baked = asset_of(
         dual_grid(y),
@@ -161,7 +166,7 @@ def decode(
         report=lambda line: print(f"  {line}"),
     )
     save(out, surface, baked)
-    picture = out.with_name(f"{out.stem}-views.png")
+    picture = picture_of(out)
     contact_sheet(picture, surface, baked)
     closed = "closed" if surface.is_closed else "open"
     print(
@@ -170,6 +175,11 @@ def decode(
         + f"; {picture}"
     )
     return out, picture
+
+
+def picture_of(out: Path) -> Path:
+    """Return where the picture of a mesh is written."""
+    return out.with_name(f"{out.stem}-views.png")
 
 
 def _latents(

@@ -17,6 +17,7 @@ from . import demo_surfaces, nn, ops
 from .demo_accuracy import Score, scores, table
 from .inspect.trace import trace
 from .optimizers import Adam
+from .output_places import check_writable
 from .tensor import SparseTensor
 
 
@@ -158,6 +159,7 @@ def run(
         RuntimeError: the accuracy is below ``goal``.
     """
     folder = Path(out)
+    check_writable(folder / "run.html")
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
     (voxels, labels), (test, test_labels) = load_digits(seed)
@@ -307,6 +309,8 @@ def run_points(
     from .io import read_points
     from .models import MinkUNet14
 
+    folder = Path(out)
+    check_writable(folder / "run.html")
     cloud = read_points(path)
     points = np.asarray(cloud.points, dtype=np.float32)
     if len(points) == 0:
@@ -339,7 +343,6 @@ def run_points(
         f"MinkUNet14: {first:.2f} s with its relations to build, {again:.2f} s after; "
         f"{y}"
     )
-    folder = Path(out)
     folder.mkdir(parents=True, exist_ok=True)
     t.save(folder / "run.html")
     print(f"wrote {folder / 'run.html'}")

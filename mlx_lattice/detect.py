@@ -16,6 +16,7 @@ from . import ops, segment
 from .inspect.page import drawn
 from .io.points import PointCloud, read_points
 from .models import Detector, from_pretrained
+from .output_places import check_writable
 
 # Where weights are published that this package loads, and their licence as stated.
 WEIGHTS = (
@@ -69,9 +70,15 @@ def run(
         the three files.
 
     Raises:
-        ValueError: the folder is of a net that finds no boxes, or the scan lacks what
-            the net reads, or has no points in its range.
+        OSError: the files cannot be written, which is found out first.
+        ValueError: the folder is of a net that finds no boxes, the scan lacks what the
+            net reads, or has no points in its range, or the score is none.
     """
+    if score is not None and not 0 <= score <= 1:
+        raise ValueError(f"the least score of a box must be 0 to 1; got {score}")
+    folder, stem = Path(out), Path(scan).stem
+    files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
+    check_writable(*files)
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, Detector):
         raise ValueError(f"{model} is a {type(net).__name__}, which finds no boxes")
@@ -111,9 +118,7 @@ def run(
     rows = described(net, boxes, labels, scores, middle)
     print(table(net, rows))
     print(f"{len(rows)} boxes; {seconds:.2f} s in the net, with its relations to build")
-    folder, stem = Path(out), Path(scan).stem
     folder.mkdir(parents=True, exist_ok=True)
-    files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
     write(net, rows, str(model), files[0], files[1])
     flat = PointCloud(points, cloud.attributes)
     draw(flat, net, boxes, labels, scores, files[2])

@@ -20,6 +20,7 @@ from .memory.limit import memory_limit
 from .memory.sizes import parse_bytes
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .models.trellis2.pipeline import STAGES
+from .output_places import check_writable
 from .problem import DTYPES
 from .quantized import BITS
 
@@ -113,6 +114,7 @@ def run(given: argparse.Namespace) -> None:
     decode = None if out == latents else _decoding(out)
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
+    check_writable(latents, out)
     from .io.pipelines import PIPELINE, loaded, pipeline_of, places_of
 
     options = settings_of(given.settings, given.steps, given.guidance)

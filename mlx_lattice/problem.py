@@ -27,6 +27,8 @@ DTYPES = {
 
 FLOATS = tuple(DTYPES.values())
 
+MOST_ROWS = 2**31 - 1  # rows are numbered in int32
+
 FLOAT32, TF32 = PRECISIONS = ("float32", "tf32")
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
@@ -133,12 +135,35 @@ class Problem(Facts):
                     f"{name} must be a positive multiple of groups = {self.groups}; "
                     f"got {channels}"
                 )
+        self._check_rows()
+
+    def _check_rows(self) -> None:
+        for name in ("n_in", "n_out"):
+            if not 0 <= (rows := getattr(self, name)) <= MOST_ROWS:
+                raise ValueError(
+                    f"{name} must be 0 to {MOST_ROWS}, since rows are numbered in "
+                    f"int32; got {rows}"
+                )
+        if self.kind == "submanifold" and self.n_in != self.n_out:
+            raise ValueError(
+                "a submanifold convolution keeps its rows, so n_out is n_in; got "
+                f'{self.n_in} -> {self.n_out}. Kind "forward" has other rows'
+            )
+        if self.edges is None:
+            return
+        # Only a relation of kind "general" may have an edge twice.
+        most, upward = self.n_out * self.volume, self.kind == "general"
+        if self.edges < 0 or (self.edges > most and not upward):
+            range_ = "0 or more" if upward else f"0 to n_out * K = {most}"
+            raise ValueError(
+                f"edges of a {self.kind} relation must be {range_}; got {self.edges}"
+            )
 
     @classmethod
     def forward(
         cls,
         *,
-        kind: str = "submanifold",
+        kind: str | None = None,
         kernel_size: int | Sequence[int] = 3,
         c_in: int,
         c_out: int,
@@ -151,12 +176,23 @@ class Problem(Facts):
     ) -> Problem:
         """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out.
 
+        The kind is "submanifold" where it is left out and the rows are kept; with a
+        stride, or with other rows, it is "forward".
+
         Raises:
             ValueError: a fact is out of its range, or there is no such kind.
         """
         dims = dims if isinstance(kernel_size, int) else len(kernel_size)
         spec = KernelSpec.of(dims, kernel_size=kernel_size, stride=stride)
         n_out = n_in if n_out is None else n_out
+        has_stride = set(spec.stride) != {1}
+        if kind is None:
+            kind = "forward" if has_stride or n_in != n_out else "submanifold"
+        if kind == "submanifold" and has_stride:
+            raise ValueError(
+                "a submanifold convolution keeps its rows, so its stride is 1; got "
+                f'{stride}. Kind "forward" takes others'
+            )
         is_itself = kind in ("submanifold", "forward") and n_in == n_out
         return cls(
             pass_=FORWARD,

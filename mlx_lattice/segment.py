@@ -12,6 +12,7 @@ from .io.ply import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
 from .models.recipe import white_of
+from .output_places import check_writable
 from .progress import progress
 
 # Where weights are published that this package loads, and their licence as stated.
@@ -76,11 +77,17 @@ def run(
         the two files.
 
     Raises:
+        OSError: the files cannot be written, which is found out first.
         ValueError: the folder is of a net that scores no points, the scan has none or
             lacks what the net reads, or ``up`` is no axis.
     """
     if up not in AXES:
         raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
+    folder, stem = Path(out), Path(scan).stem
+    points, picture = folder / f"{stem}.ply", folder / f"{stem}.png"
+    if points.resolve() == Path(scan).resolve():
+        raise ValueError(f"{points} is the scan itself; choose another folder by --out")
+    check_writable(points, picture)
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, Segmentor):
         raise ValueError(
@@ -115,11 +122,7 @@ def run(
     labels, best = np.array(labels)[rows], np.array(best)[rows]
     print(table(net, labels, count))
     print(f"{seconds:.2f} s in the net, with its relations to build")
-    folder, stem = Path(out), Path(scan).stem
     folder.mkdir(parents=True, exist_ok=True)
-    points, picture = folder / f"{stem}.ply", folder / f"{stem}.png"
-    if points.resolve() == Path(scan).resolve():
-        raise ValueError(f"{points} is the scan itself; choose another folder by --out")
     palette = np.array(net.about.palette(count), dtype=np.uint8)
     write(cloud, labels, best, palette, points)
     draw(cloud, labels, palette, net, picture, up)

@@ -41,6 +41,9 @@ METAL_CUTS = {
     "candidates": 1 << 25,
 }
 
+# More dispatches than anyone waits for: plans list them, so their number is bounded.
+MOST_DISPATCHES = 1 << 20
+
 # On a GPU, entries of a segment or edges of a row that one thread may add up, and of
 # the pieces of longer ones: a thread alone adds about ten million a second.
 SEGMENT_CUTS = {"longest": 1024, "piece": 256}
@@ -85,11 +88,19 @@ def cuts(
         work: what all of them cost, in the terms of ``limit``.
         limit: the most that a slice may cost; one unit is never cut.
         most: what a single unit may cost; by default all cost the same.
+
+    Raises:
+        ValueError: there would be more than ``MOST_DISPATCHES`` slices.
     """
     pieces = ceil_div(work, limit)
     if pieces > 1 and most is not None:
         pieces = ceil_div(count, max(1, limit // max(most, 1)))
     pieces = min(count, max(1, pieces))
+    if pieces > MOST_DISPATCHES:
+        raise ValueError(
+            f"this work would be cut into {pieces:,} dispatches of a GPU, and "
+            f"{MOST_DISPATCHES:,} are allowed; take fewer rows or channels at a time"
+        )
     length = ceil_div(count, pieces) if count else 0
     for first in range(0, count, length or 1):
         yield first, min(length, count - first)

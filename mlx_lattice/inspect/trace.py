@@ -41,11 +41,23 @@ class Trace(Records):
             ImportError: jinja2 is not installed; the message has the command.
             ValueError: the suffix is another one.
         """
-        path = Path(path)
-        writers = {".html": page.page, ".json": Records.to_json}
-        if path.suffix not in writers:
-            raise ValueError(f"a trace is saved as .html or .json; got {path.name!r}")
-        path.write_text(writers[path.suffix](self), encoding="utf-8")
+        path = check_page(path)
+        path.write_text(_WRITERS[path.suffix](self), encoding="utf-8")
+
+
+_WRITERS = {".html": page.page, ".json": Records.to_json}
+
+
+def check_page(path: str | Path) -> Path:
+    """Return the path that a trace can be saved to.
+
+    Raises:
+        ValueError: the suffix is none that ``Trace.save`` takes.
+    """
+    path = Path(path)
+    if path.suffix not in _WRITERS:
+        raise ValueError(f"a trace is saved as .html or .json; got {path.name!r}")
+    return path
 
 
 @contextmanager

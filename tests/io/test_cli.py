@@ -1,5 +1,6 @@
 """The command line, and backend_info."""
 
+import os
 import subprocess
 import sys
 import types
@@ -51,7 +52,9 @@ def test_explain_prints_what_explain_gives(capsys):
         ("--bits 4", "int4 weight"),
         ("--groups 64", "64 groups"),
         ("--dims 2 --kernel 3 5", "3x5"),
+        ("--rows 500000 100000", "forward: forward 3x3x3, 64 -> 64"),
         ("--rows 500000 100000", "500,000 -> 100,000 rows"),
+        ("--stride 2", "forward: forward 3x3x3, stride 2"),
     ],
 )
 def test_explain_takes_every_fact(options, text, capsys):
@@ -79,6 +82,10 @@ def test_explain_takes_every_fact(options, text, capsys):
         (f"{EXPLAIN} --device m4 --rows 1 2 3", "--rows takes 1 or 2 numbers"),
         (f"{EXPLAIN} --device m4 --rows -5", "rows and edges 0 or more"),
         (f"{EXPLAIN} --device m4 --edges -5", "rows and edges 0 or more"),
+        (f"{EXPLAIN} --device m4 --rows 99999999999999", "n_in must be 0 to 21474"),
+        (f"{EXPLAIN} --device m4 --kind submanifold --stride 2", "its stride is 1"),
+        (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "got 9 -> 8. Kind"),
+        (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
@@ -86,6 +93,58 @@ def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
     assert (code, out) == (2, "")
     assert text in err and err.startswith("mlx-lattice")
     assert err.count("\n") == 1 and "Traceback" not in err
+
+
+def test_what_is_interrupted_ends_in_one_line(capsys, monkeypatch):
+    def stopped(given):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(cli, "_doctor", stopped)
+    code, out, err = command("doctor", capsys)
+    assert (code, out, err) == (130, "", "mlx-lattice doctor: interrupted\n")
+
+
+@pytest.mark.parametrize("line", ("info", "explain --help"))
+def test_a_pipe_that_nobody_reads_ends_quietly(line):
+    reader, writer = os.pipe()
+    os.close(reader)
+    whole = [sys.executable, "-m", "mlx_lattice.cli", *line.split()]
+    done = subprocess.run(whole, stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    # argparse itself passes over that its help was not read.
+    assert done.stderr == b"" and done.returncode in (141, 0 if "help" in line else 141)
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self"), reason="a folder without files")
+@pytest.mark.parametrize(
+    "line",
+    [
+        "doctor --out /proc/a",
+        "demo --out /proc/a",
+        "demo --points none.ply --out /proc/a",
+        "segment none.ply --model none --out /proc/a/b",
+        "detect none.ply --model none --out /proc/a",
+        "decode none.safetensors --model none --out /proc/a/asset.glb",
+        "decode none.safetensors --model none --trace /proc/a/b.html",
+        "generate --image-tokens none --model none --out /proc/a.safetensors",
+        "convert none.pt /proc/a.safetensors --library spconv",
+        "convert none.pt /proc/a --library spconv --model spunet",
+    ],
+)
+def test_places_that_take_no_files_are_found_first(line, capsys):
+    code, out, err = command(line, capsys)
+    assert (code, out) == (2, "")
+    assert "/proc takes no new files (No such file or directory)" in err
+    assert err.count("\n") == 1
+
+
+def test_an_error_of_the_system_is_said_without_its_number(capsys, monkeypatch):
+    def refused(given):
+        raise PermissionError(13, "Permission denied", "a.ply")
+
+    monkeypatch.setattr(cli, "_segment", refused)
+    _, _, err = command("segment scan", capsys)
+    assert err == "mlx-lattice segment: a.ply: permission denied\n"
 
 
 def fake_demo(monkeypatch):

@@ -108,6 +108,13 @@ def test_scores_that_are_asked_for(scan, folder, tmp_path, capsys):
     assert "more in the files" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize("score", ("nan", "-0.1", "1.5"))
+def test_scores_that_no_box_has(score, scan, folder, capsys):
+    given = ["detect", str(scan), "--model", str(folder), "--score", score]
+    assert cli.main(given) == 2
+    assert f"score of a box must be 0 to 1; got {score}" in capsys.readouterr().err
+
+
 def test_a_map_projection(scan, folder, tmp_path):
     """A scan around 0, and the same one where a map has it, as doubles."""
     points = read_points(scan).points.astype(np.float64)

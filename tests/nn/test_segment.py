@@ -127,6 +127,17 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     assert "holds no points" in said
     said = refused(capsys, scan, "--model", folder, "--out", scan.parent)
     assert "is the scan itself" in said
+    blocked = tmp_path / "file"
+    blocked.write_text("")
+    (tmp_path / "taken" / "room.png").mkdir(parents=True)
+    # Before the net is read, which is not there.
+    for out, why in (
+        (blocked, f"cannot write to {blocked}: {blocked} is not a folder"),
+        (blocked / "in", f"cannot write to {blocked / 'in'}: {blocked} is not a"),
+        (tmp_path / "taken", "room.png: it is a folder; choose another place"),
+    ):
+        said = refused(capsys, scan, "--model", "nothing-here", "--out", out)
+        assert why in said and said.count("\n") == 1
     said = refused(capsys, scan, "--model", folder, "--up", "w")
     assert "up must be one of x, y, z, -x, -y, -z; got w" in said
 

@@ -248,3 +248,10 @@ def test_weights_are_unpacked_as_often_as_the_plan_says(route, shape, dtype, pac
     every = record.report.launches
     unpacked = sum(launch.counts.conversions for launch in every)
     assert unpacked == plan.weights_unpacked(numbers.relation) > 0
+
+
+def test_more_dispatches_than_a_plan_lists_are_refused():
+    most = dispatch_bounds.MOST_DISPATCHES
+    with pytest.raises(ValueError, match="take fewer rows or channels at a time"):
+        next(dispatch_bounds.cuts(2**31 - 1, most + 1, 1))
+    assert next(dispatch_bounds.cuts(2**31 - 1, most, 1)) == (0, 2048)

@@ -136,7 +136,7 @@ FAULTS = {
             "steps = split_start(total, split + 1, splits) - from;",
             "steps = split_start(total, split + 1, splits) - from - split % 2;",
         ),
-        ("sorted_implicit_gemm", FORWARD, "float32", {"n_in": 300}),
+        ("sorted_implicit_gemm", FORWARD, "float32", {"n_in": 300, "edges": 8000}),
     ),
     "another group's scale": (
         (
@@ -189,7 +189,7 @@ FAULTS = {
             "UNROLL for (int i = 0; i < 16; ++i) sums[i] = result[i];",
             "UNROLL for (int i = 0; i < 16; ++i) sums[i] = float(half(result[i]));",
         ),
-        ("tensor_ops", FORWARD, "float16", {"n_in": 300}),
+        ("tensor_ops", FORWARD, "float16", {"n_in": 300, "edges": 2000}),
     ),
     "products of 11 bits": (
         (

@@ -69,13 +69,13 @@ def test_every_plan_is_of_its_row_and_names_the_view_that_it_reads():
         for pass_, table in itertools.product(routes.named(name).passes, (True, False)):
             for facts in (
                 {},
-                {"kernel_size": 1},
+                {"kernel_size": 1, "edges": 50_000},
                 {"groups": 64},
                 {"bits": 4, "group_size": 32},
                 {"dtype": "float32", "deterministic": False, "c_in": 4},
                 {"c_out": 16},
             ):
-                p = problem(pass_, table=table, edges=400_000, **facts)
+                p = problem(pass_, table=table, **{"edges": 400_000, **facts})
                 route = routes.named(name)
                 if route.refusal(p, device, forced=True):
                     continue
@@ -83,6 +83,31 @@ def test_every_plan_is_of_its_row_and_names_the_view_that_it_reads():
                 assert plan.kernel == name and plan.view in VIEWS
                 assert plan.problem == p and plan.backend in (device.backend, "mlx")
                 assert table or plan.view not in ("out_in", "sorted")
+
+
+@pytest.mark.parametrize(
+    "facts, text",
+    [
+        ({"n_in": -1}, "n_in must be 0 to 2147483647.*got -1"),
+        ({"kind": "forward", "n_out": -2}, "n_out must be 0 to 2147483647.*got -2"),
+        ({"n_in": 2**31}, "numbered in int32; got 2147483648"),
+        ({"kind": "submanifold", "n_out": 7}, "keeps its rows, .*got 50000 -> 7"),
+        ({"kind": "submanifold", "stride": 2}, "its stride is 1; got 2"),
+        ({"n_in": 5, "edges": 136}, "submanifold relation must be 0 to .* = 135"),
+        ({"kind": "general", "edges": -1}, "general relation must be 0 or more"),
+    ],
+)
+def test_facts_that_no_layer_has_are_refused(facts, text):
+    with pytest.raises(ValueError, match=text):
+        problem(**facts)
+
+
+def test_facts_that_look_odd_and_are_none():
+    repeated = problem(kind="general", n_in=5, edges=1000)
+    assert ml.explain(repeated, device="m4").problem.edges == 1000
+    assert problem(n_in=2**31 - 1, n_out=0).kind == "forward"
+    assert problem(stride=2).kind == problem(n_out=7).kind == "forward"
+    assert problem(edges=27 * 50_000).kind == problem().kind == "submanifold"
 
 
 def test_names_are_unique():

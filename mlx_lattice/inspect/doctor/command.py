@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...output_places import check_writable
 from . import report_page
 from .examine import Examination, Watch
 from .report import Report
@@ -41,9 +42,13 @@ def run(
 
     Returns:
         0, or 1 where something is wrong.
+
+    Raises:
+        OSError: the files cannot be written.
     """
-    folder.mkdir(parents=True, exist_ok=True)
     path = folder / "doctor.json"
+    check_writable(path, folder / "doctor.html")
+    folder.mkdir(parents=True, exist_ok=True)
     with progress() as watch:
         examination = Examination(quick, seconds)
         examination.watch = _saving(watch, examination, path)
