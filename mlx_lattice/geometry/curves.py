@@ -158,8 +158,8 @@ def curve_of(name: str, bounds: Bounds, bits: int | None = None) -> Curve:
     if bits is None:
         extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
         bits = extent.bit_length()
-    elif not isinstance(bits, int) or not 0 <= bits <= CELL:
-        raise ValueError(f"bits must be an int from 0 to {CELL}; got {bits!r}")
+    elif not isinstance(bits, int) or not 0 <= bits <= WORD:
+        raise ValueError(f"bits must be an int from 0 to {WORD}; got {bits!r}")
     elif min(low[1:]) < 0 or max(high[1:]) >> bits:
         raise ValueError(
             f"with bits={bits} a curve needs coordinates from 0 to {(1 << bits) - 1}; "

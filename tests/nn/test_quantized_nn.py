@@ -99,7 +99,7 @@ def test_linear(c_in, size, dtype):
     fresh = nn.QuantizedLinear(c_in, 7, group_size=size, bits=8)
     fresh.load_weights(list(tree_flatten(twin.parameters())))
     assert mx.array_equal(fresh(x).feats, twin(x).feats).item()
-    with pytest.raises(ValueError, match="do not fit a (packed )?weight of"):
+    with pytest.raises(ValueError, match="the layer has in_channels = "):
         twin(mx.zeros((2, c_in + 1), dtype=x.dtype))
     with pytest.raises(TypeError, match="must have one dtype"):
         twin(

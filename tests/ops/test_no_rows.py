@@ -12,6 +12,7 @@ from mlx_lattice import nn, ops
 
 C, HEADS = 8, 2
 OTHER = np.array([[0, 0, 0, 0], [1, 2, 2, 2]], np.int32)
+HALF = np.array([0, 0.5, 0.5, 0.5])
 ACTIVATIONS = (
     "celu", "elu", "gelu", "gelu_fast_approx", "glu", "hard_tanh", "hardswish",
     "leaky_relu", "log_softmax", "mish", "relu", "relu6", "selu", "sigmoid", "silu",
@@ -59,7 +60,7 @@ CALLS = {
     "global_avg_pool": ops.global_avg_pool,
     "global_max_pool": ops.global_max_pool,
     "upsample_linear3d": lambda x: ops.upsample_linear3d(nn.AvgPool3d(2, 2)(x), 2, x),
-    "interpolate": lambda x: ops.interpolate(x, mx.array(OTHER + 0.5)),
+    "interpolate": lambda x: ops.interpolate(x, mx.array(OTHER + HALF)),
     "prune": lambda x: ops.prune(x, mx.zeros((len(x),), mx.bool_)),
     "union": lambda x: ops.union(x, ml.SparseTensor(mx.array(OTHER), mx.ones((2, C)))),
     "top_k": lambda x: ops.top_k(x, x.feats[:, 0], 3),
