@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import mlx.core as mx
 import mlx.nn
 
+from ..other_names import Layers
 from ..tensor import SparseTensor
 from . import watching
 from .dropout import Dropout
@@ -25,7 +26,7 @@ from .linear import OWN
 __all__ = ["Sequential"]
 
 
-class Sequential(mlx.nn.Sequential):
+class Sequential(Layers, mlx.nn.Sequential):
     """Calls its layers in order.
 
     Layers and functions of MLX itself are applied to a tensor's features; all others
