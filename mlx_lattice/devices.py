@@ -139,8 +139,15 @@ def metal(where: str) -> Iterator[None]:
 
 
 def metal_on_host() -> bool:
-    """Whether Metal kernels are to run on the CPU."""
-    return (settings.metal.get() or _metal_variable()) == "host"
+    """Whether Metal kernels are to run on the CPU.
+
+    Raises:
+        ValueError: the environment variable has another value.
+    """
+    named = settings.metal.get() or _metal_variable()
+    if named and named != "host":
+        raise ValueError(f"MLX_LATTICE_METAL must be 'host' or empty; got {named!r}")
+    return bool(named)
 
 
 def current() -> Device:

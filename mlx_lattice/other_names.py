@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import cache, wraps
 from typing import ParamSpec
 
@@ -85,6 +85,15 @@ ARGUMENTS = {
     "dimension": "the name says it: nn.Conv3d has 3 axes",
     "kernel_generator": "give kernel_size, stride and dilation themselves",
     "expand_coordinates": 'that is support="reach"',
+    "inplace": "no layer changes its input in place; leave it out",
+    "padding_mode": "cells that are not there count as zero; leave it out",
+    "num_channels": "here that is dims",
+    "normalized_shape": "here that is dims, the channels",
+    "elementwise_affine": "here that is affine",
+    "in_features": "here that is input_dims",
+    "out_features": "here that is output_dims",
+    "scale_factor": "here that is scale",
+    "device": "MLX's arrays have no device; leave it out",
 }
 
 
@@ -168,11 +177,56 @@ def takes(**harmless: Callable[[object, object], str | None]):
                         raise ValueError(f"{name}({word}={value!r}): {why}")
                 elif word in ARGUMENTS:
                     raise TypeError(f"{name} takes no {word!r}: {ARGUMENTS[word]}")
+            if _in_place(init, args, kwargs):
+                name, why = type(self).__name__, ARGUMENTS["inplace"]
+                raise TypeError(f"{name} takes no 'inplace', {args[-1]}: {why}")
             init(self, *args, **kwargs)
 
+        checked.takes_other_names = True
         return checked
 
     return decorate
+
+
+def take_other_names(modules: Iterable[object], package: str) -> None:
+    """Let the package's own modules name PyTorch's arguments, as ``takes`` does."""
+    for module in modules:
+        if not isinstance(module, type) or not module.__module__.startswith(package):
+            continue
+        init = module.__init__
+        if not getattr(init, "takes_other_names", False):
+            module.__init__ = takes()(init)
+
+
+def _in_place(init: Callable, args: tuple, kwargs: dict) -> bool:
+    """Whether arguments fit but for a last True or False, as PyTorch's inplace."""
+    if not args or not isinstance(args[-1], bool):
+        return False
+    signature, fits = inspect.signature(init), []
+    for given in (args, args[:-1]):
+        try:
+            signature.bind(None, *given, **kwargs)
+            fits.append(True)
+        except TypeError:
+            fits.append(False)
+    return fits == [False, True]
+
+
+class Layers:
+    """What PyTorch's Sequential gives by a number, or one after another."""
+
+    def __getitem__(self, key: object):
+        """Return a layer by its number, layers by a slice, or a module's part."""
+        if isinstance(key, int | slice):
+            layers = self.layers
+            return list(layers.values() if isinstance(layers, dict) else layers)[key]
+        return super().__getitem__(key)
+
+    def __iter__(self):
+        raise TypeError(
+            "a Sequential is a dict, as all of MLX's modules: its layers are in "
+            ".layers. Write: for layer in net.layers"
+        )
 
 
 def unused(layer: object, value: object) -> None:

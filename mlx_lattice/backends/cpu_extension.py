@@ -7,6 +7,7 @@ serve; one warning and ``ml.backend_info()`` say so.
 from __future__ import annotations
 
 import importlib
+import os
 import platform
 import warnings
 
@@ -57,7 +58,26 @@ def _load():
     return extension, None, ""
 
 
+THREADS, MOST_THREADS = "MLX_LATTICE_THREADS", 1024
+
+
+def _check_threads(extension) -> None:
+    """Warn where the variable names no number of threads; the extension reads it."""
+    text = os.environ.get(THREADS, "").strip()
+    if not text or (text.isdecimal() and 1 <= int(text) <= MOST_THREADS):
+        return
+    warnings.warn(
+        f"{THREADS} must be 1 to {MOST_THREADS}; got {text!r}. The CPU's kernels take "
+        "a thread a core",
+        RuntimeWarning,
+        stacklevel=2,
+    )
+    if extension is not None:
+        extension.set_num_threads(os.cpu_count() or 1)
+
+
 extension, absence, repair = _load()
+_check_threads(extension)
 _warned = False
 
 

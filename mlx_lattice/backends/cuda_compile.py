@@ -90,13 +90,21 @@ def _pool() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(min(32, os.cpu_count() or 1), "mlx_lattice_nvrtc")
 
 
+VARIABLE = "MLX_LATTICE_CUDA_CACHE"
+
+try:  # where there is no NVIDIA GPU nothing else reads it
+    kept_files.is_set(VARIABLE)
+except ValueError as error:
+    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
+
+
 @cache
 def compiler(capability: tuple[int, int]) -> Compiler | None:
     """Return NVRTC, or None where MLX compiles kernels.
 
     Warns where NVRTC was to compile them and cannot.
     """
-    if not kept_files.is_set("MLX_LATTICE_CUDA_CACHE", default=True):
+    if not kept_files.is_set(VARIABLE, default=True):
         return None
     library = loaded("libnvrtc.so")
     include = library and headers(library)

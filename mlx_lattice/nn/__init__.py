@@ -2,7 +2,7 @@
 
 from mlx.nn import Module
 
-from ..other_names import module_named
+from ..other_names import module_named, take_other_names
 from . import (
     activations,
     adaptive_norm,
@@ -72,6 +72,8 @@ __all__ = [
     *relative_positions.__all__,
     *sync_normalization.__all__,
 ]
+
+take_other_names([globals()[name] for name in __all__], __name__)
 
 
 def __getattr__(name: str) -> object:

@@ -8,6 +8,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ..ops.known_activations import fused_activation
+from ..other_names import Layers
 from ..tensor import SparseTensor
 from . import watching
 from .dropout import Dropout
@@ -18,7 +19,7 @@ from .linear import OWN
 __all__ = ["Sequential"]
 
 
-class Sequential(mlx.nn.Sequential):
+class Sequential(Layers, mlx.nn.Sequential):
     """Calls its layers in order.
 
     Layers and functions of MLX itself are applied to a tensor's features; all others

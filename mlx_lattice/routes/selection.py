@@ -34,10 +34,16 @@ def parse_only(text: str) -> dict[str, str]:
     A bare name means every pass that the route has.
 
     Raises:
-        RouteError: a route or pass does not exist, or a route lacks the pass.
+        RouteError: a route or pass does not exist, a route lacks the pass, or there
+            is text without a name.
     """
-    forced = {}
-    for part in filter(None, (p.strip() for p in text.split(","))):
+    forced, parts = {}, [part.strip() for part in text.split(",")]
+    if text and not any(parts):
+        raise RouteError(
+            "routes are forced by name, as vec4 or forward=vec4,weight_grad="
+            f"grouped_gemm; got {text!r}"
+        )
+    for part in filter(None, parts):
         pass_, _, name = part.rpartition("=")
         route = named(name)
         if pass_ and pass_ not in route.passes:

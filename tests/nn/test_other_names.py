@@ -1,5 +1,6 @@
 """What a user of another library writes: it means the same, or a sentence says what."""
 
+import copy
 from collections import OrderedDict
 
 import mlx.core as mx
@@ -133,6 +134,52 @@ def test_keys():
 def test_arguments_with_an_effect_are_refused(make, right):
     with pytest.raises(TypeError, match=right):
         make()
+
+
+@pytest.mark.parametrize(
+    ("make", "right"),
+    (
+        (lambda: nn.ReLU(True), "ReLU takes no 'inplace', True: .*leave it out"),
+        (lambda: nn.ReLU(inplace=True), "ReLU takes no 'inplace': no layer changes"),
+        (lambda: nn.LeakyReLU(0.1, True), "LeakyReLU takes no 'inplace', True"),
+        (lambda: nn.SiLU(inplace=False), "SiLU takes no 'inplace'"),
+        (lambda: nn.Dropout(0.1, True), "Dropout takes no 'inplace', True"),
+        (lambda: nn.GroupNorm(num_groups=2, num_channels=8), "here that is dims"),
+        (lambda: nn.LayerNorm(8, elementwise_affine=False), "here that is affine"),
+        (lambda: nn.LayerNorm(normalized_shape=8), "here that is dims"),
+        (lambda: nn.Linear(in_features=4, out_features=5), "here that is input_dims"),
+        (lambda: nn.Linear(4, out_features=5), "here that is output_dims"),
+        (lambda: nn.Upsample3d(scale_factor=2), "here that is scale"),
+        (lambda: nn.Conv3d(4, 5, 3, padding_mode="zeros"), "count as zero"),
+        (lambda: nn.ReLU(1), "takes 1 positional argument but 2 were given"),
+        (lambda: nn.Linear(4, 5, typo=1), "unexpected keyword argument 'typo'"),
+    ),
+)
+def test_pytorch_s_arguments_are_named(make, right):
+    with pytest.raises(TypeError, match=right):
+        make()
+
+
+def test_mlx_s_own_modules_stay_as_they_are():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'in_features'"):
+        mlx.nn.Linear(in_features=4, out_features=5)
+    assert "bias" not in nn.Linear(4, 5, False)
+
+
+def test_layers_by_number():
+    for net in (nn.Sequential(*named().values()), nn.Sequential(named())):
+        layers = net.layers
+        layers = list(layers.values()) if isinstance(layers, dict) else layers
+        assert net[0] is layers[0] and net[-1] is layers[2]
+        assert net[1:] == layers[1:] and net["layers"] is net.layers
+        with pytest.raises(IndexError):
+            net[3]
+        with pytest.raises(TypeError, match=r"in \.layers. Write: for layer in net"):
+            list(net)
+        again = copy.deepcopy(net)
+        again.update(net.parameters())
+        assert list(again.keys()) == list(net.keys()) and dict(net)
+        assert "layers" in net and len(tree_flatten(net.parameters())) == 6
 
 
 def named() -> OrderedDict:

@@ -1,6 +1,9 @@
 """What all native kernels owe: exact conversions, streams, layouts, memory, errors."""
 
+import os
 import threading
+import types
+import warnings
 
 import mlx.core as mx
 import native
@@ -13,6 +16,8 @@ from native import (
     random_table,
     same_bits,
 )
+
+from mlx_lattice.backends import cpu_extension
 
 cpu_device = native.cpu_device
 
@@ -166,3 +171,21 @@ def test_what_a_gpu_computes_is_read_when_it_is_there():
     x = mx.multiply(slow, 4096, stream=mx.gpu)
     y = cpu.native_pointwise(x, mx.ones((4096, 8)))
     assert mx.array_equal(y, mx.full((4096, 8), 4096))
+
+
+@pytest.mark.parametrize("text", ("abc", "0", "-1", "100000", "4abc", "²"))
+def test_a_number_of_threads_that_is_none_is_said(text, monkeypatch):
+    set_to = []
+    fake = types.SimpleNamespace(set_num_threads=set_to.append)
+    monkeypatch.setenv("MLX_LATTICE_THREADS", text)
+    with pytest.warns(RuntimeWarning, match=f"must be 1 to 1024; got '{text}'"):
+        cpu_extension._check_threads(fake)
+    assert set_to == [os.cpu_count()]
+
+
+def test_numbers_of_threads_are_taken(monkeypatch):
+    for text in ("", "1", " 8 ", "1024"):
+        monkeypatch.setenv("MLX_LATTICE_THREADS", text)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            cpu_extension._check_threads(None)

@@ -68,6 +68,15 @@ def test_the_environment_makes_it_the_backend(value, backend):
     assert ("lattice_vec4" in kernels) == (value == "host")
 
 
+@pytest.mark.parametrize("value", ("gpu", "Host", "1"))
+def test_other_values_of_the_environment_are_refused(value, monkeypatch):
+    monkeypatch.setenv("MLX_LATTICE_METAL", value)
+    with pytest.raises(ValueError, match=f"must be 'host' or empty; got '{value}'"):
+        devices.current()
+    with ml.metal("host"):  # a block says it first
+        assert devices.metal_on_host()
+
+
 def relative(y, exact) -> float:
     y, exact = (np.array(a.astype(mx.float32), np.float64) for a in (y, exact))
     return float(np.abs(y - exact).max() / np.linalg.norm(exact))

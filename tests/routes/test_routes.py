@@ -110,6 +110,15 @@ def test_facts_that_look_odd_and_are_none():
     assert problem(edges=27 * 50_000).kind == problem().kind == "submanifold"
 
 
+@pytest.mark.parametrize("text", (",", " ", ", ,"))
+def test_text_that_names_no_route_is_refused(text, monkeypatch):
+    with pytest.raises(ml.RouteError, match=f"forced by name, .*got '{text}'"):
+        routes.parse_only(text)
+    monkeypatch.setenv("MLX_LATTICE_ROUTE", text)
+    with pytest.raises(ml.RouteError, match="forced by name"):
+        ml.explain(problem(), device="m4")
+
+
 def test_names_are_unique():
     assert len(set(routes.NAMES)) == len(TABLE)
 
