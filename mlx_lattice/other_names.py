@@ -280,7 +280,7 @@ def tensor_arguments(init: Callable[P, None]) -> Callable[P, None]:
                 f"the third argument is the stride, an int or a tuple; got {third}. "
                 f"The extents of a grid have a name: spatial_shape={third}"
             )
-        for word in words.keys() & kwargs.keys():
+        for word in [word for word in kwargs if word in words]:
             raise TypeError(
                 f"SparseTensor takes no {word!r}: here that is {words[word]}. "
                 "SparseTensor(coords, feats)"

@@ -31,10 +31,11 @@ def cells_of(
         batch: (P,) int32: the batch index of (P, D) points.
         origin, size: one a column of the points; 0 and 1 where there are none.
     """
-    points, kernels = mx.stop_gradient(points), registry.points()
+    kernels = registry.points()
     if kernels is not None and points.size and points.dtype == mx.float32:
-        return kernels.cells(points, batch, origin, size)
+        return kernels.cells(mx.stop_gradient(points), batch, origin, size)
     with stream_of(points):
+        points = mx.stop_gradient(points)
         at = mx.floor(in_cells(points, origin, size))
         held = (at >= -INT32_LIMIT) & (at < INT32_LIMIT)
         # What is not held is not converted either: that has no one result.

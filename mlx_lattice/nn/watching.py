@@ -99,6 +99,8 @@ class Watch:
             fits: whether an integer layer has all that follows in its launch.
             y: the result.
         """
+        if launch.is_planning():  # a rehearsal, of zeros
+            return y
         integer = id(conv) in self.layers
         for node in _nodes(x):
             if integer:
@@ -240,7 +242,8 @@ class Tap(Module):
 
         def rows(x):
             y = self.layer(x)
-            self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
+            if not launch.is_planning():
+                self._see(self.layer, x.reshape(-1, x.shape[-1]), None, y)
             return y
 
         with launch.scope(self.layer):

@@ -149,7 +149,8 @@ def unique_sum(
         trusted=True,
     )
     made.is_sorted = True
-    settle([made])  # a row may lie where no tensor has any
+    if not made.settled:  # a row may lie where no tensor has any
+        settle([made])
     return SparseTensor.of(manager, made.key, summed)
 
 

@@ -347,7 +347,8 @@ def _rows(rows, name: str) -> mx.array:
         )
     if not mx.issubdtype(rows.dtype, mx.floating):
         return check_coords(rows)
-    rows = mx.stop_gradient(rows)
+    with stream_of(rows):
+        rows = mx.stop_gradient(rows)
     rows = rows if rows.dtype == mx.float64 else single(rows)
     if not rows.size:
         return rows

@@ -221,7 +221,7 @@ CHANGED = {
     "bev": lambda x, _: nn.ToBEV()(x),
     "aligned": lambda x, y: (x + y).feats,
     "aligned to": lambda x, y: (y + x).feats,
-    "union": lambda x, y: ops.union(x, y).coords,
+    "union": lambda x, y: ops.union(x, y).feats,
     "crop": lambda x, _: ops.crop(x, 12, 18).coords,
     "prune": lambda x, _: ops.prune(x, x.feats[:, 0] > 0).coords,
     "top_k": lambda x, _: ops.top_k(x, x.feats[:, 0], 9).coords,
