@@ -169,7 +169,7 @@ def takes(**harmless: Callable[[object, object], str | None]):
 
         @wraps(init)
         def checked(self, *args, **kwargs):
-            for word in kwargs.keys() - own:
+            for word in [word for word in kwargs if word not in own]:
                 name = type(self).__name__
                 if word in harmless:
                     value = kwargs.pop(word)
