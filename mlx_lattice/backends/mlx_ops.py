@@ -228,7 +228,8 @@ def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx
         return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
     backend = devices.current().backend
     if backend in UNPACKING:
-        dense = (unpacked_weights(w) if serves(backend) else w.dense(x.dtype))[0]
+        dense = unpacked_weights(w) if serves(backend) else w.dense(x.dtype)
+        dense = dense.squeeze(0)  # [0] gathers: a copy
         if dense.shape != w.shape[1:]:  # padded
             dense = dense[: w.shape[1], : w.shape[2]]
         return x @ (dense if transpose else dense.T)
