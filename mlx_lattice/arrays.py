@@ -70,3 +70,8 @@ def single(array: mx.array) -> mx.array:
     """Return a floating array, or one of integers, as float32."""
     with stream_of(array):
         return array.astype(mx.float32)
+
+
+def single_or_double(array: mx.array) -> mx.array:
+    """Return an array as float32; float64 stays."""
+    return array if array.dtype == mx.float64 else single(array)

@@ -6,8 +6,10 @@ import math
 from operator import index
 
 
-def whole(value: object, name: str, least: int = 0) -> int:
+def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int:
     """Return an int, of Python or NumPy, of at least ``least``.
+
+    ``kind`` says what it must be.
 
     Raises:
         TypeError: it is not an int.
@@ -18,7 +20,7 @@ def whole(value: object, name: str, least: int = 0) -> int:
     except TypeError:
         number = None
     if number is None:
-        raise TypeError(f"{name} must be an int; got {value!r}")
+        raise TypeError(f"{name} must be {kind}; got {value!r}")
     if number < least:
         raise ValueError(f"{name} must be {least} or more; got {number}")
     return number

@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
 from numbers import Rational
-from operator import index
 from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 
 from .backends import registry
+from .checks import whole
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.rows import RowIndex
@@ -352,18 +352,8 @@ def check_batch_size(batch_size: object) -> int | None:
     """
     if batch_size is None:
         return None
-    try:
-        count = None if isinstance(batch_size, bool) else index(batch_size)
-    except TypeError:
-        count = None
-    if count is None:
-        raise TypeError(
-            "batch_size must be an int, or None for the greatest batch index + 1; got "
-            f"{batch_size!r}"
-        )
-    if count < 0:
-        raise ValueError(f"batch_size must be 0 or more; got {count}")
-    return count
+    kind = "an int, or None for the greatest batch index + 1"
+    return whole(batch_size, "batch_size", kind=kind)
 
 
 def exact_ratio(a, b):

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..arrays import array_of, positions_of, single, stream_of
+from ..arrays import array_of, positions_of, single_or_double, stream_of
 from ..backends import registry
 from .keys import INT32_LIMIT
 from .points import NO_CELL, Numbers, cells_of, in_cells
@@ -61,7 +61,7 @@ def voxelize(
             f"{batch.dtype}"
         )
     # Doubles stay so: at map coordinates float32 cannot tell voxels apart.
-    points = points if points.dtype == mx.float64 else single(points)
+    points = single_or_double(points)
     size = tuple(size)
     moved = tuple(moved) if any(moved) else None
     coords = cells_of(points, batch.astype(mx.int32), moved, size)

@@ -8,7 +8,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import array_of, positions_of, single, stream_of
+from ..arrays import (
+    array_of,
+    positions_of,
+    single,
+    single_or_double,
+    stream_of,
+)
 from ..coordinates import CoordinateManager
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
@@ -116,7 +122,7 @@ class VoxelRecipe:
                 none that ``SparseTensor.from_points`` takes.
         """
         points = positions_of(points, "points")
-        points = points if points.dtype == mx.float64 else single(points)
+        points = single_or_double(points)
         if points.ndim == 2 and points.shape[0] and self.centred:
             with stream_of(points):
                 low, high = points.min(axis=0), points.max(axis=0)

@@ -316,6 +316,8 @@ class GroupNorm(mlx.nn.Module):
     ):
         super().__init__()
         eps, affine = real(eps, "eps", 0.0), flag(affine, "affine")
+        if eps == 0.0:
+            raise ValueError(f"[GroupNorm] 'eps' must be positive but got {eps}.")
         num_groups, dims = whole(num_groups, "num_groups"), whole(dims, "dims")
         if num_groups < 1 or dims < 1 or dims % num_groups:
             raise ValueError(

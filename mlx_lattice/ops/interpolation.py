@@ -6,7 +6,13 @@ from math import prod
 
 import mlx.core as mx
 
-from ..arrays import array_of, positions_of, single, stream_of
+from ..arrays import (
+    array_of,
+    positions_of,
+    single,
+    single_or_double,
+    stream_of,
+)
 from ..axes import functions
 from ..backends import registry
 from ..coordinate_set import CoordinateSet, OfPairs, check_coords
@@ -83,7 +89,7 @@ def interpolate(
     if mx.issubdtype(points.dtype, mx.integer):  # on a cell, which alone has a weight
         rows = held.index.find(check_coords(points))
         return gathered(x.feats, rows[:, None])
-    points = points if points.dtype == mx.float64 else single(points)
+    points = single_or_double(points)
     if mode == "nearest":
         cells = _checked(points, (0.0, *(-0.5,) * x.dims)).coords
         return gathered(x.feats, held.index.find(cells)[:, None])

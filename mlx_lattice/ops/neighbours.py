@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..arrays import positions_of, single, stream_of
+from ..arrays import positions_of, single_or_double, stream_of
 from ..coordinate_set import check_coords
 from ..geometry import sync
 from ..geometry.cell_grid import (
@@ -349,7 +349,7 @@ def _rows(rows, name: str) -> mx.array:
         return check_coords(rows)
     with stream_of(rows):
         rows = mx.stop_gradient(rows)
-    rows = rows if rows.dtype == mx.float64 else single(rows)
+    rows = single_or_double(rows)
     if not rows.size:
         return rows
     with stream_of(rows):

@@ -6,7 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
-from ..arrays import array_of, positions_of, single, stream_of
+from ..arrays import array_of, positions_of, single_or_double, stream_of
 from ..tensor import SparseTensor, expect_tensor
 from .coordinates import align, lookup, prune
 from .interpolation import interpolate
@@ -70,7 +70,7 @@ def grid_sample_3d(
     if mx.issubdtype(points.dtype, mx.integer):  # float64 holds all of int32
         with mx.stream(mx.cpu):
             points = points.astype(mx.float64)
-    at = points if points.dtype == mx.float64 else single(points)
+    at = single_or_double(points)
     grid = points.shape[:-1]
     each = prod(grid[1:])
     with stream_of(at):

@@ -183,6 +183,8 @@ def test_errors():
     x, _, _ = tensor()
     with pytest.raises(ValueError, match="divisible by the number of groups"):
         nn.GroupNorm(4, 6)
+    with pytest.raises(ValueError, match="'eps' must be positive but got 0"):
+        nn.GroupNorm(2, 6, eps=0.0)
     with pytest.raises(ValueError, match="groups must divide the 6 channels"):
         ops.group_norm(x, 4)
     with pytest.raises(ValueError, match=r"\(N, 5\)"):

@@ -13,7 +13,13 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...arrays import array_of, positions_of, single, stream_of
+from ...arrays import (
+    array_of,
+    positions_of,
+    single,
+    single_or_double,
+    stream_of,
+)
 from ...checks import whole
 from ...coordinates import CoordinateManager
 from ...geometry.segments import reduce_segments
@@ -140,7 +146,7 @@ class GridRecipe:
     def _columns(self, points, attributes, fill: bool) -> mx.array:
         """Return ``columns``; float64 where the points are."""
         points = positions_of(points, "points")
-        points = points if points.dtype == mx.float64 else single(points)
+        points = single_or_double(points)
         if points.ndim != 2 or points.shape[1] != 3:
             raise ValueError(
                 f"points must have shape (P, 3); got {tuple(points.shape)}"
@@ -285,7 +291,7 @@ def _cells(points, voxel_size, point_range) -> tuple[mx.array, mx.array, mx.arra
         raise ValueError(
             f"points must have shape (P, 3 or more); got {tuple(points.shape)}"
         )
-    wide = points if points.dtype == mx.float64 else single(points)
+    wide = single_or_double(points)
     with stream_of(wide):
         low, size, high = (
             mx.array(v, dtype=wide.dtype)
