@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from operator import index
 
 
@@ -45,6 +46,32 @@ def real(value: object, name: str, least: float = -math.inf) -> float:
     if number < least:
         raise ValueError(f"{name} must be {least:g} or more; got {number}")
     return float(number)
+
+
+def each_axis(value: object, dims: int) -> tuple:
+    """Return one value, or one for each axis, as a tuple of what there is, unchecked.
+
+    Numbers and arrays of NumPy and MLX come as Python's.
+    """
+    if hasattr(value, "tolist"):
+        value = value.tolist()
+    several = isinstance(value, Sequence) and not isinstance(value, str)
+    return tuple(value) if several else (value,) * dims
+
+
+def real_axes(value: object, dims: int, name: str) -> tuple[float, ...]:
+    """Return a finite number for each of ``dims`` axes, of one or of as many.
+
+    Raises:
+        ValueError: they are others in number, or one is no finite number.
+    """
+    axes = each_axis(value, dims)
+    right = [isinstance(v, int | float) and not isinstance(v, bool) for v in axes]
+    if len(axes) != dims or not all(right):
+        raise ValueError(f"{name} must be one number or {dims}; got {value!r}")
+    if not all(map(math.isfinite, axes)):
+        raise ValueError(f"{name} must be finite; got {value!r}")
+    return tuple(map(float, axes))
 
 
 def flag(value: object, name: str) -> bool:

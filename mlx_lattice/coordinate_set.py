@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
@@ -13,7 +13,7 @@ from weakref import WeakKeyDictionary, ref
 import mlx.core as mx
 
 from .backends import registry
-from .checks import whole
+from .checks import each_axis, whole
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.rows import RowIndex
@@ -313,20 +313,17 @@ def check_stride(stride: object, dims: int) -> tuple:
     """Return a stride as an int or Fraction for each axis, or raise a ValueError."""
     if type(stride) is int and stride > 0:
         return (stride,) * dims
-    given = stride
-    if hasattr(stride, "tolist"):  # a number or array of NumPy, or of MLX
-        stride = stride.tolist()
-    several = isinstance(stride, Sequence) and not isinstance(stride, str)
-    axes = tuple(map(_ratio, stride if several else (stride,) * dims))
+    axes = tuple(map(_ratio, each_axis(stride, dims)))
     if None in axes:
         raise ValueError(
             f"stride must be an int or a Fraction, or one for each of {dims} axes; got "
-            f"{given!r}. A float is taken where it is a ratio such as 0.5; a third is "
+            f"{stride!r}. A float is taken where it is a ratio such as 0.5; a third is "
             "Fraction(1, 3)"
         )
     if len(axes) != dims or min(axes) <= 0:
         raise ValueError(
-            f"stride must be positive, one value for each of {dims} axes; got {given!r}"
+            f"stride must be positive, one value for each of {dims} axes; got "
+            f"{stride!r}"
         )
     return axes
 

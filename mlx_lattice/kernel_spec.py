@@ -9,6 +9,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from operator import index
 
+from .checks import each_axis
 from .facts import Facts
 
 IntOrTuple = int | Sequence[int]
@@ -23,17 +24,13 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
         good = all([type(v) is int and v >= least for v in value])
         if good:
             return value
-    given = value
-    if hasattr(value, "tolist"):  # a number or array of NumPy, or of MLX
-        value = value.tolist()
-    axes = tuple(value) if isinstance(value, Sequence) else (value,) * dims
     try:
-        axes = tuple(index(v) for v in axes)
+        axes = tuple(map(index, each_axis(value, dims)))
     except TypeError:
         axes = ()
     if len(axes) != dims:
         raise ValueError(
-            f"{name} must be an int or {dims} ints, one per spatial axis; got {given!r}"
+            f"{name} must be an int or {dims} ints, one per spatial axis; got {value!r}"
         )
     if min(axes) < least:
         raise ValueError(f"{name} must be at least {least} on every axis; got {axes}")

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 
 import mlx.core as mx
 
 from ..arrays import array_of, positions_of, single_or_double, stream_of
 from ..backends import registry
+from ..checks import real_axes
 from .keys import INT32_LIMIT
 from .points import NO_CELL, Numbers, cells_of, in_cells
 from .segments import reduce_segments
@@ -48,10 +48,10 @@ def voxelize(
             f"feats must have shape (P, C) with P = {n}, the points; got "
             f"{tuple(feats.shape)}"
         )
-    size = _per_axis(voxel_size, dims, "voxel_size")
+    size = real_axes(voxel_size, dims, "voxel_size")
     if min(size) <= 0:
         raise ValueError(f"voxel_size must be positive; got {voxel_size}")
-    moved = _per_axis(origin, dims, "origin")
+    moved = real_axes(origin, dims, "origin")
     if batch is None:
         batch = mx.zeros((n,), dtype=mx.int32)
     batch = array_of(batch, "batch")
@@ -62,8 +62,7 @@ def voxelize(
         )
     # Doubles stay so: at map coordinates float32 cannot tell voxels apart.
     points = single_or_double(points)
-    size = tuple(size)
-    moved = tuple(moved) if any(moved) else None
+    moved = moved if any(moved) else None
     coords = cells_of(points, batch.astype(mx.int32), moved, size)
     box = None
     if n:
@@ -99,16 +98,3 @@ def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:
             f"voxels would reach {least:g} to {most:g}, beyond int32; use a larger "
             "voxel_size or an origin nearer to the points"
         )
-
-
-def _per_axis(value, dims: int, name: str) -> list[float]:
-    given = value
-    if hasattr(value, "tolist"):  # a number or array of NumPy, or of MLX
-        value = value.tolist()
-    axes = list(value) if isinstance(value, list | tuple) else [value] * dims
-    right = [isinstance(v, int | float) and not isinstance(v, bool) for v in axes]
-    if len(axes) != dims or not all(right):
-        raise ValueError(f"{name} must be one number or {dims}; got {given!r}")
-    if not all(map(math.isfinite, axes)):
-        raise ValueError(f"{name} must be finite; got {given!r}")
-    return [float(v) for v in axes]

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..arrays import array_of
-from ..checks import real
+from ..checks import real_axes
 from ..geometry.scans import running_sums
 from ..geometry.unique import true_positions
 from ..reductions import weighted
@@ -107,7 +107,7 @@ def dual_grid_mesh(
     """
     x, flags, split = _checked(grid, train)
     scale, low = (
-        mx.array(_three(value, name), dtype=mx.float32)
+        mx.array(real_axes(value, 3, name), dtype=mx.float32)
         for value, name in ((voxel_size, "voxel_size"), (origin, "origin"))
     )
     coords = x.manager[x.key].coords
@@ -177,14 +177,6 @@ def _rows(
             f"grid.{name} must have shape {shape}; got {tuple(values.shape)}"
         )
     return values
-
-
-def _three(value: float | Sequence[float], name: str) -> list[float]:
-    given = value.tolist() if hasattr(value, "tolist") else value
-    values = list(given) if isinstance(given, list | tuple) else [given] * 3
-    if len(values) != 3:
-        raise ValueError(f"{name} is a number or one an axis, 3; got {value}")
-    return [real(v, name) for v in values]
 
 
 def _quads(x: SparseTensor, flags: mx.array) -> mx.array:

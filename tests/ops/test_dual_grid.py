@@ -186,7 +186,7 @@ def test_bad_input():
         ops.dual_grid_mesh(good._replace(split=None), train=True)
     with pytest.raises(ValueError, match=r"intersected must have shape \(\d+, 3\)"):
         ops.dual_grid_mesh(good._replace(intersected=mx.array(flags[:, :2])))
-    with pytest.raises(ValueError, match="voxel_size is a number or one an axis"):
+    with pytest.raises(ValueError, match="voxel_size must be one number or 3"):
         ops.dual_grid_mesh(good, voxel_size=(1, 2))
     flat = good.vertices.replace(mx.array(vertices[:, :2].astype(np.float32)))
     with pytest.raises(ValueError, match="3 spatial axes and 3 channels"):
