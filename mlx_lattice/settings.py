@@ -1,7 +1,7 @@
 """What blocks and environment variables say now, in a form that is quick to compare.
 
 Every launch compares it with what its plan was chosen under; so all that may change a
-choice, beside the device, is set here.
+choice, beside the device, is set here, or noted here where it is found out.
 """
 
 from __future__ import annotations
@@ -32,6 +32,25 @@ VARIABLES = (
     "MLX_LATTICE_PROOF",
     "MLX_LATTICE_CACHE",
 )
+
+
+class Findings:
+    """How often this process found out what choices depend on, and makes them again.
+
+    A kernel was refused, times were kept, or the table of routes is another one.
+    """
+
+    __slots__ = ("count",)
+
+    def __init__(self):
+        self.count = 0
+
+    def note(self) -> None:
+        """Have every choice made again."""
+        self.count += 1
+
+
+findings = Findings()
 
 
 @kept

@@ -133,8 +133,7 @@ def keep(problem: Problem, device: Device, times: dict[str, float | None]) -> No
 
 
 def _store(name: str, times: dict[str, float | None]) -> None:
-    global changes
-    changes += 1
+    settings.findings.note()
     _FILE.store(name, times)
 
 
@@ -202,5 +201,3 @@ def _is_entry(entry: object) -> bool:
 _FILE = KeptEntries("routes.json", VERSION, _is_entry, "a table of milliseconds")
 # Routes that raised in this process, by the file and the key of the problem.
 _failed: dict[tuple[Path, str], set[str]] = {}
-# How often times were kept in this process: choices are made again then.
-changes = 0

@@ -67,8 +67,6 @@ class Refused:
 
 
 NONE = Refused({})
-# How often a kernel was refused in this process: choices are made again then.
-refusals = 0
 
 
 class Results:
@@ -87,13 +85,12 @@ class Results:
         self._update()
 
     def _update(self) -> None:
-        global refusals
         reasons = {
             k.partition(" ")[0]: why for k, (_, why) in self._found.items() if why
         }
         if self.refused.reasons != reasons:  # else one object: choices are kept by it
             self.refused = Refused(reasons)
-            refusals += 1
+            settings.findings.note()
 
     def knows(self, plan: Plan, biased: bool) -> bool:
         """Whether the kernel of a plan was tried before, with these inputs."""

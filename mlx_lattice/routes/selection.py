@@ -107,13 +107,12 @@ def situation() -> tuple:
     """Return all that a choice depends on beside the layer and its relation.
 
     While it compares equal, and measured times do not decide, the choice stays as it
-    is. What else may change a choice has to stand in ``settings``, or to clear the
-    choices. Tests put something else in the place of what is replaced.
+    is. What else may change a choice has to stand in ``settings``, or to be noted
+    there. Tests put something else in the place of what is replaced.
     """
-    on_gpu, cleared = mx.default_device() == devices.GPU, _settled.cleared
+    on_gpu, found = mx.default_device() == devices.GPU, settings.findings.count
     replaced = devices.current, cpu_extension.extension
-    found = proof_results.refusals, measure.changes
-    return (cleared, *found, *replaced, on_gpu, *settings.said())
+    return (found, *replaced, on_gpu, *settings.said())
 
 
 def select(
@@ -168,10 +167,10 @@ def _obstacle(
 
 
 class _Remembered:
-    """A function's results by its arguments; ``cleared`` says how often they went."""
+    """A function's results by its arguments."""
 
     def __init__(self, function: Callable):
-        self._results, self.cleared = lru_cache(maxsize=4096)(function), 0
+        self._results = lru_cache(maxsize=4096)(function)
 
     def __call__(self, *facts) -> object:
         return self._results(*facts)
@@ -179,7 +178,7 @@ class _Remembered:
     def cache_clear(self) -> None:
         """Forget all, kept plans of layers included: the table has changed."""
         self._results.cache_clear()
-        self.cleared += 1
+        settings.findings.note()
 
 
 class Row(NamedTuple):
