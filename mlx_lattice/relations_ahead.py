@@ -219,7 +219,7 @@ def _made(known: Reads, x: SparseTensor) -> tuple[CoordinateKey, ...]:
     def begin() -> None:
         start(x.manager, levels, stages.pop(0))
 
-    source, later = x.manager[x.key], nullcontext()
+    source, later = x.coordinate_set, nullcontext()
     if known.first and registry.geometry().searches_unchecked:
         later = x.manager.checked_later(x.key, *known.first)
     elif known.first:  # as layers ask: edges are counted while the input is checked

@@ -7,7 +7,7 @@ from math import prod
 
 import mlx.core as mx
 
-from .coordinate_set import CoordinateKey, OfPairs, stride_text
+from .coordinate_set import CoordinateKey, CoordinateSet, OfPairs, stride_text
 from .coordinates import CoordinateManager
 from .copies import copied_tensor
 from .features import check_feats, check_operand
@@ -198,6 +198,11 @@ class SparseTensor(OtherNames):
         return {"coords": self.coords, "feats": self.feats}
 
     @property
+    def coordinate_set(self) -> CoordinateSet:
+        """The manager's set that the rows are of; tensors of one key share it."""
+        return self.manager[self.key]
+
+    @property
     def stride(self) -> tuple:
         """Size of a lattice cell on each axis, in cells of the first lattice."""
         return self.key.stride
@@ -205,12 +210,12 @@ class SparseTensor(OtherNames):
     @property
     def spatial_shape(self) -> tuple[int, ...] | None:
         """Extents of the dense grid that bounds the lattice, or None."""
-        return self.manager[self.key].spatial_shape
+        return self.coordinate_set.spatial_shape
 
     @property
     def batch_size(self) -> int:
         """Number of batch elements. Reads one number from the device, once."""
-        return self.manager[self.key].batch_size
+        return self.coordinate_set.batch_size
 
     @property
     def dims(self) -> int:
@@ -255,7 +260,7 @@ class SparseTensor(OtherNames):
         Raises:
             ValueError: a coordinate lies outside the grid.
         """
-        held = self.manager[self.key]
+        held = self.coordinate_set
         held.index  # noqa: B018 (raises where rows repeat)
         low, high = held.bounds
         shape = self.spatial_shape if spatial_shape is None else spatial_shape
@@ -319,7 +324,7 @@ class SparseTensor(OtherNames):
     def __reduce_ex__(self, protocol: int) -> tuple:
         """Return how it is copied deeply and pickled: see ``copies``."""
         kind, state = self._state()
-        place = kind, self.manager.one, self.manager.links(self.manager[self.key])
+        place = kind, self.manager.one, self.manager.links(self.coordinate_set)
         return copied_tensor, place, state
 
     def _state(self) -> tuple[type, dict]:
@@ -379,7 +384,7 @@ def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
         )
     if not mx.issubdtype(coords.dtype, mx.integer):
         raise ValueError(f"coords must be integers; got {coords.dtype}")
-    return x.manager[x.key].index.find(coords)
+    return x.coordinate_set.index.find(coords)
 
 
 def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
@@ -407,7 +412,7 @@ def _matching_rows(
 
     None where they are equal.
     """
-    sets = x.manager[x.key], like.manager[like.key]
+    sets = x.coordinate_set, like.coordinate_set
     known = _alignments.of(*sets)
     if "rows" not in known:
         expect_same_lattice(x, like)
@@ -426,7 +431,7 @@ def _matching_rows(
 
 
 def _difference_text(x, like, rows, missing: int) -> str:
-    ours, theirs = x.manager[x.key].coords, like.manager[like.key].coords
+    ours, theirs = x.coordinate_set.coords, like.coordinate_set.coords
     if missing:
         example = theirs[mx.argmin(rows).item()]
     else:

@@ -97,7 +97,7 @@ def trimmed_cells(x: SparseTensor) -> mx.array | None:
     rows = x.manager[key].coords
     if not len(rows):
         return None
-    last = (x.manager[x.key].coords[:, 1:].max(axis=0) - 1) // 2
+    last = (x.coordinate_set.coords[:, 1:].max(axis=0) - 1) // 2
     keep = mx.all(rows[:, 1:] <= last, axis=1)
     return None if keep.all().item() else rows[true_positions(keep)]
 

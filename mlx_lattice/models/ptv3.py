@@ -264,7 +264,7 @@ class PTv3(Segmentor):
                 f"m3 rotates by positions: pass positions, ({len(x)}, {self.dims}) "
                 "float, a row each"
             )
-        low, high = x.manager[x.key].bounds
+        low, high = x.coordinate_set.bounds
         if min(low[1:]) < 0:
             raise ValueError(
                 f"coordinates must count from 0, since the curves do; got "

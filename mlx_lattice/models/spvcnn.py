@@ -267,7 +267,7 @@ class SPVCNN(Segmentor):
         The net's points are the cells of the recipe, as in SPVNAS.
         """
         x = voxels.x
-        held = x.manager[x.key]
+        held = x.coordinate_set
         coords, (low, high) = held.coords, held.bounds
         if len(x) and max(*map(abs, low[1:]), *map(abs, high[1:])) > FAR:
             coords = coords - mx.array(

@@ -51,7 +51,7 @@ class ToBEV(Module):
                 f"{x.dims}"
             )
         up = self.axis % x.dims
-        held = x.manager[x.key]
+        held = x.coordinate_set
         held.index  # noqa: B018 (raises where rows repeat)
         held.bounds  # noqa: B018 (raises where a row lies outside its shape)
         grid = [x.batch_size, *x.spatial_shape]

@@ -169,7 +169,7 @@ def _attend(
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if table is not None:
         groups = _groups(like, rule, PADDING[launch.device().backend])
-        bias = RelativeBias(table, like.manager[like.key], groups)
+        bias = RelativeBias(table, like.coordinate_set, groups)
         tell = _teller(heads, given, rule, groups, registry.MLX, COMPOSED)
         calls = (_calls(b, heads, q.dtype, True) for b in groups.buckets)
         tell("forward", sum(calls))
@@ -363,7 +363,7 @@ def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
         rule: what groups are.
         padding: what may be padded.
     """
-    held = like.manager[like.key]
+    held = like.coordinate_set
     known = _plans.setdefault(held, {})
     if (rule, padding) not in known:
         held.index  # noqa: B018 (checks the rows before they are used)

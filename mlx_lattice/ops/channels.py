@@ -200,7 +200,7 @@ def _subdivide(
     x: SparseTensor, subdivision: mx.array, factor: tuple[int, ...], order: str
 ) -> tuple[CoordinateKey, Slots]:
     """Return a new set of the chosen fine cells, and their slots."""
-    source, volume = x.manager[x.key], prod(factor)
+    source, volume = x.coordinate_set, prod(factor)
     subdivision = array_of(subdivision, "subdivision")
     if tuple(subdivision.shape) != (len(x), volume) or subdivision.dtype != mx.bool_:
         raise ValueError(

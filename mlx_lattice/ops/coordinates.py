@@ -78,7 +78,7 @@ def union(
     expect_same_lattice(x, y)
     if combine is mx.add and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "union")
-    sets = x.manager[x.key], y.manager[y.key]
+    sets = x.coordinate_set, y.coordinate_set
     made = united(x.manager, *sets, x.manager is y.manager)
     wide = [
         t.feats if move is None else move_rows(t.feats, *move)
@@ -127,7 +127,7 @@ def unique_sum(
     if isinstance(x, SparseTensor):
         if feats is not None:
             raise TypeError("unique_sum takes a tensor, or coords and feats; got both")
-        held = x.manager[x.key]
+        held = x.coordinate_set
         coords, feats = held.coords, x.feats
         stride, spatial_shape = held.stride, held.spatial_shape
         batch_size = held.declared_batch_size
@@ -163,7 +163,7 @@ def intersection(
     expect_same_lattice(x, y)
     if combine is mx.multiply and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "intersection")
-    rows, move = common(x.manager, x.manager[x.key], y.manager[y.key])
+    rows, move = common(x.manager, x.coordinate_set, y.coordinate_set)
     part = _part(x, rows)
     return part.replace(combine(part.feats, move_rows(y.feats, *move, whole=True)))
 
@@ -171,7 +171,7 @@ def intersection(
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     """Return the rows of ``x`` that ``y`` lacks, in their order."""
     expect_same_lattice(x, y)
-    return _part(x, alone(x.manager, x.manager[x.key], y.manager[y.key]))
+    return _part(x, alone(x.manager, x.coordinate_set, y.coordinate_set))
 
 
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
@@ -183,7 +183,7 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
             f"mask must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _part(x, part_of(x.manager, x.manager[x.key], mask))
+    return _part(x, part_of(x.manager, x.coordinate_set, mask))
 
 
 def crop(
@@ -194,7 +194,7 @@ def crop(
     box = [
         mx.array(_corner(v, x.dims, name)) for v, name in ((low, "low"), (high, "high"))
     ]
-    cells = x.manager[x.key].coords[:, 1:]
+    cells = x.coordinate_set.coords[:, 1:]
     return prune(x, mx.all((cells >= box[0]) & (cells < box[1]), axis=1))
 
 
@@ -219,7 +219,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         raise ValueError(
             f"scores must be ({len(x)},), one a row; got {tuple(scores.shape)}"
         )
-    held = x.manager[x.key]
+    held = x.coordinate_set
     if len(x) <= k:
         return x
     if not k:
@@ -259,7 +259,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
         expect_same_lattice(x, tensors[0])
     _expect_one_width(tensors, "batch")
     coords, boxes, start = [], [], 0
-    sets = [x.manager[x.key] for x in tensors]
+    sets = [x.coordinate_set for x in tensors]
     are_right = all(held.settled for held in sets)  # then what is joined is, too
     for x, held in zip(tensors, sets, strict=True):
         shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
@@ -329,7 +329,7 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
 
     Where elements begin is read once a set, and their own sets are kept with it.
     """
-    rows, held = batch_rows(x), x.manager[x.key]
+    rows, held = batch_rows(x), x.coordinate_set
     if held not in _elements:
         ends = pairwise(rows.starts)
         _elements[held] = [_element(held, rows.order, a, b) for a, b in ends]

@@ -32,7 +32,7 @@ def curve_order(
     curve = _curve(x, order, bits)
     if len(x) == 0:
         return mx.zeros((0,), dtype=mx.int32)
-    return registry.geometry().curve_order(x.manager[x.key].coords, curve)
+    return registry.geometry().curve_order(x.coordinate_set.coords, curve)
 
 
 def curve_code(
@@ -48,9 +48,9 @@ def curve_code(
     curve = _curve(x, order, bits)
     if len(x) == 0:
         return mx.zeros((0,), dtype=mx.int64)
-    return curves.curve_codes(x.manager[x.key].coords, curve)
+    return curves.curve_codes(x.coordinate_set.coords, curve)
 
 
 def _curve(x: SparseTensor, order: str, bits: int | None) -> curves.Curve:
     expect_tensor(x)
-    return curves.curve_of(order, x.manager[x.key].bounds, bits)
+    return curves.curve_of(order, x.coordinate_set.bounds, bits)

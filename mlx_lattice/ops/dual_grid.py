@@ -110,7 +110,7 @@ def dual_grid_mesh(
         mx.array(real_axes(value, 3, name), dtype=mx.float32)
         for value, name in ((voxel_size, "voxel_size"), (origin, "origin"))
     )
-    coords = x.manager[x.key].coords
+    coords = x.coordinate_set.coords
     vertices = (coords[:, 1:].astype(mx.float32) + x.feats.astype(mx.float32)) * scale
     vertices, batch = vertices + low, coords[:, 0]
     if not len(x):
@@ -181,7 +181,7 @@ def _rows(
 
 def _quads(x: SparseTensor, flags: mx.array) -> mx.array:
     """Return the (Q, 4) int32 rows around crossed edges, where all four are active."""
-    held = x.manager[x.key]
+    held = x.coordinate_set
     own = mx.arange(len(x), dtype=mx.int32)[:, None]
     table = held.index.table(held, OTHERS, (1, 1, 1))
     table = mx.concatenate([own, table], axis=1)

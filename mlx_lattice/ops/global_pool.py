@@ -84,7 +84,7 @@ def batch_rows(x: SparseTensor) -> BatchRows:
     With them those of all levels that are there below the set, which a net asks next.
     """
     expect_tensor(x)
-    held = x.manager[x.key]
+    held = x.coordinate_set
     if held not in _batch_rows:
         held.index  # noqa: B018 (checks the batch column before it is used)
         if held.batch_size > 1 and len(held):

@@ -85,7 +85,7 @@ def interpolate(
             f"points must have shape (Q, {1 + x.dims}): a batch index and {x.dims} "
             f"coordinates a row; got {tuple(points.shape)}"
         )
-    held = x.manager[x.key]
+    held = x.coordinate_set
     if mx.issubdtype(points.dtype, mx.integer):  # on a cell, which alone has a weight
         rows = held.index.find(check_coords(points))
         return gathered(x.feats, rows[:, None])
@@ -161,7 +161,7 @@ def upsample_linear(
     expect_tensor(x)
     steps = per_axis(scale, x.dims, "scale")
     key = finer_key(x, coordinates, steps)
-    held, fine = x.manager[x.key], x.manager[key]
+    held, fine = x.coordinate_set, x.manager[key]
     known, made = _blends.of(held, fine), (steps, renormalise)
     if made not in known:
         cells, beyond = _between(fine, steps)
@@ -215,7 +215,7 @@ def blend_at(
         cells: (P, 1 + D) int32, of each point in the tensor's lattice.
         size: the tensor's stride.
     """
-    held = x.manager[x.key]
+    held = x.coordinate_set
     places = _around(held, BoxedRows(cells, None))
     return Blend(corner_weights(points, cells, places, True, size), places, len(held))
 

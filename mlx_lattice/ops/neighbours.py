@@ -334,7 +334,7 @@ def _positions(points, queries) -> tuple[mx.array, mx.array]:
 def _rows(rows, name: str) -> mx.array:
     """Return positions as int32, float32 or float64 rows."""
     if isinstance(rows, SparseTensor):
-        return rows.manager[rows.key].coords
+        return rows.coordinate_set.coords
     if not hasattr(rows, "__array__") and not isinstance(rows, mx.array | list | tuple):
         raise TypeError(
             f"{name} must be a tensor or an array (N, 1 + D); got {type(rows).__name__}"

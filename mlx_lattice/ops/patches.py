@@ -194,6 +194,6 @@ def _along(like: SparseTensor, curve: str, bits: int | None):
     """Return the elements' starts, the curve's order, and each place's batch, rank."""
     starts = batch_rows(like).starts
     order = curve_order(like, curve, bits=bits)
-    batch = like.manager[like.key].coords[:, 0][order]
+    batch = like.coordinate_set.coords[:, 0][order]
     rank = mx.arange(len(like), dtype=mx.int32) - mx.array(starts)[batch]
     return starts, order, batch, rank

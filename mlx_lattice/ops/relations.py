@@ -18,7 +18,7 @@ def known_key(x: SparseTensor, coordinates: Coordinates) -> CoordinateKey | None
     if isinstance(coordinates, SparseTensor):
         if coordinates.manager is x.manager:
             return coordinates.key
-        held = coordinates.manager[coordinates.key]
+        held = coordinates.coordinate_set
         facts = held.stride, held.spatial_shape, held.batch_size
         return x.manager.inserted(held.shown, *facts, rows=held.coords).key
     if isinstance(coordinates, CoordinateKey):

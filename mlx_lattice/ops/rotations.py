@@ -102,7 +102,7 @@ def angles(
     """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
     if positions is not None:
         return _turns(positions.astype(mx.float32), dim, base, frequency)
-    held, made = like.manager[like.key], (dim, base, frequency)
+    held, made = like.coordinate_set, (dim, base, frequency)
     known = _rotated.setdefault(held, {})
     if made not in known:
         low = mx.array(held.bounds[0][1:], dtype=mx.int64)

@@ -127,7 +127,7 @@ def prune_by_logits(
     if keep is None:
         return prune(x, chosen)
     if isinstance(keep, SparseTensor):
-        keep = lookup(keep, x.manager[x.key].coords) >= 0
+        keep = lookup(keep, x.coordinate_set.coords) >= 0
         return prune(x, chosen | keep)
     keep = array_of(keep, "keep")
     if tuple(keep.shape) != (len(x),) or keep.dtype != mx.bool_:

@@ -282,7 +282,7 @@ def _sizes(rows: BatchRows) -> list[int]:
 
 
 def _elements_of(like: SparseTensor) -> Elements:
-    held = like.manager[like.key]
+    held = like.coordinate_set
     if held not in _elements:
         _elements[held] = _grouped(batch_rows(like), len(held))
     return _elements[held]

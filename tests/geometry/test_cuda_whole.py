@@ -565,7 +565,7 @@ def test_the_check_of_a_set_tells_whether_its_rows_are_sorted(emulator, reads):
     with emulating(emulator):
         for given, is_sorted in ((rows, True), (mixed, False), (rows[:1], True)):
             x = ml.SparseTensor(mx.array(given), mx.ones((len(given), 2)))
-            held = x.manager[x.key]
+            held = x.coordinate_set
             assert not held.is_sorted
             held.index  # noqa: B018
             assert held.is_sorted is is_sorted and reads == [5]

@@ -182,7 +182,7 @@ class TestOneReadForEachSet:
         made = x.manager.generative_relation(x.key)
         mx.eval(x.manager.submanifold_kernel_relation(x.key).out_in, made.out_in)
         assert_reads(reads, before + 2)
-        assert x.manager[x.key].settled
+        assert x.coordinate_set.settled
 
     def test_joins_of_two_sets(self, reads):
         """One number, with the check of both where they were not; then nothing."""

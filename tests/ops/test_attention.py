@@ -310,7 +310,7 @@ def test_groups_are_made_once_and_die_with_the_coordinates(monkeypatch):
             ops.rotary(q, x)
             run(kind, q, k, v, x.replace(x.feats + 1))
     assert len(made) == len(KINDS)
-    held = weakref.ref(x.manager[x.key])
+    held = weakref.ref(x.coordinate_set)
     del x
     gc.collect()
     assert held() is None

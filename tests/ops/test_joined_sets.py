@@ -83,7 +83,7 @@ def test_union(place, pair, is_sorted):
         x = tensor(first)
         y = tensor(second, 1, manager=x.manager if is_one else None)
         if is_sorted:  # as of rows that the library made
-            x.manager[x.key].is_sorted = y.manager[y.key].is_sorted = True
+            x.coordinate_set.is_sorted = y.coordinate_set.is_sorted = True
 
         def run(a, b):
             return ops.union(x.replace(a), y.replace(b)).feats
@@ -145,7 +145,7 @@ def test_facts_that_differ_make_a_set():
     rows = np.abs(np.unique(drawn(np.random.default_rng(0), 60), axis=0))
     rows = np.unique(rows, axis=0)
     x = tensor(rows, spatial_shape=(9, 9, 9), batch_size=3)
-    x.manager[x.key].is_sorted = True
+    x.coordinate_set.is_sorted = True
     for batch, shape, same in (
         (3, (9, 9, 9), True),
         (4, (9, 9, 9), False),
@@ -213,9 +213,9 @@ def test_union_by_cuda_geometry(cuda_programs, pair):
     with emulating(emulator):
         x = tensor(np.unique(first, axis=0))
         y = tensor(np.unique(second, axis=0), 1, manager=x.manager)
-        x.manager[x.key].is_sorted = y.manager[y.key].is_sorted = True
+        x.coordinate_set.is_sorted = y.coordinate_set.is_sorted = True
         for each in (x, y):
-            each.manager[each.key].index  # noqa: B018
+            each.coordinate_set.index  # noqa: B018
         emulator.launches.clear()
         made = ops.union(x, y)
         mx.eval(made.feats)
@@ -334,7 +334,7 @@ def test_unbatch(place, order):
 
         parts = ops.unbatch(x)
         assert all(part.stride == x.stride and part.batch_size == 1 for part in parts)
-        assert all(part.manager[part.key].settled for part in parts)
+        assert all(part.coordinate_set.settled for part in parts)
         return [(p.coords, p.feats) for p in parts], mx.grad(loss)(feats)
 
     parts, grad = agreed(place, apart)
@@ -348,7 +348,7 @@ def test_unbatch(place, order):
 
 def test_unbatch_reads_once_a_set(monkeypatch):
     x = tensor(drawn(np.random.default_rng(8), 200), batch_size=9)
-    x.manager[x.key].index  # noqa: B018
+    x.coordinate_set.index  # noqa: B018
     real, seen = sync.read, []
     monkeypatch.setattr(sync, "read", lambda *a: seen.append(a) or real(*a))
     assert sum(len(part) for part in ops.unbatch(x)) == len(x) and len(seen) <= 2
@@ -366,12 +366,12 @@ def test_parts_that_are_right_are_joined_so(monkeypatch):
     rows = drawn(np.random.default_rng(8), 200, batches=4)
     for given in (rows, np.unique(rows, axis=0)):
         x = tensor(given, batch_size=5)
-        x.manager[x.key].is_sorted = given is not rows
+        x.coordinate_set.is_sorted = given is not rows
         parts = ops.unbatch(x)
         with monkeypatch.context() as patched:
             patched.setattr(sync, "read", None)
             both = ops.batch(parts)
-        held, order = both.manager[both.key], np.argsort(given[:, 0], kind="stable")
+        held, order = both.coordinate_set, np.argsort(given[:, 0], kind="stable")
         assert held.settled and held.batch_size == 5
         assert held.is_sorted is (given is not rows)
         np.testing.assert_array_equal(np.array(both.coords), given[order])
@@ -380,6 +380,6 @@ def test_parts_that_are_right_are_joined_so(monkeypatch):
         assert (given.min(0) >= low).all() and (given.max(0) <= high).all()
     fresh = ops.batch([tensor(rows[:, :]), tensor(np.concatenate([rows, rows[:1]]))])
     with pytest.raises(ValueError, match="must be unique"):
-        fresh.manager[fresh.key].index  # noqa: B018
+        fresh.coordinate_set.index  # noqa: B018
     none = tensor(np.zeros((0, 4), np.int32))
     assert len(ops.batch([none, none])) == 0 and ops.batch([none, none]).batch_size == 0

@@ -98,7 +98,7 @@ def test_a_curve_s_patches_are_few_launches(cuda_programs):
     """Keys, their sort, and the slots; a second curve shares the layout."""
     x, emulator = scan((300, 200)), Emulator(cuda_programs)
     with emulating(emulator):
-        x.manager[x.key].bounds  # noqa: B018 (read before)
+        x.coordinate_set.bounds  # noqa: B018 (read before)
         for curve in ("z", "hilbert-trans"):
             emulator.launches.clear()
             groups = filled(x, 64, curve, None, PADDING["cuda"])

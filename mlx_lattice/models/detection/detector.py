@@ -321,7 +321,7 @@ class VoxelNeXt(Detector):
     ) -> list[tuple[Branches, mx.array]]:
         """Return of each batch element rows of heads' branches, and their cells."""
         x, made = predictions[0]["hm"], []
-        coords = x.manager[x.key].coords
+        coords = x.coordinate_set.coords
         for element in range(x.batch_size):
             own = true_positions(coords[:, 0] == element)
             heads = [

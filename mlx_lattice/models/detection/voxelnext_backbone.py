@@ -49,7 +49,7 @@ def _flat(levels: Sequence[SparseTensor]) -> _Flat:
 
     They depend on the levels' rows alone: they are made once.
     """
-    manager, sets = levels[0].manager, [x.manager[x.key] for x in levels]
+    manager, sets = levels[0].manager, [x.coordinate_set for x in levels]
     known, name = _known.of(sets[0], sets[-1]), tuple(x.key.serial for x in levels)
     if name not in known:
         flat = known[name] = _flattened(manager, sets)

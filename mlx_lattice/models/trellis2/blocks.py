@@ -148,7 +148,7 @@ class UpBlock(nn.Module):
 
         y = joined(beside(), len(fine))
         boundary(y)
-        forget_slots(x.manager[x.key])
+        forget_slots(x.coordinate_set)
         return fine.replace(y)
 
     def _before(self, rows: mx.array) -> mx.array:

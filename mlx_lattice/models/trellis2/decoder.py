@@ -204,7 +204,7 @@ def _on_cells_of(y: SparseTensor, x: SparseTensor) -> SparseTensor:
     """Return x on y's lattice: of a file's tensor the stride need not be known."""
     if x.stride == y.stride:
         return x
-    given, facts = x.manager[x.key], {"batch_size": y.batch_size}
+    given, facts = x.coordinate_set, {"batch_size": y.batch_size}
     held = y.manager.inserted(given.shown, y.stride, **facts, rows=given.coords)
     return SparseTensor.of(y.manager, held.key, x.feats)
 

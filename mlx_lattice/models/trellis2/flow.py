@@ -147,7 +147,7 @@ class FlowModel(Pretrained):
         condition, cond = condition.astype(torso), cond.astype(torso)
         y = y.astype(torso)
         if self.pe_mode == "ape":
-            rows = y.manager[y.key].coords
+            rows = y.coordinate_set.coords
             y = y + place_features(rows[:, 1:], y.channels).astype(torso)
         for block in self.blocks:
             y = block(y, condition, cond, cond_lengths)
