@@ -20,11 +20,9 @@ from .copies import Links
 from .geometry import sync
 from .geometry.search import Search
 from .held_sets import HeldSets
-from .kernel_spec import IntOrTuple, KernelSpec
+from .kernel_spec import IntOrTuple, KernelSpec, check_support
 from .relation import Relation
 from .scan_record import Views
-
-SUPPORTS = ("cell", "reach")
 
 
 def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
@@ -131,8 +129,7 @@ class CoordinateManager(HeldSets):
         a ``spatial_shape``. On stride 1 with the centred offsets, "cell" keeps the
         input's rows in their order.
         """
-        if support not in SUPPORTS:
-            raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
+        check_support(support)
         source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )

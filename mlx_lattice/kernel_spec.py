@@ -37,6 +37,13 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     return axes
 
 
+def check_support(support: str) -> str:
+    """Return ``support``; raise unless it is "cell" or "reach"."""
+    if support not in ("cell", "reach"):
+        raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
+    return support
+
+
 @dataclass(frozen=True)
 class KernelSpec(Facts):
     """The geometry of one kernel, every field one value per spatial axis.

@@ -21,6 +21,7 @@ from ..routes.plan import (
     IN_SUM,
     IN_TILES,
     PREPARED_ONCE,
+    PROOF_SPLITS,
     UNPACKED_ONCE,
     Dispatch,
     LayerPlanner,
@@ -161,7 +162,7 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     In few blocks, so that each takes tile after tile. The kernel's list of offsets may
     be longer than the problem needs.
     """
-    splits = min(cut.splits, cuda_tiles.PROOF_SPLITS)
+    splits = min(cut.splits, PROOF_SPLITS)
     plan = _as_cut(p, cut._replace(splits=splits, blocks=2))
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
@@ -224,7 +225,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
     if is_split:
         add = cuda_splits.add_splits(dtype, after=p.epilogue, moments=cut.moments)
     # The same proof for all problems of the kernel, whichever is planned first.
-    cut = cut._replace(splits=cuda_tiles.PROOF_SPLITS if is_split else 1)
+    cut = cut._replace(splits=PROOF_SPLITS if is_split else 1)
     tried = cuda_tiles.proof_channels(p, tile.width)
     return Plan(
         p,

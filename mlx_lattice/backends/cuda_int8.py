@@ -22,6 +22,7 @@ from ..routes import cuda_shapes, thresholds
 from ..routes.plan import (
     IN_KERNEL,
     IN_SUM,
+    PROOF_SPLITS,
     Dispatch,
     LayerPlanner,
     Plan,
@@ -142,7 +143,7 @@ def _again(
     p: Problem, tile: Tile, is_split: bool, defines: tuple[tuple[str, int], ...]
 ) -> Plan:
     """Return the plan of a small problem for another cut's kernel, in few blocks."""
-    splits = cuda_tiles.PROOF_SPLITS if is_split else 1
+    splits = PROOF_SPLITS if is_split else 1
     plan = _with_rows(p, _of_layer(p.layer, tile, is_split), tile, splits, 2)
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 

@@ -28,7 +28,6 @@ SHARED, RESERVED = 233472, 1024
 STAGE_BYTES = 128  # of summed channels
 THREE = "three TF32"  # products that keep float32's accuracy
 ONE = "TF32"
-PROOF_SPLITS = 3  # at most, where a kernel proves itself
 T = TypeVar("T")
 
 

@@ -17,7 +17,7 @@ from ..devices import CUDA, Device
 from ..problem import DTYPES, MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from ..routes.plan import Dispatch, LayerPlanner, Plan, Proof
+from ..routes.plan import PROOF_SPLITS, Dispatch, LayerPlanner, Plan, Proof
 from . import (
     cuda_counts,
     cuda_epilogue,
@@ -132,7 +132,7 @@ def sorted_planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
         waves = max(1, min(table["splits"], blocks // (table["least"] * side)))
         splits = max(1, min(waves * side, blocks // table["fewest"]))
         splits = max(splits, -(-blocks // table["most"]))
-        few = min(splits, cuda_tiles.PROOF_SPLITS)
+        few = min(splits, PROOF_SPLITS)
         facts = few, cuda_grad_sums.shares(layer, device, sides, splits)
         of_layer = made.get(facts)
         if of_layer is None:
@@ -203,7 +203,7 @@ def grouped_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
         tile = cuda_grad_tiles.grouped_tile(p, device)
         tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
         splits = cuda_grad_tiles.grad_splits(p, device, tile, tiles, stage)
-        few = min(splits, cuda_tiles.PROOF_SPLITS)
+        few = min(splits, PROOF_SPLITS)
         shares = cuda_grad_sums.shares(layer, device, sides, splits / volume)
         of_layer = made.get((tile, few, shares))
         if of_layer is None:

@@ -14,7 +14,16 @@ import mlx.core as mx
 from ..devices import METAL, Device
 from ..problem import DTYPES, WEIGHT_GRAD, Problem
 from ..routes import thresholds
-from ..routes.plan import AFTER, IN_KERNEL, IN_SUM, IN_TILES, Dispatch, Plan, Proof
+from ..routes.plan import (
+    AFTER,
+    IN_KERNEL,
+    IN_SUM,
+    IN_TILES,
+    PROOF_SPLITS,
+    Dispatch,
+    Plan,
+    Proof,
+)
 from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
@@ -22,7 +31,6 @@ from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
 from .metal_plans import TILE_PLACE, adding, kernel, products, strides
 from .metal_tiles import (
     BLOCK_ROWS,
-    PROOF_SPLITS,
     PROOF_TAIL,
     TENSOR_WIDTH,
     TILE_ROWS,

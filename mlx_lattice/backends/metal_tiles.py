@@ -28,8 +28,8 @@ LANES = 32
 # 64 rows leave fewer registers for the operands, or 32 channels.
 TENSOR_HEIGHTS, TENSOR_WIDTH, TENSOR_SIMDGROUPS = (64, 32, 16), 32, 8
 TENSOR_STEPS, TENSOR_BYTES = (128, 64, 32), {64: 64, 32: 128, 16: 128}
-# A kernel proves itself with so many channels beyond a tile, in so many splits at most.
-PROOF_TAIL, PROOF_SPLITS = 13, 3
+# A kernel proves itself with so many channels beyond a tile.
+PROOF_TAIL = 13
 
 
 def tile_order(relation: Relation, region: int) -> mx.array:

@@ -16,7 +16,7 @@ from ..devices import METAL, Device
 from ..problem import DTYPES, Problem
 from ..relation import Relation
 from ..routes import thresholds
-from ..routes.plan import Dispatch, Plan, Proof
+from ..routes.plan import PROOF_SPLITS, Dispatch, Plan, Proof
 from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Value
@@ -26,7 +26,6 @@ from .metal_grad_tiles import grad_cut, grad_tile, tensor_grad_tile
 from .metal_plans import TILE_PLACE, adding, kernel, products
 from .metal_tiles import (
     LANES,
-    PROOF_SPLITS,
     PROOF_TAIL,
     TENSOR_WIDTH,
     THREADS,

@@ -16,7 +16,7 @@ from .. import relations_ahead
 from ..axes import Family, expect_axes
 from ..checks import flag, whole
 from ..epilogue import Epilogue
-from ..kernel_spec import IntOrTuple, KernelSpec
+from ..kernel_spec import IntOrTuple, KernelSpec, check_support
 from ..ops import relations
 from ..ops.conv import contracted, contracted_blocks, fitted
 from ..ops.relations import Coordinates
@@ -44,13 +44,6 @@ __all__ = [
 ]  # fmt: skip
 
 GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation", "offsets"))
-
-
-def check_support(support: str) -> str:
-    """Return ``support``; raise unless it is "cell" or "reach"."""
-    if support not in ("cell", "reach"):
-        raise ValueError(f'support must be "cell" or "reach"; got {support!r}')
-    return support
 
 
 class _Convolution(Family, Packable, Module):

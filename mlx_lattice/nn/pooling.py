@@ -7,13 +7,12 @@ from mlx.nn import Module
 
 from .. import ops
 from ..axes import Family, expect_axes
-from ..kernel_spec import IntOrTuple, per_axis
+from ..kernel_spec import IntOrTuple, check_support, per_axis
 from ..ops.interpolation import upsample_linear
 from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
 from ..other_names import takes, unused
 from ..tensor import SparseTensor
-from .convolution import check_support
 from .offsets import kernel_spec
 
 __all__ = [

@@ -29,6 +29,9 @@ AFTER, OPERATIONS = "a launch after", "MLX operations after"
 IN_TILES, UNPACKED_ONCE = "unpacked in tiles", "unpacked once"
 PREPARED_ONCE, COPIED = "prepared once", "kernel-major copy"
 
+# Splits, at most, of a kernel that proves itself.
+PROOF_SPLITS = 3
+
 T = TypeVar("T")
 Count = Callable[["Plan", Relation | None], int | None]
 

@@ -14,6 +14,7 @@ from ...backends.metal_tiles import THREADS, TILE_ROWS, tiles
 from ...backends.signatures import SORTED_TILES, finishing
 from ...devices import METAL
 from ...relation import Relation
+from ...routes import thresholds
 
 _TILES = Interface(
     "ExperimentTiles",
@@ -27,7 +28,6 @@ _DIVISION = Interface(
     ("quotients",),
     (("stride", "0"), ("shift", "0")),
 )
-REGION = 28672  # rows that are sorted together
 
 
 @dataclass(frozen=True)
@@ -97,7 +97,8 @@ class Variant:
         """
         volume, c_x, c_y = w.shape
         columns = 128 if c_y % 128 == 0 else 64
-        table, rows, masks = tiles(relation, REGION)
+        region = thresholds.REGION_ROWS["more"]["*"]
+        table, rows, masks = tiles(relation, region)
         if all_live:
             masks = mx.full(masks.shape, (1 << min(volume, 32)) - 1, masks.dtype)
         count = ceil_div(relation.n_out, TILE_ROWS) * (c_y // columns)
