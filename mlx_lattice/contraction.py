@@ -180,14 +180,14 @@ def _checked(x, w, relation: Relation, groups: int, bias) -> tuple:
             f"{shape} with groups = {groups}: expected C_in = "
             f"{c_in * groups} and C_out a multiple of {groups}"
         )
-    _same_dtype(x, "features", w, "the weight")
+    same_dtype(x, "features", w, "the weight")
     if bias is not None:
         if tuple(bias.shape) != (c_out,):
             raise ValueError(
                 f"bias must have shape ({c_out},), one value an output channel; "
                 f"got {tuple(bias.shape)}"
             )
-        _same_dtype(x, "features", bias, "the bias")
+        same_dtype(x, "features", bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
     return x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
 
@@ -219,7 +219,7 @@ def weight_grad(
             f"channels {x.shape[1]} and {dy.shape[1]} must be multiples of groups = "
             f"{groups}"
         )
-    _same_dtype(x, "features", dy, "dy")
+    same_dtype(x, "features", dy, "dy")
     asked, layout = asked_precision(), KERNEL_MAJOR
     facts = x.shape[1], dy.shape[1], x.dtype, groups, asked, None, layout
     scope = launch.current_scope() if launch.observed() else None
@@ -249,7 +249,8 @@ def check_groups(groups: int) -> None:
         raise ValueError(f"groups must be an int of 1 or more; got groups = {groups}")
 
 
-def _same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:
+def same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:
+    """Raise for arrays of two dtypes."""
     if a.dtype != b.dtype:
         raise TypeError(
             f"{a_name} ({dtype_name(a.dtype)}) and {b_name} ({dtype_name(b.dtype)}) "
@@ -397,47 +398,3 @@ class _MomentsRules(_Rules):
         """Return y, and zeros where the pass returns statistics."""
         lines = self.launched.moments_shape()
         return y if lines is None else (y, mx.zeros((*mapped, *lines)))
-
-
-def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
-    """Return ``x @ W[0]`` for (..., C_in) features and a packed linear weight.
-
-    Raises:
-        TypeError: dtypes differ or are not floating.
-        ValueError: the channels are not those of the weight.
-    """
-    dtype_name(x.dtype)
-    if x.ndim < 1 or x.shape[-1] != w.in_channels:
-        raise ValueError(
-            f"features of shape {tuple(x.shape)} do not fit a packed weight of "
-            f"{w.in_channels} input channels"
-        )
-    _same_dtype(x, "features", w, "the weight")
-    y = _packed_linear(x.reshape(-1, w.in_channels), w, False)
-    return y.reshape(*x.shape[:-1], w.shape[2])
-
-
-class _PackedLinear(Linear):
-    """``x @ W[0]`` of (x, words, scales, biases), or ``x @ W[0].T``, and its rules."""
-
-    __slots__ = "transposed", "w"
-
-    def __init__(self, w: QuantizedWeight, transposed: bool):
-        super().__init__()
-        self.w, self.transposed = w, transposed
-
-    def __call__(self, x, *packed) -> mx.array:
-        return launch.packed_linear(x, self.w.holding(*packed), self.transposed)
-
-    def linear(self, x, *packed) -> mx.array:
-        return _packed_linear(x, self.w.holding(*packed), self.transposed)
-
-    def vjp(self, primals, dy, _):
-        packed = primals[1:]
-        dx = _packed_linear(dy, self.w.holding(*packed), not self.transposed)
-        return dx, *[mx.zeros_like(a) for a in packed]
-
-
-def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
-    product = _PackedLinear(w, transposed)
-    return Function(product, rules=product)(x, *constant(*w.arrays))

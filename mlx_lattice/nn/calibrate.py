@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from .. import contraction
 from ..integer_weight import integer_groups
+from ..packed_linear import packed_linear
 from ..quantized import (
     QuantizedWeight,
     check_packing,
@@ -201,7 +202,7 @@ def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):
     """Return a layer's output with a packed weight, as float32."""
     bias = layer.bias if "bias" in layer else None
     if relation is None:
-        y = contraction.packed_linear(x, q)
+        y = packed_linear(x, q)
         y = y if bias is None else y + bias
     else:
         y = contraction.conv(x, q, relation, groups=layer.groups, bias=bias)

@@ -19,6 +19,7 @@ from ..memory.stages import boundary
 from ..ops import on_features
 from ..ops.activation import activated
 from ..ops.known_activations import activation_of
+from ..packed_linear import packed_linear
 from ..pending import Pending, may_wait
 from ..quantized import QuantizedWeight
 from ..relation import Relation
@@ -124,7 +125,7 @@ def _multiplied(
 ) -> mx.array:
     """Return ``activation(x @ weight.T + bias + residual)``, by MLX's matmul."""
     if isinstance(weight, QuantizedWeight):
-        y = contraction.packed_linear(x, weight)
+        y = packed_linear(x, weight)
     else:
         y, bias = _product(x, weight, bias), None
     act, added = activation_of(activation), [bias, residual]
@@ -252,7 +253,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
             return y.reshape(*x.shape[:-1], y.shape[1])
         if is_contraction(x):
             return contracted(self, x, self.packed_weight())
-        y = contraction.packed_linear(x, self.packed_weight())
+        y = packed_linear(x, self.packed_weight())
         return y + self.bias if "bias" in self else y
 
     def _integers(self, x: Taken, *after) -> mx.array:

@@ -10,24 +10,20 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from .. import backends, devices, settings
-from ..backends import mlx_ops
-from ..devices import CPU, Device
-from ..epilogue import EpilogueFacts, finished
+from .. import devices, settings
+from ..devices import Device
+from ..epilogue import EpilogueFacts
 from ..integer_facts import IntegerFacts
-from ..integer_facts import finished as finished_integers
 from ..integer_weight import IntegerPacking
 from ..numerics import asked_precision
 from ..observers import settling
 from ..problem import (
-    DTYPES,
     FORWARD,
     INPUT_GRAD,
     KERNEL_MAJOR,
     MLX_LAYOUT,
     WEIGHT_GRAD,
     Problem,
-    dtype_name,
     weight_axes,
 )
 from ..quantized import Packing, QuantizedWeight
@@ -44,6 +40,7 @@ from .selection import (
     named,
     situation,
 )
+from .zeros import nothing, without_sums
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]
@@ -296,10 +293,10 @@ class Pass:
             while not proof.prove(choice.plan, bool(bias), results):
                 choice, _ = choose(problem, here, only.get(problem.pass_))
         if planned:
-            result = _nothing(choice.plan)
+            result = nothing(choice.plan)
         elif problem.n_in == 0 or problem.n_out == 0:
             # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
-            result = _without_sums(problem, bias)
+            result = without_sums(problem, bias)
         elif tuned or _observers.get():
             result = self._run(choice.plan, *arrays)
         else:
@@ -385,54 +382,3 @@ def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> m
     asked = asked_precision(), None, KERNEL_MAJOR
     facts = x.shape[1], dy.shape[1], x.dtype, groups, *asked
     return Pass(WEIGHT_GRAD, relation, facts)(x, dy)
-
-
-def packed_linear(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
-    """Return x @ W[0], or x @ W[0].T: without a relation there is one route."""
-    if transposed or not x.shape[0]:
-        return mlx_ops.packed_matmul(x, w, transpose=not transposed)
-    name = dtype_name(x.dtype)
-    problem = Problem.linear(x.shape[0], w.shape[1], w.shape[2], name, w.bits)
-    return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
-
-
-@lru_cache(maxsize=1024)
-def _linear(problem: Problem, device: Device, absent: str | None) -> Plan:
-    del absent  # part of the cache's key: the plan depends on it
-    return named("quantized_pointwise").plan(problem, device)
-
-
-def _without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
-    """Return what a pass writes where it has nothing to add up."""
-    if problem.integer:
-        facts, sums = problem.integer, mx.zeros((problem.n_out, problem.c_out))
-        given = facts.named(added)[:-1]
-        return finished_integers(sums, facts, DTYPES[problem.dtype], *given)
-    if problem.epilogue:
-        after = problem.epilogue
-        return finished(_zeros(problem), after, *after.named(added))
-    return _zeros(problem) + added[0] if added else _zeros(problem)
-
-
-def _nothing(plan: Plan) -> mx.array | tuple[mx.array, mx.array]:
-    """Return zeros in the place of all that a plan writes."""
-    y = _zeros(plan.problem)
-    if not plan.moments:
-        return y
-    return y, mx.zeros((plan.moments, 3, plan.problem.c_out))
-
-
-def _zeros(problem: Problem) -> mx.array:
-    """Return zeros in the shape and dtype that the pass writes."""
-    if problem.pass_ == FORWARD:
-        shape = problem.n_out, problem.c_out
-    elif problem.pass_ == INPUT_GRAD:
-        shape = problem.n_in, problem.c_in
-    else:
-        shape = problem.volume, problem.c_in // problem.groups, problem.c_out
-        if problem.layout == MLX_LAYOUT:
-            shape = shape[2], *shape[:2]
-    dtype = DTYPES[problem.dtype]
-    if problem.integer:
-        dtype = problem.integer.out_dtype(dtype)
-    return mx.zeros(shape, dtype=dtype)
