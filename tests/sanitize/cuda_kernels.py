@@ -75,6 +75,10 @@ points.SCENES["tiles"] = KINDS[0], "surface", 300
 ROWS = [(r, p) for r in TABLE for p in r.passes if r.planner(devices.CUDA, p)]
 POINT = Point("tiles", (64, 64, 1), "float16")
 MOVED = "x w dy bias 1"
+# Few rows take the tiles of many then.
+NO_SMALL_TILES = {
+    facts: dict.fromkeys(tiles, ()) for facts, tiles in cuda_shapes.SMALL_TILES.items()
+}
 
 
 def geometry() -> None:
@@ -205,8 +209,7 @@ def epilogues() -> None:
     finished(POINT, "elu(0.5)")
     finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
     finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
-    none = {facts: dict.fromkeys(t, ()) for facts, t in cuda_shapes.SMALL_TILES.items()}
-    with patch.object(cuda_shapes, "SMALL_TILES", none):
+    with patch.object(cuda_shapes, "SMALL_TILES", NO_SMALL_TILES):
         finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
 
 
@@ -240,6 +243,9 @@ def contractions() -> None:
     with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
+    with patch.object(cuda_shapes, "SMALL_TILES", NO_SMALL_TILES):
+        for width in (128, 192, 256):  # where warps that multiply copy the first stage
+            contraction(replace(POINT, shape=(width, width, 1)))
     contraction(Point("edges", (5, 7, 1)))
     contraction(POINT, replace(devices.current(), cores=1))
 
