@@ -26,6 +26,8 @@ from ..tensor import SparseTensor
 __all__ = ["FoldedNorm", "tie_scales"]
 
 INTEGER = "integer"
+# Parameters that are scales of integers; "scales" of a layer in mode "integer" alone.
+SCALES = frozenset(("scales", "input_scale", "output_scale", "output_inverse"))
 NOTHING = Epilogue()
 
 
@@ -51,6 +53,30 @@ class FoldedNorm(Module):
 def as_float32(a: mx.array) -> mx.array:
     """Return an array in float32: itself where it is, so that one stays one."""
     return a if a.dtype == mx.float32 else a.astype(mx.float32)
+
+
+class KeepsScales:
+    """A module whose scales stay float32 where ``set_dtype`` casts a net to half.
+
+    A layer's scale times its features' is often below the normal numbers of half, and
+    one over a scale above them.
+    """
+
+    def __setitem__(self, name: str, value) -> None:
+        """Hold an array: a scale in float32, with what a cast would round off it."""
+        if name in SCALES and (name != "scales" or is_integer(self)):
+            value = _in_float32(value, self.get(name))
+        super().__setitem__(name, value)
+
+
+def _in_float32(new: mx.array, old: mx.array | None) -> mx.array:
+    """Return a scale in float32; where it is the rounding of an old one, the old."""
+    if not isinstance(new, mx.array) or new.dtype == mx.float32:
+        return new
+    wide = new.astype(mx.float32)
+    if old is None or old.shape != new.shape:
+        return wide
+    return mx.where(old.astype(new.dtype) == new, old, wide)
 
 
 class Taken(NamedTuple):

@@ -19,7 +19,14 @@ from ..ops.conv import contracted
 from ..quantized import QuantizedWeight, module_layout, quantize_weight
 from ..relation import Relation
 from ..tensor import SparseTensor
-from .integer import INTEGER, as_float32, convolved, integers_of, set_output_scale
+from .integer import (
+    INTEGER,
+    KeepsScales,
+    as_float32,
+    convolved,
+    integers_of,
+    set_output_scale,
+)
 from .normalization import Kept
 
 __all__ = ["unpack_int4"]
@@ -53,7 +60,7 @@ def pack(
     )
 
 
-class Packable:
+class Packable(KeepsScales):
     """A layer that has a quantised twin, as ``mlx.nn.quantize`` finds it."""
 
     twin: type[Packed]  # what the layer becomes
@@ -85,7 +92,7 @@ class Packable:
         return self.twin.from_layer(self, group_size, bits, mode)
 
 
-class Packed:
+class Packed(KeepsScales):
     """Parameters that a twin holds, and the weight that they make.
 
     Attributes:

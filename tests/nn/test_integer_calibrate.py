@@ -220,6 +220,27 @@ def test_half(dtype):
     assert distance(y.astype(mx.float32), net(x).astype(mx.float32)) < 0.06
 
 
+@pytest.mark.parametrize("bits", (4, 8))
+def test_a_net_cast_to_half_keeps_its_scales(bits):
+    # 0.02 / 127 times a weight's scale is no normal number of half.
+    x = batch()
+    x = x.replace(x.feats * 0.02)
+    net = nn.Sequential(nn.SubmConv3d(20, 32, 3), nn.ReLU(), nn.SubmConv3d(32, 32, 3))
+    made, _ = ml.calibrate(net.eval(), [x], bits, activations=8)
+    scales = {
+        (at, name): layer[name]
+        for at, layer in integers(made).items()
+        for name in ("scales", "input_scale", "output_scale", "output_inverse")
+        if name in layer
+    }
+    y = made(x)
+    made.set_dtype(mx.float16)
+    for (at, name), scale in scales.items():
+        assert mx.array_equal(integers(made)[at][name], scale)
+    assert integers(made)["layers.0"].bias.dtype == mx.float16
+    assert distance(made(x.astype(mx.float16)).astype(mx.float32), y) < 0.03
+
+
 def test_methods_clip_what_is_rare():
     values = np.abs(np.random.default_rng(0).normal(size=30000))
     values[7] = 200
