@@ -101,19 +101,30 @@ def _pcd_ascii(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
         raise PointFileError(
             f"{path.name}: row {wrong} has {len(rows[wrong])} columns, expected {width}"
         )
-    if max((len(word) for row in rows[:n] for word in row), default=0) > 64:
-        raise PointFileError(f"{path.name}: a number of more than 64 characters")
-    text = np.array(rows[:n], dtype=np.bytes_).reshape(n, width)
+    words = words_of([word for row in rows[:n] for word in row], path)
+    text = words.reshape(n, width)
     columns, at = {}, 0
-    try:
-        for name in dtype.names:
-            shape = dtype[name].shape
-            span = int(np.prod(shape, dtype=int))
-            part = text[:, at : at + span].astype(dtype[name].base)
-            columns[name], at = part if shape else part[:, 0], at + span
-    except ValueError as error:
-        raise PointFileError(f"{path.name}: not a number: {error}") from error
+    for name in dtype.names:
+        shape = dtype[name].shape
+        span = int(np.prod(shape, dtype=int))
+        part = numbers_of(text[:, at : at + span], dtype[name].base, path)
+        columns[name], at = part if shape else part[:, 0], at + span
     return columns
+
+
+def words_of(words: list[bytes], path: Path) -> np.ndarray:
+    """Return words as an array, in which each takes as much as the longest."""
+    if max(map(len, words), default=0) > 64:
+        raise PointFileError(f"{path.name}: a number of more than 64 characters")
+    return np.array(words, dtype=np.bytes_)
+
+
+def numbers_of(text: np.ndarray, dtype: np.dtype, path: Path) -> np.ndarray:
+    """Return the numbers that words say, or raise if ``dtype`` does not hold one."""
+    try:
+        return text.astype(dtype)
+    except (ValueError, OverflowError) as error:
+        raise PointFileError(f"{path.name}: no number of {dtype}: {error}") from error
 
 
 def _pcd_compressed(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:

@@ -48,6 +48,9 @@ _TRIPLES = (
 # At 16 384 m float32 has steps of 1 mm: doubles beyond are shifted to their corner.
 _FAR = 16384.0
 
+# Most bytes of a PLY file's header.
+_PLY_HEADER = 2**20
+
 # What `zipfile` raises where a zip is truncated, corrupt, or encrypted.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -91,9 +94,10 @@ def read_points(path: str | Path) -> PointCloud:
     ``.ply`` (ASCII or binary), ``.pcd`` (ASCII, binary or compressed), ``.las`` and
     ``.laz``, ``.npy`` and ``.npz`` (an array of at least three columns, a structured
     array with x, y, z, or an entry "points" and others beside it), ``.bin``
-    (float32 x, y, z, intensity, as KITTI stores them), ``.vtk`` (legacy; the points
-    alone), ``.csv``, ``.txt``, ``.xyz`` and ``.asc`` (a point a line; names of columns
-    in the first, or x, y, z).
+    (float32 x, y, z, intensity, as KITTI stores them), ``.pcd.bin`` (nuScenes': the
+    ring of each point too), ``.vtk`` (legacy; the points alone), ``.csv``, ``.txt``,
+    ``.xyz`` and ``.asc`` (a point a line; names of columns in the first or in a comment
+    before it, or x, y, z).
 
     Args:
         path: the file.
@@ -138,7 +142,7 @@ def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
         if all(name in columns for name in names) and joint not in columns:
             attributes[joint] = np.stack([columns.pop(n) for n in names], axis=1)
     for name, column in columns.items():
-        known = _NAMES.get(name, name)
+        known = _NAMES.get(name.lower(), name)
         attributes[name if known in attributes else known] = column
 
     keep = (np.abs(points) <= np.finfo(np.float32).max).all(axis=1)  # False for NaN
@@ -172,17 +176,7 @@ def _read_ply(path: Path) -> dict[str, np.ndarray]:
         import plyfile
     except ImportError as error:
         raise ImportError("PLY files need plyfile: pip install plyfile") from error
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        for _ in range(10_000):
-            words = stream.readline(1000).split()
-            if words[:1] == [b"end_header"] or not words:
-                break
-            # A row takes a byte at least, so this bounds what plyfile allocates.
-            if words[0] == b"element" and len(words) == 3 and words[2].isdigit():
-                count = int(words[2])
-                if count > size:
-                    raise short(path, f"{count} rows", f"{size} bytes")
+    _check_ply_header(path)
     try:
         ply = plyfile.PlyData.read(str(path), mmap=False)
     except (plyfile.PlyParseError, ValueError, UnicodeDecodeError) as error:
@@ -201,6 +195,27 @@ def _read_ply(path: Path) -> dict[str, np.ndarray]:
     }
 
 
+def _check_ply_header(path: Path) -> None:
+    """Check the rows that are promised, as far as plyfile allocates for them."""
+    size = path.stat().st_size
+    with path.open("rb") as stream:
+        head = stream.read(_PLY_HEADER)
+    for line in head.splitlines():
+        words = line.split()
+        if words[:1] == [b"end_header"]:
+            return
+        if words[:1] == [b"element"] and len(words) == 3:
+            try:
+                count = int(words[2])
+            except ValueError:
+                continue  # which plyfile says
+            # A row takes a byte at least.
+            if count > size:
+                raise short(path, f"{count} rows", f"{size} bytes")
+    if size > _PLY_HEADER:
+        raise PointFileError(f"{path.name} has no end_header in its first 1 MiB")
+
+
 def _native(column: np.ndarray) -> np.ndarray:
     return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
 
@@ -209,13 +224,17 @@ def _native(column: np.ndarray) -> np.ndarray:
 
 
 def _read_bin(path: Path) -> dict[str, np.ndarray]:
-    size = path.stat().st_size
-    if size % 16:
+    names = ["x", "y", "z", "intensity"]
+    if path.name.lower().endswith(".pcd.bin"):
+        names.append("ring")
+    size, width = path.stat().st_size, 4 * len(names)
+    if size % width:
         raise PointFileError(
-            f"{path.name}: {size} bytes are no whole number of points of 16 bytes "
-            "(float32 x, y, z, intensity)"
+            f"{path.name}: {size} bytes are no whole number of points of {width} bytes "
+            f"(float32 {', '.join(names)})"
         )
-    return _columns(np.fromfile(path, "<f4").reshape(-1, 4), path)
+    table = np.fromfile(path, "<f4").reshape(-1, len(names))
+    return dict(zip(names, table.T, strict=True))
 
 
 def _read_npy(path: Path) -> dict[str, np.ndarray]:
@@ -245,6 +264,11 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
             f"its entries are: {', '.join(arrays) or 'none'}"
         )
     columns = _columns(arrays.pop(key), path)
+    if twice := [name for name in "xyz" if name in arrays and name in columns]:
+        raise PointFileError(
+            f"{path.name} has an entry {twice[0]} beside {key}, which has that column: "
+            "give one of the two another name"
+        )
     n = len(columns["x"]) if "x" in columns else -1
     return columns | {k: v for k, v in arrays.items() if v.ndim and len(v) == n}
 
@@ -279,7 +303,8 @@ def _npy_array(stream: BinaryIO, size: int, path: Path) -> np.ndarray:
 def _columns(array: np.ndarray, path: Path) -> dict[str, np.ndarray]:
     """Name the columns of an array: x, y, z, and intensity where there are four."""
     if array.dtype.names:
-        return {name: array[name].reshape(-1) for name in array.dtype.names}
+        flat = array.reshape(-1)  # of whose fields some may be arrays
+        return {name: flat[name] for name in array.dtype.names}
     if array.ndim != 2 or array.shape[1] < 3:
         raise PointFileError(
             f"{path.name}: expected an array (N, 3) or wider, got {array.shape}"

@@ -9,25 +9,23 @@ import numpy as np
 
 from .pcd import PointFileError
 
+_COMMENTS = ("#", "//")
+
 
 def read_table(path: Path) -> dict[str, np.ndarray]:
     """Return the columns of a table by name.
 
     Values stand between commas, semicolons or spaces. A first line of words names the
-    columns; without one they are x, y, z, then intensity where there is a fourth, and
-    "columns" where there are more. Lines that begin with # or // are left out.
+    columns, and so may a comment before it, after # or //; without one they are x, y,
+    z, then intensity where there is a fourth, and "columns" where there are more.
     """
-    with path.open(encoding="utf-8", errors="replace") as stream:
-        lines = (line.strip() for line in stream)
-        kept = [line for line in lines if line and not line.startswith("//")]
-    # The names may stand in a comment.
-    first = next((line.lstrip("#").strip() for line in kept), "")
-    mark = next((m for m in (",", ";") if m in first), None)
-    names = [word.strip().strip('"').lower() for word in first.split(mark)]
-    is_named = bool(names) and {"x", "y", "z"} <= set(names)
-    if not is_named and (not names or _is_number(names[0])):
-        names = []
-    rows = kept[1:] if names and not kept[0].startswith("#") else kept
+    with path.open(encoding="utf-8-sig", errors="replace") as stream:
+        lines = [stripped for line in stream if (stripped := line.strip())]
+    kept = [line for line in lines if not line.startswith(_COMMENTS)]
+    first = kept[0] if kept else ""
+    names, mark = _words(first), _mark(first)
+    names = [] if not names or _is_number(names[0]) else names
+    rows = kept[1:] if names else kept
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # of a table without rows
@@ -36,18 +34,25 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
         raise PointFileError(
             f"{path.name} is no table of numbers: {error}; expected a point a line"
         ) from error
-    if is_named:
+    comments = lines[: lines.index(first)] if kept else lines
+    told = [names, *(_words(line.lstrip("#/")) for line in comments)]
+    told = [words for words in told if {"x", "y", "z"} <= set(words)]
+    if told:
+        named = next((w for w in told if len(w) == table.shape[1]), told[0])
         if not table.size:
-            table = np.zeros((0, len(names)))
-        if table.shape[1] != len(names):
+            table = np.zeros((0, len(named)))
+        if table.shape[1] != len(named):
             raise PointFileError(
-                f"{path.name} names {len(names)} columns, {', '.join(names)}, and has "
+                f"{path.name} names {len(named)} columns, {', '.join(named)}, and has "
                 f"{table.shape[1]} numbers a line"
             )
-        return dict(zip(names, table.T, strict=True))
+        if twice := next((name for name in named if named.count(name) > 1), None):
+            raise PointFileError(f"{path.name} names two columns {twice}")
+        return dict(zip(named, table.T, strict=True))
     if not table.size:
         raise PointFileError(f"{path.name} holds no numbers; expected a point a line")
-    if names and table.shape[1] == len(names):
+    names = names or (_words(comments[-1].lstrip("#/")) if comments else [])
+    if len(names) == table.shape[1] and not _is_number(names[0]):
         raise PointFileError(
             f"{path.name} has columns {', '.join(names)}; "
             "expected x, y and z among them"
@@ -62,6 +67,16 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     elif table.shape[1] > 4:
         columns["columns"] = table[:, 3:]
     return columns
+
+
+def _mark(line: str) -> str | None:
+    """Return what stands between the values of a line; None for spaces."""
+    return next((m for m in (",", ";") if m in line), None)
+
+
+def _words(line: str) -> list[str]:
+    words = line.strip().split(_mark(line))
+    return [word.strip().strip('"').lower() for word in words]
 
 
 def _is_number(word: str) -> bool:

@@ -6,9 +6,13 @@ from pathlib import Path
 
 import numpy as np
 
-from .pcd import PointFileError, short
+from .pcd import PointFileError, numbers_of, short, words_of
 
 _DTYPES = {"float": ">f4", "double": ">f8", "int": ">i4", "short": ">i2"}
+
+
+def _is_count(word: bytes) -> bool:
+    return word.isdigit() and len(word) < 20
 
 
 def read_vtk(path: Path) -> dict[str, np.ndarray]:
@@ -22,7 +26,7 @@ def read_vtk(path: Path) -> dict[str, np.ndarray]:
     start = content.find(b"\nPOINTS ")
     end = content.find(b"\n", start + 1)
     words = content[start:end].split() if 0 <= start < end else []
-    if kind not in (b"ASCII", b"BINARY") or len(words) != 3 or not words[1].isdigit():
+    if kind not in (b"ASCII", b"BINARY") or len(words) != 3 or not _is_count(words[1]):
         raise PointFileError(
             f"{path.name}: expected ASCII or BINARY in the third line, and a line "
             "POINTS with their number and type"
@@ -45,10 +49,5 @@ def read_vtk(path: Path) -> dict[str, np.ndarray]:
         found = body.split(None, 3 * n)[: 3 * n]
         if len(found) < 3 * n:
             raise short(path, f"{3 * n} numbers", len(found))
-        try:
-            numbers = np.array(found, dtype=np.bytes_).astype(native)
-        except ValueError as error:
-            raise PointFileError(
-                f"{path.name}: a coordinate is no number: {error}"
-            ) from error
+        numbers = numbers_of(words_of(found, path), native, path)
     return dict(zip("xyz", numbers.reshape(n, 3).T, strict=True))

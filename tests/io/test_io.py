@@ -9,6 +9,7 @@ import pytest
 
 from mlx_lattice.io import PointFileError, points, read_points
 from mlx_lattice.io import pcd as pcd_files
+from mlx_lattice.io.ply import write_ply
 
 # Formats that another package reads.
 PACKAGES = {".ply": "plyfile", ".las": "laspy", ".laz": "laspy"}
@@ -147,8 +148,10 @@ def test_a_compressed_size_that_lzf_cannot_reach_is_refused(tmp_path):
         ("SIZE 4 4", "SIZE 4", "must have as many entries"),
         ("DATA ascii", "DATA zip", "DATA must be ascii, binary or binary_compressed"),
         ("TYPE F", "TYPE Q", "bad PCD header"),
-        ("3.5", "three", "not a number"),
+        ("3.5", "three", "no number of float32"),
         ("3.5 ", "", "row 1 has 7 columns, expected 8"),
+        ("TYPE F", "TYPE U", "no number of uint32"),
+        ("3.5", "9" * 65, "a number of more than 64 characters"),
     ),
 )
 def test_pcd_errors_are_sentences(tmp_path, old, new, sentence):
@@ -302,9 +305,12 @@ def test_vtk(tmp_path, kind):
         (vtk("XML", b"1 2 3"), "expected ASCII or BINARY in the third line"),
         (vtk("ASCII", b"1 2 3", "POINTS few float"), "a line POINTS with their number"),
         (vtk("ASCII", b"1 2 3", "POINTS 1 bit"), "points must be float, double"),
-        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "a coordinate is no number"),
+        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "no number of float32"),
         (vtk("BINARY", b"1 2 3", f"POINTS {10**15} float"), "promises"),
         (vtk("ASCII", b"1 2 3" + b" " * 30), "promises 12 numbers, the file has 3"),
+        (vtk("ASCII", b"1 2 40000", "POINTS 1 short"), "no number of int16"),
+        (vtk("ASCII", b"1 2 " + b"3" * 65, "POINTS 1 float"), "than 64 characters"),
+        (vtk("ASCII", b"1 2 3", f"POINTS {'9' * 5000} float"), "with their number"),
     ),
 )
 def test_vtk_errors_are_sentences(tmp_path, content, sentence):
@@ -322,6 +328,10 @@ def test_vtk_errors_are_sentences(tmp_path, content, sentence):
         ("1;2;3\n-1.5;2;3\n", {}),
         ("// from a scanner\n1\t2\t3\t4\t5\n-1.5\t2\t3\t4\t5\n", {"columns": (2, 2)}),
         ("1 2 3\n-1.5 2 3\nnan nan nan\n", {}),
+        ("\ufeffx,y,z\n1,2,3\n-1.5,2,3\n", {}),
+        ("\ufeff1 2 3\n-1.5 2 3\n", {}),
+        ("# scan 7\n# intensity z y x\n7 3 2 1\n8 3 2 -1.5", {"intensity": (2,)}),
+        ("//X Y Z R G B\n1 2 3 4 5 6\n-1.5 2 3 4 5 6\n", {"colours": (2, 3)}),
     ),
 )
 def test_tables(tmp_path, text, wanted):
@@ -339,6 +349,8 @@ def test_tables(tmp_path, text, wanted):
         ("1 2\n3 4\n", "expected x, y, z a line, got 2 numbers"),
         ("x,y,z,w\n1,2,3\n", "names 4 columns, x, y, z, w, and has 3 numbers a line"),
         ("a,b,c\n1,2,3\n", "has columns a, b, c; expected x, y and z among them"),
+        ("# a b c\n1,2,3\n", "has columns a, b, c; expected x, y and z among them"),
+        ("x y z x\n1 2 3 4\n", "names two columns x"),
         ("", "holds no numbers; expected a point a line"),
     ),
 )
@@ -346,6 +358,40 @@ def test_table_errors_are_sentences(tmp_path, text, sentence):
     (tmp_path / "scan.txt").write_text(text)
     with pytest.raises(PointFileError, match=sentence):
         read_points(tmp_path / "scan.txt")
+
+
+@pytest.mark.parametrize("end", ("\n", "\r"))
+@pytest.mark.parametrize("count", ("99999999999", "+99999999999"))
+def test_a_ply_file_that_promises_too_much(tmp_path, end, count):
+    lines = ["ply", "format binary_little_endian 1.0", f"element vertex {count}"]
+    lines += [f"property float {axis}" for axis in "xyz"] + ["end_header", ""]
+    path = write(tmp_path, "scan.ply", end.join(lines).encode())
+    with pytest.raises(PointFileError, match="promises 99999999999 rows"):
+        read_points(path)
+
+
+def test_names_of_other_programs(tmp_path):
+    names = [*"xyz", "scalar_Intensity", "scalar_Label"]
+    write_ply(tmp_path / "a.ply", {name: np.ones(2, "f4") for name in names})
+    assert {*read_points(tmp_path / "a.ply").attributes} == {"intensity", "labels"}
+
+
+def test_sweeps_of_nuscenes_have_five_columns(tmp_path):
+    rows = np.arange(20, dtype="<f4").reshape(4, 5)  # 80 bytes: also five of KITTI's
+    rows.tofile(tmp_path / "sweep.pcd.bin")
+    cloud = read_points(tmp_path / "sweep.pcd.bin")
+    np.testing.assert_array_equal(cloud.points, rows[:, :3])
+    np.testing.assert_array_equal(cloud.attributes["intensity"], rows[:, 3])
+    np.testing.assert_array_equal(cloud.attributes["ring"], rows[:, 4])
+
+
+def test_fields_and_entries_beside_coordinates(tmp_path):
+    kind = [("x", "f4"), ("y", "f4"), ("z", "f4"), ("rgb", "u1", 3)]
+    np.save(tmp_path / "a.npy", np.zeros(2, kind))
+    assert read_points(tmp_path / "a.npy").attributes["colours"].shape == (2, 3)
+    np.savez(tmp_path / "a.npz", pos=XYZ, x=np.ones(4))  # features, as graphs have
+    with pytest.raises(PointFileError, match="has an entry x beside pos"):
+        read_points(tmp_path / "a.npz")
 
 
 def test_points_that_are_not_finite_are_dropped_and_counted(tmp_path):
