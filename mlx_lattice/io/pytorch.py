@@ -22,6 +22,7 @@ import mlx.core as mx
 
 from .archive import Archive
 from .errors import CheckpointError, shown
+from .raw import elements, kept
 
 # The only names that a pickle may mention, and the dtypes of storages.
 _STORAGES = {
@@ -49,7 +50,6 @@ _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
 _PICKLE_BYTES = 2**24
 # Tensors may share storage, as tied weights do: at most to this multiple of the file.
 _EXPANSION = 64
-_UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 
 
 class PyTorchState:
@@ -93,17 +93,20 @@ class PyTorchState:
     def sketch(self, name: str) -> mx.array:
         """Return an array of the tensor's shape and dtype, which is not to be read."""
         tensor = self._tensors[name]
-        return mx.zeros(tensor.shape, _dtype(tensor.storage))
+        return mx.zeros(tensor.shape, kept(tensor.storage.dtype))
 
     def read(self, name: str) -> mx.array:
         """Return a tensor, read from the file."""
         tensor = self._tensors[name]
         storage = tensor.storage
         if 0 in tensor.shape:
-            return mx.zeros(tensor.shape, _dtype(storage))
+            return mx.zeros(tensor.shape, kept(storage.dtype))
         if self._held is None or self._held[0] != storage:
             self._held = None  # first, so that two are never there
-            self._held = storage, _read(storage, self._archive)
+            self._held = (
+                storage,
+                elements(self._archive.read(storage.record), storage.dtype),
+            )
         flat = self._held[1]
         self._left[storage] -= 1
         if not self._left[storage]:
@@ -267,8 +270,13 @@ class _Machine:
             )
         return _Storage(record, dtype, length)
 
-    def tensor(self, storage, offset, shape, strides, *_) -> _Tensor:
+    def tensor(self, storage, offset, shape, strides, *more) -> _Tensor:
         """Check a view of a storage against the storage's length."""
+        if any(more[2:]):  # after requires_grad and hooks
+            raise self.error(
+                "has a conjugate or negated view of a tensor, which is not read; save "
+                "it after .resolve_conj().resolve_neg()"
+            )
         storage, offset = self.of(_Storage, storage), self.of(int, offset)
         shape, strides = self.of(tuple, shape), self.of(tuple, strides)
         for value in (*shape, *strides):
@@ -328,19 +336,3 @@ def _tensors(entry: object) -> dict[str, _Tensor]:
     if type(entry) is not dict:
         return {}
     return {str(name): t for name, t in entry.items() if isinstance(t, _Tensor)}
-
-
-def _dtype(storage: _Storage) -> mx.Dtype:
-    """Return the dtype that a storage's tensors get."""
-    return mx.float32 if storage.dtype == mx.float64 else storage.dtype
-
-
-def _read(storage: _Storage, archive: Archive) -> mx.array:
-    """Return the elements of a storage."""
-    data = memoryview(archive.read(storage.record))
-    flat = mx.array(data.cast(_UNSIGNED[storage.dtype.size]))
-    if storage.dtype == mx.bool_:
-        return flat != 0
-    # On the CPU: no other device has float64.
-    flat = mx.view(flat, storage.dtype, stream=mx.cpu)
-    return flat.astype(_dtype(storage), stream=mx.cpu)

@@ -1,7 +1,7 @@
 """Safetensors files: the header is checked before anything is read; written in parts.
 
-MLX reads the arrays. This check refuses what MLX accepts: two tensors on the same
-bytes, extents below zero, float8 as bytes.
+MLX reads the arrays, but of files with doubles, which it refuses. This check refuses
+what MLX accepts: two tensors on the same bytes, extents below zero, float8 as bytes.
 """
 
 from __future__ import annotations
@@ -10,10 +10,12 @@ import json
 from collections.abc import Iterator, Mapping, Sequence
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 
 from .errors import CheckpointError, shown
+from .raw import elements, kept
 
 # Bytes of an element, for the dtypes that MLX has.
 ITEM = {
@@ -47,6 +49,8 @@ DTYPES = {
     mx.uint8: "U8",
     mx.bool_: "BOOL",
 }
+_NAMED = {name: dtype for dtype, name in DTYPES.items()}
+_NAMED |= {"F64": mx.float64, "C64": mx.complex64}
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 HEADER_BYTES = 2**24
 LIMIT = 2**31  # extents of MLX's arrays are 32-bit
@@ -55,6 +59,9 @@ LIMIT = 2**31  # extents of MLX's arrays are 32-bit
 class SafetensorsState:
     """The arrays of a safetensors file, each read when it is used; doubles as float32.
 
+    Attributes:
+        metadata: what the file's header says of it.
+
     Raises:
         CheckpointError: the header is broken, or does not fit the file.
     """
@@ -62,15 +69,16 @@ class SafetensorsState:
     from_file = True
 
     def __init__(self, path: Path):
-        _check(path)
-        try:
-            self._arrays, metadata = mx.load(str(path), return_metadata=True)
-        except (RuntimeError, ValueError) as error:
-            raise CheckpointError(
-                f"{path.name} is no safetensors file: {error}"
-            ) from None
-        self.metadata: dict[str, str] = metadata
-        self.library = metadata.get("library")
+        self.metadata, entries = _check(path)
+        self._arrays: dict[str, mx.array | _Entry] = entries
+        if all(entry.dtype != mx.float64 for entry in entries.values()):
+            try:
+                self._arrays = mx.load(str(path))
+            except (RuntimeError, ValueError) as error:
+                raise CheckpointError(
+                    f"{path.name} is no safetensors file: {error}"
+                ) from None
+        self.library = self.metadata.get("library")
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._arrays)
@@ -81,14 +89,31 @@ class SafetensorsState:
     def sketch(self, name: str) -> mx.array:
         """Return an array of the tensor's shape and dtype, which is not to be read."""
         array = self._arrays[name]
-        double = array.dtype == mx.float64
-        return mx.zeros(array.shape, mx.float32 if double else array.dtype)
+        return mx.zeros(array.shape, kept(array.dtype))
 
     def read(self, name: str) -> mx.array:
         """Return an array, and let go of it here: its memory is the caller's."""
         array, self._arrays[name] = self._arrays[name], self.sketch(name)
-        double = array.dtype == mx.float64
-        return array.astype(mx.float32, stream=mx.cpu) if double else array
+        return array.read() if isinstance(array, _Entry) else array
+
+
+class _Entry(NamedTuple):
+    """A tensor of a file: what it is, and where its bytes stand."""
+
+    path: Path
+    at: int
+    dtype: mx.Dtype
+    shape: tuple[int, ...]
+
+    def read(self) -> mx.array:
+        """Return the tensor."""
+        size = prod(self.shape) * self.dtype.size
+        with self.path.open("rb") as stream:
+            stream.seek(self.at)
+            data = stream.read(size)
+        if len(data) < size:
+            raise _broken(self.path, "it became shorter since its header was read")
+        return elements(data, self.dtype).reshape(self.shape)
 
 
 def read_safetensors(path: Path) -> dict[str, mx.array]:
@@ -156,8 +181,12 @@ class Writer:
             self._file.write(memoryview(mx.view(flat, bits, stream=mx.cpu)))
 
 
-def _check(path: Path) -> None:
-    """Raise unless each tensor has its own bytes, as many as its shape needs."""
+def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
+    """Return the metadata and the tensors of a file.
+
+    Raises:
+        CheckpointError: a tensor has not its own bytes, as many as its shape needs.
+    """
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = stream.seek(0, 2) - 8 - length
@@ -182,6 +211,20 @@ def _check(path: Path) -> None:
     for (_, end, name), (start, _, other) in zip(ranges, ranges[1:], strict=False):
         if start < end:
             raise _broken(path, f"{shown(name)} and {shown(other)} overlap")
+    metadata = header.get("__metadata__") or {}
+    if not isinstance(metadata, dict) or not all(
+        isinstance(text, str) for text in metadata.values()
+    ):
+        raise _broken(path, "its __metadata__ is no object of strings")
+    return metadata, {
+        name: _Entry(
+            path,
+            8 + length + start,
+            _NAMED[header[name]["dtype"]],
+            tuple(header[name]["shape"]),
+        )
+        for start, _, name in ranges
+    }
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:

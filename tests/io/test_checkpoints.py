@@ -505,6 +505,33 @@ def test_safetensors(tmp_path):
         load_state(path)
 
 
+def test_safetensors_with_doubles(tmp_path):
+    # MLX reads no such file; the others' bytes are read beside them.
+    path, metadata = tmp_path / "a.safetensors", {"library": "mlx_lattice"}
+    parts = {
+        "d": ("F64", [2, 1], np.array([0.5, 1e-3], "<f8").tobytes()),
+        "h": ("BF16", [2], b"\x80\x3f\x00\xc0"),
+        "b": ("BOOL", [3], b"\x01\x00\x01"),
+        "n": ("F64", [0, 4], b""),
+        "s": ("I64", [], struct.pack("<q", -(2**40))),
+    }
+    header, data = {"__metadata__": metadata}, b""
+    for name, (dtype, shape, held) in parts.items():
+        ends = [len(data), len(data) + len(held)]
+        header[name] = {"dtype": dtype, "shape": shape, "data_offsets": ends}
+        data += held
+    text = json.dumps(header).encode()
+    path.write_bytes(struct.pack("<Q", len(text)) + text + data)
+    state = load_state(path)
+    assert state["d"].dtype == mx.float32 and state["d"].shape == (2, 1)
+    assert state["d"].flatten().tolist() == [0.5, float(np.float32(1e-3))]
+    assert state["h"].dtype == mx.bfloat16 and state["h"].tolist() == [1, -2]
+    assert state["b"].tolist() == [True, False, True] and state["n"].shape == (0, 4)
+    assert state["s"].item() == -(2**40)
+    with pytest.raises(CheckpointError, match="its library is 'mlx_lattice'"):
+        import_checkpoint(path, nn.Linear(1, 2), "spconv")
+
+
 def test_other_files_are_refused(tmp_path):
     for suffix in (".safetensors", ".pt", ".pth", ".ckpt", ".bin"):
         with pytest.raises(FileNotFoundError):

@@ -271,6 +271,17 @@ def test_a_tensor_that_does_not_fit_its_storage(tmp_path, shape, strides, offset
     refuse(tmp_path, content, "has a tensor of shape .*12 elements: it does not fit")
 
 
+@pytest.mark.parametrize("bit", ("neg", "conj"))
+def test_a_negated_view_is_not_read_as_another(tmp_path, bit):
+    held, none = tensor((2,), (1,)), dict.fromkeys([bit], True)
+    refuse(
+        tmp_path, checkpoint({"w": Call((*held, none))}), "conjugate or negated view"
+    )
+    path = tmp_path / "b.pt"
+    path.write_bytes(checkpoint({"w": Call((*held, {}))}))
+    assert load_state(path)["w"].tolist() == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("change", "sentence"),
     (
