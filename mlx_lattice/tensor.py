@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 
 import mlx.core as mx
@@ -348,6 +348,18 @@ def expect_tensor(x: object, name: str = "x") -> None:
             f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
             "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
         )
+
+
+def tensors_of(given: Iterable[SparseTensor], name: str) -> list[SparseTensor]:
+    """Return the tensors that a function of several was given; raise if none."""
+    if isinstance(given, SparseTensor | mx.array) or not isinstance(given, Iterable):
+        raise TypeError(f"{name} takes a list of tensors; got {type(given).__name__}")
+    tensors = list(given)
+    if not tensors:
+        raise ValueError(f"{name} needs at least one tensor; got none")
+    for x in tensors:
+        expect_tensor(x, "each tensor")
+    return tensors
 
 
 def features_of(x: object) -> mx.array:

@@ -7,7 +7,16 @@ from typing import TypeVar
 import mlx.nn
 
 from ..ops import on_features
-from ..ops.activation import by_rows, elu, gelu, gelu_approx, leaky_relu, relu, silu
+from ..ops.activation import (
+    by_rows,
+    elu,
+    gelu,
+    gelu_approx,
+    leaky_relu,
+    prelu,
+    relu,
+    silu,
+)
 from ..ops.known_activations import BY_TANH, as_its_base
 
 __all__ = [
@@ -75,6 +84,20 @@ class LeakyReLU(mlx.nn.LeakyReLU):
         return leaky_relu(x, self._negative_slope)
 
 
+class PReLU(mlx.nn.PReLU):
+    """``mlx.nn.PReLU`` that takes tensors too.
+
+    Args:
+        num_parameters (int): One weight for all channels, or one a channel.
+            Default: ``1``.
+        init (float): What they begin with. Default: ``0.25``.
+    """
+
+    def __call__(self, x):
+        """Apply the activation to each row."""
+        return prelu(x, self.weight)
+
+
 @as_its_base
 class ReLU(mlx.nn.ReLU):
     """``mlx.nn.ReLU`` that takes tensors too."""
@@ -100,7 +123,6 @@ Hardswish = _of_features(mlx.nn.Hardswish)
 LogSigmoid = _of_features(mlx.nn.LogSigmoid)
 LogSoftmax = _of_features(mlx.nn.LogSoftmax)
 Mish = _of_features(mlx.nn.Mish)
-PReLU = _of_features(mlx.nn.PReLU)
 ReLU2 = _of_features(mlx.nn.ReLU2)
 ReLU6 = _of_features(mlx.nn.ReLU6)
 SELU = _of_features(mlx.nn.SELU)

@@ -24,6 +24,7 @@ from ..ops.known_activations import activation_of
 from ..ops.norm import residual_of
 from ..ops.norm_statistics import BatchStatistics
 from ..pending import Pending, may_wait
+from ..problem import dtype_name
 from ..tensor import SparseTensor, features_of
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
@@ -106,6 +107,7 @@ class BatchNorm(mlx.nn.BatchNorm):
                 f"expected features of shape (N, {self.num_features}); got "
                 f"{tuple(feats.shape)}"
             )
+        dtype_name(feats.dtype)
         alone = residual is None and activation is None and type(self) is BatchNorm
         with fusion.inside(self):
             if alone and may_wait(x):

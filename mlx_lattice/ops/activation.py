@@ -128,8 +128,19 @@ def silu(x: Features) -> Features:
 
 
 def prelu(x: Features, alpha: mx.array) -> Features:
-    """PReLU: ``max(0, x) + alpha * min(0, x)``, with an alpha of one or a channel."""
-    return _prelu(x, array_of(alpha, "alpha"))
+    """PReLU: ``max(0, x) + alpha * min(0, x)``, with an alpha of one or a channel.
+
+    Raises:
+        ValueError: alpha has the shape of neither.
+    """
+    feats, alpha = features_of(x), array_of(alpha, "alpha")
+    # MLX's is compiled for any shapes, and reads beyond what does not broadcast.
+    if alpha.shape != feats.shape[-1:] and (alpha.size != 1 or alpha.ndim > feats.ndim):
+        raise ValueError(
+            f"alpha must have shape (1,) or {feats.shape[-1:]}, one value a channel; "
+            f"got {tuple(alpha.shape)}"
+        )
+    return _prelu(x, alpha)
 
 
 # Of parameters that kernels do not take.

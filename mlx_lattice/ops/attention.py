@@ -16,6 +16,7 @@ import mlx.core as mx
 from ..arrays import arrays_of
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
+from ..checks import real
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
 from ..geometry import lattice, sync
@@ -166,7 +167,7 @@ def _attend(
         check_table(table, like.dims, heads.queries)
     if len(like) == 0:
         return zeros_of(given, (0, heads.queries, heads.values), q.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else real(scale, "scale")
     if table is not None:
         groups = _groups(like, rule, PADDING[launch.device().backend])
         bias = RelativeBias(table, like.coordinate_set, groups)

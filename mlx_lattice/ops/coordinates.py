@@ -24,7 +24,13 @@ from ..integer_tensor import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
-from ..tensor import SparseTensor, align, expect_same_lattice, expect_tensor
+from ..tensor import (
+    SparseTensor,
+    align,
+    expect_same_lattice,
+    expect_tensor,
+    tensors_of,
+)
 from .global_pool import batch_rows
 
 __all__ = [
@@ -42,10 +48,7 @@ def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
         ValueError: the tensors do not have the same coordinates.
         TypeError: their dtypes differ.
     """
-    if not tensors:
-        raise ValueError("cat needs at least one tensor; got none")
-    for x in tensors:
-        expect_tensor(x, "each tensor")
+    tensors = tensors_of(tensors, "cat")
     first = tensors[0]
     for other in tensors[1:]:
         if other.dtype != first.dtype:
@@ -253,8 +256,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     Tensors of several batch elements keep them apart: indices are shifted by the
     batch sizes before.
     """
-    if not tensors:
-        raise ValueError("batch needs at least one tensor; got none")
+    tensors = tensors_of(tensors, "batch")
     for x in tensors:
         expect_same_lattice(x, tensors[0])
     _expect_one_width(tensors, "batch")

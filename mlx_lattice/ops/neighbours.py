@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..arrays import positions_of, single_or_double, stream_of
+from ..checks import real, whole
 from ..coordinate_set import check_coords
 from ..geometry import sync
 from ..geometry.cell_grid import (
@@ -166,17 +167,16 @@ def knn(
             lie so far apart that squared distances exceed 62 bits together with rows.
     """
     points, queries = _positions(points, queries)
-    if k < 1:
-        raise ValueError(f"k must be 1 or more; got {k}")
-    if not radius >= 0:
-        raise ValueError(f"radius must be 0 or more; got {radius}")
+    k = whole(k, "k", 1)
+    if not (isinstance(radius, float) and radius == math.inf):
+        radius = real(radius, "radius", 0.0)
     n, q = points.shape[0], queries.shape[0]
     if not n or not q:
         shape = (q, k)
         return NearestRows(
             mx.full(shape, -1, dtype=mx.int32), mx.full(shape, math.inf), n
         )
-    space = _space(points, queries, float(radius))
+    space = _space(points, queries, radius)
     found, places = [], []
     waiting = mx.arange(q, dtype=mx.int32)
     grid, held = _first_grid(space, k)
@@ -220,14 +220,13 @@ def radius_neighbours(
         ValueError: as for ``knn``, or there are 2^31 neighbours or more.
     """
     points, queries = _positions(points, queries)
-    if not 0 <= radius < math.inf:
-        raise ValueError(f"radius must be 0 or more, and finite; got {radius}")
+    radius = real(radius, "radius", 0.0)
     n, q = points.shape[0], queries.shape[0]
     if not n or not q:
         nothing = mx.zeros((0,), mx.int32)
         starts = mx.zeros((q + 1,), mx.int32)
         return NeighbourLists(starts, nothing, mx.zeros((0,)), n)
-    space = _space(points, queries, float(radius))
+    space = _space(points, queries, radius)
     parts, places, counts, total = [], [], [], 0
     for at, keys in CellGrid(space, space.enough).keys(queries):
         found = keys != NONE

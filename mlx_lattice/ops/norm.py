@@ -12,6 +12,7 @@ from ..arrays import arrays_of
 from ..checks import real, whole
 from ..later import as_now
 from ..pending import Pending, may_wait
+from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor, features_of
 from . import channel_norms
 from .batch_lines import after, apart, check_values
@@ -34,7 +35,9 @@ def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
     Returns:
         Two (C,) arrays; zeros where N = 0.
     """
-    return channel_norms.batch_stats(features_of(feats))
+    feats = features_of(feats)
+    expect_rows(feats)
+    return channel_norms.batch_stats(feats)
 
 
 def batch_norm(
@@ -64,20 +67,35 @@ def batch_norm(
             these, such as ``nn.ReLU()``; by default none.
 
     Raises:
+        TypeError: the features are not floating.
         ValueError: one of ``mean`` and ``var`` was given without the other, the
-            activation has another name, or the residual another shape.
+            activation has another name, or an array another shape.
     """
     if (mean is None) != (var is None):
         raise ValueError("mean and var go together: give both, or neither")
     mean, var, weight, bias = arrays_of(mean=mean, var=var, weight=weight, bias=bias)
     act, eps = activation_of(activation), real(eps, "eps", 0.0)
     feats, layer = features_of(x), Layer("BatchNorm", eps, act)
+    expect_rows(feats, mean, var, weight, bias)
     added = residual_of(x, residual)
     if mean is None:
         y = channel_norms.batch_norm(feats, layer, weight, bias, added)[0]
     else:
         y = channel_norms.fixed_norm(feats, layer, mean, var, weight, bias, added)
     return x.replace(y) if isinstance(x, SparseTensor) else y
+
+
+def expect_rows(feats: mx.array, *lines: mx.array | None) -> None:
+    """Raise unless features are (N, C) floats and each line has one value a channel."""
+    dtype_name(feats.dtype)
+    if feats.ndim != 2:
+        raise ValueError(f"features must have shape (N, C); got {tuple(feats.shape)}")
+    for line in lines:
+        if line is not None and line.shape != feats.shape[1:]:
+            raise ValueError(
+                f"mean, var, weight and bias must have shape {feats.shape[1:]}, one "
+                f"value a channel; got {tuple(line.shape)}"
+            )
 
 
 def residual_of(x: Features, residual: Features | None) -> mx.array | None:

@@ -20,6 +20,7 @@ import mlx.core as mx
 from ..arrays import arrays_of
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
+from ..checks import real
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
 from ..geometry import sync
@@ -97,7 +98,7 @@ def cross_attention(
     shape = (*q.shape[:-1], v.shape[-1])
     if 0 in shape or k.shape[1] == 0:
         return zeros_of([q, k, v], shape, q.dtype)
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    scale = q.shape[-1] ** -0.5 if scale is None else real(scale, "scale")
     if registry.serving() == CPU:
         y = _by_kernel(q, k, v, like, lengths, scale)
     else:

@@ -14,6 +14,7 @@ X = ml.SparseTensor(COORDS, mx.random.normal((N, 4)))
 Y = ml.SparseTensor(COORDS, mx.ones((N, 5)))
 BOXES, ONES = mx.ones((2, 7)), mx.ones(2)
 Q, KEYS = mx.ones((1, 2, 1, 4)), mx.ones((1, 5, 1, 4))
+ROWS = mx.ones((N, 1, 4))
 FLAT = ml.SparseTensor(
     mx.array([(0, 1, 3, 3)]), mx.ones((1, 4)), spatial_shape=(2, 6, 6)
 )
@@ -41,6 +42,22 @@ CASES = (
     (lambda: ops.group_norm(X, 2, eps=np.inf), "eps must be finite; got inf"),
     (lambda: ops.instance_norm(X, eps=np.nan), "eps must be finite; got nan"),
     (lambda: ops.layer_norm(X, mx.ones(3)), r"weight and bias must have shape \(4,\)"),
+    (lambda: ops.batch_norm(X, weight=mx.ones(3)), r"bias must have shape \(4,\)"),
+    (lambda: ops.batch_norm(X, ONES, ONES), r"bias must have shape \(4,\), one value"),
+    (lambda: ops.batch_norm(X.coords), "must be float32, float16 or bfloat16; got int"),
+    (lambda: nn.BatchNorm(4)(X.coords), "must be float32, float16 or bfloat16"),
+    (lambda: ops.batch_stats(X.feats[0]), r"features must have shape \(N, C\)"),
+    (lambda: ops.prelu(X, mx.ones(5)), r"alpha must have shape \(1,\) or \(4,\)"),
+    (lambda: nn.PReLU(5)(X), r"alpha must have shape \(1,\) or \(4,\), one value"),
+    (lambda: nn.PReLU(5)(X.feats), r"alpha must have shape .*; got \(5,\)"),
+    (lambda: ops.cat(X), "cat takes a list of tensors; got SparseTensor"),
+    (lambda: ops.cat([X, X.feats]), "each tensor must be a SparseTensor; got array"),
+    (lambda: ops.batch(3), "batch takes a list of tensors; got int"),
+    (lambda: ops.batch([]), "batch needs at least one tensor; got none"),
+    (lambda: ops.knn(X, 2.5), "k must be an int; got 2.5"),
+    (lambda: ops.knn(X, 1, radius=np.nan), "radius must be finite; got nan"),
+    (lambda: ops.full_attention(*[ROWS] * 3, X, scale="a"), "scale must be a number"),
+    (lambda: ops.cross_attention(Q, KEYS, KEYS, scale=np.inf), "scale must be finite"),
     (lambda: ops.leaky_relu(X, "0.1"), "negative_slope must be a number; got '0.1'"),
     (lambda: ops.elu(X, None), "alpha must be a number; got None"),
     (lambda: ops.curve_order(X, bits=99), "bits must be an int from 0 to 62; got 99"),

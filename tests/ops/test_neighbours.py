@@ -222,7 +222,7 @@ def test_errors():
     for sentence, call in (
         ("k must be 1 or more; got 0", lambda: ops.knn(x, 0)),
         ("radius must be 0 or more; got -1", lambda: ops.knn(x, 1, radius=-1)),
-        ("radius must be 0 or more, and finite", lambda: ops.radius_neighbours(
+        ("radius must be finite; got inf", lambda: ops.radius_neighbours(
             x, math.inf)),
         ("must have shape", lambda: ops.knn(mx.zeros((3,)), 1)),
         ("as many columns; got 4 and 3", lambda: ops.knn(x, 1, mx.zeros((2, 3)))),
