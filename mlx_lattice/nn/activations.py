@@ -6,6 +6,7 @@ from typing import TypeVar
 
 import mlx.nn
 
+from ..checks import real, whole
 from ..ops import on_features
 from ..ops.activation import (
     by_rows,
@@ -92,6 +93,9 @@ class PReLU(mlx.nn.PReLU):
             Default: ``1``.
         init (float): What they begin with. Default: ``0.25``.
     """
+
+    def __init__(self, num_parameters: int = 1, init: float = 0.25):
+        super().__init__(whole(num_parameters, "num_parameters", 1), real(init, "init"))
 
     def __call__(self, x):
         """Apply the activation to each row."""

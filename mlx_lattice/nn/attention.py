@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
+from ..checks import flag, real, whole
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
@@ -81,7 +82,8 @@ class SparseAttention(Module):
         qk_rms_norm: bool = False,
     ):
         super().__init__()
-        if num_heads < 1 or dims % num_heads:
+        dims, num_heads = whole(dims, "dims", 1), whole(num_heads, "num_heads", 1)
+        if dims % num_heads:
             raise ValueError(
                 f"The number of heads ({num_heads}) must divide the channels ({dims})"
             )
@@ -91,12 +93,13 @@ class SparseAttention(Module):
             raise ValueError(f"order must be one of {CURVES}; got {order!r}")
         if window is None and patch is None and shift != 0:
             raise ValueError(f"shift = {shift} needs a window or a patch to shift")
-        self.num_heads, self.rope = num_heads, rope
-        self.rope_base, self.rope_frequency = rope_base, rope_frequency
+        self.num_heads, self.rope = num_heads, flag(rope, "rope")
+        self.rope_base = real(rope_base, "rope_base")
+        self.rope_frequency = real(rope_frequency, "rope_frequency")
         self.order, self.patch = order, patch
         self.window, self.shift = window, shift
         self.to_qkv = Linear(dims, 3 * dims, bias=bias)
-        if qk_rms_norm:
+        if flag(qk_rms_norm, "qk_rms_norm"):
             self.q_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
             self.k_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
         self.to_out = Linear(dims, dims)
@@ -184,7 +187,7 @@ class SparseTransformerBlock(Module):
         self.norm1 = LayerNorm(dims, eps=1e-6, affine=affine)
         self.attn = SparseAttention(dims, num_heads, **attention)
         self.norm2 = LayerNorm(dims, eps=1e-6, affine=affine)
-        self.mlp = FeedForward(dims, int(dims * mlp_ratio))
+        self.mlp = FeedForward(dims, int(dims * real(mlp_ratio, "mlp_ratio")))
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""

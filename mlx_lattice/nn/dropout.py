@@ -6,11 +6,19 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Identity, Module
 
+from ..checks import real
 from ..ops import on_features
 from ..ops.modulation import scaled
 from ..tensor import SparseTensor
 
 __all__ = ["DropPath", "Dropout", "Identity", "LayerScale"]
+
+
+def _probability(p: float) -> float:
+    p = real(p, "p")
+    if not 0 <= p < 1:
+        raise ValueError(f"p must be from 0 to below 1; got {p}")
+    return p
 
 
 class Dropout(mlx.nn.Dropout):
@@ -19,6 +27,9 @@ class Dropout(mlx.nn.Dropout):
     Args:
         p (float): The probability to zero an entry. Default: ``0.5``.
     """
+
+    def __init__(self, p: float = 0.5):
+        super().__init__(_probability(p))
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Drop entries while training."""
@@ -37,9 +48,7 @@ class DropPath(Module):
 
     def __init__(self, p: float = 0.5):
         super().__init__()
-        if not 0 <= p < 1:
-            raise ValueError(f"p must be from 0 to below 1; got {p}")
-        self.p = p
+        self.p = _probability(p)
 
     def _extra_repr(self) -> str:
         return f"p={self.p}"

@@ -11,6 +11,7 @@ from mlx.nn import Module
 from .. import contraction, devices
 from ..activations import Activation
 from ..channel_kernels import activated_sum, column_sums, sums_columns
+from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
@@ -291,6 +292,10 @@ class Linear(Packable, mlx.nn.Linear):
     """
 
     twin = QuantizedLinear
+
+    def __init__(self, input_dims: int, output_dims: int, bias: bool = True):
+        dims = whole(input_dims, "input_dims", 1), whole(output_dims, "output_dims", 1)
+        super().__init__(*dims, flag(bias, "bias"))
 
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Apply the layer to each row.

@@ -7,6 +7,7 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 
 from ..arrays import array_of, arrays_of
+from ..checks import real
 from ..coordinate_set import CoordinateSet
 from ..geometry import sync
 from ..problem import dtype_name
@@ -57,6 +58,7 @@ def rotary(
     expect_tensor(like, "like")
     x, (positions,) = array_of(x, "x"), arrays_of(positions=positions)
     dtype_name(x.dtype)
+    base, frequency = real(base, "base"), real(frequency, "frequency")
     if pairs not in PAIRS:
         raise ValueError(f"pairs must be one of {PAIRS}; got {pairs!r}")
     if x.ndim != 3 or x.shape[0] != len(like):

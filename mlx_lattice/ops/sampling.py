@@ -7,6 +7,7 @@ from math import prod
 import mlx.core as mx
 
 from ..arrays import array_of, positions_of, single_or_double, stream_of
+from ..checks import real
 from ..tensor import SparseTensor, expect_tensor
 from .coordinates import align, lookup, prune
 from .interpolation import interpolate
@@ -123,7 +124,8 @@ def prune_by_logits(
             f"logits must be ({len(x)},) or ({len(x)}, 1), one a row; got "
             f"{tuple(logits.shape)}"
         )
-    chosen = mx.stop_gradient(logits).reshape(len(x)) > threshold
+    least = real(threshold, "threshold")
+    chosen = mx.stop_gradient(logits).reshape(len(x)) > least
     if keep is None:
         return prune(x, chosen)
     if isinstance(keep, SparseTensor):
