@@ -12,6 +12,7 @@ from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 
+from .arrays import array_of
 from .backends import registry
 from .checks import each_axis, whole
 from .geometry import lattice, sync
@@ -285,7 +286,7 @@ def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
 def check_coords(coords) -> mx.array:
     """Return coordinates as (N, 1 + D) int32, or raise with what was wrong."""
     if not isinstance(coords, mx.array):
-        coords = mx.array(coords)
+        coords = array_of(coords, "coords")
         if coords.size == 0 and coords.ndim == 2:
             coords = coords.astype(mx.int32)
     if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:

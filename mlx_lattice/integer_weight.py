@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .arrays import array_of
 from .integer_facts import MOST
 from .problem import dtype_name
 from .quantized import GROUP_SIZES, padded, stored_rows
@@ -176,7 +177,12 @@ def integer_weight(
     if scale is None:
         most = MOST if bits == 8 else NIBBLE * MULTIPLIER
         scale = mx.abs(w).max(axis=(0, 2)) / most
-    scale = scale.astype(mx.float32)
+    scale = array_of(scale, "scale").astype(mx.float32)
+    if scale.shape != w.shape[1:2]:
+        raise ValueError(
+            f"scale must have shape {w.shape[1:2]}, one value an output channel; got "
+            f"{tuple(scale.shape)}"
+        )
     steps = w / mx.where(scale == 0, 1, scale)[:, None]
     if bits == 8:
         values = mx.clip(mx.round(steps), -MOST, MOST).astype(mx.int8)

@@ -9,6 +9,7 @@ from math import prod
 
 import mlx.core as mx
 
+from .checks import whole
 from .epilogue import EpilogueFacts
 from .facts import Facts
 from .integer_facts import IntegerFacts
@@ -128,6 +129,9 @@ class Problem(Facts):
             raise ValueError(
                 f"precision must be one of {PRECISIONS}; got {self.precision!r}"
             )
+        for name in ("c_in", "c_out", "n_in", "n_out"):
+            if type(given := getattr(self, name)) is not int:
+                object.__setattr__(self, name, whole(given, name))
         for name in ("c_in", "c_out"):
             channels = getattr(self, name)
             if channels < 1 or channels % self.groups:

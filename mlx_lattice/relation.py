@@ -9,6 +9,7 @@ from weakref import ReferenceType, ref
 import mlx.core as mx
 
 from .backends import registry
+from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
 from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
@@ -92,6 +93,7 @@ class Relation(KeepsViews):
         Raises:
             ValueError: lengths differ, or a value lies outside its range.
         """
+        n_in, n_out, K = whole(n_in, "n_in"), whole(n_out, "n_out"), whole(K, "K")
         edges = edge_lists.checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
         relation = cls("general", K, n_in, n_out, None)
         relation.keep("edges", edges)

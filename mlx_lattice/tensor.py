@@ -7,6 +7,7 @@ from math import prod
 
 import mlx.core as mx
 
+from .arrays import array_of
 from .coordinate_set import CoordinateKey, CoordinateSet, OfPairs, stride_text
 from .coordinates import CoordinateManager
 from .copies import copied_tensor
@@ -73,6 +74,16 @@ class SparseTensor(OtherNames):
         key: CoordinateKey | None = None,
     ):
         manager = CoordinateManager() if manager is None else manager
+        if not isinstance(manager, CoordinateManager):
+            raise TypeError(
+                "manager must be a CoordinateManager, as x.manager is; got "
+                f"{type(manager).__name__}"
+            )
+        if not isinstance(key, CoordinateKey | None):
+            raise TypeError(
+                "key must be a CoordinateKey of the manager, as x.key is; got "
+                f"{type(key).__name__}"
+            )
         if key is None:
             facts = spatial_shape, batch_size
             key = manager.inserted(coords, stride, *facts).key
@@ -163,16 +174,25 @@ class SparseTensor(OtherNames):
             mask: (B, spatial...) bool of the cells to keep; by default those with a
                 feature that is not zero.
             keep_shape: whether the tensor carries the grid as its spatial_shape.
+
+        Raises:
+            ValueError: the array has no such axes, or the mask others or no bools.
         """
+        array = array_of(array, "array")
         if not 3 <= array.ndim <= 6:
             raise ValueError(
                 "a dense array must have shape (B, spatial..., C) with 1 to 4 spatial "
                 f"axes; got {tuple(array.shape)}"
             )
         grid = array.shape[:-1]
-        mask = mx.any(array != 0, axis=-1) if mask is None else mask
-        if tuple(mask.shape) != tuple(grid):
-            raise ValueError(f"mask must have shape {grid}; got {tuple(mask.shape)}")
+        if mask is None:
+            mask = mx.any(array != 0, axis=-1)
+        mask = array_of(mask, "mask")
+        if tuple(mask.shape) != tuple(grid) or mask.dtype != mx.bool_:
+            raise ValueError(
+                f"mask must have shape {grid}, bool; got {tuple(mask.shape)} of "
+                f"{mask.dtype}"
+            )
         at = true_positions(mask.flatten())
         columns, rest = [], at
         for extent in reversed(grid):

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
+from ..arrays import array_of
 from . import sync
 from .unique import true_positions
 from .views import Coverage, Csr
@@ -25,14 +26,15 @@ def checked_edges(
     Raises:
         ValueError: lengths differ, or a value lies outside its range.
     """
-    columns = [_vector(c) for c in (in_rows, out_rows, offsets)]
+    names = "in_rows", "out_rows", "offsets"
+    given = in_rows, out_rows, offsets
+    columns = [_vector(c, name) for c, name in zip(given, names, strict=True)]
     sizes = [c.size for c in columns]
     if len(set(sizes)) != 1:
         raise ValueError(
             "in_rows, out_rows and offsets must have one entry an edge; got "
             f"lengths {sizes[0]}, {sizes[1]} and {sizes[2]}"
         )
-    names = "in_rows", "out_rows", "offsets"
     for column, name, limit in zip(columns, names, limits, strict=True):
         if column.size == 0:
             continue
@@ -44,8 +46,8 @@ def checked_edges(
     return edges[lexicographic(edges, (2, 1, 0), limits)]
 
 
-def _vector(values) -> mx.array:
-    array = values if isinstance(values, mx.array) else mx.array(values)
+def _vector(values, name: str) -> mx.array:
+    array = array_of(values, name)
     if array.size == 0:
         return mx.zeros((0,), dtype=mx.int32)
     if array.ndim != 1 or not mx.issubdtype(array.dtype, mx.integer):

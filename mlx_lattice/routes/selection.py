@@ -133,6 +133,11 @@ def select(
     Raises:
         RouteError: the forced route is not admissible; the message has the reason.
     """
+    if not isinstance(problem, Problem):
+        raise TypeError(
+            "select takes a Problem, as Problem.forward(...) makes it; got "
+            f"{type(problem).__name__}"
+        )
     device = devices.current() if device is None else devices.profile(device)
     return choose(problem, device, only)[0]
 

@@ -14,6 +14,7 @@ X = ml.SparseTensor(COORDS, mx.random.normal((N, 4)))
 Y = ml.SparseTensor(COORDS, mx.ones((N, 5)))
 BOXES, ONES = mx.ones((2, 7)), mx.ones(2)
 Q, KEYS = mx.ones((1, 2, 1, 4)), mx.ones((1, 5, 1, 4))
+W = mx.ones((8, 3, 3, 3, 4))
 ROWS = mx.ones((N, 1, 4))
 FLAT = ml.SparseTensor(
     mx.array([(0, 1, 3, 3)]), mx.ones((1, 4)), spatial_shape=(2, 6, 6)
@@ -26,6 +27,22 @@ def crossed(lengths):
 
 def suppressed(*scores, **more):
     return ops.nms_rotated(BOXES, mx.array(scores or (1.0, 1.0)), 0.5, **more)
+
+
+def tensor(**place):
+    return ml.SparseTensor(COORDS, X.feats, **place)
+
+
+def dense(mask):
+    return ml.SparseTensor.from_dense(mx.ones((1, 2, 2, 3)), mask)
+
+
+def edges(in_rows, *limits):
+    return ml.Relation.from_edges(in_rows, [0], [0], *limits)
+
+
+def problem(**facts):
+    return ml.Problem.forward(**{"c_in": 4, "c_out": 8, "n_in": 5, **facts})
 
 
 CASES = (
@@ -93,6 +110,23 @@ CASES = (
     (lambda: nn.SubmConv3d(4, 8, offsets=[(0.9, 0, 0), (1, 0, 0)]), "tuples of ints"),
     (lambda: nn.SubmConv3d(4, 8, offsets=5), "of 3-tuples of ints; got 5"),
     (lambda: ops.subm_conv3d(X, mx.ones((8, 1, 4)), offsets=5), "tuples of ints"),
+    (lambda: ml.SparseTensor(None, X.feats), "coords must be an array of MLX or NumPy"),
+    (lambda: tensor(manager=X), "manager must be a CoordinateManager, as x.manager is"),
+    (
+        lambda: tensor(manager=X.manager, key=X),
+        "key must be a CoordinateKey of the man",
+    ),
+    (lambda: ml.SparseTensor.from_dense(X), "array must be an array of MLX or NumPy"),
+    (lambda: dense(mx.ones((1, 2, 2))), r"mask must have shape \(1, 2, 2\), bool; got"),
+    (lambda: dense([[[2, 0], [0, 1]]]), r"bool; got \(1, 2, 2\) of mlx.core.int32"),
+    (lambda: ml.select(X), "select takes a Problem, .*; got SparseTensor"),
+    (lambda: ml.integer_weight(W, scale=1), "scale must be an array of MLX or NumPy"),
+    (lambda: ml.integer_weight(W, scale=[1.0]), r"scale must have shape \(8,\), one"),
+    (lambda: problem(c_in=2.5), "c_in must be an int; got 2.5"),
+    (lambda: problem(n_in=np.nan), "n_in must be an int; got nan"),
+    (lambda: edges(None, 2, 2, 1), "in_rows must be an array of MLX or NumPy"),
+    (lambda: edges([0], 1.5, 2, 1), "n_in must be an int; got 1.5"),
+    (lambda: edges([0], 2, 2, np.nan), "K must be an int; got nan"),
     (lambda: ml.KernelSpec.of(0), "axes, must be 1, 2, 3 or 4; got 0"),
     (lambda: ml.KernelSpec.of(5), "axes, must be 1, 2, 3 or 4; got 5"),
     (lambda: ops.union(X, Y), "union needs tensors of equal channels; got 4 and 5"),

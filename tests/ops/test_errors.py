@@ -398,7 +398,7 @@ def test_dense_arrays():
     sentence = r"\(B, spatial..., C\) with 1 to 4 spatial axes; got \(2, 3\)"
     refused(ValueError, sentence, lambda: dense(mx.ones((2, 3))))
     mask = mx.ones((1, 3), dtype=mx.bool_)
-    sentence = r"mask must have shape \(1, 2\); got \(1, 3\)"
+    sentence = r"mask must have shape \(1, 2\), bool; got \(1, 3\)"
     refused(ValueError, sentence, lambda: dense(mx.ones((1, 2, 4)), mask))
 
 
