@@ -201,8 +201,9 @@ class _Trace:
             # MLX leaves its stand-ins in a state that it was tracing.
             for restore in state:
                 restore()
+            # MLX's "[eval] ..." and "[async_eval] ...", of no type of their own.
             is_known = isinstance(error, (ValueError, RuntimeError))
-            if not is_known or "eval" not in str(error).lower():
+            if not is_known or "eval] " not in str(error):
                 raise
             raise ValueError(
                 f"{_name(self._function)} reads values of its arguments while it is "

@@ -419,6 +419,26 @@ def test_what_cannot_be_compiled_raises_and_says_what_to_do():
     assert fast(x).key == x.key
 
 
+def test_errors_of_the_function_are_its_own():
+    x, net = tensor(), small_net().eval()
+
+    def careful(x):
+        if calls.append(None) or len(calls) > 1:
+            raise ValueError("call net.eval() first")
+        return net(x)
+
+    calls = []
+    fast = ml.compile(careful)
+    fast(x)
+    with pytest.raises(ValueError, match="^call net.eval.. first$"):
+        fast(x)
+    fast = ml.compile(ml.models.MinkUNet14(4, 3).eval())
+    with ml.memory_limit("8GB"):
+        fast(x)
+        with pytest.raises(RuntimeError, match="^memory_limit bounds forward passes"):
+            fast(x)
+
+
 @pytest.mark.parametrize("fails", ("reads", "raises"))
 def test_state_is_whole_after_a_trace_that_failed(fails):
     """A net, an optimizer and random numbers are what they were, and go on."""
