@@ -91,8 +91,9 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f'{path} is no JSON object with the name of a "model" of this package'
         )
-    if not isinstance(held.get("arguments", {}), dict):
-        raise CheckpointError(f'{path}: "arguments" must be an object of names')
+    for name in ("arguments", "about", "quantization"):
+        if not isinstance(held.get(name, {}), dict):
+            raise CheckpointError(f'{path}: "{name}" must be an object of names')
     return held
 
 
@@ -120,7 +121,7 @@ def load_weights(model: mlx.nn.Module, folder: Path) -> None:
     """Give a model the weights of a folder; each array must be a parameter's.
 
     Raises:
-        CheckpointError: an array is missing, left over, or of another shape.
+        CheckpointError: an array is missing, left over, or of another shape or kind.
     """
     arrays = read_weights(folder)
     wanted = dict(tree_flatten(model.parameters()))
@@ -132,6 +133,11 @@ def load_weights(model: mlx.nn.Module, folder: Path) -> None:
         for name, array in wanted.items()
         if name in arrays and arrays[name].shape != array.shape
     ]
+    wrong += [
+        f"{name} is {arrays[name].dtype}, expected {_kind(array)}"
+        for name, array in wanted.items()
+        if name in arrays and _kind(arrays[name]) != _kind(array)
+    ]
     if wrong:
         more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
@@ -140,6 +146,12 @@ def load_weights(model: mlx.nn.Module, folder: Path) -> None:
         )
     model.load_weights(list(arrays.items()))
     nn.tie_scales(model)
+
+
+def _kind(array: mx.array) -> str:
+    """Return what a parameter's dtype may be: any float for a float, else its own."""
+    floating = mx.issubdtype(array.dtype, mx.floating)
+    return "floating" if floating else str(array.dtype)
 
 
 @contextmanager

@@ -214,6 +214,8 @@ def test_another_class(folder):
         ),
         ({"about": {"voxels": {"voxel_size": -1}}}, '"about" in its config'),
         ({"about": {"voxels": {"size": 1}}}, '"about" in its config'),
+        ({"about": 5}, '"about" must be an object of names'),
+        ({"quantization": [1]}, '"quantization" must be an object of names'),
         ({"quantization": {"bits": 5, "group_size": 32}}, "quantization: "),
         ({"quantization": {"bits": 4, "float": "final"}}, "must be a list of layers"),
         (
@@ -240,6 +242,13 @@ def test_weights_that_do_not_fit(folder):
     mx.save_safetensors(str(path), arrays | {"final.bias": bias[:1]})
     with pytest.raises(CheckpointError, match=r"final.bias has the shape \(1,\), exp"):
         models.from_pretrained(folder)
+    whole = mx.zeros(bias.shape, mx.int32)
+    mx.save_safetensors(str(path), arrays | {"final.bias": whole})
+    said = "final.bias is mlx.core.int32, expected floating"
+    with pytest.raises(CheckpointError, match=said):
+        models.from_pretrained(folder)
+    mx.save_safetensors(str(path), arrays | {"final.bias": bias.astype(mx.float16)})
+    assert models.from_pretrained(folder).final.bias.dtype == mx.float16
     path.write_bytes(path.read_bytes()[:1000])
     with pytest.raises(CheckpointError, match="no safetensors file"):
         models.from_pretrained(folder)
