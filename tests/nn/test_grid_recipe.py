@@ -97,5 +97,16 @@ def test_what_is_refused():
         models.GridRecipe(SIZE, RANGE, ("intensity",))
     with pytest.raises(ValueError, match="must be 3 numbers"):
         models.GridRecipe((1, 1), RANGE)
-    with pytest.raises(ValueError, match="None or at least 1"):
+    with pytest.raises(ValueError, match="max_points must be 1 or more; got 0"):
         models.GridRecipe(SIZE, RANGE, max_points=0)
+    with pytest.raises(ValueError, match="voxel_size must be 3 numbers; got 1"):
+        models.GridRecipe(1, RANGE)
+    with pytest.raises(ValueError, match="voxel_size must be finite; got nan"):
+        models.GridRecipe((1, 1, np.nan), RANGE)
+
+
+@pytest.mark.parametrize("batch", ([0, 1, 2], np.zeros(40), np.zeros((40, 1), int)))
+def test_a_batch_index_of_each_point(batch):
+    points = np.zeros((40, 3))
+    with pytest.raises(ValueError, match=r"batch must be \(40,\) integers, one a"):
+        models.dynamic_voxels(points, SIZE, RANGE, batch)

@@ -7,7 +7,7 @@ axes, (batch, z, y, x), since its weights do.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -20,7 +20,7 @@ from ...arrays import (
     single_or_double,
     stream_of,
 )
-from ...checks import whole
+from ...checks import real, whole
 from ...coordinates import CoordinateManager
 from ...geometry.segments import reduce_segments
 from ...geometry.unique import true_positions, unique_rows
@@ -60,9 +60,10 @@ class GridRecipe:
 
     def __post_init__(self):
         for name, count in (("voxel_size", 3), ("point_range", 6)):
-            value = tuple(float(v) for v in getattr(self, name))
-            if len(value) != count:
+            value = getattr(self, name)
+            if not isinstance(value, Iterable) or len(value := tuple(value)) != count:
                 raise ValueError(f"{name} must be {count} numbers; got {value}")
+            value = tuple(real(v, name) for v in value)
             object.__setattr__(self, name, value)
         object.__setattr__(self, "features", tuple(self.features))
         if min(self.voxel_size) <= 0 or min(self.grid_size) <= 0:
@@ -75,9 +76,8 @@ class GridRecipe:
                 f"features must begin with x, y and z; got {', '.join(self.features)}"
             )
         for name in ("max_points", "max_voxels"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} must be None or at least 1; got {value}")
+            if (value := getattr(self, name)) is not None:
+                object.__setattr__(self, name, whole(value, name, 1))
 
     @property
     def channels(self) -> int:
@@ -263,10 +263,20 @@ def dynamic_voxels(
 
     Returns:
         A tensor at (batch, z, y, x), rows sorted by (batch, x, y, z), as OpenPCDet's.
+
+    Raises:
+        ValueError: a shape does not fit, or the batch indices are no integers.
     """
     points, cells, inside = _cells(points, voxel_size, point_range)
+    batch = array_of(batch, "batch")
+    integral = mx.issubdtype(batch.dtype, mx.integer)
+    if batch.shape != inside.shape or not (integral or not batch.size):
+        raise ValueError(
+            f"batch must be ({len(inside)},) integers, one a point; got "
+            f"{tuple(batch.shape)} of {batch.dtype}"
+        )
     kept = true_positions(inside)
-    points, batch = points[kept], array_of(batch, "batch").astype(mx.int32)[kept]
+    points, batch = points[kept], batch.astype(mx.int32)[kept]
     rows = mx.concatenate([batch[:, None], cells[kept][:, ::-1]], axis=1)
     unique = unique_rows(rows)
     feats = points
