@@ -194,6 +194,19 @@ def test_no_boxes_no_rows_and_wrong_batches():
     assert models.detection_loss(net, net(x), *none).item() > 0
     with pytest.raises(ValueError, match="must be of 2 batch elements; got 1"):
         models.detection_loss(net, net(x), none[0][:1], none[1])
+    box = mx.array([[1.0, 2.0, 0.0, 4.0, 2.0, 1.5, 0.3]])
+    count = len(net.classes)
+    for said, boxes, labels in (
+        (rf"{count} classes from 0; got {count}", box, [count]),  # counted from 1
+        (r"labels must be \(1,\) integers, one a box; got \(2,\)", box, [0, 1]),
+        (r"labels must be \(1,\) integers", box, [0.5]),
+        (r"boxes must be \(M, 7\) or \(M, 9\); got \(1, 4\)", box[:, :4], [0]),
+        ("boxes must be finite, and their extents above 0", box * 0, [0]),
+        ("boxes must be finite, and their extents above 0", box * np.nan, [0]),
+    ):
+        given = [boxes, none[0][1]], [mx.array(labels), none[1][1]]
+        with pytest.raises(ValueError, match=said):
+            models.detection_loss(net, net(x), *given)
     for name in NETS:
         net = NETS[name]().eval()
         found = net.detect_points(np.zeros((0, 3), np.float32), fill=True)

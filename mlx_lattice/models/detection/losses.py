@@ -12,6 +12,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ...arrays import array_of
 from .detector import Detector
 
 # Cells of a radius, at least, and the least IoU of a box moved by it with itself.
@@ -42,6 +43,10 @@ def detection_loss(
         boxes: of each batch element (M, 7), with velocities (M, 9); none is legal.
         labels: of each batch element (M,) integers: which of the net's classes.
         box_weight: of the boxes' loss.
+
+    Raises:
+        ValueError: there are not as many labels as boxes, a label is none of the net's
+            classes, or a box is not finite or has no extent.
     """
     elements = net.cells(predictions)
     if not len(elements) == len(boxes) == len(labels):
@@ -49,13 +54,14 @@ def detection_loss(
             f"boxes and labels must be of {len(elements)} batch elements; got "
             f"{len(boxes)} and {len(labels)}"
         )
+    given = [_checked(net, *pair) for pair in zip(boxes, labels, strict=True)]
     total = mx.zeros(())
     for at, head in enumerate(net.heads):
         places = [net.classes.index(name) for name in head]
         heat, apart, count = mx.zeros(()), mx.zeros(()), 0
-        for (heads, cells), own, label in zip(elements, boxes, labels, strict=True):
-            place = [p for p, each in enumerate(label.tolist()) if each in places]
-            local = [places.index(label[p].item()) for p in place]
+        for (heads, cells), (own, label) in zip(elements, given, strict=True):
+            place = [p for p, each in enumerate(label) if each in places]
+            local = [places.index(label[p]) for p in place]
             own = own[mx.array(place, dtype=mx.int32)]
             said = heads[at]
             wanted = targets(net, cells, own, local, len(head), "vel" in said)
@@ -67,6 +73,30 @@ def detection_loss(
             count += len(place)
         total = total + (heat + box_weight * apart) / max(1, count)
     return total
+
+
+def _checked(
+    net: Detector, boxes: mx.array, labels: mx.array
+) -> tuple[mx.array, list[int]]:
+    """Return the boxes of an element, and their labels; raise for what are none."""
+    boxes, labels = array_of(boxes, "boxes"), array_of(labels, "labels")
+    if boxes.ndim != 2 or boxes.shape[1] < 7:
+        raise ValueError(f"boxes must be (M, 7) or (M, 9); got {tuple(boxes.shape)}")
+    whole = mx.issubdtype(labels.dtype, mx.integer) or not labels.size
+    if labels.shape != boxes.shape[:1] or not whole:
+        raise ValueError(
+            f"labels must be ({len(boxes)},) integers, one a box; got "
+            f"{tuple(labels.shape)} of {labels.dtype}"
+        )
+    held, classes = labels.tolist(), len(net.classes)
+    if other := [label for label in held if not 0 <= label < classes]:
+        raise ValueError(
+            f"labels count the net's {classes} classes from 0; got {other[0]}"
+        )
+    right = mx.isfinite(boxes).all() & (boxes[:, 3:6] > 0).all()
+    if not right.item():
+        raise ValueError("boxes must be finite, and their extents above 0")
+    return boxes, held
 
 
 def focal_loss(logits: mx.array, heat: mx.array) -> mx.array:
