@@ -6,6 +6,7 @@ from math import prod
 
 import mlx.core as mx
 
+from .. import devices
 from ..arrays import (
     array_of,
     positions_of,
@@ -251,6 +252,8 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
 
     Raises:
         ValueError: ``inverse`` is not a vector of integers.
+        RuntimeError: it names a row that is not there, on the CPU with the compiled
+            extension when it is computed; elsewhere such a point has zeros.
     """
     feats, inverse = features_of(x), array_of(inverse, "inverse")
     if inverse.ndim != 1 or not mx.issubdtype(inverse.dtype, mx.integer):
@@ -258,7 +261,15 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
             f"inverse must be (P,) integers, one a point; got {tuple(inverse.shape)} "
             f"of {inverse.dtype}"
         )
-    return gathered(feats, inverse.astype(mx.int32)[:, None])
+    if feats.ndim != 2:
+        raise ValueError(f"features must have shape (N, C); got {tuple(feats.shape)}")
+    inverse = inverse if inverse.dtype == mx.int32 else inverse.astype(mx.int64)
+    # What is no row is no place of memory either: kernels of the CPU say so when it is
+    # computed, those of GPUs could not.
+    none = len(feats) if devices.current().backend == devices.CPU else -1
+    rows = mx.where(inverse < len(feats), mx.maximum(inverse, -1), none)
+    rows = rows.astype(mx.int32)
+    return gathered(feats, rows[:, None])
 
 
 (

@@ -99,6 +99,22 @@ def test_devoxelize_is_the_adjoint_of_summing():
     np.testing.assert_array_equal(y, padded[np.array(inverse)])
     with pytest.raises(ValueError, match="integers"):
         ops.devoxelize(feats, mx.zeros((3,)))
+    with pytest.raises(ValueError, match=r"features must have shape \(N, C\)"):
+        ops.devoxelize(feats[0], inverse)
+
+
+@pytest.mark.parametrize("row", (6, 10**8, 2**33 + 1, -(2**33)))
+def test_devoxelize_of_rows_that_are_not_there(row):
+    feats = mx.array(cases.features(6, 3))
+    y = ops.devoxelize(feats, mx.array([0, row, 5], dtype=mx.int64))
+    try:
+        mx.eval(y)
+    except RuntimeError as error:  # of the extension
+        assert row > 0 and "an edge names row 6, but there are 6 rows" in str(error)
+    else:
+        np.testing.assert_array_equal(y, mx.stack([feats[0], feats[0] * 0, feats[5]]))
+    few = ops.devoxelize(mx.ones((300, 1)), mx.array([0, 255], dtype=mx.uint8))
+    assert few.tolist() == [[1], [1]]
 
 
 # Linear upsampling
