@@ -15,7 +15,7 @@ from ..integer_weight import integer_groups, integer_weight
 from ..quantized import module_layout
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function
-from .integer import INTEGER, integers_of
+from .integer import INTEGER, integers_of, usable
 from .kept import keep_float
 from .linear import has_twin, twin_holding
 from .quantized import Packable, pack
@@ -126,7 +126,7 @@ class FakeQuant(Packable, Module):
                 f"{self.group_size}; got bits={bits}, group_size={group_size}"
             )
         twin = twin_holding(layer, integers_of(layer, self.bits, self.group_size))
-        return twin.calibrated(self.get("input_scale"))
+        return twin.calibrated(usable(self.get("input_scale"), str(layer)))
 
 
 def fake_quantize(

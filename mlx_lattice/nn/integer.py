@@ -8,6 +8,7 @@ next integer layer: the norm, residual and activation after it are in the same l
 
 from __future__ import annotations
 
+from math import isfinite
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -155,6 +156,23 @@ def set_output_scale(layer: Module, scale: mx.array) -> None:
     inverse = in_device_memory(inverse_of(scale))
     layer.output_scale, layer.output_inverse = in_device_memory(scale), inverse
     layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
+
+
+def usable(scale: mx.array | None, path: str) -> mx.array | None:
+    """Return a scale of features; None where these were all zero, or nothing was seen.
+
+    A scale of 0 would make zeros of whatever comes later.
+
+    Raises:
+        ValueError: the features were not finite.
+    """
+    value = 0.0 if scale is None else scale.item()
+    if not isfinite(value):
+        raise ValueError(
+            f"the batches have no scale at {path}: its features or its results are not "
+            "all finite; calibrate on others"
+        )
+    return scale if value else None
 
 
 def known_output(layer: Module) -> float | None:

@@ -33,6 +33,7 @@ from .integer import (
     rounded,
     set_output_scale,
     tie_scales,
+    usable,
 )
 from .integer_search import Samples, searched_weight
 from .linear import each_row, has_twin, twin_holding
@@ -151,7 +152,8 @@ def calibrate_integers(
         if not isinstance(layer.module, mlx.nn.Linear)
         and not watch.saw_all(key, layer.calls)
     )
-    writes = _int8_results(watch, known, results, method)
+    paths = {id(module): path for path, module in model.named_modules()}
+    writes = _int8_results(watch, known, results, method, paths)
     _adopt(watch, known, writes)
 
     def compare(module: Module, x: mx.array, relation: Relation | None, y) -> None:
@@ -205,12 +207,12 @@ def _layers(model: Module, chosen: dict, bits: int, group_size) -> list[Layer]:
 def _choose(layer: Layer, method: str) -> None:
     """Choose the scale of features and the weight of a layer."""
     given = layer.bits, layer.group_size
-    plain = integers_of(layer.module, *given)
-    layer.plain = plain, layer.inputs.scale("greatest")
+    plain, path = integers_of(layer.module, *given), layer.paths[0]
+    layer.plain = plain, usable(layer.inputs.scale("greatest"), path)
     if layer.fixed:
-        layer.scale, layer.weight, layer.rows = layer.trained, plain, 0
+        layer.scale, layer.weight, layer.rows = usable(layer.trained, path), plain, 0
         return
-    layer.scale = layer.inputs.scale(method) if layer.rows else None
+    layer.scale = usable(layer.inputs.scale(method), path)
     mean = None if layer.squares is None else layer.squares / max(1, layer.rows)
     layer.weight = searched_weight(layer.module, *given, mean)
     layer.rows = 0
@@ -244,7 +246,11 @@ def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
 
 
 def _int8_results(
-    watch: Watch, known: dict[int, Layer], results: dict[int, Samples], method: str
+    watch: Watch,
+    known: dict[int, Layer],
+    results: dict[int, Samples],
+    method: str,
+    paths: dict[int, str],
 ) -> dict[int, mx.array]:
     """Return the scale of each layer that writes int8, by its id.
 
@@ -274,6 +280,7 @@ def _int8_results(
             scale = _trained(known, read, bool(added & together))
         else:
             scale = results[key].scale(method)
+        scale = usable(scale, paths[key])
         if scale is not None:
             scales[key] = scale
     _join(watch, scales)

@@ -220,6 +220,43 @@ def test_half(dtype):
     assert distance(y.astype(mx.float32), net(x).astype(mx.float32)) < 0.06
 
 
+def of_layers():
+    layers = nn.SubmConv3d(20, 32, 3), nn.BatchNorm(32), nn.ReLU()
+    return nn.Sequential(*layers, nn.SubmConv3d(32, 32, 3)).eval()
+
+
+@pytest.mark.parametrize("rows", (0, 120))
+def test_batches_without_a_value_choose_no_scale(rows):
+    net, x = of_layers(), batch()
+    if rows:  # zeros everywhere: scales would be 0 too
+        net.layers[0].bias = net.layers[0].bias * 0
+        given = x.replace(x.feats * 0)
+    else:
+        given = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 20)))
+    made, _ = ml.calibrate(net, [given], 8, activations=8)
+    assert not any("input_scale" in layer for layer in integers(made).values())
+    assert distance(made(x), net(x)) < 0.03
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_batches_that_are_not_finite(value):
+    x = batch()
+    x = x.replace(mx.where(mx.arange(len(x))[:, None] == 7, value, x.feats))
+    with pytest.raises(ValueError, match="no scale at layers.0: .* not all finite"):
+        ml.calibrate(of_layers(), [x], 8, activations=8)
+
+
+def test_fake_quantised_layers_that_were_never_trained():
+    net, x = of_layers(), batch()
+    y = net(x)
+    nn.fake_quantize(net)
+    made, _ = ml.calibrate(net, [x], 8, activations=8)
+    assert distance(made(x), y) < 0.03
+    mlx.nn.quantize(net, bits=8, mode="affine", quantize_input=True)
+    assert set(integers(net)) == {"layers.0", "layers.3"}
+    assert distance(net(x), y) < 0.03
+
+
 @pytest.mark.parametrize("bits", (4, 8))
 def test_a_net_cast_to_half_keeps_its_scales(bits):
     # 0.02 / 127 times a weight's scale is no normal number of half.
