@@ -18,6 +18,7 @@ from .distribution import __version__
 from .io import read_points
 from .io.errors import CheckpointError
 from .io.layouts import OURS
+from .io.safetensors import Writer
 from .models import Segmentor
 from .models.recipe import Voxels
 from .nn.calibrate import calibrate
@@ -81,9 +82,11 @@ def write(
     if folder:
         model.save_pretrained(target)
         return
-    arrays = dict(tree_flatten(model.parameters()))
+    arrays = tree_flatten(model.parameters())
     metadata = {"format": "mlx", "library": OURS, "version": __version__}
-    mx.save_safetensors(str(target), arrays, metadata)
+    with Writer(target, arrays, metadata) as file:  # there when it is whole
+        for name, array in arrays:
+            file.write(name, array)
 
 
 def _voxels(model: Segmentor, scan: str) -> Voxels:

@@ -158,7 +158,9 @@ def _kind(array: mx.array) -> str:
 def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterator[Path]:
     """Write a folder; the block writes the weights, to the path that it gets.
 
-    The config is the last: without it a folder is none.
+    What the folder held stays until they are there: a net whose writing fails, for
+    want of space or of a tensor, takes no other one with it. The config is the last:
+    without it a folder is none.
 
     Raises:
         NotADirectoryError: a file has the folder's name.
@@ -167,10 +169,16 @@ def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterato
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; name a folder to write to")
     folder.mkdir(parents=True, exist_ok=True)
+    path = folder / f"new.{WEIGHTS}"
+    try:
+        yield path
+    except BaseException:
+        path.unlink(missing_ok=True)
+        raise
     (folder / CONFIG).unlink(missing_ok=True)
     for part in folder.glob("model*.safetensors"):
         part.unlink()  # of another model that was here
-    yield folder / WEIGHTS
+    path.replace(folder / WEIGHTS)
     (folder / CARD).write_text(card, encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)
     (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
