@@ -63,6 +63,12 @@ def grid_sample_3d(
         raise ValueError(
             f"points must have shape (B, ..., 3); got {tuple(points.shape)}"
         )
+    if points.ndim == 2 and len(points) > max(1, x.batch_size):
+        raise ValueError(
+            f"points must have shape (B, ..., 3), the first axis the batch element; got "
+            f"{tuple(points.shape)}, and x has {x.batch_size}: points of one element "
+            "are points[None]"
+        )
     if units == "normalised" and x.spatial_shape is None:
         raise ValueError(
             "normalised points need a tensor with a spatial_shape; give it one, or use "
