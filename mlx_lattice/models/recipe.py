@@ -168,7 +168,8 @@ class VoxelRecipe:
                 f"{name} ({found}): give them, or say fill=True to read zeros"
             )
         given = array_of(attributes[name], name)
-        if given.size != count * channels:
+        flat = channels == 1 and given.size == count  # (P,) is one column
+        if given.shape != (count, channels) and not flat:
             raise ValueError(
                 f"{name} must have shape ({count}, {channels}), one row a point; got "
                 f"{tuple(given.shape)}"

@@ -112,6 +112,14 @@ def test_what_the_scan_lacks():
     assert (np.array(x.feats) == np.array([0, 0, 0, 1])).all()
     with pytest.raises(ValueError, match=r"normals must have shape \(300, 3\)"):
         recipe(POINTS, {"normals": ATTRIBUTES["normals"][:7]})
+    turned = {**ATTRIBUTES, "normals": ATTRIBUTES["normals"].T}  # as many numbers
+    with pytest.raises(ValueError, match=r"shape \(300, 3\), .*; got \(3, 300\)"):
+        recipe(POINTS, turned)
+    one = VoxelRecipe(0.7, ("intensity",))
+    column = ATTRIBUTES["intensity"][:, None]
+    assert mx.array_equal(
+        one(POINTS, ATTRIBUTES)[0].feats, one(POINTS, {"intensity": column})[0].feats
+    )
 
 
 @pytest.mark.parametrize(

@@ -136,7 +136,9 @@ def test_mistakes_are_named():
         ops.grid_sample_3d(x, points, units="metres")
     with pytest.raises(ValueError, match=r"\(B, \.\.\., 3\)"):
         ops.grid_sample_3d(x, points[..., :2])
-    with pytest.raises(ValueError, match=r"got \(9, 3\), and x has 2: .* points\[None\]"):
+    with pytest.raises(
+        ValueError, match=r"got \(9, 3\), and x has 2: .* points\[None\]"
+    ):
         ops.grid_sample_3d(x, mx.ones((9, 3)))
     assert ops.grid_sample_3d(x, mx.ones((2, 3))).shape == (2, x.channels)
     with pytest.raises(ValueError, match="2 spatial axes"):
