@@ -6,6 +6,7 @@ import json
 from collections.abc import Mapping
 from pathlib import Path
 
+from ..checks import real, whole
 from ..models.trellis2.published import NETS, arguments_of
 from .errors import CheckpointError, shown
 
@@ -18,7 +19,7 @@ def read_config(path: str | Path) -> dict:
     """
     try:
         config = json.loads(Path(path).read_text(encoding="utf-8"))
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise CheckpointError(f"{path} is no JSON object")
@@ -35,7 +36,11 @@ def trellis2(config: Mapping) -> tuple[str, dict]:
         CheckpointError: the net is none of ours, or has parts that ours has not.
     """
     name, arguments = config.get("name"), config.get("args")
-    if name not in NETS or not isinstance(arguments, Mapping):
+    if (
+        not isinstance(name, str)
+        or name not in NETS
+        or not isinstance(arguments, Mapping)
+    ):
         raise CheckpointError(
             f"the configuration is of {shown(repr(name))}; expected a name and args of "
             f"one of {', '.join(NETS)}"
@@ -50,11 +55,17 @@ def spvnas(config: Mapping) -> dict[str, float]:
     """Return the classes and the width that SPVNAS's ``net.config`` tells.
 
     Raises:
-        CheckpointError: one of them is missing.
+        CheckpointError: one of them is missing, or no number.
     """
     missing = [key for key in ("num_classes", "cr") if key not in config]
     if missing:
         raise CheckpointError(
             f"SPVNAS's configurations have num_classes and cr; {missing[0]} is missing"
         )
-    return {"classes": int(config["num_classes"]), "width": float(config["cr"])}
+    try:
+        return {
+            "classes": whole(config["num_classes"], "num_classes", 1),
+            "width": real(config["cr"], "cr"),
+        }
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the configuration: {error}") from None

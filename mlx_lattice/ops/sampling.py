@@ -66,8 +66,8 @@ def grid_sample_3d(
     if points.ndim == 2 and len(points) > max(1, x.batch_size):
         raise ValueError(
             f"points must have shape (B, ..., 3), the first axis the batch element; "
-            f"got {tuple(points.shape)}, and x has {x.batch_size}: points of one element "
-            "are points[None]"
+            f"got {tuple(points.shape)}, and x has {x.batch_size}: points of one "
+            "element are points[None]"
         )
     if units == "normalised" and x.spatial_shape is None:
         raise ValueError(

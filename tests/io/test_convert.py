@@ -281,6 +281,8 @@ def test_published_configurations(tmp_path, capsys):
     for text, sentence in (
         ('{"name": "Net", "args": {}}', "the configuration is of 'Net'; expected"),
         ("[1]", "is no JSON object"),
+        ("[" * 100_000, "is no JSON object"),
+        ('{"name": ["x"], "args": {}}', "expected a name and args of"),
     ):
         config.write_text(text)
         assert cli.main(command) == 2
@@ -298,6 +300,9 @@ def test_published_configurations(tmp_path, capsys):
     config.write_text('{"num_classes": 5}')
     assert cli.main(command) == 2
     assert "cr is missing" in capsys.readouterr().err
+    config.write_text('{"num_classes": "five", "cr": 1}')
+    assert cli.main(command) == 2
+    assert "num_classes must be an int; got 'five'" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("bits", (None, "8"))
