@@ -8,7 +8,13 @@ from math import prod
 import mlx.core as mx
 
 from .arrays import array_of
-from .coordinate_set import CoordinateKey, CoordinateSet, OfPairs, stride_text
+from .coordinate_set import (
+    CoordinateKey,
+    CoordinateSet,
+    OfPairs,
+    check_coords,
+    stride_text,
+)
 from .coordinates import CoordinateManager
 from .copies import copied_tensor
 from .features import check_feats, check_operand
@@ -55,7 +61,8 @@ class SparseTensor(OtherNames):
 
     Raises:
         TypeError: feats are not floating, or batch_size is no int.
-        ValueError: shapes do not fit, or the stride is no positive ratio.
+        ValueError: shapes do not fit, the stride is no positive ratio, or the key is
+            of other coordinates.
     """
 
     __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
@@ -87,6 +94,8 @@ class SparseTensor(OtherNames):
         if key is None:
             facts = spatial_shape, batch_size
             key = manager.inserted(coords, stride, *facts).key
+        elif coords is not None:
+            _expect_coords(coords, manager[key])
         held = manager[key]
         place = {"manager": manager, "key": key, "coords": held.shown}
         self.__dict__.update(place, feats=check_feats(feats, len(held)))
@@ -358,6 +367,22 @@ class SparseTensor(OtherNames):
         return (
             f"SparseTensor({len(self):,} rows x {self.channels} {name}, "
             f"{self.dims}D, {self.key!r})"
+        )
+
+
+def _expect_coords(coords: mx.array, held: CoordinateSet) -> None:
+    """Raise unless coordinates are those of a set; what is traced is believed."""
+    if coords is held.shown or coords is held.coords:
+        return
+    given = check_coords(coords)
+    same = given.shape == held.coords.shape
+    if same and not sync.is_transforming():
+        same = mx.array_equal(given, held.coords).item()
+    if not same:
+        raise ValueError(
+            f"{held.key!r} is the key of other coordinates, "
+            f"{tuple(held.coords.shape)}; got {tuple(given.shape)}. Leave the key out, "
+            "and they get one of their own"
         )
 
 

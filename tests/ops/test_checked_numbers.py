@@ -33,6 +33,10 @@ def tensor(**place):
     return ml.SparseTensor(COORDS, X.feats, **place)
 
 
+def kept(coords):
+    return ml.SparseTensor(coords, X.feats, manager=X.manager, key=X.key)
+
+
 def dense(mask):
     return ml.SparseTensor.from_dense(mx.ones((1, 2, 2, 3)), mask)
 
@@ -116,6 +120,8 @@ CASES = (
         lambda: tensor(manager=X.manager, key=X),
         "key must be a CoordinateKey of the man",
     ),
+    (lambda: kept(COORDS + 1), "is the key of other coordinates, .*Leave the key out"),
+    (lambda: kept(COORDS[:5]), r"of other coordinates, \(32, 4\); got \(5, 4\)"),
     (lambda: ml.SparseTensor.from_dense(X), "array must be an array of MLX or NumPy"),
     (lambda: dense(mx.ones((1, 2, 2))), r"mask must have shape \(1, 2, 2\), bool; got"),
     (lambda: dense([[[2, 0], [0, 1]]]), r"bool; got \(1, 2, 2\) of mlx.core.int32"),
@@ -141,6 +147,11 @@ CASES = (
 def test_sentences(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         call()
+
+
+def test_coordinates_of_a_key():
+    for coords in (X.coords, np.array(COORDS), mx.array(COORDS.tolist()), None):
+        assert kept(coords).key == X.key
 
 
 def test_a_nan_is_the_least_score():
