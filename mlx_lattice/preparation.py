@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass
+from threading import RLock
 from time import perf_counter
 
 import mlx.core as mx
@@ -24,6 +25,9 @@ from .routes.plan import Plan
 from .tensor import SparseTensor, features_of
 
 _is_preparing: ContextVar[bool] = ContextVar("is_preparing", default=False)
+# Held while a net has other arrays: of two threads the second would take the stand-ins
+# of the first for the net's own, and give it these back.
+_standing_in = RLock()
 
 
 @dataclass(frozen=True)
@@ -179,12 +183,17 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
     one by one in any case. A net in training mode is prepared for training.
     ``options`` are the other arguments of the call.
     """
-    known: frozenset = getattr(net, "_prepared", frozenset())
     facts = str(x.dtype), net.training  # a net can be copied and pickled
-    if facts in known or _is_preparing.get() or not first_use.compiles():
+    if _is_prepared(net, facts) or _is_preparing.get() or not first_use.compiles():
         return
-    prepare(net, x, training=net.training, **options)
-    net._prepared = known | {facts}
+    with _standing_in:  # a thread that comes meanwhile waits: the net has zeros now
+        if not _is_prepared(net, facts):
+            prepare(net, x, training=net.training, **options)
+            net._prepared = getattr(net, "_prepared", frozenset()) | {facts}
+
+
+def _is_prepared(net: mlx.nn.Module, facts: tuple[str, bool]) -> bool:
+    return facts in getattr(net, "_prepared", ())
 
 
 def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable):
@@ -235,22 +244,25 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
 def unchanged(net: Callable, stand_in: Callable | None = None) -> Iterator[None]:
     """Give a module its own arrays back after the block, and MLX its random state.
 
+    Another thread's block waits for this one.
+
     Args:
         net: a module; nothing of another function is kept.
         stand_in: what each parameter is replaced by inside the block, if by anything.
     """
-    random = mx.random.state[0]
-    held = net.parameters() if isinstance(net, mlx.nn.Module) else None
-    try:
-        if held is not None and stand_in is not None:
-            net.update(tree_map(stand_in, held))
-        yield
-    finally:
-        if held is not None:
-            net.update(held)
-        if mx.random.state[0] is not random:  # a layer has drawn from it
-            high, low = random.tolist()
-            mx.random.seed((high << 32) | low)
+    with _standing_in:
+        random = mx.random.state[0]
+        held = net.parameters() if isinstance(net, mlx.nn.Module) else None
+        try:
+            if held is not None and stand_in is not None:
+                net.update(tree_map(stand_in, held))
+            yield
+        finally:
+            if held is not None:
+                net.update(held)
+            if mx.random.state[0] is not random:  # a layer has drawn from it
+                high, low = random.tolist()
+                mx.random.seed((high << 32) | low)
 
 
 def _zeros_for(array: mx.array) -> mx.array:

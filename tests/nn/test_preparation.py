@@ -1,5 +1,7 @@
 """prepare(): relations and views are there before the net runs, and nothing changes."""
 
+from threading import Event, Thread
+
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -189,6 +191,61 @@ def test_rows_that_features_choose_end_it_early():
     made = ml.prepare(net, x)
     assert [rows for _, rows in made.levels] == [len(x), 0]
     assert len(net(x)) > 0
+
+
+def in_thread(call) -> Thread:
+    thread = Thread(target=call)
+    thread.start()
+    return thread
+
+
+def test_two_threads_that_prepare_a_net_leave_it_its_weights():
+    first_in, second_in = Event(), Event()
+
+    class Net(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.conv = nn.SubmConv3d(3, 4, 3)
+
+        def __call__(self, x):
+            if first_in.is_set():  # it ends after the first has given back what it took
+                second_in.set()
+                first.join(5)
+            first_in.set()
+            second_in.wait(0.5)
+            return self.conv(x)
+
+    net = Net()
+    mx.eval(net.parameters())
+    held = dict(tree_flatten(net.parameters()))
+    first = in_thread(lambda: ml.prepare(net, tensor(), training=True))
+    assert first_in.wait(5)
+    second = in_thread(lambda: ml.prepare(net, tensor(), training=True))
+    first.join(20), second.join(20)
+    assert all(held[name] is a for name, a in tree_flatten(net.parameters()))
+
+
+def test_a_first_call_waits_for_the_preparation_of_another_thread(monkeypatch):
+    net, calls, begun, sums = NETS["minkunet"]().eval(), [], Event(), []
+    mx.eval(net.parameters())
+
+    def slow(net, *inputs, **options):
+        calls.append(net)
+        with preparation.unchanged(net, preparation._zeros_for):
+            begun.set()
+            second.join(0.5)
+
+    monkeypatch.setattr(preparation.first_use, "compiles", lambda: True)
+    monkeypatch.setattr(preparation, "prepare", slow)
+
+    def call():
+        sums.append(mx.abs(net(tensor()).feats).sum().item())
+
+    second = Thread(target=lambda: (begun.wait(5), call()))
+    first = in_thread(call)
+    second.start()
+    first.join(60), second.join(60)
+    assert len(calls) == 1 and len(sums) == 2 and min(sums) > 0
 
 
 def test_without_a_tensor_there_is_nothing_to_prepare():
