@@ -121,7 +121,7 @@ def prepare(
         if plans is not None and all(_is_ready(plan) for plan in plans):
             for plan in plans:
                 kernels.update(dict.fromkeys(_symbols(plan)))
-            return _prepared(tensors, kernels, 0, begun)
+            return _prepared(tensors, [], kernels, 0, begun)
     for dims in {x.dims for x in tensors}:
         first_use.rehearse_geometry(dims)
 
@@ -135,9 +135,10 @@ def prepare(
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
     compiled, is_right = 0, False
+    beside: list[mx.array] = []  # what is kept of coordinate sets, and no relation's
     while not is_right:
         kernels.clear(), reads.clear()
-        with proof.put_off() as waiting:
+        with proof.put_off() as waiting, sync.held(beside):
             _plan(net, inputs, options, training, run)
         # What does not compile is refused, if it can be; the rest raises when launched.
         compiled += first_use.finish(raises=not waiting)
@@ -146,7 +147,7 @@ def prepare(
         for relation, view, layer in reads:
             relation.note_read(view, layer)
         relations_ahead.remember_prepared(net, *inputs)
-    return _prepared(tensors, kernels, compiled, begun)
+    return _prepared(tensors, beside, kernels, compiled, begun)
 
 
 def _symbols(plan: Plan) -> list[str]:
@@ -160,12 +161,16 @@ def _is_ready(plan: Plan) -> bool:
 
 
 def _prepared(
-    tensors: list[SparseTensor], kernels: dict[str, None], compiled: int, begun: float
+    tensors: list[SparseTensor],
+    beside: list[mx.array],
+    kernels: dict[str, None],
+    compiled: int,
+    begun: float,
 ) -> Preparation:
-    """Evaluate the relations of some tensors, and say what was built."""
+    """Evaluate the relations of some tensors, and more; say what was built."""
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     held = [(r, arrays_of(r)) for manager in managers for r in manager.relations]
-    mx.eval([arrays for _, arrays in held])
+    mx.eval([arrays for _, arrays in held], beside)
     sets = [each for manager in managers for each in manager.sets]
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),
@@ -204,7 +209,7 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
     try:
         # What a layer keeps of a weight it then keeps of an array that nobody has.
         apart = unchanged(net, _zeros_for)
-        with rehearsal, launch.planned(observer), sync.held(), apart:
+        with rehearsal, launch.planned(observer), apart:
             if training:
                 _differentiate(net, inputs, options)
             else:

@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from typing import TypeVar
 
 import mlx.core as mx
 
 from ..backends import cpu_extension
+
+View = TypeVar("View")
 
 
 def _started_by_mlx(arrays: Sequence[mx.array]) -> None:
@@ -47,6 +50,8 @@ def is_known_to_differentiate() -> bool:
 
 
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
+# Where starts are held: what was to be started.
+_put_off: ContextVar[list[mx.array] | None] = ContextVar("put_off", default=None)
 # One piece of work, or none: a copy of the context does not do it again.
 _work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)
 
@@ -98,10 +103,18 @@ def start(view: object, *, at_once: bool = False) -> None:
         view: an array, or a tuple of them and of what is none.
         at_once: also where starts are held, for what is evaluated with no relation.
     """
+    arrays = arrays_in(view)
     if _is_held.get() and not at_once:
-        return
-    if arrays := arrays_in(view):
+        if (put_off := _put_off.get()) is not None:
+            put_off += arrays
+    elif arrays:
         _starts(arrays)
+
+
+def started(view: View) -> View:
+    """Return a view that is to be kept, started: another thread may read it next."""
+    start(view)
+    return view
 
 
 def arrays_in(view: object) -> list[mx.array]:
@@ -111,13 +124,18 @@ def arrays_in(view: object) -> list[mx.array]:
 
 
 @contextmanager
-def held() -> Iterator[None]:
-    """Leave the start of views to what evaluates them all together, after the block."""
-    token = _is_held.set(True)
+def held(put_off: list[mx.array] | None = None) -> Iterator[None]:
+    """Leave the start of views to what evaluates them all together, after the block.
+
+    Args:
+        put_off: a list to which what was to be started is added.
+    """
+    tokens = _is_held.set(True), _put_off.set(put_off)
     try:
         yield
     finally:
-        _is_held.reset(token)
+        _is_held.reset(tokens[0])
+        _put_off.reset(tokens[1])
 
 
 def _starts(arrays: Sequence[mx.array]) -> bool:

@@ -13,6 +13,7 @@ from ..activations import Activation
 from ..channel_kernels import activated_sum, column_sums, sums_columns
 from ..checks import flag, whole
 from ..epilogue import Epilogue
+from ..geometry import sync
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
 from ..later import as_now
@@ -48,7 +49,7 @@ __all__ = ["Linear", "QuantizedLinear"]
 def each_row(n: int) -> Relation:
     """Return the relation in which n rows feed themselves; it keeps their plans."""
     spec = KernelSpec.of(1, kernel_size=1)
-    table = mx.arange(n, dtype=mx.int32)[:, None]
+    table = sync.started(mx.arange(n, dtype=mx.int32)[:, None])
     return Relation("submanifold", 1, n, n, lambda *_: table, spec=spec, mirrored=True)
 
 

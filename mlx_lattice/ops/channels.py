@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..arrays import array_of
 from ..backends import registry
 from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, check_coords
-from ..geometry import lattice
+from ..geometry import lattice, sync
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
@@ -193,7 +193,7 @@ def _slots_of(
 def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
     row = inverted(slot, count)
     slot = slot if count > INT32_LIMIT else slot.astype(mx.int32)
-    return Slots(slot, row, whole)
+    return sync.started(Slots(slot, row, whole))
 
 
 def _subdivide(

@@ -51,7 +51,8 @@ class BatchRows:
         """(B, 1) int32: the element of each block of at most 1024 of its rows."""
         first = mx.array(self._block_starts[1:], dtype=mx.int32)
         places = mx.arange(self._block_starts[-1], dtype=mx.int32)
-        return mx.searchsorted(first, places, "right").astype(mx.int32)[:, None]
+        found = mx.searchsorted(first, places, "right").astype(mx.int32)
+        return sync.started(found[:, None])
 
     @cached_property
     def blocks(self) -> mx.array:
@@ -62,7 +63,7 @@ class BatchRows:
         starts = mx.array(self.starts, dtype=mx.int32)
         first = mx.array(self._block_starts, dtype=mx.int32)
         inside = (place - starts[self.batch]) // BLOCK
-        return (first[self.batch] + inside)[:, None]
+        return sync.started((first[self.batch] + inside)[:, None])
 
     @cached_property
     def segments(self) -> RowSegments:
@@ -92,7 +93,8 @@ def batch_rows(x: SparseTensor) -> BatchRows:
             _learn([each for each in sets if each not in _batch_rows])
         else:
             starts = (0, *[len(held)] * held.batch_size)
-            _batch_rows[held] = BatchRows(_batch_of(held), starts, None)
+            batch = sync.started(_batch_of(held))
+            _batch_rows[held] = BatchRows(batch, starts, None)
     return _batch_rows[held]
 
 

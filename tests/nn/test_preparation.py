@@ -225,6 +225,49 @@ def test_two_threads_that_prepare_a_net_leave_it_its_weights():
     assert all(held[name] is a for name, a in tree_flatten(net.parameters()))
 
 
+KEPT = {
+    "slots": lambda x: ops.channel_to_space(ops.space_to_channel(x), coordinates=x),
+    "fine slots": lambda x: ops.channel_to_space(ops.channel_repeat(x, 8)),
+    "blend": lambda x: nn.Upsample3d(2, "linear")(nn.AvgPool3d(2)(x)),
+    "elements": lambda x: ops.batch(ops.unbatch(x)),
+    "blocks": lambda x: ops.gate(x, ops.global_max_pool(x)),
+    "segments": lambda x: nn.GroupNorm(1, 3)(x),
+    "groups": lambda x: nn.SparseAttention(3, 1, window=3)(x),
+}
+
+
+def gradient(net, x):
+    return mx.grad(lambda f: (net(x.replace(f)).feats ** 2).sum())(x.feats)
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_one_thread_prepared_another_reads(name):
+    # All that is kept of coordinate sets, not of relations alone: evaluated.
+    net, x = KEPT[name], tensor("batches")
+    mx.eval(x.coords, x.feats)
+    in_thread(lambda: ml.prepare(net, x)).join(60)
+    if name != "groups":  # whose layer has random weights
+        expected = net(ml.SparseTensor(x.coords, x.feats, batch_size=x.batch_size))
+        assert mx.array_equal(net(x).feats, expected.feats)
+    mx.eval(gradient(net, x))
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_what_one_thread_called_another_differentiates(name):
+    net, x = KEPT[name], tensor("batches")
+    mx.eval(x.coords, x.feats)
+    in_thread(lambda: mx.eval(net(x).feats)).join(60)
+    mx.eval(gradient(net, x))
+
+
+def test_threads_share_the_relation_of_linear_layers():
+    net, x = nn.Linear(3, 4), tensor()
+    mx.eval(net.parameters(), x.coords, x.feats)
+    in_thread(lambda: mx.eval(net(x).feats)).join(60)
+    with ml.verify():
+        mx.eval(net(x).feats)
+
+
 def test_a_first_call_waits_for_the_preparation_of_another_thread(monkeypatch):
     net, calls, begun, sums = NETS["minkunet"]().eval(), [], Event(), []
     mx.eval(net.parameters())
