@@ -214,6 +214,18 @@ def test_no_boxes_no_rows_and_wrong_batches():
         assert found.boxes.shape[1] == 9
 
 
+def test_boxes_of_an_element_without_cells_do_not_count():
+    net = NETS["VoxelNeXt"]().eval()
+    _, _, x = scene()
+    whole = ops.unbatch(x)[0]
+    pair = ops.batch([whole, ops.crop(whole, 0, 0)])
+    boxes, labels = mx.array(BOXES[0].astype(np.float32)), mx.array(LABELS[0])
+    assert pair.batch_size == 2 and len(boxes) > 1
+    alone = models.detection_loss(net, net(whole), [boxes], [labels])
+    both = models.detection_loss(net, net(pair), [boxes] * 2, [labels] * 2)
+    assert mx.allclose(both, alone, rtol=1e-5)
+
+
 def decoded_by_hand(heat, cells, rows, decoding):
     """The best cells of each class, then of them all, with a loop."""
     best = []

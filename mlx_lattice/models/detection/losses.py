@@ -40,7 +40,8 @@ def detection_loss(
     Args:
         net: whose classes and grid the predictions are of.
         predictions: what a call of the net returned.
-        boxes: of each batch element (M, 7), with velocities (M, 9); none is legal.
+        boxes: of each batch element (M, 7), with velocities (M, 9); none is legal. In
+            an element without cells no cell can say them, and they do not count.
         labels: of each batch element (M,) integers: which of the net's classes.
         box_weight: of the boxes' loss.
 
@@ -60,6 +61,8 @@ def detection_loss(
         places = [net.classes.index(name) for name in head]
         heat, apart, count = mx.zeros(()), mx.zeros(()), 0
         for (heads, cells), (own, label) in zip(elements, given, strict=True):
+            if not len(cells):
+                continue
             place = [p for p, each in enumerate(label) if each in places]
             local = [places.index(label[p]) for p in place]
             own = own[mx.array(place, dtype=mx.int32)]
@@ -80,7 +83,7 @@ def _checked(
 ) -> tuple[mx.array, list[int]]:
     """Return the boxes of an element, and their labels; raise for what are none."""
     boxes, labels = array_of(boxes, "boxes"), array_of(labels, "labels")
-    if boxes.ndim != 2 or boxes.shape[1] < 7:
+    if boxes.ndim != 2 or boxes.shape[1] not in (7, 9):
         raise ValueError(f"boxes must be (M, 7) or (M, 9); got {tuple(boxes.shape)}")
     whole = mx.issubdtype(labels.dtype, mx.integer) or not labels.size
     if labels.shape != boxes.shape[:1] or not whole:
