@@ -16,6 +16,7 @@ from ..ops.activation import (
     leaky_relu,
     prelu,
     relu,
+    selu,
     silu,
 )
 from ..ops.known_activations import BY_TANH, as_its_base
@@ -111,6 +112,14 @@ class ReLU(mlx.nn.ReLU):
         return relu(x)
 
 
+class SELU(mlx.nn.SELU):
+    """``mlx.nn.SELU`` that takes tensors too."""
+
+    def __call__(self, x):
+        """Apply it to each entry."""
+        return selu(x)
+
+
 @as_its_base
 class SiLU(mlx.nn.SiLU):
     """``mlx.nn.SiLU`` that takes tensors too."""
@@ -129,7 +138,6 @@ LogSoftmax = _of_features(mlx.nn.LogSoftmax)
 Mish = _of_features(mlx.nn.Mish)
 ReLU2 = _of_features(mlx.nn.ReLU2)
 ReLU6 = _of_features(mlx.nn.ReLU6)
-SELU = _of_features(mlx.nn.SELU)
 Sigmoid = _of_features(mlx.nn.Sigmoid)
 Softmax = _of_features(mlx.nn.Softmax)
 Softplus = _of_features(mlx.nn.Softplus)

@@ -28,6 +28,8 @@ __all__ = [
 
 
 Features = SparseTensor | mx.array
+# MLX's digits, of Klambauer et al., "Self-Normalizing Neural Networks", 2017.
+SELU_ALPHA, SELU_SCALE = 1.67326, 1.0507
 
 
 def on_features(function: Callable, x: Features, *args, **kwargs):
@@ -122,6 +124,14 @@ def relu(x: Features) -> Features:
     return activated(x, ACTIVATIONS["relu"])
 
 
+def selu(x: Features) -> Features:
+    """SELU: 1.0507 times an ELU with an alpha of 1.67326.
+
+    MLX's has NaN for a slope where ``exp(x)`` overflows: in half from 11.1 on.
+    """
+    return elu(x, SELU_ALPHA) * SELU_SCALE
+
+
 def silu(x: Features) -> Features:
     """SiLU: ``x * sigmoid(x)``."""
     return activated(x, ACTIVATIONS["silu"])
@@ -156,7 +166,6 @@ log_softmax = _of_features(mlx.nn.log_softmax)
 mish = _of_features(mlx.nn.mish)
 relu2 = _of_features(mlx.nn.relu2)
 relu6 = _of_features(mlx.nn.relu6)
-selu = _of_features(mlx.nn.selu)
 sigmoid = _of_features(mlx.nn.sigmoid)
 softmax = _of_features(mlx.nn.softmax)
 softplus = _of_features(mlx.nn.softplus)

@@ -272,7 +272,7 @@ ACTIVATIONS = sorted(
 )
 
 
-OWN = "elu", "gelu", "silu"  # those with kernels of their own on the CPU
+OWN = "elu", "gelu", "selu", "silu"  # those with kernels of their own on the CPU
 
 
 def assert_same_activation(name, ours, theirs):

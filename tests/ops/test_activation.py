@@ -137,6 +137,18 @@ def test_an_activation_of_any_axes_is_that_of_its_rows(name):
         ref.assert_close(dx[0].reshape(24, 5), np.array(back))
 
 
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+def test_a_selu_has_a_slope_where_its_exponential_overflows(dtype):
+    x = mx.array([[-300, -2, -1e-3, 0.5, 12, 100, 300]]).astype(getattr(mx, dtype))
+    value, slope, _ = exact_elu(x, 1.67326)
+    for selu in (ops.selu, nn.SELU()):
+        ref.assert_close(selu(x), 1.0507 * value, dtype)
+        first = mx.grad(lambda x, selu=selu: selu(x).astype(mx.float32).sum())(x)
+        ref.assert_close(first, 1.0507 * slope, dtype)
+    rows = ml.SparseTensor(mx.zeros((1, 4), mx.int32), x)
+    assert mx.array_equal(nn.SELU()(rows).feats, nn.SELU()(x))
+
+
 @pytest.mark.parametrize("name", ("relu", "leaky_relu"))
 def test_a_relu_keeps_what_is_no_number(name):
     slope = {"relu": 0.0, "leaky_relu": 0.01}[name]
