@@ -130,10 +130,14 @@ def test_places_that_are_added():
 
 def test_no_rows():
     x = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 4)))
-    net = trellis2.SLatFlowModel(8, 4, 16, 8, 4, 1, 2, pe_mode="rope", share_mod=True)
-    assert net(x, 1.0, mx.zeros((1, 3, 8))).shape == (0, 4)
+    for form in ({"pe_mode": "rope", "share_mod": True}, {"pe_mode": "ape"}):
+        net = trellis2.SLatFlowModel(8, 4, 16, 8, 4, 1, 2, **form)
+        assert net(x, 1.0, mx.zeros((1, 3, 8))).shape == (0, 4)
     encoder = trellis2.SparseVAEEncoder(4, (8, 8), 4, (1, 1))
     assert encoder(x).shape == (0, 4)
+    decoder = trellis2.SparseStructureDecoder(1, 4, 1, (8, 8, 8))
+    assert decoder(mx.zeros((0, 4, 2, 2, 2))).shape == (0, 1, 8, 8, 8)
+    assert decoder(mx.zeros((2, 4, 2, 2, 3))).shape == (2, 1, 8, 8, 12)
 
 
 def test_the_published_sizes():

@@ -55,5 +55,6 @@ def place_features(coords: mx.array, channels: int) -> mx.array:
     each = channels // axes // 2
     speed = mx.array([PERIOD ** (-i / each) for i in range(each)])
     angle = coords.astype(mx.float32)[:, :, None] * speed
-    y = mx.concatenate([mx.sin(angle), mx.cos(angle)], axis=2).reshape(n, -1)
+    y = mx.concatenate([mx.sin(angle), mx.cos(angle)], axis=2)
+    y = y.reshape(n, 2 * each * axes)
     return mx.pad(y, [(0, 0), (0, channels - y.shape[1])])

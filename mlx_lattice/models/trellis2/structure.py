@@ -154,7 +154,7 @@ class SparseStructureDecoder(Pretrained):
         y = y.astype(outer)
         for layer in self.out_layer:
             y = layer(y)
-        by = round((len(y) // mask.size) ** (1 / 3))
+        by = 2 ** sum(isinstance(block, UpsampleBlock3d) for block in blocks)
         size = [n * by for n in z.shape[2:]]
         y = y.feats.reshape(z.shape[0], *size, y.channels)
         return y.transpose(0, 4, 1, 2, 3).astype(z.dtype)
