@@ -70,7 +70,7 @@ class KeptViews:
         finally:
             self.building -= 1
         if not self.building:
-            sync.start(view)
+            sync.start(view, related=True)
         return view
 
     def is_table(self, swapped: bool) -> bool:

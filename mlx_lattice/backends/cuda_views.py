@@ -135,7 +135,7 @@ def band_counts(relation: RelationViews) -> BandCounts:
     if isinstance(counts, CountsInSeveral):
         counts = counts.alone()
         relation.keep(COUNTS, counts)
-        sync.start(counts)
+        sync.start(counts, related=True)
     return counts
 
 

@@ -93,7 +93,7 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
         _work.reset(token)
 
 
-def start(view: object, *, at_once: bool = False) -> None:
+def start(view: object, *, at_once: bool = False, related: bool = False) -> None:
     """Have the arrays of a view computed, and wait for nothing.
 
     A graph that ``mx.compile`` traces takes in what is not computed yet, and would
@@ -102,12 +102,13 @@ def start(view: object, *, at_once: bool = False) -> None:
     Args:
         view: an array, or a tuple of them and of what is none.
         at_once: also where starts are held, for what is evaluated with no relation.
+        related: whether a relation has it, which may let go of it before it is made.
     """
-    arrays = arrays_in(view)
     if _is_held.get() and not at_once:
-        if (put_off := _put_off.get()) is not None:
-            put_off += arrays
-    elif arrays:
+        put_off = _put_off.get()
+        if put_off is not None and not related:
+            put_off += arrays_in(view)
+    elif arrays := arrays_in(view):
         _starts(arrays)
 
 
@@ -128,7 +129,7 @@ def held(put_off: list[mx.array] | None = None) -> Iterator[None]:
     """Leave the start of views to what evaluates them all together, after the block.
 
     Args:
-        put_off: a list to which what was to be started is added.
+        put_off: a list to which what was to be started is added, but for relations'.
     """
     tokens = _is_held.set(True), _put_off.set(put_off)
     try:
