@@ -263,11 +263,16 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
         )
     if feats.ndim != 2:
         raise ValueError(f"features must have shape (N, C); got {tuple(feats.shape)}")
-    inverse = inverse if inverse.dtype == mx.int32 else inverse.astype(mx.int64)
+    n = len(feats)
+    if inverse.dtype != mx.int32:
+        inverse = inverse.astype(mx.int64)
     # What is no row is no place of memory either: kernels of the CPU say so when it is
     # computed, those of GPUs could not.
-    none = len(feats) if devices.current().backend == devices.CPU else -1
-    rows = mx.where(inverse < len(feats), mx.maximum(inverse, -1), none)
+    if devices.current().backend == devices.CPU:
+        rows = mx.where(inverse < n, mx.maximum(inverse, -1), n)
+    else:
+        unsigned = mx.uint32 if inverse.dtype == mx.int32 else mx.uint64
+        rows = mx.where(inverse.view(unsigned) < n, inverse, -1)
     rows = rows.astype(mx.int32)
     return gathered(feats, rows[:, None])
 
