@@ -22,6 +22,9 @@ Net = TypeVar("Net", bound="Pretrained")
 # Nets of this package by name: the first class that has it.
 _CLASSES: dict[str, type[Pretrained]] = {}
 
+# What constructors make of numbers and lists that no net has.
+_OF_ARGUMENTS = TypeError, ValueError, ArithmeticError, LookupError, AttributeError
+
 
 class Pretrained(mlx.nn.Module):
     """A net that keeps its constructor's arguments, and so can be made again.
@@ -164,7 +167,7 @@ def from_pretrained(
     arguments = config.get("arguments", {})
     try:
         net = found(**{key: _read(value) for key, value in arguments.items()})
-    except (TypeError, ValueError) as error:
+    except _OF_ARGUMENTS as error:
         raise CheckpointError(
             f"{folder}: the arguments in its config make no {name}: {error}"
         ) from error

@@ -229,6 +229,7 @@ def test_another_class(folder):
         ({"arguments": []}, '"arguments" must be an object'),
         ({"arguments": {}}, "make no SpUNet: .*in_channels"),
         ({"arguments": {"in_channels": 2, "classes": 3}}, "make no SpUNet: .*classes"),
+        ({"arguments": {"in_channels": 2**40, "num_classes": 3}}, "make no SpUNet"),
         (
             {"arguments": {"in_channels": 2, "num_classes": 3, "channels": [8]}},
             "as many of both; got 1 and 8",
