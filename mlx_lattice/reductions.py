@@ -186,6 +186,30 @@ def move_rows(
     return function(x)
 
 
+def put(x: mx.array, places: mx.array, n: int) -> mx.array:
+    """Return n entries: those of ``x`` at their places, and zeros.
+
+    MLX's own scatter has no forward mode.
+
+    Args:
+        x: (N, ...).
+        places: (N,) integers below n, none twice.
+    """
+    facts = {"places": places, "n": n}
+
+    def forward(x):
+        return mx.zeros((n, *x.shape[1:]), dtype=x.dtype).at[places].add(x)
+
+    return linear(forward, partial(_picked, **facts), partial(put, **facts))(x)
+
+
+def _picked(y: mx.array, places: mx.array, n: int) -> mx.array:
+    """Return the entries at places, of n: the transpose of ``put``."""
+    facts = {"places": places, "n": n}
+    rules = partial(put, **facts), partial(_picked, **facts)
+    return linear(lambda y: y[places], *rules)(y)
+
+
 def inverted(places: mx.array, n: int) -> mx.array:
     """Return (n,) int32: which of the places is each of n, or -1.
 

@@ -24,7 +24,7 @@ from .geometry.voxelize import voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
-from .reductions import inverted, move_rows
+from .reductions import inverted, move_rows, put
 from .transformations import zeros_of
 
 # Rows that bring the features of one set into another's order; see ``align``.
@@ -310,8 +310,7 @@ class SparseTensor(OtherNames):
         flat = mx.zeros((len(self),), dtype=mx.int64)
         for axis, extent in enumerate(grid):
             flat = flat * extent + held.coords[:, axis].astype(mx.int64)
-        dense = mx.zeros((prod(grid), self.channels), dtype=self.dtype)
-        return dense.at[flat].add(self.feats).reshape(*grid, self.channels)
+        return put(self.feats, flat, prod(grid)).reshape(*grid, self.channels)
 
     def __add__(self, other):
         return self._arithmetic(other, mx.add)

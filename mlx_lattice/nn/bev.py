@@ -7,6 +7,7 @@ from math import prod
 import mlx.core as mx
 from mlx.nn import Module
 
+from ..reductions import put
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of
 
@@ -65,6 +66,6 @@ class ToBEV(Module):
             cell = cell * extent + column
         channel = mx.arange(x.channels, dtype=mx.int64)
         at = (cell[:, None] * x.channels + channel) * deep + height[:, None]
-        dense = mx.zeros((prod(grid) * x.channels * deep,), dtype=x.dtype)
-        dense = dense.at[at.flatten()].add(x.feats.flatten())
+        size = prod(grid) * x.channels * deep
+        dense = put(x.feats.flatten(), at.flatten(), size)
         return dense.reshape(*grid, x.channels * deep)

@@ -53,6 +53,26 @@ def test_gradient_and_no_rows():
     assert not nn.ToBEV()(none).any() and nn.ToBEV()(none).shape == (2, 5, 4, 18)
 
 
+@pytest.mark.parametrize("dense", (nn.ToBEV(), ml.SparseTensor.to_dense))
+def test_derivatives_of_a_map(dense):
+    _, _, x = tensor()
+
+    def of(feats):
+        return dense(x.replace(feats))
+
+    moved, weights = mx.random.normal((2, *x.shape))
+    y, dy = mx.jvp(of, [x.feats], [moved])
+    assert mx.array_equal(y[0], of(x.feats)) and mx.array_equal(dy[0], of(moved))
+    assert mx.array_equal(mx.vmap(of)(weights[None])[0], of(weights))
+    # Of the sum of cubes: forward over reverse, reverse over reverse, and once more.
+    slope = mx.grad(lambda feats: (of(feats) ** 3).sum())
+    assert mx.allclose(slope(x.feats), 3 * x.feats**2)
+    assert mx.allclose(mx.jvp(slope, [x.feats], [moved])[1][0], 6 * x.feats * moved)
+    second = mx.grad(lambda feats: (slope(feats) * weights).sum())
+    assert mx.allclose(second(x.feats), 6 * x.feats * weights)
+    assert mx.allclose(mx.jvp(second, [x.feats], [moved])[1][0], 6 * weights * moved)
+
+
 def test_what_is_refused():
     _, _, x = tensor()
     with pytest.raises(ValueError, match="needs the extents of the map"):
