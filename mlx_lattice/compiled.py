@@ -10,6 +10,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from operator import attrgetter
+from threading import RLock
 from typing import NamedTuple
 from weakref import ref
 
@@ -67,8 +68,9 @@ def compile(  # noqa: A001 - as mx.compile
             for longest is dropped, and each with its coordinates.
 
     Returns:
-        The function. Its ``len`` says how many are kept; ``clear()`` drops them, which
-        is needed after layers of a module were replaced, frozen or unfrozen.
+        The function; threads that call it wait for each other. Its ``len`` says how
+        many are kept; ``clear()`` drops them, which is needed after layers of a module
+        were replaced, frozen or unfrozen.
 
     Raises:
         TypeError: an argument or result is none of these; or ``inputs`` or ``outputs``
@@ -95,9 +97,14 @@ class Compiled:
         self._state = inputs, outputs
         self._traces: OrderedDict[tuple, _Trace] = OrderedDict()
         self._modules: list[Module] | None = None
+        self._one_at_a_time = RLock()
 
     def __call__(self, *args, **kwargs):
         """Call the function, or what was compiled of it."""
+        with self._one_at_a_time:  # where one is traced, a state is MLX's stand-ins
+            return self._call(*args, **kwargs)
+
+    def _call(self, *args, **kwargs):
         if launch.observed():
             return self.function(*args, **kwargs)
         given = args, kwargs

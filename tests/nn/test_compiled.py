@@ -4,6 +4,7 @@ import gc
 import math
 import re
 from collections import Counter
+from threading import Event, Thread
 from weakref import ref
 
 import cases
@@ -300,6 +301,39 @@ def test_a_minkunet_trains_alike():
         net.eval()
     a, b = (net(x).feats for net, _ in results)
     np.testing.assert_allclose(a, b, rtol=1e-2, atol=1e-2)
+
+
+def test_a_thread_waits_while_another_one_traces():
+    x, other, net = tensor(), tensor(1), small_net().eval()
+    begun, done, found = Event(), Event(), []
+
+    class Net(mlx.nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.net = net
+
+        def __call__(self, given):
+            if given.key == x.key and fast._traces:  # its second call: a trace
+                begun.set()
+                done.wait(0.5)
+            return self.net(given)
+
+    def call():
+        begun.wait(5)
+        found.append(np.array(fast(other).feats))
+        done.set()
+
+    expected = [np.array(net(each).feats) for each in (x, other)]
+    mx.eval(x.arrays(), other.arrays())
+    fast = ml.compile(Net().eval())
+    fast(x)
+    thread = Thread(target=call)
+    thread.start()
+    y = np.array(fast(x).feats)
+    thread.join(20)
+    assert len(found) == 1 and done.is_set()
+    for a, b in zip([y, *found], expected, strict=True):
+        np.testing.assert_allclose(a, b, **TOLERANCE)
 
 
 def test_the_oldest_trace_is_dropped():
