@@ -80,9 +80,8 @@ def rehearsal(what: str = "features") -> Iterator[None]:
         _rehearsed.reset(token)
 
 
-def is_rehearsed() -> bool:
-    """Whether launches here may be left out, and be zeros."""
-    return _rehearsed.get() is not None
+# What is rehearsed here, where launches may be left out and be zeros; else None.
+rehearsed: Callable[[], str | None] = _rehearsed.get
 
 
 @cache
@@ -171,8 +170,8 @@ class Kernel:
         """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
         if self._handed is None:
             job = self._started([x.dtype for x in inputs], output_dtypes)
-            rehearsed = _rehearsed.get()
-            if rehearsed == "all" or (rehearsed and not self.geometry):
+            what = rehearsed()
+            if what == "all" or (what and not self.geometry):
                 made = zip(output_shapes, output_dtypes, strict=True)
                 return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
             self._handed = cuda_modules.handed(self.nvrtc, self.name, job.result())
@@ -215,7 +214,7 @@ class Kernel:
             # A thread has a context of its own, without the block that names a folder.
             run = copy_context().run
             self._job = _pool().submit(run, compiled, self.nvrtc, text)
-            if _rehearsed.get():
+            if rehearsed():
                 _jobs.append(self._job)
         return self._job
 
