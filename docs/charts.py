@@ -63,12 +63,12 @@ def peers_on_a_gpu(step: str, count: int = 100_000) -> float | None:
 
 
 def nets_on_a_cpu() -> dict[tuple[str, str], float]:
-    """Return wall ms of MinkUNet18 by (library, step)."""
+    """Return wall ms of MinkUNet18 by (library, step); not of the other chip."""
     names = {"spconv": "spconv", "gather": "PyTorch gather-matmul-scatter"}
     return {
         (names.get(row.get("library"), "mlx_lattice"), row["step"]): row["wall_ms"]
         for row in rows("nets-cpu")
-        if row["net"] == "minkunet18" and "wall_ms" in row
+        if row["net"] == "minkunet18" and "wall_ms" in row and "chip" not in row
     }
 
 
