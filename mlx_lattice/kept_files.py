@@ -6,10 +6,18 @@ import os
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from . import settings
+
+try:
+    import fcntl
+except ImportError:  # a system without it
+    fcntl = None
+
+# What reading entries of JSON that have another form raises.
+UNUSABLE = ValueError, KeyError, TypeError, AttributeError, RecursionError
 
 
 @contextmanager
@@ -54,6 +62,24 @@ def folder() -> Path:
         return Path.home() / "Library" / "Caches" / "mlx-lattice"
     base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
     return Path(base) / "mlx-lattice"
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keep other processes out while a file of the folder is read and written anew.
+
+    Where it has no locks, or cannot be written to, nobody is kept out.
+    """
+    try:
+        folder().mkdir(parents=True, exist_ok=True)
+        lock = (folder() / ".lock").open("ab")
+    except OSError:
+        lock = nullcontext()
+    with lock as held:
+        if fcntl is not None and held is not None:
+            with suppress(OSError):
+                fcntl.flock(held, fcntl.LOCK_EX)  # until it is closed
+        yield
 
 
 def write_whole(path: Path, data: bytes) -> None:

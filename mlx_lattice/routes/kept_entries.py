@@ -50,11 +50,12 @@ class KeptEntries:
 
     def store(self, key: str, entry: dict) -> None:
         """Merge one entry into the file and put it in place in one step."""
-        path, entries = self.path, {**self.load(), key: entry}
-        held = {**self._header(), "entries": entries}
-        text = json.dumps(held, indent=1, sort_keys=True)
+        path = self.path
         try:
-            kept_files.write_whole(path, text.encode())
+            with kept_files.alone():
+                held = {**self._header(), "entries": {**self.load(), key: entry}}
+                text = json.dumps(held, indent=1, sort_keys=True)
+                kept_files.write_whole(path, text.encode())
         except OSError as error:
             warnings.warn(
                 f"the tuning cache {path} cannot be written ({error}); measured "
@@ -74,7 +75,7 @@ def _read(file: KeptEntries, path: Path, stamp: tuple[int, ...]) -> dict[str, di
         entries, header = held["entries"], {k: held.get(k) for k in wanted}
         if not all(file.valid(e) for e in entries.values()):
             raise ValueError(f"an entry is not {file.form}")
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, *kept_files.UNUSABLE) as error:
         warnings.warn(
             f"the tuning cache {path} cannot be read ({error}); it is ignored and "
             "written anew",

@@ -102,10 +102,11 @@ class Results:
             self._found[key_of(plan, biased)] = named(plan.gpu), why
         self._update()
         # What other processes found meanwhile stays in the file.
-        entries = {**_read(self.path, self.where), **self._found}
-        held = {"version": VERSION, "machine": self.where, "kernels": entries}
         try:
-            kept_files.write_whole(self.path, json.dumps(held, indent=1).encode())
+            with kept_files.alone():
+                entries = {**_read(self.path, self.where), **self._found}
+                held = {"version": VERSION, "machine": self.where, "kernels": entries}
+                kept_files.write_whole(self.path, json.dumps(held, indent=1).encode())
         except OSError as error:
             if not self._is_written:
                 return  # that was said
@@ -197,7 +198,7 @@ def _read(path: Path, where: str) -> dict[str, tuple[str, str | None]]:
         if all(isinstance(why, str | None) for _, why in entries.values()):
             return entries
         raise ValueError("a reason is neither a sentence nor null")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except kept_files.UNUSABLE as error:
         warnings.warn(
             f"{path} cannot be read ({error}): kernels prove themselves again, and it "
             "is written anew",

@@ -1,0 +1,66 @@
+"""Files of what was measured: of several processes, and of another form."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from mlx_lattice import kept_files
+from mlx_lattice.routes.kept_entries import KeptEntries
+
+ROOT = Path(__file__).resolve().parents[2]
+FILE = KeptEntries("entries.json", 1, lambda entry: isinstance(entry, dict), "a dict")
+STORE = """
+import sys
+from pathlib import Path
+sys.path.insert(0, sys.argv[1])
+from test_kept_entries import FILE
+from mlx_lattice import kept_files
+with kept_files.cache(sys.argv[2]):
+    print("ready", flush=True)
+    sys.stdin.readline()
+    for i in range(40):
+        FILE.store(f"{sys.argv[3]} {i}", {"is": i})
+"""
+
+
+def test_processes_that_store_at_once_lose_nothing(tmp_path):
+    given = str(Path(__file__).parent), str(tmp_path)
+    running = [
+        subprocess.Popen(
+            [sys.executable, "-c", STORE, *given, str(name)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=ROOT,
+            text=True,
+        )
+        for name in range(3)
+    ]
+    for each in running:
+        assert each.stdout.readline() == "ready\n"
+    for each in running:
+        each.stdin.write("\n")
+        each.stdin.close()
+    assert [each.wait() for each in running] == [0] * 3
+    with kept_files.cache(tmp_path):
+        assert len(FILE.load()) == 3 * 40
+
+
+@pytest.mark.parametrize("text", ("[" * 100_000, "[]", "{", '{"entries": 3}', ""))
+def test_files_of_another_form_are_written_anew(text, tmp_path):
+    (tmp_path / "entries.json").write_text(text)
+    with kept_files.cache(tmp_path), pytest.warns(UserWarning, match="written anew"):
+        assert FILE.load() == {}
+        FILE.store("a", {"is": 1})
+    held = json.loads((tmp_path / "entries.json").read_text())
+    assert held["entries"] == {"a": {"is": 1}}
+
+
+def test_a_folder_that_takes_no_file(tmp_path):
+    (tmp_path / "file").write_text("")
+    with kept_files.cache(tmp_path / "file" / "folder"):
+        with pytest.warns(UserWarning, match="this process only"):
+            FILE.store("a", {"is": 1})
+        assert FILE.load() == {"a": {"is": 1}}
