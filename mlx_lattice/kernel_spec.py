@@ -169,8 +169,9 @@ class KernelSpec(Facts):
 
         Each row then has one edge, to the cell ``floor(in / stride)`` that it lies in.
         """
-        places = itertools.product(*map(range, self.stride))
-        return self.volume == prod(self.stride) and set(self.offsets) == set(places)
+        if self.volume != prod(self.stride):  # first: a cell may have 2^31 places
+            return False
+        return set(self.offsets) == set(itertools.product(*map(range, self.stride)))
 
     @cached_property
     def is_symmetric(self) -> bool:

@@ -1,6 +1,7 @@
 """KernelSpec: offsets of both rules, output shapes, and what it refuses."""
 
 import itertools
+import tracemalloc
 
 import pytest
 import reference as ref
@@ -123,6 +124,17 @@ def test_symmetry_is_by_reversed_order(offsets):
 )
 def test_text(arguments, text):
     assert str(KernelSpec.of(3, **arguments)) == text
+
+
+def test_a_huge_cell_is_not_listed():
+    """Places of 2^31 on an axis would fill the memory."""
+    spec = KernelSpec.of(2, kernel_size=1, stride=(2**22, 2))
+    tracemalloc.start()
+    try:
+        assert not spec.fills_cell
+        assert tracemalloc.get_traced_memory()[1] < 1e6
+    finally:
+        tracemalloc.stop()
 
 
 @pytest.mark.parametrize(
