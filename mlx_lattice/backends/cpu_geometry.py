@@ -10,9 +10,10 @@ from ..geometry import curves
 from ..geometry.best_rows import best_rows
 from ..geometry.curves import Curve, by_region
 from ..geometry.kept_rows import KeptRows
-from ..geometry.keys import Bounds, Offsets
+from ..geometry.keys import INT32_LIMIT, Bounds, Offsets
 from ..geometry.one_by_one import OneByOne
-from ..geometry.output_rows import Rule
+from ..geometry.output_rows import Rule, box_of
+from ..geometry.output_rows import made_rows as rows_within
 from ..geometry.protocol import RelationViews
 from ..geometry.rows import Keep, Rows
 from ..geometry.unique import UniqueRows, true_positions
@@ -117,9 +118,15 @@ class CpuGeometry(OneByOne):
             rows = self.unique_rows(coords).rows
         elif rule == Rule.CELL:
             rows = extension.cells(coords, stride)
+        elif rule == Rule.REACH:
+            low, high = box_of(rule, _bounds(coords), offsets, stride)
+            # The extension takes a box beyond int32 for rows there, which a stride
+            # may have left out; its own box is up to a cell wider.
+            if min(low) <= -INT32_LIMIT or max(high) >= INT32_LIMIT - 1:
+                return rows_within(rule, coords, offsets, stride, box, count)
+            rows = extension.reach(coords, offsets, stride)
         else:
-            build = extension.reach if rule == Rule.REACH else extension.expand
-            rows = build(coords, offsets, stride)
+            rows = extension.expand(coords, offsets, stride)
         return _within(rows, box) if is_cut else rows
 
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
