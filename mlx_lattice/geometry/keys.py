@@ -97,10 +97,12 @@ def row_keys(coords: mx.array, bounds: Bounds) -> mx.array:
         return packed_keys(coords, bounds[0], column_weights(bounds))
     keys, cells = mx.zeros((coords.shape[0],), dtype=mx.int64), 1
     for axis, (low, high) in enumerate(zip(*bounds, strict=True)):
-        extent = high - low + 1
+        column, extent = coords[:, axis].astype(mx.int64) - low, high - low + 1
         if cells * extent >= KEY_LIMIT:
             keys, cells = ranks(keys), coords.shape[0]
-        keys = keys * extent + (coords[:, axis].astype(mx.int64) - low)
+        if cells * extent >= KEY_LIMIT:  # rows times a huge stride
+            column, extent = ranks(column), coords.shape[0]
+        keys = keys * extent + column
         cells *= extent
     return keys
 

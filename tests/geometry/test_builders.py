@@ -14,6 +14,7 @@ from conftest import KINDS, pair
 from contractions import moved
 from metal_checks import bounded, checked
 from places import HERE, MetalHost, agreed
+from reference_rows import table_of
 
 from mlx_lattice.backends import dispatch_bounds
 from mlx_lattice.backends.registry import GEOMETRY
@@ -306,6 +307,34 @@ def test_rows_of_which_the_stride_leaves_out_those_beyond_int32(place):
     given = rows([[0, MOST, 1], [0, 4, 2]], 2)  # the first reaches nothing
     kept = made(place, Rule.REACH, given, [(-1, 0), (1, 0)], (1, 2))
     assert ref.rows_of(kept) == [(0, 3, 1), (0, 5, 1)]
+
+
+@places
+def test_tables_of_rows_times_huge_strides(place):
+    """Products of which one column alone takes as many bits as a key has."""
+    rng = np.random.default_rng(0)
+    stride, offsets = (2**30, MOST), [(0, 0), (1, -1), (-2, 5)]
+    coarse = rng.permutation(
+        np.c_[np.arange(60) % 2, rng.integers(LEAST, MOST, 60), rng.integers(-1, 2, 60)]
+    )
+    coarse[:20, 1] = rng.permutation(20) % 5 - 2
+    coarse = np.unique(coarse, axis=0)
+    fine = np.array(
+        [
+            (b, x * stride[0] + i, y * stride[1] + j)
+            for b, x, y in coarse.tolist()
+            for i, j in offsets
+            if abs(x) < 2 and abs(y * stride[1] + j) <= MOST
+        ]
+    )
+    fine = rng.permutation(np.unique(fine, axis=0))
+    up = table_between(
+        place, rows(coarse, 2), rows(fine, 2), offsets, stride, transposed=True
+    )
+    same(up, table_of(coarse, fine, offsets, stride, True))
+    down = table_between(place, rows(fine, 2), rows(coarse, 2), offsets, stride)
+    same(down, table_of(fine, coarse, offsets, stride, False))
+    assert (np.array(up) >= 0).sum() == (np.array(down) >= 0).sum() > 20
 
 
 @places
