@@ -16,6 +16,9 @@ from .prediction import Prediction, predict
 # Of the rate for half precision, what float32 has in products of tensor cores.
 TF32_SHARE = {ONE: 1 / 2, THREE: 1 / 6}
 
+# What three digits round up to 1000, which they would write as 1e+03.
+ROUNDED_UP = 999.5
+
 
 @dataclass(frozen=True)
 class Cost:
@@ -207,11 +210,11 @@ def milliseconds(ms: float) -> str:
     """Return a time as people read it: "3.70 ms", "12.0 us"."""
     if ms and ms < 0.1:
         return f"{1e3 * ms:.3g} us"
-    return f"{ms:,.0f} ms" if ms >= 1000 else f"{ms:.3g} ms"
+    return f"{ms:,.0f} ms" if ms >= ROUNDED_UP else f"{ms:.3g} ms"
 
 
 def _scaled(value: float, units: tuple[str, ...]) -> str:
     at = 0
-    while value >= 1000 and at < len(units) - 1:
+    while value >= ROUNDED_UP and at < len(units) - 1:
         value, at = value / 1000, at + 1
     return f"{value:.3g} {units[at]}"

@@ -248,6 +248,9 @@ def test_packed_weights_move_fewer_bytes():
         (cost.milliseconds(0.012), "12 us"),
         (cost.milliseconds(0.0), "0 ms"),
         (cost.milliseconds(1234.5), "1,234 ms"),
+        (cost.milliseconds(999.7), "1,000 ms"),
+        (cost.size(999_700), "1 MB"),
+        (cost.operations(999_499_999), "999 MFLOP"),
     ],
 )
 def test_numbers_read_well(text, expected):
