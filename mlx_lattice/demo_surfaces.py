@@ -74,10 +74,21 @@ def voxel_size(points: np.ndarray, most: int = 7000) -> float:
 
 
 def labelled(points: np.ndarray, voxel_size: float) -> Scan:
-    """Return a scan with its labels; the half of the smaller x is taught."""
+    """Return a scan with its labels; the half of the smaller x is taught.
+
+    Raises:
+        ValueError: one of the halves has no voxel.
+    """
     x, _ = recipe(voxel_size)(points)
     first = np.array(x.coords[:, 1])
-    return Scan(x, surfaces(x), first < int(np.median(first)))
+    taught = first < (int(np.median(first)) if len(first) else 0)
+    if not taught.any():
+        raise ValueError(
+            "a scan needs voxels at several x, of which one half is taught and the "
+            f"other scored; this one has {len(first)} at one. Use another scan, or a "
+            "smaller voxel size"
+        )
+    return Scan(x, surfaces(x), taught)
 
 
 def turned(x: SparseTensor) -> list[SparseTensor]:

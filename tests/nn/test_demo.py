@@ -90,3 +90,10 @@ def test_a_scan(tmp_path, capsys):
     assert (tmp_path / "run.html").exists()
     printed = capsys.readouterr().out
     assert "400 points" in printed and "MinkUNet14" in printed
+
+
+@pytest.mark.parametrize("count", (0, 1, 5))
+def test_scans_without_two_halves_are_refused(count):
+    points = np.zeros((count, 3), np.float32)
+    with pytest.raises(ValueError, match="needs voxels at several x, of which one"):
+        demo_surfaces.labelled(points, 0.1)
