@@ -90,11 +90,17 @@ def expect_rows(feats: mx.array, *lines: mx.array | None) -> None:
     dtype_name(feats.dtype)
     if feats.ndim != 2:
         raise ValueError(f"features must have shape (N, C); got {tuple(feats.shape)}")
+    expect_lines("mean, var, weight and bias", feats, *lines)
+
+
+def expect_lines(names: str, feats: mx.array, *lines: mx.array | None) -> None:
+    """Raise unless each line has one value a channel; ``names`` is what they are."""
+    channels = feats.shape[-1:]
     for line in lines:
-        if line is not None and line.shape != feats.shape[1:]:
+        if line is not None and line.shape != channels:
             raise ValueError(
-                f"mean, var, weight and bias must have shape {feats.shape[1:]}, one "
-                f"value a channel; got {tuple(line.shape)}"
+                f"{names} must have shape {channels}, one value a channel; got "
+                f"{line.shape}"
             )
 
 

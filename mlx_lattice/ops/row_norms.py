@@ -20,7 +20,7 @@ from ..transformations import Function, of_kernels
 from . import activation as activations
 from .fusion import observed
 from .known_activations import activation_of
-from .norm import Features, residual_of
+from .norm import Features, expect_lines, residual_of
 from .norm_rules import Given, Layer
 
 __all__ = ["layer_norm", "rms_norm"]
@@ -49,7 +49,7 @@ def layer_norm(
     """
     feats, eps = features_of(x), real(eps, "eps", 0.0)
     weight, bias = arrays_of(weight=weight, bias=bias)
-    _expect_lines(feats, weight, bias)
+    expect_lines("weight and bias", feats, weight, bias)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x if residual is None else _replace(x, feats + residual_of(x, residual))
     kernels = registry.row_norms()
@@ -148,21 +148,10 @@ def rms_norm(
     """
     feats, eps = features_of(x), real(eps, "eps", 0.0)
     (weight,) = arrays_of(weight=weight)
-    _expect_lines(feats, weight)
+    expect_lines("weight and bias", feats, weight)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
     return _replace(x, mx.fast.rms_norm(feats, *_like(feats, weight), eps))
-
-
-def _expect_lines(feats: mx.array, *lines: mx.array | None) -> None:
-    """Raise unless each line has one value a channel."""
-    channels = feats.shape[-1:]
-    for line in lines:
-        if line is not None and line.shape != channels:
-            raise ValueError(
-                f"weight and bias must have shape {channels}, one value a channel; got "
-                f"{line.shape}"
-            )
 
 
 def _replace(x: Features, feats: mx.array) -> Features:
