@@ -15,28 +15,27 @@
 namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
-// channels, PRODUCERS threads that copy, and STAGES in shared memory. TAIL: the last stage
-// of an offset is filled up with zeros. EARLY: the row indices of so many offsets are
-// fetched beside the masks, not after them: a tile of few offsets is little but the wait
-// for its reads. Half a warpgroup copies there, so that more tiles lie side by side.
-// ITSELF: every row is fed by itself alone, and neither the table nor masks are read.
+// channels, and STAGES in shared memory. TAIL: the last stage of an offset is filled up with
+// zeros. EARLY: the row indices of so many offsets are fetched beside the masks, not after
+// them: a tile of few offsets is little but the wait for its reads. ITSELF: every row is fed
+// by itself alone, and neither the table nor masks are read.
 template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0,
-          int PRODUCERS = 128, bool ITSELF = false>
+          bool ITSELF = false>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
-          int EARLY, int PRODUCERS, bool ITSELF, typename T, typename OUT, typename W,
-          typename S, typename AFTER>
+          int EARLY, bool ITSELF, typename T, typename OUT, typename W, typename S,
+          typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
-    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY, PRODUCERS, ITSELF>, const T* x, W w,
+    WideTile<CONSUMERS, BN, STAGES, TAIL, EARLY, ITSELF>, const T* x, W w,
     const int* table, const int* rows, const unsigned* masks, const AFTER& after,
     const S& sizes, OUT* y) {
   static_assert(!TAIL || !is_packed<W>, "packed weights have no tail");
   static_assert(sizeof(T) < 4 || TRANSPOSED, "TF32 runs along the summed channels");
   const int n_out = sizes.rows, pitch = sizes.pitch, volume = sizes.volume;
   const int c_in = sizes.c_x, c_out = sizes.c_y;
-  constexpr int BM = 64 * CONSUMERS;
+  constexpr int BM = 64 * CONSUMERS, PRODUCERS = 128;  // threads that copy
   constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
   // On an H200 tiles of 128 columns take 4% less by that, of 192 2%, of 256 the same; of 64
   // up to 8% more.
@@ -61,8 +60,7 @@ __device__ __forceinline__ void multiply_tiles(
   const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
 
   if (thread == 0) {
-    ring.init(PRODUCERS + (is_packed<W> ? PRODUCERS / 32 : 0),
-              4 * CONSUMERS);
+    ring.init(PRODUCERS + (is_packed<W> ? PRODUCERS / 32 : 0), 4 * CONSUMERS);
   }
   if (ITSELF) {
     if (thread == 0) live[0] = 0, live_count = 1;

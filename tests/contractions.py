@@ -73,6 +73,13 @@ LARGE: dict[str, tuple[Case, str, int] | None] = {
     "nine": (Case("submanifold", 3, 9), "block", 120),
     "pointwise_65": (Case("submanifold", 3, 1), "block", 65),
     "pointwise_many": (Case("submanifold", 3, 1), "block", 20_000),  # tiles a block
+    # Rows that are written have one edge: forward, and in the gradient of features.
+    "inverse_one": (Case("transposed", 3, 2, 2), "one", 1),
+    "inverse_65": (Case("transposed", 3, 2, 2), "block", 13),
+    "inverse_many": (Case("transposed", 3, 2, 2), "block", 4000),
+    "strided_one": (Case("forward", 3, 2, 2), "one", 1),
+    "strided_65": (Case("forward", 3, 2, 2), "block", 65),
+    "strided_many": (Case("forward", 3, 2, 2), "block", 20_000),
 }
 
 # Rows in, rows out and offsets of scenes without an edge.

@@ -35,7 +35,8 @@ class Tile(NamedTuple):
     """A matrix tile of a kernel.
 
     Attributes:
-        variant: of the kernel: "mma", "hopper", "wide" or "resident".
+        variant: of the kernel: "mma", "hopper", "wide", "short" or
+            "resident".
         code: the C++ type that names it.
         rows, width: of the result: output rows or input channels, and output channels.
         threads: of a block.
@@ -211,7 +212,15 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
     by_width = cuda_shapes.SMALL_TILES[stages + facts]
     tiles = by_width.get(c_y, by_width[width])
-    return (*_itself_tiles(c_x, c_y), *tiles) if layer.pointwise else tiles
+    if layer.pointwise:
+        tiles = *_itself_tiles(c_x, c_y), *tiles
+    return tuple(each for each in tiles if _has_room(each[1], c_x))
+
+
+def _has_room(tile: cuda_shapes.Shape, c_x: int) -> bool:
+    """Whether a ShortTile holds all channels of an offset in half; others need not."""
+    stages = -(-2 * c_x // STAGE_BYTES)
+    return not isinstance(tile, cuda_shapes.ShortTile) or stages <= tile.stages
 
 
 def _itself_tiles(c_x: int, c_y: int) -> tuple:
@@ -258,8 +267,11 @@ def _sorted_tile(
         tile = cuda_shapes.WIDE_TILES.get(width)
     if isinstance(tile, cuda_shapes.ResidentTile):
         return resident(layer, tile)
+    itself = layer.pointwise and not packed
+    if isinstance(tile, cuda_shapes.ShortTile):
+        return short(layer, tile, itself)
     if isinstance(tile, cuda_shapes.Tile):
-        return wide(layer, tile, layer.pointwise and not packed)
+        return wide(layer, tile, itself)
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
     # Of few offsets the rows of a tile share one, however few edges they have.
@@ -273,11 +285,8 @@ def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
 
     itself: whether it is to read no table, since rows feed themselves alone.
     """
-    has_tail = whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0
     early = thresholds.FEW_OFFSETS if few_offsets(p) and not itself else 0
-    shape = tile.consumers, tile.width, tile.stages, str(has_tail).lower(), early
-    if tile.producer_threads != 128 or itself:
-        shape = *shape, tile.producer_threads
+    shape = tile.consumers, tile.width, tile.stages, _has_tail(p), early
     if itself:
         shape = *shape, "true"
     return Tile(
@@ -293,13 +302,34 @@ def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
     )
 
 
+def short(p: Problem, tile: cuda_shapes.ShortTile, itself: bool = False) -> Tile:
+    """Return ShortTile in a shape, for the problem's channels; ``itself`` as above."""
+    held = 0 if itself else thresholds.FEW_OFFSETS
+    shape = *tile, _has_tail(p), held
+    return Tile(
+        "short",
+        f"ShortTile<{', '.join(map(str, shape))}>",
+        tile.rows,
+        tile.width,
+        tile.threads,
+        tile.per_multiprocessor,
+        cuda_shapes.shared_bytes(tile),
+        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_short.cuh"),
+        itself=itself,
+    )
+
+
+def _has_tail(p: Problem) -> str:
+    """Return "true" where an offset's last stage is filled up, for a template."""
+    return str(whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0).lower()
+
+
 def resident(p: Problem, tile: cuda_shapes.ResidentTile) -> Tile:
     """Return ResidentTile in a shape, for the problem's channels."""
-    summed = whole_channels(p)[0] * p.read_size
-    has_tail, stages = str(summed % STAGE_BYTES != 0).lower(), -(-summed // STAGE_BYTES)
+    stages = -(-whole_channels(p)[0] * p.read_size // STAGE_BYTES)
     return Tile(
         "resident",
-        f"ResidentTile<{', '.join(map(str, (*tile, stages, has_tail)))}>",
+        f"ResidentTile<{', '.join(map(str, (*tile, stages, _has_tail(p))))}>",
         64,
         tile.width,
         tile.threads,

@@ -80,10 +80,34 @@ class ResidentTile(NamedTuple):
         return 128 * (self.consumers + 1)
 
 
-Shape = SortedTile | Tile | ResidentTile
+class ShortTile(NamedTuple):
+    """Shape of ShortTile: 64 rows by one warpgroup, which copies and multiplies.
+
+    Attributes:
+        width: output channels.
+        stages: buffers of 64 summed channels, in shared memory.
+        per_multiprocessor: thread blocks that a multiprocessor holds at once.
+    """
+
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128
 
 
-def shared_bytes(tile: SortedTile | Tile, weights: int = 1) -> int:
+Shape = SortedTile | Tile | ResidentTile | ShortTile
+
+
+def shared_bytes(tile: SortedTile | Tile | ShortTile, weights: int = 1) -> int:
     """Return the dynamic shared memory of a block.
 
     weights: parts of a weight in a stage.
@@ -230,6 +254,16 @@ _THREE_32, _THREE_48 = Tile(1, 128, 32, 6, 3), Tile(1, 128, 48, 4, 3)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
 # Of 128 rows.
 _WIDE_96, _WIDE_128 = (Tile(2, 128, width, 5, 1) for width in (96, 128))
+# Of rows with an edge or two: as many blocks as lie side by side. Where one has too few
+# stages for the channels of an offset, what follows it serves.
+_SHORT_32, _SHORT_48 = ShortTile(32, 2, 6), ShortTile(48, 2, 5)
+_SHORT_96 = (5 << 20, ShortTile(96, 2, 4))
+_SHORT_64 = (
+    (33 << 16, ShortTile(64, 3, 4)),
+    (165 << 14, ShortTile(64, 2, 5)),
+    (99 << 15, ShortTile(64, 2, 6)),
+    (1 << 22, ShortTile(64, 3, 4)),
+)
 _SLICED_32 = (1 << 23, SortedTile(1, 2, 1, 32, 5, 2))
 _SLICED = {
     32: (
@@ -265,6 +299,9 @@ SMALL_TILES = {
     "sliced, few edges": _SLICED,
     "sliced, few offsets": _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))},
     "sliced, few offsets, few edges": _SLICED
+    | {16: ((99 << 13, _SHORT_32), *_SLICED[32])}
+    | {32: ((5 << 19, _SHORT_32), *_SLICED[32])}
+    | {48: ((11 << 19, _SHORT_48), *_SLICED[48]), 64: (*_SHORT_64, *_SLICED[64])}
     | {96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1)))},
     "tail": _SLICED
     | {
@@ -283,9 +320,17 @@ SMALL_TILES = {
     | {48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3))}
     | {96: ((1 << 19, _NARROW_32), (1 << 21, _HALF_96), (1 << 24, WIDE_TILES[96]))},
     "tail, few offsets, few edges": _SLICED
-    | {32: ((1 << 19, _THREE_32), (11 << 17, Tile(1, 64, 32, 3, 6)), _SLICED_32)}
-    | {48: ((1 << 21, _THREE_48),)}
-    | {96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96), (1 << 21, WIDE_TILES[96]))},
+    | {
+        32: ((99 << 14, _SHORT_32), (1 << 19, _THREE_32), _SLICED_32),
+        48: ((11 << 19, _SHORT_48), (1 << 21, _THREE_48)),
+        64: (*_SHORT_64, *_SLICED[64]),
+        96: (
+            (1 << 19, _NARROW_32),
+            (3 << 19, _HALF_96),
+            _SHORT_96,
+            (1 << 21, WIDE_TILES[96]),
+        ),
+    },
     "whole": _WHOLE,
     "whole, few edges": _FEW_EDGES,
     "whole, few offsets": _WHOLE
@@ -299,22 +344,24 @@ SMALL_TILES = {
     },
     "whole, few offsets, few edges": {
         64: (
+            *_SHORT_64,
             (1 << 18, _NARROW_32),
-            (3 << 19, Tile(1, 128, 64, 3, 4)),
-            (33 << 16, Tile(1, 64, 64, 3, 4)),
-            (165 << 14, Tile(1, 64, 64, 2, 5)),
+            (33 << 16, Tile(1, 128, 64, 3, 4)),
             (3 << 20, _LOW),
             (1 << 25, SortedTile(2, 1, 1, 64, 3, 2)),
         ),
-        96: ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128)),
+        96: ((1 << 18, _NARROW), _SHORT_96, (1 << 21, _HALF), (1 << 23, _LOW_128)),
         128: (
+            (3 << 19, ShortTile(64, 3, 4)),
             (1 << 18, _NARROW),
             (1 << 21, _HALF),
+            (3 << 21, ShortTile(128, 2, 3)),
             (99 << 15, WIDE_TILES[128]),
             (5 << 21, _LOW_128),
         ),
         192: (
             (1 << 20, _NARROW),
+            (9 << 18, ShortTile(96, 3, 3)),
             (9 << 18, WIDE_TILES[192]),
             (9 << 20, SortedTile(2, 1, 1, 96, 3, 2)),
         ),
@@ -329,14 +376,19 @@ SMALL_TILES = {
 # The same before them where rows feed themselves alone, and WideTile reads no table.
 # Timed on an H200: 2 000 to 400 000 rows, 32 to 1024 channels, either pass
 # (benchmarks/results/gpu-itself.jsonl).
+_SHORT_HALF, _SHORT = ShortTile(48, 2, 6), ShortTile(64, 2, 6)
 _NARROW_4, _QUICK_64 = Tile(1, 128, 64, 3, 4), Tile(2, 128, 64, 4, 2)
 ITSELF_TILES = {
-    32: ((1 << 19, _THREE_32),),
-    48: ((1 << 21, _THREE_48),),
-    64: ((1 << 18, _NARROW_3), (1 << 20, _QUICK_64)),
-    96: ((1 << 18, _NARROW_4), (3 << 19, Tile(2, 128, 96, 3, 2))),
-    128: ((3 << 17, _NARROW_4), (1 << 21, _WIDE_128)),
-    192: ((5 << 19, _NARROW_4),),
+    32: ((1 << 19, ShortTile(32, 2, 8)), (1 << 19, _THREE_32)),
+    48: ((1 << 18, _SHORT_HALF), (1 << 21, _THREE_48)),
+    64: ((165 << 14, _SHORT), (1 << 18, _NARROW_3), (1 << 20, _QUICK_64)),
+    96: (
+        (1 << 18, _SHORT_HALF),
+        (1 << 18, _NARROW_4),
+        (3 << 19, Tile(2, 128, 96, 3, 2)),
+    ),
+    128: ((1 << 21, _SHORT), (3 << 17, _NARROW_4), (1 << 21, _WIDE_128)),
+    192: ((15 << 18, _SHORT), (5 << 19, _NARROW_4)),
     256: ((1 << 19, _NARROW), (1 << 21, WIDE_TILES[128])),
     384: ((1 << 20, _HALF), (1 << 21, _WIDE_128)),
     512: ((1 << 20, _HALF), (1 << 21, WIDE_TILES[128])),

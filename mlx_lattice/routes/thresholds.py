@@ -234,7 +234,7 @@ MOST_SPLITS = 32
 # less, and more with the root of its size; of an offset besides; of adding splits up at
 # all; of a split; and bytes of partial sums, written and read, in a us. Fitted to the
 # same timings.
-STAGE_US = {"mma": 0.55, "hopper": 0.26, "wide": 0.26, "resident": 0.26}
+STAGE_US = {"mma": 0.55, **dict.fromkeys(("hopper", "wide", "short", "resident"), 0.26)}
 INT8_STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
 INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}

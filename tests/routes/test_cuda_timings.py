@@ -28,16 +28,15 @@ def timed_as(code: str) -> str:
     name, _, rest = code.rstrip(">").partition("<")
     shape = rest.split(", ")
     kept = shape[: {"PersistentTile": 6, "ResidentTile": 4}.get(name, 3)]
-    if name == "WideTile" and len(shape) > 5 and shape[5] != "128":
-        kept.append(f"{shape[5]} producers")
     return f"{name}<{', '.join(kept)}"
 
 
 def over_the_fastest(timed: dict) -> float | None:
     """The time of the chosen tile over the least one, None where it was not timed."""
-    strided = timed["kind"] != "submanifold"
-    of_kernel = {"kernel_size": 2, "stride": 2} if strided else {}
-    if "c_in" in timed:
+    of_kernel = {}
+    if timed["kind"] != "submanifold":
+        of_kernel = {"kernel_size": 2, "stride": 2}
+    elif "c_in" in timed:
         of_kernel = {"kernel_size": 1}
     facts = {name: timed[name] for name in ("kind", "n_in", "n_out", "edges", "dtype")}
     sides = {side: timed.get(side, timed.get("channels")) for side in ("c_in", "c_out")}
@@ -61,7 +60,11 @@ def test_tiles_of_rows_that_feed_themselves_are_nearly_the_fastest():
     assert mean(over) < 1.04 and max(over) < 1.2
 
 
-@pytest.mark.parametrize("channels", sorted({timed["channels"] for timed in TIMED}))
+@pytest.mark.parametrize(
+    "channels", sorted({timed["channels"] for timed in TIMED if "channels" in timed})
+)
 def test_no_width_is_left_behind(channels):
-    of = (over_the_fastest(timed) for timed in TIMED if timed["channels"] == channels)
+    of = (
+        over_the_fastest(timed) for timed in TIMED if timed.get("channels") == channels
+    )
     assert mean([ratio for ratio in of if ratio]) < 1.04

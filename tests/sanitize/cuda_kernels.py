@@ -239,6 +239,9 @@ def contractions() -> None:
     for scene in ("tiles", "forward"):  # many offsets, and few; a tail, and none
         for shape in ((96, 96, 1), (64, 64, 1)):
             contraction(replace(POINT, scene=scene, shape=shape))
+    for scene in ("inverse_65", "strided_65", "pointwise_65"):  # rows of one edge
+        for shape in ((64, 64, 1), (40, 88, 1)):
+            contraction(replace(POINT, scene=scene, shape=shape, bias=True))
     split = dict.fromkeys(thresholds.WHOLE_GRAD, ((0, 0),))
     with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
