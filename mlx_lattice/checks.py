@@ -27,6 +27,21 @@ def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int
     return number
 
 
+def heads_of(channels: int, num_heads: object) -> int:
+    """Return the number of heads of an attention over so many channels.
+
+    Raises:
+        TypeError: it is not an int.
+        ValueError: it is less than 1, or does not divide the channels.
+    """
+    heads = whole(num_heads, "num_heads", 1)
+    if channels % heads:
+        raise ValueError(
+            f"The number of heads ({heads}) must divide the channels ({channels})"
+        )
+    return heads
+
+
 def real(value: object, name: str, least: float = -math.inf) -> float:
     """Return a finite number, of Python, NumPy or MLX, of at least ``least``.
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import nn, ops
+from ..checks import heads_of
 from ..memory import limit
 from ..memory.blocks import by_rows
 from ..nn.containers import in_order
@@ -65,12 +66,7 @@ class SerializedAttention(nn.Module):
         dims: int = 3,
     ):
         super().__init__()
-        if num_heads < 1 or channels % num_heads:
-            raise ValueError(
-                f"the number of heads ({num_heads}) must divide the channels "
-                f"({channels})"
-            )
-        self.num_heads, self.patch_size = num_heads, patch_size
+        self.num_heads, self.patch_size = heads_of(channels, num_heads), patch_size
         self.order_index, self.scale = order_index, qk_scale
         self.rope_base = rope_base
         self.qkv = nn.Linear(channels, 3 * channels, bias=qkv_bias)

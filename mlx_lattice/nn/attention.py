@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..checks import flag, real, whole
+from ..checks import flag, heads_of, real, whole
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
@@ -82,18 +82,15 @@ class SparseAttention(Module):
         qk_rms_norm: bool = False,
     ):
         super().__init__()
-        dims, num_heads = whole(dims, "dims", 1), whole(num_heads, "num_heads", 1)
-        if dims % num_heads:
-            raise ValueError(
-                f"The number of heads ({num_heads}) must divide the channels ({dims})"
-            )
+        dims = whole(dims, "dims", 1)
+        self.num_heads = heads_of(dims, num_heads)
         if window is not None and patch is not None:
             raise ValueError("pass window or patch, not both")
         if order not in CURVES:
             raise ValueError(f"order must be one of {CURVES}; got {order!r}")
         if window is None and patch is None and shift != 0:
             raise ValueError(f"shift = {shift} needs a window or a patch to shift")
-        self.num_heads, self.rope = num_heads, flag(rope, "rope")
+        self.rope = flag(rope, "rope")
         self.rope_base = real(rope_base, "rope_base")
         self.rope_frequency = real(rope_frequency, "rope_frequency")
         self.order, self.patch = order, patch

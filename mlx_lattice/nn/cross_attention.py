@@ -9,6 +9,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
+from ..checks import heads_of, whole
 from ..ops.attended import inside
 from ..tensor import SparseTensor, features_of
 from .attention import MultiHeadRMSNorm
@@ -39,11 +40,8 @@ class CrossAttention(Module):
         qk_rms_norm: bool = False,
     ):
         super().__init__()
-        if num_heads < 1 or dims % num_heads:
-            raise ValueError(
-                f"The number of heads ({num_heads}) must divide the channels ({dims})"
-            )
-        self.num_heads = num_heads
+        dims = whole(dims, "dims", 1)
+        self.num_heads = heads_of(dims, num_heads)
         self.to_q = Linear(dims, dims, bias=bias)
         tokens = dims if context_dims is None else context_dims
         self.to_kv = Linear(tokens, 2 * dims, bias=bias)
