@@ -7,9 +7,8 @@ from collections.abc import Callable
 from functools import wraps
 from typing import ParamSpec, TypeVar
 
+from .checks import AXES
 from .tensor import SparseTensor, expect_tensor
-
-AXES = (1, 2, 3, 4)
 
 P = ParamSpec("P")
 R = TypeVar("R")

@@ -6,6 +6,8 @@ import math
 from collections.abc import Sequence
 from operator import index
 
+AXES = (1, 2, 3, 4)  # how many spatial axes there may be
+
 
 def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int:
     """Return an int, of Python or NumPy, of at least ``least``.
@@ -25,6 +27,36 @@ def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int
     if number < least:
         raise ValueError(f"{name} must be {least} or more; got {number}")
     return number
+
+
+def spatial_axes(dims: object) -> int:
+    """Return how many spatial axes there are.
+
+    Raises:
+        ValueError: it is not an int from 1 to 4.
+    """
+    if type(dims) is int and dims in AXES:
+        return dims
+    try:
+        number = None if isinstance(dims, bool) else index(dims)
+    except TypeError:
+        number = None
+    if number not in AXES:
+        raise ValueError(
+            f"dims must be 1, 2, 3 or 4, the number of spatial axes; got {dims!r}"
+        )
+    return number
+
+
+def one_of(value: str, known: Sequence[str], name: str) -> str:
+    """Return a value that is one of some.
+
+    Raises:
+        ValueError: it is none of them.
+    """
+    if value not in known:
+        raise ValueError(f"{name} must be one of {tuple(known)}; got {value!r}")
+    return value
 
 
 def heads_of(channels: int, num_heads: object) -> int:
@@ -81,6 +113,7 @@ def real_axes(value: object, dims: int, name: str) -> tuple[float, ...]:
         ValueError: they are others in number, or one is no finite number.
     """
     axes = each_axis(value, dims)
+    axes = [v.tolist() if hasattr(v, "tolist") else v for v in axes]
     right = [isinstance(v, int | float) and not isinstance(v, bool) for v in axes]
     if len(axes) != dims or not all(right):
         raise ValueError(f"{name} must be one number or {dims}; got {value!r}")

@@ -20,6 +20,7 @@ from .io.errors import CheckpointError
 from .io.layouts import OURS
 from .io.safetensors import Writer
 from .models import Segmentor
+from .models.attributes import of_scan
 from .models.recipe import Voxels
 from .nn.calibrate import calibrate
 from .nn.kept import keep_float
@@ -92,8 +93,5 @@ def write(
 def _voxels(model: Segmentor, scan: str) -> Voxels:
     """Return a scan as the net's voxels."""
     cloud = read_points(scan)
-    try:
+    with of_scan(scan):
         return model.recipe()(cloud.points, cloud.attributes)
-    except ValueError as error:
-        text = str(error).partition(": give them, or say fill")[0]
-        raise ValueError(f"{scan}: {text}") from None

@@ -16,6 +16,7 @@ from . import ops, segment
 from .inspect.page import drawn
 from .io.points import PointCloud, read_points
 from .models import Detector, from_pretrained
+from .models.attributes import of_scan
 from .output_places import check_writable
 
 # Where weights are published that this package loads, and their licence as stated.
@@ -90,11 +91,8 @@ def run(
     points = cloud.points
     if (cloud.origin != middle).any():
         points = (points + (cloud.origin - middle)).astype(np.float32)
-    try:
+    with of_scan(scan, "--fill"):
         x = net.recipe()(points, cloud.attributes, fill=fill)
-    except ValueError as error:
-        text = str(error).replace("say fill=True", "pass --fill")
-        raise ValueError(f"{scan}: {text}") from None
     if not len(x):
         low, high = np.array(net.grid.point_range).reshape(2, 3)
         raise ValueError(

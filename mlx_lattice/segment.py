@@ -11,6 +11,7 @@ import numpy as np
 from .io.ply import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
+from .models.attributes import of_scan
 from .models.recipe import white_of
 from .output_places import check_writable
 from .progress import progress
@@ -96,11 +97,8 @@ def run(
     cloud = read_points(scan)
     if not len(cloud.points):
         raise ValueError(f"{scan} holds no points")
-    try:
+    with of_scan(scan, "--fill"):
         voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
-    except ValueError as error:
-        text = str(error).replace("say fill=True", "pass --fill")
-        raise ValueError(f"{scan}: {text}") from None
     size = net.recipe().voxel_size
     if cloud.dropped:
         print(

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..arrays import array_of, positions_of, single_or_double, stream_of
 from ..backends import registry
-from ..checks import real_axes
+from ..checks import AXES, one_of, real_axes
 from .keys import INT32_LIMIT
 from .points import NO_CELL, Numbers, cells_of, in_cells
 from .segments import reduce_segments
@@ -34,12 +34,11 @@ def voxelize(
         ValueError: see ``SparseTensor.from_points``.
     """
     points = positions_of(points, "points")
-    if points.ndim != 2 or not 1 <= points.shape[1] <= 4:
+    if points.ndim != 2 or points.shape[1] not in AXES:
         raise ValueError(
             f"points must have shape (P, D), D from 1 to 4; got {tuple(points.shape)}"
         )
-    if reduce not in REDUCTIONS:
-        raise ValueError(f"reduce must be one of {REDUCTIONS}; got {reduce!r}")
+    one_of(reduce, REDUCTIONS, "reduce")
     n, dims = points.shape
     feats = mx.ones((n, 1)) if feats is None else feats
     feats = array_of(feats, "feats")
@@ -54,16 +53,11 @@ def voxelize(
     moved = real_axes(origin, dims, "origin")
     if batch is None:
         batch = mx.zeros((n,), dtype=mx.int32)
-    batch = array_of(batch, "batch")
-    if tuple(batch.shape) != (n,) or not mx.issubdtype(batch.dtype, mx.integer):
-        raise ValueError(
-            f"batch must be ({n},) integers, one a point; got {tuple(batch.shape)} of "
-            f"{batch.dtype}"
-        )
+    batch = batch_of(batch, n)
     # Doubles stay so: at map coordinates float32 cannot tell voxels apart.
     points = single_or_double(points)
     moved = moved if any(moved) else None
-    coords = cells_of(points, batch.astype(mx.int32), moved, size)
+    coords = cells_of(points, batch, moved, size)
     box = None
     if n:
         box = low, _ = registry.geometry().bounds(coords)
@@ -81,6 +75,22 @@ def voxelize(
         return unique.rows, feats[first], unique.inverse
     reduced = reduce_segments(feats, unique.inverse, unique.rows.shape[0], reduce)
     return unique.rows, reduced, unique.inverse
+
+
+def batch_of(batch: object, count: int) -> mx.array:
+    """Return the (count,) int32 batch indices of points; an empty list is none.
+
+    Raises:
+        ValueError: they are others in number, or no integers.
+    """
+    batch = array_of(batch, "batch")
+    whole = not batch.size or mx.issubdtype(batch.dtype, mx.integer)
+    if tuple(batch.shape) != (count,) or not whole:
+        raise ValueError(
+            f"batch must be ({count},) integers, one a point; got "
+            f"{tuple(batch.shape)} of {batch.dtype}"
+        )
+    return batch.astype(mx.int32)
 
 
 def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:

@@ -15,9 +15,11 @@ from ..arrays import (
     single_or_double,
     stream_of,
 )
+from ..checks import one_of, real
 from ..coordinates import CoordinateManager
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
+from .attributes import MissingAttribute
 
 # Features of a point and their channels; those of ATTRIBUTES come from the file.
 FEATURES = {
@@ -57,6 +59,7 @@ class VoxelRecipe:
         colour_range: what black and white become.
 
     Raises:
+        TypeError: a size or a colour is no number.
         ValueError: a value is none of these.
     """
 
@@ -70,12 +73,9 @@ class VoxelRecipe:
 
     def __post_init__(self):
         object.__setattr__(self, "features", tuple(self.features))
-        object.__setattr__(self, "colour_range", tuple(self.colour_range))
-        number = isinstance(self.voxel_size, int | float)
-        if not number or not 0 < self.voxel_size < float("inf"):
-            raise ValueError(
-                f"voxel_size must be a positive number; got {self.voxel_size!r}"
-            )
+        object.__setattr__(self, "voxel_size", real(self.voxel_size, "voxel_size"))
+        if self.voxel_size <= 0:
+            raise ValueError(f"voxel_size must be positive; got {self.voxel_size}")
         if not self.features or not set(self.features) <= set(FEATURES):
             raise ValueError(
                 f"features must be of {', '.join(FEATURES)}; got {self.features}"
@@ -84,12 +84,11 @@ class VoxelRecipe:
             ("reduce", self.reduce, REDUCTIONS),
             ("rounding", self.rounding, ROUNDINGS),
         ):
-            if value not in known:
-                raise ValueError(f"{name} must be one of {known}; got {value!r}")
-        if len(self.colour_range) != 2:
-            raise ValueError(
-                f"colour_range must be two numbers; got {self.colour_range}"
-            )
+            one_of(value, known, name)
+        limits = tuple(real(v, "colour_range") for v in self.colour_range)
+        if len(limits) != 2:
+            raise ValueError(f"colour_range must be two numbers; got {limits}")
+        object.__setattr__(self, "colour_range", limits)
 
     @property
     def channels(self) -> int:
@@ -162,11 +161,7 @@ class VoxelRecipe:
         if attributes.get(name) is None:
             if fill:
                 return mx.zeros((count, channels))
-            found = ", ".join(attributes) or "no attributes"
-            raise ValueError(
-                f"the net reads {', '.join(self.features)}, and these points have no "
-                f"{name} ({found}): give them, or say fill=True to read zeros"
-            )
+            raise MissingAttribute(name, self.features, attributes)
         given = array_of(attributes[name], name)
         flat = channels == 1 and given.size == count  # (P,) is one column
         if given.shape != (count, channels) and not flat:

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import mlx_lattice as ml
 from mlx_lattice import models
 
 SIZE, RANGE = (0.5, 0.4, 1.0), (-2.0, -2.0, -1.0, 2.0, 2.0, 2.0)
@@ -110,3 +111,11 @@ def test_a_batch_index_of_each_point(batch):
     points = np.zeros((40, 3))
     with pytest.raises(ValueError, match=r"batch must be \(40,\) integers, one a"):
         models.dynamic_voxels(points, SIZE, RANGE, batch)
+    with pytest.raises(ValueError, match=r"batch must be \(40,\) integers, one a"):
+        ml.SparseTensor.from_points(points, voxel_size=1.0, batch=batch)
+
+
+def test_an_empty_list_is_the_batch_indices_of_no_points():
+    points = np.zeros((0, 3), np.float32)
+    assert len(models.dynamic_voxels(points, SIZE, RANGE, [])) == 0
+    assert len(ml.SparseTensor.from_points(points, voxel_size=1.0, batch=[])) == 0

@@ -4,6 +4,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
+import mlx_lattice as ml
 from mlx_lattice import models
 from mlx_lattice.models import About, VoxelRecipe
 
@@ -104,7 +105,7 @@ def test_no_points():
 
 def test_what_the_scan_lacks():
     recipe = VoxelRecipe(0.5, ("normals", "ones"))
-    with pytest.raises(ValueError, match=r"no normals \(intensity\): give them, or"):
+    with pytest.raises(ValueError, match=r"no normals \(intensity\): give the attribute"):
         recipe(POINTS, {"intensity": ATTRIBUTES["intensity"]})
     with pytest.raises(ValueError, match=r"no normals \(no attributes\)"):
         recipe(POINTS)
@@ -125,8 +126,8 @@ def test_what_the_scan_lacks():
 @pytest.mark.parametrize(
     ("wrong", "said"),
     (
-        ({"voxel_size": 0}, "must be a positive number; got 0"),
-        ({"voxel_size": "1"}, "must be a positive number; got '1'"),
+        ({"voxel_size": 0}, "voxel_size must be positive; got 0"),
+        ({"voxel_size": np.inf}, "voxel_size must be finite; got inf"),
         ({"features": ("colour",)}, r"must be of .*; got \('colour',\)"),
         ({"features": ()}, "must be of"),
         ({"reduce": "last"}, "reduce must be one of"),
@@ -137,6 +138,30 @@ def test_what_the_scan_lacks():
 def test_recipes_that_are_none(wrong, said):
     with pytest.raises(ValueError, match=said):
         VoxelRecipe(**({"voxel_size": 1.0} | wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    (
+        ({"voxel_size": "1"}, "voxel_size must be a number; got '1'"),
+        ({"voxel_size": True}, "voxel_size must be a number; got True"),
+        ({"colour_range": ("0", "1")}, "colour_range must be a number; got '0'"),
+    ),
+)
+def test_what_is_no_number(wrong, said):
+    with pytest.raises(TypeError, match=said):
+        VoxelRecipe(**({"voxel_size": 1.0} | wrong))
+
+
+@pytest.mark.parametrize("size", (np.float32(0.5), mx.array(0.5), 0.5))
+def test_every_voxel_size_is_a_number_of_any_library(size):
+    assert type(VoxelRecipe(size).voxel_size) is float
+    grid = models.GridRecipe((size,) * 3, (0, 0, 0, 1, 1, 1))
+    assert type(grid.voxel_size[0]) is float
+    points = np.array([[0.6, 0.0, 0.0]])
+    for given in (size, (size,) * 3):
+        x = ml.SparseTensor.from_points(points, voxel_size=given)
+        assert x.coords.tolist() == [[0, 1, 0, 0]]
 
 
 @pytest.mark.parametrize("name", models.PUBLISHED)

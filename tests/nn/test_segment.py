@@ -147,7 +147,7 @@ def test_what_a_scan_lacks_is_filled_where_asked(scan, tmp_path, capsys):
     made.about = models.About(models.VoxelRecipe(0.4, ("intensity", "ones")))
     made.save_pretrained(tmp_path / "net")
     given = scan, "--model", tmp_path / "net", "--out", tmp_path / "out"
-    assert "have no intensity (colours): give them, or pass --fill" in refused(
+    assert "have no intensity (colours): give the attribute, or pass --fill" in refused(
         capsys, *given
     )
     assert cli.main(["segment", *map(str, given), "--fill"]) == 0

@@ -24,7 +24,9 @@ from ...checks import real, whole
 from ...coordinates import CoordinateManager
 from ...geometry.segments import reduce_segments
 from ...geometry.unique import true_positions, unique_rows
+from ...geometry.voxelize import batch_of
 from ...tensor import SparseTensor
+from ..attributes import MissingAttribute
 
 
 class HardVoxels(NamedTuple):
@@ -159,11 +161,7 @@ class GridRecipe:
                 continue
             if held.get(name) is None:
                 if not fill:
-                    raise ValueError(
-                        f"the net reads {', '.join(self.features)}, and these points "
-                        f"have no {name} ({', '.join(held) or 'no attributes'}): give "
-                        "it, or say fill=True to read zeros"
-                    )
+                    raise MissingAttribute(name, self.features, held)
                 columns.append(mx.zeros((len(points), 1)))
                 continue
             value = single(array_of(held[name], name))
@@ -268,15 +266,8 @@ def dynamic_voxels(
         ValueError: a shape does not fit, or the batch indices are no integers.
     """
     points, cells, inside = _cells(points, voxel_size, point_range)
-    batch = array_of(batch, "batch")
-    integral = mx.issubdtype(batch.dtype, mx.integer)
-    if batch.shape != inside.shape or not (integral or not batch.size):
-        raise ValueError(
-            f"batch must be ({len(inside)},) integers, one a point; got "
-            f"{tuple(batch.shape)} of {batch.dtype}"
-        )
-    kept = true_positions(inside)
-    points, batch = points[kept], batch.astype(mx.int32)[kept]
+    batch, kept = batch_of(batch, len(inside)), true_positions(inside)
+    points, batch = points[kept], batch[kept]
     rows = mx.concatenate([batch[:, None], cells[kept][:, ::-1]], axis=1)
     unique = unique_rows(rows)
     feats = points
