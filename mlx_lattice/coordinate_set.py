@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .arrays import array_of
 from .backends import registry
-from .checks import each_axis, whole
+from .checks import AXES, each_axis, whole
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.rows import RowIndex
@@ -289,7 +289,7 @@ def check_coords(coords) -> mx.array:
         coords = array_of(coords, "coords")
         if coords.size == 0 and coords.ndim == 2:
             coords = coords.astype(mx.int32)
-    if coords.ndim != 2 or not 2 <= coords.shape[1] <= 5:
+    if coords.ndim != 2 or coords.shape[1] - 1 not in AXES:
         raise ValueError(
             "coords must have shape (N, 1 + D): a batch index and 1 to 4 spatial "
             f"coordinates a row; got shape {tuple(coords.shape)}"

@@ -16,13 +16,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .arrays import array_of
+from .geometry.keys import INT32_LIMIT
 from .integer_facts import MOST
 from .problem import dtype_name
-from .quantized import GROUP_SIZES, padded, stored_rows
+from .quantized import check_bits, check_packing, padded, stored_rows
 
 ALIGNMENT = 32  # storage pads input channels to a multiple of it
 NIBBLE, MULTIPLIER = 7, 18  # the greatest ones: 7 * 18 is below 127
-_INT32 = 2**31
 
 
 class IntegerPacking(NamedTuple):
@@ -244,14 +244,14 @@ def _check_arrays(
     if not fits_int32(volume, whole):
         raise ValueError(
             f"the sums of K = {volume} offsets and {in_channels} input channels could "
-            f"leave int32: at most {_INT32 // MOST**2:,} products a sum fit. Keep this "
-            "layer in float"
+            f"leave int32: at most {INT32_LIMIT // MOST**2:,} products a sum fit. Keep "
+            "this layer in float"
         )
 
 
 def fits_int32(volume: int, channels: int) -> bool:
     """Return whether sums over so many offsets and padded channels stay int32."""
-    return volume * channels * MOST**2 < _INT32
+    return volume * channels * MOST**2 < INT32_LIMIT
 
 
 def integer_groups(bits: int, group_size: int | None) -> int | None:
@@ -268,15 +268,14 @@ def integer_groups(bits: int, group_size: int | None) -> int | None:
 
 def check_integers(bits: int, group_size: int | None) -> None:
     """Raise unless weights can be held in ``bits`` with such groups."""
-    if bits not in (4, 8):
-        raise ValueError(f"bits of an integer weight must be 4 or 8; got {bits!r}")
+    if bits == 4:
+        check_packing(bits, group_size)
+    check_bits(bits)
     if bits == 8 and group_size is not None:
         raise ValueError(
             "an int8 weight has one scale an output channel: group_size must be None; "
             f"got {group_size!r}"
         )
-    if bits == 4 and group_size not in GROUP_SIZES:
-        raise ValueError(f"group_size must be 32, 64 or 128; got {group_size!r}")
 
 
 def _said(arrays: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:

@@ -9,11 +9,11 @@ from functools import cached_property, lru_cache
 from math import prod
 from operator import index
 
-from .checks import each_axis
+from .checks import each_axis, spatial_axes
 from .facts import Facts
+from .geometry.keys import INT32_LIMIT
 
 IntOrTuple = int | Sequence[int]
-INT32 = 1 << 31  # what coordinates are below
 
 
 def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
@@ -93,10 +93,7 @@ class KernelSpec(Facts):
             ValueError: a value is of the wrong length, too small, or two offsets are
                 equal.
         """
-        if dims not in (1, 2, 3, 4):
-            raise ValueError(
-                f"dims, the number of spatial axes, must be 1, 2, 3 or 4; got {dims!r}"
-            )
+        dims = spatial_axes(dims)
         stride = per_axis(stride, dims, "stride")
         if offsets is not None:
             if padding is not None:
@@ -105,7 +102,7 @@ class KernelSpec(Facts):
                     "where the kernel reaches, so leave padding out"
                 )
             custom = explicit_offsets(offsets, dims)
-            if any(abs(v) >= INT32 for offset in custom for v in offset):
+            if any(abs(v) >= INT32_LIMIT for offset in custom for v in offset):
                 raise ValueError(f"offsets must be within int32; got {offsets!r}")
             seen = set()
             for offset in custom:
@@ -119,7 +116,7 @@ class KernelSpec(Facts):
         size = per_axis(kernel_size, dims, "kernel_size")
         dilation = per_axis(dilation, dims, "dilation")
         steps = [d * n for d, n in zip(dilation, size, strict=True)]
-        if max(*steps, *stride, *(padding or ())) >= INT32:
+        if max(*steps, *stride, *(padding or ())) >= INT32_LIMIT:
             raise ValueError(
                 f"a kernel must reach over less than 2^31 cells; got kernel_size {size}"
                 f", dilation {dilation}, stride {stride} and padding {padding}"

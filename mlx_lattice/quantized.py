@@ -234,10 +234,15 @@ def padded(channels: int, group_size: int) -> int:
     return -(-channels // group_size) * group_size
 
 
-def check_packing(bits: int, group_size: int) -> None:
-    """Raise unless ``bits`` and ``group_size`` can be packed."""
+def check_bits(bits: int) -> None:
+    """Raise unless weights are packed in so many bits."""
     if not isinstance(bits, int) or bits not in BITS:
         raise ValueError(f"bits must be 4 or 8; got {bits!r}")
+
+
+def check_packing(bits: int, group_size: int) -> None:
+    """Raise unless ``bits`` and ``group_size`` can be packed."""
+    check_bits(bits)
     if not isinstance(group_size, int) or group_size not in GROUP_SIZES:
         raise ValueError(f"group_size must be 32, 64 or 128; got {group_size!r}")
 

@@ -8,6 +8,7 @@ from math import prod
 import mlx.core as mx
 
 from .arrays import array_of
+from .checks import AXES
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -188,7 +189,7 @@ class SparseTensor(OtherNames):
             ValueError: the array has no such axes, or the mask others or no bools.
         """
         array = array_of(array, "array")
-        if not 3 <= array.ndim <= 6:
+        if array.ndim - 2 not in AXES:
             raise ValueError(
                 "a dense array must have shape (B, spatial..., C) with 1 to 4 spatial "
                 f"axes; got {tuple(array.shape)}"

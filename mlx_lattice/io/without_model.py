@@ -9,6 +9,7 @@ from math import prod
 
 import mlx.core as mx
 
+from ..checks import AXES
 from .errors import CheckpointError, shown
 from .layouts import Layout, convert_linear, convert_weight, layout_of
 from .mapping import Names, Renamer
@@ -122,7 +123,7 @@ class Sizes:
             pair = isinstance(entry, tuple) and isinstance(entry[0], str)
             name, size = entry if pair else ("", entry)
             size = (size,) * 3 if isinstance(size, int) else tuple(size)
-            if not 1 <= len(size) <= 4 or min(size) < 1:
+            if len(size) not in AXES or min(size) < 1:
                 raise ValueError(
                     f"a kernel has 1 to 4 extents of 1 or more; got {size}"
                 )

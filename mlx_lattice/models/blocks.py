@@ -5,6 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import nn, ops
+from ..checks import spatial_axes
 from ..geometry.unique import true_positions
 from ..nn.fused import convolved
 from ..tensor import SparseTensor
@@ -12,9 +13,7 @@ from ..tensor import SparseTensor
 
 def layer(name: str, dims: int, *args, **kwargs) -> nn.Module:
     """Return a module by its family's name and spatial axes: ``Conv``, 3."""
-    if dims not in (1, 2, 3, 4):
-        raise ValueError(f"dims must be 1, 2, 3 or 4; got {dims!r}")
-    return getattr(nn, f"{name}{dims}d")(*args, **kwargs)
+    return getattr(nn, f"{name}{spatial_axes(dims)}d")(*args, **kwargs)
 
 
 class ConvNorm(nn.Module):

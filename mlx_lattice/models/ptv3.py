@@ -21,6 +21,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import nn, ops
+from ..checks import one_of
 from ..geometry.curves import check_curve
 from ..ops.pool import upsample_nearest
 from ..preparation import prepare_once
@@ -114,8 +115,7 @@ class PTv3(Segmentor):
         encoder = enc_depths, enc_channels, enc_num_head, enc_patch_size
         decoder = dec_depths, dec_channels, dec_num_head, dec_patch_size
         levels = count_levels(stride, encoder, () if enc_mode else decoder)
-        if variant not in VARIANTS:
-            raise ValueError(f"variant must be one of {VARIANTS}; got {variant!r}")
+        one_of(variant, VARIANTS, "variant")
         if variant == "m1" and any(s < 1 or s & (s - 1) for s in stride):
             raise ValueError(f"strides of m1 must be powers of two; got {stride}")
         if enable_rpe and enable_flash:

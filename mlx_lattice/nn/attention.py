@@ -9,7 +9,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..checks import flag, heads_of, real, whole
+from ..checks import flag, heads_of, one_of, real, whole
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
@@ -86,8 +86,7 @@ class SparseAttention(Module):
         self.num_heads = heads_of(dims, num_heads)
         if window is not None and patch is not None:
             raise ValueError("pass window or patch, not both")
-        if order not in CURVES:
-            raise ValueError(f"order must be one of {CURVES}; got {order!r}")
+        one_of(order, CURVES, "order")
         if window is None and patch is None and shift != 0:
             raise ValueError(f"shift = {shift} needs a window or a patch to shift")
         self.rope = flag(rope, "rope")

@@ -7,9 +7,10 @@ from mlx.nn import Module
 
 from .. import ops
 from ..axes import Family, expect_axes
+from ..checks import one_of
 from ..kernel_spec import IntOrTuple, check_support, per_axis
-from ..ops.interpolation import upsample_linear
-from ..ops.pool import PoolIndices, max_pool, pool, upsample_nearest
+from ..ops.interpolation import MODES, upsample_linear
+from ..ops.pool import COUNTS, PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
 from ..other_names import takes, unused
 from ..tensor import SparseTensor
@@ -112,9 +113,7 @@ class AvgPool(_Pool):
         count: str = "active",
     ):
         super().__init__(kernel_size, stride, padding, dilation, support)
-        if count not in ("active", "volume"):
-            raise ValueError(f'count must be "active" or "volume"; got {count!r}')
-        self.count = count
+        self.count = one_of(count, COUNTS, "count")
 
     def _extra_repr(self) -> str:
         return f"{super()._extra_repr()}, count={self.count}"
@@ -138,10 +137,8 @@ class Upsample(Family, Module):
 
     def __init__(self, scale: IntOrTuple = 2, mode: str = "nearest"):
         super().__init__()
-        if mode not in ("nearest", "linear"):
-            raise ValueError(f'mode must be "nearest" or "linear"; got {mode!r}')
+        self.mode = one_of(mode, MODES, "mode")
         self.scale = per_axis(scale, self.dims, "scale")
-        self.mode = mode
 
     def _extra_repr(self) -> str:
         return f"scale={self.scale}, mode={self.mode}"

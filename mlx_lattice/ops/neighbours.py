@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from ..arrays import positions_of, single_or_double, stream_of
-from ..checks import real, whole
+from ..checks import AXES, real, whole
 from ..coordinate_set import check_coords
 from ..geometry import sync
 from ..geometry.cell_grid import (
@@ -339,7 +339,7 @@ def _rows(rows, name: str) -> mx.array:
             f"{name} must be a tensor or an array (N, 1 + D); got {type(rows).__name__}"
         )
     rows = positions_of(rows, name)
-    if rows.ndim != 2 or not 2 <= rows.shape[1] <= 5:
+    if rows.ndim != 2 or rows.shape[1] - 1 not in AXES:
         raise ValueError(
             f"{name} must have shape (N, 1 + D): a batch index and 1 to 4 coordinates "
             f"a row; got {tuple(rows.shape)}"

@@ -444,7 +444,7 @@ def test_fake_quant_takes_float_layers_alone():
         nn.FakeQuant(nn.ReLU())
     with pytest.raises(TypeError, match="got QuantizedLinear"):
         nn.FakeQuant(nn.Linear(32, 4).to_quantized(32, 8))
-    with pytest.raises(ValueError, match="bits of an integer weight"):
+    with pytest.raises(ValueError, match="bits must be 4 or 8"):
         nn.FakeQuant(nn.Linear(32, 4), 3)
 
 

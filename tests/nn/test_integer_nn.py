@@ -363,7 +363,7 @@ def test_mistakes_are_sentences():
     layer = nn.SubmConv3d(20, 6, 3)
     with pytest.raises(ValueError, match='packed in mode "affine", or "integer"'):
         layer.to_quantized(mode="mxfp8", quantize_input=True)
-    with pytest.raises(ValueError, match="bits of an integer weight must be 4 or 8"):
+    with pytest.raises(ValueError, match="bits must be 4 or 8"):
         layer.to_quantized(bits=3, quantize_input=True)
     with pytest.raises(ValueError, match="group_size must be None"):
         layer.to_quantized(64, 8, quantize_input=True)

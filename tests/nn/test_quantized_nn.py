@@ -223,7 +223,7 @@ def test_files_of_other_shapes_are_refused():
         ({"bits": 3}, "bits must be 4 or 8; got 3"),
         ({"group_size": 16}, "group_size must be 32, 64 or 128; got 16"),
         ({"mode": "mxfp4"}, 'packed in mode "affine"'),
-        ({"quantize_input": True, "bits": 5}, "integer weight must be 4 or 8; got 5"),
+        ({"quantize_input": True, "bits": 5}, "bits must be 4 or 8; got 5"),
     ],
 )
 @pytest.mark.parametrize("layer", (nn.SubmConv3d(4, 4, 3), nn.Linear(4, 4)))

@@ -219,7 +219,7 @@ def test_linear_upsampling_goes_back_to_what_was_pooled():
     inner[:, 1:] += 1
     got = ops.upsample_linear3d(plane, 2, mx.array(inner)).feats
     ref.assert_close(got, (inner[:, 1:] + 0.5) / 2)
-    with pytest.raises(ValueError, match='mode must be "nearest" or "linear"'):
+    with pytest.raises(ValueError, match="mode must be one of"):
         nn.Upsample3d(2, mode="cubic")
     with pytest.raises(ValueError, match="no coordinates of stride"):
         ops.upsample_linear3d(tensor(coords, cases.features(len(coords), 4)), 2)
