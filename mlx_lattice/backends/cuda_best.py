@@ -11,12 +11,12 @@ from ..geometry.best_rows import INFINITE
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
     KEYS,
-    MOST_KEYS,
     SORT,
     THREADS,
     blocks_for,
     constant,
     sorted_places,
+    sorts,
 )
 
 _BEST = (*SORT, "best_rows.cu")
@@ -27,7 +27,7 @@ def best_rows(
 ) -> mx.array:
     """Return (N,) bool: which rows are the best of their element. See ``Geometry``."""
     n, columns = coords.shape
-    if n > MOST_KEYS:
+    if not sorts(n):
         return portable.best_rows(scores, coords, batches, k)
     scores = scores if scores.dtype in INFINITE else scores.astype(mx.float32)
     infinite, word = INFINITE[scores.dtype]

@@ -9,13 +9,13 @@ import mlx.core as mx
 from ..geometry import curves
 from ..geometry.curves import Curve
 from .cuda_interfaces import SCRATCH, geometry_kernel
-from .cuda_sort import MOST_KEYS, SORT, THREADS, sorted_places
+from .cuda_sort import SORT, THREADS, sorted_places, sorts
 
 
 def curve_order(coords: mx.array, curve: Curve) -> mx.array:
     """Return the (N,) int32 order of rows by batch, then along a curve."""
     n, columns = coords.shape
-    if not curve.is_numbered or n > MOST_KEYS:
+    if not curve.is_numbered or not sorts(n):
         return curves.curve_order(coords, curve)
     make_keys = partial(_curve_keys, columns, curve.is_hilbert, curve.is_swapped)
     inputs = coords, _frame((*curve.low, curve.bits))

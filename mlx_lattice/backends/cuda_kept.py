@@ -10,13 +10,13 @@ from ..geometry import kept_rows
 from ..geometry.kept_rows import KeptRows
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
-    MOST_KEYS,
     SORT,
     SORT_THREADS,
     SORT_TILE,
     THREADS,
     blocks_for,
     cleared,
+    sorts,
 )
 
 _KEPT = (*SORT, "kept_rows.cu")
@@ -53,8 +53,8 @@ class StartedRows:
 
 def start_kept(mask: mx.array, coords: mx.array) -> StartedRows | kept_rows.StartedRows:
     """Launch the rows that a mask keeps. See ``Geometry``."""
-    here = mask.size <= MOST_KEYS
-    return (StartedRows if here else kept_rows.StartedRows)(mask, coords)
+    kind = StartedRows if sorts(mask.size) else kept_rows.StartedRows
+    return kind(mask, coords)
 
 
 @cache

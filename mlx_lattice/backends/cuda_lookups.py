@@ -17,14 +17,21 @@ from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.rows import Keep, Rows
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import rule_kind, rule_words
-from .cuda_sort import HEADER, THREADS, cleared, constant, digits_of, scratch_words
+from .cuda_sort import (
+    HEADER,
+    THREADS,
+    cleared,
+    constant,
+    digits_of,
+    scratch_words,
+    sorts,
+)
 from .cuda_tables import (
     COUNTS,
     TILES,
     Code,
     Source,
     counted_table,
-    is_ranked,
     relation_tiles,
 )
 
@@ -176,7 +183,7 @@ class RowTable:
         if self.coords.shape[0] * n_out * volume == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
         source = self.source(out_coords, offsets, stride, transposed)
-        if keep and wanted == TILES and is_ranked(n_out):
+        if keep and wanted == TILES and sorts(n_out):
             table, counts, tiles = relation_tiles(source, self.take_scratch)
             keep(TILES, tiles)
         else:

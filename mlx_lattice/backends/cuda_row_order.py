@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from . import gpu_segments
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
-from .cuda_sort import MOST_KEYS, SORT, THREADS, blocks_for, sorted_places
+from .cuda_sort import SORT, THREADS, blocks_for, sorted_places, sorts
 from .dispatch_bounds import SEGMENT_CUTS
 
 _FILES = (*SORT, "row_order.cu")
@@ -17,7 +17,7 @@ _FILES = (*SORT, "row_order.cu")
 def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     """Return ``gpu_segments.by_row`` of a table and the rows that it names."""
     n = table.size
-    if not 0 < n <= MOST_KEYS:
+    if n == 0 or not sorts(n):
         return gpu_segments.by_row(table, rows)
     bits, inputs = max(1, rows.bit_length()), [table.flatten()]
     keys, entries = sorted_places(_row_keys, inputs, n, bits, keep=True)

@@ -18,7 +18,7 @@ BINS = 512  # of a digit, at most
 HEADER = 32  # words of scratch before the histograms
 SORT_THREADS, SORT_BLOCKS = 512, 2  # of a block, and on a multiprocessor
 SORT_TILE = 8 * SORT_THREADS  # keys of one block of the sort
-MOST_KEYS = 1 << 30  # that counts beside two flags in a word can number
+MOST_KEYS = 1 << 30  # of a sort; the kernel's sums are below SUM_OF_TILE
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
 SORT = ("rows.cuh", "radix_sort.cu")
 
@@ -82,6 +82,16 @@ def scratch_words(n: int, passes: int) -> int:
     return HEADER + passes * (1 + tiles) * BINS + tiles + tiles % 2
 
 
+def sorts(n: int) -> bool:
+    """Whether the sort takes so many keys: counts of them lie beside two flags."""
+    return n <= MOST_KEYS
+
+
+def key_dtype(bits: int) -> mx.Dtype:
+    """Return the dtype of keys of so many bits."""
+    return mx.uint32 if bits <= 32 else mx.uint64
+
+
 def sort_keys(
     keys: mx.array,
     digits: mx.array,
@@ -130,13 +140,13 @@ def sorted_places(
         make_keys: the kernel of keys of a type, and of the histograms of their digits;
             it reads ``inputs``, digits and scratch.
         inputs: arrays.
-        n: keys, from 1 to MOST_KEYS.
+        n: keys, at least one, as many as it ``sorts``.
         bits: of a key, at least 1.
         fact: the first of the digits' numbers, for the kernel.
         keep: whether the sorted keys are wanted; they are anything where not.
     """
     passes, each = digits_of(bits)
-    dtype = mx.uint32 if bits <= 32 else mx.uint64
+    dtype = key_dtype(bits)
     digits, scratch = constant(fact, each, passes, 0), cleared(scratch_words(n, passes))
     given, made = [*inputs, digits, scratch], [((n,), dtype)]
     (keys,) = run(make_keys(KEYS[dtype]), given, blocks_for(n), THREADS, made)

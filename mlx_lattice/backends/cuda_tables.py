@@ -13,13 +13,14 @@ import mlx.core as mx
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
     HEADER,
-    MOST_KEYS,
+    KEYS,
     SORT_THREADS,
     THREADS,
     blocks_for,
     cleared,
     constant,
     digits_of,
+    key_dtype,
     multiprocessors,
     scratch_words,
 )
@@ -115,11 +116,6 @@ class Source(NamedTuple):
     volume: int
 
 
-def is_ranked(n: int) -> bool:
-    """Whether the radix sort takes so many rows."""
-    return n < MOST_KEYS
-
-
 def rank_bits(volume: int) -> int:
     """Return the bits of a rank, by which the radix sort puts rows in order."""
     return volume if volume <= MASK_OFFSETS else RANKED_OFFSETS
@@ -161,7 +157,7 @@ def relation_tiles(
         [
             *_outputs(source),
             ((n,), mx.int32),
-            *_tiles_outputs(n, volume),
+            *tiles_outputs(n, volume),
             ((ranking_fours(n, volume), 4), mx.uint32),
         ],
     )
@@ -176,14 +172,14 @@ def identity_tiles(rows: mx.array) -> Sorted:
         rows: an array of as many, at least one; its values are not read.
     """
     n = len(rows)
-    outputs = [((n,), mx.int32), *_tiles_outputs(n, 1)]
+    outputs = [((n,), mx.int32), *tiles_outputs(n, 1)]
     made = run(_identity_tiles(), [rows], blocks_for(pitch_of(n)), THREADS, outputs)
     return Sorted(made[1], made[0], made[2])
 
 
 def key_of(volume: int) -> str:
     """Return the C++ type of the masks that rank rows."""
-    return "unsigned" if volume <= 32 else "unsigned long long"
+    return KEYS[key_dtype(rank_bits(volume))]
 
 
 def pitch_of(n: int) -> int:
@@ -191,7 +187,7 @@ def pitch_of(n: int) -> int:
     return -(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def _tiles_outputs(n: int, volume: int) -> list:
+def tiles_outputs(n: int, volume: int) -> list:
     """Return shapes and dtypes of the table and masks of tiles."""
     pitch = pitch_of(n)
     masks = pitch // 32, -(-volume // 32)
@@ -200,7 +196,7 @@ def _tiles_outputs(n: int, volume: int) -> list:
 
 def ranking_fours(n: int, volume: int) -> int:
     """Return the words that rows are ranked in, by four."""
-    return -(-3 * n * (1 if volume <= 32 else 2) // 4)
+    return -(-3 * n * key_dtype(rank_bits(volume)).size // 16)
 
 
 def _outputs(source: Source) -> list:

@@ -19,7 +19,6 @@ from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_lookups import bounds
 from .cuda_sort import (
     KEYS,
-    MOST_KEYS,
     SORT,
     SORT_THREADS,
     SORT_TILE,
@@ -28,9 +27,11 @@ from .cuda_sort import (
     cleared,
     constant,
     digits_of,
+    key_dtype,
     rule_constant,
     scratch_words,
     sort_keys,
+    sorts,
 )
 
 CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
@@ -111,7 +112,7 @@ class Launched(NamedTuple):
 
 def _is_keyed(candidates: int, box: Bounds) -> bool:
     """Whether keys can number a box, and the sort so many of them."""
-    return cell_count(box) < KEY_LIMIT and candidates <= MOST_KEYS
+    return cell_count(box) < KEY_LIMIT and sorts(candidates)
 
 
 def _keys_of(box: Bounds) -> tuple[int, list[mx.array]]:
@@ -148,7 +149,7 @@ def launched(
     n, columns = coords.shape
     candidates, parts = n * len(offsets), len(offsets) if rule == CELLS else 1
     passes, each = digits_of(bits)
-    key = mx.uint32 if bits <= 32 else mx.uint64
+    key = key_dtype(bits)
     digits = constant(len(offsets), each, passes, 0)
     scratch = cleared(scratch_words(candidates, passes))
     numbers, numeric = [((candidates,), key)], KEYS[key]
@@ -162,7 +163,7 @@ def launched(
     )
     ranges = boxes or ranges
     keys, rows = sort_keys(keys, digits, scratch, rows=places, keep=True)
-    capacity = min(passes * each, 32 if bits <= 32 else KEY_BITS)
+    capacity = min(passes * each, 8 * key.size, KEY_BITS)
     if is_distinct:
         return Launched(keys, (), None, ranges, capacity)
     tiles = -(-candidates // SORT_TILE)

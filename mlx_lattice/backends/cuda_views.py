@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..geometry import curves, sync
 from ..geometry.protocol import RelationViews
 from .cuda_interfaces import geometry_kernel, run
-from .cuda_sort import THREADS, blocks_for
+from .cuda_sort import THREADS, blocks_for, sorts
 from .cuda_tables import (
     BAND,
     COUNTS,
@@ -20,10 +20,10 @@ from .cuda_tables import (
     Sorted,
     counted_table,
     identity_tiles,
-    is_ranked,
     pitch_of,
     relation_tiles,
     table_source,
+    tiles_outputs,
 )
 
 EDGE_ROWS = 256  # rows of a block that writes edges: four bands
@@ -48,19 +48,15 @@ def band_counts_of(table: mx.array) -> BandCounts:
 def gray_order(table: mx.array) -> mx.array:
     """Return the (N,) order of rows by the Gray-code rank of their mask."""
     n, volume = table.shape
-    if table.size and is_ranked(n) and volume <= MASK_OFFSETS:
+    if table.size and sorts(n) and volume <= MASK_OFFSETS:
         return relation_tiles(table_source(table))[2].rows
     return curves.gray_order(table >= 0)
 
 
-def sorted_table(table: mx.array, rows: mx.array, pitch: int):
+def sorted_table(table: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
     """Return the (K, pitch) table of rows in sorted order, and a mask per 32 rows."""
-    volume = table.shape[1]
-    outputs = [
-        ((volume, pitch), mx.int32),
-        ((pitch // 32, -(-volume // 32)), mx.uint32),
-    ]
-    return run(_sort_table(), [table, rows], pitch // 128, 128, outputs)
+    outputs, blocks = tiles_outputs(*table.shape), pitch_of(len(table)) // 128
+    return tuple(run(_sort_table(), [table, rows], blocks, 128, outputs))
 
 
 def sorted_rows(relation: RelationViews) -> Sorted:
@@ -95,7 +91,7 @@ def _tiles(relation: RelationViews) -> Sorted:
         return tiles
     table = relation.table_with(TILES)
     tiles = relation.kept(TILES)
-    if tiles is None and is_ranked(table.shape[0]):
+    if tiles is None and sorts(table.shape[0]):
         _, counts, tiles = relation_tiles(table_source(table))
         relation.keep(COUNTS, counts)
     elif tiles is None:
@@ -112,7 +108,7 @@ def release_table(relation: RelationViews) -> None:
 
 def _in_order(table: mx.array, rows: mx.array) -> Sorted:
     """Return the tiles of a table, for an order of its rows."""
-    sorted_, masks = sorted_table(table, rows, pitch_of(table.shape[0]))
+    sorted_, masks = sorted_table(table, rows)
     return Sorted(sorted_, rows, masks)
 
 

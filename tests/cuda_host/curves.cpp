@@ -24,7 +24,7 @@ void sort(const Sizes& s) {
   const auto rows = read<int>((size_t)s.n * COLUMNS);
   const auto frame = read<int>(COLUMNS + 1);
   const int n = s.n, tiles = (n + SORT_TILE - 1) / SORT_TILE;
-  std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
+  std::vector<unsigned> scratch(scratch_words(n, s.passes), 0);
   std::vector<Key> keys(n), out(n), work(n);
   std::vector<int> order(n), next(n);
   emulated::launch(3, 256, [&] {

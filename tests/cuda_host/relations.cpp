@@ -27,8 +27,7 @@ struct Sizes {
 template <int COLUMNS, typename SOURCE>
 void make(const SOURCE& source, const Sizes& s) {
   const int n = s.n_out, bands = (n + BAND - 1) / BAND;
-  const int pitch = (n + ROW_ALIGNMENT - 1) / ROW_ALIGNMENT * ROW_ALIGNMENT;
-  const int tiles = (n + SORT_TILE - 1) / SORT_TILE;
+  const int pitch = pitch_of(n);
   const TableSizes sizes{n, s.volume, s.digit_bits, s.passes, s.chunk_rows};
   std::vector<int> table((size_t)n * s.volume, -7), counts((size_t)s.volume * bands, -7);
   long long edges = -7, edges_again = -7;
@@ -47,7 +46,7 @@ void make(const SOURCE& source, const Sizes& s) {
   auto tiles_by = [&](auto key, const auto& source, const int* from, int* to) {
     using Key = decltype(key);
     std::vector<Key> work(3 * (size_t)n);
-    std::vector<unsigned> state(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
+    std::vector<unsigned> state(scratch_words(n, s.passes), 0);
     emulated::launch(3, SORT_THREADS, [&] {
       relation_tiles<Key>(source, state.data(), sizes, from, to, counts.data(),
                           &edges_again, rows.data(), sorted.data(), masks.data(),

@@ -33,7 +33,7 @@ void make(const Sizes& s) {
   for (int c = 0; c < COLUMNS; ++c) ranges[c] = RULE == CELLS ? boxes[c] : given[c];
   constexpr int LEVELS = RULE == CELLS ? MADE : 1;
   const int n = s.n * s.volume, tiles = (n + SORT_TILE - 1) / SORT_TILE;
-  std::vector<unsigned> scratch(HEADER + s.passes * (1 + tiles) * BINS + tiles, 0);
+  std::vector<unsigned> scratch(scratch_words(n, s.passes), 0);
   std::vector<Key> keys(n), sorted(n), work(n), unique(n);
   std::vector<int> order(n), next(n), places(n, -7);
   emulated::launch(3, 256, [&] {

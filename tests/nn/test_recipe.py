@@ -105,7 +105,9 @@ def test_no_points():
 
 def test_what_the_scan_lacks():
     recipe = VoxelRecipe(0.5, ("normals", "ones"))
-    with pytest.raises(ValueError, match=r"no normals \(intensity\): give the attribute"):
+    with pytest.raises(
+        ValueError, match=r"no normals \(intensity\): give the attribute"
+    ):
         recipe(POINTS, {"intensity": ATTRIBUTES["intensity"]})
     with pytest.raises(ValueError, match=r"no normals \(no attributes\)"):
         recipe(POINTS)

@@ -248,7 +248,7 @@ def geometry():
     for volume in (1, 9, 27, 32, 33, 64, 65, 600):
         table = mx.zeros((40, volume), dtype=mx.int32)
         order = made.gray_order(table)
-        cuda_views.sorted_table(table, order, 384)
+        cuda_views.sorted_table(table, order)
         made.edges(table)
         made.transpose_table(table, 40)
 
