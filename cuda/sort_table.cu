@@ -8,7 +8,7 @@
 namespace lattice {
 
 constexpr int SLAB = 32;            // offsets that go through shared memory at a time
-constexpr int ROW_ALIGNMENT = 384;  // every height of a tile divides it
+constexpr int ROW_ALIGNMENT = 384;  // every height of WideTile divides it
 
 // The rows that tiles of n rows are padded to.
 __device__ __forceinline__ int pitch_of(int n) {

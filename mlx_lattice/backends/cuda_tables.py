@@ -29,7 +29,7 @@ TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
 BAND = 64  # rows of one count of edges
 COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
 MASK_OFFSETS, RANKED_OFFSETS = 64, 63  # of a mask, and of a rank where there are more
-ROW_ALIGNMENT = 384  # every tile height divides it: 64, 128, 192
+ROW_ALIGNMENT = 384  # heights of WideTile divide it: 64, 128, 192
 TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
 
 _TABLE = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")

@@ -1,0 +1,189 @@
+"""Numbers that Python and the text of a kernel both have are equal.
+
+A kernel's text is fixed, and Python counts blocks, scratch and rows by the same
+numbers: where they differed, a kernel would read or write beyond an array.
+"""
+
+import re
+from math import prod
+from pathlib import Path
+
+import pytest
+
+from mlx_lattice import activations
+from mlx_lattice.backends import (
+    cuda_column_sums,
+    cuda_grad_sums,
+    cuda_lookups,
+    cuda_row_norms,
+    cuda_rules,
+    cuda_sort,
+    cuda_splits,
+    cuda_tables,
+    cuda_tiles,
+    cuda_unique,
+    cuda_views,
+    cuda_weight_grad,
+    gpu_batch_norm,
+    gpu_norms,
+    gpu_updates,
+    kernel_launches,
+    metal_conv,
+    metal_lookups,
+    metal_tiles,
+    metal_views,
+)
+from mlx_lattice.devices import CUDA, METAL
+from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.points import NO_CELL
+from mlx_lattice.ops import heads
+from mlx_lattice.routes import cuda_shapes, thresholds
+
+ROOT = Path(__file__).parents[2]
+NUMBERS = {
+    "cuda/rows.cuh": {
+        "BINS": cuda_sort.BINS,
+        "HEADER": cuda_sort.HEADER,
+        "BOUNDS": cuda_lookups.TABLE_WORDS,
+    },
+    "cuda/radix_sort.cu": {
+        "SORT_THREADS": cuda_sort.SORT_THREADS,
+        "SORT_ITEMS": cuda_sort.SORT_TILE // cuda_sort.SORT_THREADS,
+        "SUM_OF_TILE": cuda_sort.MOST_KEYS,
+    },
+    "cuda/table_sources.cuh": {
+        "PART_OFFSETS": cuda_rules.PART_OFFSETS,
+        "GROUP": cuda_rules.GROUP,
+        "PARTS_AT": cuda_rules.PARTS_AT,
+    },
+    "cuda/neighbour_table.cu": {"BAND": cuda_tables.BAND},
+    "cuda/sort_table.cu": {"ROW_ALIGNMENT": cuda_tables.ROW_ALIGNMENT},
+    "cuda/relation_views.cu": {"BANDS": cuda_views.EDGE_ROWS // cuda_tables.BAND},
+    "cuda/points.cu": {"NO_CELL": NO_CELL},
+    "cuda/patches.cu": {"PATCH_WORDS": 8},
+    "cuda/attention_heads.cu": {"HEAD_EPS": heads.EPS},
+    "cuda/norm_blocks.cuh": {"NORM_THREADS": gpu_norms.THREADS},
+    "cuda/channel_norms.cu": {
+        "COMBINE_ACROSS": gpu_norms.COMBINING[CUDA][0],
+        "COMBINE_DOWN": gpu_norms.COMBINING[CUDA][1],
+    },
+    "cuda/group_statistics.cu": {"GROUP_THREADS": gpu_norms.THREADS},
+    "cuda/row_norms.cu": {
+        "SUMMED_COLUMNS": cuda_row_norms.SUMMING[0],
+        "SUMMING_DOWN": cuda_row_norms.SUMMING[1],
+    },
+    "cuda/batch_norm.cu": {"BATCH_WARPS": gpu_batch_norm.MOST_THREADS[CUDA] // 32},
+    "cuda/add_splits_moments.cu": {
+        "MOMENTS_ACROSS": cuda_splits.MOMENTS_CHANNELS // cuda_splits.ADDED,
+        "MOMENTS_DOWN": kernel_launches.THREADS
+        // (cuda_splits.MOMENTS_CHANNELS // cuda_splits.ADDED),
+    },
+    "cuda/relation_traversal.cu": {"SIDE": cuda_weight_grad.SIDE},
+    "cuda/transposed_sums.cu": {"COLUMNS": cuda_grad_sums.TRANSPOSED_SIDE},
+    "cuda/sorted_implicit_gemm_mma.cuh": {"PIPELINE": cuda_tiles.MMA_STAGES},
+    "cuda/grouped_gemm_mma.cuh": {"GROUPED_PIPELINE": cuda_tiles.MMA_STAGES},
+    "cuda/sorted_implicit_gemm_weight_grad.cu": {
+        "MAX_BLOCKS": thresholds.SORTED_GRAD["most"]
+    },
+    "metal/matrix_tiles.metal": {
+        "LANES": metal_tiles.LANES,
+        "SIMDGROUPS": metal_tiles.THREADS // metal_tiles.LANES,
+        "BLOCK_ROWS": metal_tiles.BLOCK_ROWS,
+        "TILE_ROWS": metal_tiles.TILE_ROWS,
+    },
+    "metal/tensor_ops.metal": {"TENSOR_WIDTH": metal_tiles.TENSOR_WIDTH},
+    "metal/vec4.metal": {"ROWS": metal_conv.VEC4_ROWS},
+    "metal/fp16_gather.metal": {"HALF_ROWS": metal_conv.HALF_ROWS},
+    "metal/points.metal": {"NO_CELL": NO_CELL},
+    "metal/patches.metal": {"PATCH_WORDS": 8},
+    "metal/attention_heads.metal": {"HEAD_EPS": heads.EPS},
+    "metal/channel_norms.metal": {
+        "NORM_THREADS": max(gpu_norms.THREADS, gpu_batch_norm.MOST_THREADS[METAL])
+    },
+    "metal/group_statistics.metal": {"GROUP_THREADS": gpu_norms.THREADS},
+}
+ACTIVATIONS = ("SLOPE", "GELU", "SILU", "GELU_TANH", "ELU")
+UPDATES = ("SGD_PLAIN", "SGD_MOVED", "SGD_NESTEROV", "ADAM")
+RULES = (*(rule.name for rule in Rule), "CELLS")
+ENUMERATIONS = {
+    ("cuda/epilogue.cuh", "Activation"): [f"ACT_{name}" for name in ACTIVATIONS],
+    ("metal/channel_norms.metal", "NormAct"): [f"ACT_{name}" for name in ACTIVATIONS],
+    ("cpu/inner_loops.h", "NormAct"): [name.lower() for name in ACTIVATIONS],
+    ("cuda/unique_rows.cu", "Rule"): RULES,
+    ("metal/hash_table.metal", "Rule"): RULES,
+    ("cuda/table_sources.cuh", "Stride"): cuda_rules.KINDS,
+    ("cuda/updates.cu", "UpdateRule"): UPDATES,
+    ("metal/updates.metal", "UpdateRule"): UPDATES,
+}
+
+
+def number(file: str, name: str) -> float:
+    """Return what a kernel's text gives a name, which it does once."""
+    text = (ROOT / file).read_text(encoding="utf-8")
+    found = re.findall(rf"\b{name} = ([^,;}}]+)[,;}}]|\b{name} = ([^,;\n]+)\n", text)
+    assert len(found) == 1, f"{file} gives {name} {len(found)} values"
+    value = "".join(found[0]).strip()
+    return eval(re.sub(r"(?<=[\d.])(?:u|f)\b", "", value), {})
+
+
+@pytest.mark.parametrize("file", NUMBERS)
+def test_a_number_is_the_same_in_both_places(file):
+    assert {name: number(file, name) for name in NUMBERS[file]} == NUMBERS[file]
+
+
+@pytest.mark.parametrize(("file", "name"), ENUMERATIONS)
+def test_an_enumeration_has_the_order_of_pythons(file, name):
+    text = (ROOT / file).read_text(encoding="utf-8")
+    (names,) = re.findall(rf"enum (?:class )?{name} (?:: int )?\{{([^}}]+)\}}", text)
+    expected = ENUMERATIONS[file, name]
+    assert [each.strip() for each in names.split(",")] == list(expected)
+
+
+def test_codes_count_as_the_enumerations_do():
+    assert [getattr(activations, name) for name in ACTIVATIONS] == [0, 1, 2, 3, 4]
+    assert list(Rule) == list(range(len(Rule)))
+    assert cuda_unique.CELLS == metal_lookups.CELLS == len(Rule)
+    rules = gpu_updates.SGD, gpu_updates.MOMENTUM, gpu_updates.NESTEROV
+    assert [rule.code for rule in (*rules, gpu_updates.ADAM)] == [0, 1, 2, 3]
+
+
+def test_numbers_that_others_are_made_of():
+    """What kernels have no name for, but rely on."""
+    threads = cuda_sort.THREADS, cuda_column_sums.THREADS, kernel_launches.THREADS
+    assert {*threads, gpu_norms.THREADS, cuda_views.EDGE_ROWS} == {256}
+    assert cuda_sort.SORT_THREADS == cuda_sort.BINS
+    slab = number("cuda/sort_table.cu", "SLAB")
+    warps = cuda_sort.SORT_THREADS // 32
+    assert cuda_tables.TILE_SCRATCH == 4 * warps * slab * (slab + 1)
+    assert prod(gpu_norms.COMBINING[CUDA]) == prod(gpu_norms.COMBINING[METAL]) == 512
+    assert metal_views.LANES == metal_tiles.LANES == 32
+    # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
+    held = 32 * gpu_batch_norm.MOST_THREADS[CUDA]
+    assert thresholds.ONE_LAUNCH_NORM[CUDA] * gpu_batch_norm.ACROSS <= held
+
+
+def test_every_row_that_a_tile_reads_is_in_the_padded_table():
+    """WideTile reads as many as it is high; others blocks of 64, where masks say so."""
+    gradients = "GRAD", "WHOLE_TILE"
+    shapes = {
+        shape
+        for name, table in vars(cuda_shapes).items()
+        if not any(word in name for word in gradients) or name == "TF32_WHOLE_TILES"
+        for shape in shapes_of(table)
+    }
+    wide = [shape for shape in shapes if isinstance(shape, cuda_shapes.Tile)]
+    assert {shape.rows for shape in wide} == {64, 128, 192}
+    assert all(cuda_tables.ROW_ALIGNMENT % shape.rows == 0 for shape in wide)
+    assert cuda_tables.ROW_ALIGNMENT % 64 == 0
+
+
+def shapes_of(table):
+    """Yield the tiles that a table holds, however deep."""
+    if isinstance(table, cuda_shapes.Shape):
+        yield table
+    elif isinstance(table, dict):
+        for each in table.values():
+            yield from shapes_of(each)
+    elif isinstance(table, tuple):
+        for each in table:
+            yield from shapes_of(each)
