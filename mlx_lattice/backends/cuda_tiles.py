@@ -437,8 +437,8 @@ def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
     if not p.sums_moments:
         return False
     is_whole = whole_channels(p)[1] == p.channels[1]
-    many = p.rows_written * p.itemsize > thresholds.ONE_LAUNCH_NORM[CUDA]
-    return is_whole and many and (is_split or tile.variant != "mma")
+    few = thresholds.is_one_launch(p.rows_written, p.itemsize, CUDA)
+    return is_whole and not few and (is_split or tile.variant != "mma")
 
 
 def prepared_bytes(p: Problem) -> int:

@@ -156,8 +156,9 @@ class GpuBatchNorms:
                 return False
             across = max(ACROSS, width // _each(self.backend, channels))
             rows = segments.longest
-        most = thresholds.ONE_LAUNCH_NORM[self.backend] * ACROSS
-        return across <= MOST_ACROSS and rows * across * x.dtype.size <= most
+        rows *= across // ACROSS  # powers of two: fewer threads down have more rows
+        few = thresholds.is_one_launch(rows, x.dtype.size, self.backend)
+        return across <= MOST_ACROSS and few
 
     def normalize(
         self,

@@ -110,8 +110,7 @@ def _sorted_plan(
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
         tile = sorted_tile(*facts, 16, device, of, own)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    # Of few rows a norm is one launch, which reads them once.
-    many = n * p.itemsize > thresholds.ONE_LAUNCH_NORM[METAL]
+    many = not thresholds.is_one_launch(n, p.itemsize, METAL)
     able = kind.sums_moments and tile.partial_sums[1] == 1
     cut = cut_of(p, device, tile, weight_bytes)
     cut = cut._replace(matrices=matrices, moments=p.sums_moments and able and many)

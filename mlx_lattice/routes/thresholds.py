@@ -320,6 +320,19 @@ def rows(route: str, pass_: str, channels: tuple[int, int], device: Device) -> i
     return value((CUDA_ROWS if own else ROWS).get((route, pass_), {"*": 0}), device)
 
 
+def is_one_launch(rows: int, item: int, backend: str) -> bool:
+    """Return whether a BatchNorm of so many rows is one launch each way.
+
+    It then reads them once, and nobody has to sum statistics of them before.
+
+    Args:
+        rows: that a block has of each of its channels.
+        item: bytes of an element.
+        backend: a GPU's.
+    """
+    return rows * item <= ONE_LAUNCH_NORM[backend]
+
+
 def region_rows(row_bytes: int, device: Device) -> int:
     """Return the rows of a region, for feature rows of ``row_bytes``."""
     row = next((r for r in REGION_ROWS if r != "more" and row_bytes <= int(r)), "more")

@@ -154,7 +154,7 @@ def test_numbers_that_others_are_made_of():
     assert cuda_sort.SORT_THREADS == cuda_sort.BINS
     slab = number("cuda/sort_table.cu", "SLAB")
     warps = cuda_sort.SORT_THREADS // 32
-    assert cuda_tables.TILE_SCRATCH == 4 * warps * slab * (slab + 1)
+    assert 4 * warps * slab * (slab + 1) == cuda_tables.TILE_SCRATCH
     assert prod(gpu_norms.COMBINING[CUDA]) == prod(gpu_norms.COMBINING[METAL]) == 512
     assert metal_views.LANES == metal_tiles.LANES == 32
     # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
