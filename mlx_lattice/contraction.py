@@ -14,6 +14,7 @@ from weakref import ref
 import mlx.core as mx
 
 from .channel_kernels import column_sums
+from .checks import whole
 from .epilogue import Epilogue, EpilogueFacts, Moments
 from .numerics import asked_precision
 from .problem import (
@@ -245,8 +246,8 @@ def check_features(
 
 def check_groups(groups: int) -> None:
     """Raise unless there is a group."""
-    if not isinstance(groups, int) or groups < 1:
-        raise ValueError(f"groups must be an int of 1 or more; got groups = {groups}")
+    if type(groups) is not int or groups < 1:
+        whole(groups, "groups", 1)
 
 
 def same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:

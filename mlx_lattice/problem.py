@@ -132,6 +132,8 @@ class Problem(Facts):
         for name in ("c_in", "c_out", "n_in", "n_out"):
             if type(given := getattr(self, name)) is not int:
                 object.__setattr__(self, name, whole(given, name))
+        if type(self.groups) is not int or self.groups < 1:
+            object.__setattr__(self, "groups", whole(self.groups, "groups", 1))
         for name in ("c_in", "c_out"):
             channels = getattr(self, name)
             if channels < 1 or channels % self.groups:

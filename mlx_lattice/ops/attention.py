@@ -30,6 +30,7 @@ from ..transformations import zeros_of
 from .attended import COMPOSED, SDPA, Tell, observers, teller
 from .blocked_attention import by_kernel
 from .fused_attention import Call, attend, holds_no_scores, pieces, told
+from .given_heads import check_dtypes, heads_fit
 from .global_pool import batch_rows
 from .groups import EXACT, PADDING, SCORES, Bucket, Groups, Padding, of_groups
 from .patches import filled, patches
@@ -337,23 +338,13 @@ def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
         return
     q, k, v = given
     fits = all(a.ndim == 3 and a.shape[0] == n for a in given)
-    fits = fits and min(*q.shape[1:], *k.shape[1:]) > 0
-    if (
-        not fits
-        or q.shape[2] != k.shape[2]
-        or k.shape[1] != v.shape[1]
-        or q.shape[1] % k.shape[1]
-    ):
+    if not fits or not heads_fit(q, k, v):
         raise ValueError(
             f"q, k and v must have shapes ({n}, heads, D), ({n}, kv_heads, D) and "
             f"({n}, kv_heads, D_v), kv_heads a divisor of heads; got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    dtype_name(q.dtype)
+    check_dtypes(q, k, v)
 
 
 def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:

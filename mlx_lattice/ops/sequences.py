@@ -25,7 +25,6 @@ from ..coordinate_set import CoordinateSet
 from ..devices import CPU
 from ..geometry import sync
 from ..geometry.scans import running_sums
-from ..problem import dtype_name
 from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
@@ -34,6 +33,7 @@ from .attended import SDPA, teller
 from .blocked_attention import by_kernel
 from .fused_attention import Call, attend, holds_no_scores, pieces
 from .fused_attention import told as fused
+from .given_heads import check_dtypes, heads_fit
 from .global_pool import BatchRows, batch_rows
 from .groups import SCORES, SHARE, Bucket, Groups, cut
 
@@ -253,7 +253,7 @@ def _check(q, k, v, like: SparseTensor | None, lengths: mx.array | None) -> None
         rows, batches = len(like), like.batch_size
         fits = q.ndim == 3 and q.shape[0] == len(like)
     fits = fits and k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
-    if not fits or q.shape[-1] != k.shape[-1] or q.shape[-2] % max(1, k.shape[2]):
+    if not fits or not heads_fit(q, k, v):
         raise ValueError(
             f"q, k and v must have shapes ({rows}, heads, D), (B, M, kv_heads, D) and "
             "(B, M, kv_heads, D_v), kv_heads a divisor of heads; got "
@@ -271,11 +271,7 @@ def _check(q, k, v, like: SparseTensor | None, lengths: mx.array | None) -> None
                 f"lengths must have shape ({k.shape[0]},), integers, one each; got "
                 f"{tuple(lengths.shape)} of {lengths.dtype}"
             )
-    if not q.dtype == k.dtype == v.dtype:
-        raise TypeError(
-            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
-        )
-    dtype_name(q.dtype)
+    check_dtypes(q, k, v)
 
 
 def _sizes(rows: BatchRows) -> list[int]:

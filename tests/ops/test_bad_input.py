@@ -18,7 +18,9 @@ def tensor(channels=8, n=20):
 X = tensor()
 N = len(X)
 Q = mx.array(cases.features(N, 24).reshape(N, 2, 12))
+KEYS = mx.zeros((X.batch_size, 5, 2, 12))
 W = mx.zeros((8, 3, 3, 3, 8))
+FACTS = {"c_in": 4, "c_out": 4, "n_in": 10}
 PACKED = ml.quantize_weight(W, bits=8, group_size=32)
 LINEAR = {"weight": mx.zeros((2, 2)), "bias": mx.zeros(2)}
 
@@ -26,6 +28,10 @@ LINEAR = {"weight": mx.zeros((2, 2)), "bias": mx.zeros(2)}
 def load(state, model=None, mapping=None):
     model = nn.Linear(2, 2) if model is None else model
     return io.import_checkpoint(state, model, "spconv", mapping)
+
+
+def crossed(q, keys):
+    return ops.cross_attention(q, keys, keys, X)
 
 
 def decoder(**options):
@@ -41,6 +47,8 @@ TYPES = (
     (lambda: ml.calibrate(None, [X]), "calibrate takes a model; got NoneType"),
     (lambda: ml.calibrate(nn.Sequential(), X), "a list of .* got one SparseTensor"),
     (lambda: ops.full_attention("Q", Q, Q, X), "q must be an array .* got str"),
+    (lambda: ml.Problem.forward(**FACTS, groups=2.0), "groups must be an int; got 2.0"),
+    (lambda: ops.subm_conv3d(X, W, groups=2.0), "groups must be an int; got 2.0"),
     (lambda: ops.full_attention(Q, None, Q, X), "k and v must be arrays.* got None"),
     (lambda: ops.full_attention(Q, Q, Q, X.coords), "like must be a SparseTensor; got"),
     (lambda: ops.window_attention(Q, Q, Q, X.coords, 2), "like must be a SparseTensor"),
@@ -85,6 +93,12 @@ VALUES = (
     ),
     (lambda: ops.full_attention(*[Q[:, :0]] * 3, X), "heads, D.*got .*0, 12"),
     (lambda: ops.full_attention(*[Q[..., :0]] * 3, X), "heads, D.*got .*2, 0"),
+    (lambda: crossed(Q[:, :0], KEYS), "heads, D.*got .*0, 12"),
+    (lambda: crossed(Q[..., :0], KEYS[..., :0]), "heads, D.*got .*2, 0"),
+    (lambda: crossed(Q, KEYS[:, :, :0]), "kv_heads a divisor of heads; got"),
+    (lambda: ml.Problem.forward(**FACTS, groups=0), "groups must be 1 or more; got 0"),
+    (lambda: ml.Problem.forward(**FACTS, groups=-1), "groups must be 1 or more"),
+    (lambda: ops.subm_conv3d(X, W, groups=0), "groups must be 1 or more; got 0"),
     (lambda: ops.serialized_attention(Q, Q, Q, X, "a"), "patch must be an int .* 'a'"),
     (lambda: ops.rotary(Q, X, base=0), "base must be above 0; got 0"),
     (lambda: nn.SparseAttention(8, 2, order="spiral"), "order must be one of"),
@@ -111,3 +125,11 @@ def test_types(call, sentence):
 def test_values(call, sentence):
     with pytest.raises(ValueError, match=sentence):
         call()
+
+
+def test_groups_are_an_int_of_any_library():
+    w, groups = mx.array(cases.features(8 * 27, 4).reshape(8, 27, 4)), np.int64(2)
+    w = w.reshape(8, 3, 3, 3, 4)
+    y = ops.subm_conv3d(X, w, groups=groups).feats
+    assert mx.array_equal(y, ops.subm_conv3d(X, w, groups=2).feats)
+    assert type(ml.Problem.forward(**FACTS, groups=groups).groups) is int

@@ -308,8 +308,9 @@ def test_groups_that_do_not_divide(groups):
     def backward():
         return ml.weight_grad(at.x, at.dy, relation, groups=groups)
 
-    refused(ValueError, f"groups = {groups}", forward)
-    refused(ValueError, f"groups = {groups}", backward)
+    sentence = rf"groups (= {groups}|must be 1 or more; got {groups})"
+    refused(ValueError, sentence, forward)
+    refused(ValueError, sentence, backward)
 
 
 def test_rows_that_are_not_the_relations():

@@ -12,6 +12,7 @@ import pytest
 
 from mlx_lattice import activations
 from mlx_lattice.backends import (
+    cpu_conv,
     cuda_column_sums,
     cuda_grad_sums,
     cuda_lookups,
@@ -36,6 +37,7 @@ from mlx_lattice.backends import (
 from mlx_lattice.devices import CUDA, METAL
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.points import NO_CELL
+from mlx_lattice.integer_weight import fits_int32
 from mlx_lattice.ops import heads
 from mlx_lattice.routes import cuda_shapes, thresholds
 
@@ -85,6 +87,10 @@ NUMBERS = {
     "cuda/sorted_implicit_gemm_weight_grad.cu": {
         "MAX_BLOCKS": thresholds.SORTED_GRAD["most"]
     },
+    "cpu/contraction.cpp": {
+        "tile_alone": cpu_conv.ONE_TILE,
+        "line_rows": cpu_conv.LINE_ROWS,
+    },
     "metal/matrix_tiles.metal": {
         "LANES": metal_tiles.LANES,
         "SIMDGROUPS": metal_tiles.THREADS // metal_tiles.LANES,
@@ -122,7 +128,7 @@ def number(file: str, name: str) -> float:
     text = (ROOT / file).read_text(encoding="utf-8")
     found = re.findall(rf"\b{name} = ([^,;}}]+)[,;}}]|\b{name} = ([^,;\n]+)\n", text)
     assert len(found) == 1, f"{file} gives {name} {len(found)} values"
-    value = "".join(found[0]).strip()
+    value = "".join(found[0]).strip().replace("int64_t", "").replace("/", "//")
     return eval(re.sub(r"(?<=[\d.])(?:u|f)\b", "", value), {})
 
 
@@ -160,6 +166,11 @@ def test_numbers_that_others_are_made_of():
     # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
     held = 32 * gpu_batch_norm.MOST_THREADS[CUDA]
     assert thresholds.ONE_LAUNCH_NORM[CUDA] * gpu_batch_norm.ACROSS <= held
+
+
+def test_the_products_of_a_sum_of_integers_are_bounded_alike():
+    most = number("cpu/int8_blocked.cpp", "most")
+    assert fits_int32(most, 1) and not fits_int32(most + 1, 1)
 
 
 def test_every_row_that_a_tile_reads_is_in_the_padded_table():
