@@ -289,7 +289,7 @@ def planned(
             integer=INT8 if layer.int8 else None,
             layout=layout,
         )
-        useful = relation.n_edges * layer.c_in * layer.c_out // layer.groups
+        useful = problem.useful(relation.n_edges)
         choice, found = routes.select(problem, device=device), []
         for route in candidates(replace(problem, deterministic=False), device):
             plan = route.plan(problem, device)

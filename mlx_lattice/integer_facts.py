@@ -22,6 +22,7 @@ ARRAYS = (
 FOLLOWING = ARRAYS[:-1]  # what follows the sums: scales of rows are in them
 WHOLE = 8  # numbers that a scalar of kernels lies in, see in_device_memory
 MOST = 127  # int8 values are -127 ... 127
+ALIGNMENT = 32  # weights pad input channels to a multiple of it
 
 
 @dataclass(frozen=True)

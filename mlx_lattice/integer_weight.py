@@ -17,11 +17,10 @@ import mlx.core as mx
 
 from .arrays import array_of
 from .geometry.keys import INT32_LIMIT
-from .integer_facts import MOST
+from .integer_facts import ALIGNMENT, MOST
 from .problem import dtype_name
 from .quantized import check_bits, check_packing, padded, stored_rows
 
-ALIGNMENT = 32  # storage pads input channels to a multiple of it
 NIBBLE, MULTIPLIER = 7, 18  # the greatest ones: 7 * 18 is below 127
 
 

@@ -12,7 +12,7 @@ import mlx.core as mx
 from .checks import whole
 from .epilogue import EpilogueFacts
 from .facts import Facts
-from .integer_facts import IntegerFacts
+from .integer_facts import ALIGNMENT, IntegerFacts
 from .kernel_spec import KernelSpec
 from .relation_form import KINDS
 
@@ -370,14 +370,20 @@ class Problem(Facts):
         """Bytes of the weight as it is stored; packed with its scales and padding."""
         if not self.bits:
             return self.dense_weight_bytes
-        c_in = self.c_in // self.groups
-        size = self.group_size or c_in
-        groups = -(-c_in // size)
-        values = groups * size * self.bits // 8
+        stored = self.packed_channels
+        groups = stored // (self.group_size or stored)
+        values = stored * self.bits // 8
         if self.integer:  # a multiplier a group of int4, a scale an output channel
             groups = groups if self.bits == 4 else 0
             return self.volume * self.c_out * (values + groups) + 4 * self.c_out
         return self.volume * self.c_out * (values + 2 * self.itemsize * groups)
+
+    @property
+    def packed_channels(self) -> int:
+        """Input channels of a group as a packed weight stores them, padded."""
+        c_in = self.c_in // self.groups
+        size = self.group_size or (ALIGNMENT if self.integer else c_in)
+        return -(-c_in // size) * size
 
     @property
     def sums_moments(self) -> bool:
@@ -392,12 +398,26 @@ class Problem(Facts):
         rows = self.n_in if self.transposed else self.n_out
         return rows if self.pointwise else rows * self.volume
 
+    def known_edges(self, relation=None) -> int | None:
+        """Return the edges: of a pointwise layer one a row; None where nobody counted.
+
+        relation: the layer's, whose edges are taken where the problem has none.
+        """
+        if self.pointwise:
+            return self.n_out
+        if self.edges is None and relation is not None:
+            return relation.n_edges
+        return self.edges
+
+    def useful(self, edges: int) -> int:
+        """Return a multiply-add for each edge, input channel of a group and output."""
+        return edges * self.c_in * self.c_out // self.groups
+
     @property
     def useful_flops(self) -> int | None:
-        """Two operations for each edge, input channel of a group and output channel."""
-        if self.edges is None:
-            return None
-        return 2 * self.edges * self.c_in * self.c_out // self.groups
+        """Two operations for each of the ``useful`` ones, where edges are known."""
+        edges = self.known_edges()
+        return None if edges is None else 2 * self.useful(edges)
 
     @property
     def rows_written(self) -> int:

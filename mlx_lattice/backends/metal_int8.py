@@ -14,10 +14,9 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..integer_facts import FOLLOWING
-from ..integer_weight import ALIGNMENT, IntegerWeight
+from ..integer_facts import ALIGNMENT, FOLLOWING
+from ..integer_weight import IntegerWeight
 from ..problem import DTYPES, Problem
-from ..quantized import padded
 from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof, integers_unpacked
 from . import metal_matrix
@@ -63,12 +62,7 @@ def quantized_sorted(p: Problem, device: Device) -> Plan:
 
 def _cut(p: Problem, device: Device, tile: SortedTile) -> Plan:
     """Return the plan of a tile, its work cut."""
-    return _as_cut(p, cut_of(p, device, tile, p.volume * p.c_out * _stored(p)))
-
-
-def _stored(p: Problem) -> int:
-    """Return the bytes of an output channel of an offset."""
-    return padded(p.c_in, p.group_size or ALIGNMENT)
+    return _as_cut(p, cut_of(p, device, tile, p.volume * p.c_out * p.packed_channels))
 
 
 def _again(p: Problem, cut: Cut) -> Plan:
@@ -84,9 +78,10 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     held = max((d.add[1] for d in dispatches if d.add), default=0)
     scratch, is_split = 4 * splits * held * c_y, splits > 1
     if p.bits == 4:
-        scratch += p.volume * c_y * _stored(p)
+        scratch += p.volume * c_y * p.packed_channels
     sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y, "splits": splits}
-    sizes |= {"together": cut.together, W_OFFSET: c_y * _stored(p), W_ROW: _stored(p)}
+    stored = p.packed_channels
+    sizes |= {"together": cut.together, W_OFFSET: c_y * stored, W_ROW: stored}
     dtype = DTYPES[p.dtype]
     out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
     after = {"R": residual, "ACTIVATION": facts.act.code}

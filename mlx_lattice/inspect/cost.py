@@ -117,9 +117,7 @@ def cost(
             problem has none, and its table says what tiles of rows skip.
     """
     p = problem
-    edges = p.n_out if p.pointwise else p.edges
-    if edges is None and relation is not None:
-        edges = relation.n_edges
+    edges = p.known_edges(relation)
     moved = _bytes(p, edges)
     if edges is None:
         return Cost(
@@ -129,7 +127,7 @@ def cost(
             None if moved is None else 1e3 * moved / (1e9 * device.bandwidth),
             device.estimated,
         )
-    useful = edges * p.c_in * p.c_out // p.groups
+    useful = p.useful(edges)
     flops = 2 * useful
     done = choice.plan.multiply_adds(relation) if choice and edges else None
     each = p.read_size

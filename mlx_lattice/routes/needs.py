@@ -260,7 +260,7 @@ def rows_at_least(route: str) -> Need:
 @of_rows
 def many_edges(p: Problem, device: Device) -> str | None:
     """Hold where dW over sorted rows skips less than it gains; for other passes."""
-    edges = p.n_out if p.pointwise else p.edges
+    edges = p.known_edges()
     if p.pass_ != WEIGHT_GRAD or edges is None:
         return None
     by_channels = thresholds.SORTED_GRAD_EDGES.items()

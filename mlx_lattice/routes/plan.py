@@ -248,10 +248,8 @@ class Plan:
         if self.count is not None:
             return self.count(self, relation)
         p = self.problem
-        edges = p.n_out if p.pointwise else p.edges
-        if edges is None and relation is not None:
-            edges = relation.n_edges
-        return None if edges is None else edges * p.c_in * p.c_out // p.groups
+        edges = p.known_edges(relation)
+        return None if edges is None else p.useful(edges)
 
     def weights_unpacked(self, relation: Relation | None) -> int | None:
         """Return how many packed weights become floats, None where none do.

@@ -303,3 +303,14 @@ def test_explain_and_trace_name_the_integers():
     table = 4 * relation.n_out * relation.volume
     features = relation.n_in * 32 + relation.n_out * 32
     assert moved_bytes == features + w.values.size + 4 * 32 + table
+
+
+@pytest.mark.parametrize("c_in", (3, 20, 32, 40))
+@pytest.mark.parametrize("bits", (4, 8))
+def test_the_bytes_of_a_weight_are_those_that_are_stored(bits, c_in):
+    """Channels are padded, of int8 too."""
+    w = ml.integer_weight(mx.ones((27, c_in, 16)), bits=bits)
+    p = ml.Problem.forward(
+        c_in=c_in, c_out=16, n_in=9, bits=bits, group_size=w.group_size
+    )
+    assert replace(p, integer=IntegerFacts()).weight_bytes == w.nbytes

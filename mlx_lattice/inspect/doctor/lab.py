@@ -152,8 +152,8 @@ class Lab:
             NoTime: it would take longer than what is left.
         """
         relation = given[0]
-        useful = relation.n_edges * problem.c_in * problem.c_out // problem.groups
-        least = 2 * useful / self.device.flops(problem.dtype)
+        flops = 2 * problem.useful(relation.n_edges)
+        least = flops / self.device.flops(problem.dtype)
         # What is compared with it takes as long again, at most.
         if not self.budget.left or not self.budget.fits(2 * self._slower * least):
             raise NoTime

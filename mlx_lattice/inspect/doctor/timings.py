@@ -247,8 +247,8 @@ class Timer:
         self, problem: Problem, relation: Relation, given: tuple, budget: Budget
     ) -> mx.array | None:
         """Return the floor route's result, None where it would take too long."""
-        useful = relation.n_edges * problem.c_in * problem.c_out // problem.groups
-        least = 2 * useful / self.device.flops(problem.dtype)
+        flops = 2 * problem.useful(relation.n_edges)
+        least = flops / self.device.flops(problem.dtype)
         most = QUICK_REFERENCE_SECONDS if self.quick else REFERENCE_SECONDS
         needed = self._floor_slower * least
         if needed > most or not budget.fits(4 * needed + self._first):
