@@ -121,6 +121,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         _run,
         variant=variant,
         tile=(TILE_ROWS, tile.columns),
+        region=tile.region,
         splits=splits,
         sliced=sliced,
         partials=(splits, n, c_y) if is_split else (),

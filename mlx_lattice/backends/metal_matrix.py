@@ -245,6 +245,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         sorted_tiles,
         variant=variant,
         tile=(TILE_ROWS, tile.columns),
+        region=tile.region,
         splits=splits,
         sliced=sliced,
         partials=(splits, n, c_y) if splits > 1 else (),

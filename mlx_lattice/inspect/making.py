@@ -16,7 +16,6 @@ from typing import NamedTuple
 from .. import devices
 from ..devices import METAL, Device
 from ..problem import Problem
-from ..routes import thresholds
 from ..routes.plan import Plan
 from .apple_rates import FED, LANES, LINE, MEMORY, MULTIPLY, WAIT
 from .bounds import core_cycles
@@ -107,12 +106,12 @@ def sort_step(rows: int, offsets: int, region: int) -> Step:
     return Step("order of tiles", launches, keys + words * one + ordered)
 
 
-def steps_of(p: Problem, tiles: int | None) -> list[Step]:
+def steps_of(p: Problem, region: int) -> list[Step]:
     """Return the Steps of a problem's relation.
 
     Args:
         p: its facts.
-        tiles: rows of a region where the plan reads sorted tiles, else None.
+        region: rows that are sorted together where the plan reads sorted tiles, else 0.
     """
     columns, mirrored = 1 + p.dims, p.kind == "submanifold"
     slots = 1 << max(4, (2 * p.n_in - 1).bit_length()) if p.n_in else 0
@@ -133,7 +132,7 @@ def steps_of(p: Problem, tiles: int | None) -> list[Step]:
         PROBE_LINES * probes,
         multiply * probes,
     )
-    more = [] if tiles is None else [sort_step(p.n_out, p.volume, tiles)]
+    more = [sort_step(p.n_out, p.volume, region)] if region else []
     return [hashed, table, *more]
 
 
@@ -144,18 +143,14 @@ def making(plan: Plan, device: Device) -> Making | None:
         plan: what would be launched.
         device: the chip; there is a prediction for Apple GPUs only.
     """
-    p, tiles = plan.problem, None
+    p, region = plan.problem, plan.region
     if device.backend != METAL or not p.table or p.pointwise or not p.n_out:
         return None
-    if plan.view == "sorted":
-        slices = plan.splits if plan.sliced else 1
-        row = -(-p.channels[0] * p.itemsize // slices)
-        tiles = thresholds.region_rows(row, device)
     cycles, ends, totals = core_cycles(device), [], {}
     for at in range(2):
         rate, parts = MEMORY[at] * 1e9 * device.bandwidth, []
         hashed = rate if at == 0 else FED.slow * cycles
-        for step in steps_of(p, tiles):
+        for step in steps_of(p, region):
             memory = step.moved / rate + step.lines * LINE / hashed
             bounds = {"memory": memory, "integer": step.lanes / LANES / cycles}
             wait = step.launches * WAIT[at] / 1e3
@@ -165,7 +160,7 @@ def making(plan: Plan, device: Device) -> Making | None:
                     totals[name] = totals.get(name, 0) + seconds
         ends.append(parts)
     slow, fast = (sum(ms for _, ms in parts) for parts in ends)
-    launches = sum(step.launches for step in steps_of(p, tiles))
+    launches = sum(step.launches for step in steps_of(p, region))
     bound = max(totals, key=totals.__getitem__)
     chip = devices.HOST_CHIP if device.name == devices.HOST else device.name
     return Making(chip, fast, slow, bound, launches, tuple(ends[0]))

@@ -219,8 +219,7 @@ def _rate(plan: Plan, device: Device) -> tuple[float, Range]:
 
 def _padding(p: Problem) -> int:
     """Return the bytes of a packed weight's padding, which no kernel reads."""
-    c_in = p.c_in // p.groups
-    channels = -c_in % (p.group_size or c_in)
+    channels = p.packed_channels - p.c_in // p.groups
     return p.volume * p.c_out * channels * p.bits // 8
 
 

@@ -84,6 +84,7 @@ class Plan:
             that returns ``call(x, w, bias)`` for one relation.
         variant: which of the kernel's variants, where it has several.
         tile: rows and columns of a tile of the result, where there are tiles.
+        region: rows that are sorted among themselves, of Metal's sorted tiles; else 0.
         splits: partial sums of a tile, which are added in order.
         block_splits: splits of a tile that one block has side by side and adds up.
         sliced: whether a split is a slice of the channels, over all edges of a tile.
@@ -130,6 +131,7 @@ class Plan:
     run: Callable[..., mx.array] = field(repr=False)
     variant: str = ""
     tile: tuple[int, int] | None = None
+    region: int = 0
     splits: int = 1
     block_splits: int = 1
     sliced: bool = False

@@ -13,6 +13,7 @@ from metal import host
 from mlx_lattice import devices
 from mlx_lattice.inspect import bounds, cost, kernel_facts
 from mlx_lattice.inspect.kernel_facts import KernelFacts
+from mlx_lattice.integer_facts import IntegerFacts
 
 ROOT = Path(__file__).parents[2]
 FACTS = KernelFacts(9_728, 64, 128, 200.0, 0.5, 0.01, 2.0, 0.0, 8.0, 4.0, 50.0, 0.5)
@@ -153,3 +154,17 @@ def test_small_relations_are_bound_by_launches_and_others_make_none():
     said = str(ml.explain(p, device="m2"))
     assert "  relation made once: predicted " in said
     assert "made once" not in str(ml.explain(p, device="h200"))
+
+
+def test_the_order_of_int8_tiles_is_that_of_the_halves_they_are_multiplied_as():
+    """A row of 128 channels has 256 bytes there, whatever floats the layer has else."""
+    facts = {"c_in": 128, "c_out": 128, "n_in": 200_000, "edges": 2_000_000}
+    half = ml.Problem.forward(dtype="float16", **facts)
+    wide = ml.Problem.forward(dtype="float32", bits=8, **facts)
+    int8 = replace(wide, integer=IntegerFacts())
+    found = [ml.explain(p, device="m1") for p in (half, int8)]
+    plans = [each.choice.plan for each in found]
+    routes = ["sorted_implicit_gemm", "quantized_sorted"]
+    assert [plan.kernel for plan in plans] == routes
+    assert [plan.region for plan in plans] == [28672, 28672]
+    assert found[0].cost.made.steps == found[1].cost.made.steps
