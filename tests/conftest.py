@@ -53,6 +53,13 @@ def _seeded(request):
         library.seed(seed)
 
 
+@pytest.fixture
+def unforced(monkeypatch):
+    """Routes are those that the table chooses, whatever the environment asks for."""
+    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
+        monkeypatch.delenv(name, raising=False)
+
+
 METHODS = {
     "forward": "kernel_relation",
     "target": "target_kernel_relation",

@@ -13,11 +13,7 @@ from mlx_lattice.problem import PASSES, Problem
 from mlx_lattice.routes import launch
 from mlx_lattice.routes.plan import Plan
 
-
-@pytest.fixture(autouse=True)
-def unforced(monkeypatch):
-    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
-        monkeypatch.delenv(name, raising=False)
+pytestmark = pytest.mark.usefixtures("unforced")
 
 
 def tensor(channels=8, n=200, dtype=mx.float32, seed=0):

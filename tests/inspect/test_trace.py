@@ -17,6 +17,8 @@ from mlx_lattice.backends import registry
 from mlx_lattice.inspect import page
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
+pytestmark = pytest.mark.usefixtures("unforced")
+
 
 class Net(nn.Module):
     def __init__(self):
@@ -36,12 +38,6 @@ class Net(nn.Module):
 
 
 PATHS = ["stem", "down", "blocks.0", "blocks.1", "up", "head"]
-
-
-@pytest.fixture(autouse=True)
-def unforced(monkeypatch):
-    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def tensor(channels=4, n=300, seed=0):

@@ -5,39 +5,21 @@ Reads `shared/oracle/nets` beside the checkout: weights and outputs of the nets.
 
 import json
 
-import foreign_arrays
 import mlx.core as mx
 import numpy as np
 import pytest
+from published_cases import case_of, difference, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, models, nn
 from mlx_lattice.io import import_checkpoint, load_state
 
-NETS = foreign_arrays.FOLDER / "nets"
 BACKBONES = {
     "pcdet_second": models.VoxelBackBone8x,
     "pcdet_unetv2": models.UNetV2,
     "pcdet_centerpoint": models.VoxelResBackBone8x,
     "pcdet_voxelnext": models.VoxelResBackBone8xVoxelNeXt,
 }
-
-
-def case_of(name: str) -> tuple[dict, dict]:
-    """A case's arrays, and its configuration."""
-    if not (NETS / f"{name}.npz").exists():
-        pytest.skip("no shared/oracle/nets beside the checkout")
-    with np.load(NETS / f"{name}.npz") as file:
-        case = dict(file)
-    return case, json.loads(str(case["config"]))
-
-
-def difference(actual, expected) -> float:
-    """Relative error of an array."""
-    expected = np.asarray(expected, np.float64)
-    assert tuple(actual.shape) == expected.shape
-    apart = np.array(actual, np.float64) - expected
-    return float(np.linalg.norm(apart) / np.linalg.norm(expected))
 
 
 def scene(case, config) -> ml.SparseTensor:
@@ -85,7 +67,7 @@ def test_stages_of_the_backbones(name):
     if "CHANNELS" in held:
         options = {"channels": held["CHANNELS"], "out_channels": held["OUT_CHANNEL"]}
     net = BACKBONES[name](config["input_channels"], **options).eval()
-    state = load_state(NETS / f"{name}.safetensors")
+    state = load_state(weights_of(name))
     assert import_checkpoint(state, net, "spconv").complete
     x = scene(case, config)
     made = net.stages(x)
@@ -149,7 +131,7 @@ def detector(name):
         arguments["widths"] = config["widths"]
     net = getattr(models, kind)(**arguments).eval()
     assert list(net.grid.spatial_shape) == config["sparse_shape"]
-    report = import_checkpoint(NETS / f"{name}.safetensors", net, "spconv")
+    report = import_checkpoint(weights_of(name), net, "spconv")
     assert report.complete
     return net, case, config
 
@@ -192,7 +174,7 @@ def test_convert_to_a_folder(bits, tmp_path, capsys):
     case, config = case_of("pcdet_voxelnext")
     name = tmp_path / "config.json"
     name.write_text(json.dumps(published(config, "VoxelNeXt")))
-    state = load_state(NETS / "pcdet_voxelnext.safetensors")
+    state = load_state(weights_of("pcdet_voxelnext"))
     state["global_step"] = mx.array([123])
     mx.save_safetensors(str(tmp_path / "net.safetensors"), state)
     given = ["convert", str(tmp_path / "net.safetensors"), str(tmp_path / "net")]

@@ -3,30 +3,23 @@
 Reads `shared/oracle/nets` beside the checkout: weights and outputs of the nets.
 """
 
-import json
-
-import foreign_arrays
 import mlx.core as mx
 import numpy as np
 import pytest
+from published_cases import assert_close, case_of, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, models, ops
 from mlx_lattice.io import import_checkpoint, load_state
 
-NETS = foreign_arrays.FOLDER / "nets"
 FORMS = {"ptv3m1": "m1", "ptv3m2": "m2", "sonata_enc": "m2", "utonia_enc": "m3"}
 
 
 def imported(name: str, prefix: str = ""):
     """The net with its published weights, a tensor, positions and the case's arrays."""
-    if not (NETS / f"{name}.npz").exists():
-        pytest.skip("no shared/oracle/nets beside the checkout")
-    with np.load(NETS / f"{name}.npz") as file:
-        case = dict(file)
-    config = json.loads(str(case["config"]))
+    case, config = case_of(name)
     net = models.PTv3.of_config(config, FORMS[name]).eval()
-    state = load_state(NETS / f"{name}.safetensors")
+    state = load_state(weights_of(name))
     state = {prefix + key: array for key, array in state.items()}
     assert import_checkpoint(state, net, "spconv").complete
     x = ml.SparseTensor(mx.array(case["coords"]), mx.array(case["feats"]))
@@ -35,10 +28,7 @@ def imported(name: str, prefix: str = ""):
 
 def close(actual, expected, order=slice(None)):
     """Within the error that the cases allow; rows of ``expected`` put in order."""
-    expected = np.asarray(expected, np.float64)[order]
-    apart = np.array(actual, np.float64) - expected
-    assert apart.shape == expected.shape
-    assert np.linalg.norm(apart) <= 2e-5 * np.linalg.norm(expected)
+    assert_close(actual, np.asarray(expected)[order])
 
 
 def sorted_rows(coords):
@@ -94,7 +84,7 @@ def test_a_folder_of_a_published_checkpoint(tmp_path, capsys):
     net, x, places, case = imported("ptv3m2")
     config, folder = tmp_path / "config.json", tmp_path / "net"
     config.write_text(str(case["config"]))
-    line = f"convert {NETS / 'ptv3m2.safetensors'} {folder} --library spconv"
+    line = f"convert {weights_of('ptv3m2')} {folder} --library spconv"
     command = [*line.split(), "--model", "ptv3-m2", "--config", str(config)]
     assert cli.main([*command, "--about", "ptv3-scannet"]) in (0, None)
     assert "models.from_pretrained" in capsys.readouterr().out

@@ -3,18 +3,13 @@
 Reads `shared/oracle/nets` beside the checkout: weights and outputs of the nets.
 """
 
-import json
-
-import foreign_arrays
 import mlx.core as mx
-import numpy as np
 import pytest
+from published_cases import assert_close, case_of, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import models
 from mlx_lattice.io import import_checkpoint, load_state
-
-NETS = foreign_arrays.FOLDER / "nets"
 
 
 def minkowski(config):
@@ -41,12 +36,9 @@ CASES = {"minkunet14a": minkowski, "ts_minkunet": torchsparse, "spvcnn": spvcnn}
 
 @pytest.mark.parametrize("name", CASES)
 def test_features_of_the_published_net(name):
-    if not (NETS / f"{name}.npz").exists():
-        pytest.skip("no shared/oracle/nets beside the checkout")
-    with np.load(NETS / f"{name}.npz") as file:
-        case = dict(file)
-    net, library = CASES[name](json.loads(str(case["config"])))
-    state = load_state(NETS / f"{name}.safetensors")
+    case, config = case_of(name)
+    net, library = CASES[name](config)
+    state = load_state(weights_of(name))
     assert import_checkpoint(state, net.eval(), library).complete
     coords, feats = mx.array(case["coords"]), mx.array(case["feats"])
     if name == "spvcnn":
@@ -56,6 +48,4 @@ def test_features_of_the_published_net(name):
         y = net(x)
         assert y.key == x.key
         y = y.feats
-    expected = case["out/y"].astype(np.float64)
-    apart = np.array(y, np.float64) - expected
-    assert np.linalg.norm(apart) <= 2e-5 * np.linalg.norm(expected)
+    assert_close(y, case["out/y"])

@@ -3,39 +3,26 @@
 Reads `shared/oracle/nets` beside the checkout: weights and outputs of the net itself.
 """
 
-import json
-
-import foreign_arrays
 import mlx.core as mx
 import numpy as np
 import pytest
+from published_cases import case_of, difference, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import models
 from mlx_lattice.io import import_checkpoint, load_state
 
-NETS = foreign_arrays.FOLDER / "nets"
 NAMES = ("spunet", "spunet_far", "spunet_enc")
 
 
 def imported(name: str, prefix: str = "", **options) -> tuple[models.SpUNet, dict]:
     """The net with its published weights, and the case's arrays."""
-    if not (NETS / f"{name}.npz").exists():
-        pytest.skip("no shared/oracle/nets beside the checkout")
-    with np.load(NETS / f"{name}.npz") as file:
-        case = dict(file)
-    net = models.SpUNet(**json.loads(str(case["config"]))).eval()
-    state = load_state(NETS / f"{name}.safetensors")
+    case, config = case_of(name)
+    net = models.SpUNet(**config).eval()
+    state = load_state(weights_of(name))
     state = {prefix + key: array for key, array in state.items()}
     assert import_checkpoint(state, net, "spconv", **options).complete
     return net, case
-
-
-def difference(actual, expected) -> float:
-    """Relative error of an array."""
-    expected = np.asarray(expected, np.float64)
-    apart = np.array(actual, np.float64) - expected
-    return float(np.linalg.norm(apart) / np.linalg.norm(expected))
 
 
 def error(net: models.SpUNet, case: dict) -> float:

@@ -5,12 +5,12 @@ Reads `shared/oracle/nets` beside the checkout: weights, inputs and outputs.
 
 import json
 
-import foreign_arrays
 import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten, tree_map
+from published_cases import assert_close, case_of, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, models, nn
@@ -18,7 +18,6 @@ from mlx_lattice.io import import_checkpoint
 from mlx_lattice.io.configurations import trellis2 as described
 from mlx_lattice.models import trellis2
 
-NETS = foreign_arrays.FOLDER / "nets"
 NAMES = {
     "shape": "FlexiDualGridVaeDecoder",
     "texture": "SparseUnetVaeDecoder",
@@ -31,23 +30,13 @@ NAMES = {
 APART = ("sampler", "pool")
 
 
-def case_of(name):
-    """The arrays of a case and what its configuration says."""
-    path = NETS / f"trellis2_{name}.npz"
-    if not path.exists():
-        pytest.skip("no shared/oracle/nets beside the checkout")
-    with np.load(path) as file:
-        case = dict(file)
-    return case, json.loads(str(case["config"]))
-
-
 def imported(name, **options):
     """The net with its published weights, the case's arrays, and what is apart."""
-    case, config = case_of(name)
+    case, config = case_of(f"trellis2_{name}")
     apart = {key: config.pop(key) for key in APART if key in config}
     kind, arguments = described({"name": NAMES[name], "args": config})
     net = getattr(models, kind)(**(arguments | options)).eval()
-    path = NETS / f"trellis2_{name}.safetensors"
+    path = weights_of(f"trellis2_{name}")
     report = import_checkpoint(path, net, "trellis2")
     tables = ("rope_phases",) if name == "ss_flow" else ()
     assert report.complete and report.ignored == tables
@@ -61,17 +50,6 @@ def array(case, *names):
 
 def tensor(case):
     return ml.SparseTensor(*array(case, "coords", "feats"))
-
-
-def apart_from(actual, expected):
-    expected = np.asarray(expected, np.float64)
-    actual = np.array(actual.astype(mx.float32), np.float64)
-    assert actual.shape == expected.shape
-    return float(np.linalg.norm(actual - expected) / np.linalg.norm(expected))
-
-
-def close(actual, expected, within=2e-5):
-    assert apart_from(actual, expected) <= within
 
 
 def order_of(rows):
@@ -90,12 +68,12 @@ def test_the_shape_decoder():
     x = tensor(case)
     y, cells = net(x, return_subdivisions=True)
     order = same_rows(y.coords, case["out/coords"])
-    close(y.feats, case["out/h"][order])
+    assert_close(y.feats, case["out/h"][order])
     for at, found in enumerate(cells):
         rows = case[f"mid/sub{at}/coords"]
         # The case's first rows are the input's, in their order.
         order = same_rows(found.coords, rows) if at else slice(None)
-        close(found.feats, case[f"mid/sub{at}/logits"][order])
+        assert_close(found.feats, case[f"mid/sub{at}/logits"][order])
     for times in (1, 2):
         same_rows(net.upsample(x, times), case[f"out/upsample{times}"])
     assert np.array_equal(np.array(net.upsample(x, 0)), case["coords"])
@@ -111,8 +89,8 @@ def test_the_texture_decoder():
     ]
     y = net(tensor(case), subdivisions=guides)
     order = same_rows(y.coords, case["out/coords"])
-    close(y.feats, case["out/h"][order])
-    close(y.feats * 0.5 + 0.5, case["out/attributes"][order])
+    assert_close(y.feats, case["out/h"][order])
+    assert_close(y.feats * 0.5 + 0.5, case["out/attributes"][order])
     with pytest.raises(ValueError, match="predicts no subdivisions"):
         net.upsample(tensor(case), 1)
 
@@ -121,8 +99,8 @@ def test_the_encoder():
     net, case, _ = imported("encoder")
     z, mean, log_variance = net(tensor(case), return_raw=True)
     order = same_rows(z.coords, case["out/coords"])
-    close(mean.feats, case["out/mean"][order])
-    close(log_variance.feats, case["out/logvar"][order])
+    assert_close(mean.feats, case["out/mean"][order])
+    assert_close(log_variance.feats, case["out/logvar"][order])
     assert mx.array_equal(z.feats, mean.feats).item()
     drawn = net(tensor(case), sample_posterior=True)
     spread = (drawn.feats - mean.feats) * mx.exp(-0.5 * log_variance.feats)
@@ -146,13 +124,13 @@ def of_slat(net, case, t=None):
 
 def test_the_flow_of_latents():
     net, case, apart = imported("slat_flow")
-    close(of_slat(net, case).feats, case["out/y"])
+    assert_close(of_slat(net, case).feats, case["out/y"])
     options = apart["sampler"]
     sampler = trellis2.SAMPLERS[options.pop("name")](options.pop("sigma_min"))
     x, cond, lengths = tensor(case), *array(case, "cond", "cond_lengths")
     options |= {"neg_cond": mx.zeros_like(cond), "cond_lengths": lengths}
     done = sampler.sample(net, x, cond, keep=False, **options)
-    close(done.samples.feats, case["out/samples"])
+    assert_close(done.samples.feats, case["out/samples"])
     assert done.pred_x_t == done.pred_x_0 == []
 
 
@@ -165,10 +143,10 @@ def test_tokens_as_a_tensor_and_shape_beside():
     where = mx.stack([*at, 0 * at[0], 0 * at[0]], axis=1).astype(mx.int32)
     tokens = ml.SparseTensor(where, cond.reshape(batch * length, -1))
     y = net(x, mx.array(case["t"]), tokens)
-    close(y.feats, case["out/y"])
+    assert_close(y.feats, case["out/y"])
     few = x.replace(x.feats[:, :3])
     rest = ml.SparseTensor(x.coords[::-1], x.feats[::-1, 3:])
-    close(net(few, mx.array(case["t"]), tokens, rest).feats, case["out/y"])
+    assert_close(net(few, mx.array(case["t"]), tokens, rest).feats, case["out/y"])
     with pytest.raises(ValueError, match="reads 8 channels, of x and concat_cond; got"):
         net(few, mx.array(case["t"]), tokens)
     with pytest.raises(ValueError, match=r"or \(2,\), one for each batch element"):
@@ -179,9 +157,9 @@ def test_the_flow_of_structures():
     net, case, _ = imported("ss_flow")
     x, t, cond = array(case, "x", "t", "cond")
     for _ in range(2):  # the second time on the grid that is kept
-        close(net(x, t, cond), case["out/y"])
+        assert_close(net(x, t, cond), case["out/y"])
     one = net(x[:1], t[:1], cond[:1])
-    close(one, case["out/y"][:1])
+    assert_close(one, case["out/y"][:1])
     with pytest.raises(ValueError, match=r"\(B, 4, 5, 5, 5\); got \(2, 5, 5, 5, 4\)"):
         net(x.transpose(0, 2, 3, 4, 1), t, cond)
 
@@ -189,7 +167,7 @@ def test_the_flow_of_structures():
 def test_the_decoder_of_structures():
     net, case, apart = imported("ss_decoder")
     y = net(mx.array(case["z"]))
-    close(y, case["out/y"])
+    assert_close(y, case["out/y"])
     cells = trellis2.occupied(y)
     assert np.array_equal(np.array(cells.coords), case["out/coords"])
     assert cells.spatial_shape == (16, 16, 16) and cells.batch_size == 2
@@ -236,10 +214,10 @@ def test_the_samplers(run, kind):
         options["neg_cond"] = neg_cond
     steps = []
     done = sampler.sample(model, noise, cond, on_step=steps.append, **options)
-    close(feats(done.samples), case[f"out/{run}/{kind}/samples"])
+    assert_close(feats(done.samples), case[f"out/{run}/{kind}/samples"])
     for name in ("pred_x_t", "pred_x_0"):
         found = mx.stack([feats(x) for x in getattr(done, name)])
-        close(found, case[f"out/{run}/{kind}/{name}"])
+        assert_close(found, case[f"out/{run}/{kind}/{name}"])
     assert steps == list(range(1, options["steps"] + 1))
 
 
@@ -319,11 +297,11 @@ def test_a_folder(name, tmp_path):
 def test_convert_makes_a_folder(name, tmp_path, capsys):
     """By the published JSON; packed, but for dense convolutions, which have no twin."""
     net, case, _ = imported(name)
-    config = case_of(name)[1]
+    config = case_of(f"trellis2_{name}")[1]
     config = {key: value for key, value in config.items() if key not in APART}
     told = tmp_path / "net.json"
     told.write_text(json.dumps({"name": NAMES[name], "args": config}))
-    given = str(NETS / f"trellis2_{name}.safetensors")
+    given = str(weights_of(f"trellis2_{name}"))
     command = ["convert", given, str(tmp_path / "net"), "--library", "trellis2"]
     command += ["--config", str(told), "--bits", "8", "--group-size", "32"]
     assert cli.main(command) == 0

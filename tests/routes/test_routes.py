@@ -13,7 +13,7 @@ from mlx_lattice.problem import DTYPES, PASSES, Problem
 from mlx_lattice.relation_form import KINDS
 from mlx_lattice.routes import TABLE, RouteError, measure, select
 
-pytestmark = pytest.mark.usefixtures("portable_only")
+pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 
 # Name, passes, backends: the table of the design.
 DECLARED = {
@@ -35,12 +35,6 @@ DECLARED = {
     "int8_tensor_ops": (("forward",), ("metal",)),
     "blocked_gather_gemm": (PASSES, ("cpu",)),
 }
-
-
-@pytest.fixture(autouse=True)
-def unforced(monkeypatch):
-    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
-        monkeypatch.delenv(name, raising=False)
 
 
 def problem(pass_="forward", **facts):
