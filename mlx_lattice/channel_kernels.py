@@ -17,10 +17,9 @@ from .backends.cuda_column_sums import CudaColumnSums
 from .backends.norms_protocol import Fit, Norms
 from .geometry import sync
 from .problem import FLOATS
+from .routes import thresholds
 from .routes.selection import situation
 from .transformations import Function, differentiable, elementwise, of_kernels
-
-LEAST_ROWS = 256  # that kernels sum: of fewer it is MLX's one launch
 
 
 def activation(x: mx.array, act: Activation) -> mx.array:
@@ -99,7 +98,9 @@ def column_sums(x: mx.array, like: mx.array) -> mx.array:
 
 def sums_columns(x: mx.array) -> bool:
     """Whether kernels sum the columns of an array: not on Metal, nor of few rows."""
-    if x.ndim != 2 or x.shape[0] < LEAST_ROWS or not x.size or x.dtype not in FLOATS:
+    if x.ndim != 2 or x.shape[0] < thresholds.SUMMED_ROWS:
+        return False
+    if not x.size or x.dtype not in FLOATS:
         return False
     on_metal = devices.current().backend == devices.METAL
     return not on_metal and registry.norms() is not None

@@ -8,6 +8,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA
+from ..routes import thresholds
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
 from .norm_interfaces import CUDA_FILES
@@ -17,9 +18,7 @@ FACE = Interface(
     "ColumnSums", ("x",), ("y",), (("rows", "x_shape[0]"), ("channels", "x_shape[1]"))
 )
 THREADS, THREADS_OF_WARP = 256, 32  # of a block, as of those of norms
-# Up to so many rows are summed in one launch, timed on an H200; and the lines that a
-# first one writes of more.
-ONE_LAUNCH, LINES = 2048, 1024
+LINES = 1024  # that the first of two launches writes
 ROWS = 4  # of a thread at least, whose reads are on their way at once
 # Neighbouring bytes of a row that a block reads: fewer in one launch, for more blocks.
 BYTES, FEW_BYTES = 128, 32
@@ -40,7 +39,7 @@ Launch = Callable[[list[mx.array]], list[mx.array]]
 def _summing(shape: tuple[int, int], dtype: mx.Dtype, kind: mx.Dtype) -> Launch:
     """Return what launches the sums, (1, C), of one array of this shape."""
     rows, channels = shape
-    if rows <= ONE_LAUNCH:
+    if rows <= thresholds.ONE_LAUNCH_SUMS:
         return _lines(_Block(channels, dtype, FEW_BYTES), 1, dtype, kind)
     block = _Block(channels, dtype, BYTES)
     share = ceil_div(rows, max(1, LINES // block.tiles))

@@ -13,10 +13,9 @@ import mlx.core as mx
 
 from ..geometry.keys import Bounds, cell_count, join
 from ..geometry.rows import SearchedRows
+from ..routes import thresholds
 from .cuda_lookups import RowTable
 from .cuda_unique import CELLS, KEY_BITS, Launched, launched, ranges_of
-
-MOST_TOGETHER = 1 << 20  # rows whose levels are made at once
 
 # The bits that keys of earlier sets took, by the strides: what a set is tried with
 # whose bounds nobody has read.
@@ -58,7 +57,7 @@ def start_levels(
 ) -> Levels | None:
     """Launch the cells of each stride. See ``Geometry``."""
     n, strides = len(source.coords), tuple(strides)
-    if len(strides) < 2 or not 0 < n <= MOST_TOGETHER:
+    if len(strides) < 2 or not 0 < n <= thresholds.CUDA_ROWS_TOGETHER:
         return None
     if boxes is not None:
         bits, ranges = _bits(boxes), ranges_of(source.box)

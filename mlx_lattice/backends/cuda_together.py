@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..geometry.protocol import RelationViews
 from ..geometry.rows import SearchedRows
 from ..geometry.search import Search
-from .cuda_levels import MOST_TOGETHER
+from ..routes import thresholds
 from .cuda_lookups import RowTable
 from .cuda_sort import cleared
 from .cuda_tables import COUNTS, TILES
@@ -28,11 +28,12 @@ def tiles_together(
     Those of too many rows, and of none, are left out, and what would be alone.
     """
     able = [_is_ours(rows) and len(rows.coords) for rows in sets]
-    if not all(able) or max(able) > MOST_TOGETHER:
+    most = thresholds.CUDA_ROWS_TOGETHER
+    if not all(able) or max(able) > most:
         searches = [
             search
             for search in searches
-            if able[search.source] and 0 < able[search.target] <= MOST_TOGETHER
+            if able[search.source] and 0 < able[search.target] <= most
         ]
     for some in _launches(tuple(searches)):
         together = TilesTogether(sets, some)

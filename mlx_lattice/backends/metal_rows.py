@@ -26,6 +26,7 @@ from ..geometry.keys import (
 )
 from ..geometry.output_rows import Rule, is_empty
 from ..geometry.rows import SearchedRows
+from ..routes import thresholds
 from . import dispatch_bounds
 from .dispatch_bounds import dispatch_limit
 from .metal_lookups import (
@@ -38,10 +39,6 @@ from .metal_lookups import (
     table_interface,
 )
 from .metal_unique import unique_rows
-
-# Candidates of levels that are made at once: made of all rows they read some 300 bytes
-# a row more (counted), which of more rows should outweigh the waits (nobody timed it).
-MOST_TOGETHER = 1 << 19
 
 _COLLECT = table_interface((*CANDIDATES, "slots", "ends", "packing"), "rows", "keys")
 
@@ -186,7 +183,8 @@ def start_levels(
 ) -> Levels | None:
     """Launch the cells of each stride. See ``Geometry``."""
     n, levels = len(source.coords), len(strides)
-    most = min(MOST_TOGETHER, dispatch_limit("probes"))
+    together = thresholds.METAL_CANDIDATES_TOGETHER
+    most = min(together, dispatch_limit("probes"))
     if levels < 2 or not 0 < n <= most // levels:
         return None
     if boxes is not None and not _is_keyed(reduce(join, boxes), levels):

@@ -21,6 +21,7 @@ from ..geometry.scans import running_sums
 from ..geometry.segments import segment_counts
 from ..geometry.unique import first_of_equals, true_positions
 from ..reductions import move_rows, sum_over
+from .fused_attention import TILE
 
 # Padding is at most an eighth of the useful pairs, or what is free.
 SHARE = 8
@@ -51,7 +52,7 @@ class Padding(NamedTuple):
 PADDING = {
     CPU: Padding(1 << 13, 1 << 17, 1, 1),
     METAL: Padding(1 << 13, 1 << 17, 1, 1),
-    CUDA: Padding(1 << 20, 1 << 22, 128, 64),
+    CUDA: Padding(1 << 20, 1 << 22, TILE, 64),
 }
 # Of what is attended as it is.
 EXACT = Padding(0, 0, 1, 1)

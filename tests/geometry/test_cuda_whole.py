@@ -17,7 +17,6 @@ from mlx_lattice.backends import (
     cuda_pairs,
     cuda_sort,
     cuda_tables,
-    cuda_together,
     cuda_views,
     registry,
 )
@@ -27,6 +26,7 @@ from mlx_lattice.geometry.rows import FoundRows
 from mlx_lattice.geometry.search import Search
 from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.relations_ahead import Read
+from mlx_lattice.routes import thresholds
 
 STRIDES = (2, (1, 2, 2), 3, 2)
 
@@ -216,7 +216,7 @@ def test_few_levels_and_many_rows(emulator, monkeypatch, few):
         key = manager.insert(rows)
         keys = key, *manager.cells(key, (2, 2))
         most = len(manager[keys[3 - few]])  # the levels of few rows are together
-        monkeypatch.setattr(cuda_together, "MOST_TOGETHER", most)
+        monkeypatch.setattr(thresholds, "CUDA_ROWS_TOGETHER", most)
         begun = len(emulator.launches)
         wanted = [read("submanifold", (at, at)) for at in range(3)]
         relations_ahead.start(manager, keys, wanted)

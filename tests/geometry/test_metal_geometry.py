@@ -11,7 +11,6 @@ import mlx_lattice as ml
 from mlx_lattice.backends import (
     gpu_kernel,
     metal_lookups,
-    metal_rows,
     metal_views,
     registry,
 )
@@ -21,6 +20,7 @@ from mlx_lattice.geometry import curves, keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.rows import BoxedRows
 from mlx_lattice.kernel_spec import KernelSpec
+from mlx_lattice.routes import thresholds
 
 host.require()
 
@@ -144,7 +144,7 @@ def test_rows_are_sorted_by_keys_of_as_many_bits_as_their_box_needs(cells):
 def test_levels_of_more_rows_than_are_made_at_once_are_left_to_one_by_one(monkeypatch):
     source, strides = BoxedRows(mx.zeros((60, 4), mx.int32), None), [(2,) * 3, (4,) * 3]
     for most, is_started in ((120, True), (119, False)):
-        monkeypatch.setattr(metal_rows, "MOST_TOGETHER", most)
+        monkeypatch.setattr(thresholds, "METAL_CANDIDATES_TOGETHER", most)
         with host.recording():
             started = MetalGeometry().start_levels(source, strides, None)
         assert (started is not None) == is_started
