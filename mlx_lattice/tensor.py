@@ -439,9 +439,7 @@ def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
             f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
             f"{tuple(coords.shape)}"
         )
-    if not mx.issubdtype(coords.dtype, mx.integer):
-        raise ValueError(f"coords must be integers; got {coords.dtype}")
-    return x.coordinate_set.index.find(coords)
+    return x.coordinate_set.index.find(check_coords(coords))
 
 
 def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:

@@ -120,3 +120,18 @@ def test_a_tensor_is_no_array_of_rows():
 def test_rows_of_other_columns():
     with pytest.raises(ValueError, match=r"coordinates must have shape \(M, 4\)"):
         nn.Conv3d(8, 4, 3)(X, COORDS[:, :3])
+
+
+@pytest.mark.parametrize("dtype", (np.int64, np.uint32, np.uint8, np.int16))
+def test_rows_that_are_looked_up_are_integers_of_any_width(dtype):
+    """As those of a new tensor: kernels read int32 alone."""
+    rows = np.array(COORDS)[::-1].astype(dtype)
+    assert ops.lookup(X, rows).tolist() == list(range(N))[::-1]
+    assert ops.lookup(X, mx.array(rows)).tolist() == list(range(N))[::-1]
+
+
+def test_rows_beyond_int32_are_not_looked_up():
+    with pytest.raises(ValueError, match="beyond int32"):
+        ops.lookup(X, np.array([[0, 1 << 32, 0, 0]]))
+    with pytest.raises(ValueError, match="coords must be int32; got .*float32"):
+        ops.lookup(X, POINTS)
