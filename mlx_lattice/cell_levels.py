@@ -9,9 +9,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .backends import registry
-from .coordinate_set import CoordinateSet, exact_ratio, settle
+from .coordinate_set import CoordinateSet, coarser, settle
 from .geometry import output_rows
 from .geometry.keys import Bounds
+from .kernel_spec import cells_of
 
 
 class Level(NamedTuple):
@@ -47,9 +48,9 @@ def levels(source: CoordinateSet, strides: Sequence[tuple[int, ...]]) -> list[Le
     step, size, shape = (1,) * len(strides[0]), source.stride, source.spatial_shape
     for stride in strides:
         step = tuple([a * b for a, b in zip(step, stride, strict=True)])
-        size = tuple([exact_ratio(a * b, 1) for a, b in zip(size, stride, strict=True)])
+        size = coarser(size, stride)
         if shape is not None:
-            shape = tuple([-(-n // s) for n, s in zip(shape, stride, strict=True)])
+            shape = cells_of(shape, stride)
         steps.append(step), sizes.append(size), shapes.append(shape)
     rows = _rows(source, steps)
     return [Level(*each) for each in zip(*rows, sizes, shapes, strict=True)]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
@@ -360,3 +360,13 @@ def exact_ratio(a, b):
         return a // b
     quotient = Fraction(a) / Fraction(b)
     return int(quotient) if quotient.denominator == 1 else quotient
+
+
+def coarser(stride: Sequence, steps: Sequence[int]) -> tuple:
+    """Return the stride of cells that have ``steps`` of these on each axis."""
+    return tuple([exact_ratio(s * t, 1) for s, t in zip(stride, steps, strict=True)])
+
+
+def finer(stride: Sequence, steps: Sequence[int]) -> tuple:
+    """Return the stride of the ``steps`` cells on each axis that one of these has."""
+    return tuple([exact_ratio(s, t) for s, t in zip(stride, steps, strict=True)])

@@ -12,7 +12,7 @@ from .backends import registry
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
-    exact_ratio,
+    finer,
     settle,
     stride_text,
 )
@@ -205,9 +205,7 @@ class CoordinateManager(HeldSets):
         return self._finer(self[key], steps).key
 
     def _finer(self, coarse: CoordinateSet, steps: Sequence[int]) -> CoordinateSet:
-        wanted = tuple(
-            exact_ratio(a, b) for a, b in zip(coarse.stride, steps, strict=True)
-        )
+        wanted = finer(coarse.stride, steps)
         found = [s for s in self._consumed.get(coarse, ()) if s.stride == wanted]
         if not found:
             found = [s for s in self.sets if s.stride == wanted and s is not coarse]

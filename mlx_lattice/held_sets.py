@@ -17,7 +17,8 @@ from .coordinate_set import (
     check_batch_size,
     check_coords,
     check_stride,
-    exact_ratio,
+    coarser,
+    finer,
     settle,
 )
 from .copies import Links, OneManager, copied_manager
@@ -295,10 +296,7 @@ class HeldSets:
         if shape is not None:
             shape = spec.output_shape(shape, support)
         made_rows = self._made_rows(Rule.REACH, source, spec, shape)
-        stride = tuple(
-            exact_ratio(s * t, 1)
-            for s, t in zip(source.stride, spec.stride, strict=True)
-        )
+        stride = coarser(source.stride, spec.stride)
         self._made[made] = self._insert_sorted(*made_rows, stride, shape, source)
         return self._made[made]
 
@@ -310,11 +308,8 @@ class HeldSets:
             if shape is not None:
                 shape = spec.transposed_output_shape(shape)
             made_rows = self._made_rows(Rule.EXPAND, source, spec, shape)
-            finer = tuple(
-                exact_ratio(a, b)
-                for a, b in zip(source.stride, spec.stride, strict=True)
-            )
-            self._made[made] = self._insert_sorted(*made_rows, finer, shape, source)
+            stride = finer(source.stride, spec.stride)
+            self._made[made] = self._insert_sorted(*made_rows, stride, shape, source)
         return self._made[made]
 
     def _made_rows(self, rule, source, spec: KernelSpec, shape):

@@ -44,6 +44,11 @@ def check_support(support: str) -> str:
     return support
 
 
+def cells_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
+    """Return the extents of the grid of cells that a dense grid is cut into."""
+    return tuple([-(-n // s) for n, s in zip(shape, stride, strict=True)])
+
+
 @dataclass(frozen=True)
 class KernelSpec(Facts):
     """The geometry of one kernel, every field one value per spatial axis.
@@ -193,9 +198,7 @@ class KernelSpec(Facts):
         cells ``floor(in / stride)`` of the input's grid.
         """
         if support == "cell" or self.custom is not None:
-            return tuple(
-                -(-n // s) for n, s in zip(spatial_shape, self.stride, strict=True)
-            )
+            return cells_of(spatial_shape, self.stride)
         for axis, (n, k, _, p, d) in enumerate(self._axes(spatial_shape)):
             reach = d * (k - 1) + 1
             if n and n + 2 * p < reach:

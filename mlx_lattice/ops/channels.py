@@ -6,7 +6,6 @@ transpose, so derivatives of every order are again one of them.
 
 from __future__ import annotations
 
-from fractions import Fraction
 from math import prod
 from typing import NamedTuple
 
@@ -14,14 +13,14 @@ import mlx.core as mx
 
 from ..arrays import array_of
 from ..backends import registry
-from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, check_coords
+from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, finer
 from ..geometry import lattice, sync
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, expect_tensor
-from .relations import known_key
+from .relations import target_key
 
 __all__ = ["channel_to_space", "space_to_channel"]
 
@@ -220,7 +219,7 @@ def _subdivide(
         shape = tuple(n * f for n, f in zip(shape, factor, strict=True))
     fine = x.manager.inserted(
         unique.rows,
-        _finer(x, factor),
+        finer(x.stride, factor),
         spatial_shape=shape,
         batch_size=x.batch_size,
         trusted=True,
@@ -232,21 +231,12 @@ def _subdivide(
     return fine.key, slots
 
 
-def _finer(x: SparseTensor, factor: tuple[int, ...]) -> tuple:
-    return tuple(Fraction(s) / f for s, f in zip(x.stride, factor, strict=True))
-
-
 def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> CoordinateKey:
-    key = known_key(x, coordinates)
-    if key is None:
-        coordinates = check_coords(array_of(coordinates, "coordinates"))
-    columns = (coordinates if key is None else x.manager[key].coords).shape[-1]
+    key = target_key(x, coordinates, factor, is_finer=True)
+    columns = x.manager[key].coords.shape[1]
     if columns != 1 + x.dims:
         raise ValueError(
             f"coordinates have {columns - 1} spatial axes, the tensor {x.dims}; both "
             "must have the same number"
         )
-    if key is not None:
-        return key
-    held = x.manager.inserted(coordinates, _finer(x, factor), batch_size=x.batch_size)
-    return held.key
+    return key

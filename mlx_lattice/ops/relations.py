@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..arrays import array_of
-from ..coordinate_set import CoordinateKey, exact_ratio
+from ..coordinate_set import CoordinateKey, coarser, finer
 from ..kernel_spec import per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor
@@ -32,7 +32,7 @@ def forward(
     """Return the forward relation, or the one onto the rows of ``coordinates``."""
     if coordinates is None:
         return x.manager.kernel_relation(x.key, support=support, **kernel)
-    target = _target(x, coordinates, kernel["stride"], finer=False)
+    target = target_key(x, coordinates, kernel["stride"], is_finer=False)
     return x.manager.target_kernel_relation(x.key, target, **kernel)
 
 
@@ -50,7 +50,7 @@ def transposed(
     """
     if generative and coordinates is None:
         return x.manager.generative_relation(x.key, **kernel)
-    target = _target(x, coordinates, kernel["stride"], finer=True)
+    target = target_key(x, coordinates, kernel["stride"], is_finer=True)
     return x.manager.transposed_kernel_relation(x.key, target, **kernel)
 
 
@@ -58,12 +58,12 @@ def finer_key(
     x: SparseTensor, coordinates: Coordinates, scale: tuple[int, ...]
 ) -> CoordinateKey:
     """Return the key of ``coordinates``, by default of what ``x`` was made of."""
-    key = _target(x, coordinates, scale, finer=True)
+    key = target_key(x, coordinates, scale, is_finer=True)
     return x.manager.finer(x.key, scale) if key is None else key
 
 
-def _target(
-    x: SparseTensor, coordinates: Coordinates, stride, finer: bool
+def target_key(
+    x: SparseTensor, coordinates: Coordinates, stride, is_finer: bool
 ) -> CoordinateKey | None:
     """Return the target's key, giving bare rows the stride that the step implies."""
     key = known_key(x, coordinates)
@@ -76,6 +76,5 @@ def _target(
             f"{x.dims} spatial ones a row; got {tuple(coordinates.shape)}"
         )
     steps = per_axis(stride, x.dims, "stride")
-    pairs = zip(x.stride, steps, strict=True)
-    target = [exact_ratio(s, t) if finer else s * t for s, t in pairs]
+    target = finer(x.stride, steps) if is_finer else coarser(x.stride, steps)
     return x.manager.inserted(coordinates, target, batch_size=x.batch_size).key

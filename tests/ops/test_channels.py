@@ -282,8 +282,11 @@ def test_mistakes_are_named():
     mask = mx.ones((len(x), 8), dtype=mx.bool_)
     with pytest.raises(ValueError, match="not both"):
         ops.channel_to_space(wide, subdivision=mask, coordinates=x)
-    with pytest.raises(ValueError, match="spatial axes"):
+    with pytest.raises(ValueError, match=r"must have shape \(M, \d\), a batch index"):
         ops.channel_to_space(wide, coordinates=mx.array([[0, 1, 2]]))
+    with pytest.raises(ValueError, match="spatial axes, the tensor"):
+        flat = ml.SparseTensor(mx.array([[0, 1, 2]]), mx.ones((1, 8)))
+        ops.channel_to_space(wide, coordinates=flat)
     twice = ml.SparseTensor(mx.array([[0, 1], [0, 1]]), mx.ones((2, 2)))
     pair = mx.ones((2, 2), dtype=mx.bool_)
     for mistake in (
