@@ -7,7 +7,12 @@ from math import prod
 from ..devices import Device
 from ..problem import Problem
 from ..routes import thresholds
-from ..routes.cuda_shapes import FEW_EDGES_GRAD_TILES, GRAD_TILES, shared_bytes
+from ..routes.cuda_shapes import (
+    FEW_EDGES_GRAD_TILES,
+    GRAD_TILES,
+    Shape,
+    shared_bytes,
+)
 from .cuda_tiles import (
     HOPPER,
     ONE,
@@ -65,6 +70,18 @@ def _mma_grad_tile(p: Problem, device: Device) -> tuple[int, int]:
         side = max(s for s in sides if s == 64 or min(channels) > s // 2)
         more = False
     return side, 3 if more else 1 if side == 128 else 2
+
+
+def tiles_of_offset(sides: tuple[int, int], tile: Tile | Shape) -> int:
+    """Return the tiles that dW[k] of so many padded channels is cut into."""
+    return -(-sides[0] // tile.rows) * -(-sides[1] // tile.width)
+
+
+def sorted_tiles(p: Problem, width: int) -> int:
+    """Return the tiles of dW over sorted rows: of all offsets."""
+    c_in, c_out = whole_channels(p)
+    together = thresholds.SORTED_GRAD["consumers"] * offsets_together(c_in)
+    return -(-p.volume // together) * -(-c_out // width)
 
 
 def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) -> int:

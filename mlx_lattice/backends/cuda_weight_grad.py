@@ -119,10 +119,9 @@ def _with_splits(
 
 def sorted_planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Return what plans tiles over mask-sorted rows."""
-    sides = c_in, c_out = cuda_tiles.whole_channels(layer)
-    offsets, width = cuda_grad_tiles.offsets_together(c_in), 32 if c_out <= 32 else 64
-    table, made = thresholds.SORTED_GRAD, {}
-    tiles = -(-layer.volume // (table["consumers"] * offsets)) * -(-c_out // width)
+    sides = cuda_tiles.whole_channels(layer)
+    table, made, width = thresholds.SORTED_GRAD, {}, 32 if sides[1] <= 32 else 64
+    tiles = cuda_grad_tiles.sorted_tiles(layer, width)
     side, tried = max(1, device.cores // tiles), cuda_tiles.proof_channels(layer, width)
 
     def plan(p: Problem) -> Plan:
@@ -150,7 +149,7 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     offsets, table = cuda_grad_tiles.offsets_together(c_in), thresholds.SORTED_GRAD
     consumers, stages = table["consumers"], table["stages"]
-    tiles = -(-p.volume // (consumers * offsets)) * -(-c_out // width)
+    tiles = cuda_grad_tiles.sorted_tiles(p, width)
     shares = cuda_grad_sums.shares(p, device, (c_in, c_out), splits)
     files = (*cuda_tiles.HOPPER, f"{route}_weight_grad.cu")
     template = (
@@ -193,7 +192,7 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
 def grouped_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan tiles over splits of the kernel-major edges, or over all of an offset."""
     whole, made = cuda_whole_grad.planner(layer, device), {}
-    sides = c_in, c_out = cuda_tiles.whole_channels(layer)
+    sides = cuda_tiles.whole_channels(layer)
     stage, volume = cuda_grad_tiles.stage_edges(layer), layer.volume
     more = 2 * cuda_tiles.multiple(DTYPES[layer.dtype]) - 3
 
@@ -201,7 +200,7 @@ def grouped_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
         if cuda_whole_grad.pays(p, device):
             return whole(p)
         tile = cuda_grad_tiles.grouped_tile(p, device)
-        tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
+        tiles = cuda_grad_tiles.tiles_of_offset(sides, tile)
         splits = cuda_grad_tiles.grad_splits(p, device, tile, tiles, stage)
         few = min(splits, PROOF_SPLITS)
         shares = cuda_grad_sums.shares(layer, device, sides, splits / volume)
@@ -222,7 +221,7 @@ def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> 
     """Plan tiles over so many splits of the kernel-major edges."""
     dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
     stage = cuda_grad_tiles.stage_edges(p)
-    tiles = -(-c_in // tile.rows) * -(-c_out // tile.width)
+    tiles = cuda_grad_tiles.tiles_of_offset((c_in, c_out), tile)
     shares = cuda_grad_sums.shares(p, device, (c_in, c_out), splits / p.volume)
     kernel = GpuKernel(
         CUDA,

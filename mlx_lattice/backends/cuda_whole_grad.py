@@ -89,13 +89,12 @@ def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
 
 def _blocks(p: Problem, tile: cuda_shapes.Tile) -> int:
     """Return how many blocks write dW."""
-    c_in, c_out = cuda_tiles.whole_channels(p)
-    return p.volume * -(-c_in // tile.rows) * -(-c_out // tile.width)
+    sides = cuda_tiles.whole_channels(p)
+    return p.volume * cuda_grad_tiles.tiles_of_offset(sides, tile)
 
 
 def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
     """Plan tiles of a shape."""
-    c_in, c_out = cuda_tiles.whole_channels(p)
     blocks = _blocks(p, tile)
     dtype, transposes = DTYPES[p.dtype], p.layout == MLX_LAYOUT
     template = (

@@ -18,11 +18,10 @@ from ..routes import thresholds
 from ..routes.thresholds import TileShape
 from . import dispatch_bounds, registry
 from .dispatch_bounds import ceil_div, cuts
-from .metal_views import ordered_table
+from .metal_views import LANES, ordered_table
 
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 WIDTHS = (128, 64, 32, 16)
-LANES = 32
 # A simdgroup of TensorOps has 64, 32 or 16 rows and 32 columns; its threadgroup has the
 # simdgroups of 64 rows, eight at most. A step has 128 bytes of a row, 64 where sums of
 # 64 rows leave fewer registers for the operands, or 32 channels.

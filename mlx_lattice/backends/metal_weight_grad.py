@@ -25,12 +25,12 @@ from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
 from .metal_grad_tiles import grad_cut, grad_tile, tensor_grad_tile
 from .metal_plans import TILE_PLACE, adding, kernel, products
 from .metal_tiles import (
-    LANES,
     PROOF_TAIL,
     TENSOR_WIDTH,
     THREADS,
     matrix_dtype,
 )
+from .metal_views import LANES
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD
 

@@ -92,8 +92,8 @@ NUMBERS = {
         "line_rows": cpu_conv.LINE_ROWS,
     },
     "metal/matrix_tiles.metal": {
-        "LANES": metal_tiles.LANES,
-        "SIMDGROUPS": metal_tiles.THREADS // metal_tiles.LANES,
+        "LANES": metal_views.LANES,
+        "SIMDGROUPS": metal_tiles.THREADS // metal_views.LANES,
         "BLOCK_ROWS": metal_tiles.BLOCK_ROWS,
         "TILE_ROWS": metal_tiles.TILE_ROWS,
     },
@@ -162,7 +162,6 @@ def test_numbers_that_others_are_made_of():
     warps = cuda_sort.SORT_THREADS // 32
     assert 4 * warps * slab * (slab + 1) == cuda_tables.TILE_SCRATCH
     assert prod(gpu_norms.COMBINING[CUDA]) == prod(gpu_norms.COMBINING[METAL]) == 512
-    assert metal_views.LANES == metal_tiles.LANES == 32
     # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
     held = 32 * gpu_batch_norm.MOST_THREADS[CUDA]
     assert thresholds.ONE_LAUNCH_NORM[CUDA] * gpu_batch_norm.ACROSS <= held
