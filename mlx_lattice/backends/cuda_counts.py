@@ -12,10 +12,10 @@ from ..geometry.curves import used_by_blocks
 from ..relation import Relation
 from ..routes.plan import Plan
 from . import cuda_grad_tiles, cuda_tiles
+from .cuda_tiles import SLICE_BYTES, STAGE_SLICES
 from .signatures import rounded_up
 
 BLOCK = 64  # rows that are skipped together: those of a wgmma, or of a tile of mma
-SLICE_BYTES, STAGE_SLICES = 32, 4  # of summed channels; and the slices of a stage
 
 
 def edges_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:

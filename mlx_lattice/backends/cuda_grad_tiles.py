@@ -16,6 +16,7 @@ from ..routes.cuda_shapes import (
 from .cuda_tiles import (
     HOPPER,
     ONE,
+    STAGE_BYTES,
     Tile,
     has_wgmma,
     mma,
@@ -104,7 +105,7 @@ def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int, stage: int) 
 
 def stage_edges(p: Problem) -> int:
     """Return the edges of a stage of ``grouped_gemm``."""
-    return 128 // p.itemsize
+    return STAGE_BYTES // p.itemsize
 
 
 def offsets_together(c_in: int) -> int:

@@ -25,7 +25,9 @@ MMA_STAGES = 4
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
 # Shared memory of a multiprocessor, and what each of its blocks takes besides.
 SHARED, RESERVED = 233472, 1024
-STAGE_BYTES = 128  # of summed channels
+# Of summed channels: bytes of a slice, the depth of one product, and slices of a stage.
+SLICE_BYTES, STAGE_SLICES = 32, 4
+STAGE_BYTES = SLICE_BYTES * STAGE_SLICES
 THREE = "three TF32"  # products that keep float32's accuracy
 ONE = "TF32"
 T = TypeVar("T")
@@ -159,9 +161,9 @@ def slices_of(c_in: int, itemsize: int = 2) -> int:
 
     c_in: padded.
     """
-    size = 32 // itemsize
-    if c_in % (4 * size) == 0:
-        return 4
+    size = SLICE_BYTES // itemsize
+    if c_in % (STAGE_SLICES * size) == 0:
+        return STAGE_SLICES
     if c_in <= size:
         return 1
     return 2 if c_in <= 2 * size or c_in % (2 * size) == 0 else 0
