@@ -14,7 +14,6 @@ evaluated and waited for. One JSON line a kind of step.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ import mlx.core as mx
 import mlx.nn
 from gpu_profiles import gpu_kernels
 from nets import NETS, Steps, batch
+from written import write_line
 
 from mlx_lattice import devices, nn
 
@@ -169,11 +169,7 @@ def main() -> None:
             row["of_alone"] = round(alone[compiled] / wall, 3)
         row |= on_gpu(step)
         if group.rank() == 0:
-            line = json.dumps(row)
-            print(line, flush=True)
-            if given.out:
-                with given.out.open("a") as out:
-                    out.write(line + "\n")
+            write_line(row, given.out)
 
 
 if __name__ == "__main__":

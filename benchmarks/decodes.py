@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 
+from written import markdown
+
 import mlx_lattice as ml
 from mlx_lattice import devices, models
 from mlx_lattice.inspect import prediction
@@ -229,12 +231,6 @@ def chip_table(million):
     """Names and the row of the table by chip, of so many million voxels."""
     spans = [span(Decode(chip, million * 1e6).seconds) for chip in CHIPS]
     return ("million voxels", *CHIPS), [(f"{million:g}", *spans)]
-
-
-def markdown(names, rows):
-    """A table as Markdown."""
-    lines = [names, ["--:"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main():

@@ -10,7 +10,6 @@ work; relations are built from new coordinates, until their arrays are evaluated
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import statistics
 import time
@@ -20,6 +19,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 from packed_layers import chained, integer_rows, packed_rows, plan_of
+from written import write_line
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -347,11 +347,7 @@ def main() -> None:
         if short := short_of(row):
             row["short"] = "; ".join(short)
         rows.append(row)
-        line = json.dumps(row)
-        print(line, flush=True)
-        if options.out:  # line by line: keeps what was measured if it is stopped
-            with options.out.open("a") as out:
-                out.write(line + "\n")
+        write_line(row, options.out)
 
     for row in results(np.load(options.scenes), options.only):
         keep(row)

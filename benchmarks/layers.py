@@ -15,7 +15,6 @@ libraries, each with its name under "library": peer_layers.py writes it.
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +26,7 @@ import mlx.nn
 import numpy as np
 from gpu_profiles import gpu_profile
 from layer_cases import CHANNELS, KINDS, ROWS, beside, cases, key_of, sites, summary
+from written import write_line
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
@@ -151,11 +151,7 @@ def main() -> None:
                 row["peer_ms"], row["peer"] = other["gpu_ms"], other["library"]
                 row["times_faster"] = round(other["gpu_ms"] / row["gpu_ms"], 3)
                 compared.append(row)
-            line = json.dumps(row)
-            print(line, flush=True)
-            if given.out:
-                with given.out.open("a") as out:
-                    out.write(line + "\n")
+            write_line(row, given.out)
     for pass_ in dict.fromkeys(row["pass"] for row in compared):
         print(summary(compared, pass_))
 

@@ -29,6 +29,7 @@ import numpy as np
 import scenes
 from gpu_profiles import gpu_profile
 from net_kinds import NETS, result_of, rows_for
+from written import write_line
 
 import cpu
 import mlx_lattice as ml
@@ -332,11 +333,7 @@ def main() -> None:
         np.save(given.save_coordinates, batch(given.rows[0], given.scenes))
 
     def keep(row: dict) -> None:
-        line = json.dumps(row)
-        print(line, flush=True)
-        if given.out:
-            with given.out.open("a") as out:
-                out.write(line + "\n")
+        write_line(row, given.out)
 
     for net in given.net:
         facts = {"net": net, "device": devices.current().name, "dtype": given.dtype}

@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn
 import nets
 from net_kinds import result_of
+from written import add_line
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -137,9 +138,7 @@ def main() -> None:
                 row = compare(net, rows, form, given.scenes, given.repeats)
                 for name, found in ratios.items():
                     found[net, rows, form] = row[name]
-                if given.out:
-                    with given.out.open("a") as out:
-                        out.write(json.dumps(row) + "\n")
+                add_line(json.dumps(row), given.out)
     for name, found in ratios.items():
         worst = max(found, key=lambda key: abs(found[key] - 1))
         middle = statistics.median(found.values())

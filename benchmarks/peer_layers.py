@@ -37,6 +37,7 @@ from peer_kernels import PASSES, FlexGEMM, SpconvTriton
 from peer_maps import TORCH, Arrays, Map, Table, make_map
 from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
+from written import add_line
 
 LIBRARIES = {"FlexGEMM": FlexGEMM, "spconv-triton": SpconvTriton}
 ROWS = (40_000, 120_000, 10_000, 2_000, 1_000_000)  # by importance
@@ -319,8 +320,7 @@ def measure(given, folders: dict, todo: list[Case], end: float) -> None:
         try:
             for row in run.rows(todo, jobs, errors):
                 count += 1
-                with given.out.open("a") as out:
-                    out.write(json.dumps({**row, "device": device}) + "\n")
+                add_line(json.dumps({**row, "device": device}), given.out)
                 print(*list(row.values())[:7], flush=True)
         except (TimeoutError, multiprocessing.TimeoutError):
             print("the time is up: the same command goes on from here")

@@ -21,7 +21,6 @@ Where others load the machine, processor time of one thread, of both programs:
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import statistics
 import time
@@ -40,6 +39,7 @@ from peer_unet import (
     SpconvLayers,
 )
 from torch import nn
+from written import write_line
 
 TRITON = "spconv-triton"
 STEPS = "anew", "kept", "training", "training anew"
@@ -210,11 +210,7 @@ def main() -> None:
             steps = Steps(*facts)
             for step in given.steps:
                 found = measured(steps.step(step), given, device)
-                line = json.dumps({**about, "step": step, **found})
-                print(line, flush=True)
-                if given.out:
-                    with given.out.open("a") as out:
-                        out.write(line + "\n")
+                write_line({**about, "step": step, **found}, given.out)
 
 
 if __name__ == "__main__":

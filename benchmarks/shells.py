@@ -11,6 +11,7 @@ import argparse
 from functools import cache
 
 import mlx.core as mx
+from written import markdown
 
 import mlx_lattice as ml
 from mlx_lattice import devices
@@ -72,12 +73,6 @@ def columns(chips):
     """The table's columns, (name, side) each."""
     facts = "shell", "rows", "channels", "GFLOP", "x done", "mtlgemm ms"
     return [(name, "right") for name in (*facts, *chips)]
-
-
-def markdown(names, rows):
-    """The table as Markdown."""
-    lines = [names, ["--:"] * len(names), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
 def main():
