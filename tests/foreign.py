@@ -1,4 +1,7 @@
-"""State dicts of our models as other libraries would have them, written apart."""
+"""State dicts of our models as other libraries would have them, written apart.
+
+And a small model with random parameters, and rows, to try them on.
+"""
 
 import re
 
@@ -6,6 +9,7 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 
+import mlx_lattice as ml
 from mlx_lattice import nn
 from mlx_lattice.io import LIBRARIES
 
@@ -91,3 +95,44 @@ def minkunet_name(path: str) -> str:
 
 def minkunet_state(model) -> dict[str, mx.array]:
     return exported(model, "minkowski", minkunet_name)
+
+
+def numbers(*shape: int) -> mx.array:
+    return mx.random.normal(shape, key=mx.random.key(sum(shape)))
+
+
+class Net(nn.Module):
+    """One of each: a stem, a strided and a transposed convolution, norm, linear."""
+
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(
+            nn.SubmConv3d(3, 4, (3, 1, 3)), nn.BatchNorm(4), nn.ReLU()
+        )
+        self.down = nn.Conv3d(4, 6, 2, 2)
+        self.up = nn.ConvTranspose3d(6, 4, 2, 2, bias=False)
+        self.out = nn.Linear(4, 5)
+
+    def __call__(self, x):
+        x = self.body(x)
+        return self.out(self.up(self.down(x), x))
+
+
+def randomised(model, weights=0.2):
+    """The model with parameters that are no defaults, running statistics too.
+
+    The mean weight of convolutions is small in deep nets, whose sums would overflow.
+    """
+    mx.random.seed(3)
+    new = [
+        (name, mx.random.uniform(0.5, 1.5, p.shape) * (weights if p.ndim > 1 else 0.2))
+        for name, p in tree_flatten(model.parameters())
+    ]
+    return model.load_weights(new).eval()
+
+
+def scene(channels: int) -> ml.SparseTensor:
+    rng = np.random.default_rng(0)
+    cells = np.argwhere(rng.random((2, 8, 8, 8)) < 0.3).astype(np.int32)
+    feats = rng.normal(size=(len(cells), channels)).astype(np.float32)
+    return ml.SparseTensor(mx.array(cells), mx.array(feats))

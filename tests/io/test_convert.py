@@ -10,11 +10,10 @@ import mlx.nn
 import numpy as np
 import pickles
 import pytest
-from foreign import minkunet_state
+from foreign import minkunet_state, randomised, scene
 from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents, published
 from foreign_nets import filled, spvnas_shapes
 from mlx.utils import tree_flatten
-from test_checkpoints import randomised, scene
 
 from mlx_lattice import cli, io, models, nn
 
