@@ -45,9 +45,7 @@ SMALL = (
 
 
 @pytest.fixture(autouse=True)
-def unforced(monkeypatch, tmp_path):
-    for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
-        monkeypatch.delenv(name, raising=False)
+def nothing_kept(unforced, monkeypatch, tmp_path):
     # The command sets it; MLX reads it once, maybe here first.
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     if not devices.metal_on_host():  # whose compiled kernels are kept there

@@ -3,12 +3,14 @@
 import mlx.core as mx
 import pytest
 from planted import plant
-from test_inspect import tensor, unforced, weight  # noqa: F401 (for every test here)
+from test_inspect import tensor, weight
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops, routes
 from mlx_lattice.problem import WEIGHT_GRAD
 from mlx_lattice.routes import measure
+
+pytestmark = pytest.mark.usefixtures("unforced")
 
 
 def run(x, w, groups=1):

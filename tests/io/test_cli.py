@@ -18,7 +18,7 @@ EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
 
 
 @pytest.fixture(autouse=True)
-def unforced(monkeypatch):
+def no_variables(monkeypatch):
     for name in backend_info.VARIABLES:
         monkeypatch.delenv(name, raising=False)
 

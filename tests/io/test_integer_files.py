@@ -7,8 +7,8 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from foreign import minkunet_state
 from mlx.utils import tree_flatten
-from test_convert import minkunet_state
 
 import mlx_lattice as ml
 from mlx_lattice import cli, convert_calibrated, devices, models, nn
