@@ -1,182 +1,18 @@
 """Point-cloud files: what is read, what is refused, and with which sentence."""
 
-import struct
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
+from point_files import RGB, XYZ, pcd, ply_bytes, vtk, write
 
 from mlx_lattice.io import PointFileError, points, read_points
-from mlx_lattice.io import pcd as pcd_files
 from mlx_lattice.io.ply import write_ply
 
 # Formats that another package reads.
 PACKAGES = {".ply": "plyfile", ".las": "laspy", ".laz": "laspy"}
 SCANS = Path(__file__).resolve().parents[3] / "shared" / "data"
-
-XYZ = np.array([[0, 1, 2], [3.5, -4, 5], [1e-3, 7, -8], [9, 9, 9]], np.float32)
-RGB = np.array([[255, 0, 1], [2, 3, 4], [5, 6, 7], [8, 9, 10]], np.uint8)
-PACKED = RGB.astype(np.uint32) @ np.array([65536, 256, 1], np.uint32)
-
-
-def lzf_compress(data: bytes) -> bytes:
-    """A small compressor: the longest earlier match, found by `rfind`, or a literal."""
-    out, literal, at = bytearray(), bytearray(), 0
-
-    def flush():
-        for start in range(0, len(literal), 32):
-            run = literal[start : start + 32]
-            out.append(len(run) - 1)
-            out.extend(run)
-        literal.clear()
-
-    while at < len(data):
-        length, found = 0, -1
-        for size in (264, 100, 20, 9, 8, 4, 3):
-            begin = max(0, at - 8192)
-            found = data.rfind(data[at : at + size], begin, at + size - 1)
-            if found >= 0 and at + size <= len(data):
-                length = size
-                break
-        if not length:
-            literal.append(data[at])
-            at += 1
-            continue
-        flush()
-        distance, code = at - found - 1, length - 2
-        if code < 7:
-            out.append(code << 5 | distance >> 8)
-        else:
-            out += bytes([7 << 5 | distance >> 8, code - 7])
-        out.append(distance & 255)
-        at += length
-    flush()
-    return bytes(out)
-
-
-def pcd(kind: str, xyz=XYZ, *, n: int | None = None, extra: str = "") -> bytes:
-    """A PCD file with x, y, z, rgb (a packed float), and a label."""
-    n = len(xyz) if n is None else n
-    header = (
-        "# .PCD v0.7\nVERSION 0.7\nFIELDS x y z rgb _ label\nSIZE 4 4 4 4 1 2\n"
-        f"TYPE F F F F U U\nCOUNT 1 1 1 1 3 1\nWIDTH {n}\nHEIGHT 1\n{extra}"
-        f"POINTS {n}\nDATA {kind}\n"
-    ).encode()
-    code = [("xyz", "<f4", 3), ("rgb", "<u4"), ("pad", "u1", 3), ("label", "<u2")]
-    table = np.zeros(len(xyz), code)
-    table["xyz"], table["label"] = xyz, np.arange(len(xyz))
-    table["rgb"] = np.resize(PACKED, len(xyz))
-    if kind == "binary":
-        return header + table.tobytes()
-    if kind == "ascii":
-        floats = table["rgb"].view(np.float32)
-        rows = [
-            f"{x!r} {y!r} {z!r} {rgb!r} 0 0 0 {label}"
-            for (x, y, z), rgb, label in zip(
-                xyz.tolist(), floats.tolist(), table["label"].tolist(), strict=True
-            )
-        ]
-        return header + "\n".join(rows).encode() + b"\n"
-    columns = [xyz[:, 0], xyz[:, 1], xyz[:, 2]]
-    columns += [table[name] for name in ("rgb", "pad", "label")]
-    raw = b"".join(np.ascontiguousarray(column).tobytes() for column in columns)
-    packed = lzf_compress(raw)
-    return header + struct.pack("<II", len(packed), len(raw)) + packed
-
-
-def write(folder: Path, name: str, content: bytes) -> Path:
-    path = folder / name
-    path.write_bytes(content)
-    return path
-
-
-@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
-def test_pcd(tmp_path, kind):
-    cloud = read_points(write(tmp_path, "a.pcd", pcd(kind)))
-    np.testing.assert_array_equal(cloud.points, XYZ)
-    assert cloud.points.dtype == np.float32 and cloud.points.flags.c_contiguous
-    assert sorted(cloud.attributes) == ["colours", "labels"]
-    np.testing.assert_array_equal(cloud.attributes["colours"], RGB)
-    np.testing.assert_array_equal(cloud.attributes["labels"], [0, 1, 2, 3])
-    assert cloud.dropped == 0 and len(cloud) == 4 and not cloud.origin.any()
-
-
-@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
-def test_pcd_of_no_points(tmp_path, kind):
-    cloud = read_points(write(tmp_path, "a.pcd", pcd(kind, XYZ[:0])))
-    assert cloud.points.shape == (0, 3) and cloud.attributes["colours"].shape == (0, 3)
-
-
-@pytest.mark.parametrize("seed", range(6))
-def test_lzf_gives_back_what_went_in(seed):
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 1 + seed**2, 3000).astype(np.uint8).tobytes()
-    data += bytes(700) + data[:500]  # long runs overlap with what they write
-    packed = lzf_compress(data)
-    assert pcd_files._lzf_decompress(memoryview(packed), len(data), Path("a")) == data
-
-
-@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
-def test_a_truncated_pcd_is_refused_at_every_length(tmp_path, kind):
-    content = pcd(kind)
-    whole = len(content.rstrip())
-    for length in range(whole - (2 if kind == "ascii" else 0)):
-        with pytest.raises(PointFileError, match="a.pcd"):
-            read_points(write(tmp_path, "a.pcd", content[:length]))
-
-
-@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
-@pytest.mark.parametrize("n", (5, 10**15))
-def test_a_pcd_that_promises_too_much_is_refused(tmp_path, kind, n):
-    with pytest.raises(PointFileError, match="truncated or its header is wrong"):
-        read_points(write(tmp_path, "a.pcd", pcd(kind, n=n)))
-
-
-def test_a_compressed_size_that_lzf_cannot_reach_is_refused(tmp_path):
-    header = pcd("binary_compressed", n=10**6).split(b"DATA")[0]
-    content = header + b"DATA binary_compressed\n"
-    content += struct.pack("<II", 4, 10**6 * 21) + b"\x03abc"
-    with pytest.raises(PointFileError, match="the header promises 21000000 bytes"):
-        read_points(write(tmp_path, "a.pcd", content))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "sentence"),
-    (
-        ("FIELDS x y z", "FIELDS x y w", "has no z: expected x, y and z, found"),
-        ("SIZE 4 4", "SIZE 4", "must have as many entries"),
-        ("DATA ascii", "DATA zip", "DATA must be ascii, binary or binary_compressed"),
-        ("TYPE F", "TYPE Q", "bad PCD header"),
-        ("3.5", "three", "no number of float32"),
-        ("3.5 ", "", "row 1 has 7 columns, expected 8"),
-        ("TYPE F", "TYPE U", "no number of uint32"),
-        ("3.5", "9" * 65, "a number of more than 64 characters"),
-    ),
-)
-def test_pcd_errors_are_sentences(tmp_path, old, new, sentence):
-    content = pcd("ascii").decode().replace(old, new, 1).encode()
-    with pytest.raises(PointFileError, match=sentence):
-        read_points(write(tmp_path, "a.pcd", content))
-
-
-def ply_bytes(text: bool) -> bytes:
-    header = (
-        f"ply\nformat {'ascii' if text else 'binary_big_endian'} 1.0\n"
-        "element vertex 4\nproperty double x\nproperty double y\nproperty double z\n"
-        "property uchar red\nproperty uchar green\nproperty uchar blue\n"
-        "property float nx\nproperty float ny\nproperty float nz\n"
-        "property float scalar_intensity\nproperty int label\n"
-        "element face 1\nproperty list uchar int vertex_indices\nend_header\n"
-    ).encode()
-    body = b""
-    for i, (xyz, rgb) in enumerate(zip(XYZ.tolist(), RGB.tolist(), strict=True)):
-        row = (*xyz, *rgb, 0.0, 0.0, 1.0, i / 4, i)
-        if text:
-            body += (" ".join(map(repr, row)) + "\n").encode()
-        else:
-            body += struct.pack(">3d3B4fi", *row)
-    return header + body + (b"3 0 1 2\n" if text else struct.pack(">B3i", 3, 0, 1, 2))
 
 
 @pytest.mark.parametrize("text", (True, False), ids=("ascii", "binary"))
@@ -278,11 +114,6 @@ def test_bin(tmp_path):
     np.testing.assert_array_equal(cloud.attributes["intensity"], np.arange(4))
     with pytest.raises(PointFileError, match="63 bytes are no whole number of points"):
         read_points(write(tmp_path, "a.bin", rows.tobytes()[:-1]))
-
-
-def vtk(kind: str, body: bytes, points: str = "POINTS 4 float") -> bytes:
-    head = f"# vtk DataFile Version 3.0\na scan\n{kind}\nDATASET POLYDATA\n{points}\n"
-    return head.encode() + body
 
 
 @pytest.mark.parametrize("kind", ("ASCII", "BINARY"))
