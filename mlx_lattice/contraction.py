@@ -181,14 +181,14 @@ def _checked(x, w, relation: Relation, groups: int, bias) -> tuple:
             f"{shape} with groups = {groups}: expected C_in = "
             f"{c_in * groups} and C_out a multiple of {groups}"
         )
-    same_dtype(x, "features", w, "the weight")
+    same_dtype(x, w, "the weight")
     if bias is not None:
         if tuple(bias.shape) != (c_out,):
             raise ValueError(
                 f"bias must have shape ({c_out},), one value an output channel; "
                 f"got {tuple(bias.shape)}"
             )
-        same_dtype(x, "features", bias, "the bias")
+        same_dtype(x, bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
     return x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
 
@@ -220,7 +220,7 @@ def weight_grad(
             f"channels {x.shape[1]} and {dy.shape[1]} must be multiples of groups = "
             f"{groups}"
         )
-    same_dtype(x, "features", dy, "dy")
+    same_dtype(x, dy, "dy")
     asked, layout = asked_precision(), KERNEL_MAJOR
     facts = x.shape[1], dy.shape[1], x.dtype, groups, asked, None, layout
     scope = launch.current_scope() if launch.observed() else None
@@ -250,11 +250,11 @@ def check_groups(groups: int) -> None:
         whole(groups, "groups", 1)
 
 
-def same_dtype(a: mx.array, a_name: str, b: mx.array, b_name: str) -> None:
-    """Raise for arrays of two dtypes."""
-    if a.dtype != b.dtype:
+def same_dtype(x: mx.array, other: mx.array, name: str) -> None:
+    """Raise where features and another array, of that name, are of two dtypes."""
+    if x.dtype != other.dtype:
         raise TypeError(
-            f"{a_name} ({dtype_name(a.dtype)}) and {b_name} ({dtype_name(b.dtype)}) "
+            f"features ({dtype_name(x.dtype)}) and {name} ({dtype_name(other.dtype)}) "
             "must have one dtype; cast one with .astype"
         )
 

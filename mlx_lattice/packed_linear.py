@@ -30,7 +30,7 @@ def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
             f"features of shape {tuple(x.shape)} do not fit a packed weight of "
             f"{w.in_channels} input channels"
         )
-    same_dtype(x, "features", w, "the weight")
+    same_dtype(x, w, "the weight")
     y = _packed_linear(x.reshape(-1, w.in_channels), w, False)
     return y.reshape(*x.shape[:-1], w.shape[2])
 

@@ -13,10 +13,10 @@ from .cuda_sort import (
     KEYS,
     SORT,
     THREADS,
-    blocks_for,
     constant,
     sorted_places,
     sorts,
+    striding_blocks,
 )
 
 _BEST = (*SORT, "best_rows.cu")
@@ -37,7 +37,8 @@ def best_rows(
     inputs = scores.view(word), coords
     keys, rows = sorted_places(make_keys, inputs, n, bits, fact=least, keep=True)
     given, made = [keys, rows, constant(score_bits, k)], [((n,), mx.bool_)]
-    return run(_mark_best(KEYS[keys.dtype]), given, blocks_for(n), THREADS, made)[0]
+    kernel = _mark_best(KEYS[keys.dtype])
+    return run(kernel, given, striding_blocks(n), THREADS, made)[0]
 
 
 @cache

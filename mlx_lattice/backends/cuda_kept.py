@@ -14,9 +14,9 @@ from .cuda_sort import (
     SORT_THREADS,
     SORT_TILE,
     THREADS,
-    blocks_for,
     cleared,
     sorts,
+    striding_blocks,
 )
 
 _KEPT = (*SORT, "kept_rows.cu")
@@ -44,7 +44,7 @@ class StartedRows:
         rows, kept = run(
             _kept_rows(columns),
             [self._places, self._coords],
-            blocks_for(n),
+            striding_blocks(n),
             THREADS,
             [((count,), mx.int32), ((count, columns), mx.int32)],
         )

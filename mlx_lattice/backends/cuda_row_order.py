@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from . import gpu_segments
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
-from .cuda_sort import SORT, THREADS, blocks_for, sorted_places, sorts
+from .cuda_sort import SORT, THREADS, sorted_places, sorts, striding_blocks
 from .dispatch_bounds import SEGMENT_CUTS
 
 _FILES = (*SORT, "row_order.cu")
@@ -22,7 +22,7 @@ def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     bits, inputs = max(1, rows.bit_length()), [table.flatten()]
     keys, entries = sorted_places(_row_keys, inputs, n, bits, keep=True)
     inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
-    (starts,) = run(_row_starts(), inputs, blocks_for(rows + 1), THREADS, outputs)
+    (starts,) = run(_row_starts(), inputs, striding_blocks(rows + 1), THREADS, outputs)
     return entries, starts
 
 
@@ -33,7 +33,7 @@ def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
     outputs = [((n,), mx.int32) for n in (whole, count)]
     inputs = [starts, mx.array([size])]
     bounds, firsts = run(
-        _cut_pieces(piece), inputs, blocks_for(whole), THREADS, outputs
+        _cut_pieces(piece), inputs, striding_blocks(whole), THREADS, outputs
     )
     return bounds, firsts
 

@@ -13,7 +13,7 @@ from ..geometry import sync
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .gpu_kernel import GpuKernel
 
-THREADS = 256
+THREADS, STRIDING_BLOCKS = 256, 8  # of a block, and on a multiprocessor
 BINS = 512  # of a digit, at most
 HEADER = 32  # words of scratch before the histograms
 SORT_THREADS, SORT_BLOCKS = 512, 2  # of a block, and on a multiprocessor
@@ -64,9 +64,9 @@ def multiprocessors() -> int:
     return current().cores
 
 
-def blocks_for(elements: int, per_multiprocessor: int = 8) -> int:
-    """Return how many blocks of THREADS stride over some elements."""
-    most = multiprocessors() * per_multiprocessor
+def striding_blocks(elements: int) -> int:
+    """Return how many blocks of THREADS stride over some elements: few for many."""
+    most = multiprocessors() * STRIDING_BLOCKS
     return max(1, min(most, -(-elements // THREADS)))
 
 
@@ -149,7 +149,7 @@ def sorted_places(
     dtype = key_dtype(bits)
     digits, scratch = constant(fact, each, passes, 0), cleared(scratch_words(n, passes))
     given, made = [*inputs, digits, scratch], [((n,), dtype)]
-    (keys,) = run(make_keys(KEYS[dtype]), given, blocks_for(n), THREADS, made)
+    (keys,) = run(make_keys(KEYS[dtype]), given, striding_blocks(n), THREADS, made)
     return sort_keys(keys, digits, scratch, rows=True, keep=keep)
 
 

@@ -16,13 +16,13 @@ from .cuda_sort import (
     KEYS,
     SORT_THREADS,
     THREADS,
-    blocks_for,
     cleared,
     constant,
     digits_of,
     key_dtype,
     multiprocessors,
     scratch_words,
+    striding_blocks,
 )
 
 TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
@@ -173,7 +173,8 @@ def identity_tiles(rows: mx.array) -> Sorted:
     """
     n = len(rows)
     outputs = [((n,), mx.int32), *tiles_outputs(n, 1)]
-    made = run(_identity_tiles(), [rows], blocks_for(pitch_of(n)), THREADS, outputs)
+    blocks = striding_blocks(pitch_of(n))
+    made = run(_identity_tiles(), [rows], blocks, THREADS, outputs)
     return Sorted(made[1], made[0], made[2])
 
 

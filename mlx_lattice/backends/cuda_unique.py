@@ -23,7 +23,6 @@ from .cuda_sort import (
     SORT_THREADS,
     SORT_TILE,
     THREADS,
-    blocks_for,
     cleared,
     constant,
     digits_of,
@@ -32,6 +31,7 @@ from .cuda_sort import (
     scratch_words,
     sort_keys,
     sorts,
+    striding_blocks,
 )
 
 CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
@@ -103,7 +103,7 @@ class Launched(NamedTuple):
         made = run(
             _unpack_keys(columns, KEYS[self.listed.dtype]),
             [self.listed, self.ends[-1] if self.ends else None, *self.ranges],
-            blocks_for(count),
+            striding_blocks(count),
             THREADS,
             [((max(1, count), columns), mx.int32)],
         )[0]
@@ -157,7 +157,7 @@ def launched(
     keys, *boxes = run(
         _pack_keys(columns, rule, numeric),
         [coords, constants, *ranges, digits, scratch],
-        blocks_for(candidates),
+        striding_blocks(candidates),
         THREADS,
         numbers + [((2,), mx.int32)] * columns * (rule == CELLS),
     )

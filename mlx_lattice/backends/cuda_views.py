@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..geometry import curves, sync
 from ..geometry.protocol import RelationViews
 from .cuda_interfaces import geometry_kernel, run
-from .cuda_sort import THREADS, blocks_for, sorts
+from .cuda_sort import THREADS, sorts, striding_blocks
 from .cuda_tables import (
     BAND,
     COUNTS,
@@ -36,7 +36,7 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     if table.size == 0 or n_in == 0:
         return mx.full(shape, -1, dtype=mx.int32)
     outputs = [(shape, mx.int32)]
-    blocks = blocks_for(table.size)
+    blocks = striding_blocks(table.size)
     return run(_transpose_table(), [table], blocks, THREADS, outputs, fill=-1)[0]
 
 

@@ -33,15 +33,15 @@ def divided(x: mx.array, divisors: mx.array | None) -> mx.array:
     return x if divisors is None else x / mx.maximum(divisors, 1)[:, None]
 
 
-def row_sum(x: mx.array, block: int = BLOCK) -> mx.array:
+def row_sum(x: mx.array) -> mx.array:
     """Return the sum of (N, C) over its rows, by blocks: one long sum drifts."""
     if x.shape[0] == 0:  # MLX's CPU sum of no rows may run for minutes
         return mx.zeros((x.shape[1],), dtype=x.dtype)
-    whole = x.shape[0] // block
-    total = x[whole * block :].sum(axis=0)
+    whole = x.shape[0] // BLOCK
+    total = x[whole * BLOCK :].sum(axis=0)
     if whole:
-        blocks = x[: whole * block].reshape(whole, block, -1).sum(axis=1)
-        total = total + (row_sum(blocks) if whole > block else blocks.sum(axis=0))
+        blocks = x[: whole * BLOCK].reshape(whole, BLOCK, -1).sum(axis=1)
+        total = total + (row_sum(blocks) if whole > BLOCK else blocks.sum(axis=0))
     return total
 
 

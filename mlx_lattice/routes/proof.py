@@ -72,8 +72,10 @@ def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
     return is_right
 
 
-def try_again(plan: Plan, biased: bool = False) -> str | None:
+def try_again(plan: Plan) -> str | None:
     """Try a matrix kernel whatever is known of it, and keep what it proved to be.
+
+    It is given no bias.
 
     Returns:
         Why it is refused from now on, or None.
@@ -82,9 +84,9 @@ def try_again(plan: Plan, biased: bool = False) -> str | None:
         DeviceLost: the kernel raised, and the device runs nothing since.
     """
     if not proof_results.enabled():
-        return check(plan, biased)
+        return check(plan, False)
     with _lock:
-        return _kept(proof_results.current(), plan, biased)
+        return _kept(proof_results.current(), plan, False)
 
 
 def _kept(results: Results, plan: Plan, biased: bool) -> str | None:

@@ -152,8 +152,8 @@ def _shells() -> list[Layer]:
     return found
 
 
-def _scan(size: int = 100_000) -> list[Layer]:
-    scene, half = Scene("scan", size), "float16"
+def _scan() -> list[Layer]:
+    scene, half = Scene("scan", 100_000), "float16"
     grads = (WEIGHT_GRAD, INPUT_GRAD)
     return [
         Layer(scene, 64, 64, passes=(FORWARD, *grads), quick=True),
