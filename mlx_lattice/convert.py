@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 from .distribution import __version__
 from .models.trellis2.published import FLOW, STRUCTURE_FLOW
 from .output_places import check_writable
-from .quantized import BITS, GROUP_SIZES
+from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 
 if TYPE_CHECKING:
     from .io.checkpoints import Step
@@ -110,7 +110,7 @@ def add_parser(commands) -> None:
         "--group-size",
         type=int,
         choices=GROUP_SIZES,
-        default=64,
+        default=DEFAULT_GROUP_SIZE,
         help="input channels that share a scale",
     )
     convert.add_argument(

@@ -19,7 +19,13 @@ from .arrays import array_of
 from .geometry.keys import INT32_LIMIT
 from .integer_facts import ALIGNMENT, MOST
 from .problem import dtype_name
-from .quantized import check_bits, check_packing, padded, stored_rows
+from .quantized import (
+    DEFAULT_GROUP_SIZE,
+    check_bits,
+    check_packing,
+    padded,
+    stored_rows,
+)
 
 NIBBLE, MULTIPLIER = 7, 18  # the greatest ones: 7 * 18 is below 127
 
@@ -260,7 +266,7 @@ def integer_groups(bits: int, group_size: int | None) -> int | None:
         ValueError: no weight can be held so.
     """
     if bits == 4 and group_size is None:
-        group_size = 64
+        group_size = DEFAULT_GROUP_SIZE
     check_integers(bits, group_size)
     return group_size
 

@@ -19,6 +19,7 @@ from .problem import dtype_name
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
+DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 LAYOUTS = ("linear", "kernel", "module")
 
 
@@ -154,8 +155,8 @@ class QuantizedWeight:
 def quantize_weight(
     weight: mx.array,
     *,
-    bits: int = 4,
-    group_size: int = 64,
+    bits: int = DEFAULT_BITS,
+    group_size: int = DEFAULT_GROUP_SIZE,
     layout: str | None = None,
 ) -> QuantizedWeight:
     """Pack a float weight as ``mx.quantize`` does, along its input channels.

@@ -21,6 +21,7 @@ from .. import contraction
 from ..integer_weight import integer_groups
 from ..packed_linear import packed_linear
 from ..quantized import (
+    DEFAULT_GROUP_SIZE,
     QuantizedWeight,
     check_packing,
     levels,
@@ -80,7 +81,7 @@ def calibrate(
             be packed.
     """
     if activations is None:
-        group_size = 64 if group_size is None else group_size
+        group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
         check_packing(bits, group_size)
     elif activations != 8:
         raise ValueError(

@@ -16,7 +16,13 @@ from mlx.nn import Module
 
 from ..integer_weight import IntegerWeight
 from ..ops.conv import contracted
-from ..quantized import QuantizedWeight, module_layout, quantize_weight
+from ..quantized import (
+    DEFAULT_BITS,
+    DEFAULT_GROUP_SIZE,
+    QuantizedWeight,
+    module_layout,
+    quantize_weight,
+)
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .integer import (
@@ -31,7 +37,6 @@ from .normalization import Kept
 
 __all__ = ["unpack_int4"]
 
-DEFAULT_BITS, DEFAULT_GROUP_SIZE = 4, 64
 BESIDE = "scales", "biases", "multipliers"  # parameters beside a packed weight
 Weight = QuantizedWeight | IntegerWeight
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ...coordinates import CoordinateManager
 from ...problem import DTYPES, FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
-from ...quantized import quantize_weight
+from ...quantized import DEFAULT_GROUP_SIZE, quantize_weight
 from ...relation import Relation
 from ...routes import proof_integers
 from . import published, scenes
@@ -19,7 +19,6 @@ SCENES = {
     "scan": scenes.surface,
     "thin": scenes.thin_surface,
 }
-GROUP_SIZE = 64
 # What a kind of relation takes: the manager's method and its arguments.
 KINDS = {
     "submanifold": ("submanifold_kernel_relation", {"kernel_size": 3}),
@@ -260,7 +259,9 @@ def build(coords: mx.array, kind: str) -> Relation:
 
 def described(layer: Layer, pass_: str, relation: Relation) -> Problem:
     """Return the problem that a module's layer poses over a relation."""
-    packed = {"bits": layer.bits, "group_size": GROUP_SIZE} if layer.bits else {}
+    packed = {}
+    if layer.bits:
+        packed = {"bits": layer.bits, "group_size": DEFAULT_GROUP_SIZE}
     over = relation.T if pass_ == INPUT_GRAD else relation
     return Problem.of(
         pass_,
