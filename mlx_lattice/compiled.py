@@ -70,7 +70,7 @@ def compile(  # noqa: A001 - as mx.compile
     Returns:
         The function; threads that call it wait for each other. Its ``len`` says how
         many are kept; ``clear()`` drops them, which is needed after layers of a module
-        were replaced, frozen or unfrozen.
+        were replaced, frozen or unfrozen, or numbers of theirs (a momentum) were set.
 
     Raises:
         TypeError: an argument or result is none of these; or ``inputs`` or ``outputs``
@@ -163,7 +163,8 @@ class Compiled:
         if not isinstance(self.function, Module):
             return self._state
         state = [self.function.state, mx.random.state]
-        return state, state if self.function.training else None
+        # A net in evaluation may have parts that train, and draw random numbers.
+        return state, state if any(self._modes()) else state[1:]
 
     def _modes(self) -> Iterable[bool]:
         """Return the modes, train or eval, of all modules that are known."""

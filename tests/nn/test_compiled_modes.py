@@ -1,0 +1,52 @@
+"""ml.compile of nets of which a part trains, or draws random numbers, in evaluation."""
+
+import copy
+
+import cases
+import mlx.core as mx
+import mlx.nn
+import numpy as np
+import pytest
+
+import mlx_lattice as ml
+from mlx_lattice import nn
+
+
+def tensor(seed=0, n=200, channels=4):
+    coords = mx.array(cases.geometry("surface", 3, n, seed))
+    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
+    return ml.SparseTensor(coords, feats)
+
+
+def test_statistics_move_where_only_the_norm_trains():
+    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.BatchNorm(8), nn.SubmConv3d(8, 3, 3))
+    net.eval().layers[1].train()
+    twin, fast = copy.deepcopy(net), ml.compile(net)
+    x = tensor()
+    for _ in range(4):
+        near = {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(fast(x).feats, twin(x).feats, **near)
+        for name in ("running_mean", "running_var"):
+            found, wanted = (each.layers[1][name] for each in (net, twin))
+            np.testing.assert_allclose(found, wanted, **near)
+
+
+class Noisy(mlx.nn.Module):
+    """Adds noise in evaluation too."""
+
+    def __call__(self, x):
+        return x.replace(x.feats + mx.random.normal(x.shape))
+
+
+@pytest.mark.parametrize("part", (nn.Dropout(0.5).train(), Noisy()))
+def test_every_call_draws_other_numbers(part):
+    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.ReLU(), mlx.nn.Module())
+    net.eval().layers[2] = part
+    fast, x = ml.compile(net), tensor()
+    found = [np.array(fast(x).feats) for _ in range(5)]
+    assert all((a != b).any() for a, b in zip(found[1:], found, strict=False))
+    mx.random.seed(3)
+    again = np.array(fast(x).feats)
+    mx.random.seed(3)
+    assert (again == fast(x).feats).all()
+    mx.eval(mx.random.uniform())  # MLX's key is no stand-in
