@@ -36,6 +36,7 @@ from .calibration_runs import call_of_model, run
 from .integer_calibration import calibrate_integers, not_integer
 from .integer_search import METHODS
 from .kept import keep_float
+from .linear import why_no_twin
 
 # Shares of a group's range that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -164,10 +165,10 @@ def _to_pack(
         packable = hasattr(module, "to_quantized") and "scales" not in module
         if not packable or not predicate(path, module):
             continue
-        why = None
-        if activations:
+        why = why_no_twin(module)
+        if why is None and activations:
             why = not_integer(module)
-        elif type(module).__module__.startswith("mlx."):
+        elif why is None and type(module).__module__.startswith("mlx."):
             channels = module.weight.shape[-1]
             if channels % group_size:
                 why = f"{channels} channels, and MLX's own layers pack whole groups"

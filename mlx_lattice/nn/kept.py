@@ -6,6 +6,8 @@ from collections.abc import Sequence
 
 from mlx.nn import Module
 
+from .linear import why_no_twin
+
 __all__ = ["keep_float"]
 
 # Words in the paths of the layers that a net's result or its rows come from.
@@ -19,8 +21,9 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
     """A ``class_predicate`` of ``mlx.nn.quantize`` that keeps stems and heads in float.
 
     Layers with few input channels (stems, depthwise kernels) have nothing to pack, and
-    layers with few outputs are what the net's result is made of. Printed afterwards, it
-    says which layers it kept and why; ``kept`` has the same as a dict.
+    layers with few outputs are what the net's result is made of; a subclass with a call
+    of its own has no packed twin. Printed afterwards, it says which layers it kept and
+    why; ``kept`` has the same as a dict.
 
     Args:
         few_inputs (int): Keep layers with fewer input channels a group. Default:
@@ -55,6 +58,9 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
         for name in self.names:
             if name in path.lower().split("."):
                 return f'"{name}" in its path'
+        why = why_no_twin(module)
+        if why is not None:
+            return why
         c_out, *_, c_in = module.weight.shape
         if c_in < self.few_inputs:
             return f"{c_in} input channels a group, fewer than {self.few_inputs}"

@@ -202,6 +202,11 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         self._hold(pack(linear, group_size, bits, check_mode(mode)))
 
     @classmethod
+    def stands_for(cls, layer: Module) -> bool:
+        """Whether a layer's call is ``Linear``'s, ours or MLX's."""
+        return type(layer).__call__ in (Linear.__call__, mlx.nn.Linear.__call__)
+
+    @classmethod
     def from_linear(
         cls,
         linear_layer: Module,
@@ -272,12 +277,27 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
 
 def has_twin(layer: Module) -> bool:
     """Whether ``twin_holding`` has a twin of a layer."""
-    return isinstance(layer, mlx.nn.Linear) or hasattr(layer, "twin")
+    twin = _twin(layer)
+    return twin is not None and twin.stands_for(layer)
+
+
+def why_no_twin(layer: Module) -> str | None:
+    """Return why the ``to_quantized`` of a layer would be another layer's, or None."""
+    own = getattr(type(layer), "to_quantized", None)
+    inherits = own in (Packable.to_quantized, mlx.nn.Linear.to_quantized)
+    if not inherits or _twin(layer) is None or has_twin(layer):
+        return None
+    return f"{type(layer).__name__} has a __call__ of its own"
 
 
 def twin_holding(layer: Module, w: Weight) -> Module:
     """Return the twin of a convolution or of any ``mlx.nn.Linear`` with a weight."""
-    return getattr(layer, "twin", QuantizedLinear).holding(layer, w)
+    return _twin(layer).holding(layer, w)
+
+
+def _twin(layer: Module) -> type[Packed] | None:
+    of_rows = QuantizedLinear if isinstance(layer, mlx.nn.Linear) else None
+    return getattr(layer, "twin", of_rows)
 
 
 class Linear(Packable, mlx.nn.Linear):

@@ -111,6 +111,11 @@ class Packed(KeepsScales):
     rounding_error: float | None = None
 
     @classmethod
+    def stands_for(cls, layer: Module) -> bool:
+        """Whether a layer's call is the twin's, and no other that a subclass has."""
+        return type(layer).__call__ is cls.__call__
+
+    @classmethod
     def from_layer(
         cls,
         layer: Module,
@@ -127,7 +132,17 @@ class Packed(KeepsScales):
 
     @classmethod
     def holding(cls, layer: Module, w: Weight) -> Module:
-        """Return the quantised twin of a float layer with a weight that is packed."""
+        """Return the quantised twin of a float layer with a weight that is packed.
+
+        Raises:
+            TypeError: the layer is of a subclass with a call of its own.
+        """
+        if not cls.stands_for(layer):
+            raise TypeError(
+                f"{type(layer).__name__} has a __call__ of its own, which "
+                f"{cls.__name__} does not have; leave it out by class_predicate, or "
+                "give it a to_quantized"
+            )
         twin = cls.__new__(cls)
         Module.__init__(twin)
         # Arrays are items of a module, what else it has attributes.

@@ -110,6 +110,9 @@ def convert_sync_batchnorm(
 
     Returns:
         The net, or its ``SyncBatchNorm`` where it is a single ``BatchNorm``.
+
+    Raises:
+        TypeError: a layer is of a subclass with a call of its own.
     """
     made: dict[int, SyncBatchNorm] = {}
 
@@ -129,6 +132,11 @@ def convert_sync_batchnorm(
 
 
 def _synchronised(norm: mlx.nn.BatchNorm, group) -> SyncBatchNorm:
+    if type(norm).__call__ not in (BatchNorm.__call__, mlx.nn.BatchNorm.__call__):
+        raise TypeError(
+            f"{type(norm).__name__} has a __call__ of its own, which SyncBatchNorm has "
+            "not; derive it from SyncBatchNorm, or convert the other layers"
+        )
     new = SyncBatchNorm(
         norm.num_features,
         norm.eps,
