@@ -139,6 +139,8 @@ def fake_quantize(
 ) -> None:
     """Put ``FakeQuant`` around a model's convolutions and linear layers, in place.
 
+    A layer that a model has twice stays one, and trains as one.
+
     Args:
         model: a float model.
         bits, group_size, momentum: as of ``FakeQuant``.
@@ -146,10 +148,13 @@ def fake_quantize(
     """
     predicate = keep_float() if class_predicate is None else class_predicate
     given = bits, group_size, momentum
+    made: dict[int, FakeQuant] = {}
 
     def wrapped(path: str, module: Module) -> Module:
         able = has_twin(module) and "scales" not in module and predicate(path, module)
-        return FakeQuant(module, *given) if able else module
+        if able and id(module) not in made:
+            made[id(module)] = FakeQuant(module, *given)
+        return made[id(module)] if able else module
 
     leaves = model.leaf_modules()
     model.update_modules(tree_map_with_path(wrapped, leaves, is_leaf=Module.is_module))
