@@ -18,6 +18,7 @@ from .backends import first_use
 from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
+from .module_state import Own, reached
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -82,7 +83,7 @@ def prepare(
     evaluated together, once. On CUDA the kernels of the plans are compiled side by
     side. Matrix kernels that are new to this machine prove themselves; if one is
     refused, the net is planned once more. Nothing of the net changes, its running
-    statistics included.
+    statistics and attributes included, nor of those that a function calls.
 
     A net that was prepared for another scan, or one of ``ml.models`` that ran on one,
     is not called, in evaluation: what it read then is built, sizes of all levels read
@@ -221,7 +222,8 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
 def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
     """Plan the net and its gradients; nothing is computed."""
     if isinstance(net, mlx.nn.Module):
-        names, arrays = zip(*tree_flatten(net.trainable_parameters()), strict=True)
+        trained = dict(tree_flatten(net.trainable_parameters()))
+        names, arrays = list(trained), list(trained.values())
     else:
         names = [at for at, x in enumerate(inputs) if isinstance(x, SparseTensor)]
         arrays = [inputs[at].feats for at in names]
@@ -247,31 +249,37 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
 
 @contextmanager
 def unchanged(net: Callable, stand_in: Callable | None = None) -> Iterator[None]:
-    """Give a module its own arrays back after the block, and MLX its random state.
+    """Give modules back what is their own after the block, and MLX its random state.
 
     Another thread's block waits for this one.
 
     Args:
-        net: a module; nothing of another function is kept.
-        stand_in: what each parameter is replaced by inside the block, if by anything.
+        net: a module, or a function that reaches some.
+        stand_in: what each parameter is replaced by inside the block; by default
+            itself.
     """
     with _standing_in:
-        random = mx.random.state[0]
-        held = net.parameters() if isinstance(net, mlx.nn.Module) else None
+        random, modules = mx.random.state[0], list(reached(net))
+        own = Own(modules)
         try:
-            if held is not None and stand_in is not None:
-                net.update(tree_map(stand_in, held))
+            for module in modules:
+                module.update(tree_map(stand_in or _counts, module.parameters()))
             yield
         finally:
-            if held is not None:
-                net.update(held)
+            own.restore()
             if mx.random.state[0] is not random:  # a layer has drawn from it
                 high, low = random.tolist()
                 mx.random.seed((high << 32) | low)
 
 
 def _zeros_for(array: mx.array) -> mx.array:
-    return mx.zeros(array.shape, dtype=array.dtype) if _is_floating(array) else array
+    is_floating = _is_floating(array)
+    return mx.zeros(array.shape, array.dtype) if is_floating else _counts(array)
+
+
+def _counts(array: mx.array) -> mx.array:
+    """Return the array; of a count another one, since ``count += 1`` changes it."""
+    return array if _is_floating(array) or array.size > 1 else array.__copy__()
 
 
 def _is_floating(x: object) -> bool:

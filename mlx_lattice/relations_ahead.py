@@ -25,6 +25,7 @@ from .geometry import sync
 from .geometry.search import Search
 from .kernel_spec import KernelSpec
 from .memory import limit
+from .module_state import Keeps
 from .problem import FORWARD, Problem
 from .relation import Relation
 from .routes import proof_results, selection
@@ -130,7 +131,7 @@ class Reads(NamedTuple):
         return cls(_staged(reads), strides, begun, tuple(relations))
 
 
-class Asked:
+class Asked(Keeps):
     """What scans were asked, of which one layer was asked first.
 
     A layer keeps it; a copy of the layer, or one from a file, has to see a scan again.

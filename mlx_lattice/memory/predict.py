@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from types import CodeType, FunctionType, ModuleType
 
 import mlx.core as mx
 import mlx.nn
@@ -16,6 +15,7 @@ from ..backends import cpu_extension
 from ..compiled import Compiled
 from ..inspect.cost import size
 from ..inspect.explain import LayerNames
+from ..module_state import reached
 from ..ops import attended, fusion
 from ..preparation import arrays_of, leaves, unchanged
 from ..routes import launch
@@ -158,8 +158,7 @@ def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
         )
     record = Record(Graph(cpu_extension.extension))
     with ExitStack() as block:
-        for module in {id(each): each for each in _modules(net)}.values():
-            block.enter_context(unchanged(module))
+        block.enter_context(unchanged(net))
         block.enter_context(stages.recording(record))
         if not isinstance(net, Compiled):  # it runs as it is where it is observed
             block.enter_context(record.layers(net))
@@ -184,7 +183,7 @@ def _peak(step: Step, bounds: tuple[int, int], record: Record, net, given) -> Pe
     most, least = bounds
     nodes = record.graph.nodes
     features = sum(buffer.nbytes for buffer in step.buffers)
-    trees = (module.parameters() for module in _modules(net))
+    trees = (module.parameters() for module in reached(net))
     weights = _bytes(a for tree in trees for _, a in tree_flatten(tree))
     relations = _bytes(_geometry(given))
     held = sorted(step.buffers, key=lambda b: (-b.nbytes, b.maker))[:5]
@@ -270,38 +269,6 @@ def _withheld(tree):
     if isinstance(tree, mx.array) and mx.issubdtype(tree.dtype, mx.floating):
         return withhold(tree)
     return tree
-
-
-def _modules(value: object, depth: int = 4) -> Iterator[mlx.nn.Module]:
-    """Yield the modules that a function reaches: bound, closed over, or by their names.
-
-    Running statistics of theirs would be left with what has no value.
-    """
-    if isinstance(value, mlx.nn.Module):
-        yield value
-        return
-    if isinstance(value, (list, tuple)):
-        held = list(value)
-    else:
-        names = ("__self__", "__wrapped__", "func", "args", "function")
-        held = [getattr(value, name, None) for name in names]
-    if isinstance(value, FunctionType):
-        for cell in value.__closure__ or ():
-            with suppress(ValueError):  # an empty one
-                held.append(cell.cell_contents)
-        held += map(value.__globals__.get, _names(value.__code__))
-    if depth:
-        for each in held:
-            if each is not None and not isinstance(each, ModuleType):
-                yield from _modules(each, depth - 1)
-
-
-def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function asks for, and those inside of it."""
-    yield from code.co_names
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _names(constant)
 
 
 def _arrays(tree: object) -> Iterator[mx.array]:

@@ -18,6 +18,7 @@ from ..checks import flag, real, whole
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
 from ..later import as_now
+from ..module_state import Kept
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.known_activations import activation_of
@@ -31,13 +32,6 @@ __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 Features = SparseTensor | mx.array
 _MOST_KEPT = 4  # epilogues of a norm
-
-
-class Kept(dict):
-    """What a layer made of its arrays; copies and pickles of the layer have none."""
-
-    def __reduce__(self) -> tuple:
-        return type(self), ()
 
 
 class BatchNorm(mlx.nn.BatchNorm):

@@ -15,6 +15,7 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from ..integer_weight import IntegerWeight
+from ..module_state import Kept
 from ..ops.conv import contracted
 from ..quantized import (
     DEFAULT_BITS,
@@ -33,7 +34,6 @@ from .integer import (
     integers_of,
     set_output_scale,
 )
-from .normalization import Kept
 
 __all__ = ["unpack_int4"]
 

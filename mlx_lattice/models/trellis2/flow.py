@@ -24,6 +24,7 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ... import nn, ops
+from ...module_state import Kept
 from ...nn.adaptive_norm import modulation_layers, modulation_of
 from ...problem import dtype_name
 from ...tensor import SparseTensor, align, expect_tensor
@@ -250,10 +251,11 @@ class SparseStructureFlowModel(FlowModel):
 
     def _grid(self, batches: int) -> SparseTensor:
         """Return a tensor of all cells; kept, since plans live as long as it."""
-        held = self.__dict__.get("_held_grid")
+        known = self.__dict__.setdefault("_grids", Kept())
+        held = known.get("last")
         if held is None or held.batch_size != batches:
             shape = batches, *(self.resolution,) * 3
             mask = mx.ones(shape, dtype=mx.bool_)
             held = SparseTensor.from_dense(mx.zeros((*shape, 1)), mask)
-            object.__setattr__(self, "_held_grid", held)
+            known["last"] = held
         return held
