@@ -22,7 +22,7 @@ from ..module_state import Kept
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.known_activations import activation_of
-from ..ops.norm import residual_of
+from ..ops.norm import expect_lines, residual_of
 from ..ops.norm_statistics import BatchStatistics
 from ..pending import Pending, may_wait
 from ..problem import dtype_name
@@ -32,6 +32,7 @@ __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 Features = SparseTensor | mx.array
 _MOST_KEPT = 4  # epilogues of a norm
+_LINES = "running_mean", "running_var", "weight", "bias"
 
 
 class BatchNorm(mlx.nn.BatchNorm):
@@ -102,6 +103,7 @@ class BatchNorm(mlx.nn.BatchNorm):
                 f"{tuple(feats.shape)}"
             )
         dtype_name(feats.dtype)
+        self._expect_lines(*map(self.get, _LINES))
         alone = residual is None and activation is None and type(self) is BatchNorm
         with fusion.inside(self):
             if alone and may_wait(x):
@@ -115,6 +117,11 @@ class BatchNorm(mlx.nn.BatchNorm):
             given = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, *given, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
+
+    def _expect_lines(self, *lines: mx.array | None) -> None:
+        """Raise unless these have the layer's channels: kernels would read beyond."""
+        names = "running statistics, weight and bias"
+        expect_lines(names, self.num_features, *lines)
 
     def _normalized(
         self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
@@ -206,6 +213,7 @@ class BatchNorm(mlx.nn.BatchNorm):
         held = known and known.get(key)
         if held:
             return held[1]
+        self._expect_lines(*own)
         made = None
         if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
             scale, shift, mean, var = own

@@ -31,7 +31,11 @@ def turned_heads(
         qkv: (N, 3, heads, D).
         scales: (heads, D) of queries and of keys, which are normalised first; or none.
         angles: (N, 1, D / 2) float32 cosine and sine, or none.
+
+    Raises:
+        ValueError: a scale has another shape.
     """
+    _expect_scales(qkv, scales)
     kernel = registry.heads()
     if kernel is not None and kernel.takes(qkv):
         return _by_kernel(kernel, qkv, 2, scales, angles), None, None
@@ -44,11 +48,23 @@ def turned_head(
     x: mx.array, scale: mx.array | None = None, angles: Angles = ()
 ) -> mx.array:
     """Return (N, heads, D) queries, or keys; arguments are as of ``turned_heads``."""
+    scales = () if scale is None else (scale,)
+    _expect_scales(x, scales)
     kernel, part = registry.heads(), x[:, None]
     if kernel is None or not kernel.takes(part):
         return _composed(x, scale, angles)
-    scales = () if scale is None else (scale,)
     return _by_kernel(kernel, part, 1, scales, angles).squeeze(1)
+
+
+def _expect_scales(x: mx.array, scales: Sequence[mx.array]) -> None:
+    """Raise unless scales are of these heads: a kernel would read beyond them."""
+    heads = x.shape[-2:]
+    for scale in scales:
+        if scale.shape != heads:
+            raise ValueError(
+                f"the scale of {heads[0]} heads of {heads[1]} channels must have shape "
+                f"{heads}; got {scale.shape}"
+            )
 
 
 def _composed(x: mx.array, scale: mx.array | None, angles: Angles) -> mx.array:

@@ -90,16 +90,16 @@ def expect_rows(feats: mx.array, *lines: mx.array | None) -> None:
     dtype_name(feats.dtype)
     if feats.ndim != 2:
         raise ValueError(f"features must have shape (N, C); got {tuple(feats.shape)}")
-    expect_lines("mean, var, weight and bias", feats, *lines)
+    expect_lines("mean, var, weight and bias", feats.shape[1], *lines)
 
 
-def expect_lines(names: str, feats: mx.array, *lines: mx.array | None) -> None:
+def expect_lines(names: str, channels: int, *lines: mx.array | None) -> None:
     """Raise unless each line has one value a channel; ``names`` is what they are."""
-    channels = feats.shape[-1:]
+    shape = (channels,)
     for line in lines:
-        if line is not None and line.shape != channels:
+        if line is not None and line.shape != shape:
             raise ValueError(
-                f"{names} must have shape {channels}, one value a channel; got "
+                f"{names} must have shape {shape}, one value a channel; got "
                 f"{line.shape}"
             )
 

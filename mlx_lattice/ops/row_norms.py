@@ -49,7 +49,7 @@ def layer_norm(
     """
     feats, eps = features_of(x), real(eps, "eps", 0.0)
     weight, bias = arrays_of(weight=weight, bias=bias)
-    expect_lines("weight and bias", feats, weight, bias)
+    expect_lines("weight and bias", feats.shape[-1], weight, bias)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x if residual is None else _replace(x, feats + residual_of(x, residual))
     kernels = registry.row_norms()
@@ -148,7 +148,7 @@ def rms_norm(
     """
     feats, eps = features_of(x), real(eps, "eps", 0.0)
     (weight,) = arrays_of(weight=weight)
-    expect_lines("weight and bias", feats, weight)
+    expect_lines("weight and bias", feats.shape[-1], weight)
     if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
         return x
     return _replace(x, mx.fast.rms_norm(feats, *_like(feats, weight), eps))
