@@ -33,7 +33,7 @@ class Sequential(Layers, mlx.nn.Sequential):
     Args:
         modules (tuple of Callables): The modules to call in order, or one dict of them
             by name, as an OrderedDict in PyTorch's: its keys are then in the
-            parameters' names.
+            parameters' names. Numbers as names are places.
         **named (Callables): Modules by name, as spconv's takes them, instead.
     """
 
@@ -49,6 +49,19 @@ class Sequential(Layers, mlx.nn.Sequential):
                 "a Sequential takes modules, or modules by name, not both; got "
                 f"{len(modules)} and {', '.join(named)}"
             )
+        if any("." in name or not name for name in named):
+            raise ValueError(
+                "names of modules are parts of their parameters' names: none is empty "
+                f"or has a dot; got {', '.join(map(repr, named))}"
+            )
+        if named and all(name.isdecimal() for name in named):
+            # In names of weights MLX takes numbers for places of a list.
+            if list(named) != [str(i) for i in range(len(named))]:
+                raise ValueError(
+                    "numbers as names of modules are their places, 0 to "
+                    f"{len(named) - 1} in order; got {', '.join(named)}"
+                )
+            modules, named = tuple(named.values()), {}
         super().__init__(*modules)
         if named:
             self.layers = named
