@@ -20,6 +20,7 @@ from mlx.nn import Module
 from . import devices
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
+from .module_state import reached
 from .preparation import arrays_of
 from .routes import launch, selection
 from .tensor import SparseTensor
@@ -54,10 +55,10 @@ def compile(  # noqa: A001 - as mx.compile
     of them. The first call with new coordinates runs the function as it is, which
     builds relations; the second one compiles it for them, and later ones run that.
     Other shapes, dtypes, constants, devices and forced routes count as new, and so do
-    modules (``function``, and those in ``inputs`` and ``outputs``) that were put into
-    ``train`` or ``eval`` mode. Where launches are observed (``ml.trace``,
-    ``ml.verify``) the function runs as it is, and so it does on CUDA where an array has
-    no elements: what MLX compiles there divides by their number.
+    modules (``function``, those that it calls, and those in ``inputs`` and ``outputs``)
+    that were put into ``train`` or ``eval`` mode. Where launches are observed
+    (``ml.trace``, ``ml.verify``) the function runs as it is, and so it does on CUDA
+    where an array has no elements: what MLX compiles there divides by their number.
 
     Args:
         function: a module, whose state is captured by itself; or any function.
@@ -169,11 +170,9 @@ class Compiled:
     def _modes(self) -> Iterable[bool]:
         """Return the modes, train or eval, of all modules that are known."""
         if self._modules is None:
-            self._modules = [
-                module
-                for root in _roots((self.function, self._state))
-                for module in root.modules()
-            ]
+            roots = *reached(self.function), *_roots(self._state)
+            modules = [module for root in roots for module in root.modules()]
+            self._modules = list({id(module): module for module in modules}.values())
         return map(_mode, self._modules)
 
 

@@ -31,6 +31,20 @@ def test_statistics_move_where_only_the_norm_trains():
             np.testing.assert_allclose(found, wanted, **near)
 
 
+def test_modes_of_a_net_that_a_function_calls_are_noticed():
+    """Its weights are constants, as nothing is said of them."""
+    net, x = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.Dropout(0.5)).eval(), tensor()
+    state = [mx.random.state]
+    fast = ml.compile(lambda x: mx.abs(net(x).feats), state, state)
+    plain = np.abs(np.array(net(x).feats))
+    for training in (False, True, False):
+        net.train(training)
+        for _ in range(3):
+            assert ((np.array(fast(x)) == 0).mean() > 0.3) == training
+    np.testing.assert_allclose(fast(x), plain, rtol=1e-4, atol=1e-5)
+    assert len(fast) == 2
+
+
 class Noisy(mlx.nn.Module):
     """Adds noise in evaluation too."""
 
