@@ -105,7 +105,8 @@ def prepare(
         What was built.
 
     Raises:
-        TypeError: there is no SparseTensor among the inputs.
+        TypeError: there is no SparseTensor among the inputs; or with ``training`` no
+            features among the results.
     """
     begun = perf_counter()
     tensors = [x for x in leaves((inputs, options)) if isinstance(x, SparseTensor)]
@@ -238,8 +239,20 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
                 x.replace(replaced[at]) if at in replaced else x
                 for at, x in enumerate(inputs)
             ]
-        made = (features_of(x) for x in leaves(net(*given, **options)))
-        return sum(x.astype(mx.float32).sum() for x in made if _is_floating(x))
+        result = net(*given, **options)
+        made = [
+            features_of(x)
+            for x in leaves(result)
+            if isinstance(x, (SparseTensor, mx.array))
+        ]
+        sums = [x.astype(mx.float32).sum() for x in made if _is_floating(x)]
+        if not sums:
+            raise TypeError(
+                "training=True takes a net that returns tensors or arrays, or lists, "
+                "tuples and dicts of them, to differentiate their sum; got "
+                f"{type(result).__name__}"
+            )
+        return sum(sums)
 
     if arrays:
         mx.grad(total, argnums=tuple(range(len(arrays))))(*arrays)

@@ -114,12 +114,6 @@ def test_counts_and_lists_stay(rehearse):
     assert len(log._seen["means"]) == 1
 
 
-def test_a_frozen_net_is_prepared_to_train():
-    net, x = net_of(nn.Identity()).freeze(), scan()
-    made = ml.prepare(net, x, training=True)
-    assert len(made.relations) == 1
-
-
 def test_what_the_library_keeps_stays():
     net = net_of(Log())
     own, norm = Own([net]), net.layers[1]

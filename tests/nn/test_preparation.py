@@ -302,6 +302,20 @@ def test_a_first_call_waits_for_the_preparation_of_another_thread(monkeypatch):
     assert len(calls) == 1 and len(sums) == 2 and min(sums) > 0
 
 
+def test_a_frozen_net_is_prepared_to_train():
+    net = nn.Sequential(nn.SubmConv3d(3, 8, 3), nn.BatchNorm(8)).freeze()
+    assert len(ml.prepare(net, tensor(), training=True).relations) == 1
+
+
+@pytest.mark.parametrize("more", (None, 3, "name", mx.array(2)))
+def test_other_results_have_no_gradient(more):
+    net, x = nn.SubmConv3d(3, 8, 3), tensor()
+    made = ml.prepare(lambda x: {"y": net(x), "more": [more]}, x, training=True)
+    assert len(made.relations) == 1
+    with pytest.raises(TypeError, match="returns tensors or arrays, .* got list"):
+        ml.prepare(lambda x: [net(x) and more], x, training=True)
+
+
 def test_without_a_tensor_there_is_nothing_to_prepare():
     with pytest.raises(TypeError, match="sparse tensors .* got array"):
         ml.prepare(nn.SubmConv3d(3, 4, 3), mx.zeros((3, 3)))
