@@ -62,15 +62,17 @@ class _Together:
     def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
         """Return the updated parameters; the state is updated.
 
+        Parameters that were frozen until now begin with a state of their own.
+
         Args:
             gradients: a tree of gradients.
             parameters: a tree of parameters, with those of the gradients.
         """
+        if not self._initialized or _misses(self.state, gradients):
+            self.init(gradients)
         kernels = registry.updates()
         if kernels is None:
             return super().apply_gradients(gradients, parameters)
-        if not self._initialized:
-            self.init(gradients)
         super().apply_gradients({}, {})  # schedules and the number of the step
         rule, names = self._rule()
         # Parameters that have no master copy, and those that have one.
@@ -173,6 +175,19 @@ class AdamW(Adam, mlx.optimizers.AdamW):
 
     def _decay(self) -> float:
         return self.weight_decay
+
+
+def _misses(states, gradients) -> bool:
+    """Whether the states of some gradients are not there."""
+    if isinstance(gradients, mx.array):
+        return False
+    if not isinstance(gradients, dict):
+        short = len(states) < len(gradients)
+        return short or any(map(_misses, states, gradients))
+    return any(
+        name not in states or _misses(states[name], gradient)
+        for name, gradient in gradients.items()
+    )
 
 
 # As ``mlx.utils.tree_map`` walks trees; of MinkUNet34's that takes 1.3 ms a step, by

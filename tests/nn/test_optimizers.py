@@ -239,3 +239,22 @@ def test_in_a_net_and_compiled():
     for other in states[1:]:
         for (name, a), (_, b) in zip(states[0], other, strict=True):
             np.testing.assert_allclose(np.array(a), np.array(b), 1e-4, 1e-5, name)
+
+
+@kinds
+def test_what_was_frozen_begins_when_it_is_trained(place, name, given):
+    """It has no state until then; what has one goes on with it."""
+    parameters, gradients = tree(), tree()
+    first = {"layers": [{}, gradients["layers"][1]]}
+    optimizer, alone = (getattr(ours, name)(1e-2, **given) for _ in range(2))
+    with place.inside():
+        for each in (optimizer, alone):
+            each.apply_gradients(first, parameters)
+        whole = optimizer.apply_gradients(gradients, parameters)
+        wanted = alone.apply_gradients(first, parameters)["layers"][1]
+        mx.eval(whole, wanted)
+    found = tree_flatten(whole["layers"][1])
+    for (path, one), (_, other) in zip(found, tree_flatten(wanted), strict=True):
+        assert mx.array_equal(one, other), path
+    moved = zip(tree_flatten(whole), tree_flatten(parameters), strict=True)
+    assert not any(mx.array_equal(new, old) for (_, new), (_, old) in moved)
