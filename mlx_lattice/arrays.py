@@ -30,8 +30,13 @@ def array_of(value: object, name: str, dtype: mx.Dtype | None = None) -> mx.arra
             f"{type(value).__name__}"
         )
     try:
-        return mx.array(value, dtype=dtype)
-    except (RuntimeError, TypeError, ValueError):
+        try:
+            return mx.array(value, dtype=dtype)
+        except (RuntimeError, ValueError):
+            # NumPy's flips, and its numbers of another byte order: MLX takes copies.
+            native = value.dtype.newbyteorder("=")
+            return mx.array(value.astype(native, order="C"), dtype=dtype)
+    except (AttributeError, RuntimeError, TypeError, ValueError):
         kind = getattr(value, "dtype", None)
         what = (
             f"one of {kind}" if kind is not None else "rows of other lengths, or else"

@@ -6,6 +6,7 @@ from numbers import Number
 
 import mlx.core as mx
 
+from .arrays import array_of
 from .problem import FLOATS
 
 
@@ -37,12 +38,7 @@ def _as_array(feats: object) -> mx.array:
             "feats must be an array (N, C); got a tensor. Give its features, in the "
             "order of these rows: ops.align(other, x).feats"
         )
-    try:
-        return mx.array(feats)
-    except (TypeError, ValueError) as error:
-        raise TypeError(
-            f"feats must be an array (N, C); got {type(feats).__name__}"
-        ) from error
+    return array_of(feats, "feats")
 
 
 def check_operand(other: object) -> None:

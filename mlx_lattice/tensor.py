@@ -433,13 +433,13 @@ def expect_same_lattice(x: SparseTensor, y: SparseTensor) -> None:
 def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
     """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
     expect_tensor(x)
-    coords = coords if isinstance(coords, mx.array) else mx.array(coords)
-    if coords.ndim != 2 or coords.shape[1] != x.coords.shape[1]:
+    coords = check_coords(coords)
+    if coords.shape[1] != x.coords.shape[1]:
         raise ValueError(
             f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
             f"{tuple(coords.shape)}"
         )
-    return x.coordinate_set.index.find(check_coords(coords))
+    return x.coordinate_set.index.find(coords)
 
 
 def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:

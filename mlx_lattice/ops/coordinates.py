@@ -99,7 +99,7 @@ def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
             "coords must be (Q, 1 + D) integer rows; got a SparseTensor: look up its "
             "coords, which are in cells of its own lattice"
         )
-    return tensor.lookup(x, array_of(coords, "coords"))
+    return tensor.lookup(x, coords)
 
 
 def unique_sum(

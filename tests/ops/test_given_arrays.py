@@ -80,6 +80,10 @@ CASES = {
     ),
     "upsample": (lambda a: ops.upsample_nearest3d(COARSE, 2, a), COORDS),
     "prelu": (lambda a: ops.prelu(X, a), LINE),
+    "coords": (lambda a: ml.SparseTensor(a, X.feats), COORDS),
+    "feats": (lambda a: ml.SparseTensor(COORDS, a), X.feats),
+    "replaced": (X.replace, X.feats),
+    "dense": (ml.SparseTensor.from_dense, draw(1, 2, 3, 4, 5)),
     "points": (
         lambda a: ml.SparseTensor.from_points(a, X.feats, voxel_size=2.0),
         POINTS[:, 1:],
@@ -95,11 +99,25 @@ def value(made) -> np.ndarray:
     return np.array(made.feats if isinstance(made, ml.SparseTensor) else made)
 
 
+KINDS = {
+    "numpy": np.array,
+    "list": lambda array: array.tolist(),
+    # Its strides are negative, as those of a mirrored scan.
+    "flipped": lambda array: np.flip(np.flip(np.array(array)).copy()),
+    "other byte order": lambda array: np.array(array).astype(
+        np.array(array).dtype.newbyteorder()
+    ),
+    "wide": lambda array: np.array(array).astype(
+        np.int64 if array.dtype == mx.int32 else np.array(array).dtype
+    ),
+}
+
+
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.parametrize("kind", ("numpy", "list"))
+@pytest.mark.parametrize("kind", KINDS)
 def test_what_is_alike_does_the_same(name, kind):
     call, array = CASES[name]
-    given = np.array(array) if kind == "numpy" else array.tolist()
+    given = KINDS[kind](array)
     assert np.allclose(value(call(given)), value(call(array)), atol=1e-5)
 
 
