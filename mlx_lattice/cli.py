@@ -365,6 +365,8 @@ def _demo(given: argparse.Namespace) -> None:
     with _extra("demo", "demo"):
         from . import demo
     options = {"out": given.out} if given.out else {}
+    if given.points and given.scans:
+        raise ValueError("--scans is for the digits' demo; --points has its own scan")
     if given.points:
         demo.run_points(given.points, **options)
     else:

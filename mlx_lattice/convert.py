@@ -135,7 +135,7 @@ def add_parser(commands) -> None:
 
 def run(given: argparse.Namespace) -> None:
     """Convert, and say what was written and how to load it."""
-    from .io import layouts
+    from .io import folders, layouts
     from .io.states import opened
 
     source, target = Path(given.source), Path(given.target)
@@ -146,7 +146,10 @@ def run(given: argparse.Namespace) -> None:
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
         raise ValueError("SOURCE and TARGET must be two files")
-    check_writable(target / "config.json" if folder else target)
+    read = [source, given.config, given.mapping, *(given.calibrate or ())]
+    check_writable(
+        *(folders.replaced(target) if folder else [target]), read=filter(None, read)
+    )
     layouts.layout_of(given.library)
     model = _model(given)
     if folder and model is None:

@@ -84,7 +84,7 @@ def run(
     out = Path(out)
     check_suffix(out)
     pages = [] if page is None else [check_page(page)]
-    check_writable(out, picture_of(out), *pages)
+    check_writable(out, picture_of(out), *pages, read=[latents])
     if memory is not None:
         parse_bytes(memory)
     rows, held, told = _latents(latents, element, texture_model is not None)

@@ -156,10 +156,12 @@ def run(
         the accuracy on the held-out digits.
 
     Raises:
+        ValueError: a scan cannot be read, or is too small, which is found out first.
         RuntimeError: the accuracy is below ``goal``.
     """
     folder = Path(out)
     check_writable(folder / "run.html")
+    taught = read_scans(scans)
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
     (voxels, labels), (test, test_labels) = load_digits(seed)
@@ -197,7 +199,7 @@ def run(
             f"test accuracy {accuracy:.2%} is below the demo's goal of {goal:.0%}"
         )
     digits = score_digits(net, voxels, test, test_labels)
-    surfaces = score_surfaces(scans, surface_steps)
+    surfaces = score_surfaces(taught, surface_steps)
     print(table({"digits": digits, "surfaces of scans": surfaces}))
     return accuracy
 
@@ -212,25 +214,28 @@ def score_digits(
     return scores(net, batches, lambda net: np.mean(predict(net, test) == labels))
 
 
-def score_surfaces(files: Sequence[str | Path], steps: int) -> dict[str, Score]:
-    """Teach a SpUNet surfaces on one half of scans; score it on the other.
+def read_scans(files: Sequence[str | Path]) -> list[demo_surfaces.Scan]:
+    """Return scans with their surfaces; of no files a room that is made up.
 
     Args:
-        files: what ``io.read_points`` reads; without any a room that is made up.
-        steps: of training.
+        files: what ``io.read_points`` reads.
     """
-    from tqdm import trange
-
     from .io import read_points
 
-    clouds = {Path(file).name: read_points(file).points for file in files}
-    clouds = clouds or {"a room": demo_surfaces.room()}
+    clouds = [(Path(file).name, read_points(file).points) for file in files]
     scans = []
-    for name, points in clouds.items():
+    for name, points in clouds or [("a room", demo_surfaces.room())]:
         points = np.asarray(points, dtype=np.float32)
         size = demo_surfaces.voxel_size(points)
         scans.append(demo_surfaces.labelled(points, size))
         print(f"{name}: {len(scans[-1].x):,} voxels of {size:g}, one half taught")
+    return scans
+
+
+def score_surfaces(scans: Sequence[demo_surfaces.Scan], steps: int) -> dict[str, Score]:
+    """Teach a SpUNet surfaces on one half of scans; score it on the other."""
+    from tqdm import trange
+
     net = demo_surfaces.untaught()
     with trange(steps, unit="step", mininterval=20) as bar:
         demo_surfaces.teach(net, scans, steps, lambda loss: bar.update())

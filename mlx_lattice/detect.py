@@ -79,7 +79,7 @@ def run(
         raise ValueError(f"the least score of a box must be 0 to 1; got {score}")
     folder, stem = Path(out), Path(scan).stem
     files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
-    check_writable(*files)
+    check_writable(*files, read=[scan])
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, Detector):
         raise ValueError(f"{model} is a {type(net).__name__}, which finds no boxes")

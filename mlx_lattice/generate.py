@@ -114,7 +114,7 @@ def run(given: argparse.Namespace) -> None:
     decode = None if out == latents else _decoding(out)
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
-    check_writable(latents, out)
+    check_writable(latents, out, read=[given.image_tokens])
     from .io.pipelines import PIPELINE, loaded, pipeline_of, places_of
 
     options = settings_of(given.settings, given.steps, given.guidance)

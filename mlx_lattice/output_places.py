@@ -3,19 +3,27 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 
-def check_writable(*paths: str | Path) -> None:
+def check_writable(*paths: str | Path, read: Iterable[str | Path] = ()) -> None:
     """Check that files can be written, in folders that need not exist yet.
 
     Nothing is left behind.
 
+    Args:
+        paths: the files.
+        read: files of the user's, which none of them may be.
+
     Raises:
         OSError: one cannot; the sentence says why.
     """
+    kept = [path for path in map(Path, read) if path.exists()]
     for path in map(Path, paths):
+        if path.exists() and any(map(path.samefile, kept)):
+            raise OSError(f"cannot write {path}: it is read, too; choose another place")
         if path.is_dir():
             raise OSError(f"cannot write {path}: it is a folder; choose another place")
         if path.exists() and not os.access(path, os.W_OK):

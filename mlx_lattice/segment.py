@@ -86,9 +86,7 @@ def run(
         raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
     folder, stem = Path(out), Path(scan).stem
     points, picture = folder / f"{stem}.ply", folder / f"{stem}.png"
-    if points.resolve() == Path(scan).resolve():
-        raise ValueError(f"{points} is the scan itself; choose another folder by --out")
-    check_writable(points, picture)
+    check_writable(points, picture, read=[scan])
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, Segmentor):
         raise ValueError(

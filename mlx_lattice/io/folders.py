@@ -154,6 +154,14 @@ def _kind(array: mx.array) -> str:
     return "floating" if floating else str(array.dtype)
 
 
+def replaced(folder: Path) -> list[Path]:
+    """Return the files that a net takes the place of in its folder, the config first.
+
+    Weights are all parts of any model that was there.
+    """
+    return [folder / CONFIG, *folder.glob("model*.safetensors"), folder / CARD]
+
+
 @contextmanager
 def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterator[Path]:
     """Write a folder; the block writes the weights, to the path that it gets.
@@ -175,9 +183,8 @@ def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterato
     except BaseException:
         path.unlink(missing_ok=True)
         raise
-    (folder / CONFIG).unlink(missing_ok=True)
-    for part in folder.glob("model*.safetensors"):
-        part.unlink()  # of another model that was here
+    for old in replaced(folder):
+        old.unlink(missing_ok=True)
     path.replace(folder / WEIGHTS)
     (folder / CARD).write_text(card, encoding="utf-8")
     text = json.dumps(config, indent=2, ensure_ascii=False)

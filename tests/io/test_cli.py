@@ -86,6 +86,7 @@ def test_explain_takes_every_fact(options, text, capsys):
         (f"{EXPLAIN} --device m4 --kind submanifold --stride 2", "its stride is 1"),
         (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "got 9 -> 8. Kind"),
         (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
+        ("demo --points a.ply --scans b.ply", "--points has its own scan"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):

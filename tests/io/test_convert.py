@@ -390,3 +390,17 @@ def test_a_conversion_holds_little_more_than_the_larger_file(kind, tmp_path):
     larger = max(given.stat().st_size, out.stat().st_size)
     assert larger > 1.2e8
     assert int(done.stdout.split()[-1]) <= 1.3 * larger
+
+
+@pytest.mark.parametrize("name", ("model.safetensors", "model_best.safetensors"))
+def test_a_folder_of_the_checkpoint_stays(name, tmp_path, capsys):
+    """A folder's weights are replaced whole, and the checkpoint may be among them."""
+    source = randomised(models.MinkUNet14(3, 5, "B"))
+    given = tmp_path / name
+    mx.save_safetensors(str(given), minkunet_state(source))
+    (tmp_path / "config.json").write_text("{}")
+    command = ["convert", str(given), str(tmp_path), "--library", "minkowski"]
+    command += ["--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
+    assert cli.main(command) == 2
+    assert f"cannot write {given}: it is read, too" in capsys.readouterr().err
+    assert given.exists() and (tmp_path / "config.json").read_text() == "{}"

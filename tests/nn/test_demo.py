@@ -92,6 +92,20 @@ def test_a_scan(tmp_path, capsys):
     assert "400 points" in printed and "MinkUNet14" in printed
 
 
+def test_scans_are_read_before_anything_is_taught(tmp_path, monkeypatch):
+    monkeypatch.setattr(demo, "load_digits", lambda seed: pytest.fail("too late"))
+    with pytest.raises(FileNotFoundError):
+        demo.run(tmp_path, scans=[tmp_path / "none.ply"])
+
+
+def test_scans_of_one_name_in_two_folders(tmp_path):
+    files = [tmp_path / part / "scan.npy" for part in "ab"]
+    for file in files:
+        file.parent.mkdir()
+        np.save(file, ROOM(1500))
+    assert len(demo.read_scans(files)) == 2
+
+
 @pytest.mark.parametrize("count", (0, 1, 5))
 def test_scans_without_two_halves_are_refused(count):
     points = np.zeros((count, 3), np.float32)

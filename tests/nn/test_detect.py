@@ -167,6 +167,15 @@ def test_without_weights(scan, capsys):
     assert "docs/detection.md" in said
 
 
+def test_a_scan_is_not_written_over(folder, tmp_path, capsys):
+    scan = tmp_path / "scan.csv"  # as the table of boxes is named
+    scan.write_text("x,y,z,intensity\n1,2,0,0.5\n3,1,0,0.5\n")
+    text = scan.read_text()
+    said = refused(capsys, scan, "--model", folder, "--out", tmp_path)
+    assert f"cannot write {scan}: it is read, too" in said
+    assert scan.read_text() == text
+
+
 def test_what_is_refused(scan, folder, tmp_path, capsys):
     assert "no folder nothing-here" in refused(capsys, scan, "--model", "nothing-here")
     models.SpUNet(2, 3, 32, (32, 32), layers=(1, 1)).save_pretrained(tmp_path / "unet")

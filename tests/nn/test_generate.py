@@ -329,6 +329,8 @@ def test_what_the_command_refuses(folder, tmp_path, capsys):
         wrong = f"generate: {error}, or write latents by --out latents.safetensors"
     assert wrong in said(out="asset.stl")
     assert "there is no folder" in said(out="none/latents.safetensors")
+    given = folder / "tokens.safetensors"
+    assert f"cannot write {given}: it is read, too" in said(out=given)
     assert "has no pipeline.json" in said(at=tmp_path_of_tokens(folder, tmp_path))
     path = folder / "ckpts" / "tex_slat_flow_model_512.json"
     text = path.read_text()

@@ -126,7 +126,7 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     said = refused(capsys, tmp_path / "none.ply", "--model", folder)
     assert "holds no points" in said
     said = refused(capsys, scan, "--model", folder, "--out", scan.parent)
-    assert "is the scan itself" in said
+    assert "it is read, too; choose another place" in said
     blocked = tmp_path / "file"
     blocked.write_text("")
     (tmp_path / "taken" / "room.png").mkdir(parents=True)
