@@ -61,8 +61,9 @@ MODULES = {
     "MinkowskiConvolutionTranspose": "nn.ConvTranspose3d",
     "MinkowskiGenerativeConvolutionTranspose": "nn.GenerativeConvTranspose3d",
     "MinkowskiChannelwiseConvolution": "nn.SubmConv3d(c, c, k, groups=c)",
-    "Minkowski(?P<kind>Sum|Avg|Max)Pooling": "nn.{kind}Pool3d",
-    "MinkowskiPoolingTranspose": "the function ops.pool_transpose",
+    "Minkowski(?P<kind>Sum|Avg|Max)Pooling": "nn.{kind}Pool3d, whose stride is "
+    "kernel_size by default, not 1",
+    "MinkowskiPoolingTranspose": "the function ops.avg_pool_transpose3d",
     "MinkowskiGlobal(?P<kind>Sum|Avg|Max)Pooling": "nn.Global{kind}Pool",
     "MinkowskiGlobalPooling": "nn.GlobalAvgPool",
     "MinkowskiPruning": "the function ops.prune(x, mask)",

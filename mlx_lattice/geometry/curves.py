@@ -6,11 +6,13 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .keys import Bounds, ranks
+from ..checks import whole
+from .keys import INT32_LIMIT, Bounds, ranks
 from .scans import running_sums
 
 # Bits that one int64 sort key holds.
 WORD = 62
+MOST_BITS = f"an int from 0 to {WORD}"  # of an axis
 CELL = 32  # bits of an axis, in kernels of keys
 
 
@@ -158,8 +160,8 @@ def curve_of(name: str, bounds: Bounds, bits: int | None = None) -> Curve:
     if bits is None:
         extent = max(h - w for w, h in zip(low[1:], high[1:], strict=True))
         bits = extent.bit_length()
-    elif not isinstance(bits, int) or not 0 <= bits <= WORD:
-        raise ValueError(f"bits must be an int from 0 to {WORD}; got {bits!r}")
+    elif not 0 <= (bits := whole(bits, "bits", -INT32_LIMIT, MOST_BITS)) <= WORD:
+        raise ValueError(f"bits must be {MOST_BITS}; got {bits}")
     elif min(low[1:]) < 0 or max(high[1:]) >> bits:
         raise ValueError(
             f"with bits={bits} a curve needs coordinates from 0 to {(1 << bits) - 1}; "

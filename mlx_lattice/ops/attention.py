@@ -16,7 +16,7 @@ import mlx.core as mx
 from ..arrays import arrays_of
 from ..backends import registry
 from ..backends.cpu_attention import KERNEL
-from ..checks import real
+from ..checks import real, whole
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
 from ..geometry import lattice, sync
@@ -142,11 +142,11 @@ def serialized_attention(
         raise ValueError(
             f"last_patch must be one of {LAST_PATCHES}; got {last_patch!r}"
         )
-    ints = isinstance(patch, int) and isinstance(shift, int)
-    if not ints or patch < 1 or not 0 <= shift < patch:
+    patch = whole(patch, "patch", 1, "an int of rows")
+    shift = whole(shift, "shift")
+    if shift >= patch or patch >= INT32_LIMIT:
         raise ValueError(
-            "patch must be an int of 1 or more and shift from 0 to patch - 1; got "
-            f"{patch!r} and {shift!r}"
+            f"patch must be below 2^31 and shift below patch; got {patch} and {shift}"
         )
     if last_patch == "short":
         rule = "serialized", patch, order, bits, shift

@@ -97,8 +97,7 @@ class NeighbourLists:
         counts = self.counts
         if width is None:
             width = sync.read(counts.max())[0] if counts.size else 0
-        if width < 0:
-            raise ValueError(f"width must be 0 or more; got {width}")
+        width = whole(width, "width")
         if not self.rows.size or not width:
             shape = (counts.size, width)
             return NearestRows(
@@ -128,7 +127,7 @@ class NeighbourLists:
         if by_rank:
             offsets = mx.arange(self.rows.size, dtype=mx.int32) - self.starts[queries]
             longest = sync.read(self.counts.max())[0] if self.counts.size else 0
-            volume = max(1, longest if ranks is None else ranks)
+            volume = max(1, longest if ranks is None else whole(ranks, "ranks"))
             if volume < longest:
                 raise ValueError(
                     f"ranks must be at least {longest}, the longest list; got {ranks}"

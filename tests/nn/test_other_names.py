@@ -1,6 +1,7 @@
 """What a user of another library writes: it means the same, or a sentence says what."""
 
 import copy
+import re
 from collections import OrderedDict
 
 import mlx.core as mx
@@ -12,6 +13,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
 from mlx_lattice.io import import_checkpoint
+from mlx_lattice.other_names import MODULES
 
 COORDS = mx.array([[0, 0, 0, 0], [0, 1, 1, 1], [1, 2, 0, 3]])
 
@@ -87,6 +89,19 @@ def test_other_modules_are_named(name, right):
     assert right in str(e.value)
     word = right.partition("(")[0].removeprefix("nn.")
     assert not right.startswith("nn.") or word in nn.__all__
+
+
+def test_what_is_named_is_there():
+    """Of each name that a sentence gives, every form that it may take."""
+    found, places = 0, {"nn": nn, "ops": ops, "mlx.nn": mlx.nn}
+    for pattern, text in MODULES.items():
+        kinds = re.search(r"<kind>([^)]*)", pattern)
+        for kind in kinds[1].split("|") if kinds else ("",):
+            said = text.format(kind=kind, d=3)
+            for place, name in re.findall(r"\b(mlx\.nn|nn|ops)\.(\w+)", said):
+                assert hasattr(places[place], name), said
+                found += 1
+    assert found > len(MODULES)
 
 
 def test_names_of_nobody_are_refused_as_ever():

@@ -68,6 +68,7 @@ TYPES = (
     (lambda: load(LINEAR, mapping={"weight": 3}), "the mapping makes 3 of weight"),
     (lambda: load(LINEAR, mapping=lambda _: 3), "the mapping makes 3 of weight"),
     (lambda: io.convert_weight("a", "spconv", 3), "must be an mlx array; got str"),
+    (lambda: ops.serialized_attention(Q, Q, Q, X, "a"), "patch must be an int .* 'a'"),
 )
 VALUES = (
     (lambda: ml.quantize_weight(W, bits="4"), "bits must be 4 or 8; got '4'"),
@@ -99,7 +100,6 @@ VALUES = (
     (lambda: ml.Problem.forward(**FACTS, groups=0), "groups must be 1 or more; got 0"),
     (lambda: ml.Problem.forward(**FACTS, groups=-1), "groups must be 1 or more"),
     (lambda: ops.subm_conv3d(X, W, groups=0), "groups must be 1 or more; got 0"),
-    (lambda: ops.serialized_attention(Q, Q, Q, X, "a"), "patch must be an int .* 'a'"),
     (lambda: ops.rotary(Q, X, base=0), "base must be above 0; got 0"),
     (lambda: nn.SparseAttention(8, 2, order="spiral"), "order must be one of"),
     (lambda: nn.SparseAttention(8, 2, shift=1), "shift = 1 needs a window or a patch"),

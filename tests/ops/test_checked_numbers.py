@@ -41,6 +41,13 @@ def dense(mask):
     return ml.SparseTensor.from_dense(mx.ones((1, 2, 2, 3)), mask)
 
 
+def serialized(patch, **more):
+    return ops.serialized_attention(ROWS, ROWS, ROWS, X, patch, **more)
+
+
+FOUND = ops.radius_neighbours(X, 1)
+
+
 def edges(in_rows, *limits):
     return ml.Relation.from_edges(in_rows, [0], [0], *limits)
 
@@ -81,6 +88,12 @@ CASES = (
     (lambda: ops.cross_attention(Q, KEYS, KEYS, scale=np.inf), "scale must be finite"),
     (lambda: ops.leaky_relu(X, "0.1"), "negative_slope must be a number; got '0.1'"),
     (lambda: ops.elu(X, None), "alpha must be a number; got None"),
+    (lambda: ops.curve_order(X, bits=True), "bits must be an int from 0 to 62; got T"),
+    (lambda: FOUND.padded("1"), "width must be an int; got '1'"),
+    (lambda: FOUND.padded(1.5), "width must be an int; got 1.5"),
+    (lambda: FOUND.relation(by_rank=True, ranks=8.5), "ranks must be an int; got 8.5"),
+    (lambda: serialized(2**31), "patch must be below 2.31 and shift below patch; got"),
+    (lambda: serialized(4, shift=1.0), "shift must be an int; got 1.0"),
     (lambda: ops.curve_order(X, bits=99), "bits must be an int from 0 to 62; got 99"),
     (lambda: ops.top_k(X, X.feats[:, 0], 2.5), "k must be an int; got 2.5"),
     (lambda: nn.BatchNorm(4.0), "num_features must be an int; got 4.0"),
@@ -147,6 +160,14 @@ CASES = (
 def test_sentences(call, sentence):
     with pytest.raises((TypeError, ValueError), match=sentence):
         call()
+
+
+def test_numbers_of_numpy():
+    mine = serialized(np.int64(4), shift=np.int32(1))
+    assert mx.array_equal(mine, serialized(4, shift=1)).item()
+    curve = ops.curve_order(X, bits=np.int64(3))
+    assert mx.array_equal(curve, ops.curve_order(X, bits=3)).item()
+    assert FOUND.padded(np.int64(2)).rows.shape == (N, 2)
 
 
 def test_coordinates_of_a_key():
