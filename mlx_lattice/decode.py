@@ -16,7 +16,7 @@ from .io.pipelines import pack
 from .io.safetensors import SafetensorsState
 from .memory.limit import memory_limit
 from .memory.sizes import parse_bytes
-from .mesh.asset import asset_of
+from .mesh.asset import asset_of, check_asset
 from .mesh.files import check_suffix, save
 from .mesh.picture import contact_sheet
 from .models import SparseVAEDecoder, dual_grid, from_pretrained
@@ -79,12 +79,13 @@ def run(
         MemoryLimitError: the limit cannot be kept.
         OSError: the files cannot be written, which is found out first.
         ValueError: the latents lack something, a folder is of another net, nothing
-            was decoded, or the limit is no size.
+            was decoded, a size of the asset is none, or the limit is no size.
     """
     out = Path(out)
     check_suffix(out)
     pages = [] if page is None else [check_page(page)]
     check_writable(out, picture_of(out), *pages, read=[latents])
+    check_asset(resolution, faces, texture_size)
     if memory is not None:
         parse_bytes(memory)
     rows, held, told = _latents(latents, element, texture_model is not None)
@@ -98,7 +99,7 @@ def run(
         shape,
         texture,
         out,
-        resolution=resolution or told,
+        resolution=told if resolution is None else resolution,
         faces=faces,
         texture_size=texture_size,
         page=page,
@@ -142,7 +143,8 @@ def decode(
         if not len(y):
             raise ValueError("no voxel is left after decoding")
         steps = 2 ** len(cells)
-        resolution = resolution or _grid(rows) * steps
+        if resolution is None:
+            resolution = _grid(rows) * steps
         materials = None
         if texture is not None:
             z = x.replace(held[TEXTURE].astype(_dtype(nets.texture)))

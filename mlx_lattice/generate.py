@@ -111,7 +111,7 @@ def run(given: argparse.Namespace) -> None:
         parse_bytes(given.memory)
     out = Path(given.out)
     latents = out.with_suffix(SUFFIX)
-    decode = None if out == latents else _decoding(out)
+    decode = None if out == latents else _decoding(given, out)
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
     check_writable(latents, out, read=[given.image_tokens])
@@ -172,21 +172,23 @@ def run(given: argparse.Namespace) -> None:
         )
 
 
-def _decoding(out: Path) -> Callable:
+def _decoding(given: argparse.Namespace, out: Path) -> Callable:
     """Return what makes a mesh of latents.
 
     Raises:
         ImportError: the extra is not installed.
-        ValueError: there is no such kind of file.
+        ValueError: there is no such kind of file, or a size of the mesh is none.
     """
     try:
         from .decode import decode
+        from .mesh.asset import check_asset
         from .mesh.files import check_suffix
     except ImportError as error:
         raise ImportError(
             f"{error}, or write latents by --out latents{SUFFIX}"
         ) from error
     check_suffix(out)
+    check_asset(None, given.faces, given.texture_size)
     return decode
 
 

@@ -7,15 +7,32 @@ from collections.abc import Callable
 import mlx.core as mx
 import numpy as np
 
+from ..checks import whole
 from ..ops import dual_grid_mesh, grid_sample_3d
 from ..ops.dual_grid import DualGrid
 from ..tensor import SparseTensor, expect_tensor
-from .surface import Surface
-from .texture import Materials, Texture, bake
+from .surface import LEAST_FACES, Surface
+from .texture import Materials, Texture, bake, check_size
 
 LOW = -0.5  # the corner of TRELLIS.2's unit box
 SAMPLES = 500_000  # places that are sampled at a time
 Report = Callable[[str], None]
+
+
+def check_asset(resolution: int | None, faces: int | None, texture_size: int) -> None:
+    """Check the sizes of an asset, before the work that leads to one.
+
+    Raises:
+        TypeError: one is not an int.
+        ValueError: one is too small, or too large.
+    """
+    for value, name, least in (
+        (resolution, "resolution", 1),
+        (faces, "faces", LEAST_FACES),
+    ):
+        if value is not None:
+            whole(value, name, least)
+    check_size(texture_size)
 
 
 def surface_of(
@@ -42,10 +59,17 @@ def surface_of(
         report: called with a line a step.
 
     Raises:
-        ValueError: the grid has no triangles.
+        ValueError: the grid has no triangles or none is left, it is of several batch
+            elements, or a size is too small.
     """
+    whole(resolution, "resolution", 1)
     say = report or (lambda line: None)
     mesh = dual_grid_mesh(grid, voxel_size=1 / resolution, origin=LOW)
+    if (count := grid.vertices.batch_size) > 1:
+        raise ValueError(
+            f"a surface is of one batch element; got {count}: take models.dual_grid of "
+            "each tensor of ops.unbatch"
+        )
     vertices, triangles = np.array(mesh.vertices), np.array(mesh.faces)
     if not len(triangles):
         raise ValueError(
@@ -61,6 +85,11 @@ def surface_of(
         surface = surface.simplified(faces).oriented().filled(holes)
         surface = surface.simplified(faces)  # what closed holes added
         say(f"{len(surface.faces):,} simplified")
+    if not len(surface.faces):
+        raise ValueError(
+            f"none of {len(triangles):,} triangles is left: they have no area, or "
+            f"{faces} faces are too few for the surface"
+        )
     return surface
 
 
@@ -122,6 +151,7 @@ def asset_of(
         materials: as for ``materials_of``, or None.
         texture_size: texels of the texture's sides.
     """
+    check_asset(resolution, options.get("faces"), texture_size)
     surface = surface_of(grid, resolution, report=report, **options)
     if materials is None:
         return surface, None

@@ -11,6 +11,9 @@ from functools import cached_property
 
 import numpy as np
 
+from ..checks import whole
+
+LEAST_FACES = 4  # of what is simplified: a tetrahedron's
 EDGES = ((0, 1), (1, 2), (2, 0))
 
 
@@ -199,8 +202,7 @@ class Surface:
         Raises:
             ValueError: fewer than 4 faces are asked for.
         """
-        if faces < 4:
-            raise ValueError(f"faces must be 4 or more; got {faces}")
+        whole(faces, "faces", LEAST_FACES)
         if len(self.faces) <= faces:
             return self
         import fast_simplification

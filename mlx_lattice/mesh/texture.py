@@ -48,6 +48,12 @@ class Texture:
         return bool((self.colour[..., 3] < 255).any())
 
 
+def check_size(size: int) -> None:
+    """Raise a ValueError unless an atlas may have sides of so many texels."""
+    if not 16 <= size <= 16384:
+        raise ValueError(f"size must be from 16 to 16384; got {size}")
+
+
 def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
     """Cut an atlas and fill its texels with the materials of their places.
 
@@ -59,8 +65,7 @@ def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
     Raises:
         ValueError: no triangles, or a size below 16 or above 16384.
     """
-    if not 16 <= size <= 16384:
-        raise ValueError(f"size must be from 16 to 16384; got {size}")
+    check_size(size)
     if not len(surface.faces):
         raise ValueError("a surface without triangles has no texture")
     vertices, faces, places = atlas(surface, size)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, models, nn
+from mlx_lattice import cli, models, nn, ops
 from mlx_lattice.ops import DualGrid
 
 pytest.importorskip("trimesh", reason="the extra mesh is not installed")
@@ -255,6 +255,11 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
         ([latents, "--model", shape, "--element", "7", *out], "no batch element 7"),
         ([latents, "--model", str(tmp_path / "dead"), *out], "no voxel is left"),
         ([latents, "--model", str(tmp_path / "flat"), *out], "has no triangles"),
+        ([latents, "--model", shape, "--resolution", "0", *out], "must be 1 or more"),
+        ([latents, "--model", shape, "--resolution", "-4", *out], "must be 1 or more"),
+        # Before the net is read, which is not there.
+        ([latents, "--model", "none", "--faces", "3", *out], "faces must be 4 or more"),
+        ([latents, "--model", "none", "--texture-size", "8", *out], "from 16 to 16384"),
         ([latents, "--model", shape, "--memory", "8G", *out], "a number and a unit"),
         ([latents, "--model", shape, "--memory", "9kB", *out], "least limit that"),
         ([*small, *out], "int4 is packed already; leave --bits out"),
@@ -279,6 +284,13 @@ def test_bad_surfaces():
         asset_of(grid, materials.replace(materials.feats[:, :5]), 8)
     with pytest.raises(ValueError, match="share must be from 0 to 1"):
         surface_of(grid, 8, floaters=2)
+    pair = ops.batch([grid.vertices] * 2)
+    two = DualGrid(pair, mx.concatenate([grid.intersected] * 2))
+    with pytest.raises(ValueError, match="of one batch element; got 2"):
+        surface_of(two, 8)
+    at = -grid.vertices.coords[:, 1:].astype(mx.float32)  # all in one point
+    with pytest.raises(ValueError, match="none of .* triangles is left: they have no"):
+        surface_of(grid._replace(vertices=grid.vertices.replace(at)), 8)
     empty = mesh.Surface(np.zeros((0, 3)), np.zeros((0, 3)))
     assert empty.is_closed and empty.cleaned().without_floaters().volume == 0
     assert mesh.rendered(empty, size=32).min() == 255

@@ -328,6 +328,8 @@ def test_what_the_command_refuses(folder, tmp_path, capsys):
     except ImportError as error:
         wrong = f"generate: {error}, or write latents by --out latents.safetensors"
     assert wrong in said(out="asset.stl")
+    if wrong.startswith("must"):  # the extra is there
+        assert "faces must be 4" in said("--faces", "0", out="asset.glb")
     assert "there is no folder" in said(out="none/latents.safetensors")
     given = folder / "tokens.safetensors"
     assert f"cannot write {given}: it is read, too" in said(out=given)
