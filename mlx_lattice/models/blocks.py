@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from .. import nn, ops
-from ..checks import spatial_axes
+from ..checks import spatial_axes, whole
 from ..geometry.unique import true_positions
 from ..nn.fused import convolved
 from ..tensor import SparseTensor
@@ -152,7 +152,8 @@ def blocks(
     dims: int,
     block: type[BasicBlock] | type[Bottleneck] = BasicBlock,
 ) -> nn.Sequential:
-    """Return ``count`` blocks, the first of which strides."""
+    """Return ``count`` blocks, the first of which strides; one or more."""
+    whole(count, "the number of a stage's blocks", 1)
     first = block(in_channels, channels, stride, dims)
     wide = block.expansion * channels
     rest = [block(wide, channels, 1, dims) for _ in range(count - 1)]

@@ -170,10 +170,10 @@ class PTv3(Segmentor):
             if s:
                 wide, cell = enc_channels[s], stride[s - 1]
                 made.down = nn.GridPooling(enc_channels[s - 1], wide, cell, norm(wide))
-        last = sum(enc_channels) if enc_mode else dec_channels[0]
+        deeper = [*dec_channels, enc_channels[-1]]
+        last = sum(enc_channels) if enc_mode else deeper[0]
         if not enc_mode:
             self.dec, drops = nn.Module(), _ramp(drop_path, dec_depths)
-            deeper = [*dec_channels, enc_channels[-1]]
             base = self.rope_base if dec_rope_enable else None
             for s in range(levels - 1):
                 made = self.dec[f"dec{s}"] = stage(decoder, s, drops[s][::-1], base)

@@ -97,7 +97,8 @@ class SpUNet(Segmentor):
         base_channels (int): The output channels of the stem. Default: ``32``.
         channels (tuple): The channels of each encoder stage, from the finest, then of
             each decoder stage, from the coarsest.
-        layers (tuple): The number of blocks of each stage, in the same order.
+        layers (tuple): The number of blocks of each stage, in the same order; none
+            is legal in an encoder stage.
         enc_mode (bool): If ``True`` there is no decoder, and a call returns the mean
             of each batch element. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
@@ -119,6 +120,11 @@ class SpUNet(Segmentor):
             raise ValueError(
                 "channels and layers have one entry for each encoder and each decoder "
                 f"stage, as many of both; got {len(channels)} and {len(layers)}"
+            )
+        if not (enc_mode or all(layers[len(layers) // 2 :])):
+            raise ValueError(
+                "a decoder stage has one block or more, which takes the skip's "
+                f"channels in; got layers = {tuple(layers)}"
             )
         self.enc_mode = enc_mode
         stem = layer("SubmConv", dims, in_channels, base_channels, 5, bias=False)

@@ -186,3 +186,9 @@ def test_unknown_plans_are_refused():
         models.MinkUNet18(3, 20, "C")
     with pytest.raises(ValueError, match="four encoder"):
         models.MinkUNet(3, 20, (1, 2))
+    for make in (
+        lambda: models.MinkUNet(3, 20, layers=(2, 0, 2, 2, 2, 2, 2, 2)),
+        lambda: models.SparseResNet(3, 20, (1, 0), (8, 8)),  # it had one block there
+    ):
+        with pytest.raises(ValueError, match="stage's blocks must be 1 or more; got 0"):
+            make()

@@ -230,6 +230,18 @@ def test_a_folder_of_it(tmp_path):
     assert mx.array_equal(read(x).feats, net(x).feats)
 
 
+@pytest.mark.parametrize("classes", (0, 5))
+def test_one_level(classes):
+    """No strides, and so no decoder: the encoder's features are the net's."""
+    sizes = {name: values[:1] for name, values in SIZES.items() if name[:3] == "enc"}
+    sizes |= {name: () for name in SIZES if name[:3] != "enc"}
+    net = models.PTv3(3, classes, **sizes).eval()
+    x = scene()[2]
+    features = net.encode(x)[0].feats
+    wanted = net.seg_head(features) if classes else features
+    assert mx.allclose(net(x).feats, wanted, atol=1e-5).item()
+
+
 def test_mistakes_are_named():
     x = scene()[2]
     with pytest.raises(ValueError, match="must count from 0"):

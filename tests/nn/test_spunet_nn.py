@@ -115,6 +115,15 @@ def test_stages_come_in_pairs(channels, layers):
         models.SpUNet(3, 5, 8, channels, layers)
 
 
+def test_stages_without_blocks():
+    """The encoder's may be: a decoder's first block takes the skip's channels in."""
+    with pytest.raises(ValueError, match=r"one block or more.* got layers = \(1, 0\)"):
+        models.SpUNet(3, 5, 8, (8, 6), (1, 0))
+    x = ml.SparseTensor([[0, 1, 2, 3], [0, 1, 2, 4]], mx.ones((2, 3)))
+    assert models.SpUNet(3, 5, 8, (8, 6), (0, 1))(x).shape == (2, 5)
+    assert models.SpUNet(3, 5, 8, (8, 6), (0, 0), enc_mode=True)(x).shape == (1, 5)
+
+
 def test_the_published_size():
     """39.2 million parameters, as of the configuration for ScanNet."""
     net = models.SpUNet(6, 20)
