@@ -52,11 +52,14 @@ def check_page(path: str | Path) -> Path:
     """Return the path that a trace can be saved to.
 
     Raises:
+        ImportError: a page is asked for, and jinja2 is not installed.
         ValueError: the suffix is none that ``Trace.save`` takes.
     """
     path = Path(path)
     if path.suffix not in _WRITERS:
         raise ValueError(f"a trace is saved as .html or .json; got {path.name!r}")
+    if path.suffix == ".html":
+        page.environment()  # here, before the work whose page it is
     return path
 
 
@@ -64,6 +67,7 @@ def check_page(path: str | Path) -> Path:
 def trace(model=None, time: bool = False) -> Iterator[Trace]:
     """Record every convolution, norm and attention in the block, gradients included.
 
+    Of ``LayerNorm`` and ``RMSNorm`` those that run on MLX's own kernels have no record.
     Inside ``mx.compile`` a function is seen once, when it is traced: later calls run
     the compiled graph and record nothing.
 

@@ -15,6 +15,7 @@ import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
 from mlx_lattice.backends import registry
 from mlx_lattice.inspect import page
+from mlx_lattice.inspect.trace import check_page
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 pytestmark = pytest.mark.usefixtures("unforced")
@@ -308,6 +309,9 @@ def test_without_jinja2_the_error_has_the_command(monkeypatch, tmp_path):
     with pytest.raises(ImportError, match="pip install jinja2$"):
         t.save(tmp_path / "run.html")
     t.save(tmp_path / "run.json")
+    with pytest.raises(ImportError, match="pip install jinja2$"):
+        check_page("run.html")  # a command's, before what it traces runs
+    assert check_page("run.json").name == "run.json"
 
 
 def test_other_suffixes_are_refused(tmp_path):
