@@ -303,7 +303,19 @@ def _describe(model, name: str) -> None:
         raise ValueError("--about is for folders, which have a config that holds it")
     if name not in PUBLISHED:
         raise ValueError(f"--about must be one of {', '.join(PUBLISHED)}; got {name}")
-    model.about = PUBLISHED[name]
+    about, net = PUBLISHED[name], model.described()[0]["arguments"]
+    inputs = about.voxels.channels if about.voxels else 0
+    classes = net.get("num_classes") or len(net.get("classes", ()))
+    for what, said, found in (
+        ("input channels", inputs, net.get("in_channels")),
+        ("classes", len(about.classes), classes),
+    ):
+        if said and found and said != found:
+            raise ValueError(
+                f"--about {name} is of {said} {what}, and the net has {found}: leave "
+                "it out, and set the net's about yourself"
+            )
+    model.about = about
 
 
 def _model(given: argparse.Namespace):

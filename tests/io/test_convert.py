@@ -1,6 +1,7 @@
 """mlx-lattice convert: another library's checkpoint as safetensors of this one."""
 
 import json
+import re
 import subprocess
 import sys
 from math import prod
@@ -306,11 +307,11 @@ def test_published_configurations(tmp_path, capsys):
 
 @pytest.mark.parametrize("bits", (None, "8"))
 def test_a_folder_for_from_pretrained(bits, tmp_path, capsys):
-    source = randomised(models.MinkUNet14(3, 5, "B"))
+    source = randomised(models.MinkUNet14(3, 20, "B"))
     given, out = tmp_path / "me.safetensors", tmp_path / "net"
     mx.save_safetensors(str(given), minkunet_state(source))
     command = ["convert", str(given), str(out), "--library", "minkowski"]
-    whole = [*command, "--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
+    whole = [*command, "--model", "minkunet14", "--plan", "B", "--channels", "3", "20"]
     whole += ["--bits", bits, "--group-size", "32"] if bits else []
     assert cli.main([*whole, "--about", "minkunet-scannet"]) == 0
     assert f'models.from_pretrained("{out}")' in capsys.readouterr().out
@@ -404,3 +405,15 @@ def test_a_folder_of_the_checkpoint_stays(name, tmp_path, capsys):
     assert cli.main(command) == 2
     assert f"cannot write {given}: it is read, too" in capsys.readouterr().err
     assert given.exists() and (tmp_path / "config.json").read_text() == "{}"
+
+
+@pytest.mark.parametrize(
+    "channels, said", (("6 13", "20 classes, .* has 13:"), ("3 20", "6 input .* has 3"))
+)
+def test_what_is_published_is_of_the_net(channels, said, tmp_path, capsys):
+    """Another net's classes would get these names, without a word."""
+    source = str(tmp_path / "none.pth")
+    command = ["convert", source, str(tmp_path / "net"), "--library", "spconv"]
+    command += ["--model", "spunet", "--channels", *channels.split()]
+    assert cli.main([*command, "--about", "spunet-scannet"]) == 2
+    assert re.search(f"--about spunet-scannet is of {said}", capsys.readouterr().err)

@@ -140,7 +140,7 @@ def test_configs_that_do_not_fit_are_refused(change, text, tmp_path):
 @pytest.fixture
 def given(tmp_path):
     """A published net, a scan with colours, and the command without its target."""
-    source = models.MinkUNet14(3, 5, "B")
+    source = models.MinkUNet14(3, 20, "B")
     mx.save_safetensors(str(tmp_path / "me.safetensors"), minkunet_state(source))
     rng = np.random.default_rng(0)
     points = rng.uniform(0, 0.6, size=(400, 3))
@@ -154,7 +154,7 @@ def given(tmp_path):
     head = ["ply", "format ascii 1.0", f"element vertex {len(rows)}", *names]
     (tmp_path / "scan.ply").write_text("\n".join([*head, "end_header", *rows]) + "\n")
     options = ["--library", "minkowski", "--model", "minkunet14", "--plan", "B"]
-    options += ["--channels", "3", "5", "--bits", "8", "--about", "minkunet-scannet"]
+    options += ["--channels", "3", "20", "--bits", "8", "--about", "minkunet-scannet"]
     return source, tmp_path, [str(tmp_path / "me.safetensors"), *options]
 
 
