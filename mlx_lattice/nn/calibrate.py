@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable
+from math import isfinite
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +36,7 @@ from .calibration_report import Calibration, LayerError
 from .calibration_runs import call_of_model, run
 from .integer_calibration import calibrate_integers, not_integer
 from .integer_search import METHODS
-from .kept import keep_float
+from .kept import asked, keep_float
 from .linear import why_no_twin
 
 # Shares of a group's range that the search tries.
@@ -78,8 +79,9 @@ def calibrate(
         call: runs the model on a batch: ``call(model, batch)``.
 
     Raises:
-        ValueError: there is no batch, no layer to pack, or bits and group size cannot
-            be packed.
+        TypeError: ``class_predicate`` gives a layer options of its own.
+        ValueError: there is no batch, no layer to pack, features are not finite, or
+            bits and group size cannot be packed.
     """
     if activations is None:
         group_size = DEFAULT_GROUP_SIZE if group_size is None else group_size
@@ -147,6 +149,11 @@ def calibrate(
         chosen[path] = plain[id(layer)]
         if id(layer) in totals:
             wrong, less, norm = totals[id(layer)].tolist()
+            if not isfinite(wrong + norm):
+                raise ValueError(
+                    f"the batches have no error at {path}: its features or its results "
+                    "are not all finite; calibrate on others"
+                )
             if less < wrong:
                 chosen[path] = best[id(layer)]
             scale = norm or 1.0
@@ -163,7 +170,7 @@ def _to_pack(
     layers, kept = {}, {}
     for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
         packable = hasattr(module, "to_quantized") and "scales" not in module
-        if not packable or not predicate(path, module):
+        if not packable or not asked(predicate, path, module):
             continue
         why = why_no_twin(module)
         if why is None and activations:

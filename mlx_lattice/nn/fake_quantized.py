@@ -16,7 +16,7 @@ from ..quantized import module_layout
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function
 from .integer import INTEGER, integers_of, usable
-from .kept import keep_float
+from .kept import asked, keep_float
 from .linear import has_twin, twin_holding
 from .quantized import Packable, pack
 
@@ -144,17 +144,19 @@ def fake_quantize(
     Args:
         model: a float model.
         bits, group_size, momentum: as of ``FakeQuant``.
-        class_predicate: as in ``mlx.nn.quantize``; by default ``keep_float()``.
+        class_predicate: as of ``calibrate``; by default ``keep_float()``.
     """
     predicate = keep_float() if class_predicate is None else class_predicate
     given = bits, group_size, momentum
     made: dict[int, FakeQuant] = {}
 
     def wrapped(path: str, module: Module) -> Module:
-        able = has_twin(module) and "scales" not in module and predicate(path, module)
-        if able and id(module) not in made:
+        able = has_twin(module) and "scales" not in module
+        if not able or not asked(predicate, path, module):
+            return module
+        if id(module) not in made:
             made[id(module)] = FakeQuant(module, *given)
-        return made[id(module)] if able else module
+        return made[id(module)]
 
     leaves = model.leaf_modules()
     model.update_modules(tree_map_with_path(wrapped, leaves, is_leaf=Module.is_module))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from mlx.nn import Module
 
@@ -76,3 +76,18 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
         return "\n".join(["kept in float:", *rows])
 
     __repr__ = __str__
+
+
+def asked(predicate: Callable[[str, Module], bool], path: str, module: Module) -> bool:
+    """Return whether a predicate wants a layer to be packed.
+
+    Raises:
+        TypeError: it gives options of a layer's own, as ``mlx.nn.quantize`` takes.
+    """
+    wanted = predicate(path, module)
+    if isinstance(wanted, dict):
+        raise TypeError(
+            f"class_predicate must return True or False here; got {wanted} for {path}: "
+            "all layers are packed alike"
+        )
+    return bool(wanted)

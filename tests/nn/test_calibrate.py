@@ -172,6 +172,29 @@ def test_mistakes_are_sentences():
     assert net.training and type(net.layers[0]) is nn.SubmConv3d
 
 
+def test_options_of_a_layer_s_own_are_refused():
+    """As mlx.nn.quantize takes them: they were read as True, and bits as for all."""
+
+    def own(path, module):
+        return {"bits": 4, "group_size": 32}
+
+    for call in (
+        lambda net: ml.calibrate(net, [batch()], 8, class_predicate=own),
+        lambda net: nn.fake_quantize(net, 8, class_predicate=own),
+    ):
+        with pytest.raises(TypeError, match="True or False here; got {'bits': 4"):
+            call(make_net())
+
+
+@pytest.mark.parametrize("value", (np.nan, np.inf))
+def test_features_that_are_not_finite(value):
+    """They chose the plain packing, with errors of nan%."""
+    wrong = batch(1)
+    wrong = wrong.replace(wrong.feats.at[3, 2].add(value))
+    with pytest.raises(ValueError, match="no error at layers.0: its features or its"):
+        ml.calibrate(make_net(), [batch(), wrong], 8)
+
+
 @pytest.mark.skipif(
     devices.metal_on_host(), reason="training the net takes minutes off the GPU"
 )
