@@ -305,72 +305,77 @@ def _extra(command: str, extra: str) -> Iterator[None]:
     try:
         yield
     except ImportError as error:
-        name = error.name or error
-        raise ImportError(f"{command} needs {name}; {install(extra)}") from error
+        if error.name is None:  # a sentence already
+            raise
+        raise ImportError(f"{command} needs {error.name}; {install(extra)}") from error
 
 
 def _segment(given: argparse.Namespace) -> None:
     with _extra("segment", "demo"):
         from . import segment
-    if given.model is None:
-        raise ValueError(segment.where_weights_are())
-    segment.run(
-        given.scan,
-        given.model,
-        given.out,
-        fill=given.fill,
-        revision=given.revision,
-        up=given.up,
-    )
+
+        if given.model is None:
+            raise ValueError(segment.where_weights_are())
+        segment.run(
+            given.scan,
+            given.model,
+            given.out,
+            fill=given.fill,
+            revision=given.revision,
+            up=given.up,
+        )
 
 
 def _detect(given: argparse.Namespace) -> None:
     with _extra("detect", "demo"):
         from . import detect
-    if given.model is None:
-        raise ValueError(detect.where_weights_are())
-    detect.run(
-        given.scan,
-        given.model,
-        given.out,
-        score=given.score,
-        centre=given.centre,
-        fill=given.fill,
-        revision=given.revision,
-    )
+
+        if given.model is None:
+            raise ValueError(detect.where_weights_are())
+        detect.run(
+            given.scan,
+            given.model,
+            given.out,
+            score=given.score,
+            centre=given.centre,
+            fill=given.fill,
+            revision=given.revision,
+        )
 
 
 def _decode(given: argparse.Namespace) -> None:
     with _extra("decode", "mesh"):
         from . import decode
-    if given.model is None:
-        raise ValueError(decode.where_weights_are())
-    decode.run(
-        given.latents,
-        given.model,
-        given.out,
-        texture_model=given.texture_model,
-        element=given.element,
-        resolution=given.resolution,
-        faces=given.faces,
-        texture_size=given.texture_size,
-        bits=given.bits,
-        page=given.trace,
-        revision=given.revision,
-        memory=given.memory,
-    )
+
+        if given.model is None:
+            raise ValueError(decode.where_weights_are())
+        decode.run(
+            given.latents,
+            given.model,
+            given.out,
+            texture_model=given.texture_model,
+            element=given.element,
+            resolution=given.resolution,
+            faces=given.faces,
+            texture_size=given.texture_size,
+            bits=given.bits,
+            page=given.trace,
+            revision=given.revision,
+            memory=given.memory,
+        )
 
 
 def _demo(given: argparse.Namespace) -> None:
-    with _extra("demo", "demo"):
-        from . import demo
     options = {"out": given.out} if given.out else {}
     if given.points and given.scans:
         raise ValueError("--scans is for the digits' demo; --points has its own scan")
-    if given.points:
-        demo.run_points(given.points, **options)
-    else:
-        demo.run(**options, **({"scans": given.scans} if given.scans else {}))
+    with _extra("demo", "demo"):
+        from . import demo
+
+        if given.points:
+            demo.run_points(given.points, **options)
+        else:
+            demo.run(**options, **({"scans": given.scans} if given.scans else {}))
 
 
 if __name__ == "__main__":

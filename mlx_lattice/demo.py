@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import matplotlib
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
@@ -245,8 +246,6 @@ def score_surfaces(scans: Sequence[demo_surfaces.Scan], steps: int) -> dict[str,
 
 def draw_losses(losses: list[float], path: Path) -> None:
     """Draw the loss of every step and its running mean."""
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -263,8 +262,6 @@ def draw_losses(losses: list[float], path: Path) -> None:
 
 def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
     """Draw digits as voxels: first some that were predicted wrongly, then others."""
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import matplotlib
 import mlx.core as mx
 import numpy as np
 
@@ -173,8 +174,6 @@ def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path)
 
 def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) -> None:
     """Draw the scan from above, and the boxes by class with their scores."""
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

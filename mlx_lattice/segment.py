@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from pathlib import Path
 
+import matplotlib  # here, so that its want is found before the net runs
 import mlx.core as mx
 import numpy as np
 
@@ -173,8 +174,6 @@ def draw(
     cloud: PointCloud, labels, palette, net: Segmentor, path: Path, up: str = "z"
 ) -> None:
     """Draw the scan as it is beside the scan by class, with a legend."""
-    import matplotlib
-
     matplotlib.use("Agg")
     from matplotlib import pyplot
 

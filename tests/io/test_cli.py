@@ -181,6 +181,28 @@ def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
     assert code == 2 and 'folder: pip install ".[demo]"' in err
 
 
+@pytest.mark.parametrize(
+    "line, missing, extra",
+    (
+        ("segment scan.ply --model net", "matplotlib", "demo"),
+        ("detect scan.ply --model net", "matplotlib", "demo"),
+        ("demo", "matplotlib", "demo"),
+        ("decode a.safetensors --model net", "xatlas", "mesh"),
+    ),
+)
+def test_what_a_command_ends_with_is_found_missing_first(
+    line, missing, extra, capsys, monkeypatch
+):
+    monkeypatch.setitem(sys.modules, missing, None)
+    for name in [name for name in sys.modules if name.startswith("mlx_lattice.")]:
+        if name.split(".")[1] in ("segment", "detect", "decode", "demo", "mesh"):
+            monkeypatch.delitem(sys.modules, name)
+            monkeypatch.delattr(ml, name.split(".")[1], raising=False)
+    code, out, err = command(line, capsys)
+    assert (code, out) == (2, "") and f"needs {missing}; " in err
+    assert f'".[{extra}]"' in err and err.count("needs") == 1
+
+
 def test_it_runs_as_a_module():
     line = [sys.executable, "-m", "mlx_lattice.cli", "info"]
     done = subprocess.run(line, capture_output=True, text=True, check=True)
