@@ -28,7 +28,7 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
 
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
     """
-    token = settings.cache.set(Path(folder))
+    token = settings.cache.set(Path(folder).expanduser())
     try:
         yield
     finally:

@@ -36,7 +36,10 @@ def parse_only(text: str) -> dict[str, str]:
     Raises:
         RouteError: a route or pass does not exist, a route lacks the pass, or there
             is text without a name.
+        TypeError: it is no text.
     """
+    if not isinstance(text, str):
+        raise TypeError(f"a route is forced by its name; got {type(text).__name__}")
     forced, parts = {}, [part.strip() for part in text.split(",")]
     if text and not any(parts):
         raise RouteError(
@@ -44,7 +47,7 @@ def parse_only(text: str) -> dict[str, str]:
             f"grouped_gemm; got {text!r}"
         )
     for part in filter(None, parts):
-        pass_, _, name = part.rpartition("=")
+        pass_, name = (word.strip() for word in part.rpartition("=")[::2])
         route = named(name)
         if pass_ and pass_ not in route.passes:
             raise RouteError(

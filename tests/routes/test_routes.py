@@ -104,6 +104,18 @@ def test_facts_that_look_odd_and_are_none():
     assert problem(edges=27 * 50_000).kind == problem().kind == "submanifold"
 
 
+def test_blanks_in_the_names_of_routes():
+    text = " forward = explicit_gemm , weight_grad =grouped_gemm"
+    wanted = {"forward": "explicit_gemm", "weight_grad": "grouped_gemm"}
+    assert routes.parse_only(text) == wanted
+
+
+@pytest.mark.parametrize("given", (None, 5, ["vec4"]))
+def test_what_is_no_text_names_no_route(given):
+    with pytest.raises(TypeError, match="forced by its name; got"):
+        routes.parse_only(given)
+
+
 @pytest.mark.parametrize("text", (",", " ", ", ,"))
 def test_text_that_names_no_route_is_refused(text, monkeypatch):
     with pytest.raises(ml.RouteError, match=f"forced by name, .*got '{text}'"):

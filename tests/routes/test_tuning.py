@@ -298,6 +298,13 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     assert {p.name for p in folder.iterdir()} == {"routes.json", ".lock"}
 
 
+def test_a_block_s_folder_of_the_user(tmp_path, monkeypatch):
+    """As the environment variable takes it."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    with ml.cache("~/kept"):
+        assert kept_files.folder() == tmp_path / "kept"
+
+
 def test_a_folder_that_cannot_be_written_lasts_for_the_process(tmp_path, counted):
     (tmp_path / "file").write_text("")
     x = tensor()
