@@ -33,7 +33,8 @@ class About:
 
     def __post_init__(self):
         object.__setattr__(self, "classes", tuple(self.classes))
-        object.__setattr__(self, "colours", tuple(map(tuple, self.colours)))
+        colours = getattr(self.colours, "tolist", lambda: self.colours)()
+        object.__setattr__(self, "colours", tuple(map(tuple, colours)))
         if self.colours and len(self.colours) != len(self.classes):
             raise ValueError(
                 f"there must be a colour for each of the {len(self.classes)} classes; "

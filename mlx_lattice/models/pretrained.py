@@ -19,7 +19,7 @@ from .about import About
 
 Net = TypeVar("Net", bound="Pretrained")
 
-# Nets of this package by name: the first class that has it.
+# Nets by name: this package's, then the class that was defined last.
 _CLASSES: dict[str, type[Pretrained]] = {}
 
 # What constructors make of numbers and lists that no net has.
@@ -41,17 +41,27 @@ class Pretrained(mlx.nn.Module):
         super().__init_subclass__(**options)
         if "__call__" in vars(cls):
             cls.__call__ = admitted(cls.__call__)
-        _CLASSES.setdefault(cls.__name__, cls)
+        known = _CLASSES.get(cls.__name__)
+        if known is None or not known.__module__.startswith(__package__):
+            _CLASSES[cls.__name__] = cls  # a notebook's cell may have run again
 
     def __new__(cls, *args, **kwargs):
         """Keep the arguments; ``__init__`` is what checks them."""
         made = super().__new__(cls)
+        signature = inspect.signature(cls.__init__)
         try:
-            given = inspect.signature(cls.__init__).bind_partial(made, *args, **kwargs)
+            given = signature.bind_partial(made, *args, **kwargs)
         except TypeError:
             return made  # __init__ is about to raise the same
-        held = list(given.arguments.items())[1:]
-        object.__setattr__(made, "_arguments", dict(held))
+        held = {}
+        for name, value in list(given.arguments.items())[1:]:
+            kind = signature.parameters[name].kind
+            if kind is inspect.Parameter.VAR_KEYWORD:
+                held |= _as_given(value)
+            else:
+                star = "*" if kind is inspect.Parameter.VAR_POSITIONAL else ""
+                held[star + name] = _as_given(value)
+        object.__setattr__(made, "_arguments", held)
         object.__setattr__(made, "_about", About())
         return made
 
@@ -65,6 +75,11 @@ class Pretrained(mlx.nn.Module):
         if not isinstance(about, About):
             raise TypeError(f"about must be an About; got {type(about).__name__}")
         object.__setattr__(self, "_about", about)
+
+    @about.deleter
+    def about(self) -> None:
+        # MLX's modules delete what a list, a dict or an array is put in the place of.
+        raise TypeError("about must be an About, and cannot be taken away")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json``, ``model.safetensors`` and a card.
@@ -93,6 +108,10 @@ class Pretrained(mlx.nn.Module):
         from ..io.model_card import model_card
 
         name = type(self).__name__
+        if unnamed := [key for key in self._arguments if key.startswith("*")]:
+            raise TypeError(
+                f"{name} takes {unnamed[0]}, and a config has arguments by their names"
+            )
         config: dict[str, Any] = {
             "library": "mlx_lattice",
             "version": __version__,
@@ -195,8 +214,17 @@ def _count(net: mlx.nn.Module) -> int:
     return total
 
 
+def _as_given(value: Any) -> Any:
+    """Return a copy of lists and dicts, which may change after the call."""
+    if isinstance(value, dict):
+        return {key: _as_given(each) for key, each in value.items()}
+    return [_as_given(each) for each in value] if isinstance(value, list) else value
+
+
 def _written(value: Any, what: str) -> Any:
     """Return an argument as JSON has it; a dtype becomes ``mx.<name>``."""
+    if getattr(value, "ndim", None) == 0:  # a number of NumPy or MLX
+        value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list | tuple):

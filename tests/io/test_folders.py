@@ -174,6 +174,60 @@ def test_nets_of_others(tmp_path):
         MyNet()
     with pytest.raises(TypeError, match="about must be an About; got str"):
         net.about = "a net"
+    with pytest.raises(TypeError, match="about must be an About"):
+        net.about = {"classes": ["a net"]}
+
+
+class Options(MyNet):
+    def __init__(self, *widths, **options):
+        super().__init__(sum(widths or (options.pop("width", 4),)), **options)
+
+
+def test_options_that_a_net_hands_on(tmp_path):
+    net = Options(factor=3.0, extra="more")
+    net.save_pretrained(tmp_path)
+    read = Options.from_pretrained(tmp_path)
+    assert same(read, net) and (read.factor, read.extra) == (3.0, "more")
+    with pytest.raises(TypeError, match=r"takes \*widths, and a config has arguments"):
+        Options(2, 3).save_pretrained(tmp_path)
+    assert same(models.from_pretrained(tmp_path), net)  # that is there still
+
+
+def test_arguments_are_those_of_the_call(tmp_path):
+    """Lists that change afterwards do not, and NumPy's numbers are numbers."""
+    extra = [1, {"a": [2]}]
+    net = MyNet(np.int64(4), np.float32(0.5), extra=extra)
+    extra[1]["a"].append(3)
+    net.save_pretrained(tmp_path)
+    read = MyNet.from_pretrained(tmp_path)
+    assert same(read, net) and read.extra == (1, {"a": (2,)})
+    assert read.factor == 0.5
+
+
+def test_a_class_that_is_defined_again(tmp_path):
+    """A cell of a notebook that ran twice: the later class is read."""
+
+    def define(size):
+        class Again(models.Pretrained):
+            def __init__(self):
+                super().__init__()
+                self.conv = nn.SubmConv3d(1, 1, size)
+
+        return Again
+
+    define(3)
+    later = define(1)
+    later().save_pretrained(tmp_path)
+    assert type(models.from_pretrained(tmp_path)) is later
+    spunet = models.SpUNet
+    type("SpUNet", (models.Pretrained,), {})  # takes no name of this package's
+    NETS["SpUNet"]().save_pretrained(tmp_path)
+    assert type(models.from_pretrained(tmp_path)) is spunet
+
+
+def test_colours_of_numpy():
+    about = models.About(classes=("a", "b"), colours=np.array([[1, 2, 3], [4, 5, 6]]))
+    assert about.colours == ((1, 2, 3), (4, 5, 6))
 
 
 def test_the_card(tmp_path):
@@ -186,6 +240,7 @@ def test_the_card(tmp_path):
         "license: cc-by-4.0",
         "library_name: mlx",
         f"| parameters | {count:,} |",
+        f"| size | {4e-6 * count:.3g} MB |",
         "| channels | 32, 64, 64, 32 |",
         "| voxels | 0.5, in the unit of the points |",
         "| classes | low, high |",
