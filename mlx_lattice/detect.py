@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import ops, segment
+from .checks import real_axes
 from .inspect.page import drawn
 from .io.points import PointCloud, read_points
 from .models import Detector, from_pretrained
@@ -74,10 +75,11 @@ def run(
     Raises:
         OSError: the files cannot be written, which is found out first.
         ValueError: the folder is of a net that finds no boxes, the scan lacks what the
-            net reads, or has no points in its range, or the score is none.
+            net reads, or has no points in its range, or the score or the centre is none.
     """
     if score is not None and not 0 <= score <= 1:
         raise ValueError(f"the least score of a box must be 0 to 1; got {score}")
+    middle = np.array(real_axes(0.0 if centre is None else centre, 3, "centre"))
     folder, stem = Path(out), Path(scan).stem
     files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
     check_writable(*files, read=[scan])
@@ -88,7 +90,6 @@ def run(
         decoding = replace(net.decoding, score_threshold=score)
         object.__setattr__(net, "decoding", decoding)
     cloud = read_points(scan)
-    middle = np.zeros(3) if centre is None else np.asarray(centre, np.float64)
     points = cloud.points
     if (cloud.origin != middle).any():
         points = (points + (cloud.origin - middle)).astype(np.float32)
@@ -100,6 +101,7 @@ def run(
             f"{scan} has no points in the net's range, x, y, z from {low} to {high} "
             "around the scanner; --centre X Y Z says where in the file that is"
         )
+    segment.say_dropped(cloud, scan)
     size = " x ".join(f"{v:g}" for v in net.grid.voxel_size)
     print(
         f"{Path(scan).name}: {len(points):,} points -> {len(x):,} voxels of {size}; "

@@ -99,11 +99,7 @@ def run(
     with of_scan(scan, "--fill"):
         voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
     size = net.recipe().voxel_size
-    if cloud.dropped:
-        print(
-            f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
-            "are not finite"
-        )
+    say_dropped(cloud, scan)
     print(
         f"{Path(scan).name}: {len(cloud.points):,} points -> {len(voxels.x):,} voxels "
         f"of {size:g}; {type(net).__name__} from {model}"
@@ -125,6 +121,15 @@ def run(
     draw(cloud, labels, palette, net, picture, up)
     print(f"wrote {points} and {picture}")
     return points, picture
+
+
+def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
+    """Print how many points of a file were left out, if some were."""
+    if cloud.dropped:
+        print(
+            f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
+            "are not finite"
+        )
 
 
 def table(net: Segmentor, labels: np.ndarray, count: int) -> str:

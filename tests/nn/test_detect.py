@@ -115,6 +115,20 @@ def test_scores_that_no_box_has(score, scan, folder, capsys):
     assert f"score of a box must be 0 to 1; got {score}" in capsys.readouterr().err
 
 
+def test_a_centre_that_is_no_place(scan, folder, capsys):
+    said = refused(capsys, scan, "--model", folder, "--centre", "nan", "0", "0")
+    assert "centre must be finite" in said
+
+
+def test_points_that_are_not_finite_are_counted(scan, folder, tmp_path, capsys):
+    points = np.fromfile(scan, "<f4").reshape(-1, 4)
+    points[::7, 1] = np.nan
+    points.tofile(scan)
+    given = ["detect", str(scan), "--model", str(folder), "--out", str(tmp_path)]
+    assert cli.main(given) == 0
+    assert "scan.bin: 100 points left out" in capsys.readouterr().out
+
+
 def test_a_map_projection(scan, folder, tmp_path):
     """A scan around 0, and the same one where a map has it, as doubles."""
     points = read_points(scan).points.astype(np.float64)
