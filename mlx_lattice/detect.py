@@ -75,7 +75,8 @@ def run(
     Raises:
         OSError: the files cannot be written, which is found out first.
         ValueError: the folder is of a net that finds no boxes, the scan lacks what the
-            net reads, or has no points in its range, or the score or the centre is none.
+            net reads, or has no points in its range, or the score or the centre is
+            none.
     """
     if score is not None and not 0 <= score <= 1:
         raise ValueError(f"the least score of a box must be 0 to 1; got {score}")

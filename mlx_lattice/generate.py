@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +207,8 @@ def settings_of(
     """
     every = {"steps": steps, "guidance_strength": guidance}
     every = {name: value for name, value in every.items() if value is not None}
+    for name, value in every.items():
+        _check_setting(f"--{name.partition('_')[0]}", name, value)
     found = {stage: dict(every) for stage in STAGES}
     for setting in settings:
         key, _, text = setting.partition("=")
@@ -222,8 +225,18 @@ def settings_of(
         if value == () or (isinstance(value, tuple) and len(value) != 2):
             wanted = "two times, 0.6:1" if "interval" in name else "a number"
             raise ValueError(f"--set {key} takes {wanted}; got {text!r}")
+        _check_setting(f"--set {key}", name, value)
         found[stage][name] = value
     return found
+
+
+def _check_setting(option: str, name: str, value: Any) -> None:
+    """Raise a ValueError where no stage can have such a setting."""
+    values = value if isinstance(value, tuple) else (value,)
+    if not all(map(isfinite, values)):
+        raise ValueError(f"{option} must be finite; got {value}")
+    if name in ("steps", "rescale_t") and value <= 0:
+        raise ValueError(f"{option} must be above 0; got {value}")
 
 
 def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:

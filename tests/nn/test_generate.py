@@ -184,6 +184,12 @@ def test_what_a_pipeline_refuses(nets):
     ):
         with pytest.raises(ValueError, match=said):
             pipeline(given, form)
+    for seed, said in ((-1, "0 or more; got -1"), (2**64, "below 2.64; got 184")):
+        with pytest.raises(ValueError, match=f"seed must be {said}"):
+            pipeline(tokens((512,)), seed=seed)
+    for rescale in (0, float("nan"), float("inf")):
+        with pytest.raises(ValueError, match="rescale_t above 0"):
+            pipeline(tokens((512,)), options={"structure": {"rescale_t": rescale}})
     with pytest.raises(ValueError, match="the structure's sampler: .*'strength'"):
         pipeline(tokens((512,)), options={"structure": {"strength": 2}})
     with pytest.raises(ValueError, match="options are by stage"):
@@ -312,9 +318,20 @@ def test_settings():
         ("colour.steps=3", "a stage of structure, shape, texture"),
         ("shape.steps=few", "takes a number; got 'few'"),
         ("shape.guidance_interval=0.6", "takes two times, 0.6:1; got '0.6'"),
+        ("shape.guidance_interval=0.6:nan", "interval must be finite; got"),
+        ("shape.guidance_strength=inf", "strength must be finite; got inf"),
+        ("shape.rescale_t=nan", "rescale_t must be finite; got nan"),
+        ("shape.rescale_t=0", "rescale_t must be above 0; got 0.0"),
+        ("texture.steps=0", "--set texture.steps must be above 0; got 0"),
     ):
         with pytest.raises(ValueError, match=said):
             settings_of([wrong], None, None)
+    for steps, guidance, said in (
+        (0, None, "--steps must be above 0; got 0"),
+        (None, float("nan"), "--guidance must be finite; got nan"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            settings_of([], steps, guidance)
 
 
 def test_what_the_command_refuses(folder, tmp_path, capsys):

@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from ... import nn
 from ...backends import registry
+from ...checks import whole
 from ...tensor import SparseTensor
 from .sampler import SAMPLERS, FlowEulerCfgSampler, Latents
 from .structure import occupied
@@ -156,12 +157,12 @@ class Pipeline:
             options: of each stage what to change in the recipe's options.
 
         Raises:
-            ValueError: the form is none, tokens are missing or of other shapes, or no
-                cell is occupied.
+            ValueError: the form or the seed is none, tokens are missing or of other
+                shapes, or no cell is occupied.
         """
         form = form or self.recipe.form
         tokens = _checked(tokens, form)
-        how, keys = FORMS[form], mx.random.split(mx.random.key(seed), 4)
+        how, keys = FORMS[form], _keys(seed)
         changed = options or {}
         if unknown := set(changed) - set(STAGES):
             raise ValueError(
@@ -342,6 +343,13 @@ def nets_of(form: str, texture: bool = True) -> tuple[str, ...]:
     if len(shapes) > 1:
         nets += ["shape_slat_decoder", shapes[1]]
     return (*nets, *[f"tex_slat_flow_model_{sizes[-1]}"] * texture)
+
+
+def _keys(seed: int) -> mx.array:
+    """Return four keys of noise."""
+    if whole(seed, "seed") >= 2**64:
+        raise ValueError(f"seed must be below 2^64; got {seed}")
+    return mx.random.split(mx.random.key(seed), 4)
 
 
 def _checked(tokens: Mapping[int, mx.array], form: str) -> dict[int, mx.array]:

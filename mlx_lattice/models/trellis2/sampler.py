@@ -9,6 +9,7 @@ rescaling, Lin et al., "Common Diffusion Noise Schedules and Sample Steps are Fl
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from math import inf
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -103,7 +104,7 @@ class FlowEulerSampler:
         **options: Any,
     ) -> Iterator[Step]:
         """Yield each step; arguments are those of ``sample``. Nothing is evaluated."""
-        if not isinstance(steps, int) or steps < 1 or rescale_t <= 0:
+        if not isinstance(steps, int) or steps < 1 or not 0 < rescale_t < inf:
             raise ValueError(
                 "steps must be an int of 1 or more and rescale_t above 0; got "
                 f"{steps!r} and {rescale_t!r}"
