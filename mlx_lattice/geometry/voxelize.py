@@ -9,6 +9,7 @@ import mlx.core as mx
 from ..arrays import array_of, positions_of, single_or_double, stream_of
 from ..backends import registry
 from ..checks import AXES, one_of, real_axes
+from . import sync
 from .keys import INT32_LIMIT
 from .points import NO_CELL, Numbers, cells_of, in_cells
 from .segments import reduce_segments
@@ -51,9 +52,7 @@ def voxelize(
     if min(size) <= 0:
         raise ValueError(f"voxel_size must be positive; got {voxel_size}")
     moved = real_axes(origin, dims, "origin")
-    if batch is None:
-        batch = mx.zeros((n,), dtype=mx.int32)
-    batch = batch_of(batch, n)
+    batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch_of(batch, n)
     # Doubles stay so: at map coordinates float32 cannot tell voxels apart.
     points = single_or_double(points)
     moved = moved if any(moved) else None
@@ -77,19 +76,23 @@ def voxelize(
     return unique.rows, reduced, unique.inverse
 
 
-def batch_of(batch: object, count: int) -> mx.array:
-    """Return the (count,) int32 batch indices of points; an empty list is none.
+def batch_of(batch: mx.array, points: int) -> mx.array:
+    """Return (P,) int32 batch indices. Of wider integers it reads the bounds.
 
     Raises:
-        ValueError: they are others in number, or no integers.
+        ValueError: they are no integers, not one a point, or beyond int32.
     """
     batch = array_of(batch, "batch")
-    whole = not batch.size or mx.issubdtype(batch.dtype, mx.integer)
-    if tuple(batch.shape) != (count,) or not whole:
+    integral = mx.issubdtype(batch.dtype, mx.integer) or not batch.size
+    if tuple(batch.shape) != (points,) or not integral:
         raise ValueError(
-            f"batch must be ({count},) integers, one a point; got "
+            f"batch must be ({points},) integers, one a point; got "
             f"{tuple(batch.shape)} of {batch.dtype}"
         )
+    if batch.size and batch.dtype in (mx.int64, mx.uint32, mx.uint64):
+        low, high = sync.read(batch.min(), batch.max())
+        if low < -INT32_LIMIT or high >= INT32_LIMIT:
+            raise ValueError(f"batch indices must be below 2^31; got {low} to {high}")
     return batch.astype(mx.int32)
 
 

@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import models, nn, ops
 
 CELLS = [(0, i, j, k) for i in range(4) for j in range(4) for k in range(2)]
 COORDS, N = mx.array(CELLS), len(CELLS)
@@ -133,6 +133,22 @@ def test_what_is_no_array_is_a_sentence(name, given):
 def test_a_tensor_is_no_array_of_rows():
     with pytest.raises(TypeError, match="got a SparseTensor: look up its coords"):
         ops.lookup(X, X)
+
+
+@pytest.mark.parametrize("index", (2**31, 2**32, -(2**32)))
+def test_batch_indices_beyond_int32(index):
+    """As int32 they were 0, or another element."""
+    points, batch = np.zeros((2, 3), np.float32), np.array([0, index])
+    grid = (1.0, 1.0, 1.0), (-1.0, -1.0, -1.0, 1.0, 1.0, 1.0)
+    for call in (
+        lambda: ml.SparseTensor.from_points(points, voxel_size=1.0, batch=batch),
+        lambda: models.dynamic_voxels(points, *grid, batch),
+        lambda: models.SPVCNN(1, 2, 1.0, planes=(4,) * 9)(
+            points, X.feats[:2, :1], batch
+        ),
+    ):
+        with pytest.raises(ValueError, match="batch indices must be below 2.31; got"):
+            call()
 
 
 def test_rows_of_other_columns():
