@@ -30,13 +30,8 @@ def array_of(value: object, name: str, dtype: mx.Dtype | None = None) -> mx.arra
             f"{type(value).__name__}"
         )
     try:
-        try:
-            return mx.array(value, dtype=dtype)
-        except (RuntimeError, ValueError):
-            # NumPy's flips, and its numbers of another byte order: MLX takes copies.
-            native = value.dtype.newbyteorder("=")
-            return mx.array(value.astype(native, order="C"), dtype=dtype)
-    except (AttributeError, RuntimeError, TypeError, ValueError):
+        return mx.array(as_mlx_reads(value), dtype=dtype)
+    except (RuntimeError, TypeError, ValueError):
         kind = getattr(value, "dtype", None)
         what = (
             f"one of {kind}" if kind is not None else "rows of other lengths, or else"
@@ -45,6 +40,15 @@ def array_of(value: object, name: str, dtype: mx.Dtype | None = None) -> mx.arra
             f"{name} must be an array of numbers that MLX has; got "
             f"{type(value).__name__}, {what}"
         ) from None
+
+
+def as_mlx_reads(value: object) -> object:
+    """Return what it is; of NumPy's flips, and of other byte orders, a plain copy."""
+    strides, dtype = (getattr(value, name, None) for name in ("strides", "dtype"))
+    flipped = isinstance(strides, tuple) and min(strides, default=0) < 0
+    if flipped or getattr(dtype, "isnative", True) is False:
+        return value.astype(dtype.newbyteorder("="), order="C")
+    return value
 
 
 def arrays_of(**given: object) -> list[mx.array | None]:

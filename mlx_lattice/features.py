@@ -6,7 +6,7 @@ from numbers import Number
 
 import mlx.core as mx
 
-from .arrays import array_of
+from .arrays import array_of, as_mlx_reads
 from .problem import FLOATS
 
 
@@ -41,10 +41,11 @@ def _as_array(feats: object) -> mx.array:
     return array_of(feats, "feats")
 
 
-def check_operand(other: object) -> None:
-    """Raise a TypeError unless features can be added to it."""
+def operand_of(other: object) -> object:
+    """Return what features can be added to; raise a TypeError where they cannot."""
     if not isinstance(other, (mx.array, Number)) and not hasattr(other, "__array__"):
         raise TypeError(
             "a SparseTensor is added to or multiplied by another one, an array that "
             f"fits its features, or a number; got {type(other).__name__}"
         )
+    return as_mlx_reads(other)

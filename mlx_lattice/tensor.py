@@ -18,7 +18,7 @@ from .coordinate_set import (
 )
 from .coordinates import CoordinateManager
 from .copies import copied_tensor
-from .features import check_feats, check_operand
+from .features import check_feats, operand_of
 from .geometry import sync
 from .geometry.unique import true_positions
 from .geometry.voxelize import voxelize
@@ -341,7 +341,7 @@ class SparseTensor(OtherNames):
         if isinstance(other, SparseTensor):
             other = align(other, self).feats
         else:
-            check_operand(other)
+            other = operand_of(other)
         return self.replace(operation(self.feats, other))
 
     def __copy__(self) -> SparseTensor:

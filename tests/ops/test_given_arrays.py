@@ -121,6 +121,17 @@ def test_what_is_alike_does_the_same(name, kind):
     assert np.allclose(value(call(given)), value(call(array)), atol=1e-5)
 
 
+@pytest.mark.parametrize("kind", sorted(KINDS.keys() - {"list"}))
+def test_arithmetic(kind):
+    given = KINDS[kind](X.feats)
+    for made, exact in (
+        (X + given, X.feats + X.feats),
+        (given * X, X.feats * X.feats),
+        (given / X, mx.ones_like(X.feats)),
+    ):
+        assert mx.allclose(made.feats, exact, atol=1e-5).item()
+
+
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize(
     "given", ("rows", object(), np.array(["a"])), ids=("text", "object", "texts")
