@@ -1,9 +1,11 @@
 """The command line, and backend_info."""
 
 import os
+import re
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import mlx.core as mx
 import pytest
@@ -239,6 +241,14 @@ def test_an_absent_extension_says_how_to_get_it(monkeypatch):
     assert text.startswith("it is not installed; ") and "pip install" in text
     monkeypatch.setattr(cpu_extension, "absence", None)
     assert ml.backend_info().backends["cpu"][0]
+
+
+def test_every_variable_of_the_docs_is_listed(monkeypatch):
+    page = Path(__file__).parents[2] / "docs" / "index.md"
+    names = set(re.findall(r"^\| `(MLX_LATTICE_\w+)", page.read_text(), re.MULTILINE))
+    assert names == set(backend_info.VARIABLES)
+    monkeypatch.setenv("MLX_LATTICE_THREADS", "1")
+    assert "MLX_LATTICE_THREADS=1" in str(ml.backend_info())
 
 
 def test_overrides_in_force_are_listed(monkeypatch, tmp_path):
