@@ -453,6 +453,13 @@ def test_scrubbing_leaves_what_is_said():
     assert machine.scrubbed(said) == said
 
 
+def test_variables_that_times_hang_on_are_said(monkeypatch):
+    monkeypatch.setenv("MLX_LATTICE_THREADS", "1")
+    monkeypatch.setenv("MLX_LATTICE_CACHE", "/home/jane")
+    found = machine.facts(devices.current())["environment"]
+    assert found["MLX_LATTICE_THREADS"] == "1" and "MLX_LATTICE_CACHE" not in found
+
+
 def a_report(**facts):
     found = Examination(quick=True, seconds=10).report
     row = timings.Row(

@@ -23,6 +23,8 @@ SAID = (
     "MLX_LATTICE_TUNE",
     "MLX_LATTICE_PRECISION",
     "MLX_LATTICE_PROOF",
+    "MLX_LATTICE_THREADS",
+    "MLX_LATTICE_CPU_ISA",
 )
 _SLASH = re.compile(r"[/\\]")
 # A folder may have spaces in its name: up to the last slash before a mark.
