@@ -11,6 +11,8 @@ from math import prod
 
 import mlx.core as mx
 
+from ..checks import each_axis
+from ..kernel_spec import per_axis
 from .errors import CheckpointError
 
 
@@ -113,11 +115,13 @@ def convert_weight(
 
     Raises:
         CheckpointError: no such library, or a shape that is not its layout's.
+        ValueError: an extent is no int of 1 or more.
     """
     layout = layout_of(library)
     if not isinstance(array, mx.array):
         raise TypeError(f"a weight must be an mlx array; got {type(array).__name__}")
-    size = (kernel_size,) * 3 if isinstance(kernel_size, int) else tuple(kernel_size)
+    size = each_axis(kernel_size, 3)
+    size = per_axis(size, len(size), "kernel_size")
     axes = layout.transposed if transposed else layout.axes
     volume = prod(size)
     axes = layout.large if layout.large and volume > LARGE else axes

@@ -100,6 +100,8 @@ VALUES = (
     (lambda: ml.Problem.forward(**FACTS, groups=0), "groups must be 1 or more; got 0"),
     (lambda: ml.Problem.forward(**FACTS, groups=-1), "groups must be 1 or more"),
     (lambda: ops.subm_conv3d(X, W, groups=0), "groups must be 1 or more; got 0"),
+    (lambda: io.convert_weight(W, "spconv", 3.0), "kernel_size must be an int or 3"),
+    (lambda: io.convert_weight(W, "spconv", (3, 0, 3)), "kernel_size must be at least"),
     (lambda: ops.rotary(Q, X, base=0), "base must be above 0; got 0"),
     (lambda: nn.SparseAttention(8, 2, order="spiral"), "order must be one of"),
     (lambda: nn.SparseAttention(8, 2, shift=1), "shift = 1 needs a window or a patch"),
