@@ -168,3 +168,18 @@ def test_equal_kernels_are_one_cache_key():
         for size, stride in itertools.product((3, (3, 3, 3), [3, 3, 3]), (2, [2, 2, 2]))
     ]
     assert len(set(made)) == 1
+
+
+@pytest.mark.parametrize(("d", "size", "stride", "padding", "dilation"), BOXES)
+def test_boxes_that_fill_their_cell(d, size, stride, padding, dilation):
+    spec = KernelSpec.of(
+        d, kernel_size=size, stride=stride, padding=padding, dilation=dilation
+    )
+    places = set(itertools.product(*map(range, spec.stride)))
+    assert spec.fills_cell == (set(spec.offsets) == places)
+
+
+def test_a_cell_of_many_places_is_not_listed():
+    """A pool over cells of 1000 took all memory for its 10^9 offsets."""
+    assert KernelSpec.of(3, kernel_size=1000, stride=1000).fills_cell
+    assert not KernelSpec.of(3, kernel_size=1000, stride=1000, padding=1).fills_cell
