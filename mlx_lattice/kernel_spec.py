@@ -14,6 +14,7 @@ from .facts import Facts
 from .geometry.keys import INT32_LIMIT
 
 IntOrTuple = int | Sequence[int]
+MOST_OFFSETS = 1 << 20  # of a list: one row of their table takes 4 MB
 
 
 def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
@@ -150,9 +151,19 @@ class KernelSpec(Facts):
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """The K offsets in kernel order."""
+        """The K offsets in kernel order.
+
+        Raises:
+            ValueError: they are more than ``MOST_OFFSETS``.
+        """
         if self.custom is not None:
             return self.custom
+        if self.volume > MOST_OFFSETS:
+            raise ValueError(
+                f"a kernel of {'x'.join(map(str, self.size))} has {self.volume:,} "
+                f"offsets, and no more than {MOST_OFFSETS:,} are listed. A pooling of "
+                "cells lists none: kernel_size equal to stride, with padding=0"
+            )
         axes = [
             [j * d - p for j in range(n)]
             for n, d, p in zip(self.size, self.dilation, self.origin, strict=True)

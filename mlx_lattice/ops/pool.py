@@ -14,6 +14,7 @@ from .. import reductions
 from ..arrays import array_of
 from ..axes import functions
 from ..backends import registry
+from ..geometry.keys import INT32_LIMIT
 from ..kernel_spec import IntOrTuple, per_axis
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
@@ -31,8 +32,8 @@ __all__ = [
 ]  # fmt: skip
 
 # Of a table, where rows could name the one cell that they lie in: those of cells of
-# 2 or 3 serve convolutions too.
-MOST_OFFSETS = 32
+# 2 or 3 serve convolutions too. Maxima put rows in order at each call then.
+MOST_OFFSETS, MOST_OFFSETS_OF_MAXIMA = 32, 512
 POOLS = ("max", "sum", "avg")
 COUNTS = ("active", "volume")
 
@@ -51,7 +52,12 @@ class PoolIndices:
 
     @property
     def offsets(self) -> mx.array:
-        """(N_out, C) int32: the first kernel offset of each maximum's edge, or -1."""
+        """(N_out, C) int32: the first kernel offset of each maximum's edge, or -1.
+
+        Of 2^31 offsets and more int64.
+        """
+        if _is_of_cells(self.relation):
+            return mx.where(self.rows < 0, -1, _places(self.relation)[self.rows])
         table, offsets = self.relation.out_in, mx.full(self.rows.shape, -1, mx.int32)
         for k in reversed(range(self.relation.volume)):
             here = (table[:, k : k + 1] == self.rows) & (self.rows >= 0)
@@ -108,7 +114,36 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     def find(x):
         return registry.reductions().gather_max(x, relation.held_table())
 
-    return reductions.greatest(x, find, lambda: _reached(relation))
+    def find_in_cells(x):
+        order, cells = relation.view("by offset", lambda: _by_offset(relation))
+        given = x[order], cells, relation.n_out
+        greatest, places = registry.reductions().scatter_max(*given)
+        return greatest, mx.where(places < 0, -1, order[places])
+
+    found = find_in_cells if _is_of_cells(relation) else find
+    return reductions.greatest(x, found, lambda: _reached(relation))
+
+
+def _is_of_cells(relation: Relation) -> bool:
+    """Whether maxima are those of rows that name their cells."""
+    many = relation.volume > MOST_OFFSETS_OF_MAXIMA
+    return many and relation.fills_cells and relation.is_to_cells
+
+
+def _by_offset(relation: Relation) -> tuple[mx.array, mx.array]:
+    """Return the (N_in,) int32 rows by the offset of their edge, and their cells."""
+    order = mx.argsort(_places(relation)).astype(mx.int32)
+    return order, relation.cells[order]
+
+
+def _places(relation: Relation) -> mx.array:
+    """Return the (N_in,) integers of the one offset that each row has an edge by."""
+    coords, place = relation.in_coords[:, 1:], 0
+    if relation.volume > INT32_LIMIT:
+        coords = coords.astype(mx.int64)
+    for axis, size in enumerate(relation.spec.size):
+        place = place * size + mx.remainder(coords[:, axis], size)
+    return place
 
 
 def _reached(relation: Relation) -> mx.array:

@@ -32,6 +32,9 @@ KERNELS = (
     (2, 8, None, None, 1, "cell"),
     (3, (4, 3, 3), None, 0, 1, "cell"),
     (4, 4, None, None, 1, "reach"),
+    # Their maxima too.
+    (1, 600, None, 0, 1, "cell"),
+    (3, (9, 8, 8), None, 0, 1, "reach"),
 )
 
 
