@@ -14,7 +14,7 @@ from .facts import Facts
 from .geometry.keys import INT32_LIMIT
 
 IntOrTuple = int | Sequence[int]
-MOST_OFFSETS = 1 << 20  # of a list: one row of their table takes 4 MB
+MOST_LISTED = 1 << 20  # offsets: one row of their table takes 4 MB
 
 
 def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
@@ -154,14 +154,14 @@ class KernelSpec(Facts):
         """The K offsets in kernel order.
 
         Raises:
-            ValueError: they are more than ``MOST_OFFSETS``.
+            ValueError: they are more than ``MOST_LISTED``.
         """
         if self.custom is not None:
             return self.custom
-        if self.volume > MOST_OFFSETS:
+        if self.volume > MOST_LISTED:
             raise ValueError(
                 f"a kernel of {'x'.join(map(str, self.size))} has {self.volume:,} "
-                f"offsets, and no more than {MOST_OFFSETS:,} are listed. A pooling of "
+                f"offsets, and no more than {MOST_LISTED:,} are listed. A pooling of "
                 "cells lists none: kernel_size equal to stride, with padding=0"
             )
         axes = [

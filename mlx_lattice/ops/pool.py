@@ -125,9 +125,13 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
 
 
 def _is_of_cells(relation: Relation) -> bool:
-    """Whether maxima are those of rows that name their cells."""
-    many = relation.volume > MOST_OFFSETS_OF_MAXIMA
-    return many and relation.fills_cells and relation.is_to_cells
+    """Whether maxima are those of rows that name their cells.
+
+    Not by offsets that a caller listed, whose order may be any.
+    """
+    if relation.volume <= MOST_OFFSETS_OF_MAXIMA or not relation.fills_cells:
+        return False
+    return relation.is_to_cells and relation.spec.custom is None
 
 
 def _by_offset(relation: Relation) -> tuple[mx.array, mx.array]:

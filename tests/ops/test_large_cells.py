@@ -96,6 +96,32 @@ def test_the_same_as_by_a_table(dtype, monkeypatch):
         np.testing.assert_array_equal(ref.to_numpy(one), ref.to_numpy(other))
 
 
+def test_listed_offsets_keep_their_order(monkeypatch):
+    """A cell's places in any order: the first of equal maxima goes by that."""
+    rng = np.random.default_rng(1)
+    places = rng.permutation(np.stack(np.indices((9, 8, 8)), -1).reshape(-1, 3))
+    coords = np.unique(rng.integers(-20, 20, (300, 4)), axis=0).astype(np.int32)
+    coords[:, 0] = abs(coords[:, 0]) % 2
+    coords = rng.permutation(np.unique(coords, axis=0))
+    feats = rng.integers(0, 3, (len(coords), 2)).astype(np.float32)
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(coords))
+    listed = [tuple(map(int, place)) for place in places]
+    relation = manager.kernel_relation(key, offsets=listed, stride=(9, 8, 8))
+    rank = {place: at for at, place in enumerate(listed)}
+    step = np.array((1, 9, 8, 8))
+    cells = [tuple(c) for c in (coords // step).tolist()]
+    ranks = [rank[tuple(c)] for c in (coords % step)[:, 1:].tolist()]
+    wanted = np.zeros_like(feats)
+    for cell in set(cells):
+        inside = [i for i, c in enumerate(cells) if c == cell]
+        inside.sort(key=ranks.__getitem__)
+        for channel in range(2):
+            wanted[inside[int(np.argmax(feats[inside, channel]))], channel] = 1
+    grad = mx.grad(lambda f: ops.sparse_pool(f, relation, "max").sum())
+    np.testing.assert_array_equal(np.array(grad(mx.array(feats))), wanted)
+
+
 def test_layers_take_them():
     x, coords, feats = scan()
     y = nn.MaxPool3d(SIZE, padding=0)(x)
