@@ -37,8 +37,7 @@ class Tile(NamedTuple):
     """A matrix tile of a kernel.
 
     Attributes:
-        variant: of the kernel: "mma", "hopper", "wide", "short" or
-            "resident".
+        variant: of the kernel: "mma", "hopper", "wide", "short" or "resident".
         code: the C++ type that names it.
         rows, width: of the result: output rows or input channels, and output channels.
         threads: of a block.
@@ -221,8 +220,7 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
 
 def _has_room(tile: cuda_shapes.Shape, c_x: int) -> bool:
     """Whether a ShortTile holds all channels of an offset in half; others need not."""
-    stages = -(-2 * c_x // STAGE_BYTES)
-    return not isinstance(tile, cuda_shapes.ShortTile) or stages <= tile.stages
+    return not isinstance(tile, cuda_shapes.ShortTile) or _stages(c_x) <= tile.stages
 
 
 def _itself_tiles(c_x: int, c_y: int) -> tuple:
@@ -230,7 +228,7 @@ def _itself_tiles(c_x: int, c_y: int) -> tuple:
     width = tile_width(c_y, cuda_shapes.SORTED_TILES)
     by_width = cuda_shapes.ITSELF_TILES
     tiles = by_width.get(c_y, by_width[width])
-    stages, most = -(-2 * c_x // STAGE_BYTES), cuda_shapes.ANY
+    stages, most = _stages(c_x), cuda_shapes.ANY
     last: tuple = ()
     if c_x >= cuda_shapes.DEEP_SUM:
         most = cuda_shapes.DEEP_ELEMENTS
@@ -291,56 +289,58 @@ def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
     shape = tile.consumers, tile.width, tile.stages, _has_tail(p), early
     if itself:
         shape = *shape, "true"
-    return Tile(
-        "wide",
-        f"WideTile<{', '.join(map(str, shape))}>",
-        tile.rows,
-        tile.width,
-        tile.threads,
-        tile.per_multiprocessor,
-        cuda_shapes.shared_bytes(tile),
-        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"),
-        itself=itself,
-    )
+    return _of_offsets("wide", tile, shape, cuda_shapes.shared_bytes(tile), itself)
 
 
 def short(p: Problem, tile: cuda_shapes.ShortTile, itself: bool = False) -> Tile:
     """Return ShortTile in a shape, for the problem's channels; ``itself`` as above."""
     held = 0 if itself else thresholds.FEW_OFFSETS
     shape = *tile, _has_tail(p), held
+    return _of_offsets("short", tile, shape, cuda_shapes.shared_bytes(tile), itself)
+
+
+def resident(p: Problem, tile: cuda_shapes.ResidentTile) -> Tile:
+    """Return ResidentTile in a shape, for the problem's channels."""
+    stages = _stages(whole_channels(p)[0], p.read_size)
+    shape = *tile, stages, _has_tail(p)
+    shared = cuda_shapes.resident_bytes(tile, stages)
+    return _of_offsets("resident", tile, shape, shared, True, persistent=True)
+
+
+def _of_offsets(
+    variant: str,
+    tile: cuda_shapes.Shape,
+    shape: tuple,
+    shared_bytes: int,
+    itself: bool,
+    persistent: bool = False,
+) -> Tile:
+    """Return a tile each of whose stages is of one offset.
+
+    shape: the parameters of its template; the others are the Tile's.
+    """
     return Tile(
-        "short",
-        f"ShortTile<{', '.join(map(str, shape))}>",
+        variant,
+        f"{variant.capitalize()}Tile<{', '.join(map(str, shape))}>",
         tile.rows,
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        cuda_shapes.shared_bytes(tile),
-        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_short.cuh"),
-        itself=itself,
+        shared_bytes,
+        (*HOPPER, "weight_stages.cuh", f"sorted_implicit_gemm_{variant}.cuh"),
+        persistent,
+        itself,
     )
+
+
+def _stages(c_x: int, itemsize: int = 2) -> int:
+    """Return the stages of an offset of so many summed channels."""
+    return -(-c_x * itemsize // STAGE_BYTES)
 
 
 def _has_tail(p: Problem) -> str:
     """Return "true" where an offset's last stage is filled up, for a template."""
     return str(whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0).lower()
-
-
-def resident(p: Problem, tile: cuda_shapes.ResidentTile) -> Tile:
-    """Return ResidentTile in a shape, for the problem's channels."""
-    stages = -(-whole_channels(p)[0] * p.read_size // STAGE_BYTES)
-    return Tile(
-        "resident",
-        f"ResidentTile<{', '.join(map(str, (*tile, stages, _has_tail(p))))}>",
-        64,
-        tile.width,
-        tile.threads,
-        tile.per_multiprocessor,
-        cuda_shapes.resident_bytes(tile, stages),
-        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_resident.cuh"),
-        persistent=True,
-        itself=True,
-    )
 
 
 def _by_edges(layer: Problem, tables: dict, few: bool) -> tuple:

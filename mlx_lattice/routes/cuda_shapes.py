@@ -75,6 +75,11 @@ class ResidentTile(NamedTuple):
     per_multiprocessor: int
 
     @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64
+
+    @property
     def threads(self) -> int:
         """Threads of a block."""
         return 128 * (self.consumers + 1)
@@ -247,8 +252,7 @@ INT8_FEW_OFFSETS_TILES = ((3 << 18, Tile(1, 128, 64, 6, 2)),)
 _NARROW, _HALF_96, _HALF = (
     Tile(1, 128, *rest) for rest in ((64, 6, 2), (96, 4, 2), (128, 4, 2))
 )
-# More and narrower ones, and more side by side; those with half a warpgroup that copies
-# are for as many rows as lie side by side then.
+# More and narrower ones, and more side by side.
 _NARROW_32, _NARROW_3 = Tile(1, 128, 32, 6, 2), Tile(1, 128, 64, 4, 3)
 _THREE_32, _THREE_48 = Tile(1, 128, 32, 6, 3), Tile(1, 128, 48, 4, 3)
 _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
