@@ -8,7 +8,9 @@ import os
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from importlib import import_module
 from pathlib import Path
+from types import ModuleType
 
 from . import convert, generate
 from .backends.metal_host import HostMissing
@@ -310,12 +312,20 @@ def _extra(command: str, extra: str) -> Iterator[None]:
         raise ImportError(f"{command} needs {error.name}; {install(extra)}") from error
 
 
-def _segment(given: argparse.Namespace) -> None:
-    with _extra("segment", "demo"):
-        from . import segment
-
+@contextmanager
+def _net_of(
+    given: argparse.Namespace, command: str, extra: str
+) -> Iterator[ModuleType]:
+    """Import the module of a command that takes a net's folder; it has to be named."""
+    with _extra(command, extra):
+        module = import_module(f".{command}", __package__)
         if given.model is None:
-            raise ValueError(segment.where_weights_are())
+            raise ValueError(module.where_weights_are())
+        yield module
+
+
+def _segment(given: argparse.Namespace) -> None:
+    with _net_of(given, "segment", "demo") as segment:
         segment.run(
             given.scan,
             given.model,
@@ -327,11 +337,7 @@ def _segment(given: argparse.Namespace) -> None:
 
 
 def _detect(given: argparse.Namespace) -> None:
-    with _extra("detect", "demo"):
-        from . import detect
-
-        if given.model is None:
-            raise ValueError(detect.where_weights_are())
+    with _net_of(given, "detect", "demo") as detect:
         detect.run(
             given.scan,
             given.model,
@@ -344,11 +350,7 @@ def _detect(given: argparse.Namespace) -> None:
 
 
 def _decode(given: argparse.Namespace) -> None:
-    with _extra("decode", "mesh"):
-        from . import decode
-
-        if given.model is None:
-            raise ValueError(decode.where_weights_are())
+    with _net_of(given, "decode", "mesh") as decode:
         decode.run(
             given.latents,
             given.model,
