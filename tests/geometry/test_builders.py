@@ -43,10 +43,10 @@ def launched_nothing(place) -> bool:
     return not isinstance(place, MetalHost) or checked.launches == 0
 
 
-def made(place, rule, coords, offsets, stride, shape=None):
+def made(place, rule, coords, offsets, stride, shape=None, box_of=output_rows.box_of):
     """Rows that a rule makes of others, in their box or in a grid."""
-    bounds = keys.bounds_of(coords)
-    box = output_rows.cut(output_rows.box_of(rule, bounds, offsets, stride), shape)
+    box = box_of(rule, keys.bounds_of(coords), offsets, stride)
+    box = output_rows.cut(box, shape)
     arguments = rule, coords, offsets, stride, box, shape is not None
     got = agreed(place, GEOMETRY[place.name].made_rows, *arguments)
     # The same rows where their number is said.
@@ -305,7 +305,12 @@ def test_rows_beyond_the_box_are_left_out(place, rule):
 @places
 def test_rows_of_which_the_stride_leaves_out_those_beyond_int32(place):
     given = rows([[0, MOST, 1], [0, 4, 2]], 2)  # the first reaches nothing
-    kept = made(place, Rule.REACH, given, [(-1, 0), (1, 0)], (1, 2))
+
+    def box_of(rule, *facts):
+        return output_rows.int32_box(rule, given, *facts)
+
+    offsets = [(-1, 0), (1, 0)]
+    kept = made(place, Rule.REACH, given, offsets, (1, 2), box_of=box_of)
     assert ref.rows_of(kept) == [(0, 3, 1), (0, 5, 1)]
 
 
