@@ -310,6 +310,16 @@ def stride_text(stride: tuple) -> str:
     return "x".join(map(str, stride[:1] if len(set(stride)) == 1 else stride))
 
 
+def expect_one_lattice(a: CoordinateSet, b: CoordinateSet) -> None:
+    """Raise a ValueError unless two sets have equal axes and strides."""
+    if a.stride != b.stride:
+        raise ValueError(
+            f"the tensors lie on different lattices: {len(a.stride)}D at stride "
+            f"{stride_text(a.stride)} and {len(b.stride)}D at stride "
+            f"{stride_text(b.stride)}"
+        )
+
+
 def check_stride(stride: object, dims: int) -> tuple:
     """Return a stride as an int or Fraction for each axis, or raise a ValueError."""
     if type(stride) is int and stride > 0:

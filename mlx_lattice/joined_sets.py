@@ -1,4 +1,4 @@
-"""Parts of coordinate sets, and joins of two: rows of either, of both, of one alone.
+"""Parts of coordinate sets, and two of them: rows of either, of both, of one alone.
 
 What is made of two sets alone is kept for as long as both live, and found again.
 """
@@ -10,7 +10,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .backends import registry
-from .coordinate_set import CoordinateKey, CoordinateSet, OfPairs, settle
+from .coordinate_set import (
+    CoordinateKey,
+    CoordinateSet,
+    OfPairs,
+    expect_one_lattice,
+    settle,
+)
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .geometry.keys import join
@@ -92,6 +98,45 @@ def part_of(
     )
     made.is_sorted = held.is_sorted
     return Part(made.key, Move(rows, back))
+
+
+def equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
+    """Return the move of the first set's rows to the second's, which are the same.
+
+    None where their order is the same too.
+
+    Raises:
+        ValueError: the two do not have the same rows; the message shows one.
+    """
+    known = _joins.of(a, b)
+    if "equal" not in known:
+        known["equal"] = _equal_rows(a, b)
+    return known["equal"]
+
+
+def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
+    expect_one_lattice(a, b)
+    # In one order they are the same place by place, or not at all.
+    are_sorted = len(a) == len(b) and a.is_sorted and b.is_sorted
+    if are_sorted and sync.read(mx.array_equal(a.coords, b.coords))[0]:
+        return None
+    places = _looked_up(b, a)
+    same = mx.array_equal(places, mx.arange(len(b), dtype=mx.int32))
+    missing, same = sync.read((places < 0).sum(), same)
+    if missing or len(a) != len(b):
+        of, at = (b, places) if missing else (a, _looked_up(a, b))
+        row = tuple(of.coords[mx.argmin(at).item()].tolist())
+        raise ValueError(
+            f"the tensors do not have the same coordinates ({len(a):,} and {len(b):,} "
+            f"rows; {row} is in one alone); join them with ops.union or "
+            "ops.intersection"
+        )
+    return None if same else Move(places, inverted(places, len(a)))
+
+
+def _looked_up(of: CoordinateSet, among: CoordinateSet) -> mx.array:
+    """Return the row of one set for each of another's, or -1."""
+    return among.index.find(of.coords)
 
 
 def common(

@@ -7,30 +7,19 @@ from math import prod
 
 import mlx.core as mx
 
-from .arrays import array_of
-from .checks import AXES
-from .coordinate_set import (
-    CoordinateKey,
-    CoordinateSet,
-    OfPairs,
-    check_coords,
-    stride_text,
-)
+from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
 from .coordinates import CoordinateManager
 from .copies import copied_tensor
 from .features import check_feats, operand_of
 from .geometry import sync
-from .geometry.unique import true_positions
+from .geometry.dense import active_cells, places_in
 from .geometry.voxelize import voxelize
+from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis
 from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
-from .reductions import inverted, move_rows, put
+from .reductions import move_rows, put
 from .transformations import zeros_of
-
-# Rows that bring the features of one set into another's order; see ``align``.
-_alignments = OfPairs()
-
 
 _PLACE = "coords", "key", "manager"
 
@@ -168,10 +157,7 @@ class SparseTensor(OtherNames):
                 beyond int32.
         """
         coords, feats, _ = voxelize(points, feats, voxel_size, batch, origin, reduce)
-        manager = CoordinateManager()
-        held = manager.inserted(coords, batch_size=batch_size, trusted=True)
-        held.is_sorted = True
-        return cls.of(manager, held.key, feats)
+        return cls._of_sorted(coords, feats, batch_size=batch_size)
 
     @classmethod
     def from_dense(
@@ -188,35 +174,19 @@ class SparseTensor(OtherNames):
         Raises:
             ValueError: the array has no such axes, or the mask others or no bools.
         """
-        array = array_of(array, "array")
-        if array.ndim - 2 not in AXES:
-            raise ValueError(
-                "a dense array must have shape (B, spatial..., C) with 1 to 4 spatial "
-                f"axes; got {tuple(array.shape)}"
-            )
-        grid = array.shape[:-1]
-        if mask is None:
-            mask = mx.any(array != 0, axis=-1)
-        mask = array_of(mask, "mask")
-        if tuple(mask.shape) != tuple(grid) or mask.dtype != mx.bool_:
-            raise ValueError(
-                f"mask must have shape {grid}, bool; got {tuple(mask.shape)} of "
-                f"{mask.dtype}"
-            )
-        at = true_positions(mask.flatten())
-        columns, rest = [], at
-        for extent in reversed(grid):
-            columns.insert(0, (rest % max(1, extent)).astype(mx.int32))
-            rest = rest // max(1, extent)
+        coords, feats, grid = active_cells(array, mask)
+        shape = grid[1:] if keep_shape else None
+        return cls._of_sorted(coords, feats, spatial_shape=shape, batch_size=grid[0])
+
+    @classmethod
+    def _of_sorted(
+        cls, coords: mx.array, feats: mx.array, **facts: object
+    ) -> SparseTensor:
+        """Put features on sorted unique rows, in a manager of their own."""
         manager = CoordinateManager()
-        held = manager.inserted(
-            mx.stack(columns, axis=1),
-            spatial_shape=grid[1:] if keep_shape else None,
-            batch_size=grid[0],
-            trusted=True,
-        )
+        held = manager.inserted(coords, trusted=True, **facts)
         held.is_sorted = True
-        return cls.of(manager, held.key, array.reshape(-1, array.shape[-1])[at])
+        return cls.of(manager, held.key, feats)
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
@@ -292,26 +262,15 @@ class SparseTensor(OtherNames):
         """
         held = self.coordinate_set
         held.index  # noqa: B018 (raises where rows repeat)
-        low, high = held.bounds
         shape = self.spatial_shape if spatial_shape is None else spatial_shape
         if shape is None:
-            shape = [h + 1 for h in high[1:]]
+            shape = [most + 1 for most in held.bounds[1][1:]]
         shape = per_axis(shape, self.dims, "spatial_shape", least=0)
-        if len(self) and (
-            min(low[1:]) < 0
-            or any(h >= n for h, n in zip(high[1:], shape, strict=True))
-        ):
-            raise ValueError(
-                f"coordinates {low[1:]} to {high[1:]} do not fit a dense grid of shape "
-                f"{tuple(shape)} that starts at 0; move them or pass spatial_shape="
-            )
         grid = (self.batch_size, *shape)
         if not len(self):
             return zeros_of([self.feats], (*grid, self.channels), self.dtype)
-        flat = mx.zeros((len(self),), dtype=mx.int64)
-        for axis, extent in enumerate(grid):
-            flat = flat * extent + held.coords[:, axis].astype(mx.int64)
-        return put(self.feats, flat, prod(grid)).reshape(*grid, self.channels)
+        places = places_in(grid, held.coords, held.bounds)
+        return put(self.feats, places, prod(grid)).reshape(*grid, self.channels)
 
     def __add__(self, other):
         return self._arithmetic(other, mx.add)
@@ -419,29 +378,6 @@ def features_of(x: object) -> mx.array:
     return x
 
 
-def expect_same_lattice(x: SparseTensor, y: SparseTensor) -> None:
-    """Raise a ValueError unless two tensors have equal axes and strides."""
-    expect_tensor(x)
-    expect_tensor(y, "y")
-    if x.dims != y.dims or x.stride != y.stride:
-        raise ValueError(
-            f"the tensors lie on different lattices: {x.dims}D at stride "
-            f"{stride_text(x.stride)} and {y.dims}D at stride {stride_text(y.stride)}"
-        )
-
-
-def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
-    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
-    expect_tensor(x)
-    coords = check_coords(coords)
-    if coords.shape[1] != x.coords.shape[1]:
-        raise ValueError(
-            f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
-            f"{tuple(coords.shape)}"
-        )
-    return x.coordinate_set.index.find(coords)
-
-
 def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     """Return ``x`` with the rows of ``like``, in their order.
 
@@ -455,44 +391,6 @@ def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     expect_tensor(like, "like")
     if x.key == like.key:
         return x
-    rows = _matching_rows(x, like)
-    feats = x.feats if rows is None else move_rows(x.feats, *rows, whole=True)
+    move = equal_rows(x.coordinate_set, like.coordinate_set)
+    feats = x.feats if move is None else move_rows(x.feats, *move, whole=True)
     return like.replace(feats)
-
-
-def _matching_rows(
-    x: SparseTensor, like: SparseTensor
-) -> tuple[mx.array, mx.array] | None:
-    """Return the row of ``x`` for each row of ``like``, and the other way round.
-
-    None where they are equal.
-    """
-    sets = x.coordinate_set, like.coordinate_set
-    known = _alignments.of(*sets)
-    if "rows" not in known:
-        expect_same_lattice(x, like)
-        # In one order they are the same place by place, or not at all.
-        are_sorted = len(x) == len(like) and all(each.is_sorted for each in sets)
-        if are_sorted and sync.read(mx.array_equal(*(s.coords for s in sets)))[0]:
-            known["rows"] = None
-            return None
-        rows = lookup(x, sets[1].coords)
-        same = mx.array_equal(rows, mx.arange(len(like), dtype=mx.int32))
-        missing, same = sync.read((rows < 0).sum(), same)
-        if missing or len(x) != len(like):
-            raise ValueError(_difference_text(x, like, rows, missing))
-        known["rows"] = None if same else (rows, inverted(rows, len(x)))
-    return known["rows"]
-
-
-def _difference_text(x, like, rows, missing: int) -> str:
-    ours, theirs = x.coordinate_set.coords, like.coordinate_set.coords
-    if missing:
-        example = theirs[mx.argmin(rows).item()]
-    else:
-        example = ours[mx.argmin(lookup(like, ours)).item()]
-    return (
-        f"the tensors do not have the same coordinates ({len(x):,} and {len(like):,} "
-        f"rows; {tuple(example.tolist())} is in one alone); join them with ops.union "
-        "or ops.intersection"
-    )

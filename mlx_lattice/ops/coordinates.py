@@ -10,12 +10,11 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
-from .. import tensor
 from ..arrays import array_of
 from ..backends import registry
 from ..channel_joins import beside
 from ..checks import whole
-from ..coordinate_set import CoordinateSet, check_coords, settle
+from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
 from ..coordinates import CoordinateManager
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, join
@@ -24,13 +23,7 @@ from ..integer_tensor import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
-from ..tensor import (
-    SparseTensor,
-    align,
-    expect_same_lattice,
-    expect_tensor,
-    tensors_of,
-)
+from ..tensor import SparseTensor, align, expect_tensor, tensors_of
 from .global_pool import batch_rows
 
 __all__ = [
@@ -78,7 +71,7 @@ def union(
         x, y: tensors of one lattice and equal channels.
         combine: of the two (N, C) features; a row that one lacks counts as zeros.
     """
-    expect_same_lattice(x, y)
+    _expect_one_lattice(x, y)
     if combine is mx.add and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "union")
     sets = x.coordinate_set, y.coordinate_set
@@ -91,6 +84,13 @@ def union(
     return SparseTensor.of(x.manager, key, combine(*wide))
 
 
+def _expect_one_lattice(x: SparseTensor, y: SparseTensor) -> None:
+    """Raise unless both are tensors, of equal axes and strides."""
+    expect_tensor(x)
+    expect_tensor(y, "y")
+    expect_one_lattice(x.coordinate_set, y.coordinate_set)
+
+
 def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
     """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
     expect_tensor(x)
@@ -99,7 +99,13 @@ def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
             "coords must be (Q, 1 + D) integer rows; got a SparseTensor: look up its "
             "coords, which are in cells of its own lattice"
         )
-    return tensor.lookup(x, coords)
+    coords = check_coords(coords)
+    if coords.shape[1] != x.coords.shape[1]:
+        raise ValueError(
+            f"coords must have shape (Q, {x.coords.shape[1]}), as the tensor's; got "
+            f"{tuple(coords.shape)}"
+        )
+    return x.coordinate_set.index.find(coords)
 
 
 def unique_sum(
@@ -163,7 +169,7 @@ def intersection(
     combine: Callable[[mx.array, mx.array], mx.array] = mx.multiply,
 ) -> SparseTensor:
     """Join two tensors on the rows that both have, in the order of ``x``."""
-    expect_same_lattice(x, y)
+    _expect_one_lattice(x, y)
     if combine is mx.multiply and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "intersection")
     rows, move = common(x.manager, x.coordinate_set, y.coordinate_set)
@@ -173,7 +179,7 @@ def intersection(
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
     """Return the rows of ``x`` that ``y`` lacks, in their order."""
-    expect_same_lattice(x, y)
+    _expect_one_lattice(x, y)
     return _part(x, alone(x.manager, x.coordinate_set, y.coordinate_set))
 
 
@@ -258,7 +264,7 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """
     tensors = tensors_of(tensors, "batch")
     for x in tensors:
-        expect_same_lattice(x, tensors[0])
+        _expect_one_lattice(x, tensors[0])
     _expect_one_width(tensors, "batch")
     coords, boxes, start = [], [], 0
     sets = [x.coordinate_set for x in tensors]
