@@ -106,7 +106,8 @@ def equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     None where their order is the same too.
 
     Raises:
-        ValueError: the two do not have the same rows; the message shows one.
+        ValueError: the two do not have the same rows, or one of them has a row twice;
+            the message shows one.
     """
     known = _joins.of(a, b)
     if "equal" not in known:
@@ -120,11 +121,11 @@ def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     are_sorted = len(a) == len(b) and a.is_sorted and b.is_sorted
     if are_sorted and sync.read(mx.array_equal(a.coords, b.coords))[0]:
         return None
-    places = _looked_up(b, a)
+    places = _found(b, a)
     same = mx.array_equal(places, mx.arange(len(b), dtype=mx.int32))
     missing, same = sync.read((places < 0).sum(), same)
     if missing or len(a) != len(b):
-        of, at = (b, places) if missing else (a, _looked_up(a, b))
+        of, at = (b, places) if missing else (a, _found(a, b))
         row = tuple(of.coords[mx.argmin(at).item()].tolist())
         raise ValueError(
             f"the tensors do not have the same coordinates ({len(a):,} and {len(b):,} "
@@ -132,11 +133,6 @@ def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
             "ops.intersection"
         )
     return None if same else Move(places, inverted(places, len(a)))
-
-
-def _looked_up(of: CoordinateSet, among: CoordinateSet) -> mx.array:
-    """Return the row of one set for each of another's, or -1."""
-    return among.index.find(of.coords)
 
 
 def common(

@@ -257,12 +257,21 @@ def test_sorted_sets_are_aligned_without_a_search(monkeypatch):
         raise AssertionError("rows were looked up")
 
     with monkeypatch.context() as patched:
-        patched.setattr(joined_sets, "_looked_up", looked_up)
+        patched.setattr(joined_sets, "_found", looked_up)
         assert (pruned + x).key is pruned.key
         with pytest.raises(AssertionError, match="looked up"):
             other + x
     with pytest.raises(ValueError, match="do not have the same coordinates"):
         other + x
+
+
+@pytest.mark.parametrize("is_turned", (False, True))
+def test_rows_that_repeat_are_aligned_with_none(is_turned):
+    """Each is among the other's rows, and there are as many of them."""
+    rows = drawn(np.random.default_rng(8), 20)
+    x, y = tensor(rows), tensor(np.concatenate([rows[:1], rows[:-1]]), 1)
+    with pytest.raises(ValueError, match="unique; rows 0 and 1 are both"):
+        ops.align(*((y, x) if is_turned else (x, y)))
 
 
 class Growing(mlx.nn.Module):
