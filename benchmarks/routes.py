@@ -35,16 +35,10 @@ from gpu_profiles import gpu_kernels
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.backends import first_use
+from mlx_lattice.dtypes import DTYPES
 from mlx_lattice.inspect.page import drawn
 from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import (
-    DTYPES,
-    FORWARD,
-    KERNEL_MAJOR,
-    MLX_LAYOUT,
-    PASSES,
-    WEIGHT_GRAD,
-)
+from mlx_lattice.problem import FORWARD, KERNEL_MAJOR, MLX_LAYOUT, PASSES, WEIGHT_GRAD
 from mlx_lattice.routes.plan import MLX
 from mlx_lattice.routes.selection import candidates
 

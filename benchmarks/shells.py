@@ -41,7 +41,7 @@ def relation(resolution):
 def cost(shell, chip):
     """The Cost of a shell's forward pass on a chip, with its prediction."""
     device = devices.profile(chip)
-    facts = shell.channels, shell.channels, ml.problem.DTYPES["float16"]
+    facts = shell.channels, shell.channels, ml.dtypes.DTYPES["float16"]
     # Tiles are those of the CPU's geometry; CUDA's order of rows is another.
     with mx.stream(mx.cpu):
         built = relation(shell.resolution)

@@ -15,8 +15,8 @@ from .activations import NONE, SLOPE, Activation, composed
 from .backends import registry
 from .backends.cuda_column_sums import CudaColumnSums
 from .backends.norms_protocol import Fit, Norms
+from .dtypes import FLOATS
 from .geometry import sync
-from .problem import FLOATS
 from .routes import thresholds
 from .routes.selection import situation
 from .transformations import Function, differentiable, elementwise, of_kernels

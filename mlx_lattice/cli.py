@@ -17,8 +17,9 @@ from .backends.metal_host import HostMissing
 from .convert import MODELS as MODELS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
+from .dtypes import DTYPES
 from .memory.limit import MemoryLimitError
-from .problem import DTYPES, FORWARD, PASSES
+from .problem import FORWARD, PASSES, Problem
 from .quantized import BITS
 from .relation_form import KINDS
 
@@ -272,7 +273,6 @@ def _doctor(given: argparse.Namespace) -> int:
 
 def _explain(given: argparse.Namespace) -> None:
     from .inspect.explain import explain
-    from .problem import Problem
 
     size = given.kernel[0] if len(given.kernel) == 1 else given.kernel
     if len(given.kernel) not in (1, given.dims):

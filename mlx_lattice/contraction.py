@@ -15,6 +15,7 @@ import mlx.core as mx
 
 from .channel_kernels import column_sums
 from .checks import whole
+from .dtypes import dtype_name
 from .epilogue import Epilogue, EpilogueFacts, Moments
 from .numerics import asked_precision
 from .problem import (
@@ -23,7 +24,6 @@ from .problem import (
     KERNEL_MAJOR,
     MLX_LAYOUT,
     WEIGHT_GRAD,
-    dtype_name,
     weight_axes,
 )
 from .quantized import QuantizedWeight

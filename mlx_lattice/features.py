@@ -7,7 +7,7 @@ from numbers import Number
 import mlx.core as mx
 
 from .arrays import array_of, as_mlx_reads
-from .problem import FLOATS
+from .dtypes import FLOATS
 
 
 def check_feats(feats: mx.array, rows: int) -> mx.array:

@@ -15,6 +15,7 @@ from typing import Any
 import mlx.core as mx
 
 from .distribution import install
+from .dtypes import DTYPES
 from .geometry.unique import true_positions
 from .io.errors import CheckpointError
 from .memory.limit import memory_limit
@@ -22,7 +23,6 @@ from .memory.sizes import parse_bytes
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .models.trellis2.pipeline import STAGES
 from .output_places import check_writable
-from .problem import DTYPES
 from .quantized import BITS
 
 SUFFIX = ".safetensors"

@@ -8,9 +8,11 @@ import mlx.core as mx
 
 from .activations import named
 from .contraction import check_features, check_groups
+from .dtypes import dtype_name
 from .integer_facts import ARRAYS, IntegerFacts
 from .integer_weight import IntegerWeight
-from .problem import FLOAT32, FORWARD, KERNEL_MAJOR, dtype_name
+from .numerics import FLOAT32
+from .problem import FORWARD, KERNEL_MAJOR
 from .relation import Relation, expect_relation
 from .routes import launch
 from .transformations import Function

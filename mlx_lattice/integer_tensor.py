@@ -16,8 +16,8 @@ from .channel_joins import beside
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import CPU
+from .dtypes import FLOATS, dtype_name
 from .integer_facts import MOST, to_int8
-from .problem import FLOATS, dtype_name
 from .tensor import SparseTensor, expect_tensor
 
 TINY = 1e-38

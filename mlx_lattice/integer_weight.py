@@ -16,9 +16,9 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .arrays import array_of
+from .dtypes import dtype_name
 from .geometry.keys import INT32_LIMIT
 from .integer_facts import ALIGNMENT, MOST
-from .problem import dtype_name
 from .quantized import (
     DEFAULT_GROUP_SIZE,
     check_bits,

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from . import settings
-from .problem import FLOAT32, PRECISIONS
 
+FLOAT32, TF32 = PRECISIONS = ("float32", "tf32")
 VARIABLE = "MLX_LATTICE_PRECISION"
 
 _variable = settings.reader(VARIABLE)

@@ -10,7 +10,8 @@ from . import backends, devices
 from .backends import mlx_ops
 from .contraction import same_dtype
 from .devices import CPU, Device
-from .problem import Problem, dtype_name
+from .dtypes import dtype_name
+from .problem import Problem
 from .quantized import QuantizedWeight
 from .routes.plan import Plan
 from .routes.selection import named

@@ -19,11 +19,11 @@ import mlx.core as mx
 from . import settings
 from .activations import named
 from .channel_kernels import activated_sum
+from .dtypes import FLOATS
 from .epilogue import Epilogue, Moments
 from .geometry import sync
 from .later import NOTHING, Convolution, Later, OfRows, Result, as_now
 from .memory import limit, stages
-from .problem import FLOATS
 from .relation import Relation
 from .tensor import SparseTensor
 

@@ -9,40 +9,20 @@ from math import prod
 
 import mlx.core as mx
 
-from .checks import whole
+from .checks import one_of, whole
+from .dtypes import DTYPES, dtype_name
 from .epilogue import EpilogueFacts
 from .facts import Facts
 from .integer_facts import ALIGNMENT, IntegerFacts
 from .kernel_spec import KernelSpec
+from .numerics import FLOAT32, PRECISIONS
 from .relation_form import KINDS
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
 # How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).
 KERNEL_MAJOR, MLX_LAYOUT = LAYOUTS = ("kernel_major", "mlx")
 
-DTYPES = {
-    "float32": mx.float32,
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-}
-
-FLOATS = tuple(DTYPES.values())
-
 MOST_ROWS = 2**31 - 1  # rows are numbered in int32
-
-FLOAT32, TF32 = PRECISIONS = ("float32", "tf32")
-
-_NAMES = {dtype: name for name, dtype in DTYPES.items()}
-
-
-def dtype_name(dtype: mx.Dtype | str) -> str:
-    """Return "float32", "float16" or "bfloat16", or raise for any other dtype."""
-    name = _NAMES.get(dtype) or str(dtype).rpartition(".")[2]
-    if name not in DTYPES:
-        raise TypeError(
-            f"features and weights must be float32, float16 or bfloat16; got {name}"
-        )
-    return name
 
 
 def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
@@ -118,17 +98,11 @@ class Problem(Facts):
     moments: bool = False
 
     def __post_init__(self):
-        if self.pass_ not in PASSES:
-            raise ValueError(f"pass must be one of {PASSES}; got {self.pass_!r}")
-        if self.kind not in KINDS:
-            raise ValueError(f"kind must be one of {KINDS}; got {self.kind!r}")
-        if self.layout not in LAYOUTS:
-            raise ValueError(f"layout must be one of {LAYOUTS}; got {self.layout!r}")
+        one_of(self.pass_, PASSES, "pass")
+        one_of(self.kind, KINDS, "kind")
+        one_of(self.layout, LAYOUTS, "layout")
+        one_of(self.precision, PRECISIONS, "precision")
         dtype_name(self.dtype)
-        if self.precision not in PRECISIONS:
-            raise ValueError(
-                f"precision must be one of {PRECISIONS}; got {self.precision!r}"
-            )
         for name in ("c_in", "c_out", "n_in", "n_out"):
             if type(given := getattr(self, name)) is not int:
                 object.__setattr__(self, name, whole(given, name))

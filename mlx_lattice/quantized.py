@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .problem import dtype_name
+from .dtypes import dtype_name
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)

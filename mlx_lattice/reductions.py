@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from .backends import registry
 from .backends.mlx_reductions import padded, take
-from .problem import FLOATS
+from .dtypes import FLOATS
 from .transformations import Function, filled
 
 # Derivatives

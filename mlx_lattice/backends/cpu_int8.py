@@ -5,8 +5,9 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..devices import CPU, Device
+from ..dtypes import DTYPES
 from ..integer_weight import IntegerWeight
-from ..problem import DTYPES, Problem
+from ..problem import Problem
 from ..relation import Relation
 from ..routes.plan import IN_KERNEL, Plan, integers_unpacked
 from .cpu_extension import extension

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..dtypes import DTYPES
+from ..problem import WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.plan import (
     IN_KERNEL,

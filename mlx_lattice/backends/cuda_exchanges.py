@@ -11,7 +11,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import THREADS

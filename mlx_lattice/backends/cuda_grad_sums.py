@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, MLX_LAYOUT, Problem
+from ..dtypes import DTYPES
+from ..problem import MLX_LAYOUT, Problem
 from ..routes import thresholds
 from . import cuda_epilogue, cuda_splits
 from .gpu_kernel import GpuKernel

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import CUDA, Device
+from ..dtypes import DTYPES
 from ..integer_facts import FOLLOWING, finished
 from ..integer_weight import IntegerWeight
-from ..problem import DTYPES, Problem
+from ..problem import Problem
 from ..relation import Relation
 from ..routes import cuda_shapes, thresholds
 from ..routes.plan import (

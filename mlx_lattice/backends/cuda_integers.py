@@ -8,8 +8,9 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA
+from ..dtypes import DTYPES
 from ..integer_facts import FOLLOWING, IntegerFacts
-from ..problem import DTYPES, Problem
+from ..problem import Problem
 from . import cuda_epilogue, cuda_tiles
 from .cuda_compile import TYPES
 from .gpu_kernel import GpuKernel, Interface

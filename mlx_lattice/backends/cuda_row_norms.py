@@ -9,7 +9,7 @@ from math import prod
 import mlx.core as mx
 
 from ..devices import CUDA, current
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
 from .norm_interfaces import CUDA_FILES, numbers

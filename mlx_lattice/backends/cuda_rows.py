@@ -12,7 +12,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..dtypes import DTYPES
+from ..problem import KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_TILES, Dispatch, Plan
 from . import cuda_epilogue, cuda_weight_grad

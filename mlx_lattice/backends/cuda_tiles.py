@@ -8,7 +8,8 @@ from typing import NamedTuple, TypeVar
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import TF32, WEIGHT_GRAD, Problem
+from ..numerics import TF32
+from ..problem import WEIGHT_GRAD, Problem
 from ..routes import cuda_shapes, thresholds
 from . import cuda_epilogue
 from .signatures import rounded_up

@@ -14,7 +14,8 @@ from math import prod
 import mlx.core as mx
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, MLX_LAYOUT, Problem
+from ..dtypes import DTYPES
+from ..problem import MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import PROOF_SPLITS, Dispatch, LayerPlanner, Plan, Proof

@@ -8,7 +8,8 @@ from functools import partial
 from math import prod
 
 from ..devices import CUDA, Device
-from ..problem import DTYPES, MLX_LAYOUT, Problem
+from ..dtypes import DTYPES
+from ..problem import MLX_LAYOUT, Problem
 from ..routes import cuda_shapes, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_grad_tiles, cuda_tiles

@@ -8,7 +8,7 @@ from functools import cache, lru_cache
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from .dispatch_bounds import by_rows, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .norm_interfaces import CUDA_FILES, PLACE

@@ -13,7 +13,7 @@ from math import gcd
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from .dispatch_bounds import ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_reductions import GATHER_SUM

@@ -10,7 +10,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import LEAST_DEVICE_SIZE, THREADS
 

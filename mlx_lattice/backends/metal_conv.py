@@ -8,7 +8,8 @@ from functools import partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
+from ..dtypes import DTYPES
+from ..problem import KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.plan import IN_TILES, Plan, Proof
 from . import dispatch_bounds, metal_weight_grad

@@ -12,7 +12,8 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..problem import DTYPES, WEIGHT_GRAD, Problem
+from ..dtypes import DTYPES
+from ..problem import WEIGHT_GRAD, Problem
 from ..routes import thresholds
 from ..routes.plan import (
     AFTER,

@@ -7,7 +7,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ..devices import METAL
-from ..problem import DTYPES, Problem, dtype_name
+from ..dtypes import DTYPES, dtype_name
+from ..problem import Problem
 from ..relation import Relation
 from ..routes.plan import Dispatch
 from .dispatch_bounds import cuts

@@ -13,7 +13,8 @@ from functools import partial
 import mlx.core as mx
 
 from ..devices import METAL, Device
-from ..problem import DTYPES, Problem
+from ..dtypes import DTYPES
+from ..problem import Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import PROOF_SPLITS, Dispatch, Plan, Proof

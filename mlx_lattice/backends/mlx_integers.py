@@ -9,9 +9,10 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..devices import Device
+from ..dtypes import DTYPES
 from ..integer_facts import MOST, finished
 from ..integer_weight import IntegerWeight
-from ..problem import DTYPES, Problem
+from ..problem import Problem
 from ..relation import Relation
 from ..routes.plan import MLX, OPERATIONS, Plan, integers_unpacked
 from . import mlx_ops

@@ -13,10 +13,11 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..devices import CUDA, METAL
+from ..dtypes import DTYPES
 from ..epilogue import ARRAYS as EPILOGUE
 from ..epilogue import finished
 from ..integer_facts import finished as finished_integers
-from ..problem import DTYPES, MLX_LAYOUT
+from ..problem import MLX_LAYOUT
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan

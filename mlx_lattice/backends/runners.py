@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..dtypes import DTYPES
 from ..integer_facts import ARRAYS
-from ..problem import DTYPES, MLX_LAYOUT
+from ..problem import MLX_LAYOUT
 from ..relation import Relation
 from ..routes.plan import Plan
 from .runner_steps import (

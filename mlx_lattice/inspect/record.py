@@ -9,9 +9,10 @@ from dataclasses import asdict, dataclass, fields
 import mlx.core as mx
 
 from ..devices import Device
+from ..dtypes import dtype_name
 from ..ops.attended import Attended
 from ..ops.fusion import Fused
-from ..problem import Problem, dtype_name
+from ..problem import Problem
 from ..routes.selection import Choice
 from .cost import Cost
 from .explain import Explanation

@@ -13,8 +13,8 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from ..distribution import __version__
+from ..dtypes import DTYPES
 from ..memory.admission import admitted
-from ..problem import DTYPES
 from .about import About
 
 Net = TypeVar("Net", bound="Pretrained")

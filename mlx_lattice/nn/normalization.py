@@ -15,6 +15,7 @@ import mlx.nn
 from .. import ops
 from ..backends.norms_protocol import NONE, Activation
 from ..checks import flag, real, whole
+from ..dtypes import dtype_name
 from ..epilogue import Epilogue
 from ..geometry.sync import is_transforming
 from ..later import as_now
@@ -25,7 +26,6 @@ from ..ops.known_activations import activation_of
 from ..ops.norm import expect_lines, residual_of
 from ..ops.norm_statistics import BatchStatistics
 from ..pending import Pending, may_wait
-from ..problem import dtype_name
 from ..tensor import SparseTensor, features_of
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]

@@ -14,8 +14,8 @@ from ..arrays import array_of
 from ..backends import registry
 from ..channel_kernels import activation
 from ..checks import real
+from ..dtypes import FLOATS
 from ..pending import Pending
-from ..problem import FLOATS
 from ..tensor import SparseTensor, features_of
 from ..transformations import elementwise, zeros_of
 

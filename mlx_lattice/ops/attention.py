@@ -19,11 +19,11 @@ from ..backends.cpu_attention import KERNEL
 from ..checks import real, whole
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
+from ..dtypes import dtype_name
 from ..geometry import lattice, sync
 from ..geometry.curves import check_curve
 from ..geometry.keys import INT32_LIMIT
 from ..kernel_spec import IntOrTuple, per_axis
-from ..problem import dtype_name
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of

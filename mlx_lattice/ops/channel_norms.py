@@ -17,7 +17,7 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..backends.norms_protocol import Activation, BatchNorms, Norms
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled, several
 from .fusion import observed, silent

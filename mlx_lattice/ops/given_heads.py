@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..problem import dtype_name
+from ..dtypes import dtype_name
 
 
 def heads_fit(q: mx.array, k: mx.array, v: mx.array) -> bool:

@@ -10,9 +10,9 @@ import mlx.core as mx
 from ..activations import Activation
 from ..arrays import arrays_of
 from ..checks import real, whole
+from ..dtypes import dtype_name
 from ..later import as_now
 from ..pending import Pending, may_wait
-from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor, features_of
 from . import channel_norms
 from .batch_lines import after, apart, check_values

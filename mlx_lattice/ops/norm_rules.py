@@ -18,7 +18,7 @@ from ..backends.norms_protocol import (
     Norms,
     RowSegments,
 )
-from ..problem import FLOATS
+from ..dtypes import FLOATS
 from ..transformations import Function, differentiable, filled, several
 from .fusion import observed, teller, untold
 from .norm_statistics import BatchStatistics, SegmentStatistics

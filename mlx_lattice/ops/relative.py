@@ -7,8 +7,8 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from ..coordinate_set import CoordinateSet
+from ..dtypes import dtype_name
 from ..geometry.keys import INT32_LIMIT
-from ..problem import dtype_name
 from ..reductions import gathered
 from .groups import Groups
 

@@ -9,8 +9,8 @@ import mlx.core as mx
 from ..arrays import array_of, arrays_of
 from ..checks import real
 from ..coordinate_set import CoordinateSet
+from ..dtypes import dtype_name
 from ..geometry import sync
-from ..problem import dtype_name
 from ..tensor import SparseTensor, expect_tensor
 from .heads import turned_head
 

@@ -10,7 +10,8 @@ from .. import backends
 from ..backends.epilogue_after import launched
 from ..devices import BACKENDS, CPU, CUDA, METAL, Device
 from ..epilogue import finished
-from ..problem import FLOAT32, FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..numerics import FLOAT32
+from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_or_integers, packed_weight, settled
 from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, LayerPlanner, Plan, Planner
 from .thresholds import TileShape

@@ -14,7 +14,8 @@ import mlx.core as mx
 
 from .. import kept_files, settings
 from ..devices import Device
-from ..problem import FLOAT32, INPUT_GRAD, Problem
+from ..numerics import FLOAT32
+from ..problem import INPUT_GRAD, Problem
 from .choice import Own, Route, Times
 from .kept_entries import KeptEntries
 

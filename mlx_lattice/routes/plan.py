@@ -11,7 +11,8 @@ import mlx.core as mx
 
 from ..backends.gpu_kernel import GpuKernel
 from ..devices import CPU, CUDA, METAL, Device
-from ..problem import DTYPES, KERNEL_MAJOR, WEIGHT_GRAD, Problem
+from ..dtypes import DTYPES
+from ..problem import KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from . import thresholds

@@ -7,9 +7,10 @@ import mlx.core as mx
 from .. import devices
 from ..activations import SLOPE
 from ..backends import mlx_integers
+from ..dtypes import DTYPES
 from ..integer_facts import IntegerFacts
 from ..integer_weight import integer_weight
-from ..problem import DTYPES, Problem
+from ..problem import Problem
 from ..relation import Relation
 from .proof_values import drawn
 

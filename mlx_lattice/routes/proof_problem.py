@@ -17,9 +17,10 @@ import mlx.core as mx
 
 from .. import devices
 from ..backends import mlx_ops, portable_only
+from ..dtypes import DTYPES
 from ..epilogue import CHANNELS, finished
 from ..integer_weight import IntegerWeight
-from ..problem import DTYPES, FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight, padded
 from ..relation import Relation
 from . import proof_integers

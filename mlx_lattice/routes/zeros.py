@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import mlx.core as mx
 
+from ..dtypes import DTYPES
 from ..epilogue import finished
 from ..integer_facts import finished as finished_integers
-from ..problem import DTYPES, FORWARD, INPUT_GRAD, MLX_LAYOUT, Problem
+from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, Problem
 from .plan import Plan
 
 

@@ -18,8 +18,9 @@ from norm_checks import joined, moments
 from mlx_lattice import devices
 from mlx_lattice.backends import cuda_epilogue, cuda_rows, cuda_splits, cuda_tiles
 from mlx_lattice.backends.gpu_kernel import Interface
+from mlx_lattice.dtypes import DTYPES
 from mlx_lattice.epilogue import ARRAYS
-from mlx_lattice.problem import DTYPES, FORWARD, Problem
+from mlx_lattice.problem import FORWARD, Problem
 
 pytestmark = emulated
 PARTS = ARRAYS, ARRAYS[:-1], ("shift", "residual"), ("mean",), (), ("var",), ARRAYS[-1:]

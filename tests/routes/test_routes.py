@@ -9,7 +9,8 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.devices import BACKENDS, PROFILES
-from mlx_lattice.problem import DTYPES, PASSES, Problem
+from mlx_lattice.dtypes import DTYPES
+from mlx_lattice.problem import PASSES, Problem
 from mlx_lattice.relation_form import KINDS
 from mlx_lattice.routes import TABLE, RouteError, measure, select
 

@@ -55,8 +55,9 @@ from mlx_lattice.backends import (  # noqa: E402
 )
 from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
 from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
+from mlx_lattice.dtypes import DTYPES  # noqa: E402
 from mlx_lattice.kernel_spec import KernelSpec  # noqa: E402
-from mlx_lattice.problem import DTYPES, FORWARD, INPUT_GRAD, Problem  # noqa: E402
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, Problem  # noqa: E402
 from mlx_lattice.routes import TABLE, cuda_shapes, named, thresholds  # noqa: E402
 
 used: set[str] = set()

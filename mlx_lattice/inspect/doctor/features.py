@@ -12,7 +12,7 @@ import mlx.nn
 from ... import nn, ops
 from ...backends.availability import portable_only
 from ...coordinates import CoordinateManager
-from ...problem import DTYPES
+from ...dtypes import DTYPES
 from ...relation import Relation
 from ...routes import thresholds
 from ...routes.measure import relative_error

@@ -10,7 +10,8 @@ from dataclasses import asdict, dataclass, field
 import mlx.core as mx
 
 from ...devices import METAL, Device
-from ...problem import DTYPES, FORWARD, KERNEL_MAJOR, Problem
+from ...dtypes import DTYPES
+from ...problem import FORWARD, KERNEL_MAJOR, Problem
 from ...relation import Relation
 from ...routes import thresholds
 from ...routes.measure import FLOOR, relative_error

@@ -8,7 +8,8 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ...coordinates import CoordinateManager
-from ...problem import DTYPES, FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
+from ...dtypes import DTYPES
+from ...problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
 from ...quantized import DEFAULT_GROUP_SIZE, quantize_weight
 from ...relation import Relation
 from ...routes import proof_integers

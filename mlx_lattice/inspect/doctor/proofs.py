@@ -19,14 +19,9 @@ import mlx.core as mx
 from ...backends import first_use
 from ...coordinates import CoordinateManager
 from ...devices import CUDA, Device
+from ...dtypes import DTYPES
 from ...integer_facts import IntegerFacts
-from ...problem import (
-    DTYPES,
-    FORWARD,
-    INPUT_GRAD,
-    LAYOUTS,
-    Problem,
-)
+from ...problem import FORWARD, INPUT_GRAD, LAYOUTS, Problem
 from ...quantized import BITS
 from ...relation import Relation
 from ...routes import TABLE, proof, proof_results, thresholds

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 import mlx.core as mx
 
 from ...devices import Device
-from ...problem import DTYPES
+from ...dtypes import DTYPES
 from .clock import Budget, measured
 
 # Sides of the matmuls, smallest first; a larger one follows while this is quicker.

@@ -23,10 +23,10 @@ import mlx.nn
 
 from ... import nn, ops
 from ...coordinate_set import CoordinateKey
+from ...dtypes import dtype_name
 from ...memory.admission import admit
 from ...memory.blocks import by_rows
 from ...ops.dual_grid import DualGrid
-from ...problem import dtype_name
 from ...tensor import SparseTensor, expect_tensor
 from ..pretrained import Pretrained
 from .blocks import ConvNeXtBlock, UpBlock, check_stages

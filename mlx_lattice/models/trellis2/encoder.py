@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import mlx.core as mx
 
 from ... import nn, ops
-from ...problem import dtype_name
+from ...dtypes import dtype_name
 from ...tensor import SparseTensor, align, expect_tensor
 from ..pretrained import Pretrained
 from .blocks import ConvNeXtBlock, DownBlock, check_stages

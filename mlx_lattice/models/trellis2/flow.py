@@ -24,9 +24,9 @@ from typing import TypeVar
 import mlx.core as mx
 
 from ... import nn, ops
+from ...dtypes import dtype_name
 from ...module_state import Kept
 from ...nn.adaptive_norm import modulation_layers, modulation_of
-from ...problem import dtype_name
 from ...tensor import SparseTensor, align, expect_tensor
 from ..pretrained import Pretrained
 from .embeddings import TimestepEmbedder, place_features

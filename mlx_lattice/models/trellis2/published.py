@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...problem import DTYPES
+from ...dtypes import DTYPES
 
 
 class Net(NamedTuple):

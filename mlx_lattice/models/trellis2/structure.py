@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ... import nn, ops
-from ...problem import dtype_name
+from ...dtypes import dtype_name
 from ...routes import launch
 from ...tensor import SparseTensor
 from ..pretrained import Pretrained
