@@ -29,7 +29,14 @@ from ..routes.plan import (
     Plan,
     Proof,
 )
-from . import cuda_counts, cuda_splits, cuda_tiles, cuda_weight_grad
+from . import (
+    cuda_counts,
+    cuda_operands,
+    cuda_splits,
+    cuda_tile_choice,
+    cuda_tiles,
+    cuda_weight_grad,
+)
 from .cuda_epilogue import finishing_kernel
 from .cuda_rows import (
     SCALES,
@@ -81,7 +88,7 @@ def sorted_implicit_gemm(layer: Problem, device: Device) -> Callable[[Problem], 
         return cuda_weight_grad.sorted_planner(layer, device)
 
     def weights(p: Problem, _) -> str:
-        return PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""
+        return PREPARED_ONCE if cuda_operands.prepares(p, device) else ""
 
     return _tiles(layer, device, "sorted_implicit_gemm", weights)
 
@@ -91,7 +98,7 @@ def quantized_sorted(layer: Problem, device: Device) -> Callable[[Problem], Plan
     """Plan the same tiles, packed weights unpacked into them, or once before."""
 
     def weights(p: Problem, tile_of: Callable[[Problem], tuple]) -> str:
-        once = cuda_tiles.unpacks_once(p, device, tile_of(p)[0])
+        once = cuda_tile_choice.unpacks_once(p, device, tile_of(p)[0])
         return UNPACKED_ONCE if once else IN_TILES
 
     return _tiles(layer, device, "quantized_sorted", weights)
@@ -110,10 +117,10 @@ def _tiles(
         return tile, cuda_splits.splitter(layer, tile), {}
 
     chosen = {
-        packed: cuda_tiles.tile_chooser(layer, device, packed, of_tile)
+        packed: cuda_tile_choice.tile_chooser(layer, device, packed, of_tile)
         for packed in (False, True)
     }
-    width = cuda_tiles.whole_channels(layer)[1]
+    width = cuda_operands.whole_channels(layer)[1]
 
     def plan(p: Problem) -> Plan:
         weights = weights_of(p, chosen[True])
@@ -188,7 +195,7 @@ def _tiles_kernel(layer: Problem, cut: _Cut) -> GpuKernel:
         if prepared:
             c_y, strides = "w_shape[1]", PREPARED
         strides = {name: read for name, read in strides.items() if name != W_GROUP}
-    multiple = cuda_tiles.multiple(dtype)
+    multiple = cuda_operands.multiple(dtype)
     # Packed weights are not padded; of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
     return finishing_kernel(
@@ -213,7 +220,7 @@ def out_of(dtype: mx.Dtype, is_split: bool) -> mx.Dtype:
 
 def _as_cut(p: Problem, cut: _Cut) -> Plan:
     """Plan work that is cut already; packed weights are transposed ones."""
-    width = cuda_tiles.whole_channels(p)[1]
+    width = cuda_operands.whole_channels(p)[1]
     return _with_rows(p, _cut_tiles(p.layer, cut), cut, width)
 
 
@@ -227,7 +234,7 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         add = cuda_splits.add_splits(dtype, after=p.epilogue, moments=cut.moments)
     # The same proof for all problems of the kernel, whichever is planned first.
     cut = cut._replace(splits=PROOF_SPLITS if is_split else 1)
-    tried = cuda_tiles.proof_channels(p, tile.width)
+    tried = cuda_operands.proof_channels(p, tile.width)
     return Plan(
         p,
         CUDA,
@@ -236,10 +243,10 @@ def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
         runs.get(cut.weights, sorted_tiles),
         variant=tile.variant,
         tile=(tile.rows, tile.width),
-        multiple=cuda_tiles.multiple(dtype),
+        multiple=cuda_operands.multiple(dtype),
         read=sorted_arrays,
         weights=cut.weights,
-        products=cuda_tiles.products(p),
+        products=cuda_operands.products(p),
         epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
         gpu=kernel,
         reads_stored=cut.weights != IN_TILES,
@@ -269,9 +276,9 @@ def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
             added = (cuda_splits.moments_threads(rows, width),)
     scratch += 12 * moments * width
     if cut.weights == PREPARED_ONCE:
-        scratch += cuda_tiles.prepared_bytes(p)
+        scratch += cuda_operands.prepared_bytes(p)
     elif cut.weights == UNPACKED_ONCE:
-        scratch += cuda_tiles.unpacked_bytes(p)
+        scratch += cuda_operands.unpacked_bytes(p)
     grid = blocks * tile.threads, splits
     dispatches = (Dispatch(0, high, grid, added),)
     return plan.changed(
@@ -303,7 +310,7 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
 
     (K, C_y, C_x), rounded to TF32; or (2 K, C_y, C_x), each offset in two parts.
     """
-    parts = cuda_tiles.weight_parts(p)
+    parts = cuda_operands.weight_parts(p)
     axes, strides = WEIGHT_AXES[p.layout], strides_of(p)
     channels, lines = axes["c_in"], axes["c_out"]
     if p.transposed:
@@ -327,7 +334,7 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
             ),
         )
     )
-    c_x, c_y = cuda_tiles.whole_channels(p)
+    c_x, c_y = cuda_operands.whole_channels(p)
     blocks = p.volume * -(-c_x // 32) * -(-c_y // 32)
     shape = parts * p.volume, c_y, c_x
     return kernel.launcher((True,), [(shape, mx.float32)], (blocks * THREADS,))

@@ -11,8 +11,14 @@ import mlx.core as mx
 from ..geometry.curves import used_by_blocks
 from ..relation import Relation
 from ..routes.plan import Plan
-from . import cuda_grad_tiles, cuda_tiles
-from .cuda_tiles import SLICE_BYTES, STAGE_SLICES
+from . import cuda_grad_tiles
+from .cuda_operands import (
+    SLICE_BYTES,
+    STAGE_BYTES,
+    STAGE_SLICES,
+    slices_of,
+    whole_channels,
+)
 from .signatures import rounded_up
 
 BLOCK = 64  # rows that are skipped together: those of a wgmma, or of a tile of mma
@@ -23,7 +29,7 @@ def edges_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:
     if relation is None:
         return None
     p, (height, width) = plan.problem, plan.tile
-    c_in, c_out = cuda_tiles.whole_channels(p)
+    c_in, c_out = whole_channels(p)
     stage = cuda_grad_tiles.stage_edges(p)
     edges = sum(rounded_up(count, stage) for count in relation.edge_counts)
     return edges * rounded_up(c_in, height) * rounded_up(c_out, width)
@@ -33,7 +39,7 @@ def rows_to_weight_grad(plan: Plan, relation: Relation | None) -> int | None:
     """Count a weight gradient over sorted rows."""
     if relation is None:
         return None
-    c_in, c_out = cuda_tiles.whole_channels(plan.problem)
+    c_in, c_out = whole_channels(plan.problem)
     # Offsets whose channels have the 64 rows of a warpgroup together are skipped so.
     together = cuda_grad_tiles.offsets_together(c_in)
     columns, used = rounded_up(c_out, plan.tile[1]), _used(relation)
@@ -45,13 +51,13 @@ def sorted_tiles(plan: Plan, relation: Relation | None) -> int | None:
     if relation is None:
         return None
     p, (height, width) = plan.problem, plan.tile
-    c_x, c_y = cuda_tiles.whole_channels(p)
+    c_x, c_y = whole_channels(p)
     used = _used(relation.T if p.transposed else relation)
     columns, tiles = rounded_up(c_y, width), _cut(used, height // BLOCK)
     if plan.variant != "hopper":
-        depth = rounded_up(c_x, cuda_tiles.STAGE_BYTES // p.read_size)
+        depth = rounded_up(c_x, STAGE_BYTES // p.read_size)
         return height * depth * columns * _count(tiles.any(axis=1))
-    slices, width = cuda_tiles.slices_of(c_x, p.read_size), SLICE_BYTES // p.read_size
+    slices, width = slices_of(c_x, p.read_size), SLICE_BYTES // p.read_size
     if slices in (2, 4):  # whole stages, or their halves, are one offset's
         depth = rounded_up(c_x, width * slices)
         return BLOCK * depth * columns * _count(used)

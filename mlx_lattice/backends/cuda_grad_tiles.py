@@ -13,17 +13,9 @@ from ..routes.cuda_shapes import (
     Shape,
     shared_bytes,
 )
-from .cuda_tiles import (
-    HOPPER,
-    ONE,
-    STAGE_BYTES,
-    Tile,
-    has_wgmma,
-    mma,
-    products,
-    tile_width,
-    whole_channels,
-)
+from .cuda_operands import ONE, STAGE_BYTES, has_wgmma, products, whole_channels
+from .cuda_tile_choice import tile_width
+from .cuda_tiles import HOPPER, Tile, mma
 from .signatures import rounded_up
 
 

@@ -30,7 +30,14 @@ from ..routes.plan import (
     Proof,
     integers_unpacked,
 )
-from . import cuda_counts, cuda_integers, cuda_splits, cuda_tiles
+from . import (
+    cuda_counts,
+    cuda_integers,
+    cuda_operands,
+    cuda_splits,
+    cuda_tile_choice,
+    cuda_tiles,
+)
 from .cuda_padding import padded
 from .cuda_tiles import Tile
 from .cuda_views import sorted_arrays
@@ -60,12 +67,12 @@ def cutter(layer: Problem, device: Device) -> Callable[[Problem], Cut]:
     """
     if device.family not in thresholds.HOPPER:
         return _cutting(layer, device, of_int8(cuda_tiles.mma(layer)))
-    c_y, made = cuda_tiles.whole_channels(layer)[1], {}
+    c_y, made = cuda_operands.whole_channels(layer)[1], {}
 
     def sides(few: bool) -> tuple:
         """Return the lower tiles and the one of many rows; ``few``: edges a row are."""
         tiles = cuda_shapes.INT8_FEW_EDGES_TILES if few else cuda_shapes.INT8_TILES
-        width = cuda_tiles.tile_width(c_y, tiles)
+        width = cuda_tile_choice.tile_width(c_y, tiles)
         lower = cuda_shapes.INT8_SMALL_TILES.get(width, ())
         if cuda_tiles.few_offsets(layer) and width >= 64:
             lower = *cuda_shapes.INT8_FEW_OFFSETS_TILES, *lower
@@ -77,7 +84,7 @@ def cutter(layer: Problem, device: Device) -> Callable[[Problem], Cut]:
     def cut(p: Problem) -> Cut:
         lower, last = known[cuda_tiles.few_edges(p)]
         cuts = []
-        for shape in (cuda_tiles.small_tile(lower, p.rows_written * c_y), last):
+        for shape in (cuda_tile_choice.small_tile(lower, p.rows_written * c_y), last):
             if shape and shape not in made:
                 made[shape] = _cutting(layer, device, hopper_tile(layer, shape))
             cuts += [made[shape](p)] if shape else []
@@ -88,10 +95,10 @@ def cutter(layer: Problem, device: Device) -> Callable[[Problem], Cut]:
 
 def _cutting(layer: Problem, device: Device, tile: Tile) -> Callable[[Problem], Cut]:
     """Return what cuts by a tile; several blocks a multiprocessor fill whole ones."""
-    c_x, c_y = cuda_tiles.whole_channels(layer)
+    c_x, c_y = cuda_operands.whole_channels(layer)
     columns, each, cores = -(-c_y // tile.width), tile.per_multiprocessor, device.cores
     splits_of, volume = cuda_splits.splitter(layer, tile), layer.volume
-    stages = c_x / cuda_tiles.STAGE_BYTES
+    stages = c_x / cuda_operands.STAGE_BYTES
     if not tile.persistent:  # stages hold one offset
         stages = ceil(stages)
     stage_us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width * stages
@@ -155,7 +162,7 @@ def _of_layer(p: Problem, tile: Tile, is_split: bool) -> Plan:
     if is_split:
         add = cuda_integers.adding_kernel(p.integer, DTYPES[p.dtype])
     gpu = cuda_integers.tiles_kernel(p, tile, is_split)
-    tried = cuda_tiles.proof_channels(p, tile.width)
+    tried = cuda_operands.proof_channels(p, tile.width)
     again = partial(_again, tile=tile, is_split=is_split, defines=gpu.defines)
     return Plan(
         p,
@@ -165,7 +172,7 @@ def _of_layer(p: Problem, tile: Tile, is_split: bool) -> Plan:
         _run,
         variant=tile.variant,
         tile=(tile.rows, tile.width),
-        multiple=cuda_tiles.multiple(mx.int8),
+        multiple=cuda_operands.multiple(mx.int8),
         read=sorted_arrays,
         weights=integers_unpacked(p),
         epilogue=IN_SUM if is_split else IN_KERNEL,
@@ -187,7 +194,7 @@ def _with_rows(p: Problem, plan: Plan, tile: Tile, splits: int, most: int) -> Pl
         splits: of the sums.
         most: blocks of a persistent grid, at most.
     """
-    rows, (c_x, c_y) = p.rows_written, cuda_tiles.whole_channels(p)
+    rows, (c_x, c_y) = p.rows_written, cuda_operands.whole_channels(p)
     high = -(-rows // tile.rows)
     blocks = high * -(-c_y // tile.width)
     if tile.persistent:
@@ -211,7 +218,7 @@ def _run(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if p.edges == 0 or 0 in [array.size for array in view]:
         none, dtype = mx.zeros((n, c_y), dtype=mx.int32), DTYPES[p.dtype]
         return lambda x, w, *added: finished(none, facts, dtype, *added[:-1])
-    multiple, wide = plan.multiple, cuda_tiles.whole_channels(p)[1]
+    multiple, wide = plan.multiple, cuda_operands.whole_channels(p)[1]
     there = tuple([name in facts.there for name in FOLLOWING])
     whole, add = ((n, wide), out), None
     if plan.add is None:

@@ -13,7 +13,8 @@ from ..epilogue import EpilogueFacts
 from ..problem import Problem
 from ..routes import thresholds
 from . import cuda_epilogue
-from .cuda_tiles import STAGE_BYTES, Tile, whole_channels
+from .cuda_operands import STAGE_BYTES, whole_channels
+from .cuda_tiles import Tile
 from .gpu_kernel import GpuKernel
 from .kernel_launches import THREADS
 from .signatures import ADD_SPLITS, rounded_up

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ..devices import CUDA
 from ..quantized import QuantizedWeight
-from . import cuda_tiles
+from . import cuda_operands
 from .cuda_rows import SCALES
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import THREADS, blocks_for
@@ -35,7 +35,7 @@ def unpacked_weights(w: QuantizedWeight) -> mx.array:
 @lru_cache(maxsize=1024)
 def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
     """Return the launch that unpacks weights of a shape and packing."""
-    multiple, volume = cuda_tiles.multiple(dtype), shape[0]
+    multiple, volume = cuda_operands.multiple(dtype), shape[0]
     c_in, c_out = (rounded_up(c, multiple) for c in shape[1:])
     kernel = kept(
         GpuKernel(

@@ -24,6 +24,7 @@ from . import (
     cuda_epilogue,
     cuda_grad_sums,
     cuda_grad_tiles,
+    cuda_operands,
     cuda_splits,
     cuda_tiles,
     cuda_whole_grad,
@@ -120,10 +121,11 @@ def _with_splits(
 
 def sorted_planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Return what plans tiles over mask-sorted rows."""
-    sides = cuda_tiles.whole_channels(layer)
+    sides = cuda_operands.whole_channels(layer)
     table, made, width = thresholds.SORTED_GRAD, {}, 32 if sides[1] <= 32 else 64
     tiles = cuda_grad_tiles.sorted_tiles(layer, width)
-    side, tried = max(1, device.cores // tiles), cuda_tiles.proof_channels(layer, width)
+    side = max(1, device.cores // tiles)
+    tried = cuda_operands.proof_channels(layer, width)
 
     def plan(p: Problem) -> Plan:
         blocks = -(-p.n_out // 64)
@@ -147,7 +149,7 @@ def sorted_planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
 def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
     """Plan tiles over mask-sorted rows, of so many columns, in so many splits."""
     route = "sorted_implicit_gemm"
-    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_operands.whole_channels(p)
     offsets, table = cuda_grad_tiles.offsets_together(c_in), thresholds.SORTED_GRAD
     consumers, stages = table["consumers"], table["stages"]
     tiles = cuda_grad_tiles.sorted_tiles(p, width)
@@ -184,7 +186,7 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
         variant="hopper",
         tile=(64 * consumers, width),
         splits=splits,
-        multiple=cuda_tiles.multiple(dtype),
+        multiple=cuda_operands.multiple(dtype),
         count=cuda_counts.rows_to_weight_grad,
     )
 
@@ -193,9 +195,9 @@ def _sorted(p: Problem, device: Device, width: int, splits: int) -> Plan:
 def grouped_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Plan tiles over splits of the kernel-major edges, or over all of an offset."""
     whole, made = cuda_whole_grad.planner(layer, device), {}
-    sides = cuda_tiles.whole_channels(layer)
+    sides = cuda_operands.whole_channels(layer)
     stage, volume = cuda_grad_tiles.stage_edges(layer), layer.volume
-    more = 2 * cuda_tiles.multiple(DTYPES[layer.dtype]) - 3
+    more = 2 * cuda_operands.multiple(DTYPES[layer.dtype]) - 3
 
     def plan(p: Problem) -> Plan:
         if cuda_whole_grad.pays(p, device):
@@ -220,7 +222,7 @@ def grouped_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
 
 def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> Plan:
     """Plan tiles over so many splits of the kernel-major edges."""
-    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_tiles.whole_channels(p)
+    dtype, (c_in, c_out) = DTYPES[p.dtype], cuda_operands.whole_channels(p)
     stage = cuda_grad_tiles.stage_edges(p)
     tiles = cuda_grad_tiles.tiles_of_offset((c_in, c_out), tile)
     shares = cuda_grad_sums.shares(p, device, (c_in, c_out), splits / p.volume)
@@ -246,10 +248,10 @@ def _grouped(p: Problem, device: Device, tile: cuda_tiles.Tile, splits: int) -> 
         cuda_grad_sums.add_partials(p, "firsts", shares),
         shares=shares,
         variant=tile.variant,
-        products=cuda_tiles.products(p),
+        products=cuda_operands.products(p),
         tile=(tile.rows, tile.width),
         splits=splits,
-        multiple=cuda_tiles.multiple(dtype),
+        multiple=cuda_operands.multiple(dtype),
         count=cuda_counts.edges_to_weight_grad,
     )
 

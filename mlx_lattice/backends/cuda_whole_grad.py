@@ -12,7 +12,7 @@ from ..dtypes import DTYPES
 from ..problem import MLX_LAYOUT, Problem
 from ..routes import cuda_shapes, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
-from . import cuda_counts, cuda_grad_tiles, cuda_tiles
+from . import cuda_counts, cuda_grad_tiles, cuda_operands, cuda_tiles
 from .cuda_pairs import pair_arrays
 from .gpu_kernel import GpuKernel
 from .runners import edges_to_weight_grad
@@ -30,9 +30,9 @@ def pays(p: Problem, device: Device) -> bool:
 
     The larger dW is, the more its partial sums would cost.
     """
-    if not cuda_tiles.has_wgmma(p, device):
+    if not cuda_operands.has_wgmma(p, device):
         return False
-    elements = p.volume * prod(cuda_tiles.whole_channels(p))
+    elements = p.volume * prod(cuda_operands.whole_channels(p))
     even = "even" if cuda_tiles.few_offsets(p) else "uneven"
     *_, most = (
         stages
@@ -53,7 +53,7 @@ def _stages(p: Problem) -> float:
 def planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Return what plans tiles of dW over all edges of an offset each."""
     made: dict[cuda_shapes.Tile, Plan] = {}
-    more = 2 * cuda_tiles.multiple(DTYPES[layer.dtype]) - 3
+    more = 2 * cuda_operands.multiple(DTYPES[layer.dtype]) - 3
 
     def plan(p: Problem) -> Plan:
         tile = _tile(p, device)
@@ -69,7 +69,7 @@ def planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
 
 def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
     """Return the tile of dW: wide ones where they fill the GPU."""
-    c_in, c_out = cuda_tiles.whole_channels(p)
+    c_in, c_out = cuda_operands.whole_channels(p)
     tiles, table = cuda_shapes.WHOLE_TILES, thresholds.WHOLE_GRAD_TILES
     least = table["blocks"] * device.cores
 
@@ -90,7 +90,7 @@ def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
 
 def _blocks(p: Problem, tile: cuda_shapes.Tile) -> int:
     """Return how many blocks write dW."""
-    sides = cuda_tiles.whole_channels(p)
+    sides = cuda_operands.whole_channels(p)
     return p.volume * cuda_grad_tiles.tiles_of_offset(sides, tile)
 
 
@@ -128,7 +128,7 @@ def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
         variant="whole",
         tile=(tile.rows, tile.width),
         block_splits=tile.splits,
-        multiple=cuda_tiles.multiple(dtype),
+        multiple=cuda_operands.multiple(dtype),
         threadgroup=(kernel.threads,),
         dispatches=(Dispatch(0, p.volume * p.c_in, (blocks * kernel.threads,)),),
         count=cuda_counts.edges_to_weight_grad,

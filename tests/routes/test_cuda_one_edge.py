@@ -16,7 +16,7 @@ from norm_checks import joined, moments
 from planned import plan_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_tiles
+from mlx_lattice.backends import cuda_tile_choice
 from mlx_lattice.devices import CUDA
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
@@ -158,5 +158,5 @@ def test_the_tables_take_them():
             c_in=64, c_out=64, n_in=rows, kernel_size=1, dtype="float16"
         )
         of = problem.layer, ml.devices.current(), False, lambda tile: tile
-        assert cuda_tiles.tile_chooser(*of)(problem).itself
+        assert cuda_tile_choice.tile_chooser(*of)(problem).itself
         assert ml.select(problem).plan.variant == variant

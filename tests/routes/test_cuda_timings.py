@@ -8,7 +8,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_tiles
+from mlx_lattice.backends import cuda_tile_choice
 from mlx_lattice.problem import MLX_LAYOUT
 
 # Microseconds of each tile: the first parameters of its template.
@@ -43,7 +43,7 @@ def over_the_fastest(timed: dict) -> float | None:
     make = getattr(ml.Problem, timed["pass"])
     problem = make(**facts, **sides, **of_kernel, layout=MLX_LAYOUT)
     of = problem.layer, devices.profile("h200"), False, lambda tile: tile
-    chosen = cuda_tiles.tile_chooser(*of)(problem)
+    chosen = cuda_tile_choice.tile_chooser(*of)(problem)
     us = timed["us"].get(timed_as(chosen.code))
     return us and us / min(timed["us"].values())
 

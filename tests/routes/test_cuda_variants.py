@@ -17,7 +17,7 @@ from cuda_recorder import no_small_tiles
 from planned import plan_of, run
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_tiles, cuda_whole_grad
+from mlx_lattice.backends import cuda_tile_choice, cuda_whole_grad
 from mlx_lattice.problem import (
     FORWARD,
     INPUT_GRAD,
@@ -268,7 +268,7 @@ def test_many_offsets(route):
 @pytest.fixture(params=(False, True), ids=("in_tiles", "once"))
 def unpacked(request, monkeypatch):
     """Weights are unpacked in every tile, or once a call."""
-    monkeypatch.setattr(cuda_tiles, "unpacks_once", lambda *_: request.param)
+    monkeypatch.setattr(cuda_tile_choice, "unpacks_once", lambda *_: request.param)
 
 
 # Stages of one offset, of two and of four of them, and of parts; each tile width.
