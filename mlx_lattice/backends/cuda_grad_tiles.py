@@ -7,12 +7,8 @@ from math import prod
 from ..devices import Device
 from ..problem import Problem
 from ..routes import thresholds
-from ..routes.cuda_shapes import (
-    FEW_EDGES_GRAD_TILES,
-    GRAD_TILES,
-    Shape,
-    shared_bytes,
-)
+from ..routes.cuda_shapes import FEW_EDGES_GRAD_TILES, GRAD_TILES
+from ..routes.cuda_tile_kinds import Shape, shared_bytes
 from .cuda_operands import ONE, STAGE_BYTES, has_wgmma, products, whole_channels
 from .cuda_tile_choice import tile_width
 from .cuda_tiles import HOPPER, Tile, mma

@@ -19,7 +19,7 @@ from ..integer_facts import FOLLOWING, finished
 from ..integer_weight import IntegerWeight
 from ..problem import Problem
 from ..relation import Relation
-from ..routes import cuda_shapes, thresholds
+from ..routes import cuda_shapes, cuda_tile_kinds, thresholds
 from ..routes.plan import (
     IN_KERNEL,
     IN_SUM,
@@ -123,9 +123,11 @@ def of_int8(tile: Tile) -> Tile:
     return tile._replace(files=cuda_integers.FILES[tile.variant])
 
 
-def hopper_tile(p: Problem, tile: cuda_shapes.SortedTile | cuda_shapes.Tile) -> Tile:
+def hopper_tile(
+    p: Problem, tile: cuda_tile_kinds.SortedTile | cuda_tile_kinds.Tile
+) -> Tile:
     """Return the tile of Hopper in a shape."""
-    if isinstance(tile, cuda_shapes.SortedTile):
+    if isinstance(tile, cuda_tile_kinds.SortedTile):
         return of_int8(cuda_tiles.persistent(p, tile))
     return of_int8(cuda_tiles.wide(p, tile))
 

@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..devices import Device
 from ..problem import Problem
-from ..routes import cuda_shapes, thresholds
+from ..routes import cuda_shapes, cuda_tile_kinds, thresholds
 from .cuda_operands import (
     ONE,
     STAGE_SLICES,
@@ -82,9 +82,10 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     return tuple(each for each in tiles if _has_room(each[1], c_x))
 
 
-def _has_room(tile: cuda_shapes.Shape, c_x: int) -> bool:
+def _has_room(tile: cuda_tile_kinds.Shape, c_x: int) -> bool:
     """Whether a ShortTile holds all channels of an offset in half; others need not."""
-    return not isinstance(tile, cuda_shapes.ShortTile) or stages_of(c_x) <= tile.stages
+    is_short = isinstance(tile, cuda_tile_kinds.ShortTile)
+    return not is_short or stages_of(c_x) <= tile.stages
 
 
 def _itself_tiles(c_x: int, c_y: int) -> tuple:
@@ -101,7 +102,7 @@ def _itself_tiles(c_x: int, c_y: int) -> tuple:
     by_width = cuda_shapes.RESIDENT_TILES
     for tile in by_width.get(c_y, by_width.get(width, ())):
         # What an epilogue or statistics keep of a channel, and barriers.
-        each = cuda_shapes.resident_bytes(tile, stages) + 12 * tile.width + 512
+        each = cuda_tile_kinds.resident_bytes(tile, stages) + 12 * tile.width + 512
         if side_by_side(each, tile.per_multiprocessor):
             return *tiles, (most, tile), *last
     return *tiles, *last
@@ -113,7 +114,7 @@ def _sorted_tile(
     packed: bool,
     prepared: bool,
     few: bool,
-    tile: cuda_shapes.Shape | None,
+    tile: cuda_tile_kinds.Shape | None,
 ) -> Tile:
     """Return the tile over sorted rows of a layer: ``tile`` where rows are few."""
     one = multiplies_one(layer, device)
@@ -129,12 +130,12 @@ def _sorted_tile(
     width = tile_width(c_y, POWERS if packed else cuda_shapes.SORTED_TILES)
     if tile is None and slices_of(c_x) == STAGE_SLICES and not few:
         tile = cuda_shapes.WIDE_TILES.get(width)
-    if isinstance(tile, cuda_shapes.ResidentTile):
+    if isinstance(tile, cuda_tile_kinds.ResidentTile):
         return resident(layer, tile)
     itself = layer.pointwise and not packed
-    if isinstance(tile, cuda_shapes.ShortTile):
+    if isinstance(tile, cuda_tile_kinds.ShortTile):
         return short(layer, tile, itself)
-    if isinstance(tile, cuda_shapes.Tile):
+    if isinstance(tile, cuda_tile_kinds.Tile):
         return wide(layer, tile, itself)
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
@@ -151,8 +152,8 @@ def _by_edges(layer: Problem, tables: dict, few: bool) -> tuple:
 
 
 def small_tile(
-    tiles: tuple[tuple[int, cuda_shapes.Shape], ...], elements: int
-) -> cuda_shapes.Shape | None:
+    tiles: tuple[tuple[int, cuda_tile_kinds.Shape], ...], elements: int
+) -> cuda_tile_kinds.Shape | None:
     """Return the tile of an output of few elements, or None."""
     for most, tile in tiles:
         if elements <= most:

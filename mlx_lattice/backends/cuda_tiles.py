@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 from ..devices import CUDA
 from ..problem import WEIGHT_GRAD, Problem
-from ..routes import cuda_shapes, thresholds
+from ..routes import cuda_tile_kinds, thresholds
 from . import cuda_epilogue
 from .cuda_operands import (
     STAGE_SLICES,
@@ -82,7 +82,7 @@ def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
     return Tile("mma", code, side, side, 2 * side, per, shared, (*MMA, *files))
 
 
-def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
+def wide(p: Problem, tile: cuda_tile_kinds.Tile, itself: bool = False) -> Tile:
     """Return WideTile in a shape, for the problem's channels and offsets.
 
     itself: whether it is to read no table, since rows feed themselves alone.
@@ -91,27 +91,27 @@ def wide(p: Problem, tile: cuda_shapes.Tile, itself: bool = False) -> Tile:
     shape = tile.consumers, tile.width, tile.stages, has_tail(p), early
     if itself:
         shape = *shape, "true"
-    return _of_offsets("wide", tile, shape, cuda_shapes.shared_bytes(tile), itself)
+    return _of_offsets("wide", tile, shape, cuda_tile_kinds.shared_bytes(tile), itself)
 
 
-def short(p: Problem, tile: cuda_shapes.ShortTile, itself: bool = False) -> Tile:
+def short(p: Problem, tile: cuda_tile_kinds.ShortTile, itself: bool = False) -> Tile:
     """Return ShortTile in a shape, for the problem's channels; ``itself`` as above."""
     held = 0 if itself else thresholds.FEW_OFFSETS
     shape = *tile, has_tail(p), held
-    return _of_offsets("short", tile, shape, cuda_shapes.shared_bytes(tile), itself)
+    return _of_offsets("short", tile, shape, cuda_tile_kinds.shared_bytes(tile), itself)
 
 
-def resident(p: Problem, tile: cuda_shapes.ResidentTile) -> Tile:
+def resident(p: Problem, tile: cuda_tile_kinds.ResidentTile) -> Tile:
     """Return ResidentTile in a shape, for the problem's channels."""
     stages = stages_of(whole_channels(p)[0], p.read_size)
     shape = *tile, stages, has_tail(p)
-    shared = cuda_shapes.resident_bytes(tile, stages)
+    shared = cuda_tile_kinds.resident_bytes(tile, stages)
     return _of_offsets("resident", tile, shape, shared, True, persistent=True)
 
 
 def _of_offsets(
     variant: str,
-    tile: cuda_shapes.Shape,
+    tile: cuda_tile_kinds.Shape,
     shape: tuple,
     shared_bytes: int,
     itself: bool,
@@ -135,7 +135,7 @@ def _of_offsets(
     )
 
 
-def persistent(p: Problem, tile: cuda_shapes.SortedTile) -> Tile:
+def persistent(p: Problem, tile: cuda_tile_kinds.SortedTile) -> Tile:
     """Return PersistentTile in the shape that fits the problem."""
     slices, weights = slices_of(whole_channels(p)[0], p.read_size), weight_parts(p)
     kept = 8 if p.epilogue or p.integer else 4 if p.moments else 0
@@ -148,7 +148,7 @@ def persistent(p: Problem, tile: cuda_shapes.SortedTile) -> Tile:
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        cuda_shapes.shared_bytes(tile, weights),
+        cuda_tile_kinds.shared_bytes(tile, weights),
         (
             *HOPPER,
             "hopper_tf32.cuh",
@@ -160,8 +160,8 @@ def persistent(p: Problem, tile: cuda_shapes.SortedTile) -> Tile:
 
 
 def _fitting(
-    tile: cuda_shapes.SortedTile, slices: int, length: int, weights: int, kept: int
-) -> cuda_shapes.SortedTile:
+    tile: cuda_tile_kinds.SortedTile, slices: int, length: int, weights: int, kept: int
+) -> cuda_tile_kinds.SortedTile:
     """Return the tile with as many stages as shared memory has room for.
 
     Args:
@@ -176,7 +176,7 @@ def _fitting(
     ahead, offsets = (8, 1) if slices == STAGE_SLICES else (4, 2 if slices == 2 else 4)
     fixed = ahead * (offsets * tile.rows * 4 + 64) + 4 * length + 512 + kept
     while tile.stages > 2 and not side_by_side(
-        cuda_shapes.shared_bytes(tile, weights) + fixed, per
+        cuda_tile_kinds.shared_bytes(tile, weights) + fixed, per
     ):
         tile = tile._replace(stages=tile.stages - 1)
     return tile

@@ -10,7 +10,7 @@ from math import prod
 from ..devices import CUDA, Device
 from ..dtypes import DTYPES
 from ..problem import MLX_LAYOUT, Problem
-from ..routes import cuda_shapes, thresholds
+from ..routes import cuda_shapes, cuda_tile_kinds, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_grad_tiles, cuda_operands, cuda_tiles
 from .cuda_pairs import pair_arrays
@@ -52,7 +52,7 @@ def _stages(p: Problem) -> float:
 
 def planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     """Return what plans tiles of dW over all edges of an offset each."""
-    made: dict[cuda_shapes.Tile, Plan] = {}
+    made: dict[cuda_tile_kinds.Tile, Plan] = {}
     more = 2 * cuda_operands.multiple(DTYPES[layer.dtype]) - 3
 
     def plan(p: Problem) -> Plan:
@@ -67,13 +67,13 @@ def planner(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
     return plan
 
 
-def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
+def _tile(p: Problem, device: Device) -> cuda_tile_kinds.Tile:
     """Return the tile of dW: wide ones where they fill the GPU."""
     c_in, c_out = cuda_operands.whole_channels(p)
     tiles, table = cuda_shapes.WHOLE_TILES, thresholds.WHOLE_GRAD_TILES
     least = table["blocks"] * device.cores
 
-    def fills(tile: cuda_shapes.Tile) -> bool:
+    def fills(tile: cuda_tile_kinds.Tile) -> bool:
         return tile.width <= min(c_in, c_out) // 2 and _blocks(p, tile) >= least
 
     wide = [tile for width, tile in tiles.items() if width >= 128 and fills(tile)]
@@ -88,13 +88,13 @@ def _tile(p: Problem, device: Device) -> cuda_shapes.Tile:
     return next((tiles[w] for w in tiles if c_out <= w < 128), tiles[64])
 
 
-def _blocks(p: Problem, tile: cuda_shapes.Tile) -> int:
+def _blocks(p: Problem, tile: cuda_tile_kinds.Tile) -> int:
     """Return how many blocks write dW."""
     sides = cuda_operands.whole_channels(p)
     return p.volume * cuda_grad_tiles.tiles_of_offset(sides, tile)
 
 
-def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
+def _planned(p: Problem, tile: cuda_tile_kinds.Tile) -> Plan:
     """Plan tiles of a shape."""
     blocks = _blocks(p, tile)
     dtype, transposes = DTYPES[p.dtype], p.layout == MLX_LAYOUT
@@ -114,7 +114,7 @@ def _planned(p: Problem, tile: cuda_shapes.Tile) -> Plan:
         template,
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
-        shared_bytes=cuda_shapes.shared_bytes(tile),
+        shared_bytes=cuda_tile_kinds.shared_bytes(tile),
     )
     return Plan(
         p,

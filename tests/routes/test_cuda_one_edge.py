@@ -20,7 +20,13 @@ from mlx_lattice.backends import cuda_tile_choice
 from mlx_lattice.devices import CUDA
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
-from mlx_lattice.routes import cuda_shapes, launch, selection, thresholds
+from mlx_lattice.routes import (
+    cuda_shapes,
+    cuda_tile_kinds,
+    launch,
+    selection,
+    thresholds,
+)
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -36,7 +42,7 @@ SUMMED = 20, 64, 136, 320
 COUNTS = "one", "65", "many"
 
 
-def tiles(tables: Iterable[dict]) -> set[tuple[int, cuda_shapes.Shape]]:
+def tiles(tables: Iterable[dict]) -> set[tuple[int, cuda_tile_kinds.Shape]]:
     """Each width with each tile that tables name for it."""
     return {
         (width, tile)
@@ -51,7 +57,7 @@ RESIDENT = {(width, tile) for width in STAY for tile in STAY[width]}
 SHORT = {
     (width, tile)
     for width, tile in tiles(t for k, t in cuda_shapes.SMALL_TILES.items() if FEW in k)
-    if isinstance(tile, cuda_shapes.ShortTile)
+    if isinstance(tile, cuda_tile_kinds.ShortTile)
 }
 
 
@@ -73,12 +79,12 @@ def given(request, monkeypatch):
     scenes, width, tile = request.param
     only, variant = ((cuda_shapes.ANY, tile),), "wide"
     low, stay = dict.fromkeys(cuda_shapes.ITSELF_TILES, ()), {}
-    if isinstance(tile, cuda_shapes.ResidentTile):
+    if isinstance(tile, cuda_tile_kinds.ResidentTile):
         variant, stay = "resident", {width: (tile,)}
         monkeypatch.setattr(cuda_shapes, "DEEP_ELEMENTS", cuda_shapes.ANY)
     elif scenes is ITSELF:
         low = low | {width: only}
-    if isinstance(tile, cuda_shapes.ShortTile):
+    if isinstance(tile, cuda_tile_kinds.ShortTile):
         variant = "short"
     for key, table in cuda_shapes.SMALL_TILES.items():
         if scenes is ONE_OF and FEW in key:

@@ -39,7 +39,7 @@ from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.points import NO_CELL
 from mlx_lattice.integer_weight import fits_int32
 from mlx_lattice.ops import heads
-from mlx_lattice.routes import cuda_shapes, thresholds
+from mlx_lattice.routes import cuda_shapes, cuda_tile_kinds, thresholds
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = {
@@ -181,7 +181,7 @@ def test_every_row_that_a_tile_reads_is_in_the_padded_table():
         if not any(word in name for word in gradients) or name == "TF32_WHOLE_TILES"
         for shape in shapes_of(table)
     }
-    wide = [shape for shape in shapes if isinstance(shape, cuda_shapes.Tile)]
+    wide = [shape for shape in shapes if isinstance(shape, cuda_tile_kinds.Tile)]
     assert {shape.rows for shape in wide} == {64, 128, 192}
     assert all(cuda_tables.ROW_ALIGNMENT % shape.rows == 0 for shape in wide)
     assert cuda_tables.ROW_ALIGNMENT % 64 == 0
@@ -189,7 +189,7 @@ def test_every_row_that_a_tile_reads_is_in_the_padded_table():
 
 def shapes_of(table):
     """Yield the tiles that a table holds, however deep."""
-    if isinstance(table, cuda_shapes.Shape):
+    if isinstance(table, cuda_tile_kinds.Shape):
         yield table
     elif isinstance(table, dict):
         for each in table.values():
