@@ -21,15 +21,19 @@ template <typename T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void wgmma(int (&d)[N / 2], unsigned long long a,
                                       unsigned long long b) {
   static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "int8 runs along the summed channels");
-  static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192 ||
-                    N == 256,
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 112 ||
+                    N == 128 || N == 160 || N == 192 || N == 224 || N == 256,
                 "no such tile");
   if constexpr (N == 32) LATTICE_WGMMA(32, 16, 16, 17);
   if constexpr (N == 48) LATTICE_WGMMA(48, 24, 24, 25);
   if constexpr (N == 64) LATTICE_WGMMA(64, 32, 32, 33);
+  if constexpr (N == 80) LATTICE_WGMMA(80, 40, 40, 41);
   if constexpr (N == 96) LATTICE_WGMMA(96, 48, 48, 49);
+  if constexpr (N == 112) LATTICE_WGMMA(112, 56, 56, 57);
   if constexpr (N == 128) LATTICE_WGMMA(128, 64, 64, 65);
+  if constexpr (N == 160) LATTICE_WGMMA(160, 80, 80, 81);
   if constexpr (N == 192) LATTICE_WGMMA(192, 96, 96, 97);
+  if constexpr (N == 224) LATTICE_WGMMA(224, 112, 112, 113);
   if constexpr (N == 256) LATTICE_WGMMA(256, 128, 128, 129);
 }
 #undef LATTICE_WGMMA

@@ -14,14 +14,13 @@ namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply by BN channels, with
 // STAGES of rows each; PER blocks lie on a multiprocessor. ROOM: stages of weights that
-// shared memory has room for, which a name has one of. TAIL: the last stage of a row is
-// filled up with zeros.
-template <int CONSUMERS, int BN, int STAGES, int PER, int ROOM, bool TAIL>
+// shared memory has room for, which a name has one of. TAIL: as of WideTile.
+template <int CONSUMERS, int BN, int STAGES, int PER, int ROOM, int TAIL>
 struct ResidentTile {};
 
 // Arguments as of sorted_implicit_gemm; neither table, rows nor masks are read.
 template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, int PER,
-          int ROOM, bool TAIL, typename T, typename OUT, typename W, typename S,
+          int ROOM, int TAIL, typename T, typename OUT, typename W, typename S,
           typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
     ResidentTile<CONSUMERS, BN, STAGES, PER, ROOM, TAIL>, const T* x, W w, const int*,
@@ -109,8 +108,8 @@ __device__ __forceinline__ void multiply_tiles(
           barrier_wait(shared_address(&ring.full[slot]), step / STAGES & 1);
           fence_for_wgmma();
           wgmma_begin();
-          multiply_stage<T, BN, TRANSPOSED>(sums, stages + slot * STAGE_BYTES,
-                                            weights_at + s * WEIGHTS);
+          multiply_stage<T, BN, TRANSPOSED, TAIL>(sums, stages + slot * STAGE_BYTES,
+                                                  weights_at + s * WEIGHTS, s + 1 == each);
           wgmma_commit();
           // One product stays in flight; once it is done, its stage may be filled again.
           wgmma_wait<1>();

@@ -13,7 +13,7 @@ namespace lattice {
 // Names the kernel in a template: PER blocks of it lie side by side on a multiprocessor.
 // TAIL as of WideTile. OFFSETS: those whose row indices are fetched beside the mask, or 0
 // where every row is fed by itself alone, and neither the table nor masks are read.
-template <int BN, int STAGES, int PER, bool TAIL, int OFFSETS>
+template <int BN, int STAGES, int PER, int TAIL, int OFFSETS>
 struct ShortTile {};
 
 // Waits until GROUPS of the thread's groups of copies, the last ones, are not complete.
@@ -23,7 +23,7 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // Arguments as of sorted_implicit_gemm.
-template <bool TRANSPOSED, bool MIRRORED, int BN, int STAGES, int PER, bool TAIL,
+template <bool TRANSPOSED, bool MIRRORED, int BN, int STAGES, int PER, int TAIL,
           int OFFSETS, typename T, typename OUT, typename S, typename AFTER>
 __device__ __forceinline__ void multiply_tiles(ShortTile<BN, STAGES, PER, TAIL, OFFSETS>,
                                                const T* x, const T* w, const int* table,
@@ -85,7 +85,8 @@ __device__ __forceinline__ void multiply_tiles(ShortTile<BN, STAGES, PER, TAIL, 
   const int begin = offsets * blockIdx.y / splits;
   const int end = offsets * (blockIdx.y + 1) / splits;
   for (int i = 0; i < begin; ++i) left &= left - 1;
-  const int steps = (end - begin) * ((c_in + DEPTH - 1) / DEPTH);
+  const int each = (c_in + DEPTH - 1) / DEPTH;
+  const int steps = (end - begin) * each;
 
   const unsigned a_row = row * EACH * 128;
   const long long x_row = (long long)c_in * sizeof(T);
@@ -122,13 +123,16 @@ __device__ __forceinline__ void multiply_tiles(ShortTile<BN, STAGES, PER, TAIL, 
       if (slot < steps) fill(slot);
       asm volatile("cp.async.commit_group;" ::: "memory");
     }
+    int of_offset = 0;  // stages that were multiplied
     for (int step = 0, slot = 0; step < steps; ++step) {
       wait_for_copies<STAGES - 1>();
       fence_for_wgmma();
       __syncthreads();
       const unsigned a = stages + slot * STAGE_BYTES;
       wgmma_begin();
-      multiply_stage<T, BN, TRANSPOSED>(sums, a, a + A_BYTES);
+      const bool is_last = ++of_offset == each;
+      multiply_stage<T, BN, TRANSPOSED, TAIL>(sums, a, a + A_BYTES, is_last);
+      if (is_last) of_offset = 0;
       wgmma_commit();
       wgmma_wait<0>();
       if (step + STAGES < steps) {

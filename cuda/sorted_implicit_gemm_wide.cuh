@@ -15,16 +15,16 @@
 namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
-// channels, and STAGES in shared memory. TAIL: the last stage of an offset is filled up with
-// zeros. EARLY: the row indices of so many offsets are fetched beside the masks, not after
+// channels, and STAGES in shared memory. TAIL: slices of 32 bytes that the last stage of an
+// offset has, zeros at its end among them; 0 where it is whole. EARLY: the row indices of so many offsets are fetched beside the masks, not after
 // them: a tile of few offsets is little but the wait for its reads. ITSELF: every row is fed
 // by itself alone, and neither the table nor masks are read.
-template <int CONSUMERS, int BN, int STAGES, bool TAIL = false, int EARLY = 0,
+template <int CONSUMERS, int BN, int STAGES, int TAIL = 0, int EARLY = 0,
           bool ITSELF = false>
 struct WideTile {};
 
 // Arguments as of sorted_implicit_gemm; w may be PackedWeights.
-template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, bool TAIL,
+template <bool TRANSPOSED, bool MIRRORED, int CONSUMERS, int BN, int STAGES, int TAIL,
           int EARLY, bool ITSELF, typename T, typename OUT, typename W, typename S,
           typename AFTER>
 __device__ __forceinline__ void multiply_tiles(
@@ -227,6 +227,7 @@ __device__ __forceinline__ void multiply_tiles(
       named_barrier(2, 128 * CONSUMERS);
     }
 
+    int of_offset = 0;  // stages that were multiplied
     auto multiply = [&](int step) {
       const int slot = step % STAGES;
       const unsigned a = stages + slot * STAGE_BYTES + group * 8192;
@@ -234,7 +235,9 @@ __device__ __forceinline__ void multiply_tiles(
       barrier_wait(shared_address(&ring.full[slot]), (step / STAGES) & 1);
       fence_for_wgmma();
       wgmma_begin();
-      multiply_stage<T, BN, TRANSPOSED>(sums, a, b);
+      const bool is_last = ++of_offset == each;
+      multiply_stage<T, BN, TRANSPOSED, TAIL>(sums, a, b, is_last);
+      if (is_last) of_offset = 0;
       wgmma_commit();
     };
     if (steps > 0) {

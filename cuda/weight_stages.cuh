@@ -9,7 +9,7 @@ template <int BN, bool TRANSPOSED>
 constexpr int WEIGHT_SWIZZLE = !TRANSPOSED && BN == 32 ? 64 : 128;
 
 // What one of PRODUCERS threads copies: nothing of packed weights.
-template <typename W, int BN, int PRODUCERS, bool TRANSPOSED, bool TAIL>
+template <typename W, int BN, int PRODUCERS, bool TRANSPOSED, int TAIL>
 struct WeightCopies {
   const char* base = nullptr;
   long long stage = 0;
@@ -17,15 +17,15 @@ struct WeightCopies {
   __device__ __forceinline__ WeightCopies(const A&...) {}
 };
 
-// Floats run along the summed channels (TRANSPOSED), or along the output channels: then rows
-// of 96 or 192 of them are copied in thirds.
-template <typename T, int BN, int PRODUCERS, bool TRANSPOSED, bool TAIL>
+// Floats run along the summed channels (TRANSPOSED), or along the output channels: then a
+// row of them is copied in parts whose chunks are a power of two.
+template <typename T, int BN, int PRODUCERS, bool TRANSPOSED, int TAIL>
 struct WeightCopies<const T*, BN, PRODUCERS, TRANSPOSED, TAIL> {
   static constexpr int DEPTH = 128 / sizeof(T);  // summed channels of a stage
   static constexpr int SWIZZLE = WEIGHT_SWIZZLE<BN, TRANSPOSED>;
   static constexpr int HEIGHT = PRODUCERS / 8;  // lines down a stage; 8 threads copy one
-  static constexpr int THIRDS = PRODUCERS % (BN / 8) == 0 ? 1 : 3;
-  static constexpr int WIDTH = BN / 8 / THIRDS, HIGH = PRODUCERS / WIDTH;
+  static constexpr int WIDTH = BN / 8 & -(BN / 8), PARTS = BN / 8 / WIDTH;
+  static constexpr int HIGH = PRODUCERS / WIDTH;
   const char* base;       // of the thread's first line and chunk
   long long step, stage;  // bytes to its next line, and to the next stage
   int left;               // output channels from that line, or chunk, on
@@ -61,25 +61,26 @@ struct WeightCopies<const T*, BN, PRODUCERS, TRANSPOSED, TAIL> {
     } else {
       const int column = thread % WIDTH, row = thread / WIDTH;
 #pragma unroll
-      for (int third = 0; third < THIRDS; ++third) {
+      for (int part = 0; part < PARTS; ++part) {
 #pragma unroll
         for (int i = 0; i < DEPTH / HIGH; ++i) {
           const int depth = row + HIGH * i;
-          copy16(b + place_across<SWIZZLE>(depth, column + third * WIDTH),
-                 from + i * step + third * WIDTH * 16,
-                 third * WIDTH * 8 < left && (!TAIL || depth < channels), aligned);
+          copy16(b + place_across<SWIZZLE>(depth, column + part * WIDTH),
+                 from + i * step + part * WIDTH * 16,
+                 part * WIDTH * 8 < left && (!TAIL || depth < channels), aligned);
         }
       }
     }
   }
 };
 
-// Adds the products of 64 rows of 128 bytes at `a` and the weights of a stage at `b`.
-template <typename T, int BN, bool TRANSPOSED>
-__device__ __forceinline__ void multiply_stage(Sum<T> (&sums)[BN / 2], unsigned a,
-                                               unsigned b) {
+// Adds the products of 64 rows of 128 bytes at `a` and the weights of a stage at `b`: of
+// the first SLICES of its four slices of 32 bytes.
+template <typename T, int BN, bool TRANSPOSED, int SLICES>
+__device__ __forceinline__ void multiply_slices(Sum<T> (&sums)[BN / 2], unsigned a,
+                                                unsigned b) {
 #pragma unroll
-  for (int q = 0; q < 4; ++q) {
+  for (int q = 0; q < SLICES; ++q) {
     const auto rows_of_a = operand<128>(a + q * 32, 16, 1024);
     if constexpr (TRANSPOSED) {
       wgmma<T, BN, false, false>(sums, rows_of_a, operand<128>(b + q * 32, 16, 1024));
@@ -88,6 +89,17 @@ __device__ __forceinline__ void multiply_stage(Sum<T> (&sums)[BN / 2], unsigned 
     } else {
       wgmma<T, BN, false, true>(sums, rows_of_a, operand<128>(b + q * 2048, 8192, 1024));
     }
+  }
+}
+
+// The same of a whole stage, or of the TAIL slices that an offset's last stage has.
+template <typename T, int BN, bool TRANSPOSED, int TAIL>
+__device__ __forceinline__ void multiply_stage(Sum<T> (&sums)[BN / 2], unsigned a,
+                                               unsigned b, bool is_last) {
+  if (TAIL % 4 && is_last) {
+    multiply_slices<T, BN, TRANSPOSED, TAIL>(sums, a, b);
+  } else {
+    multiply_slices<T, BN, TRANSPOSED, 4>(sums, a, b);
   }
 }
 

@@ -51,12 +51,22 @@ __device__ __forceinline__ unsigned place_across(int depth, int column) {
 #define LATTICE_R16(d, i) LATTICE_R8(d, i), LATTICE_R8(d, i + 8)
 #define LATTICE_R24(d, i) LATTICE_R16(d, i), LATTICE_R8(d, i + 16)
 #define LATTICE_R32(d, i) LATTICE_R16(d, i), LATTICE_R16(d, i + 16)
+#define LATTICE_R40(d, i) LATTICE_R32(d, i), LATTICE_R8(d, i + 32)
 #define LATTICE_R48(d, i) LATTICE_R32(d, i), LATTICE_R16(d, i + 32)
+#define LATTICE_R56(d, i) LATTICE_R32(d, i), LATTICE_R24(d, i + 32)
 #define LATTICE_R64(d, i) LATTICE_R32(d, i), LATTICE_R32(d, i + 32)
 #define LATTICE_N16 "%0,%1,%2,%3,%4,%5,%6,%7,%8,%9,%10,%11,%12,%13,%14,%15"
 #define LATTICE_N32 \
   LATTICE_N16 ",%16,%17,%18,%19,%20,%21,%22,%23,%24,%25,%26,%27,%28,%29,%30,%31"
 #define LATTICE_N24 LATTICE_N16 ",%16,%17,%18,%19,%20,%21,%22,%23"
+#define LATTICE_N40 LATTICE_N32 ",%32,%33,%34,%35,%36,%37,%38,%39"
+#define LATTICE_N56 LATTICE_N48 ",%48,%49,%50,%51,%52,%53,%54,%55"
+#define LATTICE_N80                                                             \
+  LATTICE_N64                                                                   \
+  ",%64,%65,%66,%67,%68,%69,%70,%71,%72,%73,%74,%75,%76,%77,%78,%79"
+#define LATTICE_N112                                                            \
+  LATTICE_N96                                                                   \
+  ",%96,%97,%98,%99,%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111"
 #define LATTICE_N48                                                             \
   LATTICE_N32                                                                   \
   ",%32,%33,%34,%35,%36,%37,%38,%39,%40,%41,%42,%43,%44,%45,%46,%47"
@@ -75,7 +85,9 @@ __device__ __forceinline__ unsigned place_across(int depth, int column) {
   "%100,%101,%102,%103,%104,%105,%106,%107,%108,%109,%110,%111,%112,%113,%114," \
   "%115,%116,%117,%118,%119,%120,%121,%122,%123,%124,%125,%126,%127"
 
+#define LATTICE_R80(d, i) LATTICE_R64(d, i), LATTICE_R16(d, i + 64)
 #define LATTICE_R96(d, i) LATTICE_R64(d, i), LATTICE_R32(d, i + 64)
+#define LATTICE_R112(d, i) LATTICE_R64(d, i), LATTICE_R48(d, i + 64)
 #define LATTICE_R128(d, i) LATTICE_R64(d, i), LATTICE_R64(d, i + 64)
 
 // N columns, in R = N / 2 registers: operands a, b and the four flags follow them.
@@ -98,33 +110,45 @@ __device__ __forceinline__ unsigned place_across(int depth, int column) {
 template <typename T, int N, bool A_TRANSPOSED, bool B_TRANSPOSED>
 __device__ __forceinline__ void wgmma(float (&d)[N / 2], unsigned long long a,
                                       unsigned long long b) {
-  static_assert(N == 32 || N == 48 || N == 64 || N == 96 || N == 128 || N == 192 ||
-                    N == 256,
+  static_assert(N == 32 || N == 48 || N == 64 || N == 80 || N == 96 || N == 112 ||
+                    N == 128 || N == 160 || N == 192 || N == 224 || N == 256,
                 "no such tile");
   if constexpr (sizeof(T) == 4) {
     static_assert(!A_TRANSPOSED && !B_TRANSPOSED, "TF32 runs along the summed channels");
     if constexpr (N == 32) LATTICE_WGMMA_TF32(32, 16, 16, 17);
     if constexpr (N == 48) LATTICE_WGMMA_TF32(48, 24, 24, 25);
     if constexpr (N == 64) LATTICE_WGMMA_TF32(64, 32, 32, 33);
+    if constexpr (N == 80) LATTICE_WGMMA_TF32(80, 40, 40, 41);
     if constexpr (N == 96) LATTICE_WGMMA_TF32(96, 48, 48, 49);
+    if constexpr (N == 112) LATTICE_WGMMA_TF32(112, 56, 56, 57);
     if constexpr (N == 128) LATTICE_WGMMA_TF32(128, 64, 64, 65);
+    if constexpr (N == 160) LATTICE_WGMMA_TF32(160, 80, 80, 81);
     if constexpr (N == 192) LATTICE_WGMMA_TF32(192, 96, 96, 97);
+    if constexpr (N == 224) LATTICE_WGMMA_TF32(224, 112, 112, 113);
     if constexpr (N == 256) LATTICE_WGMMA_TF32(256, 128, 128, 129);
   } else if constexpr (is_bfloat16<T>) {
     if constexpr (N == 32) LATTICE_WGMMA(32, 16, 16, 17, 18, 19, "bf16");
     if constexpr (N == 48) LATTICE_WGMMA(48, 24, 24, 25, 26, 27, "bf16");
     if constexpr (N == 64) LATTICE_WGMMA(64, 32, 32, 33, 34, 35, "bf16");
+    if constexpr (N == 80) LATTICE_WGMMA(80, 40, 40, 41, 42, 43, "bf16");
     if constexpr (N == 96) LATTICE_WGMMA(96, 48, 48, 49, 50, 51, "bf16");
+    if constexpr (N == 112) LATTICE_WGMMA(112, 56, 56, 57, 58, 59, "bf16");
     if constexpr (N == 128) LATTICE_WGMMA(128, 64, 64, 65, 66, 67, "bf16");
+    if constexpr (N == 160) LATTICE_WGMMA(160, 80, 80, 81, 82, 83, "bf16");
     if constexpr (N == 192) LATTICE_WGMMA(192, 96, 96, 97, 98, 99, "bf16");
+    if constexpr (N == 224) LATTICE_WGMMA(224, 112, 112, 113, 114, 115, "bf16");
     if constexpr (N == 256) LATTICE_WGMMA(256, 128, 128, 129, 130, 131, "bf16");
   } else {
     if constexpr (N == 32) LATTICE_WGMMA(32, 16, 16, 17, 18, 19, "f16");
     if constexpr (N == 48) LATTICE_WGMMA(48, 24, 24, 25, 26, 27, "f16");
     if constexpr (N == 64) LATTICE_WGMMA(64, 32, 32, 33, 34, 35, "f16");
+    if constexpr (N == 80) LATTICE_WGMMA(80, 40, 40, 41, 42, 43, "f16");
     if constexpr (N == 96) LATTICE_WGMMA(96, 48, 48, 49, 50, 51, "f16");
+    if constexpr (N == 112) LATTICE_WGMMA(112, 56, 56, 57, 58, 59, "f16");
     if constexpr (N == 128) LATTICE_WGMMA(128, 64, 64, 65, 66, 67, "f16");
+    if constexpr (N == 160) LATTICE_WGMMA(160, 80, 80, 81, 82, 83, "f16");
     if constexpr (N == 192) LATTICE_WGMMA(192, 96, 96, 97, 98, 99, "f16");
+    if constexpr (N == 224) LATTICE_WGMMA(224, 112, 112, 113, 114, 115, "f16");
     if constexpr (N == 256) LATTICE_WGMMA(256, 128, 128, 129, 130, 131, "f16");
   }
 }

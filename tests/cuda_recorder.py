@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import gpu_kernel, registry
-from mlx_lattice.routes import cuda_shapes, proof_results, thresholds
+from mlx_lattice.routes import cuda_small_tiles, proof_results, thresholds
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
@@ -65,12 +65,12 @@ def _stand_in(launches: list[Launch]):
 
 def no_small_tiles(monkeypatch) -> None:
     """Give few rows the tiles of many, for the rest of a test."""
-    none = {facts: dict.fromkeys(t, ()) for facts, t in cuda_shapes.SMALL_TILES.items()}
-    monkeypatch.setattr(cuda_shapes, "SMALL_TILES", none)
-    none = dict.fromkeys(cuda_shapes.ITSELF_TILES, ())
-    monkeypatch.setattr(cuda_shapes, "ITSELF_TILES", none)
-    none = dict.fromkeys(cuda_shapes.TF32_SMALL_TILES, ())
-    monkeypatch.setattr(cuda_shapes, "TF32_SMALL_TILES", none)
+    small = cuda_small_tiles.SMALL_TILES
+    none = {facts: dict.fromkeys(tiles, ()) for facts, tiles in small.items()}
+    monkeypatch.setattr(cuda_small_tiles, "SMALL_TILES", none)
+    for name in ("ITSELF_TILES", "TF32_SMALL_TILES"):
+        none = dict.fromkeys(getattr(cuda_small_tiles, name), ())
+        monkeypatch.setattr(cuda_small_tiles, name, none)
     for name in (
         "FLOAT_ELEMENTS",
         "TURNED_ELEMENTS",

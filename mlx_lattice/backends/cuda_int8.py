@@ -19,7 +19,7 @@ from ..integer_facts import FOLLOWING, finished
 from ..integer_weight import IntegerWeight
 from ..problem import Problem
 from ..relation import Relation
-from ..routes import cuda_shapes, cuda_tile_kinds, thresholds
+from ..routes import cuda_shapes, cuda_small_tiles, cuda_tile_kinds, thresholds
 from ..routes.plan import (
     IN_KERNEL,
     IN_SUM,
@@ -67,15 +67,23 @@ def cutter(layer: Problem, device: Device) -> Callable[[Problem], Cut]:
     """
     if device.family not in thresholds.HOPPER:
         return _cutting(layer, device, of_int8(cuda_tiles.mma(layer)))
-    c_y, made = cuda_operands.whole_channels(layer)[1], {}
+    (c_x, c_y), made = cuda_operands.whole_channels(layer), {}
+    stages, left = divmod(c_x, cuda_operands.STAGE_BYTES)
+    is_deep = stages > 0 and left > 0  # as cuda_small_tiles says it
 
     def sides(few: bool) -> tuple:
         """Return the lower tiles and the one of many rows; ``few``: edges a row are."""
-        tiles = cuda_shapes.INT8_FEW_EDGES_TILES if few else cuda_shapes.INT8_TILES
+        tiles, lower = cuda_shapes.INT8_TILES, cuda_small_tiles.INT8_SMALL_TILES
+        if few:
+            tiles = cuda_shapes.INT8_FEW_EDGES_TILES
+            lower = cuda_small_tiles.INT8_FEW_EDGES_SMALL_TILES
+        elif is_deep:
+            tiles = tiles | cuda_shapes.WIDE_TILES
+            lower = cuda_small_tiles.INT8_DEEP_SMALL_TILES
         width = cuda_tile_choice.tile_width(c_y, tiles)
-        lower = cuda_shapes.INT8_SMALL_TILES.get(width, ())
+        lower = lower.get(width, ())
         if cuda_tiles.few_offsets(layer) and width >= 64:
-            lower = *cuda_shapes.INT8_FEW_OFFSETS_TILES, *lower
+            lower = *cuda_small_tiles.INT8_FEW_OFFSETS_TILES, *lower
         return lower, tiles[width]
 
     # All rows of a tile share a lone offset.
@@ -99,8 +107,8 @@ def _cutting(layer: Problem, device: Device, tile: Tile) -> Callable[[Problem], 
     columns, each, cores = -(-c_y // tile.width), tile.per_multiprocessor, device.cores
     splits_of, volume = cuda_splits.splitter(layer, tile), layer.volume
     stages = c_x / cuda_operands.STAGE_BYTES
-    if not tile.persistent:  # stages hold one offset
-        stages = ceil(stages)
+    if not tile.persistent:  # an offset has slices of its own
+        stages = ceil(cuda_operands.STAGE_SLICES * stages) / cuda_operands.STAGE_SLICES
     stage_us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width * stages
 
     def cut(p: Problem) -> Cut:

@@ -48,9 +48,9 @@ def stages_of(c_x: int, itemsize: int = 2) -> int:
     return -(-c_x * itemsize // STAGE_BYTES)
 
 
-def has_tail(p: Problem) -> str:
-    """Return "true" where an offset's last stage is filled up, for a template."""
-    return str(whole_channels(p)[0] * p.read_size % STAGE_BYTES != 0).lower()
+def tail_slices(p: Problem) -> int:
+    """Return the slices of an offset's last stage, 0 where it is whole."""
+    return -(-(whole_channels(p)[0] * p.read_size % STAGE_BYTES) // SLICE_BYTES)
 
 
 def proof_channels(p: Problem, width: int) -> tuple[int, int]:

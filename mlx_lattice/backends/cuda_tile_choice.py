@@ -7,7 +7,7 @@ from typing import TypeVar
 
 from ..devices import Device
 from ..problem import Problem
-from ..routes import cuda_shapes, cuda_tile_kinds, thresholds
+from ..routes import cuda_shapes, cuda_small_tiles, cuda_tile_kinds, thresholds
 from .cuda_operands import (
     ONE,
     STAGE_SLICES,
@@ -66,20 +66,36 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     """Return the tiles of outputs of few elements; ``few``: edges a row are."""
     c_x, c_y = whole_channels(layer)
     if layer.dtype == "float32":
-        tiles = cuda_shapes.TF32_SMALL_TILES
+        tiles = cuda_small_tiles.TF32_SMALL_TILES
         return tiles[tile_width(c_y, tiles)]
-    width = tile_width(c_y, cuda_shapes.SORTED_TILES)
-    stages = "sliced"
-    if width >= 64 and slices_of(c_x) == STAGE_SLICES:
-        stages = "whole"
-    elif c_x % 64 >= 32 and (c_x > 64 or width < 64):  # the last is half full, or more
-        stages = "tail"
     facts = ", few offsets" * few_offsets(layer) + ", few edges" * few
-    by_width = cuda_shapes.SMALL_TILES[stages + facts]
-    tiles = by_width.get(c_y, by_width[width])
+    by_width = cuda_small_tiles.SMALL_TILES[_filling(c_x, c_y) + facts]
+    tiles = by_width.get(c_y, by_width[_width_in(by_width, c_y)])
     if layer.pointwise:
         tiles = *_itself_tiles(c_x, c_y), *tiles
     return tuple(each for each in tiles if _has_room(each[1], c_x))
+
+
+def _filling(c_x: int, c_y: int) -> str:
+    """Return how summed channels fill stages, as SMALL_TILES says it."""
+    if c_x < 64:
+        return "half" if c_x >= 32 else "sliced"
+    # Narrow outputs of many whole stages have the tiles of deep sums.
+    if slices_of(c_x) == STAGE_SLICES and (c_x == 64 or c_y > 64):
+        return "whole"
+    return "tail" if c_x < 128 else "deep"
+
+
+def _is_wide(c_x: int, c_y: int) -> bool:
+    """Whether WideTile is for many rows of many edges: PersistentTile fills stages."""
+    if c_x < 64:
+        return c_x >= 32 and (c_y > 128 or (c_y > 96 and slices_of(c_x) == 0))
+    return c_y > 64
+
+
+def _width_in(by_width: dict[int, object], channels: int) -> int:
+    """Return the width of the tiles that a table has for so many channels."""
+    return tile_width(channels, [w for w in by_width if w in cuda_shapes.WIDTHS])
 
 
 def _has_room(tile: cuda_tile_kinds.Shape, c_x: int) -> bool:
@@ -90,8 +106,8 @@ def _has_room(tile: cuda_tile_kinds.Shape, c_x: int) -> bool:
 
 def _itself_tiles(c_x: int, c_y: int) -> tuple:
     """Return the tiles of rows in half that feed themselves, as ``small_tile`` has."""
-    width = tile_width(c_y, cuda_shapes.SORTED_TILES)
-    by_width = cuda_shapes.ITSELF_TILES
+    by_width = cuda_small_tiles.ITSELF_TILES
+    width = _width_in(by_width, c_y)
     tiles = by_width.get(c_y, by_width[width])
     stages, most = stages_of(c_x), cuda_shapes.ANY
     last: tuple = ()
@@ -128,8 +144,11 @@ def _sorted_tile(
         return mma(layer, "sorted_implicit_gemm_mma.cuh")
     c_x, c_y = whole_channels(layer)
     width = tile_width(c_y, POWERS if packed else cuda_shapes.SORTED_TILES)
-    if tile is None and slices_of(c_x) == STAGE_SLICES and not few:
-        tile = cuda_shapes.WIDE_TILES.get(width)
+    tiles = cuda_shapes.WIDE_TILES
+    if tile is None and packed and not few:  # in whole stages
+        tile = tiles.get(width) if slices_of(c_x) == STAGE_SLICES else None
+    elif tile is None and not few and _is_wide(c_x, c_y):
+        tile = tiles[tile_width(c_y, tiles)]
     if isinstance(tile, cuda_tile_kinds.ResidentTile):
         return resident(layer, tile)
     itself = layer.pointwise and not packed

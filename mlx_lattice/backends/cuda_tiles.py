@@ -10,10 +10,10 @@ from ..routes import cuda_tile_kinds, thresholds
 from . import cuda_epilogue
 from .cuda_operands import (
     STAGE_SLICES,
-    has_tail,
     product_count,
     slices_of,
     stages_of,
+    tail_slices,
     weight_parts,
     whole_channels,
 )
@@ -88,7 +88,7 @@ def wide(p: Problem, tile: cuda_tile_kinds.Tile, itself: bool = False) -> Tile:
     itself: whether it is to read no table, since rows feed themselves alone.
     """
     early = thresholds.FEW_OFFSETS if few_offsets(p) and not itself else 0
-    shape = tile.consumers, tile.width, tile.stages, has_tail(p), early
+    shape = tile.consumers, tile.width, tile.stages, tail_slices(p), early
     if itself:
         shape = *shape, "true"
     return _of_offsets("wide", tile, shape, cuda_tile_kinds.shared_bytes(tile), itself)
@@ -97,14 +97,14 @@ def wide(p: Problem, tile: cuda_tile_kinds.Tile, itself: bool = False) -> Tile:
 def short(p: Problem, tile: cuda_tile_kinds.ShortTile, itself: bool = False) -> Tile:
     """Return ShortTile in a shape, for the problem's channels; ``itself`` as above."""
     held = 0 if itself else thresholds.FEW_OFFSETS
-    shape = *tile, has_tail(p), held
+    shape = *tile, tail_slices(p), held
     return _of_offsets("short", tile, shape, cuda_tile_kinds.shared_bytes(tile), itself)
 
 
 def resident(p: Problem, tile: cuda_tile_kinds.ResidentTile) -> Tile:
     """Return ResidentTile in a shape, for the problem's channels."""
     stages = stages_of(whole_channels(p)[0], p.read_size)
-    shape = *tile, stages, has_tail(p)
+    shape = *tile, stages, tail_slices(p)
     shared = cuda_tile_kinds.resident_bytes(tile, stages)
     return _of_offsets("resident", tile, shape, shared, True, persistent=True)
 

@@ -22,6 +22,7 @@ from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import (
     cuda_shapes,
+    cuda_small_tiles,
     cuda_tile_kinds,
     launch,
     selection,
@@ -36,7 +37,7 @@ FEW = ", few offsets, few edges"
 # Rows that feed themselves, by pass, and rows that one of a few offsets feeds.
 ITSELF = dict.fromkeys((FORWARD, INPUT_GRAD), "pointwise")
 ONE_OF = {FORWARD: "inverse", INPUT_GRAD: "strided"}
-STAY = cuda_shapes.RESIDENT_TILES
+STAY, SMALL = cuda_shapes.RESIDENT_TILES, cuda_small_tiles.SMALL_TILES
 # Part of a stage, one, two and a part, and several: those that a tile has room for.
 SUMMED = 20, 64, 136, 320
 COUNTS = "one", "65", "many"
@@ -52,11 +53,11 @@ def tiles(tables: Iterable[dict]) -> set[tuple[int, cuda_tile_kinds.Shape]]:
     }
 
 
-LOW = tiles([cuda_shapes.ITSELF_TILES])
+LOW = tiles([cuda_small_tiles.ITSELF_TILES])
 RESIDENT = {(width, tile) for width in STAY for tile in STAY[width]}
 SHORT = {
     (width, tile)
-    for width, tile in tiles(t for k, t in cuda_shapes.SMALL_TILES.items() if FEW in k)
+    for width, tile in tiles(t for k, t in SMALL.items() if FEW in k)
     if isinstance(tile, cuda_tile_kinds.ShortTile)
 }
 
@@ -78,7 +79,7 @@ def given(request, monkeypatch):
     """Output channels, for which the tables name one tile alone, however many rows."""
     scenes, width, tile = request.param
     only, variant = ((cuda_shapes.ANY, tile),), "wide"
-    low, stay = dict.fromkeys(cuda_shapes.ITSELF_TILES, ()), {}
+    low, stay = dict.fromkeys(cuda_small_tiles.ITSELF_TILES, ()), {}
     if isinstance(tile, cuda_tile_kinds.ResidentTile):
         variant, stay = "resident", {width: (tile,)}
         monkeypatch.setattr(cuda_shapes, "DEEP_ELEMENTS", cuda_shapes.ANY)
@@ -86,10 +87,10 @@ def given(request, monkeypatch):
         low = low | {width: only}
     if isinstance(tile, cuda_tile_kinds.ShortTile):
         variant = "short"
-    for key, table in cuda_shapes.SMALL_TILES.items():
+    for key, table in SMALL.items():
         if scenes is ONE_OF and FEW in key:
-            monkeypatch.setitem(cuda_shapes.SMALL_TILES, key, table | {width: only})
-    monkeypatch.setattr(cuda_shapes, "ITSELF_TILES", low)
+            monkeypatch.setitem(SMALL, key, table | {width: only})
+    monkeypatch.setattr(cuda_small_tiles, "ITSELF_TILES", low)
     monkeypatch.setattr(cuda_shapes, "RESIDENT_TILES", stay)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     monkeypatch.setitem(thresholds.ONE_LAUNCH_NORM, CUDA, 0)

@@ -26,7 +26,8 @@ from mlx_lattice.problem import (
     PASSES,
     WEIGHT_GRAD,
 )
-from mlx_lattice.routes import cuda_shapes, thresholds
+from mlx_lattice.routes import cuda_shapes, cuda_small_tiles, thresholds
+from mlx_lattice.routes.cuda_tile_kinds import Tile
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -48,6 +49,13 @@ SHAPES = tuple(
     )
 )
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
+WIDE = set(cuda_shapes.WIDE_TILES.values()) | {
+    tile
+    for table in cuda_small_tiles.SMALL_TILES.values()
+    for named in table.values()
+    for _, tile in named
+    if isinstance(tile, Tile)
+}
 wide_shapes = pytest.mark.parametrize(
     "shape", ((64, 128, 1), (128, 200, 1), (64, 256, 1)), ids=str
 )
@@ -110,29 +118,18 @@ def test_sorted_tiles(pass_, dtype, shape, device):
     check(SORTED, pass_, point, device)
 
 
-@pytest.mark.parametrize("shape", ((96, 96, 1), (100, 224, 1), (64, 96, 1)), ids=str)
+# Last stages of one slice, of two, of three and of four.
+@pytest.mark.parametrize("shape", ((72, 144, 1), (100, 224, 1), (248, 96, 1)), ids=str)
 @pytest.mark.parametrize("scene", ("some", "even", "forward", "line"))
-@pytest.mark.parametrize(
-    "tile",
-    (
-        "_NARROW_32",
-        "_NARROW_3",
-        "_THREE_32",
-        "_THREE_48",
-        "_HALF_96",
-        "_HALF",
-        "_WIDE_96",
-        "_WIDE_128",
-    ),
-)
-def test_low_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
+@pytest.mark.parametrize("tile", sorted(WIDE), ids=str)
+def test_wide_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
     """Of many offsets and of few, by weights in either layout, whole and by views."""
-    low, tiles = ((1 << 60, getattr(cuda_shapes, tile)),), cuda_shapes.SMALL_TILES
+    low = ((cuda_shapes.ANY, tile),)
     forced = {
-        facts: known if "sliced" in facts else dict.fromkeys(known, low)
-        for facts, known in tiles.items()
+        facts: dict.fromkeys(known, low)
+        for facts, known in cuda_small_tiles.SMALL_TILES.items()
     }
-    monkeypatch.setattr(cuda_shapes, "SMALL_TILES", forced)
+    monkeypatch.setattr(cuda_small_tiles, "SMALL_TILES", forced)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     for dtype, before in (("float16", ""), ("bfloat16", "x w dy bias 1")):
         for pass_ in PASSES[:2]:
@@ -147,6 +144,19 @@ def test_low_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch)
 @pytest.mark.parametrize("route", ("grouped_gemm", "relation_traversal"))
 def test_weight_gradients(route, dtype, shape, device):
     check(route, WEIGHT_GRAD, Point(rows_for(device), shape, dtype), device)
+
+
+@pytest.mark.parametrize("before", ("", "x w dy bias 1"))
+@pytest.mark.parametrize("width", cuda_shapes.GRAD_TILES)
+def test_weight_gradients_of_each_width(width, before, monkeypatch):
+    """Of one tile and several; the wider side names the width."""
+    monkeypatch.setattr(cuda_whole_grad, "pays", lambda p, device: False)
+    for at, c_in in enumerate((24, width)):
+        point = Point("many", (c_in, width - 3 * at, 1), HALVES[at], moved=before)
+        given = work(point, WEIGHT_GRAD)
+        of = WEIGHT_GRAD, given.relation, given.x, given.dy
+        assert plan_of("grouped_gemm", *of).tile[1] in (width, width // 2)
+        check("grouped_gemm", WEIGHT_GRAD, point)
 
 
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
@@ -199,6 +209,15 @@ def test_tf32_reads_weights_that_run_along_the_sum(pass_, shape, device):
     check(SORTED, pass_, point, device, precision="tf32", layout=MLX_LAYOUT)
 
 
+@pytest.mark.parametrize("width", cuda_shapes.TF32_WHOLE_TILES["many"])
+def test_tf32_of_each_width(width, monkeypatch):
+    no_small_tiles(monkeypatch)
+    for layout in LAYOUTS:
+        for pass_, sides in zip(PASSES[:2], ((64, width), (width, 64)), strict=True):
+            point = Point("many", (*sides, 1), "float32", bias=pass_ == FORWARD)
+            check(SORTED, pass_, point, precision="tf32", layout=layout)
+
+
 @pytest.mark.parametrize("edges", (None, 1))
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tf32_is_not_float32(pass_, edges, monkeypatch):
@@ -218,7 +237,16 @@ def test_tf32_is_not_float32(pass_, edges, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "shape", ((96, 96, 1), (160, 40, 1), (48, 192, 1), (192, 48, 1)), ids=str
+    "shape",
+    (
+        (96, 96, 1),
+        (160, 40, 1),
+        (48, 192, 1),
+        (192, 48, 1),
+        (80, 112, 1),
+        (144, 160, 1),
+    ),
+    ids=str,
 )
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize("pass_", PASSES[:2])
@@ -237,7 +265,7 @@ def test_tiles_of_few_edges_a_row(pass_, shape, device):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
     if not wide:
-        monkeypatch.setattr(cuda_shapes, "WIDE_TILES", {})
+        monkeypatch.setattr(cuda_tile_choice, "_is_wide", lambda c_x, c_y: False)
     check(SORTED, pass_, Point("some", shape, "bfloat16"), device)
 
 

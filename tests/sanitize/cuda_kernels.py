@@ -58,7 +58,12 @@ from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
 from mlx_lattice.dtypes import DTYPES  # noqa: E402
 from mlx_lattice.kernel_spec import KernelSpec  # noqa: E402
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, Problem  # noqa: E402
-from mlx_lattice.routes import TABLE, cuda_shapes, named, thresholds  # noqa: E402
+from mlx_lattice.routes import (  # noqa: E402
+    TABLE,
+    cuda_small_tiles,
+    named,
+    thresholds,
+)
 
 used: set[str] = set()
 cuda_kernel = mx.fast.cuda_kernel
@@ -78,7 +83,8 @@ POINT = Point("tiles", (64, 64, 1), "float16")
 MOVED = "x w dy bias 1"
 # Few rows take the tiles of many then.
 NO_SMALL_TILES = {
-    facts: dict.fromkeys(tiles, ()) for facts, tiles in cuda_shapes.SMALL_TILES.items()
+    facts: dict.fromkeys(tiles, ())
+    for facts, tiles in cuda_small_tiles.SMALL_TILES.items()
 }
 
 
@@ -210,7 +216,7 @@ def epilogues() -> None:
     finished(POINT, "elu(0.5)")
     finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
     finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
-    with patch.object(cuda_shapes, "SMALL_TILES", NO_SMALL_TILES):
+    with patch.object(cuda_small_tiles, "SMALL_TILES", NO_SMALL_TILES):
         finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
 
 
@@ -237,8 +243,8 @@ def contractions() -> None:
     for dtype in ("float16", "float32"):
         for shape in ((64, 64, 1), (40, 136, 1), (64, 64, 64), (40, 40, 40)):
             contraction(replace(POINT, shape=shape, dtype=dtype))
-    for scene in ("tiles", "forward"):  # many offsets, and few; a tail, and none
-        for shape in ((96, 96, 1), (64, 64, 1)):
+    for scene in ("tiles", "forward"):  # many offsets, and few; tails, and none
+        for shape in ((96, 96, 1), (64, 64, 1), (80, 112, 1), (160, 224, 1)):
             contraction(replace(POINT, scene=scene, shape=shape))
     for scene in ("inverse_65", "strided_65", "pointwise_65"):  # rows of one edge
         for shape in ((64, 64, 1), (40, 88, 1)):
@@ -247,7 +253,7 @@ def contractions() -> None:
     with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
-    with patch.object(cuda_shapes, "SMALL_TILES", NO_SMALL_TILES):
+    with patch.object(cuda_small_tiles, "SMALL_TILES", NO_SMALL_TILES):
         for width in (128, 192, 256):  # where warps that multiply copy the first stage
             contraction(replace(POINT, shape=(width, width, 1)))
     contraction(Point("edges", (5, 7, 1)))
