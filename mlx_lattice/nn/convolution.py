@@ -1,34 +1,21 @@
-"""Convolution modules and their quantised twins, in the manner of mlx.nn.
-
-The weight is (C_out, kernel..., C_in / groups), MLX's own layout. Each call contracts
-with the current parameter where it stands, so an update can never be missed.
-"""
+"""Convolution modules and their quantised twins, in the manner of mlx.nn."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import mlx.core as mx
-from mlx.nn import Module
 
-from .. import relations_ahead
-from ..axes import Family, expect_axes
-from ..checks import flag, whole
 from ..epilogue import Epilogue
-from ..kernel_spec import IntOrTuple, KernelSpec, check_support
+from ..kernel_spec import IntOrTuple, check_support
 from ..ops import relations
-from ..ops.conv import contracted, contracted_blocks, fitted
+from ..ops.conv import contracted_blocks
 from ..ops.relations import Coordinates
 from ..other_names import centred, kept_rows, no_key, takes, unused
-from ..pending import Pending, may_wait
-from ..quantized import QuantizedWeight
-from ..relation import Relation
-from ..routes import launch
 from ..tensor import SparseTensor
-from . import watching
+from .convolution_layer import Convolution
 from .offsets import Offsets, kernel_spec
-from .quantized import Packable, QuantizedConvolution
+from .quantized import QuantizedConvolution
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "Conv4d", "ConvTranspose1d", "ConvTranspose2d",
@@ -43,132 +30,8 @@ __all__ = [
     "QuantizedSubmConv4d", "SubmConv1d", "SubmConv2d", "SubmConv3d", "SubmConv4d",
 ]  # fmt: skip
 
-GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation", "offsets"))
 
-
-class _Convolution(Family, Packable, Module):
-    """Parameters and geometry that all of the convolutions share."""
-
-    mode: str | None = None  # of a packed weight; a module takes long to say no
-
-    def __init_subclass__(
-        cls, twin: type[QuantizedConvolution] | None = None, **family
-    ):
-        super().__init_subclass__(**family)
-        if twin is not None:
-            cls.twin = twin
-
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        spec: KernelSpec,
-        groups: int,
-        bias: bool,
-    ):
-        super().__init__()
-        groups, bias = whole(groups, "groups", 1), flag(bias, "bias")
-        in_channels = whole(in_channels, "in_channels")
-        out_channels = whole(out_channels, "out_channels")
-        for name, channels in (("input", in_channels), ("output", out_channels)):
-            if channels < 1 or channels % groups:
-                raise ValueError(
-                    f"The number of {name} channels ({channels}) must be positive and "
-                    f"divisible by the number of groups ({groups})"
-                )
-        per_group = in_channels // groups
-        scale = math.sqrt(1 / (per_group * spec.volume))
-        # Offsets that are no box stand on the first axis.
-        size = (spec.volume, *spec.size[1:]) if spec.custom else spec.size
-        self.weight = mx.random.uniform(
-            low=-scale, high=scale, shape=(out_channels, *size, per_group)
-        )
-        if bias:
-            self.bias = mx.zeros((out_channels,))
-        self.kernel_size, self.offsets = size, spec.custom
-        self.stride = spec.stride
-        self.padding = spec.padding
-        self.dilation = spec.dilation
-        self.groups = groups
-
-    def __setattr__(self, name: str, value: object) -> None:
-        if name in GEOMETRY:
-            # Module would keep tuples among the parameters, where they are slow to
-            # find, and walked through at every step of training.
-            object.__setattr__(self, name, value)
-        else:
-            super().__setattr__(name, value)
-
-    def _kernel(self) -> mx.array | QuantizedWeight:
-        return self["weight"]
-
-    @property
-    def channels(self) -> tuple[int, int]:
-        """Input and output channels."""
-        shape = self["weight"].shape
-        return shape[-1] * self.groups, shape[0]
-
-    def _extra_repr(self) -> str:
-        c_in, c_out = self.channels
-        return (
-            f"{c_in}, {c_out}, "
-            f"kernel_size={self.kernel_size}, stride={self.stride}, "
-            f"padding={self.padding}, dilation={self.dilation}, "
-            f"groups={self.groups}, bias={'bias' in self}"
-            + ("" if self.offsets is None else f", offsets={self.offsets}")
-        )
-
-    def _run(
-        self, find: Callable[..., Relation], x, after, coordinates=None, *options,
-        run=contracted, **kernel,
-    ):  # fmt: skip
-        """Convolve over the relation that ``find`` returns; see ``ops.relations``."""
-        given = find, x, after, coordinates, options, kernel
-        if launch.observed():  # who else asks for the layer?
-            with launch.scope(self):
-                return self._convolved(run, *given)
-        return self._convolved(run, *given)
-
-    def _convolved(self, run, find, x, after, coordinates, options, kernel):
-        size, dilation = self.kernel_size, self.dilation
-        question, relation = None, None
-        onto = 0 if coordinates is None else _serial(x, coordinates)
-        if onto is not None and isinstance(x, SparseTensor):
-            ends = x.key.serial, onto
-            reach = self.offsets or size
-            question = find, ends, reach, dilation, options, *kernel.values()
-            relation = x.manager.asked(question)
-        if relation is None:
-            expect_axes(x, self.dims, type(self).__name__)
-        w = fitted(self._kernel(), self.dims, size)
-        if relation is None:
-            kernel = {"kernel_size": size, "dilation": dilation, **kernel}
-            if self.offsets is not None:
-                kernel |= {"kernel_size": 1, "offsets": self.offsets}
-            relations_ahead.begin(self, x)
-            relation = find(x, coordinates, *options, **kernel)
-            if question is not None:
-                searched = find is relations.transposed and not any(options)
-                x.manager.answer(question, relation, searched and not onto)
-        return self._contracted(run, x, w, relation, after)
-
-    def _contracted(self, run, x, w, relation: Relation, after):
-        bias, groups = self.get("bias"), self.groups
-        if after is None and run is contracted and may_wait(x) and not watching.now():
-            made = Pending.later(self, x, w, relation, bias, groups, self.channels)
-            if made is not None:
-                return made
-        return run(x, w, relation, bias, groups, after)
-
-
-def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:
-    """Return the serial of rows that are a tensor of the same manager, else None."""
-    if not isinstance(coordinates, SparseTensor) or not isinstance(x, SparseTensor):
-        return None
-    return coordinates.key.serial if coordinates.manager is x.manager else None
-
-
-class Conv(_Convolution):
+class Conv(Convolution):
     """Applies a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
 
     Output rows are the sorted unique cells ``floor(in / stride)``, or the input's own
@@ -232,7 +95,7 @@ class Conv(_Convolution):
         )
 
 
-class SubmConv(_Convolution):
+class SubmConv(Convolution):
     """Applies a submanifold convolution: the output has the input's own rows.
 
     spconv's ``stride=1``, ``padding=`` and ``indice_key=`` are taken, and have no
@@ -278,7 +141,7 @@ class SubmConv(_Convolution):
         return self._run(relations.submanifold, x, None, run=contracted_blocks)
 
 
-class ConvTranspose(_Convolution):
+class ConvTranspose(Convolution):
     """Applies a transposed convolution: ``out = in * stride + offset_k``.
 
     Output rows are the coordinates given to the call, or the finer set that an

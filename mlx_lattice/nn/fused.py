@@ -24,6 +24,7 @@ from ..pending import Pending, is_apart, may_wait
 from ..tensor import SparseTensor, features_of
 from . import convolution, watching
 from . import linear as linears
+from .convolution_layer import Convolution
 from .integer import FoldedNorm, as_float32, is_integer, known_output
 from .normalization import BatchNorm, GroupNorm, InstanceNorm
 
@@ -35,7 +36,7 @@ FIXED: set[type] = {BatchNorm}
 CONVOLUTIONS = frozenset(
     kind
     for kind in vars(convolution).values()
-    if isinstance(kind, type) and issubclass(kind, convolution._Convolution)
+    if isinstance(kind, type) and issubclass(kind, Convolution)
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 Features = SparseTensor | mx.array
