@@ -9,17 +9,10 @@ from weakref import ref
 import mlx.core as mx
 
 from .backends import registry
-from .coordinate_set import (
-    CoordinateKey,
-    CoordinateSet,
-    finer,
-    settle,
-    stride_text,
-)
-from .copies import Links
+from .consumed_sets import ConsumedSets
+from .coordinate_set import CoordinateKey, CoordinateSet, settle
 from .geometry import sync
 from .geometry.search import Search
-from .held_sets import HeldSets
 from .kernel_spec import IntOrTuple, KernelSpec, check_support
 from .relation import Relation
 from .scan_record import Views
@@ -36,7 +29,7 @@ def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
     return all(n % s == 0 for n, s in pairs)
 
 
-class CoordinateManager(HeldSets):
+class CoordinateManager(ConsumedSets):
     """Holds coordinate sets and builds each relation between them once.
 
     Every ``SparseTensor`` has one, shared by the tensors that come from it; it lives
@@ -51,25 +44,12 @@ class CoordinateManager(HeldSets):
         self._relations: dict[tuple, Relation] = {}
         # Of rows to themselves, by set and spec: of every kind they are the same.
         self._identities: dict[tuple, Relation] = {}
-        # For each coarse set the finer sets it was computed from, latest last.
-        self._consumed: dict[CoordinateSet, list[CoordinateSet]] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
         self._checks_later = False  # whether sets are checked after their relations
 
-    def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
-        yield from super()._keepers()
-        for coarse, sets in self._consumed.items():
-            for fine in {each.stride: each for each in sets}.values():
-                yield coarse, fine  # the latest of each stride
-
     def _keep(self, living: set[CoordinateSet]) -> None:
         super()._keep(living)
-        self._consumed = {
-            coarse: [fine for fine in sets if fine in living]
-            for coarse, sets in self._consumed.items()
-            if coarse in living
-        }
         for known in (self._relations, self._identities):
             for question, relation in list(known.items()):
                 if not living.issuperset(relation.sets):
@@ -77,18 +57,6 @@ class CoordinateManager(HeldSets):
         for question, (relation, _) in list(self._asked.items()):
             if not living.issuperset(relation.sets):
                 del self._asked[question]
-
-    def links(self, held: CoordinateSet) -> Links:
-        """Return a set as it is copied, and what it was computed from."""
-        fine = tuple(each.serial for each in self._consumed.get(held, ()))
-        return super().links(held)._replace(fine=fine)
-
-    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
-        """Take over what is known of sets that were copied."""
-        super().link(sets, links)
-        for held, *_, fine in links:
-            if known := [sets[serial] for serial in fine if serial in sets]:
-                self._consumed[held] = known
 
     @property
     def relations(self) -> tuple[Relation, ...]:
@@ -196,36 +164,6 @@ class CoordinateManager(HeldSets):
             target = self[self.key_of(target)]
         return self._between("transposed", source, target, spec)
 
-    def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
-        """Return the set that a strided operation of these steps made ``key`` of.
-
-        Raises:
-            ValueError: there is none, or it is not known which.
-        """
-        return self._finer(self[key], steps).key
-
-    def _finer(self, coarse: CoordinateSet, steps: Sequence[int]) -> CoordinateSet:
-        wanted = finer(coarse.stride, steps)
-        found = [s for s in self._consumed.get(coarse, ()) if s.stride == wanted]
-        if not found:
-            found = [s for s in self.sets if s.stride == wanted and s is not coarse]
-        if not found and set(steps) == {1}:
-            return coarse
-        if len(found) == 1:
-            return found[0]
-        stride = stride_text(wanted)
-        if not found:
-            raise ValueError(
-                f"no coordinates of stride {stride} are known to upsample "
-                f"{coarse.key!r} onto; pass coordinates=, or use a generative "
-                "transposed convolution"
-            )
-        raise ValueError(
-            f"several coordinate sets of stride {stride} could be the target of "
-            f"{coarse.key!r}: {', '.join(repr(each.key) for each in found)}; pass "
-            "coordinates= to say which"
-        )
-
     def generative_relation(
         self,
         key_or_coords: CoordinateKey | mx.array,
@@ -270,13 +208,6 @@ class CoordinateManager(HeldSets):
             offsets=offsets,
         )
         return source, spec
-
-    def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
-        if coarse is not fine:
-            sets = self._consumed.setdefault(coarse, [])
-            if fine not in sets:
-                sets.append(fine)
-                self._version += 1
 
     @staticmethod
     def _count_with(source: CoordinateSet, relation: Relation) -> None:
