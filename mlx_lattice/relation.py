@@ -65,8 +65,7 @@ class Relation(KeepsViews):
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.sets = sets
-        given = table, back, family, mirrored
-        self._data = KeptViews(n_in, n_out, volume, *given)
+        self._data = KeptViews(n_in, n_out, volume, table, back, family, mirrored)
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 
@@ -173,9 +172,8 @@ class Relation(KeepsViews):
     def form(self) -> Form:
         """What it shares with relations of other scans."""
         if self._form is None:
-            pointwise, transposed = self.is_identity, self.is_transposed
-            facts = self.kind, self.spec, self.volume, pointwise, self.mirrored
-            self._form = form(*facts, transposed)
+            ends = self.is_identity, self.mirrored, self.is_transposed
+            self._form = form(self.kind, self.spec, self.volume, *ends)
         return self._form
 
     def bare(self) -> Relation:
@@ -210,16 +208,14 @@ class Relation(KeepsViews):
     def transposed(self, kind: str) -> Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""
         other = self._again(not self._swapped)
-        other._own = other._swapped
-        return other._called(kind)
+        other.kind, other._own = kind, other._swapped
+        return other
 
     def renamed(self, kind: str) -> Relation:
         """Return the same edges as a relation of another kind; all views are shared."""
-        return self._again(self._swapped)._called(kind)
-
-    def _called(self, kind: str) -> Relation:
-        self.kind = kind
-        return self
+        other = self._again(self._swapped)
+        other.kind = kind
+        return other
 
     @property
     def has_table(self) -> bool:
@@ -348,8 +344,7 @@ class Relation(KeepsViews):
         edges = self._data.views.get(("edges", False))
         if edges is not None:
             return edges.shape[0]
-        counted = self._data.views.get(("n_edges", False))
-        return self.counted if counted is None else counted
+        return self._data.views.get(("n_edges", False), self._data.counted)
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:
