@@ -17,7 +17,7 @@ from .transformations import Function, Rules, filled
 
 
 class Layer(Protocol):
-    """A layer of ``contraction``.
+    """A layer of ``contraction_layer``.
 
     Attributes:
         given: what it was made with, and can be made with again: its relation; facts;
