@@ -19,6 +19,9 @@ from mlx_lattice.devices import BACKENDS
 from mlx_lattice.routes import cuda_shapes, needs, thresholds
 from mlx_lattice.routes.plan import MLX
 
+# What classes have of bases that are not public, and users call.
+INHERITED = {"CoordinateManager": ("cells", "finer", "insert", "key_of", "sets")}
+
 
 def first_line(text: str | None) -> str:
     """Return the first sentence of a docstring, on one line."""
@@ -176,10 +179,15 @@ def api_lines(module_name: str) -> Iterator[str]:
             made.setdefault(doc, []).append((name, thing))
     for source, names in written.items():
         yield f"\n::: {source.__module__}.{source.__qualname__}"
+        options = []
         if names != [source.__qualname__]:
             heading = ", ".join(names)
-            yield f'    options:\n      heading: "{heading}"'
-            yield f'      toc_label: "{names[0]} to {names[-1]}"'
+            options = [f'heading: "{heading}"']
+            options += [f'toc_label: "{names[0]} to {names[-1]}"']
+        if inherited := INHERITED.get(source.__qualname__):
+            options += [f"inherited_members: [{', '.join(inherited)}]"]
+        if options:
+            yield "\n      ".join(["    options:", *options])
     for doc, things in made.items():
         names = ", ".join(f"`{name}`" for name, _ in things)
         yield f"\n## {names} {{ #{module_name}.{things[0][0]} }}\n"
