@@ -1,0 +1,47 @@
+"""Sets and relations by CUDA's geometry, emulated: where it runs, what is looked at."""
+
+import numpy as np
+import pytest
+from cuda_emulation import Emulator
+from reference_rows import tile_order
+
+from mlx_lattice.backends import cuda_views
+from mlx_lattice.geometry import sync
+from mlx_lattice.kernel_spec import KernelSpec
+from mlx_lattice.relations_ahead import Read
+
+STRIDES = (2, (1, 2, 2), 3, 2)
+
+
+@pytest.fixture(name="emulator")
+def whole_emulator(cuda_programs):
+    """For blocks of ``emulating``: what is expected is of the CPU."""
+    return Emulator(cuda_programs)
+
+
+@pytest.fixture(name="reads")
+def counted_reads(monkeypatch):
+    real, seen = sync.read, []
+
+    def read(*arrays):
+        seen.append(len(arrays))
+        return real(*arrays)
+
+    monkeypatch.setattr(sync, "read", read)
+    return seen
+
+
+def check_tiles(relation):
+    """Sorted rows are the table's, in the order of their Gray ranks."""
+    view, table = cuda_views.sorted_rows(relation), np.array(relation.out_in)
+    order, placed = np.array(view.rows), np.array(view.table)[:, : len(table)].T
+    placed = placed[:, ::-1] if view.mirrored else placed
+    np.testing.assert_array_equal(placed, table[order])
+    if not view.mirrored:
+        np.testing.assert_array_equal(order, tile_order(table >= 0))
+
+
+def read(kind, ends, is_transposed=False, **kernel):
+    """What a net is to have read between levels: tiles."""
+    spec = KernelSpec.of(3, **kernel)
+    return Read.of(kind, spec, ends, is_transposed, cuda_views.sorted_arrays, ())

@@ -1,0 +1,172 @@
+"""What CUDA's geometry, emulated, reads of a set: its check, its levels, its parts."""
+
+import itertools
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from cuda_emulation import emulated, emulating
+from cuda_sets import STRIDES, counted_reads, whole_emulator  # noqa: F401 (fixtures)
+from reference_rows import table_of
+
+import mlx_lattice as ml
+from mlx_lattice import ops
+from mlx_lattice.backends import cuda_levels, cuda_lookups, registry
+
+pytestmark = emulated
+
+
+def shared(first, rows):
+    """Levels and relations of a set that is checked with them; and their manager."""
+    manager = ml.CoordinateManager()
+    key = manager.insert(mx.array(rows))
+    one = ml.kernel_spec.KernelSpec.of(3, kernel_size=1)
+    with manager.checked_later(key, "submanifold", first):
+        relations = [
+            manager.relation_of("forward", key, key, one),
+            manager.submanifold_kernel_relation(key, kernel_size=5),
+        ]
+        chain = manager.cells(key, STRIDES)
+    return manager, relations, chain
+
+
+def test_a_set_is_checked_with_its_levels_by_one_read(emulator, reads):
+    """Keys are as wide as an earlier scan's; too narrow ones are made again."""
+    first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
+    near, far = (cases.geometry("surface", 3, 300, seed) for seed in (1, 2))
+    far = np.array(far) * [1, 40_000, 40_000, 40_000] - [0, 9, 0, 0]
+    beyond = near * [1, 1 << 24, 1 << 24, 1 << 24]  # what keys can number
+    cuda_levels._bits_before.clear()
+    with emulating(emulator):
+        for rows, expected in (
+            (near, [6, 4]),  # what is read alone, and all sizes
+            (near, [10]),
+            (far, [10, 4]),
+            (near, [10]),
+            (far, [10]),
+            (beyond, None),  # level by level
+            (near, [10]),
+        ):
+            rows = rows.astype(np.int32)
+            reads.clear()
+            manager, relations, chain = shared(first, rows)
+            if expected is None:
+                assert reads[0] == 10 and len(reads) > 1 + len(STRIDES)
+            else:
+                assert reads == expected
+            step = np.ones(3, int)
+            for stride, key in zip(STRIDES, chain, strict=True):
+                step = step * np.array(stride)
+                cells = np.unique(rows // np.array([1, *step]), axis=0)
+                np.testing.assert_array_equal(np.array(manager[key].coords), cells)
+            counted = manager.relations[0]
+            assert counted.counted == (np.array(counted.out_in) >= 0).sum()
+            assert [each.counted for each in relations] == [len(rows), None]
+
+
+@pytest.mark.parametrize("n", (1, 300))
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_levels_of_a_set_that_nobody_has_read(emulator, reads, dims, n):
+    """In every dimension, in two batches, with negative rows in any order."""
+    rng = np.random.default_rng(dims)
+    strides = np.array([(2, 3, 1, 2)[:dims], (3, 1, 2, 2)[:dims]])
+    steps = list(map(tuple, strides.cumprod(axis=0).tolist()))
+    cuda_levels._bits_before.clear()
+    all_rows = rng.integers(-90, 90, (n, 1 + dims))
+    all_rows[:, 0] %= 2
+    all_rows = np.unique(all_rows, axis=0).astype(np.int32)
+    for is_known in (False, True):
+        rows = rng.permutation(all_rows)
+        with emulating(emulator):
+            manager = ml.CoordinateManager()
+            reads.clear()
+            key = manager.insert(mx.array(rows))
+            chain = manager.cells(key, list(map(tuple, strides.tolist())))
+            assert reads == ([dims + 4] if is_known else [dims + 2, 2])
+            for step, level in zip(steps, chain, strict=True):
+                cells = np.unique(rows // np.array([1, *step]), axis=0)
+                np.testing.assert_array_equal(np.array(manager[level].coords), cells)
+
+
+def test_relations_of_a_set_that_proves_wrong_are_not_kept(emulator):
+    first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
+    rows = cases.geometry("surface", 3, 300)
+    twice, early = np.concatenate([rows, rows[:3]]), rows - [5, 0, 0, 0]
+    with emulating(emulator):
+        shared(first, rows)
+        for wrong, what in ((twice, "must be unique"), (early, "0 or more")):
+            manager = ml.CoordinateManager()
+            key = manager.insert(mx.array(wrong.astype(np.int32)))
+            for _ in range(2):
+                with (
+                    pytest.raises(ValueError, match=what),
+                    manager.checked_later(key, "submanifold", first),
+                ):
+                    manager.submanifold_kernel_relation(key, kernel_size=5)
+                    manager.cells(key, STRIDES)
+                assert not manager.relations and len(manager.sets) == 1
+            with pytest.raises(ValueError, match=what):
+                manager.submanifold_kernel_relation(key)
+
+
+@pytest.mark.parametrize(
+    ("n", "share"), ((1, 0.0), (1, 1.0), (300, 0.0), (300, 1.0), (9000, 0.3))
+)
+@pytest.mark.parametrize("dims", (1, 2, 3, 4))
+def test_rows_that_a_mask_keeps(emulator, dims, n, share):
+    """In one tile and in several, in two launches."""
+    rng = np.random.default_rng(n)
+    rows = rng.integers(-(2**31), 2**31, (n, 1 + dims)).astype(np.int32)
+    mask = rng.random(n) < share
+    with emulating(emulator):
+        started = registry.geometry().start_kept(mx.array(mask), mx.array(rows))
+        kept = started.kept(started.count.item())
+        names = [name.split("_")[1:3] for name in emulator.launches]
+    assert names == [["kept", "places"], ["kept", "rows"]][: 1 + mask.any()]
+    np.testing.assert_array_equal(np.array(kept.rows), np.flatnonzero(mask))
+    places = np.where(mask, mask.cumsum() - 1, -1)
+    np.testing.assert_array_equal(np.array(kept.places), places)
+    np.testing.assert_array_equal(np.array(kept.coords), rows[mask])
+
+
+def test_a_pruned_set_is_read_once(emulator, reads):
+    """Its size, with the check of the set that it is of; what is made of it is read."""
+    rows = np.random.default_rng(0).permutation(cases.geometry("negative", 3, 200))
+    keep = np.arange(len(rows)) % 3 > 0
+    with emulating(emulator):
+        x = ml.SparseTensor(mx.array(rows.astype(np.int32)), mx.ones((len(rows), 2)))
+        y = ops.prune(x, mx.array(keep))
+        assert reads == [6], "the bounds, whether rows repeat, and the size"
+        table = y.manager.submanifold_kernel_relation(y.key).out_in
+        assert len(reads) == 1
+        cube = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
+        given = rows[keep], rows[keep], cube, (1, 1, 1), False
+        np.testing.assert_array_equal(np.array(table), table_of(*given))
+
+
+def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
+    """Which row repeats is not looked for: to merge rows nobody asks."""
+    rows = np.repeat(cases.geometry("negative", 3, 80), 3, axis=0).astype(np.int32)
+    with emulating(emulator):
+        made = registry.geometry().unique_rows(mx.array(rows))
+        np.testing.assert_array_equal(np.array(made.rows), np.unique(rows, axis=0))
+        assert len(reads) == 2  # the bounds, and how many there are
+        assert not any("band_counts" in name for name in emulator.launches)
+        box = cuda_lookups.bounds(mx.array(rows))
+        assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
+
+
+def test_the_check_of_a_set_tells_whether_its_rows_are_sorted(emulator, reads):
+    """So that joins, alignments and batch elements need not look."""
+    rows = np.unique(cases.geometry("batches", 3, 700), axis=0).astype(np.int32)
+    mixed = rows.copy()
+    mixed[[300, 301]] = rows[[301, 300]]
+    with emulating(emulator):
+        for given, is_sorted in ((rows, True), (mixed, False), (rows[:1], True)):
+            x = ml.SparseTensor(mx.array(given), mx.ones((len(given), 2)))
+            held = x.coordinate_set
+            assert not held.is_sorted
+            held.index  # noqa: B018
+            assert held.is_sorted is is_sorted and reads == [5]
+            reads.clear()
