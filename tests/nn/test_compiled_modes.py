@@ -2,20 +2,14 @@
 
 import copy
 
-import cases
 import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from compiled_cases import tensor
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-
-
-def tensor(seed=0, n=200, channels=4):
-    coords = mx.array(cases.geometry("surface", 3, n, seed))
-    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
-    return ml.SparseTensor(coords, feats)
 
 
 def test_statistics_move_where_only_the_norm_trains():
