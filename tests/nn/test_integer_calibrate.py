@@ -1,53 +1,19 @@
-"""calibrate() for int8 features, and training with FakeQuant for the same integers."""
+"""calibrate() for int8 features: what is packed, folded, kept in float, refused."""
 
 import copy
 import pickle
 
-import cases
 import mlx.core as mx
 import mlx.nn
-import mlx.optimizers as optim
 import numpy as np
 import pytest
+from integer_nets import PACK_ALL, Net, batch, distance, integers, of_layers
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
 from mlx_lattice.integer_facts import in_device_memory
-from mlx_lattice.nn.fake_quantized import rounded
 from mlx_lattice.nn.integer_search import Samples
-
-PACK_ALL = nn.keep_float(few_inputs=1, few_outputs=1, names=())
-
-
-def batch(seed=0, channels=20, n=120):
-    coords = cases.geometry("surface", 3, n, seed)
-    feats = np.random.default_rng(seed).normal(size=(len(coords), channels))
-    return ml.SparseTensor(mx.array(coords), mx.array(feats.astype(np.float32)))
-
-
-class Net(mlx.nn.Module):
-    """Everything that decides whether a result may be int8."""
-
-    def __init__(self):
-        super().__init__()
-        block, conv = models.blocks.BasicBlock, models.blocks.ConvNorm
-        self.first = conv(nn.SubmConv3d(20, 32, 3, bias=False))
-        self.block = block(32, 32)
-        self.down = nn.Sequential(nn.Conv3d(32, 32, 2, 2), nn.BatchNorm(32), nn.ReLU())
-        self.up = conv(nn.ConvTranspose3d(32, 32, bias=False))
-        self.mixed = nn.Sequential(nn.SubmConv3d(64, 24, 3), nn.ReLU())
-        self.line = nn.Linear(24, 24)
-        self.added = nn.SubmConv3d(24, 24, 1)
-        self.last = nn.SubmConv3d(24, 24, 3)
-
-    def __call__(self, x):
-        x = self.block(self.first(x))
-        y = self.up(self.down(x), x)
-        y = self.line(self.mixed(ops.cat([y, x])))
-        y = y + self.added(y)  # which no integer layer does
-        return self.last(y)
-
 
 INT8 = {
     "first.conv", "block.conv1.conv", "block.conv2.conv", "down.layers.0", "up.conv",
@@ -61,15 +27,6 @@ def trained(net, x, steps=3):
     for _ in range(steps):
         mx.eval(net(x).feats, net.state)
     return net.eval()
-
-
-def distance(y, z) -> float:
-    y, z = (getattr(a, "feats", a) for a in (y, z))
-    return (mx.linalg.norm(y - z) / mx.linalg.norm(z)).item()
-
-
-def integers(net):
-    return {p: m for p, m in net.named_modules() if getattr(m, "mode", "") == "integer"}
 
 
 @pytest.mark.parametrize("bits", (8, 4))
@@ -220,11 +177,6 @@ def test_half(dtype):
     assert distance(y.astype(mx.float32), net(x).astype(mx.float32)) < 0.06
 
 
-def of_layers():
-    layers = nn.SubmConv3d(20, 32, 3), nn.BatchNorm(32), nn.ReLU()
-    return nn.Sequential(*layers, nn.SubmConv3d(32, 32, 3)).eval()
-
-
 @pytest.mark.parametrize("rows", (0, 120))
 def test_batches_without_a_value_choose_no_scale(rows):
     net, x = of_layers(), batch()
@@ -244,17 +196,6 @@ def test_batches_that_are_not_finite(value):
     x = x.replace(mx.where(mx.arange(len(x))[:, None] == 7, value, x.feats))
     with pytest.raises(ValueError, match="no scale at layers.0: .* not all finite"):
         ml.calibrate(of_layers(), [x], 8, activations=8)
-
-
-def test_fake_quantised_layers_that_were_never_trained():
-    net, x = of_layers(), batch()
-    y = net(x)
-    nn.fake_quantize(net)
-    made, _ = ml.calibrate(net, [x], 8, activations=8)
-    assert distance(made(x), y) < 0.03
-    mlx.nn.quantize(net, bits=8, mode="affine", quantize_input=True)
-    assert set(integers(net)) == {"layers.0", "layers.3"}
-    assert distance(net(x), y) < 0.03
 
 
 @pytest.mark.parametrize("bits", (4, 8))
@@ -367,85 +308,6 @@ def test_mistakes_are_sentences():
     with pytest.raises(ValueError, match="do not fit"):
         ml.calibrate(net, [batch(channels=4)], 8, activations=8)
     assert type(net.layers[0]) is nn.SubmConv3d
-
-
-# Training
-
-
-def test_gradients_pass_straight_through():
-    x, scale = mx.array([[-3.0, -0.2, 0.26, 1.27, 1.276]]), mx.array([0.01])
-    y = rounded(x, scale)
-    assert mx.allclose(y, mx.array([[-1.27, -0.2, 0.26, 1.27, 1.27]]))
-    grad = mx.grad(lambda x: (rounded(x, scale) * mx.arange(1, 6)).sum())(x)
-    assert grad.tolist() == [[0, 2, 3, 4, 0]]
-    _, (tangent,) = mx.jvp(lambda x: rounded(x, scale), [x], [mx.ones_like(x)])
-    assert tangent.tolist() == [[0, 1, 1, 1, 0]]
-    layer = nn.FakeQuant(nn.Linear(5, 3, bias=False))
-    grad = mx.grad(lambda w: (layer.update({"weight": w})(x)).sum())(layer.weight)
-    held = layer._rounded(x)
-    assert mx.allclose(grad, mx.broadcast_to(held, grad.shape))
-
-
-@pytest.mark.parametrize("bits", (8, 4))
-@pytest.mark.parametrize("momentum", (0.1, None))
-def test_a_layer_gives_what_its_integers_give(bits, momentum):
-    x = batch()
-    for layer in (nn.SubmConv3d(20, 8, 3, groups=2), nn.Linear(20, 8)):
-        fake = nn.FakeQuant(layer, bits, momentum=momentum)
-        names = {"weight", "bias"} | ({"input_scale"} if momentum else set())
-        assert set(fake.parameters()) == names
-        assert set(fake.trainable_parameters()) == {"weight", "bias"}
-        fake.train()
-        fake(x)
-        fake(batch(1))
-        fake.eval()
-        y = fake(x)
-        twin = fake.to_quantized(quantize_input=True)
-        assert ("input_scale" in twin) == (momentum is not None)
-        assert twin.bits == bits and distance(twin(x), y) < 1e-6
-        held = nn.Sequential(fake)
-        mlx.nn.quantize(held, bits=bits, quantize_input=True)
-        assert mx.array_equal(held(x).feats, twin(x).feats)
-        with pytest.raises(ValueError, match=f"was trained for int{bits} weights"):
-            fake.to_quantized(bits=12 - bits, quantize_input=True)
-    assert fake.to_quantized(32, 8).mode == "affine"
-
-
-@pytest.mark.parametrize("bits", (8, 4))
-def test_a_net_that_was_trained_gives_the_same_values(bits):
-    mx.random.seed(3)
-    net, x = Net(), batch()
-    nn.fake_quantize(net, bits, class_predicate=PACK_ALL)
-    assert sum(isinstance(m, nn.FakeQuant) for m in net.modules()) == 9
-    target = mx.random.normal((len(x), 24))
-    optimizer = optim.Adam(1e-3)
-    step = mlx.nn.value_and_grad(net, lambda x: mx.square(net(x).feats - target).mean())
-    net.train()
-    losses = []
-    for _ in range(6):
-        loss, grads = step(x)
-        optimizer.update(net, grads)
-        mx.eval(net.state, optimizer.state)
-        losses.append(loss.item())
-    assert losses[-1] < losses[0]
-    net.eval()
-    y = net(x)
-    made, report = ml.calibrate(net, [x], bits, activations=8)
-    assert len(integers(made)) == 9 and len(report.folded) == 5
-    assert distance(made(x), y) < 1e-5
-    # Only where all readers were trained for one scale.
-    writes = {p for p, m in integers(made).items() if "output_scale" in m}
-    assert "block.conv1.conv" in writes and "first.conv" not in writes
-    assert all(isinstance(m, nn.FakeQuant) for m in (net.first.conv, net.line))
-
-
-def test_fake_quant_takes_float_layers_alone():
-    with pytest.raises(TypeError, match="float convolution or Linear; got ReLU"):
-        nn.FakeQuant(nn.ReLU())
-    with pytest.raises(TypeError, match="got QuantizedLinear"):
-        nn.FakeQuant(nn.Linear(32, 4).to_quantized(32, 8))
-    with pytest.raises(ValueError, match="bits must be 4 or 8"):
-        nn.FakeQuant(nn.Linear(32, 4), 3)
 
 
 class Tied(mlx.nn.Module):
