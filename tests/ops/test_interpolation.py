@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
-from test_pooling import route, tensor  # noqa: F401 (a fixture for every test here)
+from pooled import route, tensor  # noqa: F401 (a fixture for every test here)
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops

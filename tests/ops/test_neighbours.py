@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from test_pooling import route  # noqa: F401 (a fixture for every test here)
+from pooled import route  # noqa: F401 (a fixture for every test here)
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
