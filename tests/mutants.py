@@ -7,6 +7,7 @@ from unittest.mock import patch
 import cases
 import mlx.core as mx
 import numpy as np
+import pytest
 from places import MetalHost
 
 import mlx_lattice as ml
@@ -43,6 +44,13 @@ def a_new_machine(folder):
             yield folder
     finally:
         forget()
+
+
+@pytest.fixture(autouse=True, name="folder")
+def new_folder(tmp_path):
+    """Nothing is known of the kernels."""
+    with a_new_machine(tmp_path) as made:
+        yield made
 
 
 @contextmanager

@@ -6,15 +6,15 @@ import warnings
 import mlx.core as mx
 import pytest
 from metal_checks import host
-from mutants import (
+from mutants import (  # noqa: F401 (a fixture)
     FLOAT,
     HALF,
     LANES,
-    a_new_machine,
     assert_right,
     forget,
     kept,
     layers,
+    new_folder,
     on_metal,
 )
 
@@ -24,13 +24,6 @@ from mlx_lattice.routes import attempts, proof, proof_results
 from mlx_lattice.routes.proof_problem import Trial
 
 host.require()
-
-
-@pytest.fixture(autouse=True)
-def folder(tmp_path):
-    """Nothing is known of the kernels."""
-    with a_new_machine(tmp_path) as made:
-        yield made
 
 
 def test_a_second_process_reads_what_the_first_found(folder, monkeypatch):
