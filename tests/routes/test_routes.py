@@ -13,7 +13,7 @@ from mlx_lattice.devices import BACKENDS, PROFILES
 from mlx_lattice.dtypes import DTYPES
 from mlx_lattice.problem import PASSES
 from mlx_lattice.relation_form import KINDS
-from mlx_lattice.routes import TABLE, measure, select
+from mlx_lattice.routes import TABLE, measure, select, thresholds
 
 pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 # Name, passes, backends: the table of the design.
@@ -186,8 +186,6 @@ def test_measured_choices_rank_what_can_run(monkeypatch):
 
 
 def test_thresholds_have_a_safe_row_and_name_routes():
-    from mlx_lattice.routes import thresholds
-
     for (name, pass_), rows in thresholds.ROWS.items():
         assert pass_ in routes.named(name).passes
         assert "*" in rows
