@@ -211,29 +211,38 @@ def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
     Returns:
         bits and group_size of most packed layers, and activations where features are
         int8 too; ``layers`` for those that have others, and ``float``: the paths of
-        layers that could be packed and are not. Of integer layers also
-        ``rounding_errors`` and ``folded``: the paths of norms that are in convolutions.
+        layers that could be packed and are not. Of integer layers also ``arrays``,
+        which not all of them have, ``rounding_errors`` and ``folded``: the paths of
+        norms that are in convolutions.
     """
     packed, left, folded, errors = {}, [], [], {}
     for path, module in model.named_modules():
         if isinstance(module, nn.FoldedNorm):
             folded.append(path)
         elif "scales" in module:
-            packed[path] = {"bits": module.bits, "group_size": module.group_size}
+            packed[path] = _packing(module)
             if module.mode == "integer":
-                packed[path]["activations"] = 8
                 errors[path] = module.rounding_error
         elif hasattr(module, "to_quantized"):
             left.append(path)
     if not packed:
         return None
-    each = [tuple(p.items()) for p in packed.values()]
-    usual = dict(max(sorted(set(each), key=str), key=each.count))
+    each = [json.dumps(packing) for packing in packed.values()]
+    usual = json.loads(max(sorted(set(each)), key=each.count))
     others = {path: packing for path, packing in packed.items() if packing != usual}
     found = usual | {"float": sorted(left)} | ({"layers": others} if others else {})
     errors = {path: error for path, error in errors.items() if error is not None}
     found |= {"folded": sorted(folded)} if folded else {}
     return found | ({"rounding_errors": errors} if errors else {})
+
+
+def _packing(module: mlx.nn.Module) -> dict[str, Any]:
+    """Return what a config says of one packed layer."""
+    found = {"bits": module.bits, "group_size": module.group_size}
+    if module.mode != "integer":
+        return found
+    has = [name for name in nn.OPTIONAL if name in module]
+    return found | {"activations": 8, "arrays": has}
 
 
 def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> None:
@@ -258,7 +267,8 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> N
         )
     try:
         if is_integer := _integer_layers(layers - {*left}, packing, others):
-            _make_integer(model, is_integer, read_weights(folder))
+            said = {path: others.get(path, packing) for path in is_integer}
+            _make_integer(model, said, read_weights(folder))
             _keep_errors(model, errors)
 
         def predicate(path: str, module: mlx.nn.Module) -> bool | dict:
@@ -289,14 +299,30 @@ def _integer_layers(
 
 
 def _make_integer(
-    model: mlx.nn.Module, wanted: set[str], arrays: Mapping[str, mx.array]
+    model: mlx.nn.Module,
+    said: Mapping[str, Mapping[str, Any]],
+    arrays: Mapping[str, mx.array],
 ) -> None:
-    made = set(nn.integer_like(model, arrays))
-    if other := sorted(made ^ wanted):
+    """Give a model the integer layers of the arrays, and compare what a config says."""
+    has = {
+        path: packing["arrays"] for path, packing in said.items() if "arrays" in packing
+    }
+    if any(not isinstance(names, list) for names in has.values()):
+        raise ValueError('"arrays" of integer layers must be a list of names')
+    by_row = [path for path, names in has.items() if "input_scale" not in names]
+    made = set(nn.integer_like(model, arrays, by_row=by_row if has else None))
+    if other := sorted(made ^ said.keys()):
         raise ValueError(
             f"the config and the arrays differ in whether {other[0]} is an integer "
             "layer"
         )
+    for path, module in model.named_modules():
+        for key, value in _packing(module).items() if path in made else ():
+            if said[path].get(key, value) != value:
+                raise ValueError(
+                    f"of {path} the config says {key} = {said[path][key]}, the arrays "
+                    f"{value}"
+                )
 
 
 def _keep_errors(model: mlx.nn.Module, errors: object) -> None:

@@ -28,7 +28,8 @@ __all__ = ["FoldedNorm", "tie_scales"]
 
 INTEGER = "integer"
 # Parameters that are scales of integers; "scales" of a layer in mode "integer" alone.
-SCALES = frozenset(("scales", "input_scale", "output_scale", "output_inverse"))
+OF_FEATURES = frozenset(("input_scale", "output_scale", "output_inverse"))
+SCALES = OF_FEATURES | {"scales"}
 NOTHING = Epilogue()
 
 
@@ -64,10 +65,25 @@ class KeepsScales:
     """
 
     def __setitem__(self, name: str, value) -> None:
-        """Hold an array: a scale in float32, with what a cast would round off it."""
+        """Hold an array: a scale in float32, with what a cast would round off it.
+
+        Raises:
+            ValueError: a scale of features is not (1,), or not floating.
+        """
+        if name in OF_FEATURES and isinstance(value, mx.array):
+            check_scale(name, value)
         if name in SCALES and (name != "scales" or is_integer(self)):
             value = _in_float32(value, self.get(name))
         super().__setitem__(name, value)
+
+
+def check_scale(name: str, scale: mx.array) -> None:
+    """Raise unless an array is a scale of features by shape and dtype."""
+    if scale.shape != (1,) or not mx.issubdtype(scale.dtype, mx.floating):
+        raise ValueError(
+            f"{name} must be floating, of shape (1,); got "
+            f"{str(scale.dtype).rpartition('.')[2]}, {tuple(scale.shape)}"
+        )
 
 
 def _in_float32(new: mx.array, old: mx.array | None) -> mx.array:
@@ -153,6 +169,7 @@ def factor(layer: Module, x: Taken, scales: mx.array) -> mx.array:
 
 def set_output_scale(layer: Module, scale: mx.array) -> None:
     """Let a convolution write int8: (1,) float32, and one over it for kernels."""
+    check_scale("output_scale", scale)
     inverse = in_device_memory(inverse_of(scale))
     layer.output_scale, layer.output_inverse = in_device_memory(scale), inverse
     layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)

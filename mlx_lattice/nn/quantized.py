@@ -224,7 +224,7 @@ class Packed(KeepsScales):
             scale = input_scale
             if "input_scale" in self:
                 scale = scale / self.input_scale
-            self.scales, self.input_scale = self.scales * scale, input_scale
+            self.input_scale, self.scales = input_scale, self.scales * scale
         if output_scale is not None:
             set_output_scale(self, output_scale)
         self.rounding_error = rounding_error

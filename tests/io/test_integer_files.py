@@ -100,6 +100,109 @@ def test_a_bare_file(tmp_path):
         nn.integer_like(make(), held)
 
 
+CONV = "encoder.0.down.conv"
+
+
+@pytest.mark.parametrize(
+    "name, value, text",
+    (
+        ("input_scale", None, f"{CONV}.input_scale is missing: the scales of a calibr"),
+        ("input_scale", mx.ones(16), "input_scale must be floating, of shape"),
+        ("input_scale", mx.ones(1, mx.int32), "input_scale must be floating"),
+        ("input_scale", mx.zeros(1), "input_scale must be finite and above 0; got 0.0"),
+        ("output_scale", mx.ones(2), "output_scale must be floating, of shape"),
+        ("output_scale", None, "output_inverse is there without .*output_scale"),
+        ("output_inverse", None, "output_scale is there without .*output_inverse"),
+        ("output_inverse", mx.ones(1), "output_inverse must be one over output_scale"),
+        ("bias", mx.ones(1), r"bias must have shape \(16,\); got \(1,\)"),
+        ("multipliers", None, "packed words, but neither .*biases.* nor .*multipliers"),
+        ("multipliers", mx.ones((8, 16, 3), mx.int8), "group_size must be 32, 64 or"),
+        ("scales", mx.ones(3), "an int4 weight of 16"),
+        ("weight", None, "scales is there without"),
+    ),
+)
+def test_bare_files_that_lack_or_bend_an_array_are_refused(name, value, text):
+    net = calibrated(4, group_size=32)
+    held = dict(tree_flatten(net.parameters()))
+    path = f"{CONV}.{name}"
+    assert path in held
+    held = {k: v for k, v in held.items() if k != path}
+    held |= {} if value is None else {path: value}
+    plain = make()
+    with pytest.raises(ValueError, match=text):
+        nn.integer_like(plain, held)
+    assert "scales" not in plain.encoder[0].down.conv  # it stays as it was
+
+
+def test_bare_files_of_other_kernels_are_refused():
+    def net(size, c_out):
+        return nn.Sequential(nn.SubmConv3d(3, c_out, size))
+
+    made = net(3, 8)
+    mlx.nn.quantize(made, bits=8, quantize_input=True)
+    held = dict(tree_flatten(made.parameters()))
+    text = "layers.0.weight is of 27 offsets and 8 output channels; the layer has "
+    for other, has in ((net(5, 8), "125 and 8"), (net(3, 4), "27 and 4")):
+        with pytest.raises(ValueError, match=text + has):
+            nn.integer_like(other, held)
+
+
+def test_layers_by_row_in_a_calibrated_file_are_named():
+    def net():
+        return nn.Sequential(nn.SubmConv3d(3, 8, 3, bias=False), nn.SubmConv3d(8, 8, 3))
+
+    float_net, every = net(), nn.keep_float(1, 1, ())
+    float_net.layers[0].weight = 0 * float_net.layers[0].weight  # features are zeros
+    made, _ = ml.calibrate(
+        float_net, [scene()], 8, activations=8, class_predicate=every
+    )
+    assert "input_scale" in made.layers[0] and "input_scale" not in made.layers[1]
+    held = dict(tree_flatten(made.parameters()))
+    with pytest.raises(ValueError, match="layers.1.input_scale is missing"):
+        nn.integer_like(net(), held)
+    read = net()
+    nn.integer_like(read, held, by_row=["layers.1"])
+    read.load_weights(list(held.items()))
+    assert same(read, made)
+    for path, text in (("layers.0", "0.input_scale is there"), ("no", "no integer la")):
+        with pytest.raises(ValueError, match=text):
+            nn.integer_like(net(), held, by_row=["layers.1", path])
+
+
+def test_a_file_that_lost_every_input_scale_is_known_by_a_folded_norm():
+    def net():
+        return nn.Sequential(nn.SubmConv3d(3, 8, 3), nn.BatchNorm(8)).eval()
+
+    every = nn.keep_float(1, 1, ())
+    made, _ = ml.calibrate(net(), [scene()], 8, activations=8, class_predicate=every)
+    held = dict(tree_flatten(made.parameters()))
+    del held["layers.0.input_scale"]
+    with pytest.raises(ValueError, match="layers.0.input_scale is missing"):
+        nn.integer_like(net(), held)
+
+
+@pytest.mark.parametrize("name", ("input_scale", "bias"))
+def test_a_folder_that_lacks_an_array_is_refused(name, tmp_path):
+    net, file = calibrated(), tmp_path / "net" / "model.safetensors"
+    config = written(net, tmp_path / "net")["quantization"]
+    assert name in config["arrays"]
+    held = dict(tree_flatten(net.parameters()))
+    lacking = {k: v for k, v in held.items() if not k.endswith(f".{name}")}
+    lacking |= {k: v for k, v in held.items() if k == "head.bias"}
+    mx.save_safetensors(str(file), lacking)
+    with pytest.raises(CheckpointError, match=f"{name}"):
+        models.from_pretrained(tmp_path / "net")
+
+
+def test_scales_of_another_shape_are_refused_wherever_they_are_set():
+    net = calibrated()
+    layer = net.encoder[0].down.conv
+    with pytest.raises(ValueError, match=r"input_scale must be floating, of shape \("):
+        net.load_weights([(f"{CONV}.input_scale", mx.ones(16))], strict=False)
+    with pytest.raises(ValueError, match="output_scale must be floating, of shape"):
+        layer.calibrated(output_scale=mx.ones(()))
+
+
 def test_linear_layers_and_heads_of_mlx(tmp_path):
     net = nn.Sequential(nn.Linear(3, 16), nn.ReLU(), mlx.nn.Linear(16, 9)).eval()
     every = nn.keep_float(1, 1, ())
@@ -123,6 +226,12 @@ def test_linear_layers_and_heads_of_mlx(tmp_path):
         (
             {"layers": {"encoder.0.down.conv": {"bits": 8, "group_size": 32}}},
             "differ in whether encoder.0.down.conv is an integer layer",
+        ),
+        ({"bits": 4, "layers": {}}, "config says bits = 4, the arrays 8"),
+        ({"arrays": 3}, '"arrays" of integer layers must be a list'),
+        (
+            {"arrays": ["bias"], "layers": {}},
+            "have scales of their own, but .* is there",
         ),
     ),
 )
