@@ -63,7 +63,9 @@ def calibrate(
     With ``activations=8`` features are int8 too, by one scale a layer. A BatchNorm
     that follows a layer wherever that is called is folded into it, and results
     that integer layers alone read stay int8, with the activation and the residual
-    before them. Scales that were trained with ``nn.FakeQuant`` are kept.
+    before them. Scales that were trained with ``nn.FakeQuant`` are kept. Where a layer
+    is called several times, on features too different for one scale, each row has its
+    own, and the report says so.
 
     Args:
         model: a float model of this package's convolutions and of linear layers.

@@ -16,19 +16,26 @@ class LayerError:
             reached the layer.
         after: the same with what was chosen.
         writes_int8: whether the layer's result stays int8 for the next one.
+        calls: ``after`` of each call, where the model calls the layer several times.
+        note: where the calls differ too much for one scale, what was done, and why.
     """
 
     path: str
     before: float | None
     after: float | None
     writes_int8: bool = False
+    calls: tuple[float, ...] = ()
+    note: str = ""
 
     def __str__(self) -> str:
-        """Return "0.412% plain 0.305% calibrated, to int8"."""
+        """Return "0.412% plain 0.305% calibrated, to int8, worst of 2 calls 0.5%"."""
         if self.before is None:
             return "not reached by the batches"
         text = f"{self.before:8.3%} plain {self.after:8.3%} calibrated"
-        return f"{text}, to int8" if self.writes_int8 else text
+        text += ", to int8" if self.writes_int8 else ""
+        if self.calls:
+            text += f", worst of {len(self.calls)} calls {max(self.calls):.1%}"
+        return f"{text}; {self.note}" if self.note else text
 
 
 @dataclass(frozen=True)

@@ -11,18 +11,17 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from math import prod
 
 import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
 
-from ..integer_weight import IntegerWeight, fits_int32
+from ..integer_weight import fits_int32
 from ..ops import fusion
 from ..quantized import padded
 from ..relation import Relation
-from .calibration_report import Calibration, LayerError
+from .calibration_report import Calibration
 from .calibration_runs import run
 from .fake_quantized import FakeQuant
 from .integer import (
@@ -35,64 +34,10 @@ from .integer import (
     tie_scales,
     usable,
 )
+from .integer_layers import Compared, Layer, Turns
 from .integer_search import Samples, searched_weight
 from .linear import each_row, has_twin, twin_holding
 from .watching import Watch, watching
-
-
-@dataclass(eq=False)
-class Layer:
-    """What is known of one layer.
-
-    Attributes:
-        module: the float layer.
-        paths: where it stands in the model.
-        bits, group_size: of its weight.
-        trained: its scale of features from training with ``FakeQuant``, or None.
-        fixed: whether it was trained so: then nothing is searched.
-        inputs: magnitudes of features.
-        squares: sums of squares of the input channels, and count of rows.
-        error: sums: of the plain error, of the chosen one, of the output; squared.
-        shift: sums of (float result - integer result) a channel.
-        rows: count of rows of the results.
-        calls: of the layer, whether anything is fused into it or not.
-        scale, weight: of features and in integers, as chosen.
-        plain: weight and scale by the greatest magnitudes.
-    """
-
-    module: Module
-    paths: list[str]
-    bits: int
-    group_size: int | None
-    trained: mx.array | None = None
-    fixed: bool = False
-    inputs: Samples = field(default_factory=Samples)
-    squares: mx.array | None = None
-    error: mx.array | None = None
-    shift: mx.array | None = None
-    rows: int = 0
-    calls: int = 0
-    scale: mx.array | None = None
-    weight: IntegerWeight | None = None
-    plain: tuple[IntegerWeight, mx.array] | None = None
-
-    @property
-    def after(self) -> float | None:
-        """The error of what was chosen, without what the shift takes back."""
-        if self.error is None:
-            return None
-        _, wrong, whole = self.error.tolist()
-        if not self.fixed and self.rows:
-            wrong -= mx.square(self.shift).sum().item() / self.rows
-        return (max(0.0, wrong) / (whole or 1.0)) ** 0.5
-
-    @property
-    def before(self) -> float | None:
-        """The error of the plain rounding."""
-        if self.error is None:
-            return None
-        wrong, _, whole = self.error.tolist()
-        return (wrong / (whole or 1.0)) ** 0.5
 
 
 def calibrate_integers(
@@ -122,15 +67,21 @@ def calibrate_integers(
     by_path = {path: layer.module for layer in layers for path in layer.paths}
 
     results: dict[int, Samples] = {}
+    turns, told = Turns(), call
+
+    def call(model: Module, batch: object) -> object:
+        turns.start()
+        return told(model, batch)
 
     def sample(module: Module, feats: mx.array) -> None:
-        results.setdefault(id(module), Samples()).add(feats)
+        turn = turns.next("result", module)
+        results.setdefault(id(module), Samples()).add(feats, turn)
 
     watch = Watch(set(known), sample)
 
     def gather(module: Module, x: mx.array, relation, y) -> None:
         layer = known[id(module)]
-        layer.inputs.add(x)
+        layer.inputs.add(x, turns.next("features", module))
         squares = mx.square(x.astype(mx.float32)).sum(axis=0)
         layer.squares = squares if layer.squares is None else layer.squares + squares
         layer.rows += x.shape[0]
@@ -152,18 +103,20 @@ def calibrate_integers(
         if not isinstance(layer.module, mlx.nn.Linear)
         and not watch.saw_all(key, layer.calls)
     )
+    differ = _results_that_differ(watch, known, results, method)
+    watch.keep_float(differ)
     paths = {id(module): path for path, module in model.named_modules()}
     writes = _int8_results(watch, known, results, method, paths)
     _adopt(watch, known, writes)
 
     def compare(module: Module, x: mx.array, relation: Relation | None, y) -> None:
-        _compare(known[id(module)], x, relation, y)
+        _compare(known[id(module)], x, relation, y, turns.next("compared", module))
 
     run(model, by_path, batches, compare, call)
     folded = _foldable(watch, known)
     at = {path: layer for layer in layers for path in layer.paths}
     errors = tuple(
-        LayerError(path, layer.before, layer.after, id(layer.module) in writes)
+        layer.said(path, id(layer.module) in writes)
         for path, layer in ((path, at[path]) for path in chosen)
     )
     norms = {id(norm) for norm in folded.values()}
@@ -210,15 +163,20 @@ def _choose(layer: Layer, method: str) -> None:
     plain, path = integers_of(layer.module, *given), layer.paths[0]
     layer.plain = plain, usable(layer.inputs.scale("greatest"), path)
     if layer.fixed:
-        layer.scale, layer.weight, layer.rows = usable(layer.trained, path), plain, 0
+        layer.scale, layer.weight = usable(layer.trained, path), plain
         return
     layer.scale = usable(layer.inputs.scale(method), path)
+    worst = None if layer.scale is None else layer.inputs.worst(layer.scale, method)
+    if worst is not None:
+        layer.scale, layer.by_row = None, True
+        layer.notes.append(f"by row, as one scale makes features of {worst}")
     mean = None if layer.squares is None else layer.squares / max(1, layer.rows)
     layer.weight = searched_weight(layer.module, *given, mean)
-    layer.rows = 0
 
 
-def _compare(layer: Layer, x: mx.array, relation: Relation | None, y) -> None:
+def _compare(
+    layer: Layer, x: mx.array, relation: Relation | None, y: mx.array, turn: int
+) -> None:
     """Add up a layer's errors: those of the plain rounding and of what was chosen."""
     y = y.astype(mx.float32)
     relation = each_row(x.shape[0]) if relation is None else relation
@@ -226,12 +184,10 @@ def _compare(layer: Layer, x: mx.array, relation: Relation | None, y) -> None:
     for weight, scale in (layer.plain, (layer.weight, layer.scale)):
         made = _result(layer.module, x, relation, weight, scale)
         sums.append(mx.square(y - made).sum())
-    shift = (y - made).sum(axis=0)
-    now = mx.stack([*sums, mx.square(y).sum()])
-    layer.error = now if layer.error is None else layer.error + now
-    layer.shift = shift if layer.shift is None else layer.shift + shift
-    layer.rows += y.shape[0]
-    mx.eval(layer.error, layer.shift)
+    now = Compared(
+        mx.stack([*sums, mx.square(y).sum()]), (y - made).sum(axis=0), y.shape[0]
+    )
+    layer.compared[turn] = now + layer.compared.get(turn)
 
 
 def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
@@ -287,6 +243,34 @@ def _int8_results(
     return scales
 
 
+def _results_that_differ(
+    watch: Watch, known: dict[int, Layer], results: dict[int, Samples], method: str
+) -> list[int]:
+    """Return the layers whose results of several calls no one scale fits.
+
+    A reader that was trained for a scale rounds them by it in any case.
+    """
+    trained = {key for key, layer in known.items() if layer.fixed}
+    held = {
+        part.layer
+        for node in watch.nodes
+        if node.readers & trained
+        for part in node.parts or (node,)
+    }
+    found = []
+    for key in watch.writers():
+        if key in held | trained:
+            continue
+        scale = results[key].scale(method)
+        worst = results[key].worst(scale, method)
+        if worst is not None:
+            found.append(key)
+            if key in known:
+                text = f"writes floats, as one scale makes results of {worst}"
+                known[key].notes.append(text)
+    return found
+
+
 def _join(watch: Watch, scales: dict[int, mx.array]) -> None:
     """Give what is only joined with others the greatest scale of theirs.
 
@@ -321,7 +305,8 @@ def _adopt(watch: Watch, known: dict[int, Layer], writes: dict[int, mx.array]) -
         for reader in node.readers:
             met.setdefault(reader, []).append(scale)
     for reader, scales in met.items():
-        if scales[0] is not None and all(scale is scales[0] for scale in scales):
+        is_one = scales[0] is not None and all(each is scales[0] for each in scales)
+        if is_one and not known[reader].by_row:
             known[reader].scale = scales[0]
 
 
@@ -366,8 +351,8 @@ def _made(
         twin = twin_holding(module, layer.weight)
         shift = module.get("bias")
         shift = None if shift is None else shift.astype(mx.float32)
-        if layer.shift is not None and layer.rows and not layer.fixed:
-            mean = layer.shift / layer.rows
+        mean = layer.mean
+        if mean is not None:
             shift = mean if shift is None else shift + mean
         if key in folded:
             norm = folded[key]

@@ -36,7 +36,8 @@ def integer_like(
 
     The ``scales`` of a calibrated layer have its ``input_scale`` in them. So a file
     with any scale of features, or with a folded norm, has one for every integer layer,
-    but for those in ``by_row``: layers whose features calibration saw no value of.
+    but for those in ``by_row``: layers whose calls differed too much for one, or whose
+    features calibration saw no value of.
 
     Args:
         model: float, of the file's net; changed in place.

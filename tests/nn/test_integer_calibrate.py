@@ -297,6 +297,68 @@ def test_layers_without_a_batch_and_empty_batches():
     assert made(batch()).shape == (len(batch()), 16)
 
 
+class Shared(mlx.nn.Module):
+    """A tower and a head, called on features of two sizes."""
+
+    def __init__(self, ratio):
+        super().__init__()
+        self.ratio = ratio
+        self.tower = nn.Sequential(nn.SubmConv3d(20, 32, 3, bias=False), nn.ReLU())
+        self.head = nn.SubmConv3d(32, 8, 3, bias=False)
+
+    def __call__(self, x):
+        xs = x, x.replace(x.feats / self.ratio)
+        return [nn.Sequential(self.tower, self.head)(each) for each in xs]
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("ratio", (1, 16, 256))
+def test_a_layer_called_on_features_of_very_different_size(ratio, bits):
+    mx.random.seed(1)
+    net, x = Shared(ratio).eval(), batch()
+    made, report = ml.calibrate(
+        net, [x, batch(1)], bits, activations=8, class_predicate=PACK_ALL
+    )
+    most = {8: 0.02, 4: 0.15}[bits]
+    for mine, exact in zip(made(x), net(x), strict=True):
+        assert distance(mine, exact) < 1.5 * most  # of two layers
+    tower, head = report.layers
+    for error in (tower, head):
+        assert len(error.calls) == 2 and max(error.calls) < most
+        assert f"worst of 2 calls {max(error.calls):.1%}" in str(error)
+        assert error.after == pytest.approx(error.calls[0], rel=0.1)
+        assert error.calls[1] < 1.2 * error.calls[0]
+    if ratio == 1:
+        assert tower.writes_int8 and not tower.note and not head.note
+        assert all("input_scale" in layer for layer in integers(made).values())
+        return
+    assert not tower.writes_int8 and "input_scale" not in made.head
+    assert "input_scale" not in made.tower.layers[0]
+    assert "by row, as one scale makes features of call 2 of 2 " in str(report)
+    assert "writes floats, as one scale makes results of call 2 of 2 " in tower.note
+
+
+def test_calls_of_a_layer_that_was_trained_for_one_scale_are_told():
+    mx.random.seed(1)
+    net, x = Shared(16), batch()
+    nn.fake_quantize(net, class_predicate=PACK_ALL)
+    net.train()
+    net(x)
+    exact = net.eval()(x)
+    made, report = ml.calibrate(net, [x], 8, activations=8, class_predicate=PACK_ALL)
+    for mine, each in zip(made(x), exact, strict=True):
+        assert distance(mine, each) < 1e-5
+    assert not any(error.note for error in report.layers)
+    assert all("input_scale" in layer for layer in integers(made).values())
+    # What the report says of the tower's second call: features rounded by one scale.
+    small, scale = x.feats / 16, made.tower.layers[0].input_scale.item()
+    held = np.round(np.array(small) / scale) * scale
+    tower = net.tower.layers[0].float_layer()
+    error = distance(tower(x.replace(mx.array(held))), tower(x.replace(small)))
+    assert report.layers[0].calls[1] == pytest.approx(error, rel=0.05)
+    assert error > 0.1 > 0.03 > report.layers[0].after
+
+
 def test_mistakes_are_sentences():
     net, x = nn.Sequential(nn.SubmConv3d(20, 16, 3)), batch()
     with pytest.raises(ValueError, match="activations must be 8"):
