@@ -20,6 +20,7 @@ from mlx.nn import Module
 from . import devices
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
+from .geometry.sync import TracedError, is_of_tracing
 from .module_state import reached
 from .preparation import arrays_of
 from .routes import launch, selection
@@ -208,14 +209,15 @@ class _Trace:
             # MLX leaves its stand-ins in a state that it was tracing.
             for restore in state:
                 restore()
-            # MLX's "[eval] ..." and "[async_eval] ...", of no type of their own.
-            is_known = isinstance(error, (ValueError, RuntimeError))
-            if not is_known or "eval] " not in str(error):
+            if not is_of_tracing(error):
                 raise
+            name = _name(self._function)
+            if isinstance(error, TracedError) and error.coordinates:
+                raise ValueError(f"{name} is compiled: {error}") from error
             raise ValueError(
-                f"{_name(self._function)} reads values of its arguments while it is "
-                "compiled: it chooses rows by features, or evaluates. Compile what "
-                "comes before that step, and what comes after it"
+                f"{name} reads values of its arguments while it is compiled: "
+                "it chooses rows by features, or by points, masks or edges, or "
+                "evaluates. Compile what comes before that step, and what comes after"
             ) from error
         finally:
             self._given, self._managers = None, ()

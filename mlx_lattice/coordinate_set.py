@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
 from math import isfinite
@@ -125,7 +126,8 @@ class CoordinateSet:
         if self._bounds is None and not self.settled:
             learn([self])
         elif self._bounds is None:
-            self._bounds = registry.geometry().bounds(self.coords)
+            with expecting_values([self]):
+                self._bounds = registry.geometry().bounds(self.coords)
         return self._bounds
 
     @property
@@ -264,11 +266,24 @@ def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
     """
     unread = [each.unread for each in sets]
     wanted = [*itertools.chain(*unread), *more]
-    values = sync.read(*wanted) if wanted else []
-    for each, its in zip(sets, unread, strict=True):
-        each.learn(values[: len(its)])
-        values = values[len(its) :]
+    with expecting_values(sets):
+        values = sync.read(*wanted) if wanted else []
+        for each, its in zip(sets, unread, strict=True):
+            each.learn(values[: len(its)])
+            values = values[len(its) :]
     return values
+
+
+@contextmanager
+def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
+    """Where the block finds that MLX traces what is read, say which coordinates."""
+    try:
+        yield
+    except sync.TracedError:
+        for each in sets:
+            with sync.values(f"coordinates of shape {tuple(each.coords.shape)}"):
+                mx.eval(each.coords)
+        raise
 
 
 def settle(sets: list[CoordinateSet], *more: mx.array) -> list:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..geometry import curves
+from ..geometry import curves, sync
 from ..geometry.best_rows import best_rows
 from ..geometry.curves import Curve, by_region
 from ..geometry.kept_rows import KeptRows
@@ -70,7 +70,8 @@ class StartedRows:
     """
 
     def __init__(self, mask: mx.array, coords: mx.array):
-        mx.eval(mask)
+        with sync.values():
+            mx.eval(mask)
         self._kept = KeptRows(*extension.kept_rows(mask, coords))
         self.count = mx.array([len(self._kept.rows)])
 
@@ -80,7 +81,8 @@ class StartedRows:
 
 
 def _bounds(coords: mx.array) -> Bounds:
-    low, high = extension.bounds(coords)
+    with sync.values():
+        low, high = extension.bounds(coords)
     return tuple(low), tuple(high)
 
 
@@ -100,7 +102,8 @@ class CpuGeometry(OneByOne):
         self, coords: mx.array, box: Bounds | None = None, count: int | None = None
     ) -> UniqueRows:
         """Return the sorted unique rows, and where each given row went."""
-        rows, inverse, _ = extension.unique_rows(coords)
+        with sync.values():
+            rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
 
     def made_rows(

@@ -49,6 +49,53 @@ def is_known_to_differentiate() -> bool:
     return _KNOWS and is_differentiating()
 
 
+class TracedError(ValueError):
+    """Values are read of what MLX traces, which has none.
+
+    Args:
+        coordinates: what is read, as "coordinates of shape (4, 4)"; "" of what else
+            rows are chosen by.
+    """
+
+    def __init__(self, coordinates: str = ""):
+        what = (
+            f"relations are built of the values of coordinates, and {coordinates} have "
+            "none here"
+            if coordinates
+            else "which rows there are depends on values (of points, masks, scores or "
+            "edges) that are not known here"
+        )
+        super().__init__(
+            f"{what}: mx.compile, ml.compile or mx.vmap traces them. Make the tensor "
+            "outside of the function, and give it features for its rows, as "
+            "x.replace(feats) takes them; ml.compile takes the tensor itself"
+        )
+        self.coordinates = coordinates
+
+
+def is_of_tracing(error: Exception) -> bool:
+    """Whether an error says that what MLX traces was read."""
+    if isinstance(error, TracedError):
+        return True
+    # MLX's "[eval] ..." and "[async_eval] ...", of no type of their own.
+    return isinstance(error, (ValueError, RuntimeError)) and "eval] " in str(error)
+
+
+@contextmanager
+def values(coordinates: str = "") -> Iterator[None]:
+    """Raise a ``TracedError`` where MLX traces what the block reads.
+
+    Args:
+        coordinates: as of the error.
+    """
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, TracedError) or not is_of_tracing(error):
+            raise
+        raise TracedError(coordinates) from error
+
+
 _is_held: ContextVar[bool] = ContextVar("is_held", default=False)
 # Where starts are held: what was to be started.
 _put_off: ContextVar[list[mx.array] | None] = ContextVar("put_off", default=None)
@@ -66,7 +113,8 @@ def read(*arrays: mx.array) -> list:
     if work and _starts(arrays):
         work.pop()()  # an evaluation afterwards would wait for what this starts, too
     else:
-        mx.eval(*arrays)
+        with values():
+            mx.eval(*arrays)
     return [array.tolist() for array in arrays]
 
 
@@ -76,7 +124,8 @@ def compute(arrays: Sequence[mx.array]) -> None:
     What a vjp rule makes MLX takes for an array that it follows, for ever: in a graph
     that ``mx.compile`` traces later nothing that is made of it could be started.
     """
-    mx.eval(*arrays)
+    with values():
+        mx.eval(*arrays)
     _unfollow(arrays)
 
 

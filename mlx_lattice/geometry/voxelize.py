@@ -100,6 +100,8 @@ def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:
     """Raise unless int32 holds the cells of all points, of which there are some."""
     with stream_of(points):
         cells = mx.floor(in_cells(points, moved, size))
+        with sync.values():
+            mx.eval(cells)
         if not mx.isfinite(cells).all().item():
             bad = mx.argmin(mx.isfinite(cells).all(axis=1)).item()
             raise ValueError(

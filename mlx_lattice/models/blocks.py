@@ -6,6 +6,7 @@ import mlx.core as mx
 
 from .. import nn, ops
 from ..checks import spatial_axes, whole
+from ..geometry import sync
 from ..geometry.unique import true_positions
 from ..nn.fused import convolved
 from ..tensor import SparseTensor
@@ -98,7 +99,7 @@ def trimmed_cells(x: SparseTensor) -> mx.array | None:
         return None
     last = (x.coordinate_set.coords[:, 1:].max(axis=0) - 1) // 2
     keep = mx.all(rows[:, 1:] <= last, axis=1)
-    return None if keep.all().item() else rows[true_positions(keep)]
+    return None if sync.read(keep.all())[0] else rows[true_positions(keep)]
 
 
 def _beside(last: nn.Module, y: SparseTensor, shortcut: SparseTensor) -> SparseTensor:

@@ -17,6 +17,7 @@ from ..arrays import (
 )
 from ..checks import one_of, real
 from ..coordinates import CoordinateManager
+from ..geometry import sync
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
 from .attributes import MissingAttribute
@@ -180,7 +181,7 @@ def white_of(colours: mx.array) -> float:
     """Return the value of white in colours of a file."""
     if colours.dtype == mx.uint8:
         return 255.0
-    highest = float(colours.max().item())
+    highest = float(sync.read(colours.max())[0])
     if mx.issubdtype(colours.dtype, mx.floating) and highest <= 1:
         return 1.0
     return 255.0 if highest <= 255 else 65535.0
