@@ -56,6 +56,27 @@ def test_points_have_every_tile_width_and_both_kinds_of_sums():
                 assert (dtype, columns, transposed, False, False) in seen
 
 
+def test_packed_kernels_have_every_group_size_that_users_choose():
+    native = ("cpu",) if cpu_extension.usable() else ()
+    for name in ("m1", "m5-max", "h200", *native):
+        found = proofs.points(devices.profile(name))
+        packed = [p for p in found if p.problem.group_size]
+        for route in {p.route.name for p in packed}:
+            own = [p.problem for p in packed if p.route.name == route]
+            for dtype in ("float32", "float16", "bfloat16"):
+                for bits in {p.bits for p in own}:
+                    some = {
+                        p.group_size for p in own if (p.dtype, p.bits) == (dtype, bits)
+                    }
+                    # What unpacks integers once is the same for every dtype.
+                    assert some in ({32, 64, 128}, set()), (name, route, dtype, bits)
+        integers = {p.problem.group_size for p in packed if p.problem.integer}
+        assert integers == {32, 64, 128}, name
+        # Each takes a compilation, which the doctor's minutes are for.
+        counts = [sum(p.problem.group_size == s for p in packed) for s in (64, 128)]
+        assert counts[1] < 0.7 * counts[0], name
+
+
 def test_alternating_points_begin_with_every_route():
     found = proofs.points(devices.profile("m5-max"))
     routes_ = {p.route.name for p in found}

@@ -22,7 +22,7 @@ from ...devices import CUDA, Device
 from ...dtypes import DTYPES
 from ...integer_facts import IntegerFacts
 from ...problem import FORWARD, INPUT_GRAD, LAYOUTS, Problem
-from ...quantized import BITS
+from ...quantized import BITS, GROUP_SIZES
 from ...relation import Relation
 from ...routes import TABLE, proof, proof_results, thresholds
 from ...routes.choice import Route
@@ -36,7 +36,8 @@ from .machine import scrubbed, sentence
 # Channels of the problems, by which tiles differ: each width, odd ones, wide rows.
 CHANNELS = ((64, 64), (128, 128), (32, 32), (16, 16), (24, 40), (64, 16), (16, 64))
 WIDE = ((576, 32), (3, 16), (5, 7))
-GROUP_SIZES = (32, 64)
+WIDEST = 2  # of these, for which groups of every size are tried; of others the usual
+USUAL_SIZES = (32, 64)
 TOGETHER = 16  # kernels that CUDA compiles side by side
 
 
@@ -160,9 +161,9 @@ def _points(route: Route, pass_: str, device: Device) -> Iterator[Point]:
             plan = route.plan(problem, device)
         if plan.backend == MLX:
             continue
-        key = _identity(plan)
-        if key not in seen:
-            seen.add(key)
+        keys = {_identity(plan), _unpacking(plan)}
+        if not keys <= seen:
+            seen |= keys
             yield Point(route, problem, whole)
 
 
@@ -172,7 +173,14 @@ def _identity(plan: Plan) -> tuple:
         kernels = (plan.gpu, plan.add)
         return tuple(k and (k.symbol, k.template, k.defines) for k in kernels)
     p = plan.problem
-    return plan.kernel, p.dtype, p.layout, p.bits, p.c_in, p.c_out, p.groups, p.table
+    packing = p.bits, p.group_size
+    return plan.kernel, p.dtype, p.layout, *packing, p.c_in, p.c_out, p.groups, p.table
+
+
+def _unpacking(plan: Plan) -> tuple:
+    """Return what tells the kernel that unpacks integers before a plan's own."""
+    p = plan.problem
+    return ("unpacked", p.bits, p.group_size) if p.integer and p.bits == 4 else ()
 
 
 def _problems(pass_: str) -> Iterator[tuple[Problem, bool]]:
@@ -193,18 +201,20 @@ def _problems(pass_: str) -> Iterator[tuple[Problem, bool]]:
             yield _problem(pass_, "surface", channels, dtype, **facts), False
     if pass_ != FORWARD:
         return
-    for channels in CHANNELS[:5]:
+    for at, channels in enumerate(CHANNELS[:5]):
+        sizes = GROUP_SIZES if at < WIDEST else USUAL_SIZES
         for kind in ("surface", "edges", "pointwise"):
             for dtype in dtypes:
                 for bits in BITS:
-                    for size in GROUP_SIZES:
+                    for size in sizes:
                         for whole in (False, True):
                             facts = {"bits": bits, "group_size": size}
                             problem = _problem(pass_, kind, channels, dtype, **facts)
                             yield problem, whole
+    fours = [{"bits": 4, "group_size": size} for size in GROUP_SIZES]
     for channels in CHANNELS[:5]:
         for dtype in dtypes:
-            for packing in ({"bits": 8}, {"bits": 4, "group_size": 32}):
+            for packing in ({"bits": 8}, *fours):
                 facts = packing | {"integer": IntegerFacts()}
                 for whole in (False, True):
                     yield _problem(pass_, "surface", channels, dtype, **facts), whole
