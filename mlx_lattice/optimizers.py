@@ -16,11 +16,13 @@ by ``load_weights``, is taken over.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from functools import lru_cache
 
 import mlx.core as mx
 import mlx.optimizers
+from mlx.utils import tree_flatten
 
 from .backends import gpu_updates, registry
 from .backends.gpu_updates import Rule
@@ -28,6 +30,7 @@ from .backends.gpu_updates import Rule
 __all__ = ["SGD", "Adam", "AdamW"]
 
 HALVES = mx.float16, mx.bfloat16
+LEAST_ROOT = 2.0**-12  # of the least number of float16
 
 
 class _Together:
@@ -46,15 +49,24 @@ class _Together:
     def apply_single(
         self, gradient: mx.array, parameter: mx.array, state: dict
     ) -> mx.array:
-        """Return the updated parameter by MLX's own step; the state is updated."""
-        if not self._has_master(parameter):
+        """Return the updated parameter by MLX's own step; the state is updated.
+
+        Half precision is computed in float32 and rounded once, as kernels do: in half
+        Adam's ``eps`` is 0, and so is the square of a gradient below 2e-4.
+        """
+        if parameter.dtype not in HALVES:
             return super().apply_single(gradient, parameter, state)
         own = parameter.astype(mx.float32)
-        master = state.get("master", own)
-        master = mx.where(master.astype(parameter.dtype) == parameter, master, own)
-        gradient = gradient.astype(mx.float32)
-        state["master"] = super().apply_single(gradient, master, state)
-        return state["master"].astype(parameter.dtype)
+        if self._has_master(parameter):
+            master = state.get("master", own)
+            own = mx.where(master.astype(parameter.dtype) == parameter, master, own)
+        halves = {n: a.dtype for n, a in state.items() if a.dtype in HALVES}
+        state.update((name, state[name].astype(mx.float32)) for name in halves)
+        made = super().apply_single(gradient.astype(mx.float32), own, state)
+        state.update((name, state[name].astype(kind)) for name, kind in halves.items())
+        if self._has_master(parameter):
+            state["master"] = made
+        return made.astype(parameter.dtype)
 
     def _has_master(self, parameter: mx.array) -> bool:
         return self.master_weights and parameter.dtype in HALVES
@@ -143,6 +155,22 @@ class Adam(_Together, mlx.optimizers.Adam):
         master_weights (bool): Keeps float32 copies of half parameters. Default:
             ``False``.
     """
+
+    def init(self, parameters: dict) -> None:
+        """Initialize the state; warn of float16 that holds no squares of gradients."""
+        super().init(parameters)
+        if self.master_weights or self.eps >= LEAST_ROOT:
+            return
+        kinds = {array.dtype for _, array in tree_flatten(parameters)}
+        if mx.float16 in kinds:
+            warnings.warn(
+                f"{type(self).__name__} keeps averages of squared gradients in "
+                "float16, where those below 6e-8 are 0: its steps are then many times "
+                "too large. Pass master_weights=True, which keeps them in float32, or "
+                "train in bfloat16",
+                RuntimeWarning,
+                stacklevel=2,
+            )
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
         return gpu_updates.ADAM, ("m", "v")

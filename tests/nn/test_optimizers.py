@@ -1,6 +1,8 @@
 """Optimizers in few launches: each step against float64, on every backend here."""
 
 import os
+import warnings
+from contextlib import nullcontext
 
 import mlx.core as mx
 import mlx.nn
@@ -146,6 +148,57 @@ def test_master_weights(place, name, given, dtype):
         unit = np.spacing(np.abs(rounded).astype(np.float16)).astype(np.float64)
         unit = unit if dtype == mx.float16 else 8 * unit
         assert (np.abs(exact(a) - rounded) <= unit).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+def test_a_first_step_in_half_divides_by_no_zero(place, dtype):
+    """Adam's eps is 0 in half, and so are the squares of these gradients."""
+    if isinstance(place, EmulatedCuda) and dtype == mx.bfloat16:
+        return
+    parameters = tree(dtype)
+    gradient = tree_map(lambda a: mx.full(a.shape, 1e-4).astype(dtype), parameters)
+
+    def run():
+        optimizer = ours.Adam(0.01, master_weights=False)
+        with pytest.warns(RuntimeWarning) if dtype == mx.float16 else nullcontext():
+            found = optimizer.apply_gradients(gradient, parameters)
+        return [a for _, a in tree_flatten(found)]
+
+    (results,) = place.run(run).values()
+    each = (tree_flatten(t) for t in (parameters, gradient))
+    for a, (_, p), (_, g) in zip(results[0], *each, strict=True):
+        right = wanted("Adam", {}, 0.01, p, [g])
+        np.testing.assert_allclose(exact(a), right, rtol=0, atol=TOLERANCES[dtype])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@kinds
+def test_steps_without_kernels(name, given, dtype, monkeypatch):
+    """They compute half in float32 and round once, as kernels do."""
+    monkeypatch.setattr(registry, "updates", lambda: None)
+    given = {key: value for key, value in given.items() if key != "eps"}
+    parameters = tree(dtype)
+    gradient = tree_map(lambda a: mx.full(a.shape, 1e-4).astype(dtype), parameters)
+    optimizer = getattr(ours, name)(0.01, **given)
+    found = optimizer.apply_gradients(gradient, parameters)
+    each = (tree_flatten(t) for t in (found, parameters, gradient))
+    for (_, a), (_, p), (_, g) in zip(*each, strict=True):
+        right = wanted(name, given, 0.01, p, [g])
+        unit = mx.maximum(mx.abs(p), 1) * mx.finfo(dtype).eps
+        assert (np.abs(exact(a) - right) <= 2 * exact(unit) + 1e-6).all()
+
+
+def test_adam_warns_of_squares_that_float16_does_not_hold():
+    half = {"weight": mx.ones((3,), dtype=mx.float16)}
+    for kind in (ours.Adam, ours.AdamW):
+        with pytest.warns(RuntimeWarning, match=f"{kind.__name__} keeps .* float16"):
+            kind(0.1).init(half)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        ours.AdamW(0.1, master_weights=True).init(half)
+        ours.AdamW(0.1, eps=1e-3).init(half)
+        ours.AdamW(0.1).init({"weight": mx.ones((3,), dtype=mx.bfloat16)})
+        ours.SGD(0.1, momentum=0.9).init(half)
 
 
 def test_small_steps_add_up(place):

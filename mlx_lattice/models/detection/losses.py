@@ -99,7 +99,7 @@ def _checked(
     right = mx.isfinite(boxes).all() & (boxes[:, 3:6] > 0).all()
     if not right.item():
         raise ValueError("boxes must be finite, and their extents above 0")
-    return boxes, held
+    return boxes.astype(mx.float32), held  # in half a metre has few steps
 
 
 def focal_loss(logits: mx.array, heat: mx.array) -> mx.array:
