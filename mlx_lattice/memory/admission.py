@@ -45,16 +45,22 @@ TRIES = 5
 _is_admitted: ContextVar[bool] = ContextVar("is_admitted", default=False)
 
 
-def check_memory(net: Callable, *inputs: object, **options: object) -> None:
+def check_memory(
+    net: Callable, *inputs: object, **options: object
+) -> AbstractContextManager[None]:
     """Raise where a pass cannot keep the limit that holds here, before it runs.
 
     The nets of this package ask by themselves, when they are called under a limit. The
     pass is played through as ``predict_peak`` does, and takes what a device takes that
-    works only when it is waited for.
+    works only when it is waited for. Where it then runs in the block that this returns,
+    its stages begin and its blocks are cut as was found, and it keeps the limit.
 
     Args:
         net: a module, or any function of sparse tensors and arrays.
         *inputs, **options: what it is called with.
+
+    Returns:
+        A block for one pass of the net on these inputs.
 
     Raises:
         MemoryLimitError: it takes more; the error says the least that would do.
@@ -62,8 +68,13 @@ def check_memory(net: Callable, *inputs: object, **options: object) -> None:
         ValueError: the net reads values of features, to choose rows by them.
     """
     held = limit.active()
-    if held is not None:
-        admission_of(held, net, inputs, options)
+    if held is None:
+        return nullcontext()
+    if isinstance(net, mlx.nn.Module):
+        mx.eval(net.parameters())
+    mx.eval([each.feats for each in leaves(inputs) if isinstance(each, SparseTensor)])
+    held.begin()
+    return _admitted(held, admission_of(held, net, inputs, options))
 
 
 def admission_of(held: Limit, net: Callable, inputs, options) -> Admission:

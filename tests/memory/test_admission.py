@@ -7,11 +7,12 @@ from dataclasses import replace
 
 import cases
 import mlx.core as mx
+import mlx.nn
 import pytest
 from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents
 
 import mlx_lattice as ml
-from mlx_lattice import devices, models, nn
+from mlx_lattice import devices, models, nn, ops
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import admission, flight, limit
 from mlx_lattice.memory.order import order
@@ -69,6 +70,52 @@ def test_what_is_said_would_do():
         mx.eval(z)
     mx.synchronize()
     assert mx.array_equal(y, z) and mx.get_peak_memory() <= parse_bytes(said)
+
+
+class Own(mlx.nn.Module):
+    """A net that is none of the package's: nothing asks before it is called."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.Sequential(nn.SubmConv3d(3, 32, 3), nn.BatchNorm(32), nn.ReLU())
+        self.blocks = [models.blocks.BasicBlock(32, 32) for _ in range(2)]
+        self.down, self.up = nn.Conv3d(32, 64, 2, 2), nn.ConvTranspose3d(64, 32)
+        self.wide = nn.Sequential(nn.Linear(64, 512), nn.ReLU(), nn.Linear(512, 32))
+
+    def __call__(self, x):
+        x = self.stem(x)
+        for block in self.blocks:
+            x = block(x)
+        return self.wide(ops.cat([self.up(self.down(x), x), x]))
+
+
+@pytest.mark.parametrize("room", (1.0, 1.1))
+def test_a_net_of_ones_own_keeps_a_limit_that_it_was_checked_for(room):
+    net, x = Own().eval(), scene()
+    y = net(x).feats
+    mx.eval(y)
+
+    def again():
+        gc.collect()
+        made = ml.SparseTensor(x.coords + 0, x.feats)
+        mx.eval(made.coords)
+        return made
+
+    given = again()
+    with (
+        pytest.raises(ml.MemoryLimitError) as error,
+        ml.memory_limit(mx.get_active_memory() + 1000),
+    ):
+        ml.check_memory(net, given)
+    size, given = int(room * error.value.least), again()
+    with ml.memory_limit(size), ml.check_memory(net, given):
+        mx.reset_peak_memory()
+        z = net(given).feats
+        mx.eval(z)
+    mx.synchronize()
+    assert mx.array_equal(y, z) and mx.get_peak_memory() <= size
+    with ml.check_memory(net, given):  # no limit holds
+        assert limit.active() is None
 
 
 def test_little_room_beside_much_that_is_held_is_enough():
