@@ -19,6 +19,7 @@ from mlx.utils import tree_flatten
 
 from .. import nn
 from ..distribution import install
+from ..nn.integer_files import OPTIONAL
 from .errors import CheckpointError, shown
 from .safetensors import read_safetensors
 
@@ -241,7 +242,7 @@ def _packing(module: mlx.nn.Module) -> dict[str, Any]:
     found = {"bits": module.bits, "group_size": module.group_size}
     if module.mode != "integer":
         return found
-    has = [name for name in nn.OPTIONAL if name in module]
+    has = [name for name in OPTIONAL if name in module]
     return found | {"activations": 8, "arrays": has}
 
 

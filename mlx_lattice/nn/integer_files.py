@@ -13,7 +13,7 @@ from ..integer_weight import IntegerWeight
 from .integer import FoldedNorm, check_scale, put, set_output_scale
 from .linear import has_twin, twin_holding
 
-__all__ = ["OPTIONAL", "integer_like"]
+__all__ = ["integer_like"]
 
 # Parameters that not every integer layer has beside its weight and scales.
 OPTIONAL = "bias", "input_scale", "output_scale", "output_inverse"
