@@ -20,6 +20,7 @@ from ..ops.activation import (
     silu,
 )
 from ..ops.known_activations import BY_TANH, as_its_base
+from .parameters import Parameters
 
 __all__ = [
     "CELU", "ELU", "GELU", "GLU", "SELU", "Hardswish", "HardTanh", "LeakyReLU",
@@ -86,7 +87,7 @@ class LeakyReLU(mlx.nn.LeakyReLU):
         return leaky_relu(x, self._negative_slope)
 
 
-class PReLU(mlx.nn.PReLU):
+class PReLU(Parameters, mlx.nn.PReLU):
     """``mlx.nn.PReLU`` that takes tensors too.
 
     Args:

@@ -20,11 +20,12 @@ from .activations import GELU
 from .containers import in_order
 from .linear import Linear, read
 from .normalization import LayerNorm
+from .parameters import Parameters
 
 __all__ = ["SparseAttention", "SparseTransformerBlock"]
 
 
-class MultiHeadRMSNorm(Module):
+class MultiHeadRMSNorm(Parameters, Module):
     """Scales each head of (N, heads, D) to root mean square 1, then by ``gamma``.
 
     Args:

@@ -10,6 +10,7 @@ from ..checks import real
 from ..ops import on_features
 from ..ops.modulation import scaled
 from ..tensor import SparseTensor
+from .parameters import Parameters
 
 __all__ = ["DropPath", "Dropout", "Identity", "LayerScale"]
 
@@ -63,7 +64,7 @@ class DropPath(Module):
         return x * mx.where(kept, full, none)
 
 
-class LayerScale(Module):
+class LayerScale(Parameters, Module):
     """Multiplies each channel by a learnt factor (Touvron et al., 2021).
 
     Args:

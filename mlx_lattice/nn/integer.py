@@ -23,6 +23,7 @@ from ..memory.stages import boundary
 from ..quantized import module_layout
 from ..relation import Relation
 from ..tensor import SparseTensor
+from .parameters import Parameters
 
 __all__ = ["FoldedNorm", "tie_scales"]
 
@@ -57,7 +58,7 @@ def as_float32(a: mx.array) -> mx.array:
     return a if a.dtype == mx.float32 else a.astype(mx.float32)
 
 
-class KeepsScales:
+class KeepsScales(Parameters):
     """A module whose scales stay float32 where ``set_dtype`` casts a net to half.
 
     A layer's scale times its features' is often below the normal numbers of half, and

@@ -27,6 +27,7 @@ from ..ops.norm import expect_lines, residual_of
 from ..ops.norm_statistics import BatchStatistics
 from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, features_of
+from .parameters import Parameters
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
@@ -35,7 +36,7 @@ _MOST_KEPT = 4  # epilogues of a norm
 _LINES = "running_mean", "running_var", "weight", "bias"
 
 
-class BatchNorm(mlx.nn.BatchNorm):
+class BatchNorm(Parameters, mlx.nn.BatchNorm):
     """Applies batch normalization over the active rows of all batch elements.
 
     While training it normalises by the statistics of the rows it got and updates the
@@ -253,7 +254,7 @@ class BatchNorm(mlx.nn.BatchNorm):
         return scale, shift
 
 
-class LayerNorm(mlx.nn.LayerNorm):
+class LayerNorm(Parameters, mlx.nn.LayerNorm):
     """Applies layer normalization to each row, over its channels.
 
     Args:
@@ -286,7 +287,7 @@ class LayerNorm(mlx.nn.LayerNorm):
             return ops.layer_norm(x, *given, **more)
 
 
-class RMSNorm(mlx.nn.RMSNorm):
+class RMSNorm(Parameters, mlx.nn.RMSNorm):
     """Applies root mean square normalization to each row, over its channels.
 
     Args:
@@ -302,7 +303,7 @@ class RMSNorm(mlx.nn.RMSNorm):
         return ops.rms_norm(x, self.weight, self.eps)
 
 
-class GroupNorm(mlx.nn.Module):
+class GroupNorm(Parameters, mlx.nn.Module):
     """Applies group normalization to the active rows of each batch element.
 
     Groups are neighbouring channels, as in PyTorch (``mlx.nn.GroupNorm`` with
@@ -354,7 +355,7 @@ class GroupNorm(mlx.nn.Module):
             return ops.group_norm(x, self.num_groups, *given, **more)
 
 
-class InstanceNorm(mlx.nn.InstanceNorm):
+class InstanceNorm(Parameters, mlx.nn.InstanceNorm):
     """Applies instance normalization: each channel over each batch element's rows.
 
     Args:

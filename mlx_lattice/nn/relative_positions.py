@@ -6,11 +6,12 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from ..ops.relative import biases
+from .parameters import Parameters
 
 __all__ = ["RelativePositions"]
 
 
-class RelativePositions(Module):
+class RelativePositions(Parameters, Module):
     """Adds to each score an entry an axis, by how far the key lies from the query.
 
     Point Transformer V3's ``RPE``; the table is named as there, for

@@ -106,10 +106,19 @@ def fitting(
 def fitted(
     weight: mx.array | QuantizedWeight, dims: int, kernel_size: tuple[int, ...]
 ) -> mx.array | QuantizedWeight:
-    """Return the same; ``kernel_size`` is a checked KernelSpec's."""
+    """Return the same of a layer's weight; ``kernel_size`` is a checked KernelSpec's.
+
+    Layers take MLX's layout alone: by its first axis they know their channels.
+    """
     kind, given = type(weight), None
     if kind is mx.array:
         given = weight.shape[1:-1]
+        if len(given) != dims:
+            raise ValueError(
+                "a layer's weight has shape (C_out, spatial..., C_in / groups), "
+                f"{dims + 2} axes; got {tuple(weight.shape)}. io.convert_weight takes "
+                "those of other libraries"
+            )
     elif kind is QuantizedWeight:  # of as many offsets: it checked that
         given = weight.kernel
     if dims > 1 and given == kernel_size:
