@@ -5,7 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..arrays import array_of
-from ..coordinate_set import CoordinateKey, coarser, finer
+from ..coordinate_set import CoordinateKey, coarser, finer, stride_text
 from ..kernel_spec import per_axis
 from ..relation import Relation
 from ..tensor import SparseTensor
@@ -65,9 +65,26 @@ def finer_key(
 def target_key(
     x: SparseTensor, coordinates: Coordinates, stride, is_finer: bool
 ) -> CoordinateKey | None:
-    """Return the target's key, giving bare rows the stride that the step implies."""
+    """Return the target's key, giving bare rows the stride that the step implies.
+
+    Raises:
+        ValueError: rows of the tensor's own manager have another stride: they count
+            other cells. Those of another manager count from another first lattice.
+    """
+    if coordinates is None:
+        return None
+    steps = per_axis(stride, x.dims, "stride")
+    target = finer(x.stride, steps) if is_finer else coarser(x.stride, steps)
     key = known_key(x, coordinates)
-    if key is not None or coordinates is None:
+    if key is not None:
+        is_own = getattr(coordinates, "manager", x.manager) is x.manager
+        counts = is_own and len(key.stride) == x.dims and len(x.manager[key])
+        if counts and key.stride != target:
+            raise ValueError(
+                f"rows of stride {stride_text(target)} are computed of {x.key!r}; got "
+                f"coordinates of stride {stride_text(key.stride)}, which count other "
+                "cells: give those of that stride, or bare rows"
+            )
         return key
     coordinates = array_of(coordinates, "coordinates")
     if coordinates.ndim != 2 or coordinates.shape[1] != 1 + x.dims:
@@ -75,6 +92,4 @@ def target_key(
             f"coordinates must have shape (M, {1 + x.dims}), a batch index and "
             f"{x.dims} spatial ones a row; got {tuple(coordinates.shape)}"
         )
-    steps = per_axis(stride, x.dims, "stride")
-    target = finer(x.stride, steps) if is_finer else coarser(x.stride, steps)
     return x.manager.inserted(coordinates, target, batch_size=x.batch_size).key

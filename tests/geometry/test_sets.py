@@ -65,3 +65,53 @@ def test_batch_and_unbatch_keep_empty_elements():
     assert both.batch_size == 3 and both.coords[-1].tolist() == [2, 4, 4, 4]
     apart = ops.unbatch(ops.prune(both, both.coords[:, 0] != 1))
     assert [len(t) for t in apart] == [2, 0, 1]
+
+
+CALLS = {  # of a tensor of stride 2, onto rows of another
+    "conv": (
+        4,
+        lambda x, to: ops.conv3d(x, W, kernel_size=2, stride=2, coordinates=to),
+    ),
+    "same": (2, lambda x, to: ops.conv3d(x, W, kernel_size=2, coordinates=to)),
+    "pool": (4, lambda x, to: ops.max_pool3d(x, 2, coordinates=to)),
+    "transposed": (1, lambda x, to: ops.conv_transpose3d(x, W, coordinates=to)),
+    "generative": (
+        1,
+        lambda x, to: ops.generative_conv_transpose3d(x, W, coordinates=to),
+    ),
+    "spread": (1, lambda x, to: ops.sum_pool_transpose3d(x, 2, coordinates=to)),
+    "nearest": (1, lambda x, to: ops.upsample_nearest3d(x, 2, to)),
+    "linear": (1, lambda x, to: ops.upsample_linear3d(x, 2, to)),
+    "channels": (
+        1,
+        lambda x, to: ops.channel_to_space(
+            x.replace(mx.tile(x.feats, (1, 8))), coordinates=to
+        ),
+    ),
+}
+W = mx.ones((8, 1, 1))
+
+
+@pytest.mark.parametrize("name", CALLS)
+def test_rows_of_another_stride_count_other_cells(name):
+    """Their numbers were taken for cells of the stride that the step makes."""
+    right, call = CALLS[name]
+    first = tensor()
+    levels = {1: first}
+    for stride in (2, 4, 8):
+        levels[stride] = ops.max_pool3d(levels[stride // 2], 2)
+    x = levels[2]
+    for stride, level in levels.items():
+        for to in (level, level.key):
+            if stride == right:
+                assert call(x, to).key == level.key
+                continue
+            with pytest.raises(
+                ValueError, match=rf"of stride {right} are .*e {stride},"
+            ):
+                call(x, to)
+    # Of bare rows, and of another manager's, it is known that they are meant.
+    for to in (levels[8].coords, ml.SparseTensor(levels[8].coords, levels[8].feats)):
+        assert len(call(x, to)) == len(levels[8])
+    none = ops.prune(first, first.feats[:, 0] < 0)
+    assert len(call(none, none)) == 0
