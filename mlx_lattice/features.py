@@ -49,3 +49,16 @@ def operand_of(other: object) -> object:
             f"fits its features, or a number; got {type(other).__name__}"
         )
     return as_mlx_reads(other)
+
+
+def expect_fitting(feats: mx.array, shape: tuple[int, ...]) -> None:
+    """Raise a ValueError unless an array of this shape can be added to features."""
+    n, width = feats.shape
+    rows, channels = (1, 1, *shape)[-2:]
+    fits = rows in (1, n) and (channels == width or 1 in (channels, width))
+    if len(shape) > 2 or not fits:
+        raise ValueError(
+            f"features of shape {(n, width)} are added to or multiplied by a number, "
+            f"or by values of shape ({width},), ({n}, 1) or ({n}, {width}); got "
+            f"{tuple(shape)}. ops.cat joins channels"
+        )

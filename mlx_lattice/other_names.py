@@ -35,6 +35,26 @@ TENSOR = {
     "slice": "ops.devoxelize(x, inverse)",
     "features_at_coordinates": "ops.interpolate(x, points)",
     "sparse": "x itself: a SparseTensor has coords and feats",
+    "detach": "x.replace(mx.stop_gradient(x.feats))",
+    "clone": "copy.copy(x)",
+    "numpy": "np.array(x.feats), and np.array(x.coords)",
+    "requires_grad_": "mx.grad, of a function of the features",
+    "requires_grad": "mx.grad, of a function of the features",
+    "coordinates_at": "ops.unbatch(x)[element].coords",
+    "features_at": "ops.unbatch(x)[element].feats",
+    "unbind": "ops.unbatch(x)",
+    "layout": "ops.unbatch(x), one tensor an element",
+    "unique_index": "ops.lookup(x, rows), the row of each",
+    "inverse_mapping": "ops.lookup(x, rows), the row of each",
+    "get_spatial_cache": "x.manager, which keeps what is made of coordinates",
+    "register_spatial_cache": "x.manager, which keeps what is made of coordinates",
+    "D": "x.dims",
+    "s": "x.stride",
+    **dict.fromkeys(("half", "float", "bfloat16"), "x.astype(mx.float16), or another"),
+    **dict.fromkeys(
+        ("to", "cuda", "cpu", "device"),
+        "x itself, as MLX's arrays have no device; x.astype(dtype) casts it",
+    ),
 }
 
 _DIMS = r"(?P<d>[1-4])[dD]"
@@ -127,8 +147,16 @@ class OtherNames:
         dense = self.to_dense()
         return mx.moveaxis(dense, -1, 1) if channels_first else dense
 
+    def __getitem__(self, key: object):
+        raise TypeError(
+            "a SparseTensor takes no index: ops.unbatch(x) are its batch elements, "
+            "ops.prune(x, mask) some rows, x.replace(x.feats[:, :c]) some channels"
+        )
+
     def __getattr__(self, name: str):
         kind = type(self).__name__
+        if isinstance(getattr(type(self), name, None), property):
+            return object.__getattribute__(self, name)  # raises what the property did
         if name in TENSOR:
             raise AttributeError(f"{kind} has no {name!r}: here that is {TENSOR[name]}")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
@@ -216,12 +244,36 @@ def _in_place(init: Callable, args: tuple, kwargs: dict) -> bool:
 class Layers:
     """What PyTorch's Sequential gives by a number, or one after another."""
 
+    def __len__(self) -> int:
+        """Return how many layers there are, not the parts of a module."""
+        return len(self.get("layers", ()))
+
     def __getitem__(self, key: object):
         """Return a layer by its number, layers by a slice, or a module's part."""
         if isinstance(key, int | slice):
             layers = self.layers
             return list(layers.values() if isinstance(layers, dict) else layers)[key]
         return super().__getitem__(key)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Put a layer in the place of another, by its number, or set a part."""
+        if not isinstance(key, int | slice):
+            super().__setitem__(key, value)
+            return
+        layers = self.layers
+        if isinstance(layers, dict) and isinstance(key, int):
+            key = list(layers)[key]
+        elif isinstance(layers, dict):
+            raise TypeError("layers with names are set one by one")
+        layers[key] = value
+
+    def __getattr__(self, name: str):
+        if name in ("append", "extend", "insert"):
+            raise AttributeError(
+                f"a Sequential has no {name!r}: its layers are in .layers. Write "
+                f"net.layers.{name}(...)"
+            )
+        return super().__getattr__(name)
 
     def __iter__(self):
         raise TypeError(

@@ -10,7 +10,7 @@ import mlx.core as mx
 from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
 from .coordinates import CoordinateManager
 from .copies import copied_tensor
-from .features import check_feats, operand_of
+from .features import check_feats, expect_fitting, operand_of
 from .geometry import sync
 from .geometry.dense import active_cells, places_in
 from .geometry.voxelize import voxelize
@@ -22,6 +22,7 @@ from .reductions import move_rows, put
 from .transformations import zeros_of
 
 _PLACE = "coords", "key", "manager"
+_OF_PLACE = "stride", "spatial_shape", "batch_size", "dims"
 
 
 class SparseTensor(OtherNames):
@@ -119,7 +120,7 @@ class SparseTensor(OtherNames):
     def __setattr__(self, name: str, value: object) -> None:
         if name == "feats":
             value = check_feats(value, len(self))
-        elif name in _PLACE:
+        elif name in _PLACE or name in _OF_PLACE:
             raise AttributeError(
                 f"{name} of a tensor cannot be set: its rows are those of a coordinate "
                 "set, which others share. Make a new one: SparseTensor(coords, feats)"
@@ -247,7 +248,15 @@ class SparseTensor(OtherNames):
         return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
 
     def astype(self, dtype: mx.Dtype) -> SparseTensor:
-        """Return the tensor with its features cast."""
+        """Return the tensor with its features cast.
+
+        Raises:
+            TypeError: the dtype is none of MLX's, or of none that features have.
+        """
+        if not isinstance(dtype, mx.Dtype):
+            raise TypeError(
+                f"dtype must be one of MLX's, such as mx.float16; got {dtype!r}"
+            )
         return self.replace(self.feats.astype(dtype))
 
     def to_dense(self, spatial_shape: Sequence[int] | None = None) -> mx.array:
@@ -301,6 +310,7 @@ class SparseTensor(OtherNames):
             other = align(other, self).feats
         else:
             other = operand_of(other)
+        expect_fitting(self.feats, getattr(other, "shape", ()))
         return self.replace(operation(self.feats, other))
 
     def __copy__(self) -> SparseTensor:

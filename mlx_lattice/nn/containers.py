@@ -62,6 +62,12 @@ class Sequential(Layers, mlx.nn.Sequential):
                     f"{len(named) - 1} in order; got {', '.join(named)}"
                 )
             modules, named = tuple(named.values()), {}
+        for layer in (*modules, *named.values()):
+            if not callable(layer) and not isinstance(layer, mlx.nn.Module):
+                raise TypeError(
+                    "a Sequential takes layers and functions, each an argument; got "
+                    f"{type(layer).__name__}. Of a list write Sequential(*layers)"
+                )
         super().__init__(*modules)
         if named:
             self.layers = named

@@ -48,6 +48,11 @@ def test_features_are_not_set_in_place(name):
         ("coordinate_map_key", "x.key"),
         ("find_indice_pair", "x.manager"),
         ("decomposed_features", "ops.unbatch"),
+        ("detach", "mx.stop_gradient"),
+        ("to", "no device"),
+        ("half", "x.astype"),
+        ("unbind", "ops.unbatch"),
+        ("inverse_mapping", "ops.lookup"),
     ),
 )
 def test_other_words_of_a_tensor_are_named(name, right):
@@ -55,6 +60,40 @@ def test_other_words_of_a_tensor_are_named(name, right):
         getattr(tensor(), name)
     assert right in str(e.value)
     assert not hasattr(tensor(), "no_such_thing")
+
+
+@pytest.mark.parametrize("key", (0, slice(2), (slice(None), 0)))
+def test_tensors_take_no_index(key):
+    with pytest.raises(TypeError, match=r"takes no index: ops\.unbatch"):
+        tensor()[key]
+    with pytest.raises(TypeError, match="takes no index"):
+        list(tensor())
+
+
+@pytest.mark.parametrize("name", ("stride", "spatial_shape", "batch_size", "dims"))
+def test_what_rows_say_is_not_set(name):
+    with pytest.raises(AttributeError, match=f"{name} of a tensor cannot be set"):
+        setattr(tensor(), name, 2)
+
+
+@pytest.mark.parametrize("dtype", ("float16", np.float16, None))
+def test_dtypes_are_mlx_s(dtype):
+    with pytest.raises(TypeError, match=r"one of MLX's, such as mx\.float16; got"):
+        tensor().astype(dtype)
+
+
+@pytest.mark.parametrize("shape", ((3,), (2, 4), (3, 5), (4, 1), (1, 3, 4)))
+def test_values_that_do_not_fit_features(shape):
+    x, wide = tensor(), tensor().replace(mx.ones((3, 8)))
+    for values in (mx.ones(shape), np.ones(shape)):
+        with pytest.raises(ValueError, match=r"values of shape \(4,\), \(3, 1\) or"):
+            x * values
+    with pytest.raises(ValueError, match=r"got \(3, 8\)\. ops\.cat joins"):
+        x + wide
+    for fitting in ((), (1,), (4,), (1, 4), (3, 1), (3, 4)):
+        assert mx.array_equal((x * mx.ones(fitting)).feats, x.feats)
+    one = x.replace(x.feats[:, :1])
+    assert mx.array_equal((one * x).feats, x.feats[:, :1] * x.feats)
 
 
 @pytest.mark.parametrize("dims", (1, 2, 3, 4))
@@ -317,3 +356,32 @@ def test_sums_keep_what_a_tensor_says_and_have_gradients():
         ops.unique_sum(coords, mx.ones((2, 2)))
     with pytest.raises(TypeError, match="got both"):
         ops.unique_sum(x, x.feats)
+
+
+def test_a_sequential_counts_and_takes_layers():
+    first, x = nn.SubmConv3d(4, 5, 3), tensor()
+    net = nn.Sequential(nn.SubmConv3d(4, 4, 3), nn.ReLU())
+    assert len(net) == 2 and len(nn.Sequential()) == 0
+    net[0] = first
+    assert net[0] is first and len(net) == 2
+    assert net(x).channels == 5
+    assert set(net.parameters()) == {"layers"}
+    net[-1] = nn.Identity()
+    assert mx.array_equal(net(x).feats, first(x).feats)
+    named = nn.Sequential(OrderedDict(conv=nn.SubmConv3d(4, 4, 3), relu=nn.ReLU()))
+    named[0] = first
+    assert len(named) == 2 and named.layers["conv"] is first
+    with pytest.raises(TypeError, match="one by one"):
+        named[0:1] = [first]
+    with pytest.raises(IndexError):
+        net[2] = first
+    with pytest.raises(AttributeError, match=r"net\.layers\.append"):
+        net.append(first)
+
+
+@pytest.mark.parametrize("layer", (None, [nn.ReLU()], 3))
+def test_a_sequential_s_layers_are_called(layer):
+    with pytest.raises(TypeError, match="takes layers and functions"):
+        nn.Sequential(layer, nn.ReLU())
+    with pytest.raises(TypeError, match="takes layers and functions"):
+        nn.Sequential(relu=nn.ReLU(), other=layer)
