@@ -30,6 +30,7 @@ from .memory.predict import Peak, predict_peak
 from .nn.calibrate import calibrate
 from .nn.calibration_report import Calibration
 from .numerics import precision
+from .other_modules import function_named
 from .preparation import Preparation, prepare
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
@@ -99,3 +100,8 @@ __all__ = [
     "waive_determinism",
     "weight_grad",
 ]
+
+
+def __getattr__(name: str) -> None:
+    """Say what another library's name is here."""
+    function_named(name, __name__, ops.__all__)

@@ -1,14 +1,13 @@
-"""Names that other libraries have for what is here.
+"""Names that other libraries have for parts of tensors and for arguments.
 
 A name that means the same gives the thing meant; any other raises a sentence with the
-name here. One table for tensors, one for modules, one for arguments.
+name here. Those of modules and functions are in ``other_modules``.
 """
 
 from __future__ import annotations
 
 import inspect
-import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from functools import cache, wraps
 from typing import ParamSpec
 
@@ -55,43 +54,6 @@ TENSOR = {
         ("to", "cuda", "cpu", "device"),
         "x itself, as MLX's arrays have no device; x.astype(dtype) casts it",
     ),
-}
-
-_DIMS = r"(?P<d>[1-4])[dD]"
-# Modules by patterns of their names; {d} is the number of axes. The first match counts.
-MODULES = {
-    rf"SparseConv{_DIMS}": 'nn.Conv{d}d(..., padding=p, support="reach"), with p = 0 '
-    "where it gave none",
-    rf"SparseInverseConv{_DIMS}": "nn.ConvTranspose{d}d(a, b, k, stride=s, padding=p), "
-    "with s and p of the convolution that it undoes",
-    rf"SparseConvTranspose{_DIMS}": "nn.GenerativeConvTranspose{d}d(..., padding=p)",
-    rf"Sparse(?P<kind>Max|Avg)Pool{_DIMS}": "nn.{kind}Pool{d}d(kernel_size, stride, "
-    'padding, support="reach"), whose stride is kernel_size by default, not 1',
-    "SparseGlobal(?P<kind>Max|Avg)Pool": "nn.Global{kind}Pool",
-    "Sparse(?P<kind>ReLU|BatchNorm)": "nn.{kind}",
-    "SparseIdentity|Identity": "mlx.nn.Identity",
-    "SparseModule": "mlx.nn.Module",
-    "ToDense": "the method x.to_dense(), channels last; x.dense() has them first",
-    "HeightCompression": "nn.ToBEV, channels last",
-    "JoinTable|MinkowskiCat.*": "the function ops.cat([x, y])",
-    "AddTable": "x + y, or ops.union(x, y) where their rows differ",
-    "ConcatTable": "a call of each layer on the same tensor",
-    "BatchNorm[1-3]d": "nn.BatchNorm",
-    "MinkowskiConvolution": "nn.SubmConv3d for stride 1, else nn.Conv3d",
-    "MinkowskiConvolutionTranspose": "nn.ConvTranspose3d",
-    "MinkowskiGenerativeConvolutionTranspose": "nn.GenerativeConvTranspose3d",
-    "MinkowskiChannelwiseConvolution": "nn.SubmConv3d(c, c, k, groups=c)",
-    "Minkowski(?P<kind>Sum|Avg|Max)Pooling": "nn.{kind}Pool3d, whose stride is "
-    "kernel_size by default, not 1",
-    "MinkowskiPoolingTranspose": "the function ops.avg_pool_transpose3d",
-    "MinkowskiGlobal(?P<kind>Sum|Avg|Max)Pooling": "nn.Global{kind}Pool",
-    "MinkowskiGlobalPooling": "nn.GlobalAvgPool",
-    "MinkowskiPruning": "the function ops.prune(x, mask)",
-    "MinkowskiUnion": "the function ops.union(x, y)",
-    "MinkowskiToFeature": "x.feats",
-    "Minkowski(?P<kind>BatchNorm|InstanceNorm|Linear|Dropout|ReLU|LeakyReLU|PReLU|ELU|"
-    "GELU|SELU|CELU|SiLU|Sigmoid|Tanh|Softmax)": "nn.{kind}, or mlx.nn.{kind} in a "
-    "nn.Sequential",
 }
 
 ARGUMENTS = {
@@ -160,25 +122,6 @@ class OtherNames:
         if name in TENSOR:
             raise AttributeError(f"{kind} has no {name!r}: here that is {TENSOR[name]}")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")
-
-
-def module_named(name: str, package: str, named: Mapping[str, object]) -> object:
-    """Return the module that another library's name means, or raise a sentence.
-
-    Raises:
-        AttributeError: there is no module of this name; of a known name it says what
-            to use.
-    """
-    if found := re.fullmatch(rf"SubMConv{_DIMS}", name):
-        return named[f"SubmConv{found['d']}d"]
-    if name == "SparseSequential":
-        return named["Sequential"]
-    for pattern, text in MODULES.items():
-        if found := re.fullmatch(pattern, name):
-            raise AttributeError(
-                f"nn has no {name!r}: here that is {text.format(**found.groupdict())}"
-            )
-    raise AttributeError(f"module {package!r} has no attribute {name!r}")
 
 
 def takes(**harmless: Callable[[object, object], str | None]):

@@ -2,7 +2,8 @@
 
 from mlx.nn import Module
 
-from ..other_names import module_named, take_other_names
+from ..other_modules import module_named
+from ..other_names import take_other_names
 from . import (
     activations,
     adaptive_norm,

@@ -1,5 +1,6 @@
 """Functions of sparse tensors."""
 
+from ..other_modules import function_named
 from . import (
     activation,
     attention,
@@ -62,3 +63,8 @@ __all__ = [
     *sampling.__all__,
     *sequences.__all__,
 ]
+
+
+def __getattr__(name: str) -> None:
+    """Say what another library's name is here."""
+    function_named(name, __name__, ())

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
 from mlx_lattice.io import import_checkpoint
-from mlx_lattice.other_names import MODULES
+from mlx_lattice.other_modules import FUNCTIONS, MODULES
 
 COORDS = mx.array([[0, 0, 0, 0], [0, 1, 1, 1], [1, 2, 0, 3]])
 
@@ -120,6 +120,17 @@ def test_modules_of_the_same_meaning(dims):
         ("MinkowskiConvolution", "nn.SubmConv3d"),
         ("MinkowskiGlobalSumPooling", "nn.GlobalSumPool"),
         ("MinkowskiLeakyReLU", "nn.LeakyReLU"),
+        ("MinkowskiToDenseTensor", "x.to_dense()"),
+        ("MinkowskiBroadcastMultiplication", "ops.gate"),
+        ("MinkowskiSyncBatchNorm", "nn.SyncBatchNorm"),
+        ("MinkowskiHardtanh", "mlx.nn.HardShrink or HardTanh"),
+        ("AddTableMisaligned", "ops.union"),
+        ("ToBEVHeightCompression", "nn.ToBEV"),
+        ("SparseLayerNorm32", "nn.LayerNorm"),
+        ("SparseMultiHeadAttention", "nn.SparseAttention"),
+        ("ModuleList", "self.layers = [...]"),
+        ("ModuleDict", "self.layers = {...}"),
+        ("CrossEntropyLoss", "mlx.nn.losses"),
     ),
 )
 def test_other_modules_are_named(name, right):
@@ -132,15 +143,42 @@ def test_other_modules_are_named(name, right):
 
 def test_what_is_named_is_there():
     """Of each name that a sentence gives, every form that it may take."""
-    found, places = 0, {"nn": nn, "ops": ops, "mlx.nn": mlx.nn}
-    for pattern, text in MODULES.items():
+    found, places = 0, {"nn": nn, "ops": ops, "mlx.nn": mlx.nn, "ml": ml}
+    for pattern, text in (*MODULES.items(), *FUNCTIONS.items()):
         kinds = re.search(r"<kind>([^)]*)", pattern)
         for kind in kinds[1].split("|") if kinds else ("",):
             said = text.format(kind=kind, d=3)
-            for place, name in re.findall(r"\b(mlx\.nn|nn|ops)\.(\w+)", said):
+            for place, name in re.findall(r"\b(mlx\.nn|nn|ops|ml)\.(\w+)", said):
                 assert hasattr(places[place], name), said
                 found += 1
     assert found > len(MODULES)
+
+
+@pytest.mark.parametrize("place", (ml, ops))
+@pytest.mark.parametrize(
+    ("name", "right"),
+    (
+        ("sparse_collate", "ops.batch"),
+        ("batched_coordinates", "ops.batch"),
+        ("sparse_quantize", "ml.SparseTensor.from_points"),
+        ("SparseConvTensor", "ml.SparseTensor("),
+        ("voxel_to_point", "ops.interpolate"),
+        ("sparse_unbind", "ops.unbatch"),
+    ),
+)
+def test_other_functions_are_named(place, name, right):
+    with pytest.raises(AttributeError, match=f"has no '{name}': here that is") as e:
+        getattr(place, name)
+    assert right in str(e.value)
+
+
+def test_functions_are_those_of_ops():
+    with pytest.raises(AttributeError, match=r"here that is ops\.cat"):
+        ml.cat  # noqa: B018
+    for place in (ml, ops):
+        with pytest.raises(AttributeError, match="has no attribute 'annotations'"):
+            place.annotations  # noqa: B018
+    assert not hasattr(ml, "mx")
 
 
 def test_names_of_nobody_are_refused_as_ever():
