@@ -39,7 +39,7 @@ class Own:
     def _hold(self, value: object) -> None:
         if isinstance(value, Module):
             parts = value, vars(value)
-        elif type(value) in (dict, list, set):
+        elif type(value) in (dict, list) or isinstance(value, set):
             parts = (value,)
         else:
             for each in value if type(value) is tuple else ():

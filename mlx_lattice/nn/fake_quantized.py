@@ -42,6 +42,8 @@ class FakeQuant(Packable, Module):
             Default: ``0.1``.
     """
 
+    never_trained = ("input_scale",)  # it moves by what the layer meets alone
+
     def __init__(
         self,
         layer: Module,
@@ -64,18 +66,10 @@ class FakeQuant(Packable, Module):
         object.__setattr__(self, "_layer", layer)
         if momentum is not None:
             self.input_scale = mx.zeros((1,))
-            self.freeze(keys=["input_scale"])
 
     def _extra_repr(self) -> str:
         groups = f", group_size={self.group_size}" if self.group_size else ""
         return f"{self._layer}, bits={self.bits}{groups}, momentum={self.momentum}"
-
-    def unfreeze(self, *args, **kwargs) -> Module:
-        """Unfreeze the parameters; the scale moves by what it meets alone."""
-        super().unfreeze(*args, **kwargs)
-        if "input_scale" in self:
-            self.freeze(keys=["input_scale"], recurse=False)
-        return self
 
     def float_layer(self) -> Module:
         """Return the layer itself, with the parameters of now."""

@@ -52,6 +52,8 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
             in evaluation. Default: ``True``.
     """
 
+    never_trained = "running_mean", "running_var"
+
     def __init__(
         self,
         num_features: int,

@@ -1,6 +1,8 @@
-"""What the parameters of a layer may be set to."""
+"""What the parameters of a layer may be set to, and which of them are not trained."""
 
 from __future__ import annotations
+
+from collections.abc import Iterable
 
 import mlx.core as mx
 
@@ -14,10 +16,36 @@ class Parameters:
 
     MLX's Module makes an attribute beside its parameters of what is none of its own
     arrays, and the layer, which asks for its parameters, would go on without.
+
+    Attributes:
+        never_trained: names of arrays that stay frozen. MLX's ``unfreeze`` of a net
+            asks no layer inside of it, and would train running statistics.
     """
 
+    never_trained: Iterable[str] = ()
+
     def __setattr__(self, name: str, value: object) -> None:
-        is_array = name in NAMES or isinstance(self.get(name), mx.array)
-        if is_array and value is not None:
-            value = array_of(value, name)
+        if name == "_no_grad":
+            value = Frozen(value, self.never_trained)
+        elif value is not None:
+            is_array = name in NAMES or isinstance(self.get(name), mx.array)
+            value = array_of(value, name) if is_array else value
         super().__setattr__(name, value)
+
+
+class Frozen(set):
+    """The names of a module's arrays that are not trained, some of which never are."""
+
+    def __init__(self, names: Iterable[str] = (), never: Iterable[str] = ()):
+        super().__init__((*names, *never))
+        self.never = frozenset(never)
+
+    def clear(self) -> None:
+        """Unfreeze all that may be trained."""
+        super().clear()
+        self.update(self.never)
+
+    def difference_update(self, *names: Iterable[str]) -> None:
+        """Unfreeze these, but for what is never trained."""
+        super().difference_update(*names)
+        self.update(self.never)

@@ -1,9 +1,15 @@
 """What is set in the place of a parameter is one, or a sentence."""
 
+import copy
+import pickle
+
 import mlx.core as mx
+import mlx.nn
+import mlx.optimizers
 import numpy as np
 import pytest
 import reference as ref
+from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn
@@ -99,3 +105,32 @@ def test_weights_of_numpy_give_the_oracle_s_values():
     kio = ref.weight_kio(np.array(layer.weight))
     right = ref.conv(np.array(X.feats), kio, rel, np.array(layer.bias))
     ref.assert_close(layer(X).feats, right, "float32")
+
+
+def test_statistics_stay_frozen_in_nets():
+    """MLX asks none of a net's layers: their ``unfreeze`` did not run."""
+    net = nn.Sequential(nn.SubmConv3d(4, 4, 3), nn.BatchNorm(4), nn.SyncBatchNorm(4))
+    net.layers.append(nn.FakeQuant(nn.Linear(4, 4)))
+    before = dict(tree_flatten(net.trainable_parameters()))
+    assert len(before) == 8
+    for unfreeze in (
+        lambda net: net.freeze().unfreeze(),
+        lambda net: net.freeze().unfreeze(keys=["running_mean", "weight", "bias"]),
+        lambda net: copy.deepcopy(net.freeze()).unfreeze(),
+        lambda net: pickle.loads(pickle.dumps(net)).freeze().unfreeze(),
+        lambda net: nn.convert_sync_batchnorm(net.freeze()).unfreeze(),
+    ):
+        made = unfreeze(net)
+        assert dict(tree_flatten(made.trainable_parameters())).keys() == before.keys()
+        net.unfreeze()
+    half = net.freeze().unfreeze(keys="bias")
+    names = dict(tree_flatten(half.trainable_parameters()))
+    assert {name.rpartition(".")[2] for name in names} == {"bias"}
+    net.unfreeze()
+    sgd = mlx.optimizers.AdamW(0.1, weight_decay=0.5)
+    net.eval()
+    held = {k: v for k, v in tree_flatten(net.parameters()) if k not in before}
+    sgd.update(net, mlx.nn.value_and_grad(net, lambda: net(X).feats.sum())()[1])
+    now = dict(tree_flatten(net.parameters()))
+    assert len(held) == 5
+    assert all(mx.array_equal(now[name], held[name]) for name in held)
