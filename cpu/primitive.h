@@ -136,7 +136,7 @@ class Native final : public mx::Primitive {
     for (int e = 0; e < size; ++e) {
       std::vector<mx::array> element;
       for (size_t i = 0; i < inputs.size(); ++i)
-        element.push_back(axes[i] < 0 ? inputs[i] : mx::take(inputs[i], e, axes[i], stream()));
+        element.push_back(axes[i] < 0 ? inputs[i] : element_of(inputs[i], e, axes[i]));
       auto result = build(op_, std::move(element), stream());
       results.resize(result.size());
       for (size_t j = 0; j < result.size(); ++j) results[j].push_back(result[j]);
@@ -152,6 +152,14 @@ class Native final : public mx::Primitive {
   const char* name() const override { return op_.name; }
 
  private:
+  // MLX's take refuses an array of no numbers.
+  mx::array element_of(const mx::array& a, int e, int axis) {
+    mx::Shape begin(a.ndim(), 0), end = a.shape();
+    begin[axis] = e;
+    end[axis] = e + 1;
+    return mx::squeeze(mx::slice(a, begin, end, stream()), axis, stream());
+  }
+
   static constexpr bool is_flat() { return requires { Op::is_flat; }; }
 
   Op op_;

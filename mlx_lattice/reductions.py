@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from math import prod
 
 import mlx.core as mx
 
@@ -228,7 +229,8 @@ def inverted(places: mx.array, n: int) -> mx.array:
 def _beside_each_other(run: Callable, x: mx.array, axis: int) -> mx.array:
     """Return (M, B, C) of what ``run`` makes of each of B arrays along an axis."""
     x = mx.moveaxis(x, axis, 1)
-    return run(x.reshape(x.shape[0], -1)).reshape(-1, *x.shape[1:])
+    moved = run(x.reshape(x.shape[0], prod(x.shape[1:])))
+    return moved.reshape(moved.shape[0], *x.shape[1:])
 
 
 # Weighted sums: faces of ``T(x, w, y) = sum of w[o, k] * x[table[o, k]] . y[o]``.

@@ -144,8 +144,31 @@ def _by_mlx(forward: Callable, rules: dict[str, Callable] | Rules) -> Callable:
 def _each(forward: Callable, inputs, axes):
     """Map a function whose operations MLX can map."""
     inputs, axes = several(inputs), several(axes)
-    found = mx.vmap(forward, in_axes=tuple(axes))(*inputs)
+    if all(a.size for a in inputs):  # else MLX would take something from nothing
+        found = mx.vmap(forward, in_axes=tuple(axes))(*inputs)
+    else:
+        found = _one_by_one(forward, inputs, axes)
     return found, 0 if isinstance(found, mx.array) else (0,) * len(found)
+
+
+def _one_by_one(forward: Callable, inputs, axes):
+    """Return the results of calls, one after another."""
+    size = next(
+        a.shape[axis] for a, axis in zip(inputs, axes, strict=True) if axis is not None
+    )
+    slices = [
+        [a] * size if axis is None else [_slice(a, i, axis) for i in range(size)]
+        for a, axis in zip(inputs, axes, strict=True)
+    ]
+    found = [forward(*each) for each in zip(*slices, strict=True)]
+    if isinstance(found[0], mx.array):
+        return mx.stack(found)
+    return tuple(map(mx.stack, zip(*found, strict=True)))
+
+
+def _slice(a: mx.array, i: int, axis: int) -> mx.array:
+    """Return ``mx.take(a, i, axis)``, of an array of no numbers too."""
+    return mx.moveaxis(a, axis, 0)[i : i + 1].squeeze(0)
 
 
 @Function
@@ -227,16 +250,7 @@ class Linear(Rules):
 
     def vmap(self, inputs, axes):
         """Return the results of calls, one after another."""
-        size = next(
-            a.shape[axis]
-            for a, axis in zip(inputs, axes, strict=True)
-            if axis is not None
-        )
-        slices = [
-            [a] * size if axis is None else [mx.take(a, i, axis) for i in range(size)]
-            for a, axis in zip(inputs, axes, strict=True)
-        ]
-        return mx.stack([self.linear(*each) for each in zip(*slices, strict=True)]), 0
+        return _one_by_one(self.linear, inputs, axes), 0
 
 
 class _Zeros(Rules):

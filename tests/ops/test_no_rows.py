@@ -6,6 +6,7 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import mappable
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
@@ -105,3 +106,45 @@ def test_a_gradient_goes_through(name, rows):
     gradient = mx.grad(loss)(x.feats)
     assert gradient.shape == x.feats.shape and mx.isfinite(gradient).all()
     assert asked
+
+
+W, W2 = mx.ones((8, 3, 3, 3, 8)), mx.ones((8, 2, 2, 2, 8))
+NONE = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 8)), batch_size=2)
+SOME = ml.SparseTensor(mx.array([[0, 1, 2, 3], [1, 0, 0, 0]]), mx.ones((2, 8)))
+MAPPED = {
+    "subm": lambda x: ops.subm_conv3d(x, W),
+    "strided": lambda x: ops.conv3d(x, W2, kernel_size=2, stride=2),
+    "generative": lambda x: ops.generative_conv_transpose3d(x, W2),
+    "onto": lambda x: ops.conv3d(x, W, coordinates=SOME),
+    "packed": lambda x: ops.subm_conv3d(
+        x, ml.quantize_weight(W, bits=8, group_size=32)
+    ),
+    "max": lambda x: ops.max_pool3d(x, 2),
+    "sum": lambda x: ops.sum_pool3d(x, 2),
+    "avg": lambda x: ops.avg_pool3d(x, 2),
+    "unpool": lambda x: ops.max_unpool(*ops.max_pool3d(x, 2, return_indices=True)),
+    "global max": ops.global_max_pool,
+    "global avg": ops.global_avg_pool,
+    "union": lambda x: ops.union(x, SOME),
+    "channels": lambda x: ops.space_to_channel(x, 2),
+    "interpolate": lambda x: ops.interpolate(x, mx.zeros((3, 4))),
+    "devoxelize": lambda x: ops.devoxelize(x, mx.array([-1, -1])),
+    "upsample": lambda x: ops.upsample_linear3d(ops.max_pool3d(x, 2), 2, NONE),
+    "norm": lambda x: ops.group_norm(x, 2),
+}
+
+
+@pytest.mark.parametrize("name", MAPPED)
+def test_vmap(name):
+    """MLX takes no element of an array without numbers."""
+
+    def call(feats):
+        made = MAPPED[name](NONE.replace(feats))
+        return getattr(made, "feats", made)
+
+    one = call(NONE.feats)
+    with mappable():
+        y = mx.vmap(call)(mx.zeros((3, 0, 8)))
+        grads = mx.vmap(mx.grad(lambda f: call(f).sum()))(mx.zeros((3, 0, 8)))
+    assert y.shape == (3, *one.shape) and grads.shape == (3, 0, 8)
+    assert all(mx.array_equal(each, one) for each in y)
