@@ -53,6 +53,8 @@ def conv(
         ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
+    if type(groups) is not int:
+        check_groups(groups)  # before it is part of a key
     if launch.observed() or type(x) is not mx.array:
         known = _looked_up(x, w, relation, groups, bias, epilogue, None)
     else:

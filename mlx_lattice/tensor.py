@@ -13,6 +13,7 @@ from .copies import copied_tensor
 from .features import check_feats, expect_fitting, operand_of
 from .geometry import sync
 from .geometry.dense import active_cells, places_in
+from .geometry.keys import INT32_LIMIT
 from .geometry.voxelize import voxelize
 from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis
@@ -195,7 +196,11 @@ class SparseTensor(OtherNames):
         return cls(arrays["coords"], arrays["feats"], **kwargs)
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return {"coords", "feats"}, to pass through ``mx.compile`` or export."""
+        """Return {"coords", "feats"}, to keep in a file or to hand to another thread.
+
+        Of coordinates that ``mx.compile`` traces no relation is built: a function that
+        convolves closes over the tensor and takes features, see ``ml.compile``.
+        """
         return {"coords": self.coords, "feats": self.feats}
 
     @property
@@ -267,7 +272,7 @@ class SparseTensor(OtherNames):
                 the greatest coordinate + 1 on each axis.
 
         Raises:
-            ValueError: a coordinate lies outside the grid.
+            ValueError: a coordinate lies outside the grid, or that has 2^31 cells.
         """
         held = self.coordinate_set
         held.index  # noqa: B018 (raises where rows repeat)
@@ -276,6 +281,12 @@ class SparseTensor(OtherNames):
             shape = [most + 1 for most in held.bounds[1][1:]]
         shape = per_axis(shape, self.dims, "spatial_shape", least=0)
         grid = (self.batch_size, *shape)
+        if prod(grid) >= INT32_LIMIT:
+            cells = " x ".join(map(str, grid))
+            raise ValueError(
+                f"a dense array of {cells} cells has 2^31 or more; crop the tensor, or "
+                "move it nearer to the origin"
+            )
         if not len(self):
             return zeros_of([self.feats], (*grid, self.channels), self.dtype)
         places = places_in(grid, held.coords, held.bounds)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import mlx.core as mx
 
 from ..arrays import array_of
@@ -42,7 +44,8 @@ def active_cells(
     for extent in reversed(grid):
         columns.insert(0, (rest % max(1, extent)).astype(mx.int32))
         rest = rest // max(1, extent)
-    return mx.stack(columns, axis=1), array.reshape(-1, array.shape[-1])[at], grid
+    feats = array.reshape(prod(grid), array.shape[-1])[at]  # of no channels too
+    return mx.stack(columns, axis=1), feats, grid
 
 
 def places_in(grid: tuple[int, ...], coords: mx.array, bounds: Bounds) -> mx.array:

@@ -151,6 +151,9 @@ CASES = (
     (lambda: ops.union(X, Y), "union needs tensors of equal channels; got 4 and 5"),
     (lambda: ops.intersection(X, Y), "tensors of equal channels; got 4 and 5"),
     (lambda: ops.batch([X, Y]), "batch needs tensors of equal channels; got 4 and 5"),
+    (lambda: ops.subm_conv3d(X, W, groups=[1]), r"groups must be an int; got \[1\]"),
+    (lambda: X.to_dense((2**31, 4, 4)), "1 x 2147483648 x 4 x 4 cells has 2\\^31 or"),
+    (lambda: X.to_dense(50_000), "x 50000 cells has 2\\^31 or more; crop"),
     (lambda: nn.Linear(5, 3)(X), r"in_channels = 5; got features of shape \(32, 4\)"),
     (lambda: nn.Linear(5, 3).to_quantized(32, 8)(X), "in_channels = 5; got features"),
 )

@@ -410,3 +410,9 @@ def test_facts_and_text():
     assert repr(x).startswith(f"SparseTensor({len(x)} rows x 5 bfloat16, 3D, #")
     other = x.replace(mx.zeros((len(x), 2)))
     assert other.coords is x.coords and other.key == x.key and other.channels == 2
+
+
+def test_a_dense_array_without_channels():
+    array, mask = mx.zeros((1, 2, 2, 2, 0)), mx.ones((1, 2, 2, 2), dtype=mx.bool_)
+    assert ml.SparseTensor.from_dense(array).shape == (0, 0)
+    assert ml.SparseTensor.from_dense(array, mask).shape == (8, 0)

@@ -9,7 +9,7 @@ import pytest
 from contractions import scene
 
 import mlx_lattice as ml
-from mlx_lattice import nn, transformations
+from mlx_lattice import nn, ops, transformations
 from mlx_lattice.backends import cpu_extension, registry
 from mlx_lattice.nn.fused import convolved
 
@@ -313,3 +313,34 @@ def test_a_node_lets_go_of_its_rules():
     y = mx.vjp(lambda x: function(x)[0], [x], [x[0]])
     del y
     assert sys.getrefcount(rules) == before
+
+
+FEATS = mx.arange(8, dtype=mx.float32).reshape(4, 2) - 3
+PLACES = mx.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 2, 1], [1, 0, 0, 0]])
+
+
+def on_places(feats) -> ml.SparseTensor:
+    return ml.SparseTensor(PLACES, feats)
+
+
+@pytest.mark.parametrize(
+    "transform", (mx.compile, lambda f: lambda a: mx.vmap(f)(a[None]))
+)
+@pytest.mark.parametrize(
+    ("function", "array"),
+    (
+        (lambda f: ops.prune(on_places(f), f[:, 0] > 0).feats, FEATS),
+        (lambda p: ml.SparseTensor.from_points(p, voxel_size=1.0).feats, FEATS),
+        (lambda p: ops.knn(p, 2).rows, FEATS),
+        (lambda p: ops.interpolate(on_places(FEATS), p), PLACES * 1.0),
+        (lambda c: ops.max_pool3d(ml.SparseTensor(c, FEATS)).feats, PLACES),
+        (lambda a: ml.SparseTensor.from_dense(a).feats, mx.ones((1, 2, 2, 2, 1))),
+    ),
+)
+def test_rows_by_traced_values(function, array, transform):
+    """By a sentence of ours: MLX's own words are of an evaluation."""
+    mx.eval(array)
+    sentence = "mx.compile, ml.compile or mx.vmap traces them. .* give it features"
+    with pytest.raises(ValueError, match=sentence):
+        transform(function)(array)
+    mx.eval(function(array))
