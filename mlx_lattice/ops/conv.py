@@ -179,7 +179,8 @@ def conv(
         support: "cell" keeps ``floor(in / stride)``; "reach" every row that an input
             reaches, as dense convolution does.
         coordinates: compute exactly these output rows instead, in their order: a
-            tensor, a key or (N, 1 + D) int32 rows.
+            tensor, a key or (N, 1 + D) int32 rows. Where the manager is that of ``x``
+            they have the stride that the step makes.
 
     Returns:
         Features on the output rows; rows that the library makes are sorted.
