@@ -60,7 +60,7 @@ class Peak:
         most: what it shows where the device works only when the host waits for it.
         least: what it shows where the device is done with each task at once, the CPU
             with each operation.
-        weights: bytes of the net's parameters.
+        weights: bytes of the net's parameters, as far as they are computed.
         relations: bytes of coordinates and of the relations' views.
         features: bytes of arrays that the pass has computed and holds at the peak.
         other: what else is allocated: the inputs' features, and all that is not the
@@ -184,7 +184,10 @@ def _peak(step: Step, bounds: tuple[int, int], record: Record, net, given) -> Pe
     nodes = record.graph.nodes
     features = sum(buffer.nbytes for buffer in step.buffers)
     trees = (module.parameters() for module in reached(net))
-    weights = _bytes(a for tree in trees for _, a in tree_flatten(tree))
+    arrays = [a for tree in trees for _, a in tree_flatten(tree)]
+    places = record.graph.add(arrays)  # the pass computes what is lazy: a feature
+    pairs = zip(arrays, places, strict=True)
+    weights = _bytes(a for a, at in pairs if not nodes[at].is_lazy)
     relations = _bytes(_geometry(given))
     held = sorted(step.buffers, key=lambda b: (-b.nbytes, b.maker))[:5]
     return Peak(

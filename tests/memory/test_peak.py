@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices
+from mlx_lattice import devices, nn
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.memory import cuda_graphs, flight
 from mlx_lattice.memory.stages import boundary, evaluating
@@ -170,6 +170,21 @@ def test_stages_are_evaluated_where_they_end():
         agree(staged, measured(lambda: f(a)))
     assert staged.stages == 7 and free.stages == 1
     assert staged.bytes <= free.bytes
+
+
+@on_cpu
+def test_parameters_that_the_pass_computes():
+    """They were counted twice, so that less than nothing was left for the rest."""
+    x = scan(400)
+    net = nn.Sequential(nn.SubmConv3d(4, 32, 3), nn.SubmConv3d(32, 8, 3)).eval()
+    lazy = ml.predict_peak(net, x)
+    mx.eval(net.parameters())
+    computed = ml.predict_peak(net, x)
+    assert lazy.weights < computed.weights and lazy.features > computed.features
+    for peak in (lazy, computed):
+        assert peak.other >= x.feats.nbytes
+        parts = peak.weights + peak.relations + peak.features + peak.other
+        assert parts == peak.bytes
 
 
 def test_values_of_features_are_not_read():
