@@ -184,6 +184,19 @@ _DEEP_ONE_EDGE = _ONE_EDGE | {
     224: ((5 << 19, WIDE_TILES[112]), (ANY, WIDE_TILES[224])),
     256: ((1 << 19, _NARROW), (3 << 19, _HALF), (ANY, WIDE_TILES[256])),
 }
+# Narrow outputs of sums whose last stage is half full, or more.
+_PART_32 = ((1 << 16, _THREE_32), *_SLICED[32])
+_PART_48 = ((3 << 17, _THREE_48), (5 << 17, SORTED_TILES[48]), (1 << 20, _NARROW_3))
+_PART_FEW_OFFSETS = {
+    32: ((1 << 19, _THREE_32), _SLICED_32),
+    48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3)),
+}
+_PART_ONE_EDGE = {
+    32: ((99 << 14, _SHORT_32), (1 << 19, _THREE_32), _SLICED_32),
+    48: ((11 << 19, _SHORT_48), (1 << 21, _THREE_48)),
+}
+# Of many rows beyond, PersistentTile.
+_MANY_80 = ((1 << 24, WIDE_TILES[80]), (ANY, SORTED_TILES[96]))
 # How the summed channels of an offset fill stages of 64: less than half of one, half of
 # one or more, one and a tail, more and a tail, whole ones.
 SMALL_TILES = {
@@ -193,13 +206,8 @@ SMALL_TILES = {
     "sliced, few offsets, few edges": _SLICED_ONE_EDGE,
     "half": _DEEP
     | {
-        32: ((1 << 16, _THREE_32), *_SLICED[32]),
-        48: (
-            (3 << 17, _THREE_48),
-            (5 << 17, SORTED_TILES[48]),
-            (1 << 20, _NARROW_3),
-            (5 << 19, _HIGH_48),
-        ),
+        32: _PART_32,
+        48: (*_PART_48, (5 << 19, _HIGH_48)),
         64: ((1 << 18, _NARROW_3),),
         96: ((1 << 20, _HALF_96),),
         112: ((3 << 19, _HALF_112),),
@@ -208,30 +216,17 @@ SMALL_TILES = {
     },
     "half, few edges": _DEEP_FEW_EDGES | {64: _SLICED[64], 96: _SLICED[96]},
     "half, few offsets": _FEW_OFFSETS
-    | {
-        32: ((1 << 19, _THREE_32), _SLICED_32),
-        48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3)),
-        64: _SLICED[64],
-        96: _SLICED_FEW_OFFSETS[96],
-    },
+    | _PART_FEW_OFFSETS
+    | {64: _SLICED[64], 96: _SLICED_FEW_OFFSETS[96]},
     "half, few offsets, few edges": _DEEP_ONE_EDGE
-    | {
-        32: ((99 << 14, _SHORT_32), (1 << 19, _THREE_32), _SLICED_32),
-        48: ((11 << 19, _SHORT_48), (1 << 21, _THREE_48)),
-        64: _SLICED_ONE_EDGE[64],
-        96: _SLICED_ONE_EDGE[96],
-    },
+    | _PART_ONE_EDGE
+    | {64: _SLICED_ONE_EDGE[64], 96: _SLICED_ONE_EDGE[96]},
     "tail": _DEEP
     | {
-        32: ((1 << 16, _THREE_32), *_SLICED[32]),
-        48: (
-            (3 << 17, _THREE_48),
-            (5 << 17, SORTED_TILES[48]),
-            (1 << 20, _NARROW_3),
-            (1 << 23, _HIGH_48),
-        ),
+        32: _PART_32,
+        48: (*_PART_48, (1 << 23, _HIGH_48)),
         64: ((1 << 18, _NARROW_3), (1 << 24, _QUICK_64)),
-        80: ((1 << 18, _HALF_80), (1 << 24, WIDE_TILES[80]), (ANY, SORTED_TILES[96])),
+        80: ((1 << 18, _HALF_80), *_MANY_80),
         96: (
             (1 << 19, _HALF_96),
             (5 << 18, WIDE_TILES[96]),
@@ -242,14 +237,9 @@ SMALL_TILES = {
     },
     "tail, few edges": _DEEP_FEW_EDGES,
     "tail, few offsets": _FEW_OFFSETS
+    | _PART_FEW_OFFSETS
     | {
-        32: ((1 << 19, _THREE_32), _SLICED_32),
-        48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3)),
-        80: (
-            *_FEW_OFFSETS[80],
-            (1 << 24, WIDE_TILES[80]),
-            (ANY, SORTED_TILES[96]),
-        ),
+        80: (*_FEW_OFFSETS[80], *_MANY_80),
         96: (
             (1 << 19, _NARROW_32),
             (1 << 21, _HALF_96),
@@ -258,9 +248,8 @@ SMALL_TILES = {
         ),
     },
     "tail, few offsets, few edges": _DEEP_ONE_EDGE
+    | _PART_ONE_EDGE
     | {
-        32: ((99 << 14, _SHORT_32), (1 << 19, _THREE_32), _SLICED_32),
-        48: ((11 << 19, _SHORT_48), (1 << 21, _THREE_48)),
         64: (*_SHORT_64, *_SLICED[64]),
         96: (
             (1 << 19, _NARROW_32),
