@@ -54,8 +54,9 @@ def sorted_tiles(plan: Plan, relation: Relation | None) -> int | None:
     c_x, c_y = whole_channels(p)
     used = _used(relation.T if p.transposed else relation)
     columns, tiles = rounded_up(c_y, width), _cut(used, height // BLOCK)
-    if plan.variant != "hopper":
-        depth = rounded_up(c_x, STAGE_BYTES // p.read_size)
+    if plan.variant != "hopper":  # an offset's last stage, or as much as it fills
+        filled = STAGE_BYTES if plan.variant == "mma" else SLICE_BYTES
+        depth = rounded_up(c_x, filled // p.read_size)
         return height * depth * columns * _count(tiles.any(axis=1))
     slices, width = slices_of(c_x, p.read_size), SLICE_BYTES // p.read_size
     if slices in (2, 4):  # whole stages, or their halves, are one offset's

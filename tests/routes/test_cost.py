@@ -151,6 +151,8 @@ def walked(problem, route, parameters, relation):
         halves = problem.itemsize // 2  # of a channel
         products = persistent_tiles(used, c_in * halves, height, splits)
         return products * 64 * 16 // halves * columns
+    if parameters["variant"] == "wide":  # of a last stage the slices that it has
+        depth //= 4
     return blocks_of(used, height).sum() * height * up(c_in, depth) * columns
 
 
@@ -167,6 +169,7 @@ CHANNELS = (
     (72, 24),
     (96, 96),
     (128, 128),
+    (160, 112),
     (136, 264),
 )
 
