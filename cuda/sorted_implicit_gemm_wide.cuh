@@ -16,9 +16,10 @@ namespace lattice {
 
 // Names the kernel in a template: CONSUMERS warpgroups that multiply 64 rows each by BN
 // channels, and STAGES in shared memory. TAIL: slices of 32 bytes that the last stage of an
-// offset has, zeros at its end among them; 0 where it is whole. EARLY: the row indices of so many offsets are fetched beside the masks, not after
-// them: a tile of few offsets is little but the wait for its reads. ITSELF: every row is fed
-// by itself alone, and neither the table nor masks are read.
+// offset has, zeros at their end among them; 0 where it is whole. EARLY: the row indices of
+// so many offsets are fetched beside the masks, not after them: a tile of few offsets is
+// little but the wait for its reads. ITSELF: every row is fed by itself alone, and neither
+// the table nor masks are read.
 template <int CONSUMERS, int BN, int STAGES, int TAIL = 0, int EARLY = 0,
           bool ITSELF = false>
 struct WideTile {};
