@@ -156,19 +156,23 @@ def _one_by_one(forward: Callable, inputs, axes):
     size = next(
         a.shape[axis] for a, axis in zip(inputs, axes, strict=True) if axis is not None
     )
+    calls = max(size, 1)  # where there is none, one of zeros says the shapes
     slices = [
-        [a] * size if axis is None else [_slice(a, i, axis) for i in range(size)]
+        [a] * calls if axis is None else [_slice(a, i, axis) for i in range(calls)]
         for a, axis in zip(inputs, axes, strict=True)
     ]
     found = [forward(*each) for each in zip(*slices, strict=True)]
     if isinstance(found[0], mx.array):
-        return mx.stack(found)
-    return tuple(map(mx.stack, zip(*found, strict=True)))
+        return mx.stack(found)[:size]
+    return tuple(mx.stack(each)[:size] for each in zip(*found, strict=True))
 
 
 def _slice(a: mx.array, i: int, axis: int) -> mx.array:
-    """Return ``mx.take(a, i, axis)``, of an array of no numbers too."""
-    return mx.moveaxis(a, axis, 0)[i : i + 1].squeeze(0)
+    """Return ``mx.take(a, i, axis)``, of an array of no numbers too; zeros of none."""
+    first = mx.moveaxis(a, axis, 0)
+    if not len(first):
+        return mx.zeros(first.shape[1:], a.dtype)
+    return first[i : i + 1].squeeze(0)
 
 
 @Function

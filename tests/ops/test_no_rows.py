@@ -148,3 +148,18 @@ def test_vmap(name):
         grads = mx.vmap(mx.grad(lambda f: call(f).sum()))(mx.zeros((3, 0, 8)))
     assert y.shape == (3, *one.shape) and grads.shape == (3, 0, 8)
     assert all(mx.array_equal(each, one) for each in y)
+
+
+@pytest.mark.parametrize("rows", (SOME, NONE), ids=("rows", "no rows"))
+@pytest.mark.parametrize("name", ("subm", "interpolate", "devoxelize", "upsample"))
+def test_vmap_over_nothing(name, rows):
+    """The shapes of what a call gives, of which there are none."""
+
+    def call(feats):
+        made = MAPPED[name](rows.replace(feats))
+        return getattr(made, "feats", made)
+
+    one = call(rows.feats)
+    with mappable():
+        y = mx.vmap(call)(mx.zeros((0, *rows.feats.shape)))
+    assert y.shape == (0, *one.shape) and y.dtype == one.dtype
