@@ -154,6 +154,8 @@ def test_vmap(name):
 @pytest.mark.parametrize("name", ("subm", "interpolate", "devoxelize", "upsample"))
 def test_vmap_over_nothing(name, rows):
     """The shapes of what a call gives, of which there are none."""
+    if name == "subm" and len(rows) and ml.devices.current().backend != "cpu":
+        pytest.skip("convolutions of rows are mapped on the CPU alone")
 
     def call(feats):
         made = MAPPED[name](rows.replace(feats))
