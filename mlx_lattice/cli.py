@@ -18,6 +18,7 @@ from .convert import MODELS as MODELS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
 from .dtypes import DTYPES
+from .io.errors import shown
 from .memory.limit import MemoryLimitError
 from .problem import FORWARD, PASSES, Problem
 from .quantized import BITS
@@ -240,7 +241,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         if isinstance(error, FileNotFoundError) and error.filename:
             said = f"there is no file {error.filename}"
         elif isinstance(error, OSError) and error.filename and error.strerror:
-            said = f"{error.filename}: {error.strerror.lower()}"
+            said = f"{shown(str(error.filename))}: {error.strerror.lower()}"
         print(f"mlx-lattice {given.command}: {said}", file=sys.stderr)
         return 2
     return code or 0

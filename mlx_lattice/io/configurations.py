@@ -8,7 +8,7 @@ from pathlib import Path
 
 from ..checks import real, whole
 from ..models.trellis2.published import NETS, arguments_of
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, check_file, shown
 
 
 def read_config(path: str | Path) -> dict:
@@ -17,8 +17,10 @@ def read_config(path: str | Path) -> dict:
     Raises:
         CheckpointError: the file holds none.
     """
+    path = Path(path)
+    check_file(path, CheckpointError)
     try:
-        config = json.loads(Path(path).read_text(encoding="utf-8"))
+        config = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):

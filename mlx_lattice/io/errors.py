@@ -1,11 +1,36 @@
-"""CheckpointError, and how names from a file are shown."""
+"""Errors of files, how names from a file are shown, and what no reader opens."""
 
 from __future__ import annotations
 
+import errno
+import re
+import stat
+from pathlib import Path
+
 SHOWN = 120
 
+# How HTML pages and a server's XML errors begin, and text that no binary format is.
+_PAGE = re.compile(
+    rb"(?i)<(!--|[!?]?(doctype|xml|html|head|body|title|script|error)\b)"
+)
+_TEXT = re.compile(rb"[\t\n\r -~]+")
 
-class CheckpointError(ValueError):
+
+class FileError(ValueError):
+    """A file that cannot be read as what it should be.
+
+    The message shows no control characters: a name in a file cannot steer a terminal.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(
+            "".join(
+                c if c.isprintable() or c == "\n" else ascii(c)[1:-1] for c in message
+            )
+        )
+
+
+class CheckpointError(FileError):
     """A checkpoint that is broken, refused, or not of the library that was named."""
 
 
@@ -13,3 +38,53 @@ def shown(name: str) -> str:
     """Return a name from a file without control characters, shortened if it is long."""
     name = name if name.isprintable() else repr(name)
     return name if len(name) <= SHOWN else f"{name[:SHOWN]}... ({len(name):,} letters)"
+
+
+def check_file(path: Path, error: type[FileError], *, binary: bool = False) -> None:
+    """Raise unless a path names a regular file that is not a failed download.
+
+    Args:
+        path: the file, of which the first KiB is read.
+        error: the class to raise.
+        binary: whether the format is never text and never empty.
+
+    Raises:
+        FileError: the path is too long, or names a folder, a pipe or a device; or the
+            file is a Git LFS pointer, a web page, or text under a binary file's name.
+        FileNotFoundError: there is no such file.
+    """
+    try:
+        mode = path.stat().st_mode
+    except OSError as reason:
+        if reason.errno != errno.ENAMETOOLONG:
+            raise
+        raise error(
+            f"{shown(path.name)}: the path has {len(str(path)):,} characters, more "
+            "than the file system allows"
+        ) from None
+    if not stat.S_ISREG(mode):
+        kind = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
+        raise error(f"{path.name} is a {kind}, expected a regular file")
+    with path.open("rb") as stream:
+        start = stream.read(1024)
+    text = start.removeprefix(b"\xef\xbb\xbf").lstrip()
+    if text.startswith(b"version ") and b"\noid sha256:" in text:
+        raise error(
+            f"{path.name} is a Git LFS pointer, not the file that it stands for: fetch "
+            "the file with git lfs pull, or download it from its own page"
+        )
+    begins = repr(shown(text[:SHOWN].decode("utf-8", "replace")))
+    if _PAGE.match(text):
+        raise error(
+            f"{path.name} is a web page (HTML or XML), as servers send in place of a "
+            f"file: it begins with {begins}. Download the file again"
+        )
+    if not binary:
+        return
+    if not start:
+        raise error(f"{path.name} is empty (0 bytes): copy or download it again")
+    if _TEXT.fullmatch(start):
+        raise error(
+            f"{path.name} holds text, and its format is binary: it begins with "
+            f"{begins}. Download the file again"
+        )

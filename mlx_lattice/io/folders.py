@@ -20,7 +20,7 @@ from mlx.utils import tree_flatten
 from .. import nn
 from ..distribution import install
 from ..nn.integer_files import OPTIONAL
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, check_file, shown
 from .safetensors import read_safetensors
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
@@ -81,6 +81,7 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no {CONFIG}: it is no folder that save_pretrained or "
             "mlx-lattice convert wrote"
         )
+    check_file(path, CheckpointError)
     if path.stat().st_size > _CONFIG_BYTES:
         raise CheckpointError(f"{path} is larger than 4 MiB, too large for a config")
     try:

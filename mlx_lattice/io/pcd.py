@@ -7,8 +7,10 @@ from pathlib import Path
 
 import numpy as np
 
+from .errors import FileError
 
-class PointFileError(ValueError):
+
+class PointFileError(FileError):
     """A file that does not hold what its format or its header says."""
 
 

@@ -20,6 +20,7 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
+from .errors import check_file
 from .pcd import PointFileError, read_pcd, short
 from .table import read_table
 from .vtk import read_vtk
@@ -118,6 +119,8 @@ def read_points(path: str | Path) -> PointCloud:
             f"{path.name}: no reader for {path.suffix or 'a file without a suffix'}; "
             f"expected one of {', '.join(_READERS)}"
         )
+    binary = path.suffix.lower() in (".las", ".laz", ".npy", ".npz")
+    check_file(path, PointFileError, binary=binary)
     return _cloud(reader(path), path)
 
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, check_file, shown
 from .raw import elements, kept
 
 # Bytes of an element, for the dtypes that MLX has.
@@ -187,6 +187,7 @@ def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
     Raises:
         CheckpointError: a tensor has not its own bytes, as many as its shape needs.
     """
+    check_file(path, CheckpointError, binary=True)
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")
         size = stream.seek(0, 2) - 8 - length

@@ -9,7 +9,7 @@ from typing import Protocol
 
 import mlx.core as mx
 
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, check_file, shown
 from .pytorch import PyTorchState
 from .safetensors import SafetensorsState
 
@@ -79,6 +79,7 @@ def opened(
     path = Path(source)
     suffix = path.suffix.lower()
     if suffix in (".pt", ".pth", ".ckpt", ".bin"):
+        check_file(path, CheckpointError, binary=True)
         with path.open("rb") as stream:
             yield PyTorchState(stream, path, key)
         return
@@ -87,7 +88,7 @@ def opened(
             f"{path.name}: no reader for {suffix or 'a file without a suffix'}; "
             "expected .safetensors, .pt, .pth, .ckpt or .bin"
         )
-    path.stat()  # a missing file raises FileNotFoundError
+    state = SafetensorsState(path)
     if key is not None:
         raise CheckpointError(f"{path.name} has no entries, so none called {key!r}")
-    yield SafetensorsState(path)
+    yield state

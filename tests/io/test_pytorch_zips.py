@@ -81,8 +81,8 @@ def test_other_files(tmp_path):
     tar = b"storages".ljust(257, b"\0") + b"ustar\0" + bytes(300)
     refuse(tmp_path, tar, "PyTorch before 1.6")
     refuse(tmp_path, pickle.dumps({}), "is a bare pickle, which is not read")
-    refuse(tmp_path, b"hello", "is no PyTorch checkpoint: it is not a zip")
-    refuse(tmp_path, b"", "is no PyTorch checkpoint: it is not a zip")
+    refuse(tmp_path, b"hello\0", "is no PyTorch checkpoint: it is not a zip")
+    refuse(tmp_path, b"", "is empty")
 
 
 def test_a_directory_without_end(tmp_path):
