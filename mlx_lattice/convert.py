@@ -93,6 +93,12 @@ def add_parser(commands) -> None:
         help="voxels and classes of a folder's net: one of models.PUBLISHED",
     )
     convert.add_argument(
+        "--legacy",
+        action=argparse.BooleanOptionalAction,
+        help="whether a ptv3-m1 was trained with Pointcept 1.5.1 or older; by default "
+        "as --about says",
+    )
+    convert.add_argument(
         "--size",
         nargs="+",
         default=[],
@@ -154,6 +160,8 @@ def run(given: argparse.Namespace) -> None:
     model = _model(given)
     if folder and model is None:
         raise ValueError("a folder is of a net: name it by --model or --config")
+    if given.legacy is not None and not folder:
+        raise ValueError("--legacy is for folders, which have a config that holds it")
     if given.about is not None:
         _describe(model if folder else None, given.about)
     if given.activations or given.calibrate:
@@ -296,7 +304,7 @@ def _write(
 
 
 def _describe(model, name: str) -> None:
-    """Give a net what is published about its weights."""
+    """Set a net's ``about`` to a published one, and print what changes results."""
     from .models import PUBLISHED
 
     if model is None:
@@ -316,6 +324,8 @@ def _describe(model, name: str) -> None:
                 "it out, and set the net's about yourself"
             )
     model.about = about
+    if getattr(model, "legacy", False):
+        print("legacy blocks, of Pointcept 1.5.1; --no-legacy for newer weights")
 
 
 def _model(given: argparse.Namespace):
@@ -350,6 +360,10 @@ def _model(given: argparse.Namespace):
         if kind not in (None, named):
             raise ValueError(f"--config is of a {named}, --model {given.model} of none")
         kind, fixed = named, arguments
+    if given.legacy is not None:
+        if kind != "PTv3":
+            raise ValueError("--legacy needs --model ptv3-m1")
+        fixed = {**fixed, "legacy": given.legacy}
     for option in ("channels", "plan", "width"):
         if getattr(given, option) is not None and option not in takes:
             raise ValueError(

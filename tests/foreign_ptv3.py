@@ -54,6 +54,7 @@ class PTv3:
         self.enc, self.dec = enc, dec  # (patch, heads) by level
         self.stride = more.get("stride", (2,) * (len(enc) - 1))
         self.dec_rope = more.get("dec_rope", True)
+        self.legacy = more.get("legacy", False)  # Pointcept 1.5.1 and older
         self.training, self.scenes = False, None
 
     def linear(self, name, x):
@@ -128,16 +129,19 @@ class PTv3:
             self.linear(f"{name}.mlp.0.fc1", self.layer_norm(f"{name}.norm2.0", x))
         )
         y = self.linear(f"{name}.mlp.0.fc2", y)
-        return x + y * self.p.get(f"{name}.ls2.0.gamma", 1)
+        return x, y * self.p.get(f"{name}.ls2.0.gamma", 1)
 
     def blocks(self, name, *given, convolved=None):
         scene, x, *more = given
         for i in range(64):
             if f"{name}.block{i}.cpe.1.weight" not in self.p:
                 return x
-            first = None if i else convolved
             at, *rest = more
-            x = self.block(f"{name}.block{i}", scene, x, at, i, *rest, convolved=first)
+            before, branch = self.block(
+                f"{name}.block{i}", scene, x, at, i, *rest, convolved=convolved
+            )
+            x = before + branch
+            convolved = branch if self.legacy else x
 
     def worked_out(self, rows, at):
         """Scenes, parents and positions of every level; the same for every call."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from .recipe import VoxelRecipe
@@ -19,6 +19,8 @@ class About:
         colours: red, green and blue of each class, from 0 to 255.
         source: where the weights are from.
         licence: under which licence they are.
+        legacy: whether weights of ``PTv3`` were trained with Pointcept 1.5.1 or older,
+            whose blocks differ: see ``PTv3``.
 
     Raises:
         ValueError: there are as many colours as classes, or none; this is not so, or
@@ -30,6 +32,7 @@ class About:
     colours: tuple[tuple[int, int, int], ...] = ()
     source: str = ""
     licence: str = ""
+    legacy: bool = False
 
     def __post_init__(self):
         object.__setattr__(self, "classes", tuple(self.classes))
@@ -158,7 +161,7 @@ _OPENPCDET = "https://github.com/open-mmlab/OpenPCDet"
 PUBLISHED = {
     # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
     "spunet-scannet": _POINTCEPT,
-    "ptv3-scannet": _POINTCEPT,
+    "ptv3-scannet": replace(_POINTCEPT, legacy=True),
     # MinkowskiEngine's examples/indoor.py.
     "minkunet-scannet": About(
         VoxelRecipe(0.02, ("colours",), reduce="mean"),

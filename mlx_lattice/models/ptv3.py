@@ -78,6 +78,10 @@ class PTv3(Segmentor):
         rope_base (float): The base of ``ops.rotary``, in ``m3``. Default: ``10000``.
         dec_rope_enable (bool): If ``False`` the decoder of ``m3`` rotates nothing.
             Default: ``True``.
+        legacy (bool, optional): If ``True`` the convolution of a block reads the MLP
+            branch of the block before it, not the block's output. Weights of ``m1``
+            that were trained with Pointcept 1.5.1 or older need this: all released
+            ones. By default as ``about.legacy`` says.
         dims (int): The number of spatial axes. Default: ``3``.
     """
 
@@ -109,6 +113,7 @@ class PTv3(Segmentor):
         enc_mode: bool = False,
         rope_base: float = 10000.0,
         dec_rope_enable: bool = True,
+        legacy: bool | None = None,
         dims: int = 3,
     ):
         super().__init__()
@@ -118,13 +123,18 @@ class PTv3(Segmentor):
         one_of(variant, VARIANTS, "variant")
         if variant == "m1" and any(s < 1 or s & (s - 1) for s in stride):
             raise ValueError(f"strides of m1 must be powers of two; got {stride}")
+        if legacy and variant != "m1":
+            raise ValueError(
+                f"legacy=True is for m1; Pointcept 1.5.1 has no {variant}, so its "
+                "weights are from newer code"
+            )
         if enable_rpe and enable_flash:
             raise ValueError(
                 "enable_rpe=True needs enable_flash=False, as published: scores with a "
                 "bias are computed one by one, in patches that the smallest batch "
                 "element fills"
             )
-        self.variant, self.enc_mode = variant, enc_mode
+        self.variant, self.enc_mode, self._legacy = variant, enc_mode, legacy
         self.order = (order,) if isinstance(order, str) else tuple(order)
         if not self.order:
             raise ValueError("order must name one curve or more; got none")
@@ -183,19 +193,25 @@ class PTv3(Segmentor):
             self.seg_head = nn.Linear(last, num_classes)
 
     @classmethod
-    def of_config(cls, config: Mapping[str, Any], variant: str | None = None) -> PTv3:
+    def of_config(
+        cls,
+        config: Mapping[str, Any],
+        variant: str | None = None,
+        legacy: bool | None = None,
+    ) -> PTv3:
         """Return the net of a published configuration.
 
         Args:
             config: of Pointcept's ``DefaultSegmentorV2`` or of its backbone, or what
                 Sonata, Concerto and Utonia keep with their weights.
             variant: as for the net, where the configuration has no ``type``.
+            legacy: as for the net, since a configuration does not say it.
 
         Raises:
             ValueError: it asks for what this net does not do, such as ``pdnorm_bn``,
                 or says no form.
         """
-        return cls(**published_arguments(config, variant))
+        return cls(**published_arguments(config, variant), legacy=legacy)
 
     def __call__(
         self, x: SparseTensor, positions: mx.array | None = None
@@ -251,6 +267,13 @@ class PTv3(Segmentor):
         return super().score_voxels(voxels)
 
     @property
+    def legacy(self) -> bool:
+        """Whether the convolution of a block reads the MLP branch of the one before."""
+        if self._legacy is None:
+            return self.variant == "m1" and self.about.legacy
+        return self._legacy
+
+    @property
     def dtype(self) -> mx.Dtype:
         """The dtype of features that the net takes."""
         norm = self.embedding.stem.layers["norm"]
@@ -282,7 +305,7 @@ class PTv3(Segmentor):
             orders = self.order
             if self.shuffle_orders and self.training:
                 orders = tuple(random.sample(orders, len(orders)))
-            levels.append(Level(orders, bits, self.enable_flash, None))
+            levels.append(Level(orders, bits, self.enable_flash, self.legacy, None))
         if self.rope_base:
             here = x.replace(positions.astype(mx.float32))
             for s, level in enumerate(levels):
@@ -317,9 +340,9 @@ def _blocks(
     stage: nn.Module, x: SparseTensor, level: Level, first: SparseTensor | None = None
 ) -> SparseTensor:
     """Apply a stage's blocks; the first one's convolution may read something else."""
-    i = 0
+    i, convolved = 0, x if first is None else first
     while f"block{i}" in stage:
-        x = stage[f"block{i}"](x, level, None if i else first)
+        x, convolved = stage[f"block{i}"](x, level, convolved)
         i += 1
     return x
 

@@ -23,6 +23,7 @@ class Level(NamedTuple):
     orders: tuple[str, ...]  # of curves; block i takes number i, from the start again
     bits: int  # of the curves
     flash: bool  # whether patches stay as long where an element is shorter
+    legacy: bool  # whether convolutions read the MLP branch of the block before
     positions: mx.array | None  # (N, D) float32, where queries and keys are rotated
 
     def patch(self, x: SparseTensor, most: int) -> int:
@@ -195,18 +196,23 @@ class SerializedBlock(nn.Module):
             self.ls2 = [nn.LayerScale(channels, layer_scale)]
 
     def __call__(
-        self, x: SparseTensor, level: Level, convolved: SparseTensor | None = None
-    ) -> SparseTensor:
-        """Return features on the rows of ``x``.
+        self, x: SparseTensor, level: Level, convolved: SparseTensor
+    ) -> tuple[SparseTensor, SparseTensor]:
+        """Return features on the rows of ``x``, and the next block's ``convolved``.
 
         Args:
             x: input.
             level: what the level's blocks share.
-            convolved: what the convolution reads instead of ``x``.
+            convolved: the input of the convolution.
         """
-        x = x + in_order(self.cpe, x if convolved is None else convolved)
+        x = x + in_order(self.cpe, convolved)
         x = x + self._branch(self.drop(self.attn(self.norm1[0](x), level)), "ls1")
-        return x + self._branch(read(self.mlp[0](self.norm2[0](x))), "ls2")
+        branch = self._branch(read(self.mlp[0](self.norm2[0](x))), "ls2")
+        if level.legacy:
+            branch = branch.replace(branch.feats)  # computed once for its two readers
+            return x + branch, branch
+        x = x + branch
+        return x, x
 
     def _branch(self, y: SparseTensor, scale: str) -> SparseTensor:
         return self.drop_path(self[scale][0](y) if scale in self else y)

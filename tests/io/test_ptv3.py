@@ -3,10 +3,12 @@
 Reads `shared/oracle/nets` beside the checkout: weights and outputs of the nets.
 """
 
+import json
+
 import mlx.core as mx
 import numpy as np
 import pytest
-from published_cases import assert_close, case_of, weights_of
+from published_cases import assert_close, case_of, difference, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, models, ops
@@ -72,6 +74,36 @@ def test_each_level_of_the_published_net(name):
             code = np.array(ops.curve_code(y, curve, bits=level.bits))
             code += coords[order][:, 0].astype(np.int64) << 3 * level.bits
             assert np.array_equal(code, case[f"mid/enc{s}/code"][i][order])
+
+
+LEGACY = "ptv3_v151"  # by the code that the released weights were trained with
+
+
+def test_a_folder_of_weights_of_pointcept_1_5_1(tmp_path, capsys):
+    """As ``--about`` says, or ``--legacy``; without either the scores are others."""
+    case, config = case_of(LEGACY)
+    config = {k: v for k, v in config.items() if k not in ("family", "variant")}
+    path, folder = tmp_path / "config.json", tmp_path / "net"
+    path.write_text(json.dumps(config))
+    line = f"convert {weights_of(LEGACY)} {folder} --library spconv --model ptv3-m1"
+    command = [*line.split(), "--config", str(path)]
+    x = ml.SparseTensor(mx.array(case["coords"]), mx.array(case["feats"]))
+
+    def error() -> float:
+        y = models.from_pretrained(folder)(x).feats
+        return difference(y, case["out/feat"])
+
+    assert cli.main([*command, "--legacy"]) == 0 and error() < 1e-6
+    net = models.from_pretrained(folder)
+    net.save_pretrained(folder)
+    assert error() < 1e-6
+    assert cli.main(command) == 0 and error() > 0.1
+    net = models.PTv3.of_config(config, "m1", legacy=True).eval()
+    import_checkpoint(weights_of(LEGACY), net, "spconv")
+    assert difference(net(x).feats, case["out/feat"]) < 1e-6
+    file = [*command[:2], str(tmp_path / "a.safetensors"), *command[3:]]
+    assert cli.main([*file, "--legacy"]) == 2
+    assert "--legacy is for folders" in capsys.readouterr().err
 
 
 def test_the_names_of_a_module_on_several_gpus():

@@ -43,6 +43,7 @@ def small(variant="m1", classes=5, flash=True, enc_mode=False, **more):
     assert io.import_checkpoint(state, net.eval(), "spconv").complete
     form = variant, ENCODER, () if enc_mode else DECODER, flash, 20.0
     exact = PTv3(state, *form, dec_rope=more.get("dec_rope_enable", True))
+    exact.legacy = net.legacy
     return net, exact
 
 
@@ -75,6 +76,31 @@ def test_options_of_the_third_form(more):
     coords, feats, x, places = scene()
     y = net(x, mx.array(places)).feats
     ref.assert_close(y, exact(coords, feats, places)[1])
+
+
+@pytest.mark.parametrize("flash", (True, False))
+def test_legacy_blocks(flash):
+    """Pointcept 1.5.1: a convolution reads the MLP branch of the block before."""
+    depths = {"enc_depths": (1, 3, 2), "dec_depths": (2, 2)}
+    net, exact = small(legacy=True, flash=flash, **depths)
+    coords, feats, x, _ = scene()
+    y = net(x).feats
+    ref.assert_close(y, exact(coords, feats)[1])
+    exact.legacy = False
+    assert np.abs(exact(coords, feats)[1] - np.array(y)).max() > 1e-2
+
+
+@pytest.mark.parametrize(
+    "variant, given, expected",
+    (("m1", None, True), ("m1", False, False), ("m2", None, False)),
+)
+def test_what_is_published_says_whether_blocks_are_legacy(variant, given, expected):
+    net, exact = small(variant, legacy=given)
+    net.about = models.PUBLISHED["ptv3-scannet"]
+    exact.legacy = expected
+    assert net.legacy == expected
+    coords, feats, x, _ = scene()
+    ref.assert_close(net(x).feats, exact(coords, feats)[1])
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -259,6 +285,8 @@ def test_mistakes_are_named():
         small(stride=(2, 3))
     with pytest.raises(ValueError, match="variant must be"):
         small("m4")
+    with pytest.raises(ValueError, match="legacy=True is for m1"):
+        small("m2", legacy=True)
     with pytest.raises(ValueError, match="order must be"):
         small(order=("z", "peano"))
     with pytest.raises(ValueError, match="has no classes"):
