@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -93,6 +94,13 @@ def add_parser(commands) -> None:
         help="voxels and classes of a folder's net: one of models.PUBLISHED",
     )
     convert.add_argument(
+        "--colour-range",
+        type=float,
+        nargs=2,
+        metavar=("BLACK", "WHITE"),
+        help="values of black and white in training, instead of those of --about",
+    )
+    convert.add_argument(
         "--legacy",
         action=argparse.BooleanOptionalAction,
         help="whether a ptv3-m1 was trained with Pointcept 1.5.1 or older; by default "
@@ -163,7 +171,9 @@ def run(given: argparse.Namespace) -> None:
     if given.legacy is not None and not folder:
         raise ValueError("--legacy is for folders, which have a config that holds it")
     if given.about is not None:
-        _describe(model if folder else None, given.about)
+        _describe(model if folder else None, given.about, given.colour_range)
+    elif given.colour_range is not None:
+        raise ValueError("--colour-range needs --about, whose colours it replaces")
     if given.activations or given.calibrate:
         from . import convert_calibrated
 
@@ -303,7 +313,7 @@ def _write(
             mx.clear_cache()
 
 
-def _describe(model, name: str) -> None:
+def _describe(model, name: str, colour_range: list[float] | None) -> None:
     """Set a net's ``about`` to a published one, and print what changes results."""
     from .models import PUBLISHED
 
@@ -323,6 +333,15 @@ def _describe(model, name: str) -> None:
                 f"--about {name} is of {said} {what}, and the net has {found}: leave "
                 "it out, and set the net's about yourself"
             )
+    voxels = about.voxels
+    if voxels and "colours" in voxels.features:
+        if colour_range is not None:
+            voxels = replace(voxels, colour_range=tuple(colour_range))
+            about = replace(about, voxels=voxels)
+        black, white = voxels.colour_range
+        print(f"{name}: colours from {black:g} to {white:g}")
+    elif colour_range is not None:
+        raise ValueError(f"--colour-range is not for --about {name}: it has no colours")
     model.about = about
     if getattr(model, "legacy", False):
         print("legacy blocks, of Pointcept 1.5.1; --no-legacy for newer weights")

@@ -128,9 +128,15 @@ SEMANTIC_KITTI = {
     "traffic sign": (255, 0, 0),
 }
 
-# Pointcept's nets for ScanNet: colours and normals.
+# Pointcept's nets for ScanNet, trained before 1.6.0, which has colours from 0 to 1.
 _POINTCEPT = About(
-    VoxelRecipe(0.02, ("colours", "normals"), centred=True, from_zero=True),
+    VoxelRecipe(
+        0.02,
+        ("colours", "normals"),
+        centred=True,
+        from_zero=True,
+        colour_range=(-1.0, 1.0),
+    ),
     tuple(SCANNET),
     tuple(SCANNET.values()),
     "https://github.com/Pointcept/Pointcept",
@@ -164,7 +170,7 @@ PUBLISHED = {
     "ptv3-scannet": replace(_POINTCEPT, legacy=True),
     # MinkowskiEngine's examples/indoor.py.
     "minkunet-scannet": About(
-        VoxelRecipe(0.02, ("colours",), reduce="mean"),
+        VoxelRecipe(0.02, ("colours",), reduce="mean", colour_range=(-0.5, 0.5)),
         tuple(SCANNET),
         tuple(SCANNET.values()),
         "https://github.com/NVIDIA/MinkowskiEngine",

@@ -345,6 +345,45 @@ def test_a_folder_for_from_pretrained(bits, tmp_path, capsys):
     assert "a folder holds a whole net" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(
+    "options, legacy, colours",
+    (
+        ("", True, (-1.0, 1.0)),
+        ("--colour-range 0 1 --no-legacy", False, (0.0, 1.0)),
+    ),
+)
+def test_the_code_that_published_weights_were_trained_with(
+    options, legacy, colours, tmp_path, capsys
+):
+    given, out = tmp_path / "ptv3.safetensors", tmp_path / "net"
+    sizes = {"enc_depths": (1,), "enc_channels": (8,), "enc_num_head": (1,)}
+    sizes |= {"enc_patch_size": (16,), "stride": ()}
+    sizes |= {f"dec_{n}": () for n in ("depths", "channels", "num_head", "patch_size")}
+    config = tmp_path / "config.json"
+    backbone = {"type": "PT-v3m1", "in_channels": 6, **sizes}
+    config.write_text(json.dumps({"num_classes": 20, "backbone": backbone}))
+    net = models.PTv3(6, 20, **sizes)
+    names = {n.replace(".layers.", "."): a for n, a in tree_flatten(net.parameters())}
+    mx.save_safetensors(str(given), filled({n: a.shape for n, a in names.items()}))
+    line = f"convert {given} {out} --library spconv --model ptv3-m1 --config {config}"
+    assert cli.main([*line.split(), "--about", "ptv3-scannet", *options.split()]) == 0
+    printed = capsys.readouterr().out
+    low, high = colours
+    assert f"ptv3-scannet: colours from {low:g} to {high:g}" in printed
+    assert ("legacy blocks" in printed) == legacy
+    read = models.from_pretrained(out)
+    assert read.legacy == legacy and read.recipe().colour_range == colours
+    for options, sentence in (
+        (["--colour-range", "0", "1"], "--colour-range needs --about"),
+        (
+            ["--about", "spvnas-semantic-kitti", "--colour-range", "0", "1"],
+            "spvnas-semantic-kitti is of 4 input channels",
+        ),
+    ):
+        assert cli.main([*line.split(), *options]) == 2
+        assert sentence in capsys.readouterr().err
+
+
 MEASURED = """
 import pathlib, re, resource, sys
 from mlx_lattice import cli

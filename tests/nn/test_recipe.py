@@ -166,6 +166,21 @@ def test_every_voxel_size_is_a_number_of_any_library(size):
         assert x.coords.tolist() == [[0, 1, 0, 0]]
 
 
+@pytest.mark.parametrize(
+    "name, middle, half",
+    (
+        ("spunet-scannet", 127.5, 127.5),  # Pointcept's NormalizeColor until 1.5.2
+        ("ptv3-scannet", 127.5, 127.5),
+        ("minkunet-scannet", 127.5, 255),  # MinkowskiEngine's examples/indoor.py
+    ),
+)
+def test_colours_as_published_weights_were_trained_on(name, middle, half):
+    x, rows = models.PUBLISHED[name].voxels(POINTS, ATTRIBUTES)
+    assert len(x) == len(POINTS)  # one point a voxel
+    expected = (ATTRIBUTES["colours"].astype(np.float64) - middle) / half
+    assert np.allclose(np.array(x.feats[rows])[:, :3], expected, atol=1e-6)
+
+
 @pytest.mark.parametrize("name", models.PUBLISHED)
 def test_published_descriptions(name):
     about = models.PUBLISHED[name]
