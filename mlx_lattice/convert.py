@@ -7,7 +7,7 @@ more memory than the largest of them.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -299,18 +299,15 @@ def _converted(
 
 def _write(
     target: Path,
-    arrays: list[tuple[str, mx.array]],
+    arrays: Sequence[tuple[str, mx.array]],
     converted: Iterator[tuple[str, mx.array]],
 ) -> None:
     """Write arrays as they come; ``arrays`` has their names, shapes and dtypes."""
     from .io.layouts import OURS
-    from .io.safetensors import Writer
+    from .io.safetensors import write_safetensors
 
     metadata = {"format": "mlx", "library": OURS, "version": __version__}
-    with Writer(target, arrays, metadata) as file:
-        for name, array in converted:
-            file.write(name, array)
-            mx.clear_cache()
+    write_safetensors(target, dict(arrays), metadata, converted)
 
 
 def _describe(model, name: str, colour_range: list[float] | None) -> None:

@@ -18,7 +18,7 @@ from .distribution import __version__
 from .io import read_points
 from .io.errors import CheckpointError
 from .io.layouts import OURS
-from .io.safetensors import Writer
+from .io.safetensors import write_safetensors
 from .models import Segmentor
 from .models.attributes import of_scan
 from .models.recipe import Voxels
@@ -83,11 +83,8 @@ def write(
     if folder:
         model.save_pretrained(target)
         return
-    arrays = tree_flatten(model.parameters())
     metadata = {"format": "mlx", "library": OURS, "version": __version__}
-    with Writer(target, arrays, metadata) as file:  # there when it is whole
-        for name, array in arrays:
-            file.write(name, array)
+    write_safetensors(target, dict(tree_flatten(model.parameters())), metadata)
 
 
 def _voxels(model: Segmentor, scan: str) -> Voxels:

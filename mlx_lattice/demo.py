@@ -13,10 +13,13 @@ import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
+from mlx.utils import tree_flatten
 
 from . import demo_surfaces, nn, ops
+from .atomic_write import atomic_write
 from .demo_accuracy import Score, scores, table
 from .inspect.trace import trace
+from .io.safetensors import write_safetensors
 from .optimizers import Adam
 from .output_places import check_writable
 from .tensor import SparseTensor
@@ -190,7 +193,8 @@ def run(
         mx.eval(loss(traced))
     print(t.table())
     t.save(folder / "run.html")
-    net.save_weights(str(folder / "digits.safetensors"))
+    weights = dict(tree_flatten(net.parameters()))
+    write_safetensors(folder / "digits.safetensors", weights)
     draw_losses(losses, folder / "loss.png")
     draw_digits(test, test_labels, found, folder / "digits.png")
     names = ", ".join(sorted(p.name for p in folder.iterdir()))
@@ -256,7 +260,8 @@ def draw_losses(losses: list[float], path: Path) -> None:
     axes.plot(np.arange(width - 1, len(losses)), smooth, label=f"mean of {width}")
     axes.set(xlabel="step", ylabel="cross entropy", yscale="log")
     axes.legend(frameon=False)
-    figure.savefig(path, dpi=120)
+    with atomic_write(path) as draft:
+        figure.savefig(draft, dpi=120)
     pyplot.close(figure)
 
 
@@ -285,7 +290,8 @@ def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
         axes.set_box_aspect((8, 8, 6))
         axes.view_init(elev=72, azim=-90)
         axes.set_axis_off()
-    figure.savefig(path, dpi=100)
+    with atomic_write(path) as draft:
+        figure.savefig(draft, dpi=100)
     pyplot.close(figure)
 
 

@@ -14,6 +14,7 @@ import mlx.core as mx
 import numpy as np
 
 from . import ops, segment
+from .atomic_write import atomic_write
 from .checks import real_axes
 from .inspect.page import drawn
 from .io.points import PointCloud, read_points
@@ -157,7 +158,10 @@ def table(net: Detector, rows: list[dict]) -> str:
 def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path):
     """Write boxes as CSV, and as JSON with what they are of."""
     width = 9 if any(n == "vel" for n in net.dense_head.heads_list[0]) else 7
-    with table.open("w", newline="", encoding="utf-8") as file:
+    with (
+        atomic_write(table) as draft,
+        draft.open("w", newline="", encoding="utf-8") as file,
+    ):
         writer = csv.DictWriter(file, ("class", "score", *COLUMNS[:width]))
         writer.writeheader()
         writer.writerows(rows)
@@ -169,7 +173,8 @@ def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path)
         "boxes": rows,
     }
     text = json.dumps(told, indent=1, ensure_ascii=False)
-    whole.write_text(text + "\n", encoding="utf-8")
+    with atomic_write(whole) as draft:
+        draft.write_text(text + "\n", encoding="utf-8")
 
 
 # The picture
@@ -227,7 +232,8 @@ def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) ->
     ]
     if marks:
         figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=110)
+    with atomic_write(path) as draft:
+        figure.savefig(draft, dpi=110)
     pyplot.close(figure)
 
 

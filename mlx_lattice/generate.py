@@ -258,11 +258,13 @@ def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
 
 def write(out: Path, made: Generated) -> None:
     """Write latents as ``mlx-lattice decode`` reads them."""
+    from .io.safetensors import write_safetensors
+
     arrays = {"coords": made.shape.coords, "shape": made.shape.feats}
     if made.texture is not None:
         arrays["texture"] = made.texture.feats
     about = {"format": "mlx", "resolution": str(made.resolution)}
-    mx.save_safetensors(str(out), arrays, about)
+    write_safetensors(out, arrays, about)
 
 
 @contextmanager

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 
 from . import settings
+from .atomic_write import atomic_write
 
 try:
     import fcntl
@@ -83,17 +83,11 @@ def alone() -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file atomically: another process reads all of it or none.
+    """Write a file by ``atomic_write``, in a folder that need not exist.
 
     Raises:
         OSError: it cannot be written; nothing is left behind.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
-    handle, draft = tempfile.mkstemp(dir=path.parent, suffix=path.suffix)
-    try:
-        with os.fdopen(handle, "wb") as file:
-            file.write(data)
-        os.replace(draft, path)
-    except OSError:
-        os.unlink(draft)
-        raise
+    with atomic_write(path) as draft:
+        draft.write_bytes(data)

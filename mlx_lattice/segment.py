@@ -9,6 +9,7 @@ import matplotlib  # here, so that its want is found before the net runs
 import mlx.core as mx
 import numpy as np
 
+from .atomic_write import atomic_write
 from .io.ply import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
@@ -208,7 +209,8 @@ def draw(
         for i in largest
     ]
     figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
-    figure.savefig(path, dpi=110)
+    with atomic_write(path) as draft:
+        figure.savefig(draft, dpi=110)
     pyplot.close(figure)
 
 

@@ -11,6 +11,7 @@ from time import perf_counter
 import mlx.core as mx
 
 from .. import devices
+from ..atomic_write import atomic_write
 from ..memory import limit
 from ..ops import attended, fusion
 from ..ops.attended import Attended
@@ -42,7 +43,9 @@ class Trace(Records):
             ValueError: the suffix is another one.
         """
         path = check_page(path)
-        path.write_text(_WRITERS[path.suffix](self), encoding="utf-8")
+        text = _WRITERS[path.suffix](self)
+        with atomic_write(path) as draft:
+            draft.write_text(text, encoding="utf-8")
 
 
 _WRITERS = {".html": page.page, ".json": Records.to_json}

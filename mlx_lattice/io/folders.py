@@ -18,10 +18,11 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from .. import nn
+from ..atomic_write import atomic_write
 from ..distribution import install
 from ..nn.integer_files import OPTIONAL
 from .errors import CheckpointError, check_file, shown
-from .safetensors import read_safetensors
+from .safetensors import read_safetensors, write_safetensors
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _CONFIG_BYTES = 2**22
@@ -166,42 +167,34 @@ def replaced(folder: Path) -> list[Path]:
 
 @contextmanager
 def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterator[Path]:
-    """Write a folder; the block writes the weights, to the path that it gets.
+    """Write a folder; the block writes the weights to the path that it gets.
 
-    What the folder held stays until they are there: a net whose writing fails, for
-    want of space or of a tensor, takes no other one with it. The config is the last:
-    without it a folder is none.
+    If writing fails, the folder keeps the files that it had.
 
     Raises:
         NotADirectoryError: a file has the folder's name.
+        OSError: a file cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; name a folder to write to")
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"new.{WEIGHTS}"
-    try:
-        yield path
-    except BaseException:
-        path.unlink(missing_ok=True)
-        raise
-    for old in replaced(folder):
-        old.unlink(missing_ok=True)
-    path.replace(folder / WEIGHTS)
-    (folder / CARD).write_text(card, encoding="utf-8")
+    stale = {*folder.glob("model*.safetensors")} - {folder / WEIGHTS}
     text = json.dumps(config, indent=2, ensure_ascii=False)
-    (folder / CONFIG).write_text(text + "\n", encoding="utf-8")
+    with atomic_write(folder / CONFIG) as draft:
+        yield draft.with_name(WEIGHTS)
+        draft.with_name(CARD).write_text(card, encoding="utf-8")
+        draft.write_text(text + "\n", encoding="utf-8")
+    for old in stale:
+        old.unlink(missing_ok=True)
 
 
 def write_folder(
     folder: str | Path, config: Mapping[str, Any], model: mlx.nn.Module, card: str
 ) -> None:
     """Write the three files of a model; errors are those of ``written``."""
-    arrays = dict(tree_flatten(model.parameters()))
     with written(folder, config, card) as path:
-        for array in arrays.values():
-            mx.eval(array)  # one at a time: frees the temporary arrays of each packing
-        mx.save_safetensors(str(path), arrays, {"format": "mlx"})
+        write_safetensors(path, dict(tree_flatten(model.parameters())))
 
 
 # Packed weights

@@ -7,6 +7,8 @@ from pathlib import Path
 
 import numpy as np
 
+from ..atomic_write import atomic_write
+
 # The format's names of NumPy's types.
 _TYPES = {
     "f4": "float",
@@ -46,6 +48,6 @@ def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
     table = np.empty(count, [(name, "<" + kind) for name, kind in kinds.items()])
     for name, array in arrays.items():
         table[name] = array
-    with Path(path).open("wb") as stream:
+    with atomic_write(path) as draft, draft.open("wb") as stream:
         stream.write("\n".join([*header, "end_header", ""]).encode("ascii"))
         stream.write(table.tobytes())

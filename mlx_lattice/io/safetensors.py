@@ -7,13 +7,14 @@ what MLX accepts: two tensors on the same bytes, extents below zero, float8 as b
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..atomic_write import atomic_write
 from .errors import CheckpointError, check_file, shown
 from .raw import elements, kept
 
@@ -34,8 +35,9 @@ ITEM = {
     "U8": 1,
     "BOOL": 1,
 }
-# Of MLX's dtypes the names here; complex64 and float64 are not written.
 DTYPES = {
+    mx.float64: "F64",
+    mx.complex64: "C64",
     mx.float32: "F32",
     mx.float16: "F16",
     mx.bfloat16: "BF16",
@@ -50,7 +52,6 @@ DTYPES = {
     mx.bool_: "BOOL",
 }
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
-_NAMED |= {"F64": mx.float64, "C64": mx.complex64}
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
 HEADER_BYTES = 2**24
 LIMIT = 2**31  # extents of MLX's arrays are 32-bit
@@ -122,63 +123,54 @@ def read_safetensors(path: Path) -> dict[str, mx.array]:
     return {name: state.read(name) for name in state}
 
 
-class Writer:
-    """Writes a safetensors file array by array: only one is in memory at a time.
-
-    The file is there when the last is written; until then it has another name.
+def write_safetensors(
+    path: Path,
+    arrays: Mapping[str, mx.array],
+    metadata: Mapping[str, str] | None = None,
+    values: Iterable[tuple[str, mx.array]] | None = None,
+) -> None:
+    """Write a safetensors file atomically, evaluating one array at a time.
 
     Args:
         path: the file.
-        arrays: names and arrays of the right shapes and dtypes, in the order in which
-            they will be written.
-        metadata: what the header says of the file.
+        arrays: names and arrays.
+        metadata: what the header says; by default only that MLX can read the file.
+        values: computes the arrays in the order of ``arrays``, which then gives only
+            names, shapes and dtypes. By default ``arrays`` itself.
+
+    Raises:
+        OSError: the file cannot be written; the old one stays.
+        ValueError: ``values`` and ``arrays`` differ.
     """
-
-    def __init__(
-        self,
-        path: Path,
-        arrays: Sequence[tuple[str, mx.array]],
-        metadata: Mapping[str, str],
-    ):
-        header: dict[str, object] = {"__metadata__": dict(metadata)}
-        at = 0
-        for name, array in arrays:
-            end = at + array.nbytes
-            header[name] = {
-                "dtype": DTYPES[array.dtype],
-                "shape": list(array.shape),
-                "data_offsets": [at, end],
-            }
-            at = end
-        text = json.dumps(header).encode()
-        text += b" " * (-len(text) % 8)
-        self._due = [(name, array.shape, array.dtype) for name, array in arrays][::-1]
-        self._path, self._part = path, path.with_name(f"{path.name}.part")
-        self._file = self._part.open("wb")
-        self._file.write(len(text).to_bytes(8, "little") + text)
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, kind, *_) -> None:
-        self._file.close()
-        if kind is None and not self._due:
-            self._part.replace(self._path)
-            return
-        self._part.unlink()
-        if kind is None:
-            raise ValueError(f"{len(self._due)} arrays were not written")
-
-    def write(self, name: str, array: mx.array) -> None:
-        """Write the next array."""
-        due = self._due.pop()
-        if due != (name, array.shape, array.dtype):
-            raise ValueError(f"{due} was due; got {name}, {array.shape}, {array.dtype}")
-        if array.size:
-            # As integers: Python's buffers have no bfloat16.
-            bits = _BITS[array.dtype.size]
-            flat = mx.contiguous(array, stream=mx.cpu).reshape(-1, stream=mx.cpu)
-            self._file.write(memoryview(mx.view(flat, bits, stream=mx.cpu)))
+    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "mlx"})}
+    at = 0
+    for name, array in arrays.items():
+        end = at + array.nbytes
+        header[name] = {
+            "dtype": DTYPES[array.dtype],
+            "shape": list(array.shape),
+            "data_offsets": [at, end],
+        }
+        at = end
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    due = [(name, array.shape, array.dtype) for name, array in arrays.items()][::-1]
+    with atomic_write(path) as draft, draft.open("wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for name, array in arrays.items() if values is None else values:
+            expected = due.pop()
+            if expected != (name, array.shape, array.dtype):
+                raise ValueError(
+                    f"{expected} was due; got {name}, {array.shape}, {array.dtype}"
+                )
+            if array.size:
+                # As integers: Python's buffers have no bfloat16.
+                bits = _BITS[array.dtype.size]
+                flat = mx.contiguous(array, stream=mx.cpu).reshape(-1, stream=mx.cpu)
+                file.write(memoryview(mx.view(flat, bits, stream=mx.cpu)))
+            mx.clear_cache()
+        if due:
+            raise ValueError(f"{len(due)} arrays were not written")
 
 
 def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:

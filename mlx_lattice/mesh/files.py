@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..atomic_write import atomic_write
 from .surface import Surface
 from .texture import Texture
 
@@ -63,7 +64,8 @@ def save(path: str | Path, surface: Surface, texture: Texture | None = None) -> 
     options = {} if suffix == ".ply" else {"include_normals": True}
     if suffix == ".obj":  # its material file and picture are named after it
         options["mtl_name"] = f"{Path(path).stem}.mtl"
-    mesh.export(path, **options)
+    with atomic_write(path) as draft:
+        mesh.export(draft, **options)
 
 
 def _visual(texture: Texture, suffix: str, name: str):

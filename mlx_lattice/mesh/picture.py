@@ -6,6 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ..atomic_write import atomic_write
 from .raster import covered
 from .surface import Surface
 from .texture import Texture
@@ -78,4 +79,5 @@ def contact_sheet(
     from PIL import Image
 
     views = [rendered(surface, texture, *side, size=size) for side in SIDES]
-    Image.fromarray(np.concatenate(views, axis=1)).save(path)
+    with atomic_write(path) as draft:
+        Image.fromarray(np.concatenate(views, axis=1)).save(draft)

@@ -4,7 +4,6 @@ import copy
 import json
 import sys
 import types
-from pathlib import Path
 
 import mlx.core as mx
 import mlx.nn
@@ -114,21 +113,9 @@ def test_copies_can_be_written(tmp_path):
     assert same(models.SpUNet.from_pretrained(tmp_path), net)
 
 
-def test_a_writing_that_fails_leaves_the_net_that_was_there(tmp_path, monkeypatch):
+def test_a_net_is_written_over_the_files_that_it_reads(tmp_path):
     net = NETS["SpUNet"]()
     net.save_pretrained(tmp_path)
-
-    def full(path, *_):
-        Path(path).write_bytes(b"half a file")
-        raise OSError("no space left")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(mx, "save_safetensors", full)
-        with pytest.raises(OSError, match="no space"):
-            NETS["SPVCNN"]().save_pretrained(tmp_path)
-    names = ["README.md", "config.json", "model.safetensors"]
-    assert sorted(path.name for path in tmp_path.iterdir()) == names
-    assert same(models.from_pretrained(tmp_path), net)
     read = models.from_pretrained(tmp_path)  # whose arrays are still in the file
     read.save_pretrained(tmp_path)
     assert same(models.from_pretrained(tmp_path), net)

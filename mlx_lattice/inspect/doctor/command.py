@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from ...atomic_write import atomic_write
 from ...output_places import check_writable
 from . import report_page
 from .examine import Examination, Watch
@@ -65,9 +66,11 @@ def run(
 
 def _page(report: Report, path: Path) -> str:
     try:
-        path.write_text(report_page.page(report.as_dict()), encoding="utf-8")
+        page = report_page.page(report.as_dict())
     except ImportError as error:
         return f" (no page: {error})"
+    with atomic_write(path) as draft:
+        draft.write_text(page, encoding="utf-8")
     return f", {path}"
 
 

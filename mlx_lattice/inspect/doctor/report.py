@@ -101,7 +101,6 @@ class Report:
         """Write ``doctor.json``, all of it or nothing."""
         text = json.dumps(self.as_dict(), indent=1, allow_nan=False, default=str)
         kept_files.write_whole(path, text.encode())
-        path.chmod(0o644)  # it is made to be passed on
 
     def __str__(self) -> str:
         """Return the tables as a person reads them."""
