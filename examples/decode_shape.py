@@ -86,7 +86,7 @@ def main() -> None:
     print(t.table())
     if given.trace:
         t.save(given.trace)
-    grid = models.dual_grid(y)
+    grid = models.dual_grid(y, net.voxel_margin)
     np.savez(
         given.out,
         coords=np.array(y.coords),

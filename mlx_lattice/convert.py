@@ -23,6 +23,7 @@ from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 
 if TYPE_CHECKING:
     from .io.checkpoints import Step
+    from .io.configurations import Configuration
     from .io.states import State
 
 # Models by the name that --model takes: class, the options it takes, what is fixed.
@@ -30,13 +31,17 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
     f"minkunet{depth}": (f"MinkUNet{depth}", ("channels", "plan"), {})
     for depth in (14, 18, 34, 50, 101)
 } | {
-    "minkunet-torchsparse": ("MinkUNetTorchSparse", ("channels", "width"), {}),
+    "minkunet-torchsparse": (
+        "MinkUNetTorchSparse",
+        ("channels", "width", "trimmed"),
+        {},
+    ),
     "spunet": ("SpUNet", ("channels",), {}),
     **{
         f"ptv3-{form}": ("PTv3", ("channels",), {"variant": form})
         for form in ("m1", "m2", "m3")
     },
-    "spvcnn": ("SPVCNN", ("channels", "width"), {}),
+    "spvcnn": ("SPVCNN", ("channels", "width", "trimmed"), {}),
     "trellis2-shape": ("SparseVAEDecoder", (), {}),
     "trellis2-texture": (
         "SparseVAEDecoder",
@@ -57,9 +62,7 @@ DETECTORS = {
     "unetv2": "UNetV2",
 }
 MODELS |= {name: (kind, (), {}) for name, kind in DETECTORS.items()}
-# SPVNAS's nets read coordinates and intensity.
 SPVNAS = ("minkunet-torchsparse", "spvcnn")
-SPVNAS_INPUTS = 4
 
 
 def add_parser(commands) -> None:
@@ -88,6 +91,12 @@ def add_parser(commands) -> None:
     )
     convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
     convert.add_argument("--width", type=float, help="factor of all channels")
+    convert.add_argument(
+        "--trimmed",
+        action="store_true",
+        default=None,
+        help="leave out the coarse cells that torchsparse 2.1 leaves out",
+    )
     convert.add_argument(
         "--about",
         metavar="NAME",
@@ -150,6 +159,8 @@ def add_parser(commands) -> None:
 def run(given: argparse.Namespace) -> None:
     """Convert, and say what was written and how to load it."""
     from .io import folders, layouts
+    from .io.configurations import Configuration, read_config
+    from .io.errors import shown
     from .io.states import opened
 
     source, target = Path(given.source), Path(given.target)
@@ -165,7 +176,10 @@ def run(given: argparse.Namespace) -> None:
         *(folders.replaced(target) if folder else [target]), read=filter(None, read)
     )
     layouts.layout_of(given.library)
-    model = _model(given)
+    config = Configuration(read_config(given.config)) if given.config else None
+    model = _model(given, config)
+    if config is not None and (unread := config.unread()):
+        print(f"not used of {given.config}:", ", ".join(map(shown, unread)))
     if folder and model is None:
         raise ValueError("a folder is of a net: name it by --model or --config")
     if given.legacy is not None and not folder:
@@ -265,6 +279,8 @@ def _with_model(
     converted = _converted(state, steps, pack, packed or {})
     if not folder:
         _write(target, arrays, converted)
+        arguments = ", ".join(f"{k}={v!r}" for k, v in model._arguments.items())
+        print(f"{target} has the weights of models.{type(model).__name__}({arguments})")
         return
     with folders.written(target, *model.described()) as path:
         _write(path, arrays, converted)
@@ -339,39 +355,42 @@ def _describe(model, name: str, colour_range: list[float] | None) -> None:
         print(f"{name}: colours from {black:g} to {white:g}")
     elif colour_range is not None:
         raise ValueError(f"--colour-range is not for --about {name}: it has no colours")
+    if model.about.voxels and about.voxels:  # the configuration's size of a voxel
+        voxels = replace(about.voxels, voxel_size=model.about.voxels.voxel_size)
+        about = replace(about, voxels=voxels)
     model.about = about
     if getattr(model, "legacy", False):
         print("legacy blocks, of Pointcept 1.5.1; --no-legacy for newer weights")
 
 
-def _model(given: argparse.Namespace):
-    """Return the model that the options ask for, None where they name none."""
+def _model(given: argparse.Namespace, config: Configuration | None):
+    """Return the model that the options name, or None."""
     from . import models
-    from .io.configurations import read_config, spvnas, trellis2
+    from .io.configurations import spvnas, trellis2
     from .models import ptv3_config
     from .models.detection.published import published_arguments
 
     if given.size and (given.model or given.config):
         raise ValueError("--size is for conversions without a model, which knows them")
     kind, takes, fixed = MODELS.get(given.model, (None, (), {}))
-    if given.config and given.model in SPVNAS:
+    pres = None
+    if config is not None and given.model in SPVNAS:
         if given.channels or given.width:
             raise ValueError("--config says --channels and --width already")
-        told = spvnas(read_config(given.config))
-        given.channels = [SPVNAS_INPUTS, told["classes"]]
-        given.width = told["width"]
-    elif given.config and kind == "PTv3":
-        config = read_config(given.config)
+        fixed, pres = spvnas(config, kind)
+        takes = ("trimmed",)
+    elif config is not None and kind == "PTv3":
         takes, fixed = (), ptv3_config.published_arguments(config, **fixed)
-    elif given.model in DETECTORS and not given.config:
+    elif config is not None and takes:
+        raise ValueError(f"--config is not for --model {given.model}")
+    elif given.model in DETECTORS and config is None:
         raise ValueError(
             f"--model {given.model} needs --config: OpenPCDet's configuration as JSON, "
             "with its base configurations merged"
         )
-    elif given.model in DETECTORS or (given.config and _of_openpcdet(given.config)):
-        kind, fixed = published_arguments(read_config(given.config), kind)
-    elif given.config:
-        config = read_config(given.config)
+    elif given.model in DETECTORS or {"MODEL", "DATA_CONFIG"} <= {*(config or ())}:
+        kind, fixed = published_arguments(config, kind)
+    elif config is not None:
         named, arguments = trellis2(config)
         if kind not in (None, named):
             raise ValueError(f"--config is of a {named}, --model {given.model} of none")
@@ -380,7 +399,7 @@ def _model(given: argparse.Namespace):
         if kind != "PTv3":
             raise ValueError("--legacy needs --model ptv3-m1")
         fixed = {**fixed, "legacy": given.legacy}
-    for option in ("channels", "plan", "width"):
+    for option in ("channels", "plan", "width", "trimmed"):
         if getattr(given, option) is not None and option not in takes:
             raise ValueError(
                 f"--{option} is not for --model {given.model}"
@@ -395,16 +414,14 @@ def _model(given: argparse.Namespace):
         raise ValueError(f"--model {given.model} needs --channels IN CLASSES")
     options = {
         option: getattr(given, option)
-        for option in ("plan", "width")
+        for option in ("plan", "width", "trimmed")
         if getattr(given, option) is not None
     }
-    return getattr(models, kind)(*(given.channels or ()), **options, **fixed)
-
-
-def _of_openpcdet(path: str) -> bool:
-    from .io.configurations import read_config
-
-    return {"MODEL", "DATA_CONFIG"} <= read_config(path).keys()
+    model = getattr(models, kind)(*(given.channels or ()), **(fixed | options))
+    if pres is not None:
+        voxels = models.PUBLISHED["spvnas-semantic-kitti"].voxels
+        model.about = models.About(replace(voxels, voxel_size=pres))
+    return model
 
 
 def _mapping(path: str) -> dict[str, str | None]:

@@ -160,7 +160,7 @@ def decode(
         Path(page).parent.mkdir(parents=True, exist_ok=True)
         ran.save(page)
     surface, baked = asset_of(
-        dual_grid(y),
+        dual_grid(y, shape.voxel_margin),
         materials,
         resolution,
         faces=faces,

@@ -41,6 +41,8 @@ def published_arguments(
     """Return ``PTv3``'s arguments; see ``PTv3.of_config``."""
     backbone = config.get("backbone", config)
     kind = str(backbone.get("type", "")).removeprefix("PT-v3")
+    if variant and kind in VARIANTS and kind != variant:
+        raise ValueError(f"the configuration is of {kind}; got variant {variant!r}")
     variant = variant or kind
     if variant not in VARIANTS:
         raise ValueError(
@@ -56,7 +58,7 @@ def published_arguments(
                 f"PTv3 does not do {name}={backbone[name]!r}; it has {name}="
                 f"{values[0]!r}"
             )
-    given = {**_DEFAULTS, **{k: v for k, v in backbone.items() if k in _SAME}}
+    given = {**_DEFAULTS, **{k: backbone[k] for k in backbone if k in _SAME}}
     if backbone.get("cls_mode"):
         given["enc_mode"] = True
     given["num_classes"] = config.get("num_classes", 0) if "backbone" in config else 0

@@ -13,6 +13,7 @@ Convolution", 2020. Parameters are named as in SPVNAS and torchsparse, but for t
 from __future__ import annotations
 
 from collections.abc import Sequence
+from fractions import Fraction
 
 import mlx.core as mx
 
@@ -264,16 +265,20 @@ class SPVCNN(Segmentor):
     def score_voxels(self, voxels: Voxels) -> mx.array:
         """Return (N, num_classes) scores of the rows of ``voxels.x``.
 
-        The net's points are the cells of the recipe, as in SPVNAS.
+        The net's points are the recipe's cells, as in SPVNAS, which calls their size
+        ``pres`` and the net's ``voxel_size`` ``vres``. Without a recipe the cells have
+        the size ``voxel_size``.
         """
-        x = voxels.x
+        x, recipe = voxels.x, self.about.voxels
+        size = recipe.voxel_size if recipe else self.voxel_size
         held = x.coordinate_set
         coords, (low, high) = held.coords, held.bounds
         if len(x) and max(*map(abs, low[1:]), *map(abs, high[1:])) > FAR:
-            coords = coords - mx.array(
-                [0, *(v // COARSEST * COARSEST for v in low[1:])]
-            )
-        points = coords[:, 1:].astype(mx.float32) * self.voxel_size
+            # Move by whole cells of the coarsest lattice.
+            ratio = Fraction(size / self.voxel_size).limit_denominator(FAR)
+            step = COARSEST * ratio.denominator
+            coords = coords - mx.array([0, *(v // step * step for v in low[1:])])
+        points = coords[:, 1:].astype(mx.float32) * size
         return self(points, x.feats.astype(self.dtype), coords[:, 0])
 
     def _up(self, stage, x: SparseTensor, skip: SparseTensor) -> SparseTensor:

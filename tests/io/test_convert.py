@@ -15,8 +15,11 @@ from foreign import minkunet_state, randomised, scene
 from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents, published
 from foreign_nets import filled, spvnas_shapes
 from mlx.utils import tree_flatten
+from published_cases import assert_close, case_of, weights_of
 
+import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn
+from mlx_lattice.io.configurations import Configuration
 
 
 def test_the_command(tmp_path, capsys):
@@ -294,7 +297,9 @@ def test_published_configurations(tmp_path, capsys):
     command = [*line.split(), str(config)]
     config.write_text('{"num_classes": 5, "cr": 0.25, "run_id": "x"}')
     assert cli.main(command) == 0
-    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "parameters matched, 0 tensors left over" in said
+    assert f"not used of {config}: run_id\n" in said
     assert cli.main([*command, "--width", "0.5"]) == 2
     assert "--config says --channels and --width" in capsys.readouterr().err
     config.write_text('{"num_classes": 5}')
@@ -303,6 +308,86 @@ def test_published_configurations(tmp_path, capsys):
     config.write_text('{"num_classes": "five", "cr": 1}')
     assert cli.main(command) == 2
     assert "num_classes must be an int; got 'five'" in capsys.readouterr().err
+
+
+def spvnas_folder(tmp_path, name, told, *options):
+    """Convert SPVNAS's oracle weights by a configuration; return the case and net."""
+    published = "spvcnn" if name == "spvcnn" else "ts_minkunet"
+    case, config = case_of(published)
+    written = tmp_path / "net.config"
+    written.write_text(json.dumps({k: config[k] for k in ("num_classes", "cr")} | told))
+    line = f"convert {weights_of(published)} {tmp_path / 'net'} --library torchsparse"
+    command = [*line.split(), "--model", name, "--config", str(written), *options]
+    assert cli.main(command) == 0
+    return case, models.from_pretrained(tmp_path / "net")
+
+
+@pytest.mark.parametrize("about", ((), ("--about", "spvnas-semantic-kitti")))
+@pytest.mark.parametrize(("pres", "vres"), ((0.0625, 0.0625), (0.1, 0.1), (0.125, 0.5)))
+def test_spvnas_s_sizes_of_voxels(pres, vres, about, tmp_path, capsys):
+    """Points are cells of ``pres``, voxels have the size ``vres``."""
+    told = {"pres": pres, "vres": vres}
+    case, net = spvnas_folder(tmp_path, "spvcnn", told, *about)
+    assert "not used" not in capsys.readouterr().out
+    coords, feats = mx.array(case["coords"]), mx.array(case["feats"])
+    exact = case["out/y"]
+    if pres != vres:  # SPVNAS's rule, at a size of 1
+        plain = models.SPVCNN(4, 19, 1.0, 0.08)
+        io.import_checkpoint(weights_of("spvcnn"), plain.eval(), "torchsparse")
+        at = np.float32(case["coords"][:, 1:]) * pres / vres
+        exact = np.array(plain(mx.array(at), feats, coords[:, 0]))
+        assert np.linalg.norm(exact - case["out/y"]) > 0.1 * np.linalg.norm(exact)
+    cells = coords[:, 1:].astype(mx.float32) * pres
+    assert_close(net(cells, feats, coords[:, 0]), exact)
+    x = ml.SparseTensor(coords, feats)
+    assert_close(net.score_voxels(models.Voxels(x, None)), exact)
+    far = ml.SparseTensor(coords + mx.array([0, *[2**22] * 3]), feats)
+    assert_close(net.score_voxels(models.Voxels(far, None)), exact)
+    assert net.about.voxels.voxel_size == pres
+    assert len(net.about.classes) == (19 if about else 0)
+
+
+@pytest.mark.parametrize("name", ("minkunet-torchsparse", "spvcnn"))
+def test_trimmed_nets_of_torchsparse(name, tmp_path, capsys):
+    """By the flag and by the configuration; other nets have no such thing."""
+    for told, options in (({}, ["--trimmed"]), ({"trimmed": True}, [])):
+        case, net = spvnas_folder(tmp_path, name, told, *options)
+        assert net._arguments["trimmed"] is True
+    _, net = spvnas_folder(tmp_path, name, {"trimmed": False})
+    assert net._arguments["trimmed"] is False
+    capsys.readouterr()
+    line = f"convert {weights_of('ts_minkunet')} {tmp_path / 'x'} --library spconv"
+    command = [*line.split(), "--model", "spunet"]
+    assert cli.main([*command, "--channels", "4", "5", "--trimmed"]) == 2
+    assert "--trimmed is not for --model spunet" in capsys.readouterr().err
+    assert cli.main([*command, "--config", str(tmp_path / "net.config")]) == 2
+    assert "--config is not for --model spunet" in capsys.readouterr().err
+
+
+def test_spvnas_s_configurations_are_checked(tmp_path, capsys):
+    config = tmp_path / "net.config"
+    command = ["convert", str(weights_of("spvcnn")), str(tmp_path / "net")]
+    command += ["--library", "torchsparse", "--model", "spvcnn", "--config"]
+    for told, sentence in (
+        ({"pres": 0.05}, "have both pres and vres"),
+        ({"pres": 0.05, "vres": 0}, "vres must be positive; got 0"),
+        ({"pres": "a", "vres": 1}, "pres must be a number; got 'a'"),
+        ({"trimmed": "no"}, "trimmed must be a bool; got 'no'"),
+    ):
+        config.write_text(json.dumps({"num_classes": 19, "cr": 0.08} | told))
+        assert cli.main([*command, str(config)]) == 2
+        assert sentence in capsys.readouterr().err
+
+
+def test_keys_of_a_configuration_that_are_not_read():
+    told = {"a": 1, "b": {"c": [{"d": 1, "e": 2}, {"d": 3, "f": {}}]}, "g": {"h": 0}}
+    config = Configuration(told)
+    assert config.unread() == ["a", "b", "g"]
+    assert "a" in config and "z" not in config and len(config) == 3
+    assert [part["d"] for part in config["b"]["c"]] == [1, 3]
+    assert config.get("g") == {"h": 0} and config.get("z") is None
+    assert config.unread() == ["a", "b.c.e", "b.c.f"]
+    assert dict(config.items())["a"] == 1 and repr(config) == repr(told)
 
 
 @pytest.mark.parametrize("bits", (None, "8"))

@@ -81,6 +81,38 @@ def test_the_shape_decoder():
         net.upsample(x, 3)
 
 
+@pytest.mark.parametrize("margin", (0.0, 0.3, 0.5))
+def test_the_margin_of_vertices(margin, tmp_path, capsys):
+    """The configuration's ``voxel_margin``, from convert to the meshes of decode."""
+    case, config = case_of("trellis2_shape")
+    config |= {"voxel_margin": margin}
+    told, folder = tmp_path / "net.json", tmp_path / "net"
+    told.write_text(json.dumps({"name": NAMES["shape"], "args": config}))
+    line = f"convert {weights_of('trellis2_shape')} {folder} --library trellis2"
+    assert cli.main([*line.split(), "--config", str(told)]) == 0
+    assert f"not used of {told}: args.resolution\n" in capsys.readouterr().out
+    net = models.from_pretrained(folder)
+    assert net.voxel_margin == margin
+    seen = []
+
+    def stop(grid, *rest, **options):
+        seen.append(grid)
+        raise InterruptedError
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
+        decode = pytest.importorskip("mlx_lattice.decode")
+        patch.setattr(decode, "asset_of", stop)
+        own = case["coords"][:, 0] == 0  # decode takes one element
+        held = {"shape": mx.array(case["feats"][own])}
+        rows = mx.array(case["coords"][own])
+        decode.decode(rows, held, net, None, tmp_path / "a.glb")
+    vertices = seen[0].vertices
+    own = case["out/coords"][:, 0] == 0
+    order = same_rows(vertices.coords, case["out/coords"][own])
+    logits = case["out/h"][own][order][:, :3]
+    assert_close(vertices.feats, (1 + 2 * margin) / (1 + np.exp(-logits)) - margin)
+
+
 def test_the_texture_decoder():
     net, case, _ = imported("texture")
     guides = [

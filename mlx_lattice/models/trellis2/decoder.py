@@ -22,6 +22,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ... import nn, ops
+from ...checks import real
 from ...coordinate_set import CoordinateKey
 from ...dtypes import dtype_name
 from ...memory.admission import admit
@@ -52,6 +53,8 @@ class SparseVAEDecoder(Pretrained):
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         pred_subdiv (bool): If ``True`` predict which fine cells there are.
             Default: ``True``.
+        voxel_margin (float): How far a vertex of the shape may lie outside its voxel,
+            in voxels; the ``margin`` of ``dual_grid``. Default: ``0.5``.
         dtype (mx.Dtype): The dtype of the stages, see ``cast_torso``.
             Default: ``mx.float32``.
     """
@@ -65,10 +68,12 @@ class SparseVAEDecoder(Pretrained):
         *,
         mlp_ratio: float = 4.0,
         pred_subdiv: bool = True,
+        voxel_margin: float = 0.5,
         dtype: mx.Dtype = mx.float32,
     ):
         super().__init__()
         check_stages(model_channels, num_blocks)
+        self.voxel_margin = real(voxel_margin, "voxel_margin", 0)
         dtype_name(dtype)
         self.from_latent = nn.Linear(latent_channels, model_channels[0])
         self.blocks = []
@@ -216,7 +221,8 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
 
     Args:
         y: (N, 7) output.
-        margin: how far a vertex may lie outside its cell, in cells.
+        margin: how far a vertex may lie outside its cell, in cells: the decoder's
+            ``voxel_margin``.
     """
     expect_tensor(y, "y")
     if y.channels != 7:

@@ -32,7 +32,6 @@ _FLOW = (
     "share_mod", "qk_rms_norm", "qk_rms_norm_cross",
 )  # fmt: skip
 _TRAINING = ("use_checkpoint", "initialization")
-_GRID = ("resolution", "voxel_margin")
 _DECODER = (*_VAE, "out_channels", "pred_subdiv")
 _STRUCTURE = (
     "out_channels", "latent_channels", "num_res_blocks", "channels",
@@ -43,7 +42,11 @@ _SLAT = Net("SLatFlowModel", {}, _FLOW, {}, _TRAINING)
 # By the name that a configuration has.
 NETS = {
     "FlexiDualGridVaeDecoder": Net(
-        "SparseVAEDecoder", {"out_channels": 7}, _DECODER, _UP, (*_TRAINING, *_GRID)
+        "SparseVAEDecoder",
+        {"out_channels": 7},
+        (*_VAE, "voxel_margin"),
+        _UP,
+        (*_TRAINING, "resolution"),
     ),
     "SparseUnetVaeDecoder": Net("SparseVAEDecoder", {}, _DECODER, _UP, _TRAINING),
     "FlexiDualGridVaeEncoder": Net(
@@ -89,7 +92,10 @@ def arguments_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
     """
     net = NETS[name]
     taken = dict(net.fixed)
-    for key, value in config.items():
+    for key in config:
+        if key in net.apart:
+            continue
+        value = config[key]
         if key in net.taken:
             taken[key] = tuple(value) if isinstance(value, list) else value
         elif key in net.only:
@@ -105,7 +111,7 @@ def arguments_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
             taken |= {"dtype": mx.float16} if value else {}
         elif key == "dtype" and "num_heads" in net.taken:
             taken["dtype"] = _dtype(value)
-        elif key not in net.apart:
+        else:
             raise ValueError(f"{name} here has no argument {key!r}")
     return taken
 
@@ -113,8 +119,7 @@ def arguments_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
 def _block_arguments(blocks: list[Mapping]) -> dict[str, Any]:
     """Return the arguments of all blocks, which must be the same."""
     rest = [
-        {key: value for key, value in block.items() if key not in _TRAINING}
-        for block in blocks
+        {key: block[key] for key in block if key not in _TRAINING} for block in blocks
     ]
     if any(block != rest[0] or block.keys() - {"mlp_ratio"} for block in rest):
         raise ValueError(
