@@ -14,68 +14,82 @@ class ConsumedSets(HeldSets):
 
     def __init__(self):
         super().__init__()
-        # For each coarse set the finer sets it was computed from, latest last.
-        self._consumed: dict[CoordinateSet, list[CoordinateSet]] = {}
+        # For each set, by stride: the set that it was computed from, None for several.
+        self._consumed: dict[CoordinateSet, dict[tuple, CoordinateSet | None]] = {}
+        self._version = 0  # counts the changes of that
 
     def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
         yield from super()._keepers()
         for coarse, sets in self._consumed.items():
-            for fine in {each.stride: each for each in sets}.values():
-                yield coarse, fine  # the latest of each stride
+            for fine in sets.values():
+                if fine is not None:
+                    yield coarse, fine
 
     def _keep(self, living: set[CoordinateSet]) -> None:
         super()._keep(living)
-        self._consumed = {
-            coarse: [fine for fine in sets if fine in living]
-            for coarse, sets in self._consumed.items()
-            if coarse in living
-        }
+        for coarse in self._consumed.keys() - living:
+            del self._consumed[coarse]
 
     def links(self, held: CoordinateSet) -> Links:
         """Return a set as it is copied, and what it was computed from."""
-        fine = tuple(each.serial for each in self._consumed.get(held, ()))
+        fine = tuple(
+            (stride, None if fine is None else fine.serial)
+            for stride, fine in self._consumed.get(held, {}).items()
+        )
         return super().links(held)._replace(fine=fine)
 
     def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
         """Take over what is known of sets that were copied."""
         super().link(sets, links)
         for held, *_, fine in links:
-            if known := [sets[serial] for serial in fine if serial in sets]:
+            known = {s: sets.get(n) for s, n in fine if n is None or n in sets}
+            if known:
                 self._consumed[held] = known
 
     def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
-        if coarse is not fine:
-            sets = self._consumed.setdefault(coarse, [])
-            if fine not in sets:
-                sets.append(fine)
-                self._version += 1
+        if coarse is fine:
+            return
+        sets = self._consumed.setdefault(coarse, {})
+        one = fine if sets.get(fine.stride, fine) is fine else None
+        if fine.stride not in sets or sets[fine.stride] is not one:
+            sets[fine.stride] = one
+            self._version += 1
 
     def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
-        """Return the set that a strided operation of these steps made ``key`` of.
+        """Return the set that ``key`` was computed from by strides of these steps.
+
+        Steps of 1 return ``key`` itself.
 
         Raises:
-            ValueError: there is none, or it is not known which.
+            ValueError: ``key`` was not computed from such a set, or from several.
         """
         return self._finer(self[key], steps).key
 
     def _finer(self, coarse: CoordinateSet, steps: Sequence[int]) -> CoordinateSet:
-        wanted = finer(coarse.stride, steps)
-        found = [s for s in self._consumed.get(coarse, ()) if s.stride == wanted]
-        if not found:
-            found = [s for s in self.sets if s.stride == wanted and s is not coarse]
-        if not found and set(steps) == {1}:
+        if set(steps) == {1}:
             return coarse
-        if len(found) == 1:
+        wanted = finer(coarse.stride, steps)
+        found, above = [], [coarse]
+        for each in above:  # the list grows: a set of stride 4 goes back to stride 1
+            sets = self._consumed.get(each, {})
+            near = [sets[wanted]] if wanted in sets else sets.values()
+            for fine in near:
+                if fine is None or fine.stride == wanted:
+                    found.append(fine)
+                elif fine not in above:
+                    above.append(fine)
+        if len(set(found)) == 1 and found[0] is not None:
             return found[0]
         stride = stride_text(wanted)
         if not found:
             raise ValueError(
                 f"no coordinates of stride {stride} are known to upsample "
-                f"{coarse.key!r} onto; pass coordinates=, or use a generative "
-                "transposed convolution"
+                f"{coarse.key!r} onto: no strided operation computed its rows from "
+                "such a set. Pass coordinates=, or use a generative transposed "
+                "convolution"
             )
         raise ValueError(
             f"several coordinate sets of stride {stride} could be the target of "
-            f"{coarse.key!r}: {', '.join(repr(each.key) for each in found)}; pass "
+            f"{coarse.key!r}, whose rows were computed from more than one set; pass "
             "coordinates= to say which"
         )

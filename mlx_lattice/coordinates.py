@@ -149,11 +149,12 @@ class CoordinateManager(ConsumedSets):
     ) -> Relation:
         """Return the relation ``out = in * stride + offset_k`` onto a target set.
 
-        Without ``target`` it is the finer set that an earlier strided convolution
-        consumed, or the only set of the right stride.
+        Without ``target`` it is the set that strided convolutions computed the input's
+        rows from. With stride 1 it is the input's own set.
 
         Raises:
-            ValueError: no target was given and none, or several, could be meant.
+            ValueError: no target was given, and the rows were not computed from a set
+                of that stride, or from several.
         """
         source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets

@@ -18,7 +18,8 @@ class Links(NamedTuple):
     held: CoordinateSet
     serial: int
     made: tuple[tuple[str, int, object], ...]  # by this rule, of that set, how
-    fine: tuple[int, ...]  # the sets that it was computed from, latest last
+    # By stride, the set that it was computed from; None of several.
+    fine: tuple[tuple[tuple, int | None], ...]
 
 
 class Manager(Protocol):

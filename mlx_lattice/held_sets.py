@@ -44,8 +44,6 @@ class HeldSets:
         self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
         # By the rule, the set that it read, and how.
         self._made: dict[tuple[str, CoordinateSet, object], CoordinateSet] = {}
-        # Counts what a look-up among the sets may find.
-        self._version = 0
         self.record = Record()  # for scans to come; see relations_ahead
 
     def insert(
@@ -124,7 +122,6 @@ class HeldSets:
 
     def adopt(self, held: CoordinateSet) -> None:
         """Add a set that no manager has."""
-        self._version += 1
         self._sets[held.serial] = held
         self._know(held.shown, held)
 
@@ -195,7 +192,6 @@ class HeldSets:
 
     def _keep(self, living: set[CoordinateSet]) -> None:
         """Drop all sets but these, and what is known of others."""
-        self._version += 1
         self._sets = {n: held for n, held in self._sets.items() if held in living}
         self._made = {of: made for of, made in self._made.items() if made in living}
         self.record.keep(set(self._sets))
@@ -325,6 +321,9 @@ class HeldSets:
         build = registry.geometry().made_rows
         return build(rule, coords, offsets, stride, cut, is_cut, count), cut
 
+    def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
+        """Note that a set was computed from another."""
+
     def _cells(
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
     ) -> list[CoordinateSet]:
@@ -341,6 +340,7 @@ class HeldSets:
             made = self._insert_sorted(rows, box, cell, shape, source)
             self._made["cell", source, stride] = made
             self.record.cells.append((source.serial, made.serial, stride))
+            self._note_consumed(made, source)
             source = made
             chain.append(made)
         return chain

@@ -145,7 +145,7 @@ class ConvTranspose(Convolution):
     """Applies a transposed convolution: ``out = in * stride + offset_k``.
 
     Output rows are the coordinates given to the call, or the finer set that an
-    earlier strided convolution consumed.
+    earlier strided convolution consumed. With stride 1 they are the input's own.
 
     Args:
         in_channels (int): The number of input channels.

@@ -240,7 +240,8 @@ def conv_transpose(
     """Convolve with the roles swapped: ``out = in * stride + offset_k``.
 
     Output rows are ``coordinates``, or the finer set that an earlier strided
-    convolution consumed. Arguments and errors are those of ``conv3d``.
+    convolution consumed; with stride 1 they are the input's own. Arguments and errors
+    are those of ``conv3d``.
     """
     w, (bias,) = fitting(weight, x.dims, kernel_size), arrays_of(bias=bias)
     kernel = dict(

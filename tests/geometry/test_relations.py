@@ -1,6 +1,5 @@
 """Relations of every kind against the scalar rule: rows, order, edges, identity."""
 
-import re
 from dataclasses import replace
 
 import cases
@@ -285,25 +284,45 @@ def test_the_consumed_set_is_preferred_to_others_of_its_stride():
     assert manager.transposed_kernel_relation(down.keys[1]).keys[1] == fine
 
 
-def test_a_lone_set_of_the_stride_is_found_without_a_strided_convolution():
+def test_a_set_that_merely_has_the_stride_is_no_target():
     manager = ml.CoordinateManager()
     coarse = manager.insert(mx.array(cases.geometry("negative")), stride=2)
-    fine = manager.insert(mx.array(cases.geometry("batches")))
-    assert manager.transposed_kernel_relation(coarse).keys == (coarse, fine)
-
-
-def test_an_ambiguous_target_names_distinct_keys():
-    manager = ml.CoordinateManager()
-    coarse = manager.insert(mx.array(cases.geometry("negative")), stride=2)
-    for _ in range(2):
+    for _ in range(3):
+        with pytest.raises(ValueError, match="no coordinates of stride 1 are known"):
+            manager.transposed_kernel_relation(coarse)
         manager.insert(mx.array(cases.geometry("batches")))
+
+
+def test_a_set_computed_from_two_needs_the_target_to_be_named():
+    manager, fine, down = pyramid()
+    coarse = down.keys[1]
+    other = manager.insert(mx.array(cases.geometry("batches")))
+    assert manager.transposed_kernel_relation(coarse).keys[1] == fine
+    manager.target_kernel_relation(other, coarse, stride=2)
     with pytest.raises(
-        ValueError, match="several coordinate sets of stride 1"
-    ) as error:
+        ValueError, match="several coordinate sets of stride 1 .* pass coordinates="
+    ):
         manager.transposed_kernel_relation(coarse)
-    named = re.findall(r"#\d+", str(error.value))
-    assert len(named) == len(set(named)) == 3
-    assert "pass coordinates= to say which" in str(error.value)
+    assert manager.transposed_kernel_relation(coarse, other).keys[1] == other
+
+
+def test_steps_over_several_levels_go_back_to_the_first():
+    manager, fine, down = pyramid()
+    made = manager.kernel_relation(down.keys[1], kernel_size=2, stride=2).keys[1]
+    wide = manager.kernel_relation(made, padding=1, support="reach").keys[1]
+    manager.insert(mx.array(cases.geometry("batches")))
+    for key in (made, wide):
+        up = manager.transposed_kernel_relation(key, kernel_size=4, stride=4)
+        assert up.keys[1] == fine
+        assert manager.finer(key, (2, 2, 2)) == down.keys[1]
+
+
+def test_cells_made_ahead_go_back_up():
+    manager = ml.CoordinateManager()
+    fine = manager.insert(mx.array(cases.geometry("negative", 3, 80)))
+    first, second = manager.cells(fine, (2, 2))
+    assert manager.finer(second, (2, 2, 2)) == first
+    assert manager.finer(second, (4, 4, 4)) == fine
 
 
 def test_no_target_is_an_error_that_says_what_to_do():
