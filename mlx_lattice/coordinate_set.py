@@ -20,6 +20,9 @@ from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.rows import RowIndex
 
+# Batch elements that a set of fewer rows may have without a declared batch_size.
+UNDECLARED_ELEMENTS = 1024
+
 _serial = itertools.count(1)
 
 
@@ -64,7 +67,8 @@ class CoordinateSet:
         coords: (N, 1 + D) int32.
         stride: the size of its lattice cell on each axis.
         spatial_shape: extents of a dense grid from 0, or None.
-        batch_size: number of batch elements, or None for the greatest index + 1.
+        batch_size: number of batch elements, or None for the greatest index + 1, which
+            is 1 without rows.
         trusted: whether its rows are sorted and unique.
         box: bounds of the rows that the library made, perhaps wider than them.
 
@@ -137,10 +141,23 @@ class CoordinateSet:
 
     @property
     def batch_size(self) -> int:
-        """Number of batch elements, empty ones included where they were declared."""
+        """Number of batch elements: the declared one, or the greatest index + 1.
+
+        Rows of no scan are one empty element.
+
+        Raises:
+            ValueError: an undeclared index is far beyond the number of rows.
+        """
         if self.declared_batch_size is not None:
             return self.declared_batch_size
-        return self.bounds[1][0] + 1 if len(self) else 0
+        size = self.bounds[1][0] + 1 if len(self) else 1
+        if size > max(len(self), UNDECLARED_ELEMENTS):
+            raise ValueError(
+                f"batch indices (column 0) reach {size - 1:,} in a tensor of "
+                f"{len(self):,} rows, which would make {size:,} batch elements. "
+                f"Correct the column, or pass batch_size={size} if so many are meant"
+            )
+        return size
 
     @property
     def lookup(self) -> RowIndex:

@@ -68,7 +68,8 @@ class HeldSets:
                 cells; negative spatial values are legal.
             stride: size of a lattice cell, int or one per axis.
             spatial_shape: D extents of a dense grid that starts at 0.
-            batch_size: number of batch elements; by default the greatest index + 1.
+            batch_size: number of batch elements; by default the greatest index + 1,
+                and 1 without rows.
             trusted: promise that the rows are sorted and unique, and skip the check.
             box: bounds that hold all rows, where the caller knows that they are right.
 

@@ -47,7 +47,8 @@ class SparseTensor(OtherNames):
         spatial_shape: D extents of a dense grid that starts at 0, or None for an
             unbounded lattice.
         batch_size: number of batch elements, for batches whose last ones are empty;
-            by default the greatest batch index + 1.
+            by default the greatest batch index + 1, and 1 without rows. Operations on
+            batch elements refuse a default that is far beyond the number of rows.
         manager: coordinate manager to share; a new one by default.
         key: the manager's key of ``coords``, where the manager has them already.
 
@@ -192,7 +193,11 @@ class SparseTensor(OtherNames):
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
-        """Rebuild a tensor from ``arrays()`` and the constructor's other arguments."""
+        """Rebuild a tensor from ``arrays()`` and the constructor's other arguments.
+
+        Pass ``stride``, ``spatial_shape`` and ``batch_size`` of the original: the
+        arrays do not hold them, nor batch elements without rows behind the last row.
+        """
         return cls(arrays["coords"], arrays["feats"], **kwargs)
 
     def arrays(self) -> dict[str, mx.array]:

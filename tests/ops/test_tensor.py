@@ -106,7 +106,7 @@ def test_points_are_averaged_in_float32(dtype):
 def test_no_points(reduce):
     none = np.zeros((0, 3)), np.zeros((0, 5), np.float32)
     x = voxels(*none, voxel_size=0.1, reduce=reduce)
-    assert x.shape == (0, 5) and x.coords.shape == (0, 4) and x.batch_size == 0
+    assert x.shape == (0, 5) and x.coords.shape == (0, 4) and x.batch_size == 1
 
 
 def test_one_point_without_features():
@@ -169,7 +169,8 @@ def test_to_dense_places_rows():
 @pytest.mark.parametrize("batch_size", (None, 0, 2))
 def test_to_dense_of_nothing(batch_size):
     x = tensor("empty", batch_size=batch_size, spatial_shape=(2, 3, 4))
-    assert x.to_dense().shape == (batch_size or 0, 2, 3, 4, 3)
+    size = 1 if batch_size is None else batch_size
+    assert x.to_dense().shape == (size, 2, 3, 4, 3)
 
 
 def test_a_row_outside_the_grid_is_an_error():
