@@ -13,7 +13,7 @@ from .atomic_write import atomic_write
 from .io.ply import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
-from .models.attributes import of_scan
+from .models.attributes import check_scores, of_scan
 from .models.recipe import white_of
 from .output_places import check_writable
 from .progress import progress
@@ -96,7 +96,8 @@ def run(
         )
     cloud = read_points(scan)
     if not len(cloud.points):
-        raise ValueError(f"{scan} holds no points")
+        left = f": all {cloud.dropped:,} have values that are not finite"
+        raise ValueError(f"{scan} holds no points{left if cloud.dropped else ''}")
     with of_scan(scan, "--fill"):
         voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
     size = net.recipe().voxel_size
@@ -111,6 +112,7 @@ def run(
         chances = mx.softmax(scores, axis=1)
         labels, best = mx.argmax(chances, axis=1), mx.max(chances, axis=1)
         mx.eval(labels, best)
+    check_scores(best)
     seconds = time.perf_counter() - begun
     rows, count = np.array(voxels.rows), scores.shape[1]
     labels, best = np.array(labels)[rows], np.array(best)[rows]
@@ -129,7 +131,7 @@ def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
     if cloud.dropped:
         print(
             f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
-            "are not finite"
+            "or attributes are not finite"
         )
 
 

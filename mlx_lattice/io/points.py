@@ -72,8 +72,8 @@ class PointCloud:
         attributes: name to array with N rows, in the file's own dtype. Common names
             are made equal: "intensity" (N,), "colours" (N, 3), "normals" (N, 3),
             "labels" (N,); any other keeps its own.
-        dropped: number of points that were left out because a coordinate is not
-            finite (depth cameras write NaN where they saw nothing).
+        dropped: number of points left out because a coordinate or an attribute is
+            not finite in float32 (depth cameras write NaN where they saw nothing).
         origin: (3,) float64 to add to ``points`` for the file's coordinates: zero,
             except for doubles so large (map projections) that float32 would round
             them by a millimetre or more.
@@ -148,7 +148,10 @@ def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
         known = _NAMES.get(name.lower(), name)
         attributes[name if known in attributes else known] = column
 
-    keep = (np.abs(points) <= np.finfo(np.float32).max).all(axis=1)  # False for NaN
+    keep = _finite(points)
+    for column in attributes.values():
+        if column.dtype.kind == "f":
+            keep &= _finite(column)
     if not keep.all():
         points = points[keep]
         attributes = {name: column[keep] for name, column in attributes.items()}
@@ -158,6 +161,12 @@ def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
     lost = len(keep) - int(keep.sum())
     single = np.ascontiguousarray(points - origin, dtype=np.float32)
     return PointCloud(single, attributes, lost, origin)
+
+
+def _finite(values: np.ndarray) -> np.ndarray:
+    """Return (N,) bool: whether all values of a row are finite in float32."""
+    finite = np.abs(values) <= np.finfo(np.float32).max  # False for NaN
+    return finite.all(axis=tuple(range(1, values.ndim)))
 
 
 def _numbers(column: np.ndarray, path: Path) -> np.ndarray:

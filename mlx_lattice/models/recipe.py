@@ -20,7 +20,7 @@ from ..coordinates import CoordinateManager
 from ..geometry import sync
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
-from .attributes import MissingAttribute
+from .attributes import MissingAttribute, finite_points
 
 # Features of a point and their channels; those of ATTRIBUTES come from the file.
 FEATURES = {
@@ -39,7 +39,8 @@ class Voxels(NamedTuple):
     """Points as a tensor, and the row that each point is in."""
 
     x: SparseTensor
-    rows: mx.array  # (P,) int32
+    rows: mx.array  # (P,) int32; -1 for a point that was left out
+    dropped: int = 0  # points left out, because a value of theirs is not finite
 
 
 @dataclass(frozen=True)
@@ -115,7 +116,9 @@ class VoxelRecipe:
             fill: whether an attribute that is not there is read as zeros.
 
         Returns:
-            The tensor, whose rows are sorted, and the row of each point.
+            The tensor, whose rows are sorted, the row of each point, and how many
+            points were left out. Points with a coordinate or attribute that is not
+            finite are left out, with a warning; their row is -1.
 
         Raises:
             ValueError: an attribute is missing or of another shape, or the points are
@@ -123,16 +126,16 @@ class VoxelRecipe:
         """
         points = positions_of(points, "points")
         points = single_or_double(points)
+        names = [name for name in self.features if name in ATTRIBUTES]
+        count = points.shape[0]
+        points, attributes, kept = finite_points(points, attributes or {}, names)
         if points.ndim == 2 and points.shape[0] and self.centred:
             with stream_of(points):
                 low, high = points.min(axis=0), points.max(axis=0)
                 middle = (low + high) / 2
                 points = points - mx.concatenate([middle[:-1], low[-1:]])
         feats = mx.concatenate(
-            [
-                self._feature(name, points, attributes or {}, fill)
-                for name in self.features
-            ],
+            [self._feature(name, points, attributes, fill) for name in self.features],
             axis=1,
         )
         size = self.voxel_size
@@ -146,7 +149,12 @@ class VoxelRecipe:
             coords = coords - mx.concatenate([mx.zeros_like(low[:1]), low[1:]])
         manager = CoordinateManager()
         key = manager.insert(coords, trusted=True)
-        return Voxels(SparseTensor.of(manager, key, feats), rows)
+        if kept is not None:
+            placed = mx.full((count,), -1, dtype=rows.dtype)
+            placed[kept] = rows
+            rows = placed
+        dropped = 0 if kept is None else count - len(kept)
+        return Voxels(SparseTensor.of(manager, key, feats), rows, dropped)
 
     def _feature(self, name, points, attributes, fill) -> mx.array:
         """Return (P, channels) float32 of one feature."""

@@ -7,6 +7,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .attributes import check_scores
 from .pretrained import Pretrained
 from .recipe import VoxelRecipe, Voxels
 
@@ -29,10 +30,21 @@ class Segmentor(Pretrained):
             points, attributes, fill: as for ``VoxelRecipe``: one scan.
 
         Raises:
-            ValueError: ``about`` has no recipe, or as for ``VoxelRecipe``.
+            ValueError: ``about`` has no recipe, a value of a point is not finite,
+                scores are NaN, or as for ``VoxelRecipe``.
         """
-        voxels = self.recipe()(points, attributes, fill=fill)
-        return self.score_voxels(voxels)[voxels.rows]
+        recipe = self.recipe()
+        voxels = recipe(points, attributes, fill=fill)
+        if voxels.dropped:
+            first = mx.argmax(voxels.rows < 0).item()
+            raise ValueError(
+                f"coordinates and {', '.join(recipe.features)} must be finite, since "
+                f"each point gets scores; point {first} and {voxels.dropped - 1} "
+                "others are not: leave them out, as io.read_points does"
+            )
+        scores = self.score_voxels(voxels)
+        check_scores(scores)
+        return scores[voxels.rows]
 
     def score_voxels(self, voxels: Voxels) -> mx.array:
         """Return (N, num_classes) scores of the rows of ``voxels.x``."""

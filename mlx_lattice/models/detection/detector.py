@@ -11,6 +11,7 @@ from ... import nn
 from ...geometry.unique import true_positions
 from ...preparation import prepare_once
 from ...tensor import SparseTensor
+from ..attributes import check_scores
 from ..pretrained import Pretrained
 from .backbones import RESIDUAL_WIDTHS, VoxelBackBone8x, VoxelResBackBone8x
 from .boxes import Boxes, Candidates, Decoding, candidates, joined, selected
@@ -99,10 +100,15 @@ class Detector(Pretrained):
 
         Args:
             predictions: what a call returned.
+
+        Raises:
+            ValueError: scores are NaN.
         """
+        scans = self.cells(predictions)
+        check_scores(*(head["hm"] for heads, _ in scans for head in heads))
         return [
             [candidates(head, cells, self.decoding, self.grid) for head in heads]
-            for heads, cells in self.cells(predictions)
+            for heads, cells in scans
         ]
 
     def boxes(self, predictions: list[dict]) -> list[Boxes]:

@@ -26,7 +26,7 @@ from ...geometry.segments import reduce_segments
 from ...geometry.unique import true_positions, unique_rows
 from ...geometry.voxelize import batch_of
 from ...tensor import SparseTensor
-from ..attributes import MissingAttribute
+from ..attributes import MissingAttribute, finite_points
 
 
 class HardVoxels(NamedTuple):
@@ -112,7 +112,9 @@ class GridRecipe:
 
         Args:
             points: (P, 3) float, an array of MLX or NumPy.
-            attributes: what is known of each point, as of ``io.PointCloud``.
+            attributes: what is known of each point, as of ``io.PointCloud``. Points
+                with a coordinate or attribute that is not finite are left out, with a
+                warning.
             fill: whether an attribute that is not there is read as zeros.
 
         Returns:
@@ -121,6 +123,9 @@ class GridRecipe:
         Raises:
             ValueError: an attribute is missing or of another shape.
         """
+        points = single_or_double(positions_of(points, "points"))
+        names = self.features[3:]
+        points, attributes, _ = finite_points(points, attributes or {}, names)
         points = self._columns(points, attributes, fill)
         if self.max_points is None and self.max_voxels is None:
             batch = mx.zeros((len(points),), dtype=mx.int32)
