@@ -60,5 +60,6 @@ def expect_fitting(feats: mx.array, shape: tuple[int, ...]) -> None:
         raise ValueError(
             f"features of shape {(n, width)} are added to or multiplied by a number, "
             f"or by values of shape ({width},), ({n}, 1) or ({n}, {width}); got "
-            f"{tuple(shape)}. ops.cat joins channels"
+            f"{tuple(shape)}. ops.cat joins channels; values of batch elements, one "
+            "line each, are spread to the rows by values[x.coords[:, 0]]"
         )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable
 from functools import cache, wraps
-from typing import ParamSpec
+from typing import NoReturn, ParamSpec
 
 import mlx.core as mx
 
@@ -115,10 +115,26 @@ class OtherNames:
             "ops.prune(x, mask) some rows, x.replace(x.feats[:, :c]) some channels"
         )
 
+    def _not_an_array(self, *_: object) -> NoReturn:
+        raise TypeError(
+            "a SparseTensor is not an array. Pass x.feats to losses, layers and "
+            "functions of MLX, and put results back on the rows with x.replace(feats)"
+        )
+
+    # MLX calls the first where it expects an array.
+    __mlx_array__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _not_an_array
+    __lt__ = __le__ = __gt__ = __ge__ = __abs__ = __mod__ = __floordiv__ = _not_an_array
+
     def __getattr__(self, name: str):
         kind = type(self).__name__
         if isinstance(getattr(type(self), name, None), property):
             return object.__getattribute__(self, name)  # raises what the property did
+        if hasattr(mx.array, name) and name not in TENSOR and name[0] != "_":
+            raise AttributeError(
+                f"a SparseTensor has no {name!r}: it is not an array. Pass x.feats to "
+                "losses, layers and functions of MLX, and put results back on the rows "
+                "with x.replace(feats)"
+            )
         if name in TENSOR:
             raise AttributeError(f"{kind} has no {name!r}: here that is {TENSOR[name]}")
         raise AttributeError(f"{kind!r} object has no attribute {name!r}")

@@ -110,6 +110,10 @@ def prepare(
     """
     begun = perf_counter()
     tensors = [x for x in leaves((inputs, options)) if isinstance(x, SparseTensor)]
+    if isinstance(net, SparseTensor):
+        raise TypeError(
+            "prepare takes the net first and then its input: ml.prepare(net, x)"
+        )
     if not tensors:
         raise TypeError(
             "prepare needs the sparse tensors that the net is called with; got "

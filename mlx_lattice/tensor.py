@@ -33,6 +33,10 @@ class SparseTensor(OtherNames):
     is built. Rows keep the order they were given in. N = 0 is legal everywhere.
     ``ops.unique_sum`` makes one of rows that repeat.
 
+    A tensor is not an array. Pass ``x.feats`` to losses, layers and functions of MLX,
+    and put results back on the rows with ``x.replace(feats)``. ``mx.eval(x)`` does
+    nothing, as for every object that is not an array: call ``x.eval()``.
+
     ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager`` cannot. A change of
     ``x.coords`` in place is one of that array alone: nothing is computed with it.
     Copies and pickles have rows and a manager of their own; tensors that are copied
@@ -208,6 +212,11 @@ class SparseTensor(OtherNames):
         """
         return {"coords": self.coords, "feats": self.feats}
 
+    def eval(self) -> SparseTensor:
+        """Compute the features and coordinates now; return the tensor itself."""
+        mx.eval(self.arrays())
+        return self
+
     @property
     def coordinate_set(self) -> CoordinateSet:
         """The manager's set that the rows are of; tensors of one key share it."""
@@ -326,8 +335,28 @@ class SparseTensor(OtherNames):
             other = align(other, self).feats
         else:
             other = operand_of(other)
+            self._expect_of_rows(getattr(other, "shape", ()))
         expect_fitting(self.feats, getattr(other, "shape", ()))
         return self.replace(operation(self.feats, other))
+
+    def _expect_of_rows(self, shape: tuple[int, ...]) -> None:
+        """Raise a ValueError if N values may be those of N batch elements."""
+        n = len(self)
+        if len(shape) != 2 or shape[0] != n or n < 2:
+            return
+        try:
+            if self.batch_size != n:
+                return
+            one_each = mx.array_equal(self.coordinate_set.coords[:, 0], mx.arange(n))
+            if sync.read(one_each)[0]:
+                return
+        except sync.TracedError:  # coordinates that mx.compile traces
+            return
+        raise ValueError(
+            f"the tensor has {n} rows and {n} batch elements, so values of shape "
+            f"{tuple(shape)} may belong to either. Of rows: x.replace(x.feats + "
+            "values); of batch elements: x.replace(x.feats + values[x.coords[:, 0]])"
+        )
 
     def __copy__(self) -> SparseTensor:
         """Return a tensor of the same rows and features."""

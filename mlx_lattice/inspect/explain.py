@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from numbers import Real
 
 import mlx.core as mx
 
@@ -157,6 +158,10 @@ def explain(
         choice = select(problem, device=device, only=only)
         return _explained(problem, choice)
     if not isinstance(x, SparseTensor):
+        if isinstance(module_or_weight, SparseTensor):
+            raise TypeError(
+                "explain takes the input first and then the layer: ml.explain(x, layer)"
+            )
         raise TypeError(
             f"explain takes a SparseTensor or a Problem; got {type(x).__name__}"
         )
@@ -165,7 +170,8 @@ def explain(
     if len(seen) != 1:
         raise ValueError(
             f"{name or 'the call'} runs {len(seen)} {pass_} contractions; explain one "
-            "convolution at a time, or use ml.trace(model) for a whole net"
+            "convolution at a time, or record a whole net: "
+            "with ml.trace(net) as t: net(x)"
         )
     return explanation(seen[0], name)
 
@@ -290,8 +296,7 @@ class VerificationError(ArithmeticError):
         self.layer, self.route, self.error, self.row = layer, route, error, row
 
 
-@contextmanager
-def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
+def verify(tolerance: float | None = None, model=None) -> AbstractContextManager[None]:
     """Check every contraction in the block against an independent route, at once.
 
     The reference is the floor route; where that is the one chosen, another that can
@@ -308,7 +313,18 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
     Raises:
         VerificationError: a result is further off. It names the layer, the route and
             the worst row.
+        TypeError: the tolerance is a net or an input, not a number.
     """
+    if tolerance is not None and not isinstance(tolerance, Real):
+        raise TypeError(
+            f"the tolerance must be a number; got {type(tolerance).__name__}. Call the "
+            "net inside the block: with ml.verify(model=net): net(x)"
+        )
+    return _verify(tolerance, model)
+
+
+@contextmanager
+def _verify(tolerance: float | None, model) -> Iterator[None]:
     names = LayerNames(model)
 
     def check(launched: Launch) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from time import perf_counter
@@ -19,6 +19,7 @@ from ..ops.fusion import Fused
 from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Launch
+from ..tensor import SparseTensor
 from . import page
 from .cost import cost
 from .explain import LayerNames
@@ -66,8 +67,7 @@ def check_page(path: str | Path) -> Path:
     return path
 
 
-@contextmanager
-def trace(model=None, time: bool = False) -> Iterator[Trace]:
+def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
     """Record every convolution, norm and attention in the block, gradients included.
 
     Of ``LayerNorm`` and ``RMSNorm`` those that run on MLX's own kernels have no record.
@@ -82,7 +82,20 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
 
     Yields:
         The Trace. Edges are counted and costs known once the block has ended.
+
+    Raises:
+        TypeError: an input is passed, which belongs into a call inside the block.
     """
+    if isinstance(model, SparseTensor) or isinstance(time, SparseTensor | mx.array):
+        raise TypeError(
+            "ml.trace takes no input; call the net inside its block: "
+            "with ml.trace(net) as t: net(x)"
+        )
+    return _trace(model, time)
+
+
+@contextmanager
+def _trace(model, time: bool) -> Iterator[Trace]:
     names, found = LayerNames(model), Trace(devices.current(), time)
     relations: list[Relation | None] = []
 
