@@ -208,7 +208,7 @@ def test_bad_arguments_are_sentences():
         (ValueError, "runs 0 forward", lambda: ml.explain(x, lambda t: t)),
         (
             ValueError,
-            r"runs 2 forward contractions.*ml.trace\(model\)",
+            r"runs 2 forward contractions.*with ml\.trace\(net\)",
             lambda: ml.explain(x, twice),
         ),
     ]:
