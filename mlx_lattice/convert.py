@@ -127,7 +127,9 @@ def add_parser(commands) -> None:
         metavar="FILE",
         help="JSON object: prefix of a name to another, or null to drop its tensors",
     )
-    convert.add_argument("--entry", metavar="KEY", help="where SOURCE has its weights")
+    convert.add_argument(
+        "--entry", metavar="KEY", help="entry of SOURCE with the weights"
+    )
     convert.add_argument("--bits", type=int, choices=BITS, help="pack the weights")
     convert.add_argument(
         "--group-size",
@@ -195,6 +197,8 @@ def run(given: argparse.Namespace) -> None:
     mapping = _mapping(given.mapping) if given.mapping else None
     with opened(source, given.entry) as state:
         if model is None:
+            if state.note:
+                print(f"{source.name}: {state.note}")
             _without_model(given, state, mapping, target)
         else:
             _with_model(given, state, mapping, target, model)

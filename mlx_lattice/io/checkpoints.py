@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -44,6 +45,7 @@ class ImportReport:
         ignored: names that the mapping drops, and counters that MLX does not keep.
         idle: keys of the mapping that matched no name.
         hint: a prefix with which left-over names would fit; empty if there is none.
+        note: the entry of the file that holds the tensors; empty if it has no entries.
     """
 
     library: str
@@ -54,6 +56,7 @@ class ImportReport:
     ignored: tuple[str, ...]
     idle: tuple[str, ...] = ()
     hint: str = ""
+    note: str = ""
 
     @property
     def complete(self) -> bool:
@@ -75,6 +78,7 @@ class ImportReport:
         lines += [f"  left over   {shown(name)} {shape}" for name, shape in self.unused]
         lines += [f"  mapping     {shown(key)!r} matches no name" for key in self.idle]
         lines += [f"  hint        {self.hint}"] * bool(self.hint)
+        lines += [f"  file        {self.note}"] * bool(self.note)
         return "\n".join(lines)
 
 
@@ -82,19 +86,25 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
     """Read the arrays of a checkpoint; nothing that it holds is executed.
 
     Args:
-        path: ``.safetensors``, or a zip that ``torch.save`` wrote (``.pt``, ``.pth``,
-            ``.ckpt``, ``.bin``). PyTorch itself is not needed.
-        key: the entry of a PyTorch file that holds the weights, where it has several
-            entries; ``state_dict``, ``model`` and the like are found.
+        path: ``.safetensors``, or what ``torch.save`` wrote (``.pt``, ``.pth``,
+            ``.ckpt``, ``.bin``, ``.tar``), as a zip or in its older format. PyTorch
+            itself is not needed.
+        key: the entry of a PyTorch file that holds the weights; a dot leads into a
+            nested entry. By default ``state_dict``, ``model`` and other names that
+            trainers use are found, and a warning names other entries with tensors.
 
     Returns:
         Name to array, in the file's dtypes; doubles become float32.
 
     Raises:
-        CheckpointError: the file is broken, or asks for more than tensors.
+        CheckpointError: the file is broken, does not say which of its entries holds
+            the weights, or keeps other objects among the weights. Objects beside the
+            weights (schedulers, NumPy scalars) are left out.
         FileNotFoundError: there is no such file.
     """
     with opened(Path(path), key) as state:
+        if key is None and getattr(state, "others", ()):
+            warnings.warn(f"{Path(path).name}: {state.note}", stacklevel=2)
         return {name: state.read(name) for name in state}
 
 
@@ -251,7 +261,8 @@ def match(
         lambda name: found(name)[1],
     )
     lists = (matched, mismatched, missing, unused, ignored, rename.idle)
-    return ImportReport(library, *(tuple(rows) for rows in lists), hint), steps
+    rows = (tuple(each) for each in lists)
+    return ImportReport(library, *rows, hint, state.note), steps
 
 
 def _converted(

@@ -1,14 +1,16 @@
 """PyTorch's checkpoints, read without PyTorch and without executing their code.
 
-A ``.pt`` file is a zip: a pickle says which tensors there are, and one record of raw
-bytes holds each storage. A pickle is a program. This one is interpreted by a machine
-whose instructions build dicts, lists, tuples, numbers, strings and descriptions of
-tensors; it has none that imports or calls. Sizes are not trusted: each is checked
-against the records of the zip before anything is allocated.
+A file is a pickle, which says which tensors there are, and the bytes of each storage:
+a zip, or pickles and storages one after another, as PyTorch wrote before 1.6 and some
+trainers still do. A pickle is a program. This one is interpreted by a machine whose
+instructions build dicts, lists, tuples, numbers, strings and descriptions of tensors;
+it has none that imports or calls. Whatever else a pickle would build stays a name.
+Sizes are not trusted: each is checked against the file before anything is allocated.
 """
 
 from __future__ import annotations
 
+import io
 import pickletools
 import struct
 from collections import Counter
@@ -24,7 +26,7 @@ from .archive import Archive
 from .errors import CheckpointError, shown
 from .raw import elements, kept
 
-# The only names that a pickle may mention, and the dtypes of storages.
+# The dtypes of storages; tensors of any other stay names.
 _STORAGES = {
     "torch.DoubleStorage": mx.float64,
     "torch.FloatStorage": mx.float32,
@@ -38,16 +40,23 @@ _STORAGES = {
     "torch.ByteStorage": mx.uint8,
     "torch.BoolStorage": mx.bool_,
 }
-_DICT = "collections.OrderedDict"
-_REBUILD = "torch._utils._rebuild_tensor_v2"
-_KNOWN = {*_STORAGES, _DICT, _REBUILD}
+_OTHER_SIZES = {"torch.ComplexDoubleStorage": 16, "torch.QInt32Storage": 4}  # else 1
+_ORDERED = "collections.OrderedDict"
+_TENSORS = "torch._utils._rebuild_tensor_v2", "torch._utils._rebuild_tensor"
+_PARAMETERS = (
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+)
+_WITH_ATTRIBUTES = "torch._tensor._rebuild_from_type_v2"
 
 # Entries in which training scripts save the weights, beside epoch and optimiser.
-_ENTRIES = ("state_dict", "model_state_dict", "model_state", "model", "net", "network")
+_ENTRIES = {"state_dict", "model_state_dict", "model_state", "model", "net", "network"}
+_ENTRIES |= {"base_model", "module", "params", "weights"}
+_DEPTH = 6  # of dicts and lists in which dicts of tensors are looked for
 
 _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
 # A million instructions take seconds: enough for tens of thousands of tensors.
-_PICKLE_BYTES = 2**24
+_PICKLE_BYTES, _INSTRUCTIONS = 2**24, 2**20
 # Tensors may share storage, as tied weights do: at most to this multiple of the file.
 _EXPANSION = 64
 
@@ -60,19 +69,34 @@ class PyTorchState:
     Args:
         stream: the file, which stays open as long as tensors are read.
         path: its name.
-        key: the entry that holds the state dict, where the file holds several.
+        key: the entry that holds the state dict; a dot leads into a nested dict.
+
+    Attributes:
+        note: which entry was chosen, as a phrase; "" if the file is a state dict.
+        others: names of other entries that hold tensors, optimisers left out.
 
     Raises:
-        CheckpointError: the file is no such zip, is broken, names anything but
-            tensors, or has no entry ``key``.
+        CheckpointError: the file is broken, has no entry ``key``, does not say which
+            of its entries is the state dict, or the state dict holds anything that
+            only code can build.
     """
 
     from_file, library = True, None
 
     def __init__(self, stream: BinaryIO, path: Path, key: str | None = None):
         self._archive = archive = Archive(stream, path)
-        program = archive.read(f"{archive.root}/data.pkl", _PICKLE_BYTES)
-        self._tensors = _state_dict(_Machine(archive).run(program), key, path)
+        program = io.BytesIO(archive.program(_PICKLE_BYTES))
+        machine = _Machine(archive)
+        tree = machine.run(program)
+        if archive.legacy:  # after its magic number, a version and facts of the machine
+            tree = [machine.run(program) for _ in range(3)][-1]
+            machine.find_storages(machine.run(program), program.tell())
+        machine.check_storages()
+        self._tensors, entry, self.others = _state_dict(tree, key, archive)
+        self.note = f"weights from the entry {shown(repr(entry))}" if entry else ""
+        if self.others:
+            rest = ", ".join(shown(repr(name)) for name in self.others[:8])
+            self.note += f"; --entry (key= in Python) can choose {rest} instead"
         tensors = self._tensors.values()
         total = sum(prod(t.shape) * t.storage.dtype.size for t in tensors)
         if total > _EXPANSION * archive.length:
@@ -119,21 +143,31 @@ class PyTorchState:
         return mx.as_strided(flat, tensor.shape, strides, tensor.offset)
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, slots=True)
 class _Name:
-    """A name that the pickle mentions; one of ``_KNOWN``."""
+    """A name that the pickle mentions, or what only running that name would build."""
 
     name: str
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Storage:
     record: str
-    dtype: mx.Dtype
+    kind: str
     length: int
 
+    @property
+    def dtype(self) -> mx.Dtype | None:
+        """The dtype of the elements, or None if MLX has no such dtype."""
+        return _STORAGES.get(self.kind)
 
-@dataclass(frozen=True, eq=False)
+    @property
+    def item(self) -> int:
+        """The bytes of an element."""
+        return self.dtype.size if self.dtype else _OTHER_SIZES.get(self.kind, 1)
+
+
+@dataclass(frozen=True, eq=False, slots=True)
 class _Tensor:
     storage: _Storage
     offset: int
@@ -142,25 +176,33 @@ class _Tensor:
 
 
 class _Machine:
-    """Interprets the pickle of a state dict, and refuses any other."""
+    """Interprets the pickles of a file; what state dicts do not need stays a name."""
 
     def __init__(self, archive: Archive):
         self.archive = archive
         self.error = archive.error
+        self.storages: dict[_Storage, None] = {}
+        self.steps = 0
+
+    def run(self, program: BinaryIO) -> object:
+        """Return what the next pickle builds."""
         self.stack: list = []
         self.marks: list[int] = []
         self.memo: dict[int, object] = {}
-
-    def run(self, program: bytes) -> object:
-        """Return what the program builds."""
         try:
             for code, argument, _ in pickletools.genops(program):
+                self.steps += 1
+                if self.steps > _INSTRUCTIONS:
+                    raise self.error(
+                        f"has a pickle of more than {_INSTRUCTIONS:,} instructions, "
+                        "more than any state dict needs: save the state_dict alone"
+                    )
                 self.step(code.name, argument)
             (result,) = self.stack
         except CheckpointError:
             raise
-        except (ValueError, TypeError, LookupError, OverflowError, struct.error) as e:
-            raise self.error(f"has a corrupt data.pkl: {e}") from None
+        except _CORRUPT as e:
+            raise self.error(f"has a corrupt pickle: {shown(str(e))}") from None
         return result
 
     def step(self, code: str, argument) -> None:
@@ -181,12 +223,14 @@ class _Machine:
         elif code in ("SETITEM", "SETITEMS"):
             if code == "SETITEM":
                 self.marks.append(len(stack) - 2)
-            self.set_items(self.since_mark())
-        elif code in ("APPEND", "APPENDS"):
+            items = self.since_mark()
+            self.set_items(self.of((dict, _Name), stack[-1]), items)
+        elif code in ("APPEND", "APPENDS", "ADDITEMS"):
             if code == "APPEND":
                 self.marks.append(len(stack) - 1)
             items = self.since_mark()
-            self.of(list, stack[-1]).extend(items)
+            if type(self.of((list, _Name), stack[-1])) is list:
+                stack[-1].extend(items)
         elif code in ("BINPUT", "LONG_BINPUT"):
             self.memo[argument] = stack[-1]
         elif code == "MEMOIZE":
@@ -194,18 +238,26 @@ class _Machine:
         elif code in ("BINGET", "LONG_BINGET"):
             stack.append(self.memo[argument])
         elif code == "GLOBAL":
-            stack.append(self.name(argument.replace(" ", ".", 1)))
+            stack.append(_Name(argument.replace(" ", ".", 1)))
         elif code == "STACK_GLOBAL":
             name, module = self.of(str, stack.pop()), self.of(str, stack.pop())
-            stack.append(self.name(f"{module}.{name}"))
+            stack.append(_Name(f"{module}.{name}"))
         elif code == "BINPERSID":
             stack.append(self.storage(stack.pop()))
         elif code == "REDUCE":
             arguments = self.of(tuple, stack.pop())
             stack.append(self.build(self.of(_Name, stack.pop()).name, arguments))
+        elif code in ("NEWOBJ", "NEWOBJ_EX"):
+            del stack[-1 if code == "NEWOBJ" else -2 :]  # the arguments
+            self.of(_Name, stack[-1])
         elif code == "BUILD":
-            stack.pop()  # a state dict's _metadata: versions of modules
-            self.of(dict, stack[-1])
+            stack.pop()  # attributes, as a state dict's _metadata: versions of modules
+            self.of((dict, _Name), stack[-1])
+        elif code == "POP":  # in pickles of tuples that hold themselves
+            stack.pop()
+        elif code in ("FROZENSET", "POP_MARK"):
+            self.since_mark()
+            stack += [_Name("frozenset")] * (code == "FROZENSET")
         elif code not in ("PROTO", "FRAME", "STOP"):
             raise self.error(
                 f"uses the pickle instruction {code}, which no state dict needs"
@@ -218,77 +270,95 @@ class _Machine:
         del self.stack[at:]
         return items
 
-    def of(self, kind: type, value):
-        """Return ``value``, which must be of ``kind``."""
-        if type(value) is not kind:
-            raise ValueError(f"a {kind.__name__} was due, not {_kind(value)}")
+    def of(self, kinds: type | tuple[type, ...], value):
+        """Return ``value``, which must be of one of ``kinds``."""
+        kinds = kinds if isinstance(kinds, tuple) else (kinds,)
+        if type(value) not in kinds:
+            raise ValueError(f"a {kinds[0].__name__} was due, not {_kind(value)}")
         return value
 
-    def set_items(self, flat: list) -> None:
-        """Add keys and values, which alternate, to the dict on top."""
-        target = self.of(dict, self.stack[-1])
+    def set_items(self, target: dict | _Name, flat: list) -> dict | _Name:
+        """Add keys and values, which alternate, to a dict."""
         for key, value in zip(flat[::2], flat[1::2], strict=True):
-            # Large integers can be chosen to collide in the dict's hash.
+            # Hashing other keys could take for ever, or as deep as a tuple is nested.
             small = type(key) is int and -_LIMIT <= key < _LIMIT
             if type(key) is not str and not small:
-                raise ValueError(f"a key must be str or int32, not {_kind(key)}")
-            target[key] = value
-
-    def name(self, name: str) -> _Name:
-        """Return a name of the pickle, or raise unless it is one of ``_KNOWN``."""
-        if name not in _KNOWN:
-            raise self.error(
-                f"is refused: it asks for {shown(name)!r}, and only tensors in dicts, "
-                "lists and tuples are read, since anything else can run code. Save "
-                "the state_dict alone, or as safetensors"
-            )
-        return _Name(name)
+                key = _Name(f"a key that is {_kind(key)}")
+            if type(target) is dict:
+                target[key] = value
+        return target
 
     def build(self, name: str, arguments: tuple) -> object:
-        """Return what a call of a known name builds from its arguments."""
-        if name == _REBUILD:
+        """Return what a call builds if it is a dict or a tensor, else its name."""
+        if name in _TENSORS:
             return self.tensor(*arguments)
-        if name == _DICT and not arguments:
+        if name in _PARAMETERS:
+            return self.of((_Tensor, _Name), arguments[0])
+        if name == _WITH_ATTRIBUTES:
+            call, _, arguments, _ = arguments
+            return self.build(self.of(_Name, call).name, self.of(tuple, arguments))
+        if name == _ORDERED:  # in pickles of Python 2 with all pairs
+            pairs = [self.of(list, pair) for pair in arguments[0]] if arguments else []
+            return self.set_items({}, [part for pair in pairs for part in pair])
+        if name == "collections.defaultdict":
             return {}
-        raise self.error(f"calls {name!r} with arguments, which no state dict does")
+        return _Name(name)
 
-    def storage(self, description: object) -> _Storage:
-        """Check a storage against its record."""
-        kind, name, key, _, length = self.of(tuple, description)
-        name, key = self.of(_Name, name).name, self.of(str, key)
-        length = self.of(int, length)
-        if kind != "storage" or name not in _STORAGES:
-            raise ValueError("a storage was due")
-        record, dtype = f"{self.archive.root}/data/{key}", _STORAGES[name]
-        if not (key.isascii() and key.isdigit()) or record not in self.archive.records:
-            raise self.error(f"has no record for its storage {shown(key)!r}")
-        size = self.archive.records[record][1].file_size
-        if not 0 <= length < _LIMIT or length * dtype.size != size:
-            raise self.error(
-                f"promises {length} elements of {dtype} in storage {key}, whose record "
-                f"has {size} bytes"
-            )
-        return _Storage(record, dtype, length)
+    def storage(self, description: object) -> object:
+        """Return a storage, or the class of a module, which may stand here too."""
+        what, kind, *rest = self.of(tuple, description)
+        self.of(_Name, kind)
+        if what == "module":
+            return kind
+        key, _, length, *view = rest
+        self.of(str, key)
+        if what != "storage" or view not in ([], [None]):
+            raise ValueError("a storage of its own was due")
+        if not 0 <= self.of(int, length) < _LIMIT:
+            raise self.error(f"promises {length} elements in storage {shown(key)}")
+        storage = _Storage(self.archive.prefix + key, kind.name, length)
+        self.storages[storage] = None
+        return storage
 
-    def tensor(self, storage, offset, shape, strides, *more) -> _Tensor:
+    def find_storages(self, keys: object, at: int) -> None:
+        """Find the old format's storages, in the order of ``keys``, from ``at`` on."""
+        known = {s.record: (s.length, s.item) for s in reversed(self.storages)}
+        if any(type(key) is not str or key not in known for key in self.of(list, keys)):
+            raise self.error("is corrupt: it lists storages that no tensor has")
+        self.archive.add_storages(at, {key: known[key] for key in keys})
+
+    def check_storages(self) -> None:
+        """Check the storages against their records."""
+        for storage in self.storages:
+            if storage.dtype is None:
+                continue
+            key = shown(storage.record.removeprefix(self.archive.prefix))
+            if storage.record not in self.archive.records:
+                raise self.error(f"has no record for its storage {key!r}")
+            size = self.archive.records[storage.record][1]
+            if storage.length * storage.item != size:
+                raise self.error(
+                    f"promises {storage.length} elements of {storage.dtype} in storage "
+                    f"{key}, whose record has {size} bytes"
+                )
+
+    def tensor(self, storage, offset, shape, strides, *more) -> _Tensor | _Name:
         """Check a view of a storage against the storage's length."""
         if any(more[2:]):  # after requires_grad and hooks
-            raise self.error(
-                "has a conjugate or negated view of a tensor, which is not read; save "
-                "it after .resolve_conj().resolve_neg()"
-            )
+            return _Name("a conjugate or negated view of a tensor")
         storage, offset = self.of(_Storage, storage), self.of(int, offset)
         shape, strides = self.of(tuple, shape), self.of(tuple, strides)
         for value in (*shape, *strides):
             self.of(int, value)
+        if storage.dtype is None:
+            return _Name(f"a tensor of {storage.kind}")
         sound = len(shape) == len(strides) <= 32
         sound = sound and all(0 <= n < _LIMIT for n in shape)
         sound = sound and min(offset, *strides, 0) >= 0
         count = prod(shape) if sound else 0
         if sound and count:
             steps = sum((n - 1) * s for n, s in zip(shape, strides, strict=True))
-            # More elements than the storage has would take memory without bound.
-            sound = count <= storage.length and offset + steps < storage.length
+            sound = offset + steps < storage.length
         if not sound:
             raise self.error(
                 f"has a tensor of shape {shown(str(shape))}, strides "
@@ -300,39 +370,82 @@ class _Machine:
 
 _CONSTANTS = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False}
 _CONTAINERS = {"EMPTY_DICT": dict, "EMPTY_LIST": list, "EMPTY_TUPLE": tuple}
-_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE"} | {
-    "SHORT_BINUNICODE"
-}
+_CONTAINERS["EMPTY_SET"] = lambda: _Name("set")
+_LITERALS = {"BININT", "BININT1", "BININT2", "LONG1", "LONG4", "BINFLOAT", "BINUNICODE"}
+_LITERALS |= {"SHORT_BINUNICODE", "BINUNICODE8", "BINSTRING", "SHORT_BINSTRING"}
+_LITERALS |= {"BINBYTES", "SHORT_BINBYTES", "BINBYTES8", "BYTEARRAY8"}
+_CORRUPT = ValueError, TypeError, LookupError, OverflowError, RecursionError
+_CORRUPT += (struct.error,)
 
 
 def _kind(value: object) -> str:
-    """Return the name of a value's type, for messages."""
-    return type(value).__name__.removeprefix("_").lower()
+    """Return what a value is, for messages."""
+    if type(value) is _Name:
+        return repr(shown(value.name))
+    return f"a {type(value).__name__.removeprefix('_').lower()}"
 
 
-def _state_dict(tree: object, key: str | None, path: Path) -> dict[str, _Tensor]:
-    """Find the dict of tensors in what the file holds."""
+def _state_dict(
+    tree: object, key: str | None, archive: Archive
+) -> tuple[dict[str, _Tensor], str, list[str]]:
+    """Return the state dict, the entry that holds it, and other entries with tensors.
+
+    The entry is ``key``, or the shallowest of a known name; "" if it is the whole file.
+    """
     if type(tree) is not dict:
-        raise CheckpointError(
-            f"{path.name} holds a {type(tree).__name__}, expected a dict of tensors"
+        raise archive.error(
+            f"holds {_kind(tree)}, expected a dict of tensors; save the state_dict"
         )
-    if key is None:
-        found = [tree] if _tensors(tree) else []
-        found = found or [tree[name] for name in _ENTRIES if _tensors(tree.get(name))]
-    else:
-        found = [tree[key]] if _tensors(tree.get(key)) else []
-    if len(found) != 1:
-        dicts = [shown(repr(name)) for name, held in tree.items() if _tensors(held)]
-        asked = f"has no tensors under {key!r}" if key else "has no single state dict"
-        raise CheckpointError(
-            f"{path.name} {asked}; entries that hold tensors: "
-            f"{', '.join(dicts) or 'none'}"
+    places = _places(tree)
+    names = {".".join(path): path for path in places if path}
+    others = [name for name, path in names.items() if "optim" not in path[0]]
+    under = others if key is None else [n for n in names if n.startswith(f"{key}.")]
+    known = [names[name] for name in under if names[name][-1] in _ENTRIES]
+    parents = {path[:n] for path in known for n in range(len(path))}
+    known = [path for path in known if path not in parents]
+    known = [path for path in known if len(path) == len(known[0])]
+    known = [names[key]] if key in names else known
+    kinds = {name: type(tree[name]) for name in sorted({key, *_ENTRIES} & tree.keys())}
+    if not (known or others or key or {dict, list, _Name} & {*kinds.values()}):
+        known = [()]
+    if len(known) != 1 or known[0] not in places:
+        what = f"has no tensors under {key!r}" if key else "has no single state dict"
+        found = ", ".join(shown(repr(name)) for name in [*names][:8]) or "none"
+        objects = [
+            f"; {shown(repr(name))} is {_kind(value)}, which only code could build"
+            for name, value in tree.items()
+            if type(value) is _Name and (name in kinds or not kinds)
+        ]
+        raise archive.error(
+            f"{what}; entries that hold tensors: {found}{''.join(objects[:3])}. Name "
+            "an entry by --entry (key= in Python), or save the state_dict alone"
         )
-    return _tensors(found[0])
+    path = known[0]
+    for name, value in places[path].items():
+        wrong = next((v for v in (name, value) if type(v) in (_Name, _Storage)), None)
+        if wrong is not None:
+            under = "" if wrong is name else f", under {shown(repr(name))}"
+            raise archive.error(
+                f"has {_kind(wrong)} in its state dict{under}: only tensors are read, "
+                "since anything else can run code. Save them alone, or as safetensors"
+            )
+    tensors = {str(n): t for n, t in places[path].items() if type(t) is _Tensor}
+    rest = [name for name in others if names[name][: len(path)] != path]
+    return tensors, ".".join(path), rest
 
 
-def _tensors(entry: object) -> dict[str, _Tensor]:
-    """Return the tensors of a dict, without other values in it."""
-    if type(entry) is not dict:
-        return {}
-    return {str(name): t for name, t in entry.items() if isinstance(t, _Tensor)}
+def _places(tree: dict) -> dict[tuple[str, ...], dict]:
+    """Return the dicts that hold tensors by their paths, the shallowest first."""
+    found, level, seen = {}, {(): tree}, {id(tree)}
+    for _ in range(_DEPTH):
+        below = {}
+        for path, entry in level.items():
+            items = entry.items() if type(entry) is dict else enumerate(entry)
+            for name, value in items:
+                if type(value) is _Tensor and type(entry) is dict:
+                    found[path] = entry
+                elif type(value) in (dict, list) and id(value) not in seen:
+                    seen.add(id(value))
+                    below[(*path, str(name))] = value
+        level = below
+    return found

@@ -67,7 +67,7 @@ class SafetensorsState:
         CheckpointError: the header is broken, or does not fit the file.
     """
 
-    from_file = True
+    from_file, note = True, ""
 
     def __init__(self, path: Path):
         self.metadata, entries = _check(path)

@@ -20,10 +20,12 @@ class State(Protocol):
     Attributes:
         from_file: whether reading takes memory.
         library: the library that the file says it is of, or None.
+        note: which entry of the file holds the tensors, or "".
     """
 
     from_file: bool
     library: str | None
+    note: str
 
     def __iter__(self) -> Iterator[str]: ...
 
@@ -39,7 +41,7 @@ class State(Protocol):
 class Arrays:
     """A state of arrays that are there already."""
 
-    from_file, library = False, None
+    from_file, library, note = False, None, ""
 
     def __init__(self, arrays: Mapping[str, mx.array]):
         self.arrays = dict(arrays)
@@ -78,7 +80,7 @@ def opened(
         return
     path = Path(source)
     suffix = path.suffix.lower()
-    if suffix in (".pt", ".pth", ".ckpt", ".bin"):
+    if suffix in (".pt", ".pth", ".ckpt", ".bin", ".tar"):
         check_file(path, CheckpointError, binary=True)
         with path.open("rb") as stream:
             yield PyTorchState(stream, path, key)
@@ -86,7 +88,7 @@ def opened(
     if suffix != ".safetensors":
         raise CheckpointError(
             f"{path.name}: no reader for {suffix or 'a file without a suffix'}; "
-            "expected .safetensors, .pt, .pth, .ckpt or .bin"
+            "expected .safetensors, .pt, .pth, .ckpt, .bin or .tar"
         )
     state = SafetensorsState(path)
     if key is not None:

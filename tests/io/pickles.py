@@ -78,6 +78,14 @@ def checkpoint(value, **data: bytes) -> bytes:
     return archive({"a/data.pkl": content} | (records or {"a/data/0": FLOATS}))
 
 
+def old_format(value, keys=("0",), data: bytes = FLOATS) -> bytes:
+    """A file as PyTorch wrote before 1.6: four pickles, keys, then storages."""
+    magic = pickle.dumps(0x1950A86A20F9469CFC6C, 2) + pickle.dumps(1001, 2)
+    content = value if isinstance(value, bytes) else program(value)
+    storages = struct.pack("<q", len(data) // 4) + data
+    return magic + program({}) + content + pickle.dumps(list(keys), 2) + storages
+
+
 def load(folder: Path, content: bytes, key=None) -> dict[str, mx.array]:
     path = folder / "a.pt"
     path.write_bytes(content)
