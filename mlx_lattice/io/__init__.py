@@ -1,7 +1,7 @@
 """Files: clouds of points, and the checkpoints of other libraries.
 
-Points need NumPy (``pip install numpy``), and plyfile or laspy for such files;
-checkpoints need MLX alone.
+Points need NumPy (``pip install numpy``), and laspy for LAS files; checkpoints need
+MLX alone.
 """
 
 from __future__ import annotations

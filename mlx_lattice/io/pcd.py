@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import struct
+import warnings
+from io import BytesIO, TextIOWrapper
+from math import prod
 from pathlib import Path
 
 import numpy as np
@@ -29,7 +32,8 @@ def read_pcd(path: Path) -> dict[str, np.ndarray]:
     dtype, n = _pcd_dtype(header, path)
     kind = header["DATA"][0]
     if kind == "ascii":
-        columns = _pcd_ascii(body, dtype, n, path)
+        table = text_rows(body, dtype, n, path)
+        columns = {name: table[name] for name in dtype.names}
     elif kind == "binary":
         if len(body) < n * dtype.itemsize:
             raise short(path, f"{n * dtype.itemsize} bytes of points", len(body))
@@ -93,40 +97,32 @@ def _pcd_dtype(header: dict[str, list[str]], path: Path) -> tuple[np.dtype, int]
     return dtype, n
 
 
-def _pcd_ascii(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:
-    rows = [line.split() for line in body.splitlines() if line.strip()]
-    width = sum(int(np.prod(dtype[name].shape, dtype=int)) for name in dtype.names)
+def text_rows(body: bytes, dtype: np.dtype, n: int, path: Path) -> np.ndarray:
+    """Return the first n lines of numbers as a structured array."""
+    width = sum(prod(dtype[name].shape) for name in dtype.names)
+    if 2 * n * width - 1 > len(body):  # a number and what ends it take two bytes
+        raise short(path, f"{n} points", f"{len(body)} bytes after the header")
+    if not n:
+        return np.zeros(0, dtype)
+    try:
+        with warnings.catch_warnings(), np.errstate(over="ignore"):
+            warnings.simplefilter("ignore", UserWarning)  # about blank lines
+            # Fractions in a column of integers.
+            warnings.simplefilter("error", DeprecationWarning)
+            text = TextIOWrapper(BytesIO(body), "latin-1")
+            rows = np.loadtxt(text, dtype, comments=None, max_rows=n, ndmin=1)
+    except (ValueError, OverflowError, DeprecationWarning) as error:
+        found = [len(line.split()) for line in body.splitlines() if line.strip()]
+        if len(found) < n:
+            raise short(path, f"{n} points", f"{len(found)} rows") from None
+        wrong = next((i for i, count in enumerate(found[:n]) if count != width), None)
+        why = str(error)[:200]
+        if wrong is not None:
+            why = f"row {wrong} has {found[wrong]} columns, expected {width}"
+        raise PointFileError(f"{path.name}: {why}") from None
     if len(rows) < n:
         raise short(path, f"{n} points", f"{len(rows)} rows")
-    wrong = next((i for i, row in enumerate(rows[:n]) if len(row) != width), None)
-    if wrong is not None:
-        raise PointFileError(
-            f"{path.name}: row {wrong} has {len(rows[wrong])} columns, expected {width}"
-        )
-    words = words_of([word for row in rows[:n] for word in row], path)
-    text = words.reshape(n, width)
-    columns, at = {}, 0
-    for name in dtype.names:
-        shape = dtype[name].shape
-        span = int(np.prod(shape, dtype=int))
-        part = numbers_of(text[:, at : at + span], dtype[name].base, path)
-        columns[name], at = part if shape else part[:, 0], at + span
-    return columns
-
-
-def words_of(words: list[bytes], path: Path) -> np.ndarray:
-    """Return words as an array, in which each takes as much as the longest."""
-    if max(map(len, words), default=0) > 64:
-        raise PointFileError(f"{path.name}: a number of more than 64 characters")
-    return np.array(words, dtype=np.bytes_)
-
-
-def numbers_of(text: np.ndarray, dtype: np.dtype, path: Path) -> np.ndarray:
-    """Return the numbers that words say, or raise if ``dtype`` does not hold one."""
-    try:
-        return text.astype(dtype)
-    except (ValueError, OverflowError) as error:
-        raise PointFileError(f"{path.name}: no number of {dtype}: {error}") from error
+    return rows
 
 
 def _pcd_compressed(body: bytes, dtype: np.dtype, n: int, path: Path) -> dict:

@@ -22,6 +22,7 @@ except ImportError as error:
 
 from .errors import check_file
 from .pcd import PointFileError, read_pcd, short
+from .ply import read_ply
 from .table import read_table
 from .vtk import read_vtk
 
@@ -48,9 +49,6 @@ _TRIPLES = (
 
 # At 16 384 m float32 has steps of 1 mm: doubles beyond are shifted to their corner.
 _FAR = 16384.0
-
-# Most bytes of a PLY file's header.
-_PLY_HEADER = 2**20
 
 # What `zipfile` raises where a zip is truncated, corrupt, or encrypted.
 _ZIP_ERRORS = (
@@ -178,54 +176,6 @@ def _numbers(column: np.ndarray, path: Path) -> np.ndarray:
         )
     narrow = column.dtype.kind == "f" and column.dtype.itemsize <= 4
     return column.astype(np.float32 if narrow else np.float64)
-
-
-# PLY
-
-
-def _read_ply(path: Path) -> dict[str, np.ndarray]:
-    try:
-        import plyfile
-    except ImportError as error:
-        raise ImportError("PLY files need plyfile: pip install plyfile") from error
-    _check_ply_header(path)
-    try:
-        ply = plyfile.PlyData.read(str(path), mmap=False)
-    except (plyfile.PlyParseError, ValueError, UnicodeDecodeError) as error:
-        raise PointFileError(f"{path.name} is no readable PLY file: {error}") from error
-    if "vertex" not in ply:
-        found = ", ".join(e.name for e in ply.elements) or "none"
-        raise PointFileError(
-            f"{path.name} has no vertex element; its elements are: {found}"
-        )
-    data = ply["vertex"].data
-    fields = {name: data[name] for name in data.dtype.names or ()}
-    return {
-        name: _native(column)
-        for name, column in fields.items()
-        if column.dtype != object  # a list property: no row of an array
-    }
-
-
-def _check_ply_header(path: Path) -> None:
-    """Check the rows that are promised, as far as plyfile allocates for them."""
-    size = path.stat().st_size
-    with path.open("rb") as stream:
-        head = stream.read(_PLY_HEADER)
-    for line in head.splitlines():
-        words = line.split()
-        if words[:1] == [b"end_header"]:
-            return
-        if words[:1] == [b"element"] and len(words) == 3:
-            try:
-                count = int(words[2])
-            except ValueError:
-                continue  # which plyfile says
-            # A row takes a byte at least.
-            if count > size:
-                raise short(path, f"{count} rows", f"{size} bytes")
-    if size > _PLY_HEADER:
-        raise PointFileError(f"{path.name} has no end_header in its first 1 MiB")
 
 
 def _native(column: np.ndarray) -> np.ndarray:
@@ -384,7 +334,7 @@ def _check_las_header(path: Path) -> None:
 
 
 _READERS = {
-    ".ply": _read_ply,
+    ".ply": read_ply,
     ".pcd": read_pcd,
     ".las": _read_las,
     ".laz": _read_las,

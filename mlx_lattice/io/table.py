@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from io import StringIO
 from pathlib import Path
 
 import numpy as np
@@ -19,22 +20,19 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     columns, and so may a comment before it, after # or //; without one they are x, y,
     z, then intensity where there is a fourth, and "columns" where there are more.
     """
-    with path.open(encoding="utf-8-sig", errors="replace") as stream:
-        lines = [stripped for line in stream if (stripped := line.strip())]
-    kept = [line for line in lines if not line.startswith(_COMMENTS)]
-    first = kept[0] if kept else ""
+    stream = StringIO(path.read_text(encoding="utf-8-sig", errors="replace"))
+    comments, first, start = [], "", 0
+    while line := stream.readline():
+        first = line.strip()
+        if first and not first.startswith(_COMMENTS):
+            break
+        comments += [first] if first else []
+        first, start = "", stream.tell()
     names, mark = _words(first), _mark(first)
-    names = [] if not names or _is_number(names[0]) else names
-    rows = kept[1:] if names else kept
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # of a table without rows
-            table = np.loadtxt(rows, np.float64, delimiter=mark, ndmin=2)
-    except ValueError as error:
-        raise PointFileError(
-            f"{path.name} is no table of numbers: {error}; expected a point a line"
-        ) from error
-    comments = lines[: lines.index(first)] if kept else lines
+    names = [] if not first or _is_number(names[0]) else names
+    if not names:
+        stream.seek(start)
+    table = _numbers(stream, mark, path)
     told = [names, *(_words(line.lstrip("#/")) for line in comments)]
     told = [words for words in told if {"x", "y", "z"} <= set(words)]
     if told:
@@ -67,6 +65,27 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     elif table.shape[1] > 4:
         columns["columns"] = table[:, 3:]
     return columns
+
+
+def _numbers(stream: StringIO, mark: str | None, path: Path) -> np.ndarray:
+    """Return the rest of a stream as a (rows, columns) table."""
+    start = stream.tell()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a table without rows
+        try:
+            return np.loadtxt(stream, np.float64, delimiter=mark, ndmin=2)
+        except ValueError:
+            stream.seek(start)
+        # Again without lines of spaces and comments after //, which takes longer.
+        lines = [line for line in map(str.strip, stream) if line]
+        lines = [line for line in lines if not line.startswith(_COMMENTS)]
+        try:
+            return np.loadtxt(lines, np.float64, delimiter=mark, ndmin=2)
+        except ValueError as error:
+            raise PointFileError(
+                f"{path.name} is no table of numbers: {str(error)[:200]}; expected a "
+                "point a line"
+            ) from None
 
 
 def _mark(line: str) -> str | None:

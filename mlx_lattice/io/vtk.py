@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 
-from .pcd import PointFileError, numbers_of, short, words_of
+from .pcd import PointFileError, short
 
 _DTYPES = {"float": ">f4", "double": ">f8", "int": ">i4", "short": ">i2"}
 
@@ -49,5 +49,10 @@ def read_vtk(path: Path) -> dict[str, np.ndarray]:
         found = body.split(None, 3 * n)[: 3 * n]
         if len(found) < 3 * n:
             raise short(path, f"{3 * n} numbers", len(found))
-        numbers = numbers_of(words_of(found, path), native, path)
+        try:
+            numbers = np.array(found, native)
+        except (ValueError, OverflowError) as error:
+            raise PointFileError(
+                f"{path.name}: no number of {native}: {error}"
+            ) from None
     return dict(zip("xyz", numbers.reshape(n, 3).T, strict=True))

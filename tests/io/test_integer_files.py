@@ -276,7 +276,6 @@ def run(given, target, *more) -> int:
     devices.metal_on_host(), reason="a net of this size takes a minute off the GPU"
 )
 def test_convert_calibrates(given, capsys):
-    pytest.importorskip("plyfile")
     source, folder, _ = given
     scan = str(folder / "scan.ply")
     assert run(given, "net", "--activations", "8", "--calibrate", scan) == 0

@@ -11,13 +11,12 @@ from mlx_lattice.io import PointFileError, points, read_points
 from mlx_lattice.io.ply import write_ply
 
 # Formats that another package reads.
-PACKAGES = {".ply": "plyfile", ".las": "laspy", ".laz": "laspy"}
+PACKAGES = {".las": "laspy", ".laz": "laspy"}
 SCANS = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 
 @pytest.mark.parametrize("text", (True, False), ids=("ascii", "binary"))
 def test_ply(tmp_path, text):
-    pytest.importorskip("plyfile")
     content = ply_bytes(text)
     cloud = read_points(write(tmp_path, "a.ply", content))
     np.testing.assert_array_equal(cloud.points, XYZ)
@@ -40,7 +39,6 @@ def test_ply(tmp_path, text):
     ),
 )
 def test_ply_errors_are_sentences(tmp_path, old, new, sentence):
-    pytest.importorskip("plyfile")
     content = ply_bytes(True).replace(old, new, 1)
     with pytest.raises(PointFileError, match=sentence):
         read_points(write(tmp_path, "a.ply", content))
@@ -140,7 +138,6 @@ def test_vtk(tmp_path, kind):
         (vtk("BINARY", b"1 2 3", f"POINTS {10**15} float"), "promises"),
         (vtk("ASCII", b"1 2 3" + b" " * 30), "promises 12 numbers, the file has 3"),
         (vtk("ASCII", b"1 2 40000", "POINTS 1 short"), "no number of int16"),
-        (vtk("ASCII", b"1 2 " + b"3" * 65, "POINTS 1 float"), "than 64 characters"),
         (vtk("ASCII", b"1 2 3", f"POINTS {'9' * 5000} float"), "with their number"),
     ),
 )
@@ -283,7 +280,6 @@ def test_corrupt_bytes_never_surface_as_another_error(tmp_path, name):
     if name.endswith(".pcd"):
         path.write_bytes(pcd(path.stem))
     elif name.endswith(".ply"):
-        pytest.importorskip("plyfile")
         path.write_bytes(ply_bytes(name == "a.ply"))
     elif name.endswith(".las"):
         laspy = pytest.importorskip("laspy")
@@ -310,9 +306,9 @@ def test_corrupt_bytes_never_surface_as_another_error(tmp_path, name):
 
 
 def test_a_missing_package_is_named(tmp_path, monkeypatch):
-    path = write(tmp_path, "a.ply", ply_bytes(True))
-    monkeypatch.setitem(__import__("sys").modules, "plyfile", None)
-    with pytest.raises(ImportError, match="pip install plyfile"):
+    path = write(tmp_path, "a.las", b"LASF" + bytes(300))
+    monkeypatch.setitem(__import__("sys").modules, "laspy", None)
+    with pytest.raises(ImportError, match=r"pip install 'laspy\[lazrs\]'"):
         read_points(path)
 
 
@@ -340,8 +336,6 @@ def test_other_files_are_refused(tmp_path):
 def test_real_scans(name, n, extent):
     if not (SCANS / name).is_file():
         pytest.skip(f"no {name} in shared/data beside the checkout")
-    if name.endswith(".ply"):
-        pytest.importorskip("plyfile")
     cloud = read_points(SCANS / name)
     assert len(cloud) == n
     np.testing.assert_allclose(np.ptp(cloud.points, axis=0), extent, atol=5e-3)

@@ -8,6 +8,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_lattice import cli, io, models
+from mlx_lattice.io.ply import write_ply
 
 N = 2000
 RNG = np.random.default_rng(0)
@@ -176,10 +177,7 @@ def test_files(kind, value, tmp_path):
         header += "WIDTH 20\nHEIGHT 1\nPOINTS 20\nDATA binary\n"
         path.write_bytes(header.encode() + table.tobytes())
     else:
-        pytest.importorskip("plyfile")
         names = [*"xyz", "intensity"]
-        from mlx_lattice.io.ply import write_ply
-
         write_ply(path, dict(zip(names, table.T, strict=True)))
     cloud = io.read_points(path)
     assert cloud.dropped == 1 and len(cloud) == 19

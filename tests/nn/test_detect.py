@@ -14,7 +14,6 @@ from mlx_lattice import cli, detect, models, nn
 from mlx_lattice.io import read_points
 from mlx_lattice.io.ply import write_ply
 
-pytest.importorskip("plyfile")
 pytestmark = on_the_cpu_alone
 
 DATA = foreign_arrays.FOLDER.parent / "data"

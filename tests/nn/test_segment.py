@@ -10,8 +10,6 @@ from mlx_lattice import cli, models, nn, segment
 from mlx_lattice.io import read_points
 from mlx_lattice.io.ply import write_ply
 
-pytest.importorskip("plyfile")
-
 DATA = foreign_arrays.FOLDER.parent / "data"
 ABOUT = models.About(
     models.VoxelRecipe(0.4, ("ones", "height"), centred=True, from_zero=True),
