@@ -146,7 +146,8 @@ class PTv3:
     def worked_out(self, rows, at):
         """Scenes, parents and positions of every level; the same for every call."""
         rows = np.asarray(rows, np.int64)
-        bits, made = int(rows[:, 1:].max() + 1).bit_length(), []
+        bits = int(rows[:, 1:].max() + (not self.legacy)).bit_length()
+        made = []
         for stride in (1, *self.stride):
             cells = rows // np.array([1, stride, stride, stride])
             rows, parent = np.unique(cells, axis=0, return_inverse=True)

@@ -294,8 +294,10 @@ class PTv3(Segmentor):
                 f"{min(low[1:])}: subtract the least ones"
             )
         x.manager.cells(x.key, self.stride)
-        most = max(high[1:])
-        bits, levels, cell = (most + 1).bit_length(), [], 1
+        most, legacy = max(high[1:]), self.legacy
+        # Pointcept 1.5 counts the bits of the largest coordinate, 1.6 those of the
+        # next one: another Hilbert curve if the largest is 2^k - 1.
+        bits, levels, cell = (most + (not legacy)).bit_length(), [], 1
         for stride in (1, *self.stride):
             cell *= stride
             if self.variant == "m1":
@@ -305,7 +307,7 @@ class PTv3(Segmentor):
             orders = self.order
             if self.shuffle_orders and self.training:
                 orders = tuple(random.sample(orders, len(orders)))
-            levels.append(Level(orders, bits, self.enable_flash, self.legacy, None))
+            levels.append(Level(orders, bits, self.enable_flash, legacy, None))
         if self.rope_base:
             here = x.replace(positions.astype(mx.float32))
             for s, level in enumerate(levels):
