@@ -1,8 +1,8 @@
 """The names of our models' parts in published checkpoints, as tables.
 
 A row is a pattern at the start of a name, its replacement (None drops the tensor), and
-the number of the first stage in the pattern. The rules of the second table apply to
-names within a stage's blocks.
+the number of the first stage in the pattern. The rules of the second table apply to the
+rest of the name.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import NamedTuple
 from mlx.nn import Module
 
 from ..models import (
+    SPVCNN,
     Detector,
     MinkUNet,
     PTv3,
@@ -33,7 +34,7 @@ class Rules(NamedTuple):
     """The names of one net in one library."""
 
     stages: tuple[tuple[str, str | None, int], ...]
-    blocks: tuple[tuple[str, str], ...]
+    rest: tuple[tuple[str, str], ...]
 
     def __call__(self, name: str) -> str | None:
         """Return the name here; the name itself where no row matches."""
@@ -45,9 +46,8 @@ class Rules(NamedTuple):
                 return None
             stage = int(found[1]) - first if found.groups() else 0
             rest = name[found.end() :]
-            if ".blocks." in place:
-                for old, new in self.blocks:
-                    rest = re.sub(old, new, rest)
+            for old, new in self.rest:
+                rest = re.sub(old, new, rest)
             return place.format(stage) + rest
         return name
 
@@ -107,6 +107,79 @@ TORCHSPARSE = Rules(
     ),
 )
 
+# torch-pointcloud 0.0.18, whose classes rename the layers of the nets that they port.
+# Its batch norms are PyTorch Geometric's, which hold PyTorch's as their ``module``.
+_NORMS = ((r"\bmodule\.", ""), (r"\bnorm([12])\.", r"bn\1."))
+_SPUNET = Rules(((r"head\.", "final.", 0), (r"(?:en|de)coder\.", "", 0)), _NORMS)
+_VOXELNEXT = Rules(
+    ((r"head\.", "dense_head.", 0), (r"backbone_3d\.", "backbone_3d.", 0)), _NORMS
+)
+_VOXELS = Rules(((r"(?:backbone_3d\.)?(?=conv|shared_conv)", "", 0),), _NORMS)
+_SPVCNN = Rules(
+    (
+        (r"stem\.0\.conv\.", "stem.0.", 0),
+        (r"stem\.0\.norm\.", "stem.1.", 0),
+        (r"stem\.1\.conv\.", "stem.3.", 0),
+        (r"stem\.1\.norm\.", "stem.4.", 0),
+        (r"encoder\.block([0-3])\.downsample\.conv\.", "stage{}.0.net.0.", -1),
+        (r"encoder\.block([0-3])\.downsample\.norm\.", "stage{}.0.net.1.", -1),
+        (r"encoder\.block([0-3])\.blocks\.0\.", "stage{}.1.", -1),
+        (r"encoder\.block([0-3])\.blocks\.1\.", "stage{}.2.", -1),
+        (r"decoder\.block([0-3])\.upsample\.conv\.conv\.", "up{}.0.net.0.", -1),
+        (r"decoder\.block([0-3])\.upsample\.conv\.norm\.", "up{}.0.net.1.", -1),
+        (r"decoder\.block([0-3])\.upsample\.residual\.", "up{}.1.0.", -1),
+        (r"decoder\.block([0-3])\.blocks\.0\.", "up{}.1.1.", -1),
+        (r"encoder\.block3\.fusion\.", "point_transforms.0.", 0),
+        (r"decoder\.block1\.fusion\.", "point_transforms.1.", 0),
+        (r"decoder\.block3\.fusion\.", "point_transforms.2.", 0),
+        (r"head\.", "classifier.0.", 0),
+    ),
+    (
+        (r"\bmodule\.", ""),
+        (r"\bconv1\.", "net.0."),
+        (r"\bnorm1\.", "net.1."),
+        (r"\bconv2\.", "net.3."),
+        (r"\bnorm2\.", "net.4."),
+        (r"\bconv_skip\.", "downsample.0."),
+        (r"\bnorm_skip\.", "downsample.1."),
+        (r"\blin\.", "0."),  # of a fusion
+        (r"\bnorm\.", "1."),
+    ),
+)
+
+
+def _ptv3_names(model: PTv3) -> Rules:
+    """Return torch-pointcloud's names; it counts decoder stages from the coarsest."""
+    stem = "embedding.stem." + ("conv." if model.variant == "m1" else "linear.")
+    last = len(model.stride) - 1
+    return Rules(
+        (
+            (r"(?:encoder\.)?stem\.stem\.", stem, 0),
+            (r"(?:encoder\.)?stem\.norm\.", "embedding.stem.norm.", 0),
+            (r"(?:encoder\.)?blocks\.(\d+)\.", "enc.enc{}.", 0),
+            *(
+                (rf"decoder\.blocks\.{i}\.", f"dec.dec{last - i}.", 0)
+                for i in range(last + 1)
+            ),
+            (r"head\.", "seg_head.", 0),
+        ),
+        (
+            (r"\bmodule\.", ""),
+            (r"\bdownsample\.norm\.", "down.norm.0."),
+            (r"\bdownsample\.proj\.", "down.proj."),
+            (r"\bupsample\.(proj|proj_skip)\.", r"up.\1.0."),
+            (r"\bupsample\.norm\.", "up.proj.1."),
+            (r"\bupsample\.norm_skip\.", "up.proj_skip.1."),
+            (r"\bblocks\.(\d+)\.", r"block\1."),
+            (r"\bcpe_conv\.", "cpe.0."),
+            (r"\bcpe_proj\.", "cpe.1."),
+            (r"\bcpe_norm\.", "cpe.2."),
+            (r"\bnorm([12])\.", r"norm\1.0."),
+            (r"\bmlp\.0\.", "mlp.0.fc1."),
+            (r"\bmlp\.3\.", "mlp.0.fc2."),
+        ),
+    )
+
 
 def _trellis2(name: str) -> str:
     # Saved with spconv in FlexGEMM's place, convolutions are one module deeper.
@@ -141,19 +214,21 @@ def _openpcdet(name: str) -> str | None:
     return None if name == "global_step" else name  # a counter
 
 
-_PUBLISHED: dict[tuple[type[Module], str], Rename] = {
-    (MinkUNet, "minkowski"): MINKOWSKI,
-    (MinkUNet, "torchsparse"): TORCHSPARSE,
-    (SparseVAEDecoder, "trellis2"): _trellis2,
-    (SparseVAEDecoder, "spconv"): _trellis2,
-    (SparseVAEEncoder, "trellis2"): _trellis2,
-    (SparseVAEEncoder, "spconv"): _trellis2,
-    (FlowModel, "trellis2"): _flow,
-    (SpUNet, "spconv"): _pointcept,
-    (PTv3, "spconv"): _ptv3,
-    (Detector, "spconv"): _openpcdet,
-    (VoxelBackBone8x, "spconv"): _backbone_3d,
-    (VoxelResBackBone8xVoxelNeXt, "spconv"): _backbone_3d,
+# A name is given to the rules in turn, until one returns a parameter's or drops it.
+_PUBLISHED: dict[tuple[type[Module], str], tuple[Rename, ...]] = {
+    (MinkUNet, "minkowski"): (MINKOWSKI,),
+    (MinkUNet, "torchsparse"): (TORCHSPARSE,),
+    (SPVCNN, "torchsparse"): (_SPVCNN,),
+    (SparseVAEDecoder, "trellis2"): (_trellis2,),
+    (SparseVAEDecoder, "spconv"): (_trellis2,),
+    (SparseVAEEncoder, "trellis2"): (_trellis2,),
+    (SparseVAEEncoder, "spconv"): (_trellis2,),
+    (FlowModel, "trellis2"): (_flow,),
+    (SpUNet, "spconv"): (_pointcept, _SPUNET),
+    (PTv3, "spconv"): (_ptv3,),
+    (Detector, "spconv"): (_openpcdet, _VOXELNEXT),
+    (VoxelBackBone8x, "spconv"): (_VOXELS, _backbone_3d),
+    (VoxelResBackBone8xVoxelNeXt, "spconv"): (_VOXELS, _backbone_3d),
 }
 
 
@@ -168,8 +243,12 @@ def published(model: Module | None, library: str) -> tuple[Rename, ...]:
     What `mlx-lattice convert` writes without a model keeps the names of any library.
     """
     library = _SAME.get(library, library)
-    return tuple(
-        rename
-        for (kind, name), rename in _PUBLISHED.items()
+    rules = [
+        rule
+        for (kind, name), those in _PUBLISHED.items()
         if isinstance(model, kind) and library in (None, name)
-    )
+        for rule in those
+    ]
+    if isinstance(model, PTv3) and library in (None, "spconv"):
+        rules.append(_ptv3_names(model))
+    return tuple(rules)
