@@ -103,8 +103,9 @@ struct Matrices {
       thread simdgroup_matrix<M, 8, 8>& to, FROM from, int line) {
     simdgroup_matrix<T, 8, 8> stored;
     simdgroup_load(stored, from, line, ulong2(0, 0), ACROSS);
-    to.thread_elements() =
-        vec<M, 2>(M(stored.thread_elements()[0]), M(stored.thread_elements()[1]));
+    // The storage is 64 wide; a lane owns elements 0 and 1.
+    to.thread_elements()[0] = M(stored.thread_elements()[0]);
+    to.thread_elements()[1] = M(stored.thread_elements()[1]);
   }
 };
 template <typename T>

@@ -65,6 +65,8 @@ _MODE_FLAGS = {
         "-O1",
         "-fsanitize=thread",
         "-fsanitize=array-bounds,integer-divide-by-zero,alignment",
+        # The elements of a vector are the last member of a struct: check them too.
+        "-fstrict-flex-arrays=3",
         "-fno-vectorize",
         "-fno-slp-vectorize",
         "-mllvm",

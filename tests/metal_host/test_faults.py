@@ -227,6 +227,26 @@ def test_index_outside_of_an_array():
     body = f"threadgroup float m[4][16]; m[t & 3][t >> 2] = 1; {BARRIER}"
     body += "o[i] = m[t & 2][16 + (t >> 6)];"
     one_fault(run(body), "index outside of an array")
+    body = "float4 v = float4(1); o[i] = v[(i >> 3) & 7];"
+    one_fault(run(body), "index outside of an array")
+
+
+@pytest.mark.parametrize("body", (
+    "o[i] = m.thread_elements()[2 + i % 62];",
+    "o[i] = m.thread_elements()[2];",
+    "m.thread_elements()[63] = a[i]; o[i] = 0;",
+))  # fmt: skip
+def test_matrix_elements_that_a_lane_does_not_own(body):
+    body = f"simdgroup_float8x8 m(1.0f); {body}"
+    one_fault(run(body), "index outside of an array")
+
+
+def test_matrix_elements_are_not_a_pair():
+    own = "simdgroup_float8x8 m(1.0f); thread auto& e = m.thread_elements(); "
+    assert run(f"{own} e[0] = a[i]; e[1] = e[0]; o[i] = e[1];").faults == ()
+    for body in ("e = float2(a[i], 1);", "float2 v = e; o[i] = v.x;"):
+        with pytest.raises(host.CompileError):
+            run(own + body)
 
 
 def test_misaligned_vector():

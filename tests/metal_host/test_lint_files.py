@@ -91,6 +91,9 @@ CALLS = """
   matrices.store(sums, 0);
   TileOffsets<> offsets(masks, 8, 27);
   Four<half> four;
+  simdgroup_float8x8 converted;
+  Matrices<bfloat, float>::load<false>(
+      converted, (const threadgroup bfloat*)rows, 8);
   fetch(four, x, offsets.next(0) + int(offsets.live(0)));
   const float4 line = float4(sums[lane]);
   write_sums(y, line, 3);
@@ -116,6 +119,12 @@ PLANTED = {
         "simdgroup_matrix<float, 8, 8> sums[OWN]",
         "simdgroup_matrix<float, 16, 8> sums[OWN]",
         "simdgroup matrices are 8 x 8",
+    ),
+    "a pair as the elements of a matrix": (
+        "to.thread_elements()[0] = M(stored.thread_elements()[0]);",
+        "to.thread_elements() = vec<M, 2>(M(stored.thread_elements()[0]), "
+        "M(stored.thread_elements()[1]));",
+        "no viable overloaded '='",
     ),
     "a method of no address space": (
         "METAL_FUNC int next(int k) thread {",

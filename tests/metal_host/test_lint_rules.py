@@ -261,6 +261,18 @@ WRITTEN = {
         "simdgroup_matrix<float, 8, 4> m;",
         "simdgroup matrices are 8 x 8",
     ),
+    "a pair as the elements of a matrix": (
+        "simdgroup_float8x8 m; m.thread_elements()[0] = a[i]; "
+        "m.thread_elements()[1] = m.thread_elements()[0];",
+        "simdgroup_float8x8 m; m.thread_elements() = float2(a[i], a[i]);",
+        "no viable overloaded '='",
+    ),
+    "the elements of a matrix as a pair": (
+        "simdgroup_half8x8 m(1.0h); "
+        "half2 v = half2(m.thread_elements()[0], m.thread_elements()[1]); o[i] = v.x;",
+        "simdgroup_half8x8 m(1.0h); half2 v = m.thread_elements(); o[i] = v.x;",
+        "no viable conversion",
+    ),
     "atomic addition of 64 bits": (
         "atomic_max_explicit(at, 1ul, memory_order_relaxed);",
         "atomic_fetch_add_explicit(at, 1ul, memory_order_relaxed);",

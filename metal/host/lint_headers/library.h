@@ -239,10 +239,10 @@ template <class T, int R = 8, int C = 8>
 struct simdgroup_matrix {
   static_assert(is_floating_point_v<T> && R == 8 && C == 8,
                 "simdgroup matrices are 8 x 8, of half, bfloat or float");
-  vec<T, 2> elements;
+  vec<T, 2> elements;  // the registers of a lane, for sizeof
   simdgroup_matrix() = default;
   explicit simdgroup_matrix(T);
-  __private vec<T, 2>& thread_elements() __private;
+  __private vec<T, 64>& thread_elements() __private;
 };
 using simdgroup_float8x8 = simdgroup_matrix<float>;
 using simdgroup_half8x8 = simdgroup_matrix<half>;

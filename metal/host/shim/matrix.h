@@ -10,6 +10,18 @@
 
 namespace metal {
 
+// The storage of a matrix. A lane owns elements 0 and 1. The other 62 are poison: they
+// have no memory here, and checked mode reports an index of one.
+template <class T>
+struct vec<T, 64> {
+  T own[2];
+  METAL_FUNC T& operator[](int i) {
+    T checked = own[i];  // clang allows a reference to the element past the end
+    return own[i];
+  }
+  METAL_FUNC T operator[](int i) const { return own[i]; }
+};
+
 template <class T, int Rows = 8, int Columns = 8>
 struct simdgroup_matrix {
   static_assert(Rows == 8 && Columns == 8, "only 8x8 simdgroup matrices exist");
@@ -24,8 +36,12 @@ struct simdgroup_matrix {
     int r = row(own_lane()), c = column(own_lane());
     for (int k = 0; k < 2; ++k) elements[k] = r == c + k ? diagonal : T(0);
   }
-  METAL_FUNC vec<T, 2>& thread_elements() { return elements; }
-  METAL_FUNC const vec<T, 2>& thread_elements() const { return elements; }
+  METAL_FUNC vec<T, 64>& thread_elements() {
+    return reinterpret_cast<vec<T, 64>&>(elements);
+  }
+  METAL_FUNC const vec<T, 64>& thread_elements() const {
+    return reinterpret_cast<const vec<T, 64>&>(elements);
+  }
 };
 using simdgroup_float8x8 = simdgroup_matrix<float>;
 using simdgroup_half8x8 = simdgroup_matrix<half>;
