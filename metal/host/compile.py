@@ -25,6 +25,7 @@ from .toolchain import (
     FAST,
     HERE,
     LIBRARIES,
+    CompileError,
     build_once,
     cache_folder,
     call,
@@ -168,8 +169,15 @@ def preprocess(
         deployment_target: The oldest macOS that it is compiled for: 260200 is 26.2.
 
     Raises:
-        CompileError: It does not preprocess; a kernel may stop with ``#error``.
+        CompileError: It does not preprocess; a kernel may stop with ``#error``. Or it
+            has a character that is not ASCII, for which MLX hands Metal an empty text.
     """
+    if not source.isascii():
+        line = next(i for i, t in enumerate(source.split("\n"), 1) if not t.isascii())
+        raise CompileError(
+            f"{name}: line {line} has a character that is not ASCII: MLX would hand "
+            "Metal an empty source"
+        )
     command = [*clang().command, "-E", "-x", "c++", "-nostdinc", "-std=gnu++17", "-w"]
     command += _DEFINES
     command.append(f"-D__ENVIRONMENT_OS_VERSION_MIN_REQUIRED__={deployment_target}")

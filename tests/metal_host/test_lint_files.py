@@ -48,6 +48,22 @@ def test_all_files_are_here():
     assert {*MATRICES, *NORMS} == {p.stem for p in FOLDER.glob("*.metal")}
 
 
+@pytest.mark.parametrize("backend", ("metal", "cuda"))
+def test_sources_are_ascii(backend):
+    """MLX hands Metal an empty source for any other character."""
+    paths = list((FOLDER.parent / backend).glob("*.*"))
+    assert len(paths) > 30
+    for path in paths:
+        assert path.read_bytes().isascii(), path.name
+
+
+def test_a_character_that_is_not_ascii_is_refused():
+    source = "#include <metal_stdlib>\n// 3 \u00d7 3\n[[kernel]] void f(device int* a) {}"
+    for call in (host.lint, host.compile_source):
+        with pytest.raises(host.CompileError, match="line 2 has a character that is"):
+            call(source)
+
+
 @pytest.mark.parametrize("files", (MATRICES, NORMS), ids=("matrices", "norms"))
 def test_files(files):
     assert lint(texts(files)) == []
