@@ -58,7 +58,9 @@ def test_sources_are_ascii(backend):
 
 
 def test_a_character_that_is_not_ascii_is_refused():
-    source = "#include <metal_stdlib>\n// 3 \u00d7 3\n[[kernel]] void f(device int* a) {}"
+    source = (
+        "#include <metal_stdlib>\n// 3 \u00d7 3\n[[kernel]] void f(device int* a) {}"
+    )
     for call in (host.lint, host.compile_source):
         with pytest.raises(host.CompileError, match="line 2 has a character that is"):
             call(source)
