@@ -33,6 +33,7 @@ class Device:
         half_tflops: half rate of the matrix units, 10^12 operations a second.
         bandwidth: memory rate, 10^9 bytes a second.
         neural_accelerators: whether TensorOps run on matrix hardware (M5 or later).
+        matrices: whether an Apple GPU has simdgroup matrices: all but virtual ones.
         estimated: whether the rates are public or assumed figures, not measured ones.
     """
 
@@ -44,6 +45,7 @@ class Device:
     half_tflops: float
     bandwidth: float
     neural_accelerators: bool = False
+    matrices: bool = True
     estimated: bool = True
 
     def flops(self, dtype: str) -> float:
@@ -57,13 +59,14 @@ def _apple() -> list[Device]:
         "m1": [(8, 2.6, 68), (16, 5.3, 200), (32, 10.6, 400), (64, 21.2, 800)],
         "m2": [(10, 3.6, 100), (19, 6.8, 200), (38, 13.6, 400), (76, 27.2, 800)],
         "m3": [(10, 3.5, 100), (18, 6.4, 150), (40, 14.2, 400), (80, 28.4, 819)],
-        "m4": [(10, 4.6, 120), (20, 9.2, 273), (40, 18.4, 546)],
-        "m5": [(10, 4.9, 153), (20, 9.8, 307), (40, 19.6, 614)],
+        # No Ultra of these was announced: two of the Max, as each Ultra so far.
+        "m4": [(10, 4.6, 120), (20, 9.2, 273), (40, 18.4, 546), (80, 36.8, 1092)],
+        "m5": [(10, 4.9, 153), (20, 9.8, 307), (40, 19.6, 614), (80, 39.2, 1228)],
     }
     devices = []
     for family, sizes in chips.items():
         tiers = ("", "-pro", "-max", "-ultra")
-        for tier, (cores, tflops, bandwidth) in zip(tiers, sizes, strict=False):
+        for tier, (cores, tflops, bandwidth) in zip(tiers, sizes, strict=True):
             # Neural accelerators: about four times the SIMD rate in half.
             accelerated = family == "m5"
             devices.append(
@@ -190,7 +193,8 @@ def from_metal_info(info: dict, darwin: str) -> Device:
 
     Neural accelerators are there by MLX's own check: architecture generation 17 or
     later (18 for phone parts, last letter p) on macOS 26.2 or later. They count as
-    absent where a text cannot be read or has another form.
+    absent where a text cannot be read or has another form. The GPU of a virtual
+    machine ("Apple Paravirtual device") has no simdgroup matrices.
 
     Args:
         info: that dict.
@@ -211,15 +215,11 @@ def from_metal_info(info: dict, darwin: str) -> Device:
     version = (int(numbers[1]), int(numbers[2])) if numbers else (0, 0)
     needed = 18 if architecture.endswith("p") else 17
     accelerated = generation >= needed and version >= (25, 2)
-    return Device(
-        found.name,
-        METAL,
-        found.family,
-        found.cores,
-        found.tflops,
-        found.half_tflops if accelerated else found.tflops,
-        found.bandwidth,
-        accelerated,
+    return replace(
+        found,
+        half_tflops=found.half_tflops if accelerated else found.tflops,
+        neural_accelerators=accelerated,
+        matrices="paravirtual" not in name,
     )
 
 

@@ -28,6 +28,11 @@ import mlx_lattice as ml
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import cpu_extension
 
+# MLX's own matrix kernels may fail on the GPU of a virtual machine, such as a hosted
+# runner, as ours are refused: there only the doctor runs on the GPU.
+if not devices.current().matrices:
+    mx.set_default_device(mx.cpu)
+
 settings.register_profile(
     "lattice",
     deadline=None,

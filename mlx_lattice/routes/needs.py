@@ -171,6 +171,14 @@ def neural_accelerators(p: Problem, device: Device) -> str | None:
     return f"{device.name} has no neural accelerators (M5 or later, macOS 26.2)"
 
 
+@of_kernels
+def simdgroup_matrices(p: Problem, device: Device) -> str | None:
+    """Hold but on the virtual GPUs of virtual machines."""
+    if device.matrices:
+        return None
+    return "the GPU of a virtual machine has no simdgroup matrices"
+
+
 def integer_matrices(p: Problem, device: Device) -> str | None:
     """Hold on chips whose matrix hardware multiplies integers."""
     if device.neural_accelerators:

@@ -50,6 +50,7 @@ from .needs import (
     pointwise_kernel,
     reference_blas,
     rows_at_least,
+    simdgroup_matrices,
     volume_at_least,
     weight_grad_of_sorted_rows,
 )
@@ -107,6 +108,7 @@ TABLE: tuple[Route, ...] = (
         needs=(
             packed_or_integers,
             one_group,
+            simdgroup_matrices,
             neighbour_table,
         ),
         idea="packed weights dequantised into mask-sorted tiles; int8 on M1 to M4",
@@ -171,6 +173,7 @@ TABLE: tuple[Route, ...] = (
         needs=(
             dense_weight,
             one_group,
+            simdgroup_matrices,
             neighbour_table,
             weight_grad_of_sorted_rows,
         ),
@@ -185,7 +188,13 @@ TABLE: tuple[Route, ...] = (
     Route(
         "device_weights_gemm",
         (FORWARD, INPUT_GRAD),
-        needs=(dense_weight, one_group, neighbour_table, channels_multiple_of(8)),
+        needs=(
+            dense_weight,
+            one_group,
+            simdgroup_matrices,
+            neighbour_table,
+            channels_multiple_of(8),
+        ),
         idea="matrix tiles over mask-sorted rows, weights not staged",
         pays=(measured_alone,),
         metal=metal_matrix.device_weights_gemm,
@@ -196,6 +205,7 @@ TABLE: tuple[Route, ...] = (
         needs=(
             dense_weight,
             one_group,
+            simdgroup_matrices,
             neighbour_table,
             c_out_is(16),
         ),
@@ -212,6 +222,7 @@ TABLE: tuple[Route, ...] = (
         needs=(
             dense_weight,
             one_group,
+            simdgroup_matrices,
             neighbour_table,
             channels_in(16, 32, 64),
         ),
@@ -270,7 +281,7 @@ TABLE: tuple[Route, ...] = (
     Route(
         "grouped_gemm",
         (WEIGHT_GRAD, FORWARD, INPUT_GRAD),
-        needs=(dense_weight, one_group),
+        needs=(dense_weight, one_group, simdgroup_matrices),
         idea="all offsets in one launch over the kernel-major edges",
         pays=(many_offsets, rows_at_least("grouped_gemm")),
         metal=((WEIGHT_GRAD, metal_weight_grad.grouped_gemm),),

@@ -1,18 +1,49 @@
 """doctor: which kernels it proves, what it finds, and by which reference."""
 
 import json
+from dataclasses import replace
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from doctor_cases import each_place, nothing_kept, told  # noqa: F401 (fixtures)
+from doctor_cases import (  # noqa: F401 (fixtures)
+    PLENTY,
+    each_place,
+    nothing_kept,
+    told,
+)
 
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice.backends import cpu_extension, kernel_sources
 from mlx_lattice.inspect.doctor import clock, features, layers, proofs
 from mlx_lattice.problem import FORWARD, PASSES
 from mlx_lattice.routes import proof_results
 from mlx_lattice.routes.plan import Plan
+
+
+def multiplies_matrices(plan):
+    files = plan.gpu.files if plan.gpu else ()
+    texts = (kernel_sources.source("metal", f"{file}.metal") for file in files)
+    return any("simdgroup_multiply" in text for text in texts)
+
+
+def test_on_the_gpu_of_a_virtual_machine_no_kernel_multiplies_matrices():
+    real = devices.profile("m1")
+    virtual = replace(real, matrices=False)
+    routes_of = {}
+    for device in (real, virtual):
+        found = [(p, p.route.plan(p.problem, device)) for p in proofs.points(device)]
+        routes_of[device] = {p.route.name for p, y in found if multiplies_matrices(y)}
+        for point, _ in found:
+            choice = routes.select(point.problem, device=virtual)
+            assert not multiplies_matrices(choice.plan)
+            why = point.route.refusal(point.problem, virtual, forced=True) or ""
+            assert device == real or not why
+    assert routes_of[real] == {
+        *("sorted_implicit_gemm", "device_weights_gemm", "dense_channel", "cout16"),
+        *("quantized_sorted", "grouped_gemm"),
+    }
+    assert routes_of[virtual] == set()
 
 
 def test_every_kernel_of_the_table_is_a_point():
@@ -85,7 +116,7 @@ def test_alternating_points_begin_with_every_route():
 
 def test_kernels_are_proved(place):
     found = proofs.points(place)[: 25 if place.name == "metal-host" else None]
-    done = list(proofs.proofs(place, told(found), clock.Budget(200)))
+    done = list(proofs.proofs(place, told(found), clock.Budget(PLENTY)))
     assert proofs.summary(done)["wrong"] == 0 and len(done) == len(found) > 20
     assert [p for p in done if not p.good] == []
     assert any(p.error > 0 for p in done), "float64 is not what was compared with"
@@ -161,7 +192,7 @@ def plan_of(point, device):
 
 
 def prove(point, device):
-    return proofs.proofs(device, told([point]), clock.Budget(60))
+    return proofs.proofs(device, told([point]), clock.Budget(PLENTY))
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -196,7 +227,7 @@ def test_the_reference_is_the_sum_over_edges(layout, kind, groups, pass_):
 
 
 def test_relations_norms_and_pools_are_proved(place):
-    done = list(features.proofs(clock.Budget(200)))
+    done = list(features.proofs(clock.Budget(PLENTY)))
     assert len(done) == len(features.CHECKS) and all(p.good for p in done)
 
 

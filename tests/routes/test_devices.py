@@ -4,7 +4,7 @@ import pytest
 from problems import problem
 
 from mlx_lattice import devices
-from mlx_lattice.routes import select
+from mlx_lattice.routes import select, thresholds
 
 pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 
@@ -21,6 +21,8 @@ def metal(architecture="applegpu_g16s", name="Apple M4 Max", darwin="25.2.0"):
         ("applegpu_g14s", "Apple M2 Max", "24.1.0", "m2-max", False),
         ("applegpu_g15d", "Apple M3 Ultra", "25.2.0", "m3-ultra", False),
         ("applegpu_g16s", "Apple M4 Max", "25.3.0", "m4-max", False),
+        ("applegpu_g16d", "Apple M4 Ultra", "25.3.0", "m4-ultra", False),
+        ("applegpu_g17d", "Apple M5 Ultra", "25.3.0", "m5-ultra", True),
         ("applegpu_g17g", "Apple M5", "25.2.0", "m5", True),
         ("applegpu_g17s", "Apple M5 Max", "25.10.0", "m5-max", True),
         ("applegpu_g17s", "Apple M5 Max", "27.0.0", "m5-max", True),
@@ -34,6 +36,20 @@ def test_metal_profiles(architecture, name, darwin, profile, accelerated):
     device = metal(architecture, name, darwin)
     assert (device.name, device.neural_accelerators) == (profile, accelerated)
     assert device.backend == "metal"
+
+
+@pytest.mark.parametrize("family", ("m1", "m2", "m3", "m4", "m5"))
+def test_an_ultra_is_planned_by_the_cores_of_two_max(family):
+    top, ultra = (devices.profile(f"{family}-{tier}") for tier in ("max", "ultra"))
+    assert ultra.cores == 2 * top.cores and ultra.tflops == 2 * top.tflops
+    assert thresholds.FILLING[ultra.name] == 2 * thresholds.FILLING[top.name]
+
+
+def test_the_gpu_of_a_virtual_machine_has_no_matrices():
+    # What MLX says on a hosted runner of macOS 15.
+    device = metal("air64_v27", "Apple Paravirtual device", "24.6.0")
+    assert (device.backend, device.matrices) == ("metal", False)
+    assert devices.profile("m1").matrices and metal().matrices
 
 
 @pytest.mark.parametrize(
