@@ -114,8 +114,9 @@ def metadata_faults(text: str) -> list[str]:
     found = metadata["Name"], metadata["Version"], metadata["Description-Content-Type"]
     wanted = stated("NAME"), stated("__version__"), "text/markdown"
     faults = [] if found == wanted else [f"metadata says {found}, not {wanted}"]
-    if len(hard) != 1 or not hard[0].startswith("mlx>="):
-        faults.append(f"it depends on {hard}; mlx alone is wanted")
+    bounds = r"mlx *\(?(?=.*>=\d)(?=.*<\d)[\d.<>=, ]+\)?"
+    if len(hard) != 1 or not re.fullmatch(bounds, hard[0]):
+        faults.append(f"it depends on {hard}; mlx alone is wanted, with two bounds")
     return faults
 
 

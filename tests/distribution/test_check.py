@@ -18,7 +18,7 @@ EXTENSION = "mlx_lattice/_cpu.cpython-311-x86_64-linux-gnu.so"
 METADATA = f"""Metadata-Version: 2.4
 Name: {distribution.NAME}
 Version: {distribution.__version__}
-Requires-Dist: mlx>=0.32.4
+Requires-Dist: mlx<0.32.5,>=0.32.4
 Requires-Dist: numpy>=1.24; extra == "io"
 Description-Content-Type: text/markdown
 """
@@ -102,7 +102,8 @@ def test_a_wheel_has_the_extension_that_its_name_promises(tag, more, less, tmp_p
         (distribution.NAME, distribution.ANOTHERS, "metadata says ('mlx-lattice'"),
         ("text/markdown", "text/plain", "text/plain"),
         ("; extra ==", "; python ==", "mlx alone is wanted"),
-        ("mlx>=", "mlx-cpu>=", "mlx alone is wanted"),
+        ("mlx<", "mlx-cpu<", "mlx alone is wanted"),
+        ("<0.32.5,", "", "mlx alone is wanted, with two bounds"),
     ),
 )
 def test_wrong_metadata_is_named(old, new, found, tmp_path):
