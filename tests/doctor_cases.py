@@ -7,11 +7,19 @@ from places import leave_the_host
 
 from metal import host
 from mlx_lattice import devices
-from mlx_lattice.inspect.doctor import examine, features, layers, proofs, timings
+from mlx_lattice.inspect.doctor import (
+    examine,
+    features,
+    layers,
+    machine,
+    proofs,
+    timings,
+)
 from mlx_lattice.inspect.doctor.examine import Examination
 from mlx_lattice.inspect.doctor.layers import Build, Layer, Scene
 from mlx_lattice.problem import PASSES
 
+PLENTY = 1e6  # seconds: no budget ends, however busy the machine is
 SHELL = Scene("shell", 9)
 SMALL = (
     Layer(SHELL, 16, 24, passes=PASSES, quick=True, published=0.5),
@@ -24,6 +32,7 @@ SMALL = (
 def nothing_kept(unforced, monkeypatch, tmp_path):
     # The command sets it; MLX reads it once, maybe here first.
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
+    monkeypatch.setattr(machine, "busy", lambda: None)  # the tests themselves are
     if not devices.metal_on_host():  # whose compiled kernels are kept there
         monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "cache"))
     yield

@@ -4,6 +4,7 @@ import json
 
 import pytest
 from doctor_cases import (  # noqa: F401 (fixtures)
+    PLENTY,
     a_report,
     nothing_kept,
     short_list,
@@ -29,7 +30,7 @@ def test_nothing_of_the_owner_is_in_the_report(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Plan, "__call__", fail)
     try:
-        found = Examination(quick=True, seconds=30)()
+        found = Examination(quick=True, seconds=PLENTY)()
         text = json.dumps(found.as_dict()) + str(found)
         text += report_page.page(found.as_dict())
     finally:

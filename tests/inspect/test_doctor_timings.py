@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 from doctor_cases import (  # noqa: F401 (fixtures)
+    PLENTY,
     SHELL,
     SMALL,
     each_place,
@@ -25,7 +26,7 @@ from mlx_lattice.routes.plan import Plan
 
 def test_every_route_of_a_layer_is_timed_and_checked(place):
     timer = timings.Timer(place, None, quick=False)
-    rows = list(timer.time(SMALL[0], clock.Budget(300)))
+    rows = list(timer.time(SMALL[0], clock.Budget(PLENTY)))
     assert all(isinstance(row, timings.Row) for row in rows)
     assert {row.pass_ for row in rows} == set(PASSES)
     for pass_ in PASSES:
@@ -42,7 +43,7 @@ def test_every_route_of_a_layer_is_timed_and_checked(place):
 
 def test_the_quick_form_times_the_chosen_route_alone():
     timer = timings.Timer(devices.current(), None, quick=True)
-    rows = list(timer.time(SMALL[2], clock.Budget(60)))
+    rows = list(timer.time(SMALL[2], clock.Budget(PLENTY)))
     assert len(rows) == 1 and rows[0].chosen and not timer.kept
 
 
@@ -55,7 +56,7 @@ def test_a_wrong_route_is_said(monkeypatch):
 
     monkeypatch.setattr(timings, "_runner", runner)
     timer = timings.Timer(device, None, quick=False)
-    rows = list(timer.time(SMALL[2], clock.Budget(60)))
+    rows = list(timer.time(SMALL[2], clock.Budget(PLENTY)))
     wrong = {row.route for row in rows if not row.good}
     assert wrong == ({"relation_traversal"} & {row.route for row in rows}) != set()
     assert timer.kept[0].times["relation_traversal"] is None
@@ -64,14 +65,14 @@ def test_a_wrong_route_is_said(monkeypatch):
 def test_what_is_too_large_or_too_late_is_left_out_and_said():
     device = devices.current()
     large = Layer(Scene("thin", 2_300_000), 128, 512)
-    found = list(timings.Timer(device, 8e9, False).time(large, clock.Budget(300)))
+    found = list(timings.Timer(device, 8e9, False).time(large, clock.Budget(PLENTY)))
     assert len(found) == 1 and re.match(r"it takes \d+\.\d GB of 8", found[0].why)
     late = list(timings.Timer(device, None, False).time(SMALL[0], clock.Budget(0)))
     assert [s.why for s in late] == ["no time was left"]
     assert timings.built(Build(SHELL), clock.Budget(0), 0.1).why == "no time was left"
     slow = Layer(SHELL, 512, 512)
     timer = timings.Timer(replace(device, tflops=1e-6, half_tflops=1e-6), None, True)
-    (found,) = timer.time(slow, clock.Budget(100))
+    (found,) = timer.time(slow, clock.Budget(PLENTY))
     assert "are estimated" in found.why
 
 
@@ -117,19 +118,19 @@ def test_cuda_compiles_side_by_side_first(small, monkeypatch):
     )
     timer = timings.Timer(h200, None, quick=True)
     quick, _ = layers.chosen(True, False)
-    timer.prepare(quick, clock.Budget(60))
+    timer.prepare(quick, clock.Budget(PLENTY))
     assert finished == [len(planned)] == [sum(len(la.passes) for la in quick)]
     assert {backend for backend, _ in planned} == {"cuda"}
     planned.clear()
     monkeypatch.setattr(proofs, "TOGETHER", 5)
-    list(proofs.proofs(h200, told(proofs.points(h200)), clock.Budget(60)))
+    list(proofs.proofs(h200, told(proofs.points(h200)), clock.Budget(PLENTY)))
     assert len(finished) == 3  # five and three of eight
     assert len(planned) >= 16  # rehearsed, and proved
 
 
 def test_times_are_kept_as_tuning(tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    examination = Examination(seconds=60)
+    examination = Examination(seconds=PLENTY)
     problem = layers.described(
         SMALL[0], FORWARD, layers.relation_of(SHELL, "pointwise")
     )

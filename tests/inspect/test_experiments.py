@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import KINDS, pair
+from doctor_cases import PLENTY
 from metal_checks import checked, host
 from places import leave_the_host
 
@@ -125,7 +126,7 @@ def test_there_are_twelve():
 
 
 def test_they_run_on_the_host_and_are_right(on_host):
-    found = Examination(seconds=240).experiment()
+    found = Examination(seconds=PLENTY).experiment()
     assert sorted(e.number for e in found.experiments) == NUMBERS
     for e in found.experiments:
         assert e.wrong is None, (e.number, e.wrong)
@@ -149,7 +150,7 @@ def test_elsewhere_those_of_metal_are_not_asked(monkeypatch):
     monkeypatch.setattr(
         chip_experiments, "Scene", lambda name, size: layers.Scene(name, 90)
     )
-    found = Examination(seconds=60).experiment().experiments
+    found = Examination(seconds=PLENTY).experiment().experiments
     for e in found:
         assert e.wrong is None
         assert (e.result == experiments.ON_METAL) == (e.number not in ON_EVERY_BACKEND)
@@ -165,7 +166,7 @@ def alone(monkeypatch, number):
     monkeypatch.setattr(experiments, "EXPERIMENTS", tuple(wanted))
 
 
-def run_one(number, seconds=60.0, monkeypatch=None):
+def run_one(number, seconds=PLENTY, monkeypatch=None):
     place = on_here()
     room = Lab(place, devices.metal_on_host(), Budget(seconds))
     alone(monkeypatch, number)
@@ -216,7 +217,7 @@ def direct_is_faster(fast):
 
 def kept_choice(wrong=None):
     """Experiment 6 with its times kept; the choice then, and its explanation."""
-    examination = Examination(seconds=60)
+    examination = Examination(seconds=PLENTY)
     (found,) = examination.experiment().experiments
     assert found.wrong is None or wrong in found.wrong
     with pytest.raises(ValueError, match="mean nothing"):
@@ -265,7 +266,7 @@ TILES = (
 
 def tiles_kept():
     """The examination of an experiment whose tiles are kept, and its problem."""
-    examination = Examination(seconds=60)
+    examination = Examination(seconds=PLENTY)
     (found,) = examination.experiment().experiments
     examination.report.machine["on_host"] = False
     examination.keep()

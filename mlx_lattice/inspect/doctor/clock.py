@@ -24,7 +24,7 @@ class Budget:
     """
 
     seconds: float
-    now: Callable[[], float] = time.perf_counter
+    now: Callable[[], float] = lambda: time.perf_counter()  # looked up when called
     _end: float = field(init=False)
 
     def __post_init__(self):

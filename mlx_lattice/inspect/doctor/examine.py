@@ -13,11 +13,10 @@ import mlx.core as mx
 from ... import devices
 from ...backends import first_use
 from ...devices import METAL, Device
-from . import features, layers, proofs, rates
+from . import features, layers, machine, proofs, rates
 from .clock import Budget
 from .experiments import EXPERIMENTS, experiments
 from .lab import Lab
-from .machine import facts
 from .proofs import Point
 from .report import Report
 from .timings import Built, Kept, KeptTiles, Row, Timer, built
@@ -60,8 +59,8 @@ class Examination:
             self.seconds = QUICK_SECONDS if self.quick else SECONDS
         self.budget = Budget(self.seconds * (1 - LAST))
         self._begun = time.perf_counter()
-        machine = facts(self.device)
-        self.report = Report(machine, self.device, self.quick, self.seconds)
+        facts = machine.facts(self.device)
+        self.report = Report(facts, self.device, self.quick, self.seconds)
         self.kept: list[Kept | KeptTiles] = []
         self._points: list[Point] = []
 
@@ -94,6 +93,7 @@ class Examination:
     def end(self) -> Report:
         """Return the report as finished."""
         self.report.unfinished = None
+        self.report.machine["busy"] = self.report.machine["busy"] or machine.busy()
         self.report.seconds = time.perf_counter() - self._begun
         return self.report
 
@@ -173,10 +173,13 @@ class Examination:
         """Keep what was timed as this machine's tuning; return how many problems.
 
         Raises:
-            ValueError: the times are those of metal/host, which mean nothing.
+            ValueError: the times are those of metal/host, which mean nothing, or of a
+                busy machine.
         """
         if self.report.machine["on_host"]:
             raise ValueError("times of metal/host mean nothing; they are not kept")
+        if busy := self.report.machine["busy"]:
+            raise ValueError(f"times of a busy machine are not kept: {busy}")
         for found in self.kept:
             found.keep(self.device)
         return len({found.problem for found in self.kept})

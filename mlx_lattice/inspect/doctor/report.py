@@ -113,11 +113,7 @@ def _why(proof: Proof) -> str:
 
 def text_of(found: Mapping) -> str:
     """Return a report, as ``doctor.json`` holds it, as tables."""
-    parts = [headline(found)]
-    if found["machine"]["on_host"]:
-        parts.append(ON_HOST)
-    if found["unfinished"]:
-        parts.append(f"Stopped in: {found['unfinished']}")
+    parts = [headline(found), *notes(found)]
     if found["rates"]:
         parts.append(_table(RATE_COLUMNS, [_rate(r) for r in found["rates"]]))
     for name, what in (("proofs", "contraction kernels"), ("features", "other checks")):
@@ -144,11 +140,38 @@ def headline(found: Mapping) -> str:
     """Return the chip, the software and what came of it, in one line."""
     m, d = found["machine"], found["device"]
     release = f" {m['release']}" if m["release"] else ""
-    state = f"{len(found['wrong'])} wrong" if found["wrong"] else "nothing wrong"
     return (
         f"{m['chip']} ({d['name']}, {d['backend']}), {m['system']}{release}, MLX "
-        f"{m['mlx']}: {state}, {found['seconds']:.0f} s of {found['limit']:.0f}"
+        f"{m['mlx']}: {state(found)}, {found['seconds']:.0f} s of {found['limit']:.0f}"
     )
+
+
+def state(found: Mapping) -> str:
+    """Return how many results are wrong, and whether times can be trusted."""
+    wrong, busy = len(found["wrong"]), found["machine"].get("busy")
+    if not busy:
+        return f"{wrong} wrong" if wrong else "nothing wrong"
+    return f"{wrong or 'no'} wrong results, times of a busy machine"
+
+
+def notes(found: Mapping) -> list[str]:
+    """Return what a reader must know before the tables."""
+    m, lines = found["machine"], []
+    if m["on_host"]:
+        lines.append(ON_HOST)
+    if busy := m.get("busy"):
+        lines.append(
+            f"The machine is busy: {busy}. Rates and times are worse than it is "
+            "capable of: close other programs, then run the doctor again."
+        )
+    if (target := m.get("metal_target")) is not None:
+        lines.append(
+            "Metal compiles kernels with __ENVIRONMENT_OS_VERSION_MIN_REQUIRED__ = "
+            f"{target}; TensorOps (M5) need 260200 or later."
+        )
+    if found["unfinished"]:
+        lines.append(f"Stopped in: {found['unfinished']}")
+    return lines
 
 
 def counted(proofs: Mapping) -> str:

@@ -8,7 +8,7 @@ from itertools import groupby
 
 from ..page import environment
 from . import published
-from .report import ON_HOST, left_out, ms_of, predicted_of, relation_cells
+from .report import left_out, ms_of, notes, predicted_of, relation_cells, state
 
 
 def page(found: Mapping) -> str:
@@ -28,7 +28,8 @@ def page(found: Mapping) -> str:
         source=published.SHELL_SOURCE,
         kernels=_kernels(found),
         skipped=left_out(found["skipped"]),
-        on_host=ON_HOST,
+        state=state(found),
+        notes=notes(found),
         right=lambda proofs: sum(p["good"] for p in proofs["kernels"]),
         ms=ms_of,
         predicted_of=predicted_of,
