@@ -54,7 +54,7 @@ def programs():
     def call(name, *arrays):
         sent = b"".join(np.asarray(a, np.int32).tobytes() for a in arrays)
         done = subprocess.run(
-            [built(name)], input=sent, capture_output=True, timeout=60
+            [built(name)], input=sent, capture_output=True, timeout=600
         )
         assert done.returncode == 0, done.stderr
         return done.stdout

@@ -1,6 +1,6 @@
 """Host kernels are nodes of MLX's graph: lazy, differentiable, compiled, recorded."""
 
-import time
+import subprocess
 
 import mlx.core as mx
 import numpy as np
@@ -301,9 +301,8 @@ def test_a_wrong_call_raises_as_on_a_mac(installed):
         )
 
 
-def test_a_cached_kernel_launches_fast(installed):
+def test_a_cached_kernel_starts_no_process(installed, monkeypatch):
     a = mx.ones((64,))
     mx.eval(shifted(a, 0))
-    start = time.perf_counter()
+    monkeypatch.setattr(subprocess, "Popen", None)
     mx.eval([shifted(a, 0) for _ in range(50)])
-    assert (time.perf_counter() - start) / 50 < 0.01

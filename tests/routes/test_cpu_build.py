@@ -204,7 +204,7 @@ def test_the_gil_is_released(call):
     entered, went_on, seen = threading.Event(), [], []
 
     def work():
-        for _ in range(20):
+        for _ in range(1000):  # a busy machine may leave the other thread waiting
             went_on.clear()
             entered.set()
             if call == "eval":

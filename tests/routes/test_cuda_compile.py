@@ -254,7 +254,7 @@ class TestRehearsal:
         real = nvrtc.compile
 
         def compile_(text):
-            both.wait(60)  # breaks unless two wait
+            both.wait(600)  # breaks unless two wait
             return real(text)
 
         monkeypatch.setattr(nvrtc, "compile", compile_)
