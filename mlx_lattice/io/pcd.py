@@ -16,6 +16,11 @@ from .errors import FileError
 class PointFileError(FileError):
     """A file that does not hold what its format or its header says."""
 
+    def __init__(self, message: str):
+        longest = 1000  # names in a file may have any length
+        more = f"... ({len(message):,} letters)" * (len(message) > longest)
+        super().__init__(message[:longest] + more)
+
 
 def short(path: Path, promised: object, found: object) -> PointFileError:
     """Return the error of a file that holds less than its header promises."""

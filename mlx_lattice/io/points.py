@@ -6,12 +6,14 @@ before anything is allocated.
 
 from __future__ import annotations
 
+import io
 import struct
 import zipfile
 import zlib
 from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 try:
     import numpy as np
@@ -49,6 +51,11 @@ _TRIPLES = (
 
 # At 16 384 m float32 has steps of 1 mm: doubles beyond are shifted to their corner.
 _FAR = 16384.0
+
+# Arrays of an NPZ file may be so many times larger than the file, or so large; the
+# entries and the bytes of a header that are looked at.
+_EXPANSION, _NPZ_BYTES = 64, 2**26
+_NPZ_ENTRIES, _NPY_HEADER = 1000, 2**16
 
 # What `zipfile` raises where a zip is truncated, corrupt, or encrypted.
 _ZIP_ERRORS = (
@@ -201,65 +208,120 @@ def _read_bin(path: Path) -> dict[str, np.ndarray]:
 
 def _read_npy(path: Path) -> dict[str, np.ndarray]:
     with path.open("rb") as stream:
-        return _columns(_npy_array(stream, path.stat().st_size, path), path)
+        head = _npy_head(stream, path.stat().st_size, path)
+        stream.seek(0)
+        return _columns(_npy_array(stream, head, path), path)
 
 
 def _read_npz(path: Path) -> dict[str, np.ndarray]:
-    arrays = {}
-    path.stat()  # a missing file raises FileNotFoundError
     try:
         with zipfile.ZipFile(path) as archive:
-            for entry in archive.infolist():
+            entries = {
+                entry.filename.removesuffix(".npy"): entry
+                for entry in archive.infolist()
+            }
+            if len(entries) > _NPZ_ENTRIES:
+                raise PointFileError(
+                    f"{path.name} has {len(entries):,} entries, expected at most "
+                    f"{_NPZ_ENTRIES:,}"
+                )
+            heads = {}
+            for name, entry in entries.items():
+                if entry.compress_type not in (
+                    zipfile.ZIP_STORED,
+                    zipfile.ZIP_DEFLATED,
+                ):
+                    raise PointFileError(f"{path.name}: {name} is not packed as NPZ is")
                 with archive.open(entry) as stream:
-                    name = entry.filename.removesuffix(".npy")
-                    arrays[name] = _npy_array(stream, entry.file_size, path)
+                    heads[name] = _npy_head(stream, entry.file_size, path)
+            key, wanted = _npz_entries(heads, path)
+            size, total = path.stat().st_size, sum(heads[k].nbytes for k in wanted)
+            if total > max(_EXPANSION * size, _NPZ_BYTES):
+                raise PointFileError(
+                    f"{path.name} has {size:,} bytes, and its points have {total:,}: "
+                    f"more than {_EXPANSION} times the file is not read"
+                )
+            arrays = {}
+            for name in wanted:
+                with archive.open(entries[name]) as stream:
+                    arrays[name] = _npy_array(stream, heads[name], path)
     except _ZIP_ERRORS as error:
         raise PointFileError(f"{path.name} is no whole NPZ file: {error}") from error
-    key = next((k for k in ("points", "xyz", "pos") if k in arrays), None)
-    if key is None and len(arrays) == 1:
-        key = next(iter(arrays))
-    if key is None:
-        if all(name in arrays for name in "xyz"):
-            return {name: array for name, array in arrays.items() if array.ndim}
-        raise PointFileError(
-            f"{path.name} has no entry points, xyz or pos; "
-            f"its entries are: {', '.join(arrays) or 'none'}"
-        )
-    columns = _columns(arrays.pop(key), path)
+    columns = {} if key is None else _columns(arrays.pop(key), path)
     if twice := [name for name in "xyz" if name in arrays and name in columns]:
         raise PointFileError(
             f"{path.name} has an entry {twice[0]} beside {key}, which has that column: "
             "give one of the two another name"
         )
-    n = len(columns["x"]) if "x" in columns else -1
-    return columns | {k: v for k, v in arrays.items() if v.ndim and len(v) == n}
+    return columns | arrays
 
 
-def _npy_array(stream: BinaryIO, size: int, path: Path) -> np.ndarray:
+def _npz_entries(heads: dict[str, _NpyHead], path: Path) -> tuple[str | None, list]:
+    """Return the entry of the points, None if it is x, y and z, and what to read."""
+    key = next((k for k in ("points", "xyz", "pos") if k in heads), None)
+    if key is None and len(heads) == 1:
+        key = next(iter(heads))
+    if key is None and not heads.keys() >= {*"xyz"}:
+        raise PointFileError(
+            f"{path.name} has no entry points, xyz or pos; "
+            f"its entries are: {', '.join(heads) or 'none'}"
+        )
+    points = heads["x" if key is None else key]
+    n = prod(points.shape) if points.dtype.names else next(iter(points.shape), -1)
+    wanted = [key] if key else [*"xyz"]
+    return key, wanted + [
+        name
+        for name, head in heads.items()
+        if head.shape[:1] == (n,) and name not in wanted
+    ]
+
+
+class _NpyHead(NamedTuple):
+    """The header of an array in NumPy's format, and the bytes before its numbers."""
+
+    shape: tuple[int, ...]
+    fortran: bool
+    dtype: np.dtype
+    start: int
+
+    @property
+    def nbytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def _npy_head(stream: BinaryIO, size: int, path: Path) -> _NpyHead:
+    """Read a header, and check what it promises against the size of the entry."""
     formats = np.lib.format
     readers = {
         (1, 0): formats.read_array_header_1_0,
         (2, 0): formats.read_array_header_2_0,
     }
+    # No more: a header's own length may be any number.
+    start = io.BytesIO(stream.read(_NPY_HEADER))
     try:
-        version = formats.read_magic(stream)
+        version = formats.read_magic(start)
         if version not in readers:
             raise ValueError(f"version {version} of the format")
-        shape, fortran, dtype = readers[version](stream)
+        head = _NpyHead(*readers[version](start), start.tell())
     except Exception as error:  # NumPy's parser lets tokenizer errors through
         raise PointFileError(f"{path.name} is no readable array: {error}") from error
-    if dtype.hasobject:
+    if min(head.shape, default=0) < 0 or head.nbytes > size - head.start:
+        raise short(path, f"{head.dtype} of shape {head.shape}", f"{size} bytes")
+    return head
+
+
+def _npy_array(stream: BinaryIO, head: _NpyHead, path: Path) -> np.ndarray:
+    if head.dtype.hasobject:
         raise PointFileError(f"{path.name} holds Python objects, expected numbers")
-    count = 1
-    for extent in shape:
-        count *= extent
-    if count < 0 or count * dtype.itemsize > size:
-        raise short(path, f"{dtype} of shape {shape}", f"{size} bytes")
-    data = stream.read(count * dtype.itemsize)
-    if len(data) < count * dtype.itemsize:
-        raise short(path, f"{count * dtype.itemsize} bytes", len(data))
-    flat = np.frombuffer(data, dtype, count)
-    return _native(flat.reshape(shape, order="F" if fortran else "C"))
+    stream.read(head.start)
+    data = stream.read(head.nbytes)
+    if len(data) < head.nbytes:
+        raise short(path, f"{head.nbytes} bytes", len(data))
+    try:
+        flat = np.frombuffer(data, head.dtype, prod(head.shape))
+        return _native(flat.reshape(head.shape, order="F" if head.fortran else "C"))
+    except ValueError as error:
+        raise PointFileError(f"{path.name} is no readable array: {error}") from None
 
 
 def _columns(array: np.ndarray, path: Path) -> dict[str, np.ndarray]:
