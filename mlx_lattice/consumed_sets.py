@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from .coordinate_set import CoordinateKey, CoordinateSet, finer, stride_text
 from .copies import Links
 from .held_sets import HeldSets
+from .shared_views import building, built_by_one
 
 
 class ConsumedSets(HeldSets):
@@ -30,6 +31,7 @@ class ConsumedSets(HeldSets):
         for coarse in self._consumed.keys() - living:
             del self._consumed[coarse]
 
+    @built_by_one
     def links(self, held: CoordinateSet) -> Links:
         """Return a set as it is copied, and what it was computed from."""
         fine = tuple(
@@ -38,6 +40,7 @@ class ConsumedSets(HeldSets):
         )
         return super().links(held)._replace(fine=fine)
 
+    @built_by_one
     def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
         """Take over what is known of sets that were copied."""
         super().link(sets, links)
@@ -47,13 +50,14 @@ class ConsumedSets(HeldSets):
                 self._consumed[held] = known
 
     def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
-        if coarse is fine:
+        if coarse is fine or self._consumed.get(coarse, {}).get(fine.stride) is fine:
             return
-        sets = self._consumed.setdefault(coarse, {})
-        one = fine if sets.get(fine.stride, fine) is fine else None
-        if fine.stride not in sets or sets[fine.stride] is not one:
-            sets[fine.stride] = one
-            self._version += 1
+        with building:
+            sets = self._consumed.setdefault(coarse, {})
+            one = fine if sets.get(fine.stride, fine) is fine else None
+            if fine.stride not in sets or sets[fine.stride] is not one:
+                sets[fine.stride] = one
+                self._version += 1
 
     def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
         """Return the set that ``key`` was computed from by strides of these steps.
@@ -72,7 +76,7 @@ class ConsumedSets(HeldSets):
         found, above = [], [coarse]
         for each in above:  # the list grows: a set of stride 4 goes back to stride 1
             sets = self._consumed.get(each, {})
-            near = [sets[wanted]] if wanted in sets else sets.values()
+            near = [sets[wanted]] if wanted in sets else list(sets.values())
             for fine in near:
                 if fine is None or fine.stride == wanted:
                     found.append(fine)

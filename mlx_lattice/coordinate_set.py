@@ -19,6 +19,7 @@ from .checks import AXES, each_axis, whole
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.rows import RowIndex
+from .shared_views import SharedViews, built_by_one
 
 # Batch elements that a set of fewer rows may have without a declared batch_size.
 UNDECLARED_ELEMENTS = 1024
@@ -94,7 +95,7 @@ class CoordinateSet:
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
-        self._index: RowIndex | None = None
+        self._views = SharedViews()  # the look-up alone
         # Numbers on the device, to be read with what is not known, and who wants them.
         self._counts: list[tuple[mx.array, Callable[[int], None]]] = []
         # Rows that the library made are right; others are read once.
@@ -127,12 +128,17 @@ class CoordinateSet:
     @property
     def bounds(self) -> Bounds:
         """Least and greatest value of every column; read from the device once."""
+        if self._bounds is None:
+            self._find_bounds()
+        return self._bounds
+
+    @built_by_one
+    def _find_bounds(self) -> None:
         if self._bounds is None and not self.settled:
             learn([self])
         elif self._bounds is None:
             with expecting_values([self]):
                 self._bounds = registry.geometry().bounds(self.coords)
-        return self._bounds
 
     @property
     def box(self) -> Bounds:
@@ -161,19 +167,28 @@ class CoordinateSet:
 
     @property
     def lookup(self) -> RowIndex:
-        """The look-up of its rows, launched but not checked: see ``index``."""
-        if self._index is None:
-            self._index = registry.geometry().index(self.coords, self._box)
-        return self._index
+        """The look-up of its rows, not checked: see ``index``."""
+        index = self._views.get("lookup")
+        return (
+            self._views.build("lookup", self._make_lookup) if index is None else index
+        )
+
+    def _make_lookup(self) -> RowIndex:
+        return registry.geometry().index(self.coords, self._box)
 
     @lookup.setter
     def lookup(self, index: RowIndex) -> None:
-        self._index = index
+        self._views.add("lookup", index)
+
+    @property
+    def arrays(self) -> tuple[mx.array]:
+        """The rows, which are computed before another thread sees the set."""
+        return (self.coords,)
 
     @property
     def has_lookup(self) -> bool:
         """Whether the look-up is there."""
-        return self._index is not None
+        return self._views.find("lookup") is not None
 
     @property
     def index(self) -> RowIndex:
@@ -189,7 +204,7 @@ class CoordinateSet:
     def release(self) -> None:
         """Drop the look-up of rows that were checked; it is made again when needed."""
         if self.settled and (self._bounds is not None or self._box is not None):
-            self._index = None
+            self._views.drop("lookup")
 
     @property
     def unread(self) -> list[mx.array]:
@@ -212,8 +227,10 @@ class CoordinateSet:
         for (_, tell), (number,) in zip(counts, values[len(facts) :], strict=True):
             tell(number)
         if self._bounds is None:
-            self._bounds, self._repeat = self.lookup.settle(facts)
-            self.is_sorted |= bool(self.lookup.is_sorted)
+            index = self.lookup
+            self._bounds, self._repeat = index.settle(facts)
+            self.is_sorted |= bool(index.is_sorted)
+            self.lookup = index  # which may have sorted its rows again
 
     def check(self) -> None:
         """Check range and uniqueness by what was learnt.
@@ -271,6 +288,7 @@ class OfPairs:
         self._known.pop(a, None)
 
 
+@built_by_one
 def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
     """Read what is not known yet of sets. Waits for the device once.
 
@@ -303,6 +321,7 @@ def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
         raise
 
 
+@built_by_one
 def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
     """Check sets that were not checked yet; see ``learn``.
 
@@ -311,7 +330,8 @@ def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
     """
     values = learn(sets, *more)
     for each in sets:
-        each.check()
+        if not each.settled:  # by another thread, meanwhile
+            each.check()
     return values
 
 

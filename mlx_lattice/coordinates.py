@@ -11,11 +11,11 @@ import mlx.core as mx
 from .backends import registry
 from .consumed_sets import ConsumedSets
 from .coordinate_set import CoordinateKey, CoordinateSet, settle
-from .geometry import sync
 from .geometry.search import Search
 from .kernel_spec import IntOrTuple, KernelSpec, check_support
 from .relation import Relation
 from .scan_record import Views
+from .shared_views import building, built_by_one
 
 
 def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
@@ -215,9 +215,7 @@ class CoordinateManager(ConsumedSets):
         """Have the edges of a new relation counted by the read that checks a set."""
         if relation.is_identity:
             return
-        # What is read starts all of it: the device builds while Python waits.
-        with sync.held():
-            count = registry.geometry().start(relation)
+        count = registry.geometry().start(relation)
         if count is not None:
             source.read_also(count, relation.set_counted)
 
@@ -234,24 +232,25 @@ class CoordinateManager(ConsumedSets):
         Raises:
             ValueError: what is wrong with the set.
         """
-        source = self[key]
-        held, count = (self._relations, self._identities), len(self.record.relations)
-        self._relations, self._identities = map(dict, held)
-        self._checks_later = True
-        try:
-            relation = self._between(kind, source, source, spec)
-            if not source.settled:
-                self._count_with(source, relation)
-            yield
-            if not source.settled:
-                settle([source])
-        except BaseException:
-            self._relations, self._identities = held
-            del self.record.relations[count:]
-            source.forget_counts()
-            raise
-        finally:
-            self._checks_later = False
+        with building:
+            source, kept = self[key], len(self.record.relations)
+            held = self._relations, self._identities
+            self._relations, self._identities = map(dict, held)
+            self._checks_later = True
+            try:
+                relation = self._between(kind, source, source, spec)
+                if not source.settled:
+                    self._count_with(source, relation)
+                yield
+                if not source.settled:
+                    settle([source])
+            except BaseException:
+                self._relations, self._identities = held
+                del self.record.relations[kept:]
+                source.forget_counts()
+                raise
+            finally:
+                self._checks_later = False
 
     def _known_edges(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
@@ -259,7 +258,7 @@ class CoordinateManager(ConsumedSets):
         """Return the edges where each row of the finer set has one, to its cell."""
         fine = source if kind == "forward" else target
         if kind == "transposed":  # of a set that may lack cells
-            made = self._made.get(("cell", target, spec.stride))
+            made = self._made.find(("cell", target, spec.stride))
             has_one = made is source and _has_every_cell(fine, spec)
         elif kind == "forward":
             has_one = _has_every_cell(fine, spec)
@@ -284,6 +283,15 @@ class CoordinateManager(ConsumedSets):
         return self._between(kind, self[source], self[target], spec)
 
     def _between(
+        self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
+    ) -> Relation:
+        known = self._relations.get((kind, source, target, spec))
+        if known is not None and source.settled and target.settled:
+            return known
+        return self._build_between(kind, source, target, spec)
+
+    @built_by_one
+    def _build_between(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
     ) -> Relation:
         question = kind, source, target, spec

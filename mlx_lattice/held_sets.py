@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from weakref import ref
@@ -27,6 +27,7 @@ from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
 from .kernel_spec import IntOrTuple, KernelSpec, per_axis
 from .scan_record import Record
+from .shared_views import SharedViews, built_by_one
 
 
 def _forget(sets: ref[HeldSets], array: int, _: ref) -> None:
@@ -43,9 +44,10 @@ class HeldSets:
         # Sets by the identity of an array, for as long as that lives, and their facts.
         self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
         # By the rule, the set that it read, and how.
-        self._made: dict[tuple[str, CoordinateSet, object], CoordinateSet] = {}
+        self._made = SharedViews()
         self.record = Record()  # for scans to come; see relations_ahead
 
+    @built_by_one
     def insert(
         self,
         coords: mx.array,
@@ -82,6 +84,7 @@ class HeldSets:
         held.is_kept = True
         return held.key
 
+    @built_by_one
     def inserted(
         self,
         coords: mx.array,
@@ -121,6 +124,7 @@ class HeldSets:
         self.adopt(held)
         return held
 
+    @built_by_one
     def adopt(self, held: CoordinateSet) -> None:
         """Add a set that no manager has."""
         self._sets[held.serial] = held
@@ -131,15 +135,17 @@ class HeldSets:
         """What stands for it in what is copied: one object."""
         return self.__dict__.setdefault("_one", OneManager(type(self)))
 
+    @built_by_one
     def links(self, held: CoordinateSet) -> Links:
         """Return a set as it is copied."""
         made = tuple(
             (rule, source.serial, how)
-            for (rule, source, how), made in self._made.items()
+            for (rule, source, how), made in self._made.everything()
             if made is held
         )
         return Links(held, held.serial, made, ())
 
+    @built_by_one
     def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
         """Take over what is known of sets that were copied.
 
@@ -150,7 +156,7 @@ class HeldSets:
         for held, _, made, _ in links:
             for rule, source, how in made:
                 if source in sets:
-                    self._made[rule, sets[source], how] = held
+                    self._made.add((rule, sets[source], how), held)
 
     def __copy__(self) -> HeldSets:
         return deepcopy(self)
@@ -187,14 +193,16 @@ class HeldSets:
 
     def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
         """Yield pairs of sets of which the second lives while the first does."""
-        for (_, source, _), made in self._made.items():
+        for (_, source, _), made in self._made.everything():
             yield source, made  # or it would be made again
             yield made, source  # what goes back up looks for it
 
     def _keep(self, living: set[CoordinateSet]) -> None:
         """Drop all sets but these, and what is known of others."""
         self._sets = {n: held for n, held in self._sets.items() if held in living}
-        self._made = {of: made for of, made in self._made.items() if made in living}
+        for rule, made in self._made.everything():
+            if made not in living:
+                self._made.drop(rule)
         self.record.keep(set(self._sets))
         for name, (array, known) in list(self._by_array.items()):
             left = {facts: held for facts, held in known.items() if held in living}
@@ -249,11 +257,13 @@ class HeldSets:
         chain = [per_axis(stride, dims, "stride") for stride in strides]
         return tuple(made.key for made in self._cells(source, chain))
 
+    @built_by_one
     def levels(self, held: CoordinateSet) -> list[CoordinateSet]:
         """Return a set and the cells that were made of it, of those, and so on."""
         made = self.record.levels(held.serial)
         return [held, *(self._sets[serial] for serial, _ in made)]
 
+    @built_by_one
     def coarser(
         self, held: CoordinateSet, fine: CoordinateSet
     ) -> tuple[CoordinateSet, CoordinateSet] | None:
@@ -266,10 +276,10 @@ class HeldSets:
         Returns:
             The rows that were refined, and the cells of the fine rows.
         """
-        for (rule, source, spec), made in self._made.items():
+        for (rule, source, spec), made in self._made.everything():
             if made is held and rule == "generative":
                 is_whole = len(held) == len(source) * spec.volume  # no grid cut it
-                cells = self._made.get(("cell", fine, spec.stride))
+                cells = self._made.find(("cell", fine, spec.stride))
                 known = spec.fills_cell and is_whole and cells is not None
                 return (source, cells) if known else None
         return None
@@ -286,28 +296,36 @@ class HeldSets:
             return source
         if support == "cell":
             return self._cells(source, [spec.stride])[0]
-        made = "reach", source, spec
-        if made in self._made:
-            return self._made[made]
+        return self._made_once("reach", source, spec, self._reached_rows)
+
+    def _made_once(
+        self, rule: str, source: CoordinateSet, spec: KernelSpec, make: Callable
+    ) -> CoordinateSet:
+        """Return the set that ``make(source, spec)`` returns, made once by a rule."""
+        made = self._made.get((rule, source, spec))
+        if made is None:
+            made = self._made.build((rule, source, spec), partial(make, source, spec))
+        return made
+
+    def _reached_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
         shape = source.spatial_shape
         if shape is not None:
-            shape = spec.output_shape(shape, support)
+            shape = spec.output_shape(shape, "reach")
         made_rows = self._made_rows(Rule.REACH, source, spec, shape)
         stride = coarser(source.stride, spec.stride)
-        self._made[made] = self._insert_sorted(*made_rows, stride, shape, source)
-        return self._made[made]
+        return self._insert_sorted(*made_rows, stride, shape, source)
 
     def _generated_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
         """Return the set of every ``in * stride + offset_k``, sorted and unique."""
-        made = "generative", source, spec
-        if made not in self._made:
-            shape = source.spatial_shape
-            if shape is not None:
-                shape = spec.transposed_output_shape(shape)
-            made_rows = self._made_rows(Rule.EXPAND, source, spec, shape)
-            stride = finer(source.stride, spec.stride)
-            self._made[made] = self._insert_sorted(*made_rows, stride, shape, source)
-        return self._made[made]
+        return self._made_once("generative", source, spec, self._expanded_rows)
+
+    def _expanded_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
+        shape = source.spatial_shape
+        if shape is not None:
+            shape = spec.transposed_output_shape(shape)
+        made_rows = self._made_rows(Rule.EXPAND, source, spec, shape)
+        stride = finer(source.stride, spec.stride)
+        return self._insert_sorted(*made_rows, stride, shape, source)
 
     def _made_rows(self, rule, source, spec: KernelSpec, shape):
         """Return the rows that a rule makes of a set, and their box."""
@@ -328,18 +346,27 @@ class HeldSets:
     def _cells(
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
     ) -> list[CoordinateSet]:
-        chain, left = [], list(strides)
+        chain = []
         # Cells depend on the stride alone: kernels of one stride share their rows.
-        while left and (made := self._made.get(("cell", source, left[0]))) is not None:
+        for stride in strides:
+            made = self._made.find(("cell", source, stride))
+            if made is None:
+                return chain + self._new_cells(source, strides[len(chain) :])
             source = made
             chain.append(source)
-            del left[0]
-        if not left:
-            return chain
-        for stride, level in zip(left, levels(source, left), strict=True):
+        return chain
+
+    @built_by_one
+    def _new_cells(
+        self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
+    ) -> list[CoordinateSet]:
+        if self._made.find(("cell", source, strides[0])) is not None:
+            return self._cells(source, strides)  # another thread has made them
+        chain = []
+        for stride, level in zip(strides, levels(source, strides), strict=True):
             rows, box, cell, shape = level
             made = self._insert_sorted(rows, box, cell, shape, source)
-            self._made["cell", source, stride] = made
+            self._made.add(("cell", source, stride), made)
             self.record.cells.append((source.serial, made.serial, stride))
             self._note_consumed(made, source)
             source = made

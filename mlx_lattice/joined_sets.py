@@ -112,7 +112,7 @@ def equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     """
     known = _joins.of(a, b)
     if "equal" not in known:
-        known["equal"] = _equal_rows(a, b)
+        known["equal"] = sync.complete(_equal_rows(a, b))
     return known["equal"]
 
 
@@ -146,8 +146,8 @@ def common(
         at = _found(a, b)
         part = part_of(manager, a, at >= 0)
         at = at if part.move is None else at[part.move.places]
-        known["common"] = part, Move(at, inverted(at, len(b)))
-        _start(part.move, known["common"][1])
+        move = Move(at, inverted(at, len(b)))
+        known["common"] = _complete(manager, part, move), move
     return known["common"]
 
 
@@ -155,8 +155,8 @@ def alone(manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet) -> Par
     """Return the rows of the first set that the second lacks."""
     known = _joins.of(a, b)
     if "alone" not in known:
-        known["alone"] = part_of(manager, a, _found(a, b) < 0)
-        _start(known["alone"].move)
+        part = part_of(manager, a, _found(a, b) < 0)
+        known["alone"] = _complete(manager, part)
     return known["alone"]
 
 
@@ -177,8 +177,7 @@ def united(
     """
     known = _joins.of(a, b)
     if "union" not in known:
-        known["union"] = _united(manager, a, b, is_one)
-        _start(*known["union"].moves)
+        known["union"] = _complete(manager, _united(manager, a, b, is_one))
     return known["union"]
 
 
@@ -248,6 +247,10 @@ def _missing(small: CoordinateSet, large: CoordinateSet) -> tuple[mx.array, int]
     return at, missing
 
 
-def _start(*moves: Move | None) -> None:
-    """Have what is kept computed: a traced graph would compute it at every call."""
-    sync.start([array for move in moves if move for array in move])
+def _complete(
+    manager: CoordinateManager, made: Part | Union, *moves: Move
+) -> Part | Union:
+    """Compute moves and the rows of a made set, which threads share; return the set."""
+    rows = None if made.key is None else manager[made.key].coords
+    sync.complete((made, moves, rows))
+    return made

@@ -13,6 +13,7 @@ from .geometry.rows import Keep
 from .geometry.search import Search
 from .problem import Problem
 from .scan_record import Views
+from .shared_views import SharedViews, building
 
 
 class KeptViews:
@@ -41,8 +42,7 @@ class KeptViews:
         self._turned, self._back = back, None
         self.family, self.mirrored = family, mirrored
         self.counted: int | None = None if n_in and n_out else 0
-        self.views: dict[tuple[str, bool], object] = {}
-        self.building = 0  # views, one for another
+        self.views = SharedViews()
         # What makes tables again that are held in another form.
         self.again: dict[bool, Callable[[], mx.array]] = {}
         self.held: set[bool] = set()  # tables that routes read
@@ -60,18 +60,7 @@ class KeptViews:
     @property
     def has_table(self) -> bool:
         """Whether the table was made, so that its edges were counted with it."""
-        return ("table", False) in self.views or False in self.again
-
-    def make(self, key: tuple[str, bool], build: Callable):
-        """Build a view, keep it and start it; with it those that it needs."""
-        self.building += 1
-        try:
-            view = self.views[key] = build()
-        finally:
-            self.building -= 1
-        if not self.building:
-            sync.start(view, related=True)
-        return view
+        return self.views.find(("table", False)) is not None or False in self.again
 
     def is_table(self, swapped: bool) -> bool:
         """Whether no two edges share a row of the table and an offset."""
@@ -80,9 +69,10 @@ class KeptViews:
 
         def build() -> bool:
             column, n = (0 if swapped else 1), self._rows(swapped)
-            return not edge_lists.repeat(self.views["edges", False], column, n)
+            edges = self.views.find(("edges", False))
+            return not edge_lists.repeat(edges, column, n)
 
-        return self._view(("has_table", swapped), build)
+        return self.views.build(("has_table", swapped), build)
 
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
         """Return the (rows, K) int32 neighbour table, which is to be kept.
@@ -108,37 +98,37 @@ class KeptViews:
             return geometry.transpose_table(self._searched(), self.n_in)
         columns = (1, 0) if swapped else (0, 1)
         shape = self._rows(swapped), self.volume
-        return edge_lists.table(self.views["edges", False], columns, shape)
+        return edge_lists.table(self.views.find(("edges", False)), columns, shape)
 
     def _searched(self) -> mx.array:
-        return self._view(("table", False), lambda: self.make_table(False))
-
-    def _view(self, key: tuple[str, bool], build: Callable):
-        return self.views[key] if key in self.views else self.make(key, build)
+        return self.views.build(("table", False), lambda: self.make_table(False))
 
     def _rows(self, swapped: bool) -> int:
         return self.n_in if swapped else self.n_out
 
     def _keep_built(self, name: str, value: object) -> None:
-        self.views[name, False] = value
+        self.views.add((name, False), value)
 
     def _keep_back(self, name: str, value: object) -> None:
-        self.views[name, True] = value
+        self.views.add((name, True), value)
 
     def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
         """Drop a table that no route holds; ``again()`` makes it."""
-        if swapped not in self.held:
-            self.again[swapped] = WhereGiven(again)
-            self.views.pop(("table", swapped), None)
+        with building:
+            if swapped not in self.held:
+                self.again[swapped] = WhereGiven(again)
+                self.views.drop(("table", swapped))
 
     def release(self) -> None:
         """Drop views that hold arrays; they are built again where they are asked for.
 
         Numbers stay: they are facts that plans depend on.
         """
-        kept = {k: v for k, v in self.views.items() if not sync.arrays_in(v)}
-        self.views, self.again = kept, {}
-        self.held.clear()
+        with building:
+            for name in [n for n, view in self.views.items() if sync.arrays_in(view)]:
+                self.views.drop(name)
+            self.again = {}
+            self.held.clear()
 
 
 class KeepsViews:
@@ -149,21 +139,18 @@ class KeepsViews:
     _own: bool  # whether it is the transpose that it is called after
 
     def view(self, name: str, build: Callable, swapped: bool | None = None):
-        """Return the view of a name, built by ``build()`` on first use and kept.
-
-        Its arrays are started, not waited for.
-        """
+        """Return the view of a name, built by ``build()`` on first use and kept."""
         key = name, self._swapped if swapped is None else swapped
-        views = self._data.views
-        return views[key] if key in views else self._data.make(key, build)
+        view = self._data.views.get(key)
+        return self._data.views.build(key, build) if view is None else view
 
     def keep(self, name: str, value: object) -> None:
         """Keep a view that was built elsewhere."""
-        self._data.views[name, self._swapped] = value
+        self._data.views.add((name, self._swapped), value)
 
     def kept(self, name: str):
         """Return a view if it was built already, else None."""
-        return self._data.views.get((name, self._swapped))
+        return self._data.views.find((name, self._swapped))
 
     def note_read(self, view: Callable | None, layer: Problem) -> None:
         """Note that a route reads ``view(self)`` for a layer: its facts, of no rows.
@@ -182,7 +169,7 @@ class KeepsViews:
         """What was built so far, by name and whether it is of the transpose."""
         return {
             (name, swapped != self._own): view
-            for (name, swapped), view in self._data.views.items()
+            for (name, swapped), view in list(self._data.views.items())
         }
 
     @property

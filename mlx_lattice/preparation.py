@@ -23,6 +23,7 @@ from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
 from .routes.plan import Plan
+from .shared_views import building
 from .tensor import SparseTensor, features_of
 
 _is_preparing: ContextVar[bool] = ContextVar("is_preparing", default=False)
@@ -127,7 +128,7 @@ def prepare(
         if plans is not None and all(_is_ready(plan) for plan in plans):
             for plan in plans:
                 kernels.update(dict.fromkeys(_symbols(plan)))
-            return _prepared(tensors, [], kernels, 0, begun)
+            return _prepared(tensors, kernels, 0, begun)
     for dims in {x.dims for x in tensors}:
         first_use.rehearse_geometry(dims)
 
@@ -141,19 +142,22 @@ def prepare(
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
     compiled, is_right = 0, False
-    beside: list[mx.array] = []  # what is kept of coordinate sets, and no relation's
-    while not is_right:
-        kernels.clear(), reads.clear()
-        with proof.put_off() as waiting, sync.held(beside):
-            _plan(net, inputs, options, training, run)
-        # What does not compile is refused, if it can be; the rest raises when launched.
-        compiled += first_use.finish(raises=not waiting)
-        is_right = proof.prove_all(waiting)
+    # All views are evaluated at the end of the block. `_plan` takes `_standing_in`
+    # inside it, so it is taken first, as by `prepare_once`.
+    with _standing_in, building:
+        while not is_right:
+            kernels.clear(), reads.clear()
+            with proof.put_off() as waiting:
+                _plan(net, inputs, options, training, run)
+            # What does not compile is refused, if it can be; the rest raises when
+            # launched.
+            compiled += first_use.finish(raises=not waiting)
+            is_right = proof.prove_all(waiting)
     if is_call:
         for relation, view, layer in reads:
             relation.note_read(view, layer)
         relations_ahead.remember_prepared(net, *inputs)
-    return _prepared(tensors, beside, kernels, compiled, begun)
+    return _prepared(tensors, kernels, compiled, begun)
 
 
 def _symbols(plan: Plan) -> list[str]:
@@ -168,15 +172,13 @@ def _is_ready(plan: Plan) -> bool:
 
 def _prepared(
     tensors: list[SparseTensor],
-    beside: list[mx.array],
     kernels: dict[str, None],
     compiled: int,
     begun: float,
 ) -> Preparation:
-    """Evaluate the relations of some tensors, and more; say what was built."""
+    """Say what was built of the relations of some tensors."""
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     held = [(r, arrays_of(r)) for manager in managers for r in manager.relations]
-    mx.eval([arrays for _, arrays in held], beside)
     sets = [each for manager in managers for each in manager.sets]
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),

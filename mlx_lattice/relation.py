@@ -341,10 +341,11 @@ class Relation(KeepsViews):
     @property
     def known_edges(self) -> int | None:
         """The number of edges where it has been counted already, else None."""
-        edges = self._data.views.get(("edges", False))
+        edges = self._data.views.find(("edges", False))
         if edges is not None:
             return edges.shape[0]
-        return self._data.views.get(("n_edges", False), self._data.counted)
+        counted = self._data.views.find(("n_edges", False))
+        return self._data.counted if counted is None else counted
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:

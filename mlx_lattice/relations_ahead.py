@@ -31,6 +31,7 @@ from .relation import Relation
 from .routes import proof_results, selection
 from .routes.plan import Plan
 from .scan_record import Record
+from .shared_views import building, built_by_one
 from .tensor import SparseTensor
 
 STAGES = 2  # of views that start together: of the input's rows, of other levels
@@ -213,6 +214,7 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
     return found
 
 
+@built_by_one
 def _made(known: Reads, x: SparseTensor) -> tuple[CoordinateKey, ...]:
     """Make levels and views, and start them; return the levels."""
     levels, stages = (x.key,), list(known.stages)
@@ -242,7 +244,7 @@ def start(
     """Make what was read of another scan's levels, and start it."""
     geometry, launched, alone = registry.geometry(), [], []
     is_traced = sync.is_transforming()
-    with sync.held():
+    with building:
         # Of relations that are new: others may have what their tables are made of.
         searches = {
             read.search: None
@@ -251,7 +253,7 @@ def start(
         }
         sets = [manager[key] for key in levels]
         for made in geometry.tiles_together(sets, list(searches)):
-            sync.start(made.arrays, at_once=True)
+            sync.start(made.arrays)
             launched.append(made)
         # The relations themselves are made while the device works.
         relations = {search: None for made in launched for search in made.searches}
@@ -268,8 +270,7 @@ def start(
                 relations[read.search] = relation
         for made in launched:
             geometry.keep_together(made, [relations[each] for each in made.searches])
-        arrays = [array for relation, view in alone for array in view(relation)]
-        sync.start(arrays, at_once=True)
+        sync.start([array for relation, view in alone for array in view(relation)])
 
 
 def remember_prepared(net: mlx.nn.Module, x: SparseTensor) -> None:

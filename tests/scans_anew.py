@@ -28,14 +28,19 @@ def scan(seed, rows=250, dtype=mx.float32):
 
 @pytest.fixture(name="starts")
 def counted_starts(monkeypatch):
-    """How many arrays each start has."""
-    real, seen = sync.start_all, []
+    """How many arrays each start has, or evaluation of views."""
+    seen = []
 
-    def start(arrays):
-        seen.append(len(arrays))
-        real(arrays)
+    def counted(real):
+        def call(arrays):
+            if arrays:
+                seen.append(len(arrays))
+            real(arrays)
 
-    monkeypatch.setattr(sync, "start_all", start)
+        return call
+
+    for name in ("start_all", "compute"):
+        monkeypatch.setattr(sync, name, counted(getattr(sync, name)))
     return seen
 
 

@@ -32,6 +32,11 @@ class RowIndex:
     def __init__(self, coords: mx.array):
         self.coords = coords
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays that ``find`` and ``table`` read."""
+        return (self.coords,)
+
     def facts(self) -> list[mx.array]:
         """Return nothing: the extension reads rows where they are."""
         return []

@@ -15,6 +15,7 @@ import mlx.core as mx
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
 from ..geometry.rows import Keep, Rows
+from ..shared_views import built_by_one
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import rule_kind, rule_words
 from .cuda_sort import (
@@ -109,6 +110,7 @@ class RowTable:
             table.order = order
         tables[0].scratch, *tables[0].found = made[jobs:]
 
+    @built_by_one
     def take_scratch(self, words: int) -> mx.array:
         """Return an even number of words of 0 that nobody has taken.
 
@@ -123,6 +125,13 @@ class RowTable:
             return cleared(words)
         self._taken = end
         return scratch[begin:end]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that ``find`` and ``table`` read, and ``facts``."""
+        read = [self.slots, self.order] if self.coords.shape[0] else []
+        scratch = [] if self.scratch is None else [self.scratch]
+        return [self.coords, *read, *scratch, *self.found]
 
     @property
     def ranges(self) -> Sequence[mx.array]:

@@ -131,7 +131,6 @@ def band_counts(relation: RelationViews) -> BandCounts:
     if isinstance(counts, CountsInSeveral):
         counts = counts.alone()
         relation.keep(COUNTS, counts)
-        sync.start(counts, related=True)
     return counts
 
 

@@ -90,6 +90,11 @@ class RowTable:
             self.sizes["last_slot"] = self.slots.size // 2 - 1
             self.sizes["last_of_part"] = parts[0].size // 2 - 1
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays that ``find`` and ``table`` read."""
+        return self.coords, self.slots
+
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``: bounds, the first repeat and its like."""
         n = self.coords.shape[0]

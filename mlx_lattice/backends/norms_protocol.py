@@ -32,7 +32,7 @@ def from_host(*lists: Sequence[int]) -> list[mx.array]:
     wide = [[*a, *a[-1:] * (LEAST_NUMBERS - len(a))] for a in lists]
     ends = list(accumulate(map(len, wide)))
     whole = mx.array([*chain(*wide)], dtype=mx.int32)
-    return sync.started(mx.split(whole, ends[:-1]))
+    return sync.complete(mx.split(whole, ends[:-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -66,7 +66,7 @@ class RowSegments:
         if short <= 0:
             return self.of, self.order
         order = self.order if self.order is None else mx.pad(self.order, (0, short))
-        return sync.started((mx.pad(self.of, (0, short)), order))
+        return sync.complete((mx.pad(self.of, (0, short)), order))
 
     @cached_property
     def begins(self) -> mx.array:
@@ -86,7 +86,7 @@ class RowSegments:
             max(1, stop - start)
             for start, stop in zip(self.starts, self.starts[1:], strict=False)
         ]
-        return sync.started(mx.array(sizes, dtype=mx.float32).reshape(-1, 1))
+        return sync.complete(mx.array(sizes, dtype=mx.float32).reshape(-1, 1))
 
     def pieces(self, length: int) -> tuple[mx.array, mx.array, int]:
         """Cut segments into pieces of at most ``length`` rows.

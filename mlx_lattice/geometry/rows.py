@@ -42,6 +42,10 @@ class RowIndex(Protocol):
 
     is_sorted: bool
 
+    @property
+    def arrays(self) -> Sequence[mx.array]:
+        """The arrays that ``find`` and ``table`` read."""
+
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``, launched but not waited for."""
 

@@ -52,6 +52,11 @@ class SortedIndex:
         order = mx.argsort(keys).astype(mx.int32)
         return cls(order, coords[order], box)
 
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays that ``find`` and ``table`` read."""
+        return self.order, self.ordered
+
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``: bounds, whether and which rows repeat."""
         equal = mx.all(self.ordered[1:] == self.ordered[:-1], axis=1)

@@ -96,9 +96,8 @@ def values(coordinates: str = "") -> Iterator[None]:
         raise TracedError(coordinates) from error
 
 
-_is_held: ContextVar[bool] = ContextVar("is_held", default=False)
-# Where starts are held: what was to be started.
-_put_off: ContextVar[list[mx.array] | None] = ContextVar("put_off", default=None)
+_is_lazy: ContextVar[bool] = ContextVar("is_lazy", default=False)
+is_lazy: Callable[[], bool] = _is_lazy.get
 # One piece of work, or none: a copy of the context does not do it again.
 _work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)
 
@@ -126,7 +125,24 @@ def compute(arrays: Sequence[mx.array]) -> None:
     """
     with values():
         mx.eval(*arrays)
+        # The second time MLX drops what it waited by, which no other thread may do.
+        mx.eval(*arrays)
     _unfollow(arrays)
+
+
+def complete(view: View) -> View:
+    """Compute a view that threads will share, wait for it, and return it.
+
+    A view that depends on what MLX traces is left as it is: one trace uses it.
+    """
+    arrays = arrays_in(view)
+    try:
+        compute(arrays)
+    except TracedError:
+        if len(arrays) > 1:
+            for array in arrays:
+                complete(array)
+    return view
 
 
 @contextmanager
@@ -142,50 +158,36 @@ def meanwhile(work: Callable[[], None]) -> Iterator[None]:
         _work.reset(token)
 
 
-def start(view: object, *, at_once: bool = False, related: bool = False) -> None:
+def start(view: object) -> None:
     """Have the arrays of a view computed, and wait for nothing.
 
     A graph that ``mx.compile`` traces takes in what is not computed yet, and would
     compute it at every call. Within a vjp MLX keeps graphs, and nothing is started.
 
     Args:
-        view: an array, or a tuple of them and of what is none.
-        at_once: also where starts are held, for what is evaluated with no relation.
-        related: whether a relation has it, which may let go of it before it is made.
+        view: an array, or a tuple of arrays and other values.
     """
-    if _is_held.get() and not at_once:
-        put_off = _put_off.get()
-        if put_off is not None and not related:
-            put_off += arrays_in(view)
-    elif arrays := arrays_in(view):
+    if arrays := arrays_in(view):
         _starts(arrays)
 
 
-def started(view: View) -> View:
-    """Return a view that is to be kept, started: another thread may read it next."""
-    start(view)
-    return view
-
-
 def arrays_in(view: object) -> list[mx.array]:
-    """Return the arrays of a view: itself, or parts of a tuple."""
-    parts = view if isinstance(view, (tuple, list)) else (view,)
-    return [part for part in parts if isinstance(part, mx.array)]
+    """Return the arrays of a view: itself, parts of a tuple, or its ``arrays``."""
+    if isinstance(view, mx.array):
+        return [view]
+    if not isinstance(view, (tuple, list)):
+        view = getattr(view, "arrays", ())
+    return [array for part in view for array in arrays_in(part)]
 
 
 @contextmanager
-def held(put_off: list[mx.array] | None = None) -> Iterator[None]:
-    """Leave the start of views to what evaluates them all together, after the block.
-
-    Args:
-        put_off: a list to which what was to be started is added, but for relations'.
-    """
-    tokens = _is_held.set(True), _put_off.set(put_off)
+def lazy() -> Iterator[None]:
+    """Leave views unevaluated in the block, for a dry run that no other thread sees."""
+    token = _is_lazy.set(True)
     try:
         yield
     finally:
-        _is_held.reset(tokens[0])
-        _put_off.reset(tokens[1])
+        _is_lazy.reset(token)
 
 
 def _starts(arrays: Sequence[mx.array]) -> bool:

@@ -117,7 +117,7 @@ def blocks(
     for first, last in cut(n, each):
         part = _rows_of(relation, first, last)
         # A dry run would hold the tables of all blocks at once: there they stay lazy.
-        lazy = sync.held() if is_recording() else nullcontext()
+        lazy = sync.lazy() if is_recording() else nullcontext()
         with launch.scope(scope), lazy:
             y = layer.rows(first, last)(x, part)
         part.release()  # derivatives, which nobody takes, would hold its table

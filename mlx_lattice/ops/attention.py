@@ -368,8 +368,7 @@ def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
             groups = of_groups(*patches(like, *rest), padding)
         else:
             groups = _elements(like, padding)
-        sync.start((*groups, *groups.masks), at_once=True)
-        known[rule, padding] = groups
+        known[rule, padding] = sync.complete(groups)
     return known[rule, padding]
 
 

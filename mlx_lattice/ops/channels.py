@@ -192,7 +192,7 @@ def _slots_of(
 def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
     row = inverted(slot, count)
     slot = slot if count > INT32_LIMIT else slot.astype(mx.int32)
-    return sync.started(Slots(slot, row, whole))
+    return sync.complete(Slots(slot, row, whole))
 
 
 def _subdivide(

@@ -318,8 +318,8 @@ class Element(NamedTuple):
         # MLX's matmul on CUDA refuses rows that begin anywhere.
         if not self.moves:
             at = self.rows()
-            self.moves.append((at, inverted(at, feats.shape[0])))
-            sync.start(self.moves[0])  # no graph that is traced takes them in
+            # Computed, so that no graph that is traced takes them in.
+            self.moves.append(sync.complete((at, inverted(at, feats.shape[0]))))
         return move_rows(feats, *self.moves[0], whole=True)
 
     def rows(self) -> mx.array:
@@ -340,7 +340,9 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
     rows, held = batch_rows(x), x.coordinate_set
     if held not in _elements:
         ends = pairwise(rows.starts)
-        _elements[held] = [_element(held, rows.order, a, b) for a, b in ends]
+        elements = [_element(held, rows.order, a, b) for a, b in ends]
+        sync.complete([each.held.coords for each in elements])
+        _elements[held] = elements
     feats = x.feats
     return [
         SparseTensor.of(each.manager, each.held.key, each.of(feats))
@@ -355,7 +357,6 @@ def _element(
     coords = whole.coords
     cells = coords[begin:end] if order is None else coords[order[begin:end]]
     rows = mx.concatenate([mx.zeros_like(cells[:, :1]), cells[:, 1:]], axis=1)
-    sync.start(rows)
     manager = CoordinateManager()
     made = manager.inserted(
         rows,

@@ -52,7 +52,7 @@ class BatchRows:
         first = mx.array(self._block_starts[1:], dtype=mx.int32)
         places = mx.arange(self._block_starts[-1], dtype=mx.int32)
         found = mx.searchsorted(first, places, "right").astype(mx.int32)
-        return sync.started(found[:, None])
+        return sync.complete(found[:, None])
 
     @cached_property
     def blocks(self) -> mx.array:
@@ -63,7 +63,7 @@ class BatchRows:
         starts = mx.array(self.starts, dtype=mx.int32)
         first = mx.array(self._block_starts, dtype=mx.int32)
         inside = (place - starts[self.batch]) // BLOCK
-        return sync.started((first[self.batch] + inside)[:, None])
+        return sync.complete((first[self.batch] + inside)[:, None])
 
     @cached_property
     def segments(self) -> RowSegments:
@@ -93,7 +93,7 @@ def batch_rows(x: SparseTensor) -> BatchRows:
             _learn([each for each in sets if each not in _batch_rows])
         else:
             starts = (0, *[len(held)] * held.batch_size)
-            batch = sync.started(_batch_of(held))
+            batch = sync.complete(_batch_of(held))
             _batch_rows[held] = BatchRows(batch, starts, None)
     return _batch_rows[held]
 
@@ -113,7 +113,6 @@ def _learn(sets: Sequence[CoordinateSet]) -> None:
         wanted += numbers
         counts.append(len(numbers))
     values = iter(sync.read(*wanted))
-    sync.compute(batches)  # they were, for the starts
     found = []
     for held, batch, count in zip(sets, batches, counts, strict=True):
         parts = list(islice(values, count))
@@ -122,6 +121,7 @@ def _learn(sets: Sequence[CoordinateSet]) -> None:
         if scattered:
             order, parts = _ordered(batch, held.batch_size)
         starts = 0, *chain.from_iterable(parts), len(held)
+        sync.complete((batch, order))  # they were, for the starts
         found.append((batch, starts, order))
     begins = cache(partial(from_host, *[starts for _, starts, _ in found]))
     for at, (held, facts) in enumerate(zip(sets, found, strict=True)):

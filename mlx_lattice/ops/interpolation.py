@@ -170,6 +170,7 @@ def upsample_linear(
         weights = corner_weights(beyond, None, places, renormalise)
         # Of two cells an axis, those of one reach as far beyond it as it is wide.
         most = prod(2 * s for s in steps)
+        weights, places = sync.complete((weights, places))
         known[made] = Blend(weights, places, len(held), most)
     return SparseTensor.of(x.manager, key, known[made](x.feats))
 
@@ -198,8 +199,8 @@ class Blend:
     def order(self) -> tuple[mx.array, ...]:
         """Return ``Reductions.order`` of the places."""
         if self._order is None:
-            self._order = registry.reductions().order(self.places, *self._named)
-            sync.start(self._order)
+            order = registry.reductions().order(self.places, *self._named)
+            self._order = sync.complete(order)
         return self._order
 
 

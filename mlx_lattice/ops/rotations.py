@@ -109,8 +109,7 @@ def angles(
     if made not in known:
         low = mx.array(held.bounds[0][1:], dtype=mx.int64)
         cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
-        known[made] = _turns(cells, dim, base, frequency)
-        sync.start(known[made], at_once=True)
+        known[made] = sync.complete(_turns(cells, dim, base, frequency))
     return known[made]
 
 

@@ -301,7 +301,7 @@ def _grouped(rows: BatchRows, n: int) -> Elements:
         low = length
     row = parts[0] if len(parts) == 1 else mx.concatenate(parts)
     groups = Groups(tuple(buckets), n, row, slot := inverted(row, n), None, row, slot)
-    sync.start((row, groups.slot), at_once=True)
+    sync.complete((row, groups.slot, element))
     return Elements(groups, tuple(element))
 
 

@@ -260,18 +260,6 @@ def test_what_one_thread_called_another_differentiates(name):
     mx.eval(gradient(net, x))
 
 
-def test_what_relations_let_go_of_is_not_evaluated(monkeypatch):
-    given, prepared = [], preparation._prepared
-    monkeypatch.setattr(
-        preparation, "_prepared", lambda *facts: given.append(facts) or prepared(*facts)
-    )
-    x = tensor("batches")
-    ml.prepare(NETS["minkunet"](), x, training=True)
-    ml.prepare(KEPT["slots"], x)
-    beside = [arrays for _, arrays, *_ in given]
-    assert beside[0] == [] and len(beside[1]) == 2
-
-
 def test_threads_share_the_relation_of_linear_layers():
     net, x = nn.Linear(3, 4), tensor()
     mx.eval(net.parameters(), x.coords, x.feats)

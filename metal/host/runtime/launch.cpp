@@ -136,8 +136,32 @@ void run_threadgroups(Worker* w, Launch* launch) {
   worker = outer;
 }
 
+using Pool = std::vector<std::unique_ptr<Worker>>;
+
+// Workers that no launch uses, for the next one of any thread: stacks take thousands of
+// mappings, and MLX's stream threads never end. Never freed: stream threads may still run at exit.
+class Pools {
+ public:
+  Pool take() {
+    std::lock_guard<std::mutex> lock(mutex_);
+    if (idle_.empty()) return {};
+    Pool pool = std::move(idle_.back());
+    idle_.pop_back();
+    return pool;
+  }
+  void give(Pool pool) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    idle_.push_back(std::move(pool));
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<Pool> idle_;
+};
+
 void run_on_workers(Launch& launch, Counts& total) {
-  static thread_local std::vector<std::unique_ptr<Worker>> pool;
+  static auto* pools = new Pools;
+  Pool pool = pools->take();
   size_t count = launch.options.checked ? 1 : std::max(1u, launch.options.workers);
   while (pool.size() < count) pool.emplace_back(new_worker());
   for (size_t i = 0; i < count; ++i)
@@ -179,6 +203,7 @@ void run_on_workers(Launch& launch, Counts& total) {
     total.conversions += c.conversions;
     if (pool[i]->failed) launch.faults.push_back(pool[i]->fatal);
   }
+  pools->give(std::move(pool));
 }
 
 }  // namespace

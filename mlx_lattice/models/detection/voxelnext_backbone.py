@@ -52,8 +52,9 @@ def _flat(levels: Sequence[SparseTensor]) -> _Flat:
     manager, sets = levels[0].manager, [x.coordinate_set for x in levels]
     known, name = _known.of(sets[0], sets[-1]), tuple(x.key.serial for x in levels)
     if name not in known:
-        flat = known[name] = _flattened(manager, sets)
-        sync.start((manager[flat.key].coords, *flat), at_once=True)
+        flat = _flattened(manager, sets)
+        sync.complete((manager[flat.key].coords, flat))
+        known[name] = flat
     return known[name]
 
 

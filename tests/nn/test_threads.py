@@ -1,0 +1,234 @@
+"""Threads share tensors and nets whose relations are not built yet."""
+
+from contextvars import copy_context
+from threading import Barrier, Event, Thread
+
+import cases
+import mlx.core as mx
+import numpy as np
+import pytest
+from cuda_recorder import recording
+from emulated_cuda import EMULATED, place_of
+from places import HERE, MlxOperations
+
+import mlx_lattice as ml
+from mlx_lattice import nn, ops
+from mlx_lattice.backends import cpu_extension, registry
+from mlx_lattice.geometry import sync
+from mlx_lattice.shared_views import SharedViews, building
+
+THREADS = 8
+
+
+PLACES = [pytest.param(place, id=place.name) for place in HERE]
+
+
+@pytest.fixture(params=[*PLACES, EMULATED])
+def place(request):
+    return place_of(request)
+
+
+def in_threads(*calls):
+    """The results of calls that begin at once, each in a thread, as NumPy arrays."""
+    begin, results = Barrier(len(calls)), [None] * len(calls)
+
+    def work(at, call):
+        begin.wait()
+        try:
+            results[at] = np.array(call())
+        except BaseException as error:  # of any kind: raised below
+            results[at] = error
+
+    threads = [
+        Thread(target=copy_context().run, args=(work, at, call))
+        for at, call in enumerate(calls)
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for result in results:
+        if isinstance(result, BaseException):
+            raise result
+    return results
+
+
+def new_net():
+    net = nn.Sequential(
+        nn.SubmConv3d(4, 8, 3),
+        nn.BatchNorm(8),
+        nn.ReLU(),
+        nn.Conv3d(8, 16, 2, stride=2),
+        nn.SubmConv3d(16, 16, 3),
+        nn.MaxPool3d(2),
+        nn.ConvTranspose3d(16, 8, 2, stride=2),
+    )
+    net.eval()
+    mx.eval(net.parameters())
+    return net
+
+
+def new_tensor(seed=1, rows=120):
+    coords = mx.array(cases.geometry("batches", 3, rows))
+    key = mx.random.key(seed)
+    x = ml.SparseTensor(coords, mx.random.normal((len(coords), 4), key=key))
+    mx.eval(x.arrays())
+    return x
+
+
+def gradient(net, x):
+    return mx.grad(lambda f: (net(x.replace(f)).feats ** 2).sum())(x.feats)
+
+
+def portable(call):
+    """What MLX's own operations give, in one thread."""
+    with MlxOperations().inside():
+        return np.array(call())
+
+
+def assert_all(results, wanted):
+    for result in results:
+        assert np.array_equal(result, results[0])
+        np.testing.assert_allclose(result, wanted, rtol=1e-4, atol=1e-4)
+
+
+CALLS = {"forward": lambda net, x: net(x).feats, "gradient": gradient}
+
+
+@pytest.mark.parametrize("place", PLACES)  # CUDA's matrix kernels are not emulated
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_threads_share_a_new_tensor(place, call):
+    if call is gradient and cpu_extension.extension is None:
+        pytest.skip("MLX keeps the graphs of views that a gradient builds")
+    net = new_net()
+    wanted = portable(lambda: call(net, new_tensor()))
+    with place.inside():
+        x = new_tensor()
+        results = in_threads(*[lambda: call(net, x)] * THREADS)
+    assert_all(results, wanted)
+
+
+@pytest.mark.parametrize("place", PLACES)
+def test_threads_share_a_new_net(place):
+    net, seeds = new_net(), range(THREADS)
+    wanted = [portable(lambda s=s: net(new_tensor(s)).feats) for s in seeds]
+    with place.inside():
+        net = nn.Sequential(*net.layers)
+        tensors = [new_tensor(seed) for seed in seeds]
+        results = in_threads(*[lambda x=x: net(x).feats for x in tensors])
+    for result, right in zip(results, wanted, strict=True):
+        np.testing.assert_allclose(result, right, rtol=1e-4, atol=1e-4)
+
+
+def all_views(x):
+    """Views of three relations of a tensor's rows, in one line."""
+    manager = x.manager
+    coarse = manager.kernel_relation(x.key, kernel_size=2, stride=2)
+    parts = []
+    for relation in (
+        manager.submanifold_kernel_relation(x.key),
+        coarse,
+        manager.transposed_kernel_relation(coarse.out_key),
+        manager.kernel_relation(x.key, stride=2, support="reach"),
+    ):
+        registry.geometry().start(relation)  # CUDA builds its tiles
+        parts += [
+            relation.out_in,
+            relation.edges,
+            relation.T.edges,
+            relation.out_coords,
+        ]
+    return mx.concatenate([part.flatten() for part in parts])
+
+
+def test_threads_share_new_views(place):
+    wanted = portable(lambda: all_views(new_tensor()))
+    with place.inside():
+        x = new_tensor()
+        results = in_threads(*[lambda: all_views(x)] * THREADS)
+    for result in results:
+        assert np.array_equal(result, wanted)
+
+
+KEPT = {
+    "slots": lambda x: ops.channel_to_space(ops.space_to_channel(x), coordinates=x),
+    "blend": lambda x: nn.Upsample3d(2, "linear")(nn.AvgPool3d(2)(x)),
+    "elements": lambda x: ops.batch(ops.unbatch(x)),
+    "blocks": lambda x: ops.gate(x, ops.global_max_pool(x)),
+    "segments": lambda x: nn.GroupNorm(1, 4)(x),
+    "joined": lambda x: ops.union(x, ops.prune(x, x.coords[:, 1] > 3)),
+    "groups": lambda x: x.replace(
+        ops.window_attention(*[x.feats[:, None]] * 3, x, 3)[:, 0]
+    ),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_threads_share_what_is_kept_of_coordinates(place, name):
+    call = KEPT[name]
+    wanted = portable(lambda: call(new_tensor()).feats)
+    with place.inside():
+        x = new_tensor()
+        results = in_threads(*[lambda: call(x).feats] * THREADS)
+    assert_all(results, wanted)
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_threads_prepare_one_tensor(training):
+    net, other = new_net(), new_net()
+    x = new_tensor()
+    wanted = portable(lambda: other(new_tensor()).feats)
+
+    def prepared():
+        ml.prepare(net, x, training=training)
+        return x.feats
+
+    results = in_threads(prepared, *[lambda: other(x).feats] * 3, prepared)
+    assert_all(results[1:-1], wanted)
+
+
+def test_threads_share_cuda_s_views():
+    with recording():
+        net, x = new_net(), new_tensor()
+        in_threads(*[lambda: net(x).feats] * THREADS)
+        in_threads(*[lambda: gradient(net, x)] * THREADS)
+
+
+def test_a_call_whose_views_are_there_takes_no_lock():
+    net, x = new_net(), new_tensor()
+    wanted = np.array(net(x).feats)
+    held, release = Event(), Event()
+
+    def hold():
+        with building:
+            held.set()
+            release.wait(60)
+
+    holder = Thread(target=hold)
+    holder.start()
+    try:
+        assert held.wait(60)
+        caller = Thread(target=lambda: in_threads(lambda: net(x).feats))
+        caller.start()
+        caller.join(30)
+        assert not caller.is_alive()
+    finally:
+        release.set()
+        holder.join()
+    assert_all(in_threads(lambda: net(x).feats), wanted)
+
+
+def test_a_view_is_visible_when_it_is_computed(monkeypatch):
+    views, seen = SharedViews(), []
+    real = sync.complete
+
+    def complete(made):
+        in_threads(lambda: seen.append((dict(views), views.find("view"))) or 0)
+        return real(made)
+
+    monkeypatch.setattr(sync, "complete", complete)
+    with building:
+        views.build("view", lambda: mx.arange(4) + 1)
+        assert views.find("view") is not None and "view" not in views
+    assert seen == [({}, None)]
+    assert np.array_equal(in_threads(lambda: views["view"])[0], [1, 2, 3, 4])
