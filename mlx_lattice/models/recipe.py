@@ -40,7 +40,11 @@ class Voxels(NamedTuple):
 
     x: SparseTensor
     rows: mx.array  # (P,) int32; -1 for a point that was left out
-    dropped: int = 0  # points left out, because a value of theirs is not finite
+
+    @property
+    def dropped(self) -> int:
+        """The number of points left out, because a value of theirs is not finite."""
+        return sync.read((self.rows < 0).sum())[0] if self.rows.size else 0
 
 
 @dataclass(frozen=True)
@@ -116,9 +120,9 @@ class VoxelRecipe:
             fill: whether an attribute that is not there is read as zeros.
 
         Returns:
-            The tensor, whose rows are sorted, the row of each point, and how many
-            points were left out. Points with a coordinate or attribute that is not
-            finite are left out, with a warning; their row is -1.
+            The tensor, whose rows are sorted, and the row of each point. Points with a
+            coordinate or attribute that is not finite are left out, with a warning;
+            their row is -1, and ``dropped`` counts them.
 
         Raises:
             ValueError: an attribute is missing or of another shape, or the points are
@@ -153,8 +157,7 @@ class VoxelRecipe:
             placed = mx.full((count,), -1, dtype=rows.dtype)
             placed[kept] = rows
             rows = placed
-        dropped = 0 if kept is None else count - len(kept)
-        return Voxels(SparseTensor.of(manager, key, feats), rows, dropped)
+        return Voxels(SparseTensor.of(manager, key, feats), rows)
 
     def _feature(self, name, points, attributes, fill) -> mx.array:
         """Return (P, channels) float32 of one feature."""

@@ -35,11 +35,11 @@ class Segmentor(Pretrained):
         """
         recipe = self.recipe()
         voxels = recipe(points, attributes, fill=fill)
-        if voxels.dropped:
+        if dropped := voxels.dropped:
             first = mx.argmax(voxels.rows < 0).item()
             raise ValueError(
                 f"coordinates and {', '.join(recipe.features)} must be finite, since "
-                f"each point gets scores; point {first} and {voxels.dropped - 1} "
+                f"each point gets scores; point {first} and {dropped - 1} "
                 "others are not: leave them out, as io.read_points does"
             )
         scores = self.score_voxels(voxels)

@@ -61,11 +61,12 @@ def same(x, y):
 def test_voxels_are_those_without_the_point(fault, value, dtype):
     points, attributes = with_fault(fault, value, dtype)
     with pytest.warns(UserWarning, match="1 of 2,000 points left out: not finite in"):
-        x, rows, dropped = RECIPE(points, attributes)
+        voxels = RECIPE(points, attributes)
+    x, rows = voxels
     wanted = RECIPE(
         *(np.asarray(a, dtype) if i == 0 else a for i, a in enumerate(without(7)))
     )
-    assert same(x, wanted.x) and dropped == 1 and wanted.dropped == 0
+    assert same(x, wanted.x) and voxels.dropped == 1 and wanted.dropped == 0
     assert rows[7].item() == -1
     assert np.array_equal(np.delete(np.array(rows), 7), np.array(wanted.rows))
 
@@ -92,8 +93,9 @@ def test_no_warning_without_such_a_point():
 
 def test_all_points_may_be_left_out():
     with pytest.warns(UserWarning, match="2,000 of 2,000 points left out"):
-        x, rows, dropped = RECIPE(np.full((N, 3), np.nan), ATTRIBUTES)
-    assert len(x) == 0 and dropped == N and (np.array(rows) == -1).all()
+        voxels = RECIPE(np.full((N, 3), np.nan), ATTRIBUTES)
+    assert len(voxels.x) == 0 and voxels.dropped == N
+    assert (np.array(voxels.rows) == -1).all()
     with pytest.warns(UserWarning, match="2,000 of 2,000 points left out"):
         assert len(GRID(POINTS, {"intensity": np.full(N, np.nan)})) == 0
 
