@@ -7,6 +7,7 @@ constructor, and nothing in it is executed.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -42,13 +43,13 @@ def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
         ImportError: a repository is asked for, and ``huggingface_hub`` is not there.
     """
     path = Path(path_or_repo).expanduser()
-    if path.is_dir():
+    if os.path.isdir(path):  # False for a path that is too long, where pathlib raises
         return path
     name = str(path_or_repo)
     if not _REPOSITORY.fullmatch(name):
         raise FileNotFoundError(
-            f"there is no folder {name}; expected one with {CONFIG} and {WEIGHTS}, or "
-            "owner/name of a repository on Hugging Face"
+            f"there is no folder {shown(name)}; expected one with {CONFIG} and "
+            f"{WEIGHTS}, or owner/name of a repository on Hugging Face"
         )
     try:
         import huggingface_hub
