@@ -24,6 +24,8 @@ from .problem import FORWARD, PASSES, Problem
 from .quantized import BITS
 from .relation_form import KINDS
 
+COLUMNS = "names of the columns of a .bin file, such as x,y,z,intensity,ring"
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports an error in one sentence, with exit code 2."""
@@ -110,6 +112,7 @@ def parser() -> argparse.ArgumentParser:
     segment.add_argument(
         "--fill", action="store_true", help="read zeros for what the scan lacks"
     )
+    segment.add_argument("--columns", metavar="NAMES", default="", help=COLUMNS)
     segment.add_argument(
         "--up",
         metavar="AXIS",
@@ -143,6 +146,7 @@ def parser() -> argparse.ArgumentParser:
     detect.add_argument(
         "--fill", action="store_true", help="read zeros for what the scan lacks"
     )
+    detect.add_argument("--columns", metavar="NAMES", default="", help=COLUMNS)
 
     decode = commands.add_parser(
         "decode", help="TRELLIS.2's latents to a mesh with its texture, and a picture"
@@ -331,6 +335,7 @@ def _segment(given: argparse.Namespace) -> None:
             given.scan,
             given.model,
             given.out,
+            columns=given.columns,
             fill=given.fill,
             revision=given.revision,
             up=given.up,
@@ -343,6 +348,7 @@ def _detect(given: argparse.Namespace) -> None:
             given.scan,
             given.model,
             given.out,
+            columns=given.columns,
             score=given.score,
             centre=given.centre,
             fill=given.fill,

@@ -54,6 +54,7 @@ def run(
     centre: Sequence[float] | None = None,
     fill: bool = False,
     revision: str | None = None,
+    columns: str = "",
 ) -> tuple[Path, Path, Path]:
     """Find boxes; print a table, write ``NAME.csv``, ``NAME.json`` and ``NAME.png``.
 
@@ -69,6 +70,7 @@ def run(
         centre: where the scanner is in the file's coordinates; by default at 0.
         fill: whether to read zeros for what the net reads and the scan lacks.
         revision: of a repository.
+        columns: as of ``io.read_points``.
 
     Returns:
         the three files.
@@ -91,7 +93,7 @@ def run(
     if score is not None:
         decoding = replace(net.decoding, score_threshold=score)
         object.__setattr__(net, "decoding", decoding)
-    cloud = read_points(scan)
+    cloud = read_points(scan, columns)
     points = cloud.points
     if (cloud.origin != middle).any():
         points = (points + (cloud.origin - middle)).astype(np.float32)

@@ -61,6 +61,7 @@ def run(
     *,
     fill: bool = False,
     revision: str | None = None,
+    columns: str = "",
     up: str = "z",
 ) -> tuple[Path, Path]:
     """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
@@ -74,6 +75,7 @@ def run(
         out: folder to write to.
         fill: whether to read zeros for what the net reads and the scan lacks.
         revision: of a repository.
+        columns: as of ``io.read_points``.
         up: the axis of the scan that is upwards in the picture, as "z" or "-y".
 
     Returns:
@@ -94,7 +96,7 @@ def run(
         raise ValueError(
             f"{model} is a {type(net).__name__}, which does not score points"
         )
-    cloud = read_points(scan)
+    cloud = read_points(scan, columns)
     if not len(cloud.points):
         left = f": all {cloud.dropped:,} have values that are not finite"
         raise ValueError(f"{scan} holds no points{left if cloud.dropped else ''}")

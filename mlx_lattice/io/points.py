@@ -10,6 +10,7 @@ import io
 import struct
 import zipfile
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import prod
 from pathlib import Path
@@ -22,10 +23,11 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
+from .bin_columns import read_bin
 from .errors import check_file
 from .pcd import PointFileError, read_pcd, short
 from .ply import read_ply
-from .table import read_table
+from .table import named_columns, read_table
 from .vtk import read_vtk
 
 # Names of attributes in files, and the names here.
@@ -94,7 +96,7 @@ class PointCloud:
         return len(self.points)
 
 
-def read_points(path: str | Path) -> PointCloud:
+def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointCloud:
     """Read a point cloud; the suffix of the file says how.
 
     ``.ply`` (ASCII or binary), ``.pcd`` (ASCII, binary or compressed), ``.las`` and
@@ -107,12 +109,19 @@ def read_points(path: str | Path) -> PointCloud:
 
     Args:
         path: the file.
+        columns: the names of the columns of ``.bin``, ``.npy``, ``.npz`` and tables,
+            in their order, as a list or as in "x,y,z,intensity,_,ring". Columns named
+            _ are left out. A ``.bin`` of other columns than KITTI's needs them; whether
+            it holds float32 or float64 is told by its size and values.
 
     Returns:
         A ``PointCloud``.
 
     Raises:
-        PointFileError: the file is truncated, has no x, y, z, or is no such file.
+        PointFileError: the file is truncated, has no x, y, z, or is no such file; or a
+            ``.bin`` does not look like KITTI's, and no columns are named.
+        ValueError: ``columns`` lacks x, y or z, repeats a name, or is given for a file
+            that names its own.
         ImportError: the format needs a package that is not installed; the text says
             how to install it.
         FileNotFoundError: there is no such file.
@@ -126,7 +135,24 @@ def read_points(path: str | Path) -> PointCloud:
         )
     binary = path.suffix.lower() in (".las", ".laz", ".npy", ".npz")
     check_file(path, PointFileError, binary=binary)
-    return _cloud(reader(path), path)
+    if not columns:
+        return _cloud(reader(path), path)
+    names = columns.split(",") if isinstance(columns, str) else columns
+    names = [str(name).strip().lower() for name in names]
+    used = [name for name in names if name != "_"]
+    if not {"x", "y", "z"} <= set(used) or len(set(used)) < len(used):
+        raise ValueError(
+            f"columns must name x, y and z, and no column twice; got {', '.join(names)}"
+        )
+    if reader not in (read_bin, _read_npy, _read_npz, read_table):
+        raise ValueError(
+            f"columns= is for .bin, .npy, .npz and tables; {path.suffix} files name "
+            "their columns"
+        )
+    # Unused columns get names of their own, so that none is lost in a dictionary.
+    names = [f"_{i}" if name == "_" else name for i, name in enumerate(names)]
+    found = reader(path, names)
+    return _cloud({k: v for k, v in found.items() if k not in names or k in used}, path)
 
 
 def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
@@ -192,28 +218,14 @@ def _native(column: np.ndarray) -> np.ndarray:
 # NumPy's files, and raw ones
 
 
-def _read_bin(path: Path) -> dict[str, np.ndarray]:
-    names = ["x", "y", "z", "intensity"]
-    if path.name.lower().endswith(".pcd.bin"):
-        names.append("ring")
-    size, width = path.stat().st_size, 4 * len(names)
-    if size % width:
-        raise PointFileError(
-            f"{path.name}: {size} bytes are no whole number of points of {width} bytes "
-            f"(float32 {', '.join(names)})"
-        )
-    table = np.fromfile(path, "<f4").reshape(-1, len(names))
-    return dict(zip(names, table.T, strict=True))
-
-
-def _read_npy(path: Path) -> dict[str, np.ndarray]:
+def _read_npy(path: Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     with path.open("rb") as stream:
         head = _npy_head(stream, path.stat().st_size, path)
         stream.seek(0)
-        return _columns(_npy_array(stream, head, path), path)
+        return _columns(_npy_array(stream, head, path), path, names)
 
 
-def _read_npz(path: Path) -> dict[str, np.ndarray]:
+def _read_npz(path: Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = {
@@ -247,7 +259,9 @@ def _read_npz(path: Path) -> dict[str, np.ndarray]:
                     arrays[name] = _npy_array(stream, heads[name], path)
     except _ZIP_ERRORS as error:
         raise PointFileError(f"{path.name} is no whole NPZ file: {error}") from error
-    columns = {} if key is None else _columns(arrays.pop(key), path)
+    if key is None and names:
+        raise ValueError(f"columns= is given, and {path.name} names its own columns")
+    columns = {} if key is None else _columns(arrays.pop(key), path, names)
     if twice := [name for name in "xyz" if name in arrays and name in columns]:
         raise PointFileError(
             f"{path.name} has an entry {twice[0]} beside {key}, which has that column: "
@@ -324,8 +338,12 @@ def _npy_array(stream: BinaryIO, head: _NpyHead, path: Path) -> np.ndarray:
         raise PointFileError(f"{path.name} is no readable array: {error}") from None
 
 
-def _columns(array: np.ndarray, path: Path) -> dict[str, np.ndarray]:
+def _columns(
+    array: np.ndarray, path: Path, names: Sequence[str] = ()
+) -> dict[str, np.ndarray]:
     """Name the columns of an array: x, y, z, and intensity where there are four."""
+    if array.dtype.names and names:
+        raise ValueError(f"columns= is given, and {path.name} names its own columns")
     if array.dtype.names:
         flat = array.reshape(-1)  # of whose fields some may be arrays
         return {name: flat[name] for name in array.dtype.names}
@@ -333,12 +351,12 @@ def _columns(array: np.ndarray, path: Path) -> dict[str, np.ndarray]:
         raise PointFileError(
             f"{path.name}: expected an array (N, 3) or wider, got {array.shape}"
         )
-    columns = {name: array[:, i] for i, name in enumerate("xyz")}
-    if array.shape[1] == 4:
-        columns["intensity"] = array[:, 3]
-    elif array.shape[1] > 4:
-        columns["columns"] = array[:, 3:]
-    return columns
+    if array.shape[0] <= 8 and array.shape[1] > 16:
+        raise PointFileError(
+            f"{path.name}: an array of shape {array.shape} looks transposed; expected "
+            "a row for each point"
+        )
+    return named_columns(array, names, path)
 
 
 # LAS
@@ -402,7 +420,7 @@ _READERS = {
     ".laz": _read_las,
     ".npy": _read_npy,
     ".npz": _read_npz,
-    ".bin": _read_bin,
+    ".bin": read_bin,
     ".vtk": read_vtk,
     **dict.fromkeys((".csv", ".txt", ".xyz", ".asc"), read_table),
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from collections.abc import Sequence
 from io import StringIO
 from pathlib import Path
 
@@ -13,8 +14,32 @@ from .pcd import PointFileError
 _COMMENTS = ("#", "//")
 
 
-def read_table(path: Path) -> dict[str, np.ndarray]:
-    """Return the columns of a table by name.
+def named_columns(
+    table: np.ndarray, names: Sequence[str], path: Path
+) -> dict[str, np.ndarray]:
+    """Return the columns of a (N, 3 or more) table by name.
+
+    Without names they are x, y, z, intensity if there are four, and "columns" for all
+    after z if there are more.
+    """
+    width = table.shape[1]
+    if names and len(names) != width:
+        raise ValueError(
+            f"columns= names {len(names)} columns, {', '.join(names)}, and {path.name} "
+            f"has {width}"
+        )
+    if names:
+        return dict(zip(names, table.T, strict=True))
+    columns = dict(zip("xyz", table.T, strict=False))
+    if width == 4:
+        columns["intensity"] = table[:, 3]
+    elif width > 4:
+        columns["columns"] = table[:, 3:]
+    return columns
+
+
+def read_table(path: Path, columns: Sequence[str] = ()) -> dict[str, np.ndarray]:
+    """Return the columns of a table by name, by ``columns`` if they are given.
 
     Values stand between commas, semicolons or spaces. A first line of words names the
     columns, and so may a comment before it, after # or //; without one they are x, y,
@@ -33,6 +58,8 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
     if not names:
         stream.seek(start)
     table = _numbers(stream, mark, path)
+    if columns:
+        return named_columns(table, columns, path)
     told = [names, *(_words(line.lstrip("#/")) for line in comments)]
     told = [words for words in told if {"x", "y", "z"} <= set(words)]
     if told:
@@ -59,12 +86,7 @@ def read_table(path: Path) -> dict[str, np.ndarray]:
         raise PointFileError(
             f"{path.name}: expected x, y, z a line, got {table.shape[1]} numbers"
         )
-    columns = dict(zip("xyz", table.T, strict=False))
-    if table.shape[1] == 4:
-        columns["intensity"] = table[:, 3]
-    elif table.shape[1] > 4:
-        columns["columns"] = table[:, 3:]
-    return columns
+    return named_columns(table, (), path)
 
 
 def _numbers(stream: StringIO, mark: str | None, path: Path) -> np.ndarray:
