@@ -138,11 +138,10 @@ __device__ __forceinline__ void combine_moments(
                    moved_var);
 }
 
-// y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the
-// dtype of the statistics.
-template <typename T, int EACH, typename P, int ACT, typename S>
+// y = act(norm(x) + residual). of: the segment of each row; one for all where null.
+template <typename T, int EACH, typename P, int ACT>
 __device__ __forceinline__ void normalize_channels(
-    const T* x, const S* mean, const S* var, const P* weight, const P* bias,
+    const T* x, const float* mean, const float* var, const P* weight, const P* bias,
     const T* residual, const int* of, const float* norm_numbers, ChannelNormSizes sizes,
     T* y) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
@@ -180,9 +179,9 @@ __device__ __forceinline__ void normalize_channels(
 }
 
 // Sums of g and g xhat by block, g = dy act'(v).
-template <typename T, int EACH, typename P, int ACT, typename S>
+template <typename T, int EACH, typename P, int ACT>
 __device__ __forceinline__ void channel_gradient_sums(
-    const T* dy, const T* x, const S* mean, const S* var, const P* weight,
+    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
     const P* bias, const T* residual, const int* of, const int* order, const int* bounds,
     const float* norm_numbers, ChannelNormSizes sizes, float* partials) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
@@ -247,9 +246,9 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
 // itself, which is the residual's gradient, where there is a place for it.
-template <typename T, int EACH, typename P, int ACT, typename S>
+template <typename T, int EACH, typename P, int ACT>
 __device__ __forceinline__ void channel_gradient(
-    const T* dy, const T* x, const S* mean, const S* var, const P* weight,
+    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
     const P* bias, const T* residual, const float* terms, const int* of,
     const float* norm_numbers, ChannelNormSizes sizes, T* dx, T* dresidual) {
   const int channels = sizes.channels, channel = channel_of_thread<EACH>();
@@ -301,13 +300,13 @@ __device__ __forceinline__ void channel_gradient(
   residual ? by_alignment(run, dy, x, residual) : by_alignment(run, dy, x);
 }
 
-template <typename T, int EACH, typename P, int ACT, typename S>
+template <typename T, int EACH, typename P, int ACT>
 __device__ __forceinline__ void channel_gradient(
-    const T* dy, const T* x, const S* mean, const S* var, const P* weight,
+    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
     const P* bias, const T* residual, const float* terms, const int* of,
     const float* norm_numbers, ChannelNormSizes sizes, T* dx) {
   T* none = nullptr;
-  channel_gradient<T, EACH, P, ACT, S>(dy, x, mean, var, weight, bias, residual, terms, of,
+  channel_gradient<T, EACH, P, ACT>(dy, x, mean, var, weight, bias, residual, terms, of,
                                     norm_numbers, sizes, dx, none);
 }
 

@@ -63,15 +63,14 @@ struct Moments : Bias<T> {
   float* lines;
 };
 
-// ACTIVATION: the code of one; EPS: the bits of what is added to the variance; S: the dtype
-// of the statistics.
-template <typename T, int ACTIVATION, typename P, int EPS, typename S>
+// ACTIVATION: the code of one; EPS: the bits of what is added to the variance.
+template <typename T, int ACTIVATION, typename P, int EPS>
 struct Epilogue {
   static constexpr bool FINISHES = true;
   const P* shift;
   const P* scale;
-  const S* mean;
-  const S* var;
+  const float* mean;
+  const float* var;
   const T* residual;
 
   __device__ __forceinline__ static float activate(float v) {
@@ -86,17 +85,17 @@ struct Epilogue {
       return load_channels<EACH>(from + channel, aligned);
     };
     Channels<P, EACH> scales = {}, shifts = {};
-    Channels<S, EACH> means = {}, vars = {};
+    Channels<float, EACH> means = {}, vars = {};
     if (var) vars = fetch(var);
     if (scale) scales = fetch(scale);
     if (mean) means = fetch(mean);
     if (shift) shifts = fetch(shift);
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
-      a[j] = var ? rsqrtf(static_cast<float>(vars.v[j]) + __int_as_float(EPS)) : 1.0f;
+      a[j] = var ? rsqrtf(vars.v[j] + __int_as_float(EPS)) : 1.0f;
       if (scale) a[j] *= static_cast<float>(scales.v[j]);
       b[j] = shift ? static_cast<float>(shifts.v[j]) : 0.0f;
-      if (mean) b[j] -= a[j] * static_cast<float>(means.v[j]);
+      if (mean) b[j] -= a[j] * means.v[j];
     }
   }
 

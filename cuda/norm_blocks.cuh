@@ -63,8 +63,8 @@ template <int EACH>
 struct ChannelFit {
   float mean[EACH], rstd[EACH], scale[EACH], bias[EACH];
 
-  template <typename P, typename S>
-  __device__ __forceinline__ void load(const S* means, const S* vars,
+  template <typename P>
+  __device__ __forceinline__ void load(const float* means, const float* vars,
                                        const P* weight, const P* shift, float eps,
                                        long long segment, int channel, int channels,
                                        int step) {
@@ -72,8 +72,8 @@ struct ChannelFit {
     for (int j = 0; j < EACH; ++j) {
       const long long at = segment * channels + channel + j;
       const long long own = segment * step + channel + j;
-      mean[j] = static_cast<float>(means[at]);
-      rstd[j] = rsqrtf(static_cast<float>(vars[at]) + eps);
+      mean[j] = means[at];
+      rstd[j] = rsqrtf(vars[at] + eps);
       scale[j] = weight ? rstd[j] * static_cast<float>(weight[own]) : rstd[j];
       bias[j] = shift ? static_cast<float>(shift[own]) : 0.0f;
     }

@@ -10,15 +10,14 @@
 
 // `rows`, where given, are the rows that lines belong to, from `first` on. What of the
 // epilogue and `before` is given is added; a residual asks for rows.
-template <typename T, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
-    typename S = P>
+template <typename T, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void add_splits(
     const device float* partial,
     const device int* rows,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<S>* mean,
-    const device Given<S>* var,
+    const device float* mean,
+    const device float* var,
     const device T* residual,
     const device float* before,
     const thread AddSplitsSizes& sizes,
@@ -36,7 +35,7 @@ METAL_FUNC void add_splits(
     fetch(part, partial + (size_t(s) * sizes.lines + n) * sizes.channels + c, left);
     for (int j = 0; j < 4; ++j) sum[j] += part.v[j];
   }
-  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   const size_t row = rows ? size_t(rows[sizes.first + n]) : size_t(n);
   after.finish(sum, row, sizes.channels, c, left);
   write_sums(y + to * sizes.channels + c, sum, left);

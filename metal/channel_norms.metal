@@ -92,9 +92,9 @@ struct NormThread {
 struct ChannelFit {
   float4 mean, rstd, scale, bias;
 
-  template <typename P, typename S>
+  template <typename P>
   METAL_FUNC void load(
-      const device S* means, const device S* vars, const device P* weight,
+      const device float* means, const device float* vars, const device P* weight,
       const device P* shift, float eps, size_t segment, int channel, int channels,
       int step) thread {
     for (int j = 0; j < 4; ++j) {
@@ -102,7 +102,7 @@ struct ChannelFit {
       const int c = inside ? channel + j : channel;
       const size_t at = segment * channels + c;
       const size_t own = segment * step + c;
-      set(j, float(means[at]), float(vars[at]), weight, shift, eps, own);
+      set(j, means[at], vars[at], weight, shift, eps, own);
     }
   }
   template <typename P>
@@ -299,13 +299,12 @@ METAL_FUNC void combine_moments(
       size_t(here.segment) * channels + here.channel, mean, var, moved_mean, moved_var);
 }
 
-// y = act(norm(x) + residual). of: the segment of each row; one for all where null. S: the
-// dtype of the statistics.
-template <typename T, typename P, int ACT, typename S>
+// y = act(norm(x) + residual). of: the segment of each row; one for all where null.
+template <typename T, typename P, int ACT>
 METAL_FUNC void normalize_channels(
     const device T* x,
-    const device S* mean,
-    const device S* var,
+    const device float* mean,
+    const device float* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -349,12 +348,12 @@ METAL_FUNC float4 pre_activation_gradient(
 }
 
 // Sums of g and g xhat by block, g = dy act'(v).
-template <typename T, typename P, int ACT, typename S>
+template <typename T, typename P, int ACT>
 METAL_FUNC void channel_gradient_sums(
     const device T* dy,
     const device T* x,
-    const device S* mean,
-    const device S* var,
+    const device float* mean,
+    const device float* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -436,12 +435,12 @@ METAL_FUNC void combine_gradient_sums(
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
 // itself, which is the residual's gradient, where there is a place for it.
-template <typename T, typename P, int ACT, typename S>
+template <typename T, typename P, int ACT>
 METAL_FUNC void channel_gradient(
     const device T* dy,
     const device T* x,
-    const device S* mean,
-    const device S* var,
+    const device float* mean,
+    const device float* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -485,12 +484,12 @@ METAL_FUNC void channel_gradient(
   }
 }
 
-template <typename T, typename P, int ACT, typename S>
+template <typename T, typename P, int ACT>
 METAL_FUNC void channel_gradient(
     const device T* dy,
     const device T* x,
-    const device S* mean,
-    const device S* var,
+    const device float* mean,
+    const device float* var,
     const device P* weight,
     const device P* bias,
     const device T* residual,
@@ -503,7 +502,7 @@ METAL_FUNC void channel_gradient(
     uint3 at,
     uint3 threads) {
   device T* none = nullptr;
-  channel_gradient<T, P, ACT, S>(
+  channel_gradient<T, P, ACT>(
       dy, x, mean, var, weight, bias, residual, terms, of, norm_numbers, sizes, dx,
       none, group, at, threads);
 }

@@ -56,7 +56,7 @@ struct GemmStage<T, TILE, COLUMNS, TRANSPOSED, DeviceWeights<T, FAR>> {
 template <
     typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
     int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0, typename S = P>
+    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void device_weights_gemm(
     const device T* x,
     const device T* w,
@@ -65,8 +65,8 @@ METAL_FUNC void device_weights_gemm(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<S>* mean,
-    const device Given<S>* var,
+    const device float* mean,
+    const device float* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -76,11 +76,11 @@ METAL_FUNC void device_weights_gemm(
     int lane) {
   const DeviceWeights<T, FAR> weights = {
       float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride)};
-  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, DeviceWeights<T, FAR>,
-      Epilogue<T, ACTIVATION, P, EPS, S>,
+      Epilogue<T, ACTIVATION, P, EPS>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, false>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
       lane);

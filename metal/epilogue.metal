@@ -41,13 +41,13 @@ METAL_FUNC float activated(float v) {
   return ACTIVATION > GELU_TANH ? given * v : given * (1.0f - exp(v));
 }
 
-// EPS: the bits of what is added to the variance; S: the dtype of the statistics.
-template <typename T, int ACTIVATION, typename P, int EPS, typename S>
+// EPS: the bits of what is added to the variance.
+template <typename T, int ACTIVATION, typename P, int EPS>
 struct Epilogue {
   const device P* shift;
   const device P* scale;
-  const device S* mean;
-  const device S* var;
+  const device float* mean;
+  const device float* var;
   const device T* residual;
 
   // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.
@@ -59,8 +59,8 @@ struct Epilogue {
     for (int j = 0; j < 4; ++j) {
       if (j >= left) break;
       float v = sums[j];
-      if (mean) v -= float(mean[c + j]);
-      if (var) v *= rsqrt(float(var[c + j]) + as_type<float>(EPS));
+      if (mean) v -= mean[c + j];
+      if (var) v *= rsqrt(var[c + j] + as_type<float>(EPS));
       if (scale) v *= float(scale[c + j]);
       if (shift) v += float(shift[c + j]);
       if (residual) v += float(added.v[j]);

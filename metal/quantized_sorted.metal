@@ -63,7 +63,7 @@ struct PackedWeights {
 template <
     typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
     int KEPT, bool FAR, int BITS, int GROUP, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0, typename S = P>
+    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void quantized_sorted(
     const device T* x,
     const device uint* words,
@@ -74,8 +74,8 @@ METAL_FUNC void quantized_sorted(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<S>* mean,
-    const device Given<S>* var,
+    const device float* mean,
+    const device float* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -84,11 +84,11 @@ METAL_FUNC void quantized_sorted(
     int simdgroup,
     int lane) {
   const PackedWeights<T, BITS, GROUP, FAR> weights = {words, scales, biases};
-  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   sorted_tiles<
       T, OUT, COLUMNS, true, PLACED, SLICED, PackedWeights<T, BITS, GROUP, FAR>,
-      Epilogue<T, ACTIVATION, P, EPS, S>,
+      Epilogue<T, ACTIVATION, P, EPS>,
       GemmSums<T, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
       lane);

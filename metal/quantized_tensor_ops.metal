@@ -82,7 +82,7 @@ struct TensorPacked {
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, int BITS, int GROUP,
     bool PLACED, bool SLICED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
-    int EPS = 0, typename S = P>
+    int EPS = 0>
 METAL_FUNC void quantized_tensor_ops(
     const device T* x,
     const device uint* words,
@@ -93,8 +93,8 @@ METAL_FUNC void quantized_tensor_ops(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<S>* mean,
-    const device Given<S>* var,
+    const device float* mean,
+    const device float* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -102,7 +102,7 @@ METAL_FUNC void quantized_tensor_ops(
     int simdgroup,
     int lane) {
   const TensorPacked<T, BITS, GROUP> weights = {{words, scales, biases}};
-  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);

@@ -361,8 +361,7 @@ METAL_FUNC void sorted_tiles(
 template <
     typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
     int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0,
-    typename S = P>
+    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
@@ -371,8 +370,8 @@ METAL_FUNC void sorted_implicit_gemm(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<S>* mean,
-    const device Given<S>* var,
+    const device float* mean,
+    const device float* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -382,11 +381,11 @@ METAL_FUNC void sorted_implicit_gemm(
     int lane) {
   const auto weights =
       float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride);
-  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
-      Epilogue<T, ACTIVATION, P, EPS, S>,
+      Epilogue<T, ACTIVATION, P, EPS>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
       lane);
@@ -412,11 +411,11 @@ METAL_FUNC void sorted_implicit_gemm(
     int lane) {
   const auto weights =
       float_weights<FAR, T>(w, sizes.w_offset_stride, sizes.w_row_stride);
-  const Epilogue<T, BIAS_ALONE, T, 0, T> after = {bias, nullptr, nullptr, nullptr, nullptr};
+  const Epilogue<T, BIAS_ALONE, T, 0> after = {bias, nullptr, nullptr, nullptr, nullptr};
   RowMoments<OUT, 1> moments(lines);
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
-      Epilogue<T, BIAS_ALONE, T, 0, T>,
+      Epilogue<T, BIAS_ALONE, T, 0>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, moments, group,
       simdgroup, lane);

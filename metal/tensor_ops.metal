@@ -213,9 +213,9 @@ struct TensorRows {
 };
 
 // Writes what follows four sums, the `left` first of them, of a row of C_y from c on.
-template <typename OUT, typename T, int ACTIVATION, typename P, int EPS, typename S>
+template <typename OUT, typename T, int ACTIVATION, typename P, int EPS>
 METAL_FUNC void write_line(
-    device OUT* to, const thread Epilogue<T, ACTIVATION, P, EPS, S>& after,
+    device OUT* to, const thread Epilogue<T, ACTIVATION, P, EPS>& after,
     thread float4& sums, size_t row, int c_y, int c, int left) {
   after.finish(sums, row, c_y, c, left);
   write_sums(to, sums, left);
@@ -334,7 +334,7 @@ METAL_FUNC void tensor_tiles(
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool TRANSPOSED,
     bool PLACED, bool SLICED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
-    int EPS = 0, typename S = P>
+    int EPS = 0>
 METAL_FUNC void tensor_ops(
     const device T* x,
     const device T* w,
@@ -343,8 +343,8 @@ METAL_FUNC void tensor_ops(
     const device uint* masks,
     const device Given<P>* bias,
     const device Given<P>* scale,
-    const device Given<S>* mean,
-    const device Given<S>* var,
+    const device float* mean,
+    const device float* var,
     const device T* residual,
     const thread SortedTilesSizes& sizes,
     device OUT* y,
@@ -353,7 +353,7 @@ METAL_FUNC void tensor_ops(
     int lane) {
   const TensorWeights<T, TRANSPOSED, FAR> weights = {
       w, sizes.w_offset_stride, sizes.w_row_stride};
-  const Epilogue<T, ACTIVATION, P, EPS, S> after = {bias, scale, mean, var, residual};
+  const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
@@ -378,7 +378,7 @@ METAL_FUNC void tensor_ops(
     int lane) {
   const TensorWeights<T, TRANSPOSED, FAR> weights = {
       w, sizes.w_offset_stride, sizes.w_row_stride};
-  const Epilogue<T, BIAS_ALONE, T, 0, T> after = {bias, nullptr, nullptr, nullptr, nullptr};
+  const Epilogue<T, BIAS_ALONE, T, 0> after = {bias, nullptr, nullptr, nullptr, nullptr};
   RowMoments<OUT, 2> moments(lines);
   tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, moments, group, simdgroup, lane);

@@ -33,8 +33,7 @@ class EpilogueFacts(Facts):
         activation: what it is called, see ``activations``.
         norm: name of the layer that this is of, for readers.
         eps: what is added to the variance.
-        dtype: of scale and shift.
-        statistics: the dtype of mean and var.
+        dtype: of scale and shift; mean and var are float32.
     """
 
     there: tuple[str, ...] = ()
@@ -42,7 +41,6 @@ class EpilogueFacts(Facts):
     norm: str = ""
     eps: float = 0.0
     dtype: str = "float32"
-    statistics: str = "float32"
 
     @cached_property
     def act(self) -> Activation:
@@ -53,8 +51,8 @@ class EpilogueFacts(Facts):
     def template(self) -> tuple[tuple[str, int | mx.Dtype], ...]:
         """The template arguments of a kernel that computes it."""
         (bits,) = struct.unpack("<i", struct.pack("<f", self.eps))
-        kinds = ("P", getattr(mx, self.dtype)), ("S", getattr(mx, self.statistics))
-        return ("ACTIVATION", self.act.code), kinds[0], ("EPS", bits), kinds[1]
+        kind = "P", getattr(mx, self.dtype)
+        return ("ACTIVATION", self.act.code), kind, ("EPS", bits)
 
     @cached_property
     def is_of_result(self) -> bool:
@@ -67,7 +65,7 @@ class EpilogueFacts(Facts):
 
     def kind(self, name: str) -> str:
         """Return the dtype of one of ``CHANNELS``."""
-        return self.statistics if name in STATISTICS else self.dtype
+        return "float32" if name in STATISTICS else self.dtype
 
     @cached_property
     def dtypes(self) -> tuple[mx.Dtype | None, ...]:
@@ -179,7 +177,7 @@ class Epilogue(_Fields):
         return tuple([array for array in self.slots if array is not None])
 
     def as_kernels_take(self, facts: EpilogueFacts) -> list[mx.array]:
-        """Return ``arrays``: scale and shift in one dtype, mean and var in one."""
+        """Return ``arrays``: scale and shift in one dtype, mean and var in float32."""
         return [
             a if dtype is None else a.astype(dtype)
             for a, dtype in zip(self.arrays, facts.dtypes, strict=True)
@@ -276,15 +274,10 @@ def _facts(
     """Return the facts of an epilogue with arrays of some dtypes, None for no array."""
     named = dict(zip(ARRAYS, dtypes, strict=True))
     there = tuple(name for name, dtype in named.items() if dtype is not None)
-    kinds = _common(named, CHANNELS[:2]), _common(named, STATISTICS)
-    return EpilogueFacts(there, activation, norm, eps, *kinds)
-
-
-def _common(dtypes: dict[str, mx.Dtype | None], names: Sequence[str]) -> str:
-    """Return the one dtype of those that there are; float32 where they have two."""
-    kinds = {dtype for name in names if (dtype := dtypes[name]) is not None}
+    kinds = {named[name] for name in ("shift", "scale")} - {None}
     dtype = kinds.pop() if len(kinds) == 1 else mx.float32
-    return str(dtype).rpartition(".")[2]
+    kind = str(dtype).rpartition(".")[2]
+    return EpilogueFacts(there, activation, norm, eps, kind)
 
 
 def finished(

@@ -99,7 +99,8 @@ def prepare(
         net: a module, or any function of sparse tensors.
         *inputs: what it is called with: sparse tensors, and anything else.
         training: whether its gradients are planned too, with respect to its trainable
-            parameters, or to the features of a function.
+            parameters, or to the features of a function; and its evaluation, in which
+            norms are parts of convolutions.
         **options: keyword arguments of the call.
 
     Returns:
@@ -193,8 +194,8 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
     """Prepare a net at its first call, for what that compiles; the nets here do it.
 
     Nothing is done where kernels need no time: off CUDA, or where MLX compiles them
-    one by one in any case. A net in training mode is prepared for training.
-    ``options`` are the other arguments of the call.
+    one by one in any case. A net in training mode is prepared for training and
+    evaluation. ``options`` are the other arguments of the call.
     """
     facts = str(x.dtype), net.training  # a net can be copied and pickled
     if _is_prepared(net, facts) or _is_preparing.get() or not first_use.compiles():
@@ -202,7 +203,8 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
     with _standing_in:  # a thread that comes meanwhile waits: the net has zeros now
         if not _is_prepared(net, facts):
             prepare(net, x, training=net.training, **options)
-            net._prepared = getattr(net, "_prepared", frozenset()) | {facts}
+            prepared = {facts, (facts[0], False)}
+            net._prepared = getattr(net, "_prepared", frozenset()) | prepared
 
 
 def _is_prepared(net: mlx.nn.Module, facts: tuple[str, bool]) -> bool:
@@ -220,8 +222,9 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
         with rehearsal, launch.planned(observer), apart:
             if training:
                 _differentiate(net, inputs, options)
-            else:
-                net(*inputs, **options)
+                for module in reached(net):
+                    module.eval()
+            net(*inputs, **options)
     finally:
         _is_preparing.reset(token)
 

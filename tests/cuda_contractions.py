@@ -98,9 +98,8 @@ def every_epilogue(relation, c_in, c_out, groups, dtype, bits=None, size=None):
         packing = {"bits": bits, "group_size": size}
     parts = ARRAYS, ARRAYS[:2], ("mean", "var"), ()
     for name in able("forward", relation, c_in, c_out, dtype, groups, **packing):
-        kinds = {("float32", "float32"), (dtype, "float32"), (dtype, dtype)}
-        for there, pair_of in itertools.product(parts, kinds):
-            facts = EpilogueFacts(there, "", "", 0.0, *pair_of)
+        for there, kind in itertools.product(parts, {"float32", dtype}):
+            facts = EpilogueFacts(there, "", "", 0.0, kind)
             of = {n: mx.zeros((c_out,), getattr(mx, facts.kind(n))) for n in there}
             if "residual" in of:
                 of["residual"] = mx.zeros((relation.n_out, c_out), dtype=x.dtype)

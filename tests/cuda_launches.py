@@ -133,7 +133,7 @@ def norms():
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
         made.moments(x, None, (line, line), 0.1)
-        fixed = mx.zeros((1, channels), dtype), mx.ones((1, channels), dtype)
+        fixed = mx.zeros((1, channels)), mx.ones((1, channels))
         for weight in (None, line, line.astype(dtype)):
             fit = Fit(*fixed, weight, weight, 1e-5)
             made.normalize(x, fit)

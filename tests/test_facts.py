@@ -66,6 +66,6 @@ def test_copies_are_equal_and_hold_what_they_were_made_of(name):
 
 
 def test_a_hash_is_of_every_field():
-    facts = EpilogueFacts(("mean",), "relu", "BatchNorm", 1e-5)
-    other = EpilogueFacts(("mean",), "relu", "BatchNorm", 1e-5, "float32", "float16")
+    facts = EpilogueFacts(("scale",), "relu", "BatchNorm", 1e-5)
+    other = EpilogueFacts(("scale",), "relu", "BatchNorm", 1e-5, "float16")
     assert facts != other and hash(facts) != hash(other)

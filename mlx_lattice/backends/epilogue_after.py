@@ -12,9 +12,9 @@ from .norms_protocol import Fit
 
 
 @lru_cache(maxsize=256)
-def _line(value: float, channels: int, dtype: mx.Dtype) -> mx.array:
+def _line(value: float, channels: int) -> mx.array:
     """Return a value for each channel; kept, so that no call copies it to the GPU."""
-    return mx.array([value] * channels, dtype=dtype)
+    return mx.array([value] * channels)
 
 
 def launched(
@@ -29,11 +29,11 @@ def launched(
     """Return an epilogue of sums, rounded ones, by the kernel of norms."""
     if not sums.size:
         return sums
-    eps, channels, dtype = facts.eps, sums.shape[1], getattr(mx, facts.statistics)
+    eps, channels = facts.eps, sums.shape[1]
     if var is None:  # the root of exactly one
-        var, eps = _line(1.0, channels, dtype), 0.0
+        var, eps = _line(1.0, channels), 0.0
     if mean is None:
-        mean = _line(0.0, channels, dtype)
+        mean = _line(0.0, channels)
     mean, var = (a.reshape(1, channels) for a in (mean, var))
     fit = Fit(mean, var, scale, shift, eps, facts.act)
     return registry.norms().normalize(sums, fit, residual)

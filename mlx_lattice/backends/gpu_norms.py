@@ -377,8 +377,7 @@ class GpuNorms:
 
 
 def _kinds(x: mx.array, fit: Fit) -> tuple[tuple[str, Value], ...]:
-    kinds = ("T", x.dtype), ("P", fit.dtype), ("ACT", fit.act.kind)
-    return *kinds, ("S", fit.mean.dtype)
+    return ("T", x.dtype), ("P", fit.dtype), ("ACT", fit.act.kind)
 
 
 def _told(fit: Fit) -> mx.array:

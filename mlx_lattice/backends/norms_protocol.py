@@ -109,7 +109,7 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
     """What normalises channels: ``act((x - mean) / sqrt(var + eps) * weight + bias)``.
 
     Attributes:
-        mean, var: (S, C) of one floating dtype: float32 where they are of the rows.
+        mean, var: (S, C) float32.
         weight, bias: (C,) of one floating dtype, or None; (S, C) where each segment has
             its own.
         eps: added to the variance.

@@ -21,7 +21,7 @@ from ..devices import METAL
 FILE = "kernel_facts.json"
 # Template arguments that change where results go, not how they are computed, and those
 # of an epilogue.
-_ASIDE = {"OUT", "PLACED", "SLICED", "FAR", "ACTIVATION", "P", "EPS", "S", "R"}
+_ASIDE = {"OUT", "PLACED", "SLICED", "FAR", "ACTIVATION", "P", "EPS", "R"}
 # Multiply-adds of a product of simdgroup matrices, 8 x 8 x 8, which counts are for.
 PRODUCT = 512
 

@@ -61,8 +61,8 @@ class Segmentor(Pretrained):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of features that the net takes: that of its first norm."""
+        """The dtype of features that the net takes: that of its first norm's scale."""
         for _, module in self.named_modules():
-            if "running_mean" in module:
-                return module["running_mean"].dtype
+            if "running_mean" in module and "weight" in module:
+                return module["weight"].dtype
         return mx.float32

@@ -43,6 +43,9 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
     running ones as ``mlx.nn.BatchNorm`` does. No rows leave the running statistics
     as they are; a single row moves the mean alone, since it has no variance.
 
+    The running statistics are float32 in a net of any dtype: ``set_dtype``,
+    ``load_weights`` and assignments cast them.
+
     Args:
         num_features (int): The number of channels.
         eps (float): Added to the variance. Default: ``1e-5``.
@@ -75,6 +78,13 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
             flag(affine, "affine"),
             flag(track_running_stats, "track_running_stats"),
         )
+
+    def __setitem__(self, name: str, value: object) -> None:
+        # Training makes them float32: kernels compiled for another dtype would be of
+        # no use after the first step.
+        if name in self.never_trained and isinstance(value, mx.array):
+            value = value.astype(mx.float32)
+        super().__setitem__(name, value)
 
     def __call__(
         self,
@@ -173,7 +183,8 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
 
     def _statistics(self) -> BatchStatistics:
         tracked = self.track_running_stats and self.training
-        return BatchStatistics(self._running() if tracked else None, self.momentum)
+        running = (self["running_mean"], self["running_var"]) if tracked else None
+        return BatchStatistics(running, self.momentum)
 
     def _move(self, x: mx.array, mean: mx.array, var: mx.array) -> None:
         """Set the running statistics to those that the rows of ``x`` moved."""
@@ -232,10 +243,6 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         """Whether it normalises by statistics of its rows, not by running ones."""
         return self._training or not self.track_running_stats
 
-    def _running(self) -> tuple[mx.array, mx.array]:
-        mean, var = self["running_mean"], self["running_var"]
-        return mean.astype(mx.float32), var.astype(mx.float32)
-
     def scale_shift(self) -> tuple[mx.array, mx.array]:
         """Return (C,) float32 a and b: in evaluation the norm is ``a * x + b``.
 
@@ -247,10 +254,10 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
                 "scale_shift needs running statistics; this norm has "
                 "track_running_stats=False"
             )
-        scale = mx.rsqrt(self.running_var.astype(mx.float32) + self.eps)
+        scale = mx.rsqrt(self.running_var + self.eps)
         if "weight" in self:
             scale = scale * self.weight.astype(mx.float32)
-        shift = -self.running_mean.astype(mx.float32) * scale
+        shift = -self.running_mean * scale
         if "bias" in self:
             shift = shift + self.bias.astype(mx.float32)
         return scale, shift

@@ -71,7 +71,9 @@ class SyncBatchNorm(BatchNorm):
                 _one_row(x),
                 residual if residual is None else _one_row(residual),
             )
-        running = self._running() if self.track_running_stats else None
+        running = None
+        if self.track_running_stats:
+            running = self["running_mean"], self["running_var"]
         exchanges = Exchanges(group, self)
         statistics = SharedStatistics(rows, exchanges, running, self.momentum)
         y, mean, var = channel_norms.batch_norm(

@@ -17,7 +17,6 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..backends.norms_protocol import Activation, BatchNorms, Norms
-from ..dtypes import FLOATS
 from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled, several
 from .fusion import observed, silent
@@ -187,8 +186,7 @@ def fixed_norm(
     those of ``batch_norm``.
     """
     given, arrays = given_of(x, layer, weight, bias, residual)
-    if mean.dtype != var.dtype or mean.dtype not in FLOATS:
-        mean, var = mean.astype(mx.float32), var.astype(mx.float32)
+    mean, var = mean.astype(mx.float32), var.astype(mx.float32)
     if given.kernels is None:
         if are_frozen:
             mean, var = mx.stop_gradient(mean), mx.stop_gradient(var)
@@ -197,7 +195,7 @@ def fixed_norm(
         function = _by_fixed(layer, given, are_frozen)
     else:
         facts = layer, tuple(given.there), given.kernels, are_frozen
-        function = _untold_by_fixed(*facts, x.shape, x.dtype, mean.dtype)
+        function = _untold_by_fixed(*facts, x.shape, x.dtype)
     return function(x, mean, var, *arrays)
 
 
@@ -209,7 +207,6 @@ def _untold_by_fixed(
     are_frozen: bool,
     shape: tuple[int, int],
     dtype: mx.Dtype,
-    kind: mx.Dtype,
 ) -> Function:
     return _by_fixed(layer, Given(there, kernels), are_frozen, situation)
 
@@ -237,10 +234,10 @@ def _by_fixed(layer: Layer, given: Given, are_frozen: bool, settled=None) -> Fun
         own = given.kept(dweight.reshape(-1), dbias.reshape(-1), dresidual)
         if are_frozen:
             return dx, *own
-        inverse = mx.rsqrt(var.astype(mx.float32) + layer.eps)
+        inverse = mx.rsqrt(var + layer.eps)
         scale = inverse if weight is None else inverse * weight.astype(mx.float32)
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
-        return dx, dmean.astype(mean.dtype), dvar.astype(var.dtype), *own
+        return dx, dmean, dvar, *own
 
     gradient = differentiable(
         back, composed, settled=settled, frozen=2 if are_frozen else 0

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
+from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
@@ -148,6 +149,34 @@ def test_running_statistics_are_frozen_parameters():
     layer.unfreeze()
     assert set(layer.trainable_parameters()) == {"weight", "bias"}
     assert set(layer.parameters()) == {"weight", "bias", "running_mean", "running_var"}
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_running_statistics_are_float32_in_nets_of_any_dtype(dtype, tmp_path):
+    kind = getattr(mx, dtype)
+    net, names = mlx.nn.Sequential(nn.BatchNorm(CHANNELS)), {"mean", "var"}
+    x, exact, _ = tensor(dtype=dtype)
+    net.set_dtype(kind)
+    net(x)
+    net.save_weights(str(tmp_path / "net.safetensors"))
+    halves = [(k, a.astype(kind)) for k, a in tree_flatten(net.parameters())]
+    mx.save_safetensors(str(tmp_path / "half.safetensors"), dict(halves))
+    for name in ("net.safetensors", "half.safetensors"):
+        other = mlx.nn.Sequential(nn.BatchNorm(CHANNELS))
+        other.set_dtype(kind)
+        other.load_weights(str(tmp_path / name))
+        for key, array in tree_flatten(other.parameters()):
+            wanted = mx.float32 if key.split("_")[-1] in names else kind
+            assert array.dtype == wanted, (name, key)
+            ours = dict(tree_flatten(net.parameters()))[key]
+            assert mx.allclose(ours, array, rtol=1e-2, atol=1e-4)
+        other.eval()
+        layer = other.layers[0]
+        mean, var = np.array(layer.running_mean), np.array(layer.running_var)
+        y = (exact - mean) / np.sqrt(var + layer.eps)
+        ref.assert_close(other(x).feats, y, dtype)
+    layer.running_mean = np.ones(CHANNELS, np.float16)
+    assert layer.running_mean.dtype == mx.float32
 
 
 def test_no_rows_leave_running_statistics():

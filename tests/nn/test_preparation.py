@@ -1,10 +1,11 @@
 """prepare(): relations and views are there before the net runs, and nothing changes."""
 
-from threading import Event, Thread
+from threading import Event, Thread, current_thread
 
 import cases
 import mlx.core as mx
 import mlx.nn
+import mlx.optimizers
 import pytest
 from conftest import bits
 from cuda_recorder import recording
@@ -123,7 +124,10 @@ def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatc
     net.eval()
     net(x)
     net(tensor(n=100))
-    assert calls == [(mx.float32, True), (mx.float32, False)]
+    assert calls == [(mx.float32, True)], "evaluation is prepared with training"
+    net.set_dtype(mx.float16)
+    net(tensor(n=100).astype(mx.float16))
+    assert calls[1:] == [(mx.float16, False)]
 
 
 def total(y):
@@ -210,7 +214,8 @@ def test_two_threads_that_prepare_a_net_leave_it_its_weights():
         def __call__(self, x):
             if first_in.is_set():  # it ends after the first has given back what it took
                 second_in.set()
-                first.join(600)
+                if current_thread() is not first:
+                    first.join(600)
             first_in.set()
             second_in.wait(0.5)
             return self.conv(x)
@@ -324,6 +329,36 @@ def test_all_kernels_of_the_plans_are_seen(training):
         (loss(net) if training else net)(x)
         assert launches and {(each.name, each.text) for each in launches} <= prepared
     assert "sorted_implicit_gemm" in made.kernels
+
+
+@pytest.mark.skipif(not cpu_extension.usable(), reason="its relations are the CPU's")
+@pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16, mx.float32), ids=str)
+def test_a_step_of_training_leaves_evaluation_its_kernels(dtype):
+    """Those that a step or its preparation compiled, and those of before."""
+
+    def kernels(launches):
+        found = {(each.name, each.text) for each in launches}
+        launches.clear()
+        return found
+
+    with recording() as launches:
+        net, x = NETS["minkunet"](), tensor("surface", 3000).astype(dtype)
+        net.set_dtype(dtype)
+        mx.eval(net.eval()(x).feats)
+        x = ml.SparseTensor(x.coords, x.feats)
+        launches.clear()
+        mx.eval(net(x).feats)
+        before = kernels(launches)
+        ml.prepare(net.train(), x, training=True)
+        prepared = kernels(launches)
+        _, gradients = loss(net)(x)
+        mlx.optimizers.SGD(1e-3).update(net, gradients)
+        mx.eval(net.parameters())
+        assert kernels(launches) <= prepared
+        mx.eval(net.eval()(x).feats)
+        after = kernels(launches)
+    assert any("Epilogue" in name for name, _ in after)
+    assert after <= before and after <= prepared
 
 
 def test_the_report_says_what_there_is():

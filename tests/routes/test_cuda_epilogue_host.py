@@ -79,7 +79,9 @@ def test_where_splits_are_added(emulator, splits, rows, channels, dtype):
     for activation, parts in zip(ACTIVATIONS, PARTS, strict=False):
         after = epilogue(rows, channels, dtype, activation, parts)
         kernel = cuda_splits.add_splits(DTYPES[dtype], after=after.facts)
-        given = dict(zip(after.facts.there, after.arrays, strict=True))
+        given = dict(
+            zip(after.facts.there, after.as_kernels_take(after.facts), strict=True)
+        )
         given = [given.get(name) for name in ARRAYS]
         threads = cuda_splits.adding_threads(rows * channels)
         shape = (rows, channels), DTYPES[dtype]
@@ -130,7 +132,9 @@ def test_as_tiles_write(emulator, width, dtype):
             before=SUMS,
             arguments=(("partial", "sums"), ("rows", "kept, rows"), ("y", TO)),
         )
-        given = dict(zip(after.facts.there, after.arrays, strict=True))
+        given = dict(
+            zip(after.facts.there, after.as_kernels_take(after.facts), strict=True)
+        )
         given = [given.get(name) for name in ARRAYS]
         (y,) = kernel(
             [partial, *given, mx.array(order)],

@@ -153,8 +153,8 @@ class Detector(Pretrained):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of features that the net takes: that of its first norm."""
-        return self.backbone_3d.conv_input.layers[1].running_mean.dtype
+        """The dtype of features that the net takes: that of its first norm's scale."""
+        return self.backbone_3d.conv_input.layers[1].weight.dtype
 
 
 class CenterPoint(Detector):
