@@ -104,6 +104,7 @@ def run(
         voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
     size = net.recipe().voxel_size
     say_dropped(cloud, scan)
+    warn_of_few(cloud.points, len(voxels.x), size)
     print(
         f"{Path(scan).name}: {len(cloud.points):,} points -> {len(voxels.x):,} voxels "
         f"of {size:g}; {type(net).__name__} from {model}"
@@ -119,6 +120,7 @@ def run(
     rows, count = np.array(voxels.rows), scores.shape[1]
     labels, best = np.array(labels)[rows], np.array(best)[rows]
     print(table(net, labels, count))
+    warn_of_one_class(net, labels, count)
     print(f"{seconds:.2f} s in the net, with its relations to build")
     folder.mkdir(parents=True, exist_ok=True)
     palette = np.array(net.about.palette(count), dtype=np.uint8)
@@ -134,6 +136,29 @@ def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
         print(
             f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
             "or attributes are not finite"
+        )
+
+
+def warn_of_few(points: np.ndarray, voxels: int, size: float) -> None:
+    """Print a warning if the points fall into few voxels, as in a wrong unit."""
+    if voxels >= 10 and (voxels >= 1000 or len(points) < 20 * voxels):
+        return
+    sides = " x ".join(f"{side:.3g}" for side in np.ptp(points, axis=0))
+    print(
+        f"warning: {len(points):,} points fall into {voxels:,} voxel"
+        f"{'s' * (voxels != 1)}. The scan measures {sides}, a voxel {size:g}: scale "
+        "the coordinates to the unit of the net's training data (mostly metres)"
+    )
+
+
+def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
+    """Print a warning if (nearly) all points get one class: nothing was told apart."""
+    found = np.bincount(labels, minlength=count)
+    if count > 1 and len(labels) > 1 and found.max() > 0.999 * len(labels):
+        print(
+            f"warning: nearly every point is {net.about.label(int(found.argmax()))}. "
+            "Check that the scan's unit, upward axis and colours are those of the "
+            "net's training data"
         )
 
 

@@ -97,6 +97,54 @@ def test_real_scans(scan, folder, tmp_path):
     assert picture.stat().st_size > 20_000
 
 
+def printed_for(points, folder, tmp_path, capsys):
+    write_ply(tmp_path / "a.ply", dict(zip("xyz", points.T, strict=True)))
+    given = ["segment", tmp_path / "a.ply", "--model", folder]
+    assert cli.main([*map(str, given), "--out", str(tmp_path / "out")]) == 0
+    return capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "scale, count, warned",
+    (
+        (1, 900, ""),
+        (1e-3, 900, "900 points fall into "),
+        (1e-2, 20_000, "20,000 points fall into"),
+        (1e-2, 5, "5 points fall into"),
+        (1, 4000, ""),
+        (1e3, 900, ""),
+    ),
+)
+def test_a_scan_in_another_unit_is_warned_of(
+    scale, count, warned, folder, tmp_path, capsys
+):
+    rng = np.random.default_rng(0)
+    points = (rng.uniform(0, 5, (count, 3)) * scale).astype(np.float32)
+    out = printed_for(points, folder, tmp_path, capsys)
+    assert (warned in out) if warned else "points fall into" not in out
+    if warned:
+        assert (
+            "The scan measures 0.0" in out
+            and "a voxel 0.4: scale the coordinates" in out
+        )
+
+
+def test_one_class_is_warned_of(scan, folder, tmp_path, capsys):
+    made = models.from_pretrained(folder)
+    points = read_points(scan).points
+    assert "nearly every" not in printed_for(points, folder, tmp_path, capsys)
+    made.final.bias = mx.array([0.0, 1000.0, 0.0])
+    made.save_pretrained(tmp_path / "one")
+    out = printed_for(points, tmp_path / "one", tmp_path, capsys)
+    assert "warning: nearly every point is wall. Check that the scan's unit" in out
+    # A net of one class has nothing to tell apart.
+    alone = models.SpUNet(2, 1, 32, (32, 32), layers=(1, 1))
+    alone.about = models.About(models.VoxelRecipe(0.4, ("ones", "height")))
+    alone.save_pretrained(tmp_path / "alone")
+    out = printed_for(points, tmp_path / "alone", tmp_path, capsys)
+    assert "nearly every" not in out
+
+
 def refused(capsys, *given) -> str:
     assert cli.main(["segment", *map(str, given)]) == 2
     return capsys.readouterr().err
