@@ -12,6 +12,7 @@ import mlx.nn
 
 from .geometry.unique import true_positions
 from .inspect.trace import check_page, trace
+from .io.errors import listed
 from .io.pipelines import pack
 from .io.safetensors import SafetensorsState
 from .memory.limit import memory_limit
@@ -189,14 +190,15 @@ def _latents(
 ) -> tuple[mx.array, dict[str, mx.array], int | None]:
     """Return an element's rows, its latents by name, and the resolution."""
     state = SafetensorsState(Path(path))
-    held = {name: state.read(name) for name in state}
     told = state.metadata.get("resolution", "")
     wanted = [COORDS, SHAPE, *[TEXTURE] * textured]
-    if lacking := [name for name in wanted if name not in held]:
+    names = sorted(state)
+    if lacking := [name for name in wanted if name not in names]:
         raise ValueError(
             f"{path} must hold {', '.join(wanted)}; it lacks {', '.join(lacking)} and "
-            f"has {', '.join(sorted(held)) or 'nothing'}"
+            f"has {listed(names)}"
         )
+    held = {name: state.read(name) for name in wanted}
     coords = held[COORDS]
     if coords.ndim != 2 or coords.shape[1] != 4 or coords.dtype != mx.int32:
         raise ValueError(

@@ -17,7 +17,7 @@ import mlx.core as mx
 from .distribution import install
 from .dtypes import DTYPES
 from .geometry.unique import true_positions
-from .io.errors import CheckpointError
+from .io.errors import CheckpointError, listed
 from .memory.limit import memory_limit
 from .memory.sizes import parse_bytes
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
@@ -251,7 +251,7 @@ def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
     if missing := [f"cond_{size}" for size in sizes if f"cond_{size}" not in held]:
         raise ValueError(
             f"{path} lacks {', '.join(missing)}, the (B, M, C) tokens of the image at "
-            f"so many pixels, which {form} needs; it has {', '.join(held) or 'nothing'}"
+            f"so many pixels, which {form} needs; it has {listed(held)}"
         )
     return {size: held[f"cond_{size}"].astype(mx.float32) for size in sizes}
 

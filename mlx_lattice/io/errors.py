@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import re
 import stat
+from collections.abc import Iterable
 from pathlib import Path
 
 SHOWN = 120
@@ -38,6 +39,13 @@ def shown(name: str) -> str:
     """Return a name from a file without control characters, shortened if it is long."""
     name = name if name.isprintable() else repr(name)
     return name if len(name) <= SHOWN else f"{name[:SHOWN]}... ({len(name):,} letters)"
+
+
+def listed(names: Iterable[str], none: str = "nothing") -> str:
+    """Return names from a file as a list in a sentence: at most eight of them."""
+    names = list(names)
+    more = f" and {len(names) - 8:,} more" if len(names) > 8 else ""
+    return ", ".join(map(shown, names[:8])) + more or none
 
 
 def check_file(path: Path, error: type[FileError], *, binary: bool = False) -> None:

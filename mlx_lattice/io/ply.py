@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..atomic_write import atomic_write
+from .errors import listed
 from .pcd import PointFileError, short, text_rows
 
 # The format's names of NumPy's types.
@@ -60,9 +61,9 @@ def read_ply(path: Path) -> dict[str, np.ndarray]:
     elements, order, at = _header(content, path)
     names = [element.name for element in elements]
     if "vertex" not in names:
-        found = ", ".join(names) or "none"
         raise PointFileError(
-            f"{path.name} has no vertex element; its elements are: {found}"
+            f"{path.name} has no vertex element; its elements are: "
+            f"{listed(names, 'none')}"
         )
     place = names.index("vertex")
     vertex = elements[place]

@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 from .bin_columns import read_bin
-from .errors import check_file
+from .errors import check_file, listed
 from .pcd import PointFileError, read_pcd, short
 from .ply import read_ply
 from .table import named_columns, read_table
@@ -162,7 +162,7 @@ def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
     if missing:
         raise PointFileError(
             f"{path.name} has no {' and no '.join(missing)}: expected x, y and z, "
-            f"found {', '.join(columns) or 'nothing'}"
+            f"found {listed(columns)}"
         )
     lengths = {name: len(column) for name, column in columns.items()}
     if len(set(lengths.values())) > 1:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
+from .errors import listed
 from .pcd import PointFileError
 
 _COMMENTS = ("#", "//")
@@ -79,8 +80,7 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> dict[str, np.ndarray]
     names = names or (_words(comments[-1].lstrip("#/")) if comments else [])
     if len(names) == table.shape[1] and not _is_number(names[0]):
         raise PointFileError(
-            f"{path.name} has columns {', '.join(names)}; "
-            "expected x, y and z among them"
+            f"{path.name} has columns {listed(names)}; expected x, y and z among them"
         )
     if table.shape[1] < 3:
         raise PointFileError(

@@ -29,7 +29,9 @@ class MissingAttribute(ValueError):
     """
 
     def __init__(self, name: str, features: Sequence[str], held: Iterable[str]):
-        found = ", ".join(held) or "no attributes"
+        from ..io.errors import listed  # io imports the models
+
+        found = listed(held, "no attributes")
         self.lack = (
             f"the net reads {', '.join(features)}, and these points have no {name} "
             f"({found})"

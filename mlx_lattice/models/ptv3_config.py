@@ -51,7 +51,9 @@ def published_arguments(
         )
     unknown = set(backbone) - {*_SAME, *_ONLY, *_UNREAD}
     if unknown:
-        raise ValueError(f"PTv3 has no {', '.join(sorted(unknown))}")
+        from ..io.errors import listed
+
+        raise ValueError(f"PTv3 has no {listed(sorted(unknown))}")
     for name, values in _ONLY.items():
         if backbone.get(name, values[0]) not in values:
             raise ValueError(

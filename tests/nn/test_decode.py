@@ -233,6 +233,8 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     mx.save_safetensors(
         str(tmp_path / "less.safetensors"), {"coords": mx.zeros((1, 4))}
     )
+    many = {f"blocks.{i}.{'w' * 500}": mx.zeros((1,)) for i in range(3000)}
+    mx.save_safetensors(str(tmp_path / "many.safetensors"), many)
     dead = models.SparseVAEDecoder.from_pretrained(shape)
     dead.blocks[0][-1].to_subdiv.bias = mx.full((8,), -99.0)
     dead.save_pretrained(tmp_path / "dead")
@@ -251,6 +253,10 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
             [str(tmp_path / "less.safetensors"), "--model", shape, *out],
             "it lacks shape",
         ),
+        (
+            [str(tmp_path / "many.safetensors"), "--model", shape, *out],
+            "and 2,992 more",
+        ),
         ([latents, "--model", texture, *out], "has 6 output channels"),
         ([latents, "--model", shape, "--element", "7", *out], "no batch element 7"),
         ([latents, "--model", str(tmp_path / "dead"), *out], "no voxel is left"),
@@ -267,7 +273,7 @@ def test_the_command_says_what_is_wrong(tmp_path, capsys):
     ):
         assert cli.main(["decode", *given]) == 2, given
         error = capsys.readouterr().err
-        assert text in error and "Traceback" not in error
+        assert text in error and "Traceback" not in error and len(error) < 2000
 
 
 def test_bad_surfaces():
