@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import re
 import struct
 import zipfile
@@ -18,8 +19,8 @@ _LEGACY = re.compile(
 # What `zipfile` raises where a zip is truncated, corrupt, or of a newer format.
 ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
 
-# Most bytes of a zip's directory: half a million records.
-DIRECTORY_BYTES = 2**26
+# Most bytes of one read: a zip's directory of half a million records, or a string.
+READ_BYTES = 2**26
 
 
 class Archive:
@@ -70,12 +71,12 @@ class Archive:
         if order in self.records and self.read(order) != b"little":
             raise self.error("was saved on a big-endian machine, which is not read")
 
-    def program(self, most: int) -> bytes:
-        """Return the bytes that begin with the file's pickles, at most ``most``."""
+    def program(self, most: int) -> BinaryIO:
+        """Return a stream of the file's pickles; a zip has at most ``most`` bytes."""
         if not self.legacy:
-            return self.read(f"{self.prefix[:-5]}data.pkl", most)
+            return io.BytesIO(self.read(f"{self.prefix[:-5]}data.pkl", most))
         self.stream.seek(0)
-        return self.stream.read(most)
+        return _Bounded(self.stream)
 
     def add_storages(self, at: int, sizes: dict[str, tuple[int, int]]) -> None:
         """Find the records of the old format's storages, which begin at byte ``at``.
@@ -137,16 +138,20 @@ class Archive:
 
 
 class _Bounded:
-    """A stream that refuses to read more than DIRECTORY_BYTES at once."""
+    """A stream that refuses to read more than READ_BYTES at once."""
 
     def __init__(self, stream: BinaryIO):
         self.seek, self.tell, self._stream = stream.seek, stream.tell, stream
 
     def read(self, count: int = -1) -> bytes:
         """Return the stream's next bytes."""
-        if count > DIRECTORY_BYTES:
-            raise zipfile.BadZipFile(f"its directory has {count:,} bytes")
+        if count > READ_BYTES:
+            raise ValueError(f"{count:,} bytes are asked for at once")
         return self._stream.read(count)
+
+    def readline(self) -> bytes:
+        """Return the stream's next line."""
+        return self._stream.readline(READ_BYTES)
 
 
 def _why_no_zip(start: bytes) -> str:

@@ -10,7 +10,6 @@ Sizes are not trusted: each is checked against the file before anything is alloc
 
 from __future__ import annotations
 
-import io
 import pickletools
 import struct
 from collections import Counter
@@ -55,8 +54,9 @@ _ENTRIES |= {"base_model", "module", "params", "weights"}
 _DEPTH = 6  # of dicts and lists in which dicts of tensors are looked for
 
 _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
-# A million instructions take seconds: enough for tens of thousands of tensors.
-_PICKLE_BYTES, _INSTRUCTIONS = 2**24, 2**20
+# Logs of long trainings take tens of MiB beside the weights. A million instructions
+# take seconds, and are enough for tens of thousands of tensors.
+_PICKLE_BYTES, _INSTRUCTIONS = 2**28, 2**20
 # Tensors may share storage, as tied weights do: at most to this multiple of the file.
 _EXPANSION = 64
 
@@ -85,8 +85,7 @@ class PyTorchState:
 
     def __init__(self, stream: BinaryIO, path: Path, key: str | None = None):
         self._archive = archive = Archive(stream, path)
-        program = io.BytesIO(archive.program(_PICKLE_BYTES))
-        machine = _Machine(archive)
+        program, machine = archive.program(_PICKLE_BYTES), _Machine(archive)
         tree = machine.run(program)
         if archive.legacy:  # after its magic number, a version and facts of the machine
             tree = [machine.run(program) for _ in range(3)][-1]

@@ -478,13 +478,23 @@ def test_keys_that_share_a_hash(tmp_path):
     assert load(tmp_path, checkpoint({2**31 - 1: 1, "w": tensor((1,), (1,))}))
 
 
-def test_a_program_without_end(tmp_path):
-    content = checkpoint(b"\x80\x02" + b"}" * 2**24 + b".")
-    refuse(tmp_path, content, "'a/data.pkl' of 16,777,219 bytes; at most 16,777,216")
+def test_a_program_without_end(tmp_path, monkeypatch):
+    monkeypatch.setattr("mlx_lattice.io.pytorch._PICKLE_BYTES", 2**22)
+    content = checkpoint(b"\x80\x02" + b"}" * 2**22 + b".")
+    refuse(tmp_path, content, "'a/data.pkl' of 4,194,307 bytes; at most 4,194,304")
     for content in (b"}" * 2**20, b"(" * 2**20, b"]" + b"]\x94a" * 350_000):
         content = b"\x80\x04" + content + b"."
         for file in (checkpoint(content), old_format(content)):
             refuse(tmp_path, file, "a pickle of more than 1,048,576 instructions")
+
+
+def test_a_string_without_end(tmp_path):
+    for push in (
+        b"X" + struct.pack("<I", 2**32 - 1),
+        b"\x8e" + struct.pack("<Q", 2**62),
+    ):
+        content = old_format(b"\x80\x04" + push + b"abc")
+        refuse(tmp_path, content, "a corrupt pickle: .* bytes are asked for at once")
 
 
 def test_objects_within_objects_without_end(tmp_path):
