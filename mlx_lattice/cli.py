@@ -25,6 +25,7 @@ from .quantized import BITS
 from .relation_form import KINDS
 
 COLUMNS = "names of the columns of a .bin file, such as x,y,z,intensity,ring"
+CODE = "Python file that defines the net's class, if it is your own; it is run"
 
 
 class _Parser(argparse.ArgumentParser):
@@ -106,6 +107,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="FOLDER", help="a net's folder, or owner/name of one"
     )
     segment.add_argument("--revision", help="of owner/name: branch, tag or commit")
+    segment.add_argument("--code", metavar="FILE.py", help=CODE)
     segment.add_argument(
         "--out", metavar="DIR", default="segmented", help="folder of what it writes"
     )
@@ -130,6 +132,7 @@ def parser() -> argparse.ArgumentParser:
         "--model", metavar="FOLDER", help="a detector's folder, or owner/name of one"
     )
     detect.add_argument("--revision", help="of owner/name: branch, tag or commit")
+    detect.add_argument("--code", metavar="FILE.py", help=CODE)
     detect.add_argument(
         "--out", metavar="DIR", default="detected", help="folder of what it writes"
     )
@@ -159,6 +162,7 @@ def parser() -> argparse.ArgumentParser:
         "--texture-model", metavar="FOLDER", help="the texture decoder's, likewise"
     )
     decode.add_argument("--revision", help="of owner/name: branch, tag or commit")
+    decode.add_argument("--code", metavar="FILE.py", help=CODE)
     decode.add_argument(
         "--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj"
     )
@@ -321,7 +325,11 @@ def _extra(command: str, extra: str) -> Iterator[None]:
 def _net_of(
     given: argparse.Namespace, command: str, extra: str
 ) -> Iterator[ModuleType]:
-    """Import the module of a command that takes a net's folder; it has to be named."""
+    """Import the module of a command that takes a net's folder, and the net's code."""
+    if given.code is not None:
+        code = Path(given.code).resolve(strict=True)
+        sys.path.insert(0, str(code.parent))
+        import_module(code.stem)
     with _extra(command, extra):
         module = import_module(f".{command}", __package__)
         if given.model is None:

@@ -12,13 +12,16 @@ from ..memory.sizes import said_bytes
 _LICENCES = ("mit", "apache-2.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
 
 
-def model_card(config: Mapping[str, Any], parameters: int, size: int) -> str:
+def model_card(
+    config: Mapping[str, Any], parameters: int, size: int, module: str | None = None
+) -> str:
     """Return the Markdown of a card.
 
     Args:
         config: what ``config.json`` says.
         parameters: how many numbers the weights are, packed ones counted one by one.
         size: bytes of the arrays.
+        module: the module that defines the class, if that is not this package.
     """
     name, about = config["model"], config.get("about", {})
     licence = about.get("licence", "")
@@ -29,8 +32,14 @@ def model_card(config: Mapping[str, Any], parameters: int, size: int) -> str:
     front += [f"license: {word}"] if licence else []
     lines = ["---", *front, "---", "", f"# {name}", ""]
     lines += [f"A sparse 3D net for MLX, written by {NAME} {__version__}.", ""]
-    lines += ["```python", "from mlx_lattice import models", ""]
-    lines += [f'net = models.{name}.from_pretrained("this folder")', "```", ""]
+    place = "from mlx_lattice import models"
+    call = f"models.{name}"
+    if module is not None:
+        module = "your_module" if module == "__main__" else module
+        place = f"from {module} import {name}  # a class of its author, not of {NAME}"
+        call = name
+    lines += ["```python", place, ""]
+    lines += [f'net = {call}.from_pretrained("this folder")', "```", ""]
     lines += ["| | |", "|---|---|", f"| parameters | {parameters:,} |"]
     lines += [f"| size | {said_bytes(size)} |"]
     lines += [

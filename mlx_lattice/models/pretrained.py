@@ -127,7 +127,8 @@ class Pretrained(mlx.nn.Module):
             config["about"] = about
         arrays = dict(tree_flatten(self.parameters()))
         size = sum(array.nbytes for array in arrays.values())
-        return config, model_card(config, _count(self), size)
+        module = None if _is_ours(type(self)) else type(self).__module__
+        return config, model_card(config, _count(self), size, module)
 
     @classmethod
     def from_pretrained(
@@ -175,8 +176,9 @@ def from_pretrained(
     found = kind if kind.__name__ == name else _CLASSES.get(name)
     if found is None:
         raise CheckpointError(
-            f"{folder} is of a {shown(name)}, which is no net of this package; there "
-            f"are {', '.join(_CLASSES)}"
+            f"{folder} holds a {shown(name)}, which is not a net of this package "
+            f"({', '.join(_public_nets())}). If it is a class of your own, import the "
+            "module that defines it first; commands take it as --code FILE.py"
         )
     if not issubclass(found, kind):
         raise CheckpointError(
@@ -198,6 +200,21 @@ def from_pretrained(
     except (TypeError, ValueError) as error:
         raise CheckpointError(f'{folder}: "about" in its config: {error}') from error
     return net.eval()
+
+
+def _public_nets() -> list[str]:
+    """Return the names of the package's public nets that can be called."""
+    return [
+        name
+        for name, kind in _CLASSES.items()
+        if _is_ours(kind)
+        and not name.startswith("_")
+        and any("__call__" in vars(each) for each in kind.__mro__)
+    ]
+
+
+def _is_ours(kind: type[Pretrained]) -> bool:
+    return kind.__module__.startswith(f"{__package__}.")
 
 
 def _count(net: mlx.nn.Module) -> int:

@@ -25,6 +25,15 @@ def no_variables(monkeypatch):
         monkeypatch.delenv(name, raising=False)
 
 
+def test_the_package_is_run():
+    """``python -m mlx_lattice`` is the command, its exit codes too."""
+    line = [sys.executable, "-m", "mlx_lattice"]
+    done = subprocess.run([*line, "--version"], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.endswith(f" {ml.__version__}\n")
+    done = subprocess.run([*line, "nothing"], capture_output=True, text=True)
+    assert done.returncode == 2 and done.stderr.startswith("mlx-lattice: ")
+
+
 def command(line, capsys):
     """Exit code, output and errors of a command line."""
     try:

@@ -2,6 +2,7 @@
 
 import copy
 import json
+import re
 import sys
 import types
 
@@ -241,6 +242,29 @@ def test_the_card(tmp_path):
     assert "| packed | 4 bits, in groups of 32 |" in text and f"{count:,}" in text
 
 
+def test_the_card_s_lines_load_the_net(tmp_path):
+    for at, net in enumerate((NETS["SpUNet"](), MyNet(4))):
+        folder = tmp_path / str(at)
+        net.save_pretrained(folder)
+        code = (folder / "README.md").read_text().split("```python\n")[1]
+        code = code.split("```")[0].replace("this folder", str(folder))
+        names = {}
+        exec(code, names)
+        assert type(names["net"]) is type(net) and same(names["net"], net)
+    assert f"from {MyNet.__module__} import MyNet  # a class of its author" in code
+
+
+def test_the_list_of_nets_has_public_classes(folder):
+    changed(folder, model="Unet")
+    with pytest.raises(CheckpointError) as caught:
+        models.from_pretrained(folder)
+    names = re.search(r"package \((.*?)\)", str(caught.value))[1].split(", ")
+    assert {"SpUNet", "PTv3", "SparseStructureEncoder", "VoxelNeXt"} <= set(names)
+    assert not {"MyNet", "Pretrained", "Segmentor", "Detector"} & set(names)
+    for name in names:
+        assert name in models.__all__ and not name.startswith("_")
+
+
 # Folders that are none
 
 
@@ -266,7 +290,7 @@ def test_another_class(folder):
 @pytest.mark.parametrize(
     ("new", "said"),
     (
-        ({"model": "Unet"}, "is of a Unet, which is no net of this package; there are"),
+        ({"model": "Unet"}, "holds a Unet, which is not a net of this package"),
         ({"model": 3}, 'no JSON object with the name of a "model"'),
         ({"arguments": []}, '"arguments" must be an object'),
         ({"arguments": {}}, "make no SpUNet: .*in_channels"),

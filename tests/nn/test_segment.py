@@ -1,5 +1,8 @@
 """The command segment: points by class in colour, a picture, and what it refuses."""
 
+import subprocess
+import sys
+
 import foreign_arrays
 import mlx.core as mx
 import mlx.nn
@@ -76,6 +79,33 @@ def test_points_by_class(name, bits, scan, tmp_path, capsys):
         assert (f"{label:<5} {found[i]:>10,} points" in printed.out) == (found[i] > 0)
     picture = (out / "room.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+
+
+def test_a_net_of_one_s_own(scan, tmp_path, capsys):
+    """Its folder names a class, whose file the command is given."""
+    code = tmp_path / "nets_of_a_test.py"
+    code.write_text(
+        "from mlx_lattice import models\n"
+        "class NetOfATest(models.MinkUNet):\n"
+        "    def __init__(self):\n"
+        "        super().__init__(2, 3, (32,) * 8, (1,) * 8)\n"
+    )
+    make = (
+        "import sys; from nets_of_a_test import *; net = NetOfATest(); "
+        "net.about = models.About(models.VoxelRecipe(0.4, ('ones', 'height'))); "
+        "net.save_pretrained(sys.argv[1])"
+    )
+    line, folder = [sys.executable, "-c", make, "net"], tmp_path / "net"
+    subprocess.run(line, cwd=tmp_path, check=True)
+    given = ["segment", str(scan), "--model", str(folder), "--out", str(tmp_path / "o")]
+    assert cli.main(given) == 2
+    error = capsys.readouterr().err
+    assert "holds a NetOfATest, which is not a net of this package" in error
+    assert "commands take it as --code FILE.py" in error
+    assert cli.main([*given, "--code", str(tmp_path / "none.py")]) == 2
+    assert "there is no file" in capsys.readouterr().err
+    assert cli.main([*given, "--code", str(code)]) == 0
+    assert "900 points ->" in capsys.readouterr().out
 
 
 def test_a_classifier_s_map_projection(folder, tmp_path):
