@@ -63,14 +63,20 @@ def _(first: IntegerTensor, tensors: list[IntegerTensor]) -> IntegerTensor:
 def union(
     x: SparseTensor,
     y: SparseTensor,
+    *others: SparseTensor | Callable[[mx.array, mx.array], mx.array],
     combine: Callable[[mx.array, mx.array], mx.array] = mx.add,
 ) -> SparseTensor:
-    """Join two tensors on every row that either has; rows are sorted.
+    """Join two or more tensors on every row that any of them has; rows are sorted.
 
     Args:
-        x, y: tensors of one lattice and equal channels.
-        combine: of the two (N, C) features; a row that one lacks counts as zeros.
+        x, y, others: tensors of one lattice and equal channels.
+        combine: combines the (N, C) features of two tensors, from left to right; a row
+            that a tensor lacks counts as zeros. It may be the last positional argument.
     """
+    if others and not isinstance(others[-1], SparseTensor) and callable(others[-1]):
+        *others, combine = others
+    for other in others:
+        x, y = union(x, y, combine=combine), other
     _expect_one_lattice(x, y)
     if combine is mx.add and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "union")

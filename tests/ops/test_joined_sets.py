@@ -19,6 +19,28 @@ places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 CHANNELS = 3
 
 
+def test_three_sets_are_joined():
+    rng = np.random.default_rng(3)
+    rows = drawn(rng, 150)
+    parts = [rows[:70], rows[40:110], rows[90:]]
+    manager = ml.CoordinateManager()
+    given = [tensor(p, i, manager=manager) for i, p in enumerate(parts)]
+    made = np.unique(rows, axis=0)
+    each = [wide(x.coords, exact(x.feats), made) for x in given]
+    for joined, expected in (
+        (ops.union(*given), sum(each)),
+        (
+            ops.union(*given, combine=mx.maximum),
+            np.maximum(np.maximum(*each[:2]), each[2]),
+        ),
+        (ops.union(*given, mx.subtract), each[0] - each[1] - each[2]),
+    ):
+        np.testing.assert_array_equal(np.array(joined.coords), made)
+        np.testing.assert_allclose(exact(joined.feats), expected, 1e-6, 1e-6)
+    with pytest.raises(TypeError, match="y must be a SparseTensor; got array"):
+        ops.union(*given, given[0].feats)
+
+
 def drawn(rng, n, batches=3, side=7):
     """Distinct rows in no order; the last batch elements may be empty."""
     rows = rng.integers(-side, side, (n, 4))
