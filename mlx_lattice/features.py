@@ -14,7 +14,7 @@ def check_feats(feats: mx.array, rows: int) -> mx.array:
     """Return features as an (N, C) array, or raise with what was wrong.
 
     Raises:
-        TypeError: they are no array, or not floating.
+        TypeError: they are not an array, or neither floating nor bool.
         ValueError: they are not (rows, C).
     """
     if not isinstance(feats, mx.array):
@@ -24,7 +24,7 @@ def check_feats(feats: mx.array, rows: int) -> mx.array:
             f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
             f"{tuple(feats.shape)}"
         )
-    if feats.dtype not in FLOATS:
+    if feats.dtype not in (*FLOATS, mx.bool_):
         raise TypeError(
             "feats must be float32, float16 or bfloat16; got "
             f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"

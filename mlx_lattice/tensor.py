@@ -45,7 +45,8 @@ class SparseTensor(OtherNames):
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
             in cells of the tensor's own lattice; negative values are legal.
-        feats: (N, C) float32, float16 or bfloat16.
+        feats: (N, C) float32, float16 or bfloat16; or bool, for flags that ``prune``,
+            ``align``, ``cat`` and the like move from row to row.
         stride: size of a lattice cell in cells of the first lattice, int or one per
             axis.
         spatial_shape: D extents of a dense grid that starts at 0, or None for an
@@ -57,7 +58,7 @@ class SparseTensor(OtherNames):
         key: the manager's key of ``coords``, where the manager has them already.
 
     Raises:
-        TypeError: feats are not floating, or batch_size is no int.
+        TypeError: feats are neither floating nor bool, or batch_size is not an int.
         ValueError: shapes do not fit, the stride is no positive ratio, or the key is
             of other coordinates.
     """
@@ -400,12 +401,20 @@ def _expect_coords(coords: mx.array, held: CoordinateSet) -> None:
         )
 
 
-def expect_tensor(x: object, name: str = "x") -> None:
-    """Raise a TypeError unless ``x`` is a SparseTensor."""
+def expect_tensor(x: object, name: str = "x", *, flags: bool = False) -> None:
+    """Raise a TypeError unless ``x`` is a SparseTensor.
+
+    Its features must be numbers; with ``flags`` they may be bool.
+    """
     if not isinstance(x, SparseTensor):
         raise TypeError(
             f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
             "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
+        )
+    if not flags and x.dtype == mx.bool_:
+        raise TypeError(
+            f"{name} has bool features, which are not added up; cast them with "
+            ".astype(mx.float32)"
         )
 
 
@@ -417,7 +426,7 @@ def tensors_of(given: Iterable[SparseTensor], name: str) -> list[SparseTensor]:
     if not tensors:
         raise ValueError(f"{name} needs at least one tensor; got none")
     for x in tensors:
-        expect_tensor(x, "each tensor")
+        expect_tensor(x, "each tensor", flags=True)
     return tensors
 
 
@@ -442,8 +451,8 @@ def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     Raises:
         ValueError: the two do not have the same rows; the message shows one.
     """
-    expect_tensor(x)
-    expect_tensor(like, "like")
+    expect_tensor(x, flags=True)
+    expect_tensor(like, "like", flags=True)
     if x.key == like.key:
         return x
     move = equal_rows(x.coordinate_set, like.coordinate_set)

@@ -12,7 +12,8 @@ BLOCK = 1024  # rows that are added up in one go: one long sum drifts
 
 def padded(x: mx.array, value: float = 0) -> mx.array:
     """Append one row, which index -1 reads."""
-    return mx.concatenate([x, mx.full((1, x.shape[1]), value, dtype=x.dtype)])
+    row = mx.full((1, x.shape[1]), value, dtype=x.dtype)
+    return mx.concatenate([x, row.astype(x.dtype)])  # MLX makes int32 of bool
 
 
 def sort_keys(x: mx.array) -> mx.array:

@@ -32,7 +32,7 @@ def voxelize(
         the row that each point went to.
 
     Raises:
-        ValueError: see ``SparseTensor.from_points``.
+        TypeError, ValueError: see ``SparseTensor.from_points``.
     """
     points = positions_of(points, "points")
     if points.ndim != 2 or points.shape[1] not in AXES:
@@ -47,6 +47,11 @@ def voxelize(
         raise ValueError(
             f"feats must have shape (P, C) with P = {n}, the points; got "
             f"{tuple(feats.shape)}"
+        )
+    if feats.dtype == mx.bool_ and reduce != "first":
+        raise TypeError(
+            f"bool features have no {reduce}: pass reduce='first', or cast them with "
+            ".astype(mx.float32)"
         )
     size = real_axes(voxel_size, dims, "voxel_size")
     if min(size) <= 0:

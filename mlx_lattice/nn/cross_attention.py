@@ -63,9 +63,9 @@ class CrossAttention(Module):
 
         Args:
             x: a tensor, or an array (B, L, dims) of sequences.
-            context: the tokens: (B, M, context_dims), or a tensor, whose batch
-                elements are the sequences.
-            lengths: (B,) integers: how many of the M tokens there are; by default all.
+            context: the tokens: (B, M, context_dims); a tensor, whose batch elements
+                are the sequences; or (T, context_dims), one sequence after another.
+            lengths: (B,) integers: the number of tokens of each sequence; by default M.
 
         Raises:
             ValueError: shapes do not fit.
@@ -74,9 +74,12 @@ class CrossAttention(Module):
             if lengths is not None:
                 raise ValueError("a tensor of tokens has its own lengths; pass none")
             context, lengths = ops.to_sequences(context)
+        elif context.ndim == 2 and lengths is not None:
+            context, lengths = ops.to_sequences(context, lengths)
         if context.ndim != 3:
             raise ValueError(
-                f"context must have shape (B, M, C); got {tuple(context.shape)}"
+                f"context must have shape (B, M, C); got {tuple(context.shape)}. Rows "
+                "(T, C) of all sequences need their lengths"
             )
         rows = features_of(x)
         q = self.to_q(rows)

@@ -96,7 +96,7 @@ def window_attention(
         TypeError: dtypes differ.
         ValueError: shapes do not fit.
     """
-    expect_tensor(like, "like")
+    expect_tensor(like, "like", flags=True)
     window = per_axis(window, like.dims, "window")
     shift = per_axis(shift, like.dims, "shift", least=-INT32_LIMIT)
     return _attend(q, k, v, like, ("window", window, shift), scale)
@@ -136,7 +136,7 @@ def serialized_attention(
             no further than the bound (Point Transformer V3's relative positions). Such
             scores are computed by MLX operations and held, float32, a part at a time.
     """
-    expect_tensor(like, "like")
+    expect_tensor(like, "like", flags=True)
     check_curve(order, like.dims)
     if last_patch not in LAST_PATCHES:
         raise ValueError(
@@ -319,7 +319,7 @@ def _biased(q, k, v, scale: float, mask: mx.array | None, bias: mx.array) -> mx.
 
 
 def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
-    expect_tensor(like, "like")
+    expect_tensor(like, "like", flags=True)
     for a in given:
         if a is None:
             raise TypeError(

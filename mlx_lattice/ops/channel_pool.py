@@ -9,7 +9,7 @@ import mlx.core as mx
 from .. import devices
 from ..checks import whole
 from ..reductions import linear
-from ..tensor import features_of
+from ..tensor import SparseTensor, expect_tensor, features_of
 from .activation import Features, on_features
 
 __all__ = ["channel_avg_pool", "channel_repeat"]
@@ -31,6 +31,8 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
     Raises:
         ValueError: ``channels`` does not divide C.
     """
+    if isinstance(x, SparseTensor):
+        expect_tensor(x)
     given, channels = features_of(x).shape[-1], whole(channels, "channels", 1)
     if given % channels:
         raise ValueError(

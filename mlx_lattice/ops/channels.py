@@ -154,7 +154,7 @@ def forget_slots(coarse: CoordinateSet) -> None:
 
 
 def _check(x: SparseTensor, factor: IntOrTuple, order: str) -> tuple[int, ...]:
-    expect_tensor(x)
+    expect_tensor(x, flags=True)
     if order not in ORDERS:
         raise ValueError(f"order must be one of {ORDERS}; got {order!r}")
     return per_axis(factor, x.dims, "factor")

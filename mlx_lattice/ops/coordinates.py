@@ -92,14 +92,14 @@ def union(
 
 def _expect_one_lattice(x: SparseTensor, y: SparseTensor) -> None:
     """Raise unless both are tensors, of equal axes and strides."""
-    expect_tensor(x)
-    expect_tensor(y, "y")
+    expect_tensor(x, flags=True)
+    expect_tensor(y, "y", flags=True)
     expect_one_lattice(x.coordinate_set, y.coordinate_set)
 
 
 def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
     """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
-    expect_tensor(x)
+    expect_tensor(x, flags=True)
     if isinstance(coords, SparseTensor):
         raise TypeError(
             "coords must be (Q, 1 + D) integer rows; got a SparseTensor: look up its "
@@ -140,6 +140,7 @@ def unique_sum(
             outside ``spatial_shape``.
     """
     if isinstance(x, SparseTensor):
+        expect_tensor(x)
         if feats is not None:
             raise TypeError("unique_sum takes a tensor, or coords and feats; got both")
         held = x.coordinate_set
@@ -191,7 +192,7 @@ def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
 
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
     """Keep the rows where ``mask``, (N,) bool, is true, in their order."""
-    expect_tensor(x)
+    expect_tensor(x, flags=True)
     mask = array_of(mask, "mask")
     if tuple(mask.shape) != (len(x),) or mask.dtype != mx.bool_:
         raise ValueError(
@@ -205,7 +206,7 @@ def crop(
     x: SparseTensor, low: int | Sequence[int], high: int | Sequence[int]
 ) -> SparseTensor:
     """Keep the rows with ``low <= coordinate < high`` on every spatial axis."""
-    expect_tensor(x)
+    expect_tensor(x, flags=True)
     box = [
         mx.array(_corner(v, x.dims, name)) for v, name in ((low, "low"), (high, "high"))
     ]
@@ -228,7 +229,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         scores: (N,) floating.
         k: rows to keep of each batch element.
     """
-    expect_tensor(x)
+    expect_tensor(x, flags=True)
     scores, k = array_of(scores, "scores"), whole(k, "k")
     if tuple(scores.shape) != (len(x),):
         raise ValueError(

@@ -84,7 +84,7 @@ def batch_rows(x: SparseTensor) -> BatchRows:
 
     With them those of all levels that are there below the set, which a net asks next.
     """
-    expect_tensor(x)
+    expect_tensor(x, flags=True)
     held = x.coordinate_set
     if held not in _batch_rows:
         held.index  # noqa: B018 (checks the batch column before it is used)
@@ -197,6 +197,7 @@ def global_max_pool(x: SparseTensor) -> mx.array:
     Ties, and so gradients, go to the first row; an empty element is 0. Reads the
     sizes of the elements once a coordinate set.
     """
+    expect_tensor(x)
     rows = batch_rows(x)
     find = partial(registry.reductions().segment_max, rows=rows)
     return greatest(x.feats, find, lambda: rows.batch[:, None])[0]
@@ -207,6 +208,7 @@ def global_sum_pool(x: SparseTensor) -> mx.array:
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
     """
+    expect_tensor(x)
     rows = batch_rows(x)
     return batch_sum(x.feats.astype(mx.float32), rows).astype(x.dtype)
 
@@ -216,5 +218,6 @@ def global_avg_pool(x: SparseTensor) -> mx.array:
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
     """
+    expect_tensor(x)
     rows = batch_rows(x)
     return batch_mean(x.feats, rows).astype(x.dtype)

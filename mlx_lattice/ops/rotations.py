@@ -55,7 +55,7 @@ def rotary(
         ValueError: D is odd or has no pair for each axis, is for "halves" no multiple
             of twice the axes, shapes do not fit, or the base is not positive.
     """
-    expect_tensor(like, "like")
+    expect_tensor(like, "like", flags=True)
     x, (positions,) = array_of(x, "x"), arrays_of(positions=positions)
     dtype_name(x.dtype)
     base, frequency = real(base, "base"), real(frequency, "frequency")

@@ -106,15 +106,27 @@ def cross_attention(
     return y.reshape(shape)
 
 
-def to_sequences(x: SparseTensor) -> tuple[mx.array, mx.array]:
+def to_sequences(
+    x: SparseTensor | mx.array, lengths: mx.array | None = None
+) -> tuple[mx.array, mx.array]:
     """Return the rows of each batch element as a sequence.
+
+    Args:
+        x: a tensor, or (T, C) rows of all elements, one element after another.
+        lengths: (B,) integers, for an array: the number of rows of each element. The
+            lengths are read.
 
     Returns:
         (B, L, C) features, each element's rows in their order and zeros behind them,
         and the (B,) int32 number of them; L is that of the largest element. Sizes are
         read once a coordinate set.
+
+    Raises:
+        ValueError: the lengths do not add up to the rows of the array.
     """
-    expect_tensor(x)
+    if not isinstance(x, SparseTensor) and lengths is not None:
+        return _unpacked(x, lengths)
+    expect_tensor(x, flags=True)
     rows = batch_rows(x)
     sizes = _sizes(rows)
     length = max(sizes, default=0)
@@ -126,6 +138,32 @@ def to_sequences(x: SparseTensor) -> tuple[mx.array, mx.array]:
         return x.feats.reshape(shape), lengths
     row = _slots(rows, range(rows.size), length)
     return move_rows(x.feats, row, inverted(row, len(x))).reshape(shape), lengths
+
+
+def _unpacked(x: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
+    """Return packed rows as sequences; see ``to_sequences``."""
+    x, lengths = arrays_of(x=x, lengths=lengths)
+    sizes = lengths.tolist() if lengths.ndim == 1 else None
+    whole = mx.issubdtype(lengths.dtype, mx.integer)
+    if x.ndim != 2 or not whole or sizes is None or min(sizes, default=0) < 0:
+        raise ValueError(
+            "packed rows must have shape (T, C), and their lengths must be (B,) "
+            f"integers of 0 or more; got {tuple(x.shape)}, and {lengths}"
+        )
+    if sum(sizes) != x.shape[0]:
+        raise ValueError(
+            f"the lengths of packed rows must add up to the {x.shape[0]} rows; got "
+            f"{sum(sizes)}"
+        )
+    lengths = lengths.astype(mx.int32)
+    length, ends = max(sizes, default=0), running_sums(lengths)
+    shape = len(sizes), length, x.shape[1]
+    if 0 in shape:
+        return zeros_of([x], shape, x.dtype), lengths
+    row = (ends - lengths)[:, None] + mx.arange(length, dtype=mx.int32)
+    row = mx.where(row < ends[:, None], row, -1).flatten()
+    feats = move_rows(x, row, inverted(row, x.shape[0]))
+    return feats.reshape(shape), lengths
 
 
 def _by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.array:
@@ -249,7 +287,7 @@ def _check(q, k, v, like: SparseTensor | None, lengths: mx.array | None) -> None
         rows, batches = "B, L", None
         fits = q.ndim == 4 and k.shape[:1] == q.shape[:1]
     else:
-        expect_tensor(like, "like")
+        expect_tensor(like, "like", flags=True)
         rows, batches = len(like), like.batch_size
         fits = q.ndim == 3 and q.shape[0] == len(like)
     fits = fits and k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]

@@ -10,12 +10,32 @@ import mlx_lattice as ml
 from mlx_lattice import ops
 
 
-@pytest.mark.parametrize("dtype", ("int32", "float64", "bool_", "complex64"))
+@pytest.mark.parametrize("dtype", ("int32", "float64", "complex64"))
 def test_features_are_floating(dtype):
     feats = mx.zeros((2, 3)).astype(getattr(mx, dtype), stream=mx.cpu)
     name = dtype.rstrip("_")
     sentence = f"feats must be float32, float16 or bfloat16; got {name}.*astype"
     refused(TypeError, sentence, lambda: tensor().replace(feats))
+
+
+@pytest.mark.parametrize(
+    "run",
+    (
+        lambda x: ops.subm_conv3d(x, mx.ones((4, 3, 3, 3, 4))),
+        lambda x: ops.max_pool3d(x, 2, 2),
+        lambda x: ops.avg_pool3d(x, 2, 2),
+        ops.global_sum_pool,
+        lambda x: ops.group_norm(x, 2),
+        ops.instance_norm,
+        ops.unique_sum,
+        lambda x: ops.channel_avg_pool(x, 2),
+        lambda x: ops.interpolate(x, mx.zeros((1, 4))),
+    ),
+)
+def test_flags_are_not_added_up(run):
+    x = tensor()
+    sentence = r"x has bool features, which are not added up; cast them with .astype"
+    refused(TypeError, sentence, lambda: run(x.replace(x.feats > 0)))
 
 
 @pytest.mark.parametrize("shape", ((2,), (3, 4), (2, 1, 4)), ids=str)

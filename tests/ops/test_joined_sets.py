@@ -19,6 +19,43 @@ places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 CHANNELS = 3
 
 
+@places
+def test_rows_of_flags(place):
+    """Bool features move from row to row, and stay bool."""
+    rng = np.random.default_rng(5)
+    rows = drawn(rng, 90)
+    flags = rng.random((len(rows), 8)) < 0.5
+    mask, order = rng.random(len(rows)) < 0.6, rng.permutation(len(rows))
+    at = {tuple(row): flag for row, flag in zip(rows.tolist(), flags, strict=True)}
+
+    def moved():
+        x = ml.SparseTensor(mx.array(rows), mx.array(flags))
+        turned = ml.SparseTensor(mx.array(rows[order]), mx.array(flags[order]))
+        part = ops.prune(x, mx.array(mask))
+        fine = ops.channel_to_space(x)
+        results = {
+            "pruned": part,
+            "aligned": ops.align(turned, x),
+            "rest": ops.difference(x, part),
+            "joined": ops.union(part, ops.difference(x, part)),
+            "back": ops.space_to_channel(fine),
+        }
+        assert fine.dtype == mx.bool_ and ops.cat([x, x]).dtype == mx.bool_
+        assert all(y.dtype == mx.bool_ for y in results.values())
+        sequences, _ = ops.to_sequences(x)
+        assert sequences.dtype == mx.bool_
+        assert len(ops.unbatch(ops.batch([part, x]))) == 6
+        both = [a for y in results.values() for a in (y.coords, y.feats)]
+        return [*both, sequences]
+
+    *both, _ = agreed(place, moved)
+    sizes = [mask.sum(), len(rows), (~mask).sum(), len(rows), len(rows)]
+    for found, feats, size in zip(both[::2], both[1::2], sizes, strict=True):
+        assert len(found) == size
+        expected = [at[tuple(row)] for row in np.array(found).tolist()]
+        np.testing.assert_array_equal(np.array(feats), expected)
+
+
 def test_three_sets_are_joined():
     rng = np.random.default_rng(3)
     rows = drawn(rng, 150)

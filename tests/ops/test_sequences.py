@@ -201,3 +201,22 @@ def test_what_does_not_fit_is_said():
         ops.modulate(x, numbers(3, 3), numbers(2, 3))
     with pytest.raises(ValueError, match="each batch element has its values"):
         ops.gate(x, numbers(2, 4))
+
+
+def test_packed_rows_as_sequences():
+    lengths = [3, 0, 5, 1]
+    x = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
+    expected = np.zeros((4, 5, 2), np.float32)
+    for b, begin in enumerate(np.cumsum([0, *lengths[:-1]])):
+        expected[b, : lengths[b]] = x[begin : begin + lengths[b]]
+    for given in (lengths, mx.array(lengths), np.array(lengths)):
+        found, sizes = ops.to_sequences(mx.array(x), given)
+        assert np.array_equal(np.array(found), expected) and sizes.tolist() == lengths
+    weight = mx.random.normal(expected.shape)
+    grad = mx.grad(lambda x: (ops.to_sequences(x, lengths)[0] * weight).sum())
+    inside = np.arange(5) < np.array(lengths)[:, None]
+    assert np.array_equal(np.array(grad(mx.array(x))), np.array(weight)[inside])
+    assert ops.to_sequences(mx.zeros((0, 2)), [0, 0])[0].shape == (2, 0, 2)
+    for wrong in ([3, 5], [[9]], [9.0], [10, -1]):
+        with pytest.raises(ValueError, match="lengths"):
+            ops.to_sequences(mx.array(x), wrong)
