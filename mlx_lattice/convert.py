@@ -50,6 +50,7 @@ MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
     ),
     "trellis2-encoder": ("SparseVAEEncoder", (), {}),
     "trellis2-structure": ("SparseStructureDecoder", (), {}),
+    "trellis2-structure-encoder": ("SparseStructureEncoder", (), {}),
     "trellis2-structure-flow": ("SparseStructureFlowModel", (), STRUCTURE_FLOW),
     "trellis2-shape-flow": ("SLatFlowModel", (), FLOW),
     "trellis2-texture-flow": ("SLatFlowModel", (), FLOW | {"in_channels": 64}),

@@ -185,6 +185,23 @@ def test_tokens_as_a_tensor_and_shape_beside():
         net(x, mx.array([1.0, 2.0, 3.0]), tokens)
 
 
+@pytest.mark.parametrize("name", ("slat_flow", "ss_flow"))
+def test_packed_tokens(name):
+    """The images' tokens one after another, and how many each image has."""
+    net, case, _ = imported(name)
+    t, cond = array(case, "t", "cond")
+    whole = [cond.shape[1]] * cond.shape[0]
+    lengths = case["cond_lengths"].tolist() if name == "slat_flow" else whole
+    packed = mx.concatenate([c[:n] for c, n in zip(cond, lengths, strict=True)])
+    x = tensor(case) if name == "slat_flow" else mx.array(case["x"])
+    y = net(x, t, packed, cond_lengths=mx.array(lengths))
+    assert_close(getattr(y, "feats", y), case["out/y"])
+    with pytest.raises(ValueError, match="must add up to the"):
+        net(x, t, packed[1:], cond_lengths=mx.array(lengths))
+    with pytest.raises(ValueError, match=r"of all sequences need their lengths"):
+        net(x, t, packed)
+
+
 def test_the_flow_of_structures():
     net, case, _ = imported("ss_flow")
     x, t, cond = array(case, "x", "t", "cond")
@@ -208,6 +225,117 @@ def test_the_decoder_of_structures():
     assert len(trellis2.occupied(mx.zeros((2, 1, 4, 4, 4)))) == 0
     with pytest.raises(ValueError, match="a multiple of the resolution"):
         trellis2.occupied(y, 5)
+
+
+def dense(x, w, b, stride=1):
+    """A dense convolution in float64, padded by 1 where the kernel has three cells."""
+    k = w.shape[-1]
+    x = np.pad(x, [(0, 0), (0, 0), *[(k // 2 if k % 2 else 0,) * 2] * 3])
+    size = [(n - k) // stride + 1 for n in x.shape[2:]]
+    y = np.zeros((len(x), len(w), *size)) + b[:, None, None, None]
+    for at in np.ndindex(k, k, k):
+        cut = [slice(a, a + stride * n, stride) for a, n in zip(at, size, strict=True)]
+        part = x[(slice(None), slice(None), *cut)]
+        y += np.einsum("bixyz,oi->boxyz", part, w[(slice(None), slice(None), *at)])
+    return y
+
+
+def encoded(state, x, args):
+    """TRELLIS.2's SparseStructureEncoder in float64: sparse_structure_vae.py."""
+
+    def norm(name, x):
+        apart = x - x.mean(axis=1, keepdims=True)
+        x = apart / np.sqrt((apart**2).mean(axis=1, keepdims=True) + 1e-5)
+        w, b = state[f"{name}.weight"], state[f"{name}.bias"]
+        return x * w[:, None, None, None] + b[:, None, None, None]
+
+    def conv(name, x, stride=1):
+        return dense(x, state[f"{name}.weight"], state[f"{name}.bias"], stride)
+
+    def silu(x):
+        return x / (1 + np.exp(-x))
+
+    def block(name, x):
+        y = conv(f"{name}.conv1", silu(norm(f"{name}.norm1", x)))
+        return conv(f"{name}.conv2", silu(norm(f"{name}.norm2", y))) + x
+
+    y, each = conv("input_layer", x), args["num_res_blocks"]
+    for stage in range(len(args["channels"])):
+        first = stage * (each + 1)
+        for i in range(first, first + each):
+            y = block(f"blocks.{i}", y)
+        if stage + 1 < len(args["channels"]):
+            y = conv(f"blocks.{first + each}.conv", y, 2)
+    for i in range(args["num_res_blocks_middle"]):
+        y = block(f"middle_block.{i}", y)
+    return np.split(conv("out_layer.2", silu(norm("out_layer.0", y))), 2, axis=1)
+
+
+@pytest.mark.parametrize("size", (8, 7), ids=("even", "odd"))
+def test_the_encoder_of_structures(size, tmp_path, capsys):
+    """Published names and layouts, by convert and of_config, against float64."""
+    args = {"in_channels": 1, "latent_channels": 3, "num_res_blocks": 2}
+    args |= {"channels": [8, 12, 16], "num_res_blocks_middle": 1}
+    plain = trellis2.SparseStructureEncoder.of_config(args | {"norm_type": "layer"})
+    rng, state = np.random.default_rng(0), {}
+    for name, value in tree_flatten(plain.parameters()):
+        shape = value.shape
+        if len(shape) == 5:  # published: (C_out, C_in, x, y, z)
+            shape = shape[0], shape[-1], *shape[1:-1]
+        state[name] = 0.2 * rng.normal(size=shape)
+    held = {name: mx.array(a.astype(np.float32)) for name, a in state.items()}
+    mx.save_safetensors(str(tmp_path / "a.safetensors"), held)
+    told = tmp_path / "a.json"
+    told.write_text(json.dumps({"name": "SparseStructureEncoder", "args": args}))
+    line = f"convert {tmp_path / 'a.safetensors'} {tmp_path / 'net'} --config {told}"
+    command = [*line.split(), "--library", "trellis2"]
+    assert cli.main([*command, "--model", "trellis2-structure-encoder"]) == 0
+    net = models.SparseStructureEncoder.from_pretrained(tmp_path / "net")
+    x = (rng.random((2, 1, size, size, size)) < 0.4).astype(np.float32)
+    z, *both = net(mx.array(x), return_raw=True)
+    state = {name: np.array(a, np.float64) for name, a in held.items()}
+    expected = encoded(state, x.astype(np.float64), args)
+    for found, exact in zip(both, expected, strict=True):
+        assert_close(found, exact)
+    assert mx.array_equal(z, both[0]) and mx.array_equal(net(mx.array(x)), z)
+    drawn = net(mx.array(x), sample_posterior=True)
+    spread = (drawn - both[0]) * mx.exp(-0.5 * both[1])
+    assert 0.5 < spread.std().item() < 1.5
+    with pytest.raises(ValueError, match=r"\(B, 1, X, Y, Z\); got \(2, 2, 2\)"):
+        net(mx.zeros((2, 2, 2)))
+
+
+@pytest.mark.parametrize("name", ("shape", "texture", "encoder", "ss_decoder"))
+def test_nets_of_published_arguments(name):
+    """``Net.of_config`` takes the published args, as the JSON beside weights has."""
+    net, case, _ = imported(name)
+    config = {k: v for k, v in case_of(f"trellis2_{name}")[1].items() if k not in APART}
+    made = type(net).of_config(config).eval()
+    assert import_checkpoint(weights_of(f"trellis2_{name}"), made, "trellis2").complete
+    if name == "shape":
+        assert made.voxel_margin == 0.5 and made.pred_subdiv
+        assert_close(RUN[name](made, case), RUN[name](net, case))
+    with pytest.raises(ValueError, match="has no argument 'depth'"):
+        type(net).of_config(config | {"depth": 3})
+
+
+def test_flags_of_a_published_net():
+    """TRELLIS.2 hands on bool features: ``h.replace(h.feats > 0)``."""
+    net, case, _ = imported("shape")
+    y, cells = net(tensor(case), return_subdivisions=True)
+    grid = models.dual_grid(y, net.voxel_margin)
+    flags = y.replace(y.feats[:, 3:6] > 0)
+    assert flags.dtype == mx.bool_
+    for name in ("vertices", "faces"):
+        wanted = getattr(ml.ops.dual_grid_mesh(grid), name)
+        found = getattr(ml.ops.dual_grid_mesh(grid._replace(intersected=flags)), name)
+        assert mx.array_equal(found, wanted)
+    chosen = [c.replace(c.feats > 0) for c in cells]
+    again = net(tensor(case), subdivisions=chosen)
+    assert mx.array_equal(again.feats, y.feats)
+    rows = ml.SparseTensor(y.coords[::-1], flags.feats[::-1], y.stride)
+    read = trellis2.dual_grid_features(grid.vertices, rows)
+    assert np.array_equal(read.feats[:, 3:], np.array(flags.feats) - 0.5)
 
 
 # The samplers

@@ -14,7 +14,7 @@ from .sampler import (
     Samples,
     Step,
 )
-from .structure import SparseStructureDecoder, occupied
+from .structure import SparseStructureDecoder, SparseStructureEncoder, occupied
 
 __all__ = [
     "FLOW",
@@ -34,6 +34,7 @@ __all__ = [
     "SLatFlowModel",
     "Samples",
     "SparseStructureDecoder",
+    "SparseStructureEncoder",
     "SparseStructureFlowModel",
     "SparseVAEDecoder",
     "SparseVAEEncoder",

@@ -29,12 +29,12 @@ from ...memory.admission import admit
 from ...memory.blocks import by_rows
 from ...ops.dual_grid import DualGrid
 from ...tensor import SparseTensor, expect_tensor
-from ..pretrained import Pretrained
 from .blocks import ConvNeXtBlock, UpBlock, check_stages
+from .published import Trellis2Net
 from .torso import cast_layers, torso_dtype
 
 
-class SparseVAEDecoder(Pretrained):
+class SparseVAEDecoder(Trellis2Net):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
 
     TRELLIS.2's published configurations call the two ``SparseConvNeXtBlock3d`` and

@@ -11,20 +11,19 @@ Xiang et al., "Native and Compact Structured Latents for 3D Generation" (TRELLIS
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 
 from ... import nn, ops
 from ...dtypes import dtype_name
 from ...tensor import SparseTensor, align, expect_tensor
-from ..pretrained import Pretrained
 from .blocks import ConvNeXtBlock, DownBlock, check_stages
-from .published import arguments_of
+from .published import Trellis2Net
 from .torso import cast_layers, dtype_of, torso_dtype
 
 
-class SparseVAEEncoder(Pretrained):
+class SparseVAEEncoder(Trellis2Net):
     """Stages of ConvNeXt blocks, each but the last followed by a down-sampling.
 
     The defaults are TRELLIS.2's shape and texture encoders. The shape encoder reads
@@ -67,11 +66,6 @@ class SparseVAEEncoder(Pretrained):
         self.to_latent = nn.Linear(model_channels[-1], 2 * latent_channels)
         if dtype != mx.float32:
             cast_layers(self.blocks, dtype)
-
-    @classmethod
-    def of_config(cls, config: Mapping) -> SparseVAEEncoder:
-        """Return the net of the arguments that a published configuration has."""
-        return cls(**arguments_of("SparseUnetVaeEncoder", config))
 
     def __call__(
         self,

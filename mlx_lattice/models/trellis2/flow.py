@@ -18,9 +18,6 @@ The published tables ``rope_phases`` and ``pos_emb`` are computed here, not load
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TypeVar
-
 import mlx.core as mx
 
 from ... import nn, ops
@@ -28,18 +25,15 @@ from ...dtypes import dtype_name
 from ...module_state import Kept
 from ...nn.adaptive_norm import modulation_layers, modulation_of
 from ...tensor import SparseTensor, align, expect_tensor
-from ..pretrained import Pretrained
 from .embeddings import TimestepEmbedder, place_features
-from .published import arguments_of
+from .published import Trellis2Net
 from .torso import cast_layers, dtype_of, torso_dtype
 
 ROPE = (1.0, 10000.0)
 PLACES = ("ape", "rope")
 
-Model = TypeVar("Model", bound="FlowModel")
 
-
-class FlowModel(Pretrained):
+class FlowModel(Trellis2Net):
     """The transformer that both flow models are; it has no call of its own.
 
     Args:
@@ -116,11 +110,6 @@ class FlowModel(Pretrained):
         if dtype != mx.float32:
             cast_layers(self.blocks, dtype)
 
-    @classmethod
-    def of_config(cls: type[Model], config: Mapping) -> Model:
-        """Return the net of the arguments that a published configuration has."""
-        return cls(**arguments_of(cls.__name__, config))
-
     def _rotations(self, rope_freq: tuple[float, float]) -> tuple[float, float]:
         """Return the frequency and the base of the rotations."""
         return tuple(rope_freq)
@@ -133,6 +122,9 @@ class FlowModel(Pretrained):
         cond_lengths: mx.array | None,
     ) -> SparseTensor:
         """Return the features that the net makes of a tensor's."""
+        packed = not isinstance(cond, SparseTensor) and cond.ndim == 2
+        if packed and cond_lengths is not None:  # once, not in each block
+            cond, cond_lengths = ops.to_sequences(cond, cond_lengths)
         tokens = cond.channels if isinstance(cond, SparseTensor) else cond.shape[-1]
         if tokens != self.cond_channels:
             raise ValueError(
@@ -187,11 +179,12 @@ class SLatFlowModel(FlowModel):
         Args:
             x: (N, C) latents.
             t: (B,) times of the batch elements, or one for all, from 0 to 1000.
-            cond: (B, M, cond_channels) tokens of the images, or a tensor of them, in
-                any floating dtype.
+            cond: (B, M, cond_channels) tokens of the images, a tensor of them, or
+                (T, cond_channels) tokens of all images in a row, in any floating
+                dtype.
             concat_cond: a tensor of the same rows, whose channels follow those of x.
-            cond_lengths: (B,) integers: how many of the M tokens there are; by default
-                all.
+            cond_lengths: (B,) integers: the number of tokens of each image; by default
+                M.
 
         Raises:
             ValueError: shapes do not fit.

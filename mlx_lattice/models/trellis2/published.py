@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from ...dtypes import DTYPES
+from ..pretrained import Pretrained
+
+Model = TypeVar("Model", bound="Trellis2Net")
 
 
 class Net(NamedTuple):
@@ -33,10 +36,7 @@ _FLOW = (
 )  # fmt: skip
 _TRAINING = ("use_checkpoint", "initialization")
 _DECODER = (*_VAE, "out_channels", "pred_subdiv")
-_STRUCTURE = (
-    "out_channels", "latent_channels", "num_res_blocks", "channels",
-    "num_res_blocks_middle",
-)  # fmt: skip
+_STRUCTURE = ("latent_channels", "num_res_blocks", "channels", "num_res_blocks_middle")
 _SLAT = Net("SLatFlowModel", {}, _FLOW, {}, _TRAINING)
 
 # By the name that a configuration has.
@@ -58,9 +58,13 @@ NETS = {
     "SLatFlowModel": _SLAT,
     "ElasticSLatFlowModel": _SLAT,
     "SparseStructureFlowModel": _SLAT._replace(kind="SparseStructureFlowModel"),
-    "SparseStructureDecoder": Net(
-        "SparseStructureDecoder", {}, _STRUCTURE, {"norm_type": "layer"}, _TRAINING
-    ),
+    **{
+        kind: Net(kind, {}, (*_STRUCTURE, channels), {"norm_type": "layer"}, _TRAINING)
+        for kind, channels in (
+            ("SparseStructureEncoder", "in_channels"),
+            ("SparseStructureDecoder", "out_channels"),
+        )
+    },
 }
 # The sizes of TRELLIS.2-4B's flow models; the texture model is given the shape too.
 FLOW = {
@@ -78,6 +82,30 @@ FLOW = {
     "qk_rms_norm_cross": True,
 }
 STRUCTURE_FLOW = FLOW | {"resolution": 16, "in_channels": 8, "out_channels": 8}
+
+
+class Trellis2Net(Pretrained):
+    """A net of TRELLIS.2, which can be made from its published configuration."""
+
+    @classmethod
+    def of_config(cls: type[Model], config: Mapping[str, Any]) -> Model:
+        """Return the net of a published configuration, with random weights.
+
+        Args:
+            config: the ``args`` of the JSON that is published beside the weights.
+
+        Raises:
+            ValueError: the configuration has an argument or a part that this class
+                lacks.
+        """
+        kinds = {kind.__name__ for kind in cls.__mro__}
+        names = [name for name, net in NETS.items() if net.kind in kinds]
+
+        def known(name: str) -> int:
+            return len({*NETS[name].taken, *NETS[name].apart} & {*config})
+
+        # Two published nets may be one class here: take the one that fits.
+        return cls(**arguments_of(max(names, key=known), config))
 
 
 def arguments_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""TRELLIS's decoder of sparse structures: latents on a dense grid to occupied cells.
+"""TRELLIS's encoder and decoder of sparse structures: occupied cells and latents.
 
 Xiang et al., "Structured 3D Latents for Scalable and Versatile 3D Generation"
 (TRELLIS), 2024; TRELLIS.2 uses it too. Parameters have the published names; the
@@ -10,7 +10,7 @@ one with a border of zeros. MLX's own takes many times as long on the CPU.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import mlx.core as mx
 import mlx.nn
@@ -19,27 +19,44 @@ from ... import nn, ops
 from ...dtypes import dtype_name
 from ...routes import launch
 from ...tensor import SparseTensor
-from ..pretrained import Pretrained
 from .blocks import CELLS
-from .published import arguments_of
+from .published import Trellis2Net
 from .torso import cast_layers, dtype_of, torso_dtype, zero
 
 
 class GridConv3d(mlx.nn.Conv3d):
-    """A 3x3x3 convolution, padded by 1, over a tensor of all cells of a grid.
+    """A convolution over a tensor of all cells of a grid.
 
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
+        kernel_size (int): The size of the kernel. Default: ``3``, padded by 1.
+        stride (int): The stride; a strided convolution has no padding. Default: ``1``.
     """
 
-    def __init__(self, in_channels: int, out_channels: int):
-        super().__init__(in_channels, out_channels, 3, padding=1)
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: int = 3,
+        stride: int = 1,
+    ):
+        super().__init__(in_channels, out_channels, kernel_size, stride)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Return features on the rows of ``x``."""
+        """Return features on all cells of the output grid, sorted."""
         with launch.scope(self):
-            return ops.subm_conv3d(x, self.weight, self.bias)
+            if self.stride == (1, 1, 1):
+                return ops.subm_conv3d(x, self.weight, self.bias)
+            return ops.conv3d(
+                x,
+                self.weight,
+                self.bias,
+                kernel_size=self.weight.shape[1:-1],
+                stride=self.stride,
+                padding=0,
+                support="reach",
+            )
 
 
 class ResBlock3d(nn.Module):
@@ -81,7 +98,133 @@ class UpsampleBlock3d(nn.Module):
         return ops.channel_to_space(y.replace(parts.reshape(y.feats.shape)))
 
 
-class SparseStructureDecoder(Pretrained):
+class DownsampleBlock3d(nn.Module):
+    """Joins eight cells into one, by a 2x2x2 convolution.
+
+    Args:
+        in_channels (int): The number of input channels.
+        out_channels (int): The number of output channels.
+    """
+
+    def __init__(self, in_channels: int, out_channels: int):
+        super().__init__()
+        self.conv = GridConv3d(in_channels, out_channels, 2, 2)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the coarse cells, sorted."""
+        return self.conv(x)
+
+
+class StructureNet(Trellis2Net):
+    """The layers that the encoder and the decoder of structures share."""
+
+    def _build(
+        self,
+        in_channels: int,
+        out_channels: int,
+        num_res_blocks: int,
+        channels: Sequence[int],
+        num_res_blocks_middle: int,
+        step: type[nn.Module],
+        middle: int,
+        dtype: mx.Dtype,
+    ) -> None:
+        """Make the layers; ``step`` changes the grid, the middle has ``middle``."""
+        dtype_name(dtype)
+        self.input_layer = GridConv3d(in_channels, channels[0])
+        self.middle_block = [ResBlock3d(middle) for _ in range(num_res_blocks_middle)]
+        self.blocks = []
+        for at, width in enumerate(channels):
+            self.blocks += [ResBlock3d(width) for _ in range(num_res_blocks)]
+            if at + 1 < len(channels):
+                self.blocks.append(step(width, channels[at + 1]))
+        last = channels[-1]
+        self.out_layer = [nn.LayerNorm(last), nn.SiLU(), GridConv3d(last, out_channels)]
+        if dtype != mx.float32:
+            cast_layers([*self.middle_block, *self.blocks], dtype)
+
+    def _run(self, x: mx.array, name: str, blocks: Sequence[nn.Module]) -> mx.array:
+        """Return the output layer's (B, C, X, Y, Z), after these blocks."""
+        channels = self.input_layer.weight.shape[-1]
+        if x.ndim != 5 or x.shape[1] != channels:
+            raise ValueError(
+                f"{name} must have shape (B, {channels}, X, Y, Z); got {tuple(x.shape)}"
+            )
+        cells = x.transpose(0, 2, 3, 4, 1)
+        mask = mx.ones(cells.shape[:-1], dtype=mx.bool_)
+        y = SparseTensor.from_dense(cells.astype(dtype_of(self.input_layer)), mask)
+        y = self.input_layer(y)
+        outer = y.dtype
+        y = y.astype(torso_dtype(blocks, outer))
+        for block in blocks:
+            y = block(y)
+        y = y.astype(outer)
+        for layer in self.out_layer:
+            y = layer(y)
+        y = y.feats.reshape(x.shape[0], *y.spatial_shape, y.channels)
+        return y.transpose(0, 4, 1, 2, 3)
+
+
+class SparseStructureEncoder(StructureNet):
+    """Residual blocks on a dense grid, which is halved between stages.
+
+    The defaults are TRELLIS's, which TRELLIS.2 uses too.
+
+    Args:
+        in_channels (int): The number of input channels. Default: ``1``.
+        latent_channels (int): The number of output channels. Default: ``8``.
+        num_res_blocks (int): The blocks of each stage. Default: ``2``.
+        channels (tuple): The channels of each stage. Default: ``(32, 128, 512)``.
+        num_res_blocks_middle (int): The blocks after the stages. Default: ``2``.
+        dtype (mx.Dtype): The dtype of the stages' convolutions.
+            Default: ``mx.float32``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 1,
+        latent_channels: int = 8,
+        num_res_blocks: int = 2,
+        channels: Sequence[int] = (32, 128, 512),
+        num_res_blocks_middle: int = 2,
+        *,
+        dtype: mx.Dtype = mx.float32,
+    ):
+        super().__init__()
+        sizes = num_res_blocks, channels, num_res_blocks_middle
+        sizes = in_channels, 2 * latent_channels, *sizes
+        self._build(*sizes, DownsampleBlock3d, channels[-1], dtype)
+
+    def __call__(
+        self, x: mx.array, sample_posterior: bool = False, return_raw: bool = False
+    ) -> mx.array | tuple[mx.array, mx.array, mx.array]:
+        """Encode a grid.
+
+        Args:
+            x: (B, in_channels, X, Y, Z), 1 at occupied cells and 0 elsewhere; channels
+                stand first, as published.
+            sample_posterior: draw the latents from normal distributions with the
+                predicted means and variances; by default the latents are the means.
+            return_raw: also return the means and the logarithms of the variances.
+
+        Returns:
+            (B, latent_channels, x, y, z) latents in the dtype of ``x``; each step
+            halves the extents and rounds down. With ``return_raw`` a tuple of latents,
+            means and logarithms of variances.
+
+        Raises:
+            ValueError: shapes do not fit.
+        """
+        y = self._run(x, "x", [*self.blocks, *self.middle_block]).astype(x.dtype)
+        mean, log_variance = mx.split(y, 2, axis=1)
+        z = mean
+        if sample_posterior:
+            noise = mx.random.normal(mean.shape, dtype=mean.dtype)
+            z = mean + mx.exp(0.5 * log_variance) * noise
+        return (z, mean, log_variance) if return_raw else z
+
+
+class SparseStructureDecoder(StructureNet):
     """Residual blocks on a dense grid, which is doubled between stages.
 
     The defaults are TRELLIS's, which TRELLIS.2 uses too.
@@ -107,23 +250,9 @@ class SparseStructureDecoder(Pretrained):
         dtype: mx.Dtype = mx.float32,
     ):
         super().__init__()
-        dtype_name(dtype)
-        first, last = channels[0], channels[-1]
-        self.input_layer = GridConv3d(latent_channels, first)
-        self.middle_block = [ResBlock3d(first) for _ in range(num_res_blocks_middle)]
-        self.blocks = []
-        for at, width in enumerate(channels):
-            self.blocks += [ResBlock3d(width) for _ in range(num_res_blocks)]
-            if at + 1 < len(channels):
-                self.blocks.append(UpsampleBlock3d(width, channels[at + 1]))
-        self.out_layer = [nn.LayerNorm(last), nn.SiLU(), GridConv3d(last, out_channels)]
-        if dtype != mx.float32:
-            cast_layers([*self.middle_block, *self.blocks], dtype)
-
-    @classmethod
-    def of_config(cls, config: Mapping) -> SparseStructureDecoder:
-        """Return the net of the arguments that a published configuration has."""
-        return cls(**arguments_of("SparseStructureDecoder", config))
+        sizes = num_res_blocks, channels, num_res_blocks_middle
+        sizes = latent_channels, out_channels, *sizes
+        self._build(*sizes, UpsampleBlock3d, channels[0], dtype)
 
     def __call__(self, z: mx.array) -> mx.array:
         """Decode latents.
@@ -138,26 +267,8 @@ class SparseStructureDecoder(Pretrained):
         Raises:
             ValueError: shapes do not fit.
         """
-        channels = self.input_layer.weight.shape[-1]
-        if z.ndim != 5 or z.shape[1] != channels:
-            raise ValueError(
-                f"z must have shape (B, {channels}, X, Y, Z); got {tuple(z.shape)}"
-            )
-        cells = z.transpose(0, 2, 3, 4, 1)
-        mask = mx.ones(cells.shape[:-1], dtype=mx.bool_)
-        y = SparseTensor.from_dense(cells.astype(dtype_of(self.input_layer)), mask)
-        y = self.input_layer(y)
-        outer, blocks = y.dtype, [*self.middle_block, *self.blocks]
-        y = y.astype(torso_dtype(blocks, outer))
-        for block in blocks:
-            y = block(y)
-        y = y.astype(outer)
-        for layer in self.out_layer:
-            y = layer(y)
-        by = 2 ** sum(isinstance(block, UpsampleBlock3d) for block in blocks)
-        size = [n * by for n in z.shape[2:]]
-        y = y.feats.reshape(z.shape[0], *size, y.channels)
-        return y.transpose(0, 4, 1, 2, 3).astype(z.dtype)
+        y = self._run(z, "z", [*self.middle_block, *self.blocks])
+        return y.astype(z.dtype)
 
 
 def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
