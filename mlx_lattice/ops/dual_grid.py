@@ -44,8 +44,9 @@ class DualGrid(NamedTuple):
             crosses the voxel's edge along x, y, z, the one farthest from its lower
             corner.
         split: (N, 1) positive weights: of the two diagonals of a quad the one whose
-            ends have the greater product is its cut. None: every quad is cut from its
-            own voxel to the opposite one.
+            ends have the greater product is its cut; of equal products the diagonal
+            that avoids the quad's own voxel. None: every quad is cut from its own voxel
+            to the opposite one.
     """
 
     vertices: SparseTensor

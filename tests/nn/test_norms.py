@@ -1,5 +1,7 @@
 """Normalisation over active rows: against the float64 oracle."""
 
+from contextlib import nullcontext
+
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -11,7 +13,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.backends import norms_protocol
+from mlx_lattice.backends import norms_protocol, portable_only
 from mlx_lattice.ops import global_pool
 
 CHANNELS = 6
@@ -142,6 +144,24 @@ def test_running_statistics_are_those_of_mlx():
     ours.eval(), theirs.eval()
     y = theirs(x.feats)
     np.testing.assert_allclose(np.array(ours(x).feats), np.array(y), atol=1e-5)
+
+
+@pytest.mark.parametrize("portable", (False, True))
+@pytest.mark.parametrize("dtype", cases.DTYPES)
+@pytest.mark.parametrize("rows", (2, 3, 40))
+def test_the_running_variance_is_unbiased(rows, dtype, portable):
+    """It moves by the sum of squares over n - 1, as PyTorch's."""
+    layer, wanted = nn.BatchNorm(CHANNELS, momentum=0.3), np.ones(CHANNELS)
+    for seed in range(2):
+        feats = np.random.default_rng(seed).normal(1, 2, (rows, CHANNELS))
+        feats = mx.array(feats).astype(getattr(mx, dtype))
+        coords = mx.array([[0, i, 0, 0] for i in range(rows)])
+        with portable_only() if portable else nullcontext():
+            layer(ml.SparseTensor(coords, feats)).eval()
+            mx.eval(layer.running_var)
+        values = ref.to_numpy(feats).astype(np.float64)
+        wanted = 0.7 * wanted + 0.3 * values.var(axis=0, ddof=1)
+    np.testing.assert_allclose(np.array(layer.running_var), wanted, rtol=1e-5)
 
 
 def test_running_statistics_are_frozen_parameters():

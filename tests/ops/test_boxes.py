@@ -104,10 +104,11 @@ def test_scores_are_sorted_and_ties_keep_their_order():
 
 def greedy(iou, scores, threshold, labels=None, pre=None, post=None):
     """The loop that suppression is defined by."""
+    threshold = np.broadcast_to(threshold, len(scores))
     order = np.argsort(-scores, kind="stable")[:pre]
     kept = []
     for j in order:
-        near = [i for i in kept if iou[i, j] > threshold]
+        near = [i for i in kept if iou[i, j] > threshold[j]]
         if labels is not None:
             near = [i for i in near if labels[i] == labels[j]]
         if not near:
@@ -131,6 +132,25 @@ def test_suppression_is_greedy(spread, threshold):
             assert kept.tolist() == expected
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_suppression_does_not_depend_on_the_order_of_boxes(seed):
+    """With a threshold of each box; scores sorted, reversed and mixed."""
+    made, rng = boxes(60, 2, seed), np.random.default_rng(seed)
+    scores = rng.permutation(60).astype(np.float32)
+    threshold = rng.uniform(0, 0.6, 60).astype(np.float32)
+    labels = rng.integers(0, 2, 60)
+    order = np.argsort(-scores)
+    found = []
+    for at in (order, order[::-1], np.arange(60)):
+        given = [mx.array(a[at]) for a in (made, scores, threshold, labels)]
+        kept = ops.nms_rotated(*given[:3], labels=given[3], pre=50)
+        iou = np.array(ops.rotated_iou(given[0], given[0]))
+        expected = greedy(iou, scores[at], threshold[at], labels[at], pre=50)
+        assert kept.tolist() == expected
+        found.append(at[expected].tolist())
+    assert found[0] == found[1] == found[2] and 5 < len(found[0]) < 50
+
+
 def test_a_chain_of_suppression_takes_as_many_rounds():
     """Each box overlaps its neighbours alone: every second one is left."""
     made = pair(*((0.6 * i, 0, 1, 1, 0) for i in range(41)))
@@ -145,6 +165,10 @@ def test_thresholds_of_each_box_none_and_wrong_shapes():
     each = mx.array([0.9, 0.5, 0.5])
     assert ops.nms_rotated(made, scores, each).tolist() == [0]
     assert ops.nms_rotated(made, scores, 0.99).tolist() == [0, 1, 2]
+    # A threshold belongs to its box, whatever the order of the scores.
+    turned = scores[::-1]
+    assert ops.nms_rotated(made, turned, mx.array([0.5, 0.95, 0.9])).tolist() == [2, 1]
+    assert ops.nms_rotated(made, turned, mx.array([0.9, 0.5, 0.5])).tolist() == [2, 0]
     assert ops.nms_rotated(made[:0], scores[:0], 0.5).tolist() == []
     with pytest.raises(ValueError, match="one a box; got"):
         ops.nms_rotated(made, scores[:2], 0.5)

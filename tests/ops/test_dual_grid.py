@@ -89,6 +89,21 @@ def test_definition(name):
     assert whole.batch.shape == whole.vertices.shape[:1]
 
 
+def test_equal_diagonals_are_cut_from_1_to_3():
+    """As TRELLIS.2's ``torch.where(w02 > w13, quad_split_1, quad_split_2)``."""
+    coords, vertices, flags, _ = random_grid()
+    quads = quads_of(coords, flags)
+    for weight in (np.ones(len(coords)), np.arange(len(coords)) % 2 + 1.0):
+        mesh = ops.dual_grid_mesh(grid_of(coords, vertices, flags, weight[:, None]))
+        a, b, c, d = weight[quads].T
+        assert (a * c == b * d).sum() > 50
+        for quad, pair, first in zip(
+            quads, np.array(mesh.faces).reshape(-1, 2, 3), a * c > b * d, strict=True
+        ):
+            cut = set(pair[0]) & set(pair[1])
+            assert cut == set(quad[0::2] if first else quad[1::2])
+
+
 def test_logits_and_rows_in_another_order():
     coords, vertices, flags, split = random_grid()
     wanted = ops.dual_grid_mesh(grid_of(coords, vertices, flags, split))

@@ -1,5 +1,7 @@
 """Attention to sequences, and modulation, against float64 NumPy."""
 
+from contextlib import nullcontext
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import reference as ref
 
 import mlx_lattice as ml
 from mlx_lattice import ops
+from mlx_lattice.backends import portable_only
 
 # Rows of each batch element: alike, of one element, very different, none at all.
 SIZES = ((4, 4), (7,), (3, 40, 0, 17, 90), (0, 5), (1,), (0, 0))
@@ -63,6 +66,25 @@ def test_rows_attend_to_their_sequence(sizes, shuffled, dtype):
         assert y.shape == (len(x), 4, 5)
         if len(x):
             ref.assert_close(y, attended(q, k, v, batch, taken, 0.3), dtype)
+
+
+@pytest.mark.parametrize("portable", (False, True))
+@pytest.mark.parametrize("lengths", ([11, -2, 3], [-1, 12, 9], [99, -99, 99]), ids=str)
+def test_lengths_of_an_array_are_clipped(lengths, portable):
+    """More than M = 9 are M, less than 0 are none, and other sequences are right."""
+    x, taken = rows_of((3, 4, 5), True), np.clip(lengths, 0, 9)
+    arrays = numbers(12, 4, 6), numbers(3, 9, 2, 6), numbers(3, 9, 2, 5)
+    batch, dy = np.array(x.coords[:, 0]), numbers(12, 4, 5)
+
+    def run(*arrays):
+        return ops.cross_attention(*arrays, x, lengths=mx.array(lengths), scale=0.3)
+
+    with portable_only() if portable else nullcontext():
+        (y,), found = mx.vjp(run, arrays, [dy])
+        mx.eval(y, found)
+    wanted = attended(*arrays, batch, taken, 0.3, np.array(dy, np.float64))
+    for got, each in zip((y, *found), wanted, strict=True):
+        ref.assert_close(got, each)
 
 
 @pytest.mark.parametrize("shuffled", (False, True))
