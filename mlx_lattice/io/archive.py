@@ -157,8 +157,8 @@ class _Bounded:
 def _why_no_zip(start: bytes) -> str:
     if start[257:262] == b"ustar":
         return (
-            "is a tar of PyTorch 0.1, which is not read: load it with PyTorch "
-            "where you trust it, and save it again"
+            "is a tar archive: unpack it; or, if PyTorch 0.1 wrote it, load it with "
+            "PyTorch and save it again"
         )
     if start[:1] == b"\x80":
         return "is a bare pickle, which is not read: pickles can run code"

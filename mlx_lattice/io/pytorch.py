@@ -22,7 +22,7 @@ from typing import BinaryIO
 import mlx.core as mx
 
 from .archive import Archive
-from .errors import CheckpointError, shown
+from .errors import CheckpointError, listed, shown
 from .raw import elements, kept
 
 # The dtypes of storages; tensors of any other stay names.
@@ -94,8 +94,8 @@ class PyTorchState:
         self._tensors, entry, self.others = _state_dict(tree, key, archive)
         self.note = f"weights from the entry {shown(repr(entry))}" if entry else ""
         if self.others:
-            rest = ", ".join(shown(repr(name)) for name in self.others[:8])
-            self.note += f"; --entry (key= in Python) can choose {rest} instead"
+            rest = listed(map(repr, self.others))
+            self.note += f"; --entry (key= of io.load_state) can choose {rest} instead"
         tensors = self._tensors.values()
         total = sum(prod(t.shape) * t.storage.dtype.size for t in tensors)
         if total > _EXPANSION * archive.length:
@@ -409,7 +409,7 @@ def _state_dict(
         known = [()]
     if len(known) != 1 or known[0] not in places:
         what = f"has no tensors under {key!r}" if key else "has no single state dict"
-        found = ", ".join(shown(repr(name)) for name in [*names][:8]) or "none"
+        found = listed(map(repr, names), "none")
         objects = [
             f"; {shown(repr(name))} is {_kind(value)}, which only code could build"
             for name, value in tree.items()
@@ -417,7 +417,7 @@ def _state_dict(
         ]
         raise archive.error(
             f"{what}; entries that hold tensors: {found}{''.join(objects[:3])}. Name "
-            "an entry by --entry (key= in Python), or save the state_dict alone"
+            "an entry by --entry (key= of io.load_state), or save the state_dict alone"
         )
     path = known[0]
     for name, value in places[path].items():
@@ -429,7 +429,7 @@ def _state_dict(
                 "since anything else can run code. Save them alone, or as safetensors"
             )
     tensors = {str(n): t for n, t in places[path].items() if type(t) is _Tensor}
-    rest = [name for name in others if names[name][: len(path)] != path]
+    rest = [name for name in others if names[name] != path]
     return tensors, ".".join(path), rest
 
 

@@ -238,6 +238,9 @@ def test_a_known_name_comes_before_tensors_beside_it(tmp_path):
     nested = checkpoint({"a": {"b.c": weights}, "d": {"model": {"v": one}}})
     assert list(load(tmp_path, nested, "a.b.c")) == ["w"]
     assert list(load(tmp_path, nested, "d")) == ["v"]
+    below = checkpoint({"model": {**weights, "part": {"v": one}}})
+    with pytest.warns(UserWarning, match="entry 'model'; .* choose 'model.part' inst"):
+        assert list(load(tmp_path, below)) == ["w"]
     for tree in (
         {"loss": one, "student": weights},
         {"loss": one, "model_state": {}},
@@ -252,7 +255,7 @@ def test_the_choice_is_printed(tmp_path, capsys):
     tree = {"model": {"w": tensor((12,), (1,))}, "ema": {"w": tensor((12,), (1,))}}
     path = tmp_path / "a.pt"
     path.write_bytes(checkpoint(tree))
-    said = "weights from the entry 'model'; --entry (key= in Python) can choose 'ema'"
+    said = "entry 'model'; --entry (key= of io.load_state) can choose 'ema' instead"
     report = import_checkpoint(path, nn.Linear(2, 2), "spconv", strict=False)
     assert said in str(report)
     command = ["convert", str(path), str(tmp_path / "b.safetensors")]
