@@ -22,7 +22,6 @@ from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .geometry.sync import TracedError, is_of_tracing
 from .module_state import reached
-from .preparation import arrays_of
 from .routes import launch, selection
 from .tensor import SparseTensor
 
@@ -53,8 +52,8 @@ def compile(  # noqa: A001 - as mx.compile
 
     It takes what the function takes, and returns alike: sparse tensors, arrays,
     constants (None, bool, int, float, str, bytes, dtypes), and lists, tuples and dicts
-    of them. The first call with new coordinates runs the function as it is, which
-    builds relations; the second one compiles it for them, and later ones run that.
+    of them. The first call with new coordinates builds kernel maps and compiles the
+    function for them; later calls run the same graph, and give the same bits.
     Other shapes, dtypes, constants, devices and forced routes count as new, and so do
     modules (``function``, those that it calls, and those in ``inputs`` and ``outputs``)
     that were put into ``train`` or ``eval`` mode. Where launches are observed
@@ -78,7 +77,7 @@ def compile(  # noqa: A001 - as mx.compile
         TypeError: an argument or result is none of these; or ``inputs`` or ``outputs``
             were given with a module.
         ValueError: the function reads values of features, to prune rows by them, say,
-            which no trace can (it comes from the second call); or ``keep`` is below 1.
+            which no trace can; or ``keep`` is below 1.
     """
     return Compiled(function, inputs, outputs, keep)
 
@@ -125,14 +124,13 @@ class Compiled:
         key = (*signature, *self._modes(), selection.situation())
         managers = list({id(x.manager): x.manager for x in tensors}.values())
         trace = self._traces.get(key)
-        if trace is None:
-            result = self.function(*args, **kwargs)
-            for _ in _leaves(result, [], "results"):
-                pass
-            self._remember(key, managers)
-            return result
-        self._traces.move_to_end(key)
-        return trace(given, arrays, managers)
+        if trace is not None:
+            self._traces.move_to_end(key)
+            return trace(given, arrays, managers)
+        trace = _Trace(self.function, *self._captured())
+        result = trace(given, arrays, managers)
+        self._remember(key, trace, managers)
+        return result
 
     def __reduce__(self) -> tuple:
         """Return how a compiled module is copied and pickled: with no traces."""
@@ -153,10 +151,12 @@ class Compiled:
         self._traces.clear()
         self._modules = None
 
-    def _remember(self, key: tuple, managers: list[CoordinateManager]) -> None:
+    def _remember(
+        self, key: tuple, trace: _Trace, managers: list[CoordinateManager]
+    ) -> None:
         drop = partial(_dropped, ref(self), key)
-        held = [ref(manager, drop) for manager in managers]
-        self._traces[key] = _Trace(self.function, *self._captured(), held)
+        trace.held = [ref(manager, drop) for manager in managers]
+        self._traces[key] = trace
         while len(self._traces) > self.keep:
             self._traces.popitem(last=False)
 
@@ -184,10 +184,15 @@ def _dropped(compiled: ref[Compiled], key: tuple, _: ref) -> None:
 
 
 class _Trace:
-    """A function, compiled for one coordinate set when it is first called."""
+    """A function, compiled for one coordinate set when it is first called.
 
-    def __init__(self, function: Callable, inputs, outputs, held: list[ref]):
-        self._function, self._held, self._inputs = function, held, inputs
+    Attributes:
+        held: references to the coordinate managers, which drop it with them.
+    """
+
+    def __init__(self, function: Callable, inputs, outputs):
+        self._function, self._inputs = function, inputs
+        self.held: list[ref] = []
         self._given, self._managers, self._result = None, (), None
         # By a weak reference: MLX would not see a circle.
         trace = ref(self)
@@ -196,10 +201,6 @@ class _Trace:
         )
 
     def __call__(self, given, arrays: list[mx.array], managers: list) -> object:
-        if self._result is None:
-            # What is not evaluated now, every call of the trace would compute again.
-            relations = [r for manager in managers for r in manager.relations]
-            mx.eval([arrays_of(relation) for relation in relations])
         self._given, self._managers = given, managers
         state = list(_restorers(self._inputs)) if self._result is None else ()
         try:
@@ -226,12 +227,16 @@ class _Trace:
         rest, made = iter(arrays), []
         args, kwargs = _replaced(self._given, rest)
         result = self._function(*args, **kwargs)
+        for _ in _leaves(result, [], "results"):  # checks them
+            pass
         self._result = _emptied(result, made, self._managers)
         return made
 
 
 def _restorers(tree) -> Iterator[Callable[[], None]]:
     """Yield for each array of a state what puts it back there."""
+    if isinstance(tree, dict):
+        yield partial(_drop_others, tree, frozenset(tree.keys()))
     if isinstance(tree, (dict, list)):
         for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             if isinstance(value, mx.array):
@@ -243,6 +248,12 @@ def _restorers(tree) -> Iterator[Callable[[], None]]:
             yield from _restorers(value)
     elif isinstance(tree, type(mx.random.state)):
         yield partial(_seed, tree[0])
+
+
+def _drop_others(tree: dict, names: frozenset) -> None:
+    """Drop what a failed trace added to a state, as an optimizer's first step does."""
+    for name in tree.keys() - names:
+        del tree[name]
 
 
 def _seed(key: mx.array) -> None:
