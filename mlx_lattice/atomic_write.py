@@ -29,10 +29,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         OSError: a file cannot be written; the error names ``path``.
     """
     path = Path(path)
-    if path.exists() and not path.is_file():
-        raise OSError(f"cannot write {path}: it is not a regular file")
-    if path.exists() and not os.access(path, os.W_OK):
-        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    _check(path)
     folder = str(path.parent)
     try:
         with TemporaryDirectory(
@@ -44,6 +41,7 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
             drafts = sorted(draft.parent.iterdir(), key=draft.__eq__)  # it is the last
             targets = [path.with_name(each.name) for each in drafts]
             for each, target in zip(drafts, targets, strict=True):
+                _check(target)
                 with each.open("r+b") as file:
                     os.fsync(file.fileno())  # reports what the disk could not keep
                 if target.exists():
@@ -55,3 +53,11 @@ def atomic_write(path: str | Path) -> Iterator[Path]:
         if named or (error.filename is None and error.errno in _FULL):
             raise OSError(error.errno, error.strerror, str(path)) from error
         raise
+
+
+def _check(path: Path) -> None:
+    """Raise an OSError if a path names a folder, a device, or a protected file."""
+    if path.exists() and not path.is_file():
+        raise OSError(f"cannot write {path}: it is not a regular file")
+    if path.exists() and not os.access(path, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))

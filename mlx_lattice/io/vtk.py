@@ -50,7 +50,8 @@ def read_vtk(path: Path) -> dict[str, np.ndarray]:
         if len(found) < 3 * n:
             raise short(path, f"{3 * n} numbers", len(found))
         try:
-            numbers = np.array(found, native)
+            with np.errstate(over="ignore"):
+                numbers = np.array(found, native)
         except (ValueError, OverflowError) as error:
             raise PointFileError(
                 f"{path.name}: no number of {native}: {error}"

@@ -88,9 +88,11 @@ class Pretrained(mlx.nn.Module):
         of packed layers the bits, the group size and which layers are float.
 
         Args:
-            folder: made where it is not there; the three files are replaced.
+            folder: created if it does not exist. The three files are replaced once all
+                are written; if writing fails, the old ones stay.
 
         Raises:
+            OSError: a file cannot be written.
             TypeError: an argument of the constructor is none that JSON can hold.
         """
         from ..io import folders

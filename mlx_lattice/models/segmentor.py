@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .attributes import check_scores
 from .pretrained import Pretrained
-from .recipe import VoxelRecipe, Voxels
+from .recipe import ATTRIBUTES, VoxelRecipe, Voxels
 
 
 class Segmentor(Pretrained):
@@ -37,10 +37,11 @@ class Segmentor(Pretrained):
         voxels = recipe(points, attributes, fill=fill)
         if dropped := voxels.dropped:
             first = mx.argmax(voxels.rows < 0).item()
+            names = [name for name in recipe.features if name in ATTRIBUTES]
             raise ValueError(
-                f"coordinates and {', '.join(recipe.features)} must be finite, since "
-                f"each point gets scores; point {first} and {dropped - 1} "
-                "others are not: leave them out, as io.read_points does"
+                f"{', '.join(['coordinates', *names])} must be finite, since each "
+                f"point gets scores; point {first} and {dropped - 1} others are not: "
+                "leave them out, as io.read_points does"
             )
         scores = self.score_voxels(voxels)
         check_scores(scores)

@@ -250,9 +250,30 @@ def test_permissions_stay_and_links_are_replaced(tmp_path):
     with atomic_write(tmp_path / "link") as draft:
         draft.write_text("new")
     assert blob.read_text() == "of a cache"
+    with (
+        pytest.raises(OSError, match="is not a regular file"),
+        atomic_write("/dev/null") as draft,
+    ):
+        draft.write_text("new")
+
+
+def test_a_file_that_cannot_be_replaced_keeps_all(tmp_path):
+    pretrained(tmp_path)
+    (tmp_path / "model.safetensors").unlink()
+    held = contents(tmp_path)
+    (tmp_path / "model.safetensors").mkdir()
     with pytest.raises(OSError, match="is not a regular file"):
-        cloud_to = atomic_write("/dev/null")
-        cloud_to.__enter__()
+        pretrained(tmp_path)
+    (tmp_path / "model.safetensors").rmdir()
+    assert contents(tmp_path) == held
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write protected files")
+def test_a_protected_file_stays(tmp_path):
+    cloud(tmp_path)
+    (tmp_path / "a.ply").chmod(0o400)
+    with pytest.raises(PermissionError):
+        cloud(tmp_path)
 
 
 @pytest.mark.parametrize("dtype", (mx.bfloat16, mx.float32, mx.complex64, mx.bool_))
