@@ -278,7 +278,7 @@ def _npz_entries(heads: dict[str, _NpyHead], path: Path) -> tuple[str | None, li
     if key is None and not heads.keys() >= {*"xyz"}:
         raise PointFileError(
             f"{path.name} has no entry points, xyz or pos; "
-            f"its entries are: {', '.join(heads) or 'none'}"
+            f"its entries are: {listed(heads, 'none')}"
         )
     points = heads["x" if key is None else key]
     n = prod(points.shape) if points.dtype.names else next(iter(points.shape), -1)

@@ -69,7 +69,7 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> dict[str, np.ndarray]
             table = np.zeros((0, len(named)))
         if table.shape[1] != len(named):
             raise PointFileError(
-                f"{path.name} names {len(named)} columns, {', '.join(named)}, and has "
+                f"{path.name} names {len(named)} columns, {listed(named)}, and has "
                 f"{table.shape[1]} numbers a line"
             )
         if twice := next((name for name in named if named.count(name) > 1), None):
