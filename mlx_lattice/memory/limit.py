@@ -266,9 +266,12 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
 
     Layers then compute wide intermediates in blocks of rows, large neighbour tables
     are made again where they are read in place of being kept, and every stage is
-    evaluated before much more is queued, however fast the host is. Results have the
-    same bits as without. Weights, inputs and MLX's cache count; what is held when the
-    block begins counts too.
+    evaluated before much more is queued, however fast the host is. Weights, inputs and
+    MLX's cache count; what is held when the block begins counts too.
+
+    The nets of ``ml.models`` give the same bits with a limit as without. A net that
+    calls a convolution, a norm and an activation one by one may differ in the last
+    bit: under a limit each of these layers rounds its result.
 
     Nested limits hold together: the smaller one decides. For inference: a gradient,
     and a function compiled by ``mx.compile``, raise a RuntimeError.

@@ -163,8 +163,6 @@ def recorded(net: Callable, inputs: Sequence[object], options: dict) -> Record:
         if not isinstance(net, Compiled):  # it runs as it is where it is observed
             block.enter_context(record.layers(net))
         try:
-            if isinstance(net, Compiled):  # the first call of a trace is not compiled
-                net(*_withheld(inputs), **_withheld(options))
             result = net(*_withheld(inputs), **_withheld(options))
         except RuntimeError as error:
             if "needed in a dry run" not in str(error):
