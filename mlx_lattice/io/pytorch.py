@@ -381,7 +381,8 @@ def _kind(value: object) -> str:
     """Return what a value is, for messages."""
     if type(value) is _Name:
         return repr(shown(value.name))
-    return f"a {type(value).__name__.removeprefix('_').lower()}"
+    name = type(value).__name__.removeprefix("_").lower()
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
 
 
 def _state_dict(
