@@ -276,6 +276,11 @@ class Problem(Facts):
         return self.counted(relation.n_in, relation.n_out, edges)
 
     @cached_property
+    def dense(self) -> Problem:
+        """The same pass of a layer with one group and as many channels."""
+        return replace(self, groups=1)
+
+    @cached_property
     def layer(self) -> Problem:
         """The facts that scans share: those of no rows, one object for equal ones."""
         return _one(replace(self, n_in=0, n_out=0, edges=None))

@@ -119,6 +119,8 @@ def cost(
     p = problem
     edges = p.known_edges(relation)
     moved = _bytes(p, edges)
+    if moved is not None and choice and choice.plan.expanded > 1:
+        moved += 2 * choice.plan.problem.dense_weight_bytes  # written and read
     if edges is None:
         return Cost(
             device.name,

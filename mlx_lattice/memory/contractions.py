@@ -188,5 +188,6 @@ def _order(plan: Plan) -> tuple:
         plan.multiple,
         plan.products,
         plan.dequantised,
+        plan.expanded,
         plan.epilogue,
     )

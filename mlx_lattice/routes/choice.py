@@ -46,6 +46,8 @@ class Route:
         metal, cuda, cpu: planners for a backend's own kernels, which are preferred.
         mlx: planner in MLX operations.
         mlx_on: the backends on which MLX operations may run it.
+        expands: whether it runs a grouped problem as a dense one, with a block-diagonal
+            weight; then its predicates are asked about the dense problem.
     """
 
     name: str
@@ -58,6 +60,7 @@ class Route:
     cpu: Planners = None
     mlx: Planners = None
     mlx_on: tuple[str, ...] = BACKENDS
+    expands: Callable[[Problem, Device], bool] | None = None
 
     def planner(self, kind: str, pass_: str) -> Planner | None:
         """Return what plans a pass for a backend's kernels, or for MLX operations."""
@@ -115,6 +118,7 @@ class Route:
             Needs to be asked with the rows, in order; the reason if they all hold.
         """
         pass_, backend, asked = layer.pass_, device.backend, []
+        layer = self._multiplied(layer, device)
         if pass_ not in self.passes:
             return (), f"it has no {pass_} pass"
         if backend not in self.on:
@@ -127,6 +131,11 @@ class Route:
             elif reason := need(layer, device):
                 return tuple(asked), reason
         return tuple(asked), self._absence(backend, pass_, absent)
+
+    def _multiplied(self, layer: Problem, device: Device) -> Problem:
+        """Return the layer that its kernels multiply: the dense one if it expands."""
+        expands = layer.groups > 1 and self.expands and self.expands(layer, device)
+        return layer.dense if expands else layer
 
     def _absence(self, backend: str, pass_: str, absent: str | None) -> str | None:
         """Return why nothing runs a pass, or None."""
@@ -165,6 +174,10 @@ class Route:
             absent: why the backend's own kernels cannot be had, or None.
             own: as ``plan`` takes it.
         """
+        groups, multiplied = layer.groups, self._multiplied(layer, device)
+        if multiplied is not layer:
+            plan = self.planning(multiplied, device, absent, own)
+            return lambda problem: _expanded(plan, problem, multiplied, groups)
         kind = self._kind(device.backend, layer.pass_, absent)
         tile = dict(own).get(self.name)
         planner = self.planner(kind, layer.pass_)
@@ -202,6 +215,15 @@ class Route:
     def __str__(self) -> str:
         """Return the route's name."""
         return self.name
+
+
+def _expanded(
+    plan: Callable[[Problem], Plan], p: Problem, layer: Problem, groups: int
+) -> Plan:
+    """Plan a grouped problem by the dense ``layer``, with its weight expanded."""
+    made = plan(layer.counted(p.n_in, p.n_out, p.edges))
+    scratch = made.scratch + layer.dense_weight_bytes
+    return made.changed(expanded=groups, scratch=scratch)
 
 
 @dataclass(frozen=True)

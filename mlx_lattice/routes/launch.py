@@ -293,7 +293,7 @@ class Pass:
             while not proof.prove(choice.plan, bool(bias), results):
                 choice, _ = choose(problem, here, only.get(problem.pass_))
         if planned:
-            result = nothing(choice.plan)
+            result = nothing(problem, choice.plan)
         elif problem.n_in == 0 or problem.n_out == 0:
             # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
             result = without_sums(problem, bias)

@@ -58,7 +58,7 @@ def no_tiles(p: Problem, device: Device) -> str | None:
     It refuses half rows that begin off 16 bytes, and where rows begin is not known when
     a layer is called.
     """
-    if device.family not in thresholds.HOPPER or p.dtype == "float32" or p.groups > 1:
+    if device.family not in thresholds.HOPPER or p.dtype == "float32":
         return None
     if p.pass_ == WEIGHT_GRAD:
         return f"{_COPIED}; tiles of edges read them where they are"
@@ -134,6 +134,46 @@ def depthwise_groups(p: Problem, device: Device) -> str | None:
     if p.groups > 1 and p.groups == p.c_in:
         return None
     return f"groups = {p.groups}, not one of each of {p.c_in} input channels"
+
+
+def expands_groups(p: Problem, device: Device) -> bool:
+    """Return whether a grouped pass takes less time as a dense one.
+
+    Matrix tiles multiply zeros faster than threads walk edges: on CUDA always, on Metal
+    if groups are few. Depthwise kernels have routes of their own.
+    """
+    if p.groups == 1 or p.integer or (p.bits and p.pass_ == FORWARD):
+        return False
+    if p.pointwise:
+        return True
+    width, each = p.c_in // p.groups, p.c_out // p.groups
+    if device.backend == CPU:
+        products, step = p.c_in * p.c_out, thresholds.GROUP_PRODUCTS
+        is_depthwise = width == each == 1
+        return not is_depthwise and p.groups * (step + width * each) > step + products
+    if width == 1 and p.table:
+        return False
+    if device.backend == CUDA:
+        return True
+    # A thread has four channels of y, or 4 x 4 of dW: of fewer it wastes the rest.
+    is_grad = p.pass_ == WEIGHT_GRAD
+    filled = min(each if p.pass_ != INPUT_GRAD else width, 4) / 4
+    filled *= min(width, 4) / 4 if is_grad else 1
+    kind = "float32" if p.dtype == "float32" else "half"
+    if kind == "half" and device.neural_accelerators:
+        kind = "accelerated"
+    return p.groups * filled < thresholds.GROUPS[kind][is_grad]
+
+
+def expands_edges(p: Problem, device: Device) -> bool:
+    """Return the same for routes over edges, of which a GPU's tiles have dW alone."""
+    is_own = device.backend == CPU or _by_tiles_of_edges(p, device)
+    return is_own and expands_groups(p, device)
+
+
+def expands_on_cpu(p: Problem, device: Device) -> bool:
+    """Return the same for routes that walk edges by groups on a GPU."""
+    return device.backend == CPU and expands_groups(p, device)
 
 
 def neighbour_table(p: Problem, device: Device) -> str | None:

@@ -10,6 +10,7 @@ from typing import NamedTuple, TypeVar
 import mlx.core as mx
 
 from ..backends.gpu_kernel import GpuKernel
+from ..channel_groups import block_diagonal, diagonal_blocks
 from ..devices import CPU, CUDA, METAL, Device
 from ..dtypes import DTYPES
 from ..problem import KERNEL_MAJOR, WEIGHT_GRAD, Problem
@@ -29,6 +30,8 @@ AFTER, OPERATIONS = "a launch after", "MLX operations after"
 # How weights are read that a kernel does not take as they are stored.
 IN_TILES, UNPACKED_ONCE = "unpacked in tiles", "unpacked once"
 PREPARED_ONCE, COPIED = "prepared once", "kernel-major copy"
+# How a grouped weight is read by a kernel that knows one group.
+EXPANDED = "{} in one block-diagonal weight"
 
 # Splits, at most, of a kernel that proves itself.
 PROOF_SPLITS = 3
@@ -111,6 +114,9 @@ class Plan:
             11 bits, or "three TF32", which keep float32's accuracy.
         dequantised: the dtype that packed weights get before the launch, or None where
             they are read packed.
+        expanded: groups of a weight that becomes a block-diagonal dense one before the
+            launch, or of which dW is the diagonal blocks of a dense one; else 1. The
+            problem is then the dense one.
         scratch: bytes of temporary arrays beside inputs and outputs.
         sizes: numbers that the kernel gets besides the shapes, by name.
         gpu: the GPU kernel, with its template arguments.
@@ -149,6 +155,7 @@ class Plan:
     reads_stored: bool = False
     products: str = ""
     dequantised: str | None = None
+    expanded: int = 1
     scratch: int = 0
     sizes: tuple[tuple[str, int], ...] = ()
     gpu: GpuKernel | None = field(default=None, repr=False)
@@ -181,10 +188,15 @@ class Plan:
             *added: (C_y,), added to every row, or nothing; or the arrays of the
                 problem's epilogue.
         """
+        layout, groups = self.problem.layout, self.expanded
+        if self.problem.pass_ == WEIGHT_GRAD:
+            dw = self.run(self, relation, x, w, None)
+            dw = dw.transpose(2, 0, 1) if self.transposes else dw
+            return dw if groups == 1 else diagonal_blocks(dw, groups, layout)
         if self.dequantised:
             w = w.dense(DTYPES[self.dequantised])
-        if self.transposes and self.problem.pass_ == WEIGHT_GRAD:
-            return self.run(self, relation, x, w, None).transpose(2, 0, 1)
+        if groups > 1:
+            w = block_diagonal(w, groups, layout)
         if self.transposes:
             w = w.transpose(1, 2, 0)
         if self.problem.integer:
@@ -207,7 +219,10 @@ class Plan:
         if settle is None:
             return partial(self, relation)
         call, integer = settle(self, relation), self.problem.integer
-        if not (self.dequantised or self.transposes or self.then or integer):
+        is_expanded = self.expanded > 1
+        if not (
+            self.dequantised or is_expanded or self.transposes or self.then or integer
+        ):
             return call
         run = self.changed(run=lambda _plan, _relation, *arrays: call(*arrays))
         return partial(run, None)
@@ -283,6 +298,7 @@ class Plan:
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("epilogue", self.epilogue),
             ("statistics", where if self.moments else None),
+            ("groups", EXPANDED.format(self.expanded) if self.expanded > 1 else None),
             ("weights", self.weights),
             ("products", self.products),
             ("dequantised to", self.dequantised),

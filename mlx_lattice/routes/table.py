@@ -30,6 +30,9 @@ from .needs import (
     dense_weight,
     depthwise_groups,
     determinism_waived,
+    expands_edges,
+    expands_groups,
+    expands_on_cpu,
     few_channels,
     float16_only,
     float32_only,
@@ -64,6 +67,7 @@ TABLE: tuple[Route, ...] = (
         idea="one matmul by the extension; MLX's own takes a reference BLAS on Linux",
         pays=(reference_blas,),
         cpu=cpu_conv.native_pointwise,
+        expands=expands_groups,
     ),
     Route(
         "pointwise",
@@ -72,6 +76,7 @@ TABLE: tuple[Route, ...] = (
         idea="one matmul over the rows, coordinates kept",
         pays=(no_tiles,),
         mlx=mlx_ops.pointwise,
+        expands=expands_groups,
     ),
     Route(
         "quantized_pointwise",
@@ -159,6 +164,7 @@ TABLE: tuple[Route, ...] = (
         idea="mask-sorted tiles through Metal 4 TensorOps",
         pays=(rows_at_least("tensor_ops"),),
         metal=metal_matrix.tensor_ops,
+        expands=expands_groups,
     ),
     Route(
         "blocked_gather_gemm",
@@ -166,6 +172,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight, neighbour_table),
         idea="output-stationary tiles, edges compacted an offset, SIMD kernel",
         cpu=cpu_conv.blocked_gather_gemm,
+        expands=expands_groups,
     ),
     Route(
         "sorted_implicit_gemm",
@@ -184,6 +191,7 @@ TABLE: tuple[Route, ...] = (
             (INPUT_GRAD, metal_matrix.sorted_implicit_gemm),
         ),
         cuda=cuda_conv.sorted_implicit_gemm,
+        expands=expands_groups,
     ),
     Route(
         "device_weights_gemm",
@@ -198,6 +206,7 @@ TABLE: tuple[Route, ...] = (
         idea="matrix tiles over mask-sorted rows, weights not staged",
         pays=(measured_alone,),
         metal=metal_matrix.device_weights_gemm,
+        expands=expands_groups,
     ),
     Route(
         "cout16",
@@ -215,6 +224,7 @@ TABLE: tuple[Route, ...] = (
             rows_at_least("cout16"),
         ),
         metal=metal_conv.cout16,
+        expands=expands_groups,
     ),
     Route(
         "dense_channel",
@@ -232,6 +242,7 @@ TABLE: tuple[Route, ...] = (
             rows_at_least("dense_channel"),
         ),
         metal=metal_conv.dense_channel,
+        expands=expands_groups,
     ),
     Route(
         "vec4",
@@ -289,6 +300,7 @@ TABLE: tuple[Route, ...] = (
         cpu=cpu_conv.grouped_gemm,
         mlx=mlx_ops.grouped_gemm,
         mlx_on=(METAL, CPU),
+        expands=expands_edges,
     ),
     Route(
         "relation_traversal",
@@ -298,6 +310,7 @@ TABLE: tuple[Route, ...] = (
         metal=metal_conv.relation_traversal,
         cuda=cuda_rows.relation_traversal,
         cpu=cpu_conv.relation_traversal,
+        expands=expands_on_cpu,
     ),
     Route(
         "gather_gemm_scatter",

@@ -169,6 +169,13 @@ LONGEST_RANGE = {"*": 0.5}
 SPLIT_EDGES = {"*": 512}
 PARTIAL_BYTES = {"*": 1 << 28}
 
+# Groups from which Metal's threads that walk edges are faster than matrix tiles of a
+# block-diagonal weight: (y or dx, dW). Predicted for 64 channels and 120 000 rows of a
+# surface; M1 and M2 break even at two thirds of these.
+GROUPS = {"half": (5, 3), "float32": (10, 4), "accelerated": (16, 11)}
+# Multiply-adds that take as long as a CPU's step from one group of an edge to the next.
+GROUP_PRODUCTS = 640
+
 # Channels of a group up to which im2col beats a matmul per offset, whose inner
 # dimension is then too short to be efficient.
 IM2COL_CHANNELS = {"*": 4, "cpu": 8}

@@ -23,12 +23,12 @@ def without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
     return zeros(problem) + added[0] if added else zeros(problem)
 
 
-def nothing(plan: Plan) -> mx.array | tuple[mx.array, mx.array]:
-    """Return zeros in the place of all that a plan writes."""
-    y = zeros(plan.problem)
+def nothing(problem: Problem, plan: Plan) -> mx.array | tuple[mx.array, mx.array]:
+    """Return zeros in the place of all that a problem's plan writes."""
+    y = zeros(problem)
     if not plan.moments:
         return y
-    return y, mx.zeros((plan.moments, 3, plan.problem.c_out))
+    return y, mx.zeros((plan.moments, 3, problem.c_out))
 
 
 def zeros(problem: Problem) -> mx.array:

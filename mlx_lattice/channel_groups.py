@@ -1,0 +1,56 @@
+"""Grouped weights as block-diagonal dense ones, for kernels that know one group."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+
+import mlx.core as mx
+
+from .problem import KERNEL_MAJOR
+
+
+def block_diagonal(w: mx.array, groups: int, layout: str) -> mx.array:
+    """Return the dense weight of a grouped one, with zeros between groups.
+
+    Args:
+        w: (K, C_in / groups, C_out), or (C_out, K, C_in / groups) in MLX's layout.
+        groups: channel groups.
+        layout: which of the two.
+
+    Returns:
+        (K, C_in, C_out), or (C_out, K, C_in).
+    """
+    if layout == KERNEL_MAJOR:
+        volume, width, c_out = w.shape
+        shape, own = (volume, groups * width, c_out), w[:, None]
+        is_inside = _groups_of(groups, c_out).reshape(groups, 1, c_out)
+    else:
+        c_out, volume, width = w.shape
+        shape, own = (c_out, volume, groups * width), w[:, :, None]
+        is_inside = _groups_of(groups, c_out).T.reshape(c_out, 1, groups, 1)
+    return mx.where(is_inside, own, mx.zeros((), w.dtype)).reshape(shape)
+
+
+def diagonal_blocks(dw: mx.array, groups: int, layout: str) -> mx.array:
+    """Return the gradient of a grouped weight from that of its dense one.
+
+    Arguments and result are those of ``block_diagonal``, the other way round.
+    """
+    if layout == KERNEL_MAJOR:
+        volume, c_in, c_out = dw.shape
+        width, each = c_in // groups, c_out // groups
+        shape = volume, width, groups, each
+        strides = c_in * c_out, c_out, width * c_out + each, 1
+        return mx.as_strided(dw, shape, strides).reshape(volume, width, c_out)
+    c_out, volume, c_in = dw.shape
+    width, each = c_in // groups, c_out // groups
+    shape = groups, each, volume, width
+    strides = each * volume * c_in + width, volume * c_in, c_in, 1
+    return mx.as_strided(dw, shape, strides).reshape(c_out, volume, width)
+
+
+@lru_cache(maxsize=64)
+def _groups_of(groups: int, c_out: int) -> mx.array:
+    """Return (groups, C_out): whether an output channel belongs to a group."""
+    each = c_out // groups
+    return mx.array([[o // each == g for o in range(c_out)] for g in range(groups)])
