@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import statistics
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from math import prod
 from pathlib import Path
 from typing import NamedTuple
@@ -71,6 +71,19 @@ def cases(every_rows: tuple[int, ...] = ROWS) -> Iterator[dict]:
         yield dict(kind="strided", rows=rows, channels=96, dtype="float16")
         for kind in ("subm 3x1x3", "strided 3x3x3", "inverse 3x3x3"):
             yield dict(kind=kind, rows=rows, channels=64, dtype="float16")
+
+
+def grouped_cases(
+    rows: int, widths: Sequence[int], groups: Sequence[int]
+) -> list[dict]:
+    """Return submanifold layers with one group, and with each that fits the width."""
+    return [
+        dict(kind="subm", rows=rows, channels=channels, dtype=dtype, groups=each)
+        for dtype in ("float16", "float32")
+        for channels in widths
+        for each in (1, *groups)
+        if channels % each == 0
+    ]
 
 
 def sites(rows: int, file: str | None) -> np.ndarray:

@@ -25,7 +25,17 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 from gpu_profiles import gpu_profile
-from layer_cases import CHANNELS, KINDS, ROWS, beside, cases, key_of, sites, summary
+from layer_cases import (
+    CHANNELS,
+    KINDS,
+    ROWS,
+    beside,
+    cases,
+    grouped_cases,
+    key_of,
+    sites,
+    summary,
+)
 from written import write_line
 
 import mlx_lattice as ml
@@ -44,7 +54,8 @@ class Layer(mlx.nn.Module):
         kind, widths = KINDS[case["kind"]], (channels, channels)
         step = {"stride": kind.stride, "bias": False}
         if kind.stride == 1:
-            self.conv = nn.SubmConv3d(*widths, kind.size, bias=False)
+            groups = case.get("groups", 1)
+            self.conv = nn.SubmConv3d(*widths, kind.size, groups=groups, bias=False)
         elif kind.writes_coarse:
             self.conv = nn.Conv3d(*widths, kind.size, **step)
         else:
@@ -131,6 +142,12 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="+", default=ROWS)
     parser.add_argument("--channels", type=int, nargs="+", default=CHANNELS)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=list(KINDS))
+    parser.add_argument(
+        "--groups",
+        type=int,
+        nargs="+",
+        help="submanifold layers with these groups and with one, in half and float32",
+    )
     parser.add_argument("--out", type=Path, help="JSON lines are added to it")
     parser.add_argument("--beside", type=Path, help="other libraries' JSON lines")
     given = parser.parse_args()
@@ -142,6 +159,8 @@ def main() -> None:
             for case in cases((rows,))
             if case["channels"] in given.channels and case["kind"] in given.kinds
         ]
+        if given.groups:
+            chosen = grouped_cases(rows, given.channels, given.groups)
         coords = mx.array(np.insert(sites(rows, given.scenes), 0, 0, axis=1))
         x = ml.SparseTensor(coords, mx.ones((rows, 1)))
         for row in measured(x, chosen):
