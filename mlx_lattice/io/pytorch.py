@@ -273,7 +273,8 @@ class _Machine:
         """Return ``value``, which must be of one of ``kinds``."""
         kinds = kinds if isinstance(kinds, tuple) else (kinds,)
         if type(value) not in kinds:
-            raise ValueError(f"a {kinds[0].__name__} was due, not {_kind(value)}")
+            name = kinds[0].__name__.removeprefix("_").lower()
+            raise ValueError(f"expected a {name}, got {_kind(value)}")
         return value
 
     def set_items(self, target: dict | _Name, flat: list) -> dict | _Name:
@@ -312,7 +313,7 @@ class _Machine:
         key, _, length, *view = rest
         self.of(str, key)
         if what != "storage" or view not in ([], [None]):
-            raise ValueError("a storage of its own was due")
+            raise ValueError("expected a storage that is no view of another")
         if not 0 <= self.of(int, length) < _LIMIT:
             raise self.error(f"promises {length} elements in storage {shown(key)}")
         storage = _Storage(self.archive.prefix + key, kind.name, length)
