@@ -78,7 +78,8 @@ class CoordinateSet:
         shown: the same rows, as tensors and relations hand them out: MLX changes arrays
             in place, and the caller's change is not to be one of the set.
         serial: of its key.
-        is_kept: whether its manager keeps it, whoever holds its key.
+        is_kept: whether its manager keeps it although nobody holds its key, as the
+            sets of a copied manager.
         known_key: refers to its key, if anybody holds it.
         given: refers to the array that it was made of, where a caller gave one.
         is_sorted: whether its rows are known to be.

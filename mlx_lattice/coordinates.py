@@ -33,10 +33,9 @@ class CoordinateManager(ConsumedSets):
     """Holds coordinate sets and builds each relation between them once.
 
     Every ``SparseTensor`` has one, shared by the tensors that come from it; it lives
-    as long as they do. Rows that were chosen by features, as ``ops.prune`` does, and
-    their relations die with the last tensor that has them: they are dropped when the
-    next rows come. ``in = out * stride + offset_k`` within one batch element is the
-    only geometric rule.
+    as long as they do. A coordinate set and its relations are freed with the last
+    tensor, key or array of it: see ``insert``. ``in = out * stride + offset_k`` within
+    one batch element is the only geometric rule.
     """
 
     def __init__(self):
@@ -117,9 +116,8 @@ class CoordinateManager(ConsumedSets):
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
         """Return the forward rule onto exactly the target's rows, in its order."""
-        source, spec = self._start(
-            key_or_coords, kernel_size, stride, padding, dilation, offsets
-        )
+        key = self.key_of(key_or_coords)  # held while the target is inserted
+        source, spec = self._start(key, kernel_size, stride, padding, dilation, offsets)
         target = self[self.key_of(target)]
         self._note_consumed(target, source)
         return self._between("target", source, target, spec)
@@ -156,9 +154,8 @@ class CoordinateManager(ConsumedSets):
             ValueError: no target was given, and the rows were not computed from a set
                 of that stride, or from several.
         """
-        source, spec = self._start(
-            key_or_coords, kernel_size, stride, padding, dilation, offsets
-        )
+        key = self.key_of(key_or_coords)  # held while the target is inserted
+        source, spec = self._start(key, kernel_size, stride, padding, dilation, offsets)
         if target is None:
             target = self._finer(source, spec.stride)
         else:
@@ -195,7 +192,8 @@ class CoordinateManager(ConsumedSets):
         stride: IntOrTuple = 1,
     ) -> Relation:
         """Return ``in = out * stride + offset_k`` for any two sets and offsets."""
-        source, spec = self._start(key_or_coords, 1, stride, None, 1, offsets)
+        key = self.key_of(key_or_coords)  # held while the target is inserted
+        source, spec = self._start(key, 1, stride, None, 1, offsets)
         return self._between("general", source, self[self.key_of(target)], spec)
 
     def _start(self, key_or_coords, kernel_size, stride, padding, dilation, offsets):

@@ -61,9 +61,9 @@ class HeldSets:
         """Add a coordinate set and return its key; the same array gives the same key.
 
         The rows are kept as they are now: a later change of the array in place is not
-        seen. Give changed rows as a new array. The manager keeps them for as long as
-        it lives; those of a tensor only while a tensor has them, or has rows that were
-        made of them, or that they were made of.
+        seen. Give changed rows as a new array. The manager frees a set once neither
+        its key, its array nor a tensor on it is alive, nor those of a set that was
+        made from it or that it was made from. It frees sets at the next insertion.
 
         Args:
             coords: (N, 1 + D) int32 rows (batch, x, y, ...), in their own lattice
@@ -80,9 +80,7 @@ class HeldSets:
                 the first relation is built.
         """
         facts = spatial_shape, batch_size, trusted, box
-        held = self.inserted(coords, stride, *facts)
-        held.is_kept = True
-        return held.key
+        return self.inserted(coords, stride, *facts).key
 
     @built_by_one
     def inserted(
@@ -95,7 +93,7 @@ class HeldSets:
         box: Bounds | None = None,
         rows: mx.array | None = None,
     ) -> CoordinateSet:
-        """Add a set for a tensor, with whose key it dies; as ``insert``.
+        """Add a set and return it; as ``insert``.
 
         Args:
             coords, stride, spatial_shape, batch_size, trusted, box: as of ``insert``.
@@ -217,7 +215,8 @@ class HeldSets:
         except KeyError:
             held = ", ".join(repr(each.key) for each in self.sets) or "none"
             raise KeyError(
-                f"{key!r} is not a coordinate set of this manager, which has: {held}"
+                f"{key!r} is not a coordinate set of this manager, which has: {held}. "
+                "A set is freed with the last tensor, key or array of it"
             ) from None
 
     def __contains__(self, key: CoordinateKey) -> bool:

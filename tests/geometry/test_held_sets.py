@@ -168,16 +168,18 @@ def test_sets_of_one_array_are_one_for_each_of_their_facts():
     assert manager.key_of(rows) == held[0].key and len(manager.sets) == len(facts)
 
 
-def test_rows_that_were_inserted_stay():
+def test_rows_that_were_inserted_stay_while_their_key_is_held():
     manager = ml.CoordinateManager()
     rows = tensor().coords
     key = manager.insert(rows + 0)
-    serial, relation = key.serial, ref(manager.submanifold_kernel_relation(key))
-    del key
-    for step in range(3):
+    relation = ref(manager.submanifold_kernel_relation(key))
+    for step in range(6):
         ml.SparseTensor(rows + step, mx.ones((len(rows), 1)), manager=manager)
-    gc.collect()
-    assert relation() is not None and relation().keys[0].serial == serial
+        gc.collect()
+        if step == 3:
+            assert relation() is not None and relation().keys[0] is key
+            del key
+    assert relation() is None
 
 
 def test_rows_are_known_while_the_array_they_were_given_as_lives():
@@ -313,3 +315,39 @@ def test_a_decoder_holds_what_one_pass_does():
         mx.eval(net(x).feats)
         counts.append(held(x.manager))
     assert counts[1] == counts[-1]
+
+
+def test_inserted_sets_that_nobody_holds_are_freed():
+    manager = ml.CoordinateManager()
+
+    def rows(step):
+        return mx.array([[0, step, 0, 0], [0, step, 1, 0]])
+
+    kept_array = rows(1000)
+    manager.insert(kept_array)
+    kept_key = manager.insert(rows(1001))
+    x = ml.SparseTensor(rows(1002), mx.ones((2, 1)), manager=manager)
+    for step in range(50):
+        relation = manager.kernel_relation(
+            manager.insert(rows(step)), kernel_size=2, stride=2
+        )
+        manager.relation(rows(step), rows(step + 1).tolist(), offsets=[(0, 1, 0)])
+    assert len(manager.sets) < 10 and len(manager.relations) < 10
+    assert manager.key_of(kept_array) in manager and kept_key in manager
+    assert x.key in manager and len(relation.out_coords) == 1
+    stale = manager.insert(rows(0)).serial
+    manager.insert(rows(1))
+    assert stale not in [each.serial for each in manager.sets]
+
+
+def test_the_sets_of_a_relation_of_bare_rows_are_there_when_it_is_returned():
+    manager = ml.CoordinateManager()
+    ends = [[[0, 0, 0, 0], [0, 1, 0, 0]], [[0, 0, 0, 0]]]
+    for build in (
+        lambda: manager.target_kernel_relation(*ends),
+        lambda: manager.relation(*ends, offsets=[(0, 0, 0)]),
+        lambda: manager.transposed_kernel_relation(*ends[::-1]),
+    ):
+        relation = build()
+        assert all(key in manager for key in relation.keys)
+        assert relation.n_edges > 0
