@@ -50,8 +50,13 @@ class Building:
 
     def _publish(self) -> None:
         begun, self._open = self._open, []
-        if not sync.is_lazy():
-            sync.complete([views.unpublished for views in begun])
+        try:
+            if not sync.is_lazy():
+                sync.complete([views.unpublished for views in begun])
+        except BaseException:  # no memory is left, say
+            for views in begun:
+                views.discard()
+            raise
         for views in begun:
             views.publish()
 
@@ -117,4 +122,8 @@ class SharedViews(dict):
     def publish(self) -> None:
         """Show all views to all threads."""
         self.update(self._begun)
+        self._begun.clear()
+
+    def discard(self) -> None:
+        """Forget the views that only the building thread sees."""
         self._begun.clear()

@@ -218,6 +218,16 @@ def test_a_call_whose_views_are_there_takes_no_lock():
     assert_all(in_threads(lambda: net(x).feats), wanted)
 
 
+def test_views_that_cannot_be_computed_are_built_again(monkeypatch):
+    views = SharedViews()
+    with monkeypatch.context() as patched:
+        patched.setattr(mx, "eval", lambda *_: 1 // 0)
+        with pytest.raises(ZeroDivisionError):
+            views.build("view", lambda: mx.arange(4) + 1)
+    assert not views and not views.unpublished
+    assert views.build("view", lambda: mx.arange(4) + 2).tolist() == [2, 3, 4, 5]
+
+
 def test_a_view_is_visible_when_it_is_computed(monkeypatch):
     views, seen = SharedViews(), []
     real = sync.complete
