@@ -194,8 +194,8 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
     """Prepare a net at its first call, for what that compiles; the nets here do it.
 
     Nothing is done where kernels need no time: off CUDA, or where MLX compiles them
-    one by one in any case. A net in training mode is prepared for training and
-    evaluation. ``options`` are the other arguments of the call.
+    one by one in any case. A net in training mode is prepared for training, and
+    outside of a gradient for evaluation too. ``options`` are the other arguments.
     """
     facts = str(x.dtype), net.training  # a net can be copied and pickled
     if _is_prepared(net, facts) or _is_preparing.get() or not first_use.compiles():
@@ -203,7 +203,9 @@ def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
     with _standing_in:  # a thread that comes meanwhile waits: the net has zeros now
         if not _is_prepared(net, facts):
             prepare(net, x, training=net.training, **options)
-            prepared = {facts, (facts[0], False)}
+            prepared = {facts}
+            if not sync.is_known_to_differentiate():
+                prepared.add((facts[0], False))
             net._prepared = getattr(net, "_prepared", frozenset()) | prepared
 
 
@@ -222,6 +224,8 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
         with rehearsal, launch.planned(observer), apart:
             if training:
                 _differentiate(net, inputs, options)
+                if sync.is_known_to_differentiate():
+                    return  # norms are no parts of convolutions in this gradient
                 for module in reached(net):
                     module.eval()
             net(*inputs, **options)
