@@ -38,27 +38,30 @@ class Building:
         self._depth += 1
         self._thread = get_ident()
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(self, error: type | None, *_: object) -> None:
         try:
             if self._depth == 1 and self._open:
-                self._publish()
+                self._finish(error is None)
         finally:
             self._depth -= 1
             if not self._depth:
                 self._thread = 0
             self._lock.release()
 
-    def _publish(self) -> None:
+    def _finish(self, is_built: bool) -> None:
+        """Publish the views of the block; after an error forget them.
+
+        A failed trace of MLX leaves views that depend on arrays without values.
+        """
         begun, self._open = self._open, []
+        is_complete = False
         try:
-            if not sync.is_lazy():
+            if is_built and not sync.is_lazy():
                 sync.complete([views.unpublished for views in begun])
-        except BaseException:  # no memory is left, say
+            is_complete = is_built
+        finally:
             for views in begun:
-                views.discard()
-            raise
-        for views in begun:
-            views.publish()
+                views.publish() if is_complete else views.discard()
 
 
 # One lock for all: views of several managers can be built in one block.

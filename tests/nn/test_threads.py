@@ -242,3 +242,12 @@ def test_a_view_is_visible_when_it_is_computed(monkeypatch):
         assert views.find("view") is not None and "view" not in views
     assert seen == [({}, None)]
     assert np.array_equal(in_threads(lambda: views["view"])[0], [1, 2, 3, 4])
+
+
+def test_views_of_a_block_that_raises_are_forgotten():
+    """A trace that fails leaves views that depend on what it traced."""
+    views = SharedViews()
+    with pytest.raises(KeyError), building:
+        views.build("view", lambda: mx.arange(4))
+        raise KeyError
+    assert not views and not views.unpublished

@@ -131,11 +131,12 @@ def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():
     others = (
         {"dtype": "float32"},
         {"pass_": "weight_grad", "dtype": "float32"},
-        {"pass_": "weight_grad", "groups": 2},
         {"c_in": 4},
         {"c_out": 20, "pass_": "input_grad"},
-        {"groups": 2},
     )
+    # Groups are expanded to the dense layer.
+    assert taken(groups=2) == "sorted_implicit_gemm"
+    assert taken(pass_="weight_grad", groups=2) == "grouped_gemm"
     for other in (*others, {"device": "a100"}, {"device": "m4-max"}):
         assert taken(**other) == "pointwise"
     half = ml.Problem.forward(n_in=9, c_in=64, c_out=64, kernel_size=1, dtype="float16")

@@ -136,7 +136,10 @@ def test_what_a_row_does_not_take_it_refuses_by_one_of_its_needs(route, pass_, p
         device = devices.current()
         for point in points:
             problem = point.problem(pass_, deterministic=True)
-            reasons = [r for need in route.needs if (r := need(problem, device))]
+            expands = route.expands and problem.groups > 1
+            expands = expands and route.expands(problem, device)
+            asked = problem.dense if expands else problem
+            reasons = [r for need in route.needs if (r := need(asked, device))]
             try:
                 choice = ml.select(problem, only=route.name)
             except RouteError as error:
