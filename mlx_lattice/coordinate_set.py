@@ -312,10 +312,12 @@ def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
 
 @contextmanager
 def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
-    """Where the block finds that MLX traces what is read, say which coordinates."""
+    """Name the coordinates if the block reads what MLX traces; forget its counts."""
     try:
         yield
     except sync.TracedError:
+        for each in sets:
+            each.forget_counts()  # which may belong to the trace
         for each in sets:
             with sync.values(f"coordinates of shape {tuple(each.coords.shape)}"):
                 mx.eval(each.coords)

@@ -82,7 +82,8 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
     def __setitem__(self, name: str, value: object) -> None:
         # Training makes them float32: kernels compiled for another dtype would be of
         # no use after the first step.
-        if name in self.never_trained and isinstance(value, mx.array):
+        of_float32 = getattr(value, "dtype", mx.float32) == mx.float32
+        if name in self.never_trained and not of_float32:
             value = value.astype(mx.float32)
         super().__setitem__(name, value)
 
