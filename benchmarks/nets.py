@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import sys
@@ -36,6 +37,11 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 
 CLASSES = 7
+# What docs/memory.md advises; MLX reads the variables when it first uses a GPU.
+os.environ.setdefault("MLX_MAX_MB_PER_BUFFER", "10")
+os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
+if devices.current().backend == devices.CPU:
+    mx.set_cache_limit(2 << 30)
 
 
 STEPS = (

@@ -4,10 +4,6 @@
 from .distribution import __version__ as __version__
 
 # isort: split
-from .memory import cpu_cache as cpu_cache
-from .memory import cuda_graphs as cuda_graphs  # before anything uses a GPU
-
-# isort: split
 from . import models, nn, ops, optimizers, routes
 from .compiled import Compiled, compile
 from .contraction import conv, weight_grad
@@ -24,9 +20,7 @@ from .integer_tensor import IntegerTensor
 from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
-from .memory.admission import check_memory
-from .memory.limit import MemoryLimitError, memory_limit
-from .memory.predict import Peak, predict_peak
+from .memory import MemoryLimitError, memory_limit
 from .nn.calibrate import calibrate
 from .nn.calibration_report import Calibration
 from .numerics import precision
@@ -60,7 +54,6 @@ __all__ = [
     "IntegerWeight",
     "KernelSpec",
     "MemoryLimitError",
-    "Peak",
     "Preparation",
     "Problem",
     "QuantizedWeight",
@@ -73,7 +66,6 @@ __all__ = [
     "backend_info",
     "cache",
     "calibrate",
-    "check_memory",
     "compile",
     "conv",
     "dequantize_weight",
@@ -88,7 +80,6 @@ __all__ = [
     "ops",
     "optimizers",
     "precision",
-    "predict_peak",
     "prepare",
     "proof",
     "quantize_weight",

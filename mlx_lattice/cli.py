@@ -19,7 +19,7 @@ from .devices import PROFILES
 from .distribution import NAME, __version__, install
 from .dtypes import DTYPES
 from .io.errors import shown
-from .memory.limit import MemoryLimitError
+from .memory import MemoryLimitError
 from .problem import FORWARD, PASSES, Problem
 from .quantized import BITS
 from .relation_form import KINDS

@@ -15,8 +15,7 @@ from .inspect.trace import check_page, trace
 from .io.errors import listed
 from .io.pipelines import pack
 from .io.safetensors import SafetensorsState
-from .memory.limit import memory_limit
-from .memory.sizes import parse_bytes
+from .memory import memory_limit, parse_bytes
 from .mesh.asset import asset_of, check_asset
 from .mesh.files import check_suffix, save
 from .mesh.picture import contact_sheet
@@ -133,6 +132,7 @@ def decode(
     nets.shape = shape
     if texture is not None:
         nets.texture = texture
+    mx.eval(nets.parameters())  # held before the limit's block
     begun = time.perf_counter()
     bounded = nullcontext() if memory is None else memory_limit(memory)
     with trace(nets) as ran, bounded:

@@ -18,8 +18,7 @@ from .distribution import install
 from .dtypes import DTYPES
 from .geometry.unique import true_positions
 from .io.errors import CheckpointError, listed
-from .memory.limit import memory_limit
-from .memory.sizes import parse_bytes
+from .memory import memory_limit, parse_bytes
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .models.trellis2.pipeline import STAGES
 from .output_places import check_writable

@@ -23,7 +23,6 @@ from .dtypes import FLOATS
 from .epilogue import Epilogue, Moments
 from .geometry import sync
 from .later import NOTHING, Convolution, Later, OfRows, Result, as_now
-from .memory import limit, stages
 from .relation import Relation
 from .tensor import SparseTensor
 
@@ -51,7 +50,7 @@ def may_wait(x: object) -> bool:
     kind = type(x)
     if (kind is not SparseTensor and kind is not Pending) or _apart.get():
         return False
-    if settings.forced.get() or limit.active() is not None or stages.evaluates():
+    if settings.forced.get() or settings.stage_end.get() is not None:
         return False
     return not _ROUTE()
 

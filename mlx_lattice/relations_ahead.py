@@ -17,14 +17,13 @@ from typing import NamedTuple
 import mlx.core as mx
 import mlx.nn
 
-from . import devices
+from . import devices, settings
 from .backends import registry
 from .coordinate_set import CoordinateKey, settle
 from .coordinates import CoordinateManager
 from .geometry import sync
 from .geometry.search import Search
 from .kernel_spec import KernelSpec
-from .memory import limit
 from .module_state import Keeps
 from .problem import FORWARD, Problem
 from .relation import Relation
@@ -179,7 +178,7 @@ def begin(layer: mlx.nn.Module, x: SparseTensor) -> None:
         asked = layer._asked = Asked()
     facts = *_facts(layer, x), sync.is_transforming(), devices.current()
     known = asked.of_last(facts, record)
-    if known is not None and limit.active() is None:
+    if known is not None and settings.stage_end.get() is None:
         _made(known, x)
 
 
@@ -189,7 +188,7 @@ def plans(net: mlx.nn.Module, x: SparseTensor) -> list[Plan] | None:
     None, and nothing is planned, where that is not all that its layers would make:
     ``net`` is new, or trains; routes are forced, or measured; there is a memory limit.
     """
-    if net.training or not len(x) or limit.active() is not None:
+    if net.training or not len(x) or settings.stage_end.get() is not None:
         return None
     known = dict(getattr(net, "_reads", ())).get((*_facts(net, x), _structure(net)))
     if known is None or known.first is None or not known.relations:

@@ -24,6 +24,11 @@ metal: ContextVar[str | None] = ContextVar("metal", default=None)
 precision: ContextVar[str | None] = ContextVar("precision", default=None)
 cache: ContextVar[Path | None] = ContextVar("cache", default=None)
 
+# Called with the arrays that end a stage of a net; ``ml.memory_limit`` sets it.
+stage_end: ContextVar[Callable[..., None] | None] = ContextVar(
+    "stage_end", default=None
+)
+
 VARIABLES = (
     "MLX_LATTICE_ROUTE",
     "MLX_LATTICE_TUNE",
@@ -74,6 +79,16 @@ def reader(name: str) -> Callable[[], str | None]:
 _ROUTE, _TUNE, _METAL, _PRECISION, _PROOF, _CACHE = map(
     getattr(os.environ, "encodekey", str), VARIABLES
 )  # as the dict behind os.environ has them
+
+
+def boundary(*arrays: object) -> None:
+    """End a stage of a net: under ``ml.memory_limit`` the arrays are evaluated.
+
+    Pass every result that later stages read: a lazy one keeps its inputs alive.
+    """
+    end_stage = stage_end.get()
+    if end_stage is not None:
+        end_stage(*arrays)
 
 
 def said() -> tuple:

@@ -17,9 +17,9 @@ from .geometry.keys import INT32_LIMIT
 from .geometry.voxelize import voxelize
 from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis
-from .memory.stages import boundary
 from .other_names import OtherNames, tensor_arguments
 from .reductions import move_rows, put
+from .settings import boundary
 from .transformations import zeros_of
 
 _PLACE = "coords", "key", "manager"

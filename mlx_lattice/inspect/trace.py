@@ -10,9 +10,8 @@ from time import perf_counter
 
 import mlx.core as mx
 
-from .. import devices
+from .. import devices, memory
 from ..atomic_write import atomic_write
-from ..memory import limit
 from ..ops import attended, fusion
 from ..ops.attended import Attended
 from ..ops.fusion import Fused
@@ -118,7 +117,7 @@ def _trace(model, time: bool) -> Iterator[Trace]:
             )
         )
         # Under a limit what it drops must not be kept: its edges stay uncounted.
-        relations.append(launched.relation if limit.active() is None else None)
+        relations.append(launched.relation if memory.active() is None else None)
 
     def keep_norm(norm: Fused) -> None:
         found.norms.append(NormRecord(names.of(norm.scope), norm))

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..distribution import NAME, __version__
-from ..memory.sizes import said_bytes
+from ..memory import format_bytes
 
 # Licences that Hugging Face has a word for, which is that of the text here.
 _LICENCES = ("mit", "apache-2.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
@@ -41,7 +41,7 @@ def model_card(
     lines += ["```python", place, ""]
     lines += [f'net = {call}.from_pretrained("this folder")', "```", ""]
     lines += ["| | |", "|---|---|", f"| parameters | {parameters:,} |"]
-    lines += [f"| size | {said_bytes(size)} |"]
+    lines += [f"| size | {format_bytes(size)} |"]
     lines += [
         f"| {key} | {_cell(value)} |" for key, value in config["arguments"].items()
     ]

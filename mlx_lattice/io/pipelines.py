@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
-from .. import models, nn
+from .. import memory, models, nn
 from .checkpoints import import_checkpoint
 from .configurations import read_config, trellis2
 from .errors import CheckpointError, shown
@@ -105,6 +105,8 @@ def loaded(
     if bits:
         pack(net, bits, path)
     mx.eval(net.parameters())
+    if (limit := memory.active()) is not None:
+        limit.begin()
     return net
 
 

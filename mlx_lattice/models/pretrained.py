@@ -14,7 +14,6 @@ from mlx.utils import tree_flatten
 
 from ..distribution import __version__
 from ..dtypes import DTYPES
-from ..memory.admission import admitted
 from .about import About
 
 Net = TypeVar("Net", bound="Pretrained")
@@ -39,8 +38,6 @@ class Pretrained(mlx.nn.Module):
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        if "__call__" in vars(cls):
-            cls.__call__ = admitted(cls.__call__)
         known = _CLASSES.get(cls.__name__)
         if known is None or not known.__module__.startswith(__package__):
             _CLASSES[cls.__name__] = cls  # a notebook's cell may have run again

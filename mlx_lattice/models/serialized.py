@@ -6,10 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import nn, ops
+from .. import memory, nn, ops
 from ..checks import heads_of
-from ..memory import limit
-from ..memory.blocks import by_rows
 from ..nn.containers import in_order
 from ..nn.linear import read
 from ..ops.attended import inside
@@ -130,10 +128,10 @@ class MLP(nn.Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Apply the layers to each row, in blocks of rows where a limit holds."""
-        if self.training or limit.active() is None:  # blocks would drop other entries
+        if self.training or memory.active() is None:  # blocks would drop other entries
             return self._rows(x)
         row_bytes = 3 * self.fc1.bias.shape[0] * x.dtype.size
-        return x.replace(by_rows(self._rows, x.feats, row_bytes=row_bytes))
+        return x.replace(memory.by_rows(self._rows, x.feats, row_bytes=row_bytes))
 
     def _rows(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         return in_order((self.fc1, self.act, self.drop, self.fc2, self.drop), x)

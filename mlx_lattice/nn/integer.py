@@ -19,9 +19,9 @@ from ..integer_contraction import integer_conv
 from ..integer_facts import in_device_memory
 from ..integer_tensor import IntegerTensor, as_int8, inverse_of, rows_as_int8
 from ..integer_weight import IntegerWeight, integer_weight
-from ..memory.stages import boundary
 from ..quantized import module_layout
 from ..relation import Relation
+from ..settings import boundary
 from ..tensor import SparseTensor
 from .parameters import Parameters
 

@@ -17,7 +17,6 @@ from ..geometry import sync
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
 from ..later import as_now
-from ..memory.stages import boundary
 from ..ops import on_features
 from ..ops.activation import activated
 from ..ops.known_activations import activation_of
@@ -27,6 +26,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
+from ..settings import boundary
 from ..tensor import SparseTensor
 from ..transformations import Function, zeros_of
 from ..transformations import Linear as LinearRules

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 import mlx.core as mx
 
 from ..geometry import sync
-from ..memory.blocks import assembled
+from ..memory import assembled
 from .channels import Slots
 
 

@@ -7,17 +7,16 @@ from math import prod
 
 import mlx.core as mx
 
-from .. import contraction
+from .. import contraction, memory
 from ..arrays import array_of, arrays_of
 from ..axes import functions
 from ..epilogue import Moments
 from ..integer_weight import IntegerWeight
 from ..kernel_spec import IntOrTuple, explicit_offsets, per_axis
-from ..memory import contractions, limit
-from ..memory.stages import boundary
 from ..problem import weight_axes
 from ..quantized import QuantizedWeight
 from ..relation import Relation
+from ..settings import boundary
 from ..tensor import SparseTensor
 from . import relations
 from .relations import Coordinates
@@ -130,10 +129,10 @@ def contracted(
     x: SparseTensor, w, relation: Relation, bias, groups, epilogue=None
 ) -> SparseTensor:
     """Contract the features of ``x`` with a fitting weight over its relation."""
-    if limit.active() is not None:
+    if memory.active() is not None:
         after = None if type(epilogue) is Moments else epilogue
-        layer = contractions.Layer(w, bias, groups, after)
-        feats = contractions.conv(x.feats, layer, relation)
+        layer = memory.Layer(w, bias, groups, after)
+        feats = memory.conv(x.feats, layer, relation)
         boundary(feats)
     else:
         feats = contraction.conv(
@@ -147,8 +146,8 @@ def contracted_blocks(
     x: SparseTensor, w, relation: Relation, bias, groups, epilogue=None
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (first row, features) of blocks of what ``contracted`` returns."""
-    layer = contractions.Layer(w, bias, groups, epilogue)
-    return contractions.blocks(x.feats, layer, relation)
+    layer = memory.Layer(w, bias, groups, epilogue)
+    return memory.conv_blocks(x.feats, layer, relation)
 
 
 def conv(

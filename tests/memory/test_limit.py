@@ -6,9 +6,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.memory import blocks, limit
-from mlx_lattice.memory.sizes import parse_bytes, said_bytes
+from mlx_lattice import devices, memory
+from mlx_lattice.memory import format_bytes, parse_bytes
 
 
 @pytest.mark.parametrize(
@@ -43,22 +42,26 @@ def test_what_is_no_size_raises(size):
 
 
 def test_sizes_are_printed_short():
-    assert [said_bytes(n) for n in (12, 3_400, 7.94e9)] == ["12 B", "3.4 kB", "7.94 GB"]
+    assert [format_bytes(n) for n in (12, 3_400, 7.94e9)] == [
+        "12 B",
+        "3.4 kB",
+        "7.94 GB",
+    ]
     for n in (1_030_161_124, 12, 999.6e6):
-        assert parse_bytes(said_bytes(n, up=True)) >= n
+        assert parse_bytes(format_bytes(n, up=True)) >= n
 
 
 def test_the_smaller_of_nested_limits_holds_and_all_is_restored():
     before = mx.set_memory_limit(10**12)
     mx.set_memory_limit(before)
-    assert limit.active() is None
+    assert memory.active() is None
     with ml.memory_limit("1GB") as outer:
         with ml.memory_limit("2GB") as inner:
             assert inner.bytes == outer.bytes == 10**9
         with ml.memory_limit("1MB") as inner:
-            assert limit.active() is inner and inner.bytes == 10**6
-        assert limit.active() is outer
-    assert limit.active() is None
+            assert memory.active() is inner and inner.bytes == 10**6
+        assert memory.active() is outer
+    assert memory.active() is None
     assert mx.set_memory_limit(before) == before
 
 
@@ -84,46 +87,80 @@ def test_blocks_of_threads_end_in_any_order():
     assert (both, own, after) == (10**9, 2 * 10**9, (10**12, 10**9))
 
 
-def test_what_nobody_checked_raises_where_it_is_too_much():
-    x = ml.SparseTensor.from_points(mx.random.normal((2000, 3)), voxel_size=0.1)
-    conv = ml.nn.SubmConv3d(1, 64, 3)
+def scene(rows=2000, channels=1):
+    points = mx.random.normal((rows, 3))
+    x = ml.SparseTensor.from_points(points, mx.ones((rows, channels)), voxel_size=0.1)
+    mx.eval(x.feats)
+    return x
+
+
+def test_a_layer_that_does_not_fit_raises_with_what_it_needs():
+    x, conv = scene(), ml.nn.SubmConv3d(1, 64, 3)
     with (
-        pytest.raises(ml.MemoryLimitError, match="where a layer ends") as error,
+        pytest.raises(ml.MemoryLimitError, match="limit that would do") as error,
         ml.memory_limit(mx.get_active_memory() + 1000),
     ):
         conv(x)
     assert error.value.least > 4 * 64 * len(x)
 
 
-def test_a_stage_is_waited_for_where_the_next_one_has_no_room():
-    """By its own mark; one that waits for much does not make the others wait."""
-    with ml.memory_limit(10**9) as held:
-        enough, none = 10**9, 0
-        marks = enough, enough, none, enough
-        queued = []
-        with held.following(limit.Admission(limit.WHOLE, held.held, marks)):
-            for _ in range(3):
-                held.end_stage(mx.zeros(10**6) + 1)
-                queued.append(len(held._ends))
-        assert queued == [1, 0, 1]
-        assert held.shares == limit.MIDDLE
+def test_the_smallest_block_that_does_not_fit_raises_before_it_runs():
+    rows = mx.zeros((100_000, 8))
+    mx.eval(rows)
+    ran = []
+    with (
+        pytest.raises(ml.MemoryLimitError, match="smallest block") as error,
+        ml.memory_limit(mx.get_active_memory() + 1_000_000) as limit,
+    ):
+        memory.by_rows(lambda x: ran.append(x) or x, rows, row_bytes=10_000)
+    least = memory.LEAST_ROWS.get(devices.current().backend, memory.LEAST_ROWS["*"])
+    assert error.value.least == limit.held + least * 10_000 and not ran
+    with ml.memory_limit(error.value.least + 100_000):  # the Limit's own arrays
+        y = memory.by_rows(lambda x: x + 1, rows, row_bytes=10_000)
+    assert mx.array_equal(y, mx.ones_like(rows))
+
+
+@pytest.mark.skipif(devices.metal_on_host(), reason="an emulated GPU uses CPU memory")
+def test_a_net_stays_below_its_limit_with_the_same_bits():
+    net, x = ml.models.SpUNet(1, 5, 16, (16, 32, 32, 16), (1, 1, 1, 1)), scene(40_000)
+    mx.eval(net.eval().parameters())
+    mx.reset_peak_memory()
+    y = net(x).feats
+    mx.eval(y)
+    free, held = mx.get_peak_memory(), mx.get_active_memory()
+    size = held + (free - held) * 2 // 3
+    again = ml.SparseTensor(x.coords + 0, x.feats)
+    with ml.memory_limit(size):
+        mx.reset_peak_memory()
+        z = net(again).feats
+        mx.eval(z)
+    assert mx.array_equal(y, z) and mx.get_peak_memory() <= size
+
+
+def test_a_net_can_be_prepared_under_a_limit():
+    net, x = ml.models.SpUNet(1, 5, 8, (8, 16, 16, 8), (1, 1, 1, 1)).eval(), scene()
+    y = net(x).feats
+    mx.eval(y)
+    with ml.memory_limit("1GB"):
+        assert len(ml.prepare(net, x).relations) > 1
+        assert mx.array_equal(net(x).feats, y)
 
 
 @pytest.mark.skipif(devices.metal_on_host(), reason="an emulated GPU is never behind")
 @pytest.mark.parametrize("whole", (0.25, 1e-9))
 def test_blocks_are_put_together_without_copies_of_the_whole(whole, monkeypatch):
     """However far the device is behind: all at the end, or each when it is done."""
-    monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 100})
+    monkeypatch.setattr(memory, "LEAST_ROWS", {"*": 100})
     # Small integers, whose sums are exact in whatever order a matmul takes them.
     x, w = (mx.random.randint(-3, 4, (n, 500)).astype(mx.float32) for n in (2000, 500))
     y = x @ w @ w
     mx.eval(x, w, y)
-    with ml.memory_limit(10**9) as held:
-        held.begin()
-        held.shares = limit.Shares(whole, 1e-9, 1, waits=1)
+    for name, share in (("WHOLE", whole), ("BLOCK", 1e-9), ("WAITS", 1)):
+        monkeypatch.setattr(memory, name, share)
+    with ml.memory_limit(10**9):
         before = mx.get_active_memory()
         mx.reset_peak_memory()
-        z = blocks.by_rows(lambda x: x @ w @ w, x, row_bytes=10**6)
+        z = memory.by_rows(lambda x: x @ w @ w, x, row_bytes=10**6)
         mx.eval(z)
     assert mx.array_equal(z, y)
     most = 4 if whole > 0.1 else 1.5  # blocks and what they take, or one of them

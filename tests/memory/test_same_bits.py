@@ -10,20 +10,16 @@ from foreign_decoder import COUNTS, LATENT, OUT, WIDTHS, latents
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import devices, models, nn
-from mlx_lattice.memory import admission, blocks, limit
+from mlx_lattice import devices, memory, models, nn
 from mlx_lattice.routes import launch
 
 
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch):
     """Blocks of a few rows, no table kept, whatever the limit; nothing is refused."""
-    tiny = limit.Shares(*5 * [1e-9])
-    monkeypatch.setattr(
-        admission, "admission_of", lambda held, *_: limit.Admission(tiny, held.held)
-    )
-    monkeypatch.setattr(limit, "MIDDLE", tiny)
-    monkeypatch.setattr(blocks, "LEAST_ROWS", {"*": 7})
+    for share in ("WHOLE", "BLOCK", "TABLE", "DROPPED", "LAZY"):
+        monkeypatch.setattr(memory, share, 1e-9)
+    monkeypatch.setattr(memory, "LEAST_ROWS", {"*": 7})
 
 
 def random_weights(net):
@@ -70,7 +66,7 @@ def assert_same(y, plain, dtype):
     """Bit for bit; on GPUs MLX sums blocks of so few rows in orders of their own."""
     if devices.current().backend == devices.CPU:
         assert mx.array_equal(y, plain)
-    else:  # their blocks are no smaller than ``blocks.LEAST_ROWS`` says
+    else:  # their blocks are no smaller than ``memory.LEAST_ROWS`` says
         expected = ref.to_numpy(plain).astype(np.float64)
         ref.assert_close(y, expected, dtype, slack=4)
 

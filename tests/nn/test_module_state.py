@@ -1,4 +1,4 @@
-"""What ml.prepare and ml.predict_peak call has afterwards what it had before."""
+"""ml.prepare leaves the modules that it calls as they were."""
 
 from functools import partial
 
@@ -11,13 +11,11 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.backends import cpu_extension
 from mlx_lattice.module_state import Kept, Own, reached
 
 REHEARSALS = {
     "prepare": ml.prepare,
     "prepare to train": partial(ml.prepare, training=True),
-    "predict_peak": ml.predict_peak,
 }
 
 
@@ -71,8 +69,6 @@ def net_of(part):
 @pytest.fixture(params=REHEARSALS)
 def rehearse(request):
     """Something that calls a net and computes nothing."""
-    if request.param == "predict_peak" and cpu_extension.extension is None:
-        pytest.skip(cpu_extension.absence)
     return REHEARSALS[request.param]
 
 

@@ -13,16 +13,12 @@ from collections.abc import Iterator, Sequence
 import mlx.core as mx
 import mlx.nn
 
-from ... import nn, ops
+from ... import memory, nn, ops
 from ...coordinate_set import CoordinateKey
-from ...memory import limit
-from ...memory.admission import admit
-from ...memory.blocks import by_rows, joined
-from ...memory.release import release
-from ...memory.stages import boundary
 from ...nn import fused
 from ...ops.channel_blocks import fine_rows, rows_of
 from ...ops.channels import forget_slots
+from ...settings import boundary
 from ...tensor import SparseTensor
 from .torso import zero
 
@@ -59,7 +55,7 @@ class ConvNeXtBlock(nn.Module):
 
         # What a row takes: hidden channels twice, its own channels thrice.
         row_bytes = (2 * first.bias.shape[0] + 3 * x.channels) * x.dtype.size
-        y = by_rows(beside, x.feats, y, row_bytes=row_bytes)
+        y = memory.by_rows(beside, x.feats, y, row_bytes=row_bytes)
         return x.replace(y)
 
 
@@ -110,12 +106,11 @@ class UpBlock(nn.Module):
                     "coordinates"
                 )
             subdivision = logits.feats > 0
-        if limit.active() is not None:
+        if memory.active() is not None:
             key, _ = ops.channels.fine_slots(
                 x, subdivision=subdivision, coordinates=coordinates, order=ORDER
             )
-            with admit(self, self._in_blocks, x, key):
-                return self._in_blocks(x, key), logits
+            return self._in_blocks(x, key), logits
         y = self.conv1(self.norm1(x, activation="silu"))
         y = ops.channel_to_space(
             y, subdivision=subdivision, coordinates=coordinates, order=ORDER
@@ -131,13 +126,15 @@ class UpBlock(nn.Module):
         the skip is taken from the coarse rows block by block.
         """
         _, slots = ops.channels.fine_slots(x, coordinates=key, order=ORDER)
-        y = by_rows(self._before, x.feats, row_bytes=3 * x.channels * x.dtype.size)
+        y = memory.by_rows(
+            self._before, x.feats, row_bytes=3 * x.channels * x.dtype.size
+        )
         wide = self.conv1.blocks(x.replace(y))
         del y
         fine = fine_rows(wide, slots, CELLS, self._between)
         del wide
         boundary(fine)
-        release(x.manager, x.key)
+        memory.release(x.manager, x.key)
         fine = SparseTensor.of(x.manager, key, fine)
         parts = x.feats.reshape(len(x) * CELLS, x.channels // CELLS)
 
@@ -146,7 +143,7 @@ class UpBlock(nn.Module):
                 skip = rows_of(parts, slots, first, first + part.shape[0])
                 yield first, part + mx.repeat(skip, self.repeats, axis=1)
 
-        y = joined(beside(), len(fine))
+        y = memory.assembled(beside(), len(fine))
         boundary(y)
         forget_slots(x.coordinate_set)
         return fine.replace(y)

@@ -21,12 +21,10 @@ from collections.abc import Sequence
 import mlx.core as mx
 import mlx.nn
 
-from ... import nn, ops
+from ... import memory, nn, ops
 from ...checks import real
 from ...coordinate_set import CoordinateKey
 from ...dtypes import dtype_name
-from ...memory.admission import admit
-from ...memory.blocks import by_rows
 from ...ops.dual_grid import DualGrid
 from ...tensor import SparseTensor, expect_tensor
 from .blocks import ConvNeXtBlock, UpBlock, check_stages
@@ -144,10 +142,9 @@ class SparseVAEDecoder(Trellis2Net):
         outer = y.dtype
         y = y.astype(torso_dtype(self.blocks, outer))
         for at, stage in enumerate(self.blocks):
-            with admit(self, self._same_rows, at, y):
-                y = self._same_rows(at, y)
             for block in stage:
                 if not isinstance(block, UpBlock):
+                    y = block(y)
                     continue
                 chosen = None if subdivisions is None else subdivisions[at]
                 if isinstance(chosen, SparseTensor):
@@ -157,20 +154,13 @@ class SparseVAEDecoder(Trellis2Net):
                 )
                 predicted.append(logits)
         y = y.replace(
-            by_rows(
+            memory.by_rows(
                 lambda rows: self.output_layer(ops.layer_norm(rows.astype(outer))),
                 y.feats,
                 row_bytes=y.channels * (y.dtype.size + 3 * outer.size),
             )
         )
         return (y, predicted) if return_subdivisions else y
-
-    def _same_rows(self, at: int, y: SparseTensor) -> SparseTensor:
-        """Return what a stage's blocks before the up-sampling make."""
-        for block in self.blocks[at]:
-            if not isinstance(block, UpBlock):
-                y = block(y)
-        return y
 
     def upsample(self, x: SparseTensor, times: int) -> mx.array:
         """Return the cells that latents become, without features.

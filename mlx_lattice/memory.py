@@ -1,0 +1,553 @@
+"""memory_limit(): keep forward passes below a number of bytes.
+
+MLX queues lazily, and a host that runs ahead of its device holds what it queued. Under
+a limit each stage of a net is evaluated apart (``settings.boundary``), wide
+intermediates are computed in blocks of rows, and large neighbour tables are built block
+by block. Blocks depend on the limit and on sizes alone, so results are repeatable.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from numbers import Real
+from threading import Lock
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from . import contraction, devices
+from .coordinate_set import CoordinateKey
+from .coordinates import CoordinateManager
+from .devices import CPU
+from .epilogue import Epilogue
+from .geometry.rows import BoxedRows
+from .numerics import asked_precision
+from .problem import FORWARD, weight_axes
+from .quantized import QuantizedWeight
+from .relation import Relation
+from .routes import launch
+from .routes.plan import MLX, Plan
+from .routes.selection import choose
+from .settings import boundary, stage_end
+
+# Shares of the room that a limit leaves beside what was held when its block began:
+WHOLE = 1 / 8  # the largest intermediate that is computed at once
+BLOCK = 1 / 16  # a block of a larger one
+TABLE = 1 / 8  # a neighbour table that is kept
+DROPPED = 1 / 64  # tables of a level that are dropped after their last use
+LAZY = 1 / 256  # results of layers that are evaluated together
+WAITS = 1 / 2  # memory in use above which the oldest evaluations are waited for
+CACHE = 1 / 32  # share of the limit for MLX's cache on the CPU
+MOST_STAGES = 64  # evaluations under way that are waited for one by one
+# Seconds to wait for MLX to free what an evaluation held, polled in steps.
+PATIENCE, STEP = 4e-4, 2e-5
+# Fewest rows of a block, by backend. MLX's GPU matmuls choose kernels, and so the order
+# of sums, by the number of rows if it is small; the CPU kernels of this package do not.
+LEAST_ROWS = {CPU: 1024, "*": 16384}
+# Kinds whose output rows look their neighbours up, so that a table can be built in
+# blocks, and the views that plans read of it row by row.
+BLOCKED_KINDS = ("submanifold", "forward", "target")
+BLOCKED_VIEWS = ("out_in", "sorted")
+# Decimal units as MLX prints them, binary ones by their own names.
+UNITS = {
+    "": 1,
+    "b": 1,
+    **{name: 1000**n for n, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
+    **{name: 1024**n for n, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
+}
+_WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+
+
+def parse_bytes(size: str | float) -> int:
+    """Return the bytes of ``"8GB"`` (10^9 each), ``"8 GiB"`` (2^30) or a number.
+
+    Raises:
+        TypeError: the size is neither text nor a number.
+        ValueError: the text has no known unit, or the size is below 1 byte.
+    """
+    if isinstance(size, bool) or not isinstance(size, (str, Real)):
+        raise TypeError(
+            'a size of memory must be text such as "8GB" or a number of bytes; got '
+            f"{type(size).__name__}"
+        )
+    if isinstance(size, str):
+        found = _WRITTEN.fullmatch(size)
+        unit = UNITS.get(found[2].lower()) if found else None
+        if unit is None:
+            raise ValueError(
+                "a size of memory must be a number and a unit of B, kB, MB, GB, TB, "
+                f'KiB, MiB, GiB or TiB, such as "8GB" or "7.5 GiB"; got {size!r}'
+            )
+        value = float(found[1]) * unit
+    else:
+        value = float(size)
+    if not math.isfinite(value) or value < 1:
+        raise ValueError(f"a size of memory must be 1 byte or more; got {size!r}")
+    return int(value)
+
+
+def format_bytes(size: float, *, up: bool = False) -> str:
+    """Return a size in three digits: "7.94 GB".
+
+    Args:
+        size: bytes.
+        up: round up, so that the printed size is enough.
+    """
+    unit = next((u for u in ("GB", "MB", "kB") if size >= UNITS[u.lower()]), "B")
+    value = size / UNITS[unit.lower()]
+    if up:
+        step = 10 ** (math.floor(math.log10(value)) - 2) if value else 1
+        value = math.ceil(value / step) * step
+    return f"{value:.{3 if value < 999 else 4}g} {unit}"
+
+
+class MemoryLimitError(MemoryError):
+    """A pass does not fit below its limit.
+
+    Attributes:
+        least: bytes that the layer that failed needs, with all that is held.
+    """
+
+    def __init__(self, message: str, least: int):
+        super().__init__(message)
+        self.least = least
+
+
+class Limit:
+    """A limit on memory, as ``memory_limit`` gives it to its block.
+
+    Attributes:
+        bytes: bound on all that MLX holds: weights, inputs and its cache too.
+        held: bytes that were held when the block, or a net in it, began.
+    """
+
+    def __init__(self, size: int):
+        self.bytes, self.held = size, 0
+        self._lazy_bytes: int | None = None  # None: the next stage is evaluated
+        self._zero = mx.zeros(1)
+        mx.eval(self._zero)
+        # One array for each evaluation under way: it is ready when the stage is done.
+        self._ends: deque[mx.array] = deque(maxlen=MOST_STAGES)
+        self.begin()
+
+    def begin(self) -> None:
+        """Count what is held now, such as another net's weights, as held before."""
+        mx.synchronize()
+        self._ends.clear()
+        self.held = mx.get_active_memory()
+
+    def __str__(self) -> str:
+        return format_bytes(self.bytes)
+
+    def share(self, share: float) -> int:
+        """Return the bytes of a share of the room that the limit leaves."""
+        return max(1, int((self.bytes - self.held) * share))
+
+    def end_stage(self, *arrays: mx.array) -> None:
+        """Evaluate the results of a stage, and wait while too much is in use.
+
+        Raises:
+            MemoryLimitError: more than the limit is held when all is done.
+            RuntimeError: inside a gradient or a compiled function.
+        """
+        if self._lazy_bytes is not None:
+            self._lazy_bytes += sum(array.nbytes for array in arrays)
+            if self._lazy_bytes < self.share(LAZY):
+                return
+        self._lazy_bytes = 0
+        end = mx.expand_dims(self._zero, 0)  # a view: no kernel is launched for it
+        try:
+            mx.async_eval(*arrays, end)
+        except ValueError as error:
+            raise RuntimeError(
+                "memory_limit bounds forward passes that are evaluated as they run; a "
+                "gradient, or a function that mx.compile traces, keeps its whole "
+                "graph. Take the limit off it, or the transformation"
+            ) from error
+        self._ends.append(end)
+        most = self.held + self.share(WAITS)
+        while mx.get_active_memory() > most:
+            if not self._ends:
+                self._check()
+                return
+            mx.eval(self._ends.popleft())
+            if self._ends:
+                _await(most)
+
+    def _check(self) -> None:
+        """Raise if more than the limit is held once all is computed."""
+        mx.synchronize()
+        found = mx.get_active_memory()
+        if found > self.bytes:
+            raise MemoryLimitError(
+                f"{format_bytes(found)} are held at the end of a layer, above the "
+                f"limit of {self}; the least limit that would do for this layer is "
+                f"{format_bytes(found, up=True)}",
+                found,
+            )
+
+    def expect_block(self, size: int) -> None:
+        """Raise if the smallest block of a layer does not fit."""
+        if self.held + size > self.bytes:
+            raise MemoryLimitError(
+                f"the smallest block of a layer takes {format_bytes(size)} beside the "
+                f"{format_bytes(self.held)} that were held before, above the limit of "
+                f"{self}; the least limit that would do for this layer is "
+                f"{format_bytes(self.held + size, up=True)}",
+                self.held + size,
+            )
+
+
+def _await(most: int) -> None:
+    """Wait briefly until memory in use is below a bound: MLX frees asynchronously."""
+    end = time.perf_counter() + PATIENCE
+    while mx.get_active_memory() > most and time.perf_counter() < end:
+        time.sleep(STEP)
+
+
+class _ProcessLimits:
+    """MLX's own limits, which are per process: the least of all running blocks.
+
+    Blocks of several threads end in any order; after the last one MLX's limits are
+    restored.
+    """
+
+    def __init__(self):
+        self._lock, self._running, self._before = Lock(), [], (0, 0)
+
+    @contextmanager
+    def bounded(self, memory: int, cache: int) -> Iterator[None]:
+        """Bound MLX's memory and cache inside the block."""
+        entry = [memory, cache]  # compared by identity
+        with self._lock:
+            if not self._running:
+                self._before = mx.set_memory_limit(memory), mx.set_cache_limit(0)
+            self._running.append(entry)
+            self._apply()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._running = [each for each in self._running if each is not entry]
+                self._apply()
+
+    def _apply(self) -> None:
+        memory, cache = self._before
+        mx.set_memory_limit(min([each[0] for each in self._running], default=memory))
+        mx.set_cache_limit(min([cache, *(each[1] for each in self._running)]))
+
+
+_process = _ProcessLimits()
+_limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
+active = _limit.get  # the limit that holds here, or None
+
+
+@contextmanager
+def memory_limit(size: str | float) -> Iterator[Limit]:
+    """Keep the forward passes inside the block below a number of bytes.
+
+    Layers compute wide intermediates in blocks of rows, large neighbour tables are
+    rebuilt for each block instead of kept, and layers are evaluated as they run, so
+    that a fast host does not queue a whole net. Weights, inputs and MLX's cache count,
+    and so does everything that is held when the block begins: evaluate a net's
+    parameters before it.
+
+    Of nested limits the smallest holds. For inference: gradients and functions compiled
+    by ``mx.compile`` raise a RuntimeError.
+
+    Args:
+        size: ``"8GB"`` (10^9 bytes each), ``"8 GiB"`` (2^30), or a number of bytes.
+
+    Raises:
+        TypeError, ValueError: ``size`` is not a size of memory.
+        MemoryLimitError: inside the block, if a layer does not fit even in the smallest
+            blocks; ``least`` says how much it needs.
+
+    Example:
+        >>> with ml.memory_limit("8GB"):
+        ...     y = net(x)
+    """
+    nbytes, outer = parse_bytes(size), _limit.get()
+    limit = Limit(nbytes if outer is None else min(nbytes, outer.bytes))
+    # On the CPU MLX's own limit does not bound its cache.
+    on_cpu = devices.current().backend == CPU
+    most = limit.bytes * CACHE if on_cpu else limit.bytes - limit.held
+    tokens = _limit.set(limit), stage_end.set(limit.end_stage)
+    try:
+        with _process.bounded(limit.bytes, max(0, int(most))):
+            yield limit
+    finally:
+        _limit.reset(tokens[0])
+        stage_end.reset(tokens[1])
+
+
+def block_rows(rows: int, row_bytes: int) -> int:
+    """Return the rows of a block: all of them without a limit.
+
+    Args:
+        rows: the number of rows.
+        row_bytes: bytes that a row takes while its block is computed.
+
+    Raises:
+        MemoryLimitError: the smallest block does not fit.
+    """
+    limit = active()
+    if limit is None or rows * row_bytes <= limit.share(WHOLE):
+        return rows
+    least = LEAST_ROWS.get(devices.current().backend, LEAST_ROWS["*"])
+    limit.expect_block(min(rows, least) * row_bytes)
+    most = max(least, limit.share(BLOCK) // max(1, row_bytes))
+    return -(-rows // max(1, rows // most)) if rows >= 2 * most else rows
+
+
+def cut(rows: int, each: int) -> Iterator[tuple[int, int]]:
+    """Yield (first, last + 1) of blocks of rows."""
+    for first in range(0, rows, max(1, each)):
+        yield first, min(rows, first + each)
+
+
+def by_rows(
+    function: Callable[..., mx.array], *arrays: mx.array, row_bytes: int
+) -> mx.array:
+    """Apply a function of independent rows, in blocks of rows under a limit.
+
+    Args:
+        function: takes rows of each array, returns as many rows.
+        *arrays: (N, ...) each.
+        row_bytes: bytes that a row takes inside the function.
+    """
+    rows = arrays[0].shape[0]
+    each = block_rows(rows, row_bytes)
+    if each >= rows:
+        return function(*arrays)
+    parts = (
+        (first, function(*(array[first:last] for array in arrays)))
+        for first, last in cut(rows, each)
+    )
+    return assembled(parts, rows)
+
+
+def assembled(
+    parts: Iterator[tuple[int | mx.array, mx.array]],
+    rows: int,
+    blank: Callable[[mx.array], mx.array] | None = None,
+) -> mx.array:
+    """Join blocks of rows to one array.
+
+    Small blocks are joined at the end. Large ones are written in place as they come and
+    waited for, since MLX copies an array that is written to while it is in use.
+
+    Args:
+        parts: (first row or row indices, features) of each block; a block of all rows
+            is returned as it is.
+        rows: the number of rows.
+        blank: returns the (1, C) row of places that no block fills; zeros by default.
+    """
+
+    def put(whole: mx.array | None, at: int | mx.array, part: mx.array) -> mx.array:
+        if whole is None:
+            whole = mx.zeros((rows, *part.shape[1:]), dtype=part.dtype)
+            if blank is not None:
+                whole = mx.broadcast_to(blank(part), whole.shape)
+        whole[slice(at, at + len(part)) if isinstance(at, int) else at] = part
+        return whole
+
+    whole, limit, small = None, active(), []
+    for at, part in parts:
+        if isinstance(at, int) and part.shape[0] == rows:
+            return part
+        nbytes = rows * part.nbytes // max(1, part.shape[0])
+        if limit is not None and nbytes <= limit.share(WHOLE):
+            boundary(part)
+            small.append((at, part))
+        else:
+            whole = put(whole, at, part)
+            del part  # or the block would live until the next one is computed
+            boundary(whole)
+            mx.eval(whole)
+    for at, part in small:
+        whole = put(whole, at, part)
+    return whole
+
+
+class Layer(NamedTuple):
+    """A convolution without its features and rows.
+
+    Attributes:
+        w: the weight, float or packed.
+        bias: (C_out,), or None.
+        groups: channel groups.
+        after: an epilogue, or None.
+    """
+
+    w: mx.array | QuantizedWeight
+    bias: mx.array | None = None
+    groups: int = 1
+    after: Epilogue | None = None
+
+    def __call__(self, x: mx.array, relation: Relation) -> mx.array:
+        """Return y of all rows of a relation."""
+        return contraction.conv(
+            x,
+            self.w,
+            relation,
+            groups=self.groups,
+            bias=self.bias,
+            epilogue=self.after,
+        )
+
+    def rows(self, first: int, last: int) -> Layer:
+        """Return the layer for a block of its output rows."""
+        if self.after is None or self.after.residual is None:
+            return self
+        residual = self.after.residual[first:last]
+        return self._replace(after=self.after._replace(residual=residual))
+
+
+def conv(x: mx.array, layer: Layer, relation: Relation) -> mx.array:
+    """Return y, (N_out, C_out); a table that is too large is built in blocks."""
+    if active() is None or _keeps_table(relation):
+        return layer(x, relation)
+    return assembled(conv_blocks(x, layer, relation), relation.n_out)
+
+
+def _keeps_table(relation: Relation) -> bool:
+    """Whether a relation's table exists, fits, or cannot be built in blocks."""
+    limit = active()
+    if limit is None or relation.kind not in BLOCKED_KINDS or relation.is_transposed:
+        return True
+    if relation.is_identity or relation.sets is None:
+        return True
+    if relation.kept("table") is not None:
+        return True
+    return relation.n_out * _table_bytes(relation) <= limit.share(TABLE)
+
+
+def _table_bytes(relation: Relation) -> int:
+    """Return the bytes of a row of a table; GPUs keep a sorted copy."""
+    views = 1 if devices.current().backend == CPU else 2
+    return 4 * relation.volume * views
+
+
+def conv_blocks(
+    x: mx.array, layer: Layer, relation: Relation
+) -> Iterator[tuple[int, mx.array]]:
+    """Yield (first row, y) of blocks of output rows; one block if all rows fit.
+
+    A row's sum adds its edges in one order whatever rows are beside it. If the plan of
+    a block would add them in another order, blocks grow until it does not.
+
+    Args:
+        x: (N_in, C_in).
+        layer: the convolution.
+        relation: a manager's relation.
+    """
+    n, c_out = relation.n_out, weight_axes(tuple(layer.w.shape))[3]
+    # Whoever reads a block holds another of its size beside it.
+    each = block_rows(n, 2 * c_out * x.itemsize + _table_bytes(relation))
+    while each < n and not _same_sums(x, layer, relation, each):
+        each *= 2
+    if each >= n:
+        yield 0, layer(x, relation)
+        return
+    scope = launch.current_scope()  # the generator may be resumed in another block
+    for first, last in cut(n, each):
+        part = _rows_of(relation, first, last)
+        with launch.scope(scope):
+            y = layer.rows(first, last)(x, part)
+        part.release()  # the vjp's closure would keep its table
+        yield first, y
+        del part, y
+
+
+def _rows_of(relation: Relation, first: int, last: int) -> Relation:
+    """Return the relation of a block of output rows, which no manager keeps."""
+    source, target = relation.sets
+    rows, spec = target.coords[first:last], relation.spec
+    whole, box = relation.kept("table"), target.box
+
+    def table(keep, wanted: str | None) -> mx.array:
+        if whole is not None:
+            return whole[first:last]
+        out = BoxedRows(rows, box)
+        return source.index.table(
+            out, spec.offsets, spec.stride, keep=keep, wanted=wanted
+        )
+
+    return Relation(
+        relation.kind,
+        relation.volume,
+        relation.n_in,
+        last - first,
+        table,
+        spec=spec,
+        in_coords=relation.in_coords,
+        out_coords=rows,
+        sets=relation.sets,
+    )
+
+
+def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool:
+    """Whether blocks of ``each`` rows are summed in the order of all rows."""
+    w, n, after = layer.w, relation.n_out, layer.after
+    layout, _, _, c_out = weight_axes(tuple(w.shape))
+    if after is not None and layer.bias is not None:
+        after = after.biased(layer.bias)
+    packing = w.packing if isinstance(w, QuantizedWeight) else None
+    asked = asked_precision(), packing, layout
+    facts = x.shape[1], c_out, x.dtype, layer.groups, *asked
+    epilogue = None if after is None else after.facts
+    problem = launch.Pass(FORWARD, relation, facts, epilogue).problem()
+    device = devices.current()
+    plan = choose(problem, device)[0].plan
+    if plan.view not in BLOCKED_VIEWS or plan.backend == MLX:
+        return False
+    if plan.splits > 1 and not plan.sliced:  # splits follow the rows of a tile
+        return False
+    sizes = {each, n - (n - 1) // each * each}
+    # The edges of a block are not counted.
+    parts = [problem.counted(problem.n_in, size, None) for size in sizes]
+    return all(_order(choose(p, device)[0].plan) == _order(plan) for p in parts)
+
+
+def _order(plan: Plan) -> tuple:
+    """Return what determines the order and rounding of a row's sum."""
+    return (
+        plan.backend,
+        plan.kernel,
+        plan.variant,
+        plan.view,
+        plan.tile,
+        plan.splits,
+        plan.sliced,
+        plan.multiple,
+        plan.products,
+        plan.dequantised,
+        plan.expanded,
+        plan.epilogue,
+    )
+
+
+def release(manager: CoordinateManager, key: CoordinateKey) -> None:
+    """Drop the tables and indices of a coordinate set that no later layer reads.
+
+    Without a limit, or if they are small, they are kept for the next call. They are
+    rebuilt when they are needed.
+    """
+    limit = active()
+    if limit is None:
+        return
+    rows = manager[key]
+    relations = [r for r in manager.relations if rows in r.sets]
+    entries = sum(r.n_out * r.volume for r in relations)
+    if 4 * entries < limit.share(DROPPED):
+        return
+    for relation in relations:
+        relation.release()
+    rows.release()

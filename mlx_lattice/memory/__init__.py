@@ -1,1 +1,0 @@
-"""Memory of a forward pass: predicted, and where its stages end."""
