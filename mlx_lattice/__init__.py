@@ -24,7 +24,7 @@ from .memory import MemoryLimitError, memory_limit
 from .nn.calibrate import calibrate
 from .nn.calibration_report import Calibration
 from .numerics import precision
-from .other_modules import function_named
+from .other_names import unknown_name
 from .preparation import Preparation, prepare
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
@@ -94,5 +94,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> None:
-    """Say what another library's name is here."""
-    function_named(name, __name__, ops.__all__)
+    unknown_name(name, __name__, ops.__all__)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import prod
+from typing import TYPE_CHECKING, NoReturn
 
 import mlx.core as mx
 
@@ -17,7 +18,6 @@ from .geometry.keys import INT32_LIMIT
 from .geometry.voxelize import voxelize
 from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis
-from .other_names import OtherNames, tensor_arguments
 from .reductions import move_rows, put
 from .settings import boundary
 from .transformations import zeros_of
@@ -26,7 +26,13 @@ _PLACE = "coords", "key", "manager"
 _OF_PLACE = "stride", "spatial_shape", "batch_size", "dims"
 
 
-class SparseTensor(OtherNames):
+PASS_FEATURES = (
+    "Pass x.feats to losses, layers and functions of MLX, and put results back on the "
+    "rows with x.replace(feats)"
+)
+
+
+class SparseTensor:
     """Features at (batch, x, y, z, ...) coordinates.
 
     Shape and dtype are checked at once; uniqueness and range when the first relation
@@ -66,7 +72,6 @@ class SparseTensor(OtherNames):
     __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
     __array_priority__ = 1000
 
-    @tensor_arguments
     def __init__(
         self,
         coords: mx.array,
@@ -123,6 +128,24 @@ class SparseTensor(OtherNames):
         own["manager"], own["key"], own["coords"] = manager, key, coords
         own["feats"] = feats
         return made
+
+    def _not_an_array(self, *_: object) -> NoReturn:
+        raise TypeError(f"a SparseTensor is not an array. {PASS_FEATURES}")
+
+    # MLX calls the first where it expects an array.
+    __mlx_array__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _not_an_array
+    __lt__ = __le__ = __gt__ = __ge__ = __abs__ = __mod__ = __floordiv__ = _not_an_array
+
+    if not TYPE_CHECKING:  # type checkers find mistyped attributes
+
+        def __getattr__(self, name: str):
+            cls = type(self)
+            if isinstance(getattr(cls, name, None), property):
+                return object.__getattribute__(self, name)  # raises what it raised
+            text = f"{cls.__name__!r} object has no attribute {name!r}"
+            if hasattr(mx.array, name) and name[0] != "_":
+                text += f": it is not an array. {PASS_FEATURES}"
+            raise AttributeError(text)
 
     def __setattr__(self, name: str, value: object) -> None:
         if name == "feats":
@@ -260,6 +283,28 @@ class SparseTensor(OtherNames):
 
     def __len__(self) -> int:
         return self.coords.shape[0]
+
+    @property
+    def features(self) -> mx.array:
+        """The features, ``feats``, by spconv's name."""
+        return self.feats
+
+    @property
+    def indices(self) -> mx.array:
+        """The coordinates, ``coords``, by spconv's name."""
+        return self.coords
+
+    def replace_feature(self, feature: mx.array) -> SparseTensor:
+        """Return ``replace(feature)``: spconv's name of it."""
+        return self.replace(feature)
+
+    def dense(self, channels_first: bool = True) -> mx.array:
+        """Return the (B, C, spatial...) array of spconv's ``dense``.
+
+        ``to_dense`` has the channels last, as MLX's convolutions do.
+        """
+        dense = self.to_dense()
+        return mx.moveaxis(dense, -1, 1) if channels_first else dense
 
     def replace(self, feats: mx.array) -> SparseTensor:
         """Return the same coordinates with other features."""

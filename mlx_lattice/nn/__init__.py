@@ -2,8 +2,7 @@
 
 from mlx.nn import Module
 
-from ..other_modules import module_named
-from ..other_names import take_other_names
+from ..other_names import unknown_name
 from . import (
     activations,
     adaptive_norm,
@@ -74,9 +73,6 @@ __all__ = [
     *sync_normalization.__all__,
 ]
 
-take_other_names([globals()[name] for name in __all__], __name__)
 
-
-def __getattr__(name: str) -> object:
-    """Return the module that another library's name means, or say what to use."""
-    return module_named(name, __name__, globals())
+def __getattr__(name: str) -> None:
+    unknown_name(name, __name__)

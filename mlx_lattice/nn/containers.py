@@ -8,7 +8,6 @@ import mlx.core as mx
 import mlx.nn
 
 from ..ops.known_activations import fused_activation
-from ..other_names import Layers
 from ..tensor import SparseTensor
 from . import watching
 from .dropout import Dropout
@@ -19,7 +18,7 @@ from .linear import OWN
 __all__ = ["Sequential"]
 
 
-class Sequential(Layers, mlx.nn.Sequential):
+class Sequential(mlx.nn.Sequential):
     """Calls its layers in order.
 
     Layers and functions of MLX itself are applied to a tensor's features; all others
@@ -75,6 +74,33 @@ class Sequential(Layers, mlx.nn.Sequential):
     def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
         """Call the layers in order."""
         return in_order(layers_of(self), x)
+
+    def __len__(self) -> int:
+        """Return the number of layers."""
+        return len(self.get("layers", ()))
+
+    def __iter__(self):
+        raise TypeError(
+            "a Sequential is a dict, as all modules of MLX: write "
+            "for layer in net.layers"
+        )
+
+    def __getitem__(self, key: object):
+        """Return a layer by its index, layers by a slice, or an item of the module."""
+        if isinstance(key, int | slice):
+            return list(layers_of(self))[key]
+        return super().__getitem__(key)
+
+    def __setitem__(self, key: object, value: object) -> None:
+        """Replace a layer by its index, or set an item of the module."""
+        if not isinstance(key, int | slice):
+            super().__setitem__(key, value)
+        elif not isinstance(self.layers, dict):
+            self.layers[key] = value
+        elif isinstance(key, int):
+            self.layers[list(self.layers)[key]] = value
+        else:
+            raise TypeError("layers with names are set one by one")
 
 
 def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable]:

@@ -11,7 +11,6 @@ from ..kernel_spec import IntOrTuple, check_support
 from ..ops import relations
 from ..ops.conv import contracted_blocks
 from ..ops.relations import Coordinates
-from ..other_names import centred, kept_rows, no_key, takes, unused
 from ..tensor import SparseTensor
 from .convolution_layer import Convolution
 from .offsets import Offsets, kernel_spec
@@ -54,7 +53,6 @@ class Conv(Convolution):
             ``nn.hyper_cross(3)``; the weight is (C_out, K, 1, 1, C_in / groups) then.
     """
 
-    @takes(indice_key=unused)
     def __init__(
         self,
         in_channels: int,
@@ -98,9 +96,6 @@ class Conv(Convolution):
 class SubmConv(Convolution):
     """Applies a submanifold convolution: the output has the input's own rows.
 
-    spconv's ``stride=1``, ``padding=`` and ``indice_key=`` are taken, and have no
-    effect: the kernel is centred, and relations are found by their coordinates.
-
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
@@ -112,7 +107,6 @@ class SubmConv(Convolution):
         offsets (tuple, optional): As of ``Conv3d``.
     """
 
-    @takes(stride=kept_rows, padding=centred, indice_key=unused)
     def __init__(
         self,
         in_channels: int,
@@ -161,7 +155,6 @@ class ConvTranspose(Convolution):
 
     generative = False
 
-    @takes(indice_key=no_key)
     def __init__(
         self,
         in_channels: int,

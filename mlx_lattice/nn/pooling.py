@@ -12,7 +12,6 @@ from ..kernel_spec import IntOrTuple, check_support, per_axis
 from ..ops.interpolation import MODES, upsample_linear
 from ..ops.pool import COUNTS, PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
-from ..other_names import takes, unused
 from ..tensor import SparseTensor
 from .offsets import kernel_spec
 
@@ -27,7 +26,6 @@ __all__ = [
 class _Pool(Family, Module):
     """The geometry that all of the poolings share."""
 
-    @takes(indice_key=unused)
     def __init__(
         self,
         kernel_size: IntOrTuple = 2,
@@ -101,7 +99,6 @@ class AvgPool(_Pool):
             by the kernel's. Default: ``"active"``.
     """
 
-    @takes(indice_key=unused)
     def __init__(
         self,
         kernel_size: IntOrTuple = 2,

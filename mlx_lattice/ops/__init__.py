@@ -1,6 +1,6 @@
 """Functions of sparse tensors."""
 
-from ..other_modules import function_named
+from ..other_names import unknown_name
 from . import (
     activation,
     attention,
@@ -66,5 +66,4 @@ __all__ = [
 
 
 def __getattr__(name: str) -> None:
-    """Say what another library's name is here."""
-    function_named(name, __name__, ())
+    unknown_name(name, __name__)
