@@ -255,8 +255,8 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     Layers compute wide intermediates in blocks of rows, large neighbour tables are
     rebuilt for each block instead of kept, and layers are evaluated as they run, so
     that a fast host does not queue a whole net. Results have the same bits as without a
-    limit. Weights, inputs and MLX's cache count, and so does everything that is held when the block begins: evaluate a net's
-    parameters before it.
+    limit. Weights, inputs, MLX's cache and everything that is held when the block
+    begins count: evaluate a net's parameters before it.
 
     Of nested limits the smallest holds. For inference: gradients and functions compiled
     by ``mx.compile`` raise a RuntimeError.

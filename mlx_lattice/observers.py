@@ -1,4 +1,4 @@
-"""Who is told of what runs: a list of observers a kind of fact."""
+"""Observer lists: callbacks for norms and attention calls."""
 
 from __future__ import annotations
 
@@ -8,28 +8,6 @@ from contextvars import ContextVar
 from typing import Generic, TypeVar
 
 Fact = TypeVar("Fact")
-# What computes results that wait to be read; None where nobody observes.
-_awaited: ContextVar[list[Callable[[], object]] | None] = ContextVar(
-    "awaited", default=None
-)
-
-
-# What is called at the end of the block that observes, or None. Nothing is told of a
-# result that waits to be read until it is computed.
-awaited = _awaited.get
-
-
-@contextmanager
-def settling() -> Iterator[None]:
-    """Compute what waits before the block ends: its observers are told of it."""
-    held: list[Callable[[], object]] = []
-    token = _awaited.set(held)
-    try:
-        yield
-        for settle in held:
-            settle()
-    finally:
-        _awaited.reset(token)
 
 
 class Observers(Generic[Fact]):
@@ -48,16 +26,6 @@ class Observers(Generic[Fact]):
     def observe(self, observer: Callable[[Fact], None]) -> Iterator[None]:
         """Call ``observer`` with every fact inside the block."""
         token = self._now.set((*self._now.get(), observer))
-        try:
-            with settling():
-                yield
-        finally:
-            self._now.reset(token)
-
-    @contextmanager
-    def silent(self) -> Iterator[None]:
-        """Tell nobody inside the block: a dry run is none of their facts."""
-        token = self._now.set(())
         try:
             yield
         finally:

@@ -71,6 +71,7 @@ NAMES = {
     "voxel_to_point": "ops.interpolate(x, points), or ops.devoxelize",
     "spdevoxelize": "ops.devoxelize",
     "sphashquery": "ops.lookup(x, coords)",
+    "HeightCompression": "nn.ToBEV",
     "ToBEVHeightCompression": "nn.ToBEV",
     # TRELLIS.2
     "SparseLinear": "nn.Linear",

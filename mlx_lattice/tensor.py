@@ -456,7 +456,6 @@ def expect_tensor(x: object, name: str = "x", *, flags: bool = False) -> None:
             f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
             "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
         )
-    # What a layer left pending is float, and need not be computed here.
     if not flags and type(x) is SparseTensor and x.feats.itemsize == 1:
         raise TypeError(
             f"{name} has bool features, which are not added up; cast them with "

@@ -22,7 +22,7 @@ class Net(mlx.nn.Module):
 
     def __init__(self):
         super().__init__()
-        block, conv = models.blocks.BasicBlock, models.blocks.ConvNorm
+        block, conv = models.blocks.BasicBlock, models.blocks.conv_norm
         self.first = conv(nn.SubmConv3d(20, 32, 3, bias=False))
         self.block = block(32, 32)
         self.down = nn.Sequential(nn.Conv3d(32, 32, 2, 2), nn.BatchNorm(32), nn.ReLU())

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten, tree_map
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.models.blocks import ConvNorm, blocks
+from mlx_lattice.models.blocks import blocks, conv_norm
 
 CHANNELS = 5
 # Rows of the first process and of the second.
@@ -106,7 +106,7 @@ def small_net() -> nn.Module:
     """
     mx.random.seed(3)
     return nn.Sequential(
-        ConvNorm(nn.SubmConv3d(2, 8, 3, bias=False)),
+        conv_norm(nn.SubmConv3d(2, 8, 3, bias=False)),
         blocks(8, 12, 2, 2, 3),
         nn.Linear(12, 12),
         nn.Tanh(),

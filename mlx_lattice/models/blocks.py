@@ -8,7 +8,6 @@ from .. import nn, ops
 from ..checks import spatial_axes, whole
 from ..geometry import sync
 from ..geometry.unique import true_positions
-from ..nn.fused import convolved
 from ..tensor import SparseTensor
 
 
@@ -17,31 +16,10 @@ def layer(name: str, dims: int, *args, **kwargs) -> nn.Module:
     return getattr(nn, f"{name}{spatial_axes(dims)}d")(*args, **kwargs)
 
 
-class ConvNorm(nn.Module):
-    """A convolution without bias, BatchNorm, ReLU.
-
-    Args:
-        conv (nn.Module): The convolution.
-        activate (bool): If ``False`` leave the ReLU out. Default: ``True``.
-    """
-
-    def __init__(self, conv: nn.Module, activate: bool = True):
-        super().__init__()
-        self.conv = conv
-        self.norm = nn.BatchNorm(conv.weight.shape[0])
-        self.activate = activate
-
-    def __call__(self, x: SparseTensor, *coordinates) -> SparseTensor:
-        """Return features on the convolution's rows."""
-        after = ops.relu if self.activate else None
-        # As items: a module looks for attributes among all else first.
-        layers = self["conv"], self["norm"]
-        return convolved(*layers, x, *coordinates, activation=after)
-
-    def beside(self, x: SparseTensor, shortcut: SparseTensor) -> SparseTensor:
-        """Return ``relu(norm(conv(x)) + shortcut)``."""
-        layers = self["conv"], self["norm"]
-        return convolved(*layers, x, activation=ops.relu, residual=shortcut)
+def conv_norm(conv: nn.Module, activate: bool = True) -> nn.ConvNormAct:
+    """Return a convolution with a BatchNorm and, if ``activate``, a ReLU after it."""
+    norm = nn.BatchNorm(conv.weight.shape[0])
+    return nn.ConvNormAct(conv, norm, ops.relu if activate else None)
 
 
 class BasicBlock(nn.Module):
@@ -69,14 +47,14 @@ class BasicBlock(nn.Module):
             first = layer(
                 "Conv", dims, in_channels, out_channels, 3, stride, bias=False
             )
-        self.conv1 = ConvNorm(first)
+        self.conv1 = conv_norm(first)
         second = layer("SubmConv", dims, out_channels, out_channels, 3, bias=False)
-        self.conv2 = ConvNorm(second, activate=False)
+        self.conv2 = conv_norm(second)
         if stride != 1 or in_channels != out_channels:
             shortcut = layer(
                 "Conv", dims, in_channels, out_channels, stride, stride, bias=False
             )
-            self.shortcut = ConvNorm(shortcut, activate=False)
+            self.shortcut = conv_norm(shortcut, activate=False)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``, or of its cells at the stride."""
@@ -84,7 +62,7 @@ class BasicBlock(nn.Module):
         shortcut = self.get("shortcut")
         if shortcut is not None:
             x = shortcut(x) if y.key == x.key else shortcut(x, y)
-        return _beside(self["conv2"], y, x)
+        return self["conv2"](y, residual=x)
 
 
 def trimmed_cells(x: SparseTensor) -> mx.array | None:
@@ -100,13 +78,6 @@ def trimmed_cells(x: SparseTensor) -> mx.array | None:
     last = (x.coordinate_set.coords[:, 1:].max(axis=0) - 1) // 2
     keep = mx.all(rows[:, 1:] <= last, axis=1)
     return None if sync.read(keep.all())[0] else rows[true_positions(keep)]
-
-
-def _beside(last: nn.Module, y: SparseTensor, shortcut: SparseTensor) -> SparseTensor:
-    """Return ``relu(last(y) + shortcut)``, in one call if it can be."""
-    if type(last) is ConvNorm and not last.activate:
-        return last.beside(y, shortcut)
-    return ops.relu(last(y) + shortcut)
 
 
 class Bottleneck(nn.Module):
@@ -128,13 +99,13 @@ class Bottleneck(nn.Module):
             raise ValueError(f"a Bottleneck has stride 1; got {stride}")
         wide = self.expansion * channels
 
-        def conv(c_in: int, c_out: int, size: int, activate: bool = True) -> ConvNorm:
+        def conv(c_in: int, c_out: int, size: int, activate: bool = True) -> nn.Module:
             made = layer("SubmConv", dims, c_in, c_out, size, bias=False)
-            return ConvNorm(made, activate)
+            return conv_norm(made, activate)
 
         self.conv1 = conv(in_channels, channels, 1)
         self.conv2 = conv(channels, channels, 3)
-        self.conv3 = conv(channels, wide, 1, activate=False)
+        self.conv3 = conv(channels, wide, 1)
         if in_channels != wide:
             self.shortcut = conv(in_channels, wide, 1, activate=False)
 
@@ -142,7 +113,7 @@ class Bottleneck(nn.Module):
         """Return features on the rows of ``x``."""
         y = self.conv2(self.conv1(x))
         x = self.shortcut(x) if "shortcut" in self else x
-        return _beside(self.conv3, y, x)
+        return self.conv3(y, residual=x)
 
 
 def blocks(

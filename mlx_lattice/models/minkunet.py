@@ -15,7 +15,7 @@ from .. import nn
 from ..ops.coordinates import cat
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
-from .blocks import BasicBlock, Bottleneck, ConvNorm, blocks, layer, trimmed_cells
+from .blocks import BasicBlock, Bottleneck, blocks, conv_norm, layer, trimmed_cells
 from .segmentor import Segmentor
 from .spvcnn import PLANES
 
@@ -67,7 +67,7 @@ class Down(nn.Module):
         super().__init__()
         self.trimmed = trimmed
         conv = layer("Conv", dims, in_channels, in_channels, 2, 2, bias=False)
-        self.down = ConvNorm(conv)
+        self.down = conv_norm(conv)
         self.blocks = blocks(in_channels, channels, count, 1, dims, block)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
@@ -90,7 +90,7 @@ class Up(nn.Module):
     ):
         super().__init__()
         conv = layer("ConvTranspose", dims, in_channels, channels, 2, 2, bias=False)
-        self.up = ConvNorm(conv)
+        self.up = conv_norm(conv)
         self.blocks = blocks(channels + skip, channels, count, 1, dims, block)
 
     def __call__(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
@@ -145,7 +145,7 @@ class MinkUNet(Segmentor):
             layer("SubmConv", dims, c, stem_channels, size, bias=False)
             for c, size in zip(inputs, stem, strict=True)
         )
-        self.stem = nn.Sequential(*(ConvNorm(conv) for conv in convs))
+        self.stem = nn.Sequential(*(conv_norm(conv) for conv in convs))
         block = Bottleneck if bottleneck else BasicBlock
         widths = [stem_channels, *(block.expansion * c for c in planes)]
         self.encoder = [

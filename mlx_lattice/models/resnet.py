@@ -12,7 +12,7 @@ import mlx.core as mx
 from .. import nn, ops
 from ..preparation import prepare_once
 from ..tensor import SparseTensor
-from .blocks import ConvNorm, blocks, layer
+from .blocks import blocks, conv_norm, layer
 from .pretrained import Pretrained
 
 
@@ -43,7 +43,7 @@ class SparseResNet(Pretrained):
                 f"{len(planes)} and {len(layers)}"
             )
         stem = layer("SubmConv", dims, in_channels, planes[0], 3, bias=False)
-        self.stem = ConvNorm(stem)
+        self.stem = conv_norm(stem)
         self.pool = layer("MaxPool", dims, 2)
         widths = [planes[0], *planes]
         self.stages = [

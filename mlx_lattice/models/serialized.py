@@ -9,7 +9,6 @@ import mlx.core as mx
 from .. import memory, nn, ops
 from ..checks import heads_of
 from ..nn.containers import in_order
-from ..nn.linear import read
 from ..ops.attended import inside
 from ..ops.global_pool import batch_rows
 from ..tensor import SparseTensor
@@ -203,14 +202,21 @@ class SerializedBlock(nn.Module):
             level: what the level's blocks share.
             convolved: the input of the convolution.
         """
-        x = x + in_order(self.cpe, convolved)
-        x = x + self._branch(self.drop(self.attn(self.norm1[0](x), level)), "ls1")
-        branch = self._branch(read(self.mlp[0](self.norm2[0](x))), "ls2")
+        x = in_order(self.cpe, convolved, x)
+        x = self._added(x, self.drop(self.attn(self.norm1[0](x), level)), "ls1")
+        branch = self.mlp[0](self.norm2[0](x))
         if level.legacy:
-            branch = branch.replace(branch.feats)  # computed once for its two readers
+            branch = self._branch(branch, "ls2")
             return x + branch, branch
-        x = x + branch
+        x = self._added(x, branch, "ls2")
         return x, x
+
+    def _added(self, x: SparseTensor, y: SparseTensor, scale: str) -> SparseTensor:
+        """Return ``x`` with a branch added, in the launch of the branch's scale."""
+        drops = self.training and self.drop_path.p
+        if scale in self and not drops:
+            return self[scale][0](y, residual=x)
+        return x + self._branch(y, scale)
 
     def _branch(self, y: SparseTensor, scale: str) -> SparseTensor:
         return self.drop_path(self[scale][0](y) if scale in self else y)

@@ -14,7 +14,7 @@ from .. import ops
 from ..tensor import SparseTensor, features_of
 from .attention import FeedForward, SparseAttention
 from .cross_attention import CrossAttention
-from .linear import Linear, read
+from .linear import Linear
 from .normalization import LayerNorm
 
 __all__ = ["AdaptiveLayerNorm", "ModulatedTransformerBlock"]
@@ -121,9 +121,10 @@ class ModulatedTransformerBlock(Module):
             condition = modulation_of(self.adaLN_modulation, condition)
         shift1, scale1, gate1, shift2, scale2, gate2 = mx.split(condition, PARTS, 1)
         y = self.self_attn(self.norm1(x, shift1, scale1))
-        x = x + ops.gate(y, gate1)
-        x = x + read(self.cross_attn(self.norm2(x), context, lengths))
-        return x + ops.gate(self.mlp(self.norm3(x, shift2, scale2)), gate2)
+        x = ops.gate(y, gate1, residual=x)
+        x = x + self.cross_attn(self.norm2(x), context, lengths)
+        y = self.mlp(self.norm3(x, shift2, scale2))
+        return ops.gate(y, gate2, residual=x)
 
 
 def modulation_layers(dims: int) -> list[Module]:

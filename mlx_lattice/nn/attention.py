@@ -18,7 +18,7 @@ from ..ops.rotations import angles, check_rotary
 from ..tensor import SparseTensor, expect_tensor
 from .activations import GELU
 from .containers import in_order
-from .linear import Linear, read
+from .linear import Linear
 from .normalization import LayerNorm
 from .parameters import Parameters
 
@@ -188,5 +188,5 @@ class SparseTransformerBlock(Module):
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
-        x = x + read(self.attn(self.norm1(x)))
-        return x + read(self.mlp(self.norm2(x)))
+        x = x + self.attn(self.norm1(x))
+        return x + self.mlp(self.norm2(x))

@@ -11,11 +11,11 @@ import mlx.nn
 from mlx.nn import Module
 from mlx.utils import tree_map_with_path
 
-from ..pending import apart
 from ..problem import FORWARD
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
+from .fused import unfused
 from .watching import Tap
 
 
@@ -47,7 +47,7 @@ def run(
 
     # What a layer returns is compared, not what a norm after it makes of that.
     tapped, observed = _tapped(model, known, see), launch.observe(observer)
-    with _evaluating(model), apart(), tapped, observed:
+    with _evaluating(model), unfused(), tapped, observed:
         for batch in batches:
             mx.eval(list(_arrays(call(model, batch))))
 

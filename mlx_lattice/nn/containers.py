@@ -9,13 +9,11 @@ import mlx.nn
 
 from ..ops.known_activations import fused_activation
 from ..tensor import SparseTensor
-from . import watching
 from .dropout import Dropout
 from .fused import FUSING, called, convolved, is_followed, normalized, plain
-from .integer import FoldedNorm, is_integer
-from .linear import OWN
+from .integer import FoldedNorm
 
-__all__ = ["Sequential"]
+__all__ = ["ConvNormAct", "Sequential"]
 
 
 class Sequential(mlx.nn.Sequential):
@@ -103,6 +101,50 @@ class Sequential(mlx.nn.Sequential):
             raise TypeError("layers with names are set one by one")
 
 
+class ConvNormAct(mlx.nn.Module):
+    """Calls a convolution, a norm and an activation: ``act(norm(conv(x)) + residual)``.
+
+    It is one launch if the norm's statistics are fixed (a ``BatchNorm`` in evaluation)
+    and the convolution's kernel has an epilogue. Otherwise the norm, the residual and
+    the activation are one launch after the convolution. ``explain`` and the trace say
+    which. Parameters are named ``conv.*`` and ``norm.*``.
+
+    Args:
+        conv (Module): The convolution, or a linear layer.
+        norm (Module, optional): The norm of its output channels.
+        activation (Callable, optional): A layer or function of features.
+
+    Example:
+        >>> conv = nn.SubmConv3d(8, 8, 3, bias=False)
+        >>> block = nn.ConvNormAct(conv, nn.BatchNorm(8), nn.ReLU())
+        >>> y = block(x, residual=x)
+    """
+
+    def __init__(
+        self,
+        conv: Callable,
+        norm: Callable | None = None,
+        activation: Callable | None = None,
+    ):
+        super().__init__()
+        self.conv, self.norm, self.activation = conv, norm, activation
+
+    def __call__(
+        self, x: SparseTensor, *coordinates, residual: SparseTensor | None = None
+    ) -> SparseTensor:
+        """Return features on the convolution's rows.
+
+        Args:
+            x: input.
+            *coordinates: output rows, as the convolution takes them.
+            residual: features that are added before the activation.
+        """
+        # As items, which a module finds faster than attributes.
+        conv, norm = self["conv"], self.get("norm")
+        after = {"activation": self.activation, "residual": residual}
+        return convolved(conv, norm, x, *coordinates, **after)
+
+
 def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable]:
     """Return a Sequential's layers, whether it has them as a list or by name."""
     layers = sequential.layers
@@ -110,25 +152,32 @@ def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable]:
 
 
 def in_order(
-    layers: Iterable[Callable], x: SparseTensor | mx.array
+    layers: Iterable[Callable],
+    x: SparseTensor | mx.array,
+    residual: SparseTensor | mx.array | None = None,
 ) -> SparseTensor | mx.array:
-    """Call layers as a Sequential of them does."""
-    layers, at = list(_flat(layers)), 0
+    """Call layers as a Sequential of them does, and add a residual to the result."""
+    layers = [layer for layer in _flat(layers) if not _passes(layer)]
+    at = 0
     while at < len(layers):
-        layer, count = layers[at], 1
-        if is_followed(layer):
-            norm, act = _following(layer, layers[at + 1 : at + 3])
-            x = convolved(layer, norm, x, activation=act)
-            count += (norm is not None) + (act is not None)
-        elif not _passes(layer):
-            x = plain(x)
+        layer, norm, act = layers[at], None, None
+        follows, fuses = is_followed(layer), type(layer) in FUSING
+        if follows:
+            norm, act = _following(layers[at + 1 : at + 3])
+        elif fuses:
             act = _activation(layers[at + 1 : at + 2])
-            if type(layer) in FUSING and act is not None:
-                x, count = normalized(layer, x, act), 2
-            else:
-                x = called(layer, x)
-        at += count
-    return plain(x)
+        at += 1 + (norm is not None) + (act is not None)
+        # Activations come after a residual, so the last one stays apart from it.
+        is_last = at == len(layers) and act is None and (follows or fuses)
+        added, residual = (residual, None) if is_last else (None, residual)
+        if follows:
+            x = convolved(layer, norm, x, activation=act, residual=added)
+        elif fuses:
+            x = normalized(layer, plain(x), act, added)
+        else:
+            x = called(layer, plain(x))
+    x = plain(x)
+    return x if residual is None else x + residual
 
 
 def _passes(layer: Callable) -> bool:
@@ -136,15 +185,12 @@ def _passes(layer: Callable) -> bool:
     return type(layer) in (mlx.nn.Dropout, Dropout) and not layer.training
 
 
-def _following(conv: Callable, layers: list) -> tuple[Callable | None, ...]:
-    """Return the norm and the activation that belong to the layer before."""
+def _following(layers: list) -> tuple[Callable | None, ...]:
+    """Return the norm and the activation that follow a layer, if they are fused."""
     norm, *rest = layers or [None]
     if type(norm) in FUSING or type(norm) is FoldedNorm:
         return norm, _activation(rest)
-    alone = type(conv) in OWN or is_integer(conv) or watching.now() is not None
-    # What is written as int8 is written once: with the activation.
-    alone = alone or (isinstance(conv, mlx.nn.Module) and "output_scale" in conv)
-    return None, _activation(layers) if alone else None
+    return None, _activation(layers)
 
 
 def _activation(layers: list) -> Callable | None:

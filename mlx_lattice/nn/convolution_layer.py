@@ -19,12 +19,10 @@ from ..kernel_spec import KernelSpec
 from ..ops import relations
 from ..ops.conv import contracted, fitted
 from ..ops.relations import Coordinates
-from ..pending import Pending, may_wait
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
-from . import watching
 from .quantized import Packable, QuantizedConvolution
 
 GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation", "offsets"))
@@ -137,12 +135,7 @@ class Convolution(Family, Packable, Module):
         return self._contracted(run, x, w, relation, after)
 
     def _contracted(self, run, x, w, relation: Relation, after):
-        bias, groups = self.get("bias"), self.groups
-        if after is None and run is contracted and may_wait(x) and not watching.now():
-            made = Pending.later(self, x, w, relation, bias, groups, self.channels)
-            if made is not None:
-                return made
-        return run(x, w, relation, bias, groups, after)
+        return run(x, w, relation, self.get("bias"), self.groups, after)
 
 
 def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:

@@ -76,10 +76,12 @@ class LayerScale(Parameters, Module):
         super().__init__()
         self.gamma = mx.full((dims,), init)
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
-        """Scale the channels of each row.
+    def __call__(
+        self, x: SparseTensor | mx.array, *, residual: SparseTensor | None = None
+    ) -> SparseTensor | mx.array:
+        """Scale the channels of each row, and add a residual to a tensor.
 
-        Of a tensor it is one launch, with the sum and the activation that follow it.
+        On a GPU this is one launch for a tensor.
         """
         if x.shape[-1] != self.gamma.size:
             raise ValueError(
@@ -87,5 +89,5 @@ class LayerScale(Parameters, Module):
                 f"got features of shape {tuple(x.shape)}"
             )
         if isinstance(x, SparseTensor):
-            return scaled(x, self.gamma)
+            return scaled(x, self.gamma, residual=residual)
         return x * self.gamma.astype(x.dtype)

@@ -8,7 +8,9 @@ may mean something else, so it is called as it is.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 
 import mlx.core as mx
 import mlx.nn
@@ -18,19 +20,17 @@ from ..epilogue import Epilogue, Moments
 from ..geometry import sync
 from ..integer_tensor import IntegerTensor
 from ..ops import fusion, on_features
-from ..ops.activation import activated
 from ..ops.known_activations import fused_activation
-from ..pending import Pending, is_apart, may_wait
 from ..tensor import SparseTensor, features_of
 from . import convolution, watching
 from . import linear as linears
 from .convolution_layer import Convolution
 from .integer import FoldedNorm, as_float32, is_integer, known_output
-from .normalization import BatchNorm, GroupNorm, InstanceNorm
+from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 
 # Norms whose calls take ``residual`` and ``activation``; a file with a norm of its own
 # that takes them adds it.
-FUSING: set[type] = {BatchNorm, GroupNorm, InstanceNorm}
+FUSING: set[type] = {BatchNorm, GroupNorm, InstanceNorm, LayerNorm}
 # Of these, those that have fixed statistics in evaluation.
 FIXED: set[type] = {BatchNorm}
 CONVOLUTIONS = frozenset(
@@ -40,6 +40,17 @@ CONVOLUTIONS = frozenset(
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 Features = SparseTensor | mx.array
+_is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
+
+
+@contextmanager
+def unfused() -> Iterator[None]:
+    """Call each layer by itself inside the block, so that its result is seen."""
+    token = _is_fused.set(False)
+    try:
+        yield
+    finally:
+        _is_fused.reset(token)
 
 
 def normalized(
@@ -96,14 +107,14 @@ def convolved(
             fits = _epilogue(*given, integer=True) is not None
             y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return watch.convolved(layer, norm, x, residual, fits, _as_tensor(y))
-    if able and not is_apart():
+    if able and _is_fused.get():
         integer, is_conv = is_integer(conv), type(conv) in CONVOLUTIONS
         by_rows = type(norm) in FIXED and norm.is_by_rows
         if is_conv and by_rows and not integer:
             moments = Moments()
-        elif integer or (is_conv and not _may_follow(x, activation, residual)):
+        elif integer or is_conv:
             after = _epilogue(conv, norm, x, activation, residual, integer)
-        elif not is_conv and not _may_follow(x, activation, residual):
+        else:
             y = _of_rows(conv, norm, x, activation, residual)
             if y is not None:
                 return _as_written(conv, y)
@@ -148,7 +159,7 @@ def linear(
         y = plain(convolved(layer, None, x)) + residual
         return y if activation is None else called(activation, y)
     act = NONE if activation is None else fused_activation(activation)
-    if act is not None and not is_apart() and linears.takes_more(layer, x):
+    if act is not None and _is_fused.get() and linears.takes_more(layer, x):
         return linears.followed(layer, x, residual, act)
     y = layer(x)
     y = y if residual is None else y + residual
@@ -158,16 +169,29 @@ def linear(
 def _of_rows(
     layer: Callable, norm: Callable | None, x: Features, activation, residual
 ) -> Features | None:
-    """Return what a linear layer computes with what follows, if it is a contraction."""
+    """Return a linear layer with what follows, in one launch; None if it cannot be.
+
+    Results of contractions are not fused with a residual: under ``ml.memory_limit``
+    blocks of rows add it apart, and the bits are to be the same.
+    """
     act = NONE if activation is None else fused_activation(activation)
-    if act is None or residual is not None or (norm is None and not act.changes):
+    if act is None or (norm is None and residual is None and not act.changes):
         return None
     feats = features_of(x)
-    if not linears.takes_more(layer, feats) or not linears.is_contraction(feats):
+    if not linears.takes_more(layer, feats):
         return None
+    if not linears.is_contraction(feats):
+        packed = isinstance(layer, linears.QuantizedLinear)
+        if not packed or norm is not None or not _adds(x, residual, len(layer.weight)):
+            return None
+        residual = None if residual is None else features_of(residual)
+        y = linears.followed(layer, feats, residual, act)
+        return x.replace(y) if isinstance(x, SparseTensor) else y
     after = None
+    if residual is not None:
+        return None
     if norm is None:
-        # By the rule of ``Pending.activated``.
+        # The vjp of other activations would multiply again for the sums.
         if act.is_of_result or not sync.is_differentiating():
             after = Epilogue(activation=act.called)
     elif type(norm) in FIXED and not norm.is_by_rows:
@@ -180,11 +204,6 @@ def _of_rows(
     if norm is not None and fusion.observed():
         fusion.tell_epilogue(norm, after, y)
     return x.replace(y) if isinstance(x, SparseTensor) else y
-
-
-def _may_follow(x: Features, activation: object, residual: object) -> bool:
-    """Whether more may follow a norm behind a convolution, for which both wait."""
-    return activation is None and residual is None and may_wait(x)
 
 
 def _as_written(conv: Callable, y: Features) -> Features:
@@ -233,8 +252,13 @@ def _epilogue(
         # A gradient would multiply again for what the norm read.
         if norm.is_by_rows or (sync.is_known_to_differentiate() and not integer):
             return None
-    elif not integer or not (norm is None or type(norm) is FoldedNorm):
+    elif integer:
+        if not (norm is None or type(norm) is FoldedNorm):
+            return None
+    elif norm is not None or (act is None and residual is None):
         return None
+    elif act is not None and not act.is_of_result and sync.is_differentiating():
+        return None  # a gradient would multiply again for what the activation read
     given = {}
     if residual is not None:
         keeps = isinstance(conv, convolution.SubmConv)  # the rows of its input
@@ -255,7 +279,8 @@ def _epilogue(
             scale, shift = norm.scale_shift()
             given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
         return Epilogue(**given)
-    after, residual = norm.as_epilogue(x.dtype), given.get("residual")
+    after = Epilogue() if norm is None else norm.as_epilogue(x.dtype)
+    residual = given.get("residual")
     if after is None:
         return None
     after = after if act is None else after.activated(act.called)
@@ -268,8 +293,7 @@ def called(layer: Callable, x: Features, *coordinates) -> Features:
     of_mlx = str(getattr(layer, "__module__", "")).startswith("mlx.")
     if not of_mlx:
         return layer(x, *coordinates)
-    act = fused_activation(layer) if type(x) is Pending else None
-    return on_features(layer, x) if act is None else activated(x, act)
+    return on_features(layer, x)
 
 
 def _called(act: Activation | None) -> str:
@@ -277,8 +301,14 @@ def _called(act: Activation | None) -> str:
     return "" if act is None else act.called
 
 
-def _adds(x: Features, residual: Features | None) -> bool:
-    """Whether a residual lies on the rows of ``x``, in its dtype and channels."""
+def _adds(x: Features, residual: Features | None, channels: int | None = None) -> bool:
+    """Whether a residual has the rows and dtype of ``x``, and its channels.
+
+    Args:
+        x: tensor or features.
+        residual: what is added, or None.
+        channels: those of a layer's result; by default those of ``x``.
+    """
     if residual is None:
         return True
     if isinstance(x, SparseTensor) != isinstance(residual, SparseTensor):
@@ -286,4 +316,5 @@ def _adds(x: Features, residual: Features | None) -> bool:
     if isinstance(x, SparseTensor) and x.key != residual.key:
         return False
     a, b = features_of(x), features_of(residual)
-    return a.shape == b.shape and a.dtype == b.dtype
+    shape = *a.shape[:-1], channels or a.shape[-1]
+    return tuple(b.shape) == shape and a.dtype == b.dtype

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from functools import lru_cache, partial
+from functools import lru_cache
 
 import mlx.core as mx
 import mlx.nn
@@ -16,12 +16,10 @@ from ..epilogue import Epilogue
 from ..geometry import sync
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
-from ..later import as_now
 from ..ops import on_features
 from ..ops.activation import activated
 from ..ops.known_activations import activation_of
 from ..packed_linear import packed_linear
-from ..pending import Pending, may_wait
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
@@ -30,7 +28,6 @@ from ..settings import boundary
 from ..tensor import SparseTensor
 from ..transformations import Function, zeros_of
 from ..transformations import Linear as LinearRules
-from . import watching
 from .integer import (
     NOTHING,
     Taken,
@@ -139,41 +136,6 @@ def _multiplied(
     return activated(y, act) if act.changes else y
 
 
-def _later(layer: Module, x: SparseTensor) -> Pending | None:
-    """Return a layer of a tensor that waits for what follows, None where it does not.
-
-    A float matmul of MLX's adds the bias, so that nothing is won if one thing follows:
-    then it would wait in vain, 4 us of the host's time.
-    """
-    if not may_wait(x) or watching.now():
-        return None
-    feats, bias = x.feats, layer.get("bias")
-    is_ours = is_contraction(feats)
-    if not is_ours and (bias is None or not isinstance(layer, Packed)):
-        return None
-    if not takes_more(layer, feats):
-        return None
-    weight, channels = _weight(layer), layer.weight.shape[0]
-    if is_ours:
-        weight, rows = _kernel_major(weight), each_row(len(feats))
-        wide = feats.shape[1], channels
-        return Pending.later(layer, x, weight, rows, bias, 1, wide, keeps=True)
-    (own, bias), weight = as_now(feats, bias), weight.__copy__()
-    run = partial(_multiplied, own, weight, bias)
-    return Pending.of_rows(x, feats, run, channels=channels)
-
-
-def read(x: SparseTensor) -> SparseTensor:
-    """Return a linear layer's result that a contraction does not add anything to.
-
-    Under a limit on memory layers do not wait; so blocks of the library have the same
-    bits with and without one. Elsewhere no bits of blocks of rows are promised.
-    """
-    if type(x) is Pending and is_contraction(x.coords):
-        x.feats  # noqa: B018 (computed as it is read)
-    return x
-
-
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
     """``mlx.nn.QuantizedLinear`` that takes tensors too, and any number of channels.
 
@@ -243,8 +205,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         if not isinstance(x, SparseTensor):
             return self._rows(x)
         if not is_integer(self):
-            made = _later(self, x)
-            return on_features(self._rows, x) if made is None else made
+            return on_features(self._rows, x)
         held, inverse = taken(self, x), None
         if epilogue is not None and "output_inverse" in self:
             inverse = as_float32(self["output_inverse"])
@@ -329,8 +290,7 @@ class Linear(Packable, mlx.nn.Linear):
                 f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
                 "with .astype or set_dtype"
             )
-        made = _later(self, x) if isinstance(x, SparseTensor) else None
-        return on_features(self._apply, x) if made is None else made
+        return on_features(self._apply, x)
 
     def _apply(self, x: mx.array) -> mx.array:
         _expect_channels(x, self.weight.shape[1])

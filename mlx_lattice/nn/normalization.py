@@ -6,26 +6,22 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn
 
 from .. import ops
-from ..backends.norms_protocol import NONE, Activation
+from ..backends.norms_protocol import Activation
 from ..checks import flag, real, whole
 from ..dtypes import dtype_name
 from ..epilogue import Epilogue
-from ..geometry.sync import is_transforming
-from ..later import as_now
 from ..module_state import Kept
 from ..ops import channel_norms, fusion
 from ..ops.channel_norms import Layer
 from ..ops.known_activations import activation_of
 from ..ops.norm import expect_lines, residual_of
 from ..ops.norm_statistics import BatchStatistics
-from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, features_of
 from .parameters import Parameters
 
@@ -101,16 +97,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         of ``ops.batch_norm``. ``lines``: statistics of rows of x, where the convolution
         that wrote them summed these (see ``Moments``).
         """
-        feats = None
-        if type(x) is Pending and type(self) is BatchNorm and lines is None:
-            if x.channels == self.num_features and self.is_by_rows:
-                feats, lines = x.with_moments()
-            elif x.channels == self.num_features and residual is activation is None:
-                now, after = self._now(), self.as_epilogue(x.dtype)
-                y = x.normalized(after, self, self._fixed(now), now)
-                if y is not None:
-                    return y
-        feats = features_of(x) if feats is None else feats
+        feats = features_of(x)
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
             raise ValueError(
                 f"expected features of shape (N, {self.num_features}); got "
@@ -118,16 +105,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
             )
         dtype_name(feats.dtype)
         self._expect_lines(*map(self.get, _LINES))
-        alone = residual is None and activation is None and type(self) is BatchNorm
         with fusion.inside(self):
-            if alone and may_wait(x):
-                (own,) = as_now(feats)
-                if self.is_by_rows:
-                    run = self._known(own, lines)
-                else:
-                    run = self._fixed(self._now())
-                if run is not None:
-                    return Pending.of_rows(x, feats, partial(run, own))
             given = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, *given, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -152,36 +130,6 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         self._move(x, *moved)
         return y
 
-    def _known(self, x: mx.array, lines: mx.array | None) -> Callable | None:
-        """Return the norm by the statistics of rows, which are taken now, or None."""
-        layer, now = Layer("BatchNorm", self.eps), (self._statistics(), lines)
-        own = as_now(self.get("weight"), self.get("bias"))
-        found = channel_norms.known_norm(x, layer, *own, *now)
-        if found is None:
-            return None
-        run, *moved = found
-        self._move(x, *moved)
-        is_of_trace = is_transforming()
-
-        def normalized(_, residual=None, activation=None) -> mx.array:
-            y, *again = run(residual, activation_of(activation))
-            if is_of_trace or not is_transforming():
-                self._exchange(moved, again)
-            return y
-
-        return normalized
-
-    def _exchange(self, moved: list[mx.array], again: list[mx.array]) -> None:
-        """Set running statistics to the same ones of another launch.
-
-        Where others have moved them since, they stay; and so where MLX traces a graph
-        that they are not of.
-        """
-        names = "running_mean", "running_var"
-        for name, old, new in zip(names, moved, again, strict=True):
-            if self.get(name) is old:
-                self[name] = new
-
     def _statistics(self) -> BatchStatistics:
         tracked = self.track_running_stats and self.training
         running = (self["running_mean"], self["running_var"]) if tracked else None
@@ -195,25 +143,6 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         self["running_mean"] = mean
         if x.shape[0] > 1:
             self["running_var"] = var
-
-    def _now(self) -> list[mx.array | None]:
-        """Return statistics and parameters, as of ``as_now``."""
-        find = self.get
-        own = find("running_mean"), find("running_var"), find("weight"), find("bias")
-        return as_now(*own)
-
-    def _fixed(self, given: Sequence[mx.array | None]) -> Callable[..., mx.array]:
-        """Return the norm with given statistics and parameters."""
-        layer = Layer("BatchNorm", self.eps, NONE)
-
-        def normalized(x: mx.array, residual=None, activation=None) -> mx.array:
-            now = layer._replace(act=activation_of(activation))
-            with fusion.inside(self):
-                return channel_norms.fixed_norm(
-                    x, now, *given, residual, are_frozen=True
-                )
-
-        return normalized
 
     def as_epilogue(self, dtype: mx.Dtype) -> Epilogue | None:
         """Return a norm with fixed statistics, as a convolution computes it.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, partial, wraps
+from functools import lru_cache, wraps
 
 import mlx.core as mx
 import mlx.nn
@@ -15,7 +15,6 @@ from ..backends import registry
 from ..channel_kernels import activation
 from ..checks import real
 from ..dtypes import FLOATS
-from ..pending import Pending
 from ..tensor import SparseTensor, features_of
 from ..transformations import elementwise, zeros_of
 
@@ -67,14 +66,7 @@ def _of_features(function: Callable) -> Callable:
 
 
 def activated(x: Features, act: Activation) -> Features:
-    """Return an activation that kernels compute, of a tensor or an array.
-
-    Of a convolution that nobody has read yet it is computed with that.
-    """
-    if type(x) is Pending:
-        made = x.activated(act.called, partial(_by_kernel, act=act))
-        if made is not None:
-            return made
+    """Return an activation that kernels compute, of a tensor or an array."""
     return on_features(_by_kernel, x, act)
 
 

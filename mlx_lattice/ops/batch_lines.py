@@ -38,16 +38,3 @@ def apart(
         return lines
     shape = size(), lines[0 if lines[1] is None else 1].shape[-1]
     return [a if a is None else mx.broadcast_to(a, shape) for a in lines]
-
-
-def after(
-    weight: mx.array | None,
-    bias: mx.array | None,
-    by: mx.array,
-    shift: mx.array | None,
-) -> tuple[mx.array, mx.array | None]:
-    """Return the weight and the bias of an affine map and of another one after it."""
-    bias = bias if bias is None else bias * by
-    if bias is not None and shift is not None:
-        shift = bias + shift
-    return by if weight is None else weight * by, bias if shift is None else shift

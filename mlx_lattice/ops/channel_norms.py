@@ -11,15 +11,13 @@ channel.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from functools import lru_cache
 
 import mlx.core as mx
 
-from ..backends.norms_protocol import Activation, BatchNorms, Norms
+from ..backends.norms_protocol import BatchNorms, Norms
 from ..routes.selection import situation
-from ..transformations import Function, differentiable, filled, several
-from .fusion import observed, silent
+from ..transformations import Function, differentiable, filled
 from .norm_rules import (
     Given,
     Layer,
@@ -35,10 +33,6 @@ from .norm_statistics import BatchStatistics, SegmentStatistics, moments
 from .shared_statistics import SharedStatistics
 
 NOT_KEPT = BatchStatistics()
-# y, and (C,) running statistics, moved.
-Normalized = tuple[mx.array, mx.array, mx.array]
-# A norm of a residual and an activation, whose statistics are known.
-Known = Callable[[mx.array | None, Activation], Normalized]
 
 
 def batch_norm(
@@ -74,75 +68,6 @@ def batch_norm(
     y = affine(x, mean, var, *given.spread(arrays), layer)
     mean, var = statistics.moved(x.shape[0], mean, var)
     return y, mx.stop_gradient(mean), mx.stop_gradient(var)
-
-
-def known_norm(
-    x: mx.array,
-    layer: Layer,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    statistics: BatchStatistics,
-    lines: mx.array | None,
-) -> tuple[Known, mx.array, mx.array] | None:
-    """Take the statistics of the rows now, to normalise by them later.
-
-    Args:
-        x, layer, weight, bias, statistics, lines: as of ``batch_norm``.
-
-    Returns:
-        What normalises, and (C,) running statistics, moved; None where there are no
-        kernels.
-    """
-    kernels = kernels_of(x)
-    if kernels is None:
-        return None
-    if kernels.of_few(x) is not None:
-        return _known_of_few(x, layer, weight, bias, statistics)
-    running, momentum = statistics
-    facts = kernels, momentum, running is not None
-    take = _statistics(
-        *facts, x.shape, x.dtype, lines if lines is None else lines.shape
-    )
-    read = x, *(running or ()), *(() if lines is None else (lines,))
-    # Gradients of the rows are part of that of x, by what normalises.
-    mean, var, *moved = take(*[mx.stop_gradient(a) for a in read])
-
-    def normalized(residual: mx.array | None, act: Activation) -> Normalized:
-        now = layer._replace(act=act)
-        given, arrays = given_of(x, now, weight, bias, residual)
-        if given.is_told:
-            is_summed = lines is not None
-            facts = NOT_KEPT, None, None, is_summed
-            function = row_norm(now, given, *facts, is_known=True)
-        else:
-            function = _known_norm(now, tuple(given.there), kernels, x.shape, x.dtype)
-        return function(x, *arrays, mean, var), *moved
-
-    return normalized, *moved
-
-
-def _known_of_few(
-    x: mx.array,
-    layer: Layer,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    statistics: BatchStatistics,
-) -> tuple[Known, mx.array, mx.array]:
-    """Do as ``known_norm``, of rows whose statistics and norm are one launch.
-
-    The norm alone is that launch until more follows: then another one is, which has
-    the same statistics, and nobody asks for the first.
-    """
-    with silent():
-        alone = batch_norm(x, layer, weight, bias, statistics=statistics)
-
-    def normalized(residual: mx.array | None, act: Activation) -> Normalized:
-        if residual is None and not act.changes and not observed():
-            return alone
-        now = layer._replace(act=act)
-        return batch_norm(x, now, weight, bias, residual, statistics=statistics)
-
-    return normalized, *alone[1:]
 
 
 def group_norm(
@@ -329,54 +254,3 @@ def _batch_norm(
     given, is_summed = Given(there, kernels), lines is not None
     statistics = BatchStatistics(() if is_running else None, momentum)
     return row_norm(layer, given, statistics, None, few, is_summed, situation)
-
-
-@lru_cache(maxsize=1024)
-def _statistics(
-    kernels: Norms,
-    momentum: float,
-    is_running: bool,
-    shape: tuple[int, int],
-    dtype: mx.Dtype,
-    lines: tuple[int, int, int] | None,
-) -> Function:
-    """Return (1, C) statistics of rows, and (C,) moved ones, which have no gradient.
-
-    Of x, running statistics if they are there, and lines of ``Moments``.
-    """
-    end = None if lines is None else -1
-
-    def forward(x, *rest):
-        running, summed = rest[:end] if is_running else None, rest[end:] if end else ()
-        mean, var, *moved = kernels.moments(
-            mx.contiguous(x), None, running, momentum, *summed
-        )
-        return mean, var, *(a.reshape(-1) for a in moved)
-
-    def composed(x, *rest):
-        now = BatchStatistics(rest[:2] if is_running else None, momentum)
-        mean, var = now.composed(x)
-        return mean[None], var[None], *now.moved(x.shape[0], mean, var)
-
-    function = Function(forward, situation)
-    shapes = (1, shape[1]), (1, shape[1]), (shape[1],), (shape[1],)
-    function.jvp(lambda *_: tuple(map(no_gradient, shapes)))
-    function.vmap(
-        lambda given, axes: (
-            mapped(composed, several(axes))(*several(given)),
-            (0,) * len(shapes),
-        )
-    )
-    return function
-
-
-@lru_cache(maxsize=1024)
-def _known_norm(
-    layer: Layer,
-    there: tuple[bool, ...],
-    kernels: Norms,
-    shape: tuple[int, int],
-    dtype: mx.Dtype,
-) -> Function:
-    facts = layer, Given(there, kernels), NOT_KEPT, None, None
-    return row_norm(*facts, settled=situation, is_known=True)

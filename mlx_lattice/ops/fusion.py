@@ -46,7 +46,7 @@ class Fused:
 
 
 _observers: Observers[Fused] = Observers("fusions")
-observe, silent = _observers.observe, _observers.silent
+observe = _observers.observe
 
 
 # Those who are told here.

@@ -11,16 +11,14 @@ from functools import lru_cache, partial
 import mlx.core as mx
 
 from ..arrays import arrays_of
-from ..backends.norms_protocol import Activation, Norms
+from ..backends.norms_protocol import Norms
 from ..channel_kernels import standard
-from ..later import as_now
-from ..pending import Pending, may_wait
 from ..routes.selection import situation
 from ..tensor import SparseTensor
 from ..transformations import Function, of_kernels
 from .batch_lines import apart, check_values
 from .global_pool import BatchRows, batch_rows, batch_spread
-from .known_activations import activation_of
+from .norm import residual_of
 from .norm_rules import Given, Layer, affine, fit_of, given_of
 
 __all__ = ["gate", "modulate"]
@@ -28,18 +26,24 @@ __all__ = ["gate", "modulate"]
 Features = SparseTensor | mx.array
 
 
-def modulate(x: Features, shift: mx.array, scale: mx.array) -> Features:
+def modulate(
+    x: Features,
+    shift: mx.array,
+    scale: mx.array,
+    *,
+    residual: SparseTensor | None = None,
+) -> Features:
     """Return ``x * (1 + scale) + shift`` with the values of each batch element.
 
-    Of a tensor it is one launch, with the sum and the activation that follow it; or
-    none of its own, behind a norm by channel.
+    On a GPU this is one launch for a tensor, the residual included.
 
     Args:
         x: a tensor, or an array (B, L, C) of sequences.
-        shift, scale: (B, C); of a tensor B is its batch size, or 1 for all elements.
+        shift, scale: (B, C); B is the tensor's batch size, or 1 for all elements.
+        residual: a tensor of the same rows that is added, or None.
 
     Returns:
-        What ``x`` is, in its dtype.
+        A tensor or an array like ``x``, in its dtype.
 
     Raises:
         ValueError: shapes do not fit.
@@ -47,17 +51,21 @@ def modulate(x: Features, shift: mx.array, scale: mx.array) -> Features:
     shift, scale = _values(x, shift=shift, scale=scale)
     scale = 1 + scale.astype(mx.float32)
     if isinstance(x, SparseTensor):
-        return scaled(x, scale, shift)
+        return scaled(x, scale, shift, residual)
     return x * _of_sequences(scale, x) + _of_sequences(shift, x)
 
 
-def gate(x: Features, by: mx.array) -> Features:
-    """Return ``x * by`` with the values of each batch element.
+def gate(
+    x: Features, by: mx.array, *, residual: SparseTensor | None = None
+) -> Features:
+    """Return ``x * by + residual`` with the values of each batch element.
 
     Arguments, launches, result and errors are those of ``modulate``.
     """
     (by,) = _values(x, by=by)
-    return scaled(x, by) if isinstance(x, SparseTensor) else x * _of_sequences(by, x)
+    if isinstance(x, SparseTensor):
+        return scaled(x, by, residual=residual)
+    return x * _of_sequences(by, x)
 
 
 def _values(x: Features, **given: mx.array) -> list[mx.array]:
@@ -75,23 +83,21 @@ def _of_sequences(values: mx.array, x: mx.array) -> mx.array:
 
 
 def scaled(
-    x: SparseTensor, weight: mx.array, bias: mx.array | None = None
+    x: SparseTensor,
+    weight: mx.array,
+    bias: mx.array | None = None,
+    residual: SparseTensor | None = None,
 ) -> SparseTensor:
-    """Return ``x * weight + bias``, later if that can wait for what follows.
+    """Return ``x * weight + bias + residual``.
 
     Args:
         x: the tensor.
         weight, bias: (C,) or (1, C) for all rows, or (B, C) of the batch elements.
+        residual: a tensor of the same rows, or None.
     """
-    lines = as_now(*apart(weight, bias, lambda: x.batch_size))
+    lines = apart(weight, bias, lambda: x.batch_size)
     rows = batch_rows(x) if lines[0].ndim > 1 else None
-    if type(x) is Pending:
-        made = x.scaled(*lines, lambda feats: _by_lines(feats, rows, *lines))
-        if made is not None:
-            return made
-    (feats,) = as_now(x.feats)
-    run = partial(_by_lines, feats, rows, *lines)
-    return Pending.of_rows(x, feats, run) if may_wait(x) else x.replace(run())
+    return x.replace(_by_lines(x.feats, rows, *lines, residual_of(x, residual)))
 
 
 def _by_lines(
@@ -100,16 +106,15 @@ def _by_lines(
     weight: mx.array,
     bias: mx.array | None,
     residual: mx.array | None = None,
-    activation: str | Activation | None = None,
 ) -> mx.array:
-    """Return ``act(x * weight + bias + residual)``, by the kernels of norms.
+    """Return ``x * weight + bias + residual``, by the kernels of norms.
 
     Args:
         x: (N, C).
         rows: of each line of weight and bias, (S, C); None where they are (C,).
     """
     name = "gate" if bias is None else "modulate"
-    layer = Layer(name, 0.0, activation_of(activation))
+    layer = Layer(name, 0.0)
     given, arrays = given_of(x, layer, weight, bias, residual)
     if given.kernels is None:
         return _composed(x, layer, rows, *given.spread(arrays))

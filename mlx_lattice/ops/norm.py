@@ -11,11 +11,9 @@ from ..activations import Activation
 from ..arrays import arrays_of
 from ..checks import real, whole
 from ..dtypes import dtype_name
-from ..later import as_now
-from ..pending import Pending, may_wait
 from ..tensor import SparseTensor, expect_tensor, features_of
 from . import channel_norms
-from .batch_lines import after, apart, check_values
+from .batch_lines import apart, check_values
 from .channel_norms import Layer
 from .global_pool import batch_rows, batch_spread, batch_sum
 from .known_activations import activation_of
@@ -147,9 +145,8 @@ def group_norm(
         groups: number of groups, a divisor of the channels.
         weight, bias: (C,) scale and shift; or (B, C), those of each batch element.
         eps: added to the variance.
-        residual, activation: what follows, as of ``batch_norm``. Where neither is
-            given, a sum, an activation or ``modulate`` that is called on the result,
-            before that is read, is part of the launch.
+        residual, activation: added and applied in the same launch, as in
+            ``batch_norm``.
 
     Raises:
         ValueError: ``groups`` does not divide the channels, or shapes do not fit.
@@ -164,23 +161,14 @@ def group_norm(
     for line in (weight, bias):
         if line is not None and tuple(line.shape) != (x.channels,):
             check_values(x, line)
-    rows, (feats, weight, bias) = batch_rows(x), as_now(x.feats, weight, bias)
+    rows = batch_rows(x)
     add, spread = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
     statistics = SegmentStatistics(rows.segments, groups, add, spread)
-    layer = Layer("InstanceNorm" if groups == x.channels else "GroupNorm", eps)
-
-    def normalized(weight, bias, residual=None, activation=None) -> mx.array:
-        now = layer._replace(act=activation_of(activation))
-        given = weight, bias, residual
-        return channel_norms.group_norm(feats, now, statistics, *given)
-
-    def scaled(by: mx.array, shift: mx.array | None) -> Callable:
-        return partial(normalized, *after(weight, bias, by, shift))
-
+    name = "InstanceNorm" if groups == x.channels else "GroupNorm"
+    layer = Layer(name, eps, activation_of(activation))
     lines = apart(weight, bias, lambda: rows.size)
-    if residual is None and activation is None and may_wait(x):
-        return Pending.of_rows(x, feats, partial(normalized, *lines), scaled)
-    return x.replace(normalized(*lines, residual_of(x, residual), activation))
+    given = *lines, residual_of(x, residual)
+    return x.replace(channel_norms.group_norm(x.feats, layer, statistics, *given))
 
 
 def instance_norm(

@@ -83,14 +83,12 @@ def row_norm(
     few: BatchNorms | None,
     is_summed: bool = False,
     settled=None,
-    is_known: bool = False,
 ) -> Function:
     """Return a norm by statistics of the rows, with its transformations.
 
     Of x, those that there are of weight, bias and residual, running statistics, of
     which ``statistics`` says here no more than whether there are any, and the lines of
-    ``Moments`` where it ``is_summed``. Returns y, the statistics, and moved ones; or y
-    alone, of the statistics, which come last, where they are ``is_known``.
+    ``Moments`` where it ``is_summed``. Returns y, the statistics, and moved ones.
     """
     kernels, last = given.kernels, 1 + sum(given.there)
     launches = 3 if few is None else 1
@@ -104,9 +102,6 @@ def row_norm(
     def forward(x, *rest):
         x = mx.contiguous(x)  # several launches read it
         weight, bias, residual = given.spread(rest)
-        if is_known:
-            fit = fit_of(layer, *rest[last - 1 :], weight, bias, segments)
-            return kernels.normalize(x, fit, residual)
         now = statistics
         running, lines = rest[last - 1 : end], rest[end:] if is_summed else ()
         if running:
@@ -150,10 +145,7 @@ def row_norm(
             if few is not None:
                 more = statistics.adds_parameters(fit)
         given.tell("backward", launches + more)
-        dy, lines = cotangents, others[:2]
-        if not is_known:
-            dy, lines = cotangents[0], outputs[1:3]
-        found = gradient(dy, x, *lines, *rest)
+        found = gradient(cotangents[0], x, *outputs[1:3], *rest)
         return *found, *[no_gradient(a.shape) for a in others]
 
     given.tell("forward", launches - (is_summed and few is None))
@@ -164,16 +156,12 @@ def row_norm(
     def jvp(at, by):
         at, by = several(at)[:last], several(by)[:last]
         (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        if is_known:
-            return moved
         return moved, *no_statistics(moved.shape[1])
 
     @function.vmap
     def vmap(arrays, axes):
         arrays, axes = several(arrays)[:last], several(axes)[:last]
         y = mapped(composed, axes)(*arrays)
-        if is_known:
-            return y, 0
 
         def lines(x, *_):  # which the way back reads
             return tuple(a.reshape(size, -1) for a in statistics.lines(x))

@@ -16,7 +16,6 @@ from ..epilogue import EpilogueFacts
 from ..integer_facts import IntegerFacts
 from ..integer_weight import IntegerPacking
 from ..numerics import asked_precision
-from ..observers import settling
 from ..problem import (
     FORWARD,
     INPUT_GRAD,
@@ -98,8 +97,7 @@ def observe(
     others = () if alone else _observers.get()
     token = _observers.set((*others, observer))
     try:
-        with settling():
-            yield
+        yield
     finally:
         _observers.reset(token)
 
@@ -127,8 +125,7 @@ def planned(
     """
     token, watch = _planned.set((device, only or {})), _observers.set((observer,))
     try:
-        with settling():
-            yield
+        yield
     finally:
         _planned.reset(token)
         _observers.reset(watch)

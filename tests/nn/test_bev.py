@@ -81,5 +81,5 @@ def test_what_is_refused():
         nn.ToBEV()(ml.SparseTensor(x.coords + 2, x.feats, spatial_shape=SHAPE))
     with pytest.raises(ValueError, match="folds axis 3 of two or more"):
         nn.ToBEV(3)(x)
-    with pytest.raises(AttributeError, match="here that is nn.ToBEV"):
+    with pytest.raises(AttributeError, match="write nn.ToBEV"):
         nn.HeightCompression  # noqa: B018

@@ -13,7 +13,7 @@ import pytest
 from contractions import exact
 
 import mlx_lattice as ml
-from mlx_lattice import models, nn, ops, pending
+from mlx_lattice import models, nn, ops
 from mlx_lattice.nn import containers, fused, normalization
 from mlx_lattice.ops import fusion
 
@@ -32,7 +32,7 @@ def apart():
         patch.object(fused, "FUSING", none),
         patch.object(containers, "FUSING", none),
     )
-    with fusing[0], fusing[1], pending.apart():
+    with fusing[0], fusing[1], fused.unfused():
         yield
 
 
@@ -195,7 +195,7 @@ def test_an_epilogue_is_kept_while_the_arrays_of_its_norm_are_the_same():
     norm, names = net.layers[1], ("weight", "bias", "running_mean", "running_var")
 
     def check():
-        with pending.apart():
+        with fused.unfused():
             wanted = exact(net(x).feats)
         for _ in range(2):
             np.testing.assert_allclose(exact(net(x).feats), wanted, atol=1e-5)

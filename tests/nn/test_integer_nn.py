@@ -176,7 +176,7 @@ def test_a_block_never_leaves_int8(folded):
         wide(part.conv, twin if not folded else integer(part.conv))
     middle = block.conv1(x.dequantized())
     middle = ml.IntegerTensor.rounded(middle, 0.02).dequantized()
-    z = ml.IntegerTensor.rounded(block.conv2.beside(middle, x.dequantized()), 0.03)
+    z = ml.IntegerTensor.rounded(block.conv2(middle, residual=x.dequantized()), 0.03)
     assert np.abs(values_of(y) - values_of(z)).max() <= 1
     assert np.mean(values_of(y) == values_of(z)) > 0.98
     assert (y.values > 0).any() and (y.values >= 0).all()

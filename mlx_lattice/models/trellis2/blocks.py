@@ -117,7 +117,7 @@ class UpBlock(nn.Module):
         )
         skip = ops.channel_to_space(x, coordinates=y, order=ORDER)
         skip = ops.channel_repeat(skip, self.repeats)
-        return summed(self.conv2(self.norm2(y, activation="silu")), skip), logits
+        return self.conv2(self.norm2(y, activation="silu")) + skip, logits
 
     def _in_blocks(self, x: SparseTensor, key: CoordinateKey) -> SparseTensor:
         """Return features of fine rows, the same bits, nothing wide but in blocks.
@@ -197,15 +197,7 @@ class DownBlock(nn.Module):
         y = ops.space_to_channel(y, order=ORDER)
         skip = ops.space_to_channel(x, order=ORDER)
         skip = ops.channel_avg_pool(skip, self.out_channels)
-        return summed(self.conv2(self.norm2(y, activation="silu")), skip)
-
-
-def summed(y: SparseTensor, skip: SparseTensor) -> SparseTensor:
-    """Return the sum of what a convolution rounded and a skip of its rows.
-
-    Blocks of rows, under a limit of memory, are rounded before their sum, too.
-    """
-    return y.replace(y.feats) + skip
+        return self.conv2(self.norm2(y, activation="silu")) + skip
 
 
 def check_stages(model_channels: Sequence[int], num_blocks: Sequence[int]) -> None:
