@@ -23,12 +23,10 @@ def block_diagonal(w: mx.array, groups: int, layout: str) -> mx.array:
     if layout == KERNEL_MAJOR:
         volume, width, c_out = w.shape
         shape, own = (volume, groups * width, c_out), w[:, None]
-        is_inside = _groups_of(groups, c_out).reshape(groups, 1, c_out)
     else:
         c_out, volume, width = w.shape
         shape, own = (c_out, volume, groups * width), w[:, :, None]
-        is_inside = _groups_of(groups, c_out).T.reshape(c_out, 1, groups, 1)
-    return mx.where(is_inside, own, mx.zeros((), w.dtype)).reshape(shape)
+    return mx.where(_is_inside(groups, c_out, layout), own, 0).reshape(shape)
 
 
 def diagonal_blocks(dw: mx.array, groups: int, layout: str) -> mx.array:
@@ -50,7 +48,13 @@ def diagonal_blocks(dw: mx.array, groups: int, layout: str) -> mx.array:
 
 
 @lru_cache(maxsize=64)
-def _groups_of(groups: int, c_out: int) -> mx.array:
-    """Return (groups, C_out): whether an output channel belongs to a group."""
-    each = c_out // groups
-    return mx.array([[o // each == g for o in range(c_out)] for g in range(groups)])
+def _is_inside(groups: int, c_out: int, layout: str) -> mx.array:
+    """Return whether an output channel belongs to a group, to broadcast with a weight.
+
+    The mask is (groups, 1, C_out), or (C_out, 1, groups, 1) in MLX's layout.
+    """
+    each, outputs, all_groups = c_out // groups, range(c_out), range(groups)
+    # Made of lists, without an operation: the array outlives a trace of mx.compile.
+    if layout == KERNEL_MAJOR:
+        return mx.array([[[o // each == g for o in outputs]] for g in all_groups])
+    return mx.array([[[[o // each == g] for g in all_groups]] for o in outputs])
