@@ -1,6 +1,8 @@
 """The package's files import each other without a circle, inside functions too."""
 
 import ast
+import subprocess
+import sys
 from itertools import count
 from pathlib import Path
 
@@ -98,3 +100,23 @@ def test_a_circle_is_found_wherever_it_is_imported(text, tmp_path):
     assert circles(graph_of(package)) == []
     (package / "c.py").write_text(text)
     assert circles(graph_of(package)) == [["package.a", "package.b", "package.c"]]
+
+
+IMPORTS = """
+import os, warnings
+import mlx.core as mx, mlx.nn
+
+def settings():
+    limits = mx.set_cache_limit(0), mx.set_memory_limit(1 << 40)
+    mx.set_cache_limit(limits[0]), mx.set_memory_limit(limits[1])
+    return dict(os.environ), limits, mlx.nn.Linear.__init__, mx.random.state[0].tolist()
+
+before = settings()
+warnings.simplefilter("error")
+import mlx_lattice
+assert settings() == before
+"""
+
+
+def test_importing_changes_nothing():
+    subprocess.run([sys.executable, "-c", IMPORTS], check=True)
