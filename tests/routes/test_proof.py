@@ -177,7 +177,7 @@ FAULTS = {
         ("sorted_implicit_gemm", FORWARD, "float32", {}),
     ),
     "no mean": (
-        ("epilogue", "if (mean) v -= float(mean[c + j]);", ""),
+        ("epilogue", "if (mean) v -= mean[c + j];", ""),
         (
             "sorted_implicit_gemm",
             FORWARD,
