@@ -15,7 +15,7 @@ from norm_checks import joined, lines_of, moments
 from places import HERE, Cuda, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn, pending
+from mlx_lattice import devices, nn
 from mlx_lattice.backends import cpu_conv
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.epilogue import Moments
@@ -217,7 +217,7 @@ def test_a_net_trains_as_without(place, dtype):
     kind = getattr(mx, dtype)
 
     def run():
-        with pending.apart():
+        with fused.unfused():
             alone = trained(kind)
         return trained(kind), alone
 
@@ -266,7 +266,7 @@ def test_other_transformations_are_those_without():
         ).feats
 
     def alone(feats, w):
-        with pending.apart():
+        with fused.unfused():
             return layer(feats, w)
 
     def second(function):
