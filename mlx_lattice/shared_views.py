@@ -56,7 +56,7 @@ class Building:
         begun, self._open = self._open, []
         is_complete = False
         try:
-            if is_built and not sync.is_lazy():
+            if is_built:
                 sync.complete([views.unpublished for views in begun])
             is_complete = is_built
         finally:

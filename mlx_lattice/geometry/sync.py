@@ -96,8 +96,6 @@ def values(coordinates: str = "") -> Iterator[None]:
         raise TracedError(coordinates) from error
 
 
-_is_lazy: ContextVar[bool] = ContextVar("is_lazy", default=False)
-is_lazy: Callable[[], bool] = _is_lazy.get
 # One piece of work, or none: a copy of the context does not do it again.
 _work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)
 
@@ -178,16 +176,6 @@ def arrays_in(view: object) -> list[mx.array]:
     if not isinstance(view, (tuple, list)):
         view = getattr(view, "arrays", ())
     return [array for part in view for array in arrays_in(part)]
-
-
-@contextmanager
-def lazy() -> Iterator[None]:
-    """Leave views unevaluated in the block, for a dry run that no other thread sees."""
-    token = _is_lazy.set(True)
-    try:
-        yield
-    finally:
-        _is_lazy.reset(token)
 
 
 def _starts(arrays: Sequence[mx.array]) -> bool:
