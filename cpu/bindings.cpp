@@ -6,11 +6,10 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include "custom_function.h"
-#include "graph.h"
 #include "instruction_set.h"
 #include "operations.h"
 #include "thread_pool.h"
+#include "transforms.h"
 
 namespace nb = nanobind;
 using namespace nb::literals;
@@ -153,46 +152,6 @@ NB_MODULE(_cpu, m) {
     }
   }, "arrays"_a, "Lets computed arrays be constants of transformations that come: MLX marks what a vjp rule makes.");
 
-  // The lazy graph, and features that no dry run may evaluate.
-  m.def("withheld", &withheld, "x"_a);
   m.def("is_transforming", &is_transforming);
   m.def("is_differentiating", &is_differentiating);
-  m.def("stopped", &stopped, "arrays"_a);
-  nb::class_<Recording>(m, "Recording")
-      .def(nb::init<const std::vector<array>&, nb::handle, const std::vector<array>&>(), "stopped"_a, "results"_a,
-           "beside"_a = std::vector<array>())
-      .def_prop_ro("searched", &Recording::searched)
-      .def_prop_ro("repeats", &Recording::repeats)
-      .def("fits", &Recording::fits, "given"_a)
-      .def("now", &Recording::now, "given"_a, "results"_a, "rules"_a)
-      .def("again", &Recording::again, "given"_a, "rules"_a = nb::none());
-  nb::class_<GraphNode>(m, "GraphNode")
-      .def_ro("primitive", &GraphNode::primitive)
-      .def_prop_ro("shape", [](const GraphNode& n) { return std::vector<int64_t>(n.shape.begin(), n.shape.end()); })
-      .def_ro("itemsize", &GraphNode::itemsize)
-      .def_ro("inputs", &GraphNode::inputs)
-      .def_ro("known", &GraphNode::known)
-      .def_ro("siblings", &GraphNode::siblings)
-      .def_ro("position", &GraphNode::position)
-      .def_ro("stream", &GraphNode::stream)
-      .def_ro("gpu", &GraphNode::gpu)
-      .def_ro("state", &GraphNode::state)
-      .def_ro("evaluated", &GraphNode::evaluated)
-      .def_ro("data", &GraphNode::data)
-      .def_ro("data_bytes", &GraphNode::data_bytes)
-      .def_ro("data_size", &GraphNode::data_size)
-      .def_prop_ro("strides", [](const GraphNode& n) { return std::vector<int64_t>(n.strides.begin(), n.strides.end()); })
-      .def_ro("contiguous", &GraphNode::contiguous)
-      .def_ro("row_contiguous", &GraphNode::row_contiguous)
-      .def_ro("column_contiguous", &GraphNode::column_contiguous);
-  nb::class_<GraphHolders>(m, "GraphHolders")
-      .def_ro("arrays", &GraphHolders::arrays)
-      .def_ro("data", &GraphHolders::data)
-      .def_ro("evaluated", &GraphHolders::evaluated);
-  nb::class_<Graph>(m, "Graph")
-      .def(nb::init<>())
-      .def("__len__", &Graph::size)
-      .def("add", &Graph::add, "roots"_a)
-      .def("node", &Graph::node, "at"_a)
-      .def("holders", &Graph::holders);
 }

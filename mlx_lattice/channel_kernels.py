@@ -18,7 +18,6 @@ from .backends.norms_protocol import Fit, Norms
 from .dtypes import FLOATS
 from .geometry import sync
 from .routes import thresholds
-from .routes.selection import situation
 from .transformations import Function, differentiable, elementwise, of_kernels
 
 
@@ -118,7 +117,7 @@ def _activation(
     def forward(x):
         return kernels.normalize(x, fit)
 
-    return elementwise(forward, _back(kernels, fit), composed(act), situation)
+    return elementwise(forward, _back(kernels, fit), composed(act))
 
 
 @lru_cache(maxsize=1024)
@@ -126,9 +125,7 @@ def _gradient(
     act: Activation, kernels: Norms, shape: tuple[int, int], dtype: mx.Dtype
 ) -> Function:
     back = _back(kernels, _alone(act, shape[1]))
-    return differentiable(
-        lambda dy, x: (back(dy, x),), composed(act), settled=situation
-    )
+    return differentiable(lambda dy, x: (back(dy, x),), composed(act))
 
 
 def _spread(there: tuple[bool, bool], arrays: Sequence[mx.array]):
@@ -165,7 +162,7 @@ def _activated_sum(
         return dx, *sums, *[dresidual] * there[1]
 
     summed = partial(_sum_of, act, there)
-    return of_kernels(forward, back, summed, 1 + sum(there), situation)
+    return of_kernels(forward, back, summed, 1 + sum(there))
 
 
 def _alone(act: Activation, channels: int) -> Fit:
@@ -199,7 +196,7 @@ def _column_sums(
     def forward(x):
         return sums(mx.contiguous(x))
 
-    function = Function(forward, situation)
+    function = Function(forward)
     function.vjp(lambda x, by, _: mx.broadcast_to(by, x.shape).astype(x.dtype))
     function.jvp(lambda x, by: by_mlx(by))
     function.vmap(lambda x, axis: (mx.vmap(by_mlx, in_axes=(axis,))(x), 0))

@@ -92,7 +92,7 @@ class Layer:
             rules = _Rules(self, own, operands)
             if has_moments:
                 rules = _MomentsRules(self, own, operands, launched)
-            function = Function(launched, launched.settled, rules)
+            function = Function(launched, rules)
             self._functions[pass_] = function
         return function
 

@@ -105,7 +105,7 @@ def _function(w, relation: Relation, given, activation, groups, dtype) -> Callab
 
 def _without_gradient(launched: launch.Pass):
     """Return a pass that says why it has no gradient."""
-    function = Function(launched, launched.settled)
+    function = Function(launched)
 
     def refuse(*_):
         raise ValueError(

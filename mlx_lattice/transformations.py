@@ -7,24 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from .backends import cpu_extension
-from .backends.cuda_compile import rehearsed
 from .geometry.sync import is_transforming
-
-# Who makes a node of a function's call, if anybody.
-_NODES = cpu_extension.extension
-_NEVER = None, None
-_FACTORIES = mx.fast.metal_kernel, mx.fast.cuda_kernel
-
-
-def _is_lazy() -> bool:
-    """Whether launches are nodes of MLX's graph.
-
-    A stand-in may run them at once, and a rehearsal leaves them out.
-    """
-    metal, cuda = _FACTORIES
-    there = mx.fast.metal_kernel is metal and mx.fast.cuda_kernel is cuda
-    return there and rehearsed() is None
 
 
 class Rules:
@@ -42,48 +25,22 @@ class Rules:
 
 
 class Function:
-    """A function of arrays, and rules for MLX's transformations of it.
+    """A function of arrays, with rules for MLX's transformations of it.
 
-    Its calls within a transformation are one node of MLX's graph each, launches, rules
-    and all. By ``mx.custom_function`` they are one for the rules, each launch and each
-    array: no transformation may follow those into kernels, which have no rules. MLX
-    starts nodes one by one, so that serves only where the extension is not there.
-    Elsewhere a call is that of ``forward`` and nothing more.
-
-    Where ``forward`` has operations of MLX besides launches and views of arrays, they
-    stay nodes: there may be many, with much memory, which MLX frees as it goes. Either
-    way all results are computed where one is asked for. What ``forward`` launches must
-    leave it as a result: else it would be launched again.
+    While MLX transforms (gradients, ``vmap``, ``compile``), a call goes through
+    ``mx.custom_function``. Otherwise it is a call of ``forward``.
 
     Args:
         forward: returns one array or a tuple of them.
-        settled: ``settled()`` returns all that launches depend on besides the shapes
-            and dtypes of the arrays; ``forward`` evaluates none, and holds none that
-            is another at the next call. While that compares equal, a later call
-            repeats the launches of an earlier one, and Python does not find them
-            again. None: not now. Without it they are found at every call.
         rules: has all rules; without it they are set one by one.
-        beside: returns arrays that the latest call of ``forward`` read besides its
-            own, which were there before: it is not looked for what those are computed
-            of, a whole net where processes exchange in turn.
     """
 
-    __slots__ = "_beside", "_custom", "_forward", "_recorded", "_rules", "_settled"
+    __slots__ = "_custom", "_forward", "_rules"
 
-    def __init__(
-        self,
-        forward: Callable,
-        settled: Callable[[], object] | None = None,
-        rules: Rules | None = None,
-        beside: Callable[[], Sequence[mx.array]] | None = None,
-    ):
-        self._forward, self._beside = forward, beside
+    def __init__(self, forward: Callable, rules: Rules | None = None):
+        self._forward = forward
         self._rules = {"vmap": partial(_each, forward)} if rules is None else rules
         self._custom: Callable | None = None
-        self._settled = settled if _NODES else None
-        # By the number of arrays: what was settled, and the launches. None: called
-        # once; not a second time, nobody keeps them. False: they cannot be repeated.
-        self._recorded: dict[int, tuple[object, object]] | None = None
 
     def vjp(self, rule: Callable) -> Callable:
         """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
@@ -102,38 +59,15 @@ class Function:
 
     def __call__(self, *arrays: mx.array):
         """Return what ``forward`` does."""
-        rules, is_second = self._rules if is_transforming() else None, False
-        settled = self._settled() if self._settled and _is_lazy() else None
-        if settled is not None:
-            count = len(arrays)
-            if self._recorded is None:
-                self._recorded = {}
-            before, launches = self._recorded.get(count, _NEVER)
-            if before != settled:
-                self._recorded[count] = settled, None
-            elif launches is None:
-                is_second = True
-            elif launches and launches.fits(arrays):
-                return launches.again(arrays, rules)
-        if rules is None and not is_second:
+        if not is_transforming():
             return self._forward(*arrays)
-        if _NODES is None:
-            if self._custom is None:
-                self._custom = _by_mlx(self._forward, self._rules)
-            return self._custom(*arrays)
-        stopped = _NODES.stopped(arrays)
-        found = self._forward(*stopped)
-        beside = self._beside() if self._beside else ()
-        launches = _NODES.Recording(stopped, found, beside)
-        if is_second:
-            self._recorded[count] = settled, launches.repeats and launches
-        if rules is not None:
-            return launches.now(arrays, found, rules)
-        return launches.again(arrays) if launches.repeats else found
+        if self._custom is None:
+            self._custom = _by_mlx(self._forward, self._rules)
+        return self._custom(*arrays)
 
 
 def _by_mlx(forward: Callable, rules: dict[str, Callable] | Rules) -> Callable:
-    """Return MLX's own function, which holds no ``Function``."""
+    # Forward mode would follow unstopped arrays into kernels, which have no rules.
     custom = mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
     for name in ("vjp", "jvp", "vmap"):
         if rule := rules.get(name):
@@ -194,19 +128,16 @@ constant.jvp(_no_gradient)
 constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
-def elementwise(
-    forward: Callable, back: Callable, composed: Callable, settled=None
-) -> Function:
+def elementwise(forward: Callable, back: Callable, composed: Callable) -> Function:
     """Return a function of one array by kernels.
 
     Args:
         forward: of x.
         back: of (dy, x): ``dy`` times its derivative.
         composed: the same in MLX operations, which all else is by.
-        settled: that of ``Function``.
     """
-    gradient = differentiable(lambda dy, x: (back(dy, x),), composed, settled=settled)
-    function = Function(forward, settled)
+    gradient = differentiable(lambda dy, x: (back(dy, x),), composed)
+    function = Function(forward)
     function.vjp(lambda x, dy, _: gradient(dy, x)[0])
     function.jvp(lambda x, by: mx.jvp(composed, [x], [by])[1][0])
     function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
@@ -307,9 +238,7 @@ def differentiable(
     back: Callable,
     composed: Callable,
     statistics: int = 0,
-    settled=None,
     frozen: int = 0,
-    beside=None,
 ) -> Function:
     """Return a way back by kernels, whose own derivatives are the composed form's.
 
@@ -317,7 +246,6 @@ def differentiable(
         back: of (dy, x, *arrays).
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
-        settled, beside: those of ``Function``.
         frozen: arrays after x whose derivatives ``back`` leaves out.
     """
 
@@ -325,14 +253,14 @@ def differentiable(
         dx, *rest = mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1]
         return dx, *rest[frozen:]
 
-    function = Function(back, settled, beside=beside)
+    function = Function(back)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function
 
 
 def of_kernels(
-    forward: Callable, back: Callable, composed: Callable, count: int, settled=None
+    forward: Callable, back: Callable, composed: Callable, count: int
 ) -> Function:
     """Return a function of arrays by kernels, forward and back.
 
@@ -341,7 +269,6 @@ def of_kernels(
         back: of (dy, *arrays): their gradients, all of them.
         composed: the same in MLX operations, which all else is by.
         count: of the arrays.
-        settled: that of ``Function``.
     """
 
     def composed_back(dy, *arrays):
@@ -353,8 +280,8 @@ def of_kernels(
             zeros,
         )
 
-    gradient = differentiable(back, composed, settled=settled)
-    function = Function(forward, settled)
+    gradient = differentiable(back, composed)
+    function = Function(forward)
     gradient.vmap(over(composed_back, (0,) * count))
     function.vmap(over(composed, 0))
 

@@ -40,7 +40,7 @@ def with_epilogue(layer: Layer, epilogue: EpilogueFacts) -> Callable[..., mx.arr
     What MLX holds of it does not hold the layer.
     """
     rules = _Composed(layer, epilogue)
-    return Function(rules.launched, rules.launched.settled, rules)
+    return Function(rules.launched, rules)
 
 
 class _Composed(Rules):

@@ -16,7 +16,6 @@ from functools import lru_cache
 import mlx.core as mx
 
 from ..backends.norms_protocol import BatchNorms, Norms
-from ..routes.selection import situation
 from ..transformations import Function, differentiable, filled
 from .norm_rules import (
     Given,
@@ -133,10 +132,10 @@ def _untold_by_fixed(
     shape: tuple[int, int],
     dtype: mx.Dtype,
 ) -> Function:
-    return _by_fixed(layer, Given(there, kernels), are_frozen, situation)
+    return _by_fixed(layer, Given(there, kernels), are_frozen)
 
 
-def _by_fixed(layer: Layer, given: Given, are_frozen: bool, settled=None) -> Function:
+def _by_fixed(layer: Layer, given: Given, are_frozen: bool) -> Function:
     """Return the norm of x, mean, var, and those that there are of the rest."""
     kernels = given.kernels
 
@@ -164,9 +163,7 @@ def _by_fixed(layer: Layer, given: Given, are_frozen: bool, settled=None) -> Fun
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
         return dx, dmean, dvar, *own
 
-    gradient = differentiable(
-        back, composed, settled=settled, frozen=2 if are_frozen else 0
-    )
+    gradient = differentiable(back, composed, frozen=2 if are_frozen else 0)
 
     def vjp(primals, dy, _):
         given.tell("backward", 3)
@@ -177,7 +174,7 @@ def _by_fixed(layer: Layer, given: Given, are_frozen: bool, settled=None) -> Fun
         return dx, *(no_gradient(a.shape, a.dtype) for a in primals[1:3]), *rest
 
     given.tell("forward", 1)
-    function = Function(forward, settled)
+    function = Function(forward)
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
     function.vmap(lambda arrays, axes: (mapped(composed, axes)(*arrays), 0))
@@ -217,7 +214,7 @@ def _by_segments(
     key = layer, there, given.kernels, few, groups, x.shape, x.dtype
     if key not in kept:
         made = Given(there, given.kernels)
-        kept[key] = row_norm(layer, made, *facts, settled=situation)
+        kept[key] = row_norm(layer, made, *facts)
     return kept[key]
 
 
@@ -253,4 +250,4 @@ def _batch_norm(
     """Return the norm of a layer of some shapes, which observers are not told of."""
     given, is_summed = Given(there, kernels), lines is not None
     statistics = BatchStatistics(() if is_running else None, momentum)
-    return row_norm(layer, given, statistics, None, few, is_summed, situation)
+    return row_norm(layer, given, statistics, None, few, is_summed)

@@ -46,7 +46,6 @@ class Exchanges:
     ):
         self.group, self.stream, self._holder = group, stream, holder
         self._exchanged: mx.array | None = None
-        self.before: tuple[mx.array, ...] = ()  # what the latest one came after
 
     def gather(self, *parts: mx.array) -> mx.array:
         """Return (P, W): what each of the P processes gave, in a row."""
@@ -81,14 +80,13 @@ class Exchanges:
         return self._linear(add, self.added, self.added)(x)
 
     def _linear(self, forward: Callable, back: Callable, itself: Callable) -> Callable:
-        return linear(forward, back, itself, lambda: self.before)
+        return linear(forward, back, itself)
 
     def _in_turn(
         self, exchange: Callable, parts: Sequence[mx.array], factor: float = 1.0
     ) -> mx.array:
         before = self if self._exchanged is not None else Exchanges._last()
         after = None if before is None else before._exchanged
-        self.before = () if after is None else (after,)
         row = joined(parts, factor, after)
         y = exchange(row, group=self.group, stream=self.stream)
         if self._holder is None:

@@ -13,7 +13,6 @@ import mlx.core as mx
 from ..arrays import arrays_of
 from ..backends.norms_protocol import Norms
 from ..channel_kernels import standard
-from ..routes.selection import situation
 from ..tensor import SparseTensor
 from ..transformations import Function, of_kernels
 from .batch_lines import apart, check_values
@@ -170,8 +169,7 @@ def _function(
         return dx, *given.kept(*lines, dresidual)
 
     given.tell("forward", 1)
-    settled = None if given.is_told else situation
-    return of_kernels(forward, back, composed, 1 + sum(given.there), settled)
+    return of_kernels(forward, back, composed, 1 + sum(given.there))
 
 
 def _composed(x, layer: Layer, rows: BatchRows | None, weight, bias, residual):

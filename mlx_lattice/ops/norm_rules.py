@@ -82,7 +82,6 @@ def row_norm(
     segments: RowSegments | None,
     few: BatchNorms | None,
     is_summed: bool = False,
-    settled=None,
 ) -> Function:
     """Return a norm by statistics of the rows, with its transformations.
 
@@ -132,8 +131,7 @@ def row_norm(
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    beside = statistics.beside
-    gradient = differentiable(back, composed, 2, settled, beside=beside)
+    gradient = differentiable(back, composed, 2)
 
     def vjp(primals, cotangents, outputs):
         x, *rest = several(primals)
@@ -149,7 +147,7 @@ def row_norm(
         return *found, *[no_gradient(a.shape) for a in others]
 
     given.tell("forward", launches - (is_summed and few is None))
-    function = Function(forward, settled, beside=beside)
+    function = Function(forward)
     function.vjp(vjp)
 
     @function.jvp

@@ -40,7 +40,6 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
     spread = groups = None  # all rows have one line, and so has each channel
-    beside = None  # only arrays of the call are read, see ``Function``
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -102,7 +101,6 @@ class SegmentStatistics:
     groups: int
     sum: Sum
     spread: Sum
-    beside = None  # as above
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (N, C) mean and variance of each row's segment, in MLX operations."""

@@ -33,10 +33,6 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
     momentum: float = 0.0
     spread = None  # all rows have one line
 
-    def beside(self) -> tuple[mx.array, ...]:
-        """Return what a call of these reads besides its arrays, see ``Function``."""
-        return self.exchanges.before
-
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
         row = mx.concatenate([*moments(x), _count(self.rows)])

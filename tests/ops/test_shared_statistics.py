@@ -18,8 +18,7 @@ from norm_checks import array, lines_of
 from places import HERE, Place, agreed
 from reference_norms import Norm
 
-from mlx_lattice import transformations
-from mlx_lattice.backends import cpu_extension, registry
+from mlx_lattice.backends import registry
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
 from mlx_lattice.ops.exchanges import Exchanges, joined
@@ -66,45 +65,6 @@ class InTurn(Exchanges):
 
     def add(self, *parts, factor=1.0):
         return self._in_turn(lambda row, **_: row, parts, factor)
-
-
-class Holder:
-    _exchanged = mx.zeros((1,))
-
-
-def most_searched(depth: int, monkeypatch) -> int:
-    """Return the arrays looked at, at most, for a call of one of so many norms."""
-    found, nodes = [], transformations._NODES
-
-    class Nodes:
-        def __getattr__(self, name):
-            return getattr(nodes, name)
-
-        def Recording(self, *given):
-            found.append(nodes.Recording(*given))
-            return found[-1]
-
-    holders = [Holder() for _ in range(depth)]
-
-    def through(x):
-        for holder in holders:
-            shared = SharedStatistics(len(x), InTurn(None, holder))
-            layer = channel_norms.Layer("SyncBatchNorm", 1e-5, activation_of(None))
-            x, *_ = channel_norms.batch_norm(x, layer, None, None, statistics=shared)
-        return x.sum()
-
-    monkeypatch.setattr(transformations, "_NODES", Nodes())
-    mx.grad(through)(array((30, C))[0])
-    monkeypatch.undo()
-    return max(each.searched for each in found)
-
-
-@pytest.mark.skipif(
-    cpu_extension.extension is None, reason="the extension records launches"
-)
-def test_a_call_does_not_look_through_the_exchanges_before_it(monkeypatch):
-    """Each comes after another, so behind it is all of a net."""
-    assert most_searched(2, monkeypatch) == most_searched(12, monkeypatch)
 
 
 @emulated

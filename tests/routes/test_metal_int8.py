@@ -123,19 +123,6 @@ def test_chips_without_matrices_of_integers(
         assert bits(y) == bits(wanted)
 
 
-def test_a_call_makes_nothing_of_rows_and_an_int8_weight():
-    """They are read as they stand: launches of kernels are all that a call adds."""
-    graph = pytest.importorskip("mlx_lattice._cpu").Graph()
-    relation, call = contraction((64, 64))
-    with METAL.inside("older"):
-        mx.eval(call("quantized_sorted"))
-        graph.add([call("quantized_sorted")])
-        nodes = [graph.node(at) for at in range(len(graph))]
-        made = {node.primitive for node in nodes if not node.evaluated}
-    passing = {"", "Contiguous", "Pad"}  # of the emulator, of short arrays
-    assert made - passing == {"HostMetalKernel"}
-
-
 def test_what_other_chips_say():
     relation, _ = scene("surface")
     asked = problem(relation, (32, 32))
