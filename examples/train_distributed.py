@@ -55,6 +55,7 @@ def share_step(net, voxels, labels, indices, group):
     batch = share_batch(voxels, labels, mine, group.size() / len(indices))
     loss, grads = mlx.nn.value_and_grad(net, weighted_loss)(net, *batch)
     grads = nn.average_gradients(grads, group)
+    mx.eval(grads)  # one exchange after the other
     return mx.distributed.all_sum(loss, group=group) / group.size(), grads
 
 

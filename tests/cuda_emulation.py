@@ -203,7 +203,7 @@ def emulating(emulator: Emulator) -> Iterator[None]:
             patch.object(cuda_tables, "multiprocessors", lambda: 1),
         ):
             stack.enter_context(patched)
-        each = "geometry", "updates", "exchanges", "joins", "points", "reductions"
+        each = "geometry", "updates", "joins", "points", "reductions"
         for name in (*each, "patches"):
             own = getattr(registry, name.upper())["cuda"]
             stack.enter_context(patch.object(registry, name, lambda own=own: own))

@@ -13,7 +13,6 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     cuda_curves,
-    cuda_exchanges,
     cuda_lookups,
     cuda_pairs,
     cuda_sort,
@@ -226,20 +225,6 @@ def updates():
         if dtype != mx.float32:
             each = (wide,) * (1 + len(rule.states))
             kernels.run(rule.with_master, rates, [(*given, *each)] * count)
-
-
-def exchanges():
-    """Of one array and of several, after another exchange and not."""
-    every, sums = mx.zeros((2, 9)), mx.zeros((9,))
-    kernels = cuda_exchanges.CudaExchanges()
-    for dtype, count in itertools.product(DTYPES, (1, 2, 3, 70)):
-        arrays = [mx.zeros((3,), dtype)] * count
-        for factor, after in itertools.product((1, 0.5), (None, sums, arrays[0])):
-            kernels.join(arrays, factor, after)
-        kernels.mean_terms(sums, mx.zeros((4,), dtype))
-    kernels.mean_terms(sums, None)
-    for running in (None, (mx.zeros((4,)), mx.zeros((4,)))):
-        kernels.merge(every, running, 0.1)
 
 
 def joins():

@@ -14,7 +14,6 @@ from .cpu_geometry import CpuGeometry
 from .cpu_norms import CpuNorms
 from .cpu_reductions import CpuReductions
 from .cuda_column_sums import CudaColumnSums
-from .cuda_exchanges import CudaExchanges
 from .cuda_geometry import CudaGeometry
 from .cuda_reductions import CudaReductions
 from .cuda_row_norms import CudaRowNorms
@@ -61,8 +60,6 @@ POINTS = {METAL: GpuPoints(METAL), CUDA: GpuPoints(CUDA)}
 PATCHES = {METAL: GpuPatches(METAL), CUDA: GpuPatches(CUDA)}
 # Without kernels, MLX's own optimizers run.
 UPDATES = {METAL: GpuUpdates(METAL), CUDA: GpuUpdates(CUDA)}
-# Elsewhere processes exchange by the CPU, and MLX operations join what they send.
-EXCHANGES = {CUDA: CudaExchanges()}
 # Elsewhere the norms' kernels sum columns, or MLX.
 COLUMN_SUMS = {CUDA: CudaColumnSums()}
 # Elsewhere MLX operations join channels.
@@ -121,11 +118,6 @@ def patches() -> GpuPatches | None:
 def updates() -> GpuUpdates | None:
     """Return the optimizers' steps of the device that MLX runs on now, if any."""
     return UPDATES.get(serving())
-
-
-def exchanges() -> CudaExchanges | None:
-    """Return what joins arrays for exchanges on the device of now, if any does."""
-    return EXCHANGES.get(serving())
 
 
 def column_sums() -> CudaColumnSums | None:

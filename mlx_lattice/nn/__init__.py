@@ -24,7 +24,6 @@ from . import (
     pooling,
     quantized,
     relative_positions,
-    sync_normalization,
 )
 from .activations import *
 from .adaptive_norm import *
@@ -46,7 +45,6 @@ from .offsets import *
 from .pooling import *
 from .quantized import *
 from .relative_positions import *
-from .sync_normalization import *
 
 __all__ = [
     "Module",
@@ -70,7 +68,6 @@ __all__ = [
     *pooling.__all__,
     *quantized.__all__,
     *relative_positions.__all__,
-    *sync_normalization.__all__,
 ]
 
 

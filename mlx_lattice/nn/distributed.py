@@ -1,19 +1,23 @@
-"""Gradients averaged over processes while the backward pass still runs."""
+"""Data-parallel training: averaged gradients and shared batch statistics."""
 
 from __future__ import annotations
 
-from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..ops.exchanges import Exchanges, joined
+from ..backends.norms_protocol import Activation
+from ..ops import channel_norms
+from ..ops.channel_norms import Layer
+from ..ops.exchanges import Exchanges, SharedStatistics
+from . import fused
+from .normalization import BatchNorm
 
-__all__ = ["average_gradients"]
+__all__ = ["SyncBatchNorm", "average_gradients", "convert_sync_batchnorm"]
 
 BUCKET_BYTES = 16 * 2**20
-MOST_ARRAYS = 256  # of a bucket: one launch joins them
 
 
 def average_gradients(
@@ -22,20 +26,13 @@ def average_gradients(
     all_reduce_size: int = BUCKET_BYTES,
     communication_stream: mx.Stream | None = None,
 ) -> Any:
-    """Average gradients over the processes of a group, and start to compute them.
+    """Average gradients over the processes of a group.
 
     Takes the place of ``mlx.nn.average_gradients``. Gradients are joined into buckets
-    from the last layer to the first, the order in which the backward pass finds them.
-    Nothing waits for a result. Exchanges start in the order of this call on every
-    process, also where their graphs differ.
-
-    MLX's backends exchange on a stream of the CPU, beside the GPU's: the backward pass
-    is started in parts, and each bucket is on its way while the GPU computes the next
-    one. NCCL's exchanges are launches among those of the backward pass, in one graph
-    with what does not need them: a second stream would end that graph twice a bucket.
-
-    Inside ``mx.compile`` nothing can be started: the exchanges are part of the graph,
-    after those of ``SyncBatchNorm``, and run with it.
+    from the last layer to the first, the order in which the backward pass computes
+    them. Buckets are exchanged in this order on every process, after the exchanges of
+    ``SyncBatchNorm``, also if the processes' graphs differ. Like every operation of
+    MLX, the exchanges run when their results are evaluated.
 
     Args:
         gradients: a tree of arrays, of the same structure and shapes on every process.
@@ -53,14 +50,10 @@ def average_gradients(
     if group.size() == 1:
         return gradients
     arrays = [gradient for _, gradient in tree_flatten(gradients)]
-    buckets = _buckets(arrays, all_reduce_size)
-    if not buckets:
-        return gradients
-    parts = [[arrays[i] for i in bucket] for bucket in buckets]
-    inline = communication_stream is None and _by_nccl()
-    exchange = _in_line if inline else _in_parts
-    totals = exchange(parts, group, communication_stream)
-    for bucket, total in zip(buckets, totals, strict=True):
+    exchanges = Exchanges(group, stream=communication_stream)
+    for bucket in _buckets(arrays, all_reduce_size):
+        # Divided before they are added: a sum of half values may overflow.
+        total = exchanges.add(*[arrays[i] / group.size() for i in bucket])
         end = 0
         for i in bucket:
             begin, end = end, end + arrays[i].size
@@ -69,69 +62,154 @@ def average_gradients(
     return tree_map(lambda _: next(averages), gradients)
 
 
-# Gradients are divided before they are added up: a sum of half values may overflow.
-
-
-def _in_line(
-    parts: list[list[mx.array]],
-    group: mx.distributed.Group,
-    stream: mx.Stream | None,
-) -> list[mx.array]:
-    """Return the averages of buckets, exchanged where the graph has them."""
-    exchanges = Exchanges(group, stream=stream)
-    totals = [exchanges.add(*arrays, factor=1 / group.size()) for arrays in parts]
-    _started(*totals)
-    return totals
-
-
-def _in_parts(
-    parts: list[list[mx.array]],
-    group: mx.distributed.Group,
-    stream: mx.Stream | None,
-) -> list[mx.array]:
-    """Return the averages of buckets, each exchanged beside what finds the next."""
-    totals = []
-    for arrays in parts:
-        own = joined(arrays, 1 / group.size())
-        if not _started(own):
-            return _in_line(parts, group, stream)
-        total = mx.distributed.all_sum(own, group=group, stream=stream)
-        del own  # so that the sum may take its place
-        mx.async_eval(total)
-        totals.append(total)
-    # The compute stream waits for a bucket once here, not again for each of its parts.
-    return mx.depends(totals, totals[-1:])
-
-
 def _buckets(arrays: list[mx.array], size: int) -> list[list[int]]:
     """Return indices of arrays, from the last one, in buckets of a size and dtype."""
-    closed, open_, held = [], {}, {}
+    closed: list[list[int]] = []
+    open_: dict[mx.Dtype, list[int]] = {}
+    filled: dict[mx.Dtype, int] = {}
     for i in reversed(range(len(arrays))):
-        array = arrays[i]
-        if not array.size:
+        dtype, count = arrays[i].dtype, arrays[i].nbytes
+        if not count:
             continue
-        open_.setdefault(array.dtype, []).append(i)
-        held[array.dtype] = held.get(array.dtype, 0) + array.nbytes
-        full = len(open_[array.dtype]) == MOST_ARRAYS
-        if full or held[array.dtype] >= size:
-            closed.append(open_.pop(array.dtype))
-            del held[array.dtype]
+        open_.setdefault(dtype, []).append(i)
+        filled[dtype] = filled.get(dtype, 0) + count
+        if filled[dtype] >= size:
+            closed.append(open_.pop(dtype))
+            del filled[dtype]
     return [*closed, *open_.values()]
 
 
-def _started(*arrays: mx.array) -> bool:
-    """Start to compute arrays; ``False`` inside a transformation, which cannot."""
-    try:
-        mx.async_eval(*arrays)
-    except ValueError as error:
-        if "transformation" not in str(error):
-            raise
-        return False
-    return True
+class SyncBatchNorm(BatchNorm):
+    """Applies batch normalization over the active rows of all processes.
+
+    While training, the statistics are those of the rows of all processes together,
+    which may have different numbers of rows, or none: two processes with halves of a
+    batch compute what one computes with the whole. So do their gradients, of any
+    order, of the sum of all processes' losses. It takes one exchange of
+    ``2 * num_features + 1`` values forward and one backward.
+
+    Every process must run the same layers, forward and backward, in the same order:
+    an exchange waits for all. A process without rows runs the net on no rows. In
+    evaluation, and in a group of one process, it is a ``BatchNorm`` and exchanges
+    nothing.
+
+    Inside ``mx.compile`` give ``net.state`` as inputs and outputs, as for any
+    ``BatchNorm``.
+
+    Args:
+        num_features (int): The number of channels.
+        eps (float): Added to the variance. Default: ``1e-5``.
+        momentum (float): How far the running statistics move. Default: ``0.1``.
+        affine (bool): If ``True`` learn a scale and a shift. Default: ``True``.
+        track_running_stats (bool): If ``True`` keep running statistics and use them
+            in evaluation. Default: ``True``.
+        group (mx.distributed.Group): The processes. Default: all.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        group: mx.distributed.Group | None = None,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._group = group
+        self._exchanged = mx.zeros((1,))  # an array, since it is state of mx.compile
+
+    def _normalized(
+        self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
+    ) -> mx.array:
+        group = self._group or mx.distributed.init()
+        if not self.training or group.size() == 1:
+            return super()._normalized(x, residual, act, lines)
+        rows = x.shape[0]
+        if not rows:
+            # A row that counts for nothing keeps the exchanges in the graph.
+            x, residual = (
+                _one_row(x),
+                residual if residual is None else _one_row(residual),
+            )
+        running = None
+        if self.track_running_stats:
+            running = self["running_mean"], self["running_var"]
+        exchanges = Exchanges(group, self)
+        statistics = SharedStatistics(rows, exchanges, running, self.momentum)
+        y, mean, var = channel_norms.batch_norm(
+            x,
+            Layer("SyncBatchNorm", self.eps, act),
+            self.get("weight"),
+            self.get("bias"),
+            residual,
+            statistics=statistics,
+            lines=lines,
+        )
+        if running is not None:
+            self["running_mean"], self["running_var"] = mean, var  # as items: quicker
+        return y if rows else y[:0]
 
 
-@cache
-def _by_nccl() -> bool:
-    """Whether processes exchange by NCCL."""
-    nccl = mx.distributed.is_available("nccl")
-    return nccl and mx.distributed.init(backend="nccl").size() > 1
+fused.FUSING.add(SyncBatchNorm)
+fused.FIXED.add(SyncBatchNorm)
+
+
+def _one_row(x: mx.array) -> mx.array:
+    return mx.concatenate([x, mx.zeros((1, x.shape[1]), x.dtype)])
+
+
+def convert_sync_batchnorm(
+    net: mlx.nn.Module, group: mx.distributed.Group | None = None
+) -> mlx.nn.Module:
+    """Put a ``SyncBatchNorm`` wherever a net has a ``BatchNorm``, in place.
+
+    The new layers have the parameters, running statistics and mode of the old ones,
+    and the same names in files of weights. A layer that a net has twice stays one.
+
+    Args:
+        net: the net, whose ``mlx.nn.BatchNorm`` layers are converted too.
+        group: the processes; by default all.
+
+    Returns:
+        The net, or its ``SyncBatchNorm`` where it is a single ``BatchNorm``.
+
+    Raises:
+        TypeError: a layer is of a subclass with a call of its own.
+    """
+    made: dict[int, SyncBatchNorm] = {}
+
+    def convert(module):
+        kind = isinstance(module, mlx.nn.BatchNorm)
+        if not kind or isinstance(module, SyncBatchNorm):
+            return module
+        if id(module) not in made:
+            made[id(module)] = _synchronised(module, group)
+        return made[id(module)]
+
+    if isinstance(net, mlx.nn.BatchNorm):
+        return convert(net)
+    leaves = net.leaf_modules()
+    leaves = tree_map(convert, leaves, is_leaf=lambda m: isinstance(m, mlx.nn.Module))
+    return net.update_modules(leaves)
+
+
+def _synchronised(norm: mlx.nn.BatchNorm, group) -> SyncBatchNorm:
+    if type(norm).__call__ not in (BatchNorm.__call__, mlx.nn.BatchNorm.__call__):
+        raise TypeError(
+            f"{type(norm).__name__} has a __call__ of its own, which SyncBatchNorm has "
+            "not; derive it from SyncBatchNorm, or convert the other layers"
+        )
+    new = SyncBatchNorm(
+        norm.num_features,
+        norm.eps,
+        norm.momentum,
+        affine="weight" in norm,
+        track_running_stats=norm.track_running_stats,
+        group=group,
+    )
+    for name, value in norm.items():
+        new[name] = value
+    new._training, new._no_grad = norm._training, set(norm._no_grad)
+    return new

@@ -17,6 +17,7 @@ import mlx.core as mx
 
 from ..backends.norms_protocol import BatchNorms, Norms
 from ..transformations import Function, differentiable, filled
+from .exchanges import SharedStatistics
 from .norm_rules import (
     Given,
     Layer,
@@ -29,7 +30,6 @@ from .norm_rules import (
     row_norm,
 )
 from .norm_statistics import BatchStatistics, SegmentStatistics, moments
-from .shared_statistics import SharedStatistics
 
 NOT_KEPT = BatchStatistics()
 

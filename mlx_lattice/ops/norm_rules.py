@@ -20,9 +20,9 @@ from ..backends.norms_protocol import (
 )
 from ..dtypes import FLOATS
 from ..transformations import Function, differentiable, filled, several
+from .exchanges import SharedStatistics
 from .fusion import observed, teller, untold
 from .norm_statistics import BatchStatistics, SegmentStatistics
-from .shared_statistics import SharedStatistics
 
 Arrays = Sequence[mx.array | None]
 

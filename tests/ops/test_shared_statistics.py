@@ -4,29 +4,27 @@ The other process is simulated: what it would send is computed in float64. Real 
 in tests/nn/test_distributed.py.
 """
 
-from contextlib import contextmanager
-from unittest.mock import patch
-
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
 from contractions import exact
-from cuda_emulation import Emulator, emulated, emulating
 from norm_checks import array, lines_of
-from places import HERE, Place, agreed
+from places import HERE, agreed
 from reference_norms import Norm
 
-from mlx_lattice.backends import registry
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
-from mlx_lattice.ops.exchanges import Exchanges, joined
+from mlx_lattice.ops.exchanges import Exchanges, SharedStatistics
 from mlx_lattice.ops.known_activations import activation_of
-from mlx_lattice.ops.shared_statistics import SharedStatistics
 
 C = 9
 PLACES = [place for place in HERE if place.name in NORMS]
+
+
+def joined(parts) -> mx.array:
+    return mx.concatenate([part.reshape(-1) for part in parts])
 
 
 @pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
@@ -57,44 +55,6 @@ def test_given_statistics_are_taken_for_those_of_the_rows(place):
     ref.assert_close(moved_var, 0.9 + 0.1 * values.var(axis=0, ddof=1))
 
 
-class InTurn(Exchanges):
-    """Exchanges of one process, each after the one before."""
-
-    def gather(self, *parts):
-        return self._in_turn(lambda row, **_: row, parts)[None]
-
-    def add(self, *parts, factor=1.0):
-        return self._in_turn(lambda row, **_: row, parts, factor)
-
-
-@emulated
-def test_an_exchange_takes_two_launches_of_cuda(cuda_programs):
-    """One for what is sent and one for what came back."""
-    place = Emulated(cuda_programs)
-    check(place, (30, 20), "silu", "float16")
-    launches = "".join(place.emulator.launches)
-    # Twice: two times forward, the second with the way back.
-    assert len(place.emulator.launches) == 12 and launches.count("join") == 6
-    assert launches.count("merge") == 4 and launches.count("mean_terms") == 2
-
-
-class Emulated(Place):
-    """CUDA's kernels for exchanges, on the CPU; norms are the CPU's."""
-
-    name = "cuda"
-
-    def __init__(self, folder):
-        self.emulator = Emulator(folder, False)
-
-    @contextmanager
-    def inside(self, chip=""):
-        with (
-            emulating(self.emulator),
-            patch.object(registry, "norms", lambda: NORMS["cpu"]),
-        ):
-            yield
-
-
 def check(place, shares, act, dtype):
     """Outputs, gradients and running statistics, with the oracle's other process."""
     mine, others = shares
@@ -118,7 +78,7 @@ def check(place, shares, act, dtype):
             var = theirs.var(axis=0) if others else none
             return mx.stack([joined(parts), sent(mean, var)])
 
-        def add(self, *parts, factor=1.0):
+        def add(self, *parts):
             there = g[mine:].sum(axis=0), (g * whole.hat)[mine:].sum(axis=0)
             own = joined(parts)
             return own + (others if own.size == 1 else sent(*there))

@@ -37,7 +37,6 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
         cuda_launches.norms()
         cuda_launches.row_norms()
         cuda_launches.updates()
-        cuda_launches.exchanges()
         cuda_launches.joins()
         cuda_launches.points()
         cuda_launches.patches()

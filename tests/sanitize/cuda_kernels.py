@@ -368,20 +368,6 @@ def updates() -> None:
             assert all(mx.all(new[0] == 0.5) for new in made)
 
 
-def exchanges() -> None:
-    """What is sent, of odd ends, whole and by views, and what comes back."""
-    kernels = registry.EXCHANGES[devices.CUDA]
-    for dtype in DTYPES.values():
-        arrays = [mx.ones((size,), dtype) for size in (1, 24, 9001)]
-        for given in (arrays, list(map(moved, arrays))):
-            assert mx.all(kernels.join(given, 0.5, mx.zeros((1,))) == 0.5)
-        weight = mx.ones((20,), dtype)
-        assert mx.all(kernels.mean_terms(mx.ones((41,)), weight) == 1)
-    for running in (None, (mx.ones((20,)), mx.ones((20,)))):
-        mean, *_ = kernels.merge(mx.ones((3, 41)), running, 0.5)
-        assert mx.all(mean == 1)
-
-
 def joins() -> None:
     """Rows side by side and apart, in words of 16 bytes and of less."""
     kernels = registry.JOINS[devices.CUDA]
@@ -395,7 +381,7 @@ def joins() -> None:
 
 PARTS = (
     geometry, contractions, epilogues, statistics, views, packed, before_hopper,
-    reductions, norms, row_norms, before_attention, updates, exchanges, joins,
+    reductions, norms, row_norms, before_attention, updates, joins,
 )  # fmt: skip
 
 
