@@ -22,7 +22,7 @@ from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
 from .nn.calibrate import calibrate
-from .nn.calibration_report import Calibration
+from .nn.calibration import Calibration
 from .numerics import precision
 from .other_names import unknown_name
 from .preparation import Preparation, prepare

@@ -23,7 +23,7 @@ from .models import Segmentor
 from .models.attributes import of_scan
 from .models.recipe import Voxels
 from .nn.calibrate import calibrate
-from .nn.kept import keep_float
+from .nn.calibration import keep_float
 
 
 def check(given: argparse.Namespace, model: mlx.nn.Module | None) -> None:

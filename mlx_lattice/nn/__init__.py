@@ -8,6 +8,7 @@ from . import (
     adaptive_norm,
     attention,
     bev,
+    calibration,
     containers,
     convolution,
     cross_attention,
@@ -17,7 +18,6 @@ from . import (
     grid_pooling,
     integer,
     integer_files,
-    kept,
     linear,
     normalization,
     offsets,
@@ -29,6 +29,7 @@ from .activations import *
 from .adaptive_norm import *
 from .attention import *
 from .bev import *
+from .calibration import *
 from .containers import *
 from .convolution import *
 from .cross_attention import *
@@ -38,7 +39,6 @@ from .fake_quantized import *
 from .grid_pooling import *
 from .integer import *
 from .integer_files import *
-from .kept import *
 from .linear import *
 from .normalization import *
 from .offsets import *
@@ -52,6 +52,7 @@ __all__ = [
     *adaptive_norm.__all__,
     *attention.__all__,
     *bev.__all__,
+    *calibration.__all__,
     *containers.__all__,
     *convolution.__all__,
     *cross_attention.__all__,
@@ -61,7 +62,6 @@ __all__ = [
     *grid_pooling.__all__,
     *integer.__all__,
     *integer_files.__all__,
-    *kept.__all__,
     *linear.__all__,
     *normalization.__all__,
     *offsets.__all__,

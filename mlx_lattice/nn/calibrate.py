@@ -32,11 +32,17 @@ from ..quantized import (
 )
 from ..relation import Relation
 from ..tensor import SparseTensor
-from .calibration_report import Calibration, LayerError
-from .calibration_runs import call_of_model, run
+from .calibration import (
+    METHODS,
+    Calibration,
+    LayerError,
+    asked,
+    call_of_model,
+    keep_float,
+    observable_copy,
+    run,
+)
 from .integer_calibration import calibrate_integers, not_integer
-from .integer_search import METHODS
-from .kept import asked, keep_float
 from .linear import why_no_twin
 
 # Shares of a group's range that the search tries.
@@ -56,9 +62,9 @@ def calibrate(
 ) -> tuple[Module, Calibration]:
     """Return a quantised copy of a model, and the error of each of its layers.
 
-    The model runs twice over the batches, in evaluation mode and in float; it is not
-    changed. The same model and batches give the same bits. A layer whose true output
-    error the search did not lower keeps the plain packing.
+    A copy of the model runs twice over the batches, in evaluation mode and in float;
+    the model is not changed. The same model and batches give the same bits. A layer
+    keeps the plain packing if the search did not lower its true output error.
 
     With ``activations=8`` features are int8 too, by one scale a layer. A BatchNorm
     that follows a layer wherever that is called is folded into it, and results
@@ -78,7 +84,7 @@ def calibrate(
             error, "percentile" (99.99 of magnitudes are not clipped) or "greatest".
         class_predicate: as in ``mlx.nn.quantize``, a bool for each (path, module); by
             default ``nn.keep_float()``.
-        call: runs the model on a batch: ``call(model, batch)``.
+        call: runs the model that it is given on a batch: ``call(model, batch)``.
 
     Raises:
         TypeError: ``class_predicate`` gives a layer options of its own.
@@ -116,8 +122,10 @@ def calibrate(
         kept = {**predicate.kept, **kept}
     if activations:
         given = kept, bits, group_size, method, call
-        return calibrate_integers(model, batches, layers, *given)
+        return calibrate_integers(model, batches, list(layers), *given)
 
+    # Layers of MLX are replaced in the copy, so that their calls are observed.
+    observed, layers = observable_copy(model, layers)
     moments: dict[int, mx.array] = {}
 
     def gather(layer: Module, x: mx.array, relation: Relation | None, y) -> None:
@@ -125,7 +133,7 @@ def calibrate(
         moments[id(layer)] = seen + moments.get(id(layer), 0)
         mx.eval(moments[id(layer)])
 
-    run(model, layers, batches, gather, call)
+    run(observed, layers, batches, gather, call)
     plain, best = {}, {}
     for layer in layers.values():
         plain[id(layer)] = q = _plain(layer, bits, group_size)
@@ -144,7 +152,7 @@ def calibrate(
         totals[id(layer)] = now + totals.get(id(layer), 0)
         mx.eval(totals[id(layer)])
 
-    run(model, layers, batches, compare, call)
+    run(observed, layers, batches, compare, call)
     found, chosen = [], {}
     for path, layer in layers.items():
         before = after = None

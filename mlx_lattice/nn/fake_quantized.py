@@ -15,8 +15,8 @@ from ..integer_weight import integer_groups, integer_weight
 from ..quantized import module_layout
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function
+from .calibration import asked, keep_float
 from .integer import INTEGER, integers_of, usable
-from .kept import asked, keep_float
 from .linear import has_twin, twin_holding
 from .quantized import Packable, pack
 

@@ -9,8 +9,9 @@ may mean something else, so it is called as it is.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
+from typing import Protocol
 
 import mlx.core as mx
 import mlx.nn
@@ -22,7 +23,7 @@ from ..integer_tensor import IntegerTensor
 from ..ops import fusion, on_features
 from ..ops.known_activations import fused_activation
 from ..tensor import SparseTensor, features_of
-from . import convolution, watching
+from . import convolution
 from . import linear as linears
 from .convolution_layer import Convolution
 from .integer import FoldedNorm, as_float32, is_integer, known_output
@@ -41,6 +42,44 @@ CONVOLUTIONS = frozenset(
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 Features = SparseTensor | mx.array
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
+
+
+class Tracer(Protocol):
+    """Traces layers with what follows them; ``nn.calibrate`` has one."""
+
+    def paused(self) -> AbstractContextManager:
+        """Return a block in which nothing is traced."""
+
+    def convolved(
+        self,
+        layer: mlx.nn.Module,
+        norm: Callable | None,
+        x: Features,
+        residual: SparseTensor | None,
+        fits: bool,
+        y: SparseTensor,
+    ) -> SparseTensor:
+        """Trace a call of ``convolved``; return its result.
+
+        Args:
+            layer, norm: the layers.
+            x, residual: the inputs.
+            fits: whether an integer layer computes all that follows in its launch.
+            y: the result.
+        """
+
+
+_tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
+
+
+@contextmanager
+def tracing(tracer: Tracer) -> Iterator[None]:
+    """Trace the layers that are called inside the block."""
+    token = _tracer.set(tracer)
+    try:
+        yield
+    finally:
+        _tracer.reset(token)
 
 
 @contextmanager
@@ -92,21 +131,21 @@ def convolved(
     Args:
         conv: a layer of any kind.
         norm: likewise, or None.
-        x: tensor; of linear layers (N, C) features too. Where these are watched, or
-            the result is int8, that is a tensor without coordinates: see ``plain``.
+        x: tensor; of linear layers (N, C) features too. If these are traced, or
+            the result is int8, it is a tensor without coordinates: see ``plain``.
         *coordinates: what the convolution takes besides.
         activation: a layer or function of features, or None.
         residual: what is added; tensors of other rows are aligned as by ``+``.
     """
-    after, moments, layer = None, None, watching.behind(conv)
-    able = _takes_what_follows(layer, x)
-    watch = watching.now() if able else None
-    if watch is not None:
-        with watch.quiet():
-            given = layer, norm, x, activation, residual
+    after, moments = None, None
+    able = _takes_what_follows(conv, x)
+    tracer = _tracer.get() if able else None
+    if tracer is not None:
+        with tracer.paused():
+            given = conv, norm, x, activation, residual
             fits = _epilogue(*given, integer=True) is not None
             y = normalized(norm, called(conv, x, *coordinates), activation, residual)
-        return watch.convolved(layer, norm, x, residual, fits, _as_tensor(y))
+        return tracer.convolved(conv, norm, x, residual, fits, _as_tensor(y))
     if able and _is_fused.get():
         integer, is_conv = is_integer(conv), type(conv) in CONVOLUTIONS
         by_rows = type(norm) in FIXED and norm.is_by_rows
@@ -153,7 +192,7 @@ def linear(
         residual: (N, C_out) of the same dtype, or None. Without it the result may be a
             tensor without coordinates, as of ``convolved``.
     """
-    if watching.now() is not None or is_integer(layer):
+    if _tracer.get() is not None or is_integer(layer):
         if residual is None:
             return convolved(layer, None, x, activation=activation)
         y = plain(convolved(layer, None, x)) + residual
@@ -225,8 +264,7 @@ def _takes_what_follows(layer: object, x: Features) -> bool:
 
 def is_followed(layer: object) -> bool:
     """Whether a Sequential hands what follows a layer over to its call."""
-    kind = type(watching.behind(layer))
-    return kind in CONVOLUTIONS or kind in LINEARS
+    return type(layer) in CONVOLUTIONS or type(layer) in LINEARS
 
 
 def _as_tensor(x: Features) -> SparseTensor:

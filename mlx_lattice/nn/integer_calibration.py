@@ -1,16 +1,18 @@
 """calibrate() for int8 features: scales, folded norms, and chains that stay in int8.
 
-The float net runs twice. First magnitudes of features are sampled, and it is watched
-which norms follow a layer and who reads what it wrote. Then each layer's integer
-result is compared with its float one, on the same float input; what rounding adds to
-the mean of an output channel is taken from its shift (Nagel et al., "Data-Free
+The float net runs twice. The first run samples magnitudes of features, and traces which
+norms follow a layer and which layers read its result. The second run compares each
+layer's integer result with its float one, on the same float input. What rounding adds
+to the mean of an output channel is subtracted from its shift (Nagel et al., "Data-Free
 Quantization Through Weight Equalization and Bias Correction", 2019).
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from math import prod
 
 import mlx.core as mx
@@ -19,11 +21,22 @@ from mlx.nn import Module
 
 from ..integer_weight import fits_int32
 from ..ops import fusion
+from ..ops.coordinates import joined
 from ..quantized import padded
 from ..relation import Relation
-from .calibration_report import Calibration
-from .calibration_runs import run
+from ..routes import launch
+from ..tensor import SparseTensor
+from .calibration import (
+    Calibration,
+    Compared,
+    Layer,
+    Samples,
+    Turns,
+    run,
+    searched_weight,
+)
 from .fake_quantized import FakeQuant
+from .fused import tracing
 from .integer import (
     FoldedNorm,
     contracted,
@@ -34,16 +47,13 @@ from .integer import (
     tie_scales,
     usable,
 )
-from .integer_layers import Compared, Layer, Turns
-from .integer_search import Samples, searched_weight
-from .linear import each_row, has_twin, twin_holding
-from .watching import Watch, watching
+from .linear import each_row, has_twin, observable, twin_holding
 
 
 def calibrate_integers(
     model: Module,
     batches: list,
-    chosen: dict[str, Module],
+    chosen: list[str],
     kept: dict[str, str],
     bits: int,
     group_size: int | None,
@@ -55,7 +65,7 @@ def calibrate_integers(
     Args:
         model: the float model, or one with ``FakeQuant`` layers.
         batches: its inputs.
-        chosen: layers that are to be integer, by path.
+        chosen: paths of the layers that are to be integer.
         kept: reasons for the others.
         bits, group_size: of weights.
         method: of ``METHODS``.
@@ -67,17 +77,17 @@ def calibrate_integers(
     by_path = {path: layer.module for layer in layers for path in layer.paths}
 
     results: dict[int, Samples] = {}
-    turns, told = Turns(), call
+    turns = Turns()
 
-    def call(model: Module, batch: object) -> object:
+    def counted_call(model: Module, batch: object) -> object:
         turns.start()
-        return told(model, batch)
+        return call(model, batch)
 
     def sample(module: Module, feats: mx.array) -> None:
         turn = turns.next("result", module)
         results.setdefault(id(module), Samples()).add(feats, turn)
 
-    watch = Watch(set(known), sample)
+    tracer = Tracer(set(known), sample)
 
     def gather(module: Module, x: mx.array, relation, y) -> None:
         layer = known[id(module)]
@@ -88,32 +98,32 @@ def calibrate_integers(
         layer.calls += 1
         mx.eval(layer.squares)
 
-    def norm_told(fused: fusion.Fused) -> None:
-        if not watch.is_quiet:
-            watch.apart.add(id(fused.scope))
+    def norm_observer(fused: fusion.Fused) -> None:
+        if not tracer.is_paused:
+            tracer.apart.add(id(fused.scope))
 
-    with watching(watch), fusion.observe(norm_told):
-        run(model, by_path, batches, gather, call)
+    with tracing(tracer), fusion.observe(norm_observer):
+        run(model, by_path, batches, gather, counted_call)
     for layer in layers:
         _choose(layer, method)
     # A linear layer that is called by itself gives floats there in any case.
-    watch.keep_float(
+    tracer.keep_float(
         key
         for key, layer in known.items()
         if not isinstance(layer.module, mlx.nn.Linear)
-        and not watch.saw_all(key, layer.calls)
+        and not tracer.saw_all(key, layer.calls)
     )
-    differ = _results_that_differ(watch, known, results, method)
-    watch.keep_float(differ)
+    differ = _results_that_differ(tracer, known, results, method)
+    tracer.keep_float(differ)
     paths = {id(module): path for path, module in model.named_modules()}
-    writes = _int8_results(watch, known, results, method, paths)
-    _adopt(watch, known, writes)
+    writes = _int8_results(tracer, known, results, method, paths)
+    _adopt(tracer, known, writes)
 
     def compare(module: Module, x: mx.array, relation: Relation | None, y) -> None:
         _compare(known[id(module)], x, relation, y, turns.next("compared", module))
 
-    run(model, by_path, batches, compare, call)
-    folded = _foldable(watch, known)
+    run(model, by_path, batches, compare, counted_call)
+    folded = _foldable(tracer, known)
     at = {path: layer for layer in layers for path in layer.paths}
     errors = tuple(
         layer.said(path, id(layer.module) in writes)
@@ -137,7 +147,7 @@ def not_integer(module: Module) -> str | None:
     return None
 
 
-def _layers(model: Module, chosen: dict, bits: int, group_size) -> list[Layer]:
+def _layers(model: Module, chosen: list[str], bits: int, group_size) -> list[Layer]:
     """Return the layers to be made integer; FakeQuant ones give way to their own."""
     modules, found = dict(model.named_modules()), {}
     for path in chosen:
@@ -148,9 +158,11 @@ def _layers(model: Module, chosen: dict, bits: int, group_size) -> list[Layer]:
         elif isinstance(module, FakeQuant):
             given = {"trained": module.get("input_scale"), "fixed": True}
             facts = module.bits, module.group_size
-            found[key] = Layer(module.float_layer(), [path], *facts, **given)
+            found[key] = Layer(
+                observable(module.float_layer()), [path], *facts, **given
+            )
         else:
-            found[key] = Layer(module, [path], bits, group_size)
+            found[key] = Layer(observable(module), [path], bits, group_size)
     for layer in found.values():
         for path in layer.paths:
             put(model, path, layer.module)
@@ -198,11 +210,207 @@ def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
     return contracted(held, weight, relation, scales, module.get("bias"), groups)
 
 
+# The traced run
+
+
+@dataclass(eq=False)
+class Node:
+    """One tensor that a layer, or ``cat``, made.
+
+    Attributes:
+        layer: id of the layer that wrote it; None of joined tensors.
+        is_float: whether something reads it that takes no integers.
+        readers: ids of the integer layers that read it as features.
+        is_residual: whether an integer layer adds it.
+        parts: what was joined: results of layers.
+        is_joined: whether it is part of another.
+    """
+
+    layer: int | None = None
+    is_float: bool = False
+    readers: set[int] = field(default_factory=set)
+    is_residual: bool = False
+    parts: tuple[Node, ...] = ()
+    is_joined: bool = False
+
+
+class Tracer:
+    """Traces which layers read the results of others while the float model runs.
+
+    A layer may write int8 if only integer layers read its result: as features, as the
+    residual of a convolution, or joined with others by ``cat`` for such readers.
+
+    Args:
+        layers: ids of the layers that are to multiply integers.
+        sample: called with a layer and the features of its result, after what is
+            fused into an integer layer, or after all that follows a float one.
+    """
+
+    def __init__(
+        self,
+        layers: set[int],
+        sample: Callable[[Module, mx.array], None],
+    ):
+        self.layers, self._sample = layers, sample
+        self.nodes: list[Node] = []
+        self.norms: dict[int, list[Module | None]] = {}  # of each call of a layer
+        self.apart: set[int] = set()  # norms that were called by themselves
+        self.is_paused = False
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Trace nothing inside the block."""
+        before, self.is_paused = self.is_paused, True
+        try:
+            yield
+        finally:
+            self.is_paused = before
+
+    def read(self, node: Node) -> None:
+        """Record that the layer of this scope reads features."""
+        if self.is_paused:
+            return
+        layer = id(launch.current_scope())
+        if layer in self.layers:
+            node.readers.add(layer)
+        else:
+            node.is_float = True
+
+    def convolved(
+        self,
+        conv: Module,
+        norm: Module | None,
+        x: SparseTensor,
+        residual: SparseTensor | None,
+        fits: bool,
+        y: SparseTensor,
+    ) -> SparseTensor:
+        """Record a layer with what follows it; return its result, traced."""
+        if launch.is_planning():  # the results are zeros
+            return y
+        integer = id(conv) in self.layers
+        for node in _nodes(x):
+            if integer:
+                node.readers.add(id(conv))
+            else:
+                node.is_float = True
+        for node in _nodes(residual):
+            node.is_residual = True
+            node.is_float |= not (integer and fits)
+        self.norms.setdefault(id(conv), []).append(norm if fits else None)
+        if not fits and norm is not None:
+            self.apart.add(id(norm))
+        if integer and not fits:
+            return y  # what follows takes it in float
+        self._sample(conv, y.feats)
+        return self._traced(y, Node(id(conv)))
+
+    def joined(self, tensors: list[TracedTensor]) -> SparseTensor:
+        """Record that tensors are joined; return them joined, traced."""
+        first = tensors[0]
+        with self.paused():
+            y = SparseTensor.trusted(
+                first.manager,
+                first.key,
+                first.coords,
+                mx.concatenate([x.feats for x in tensors], axis=1),
+            )
+        parts = [part for x in tensors for part in x.node.parts or (x.node,)]
+        for x in tensors:
+            x.node.is_joined = True
+        return self._traced(y, Node(parts=tuple(parts)))
+
+    def _traced(self, y: SparseTensor, node: Node) -> TracedTensor:
+        self.nodes.append(node)
+        return TracedTensor.of_node(y, self, node)
+
+    def saw_all(self, layer: int, calls: int) -> bool:
+        """Whether all calls of a layer were calls of ``fused.convolved``."""
+        return len(self.norms.get(layer, ())) == calls
+
+    def keep_float(self, layers: Iterable[int]) -> None:
+        """Have layers write float."""
+        kept = set(layers)
+        for node in self.nodes:
+            node.is_float |= node.layer in kept
+
+    def writers(self) -> list[int]:
+        """Return the layers whose results may be int8, in order."""
+        while self._spread():
+            pass
+        found = (node.layer for node in self.nodes if not node.is_float)
+        return list(dict.fromkeys(layer for layer in found if layer is not None))
+
+    def _spread(self) -> bool:
+        """Make float what belongs to something that is; return whether anything did."""
+        count = sum(node.is_float for node in self.nodes)
+        for node in self.nodes:
+            node.is_float |= not (node.readers or node.is_residual or node.is_joined)
+            if node.is_float or any(part.is_float for part in node.parts):
+                for each in (node, *node.parts):
+                    each.is_float = True
+        floats = {node.layer for node in self.nodes if node.is_float} - {None}
+        for node in self.nodes:
+            node.is_float |= node.layer in floats
+        return count < sum(node.is_float for node in self.nodes)
+
+
+class TracedTensor(SparseTensor):
+    """A layer's result during the traced run: the tracer records who reads it."""
+
+    tracer: Tracer
+    node: Node
+
+    @classmethod
+    def of_node(cls, x: SparseTensor, tracer: Tracer, node: Node) -> TracedTensor:
+        """Return a tensor, traced."""
+        made = cls.__new__(cls)
+        place = {"manager": x.manager, "key": x.key, "coords": x.coords}
+        made.__dict__.update(place, _feats=x.feats, tracer=tracer, node=node)
+        return made
+
+    def _state(self) -> tuple[type, dict]:
+        """Copy and pickle as a plain tensor."""
+        return SparseTensor, {"feats": self.feats}
+
+    @property
+    def feats(self) -> mx.array:
+        """The features; the tracer records who reads them."""
+        self.tracer.read(self.node)
+        return self._feats
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        """(N, C)."""
+        return tuple(self._feats.shape)
+
+    @property
+    def channels(self) -> int:
+        """Number of feature channels."""
+        return self._feats.shape[1]
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """Dtype of the features."""
+        return self._feats.dtype
+
+
+@joined.register
+def _(first: TracedTensor, tensors: list[SparseTensor]) -> SparseTensor:
+    if all(isinstance(x, TracedTensor) for x in tensors):
+        return first.tracer.joined(tensors)
+    return first.replace(mx.concatenate([x.feats for x in tensors], axis=1))
+
+
+def _nodes(x: object) -> tuple[Node, ...]:
+    return (x.node,) if isinstance(x, TracedTensor) else ()
+
+
 # What stays in int8, and what is folded
 
 
 def _int8_results(
-    watch: Watch,
+    tracer: Tracer,
     known: dict[int, Layer],
     results: dict[int, Samples],
     method: str,
@@ -213,16 +421,16 @@ def _int8_results(
     Where readers were trained for a scale of their features it is that one, if all
     have it who read the result or what it is joined with.
     """
-    writers = watch.writers()
+    writers = tracer.writers()
     shared = {key: {key} for key in writers}
-    for node in watch.nodes:
+    for node in tracer.nodes:
         if not node.is_float and node.parts:
             layers = {part.layer for part in node.parts}
             together = set().union(*(shared[key] for key in layers))
             shared |= {key: together for key in together}
     readers: dict[int, set[int]] = {}
     added = set()
-    for node in watch.nodes:
+    for node in tracer.nodes:
         for part in node.parts or (node,):
             readers.setdefault(part.layer, set()).update(node.readers)
             if node.is_residual:
@@ -239,12 +447,12 @@ def _int8_results(
         scale = usable(scale, paths[key])
         if scale is not None:
             scales[key] = scale
-    _join(watch, scales)
+    _join(tracer, scales)
     return scales
 
 
 def _results_that_differ(
-    watch: Watch, known: dict[int, Layer], results: dict[int, Samples], method: str
+    tracer: Tracer, known: dict[int, Layer], results: dict[int, Samples], method: str
 ) -> list[int]:
     """Return the layers whose results of several calls no one scale fits.
 
@@ -253,12 +461,12 @@ def _results_that_differ(
     trained = {key for key, layer in known.items() if layer.fixed}
     held = {
         part.layer
-        for node in watch.nodes
+        for node in tracer.nodes
         if node.readers & trained
         for part in node.parts or (node,)
     }
     found = []
-    for key in watch.writers():
+    for key in tracer.writers():
         if key in held | trained:
             continue
         scale = results[key].scale(method)
@@ -271,14 +479,14 @@ def _results_that_differ(
     return found
 
 
-def _join(watch: Watch, scales: dict[int, mx.array]) -> None:
+def _join(tracer: Tracer, scales: dict[int, mx.array]) -> None:
     """Give what is only joined with others the greatest scale of theirs.
 
     Joining rounds it to that one anyway: so it is rounded once, where it is written.
     """
     met: dict[int, list[mx.array]] = {}
     apart = set()
-    for node in watch.nodes:
+    for node in tracer.nodes:
         parts = [part.layer for part in node.parts]
         if parts and all(layer in scales for layer in parts):
             most = max((scales[layer] for layer in parts), key=mx.array.item)
@@ -292,13 +500,15 @@ def _join(watch: Watch, scales: dict[int, mx.array]) -> None:
             scales[layer] = first
 
 
-def _adopt(watch: Watch, known: dict[int, Layer], writes: dict[int, mx.array]) -> None:
+def _adopt(
+    tracer: Tracer, known: dict[int, Layer], writes: dict[int, mx.array]
+) -> None:
     """Give layers that read int8 results alone the scale that these have.
 
     What is joined has the greatest scale of its parts.
     """
     met: dict[int, list[mx.array | None]] = {}
-    for node in watch.nodes:
+    for node in tracer.nodes:
         scales = [writes.get(part.layer) for part in node.parts or (node,)]
         whole = all(scale is not None for scale in scales)
         scale = max(scales, key=lambda scale: scale.item()) if whole else None
@@ -318,19 +528,19 @@ def _trained(known: dict[int, Layer], readers: set[int], added: bool):
     return scales[0] if len({scale.item() for scale in scales}) == 1 else None
 
 
-def _foldable(watch: Watch, known: dict[int, Layer]) -> dict[int, Module]:
+def _foldable(tracer: Tracer, known: dict[int, Layer]) -> dict[int, Module]:
     """Return the norm of each layer whose every call it follows, and only it."""
     users: dict[int, set[int]] = {}
-    for key, norms in watch.norms.items():
+    for key, norms in tracer.norms.items():
         for norm in norms:
             users.setdefault(id(norm), set()).add(key)
     found = {}
-    for key, norms in watch.norms.items():
+    for key, norms in tracer.norms.items():
         norm = norms[0]
         alone = norm is not None and all(each is norm for each in norms)
-        alone = alone and users[id(norm)] == {key} and id(norm) not in watch.apart
+        alone = alone and users[id(norm)] == {key} and id(norm) not in tracer.apart
         # A layer that is called by itself too has to give what it gave.
-        if alone and key in known and watch.saw_all(key, known[key].calls):
+        if alone and key in known and tracer.saw_all(key, known[key].calls):
             found[key] = norm
     return found
 

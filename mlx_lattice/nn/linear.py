@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
@@ -16,6 +17,7 @@ from ..epilogue import Epilogue
 from ..geometry import sync
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
+from ..observers import Observers
 from ..ops import on_features
 from ..ops.activation import activated
 from ..ops.known_activations import activation_of
@@ -261,6 +263,23 @@ def _twin(layer: Module) -> type[Packed] | None:
     return getattr(layer, "twin", of_rows)
 
 
+class LinearCall(NamedTuple):
+    """One call of a ``Linear``.
+
+    Attributes:
+        layer: the layer.
+        rows: (N, C_in) features.
+        result: what the layer returns for them.
+    """
+
+    layer: Linear
+    rows: mx.array
+    result: mx.array
+
+
+linear_calls: Observers[LinearCall] = Observers("linear calls")
+
+
 class Linear(Packable, mlx.nn.Linear):
     """``mlx.nn.Linear`` that takes tensors too.
 
@@ -290,7 +309,16 @@ class Linear(Packable, mlx.nn.Linear):
                 f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
                 "with .astype or set_dtype"
             )
-        return on_features(self._apply, x)
+        if not linear_calls.now():
+            return on_features(self._apply, x)
+        with launch.scope(self):
+            return on_features(self._observed, x)
+
+    def _observed(self, x: mx.array) -> mx.array:
+        y = self._apply(x)
+        if not launch.is_planning():
+            linear_calls.tell(LinearCall(self, x.reshape(-1, x.shape[-1]), y))
+        return y
 
     def _apply(self, x: mx.array) -> mx.array:
         _expect_channels(x, self.weight.shape[1])
@@ -300,6 +328,16 @@ class Linear(Packable, mlx.nn.Linear):
         if x.dtype == self.weight.dtype and is_contraction(x):
             return contracted(self, x, self.weight.T[None])
         return _product(x, self.weight, self.get("bias"))
+
+
+def observable(layer: Module) -> Module:
+    """Return a linear layer of MLX as a ``Linear`` of the same arrays; others as is."""
+    if not isinstance(layer, mlx.nn.Linear) or isinstance(layer, Linear):
+        return layer
+    made = Linear.__new__(Linear)
+    made.__dict__.update(vars(layer))
+    dict.update(made, layer)
+    return made
 
 
 def _expect_channels(x: mx.array, channels: int) -> None:

@@ -42,6 +42,22 @@ def error(net, reference, x):
     return (mx.linalg.norm(net(x) - y) / mx.linalg.norm(y)).item()
 
 
+@pytest.mark.parametrize("activations", (None, 8))
+def test_a_copy_runs_and_the_model_keeps_its_layers(activations):
+    net = nn.Sequential(nn.SubmConv3d(20, 64, 3), mlx.nn.Linear(64, 64)).eval()
+    layers = list(net.layers)
+
+    def call(model, x):
+        assert model is not net
+        assert all(a is b for a, b in zip(net.layers, layers, strict=True))
+        return model(x)
+
+    packed, report = ml.calibrate(net, [batch()], 8, activations=activations, call=call)
+    assert [error.path for error in report.layers] == ["layers.0", "layers.1"]
+    assert type(net.layers[1]) is mlx.nn.Linear
+    assert type(packed.layers[1]).__name__ == "QuantizedLinear"
+
+
 @pytest.mark.parametrize("bits", (4, 8))
 def test_every_layer_gets_better(bits):
     net, batches = make_net(), [batch(s) for s in range(3)]
