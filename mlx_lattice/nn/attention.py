@@ -1,11 +1,13 @@
-"""Attention among active rows, in the manner of mlx.nn.
+"""Attention among rows and to tokens, and transformer blocks, in the manner of mlx.nn.
 
-Parameters are named as in TRELLIS and TRELLIS.2, whose weights load by name.
+Parameters are named as in TRELLIS, TRELLIS.2 and Point Transformer V3, whose weights
+load by name.
 """
 
 from __future__ import annotations
 
 import mlx.core as mx
+import mlx.nn
 from mlx.nn import Module
 
 from .. import ops
@@ -14,15 +16,19 @@ from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
 from ..ops.heads import turned_head, turned_heads
+from ..ops.relative import biases
 from ..ops.rotations import angles, check_rotary
-from ..tensor import SparseTensor, expect_tensor
-from .activations import GELU
+from ..tensor import SparseTensor, expect_tensor, features_of
 from .containers import in_order
+from .elementwise import GELU
 from .linear import Linear
 from .normalization import LayerNorm
 from .parameters import Parameters
 
-__all__ = ["SparseAttention", "SparseTransformerBlock"]
+__all__ = [
+    "AdaptiveLayerNorm", "CrossAttention", "ModulatedTransformerBlock",
+    "RelativePositions", "SparseAttention", "SparseTransformerBlock",
+]  # fmt: skip
 
 
 class MultiHeadRMSNorm(Parameters, Module):
@@ -190,3 +196,232 @@ class SparseTransformerBlock(Module):
         """Return features on the rows of ``x``."""
         x = x + self.attn(self.norm1(x))
         return x + self.mlp(self.norm2(x))
+
+
+class RelativePositions(Parameters, Module):
+    """Adds to each score an entry an axis, by how far the key lies from the query.
+
+    Point Transformer V3's ``RPE``; the table is named as there, for
+    ``ops.serialized_attention(table=...)``.
+
+    Args:
+        patch_size (int): The rows of a patch: differences count up to
+            ``int(2 * (4 * patch_size) ** (1 / dims))`` cells, those beyond as that.
+        num_heads (int): The number of heads.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    def __init__(self, patch_size: int, num_heads: int, dims: int = 3):
+        super().__init__()
+        self.bound, self.dims = int((4 * patch_size) ** (1 / dims) * 2), dims
+        shape = dims * (2 * self.bound + 1), num_heads
+        self.rpe_table = 0.02 * mx.random.truncated_normal(-100.0, 100.0, shape)
+
+    def _extra_repr(self) -> str:
+        return f"bound={self.bound}, num_heads={self.rpe_table.shape[1]}"
+
+    def __call__(self, apart: mx.array) -> mx.array:
+        """Return (..., heads) biases of (..., dims) integer query cell minus key."""
+        return biases(self.rpe_table, apart)
+
+
+class CrossAttention(Module):
+    """Applies multi-head attention from rows to the tokens of their batch element.
+
+    Args:
+        dims (int): The number of channels.
+        num_heads (int): The number of heads, a divisor of the channels.
+        context_dims (int, optional): The channels of the tokens. Default: ``dims``.
+        bias (bool): If ``True`` queries, keys and values have a bias.
+            Default: ``True``.
+        qk_rms_norm (bool): If ``True`` normalise queries and keys. Default: ``False``.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        num_heads: int,
+        context_dims: int | None = None,
+        *,
+        bias: bool = True,
+        qk_rms_norm: bool = False,
+    ):
+        super().__init__()
+        dims = whole(dims, "dims", 1)
+        self.num_heads = heads_of(dims, num_heads)
+        self.to_q = Linear(dims, dims, bias=bias)
+        tokens = dims if context_dims is None else context_dims
+        self.to_kv = Linear(tokens, 2 * dims, bias=bias)
+        if qk_rms_norm:
+            self.q_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
+            self.k_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
+        self.to_out = Linear(dims, dims)
+
+    def _extra_repr(self) -> str:
+        return f"num_heads={self.num_heads}"
+
+    def __call__(
+        self,
+        x: SparseTensor | mx.array,
+        context: SparseTensor | mx.array,
+        lengths: mx.array | None = None,
+    ) -> SparseTensor | mx.array:
+        """Attend; rows and key of a tensor are kept.
+
+        Args:
+            x: a tensor, or an array (B, L, dims) of sequences.
+            context: the tokens: (B, M, context_dims); a tensor, whose batch elements
+                are the sequences; or (T, context_dims), one sequence after another.
+            lengths: (B,) integers: the number of tokens of each sequence; by default M.
+
+        Raises:
+            ValueError: shapes do not fit.
+        """
+        if isinstance(context, SparseTensor):
+            if lengths is not None:
+                raise ValueError("a tensor of tokens has its own lengths; pass none")
+            context, lengths = ops.to_sequences(context)
+        elif context.ndim == 2 and lengths is not None:
+            context, lengths = ops.to_sequences(context, lengths)
+        if context.ndim != 3:
+            raise ValueError(
+                f"context must have shape (B, M, C); got {tuple(context.shape)}. Rows "
+                "(T, C) of all sequences need their lengths"
+            )
+        rows = features_of(x)
+        q = self.to_q(rows)
+        width = q.shape[-1] // self.num_heads
+        q = q.reshape(*q.shape[:-1], self.num_heads, width)
+        both = self.to_kv(context)
+        both = both.reshape(*both.shape[:2], 2, self.num_heads, width)
+        k, v = (a.squeeze(2) for a in mx.split(both, 2, axis=2))
+        if "q_rms_norm" in self:
+            q, k = self.q_rms_norm(q), self.k_rms_norm(k)
+        like = x if isinstance(x, SparseTensor) else None
+        with inside(self):
+            y = ops.cross_attention(q, k, v, like, lengths=lengths)
+        y = self.to_out(y.reshape(rows.shape))
+        return y if like is None else x.replace(y)
+
+
+# Shift, scale and gate, of attention and of the feed-forward net.
+PARTS = 6
+
+
+class AdaptiveLayerNorm(LayerNorm):
+    """Applies layer normalization to each row, then a batch element's shift and scale.
+
+    Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023.
+
+    Args:
+        dims (int): The number of channels.
+        eps (float): Added to the variance. Default: ``1e-6``.
+        affine (bool): If ``True`` learn a scale and a shift too. Default: ``False``.
+    """
+
+    def __init__(self, dims: int, eps: float = 1e-6, affine: bool = False):
+        super().__init__(dims, eps=eps, affine=affine)
+
+    def __call__(
+        self, x: SparseTensor | mx.array, shift: mx.array, scale: mx.array
+    ) -> SparseTensor | mx.array:
+        """Normalise a tensor, or sequences (B, L, C), by ``ops.modulate``.
+
+        Where all rows have one shift and scale, they are the norm's own.
+
+        Args:
+            x: what to normalise.
+            shift, scale: (B, C).
+        """
+        one = (1, features_of(x).shape[-1])
+        if tuple(shift.shape) != one or tuple(scale.shape) != one:
+            return ops.modulate(super().__call__(x), shift, scale)
+        weight, bias = 1 + scale[0].astype(mx.float32), shift[0].astype(mx.float32)
+        if "bias" in self:
+            bias = bias + weight * self.bias
+        if "weight" in self:
+            weight = weight * self.weight
+        return ops.layer_norm(x, weight, bias, self.eps)
+
+
+class ModulatedTransformerBlock(Module):
+    """Self-attention, attention to tokens and a feed-forward net, under a condition.
+
+    The first and the last are behind adaptive norms, and their results are gated;
+    attention to tokens is behind an affine norm. Each is beside a skip.
+
+    Args:
+        dims (int): The number of channels.
+        num_heads (int): The number of heads, a divisor of the channels.
+        context_dims (int, optional): The channels of the tokens. Default: ``dims``.
+        mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
+        share_mod (bool): If ``True`` a call is given the modulation itself, made by
+            one layer for all blocks, to which each block adds a vector of its own;
+            else each block makes it of the condition. Default: ``False``.
+        qk_rms_norm_cross (bool): If ``True`` normalise queries and keys of the
+            attention to tokens. Default: ``False``.
+        **attention: The other arguments of ``SparseAttention``, for self-attention.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        num_heads: int,
+        context_dims: int | None = None,
+        mlp_ratio: float = 4.0,
+        *,
+        share_mod: bool = False,
+        qk_rms_norm_cross: bool = False,
+        **attention,
+    ):
+        super().__init__()
+        self.norm1 = AdaptiveLayerNorm(dims)
+        self.norm2 = LayerNorm(dims, eps=1e-6)
+        self.norm3 = AdaptiveLayerNorm(dims)
+        self.self_attn = SparseAttention(dims, num_heads, **attention)
+        self.cross_attn = CrossAttention(
+            dims, num_heads, context_dims, qk_rms_norm=qk_rms_norm_cross
+        )
+        self.mlp = FeedForward(dims, int(dims * mlp_ratio))
+        if share_mod:
+            self.modulation = mx.random.normal((PARTS * dims,)) * dims**-0.5
+        else:
+            self.adaLN_modulation = modulation_layers(dims)
+
+    def __call__(
+        self,
+        x: SparseTensor,
+        condition: mx.array,
+        context: SparseTensor | mx.array,
+        lengths: mx.array | None = None,
+    ) -> SparseTensor:
+        """Return features on the rows of ``x``.
+
+        Args:
+            x: tensor.
+            condition: (B, dims), or with ``share_mod`` (B, 6 * dims).
+            context, lengths: as of ``CrossAttention``.
+        """
+        if "modulation" in self:
+            condition = (self.modulation + condition).astype(condition.dtype)
+        else:
+            condition = modulation_of(self.adaLN_modulation, condition)
+        shift1, scale1, gate1, shift2, scale2, gate2 = mx.split(condition, PARTS, 1)
+        y = self.self_attn(self.norm1(x, shift1, scale1))
+        x = ops.gate(y, gate1, residual=x)
+        x = x + self.cross_attn(self.norm2(x), context, lengths)
+        y = self.mlp(self.norm3(x, shift2, scale2))
+        return ops.gate(y, gate2, residual=x)
+
+
+def modulation_layers(dims: int) -> list[Module]:
+    """Return SiLU and the linear layer to the six parts, which starts at zero."""
+    layer = Linear(dims, PARTS * dims)
+    zeros = {name: mx.zeros_like(value) for name, value in layer.parameters().items()}
+    return [mlx.nn.SiLU(), layer.update(zeros)]
+
+
+def modulation_of(layers: list[Module], condition: mx.array) -> mx.array:
+    """Return the (B, 6 * dims) modulation that layers make of (B, dims)."""
+    activation, layer = layers
+    return layer(activation(condition))

@@ -9,7 +9,7 @@ import mlx.nn
 
 from ..ops.known_activations import fused_activation
 from ..tensor import SparseTensor
-from .dropout import Dropout
+from .elementwise import Dropout
 from .fused import FUSING, called, convolved, is_followed, normalized, plain
 from .integer import FoldedNorm
 

@@ -25,7 +25,6 @@ from ..ops.known_activations import fused_activation
 from ..tensor import SparseTensor, features_of
 from . import convolution
 from . import linear as linears
-from .convolution_layer import Convolution
 from .integer import FoldedNorm, as_float32, is_integer, known_output
 from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 
@@ -37,7 +36,7 @@ FIXED: set[type] = {BatchNorm}
 CONVOLUTIONS = frozenset(
     kind
     for kind in vars(convolution).values()
-    if isinstance(kind, type) and issubclass(kind, Convolution)
+    if isinstance(kind, type) and issubclass(kind, convolution.Convolution)
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 Features = SparseTensor | mx.array

@@ -1,6 +1,8 @@
-"""Pooling modules."""
+"""Pooling, upsampling, and dense maps of a lattice."""
 
 from __future__ import annotations
+
+from math import prod
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -12,14 +14,20 @@ from ..kernel_spec import IntOrTuple, check_support, per_axis
 from ..ops.interpolation import MODES, upsample_linear
 from ..ops.pool import COUNTS, PoolIndices, max_pool, pool, upsample_nearest
 from ..ops.relations import Coordinates
-from ..tensor import SparseTensor
-from .offsets import kernel_spec
+from ..reductions import put
+from ..tensor import SparseTensor, expect_tensor
+from ..transformations import zeros_of
+from .containers import Sequential
+from .convolution import kernel_spec
+from .elementwise import GELU
+from .linear import Linear
+from .normalization import BatchNorm, LayerNorm
 
 __all__ = [
     "AvgPool1d", "AvgPool2d", "AvgPool3d", "AvgPool4d", "GlobalAvgPool",
-    "GlobalMaxPool", "GlobalSumPool", "MaxPool1d", "MaxPool2d", "MaxPool3d",
-    "MaxPool4d", "SumPool1d", "SumPool2d", "SumPool3d", "SumPool4d", "Upsample1d",
-    "Upsample2d", "Upsample3d", "Upsample4d",
+    "GlobalMaxPool", "GlobalSumPool", "GridPooling", "GridUnpooling", "MaxPool1d",
+    "MaxPool2d", "MaxPool3d", "MaxPool4d", "SumPool1d", "SumPool2d", "SumPool3d",
+    "SumPool4d", "ToBEV", "Upsample1d", "Upsample2d", "Upsample3d", "Upsample4d",
 ]  # fmt: skip
 
 
@@ -194,3 +202,148 @@ class Upsample2d(Upsample, dims=2): ...
 class Upsample3d(Upsample, dims=3): ...
 class Upsample4d(Upsample, dims=4): ...
 # fmt: on
+
+
+class GridPooling(Module):
+    """A linear layer, the greatest of each cell, a norm and GELU.
+
+    Wu et al., "Point Transformer V2", 2022; parameters are named as in Point
+    Transformer V3.
+
+    Args:
+        in_channels (int): The number of input channels.
+        out_channels (int): The number of output channels.
+        stride (int or tuple): The extent of a cell. Default: ``2``.
+        norm (Module, optional): A norm of the output channels; by default a
+            ``LayerNorm``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        stride: IntOrTuple = 2,
+        norm: BatchNorm | LayerNorm | None = None,
+    ):
+        super().__init__()
+        self.stride = stride
+        self.proj = Linear(in_channels, out_channels)
+        norm = LayerNorm(out_channels) if norm is None else norm
+        self.norm = Sequential(norm, GELU())
+
+    def _extra_repr(self) -> str:
+        return f"stride={self.stride}"
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the sorted unique cells ``floor(row / stride)``."""
+        expect_tensor(x)
+        stride = per_axis(self.stride, x.dims, "stride")
+        return self.norm(max_pool(self.proj(x), stride, padding=0))
+
+    def positions(self, x: SparseTensor) -> SparseTensor:
+        """Return on the same cells the mean of their rows' features."""
+        expect_tensor(x)
+        return pool(x, per_axis(self.stride, x.dims, "stride"), padding=0)
+
+
+class GridUnpooling(Module):
+    """Features of a cell added to those of its rows, after a layer and a norm each.
+
+    Args:
+        in_channels (int): The number of channels of the cells.
+        skip_channels (int): The number of channels of the rows.
+        out_channels (int): The number of output channels.
+        stride (int or tuple): The extent of a cell. Default: ``2``.
+        norm (type): ``LayerNorm``, ``BatchNorm`` or a function that makes a norm of a
+            number of channels. Default: ``LayerNorm``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        skip_channels: int,
+        out_channels: int,
+        stride: IntOrTuple = 2,
+        norm=LayerNorm,
+    ):
+        super().__init__()
+        self.stride = stride
+        self.proj = Sequential(
+            Linear(in_channels, out_channels), norm(out_channels), GELU()
+        )
+        self.proj_skip = Sequential(
+            Linear(skip_channels, out_channels), norm(out_channels), GELU()
+        )
+
+    def _extra_repr(self) -> str:
+        return f"stride={self.stride}"
+
+    def __call__(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``skip``."""
+        skip, cells = self.branches(x, skip)
+        return skip + cells
+
+    def branches(
+        self, x: SparseTensor, skip: SparseTensor
+    ) -> tuple[SparseTensor, SparseTensor]:
+        """Return what is added: of the rows themselves, and of their cells."""
+        expect_tensor(x)
+        rows = self.proj_skip(skip)
+        return rows, upsample_nearest(self.proj(x), self.stride, skip)
+
+
+class ToBEV(Module):
+    """Makes a dense map of all axes but one, which is folded into the channels.
+
+    OpenPCDet's ``HeightCompression``, with the channels last, as MLX's 2D convolutions
+    take them: channel ``c * D + d`` of a cell is feature c of the row at height d, and
+    0 where there is none. Features go to their places in one scatter.
+
+    Args:
+        axis (int): The spatial axis of height: ``0`` of (z, y, x), ``-1`` of
+            (x, y, z). Default: ``0``.
+    """
+
+    def __init__(self, axis: int = 0):
+        super().__init__()
+        self.axis = axis
+
+    def _extra_repr(self) -> str:
+        return f"axis={self.axis}"
+
+    def __call__(self, x: SparseTensor) -> mx.array:
+        """Return a (B, other axes..., C * D) array in the features' dtype.
+
+        Raises:
+            ValueError: the tensor has no ``spatial_shape``, one axis alone, or a row
+                outside its shape.
+        """
+        expect_tensor(x)
+        if x.spatial_shape is None:
+            raise ValueError(
+                "ToBEV needs the extents of the map: make the tensor with "
+                "spatial_shape=, which convolutions then hand on"
+            )
+        if x.dims < 2 or not -x.dims <= self.axis < x.dims:
+            raise ValueError(
+                f"ToBEV folds axis {self.axis} of two or more; got a tensor with "
+                f"{x.dims}"
+            )
+        up = self.axis % x.dims
+        held = x.coordinate_set
+        held.index  # noqa: B018 (raises where rows repeat)
+        held.bounds  # noqa: B018 (raises where a row lies outside its shape)
+        grid = [x.batch_size, *x.spatial_shape]
+        deep = grid.pop(1 + up)
+        if not len(x):
+            return zeros_of([x.feats], (*grid, x.channels * deep), x.dtype)
+        columns = [held.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)]
+        height = columns.pop(1 + up)
+        cell = mx.zeros_like(height)
+        for column, extent in zip(columns, grid, strict=True):
+            cell = cell * extent + column
+        channel = mx.arange(x.channels, dtype=mx.int64)
+        at = (cell[:, None] * x.channels + channel) * deep + height[:, None]
+        size = prod(grid) * x.channels * deep
+        dense = put(x.feats.flatten(), at.flatten(), size)
+        return dense.reshape(*grid, x.channels * deep)

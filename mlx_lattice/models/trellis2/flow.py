@@ -23,7 +23,7 @@ import mlx.core as mx
 from ... import nn, ops
 from ...dtypes import dtype_name
 from ...module_state import Kept
-from ...nn.adaptive_norm import modulation_layers, modulation_of
+from ...nn.attention import modulation_layers, modulation_of
 from ...tensor import SparseTensor, align, expect_tensor
 from .embeddings import TimestepEmbedder, place_features
 from .published import Trellis2Net
