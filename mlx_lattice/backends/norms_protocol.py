@@ -50,8 +50,6 @@ class RowSegments:
     of: mx.array
     order: mx.array | None = None
     make_begins: Callable[[], mx.array] | None = None
-    # What was made for these segments, by what it depends on besides.
-    functions: dict = field(default_factory=dict, compare=False, repr=False)
     _cut: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property

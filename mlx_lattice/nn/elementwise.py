@@ -22,7 +22,7 @@ from ..ops.activation import (
     silu,
 )
 from ..ops.known_activations import BY_TANH, as_its_base
-from ..ops.modulation import scaled
+from ..ops.norm import scaled
 from ..tensor import SparseTensor
 from .parameters import Parameters
 

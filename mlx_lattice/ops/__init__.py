@@ -13,12 +13,10 @@ from . import (
     dual_grid,
     global_pool,
     interpolation,
-    modulation,
     neighbours,
     norm,
     pool,
     rotations,
-    row_norms,
     sampling,
     sequences,
 )
@@ -33,12 +31,10 @@ from .curves import *
 from .dual_grid import *
 from .global_pool import *
 from .interpolation import *
-from .modulation import *
 from .neighbours import *
 from .norm import *
 from .pool import *
 from .rotations import *
-from .row_norms import *
 from .sampling import *
 from .sequences import *
 
@@ -54,12 +50,10 @@ __all__ = [
     *dual_grid.__all__,
     *global_pool.__all__,
     *interpolation.__all__,
-    *modulation.__all__,
     *neighbours.__all__,
     *norm.__all__,
     *pool.__all__,
     *rotations.__all__,
-    *row_norms.__all__,
     *sampling.__all__,
     *sequences.__all__,
 ]

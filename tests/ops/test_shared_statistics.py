@@ -16,8 +16,9 @@ from reference_norms import Norm
 
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
-from mlx_lattice.ops.exchanges import Exchanges, SharedStatistics
+from mlx_lattice.ops.exchanges import Exchanges
 from mlx_lattice.ops.known_activations import activation_of
+from mlx_lattice.ops.norm_statistics import SharedStatistics
 
 C = 9
 PLACES = [place for place in HERE if place.name in NORMS]
