@@ -36,11 +36,11 @@ from .calibration import (
     METHODS,
     Calibration,
     LayerError,
-    asked,
     call_of_model,
     keep_float,
     observable_copy,
-    run,
+    observe_calls,
+    wants_packing,
 )
 from .integer_calibration import calibrate_integers, not_integer
 from .linear import why_no_twin
@@ -133,7 +133,7 @@ def calibrate(
         moments[id(layer)] = seen + moments.get(id(layer), 0)
         mx.eval(moments[id(layer)])
 
-    run(observed, layers, batches, gather, call)
+    observe_calls(observed, layers, batches, gather, call)
     plain, best = {}, {}
     for layer in layers.values():
         plain[id(layer)] = q = _plain(layer, bits, group_size)
@@ -152,7 +152,7 @@ def calibrate(
         totals[id(layer)] = now + totals.get(id(layer), 0)
         mx.eval(totals[id(layer)])
 
-    run(observed, layers, batches, compare, call)
+    observe_calls(observed, layers, batches, compare, call)
     found, chosen = [], {}
     for path, layer in layers.items():
         before = after = None
@@ -180,7 +180,7 @@ def _to_pack(
     layers, kept = {}, {}
     for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
         packable = hasattr(module, "to_quantized") and "scales" not in module
-        if not packable or not asked(predicate, path, module):
+        if not packable or not wants_packing(predicate, path, module):
             continue
         why = why_no_twin(module)
         if why is None and activations:

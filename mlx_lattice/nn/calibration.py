@@ -97,7 +97,9 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
     __repr__ = __str__
 
 
-def asked(predicate: Callable[[str, Module], bool], path: str, module: Module) -> bool:
+def wants_packing(
+    predicate: Callable[[str, Module], bool], path: str, module: Module
+) -> bool:
     """Return whether a predicate wants a layer to be packed.
 
     Raises:
@@ -121,13 +123,13 @@ class LayerError:
 
     Attributes:
         path: the layer's path in the model.
-        before: norm of the output's error over that of the output, where weights and
-            features are rounded by their greatest magnitudes; None where no batch
-            reached the layer.
-        after: the same with what was chosen.
-        writes_int8: whether the layer's result stays int8 for the next one.
-        calls: ``after`` of each call, where the model calls the layer several times.
-        note: where the calls differ too much for one scale, what was done, and why.
+        before: norm of the output's error over the norm of the output, if weights and
+            features are rounded by their greatest magnitudes; None if no batch reached
+            the layer.
+        after: the same error with the scales that calibration chose.
+        writes_int8: whether the layer's result stays int8 for the next layer.
+        calls: ``after`` of each call, if the model calls the layer several times.
+        note: what was done, and why, if the calls differ too much for one scale.
     """
 
     path: str
@@ -154,7 +156,7 @@ class Calibration:
 
     Attributes:
         bits, group_size: how weights were packed.
-        layers: one a packed layer, in the model's order.
+        layers: the error of each packed layer, in the model's order.
         kept: path and reason of each layer that stays in float.
         activations: bits of features, 8 or None for floats.
         method: how scales of features were chosen, "" for floats.
@@ -170,7 +172,7 @@ class Calibration:
     folded: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        """Return a row a layer: its error before and after."""
+        """Return a row for each layer: its error before and after."""
         names = [e.path for e in self.layers] + list(self.kept)
         width = max(map(len, names), default=0)
         head = f"int{self.bits}"
@@ -212,7 +214,7 @@ def observable_copy(
     return model, found
 
 
-def run(
+def observe_calls(
     model: Module,
     layers: dict[str, Module],
     batches: list,
@@ -254,7 +256,7 @@ def run(
 
 
 def _arrays(tree: object) -> Iterator[mx.array]:
-    """Yield the arrays of a result: tensors, arrays, and what holds them."""
+    """Yield the arrays of a result: of tensors, arrays and containers of them."""
     if isinstance(tree, SparseTensor):
         yield tree.feats
     elif isinstance(tree, mx.array):
@@ -312,13 +314,13 @@ class Worst(NamedTuple):
 
 
 class Samples:
-    """Magnitudes of features: some of each call, evenly spaced, and the greatest."""
+    """Magnitudes of features: evenly spaced ones of each call, and the greatest."""
 
     def __init__(self):
         self._kept: dict[int, list[mx.array]] = {}
 
     def add(self, x: mx.array, call: int = 0) -> None:
-        """Take those of (N, C) features, of a call by its place in a run."""
+        """Sample (N, C) features of a call; ``call`` is its place in a run."""
         if not x.size:
             return
         flat = mx.abs(x.astype(mx.float32)).reshape(-1)
@@ -332,10 +334,10 @@ class Samples:
         return _chosen([each for kept in self._kept.values() for each in kept], method)
 
     def worst(self, scale: mx.array, method: str) -> Worst | None:
-        """Return the call that a scale rounds worst, if that is too much; else None.
+        """Return the call that a scale rounds worst, or None if all errors are small.
 
-        It is where the error is above ``MOST_OFF``, and ``TIMES`` that of the scale
-        which the method chooses for this call alone.
+        An error is large if it is above ``MOST_OFF``, and above ``TIMES`` the error of
+        the scale that the method chooses for this call alone.
         """
         found = None
         for call, kept in self._kept.items() if len(self._kept) > 1 else ():
@@ -354,7 +356,7 @@ def _chosen(kept: list[mx.array], method: str) -> mx.array:
 
 
 def _error(x: mx.array, scale: mx.array) -> float:
-    """Return the norm of what rounding by a scale does to magnitudes, over theirs."""
+    """Return the norm of the rounding error of magnitudes over their norm."""
     off = to_int8(x, inverse_of(scale)).astype(mx.float32) * scale - x
     return (mx.linalg.norm(off) / mx.maximum(mx.linalg.norm(x), TINY)).item()
 
@@ -395,8 +397,8 @@ def searched_weight(
     Args:
         layer: float: a convolution or a linear layer.
         bits, group_size: of the weight.
-        squares: (C_in,) float32 mean squares of the features, by which errors count;
-            None for all alike.
+        squares: (C_in,) float32 mean squares of the features, which weight the errors;
+            None for equal weights.
     """
     layout = module_layout(layer.weight)
     given = {"bits": bits, "group_size": group_size, "layout": layout}
@@ -426,8 +428,8 @@ def searched_weight(
 # Records of a layer
 
 
-class Turns:
-    """Which call of a layer it is in a run of the model, from 0 on."""
+class CallCounter:
+    """Counts the calls of each layer in a run of the model."""
 
     def __init__(self):
         self._made: Counter[tuple[str, int]] = Counter()
@@ -437,13 +439,13 @@ class Turns:
         self._made.clear()
 
     def next(self, what: str, module: Module) -> int:
-        """Return the place of a call, counted for each ``what`` apart."""
+        """Return the place of a call, from 0 on, counted for each ``what`` apart."""
         key = what, id(module)
         self._made[key] += 1
         return self._made[key] - 1
 
 
-class Compared:
+class ComparedCalls:
     """Sums over the results of one call of a layer, in all batches.
 
     Args:
@@ -456,12 +458,12 @@ class Compared:
     def __init__(self, errors: mx.array, shift: mx.array, rows: int):
         self.errors, self.shift, self.rows = errors, shift, rows
 
-    def __add__(self, other: Compared | None) -> Compared:
+    def __add__(self, other: ComparedCalls | None) -> ComparedCalls:
         """Return the sums of both, evaluated."""
         made = self
         if other is not None:
             errors, shift = self.errors + other.errors, self.shift + other.shift
-            made = Compared(errors, shift, self.rows + other.rows)
+            made = ComparedCalls(errors, shift, self.rows + other.rows)
         mx.eval(made.errors, made.shift)
         return made
 
@@ -481,22 +483,22 @@ class Compared:
 
 
 @dataclass(eq=False)
-class Layer:
-    """What is known of one layer.
+class LayerRecord:
+    """What calibration records of one layer.
 
     Attributes:
         module: the float layer.
-        paths: where it stands in the model.
+        paths: its paths in the model.
         bits, group_size: of its weight.
         trained: its scale of features from training with ``FakeQuant``, or None.
-        fixed: whether it was trained so: then nothing is searched.
+        fixed: whether it was trained with ``FakeQuant``: then nothing is searched.
         inputs: magnitudes of features.
         squares: sums of squares of the input channels, and count of rows.
         rows: count of rows of the features.
-        calls: of the layer, whether anything is fused into it or not.
+        calls: number of calls of the layer.
         scale, weight: of features and in integers, as chosen.
-        by_row: whether rows have scales of their own, as calls differ too much for one.
-        notes: what the report says of that.
+        by_row: whether each row has its own scale, since the calls differ too much.
+        notes: the report's notes.
         plain: weight and scale by the greatest magnitudes.
         compared: results, by the place of the call in a run.
     """
@@ -516,10 +518,10 @@ class Layer:
     by_row: bool = False
     notes: list[str] = field(default_factory=list)
     plain: tuple[IntegerWeight, mx.array] | None = None
-    compared: dict[int, Compared] = field(default_factory=dict)
+    compared: dict[int, ComparedCalls] = field(default_factory=dict)
 
     @property
-    def whole(self) -> Compared | None:
+    def whole(self) -> ComparedCalls | None:
         """The sums over all calls."""
         total = None
         for each in self.compared.values():
@@ -528,10 +530,10 @@ class Layer:
 
     @property
     def mean(self) -> mx.array | None:
-        """What rounding takes from the mean of each output channel, which is put back.
+        """The shift of each output channel's mean by rounding, which is added back.
 
-        None where nothing was seen, of layers that were trained for it, and where calls
-        differ: the mean of large features is wrong for small ones.
+        None if no rows were seen, if the layer was trained with ``FakeQuant``, and if
+        calls differ: the mean of large features is wrong for small ones.
         """
         whole = self.whole
         if self.fixed or self.by_row or whole is None or not whole.rows:
@@ -540,12 +542,12 @@ class Layer:
 
     @property
     def after(self) -> float | None:
-        """The error of what was chosen, without what the shift takes back."""
+        """The error with the chosen scales, after the mean is added back."""
         whole = self.whole
         return None if whole is None else whole.error(True, self.mean)
 
-    def said(self, path: str, writes_int8: bool) -> LayerError:
-        """Return what the report says of the layer."""
+    def layer_error(self, path: str, writes_int8: bool) -> LayerError:
+        """Return the layer's line of the report."""
         whole, mean = self.whole, self.mean
         before = None if whole is None else whole.error(False)
         calls = [

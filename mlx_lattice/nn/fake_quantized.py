@@ -15,7 +15,7 @@ from ..integer_weight import integer_groups, integer_weight
 from ..quantized import module_layout
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function
-from .calibration import asked, keep_float
+from .calibration import keep_float, wants_packing
 from .integer import INTEGER, integers_of, usable
 from .linear import has_twin, twin_holding
 from .quantized import Packable, pack
@@ -146,7 +146,7 @@ def fake_quantize(
 
     def wrapped(path: str, module: Module) -> Module:
         able = has_twin(module) and "scales" not in module
-        if not able or not asked(predicate, path, module):
+        if not able or not wants_packing(predicate, path, module):
             return module
         if id(module) not in made:
             made[id(module)] = FakeQuant(module, *given)

@@ -28,11 +28,11 @@ from ..routes import launch
 from ..tensor import SparseTensor
 from .calibration import (
     Calibration,
-    Compared,
-    Layer,
+    CallCounter,
+    ComparedCalls,
+    LayerRecord,
     Samples,
-    Turns,
-    run,
+    observe_calls,
     searched_weight,
 )
 from .fake_quantized import FakeQuant
@@ -77,21 +77,21 @@ def calibrate_integers(
     by_path = {path: layer.module for layer in layers for path in layer.paths}
 
     results: dict[int, Samples] = {}
-    turns = Turns()
+    counter = CallCounter()
 
     def counted_call(model: Module, batch: object) -> object:
-        turns.start()
+        counter.start()
         return call(model, batch)
 
     def sample(module: Module, feats: mx.array) -> None:
-        turn = turns.next("result", module)
+        turn = counter.next("result", module)
         results.setdefault(id(module), Samples()).add(feats, turn)
 
     tracer = Tracer(set(known), sample)
 
     def gather(module: Module, x: mx.array, relation, y) -> None:
         layer = known[id(module)]
-        layer.inputs.add(x, turns.next("features", module))
+        layer.inputs.add(x, counter.next("features", module))
         squares = mx.square(x.astype(mx.float32)).sum(axis=0)
         layer.squares = squares if layer.squares is None else layer.squares + squares
         layer.rows += x.shape[0]
@@ -100,10 +100,10 @@ def calibrate_integers(
 
     def norm_observer(fused: fusion.Fused) -> None:
         if not tracer.is_paused:
-            tracer.apart.add(id(fused.scope))
+            tracer.called_alone.add(id(fused.scope))
 
     with tracing(tracer), fusion.observe(norm_observer):
-        run(model, by_path, batches, gather, counted_call)
+        observe_calls(model, by_path, batches, gather, counted_call)
     for layer in layers:
         _choose(layer, method)
     # A linear layer that is called by itself gives floats there in any case.
@@ -111,32 +111,32 @@ def calibrate_integers(
         key
         for key, layer in known.items()
         if not isinstance(layer.module, mlx.nn.Linear)
-        and not tracer.saw_all(key, layer.calls)
+        and not tracer.is_always_followed(key, layer.calls)
     )
     differ = _results_that_differ(tracer, known, results, method)
     tracer.keep_float(differ)
     paths = {id(module): path for path, module in model.named_modules()}
     writes = _int8_results(tracer, known, results, method, paths)
-    _adopt(tracer, known, writes)
+    _share_input_scales(tracer, known, writes)
 
     def compare(module: Module, x: mx.array, relation: Relation | None, y) -> None:
-        _compare(known[id(module)], x, relation, y, turns.next("compared", module))
+        _compare(known[id(module)], x, relation, y, counter.next("compared", module))
 
-    run(model, by_path, batches, compare, counted_call)
+    observe_calls(model, by_path, batches, compare, counted_call)
     folded = _foldable(tracer, known)
     at = {path: layer for layer in layers for path in layer.paths}
     errors = tuple(
-        layer.said(path, id(layer.module) in writes)
+        layer.layer_error(path, id(layer.module) in writes)
         for path, layer in ((path, at[path]) for path in chosen)
     )
     norms = {id(norm) for norm in folded.values()}
     names = sorted(path for path, m in model.named_modules() if id(m) in norms)
-    made = _made(model, layers, writes, folded)
+    made = _integer_model(model, layers, writes, folded)
     return made, Calibration(bits, group_size, errors, kept, 8, method, tuple(names))
 
 
 def not_integer(module: Module) -> str | None:
-    """Return why a layer cannot multiply integers; None where it can."""
+    """Return why a layer cannot multiply integers, or None if it can."""
     if isinstance(module, FakeQuant):
         return None
     if not has_twin(module):
@@ -147,8 +147,10 @@ def not_integer(module: Module) -> str | None:
     return None
 
 
-def _layers(model: Module, chosen: list[str], bits: int, group_size) -> list[Layer]:
-    """Return the layers to be made integer; FakeQuant ones give way to their own."""
+def _layers(
+    model: Module, chosen: list[str], bits: int, group_size
+) -> list[LayerRecord]:
+    """Return records of the layers to convert; put the float layer for a FakeQuant."""
     modules, found = dict(model.named_modules()), {}
     for path in chosen:
         module, given = modules[path], {}
@@ -158,18 +160,18 @@ def _layers(model: Module, chosen: list[str], bits: int, group_size) -> list[Lay
         elif isinstance(module, FakeQuant):
             given = {"trained": module.get("input_scale"), "fixed": True}
             facts = module.bits, module.group_size
-            found[key] = Layer(
+            found[key] = LayerRecord(
                 observable(module.float_layer()), [path], *facts, **given
             )
         else:
-            found[key] = Layer(observable(module), [path], bits, group_size)
+            found[key] = LayerRecord(observable(module), [path], bits, group_size)
     for layer in found.values():
         for path in layer.paths:
             put(model, path, layer.module)
     return list(found.values())
 
 
-def _choose(layer: Layer, method: str) -> None:
+def _choose(layer: LayerRecord, method: str) -> None:
     """Choose the scale of features and the weight of a layer."""
     given = layer.bits, layer.group_size
     plain, path = integers_of(layer.module, *given), layer.paths[0]
@@ -187,16 +189,16 @@ def _choose(layer: Layer, method: str) -> None:
 
 
 def _compare(
-    layer: Layer, x: mx.array, relation: Relation | None, y: mx.array, turn: int
+    layer: LayerRecord, x: mx.array, relation: Relation | None, y: mx.array, turn: int
 ) -> None:
-    """Add up a layer's errors: those of the plain rounding and of what was chosen."""
+    """Add a call's errors: of plain rounding and of the chosen scales."""
     y = y.astype(mx.float32)
     relation = each_row(x.shape[0]) if relation is None else relation
     sums = []
     for weight, scale in (layer.plain, (layer.weight, layer.scale)):
         made = _result(layer.module, x, relation, weight, scale)
         sums.append(mx.square(y - made).sum())
-    now = Compared(
+    now = ComparedCalls(
         mx.stack([*sums, mx.square(y).sum()]), (y - made).sum(axis=0), y.shape[0]
     )
     layer.compared[turn] = now + layer.compared.get(turn)
@@ -215,15 +217,15 @@ def _result(module: Module, x: mx.array, relation, weight, scale) -> mx.array:
 
 @dataclass(eq=False)
 class Node:
-    """One tensor that a layer, or ``cat``, made.
+    """One result of a layer, or of ``cat``.
 
     Attributes:
-        layer: id of the layer that wrote it; None of joined tensors.
-        is_float: whether something reads it that takes no integers.
+        layer: id of the layer that wrote it; None for joined tensors.
+        is_float: whether a reader needs floats.
         readers: ids of the integer layers that read it as features.
         is_residual: whether an integer layer adds it.
-        parts: what was joined: results of layers.
-        is_joined: whether it is part of another.
+        parts: the results of layers that were joined.
+        is_joined: whether it is part of a joined tensor.
     """
 
     layer: int | None = None
@@ -253,8 +255,8 @@ class Tracer:
     ):
         self.layers, self._sample = layers, sample
         self.nodes: list[Node] = []
-        self.norms: dict[int, list[Module | None]] = {}  # of each call of a layer
-        self.apart: set[int] = set()  # norms that were called by themselves
+        self.norms: dict[int, list[Module | None]] = {}  # by layer, for each call
+        self.called_alone: set[int] = set()  # norms
         self.is_paused = False
 
     @contextmanager
@@ -299,9 +301,9 @@ class Tracer:
             node.is_float |= not (integer and fits)
         self.norms.setdefault(id(conv), []).append(norm if fits else None)
         if not fits and norm is not None:
-            self.apart.add(id(norm))
+            self.called_alone.add(id(norm))
         if integer and not fits:
-            return y  # what follows takes it in float
+            return y  # what follows reads floats
         self._sample(conv, y.feats)
         return self._traced(y, Node(id(conv)))
 
@@ -324,12 +326,12 @@ class Tracer:
         self.nodes.append(node)
         return TracedTensor.of_node(y, self, node)
 
-    def saw_all(self, layer: int, calls: int) -> bool:
+    def is_always_followed(self, layer: int, calls: int) -> bool:
         """Whether all calls of a layer were calls of ``fused.convolved``."""
         return len(self.norms.get(layer, ())) == calls
 
     def keep_float(self, layers: Iterable[int]) -> None:
-        """Have layers write float."""
+        """Mark all results of layers as float."""
         kept = set(layers)
         for node in self.nodes:
             node.is_float |= node.layer in kept
@@ -342,7 +344,7 @@ class Tracer:
         return list(dict.fromkeys(layer for layer in found if layer is not None))
 
     def _spread(self) -> bool:
-        """Make float what belongs to something that is; return whether anything did."""
+        """Mark nodes that depend on float nodes; return whether there were new ones."""
         count = sum(node.is_float for node in self.nodes)
         for node in self.nodes:
             node.is_float |= not (node.readers or node.is_residual or node.is_joined)
@@ -411,15 +413,15 @@ def _nodes(x: object) -> tuple[Node, ...]:
 
 def _int8_results(
     tracer: Tracer,
-    known: dict[int, Layer],
+    known: dict[int, LayerRecord],
     results: dict[int, Samples],
     method: str,
     paths: dict[int, str],
 ) -> dict[int, mx.array]:
     """Return the scale of each layer that writes int8, by its id.
 
-    Where readers were trained for a scale of their features it is that one, if all
-    have it who read the result or what it is joined with.
+    If readers were trained with ``FakeQuant``, it is their scale, provided that all
+    readers of the result, and of results joined with it, have the same scale.
     """
     writers = tracer.writers()
     shared = {key: {key} for key in writers}
@@ -447,16 +449,19 @@ def _int8_results(
         scale = usable(scale, paths[key])
         if scale is not None:
             scales[key] = scale
-    _join(tracer, scales)
+    _share_output_scales(tracer, scales)
     return scales
 
 
 def _results_that_differ(
-    tracer: Tracer, known: dict[int, Layer], results: dict[int, Samples], method: str
+    tracer: Tracer,
+    known: dict[int, LayerRecord],
+    results: dict[int, Samples],
+    method: str,
 ) -> list[int]:
-    """Return the layers whose results of several calls no one scale fits.
+    """Return the layers whose results in several calls differ too much for one scale.
 
-    A reader that was trained for a scale rounds them by it in any case.
+    Results that a reader trained with ``FakeQuant`` rounds are left out.
     """
     trained = {key for key, layer in known.items() if layer.fixed}
     held = {
@@ -479,10 +484,10 @@ def _results_that_differ(
     return found
 
 
-def _join(tracer: Tracer, scales: dict[int, mx.array]) -> None:
-    """Give what is only joined with others the greatest scale of theirs.
+def _share_output_scales(tracer: Tracer, scales: dict[int, mx.array]) -> None:
+    """Give results that are only joined with others the greatest of their scales.
 
-    Joining rounds it to that one anyway: so it is rounded once, where it is written.
+    ``cat`` would round them to that scale; so they are rounded once, by their layer.
     """
     met: dict[int, list[mx.array]] = {}
     apart = set()
@@ -500,12 +505,12 @@ def _join(tracer: Tracer, scales: dict[int, mx.array]) -> None:
             scales[layer] = first
 
 
-def _adopt(
-    tracer: Tracer, known: dict[int, Layer], writes: dict[int, mx.array]
+def _share_input_scales(
+    tracer: Tracer, known: dict[int, LayerRecord], writes: dict[int, mx.array]
 ) -> None:
-    """Give layers that read int8 results alone the scale that these have.
+    """Give layers that read only int8 results of one scale that scale.
 
-    What is joined has the greatest scale of its parts.
+    A joined tensor has the greatest scale of its parts.
     """
     met: dict[int, list[mx.array | None]] = {}
     for node in tracer.nodes:
@@ -520,7 +525,7 @@ def _adopt(
             known[reader].scale = scales[0]
 
 
-def _trained(known: dict[int, Layer], readers: set[int], added: bool):
+def _trained(known: dict[int, LayerRecord], readers: set[int], added: bool):
     """Return the scale that all readers were trained with, or None."""
     scales = [known[key].trained for key in readers]
     if added or not scales or any(scale is None for scale in scales):
@@ -528,8 +533,11 @@ def _trained(known: dict[int, Layer], readers: set[int], added: bool):
     return scales[0] if len({scale.item() for scale in scales}) == 1 else None
 
 
-def _foldable(tracer: Tracer, known: dict[int, Layer]) -> dict[int, Module]:
-    """Return the norm of each layer whose every call it follows, and only it."""
+def _foldable(tracer: Tracer, known: dict[int, LayerRecord]) -> dict[int, Module]:
+    """Return the norms that can be folded into the layer before them, by layer.
+
+    The norm follows each call of the layer, and is called nowhere else.
+    """
     users: dict[int, set[int]] = {}
     for key, norms in tracer.norms.items():
         for norm in norms:
@@ -537,21 +545,23 @@ def _foldable(tracer: Tracer, known: dict[int, Layer]) -> dict[int, Module]:
     found = {}
     for key, norms in tracer.norms.items():
         norm = norms[0]
-        alone = norm is not None and all(each is norm for each in norms)
-        alone = alone and users[id(norm)] == {key} and id(norm) not in tracer.apart
-        # A layer that is called by itself too has to give what it gave.
-        if alone and key in known and tracer.saw_all(key, known[key].calls):
+        if norm is None or any(each is not norm for each in norms):
+            continue
+        if users[id(norm)] != {key} or id(norm) in tracer.called_alone:
+            continue
+        # A bare call of the layer must not compute the norm.
+        if key in known and tracer.is_always_followed(key, known[key].calls):
             found[key] = norm
     return found
 
 
-def _made(
+def _integer_model(
     model: Module,
-    layers: list[Layer],
+    layers: list[LayerRecord],
     writes: dict[int, mx.array],
     folded: dict[int, Module],
 ) -> Module:
-    """Put integer twins, and what stands for folded norms, into the model."""
+    """Put integer twins into the model, and a ``FoldedNorm`` for each folded norm."""
     paths = {id(m): [] for m in folded.values()}
     for path, module in model.named_modules():
         if id(module) in paths:
@@ -577,7 +587,7 @@ def _made(
         for path in layer.paths:
             put(model, path, twin)
     integer = {id(layer.module) for layer in layers}
-    for module in model.modules():  # stems, which round what they write in float
+    for module in model.modules():  # float stems, which round their results
         if id(module) in writes and id(module) not in integer:
             set_output_scale(module, writes[id(module)])
     tie_scales(model)
