@@ -15,9 +15,8 @@ from ..checks import flag, heads_of, one_of, real, whole
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attended import inside
-from ..ops.heads import turned_head, turned_heads
-from ..ops.relative import biases
-from ..ops.rotations import angles, check_rotary
+from ..ops.groups import biases
+from ..ops.heads import angles, check_rotary, turned_head, turned_heads
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .containers import in_order
 from .elementwise import GELU

@@ -5,36 +5,34 @@ from . import (
     activation,
     attention,
     boxes,
-    channel_pool,
     channels,
     conv,
     coordinates,
-    curves,
     dual_grid,
     global_pool,
+    groups,
+    heads,
     interpolation,
     neighbours,
     norm,
     pool,
-    rotations,
     sampling,
     sequences,
 )
 from .activation import *
 from .attention import *
 from .boxes import *
-from .channel_pool import *
 from .channels import *
 from .conv import *
 from .coordinates import *
-from .curves import *
 from .dual_grid import *
 from .global_pool import *
+from .groups import *
+from .heads import *
 from .interpolation import *
 from .neighbours import *
 from .norm import *
 from .pool import *
-from .rotations import *
 from .sampling import *
 from .sequences import *
 
@@ -42,18 +40,17 @@ __all__ = [
     *activation.__all__,
     *attention.__all__,
     *boxes.__all__,
-    *channel_pool.__all__,
     *channels.__all__,
     *conv.__all__,
     *coordinates.__all__,
-    *curves.__all__,
     *dual_grid.__all__,
     *global_pool.__all__,
+    *groups.__all__,
+    *heads.__all__,
     *interpolation.__all__,
     *neighbours.__all__,
     *norm.__all__,
     *pool.__all__,
-    *rotations.__all__,
     *sampling.__all__,
     *sequences.__all__,
 ]

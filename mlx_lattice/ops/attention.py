@@ -28,13 +28,22 @@ from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of
 from .attended import COMPOSED, SDPA, Tell, observers, teller
-from .blocked_attention import by_kernel
-from .fused_attention import Call, attend, holds_no_scores, pieces, told
-from .given_heads import check_dtypes, heads_fit
+from .fused_attention import Call, attend, by_kernel, holds_no_scores, pieces, told
 from .global_pool import batch_rows
-from .groups import EXACT, PADDING, SCORES, Bucket, Groups, Padding, of_groups
-from .patches import filled, patches
-from .relative import RelativeBias, check_table
+from .groups import (
+    EXACT,
+    PADDING,
+    SCORES,
+    Bucket,
+    Groups,
+    Padding,
+    RelativeBias,
+    check_table,
+    filled,
+    of_groups,
+    patches,
+)
+from .heads import check_dtypes, heads_fit
 
 __all__ = ["full_attention", "serialized_attention", "window_attention"]
 

@@ -1,28 +1,35 @@
-"""Sparse pixel shuffle: fine cells become channels of their coarse cell, and back.
+"""Channels: sparse pixel shuffle, means of neighbouring channels, and repeats.
 
-Nothing is added or multiplied: both directions are one gather, and each is the other's
-transpose, so derivatives of every order are again one of them.
+Pixel shuffle adds and multiplies nothing: both directions are one gather, and each is
+the other's transpose, so derivatives of every order are again one of them.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from functools import partial
 from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from .. import devices
 from ..arrays import array_of
 from ..backends import registry
+from ..checks import whole
 from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, finer
 from ..geometry import lattice, sync
 from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
-from ..reductions import inverted, move_rows
-from ..tensor import SparseTensor, expect_tensor
+from ..memory import assembled
+from ..reductions import inverted, linear, move_rows
+from ..tensor import SparseTensor, expect_tensor, features_of
+from .activation import Features, on_features
 from .relations import target_key
 
-__all__ = ["channel_to_space", "space_to_channel"]
+__all__ = ["channel_avg_pool", "channel_repeat", "channel_to_space", "space_to_channel"]
+
 
 ORDERS = ("last", "first")
 
@@ -240,3 +247,162 @@ def _fine_key(x: SparseTensor, coordinates, factor: tuple[int, ...]) -> Coordina
             "must have the same number"
         )
     return key
+
+
+def fine_rows(
+    parts: Iterator[tuple[int, mx.array]],
+    slots: Slots,
+    volume: int,
+    finish: Callable[[mx.array], mx.array],
+) -> mx.array:
+    """Return ``finish`` of the fine rows of wide ones, (M, C).
+
+    Args:
+        parts: (first coarse row, (n, volume * C) features) of blocks of coarse rows, in
+            order, equal in length but for the last.
+        slots: of the fine rows.
+        volume: fine cells of a coarse one.
+        finish: a function of (m, C) rows, each by itself.
+    """
+    count = slots.slot.shape[0]
+
+    def blank(part: mx.array) -> mx.array:
+        return finish(mx.zeros((1, part.shape[1]), dtype=part.dtype))
+
+    return assembled(_fine_parts(parts, slots, volume, finish), count, blank)
+
+
+def _fine_parts(
+    parts, slots: Slots, volume: int, finish
+) -> Iterator[tuple[int | mx.array, mx.array]]:
+    """Yield (rows, features) of the fine rows of each block that has some."""
+    count, total = slots.slot.shape[0], slots.row.shape[0] // volume
+    ends, is_empty = None, True
+    for first, part in parts:
+        length, width = part.shape[0], part.shape[1] // volume
+        part = part.reshape(length * volume, width)
+        if length == total:
+            yield 0, finish(rows_of(part, slots, 0, count))
+            return
+        if ends is None:
+            # Fine rows by their slots; those that have none, -1, come first.
+            rows = mx.argsort(slots.slot)
+            taken = slots.slot[rows]
+            starts = [*range(0, total, length), total]
+            starts = mx.array(starts, dtype=taken.dtype) * volume
+            (ends,) = sync.read(mx.searchsorted(taken, starts))
+            block = iter(zip(ends, ends[1:], strict=False))
+        begin, end = next(block)
+        if end > begin:
+            own, is_empty = finish(part[taken[begin:end] - first * volume]), False
+            del part
+            yield rows[begin:end], own
+            del own
+    if is_empty:
+        zeros = mx.zeros((1, width), dtype=part.dtype)
+        yield 0, mx.broadcast_to(finish(zeros), (count, width))
+
+
+def rows_of(parts: mx.array, slots: Slots, first: int, last: int) -> mx.array:
+    """Return what the slots of fine rows from first to last - 1 hold, zeros for none.
+
+    Args:
+        parts: (slots, C).
+        slots: of the fine rows.
+        first, last: fine rows.
+    """
+    at = slots.slot[first:last]
+    if slots.whole:
+        return parts[at]
+    if not parts.shape[0]:
+        return mx.zeros((last - first, parts.shape[1]), dtype=parts.dtype)
+    zero = mx.zeros((), dtype=parts.dtype)
+    return mx.where((at >= 0)[:, None], parts[mx.maximum(at, 0)], zero)
+
+
+def channel_avg_pool(x: Features, channels: int) -> Features:
+    """Return the means of neighbouring channels, as many as there are for each.
+
+    ``feats.reshape(N, channels, -1).mean(-1)``, added up in float32: TRELLIS.2 reduces
+    the channels of joined rows so.
+
+    Args:
+        x: (N, C) features, of a tensor or an array.
+        channels: how many are left; a divisor of C.
+
+    Returns:
+        (N, channels) features in the same dtype.
+
+    Raises:
+        ValueError: ``channels`` does not divide C.
+    """
+    if isinstance(x, SparseTensor):
+        expect_tensor(x)
+    given, channels = features_of(x).shape[-1], whole(channels, "channels", 1)
+    if given % channels:
+        raise ValueError(
+            f"channel_avg_pool needs a divisor of the {given} channels; got {channels}"
+        )
+    share = given // channels
+    return on_features(_sums, x, share, 1 / share)
+
+
+def channel_repeat(x: Features, times: int) -> Features:
+    """Return each channel several times, one beside the other.
+
+    ``mx.repeat(feats, times, axis=1)``, with a gradient that is added up in float32.
+
+    Args:
+        x: (N, C) features, of a tensor or an array.
+        times: how often; 1 or more.
+
+    Returns:
+        (N, C * times) features in the same dtype.
+
+    Raises:
+        ValueError: ``times`` is below 1.
+    """
+    times = whole(times, "times", 1)
+    return on_features(_repeats, x, times, 1)
+
+
+def _sums(feats: mx.array, share: int, scale: float) -> mx.array:
+    """Return (N, C / share) sums of neighbours, times a number; differentiable."""
+    facts = {"share": share, "scale": scale}
+    turned, itself = partial(_repeats, **facts), partial(_sums, **facts)
+    return linear(partial(_summed, **facts), turned, itself)(feats)
+
+
+def _repeats(feats: mx.array, share: int, scale: float) -> mx.array:
+    """Return (N, C * share): the transpose of ``_sums``; differentiable."""
+    facts = {"share": share, "scale": scale}
+    turned, itself = partial(_sums, **facts), partial(_repeats, **facts)
+    return linear(partial(_repeated, **facts), turned, itself)(feats)
+
+
+def _repeated(feats: mx.array, share: int, scale: float) -> mx.array:
+    return mx.repeat(feats if scale == 1 else feats * scale, share, axis=1)
+
+
+def _summed(feats: mx.array, share: int, scale: float) -> mx.array:
+    shape = feats.shape[0], feats.shape[1] // share, share
+    parts = feats.astype(mx.float32).reshape(shape)
+    if devices.current().backend == devices.CUDA:
+        total = by_halves(parts)
+    else:
+        total = parts.sum(axis=2)
+    return (total if scale == 1 else total * scale).astype(feats.dtype)
+
+
+def by_halves(parts: mx.array) -> mx.array:
+    """Return (N, C) sums over the last, short axis of (N, C, share).
+
+    For each of them MLX's sum has a block of threads on CUDA.
+    """
+    while parts.shape[2] % 2 == 0:
+        first, second = mx.split(parts, 2, axis=2)
+        parts = first + second
+    total, *others = (parts[:, :, at] for at in range(parts.shape[2]))
+    for other in others:
+        total = total + other
+    return total

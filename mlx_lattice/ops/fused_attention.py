@@ -1,13 +1,13 @@
-"""MLX's attention: whether its fused kernel runs, and what is padded so that it does.
+"""Attention by one kernel: MLX's, with the padding that it needs, or the CPU's.
 
-On Metal that kernel takes few widths of heads, and none in training; on CUDA its
-gradient takes whole tiles of queries. What it does not take MLX composes of two
-products and a softmax, whose scores pass through memory.
+On Metal MLX's kernel takes few widths of heads, and none in training; on CUDA its
+gradient takes whole tiles of queries. In all other cases MLX composes two products and
+a softmax, whose scores pass through memory.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from io import StringIO
 from typing import NamedTuple
@@ -15,9 +15,13 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import devices
+from ..backends import cpu_attention
 from ..devices import CUDA, METAL, Device
 from ..geometry import sync
 from ..inspect.apple_rates import ACCELERATED, DENSE, MEMORY
+from ..transformations import Function, differentiable
+from ..transformations import filled as filled_tangents
+from .attended import Tell
 
 # Channels of a head that MLX's kernel on Metal takes with more than so many queries
 # (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).
@@ -243,3 +247,48 @@ def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, int, Forms]:
     fused = sum(count for count, call in padded if call.fused)
     widest = max((call.channels for _, call in padded), default=0)
     return sum(count for count, _ in forms), fused, widest, forms
+
+
+def by_kernel(
+    q: mx.array,
+    k: mx.array,
+    v: mx.array,
+    lists: tuple[mx.array, ...],
+    scale: float,
+    *,
+    gather: Callable[[mx.array], mx.array],
+    again: Callable[..., mx.array],
+    tell: Tell,
+) -> mx.array:
+    """Attend by the kernel; derivatives of the gradient are MLX operations'.
+
+    Args:
+        q, k, v, lists, scale: as of ``cpu_attention.attention``.
+        gather: from (S, C), what is by place in the groups' rows, to the rows of k.
+        again: the same attention of (q, k, v) in MLX operations.
+        tell: told of each pass.
+    """
+
+    def forward(q, k, v):
+        return cpu_attention.attention(q, k, v, lists, scale)
+
+    def back(dy, q, y, sums, k, v):
+        dq, *rest = cpu_attention.gradient(dy, q, k, v, y, sums, lists, scale)
+        # A row may be a key of two groups.
+        flat = (gather(a.reshape(len(a), a[0].size)) for a in rest)
+        return dq, *(a.reshape(b.shape) for a, b in zip(flat, (k, v), strict=True))
+
+    def vjp(primals, cotangents, outputs):
+        tell("backward", 1, 1)
+        q, k, v = primals
+        return differentiable(back, again, 2)(cotangents[0], q, *outputs, k, v)
+
+    def jvp(at, by):
+        (moved,) = mx.jvp(again, list(at), filled_tangents(at, by))[1]
+        return moved, mx.zeros(moved.shape[:2])
+
+    tell("forward", 1, 1)
+    function = Function(forward)
+    function.vjp(vjp)
+    function.jvp(jvp)
+    return function(q, k, v)[0]

@@ -1,27 +1,84 @@
-"""Groups of rows that attend to each other, in buckets of like length.
+"""Groups of rows that attend to each other: windows, and patches along curves.
 
-A bucket is one call of attention: its groups are padded to the longest of them. Where
-buckets are cut is worked out from the groups' sizes, once a coordinate set: as few as
-keep the padding to an eighth of the useful query-key pairs, or to what takes less time
-than a call.
+Groups are sorted into buckets of like length. A bucket is one call of attention: its
+groups are padded to the longest of them. The sizes of the groups decide where buckets
+are cut, once for each coordinate set: as few as keep the padding to an eighth of the
+useful query-key pairs, or to what takes less time than a call.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from itertools import accumulate
+from functools import cached_property, lru_cache, partial
+from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..backends import registry
+from ..backends.gpu_patches import extents_of
+from ..coordinate_set import CoordinateSet
 from ..devices import CPU, CUDA, METAL
-from ..geometry import sync
+from ..dtypes import dtype_name
+from ..geometry import curves, sync
+from ..geometry.keys import INT32_LIMIT
 from ..geometry.scans import running_sums
 from ..geometry.segments import segment_counts
 from ..geometry.unique import first_of_equals, true_positions
-from ..reductions import move_rows, sum_over
+from ..reductions import gathered, move_rows, sum_over
+from ..tensor import SparseTensor, expect_tensor
 from .fused_attention import TILE
+from .global_pool import batch_rows
+
+__all__ = ["curve_code", "curve_order"]
+
+
+def curve_order(
+    x: SparseTensor, order: str = "hilbert", *, bits: int | None = None
+) -> mx.array:
+    """Return the (N,) int32 rows by batch element, then along a curve.
+
+    Args:
+        x: the tensor whose rows are ordered; its features do not matter.
+        order: "hilbert" (Skilling, "Programming the Hilbert curve", 2004), "morton"
+            or "z", which are one, the first axis leading; with "-trans" behind it the
+            first two axes are swapped, as in Point Transformer V3.
+        bits: of an axis. Cells are then the coordinates themselves, which must lie
+            from 0 to ``2 ** bits - 1``; a Hilbert curve of other bits turns otherwise.
+            By default cells count from the least coordinates, with as many bits as
+            the widest axis needs.
+
+    Raises:
+        ValueError: there is no such curve, or a coordinate does not fit the bits.
+    """
+    curve = _curve(x, order, bits)
+    if len(x) == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    return registry.geometry().curve_order(x.coordinate_set.coords, curve)
+
+
+def curve_code(
+    x: SparseTensor, order: str = "hilbert", *, bits: int | None = None
+) -> mx.array:
+    """Return the (N,) int64 place of each row on the curve of its batch element.
+
+    Arguments and errors are those of ``curve_order``; the batch is not in the code.
+
+    Raises:
+        ValueError: as there, or a code has more than 62 bits.
+    """
+    curve = _curve(x, order, bits)
+    if len(x) == 0:
+        return mx.zeros((0,), dtype=mx.int64)
+    return curves.curve_codes(x.coordinate_set.coords, curve)
+
+
+def _curve(x: SparseTensor, order: str, bits: int | None) -> curves.Curve:
+    expect_tensor(x)
+    return curves.curve_of(order, x.coordinate_set.bounds, bits)
+
 
 # Padding is at most an eighth of the useful pairs, or what is free.
 SHARE = 8
@@ -241,3 +298,242 @@ def _between(
         while some[-1][0] < end:
             some.append(next(rest))
         yield some
+
+
+def patches(
+    like: SparseTensor, patch: int, curve: str, bits: int | None, shift: int
+) -> tuple[mx.array, int, mx.array]:
+    """Return (N,) the patch of each row, how many there are, and the curve's order."""
+    starts, order, batch, rank = _along(like, curve, bits)
+    sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    first = [0, *accumulate(-(-(size + shift) // patch) for size in sizes)]
+    along = mx.array(first)[batch] + (rank + shift) // patch
+    group = mx.zeros((len(like),), dtype=mx.int32)
+    group[order] = along.astype(mx.int32)
+    return group, first[-1], order
+
+
+class _Layout:
+    """Where the groups of filled patches begin, in slots of keys and in results.
+
+    Args:
+        sizes: rows of each batch element.
+        patch: rows of a patch.
+        padding: what may be padded.
+    """
+
+    def __init__(self, sizes: list[int], patch: int, padding: Padding):
+        self.sizes, self.patch = sizes, patch
+        self.buckets: list[Bucket] = []
+        self.starts, self.queries = [], []  # of each group
+        self.slots = self.results = 0
+        whole = self.whole = [n // patch * patch for n in sizes]
+        # Of each element: the first slot of its whole patches, and where the rest is.
+        self.first, self.rest = [0] * len(sizes), [(0, 0)] * len(sizes)
+        rests = {b: n % patch for b, n in enumerate(sizes) if n > patch and n % patch}
+        shorts = {b: n for b, n in enumerate(sizes) if 0 < n < patch}
+        self.filling = bool(rests)
+        self.pairs = sum(w * patch for w in whole)
+        self.pairs += sum(r * patch for r in rests.values())
+        self.pairs += sum(n * n for n in shorts.values())
+        # Half of the padding may be queries of last patches, half short elements.
+        most, tile = padding.call, padding.tile
+        budget = padding.budget(self.pairs) // 2
+        counts = Counter(rests.values())
+        if any(whole):
+            counts[patch] = sum(whole) // patch
+        seen = partial(padding.pairs, keys=patch)
+        for some, end in _cut(rests, counts, seen, budget, most)[::-1]:
+            begin = len(self.starts)
+            if end == patch:  # the first bucket
+                self._add_whole(patch)
+            end = min(patch, -(-end // tile) * tile)
+            for b in some:
+                self._add(b, rests[b], patch, end)
+            groups = len(self.starts) - begin
+            self.buckets.append(Bucket(groups, end, patch, True))
+        counts = Counter(shorts.values())
+        for some, end in _cut(shorts, counts, padding.pairs, budget, most):
+            for b in some:
+                self._add(b, shorts[b], end, end)
+            full = all(shorts[b] == end for b in some)
+            self.buckets.append(Bucket(len(some), end, end, full))
+
+    @cached_property
+    def elements(self) -> mx.array:
+        """(B, 8) int32: what ``GpuPatches`` takes of each element."""
+        begin = [0, *accumulate(self.sizes)][:-1]
+        slots, results = zip(*self.rest, strict=True)
+        each = begin, self.whole, self.first, slots, results, self.sizes
+        rows = [(*words, self.patch, 0) for words in zip(*each, strict=True)]
+        return mx.array(rows, dtype=mx.int32)
+
+    @cached_property
+    def extents(self) -> mx.array:
+        """How many slots and results there are, as ``GpuPatches`` takes it."""
+        return extents_of(self.slots, self.results)
+
+    def _add_whole(self, patch: int) -> None:
+        for b, rows in enumerate(self.whole):
+            self.first[b] = self.slots
+            self.starts += range(self.slots, self.slots + rows, patch)
+            self.queries += [patch] * (rows // patch)
+            self.slots = self.results = self.slots + rows
+
+    def _add(self, element: int, queries: int, keys: int, results: int) -> None:
+        self.rest[element] = self.slots, self.results
+        self.starts.append(self.slots)
+        self.queries.append(queries)
+        self.slots, self.results = self.slots + keys, self.results + results
+
+
+@lru_cache(maxsize=64)
+def _laid_out(starts: tuple[int, ...], patch: int, padding: Padding) -> _Layout:
+    """Return the layout of elements, which the curves through them share."""
+    return _Layout([b - a for a, b in pairwise(starts)], patch, padding)
+
+
+def _cut(
+    sizes: dict[int, int],
+    counts: Counter[int],
+    pairs: Callable,
+    budget: int,
+    most: int,
+) -> list[tuple[list[int], int]]:
+    """Return the elements of each bucket, and the largest of their sizes."""
+    ends = cut(sorted(counts.items()), pairs, budget, most)
+    return [
+        ([b for b, n in sizes.items() if low < n <= end], end)
+        for low, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def filled(
+    like: SparseTensor,
+    patch: int,
+    curve: str,
+    bits: int | None,
+    padding: Padding,
+) -> Groups:
+    """Return patches of which the last of an element is filled from the one before.
+
+    An element of n > ``patch`` rows has ceil(n / patch) whole patches, of which the
+    last asks for what its own rows get alone; a shorter one is one patch of n.
+    """
+    starts = batch_rows(like).starts
+    laid = _laid_out(tuple(starts), patch, padding)
+    kernels = registry.patches()
+    if kernels is not None and kernels.takes(len(like)):
+        order = curve_order(like, curve, bits=bits)
+        given = laid.elements, laid.extents, (laid.slots, laid.results), laid.filling
+        row, own, slot, place, *again = kernels.filled(order, *given)
+        again = again[0] if again else None
+    else:
+        row, own, slot, place, again = _composed(like, laid, curve, bits)
+    made = Groups(
+        tuple(laid.buckets),
+        laid.pairs,
+        row,
+        slot,
+        again,
+        own,
+        place,
+        mx.array([*laid.starts, laid.slots], dtype=mx.int32),
+        mx.array(laid.queries, dtype=mx.int32),
+    )
+    return made.masked()
+
+
+def _composed(like: SparseTensor, laid: _Layout, curve: str, bits: int | None):
+    """Return ``row``, ``own``, ``slot``, ``place`` and ``again`` in MLX operations."""
+    _, order, batch, rank = _along(like, curve, bits)
+    patch = laid.patch
+    slots, results = (mx.array(a)[batch] for a in zip(*laid.rest, strict=True))
+    whole, first = mx.array(laid.whole)[batch], mx.array(laid.first)[batch]
+    slot, place = (
+        mx.where(rank < whole, first + rank, rest + rank - whole).astype(mx.int32)
+        for rest in (slots, results)
+    )
+    row = mx.full((laid.slots,), -1, dtype=mx.int32)
+    row[slot] = order
+    own = mx.full((laid.results,), -1, dtype=mx.int32)
+    own[place] = order
+    back = mx.zeros((len(like),), dtype=mx.int32)  # the place of a row on the curve
+    back[order] = mx.arange(len(like), dtype=mx.int32)
+    again = None
+    if laid.filling:
+        size = mx.array(laid.sizes)[batch]
+        filling = (whole < size) & (whole > 0) & (rank >= size - patch) & (rank < whole)
+        again = slots + rank + patch - whole
+        # Rows without a second slot all write into an extra last one.
+        more = mx.concatenate([row, row[:1]])
+        more[mx.where(filling, again, laid.slots)] = order
+        row, again = more[: laid.slots], mx.where(filling, again, -1)
+        again = again.astype(mx.int32)[back]
+    return row, own, slot[back], place[back], again
+
+
+def _along(like: SparseTensor, curve: str, bits: int | None):
+    """Return the elements' starts, the curve's order, and each place's batch, rank."""
+    starts = batch_rows(like).starts
+    order = curve_order(like, curve, bits=bits)
+    batch = like.coordinate_set.coords[:, 0][order]
+    rank = mx.arange(len(like), dtype=mx.int32) - mx.array(starts)[batch]
+    return starts, order, batch, rank
+
+
+def biases(table: mx.array, apart: mx.array) -> mx.array:
+    """Return the (..., heads) sums of a table's entries for (..., axes) differences."""
+    axes, heads = apart.shape[-1], table.shape[1]
+    entries = table.shape[0] // axes
+    bound = entries // 2
+    entry = mx.clip(apart, -bound, bound) + bound + mx.arange(axes) * entries
+    flat = entry.reshape(-1, axes).astype(mx.int32)
+    return gathered(table, flat).reshape(*apart.shape[:-1], heads)
+
+
+class RelativeBias:
+    """What a table adds to the scores, by the difference of cells along each axis.
+
+    Args:
+        table: (axes * (2 * bound + 1), heads): of each axis, from ``-bound`` on;
+            differences beyond are taken for the bound.
+        held: the rows.
+        groups: of them.
+    """
+
+    def __init__(self, table: mx.array, held: CoordinateSet, groups: Groups):
+        self.table, coords = table, held.coords
+        low, high = held.bounds
+        if any(b - a > INT32_LIMIT for a, b in zip(low, high, strict=True)):
+            coords = coords.astype(mx.int64)
+        self.cells = coords[mx.maximum(groups.row, 0), 1:]
+
+    def between(
+        self, start: int, end: int, shape: tuple[int, int]
+    ) -> Callable[[slice, slice], mx.array]:
+        """Return what gives the float32 (groups, heads, queries, keys) of a part.
+
+        Args:
+            start, end: slots of a bucket.
+            shape: its groups, and the keys of each.
+        """
+        cells = self.cells[start:end].reshape(*shape, -1)
+
+        def of(some: slice, asked: slice) -> mx.array:
+            apart = cells[some, asked, None] - cells[some, None]
+            return biases(self.table.astype(mx.float32), apart).transpose(0, 3, 1, 2)
+
+        return of
+
+
+def check_table(table: mx.array, axes: int, heads: int) -> None:
+    """Raise unless a table fits the axes and the heads of queries."""
+    entries = table.shape[0] // axes if table.ndim == 2 else 0
+    fits = entries % 2 and table.shape == (axes * entries, heads)
+    if not fits:
+        raise ValueError(
+            f"table must have shape ({axes} * (2 * bound + 1), {heads}) for queries of "
+            f"{heads} heads; got {tuple(table.shape)}"
+        )
+    dtype_name(table.dtype)

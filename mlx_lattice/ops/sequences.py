@@ -30,12 +30,11 @@ from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of
 from .attended import SDPA, teller
-from .blocked_attention import by_kernel
-from .fused_attention import Call, attend, holds_no_scores, pieces
+from .fused_attention import Call, attend, by_kernel, holds_no_scores, pieces
 from .fused_attention import told as fused
-from .given_heads import check_dtypes, heads_fit
 from .global_pool import BatchRows, batch_rows
 from .groups import SCORES, SHARE, Bucket, Groups, cut
+from .heads import check_dtypes, heads_fit
 
 __all__ = ["cross_attention", "to_sequences"]
 

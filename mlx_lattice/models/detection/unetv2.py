@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ... import nn, ops
 from ...nn.fused import convolved
-from ...ops.channel_pool import by_halves
+from ...ops.channels import by_halves
 from ...preparation import prepare_once
 from ...tensor import SparseTensor
 from .backbones import WIDTHS, SparseBasicBlock, VoxelBackBone8x, kept, norm

@@ -16,8 +16,7 @@ import mlx.nn
 from ... import memory, nn, ops
 from ...coordinate_set import CoordinateKey
 from ...nn import fused
-from ...ops.channel_blocks import fine_rows, rows_of
-from ...ops.channels import forget_slots
+from ...ops.channels import fine_rows, forget_slots, rows_of
 from ...settings import boundary
 from ...tensor import SparseTensor
 from .torso import zero
