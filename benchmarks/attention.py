@@ -2,20 +2,16 @@
 
     python benchmarks/attention.py padding [SCAN ...] [--scenes FILE]
     python benchmarks/attention.py times [--torch PYTHON]
-    python benchmarks/attention.py heads
 
 Padding is that of calls of MLX's attention, pairs of queries and keys that are computed
 over useful ones; the CPU's own kernel pads nothing. Sets as TRELLIS.2's: batches of
 elements of many sizes, whole and in shifted windows. Patches as Point Transformer V3's,
 of every level of a scan, all blocks and heads added up. One JSON line a case.
-Heads are those of 16 channels on Apple chips, composed by MLX, and padded to 64 for its
-fused kernel: milliseconds by counts, and the width that is taken.
 """
 
 from __future__ import annotations
 
 import argparse
-import itertools
 import json
 import statistics
 import subprocess
@@ -31,10 +27,8 @@ import mlx_lattice as ml
 from mlx_lattice import devices, io
 from mlx_lattice.models import ptv3
 from mlx_lattice.ops import attention
-from mlx_lattice.ops.fused_attention import Call, seconds, worth
 from mlx_lattice.ops.groups import PADDING
 
-CHIPS = "m1", "m1-max", "m2-pro", "m3-max", "m4", "m4-max", "m5", "m5-max"
 SIZES = (900, 1_400, 2_600, 3_100, 4_362, 6_000, 9_500, 12_000)  # rows of elements
 # Patches of 1 024: rows, heads of 16 channels; and a TRELLIS.2 block's heads of 128.
 SHAPES = ((10_240, 1_024, 4, 16), (10_240, 128, 4, 16), (4_362, 4_362, 12, 128))
@@ -171,18 +165,6 @@ def times(given: argparse.Namespace) -> None:
         print(json.dumps(line), flush=True)
 
 
-def heads(given: argparse.Namespace) -> None:
-    """Print predicted milliseconds of heads composed and padded, on Apple chips."""
-    chips = [devices.profile(name) for name in CHIPS]
-    for patch, dtype in itertools.product((128, 1024), (mx.float16, mx.float32)):
-        call = Call(10_240 // patch, 4, 4, patch, patch, 16, 16, dtype, False)
-        line = {"patch": patch, "heads": 4, "channels": 16, "dtype": str(dtype)}
-        for chip in chips:
-            both = seconds(call, chip), seconds(call, chip, 64)
-            line[chip.name] = *(round(1e3 * s, 2) for s in both), worth(call, chip)
-        print(json.dumps(line), flush=True)
-
-
 def main() -> None:
     """Measure what was asked for."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
@@ -194,7 +176,6 @@ def main() -> None:
     made = commands.add_parser("times")
     made.add_argument("--torch", help="a Python that has PyTorch")
     made.set_defaults(run=times)
-    commands.add_parser("heads").set_defaults(run=heads)
     given = parser.parse_args()
     sys.exit(given.run(given))
 

@@ -9,10 +9,9 @@ from ..backends import portable_only, registry
 from ..devices import CPU, METAL, Device
 from ..ops import attended
 from ..ops.attended import COMPOSED, Attended
-from ..ops.fused_attention import Call, seconds, worth
+from ..ops.fused_attention import Call
 from ..routes import launch
 from ..tensor import SparseTensor
-from .prediction import number
 
 
 @dataclass(frozen=True)
@@ -24,16 +23,12 @@ class AttentionForm:
         call: one of them, as it is asked for.
         width: channels of a head that are computed.
         fused: whether MLX's fused kernel takes them, outside of training.
-        fused_ms, composed_ms: predicted for all of them, on Apple GPUs, of heads so
-            wide in that kernel, and of two products and a softmax; else None.
     """
 
     count: int
     call: Call
     width: int
     fused: bool
-    fused_ms: float | None = None
-    composed_ms: float | None = None
 
     def __str__(self) -> str:
         """Return it in one line."""
@@ -42,14 +37,9 @@ class AttentionForm:
         groups = "1 group" if c.groups == 1 else f"{c.groups} groups"
         if self.width != c.channels:
             form += f", heads of {c.channels} padded to {self.width}"
-        times = ""
-        if self.composed_ms is not None:
-            times = f"; predicted composed {number(self.composed_ms)} ms"
-        if self.fused_ms is not None:
-            times += f", fused {number(self.fused_ms)} ms"
         return (
             f"{calls} of {groups}, {c.heads} heads of {c.channels}, "
-            f"{c.queries:,} queries, {c.keys:,} keys: {form}{times}"
+            f"{c.queries:,} queries, {c.keys:,} keys: {form}"
         )
 
 
@@ -120,13 +110,5 @@ def explain_attention(
 
 
 def _form(count: int, call: Call, device: Device) -> AttentionForm:
-    if device.backend != METAL:
-        return AttentionForm(count, call, call.channels, call.fused_on(device))
-    width = worth(call, device)
-    wide = (
-        call._replace(channels=width, values=width) if width > call.channels else call
-    )
-    fused = wide.fused_on(device)
-    composed_ms = 1e3 * count * seconds(call, device)
-    fused_ms = 1e3 * count * seconds(call, device, width) if fused else None
-    return AttentionForm(count, call, width, fused, fused_ms, composed_ms)
+    wide = call.widened() if device.backend == METAL else call
+    return AttentionForm(count, call, wide.channels, wide.fused_on(device))

@@ -8,7 +8,6 @@ a softmax, whose scores pass through memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from functools import lru_cache
 from io import StringIO
 from typing import NamedTuple
 
@@ -18,7 +17,6 @@ from .. import devices
 from ..backends import cpu_attention
 from ..devices import CUDA, METAL, Device
 from ..geometry import sync
-from ..inspect.apple_rates import ACCELERATED, DENSE, MEMORY
 from ..transformations import Function, differentiable
 from ..transformations import filled as filled_tangents
 from .attended import Tell
@@ -30,6 +28,9 @@ WIDTHS, FEW_QUERIES, FEW_WIDTHS = (64, 72, 80, 96, 128), 8, (64, 96, 128, 256)
 # scaled_dot_product_attention.cpp, 0.32), and from how many on filling one is worth it,
 # timed on an H200.
 TILE, TILED_QUERIES = 128, 32
+# Keys of a group from which narrow heads are padded to one of WIDTHS on Metal. With
+# fewer keys, padding moves more bytes than the scores take. Counted, not timed.
+PADDED_KEYS = 256
 _NAME = "ScaledDotProductAttention"  # of the primitive
 
 
@@ -96,13 +97,26 @@ class Call(NamedTuple):
         return same and fits and self.channels in FEW_WIDTHS
 
     def padded(self) -> Call:
-        """Return the call that runs: padded where that is worth it here."""
-        if (device := _mac()) is None:
+        """Return the call that runs on this machine: padded, or itself."""
+        if not _on_mac():
             return self._of_whole_tiles()
-        width = worth(self, device)
-        wide = self._replace(channels=width, values=width)
-        # In training MLX composes it at any width.
-        return wide if width != self.channels and wide.fused else self
+        wide = self.widened()
+        # In training MLX composes attention at any width.
+        return wide if wide is not self and wide.fused else self
+
+    def widened(self) -> Call:
+        """Return the call with heads padded to a width that MLX fuses on Metal.
+
+        Return the call itself if its heads have such a width, or are wider than all of
+        them, or if it has few queries or keys.
+        """
+        most = max(self.channels, self.values)
+        width = next((w for w in WIDTHS if w >= most), None)
+        if width is None or width == self.channels == self.values:
+            return self
+        if self.queries <= FEW_QUERIES or self.keys < PADDED_KEYS:
+            return self
+        return self._replace(channels=width, values=width)
 
     def _of_whole_tiles(self) -> Call:
         """Return it with queries that CUDA's gradient takes, where one may come."""
@@ -116,17 +130,15 @@ class Call(NamedTuple):
         return self._replace(queries=-(-self.queries // TILE) * TILE)
 
 
-def _mac() -> Device | None:
-    """Return the Apple GPU that MLX runs on, None elsewhere."""
-    device = devices.current()
-    metal = device.backend == METAL and not devices.metal_on_host()
-    return device if metal else None
+def _on_mac() -> bool:
+    """Return whether MLX runs on an Apple GPU."""
+    return devices.current().backend == METAL and not devices.metal_on_host()
 
 
 def attend(
     q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """Return (groups, heads, queries, D_v), by MLX's fused kernel where it is worth it.
+    """Return (groups, heads, queries, D_v), by MLX's fused kernel if possible.
 
     Args:
         q: (groups, heads, queries, D).
@@ -187,50 +199,6 @@ def pieces(
     if not cuts:
         return [x]
     return mx.split(x, cuts, axis=axis)[: -(-total // length)]
-
-
-@lru_cache(maxsize=1024)
-def worth(call: Call, device: Device) -> int:
-    """Return the channels that heads have best on an Apple GPU, by counts.
-
-    Their own, or as many as MLX's fused kernel takes, where padding, and multiplying
-    what is padded, costs less than scores that pass through memory.
-    """
-    most = max(call.channels, call.values)
-    width = next((w for w in WIDTHS if w >= most), None)
-    if width is None or call.queries <= FEW_QUERIES:
-        return call.channels
-    if width == call.channels == call.values:
-        return width
-    less = seconds(call, device, width) < seconds(call, device)
-    return width if less else call.channels
-
-
-def seconds(call: Call, device: Device, width: int | None = None) -> float:
-    """Return what a call takes at the slower rates that others measured.
-
-    Args:
-        call: the call.
-        device: an Apple GPU.
-        width: of heads in the fused kernel; None for the composed form.
-    """
-    item, half = call.dtype.size, call.dtype != mx.float32
-    accelerated = half and device.neural_accelerators
-    peak = device.half_tflops if accelerated else device.tflops
-    rate = 1e12 * peak * (ACCELERATED if accelerated else DENSE).slow
-    memory = 1e9 * device.bandwidth * MEMORY.slow
-    asked = call.groups * call.heads * call.queries
-    held = call.groups * call.kv_heads * call.keys
-    pairs, own = asked * call.keys, call.channels + call.values
-    if width is None:
-        scores = item * pairs / memory
-        # Written, and read by what follows; a mask is applied in between.
-        products = (max(2 * pairs * c / rate, scores) for c in call[5:7])
-        return sum(products) + scores * (4 if call.masked else 2)
-    taken = 4 * pairs * width / rate
-    if own != 2 * width:
-        taken += item * (asked + held) * (own + 2 * width) / memory
-    return max(taken, item * (asked + held) * 2 * width / memory)
 
 
 Forms = tuple[tuple[int, Call], ...]
