@@ -23,7 +23,7 @@ import nets
 import numpy as np
 
 import mlx_lattice as ml
-from mlx_lattice import devices, relations_ahead
+from mlx_lattice import devices
 from mlx_lattice.backends import registry
 from mlx_lattice.geometry import sync
 from mlx_lattice.routes import proof_results
@@ -59,18 +59,15 @@ class Scans:
         mx.eval(self.net.parameters(), self.scans)
 
     def relations(self) -> list[Callable[[], mx.array]]:
-        """Return what makes the levels and relations of each scan, and nothing else.
+        """Return what prepares each scan, and does nothing else.
 
         They are started, and held until the next are made.
         """
-        held, layers = [], self.net.modules()
-        first = next((layer for layer in layers if hasattr(layer, "_asked")), None)
-        if first is None:
-            raise RuntimeError("the net was not called, so that it knows nothing")
+        held = []
 
         def make(coords: mx.array, feats: mx.array) -> mx.array:
             x = ml.SparseTensor(coords + 0, feats)
-            relations_ahead.begin(first, x)
+            ml.prepare(self.net, x)
             held[:] = [x]
             return x.feats
 

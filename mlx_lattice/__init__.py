@@ -25,7 +25,7 @@ from .nn.calibrate import calibrate
 from .nn.calibration import Calibration
 from .numerics import precision
 from .other_names import unknown_name
-from .preparation import Preparation, prepare
+from .prepare import Preparation, prepare
 from .problem import Problem
 from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
 from .relation import Relation

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from weakref import ref
 
 import mlx.core as mx
@@ -14,8 +13,7 @@ from .coordinate_set import CoordinateKey, CoordinateSet, settle
 from .geometry.search import Search
 from .kernel_spec import IntOrTuple, KernelSpec, check_support
 from .relation import Relation
-from .scan_record import Views
-from .shared_views import building, built_by_one
+from .shared_views import built_by_one
 
 
 def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
@@ -45,7 +43,6 @@ class CoordinateManager(ConsumedSets):
         self._identities: dict[tuple, Relation] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
-        self._checks_later = False  # whether sets are checked after their relations
 
     def _keep(self, living: set[CoordinateSet]) -> None:
         super()._keep(living)
@@ -217,39 +214,6 @@ class CoordinateManager(ConsumedSets):
         if count is not None:
             source.read_also(count, relation.set_counted)
 
-    @contextmanager
-    def checked_later(
-        self, key: CoordinateKey, kind: str, spec: KernelSpec
-    ) -> Iterator[None]:
-        """Make the first relation of a set to itself, and check the set in the block.
-
-        Its edges are counted by the same read. Until then other relations are made of
-        the set as it is; none is kept where it turns out to be wrong. For backends that
-        search rows unchecked.
-
-        Raises:
-            ValueError: what is wrong with the set.
-        """
-        with building:
-            source, kept = self[key], len(self.record.relations)
-            held = self._relations, self._identities
-            self._relations, self._identities = map(dict, held)
-            self._checks_later = True
-            try:
-                relation = self._between(kind, source, source, spec)
-                if not source.settled:
-                    self._count_with(source, relation)
-                yield
-                if not source.settled:
-                    settle([source])
-            except BaseException:
-                self._relations, self._identities = held
-                del self.record.relations[kept:]
-                source.forget_counts()
-                raise
-            finally:
-                self._checks_later = False
-
     def _known_edges(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
     ) -> int | None:
@@ -263,12 +227,6 @@ class CoordinateManager(ConsumedSets):
         else:
             has_one = kind == "generative" and spec.fills_cell
         return len(fine) if has_one else None
-
-    def has_relation(
-        self, kind: str, source: CoordinateKey, target: CoordinateKey, spec: KernelSpec
-    ) -> bool:
-        """Whether there is the relation that ``relation_of`` is asked for with it."""
-        return (kind, self[source], self[target], spec) in self._relations
 
     def relation_of(
         self,
@@ -305,11 +263,11 @@ class CoordinateManager(ConsumedSets):
             # The strided relation that made the cells, from the other end.
             made = self._relations.get(("forward", target, source, spec))
             if made is not None:
-                return self._add(question, made.transposed(kind), {})
+                return self._add(question, made.transposed(kind))
         search = Search.of(kind, source, target, spec)
         identity, mirrored = search.identity, search.mirrored
         if identity and (made := self._identities.get((source, spec))):
-            return self._add(question, made.renamed(kind), {})
+            return self._add(question, made.renamed(kind))
         relation = Relation(
             kind,
             spec.volume,
@@ -325,7 +283,7 @@ class CoordinateManager(ConsumedSets):
             sets=(source, target),
         )
         # A duplicate target row would be an error too.
-        if not (source.settled and target.settled) and not self._checks_later:
+        if not (source.settled and target.settled):
             both = dict.fromkeys((source, target))
             unsettled = [each for each in both if not each.settled]
             self._count_with(unsettled[0], relation)
@@ -335,12 +293,8 @@ class CoordinateManager(ConsumedSets):
             relation.set_counted(edges)
         if identity:
             self._identities[source, spec] = relation
-        return self._add(question, relation, relation.read_views)
+        return self._add(question, relation)
 
-    def _add(self, question: tuple, relation: Relation, views: Views) -> Relation:
-        """Keep a relation; of one that shares another's views, that has said them."""
-        kind, source, target, spec = question
-        told = kind, source.serial, target.serial, spec, views
-        self.record.relations.append(told)
+    def _add(self, question: tuple, relation: Relation) -> Relation:
         self._relations[question] = relation
         return relation

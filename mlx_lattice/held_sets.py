@@ -26,7 +26,6 @@ from .geometry import output_rows
 from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
 from .kernel_spec import IntOrTuple, KernelSpec, per_axis
-from .scan_record import Record
 from .shared_views import SharedViews, built_by_one
 
 
@@ -45,7 +44,8 @@ class HeldSets:
         self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
         # By the rule, the set that it read, and how.
         self._made = SharedViews()
-        self.record = Record()  # for scans to come; see relations_ahead
+        # Calls that `prepare_scan` prepared: (id of the net, serial, dtype, training).
+        self.prepared: set[tuple] = set()
 
     @built_by_one
     def insert(
@@ -201,7 +201,7 @@ class HeldSets:
         for rule, made in self._made.everything():
             if made not in living:
                 self._made.drop(rule)
-        self.record.keep(set(self._sets))
+        self.prepared = {each for each in self.prepared if each[1] in self._sets}
         for name, (array, known) in list(self._by_array.items()):
             left = {facts: held for facts, held in known.items() if held in living}
             if left:
@@ -258,9 +258,15 @@ class HeldSets:
 
     @built_by_one
     def levels(self, held: CoordinateSet) -> list[CoordinateSet]:
-        """Return a set and the cells that were made of it, of those, and so on."""
-        made = self.record.levels(held.serial)
-        return [held, *(self._sets[serial] for serial, _ in made)]
+        """Return a set and the chain of cells made from it, the first of each set."""
+        cells: dict[CoordinateSet, CoordinateSet] = {}
+        for (rule, source, _), made in self._made.everything():
+            if rule == "cell":
+                cells.setdefault(source, made)
+        found = [held]
+        while found[-1] in cells:
+            found.append(cells[found[-1]])
+        return found
 
     @built_by_one
     def coarser(
@@ -366,7 +372,6 @@ class HeldSets:
             rows, box, cell, shape = level
             made = self._insert_sorted(rows, box, cell, shape, source)
             self._made.add(("cell", source, stride), made)
-            self.record.cells.append((source.serial, made.serial, stride))
             self._note_consumed(made, source)
             source = made
             chain.append(made)

@@ -234,16 +234,13 @@ def _is_within(
 def _missing(small: CoordinateSet, large: CoordinateSet) -> tuple[mx.array, int]:
     """Return the place in one set of each row of another, or -1, and how many have -1.
 
-    Reads that number, and checks both sets with it where a backend can.
+    Checks both sets first, and reads that number.
     """
-    unsettled = [each for each in dict.fromkeys((small, large)) if not each.settled]
-    if not len(small) or not registry.geometry().searches_unchecked:
-        settle(unsettled)
-        unsettled = []
+    settle([each for each in dict.fromkeys((small, large)) if not each.settled])
     if not len(small):
         return mx.zeros((0,), dtype=mx.int32), 0
-    at = large.lookup.find(small.coords, None if unsettled else small.box)
-    ((missing,),) = settle(unsettled, (at < 0).sum().reshape(1))
+    at = large.lookup.find(small.coords, small.box)
+    ((missing,),) = sync.read((at < 0).sum().reshape(1))
     return at, missing
 
 

@@ -11,8 +11,6 @@ from .backends import registry
 from .geometry import edge_lists, sync
 from .geometry.rows import Keep
 from .geometry.search import Search
-from .problem import Problem
-from .scan_record import Views
 from .shared_views import SharedViews, building
 
 
@@ -46,9 +44,6 @@ class KeptViews:
         # What makes tables again that are held in another form.
         self.again: dict[bool, Callable[[], mx.array]] = {}
         self.held: set[bool] = set()  # tables that routes read
-        # What routes read of it, in that order: (of the transpose, view); and the
-        # problems that are planned so, but for the rows.
-        self.reads: Views = {}
 
     @property
     def back(self) -> WhereGiven | None:
@@ -151,18 +146,6 @@ class KeepsViews:
     def kept(self, name: str):
         """Return a view if it was built already, else None."""
         return self._data.views.find((name, self._swapped))
-
-    def note_read(self, view: Callable | None, layer: Problem) -> None:
-        """Note that a route reads ``view(self)`` for a layer: its facts, of no rows.
-
-        None is another view, or none.
-        """
-        self._data.reads.setdefault((self._swapped, view), {})[layer] = None
-
-    @property
-    def read_views(self) -> Views:
-        """What routes read, now and later."""
-        return self._data.reads
 
     @property
     def built(self) -> dict[tuple[object, bool], object]:

@@ -302,12 +302,11 @@ class Relation(KeepsViews):
 
         def build() -> int:
             base = self.T if self._swapped else self
-            # Where tables are counted, the edges need not be listed for it.
-            counted = registry.geometry().start(base)
+            counted = registry.geometry().edge_count(base)
             if counted is None:
                 return len(base.edges)
             others = self._relatives()
-            counts = [registry.geometry().start(each) for each in others]
+            counts = [registry.geometry().edge_count(each) for each in others]
             edges, *more = sync.read(counted, *counts)
             for other, count in zip(others, more, strict=True):
                 other.keep("n_edges", count[0])

@@ -15,7 +15,6 @@ from mlx_lattice.backends import (
     cuda_curves,
     cuda_lookups,
     cuda_pairs,
-    cuda_sort,
     cuda_tables,
     cuda_unique,
     cuda_views,
@@ -25,14 +24,11 @@ from mlx_lattice.backends import (
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
 from mlx_lattice.backends.cuda_reductions import CudaReductions
 from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
-from mlx_lattice.backends.cuda_tiles_together import TilesTogether
 from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import NONE, Activation, Fit, RowSegments
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows, FoundRows
-from mlx_lattice.geometry.search import Search
-from mlx_lattice.kernel_spec import KernelSpec
+from mlx_lattice.geometry.rows import BoxedRows
 
 BOOLEANS = (False, True)
 DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)
@@ -66,11 +62,6 @@ def geometry():
         for jobs in (1, 2, 4):
             cuda_lookups.RowTable.of_each([coords] * jobs)
         cuda_tables.identity_tiles(coords)
-        sets = [FoundRows(coords, index)]
-        for jobs, volume in itertools.product((2, 5), (1, 40)):
-            spec = KernelSpec.of(dims, offsets=many[:volume])
-            tiles = TilesTogether(sets, (Search(0, 0, False, spec),) * jobs)
-            tiles.launch(cuda_sort.cleared(tiles.scratch))
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
         ):

@@ -7,8 +7,6 @@ from reference_rows import tile_order
 
 from mlx_lattice.backends import cuda_views
 from mlx_lattice.geometry import sync
-from mlx_lattice.kernel_spec import KernelSpec
-from mlx_lattice.relations_ahead import Read
 
 STRIDES = (2, (1, 2, 2), 3, 2)
 
@@ -39,9 +37,3 @@ def check_tiles(relation):
     np.testing.assert_array_equal(placed, table[order])
     if not view.mirrored:
         np.testing.assert_array_equal(order, tile_order(table >= 0))
-
-
-def read(kind, ends, is_transposed=False, **kernel):
-    """What a net is to have read between levels: tiles."""
-    spec = KernelSpec.of(3, **kernel)
-    return Read.of(kind, spec, ends, is_transposed, cuda_views.sorted_arrays, ())

@@ -145,6 +145,9 @@ class CpuGeometry(OneByOne):
         """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""
         return extension.transpose_table(table, n_in)
 
+    def edge_count(self, relation: RelationViews) -> None:
+        """Return None: the extension lists edges without a count."""
+
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
         return extension.edges(table)[0]

@@ -7,8 +7,7 @@ import mlx.core as mx
 from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
-from ..geometry.rows import BoxedRows, FoundRows
-from ..geometry.search import Search
+from ..geometry.rows import BoxedRows
 from ..kernel_spec import KernelSpec
 from . import (
     cuda_best,
@@ -16,10 +15,7 @@ from . import (
     cuda_kept,
     cuda_levels,
     cuda_lookups,
-    cuda_sort,
     cuda_tables,
-    cuda_tiles_together,
-    cuda_together,
     cuda_unique,
     cuda_views,
 )
@@ -33,17 +29,14 @@ _LEVELS = 4  # that are made at once
 class CudaGeometry:
     """The geometry of CUDA's kernels; see ``Geometry``."""
 
-    counts_edges = searches_unchecked = True
+    counts_edges = True
 
     bounds = staticmethod(cuda_lookups.bounds)
     unique_rows = staticmethod(cuda_unique.unique_rows)
     made_rows = staticmethod(cuda_unique.made_rows)
     transpose_table = staticmethod(cuda_views.transpose_table)
     edges = staticmethod(cuda_views.edges)
-    start = staticmethod(cuda_views.start)
-    together = staticmethod(cuda_views.sorted_arrays)
-    tiles_together = staticmethod(cuda_together.tiles_together)
-    keep_together = staticmethod(cuda_together.keep_together)
+    start = edge_count = staticmethod(cuda_views.start)
     curve_order = staticmethod(cuda_curves.curve_order)
     start_kept = staticmethod(cuda_kept.start_kept)
     best_rows = staticmethod(cuda_best.best_rows)
@@ -64,16 +57,13 @@ def rehearse(dims: int) -> None:
     """Have the kernels of common relations compiled, side by side, before their use.
 
     Those of sets in ``dims`` dimensions: kernels of size 3 and 5, and of size and
-    stride 2 both ways, with the views that matrix routes and gradients read; of one
-    set, and of several together.
+    stride 2 both ways, with the views that matrix routes and gradients read.
     """
     # Sizes are nominal: rows are not computed.
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
         found = cuda_lookups.RowTable(rows.coords)
-        cuda_lookups.RowTable.of_each([rows.coords] * cuda_together.LOOKUPS)
         cuda_tables.identity_tiles(rows.coords)
-        sets, searches = [FoundRows(rows.coords, found)], []
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = found.table(
@@ -86,11 +76,6 @@ def rehearse(dims: int) -> None:
             )
             if size == 5:  # a stem's, of which a net has one: see cuda_views.start
                 cuda_tables.relation_tiles(cuda_tables.table_source(table))
-            else:
-                searches.append(Search(0, 0, transposed, spec))
-        for some in (searches[:1] * 2, searches):
-            together = cuda_tiles_together.TilesTogether(sets, tuple(some))
-            together.launch(cuda_sort.cleared(together.scratch))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
             cuda_unique.made_rows(

@@ -60,7 +60,6 @@ SIZES = {
         ("pitch", "gridDim.x * blockDim.x"),
         ("volume", "neighbours_shape[1]"),
     ),
-    "TilesTogether": (("jobs", "jobs_shape[0] / JOB_WORDS"),),
     "IdentityTiles": (("rows", "fed_shape[0]"),),
     "UnsortTable": (
         ("rows", "rows_shape[0]"),

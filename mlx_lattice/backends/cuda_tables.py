@@ -48,29 +48,6 @@ class BandCounts(NamedTuple):
     edges: mx.array
 
 
-class CountsInSeveral(NamedTuple):
-    """The counts of one of several tables of a launch.
-
-    Attributes:
-        bands: (words,) int32: of each table, one after another.
-        edges: (tables,) int64.
-        at, first: which table, and its first word.
-        shape: of its own counts.
-    """
-
-    bands: mx.array
-    edges: mx.array
-    at: int
-    first: int
-    shape: tuple[int, int]
-
-    def alone(self) -> BandCounts:
-        """Return the table's own counts."""
-        offsets, bands = self.shape
-        own = self.bands[self.first : self.first + offsets * bands]
-        return BandCounts(own.reshape(self.shape), self.edges[self.at : self.at + 1])
-
-
 class Sorted(NamedTuple):
     """A relation's rows by the Gray-code rank of their masks, laid out for tiles.
 

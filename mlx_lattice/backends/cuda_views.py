@@ -16,7 +16,6 @@ from .cuda_tables import (
     MASK_OFFSETS,
     TILES,
     BandCounts,
-    CountsInSeveral,
     Sorted,
     counted_table,
     identity_tiles,
@@ -128,9 +127,6 @@ def band_counts(relation: RelationViews) -> BandCounts:
     if counts is None:
         table = relation.out_in  # may bring its BandCounts
         return relation.view(COUNTS, lambda: band_counts_of(table))
-    if isinstance(counts, CountsInSeveral):
-        counts = counts.alone()
-        relation.keep(COUNTS, counts)
     return counts
 
 

@@ -17,8 +17,6 @@ from .metal_unique import unique_rows
 class MetalGeometry(OneByOne):
     """The geometry of Metal's kernels; see ``Geometry``."""
 
-    searches_unchecked = True
-
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
     made_rows = staticmethod(metal_rows.made_rows)
@@ -35,4 +33,4 @@ class MetalGeometry(OneByOne):
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
-        return metal_views.edges(table)
+        return metal_views.edges(table, relation and relation.n_edges)

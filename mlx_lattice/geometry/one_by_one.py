@@ -7,16 +7,14 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .keys import Bounds
-from .protocol import LaunchedViews, RelationViews, StartedLevels
+from .protocol import RelationViews, StartedLevels
 from .rows import SearchedRows
-from .search import Search
 
 
 class OneByOne:
     """Nothing is made ahead, or together with others; see ``Geometry``."""
 
-    counts_edges = searches_unchecked = False
-    together = None
+    counts_edges = False
 
     def start_levels(
         self,
@@ -27,16 +25,9 @@ class OneByOne:
         """Launch nothing: levels are made one of the other."""
         return None
 
-    def tiles_together(
-        self, sets: Sequence[SearchedRows], searches: Sequence[Search]
-    ) -> Sequence[LaunchedViews]:
-        """Launch nothing."""
-        return ()
-
-    def keep_together(
-        self, made: LaunchedViews, relations: Sequence[RelationViews]
-    ) -> None:
-        """Do nothing: there is nothing to keep."""
+    def edge_count(self, relation: RelationViews) -> mx.array | None:
+        """Return the (1,) number of edges, unread."""
+        return (relation.out_in >= 0).sum().reshape(1)
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build nothing ahead of its first use."""

@@ -6,7 +6,7 @@ Four fulfil it: ``backends.mlx_geometry`` in MLX operations, ``metal_geometry``,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -16,7 +16,6 @@ from .kept_rows import KeptRows
 from .keys import Bounds, Offsets
 from .output_rows import Rule
 from .rows import RowIndex, SearchedRows
-from .search import Search
 from .unique import UniqueRows
 
 View = Callable[["RelationViews"], object]  # of a relation, as a route reads it
@@ -52,18 +51,6 @@ class StartedRows(Protocol):
 
     def kept(self, count: int) -> KeptRows:
         """Return them, of the value of ``count``."""
-
-
-class LaunchedViews(Protocol):
-    """Views of several relations that were launched together.
-
-    Attributes:
-        searches: of the relations.
-        arrays: with these everything is computed.
-    """
-
-    searches: Sequence[Search]
-    arrays: Sequence[mx.array]
 
 
 class RelationViews(Protocol):
@@ -139,12 +126,9 @@ class Geometry(Protocol):
     Attributes:
         counts_edges: whether edges are counted with every table, so that those of a
             transposed one are listed from its own table, without a sort.
-        searches_unchecked: whether a set's rows can be searched before it is known that
-            they are right, so that what is made of them is read with that.
     """
 
     counts_edges: bool
-    searches_unchecked: bool
 
     def bounds(self, coords: mx.array) -> Bounds:
         """Return the least and greatest value of each column of (N, 1 + D) int32.
@@ -266,23 +250,8 @@ class Geometry(Protocol):
             curve: through them.
         """
 
-    def tiles_together(
-        self, sets: Sequence[SearchedRows], searches: Sequence[Search]
-    ) -> Iterable[LaunchedViews]:
-        """Launch the view ``together`` of relations, and start none.
-
-        Args:
-            sets: the searches name them by their places here.
-            searches: what the relations' tables are searched by.
-
-        Returns:
-            What each launch makes. Relations that none makes are made by themselves.
-        """
-
-    def keep_together(
-        self, made: LaunchedViews, relations: Sequence[RelationViews]
-    ) -> None:
-        """Let relations have what was launched for them, one a search."""
+    def edge_count(self, relation: RelationViews) -> mx.array | None:
+        """Return the (1,) number of edges, unread; None if listing them needs none."""
 
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build the views that the backend will want of a new relation, unevaluated.

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from contextvars import ContextVar
+from contextlib import contextmanager, suppress
 from typing import TypeVar
 
 import mlx.core as mx
@@ -96,22 +95,14 @@ def values(coordinates: str = "") -> Iterator[None]:
         raise TracedError(coordinates) from error
 
 
-# One piece of work, or none: a copy of the context does not do it again.
-_work: ContextVar[list[Callable[[], None]] | None] = ContextVar("work", default=None)
-
-
 def read(*arrays: mx.array) -> list:
     """Return arrays as lists of Python values. Waits for the device, once.
 
     On CUDA arrays of up to 8 bytes are read where they are; a larger one is moved to
     the CPU's memory first, which takes many times as long.
     """
-    work = _work.get()
-    if work and _starts(arrays):
-        work.pop()()  # an evaluation afterwards would wait for what this starts, too
-    else:
-        with values():
-            mx.eval(*arrays)
+    with values():
+        mx.eval(*arrays)
     return [array.tolist() for array in arrays]
 
 
@@ -143,19 +134,6 @@ def complete(view: View) -> View:
     return view
 
 
-@contextmanager
-def meanwhile(work: Callable[[], None]) -> Iterator[None]:
-    """Do some work while the first read in the block is computed, if there is one.
-
-    Within a vjp, where MLX starts nothing, it is not done.
-    """
-    token = _work.set([work])
-    try:
-        yield
-    finally:
-        _work.reset(token)
-
-
 def start(view: object) -> None:
     """Have the arrays of a view computed, and wait for nothing.
 
@@ -166,7 +144,8 @@ def start(view: object) -> None:
         view: an array, or a tuple of arrays and other values.
     """
     if arrays := arrays_in(view):
-        _starts(arrays)
+        with suppress(ValueError):  # which MLX raises within a vjp
+            start_all(arrays)
 
 
 def arrays_in(view: object) -> list[mx.array]:
@@ -176,12 +155,3 @@ def arrays_in(view: object) -> list[mx.array]:
     if not isinstance(view, (tuple, list)):
         view = getattr(view, "arrays", ())
     return [array for part in view for array in arrays_in(part)]
-
-
-def _starts(arrays: Sequence[mx.array]) -> bool:
-    """Have arrays computed; ``False`` within a vjp, where MLX raises before it does."""
-    try:
-        start_all(arrays)
-    except ValueError:
-        return False
-    return True

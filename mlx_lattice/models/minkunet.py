@@ -13,7 +13,7 @@ from collections.abc import Sequence
 
 from .. import nn
 from ..ops.coordinates import cat
-from ..preparation import prepare_once
+from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import BasicBlock, Bottleneck, blocks, conv_norm, layer, trimmed_cells
 from .segmentor import Segmentor
@@ -158,9 +158,14 @@ class MinkUNet(Segmentor):
         ]
         self.head = layer("SubmConv", dims, widths[8], num_classes, 1)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return () if self.encoder[0].trimmed else (2,) * len(self.encoder)
+
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return ``num_classes`` scores for each row of ``x``, in its order."""
-        prepare_once(self, x)
+        prepare_scan(self, x)
         skips = [self.stem(x)]
         for stage in self.encoder:
             skips.append(stage(skips[-1]))

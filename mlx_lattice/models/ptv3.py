@@ -24,7 +24,7 @@ from .. import nn, ops
 from ..checks import one_of
 from ..geometry.curves import check_curve
 from ..ops.pool import upsample_nearest
-from ..preparation import prepare_once
+from ..prepare import prepare_scan
 from ..tensor import SparseTensor, expect_tensor
 from .ptv3_config import VARIANTS, count_levels, published_arguments
 from .recipe import Voxels
@@ -213,6 +213,11 @@ class PTv3(Segmentor):
         """
         return cls(**published_arguments(config, variant), legacy=legacy)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return self.stride
+
     def __call__(
         self, x: SparseTensor, positions: mx.array | None = None
     ) -> SparseTensor:
@@ -230,7 +235,7 @@ class PTv3(Segmentor):
         Raises:
             ValueError: a coordinate is below 0, or positions are missing.
         """
-        prepare_once(self, x, positions=positions)
+        prepare_scan(self, x, positions=positions)
         levels = self._levels(x, positions)
         skips = self._encode(x, levels)
         if self.enc_mode:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import nn, ops
-from ..preparation import prepare_once
+from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import blocks, conv_norm, layer
 from .pretrained import Pretrained
@@ -52,11 +52,15 @@ class SparseResNet(Pretrained):
         ]
         self.head = nn.Linear(planes[-1], num_classes)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return (2,) * len(self.stages)
+
     def __call__(self, x: SparseTensor) -> mx.array:
         """Return (batch_size, num_classes) scores; of the bias alone where empty."""
-        prepare_once(self, x)
+        prepare_scan(self, x)
         x = self.stem(x)
-        x.manager.cells(x.key, (2,) * len(self.stages))
         x = self.pool(x)
         for stage in self.stages:
             x = stage(x)

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from .. import nn, ops
 from ..nn.fused import convolved
-from ..preparation import prepare_once
+from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import layer
 from .recipe import Voxels
@@ -152,6 +152,11 @@ class SpUNet(Segmentor):
         if num_classes:
             self.final = layer("SubmConv", dims, last, num_classes, 1)
 
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return (2,) * len(self.down)
+
     def __call__(self, x: SparseTensor) -> SparseTensor | mx.array:
         """Return scores.
 
@@ -160,7 +165,7 @@ class SpUNet(Segmentor):
             (batch_size, num_classes), a row a batch element: the mean over its rows
             at the coarsest level.
         """
-        prepare_once(self, x)
+        prepare_scan(self, x)
         x, skips = self.conv_input(x), []
         for down, stage in zip(self.down, self.enc, strict=True):
             skips.append(x)

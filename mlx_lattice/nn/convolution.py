@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 from mlx.nn import Module
 
-from .. import relations_ahead
 from ..axes import Family, expect_axes
 from ..checks import flag, whole
 from ..epilogue import Epilogue
@@ -197,7 +196,6 @@ class Convolution(Family, Packable, Module):
             kernel = {"kernel_size": size, "dilation": dilation, **kernel}
             if self.offsets is not None:
                 kernel |= {"kernel_size": 1, "offsets": self.offsets}
-            relations_ahead.begin(self, x)
             relation = find(x, coordinates, *options, **kernel)
             if question is not None:
                 searched = find is relations.transposed and not any(options)

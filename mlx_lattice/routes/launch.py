@@ -309,8 +309,6 @@ class Pass:
         """Return what a plan calls over the relation, from now on."""
         call = plan.bound(self.relation)
         self._kept = now, call, plan.moments
-        if self.pass_ != WEIGHT_GRAD:
-            self.relation.note_read(plan.read, plan.problem.layer)
         return call
 
     @property

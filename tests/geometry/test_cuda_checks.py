@@ -7,7 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import emulated, emulating
-from cuda_sets import STRIDES, counted_reads, whole_emulator  # noqa: F401 (fixtures)
+from cuda_sets import counted_reads, whole_emulator  # noqa: F401 (fixtures)
 from reference_rows import table_of
 
 import mlx_lattice as ml
@@ -15,54 +15,6 @@ from mlx_lattice import ops
 from mlx_lattice.backends import cuda_levels, cuda_lookups, registry
 
 pytestmark = emulated
-
-
-def shared(first, rows):
-    """Levels and relations of a set that is checked with them; and their manager."""
-    manager = ml.CoordinateManager()
-    key = manager.insert(mx.array(rows))
-    one = ml.kernel_spec.KernelSpec.of(3, kernel_size=1)
-    with manager.checked_later(key, "submanifold", first):
-        relations = [
-            manager.relation_of("forward", key, key, one),
-            manager.submanifold_kernel_relation(key, kernel_size=5),
-        ]
-        chain = manager.cells(key, STRIDES)
-    return manager, relations, chain
-
-
-def test_a_set_is_checked_with_its_levels_by_one_read(emulator, reads):
-    """Keys are as wide as an earlier scan's; too narrow ones are made again."""
-    first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
-    near, far = (cases.geometry("surface", 3, 300, seed) for seed in (1, 2))
-    far = np.array(far) * [1, 40_000, 40_000, 40_000] - [0, 9, 0, 0]
-    beyond = near * [1, 1 << 24, 1 << 24, 1 << 24]  # what keys can number
-    cuda_levels._bits_before.clear()
-    with emulating(emulator):
-        for rows, expected in (
-            (near, [6, 4]),  # what is read alone, and all sizes
-            (near, [10]),
-            (far, [10, 4]),
-            (near, [10]),
-            (far, [10]),
-            (beyond, None),  # level by level
-            (near, [10]),
-        ):
-            rows = rows.astype(np.int32)
-            reads.clear()
-            manager, relations, chain = shared(first, rows)
-            if expected is None:
-                assert reads[0] == 10 and len(reads) > 1 + len(STRIDES)
-            else:
-                assert reads == expected
-            step = np.ones(3, int)
-            for stride, key in zip(STRIDES, chain, strict=True):
-                step = step * np.array(stride)
-                cells = np.unique(rows // np.array([1, *step]), axis=0)
-                np.testing.assert_array_equal(np.array(manager[key].coords), cells)
-            counted = manager.relations[0]
-            assert counted.counted == (np.array(counted.out_in) >= 0).sum()
-            assert [each.counted for each in relations] == [len(rows), None]
 
 
 @pytest.mark.parametrize("n", (1, 300))
@@ -87,27 +39,6 @@ def test_levels_of_a_set_that_nobody_has_read(emulator, reads, dims, n):
             for step, level in zip(steps, chain, strict=True):
                 cells = np.unique(rows // np.array([1, *step]), axis=0)
                 np.testing.assert_array_equal(np.array(manager[level].coords), cells)
-
-
-def test_relations_of_a_set_that_proves_wrong_are_not_kept(emulator):
-    first = ml.kernel_spec.KernelSpec.of(3, kernel_size=3)
-    rows = cases.geometry("surface", 3, 300)
-    twice, early = np.concatenate([rows, rows[:3]]), rows - [5, 0, 0, 0]
-    with emulating(emulator):
-        shared(first, rows)
-        for wrong, what in ((twice, "must be unique"), (early, "0 or more")):
-            manager = ml.CoordinateManager()
-            key = manager.insert(mx.array(wrong.astype(np.int32)))
-            for _ in range(2):
-                with (
-                    pytest.raises(ValueError, match=what),
-                    manager.checked_later(key, "submanifold", first),
-                ):
-                    manager.submanifold_kernel_relation(key, kernel_size=5)
-                    manager.cells(key, STRIDES)
-                assert not manager.relations and len(manager.sets) == 1
-            with pytest.raises(ValueError, match=what):
-                manager.submanifold_kernel_relation(key)
 
 
 @pytest.mark.parametrize(

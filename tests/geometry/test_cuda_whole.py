@@ -9,13 +9,11 @@ from cuda_sets import (  # noqa: F401 (fixtures)
     STRIDES,
     check_tiles,
     counted_reads,
-    read,
     whole_emulator,
 )
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice import relations_ahead
 from mlx_lattice.backends import cuda_pairs, cuda_tables, cuda_views
 from mlx_lattice.kernel_spec import KernelSpec
 
@@ -103,15 +101,11 @@ def check_pairs(relation, edges):
     assert len(rows) == (half if relation.mirrored else len(edges))
 
 
-@pytest.mark.parametrize("together", (False, True))
 @pytest.mark.parametrize(
     ("name", "n"), (("negative", 60), ("batches", 200), ("surface", 900), ("far", 1))
 )
-def test_the_relations_of_a_net(emulator, reads, name, n, together):
-    """Levels at once, a relation and its transposed use, 125 offsets, edge counts.
-
-    With ``together`` tiles and look-ups are made by launches for several.
-    """
+def test_the_relations_of_a_net(emulator, reads, name, n):
+    """Levels at once, a relation and its transposed use, 125 offsets, edge counts."""
     rows = np.random.default_rng(0).permutation(cases.geometry(name, 3, n))
     rows = rows.astype(np.int32)
     with emulating(emulator):
@@ -133,10 +127,6 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
                 ("submanifold", (at + 1, at + 1), {"kernel_size": 2}),
             ]
         keys = before, *chain
-        begun = len(emulator.launches)
-        if together:
-            wanted = [read(*n[:2], turned, **n[2]) for n in named for turned in (0, 1)]
-            relations_ahead.start(manager, keys, [*wanted, *wanted])
         relations = [
             manager.relation_of(
                 kind, keys[source], keys[target], KernelSpec.of(3, **kernel)
@@ -144,15 +134,6 @@ def test_the_relations_of_a_net(emulator, reads, name, n, together):
             for kind, (source, target), kernel in named
         ]
         assert relations[0] is stem
-        if together:
-            made = emulator.launches[begun:]
-            assert sum("hash_rows" in name for name in made) == 1, "of four sets"
-            launched = [name for name in made if "tiles" in name]
-            assert len(launched) == 2, "of 125 offsets by itself"
-            begun = len(emulator.launches)
-            for each in relations[1:]:
-                cuda_views.sorted_arrays(each), cuda_views.sorted_arrays(each.T)
-            assert len(emulator.launches) == begun, "all of them were made"
         cuda_views.sorted_rows(relations[0]), cuda_pairs.pairs(relations[0])
         assert relations[0].edges.size and relations[0].kept("table") is None
         for relation in relations:

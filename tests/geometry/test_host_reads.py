@@ -185,14 +185,13 @@ class TestOneReadForEachSet:
         assert x.coordinate_set.settled
 
     def test_joins_of_two_sets(self, reads):
-        """One number, with the check of both where they were not; then nothing."""
+        """The check of both, and one number; then nothing."""
         rows = coords()
         some, others = rows[: len(rows) // 2] + 0, rows[len(rows) // 3 :] + 0
         x = ml.SparseTensor(some, mx.ones((len(some), 2)))
         y = ml.SparseTensor(others, mx.ones((len(others), 2)))
-        at_once = registry.geometry().searches_unchecked
         made = ops.union(x, y)
-        assert_reads(reads, 1 if at_once else 2)
+        assert_reads(reads, 2)
         before = len(reads)
         mx.eval(x.manager.submanifold_kernel_relation(made.key).out_in)
         assert ops.union(x, y).key is made.key and ops.union(x, made).key is made.key
@@ -239,42 +238,6 @@ def test_a_sum_over_height_makes_its_rows_once(reads):
     assert again.key == y.key and again.manager is x.manager
     mx.eval(again.feats)
     assert facts() == before
-
-
-def test_work_is_done_once_while_a_read_is_computed():
-    done = []
-
-    def work():
-        done.append(sync.read(mx.array([2]) + 1))  # reads as ever
-
-    with sync.meanwhile(work):
-        assert not done
-        assert sync.read(mx.arange(3), mx.array([1]) + 1) == [[0, 1, 2], [2]]
-        assert done == [[[3]]]
-        sync.read(mx.array([4]))
-    sync.read(mx.array([5]))
-    assert len(done) == 1
-    with sync.meanwhile(work):
-        pass  # nothing is read
-    assert len(done) == 1
-
-
-def test_within_a_vjp_a_read_waits_by_itself():
-    """MLX starts nothing there."""
-    found, done = [], []
-
-    @mx.custom_function
-    def function(x):
-        return x + 1
-
-    @function.vjp
-    def back(x, dy, _):
-        with sync.meanwhile(lambda: done.append(True)):
-            found.append(sync.read(mx.arange(3) + 1))
-        return dy
-
-    mx.eval(mx.grad(lambda x: function(x).sum())(mx.ones(3)))
-    assert found == [[[1, 2, 3]]] and not done
 
 
 def test_two_new_sets_are_checked_together(reads):

@@ -19,7 +19,6 @@ from mlx_lattice.backends.metal_lookups import RowTable
 from mlx_lattice.geometry import curves, keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.rows import BoxedRows
-from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.routes import thresholds
 
 host.require()
@@ -163,20 +162,18 @@ def test_levels_of_more_cells_than_keys_can_number_are_left_to_one_by_one():
 @pytest.mark.parametrize("n", (1, 300))
 @pytest.mark.parametrize("dims", (1, 2, 3, 4))
 def test_a_set_is_checked_with_its_levels_by_one_read(dims, n, monkeypatch):
-    """With a relation that is made before; negative rows in any order, two batches."""
+    """Negative rows in any order, two batches."""
     rng, real, reads = np.random.default_rng(dims), sync.read, []
     given = rng.integers(-90, 90, (n, 1 + dims))
     given[:, 0] %= 2
     given = rng.permutation(np.unique(given, axis=0)).astype(np.int32)
     monkeypatch.setattr(sync, "read", lambda *a: reads.append(len(a)) or real(*a))
     monkeypatch.setattr(registry, "geometry", MetalGeometry)
-    manager, spec = ml.CoordinateManager(), KernelSpec.of(dims, kernel_size=3)
+    manager = ml.CoordinateManager()
     strides = [(2, 3, 1, 2)[:dims], (3, 1, 2, 2)[:dims]]
     with host.recording(checked=True) as record:
         key = manager.insert(mx.array(given))
-        with manager.checked_later(key, "submanifold", spec):
-            manager.submanifold_kernel_relation(key, kernel_size=3)
-            levels = manager.cells(key, strides)
+        levels = manager.cells(key, strides)
         assert len(reads) == 1
         for step, level in zip(np.cumprod(strides, axis=0), levels, strict=True):
             cells = np.unique(given // np.array([1, *step]), axis=0)
@@ -184,25 +181,6 @@ def test_a_set_is_checked_with_its_levels_by_one_read(dims, n, monkeypatch):
     assert record.report.faults == ()
     made = [r.kernel for r in record.report.launches if "candidates" in r.kernel]
     assert len(made) == 3, "look-ups of the set; candidates of both levels, collected"
-
-
-@pytest.mark.parametrize("fault", ("twice", "batch"))
-def test_what_is_made_of_a_set_that_proves_wrong_is_not_kept(fault, monkeypatch):
-    given = cases.geometry("surface", 3, 300)
-    wrong = np.concatenate([given, given[:3]]) if fault == "twice" else given - 5
-    monkeypatch.setattr(registry, "geometry", MetalGeometry)
-    manager, spec = ml.CoordinateManager(), KernelSpec.of(3, kernel_size=3)
-    with host.recording():
-        key = manager.insert(mx.array(wrong.astype(np.int32)))
-        for _ in range(2):
-            with (
-                pytest.raises(ValueError, match="unique|0 or more"),
-                manager.checked_later(key, "submanifold", spec),
-            ):
-                made = manager.submanifold_kernel_relation(key, kernel_size=3)
-                mx.eval(made.out_in)
-                manager.cells(key, [(2,) * 3, (2,) * 3])
-            assert not manager.relations and len(manager.sets) == 1
 
 
 FAR = 2**31 - 1

@@ -46,17 +46,14 @@ from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
 import mlx_lattice as ml  # noqa: E402
-from mlx_lattice import devices, ops, relations_ahead  # noqa: E402
+from mlx_lattice import devices, ops  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
-    cuda_together,
-    cuda_views,
     dispatch_bounds,
     registry,
 )
 from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
 from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
 from mlx_lattice.dtypes import DTYPES  # noqa: E402
-from mlx_lattice.kernel_spec import KernelSpec  # noqa: E402
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, Problem  # noqa: E402
 from mlx_lattice.routes import (  # noqa: E402
     TABLE,
@@ -114,31 +111,6 @@ def geometry() -> None:
         scores = mx.array(np.arange(len(rows)) % 7).astype(dtype)
         best = ops.top_k(x, scores, 100)
         assert len(best) == 100 * len(np.unique(rows[:, 0]))
-    together()
-
-
-def together() -> None:
-    """Look-ups and tiles of a net's relations, made by launches for several."""
-    manager = ml.CoordinateManager()
-    key = manager.insert(mx.array(cases.geometry("surface", 3, 3000)))
-    keys = key, *manager.cells(key, (2,) * cuda_together.LOOKUPS)
-    named = [("submanifold", (0, 0), {})]
-    for at in range(cuda_together.LOOKUPS):
-        strided, coarse = {"kernel_size": 2, "stride": 2}, (at + 1, at + 1)
-        named.append(("forward", (at, at + 1), strided))
-        named.append(("transposed", (at + 1, at), strided))
-        named.append(("submanifold", coarse, {}))
-        named.append(("submanifold", coarse, {"kernel_size": 1}))
-    view = cuda_views.sorted_arrays
-    reads = [
-        relations_ahead.Read.of(kind, KernelSpec.of(3, **kernel), ends, False, view, ())
-        for kind, ends, kernel in named
-    ]
-    relations_ahead.start(manager, keys, reads)
-    for relation in manager.relations:
-        table = np.array(relation.out_in)  # of the tiles
-        relation.release()
-        np.testing.assert_array_equal(table, np.array(relation.out_in))
 
 
 def contraction(point: Point, device: devices.Device | None = None) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 
 from ... import nn, ops
 from ...nn.fused import convolved
-from ...preparation import prepare_once
+from ...prepare import prepare_scan
 from ...tensor import SparseTensor, expect_tensor
 from ..pretrained import Pretrained
 
@@ -134,7 +134,7 @@ class VoxelBackBone8x(Pretrained):
         Args:
             x: at (batch, z, y, x), with a ``spatial_shape``.
         """
-        prepare_once(self, x)
+        prepare_scan(self, x)
         return self.stages(x)["out"]
 
 

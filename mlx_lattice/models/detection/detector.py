@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from ... import nn
 from ...geometry.unique import true_positions
-from ...preparation import prepare_once
+from ...prepare import prepare_scan
 from ...tensor import SparseTensor
 from ..attributes import check_scores
 from ..pretrained import Pretrained
@@ -239,7 +239,7 @@ class CenterPoint(Detector):
         Args:
             x: voxels at (batch, z, y, x), with the grid's ``spatial_shape``.
         """
-        prepare_once(self, x)
+        prepare_scan(self, x)
         return self.dense_head(self.backbone_2d(self.to_bev(self.backbone_3d(x))))
 
     def cells(self, predictions: Branches) -> list[tuple[Branches, mx.array]]:
@@ -319,7 +319,7 @@ class VoxelNeXt(Detector):
         Args:
             x: voxels at (batch, z, y, x), with the grid's ``spatial_shape``.
         """
-        prepare_once(self, x)
+        prepare_scan(self, x)
         return self.dense_head(self.backbone_3d(x))
 
     def cells(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from ... import nn, ops
 from ...nn.fused import convolved
 from ...ops.channels import by_halves
-from ...preparation import prepare_once
+from ...prepare import prepare_scan
 from ...tensor import SparseTensor
 from .backbones import WIDTHS, SparseBasicBlock, VoxelBackBone8x, kept, norm
 
@@ -80,6 +80,6 @@ class UNetV2(VoxelBackBone8x):
         Args:
             x: at (batch, z, y, x), with a ``spatial_shape``.
         """
-        prepare_once(self, x)
+        prepare_scan(self, x)
         made = self.stages(x)
         return made.get("out"), made["up1"]

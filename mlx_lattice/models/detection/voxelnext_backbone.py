@@ -17,7 +17,7 @@ from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ...coordinates import CoordinateManager
 from ...geometry import sync
 from ...geometry.output_rows import Rule
-from ...preparation import prepare_once
+from ...prepare import prepare_scan
 from ...reductions import sum_over
 from ...tensor import SparseTensor
 from ..pretrained import Pretrained
@@ -167,5 +167,5 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         Args:
             x: at (batch, z, y, x), with a ``spatial_shape``.
         """
-        prepare_once(self, x)
+        prepare_scan(self, x)
         return self.stages(x)["out"]

@@ -1,24 +1,28 @@
-"""prepare(): all that a net needs besides features, before its first call."""
+"""prepare(): build kernel maps and compile kernels before a net's first call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, nullcontext
-from contextvars import ContextVar
+from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from threading import RLock
 from time import perf_counter
+from weakref import ref
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from . import relations_ahead
+from . import devices, settings
 from .backends import first_use
 from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
 from .module_state import Own, reached
+from .nn.convolution import Conv, ConvTranspose, GenerativeConvTranspose
+from .nn.pooling import AvgPool, MaxPool, SumPool
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -79,18 +83,15 @@ def prepare(
 ) -> Preparation:
     """Build the relations that a net reads on some inputs, without its features.
 
-    The net is called once with its contractions planned and not run, so that the
-    relations of ``inputs``, and the views that the plans read, are there afterwards:
-    evaluated together, once. On CUDA the kernels of the plans are compiled side by
-    side. Matrix kernels that are new to this machine prove themselves; if one is
-    refused, the net is planned once more. Nothing of the net changes, its running
-    statistics and attributes included, nor of those that a function calls.
-
-    A net that was prepared for another scan, or one of ``ml.models`` that ran on one,
-    is not called, in evaluation: what it read then is built, sizes of all levels read
-    at once, and its layers are planned over it. It is called all the same should a
-    layer print another way than then or read another view, the first not keep its rows,
-    or a kernel be new to this process.
+    The coordinate levels are made first, and their sizes are read at once: by the
+    strides that ``net.strides`` lists, or else by those of the strided layers of a
+    Sequential or a U-net (``support="cell"``). Then the net is
+    called once with its contractions planned and not run, which builds the kernel maps
+    and the views that the plans read; they are evaluated together. Kernels are compiled
+    in threads, on CUDA and on Metal. Matrix kernels that are new to this machine prove
+    themselves; if one is refused, the net is planned once more. Nothing of the net
+    changes, its running statistics and attributes included, nor of the modules that a
+    function calls.
 
     A net that chooses rows by its features (pruning, say) is prepared as it goes where
     they are zeros; what it reads beyond is built at its call.
@@ -122,42 +123,35 @@ def prepare(
             f"{', '.join(type(x).__name__ for x in inputs) or 'none'}"
         )
     kernels: dict[str, None] = {}
-    is_call = isinstance(net, mlx.nn.Module) and not (training or options)
-    is_call = is_call and len(inputs) == 1 and inputs[0] is tensors[0]
-    if is_call:
-        plans = relations_ahead.plans(net, *inputs)
-        if plans is not None and all(_is_ready(plan) for plan in plans):
-            for plan in plans:
-                kernels.update(dict.fromkeys(_symbols(plan)))
-            return _prepared(tensors, kernels, 0, begun)
+    if len(tensors) == 1 and inputs and inputs[0] is tensors[0]:
+        _make_levels(tensors[0], strides_of(net))
     for dims in {x.dims for x in tensors}:
         first_use.rehearse_geometry(dims)
 
-    reads: list[tuple] = []  # a relation, its view, and the layer
+    launches: dict[tuple, Launch] = {}  # the first launch of each kernel
 
     def run(launched: Launch) -> None:
         plan = launched.choice.plan
-        reads.append((launched.relation, plan.read, plan.problem.layer))
         kernels.update(dict.fromkeys(_symbols(plan)))
         if launched.problem.n_in and launched.problem.n_out:
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
+            if not _is_ready(plan):
+                launches.setdefault((plan.gpu, plan.add), launched)
 
     compiled, is_right = 0, False
     # All views are evaluated at the end of the block. `_plan` takes `_standing_in`
-    # inside it, so it is taken first, as by `prepare_once`.
+    # inside it, so it is taken first, as by `prepare_scan`.
     with _standing_in, building:
         while not is_right:
-            kernels.clear(), reads.clear()
+            kernels.clear(), launches.clear()
             with proof.put_off() as waiting:
                 _plan(net, inputs, options, training, run)
             # What does not compile is refused, if it can be; the rest raises when
             # launched.
             compiled += first_use.finish(raises=not waiting)
             is_right = proof.prove_all(waiting)
-    if is_call:
-        for relation, view, layer in reads:
-            relation.note_read(view, layer)
-        relations_ahead.remember_prepared(net, *inputs)
+    if devices.current().backend == devices.METAL:
+        compiled += _launch_each(list(launches.values()))
     return _prepared(tensors, kernels, compiled, begun)
 
 
@@ -190,27 +184,114 @@ def _prepared(
     )
 
 
-def prepare_once(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None:
-    """Prepare a net at its first call, for what that compiles; the nets here do it.
+DOWN = Conv, MaxPool, SumPool, AvgPool  # layers that make coarser rows
+# What nets were prepared for in this process: (the net, {(dtype, training)}) by id.
+_compiled: dict[int, tuple[ref, set[tuple]]] = {}
 
-    Nothing is done where kernels need no time: off CUDA, or where MLX compiles them
-    one by one in any case. A net in training mode is prepared for training, and
-    outside of a gradient for evaluation too. ``options`` are the other arguments.
+
+def prepare_scan(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None:
+    """Prepare a call of ``net`` on ``x``: the nets of ``models`` begin with it.
+
+    The first call for a dtype and mode compiles the net's kernels, where that is done
+    ahead. Every new scan gets its coordinate levels with one read. Nothing is done for
+    a scan that was prepared, an empty scan, under a memory limit, while MLX transforms
+    a function that traces the coordinates, and inside of ``prepare``.
+
+    Args:
+        net: the module that is called.
+        x: its input.
+        **options: other arguments of the call.
     """
-    facts = str(x.dtype), net.training  # a net can be copied and pickled
-    if _is_prepared(net, facts) or _is_preparing.get() or not first_use.compiles():
+    if not isinstance(x, SparseTensor):
+        return  # the first layer raises
+    facts = x.dtype, net.training
+    call = id(net), x.key.serial, *facts
+    if call in x.manager.prepared or _is_preparing.get():
         return
-    with _standing_in:  # a thread that comes meanwhile waits: the net has zeros now
-        if not _is_prepared(net, facts):
-            prepare(net, x, training=net.training, **options)
-            prepared = {facts}
-            if not sync.is_known_to_differentiate():
-                prepared.add((facts[0], False))
-            net._prepared = getattr(net, "_prepared", frozenset()) | prepared
+    if not len(x) or settings.stage_end.get() is not None:
+        return
+    if first_use.compiles() and facts not in _compiled_for(net):
+        with _standing_in:  # a second thread waits: the net has zeros for parameters
+            known = _compiled_for(net)
+            if facts not in known:
+                prepare(net, x, training=net.training, **options)
+                known.add(facts)
+                if not sync.is_known_to_differentiate():
+                    known.add((x.dtype, False))
+    else:
+        _make_levels(x, getattr(net, "strides", ()))
+    x.manager.prepared.add(call)
 
 
-def _is_prepared(net: mlx.nn.Module, facts: tuple[str, bool]) -> bool:
-    return facts in getattr(net, "_prepared", ())
+def _compiled_for(net: mlx.nn.Module) -> set[tuple]:
+    """Return the (dtype, training) pairs that a net was compiled for."""
+    known = _compiled.get(id(net))
+    if known is None or known[0]() is not net:
+        name = id(net)
+        known = _compiled[name] = ref(net, lambda _: _compiled.pop(name, None)), set()
+    return known[1]
+
+
+def _make_levels(x: SparseTensor, strides: Sequence) -> None:
+    """Make coordinate levels in one chain; their sizes and the check are one read."""
+    if strides and len(x) and settings.stage_end.get() is None:
+        x.manager.cells(x.key, strides)
+
+
+def strides_of(net: Callable) -> Sequence:
+    """Return the strides of a net's coordinate levels, () if their order is unclear.
+
+    ``net.strides`` says them, or else the strided layers do: those of a Sequential, or
+    those of a U-net, which has as many strided transposed convolutions. All of them
+    must keep to cells; those of a U-net must have one stride, so that their order does
+    not matter.
+    """
+    strides = getattr(net, "strides", None)
+    if strides is not None or not isinstance(net, mlx.nn.Module):
+        return strides or ()
+    modules = list(_modules_of(net))
+    down = [m for m in modules if isinstance(m, DOWN) and set(m.stride) != {1}]
+    up = [m for m in modules if isinstance(m, ConvTranspose) and set(m.stride) != {1}]
+    if any(isinstance(m, GenerativeConvTranspose) for m in up):
+        return ()
+    if any(m.support != "cell" for m in down):
+        return ()
+    strides = [m.stride for m in down]
+    if isinstance(net, mlx.nn.Sequential):
+        direct = set(map(id, net.layers))
+        return strides if all(id(m) in direct for m in down) else ()
+    is_unet = len(up) == len(down) and len(set(strides)) == 1
+    return strides if is_unet else ()
+
+
+def _modules_of(part: object) -> Iterator[mlx.nn.Module]:
+    """Yield the modules of a net in the order of their attributes."""
+    if isinstance(part, mlx.nn.Module):
+        yield part
+    if isinstance(part, (dict, list, tuple)):
+        for each in part.values() if isinstance(part, dict) else part:
+            yield from _modules_of(each)
+
+
+def _launch_each(launches: Sequence[Launch]) -> int:
+    """Compile Metal kernels in threads: each is launched once, on zeros.
+
+    Returns:
+        How many plans were launched.
+    """
+
+    def launch_one(launched: Launch) -> None:
+        arrays = [
+            mx.zeros(a.shape, a.dtype) for a in (*launched.inputs, *launched.bias)
+        ]
+        mx.eval(launched.run(launched.choice.plan, *arrays))
+
+    if launches:
+        with ThreadPoolExecutor() as pool:
+            jobs = [pool.submit(copy_context().run, launch_one, x) for x in launches]
+        for job in jobs:
+            job.result()
+    return len(launches)
 
 
 def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable):
