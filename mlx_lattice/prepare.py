@@ -134,9 +134,9 @@ def prepare(
         plan = launched.choice.plan
         kernels.update(dict.fromkeys(_symbols(plan)))
         if launched.problem.n_in and launched.problem.n_out:
-            launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
             if not _is_ready(plan):
                 launches.setdefault((plan.gpu, plan.add), launched)
+            launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
     compiled, is_right = 0, False
     # All views are evaluated at the end of the block. `_plan` takes `_standing_in`

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice.backends import cpu_extension, registry
 from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse, SparseResNet14
 
 preparation = import_module("mlx_lattice.prepare")  # ml.prepare is the function
@@ -384,3 +384,54 @@ def test_the_report_says_what_there_is():
     if held == "table":
         tables = [r.out_in for r in x.manager.relations if r.volume > 1]
         assert made.bytes >= sum({id(each): each.nbytes for each in tables}.values())
+
+
+class OwnUNet(mlx.nn.Module):
+    """A U-net as users write them."""
+
+    def __init__(self):
+        super().__init__()
+        self.stem = nn.SubmConv3d(3, 16, 3)
+        self.down = [nn.Conv3d(16, 16, 2, stride=2) for _ in range(2)]
+        self.up = [nn.ConvTranspose3d(16, 16, 2, stride=2) for _ in range(2)]
+
+    def __call__(self, x):
+        x = self.stem(x)
+        for layer in (*self.down, *self.up):
+            x = layer(x)
+        return x
+
+
+@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("make", (NETS["minkunet"], OwnUNet))
+def test_levels_are_one_read_and_edge_counts_another(make, training, monkeypatch):
+    net, x, reads = make(), tensor(), []
+    ml.prepare(net, tensor(), training=training)  # kernels prove themselves
+    real = preparation.sync.read
+    monkeypatch.setattr(
+        preparation.sync, "read", lambda *a: reads.append(a) or real(*a)
+    )
+    ml.prepare(net, x, training=training)
+    if registry.serving() in ("metal", "cuda"):
+        # A portable route reads the edges of each offset: 8 of a 2x2x2 kernel.
+        reads = [each for each in reads if [a.shape for a in each] != [(8,)]]
+        assert len(reads) == 1 + training
+
+
+def test_a_scan_is_prepared_once():
+    net, x = NETS["minkunet"](), tensor()
+    preparation.prepare_scan(net, x)
+    made = x.manager.sets
+    assert len(made) == 5, "the levels alone"
+    preparation.prepare_scan(net, x)
+    assert x.manager.sets == made and len(x.manager.prepared) == 1
+
+
+def test_the_order_of_levels_must_be_clear():
+    shortcut = nn.Sequential(nn.SubmConv3d(3, 8, 3), mlx.nn.Sequential(OwnUNet().down))
+    reach = nn.Sequential(nn.Conv3d(3, 8, 3, stride=2, padding=1, support="reach"))
+    for net in (shortcut, reach, lambda x: x):
+        assert preparation.strides_of(net) == ()
+    assert preparation.strides_of(OwnUNet()) == [(2, 2, 2)] * 2
+    assert preparation.strides_of(NETS["strides"]()) == [(2, 2, 2), (3, 3, 3)]
+    assert preparation.strides_of(MinkUNetTorchSparse(3, 5, trimmed=True)) == ()
