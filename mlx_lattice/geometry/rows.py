@@ -91,11 +91,3 @@ class SearchedRows(Rows, Protocol):
 
     has_lookup: bool
     lookup: RowIndex
-
-
-class FoundRows(NamedTuple):
-    """Coordinate rows whose look-up is there."""
-
-    coords: mx.array
-    lookup: RowIndex
-    has_lookup: bool = True

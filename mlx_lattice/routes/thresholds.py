@@ -305,8 +305,7 @@ ONE_LAUNCH_NORM = {METAL: 2048, CUDA: 4096}
 # Rows from which kernels add up columns, where MLX takes one launch for fewer; and up
 # to which CUDA's take one, timed on an H200.
 SUMMED_ROWS, ONE_LAUNCH_SUMS = 256, 2048
-# Rows of a set up to which what is made of it on CUDA shares launches with others: its
-# levels, and tiles of its relations.
+# Rows of a set up to which CUDA makes all its levels in one launch.
 CUDA_ROWS_TOGETHER = 1 << 20
 # Candidates of levels, rows of each, that are made at once on Metal: made of all rows
 # they read some 300 bytes a row more (counted), which of more rows should outweigh the
