@@ -20,7 +20,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices, models
 from mlx_lattice.inspect import prediction
 from mlx_lattice.inspect.apple_rates import MEMORY
-from mlx_lattice.inspect.doctor import scenes
+from mlx_lattice.inspect.doctor import shell
 from mlx_lattice.inspect.page import drawn
 from mlx_lattice.models.trellis2.blocks import CELLS
 
@@ -60,7 +60,7 @@ CHIPS = (
 def sample():
     """The shell's submanifold 3x3x3 relations: of the finest level, and one above."""
     manager = ml.CoordinateManager()
-    key = manager.insert(scenes.shell(128))
+    key = manager.insert(shell(128))
     above = manager.cells(key, (2, 2))
     made = manager.submanifold_kernel_relation
     rows = [len(manager[k]) for k in (key, *above)]

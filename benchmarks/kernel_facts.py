@@ -11,8 +11,10 @@ left out, unless all are asked for. Nothing is timed.
 
 import argparse
 import json
+from contextlib import contextmanager
 from dataclasses import astuple
 from pathlib import Path
+from unittest.mock import patch
 
 import mlx.core as mx
 
@@ -21,8 +23,7 @@ from metal import host
 from metal.host import pressure
 from mlx_lattice import devices
 from mlx_lattice.inspect import kernel_facts
-from mlx_lattice.inspect.doctor import scenes
-from mlx_lattice.inspect.doctor.proofs import planned_with
+from mlx_lattice.inspect.doctor import shell
 from mlx_lattice.inspect.kernel_facts import PRODUCT, KernelFacts
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
@@ -38,7 +39,7 @@ RESOLUTION = 12
 def relation():
     """The submanifold 3x3x3 relation of a small shell."""
     manager = ml.CoordinateManager()
-    key = manager.insert(scenes.shell(RESOLUTION))
+    key = manager.insert(shell(RESOLUTION))
     return manager.submanifold_kernel_relation(key, kernel_size=3)
 
 
@@ -78,11 +79,16 @@ def planned(problem):
                     yield route.plan(problem, device)
 
 
+@contextmanager
 def height_of(rows):
     """Plan inside the block with TensorOps' simdgroups of so many rows."""
     enough = {h: 0 if h <= rows else 1 << 30 for h in thresholds.SHARED_ROWS}
     filling = dict.fromkeys(thresholds.TENSOR_FILLING, 0)
-    return planned_with(SHARED_ROWS=enough, TENSOR_FILLING=filling)
+    with (
+        patch.dict(thresholds.SHARED_ROWS, enough),
+        patch.dict(thresholds.TENSOR_FILLING, filling),
+    ):
+        yield
 
 
 def arrays(plan, built):

@@ -36,6 +36,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
+import published_times
 import tile_model
 from launch_counts import Launch
 from shells import relation as shell
@@ -46,7 +47,6 @@ from tile_times import bounded, on_chip, span, steps_of
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices, routes
-from mlx_lattice.inspect.doctor import published
 from mlx_lattice.routes import thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
@@ -239,7 +239,7 @@ def shells(record):
         "\nshells, forward: ms, what bounds it, cycles of threadgroup memory for one of"
     )
     print("multiplying, simdgroups a core; mtlgemm's on an M3 Max (inferred)")
-    for resolution, channels, masked, _ in published.SHELLS:
+    for resolution, channels, masked, _ in published_times.SHELLS:
         built = shell(resolution)
         by_chip = bounded(Conv(built), channels, channels, SHELL_CHIPS)
         print(

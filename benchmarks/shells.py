@@ -3,19 +3,19 @@
     python benchmarks/shells.py [--chips NAME ...] [--markdown]
 
 Nothing is timed: operations are counted over the shells' relations, and taken at rates
-that others measured (mlx_lattice/inspect/prediction.py). `mlx-lattice doctor` times the
-same layers on a Mac.
+that others measured (mlx_lattice/inspect/prediction.py).
 """
 
 import argparse
 from functools import cache
 
 import mlx.core as mx
+from published_times import SHELL_SOURCE, SHELLS
 from written import markdown
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.inspect.doctor import published, scenes
+from mlx_lattice.inspect.doctor import shell as shell_coords
 from mlx_lattice.inspect.page import drawn
 
 LETTERS = {
@@ -34,7 +34,7 @@ CHIPS = ("m1", "m1-max", "m2-max", "m3-max", "m4", "m4-pro", "m4-max", "m5", "m5
 def relation(resolution):
     """The submanifold 3x3x3 relation of a shell."""
     manager = ml.CoordinateManager()
-    key = manager.insert(scenes.shell(resolution))
+    key = manager.insert(shell_coords(resolution))
     return manager.submanifold_kernel_relation(key, kernel_size=3)
 
 
@@ -81,18 +81,18 @@ def main():
     parser.add_argument("--chips", nargs="+", default=CHIPS, choices=devices.PROFILES)
     parser.add_argument("--markdown", action="store_true")
     args = parser.parse_args()
-    rows = [row(shell, args.chips) for shell in published.SHELLS]
+    rows = [row(shell, args.chips) for shell in SHELLS]
     if args.markdown:
         print(markdown([name for name, _ in columns(args.chips)], rows))
         return
     print(drawn(columns(args.chips), rows))
     bounds = ", ".join(f"{letter} {name}" for name, letter in LETTERS.items())
     print(f"ms, predicted, and what bounds it: {bounds}")
-    for resolution in sorted({s.resolution for s in published.SHELLS}):
-        shell = next(s for s in published.SHELLS if s.resolution == resolution)
+    for resolution in sorted({s.resolution for s in SHELLS}):
+        shell = next(s for s in SHELLS if s.resolution == resolution)
         made = ", ".join(f"{c} {cost(shell, c).made.range}" for c in args.chips)
         print(f"relation of {resolution}: {made}")
-    print(f"mtlgemm: {published.SHELL_SOURCE}")
+    print(f"mtlgemm: {SHELL_SOURCE}")
 
 
 if __name__ == "__main__":

@@ -44,25 +44,23 @@ def parser() -> argparse.ArgumentParser:
     commands.add_parser("info", help="what runs here")
 
     doctor = commands.add_parser(
-        "doctor", help="prove and time this machine's kernels, and write a report"
+        "doctor", help="prove and time this machine's kernels; write a report"
     )
     doctor.add_argument(
-        "--quick", action="store_true", help="in 30 seconds, not in five minutes"
+        "--quick", action="store_true", help="take 30 seconds instead of five minutes"
     )
-    doctor.add_argument("--seconds", type=float, help="that it may take")
+    doctor.add_argument("--seconds", type=float, help="time budget in seconds")
     doctor.add_argument(
-        "--out", metavar="DIR", default=".", help="folder of doctor.json, doctor.html"
+        "--out", metavar="DIR", default=".", help="write doctor.json to this folder"
     )
     doctor.add_argument(
         "--keep", action="store_true", help="keep the times as this machine's tuning"
     )
     doctor.add_argument(
-        "--experiments",
-        action="store_true",
-        help="what only this chip can answer, in place of the layers",
-    )
-    doctor.add_argument(
-        "--compare", nargs=2, metavar=("A", "B"), help="two doctor.json side by side"
+        "--compare",
+        nargs=2,
+        metavar=("A", "B"),
+        help="print two doctor.json side by side",
     )
 
     explain = commands.add_parser(
@@ -262,21 +260,20 @@ def _info(given: argparse.Namespace) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    if given.compare:
-        from .inspect.doctor.compare import compared, read
+    from .inspect import doctor
 
-        print(compared(*map(read, given.compare)))
+    if given.compare:
+        print(doctor.compare(*map(doctor.read, given.compare)))
         return 0
     if given.seconds is not None and not 1 <= given.seconds <= 3600:
         raise ValueError("--seconds takes 1 to 3600")
-    from .inspect.doctor.command import run
-
-    return run(
-        Path(given.out),
-        quick=given.quick,
-        seconds=given.seconds,
-        keep=given.keep,
-        experiments=given.experiments,
+    if given.keep and given.quick:
+        raise ValueError(
+            "--keep needs the times of every route, and --quick times only the chosen "
+            "ones: leave one of them out"
+        )
+    return doctor.run(
+        Path(given.out), quick=given.quick, seconds=given.seconds, keep=given.keep
     )
 
 

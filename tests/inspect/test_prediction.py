@@ -13,7 +13,7 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import cli, devices
 from mlx_lattice.inspect import cost, prediction
-from mlx_lattice.inspect.doctor import published, scenes
+from mlx_lattice.inspect.doctor import shell
 from mlx_lattice.problem import PASSES, WEIGHT_GRAD
 from mlx_lattice.routes.selection import candidates
 
@@ -24,7 +24,7 @@ CHIPS = [d for d in devices.PROFILES.values() if d.backend == "metal"]
 @pytest.fixture(scope="module")
 def relation():
     manager = ml.CoordinateManager()
-    key = manager.insert(scenes.shell(32))
+    key = manager.insert(shell(32))
     return manager.submanifold_kernel_relation(key, kernel_size=3)
 
 
@@ -110,7 +110,7 @@ def test_unpacking_by_hand(route, relation):
 def test_packed_layers_are_not_predicted_slower_than_half(bits, chip, dims):
     """But below what MLX takes to evaluate one operation."""
     manager = ml.CoordinateManager()
-    key = manager.insert(scenes.shell(dims))
+    key = manager.insert(shell(dims))
     relation = manager.submanifold_kernel_relation(key, kernel_size=3)
     for channels in (16, 24, 32, 64, 96, 128, 256):
         facts = "forward", relation, channels, channels, mx.float16
@@ -182,7 +182,7 @@ def test_explain_and_traces_say_it(relation, capsys):
 
 
 def test_a_trace_has_a_column_where_there_are_predictions():
-    x = ml.SparseTensor(scenes.shell(16), mx.ones((848, 8)))
+    x = ml.SparseTensor(shell(16), mx.ones((848, 8)))
     with ml.trace() as t:
         ml.ops.subm_conv3d(x, mx.ones((27, 8, 8)))
     here = t.device.backend == "metal"
@@ -216,7 +216,7 @@ def benchmark(name="shells"):
 
 def test_the_page_has_what_the_benchmark_prints():
     page, shells = (ROOT / "docs" / "predictions.md").read_text(), benchmark()
-    rows = [shells.row(shell, shells.CHIPS) for shell in published.SHELLS]
+    rows = [shells.row(shell, shells.CHIPS) for shell in shells.SHELLS]
     table = shells.markdown([name for name, _ in shells.columns(shells.CHIPS)], rows)
     assert table in page, "run: python benchmarks/shells.py --markdown"
 
@@ -224,7 +224,7 @@ def test_the_page_has_what_the_benchmark_prints():
 def test_the_benchmark_prints_a_table(monkeypatch, capsys):
     shells = benchmark()
     monkeypatch.setattr(sys, "argv", ["shells.py", "--chips", "m1", "m3-max"])
-    monkeypatch.setattr(published, "SHELLS", published.SHELLS[:2])
+    monkeypatch.setattr(shells, "SHELLS", shells.SHELLS[:2])
     shells.main()
     out = capsys.readouterr().out
     assert "0.205" in out and "m3-max" in out and "predicted" in out
@@ -267,35 +267,10 @@ def test_the_page_has_every_chip():
 
 
 def test_what_others_published_is_within_the_peaks():
+    published = benchmark("published_times")
     for chip, _, low, high, source in published.MATMULS:
         peak = devices.profile(chip).half_tflops
         assert 0.5 * peak < low <= high < peak and source
     for chip, low, high, _ in published.MEMORY:
         assert 0.7 * devices.profile(chip).bandwidth < low <= high
         assert high < devices.profile(chip).bandwidth
-
-
-# The scenes.
-
-
-@pytest.mark.parametrize(
-    "resolution, rows, edges", [(16, 848, 10544), (32, 3840, 50304)]
-)
-def test_shells_are_the_published_ones(resolution, rows, edges):
-    coords = scenes.shell(resolution)
-    manager = ml.CoordinateManager()
-    built = manager.submanifold_kernel_relation(manager.insert(coords), kernel_size=3)
-    assert (len(coords), built.n_edges) == (rows, edges)
-
-
-@pytest.mark.parametrize(
-    "scene, least, most", [(scenes.surface, 16, 18.5), (scenes.thin_surface, 9, 13)]
-)
-def test_surfaces_have_the_edges_of_scans(scene, least, most):
-    coords = scene(4000)
-    assert 3500 < len(coords) < 4500
-    flat = coords.tolist()
-    assert flat == sorted(flat) and len({tuple(row) for row in flat}) == len(flat)
-    manager = ml.CoordinateManager()
-    built = manager.submanifold_kernel_relation(manager.insert(coords), kernel_size=3)
-    assert least < built.n_edges / built.n_out < most

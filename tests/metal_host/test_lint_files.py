@@ -21,7 +21,7 @@ MATRICES = (
     "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
     "segments", "hash_table", "unique_rows", "kept_rows", "best_rows",
     "curve_keys",
-    "experiment_division", "experiment_tiles", "updates", "attention_heads",
+    "updates", "attention_heads",
     "points", "patches", "join_channels",
 )  # fmt: skip
 NORMS = ("matrix_tiles", "channel_norms", "group_statistics", "batch_norm")

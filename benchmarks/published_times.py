@@ -1,14 +1,11 @@
-"""What others published of Apple GPUs: what the doctor's times stand beside.
-
-None of it was measured with this library, and none by its authors.
-"""
+"""Times and rates of Apple GPUs that other projects published."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
 # mtlgemm (pedronaugusto/mtlgemm, commit 269e3b8): submanifold 3x3x3 of a shell (see
-# scenes.shell), C_in = C_out, bias, float16, map kept, mean of 50 calls after 5, Python
+# doctor.shell), C_in = C_out, bias, float16, map kept, mean of 50 calls after 5, Python
 # and PyTorch included. Its commits name an M4 Pro and an M3 Max for the same times; by
 # their rates it was an M3 Max.
 SHELL_SOURCE = "mtlgemm 269e3b8, M3 Max (inferred; one of its commits says M4 Pro)"
@@ -49,7 +46,7 @@ MEMORY = (
     ("m2", 92.8, 92.8, "Metal.jl 910, a copy"),
     ("m4-max", 400, 405, "duckdbgpumetaldbram, sums"),
 )
-# Convolutions of others that no case of the doctor repeats: (chip, what, ms, source).
+# Convolutions of others: (chip, what, ms, source).
 LAYERS = (
     (
         "m4-max",
