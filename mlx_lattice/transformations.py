@@ -7,7 +7,10 @@ from functools import partial
 
 import mlx.core as mx
 
+from .backends import cpu_extension
 from .geometry.sync import is_transforming
+
+_NODES = cpu_extension.extension
 
 
 class Rules:
@@ -27,8 +30,10 @@ class Rules:
 class Function:
     """A function of arrays, with rules for MLX's transformations of it.
 
-    While MLX transforms (gradients, ``vmap``, ``compile``), a call goes through
-    ``mx.custom_function``. Otherwise it is a call of ``forward``.
+    While MLX transforms (gradients, ``vmap``, ``compile``), a call is one node of the
+    C++ extension, which holds the launches: ``mx.vmap`` would follow those of
+    ``mx.custom_function`` into kernels, which have no rules. Without the extension it
+    goes through ``mx.custom_function``. Otherwise it is a call of ``forward``.
 
     Args:
         forward: returns one array or a tuple of them.
@@ -61,6 +66,10 @@ class Function:
         """Return what ``forward`` does."""
         if not is_transforming():
             return self._forward(*arrays)
+        if _NODES is not None:
+            stopped = _NODES.stopped(arrays)
+            found = self._forward(*stopped)
+            return _NODES.Recording(stopped, found).now(arrays, found, self._rules)
         if self._custom is None:
             self._custom = _by_mlx(self._forward, self._rules)
         return self._custom(*arrays)
