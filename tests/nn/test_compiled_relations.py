@@ -69,7 +69,11 @@ def test_constants_of_a_gradient_are_none_of_what_is_traced_later():
 
     def traced(x):
         for name, array in held.items():
-            started[name] = sync._starts([array * 2])
+            try:
+                sync.start_all([array * 2])
+                started[name] = True
+            except ValueError:
+                started[name] = False
         return x + 1
 
     mx.compile(traced)(mx.ones((3,)))
