@@ -2,7 +2,7 @@
 
     python benchmarks/decodes.py [--markdown] [--million 1.6]
 
-Ours is predicted, by the costs that `ml.explain` prints; theirs is measured. Nothing is
+Ours is predicted by apple_model.py; theirs is measured. Nothing is
 timed and no scene of a port's size is made: a closed shell gives rows and edges of the
 finest level and of the one above, the levels above that are taken to be as that one is,
 and rows are scaled to the voxels. Edges of a row, and what tiles execute for them, stay
@@ -14,12 +14,11 @@ from dataclasses import dataclass
 from functools import cache
 from inspect import signature
 
+from apple_model import MEMORY, making_ms, predict_layer
 from written import markdown
 
 import mlx_lattice as ml
 from mlx_lattice import devices, models
-from mlx_lattice.inspect import prediction
-from mlx_lattice.inspect.apple_rates import MEMORY
 from mlx_lattice.inspect.doctor import shell
 from mlx_lattice.inspect.page import drawn
 from mlx_lattice.models.trellis2.blocks import CELLS
@@ -105,6 +104,11 @@ def ends(predicted):
     return predicted.fast_ms / 1e3, predicted.slow_ms / 1e3
 
 
+def operations(problem):
+    """The useful operations of a layer."""
+    return 2 * problem.useful(problem.known_edges(None))
+
+
 def convolution(chip, rows, finest, c_in, c_out):
     """Seconds of a 3x3x3 convolution, of its relation's making, and operations."""
     relation = sample()[0][0 if finest else 1]
@@ -115,27 +119,17 @@ def convolution(chip, rows, finest, c_in, c_out):
     )  # fmt: skip
     device = devices.profile(chip)
     choice = ml.select(problem, device=device)
-    found = ml.inspect.cost.cost(problem, device, choice=choice)
-    useful = found.useful_flops // 2
     ratio = done_over_useful(chip, finest, c_in, c_out)
-    predicted = prediction.predict(
-        choice.plan,
-        device,
-        done=round(useful * ratio),
-        unpacked=None,
-        useful=useful,
-        moved=found.bytes_moved,
-        gathered=found.explicit_bytes - found.bytes_moved,
-    )
-    return ends(predicted), ends(found.made), found.useful_flops
+    found = predict_layer(problem, device, choice, done_over_useful=ratio)
+    slow, fast = making_ms(choice.plan, device)
+    return ends(found), (fast / 1e3, slow / 1e3), operations(problem)
 
 
 def linear(chip, rows, c_in, c_out):
     """Seconds of a linear layer, and operations."""
     problem, device = ml.Problem.linear(rows, c_in, c_out, DTYPE), devices.profile(chip)
     choice = ml.select(problem, device=device)
-    found = ml.inspect.cost.cost(problem, device, choice=choice)
-    return ends(found.predicted), found.useful_flops
+    return ends(predict_layer(problem, device, choice)), operations(problem)
 
 
 def passes(chip, elements):

@@ -5,7 +5,7 @@
 Every kernel of a contraction that some chip plans runs over a small shell on
 ``metal/host`` in counted mode; its registers are estimated from what clang makes of it
 (``metal/host/pressure.py``). The results are kept in
-``mlx_lattice/inspect/kernel_facts.json``. Kernels whose text was counted before are
+``benchmarks/kernel_facts.json``. Kernels whose text was counted before are
 left out, unless all are asked for. Nothing is timed.
 """
 
@@ -13,24 +13,21 @@ import argparse
 import json
 from contextlib import contextmanager
 from dataclasses import astuple
-from pathlib import Path
 from unittest.mock import patch
 
 import mlx.core as mx
+from apple_model import FACTS, PRODUCT, KernelFacts, digest, kernel_key
 
 import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
 from mlx_lattice import devices
-from mlx_lattice.inspect import kernel_facts
 from mlx_lattice.inspect.doctor import shell
-from mlx_lattice.inspect.kernel_facts import PRODUCT, KernelFacts
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from mlx_lattice.routes import thresholds
 from mlx_lattice.routes.selection import candidates
 
-FILE = Path(kernel_facts.__file__).with_name(kernel_facts.FILE)
 CHIPS = "m1", "m3", "m3-max", "m5", "m5-max"
 DTYPES, CHANNELS = ("float16", "bfloat16", "float32"), (16, 32, 64, 128)
 RESOLUTION = 12
@@ -63,7 +60,7 @@ def plans(built):
     seen = set()
     for problem in problems(built):
         for plan in planned(problem):
-            if plan.gpu is None or (key := kernel_facts.key(plan.gpu)) in seen:
+            if plan.gpu is None or (key := kernel_key(plan.gpu)) in seen:
                 continue
             seen.add(key)
             yield key, plan
@@ -143,7 +140,7 @@ def counted(plan, built):
 def write(found):
     """Put facts into the file, a line each."""
     lines = (f"{json.dumps(k)}: {json.dumps(found[k])}" for k in sorted(found))
-    FILE.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    FACTS.write_text("{\n" + ",\n".join(lines) + "\n}\n")
 
 
 def main():
@@ -154,17 +151,17 @@ def main():
     if reason := host.missing():
         raise SystemExit(reason)
     built = relation()
-    kept = json.loads(FILE.read_text()) if FILE.exists() and not args.all else {}
+    kept = json.loads(FACTS.read_text()) if FACTS.exists() and not args.all else {}
     found = {}
     for key, plan in plans(built):
-        text = kernel_facts.digest(plan.gpu.files)
+        text = digest(plan.gpu.files)
         if kept.get(key, [""])[0] != text:
             kept[key] = [text, *astuple(counted(plan, built))]
             print(key, *kept[key], flush=True)
             write(kept)
         found[key] = kept[key]
     write(found)
-    print(f"{len(found)} kernels in {FILE}")
+    print(f"{len(found)} kernels in {FACTS}")
 
 
 if __name__ == "__main__":

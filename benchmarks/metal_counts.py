@@ -8,8 +8,8 @@ is recorded with them. The model then counts whole scenes and
 wider layers: operations over useful ones, device bytes as the GPU kernel asks for them
 and through a cache (least recently used, 8 MB, 128-byte lines, threadgroups one after
 another) over compulsory ones, beside what explicit GEMM would move, and the time that
-`explain` would predict with these counts. Nothing is timed. All rows of a scene up to
-100 thousand are counted; a larger one is a sheet, of which a window of 200 thousand
+``apple_model.py`` predicts with these counts. Nothing is timed. All rows of a scene up
+to 100 thousand are counted; a larger one is a sheet, of which a window of 200 thousand
 rows is counted and scaled: whole lines across the sheet, so that regions of rows and
 their neighbours are those of the whole.
 

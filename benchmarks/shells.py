@@ -3,13 +3,15 @@
     python benchmarks/shells.py [--chips NAME ...] [--markdown]
 
 Nothing is timed: operations are counted over the shells' relations, and taken at rates
-that others measured (mlx_lattice/inspect/prediction.py).
+that others measured (apple_model.py). `mlx-lattice doctor` times the same layers on a
+Mac.
 """
 
 import argparse
 from functools import cache
 
 import mlx.core as mx
+from apple_model import making_ms, number, predict_layer
 from published_times import SHELL_SOURCE, SHELLS
 from written import markdown
 
@@ -38,8 +40,8 @@ def relation(resolution):
     return manager.submanifold_kernel_relation(key, kernel_size=3)
 
 
-def cost(shell, chip):
-    """The Cost of a shell's forward pass on a chip, with its prediction."""
+def predicted(shell, chip):
+    """The Cost of a shell's forward pass on a chip, its Prediction, its map's ms."""
     device = devices.profile(chip)
     facts = shell.channels, shell.channels, ml.dtypes.DTYPES["float16"]
     # Tiles are those of the CPU's geometry; CUDA's order of rows is another.
@@ -47,25 +49,28 @@ def cost(shell, chip):
         built = relation(shell.resolution)
         problem = ml.Problem.of("forward", built, *facts, layout="mlx")
         choice = ml.select(problem, device=device)
-        return ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
+        counts = ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
+        found = predict_layer(problem, device, choice, built)
+        return counts, found, making_ms(choice.plan, device)
 
 
-def cell(predicted):
+def cell(found):
     """The range, and the letter of what bounds it."""
-    return f"{predicted.range.removesuffix(' ms')} {LETTERS[predicted.bound]}"
+    return f"{found.range} {LETTERS[found.bound]}"
 
 
 def row(shell, chips):
     """The texts of a shell's row."""
-    costs = [cost(shell, chip) for chip in chips]
+    found = [predicted(shell, chip) for chip in chips]
+    counts = found[0][0]
     return (
         str(shell.resolution),
         f"{relation(shell.resolution).n_out:,}",
         str(shell.channels),
-        f"{costs[0].useful_flops / 1e9:.2f}",
-        f"{costs[0].done_over_useful:.2f}",
+        f"{counts.useful_flops / 1e9:.2f}",
+        f"{counts.done_over_useful:.2f}",
         f"{shell.masked_ms:g}",
-        *(cell(c.predicted) for c in costs),
+        *(cell(prediction) for _, prediction, _ in found),
     )
 
 
@@ -90,8 +95,11 @@ def main():
     print(f"ms, predicted, and what bounds it: {bounds}")
     for resolution in sorted({s.resolution for s in SHELLS}):
         shell = next(s for s in SHELLS if s.resolution == resolution)
-        made = ", ".join(f"{c} {cost(shell, c).made.range}" for c in args.chips)
-        print(f"relation of {resolution}: {made}")
+        texts = []
+        for chip in args.chips:
+            slow, fast = predicted(shell, chip)[2]
+            texts.append(f"{chip} {number(fast)} to {number(slow)}")
+        print(f"kernel map of {resolution}: {', '.join(texts)}")
     print(f"mtlgemm: {SHELL_SOURCE}")
 
 

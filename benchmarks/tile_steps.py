@@ -2,17 +2,15 @@
 
 Loads of matrices, barriers and bytes through threadgroup memory of a launch, without
 executing it. ``metal_counts.py`` compares the counts with executed ones. What they take
-on a chip ``mlx_lattice/inspect/prediction.py`` says.
+on a chip ``apple_model.py`` says.
 """
 
 import heapq
 from dataclasses import dataclass
 
 import numpy as np
+from apple_model import MATRICES, PRODUCT, STAGED
 from tile_model import EIGHT, ITEM, TILE, ceil_div, eights, shape_of
-
-from mlx_lattice.inspect.apple_rates import MATRICES, STAGED
-from mlx_lattice.inspect.kernel_facts import PRODUCT
 
 MATRIX = EIGHT * EIGHT
 # Cycles of a core for a product of 8 x 8 x 8: in simdgroup matrices, and on M5's

@@ -1,13 +1,14 @@
 """What a modelled launch of matrix tiles should take on a chip.
 
-The one model of time that `explain` and `shells.py` go by, with the operations and the
-bytes that ``tile_model`` counts: multiplying, memory, threadgroup memory, the caches,
-integer arithmetic, barriers, and simdgroups by the estimate of registers.
+The model of ``apple_model.py``, with the operations and the bytes that ``tile_model``
+counts: multiplying, memory, threadgroup memory, the caches, integer arithmetic,
+barriers, and simdgroups by the estimate of registers.
 """
 
 from dataclasses import replace
 from math import prod
 
+import apple_model
 import mlx.core as mx
 import tensor_model
 import tile_model
@@ -17,7 +18,6 @@ from tile_steps import conv_steps, grad_steps
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.inspect import prediction
 
 
 def on_chip(model):
@@ -52,7 +52,7 @@ def plan_of(model, c_x, c_y, device, route=None):
 def bounded(model, c_x, c_y, chips, route=None):
     """What a pass should take on each chip, by every bound; its steps' ratios.
 
-    As ``explain`` predicts, but with the bytes that pass through the cache counted.
+    As ``shells.py`` predicts, but with the bytes that pass through the cache counted.
     """
     rows = {}
     for name in chips:
@@ -65,14 +65,11 @@ def bounded(model, c_x, c_y, chips, route=None):
         partials = 0
         if plan.partials and not plan.sliced and not isinstance(own, Grad):
             partials = 8 * prod(plan.partials)  # float32, written and read once
-        found = prediction.predict(
+        found = apple_model.predict(
             plan,
             device,
             done=int(counts.coarse if tensor else counts.done) // 2,
-            unpacked=None,
-            useful=int(counts.useful) // 2,
             moved=int(counts.compulsory),
-            gathered=0,
             cached=counts.moved + counts.copied + partials,
         )
         rows[name] = (steps.facts(tensor) if steps else {}) | found.as_dict()
@@ -81,5 +78,5 @@ def bounded(model, c_x, c_y, chips, route=None):
 
 def span(found):
     """A predicted time and the letter of what bounds it."""
-    ends = (prediction.number(found[f"{end}_ms"]) for end in ("fast", "slow"))
+    ends = (apple_model.number(found[f"{end}_ms"]) for end in ("fast", "slow"))
     return f"{' to '.join(ends)} {LETTERS[found['bound']]}"

@@ -17,7 +17,7 @@ from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel
 from .gpu_segments import pieces
 from .kernel_launches import fitting_threadgroup
-from .metal_counts import edge_unpacked, table_multiply_adds
+from .metal_counts import table_multiply_adds
 from .metal_plans import (
     PER_EDGE,
     dispatched,
@@ -181,7 +181,6 @@ def depthwise(p: Problem, device: Device) -> Plan:
 def quantized_traversal(p: Problem, device: Device) -> Plan:
     """Plan quantized_traversal: a thread walks the edges of a row, in order."""
     name, facts = "quantized_traversal", {"weights": IN_TILES}
-    facts["unpacked"] = edge_unpacked
     symbol, interface = name, PER_ROW
     if not p.table:
         symbol, interface = f"{name}_csr", PER_ROW_OF_EDGES

@@ -75,45 +75,5 @@ def edge_multiply_adds(
     return padded * _up(p.c_in, product[0]) * _up(p.c_out, product[2])
 
 
-def sorted_unpacked(
-    plan: Plan,
-    relation: Relation | None,
-    *,
-    part: tuple[int, int, int],
-    region: int,
-) -> int | None:
-    """Return the packed weights that tiles over sorted rows unpack.
-
-    Those of each offset that a tile, or a simdgroup's part of it, uses, up to whole
-    steps and columns.
-
-    Args:
-        plan: says the problem.
-        relation: the layer's (untransposed) one.
-        part: rows, channels of a step and columns of what unpacks for itself.
-        region: rows that are sorted together.
-    """
-    p, (height, depth, columns) = plan.problem, part
-    if relation is not None:
-        used = used_by_blocks(tile_table(relation, region) >= 0, height)
-        tiles = mx.sum(used).item()
-    elif p.edges is not None:
-        # Every offset, but no more than there are edges.
-        tiles = min(ceil_div(p.n_out, height) * p.volume, p.edges)
-    else:
-        return None
-    return tiles * _up(p.c_in, depth) * _up(p.c_out, columns)
-
-
-def edge_unpacked(plan: Plan, relation: Relation | None) -> int | None:
-    """Return the packed weights that threads unpack: those of an edge for each edge."""
-    p = plan.problem
-    edges = p.edges if relation is None else relation.n_edges
-    if edges is None:
-        return None
-    # A thread has four channels of a group.
-    return edges * p.c_in * _up(p.c_out // p.groups, 4)
-
-
 def _up(count: int, multiple: int) -> int:
     return ceil_div(count, multiple) * multiple

@@ -22,7 +22,7 @@ from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof, integers_unpacked
 from . import metal_matrix
 from .gpu_kernel import Interface, Value
-from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
+from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
 from .metal_matrix import SIMDGROUP_FILES, Cut, cut_of, dispatches_of, small_cut
 from .metal_plans import TILE_PLACE, kernel
 from .metal_tiles import (
@@ -105,11 +105,9 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
     # Rows of whole words, and a tail.
     step = tile.step or tile.shape.step // HALF.size
     deep = max(p.group_size or ALIGNMENT, step) + PROOF_TAIL // 4 * 4
-    part = TILE_ROWS, step, tile.columns
-    unpacked = partial(sorted_unpacked, part=part, region=tile.region)
     name, variant = "quantized_sorted", SAID
     if tile.height:
-        name, variant, unpacked = "int8_tensor_ops", tile.said, None
+        name, variant = "int8_tensor_ops", tile.said
     add = None
     if is_split:
         files = *EPILOGUE, "add_integer_splits"
@@ -137,7 +135,6 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
         threadgroup=(tile.threads, 1, 1),
         dispatches=dispatches,
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
-        unpacked=unpacked,
         proof=Proof(
             (deep, tile.columns + PROOF_TAIL),
             partial(_again, cut=cut),

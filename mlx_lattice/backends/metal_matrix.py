@@ -28,12 +28,11 @@ from ..routes.plan import (
 from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
-from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds, sorted_unpacked
+from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
 from .metal_plans import TILE_PLACE, adding, kernel, products, strides
 from .metal_tiles import (
     BLOCK_ROWS,
     PROOF_TAIL,
-    TENSOR_WIDTH,
     TILE_ROWS,
     Matrices,
     SortedTile,
@@ -201,11 +200,10 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     sizes |= strides(p, p.layout, interface)
     memory, own, variant, as_what = "", {}, "", ""
     if tile.height:  # nothing is staged; tails are steps of 16 channels
-        variant, part = tile.said, (tile.height, product[1], TENSOR_WIDTH)
+        variant = tile.said
         own = {"HEIGHT": tile.height, "DEEP": tile.step // product[1]}
     else:
         groups, side, step, buffers = tile.shape
-        part = TILE_ROWS, step // p.itemsize, tile.columns
         own = {"M": DTYPES[matrices], "SIDE": side, "GROUPS": groups}
         own |= {"BYTES": step, "KEPT": buffers, "FAR": is_far}
         across_tile = "true" if is_packed else "TRANSPOSED"
@@ -233,7 +231,6 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     # A line for a tile, or for each of TensorOps' simdgroups over its rows.
     lines = has_moments * sum([count for _, count in pieces])
     lines *= TILE_ROWS // (tile.height or TILE_ROWS)
-    unpacked = partial(sorted_unpacked, part=part, region=tile.region)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
     tail = PROOF_TAIL if stages_weights else BLOCK_ROWS
@@ -264,7 +261,6 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         threadgroup=(tile.threads, 1, 1),
         dispatches=dispatches,
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
-        unpacked=unpacked if is_packed else None,
         proof=Proof(
             tried[::-1] if p.transposed else tried,
             partial(_again, kind=kind, cut=cut),

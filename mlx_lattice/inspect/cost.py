@@ -9,12 +9,12 @@ from ..devices import CUDA, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.choice import Choice
-from .apple_rates import INTEGERS
-from .making import Making, making
-from .prediction import Prediction, predict
 
 # Of the rate for half precision, what float32 has in products of tensor cores.
 TF32_SHARE = {ONE: 1 / 2, THREE: 1 / 6}
+# The rate of matrix units for int8 over that for half: tensor cores, and measured by
+# others on Apple's neural accelerators (1.8 on an A19, 2.0 on M5 Max).
+INTEGERS = 2.0
 
 # What three digits round up to 1000, which they would write as 1e+03.
 ROUNDED_UP = 999.5
@@ -43,10 +43,6 @@ class Cost:
         compute_ms: useful operations at the device's peak rate.
         memory_ms: ``bytes_moved`` at its memory rate.
         estimated: whether the device's rates are public figures, not measured ones.
-        predicted: the time that the plan should take on an Apple GPU, by rates that
-            others measured; None without a choice, and for other devices.
-        made: the time that its relation should take to make there; None too where it
-            has no table.
     """
 
     device: str
@@ -60,8 +56,6 @@ class Cost:
     compute_ms: float | None
     memory_ms: float | None
     estimated: bool
-    predicted: Prediction | None = None
-    made: Making | None = None
 
     @property
     def roofline_ms(self) -> float | None:
@@ -79,10 +73,8 @@ class Cost:
 
     def as_dict(self) -> dict:
         """Return every field, and the roofline with its bound."""
-        predicted = self.predicted and self.predicted.as_dict()
-        made = self.made and self.made.as_dict()
-        given = asdict(self) | {"predicted": predicted, "made": made}
-        return {**given, "roofline_ms": self.roofline_ms, "bound": self.bound}
+        derived = {"roofline_ms": self.roofline_ms, "bound": self.bound}
+        return asdict(self) | derived
 
     def __str__(self) -> str:
         """Return the cost in one line, as ``explain`` prints it."""
@@ -147,17 +139,6 @@ def cost(
         compute_ms=1e3 * flops / _peak(p, choice, device),
         memory_ms=1e3 * moved / (1e9 * device.bandwidth),
         estimated=device.estimated,
-        predicted=choice
-        and predict(
-            choice.plan,
-            device,
-            done=done,
-            unpacked=choice.plan.weights_unpacked(relation),
-            useful=useful,
-            moved=moved,
-            gathered=gathered,
-        ),
-        made=choice and making(choice.plan, device),
     )
 
 

@@ -6,7 +6,7 @@ verify(): each contraction again on an independent route, compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ from numbers import Real
 import mlx.core as mx
 
 from .. import devices
-from ..devices import METAL, Device
+from ..devices import Device
 from ..epilogue import finished
 from ..ops import conv
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
@@ -23,10 +23,9 @@ from ..relation import Relation
 from ..routes import launch, measure
 from ..routes.launch import Launch
 from ..routes.measure import relative_error
-from ..routes.selection import Choice, Route, candidates, named, select
+from ..routes.selection import Choice, named, select
 from ..tensor import SparseTensor
 from .cost import Cost, cost, size
-from .prediction import Prediction
 
 # What computes a layer of a weight, by the kind of its relation.
 FUNCTIONS = {
@@ -45,10 +44,8 @@ class Explanation:
     Attributes:
         problem: the facts that it was chosen by.
         choice: the Choice that ``select`` gives and that the call executes.
-        cost: operations, bytes and roofline, and the predicted time.
+        cost: operations, bytes and roofline.
         layer: name of the layer, or None.
-        others: (route, predicted time) of every other route that can run it, on an
-            Apple GPU, in the order of the table.
         rounding_error: of a calibrated integer layer, relative to its output; or None.
     """
 
@@ -56,7 +53,6 @@ class Explanation:
     choice: Choice
     cost: Cost
     layer: str | None = None
-    others: tuple[tuple[str, Prediction], ...] = ()
     rounding_error: float | None = None
 
     @property
@@ -70,10 +66,6 @@ class Explanation:
         head = f"{self.problem.pass_}{of}: {self.facts}, on {self.choice.device.name}"
         rows = [("route", self._route()), ("reads", self.choice.view)]
         rows.append(("cost", str(self.cost)))
-        if self.cost.predicted:
-            rows.append(("time", str(self.cost.predicted)))
-        if self.cost.made:
-            rows.append(("relation", str(self.cost.made)))
         if self.problem.bits:
             rows.append(("weight", self._weight()))
         if self.rounding_error is not None:
@@ -107,10 +99,9 @@ class Explanation:
         return f"{choice}: {choice.route.idea}"
 
     def _listed(self, name: str, rows) -> list[tuple[str, str]]:
-        labels, times = (name, *[""] * len(rows)), dict(self.others)
-        said = {n: f"; predicted {time.range}" for n, time in times.items()}
+        labels = (name, *[""] * len(rows))
         return [
-            (label, f"{route:<21} {reason}{said.get(route, '')}")
+            (label, f"{route:<21} {reason}")
             for label, (route, reason) in zip(labels, rows, strict=False)
         ]
 
@@ -188,37 +179,8 @@ def _explained(
     relation: Relation | None = None,
     layer: str | None = None,
 ) -> Explanation:
-    device = choice.device
-    counted = cost(problem, device, choice=choice, relation=relation)
-    others = ()
-    if device.backend == METAL:
-        able = (r for r in candidates(problem, device) if r != choice.route)
-        others = tuple(
-            (name, time)
-            for name, time in predictions(problem, device, able, relation)
-            if time is not None
-        )
-    return Explanation(problem, choice, counted, layer, others)
-
-
-def predictions(
-    problem: Problem,
-    device: Device,
-    able: Iterable[Route],
-    relation: Relation | None = None,
-) -> Iterator[tuple[str, Prediction | None]]:
-    """Yield (route, its predicted time on a device), None where there is none.
-
-    Args:
-        problem: the facts.
-        device: the chip.
-        able: routes that can run it.
-        relation: the layer's (untransposed) one, over which operations are counted.
-    """
-    for route in able:
-        choice = select(problem, device=device, only=route.name)
-        counted = cost(problem, device, choice=choice, relation=relation)
-        yield route.name, counted.predicted
+    counted = cost(problem, choice.device, choice=choice, relation=relation)
+    return Explanation(problem, choice, counted, layer)
 
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):

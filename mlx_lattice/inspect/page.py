@@ -27,14 +27,9 @@ COLUMNS = (
     ("work", "right"),
     ("moves", "right"),
     ("roofline", "right"),
-    ("predicted", "right"),
     ("time", "right"),
 )
-OPTIONAL = (
-    "rounded",
-    "predicted",
-    "time",
-)  # columns that are left out where no record has one
+OPTIONAL = "rounded", "time"  # columns that are left out if no record has a value
 NORM_COLUMNS = (
     ("norm", "left"),
     ("pass", "left"),
@@ -107,7 +102,6 @@ def cells(record: Record) -> tuple[str, ...]:
         _or_dash(c.useful_flops, operations),
         _or_dash(c.bytes_moved, size),
         _or_dash(c.roofline_ms, milliseconds),
-        _or_dash(c.predicted, lambda p: f"{p.range}, {p.bound}"),
         _or_dash(record.milliseconds, milliseconds),
     )
 

@@ -180,8 +180,7 @@ class Records:
         nothing, where it was asked for), ``forced``, ``measured`` (route,
         milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
         field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
-        ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``; its
-        ``predicted`` and ``made`` are null but on Apple GPUs),
+        ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),
         ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds``, ``note``
         and ``rounding_error`` (of a calibrated integer layer).
         Each of ``norms`` has ``layer``, ``pass``, ``parts`` (what one norm computes, in

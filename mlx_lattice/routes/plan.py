@@ -126,8 +126,6 @@ class Plan:
         count: ``count(plan, relation)`` returns the multiply-adds that the kernel does,
             or None where they are not known; ``relation`` is the layer's (untransposed)
             one or None. None in place of a function: just the useful ones.
-        unpacked: the same of the packed weights that kernels make floats of, each as
-            often as it becomes one; None where they make none.
         proof: how the kernel proves itself on a machine, where it is a matrix kernel.
     """
 
@@ -165,7 +163,6 @@ class Plan:
     count: Callable[[Plan, Relation | None], int | None] | None = field(
         default=None, repr=False, compare=False
     )
-    unpacked: Count | None = field(default=None, repr=False, compare=False)
     proof: Proof | None = field(default=None, repr=False, compare=False)
     _made: dict[Callable, object] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -268,14 +265,6 @@ class Plan:
         p = self.problem
         edges = p.known_edges(relation)
         return None if edges is None else p.useful(edges)
-
-    def weights_unpacked(self, relation: Relation | None) -> int | None:
-        """Return how many packed weights become floats, None where none do.
-
-        Args:
-            relation: the layer's (untransposed) one, if there is one.
-        """
-        return self.unpacked(self, relation) if self.unpacked else None
 
     @property
     def tolerance(self) -> float:

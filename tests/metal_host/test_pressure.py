@@ -71,14 +71,3 @@ def test_matrices_have_two_elements_a_lane(count):
 
 def test_what_all_threads_share_takes_none():
     assert registers(UNIFORM, 0) <= BESIDE
-
-
-def test_more_registers_mean_fewer_simdgroups():
-    from mlx_lattice.inspect.apple_rates import simdgroups
-
-    # 208 KB of registers and 60 KB of threadgroup memory, by hand.
-    assert simdgroups(0, 64, 128, "m1") == 4 * (212_992 // (128 * 4 * 64)) == 24
-    assert simdgroups(19_456, 64, 128, "m2") == 4 * (61_440 // 19_456) == 12
-    assert simdgroups(19_456, 64, 128, "m3") == 4 * (274_432 // (32_768 + 19_456))
-    assert simdgroups(0, 8, 32, "m1") == 96
-    assert simdgroups(0, 200, 128, "m1") == simdgroups(0, 128, 128, "m1") == 12

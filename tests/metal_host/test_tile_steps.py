@@ -4,16 +4,12 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 
-import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices
 from mlx_lattice.backends import metal_grad_tiles
-from mlx_lattice.inspect import cost
-from mlx_lattice.inspect.apple_rates import MOST_SIMDGROUPS, simdgroups
 
 host.require()
 
@@ -24,13 +20,14 @@ BENCHMARKS = str(Path(__file__).resolve().parents[2] / "benchmarks")
 def scripts():
     sys.path.insert(0, BENCHMARKS)
     try:
+        import apple_model
         import metal_counts
         import tile_model
         import tile_steps
         import tile_times
     finally:
         sys.path.remove(BENCHMARKS)
-    return metal_counts, tile_model, tile_steps, tile_times
+    return metal_counts, tile_model, tile_steps, tile_times, apple_model
 
 
 @pytest.mark.parametrize(
@@ -53,7 +50,7 @@ def test_the_model_gives_what_a_launch_does(scripts, chip, channels):
 
 
 def test_a_model_that_is_wrong_stops_the_script(scripts, monkeypatch):
-    metal_counts, tile_model, tile_steps, tile_times = scripts
+    metal_counts, tile_model, tile_steps, tile_times, _ = scripts
     right = tile_steps.conv_steps
 
     def one_more(*given):
@@ -70,14 +67,14 @@ def test_a_model_that_is_wrong_stops_the_script(scripts, monkeypatch):
 
 
 def test_simdgroups_of_a_core(scripts):
-    _, tile_model, *_ = scripts
+    _, tile_model, *_, apple_model = scripts
     # 64 columns: one buffer of 9728 bytes, so six threadgroups on M1; with two, three.
     with tile_model.on(devices.profile("m1")):
         memory, registers = tile_model.gemm_tile(64, False)
     assert memory == 9728
-    assert simdgroups(memory, registers, 128, "m1") == 24
-    assert simdgroups(2 * memory, registers, 128, "m1") == 12
-    assert simdgroups(2 * memory, registers, 128, "m3") > 12
+    assert apple_model.simdgroups(memory, registers, 128, "m1") == 24
+    assert apple_model.simdgroups(2 * memory, registers, 128, "m1") == 12
+    assert apple_model.simdgroups(2 * memory, registers, 128, "m3") > 12
 
 
 @pytest.mark.parametrize("chip", ("m1", "m1-max", "m2", "m2-ultra"))
@@ -86,26 +83,22 @@ def test_simdgroups_of_a_core(scripts):
 def test_narrow_tiles_fill_the_cores_of_m1_and_m2(
     scripts, chip, item, matrix, transposed
 ):
-    _, tile_model, *_ = scripts
+    _, tile_model, *_, apple_model = scripts
     family = devices.profile(chip).family
     for columns, least in ((16, 24), (32, 24), (64, 24), (128, 16)):
         with tile_model.on(devices.profile(chip)):
             held = tile_model.gemm_tile(columns, transposed, item=item, matrix=matrix)
             each = 32 * tile_model.shape_of(columns, transposed, matrix == 4)[0]
-        assert simdgroups(*held, each, family) >= least, columns
-
-
-def test_tile_steps_of_a_core():
-    assert simdgroups(1, 1, 128, "m1") == MOST_SIMDGROUPS
+        assert apple_model.simdgroups(*held, each, family) >= least, columns
 
 
 def test_simdgroups_of_weight_gradients(scripts):
     """At least 24 on M1, where full rate begins, but where sums take the registers."""
-    _, tile_model, *_ = scripts
+    _, tile_model, *_, apple_model = scripts
     for high in metal_grad_tiles.GRAD_HEIGHTS:
         for wide in metal_grad_tiles.GRAD_WIDTHS:
             tile = tile_model.GradTile(high, wide)
-            held = simdgroups(tile.memory, tile.registers, 128, "m1")
+            held = apple_model.simdgroups(tile.memory, tile.registers, 128, "m1")
             least = 20 if high == 128 and wide > 16 else 24
             assert held >= least, (high, wide)
             loads = tile.loads(high, wide)
@@ -157,24 +150,3 @@ def test_accelerators_hardly_wait_for_threadgroup_memory(scripts, channels):
     for model in models.values():
         facts = metal_counts.bounded(model, channels, channels, ("m5-max",))
         assert facts["m5-max"]["threadgroup_cycles"] < 0.5
-
-
-@pytest.mark.parametrize("chip", ("m1", "m3-max", "m5-max"))
-@pytest.mark.parametrize("pass_", ("forward", "input_grad", "weight_grad"))
-def test_the_script_has_the_bounds_that_explain_has(scripts, chip, pass_):
-    """All but memory, whose bytes it counts; multiplying, as often as tiles do."""
-    metal_counts, *_ = scripts
-    coords = np.stack(np.meshgrid(*[np.arange(12)] * 3), -1).reshape(-1, 3)
-    built = metal_counts.relation(coords)
-    model = metal_counts.models(built)[pass_]
-    found = metal_counts.bounded(model, 64, 64, (chip,))[chip]
-    device = devices.profile(chip)
-    problem = ml.Problem.of(pass_, built, 64, 64, mx.float16)
-    choice = ml.select(problem, device=device)
-    said = cost.cost(problem, device, choice=choice, relation=built).predicted
-    kept = ("simdgroups", "registers", "operations", "current")
-    assert {n: found[n] for n in kept} == {n: getattr(said, n) for n in kept}
-    bounds = dict(said.bounds_ms)
-    assert found["bounds_ms"].keys() == bounds.keys() and len(bounds) > 3
-    for name in bounds.keys() - {"memory"}:
-        assert found["bounds_ms"][name] == pytest.approx(bounds[name]), name

@@ -229,27 +229,6 @@ def test_ranges_of_edges_in_every_type(far, dtype, edges, chip, monkeypatch):
             assert plan.products == said and dict(plan.gpu.template)["FAR"] == far
 
 
-@pytest.mark.parametrize(
-    "route, shape, dtype, packing",
-    (
-        ("quantized_sorted", (24, 40), "float16", (4, 32)),
-        ("quantized_sorted", (70, 136), "bfloat16", (8, 64)),
-        ("quantized_traversal", (20, 10), "float16", (4, 32)),
-    ),
-)
-def test_weights_are_unpacked_as_often_as_the_plan_says(route, shape, dtype, packing):
-    given = Point("surface", (*shape, 1), dtype, packing)
-    numbers = work(given, "forward")
-    with METAL.inside("whole"):
-        plan = ml.select(given.problem("forward"), only=route).plan
-        run = numbers.forced(route, "forward")
-        with host.recording(counted=True, order="forward") as record:
-            mx.eval(run())
-    every = record.report.launches
-    unpacked = sum(launch.counts.conversions for launch in every)
-    assert unpacked == plan.weights_unpacked(numbers.relation) > 0
-
-
 def test_more_dispatches_than_a_plan_lists_are_refused():
     most = dispatch_bounds.MOST_DISPATCHES
     with pytest.raises(ValueError, match="take fewer rows or channels at a time"):
