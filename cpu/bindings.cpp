@@ -158,6 +158,7 @@ NB_MODULE(_cpu, m) {
   m.def("stopped", &stopped, "arrays"_a);
   nb::class_<Recording>(m, "Recording")
       .def(nb::init<const std::vector<array>&, nb::handle, const std::vector<array>&>(), "stopped"_a, "results"_a,
-           "beside"_a = std::vector<array>())
+           "before"_a)
+      .def_prop_ro("searched", &Recording::searched)
       .def("now", &Recording::now, "given"_a, "results"_a, "rules"_a);
 }

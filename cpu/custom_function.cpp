@@ -122,10 +122,6 @@ std::pair<Arrays, std::vector<int>> CustomFunction::vmap(const Arrays& inputs, c
   return {arrays, mapped};
 }
 
-Arrays CustomFunction::lazily(const Arrays& inputs) const {
-  return launches_ ? launches_->lazily(inputs) : Arrays{};
-}
-
 std::vector<int> CustomFunction::results(int inputs, int count) const {
   if (launches_) return launches_->results();
   std::vector<int> last;
@@ -139,52 +135,27 @@ Arrays stopped(const Arrays& arrays) {
   return all;
 }
 
-Recording::Recording(const Arrays& stopped, nb::handle results, const Arrays& beside)
-    : is_single_(nb::isinstance<mx::array>(results)) {
+Recording::Recording(const Arrays& stopped, nb::handle results, const Arrays& before)
+    : given_(int(stopped.size())), is_single_(nb::isinstance<mx::array>(results)) {
   auto made = arrays_of(results);
-  launches_ = std::make_shared<RecordedLaunches>(stopped, beside, made, constants_);
-  auto note = [](const Arrays& arrays, auto& shapes, auto& dtypes) {
-    for (auto& a : arrays) {
-      shapes.push_back(a.shape());
-      dtypes.push_back(a.dtype());
-    }
-  };
-  note(stopped, shapes_, dtypes_);
-  note(made, made_shapes_, made_dtypes_);
-}
-
-bool Recording::fits(const Arrays& given) const {
-  if (given.size() != shapes_.size() || launches_->stream() != mx::default_stream(mx::default_device())) return false;
-  for (size_t i = 0; i < given.size(); ++i)
-    if (given[i].shape() != shapes_[i] || given[i].dtype() != dtypes_[i]) return false;
-  return true;
+  launches_ = std::make_shared<RecordedLaunches>(stopped, before, made, constants_);
+  for (auto& a : made) {
+    shapes_.push_back(a.shape());
+    dtypes_.push_back(a.dtype());
+  }
 }
 
 nb::object Recording::now(const Arrays& given, nb::handle results, nb::object rules) const {
-  if (launches_->is_plain()) return again(given, std::move(rules));
   Arrays inputs = given;
-  for (auto& result : arrays_of(results)) inputs.push_back(mx::stop_gradient(result, launches_->stream()));
-  return returned(node(std::move(inputs), std::move(rules), false));
-}
-
-nb::object Recording::again(const Arrays& given, nb::object rules) const {
-  bool is_followed = !rules.is_none();
-  Arrays inputs = is_followed && !launches_->is_plain() ? stopped(given) : given;
-  inputs.insert(inputs.end(), constants_.begin(), constants_.end());
-  if (is_followed && launches_->is_plain()) return returned(node(std::move(inputs), std::move(rules), true));
-  auto computed = launches_->lazily(inputs);
-  Arrays results;
-  for (size_t at : launches_->results()) results.push_back(at < inputs.size() ? inputs[at] : computed[at - inputs.size()]);
-  return is_followed ? now(given, returned(results), std::move(rules)) : returned(results);
-}
-
-Arrays Recording::node(Arrays inputs, nb::object rules, bool launches) const {
+  if (launches_->is_plain())
+    inputs.insert(inputs.end(), constants_.begin(), constants_.end());
+  else
+    for (auto& result : arrays_of(results)) inputs.push_back(mx::stop_gradient(result, launches_->stream()));
   auto kept = std::make_shared<CustomFunction::Rules>(std::move(rules), is_single_);
-  auto primitive = std::make_shared<CustomFunction>(launches_->stream(), std::move(kept), int(shapes_.size()),
-                                                    launches ? launches_ : nullptr);
-  return mx::array::make_arrays(made_shapes_, made_dtypes_, primitive, inputs);
+  auto primitive = std::make_shared<CustomFunction>(launches_->stream(), std::move(kept), given_,
+                                                    launches_->is_plain() ? launches_ : nullptr);
+  auto made = mx::array::make_arrays(shapes_, dtypes_, primitive, inputs);
+  return handed(made, made.size(), is_single_);
 }
-
-nb::object Recording::returned(const Arrays& results) const { return handed(results, results.size(), is_single_); }
 
 }  // namespace lattice

@@ -38,8 +38,7 @@ class CustomFunction final : public mx::Primitive {
                                                            const std::vector<int>& axes) override;
   const char* name() const override { return "CustomFunction"; }
 
-  // For who reads MLX's graph: what it computes itself, in order, and where its results are among inputs and that.
-  std::vector<mx::array> lazily(const std::vector<mx::array>& inputs) const;
+  // Where its results are among the inputs and then what the launches compute.
   std::vector<int> results(int inputs, int count) const;
 
  private:
@@ -54,34 +53,25 @@ class CustomFunction final : public mx::Primitive {
 // Arrays that no transformation follows further, which a function with rules is called with.
 std::vector<mx::array> stopped(const std::vector<mx::array>& arrays);
 
-// What a function launched for some arrays, to be put into the graph again for others of their shapes and dtypes. What a
-// function returns, one array or a sequence of them, is returned so.
+// What a function launched for some arrays, to be one node of the graph. What a function returns, one array or a sequence
+// of them, is returned so.
 class Recording {
  public:
-  // `results` are what the function returned of the `stopped` arrays, and of those `beside` them, which were there before.
-  Recording(const std::vector<mx::array>& stopped, nb::handle results, const std::vector<mx::array>& beside);
+  // `results` are what the function returned of the `stopped` arrays, and of those `before` them, which were there already.
+  Recording(const std::vector<mx::array>& stopped, nb::handle results, const std::vector<mx::array>& before);
 
   int searched() const { return launches_->searched(); }
-  // Whether it computes each result of what is given: else it was computed already, and is of no other arrays.
-  bool repeats() const { return launches_->computes_all(); }
-  // Whether the function would launch the same for these arrays, on the stream of now.
-  bool fits(const std::vector<mx::array>& given) const;
 
-  // The results of `given` arrays as one node, with rules for who follows it: with what the function returned, or with
-  // the launches put into the graph again. Without rules these are nodes: MLX frees memory between them, and reuses it.
+  // The results of `given` arrays as one node, with rules for who follows it.
   nb::object now(const std::vector<mx::array>& given, nb::handle results, nb::object rules) const;
-  nb::object again(const std::vector<mx::array>& given, nb::object rules) const;
 
  private:
-  using Arrays = std::vector<mx::array>;
-  Arrays node(Arrays inputs, nb::object rules, bool launches) const;
-  nb::object returned(const Arrays& results) const;
-
-  Arrays constants_;
+  std::vector<mx::array> constants_;
+  int given_;
   bool is_single_;
   std::shared_ptr<const RecordedLaunches> launches_;
-  std::vector<mx::Shape> shapes_, made_shapes_;
-  std::vector<mx::Dtype> dtypes_, made_dtypes_;
+  std::vector<mx::Shape> shapes_;
+  std::vector<mx::Dtype> dtypes_;
 };
 
 }  // namespace lattice

@@ -1,4 +1,4 @@
-// Finds launches in MLX's lazy graph, and makes or runs them again.
+// Finds launches in MLX's lazy graph, and runs them again.
 #include "recorded_launches.h"
 
 #include <algorithm>
@@ -34,13 +34,13 @@ bool is_launch_or_view(const mx::Primitive& primitive) {
 
 }  // namespace
 
-RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& beside,
+RecordedLaunches::RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& before,
                                    const std::vector<mx::array>& results, std::vector<mx::array>& constants)
     : given_(int(given.size())), stream_(mx::default_stream(mx::default_device())) {
   constexpr int unnumbered = std::numeric_limits<int>::min();
   std::unordered_map<uintptr_t, int> numbers;
   for (int i = 0; i < given_; ++i) numbers.emplace(given[i].id(), i);
-  for (auto& a : beside) numbers.emplace(a.id(), unnumbered);
+  for (auto& a : before) numbers.emplace(a.id(), unnumbered);
 
   // Each after what it reads.
   std::vector<mx::array> computed;
@@ -124,8 +124,7 @@ mx::array RecordedLaunches::anew(const Step& step, const mx::array& input) {
   return mx::reshape(input, step.shapes[0], stream);
 }
 
-template <class Make>
-std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& inputs, Make make) const {
+std::vector<mx::array> RecordedLaunches::now(const std::vector<mx::array>& inputs, Evaluate evaluate) const {
   const int count = given_ + constants_;
   std::vector<mx::array> computed;
   for (auto& step : steps_) {
@@ -134,31 +133,13 @@ std::vector<mx::array> RecordedLaunches::computed(const std::vector<mx::array>& 
       int at = place(number);
       read.push_back(at < count ? inputs[at] : computed[at - count]);
     }
-    auto made = make(step, read);
-    computed.insert(computed.end(), made.begin(), made.end());
-  }
-  return computed;
-}
-
-std::vector<mx::array> RecordedLaunches::lazily(const std::vector<mx::array>& inputs) const {
-  return computed(inputs, [](const Step& step, const std::vector<mx::array>& read) {
-    if (step.is_made_anew) return std::vector<mx::array>{anew(step, read[0])};
-    return mx::array::make_arrays(step.shapes, step.dtypes, step.primitive, read);
-  });
-}
-
-std::vector<mx::array> RecordedLaunches::now(const std::vector<mx::array>& inputs, Evaluate evaluate) const {
-  return computed(inputs, [&](const Step& step, const std::vector<mx::array>& read) {
     auto made = mx::array::make_arrays(step.shapes, step.dtypes, step.primitive, read);
     (made[0].primitive().*evaluate)(made[0].inputs(), made);
     for (auto& a : made) a.set_status(mx::array::Status::evaluated);
     made[0].detach();
-    return made;
-  });
-}
-
-bool RecordedLaunches::computes_all() const {
-  return std::all_of(results_.begin(), results_.end(), [&](int number) { return number >= given_; });
+    computed.insert(computed.end(), made.begin(), made.end());
+  }
+  return computed;
 }
 
 std::vector<int> RecordedLaunches::results() const {

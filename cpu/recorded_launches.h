@@ -1,4 +1,4 @@
-// What MLX's lazy graph has between some arrays and some results, without the arrays: it can be made or run again.
+// What MLX's lazy graph has between some arrays and some results, without the arrays: it can be run again.
 #pragma once
 #include <memory>
 #include <vector>
@@ -12,8 +12,8 @@ namespace mx = mlx::core;
 class RecordedLaunches {
  public:
   // What computes `results` from `given` arrays. What else they read is added to `constants`: inputs after those given.
-  // It is not looked for what computes those `beside` them. None of the arrays is kept.
-  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& beside,
+  // It is not looked for what computes those `before` them. None of the arrays is kept.
+  RecordedLaunches(const std::vector<mx::array>& given, const std::vector<mx::array>& before,
                    const std::vector<mx::array>& results, std::vector<mx::array>& constants);
 
   // Arrays that were looked at for it: what it took.
@@ -21,13 +21,7 @@ class RecordedLaunches {
   // Whether all of it are launches of this library and views of arrays, on one stream: a few, of little memory.
   bool is_plain() const { return is_plain_; }
   mx::Stream stream() const { return stream_; }
-  // Whether no result is one of the inputs.
-  bool computes_all() const;
-
-  // What it computes of other inputs (those given, then constants), in order, for MLX to compute.
-  std::vector<mx::array> lazily(const std::vector<mx::array>& inputs) const;
-
-  // The same, computed now, by MLX's own rule for a CPU or a GPU stream.
+  // What it computes of other inputs (those given, then constants), in order, by MLX's own rule for a CPU or a GPU stream.
   using Evaluate = void (mx::Primitive::*)(const std::vector<mx::array>&, std::vector<mx::array>&);
   std::vector<mx::array> now(const std::vector<mx::array>& inputs, Evaluate evaluate) const;
 
@@ -48,8 +42,6 @@ class RecordedLaunches {
     bool is_made_anew = false;
     std::vector<int> axes;
   };
-  template <class Make>
-  std::vector<mx::array> computed(const std::vector<mx::array>& inputs, Make make) const;
   static mx::array anew(const Step& step, const mx::array& input);
   // A value's place among the inputs and then what is computed of them.
   int place(int number) const {

@@ -21,9 +21,9 @@ from .transformations import Function, filled
 # Derivatives
 
 
-def linear(forward, transpose, itself):
+def linear(forward, transpose, itself, before=None):
     """Wrap a linear function of one array with its derivatives."""
-    function = Function(forward)
+    function = Function(forward, before=before)
     function.vjp(lambda x, dy, y: transpose(dy))
     function.jvp(lambda x, dx: itself(dx))
     return function

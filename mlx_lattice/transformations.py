@@ -38,12 +38,20 @@ class Function:
     Args:
         forward: returns one array or a tuple of them.
         rules: has all rules; without it they are set one by one.
+        before: returns arrays that the latest call of ``forward`` read and that existed
+            before the call. The extension does not search what computes them, which
+            is the whole net before an exchange between processes.
     """
 
-    __slots__ = "_custom", "_forward", "_rules"
+    __slots__ = "_before", "_custom", "_forward", "_rules"
 
-    def __init__(self, forward: Callable, rules: Rules | None = None):
-        self._forward = forward
+    def __init__(
+        self,
+        forward: Callable,
+        rules: Rules | None = None,
+        before: Callable[[], Sequence[mx.array]] | None = None,
+    ):
+        self._forward, self._before = forward, before
         self._rules = {"vmap": partial(_each, forward)} if rules is None else rules
         self._custom: Callable | None = None
 
@@ -69,7 +77,9 @@ class Function:
         if _NODES is not None:
             stopped = _NODES.stopped(arrays)
             found = self._forward(*stopped)
-            return _NODES.Recording(stopped, found).now(arrays, found, self._rules)
+            before = self._before() if self._before else ()
+            launches = _NODES.Recording(stopped, found, before)
+            return launches.now(arrays, found, self._rules)
         if self._custom is None:
             self._custom = _by_mlx(self._forward, self._rules)
         return self._custom(*arrays)
@@ -248,6 +258,7 @@ def differentiable(
     composed: Callable,
     statistics: int = 0,
     frozen: int = 0,
+    before: Callable[[], Sequence[mx.array]] | None = None,
 ) -> Function:
     """Return a way back by kernels, whose own derivatives are the composed form's.
 
@@ -256,13 +267,14 @@ def differentiable(
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
         frozen: arrays after x whose derivatives ``back`` leaves out.
+        before: that of ``Function``.
     """
 
     def again(dy, x, *arrays):
         dx, *rest = mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1]
         return dx, *rest[frozen:]
 
-    function = Function(back)
+    function = Function(back, before=before)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function

@@ -144,7 +144,8 @@ def row_norm(
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    gradient = differentiable(back, composed, 2)
+    before = statistics.before
+    gradient = differentiable(back, composed, 2, before=before)
 
     def vjp(primals, cotangents, outputs):
         x, *rest = several(primals)
@@ -160,7 +161,7 @@ def row_norm(
         return *found, *[no_gradient(a.shape) for a in others]
 
     given.tell("forward", launches - (is_summed and few is None))
-    function = Function(forward)
+    function = Function(forward, before=before)
     function.vjp(vjp)
 
     @function.jvp

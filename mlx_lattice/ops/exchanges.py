@@ -45,6 +45,7 @@ class Exchanges:
     ):
         self.group, self.stream, self._holder = group, stream, holder
         self._exchanged: mx.array | None = None
+        self._before: tuple[mx.array, ...] = ()  # what the latest exchange came after
 
     def gather(self, *parts: mx.array) -> mx.array:
         """Return (P, W): the W numbers of each of the P processes."""
@@ -64,7 +65,7 @@ class Exchanges:
         def back(dy):
             return self.added(dy)[rank]
 
-        return self._linear(self.gather, back, self.gathered)(row)
+        return linear(self.gather, back, self.gathered, self.before)(row)
 
     def added(self, x: mx.array) -> mx.array:
         """Return the sum over processes, whose gradient is the sum of gradients.
@@ -75,14 +76,16 @@ class Exchanges:
         def add(x):
             return self.add(x).reshape(x.shape)
 
-        return self._linear(add, self.added, self.added)(x)
+        return linear(add, self.added, self.added, self.before)(x)
 
-    def _linear(self, forward: Callable, back: Callable, itself: Callable) -> Callable:
-        return linear(forward, back, itself)
+    def before(self) -> tuple[mx.array, ...]:
+        """Return the result that the latest exchange came after; see ``Function``."""
+        return self._before
 
     def _in_turn(self, exchange: Callable, parts: Sequence[mx.array]) -> mx.array:
         previous = self if self._exchanged is not None else Exchanges._last()
         after = None if previous is None else previous._exchanged
+        self._before = () if after is None else (after,)
         # CUDA graphs order launches by the arrays that they read, so ``mx.depends`` is
         # not enough. Every process sends as many numbers, also for a first exchange.
         number = mx.zeros((1,)) if after is None else after

@@ -42,6 +42,7 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
     spread = groups = None  # all rows have one line, and so has each channel
+    before = None  # only arrays of the call are read, see ``Function``
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -103,6 +104,7 @@ class SegmentStatistics:
     groups: int
     sum: Sum
     spread: Sum
+    before = None  # as above
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (N, C) mean and variance of each row's segment, in MLX operations."""
@@ -162,6 +164,10 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
     spread = None  # all rows have one line
+
+    def before(self) -> tuple[mx.array, ...]:
+        """Return what the latest exchange came after, see ``Function``."""
+        return self.exchanges.before()
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
