@@ -27,7 +27,7 @@ from mlx_lattice.routes.plan import MLX, Plan
 
 
 class Range(NamedTuple):
-    """The slower and the faster end of what others measured."""
+    """The slowest and the fastest rate that others measured."""
 
     slow: float
     fast: float
@@ -68,7 +68,8 @@ DIVIDE = {32: 100, 64: 700}
 # answer (M1: 48): other threadgroups of the core work meanwhile.
 BARRIER = 48
 # Bytes of a core's registers and of its threadgroup memory, two pools on M1 and M2.
-# From M3 on they are one, with the cache; nobody published its size: the sum is taken.
+# From M3 on both share one memory with the cache. Its size is not published: the sum
+# is assumed.
 REGISTERS, THREADGROUP = 208 << 10, 60 << 10
 FIXED_POOLS = "m1", "m2"
 SIMDGROUP, MOST_SIMDGROUPS, MOST_REGISTERS = 32, 96, 128

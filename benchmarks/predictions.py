@@ -21,7 +21,7 @@ MILLIONS = 1.6
 TEXT = """# Predicted times on Apple GPUs
 
 This page is the output of a benchmark, written by `python benchmarks/predictions.py`.
-Nobody has timed this library on an Apple GPU yet. The tables are arithmetic: the
+This library has not been timed on an Apple GPU yet. The tables are arithmetic: the
 operations and bytes of a plan, at rates that others measured on such chips. The model
 and the sources of its rates are in `benchmarks/apple_model.py`. A `doctor.json` from
 a Mac (see [the doctor](doctor.md)) replaces it.

@@ -45,7 +45,8 @@ class Preparation:
         relations: (relation, names of its views, their bytes) of each; bytes of views
             that two share count for the first.
         kernels: entry symbols of the GPU kernels that the plans launch.
-        compiled: CUDA kernels that were compiled, or read from the disk.
+        compiled: CUDA kernels that were compiled or read from the disk, or plans whose
+            Metal kernels were compiled.
         seconds: how long it took.
     """
 
@@ -85,13 +86,13 @@ def prepare(
 
     The coordinate levels are made first, and their sizes are read at once: by the
     strides that ``net.strides`` lists, or else by those of the strided layers of a
-    Sequential or a U-net (``support="cell"``). Then the net is
-    called once with its contractions planned and not run, which builds the kernel maps
-    and the views that the plans read; they are evaluated together. Kernels are compiled
-    in threads, on CUDA and on Metal. Matrix kernels that are new to this machine prove
-    themselves; if one is refused, the net is planned once more. Nothing of the net
-    changes, its running statistics and attributes included, nor of the modules that a
-    function calls.
+    Sequential or a U-net (``support="cell"``). Then the net is called once with its
+    contractions planned and not run, which builds the kernel maps and the views that
+    the plans read; they are evaluated together. Kernels are compiled in threads, on
+    CUDA and on Metal: there each is launched once on zeros. Matrix kernels that are new
+    to this machine prove themselves; if one is refused, the net is planned once more.
+    Nothing of the net changes, its running statistics and attributes included, nor of
+    the modules that a function calls.
 
     A net that chooses rows by its features (pruning, say) is prepared as it goes where
     they are zeros; what it reads beyond is built at its call.

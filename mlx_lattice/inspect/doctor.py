@@ -52,6 +52,7 @@ from ..routes.measure import FLOOR, relative_error
 from ..routes.plan import MLX, Plan
 from ..routes.selection import candidates, named, select
 from ..tensor import SparseTensor
+from . import backend_info
 from .cost import cost, milliseconds
 from .page import drawn
 
@@ -66,16 +67,8 @@ ON_HOST = "Metal's kernels run on the CPU here, where times mean nothing"
 
 # The machine, without its owner.
 
-# Variables whose values are the library's own words; the others may name folders.
-VARIABLES = (
-    "MLX_LATTICE_ROUTE",
-    "MLX_LATTICE_METAL",
-    "MLX_LATTICE_TUNE",
-    "MLX_LATTICE_PRECISION",
-    "MLX_LATTICE_PROOF",
-    "MLX_LATTICE_THREADS",
-    "MLX_LATTICE_CPU_ISA",
-)
+# Variables that a report shows: those of caches may name folders.
+VARIABLES = tuple(name for name in backend_info.VARIABLES if "CACHE" not in name)
 BUSY, BUSY_SECONDS = 0.4, 0.2  # share of the processors' time that makes times long
 _TARGET = """
 #ifdef __ENVIRONMENT_OS_VERSION_MIN_REQUIRED__

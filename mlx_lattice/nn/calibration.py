@@ -49,7 +49,7 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
             ``16``.
         few_outputs (int): Keep layers with fewer output channels. Default: ``8``.
         names (tuple of str): Keep layers with one of these words in their path.
-            Default: those of the ``models``' heads, and of what decides on rows.
+            Default: the heads of the ``models``, and the layers that choose rows.
     """
 
     def __init__(

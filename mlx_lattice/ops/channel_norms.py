@@ -186,14 +186,15 @@ def row_norm(
 
 @lru_cache(maxsize=256)
 def no_gradient(shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
-    """Return the gradient of statistics that are given, which nobody asks for."""
+    """Return zeros, the gradient of statistics, which no caller uses."""
     return mx.zeros(shape, dtype)
 
 
 def given_of(x, layer: Layer, weight, bias, residual) -> tuple[Given, list[mx.array]]:
-    """Return which there are of weight, bias and residual; those, as kernels take them.
+    """Return which of weight, bias and residual exist, and their arrays for kernels.
 
-    Apart: rules hold the first, MLX the rules, until what they are of is computed.
+    ``Given`` holds no array: MLX keeps the rules that hold it until it has evaluated
+    their results.
     """
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
@@ -234,7 +235,7 @@ class Given:
             self.tell("forward", None)
 
     def spread(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
-        """Return arrays in their places, None where there is none."""
+        """Return weight, bias and residual, None for those that do not exist."""
         rest = iter(arrays)
         return [next(rest) if there else None for there in self.there]
 

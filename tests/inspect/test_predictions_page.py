@@ -28,7 +28,7 @@ def test_the_page_is_what_the_benchmark_writes(scripts):
 
 
 def test_a_decode_has_the_operations_of_its_layers(scripts):
-    """By another sum over the stages; and no more than the chip's peak in its time."""
+    """Another sum over the stages agrees, and stays below the chip's peak rate."""
     decodes, voxels = scripts[1], 10**6
     (fine, coarse), rows = decodes.sample()[0], decodes.level_rows(voxels)
     edges = [n * coarse.n_edges / coarse.n_out for n in rows[:-1]]
