@@ -26,7 +26,7 @@ from mlx_lattice.backends.metal_geometry import MetalGeometry
 from mlx_lattice.backends.metal_lookups import RowTable
 from mlx_lattice.geometry import keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.problem import INPUT_GRAD, PASSES, WEIGHT_GRAD
 
 LINE = 128

@@ -18,7 +18,7 @@ from .backends import registry
 from .checks import AXES, each_axis, whole
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
-from .geometry.rows import RowIndex
+from .geometry.protocol import RowIndex
 from .shared_views import SharedViews, built_by_one
 
 # Batch elements that a set of fewer rows may have without a declared batch_size.

@@ -9,7 +9,7 @@ import mlx.core as mx
 
 from .backends import registry
 from .geometry import edge_lists, sync
-from .geometry.rows import Keep
+from .geometry.protocol import Keep
 from .geometry.search import Search
 from .shared_views import SharedViews, building
 

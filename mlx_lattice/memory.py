@@ -26,7 +26,7 @@ from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import CPU
 from .epilogue import Epilogue
-from .geometry.rows import BoxedRows
+from .geometry.protocol import BoxedRows
 from .numerics import asked_precision
 from .problem import FORWARD, weight_axes
 from .quantized import QuantizedWeight

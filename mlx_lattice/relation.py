@@ -13,9 +13,9 @@ from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
 from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
-from .geometry.rows import Keep
+from .geometry.edge_lists import Coverage, Csr, SortedRows
+from .geometry.protocol import Keep
 from .geometry.search import Search
-from .geometry.views import Coverage, Csr, SortedRows
 from .kept_views import KeepsViews, KeptViews
 from .kernel_spec import KernelSpec
 from .relation_form import Form, form

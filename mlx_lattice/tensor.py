@@ -13,8 +13,8 @@ from .coordinates import CoordinateManager
 from .copies import copied_tensor
 from .features import check_feats, expect_fitting, operand_of
 from .geometry import sync
-from .geometry.dense import active_cells, places_in
 from .geometry.keys import INT32_LIMIT
+from .geometry.unique import active_cells, places_in
 from .geometry.voxelize import voxelize
 from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis

@@ -28,7 +28,7 @@ from mlx_lattice.backends.gpu_norms import GpuNorms
 from mlx_lattice.backends.norms_protocol import NONE, Activation, Fit, RowSegments
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows
 
 BOOLEANS = (False, True)
 DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)

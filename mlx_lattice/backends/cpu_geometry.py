@@ -7,16 +7,12 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from ..geometry import curves, sync
-from ..geometry.best_rows import best_rows
 from ..geometry.curves import Curve, by_region
-from ..geometry.kept_rows import KeptRows
 from ..geometry.keys import INT32_LIMIT, Bounds, Offsets
-from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule, box_of
 from ..geometry.output_rows import made_rows as rows_within
-from ..geometry.protocol import RelationViews
-from ..geometry.rows import Keep, Rows
-from ..geometry.unique import UniqueRows, true_positions
+from ..geometry.protocol import Keep, OneByOne, RelationViews, Rows
+from ..geometry.unique import KeptRows, UniqueRows, best_rows, true_positions
 from .cpu_extension import extension
 
 

@@ -6,8 +6,8 @@ from functools import cache, partial
 
 import mlx.core as mx
 
-from ..geometry import best_rows as portable
-from ..geometry.best_rows import INFINITE
+from ..geometry import unique as portable
+from ..geometry.unique import INFINITE
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
     KEYS,

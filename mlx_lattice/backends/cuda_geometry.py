@@ -7,7 +7,7 @@ import mlx.core as mx
 from ..geometry.curves import by_region
 from ..geometry.keys import Bounds
 from ..geometry.output_rows import Rule
-from ..geometry.rows import BoxedRows
+from ..geometry.protocol import BoxedRows
 from ..kernel_spec import KernelSpec
 from . import (
     cuda_best,

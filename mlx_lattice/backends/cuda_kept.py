@@ -6,8 +6,8 @@ from functools import cache
 
 import mlx.core as mx
 
-from ..geometry import kept_rows
-from ..geometry.kept_rows import KeptRows
+from ..geometry import unique
+from ..geometry.unique import KeptRows
 from .cuda_interfaces import SCRATCH, geometry_kernel, run
 from .cuda_sort import (
     SORT,
@@ -39,7 +39,7 @@ class StartedRows:
     def kept(self, count: int) -> KeptRows:
         """Return them."""
         if not count:
-            return kept_rows.none_of(self._coords, self._places)
+            return unique.none_of(self._coords, self._places)
         n, columns = self._coords.shape
         rows, kept = run(
             _kept_rows(columns),
@@ -51,9 +51,9 @@ class StartedRows:
         return KeptRows(rows, self._places, kept)
 
 
-def start_kept(mask: mx.array, coords: mx.array) -> StartedRows | kept_rows.StartedRows:
+def start_kept(mask: mx.array, coords: mx.array) -> StartedRows | unique.StartedRows:
     """Launch the rows that a mask keeps. See ``Geometry``."""
-    kind = StartedRows if sorts(mask.size) else kept_rows.StartedRows
+    kind = StartedRows if sorts(mask.size) else unique.StartedRows
     return kind(mask, coords)
 
 

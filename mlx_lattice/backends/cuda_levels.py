@@ -12,7 +12,7 @@ from itertools import pairwise
 import mlx.core as mx
 
 from ..geometry.keys import Bounds, cell_count, join
-from ..geometry.rows import SearchedRows
+from ..geometry.protocol import SearchedRows
 from ..routes import thresholds
 from .cuda_lookups import RowTable
 from .cuda_unique import CELLS, KEY_BITS, Launched, launched, ranges_of

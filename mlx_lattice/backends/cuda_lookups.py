@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ..geometry import sync
 from ..geometry.keys import Bounds, Offsets, bounds_of
-from ..geometry.rows import Keep, Rows
+from ..geometry.protocol import Keep, Rows
 from ..shared_views import built_by_one
 from .cuda_interfaces import chosen, geometry_kernel, of_job, run
 from .cuda_rules import rule_kind, rule_words

@@ -1,4 +1,4 @@
-"""Points among cells on GPUs, one launch each; see ``geometry.points``."""
+"""Points among cells on GPUs, one launch each; see ``geometry.voxelize``."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class GpuPoints:
         origin: Numbers,
         size: Numbers,
     ) -> mx.array:
-        """Return ``geometry.points.cells_of`` points of which there are some."""
+        """Return ``geometry.voxelize.cells_of`` points of which there are some."""
         columns = points.shape[1] + (batch is not None)
         kernel = _kernel(
             self.backend, "cells_of_points", _CELLS, (("COLUMNS", columns),)
@@ -82,7 +82,7 @@ class GpuPoints:
         table: mx.array,
         renormalise: bool,
     ) -> mx.array:
-        """Return ``geometry.points.corner_weights`` of points, some of them."""
+        """Return ``geometry.voxelize.corner_weights`` of points, some of them."""
         corners = table.shape[1]
         template = ("AXES", corners.bit_length() - 1), ("RENORMALISE", renormalise)
         kernel = _kernel(self.backend, "corner_weights", _WEIGHTS, template)

@@ -7,9 +7,9 @@ from functools import cache
 import mlx.core as mx
 
 from ..devices import METAL
-from ..geometry import best_rows as portable
-from ..geometry.best_rows import INFINITE
+from ..geometry import unique as portable
 from ..geometry.curves import WORD
+from ..geometry.unique import INFINITE
 from .dispatch_bounds import dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .metal_unique import by_places

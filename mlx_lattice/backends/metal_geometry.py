@@ -5,8 +5,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ..geometry.keys import Bounds, bounds_of
-from ..geometry.one_by_one import OneByOne
-from ..geometry.protocol import RelationViews
+from ..geometry.protocol import OneByOne, RelationViews
 from . import metal_curves, metal_rows, metal_views
 from .metal_best import best_rows
 from .metal_kept import StartedRows

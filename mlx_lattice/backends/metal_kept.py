@@ -7,8 +7,7 @@ from functools import cache
 import mlx.core as mx
 
 from ..devices import METAL
-from ..geometry.kept_rows import KeptRows, none_of
-from ..geometry.scans import running_sums
+from ..geometry.unique import KeptRows, none_of, running_sums
 from .dispatch_bounds import cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .metal_unique import piece_bounds

@@ -10,7 +10,7 @@ import mlx.core as mx
 from ..devices import METAL
 from ..geometry.keys import Bounds, Offsets
 from ..geometry.output_rows import Rule
-from ..geometry.rows import Keep, Rows
+from ..geometry.protocol import Keep, Rows
 from .dispatch_bounds import by_rows, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 

@@ -25,7 +25,7 @@ from ..geometry.keys import (
     row_keys,
 )
 from ..geometry.output_rows import Rule, is_empty
-from ..geometry.rows import SearchedRows
+from ..geometry.protocol import SearchedRows
 from ..routes import thresholds
 from . import dispatch_bounds
 from .dispatch_bounds import dispatch_limit

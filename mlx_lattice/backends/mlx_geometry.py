@@ -9,16 +9,12 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from ..geometry import curves, neighbour_tables, output_rows
-from ..geometry.best_rows import best_rows
-from ..geometry.kept_rows import StartedRows
+from ..geometry import curves, output_rows, sorted_index
 from ..geometry.keys import Bounds, Offsets, bounds_of
-from ..geometry.one_by_one import OneByOne
 from ..geometry.output_rows import Rule
-from ..geometry.protocol import RelationViews
-from ..geometry.rows import Keep, Rows
+from ..geometry.protocol import Keep, OneByOne, RelationViews, Rows
 from ..geometry.sorted_index import SortedIndex
-from ..geometry.unique import unique_rows
+from ..geometry.unique import StartedRows, best_rows, unique_rows
 
 
 class RowIndex(SortedIndex):
@@ -37,8 +33,8 @@ class RowIndex(SortedIndex):
     ) -> mx.array:
         """Return the (N_out, K) int32 neighbour table, -1 where there is no edge."""
         if mirrored:
-            return neighbour_tables.submanifold_table(self, out.coords, offsets)
-        tables = neighbour_tables
+            return sorted_index.submanifold_table(self, out.coords, offsets)
+        tables = sorted_index
         build = tables.transposed_table if transposed else tables.forward_table
         box = out.box or bounds_of(out.coords)
         return build(self, out.coords, box, offsets, stride)
@@ -52,7 +48,7 @@ class MlxGeometry(OneByOne):
     start_kept = staticmethod(StartedRows)
     best_rows = staticmethod(best_rows)
     index = staticmethod(RowIndex.of)
-    transpose_table = staticmethod(neighbour_tables.transpose_table)
+    transpose_table = staticmethod(sorted_index.transpose_table)
     curve_order = staticmethod(curves.curve_order)
 
     def made_rows(
@@ -70,7 +66,7 @@ class MlxGeometry(OneByOne):
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
-        return neighbour_tables.table_edges(table)
+        return sorted_index.table_edges(table)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""

@@ -17,9 +17,9 @@ from ..backends import registry
 from . import sync
 from .keys import INT32_LIMIT, join
 from .lattice import floor_divide
-from .rows import BoxedRows
-from .scans import running_sums
-from .segments import segment_counts
+from .protocol import BoxedRows
+from .unique import running_sums
+from .voxelize import segment_counts
 
 # Candidates that are looked at together, and queries whose cells are looked up at once.
 SLOTS = 1 << 20

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..checks import whole
 from .keys import INT32_LIMIT, Bounds, ranks
-from .scans import running_sums
+from .unique import running_sums
 
 # Bits that one int64 sort key holds.
 WORD = 62

@@ -9,7 +9,7 @@ import mlx.core as mx
 from ..kernel_spec import KernelSpec
 from . import lattice
 from .keys import Offsets
-from .rows import Keep, SearchedRows
+from .protocol import Keep, SearchedRows
 
 
 class Search(NamedTuple):

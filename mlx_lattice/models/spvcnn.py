@@ -21,9 +21,7 @@ from .. import nn, ops
 from ..arrays import arrays_of, positions_of, stream_of
 from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
-from ..geometry.points import cells_of
-from ..geometry.segments import reduce_segments
-from ..geometry.voxelize import voxelize
+from ..geometry.voxelize import cells_of, reduce_segments, voxelize
 from ..nn.containers import in_order
 from ..nn.fused import convolved
 from ..ops.interpolation import blend_at

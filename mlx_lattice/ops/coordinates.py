@@ -18,7 +18,7 @@ from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, se
 from ..coordinates import CoordinateManager
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, join
-from ..geometry.segments import reduce_segments
+from ..geometry.voxelize import reduce_segments
 from ..integer_tensor import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis

@@ -14,8 +14,7 @@ import mlx.core as mx
 
 from ..arrays import array_of
 from ..checks import real_axes
-from ..geometry.scans import running_sums
-from ..geometry.unique import true_positions
+from ..geometry.unique import running_sums, true_positions
 from ..reductions import weighted
 from ..tensor import SparseTensor, align, expect_tensor
 

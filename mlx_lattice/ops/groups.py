@@ -24,9 +24,8 @@ from ..devices import CPU, CUDA, METAL
 from ..dtypes import dtype_name
 from ..geometry import curves, sync
 from ..geometry.keys import INT32_LIMIT
-from ..geometry.scans import running_sums
-from ..geometry.segments import segment_counts
-from ..geometry.unique import first_of_equals, true_positions
+from ..geometry.unique import first_of_equals, running_sums, true_positions
+from ..geometry.voxelize import segment_counts
 from ..reductions import gathered, move_rows, sum_over
 from ..tensor import SparseTensor, expect_tensor
 from .fused_attention import TILE

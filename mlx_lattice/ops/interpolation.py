@@ -20,7 +20,8 @@ from ..coordinate_set import CoordinateSet, OfPairs, check_coords
 from ..geometry import sync
 from ..geometry.keys import INT32_LIMIT, bounds_of
 from ..geometry.lattice import floor_divide
-from ..geometry.points import (
+from ..geometry.protocol import BoxedRows
+from ..geometry.voxelize import (
     NO_CELL,
     Numbers,
     cells_of,
@@ -28,7 +29,6 @@ from ..geometry.points import (
     corners_of,
     in_cells,
 )
-from ..geometry.rows import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of

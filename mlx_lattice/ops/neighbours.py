@@ -20,8 +20,7 @@ from ..geometry.cell_grid import (
     first_of_repeats,
 )
 from ..geometry.keys import INT32_LIMIT
-from ..geometry.scans import running_sums
-from ..geometry.unique import true_positions
+from ..geometry.unique import running_sums, true_positions
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .interpolation import FRACTIONAL

@@ -24,7 +24,7 @@ from ..checks import real
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU
 from ..geometry import sync
-from ..geometry.scans import running_sums
+from ..geometry.unique import running_sums
 from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor

@@ -20,7 +20,7 @@ from mlx_lattice.backends import dispatch_bounds
 from mlx_lattice.backends.registry import GEOMETRY
 from mlx_lattice.geometry import curves, keys, output_rows, sync, unique
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.kernel_spec import KernelSpec
 
 LEAST, MOST = -(2**31), 2**31 - 1

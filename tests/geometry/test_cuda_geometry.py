@@ -10,7 +10,7 @@ from reference_rows import table_of, tile_order
 import mlx_lattice as ml
 from mlx_lattice.geometry import curves
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)

@@ -8,7 +8,7 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice.geometry import keys, lattice, output_rows, scans, sync, unique
+from mlx_lattice.geometry import keys, lattice, output_rows, sync, unique
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.sorted_index import SortedIndex
 
@@ -77,7 +77,7 @@ def test_true_positions_of_a_column(n):
     """One row of a column keeps the stride that it had: a matrix's width."""
     column = mx.arange(5 * n).reshape(n, 5)[:, -1]
     assert unique.true_positions(column >= 0).tolist() == [*range(n)]
-    columns = scans.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
+    columns = unique.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
     assert columns.tolist() == [[i] for i in range(5)]
 
 

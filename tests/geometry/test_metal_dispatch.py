@@ -25,7 +25,7 @@ from mlx_lattice.backends import (
 )
 from mlx_lattice.geometry import curves, keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows
 
 host.require()
 

@@ -18,7 +18,7 @@ from mlx_lattice.backends.metal_geometry import MetalGeometry
 from mlx_lattice.backends.metal_lookups import RowTable
 from mlx_lattice.geometry import curves, keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.rows import BoxedRows
+from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.routes import thresholds
 
 host.require()

@@ -16,9 +16,13 @@ import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.backends import cuda_row_order, gpu_segments, registry
 from mlx_lattice.geometry import sync
-from mlx_lattice.geometry.points import NO_CELL, cells_of, corner_weights
-from mlx_lattice.geometry.segments import reduce_segments
-from mlx_lattice.geometry.voxelize import voxelize
+from mlx_lattice.geometry.voxelize import (
+    NO_CELL,
+    cells_of,
+    corner_weights,
+    reduce_segments,
+    voxelize,
+)
 
 
 @pytest.fixture(params=[*HERE, EMULATED], ids=lambda place: place.name)

@@ -13,8 +13,7 @@ from mlx_lattice.backends import (
     registry,
 )
 from mlx_lattice.backends.reductions_protocol import Reductions
-from mlx_lattice.geometry.protocol import Geometry
-from mlx_lattice.geometry.rows import RowIndex
+from mlx_lattice.geometry.protocol import Geometry, RowIndex
 
 COORDS = mx.array([[0, 1, 2], [0, 3, 4]], dtype=mx.int32)
 

@@ -22,9 +22,8 @@ from ...arrays import (
 )
 from ...checks import real, whole
 from ...coordinates import CoordinateManager
-from ...geometry.segments import reduce_segments
 from ...geometry.unique import true_positions, unique_rows
-from ...geometry.voxelize import batch_of
+from ...geometry.voxelize import batch_of, reduce_segments
 from ...tensor import SparseTensor
 from ..attributes import MissingAttribute, finite_points
 
