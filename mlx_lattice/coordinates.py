@@ -2,18 +2,50 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from copy import deepcopy
+from functools import partial
+from operator import floordiv
+from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
 
 from .backends import registry
-from .consumed_sets import ConsumedSets
-from .coordinate_set import CoordinateKey, CoordinateSet, settle
-from .geometry.search import Search
-from .kernel_spec import IntOrTuple, KernelSpec, check_support
+from .coordinate_set import (
+    CoordinateKey,
+    CoordinateSet,
+    check_batch_size,
+    check_coords,
+    check_stride,
+    coarser,
+    finer,
+    settle,
+    stride_text,
+)
+from .geometry import output_rows
+from .geometry.keys import Bounds
+from .geometry.output_rows import Rule
+from .kept_views import Search
+from .kernel_spec import IntOrTuple, KernelSpec, cells_of, check_support, per_axis
 from .relation import Relation
-from .shared_views import built_by_one
+from .shared_views import SharedViews, building, built_by_one
+
+
+class Links(NamedTuple):
+    """A set, and what its manager knows of others beside it, by their serials."""
+
+    held: CoordinateSet
+    serial: int
+    made: tuple[tuple[str, int, object], ...]  # by this rule, of that set, how
+    # By stride, the set that it was computed from; None of several.
+    fine: tuple[tuple[tuple, int | None], ...]
+
+
+def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
+    """Find a set no longer by an array that is gone: another may take its place."""
+    if (held := sets()) is not None:
+        held._by_array.pop(array, None)
 
 
 def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
@@ -27,7 +59,7 @@ def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
     return all(n % s == 0 for n, s in pairs)
 
 
-class CoordinateManager(ConsumedSets):
+class CoordinateManager:
     """Holds coordinate sets and builds each relation between them once.
 
     Every ``SparseTensor`` has one, shared by the tensors that come from it; it lives
@@ -37,15 +69,154 @@ class CoordinateManager(ConsumedSets):
     """
 
     def __init__(self):
-        super().__init__()
+        self._sets: dict[int, CoordinateSet] = {}  # by serial
+        # Sets by the identity of an array, for as long as that lives, and their facts.
+        self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
+        # By the rule, the set that it read, and how.
+        self._made = SharedViews()
+        # For each set, by stride: the set that it was computed from, None for several.
+        self._consumed: dict[CoordinateSet, dict[tuple, CoordinateSet | None]] = {}
+        self._version = 0  # counts the changes of ``_consumed``
+        # Calls that `prepare_scan` prepared: (id of the net, serial, dtype, training).
+        self.prepared: set[tuple] = set()
         self._relations: dict[tuple, Relation] = {}
-        # Of rows to themselves, by set and spec: of every kind they are the same.
+        # Relations of a set to itself by set and spec: the same for every kind.
         self._identities: dict[tuple, Relation] = {}
         # Relations by what a layer asked with, and the version they hold for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
 
+    @built_by_one
+    def insert(
+        self,
+        coords: mx.array,
+        stride: IntOrTuple = 1,
+        *,
+        spatial_shape: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        trusted: bool = False,
+        box: Bounds | None = None,
+    ) -> CoordinateKey:
+        """Add a coordinate set and return its key; the same array gives the same key.
+
+        The rows are kept as they are now: a later change of the array in place is not
+        seen. Give changed rows as a new array. The manager frees a set once neither
+        its key, its array nor a tensor on it is alive, nor those of a set that was
+        made from it or that it was made from. It frees sets at the next insertion.
+
+        Args:
+            coords: (N, 1 + D) int32 rows (batch, x, y, ...), in their own lattice
+                cells; negative spatial values are legal.
+            stride: size of a lattice cell, int or one per axis.
+            spatial_shape: D extents of a dense grid that starts at 0.
+            batch_size: number of batch elements; by default the greatest index + 1,
+                and 1 without rows.
+            trusted: promise that the rows are sorted and unique, and skip the check.
+            box: bounds that hold all rows, where the caller knows that they are right.
+
+        Raises:
+            ValueError: wrong shape or dtype. Duplicates and ranges are checked when
+                the first relation is built.
+        """
+        facts = spatial_shape, batch_size, trusted, box
+        return self.inserted(coords, stride, *facts).key
+
+    @built_by_one
+    def inserted(
+        self,
+        coords: mx.array,
+        stride: IntOrTuple = 1,
+        spatial_shape: Sequence[int] | None = None,
+        batch_size: int | None = None,
+        trusted: bool = False,
+        box: Bounds | None = None,
+        rows: mx.array | None = None,
+    ) -> CoordinateSet:
+        """Add a set and return it; as ``insert``.
+
+        Args:
+            coords, stride, spatial_shape, batch_size, trusted, box: as of ``insert``.
+            rows: those of ``coords`` where that may have been changed since.
+        """
+        coords = check_coords(coords)
+        dims = coords.shape[1] - 1
+        stride, batch_size = check_stride(stride, dims), check_batch_size(batch_size)
+        if spatial_shape is not None:
+            spatial_shape = per_axis(spatial_shape, dims, "spatial_shape", least=0)
+        _, known = self._by_array.get(id(coords), (None, {}))
+        held = known.get((stride, spatial_shape, batch_size))
+        if held is not None:
+            return held
+        self._drop_unheld()
+        # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
+        # that lie by column, as np.argwhere's, are copied here, not at every launch.
+        rows = mx.contiguous(coords if rows is None else rows)
+        held = self._hold(rows, stride, spatial_shape, batch_size, trusted, box)
+        held.given = self._know(coords, held)
+        return held
+
+    def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
+        """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
+        held = CoordinateSet(coords, stride, *facts)
+        self.adopt(held)
+        return held
+
+    @built_by_one
+    def adopt(self, held: CoordinateSet) -> None:
+        """Add a set that no manager has."""
+        self._sets[held.serial] = held
+        self._know(held.shown, held)
+
+    def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
+        """Find a set by an array from now on; return a reference to the array."""
+        known = self._by_array.get(id(array))
+        if known is None:
+            gone = partial(_forget, ref(self), id(array))
+            known = self._by_array[id(array)] = ref(array, gone), {}
+        facts = held.stride, held.spatial_shape, held.declared_batch_size
+        known[1][facts] = held
+        return known[0]
+
+    def _drop_unheld(self) -> None:
+        """Drop sets that nobody can name, nor any that keeps them: see ``_keepers``."""
+        left = [held for held in self._sets.values() if held.is_held]
+        if len(left) == len(self._sets):
+            return
+        beside: dict[CoordinateSet, list[CoordinateSet]] = {}
+        for keeper, kept in self._keepers():
+            beside.setdefault(keeper, []).append(kept)
+        living = set(left)
+        while left:
+            found = set(beside.get(left.pop(), ())) - living
+            living |= found
+            left += found
+        if len(living) < len(self._sets):
+            self._keep(living)
+
+    def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
+        """Yield pairs of sets of which the second lives while the first does."""
+        for (_, source, _), made in self._made.everything():
+            yield source, made  # or it would be made again
+            yield made, source  # a transposed convolution looks for it
+        for coarse, sets in self._consumed.items():
+            for fine in sets.values():
+                if fine is not None:
+                    yield coarse, fine
+
     def _keep(self, living: set[CoordinateSet]) -> None:
-        super()._keep(living)
+        """Drop all sets but these, and what is known of others."""
+        self._sets = {n: held for n, held in self._sets.items() if held in living}
+        for rule, made in self._made.everything():
+            if made not in living:
+                self._made.drop(rule)
+        self.prepared = {each for each in self.prepared if each[1] in self._sets}
+        for name, (array, known) in list(self._by_array.items()):
+            left = {facts: held for facts, held in known.items() if held in living}
+            if left:
+                self._by_array[name] = array, left
+            else:
+                self._by_array.pop(name, None)
+        for coarse in self._consumed.keys() - living:
+            del self._consumed[coarse]
         for known in (self._relations, self._identities):
             for question, relation in list(known.items()):
                 if not living.issuperset(relation.sets):
@@ -53,6 +224,266 @@ class CoordinateManager(ConsumedSets):
         for question, (relation, _) in list(self._asked.items()):
             if not living.issuperset(relation.sets):
                 del self._asked[question]
+
+    def __getitem__(self, key: CoordinateKey) -> CoordinateSet:
+        try:
+            return self._sets[key.serial]
+        except KeyError:
+            held = ", ".join(repr(each.key) for each in self.sets) or "none"
+            raise KeyError(
+                f"{key!r} is not a coordinate set of this manager, which has: {held}. "
+                "A set is freed with the last tensor, key or array of it"
+            ) from None
+
+    def __contains__(self, key: CoordinateKey) -> bool:
+        return key.serial in self._sets
+
+    @property
+    def sets(self) -> tuple[CoordinateSet, ...]:
+        """The coordinate sets so far, in the order in which they were made."""
+        return tuple(self._sets.values())
+
+    def key_of(self, key_or_coords: CoordinateKey | mx.array) -> CoordinateKey:
+        """Return the key itself, or that of the set that an array is of.
+
+        An array that is of none is inserted, at stride 1.
+        """
+        if isinstance(key_or_coords, CoordinateKey):
+            self[key_or_coords]
+            return key_or_coords
+        _, known = self._by_array.get(id(key_or_coords), (None, {}))
+        held = next(iter(known.values()), None)
+        return self.insert(key_or_coords) if held is None else held.key
+
+    @property
+    def one(self) -> OneManager:
+        """What stands for it in what is copied: one object."""
+        return self.__dict__.setdefault("_one", OneManager())
+
+    @built_by_one
+    def links(self, held: CoordinateSet) -> Links:
+        """Return a set as it is copied."""
+        made = tuple(
+            (rule, source.serial, how)
+            for (rule, source, how), made in self._made.everything()
+            if made is held
+        )
+        fine = tuple(
+            (stride, None if fine is None else fine.serial)
+            for stride, fine in self._consumed.get(held, {}).items()
+        )
+        return Links(held, held.serial, made, fine)
+
+    @built_by_one
+    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
+        """Take over what is known of copied sets, by the serials of the originals."""
+        for held, _, made, fine in links:
+            for rule, source, how in made:
+                if source in sets:
+                    self._made.add((rule, sets[source], how), held)
+            known = {s: sets.get(n) for s, n in fine if n is None or n in sets}
+            if known:
+                self._consumed[held] = known
+
+    def __copy__(self) -> CoordinateManager:
+        return deepcopy(self)
+
+    def __reduce__(self) -> tuple:
+        """Return how it is copied and pickled: its sets, and no relations."""
+        return copied_manager, (self.one, tuple(map(self.links, self.sets)))
+
+    # Sets that rules make of others
+
+    def cells(
+        self, key_or_coords: CoordinateKey | mx.array, strides: Sequence[IntOrTuple]
+    ) -> tuple[CoordinateKey, ...]:
+        """Make the rows of a chain of strided convolutions; return their keys.
+
+        They are those that ``kernel_relation`` makes with ``support="cell"``, one
+        convolution after another, and it finds them. Their sizes are read at once.
+
+        Args:
+            key_or_coords: the set that the first convolution reads.
+            strides: of each convolution, int or one per axis.
+        """
+        source = self[self.key_of(key_or_coords)]
+        dims = len(source.stride)
+        chain = [per_axis(stride, dims, "stride") for stride in strides]
+        return tuple(made.key for made in self._cells(source, chain))
+
+    @built_by_one
+    def levels(self, held: CoordinateSet) -> list[CoordinateSet]:
+        """Return a set and the chain of cells made from it, the first of each set."""
+        cells: dict[CoordinateSet, CoordinateSet] = {}
+        for (rule, source, _), made in self._made.everything():
+            if rule == "cell":
+                cells.setdefault(source, made)
+        found = [held]
+        while found[-1] in cells:
+            found.append(cells[found[-1]])
+        return found
+
+    @built_by_one
+    def coarser(
+        self, held: CoordinateSet, fine: CoordinateSet
+    ) -> tuple[CoordinateSet, CoordinateSet] | None:
+        """Return sets of which one holds the other if these two do; None if unknown.
+
+        Args:
+            held: rows that a generative convolution made, of whole cells.
+            fine: other rows, whose cells are there.
+
+        Returns:
+            The rows that were refined, and the cells of the fine rows.
+        """
+        for (rule, source, spec), made in self._made.everything():
+            if made is held and rule == "generative":
+                is_whole = len(held) == len(source) * spec.volume  # no grid cut it
+                cells = self._made.find(("cell", fine, spec.stride))
+                known = spec.fills_cell and is_whole and cells is not None
+                return (source, cells) if known else None
+        return None
+
+    def _forward_rows(
+        self, source: CoordinateSet, spec: KernelSpec, support: str
+    ) -> CoordinateSet:
+        """Return the set that a forward convolution writes, by its support."""
+        centred = spec.custom or all(
+            p == (n // 2 * d if n % 2 else 0)
+            for p, n, d in zip(spec.origin, spec.size, spec.dilation, strict=True)
+        )
+        if support == "cell" and set(spec.stride) == {1} and centred:
+            return source
+        if support == "cell":
+            return self._cells(source, [spec.stride])[0]
+        return self._made_once("reach", source, spec, self._reached_rows)
+
+    def _made_once(
+        self, rule: str, source: CoordinateSet, spec: KernelSpec, make: Callable
+    ) -> CoordinateSet:
+        """Return the set that ``make(source, spec)`` returns, made once by a rule."""
+        made = self._made.get((rule, source, spec))
+        if made is None:
+            made = self._made.build((rule, source, spec), partial(make, source, spec))
+        return made
+
+    def _reached_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
+        shape = source.spatial_shape
+        if shape is not None:
+            shape = spec.output_shape(shape, "reach")
+        made_rows = self._made_rows(Rule.REACH, source, spec, shape)
+        stride = coarser(source.stride, spec.stride)
+        return self._insert_sorted(*made_rows, stride, shape, source)
+
+    def _generated_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
+        """Return the set of every ``in * stride + offset_k``, sorted and unique."""
+        return self._made_once("generative", source, spec, self._expanded_rows)
+
+    def _expanded_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
+        shape = source.spatial_shape
+        if shape is not None:
+            shape = spec.transposed_output_shape(shape)
+        made_rows = self._made_rows(Rule.EXPAND, source, spec, shape)
+        stride = finer(source.stride, spec.stride)
+        return self._insert_sorted(*made_rows, stride, shape, source)
+
+    def _made_rows(self, rule, source, spec: KernelSpec, shape):
+        """Return the rows that a rule makes of a set, and their box."""
+        if not source.settled:
+            settle([source])  # rows are checked before they are used
+        coords, offsets, stride = source.coords, spec.offsets, spec.stride
+        box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
+        cut, is_cut = output_rows.cut(box, shape), shape is not None
+        # Cells that do not overlap are all made, unless the grid ends in them.
+        are_cells = rule == Rule.EXPAND and spec.fills_cell and cut == box
+        count = len(source) * spec.volume if are_cells else None
+        build = registry.geometry().made_rows
+        return build(rule, coords, offsets, stride, cut, is_cut, count), cut
+
+    def _cells(
+        self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
+    ) -> list[CoordinateSet]:
+        chain = []
+        # Cells depend on the stride alone: kernels of one stride share their rows.
+        for stride in strides:
+            made = self._made.find(("cell", source, stride))
+            if made is None:
+                return chain + self._new_cells(source, strides[len(chain) :])
+            source = made
+            chain.append(source)
+        return chain
+
+    @built_by_one
+    def _new_cells(
+        self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
+    ) -> list[CoordinateSet]:
+        if self._made.find(("cell", source, strides[0])) is not None:
+            return self._cells(source, strides)  # another thread has made them
+        chain = []
+        for stride, level in zip(strides, _levels(source, strides), strict=True):
+            rows, box, cell, shape = level
+            made = self._insert_sorted(rows, box, cell, shape, source)
+            self._made.add(("cell", source, stride), made)
+            self._note_consumed(made, source)
+            source = made
+            chain.append(made)
+        return chain
+
+    def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateSet:
+        made = self._hold(rows, stride, shape, source.batch_size, True, box)
+        made.is_sorted = True
+        return made
+
+    def _note_consumed(self, coarse: CoordinateSet, fine: CoordinateSet) -> None:
+        if coarse is fine or self._consumed.get(coarse, {}).get(fine.stride) is fine:
+            return
+        with building:
+            sets = self._consumed.setdefault(coarse, {})
+            one = fine if sets.get(fine.stride, fine) is fine else None
+            if fine.stride not in sets or sets[fine.stride] is not one:
+                sets[fine.stride] = one
+                self._version += 1
+
+    def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
+        """Return the set that ``key`` was computed from by strides of these steps.
+
+        Steps of 1 return ``key`` itself.
+
+        Raises:
+            ValueError: ``key`` was not computed from such a set, or from several.
+        """
+        return self._finer(self[key], steps).key
+
+    def _finer(self, coarse: CoordinateSet, steps: Sequence[int]) -> CoordinateSet:
+        if set(steps) == {1}:
+            return coarse
+        wanted = finer(coarse.stride, steps)
+        found, above = [], [coarse]
+        for each in above:  # the list grows: a set of stride 4 goes back to stride 1
+            sets = self._consumed.get(each, {})
+            near = [sets[wanted]] if wanted in sets else list(sets.values())
+            for fine in near:
+                if fine is None or fine.stride == wanted:
+                    found.append(fine)
+                elif fine not in above:
+                    above.append(fine)
+        if len(set(found)) == 1 and found[0] is not None:
+            return found[0]
+        stride = stride_text(wanted)
+        if not found:
+            raise ValueError(
+                f"no coordinates of stride {stride} are known to upsample "
+                f"{coarse.key!r} onto: no strided operation computed its rows from "
+                "such a set. Pass coordinates=, or use a generative transposed "
+                "convolution"
+            )
+        raise ValueError(
+            f"several coordinate sets of stride {stride} could be the target of "
+            f"{coarse.key!r}, whose rows were computed from more than one set; pass "
+            "coordinates= to say which"
+        )
+
+    # Relations
 
     @property
     def relations(self) -> tuple[Relation, ...]:
@@ -205,15 +636,6 @@ class CoordinateManager(ConsumedSets):
         )
         return source, spec
 
-    @staticmethod
-    def _count_with(source: CoordinateSet, relation: Relation) -> None:
-        """Have the edges of a new relation counted by the read that checks a set."""
-        if relation.is_identity:
-            return
-        count = registry.geometry().start(relation)
-        if count is not None:
-            source.read_also(count, relation.set_counted)
-
     def _known_edges(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
     ) -> int | None:
@@ -227,16 +649,6 @@ class CoordinateManager(ConsumedSets):
         else:
             has_one = kind == "generative" and spec.fills_cell
         return len(fine) if has_one else None
-
-    def relation_of(
-        self,
-        kind: str,
-        source: CoordinateKey,
-        target: CoordinateKey,
-        spec: KernelSpec,
-    ) -> Relation:
-        """Return the relation of a kind between two sets, built once."""
-        return self._between(kind, self[source], self[target], spec)
 
     def _between(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
@@ -263,11 +675,11 @@ class CoordinateManager(ConsumedSets):
             # The strided relation that made the cells, from the other end.
             made = self._relations.get(("forward", target, source, spec))
             if made is not None:
-                return self._add(question, made.transposed(kind))
+                return self._relations.setdefault(question, made.transposed(kind))
         search = Search.of(kind, source, target, spec)
         identity, mirrored = search.identity, search.mirrored
         if identity and (made := self._identities.get((source, spec))):
-            return self._add(question, made.renamed(kind))
+            return self._relations.setdefault(question, made.renamed(kind))
         relation = Relation(
             kind,
             spec.volume,
@@ -286,15 +698,104 @@ class CoordinateManager(ConsumedSets):
         if not (source.settled and target.settled):
             both = dict.fromkeys((source, target))
             unsettled = [each for each in both if not each.settled]
-            self._count_with(unsettled[0], relation)
+            # The read that checks the sets also counts the edges.
+            count = None if identity else registry.geometry().start(relation)
+            if count is not None:
+                unsettled[0].read_also(count, relation.set_counted)
             settle(unsettled)
         edges = len(source) if identity else self._known_edges(*question)
         if edges is not None:
             relation.set_counted(edges)
         if identity:
             self._identities[source, spec] = relation
-        return self._add(question, relation)
-
-    def _add(self, question: tuple, relation: Relation) -> Relation:
         self._relations[question] = relation
         return relation
+
+
+def _levels(
+    source: CoordinateSet, strides: Sequence[tuple[int, ...]]
+) -> list[tuple[mx.array, Bounds, tuple, tuple[int, ...] | None]]:
+    """Return (rows, box, stride, spatial_shape) of each of a chain of cells.
+
+    Checks the set, and reads all sizes at once where the backend can.
+    """
+    steps, sizes, shapes = [], [], []
+    step, size, shape = (1,) * len(strides[0]), source.stride, source.spatial_shape
+    for stride in strides:
+        step = tuple([a * b for a, b in zip(step, stride, strict=True)])
+        size = coarser(size, stride)
+        if shape is not None:
+            shape = cells_of(shape, stride)
+        steps.append(step), sizes.append(size), shapes.append(shape)
+    rows = _rows(source, steps)
+    return list(zip(*rows, sizes, shapes, strict=True))
+
+
+def _rows(
+    source: CoordinateSet, steps: Sequence[tuple[int, ...]]
+) -> tuple[list[mx.array], list[Bounds]]:
+    """Return the rows of each level, and their boxes."""
+    geometry, was_settled = registry.geometry(), source.settled
+    boxes = _boxes(source.box, steps) if was_settled else None
+    started = geometry.start_levels(source, steps, boxes)
+    unsettled = [] if was_settled else [source]
+    counts = settle(unsettled, *(started.counts if started else ()))
+    if not was_settled:
+        boxes = _boxes(source.box, steps)
+    rows = started and started.rows(counts, boxes)
+    if rows is None and not was_settled:
+        return _rows(source, steps)  # what that takes is known now
+    return rows or output_rows.levels(geometry, source.coords, steps, boxes), boxes
+
+
+def _boxes(box: Bounds, steps: Sequence[tuple[int, ...]]) -> list[Bounds]:
+    """Return the boxes of a box's cells at each step; as int32 as its own rows."""
+    return [
+        tuple([tuple(map(floordiv, end, (1, *step))) for end in box]) for step in steps
+    ]
+
+
+class OneManager:
+    """Stands for a manager in a copy or pickle, which finds one copy of it by identity.
+
+    A copied tensor takes its own rows along, and no relations. Tensors that are copied
+    by one call share a new manager where they shared one.
+    """
+
+    def __reduce__(self) -> tuple:
+        """Copy and pickle as a new manager without sets."""
+        return Copied, ()
+
+
+class Copied:
+    """A new manager, while sets are added to it."""
+
+    def __init__(self):
+        self.manager = CoordinateManager()
+        self._sets: dict[int, CoordinateSet] = {}  # by the serial of the original
+        self._links: list[Links] = []
+
+    def add(self, links: Links) -> CoordinateSet:
+        """Add a set, if it is not there, and what is known of it and those there."""
+        if links.serial not in self._sets:
+            self._sets[links.serial] = links.held
+            self._links.append(links)
+            self.manager.adopt(links.held)
+            self.manager.link(self._sets, self._links)
+        return links.held
+
+
+def copied_tensor(kind: type, copied: Copied, links: Links) -> object:
+    """Return a tensor of a class on rows that were copied, without features."""
+    held = copied.add(links)
+    made = object.__new__(kind)
+    place = {"manager": copied.manager, "key": held.key, "coords": held.shown}
+    made.__dict__.update(place)
+    return made
+
+
+def copied_manager(copied: Copied, links: tuple[Links, ...]) -> CoordinateManager:
+    """Return the copy of a manager, which keeps the sets."""
+    for each in links:
+        copied.add(each).is_kept = True  # nobody has their keys yet
+    return copied.manager

@@ -12,7 +12,7 @@ from typing import NoReturn
 import mlx.core as mx
 
 from .backends import cpu_int8, registry
-from .channel_joins import beside
+from .channel_kernels import beside
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import CPU

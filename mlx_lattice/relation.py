@@ -15,8 +15,7 @@ from .geometry import edge_lists, sync
 from .geometry.curves import mask_words
 from .geometry.edge_lists import Coverage, Csr, SortedRows
 from .geometry.protocol import Keep
-from .geometry.search import Search
-from .kept_views import KeepsViews, KeptViews
+from .kept_views import KeepsViews, KeptViews, Search
 from .kernel_spec import KernelSpec
 from .relation_form import Form, form
 

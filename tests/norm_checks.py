@@ -13,7 +13,7 @@ from mlx_lattice import ops
 from mlx_lattice.backends import registry
 from mlx_lattice.backends.norms_protocol import Fit, RowSegments
 from mlx_lattice.backends.registry import NORMS
-from mlx_lattice.ops import known_activations
+from mlx_lattice.ops import activation
 
 
 def array(shape, dtype="float32", seed=0, scale=1.0, shift=0.0):
@@ -96,7 +96,7 @@ def check_groups(place, groups, apart, channels, dtype):
             weight,
             bias,
             1e-5,
-            known_activations.activation_of("silu"),
+            activation.activation_of("silu"),
             segments,
         )
         sums, terms, *apart = kernels.gradient_sums(dy, x, fit)
@@ -159,7 +159,7 @@ def check_few_of_segments(place, sizes, channels, groups, dtype, parameters, act
         if added:
             residual, r = array(shape, dtype, 5)
         oracle = Norm(x_wanted, w, b, r, act, of=of, groups=groups)
-        kernels, act_of = NORMS[place.name], known_activations.activation_of(act)
+        kernels, act_of = NORMS[place.name], activation.activation_of(act)
         few = kernels.of_few(x, segments, groups)
         given = weight, bias, residual, None, 0.0, 1e-5, act_of, segments, groups
 
@@ -237,7 +237,7 @@ class Given:
         if added:
             self.residual, r = array(shape, dtype, 5)
         self.oracle = Norm(x, w, b, r, act, **more)
-        self.act = known_activations.activation_of(act)
+        self.act = activation.activation_of(act)
         self.arrays = self.weight, self.bias
 
     def fit(self, mean, var, segments=None):

@@ -5,7 +5,7 @@ import mlx.core as mx
 import numpy as np
 import reference as ref
 
-from mlx_lattice.ops.global_pool import BatchRows
+from mlx_lattice.ops.pool import BatchRows
 
 
 def features(n, channels, dtype="float32", seed=0):

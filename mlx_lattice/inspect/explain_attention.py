@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from .. import devices
 from ..backends import portable_only, registry
 from ..devices import CPU, METAL, Device
-from ..ops import attended
-from ..ops.attended import COMPOSED, Attended
+from ..ops import observed
 from ..ops.fused_attention import Call
+from ..ops.observed import COMPOSED, Attended
 from ..routes import launch
 from ..tensor import SparseTensor
 
@@ -92,7 +92,7 @@ def explain_attention(
     seen: list[Attended] = []
     by_mlx = device.backend != CPU or registry.serving() != CPU
     with (
-        attended.observers.observe(seen.append),
+        observed.attention.observe(seen.append),
         launch.planned(lambda launched: None, device),
     ):
         if by_mlx:

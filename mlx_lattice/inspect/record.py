@@ -10,8 +10,7 @@ import mlx.core as mx
 
 from ..devices import Device
 from ..dtypes import dtype_name
-from ..ops.attended import Attended
-from ..ops.fusion import Fused
+from ..ops.observed import Attended, Fused
 from ..problem import Problem
 from ..routes.selection import Choice
 from .cost import Cost

@@ -12,9 +12,8 @@ import mlx.core as mx
 
 from .. import devices, memory
 from ..atomic_write import atomic_write
-from ..ops import attended, fusion
-from ..ops.attended import Attended
-from ..ops.fusion import Fused
+from ..ops import observed
+from ..ops.observed import Attended, Fused
 from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Launch
@@ -127,8 +126,8 @@ def _trace(model, time: bool) -> Iterator[Trace]:
 
     with (
         launch.observe(keep),
-        fusion.observe(keep_norm),
-        attended.observers.observe(keep_attention),
+        observed.norms.observe(keep_norm),
+        observed.attention.observe(keep_attention),
     ):
         yield found
     counted: dict[int, tuple[int, ...]] = {}

@@ -9,8 +9,8 @@ import mlx.core as mx
 from .. import memory, nn, ops
 from ..checks import heads_of
 from ..nn.containers import in_order
-from ..ops.attended import inside
-from ..ops.global_pool import batch_rows
+from ..ops.observed import inside
+from ..ops.pool import batch_rows
 from ..tensor import SparseTensor
 
 

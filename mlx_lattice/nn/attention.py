@@ -14,9 +14,9 @@ from .. import ops
 from ..checks import flag, heads_of, one_of, real, whole
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
-from ..ops.attended import inside
 from ..ops.groups import biases
 from ..ops.heads import angles, check_rotary, turned_head, turned_heads
+from ..ops.observed import inside
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .containers import in_order
 from .elementwise import GELU

@@ -20,7 +20,6 @@ from mlx.utils import tree_flatten
 
 from .. import contraction
 from ..integer_weight import integer_groups
-from ..packed_linear import packed_linear
 from ..quantized import (
     DEFAULT_GROUP_SIZE,
     QuantizedWeight,
@@ -43,7 +42,7 @@ from .calibration import (
     wants_packing,
 )
 from .integer_calibration import calibrate_integers, not_integer
-from .linear import why_no_twin
+from .linear import packed_linear, why_no_twin
 
 # Shares of a group's range that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 import mlx.core as mx
 import mlx.nn
 
-from ..ops.known_activations import fused_activation
+from ..ops.activation import fused_activation
 from ..tensor import SparseTensor
 from .elementwise import Dropout
 from .fused import FUSING, called, convolved, is_followed, normalized, plain

@@ -10,9 +10,8 @@ from mlx.utils import tree_flatten, tree_map
 
 from ..backends.norms_protocol import Activation
 from ..ops import channel_norms
-from ..ops.channel_norms import Layer
+from ..ops.channel_norms import Layer, SharedStatistics
 from ..ops.exchanges import Exchanges
-from ..ops.norm_statistics import SharedStatistics
 from . import fused
 from .normalization import BatchNorm
 

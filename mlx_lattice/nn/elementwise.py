@@ -11,6 +11,8 @@ from mlx.nn import Identity, Module
 from ..checks import real, whole
 from ..ops import on_features
 from ..ops.activation import (
+    BY_TANH,
+    as_its_base,
     by_rows,
     elu,
     gelu,
@@ -21,7 +23,6 @@ from ..ops.activation import (
     selu,
     silu,
 )
-from ..ops.known_activations import BY_TANH, as_its_base
 from ..ops.norm import scaled
 from ..tensor import SparseTensor
 from .parameters import Parameters

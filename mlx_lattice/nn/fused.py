@@ -20,8 +20,8 @@ from ..activations import NONE, Activation
 from ..epilogue import Epilogue, Moments
 from ..geometry import sync
 from ..integer_tensor import IntegerTensor
-from ..ops import fusion, on_features
-from ..ops.known_activations import fused_activation
+from ..ops import observed, on_features
+from ..ops.activation import fused_activation
 from ..tensor import SparseTensor, features_of
 from . import convolution
 from . import linear as linears
@@ -168,9 +168,9 @@ def convolved(
     y = conv(_as_tensor(x), *coordinates, epilogue=after)
     # An integer layer may write int8 by itself, with nothing fused into it.
     alone = norm is None and activation is None and residual is None
-    if fusion.observed() and not alone:
+    if observed.norms and not alone:
         feats = y.values if isinstance(y, IntegerTensor) else y.feats
-        fusion.tell_epilogue(conv if norm is None else norm, after, feats)
+        observed.tell_epilogue(conv if norm is None else norm, after, feats)
     return _as_written(conv, y)
 
 
@@ -239,8 +239,8 @@ def _of_rows(
     if after is None:
         return None
     y = linears.finished(layer, feats, after)
-    if norm is not None and fusion.observed():
-        fusion.tell_epilogue(norm, after, y)
+    if norm is not None and observed.norms:
+        observed.tell_epilogue(norm, after, y)
     return x.replace(y) if isinstance(x, SparseTensor) else y
 
 

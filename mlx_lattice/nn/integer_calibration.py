@@ -20,7 +20,7 @@ import mlx.nn
 from mlx.nn import Module
 
 from ..integer_weight import fits_int32
-from ..ops import fusion
+from ..ops import observed
 from ..ops.coordinates import joined
 from ..quantized import padded
 from ..relation import Relation
@@ -98,11 +98,11 @@ def calibrate_integers(
         layer.calls += 1
         mx.eval(layer.squares)
 
-    def norm_observer(fused: fusion.Fused) -> None:
+    def norm_observer(fused: observed.Fused) -> None:
         if not tracer.is_paused:
             tracer.called_alone.add(id(fused.scope))
 
-    with tracing(tracer), fusion.observe(norm_observer):
+    with tracing(tracer), observed.norms.observe(norm_observer):
         observe_calls(model, by_path, batches, gather, counted_call)
     for layer in layers:
         _choose(layer, method)

@@ -17,11 +17,10 @@ from ..checks import flag, real, whole
 from ..dtypes import dtype_name
 from ..epilogue import Epilogue
 from ..module_state import Kept
-from ..ops import channel_norms, fusion
-from ..ops.channel_norms import Layer
-from ..ops.known_activations import activation_of
+from ..ops import channel_norms, observed
+from ..ops.activation import activation_of
+from ..ops.channel_norms import BatchStatistics, Layer
 from ..ops.norm import expect_lines, residual_of
-from ..ops.norm_statistics import BatchStatistics
 from ..tensor import SparseTensor, features_of
 from .parameters import Parameters
 
@@ -105,7 +104,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
             )
         dtype_name(feats.dtype)
         self._expect_lines(*map(self.get, _LINES))
-        with fusion.inside(self):
+        with observed.inside(self):
             given = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, *given, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -222,7 +221,7 @@ class LayerNorm(Parameters, mlx.nn.LayerNorm):
         """
         given = self.get("weight"), self.get("bias"), self.eps
         more = {"residual": residual, "activation": activation}
-        with fusion.inside(self):
+        with observed.inside(self):
             return ops.layer_norm(x, *given, **more)
 
 
@@ -290,7 +289,7 @@ class GroupNorm(Parameters, mlx.nn.Module):
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps
         more = {"residual": residual, "activation": activation}
-        with fusion.inside(self):
+        with observed.inside(self):
             return ops.group_norm(x, self.num_groups, *given, **more)
 
 
@@ -317,5 +316,5 @@ class InstanceNorm(Parameters, mlx.nn.InstanceNorm):
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps
         more = {"residual": residual, "activation": activation}
-        with fusion.inside(self):
+        with observed.inside(self):
             return ops.instance_norm(x, *given, **more)

@@ -9,7 +9,6 @@ from . import (
     conv,
     coordinates,
     dual_grid,
-    global_pool,
     groups,
     heads,
     interpolation,
@@ -26,7 +25,6 @@ from .channels import *
 from .conv import *
 from .coordinates import *
 from .dual_grid import *
-from .global_pool import *
 from .groups import *
 from .heads import *
 from .interpolation import *
@@ -44,7 +42,7 @@ __all__ = [
     *conv.__all__,
     *coordinates.__all__,
     *dual_grid.__all__,
-    *global_pool.__all__,
+    *pool.__all__,
     *groups.__all__,
     *heads.__all__,
     *interpolation.__all__,

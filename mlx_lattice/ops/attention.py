@@ -27,9 +27,8 @@ from ..kernel_spec import IntOrTuple, per_axis
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of
-from .attended import COMPOSED, SDPA, Tell, observers, teller
+from . import observed
 from .fused_attention import Call, attend, by_kernel, holds_no_scores, pieces, told
-from .global_pool import batch_rows
 from .groups import (
     EXACT,
     PADDING,
@@ -44,6 +43,8 @@ from .groups import (
     patches,
 )
 from .heads import check_dtypes, heads_fit
+from .observed import COMPOSED, SDPA, Tell, attention_teller
+from .pool import batch_rows
 
 __all__ = ["full_attention", "serialized_attention", "window_attention"]
 
@@ -84,7 +85,7 @@ def window_attention(
     No row sees another batch element or another window. The windows of a coordinate
     set are worked out once and live as long as the set; only that reads sizes. Where
     the CPU's kernel serves, a row's bits depend on its window alone; elsewhere windows
-    of like size share a call, padded (``ops.attended.Attended`` counts how much).
+    of like size share a call, padded (``ops.observed.Attended`` counts how much).
 
     Args:
         q: (N, heads, D) queries; or (N, 3, heads, D), queries, keys and values, with
@@ -225,7 +226,7 @@ def _apart(given: tuple[mx.array, ...], axis: int) -> Sequence[mx.array]:
 
 def _tell(tell: Tell, heads: Heads, given, groups: Groups) -> None:
     """Tell observers of a forward pass, and which of its calls MLX fuses."""
-    if not observers:
+    if not observed.attention:
         return
     forms = []
     for bucket in groups.buckets:
@@ -244,7 +245,7 @@ def _teller(
     name, count = RULES.get(rule[0], rule[0]), sum(b.groups for b in groups.buckets)
     pairs, shape = (groups.pairs, groups.padded_pairs), (len(given[0]), heads.queries)
     shape = *shape, heads.channels
-    return teller(shape, given[0].dtype, name, count, pairs, backend, kernel)
+    return attention_teller(shape, given[0].dtype, name, count, pairs, backend, kernel)
 
 
 def composed(

@@ -12,7 +12,7 @@ import mlx.core as mx
 
 from ..arrays import array_of
 from ..backends import registry
-from ..channel_joins import beside
+from ..channel_kernels import beside
 from ..checks import whole
 from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
 from ..coordinates import CoordinateManager
@@ -24,7 +24,7 @@ from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, align, expect_tensor, tensors_of
-from .global_pool import batch_rows
+from .pool import batch_rows
 
 __all__ = [
     "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",

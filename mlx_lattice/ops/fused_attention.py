@@ -19,7 +19,7 @@ from ..devices import CUDA, METAL, Device
 from ..geometry import sync
 from ..transformations import Function, differentiable
 from ..transformations import filled as filled_tangents
-from .attended import Tell
+from .observed import Tell
 
 # Channels of a head that MLX's kernel on Metal takes with more than so many queries
 # (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).

@@ -29,7 +29,7 @@ from ..geometry.voxelize import segment_counts
 from ..reductions import gathered, move_rows, sum_over
 from ..tensor import SparseTensor, expect_tensor
 from .fused_attention import TILE
-from .global_pool import batch_rows
+from .pool import batch_rows
 
 __all__ = ["curve_code", "curve_order"]
 

@@ -21,12 +21,10 @@ from ..dtypes import dtype_name
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import Function, of_kernels
 from . import channel_norms
-from .activation import activated
-from .channel_norms import Given, Layer, affine, fit_of, given_of
-from .fusion import observed
-from .global_pool import BatchRows, batch_rows, batch_spread, batch_sum
-from .known_activations import activation_of
-from .norm_statistics import SegmentStatistics
+from .activation import activated, activation_of
+from .channel_norms import Given, Layer, SegmentStatistics, affine, fit_of, given_of
+from .observed import norms
+from .pool import BatchRows, batch_rows, batch_spread, batch_sum
 
 __all__ = [
     "batch_norm", "batch_stats", "gate", "group_norm", "instance_norm",
@@ -280,7 +278,7 @@ def _row_normalized(
     arrays = weight, bias, residual
     there = tuple([a is not None for a in arrays])
     given = Given(there, kernels)
-    if kernels and observed():
+    if kernels and norms:
         given.observe(feats, layer)
     if kernels is None:
         return _row_composed(feats, layer, *arrays)

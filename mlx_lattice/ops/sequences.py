@@ -29,12 +29,12 @@ from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of
-from .attended import SDPA, teller
 from .fused_attention import Call, attend, by_kernel, holds_no_scores, pieces
 from .fused_attention import told as fused
-from .global_pool import BatchRows, batch_rows
 from .groups import SCORES, SHARE, Bucket, Groups, cut
 from .heads import check_dtypes, heads_fit
+from .observed import SDPA, attention_teller
+from .pool import BatchRows, batch_rows
 
 __all__ = ["cross_attention", "to_sequences"]
 
@@ -199,14 +199,14 @@ def _by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.arra
         return _composed(q, k, v, like, lengths, scale).reshape(*shape, v.shape[-1])
 
     flat = [a.reshape(-1, *a.shape[-2:]) for a in (q, k, v)]
-    pairs = count * most, count * most
+    pairs, shape = (count * most, count * most), flat[0].shape
     return by_kernel(
         *flat,
         (rows, starts, queries, asked, begins),
         scale,
         gather=lambda a: a if back is None else a[back],
         again=again,
-        tell=teller(flat[0].shape, q.dtype, RULE, batches, pairs, CPU, KERNEL),
+        tell=attention_teller(shape, q.dtype, RULE, batches, pairs, CPU, KERNEL),
     )
 
 
@@ -233,7 +233,7 @@ def _composed(
         rows = sum(b.groups * b.queries for b in buckets)
         asked = prod(q.shape[:-2]), *q.shape[-2:]
         pairs = asked[0] * most, rows * most
-        tell = teller(asked, q.dtype, RULE, groups, pairs, told, SDPA)
+        tell = attention_teller(asked, q.dtype, RULE, groups, pairs, told, SDPA)
         tell("forward", *fused(_calls(buckets, q, k, v, mask is not None)))
     results = []
     for bucket, element, queries in zip(buckets, held.element, slots, strict=True):

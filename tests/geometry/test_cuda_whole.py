@@ -128,10 +128,10 @@ def test_the_relations_of_a_net(emulator, reads, name, n):
             ]
         keys = before, *chain
         relations = [
-            manager.relation_of(
-                kind, keys[source], keys[target], KernelSpec.of(3, **kernel)
+            manager._between(
+                kind, *(manager[keys[end]] for end in ends), KernelSpec.of(3, **kernel)
             )
-            for kind, (source, target), kernel in named
+            for kind, ends, kernel in named
         ]
         assert relations[0] is stem
         cuda_views.sorted_rows(relations[0]), cuda_pairs.pairs(relations[0])

@@ -15,7 +15,7 @@ from contractions import exact
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
 from mlx_lattice.nn import containers, fused, normalization
-from mlx_lattice.ops import fusion
+from mlx_lattice.ops import observed
 
 
 def tensor(channels=6, dtype=mx.float32, seed=0):
@@ -39,7 +39,7 @@ def apart():
 def told(call):
     """What a call returns, and the parts of the norms that it ran."""
     seen = []
-    with fusion.observe(seen.append):
+    with observed.observe(seen.append):
         result = call()
     return result, [norm.parts for norm in seen]
 

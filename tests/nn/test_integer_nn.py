@@ -9,7 +9,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import integer_tensor, models, nn, ops
-from mlx_lattice.channel_joins import beside
+from mlx_lattice.channel_kernels import beside
 from mlx_lattice.integer_tensor import TINY
 from mlx_lattice.nn.fused import convolved
 

@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
 from mlx_lattice.backends import norms_protocol, portable_only
-from mlx_lattice.ops import global_pool
+from mlx_lattice.ops import pool
 
 CHANNELS = 6
 
@@ -243,14 +243,14 @@ def test_errors():
 
 
 def test_where_elements_of_all_levels_begin_is_one_array_of_the_host(monkeypatch):
-    made, from_host = [], global_pool.from_host
+    made, from_host = [], pool.from_host
     monkeypatch.setattr(
-        global_pool, "from_host", lambda *lists: made.append(lists) or from_host(*lists)
+        pool, "from_host", lambda *lists: made.append(lists) or from_host(*lists)
     )
     coords = [[i % 3, i // 3, i % 7, 0] for i in range(60)]
     x = ml.SparseTensor(mx.array(sorted(coords)), mx.ones((60, 1)), batch_size=4)
     levels = [x, nn.Conv3d(1, 1, 2, stride=2)(x)]
-    for rows in map(global_pool.batch_rows, levels):
+    for rows in map(pool.batch_rows, levels):
         begins = rows.segments.begins
         assert begins[:5].tolist() == [*rows.starts]
         assert begins.size >= norms_protocol.LEAST_NUMBERS

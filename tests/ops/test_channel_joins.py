@@ -10,7 +10,7 @@ from places import HERE, agreed
 
 from mlx_lattice.backends import cuda_padding, registry, signatures
 from mlx_lattice.backends.gpu_joins import GpuJoins
-from mlx_lattice.channel_joins import beside
+from mlx_lattice.channel_kernels import beside
 
 METAL = [place for place in HERE if place.name == "metal"]
 SHAPES = (1, 1, 1), (3, 8, 4), (130, 96, 32), (1000, 12, 20), (7, 300, 5), (2, 9000, 16)

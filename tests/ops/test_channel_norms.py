@@ -29,7 +29,7 @@ from mlx_lattice import backends, ops
 from mlx_lattice.activations import named
 from mlx_lattice.backends.norms_protocol import Fit
 from mlx_lattice.backends.registry import NORMS
-from mlx_lattice.ops import channel_norms, fusion, known_activations
+from mlx_lattice.ops import activation, channel_norms, observed
 
 PLACES = [place for place in HERE if place.name in NORMS]
 places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
@@ -214,7 +214,7 @@ def test_launches(place, monkeypatch):
 
 
 def layer(act=None):
-    return channel_norms.Layer("BatchNorm", 1e-5, known_activations.activation_of(act))
+    return channel_norms.Layer("BatchNorm", 1e-5, activation.activation_of(act))
 
 
 def inputs(rows=9, channels=3):
@@ -391,7 +391,7 @@ def test_statistics_alone(shape):
 def test_observers_see_what_was_fused():
     x, w, b, r = inputs()
     told = []
-    with fusion.observe(told.append):
+    with observed.observe(told.append):
         mx.grad(
             lambda x: ops.batch_norm(
                 x, weight=w, bias=b, residual=r, activation="relu"

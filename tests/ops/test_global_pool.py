@@ -11,7 +11,7 @@ from pooled import distinct, route, tensor  # noqa: F401 (a fixture for every te
 import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.geometry import sync
-from mlx_lattice.ops import global_pool
+from mlx_lattice.ops import pool
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -71,7 +71,7 @@ def test_long_sums_do_not_drift():
 
 
 def test_the_rows_of_one_element_are_not_looked_at(monkeypatch):
-    monkeypatch.setattr(global_pool, "_learn", lambda sets: pytest.fail("read"))
+    monkeypatch.setattr(pool, "_learn", lambda sets: pytest.fail("read"))
     rows = mx.array([[0, 5, 1, 2], [0, -3, 4, 4], [0, 5, 0, 2]])
     feats = mx.array(cases.features(3, 2))
     y = ops.global_sum_pool(ml.SparseTensor(rows, feats))
@@ -93,7 +93,7 @@ def test_starts_of_elements(size, shuffled, monkeypatch):
     monkeypatch.setattr(sync, "read", lambda *a: reads.append(a) or real(*a))
     for key in keys:
         rows = np.array(x.manager[key].coords)
-        found = global_pool.batch_rows(ml.SparseTensor.of(x.manager, key, ones(rows)))
+        found = pool.batch_rows(ml.SparseTensor.of(x.manager, key, ones(rows)))
         counts = np.bincount(rows[:, 0], minlength=size)
         assert found.starts == (0, *np.cumsum(counts))
         order = np.arange(len(rows)) if found.order is None else np.array(found.order)

@@ -18,9 +18,9 @@ from mlx_lattice import transformations
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
+from mlx_lattice.ops.activation import activation_of
+from mlx_lattice.ops.channel_norms import SharedStatistics
 from mlx_lattice.ops.exchanges import Exchanges
-from mlx_lattice.ops.known_activations import activation_of
-from mlx_lattice.ops.norm_statistics import SharedStatistics
 
 C = 9
 PLACES = [place for place in HERE if place.name in NORMS]

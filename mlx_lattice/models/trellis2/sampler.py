@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ... import ops
-from ...ops.global_pool import batch_rows
+from ...ops.pool import batch_rows
 from ...tensor import SparseTensor, features_of
 
 Latents = SparseTensor | mx.array

@@ -1,0 +1,219 @@
+"""Observer lists for norms and attention: what ran, and by whose kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass, field
+from typing import Generic, TypeVar
+
+import mlx.core as mx
+
+from ..backends import registry
+from ..epilogue import Epilogue
+from ..routes import launch
+
+SDPA, COMPOSED = "scaled_dot_product_attention", "composed"
+Fact = TypeVar("Fact")
+Tell = Callable[..., None]
+
+
+class Observers(Generic[Fact]):
+    """The callbacks for one kind of fact; true if there are any."""
+
+    def __init__(self, name: str):
+        self._now: ContextVar[tuple[Callable[[Fact], None], ...]] = ContextVar(
+            name, default=()
+        )
+        self.now = self._now.get  # every layer asks
+
+    def __bool__(self) -> bool:
+        return bool(self._now.get())
+
+    @contextmanager
+    def observe(self, observer: Callable[[Fact], None]) -> Iterator[None]:
+        """Call ``observer`` with every fact inside the block."""
+        token = self._now.set((*self._now.get(), observer))
+        try:
+            yield
+        finally:
+            self._now.reset(token)
+
+    def tell(self, fact: Fact) -> None:
+        """Call each observer with a fact."""
+        for observer in self._now.get():
+            observer(fact)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One norm as it ran, with what was fused into it.
+
+    Attributes:
+        scope: the layer that called it, or None.
+        pass_: "forward" or "backward".
+        parts: ("BatchNorm", "residual", "ReLU"): what it computes, in order.
+        backend: whose kernels ran; "mlx" for MLX operations.
+        launches: of kernels; None for MLX operations, 0 if it is the epilogue of the
+            layer before.
+        rows, channels: of the features.
+        dtype: of the features.
+    """
+
+    scope: object
+    pass_: str
+    parts: tuple[str, ...]
+    backend: str
+    launches: int | None
+    rows: int
+    channels: int
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        """As "BatchNorm + residual + ReLU, one launch"."""
+        counts = {None: "MLX operations", 0: "with the layer before", 1: "one launch"}
+        count = counts.get(self.launches, f"{self.launches} launches")
+        return f"{' + '.join(self.parts)}, {count}"
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention as it ran.
+
+    Attributes:
+        scope: the layer that called it, or None.
+        pass_: "forward" or "backward".
+        rule: "full", "window", "patches" or "cross".
+        backend: whose kernel ran; "mlx" for MLX operations.
+        kernel: its name; "composed" if scores have a bias.
+        calls: number of kernel calls.
+        rows: of the features.
+        groups: number of groups of rows that attend to each other.
+        heads, channels: the number of heads of queries, and channels of each.
+        pairs: of queries and keys, in one head.
+        padded_pairs: pairs with those of padding, which are computed and dropped.
+            Queries that fill tiles for a gradient on CUDA are not counted.
+        dtype: of the features.
+        fused: number of calls that are one kernel: the CPU's, or MLX's if it takes such
+            heads, on Metal outside of training only. MLX composes the others.
+        width: channels of a head that are computed, with padding.
+        forms: of calls of MLX's attention, (how many, one of them) for each form.
+    """
+
+    scope: object
+    pass_: str
+    rule: str
+    backend: str
+    kernel: str
+    calls: int
+    rows: int
+    groups: int
+    heads: int
+    channels: int
+    pairs: int
+    padded_pairs: int
+    dtype: mx.Dtype
+    fused: int = 0
+    width: int = 0
+    forms: tuple = field(default=(), repr=False)
+
+    @property
+    def padding(self) -> float:
+        """Pairs that are computed over useful ones."""
+        return self.padded_pairs / max(1, self.pairs)
+
+    def __str__(self) -> str:
+        """As "window: 40 groups, 3 calls of KERNEL, 1.04 times the useful pairs"."""
+        groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
+        calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
+        return (
+            f"{self.rule}: {groups}, {calls} of {self.kernel}{self.form}, "
+            f"{self.padding:.3g} times the useful pairs"
+        )
+
+    @property
+    def form(self) -> str:
+        """How MLX computes its calls, after a comma; "" for another kernel."""
+        if self.kernel != SDPA:
+            return ""
+        if not self.fused:
+            return ", composed by MLX"
+        some = "" if self.fused == self.calls else f" in {self.fused}"
+        wide = self.width > self.channels
+        padded = f", heads of {self.channels} padded to {self.width}" if wide else ""
+        return f", fused{some}{padded}"
+
+
+norms: Observers[Fused] = Observers("norms")
+attention: Observers[Attended] = Observers("attention")
+
+
+def inside(layer: object) -> AbstractContextManager:
+    """Return a block whose norms and attention are reported with this layer."""
+    return launch.scope(layer) if norms or attention else nullcontext()
+
+
+def untold(*_: object) -> None:
+    """Report to no observer."""
+
+
+def norm_teller(
+    parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array
+) -> Tell:
+    """Return a function of (pass, launches) that reports a norm over ``x``.
+
+    Args:
+        parts: called for what the norm computes, in order.
+        kernels: whether kernels compute it, not MLX operations.
+        x: the features.
+    """
+    if not norms:
+        return untold
+    scope, named = launch.current_scope(), parts()
+    backend = registry.serving() if kernels else registry.MLX
+    rows, channels, dtype = *x.shape, x.dtype  # MLX may keep the returned function
+
+    def tell(pass_: str, launches: int | None) -> None:
+        norms.tell(Fused(scope, pass_, named, backend, launches, rows, channels, dtype))
+
+    return tell
+
+
+def tell_epilogue(layer: object, after: Epilogue, feats: mx.array) -> None:
+    """Report an epilogue that a convolution computed for a layer."""
+    with inside(layer):
+        norm_teller(lambda: after.facts.parts, True, feats)("forward", 0)
+
+
+def attention_teller(
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
+    rule: str,
+    groups: int,
+    pairs: tuple[int, int],
+    backend: str,
+    kernel: str,
+) -> Tell:
+    """Return a function that reports a pass of attention.
+
+    It takes the pass and the number of calls; for MLX's attention also how many are
+    fused, the width of heads, and ``forms``.
+
+    Args:
+        shape: (N, heads, D) of queries.
+        dtype: their dtype.
+        rule, groups, backend, kernel: as of ``Attended``.
+        pairs: of queries and keys, without and with padding.
+    """
+    if not attention:
+        return untold
+    scope = launch.current_scope()
+    rows, *heads = shape
+
+    def tell(pass_: str, calls: int, fused=0, width=0, forms=()) -> None:
+        facts = scope, pass_, rule, backend, kernel, calls, rows, groups
+        form = fused, width or heads[1], forms
+        attention.tell(Attended(*facts, *heads, *pairs, dtype, *form))
+
+    return tell
