@@ -12,12 +12,9 @@ from conftest import KINDS, pair
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
-    cuda_curves,
-    cuda_lookups,
-    cuda_pairs,
+    cuda_geometry,
+    cuda_sort,
     cuda_tables,
-    cuda_unique,
-    cuda_views,
     gpu_updates,
     registry,
 )
@@ -42,7 +39,7 @@ def geometry():
         coords = mx.array(rows.astype(np.int32))
         box = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
         unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
-        with patch.object(cuda_unique, "bounds", lambda coords, box=box: box):
+        with patch.object(cuda_geometry, "bounds", lambda coords, box=box: box):
             made.unique_rows(coords)
         made.start_kept(coords[:, 0] > 0, coords).kept(20)
         for dtype in (mx.float32, mx.float16, mx.bfloat16):
@@ -60,7 +57,7 @@ def geometry():
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
         for jobs in (1, 2, 4):
-            cuda_lookups.RowTable.of_each([coords] * jobs)
+            cuda_tables.RowTable.of_each([coords] * jobs)
         cuda_tables.identity_tiles(coords)
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
@@ -77,7 +74,7 @@ def geometry():
     for volume in (1, 9, 27, 32, 33, 64, 65, 600):
         table = mx.zeros((40, volume), dtype=mx.int32)
         order = made.gray_order(table)
-        cuda_views.sorted_table(table, order)
+        cuda_tables.sorted_table(table, order)
         made.edges(table)
         made.transpose_table(table, 40)
 
@@ -87,9 +84,9 @@ def views():
     for case in KINDS:
         relation = pair(case)[0]
         for each in (relation, relation.T):
-            cuda_views.sorted_rows(each)
-            cuda_pairs.offset_starts(each)
-            cuda_views.start(each)
+            cuda_tables.sorted_rows(each)
+            cuda_tables.offset_starts(each)
+            cuda_tables.start(each)
 
 
 def reductions():
@@ -271,4 +268,4 @@ def orders():
         low, high = [0] * (1 + dims), [1] + [extent] * dims
         for name in CURVES if dims > 1 else ("hilbert", "morton"):
             coords = mx.zeros((7, 1 + dims), dtype=mx.int32)
-            cuda_curves.curve_order(coords, curve_of(name, (low, high)))
+            cuda_sort.curve_order(coords, curve_of(name, (low, high)))

@@ -5,7 +5,7 @@ import pytest
 from cuda_emulation import Emulator
 from reference_rows import tile_order
 
-from mlx_lattice.backends import cuda_views
+from mlx_lattice.backends import cuda_tables
 from mlx_lattice.geometry import sync
 
 STRIDES = (2, (1, 2, 2), 3, 2)
@@ -31,7 +31,7 @@ def counted_reads(monkeypatch):
 
 def check_tiles(relation):
     """Sorted rows are the table's, in the order of their Gray ranks."""
-    view, table = cuda_views.sorted_rows(relation), np.array(relation.out_in)
+    view, table = cuda_tables.sorted_rows(relation), np.array(relation.out_in)
     order, placed = np.array(view.rows), np.array(view.table)[:, : len(table)].T
     placed = placed[:, ::-1] if view.mirrored else placed
     np.testing.assert_array_equal(placed, table[order])

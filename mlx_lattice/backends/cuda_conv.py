@@ -43,8 +43,8 @@ from .cuda_rows import (
     WEIGHT_AXES,
     strides_of,
 )
+from .cuda_tables import sorted_arrays
 from .cuda_unpack import unpacked_weights
-from .cuda_views import sorted_arrays
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import THREADS
 from .runners import Runner, sorted_tiles

@@ -1,25 +1,332 @@
-"""Geometry on CUDA: look-ups and tables, sorted unique rows, views, as one object."""
+"""Geometry on CUDA: sorted unique rows, cells of several strides, and its object."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from functools import cache, reduce
+from itertools import pairwise
+from typing import NamedTuple
+
 import mlx.core as mx
 
+from ..geometry import output_rows, sync, unique
 from ..geometry.curves import by_region
-from ..geometry.keys import Bounds
-from ..geometry.output_rows import Rule
-from ..geometry.protocol import BoxedRows
+from ..geometry.keys import KEY_LIMIT, Bounds, Offsets, cell_count, join
+from ..geometry.output_rows import Rule, is_empty
+from ..geometry.protocol import BoxedRows, SearchedRows
+from ..geometry.unique import UniqueRows
 from ..kernel_spec import KernelSpec
-from . import (
-    cuda_best,
-    cuda_curves,
-    cuda_kept,
-    cuda_levels,
-    cuda_lookups,
-    cuda_tables,
-    cuda_unique,
-    cuda_views,
-)
+from ..routes import thresholds
+from . import cuda_sort, cuda_tables
 from .cuda_compile import rehearsal
+from .cuda_sort import (
+    KEYS,
+    SCRATCH,
+    SORT,
+    SORT_THREADS,
+    SORT_TILE,
+    THREADS,
+    cleared,
+    constant,
+    digits_of,
+    geometry_kernel,
+    key_dtype,
+    rule_constant,
+    run,
+    scratch_words,
+    sort_keys,
+    sorts,
+    striding_blocks,
+)
+from .cuda_tables import RowTable, bounds
+
+CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
+KEY_BITS = KEY_LIMIT.bit_length() - 1  # of a key, at most
+_UNIQUE = (*SORT, "unique_rows.cu")
+
+
+def unique_rows(
+    coords: mx.array, box: Bounds | None = None, count: int | None = None
+) -> UniqueRows:
+    """Return the sorted unique rows and the place of each row among them.
+
+    Reads the bounds and one size, but for what is given. See ``Geometry``.
+    """
+    dims, box = coords.shape[1] - 1, box or bounds(coords)
+    if coords.shape[0] == 0 or not _is_keyed(len(coords), box):
+        return unique.unique_rows(coords, box, count)
+    still = [(0,) * dims], (1,) * dims
+    made = launched(coords, Rule.ITSELF, *still, *_keys_of(box), places=True)
+    ends = sync.read(*made.ends) if count is None else [[count]]
+    return UniqueRows(made.rows(ends), made.places)
+
+
+def made_rows(
+    rule: Rule,
+    coords: mx.array,
+    offsets: Offsets,
+    stride: Sequence[int],
+    box: Bounds,
+    is_cut: bool,
+    count: int | None = None,
+) -> mx.array:
+    """Return the sorted unique int32 rows that a rule makes within a box.
+
+    Reads one size, unless that is given. See ``Geometry``.
+    """
+    candidates = coords.shape[0] * len(offsets)
+    if candidates == 0 or is_empty(box):
+        return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
+    if not _is_keyed(candidates, box):
+        return output_rows.made_rows(rule, coords, offsets, stride, box, count)
+    is_distinct = count == candidates
+    keys = _keys_of(box)
+    made = launched(coords, rule, offsets, stride, *keys, is_distinct=is_distinct)
+    return made.rows(sync.read(*made.ends) if count is None else [[count]])
+
+
+class Launched(NamedTuple):
+    """Sorted unique rows that were launched, and not read.
+
+    Attributes:
+        listed: their keys, as many as there were candidates.
+        ends: (1,) int64 each: how many there are, up to the end of each level; none
+            where every candidate is one.
+        places: (candidates,) int32, where each stands among them, or None.
+        ranges: of each column, that keys are counted in.
+        capacity: bits of keys that were sorted.
+    """
+
+    listed: mx.array
+    ends: tuple[mx.array, ...]
+    places: mx.array | None
+    ranges: Sequence[mx.array]
+    capacity: int
+
+    def rows(self, ends: list) -> mx.array:
+        """Return all rows, of what was read of ``ends``."""
+        (count,), columns = ends[-1], len(self.ranges)
+        made = run(
+            _unpack_keys(columns, KEYS[self.listed.dtype]),
+            [self.listed, self.ends[-1] if self.ends else None, *self.ranges],
+            striding_blocks(count),
+            THREADS,
+            [((max(1, count), columns), mx.int32)],
+        )[0]
+        return made if count else made[:0]
+
+
+def _is_keyed(candidates: int, box: Bounds) -> bool:
+    """Whether keys can number a box, and the sort so many of them."""
+    return cell_count(box) < KEY_LIMIT and sorts(candidates)
+
+
+def _keys_of(box: Bounds) -> tuple[int, list[mx.array]]:
+    """Return the bits of keys of a box, and its ranges."""
+    return cell_count(box).bit_length(), ranges_of(box)
+
+
+def ranges_of(box: Bounds) -> list[mx.array]:
+    """Return the least and the greatest of each column, as kernels take them."""
+    return [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
+
+
+def launched(
+    coords: mx.array,
+    rule: int,
+    offsets: Offsets,
+    stride: Sequence[int],
+    bits: int,
+    ranges: Sequence[mx.array],
+    *,
+    places: bool = False,
+    is_distinct: bool = False,
+) -> Launched:
+    """Launch what makes rows of others, at least one, by a rule.
+
+    Args:
+        coords, rule, offsets, stride: as of ``made_rows``; of CELLS strides stand where
+            others have offsets.
+        bits: of keys.
+        ranges: of a box that holds what is wanted; of CELLS, of the rows.
+        places: whether those are wanted.
+        is_distinct: whether all candidates are rows of the box, none of them twice.
+    """
+    n, columns = coords.shape
+    candidates, parts = n * len(offsets), len(offsets) if rule == CELLS else 1
+    passes, each = digits_of(bits)
+    key = key_dtype(bits)
+    digits = constant(len(offsets), each, passes, 0)
+    scratch = cleared(scratch_words(candidates, passes))
+    numbers, numeric = [((candidates,), key)], KEYS[key]
+    constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
+    keys, *boxes = run(
+        _pack_keys(columns, rule, numeric),
+        [coords, constants, *ranges, digits, scratch],
+        striding_blocks(candidates),
+        THREADS,
+        numbers + [((2,), mx.int32)] * columns * (rule == CELLS),
+    )
+    ranges = boxes or ranges
+    keys, rows = sort_keys(keys, digits, scratch, rows=places, keep=True)
+    capacity = min(passes * each, 8 * key.size, KEY_BITS)
+    if is_distinct:
+        return Launched(keys, (), None, ranges, capacity)
+    tiles = -(-candidates // SORT_TILE)
+    outputs = [*numbers, *[((1,), mx.int64)] * parts]
+    if places:
+        outputs.append(((candidates,), mx.int32))
+    listed, *rest = run(
+        _unique_keys(columns, numeric, places, parts),
+        [keys, keys if rows is None else rows, *ranges, digits, scratch],
+        tiles,
+        SORT_THREADS,
+        outputs,
+    )
+    ends, place = tuple(rest[:parts]), rest[parts] if places else None
+    return Launched(listed, ends, place, ranges, capacity)
+
+
+def _ranges(columns: int) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
+    """Return inputs for each column's range, how they are passed, and as what array."""
+    names = [f"range{c}" for c in range(columns)]
+    passed = (names[0], "ranges"), *((name, "") for name in names[1:])
+    return names, passed, f"const int* const ranges[] = {{{', '.join(names)}}};"
+
+
+@cache
+def _pack_keys(columns: int, rule: int, numeric: str):
+    names, passed, ranges = _ranges(columns)
+    boxes = [f"box{c}" for c in range(columns)] if rule == CELLS else []
+    return geometry_kernel(
+        "pack_keys",
+        _UNIQUE,
+        "PackKeys",
+        ("coords", "rule", *names, "digits", "scratch"),
+        ("keys", *boxes),
+        template=(("COLUMNS", columns), ("RULE", int(rule)), ("KEY", numeric)),
+        arguments=(
+            *passed,
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("keys", "reinterpret_cast<KEY*>(keys), boxes"),
+            *dict.fromkeys(boxes, "").items(),
+        ),
+        before=f"{ranges}\n  int* const boxes[COLUMNS] = {{{', '.join(boxes)}}};",
+        threads=THREADS,
+    )
+
+
+@cache
+def _unique_keys(columns: int, numeric: str, places: bool, parts: int):
+    names, passed, ranges = _ranges(columns)
+    found = [f"found{k}" for k in range(parts)]
+    pointers = (f"reinterpret_cast<long long*>({name})" for name in found)
+    return geometry_kernel(
+        "unique_keys",
+        _UNIQUE,
+        "UniqueKeys",
+        ("keys", "rows", *names, "digits", "scratch"),
+        ("unique", *found, *["places"] * places),
+        template=(
+            ("COLUMNS", columns),
+            ("KEY", numeric),
+            ("ROWS", places),
+            ("LEVELS", parts),
+        ),
+        arguments=(
+            ("keys", "reinterpret_cast<const KEY*>(keys)"),
+            ("rows", "reinterpret_cast<const int*>(rows)"),
+            *passed,
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("unique", "reinterpret_cast<KEY*>(unique)"),
+            (found[0], "ends" if places else "ends, nullptr"),
+            *((name, "") for name in found[1:]),
+        ),
+        before=f"{ranges}\n  long long* const ends[] = {{{', '.join(pointers)}}};",
+        threads=SORT_THREADS,
+    )
+
+
+@cache
+def _unpack_keys(columns: int, numeric: str):
+    names, passed, ranges = _ranges(columns)
+    return geometry_kernel(
+        "unpack_keys",
+        _UNIQUE,
+        "UnpackKeys",
+        ("unique", "found", *names),
+        ("rows",),
+        template=(("COLUMNS", columns), ("KEY", numeric)),
+        arguments=(
+            ("unique", "reinterpret_cast<const KEY*>(unique)"),
+            ("found", "reinterpret_cast<const long long*>(found)"),
+            *passed,
+        ),
+        before=ranges,
+        threads=THREADS,
+    )
+
+
+# The bits that keys of earlier sets took, by the strides: what a set is tried with
+# whose bounds nobody has read.
+_bits_before: dict[tuple, int] = {}
+
+
+class Levels:
+    """Cells of several strides that were launched; see ``StartedLevels``.
+
+    Args:
+        made: what was launched.
+        strides: of each level.
+    """
+
+    def __init__(self, made: Launched, strides: tuple[tuple[int, ...], ...]):
+        self._made, self._strides = made, strides
+
+    @property
+    def counts(self) -> tuple[mx.array, ...]:
+        """(1,) int64 each: how many rows there are up to the end of each level."""
+        return self._made.ends
+
+    def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
+        """Return the rows of each level, None where keys were too narrow for them."""
+        bits = _bits(boxes)
+        if bits <= KEY_BITS:  # of others nothing is to be learnt
+            most = _bits_before.get(self._strides, 0)
+            _bits_before[self._strides] = max(bits, most)
+        if bits > self._made.capacity:
+            return None
+        made = self._made.rows(counts)
+        return [made[a:b] for (a,), (b,) in pairwise([[0], *counts])]
+
+
+def start_levels(
+    source: SearchedRows,
+    strides: Sequence[tuple[int, ...]],
+    boxes: Sequence[Bounds] | None,
+) -> Levels | None:
+    """Launch the cells of each stride. See ``Geometry``."""
+    n, strides = len(source.coords), tuple(strides)
+    if len(strides) < 2 or not 0 < n <= thresholds.CUDA_ROWS_TOGETHER:
+        return None
+    if boxes is not None:
+        bits, ranges = _bits(boxes), ranges_of(source.box)
+    elif isinstance(source.lookup, RowTable):
+        bits, ranges = _bits_before.get(strides, KEY_BITS + 1), source.lookup.ranges
+    else:
+        return None
+    if bits > KEY_BITS:
+        return None
+    ones = (1,) * len(strides[0])
+    return Levels(launched(source.coords, CELLS, strides, ones, bits, ranges), strides)
+
+
+def _bits(boxes: Sequence[Bounds]) -> int:
+    """Return the bits of keys of cells in boxes, with the numbers of these."""
+    return (cell_count(reduce(join, boxes)) * len(boxes)).bit_length()
+
 
 # Size and stride of kernels, and whether they are transposed.
 _COMMON = (5, 1, False), (3, 1, False), (2, 2, False), (2, 2, True)
@@ -31,26 +338,26 @@ class CudaGeometry:
 
     counts_edges = True
 
-    bounds = staticmethod(cuda_lookups.bounds)
-    unique_rows = staticmethod(cuda_unique.unique_rows)
-    made_rows = staticmethod(cuda_unique.made_rows)
-    transpose_table = staticmethod(cuda_views.transpose_table)
-    edges = staticmethod(cuda_views.edges)
-    start = edge_count = staticmethod(cuda_views.start)
-    curve_order = staticmethod(cuda_curves.curve_order)
-    start_kept = staticmethod(cuda_kept.start_kept)
-    best_rows = staticmethod(cuda_best.best_rows)
-    start_levels = staticmethod(cuda_levels.start_levels)
+    bounds = staticmethod(cuda_tables.bounds)
+    unique_rows = staticmethod(unique_rows)
+    made_rows = staticmethod(made_rows)
+    transpose_table = staticmethod(cuda_tables.transpose_table)
+    edges = staticmethod(cuda_tables.edges)
+    start = edge_count = staticmethod(cuda_tables.start)
+    curve_order = staticmethod(cuda_sort.curve_order)
+    start_kept = staticmethod(cuda_sort.start_kept)
+    best_rows = staticmethod(cuda_sort.best_rows)
+    start_levels = staticmethod(start_levels)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        return by_region(cuda_views.gray_order(table), region)
+        return by_region(cuda_tables.gray_order(table), region)
 
     def index(
         self, coords: mx.array, box: Bounds | None = None
-    ) -> cuda_lookups.RowTable:
+    ) -> cuda_tables.RowTable:
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
-        return cuda_lookups.RowTable(coords, box is not None)
+        return cuda_tables.RowTable(coords, box is not None)
 
 
 def rehearse(dims: int) -> None:
@@ -62,7 +369,7 @@ def rehearse(dims: int) -> None:
     # Sizes are nominal: rows are not computed.
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
-        found = cuda_lookups.RowTable(rows.coords)
+        found = cuda_tables.RowTable(rows.coords)
         cuda_tables.identity_tiles(rows.coords)
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
@@ -74,18 +381,14 @@ def rehearse(dims: int) -> None:
                 keep=lambda name, view: None,
                 wanted=cuda_tables.TILES if size < 5 else None,
             )
-            if size == 5:  # a stem's, of which a net has one: see cuda_views.start
+            if size == 5:  # a stem's, of which a net has one: see cuda_tables.start
                 cuda_tables.relation_tiles(cuda_tables.table_source(table))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
-            cuda_unique.made_rows(
-                Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False
-            )
+            made_rows(Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False)
             strides = [(2**k,) * dims for k in range(1, 1 + _LEVELS)]
-            cuda_levels.start_levels(
-                BoxedRows(rows.coords, box), strides, [box] * _LEVELS
-            )
-        swapped = cuda_views.transpose_table(table, len(rows.coords))
+            start_levels(BoxedRows(rows.coords, box), strides, [box] * _LEVELS)
+        swapped = cuda_tables.transpose_table(table, len(rows.coords))
         cuda_tables.relation_tiles(cuda_tables.table_source(swapped))
-        counts = cuda_views.band_counts_of(swapped)
-        cuda_views.listed(swapped, counts, 2, swapped.shape[1], 1)
+        counts = cuda_tables.band_counts_of(swapped)
+        cuda_tables.listed(swapped, counts, 2, swapped.shape[1], 1)

@@ -39,8 +39,8 @@ from . import (
     cuda_tiles,
 )
 from .cuda_padding import padded
+from .cuda_tables import sorted_arrays
 from .cuda_tiles import Tile
-from .cuda_views import sorted_arrays
 from .runners import Runner
 from .signatures import kept
 

@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from ..devices import CUDA
 from . import gpu_reductions as interfaces
-from .cuda_row_order import by_row, pieces
+from .cuda_sort import by_row, pieces
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_segments import Segments, no_maxima
 from .kernel_launches import THREADS, blocks_for

@@ -1,17 +1,140 @@
-"""The radix sort on CUDA, and what geometry's launches share."""
+"""The radix sort on CUDA, and what geometry orders or selects with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache, lru_cache
+from functools import cache, lru_cache, partial
 from itertools import count
 
 import mlx.core as mx
 
-from ..devices import current
-from ..geometry import sync
-from .cuda_interfaces import SCRATCH, geometry_kernel, run
-from .gpu_kernel import GpuKernel
+from ..devices import CUDA, current
+from ..geometry import curves, sync, unique
+from ..geometry import unique as portable
+from ..geometry.curves import Curve
+from ..geometry.unique import INFINITE, KeptRows
+from . import gpu_segments
+from .dispatch_bounds import SEGMENT_CUTS
+from .gpu_kernel import GpuKernel, Interface
+from .kernel_launches import Output
+
+_DIGITS = (
+    ("volume", "digits[0]"),
+    ("digit_bits", "digits[1]"),
+    ("passes", "digits[2]"),
+)
+# Of a block among those of its job.
+_BLOCKS = ("block", "blockIdx.x / JOBS"), ("blocks", "gridDim.x / JOBS")
+_TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
+# Each struct of sizes: (name, how it is read) of its fields.
+SIZES = {
+    # Of a block's job: n rows, and its facts.
+    "HashRows": (("rows", "n"), ("scratch_words", "facts[0]"), *_BLOCKS),
+    "Table": (
+        ("rows", "n"),
+        ("volume", "facts[0]"),
+        ("digit_bits", "facts[1]"),
+        ("passes", "facts[2]"),
+        ("chunk_rows", "chunk_rows_of(n, facts[0], gridDim.x)"),
+    ),
+    "RadixSort": (("keys", "keys_shape[0]"), *_DIGITS[1:]),
+    "PackKeys": (("rows", "coords_shape[0]"), *_DIGITS),
+    "RowKeys": (("places", "table_shape[0]"), *_DIGITS[1:]),
+    "RowStarts": (("places", "keys_shape[0]"),),
+    "CutPieces": (("starts", "starts_shape[0]"),),
+    "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
+    "ScoreKeys": (
+        ("rows", "scores_shape[0]"),
+        ("least", "digits[0]"),
+        *_DIGITS[1:],
+    ),
+    "MarkBest": (
+        ("rows", "keys_shape[0]"),
+        ("score_bits", "facts[0]"),
+        ("k", "facts[1]"),
+    ),
+    "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
+    "UnpackKeys": (("keys", "unique_shape[0]"),),
+    "KeptPlaces": (("rows", "mask_shape[0]"),),
+    "KeptRows": (("rows", "places_shape[0]"),),
+    "TransposeTable": _TABLE,
+    "SortTable": (
+        ("rows", "rows_shape[0]"),
+        ("pitch", "gridDim.x * blockDim.x"),
+        ("volume", "neighbours_shape[1]"),
+    ),
+    "IdentityTiles": (("rows", "fed_shape[0]"),),
+    "UnsortTable": (
+        ("rows", "rows_shape[0]"),
+        ("pitch", "sorted_shape[1]"),
+        ("volume", "sorted_shape[0]"),
+    ),
+    "ScanCounts": (("bands", "counts_shape[1]"),),
+    "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]"), ("listed", "sums_shape[0]")),
+}
+# An array of words that kernels share, which MLX takes for one that is read.
+SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
+
+
+def of_job(name: str, job: int) -> str:
+    """Return the name of an array of a job, of several in one launch."""
+    return f"{name}_{job}" if job else name
+
+
+def chosen(text: str, jobs: int, job: str = "job") -> str:
+    """Return C++ of an array, or of one of its extents, of one of several jobs.
+
+    Args:
+        text: of the first job: ``rows`` or ``rows_shape[0]``.
+        jobs: how many a launch has.
+        job: C++ of the number of the one.
+    """
+    name, shape, axis = text.partition("_shape")
+    each = [f"{of_job(name, at)}{shape}{axis}" for at in range(jobs)]
+    return text if jobs == 1 else f"nth({job}, {', '.join(each)})"
+
+
+def structs(but: str = "") -> tuple[Interface, ...]:
+    """Return every interface as far as its struct goes: files name several."""
+    return tuple(
+        Interface(name, (), (), sizes) for name, sizes in SIZES.items() if name != but
+    )
+
+
+def geometry_kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    struct: str,
+    inputs: Sequence[str],
+    outputs: Sequence[str],
+    **more: object,
+) -> GpuKernel:
+    """Return a kernel of geometry.
+
+    Args:
+        symbol: the function.
+        files: its sources.
+        struct: the name of its sizes, one of ``SIZES`` if it has any.
+        inputs: names of the inputs.
+        outputs: names of the outputs.
+        more: other fields of GpuKernel.
+    """
+    face = Interface(struct, tuple(inputs), tuple(outputs), SIZES.get(struct, ()))
+    also = structs(but=struct)
+    return GpuKernel(CUDA, symbol, files, face, also=also, geometry=True, **more)
+
+
+def run(
+    kernel: GpuKernel,
+    inputs: Sequence[mx.array],
+    blocks: int,
+    threads: int,
+    outputs: Sequence[Output],
+    fill: int | None = None,
+) -> list[mx.array]:
+    """Launch ``blocks`` blocks of ``threads`` threads."""
+    return kernel(inputs, outputs, (blocks * threads,), (threads,), fill=fill)
+
 
 THREADS, STRIDING_BLOCKS = 256, 8  # of a block, and on a multiprocessor
 BINS = 512  # of a digit, at most
@@ -173,4 +296,227 @@ def _radix_sort(numeric: str, rows: bool, keep: bool):
         ),
         threads=SORT_THREADS,
         blocks_per_multiprocessor=SORT_BLOCKS,
+    )
+
+
+_ROW_ORDER = (*SORT, "row_order.cu")
+
+
+def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
+    """Return ``gpu_segments.by_row`` of a table and the rows that it names."""
+    n = table.size
+    if n == 0 or not sorts(n):
+        return gpu_segments.by_row(table, rows)
+    bits, inputs = max(1, rows.bit_length()), [table.flatten()]
+    keys, entries = sorted_places(_row_keys, inputs, n, bits, keep=True)
+    inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
+    (starts,) = run(_row_starts(), inputs, striding_blocks(rows + 1), THREADS, outputs)
+    return entries, starts
+
+
+def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
+    """Return ``gpu_segments.pieces`` of segments, in one launch."""
+    piece, count = SEGMENT_CUTS["piece"], starts.size
+    whole = count + -(-size // piece)
+    outputs = [((n,), mx.int32) for n in (whole, count)]
+    inputs = [starts, mx.array([size])]
+    bounds, firsts = run(
+        _cut_pieces(piece), inputs, striding_blocks(whole), THREADS, outputs
+    )
+    return bounds, firsts
+
+
+@cache
+def _row_keys(numeric: str):
+    del numeric  # 32 bits hold every row
+    return geometry_kernel(
+        "row_keys",
+        _ROW_ORDER,
+        "RowKeys",
+        ("table", "digits", "scratch"),
+        ("keys",),
+        arguments=(("digits", ""), ("scratch", SCRATCH)),
+        threads=THREADS,
+    )
+
+
+@cache
+def _row_starts():
+    return geometry_kernel(
+        "row_starts",
+        _ROW_ORDER,
+        "RowStarts",
+        ("keys", "rows"),
+        ("starts",),
+        threads=THREADS,
+    )
+
+
+@cache
+def _cut_pieces(piece: int):
+    return geometry_kernel(
+        "cut_pieces",
+        _ROW_ORDER,
+        "CutPieces",
+        ("starts", "size"),
+        ("bounds", "firsts"),
+        template=(("PIECE", piece),),
+        threads=THREADS,
+    )
+
+
+def curve_order(coords: mx.array, curve: Curve) -> mx.array:
+    """Return the (N,) int32 order of rows by batch, then along a curve."""
+    n, columns = coords.shape
+    if not curve.is_numbered or not sorts(n):
+        return curves.curve_order(coords, curve)
+    make_keys = partial(_curve_keys, columns, curve.is_hilbert, curve.is_swapped)
+    inputs = coords, _frame((*curve.low, curve.bits))
+    return sorted_places(make_keys, inputs, n, curve.of_key, keep=False)[1]
+
+
+@lru_cache(maxsize=256)
+def _frame(values: tuple[int, ...]) -> mx.array:
+    """Return what cells are counted from; one array, whose first read is slow."""
+    return mx.array(values, dtype=mx.int32)
+
+
+@cache
+def _curve_keys(columns: int, is_hilbert: bool, is_swapped: bool, numeric: str):
+    return geometry_kernel(
+        "curve_keys",
+        (*SORT, "curve_keys.cu"),
+        "CurveKeys",
+        ("coords", "frame", "digits", "scratch"),
+        ("keys",),
+        template=(
+            ("COLUMNS", columns),
+            ("HILBERT", is_hilbert),
+            ("SWAPPED", is_swapped),
+            ("KEY", numeric),
+        ),
+        arguments=(
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("keys", "reinterpret_cast<KEY*>(keys)"),
+        ),
+        threads=THREADS,
+    )
+
+
+_KEPT = (*SORT, "kept_rows.cu")
+
+
+class StartedRows:
+    """Rows that a mask keeps, launched; see ``geometry.protocol.StartedRows``."""
+
+    def __init__(self, mask: mx.array, coords: mx.array):
+        n = mask.size
+        tiles, self._coords = -(-n // SORT_TILE), coords
+        self._places, self.count = run(
+            _kept_places(),
+            [mask, cleared(1 + tiles)],
+            tiles,
+            SORT_THREADS,
+            [((n,), mx.int32), ((1,), mx.int32)],
+        )
+
+    def kept(self, count: int) -> KeptRows:
+        """Return them."""
+        if not count:
+            return unique.none_of(self._coords, self._places)
+        n, columns = self._coords.shape
+        rows, kept = run(
+            _kept_rows(columns),
+            [self._places, self._coords],
+            striding_blocks(n),
+            THREADS,
+            [((count,), mx.int32), ((count, columns), mx.int32)],
+        )
+        return KeptRows(rows, self._places, kept)
+
+
+def start_kept(mask: mx.array, coords: mx.array) -> StartedRows | unique.StartedRows:
+    """Launch the rows that a mask keeps. See ``Geometry``."""
+    kind = StartedRows if sorts(mask.size) else unique.StartedRows
+    return kind(mask, coords)
+
+
+@cache
+def _kept_places():
+    return geometry_kernel(
+        "kept_places",
+        _KEPT,
+        "KeptPlaces",
+        ("mask", "scratch"),
+        ("places", "found"),
+        arguments=(("scratch", SCRATCH),),
+        threads=SORT_THREADS,
+    )
+
+
+@cache
+def _kept_rows(columns: int):
+    return geometry_kernel(
+        "kept_rows",
+        _KEPT,
+        "KeptRows",
+        ("places", "coords"),
+        ("rows", "kept"),
+        template=(("COLUMNS", columns),),
+        threads=THREADS,
+    )
+
+
+_BEST = (*SORT, "best_rows.cu")
+
+
+def best_rows(
+    scores: mx.array, coords: mx.array, batches: tuple[int, int], k: int
+) -> mx.array:
+    """Return (N,) bool: which rows are the best of their element. See ``Geometry``."""
+    n, columns = coords.shape
+    if not sorts(n):
+        return portable.best_rows(scores, coords, batches, k)
+    scores = scores if scores.dtype in INFINITE else scores.astype(mx.float32)
+    infinite, word = INFINITE[scores.dtype]
+    score_bits, (least, greatest) = 8 * word.size, batches
+    bits = score_bits + (greatest - least).bit_length()
+    make_keys = partial(_score_keys, columns, infinite)
+    inputs = scores.view(word), coords
+    keys, rows = sorted_places(make_keys, inputs, n, bits, fact=least, keep=True)
+    given, made = [keys, rows, constant(score_bits, k)], [((n,), mx.bool_)]
+    kernel = _mark_best(KEYS[keys.dtype])
+    return run(kernel, given, striding_blocks(n), THREADS, made)[0]
+
+
+@cache
+def _score_keys(columns: int, infinite: int, numeric: str):
+    return geometry_kernel(
+        "score_keys",
+        _BEST,
+        "ScoreKeys",
+        ("scores", "coords", "digits", "scratch"),
+        ("keys",),
+        template=(("COLUMNS", columns), ("INFINITE", infinite), ("KEY", numeric)),
+        arguments=(
+            ("digits", ""),
+            ("scratch", SCRATCH),
+            ("keys", "reinterpret_cast<KEY*>(keys)"),
+        ),
+        threads=THREADS,
+    )
+
+
+@cache
+def _mark_best(numeric: str):
+    return geometry_kernel(
+        "mark_best",
+        _BEST,
+        "MarkBest",
+        ("keys", "rows", "facts"),
+        ("kept",),
+        template=(("KEY", numeric),),
+        arguments=(("keys", "reinterpret_cast<const KEY*>(keys)"), ("facts", "")),
+        threads=THREADS,
     )

@@ -1,29 +1,118 @@
-"""Neighbour tables on CUDA: made with counts of their edges, and tiles, in one launch.
-
-Entries come from a ``Source``: a table that is there, or a look-up (``cuda_lookups``).
-"""
+"""Neighbour tables of relations on CUDA, and the views that routes read of them."""
 
 from __future__ import annotations
 
-from functools import cache
+from collections.abc import Sequence
+from functools import cache, lru_cache
+from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
 
-from .cuda_interfaces import SCRATCH, geometry_kernel, run
+from ..geometry import curves, sync
+from ..geometry.keys import Bounds, Offsets, bounds_of
+from ..geometry.lattice import negated
+from ..geometry.protocol import Keep, RelationViews, Rows
+from ..shared_views import built_by_one
 from .cuda_sort import (
     HEADER,
     KEYS,
+    SCRATCH,
     SORT_THREADS,
     THREADS,
+    chosen,
     cleared,
     constant,
     digits_of,
+    geometry_kernel,
     key_dtype,
     multiprocessors,
+    of_job,
+    run,
     scratch_words,
+    sorts,
     striding_blocks,
 )
+
+PART_OFFSETS, GROUP, PARTS_AT = 64, 3, 12
+# How offsets are applied; on stride 1 either rule is an addition. Rows that feed
+# themselves are not looked up.
+KINDS = FORWARD, TRANSPOSED, UNIT, ITSELF = "FORWARD", "TRANSPOSED", "UNIT", "ITSELF"
+_WIDE = 1 << 30  # beyond it sums are made in 64 bits
+
+RuleOffsets = tuple[tuple[int, ...], ...]
+
+
+def rule_kind(
+    offsets: RuleOffsets, stride: tuple[int, ...], transposed: bool
+) -> tuple[str, RuleOffsets]:
+    """Return the kind of a rule, and the offsets in its sense."""
+    if max(stride) > 1:
+        return (TRANSPOSED if transposed else FORWARD), offsets
+    return UNIT, negated(offsets) if transposed else offsets
+
+
+def rule_words(offsets: RuleOffsets, stride: tuple[int, ...], kind: str) -> list[int]:
+    """Return the words of a rule: a header, groups, pairs, and the plain offsets."""
+    shifts = [s.bit_length() - 1 if s & (s - 1) == 0 else -1 for s in stride]
+    if kind == TRANSPOSED:
+        scaled = [
+            (
+                tuple(-(v // s) for v, s in zip(o, stride, strict=True)),
+                tuple(v % s for v, s in zip(o, stride, strict=True)),
+            )
+            for o in offsets
+        ]
+    else:
+        scaled = [(o, (0,) * len(o)) for o in offsets]
+    is_wide = any(abs(v) >= _WIDE for at, _ in scaled for v in at)
+    if is_wide:  # then the kernel goes by the plain offsets
+        scaled = [((0,) * len(stride),) * 2] * len(offsets)
+    parts, records = [], []
+    for k0 in range(0, len(offsets), PART_OFFSETS):
+        parts.append(len(records))
+        records += _groups(scaled[k0 : k0 + PART_OFFSETS], k0, kind)
+    parts.append(len(records))
+    groups_at = -(-(PARTS_AT + len(parts)) // 4) * 4
+    pairs_at = groups_at + 12 * len(records)
+    offsets_at = pairs_at + 2 * len(offsets)
+    return [
+        *_filled(stride),
+        *_filled(shifts),
+        *(-int(is_wide), groups_at, pairs_at, offsets_at),
+        *_filled(parts, groups_at - PARTS_AT),
+        *(v for record in records for v in record),
+        *(v for at, rest in scaled for v in (at[-1], rest[-1])),
+        *(v for offset in offsets for v in offset),
+    ]
+
+
+def _groups(scaled, k0: int, kind: str) -> list[list[int]]:
+    """Return the groups of a part: up to three offsets that share what leads.
+
+    Their last coordinates go by one step, except where remainders are looked at.
+    """
+    groups, k = [], 0
+    while k < len(scaled):
+        (at, rest), count = scaled[k], 1
+        step = 0
+        for other, left in scaled[k + 1 : k + GROUP]:
+            if (other[:-1], left[:-1]) != (at[:-1], rest[:-1]):
+                break
+            apart = other[-1] - scaled[k + count - 1][0][-1]
+            if kind != TRANSPOSED and count > 1 and apart != step:
+                break
+            step, count = apart, count + 1
+        groups.append(
+            [k0 + k, count, at[-1], step, *_filled(at[:-1]), *_filled(rest[:-1])]
+        )
+        k += count
+    return groups
+
+
+def _filled(values, length: int = 4) -> list[int]:
+    return [*values, *(0,) * (length - len(values))]
+
 
 TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
 BAND = 64  # rows of one count of edges
@@ -32,8 +121,8 @@ MASK_OFFSETS, RANKED_OFFSETS = 64, 63  # of a mask, and of a rank where there ar
 ROW_ALIGNMENT = 384  # heights of WideTile divide it: 64, 128, 192
 TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
 
-_TABLE = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")
-TILES_FILES = (*_TABLE, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
+_TABLE_FILES = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")
+TILES_FILES = (*_TABLE_FILES, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
 
 
 class BandCounts(NamedTuple):
@@ -123,7 +212,7 @@ def relation_tiles(
     n, volume = source.n, source.volume
     passes, bits = digits_of(rank_bits(volume))
     *made, counts, edges, rows, table, masks, _ = run(
-        _relation_tiles(source.code, key_of(volume)),
+        _relation_tiles_kernel(source.code, key_of(volume)),
         [
             *source.inputs,
             constant(volume, bits, passes, 0),
@@ -198,7 +287,7 @@ _READ = Code(
 def _band_counts_kernel(code: Code, key: str):
     return _table_kernel(
         "band_counts",
-        _TABLE,
+        _TABLE_FILES,
         code,
         key,
         (),
@@ -208,7 +297,7 @@ def _band_counts_kernel(code: Code, key: str):
 
 
 @cache
-def _relation_tiles(code: Code, key: str):
+def _relation_tiles_kernel(code: Code, key: str):
     return _table_kernel(
         "relation_tiles",
         TILES_FILES,
@@ -268,3 +357,575 @@ def _table_kernel(symbol, files, code, key, outputs, **more):
   const SOURCE source{{{", ".join(code.values)}}};""",
         **more,
     )
+
+
+HASH_BLOCKS = 1056  # at most: each writes bounds
+TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
+FIRST_OFFSETS = 27  # of the first tiles, whose scratch is cleared with the hash
+SCRATCH_STEP = 1 << 10  # words; each size of scratch is a constant on the device
+
+
+class RowTable:
+    """Finds the rows of one coordinate set by value, through a hash table.
+
+    Args:
+        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
+        is_checked: whether nobody will ask for ``facts``.
+    """
+
+    is_sorted = False
+
+    def __init__(self, coords: mx.array, is_checked: bool = False):
+        self._start(coords, is_checked)
+        n, (digits, _) = coords.shape[0], digits_of(FIRST_OFFSETS)
+        if n:
+            words = HEADER + scratch_words(n, digits)  # of a look-up, and of tiles
+            if not is_checked:  # that of rows that are not sorted, too
+                words += scratch_words(n, 0)
+            self._hash([self], words)
+
+    def _start(self, coords: mx.array, is_checked: bool) -> None:
+        self.coords, self.found, self._is_checked = coords, [], is_checked
+        self.scratch, self._taken = None, 0  # words of 0, and how many were taken
+
+    @classmethod
+    def of_each(cls, sets: Sequence[mx.array], scratch: int = 0) -> list[RowTable]:
+        """Return the tables of several sets that are checked already: one launch.
+
+        Each has rows. The first has that many words of scratch, at least.
+        """
+        tables = [cls.__new__(cls) for _ in sets]
+        for table, coords in zip(tables, sets, strict=True):
+            table._start(coords, True)
+        cls._hash(tables, scratch)
+        return tables
+
+    @staticmethod
+    def _hash(tables: Sequence[RowTable], words: int) -> None:
+        """Hash the rows of tables; of one alone facts are found.
+
+        The first gets words of scratch. MLX takes the longer over a launch the more
+        outputs it has, by their square.
+        """
+        columns, jobs = tables[0].coords.shape[1], len(tables)
+        sizes = [len(table.coords) for table in tables]
+        blocks = min(HASH_BLOCKS // jobs, -(-max(sizes) // THREADS))
+        capacities = [max(16, 1 << (2 * n - 1).bit_length()) for n in sizes]
+        beside = TABLE_WORDS + (2 * columns * blocks if jobs == 1 else 0)
+        ends = list(accumulate([2 * slots + beside for slots in capacities]))
+        # Written by the kernel, and so by no other: nobody else holds it. The value
+        # is on the device already; a number would be fetched from the CPU's memory.
+        whole = mx.full((ends[-1],), constant(-1))
+        inputs, outputs = [], []
+        facts = zip(sizes, tables, capacities, pairwise([0, *ends]), strict=True)
+        for n, table, capacity, (begin, end) in facts:
+            table.slots = whole[begin:end] if jobs > 1 else whole
+            inputs += table.coords, table.slots
+            outputs.append(((capacity + n,), mx.int32))
+        words = max(1, -(-words // SCRATCH_STEP)) * SCRATCH_STEP
+        inputs.append(constant(words, 0, 0, 0))
+        outputs.append(((words,), mx.uint32))
+        if jobs == 1:
+            outputs += [((2,), mx.int32)] * (1 + columns)
+        kernel = _hash_rows(columns, jobs)
+        made = run(kernel, inputs, jobs * blocks, THREADS, outputs)
+        for table, order in zip(tables, made[:jobs], strict=True):
+            table.order = order
+        tables[0].scratch, *tables[0].found = made[jobs:]
+
+    @built_by_one
+    def take_scratch(self, words: int) -> mx.array:
+        """Return an even number of words of 0 that nobody has taken.
+
+        What was cleared with the hash serves once, and a traced graph would use it at
+        every call. It goes with the first whose rows are put in order, or when the set
+        is checked; those who only look rows up leave the rest.
+        """
+        scratch, begin, end = self.scratch, self._taken, self._taken + words
+        if self._is_checked and words > HEADER:
+            self.scratch = None
+        if scratch is None or scratch.size < end or sync.is_transforming():
+            return cleared(words)
+        self._taken = end
+        return scratch[begin:end]
+
+    @property
+    def arrays(self) -> list[mx.array]:
+        """The arrays that ``find`` and ``table`` read, and ``facts``."""
+        read = [self.slots, self.order] if self.coords.shape[0] else []
+        scratch = [] if self.scratch is None else [self.scratch]
+        return [self.coords, *read, *scratch, *self.found]
+
+    @property
+    def ranges(self) -> Sequence[mx.array]:
+        """(2,) int32 each: the least and greatest of each column, of any rows."""
+        return self.facts()[1:]
+
+    def facts(self) -> list[mx.array]:
+        """Return small arrays: (first repeat or -1, whether rows ascend), ranges."""
+        if not self.found and self.coords.shape[0]:  # hashed with others, as checked
+            self._hash([self], 0)
+        return self.found
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows, from read facts."""
+        self.scratch = None
+        (later, self.is_sorted), *ranges = facts
+        low, high = zip(*ranges, strict=True)
+        if later < 0:
+            return (low, high), None
+        first = self.find(self.coords[later : later + 1])
+        return (low, high), (sync.read(first)[0][0], later)
+
+    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        return self._table(rows, [(0,) * dims], (1,) * dims)[:, 0]
+
+    def table(
+        self,
+        out: Rows,
+        offsets: Offsets,
+        stride: Sequence[int],
+        *,
+        transposed: bool = False,
+        mirrored: bool = False,
+        keep: Keep | None = None,
+        wanted: str | None = None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
+
+        Args:
+            out: the output rows.
+            offsets: K offsets of D integers.
+            stride: D integers.
+            transposed: whether ``out = in * stride + offset_k``, not
+                ``in = out * stride + offset_k``.
+            mirrored: not used: a search of half of the offsets scatters the other half.
+            keep: called with a name and what is made with the table: its
+                ``BandCounts``, and its tiles if wanted.
+            wanted: ``TILES`` where these are wanted too.
+        """
+        return self._table(out.coords, offsets, stride, transposed, keep, wanted)
+
+    def _table(
+        self, out_coords, offsets, stride, transposed=False, keep=None, wanted=None
+    ) -> mx.array:
+        n_out, volume = out_coords.shape[0], len(offsets)
+        if self.coords.shape[0] * n_out * volume == 0:
+            return mx.full((n_out, volume), -1, dtype=mx.int32)
+        source = self.source(out_coords, offsets, stride, transposed)
+        if keep and wanted == TILES and sorts(n_out):
+            table, counts, tiles = relation_tiles(source, self.take_scratch)
+            keep(TILES, tiles)
+        else:
+            table, counts = counted_table(source, self.take_scratch)
+        if keep:
+            keep(COUNTS, counts)
+        return table
+
+    def source(
+        self,
+        out_coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        transposed: bool,
+    ) -> Source:
+        """Return where a table's entries come from; neither set is without rows."""
+        if not isinstance(offsets, tuple):
+            offsets = tuple(map(tuple, offsets))
+        code, rule = _rule(self.coords.shape[1], offsets, tuple(stride), transposed)
+        inputs = self.coords, self.slots, self.order, out_coords, rule
+        return Source(code, inputs, out_coords.shape[0], len(offsets))
+
+
+def bounds(coords: mx.array) -> Bounds:
+    """Return the least and the greatest value of every column of (N, 1 + D) int32."""
+    if coords.shape[0] == 0:
+        return bounds_of(coords)
+    _, *ranges = sync.read(*RowTable(coords).facts())  # rows may repeat
+    return tuple(zip(*ranges, strict=True))
+
+
+@lru_cache(maxsize=256)
+def _rule(
+    columns: int, offsets: tuple, stride: tuple[int, ...], transposed: bool
+) -> tuple[Code, mx.array]:
+    """Return how a kernel looks offsets up, and what it reads of them."""
+    kind, offsets = rule_kind(offsets, stride, transposed)
+    return _find(columns, kind), constant(*rule_words(offsets, stride, kind))
+
+
+@cache
+def _find(columns: int, kind: str) -> Code:
+    inputs = "coords", "slots", "order", "out_rows", "rule"
+    return Code(
+        f"Find<{columns}, {kind}>",
+        inputs,
+        (*inputs, "coords_shape[0]"),
+        "out_rows_shape[0]",
+        True,
+    )
+
+
+@cache
+def _hash_rows(columns: int, jobs: int):
+    inputs = [of_job(name, j) for j in range(jobs) for name in ("coords", "slots")]
+    orders = [of_job("order", j) for j in range(jobs)]
+    ranges, is_told = [f"range{c}" for c in range(columns)], jobs == 1
+    found = ["repeat", *ranges] * is_told
+    told = f"repeat, {{{', '.join(ranges)}}}" if is_told else "nullptr, {nullptr}"
+    scratch = "reinterpret_cast<unsigned*>(scratch)"
+    said = {
+        **dict.fromkeys((*inputs, "words", *orders, "scratch", *found), ""),
+        "coords": chosen("coords", jobs),
+        "slots": f"const_cast<int*>({chosen('slots', jobs)})",
+        "order": f"{told}, {chosen('order', jobs)}, {scratch}",
+    }
+    # The blocks of the first job clear the scratch.
+    return geometry_kernel(
+        "hash_rows",
+        ("rows.cuh", "hash_rows.cu"),
+        "HashRows",
+        (*inputs, "words"),
+        (*orders, "scratch", *found),
+        template=(("COLUMNS", columns),),
+        defines=(("JOBS", jobs),),
+        arguments=tuple(said.items()),
+        before=f"""const int job = blockIdx.x % JOBS;
+  const int n = {chosen("coords_shape[0]", jobs)};
+  const int facts[] = {{job == 0 ? words[0] : 0}};""",
+        threads=THREADS,
+        blocks_per_multiprocessor=4,
+    )
+
+
+EDGE_ROWS = 256  # rows of a block that writes edges: four bands
+STAGE_PAIRS = 32, 64  # of a stage of a weight gradient
+
+
+def transpose_table(table: mx.array, n_in: int) -> mx.array:
+    """Return (N_in, K) int32: the row of ``table`` that holds each entry, or -1."""
+    shape = n_in, table.shape[1]
+    if table.size == 0 or n_in == 0:
+        return mx.full(shape, -1, dtype=mx.int32)
+    outputs = [(shape, mx.int32)]
+    blocks = striding_blocks(table.size)
+    return run(_transpose_table(), [table], blocks, THREADS, outputs, fill=-1)[0]
+
+
+def band_counts_of(table: mx.array) -> BandCounts:
+    """Return what is counted of a table that was made without it; it has rows."""
+    return counted_table(table_source(table))[1]
+
+
+def gray_order(table: mx.array) -> mx.array:
+    """Return the (N,) order of rows by the Gray-code rank of their mask."""
+    n, volume = table.shape
+    if table.size and sorts(n) and volume <= MASK_OFFSETS:
+        return relation_tiles(table_source(table))[2].rows
+    return curves.gray_order(table >= 0)
+
+
+def sorted_table(table: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the (K, pitch) table of rows in sorted order, and a mask per 32 rows."""
+    outputs, blocks = tiles_outputs(*table.shape), pitch_of(len(table)) // 128
+    return tuple(run(_sort_table(), [table, rows], blocks, 128, outputs))
+
+
+def sorted_rows(relation: RelationViews) -> Sorted:
+    """Return the relation's tiles. A mirrored relation and its transpose share them."""
+    base, straight = tiled(relation)
+    view = base.view(TILES, lambda: _tiles(base))
+    return view if straight else view._replace(mirrored=True)
+
+
+def sorted_arrays(relation: RelationViews) -> tuple[mx.array, ...]:
+    """Return the arrays of the relation's tiles, as contractions read them."""
+    view = sorted_rows(relation)
+    return view.table, view.rows, view.masks
+
+
+def tiled(relation: RelationViews) -> tuple[RelationViews, bool]:
+    """Return the relation whose tiles it reads, and whether that is itself."""
+    straight = not (relation.mirrored and relation.is_transposed)
+    return (relation if straight else relation.T), straight
+
+
+def keep_tiles(relation: RelationViews, tiles: Sorted) -> None:
+    """Let tiles stand for the table, which holds the same."""
+    relation.release_table(lambda: table_of(tiles))
+
+
+def _tiles(relation: RelationViews) -> Sorted:
+    if relation.is_identity and relation.n_out:  # rows are in order
+        rows = relation.in_coords  # of any array that has as many
+        tiles = identity_tiles(relation.out_in if rows is None else rows)
+        keep_tiles(relation, tiles)
+        return tiles
+    table = relation.table_with(TILES)
+    tiles = relation.kept(TILES)
+    if tiles is None and sorts(table.shape[0]):
+        _, counts, tiles = relation_tiles(table_source(table))
+        relation.keep(COUNTS, counts)
+    elif tiles is None:
+        tiles = _in_order(table, gray_order(table))
+    keep_tiles(relation, tiles)
+    return tiles
+
+
+def release_table(relation: RelationViews) -> None:
+    """Keep no table beside tiles, which hold the same."""
+    if tiles := relation.kept(TILES):
+        keep_tiles(relation, tiles)
+
+
+def _in_order(table: mx.array, rows: mx.array) -> Sorted:
+    """Return the tiles of a table, for an order of its rows."""
+    sorted_, masks = sorted_table(table, rows)
+    return Sorted(sorted_, rows, masks)
+
+
+def table_of(tiles: Sorted) -> mx.array:
+    """Return the (N, K) table that tiles were made of."""
+    n, volume = len(tiles.rows), len(tiles.table)
+    if n == 0:
+        return mx.zeros((0, volume), dtype=mx.int32)
+    outputs = [((n, volume), mx.int32)]
+    inputs = [tiles.table, tiles.rows]
+    return run(_unsort_table(), inputs, -(-n // 128), 128, outputs)[0]
+
+
+def band_counts(relation: RelationViews) -> BandCounts:
+    """Return what is counted of a relation's table."""
+    counts = relation.kept(COUNTS)
+    if counts is None:
+        table = relation.out_in  # may bring its BandCounts
+        return relation.view(COUNTS, lambda: band_counts_of(table))
+    return counts
+
+
+def start(relation: RelationViews) -> mx.array | None:
+    """Build the table and, where matrix routes will read them, the tiles.
+
+    Returns:
+        The number of edges: to be read together with the check of the set.
+    """
+    if relation.n_out * relation.n_in == 0:
+        return None
+    # Edges of a large kernel are counted sooner without tiles, which are made of the
+    # table then: of 5x5x5 and 100 000 rows in 0.11 ms, not 0.25.
+    if 1 < relation.volume <= MASK_OFFSETS:
+        relation.table_with(TILES)
+    counts = band_counts(relation)
+    release_table(relation)
+    return counts.edges
+
+
+def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
+    """Return the kernel-major (E, 3) edges of a table.
+
+    Reads their number, unless the table is a relation's that knows it.
+    """
+    if table.size == 0:
+        return mx.zeros((0, 3), dtype=mx.int32)
+    if relation is None:
+        counts = band_counts_of(table)
+        total = sync.read(counts.edges)[0][0]
+    else:
+        counts, total = band_counts(relation), relation.n_edges
+    made, starts = listed(table, counts, 3, table.shape[1], total)
+    if relation is not None:
+        relation.keep("cuda_starts", starts)
+        release_table(relation)
+    return made
+
+
+def listed(
+    table: mx.array, counts: BandCounts, words: int, offsets: int, total: int
+) -> tuple[mx.array, ...]:
+    """Return the edges of the first offsets of a table, and where each one's start.
+
+    Of two words the others are spans, those of the transpose, and the first stages.
+
+    Args:
+        table: (N, K) int32.
+        counts: of it.
+        words: 3 of (i, o, k), or 2 of (i, o).
+        offsets: how many.
+        total: their edges.
+    """
+    n = len(table)
+    lines = offsets, -(-n // BAND)
+    starts, sums = run(
+        _scan_counts(),
+        [counts.bands],
+        offsets,
+        1024,
+        [(lines, mx.int32), ((offsets,), mx.int32)],
+    )
+    outputs, volume = [((max(1, total), words), mx.int32)], table.shape[1]
+    if words == 2:
+        outputs += [((volume, 2), mx.int32)] * 2
+        outputs += [((volume + 1,), mx.int32)] * len(STAGE_PAIRS)
+    else:
+        outputs.append(((offsets + 1,), mx.int32))
+    blocks = -(-n // EDGE_ROWS)
+    kernel = _write_edges(words)
+    made, *places = run(kernel, [table, starts, sums], blocks, THREADS, outputs)
+    return made if total else made[:0], *places
+
+
+_VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")
+
+
+@cache
+def _transpose_table():
+    inputs, outputs = ("neighbours",), ("swapped",)
+    return geometry_kernel(
+        "transpose_table", _VIEWS, "TransposeTable", inputs, outputs, threads=THREADS
+    )
+
+
+@cache
+def _sort_table():
+    inputs, outputs = ("neighbours", "rows"), ("sorted", "masks")
+    return geometry_kernel(
+        "sort_table", _VIEWS, "SortTable", inputs, outputs, threads=128
+    )
+
+
+@cache
+def _unsort_table():
+    inputs, outputs = ("sorted", "rows"), ("table",)
+    return geometry_kernel(
+        "unsort_table", _VIEWS, "UnsortTable", inputs, outputs, threads=128
+    )
+
+
+@cache
+def _scan_counts():
+    inputs, outputs = ("counts",), ("starts", "sums")
+    return geometry_kernel(
+        "scan_counts", _VIEWS, "ScanCounts", inputs, outputs, threads=1024
+    )
+
+
+@cache
+def _write_edges(words: int):
+    inputs, outputs = ("neighbours", "starts", "sums"), ("edges", "offset_starts")
+    if words == 2:
+        outputs = "edges", "spans", "turned", *(f"firsts_{n}" for n in STAGE_PAIRS)
+    template = (("WORDS", words),)
+    return geometry_kernel(
+        "write_edges",
+        _VIEWS,
+        "WriteEdges",
+        inputs,
+        outputs,
+        template=template,
+        threads=THREADS,
+    )
+
+
+class Pairs(NamedTuple):
+    """The edges of a relation by offset, as weight gradients read them.
+
+    Attributes:
+        rows: (P, 2) int32 of (i, o). A mirrored relation has those of the first half of
+            its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
+        spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin where
+            they are (o, i).
+        turned: the spans of the transpose, or None where they were not written.
+        firsts: for stages of each of ``STAGE_PAIRS``, (K + 1,) int32: the first stage
+            of each offset, and how many there are; () where they were not written.
+    """
+
+    rows: mx.array
+    spans: mx.array
+    turned: mx.array | None = None
+    firsts: tuple[mx.array, ...] = ()
+
+    @property
+    def of_transpose(self) -> Pairs:
+        """The same of the transpose."""
+        turned = self.turned
+        if turned is None:
+            turned = self.spans ^ mx.array([-1, 0])
+        return Pairs(self.rows, turned, self.spans, self.firsts)
+
+
+def pairs(relation: RelationViews) -> Pairs:
+    """Return the relation's edges by offset. Its transpose shares them."""
+
+    def build() -> Pairs:
+        other = relation.T.kept("cuda_pairs")
+        found = _pairs(relation) if other is None else other.of_transpose
+        release_table(relation)
+        return found
+
+    return relation.view("cuda_pairs", build)
+
+
+def pair_arrays(relation: RelationViews) -> tuple[mx.array, mx.array]:
+    """Return rows and spans of the relation's pairs."""
+    found = pairs(relation)
+    return found.rows, found.spans
+
+
+def first_stages(relation: RelationViews, size: int) -> mx.array:
+    """Return the first stage of ``size`` pairs of each offset, and how many, int32."""
+    found = pairs(relation)
+    if found.firsts:
+        return found.firsts[STAGE_PAIRS.index(size)]
+    if relation.volume == 1:
+        return up_to(-(-len(found.rows) // size))
+    begin, end = found.spans[:, 0], found.spans[:, 1]
+    stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
+    return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
+
+
+def _pairs(relation: RelationViews) -> Pairs:
+    """List the edges by offset, from the table where there is one."""
+    if relation.is_identity and relation.n_out:
+        rows = sorted_rows(relation).rows  # in order
+        rows = mx.contiguous(mx.broadcast_to(rows[:, None], (len(rows), 2)))
+        return Pairs(rows, up_to(len(rows))[None])
+    volume, n, edges = relation.volume, relation.n_out, relation.n_edges
+    if n * relation.n_in == 0 or relation.lists_edges:
+        rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
+        if volume == 1:
+            return Pairs(rows, up_to(len(rows))[None])
+        return Pairs(rows, mx.stack([starts[:-1], starts[1:]], axis=1))
+    offsets, total = volume, edges
+    if relation.mirrored and volume > 1:
+        # A row has at most itself by the offset in the middle, if there is one.
+        offsets = (volume + 1) // 2
+        total = (edges + n * (volume % 2)) // 2
+    made = listed(relation.out_in, band_counts(relation), 2, offsets, total)
+    if volume == 1:
+        return Pairs(made[0], up_to(len(made[0]))[None])
+    rows, spans, turned, *firsts = made
+    return Pairs(rows, spans, turned, tuple(firsts))
+
+
+def up_to(end: int) -> mx.array:
+    """Return (2,) int32 of 0 and ``end``, a part of more.
+
+    Made on the device: memory that MLX takes for an array from the host may be the
+    device's, and is copied first. Arrays of up to 8 bytes it has in a pool that its CPU
+    stream shares, and one that was just computed has been seen as zeros.
+    """
+    made = mx.arange(0, 4 * end, end, dtype=mx.int32) if end else mx.zeros(4, mx.int32)
+    return made[:2]
+
+
+def offset_starts(relation: RelationViews) -> mx.array:
+    """Return (K + 1,) int32: where the edges of each offset start."""
+    listed = relation.edges  # may bring its starts
+
+    def build() -> mx.array:
+        ends = mx.arange(relation.volume + 1, dtype=mx.int32)
+        return mx.searchsorted(mx.contiguous(listed[:, 2]), ends).astype(mx.int32)
+
+    return relation.view("cuda_starts", build)

@@ -29,8 +29,13 @@ from . import (
     cuda_tiles,
     cuda_whole_grad,
 )
-from .cuda_pairs import first_stages, offset_starts, pair_arrays
-from .cuda_views import STAGE_PAIRS, sorted_arrays
+from .cuda_tables import (
+    STAGE_PAIRS,
+    first_stages,
+    offset_starts,
+    pair_arrays,
+    sorted_arrays,
+)
 from .gpu_kernel import GpuKernel, Interface
 from .runners import edges_to_weight_grad
 from .signatures import PER_ROW_OF_EDGES, WEIGHT_GRAD, kept

@@ -13,7 +13,7 @@ from ..problem import MLX_LAYOUT, Problem
 from ..routes import cuda_shapes, cuda_tile_kinds, thresholds
 from ..routes.plan import Dispatch, Plan, Proof
 from . import cuda_counts, cuda_grad_tiles, cuda_operands, cuda_tiles
-from .cuda_pairs import pair_arrays
+from .cuda_tables import pair_arrays
 from .gpu_kernel import GpuKernel
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD, kept

@@ -12,7 +12,7 @@ from reference_rows import table_of
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.backends import cuda_levels, cuda_lookups, registry
+from mlx_lattice.backends import cuda_geometry, cuda_tables, registry
 
 pytestmark = emulated
 
@@ -24,7 +24,7 @@ def test_levels_of_a_set_that_nobody_has_read(emulator, reads, dims, n):
     rng = np.random.default_rng(dims)
     strides = np.array([(2, 3, 1, 2)[:dims], (3, 1, 2, 2)[:dims]])
     steps = list(map(tuple, strides.cumprod(axis=0).tolist()))
-    cuda_levels._bits_before.clear()
+    cuda_geometry._bits_before.clear()
     all_rows = rng.integers(-90, 90, (n, 1 + dims))
     all_rows[:, 0] %= 2
     all_rows = np.unique(all_rows, axis=0).astype(np.int32)
@@ -84,7 +84,7 @@ def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
         np.testing.assert_array_equal(np.array(made.rows), np.unique(rows, axis=0))
         assert len(reads) == 2  # the bounds, and how many there are
         assert not any("band_counts" in name for name in emulator.launches)
-        box = cuda_lookups.bounds(mx.array(rows))
+        box = cuda_tables.bounds(mx.array(rows))
         assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
 
 

@@ -15,7 +15,7 @@ from mlx_lattice.geometry.protocol import BoxedRows
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda_pairs, cuda_views  # noqa: E402
+from mlx_lattice.backends import cuda_tables  # noqa: E402
 from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
 
 cuda = CudaGeometry()
@@ -54,7 +54,7 @@ def test_orders_and_edges(volume):
     by = np.lexsort((o, k))
     edges = np.stack([table[o, k], o, k], 1)[by]
     np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
-    ordered, masks = cuda_views.sorted_table(mx.array(table), mx.array(order))
+    ordered, masks = cuda_tables.sorted_table(mx.array(table), mx.array(order))
     padded = np.full((5376, volume), -1, np.int32)
     padded[:5000] = table[order]
     np.testing.assert_array_equal(np.array(ordered), padded.T)
@@ -100,7 +100,7 @@ def test_tiles_and_edges_of_both_ways_round():
     for case in (SUBMANIFOLD, cases.Case("forward", 3, 3, 2)):
         relation, expected = pair(case, "surface", 9000)
         for each, wanted in ((relation, expected), (relation.T, expected.T)):
-            view = cuda_views.sorted_rows(each)
+            view = cuda_tables.sorted_rows(each)
             n, table = each.n_out, np.array(each.out_in)
             placed = np.array(view.table)[:, :n].T
             placed = placed[:, ::-1] if view.mirrored else placed
@@ -111,7 +111,7 @@ def test_tiles_and_edges_of_both_ways_round():
             np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
             starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
             np.testing.assert_array_equal(
-                np.array(cuda_pairs.offset_starts(each)), starts
+                np.array(cuda_tables.offset_starts(each)), starts
             )
 
 
@@ -152,7 +152,7 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
         stride,
         transposed=transposed,
         keep=kept.__setitem__,
-        wanted=cuda_views.TILES,
+        wanted=cuda_tables.TILES,
     )
     np.testing.assert_array_equal(np.array(table), expected)
     counts = kept["band_counts"]
@@ -160,8 +160,8 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
     bands = np.add.reduceat(expected >= 0, np.arange(0, len(out), 64), axis=0)
     np.testing.assert_array_equal(np.array(counts.bands), bands.T)
     both = (
-        kept[cuda_views.TILES],
-        cuda_views.relation_tiles(cuda_views.table_source(table))[2],
+        kept[cuda_tables.TILES],
+        cuda_tables.relation_tiles(cuda_tables.table_source(table))[2],
     )
     for tiles in both:
         for got, wanted in zip(tiles, tiled(expected), strict=False):
@@ -180,7 +180,7 @@ def test_tiles_of_many_rows(n):
     table = np.array(relation.out_in)
     assert relation.n_edges == (table >= 0).sum()
     for got, wanted in zip(
-        cuda_views.sorted_rows(relation), tiled(table), strict=False
+        cuda_tables.sorted_rows(relation), tiled(table), strict=False
     ):
         np.testing.assert_array_equal(np.array(got), wanted)
     centre = table[:, 13]

@@ -19,11 +19,16 @@ from cuda_emulation import (
 from reference_rows import table_of, tile_order
 
 from mlx_lattice import kept_files
-from mlx_lattice.backends import cuda_interfaces
+from mlx_lattice.backends import cuda_sort
 from mlx_lattice.backends.cuda_grad_sums import ADD_PARTIALS
-from mlx_lattice.backends.cuda_rules import KINDS, rule_kind, rule_words
 from mlx_lattice.backends.cuda_sort import digits_of
-from mlx_lattice.backends.cuda_tables import pitch_of, rank_bits
+from mlx_lattice.backends.cuda_tables import (
+    KINDS,
+    pitch_of,
+    rank_bits,
+    rule_kind,
+    rule_words,
+)
 from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"
@@ -39,7 +44,7 @@ def programs():
     """The kernels, compiled for the CPU: called with a program's name and its input."""
     every = sorted([*KERNELS.glob("*.cu"), *KERNELS.glob("*.cuh")])
     files = {path.name: on_host(path.read_text()) for path in every}
-    faces = *cuda_interfaces.structs(), ADD_PARTIALS["firsts"]
+    faces = *cuda_sort.structs(), ADD_PARTIALS["firsts"]
     structs = "".join(face.struct for face in faces)
     files["interfaces.h"] = f"namespace lattice {{\n{structs}}}\n"
     folder = kept_folder(*files, *files.values())

@@ -14,7 +14,7 @@ from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.backends import cuda_row_order, gpu_segments, registry
+from mlx_lattice.backends import cuda_sort, gpu_segments, registry
 from mlx_lattice.geometry import sync
 from mlx_lattice.geometry.voxelize import (
     NO_CELL,
@@ -150,8 +150,8 @@ def test_places_by_row(cuda_programs, n, volume, rows):
     table[table == rows // 2] = -1  # of a row that nobody names
     wanted = gpu_segments.by_row(mx.array(table), rows)
     with emulating(Emulator(cuda_programs)):
-        got = cuda_row_order.by_row(mx.array(table), rows)
-        cut = cuda_row_order.pieces(got[1], table.size)
+        got = cuda_sort.by_row(mx.array(table), rows)
+        cut = cuda_sort.pieces(got[1], table.size)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.array(a), np.array(b))
     wanted = gpu_segments.pieces(wanted[1], table.size)

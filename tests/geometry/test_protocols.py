@@ -7,7 +7,7 @@ import pytest
 
 from mlx_lattice.backends import (
     cpu_geometry,
-    cuda_lookups,
+    cuda_tables,
     metal_lookups,
     mlx_geometry,
     registry,
@@ -54,7 +54,7 @@ def test_reductions_are_whole(backend):
 INDICES = (
     mlx_geometry.RowIndex,
     metal_lookups.RowTable,
-    cuda_lookups.RowTable,
+    cuda_tables.RowTable,
     cpu_geometry.RowIndex,
 )
 

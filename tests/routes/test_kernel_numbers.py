@@ -14,16 +14,13 @@ from mlx_lattice import activations
 from mlx_lattice.backends import (
     cpu_conv,
     cuda_column_sums,
+    cuda_geometry,
     cuda_grad_sums,
-    cuda_lookups,
     cuda_row_norms,
-    cuda_rules,
     cuda_sort,
     cuda_splits,
     cuda_tables,
     cuda_tiles,
-    cuda_unique,
-    cuda_views,
     cuda_weight_grad,
     gpu_batch_norm,
     gpu_norms,
@@ -46,7 +43,7 @@ NUMBERS = {
     "cuda/rows.cuh": {
         "BINS": cuda_sort.BINS,
         "HEADER": cuda_sort.HEADER,
-        "BOUNDS": cuda_lookups.TABLE_WORDS,
+        "BOUNDS": cuda_tables.TABLE_WORDS,
     },
     "cuda/radix_sort.cu": {
         "SORT_THREADS": cuda_sort.SORT_THREADS,
@@ -54,13 +51,13 @@ NUMBERS = {
         "SUM_OF_TILE": cuda_sort.MOST_KEYS,
     },
     "cuda/table_sources.cuh": {
-        "PART_OFFSETS": cuda_rules.PART_OFFSETS,
-        "GROUP": cuda_rules.GROUP,
-        "PARTS_AT": cuda_rules.PARTS_AT,
+        "PART_OFFSETS": cuda_tables.PART_OFFSETS,
+        "GROUP": cuda_tables.GROUP,
+        "PARTS_AT": cuda_tables.PARTS_AT,
     },
     "cuda/neighbour_table.cu": {"BAND": cuda_tables.BAND},
     "cuda/sort_table.cu": {"ROW_ALIGNMENT": cuda_tables.ROW_ALIGNMENT},
-    "cuda/relation_views.cu": {"BANDS": cuda_views.EDGE_ROWS // cuda_tables.BAND},
+    "cuda/relation_views.cu": {"BANDS": cuda_tables.EDGE_ROWS // cuda_tables.BAND},
     "cuda/points.cu": {"NO_CELL": NO_CELL},
     "cuda/patches.cu": {"PATCH_WORDS": 8},
     "cuda/attention_heads.cu": {"HEAD_EPS": heads.EPS},
@@ -117,7 +114,7 @@ ENUMERATIONS = {
     ("cpu/inner_loops.h", "NormAct"): [name.lower() for name in ACTIVATIONS],
     ("cuda/unique_rows.cu", "Rule"): RULES,
     ("metal/hash_table.metal", "Rule"): RULES,
-    ("cuda/table_sources.cuh", "Stride"): cuda_rules.KINDS,
+    ("cuda/table_sources.cuh", "Stride"): cuda_tables.KINDS,
     ("cuda/updates.cu", "UpdateRule"): UPDATES,
     ("metal/updates.metal", "UpdateRule"): UPDATES,
 }
@@ -148,7 +145,7 @@ def test_an_enumeration_has_the_order_of_pythons(file, name):
 def test_codes_count_as_the_enumerations_do():
     assert [getattr(activations, name) for name in ACTIVATIONS] == [0, 1, 2, 3, 4]
     assert list(Rule) == list(range(len(Rule)))
-    assert cuda_unique.CELLS == metal_lookups.CELLS == len(Rule)
+    assert cuda_geometry.CELLS == metal_lookups.CELLS == len(Rule)
     rules = gpu_updates.SGD, gpu_updates.MOMENTUM, gpu_updates.NESTEROV
     assert [rule.code for rule in (*rules, gpu_updates.ADAM)] == [0, 1, 2, 3]
 
@@ -156,7 +153,7 @@ def test_codes_count_as_the_enumerations_do():
 def test_numbers_that_others_are_made_of():
     """What kernels have no name for, but rely on."""
     threads = cuda_sort.THREADS, cuda_column_sums.THREADS, kernel_launches.THREADS
-    assert {*threads, gpu_norms.THREADS, cuda_views.EDGE_ROWS} == {256}
+    assert {*threads, gpu_norms.THREADS, cuda_tables.EDGE_ROWS} == {256}
     assert cuda_sort.SORT_THREADS == cuda_sort.BINS
     slab = number("cuda/sort_table.cu", "SLAB")
     warps = cuda_sort.SORT_THREADS // 32
