@@ -36,7 +36,7 @@ from mlx_lattice import models
 # reads rows that do is no operation, and not counted.
 VIEWS = {
     "AsStrided", "Broadcast", "BroadcastAxes", "Contiguous", "Copy", "CustomTransforms",
-    "CustomFunction", "Depends", "ExpandDims", "Flatten",
+    "Depends", "ExpandDims", "Flatten",
     "Reshape", "Slice", "Split", "Squeeze", "StopGradient", "Transpose", "Unflatten",
     "View",
 }  # fmt: skip

@@ -6,7 +6,6 @@
 #include <nanobind/stl/variant.h>
 #include <nanobind/stl/vector.h>
 
-#include "custom_function.h"
 #include "instruction_set.h"
 #include "operations.h"
 #include "thread_pool.h"
@@ -155,10 +154,4 @@ NB_MODULE(_cpu, m) {
 
   m.def("is_transforming", &is_transforming);
   m.def("is_differentiating", &is_differentiating);
-  m.def("stopped", &stopped, "arrays"_a);
-  nb::class_<Recording>(m, "Recording")
-      .def(nb::init<const std::vector<array>&, nb::handle, const std::vector<array>&>(), "stopped"_a, "results"_a,
-           "before"_a)
-      .def_prop_ro("searched", &Recording::searched)
-      .def("now", &Recording::now, "given"_a, "results"_a, "rules"_a);
 }

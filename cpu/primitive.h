@@ -126,12 +126,13 @@ class Native final : public mx::Primitive {
     return zeros;
   }
   // One call per element. MLX maps the forward of a custom function too, before it takes the function's own rule.
+  // Over no elements: results of the shapes that one element has.
   std::pair<std::vector<mx::array>, std::vector<int>> vmap(const std::vector<mx::array>& inputs,
                                                            const std::vector<int>& axes) override {
     int size = 0;
     for (size_t i = 0; i < inputs.size(); ++i)
       if (axes[i] >= 0) size = inputs[i].shape(axes[i]);
-    if (size == 0) refuse(op_.name, "vmap over no elements");
+    if (size == 0) return over_nothing(inputs, axes);
     std::vector<std::vector<mx::array>> results;
     for (int e = 0; e < size; ++e) {
       std::vector<mx::array> element;
@@ -152,6 +153,24 @@ class Native final : public mx::Primitive {
   const char* name() const override { return op_.name; }
 
  private:
+  std::pair<std::vector<mx::array>, std::vector<int>> over_nothing(std::vector<mx::array> inputs,
+                                                                   const std::vector<int>& axes) {
+    for (size_t i = 0; i < inputs.size(); ++i) {
+      if (axes[i] < 0) continue;
+      auto shape = inputs[i].shape();
+      shape.erase(shape.begin() + axes[i]);
+      inputs[i] = mx::zeros(shape, inputs[i].dtype(), stream());
+    }
+    std::vector<mx::array> empty;
+    auto shapes = op_.shapes(inputs);
+    auto dtypes = op_.dtypes(inputs);
+    for (size_t i = 0; i < shapes.size(); ++i) {
+      shapes[i].insert(shapes[i].begin(), 0);
+      empty.push_back(mx::zeros(shapes[i], dtypes[i], stream()));
+    }
+    return {empty, std::vector<int>(empty.size(), 0)};
+  }
+
   // MLX's take refuses an array of no numbers.
   mx::array element_of(const mx::array& a, int e, int axis) {
     mx::Shape begin(a.ndim(), 0), end = a.shape();

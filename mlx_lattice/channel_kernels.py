@@ -57,14 +57,6 @@ def _joined_jvp(primals, tangents):
     return mx.concatenate(filled(primals, tangents), axis=1)
 
 
-@_joined.vmap
-def _joined_vmap(parts, axes):
-    def joined(*each: mx.array) -> mx.array:
-        return mx.concatenate(each, axis=1)
-
-    return mx.vmap(joined, in_axes=tuple(axes))(*parts), 0
-
-
 @lru_cache(maxsize=256)
 def _split(c_a: int) -> Function:
     """Return what takes rows of which ``c_a`` channels are the first array's apart."""
@@ -75,7 +67,6 @@ def _split(c_a: int) -> Function:
     split = Function(lambda y: tuple(registry.joins().split(y, c_a)))
     split.vjp(lambda _, parts, __: _joined(*parts))
     split.jvp(lambda _, y: views(y))
-    split.vmap(lambda y, axis: (mx.vmap(views, in_axes=axis)(y), (0, 0)))
     return split
 
 

@@ -21,9 +21,9 @@ from .transformations import Function, filled
 # Derivatives
 
 
-def linear(forward, transpose, itself, before=None):
+def linear(forward, transpose, itself):
     """Wrap a linear function of one array with its derivatives."""
-    function = Function(forward, before=before)
+    function = Function(forward)
     function.vjp(lambda x, dy, y: transpose(dy))
     function.jvp(lambda x, dx: itself(dx))
     return function

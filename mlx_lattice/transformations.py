@@ -7,10 +7,7 @@ from functools import partial
 
 import mlx.core as mx
 
-from .backends import cpu_extension
 from .geometry.sync import is_transforming
-
-_NODES = cpu_extension.extension
 
 
 class Rules:
@@ -30,28 +27,18 @@ class Rules:
 class Function:
     """A function of arrays, with rules for MLX's transformations of it.
 
-    While MLX transforms (gradients, ``vmap``, ``compile``), a call is one node of the
-    C++ extension, which holds the launches: ``mx.vmap`` would follow those of
-    ``mx.custom_function`` into kernels, which have no rules. Without the extension it
-    goes through ``mx.custom_function``. Otherwise it is a call of ``forward``.
+    While MLX transforms (gradients, ``vmap``, ``compile``), a call goes through
+    ``mx.custom_function``. Otherwise it is a call of ``forward``.
 
     Args:
         forward: returns one array or a tuple of them.
         rules: has all rules; without it they are set one by one.
-        before: returns arrays that the latest call of ``forward`` read and that existed
-            before the call. The extension does not search what computes them, which
-            is the whole net before an exchange between processes.
     """
 
-    __slots__ = "_before", "_custom", "_forward", "_rules"
+    __slots__ = "_custom", "_forward", "_rules"
 
-    def __init__(
-        self,
-        forward: Callable,
-        rules: Rules | None = None,
-        before: Callable[[], Sequence[mx.array]] | None = None,
-    ):
-        self._forward, self._before = forward, before
+    def __init__(self, forward: Callable, rules: Rules | None = None):
+        self._forward = forward
         self._rules = {"vmap": partial(_each, forward)} if rules is None else rules
         self._custom: Callable | None = None
 
@@ -74,12 +61,6 @@ class Function:
         """Return what ``forward`` does."""
         if not is_transforming():
             return self._forward(*arrays)
-        if _NODES is not None:
-            stopped = _NODES.stopped(arrays)
-            found = self._forward(*stopped)
-            before = self._before() if self._before else ()
-            launches = _NODES.Recording(stopped, found, before)
-            return launches.now(arrays, found, self._rules)
         if self._custom is None:
             self._custom = _by_mlx(self._forward, self._rules)
         return self._custom(*arrays)
@@ -258,7 +239,6 @@ def differentiable(
     composed: Callable,
     statistics: int = 0,
     frozen: int = 0,
-    before: Callable[[], Sequence[mx.array]] | None = None,
 ) -> Function:
     """Return a way back by kernels, whose own derivatives are the composed form's.
 
@@ -267,14 +247,13 @@ def differentiable(
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
         frozen: arrays after x whose derivatives ``back`` leaves out.
-        before: that of ``Function``.
     """
 
     def again(dy, x, *arrays):
         dx, *rest = mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1]
         return dx, *rest[frozen:]
 
-    function = Function(back, before=before)
+    function = Function(back)
     function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
     function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
     return function

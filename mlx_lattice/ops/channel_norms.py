@@ -57,7 +57,6 @@ class BatchStatistics(NamedTuple):  # made once a call, faster than a dataclass
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
     spread = groups = None  # all rows have one line, and so has each channel
-    before = None  # only arrays of the call are read, see ``Function``
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -119,7 +118,6 @@ class SegmentStatistics:
     groups: int
     sum: Sum
     spread: Sum
-    before = None  # as above
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (N, C) mean and variance of each row's segment, in MLX operations."""
@@ -179,10 +177,6 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
     running: tuple[mx.array, mx.array] | None = None
     momentum: float = 0.0
     spread = None  # all rows have one line
-
-    def before(self) -> tuple[mx.array, ...]:
-        """Return what the latest exchange came after, see ``Function``."""
-        return self.exchanges.before()
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array]:
         """Return (C,) mean and variance in MLX operations."""
@@ -360,8 +354,7 @@ def row_norm(
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    before = statistics.before
-    gradient = differentiable(back, composed, 2, before=before)
+    gradient = differentiable(back, composed, 2)
 
     def vjp(primals, cotangents, outputs):
         x, *rest = several(primals)
@@ -377,7 +370,7 @@ def row_norm(
         return *found, *[no_gradient(a.shape) for a in others]
 
     given.tell("forward", launches - (is_summed and few is None))
-    function = Function(forward, before=before)
+    function = Function(forward)
     function.vjp(vjp)
 
     @function.jvp

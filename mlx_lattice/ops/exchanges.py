@@ -45,7 +45,6 @@ class Exchanges:
     ):
         self.group, self.stream, self._holder = group, stream, holder
         self._exchanged: mx.array | None = None
-        self._before: tuple[mx.array, ...] = ()  # what the latest exchange came after
 
     def gather(self, *parts: mx.array) -> mx.array:
         """Return (P, W): the W numbers of each of the P processes."""
@@ -65,7 +64,7 @@ class Exchanges:
         def back(dy):
             return self.added(dy)[rank]
 
-        return linear(self.gather, back, self.gathered, self.before)(row)
+        return linear(self.gather, back, self.gathered)(row)
 
     def added(self, x: mx.array) -> mx.array:
         """Return the sum over processes, whose gradient is the sum of gradients.
@@ -76,16 +75,11 @@ class Exchanges:
         def add(x):
             return self.add(x).reshape(x.shape)
 
-        return linear(add, self.added, self.added, self.before)(x)
-
-    def before(self) -> tuple[mx.array, ...]:
-        """Return the result that the latest exchange came after; see ``Function``."""
-        return self._before
+        return linear(add, self.added, self.added)(x)
 
     def _in_turn(self, exchange: Callable, parts: Sequence[mx.array]) -> mx.array:
         previous = self if self._exchanged is not None else Exchanges._last()
         after = None if previous is None else previous._exchanged
-        self._before = () if after is None else (after,)
         # CUDA graphs order launches by the arrays that they read, so ``mx.depends`` is
         # not enough. Every process sends as many numbers, also for a first exchange.
         number = mx.zeros((1,)) if after is None else after

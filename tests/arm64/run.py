@@ -71,8 +71,7 @@ def main():
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(partial(subprocess.run, check=True), commands))
     # What needs a Python of the target is compiled, and not linked.
-    of_python = "bindings", "custom_function"
-    objects = [o for o in objects if o.stem.removesuffix("_baseline") not in of_python]
+    objects = [o for o in objects if o.stem.removesuffix("_baseline") != "bindings"]
     program, library = BUILD / "check", home / "lib"
     link = [COMPILER, *objects, f"-L{library}", "-lmlx", "-pthread", "-o", program]
     search = f"-Wl,-rpath,{library},--allow-shlib-undefined"

@@ -14,8 +14,6 @@ from norm_checks import array, lines_of
 from places import HERE, agreed
 from reference_norms import Norm
 
-from mlx_lattice import transformations
-from mlx_lattice.backends import cpu_extension
 from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
 from mlx_lattice.ops.activation import activation_of
@@ -56,63 +54,6 @@ def test_given_statistics_are_taken_for_those_of_the_rows(place):
     ref.assert_close(var, values.var(axis=0))
     ref.assert_close(moved_mean, 0.1 * values.mean(axis=0))
     ref.assert_close(moved_var, 0.9 + 0.1 * values.var(axis=0, ddof=1))
-
-
-class OneProcess:
-    """A group of this process alone, whose exchanges are in the graph all the same."""
-
-    def rank(self) -> int:
-        return 0
-
-
-class InTurn(Exchanges):
-    """Exchanges of one process, each after the one before."""
-
-    def gather(self, *parts):
-        return self._in_turn(lambda row, **_: row, parts)
-
-    def add(self, *parts):
-        return self._in_turn(lambda row, **_: row, parts)[0]
-
-
-class Holder:
-    _exchanged = mx.zeros((1,))
-
-
-def most_searched(depth: int, monkeypatch) -> int:
-    """Return the arrays looked at, at most, for a call of one of so many norms."""
-    found, nodes = [], transformations._NODES
-
-    class Nodes:
-        def __getattr__(self, name):
-            return getattr(nodes, name)
-
-        def Recording(self, *given):
-            found.append(nodes.Recording(*given))
-            return found[-1]
-
-    holders = [Holder() for _ in range(depth)]
-
-    def through(x):
-        for holder in holders:
-            shared = SharedStatistics(len(x), InTurn(OneProcess(), holder))
-            layer = channel_norms.Layer("SyncBatchNorm", 1e-5, activation_of(None))
-            x, *_ = channel_norms.batch_norm(x, layer, None, None, statistics=shared)
-        return x.sum()
-
-    monkeypatch.setattr(Exchanges, "_last", staticmethod(lambda: None))
-    monkeypatch.setattr(transformations, "_NODES", Nodes())
-    mx.grad(through)(array((30, C))[0])
-    monkeypatch.undo()
-    return max(each.searched for each in found)
-
-
-@pytest.mark.skipif(
-    cpu_extension.extension is None, reason="the extension records launches"
-)
-def test_a_call_does_not_look_through_the_exchanges_before_it(monkeypatch):
-    """Each comes after another, so behind it is all of a net."""
-    assert most_searched(2, monkeypatch) == most_searched(12, monkeypatch)
 
 
 def check(place, shares, act, dtype):

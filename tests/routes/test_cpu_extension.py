@@ -98,6 +98,8 @@ def test_refusals_and_errors_are_sentences():
         mx.jvp(lambda x: cpu.blocked_gather_gemm(x, w, table), [x], [x])
     mapped = mx.vmap(lambda x: cpu.blocked_gather_gemm(x, w, table))(mx.ones((2, 4, 8)))
     assert mx.array_equal(mapped[1], cpu.blocked_gather_gemm(mx.ones((4, 8)), w, table))
+    none = mx.vmap(lambda x: cpu.blocked_gather_gemm(x, w, table))(mx.ones((0, 4, 8)))
+    assert none.shape == (0, 4, 8)
     with pytest.raises(ValueError, match="x is float32 but the weight is float16"):
         cpu.blocked_gather_gemm(x, w.astype(mx.float16), table)
     with pytest.raises(ValueError, match="x has 7 channels"):
