@@ -49,12 +49,8 @@ def parser() -> argparse.ArgumentParser:
     doctor.add_argument(
         "--quick", action="store_true", help="take 30 seconds instead of five minutes"
     )
-    doctor.add_argument("--seconds", type=float, help="time budget in seconds")
     doctor.add_argument(
         "--out", metavar="DIR", default=".", help="write doctor.json to this folder"
-    )
-    doctor.add_argument(
-        "--keep", action="store_true", help="keep the times as this machine's tuning"
     )
     doctor.add_argument(
         "--compare",
@@ -265,16 +261,7 @@ def _doctor(given: argparse.Namespace) -> int:
     if given.compare:
         print(doctor.compare(*map(doctor.read, given.compare)))
         return 0
-    if given.seconds is not None and not 1 <= given.seconds <= 3600:
-        raise ValueError("--seconds takes 1 to 3600")
-    if given.keep and given.quick:
-        raise ValueError(
-            "--keep needs the times of every route, and --quick times only the chosen "
-            "ones: leave one of them out"
-        )
-    return doctor.run(
-        Path(given.out), quick=given.quick, seconds=given.seconds, keep=given.keep
-    )
+    return doctor.run(Path(given.out), quick=given.quick)
 
 
 def _explain(given: argparse.Namespace) -> None:

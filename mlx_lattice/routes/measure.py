@@ -120,19 +120,6 @@ def record(
     return True
 
 
-def keep(problem: Problem, device: Device, times: dict[str, float | None]) -> None:
-    """Keep times of a problem that were taken elsewhere, beside those that are kept.
-
-    Args:
-        problem: the facts.
-        device: the profile that MLX runs on now.
-        times: milliseconds by route; None where the result was wrong.
-    """
-    name = key(problem, device)
-    taken = {r: None if ms is None else round(ms, 6) for r, ms in times.items()}
-    _store(name, {**_FILE.load().get(name, {}), **taken})
-
-
 def _store(name: str, times: dict[str, float | None]) -> None:
     settings.findings.note()
     _FILE.store(name, times)

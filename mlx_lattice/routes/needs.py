@@ -364,7 +364,7 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
 
 def measured_alone(p: Problem, device: Device) -> str | None:
     """Never hold: measured times alone choose such a route."""
-    return "not yet measured on a Mac: ml.tune() or mlx-lattice doctor --keep decides"
+    return "not yet measured on a Mac: ml.tune() decides"
 
 
 def many_offsets(p: Problem, device: Device) -> str | None:

@@ -1,8 +1,6 @@
 """doctor: its proofs, its times, its report, its exit codes."""
 
 import json
-import re
-import threading
 import time
 from dataclasses import replace
 
@@ -14,17 +12,14 @@ from metal import host
 from mlx_lattice import cli, devices, routes
 from mlx_lattice.backends import cpu_extension, first_use, kernel_sources
 from mlx_lattice.inspect import doctor
-from mlx_lattice.inspect.doctor import Doctor, Layer
+from mlx_lattice.inspect.doctor import Case, Doctor, Layer
 from mlx_lattice.problem import FORWARD, PASSES
-from mlx_lattice.routes import measure, proof_results
+from mlx_lattice.routes import proof_results
 from mlx_lattice.routes.plan import MLX, Plan
 
 PLENTY = 1e6  # seconds: no budget ends, however busy the machine is
-SMALL = (
-    Layer("shell", 9, 16, 24, passes=PASSES, quick=True),
-    Layer("shell", 9, 16, 24, bits=4),
-    Layer("shell", 9, 16, 32, kind="inverse", dtype="float32", quick=True),
-)
+SMALL = (Layer(9, 16, 24, passes=PASSES), Layer(9, 16, 24, bits=4))
+INVERSE = Layer(9, 16, 32, kind="inverse", dtype="float32")
 
 
 @pytest.fixture(autouse=True)
@@ -41,7 +36,7 @@ def idle(unforced, monkeypatch, tmp_path):
 
 
 def clear():
-    doctor._relation.cache_clear()
+    doctor._small_relation.cache_clear()
     doctor._reference.cache_clear()
 
 
@@ -53,19 +48,20 @@ def place(request, monkeypatch):
         with monkeypatch.context() as patched:
             patched.setenv("MLX_LATTICE_METAL", "host")
             patched.setenv("MLX_LATTICE_CACHE", "")
-            yield doctor.current_device()
+            yield Doctor().device
         leave_the_host()
         return
-    yield doctor.current_device()
+    yield Doctor().device
 
 
 @pytest.fixture
 def small(monkeypatch):
     """Lists that take a second."""
+    monkeypatch.setattr(doctor, "QUICK_LAYERS", SMALL[1:])
     monkeypatch.setattr(doctor, "LAYERS", SMALL)
-    points = doctor.points
-    monkeypatch.setattr(doctor, "points", lambda device: points(device)[:8])
-    monkeypatch.setattr(doctor, "CHECKS", doctor.CHECKS[:2])
+    kernels, operations = doctor.kernel_cases, doctor.operation_cases
+    monkeypatch.setattr(doctor, "kernel_cases", lambda device: kernels(device)[:8])
+    monkeypatch.setattr(doctor, "operation_cases", lambda: operations()[:2])
 
 
 def plant(monkeypatch, fault):
@@ -79,11 +75,11 @@ def plant(monkeypatch, fault):
     monkeypatch.setattr(Plan, "__call__", wrong)
 
 
-def timed(layers=SMALL, quick=False):
-    found = Doctor(quick, PLENTY, layers=layers)
-    found.machine["on_host"] = False
-    found.time_layers()
-    return found
+def timed(layers, monkeypatch, quick=False):
+    monkeypatch.setattr(doctor, "QUICK_LAYERS" if quick else "LAYERS", layers)
+    made = Doctor(quick, seconds=PLENTY)
+    made.time_layers()
+    return made.report
 
 
 # Which kernels are proved.
@@ -100,18 +96,20 @@ def test_on_the_gpu_of_a_virtual_machine_no_kernel_multiplies_matrices():
     virtual = replace(real, matrices=False)
     routes_of = {}
     for device in (real, virtual):
-        found = [(p, p.route.plan(p.problem, device)) for p in doctor.points(device)]
-        routes_of[device] = {p.route.name for p, y in found if multiplies_matrices(y)}
-        for point, _ in found:
-            choice = routes.select(point.problem, device=virtual)
+        cases = doctor.kernel_cases(device)
+        able = [case for case in cases if multiplies_matrices(case.plan)]
+        routes_of[device] = {case.name for case in able}
+        for case in cases:
+            problem = case.plan.problem
+            choice = routes.select(problem, device=virtual)
             assert not multiplies_matrices(choice.plan)
-            why = point.route.refusal(point.problem, virtual, forced=True) or ""
+            why = routes.named(case.name).refusal(problem, virtual, forced=True)
             assert device == real or not why
     assert {"sorted_implicit_gemm", "grouped_gemm"} <= routes_of[real]
     assert routes_of[virtual] == set()
 
 
-def test_every_kernel_of_the_table_is_a_point():
+def test_every_kernel_of_the_table_is_proved():
     native = ("cpu",) if cpu_extension.usable() else ()
     for name in ("m1", "m5-max", "h200", "a100", *native):
         device = devices.profile(name)
@@ -121,8 +119,9 @@ def test_every_kernel_of_the_table_is_a_point():
             for pass_ in route.passes
             if route.planner(device.backend, pass_)
         }
-        found = doctor.points(device)
-        seen = {(point.route.name, point.problem.pass_) for point in found}
+        cases = doctor.kernel_cases(device)
+        problems = [case.plan.problem for case in cases]
+        seen = {(case.name, case.plan.problem.pass_) for case in cases}
         lacking = {e for e in expected - seen if device.backend != "cpu"}
         able = {
             (r, p)
@@ -131,16 +130,15 @@ def test_every_kernel_of_the_table_is_a_point():
         }
         # Its weight gradient wins over many rows only, but is forced on small ones.
         assert not able - {("sorted_implicit_gemm", "weight_grad")}, name
-        assert {p.problem.dtype for p in found} == {"float32", "float16", "bfloat16"}
-        assert {p.problem.layout for p in found} == {"mlx", "kernel_major"}
+        assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16"}
+        assert {p.layout for p in problems} == {"mlx", "kernel_major"}
 
 
-def test_points_have_every_tile_width_and_both_kinds_of_sums():
-    device, seen = devices.profile("m5-max"), set()
-    for point in doctor.points(device):
-        plan = point.plan(device)
-        template = dict(plan.gpu.template)
-        if point.route.name == "sorted_implicit_gemm":
+def test_proofs_have_every_tile_width_and_both_kinds_of_sums():
+    seen = set()
+    for case in doctor.kernel_cases(devices.profile("m5-max")):
+        plan, template = case.plan, dict(case.plan.gpu.template)
+        if case.name == "sorted_implicit_gemm":
             facts = "T", "COLUMNS", "TRANSPOSED"
             out = template["OUT"] == mx.float32
             seen.add((*(template[f] for f in facts), plan.splits > 1, out))
@@ -154,50 +152,47 @@ def test_points_have_every_tile_width_and_both_kinds_of_sums():
 def test_packed_kernels_have_every_group_size_that_users_choose():
     native = ("cpu",) if cpu_extension.usable() else ()
     for name in ("m1", "m5-max", "h200", *native):
-        found = doctor.points(devices.profile(name))
-        packed = [p for p in found if p.problem.group_size]
-        for route in {p.route.name for p in packed}:
-            own = [p.problem for p in packed if p.route.name == route]
+        cases = doctor.kernel_cases(devices.profile(name))
+        packed = [c for c in cases if c.plan.problem.group_size]
+        for route in {c.name for c in packed}:
+            problems = [c.plan.problem for c in packed if c.name == route]
             for dtype in ("float32", "float16", "bfloat16"):
-                for bits in {p.bits for p in own}:
+                for bits in {p.bits for p in problems}:
                     some = {
-                        p.group_size for p in own if (p.dtype, p.bits) == (dtype, bits)
+                        p.group_size
+                        for p in problems
+                        if (p.dtype, p.bits) == (dtype, bits)
                     }
                     # What unpacks integers once is the same for every dtype.
                     assert some in ({32, 64, 128}, set()), (name, route, dtype, bits)
-        integers = {p.problem.group_size for p in packed if p.problem.integer}
+        sizes = [c.plan.problem.group_size for c in packed]
+        integers = {c.plan.problem.group_size for c in packed if c.plan.problem.integer}
         assert integers == {32, 64, 128}, name
         # Each takes a compilation, which the doctor's minutes are for.
-        counts = [sum(p.problem.group_size == s for p in packed) for s in (64, 128)]
-        assert counts[1] < 0.7 * counts[0], name
+        assert sizes.count(128) < 0.7 * sizes.count(64), name
 
 
-def test_alternating_points_begin_with_every_route():
-    found = doctor.points(devices.profile("m5-max"))
-    routes_ = {p.route.name for p in found}
-    assert {p.route.name for p in found[:25]} == routes_
+def test_alternating_cases_begin_with_every_route():
+    cases = doctor.kernel_cases(devices.profile("m5-max"))
+    assert {c.name for c in cases[:25]} == {c.name for c in cases}
 
 
 # What a proof finds.
 
 
 def test_kernels_are_proved(place):
-    found = doctor.points(place)[: 25 if place.name == "metal-host" else None]
-    done = [doctor.prove(point, place) for point in found]
-    assert [p for p in done if not p.good] == [] and len(done) > 20
-    assert any(p.error > 0 for p in done), "the reference is another computation"
+    cases = doctor.kernel_cases(place)[: 25 if place.name == "metal-host" else None]
+    done = [doctor.prove(case) for case in cases]
+    assert [p for p in done if p["wrong"]] == [] and len(done) > 20
+    assert any(p["error"] > 0 for p in done), "the reference is another computation"
 
 
-def a_point(pass_=FORWARD, dtype="float16"):
-    device = devices.current()
-    return next(
-        p
-        for p in doctor.points(device)
-        if p.problem.pass_ == pass_
-        and p.problem.dtype == dtype
-        and not p.problem.pointwise
-        and p.problem.groups == 1
-    )
+def a_case(pass_=FORWARD):
+    for case in doctor.kernel_cases(devices.current()):
+        p = case.plan.problem
+        facts = p.pass_, p.dtype, p.pointwise, p.groups
+        if facts == (pass_, "float16", False, 1):
+            return case
 
 
 @pytest.mark.parametrize("pass_", PASSES)
@@ -212,11 +207,11 @@ def a_point(pass_=FORWARD, dtype="float16"):
     ids=("a row is lost", "columns are moved", "NaN", "rows are moved"),
 )
 def test_a_wrong_kernel_is_found(fault, pass_, monkeypatch):
-    point = a_point(pass_)
-    assert doctor.prove(point, devices.current()).good
+    case = a_case(pass_)
+    assert not doctor.prove(case)["wrong"]
     plant(monkeypatch, fault)
-    proof = doctor.prove(point, devices.current())
-    assert not proof.good and json.dumps(proof.as_dict(), allow_nan=False)
+    entry = doctor.prove(case)
+    assert entry["wrong"] and json.dumps(entry, allow_nan=False)
 
 
 def test_a_kernel_that_does_not_compile_is_a_sentence(monkeypatch):
@@ -224,48 +219,45 @@ def test_a_kernel_that_does_not_compile_is_a_sentence(monkeypatch):
         raise RuntimeError("error in /Users/somebody/mlx/kernel.metal:3: no such type")
 
     monkeypatch.setattr(Plan, "__call__", fail)
-    proof = doctor.prove(a_point(), devices.current())
-    assert not proof.good and proof.error is None
-    assert proof.note == "RuntimeError: error in <kernel.metal>:3: no such type"
+    entry = doctor.prove(a_case())
+    assert entry["error"] is None
+    assert entry["wrong"] == "RuntimeError: error in <kernel.metal>:3: no such type"
 
 
 def test_select_refuses_a_matrix_kernel_that_is_wrong(place, monkeypatch, tmp_path):
-    points = [p for p in doctor.points(place) if p.route.name == "grouped_gemm"]
-    point = next((p for p in points if p.plan(place).proof), None)
-    if point is None:
+    cases = [c for c in doctor.kernel_cases(place) if c.name == "grouped_gemm"]
+    case = next((c for c in cases if c.plan.proof), None)
+    if case is None:
         pytest.skip("no kernel of this backend proves itself")
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "proofs"))
     monkeypatch.setenv("MLX_LATTICE_PROOF", "1")
-    assert doctor.prove(point, place).good and not proof_results.current().refused
+    assert not doctor.prove(case)["wrong"] and not proof_results.current().refused
     with monkeypatch.context() as patched:
         plant(patched, lambda y: y * 1.5)
-        wrong = doctor.prove(point, place)
-    assert not wrong.good and wrong.note
-    assert proof_results.current().refused.reason(point.plan(place).gpu)
+        assert doctor.prove(case)["wrong"]
+    assert proof_results.current().refused.reason(case.plan.gpu)
     # What is known does not count.
-    assert doctor.prove(point, place).good and not proof_results.current().refused
+    assert not doctor.prove(case)["wrong"] and not proof_results.current().refused
 
 
 def test_relations_norms_and_pools_are_proved(place):
-    done = [doctor.prove_check(*check) for check in doctor.CHECKS]
-    assert [p for p in done if not p.good] == []
+    done = [doctor.prove(case) for case in doctor.operation_cases()]
+    assert [p for p in done if p["wrong"]] == []
 
 
 @pytest.mark.parametrize(
     "planted, text",
     [
-        (lambda: [mx.array([1, 2])], None),
-        (lambda: [mx.array([1])], "the result is (1,)"),
-        (lambda: [mx.array([1.0, float("nan")])], "NaN"),
+        (lambda: mx.array([1, 2]), "its integers are wrong"),
+        (lambda: mx.array([1]), "the result is (1,)"),
+        (lambda: mx.array([1.0, float("nan")]), "NaN"),
         (lambda: 1 / 0, "ZeroDivisionError"),
     ],
 )
 def test_a_wrong_relation_is_found(planted, text):
     right = mx.array([1.0, 3.0]) if text == "NaN" else mx.array([1, 3])
-    calls = iter((lambda: [right], planted))
-    proof = doctor.prove_check("x", "y", lambda: next(calls)())
-    assert not proof.good
-    assert text is None or text in proof.note
+    entry = doctor.prove(Case("x", "y", lambda: [planted()], lambda: [right]))
+    assert text in entry["wrong"]
 
 
 def test_cuda_compiles_side_by_side(small, monkeypatch):
@@ -277,14 +269,14 @@ def test_cuda_compiles_side_by_side(small, monkeypatch):
         Plan, "__call__", lambda plan, *given: planned.append(plan.backend)
     )
     monkeypatch.setattr(doctor, "COMPILED_TOGETHER", 5)
-    found = Doctor(True, PLENTY)
-    found.device = devices.profile("h200")
-    found.prove(1.0)
-    assert len(finished) == 2 and finished[0] == 5  # five and three of eight
+    made = Doctor(True, seconds=PLENTY)
+    made.device = devices.profile("h200")
+    made.prove()
+    assert len(finished) == 2 and finished[0] == 3  # of the first five
     assert "cuda" in planned
 
 
-# Scenes and times.
+# Layers and times.
 
 
 @pytest.mark.parametrize(
@@ -296,46 +288,37 @@ def test_shells_are_the_published_ones(resolution, rows, edges):
     assert (len(coords), built.n_edges) == (rows, edges)
 
 
-@pytest.mark.parametrize("name, least, most", [("scan", 16, 18.5), ("thin", 8, 13)])
-def test_sheets_have_the_edges_of_scans(name, least, most):
-    coords = doctor.SCENES[name](4000)
-    assert 3500 < len(coords) < 4500
-    flat = coords.tolist()
-    assert flat == sorted(flat) and len({tuple(row) for row in flat}) == len(flat)
-    built = doctor.build_relation(coords, "submanifold")
-    assert least < built.n_edges / built.n_out < most
-
-
 def test_the_fixed_list():
-    found = doctor.LAYERS
-    assert {la.bits for la in found} == {None, 4, 8}
-    assert {la.kind for la in found} == set(doctor.KINDS)
-    assert {la.dtype for la in found} == {"float16", "float32", "bfloat16"}
-    assert any("weight_grad" in la.passes for la in found if la.quick)
-    assert len({str(la) for la in found}) == len(found)
+    layers = doctor.LAYERS
+    assert {layer.bits for layer in layers} == {None, 4, 8}
+    assert {layer.kind for layer in layers} == set(doctor.KINDS)
+    assert {layer.dtype for layer in layers} == {"float16", "float32", "bfloat16"}
+    assert any("weight_grad" in layer.passes for layer in doctor.QUICK_LAYERS)
+    assert len({str(layer) for layer in layers}) == len(layers)
 
 
-def test_every_route_of_a_layer_is_timed_and_checked():
-    found = timed(SMALL[:1])
-    build, *rows = found.rows
-    assert build.pass_ == doctor.RELATION and build.ms > 0 and build.edges > build.rows
+def test_every_route_of_a_layer_is_timed_and_checked(monkeypatch):
+    report = timed(SMALL[:1], monkeypatch)
+    build, *rows = report["layers"]
+    assert build["pass"] == "relation" and build["ms"] > 0
+    assert build["edges"] > build["rows"]
     for pass_ in PASSES:
-        some = [row for row in rows if row.pass_ == pass_]
-        assert [row.chosen for row in some] == [True] + [False] * (len(some) - 1)
-        assert {"gather_gemm_scatter", "relation_traversal"} <= {r.route for r in some}
+        some = [row for row in rows if row["pass"] == pass_]
+        assert sum(row["chosen"] for row in some) == 1
+        names = {row["route"] for row in some}
+        assert {"gather_gemm_scatter", "relation_traversal"} <= names
     for row in rows:
-        assert row.note is None and row.ms > 0 and row.tflops > 0
-        assert row.error is not None and row.roofline_ms > 0
-    assert not found.wrong and not found.skipped
+        assert row["wrong"] is None and row["error"] is not None
+        assert row["ms"] > 0 and row["tflops"] > 0 and row["roofline_ms"] > 0
+    assert not report["wrong"] and not report["left_out"]
 
 
-def test_the_quick_form_times_the_chosen_route_alone():
-    found = timed(SMALL[2:], quick=True)
-    build, row = found.rows
-    assert row.chosen and build.route == "" and not found._times
+def test_the_quick_form_times_the_chosen_route_alone(monkeypatch):
+    build, row = timed((INVERSE,), monkeypatch, quick=True)["layers"]
+    assert row["chosen"] and row["error"] is not None and build["route"] == ""
 
 
-def test_a_wrong_route_is_reported_and_not_kept(monkeypatch):
+def test_a_wrong_route_is_reported(monkeypatch):
     called = Plan.__call__
 
     def wrong(plan, *given):
@@ -343,26 +326,11 @@ def test_a_wrong_route_is_reported_and_not_kept(monkeypatch):
         return y * 1.5 if plan.kernel == "relation_traversal" else y
 
     monkeypatch.setattr(Plan, "__call__", wrong)
-    found = timed(SMALL[2:])
-    assert {r.route for r in found.rows if r.note} == {"relation_traversal"}
-    assert "off the floor route's by 5.0e-01" in "\n".join(found.wrong)
-    ((_, times),) = found._times
-    assert times["relation_traversal"] is None and len(times) > 1
-    assert "WRONG 5e-01" in doctor.report(found.as_dict())
-
-
-def test_what_is_too_large_or_too_late_is_left_out_and_named():
-    found = Doctor(False, PLENTY, layers=[Layer("thin", 2_300_000, 128, 512)])
-    found.machine["memory_gb"] = 8
-    found.time_layers()
-    assert re.match(r"it takes \d+\.\d GB of 8", found.skipped[0][1]) and not found.rows
-    late = Doctor(False, 1e-9, layers=SMALL)
-    late.time_layers()
-    assert {why for _, why in late.skipped} == {"no time was left"} and not late.rows
-    slow = Doctor(True, PLENTY, layers=[replace(SMALL[0], c_in=512, c_out=512)])
-    slow.device = replace(slow.device, tflops=1e-6, half_tflops=1e-6)
-    slow.time_layers()
-    assert "s are estimated" in slow.skipped[0][1]
+    report = timed((INVERSE,), monkeypatch)
+    bad = {row["route"] for row in report["layers"] if row.get("wrong")}
+    assert bad == {"relation_traversal"}
+    assert "its result is off by 5.0e-01" in "\n".join(report["wrong"])
+    assert "WRONG 5e-01" in doctor.report(report)
 
 
 @pytest.mark.parametrize("seconds", (0.5, 3.0, PLENTY))
@@ -372,23 +340,12 @@ def test_what_does_not_fit_into_its_time_is_left_out(seconds, small, monkeypatch
     monkeypatch.setattr(mx, "eval", lambda *args: (evaluate(*args), taken.append(0.05)))
     monkeypatch.setattr(time, "perf_counter", lambda: sum(taken))
     monkeypatch.setattr(devices, "metal_on_host", lambda: False)
-    found = Doctor(True, seconds)()
+    report = Doctor(seconds=seconds)().report
     whole = seconds == PLENTY
-    assert (not found.skipped and not found.left_out) == whole
-    assert ("left out" in doctor.report(found.as_dict())) != whole
-    # No part begins when nothing is left; the longest takes about 30 evaluations.
-    assert whole or found.seconds - found.left < seconds + 1.5
-
-
-def test_times_are_kept_as_tuning():
-    found = timed(SMALL[:1])
-    assert found.keep() == len(PASSES)
-    problem, times = found._times[0]
-    kept = dict(measure.measured(problem, found.device))
-    assert kept.keys() == times.keys()
-    found.machine["on_host"] = True
-    with pytest.raises(ValueError, match="times mean nothing: nothing was kept"):
-        found.keep()
+    assert (not report["left_out"]) == whole
+    assert ("LEFT OUT" in doctor.report(report)) != whole
+    # Nothing begins when no time is left; the longest part has about 30 evaluations.
+    assert whole or report["seconds"] < seconds + 1.5
 
 
 # A busy machine.
@@ -417,14 +374,12 @@ def test_no_times_of_a_busy_machine_are_kept(when, small, monkeypatch):
     answers = iter([None] * when + ["other programs use 90%"])
     monkeypatch.setattr(doctor, "busy", lambda: next(answers))
     monkeypatch.setattr(devices, "metal_on_host", lambda: False)
-    found = Doctor(True, PLENTY)()
-    text = doctor.report(found.as_dict())
+    report = Doctor(True, seconds=PLENTY)().report
+    text = doctor.report(report)
     assert "nothing wrong" not in text
     assert "no wrong results, not timed: the machine is busy" in text.splitlines()[0]
     assert "The machine is busy: other programs use 90%" in text
-    assert found.proofs and not found.rows and found.as_dict()["layers"] == []
-    with pytest.raises(ValueError, match=r"busy \(other programs use 90%\): nothing"):
-        found.keep()
+    assert report["proofs"] and report["layers"] == []
 
 
 def test_a_wrong_result_counts_on_a_busy_machine_too(small, monkeypatch):
@@ -432,100 +387,60 @@ def test_a_wrong_result_counts_on_a_busy_machine_too(small, monkeypatch):
     monkeypatch.setattr(doctor, "busy", lambda: next(answers))
     monkeypatch.setattr(devices, "metal_on_host", lambda: False)
     plant(monkeypatch, lambda y: y + mx.array(float("nan"), dtype=y.dtype))
-    found = Doctor(True, PLENTY)()
-    assert found.rows and all(r.note and r.ms is None for r in found.rows)
+    report = Doctor(seconds=PLENTY)().report
+    assert report["layers"] == []
+    assert any("forward of shell 9" in line for line in report["wrong"])
 
 
 # The report, its files and the command.
 
 
 def test_a_run_and_its_file(small, place, tmp_path, capsys):
-    code = doctor.run(tmp_path / "out", seconds=PLENTY)
-    captured = capsys.readouterr()
-    assert code == 0 and "nothing wrong" in captured.out
-    assert captured.err.startswith("relations, norms and pools: 2\nkernels: 8\n")
+    assert doctor.run(tmp_path / "out") == 0
+    out = capsys.readouterr().out
+    assert "nothing wrong" in out
     found = doctor.read(tmp_path / "out" / "doctor.json")
     assert found["wrong"] == [] and found["unfinished"] is None
     assert found["device"]["name"] == place.name
     on_host = place.name == "metal-host"
     assert found["machine"]["on_host"] == on_host
-    assert ("mean nothing" in captured.out) == on_host
+    assert ("nothing was timed" in out) == on_host
     assert len(found["proofs"]) == 10 and bool(found["layers"]) != on_host
 
 
 def test_a_wrong_kernel_makes_the_exit_code_1(small, tmp_path, capsys, monkeypatch):
     plant(monkeypatch, lambda y: mx.concatenate([y[1:], y[:1]]))
-    assert doctor.run(tmp_path, quick=True, seconds=PLENTY) == 1
+    assert doctor.run(tmp_path, quick=True) == 1
     assert "WRONG: " in capsys.readouterr().out
 
 
-def test_the_macos_that_metal_compiles_for_is_shown():
-    found = Doctor(True, PLENTY)
-    for target in (None, 150000):
-        found.machine["metal_target"] = target
-        text = doctor.report(found.as_dict())
-        said = f"__ENVIRONMENT_OS_VERSION_MIN_REQUIRED__ = {target}; " in text
-        assert said == (target is not None)
-    host.require()
-    with host.recording():
-        assert doctor.metal_target() == 260200
+def test_the_report_names_what_runs_if_it_is_killed(tmp_path):
+    made = Doctor(True, tmp_path / "doctor.json")
+    assert made._starts("proof", "vec4")
+    assert doctor.read(made.path)["unfinished"] == "proof: vec4"
 
 
-def test_a_kernel_that_hangs_ends_the_process(tmp_path, capsys):
-    found = Doctor(seconds=0.1)
-    found._start("layers", 0, 1, "the one that hangs")
-    left = threading.Event()
-    codes = []
-
-    def leave(code):
-        codes.append(code)
-        left.set()
-
-    path = tmp_path / "doctor.json"
-    with doctor.hang_guard(found, path, leave):
-        left.wait()
-    assert codes == [doctor.HUNG]
-    assert "in layers: the one that hangs" in capsys.readouterr().err
-    assert doctor.read(path)["unfinished"] == "layers: the one that hangs"
-    assert "Stopped in: layers" in doctor.report(doctor.read(path))
-    with doctor.hang_guard(found, tmp_path / "x.json", codes.append, grace=100):
-        pass
-    assert codes == [doctor.HUNG] and not (tmp_path / "x.json").exists()
-
-
-def test_the_report_is_written_while_it_runs(tmp_path):
-    found = Doctor(True, PLENTY, tmp_path / "doctor.json")
-    found._start("kernels", 0, 9, "vec4")
-    assert doctor.read(found.path)["unfinished"] == "kernels: vec4"
-
-
-def test_nothing_of_the_owner_is_in_the_report(small, tmp_path, monkeypatch):
-    monkeypatch.setattr(doctor.getpass, "getuser", lambda: "jane.doe")
-    monkeypatch.setattr(doctor.socket, "gethostname", lambda: "janes-mac.local")
+def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "jane.doe"))
-    doctor._private_names.cache_clear()
 
     def fail(plan, *given):
         raise RuntimeError(
-            "jane.doe on janes-mac: /Users/jane.doe/Secret plan/k.metal: and ~/x/y.h, "
+            "in /Users/jane.doe/Secret plan/k.metal: and ~/x/y.h, "
             r"and C:\Users\jane.doe\z.cu"
         )
 
     monkeypatch.setattr(Plan, "__call__", fail)
-    try:
-        found = Doctor(True, PLENTY)().as_dict()
-        text = json.dumps(found) + doctor.report(found)
-    finally:
-        doctor._private_names.cache_clear()
-    assert found["wrong"]
+    report = Doctor(True, seconds=PLENTY)().report
+    text = json.dumps(report) + doctor.report(report)
+    assert report["wrong"]
     for private in ("jane", "doe.", "Users", "~/x", "Secret", str(tmp_path)):
         assert private not in text, private
     assert "k.metal" in text and "z.cu" in text
 
 
-def test_scrubbing_leaves_other_texts():
+def test_other_texts_are_left_as_they_are():
     said = "shape (3, 4) is not (4, 3): a/b = 0.5; float16, 3x3x3, and/or"
-    assert doctor.scrub(said) == said
+    assert doctor.sentence(ValueError(said)) == f"ValueError: {said}"
 
 
 def test_variables_that_change_times_are_in_the_report(monkeypatch):
@@ -536,57 +451,39 @@ def test_variables_that_change_times_are_in_the_report(monkeypatch):
 
 
 def test_two_reports_are_compared(tmp_path, capsys):
-    row = doctor.Row(
-        "shell 64, 128 to 128, float16", FORWARD, "vec4", True, 10, 100, ms=2.0
-    )
-    a, b = Doctor(True, PLENTY), Doctor(True, PLENTY)
-    a.rows, b.rows = [row], [replace(row, ms=1.0, note="off by 0.5")]
-    a.machine = dict(a.machine, chip="Apple M3 Max")
+    layer = {"layer": "shell 64 submanifold, 128 to 128", "pass": FORWARD}
     paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for found, path in zip((a, b), paths, strict=True):
-        found.save(path)
+    for path, chip, ms in zip(
+        paths, ("Apple M3 Max", "other"), (2.0, 1.0), strict=True
+    ):
+        made = Doctor(True, path)
+        made.report["machine"]["chip"] = chip
+        wrong = "off by 0.5" if ms == 1 else None
+        made._add(
+            "layers", "a layer", layer | {"route": "vec4", "ms": ms, "wrong": wrong}
+        )
+        made.save()
     assert cli.main(["doctor", "--compare", *map(str, paths)]) == 0
     out = capsys.readouterr().out
-    assert "chip: Apple M3 Max | " in out
+    assert "chip: Apple M3 Max | other" in out
     line = next(li for li in out.splitlines() if "vec4" in li)
     assert line.split()[-3:] == ["2.000", "1.000", "2.00"]
-    assert "wrong in b only: forward of shell 64" in out
+    assert "wrong in b: a layer: off by 0.5" in out
 
 
 @pytest.mark.parametrize(
-    "text, said",
-    [
-        ("{}", "is not a doctor.json of mlx_lattice"),
-        ("nonsense", "is not a doctor.json"),
-        ("[1]", "is not a doctor.json"),
-        ('{"format": "mlx_lattice.doctor", "version": 99}', "has version 99"),
-    ],
+    "text",
+    ("{}", "nonsense", "[1]", '{"format": "mlx_lattice.doctor", "version": 99}'),
 )
-def test_other_files_are_refused(text, said, tmp_path, capsys):
+def test_other_files_are_refused(text, tmp_path, capsys):
     path = tmp_path / "a.json"
     path.write_text(text)
     assert cli.main(["doctor", "--compare", str(path), str(path)]) == 2
-    assert said in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "a.json is not a doctor.json that this library reads" in said
 
 
 def test_the_command(small, tmp_path, capsys):
-    line = ["doctor", "--quick", "--seconds", "3600", "--out", str(tmp_path)]
-    assert cli.main(line) == 0
-    captured = capsys.readouterr()
-    assert "nothing wrong" in captured.out and "kernels: " in captured.err
+    assert cli.main(["doctor", "--quick", "--out", str(tmp_path)]) == 0
+    assert "nothing wrong" in capsys.readouterr().out
     assert (tmp_path / "doctor.json").exists()
-
-
-@pytest.mark.parametrize(
-    "options, said",
-    (
-        (["--seconds", "0"], "--seconds takes 1 to 3600"),
-        (["--seconds", "-3"], "--seconds takes 1 to 3600"),
-        (["--seconds", "1e9"], "--seconds takes 1 to 3600"),
-        (["--seconds", "nan"], "--seconds takes 1 to 3600"),
-        (["--keep", "--quick"], "--keep needs the times of every route"),
-    ),
-)
-def test_senseless_options_are_refused(options, said, capsys):
-    assert cli.main(["doctor", *options]) == 2
-    assert said in capsys.readouterr().err

@@ -253,14 +253,14 @@ def test_a_measured_win_takes_a_route_that_the_table_never_does(monkeypatch, tmp
         name, usual = "device_weights_gemm", ml.select(p, device=mac)
         reasons = dict(usual.rejected) | dict(usual.below)
         assert "not yet measured on a Mac" in reasons[name]
-        measure.keep(p, mac, {usual.route.name: 2.0, name: 1.5})
+        measure._store(measure.key(p, mac), {usual.route.name: 2.0, name: 1.5})
         with ml.tune():
             choice, said = ml.select(p, device=mac), str(ml.explain(p, device=mac))
         assert choice.route.name == name and choice.measured[0] == (name, 1.5)
         assert "measured, " in said and name in said
         assert ml.select(p, device=mac) == usual
         odd = replace(p, c_in=60)
-        measure.keep(odd, mac, {usual.route.name: 2.0, name: 1.5})
+        measure._store(measure.key(odd, mac), {usual.route.name: 2.0, name: 1.5})
         with ml.tune():
             assert ml.select(odd, device=mac).route == usual.route
 
