@@ -25,24 +25,21 @@ from ..quantized import (
     QuantizedWeight,
     check_packing,
     levels,
-    module_layout,
-    pack,
-    quantize_weight,
 )
+from ..quantized import pack as packed_words
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .calibration import (
-    METHODS,
     Calibration,
     LayerError,
-    call_of_model,
     keep_float,
-    observable_copy,
+    observable_layers,
     observe_calls,
     wants_packing,
 )
-from .integer_calibration import calibrate_integers, not_integer
+from .integer_calibration import METHODS, calibrate_integers, not_integer
 from .linear import packed_linear, why_no_twin
+from .quantized import pack
 
 # Shares of a group's range that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -103,7 +100,7 @@ def calibrate(
         raise ValueError(f"method must be one of {', '.join(METHODS)}; got {method!r}")
     if not isinstance(model, Module):
         raise TypeError(f"calibrate takes a model; got {type(model).__name__}")
-    call = call_of_model if call is None else call
+    call = _call if call is None else call
     if isinstance(batches, SparseTensor | mx.array):
         raise TypeError(
             "batches are a list of the model's inputs; got one "
@@ -123,8 +120,8 @@ def calibrate(
         given = kept, bits, group_size, method, call
         return calibrate_integers(model, batches, list(layers), *given)
 
-    # Layers of MLX are replaced in the copy, so that their calls are observed.
-    observed, layers = observable_copy(model, layers)
+    observed = copy.deepcopy(model)
+    layers = {p: made for p, (_, made) in observable_layers(observed, layers).items()}
     moments: dict[int, mx.array] = {}
 
     def gather(layer: Module, x: mx.array, relation: Relation | None, y) -> None:
@@ -132,10 +129,10 @@ def calibrate(
         moments[id(layer)] = seen + moments.get(id(layer), 0)
         mx.eval(moments[id(layer)])
 
-    observe_calls(observed, layers, batches, gather, call)
+    observe_calls(observed, layers.values(), batches, gather, call)
     plain, best = {}, {}
     for layer in layers.values():
-        plain[id(layer)] = q = _plain(layer, bits, group_size)
+        plain[id(layer)] = q = pack(layer, group_size, bits)
         if id(layer) in moments:
             best[id(layer)] = _search(q, _storage(layer, q), moments[id(layer)])
 
@@ -151,7 +148,7 @@ def calibrate(
         totals[id(layer)] = now + totals.get(id(layer), 0)
         mx.eval(totals[id(layer)])
 
-    observe_calls(observed, layers, batches, compare, call)
+    observe_calls(observed, layers.values(), batches, compare, call)
     found, chosen = [], {}
     for path, layer in layers.items():
         before = after = None
@@ -170,6 +167,10 @@ def calibrate(
         found.append(LayerError(path, before, after))
     report = Calibration(bits, group_size, tuple(found), kept)
     return _quantized_copy(model, chosen, bits, group_size), report
+
+
+def _call(model: Module, batch: object) -> object:
+    return model(*batch) if isinstance(batch, tuple) else model(batch)
 
 
 def _to_pack(
@@ -247,13 +248,6 @@ def _moments(layer, x: mx.array, relation: Relation | None, size: int) -> mx.arr
 # The search
 
 
-def _plain(layer: Module, bits: int, group_size: int) -> QuantizedWeight:
-    layout = module_layout(layer.weight)
-    return quantize_weight(
-        layer.weight, bits=bits, group_size=group_size, layout=layout
-    )
-
-
 def _storage(layer: Module, q: QuantizedWeight) -> mx.array:
     """Return the float weight as (K, C_out, blocks, size) float32."""
     c_out, c_in = layer.weight.shape[0], q.in_channels
@@ -286,7 +280,9 @@ def _search(q: QuantizedWeight, w: mx.array, moments: mx.array) -> QuantizedWeig
         mx.eval(least, scales, biases)
     scales, biases = scales.astype(q.dtype), biases.astype(q.dtype)
     flat = w.reshape(*w.shape[:2], -1)
-    return q.holding(pack(flat, scales, biases, q.bits, q.group_size), scales, biases)
+    return q.holding(
+        packed_words(flat, scales, biases, q.bits, q.group_size), scales, biases
+    )
 
 
 def _values(w, scales, biases, bits: int) -> mx.array:

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Protocol
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
@@ -43,52 +43,27 @@ Features = SparseTensor | mx.array
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
 
 
-class Tracer(Protocol):
-    """Traces layers with what follows them; ``nn.calibrate`` has one."""
-
-    def paused(self) -> AbstractContextManager:
-        """Return a block in which nothing is traced."""
-
-    def convolved(
-        self,
-        layer: mlx.nn.Module,
-        norm: Callable | None,
-        x: Features,
-        residual: SparseTensor | None,
-        fits: bool,
-        y: SparseTensor,
-    ) -> SparseTensor:
-        """Trace a call of ``convolved``; return its result.
-
-        Args:
-            layer, norm: the layers.
-            x, residual: the inputs.
-            fits: whether an integer layer computes all that follows in its launch.
-            y: the result.
-        """
-
-
-_tracer: ContextVar[Tracer | None] = ContextVar("tracer", default=None)
+# Of ``nn.calibrate``: its ``convolved`` is given each layer with what follows it.
+_tracer: ContextVar[Any] = ContextVar("tracer", default=None)
 
 
 @contextmanager
-def tracing(tracer: Tracer) -> Iterator[None]:
+def _during(variable: ContextVar, value: object) -> Iterator[None]:
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def tracing(tracer: object) -> AbstractContextManager:
     """Trace the layers that are called inside the block."""
-    token = _tracer.set(tracer)
-    try:
-        yield
-    finally:
-        _tracer.reset(token)
+    return _during(_tracer, tracer)
 
 
-@contextmanager
-def unfused() -> Iterator[None]:
+def unfused() -> AbstractContextManager:
     """Call each layer by itself inside the block, so that its result is seen."""
-    token = _is_fused.set(False)
-    try:
-        yield
-    finally:
-        _is_fused.reset(token)
+    return _during(_is_fused, False)
 
 
 def normalized(

@@ -39,7 +39,7 @@ def apart():
 def told(call):
     """What a call returns, and the parts of the norms that it ran."""
     seen = []
-    with observed.observe(seen.append):
+    with observed.norms.observe(seen.append):
         result = call()
     return result, [norm.parts for norm in seen]
 

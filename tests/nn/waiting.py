@@ -57,7 +57,7 @@ BLOCKS = {"rebound": 2, "nested": 2, "onto_a_skip": 2}
 def told(call):
     """What a call returns, the parts of its norms, and its contractions."""
     seen = []
-    with observed.observe(seen.append), ml.trace() as trace:
+    with observed.norms.observe(seen.append), ml.trace() as trace:
         result = call()
     return result, [norm.parts for norm in seen if norm.launches == 0], len(trace)
 

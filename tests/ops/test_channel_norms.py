@@ -391,7 +391,7 @@ def test_statistics_alone(shape):
 def test_observers_see_what_was_fused():
     x, w, b, r = inputs()
     told = []
-    with observed.observe(told.append):
+    with observed.norms.observe(told.append):
         mx.grad(
             lambda x: ops.batch_norm(
                 x, weight=w, bias=b, residual=r, activation="relu"
