@@ -1,11 +1,14 @@
-"""The folder of what is kept on disk (measured choices, compiled kernels)."""
+"""The cache folder on disk: measured choices, results of proofs, compiled kernels."""
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import Iterator
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
+from functools import lru_cache
 from pathlib import Path
 
 from . import settings
@@ -16,15 +19,12 @@ try:
 except ImportError:  # a system without it
     fcntl = None
 
-# What reading entries of JSON that have another form raises.
-UNUSABLE = ValueError, KeyError, TypeError, AttributeError, RecursionError
-
 
 @contextmanager
 def cache(folder: str | os.PathLike) -> Iterator[None]:
-    """Keep in ``folder`` what is kept on disk, inside the block.
+    """Use another cache folder inside the block.
 
-    That is measured choices, what kernels proved to be, and compiled CUDA kernels.
+    It holds measured choices, the results of proofs and compiled CUDA kernels.
 
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
     """
@@ -68,7 +68,7 @@ def folder() -> Path:
 def alone() -> Iterator[None]:
     """Keep other processes out while a file of the folder is read and written anew.
 
-    Where it has no locks, or cannot be written to, nobody is kept out.
+    It is a no-op if the folder has no locks, or cannot be written to.
     """
     try:
         folder().mkdir(parents=True, exist_ok=True)
@@ -91,3 +91,66 @@ def write_whole(path: Path, data: bytes) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as draft:
         draft.write_bytes(data)
+
+
+class EntryFile:
+    """A JSON file of entries by key. A file with another header is ignored.
+
+    Args:
+        path: the file.
+        header: its versions, and what else its entries depend on.
+        valid: returns whether an entry has the right form; it may raise.
+    """
+
+    # Entries that could not be written, by file: they last for this process.
+    unwritten: dict[Path, dict[str, object]] = {}
+
+    def __init__(self, path: Path, header: dict, valid: Callable[[object], bool]):
+        self.path, self.header, self.valid = path, header, valid
+
+    def load(self) -> dict[str, object]:
+        """Return the entries; none, with a warning, of a file that is unusable."""
+        found = {}
+        with suppress(OSError):
+            file = self.path.stat()
+            stamp = file.st_mtime_ns, file.st_ino, file.st_size
+            found = _entries(self.path, json.dumps(self.header), self.valid, stamp)
+        return {**found, **self.unwritten.get(self.path, {})}
+
+    def add(self, key: str, entry: object) -> None:
+        """Merge one entry into the file, beside those of other processes."""
+        try:
+            with alone():
+                entries = {**self.load(), key: entry}
+                text = json.dumps({**self.header, "entries": entries}, indent=1)
+                write_whole(self.path, text.encode())
+        except OSError as error:
+            if self.path not in self.unwritten:
+                warnings.warn(
+                    f"{self.path} cannot be written ({error}): its entries last for "
+                    "this process only. Set MLX_LATTICE_CACHE to a folder",
+                    RuntimeWarning,
+                    stacklevel=3,
+                )
+            self.unwritten.setdefault(self.path, {})[key] = entry
+
+
+@lru_cache(maxsize=8)
+def _entries(path: Path, header: str, valid: Callable, stamp: tuple) -> dict:
+    """Return the entries of a file of one stamp: none, with a warning, if unusable."""
+    wanted = json.loads(header)
+    try:
+        held = json.loads(path.read_text())
+        found = {name: held.get(name) for name in wanted}
+        if found != wanted:
+            raise ValueError(f"it was written by {found}, not {wanted}")
+        if not all(map(valid, held["entries"].values())):
+            raise ValueError("an entry has another form")
+        return held["entries"]
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        warnings.warn(
+            f"{path} cannot be read ({error}): it is ignored and written anew",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+        return {}

@@ -102,4 +102,4 @@ def assert_right(y, wanted, dtype):
 def kept(folder) -> dict:
     """What the file of the machine says, {kernel: why it is refused}."""
     (file,) = (folder / "proofs").iterdir()
-    return dict(json.loads(file.read_text())["kernels"].values())
+    return dict(json.loads(file.read_text())["entries"].values())

@@ -5,7 +5,6 @@ Sums are float32 and their order depends on sizes only.
 
 from __future__ import annotations
 
-from dataclasses import replace
 from functools import partial
 from typing import NamedTuple
 
@@ -25,7 +24,6 @@ from ..routes.plan import (
     Plan,
     Proof,
 )
-from ..routes.thresholds import TileShape
 from . import metal_weight_grad
 from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
@@ -92,33 +90,23 @@ class Cut(NamedTuple):
     moments: bool = False
 
 
-def _sorted_plan(
-    p: Problem, device: Device, kind: _Kind, own: TileShape | int | None = None
-) -> Plan:
-    """Return the plan of a kernel over mask-sorted tiles.
-
-    own: the shape of its matrices, or the height of its simdgroups, that was measured
-    as this machine's fastest.
-    """
+def _sorted_plan(p: Problem, device: Device, kind: _Kind) -> Plan:
+    """Return the plan of a kernel over mask-sorted tiles."""
     (c_x, c_y), n = p.channels, p.rows_written
     is_packed = kind.name.startswith("quantized")
     matrices, edges = matrix_dtype(p.dtype, device), p.edges_at_most
     if kind.product == TENSOR:
-        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device, own)
+        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
     else:
         of = Matrices(is_packed or p.rows_are_summed, matrices == "float32")
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
-        tile = sorted_tile(*facts, 16, device, of, own)
+        tile = sorted_tile(*facts, 16, device, of)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
     many = not thresholds.is_one_launch(n, p.itemsize, METAL)
     able = kind.sums_moments and tile.partial_sums[1] == 1
     cut = cut_of(p, device, tile, weight_bytes)
     cut = cut._replace(matrices=matrices, moments=p.sums_moments and able and many)
-    plan = _as_cut(p, kind, cut)
-    if own is None:
-        return plan
-    measured = ", fastest when measured here"
-    return replace(plan, variant=(plan.variant or _shape(tile)) + measured)
+    return _as_cut(p, kind, cut)
 
 
 def cut_of(p: Problem, device: Device, tile: SortedTile, weight_bytes: int) -> Cut:
@@ -268,12 +256,10 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     )
 
 
-def sorted_implicit_gemm(
-    p: Problem, device: Device, own: TileShape | None = None
-) -> Plan:
-    """Plan sorted_implicit_gemm: simdgroup matrices, maybe in a measured shape."""
+def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
+    """Plan sorted_implicit_gemm: simdgroup matrices."""
     kind = _Kind("sorted_implicit_gemm", SIMDGROUP_FILES, sums_moments=True)
-    return _sorted_plan(p, device, kind, own)
+    return _sorted_plan(p, device, kind)
 
 
 def device_weights_gemm(p: Problem, device: Device) -> Plan:
@@ -289,12 +275,12 @@ def quantized_sorted(p: Problem, device: Device) -> Plan:
     return _sorted_plan(p, device, _Kind("quantized_sorted", files))
 
 
-def tensor_ops(p: Problem, device: Device, own: int | None = None) -> Plan:
+def tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan tensor_ops: sorted rows and weights from device memory to TensorOps."""
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.tensor_ops(p, device)
     kind = _Kind("tensor_ops", TENSOR_FILES, TENSOR, sums_moments=True)
-    return _sorted_plan(p, device, kind, own)
+    return _sorted_plan(p, device, kind)
 
 
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:

@@ -138,19 +138,17 @@ def sorted_tile(
     narrowest: int,
     device: Device,
     matrices: Matrices,
-    own: TileShape | None = None,
 ) -> SortedTile:
     """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
 
     edges: of the rows, or as many as there may be.
-    own: the shape of its matrices, where it is known for this machine.
     """
     c_x, c_y = channels
     slices = channel_slices(c_x * item, device)
     row_bytes = ceil_div(c_x * item, slices)
     columns = tile_columns(c_y, row_bytes, volume, narrowest, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
-    shape = own or tile_shape(columns, matrices, device)
+    shape = tile_shape(columns, matrices, device)
     region = thresholds.region_rows(row_bytes, device)
     tile = SortedTile(slices, region, columns, 1, shape=shape)
     # Threadgroups of fewer simdgroups count for less.
@@ -169,7 +167,6 @@ def tensor_tile(
     channels: tuple[int, int],
     volume: int,
     device: Device,
-    own: int | None = None,
     item: int = 2,
 ) -> SortedTile:
     """Return the tile of TensorOps for rows of (C_x, C_y) channels.
@@ -183,7 +180,6 @@ def tensor_tile(
         channels: C_x and C_y.
         volume: K.
         device: whose tiles.
-        own: the height of a simdgroup, where it is known for this machine.
         item: bytes of a channel: 2, or 1 of int8.
     """
     c_x, c_y = channels
@@ -191,7 +187,7 @@ def tensor_tile(
     row_bytes = ceil_div(c_x * item, slices)
     across = ceil_div(c_y, TENSOR_WIDTH)
     filling = thresholds.value(thresholds.TENSOR_FILLING, device) * device.cores
-    height = own or next(
+    height = next(
         (
             h
             for h in TENSOR_HEIGHTS

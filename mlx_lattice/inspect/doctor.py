@@ -36,7 +36,7 @@ from ..output_places import check_writable
 from ..problem import FORWARD, INPUT_GRAD, LAYOUTS, PASSES, WEIGHT_GRAD, Problem
 from ..quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, quantize_weight
 from ..relation import Relation
-from ..routes import TABLE, proof, proof_integers, proof_results
+from ..routes import TABLE, proof, proof_results
 from ..routes.choice import Route
 from ..routes.measure import FLOOR, relative_error
 from ..routes.plan import MLX, Plan
@@ -164,7 +164,7 @@ def operands(problem: Problem, relation: Relation) -> tuple:
     """Return a plan's arguments: the relation of the pass, then its arrays."""
     p, dtype = problem, DTYPES[problem.dtype]
     if p.integer:
-        return relation, *proof_integers.arrays(p)
+        return relation, *proof.integer_arrays(p)
 
     def normal(*shape: int) -> mx.array:
         key = mx.random.key(len(shape))
@@ -224,7 +224,7 @@ def prove(case: Case) -> dict:
     except Exception as raised:  # whatever a compiler or driver raises
         wrong = sentence(raised)
     if proves and wrong and proof_results.enabled():
-        proof_results.current().add([(case.plan, False, wrong)])
+        proof_results.current().add(case.plan, False, wrong)
     seconds = round(time.perf_counter() - begun, 3)
     facts = {"kernel": case.name, "facts": case.facts}
     return facts | {"error": error, "seconds": seconds, "wrong": wrong}

@@ -14,7 +14,6 @@ from ..numerics import FLOAT32
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from .needs import Need, packed_or_integers, packed_weight, settled
 from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, LayerPlanner, Plan, Planner
-from .thresholds import TileShape
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
 Planners = Planner | tuple[tuple[str, Planner], ...] | None
@@ -22,9 +21,6 @@ Planners = Planner | tuple[tuple[str, Planner], ...] | None
 
 # Milliseconds of each candidate, fastest first; None where its result was wrong.
 Times = tuple[tuple[str, float | None], ...]
-# Tiles that were measured as a machine's fastest, by route: the shape of simdgroup
-# matrices, or the height of TensorOps' simdgroups.
-Own = tuple[tuple[str, TileShape | int], ...]
 Reasons = tuple[tuple[str, str], ...]  # by the names of routes
 
 
@@ -146,13 +142,8 @@ class Route:
             return f"its {backend} kernels{where} {absent}"
         return f"it has no {pass_} pass on {backend}"
 
-    def plan(self, problem: Problem, device: Device, own: Own = ()) -> Plan:
+    def plan(self, problem: Problem, device: Device) -> Plan:
         """Plan a problem.
-
-        Args:
-            problem: the facts.
-            device: the profile.
-            own: tiles that the machine's tuning found, for the routes that it names.
 
         Raises:
             RouteError: the route refuses it; the message says why.
@@ -161,10 +152,10 @@ class Route:
         if self._kind(device.backend, problem.pass_, absent) is None:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
-        return self.planning(problem.layer, device, absent, own)(problem)
+        return self.planning(problem.layer, device, absent)(problem)
 
     def planning(
-        self, layer: Problem, device: Device, absent: str | None, own: Own = ()
+        self, layer: Problem, device: Device, absent: str | None
     ) -> Callable[[Problem], Plan]:
         """Return what plans the problems of a layer, as ``plan`` does.
 
@@ -172,22 +163,19 @@ class Route:
             layer: facts without rows.
             device: the profile, on which it can run.
             absent: why the backend's own kernels cannot be had, or None.
-            own: as ``plan`` takes it.
         """
         groups, multiplied = layer.groups, self._multiplied(layer, device)
         if multiplied is not layer:
-            plan = self.planning(multiplied, device, absent, own)
+            plan = self.planning(multiplied, device, absent)
             return lambda problem: _expanded(plan, problem, multiplied, groups)
         kind = self._kind(device.backend, layer.pass_, absent)
-        tile = dict(own).get(self.name)
         planner = self.planner(kind, layer.pass_)
         if isinstance(planner, LayerPlanner):
             planned = planner.settle(layer, device)
         else:
-            more = () if tile is None else (tile,)
 
             def planned(problem: Problem) -> Plan:
-                return planner(problem, device, *more)
+                return planner(problem, device)
 
         kernels = kind != MLX or not absent
         then = (AFTER, launched) if kernels else (OPERATIONS, finished)

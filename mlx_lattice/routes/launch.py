@@ -28,7 +28,7 @@ from ..problem import (
 from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
 from ..relation_form import Form
-from . import measure, measured_tiles, proof, proof_results
+from . import measure, proof, proof_results
 from .plan import Plan
 from .selection import (
     Choice,
@@ -278,10 +278,9 @@ class Pass:
         if tuned and choice.device == here:
             # Timed and compared by their sums.
             bare = replace(problem, epilogue=None, moments=False)
-            own = measured_tiles.own(bare, here)
-            able = candidates(bare, here, own)
+            able = candidates(bare, here)
             timed = arrays if self.integer else inputs
-            tuned = measure.record(bare, here, able, self._rows, timed, own)
+            tuned = measure.record(bare, here, able, self._rows, timed)
             if tuned:
                 choice, _ = choose(problem, here)
         if device in (None, here) and problem.n_in and problem.n_out:

@@ -16,8 +16,7 @@ from .. import kept_files, settings
 from ..devices import Device
 from ..numerics import FLOAT32
 from ..problem import INPUT_GRAD, Problem
-from .choice import Own, Route, Times
-from .kept_entries import KeptEntries
+from .choice import Route, Times
 
 # Raise it when a key or a compiled kernel changes: older files are then ignored.
 VERSION = 1
@@ -54,7 +53,7 @@ def enabled() -> bool:
 
 def cache_file() -> Path:
     """Return the file that measured choices are kept in."""
-    return _FILE.path
+    return kept_files.folder() / "routes.json"
 
 
 def key(problem: Problem, device: Device) -> str:
@@ -73,7 +72,7 @@ def key(problem: Problem, device: Device) -> str:
 
 def measured(problem: Problem, device: Device) -> Times:
     """Return the times of a problem's candidates; empty where none are known."""
-    return _ranked(_FILE.load().get(key(problem, device), {}))
+    return _ranked(_file().load().get(key(problem, device), {}))
 
 
 def record(
@@ -82,7 +81,6 @@ def record(
     routes: tuple[Route, ...],
     run: Callable[..., mx.array],
     inputs: tuple[mx.array, ...],
-    own: Own = (),
 ) -> bool:
     """Time the routes that are not known yet for a problem, and keep the result.
 
@@ -93,7 +91,6 @@ def record(
         run: ``run(plan, *inputs)``.
         inputs: arrays whose shapes and dtypes the random ones take. They are not
             evaluated, so this works inside ``mx.compile`` too.
-        own: tiles of routes that are this machine's.
 
     Returns:
         Whether any was timed; ``measured`` gives the times.
@@ -101,11 +98,11 @@ def record(
     if len(routes) < 2 or not problem.n_in or not problem.n_out:
         return False
     name = key(problem, device)
-    known = {*_FILE.load().get(name, {}), *_failed.get((_FILE.path, name), ())}
+    known = {*_file().load().get(name, {}), *_failed.get((cache_file(), name), ())}
     if known.issuperset(route.name for route in routes):
         return False
     trial = tuple(_random_like(a, seed) for seed, a in enumerate(inputs))
-    plans = {route.name: route.plan(problem, device, own) for route in routes}
+    plans = {route.name: route.plan(problem, device) for route in routes}
     reference = run(plans[FLOOR], *trial)
     times = {}
     for route, plan in plans.items():
@@ -114,7 +111,7 @@ def record(
             times[route] = _time(route, one, reference, plan.tolerance)
         except Exception as error:
             # For want of memory, perhaps: another process tries it again.
-            _failed.setdefault((_FILE.path, name), set()).add(route)
+            _failed.setdefault((cache_file(), name), set()).add(route)
             warnings.warn(f"route {route} failed while tuned: {error}", stacklevel=2)
     _store(name, times)
     return True
@@ -122,7 +119,7 @@ def record(
 
 def _store(name: str, times: dict[str, float | None]) -> None:
     settings.findings.note()
-    _FILE.store(name, times)
+    _file().add(name, times)
 
 
 def relative_error(y: mx.array, reference: mx.array) -> tuple[float, int]:
@@ -186,6 +183,10 @@ def _is_entry(entry: object) -> bool:
     )
 
 
-_FILE = KeptEntries("routes.json", VERSION, _is_entry, "a table of milliseconds")
+def _file() -> kept_files.EntryFile:
+    header = {"version": VERSION, "mlx": mx.__version__}
+    return kept_files.EntryFile(cache_file(), header, _is_entry)
+
+
 # Routes that raised in this process, by the file and the key of the problem.
 _failed: dict[tuple[Path, str], set[str]] = {}

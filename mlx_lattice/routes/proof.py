@@ -1,27 +1,57 @@
-"""A matrix kernel proves itself before its first launch on a machine."""
+"""A matrix kernel proves itself before its first launch on a machine.
+
+It computes one small problem, and the result is compared with that of MLX operations.
+The problem has 333 rows and 27 offsets: tiles that are full and one that is not, rows
+with many edges, few and none, an offset without any; or one offset, over which rows
+feed themselves. Values are small integers, whose sums are exact in any order and dtype,
+so one that is wrong is off by one or more.
+"""
 
 from __future__ import annotations
 
+import random
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import replace
+from functools import cache
+from itertools import product
+from math import prod
 from threading import RLock
 
 import mlx.core as mx
 
-from . import attempts, proof_results
-from .plan import Plan
-from .proof_problem import Trial
-from .proof_results import Results, key_of, named
+from .. import devices
+from ..activations import SLOPE
+from ..backends import portable_only
+from ..dtypes import DTYPES
+from ..epilogue import CHANNELS
+from ..integer_weight import IntegerWeight, integer_weight
+from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..quantized import QuantizedWeight, padded
+from ..relation import Relation
+from . import proof_results
+from .measure import FLOOR
+from .plan import AFTER, OPERATIONS, Plan
+from .proof_results import Results, kernel_name, key_of
+from .selection import named
 
-# What waits to be proved: its kernels are compiled side by side before.
+ROWS, VOLUME = 333, 27
+POOL = 8191  # values, a prime: lines of no array begin with the same ones
+# What rounding a result once may change, relative to it; and what float32 sums, or an
+# activation, may be off besides.
+ROUNDING = {"float32": 1e-5, "float16": 2**-10, "bfloat16": 2**-8}
+SLACK = 2e-3
+_LARGE = 64  # of which products cancel: sums in half would lose what is beside them
+_MOST = 400  # characters of a compiler's message
+_FAILED = "its kernel failed its proof on this machine: "
+
+# Kernels that ``prove_all`` proves later, after they were compiled side by side.
 _waiting: ContextVar[list[tuple[Plan, bool]] | None] = ContextVar(
     "waiting", default=None
 )
 _lock = RLock()
-_MOST = 400  # characters of what a compiler says
-_FAILED = "its kernel failed its proof on this machine: "
 
 
 class DeviceLost(RuntimeError):
@@ -30,7 +60,7 @@ class DeviceLost(RuntimeError):
 
 @contextmanager
 def put_off() -> Iterator[list[tuple[Plan, bool]]]:
-    """Let kernels in the block wait for ``prove_all`` of what is yielded."""
+    """Let kernels in the block wait for ``prove_all`` of the list that is yielded."""
     waiting: list[tuple[Plan, bool]] = []
     token = _waiting.set(waiting)
     try:
@@ -43,17 +73,15 @@ def prove(plan: Plan, biased: bool, results: Results | None) -> bool:
     """Return whether a plan may run here: its kernel is right, or is no matrix kernel.
 
     The first time that a kernel comes up on this machine it is tried, which takes some
-    milliseconds beside its compilation. What fails is refused from then on.
+    milliseconds beside its compilation. A kernel that fails is refused from then on.
 
     Args:
         plan: of a launch.
-        biased: whether that is given a bias.
+        biased: whether the launch is given a bias.
         results: ``proof_results.here`` of the device.
     """
-    if plan.proof is None or results is None:
-        return True
-    if results.knows(plan, biased):
-        return True  # or it was forced, or chosen, before it was refused
+    if plan.proof is None or results is None or results.knows(plan, biased):
+        return True  # a known one was forced, or chosen before it was refused
     waiting = _waiting.get()
     if waiting is not None:
         waiting.append((plan, biased))
@@ -62,20 +90,33 @@ def prove(plan: Plan, biased: bool, results: Results | None) -> bool:
 
 
 def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
-    """Prove kernels of (plan, whether biased) pairs; return whether all are right."""
+    """Prove kernels of (plan, whether biased) pairs; return whether all are right.
+
+    A kernel that is refused gives a warning.
+    """
     is_right = True
     with _lock:
         results = proof_results.current()
         for plan, biased in plans:
-            if not results.knows(plan, biased):
-                is_right &= _tried(results, plan, biased)
+            if results.knows(plan, biased):
+                continue
+            why = _result(results, plan, biased)
+            if why is None:
+                continue
+            is_right = False
+            warnings.warn(
+                f"the route {plan.kernel} is refused for a {plan.problem.pass_} in "
+                f"{plan.problem.dtype} on this machine ({results.where}), and the next "
+                f"one serves: {why}. Kernel: {kernel_name(plan.gpu)}. Please report "
+                f"it; {proof_results.VARIABLE}=0 runs it all the same",
+                RuntimeWarning,
+                stacklevel=2,
+            )
     return is_right
 
 
 def try_again(plan: Plan) -> str | None:
-    """Try a matrix kernel whatever is known of it, and keep what it proved to be.
-
-    It is given no bias.
+    """Try a matrix kernel without a bias, whatever is known of it; keep the result.
 
     Returns:
         Why it is refused from now on, or None.
@@ -84,54 +125,38 @@ def try_again(plan: Plan) -> str | None:
         DeviceLost: the kernel raised, and the device runs nothing since.
     """
     if not proof_results.enabled():
-        return check(plan, False)
+        return check(plan)
     with _lock:
-        return _kept(proof_results.current(), plan, False)
+        return _result(proof_results.current(), plan, False)
 
 
-def _kept(results: Results, plan: Plan, biased: bool) -> str | None:
-    """Try a kernel, keep what it proved to be, and return why it is refused."""
-    with attempts.of(results.path, key_of(plan, biased)) as ended:
+def _result(results: Results, plan: Plan, biased: bool) -> str | None:
+    """Try a kernel, keep the result, and return why it is refused."""
+    with proof_results.trying(results.path, key_of(plan, biased)) as ended:
         if ended > 1:
             why = f"{_FAILED}{ended} processes ended while it was tried"
         else:
             try:
                 why = check(plan, biased)
             except DeviceLost as error:
-                results.add([(plan, biased, str(error))])
+                results.add(plan, biased, str(error))
                 raise
-        results.add([(plan, biased, why)])
+        results.add(plan, biased, why)
     return why
-
-
-def _tried(results: Results, plan: Plan, biased: bool) -> bool:
-    """Try a kernel, keep what it proved to be, and warn if it is refused."""
-    why = _kept(results, plan, biased)
-    if why is None:
-        return True
-    warnings.warn(
-        f"the route {plan.kernel} is refused for a {plan.problem.pass_} in "
-        f"{plan.problem.dtype} on this machine ({results.where}), and the next one "
-        f"serves: {why}. Kernel: {named(plan.gpu)}. Please report it; "
-        f"{proof_results.VARIABLE}=0 runs it all the same",
-        RuntimeWarning,
-        stacklevel=2,
-    )
-    return False
 
 
 def check(plan: Plan, biased: bool = False) -> str | None:
     """Try a plan's matrix kernel on its small problem, whatever is known of it.
 
     Returns:
-        Why it has to be refused, or None where it is right.
+        Why it has to be refused, or None if it is right.
 
     Raises:
         DeviceLost: the kernel raised, and the device runs nothing since.
         Exception: what the device raised before it was tried.
     """
     trial = Trial(plan, biased)
-    _wait()  # for what was launched before: its errors are not the kernel's
+    _wait()  # for earlier launches: their errors are not the kernel's
     try:
         y = trial.run()
         mx.eval(y)
@@ -153,3 +178,279 @@ def check(plan: Plan, biased: bool = False) -> str | None:
 def _wait() -> None:
     """Have the device run something, behind all that it was given."""
     mx.eval(mx.zeros((1,)) + 1)
+
+
+@cache
+def neighbours(mirrored: bool) -> tuple[tuple[int, ...], ...]:
+    """Return the rows of the neighbour table, -1 where there is no edge.
+
+    Args:
+        mirrored: whether it is of a submanifold relation, in which every row is its own
+            neighbour; else some rows have no edge. With each edge (i, o, k) the table
+            has (o, i, K - 1 - k).
+    """
+    draw = random.Random(0)
+    box = [c for c in product(range(6), repeat=3) if draw.random() < 0.5]
+    strings = [(10 + 4 * i, j, 0) for i in range(20) for j in range(i % 8)]
+    lone = [(10 + 3 * i, 30, 9) for i in range(ROWS - len(box) - len(strings))]
+    cells = sorted(box + strings + lone)
+    places = {cell: row for row, cell in enumerate(cells)}
+    table = []
+    for x, y, z in cells:
+        offsets = product((-1, 0, 1), repeat=3)
+        line = [places.get((x + a, y + b, z + c), -1) for a, b, c in offsets]
+        line[3] = line[-4] = -1
+        if y == 30 and x % 2 and not mirrored:
+            line[VOLUME // 2] = -1
+        table.append(tuple(line))
+    return tuple(table)
+
+
+@cache
+def _relation(where: str, mirrored: bool, itself: bool) -> Relation:
+    """Return a relation whose views are those of one backend.
+
+    Args:
+        where: the backend.
+        mirrored: as ``neighbours`` takes it.
+        itself: whether rows feed themselves alone.
+    """
+    del where
+    lines = [(row,) for row in range(ROWS)] if itself else neighbours(mirrored)
+    with mx.stream(mx.cpu):
+        table = mx.array(lines, dtype=mx.int32)
+        mx.eval(table)
+    kind = "submanifold" if mirrored or itself else "general"
+    found = Relation(
+        kind, len(lines[0]), ROWS, ROWS, lambda keep, wanted: table, mirrored=mirrored
+    )
+    found.set_counted(sum(at >= 0 for line in lines for at in line))
+    return found
+
+
+class Trial:
+    """The small problem of one plan, and the result that its kernel must give.
+
+    Args:
+        plan: whose kernel is tried.
+        biased: whether it is given a bias.
+    """
+
+    def __init__(self, plan: Plan, biased: bool):
+        p = plan.problem
+        self.plan, where = plan, devices.current().name
+        # Of this layer the pass reads the table that the kernel expects. A gradient of
+        # weights reads half of the edges of mirrored relations, turning them.
+        mirrored = p.mirrored or p.pass_ == WEIGHT_GRAD
+        straight = p.mirrored == (p.pass_ == INPUT_GRAD)
+        self.layer, reference = (
+            each if straight else each.T
+            for each in (
+                _relation(of, mirrored, plan.proof.itself) for of in (where, "portable")
+            )
+        )
+        is_packed = bool(p.bits) and not plan.dequantised
+        in_kernel = plan.epilogue not in (AFTER, OPERATIONS)
+        self.problem = Problem.of(
+            p.pass_,
+            self.layer,
+            *plan.proof.channels,
+            DTYPES[p.dtype],
+            deterministic=p.deterministic,
+            precision=p.precision,
+            bits=p.bits if is_packed else None,
+            group_size=p.group_size if is_packed else None,
+            layout=p.layout,
+            epilogue=p.epilogue if in_kernel else None,
+            integer=p.integer,
+            moments=p.moments,
+        )
+        alone = p.epilogue is None and p.integer is None
+        self.biased = biased and alone and p.pass_ == FORWARD
+        # With parts that 11 bits do not hold, if they are to be multiplied too.
+        exact = p.dtype != "float32" or plan.products == "TF32"
+        self._unit = 1.0 if exact else 1 + 2**-12
+        with mx.stream(mx.cpu):
+            is_integer = self.problem.integer is not None
+            self.arrays = integer_arrays(self.problem) if is_integer else self._arrays()
+            self.wanted = self._floor(reference)
+            mx.eval(self.wanted, [_parts(each) for each in self.arrays])
+
+    def run(self) -> mx.array | tuple[mx.array, mx.array]:
+        """Return the kernel's result, and statistics of its rows if it sums them."""
+        small = self.plan.proof.again(self.problem)
+        return small(self._of_pass(self.layer), *self.arrays)
+
+    def fault(self, made: mx.array | tuple[mx.array, mx.array]) -> str | None:
+        """Return what is wrong with a result of ``run``, or None."""
+        if isinstance(made, mx.array):
+            return self._fault_of(made)
+        return self._fault_of(made[0]) or _fault_of_moments(*made)
+
+    def _fault_of(self, y: mx.array) -> str | None:
+        p, wanted, dtype = self.problem, self.wanted, DTYPES[self.problem.dtype]
+        if p.integer:
+            dtype = p.integer.out_dtype(dtype)
+        if y.shape != wanted.shape or y.dtype != dtype:
+            return f"it is {y.shape} {y.dtype}, not {wanted.shape} {dtype}"
+        with mx.stream(mx.cpu):
+            y = y.astype(mx.float32)
+            most = ROUNDING[p.dtype] * mx.abs(wanted) + SLACK
+            if p.integer:
+                # Functions other than slopes every backend computes in its own way.
+                approximate = 1.0 if p.integer.writes_int8 else most
+                most = 0.0 if p.integer.act.kind == SLOPE else approximate
+            # NaN is not close to anything.
+            wrong = mx.logical_not(mx.abs(y - wanted) <= most).flatten()
+            count, at = wrong.sum().item(), mx.argmax(wrong).item()
+            if not count:
+                return None
+            got, right = (a.flatten()[at].item() for a in (y, wanted))
+        place = []
+        for size in reversed(wanted.shape):
+            at, rest = divmod(at, size)
+            place.insert(0, rest)
+        name = "dW" if p.pass_ == WEIGHT_GRAD else "y"
+        return (
+            f"{count:,} of {wanted.size:,} values are wrong, the first {name}{place} = "
+            f"{got:.6g}, which is {right:.6g}"
+        )
+
+    def _of_pass(self, layer: Relation) -> Relation:
+        return layer.T if self.problem.pass_ == INPUT_GRAD else layer
+
+    def _floor(self, layer: Relation) -> mx.array:
+        """Return the floor route's result, in float32 and on the CPU."""
+        p, arrays = self.problem, self.arrays
+        if not p.integer:
+            p = replace(p, dtype="float32")
+            arrays = [
+                a if isinstance(a, QuantizedWeight) else a.astype(mx.float32)
+                for a in arrays
+            ]
+        with portable_only():
+            plan = named(FLOOR).plan(p, devices.profile("cpu"))
+            return plan(self._of_pass(layer), *arrays).astype(mx.float32)
+
+    def _arrays(self) -> list:
+        """Return features, the weight or dy, and the bias or the epilogue's arrays."""
+        p, dtype = self.problem, DTYPES[self.problem.dtype]
+        c_x, c_y = p.channels
+        x = drawn("x", (ROWS, c_x)) * self._unit
+        if p.pass_ == WEIGHT_GRAD:
+            dy = drawn("dy", (ROWS, c_y)) * self._unit
+            return [x.astype(dtype), dy.astype(dtype)]
+        if p.bits:
+            w = _packed(p, dtype)
+        else:
+            w = drawn("w", (p.volume, c_x, c_y)) * self._unit
+            if dtype != mx.float32 and c_x > 2:
+                first, last = _LARGE * x[:, :1], x[:, 1:-1]
+                x = mx.concatenate([first, last, first], axis=1)
+                first = _LARGE * w[:, :1]
+                w = mx.concatenate([first, w[:, 1:-1], -first], axis=1)
+            w = w.swapaxes(1, 2) if p.transposed else w
+            w = w.transpose(2, 0, 1) if p.layout == MLX_LAYOUT else w
+            w = mx.contiguous(w.astype(dtype))
+        return [x.astype(dtype), w, *self._added()]
+
+    def _added(self) -> list[mx.array]:
+        """Return the bias, or the arrays of the epilogue."""
+        p, dtype = self.problem, DTYPES[self.problem.dtype]
+        if self.biased:
+            return [drawn("bias", (p.c_out,)).astype(dtype)]
+        made = []
+        for name in p.epilogue.there if p.epilogue else ():
+            if name == "residual":
+                made.append((5 * drawn(name, (ROWS, p.c_out))).astype(dtype))
+                continue
+            assert name in CHANNELS
+            line = drawn(name, (p.c_out,))
+            value = {"scale": 1.5 + 0.5 * line, "var": 2.5 + 1.5 * line}
+            kind = getattr(mx, p.epilogue.kind(name))
+            made.append(value.get(name, 3 * line).astype(kind))
+        return made
+
+
+def integer_arrays(p: Problem) -> list:
+    """Return int8 features, the weight and what follows the sums, of all sizes."""
+    x = 101 * drawn("x", (p.n_in, p.c_in)) + 13 * drawn("", (p.n_in, p.c_in))
+    w = drawn("w", (p.volume, p.c_in // p.groups, p.c_out))
+    w = integer_weight(
+        w * 97 + drawn("rest", w.shape), bits=p.bits, group_size=p.group_size
+    )
+    line, of_rows = drawn("scale", (p.c_out,)), drawn("residual", (p.n_out, p.c_out))
+    residual = (
+        (50 * of_rows).astype(mx.int8)
+        if p.integer.residual_int8
+        else (5 * of_rows).astype(DTYPES[p.dtype])
+    )
+    made = {
+        "scale": (1.5 + 0.5 * line) / 4096,
+        "shift": 3 * drawn("shift", (p.c_out,)),
+        "residual": residual,
+        "residual_scale": mx.array([0.0371]),
+        "out_inverse": mx.array([0.61]),
+        "row_scales": 1.5 + 0.5 * drawn("rows", (p.n_in,)),
+    }
+    return [x.astype(mx.int8), w, *(made[name] for name in p.integer.there)]
+
+
+def _fault_of_moments(y: mx.array, lines: mx.array) -> str | None:
+    """Return what is wrong with statistics of the rows of y, or None."""
+    with mx.stream(mx.cpu):
+        counts, means, squares = (lines[:, i] for i in range(3))
+        y, total = y.astype(mx.float32), mx.maximum(counts.sum(axis=0), 1)
+        mean = (counts * means).sum(axis=0) / total
+        squares = squares.sum(axis=0) + (counts * mx.square(means - mean)).sum(axis=0)
+        right, var = y.mean(axis=0), y.var(axis=0)
+        most = 1e-3 * (mx.abs(right) + mx.sqrt(var)) + SLACK
+        for name, found, wanted, least in (
+            ("counts", total, mx.full(total.shape, len(y)), 0.0),
+            ("means", mean, right, most),
+            ("variances", squares / total, var, 1e-3 * var + SLACK),
+        ):
+            # NaN is not close to anything.
+            if not mx.all(mx.abs(found - wanted) <= least).item():
+                return f"{name} of its rows are wrong"
+    return None
+
+
+@cache
+def _pool(name: str) -> mx.array:
+    """Return a pool of values of a name, the same in every process."""
+    draw = random.Random(name)
+    if name == "words":
+        words = [draw.getrandbits(32) for _ in range(POOL)]
+        values = mx.array(words, dtype=mx.uint32)
+    else:
+        values = mx.array(draw.choices((-1.0, 0.0, 1.0), k=POOL))
+    mx.eval(values)
+    return values
+
+
+def drawn(name: str, shape: Sequence[int]) -> mx.array:
+    """Return values of a pool one after another: -1, 0 and 1, or 32 bits of words."""
+    size = prod(shape)
+    return mx.concatenate([_pool(name)] * -(-size // POOL))[:size].reshape(shape)
+
+
+def _packed(p: Problem, dtype: mx.Dtype) -> QuantizedWeight:
+    """Return packed weights whose values 8 bits hold."""
+    channels = padded(p.c_in, p.group_size)
+    shape = VOLUME, p.c_out, channels // p.group_size
+    step = 2.0 ** (1 - p.bits)
+    scales = step * (1.5 + 0.5 * drawn("scales", shape))
+    scales = mx.where(scales == 1.5 * step, step, scales)
+    return QuantizedWeight(
+        drawn("words", (VOLUME, p.c_out, channels * p.bits // 32)),
+        scales.astype(dtype),
+        mx.where(drawn("biases", shape) > 0, -2.0, -1.0).astype(dtype),
+        p.c_in,
+        p.bits,
+        p.group_size,
+    )
+
+
+def _parts(array: mx.array | QuantizedWeight | IntegerWeight) -> tuple[mx.array, ...]:
+    return (array,) if isinstance(array, mx.array) else array.arrays

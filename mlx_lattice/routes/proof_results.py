@@ -1,12 +1,13 @@
-"""What this machine's matrix kernels proved to be: right, or refused; kept on disk."""
+"""Results of the proofs of this machine's matrix kernels, kept on disk."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import warnings
+import os
+import platform
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
 
@@ -18,8 +19,8 @@ from ..devices import CPU, Device
 from ..problem import FORWARD
 from .plan import IN_KERNEL, Plan
 
-# Raise it when the proof becomes stricter: what was proved before is proved anew.
-VERSION = 1
+# Raise it when the proof becomes stricter: earlier results are then ignored.
+VERSION = 2
 
 VARIABLE = "MLX_LATTICE_PROOF"
 
@@ -70,18 +71,20 @@ NONE = Refused({})
 
 
 class Results:
-    """What the kernels of one machine proved to be.
+    """The results of the kernels of one machine.
 
     Args:
-        path: of the file that keeps it.
+        path: of the file that keeps them.
         where: the machine, in words.
     """
 
     def __init__(self, path: Path, where: str):
         self.path, self.where = path, where
-        # Why a kernel is refused, or None, by its key; and its name.
-        self._found = _read(path, where)
-        self._is_written, self.refused = True, NONE
+        header = {"version": VERSION, "machine": where}
+        self._file = kept_files.EntryFile(path, header, _is_entry)
+        # By key: the kernel's name, and why it is refused or None.
+        self._found = self._file.load()
+        self.refused = NONE
         self._update()
 
     def _update(self) -> None:
@@ -93,37 +96,26 @@ class Results:
             settings.findings.note()
 
     def knows(self, plan: Plan, biased: bool) -> bool:
-        """Whether the kernel of a plan was tried before, with these inputs."""
+        """Return whether the kernel of a plan was tried before, with these inputs."""
         return key_of(plan, biased) in self._found
 
-    def add(self, found: Sequence[tuple[Plan, bool, str | None]]) -> None:
-        """Keep what kernels are: (plan, whether biased, why it is refused) of each."""
-        for plan, biased, why in found:
-            self._found[key_of(plan, biased)] = named(plan.gpu), why
+    def add(self, plan: Plan, biased: bool, why: str | None) -> None:
+        """Keep why the kernel of a plan is refused; None if it is right."""
+        key = key_of(plan, biased)
+        self._found = {**self._found, key: [kernel_name(plan.gpu), why]}
         self._update()
-        # What other processes found meanwhile stays in the file.
-        try:
-            with kept_files.alone():
-                entries = {**_read(self.path, self.where), **self._found}
-                held = {"version": VERSION, "machine": self.where, "kernels": entries}
-                kept_files.write_whole(self.path, json.dumps(held, indent=1).encode())
-        except OSError as error:
-            if not self._is_written:
-                return  # that was said
-            self._is_written = False
-            warnings.warn(
-                f"what kernels proved to be cannot be kept in {self.path.parent} "
-                f"({error.strerror or error}): the next process proves them again. Set "
-                "MLX_LATTICE_CACHE to a folder",
-                RuntimeWarning,
-                stacklevel=2,
-            )
+        self._file.add(key, self._found[key])
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
         """(name, why it is refused or None) of each, refused ones first."""
         found = ((name, why) for name, why in self._found.values())
         return tuple(sorted(found, key=lambda each: (each[1] is None, each[0])))
+
+
+def _is_entry(entry: object) -> bool:
+    name, why = entry
+    return isinstance(name, str) and isinstance(why, str | None)
 
 
 def key_of(plan: Plan, biased: bool) -> str:
@@ -145,7 +137,7 @@ def _bare_key(plan: Plan, bias: Sequence[str] = ()) -> str:
     return " ".join([plan.gpu.digest, *given])
 
 
-def named(kernel: GpuKernel) -> str:
+def kernel_name(kernel: GpuKernel) -> str:
     """Return a kernel as people read it: ``tensor_ops<f16, f16, 64, True>``."""
     values = (value for _, value in kernel.template)
     said = (SHORT.get(v, v) if isinstance(v, mx.Dtype) else v for v in values)
@@ -184,25 +176,54 @@ def refused_on(device: Device) -> Refused:
     return _on(device).refused
 
 
-def _read(path: Path, where: str) -> dict[str, tuple[str, str | None]]:
-    """Return the entries of a file; none, with a warning, if it is unusable."""
+@contextmanager
+def trying(results: Path, key: str) -> Iterator[int]:
+    """Say on disk, inside the block, that this process tries a kernel.
+
+    On Metal a GPU's fault may end the process.
+
+    Args:
+        results: the file of the machine's results.
+        key: the kernel's.
+
+    Yields:
+        How many processes, one after another, ended inside such a block before. One may
+        have been killed for another reason; two were not.
+    """
+    path = results.with_suffix(".trying.json")
+    host, pid, ended = _tried(path).get(key, (platform.node(), None, 0))
+    ended += pid is not None and host == platform.node() and not _runs(pid)
+    _write(path, {**_tried(path), key: (platform.node(), os.getpid(), ended)})
     try:
-        text = path.read_text()
+        yield ended
+    finally:
+        _write(path, {k: v for k, v in _tried(path).items() if k != key})
+
+
+def _runs(pid: int) -> bool:
+    """Return whether a process of this machine runs."""
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
     except OSError:
-        return {}
+        pass  # another user's
+    return True
+
+
+def _tried(path: Path) -> dict[str, tuple[str, int | None, int]]:
+    """Return (host, process, how many ended before) by key; none of a broken file."""
     try:
-        held = json.loads(text)
-        if (held["version"], held["machine"]) != (VERSION, where):
-            return {}
-        entries = {key: (name, why) for key, (name, why) in held["kernels"].items()}
-        if all(isinstance(why, str | None) for _, why in entries.values()):
-            return entries
-        raise ValueError("a reason is neither a sentence nor null")
-    except kept_files.UNUSABLE as error:
-        warnings.warn(
-            f"{path} cannot be read ({error}): kernels prove themselves again, and it "
-            "is written anew",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        held = json.loads(path.read_text())
+        return {key: (str(h), int(pid), int(n)) for key, (h, pid, n) in held.items()}
+    except (OSError, ValueError, TypeError, AttributeError):
         return {}
+
+
+def _write(path: Path, tried: dict[str, tuple[str, int | None, int]]) -> None:
+    """Write the file, or remove it if nothing is tried; the results' file warns."""
+    with suppress(OSError):
+        if tried:
+            kept_files.write_whole(path, json.dumps(tried).encode())
+        else:
+            path.unlink(missing_ok=True)

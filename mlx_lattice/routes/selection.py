@@ -16,8 +16,8 @@ from .. import backends, devices, settings
 from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
-from . import measure, measured_tiles, proof_results
-from .choice import Choice, Own, Reasons, Route, RouteError, Times
+from . import measure, proof_results
+from .choice import Choice, Reasons, Route, RouteError, Times
 from .needs import Need
 from .plan import Plan
 from .proof_results import Refused
@@ -154,23 +154,22 @@ def choose(
     times = measure.measured(problem, device) if tuned else ()
     absent = backends.missing(device.backend)
     refused = proof_results.refused_on(device)
-    own = measured_tiles.own(problem, device) if tuned else ()
-    return _select(problem, device, forced, times, absent, refused, own), tuned
+    return _select(problem, device, forced, times, absent, refused), tuned
 
 
-def candidates(problem: Problem, device: Device, own: Own = ()) -> tuple[Route, ...]:
+def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
     """Return the routes that can run a problem, in table order."""
-    facts = problem, device, proof_results.refused_on(device), own
+    facts = problem, device, proof_results.refused_on(device)
     return tuple(r for r in TABLE if _obstacle(r, *facts) is None)
 
 
 def _obstacle(
-    route: Route, problem: Problem, device: Device, refused: Refused, own: Own = ()
+    route: Route, problem: Problem, device: Device, refused: Refused
 ) -> str | None:
     """Return why a route cannot run: by its needs, or by what its kernel proved."""
     reason = route.refusal(problem, device, forced=True)
     if reason is None and refused:
-        reason = refused.reason(route.plan(problem, device, own).gpu)
+        reason = refused.reason(route.plan(problem, device).gpu)
     return reason
 
 
@@ -228,7 +227,6 @@ class Deciding:
         device: the profile.
         absent: why the backend's own kernels cannot be had, or None.
         refused: kernels that are not taken.
-        own: tiles that the machine's tuning found.
     """
 
     __slots__ = "_facts", "_open", "_refused", "device", "rows"
@@ -239,10 +237,9 @@ class Deciding:
         device: Device,
         absent: str | None,
         refused: Refused,
-        own: Own = (),
     ):
         self.rows, self._open = _settled(layer, device, absent)
-        self._facts = layer, device, absent, own
+        self._facts = layer, device, absent
         self.device, self._refused = device, refused or None
 
     def row(self, problem: Problem) -> Row:
@@ -254,9 +251,7 @@ class Deciding:
 
     def plan(self, row: Row, problem: Problem) -> Plan:
         """Return a row's plan of a problem."""
-        if not self._facts[-1]:
-            return row.plan(problem)
-        return row.route.planning(*self._facts)(problem)
+        return row.plan(problem)
 
     def refusal(self, row: Row, problem: Problem) -> str | None:
         """Return why a row is not taken for a problem, or None."""
@@ -291,15 +286,14 @@ def _select(
     times: Times,
     absent: str | None,
     refused: Refused,
-    own: Own,
 ) -> Choice:
-    table = Deciding(problem.layer, device, absent, refused, own)
+    table = Deciding(problem.layer, device, absent, refused)
 
     def others() -> tuple[Reasons, Reasons]:
         reasons = [(row.route, table.refusal(row, problem)) for row in table.rows]
         return _reasons(reasons, route, problem.pass_, times)
 
-    able = {r.name for r in candidates(problem, device, own)} if times else ()
+    able = {r.name for r in candidates(problem, device)} if times else ()
     times = tuple([t for t in times if t[0] in able])
     if forced is not None:
         route = named(forced)
@@ -314,7 +308,7 @@ def _select(
         row = table.row(problem)
         route, times = row.route, ()
         return Choice(route, device, table.plan(row, problem), others)
-    plan = route.plan(problem, device, own)
+    plan = route.plan(problem, device)
     return Choice(route, device, plan, others, forced is not None, times)
 
 

@@ -10,21 +10,26 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import kept_files
 from mlx_lattice.routes import proof_results
-from mlx_lattice.routes.kept_entries import KeptEntries
 
 ROOT = Path(__file__).resolve().parents[2]
-FILE = KeptEntries("entries.json", 1, lambda entry: isinstance(entry, dict), "a dict")
+
+
+def file(folder):
+    path, header = Path(folder) / "entries.json", {"version": 1}
+    return kept_files.EntryFile(path, header, lambda entry: isinstance(entry, dict))
+
+
 STORE = """
 import sys
 from pathlib import Path
 sys.path.insert(0, sys.argv[1])
-from test_kept_entries import FILE
+from test_kept_entries import file
 from mlx_lattice import kept_files
 with kept_files.cache(sys.argv[2]):
     print("ready", flush=True)
     sys.stdin.readline()
     for i in range(40):
-        FILE.store(f"{sys.argv[3]} {i}", {"is": i})
+        file(sys.argv[2]).add(f"{sys.argv[3]} {i}", {"is": i})
 """
 
 
@@ -47,25 +52,26 @@ def test_processes_that_store_at_once_lose_nothing(tmp_path):
         each.stdin.close()
     assert [each.wait() for each in running] == [0] * 3
     with kept_files.cache(tmp_path):
-        assert len(FILE.load()) == 3 * 40
+        assert len(file(tmp_path).load()) == 3 * 40
 
 
 @pytest.mark.parametrize("text", ("[" * 100_000, "[]", "{", '{"entries": 3}', ""))
 def test_files_of_another_form_are_written_anew(text, tmp_path):
     (tmp_path / "entries.json").write_text(text)
-    with kept_files.cache(tmp_path), pytest.warns(UserWarning, match="written anew"):
-        assert FILE.load() == {}
-        FILE.store("a", {"is": 1})
+    with kept_files.cache(tmp_path), pytest.warns(RuntimeWarning, match="written anew"):
+        assert file(tmp_path).load() == {}
+        file(tmp_path).add("a", {"is": 1})
     held = json.loads((tmp_path / "entries.json").read_text())
     assert held["entries"] == {"a": {"is": 1}}
 
 
 def test_a_folder_that_takes_no_file(tmp_path):
     (tmp_path / "file").write_text("")
-    with kept_files.cache(tmp_path / "file" / "folder"):
-        with pytest.warns(UserWarning, match="this process only"):
-            FILE.store("a", {"is": 1})
-        assert FILE.load() == {"a": {"is": 1}}
+    folder = tmp_path / "file" / "folder"
+    with kept_files.cache(folder):
+        with pytest.warns(RuntimeWarning, match="this process only"):
+            file(folder).add("a", {"is": 1})
+        assert file(folder).load() == {"a": {"is": 1}}
 
 
 def test_proofs_of_another_process_stay_in_the_file(tmp_path):
@@ -82,8 +88,8 @@ def test_proofs_of_another_process_stay_in_the_file(tmp_path):
     with kept_files.cache(tmp_path):
         # Both read the file before either writes it, as two processes do.
         first, second = (proof_results.Results(path, "machine") for _ in range(2))
-        first.add([(plans[0], False, "it gives other results")])
-        second.add([(plans[1], False, None)])
+        first.add(plans[0], False, "it gives other results")
+        second.add(plans[1], False, None)
         third = proof_results.Results(path, "machine")
     assert proof_results.key_of(plans[0], False) != proof_results.key_of(
         plans[1], False

@@ -16,7 +16,8 @@ from metal_checks import host
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.backends import metal_conv, metal_host, runners
-from mlx_lattice.routes import kept_entries, measure
+from mlx_lattice.kept_files import EntryFile
+from mlx_lattice.routes import measure
 
 host.require()
 
@@ -244,7 +245,7 @@ def test_grouped_gemm_runs_its_kernel_where_it_has_one():
 
 def test_a_measured_win_takes_a_route_that_the_table_never_does(monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept_entries, "_unwritten", {})
+    monkeypatch.setattr(EntryFile, "unwritten", {})
     with ml.metal("host"):
         p, mac = (
             ml.Problem.forward(c_in=64, c_out=64, n_in=9000),
@@ -267,7 +268,7 @@ def test_a_measured_win_takes_a_route_that_the_table_never_does(monkeypatch, tmp
 
 def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept_entries, "_unwritten", {})
+    monkeypatch.setattr(EntryFile, "unwritten", {})
 
     right = runners.per_row
 

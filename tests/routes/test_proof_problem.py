@@ -10,7 +10,7 @@ from mlx_lattice import devices
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import FORWARD, PASSES
 from mlx_lattice.routes import TABLE
-from mlx_lattice.routes.proof_problem import ROWS, VOLUME, Trial, neighbours
+from mlx_lattice.routes.proof import ROWS, VOLUME, Trial, neighbours
 
 
 def matrix_plans():

@@ -189,7 +189,7 @@ def test_another_folder_is_seen_at_once(folder, tmp_path, monkeypatch):
     other = tmp_path / "other"
     (file,) = (folder / "proofs").glob("*.json")
     held = json.loads(file.read_text())
-    held["kernels"] = {k: [name, "made up"] for k, (name, _) in held["kernels"].items()}
+    held["entries"] = {k: [name, "made up"] for k, (name, _) in held["entries"].items()}
     (other / "proofs").mkdir(parents=True)
     (other / "proofs" / file.name).write_text(json.dumps(held))
     ran, bound = [], Plan.bound

@@ -11,8 +11,9 @@ from planted import counting, plant
 
 import mlx_lattice as ml
 from mlx_lattice import devices, kept_files, ops, routes
+from mlx_lattice.kept_files import EntryFile
 from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import kept_entries, measure, selection
+from mlx_lattice.routes import measure, selection
 
 pytestmark = pytest.mark.usefixtures("portable_only")
 
@@ -24,7 +25,7 @@ def folder(monkeypatch, tmp_path):
     for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
-    monkeypatch.setattr(kept_entries, "_unwritten", {})
+    monkeypatch.setattr(EntryFile, "unwritten", {})
     return tmp_path
 
 
@@ -106,7 +107,7 @@ def test_a_new_process_reads_the_file(counted, folder):
     with ml.tune():
         ops.subm_conv3d(x, W)
         choice = ml.explain(x, W).choice
-        kept_entries._read.cache_clear()
+        kept_files._entries.cache_clear()
         selection._settled.cache_clear()
         counted.clear()
         assert ml.select(ml.explain(x, W).problem) == choice
@@ -235,7 +236,7 @@ def test_a_corrupt_file_is_ignored_with_a_warning_and_replaced(text, folder):
     (folder / "routes.json").write_text(text)
     x = tensor()
     with ml.tune():
-        with pytest.warns(UserWarning, match="tuning cache .*routes.json cannot be"):
+        with pytest.warns(RuntimeWarning, match="routes.json cannot be"):
             ops.subm_conv3d(x, W)
         assert ml.explain(x, W).choice.measured
     assert len(entries(folder)) == 1
@@ -248,7 +249,7 @@ def test_an_old_file_is_ignored_with_a_warning_and_replaced(change, folder):
         ops.subm_conv3d(x, W)
     held = json.loads((folder / "routes.json").read_text())
     (folder / "routes.json").write_text(json.dumps(held | change))
-    with ml.tune(), pytest.warns(UserWarning, match="was written by"):
+    with ml.tune(), pytest.warns(RuntimeWarning, match="was written by"):
         ops.subm_conv3d(x, W)
     fresh = json.loads((folder / "routes.json").read_text())
     assert {k: fresh[k] for k in change} == {k: held[k] for k in change}
@@ -279,21 +280,21 @@ def test_a_new_candidate_is_measured_beside_the_old(folder):
 def test_writes_leave_no_drafts_and_merge(folder):
     with ml.tune():
         ops.subm_conv3d(tensor(), W)
-        measure._FILE.store("another", {"pointwise": 1.0})
+        measure._file().add("another", {"pointwise": 1.0})
     assert {p.name for p in folder.iterdir()} == {"routes.json", ".lock"}
     assert len(entries(folder)) == 2
 
 
 def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
-    measure._FILE.store("a", {"pointwise": 1.0})
+    measure._file().add("a", {"pointwise": 1.0})
     before = (folder / "routes.json").read_text()
 
     def fail(*args):
         raise OSError("the disk is full")
 
     monkeypatch.setattr(kept_files.os, "replace", fail)
-    with pytest.warns(UserWarning, match="cannot be written .*the disk is full"):
-        measure._FILE.store("b", {"pointwise": 1.0})
+    with pytest.warns(RuntimeWarning, match="cannot be written .*the disk is full"):
+        measure._file().add("b", {"pointwise": 1.0})
     assert (folder / "routes.json").read_text() == before
     assert {p.name for p in folder.iterdir()} == {"routes.json", ".lock"}
 
@@ -309,7 +310,7 @@ def test_a_folder_that_cannot_be_written_lasts_for_the_process(tmp_path, counted
     (tmp_path / "file").write_text("")
     x = tensor()
     with ml.tune(), ml.cache(tmp_path / "file" / "below"):
-        with pytest.warns(UserWarning, match="cannot be written"):
+        with pytest.warns(RuntimeWarning, match="cannot be written"):
             ops.subm_conv3d(x, W)
         counted.clear()
         with warnings.catch_warnings():
