@@ -34,7 +34,7 @@ from gpu_profiles import gpu_kernels
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import first_use
+from mlx_lattice.backends import cuda_compile
 from mlx_lattice.dtypes import DTYPES
 from mlx_lattice.inspect.page import drawn
 from mlx_lattice.integer_facts import IntegerFacts
@@ -312,10 +312,10 @@ def planned(
 
 def cases(options: argparse.Namespace) -> Iterator[tuple[ml.Problem, ml.Choice, list]]:
     """Yield a problem, its Choice, and the cases of every route that can run it."""
-    if first_use.compiles():  # side by side
-        with first_use.rehearsal():
+    if cuda_compile.compiles():  # side by side
+        with cuda_compile.rehearsal():
             mx.eval([call() for *_, found in planned(options) for _, call in found])
-        first_use.finish()
+        cuda_compile.finish()
     for problem, choice, useful, found in planned(options):
         calls = [call for _, call in found]
         if devices.metal_on_host():

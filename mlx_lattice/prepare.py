@@ -16,7 +16,7 @@ import mlx.nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from . import devices, settings
-from .backends import first_use
+from .backends import cuda_compile, cuda_geometry
 from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
@@ -126,8 +126,9 @@ def prepare(
     kernels: dict[str, None] = {}
     if len(tensors) == 1 and inputs and inputs[0] is tensors[0]:
         _make_levels(tensors[0], strides_of(net))
-    for dims in {x.dims for x in tensors}:
-        first_use.rehearse_geometry(dims)
+    if cuda_compile.compiles():
+        for dims in {x.dims for x in tensors}:
+            cuda_geometry.rehearse(dims)
 
     launches: dict[tuple, Launch] = {}  # the first launch of each kernel
 
@@ -149,7 +150,7 @@ def prepare(
                 _plan(net, inputs, options, training, run)
             # What does not compile is refused, if it can be; the rest raises when
             # launched.
-            compiled += first_use.finish(raises=not waiting)
+            compiled += cuda_compile.finish(raises=not waiting)
             is_right = proof.prove_all(waiting)
     if devices.current().backend == devices.METAL:
         compiled += _launch_each(list(launches.values()))
@@ -211,7 +212,7 @@ def prepare_scan(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
         return
     if not len(x) or settings.stage_end.get() is not None:
         return
-    if first_use.compiles() and facts not in _compiled_for(net):
+    if cuda_compile.compiles() and facts not in _compiled_for(net):
         with _standing_in:  # a second thread waits: the net has zeros for parameters
             known = _compiled_for(net)
             if facts not in known:
@@ -298,7 +299,7 @@ def _launch_each(launches: Sequence[Launch]) -> int:
 def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable):
     """Call a net with its contractions planned, and its kernels begun to compile."""
     # A measured choice runs kernels, which a rehearsal leaves out.
-    rehearsal = nullcontext() if measure.enabled() else first_use.rehearsal()
+    rehearsal = nullcontext() if measure.enabled() else cuda_compile.rehearsal()
     token = _is_preparing.set(True)
     try:
         # What a layer keeps of a weight it then keeps of an array that nobody has.

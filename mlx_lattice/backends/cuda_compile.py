@@ -1,12 +1,14 @@
-"""CUDA kernels that are compiled side by side, and kept on disk for later processes.
+"""CUDA kernels that this library compiles, in threads, and caches on disk.
 
-MLX compiles a kernel anew in every process, one after another, in a second or more,
-much of which goes into headers that these kernels do not use.
-``MLX_LATTICE_CUDA_CACHE=0`` leaves it to MLX all the same.
+NVRTC compiles a kernel to machine code (a cubin), which MLX loads and launches by
+``mx.fast.precompiled_cuda_kernel``. MLX itself compiles custom kernels anew in every
+process, one after another, in a second or more each; much of that goes into headers
+that these kernels do not use. ``MLX_LATTICE_CUDA_CACHE=0`` leaves compiling to MLX.
 """
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import os
 import re
@@ -16,12 +18,13 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
 from functools import cache, partial
+from pathlib import Path
 
 import mlx.core as mx
 
 from .. import kept_files
-from . import cuda_modules
-from .nvrtc import Compiler, headers, loaded
+from ..devices import CUDA, compute_capability, current
+from .availability import serves
 
 TYPES = {
     mx.bool_: "bool",
@@ -58,6 +61,101 @@ using false_type = bool_constant<false>;
 }  // namespace cuda::std
 """
 _SHAPE = re.compile(r"\b(\w+)_shape\[(\d+)\]")
+
+
+class Compiler:
+    """NVRTC for one device. Its calls release Python's lock, so threads can compile.
+
+    Args:
+        library: its file.
+        include: the folder of CUDA's headers.
+        capability: the compute capability of the device.
+    """
+
+    def __init__(self, library: Path, include: Path, capability: tuple[int, int]):
+        self.nvrtc, self.include = ctypes.CDLL(str(library)), include
+        self.capability = capability
+        major, minor = ctypes.c_int(), ctypes.c_int()
+        self._check(self.nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
+        self.version = major.value, minor.value
+
+    def architectures(self) -> set[int]:
+        """Return the compute capabilities that it knows, as 10 major + minor."""
+        count = ctypes.c_int()
+        self._check(self.nvrtc.nvrtcGetNumSupportedArchs(ctypes.byref(count)))
+        known = (ctypes.c_int * count.value)()
+        self._check(self.nvrtc.nvrtcGetSupportedArchs(known))
+        return set(known)
+
+    @property
+    def options(self) -> tuple[str, ...]:
+        """What it compiles with."""
+        major, minor = self.capability
+        suffix = "a" if major == 9 else ""  # wgmma
+        return (
+            f"--gpu-architecture=sm_{major}{minor}{suffix}",
+            "--std=c++17",
+            "--device-as-default-execution-space",
+            f"--include-path={self.include}",
+        )
+
+    def compile(self, text: str) -> bytes:
+        """Return machine code.
+
+        Raises:
+            RuntimeError: what the compiler says.
+        """
+        program = ctypes.c_void_p()
+        self._check(
+            self.nvrtc.nvrtcCreateProgram(
+                ctypes.byref(program), text.encode(), b"kernel.cu", 0, None, None
+            )
+        )
+        try:
+            options = [option.encode() for option in self.options]
+            given = (ctypes.c_char_p * len(options))(*options)
+            if self.nvrtc.nvrtcCompileProgram(program, len(options), given):
+                log = self._fetch("ProgramLog", program).rstrip(b"\0").decode()
+                raise RuntimeError(f"a CUDA kernel did not compile:\n{log}")
+            return self._fetch("CUBIN", program)
+        finally:
+            self.nvrtc.nvrtcDestroyProgram(ctypes.byref(program))
+
+    def _fetch(self, what: str, program: ctypes.c_void_p) -> bytes:
+        size = ctypes.c_size_t()
+        get_size = getattr(self.nvrtc, f"nvrtcGet{what}Size")
+        self._check(get_size(program, ctypes.byref(size)))
+        buffer = ctypes.create_string_buffer(size.value)
+        self._check(getattr(self.nvrtc, f"nvrtcGet{what}")(program, buffer))
+        return buffer.raw
+
+    def _check(self, code: int) -> None:
+        if code:
+            self.nvrtc.nvrtcGetErrorString.restype = ctypes.c_char_p
+            text = self.nvrtc.nvrtcGetErrorString(code).decode()
+            raise RuntimeError(f"NVRTC failed: {text}")
+
+
+def loaded(name: str) -> Path | None:
+    """Return the file of a library that this process has loaded."""
+    try:
+        lines = Path("/proc/self/maps").read_text().splitlines()
+    except OSError:
+        return None
+    files = (line.split(maxsplit=5)[-1] for line in lines if name in line)
+    return next((Path(file) for file in files), None)
+
+
+def headers(library: Path) -> Path | None:
+    """Return the folder that has CUDA's headers, looked for as MLX does."""
+    homes = [os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [Path(home) / "include" for home in homes if home]
+    places += [
+        library.parent.parent / "include",
+        library.parents[2] / "cuda_runtime" / "include",
+        Path("/usr/local/cuda/include"),
+    ]
+    return next((place for place in places if (place / "cuda_fp16.h").is_file()), None)
 
 
 # What launches in this context only see to: "features", or "all" and geometry too.
@@ -123,6 +221,12 @@ def compiler(capability: tuple[int, int]) -> Compiler | None:
     return None
 
 
+def compiles() -> bool:
+    """Return whether CUDA kernels run here now, and this library compiles them."""
+    on_cuda = current().backend == CUDA and serves(CUDA)
+    return on_cuda and compiler(compute_capability()) is not None
+
+
 class Kernel:
     """A kernel that is compiled at its first launch, and called as MLX's are.
 
@@ -157,7 +261,7 @@ class Kernel:
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
         self.sizes = sorted(used)
         self._job: Future[bytes] | None = None
-        self._handed: bytes | None = None  # to MLX, as the code
+        self._code: bytes | None = None
 
     def __call__(
         self,
@@ -168,13 +272,13 @@ class Kernel:
         **settled: object,
     ) -> list[mx.array]:
         """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
-        if self._handed is None:
+        if self._code is None:
             job = self._started([x.dtype for x in inputs], output_dtypes)
             what = rehearsed()
             if what == "all" or (what and not self.geometry):
                 made = zip(output_shapes, output_dtypes, strict=True)
                 return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
-            self._handed = cuda_modules.handed(self.nvrtc, self.name, job.result())
+            self._code = job.result()
             self._job = None
         return mx.fast.precompiled_cuda_kernel(
             inputs=inputs,
@@ -185,9 +289,9 @@ class Kernel:
         )
 
     @property
-    def is_handed(self) -> bool:
-        """Whether it was launched, so that its code is there."""
-        return self._handed is not None
+    def is_compiled(self) -> bool:
+        """Whether it was launched, so that its machine code is there."""
+        return self._code is not None
 
     def settled(self, inputs: Sequence[mx.array], **settled) -> Callable:
         """Return what launches it, as a call does, on ``inputs=`` of the same shapes.
@@ -201,7 +305,7 @@ class Kernel:
         """Return what MLX is told of the kernel, for inputs of these shapes."""
         return {
             "name": self.name,
-            "compiled_source": self._handed,
+            "compiled_source": self._code,
             "scalars": [inputs[i].shape[axis] for i, axis in self.sizes],
             "shared_memory": self.shared_bytes,
             "ensure_row_contiguous": True,

@@ -189,7 +189,7 @@ class GpuKernel:
     def is_built(self) -> bool:
         """Whether it was launched before, so that its code is there."""
         built = self._built.values()
-        return any(not isinstance(k, Kernel) or k.is_handed for k in built)
+        return any(not isinstance(k, Kernel) or k.is_compiled for k in built)
 
     def _ordered(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         names = [name for name, _ in self.interface.sizes]

@@ -67,7 +67,7 @@ class Launcher:
         # The factory that stands in MLX now: a stand-in runs kernels without a GPU.
         if self._factory is not factory:
             run, settled = self._kernel.built(factory, self._given), self._settled
-            if isinstance(run, Kernel) and not run.is_handed:
+            if isinstance(run, Kernel) and not run.is_compiled:
                 return run(inputs=arrays, **settled)
             if isinstance(run, Kernel):
                 self._run = run.settled(arrays, **settled)

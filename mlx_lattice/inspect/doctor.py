@@ -25,7 +25,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import devices, kept_files, nn, ops
-from ..backends import first_use
+from ..backends import cuda_compile, cuda_geometry
 from ..backends.availability import portable_only
 from ..coordinates import CoordinateManager
 from ..devices import CPU, CUDA, METAL, Device
@@ -359,12 +359,12 @@ def _problem(pass_: str, relation: Relation, c_in, c_out, dtype, **facts) -> Pro
 
 def compile_together(cases: Sequence[Case]) -> None:
     """Compile CUDA kernels side by side; each proof reports its own failure."""
-    with first_use.rehearsal():
+    with cuda_compile.rehearsal():
         for case in cases:
             with suppress(Exception):
                 case.run()
     with suppress(RuntimeError):
-        first_use.finish()
+        cuda_compile.finish()
 
 
 # Other operations: with gradients where they have any.
@@ -582,9 +582,9 @@ class Doctor:
 
     def prove(self) -> None:
         """Prove relations, norms, pools and every kernel of a convolution."""
-        compiles = self.device.backend == CUDA and first_use.compiles()
+        compiles = self.device.backend == CUDA and cuda_compile.compiles()
         if compiles:
-            first_use.rehearse_geometry(3)
+            cuda_geometry.rehearse(3)
         cases = [*operation_cases(), *kernel_cases(self.device)]
         for at, case in enumerate(cases):
             name = f"{case.name} ({case.facts})"

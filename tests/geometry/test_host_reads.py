@@ -8,7 +8,7 @@ import reference as ref
 
 import mlx_lattice as ml
 from mlx_lattice import backends, models, ops
-from mlx_lattice.backends import first_use, registry
+from mlx_lattice.backends import cuda_compile, registry
 from mlx_lattice.geometry import sync
 
 
@@ -231,7 +231,7 @@ def test_a_sum_over_height_makes_its_rows_once(reads):
     mx.eval(y.feats)
     # The input's check; the sizes of five levels, of the sum, and of what it reaches.
     # Where kernels are compiled, the net prepares itself, and they prove themselves.
-    if not first_use.compiles():
+    if not cuda_compile.compiles():
         assert_reads(reads, 8)
     before = facts()
     again = net(x)

@@ -10,7 +10,12 @@ from places import leave_the_host
 
 from metal import host
 from mlx_lattice import cli, devices, routes
-from mlx_lattice.backends import cpu_extension, first_use, kernel_sources
+from mlx_lattice.backends import (
+    cpu_extension,
+    cuda_compile,
+    cuda_geometry,
+    kernel_sources,
+)
 from mlx_lattice.inspect import doctor
 from mlx_lattice.inspect.doctor import Case, Doctor, Layer
 from mlx_lattice.problem import FORWARD, PASSES
@@ -262,9 +267,9 @@ def test_a_wrong_relation_is_found(planted, text):
 
 def test_cuda_compiles_side_by_side(small, monkeypatch):
     finished, planned = [], []
-    monkeypatch.setattr(first_use, "compiles", lambda: True)
-    monkeypatch.setattr(first_use, "finish", lambda: finished.append(len(planned)))
-    monkeypatch.setattr(first_use, "rehearse_geometry", lambda dims: None)
+    monkeypatch.setattr(cuda_compile, "compiles", lambda: True)
+    monkeypatch.setattr(cuda_compile, "finish", lambda: finished.append(len(planned)))
+    monkeypatch.setattr(cuda_geometry, "rehearse", lambda dims: None)
     monkeypatch.setattr(
         Plan, "__call__", lambda plan, *given: planned.append(plan.backend)
     )

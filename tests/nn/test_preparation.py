@@ -112,11 +112,11 @@ def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatc
         return real(net, x, training=training)
 
     monkeypatch.setattr(preparation, "prepare", prepare)
-    monkeypatch.setattr(preparation.first_use, "compiles", lambda: False)
+    monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda: False)
     net(tensor(n=100))
     assert not calls
-    monkeypatch.setattr(preparation.first_use, "compiles", lambda: True)
-    monkeypatch.setattr(preparation.first_use, "rehearse_geometry", lambda dims: None)
+    monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda: True)
+    monkeypatch.setattr(preparation.cuda_geometry, "rehearse", lambda dims: None)
     real(net, tensor())
     assert not calls
     x = tensor(n=100)
@@ -290,7 +290,7 @@ def test_a_first_call_waits_for_the_preparation_of_another_thread(monkeypatch):
             begun.set()
             second.join(0.5)
 
-    monkeypatch.setattr(preparation.first_use, "compiles", lambda: True)
+    monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda: True)
     monkeypatch.setattr(preparation, "prepare", slow)
 
     def call():

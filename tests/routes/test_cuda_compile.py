@@ -24,11 +24,10 @@ import mlx_lattice as ml
 from mlx_lattice.backends import (
     cuda_compile,
     cuda_geometry,
-    cuda_modules,
     cuda_unpack,
     gpu_kernel,
 )
-from mlx_lattice.backends.nvrtc import Compiler, loaded
+from mlx_lattice.backends.cuda_compile import Compiler, loaded
 
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("clang")
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -42,15 +41,12 @@ needs_stand_in = pytest.mark.skipif(
 def fresh(monkeypatch, tmp_path):
     monkeypatch.delenv("MLX_LATTICE_CUDA_CACHE", raising=False)
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "mlx"))
-    caches = cuda_compile.compiler, cuda_modules.takes_marks, cuda_modules.folder
-    for each in caches:
-        each.cache_clear()
+    cuda_compile.compiler.cache_clear()
     cuda_compile._jobs.clear()  # of other tests
     with ml.cache(tmp_path / "cache"):
         yield
     cuda_compile._jobs.clear()
-    for each in caches:
-        each.cache_clear()
+    cuda_compile.compiler.cache_clear()
 
 
 @pytest.fixture(scope="session")
@@ -94,20 +90,14 @@ def launch(made, x=None, z=None):
 
 @pytest.fixture
 def launches(monkeypatch):
-    """What MLX is asked to launch. It looks for files as MLX does; "y[0] = 2" is 2."""
+    """What MLX is asked to launch; the code "y[0] = 2" gives 2."""
     seen = []
 
     def launched(name, compiled_source, **given):
-        number = cuda_modules.hash_of(compiled_source)
-        path = cuda_modules.folder() / f"{name}_{number or 0:x}.ptx"
-        code = compiled_source
-        if path.is_file():
-            assert path.with_suffix(".txt").read_text() == f"{name}\t{name}\n"
-            code = path.read_bytes()
-        assert code.startswith(b"\x7fELF")
-        if name != "lattice_trial":
-            seen.append({"name": name, "compiled_source": compiled_source, **given})
-        text = code.partition(f"{name}(".encode())[2].partition(b"y[0] = ")[2]
+        assert compiled_source.startswith(b"\x7fELF")
+        seen.append({"name": name, "compiled_source": compiled_source, **given})
+        text = compiled_source.partition(f"{name}(".encode())[2]
+        text = text.partition(b"y[0] = ")[2]
         value = int(text[:1]) if text[:1].isdigit() else 0
         return [mx.full(given["output_shapes"][0], value, dtype=mx.int32)]
 
@@ -117,9 +107,8 @@ def launches(monkeypatch):
 
 
 @needs_stand_in
-def test_the_text_has_what_the_launch_gives(library, tmp_path, launches, monkeypatch):
+def test_the_text_has_what_the_launch_gives(library, tmp_path, launches):
     made = kernel(Compiler(library, tmp_path, (9, 0)))
-    monkeypatch.setattr(cuda_modules, "takes_marks", lambda nvrtc: False)
     for _ in range(2):
         launch(made)
     first, second = launches
@@ -168,62 +157,14 @@ def test_a_settled_launch_hands_over_what_a_call_does(
 
 
 @needs_stand_in
-class TestMarks:
-    """MLX hashes what a launch hands over: 32 bytes in place of the code."""
-
-    def test_a_launch_hands_over_a_mark(self, library, tmp_path, launches):
-        made = kernel(Compiler(library, tmp_path, (9, 0)), body="y[0] = 3;")
-        assert launch(made)[0].item() == 3 and launch(made)[0].item() == 3
-        marks = {each["compiled_source"] for each in launches}
-        assert len(marks) == 1 and len(marks.pop()) == 32
-
-    def test_other_code_of_one_name_has_another_mark(self, library, tmp_path, launches):
-        nvrtc = Compiler(library, tmp_path, (9, 0))
-        for value in (3, 4, 3):
-            assert launch(kernel(nvrtc, body=f"y[0] = {value};"))[0].item() == value
-        assert len({each["compiled_source"] for each in launches}) == 2
-
-    def test_a_file_that_is_wrong_is_written_again(self, library, tmp_path, launches):
-        nvrtc = Compiler(library, tmp_path, (9, 0))
-        launch(kernel(nvrtc, body="y[0] = 3;"))
-        for file in (tmp_path / "mlx").glob("lattice_sum_*"):
-            file.write_bytes(b"cut short")
-        assert launch(kernel(nvrtc, body="y[0] = 3;"))[0].item() == 3
-
-    def test_the_code_is_handed_over_where_mlx_reads_no_files(
-        self, library, tmp_path, launches, monkeypatch
-    ):
-        monkeypatch.setattr(cuda_modules, "hash_of", lambda content: 1 + len(content))
-        real = mx.fast.precompiled_cuda_kernel
-
-        def blind(name, **given):
-            for file in cuda_modules.folder().glob("*"):
-                file.unlink()
-            return real(name=name, **given)
-
-        monkeypatch.setattr(mx.fast, "precompiled_cuda_kernel", blind)
-        made = kernel(Compiler(library, tmp_path, (9, 0)), body="y[0] = 3;")
-        assert launch(made)[0].item() == 3
-        assert launches[0]["compiled_source"].startswith(b"\x7fELF")
-
-    def test_or_where_its_folder_cannot_be_written(
-        self, library, tmp_path, launches, monkeypatch
-    ):
-        (tmp_path / "file").write_text("")
-        monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "file"))
-        made = kernel(Compiler(library, tmp_path, (9, 0)), body="y[0] = 3;")
-        assert launch(made)[0].item() == 3
-        assert launches[0]["compiled_source"].startswith(b"\x7fELF")
-
-    def test_or_where_the_name_is_long(self, library, tmp_path, launches):
-        nvrtc = Compiler(library, tmp_path, (9, 0))
-        made = kernel(nvrtc, name="lattice_" + 200 * "x", body="y[0] = 3;")
-        assert launch(made)[0].item() == 3
-        assert launches[0]["compiled_source"].startswith(b"\x7fELF")
-
-    def test_the_hash_is_that_of_the_c_library(self):
-        # printf("%zx", std::hash<std::string>{}("hello")), GCC 12 on x86-64
-        assert cuda_modules.hash_of(b"hello") in (None, 0x26553298FDBE39C8)
+def test_every_launch_hands_over_the_code(library, tmp_path, launches):
+    """MLX keeps modules by the name and the hash of the code."""
+    nvrtc = Compiler(library, tmp_path, (9, 0))
+    for value in (3, 4, 3):
+        made = kernel(nvrtc, body=f"y[0] = {value};")
+        assert launch(made)[0].item() == value and launch(made)[0].item() == value
+    assert len({each["compiled_source"] for each in launches}) == 2
+    assert not (tmp_path / "mlx").exists(), "nothing is written into MLX's cache"
 
 
 @needs_stand_in
