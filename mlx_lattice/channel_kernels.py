@@ -57,7 +57,6 @@ def _joined_jvp(primals, tangents):
     return mx.concatenate(filled(primals, tangents), axis=1)
 
 
-@lru_cache(maxsize=256)
 def _split(c_a: int) -> Function:
     """Return what takes rows of which ``c_a`` channels are the first array's apart."""
 
@@ -87,7 +86,9 @@ def activation(x: mx.array, act: Activation) -> mx.array:
     if of_mlx and devices.current().backend != devices.CPU:
         return composed(act)(x)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    y = _activation(act, kernels, rows.shape, rows.dtype)(rows)
+    fit = _alone(act, rows.shape[1])
+    back = _back(kernels, fit)
+    y = elementwise(lambda x: kernels.normalize(x, fit), back, composed(act))(rows)
     return y if x.ndim == 2 else y.reshape(x.shape)
 
 
@@ -101,7 +102,8 @@ def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
     kernels = registry.norms() if x.size else None
     if kernels is None or x.dtype not in FLOATS:
         return mx.vjp(composed(act), [x], [dy])[1][0]
-    return _gradient(act, kernels, x.shape, x.dtype)(dy, x)[0]
+    back = _back(kernels, _alone(act, x.shape[1]))
+    return differentiable(lambda dy, x: (back(dy, x),), composed(act))(dy, x)[0]
 
 
 def activated_sum(
@@ -125,7 +127,7 @@ def activated_sum(
     there = bias is not None, residual is not None
     if kernels is None:
         return _sum_of(act, there, x, *arrays)
-    return _activated_sum(act, there, kernels, x.shape, x.dtype)(x, *arrays)
+    return _activated_sum(act, there, kernels, x.shape[1])(x, *arrays)
 
 
 def column_sums(x: mx.array, like: mx.array) -> mx.array:
@@ -141,7 +143,7 @@ def column_sums(x: mx.array, like: mx.array) -> mx.array:
     if like.dtype not in FLOATS or not sums_columns(x):
         return x.sum(axis=0).astype(like.dtype)
     kernels = registry.column_sums() or registry.norms()
-    return _column_sums(kernels, x.shape, x.dtype, like.dtype)(x)
+    return _column_sums(kernels, x.shape[1], like.dtype)(x)
 
 
 def sums_columns(x: mx.array) -> bool:
@@ -152,29 +154,6 @@ def sums_columns(x: mx.array) -> bool:
         return False
     on_metal = devices.current().backend == devices.METAL
     return not on_metal and registry.norms() is not None
-
-
-@lru_cache(maxsize=1024)
-def _activation(
-    act: Activation,
-    kernels: Norms,
-    shape: tuple[int, int],
-    dtype: mx.Dtype,
-) -> Function:
-    fit = _alone(act, shape[1])
-
-    def forward(x):
-        return kernels.normalize(x, fit)
-
-    return elementwise(forward, _back(kernels, fit), composed(act))
-
-
-@lru_cache(maxsize=1024)
-def _gradient(
-    act: Activation, kernels: Norms, shape: tuple[int, int], dtype: mx.Dtype
-) -> Function:
-    back = _back(kernels, _alone(act, shape[1]))
-    return differentiable(lambda dy, x: (back(dy, x),), composed(act))
 
 
 def _spread(there: tuple[bool, bool], arrays: Sequence[mx.array]):
@@ -189,15 +168,10 @@ def _sum_of(act: Activation, there: tuple[bool, bool], x, *rest) -> mx.array:
     return composed(act)(y).astype(x.dtype)
 
 
-@lru_cache(maxsize=1024)
 def _activated_sum(
-    act: Activation,
-    there: tuple[bool, bool],
-    kernels: Norms,
-    shape: tuple[int, int],
-    dtype: mx.Dtype,
+    act: Activation, there: tuple[bool, bool], kernels: Norms, channels: int
 ) -> Function:
-    alone = _alone(act, shape[1])
+    alone = _alone(act, channels)
 
     def forward(x, *rest):
         bias, residual = _spread(there, rest)
@@ -223,17 +197,13 @@ def _back(kernels: Norms, fit: Fit) -> Callable[[mx.array, mx.array], mx.array]:
     return lambda dy, x: kernels.gradient(mx.contiguous(dy), x, fit)[0]
 
 
-@lru_cache(maxsize=1024)
 def _column_sums(
-    kernels: Norms | CudaColumnSums,
-    shape: tuple[int, int],
-    dtype: mx.Dtype,
-    kind: mx.Dtype,
+    kernels: Norms | CudaColumnSums, channels: int, kind: mx.Dtype
 ) -> Function:
     if isinstance(kernels, CudaColumnSums):
         sums = partial(kernels.sums, kind=kind)
     else:
-        mean, var, shift = standard(shape[1], kind)
+        mean, var, shift = standard(channels, kind)
         fit = Fit(mean, var, None, shift, 0.0, NONE)
 
         def sums(x):

@@ -133,31 +133,6 @@ class Epilogue(_Fields):
         dtypes = tuple([a if a is None else a.dtype for a in self.slots])
         return _facts(self.activation, self.norm, self.eps, dtypes)
 
-    def of(self, mean, var, scale, shift) -> Epilogue:
-        """Return it with other arrays of the same shapes and dtypes."""
-        made = Epilogue(scale, shift, *self[2:4], mean, var, *self[6:])
-        made.__dict__["key"] = self.key
-        return made
-
-    def beside(self, residual: mx.array) -> Epilogue:
-        """Return it with a residual, where it has none."""
-        made = Epilogue(*self[:2], residual, *self[3:])
-        # What is found of one that is kept serves those of all calls.
-        made.__dict__["key"] = *self.key[:-1], residual.dtype
-        made.__dict__["arrays"] = *self.arrays, residual
-        made.__dict__["alone"] = self
-        return made
-
-    def activated(self, activation: str) -> Epilogue:
-        """Return it with an activation, where it has none; kept for the next call."""
-        alone = self.__dict__.get("alone")
-        if alone is not None:
-            return alone.activated(activation).beside(self.residual)
-        kept = self.__dict__.setdefault("with_activation", {})
-        if activation not in kept:
-            kept[activation] = self._replace(activation=activation)
-        return kept[activation]
-
     @cached_property
     def key(self) -> tuple:
         """What calls with other arrays share, whatever their rows."""

@@ -6,7 +6,6 @@ instead of taking the one for the other. Integer layers read ``values`` and ``sc
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import NoReturn
 
 import mlx.core as mx
@@ -215,7 +214,7 @@ def rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
     """Return int8 of one scale in another, both (1,): rounded, and at 127 cut off."""
     if not values.size or registry.serving() == CPU:
         return _rescaled(values, scale, to)
-    return _rescaled_at_once()(values, scale.reshape(()), to.reshape(()))
+    return _RESCALED(values, scale.reshape(()), to.reshape(()))
 
 
 def inverse_of(scale: mx.array) -> mx.array:
@@ -238,8 +237,8 @@ def as_int8(x: mx.array, scale: mx.array, inverse: mx.array | None = None) -> mx
         return cpu_int8.quantise(x, scale)
     # MLX's kernels take four numbers a thread beside scalars without an axis alone.
     if inverse is not None:
-        return _by_inverse()(x, inverse.reshape(()))
-    return _compiled()(x, scale.reshape(()) if scale.shape == (1,) else scale)
+        return _BY_INVERSE(x, inverse.reshape(()))
+    return _DIVIDED(x, scale.reshape(()) if scale.shape == (1,) else scale)
 
 
 def rows_as_int8(x: mx.array) -> tuple[mx.array, mx.array]:
@@ -271,19 +270,10 @@ def _rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
     return to_int8(values, scale / mx.maximum(to, TINY))
 
 
-@lru_cache(maxsize=1)
-def _rescaled_at_once():
-    return mx.compile(_rescaled, shapeless=True)
+def _divided(x: mx.array, scale: mx.array) -> mx.array:
+    return to_int8(x, inverse_of(scale))
 
 
-@lru_cache(maxsize=1)
-def _compiled():
-    def rounded(x, scale):
-        return to_int8(x, inverse_of(scale))
-
-    return mx.compile(rounded, shapeless=True)
-
-
-@lru_cache(maxsize=1)
-def _by_inverse():
-    return mx.compile(to_int8, shapeless=True)
+_RESCALED = mx.compile(_rescaled, shapeless=True)
+_DIVIDED = mx.compile(_divided, shapeless=True)
+_BY_INVERSE = mx.compile(to_int8, shapeless=True)

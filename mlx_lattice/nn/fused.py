@@ -207,10 +207,10 @@ def _of_rows(
         # The vjp of other activations would multiply again for the sums.
         if act.is_of_result or not sync.is_differentiating():
             after = Epilogue(activation=act.called)
-    elif type(norm) in FIXED and not norm.is_by_rows:
-        if not sync.is_known_to_differentiate():
-            after = norm.as_epilogue(feats.dtype)
-        after = after and after.activated(act.called)
+    elif type(norm) in FIXED and not (
+        norm.is_by_rows or sync.is_known_to_differentiate()
+    ):
+        after = norm.as_epilogue(feats.dtype, act.called)
     if after is None:
         return None
     y = linears.finished(layer, feats, after)
@@ -291,12 +291,13 @@ def _epilogue(
             scale, shift = norm.scale_shift()
             given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
         return Epilogue(**given)
-    after = Epilogue() if norm is None else norm.as_epilogue(x.dtype)
     residual = given.get("residual")
-    if after is None:
-        return None
-    after = after if act is None else after.activated(act.called)
-    return after if residual is None else after.beside(residual)
+    if norm is None:
+        return Epilogue(residual=residual, activation=_called(act))
+    after = norm.as_epilogue(x.dtype, _called(act))
+    if after is None or residual is None:
+        return after
+    return after._replace(residual=residual)
 
 
 def called(layer: Callable, x: Features, *coordinates) -> Features:

@@ -96,13 +96,13 @@ def _launched(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
     return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
 
 
-@lru_cache(maxsize=1024)
+@lru_cache(maxsize=64)
 def _linear(problem: Problem, device: Device, absent: str | None) -> Plan:
     del absent  # part of the cache's key: the plan depends on it
     return named("quantized_pointwise").plan(problem, device)
 
 
-@lru_cache(maxsize=64)
+@lru_cache(maxsize=8)  # levels of a net
 def each_row(n: int) -> Relation:
     """Return the relation in which n rows feed themselves; it keeps their plans."""
     spec = KernelSpec.of(1, kernel_size=1)

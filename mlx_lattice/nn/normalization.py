@@ -27,7 +27,6 @@ from .parameters import Parameters
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
 Features = SparseTensor | mx.array
-_MOST_KEPT = 4  # epilogues of a norm
 _LINES = "running_mean", "running_var", "weight", "bias"
 
 
@@ -143,28 +142,27 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         if x.shape[0] > 1:
             self["running_var"] = var
 
-    def as_epilogue(self, dtype: mx.Dtype) -> Epilogue | None:
-        """Return a norm with fixed statistics, as a convolution computes it.
+    def as_epilogue(self, dtype: mx.Dtype, activation: str = "") -> Epilogue | None:
+        """Return a norm with fixed statistics, and an activation, as an epilogue.
 
-        None where its arrays are of other dtypes than float32 and ``dtype``.
+        None if its arrays have other dtypes than float32 and ``dtype``. The layer keeps
+        the last epilogue, since convolutions look up launches by its ``key``.
         """
-        find = self.get  # as items: quicker to find
-        own = find("weight"), find("bias"), find("running_mean"), find("running_var")
-        # Arrays that are held, so that no other can take their places.
-        key = *map(id, own), self.eps, dtype
-        known = getattr(self, "_epilogues", None)
-        held = known and known.get(key)
-        if held:
-            return held[1]
-        self._expect_lines(*own)
-        made = None
-        if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
-            scale, shift, mean, var = own
-            made = Epilogue(scale, shift, None, "", mean, var, self.eps, "BatchNorm")
-        if known is None or len(known) >= _MOST_KEPT:
+        own = tuple([self.get(name) for name in _LINES])
+        facts = self.eps, dtype, activation
+        known = getattr(self, "_epilogue", None)
+        if known is None:
             known = Kept()
-            object.__setattr__(self, "_epilogues", known)  # not a parameter
-        known[key] = own, made
+            object.__setattr__(self, "_epilogue", known)  # not a parameter
+        arrays, last, made = known.get("last", ((None,) * 4, None, None))
+        if last == facts and all([a is b for a, b in zip(arrays, own, strict=True)]):
+            return made
+        self._expect_lines(*own)
+        made, (mean, var, scale, shift) = None, own
+        if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
+            facts_of_norm = mean, var, self.eps, "BatchNorm"
+            made = Epilogue(scale, shift, None, activation, *facts_of_norm)
+        known["last"] = own, facts, made
         return made
 
     @property

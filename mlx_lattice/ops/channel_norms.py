@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -230,7 +229,6 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
         return new_mean, (1 - by) * old_var + by * unbiased
 
 
-@lru_cache(maxsize=256)
 def _count(rows: int) -> mx.array:
     return mx.array([float(rows)])
 
@@ -367,7 +365,7 @@ def row_norm(
                 more = statistics.adds_parameters(fit)
         given.tell("backward", launches + more)
         found = gradient(cotangents[0], x, *outputs[1:3], *rest)
-        return *found, *[no_gradient(a.shape) for a in others]
+        return *found, *[mx.zeros(a.shape) for a in others]
 
     given.tell("forward", launches - (is_summed and few is None))
     function = Function(forward)
@@ -391,12 +389,6 @@ def row_norm(
         return (y, *mapped(lines, axes)(*arrays), *moved), (0,) * 5
 
     return function
-
-
-@lru_cache(maxsize=256)
-def no_gradient(shape: tuple[int, ...], dtype: mx.Dtype = mx.float32) -> mx.array:
-    """Return zeros, the gradient of statistics, which no caller uses."""
-    return mx.zeros(shape, dtype)
 
 
 def given_of(x, layer: Layer, weight, bias, residual) -> tuple[Given, list[mx.array]]:
@@ -604,7 +596,7 @@ def _by_fixed(layer: Layer, given: Given, are_frozen: bool) -> Function:
         if not are_frozen:
             return found
         dx, *rest = found
-        return dx, *(no_gradient(a.shape, a.dtype) for a in primals[1:3]), *rest
+        return dx, *map(mx.zeros_like, primals[1:3]), *rest
 
     given.tell("forward", 1)
     function = Function(forward)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
-from functools import cached_property, lru_cache, partial
+from functools import cached_property, partial
 from itertools import accumulate, pairwise
 from math import prod
 from typing import NamedTuple
@@ -386,12 +386,6 @@ class _Layout:
         self.slots, self.results = self.slots + keys, self.results + results
 
 
-@lru_cache(maxsize=64)
-def _laid_out(starts: tuple[int, ...], patch: int, padding: Padding) -> _Layout:
-    """Return the layout of elements, which the curves through them share."""
-    return _Layout([b - a for a, b in pairwise(starts)], patch, padding)
-
-
 def _cut(
     sizes: dict[int, int],
     counts: Counter[int],
@@ -419,8 +413,8 @@ def filled(
     An element of n > ``patch`` rows has ceil(n / patch) whole patches, of which the
     last asks for what its own rows get alone; a shorter one is one patch of n.
     """
-    starts = batch_rows(like).starts
-    laid = _laid_out(tuple(starts), patch, padding)
+    sizes = [b - a for a, b in pairwise(batch_rows(like).starts)]
+    laid = _Layout(sizes, patch, padding)
     kernels = registry.patches()
     if kernels is not None and kernels.takes(len(like)):
         order = curve_order(like, curve, bits=bits)

@@ -337,7 +337,7 @@ def test_one_kernel_rescales_as_the_operations_do(to):
     by = np.float32(0.02) / np.maximum(np.array(to), np.float32(TINY))
     inverse = np.minimum(by, np.finfo(np.float32).max)
     wanted = np.clip(np.rint(np.array(values) * inverse), -127, 127)
-    for fused in (integer_tensor._rescaled_at_once(), integer_tensor._rescaled):
+    for fused in (integer_tensor._RESCALED, integer_tensor._rescaled):
         assert np.array_equal(np.array(fused(values, scale, to)), wanted)
         flat = fused(values, scale.reshape(()), to.reshape(()))
         assert np.array_equal(np.array(flat), wanted)
