@@ -12,8 +12,14 @@ from .coordinates import CoordinateManager
 from .devices import metal
 from .inspect.backend_info import BackendInfo, backend_info
 from .inspect.cost import Cost
-from .inspect.explain import Explanation, VerificationError, explain, verify
-from .inspect.explain_attention import AttentionExplanation, explain_attention
+from .inspect.explain import (
+    AttentionExplanation,
+    Explanation,
+    VerificationError,
+    explain,
+    explain_attention,
+    verify,
+)
 from .inspect.trace import Trace, trace
 from .integer_contraction import integer_conv
 from .integer_tensor import IntegerTensor

@@ -1,5 +1,7 @@
 """explain(): which route a convolution takes, why, and what it must cost.
 
+explain_attention(): whether MLX's fused kernel computes attention, and why not.
+
 verify(): each contraction again on an independent route, compared.
 """
 
@@ -7,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from numbers import Real
@@ -15,9 +17,12 @@ from numbers import Real
 import mlx.core as mx
 
 from .. import devices
-from ..devices import Device
+from ..backends import portable_only, registry
+from ..devices import CPU, METAL, Device
 from ..epilogue import finished
-from ..ops import conv
+from ..ops import conv, observed
+from ..ops.fused_attention import Call
+from ..ops.observed import COMPOSED, Attended
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes import launch, measure
@@ -219,6 +224,103 @@ def _plan(x: SparseTensor, call, pass_: str, device, only) -> list[Launch]:
             y = mx.zeros(features(x.feats).shape, dtype=x.dtype)
             mx.vjp(features, [x.feats], [y])
     return seen
+
+
+@dataclass(frozen=True)
+class AttentionForm:
+    """Calls of attention of one form, on a device.
+
+    Attributes:
+        count: how many there are.
+        call: one of them, as it is asked for.
+        width: channels of a head that are computed.
+        fused: whether MLX's fused kernel takes them, outside of training.
+    """
+
+    count: int
+    call: Call
+    width: int
+    fused: bool
+
+    def __str__(self) -> str:
+        """Return it in one line."""
+        c, form = self.call, "fused" if self.fused else "composed by MLX"
+        calls = "1 call" if self.count == 1 else f"{self.count} calls"
+        groups = "1 group" if c.groups == 1 else f"{c.groups} groups"
+        if self.width != c.channels:
+            form += f", heads of {c.channels} padded to {self.width}"
+        return (
+            f"{calls} of {groups}, {c.heads} heads of {c.channels}, "
+            f"{c.queries:,} queries, {c.keys:,} keys: {form}"
+        )
+
+
+@dataclass(frozen=True)
+class AttentionExplanation:
+    """How the attention of a layer is computed on a device. Prints as lines.
+
+    Attributes:
+        device: the profile.
+        attended: the calls of attention, in order; ``kernel`` is that of this machine.
+        forms: for each call, the forms of MLX's attention in it; none if another kernel
+            computes it.
+    """
+
+    device: Device
+    attended: tuple[Attended, ...]
+    forms: tuple[tuple[AttentionForm, ...], ...]
+
+    def __str__(self) -> str:
+        """Return a line for each attention, and one for each form of its calls."""
+        lines = []
+        for told, forms in zip(self.attended, self.forms, strict=True):
+            head = f"{told.rule} attention on {self.device.name}"
+            if forms:
+                lines.append(f"{head}, {told.padding:.3g} times the useful pairs")
+                lines += [f"  {form}" for form in forms]
+            elif told.kernel == COMPOSED:
+                lines.append(f"{head}: two products and a softmax, with biased scores")
+            else:
+                lines.append(f"{head}: the CPU's kernel")
+        return "\n".join(lines)
+
+
+def explain_attention(
+    x: SparseTensor, layer, *, device: str | Device | None = None
+) -> AttentionExplanation:
+    """Explain whether MLX's fused kernel computes a layer's attention.
+
+    Only the groups of rows are computed.
+
+    Args:
+        x: the input.
+        layer: a layer, or a function of ``x``, that attends among its rows.
+        device: a profile or its name; by default the one that MLX runs on.
+
+    Raises:
+        ValueError: the layer attends to nothing.
+    """
+    device = devices.current() if device is None else devices.profile(device)
+    seen: list[Attended] = []
+    by_mlx = device.backend != CPU or registry.serving() != CPU
+    with (
+        observed.attention.observe(seen.append),
+        launch.planned(lambda launched: None, device),
+        portable_only() if by_mlx else nullcontext(),
+    ):
+        layer(x)
+    if not seen:
+        raise ValueError(
+            "the layer attends to nothing; ml.explain explains a convolution, and "
+            "ml.trace(model) a whole net"
+        )
+    forms = (tuple(_form(*form, device) for form in told.forms) for told in seen)
+    return AttentionExplanation(device, tuple(seen), tuple(forms))
+
+
+def _form(count: int, call: Call, device: Device) -> AttentionForm:
+    wide = call.widened() if device.backend == METAL else call
+    return AttentionForm(count, call, wide.channels, wide.fused_on(device))
 
 
 class LayerNames:

@@ -2,216 +2,139 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from functools import partial
 from importlib import resources
-from io import StringIO
 
 import mlx.core as mx
 
 from .cost import milliseconds, operations, size
-from .record import Record, Records
 
-COLUMNS = (
-    ("#", "right"),
-    ("layer", "left"),
-    ("pass", "left"),
-    ("route", "left"),
-    ("kernel", "left"),
-    ("channels", "right"),
-    ("dtype", "left"),
-    ("rounded", "right"),
-    ("rows", "right"),
-    ("edges/row", "right"),
-    ("work", "right"),
-    ("moves", "right"),
-    ("roofline", "right"),
-    ("time", "right"),
-)
 OPTIONAL = "rounded", "time"  # columns that are left out if no record has a value
-NORM_COLUMNS = (
-    ("norm", "left"),
-    ("pass", "left"),
-    ("fused", "left"),
-    ("channels", "right"),
-    ("dtype", "left"),
-    ("rows", "right"),
-)
-ATTENTION_COLUMNS = (
-    ("attention", "left"),
-    ("pass", "left"),
-    ("ran", "left"),
-    ("heads", "right"),
-    ("dtype", "left"),
-    ("rows", "right"),
-)
 
 
-@dataclass(frozen=True)
-class Totals:
-    """Sums over the records of a trace; None where a part is not known."""
-
-    flops: int | None
-    bytes_moved: int | None
-    roofline_ms: float | None
-    milliseconds: float | None
-
-    @classmethod
-    def of(cls, trace: Records) -> Totals:
-        """Add up a trace."""
-        costs = [record.cost for record in trace]
-        return cls(
-            _sum(c.useful_flops for c in costs),
-            _sum(c.bytes_moved for c in costs),
-            _sum(c.roofline_ms for c in costs),
-            _sum(record.milliseconds for record in trace),
-        )
-
-
-def _sum(values):
-    values = list(values)
-    return None if None in values else sum(values)
+def totals(trace) -> dict[str, float | None]:
+    """Return sums over the records of a trace; None if a part is not known."""
+    costs = [record.cost for record in trace]
+    values = {
+        "flops": [c.useful_flops for c in costs],
+        "bytes_moved": [c.bytes_moved for c in costs],
+        "roofline_ms": [c.roofline_ms for c in costs],
+        "milliseconds": [record.milliseconds for record in trace],
+    }
+    return {k: None if None in some else sum(some) for k, some in values.items()}
 
 
 def _or_dash(value, write) -> str:
     return "-" if value is None else write(value)
 
 
-def rows_of(record: Record) -> str:
-    """Return "1,000", or "1,000 > 200" where a layer changes its rows."""
-    p = record.problem
-    return f"{p.n_out:,}" if p.n_in == p.n_out else f"{p.n_in:,} > {p.n_out:,}"
-
-
-def cells(record: Record) -> tuple[str, ...]:
-    """Return a record as the table's row of text."""
+def _cells(record) -> dict[str, str]:
+    """Return a contraction's texts by column."""
     p, c = record.problem, record.cost
     groups = f" /{p.groups}" if p.groups > 1 else ""
-    return (
-        str(record.index),
-        record.layer,
-        p.pass_,
-        str(record.choice.route) + (" (forced)" if record.choice.forced else ""),
-        f"{p.kind} {p.kernel}",
-        f"{p.c_in} > {p.c_out}{groups}",
-        p.operands,
-        _or_dash(record.rounding_error, "{:.2%}".format),
-        rows_of(record),
-        _or_dash(c.edges_per_row, "{:.1f}".format),
-        _or_dash(c.useful_flops, operations),
-        _or_dash(c.bytes_moved, size),
-        _or_dash(c.roofline_ms, milliseconds),
-        _or_dash(record.milliseconds, milliseconds),
-    )
+    changes = f"{p.n_in:,} > " if p.n_in != p.n_out else ""
+    return {
+        "#": str(record.index),
+        "layer": record.layer,
+        "pass": p.pass_,
+        "route": str(record.choice.route) + " (forced)" * record.choice.forced,
+        "kernel": f"{p.kind} {p.kernel}",
+        "channels": f"{p.c_in} > {p.c_out}{groups}",
+        "dtype": p.operands,
+        "rounded": _or_dash(record.rounding_error, "{:.2%}".format),
+        "rows": f"{changes}{p.n_out:,}",
+        "edges/row": _or_dash(c.edges_per_row, "{:.1f}".format),
+        "work": _or_dash(c.useful_flops, operations),
+        "moves": _or_dash(c.bytes_moved, size),
+        "roofline": _or_dash(c.roofline_ms, milliseconds),
+        "time": _or_dash(record.milliseconds, milliseconds),
+    }
 
 
-def summary(trace: Records) -> str:
-    """Return the totals in one line."""
-    total, device = Totals.of(trace), trace.device
-    rates = "estimated rates" if device.estimated else "measured rates"
-    time = "" if total.milliseconds is None else milliseconds(total.milliseconds)
-    return (
-        f"{len(trace)} contractions on {device.name}: "
-        f"{_or_dash(total.flops, operations)}, "
-        f"{_or_dash(total.bytes_moved, size)} must move, roofline "
-        f"{_or_dash(total.roofline_ms, milliseconds)} ({rates})"
-        + (f", took {time}" if trace.timed and time else "")
-    )
+LEFT = "layer", "pass", "route", "kernel", "dtype", "norm", "attention", "fused", "ran"
 
 
-def table(trace: Records) -> str:
-    """Return a row a contraction; drawn by rich where it is installed."""
-    rows = [cells(record) for record in trace]
-    shown = [
-        at
-        for at, (name, _) in enumerate(COLUMNS)
-        if name not in OPTIONAL or any(row[at] != "-" for row in rows)
-    ]
-    rows = [[row[at] for at in shown] for row in rows]
-    columns = [COLUMNS[at] for at in shown]
-    notes = sorted({record.note for record in trace if record.note})
-    more = *norms(trace), *attention(trace)
-    return "\n".join([drawn(columns, rows), summary(trace), *notes, *more])
-
-
-def norms(trace: Records) -> list[str]:
-    """Return a table of the norms and what was fused into them, if there are any."""
-    rows = [
-        (
-            record.layer,
-            record.norm.pass_,
-            str(record.norm),
-            f"{record.norm.channels}",
-            str(record.norm.dtype).rpartition(".")[2],
-            f"{record.norm.rows:,}",
-        )
-        for record in trace.norms
-    ]
-    return [drawn(NORM_COLUMNS, rows)] * bool(rows)
-
-
-def attention(trace: Records) -> list[str]:
-    """Return a table of attention and its padding, if there is any."""
-    rows = [
-        (
-            record.layer,
-            record.attention.pass_,
-            str(record.attention),
-            f"{record.attention.heads} x {record.attention.channels}",
-            str(record.attention.dtype).rpartition(".")[2],
-            f"{record.attention.rows:,}",
-        )
-        for record in trace.attention
-    ]
+def _drawn(rows: Iterable[dict[str, str]]) -> list[str]:
+    """Return the table of rows by column, if there are any."""
+    rows = list(rows)
     if not rows:
         return []
-    told = [record.attention for record in trace.attention]
-    useful, done = (
-        sum(a.heads * pairs(a) for a in told)
-        for pairs in (lambda a: a.pairs, lambda a: a.padded_pairs)
+    shown = [
+        name
+        for name in rows[0]
+        if name not in OPTIONAL or any(row[name] != "-" for row in rows)
+    ]
+    columns = [(name, "left" if name in LEFT else "right") for name in shown]
+    return [drawn(columns, [[row[name] for name in shown] for row in rows])]
+
+
+def table(trace) -> str:
+    """Return a row for each contraction, norm and attention of a trace."""
+    norms = _drawn(
+        {
+            "norm": record.layer,
+            "pass": record.norm.pass_,
+            "fused": str(record.norm),
+            "channels": str(record.norm.channels),
+            "dtype": str(record.norm.dtype).rpartition(".")[2],
+            "rows": f"{record.norm.rows:,}",
+        }
+        for record in trace.norms
     )
-    total = (
+    notes = sorted({record.note for record in trace if record.note})
+    contractions = _drawn(map(_cells, trace))
+    parts = *contractions, _summary(trace), *notes, *norms, *_attention(trace)
+    return "\n".join(parts)
+
+
+def _summary(trace) -> str:
+    total, device = totals(trace), trace.device
+    rates = "estimated rates" if device.estimated else "measured rates"
+    time = ""
+    if trace.timed and total["milliseconds"] is not None:
+        time = f", took {milliseconds(total['milliseconds'])}"
+    return (
+        f"{len(trace)} contractions on {device.name}: "
+        f"{_or_dash(total['flops'], operations)}, "
+        f"{_or_dash(total['bytes_moved'], size)} must move, roofline "
+        f"{_or_dash(total['roofline_ms'], milliseconds)} ({rates}){time}"
+    )
+
+
+def _attention(trace) -> list[str]:
+    """Return a table of attention and its padding, if there is any."""
+    rows = _drawn(
+        {
+            "attention": record.layer,
+            "pass": record.attention.pass_,
+            "ran": str(record.attention),
+            "heads": f"{record.attention.heads} x {record.attention.channels}",
+            "dtype": str(record.attention.dtype).rpartition(".")[2],
+            "rows": f"{record.attention.rows:,}",
+        }
+        for record in trace.attention
+    )
+    if not rows:
+        return []
+    calls = [record.attention for record in trace.attention]
+    useful = sum(a.heads * a.pairs for a in calls)
+    done = sum(a.heads * a.padded_pairs for a in calls)
+    return [
+        *rows,
         f"attention computed {done:.3g} pairs of queries and keys, {done / useful:.3g} "
-        f"times the {useful:.3g} that are useful"
-    )
-    return [drawn(ATTENTION_COLUMNS, rows), total]
+        f"times the {useful:.3g} that are useful",
+    ]
 
 
 def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as a table; drawn by rich where it is installed.
+    """Return rows of texts as a table.
 
     Args:
         columns: (name, side) of each, "left" or "right".
-        rows: a text a column.
+        rows: a text for each column.
     """
-    try:
-        return _rich(columns, rows)
-    except ImportError:
-        return _plain(columns, rows)
-
-
-def _rich(columns, rows) -> str:
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    drawn = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, side in columns:
-        drawn.add_column(name, justify=side, no_wrap=True)
-    for row in rows:
-        drawn.add_row(*row)
-    width = 8 + sum(
-        max(len(name), *(len(row[at]) for row in rows), 0) + 3
-        for at, (name, _) in enumerate(columns)
-    )
-    console = Console(file=StringIO(), width=width, color_system=None, markup=False)
-    console.print(drawn)
-    lines = console.file.getvalue().splitlines()
-    return "\n".join(line.rstrip() for line in lines if line.strip())
-
-
-def _plain(columns, rows) -> str:
     widths = [
         max([len(name), *(len(row[at]) for row in rows)])
         for at, (name, _) in enumerate(columns)
@@ -227,7 +150,7 @@ def _plain(columns, rows) -> str:
 
 
 def environment():
-    """Return jinja2's environment of the pages: their templates, and how numbers read.
+    """Return the jinja2 environment of the pages: templates and number filters.
 
     Raises:
         ImportError: jinja2 is not installed.
@@ -252,47 +175,45 @@ def environment():
         "operations": partial(_or_dash, write=operations),
         "size": partial(_or_dash, write=size),
         "milliseconds": partial(_or_dash, write=milliseconds),
-        "rows": rows_of,
     }
     return made
 
 
-def page(trace: Records) -> str:
+def page(trace) -> str:
     """Return one self-contained HTML page.
 
     Raises:
         ImportError: jinja2 is not installed.
     """
-    template = environment().get_template("trace.html")
-    rooflines = [r.cost.roofline_ms or 0.0 for r in trace]
-    times = [r.milliseconds or 0.0 for r in trace]
-    return template.render(
-        trace=trace,
-        totals=Totals.of(trace),
-        routes=_shares(trace),
-        passes=list(dict.fromkeys(r.problem.pass_ for r in trace)),
-        longest=max([*rooflines, 1e-12]),
-        slowest=max([*times, 1e-12]),
-        bars=_bars,
-        mlx=mx.__version__,
+    return (
+        environment()
+        .get_template("trace.html")
+        .render(
+            trace=trace,
+            totals=totals(trace),
+            routes=_shares(trace),
+            passes=list(dict.fromkeys(r.problem.pass_ for r in trace)),
+            longest=max([1e-12, *(r.cost.roofline_ms or 0.0 for r in trace)]),
+            slowest=max([1e-12, *(r.milliseconds or 0.0 for r in trace)]),
+            bars=_bars,
+            mlx=mx.__version__,
+        )
     )
 
 
-def _shares(trace: Records) -> list[tuple[str, int, float]]:
+def _shares(trace) -> list[tuple[str, int, float]]:
     """Return (route, contractions, share of the time), largest first.
 
-    The time is the measured one where every contraction has one, else the roofline.
+    The time is the measured one if every contraction has one, else the roofline.
     """
-    timed = Totals.of(trace).milliseconds is not None
-    counts: dict[str, int] = {}
-    times: dict[str, float] = {}
+    timed = totals(trace)["milliseconds"] is not None
+    counts, times = Counter(), Counter()
     for record in trace:
         name = record.choice.route.name
-        took = record.milliseconds if timed else record.cost.roofline_ms
-        counts[name] = counts.get(name, 0) + 1
-        times[name] = times.get(name, 0.0) + (took or 0.0)
+        counts[name] += 1
+        times[name] += (record.milliseconds if timed else record.cost.roofline_ms) or 0
     whole = sum(times.values()) or 1.0
-    shares = [(name, counts[name], times[name] / whole) for name in counts]
+    shares = [(name, count, times[name] / whole) for name, count in counts.items()]
     return sorted(shares, key=lambda share: -share[2])
 
 

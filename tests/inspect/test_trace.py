@@ -181,17 +181,6 @@ def test_the_table_names_what_a_person_asks_for():
     assert "time" not in untimed.table().splitlines()[0].split()
 
 
-def test_the_table_needs_no_rich(monkeypatch):
-    t, *_ = traced()
-    drawn = t.table()
-    monkeypatch.setitem(sys.modules, "rich", None)
-    plain = t.table()
-    rule = "─"
-    assert rule not in plain
-    words = [line.split() for line in plain.splitlines() if "---" not in line]
-    assert words == [line.split() for line in drawn.splitlines() if rule not in line]
-
-
 def test_the_table_keeps_names_that_look_like_markup():
     with ml.trace() as t, ml.routes.launch.scope("[bold]x[/]"):
         ops.subm_conv3d(tensor(), mx.ones((27, 4, 4)))

@@ -8,7 +8,7 @@ import mlx_lattice as ml
 from mlx_lattice import backends, devices
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.geometry import sync
-from mlx_lattice.inspect.record import AttentionRecord
+from mlx_lattice.inspect.trace import AttentionRecord
 from mlx_lattice.ops import fused_attention
 from mlx_lattice.ops.fused_attention import WIDTHS, Call, attend
 
