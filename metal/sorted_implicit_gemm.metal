@@ -20,11 +20,10 @@
 
 // SIDE: columns of a simdgroup, of which there are GROUPS; BYTES: of a row in a step;
 // KEPT: buffers of a step. ALTERNATING: simdgroups with the same columns have blocks of
-// eight rows in turn, else one after another. STAGES: weights pass through it too.
+// eight rows in turn, else one after another.
 template <
     typename T, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS = SIMDGROUPS,
-    int BYTES = (COLUMNS > 64 ? 32 : 64), int KEPT = 2, bool ALTERNATING = false,
-    bool STAGES = true>
+    int BYTES = (COLUMNS > 64 ? 32 : 64), int KEPT = 2, bool ALTERNATING = false>
 struct GemmTile {
   static constant constexpr int WIDTH = SIDE, BUFFERS = KEPT, ALL = LANES * GROUPS;
   static constant constexpr int ROWS = TILE_ROWS * COLUMNS / (GROUPS * WIDTH);
@@ -35,8 +34,7 @@ struct GemmTile {
   static constant constexpr int LENGTH = TRANSPOSED ? DEPTH : COLUMNS;
   static constant constexpr int B_LINE = LENGTH + PAD;
   static constant constexpr int A_SIZE = TILE_ROWS * A_LINE;
-  static constant constexpr int B_SIZE =
-      STAGES ? (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE : 0;
+  static constant constexpr int B_SIZE = (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE;
   static constant constexpr int BUFFER = A_SIZE + B_SIZE;
   static constant constexpr int A_PARTS = TILE_ROWS * BYTES / 16 / ALL;
   static constant constexpr int B_ALL = DEPTH * COLUMNS;
@@ -146,23 +144,14 @@ struct GemmStage {
       put(weights + e / LENGTH * TILE::B_LINE + e % LENGTH, line);
     }
   }
-
-  // Where what was put stands for the simdgroup whose columns begin with `side`.
-  METAL_FUNC const threadgroup T* own_weights(
-      const threadgroup T* weights, int side) const thread {
-    return weights + (TRANSPOSED ? side * TILE::B_LINE : side);
-  }
-
-  METAL_FUNC int weight_line() const thread { return TILE::B_LINE; }
 };
 
 // The ROWS x SIDE sums of a simdgroup, of matrices of type M.
 template <
     typename T, typename M, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS,
-    int BYTES, int KEPT, bool STAGES = true>
+    int BYTES, int KEPT>
 struct GemmSums {
-  using Tile =
-      GemmTile<T, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, true, STAGES>;
+  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, true>;
   using Load = Matrices<T, M>;
   // Rows that are staged and multiplied together.
   static constant constexpr int WIDTH = SIDE, SKIPPED = BLOCK_ROWS;
@@ -177,12 +166,11 @@ struct GemmSums {
         sums[i][n] = make_filled_simdgroup_matrix<float, 8, 8>(0.0f);
   }
 
-  // Multiplies `depth` channels of live blocks into the `width` first columns; weights
-  // have lines of `line` elements.
-  template <typename FROM>
+  // Multiplies `depth` channels of live blocks into the `width` first columns.
   METAL_FUNC void multiply(
-      const threadgroup T* rows, FROM weights, int line, int depth, int width,
+      const threadgroup T* rows, const threadgroup T* weights, int depth, int width,
       uint live) thread {
+    constexpr int line = Tile::B_LINE;
     uint own = 0;
     UNROLL for (int i = 0; i < OWN; ++i) own |= live & 1u << i * APART;
     if (own == 0) return;
@@ -327,9 +315,9 @@ METAL_FUNC void sorted_tiles(
       if (used)
         stage.fetch_rows(x, begins, from >= 0, chunk * Tile::DEPTH, c_x, wide, lane);
     }
-    sums.multiply(
-        now + top * Tile::A_LINE, stage.own_weights(now + Tile::A_SIZE, side),
-        stage.weight_line(), depth, width, multiplied);
+    const threadgroup T* weights =
+        now + (Tile::A_SIZE + (TRANSPOSED ? side * Tile::B_LINE : side));
+    sums.multiply(now + top * Tile::A_LINE, weights, depth, width, multiplied);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 

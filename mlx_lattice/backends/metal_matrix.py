@@ -29,7 +29,6 @@ from .dispatch_bounds import ceil_div
 from .metal_counts import EIGHTS, TENSOR, sorted_multiply_adds
 from .metal_plans import TILE_PLACE, adding, kernel, products, strides
 from .metal_tiles import (
-    BLOCK_ROWS,
     PROOF_TAIL,
     TILE_ROWS,
     Matrices,
@@ -56,15 +55,12 @@ class _Kind(NamedTuple):
         name: the route.
         files: of the kernel.
         product: rows, depth and columns of a product of matrices.
-        stages_weights: whether simdgroup matrices of weights come from threadgroup
-            memory, in any number of channels; else from device memory, whole ones.
         sums_moments: whether it sums statistics of its rows where it is asked to.
     """
 
     name: str
     files: tuple[str, ...]
     product: tuple[int, int, int] = EIGHTS
-    stages_weights: bool = True
     sums_moments: bool = False
 
 
@@ -170,7 +166,7 @@ def _again(p: Problem, kind: _Kind, cut: Cut) -> Plan:
 
 def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     """Return the plan of work that is cut already."""
-    name, files, product, stages_weights, _ = kind
+    name, files, product, _ = kind
     tile, pieces, placed, together, matrices, is_far, has_moments = cut
     is_packed, dtype = name.startswith("quantized"), DTYPES[p.dtype]
     (c_x, c_y), n = p.channels, p.rows_written
@@ -196,7 +192,6 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
         own |= {"BYTES": step, "KEPT": buffers, "FAR": is_far}
         across_tile = "true" if is_packed else "TRANSPOSED"
         held = f"T, M, COLUMNS, {across_tile}, SIDE, GROUPS, BYTES, KEPT"
-        held += "" if stages_weights else ", false"
         memory = f"GemmSums<{held}>::Tile::FLOATS"
         as_what = products(p, DTYPES[matrices])
     gpu = kernel(
@@ -221,8 +216,7 @@ def _as_cut(p: Problem, kind: _Kind, cut: Cut) -> Plan:
     lines *= TILE_ROWS // (tile.height or TILE_ROWS)
     # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
     group = p.group_size if is_packed and p.group_size else 32
-    tail = PROOF_TAIL if stages_weights else BLOCK_ROWS
-    tried = max(group, tile.step) + tail, tile.columns + tail
+    tried = max(group, tile.step) + PROOF_TAIL, tile.columns + PROOF_TAIL
     return Plan(
         p,
         METAL,
@@ -260,13 +254,6 @@ def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices."""
     kind = _Kind("sorted_implicit_gemm", SIMDGROUP_FILES, sums_moments=True)
     return _sorted_plan(p, device, kind)
-
-
-def device_weights_gemm(p: Problem, device: Device) -> Plan:
-    """Plan device_weights_gemm: matrices of weights straight from device memory."""
-    name = "device_weights_gemm"
-    files = *SIMDGROUP_FILES, name
-    return _sorted_plan(p, device, _Kind(name, files, stages_weights=False))
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:

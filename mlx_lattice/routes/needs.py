@@ -261,18 +261,6 @@ def c_out_multiple_of(size: int) -> Need:
     return need
 
 
-def channels_multiple_of(size: int) -> Need:
-    """Hold where C_in and C_out divide into matrices of ``size``."""
-
-    def need(p: Problem, device: Device) -> str | None:
-        for name, channels in (("C_in", p.c_in), ("C_out", p.c_out)):
-            if channels % size:
-                return f"{name} = {channels} is not a multiple of {size}"
-        return None
-
-    return need
-
-
 def volume_at_least(volume: int) -> Need:
     """Hold for kernels of at least ``volume`` offsets."""
 
@@ -360,11 +348,6 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
         f"its gathered matrix would take {size / 1e9:.1f} GB; at most "
         f"{most / 1e9:.1f} GB are allowed"
     )
-
-
-def measured_alone(p: Problem, device: Device) -> str | None:
-    """Never hold: measured times alone choose such a route."""
-    return "not yet measured on a Mac: ml.tune() decides"
 
 
 def many_offsets(p: Problem, device: Device) -> str | None:

@@ -14,7 +14,7 @@ FOLDER = host.toolchain.HERE.parent
 MATRICES = (
     "matrix_tiles", "epilogue", "tile_moments", "add_splits", "sorted_implicit_gemm",
     "grouped_gemm",
-    "device_weights_gemm", "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
+    "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
     "quantized_tensor_ops", "integer_epilogue", "int8_tensor_ops",
     "quantized_sorted_int8", "add_integer_splits", "unpack_int4",
     "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
@@ -102,8 +102,7 @@ CALLS = """
   const TensorWeights<half, true> stored = {x, 64, 64};
   TensorRows<half, 64> tensors;
   half b[64];
-  const threadgroup half* held = weights;
-  matrices.multiply(rows, held, 36, 32, 32, 255u);
+  matrices.multiply(rows, weights, 32, 32, 255u);
   stored.read<4, false>(b, 0, 0, 0, 64, 64, place);
   tensors.multiply<4, true, true>(x, b, 0, 64, 15u, place);
   matrices.store(sums, 0);

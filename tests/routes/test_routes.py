@@ -27,7 +27,6 @@ DECLARED = {
     "fp16_gather": (("forward", "input_grad"), ("metal",)),
     "fp32_atomic": (("forward", "input_grad"), ("metal",)),
     "sorted_implicit_gemm": (PASSES, ("metal", "cuda")),
-    "device_weights_gemm": (("forward", "input_grad"), ("metal",)),
     "tensor_ops": (PASSES, ("metal",)),
     "grouped_gemm": (("forward", "weight_grad"), BACKENDS),
     "quantized_traversal": (("forward",), BACKENDS),
