@@ -26,7 +26,6 @@ import numpy as np
 from tqdm import trange
 
 from mlx_lattice import io, models, nn, ops
-from mlx_lattice.io.ply import write_ply
 
 # Extents along, across and up, and colours.
 CLASSES = {"car": (4.2, 1.8, 1.5), "person": (0.7, 0.7, 1.7)}
@@ -201,7 +200,7 @@ def main() -> None:
     net.about = models.About(None, tuple(CLASSES), COLOURS, "examples", "MIT")
     net.save_pretrained(given.out)
     columns = zip("xyz", scenes[0].points.T.astype(np.float32), strict=True)
-    write_ply(given.out / "scene.ply", dict(columns))
+    io.write_ply(given.out / "scene.ply", dict(columns))
     scene = given.out / "scene.ply"
     print(f"wrote {given.out}/: mlx-lattice detect {scene} --model {given.out}")
 

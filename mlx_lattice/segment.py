@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 
 from .atomic_write import atomic_write
-from .io.ply import write_ply
+from .io.point_formats import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
 from .models.attributes import check_scores, of_scan

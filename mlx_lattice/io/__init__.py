@@ -9,12 +9,13 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .checkpoints import ImportReport, import_checkpoint, load_state
-from .errors import CheckpointError
+from .errors import CheckpointError, PointFileError
 from .layouts import LIBRARIES, convert_weight
 from .without_model import convert_state
 
 if TYPE_CHECKING:
-    from .points import PointCloud, PointFileError, read_points
+    from .point_formats import write_ply
+    from .points import PointCloud, read_points
 
 __all__ = [
     "LIBRARIES",
@@ -27,13 +28,18 @@ __all__ = [
     "import_checkpoint",
     "load_state",
     "read_points",
+    "write_ply",
 ]
 
 
 def __getattr__(name: str):
-    """Import the readers of points, and NumPy with them, when they are first used."""
-    if name in ("PointCloud", "PointFileError", "read_points"):
+    """Import what needs NumPy when it is first used."""
+    if name in ("PointCloud", "read_points"):
         from . import points
 
         return getattr(points, name)
+    if name == "write_ply":
+        from .point_formats import write_ply
+
+        return write_ply
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

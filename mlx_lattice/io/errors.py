@@ -31,6 +31,23 @@ class FileError(ValueError):
         )
 
 
+class PointFileError(FileError):
+    """A point-cloud file that does not hold what its format or its header says."""
+
+    def __init__(self, message: str):
+        longest = 1000  # names in a file may have any length
+        more = f"... ({len(message):,} letters)" * (len(message) > longest)
+        super().__init__(message[:longest] + more)
+
+
+def short(path: Path, promised: object, found: object) -> PointFileError:
+    """Return the error of a file that holds less than its header promises."""
+    return PointFileError(
+        f"{path.name} is truncated or its header is wrong: the header promises "
+        f"{promised}, the file has {found}"
+    )
+
+
 class CheckpointError(FileError):
     """A checkpoint that is broken, refused, or not of the library that was named."""
 

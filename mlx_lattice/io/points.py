@@ -1,4 +1,4 @@
-"""Readers of point-cloud files: PLY, PCD, LAS, NPY, NPZ, BIN, VTK, and tables.
+"""Point clouds from files: PLY, PCD, LAS, NPY, NPZ, BIN, VTK, and tables.
 
 Headers are not trusted: every size in one is checked against the length of the file
 before anything is allocated.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import io
 import struct
+import warnings
 import zipfile
 import zlib
 from collections.abc import Sequence
@@ -23,12 +24,8 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
-from .bin_columns import read_bin
-from .errors import check_file, listed
-from .pcd import PointFileError, read_pcd, short
-from .ply import read_ply
-from .table import named_columns, read_table
-from .vtk import read_vtk
+from .errors import PointFileError, check_file, listed, short
+from .point_formats import Columns, read_pcd, read_ply, read_vtk
 
 # Names of attributes in files, and the names here.
 _NAMES = {
@@ -50,15 +47,13 @@ _TRIPLES = (
     (("nx", "ny", "nz"), "normals"),
     (("normal_x", "normal_y", "normal_z"), "normals"),
 )
-
 # At 16 384 m float32 has steps of 1 mm: doubles beyond are shifted to their corner.
 _FAR = 16384.0
-
-# Arrays of an NPZ file may be so many times larger than the file, or so large; the
-# entries and the bytes of a header that are looked at.
+# Most times that the arrays of an NPZ file may be larger than the file, or most bytes
+# of them; most entries, and most bytes of a header.
 _EXPANSION, _NPZ_BYTES = 64, 2**26
 _NPZ_ENTRIES, _NPY_HEADER = 1000, 2**16
-
+_NPZ_PACKINGS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
 # What `zipfile` raises where a zip is truncated, corrupt, or encrypted.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
@@ -155,9 +150,8 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
     return _cloud({k: v for k, v in found.items() if k not in names or k in used}, path)
 
 
-def _cloud(columns: dict[str, np.ndarray], path: Path) -> PointCloud:
+def _cloud(columns: Columns, path: Path) -> PointCloud:
     """Make a cloud of named columns: x, y, z and any others."""
-    columns = dict(columns)
     missing = [name for name in "xyz" if name not in columns]
     if missing:
         raise PointFileError(
@@ -211,27 +205,21 @@ def _numbers(column: np.ndarray, path: Path) -> np.ndarray:
     return column.astype(np.float32 if narrow else np.float64)
 
 
-def _native(column: np.ndarray) -> np.ndarray:
-    return np.ascontiguousarray(column, dtype=column.dtype.newbyteorder("="))
+# NumPy's files
 
 
-# NumPy's files, and raw ones
-
-
-def _read_npy(path: Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
+def _read_npy(path: Path, names: Sequence[str] = ()) -> Columns:
     with path.open("rb") as stream:
         head = _npy_head(stream, path.stat().st_size, path)
         stream.seek(0)
-        return _columns(_npy_array(stream, head, path), path, names)
+        return _array_columns(_npy_array(stream, head, path), path, names)
 
 
-def _read_npz(path: Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
+def _read_npz(path: Path, names: Sequence[str] = ()) -> Columns:
     try:
         with zipfile.ZipFile(path) as archive:
-            entries = {
-                entry.filename.removesuffix(".npy"): entry
-                for entry in archive.infolist()
-            }
+            members = archive.infolist()
+            entries = {each.filename.removesuffix(".npy"): each for each in members}
             if len(entries) > _NPZ_ENTRIES:
                 raise PointFileError(
                     f"{path.name} has {len(entries):,} entries, expected at most "
@@ -239,10 +227,7 @@ def _read_npz(path: Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
                 )
             heads = {}
             for name, entry in entries.items():
-                if entry.compress_type not in (
-                    zipfile.ZIP_STORED,
-                    zipfile.ZIP_DEFLATED,
-                ):
+                if entry.compress_type not in _NPZ_PACKINGS:
                     raise PointFileError(f"{path.name}: {name} is not packed as NPZ is")
                 with archive.open(entry) as stream:
                     heads[name] = _npy_head(stream, entry.file_size, path)
@@ -261,7 +246,7 @@ def _read_npz(path: Path, names: Sequence[str] = ()) -> dict[str, np.ndarray]:
         raise PointFileError(f"{path.name} is no whole NPZ file: {error}") from error
     if key is None and names:
         raise ValueError(f"columns= is given, and {path.name} names its own columns")
-    columns = {} if key is None else _columns(arrays.pop(key), path, names)
+    columns = {} if key is None else _array_columns(arrays.pop(key), path, names)
     if twice := [name for name in "xyz" if name in arrays and name in columns]:
         raise PointFileError(
             f"{path.name} has an entry {twice[0]} beside {key}, which has that column: "
@@ -333,14 +318,13 @@ def _npy_array(stream: BinaryIO, head: _NpyHead, path: Path) -> np.ndarray:
         raise short(path, f"{head.nbytes} bytes", len(data))
     try:
         flat = np.frombuffer(data, head.dtype, prod(head.shape))
-        return _native(flat.reshape(head.shape, order="F" if head.fortran else "C"))
+        array = flat.reshape(head.shape, order="F" if head.fortran else "C")
+        return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     except ValueError as error:
         raise PointFileError(f"{path.name} is no readable array: {error}") from None
 
 
-def _columns(
-    array: np.ndarray, path: Path, names: Sequence[str] = ()
-) -> dict[str, np.ndarray]:
+def _array_columns(array: np.ndarray, path: Path, names: Sequence[str] = ()) -> Columns:
     """Name the columns of an array: x, y, z, and intensity where there are four."""
     if array.dtype.names and names:
         raise ValueError(f"columns= is given, and {path.name} names its own columns")
@@ -359,10 +343,265 @@ def _columns(
     return named_columns(array, names, path)
 
 
+def named_columns(table: np.ndarray, names: Sequence[str], path: Path) -> Columns:
+    """Return the columns of a (N, 3 or more) table by name.
+
+    Without names they are x, y, z, intensity if there are four, and "columns" for all
+    after z if there are more.
+    """
+    width = table.shape[1]
+    if names and len(names) != width:
+        raise ValueError(
+            f"columns= names {len(names)} columns, {', '.join(names)}, and {path.name} "
+            f"has {width}"
+        )
+    if names:
+        return dict(zip(names, table.T, strict=True))
+    columns = dict(zip("xyz", table.T, strict=False))
+    if width == 4:
+        columns["intensity"] = table[:, 3]
+    elif width > 4:
+        columns["columns"] = table[:, 3:]
+    return columns
+
+
+# Tables of text
+
+_COMMENTS = ("#", "//")
+
+
+def read_table(path: Path, columns: Sequence[str] = ()) -> Columns:
+    """Return the columns of a table by name, by ``columns`` if they are given.
+
+    Values stand between commas, semicolons or spaces. A first line of words names the
+    columns, and so may a comment before it, after # or //; without one they are x, y,
+    z, then intensity where there is a fourth, and "columns" where there are more.
+    """
+    stream = io.StringIO(path.read_text(encoding="utf-8-sig", errors="replace"))
+    comments, first, start = [], "", 0
+    while line := stream.readline():
+        first = line.strip()
+        if first and not first.startswith(_COMMENTS):
+            break
+        comments += [first] if first else []
+        first, start = "", stream.tell()
+    names, mark = _words(first), _mark(first)
+    names = [] if not first or _is_number(names[0]) else names
+    if not names:
+        stream.seek(start)
+    table = _table_numbers(stream, mark, path)
+    if columns:
+        return named_columns(table, columns, path)
+    told = [names, *(_words(line.lstrip("#/")) for line in comments)]
+    told = [words for words in told if {"x", "y", "z"} <= set(words)]
+    if told:
+        named = next((w for w in told if len(w) == table.shape[1]), told[0])
+        if not table.size:
+            table = np.zeros((0, len(named)))
+        if table.shape[1] != len(named):
+            raise PointFileError(
+                f"{path.name} names {len(named)} columns, {listed(named)}, and has "
+                f"{table.shape[1]} numbers a line"
+            )
+        if twice := next((name for name in named if named.count(name) > 1), None):
+            raise PointFileError(f"{path.name} names two columns {twice}")
+        return dict(zip(named, table.T, strict=True))
+    if not table.size:
+        raise PointFileError(f"{path.name} holds no numbers; expected a point a line")
+    names = names or (_words(comments[-1].lstrip("#/")) if comments else [])
+    if len(names) == table.shape[1] and not _is_number(names[0]):
+        raise PointFileError(
+            f"{path.name} has columns {listed(names)}; expected x, y and z among them"
+        )
+    if table.shape[1] < 3:
+        raise PointFileError(
+            f"{path.name}: expected x, y, z a line, got {table.shape[1]} numbers"
+        )
+    return named_columns(table, (), path)
+
+
+def _table_numbers(stream: io.StringIO, mark: str | None, path: Path) -> np.ndarray:
+    """Return the rest of a stream as a (rows, columns) table."""
+    start = stream.tell()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)  # of a table without rows
+        try:
+            return np.loadtxt(stream, np.float64, delimiter=mark, ndmin=2)
+        except ValueError:
+            stream.seek(start)
+        # Again without lines of spaces and comments after //, which takes longer.
+        lines = [line for line in map(str.strip, stream) if line]
+        lines = [line for line in lines if not line.startswith(_COMMENTS)]
+        try:
+            return np.loadtxt(lines, np.float64, delimiter=mark, ndmin=2)
+        except ValueError as error:
+            raise PointFileError(
+                f"{path.name} is no table of numbers: {str(error)[:200]}; expected a "
+                "point a line"
+            ) from None
+
+
+def _mark(line: str) -> str | None:
+    """Return what stands between the values of a line; None for spaces."""
+    return next((m for m in (",", ";") if m in line), None)
+
+
+def _words(line: str) -> list[str]:
+    words = line.strip().split(_mark(line))
+    return [word.strip().strip('"').lower() for word in words]
+
+
+def _is_number(word: str) -> bool:
+    try:
+        float(word)
+    except ValueError:
+        return False
+    return True
+
+
+# Raw numbers: .bin files say neither their columns nor their type. KITTI's have four
+# columns of float32, nuScenes' .pcd.bin five; other programs write three to eight
+# columns, and doubles. The values show it: with the right number of columns, each
+# column has a distribution of its own.
+
+KITTI = ("x", "y", "z", "intensity")
+NUSCENES = (*KITTI, "ring")
+_EXAMPLES = {
+    3: "x,y,z",
+    4: "x,y,z,intensity",
+    5: "x,y,z,intensity,ring",
+    6: "x,y,z,r,g,b",
+}
+_WIDTHS = range(3, 9)
+# Numbers that are looked at, a multiple of every width.
+_LOOKED_AT = 840 * 280
+# Share of explained variance below which columns are alike, or no better than others.
+_ALIKE, _BETTER = 0.05, 0.02
+
+
+def read_bin(path: Path, columns: Sequence[str] = ()) -> Columns:
+    """Return the columns of a file of numbers by name.
+
+    Args:
+        path: the file.
+        columns: their names, in order; by default KITTI's, or nuScenes' for .pcd.bin.
+
+    Raises:
+        PointFileError: the size or the values are not those of the columns.
+    """
+    sweep = path.name.lower().endswith(".pcd.bin")
+    names = tuple(columns) or (NUSCENES if sweep else KITTI)
+    content, width = path.read_bytes(), len(names)
+    dtype = _dtype(content)
+    fits = not len(content) % (4 * width)
+    if columns:
+        wide = not len(content) % (8 * width)
+        dtype = "<f8" if wide and (dtype == "<f8" or not fits) else "<f4"
+        if not (fits or wide):
+            raise PointFileError(
+                f"{path.name}: {len(content):,} bytes are no whole number of points of "
+                f"{width} columns ({', '.join(names)}) in float32 or float64"
+            )
+    else:
+        why, best = _doubt(content, dtype, width, sure=sweep)
+        if not fits:
+            why = (
+                f"{len(content)} bytes are no whole number of points of {4 * width} "
+                f"bytes (float32 {', '.join(names)})" + (f", and {why}" if why else "")
+            )
+        if why:
+            raise PointFileError(
+                f"{path.name}: {why}. Name its columns by columns= (--columns of "
+                f"segment and detect), such as {_EXAMPLES.get(best, _EXAMPLES[5])}"
+            )
+    table = np.frombuffer(content, dtype).reshape(-1, width)
+    return dict(zip(names, table.T, strict=True))
+
+
+def _doubt(
+    content: bytes, dtype: str, width: int, *, sure: bool
+) -> tuple[str, int | None]:
+    """Return why a file is not float32 of that many columns, or "", and its columns.
+
+    Args:
+        content: the file.
+        dtype: "<f4", "<f8" or "" as of ``_dtype``.
+        width: columns that are expected.
+        sure: whether the file's name promises them.
+    """
+    if not content or len(content) % 4:
+        return "", None
+    if not dtype:
+        return "its values are neither float32 nor float64 of points", None
+    item = np.dtype(dtype).itemsize
+    fitting = [w for w in _WIDTHS if not len(content) % (item * w)]
+    values = np.frombuffer(content, dtype, min(_LOOKED_AT, len(content) // item))
+    shares = {w: _explained(values, w) for w in fitting}
+    best = max(shares, key=shares.get, default=None)
+    # A scanner's beams may alternate: twice the columns explain a little more.
+    if best in (6, 8) and shares.get(best // 2, 0) > 0.55 * shares[best] > 0:
+        best //= 2
+    looks = f"its values look like {'float64' if item == 8 else 'float32'}"
+    points = len(values) / (best or width)
+    clear = best is not None and shares[best] > _ALIKE + 2 / points
+    if clear:
+        looks += f" in {best} columns, not float32 in {width}"
+    if item == 8:
+        return looks, best
+    own = shares.get(width, 0.0)
+    if clear and best != width and shares[best] > own + _BETTER + 4 / points:
+        return looks, best
+    if sure or width not in fitting or own > _ALIKE + 2 / points:
+        return "", None
+    others = [str(w) for w in fitting if w % width]
+    last = values[: len(values) // width * width][width - 1 :: width]
+    if others or (last < 0).any():
+        return (
+            f"it may have {' or '.join([*others, str(width)])} columns, and its values "
+            "do not show which"
+        ), None
+    return "", None
+
+
+def _dtype(content: bytes) -> str:
+    """Return "<f4" or "<f8", whichever gives magnitudes of points, or ""."""
+    found = ""
+    for dtype in ("<f8", "<f4"):
+        item = np.dtype(dtype).itemsize
+        if len(content) % item:
+            continue
+        values = np.frombuffer(content, dtype, min(_LOOKED_AT, len(content) // item))
+        size = np.abs(values[np.isfinite(values)].astype(np.float64))
+        size = size if len(size) else np.zeros(1)
+        good = ((size == 0) | ((size > 1e-10) & (size < 1e10))).mean()
+        # Every second float32 of whole numbers in doubles is zero.
+        halves = dtype == "<f4" and found and (values[::2] == 0).all() and size.any()
+        if good > 0.97 and not halves:
+            found = dtype
+    return found
+
+
+def _explained(values: np.ndarray, width: int) -> float:
+    """Return the share of variance between columns, of four facts about the values."""
+    table = values[: len(values) // width * width].astype(np.float64)
+    table = np.where(np.isfinite(table), table, 0).reshape(-1, width)
+    rows, shares = len(table), []
+    if rows < 2:
+        return 0.0
+    size = np.abs(table)
+    for fact in (np.log(size + 1e-3), table < 0, table == np.round(table), table == 0):
+        whole = np.var(fact)
+        if whole > 1e-12:
+            within = np.var(fact, axis=0).mean() / whole
+            # Adjusted for the columns' means, which explain noise, too.
+            shares.append(1 - within * (table.size - 1) / (table.size - width))
+    return float(np.mean(shares)) if shares else 0.0
+
+
 # LAS
 
 
-def _read_las(path: Path) -> dict[str, np.ndarray]:
+def _read_las(path: Path) -> Columns:
     try:
         import laspy
     except ImportError as error:

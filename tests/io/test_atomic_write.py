@@ -16,7 +16,7 @@ import mlx_lattice as ml
 from mlx_lattice import cli, generate, kept_files, models, nn
 from mlx_lattice.atomic_write import atomic_write
 from mlx_lattice.convert import MODELS
-from mlx_lattice.io.ply import write_ply
+from mlx_lattice.io.point_formats import write_ply
 from mlx_lattice.io.points import PointCloud
 from mlx_lattice.io.safetensors import read_safetensors, write_safetensors
 from mlx_lattice.models.trellis2.pipeline import Generated

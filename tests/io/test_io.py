@@ -8,7 +8,7 @@ import pytest
 from point_files import RGB, XYZ, pcd, ply_bytes, vtk, write
 
 from mlx_lattice.io import PointFileError, points, read_points
-from mlx_lattice.io.ply import write_ply
+from mlx_lattice.io.point_formats import write_ply
 
 # Formats that another package reads.
 PACKAGES = {".las": "laspy", ".laz": "laspy"}

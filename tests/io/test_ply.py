@@ -9,7 +9,7 @@ from numpy.lib.recfunctions import repack_fields
 from point_files import write
 
 from mlx_lattice.io import PointFileError, read_points
-from mlx_lattice.io.ply import read_ply, write_ply
+from mlx_lattice.io.point_formats import read_ply, write_ply
 
 plyfile = pytest.importorskip("plyfile", reason="plyfile writes the files")
 TYPES = ("f4", "f8", "i1", "u1", "i2", "u2", "i4", "u4")

@@ -11,7 +11,7 @@ import pytest
 
 from mlx_lattice import cli, models, nn, segment
 from mlx_lattice.io import read_points
-from mlx_lattice.io.ply import write_ply
+from mlx_lattice.io.point_formats import write_ply
 
 DATA = foreign_arrays.FOLDER.parent / "data"
 ABOUT = models.About(
