@@ -23,8 +23,8 @@ from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 
 if TYPE_CHECKING:
     from .io.checkpoints import Step
-    from .io.configurations import Configuration
-    from .io.states import State
+    from .io.published import Configuration
+    from .io.safetensors import State
 
 # Models by the name that --model takes: class, the options it takes, what is fixed.
 MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
@@ -162,9 +162,9 @@ def add_parser(commands) -> None:
 def run(given: argparse.Namespace) -> None:
     """Convert, and say what was written and how to load it."""
     from .io import folders, layouts
-    from .io.configurations import Configuration, read_config
+    from .io.checkpoints import opened
     from .io.errors import shown
-    from .io.states import opened
+    from .io.published import Configuration, read_config
 
     source, target = Path(given.source), Path(given.target)
     folder = target.is_dir() or not target.suffix
@@ -206,8 +206,8 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _without_model(given: argparse.Namespace, state: State, mapping, target) -> None:
+    from .io.checkpoints import Sizes, plan
     from .io.layouts import LIBRARIES, OURS
-    from .io.without_model import Sizes, plan
 
     sizes = Sizes.parsed(given.size)
     steps = plan(state, given.library, mapping, sizes, given.unit_as_shaped)
@@ -371,7 +371,7 @@ def _describe(model, name: str, colour_range: list[float] | None) -> None:
 def _model(given: argparse.Namespace, config: Configuration | None):
     """Return the model that the options name, or None."""
     from . import models
-    from .io.configurations import spvnas, trellis2
+    from .io.published import spvnas, trellis2
     from .models import ptv3_config
     from .models.detection.published import published_arguments
 
@@ -430,8 +430,8 @@ def _model(given: argparse.Namespace, config: Configuration | None):
 
 
 def _mapping(path: str) -> dict[str, str | None]:
-    from .io.configurations import read_config
     from .io.errors import CheckpointError
+    from .io.published import read_config
 
     try:
         mapping = read_config(path)

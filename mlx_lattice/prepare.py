@@ -112,6 +112,13 @@ def prepare(
         TypeError: there is no SparseTensor among the inputs; or with ``training`` no
             features among the results.
     """
+    return _prepare(net, net, inputs, training, options)
+
+
+def _prepare(
+    net: Callable, call: Callable, inputs: tuple, training: bool, options: dict
+) -> Preparation:
+    """Prepare ``call(*inputs, **options)``, which calls the net."""
     begun = perf_counter()
     tensors = [x for x in leaves((inputs, options)) if isinstance(x, SparseTensor)]
     if isinstance(net, SparseTensor):
@@ -147,7 +154,7 @@ def prepare(
         while not is_right:
             kernels.clear(), launches.clear()
             with proof.put_off() as waiting:
-                _plan(net, inputs, options, training, run)
+                _plan(net, call, inputs, options, training, run)
             # What does not compile is refused, if it can be; the rest raises when
             # launched.
             compiled += cuda_compile.finish(raises=not waiting)
@@ -191,7 +198,13 @@ DOWN = Conv, MaxPool, SumPool, AvgPool  # layers that make coarser rows
 _compiled: dict[int, tuple[ref, set[tuple]]] = {}
 
 
-def prepare_scan(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None:
+def prepare_scan(
+    net: mlx.nn.Module,
+    x: SparseTensor,
+    *inputs: object,
+    call: Callable | None = None,
+    **options: object,
+) -> None:
     """Prepare a call of ``net`` on ``x``: the nets of ``models`` begin with it.
 
     The first call for a dtype and mode compiles the net's kernels, where that is done
@@ -202,13 +215,14 @@ def prepare_scan(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
     Args:
         net: the module that is called.
         x: its input.
-        **options: other arguments of the call.
+        *inputs, **options: other arguments of the call.
+        call: the method that the net calls with these arguments; by default itself.
     """
     if not isinstance(x, SparseTensor):
         return  # the first layer raises
     facts = x.dtype, net.training
-    call = id(net), x.key.serial, *facts
-    if call in x.manager.prepared or _is_preparing.get():
+    prepared = id(net), x.key.serial, *facts
+    if prepared in x.manager.prepared or _is_preparing.get():
         return
     if not len(x) or settings.stage_end.get() is not None:
         return
@@ -216,13 +230,13 @@ def prepare_scan(net: mlx.nn.Module, x: SparseTensor, **options: object) -> None
         with _standing_in:  # a second thread waits: the net has zeros for parameters
             known = _compiled_for(net)
             if facts not in known:
-                prepare(net, x, training=net.training, **options)
+                _prepare(net, call or net, (x, *inputs), net.training, options)
                 known.add(facts)
                 if not sync.is_known_to_differentiate():
                     known.add((x.dtype, False))
     else:
         _make_levels(x, getattr(net, "strides", ()))
-    x.manager.prepared.add(call)
+    x.manager.prepared.add(prepared)
 
 
 def _compiled_for(net: mlx.nn.Module) -> set[tuple]:
@@ -296,7 +310,7 @@ def _launch_each(launches: Sequence[Launch]) -> int:
     return len(launches)
 
 
-def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable):
+def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Callable):
     """Call a net with its contractions planned, and its kernels begun to compile."""
     # A measured choice runs kernels, which a rehearsal leaves out.
     rehearsal = nullcontext() if measure.enabled() else cuda_compile.rehearsal()
@@ -306,17 +320,17 @@ def _plan(net, inputs: tuple, options: dict, training: bool, observer: Callable)
         apart = unchanged(net, _zeros_for)
         with rehearsal, launch.planned(observer), apart:
             if training:
-                _differentiate(net, inputs, options)
+                _differentiate(net, call, inputs, options)
                 if sync.is_known_to_differentiate():
                     return  # norms are no parts of convolutions in this gradient
                 for module in reached(net):
                     module.eval()
-            net(*inputs, **options)
+            call(*inputs, **options)
     finally:
         _is_preparing.reset(token)
 
 
-def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
+def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
     """Plan the net and its gradients; nothing is computed."""
     if isinstance(net, mlx.nn.Module):
         trained = dict(tree_flatten(net.trainable_parameters()))
@@ -335,7 +349,7 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
                 x.replace(replaced[at]) if at in replaced else x
                 for at, x in enumerate(inputs)
             ]
-        result = net(*given, **options)
+        result = call(*given, **options)
         made = [
             features_of(x)
             for x in leaves(result)
@@ -353,7 +367,7 @@ def _differentiate(net: Callable, inputs: tuple, options: dict) -> None:
     if arrays:
         mx.grad(total, argnums=tuple(range(len(arrays))))(*arrays)
     else:
-        net(*inputs, **options)
+        call(*inputs, **options)
 
 
 @contextmanager

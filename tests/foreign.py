@@ -93,6 +93,27 @@ def minkunet_name(path: str) -> str:
     return names[rest] if rest in names else rest.replace("blocks", block)
 
 
+def torchsparse_name(path: str) -> str:
+    """A path of ours as SPVNAS's minkunet.py and spvcnn.py have it."""
+    if path == "head":
+        return "classifier.0"
+    kind, _, rest = path.partition(".")
+    place, _, rest = rest.partition(".")
+    if kind == "stem":
+        return f"stem.{3 * int(place) + (rest == 'norm')}"
+    if kind not in ("encoder", "decoder"):
+        return path
+    stage = f"{'stage' if kind == 'encoder' else 'up'}{int(place) + 1}"
+    if not rest.startswith("blocks"):
+        return f"{stage}.0.net.{int(rest.endswith('norm'))}"
+    _, block, branch, leaf = rest.split(".")
+    block = f"{int(block) + 1}" if kind == "encoder" else f"1.{block}"
+    norm = int(leaf == "norm")
+    if branch == "shortcut":
+        return f"{stage}.{block}.downsample.{norm}"
+    return f"{stage}.{block}.net.{3 * (branch == 'conv2') + norm}"
+
+
 def minkunet_state(model) -> dict[str, mx.array]:
     return exported(model, "minkowski", minkunet_name)
 

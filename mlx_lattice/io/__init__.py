@@ -8,10 +8,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from .checkpoints import ImportReport, import_checkpoint, load_state
+from .checkpoints import (
+    ImportReport,
+    convert_state,
+    import_checkpoint,
+    load_state,
+)
 from .errors import CheckpointError, PointFileError
 from .layouts import LIBRARIES, convert_weight
-from .without_model import convert_state
 
 if TYPE_CHECKING:
     from .point_formats import write_ply

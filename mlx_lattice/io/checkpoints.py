@@ -2,27 +2,39 @@
 
 from __future__ import annotations
 
+import re
 import warnings
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
+from ..checks import AXES
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
-from .errors import CheckpointError, shown
-from .layouts import LIBRARIES, OURS, convert_linear, convert_weight, layout_of
-from .mapping import Names, Renamer, suggestion
-from .names import published
-from .states import State, opened
-from .steps import Step, check_library, counter, habits
-from .without_model import convert_state
+from .errors import CheckpointError, check_file, shown
+from .layouts import (
+    LIBRARIES,
+    OURS,
+    Layout,
+    convert_linear,
+    convert_weight,
+    layout_of,
+)
+from .published import published
+from .pytorch import PyTorchState
+from .safetensors import ArrayState, SafetensorsState, State
 
-__all__ = ["ImportReport", "convert_state", "import_checkpoint", "load_state", "match"]
+Size = int | Sequence[int]
+Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 # MLX's own convolutions, over dense grids.
 DENSE = mlx.nn.Conv1d, mlx.nn.Conv2d, mlx.nn.Conv3d
@@ -31,6 +43,9 @@ DENSE_TRANSPOSED = (
     mlx.nn.ConvTranspose2d,
     mlx.nn.ConvTranspose3d,
 )
+# DataParallel puts this before every name of a model.
+PARALLEL = "module."
+_DEPTH = 8  # of a prefix that is suggested
 
 
 @dataclass(frozen=True)
@@ -174,6 +189,111 @@ def import_checkpoint(
             weights.append((step.target, array))
     model.load_weights(weights, strict=False)
     return report
+
+
+def convert_state(
+    state: Mapping[str, mx.array],
+    library: str,
+    mapping: Names = None,
+    *,
+    unit_as_shaped: bool = False,
+    sizes: Iterable[Size | tuple[str, Size]] = (),
+) -> dict[str, mx.array]:
+    """Convert a checkpoint without a model.
+
+    ``import_checkpoint(converted, model, "mlx_lattice")`` loads the result; names are
+    the checkpoint's, but for what the library adds to PyTorch's.
+
+    Args:
+        state: the result of ``load_state``.
+        library: one of ``LIBRARIES``.
+        mapping: as ``import_checkpoint`` takes it.
+        unit_as_shaped: take kernels of one offset as their shape says. Without a model
+            nothing tells strides, so that all of spconv's are taken for stride 1.
+        sizes: extents of kernels, for libraries that keep a kernel's offsets on one
+            axis: an int for a cube, or one extent an axis; or a pair of a name, in
+            which ``*`` stands for anything, and the extents of such kernels.
+
+    Returns:
+        Name to array, convolutions as (C_out, kernel..., C_in).
+
+    Raises:
+        CheckpointError: a kernel's extents are told by no size, or by several; or the
+            library has two layouts that only a model tells apart.
+    """
+    held = ArrayState(state)
+    steps = plan(held, library, mapping, Sizes(sizes), unit_as_shaped)
+    return {step.target: step.of(held) for step in steps}
+
+
+@contextmanager
+def opened(
+    source: str | Path | Mapping[str, mx.array], key: str | None = None
+) -> Iterator[State]:
+    """Open a checkpoint, or take the arrays of one.
+
+    Raises:
+        CheckpointError: the file is broken, or asks for more than tensors.
+        FileNotFoundError: there is no such file.
+    """
+    if not isinstance(source, str | Path):
+        yield ArrayState(source)
+        return
+    path = Path(source)
+    suffix = path.suffix.lower()
+    if suffix in (".pt", ".pth", ".ckpt", ".bin", ".tar"):
+        check_file(path, CheckpointError, binary=True)
+        with path.open("rb") as stream:
+            yield PyTorchState(stream, path, key)
+        return
+    if suffix != ".safetensors":
+        raise CheckpointError(
+            f"{path.name}: no reader for {suffix or 'a file without a suffix'}; "
+            "expected .safetensors, .pt, .pth, .ckpt, .bin or .tar"
+        )
+    state = SafetensorsState(path)
+    if key is not None:
+        raise CheckpointError(f"{path.name} has no entries, so none called {key!r}")
+    yield state
+
+
+class Step(NamedTuple):
+    """One tensor's way into a model: its name, the parameter, how it is converted."""
+
+    source: str
+    target: str
+    convert: Callable[[mx.array], mx.array]
+
+    def of(self, state: State) -> mx.array:
+        """Return the converted tensor, in the dtype that it has in the state."""
+        return self.convert(state.read(self.source))
+
+
+def check_library(state: State, library: str) -> None:
+    """Raise if a file says that it is of another library than the one named."""
+    if state.library == OURS != library:
+        raise CheckpointError(
+            f"the file was written by mlx-lattice convert: its library is {OURS!r}, "
+            f"not {library!r}, whose layout was taken out of it"
+        )
+
+
+def habits(name: str, library: str) -> list[str]:
+    """Return a name, and the name without what the library adds to PyTorch's."""
+    layout = LIBRARIES[library]
+    *path, leaf = name.split(".")
+    if path and path[-1] in layout.wrappers:
+        path = path[:-1]
+    leaf = "weight" if leaf == layout.leaf else dict(layout.leaves).get(leaf, leaf)
+    return [name, ".".join([*path, leaf])]
+
+
+def counter(name: str) -> bool:
+    """Return whether a tensor counts calls or rows in training, and is no parameter."""
+    return name.endswith(("num_batches_tracked", "max_num_voxels_during_training"))
+
+
+# With a model
 
 
 def match(
@@ -328,3 +448,244 @@ def _lookup(model: mlx.nn.Module, parameters: Mapping) -> dict[str, str]:
                 short = chain.removesuffix("layers.") + short[len(chain) :]
         known[short] = name
     return known | {name: name for name in parameters}
+
+
+# Without a model
+
+
+def plan(
+    state: State, library: str, mapping: Names, sizes: Sizes, unit_as_shaped: bool
+) -> list[Step]:
+    """Return how each tensor is converted; arguments are those of convert_state."""
+    layout = layout_of(library)
+    check_library(state, library)
+    if layout.axes != layout.transposed:
+        raise CheckpointError(
+            f"{library} keeps the channels of transposed convolutions in another "
+            "order, which no shape tells: name the model that they are for"
+        )
+    if layout.large:
+        raise CheckpointError(
+            f"{library} keeps large kernels in another order, which no shape tells: "
+            "name the model that they are for"
+        )
+    if "k" not in layout.axes and not (sizes.any or sizes.named):
+        raise CheckpointError(
+            f"{library} writes the offsets of a kernel on one axis, which does not say "
+            "its extents: name the model that they are for, or give the sizes of its "
+            "kernels, as in --size 3 2"
+        )
+    rename, steps = Renamer(mapping, state), []
+    for source in state:
+        name = rename(source)
+        if name is None or counter(name):
+            continue
+        array, leaf = state.sketch(source), source.rpartition(".")[2]
+        convert = mx.array
+        if leaf == layout.leaf and (array.ndim > 2 or leaf == "kernel"):
+            size = sizes.of(source, array, library, layout)
+            convert = partial(
+                convert_weight,
+                library=library,
+                kernel_size=size,
+                unit_as_shaped=unit_as_shaped,
+            )
+        elif leaf == "weight" and array.ndim == 2:
+            convert = partial(convert_linear, library=library, channels=None)
+        elif library == "minkowski" and leaf == "bias" and array.ndim == 2:
+            convert = partial(mx.squeeze, axis=0)  # biases are rows
+        try:
+            convert(array)
+        except CheckpointError as error:
+            raise CheckpointError(f"{shown(source)}: {error}") from None
+        steps.append(Step(source, habits(name, library)[-1], convert))
+    targets = [step.target for step in steps]
+    if twice := next((name for name in targets if targets.count(name) > 1), None):
+        raise CheckpointError(f"two tensors become {shown(twice)}: change the mapping")
+    return steps
+
+
+class Sizes:
+    """The extents of kernels that were given, by name or for any of their volume."""
+
+    def __init__(self, given: Iterable[Size | tuple[str, Size]]):
+        self.named: list[tuple[str, tuple[int, ...]]] = []
+        self.any: list[tuple[int, ...]] = []
+        for entry in given:
+            pair = isinstance(entry, tuple) and isinstance(entry[0], str)
+            name, size = entry if pair else ("", entry)
+            size = (size,) * 3 if isinstance(size, int) else tuple(size)
+            if len(size) not in AXES or min(size) < 1:
+                raise ValueError(
+                    f"a kernel has 1 to 4 extents of 1 or more; got {size}"
+                )
+            if name:
+                self.named.append((name, size))
+            else:
+                self.any.append(size)
+
+    @classmethod
+    def parsed(cls, words: Iterable[str]) -> Sizes:
+        """Return the sizes of a command line: ``3``, ``1x3x3`` or ``NAME=3x3x3``."""
+        given = []
+        for word in words:
+            name, _, size = word.rpartition("=")
+            try:
+                extents = [int(n) for n in size.split("x")]
+            except ValueError:
+                raise ValueError(
+                    f"--size takes 3, 1x3x3 or NAME=3x3x3; got {word!r}"
+                ) from None
+            extents = extents * 3 if len(extents) == 1 else extents
+            given.append((name, extents) if name else extents)
+        return cls(given)
+
+    def of(
+        self, name: str, array: mx.array, library: str, layout: Layout
+    ) -> tuple[int, ...]:
+        """Return a kernel's extents: its own, those given, or ones."""
+        if "k" in layout.axes:
+            at, dims = layout.axes.index("k"), array.ndim - 2
+            return tuple(array.shape[at : at + dims])
+        for pattern, size in self.named:
+            under = name.startswith(f"{pattern}.")
+            if name == pattern or under or fnmatchcase(name, pattern):
+                return size
+        volume = array.shape[layout.axes.index("K")]
+        fits = sorted({size for size in self.any if prod(size) == volume})
+        # (C_in, C_out), unless it may be a depthwise kernel, (K, C).
+        alone = array.ndim == 2 and not (layout.depthwise and fits)
+        if alone or (array.ndim > 2 and volume == 1):
+            dims = {len(size) for size in (*self.any, *(s for _, s in self.named))}
+            return (1,) * (dims.pop() if len(dims) == 1 else 3)
+        if len(fits) == 1 and array.ndim > 2:
+            return fits[0]
+        which = "which of the sizes given it has" if fits else "its extents"
+        raise CheckpointError(
+            f"{shown(name)}: {library} writes the {volume} offsets of a kernel on one "
+            f"axis, which does not say {which}: give them, as in --size 3, or "
+            f"{shown(name)}=3x3x3"
+        )
+
+
+# Mappings of names
+
+
+class Renamer:
+    """A mapping of names, and which of its keys matched none.
+
+    A key is a dotted prefix of names. A ``*`` in it stands for what there is up to the
+    next dot, and at its end for all that is left; each ``*`` of the new name takes what
+    that of the key stood for. The key with the most other letters wins.
+
+    Args:
+        mapping: prefixes to prefixes, ``""`` for none, None for names to drop; or a
+            function of a name, which returns a name or None.
+        names: all names of the checkpoint. Where each begins with ``module.``, that is
+            taken off before the mapping sees them.
+    """
+
+    def __init__(self, mapping: Names, names: Collection[str]):
+        self.parallel = bool(names) and all(n.startswith(PARALLEL) for n in names)
+        self.function = mapping if callable(mapping) else None
+        self.keys: dict[str, re.Pattern] = {}
+        self.used: set[str] = set()
+        if self.function is None:
+            if not isinstance(mapping, Mapping | None):
+                raise TypeError(
+                    "mapping must be a dict of prefixes or a function of a name; got "
+                    f"{type(mapping).__name__}"
+                )
+            self.new = dict(mapping or {})
+            weight = {key: len(key) - key.count("*") for key in self.new}
+            for key in sorted(self.new, key=weight.get, reverse=True):
+                self.keys[key] = _pattern(key, self.new[key])
+
+    def seen(self, name: str) -> str:
+        """Return a name as the mapping sees it."""
+        return name.removeprefix(PARALLEL) if self.parallel else name
+
+    def __call__(self, name: str) -> str | None:
+        """Return the new name, or None for one to drop."""
+        name = self.seen(name)
+        if self.function is not None:
+            return _checked(self.function(name), name)
+        for key, pattern in self.keys.items():
+            if found := pattern.match(name):
+                self.used.add(key)
+                new = _checked(self.new[key], name)
+                if new is None:
+                    return None
+                for part in found.groups():
+                    new = new.replace("*", part, 1)
+                rest = name[found.end() :].removeprefix(".")
+                return ".".join(filter(None, (new, rest)))
+        return name
+
+    @property
+    def idle(self) -> tuple[str, ...]:
+        """The keys that no name had."""
+        return tuple(key for key in self.keys if key not in self.used)
+
+
+def _pattern(key: str, new: str | None) -> re.Pattern:
+    """Return what a key matches at the start of a name."""
+    if not isinstance(key, str):
+        raise TypeError(f"the mapping's keys must be names; got {key!r}")
+    if isinstance(new, str) and new.count("*") != key.count("*"):
+        raise ValueError(
+            f"the mapping makes {new!r} of {key!r}: each * of a key stands for a part "
+            "of the new name, so both must have as many"
+        )
+    if not key:
+        return re.compile("")
+    whole = key.endswith("*")
+    parts = [re.escape(part) for part in key.split("*")]
+    if whole:
+        return re.compile("([^.]*)".join(parts[:-1]) + "(.+)$")
+    return re.compile("([^.]*)".join(parts) + r"(?=\.|$)")
+
+
+def _checked(new: object, name: str) -> str | None:
+    """Return what a mapping made of a name: a name or None, else raise."""
+    if not isinstance(new, str | None):
+        raise TypeError(
+            f"the mapping makes {new!r} of {shown(name)}; expected a name or None"
+        )
+    return new
+
+
+def suggestion(
+    left: Collection[str], wanted: Collection[str], place: Callable[[str], str | None]
+) -> str:
+    """Return the prefix with which most left-over names would fit, as a sentence.
+
+    Args:
+        left: names of the checkpoint that no parameter was for.
+        wanted: parameters that no name was for.
+        place: from a name to the parameter that it means.
+    """
+    less, more = Counter(), Counter()
+    for name in left:
+        less.update(prefix for prefix, end in _cuts(name) if place(end) in wanted)
+    for parameter in wanted:
+        more.update(prefix for prefix, end in _cuts(parameter) if end in left)
+    ((key, count),) = less.most_common(1) or ((None, 0),)
+    ((prefix, added),) = more.most_common(1) or ((None, 0),)
+    if not (count or added):
+        return ""
+    if count >= added:
+        how, mapping = f"without {shown(key)!r}", {key: ""}
+    else:
+        how, mapping = f"with {prefix!r} before them", {"": prefix}
+    return f"{max(count, added)} of {len(left)} left over fit {how}: mapping={mapping}"
+
+
+def _cuts(name: str) -> Iterable[tuple[str, str]]:
+    """Return the ways to cut a name at one of its first dots."""
+    at = name.find(".")
+    for _ in range(_DEPTH):
+        if at < 0:
+            return
+        yield name[:at], name[at + 1 :]
+        at = name.find(".", at + 1)

@@ -11,9 +11,9 @@ import mlx.nn
 
 from .. import memory, models, nn
 from .checkpoints import import_checkpoint
-from .configurations import read_config, trellis2
 from .errors import CheckpointError, shown
 from .folders import CONFIG, described_packing
+from .published import read_config, trellis2
 from .safetensors import SafetensorsState
 
 PIPELINE = "pipeline.json"

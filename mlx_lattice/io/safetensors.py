@@ -1,7 +1,8 @@
-"""Safetensors files: the header is checked before anything is read; written in parts.
+"""Safetensors files, and what readers of checkpoints share.
 
-MLX reads the arrays, but of files with doubles, which it refuses. This check refuses
-what MLX accepts: two tensors on the same bytes, extents below zero, float8 as bytes.
+A header is checked before any array is read. MLX reads the arrays, except in files
+with doubles, which MLX refuses. MLX would accept two tensors on the same bytes, extents
+below zero and float8 as bytes; the check here refuses them.
 """
 
 from __future__ import annotations
@@ -16,25 +17,7 @@ import mlx.core as mx
 
 from ..atomic_write import atomic_write
 from .errors import CheckpointError, check_file, shown
-from .raw import elements, kept
 
-# Bytes of an element, for the dtypes that MLX has.
-ITEM = {
-    "F64": 8,
-    "F32": 4,
-    "F16": 2,
-    "BF16": 2,
-    "C64": 8,
-    "I64": 8,
-    "I32": 4,
-    "I16": 2,
-    "I8": 1,
-    "U64": 8,
-    "U32": 4,
-    "U16": 2,
-    "U8": 1,
-    "BOOL": 1,
-}
 DTYPES = {
     mx.float64: "F64",
     mx.complex64: "C64",
@@ -53,53 +36,104 @@ DTYPES = {
 }
 _NAMED = {name: dtype for dtype, name in DTYPES.items()}
 _BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 HEADER_BYTES = 2**24
 LIMIT = 2**31  # extents of MLX's arrays are 32-bit
 
 
-class SafetensorsState:
-    """The arrays of a safetensors file, each read when it is used; doubles as float32.
+def elements(data: bytes, dtype: mx.Dtype) -> mx.array:
+    """Return little-endian elements as an array of one axis; doubles as float32."""
+    if not data:
+        return mx.zeros((0,), _without_doubles(dtype))
+    flat = mx.array(memoryview(data).cast(_UNSIGNED[dtype.size]))
+    if dtype == mx.bool_:
+        return flat != 0
+    # On the CPU: no other device has float64.
+    flat = mx.view(flat, dtype, stream=mx.cpu)
+    return flat.astype(_without_doubles(dtype), stream=mx.cpu)
+
+
+def _without_doubles(dtype: mx.Dtype) -> mx.Dtype:
+    return mx.float32 if dtype == mx.float64 else dtype
+
+
+class State:
+    """The tensors of a checkpoint by name.
 
     Attributes:
-        metadata: what the file's header says of it.
+        tensors: name to array, or to a description with ``shape`` and ``dtype``.
+        from_file: whether reading takes memory.
+        library: the library that the file names, or None.
+        note: which entry of the file holds the tensors, or "".
+    """
+
+    from_file, library, note = True, None, ""
+    tensors: dict
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.tensors)
+
+    def __len__(self) -> int:
+        return len(self.tensors)
+
+    def sketch(self, name: str) -> mx.array:
+        """Return a lazy array of the tensor's shape and dtype, not its values."""
+        tensor = self.tensors[name]
+        return mx.zeros(tensor.shape, _without_doubles(tensor.dtype))
+
+    def read(self, name: str) -> mx.array:
+        """Return a tensor; call this once for each tensor. Doubles become float32."""
+        raise NotImplementedError
+
+
+class ArrayState(State):
+    """A state of arrays that are in memory."""
+
+    from_file = False
+
+    def __init__(self, arrays: Mapping[str, mx.array]):
+        self.tensors = dict(arrays)
+        for name, array in self.tensors.items():
+            if not isinstance(array, mx.array):
+                raise TypeError(
+                    f"{shown(str(name))} must be an mlx array; got "
+                    f"{type(array).__name__}"
+                )
+
+    def sketch(self, name: str) -> mx.array:
+        """Return the array."""
+        return self.tensors[name]
+
+    read = sketch
+
+
+class SafetensorsState(State):
+    """The arrays of a safetensors file, each read when it is used.
+
+    Attributes:
+        metadata: the strings in the file's header.
 
     Raises:
         CheckpointError: the header is broken, or does not fit the file.
     """
 
-    from_file, note = True, ""
-
     def __init__(self, path: Path):
-        self.metadata, entries = _check(path)
-        self._arrays: dict[str, mx.array | _Entry] = entries
-        if all(entry.dtype != mx.float64 for entry in entries.values()):
+        self.metadata, self.tensors = _check(path)
+        if all(entry.dtype != mx.float64 for entry in self.tensors.values()):
             try:
-                self._arrays = mx.load(str(path))
+                self.tensors = mx.load(str(path))
             except (RuntimeError, ValueError) as error:
-                raise CheckpointError(
-                    f"{path.name} is no safetensors file: {error}"
-                ) from None
+                raise _broken(path, str(error)) from None
         self.library = self.metadata.get("library")
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._arrays)
-
-    def __len__(self) -> int:
-        return len(self._arrays)
-
-    def sketch(self, name: str) -> mx.array:
-        """Return an array of the tensor's shape and dtype, which is not to be read."""
-        array = self._arrays[name]
-        return mx.zeros(array.shape, kept(array.dtype))
-
     def read(self, name: str) -> mx.array:
-        """Return an array, and let go of it here: its memory is the caller's."""
-        array, self._arrays[name] = self._arrays[name], self.sketch(name)
+        """Return an array and drop it here, so that its memory is the caller's."""
+        array, self.tensors[name] = self.tensors[name], self.sketch(name)
         return array.read() if isinstance(array, _Entry) else array
 
 
 class _Entry(NamedTuple):
-    """A tensor of a file: what it is, and where its bytes stand."""
+    """A tensor of a file."""
 
     path: Path
     at: int
@@ -107,7 +141,6 @@ class _Entry(NamedTuple):
     shape: tuple[int, ...]
 
     def read(self) -> mx.array:
-        """Return the tensor."""
         size = prod(self.shape) * self.dtype.size
         with self.path.open("rb") as stream:
             stream.seek(self.at)
@@ -118,7 +151,7 @@ class _Entry(NamedTuple):
 
 
 def read_safetensors(path: Path) -> dict[str, mx.array]:
-    """Return the arrays of a safetensors file by name, as ``SafetensorsState`` does."""
+    """Return the arrays of a safetensors file by name; doubles become float32."""
     state = SafetensorsState(path)
     return {name: state.read(name) for name in state}
 
@@ -209,15 +242,11 @@ def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
         isinstance(text, str) for text in metadata.values()
     ):
         raise _broken(path, "its __metadata__ is no object of strings")
-    return metadata, {
-        name: _Entry(
-            path,
-            8 + length + start,
-            _NAMED[header[name]["dtype"]],
-            tuple(header[name]["shape"]),
-        )
-        for start, _, name in ranges
-    }
+    entries = {}
+    for start, _, name in ranges:
+        dtype, shape = _NAMED[header[name]["dtype"]], tuple(header[name]["shape"])
+        entries[name] = _Entry(path, 8 + length + start, dtype, shape)
+    return metadata, entries
 
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -236,24 +265,21 @@ def _range(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
     for numbers in (shape, offsets):
         if not isinstance(numbers, list) or not all(type(n) is int for n in numbers):
             raise _broken(path, f"{shown(name)} has no shape or no data_offsets")
-    if not isinstance(dtype, str) or dtype not in ITEM:
+    if not isinstance(dtype, str) or dtype not in _NAMED:
         raise CheckpointError(
             f"{path.name}: {shown(name)} is {shown(str(dtype))}, which MLX does not "
-            f"have; expected one of {', '.join(ITEM)}"
+            f"have; expected one of {', '.join(_NAMED)}"
         )
     if len(shape) > 32 or not all(0 <= n < LIMIT for n in shape):
         raise _broken(path, f"{shown(name)} has the shape {shown(str(shape))}")
     if len(offsets) != 2 or not 0 <= offsets[0] <= offsets[1] <= size:
         raise _broken(
-            path,
-            f"{shown(name)} stands at {shown(str(offsets))} of {size:,} bytes",
+            path, f"{shown(name)} stands at {shown(str(offsets))} of {size:,} bytes"
         )
     start, end = offsets
-    if prod(shape) * ITEM[dtype] != end - start:
-        raise _broken(
-            path,
-            f"{shown(name)} of {shape} {dtype} has {end - start:,} bytes",
-        )
+    if prod(shape) * _NAMED[dtype].size != end - start:
+        found = f"{end - start:,} bytes"
+        raise _broken(path, f"{shown(name)} of {shape} {dtype} has {found}")
     return start, end
 
 

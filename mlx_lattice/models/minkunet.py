@@ -17,7 +17,6 @@ from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import BasicBlock, Bottleneck, blocks, conv_norm, layer, trimmed_cells
 from .segmentor import Segmentor
-from .spvcnn import PLANES
 
 # Kernel sizes of the stem's convolutions, and their channels.
 STEM, STEM_CHANNELS = (5,), 32
@@ -43,6 +42,8 @@ PLANS = {
 }
 # MinkUNet50 and 101 are published without a plan: these have those of MinkUNet34.
 PLANS |= {50: PLANS[34], 101: PLANS[34]}
+# SPVNAS's channels: of the stem, then of the stages.
+PLANES = (32, 32, 64, 128, 256, 256, 128, 96, 96)
 LAYERS = {
     14: (1, 1, 1, 1, 1, 1, 1, 1),
     18: (2, 2, 2, 2, 2, 2, 2, 2),

@@ -104,7 +104,6 @@ class Pretrained(mlx.nn.Module):
             TypeError: an argument of the constructor is none that JSON can hold.
         """
         from ..io import folders
-        from ..io.model_card import model_card
 
         name = type(self).__name__
         if unnamed := [key for key in self._arguments if key.startswith("*")]:
@@ -127,7 +126,7 @@ class Pretrained(mlx.nn.Module):
         arrays = dict(tree_flatten(self.parameters()))
         size = sum(array.nbytes for array in arrays.values())
         module = None if _is_ours(type(self)) else type(self).__module__
-        return config, model_card(config, _count(self), size, module)
+        return config, folders.model_card(config, _count(self), size, module)
 
     @classmethod
     def from_pretrained(

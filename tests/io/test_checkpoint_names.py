@@ -13,8 +13,7 @@ from mlx_lattice.io import (
     convert_weight,
     import_checkpoint,
 )
-from mlx_lattice.io.checkpoints import convert_state
-from mlx_lattice.io.mapping import Renamer
+from mlx_lattice.io.checkpoints import Renamer, convert_state
 
 
 def linear_head() -> dict[str, mx.array]:

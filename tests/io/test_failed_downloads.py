@@ -6,8 +6,8 @@ import pytest
 
 from mlx_lattice.cli import main
 from mlx_lattice.io import CheckpointError, PointFileError, load_state, read_points
-from mlx_lattice.io.configurations import read_config
 from mlx_lattice.io.folders import read_weights
+from mlx_lattice.io.published import read_config
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"

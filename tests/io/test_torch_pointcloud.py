@@ -13,6 +13,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from foreign import torchsparse_name
 from foreign_nets import filled, spvnas_shapes
 from mlx.utils import tree_flatten
 from published_cases import assert_close
@@ -151,8 +152,9 @@ def test_spvcnn():
     before = dict(tree_flatten(net.parameters()))
     import_checkpoint(theirs, net, "torchsparse")
     same = [
-        name.replace(".layers.", ".")
+        f"{torchsparse_name(path.replace('.layers.', '.'))}.{leaf}"
         for name, array in tree_flatten(net.parameters())
+        for path, _, leaf in [name.rpartition(".")]
         if mx.array_equal(array, before[name])
     ]
     leaf = {place.replace(".kernel", ".weight") for place in SPVNAS.values()}

@@ -15,7 +15,7 @@ from published_cases import assert_close, case_of, weights_of
 import mlx_lattice as ml
 from mlx_lattice import cli, models, nn
 from mlx_lattice.io import import_checkpoint
-from mlx_lattice.io.configurations import trellis2 as described
+from mlx_lattice.io.published import trellis2 as described
 from mlx_lattice.models import trellis2
 
 NAMES = {

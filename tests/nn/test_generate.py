@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten, tree_map
 import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn
 from mlx_lattice.generate import settings_of
-from mlx_lattice.io.configurations import trellis2 as described
 from mlx_lattice.io.pipelines import loaded
+from mlx_lattice.io.published import trellis2 as described
 from mlx_lattice.models import trellis2
 
 TOKENS, LATENT = 12, 8

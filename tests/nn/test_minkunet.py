@@ -32,7 +32,7 @@ def minkowski():
 
 
 def torchsparse():
-    shapes = spvnas_shapes(models.spvcnn.PLANES, 4, 19)
+    shapes = spvnas_shapes(models.minkunet.PLANES, 4, 19)
     return models.MinkUNetTorchSparse(4, 19), shapes, SPVNAS
 
 
@@ -43,7 +43,7 @@ def small_minkowski():
 
 
 def small_torchsparse():
-    widths = [int(0.25 * c) for c in models.spvcnn.PLANES]
+    widths = [int(0.25 * c) for c in models.minkunet.PLANES]
     net = models.MinkUNetTorchSparse(4, 5, width=0.25)
     return net, spvnas_shapes(widths, 4, 5), SPVNAS
 

@@ -105,19 +105,19 @@ def test_nothing_of_the_net_changes(training):
 def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatch):
     """Once for a dtype and a mode, whether or not it is asked for besides."""
     net = NETS["minkunet"]() if made == "minkunet" else SparseResNet14(3, 5)
-    real, calls = preparation.prepare, []
+    real, calls = preparation._prepare, []
 
-    def prepare(net, x, training):
-        calls.append((x.dtype, training))
-        return real(net, x, training=training)
+    def prepare(net, call, inputs, training, options):
+        calls.append((inputs[0].dtype, training))
+        return real(net, call, inputs, training, options)
 
-    monkeypatch.setattr(preparation, "prepare", prepare)
+    monkeypatch.setattr(preparation, "_prepare", prepare)
     monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda: False)
     net(tensor(n=100))
     assert not calls
     monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda: True)
     monkeypatch.setattr(preparation.cuda_geometry, "rehearse", lambda dims: None)
-    real(net, tensor())
+    real(net, net, (tensor(),), False, {})
     assert not calls
     x = tensor(n=100)
     for _ in range(2):
@@ -291,7 +291,7 @@ def test_a_first_call_waits_for_the_preparation_of_another_thread(monkeypatch):
             second.join(0.5)
 
     monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda: True)
-    monkeypatch.setattr(preparation, "prepare", slow)
+    monkeypatch.setattr(preparation, "_prepare", slow)
 
     def call():
         sums.append(mx.abs(net(tensor()).feats).sum().item())

@@ -9,7 +9,7 @@ import pytest
 import reference as ref
 import reference_rows as ref_rows
 from differences import assert_gradients, cross_entropy
-from foreign import exported
+from foreign import exported, torchsparse_name
 from foreign_nets import SPVNAS, spvnas_shapes
 from mlx.utils import tree_flatten
 from training import every_parameter_gets_a_gradient, lowers_the_loss
@@ -48,7 +48,7 @@ class Exact(SPVNAS):
     """The net in evaluation, in float64, as SPVNAS describes it."""
 
     def __init__(self, made, points, batch):
-        super().__init__(exported(made, "torchsparse"))
+        super().__init__(exported(made, "torchsparse", torchsparse_name))
         self.at = np.asarray(points, np.float64) / VOXEL
         self.batch = np.asarray(batch)
 
@@ -118,7 +118,8 @@ def test_gradients_of_a_step_of_training():
     value, grads = mlx.nn.value_and_grad(made, loss)(made)
     assert abs(value.item() - exact_loss()) <= 1e-5 * abs(value.item())
     made.update(grads)
-    grads = exported(made, "torchsparse")  # in the names and layouts of the library
+    # In the names and layouts of the library.
+    grads = exported(made, "torchsparse", torchsparse_name)
     wanted = (
         "stem.0.kernel",
         "stage2.1.downsample.0.kernel",
@@ -190,7 +191,7 @@ def test_published_names(tmp_path):
     """Names and shapes of SPVNAS, in torchsparse's layouts, with a strict import."""
     made = models.SPVCNN(4, 19)
     shapes = {n: p.shape for n, p in tree_flatten(made.parameters())}
-    published = spvnas_shapes(models.spvcnn.PLANES, 4, 19)
+    published = spvnas_shapes(models.minkunet.PLANES, 4, 19)
     state = {n: mx.ones(s) for n, s in published.items()}
     report = io.import_checkpoint(state, made, "torchsparse")
     assert report.complete and len(report.matched) == len(shapes), str(report)
@@ -210,9 +211,9 @@ def test_saves_traces_and_quantises(tmp_path):
     with ml.trace(made) as t:
         mx.eval(made(*data))
     layers = [record.layer for record in t]
-    assert layers[0] == "stem.layers.0"
-    assert "stage2.layers.1.downsample.layers.0" in layers
-    assert "up4.1.layers.0.net.layers.3" in layers
+    assert layers[0] == "stem.layers.0.conv"
+    assert "encoder.1.blocks.layers.0.shortcut.conv" in layers
+    assert "decoder.3.blocks.layers.0.conv2.conv" in layers
     seen = []
     loss = lambda made, *data: made(*data).square().sum()  # noqa: E731
     with observe(seen.append):
@@ -243,6 +244,6 @@ def test_dropout_and_width():
     made.eval()
     assert mx.array_equal(made(*data), made(*data)).item()
     half = models.SPVCNN(4, 5, width=0.5)
-    assert half.classifier.layers[0].weight.shape == (5, 48)
+    assert half.head.weight.shape == (5, 48)
     with pytest.raises(ValueError, match="planes has one entry"):
         models.SPVCNN(4, 5, planes=(1, 2))

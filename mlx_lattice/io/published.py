@@ -1,18 +1,16 @@
-"""The names of our models' parts in published checkpoints, as tables.
-
-A row is a pattern at the start of a name, its replacement (None drops the tensor), and
-the number of the first stage in the pattern. The rules of the second table apply to the
-rest of the name.
-"""
+"""Published nets: the names of their parameters, and their configurations."""
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
 
 from mlx.nn import Module
 
+from ..checks import real, whole
 from ..models import (
     SPVCNN,
     Detector,
@@ -25,6 +23,8 @@ from ..models import (
     VoxelResBackBone8xVoxelNeXt,
 )
 from ..models.trellis2 import FlowModel
+from ..models.trellis2.published import NETS, arguments_of
+from .errors import CheckpointError, check_file, shown
 from .layouts import OURS
 
 Rename = Callable[[str], str | None]
@@ -117,33 +117,24 @@ _VOXELNEXT = Rules(
 _VOXELS = Rules(((r"(?:backbone_3d\.)?(?=conv|shared_conv)", "", 0),), _NORMS)
 _SPVCNN = Rules(
     (
-        (r"stem\.0\.conv\.", "stem.0.", 0),
-        (r"stem\.0\.norm\.", "stem.1.", 0),
-        (r"stem\.1\.conv\.", "stem.3.", 0),
-        (r"stem\.1\.norm\.", "stem.4.", 0),
-        (r"encoder\.block([0-3])\.downsample\.conv\.", "stage{}.0.net.0.", -1),
-        (r"encoder\.block([0-3])\.downsample\.norm\.", "stage{}.0.net.1.", -1),
-        (r"encoder\.block([0-3])\.blocks\.0\.", "stage{}.1.", -1),
-        (r"encoder\.block([0-3])\.blocks\.1\.", "stage{}.2.", -1),
-        (r"decoder\.block([0-3])\.upsample\.conv\.conv\.", "up{}.0.net.0.", -1),
-        (r"decoder\.block([0-3])\.upsample\.conv\.norm\.", "up{}.0.net.1.", -1),
-        (r"decoder\.block([0-3])\.upsample\.residual\.", "up{}.1.0.", -1),
-        (r"decoder\.block([0-3])\.blocks\.0\.", "up{}.1.1.", -1),
-        (r"encoder\.block3\.fusion\.", "point_transforms.0.", 0),
-        (r"decoder\.block1\.fusion\.", "point_transforms.1.", 0),
-        (r"decoder\.block3\.fusion\.", "point_transforms.2.", 0),
-        (r"head\.", "classifier.0.", 0),
+        (r"encoder\.block3\.fusion\.lin\.", "point_transforms.0.0.", 0),
+        (r"encoder\.block3\.fusion\.norm\.", "point_transforms.0.1.", 0),
+        (r"decoder\.block1\.fusion\.lin\.", "point_transforms.1.0.", 0),
+        (r"decoder\.block1\.fusion\.norm\.", "point_transforms.1.1.", 0),
+        (r"decoder\.block3\.fusion\.lin\.", "point_transforms.2.0.", 0),
+        (r"decoder\.block3\.fusion\.norm\.", "point_transforms.2.1.", 0),
+        (r"stem\.", "stem.", 0),
+        (r"encoder\.block([0-3])\.downsample\.", "encoder.{}.down.", 0),
+        (r"encoder\.block([0-3])\.blocks\.", "encoder.{}.blocks.", 0),
+        (r"decoder\.block([0-3])\.upsample\.conv\.", "decoder.{}.up.", 0),
+        (r"decoder\.block([0-3])\.upsample\.residual\.", "decoder.{}.blocks.0.", 0),
+        (r"decoder\.block([0-3])\.blocks\.0\.", "decoder.{}.blocks.1.", 0),
     ),
     (
         (r"\bmodule\.", ""),
-        (r"\bconv1\.", "net.0."),
-        (r"\bnorm1\.", "net.1."),
-        (r"\bconv2\.", "net.3."),
-        (r"\bnorm2\.", "net.4."),
-        (r"\bconv_skip\.", "downsample.0."),
-        (r"\bnorm_skip\.", "downsample.1."),
-        (r"\blin\.", "0."),  # of a fusion
-        (r"\bnorm\.", "1."),
+        (r"\bconv([12])\.", r"conv\1.conv."),
+        (r"\bnorm([12])\.", r"conv\1.norm."),
+        (r"\b(conv|norm)_skip\.", r"shortcut.\1."),
     ),
 )
 
@@ -252,3 +243,146 @@ def published(model: Module | None, library: str) -> tuple[Rename, ...]:
     if isinstance(model, PTv3) and library in (None, "spconv"):
         rules.append(_ptv3_names(model))
     return tuple(rules)
+
+
+# Configurations: the JSON that is published beside a checkpoint
+
+
+# SPVNAS's nets read coordinates and intensity.
+SPVNAS_INPUTS = 4
+
+
+def read_config(path: str | Path) -> dict:
+    """Return the JSON object of a file.
+
+    Raises:
+        CheckpointError: the file holds none.
+    """
+    path = Path(path)
+    check_file(path, CheckpointError)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return config
+
+
+class Configuration(Mapping):
+    """A published configuration, which records the keys that are read.
+
+    ``mlx-lattice convert`` prints the keys that no model reads. Objects within the
+    configuration are recorded in the same way.
+
+    Args:
+        entries: the JSON object.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]):
+        self._entries = {key: _recorded(value) for key, value in entries.items()}
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        value = self._entries[key]
+        self._read.add(key)
+        return value
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._entries
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._entries)
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __repr__(self) -> str:
+        return repr(self._entries)
+
+    def unread(self) -> list[str]:
+        """Return the dotted names of the keys that were not read."""
+        names = []
+        for key, value in self._entries.items():
+            if key not in self._read:
+                names.append(key)
+                continue
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Configuration):
+                    names += [f"{key}.{name}" for name in part.unread()]
+        return list(dict.fromkeys(names))
+
+
+def _recorded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Configuration(value)
+    return [_recorded(each) for each in value] if isinstance(value, list) else value
+
+
+def trellis2(config: Mapping) -> tuple[str, dict]:
+    """Return our class and its arguments for a configuration of TRELLIS.2's.
+
+    Args:
+        config: ``{"name": ..., "args": {...}}``; other entries have no part in it.
+
+    Raises:
+        CheckpointError: the net is none of ours, or has parts that ours has not.
+    """
+    name, arguments = config.get("name"), config.get("args")
+    if (
+        not isinstance(name, str)
+        or name not in NETS
+        or not isinstance(arguments, Mapping)
+    ):
+        raise CheckpointError(
+            f"the configuration is of {shown(repr(name))}; expected a name and args of "
+            f"one of {', '.join(NETS)}"
+        )
+    try:
+        return NETS[name].kind, arguments_of(name, arguments)
+    except ValueError as error:
+        raise CheckpointError(shown(str(error))) from None
+
+
+def spvnas(config: Mapping, kind: str) -> tuple[dict[str, Any], float | None]:
+    """Return the arguments of our class, and ``pres``, for SPVNAS's ``net.config``.
+
+    Args:
+        config: ``num_classes`` and ``cr``; optionally ``pres``, the size of the cells
+            that points are rounded to, ``vres``, the size of SPVCNN's voxels, and
+            ``trimmed``, which is an argument of the nets here.
+        kind: our class, "SPVCNN" or "MinkUNetTorchSparse".
+
+    Raises:
+        CheckpointError: an entry is missing or has a value of another type.
+    """
+    missing = [key for key in ("num_classes", "cr") if key not in config]
+    if missing:
+        raise CheckpointError(
+            f"SPVNAS's configurations have num_classes and cr; {missing[0]} is missing"
+        )
+    if kind == "SPVCNN" and ("pres" in config) != ("vres" in config):
+        raise CheckpointError("SPVCNN's configurations have both pres and vres")
+    try:
+        arguments = {
+            "in_channels": SPVNAS_INPUTS,
+            "num_classes": whole(config["num_classes"], "num_classes", 1),
+            "width": real(config["cr"], "cr"),
+        }
+        if "trimmed" in config:
+            arguments["trimmed"] = config["trimmed"]
+            if not isinstance(config["trimmed"], bool):
+                raise TypeError(f"trimmed must be a bool; got {config['trimmed']!r}")
+        if kind == "SPVCNN" and "vres" in config:
+            arguments["voxel_size"] = _size(config, "vres")
+        pres = _size(config, "pres") if "pres" in config else None
+        return arguments, pres
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the configuration: {error}") from None
+
+
+def _size(config: Mapping, key: str) -> float:
+    size = real(config[key], key)
+    if size <= 0:
+        raise ValueError(f"{key} must be positive; got {size}")
+    return size
