@@ -5,24 +5,40 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-import matplotlib
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
+import sklearn.datasets
+import sklearn.model_selection
 from mlx.utils import tree_flatten
+from tqdm import tqdm, trange
 
 from . import demo_surfaces, nn, ops
-from .atomic_write import atomic_write
-from .demo_accuracy import Score, scores, table
-from .inspect.trace import trace
+from .inspect.trace import check_page, trace
+from .io import read_points
 from .io.safetensors import write_safetensors
+from .models import MinkUNet14
+from .nn.calibrate import calibrate
 from .optimizers import Adam
 from .output_places import check_writable
 from .tensor import SparseTensor
+
+GROUP = 32  # input channels that share a scale, if weights have groups
+# Bits of weights and of features, by name.
+SCHEMES = {
+    "float32": (None, None),
+    "int8 weights": (8, None),
+    "int4 weights": (4, None),
+    "W8A8": (8, 8),
+    "W4A8": (4, 8),
+}
+# Percentage points of accuracy that a scheme may lose; tests check them.
+MOST_LOST = {"int8 weights": 0.3, "int4 weights": 1.5, "W8A8": 0.5, "W4A8": 1.5}
 
 
 class DigitNet(mlx.nn.Module):
@@ -83,11 +99,8 @@ def load_digits(seed: int = 0):
 
     The data are the 1 797 handwritten digits that scikit-learn ships.
     """
-    from sklearn.datasets import load_digits as load
-    from sklearn.model_selection import train_test_split
-
-    data = load()
-    train, test, train_labels, test_labels = train_test_split(
+    data = sklearn.datasets.load_digits()
+    train, test, train_labels, test_labels = sklearn.model_selection.train_test_split(
         data.images,
         data.target,
         test_size=0.25,
@@ -109,9 +122,7 @@ def predict(net: mlx.nn.Module, voxels: list, batch_size: int = 64) -> np.ndarra
 
 
 def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=True):
-    """Train with Adam on shuffled batches; return (losses, seconds of each step)."""
-    from tqdm import tqdm
-
+    """Train with Adam on shuffled batches; return the seconds of each step."""
     steps = epochs * (len(voxels) // batch_size)
     schedule = optim.cosine_decay(3e-3, steps)
     optimizer = Adam(learning_rate=schedule)
@@ -120,7 +131,7 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
         return mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
 
     step = mlx.nn.value_and_grad(net, loss_of)
-    rng, losses, seconds = np.random.default_rng(seed), [], []
+    rng, seconds = np.random.default_rng(seed), []
     net.train()
     # Redraw the bar often on a terminal, seldom in a log file.
     interval = 0.2 if sys.stderr.isatty() else 20
@@ -134,11 +145,10 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
                 loss, grads = step(net, x, mx.array(labels[chosen]))
                 optimizer.update(net, grads)
                 mx.eval(net.state, optimizer.state, loss)
-                losses.append(loss.item())
                 seconds.append(time.perf_counter() - begin)
-                bar.set_postfix(loss=f"{np.mean(losses[-20:]):.3f}", refresh=False)
+                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
                 bar.update()
-    return losses, seconds
+    return seconds
 
 
 def run(
@@ -151,10 +161,10 @@ def run(
     scans: Sequence[str | Path] = (),
     surface_steps: int = 90,
 ) -> float:
-    """Train on the digits, print what happened, write pictures and ``run.html``.
+    """Train on the digits, print what happened, write ``run.html`` and the weights.
 
-    Last comes a table of this net, and of one that tells surfaces of scans apart: what
-    they score in float, with packed weights, and in integers.
+    A table follows of this net, and of one that tells surfaces of scans apart: the
+    accuracy in float32, with packed weights, and in integers.
 
     Returns:
         the accuracy on the held-out digits.
@@ -164,7 +174,7 @@ def run(
         RuntimeError: the accuracy is below ``goal``.
     """
     folder = Path(out)
-    check_writable(folder / "run.html")
+    check_writable(check_page(folder / "run.html"))
     taught = read_scans(scans)
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
@@ -174,7 +184,7 @@ def run(
         f"{len(voxels)} training digits, {len(test)} held out, {rows:.0f} voxels each"
     )
     net = DigitNet()
-    losses, seconds = train(net, voxels, labels, epochs, batch_size, seed)
+    seconds = train(net, voxels, labels, epochs, batch_size, seed)
     found = predict(net, test)
     accuracy = float(np.mean(found == test_labels))
     print(f"test accuracy  {accuracy:.2%} ({np.sum(found != test_labels)} wrong)")
@@ -195,8 +205,6 @@ def run(
     t.save(folder / "run.html")
     weights = dict(tree_flatten(net.parameters()))
     write_safetensors(folder / "digits.safetensors", weights)
-    draw_losses(losses, folder / "loss.png")
-    draw_digits(test, test_labels, found, folder / "digits.png")
     names = ", ".join(sorted(p.name for p in folder.iterdir()))
     print(f"wrote {folder}/: {names}")
     if accuracy < goal:
@@ -205,28 +213,62 @@ def run(
         )
     digits = score_digits(net, voxels, test, test_labels)
     surfaces = score_surfaces(taught, surface_steps)
-    print(table({"digits": digits, "surfaces of scans": surfaces}))
+    print(score_table({"digits": digits, "surfaces of scans": surfaces}))
     return accuracy
+
+
+class Score(NamedTuple):
+    """Share of right results, and bytes of the parameters."""
+
+    right: float
+    bytes: int
+
+
+def scores(
+    net: mlx.nn.Module, batches: list, right: Callable[[mlx.nn.Module], float]
+) -> dict[str, Score]:
+    """Score a trained net in every scheme.
+
+    Args:
+        net: in float32.
+        batches: inputs of its calibration.
+        right: returns the share of a net's results that are right.
+    """
+    found = {}
+    for name, (bits, activations) in SCHEMES.items():
+        made = net
+        if bits is not None:
+            size = None if (bits, activations) == (8, 8) else GROUP
+            made, _ = calibrate(net, batches, bits, size, activations=activations)
+        size = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
+        found[name] = Score(right(made), size)
+    return found
+
+
+def score_table(tasks: Mapping[str, Mapping[str, Score]]) -> str:
+    """Return a row for each scheme: the share that is right and the size, by task."""
+    width = max(map(len, SCHEMES))
+    lines = [" " * width + "".join(f"{task:>24}" for task in tasks)]
+    for name in SCHEMES:
+        cells = (
+            f"{found[name].right:>14.2%}, {found[name].bytes / 1000:>4,.0f} kB"
+            for found in tasks.values()
+        )
+        lines.append(f"{name:<{width}}{''.join(cells)}")
+    return "\n".join(lines)
 
 
 def score_digits(
     net: mlx.nn.Module, voxels: list, test: list, labels: np.ndarray
 ) -> dict[str, Score]:
     """Score the net on the held-out digits; calibrated on 256 training digits."""
-    calibration = voxels[:256]
-    starts = range(0, len(calibration), 64)
-    batches = [digit_batch(calibration[at : at + 64]) for at in starts]
+    some = voxels[:256]
+    batches = [digit_batch(some[at : at + 64]) for at in range(0, len(some), 64)]
     return scores(net, batches, lambda net: np.mean(predict(net, test) == labels))
 
 
 def read_scans(files: Sequence[str | Path]) -> list[demo_surfaces.Scan]:
-    """Return scans with their surfaces; of no files a room that is made up.
-
-    Args:
-        files: what ``io.read_points`` reads.
-    """
-    from .io import read_points
-
+    """Return the scans of files with their surfaces; without files, a made-up room."""
     clouds = [(Path(file).name, read_points(file).points) for file in files]
     scans = []
     for name, points in clouds or [("a room", demo_surfaces.room())]:
@@ -239,60 +281,11 @@ def read_scans(files: Sequence[str | Path]) -> list[demo_surfaces.Scan]:
 
 def score_surfaces(scans: Sequence[demo_surfaces.Scan], steps: int) -> dict[str, Score]:
     """Teach a SpUNet surfaces on one half of scans; score it on the other."""
-    from tqdm import trange
-
     net = demo_surfaces.untaught()
     with trange(steps, unit="step", mininterval=20) as bar:
         demo_surfaces.teach(net, scans, steps, lambda loss: bar.update())
     batches = [scan.x for scan in scans]
     return scores(net, batches, lambda net: demo_surfaces.right(net, scans))
-
-
-def draw_losses(losses: list[float], path: Path) -> None:
-    """Draw the loss of every step and its running mean."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, axes = pyplot.subplots(figsize=(6, 3.5), layout="constrained")
-    width = min(10, len(losses))
-    smooth = np.convolve(losses, np.ones(width) / width, mode="valid")
-    axes.plot(losses, color="0.8", linewidth=1, label="step")
-    axes.plot(np.arange(width - 1, len(losses)), smooth, label=f"mean of {width}")
-    axes.set(xlabel="step", ylabel="cross entropy", yscale="log")
-    axes.legend(frameon=False)
-    with atomic_write(path) as draft:
-        figure.savefig(draft, dpi=120)
-    pyplot.close(figure)
-
-
-def draw_digits(voxels, labels, found, path: Path, count: int = 8) -> None:
-    """Draw digits as voxels: first some that were predicted wrongly, then others."""
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    wrong, right = (np.flatnonzero((found == labels) == good) for good in (False, True))
-    wrong = wrong[: count // 2]
-    order = np.concatenate([wrong, right[: count - len(wrong)]])
-    figure = pyplot.figure(figsize=(12, 6.5), layout="constrained")
-    for place, digit in enumerate(order):
-        axes = figure.add_subplot(2, -(-count // 2), place + 1, projection="3d")
-        filled = np.zeros((8, 8, 17), dtype=bool)
-        x, y, z = voxels[digit].T
-        # x is the row of the image, downwards; y its column, to the right.
-        filled[y, 7 - x, z] = True
-        shade = np.broadcast_to(np.linspace(0.15, 0.9, 17), filled.shape)
-        right = found[digit] == labels[digit]
-        axes.voxels(filled, facecolors=pyplot.cm.viridis(shade))
-        axes.set_title(
-            f"predicted {found[digit]}" + ("" if right else f", is {labels[digit]}"),
-            color="black" if right else "crimson",
-        )
-        axes.set_box_aspect((8, 8, 6))
-        axes.view_init(elev=72, azim=-90)
-        axes.set_axis_off()
-    with atomic_write(path) as draft:
-        figure.savefig(draft, dpi=100)
-    pyplot.close(figure)
 
 
 def run_points(
@@ -304,21 +297,18 @@ def run_points(
 ) -> None:
     """Voxelise a scan, run MinkUNet14 on it and write the trace to ``run.html``.
 
-    The weights are random: the point is the routes, their cost and the coverage of
-    the scan, not the labels.
+    The weights are random: the trace shows the routes, their cost and the coverage of
+    the scan.
 
     Args:
-        path: what ``io.read_points`` reads.
+        path: the file, as ``io.read_points`` takes it.
         out: folder to write to.
         voxel_size: edge of a voxel in the file's unit; by default a 256th of the
             median extent.
         classes: output channels of the net.
     """
-    from .io import read_points
-    from .models import MinkUNet14
-
     folder = Path(out)
-    check_writable(folder / "run.html")
+    check_writable(check_page(folder / "run.html"))
     cloud = read_points(path)
     points = np.asarray(cloud.points, dtype=np.float32)
     if len(points) == 0:

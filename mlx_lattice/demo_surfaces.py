@@ -1,8 +1,8 @@
-"""Surfaces of a scan, told apart by a small net: what the demo and an example teach.
+"""A small net that tells surfaces of a scan apart, for the demo and an example.
 
-The labels are from a rule, so that any scan will do: level, upright, or the rest. The
-net gets nothing but the voxels, and learns on one half of the scan, by x; the other
-half is scored.
+The labels are from a rule, so any scan will do: level, upright, or the rest. The net
+gets the voxels alone. It is trained on one half of the scan, by x, and scored on the
+other half.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ CLASSES = {"level": (140, 86, 75), "upright": (23, 160, 207), "rest": (44, 160, 
 
 
 class Scan(NamedTuple):
-    """A scan as voxels, with the label of each, and whether it is taught."""
+    """A scan as voxels, the label of each, and whether it is for training."""
 
     x: SparseTensor
     labels: np.ndarray
@@ -32,7 +32,7 @@ class Scan(NamedTuple):
 
 
 def room(count: int = 20_000) -> np.ndarray:
-    """Return points of a room with a heap of things, where no scan is given."""
+    """Return points of a made-up room with a heap of things."""
     rng, sides = np.random.default_rng(0), (8, 5, 2.6)
     points = rng.uniform((0, 0, 0), sides, (count, 3))
     for axis, side in enumerate(sides):
@@ -65,7 +65,7 @@ def recipe(voxel_size: float) -> VoxelRecipe:
 
 
 def voxel_size(points: np.ndarray, most: int = 7000) -> float:
-    """Return a size that makes at most so many voxels of a scan."""
+    """Return a size that gives a scan at most so many voxels."""
     extent = float(np.median(np.ptp(points, axis=0)))
     size = extent / 250 if extent > 0 else 1.0
     while len(np.unique(np.floor(points / size), axis=0)) > most:
@@ -74,7 +74,7 @@ def voxel_size(points: np.ndarray, most: int = 7000) -> float:
 
 
 def labelled(points: np.ndarray, voxel_size: float) -> Scan:
-    """Return a scan with its labels; the half of the smaller x is taught.
+    """Return a scan with its labels; the half with smaller x is for training.
 
     Raises:
         ValueError: one of the halves has no voxel.
@@ -114,13 +114,13 @@ def teach(
     steps: int,
     tell: Callable[[float], None] = lambda loss: None,
 ) -> None:
-    """Train a net on the taught halves, a turned scan a step; rare classes count more.
+    """Train a net, on one turned scan in each step; rare classes count more.
 
     Args:
-        net: scores of voxels.
-        scans: shown one after another.
-        steps: how many.
-        tell: called with the loss of each.
+        net: its results are scores of classes.
+        scans: taken in turn.
+        steps: number of steps.
+        tell: called with the loss of each step.
     """
     shown = []
     for scan in scans:
@@ -146,7 +146,7 @@ def teach(
 
 
 def right(net: mlx.nn.Module, scans: Sequence[Scan]) -> float:
-    """Return the share of voxels that are right in the halves that were not taught."""
+    """Return the share of right voxels in the halves that were not trained on."""
     net.eval()
     good = [
         np.array(mx.argmax(net(x).feats, axis=1))[~taught] == labels[~taught]

@@ -197,7 +197,7 @@ def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
     (
         ("segment scan.ply --model net", "matplotlib", "demo"),
         ("detect scan.ply --model net", "matplotlib", "demo"),
-        ("demo", "matplotlib", "demo"),
+        ("demo", "sklearn", "demo"),
         ("decode a.safetensors --model net", "xatlas", "mesh"),
     ),
 )

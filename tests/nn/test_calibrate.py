@@ -218,7 +218,6 @@ def test_packed_digits_are_read_as_well_as_float_ones():
     """As well as the demo's table promises, by a net that is trained briefly."""
     pytest.importorskip("sklearn")
     from mlx_lattice import demo
-    from mlx_lattice.demo_accuracy import MOST_LOST
 
     mx.random.seed(0)
     (voxels, labels), (test, test_labels) = demo.load_digits()
@@ -226,7 +225,7 @@ def test_packed_digits_are_read_as_well_as_float_ones():
     demo.train(net, voxels, labels, epochs=4, batch_size=64, seed=0, show=False)
     found = demo.score_digits(net, voxels, test, test_labels)
     assert found["float32"].right > 0.85
-    for name, most in MOST_LOST.items():
+    for name, most in demo.MOST_LOST.items():
         assert found[name].right >= found["float32"].right - most / 100
     sizes = {
         name: score.bytes / found["float32"].bytes for name, score in found.items()

@@ -7,12 +7,11 @@ import numpy as np
 import pytest
 
 pytest.importorskip("sklearn")
-pytest.importorskip("matplotlib")
 
 import mlx.core as mx  # noqa: E402
 
 from mlx_lattice import demo, demo_surfaces  # noqa: E402
-from mlx_lattice.demo_accuracy import MOST_LOST, scores, table  # noqa: E402
+from mlx_lattice.demo import MOST_LOST, score_table, scores  # noqa: E402
 from mlx_lattice.io import read_points  # noqa: E402
 
 ROOM = demo_surfaces.room
@@ -34,7 +33,7 @@ def test_few_digits(tmp_path, monkeypatch, capsys):
     accuracy = demo.run(tmp_path, **quick, goal=0.0)
     assert 0.0 <= accuracy <= 1.0
     written = {path.name for path in tmp_path.iterdir()}
-    assert {"run.html", "loss.png", "digits.png", "digits.safetensors"} <= written
+    assert {"run.html", "digits.safetensors"} <= written
     printed = capsys.readouterr().out
     for text in ("test accuracy", "time per step", "weight_grad", "int8", "W4A8"):
         assert text in printed
@@ -66,7 +65,7 @@ def test_surfaces_of_a_scan_in_integers():
     for name, most in MOST_LOST.items():
         lost = mean(each["float32"].right - each[name].right for each in taught)
         assert lost <= most / 100, name
-    lines = table({"surfaces": found, "again": found}).splitlines()
+    lines = score_table({"surfaces": found, "again": found}).splitlines()
     assert lines[0].split() == ["surfaces", "again"]
     assert [line.split()[0] for line in lines[1:]] == [
         name.split()[0] for name in found
