@@ -1,4 +1,4 @@
-"""backend_info(): what can run here, and what to install where it cannot."""
+"""backend_info(): which kernels run on this machine, and what is missing."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ class BackendInfo:
         backends: for each backend, whether its kernels can run here, and a sentence.
         routes: routes that can be selected on the device, by pass.
         cache: file of measured choices.
-        tuning: whether routes are chosen by measurement now.
+        tuning: whether routes are chosen by measurement.
         proving: whether matrix kernels prove themselves before their first launch.
-        kernels: (name, why it is refused or None) of those that did on this machine,
-            refused ones first.
+        kernels: (name, why it is refused or None) of the kernels that were proved on
+            this machine, refused ones first.
         forced: routes that a block or the environment forces, by pass.
         environment: the library's variables that are set.
     """
@@ -60,27 +60,29 @@ class BackendInfo:
 
     def __str__(self) -> str:
         """Return the list as a person reads it."""
-        device = self.device
-        rates = "estimated" if device.estimated else "measured"
+        d = self.device
+        rates = "estimated" if d.estimated else "measured"
         lines = [
             ("mlx_lattice", self.version),
             ("MLX", self.mlx),
             (
                 "device",
-                f"{device.name} ({device.backend}): {device.tflops:.3g} TFLOP/s "
-                f"float32, {device.half_tflops:.3g} half, {device.bandwidth:,.0f} GB/s "
-                f"({rates})",
+                f"{d.name} ({d.backend}): {d.tflops:.3g} TFLOP/s float32, "
+                f"{d.half_tflops:.3g} half, {d.bandwidth:,.0f} GB/s ({rates})",
             ),
         ]
-        for name, (there, text) in self.backends.items():
-            lines.append((name, ("available: " if there else "not available: ") + text))
+        for name, (runs, text) in self.backends.items():
+            lines.append((name, f"{'' if runs else 'not '}available: {text}"))
         for pass_, names in self.routes.items():
             lines.append((pass_, ", ".join(names) or "no route can run"))
         lines.append(("cache", self.cache))
         lines.append(("tuning", "on" if self.tuning else "off"))
-        lines.append(("proof", self._proof()))
-        lines += [("refused", f"{name}: {why}") for name, why in self.kernels if why]
-        forced = ", ".join(f"{p}={r}" for p, r in self.forced.items())
+        refused = [(name, why) for name, why in self.kernels if why]
+        counts = f"{len(self.kernels) - len(refused)} right, {len(refused)} refused"
+        state = "on" if self.proving else "off: matrix kernels run unproved"
+        lines.append(("proof", f"{state}; matrix kernels proved here: {counts}"))
+        lines += [("refused", f"{name}: {why}") for name, why in refused]
+        forced = ", ".join(f"{k}={v}" for k, v in self.forced.items())
         lines.append(("forced", forced or "none"))
         variables = ", ".join(f"{k}={v}" for k, v in self.environment.items())
         lines.append(("environment", variables or "none set"))
@@ -88,20 +90,12 @@ class BackendInfo:
 
     __repr__ = __str__
 
-    def _proof(self) -> str:
-        refused = sum(why is not None for _, why in self.kernels)
-        right = len(self.kernels) - refused
-        found = f"{right} matrix kernels are right here, {refused} refused"
-        if self.proving:
-            return found if self.kernels else "no matrix kernel was launched here yet"
-        return "off: matrix kernels run unproved" + f" ({found})" * bool(self.kernels)
-
 
 def backend_info() -> BackendInfo:
     """Return MLX's version, the device, its kernels, and the settings that apply."""
     device = devices.current()
     states = {backend: _state(backend) for backend in (METAL, CUDA, CPU)}
-    # Where Metal was asked for on a CPU that can't run it, every call raises.
+    # If Metal's kernels are to run on a CPU that cannot run them, every call raises.
     runs = not metal_on_host() or states[METAL][0]
     return BackendInfo(
         version=__version__,
@@ -132,19 +126,14 @@ def backend_info() -> BackendInfo:
     )
 
 
-def _written(backend: str) -> str:
-    """Say which routes have kernels of their own on a backend."""
-    own = [
+def _state(backend: str) -> tuple[bool, str]:
+    """Return whether a backend's kernels run here, and their routes, or why not."""
+    if why := absence(backend):
+        return False, why
+    where = "on the CPU, for tests: " if backend == METAL and metal_on_host() else ""
+    routes = [
         route.name
         for route in selection.TABLE
         if any(route.planner(backend, pass_) for pass_ in route.passes)
     ]
-    return ", ".join(own) if own else "no kernels of its own yet; portable routes run"
-
-
-def _state(backend: str) -> tuple[bool, str]:
-    """Return whether a backend's kernels run here, and which, or why not."""
-    if why := absence(backend):
-        return False, why
-    where = "on the CPU, for tests: " if backend == METAL and metal_on_host() else ""
-    return True, where + _written(backend)
+    return True, where + ", ".join(routes)

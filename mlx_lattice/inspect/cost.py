@@ -10,13 +10,13 @@ from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes.choice import Choice
 
-# Of the rate for half precision, what float32 has in products of tensor cores.
+# float32 products on tensor cores: share of the rate for half precision.
 TF32_SHARE = {ONE: 1 / 2, THREE: 1 / 6}
-# The rate of matrix units for int8 over that for half: tensor cores, and measured by
-# others on Apple's neural accelerators (1.8 on an A19, 2.0 on M5 Max).
+# int8 products on matrix units: factor over the rate for half precision. Others
+# measured 1.8 on an A19 and 2.0 on M5 Max.
 INTEGERS = 2.0
 
-# What three digits round up to 1000, which they would write as 1e+03.
+# Three digits round up to 1000 from here, and would print as 1e+03.
 ROUNDED_UP = 999.5
 
 
@@ -24,20 +24,20 @@ ROUNDED_UP = 999.5
 class Cost:
     """Counts of one contraction, and the least time that a device needs for them.
 
-    What depends on the number of edges is None while they are not counted.
+    Fields that depend on the number of edges are None until the edges are counted.
 
     Attributes:
         device: name of the profile.
         edges: number of edges.
         useful_flops: two operations for each edge, input channel of a group and output
             channel.
-        done_over_useful: operations that the plan executes over the useful ones: its
-            tiles also multiply absent edges and padded channels; None without a choice,
-            or where a relation is needed and not given.
-        bytes_moved: bytes that must move: each input row, weight and table entry read
-            once, each output written once.
-        explicit_bytes: the same with the gathered rows written and read once more, as
-            explicit GEMM does.
+        done_over_useful: operations that the plan executes, absent edges and padded
+            channels of tiles included, over the useful ones; None without a choice, or
+            without a relation if one is needed.
+        bytes_moved: bytes if each input row, weight and table entry is read once, and
+            each output written once.
+        explicit_bytes: the same for explicit GEMM, which also writes and reads the
+            gathered rows.
         edges_per_row: edges of an output row, on average.
         occupancy: edges over output rows times offsets.
         compute_ms: useful operations at the device's peak rate.
@@ -102,10 +102,10 @@ def cost(
     """Count what a problem costs on a device.
 
     Args:
-        problem: the facts; ``edges`` gives operations their number.
-        device: whose roofline.
-        choice: whose plan says what is executed.
-        relation: the layer's (untransposed) relation: its edges are taken where the
+        problem: the facts, with the number of edges.
+        device: the profile of the roofline.
+        choice: for the operations that its plan executes.
+        relation: the layer's (untransposed) relation. Its edges are counted if the
             problem has none, and its table says what tiles of rows skip.
     """
     p = problem
@@ -124,8 +124,8 @@ def cost(
     useful = p.useful(edges)
     flops = 2 * useful
     done = choice.plan.multiply_adds(relation) if choice and edges else None
-    each = p.read_size
-    gathered = 0 if p.pointwise else 2 * edges * _gathered(p) * each
+    channels = {FORWARD: p.c_in, INPUT_GRAD: p.c_out, WEIGHT_GRAD: p.c_in + p.c_out}
+    gathered = 0 if p.pointwise else 2 * edges * channels[p.pass_] * p.read_size
     places = p.n_out * p.volume
     return Cost(
         device=device.name,
@@ -158,23 +158,13 @@ def _bytes(p: Problem, edges: int | None) -> int | None:
 
 
 def _peak(p: Problem, choice: Choice | None, device: Device) -> float:
-    """Return the most operations a second of the units that multiply there.
-
-    Float32 that tensor cores multiply, as TF32 or split into three products of it, is
-    bounded by these: half of their rate for half precision, or a sixth.
-    """
+    """Return the peak operations a second of the units that multiply."""
     rate, matrices = device.flops(p.dtype), 1e12 * device.half_tflops
     if p.integer:
         has_units = device.backend == CUDA or device.neural_accelerators
         return max(rate, INTEGERS * matrices) if has_units else rate
     products = choice.plan.products if choice and device.backend == CUDA else ""
     return max(rate, matrices * TF32_SHARE.get(products, 0))
-
-
-def _gathered(p: Problem) -> int:
-    """Channels of what explicit GEMM gathers for one edge."""
-    widths = {FORWARD: p.c_in, INPUT_GRAD: p.c_out, WEIGHT_GRAD: p.c_in + p.c_out}
-    return widths[p.pass_]
 
 
 def operations(flops: float) -> str:

@@ -24,7 +24,6 @@ from ..ops import conv, observed
 from ..ops.fused_attention import Call
 from ..ops.observed import COMPOSED, Attended
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
-from ..relation import Relation
 from ..routes import launch, measure
 from ..routes.launch import Launch
 from ..routes.measure import relative_error
@@ -32,7 +31,7 @@ from ..routes.selection import Choice, named, select
 from ..tensor import SparseTensor
 from .cost import Cost, cost, size
 
-# What computes a layer of a weight, by the kind of its relation.
+# The function of a layer, by the kind of its relation.
 FUNCTIONS = {
     "submanifold": conv.subm_conv,
     "forward": conv.conv,
@@ -47,7 +46,7 @@ class Explanation:
     """Why one contraction takes its route. Prints as a table.
 
     Attributes:
-        problem: the facts that it was chosen by.
+        problem: the facts of the decision.
         choice: the Choice that ``select`` gives and that the call executes.
         cost: operations, bytes and roofline.
         layer: name of the layer, or None.
@@ -152,7 +151,8 @@ def explain(
             raise ValueError("a Problem is explained alone; leave the rest out")
         problem = x if pass_ == FORWARD else replace(x, pass_=pass_)
         choice = select(problem, device=device, only=only)
-        return _explained(problem, choice)
+        counts = cost(problem, choice.device, choice=choice)
+        return Explanation(problem, choice, counts)
     if not isinstance(x, SparseTensor):
         if isinstance(module_or_weight, SparseTensor):
             raise TypeError(
@@ -174,18 +174,10 @@ def explain(
 
 def explanation(launched: Launch, layer: str | None = None) -> Explanation:
     """Return the Explanation of a contraction that was launched or planned."""
-    made = _explained(launched.problem, launched.choice, launched.relation, layer)
-    return replace(made, rounding_error=getattr(launched.scope, "rounding_error", None))
-
-
-def _explained(
-    problem: Problem,
-    choice: Choice,
-    relation: Relation | None = None,
-    layer: str | None = None,
-) -> Explanation:
-    counted = cost(problem, choice.device, choice=choice, relation=relation)
-    return Explanation(problem, choice, counted, layer)
+    problem, choice = launched.problem, launched.choice
+    counts = cost(problem, choice.device, choice=choice, relation=launched.relation)
+    error = getattr(launched.scope, "rounding_error", None)
+    return Explanation(problem, choice, counts, layer, error)
 
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
@@ -324,7 +316,7 @@ def _form(count: int, call: Call, device: Device) -> AttentionForm:
 
 
 class LayerNames:
-    """Names of the layers that launches come from: paths in a model, or classes."""
+    """Names of layers: paths in a model, else classes with an index."""
 
     def __init__(self, model=None):
         self._held: dict[int, tuple[object, str]] = {}
@@ -363,15 +355,15 @@ class VerificationError(ArithmeticError):
 def verify(tolerance: float | None = None, model=None) -> AbstractContextManager[None]:
     """Check every contraction in the block against an independent route, at once.
 
-    The reference is the floor route; where that is the one chosen, another that can
+    The reference is the floor route; if that is the chosen one, another route that can
     run the problem, or plain arithmetic over the edges. Results are evaluated, so
     the block cannot hold ``mx.compile`` or ``mx.vmap``. Values that are finite in
-    neither result agree: an infinity may be NaN where float32 is split (docs/cuda.md).
+    neither result agree: splitting float32 may turn infinity into NaN (docs/cuda.md).
 
     Args:
         tolerance: greatest error relative to the norm of the output; by default 1e-5
-            for float32, 2e-3 where it is multiplied in TF32, 2e-3 for float16 and
-            1.6e-2 for bfloat16.
+            for float32, 2e-3 for float32 in TF32 products, 2e-3 for float16 and 1.6e-2
+            for bfloat16.
         model: a net whose ``named_modules`` give layers their paths.
 
     Raises:
@@ -420,7 +412,7 @@ def _verify(tolerance: float | None, model) -> Iterator[None]:
 
 
 def _reference(launched: Launch) -> tuple[mx.array, str]:
-    """Return the result of a route that is not the one chosen, and its name."""
+    """Return the result of a route other than the chosen one, and its name."""
     chosen = launched.choice.route.name
     for name in (measure.FLOOR, "explicit_gemm", "grouped_gemm"):
         able = named(name).refusal(
