@@ -1,4 +1,4 @@
-"""Measured choices: routes are timed and checked once per key, and kept on disk."""
+"""Measured choices: routes are timed and checked once for each key, kept on disk."""
 
 from __future__ import annotations
 
