@@ -47,6 +47,7 @@ class ConvNeXt(mlx.nn.Module):
     """
 
     WIDTHS = 32, 64, 128, 256
+    strides = 2, 2, 2  # of its levels, for ml.prepare
 
     def __init__(
         self,

@@ -21,8 +21,6 @@ from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
 from .module_state import Own, reached
-from .nn.convolution import Conv, ConvTranspose, GenerativeConvTranspose
-from .nn.pooling import AvgPool, MaxPool, SumPool
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -31,8 +29,8 @@ from .shared_views import building
 from .tensor import SparseTensor, features_of
 
 _is_preparing: ContextVar[bool] = ContextVar("is_preparing", default=False)
-# Held while a net has other arrays: of two threads the second would take the stand-ins
-# of the first for the net's own, and give it these back.
+# Held while a net has zeros for parameters: a second thread would snapshot the zeros
+# and restore them.
 _standing_in = RLock()
 
 
@@ -82,35 +80,33 @@ class Preparation:
 def prepare(
     net: Callable, *inputs: object, training: bool = False, **options: object
 ) -> Preparation:
-    """Build the relations that a net reads on some inputs, without its features.
+    """Build the kernel maps that a net needs for some inputs, without features.
 
-    The coordinate levels are made first, and their sizes are read at once: by the
-    strides that ``net.strides`` lists, or else by those of the strided layers of a
-    Sequential or a U-net (``support="cell"``). Then the net is called once with its
-    contractions planned and not run, which builds the kernel maps and the views that
-    the plans read; they are evaluated together. Kernels are compiled in threads, on
-    CUDA and on Metal: there each is launched once on zeros. Matrix kernels that are new
-    to this machine prove themselves; if one is refused, the net is planned once more.
-    Nothing of the net changes, its running statistics and attributes included, nor of
-    the modules that a function calls.
+    If the net has an attribute ``strides``, the strides of its coordinate levels from
+    the finest on, all levels are built first and their sizes are one read. Then the net
+    is called once with its contractions planned and not run. The call builds the kernel
+    maps and the views that the plans read, and these are evaluated together. Kernels
+    are compiled in threads: on Metal each is launched once on zeros. Matrix kernels
+    that are new to this machine prove themselves. If one is refused, the net is planned
+    once more. Parameters, running statistics and attributes of the net do not change,
+    nor those of modules that a function calls.
 
-    A net that chooses rows by its features (pruning, say) is prepared as it goes where
-    they are zeros; what it reads beyond is built at its call.
+    A net that chooses rows by its features (``ops.prune``) is prepared for the rows
+    that features of zeros choose.
 
     Args:
         net: a module, or any function of sparse tensors.
-        *inputs: what it is called with: sparse tensors, and anything else.
-        training: whether its gradients are planned too, with respect to its trainable
-            parameters, or to the features of a function; and its evaluation, in which
-            norms are parts of convolutions.
+        *inputs: the arguments of the call: sparse tensors, and anything else.
+        training: also plan the gradients of the trainable parameters, or of a
+            function's features; and the evaluation, which fuses norms.
         **options: keyword arguments of the call.
 
     Returns:
         What was built.
 
     Raises:
-        TypeError: there is no SparseTensor among the inputs; or with ``training`` no
-            features among the results.
+        TypeError: no input is a SparseTensor; or with ``training`` no result has
+            features.
     """
     return _prepare(net, net, inputs, training, options)
 
@@ -132,7 +128,7 @@ def _prepare(
         )
     kernels: dict[str, None] = {}
     if len(tensors) == 1 and inputs and inputs[0] is tensors[0]:
-        _make_levels(tensors[0], strides_of(net))
+        _make_levels(tensors[0], net)
     if cuda_compile.compiles():
         for dims in {x.dims for x in tensors}:
             cuda_geometry.rehearse(dims)
@@ -148,15 +144,15 @@ def _prepare(
             launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
 
     compiled, is_right = 0, False
-    # All views are evaluated at the end of the block. `_plan` takes `_standing_in`
-    # inside it, so it is taken first, as by `prepare_scan`.
+    # The block evaluates all views at its end. The lock comes first, as in
+    # `prepare_scan`, since `_plan` takes it inside the block.
     with _standing_in, building:
         while not is_right:
             kernels.clear(), launches.clear()
             with proof.put_off() as waiting:
                 _plan(net, call, inputs, options, training, run)
-            # What does not compile is refused, if it can be; the rest raises when
-            # launched.
+            # A kernel that does not compile is refused if a proof waits for it; any
+            # other raises here.
             compiled += cuda_compile.finish(raises=not waiting)
             is_right = proof.prove_all(waiting)
     if devices.current().backend == devices.METAL:
@@ -180,20 +176,25 @@ def _prepared(
     compiled: int,
     begun: float,
 ) -> Preparation:
-    """Say what was built of the relations of some tensors."""
+    """Report the relations of some tensors, and the kernels."""
     managers = list({id(x.manager): x.manager for x in tensors}.values())
-    held = [(r, arrays_of(r)) for manager in managers for r in manager.relations]
     sets = [each for manager in managers for each in manager.sets]
+    relations, seen = [], set()
+    for relation in [each for manager in managers for each in manager.relations]:
+        views = [sync.arrays_in(view) for view in relation.built.values()]
+        arrays = {id(x): x for view in views for x in view if id(x) not in seen}
+        seen.update(arrays)
+        added = sum([array.nbytes for array in arrays.values()])
+        relations.append((repr(relation), _views(relation), added))
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),
-        relations=_listed(held),
+        relations=tuple(relations),
         kernels=tuple(kernels),
         compiled=compiled,
         seconds=perf_counter() - begun,
     )
 
 
-DOWN = Conv, MaxPool, SumPool, AvgPool  # layers that make coarser rows
 # What nets were prepared for in this process: (the net, {(dtype, training)}) by id.
 _compiled: dict[int, tuple[ref, set[tuple]]] = {}
 
@@ -207,10 +208,9 @@ def prepare_scan(
 ) -> None:
     """Prepare a call of ``net`` on ``x``: the nets of ``models`` begin with it.
 
-    The first call for a dtype and mode compiles the net's kernels, where that is done
-    ahead. Every new scan gets its coordinate levels with one read. Nothing is done for
-    a scan that was prepared, an empty scan, under a memory limit, while MLX transforms
-    a function that traces the coordinates, and inside of ``prepare``.
+    On CUDA the first call for a dtype and mode compiles the net's kernels. Every new
+    scan gets its coordinate levels with one read. A prepared or empty scan, a memory
+    limit and a call inside ``prepare`` make it a no-op.
 
     Args:
         net: the module that is called.
@@ -235,7 +235,7 @@ def prepare_scan(
                 if not sync.is_known_to_differentiate():
                     known.add((x.dtype, False))
     else:
-        _make_levels(x, getattr(net, "strides", ()))
+        _make_levels(x, net)
     x.manager.prepared.add(prepared)
 
 
@@ -248,45 +248,11 @@ def _compiled_for(net: mlx.nn.Module) -> set[tuple]:
     return known[1]
 
 
-def _make_levels(x: SparseTensor, strides: Sequence) -> None:
-    """Make coordinate levels in one chain; their sizes and the check are one read."""
+def _make_levels(x: SparseTensor, net: Callable) -> None:
+    """Make the levels that ``net.strides`` lists; their sizes are one read."""
+    strides = getattr(net, "strides", ())
     if strides and len(x) and settings.stage_end.get() is None:
         x.manager.cells(x.key, strides)
-
-
-def strides_of(net: Callable) -> Sequence:
-    """Return the strides of a net's coordinate levels, () if their order is unclear.
-
-    ``net.strides`` says them, or else the strided layers do: those of a Sequential, or
-    those of a U-net, which has as many strided transposed convolutions. All of them
-    must keep to cells; those of a U-net must have one stride, so that their order does
-    not matter.
-    """
-    strides = getattr(net, "strides", None)
-    if strides is not None or not isinstance(net, mlx.nn.Module):
-        return strides or ()
-    modules = list(_modules_of(net))
-    down = [m for m in modules if isinstance(m, DOWN) and set(m.stride) != {1}]
-    up = [m for m in modules if isinstance(m, ConvTranspose) and set(m.stride) != {1}]
-    if any(isinstance(m, GenerativeConvTranspose) for m in up):
-        return ()
-    if any(m.support != "cell" for m in down):
-        return ()
-    strides = [m.stride for m in down]
-    if isinstance(net, mlx.nn.Sequential):
-        direct = set(map(id, net.layers))
-        return strides if all(id(m) in direct for m in down) else ()
-    is_unet = len(up) == len(down) and len(set(strides)) == 1
-    return strides if is_unet else ()
-
-
-def _modules_of(part: object) -> Iterator[mlx.nn.Module]:
-    """Yield the modules of a net in the order of their attributes."""
-    if isinstance(part, mlx.nn.Module):
-        yield part
-    if isinstance(part, (dict, list, tuple)):
-        for each in part.values() if isinstance(part, dict) else part:
-            yield from _modules_of(each)
 
 
 def _launch_each(launches: Sequence[Launch]) -> int:
@@ -311,14 +277,12 @@ def _launch_each(launches: Sequence[Launch]) -> int:
 
 
 def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Callable):
-    """Call a net with its contractions planned, and its kernels begun to compile."""
+    """Call a net with its contractions planned; kernels start to compile."""
     # A measured choice runs kernels, which a rehearsal leaves out.
     rehearsal = nullcontext() if measure.enabled() else cuda_compile.rehearsal()
     token = _is_preparing.set(True)
     try:
-        # What a layer keeps of a weight it then keeps of an array that nobody has.
-        apart = unchanged(net, _zeros_for)
-        with rehearsal, launch.planned(observer), apart:
+        with rehearsal, launch.planned(observer), unchanged(net):
             if training:
                 _differentiate(net, call, inputs, options)
                 if sync.is_known_to_differentiate():
@@ -371,22 +335,21 @@ def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
 
 
 @contextmanager
-def unchanged(net: Callable, stand_in: Callable | None = None) -> Iterator[None]:
-    """Give modules back what is their own after the block, and MLX its random state.
+def unchanged(net: Callable) -> Iterator[None]:
+    """Snapshot modules and MLX's random state, and restore them after the block.
 
-    Another thread's block waits for this one.
+    Inside the block parameters are zeros, so that layers cache nothing made of the
+    real ones. Another thread's block waits for this one.
 
     Args:
         net: a module, or a function that reaches some.
-        stand_in: what each parameter is replaced by inside the block; by default
-            itself.
     """
     with _standing_in:
         random, modules = mx.random.state[0], list(reached(net))
         own = Own(modules)
         try:
             for module in modules:
-                module.update(tree_map(stand_in or _counts, module.parameters()))
+                module.update(tree_map(_stand_in, module.parameters()))
             yield
         finally:
             own.restore()
@@ -395,14 +358,11 @@ def unchanged(net: Callable, stand_in: Callable | None = None) -> Iterator[None]
                 mx.random.seed((high << 32) | low)
 
 
-def _zeros_for(array: mx.array) -> mx.array:
-    is_floating = _is_floating(array)
-    return mx.zeros(array.shape, array.dtype) if is_floating else _counts(array)
-
-
-def _counts(array: mx.array) -> mx.array:
-    """Return the array; of a count another one, since ``count += 1`` changes it."""
-    return array if _is_floating(array) or array.size > 1 else array.__copy__()
+def _stand_in(array: mx.array) -> mx.array:
+    """Return zeros for floats, a copy of a count, which ``count += 1`` would change."""
+    if _is_floating(array):
+        return mx.zeros(array.shape, array.dtype)
+    return array if array.size > 1 else array.__copy__()
 
 
 def _is_floating(x: object) -> bool:
@@ -410,7 +370,7 @@ def _is_floating(x: object) -> bool:
 
 
 def leaves(tree: object) -> Iterator[object]:
-    """Yield what stands in lists, tuples and dictionaries."""
+    """Yield the leaves of nested lists, tuples and dictionaries."""
     if isinstance(tree, dict):
         tree = tuple(tree.values())
     if isinstance(tree, (list, tuple)):
@@ -418,25 +378,6 @@ def leaves(tree: object) -> Iterator[object]:
             yield from leaves(each)
     else:
         yield tree
-
-
-def arrays_of(relation: Relation) -> list[mx.array]:
-    """Return the arrays of a relation's views, each once."""
-    views = relation.built.values()
-    return list({id(x): x for view in views for x in sync.arrays_in(view)}.values())
-
-
-def _listed(
-    held: list[tuple[Relation, list[mx.array]]],
-) -> tuple[tuple[str, tuple[str, ...], int], ...]:
-    """Return each relation as text, its views, and bytes that none before it has."""
-    lines, seen = [], set()
-    for relation, arrays in held:
-        new = [array for array in arrays if id(array) not in seen]
-        seen.update(map(id, new))
-        added = sum([array.nbytes for array in new])
-        lines.append((repr(relation), _views(relation), added))
-    return tuple(lines)
 
 
 def _views(relation: Relation) -> tuple[str, ...]:
