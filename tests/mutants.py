@@ -11,7 +11,7 @@ import pytest
 from places import MetalHost
 
 import mlx_lattice as ml
-from mlx_lattice import machine, nn
+from mlx_lattice import nn
 from mlx_lattice.backends import gpu_kernel, signatures
 from mlx_lattice.devices import METAL
 from mlx_lattice.routes import proof_results, selection
@@ -32,7 +32,7 @@ def forget():
     signatures.kept.cache_clear()
     selection._settled.cache_clear()
     proof_results._of.cache_clear()
-    machine.described.cache_clear()
+    proof_results.machine_of.cache_clear()
 
 
 @contextmanager

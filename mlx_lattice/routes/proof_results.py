@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 import json
 import os
@@ -13,9 +14,9 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from .. import devices, kept_files, machine, settings
+from .. import devices, kept_files, settings
 from ..backends.gpu_kernel import SHORT, GpuKernel
-from ..devices import CPU, Device
+from ..devices import CPU, CUDA, METAL, Device
 from ..problem import FORWARD
 from .plan import IN_KERNEL, Plan
 
@@ -144,6 +145,50 @@ def kernel_name(kernel: GpuKernel) -> str:
     return f"{kernel.symbol}<{', '.join(map(str, said))}>"
 
 
+@cache
+def machine_of(name: str, backend: str) -> str:
+    """Return the chip, the build of its system or driver, and the version of MLX.
+
+    The same kernel may give other results if any of them differs.
+    """
+    if devices.metal_on_host() or backend not in (METAL, CUDA):
+        where = f"{name} on {platform.system()} {platform.machine()}"
+    else:
+        info = mx.device_info(devices.GPU)
+        where = str(info.get("device_name", "")) or name
+        if backend == CUDA:
+            where += f", driver of CUDA {_driver()}"
+        else:
+            where += f" ({info.get('architecture', '')}), macOS build {_macos_build()}"
+    return f"{where}, MLX {mx.__version__}"
+
+
+def _macos_build() -> str:
+    """Return the build of macOS ("25C56"): a version may have several builds."""
+    try:
+        library, size = ctypes.CDLL(None), ctypes.c_size_t(64)
+        text = ctypes.create_string_buffer(size.value)
+        failed = library.sysctlbyname(
+            b"kern.osversion", text, ctypes.byref(size), None, ctypes.c_size_t(0)
+        )
+    except (OSError, AttributeError):
+        failed = True
+    # Darwin's own version changes with its kernel, not with every build.
+    return platform.version() if failed else text.value.decode()
+
+
+def _driver() -> str:
+    """Return the version of CUDA that the driver has ("13.0")."""
+    version = ctypes.c_int()
+    try:
+        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        failed = True
+    if failed:
+        return "unknown"
+    return f"{version.value // 1000}.{version.value % 1000 // 10}"
+
+
 def current() -> Results:
     """Return what is known of the machine that MLX runs on now."""
     return _on(devices.current())
@@ -159,7 +204,7 @@ def here(device: Device) -> Results | None:
 
 def _on(device: Device) -> Results:
     inside, variable = kept_files.cache_block(), _folder_variable()
-    return _of(inside, variable, machine.described(device.name, device.backend))
+    return _of(inside, variable, machine_of(device.name, device.backend))
 
 
 @cache
