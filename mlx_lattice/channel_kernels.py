@@ -74,10 +74,6 @@ def activation(x: mx.array, act: Activation) -> mx.array:
 
     MLX's own are several each within a transformation, where it compiles nothing.
     Elsewhere a GPU's ReLU is MLX's, which writes over what nobody else reads.
-
-    Args:
-        x: any array; of one axis, or without kernels, it is MLX operations.
-        act: the activation.
     """
     kernels = registry.norms() if x.ndim > 1 and x.size else None
     if kernels is None or x.dtype not in FLOATS:
@@ -93,12 +89,7 @@ def activation(x: mx.array, act: Activation) -> mx.array:
 
 
 def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
-    """Return ``dy`` times the derivative of an activation at ``x``, in one launch.
-
-    Args:
-        dy, x: (N, C) of one dtype.
-        act: the activation.
-    """
+    """Return ``dy`` times the derivative of an activation at ``x``, in one launch."""
     kernels = registry.norms() if x.size else None
     if kernels is None or x.dtype not in FLOATS:
         return mx.vjp(composed(act), [x], [dy])[1][0]
@@ -135,10 +126,6 @@ def column_sums(x: mx.array, like: mx.array) -> mx.array:
 
     One launch or two on CUDA, one pass on the CPU, by all threads. Float32 inside. The
     gradient of a bias is one.
-
-    Args:
-        x: (N, C).
-        like: (C,) of a floating dtype: the bias.
     """
     if like.dtype not in FLOATS or not sums_columns(x):
         return x.sum(axis=0).astype(like.dtype)

@@ -166,10 +166,6 @@ class Epilogue(_Fields):
     def check(self, shape: tuple[int, int], dtype: mx.Dtype) -> None:
         """Raise for what a contraction cannot take.
 
-        Args:
-            shape: (N_out, C_out).
-            dtype: of the features.
-
         Raises:
             TypeError: a dtype is neither float32 nor the features'.
             ValueError: a shape does not fit, or there is no such activation.

@@ -117,11 +117,6 @@ def in_device_memory(scalar: mx.array) -> mx.array:
 
 
 def to_int8(x: mx.array, inverse: mx.array) -> mx.array:
-    """Return ``clip(round(x * inverse), -127, 127)`` as int8, halves to even.
-
-    Args:
-        x: floating, of any shape.
-        inverse: float32, one over the scale, in a shape that fits.
-    """
+    """Return ``clip(round(x * inverse), -127, 127)`` as int8, halves to even."""
     levels = mx.round(x.astype(mx.float32) * inverse)
     return mx.clip(levels, -MOST, MOST).astype(mx.int8)

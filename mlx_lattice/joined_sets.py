@@ -70,12 +70,6 @@ def part_of(
     """Return the rows where a mask is true.
 
     Reads what is not known: their number, and with it what the whole set is checked by.
-
-    Args:
-        manager: of the set.
-        held: the set.
-        mask: (N,) bool; which rows it keeps has no derivative.
-        count: their number, if that is known.
     """
     if not len(held):
         return Part(None, None)
@@ -168,13 +162,7 @@ def _found(a: CoordinateSet, b: CoordinateSet) -> mx.array:
 def united(
     manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet, is_one: bool
 ) -> Union:
-    """Return the sorted rows that either set has. Reads one number, once.
-
-    Args:
-        manager: of the first set, and of what is made.
-        a, b: the sets.
-        is_one: whether it is the manager of both.
-    """
+    """Return the sorted rows that either set has. Reads one number, once."""
     known = _joins.of(a, b)
     if "union" not in known:
         known["union"] = _complete(manager, _united(manager, a, b, is_one))

@@ -203,14 +203,7 @@ def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.a
 def pack(
     w: mx.array, scales: mx.array, biases: mx.array, bits: int, group_size: int
 ) -> mx.array:
-    """Return uint32 words of the nearest values that given scales and biases allow.
-
-    Args:
-        w: (..., padded channels).
-        scales, biases: (..., padded channels / group_size).
-        bits: 4 or 8.
-        group_size: channels that share a scale.
-    """
+    """Return uint32 words of the nearest values that given scales and biases allow."""
     grouped = w.astype(mx.float32).reshape(*scales.shape, group_size)
     q = levels(grouped, scales[..., None], biases[..., None], bits)
     each = 32 // bits

@@ -48,13 +48,7 @@ def bilinear(forward, to_first, to_second, itself):
 
 
 def sum_over(x: mx.array, table: mx.array, back: Callable[[], mx.array]) -> mx.array:
-    """Sum the rows of each of a table's rows; a linear function of ``x``.
-
-    Args:
-        x: (N, C).
-        table: (M, K) int32.
-        back: called for the transposed table, (N, K) int32.
-    """
+    """Sum the rows of each of a table's rows; a linear function of ``x``."""
 
     def transpose(dy):
         return sum_over(dy, back(), lambda: table)
@@ -68,12 +62,7 @@ def sum_over(x: mx.array, table: mx.array, back: Callable[[], mx.array]) -> mx.a
 def mean_over(
     x: mx.array, table: mx.array, divisors: mx.array, back: Callable[[], mx.array]
 ) -> mx.array:
-    """Return ``sum_over`` with each row over its divisor; linear in ``x``.
-
-    Args:
-        x, table, back: as of ``sum_over``.
-        divisors: (M,) int32, those below 1 taken as 1.
-    """
+    """Return ``sum_over`` with each row over its divisor; linear in ``x``."""
 
     def transpose(dy):
         return sum_over(_shares(dy, divisors), back(), lambda: table)
@@ -191,10 +180,6 @@ def put(x: mx.array, places: mx.array, n: int) -> mx.array:
     """Return n entries: those of ``x`` at their places, and zeros.
 
     MLX's own scatter has no forward mode.
-
-    Args:
-        x: (N, ...).
-        places: (N,) integers below n, none twice.
     """
     facts = {"places": places, "n": n}
 
@@ -212,11 +197,7 @@ def _picked(y: mx.array, places: mx.array, n: int) -> mx.array:
 
 
 def inverted(places: mx.array, n: int) -> mx.array:
-    """Return (n,) int32: which of the places is each of n, or -1.
-
-    Args:
-        places: (M,) integers below n, none twice but -1.
-    """
+    """Return (n,) int32: which of the places is each of n, or -1."""
     if places.dtype == mx.int32 and registry.serving() != registry.MLX:
         table = places.reshape(-1, 1)
         return registry.geometry().transpose_table(table, n).reshape(-1)

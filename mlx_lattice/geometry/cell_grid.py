@@ -196,9 +196,6 @@ class CellGrid:
         """Yield (B,) int32 places among the queries with (B, M) int64 sorted keys.
 
         A key is ``distance << bits | row``, or ``NONE``. Each query comes once.
-
-        Args:
-            queries: (Q, 1 + D) positions.
         """
         for first in range(0, queries.shape[0], QUERIES):
             yield from self._keys(queries[first : first + QUERIES], first)

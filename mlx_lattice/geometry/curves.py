@@ -41,9 +41,6 @@ def gray_order(occupied: mx.array) -> mx.array:
 
     Neighbours in that order differ in few bits, so a tile of them shares its offsets
     (FlexGEMM's and WarpConvNet's order). Ties keep the rows' own order.
-
-    Args:
-        occupied: (N, K) bool, K at least 1: which offsets a row uses.
     """
     n = occupied.shape[0]
     if n == 0:
@@ -70,12 +67,7 @@ def stable_order(keys: mx.array) -> mx.array:
 
 
 def used_by_blocks(occupied: mx.array, block: int) -> mx.array:
-    """Return (ceil(N / block), K) bool: offsets any row of a block uses.
-
-    Args:
-        occupied: (N, K) bool: which offsets a row uses.
-        block: rows of a block.
-    """
+    """Return (ceil(N / block), K) bool: offsets any row of a block uses."""
     n, volume = occupied.shape
     padded = mx.pad(occupied, [(0, -n % block), (0, 0)])
     return padded.reshape(-(-n // block), block, volume).any(axis=1)

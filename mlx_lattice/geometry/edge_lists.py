@@ -179,13 +179,7 @@ def repeat(edges: mx.array, column: int, n: int) -> bool:
 def table(
     edges: mx.array, columns: tuple[int, int], shape: tuple[int, int]
 ) -> mx.array:
-    """Return the (rows, K) int32 table of edges, -1 where there is none.
-
-    Args:
-        edges: (E, 3), no two of a row and offset.
-        columns: that of the entries, and that of the rows.
-        shape: rows and K.
-    """
+    """Return the (rows, K) int32 table of edges, -1 where there is none."""
     source, at, k = (edges[:, c] for c in (*columns, 2))
     flat = mx.full((shape[0] * shape[1],), -1, dtype=mx.int32)
     if source.size:

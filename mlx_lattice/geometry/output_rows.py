@@ -135,12 +135,6 @@ def levels(
     """Return the cells of each stride, each level made of the one before.
 
     Reads their numbers, one by one.
-
-    Args:
-        geometry: a backend's, which makes the rows.
-        coords: (N, 1 + D) int32.
-        strides: lattice steps, each a multiple of the one before it.
-        boxes: int32 bounds of the rows of each.
     """
     before = (1,) * (coords.shape[1] - 1)
     made, still = [], [(0,) * len(before)]

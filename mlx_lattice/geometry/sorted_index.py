@@ -114,13 +114,7 @@ class SortedIndex:
     def columns(
         self, rows: mx.array, bounds: Bounds, offsets: Offsets
     ) -> list[mx.array]:
-        """Return for each offset k the (Q,) int32 places of ``rows + offset_k``, or -1.
-
-        Args:
-            rows: (Q, 1 + D) integers; they may lie beyond int32.
-            bounds: the bounds of ``rows``.
-            offsets: D integers each.
-        """
+        """Return for each offset k the (Q,) places of ``rows + offset_k``, or -1."""
         n, q = self.ordered.shape[0], rows.shape[0]
         if n == 0 or q == 0 or not offsets:
             return [mx.full((q,), -1, dtype=mx.int32) for _ in offsets]

@@ -82,11 +82,7 @@ def is_of_tracing(error: Exception) -> bool:
 
 @contextmanager
 def values(coordinates: str = "") -> Iterator[None]:
-    """Raise a ``TracedError`` where MLX traces what the block reads.
-
-    Args:
-        coordinates: as of the error.
-    """
+    """Raise a ``TracedError`` where MLX traces what the block reads."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
@@ -139,9 +135,6 @@ def start(view: object) -> None:
 
     A graph that ``mx.compile`` traces takes in what is not computed yet, and would
     compute it at every call. Within a vjp MLX keeps graphs, and nothing is started.
-
-    Args:
-        view: an array, or a tuple of arrays and other values.
     """
     if arrays := arrays_in(view):
         with suppress(ValueError):  # which MLX raises within a vjp

@@ -46,13 +46,7 @@ class StartedRows:
 
 
 def positions_of(mask: mx.array, ends: mx.array, count: int) -> mx.array:
-    """Return the (count,) positions where a flat mask is true.
-
-    Args:
-        mask: (N,) bool.
-        ends: its running sums; int64 of N that int32 does not hold.
-        count: the last of them.
-    """
+    """Return the (count,) positions where a flat mask is true."""
     # MLX's GPU backends cannot scatter 64-bit integers.
     kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
     positions = mx.zeros((count + 1,), dtype=kind)
@@ -142,11 +136,7 @@ def best_rows(
 
 
 def falling(scores: mx.array) -> mx.array:
-    """Return (N,) int32 that are less of a greater score; a NaN has the greatest.
-
-    Args:
-        scores: (N,) of any dtype that float32 holds.
-    """
+    """Return (N,) int32 that are less of a greater score; a NaN has the greatest."""
     negative = 0 - scores.astype(mx.float32)  # of both zeros 0
     bits = negative.view(mx.int32)
     ordered = bits ^ (bits >> 31 & INT32_LIMIT - 1)
@@ -154,12 +144,7 @@ def falling(scores: mx.array) -> mx.array:
 
 
 def running_sums(values: mx.array, axis: int = 0) -> mx.array:
-    """Return the sums of integers up to and with each of an axis, in their dtype.
-
-    Args:
-        values: of any shape.
-        axis: along which they add up.
-    """
+    """Return the sums of integers up to and with each of an axis, in their dtype."""
     # MLX's GPU kernels take the stride of an axis of one element for its columns:
     # of a row out of a matrix they read and write past the end.
     return values if values.shape[axis] == 1 else mx.cumsum(values, axis=axis)
@@ -169,10 +154,6 @@ def active_cells(
     array: mx.array, mask: mx.array | None = None
 ) -> tuple[mx.array, mx.array, tuple[int, ...]]:
     """Find the active cells of a dense (B, spatial..., C) array.
-
-    Returns:
-        (N, 1 + D) int32 sorted unique coordinates, (N, C) features, and the grid
-        (B, spatial...).
 
     Raises:
         ValueError: see ``SparseTensor.from_dense``.
@@ -203,11 +184,6 @@ def active_cells(
 
 def places_in(grid: tuple[int, ...], coords: mx.array, bounds: Bounds) -> mx.array:
     """Return (N,) int64: the place of each row among the cells of a grid, in order.
-
-    Args:
-        grid: (B, spatial...); batch indices are known to be below B.
-        coords: (N, 1 + D) int32, of one row or more.
-        bounds: least and greatest value of every column.
 
     Raises:
         ValueError: a coordinate lies outside the grid.

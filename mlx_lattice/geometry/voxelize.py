@@ -156,10 +156,6 @@ def voxelize(
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Merge points of one cell ``floor((point - origin) / voxel_size)``.
 
-    Returns:
-        (M, 1 + D) int32 sorted unique coordinates, (M, C) features, and (P,) int32
-        the row that each point went to.
-
     Raises:
         TypeError, ValueError: see ``SparseTensor.from_points``.
     """

@@ -258,13 +258,7 @@ def _storage(layer: Module, q: QuantizedWeight) -> mx.array:
 
 
 def _search(q: QuantizedWeight, w: mx.array, moments: mx.array) -> QuantizedWeight:
-    """Return the packing with the least error in the form that the moments define.
-
-    Args:
-        q: the plain packing, which is the first candidate.
-        w: (K, C_out, blocks, size).
-        moments: (groups, blocks, size, size).
-    """
+    """Return the packing with the least error in the form that the moments define."""
     form = _Form(moments, w.shape)
     scales, biases = (a.astype(mx.float32) for a in (q.scales, q.biases))
     least = form.error(w - _values(w, scales, biases, q.bits))

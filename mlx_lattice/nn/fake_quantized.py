@@ -158,12 +158,7 @@ def fake_quantize(
 
 @Function
 def rounded(x: mx.array, scale: mx.array) -> mx.array:
-    """Return the values of features as int8 holds them, in their own dtype.
-
-    Args:
-        x: floating.
-        scale: float32, in a shape that fits.
-    """
+    """Return the values of features as int8 holds them, in their own dtype."""
     return (as_int8(x, scale).astype(mx.float32) * scale).astype(x.dtype)
 
 

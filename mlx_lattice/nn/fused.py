@@ -315,13 +315,7 @@ def _called(act: Activation | None) -> str:
 
 
 def _adds(x: Features, residual: Features | None, channels: int | None = None) -> bool:
-    """Whether a residual has the rows and dtype of ``x``, and its channels.
-
-    Args:
-        x: tensor or features.
-        residual: what is added, or None.
-        channels: those of a layer's result; by default those of ``x``.
-    """
+    """Whether a residual has the rows and dtype of ``x``, and its channels."""
     if residual is None:
         return True
     if isinstance(x, SparseTensor) != isinstance(residual, SparseTensor):

@@ -304,14 +304,7 @@ def convolved(
 
 
 def placed(layer: Module, place: tuple, y: mx.array, dtype: mx.Dtype) -> SparseTensor:
-    """Return what an integer layer wrote as a tensor: of int8 with the layer's scale.
-
-    Args:
-        layer: the layer.
-        place: what tensors are put together of beside features.
-        y: its result.
-        dtype: of the floats that int8 stands for.
-    """
+    """Return the result of an integer layer as a tensor, float or int8."""
     if y.dtype != mx.int8:
         return SparseTensor.trusted(*place, y)
     scale = as_float32(layer["output_scale"])

@@ -358,13 +358,7 @@ def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
 
 
 def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
-    """Return the groups of a coordinate set; worked out once.
-
-    Args:
-        like: on the set.
-        rule: what groups are.
-        padding: what may be padded.
-    """
+    """Return the groups of a coordinate set; worked out once."""
     held = like.coordinate_set
     known = _plans.setdefault(held, {})
     if (rule, padding) not in known:

@@ -304,13 +304,7 @@ def _fine_parts(
 
 
 def rows_of(parts: mx.array, slots: Slots, first: int, last: int) -> mx.array:
-    """Return what the slots of fine rows from first to last - 1 hold, zeros for none.
-
-    Args:
-        parts: (slots, C).
-        slots: of the fine rows.
-        first, last: fine rows.
-    """
+    """Return the (slots, C) parts of fine rows, zeros for rows without a slot."""
     at = slots.slot[first:last]
     if slots.whole:
         return parts[at]

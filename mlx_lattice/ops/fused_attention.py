@@ -8,7 +8,6 @@ a softmax, whose scores pass through memory.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from io import StringIO
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -31,7 +30,6 @@ TILE, TILED_QUERIES = 128, 32
 # Keys of a group from which narrow heads are padded to one of WIDTHS on Metal. With
 # fewer keys, padding moves more bytes than the scores take. Counted, not timed.
 PADDED_KEYS = 256
-_NAME = "ScaledDotProductAttention"  # of the primitive
 
 
 class Call(NamedTuple):
@@ -65,21 +63,10 @@ class Call(NamedTuple):
 
     @property
     def fused(self) -> bool:
-        """Whether MLX takes its fused kernel for it, here and now.
-
-        MLX is asked: it builds the call, which is not evaluated.
-        """
-        shapes = (
-            (self.groups, self.heads, self.queries, self.channels),
-            (self.groups, self.kv_heads, self.keys, self.channels),
-            (self.groups, self.kv_heads, self.keys, self.values),
-        )
-        given = (mx.zeros(shape, dtype=self.dtype) for shape in shapes)
-        mask = mx.ones((1, 1, 1, self.keys), dtype=mx.bool_) if self.masked else None
-        y = mx.fast.scaled_dot_product_attention(*given, scale=1.0, mask=mask)
-        text = StringIO()
-        mx.export_to_dot(text, y)
-        return _NAME in text.getvalue()
+        """Whether MLX has a fused kernel for it on this machine, here and now."""
+        if _on_mac() and sync.is_known_to_differentiate():
+            return False  # in training MLX composes attention on Metal
+        return not devices.metal_on_host() and self.fused_on(devices.current())
 
     def fused_on(self, device: Device) -> bool:
         """Whether MLX has a fused kernel for it on a GPU, outside of training."""
@@ -101,7 +88,6 @@ class Call(NamedTuple):
         if not _on_mac():
             return self._of_whole_tiles()
         wide = self.widened()
-        # In training MLX composes attention at any width.
         return wide if wide is not self and wide.fused else self
 
     def widened(self) -> Call:
@@ -170,11 +156,6 @@ def holds_no_scores(
     """Whether calls of any size hold no scores on a device, in training too.
 
     Elsewhere scores of calls are bounded, which bounds the time of a launch, too.
-
-    Args:
-        device: its profile.
-        channels, values: of a head's queries and keys, and of its values.
-        dtype: of all.
     """
     whole = Call(1, 1, 1, TILE, TILE, channels, values, dtype, False)
     return device.backend == CUDA and whole.fused_on(device)
@@ -186,12 +167,6 @@ def pieces(
     """Return the parts of an array along an axis, of one length but for the last.
 
     Not slices: the gradient of each of those fills the whole with zeros.
-
-    Args:
-        x: the array.
-        length: of a part.
-        axis: that is cut.
-        total: how much of it there is to have; by default all.
     """
     size = x.shape[axis]
     total = size if total is None else total
@@ -205,11 +180,7 @@ Forms = tuple[tuple[int, Call], ...]
 
 
 def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, int, Forms]:
-    """Return how many calls there are, those fused, the widest heads, and their forms.
-
-    Args:
-        calls: (how many, one of them) for calls of one form.
-    """
+    """Return how many calls there are, how many fused, the widest heads, and forms."""
     forms = tuple(calls)
     padded = [(count, call.padded()) for count, call in forms]
     fused = sum(count for count, call in padded if call.fused)

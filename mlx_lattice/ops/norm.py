@@ -424,13 +424,7 @@ def scaled(
     bias: mx.array | None = None,
     residual: SparseTensor | None = None,
 ) -> SparseTensor:
-    """Return ``x * weight + bias + residual``.
-
-    Args:
-        x: the tensor.
-        weight, bias: (C,) or (1, C) for all rows, or (B, C) of the batch elements.
-        residual: a tensor of the same rows, or None.
-    """
+    """Return ``x * weight + bias + residual``."""
     lines = apart(weight, bias, lambda: x.batch_size)
     rows = batch_rows(x) if lines[0].ndim > 1 else None
     return x.replace(_by_lines(x.feats, rows, *lines, residual_of(x, residual)))
@@ -443,12 +437,7 @@ def _by_lines(
     bias: mx.array | None,
     residual: mx.array | None = None,
 ) -> mx.array:
-    """Return ``x * weight + bias + residual``, by the kernels of norms.
-
-    Args:
-        x: (N, C).
-        rows: of each line of weight and bias, (S, C); None where they are (C,).
-    """
+    """Return ``x * weight + bias + residual``, by the kernels of norms."""
     name = "gate" if bias is None else "modulate"
     layer = Layer(name, 0.0)
     given, arrays = given_of(x, layer, weight, bias, residual)

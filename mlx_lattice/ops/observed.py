@@ -161,13 +161,7 @@ def untold(*_: object) -> None:
 def norm_teller(
     parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array
 ) -> Tell:
-    """Return a function of (pass, launches) that reports a norm over ``x``.
-
-    Args:
-        parts: called for what the norm computes, in order.
-        kernels: whether kernels compute it, not MLX operations.
-        x: the features.
-    """
+    """Return a function of (pass, launches) that reports a norm over ``x``."""
     if not norms:
         return untold
     scope, named = launch.current_scope(), parts()

@@ -263,15 +263,7 @@ def _rows(bucket: Bucket, heads: int, k: mx.array, v: mx.array) -> int:
 
 
 def _scaled(bucket: Bucket, q, k, v, mask: mx.array | None, scale: float) -> mx.array:
-    """Return (B, L, heads, D_v), a bounded part of the queries at a time.
-
-    Args:
-        bucket: says how many there are.
-        q: (B, L, heads, D).
-        k, v: (B, kv_heads, M, D).
-        mask: (B, 1, 1, M) bool.
-        scale: of the scores.
-    """
+    """Return (B, L, heads, D_v), a bounded part of the queries at a time."""
     parts = pieces(q.transpose(0, 2, 1, 3), _rows(bucket, q.shape[2], k, v), 2)
     parts = [attend(part, k, v, scale, mask) for part in parts]
     y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)

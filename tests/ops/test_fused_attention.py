@@ -1,5 +1,7 @@
 """MLX's attention: which calls it fuses, heads that are padded for it, what is said."""
 
+import io
+
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -197,18 +199,31 @@ def test_on_the_cpu_mlx_composes_it():
     assert told.form == ", composed by MLX" and told.width == 16
 
 
-def test_mlx_fuses_what_is_said_on_a_mac():
-    if not fused_attention._on_mac():
-        pytest.skip("it asks MLX on Metal")
+def asked(c: Call) -> bool:
+    """Whether MLX makes one primitive of a call."""
+    q, k = (c.groups, c.heads, c.queries), (c.groups, c.kv_heads, c.keys)
+    shapes = (*q, c.channels), (*k, c.channels), (*k, c.values)
+    given = [mx.zeros(shape, dtype=c.dtype) for shape in shapes]
+    mask = mx.zeros((1, 1, 1, c.keys), dtype=c.dtype) if c.masked else None
+    y = mx.fast.scaled_dot_product_attention(*given, scale=1.0, mask=mask)
+    text = io.StringIO()
+    mx.export_to_dot(text, y)
+    return "ScaledDotProductAttention" in text.getvalue()
+
+
+def test_mlx_fuses_what_is_said_on_a_gpu():
+    if mx.default_device() != mx.gpu:
+        pytest.skip("it asks MLX on a GPU")
     for channels in (16, 48, 64, 72, 80, 96, 100, 128):
-        asked = call(64, channels), call(64, channels, queries=4)
-        for each in asked:
-            assert each.fused == each.fused_on(devices.current()), each
-    asked = []
+        for queries in (64, 4):
+            for masked in (False, True):
+                each = call(64, channels, queries=queries, masked=masked)
+                assert asked(each) == each.fused, each
+    seen = []
 
     def loss(x):
-        asked.append(call(64, 64).fused)
+        seen.append((asked(call(64, 64)), call(64, 64).fused))
         return x.sum()
 
     mx.grad(loss)(mx.ones((2,)))
-    assert asked == [False], "in training MLX composes it"
+    assert seen[0][0] == seen[0][1]
