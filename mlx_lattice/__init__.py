@@ -23,7 +23,6 @@ from .inspect.explain import (
 from .inspect.trace import Trace, trace
 from .integer_contraction import integer_conv
 from .integer_tensor import IntegerTensor
-from .integer_weight import IntegerWeight, integer_weight
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
@@ -33,7 +32,13 @@ from .numerics import precision
 from .other_names import unknown_name
 from .prepare import Preparation, prepare
 from .problem import Problem
-from .quantized import QuantizedWeight, dequantize_weight, quantize_weight
+from .quantized import (
+    IntegerWeight,
+    QuantizedWeight,
+    dequantize_weight,
+    integer_weight,
+    quantize_weight,
+)
 from .relation import Relation
 from .routes.measure import tune
 from .routes.proof_results import proof

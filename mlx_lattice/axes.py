@@ -12,6 +12,7 @@ from .tensor import SparseTensor, expect_tensor
 
 P = ParamSpec("P")
 R = TypeVar("R")
+C = TypeVar("C")
 
 
 def expect_axes(x: SparseTensor, dims: int, name: str) -> None:
@@ -56,16 +57,21 @@ def functions(
 
 
 class Family:
-    """Base of classes that differ by their number of axes: ``Conv1d`` to ``Conv4d``.
-
-    ``class Conv3d(Conv, dims=3): ...`` is a member. It has the docstring of ``Conv``,
-    which is written once for all four.
-    """
+    """Base of classes that differ by their number of axes: ``Conv1d`` to ``Conv4d``."""
 
     dims: int
 
-    def __init_subclass__(cls, dims: int | None = None, **options):
-        super().__init_subclass__(**options)
-        if dims is not None:
-            cls.dims = dims
-            cls.__doc__ = cls.__doc__ or cls.__mro__[1].__doc__
+
+def classes(
+    base: type[C], prefix: str = "", mixin: type | None = None
+) -> tuple[type[C], type[C], type[C], type[C]]:
+    """Return the classes of a base for 1 to 4 axes.
+
+    With a ``mixin`` they inherit from it first; ``prefix`` begins their names.
+    """
+    bases = (base,) if mixin is None else (mixin, base)
+    body = {"__doc__": (mixin or base).__doc__, "__module__": base.__module__}
+    return tuple(
+        type(f"{prefix}{base.__name__}{dims}d", bases, {**body, "dims": dims})
+        for dims in AXES
+    )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
@@ -96,7 +96,7 @@ class CoordinateSet:
         self.spatial_shape, self.trusted = spatial_shape, trusted
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
-        self._views = SharedViews()  # the look-up alone
+        self._views = SharedViews()
         # Numbers on the device, to be read with what is not known, and who wants them.
         self._counts: list[tuple[mx.array, Callable[[int], None]]] = []
         # Rows that the library made are right; others are read once.
@@ -169,13 +169,19 @@ class CoordinateSet:
     @property
     def lookup(self) -> RowIndex:
         """The look-up of its rows, not checked: see ``index``."""
-        index = self._views.get("lookup")
-        return (
-            self._views.build("lookup", self._make_lookup) if index is None else index
-        )
+        return self.view("lookup", self._make_lookup)
 
     def _make_lookup(self) -> RowIndex:
         return registry.geometry().index(self.coords, self._box)
+
+    def view(self, name: Hashable, build: Callable[[], object]):
+        """Return what ``build()`` makes of the rows, built once and kept with them."""
+        view = self._views.get(name)
+        return self._views.build(name, build) if view is None else view
+
+    def has_view(self, name: Hashable) -> bool:
+        """Whether a view was built."""
+        return self._views.find(name) is not None
 
     @lookup.setter
     def lookup(self, index: RowIndex) -> None:
@@ -189,7 +195,7 @@ class CoordinateSet:
     @property
     def has_lookup(self) -> bool:
         """Whether the look-up is there."""
-        return self._views.find("lookup") is not None
+        return self.has_view("lookup")
 
     @property
     def index(self) -> RowIndex:

@@ -10,9 +10,9 @@ from .activations import named
 from .contraction import check_features, check_groups
 from .dtypes import dtype_name
 from .integer_facts import ARRAYS, IntegerFacts
-from .integer_weight import IntegerWeight
 from .numerics import FLOAT32
 from .problem import FORWARD, KERNEL_MAJOR
+from .quantized import IntegerWeight
 from .relation import Relation, expect_relation
 from .routes import launch
 from .transformations import Function

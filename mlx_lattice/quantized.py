@@ -1,8 +1,11 @@
-"""QuantizedWeight: int4 and int8 weights in MLX's affine packing, along C_in.
+"""Weights in integers: MLX's affine packing along C_in, and weights for int8 features.
 
-Every ``group_size`` input channels of an (offset, output channel) share a scale and a
-bias: ``w = scale * q + bias``. Storage pads channels to whole groups; no output depends
-on the padding.
+Storage pads channels to whole groups; no output depends on the padding. In a
+``QuantizedWeight`` every ``group_size`` input channels of an (offset, output channel)
+share a scale and a bias: ``w = scale * q + bias``. In an ``IntegerWeight`` every output
+channel has one scale, so that products of int8 features add up in int32; an int4 weight
+has an integer multiplier a group beside it (two levels, as in QServe, Lin et al. 2024):
+a nibble times its multiplier is the int8 value.
 """
 
 from __future__ import annotations
@@ -15,7 +18,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from .arrays import array_of
 from .dtypes import dtype_name
+from .geometry.keys import INT32_LIMIT
+from .integer_facts import ALIGNMENT, MOST
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)
@@ -332,3 +338,263 @@ def _padded_by_last(w: mx.array, group_size: int) -> mx.array:
     if not missing:
         return w
     return mx.concatenate([w, mx.repeat(w[..., -1:], missing, axis=-1)], axis=-1)
+
+
+NIBBLE, MULTIPLIER = 7, 18  # the greatest ones: 7 * 18 is below 127
+
+
+class IntegerPacking(NamedTuple):
+    """What an integer weight is beside its arrays; see ``IntegerWeight``."""
+
+    in_channels: int
+    bits: int
+    group_size: int | None
+    kernel: tuple[int, ...] | None
+
+    @property
+    def count(self) -> int:
+        """How many arrays kernels get of a weight: values, or words and multipliers."""
+        return 1 if self.bits == 8 else 2
+
+    def weight(self, arrays: Sequence[mx.array]) -> IntegerWeight:
+        """Return the weight of arrays that were checked before; it has no scale."""
+        words, *multipliers = arrays
+        return IntegerWeight._trusted(words, *multipliers or (None,), None, self)
+
+
+@dataclass(frozen=True, eq=False)
+class IntegerWeight:
+    """A weight for int8 features, made by ``integer_weight``.
+
+    Attributes:
+        values: (K, C_out, padded channels) int8 in -127 ... 127, zeros in the padding;
+            of int4 (K, C_out, padded channels / 8) uint32, the first channel in the
+            lowest bits, two's complement.
+        multipliers: of int4 (K, C_out, padded channels / group_size) int8; else None.
+        scale: (C_out,) float32: ``W[k, i, c] = scale[c] * value``.
+        in_channels: C_in / groups, without padding.
+        bits: 4 or 8.
+        group_size: of int4, input channels that share a multiplier: 32, 64 or 128.
+        kernel: spatial shape of a module's weight, ``()`` of a linear one, None of a
+            kernel-major one.
+    """
+
+    values: mx.array
+    multipliers: mx.array | None
+    scale: mx.array
+    in_channels: int
+    bits: int = 8
+    group_size: int | None = None
+    kernel: tuple[int, ...] | None = None
+
+    def __post_init__(self):
+        given = self.values, self.multipliers, self.scale
+        kinds = tuple([(a.shape, a.dtype) for a in given if a is not None])
+        _check_arrays(kinds, self.in_channels, self.bits, self.group_size)
+
+    @classmethod
+    def _trusted(cls, values, multipliers, scale, packing) -> IntegerWeight:
+        made = object.__new__(cls)
+        vars(made).update(
+            packing._asdict(), values=values, multipliers=multipliers, scale=scale
+        )
+        return made
+
+    @property
+    def packing(self) -> IntegerPacking:
+        """All but the arrays."""
+        return IntegerPacking(self.in_channels, self.bits, self.group_size, self.kernel)
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """What kernels read: ``values``, and of int4 ``multipliers``."""
+        return (self.values,) if self.bits == 8 else (self.values, self.multipliers)
+
+    @property
+    def padded_channels(self) -> int:
+        """Input channels in storage."""
+        return padded(self.in_channels, self.group_size or ALIGNMENT)
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        """Shape of the kernel-major float weight, (K, C_in / groups, C_out)."""
+        return self.values.shape[0], self.in_channels, self.values.shape[1]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(a.nbytes for a in (*self.arrays, self.scale))
+
+    def integers(self) -> mx.array:
+        """Return (K, C_out, padded channels) int8, of int4 unpacked."""
+        if self.bits == 8:
+            return self.values
+        at = 4 * mx.arange(8, dtype=mx.uint32)
+        nibbles = (self.values[..., None] >> at) & 15
+        signed = nibbles.astype(mx.int8)
+        signed = mx.where(signed > NIBBLE, signed - 16, signed)
+        shape = *self.values.shape[:2], -1, self.group_size
+        made = signed.reshape(shape) * self.multipliers[..., None]
+        return made.reshape(*self.values.shape[:2], -1)
+
+    def unpacked(self) -> IntegerWeight:
+        """Return the same values and scale as an int8 weight; of int8 itself."""
+        if self.bits == 8:
+            return self
+        values = self.integers()[..., : padded(self.in_channels, ALIGNMENT)]
+        facts = self.scale, self.in_channels, 8, None, self.kernel
+        return IntegerWeight(mx.contiguous(values), None, *facts)
+
+    def dense(self, dtype: mx.Dtype = mx.float32) -> mx.array:
+        """Return (K, C_in / groups, C_out), computed in float32, then cast."""
+        dtype_name(dtype)
+        w = self.integers()[..., : self.in_channels].astype(mx.float32)
+        return (w * self.scale[:, None]).swapaxes(1, 2).astype(dtype)
+
+    def holding(self, values, multipliers, scale) -> IntegerWeight:
+        """Return the same weight with other arrays."""
+        return replace(self, values=values, multipliers=multipliers, scale=scale)
+
+    def __repr__(self) -> str:
+        """Return what is held."""
+        groups = f" in groups of {self.group_size}" if self.group_size else ""
+        return f"IntegerWeight(int{self.bits}{groups}, {self.shape}, {self.nbytes:,} B)"
+
+
+def integer_weight(
+    weight: mx.array,
+    *,
+    bits: int = 8,
+    group_size: int | None = None,
+    layout: str | None = None,
+    scale: mx.array | None = None,
+) -> IntegerWeight:
+    """Round a float weight to integers, symmetric about zero.
+
+    Args:
+        weight: (C_out, C_in), (K, C_in / groups, C_out) or (C_out, spatial...,
+            C_in / groups), float32, float16 or bfloat16. Any number of channels.
+        bits: 8, or 4 with a multiplier a group of input channels.
+        group_size: of int4, 32, 64 or 128; by default 64.
+        layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
+            axes. Only a 1D module's weight, which has 3 axes, has to say so.
+        scale: (C_out,) float32; by default the greatest magnitude of each output
+            channel over 127 (int8) or 126 (int4). Values beyond it are clipped.
+
+    Raises:
+        TypeError: the weight is not floating.
+        ValueError: bits, group size or shape are none of these, or the sums could
+            leave int32.
+    """
+    group_size = integer_groups(bits, group_size)
+    w, kernel = stored_rows(weight, layout)
+    c_in = w.shape[-1]
+    w = w.astype(mx.float32)
+    missing = padded(c_in, group_size or ALIGNMENT) - c_in
+    w = mx.pad(w, [(0, 0), (0, 0), (0, missing)])
+    if scale is None:
+        most = MOST if bits == 8 else NIBBLE * MULTIPLIER
+        scale = mx.abs(w).max(axis=(0, 2)) / most
+    scale = array_of(scale, "scale").astype(mx.float32)
+    if scale.shape != w.shape[1:2]:
+        raise ValueError(
+            f"scale must have shape {w.shape[1:2]}, one value an output channel; got "
+            f"{tuple(scale.shape)}"
+        )
+    steps = w / mx.where(scale == 0, 1, scale)[:, None]
+    if bits == 8:
+        values = mx.clip(mx.round(steps), -MOST, MOST).astype(mx.int8)
+        return IntegerWeight(values, None, scale, c_in, 8, None, kernel)
+    words, multipliers = _two_levels(steps, group_size)
+    return IntegerWeight(words, multipliers, scale, c_in, 4, group_size, kernel)
+
+
+def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
+    """Return words and multipliers of weights in steps of their channel's scale.
+
+    Of the two integers about a group's greatest magnitude over 7, the one with the
+    smaller squared error is taken.
+    """
+    grouped = steps.reshape(*steps.shape[:2], -1, group_size)
+    exact = mx.abs(grouped).max(axis=-1, keepdims=True) / NIBBLE
+
+    def rounded(multiplier):
+        nibbles = mx.clip(mx.round(grouped / multiplier), -NIBBLE, NIBBLE)
+        error = mx.square(nibbles * multiplier - grouped).sum(axis=-1, keepdims=True)
+        return multiplier, nibbles, error
+
+    low, high = (
+        rounded(mx.clip(side(exact), 1, MULTIPLIER)) for side in (mx.floor, mx.ceil)
+    )
+    is_low = low[2] <= high[2]
+    multipliers, nibbles = (
+        mx.where(is_low, a, b) for a, b in zip(low[:2], high[:2], strict=True)
+    )
+    bits = nibbles.astype(mx.int32).astype(mx.uint32) & 15
+    bits = bits.reshape(*steps.shape[:2], -1, 8)
+    words = (bits << (4 * mx.arange(8, dtype=mx.uint32))).sum(axis=-1)
+    return words.astype(mx.uint32), multipliers.squeeze(-1).astype(mx.int8)
+
+
+@lru_cache(maxsize=1024)
+def _check_arrays(
+    found: tuple, in_channels: int, bits: int, group_size: int | None
+) -> None:
+    """Raise unless these are shapes and dtypes of a weight; layers ask at every call.
+
+    Raises:
+        ValueError: they do not fit, or the sums could leave int32.
+    """
+    check_integers(bits, group_size)
+    volume, c_out = found[0][0][:2]
+    whole = padded(in_channels, group_size or ALIGNMENT)
+    wanted = (((volume, c_out, whole), mx.int8),)
+    if bits == 4:
+        groups = whole // group_size
+        wanted = (((volume, c_out, whole // 8), mx.uint32),)
+        wanted += (((volume, c_out, groups), mx.int8),)
+    wanted += (((c_out,), mx.float32),)
+    if found != wanted:
+        raise ValueError(
+            f"an int{bits} weight of {in_channels} input channels has arrays "
+            f"{_said(wanted)}; got {_said(found)}"
+        )
+    if not fits_int32(volume, whole):
+        raise ValueError(
+            f"the sums of K = {volume} offsets and {in_channels} input channels could "
+            f"leave int32: at most {INT32_LIMIT // MOST**2:,} products a sum fit. Keep "
+            "this layer in float"
+        )
+
+
+def fits_int32(volume: int, channels: int) -> bool:
+    """Return whether sums over so many offsets and padded channels stay int32."""
+    return volume * channels * MOST**2 < INT32_LIMIT
+
+
+def integer_groups(bits: int, group_size: int | None) -> int | None:
+    """Return the group size of a weight, 64 of int4 where none is given.
+
+    Raises:
+        ValueError: no weight can be held so.
+    """
+    if bits == 4 and group_size is None:
+        group_size = DEFAULT_GROUP_SIZE
+    check_integers(bits, group_size)
+    return group_size
+
+
+def check_integers(bits: int, group_size: int | None) -> None:
+    """Raise unless weights can be held in ``bits`` with such groups."""
+    if bits == 4:
+        check_packing(bits, group_size)
+    check_bits(bits)
+    if bits == 8 and group_size is not None:
+        raise ValueError(
+            "an int8 weight has one scale an output channel: group_size must be None; "
+            f"got {group_size!r}"
+        )
+
+
+def _said(arrays: Sequence[tuple[tuple[int, ...], mx.Dtype]]) -> str:
+    return ", ".join(f"{shape} {str(d).rpartition('.')[2]}" for shape, d in arrays)

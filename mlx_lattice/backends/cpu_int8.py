@@ -6,8 +6,8 @@ import mlx.core as mx
 
 from ..devices import CPU, Device
 from ..dtypes import DTYPES
-from ..integer_weight import IntegerWeight
 from ..problem import Problem
+from ..quantized import IntegerWeight
 from ..relation import Relation
 from ..routes.plan import IN_KERNEL, Plan, integers_unpacked
 from .cpu_extension import extension

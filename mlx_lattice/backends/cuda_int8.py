@@ -16,8 +16,8 @@ import mlx.core as mx
 from ..devices import CUDA, Device
 from ..dtypes import DTYPES
 from ..integer_facts import FOLLOWING, finished
-from ..integer_weight import IntegerWeight
 from ..problem import Problem
+from ..quantized import IntegerWeight
 from ..relation import Relation
 from ..routes import cuda_shapes, cuda_small_tiles, cuda_tile_kinds, thresholds
 from ..routes.plan import (

@@ -16,8 +16,8 @@ import mlx.core as mx
 from ..devices import METAL, Device
 from ..dtypes import DTYPES
 from ..integer_facts import ALIGNMENT, FOLLOWING
-from ..integer_weight import IntegerWeight
 from ..problem import Problem
+from ..quantized import IntegerWeight
 from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_SUM, Plan, Proof, integers_unpacked
 from . import metal_matrix

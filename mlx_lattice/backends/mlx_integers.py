@@ -11,8 +11,8 @@ import mlx.core as mx
 from ..devices import Device
 from ..dtypes import DTYPES
 from ..integer_facts import MOST, finished
-from ..integer_weight import IntegerWeight
 from ..problem import Problem
+from ..quantized import IntegerWeight
 from ..relation import Relation
 from ..routes.plan import MLX, OPERATIONS, Plan, integers_unpacked
 from . import mlx_ops

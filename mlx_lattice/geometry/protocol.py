@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -16,16 +16,10 @@ from .unique import KeptRows, UniqueRows
 Keep = Callable[[str, object], None]
 
 
-class Rows(Protocol):
-    """Coordinate rows and a box that holds them, which may be read when asked for."""
-
-    @property
-    def coords(self) -> mx.array:
-        """(N, 1 + D) int32."""
-
-    @property
-    def box(self) -> Bounds:
-        """Bounds of a box that holds all rows."""
+# Classes that are imported after geometry: a ``CoordinateSet`` has (N, 1 + D) int32
+# ``coords``, a ``box`` that holds them and a ``lookup``; ``BoxedRows`` are Rows too.
+Rows = SearchedRows = Any
+RelationViews = Any  # a ``Relation``
 
 
 class BoxedRows(NamedTuple):
@@ -89,16 +83,6 @@ class RowIndex(Protocol):
         """
 
 
-class SearchedRows(Rows, Protocol):
-    """A set of rows with its look-up, which is made when it is asked for."""
-
-    has_lookup: bool
-    lookup: RowIndex
-
-
-View = Callable[["RelationViews"], object]  # of a relation, as a route reads it
-
-
 class StartedLevels(Protocol):
     """Levels of a set that were launched, and whose sizes are not read."""
 
@@ -131,75 +115,13 @@ class StartedRows(Protocol):
         """Return them, of the value of ``count``."""
 
 
-class RelationViews(Protocol):
-    """A relation as a backend's builders of views see it."""
-
-    mirrored: bool
-    in_coords: mx.array | None
-
-    @property
-    def n_in(self) -> int:
-        """Number of input rows."""
-
-    @property
-    def n_out(self) -> int:
-        """Number of output rows."""
-
-    @property
-    def volume(self) -> int:
-        """Number of kernel offsets, K."""
-
-    @property
-    def is_transposed(self) -> bool:
-        """Whether this is the transpose of the relation that was built."""
-
-    @property
-    def is_identity(self) -> bool:
-        """Whether every row is fed by itself alone, through one offset."""
-
-    @property
-    def known_edges(self) -> int | None:
-        """The number of edges where it has been counted already, else None."""
-
-    @property
-    def n_edges(self) -> int:
-        """The number of edges, which is read where it is not known."""
-
-    @property
-    def out_in(self) -> mx.array:
-        """(N_out, K) int32 neighbour table."""
-
-    @property
-    def edges(self) -> mx.array:
-        """(E, 3) int32 edges (i, o, k), sorted by (k, o)."""
-
-    @property
-    def lists_edges(self) -> bool:
-        """Whether it was made from its edges, and not from a table."""
-
-    @property
-    def T(self) -> RelationViews:
-        """The same edges with inputs and outputs swapped."""
-
-    def table_with(self, wanted: str) -> mx.array:
-        """Return ``out_in``; a backend that makes it now may keep that view too."""
-
-    def view(self, name: str, build: Callable[[], object]) -> object:
-        """Return the view of a name, built on first use and kept."""
-
-    def release_table(self, again: Callable[[], mx.array]) -> None:
-        """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it."""
-
-    def keep(self, name: str, value: object) -> None:
-        """Keep a view that was built elsewhere."""
-
-    def kept(self, name: str) -> object:
-        """Return a view if it was built already, else None."""
-
-
 @runtime_checkable
 class Geometry(Protocol):
     """What a backend builds of coordinate rows and of neighbour tables.
+
+    In its methods ``coords`` are (N, 1 + D) int32 rows, ``offsets`` the K kernel
+    offsets, ``stride`` is the lattice step, and ``table`` a (N, K) int32 neighbour
+    table.
 
     Attributes:
         counts_edges: whether edges are counted with every table, so that those of a
@@ -222,7 +144,6 @@ class Geometry(Protocol):
         Reads their number, on some backends the bounds too, but for what is given.
 
         Args:
-            coords: (N, 1 + D) int32.
             box: bounds of a box that holds them, where it is known.
             count: how many unique rows there are, where that is known.
         """
@@ -241,9 +162,6 @@ class Geometry(Protocol):
 
         Args:
             rule: which rows are made.
-            coords: (N, 1 + D) int32.
-            offsets: the K offsets.
-            stride: lattice step.
             box: int32 bounds of the rows that are kept.
             is_cut: whether the rule makes rows outside the box.
             count: their number, which need not be read where it is known.
@@ -254,7 +172,6 @@ class Geometry(Protocol):
 
         Args:
             mask: (N,) bool, N at least 1.
-            coords: (N, 1 + D) int32.
         """
 
     def best_rows(
@@ -280,7 +197,6 @@ class Geometry(Protocol):
         """Launch for each stride the sorted unique int32 rows ``floor(in / stride)``.
 
         Args:
-            source: the set.
             strides: lattice steps, each a multiple of the one before it.
             boxes: int32 bounds of the rows of each, None of a set whose bounds nobody
                 has read.
@@ -293,7 +209,6 @@ class Geometry(Protocol):
         """Return the look-up of (N, 1 + D) int32 rows, launched but not waited for.
 
         Args:
-            coords: the rows.
             box: a box that holds them, where it is known. An index without one is to
                 be settled before it is searched, but for the compiled ones.
         """
@@ -305,7 +220,6 @@ class Geometry(Protocol):
         """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
 
         Args:
-            table: (N_out, K) int32.
             relation: whose table it is: its edges may have been counted already.
         """
 
@@ -315,7 +229,6 @@ class Geometry(Protocol):
         Ties keep the rows' own order.
 
         Args:
-            table: (N, K) int32.
             region: rows that are ordered among themselves, one region after another;
                 by default all of them.
         """

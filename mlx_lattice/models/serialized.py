@@ -8,7 +8,7 @@ import mlx.core as mx
 
 from .. import memory, nn, ops
 from ..checks import heads_of
-from ..nn.containers import in_order
+from ..nn.fused import in_order
 from ..ops.observed import inside
 from ..ops.pool import batch_rows
 from ..tensor import SparseTensor

@@ -6,12 +6,11 @@ from ..other_names import unknown_name
 from . import (
     attention,
     calibration,
-    containers,
     convolution,
     distributed,
     elementwise,
     fake_quantized,
-    integer,
+    fused,
     integer_files,
     linear,
     normalization,
@@ -20,34 +19,22 @@ from . import (
 )
 from .attention import *
 from .calibration import *
-from .containers import *
 from .convolution import *
 from .distributed import *
 from .elementwise import *
 from .fake_quantized import *
-from .integer import *
+from .fused import *
 from .integer_files import *
 from .linear import *
 from .normalization import *
 from .pooling import *
 from .quantized import *
 
-__all__ = [
-    "Module",
-    *elementwise.__all__,
-    *attention.__all__,
-    *calibration.__all__,
-    *containers.__all__,
-    *convolution.__all__,
-    *distributed.__all__,
-    *fake_quantized.__all__,
-    *integer.__all__,
-    *integer_files.__all__,
-    *linear.__all__,
-    *normalization.__all__,
-    *pooling.__all__,
-    *quantized.__all__,
-]
+_FILES = (
+    elementwise, attention, calibration, fused, convolution, distributed,
+    fake_quantized, integer_files, linear, normalization, pooling, quantized,
+)  # fmt: skip
+__all__ = ["Module", *(name for file in _FILES for name in file.__all__)]
 
 
 def __getattr__(name: str) -> None:

@@ -19,11 +19,11 @@ from mlx.nn import Module
 from mlx.utils import tree_flatten
 
 from .. import contraction
-from ..integer_weight import integer_groups
 from ..quantized import (
     DEFAULT_GROUP_SIZE,
     QuantizedWeight,
     check_packing,
+    integer_groups,
     levels,
 )
 from ..quantized import pack as packed_words

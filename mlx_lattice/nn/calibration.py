@@ -15,8 +15,8 @@ from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from .fused import unfused
-from .integer import put
 from .linear import LinearCall, linear_calls, observable, why_no_twin
+from .quantized import put
 
 __all__ = ["keep_float"]
 

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 import mlx.core as mx
 from mlx.nn import Module
 
-from ..axes import Family, expect_axes
+from ..axes import Family, classes, expect_axes
 from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec, check_support, per_axis
@@ -101,13 +101,6 @@ class Convolution(Family, Packable, Module):
     """A weight and a kernel, and the call of every kind of convolution."""
 
     mode: str | None = None  # of a packed weight; a module takes long to say no
-
-    def __init_subclass__(
-        cls, twin: type[QuantizedConvolution] | None = None, **family
-    ):
-        super().__init_subclass__(**family)
-        if twin is not None:
-            cls.twin = twin
 
     def __init__(
         self,
@@ -381,68 +374,45 @@ class GenerativeConvTranspose(ConvTranspose):
     generative = True
 
 
-class QuantizedConv(QuantizedConvolution, Conv):
-    """``Conv`` with a packed weight, from ``to_quantized``."""
+Conv1d, Conv2d, Conv3d, Conv4d = classes(Conv)
+(
+    QuantizedConv1d,
+    QuantizedConv2d,
+    QuantizedConv3d,
+    QuantizedConv4d,
+) = classes(Conv, "Quantized", QuantizedConvolution)
+SubmConv1d, SubmConv2d, SubmConv3d, SubmConv4d = classes(SubmConv)
+(
+    QuantizedSubmConv1d,
+    QuantizedSubmConv2d,
+    QuantizedSubmConv3d,
+    QuantizedSubmConv4d,
+) = classes(SubmConv, "Quantized", QuantizedConvolution)
+(
+    ConvTranspose1d,
+    ConvTranspose2d,
+    ConvTranspose3d,
+    ConvTranspose4d,
+) = classes(ConvTranspose)
+(
+    QuantizedConvTranspose1d,
+    QuantizedConvTranspose2d,
+    QuantizedConvTranspose3d,
+    QuantizedConvTranspose4d,
+) = classes(ConvTranspose, "Quantized", QuantizedConvolution)
+(
+    GenerativeConvTranspose1d,
+    GenerativeConvTranspose2d,
+    GenerativeConvTranspose3d,
+    GenerativeConvTranspose4d,
+) = classes(GenerativeConvTranspose)
+(
+    QuantizedGenerativeConvTranspose1d,
+    QuantizedGenerativeConvTranspose2d,
+    QuantizedGenerativeConvTranspose3d,
+    QuantizedGenerativeConvTranspose4d,
+) = classes(GenerativeConvTranspose, "Quantized", QuantizedConvolution)
 
-
-class QuantizedSubmConv(QuantizedConvolution, SubmConv):
-    """``SubmConv`` with a packed weight, from ``to_quantized``."""
-
-
-class QuantizedConvTranspose(QuantizedConvolution, ConvTranspose):
-    """``ConvTranspose`` with a packed weight, from ``to_quantized``."""
-
-
-class QuantizedGenerativeConvTranspose(QuantizedConvolution, GenerativeConvTranspose):
-    """``GenerativeConvTranspose`` with a packed weight, from ``to_quantized``."""
-
-
-# fmt: off
-class QuantizedConv1d(QuantizedConv, dims=1): ...
-class QuantizedConv2d(QuantizedConv, dims=2): ...
-class QuantizedConv3d(QuantizedConv, dims=3): ...
-class QuantizedConv4d(QuantizedConv, dims=4): ...
-
-class QuantizedSubmConv1d(QuantizedSubmConv, dims=1): ...
-class QuantizedSubmConv2d(QuantizedSubmConv, dims=2): ...
-class QuantizedSubmConv3d(QuantizedSubmConv, dims=3): ...
-class QuantizedSubmConv4d(QuantizedSubmConv, dims=4): ...
-
-class QuantizedConvTranspose1d(QuantizedConvTranspose, dims=1): ...
-class QuantizedConvTranspose2d(QuantizedConvTranspose, dims=2): ...
-class QuantizedConvTranspose3d(QuantizedConvTranspose, dims=3): ...
-class QuantizedConvTranspose4d(QuantizedConvTranspose, dims=4): ...
-
-class QuantizedGenerativeConvTranspose1d(QuantizedGenerativeConvTranspose, dims=1): ...
-class QuantizedGenerativeConvTranspose2d(QuantizedGenerativeConvTranspose, dims=2): ...
-class QuantizedGenerativeConvTranspose3d(QuantizedGenerativeConvTranspose, dims=3): ...
-class QuantizedGenerativeConvTranspose4d(QuantizedGenerativeConvTranspose, dims=4): ...
-
-class Conv1d(Conv, dims=1, twin=QuantizedConv1d): ...
-class Conv2d(Conv, dims=2, twin=QuantizedConv2d): ...
-class Conv3d(Conv, dims=3, twin=QuantizedConv3d): ...
-class Conv4d(Conv, dims=4, twin=QuantizedConv4d): ...
-
-class SubmConv1d(SubmConv, dims=1, twin=QuantizedSubmConv1d): ...
-class SubmConv2d(SubmConv, dims=2, twin=QuantizedSubmConv2d): ...
-class SubmConv3d(SubmConv, dims=3, twin=QuantizedSubmConv3d): ...
-class SubmConv4d(SubmConv, dims=4, twin=QuantizedSubmConv4d): ...
-
-class ConvTranspose1d(ConvTranspose, dims=1, twin=QuantizedConvTranspose1d): ...
-class ConvTranspose2d(ConvTranspose, dims=2, twin=QuantizedConvTranspose2d): ...
-class ConvTranspose3d(ConvTranspose, dims=3, twin=QuantizedConvTranspose3d): ...
-class ConvTranspose4d(ConvTranspose, dims=4, twin=QuantizedConvTranspose4d): ...
-
-class GenerativeConvTranspose1d(
-    GenerativeConvTranspose, dims=1, twin=QuantizedGenerativeConvTranspose1d
-): ...
-class GenerativeConvTranspose2d(
-    GenerativeConvTranspose, dims=2, twin=QuantizedGenerativeConvTranspose2d
-): ...
-class GenerativeConvTranspose3d(
-    GenerativeConvTranspose, dims=3, twin=QuantizedGenerativeConvTranspose3d
-): ...
-class GenerativeConvTranspose4d(
-    GenerativeConvTranspose, dims=4, twin=QuantizedGenerativeConvTranspose4d
-): ...
-# fmt: on
+for _name in __all__:
+    if f"Quantized{_name}" in __all__:
+        globals()[_name].twin = globals()[f"Quantized{_name}"]

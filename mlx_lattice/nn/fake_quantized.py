@@ -11,14 +11,12 @@ from mlx.utils import tree_map_with_path
 
 from ..integer_facts import MOST
 from ..integer_tensor import as_int8, row_scales
-from ..integer_weight import integer_groups, integer_weight
-from ..quantized import module_layout
+from ..quantized import integer_groups, integer_weight, module_layout
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function
 from .calibration import keep_float, wants_packing
-from .integer import INTEGER, integers_of, usable
 from .linear import has_twin, twin_holding
-from .quantized import Packable, pack
+from .quantized import INTEGER, Packable, integers_of, pack, usable
 
 __all__ = ["FakeQuant", "fake_quantize"]
 

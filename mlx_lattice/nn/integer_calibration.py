@@ -22,18 +22,18 @@ from mlx.nn import Module
 
 from ..integer_facts import MOST, to_int8
 from ..integer_tensor import TINY, inverse_of
-from ..integer_weight import IntegerWeight, fits_int32, integer_weight
 from ..ops import observed
 from ..ops.coordinates import joined
-from ..quantized import module_layout, padded
+from ..quantized import IntegerWeight, fits_int32, integer_weight, module_layout, padded
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from .calibration import Calibration, LayerError, observable_layers, observe_calls
 from .fused import tracing
-from .integer import (
+from .linear import each_row, has_twin, twin_holding
+from .quantized import (
     FoldedNorm,
-    contracted,
+    contract_integers,
     integers_of,
     put,
     rounded,
@@ -41,7 +41,6 @@ from .integer import (
     tie_scales,
     usable,
 )
-from .linear import each_row, has_twin, twin_holding
 
 SAMPLES = 1 << 15  # magnitudes that are sampled of a call
 SHARE = 0.9999  # of magnitudes that a percentile does not clip
@@ -337,7 +336,7 @@ class LayerRecord:
         for weight, scale in (self.plain, (self.weight, self.scale)):
             held = rounded(x.astype(mx.float32), scale)
             scales = weight.scale if scale is None else weight.scale * scale
-            made = contracted(held, weight, relation, scales, bias, groups)
+            made = contract_integers(held, weight, relation, scales, bias, groups)
             sums.append(mx.square(y - made).sum())
         errors = mx.stack([*sums, mx.square(y).sum()])
         found = errors, (y - made).sum(axis=0), y.shape[0]

@@ -9,9 +9,9 @@ from pathlib import Path
 import mlx.core as mx
 from mlx.nn import Module
 
-from ..integer_weight import IntegerWeight
-from .integer import FoldedNorm, check_scale, put, set_output_scale
+from ..quantized import IntegerWeight
 from .linear import has_twin, twin_holding
+from .quantized import FoldedNorm, check_scale, put, set_output_scale
 
 __all__ = ["integer_like"]
 

@@ -22,7 +22,7 @@ from ..geometry import sync
 from ..geometry.sync import is_transforming
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
-from ..ops.activation import activated, activation_of
+from ..ops.activation import activated
 from ..ops.observed import Observers
 from ..problem import Problem
 from ..quantized import QuantizedWeight
@@ -35,8 +35,21 @@ from ..settings import boundary
 from ..tensor import SparseTensor
 from ..transformations import Function, Linear, constant, zeros_of
 from ..transformations import Linear as LinearRules
-from .integer import NOTHING, Taken, as_float32, is_integer, multiplied, placed, taken
-from .quantized import BESIDE, Packable, Packed, Weight, check_mode, pack
+from .quantized import (
+    BESIDE,
+    NOTHING,
+    Packable,
+    Packed,
+    Taken,
+    Weight,
+    as_float32,
+    check_mode,
+    is_integer,
+    multiplied,
+    pack,
+    placed,
+    taken,
+)
 
 __all__ = [
     "Linear", "QuantizedLinear",
@@ -119,18 +132,16 @@ def is_contraction(x: mx.array) -> bool:
 
 
 def contracted(
-    layer: Module, x: mx.array, weight, epilogue: Epilogue | None = None
+    layer: Module, x: mx.array, epilogue: Epilogue | None = None
 ) -> mx.array:
-    """Return ``x @ weight[0]``, the layer's bias and what follows, seen by traces."""
+    """Return a linear layer of rows, and an epilogue, as a contraction."""
+    weight = _weight(layer)
+    if not isinstance(weight, QuantizedWeight):
+        weight = weight.T[None]
     rows = x.reshape(-1, x.shape[-1])
+    relation, bias = each_row(len(rows)), layer.get("bias")
     with launch.scope(layer):
-        y = contraction.conv(
-            rows,
-            weight,
-            each_row(len(rows)),
-            bias=layer.bias if "bias" in layer else None,
-            epilogue=epilogue,
-        )
+        y = contraction.conv(rows, weight, relation, bias=bias, epilogue=epilogue)
     return y.reshape(*x.shape[:-1], y.shape[1])
 
 
@@ -157,43 +168,22 @@ def followed(
     """Return ``act(layer(x) + residual)`` of rows that a layer ``takes_more`` of."""
     if is_contraction(x):
         after = Epilogue(residual=residual, activation=act.called)
-        return finished(layer, x, after)
-    return _multiplied(x, _weight(layer), layer.get("bias"), residual, act)
-
-
-def finished(layer: Module, x: mx.array, epilogue: Epilogue) -> mx.array:
-    """Return a contraction of rows that a layer ``takes_more`` of, with an epilogue."""
-    return contracted(layer, x, _kernel_major(_weight(layer)), epilogue)
-
-
-def _weight(layer: Module) -> mx.array | QuantizedWeight:
-    return layer.packed_weight() if isinstance(layer, Packed) else layer.weight
-
-
-def _kernel_major(weight: mx.array | QuantizedWeight) -> mx.array | QuantizedWeight:
-    """Return a weight as contractions of one offset take it."""
-    return weight if isinstance(weight, QuantizedWeight) else weight.T[None]
-
-
-def _multiplied(
-    x: mx.array,
-    weight: mx.array | QuantizedWeight,
-    bias: mx.array | None,
-    residual: mx.array | None = None,
-    activation: str | Activation | None = None,
-) -> mx.array:
-    """Return ``activation(x @ weight.T + bias + residual)``, by MLX's matmul."""
+        return contracted(layer, x, after)
+    weight, bias = _weight(layer), layer.get("bias")
     if isinstance(weight, QuantizedWeight):
         y = packed_linear(x, weight)
     else:
         y, bias = _product(x, weight, bias), None
-    act, added = activation_of(activation), [bias, residual]
-    added = [each for each in added if each is not None]
+    added = [each for each in (bias, residual) if each is not None]
     if len(added) + act.changes > 1:
         return activated_sum(y, act, bias, residual)
     for each in added:
         y = y + each
     return activated(y, act) if act.changes else y
+
+
+def _weight(layer: Module) -> mx.array | QuantizedWeight:
+    return layer.packed_weight() if isinstance(layer, Packed) else layer.weight
 
 
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
@@ -280,7 +270,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
             y = self._integers(taken(self, x.reshape(-1, x.shape[-1])))
             return y.reshape(*x.shape[:-1], y.shape[1])
         if is_contraction(x):
-            return contracted(self, x, self.packed_weight())
+            return contracted(self, x)
         y = packed_linear(x, self.packed_weight())
         return y + self.bias if "bias" in self else y
 
@@ -384,7 +374,7 @@ class Linear(Packable, mlx.nn.Linear):
             # MLX's CUDA matmul can't start for no rows.
             return zeros_of([x], (*x.shape[:-1], self.weight.shape[0]), x.dtype)
         if x.dtype == self.weight.dtype and is_contraction(x):
-            return contracted(self, x, self.weight.T[None])
+            return contracted(self, x)
         return _product(x, self.weight, self.get("bias"))
 
 

@@ -15,8 +15,6 @@ from . import (
     neighbours,
     norm,
     pool,
-    sampling,
-    sequences,
 )
 from .activation import *
 from .attention import *
@@ -31,27 +29,12 @@ from .interpolation import *
 from .neighbours import *
 from .norm import *
 from .pool import *
-from .sampling import *
-from .sequences import *
 
-__all__ = [
-    *activation.__all__,
-    *attention.__all__,
-    *boxes.__all__,
-    *channels.__all__,
-    *conv.__all__,
-    *coordinates.__all__,
-    *dual_grid.__all__,
-    *pool.__all__,
-    *groups.__all__,
-    *heads.__all__,
-    *interpolation.__all__,
-    *neighbours.__all__,
-    *norm.__all__,
-    *pool.__all__,
-    *sampling.__all__,
-    *sequences.__all__,
-]
+_FILES = (
+    activation, attention, boxes, channels, conv, coordinates, dual_grid, pool, groups,
+    heads, interpolation, neighbours, norm, pool, interpolation, attention,
+)  # fmt: skip
+__all__ = [*(name for file in _FILES for name in file.__all__)]
 
 
 def __getattr__(name: str) -> None:

@@ -11,10 +11,9 @@ from .. import contraction, memory
 from ..arrays import array_of, arrays_of
 from ..axes import functions
 from ..epilogue import Moments
-from ..integer_weight import IntegerWeight
 from ..kernel_spec import IntOrTuple, explicit_offsets, per_axis
 from ..problem import weight_axes
-from ..quantized import QuantizedWeight
+from ..quantized import IntegerWeight, QuantizedWeight
 from ..relation import Relation
 from ..settings import boundary
 from ..tensor import SparseTensor

@@ -6,14 +6,13 @@ from collections.abc import Callable, Sequence
 from functools import reduce, singledispatch
 from itertools import pairwise
 from typing import NamedTuple
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
 from ..arrays import array_of
 from ..backends import registry
 from ..channel_kernels import beside
-from ..checks import whole
+from ..checks import real, whole
 from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
 from ..coordinates import CoordinateManager
 from ..geometry import sync
@@ -28,7 +27,7 @@ from .pool import batch_rows
 
 __all__ = [
     "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",
-    "top_k", "unbatch", "union", "unique_sum",
+    "prune_by_logits", "top_k", "unbatch", "union", "unique_sum",
 ]  # fmt: skip
 
 
@@ -202,6 +201,56 @@ def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
     return _part(x, part_of(x.manager, x.coordinate_set, mask))
 
 
+def prune_by_logits(
+    x: SparseTensor,
+    logits: SparseTensor | mx.array,
+    threshold: float = 0.0,
+    keep: SparseTensor | mx.array | None = None,
+) -> SparseTensor:
+    """Keep the rows whose logit is above a threshold, in their order.
+
+    What generative nets do after each up-sampling. No gradient reaches the logits: a
+    loss on them trains the choice.
+
+    Args:
+        x: input.
+        logits: one number a row: (N,), (N, 1), or a tensor of one channel on the same
+            rows in any order. NaN counts as below.
+        threshold: 0 is a probability of one half.
+        keep: rows to keep besides: (N,) bool, or a tensor whose rows are kept where
+            ``x`` has them (the true ones, while training).
+
+    Returns:
+        The remaining rows; none at all is legal.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    expect_tensor(x)
+    if isinstance(logits, SparseTensor):
+        logits = align(logits, x).feats
+    logits = array_of(logits, "logits")
+    if logits.size != len(x) or logits.ndim > 2:
+        raise ValueError(
+            f"logits must be ({len(x)},) or ({len(x)}, 1), one a row; got "
+            f"{tuple(logits.shape)}"
+        )
+    least = real(threshold, "threshold")
+    chosen = mx.stop_gradient(logits).reshape(len(x)) > least
+    if keep is None:
+        return prune(x, chosen)
+    if isinstance(keep, SparseTensor):
+        keep = lookup(keep, x.coordinate_set.coords) >= 0
+        return prune(x, chosen | keep)
+    keep = array_of(keep, "keep")
+    if tuple(keep.shape) != (len(x),) or keep.dtype != mx.bool_:
+        raise ValueError(
+            f"keep must be ({len(x)},) bool, one value a row; got "
+            f"{tuple(keep.shape)} of {keep.dtype}"
+        )
+    return prune(x, chosen | keep)
+
+
 def crop(
     x: SparseTensor, low: int | Sequence[int], high: int | Sequence[int]
 ) -> SparseTensor:
@@ -336,24 +385,22 @@ class Element(NamedTuple):
         return mx.arange(self.begin, self.end, dtype=mx.int32)
 
 
-_elements: WeakKeyDictionary[CoordinateSet, list[Element]] = WeakKeyDictionary()
-
-
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included.
 
     Where elements begin is read once a set, and their own sets are kept with it.
     """
-    rows, held = batch_rows(x), x.coordinate_set
-    if held not in _elements:
+    rows, held, feats = batch_rows(x), x.coordinate_set, x.feats
+
+    def build() -> list[Element]:
         ends = pairwise(rows.starts)
         elements = [_element(held, rows.order, a, b) for a, b in ends]
         sync.complete([each.held.coords for each in elements])
-        _elements[held] = elements
-    feats = x.feats
+        return elements
+
     return [
         SparseTensor.of(each.manager, each.held.key, each.of(feats))
-        for each in _elements[held]
+        for each in held.view("batch elements", build)
     ]
 
 

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Protocol
 
 import mlx.core as mx
 
 from ..reductions import linear
-
-
-class Holder(Protocol):
-    """The owner of the last exchange's result.
-
-    A module is one: its arrays are state, which goes through ``mx.compile``.
-    """
-
-    _exchanged: mx.array
 
 
 class Exchanges:
@@ -29,18 +19,18 @@ class Exchanges:
 
     Args:
         group: the processes.
-        holder: keeps the result that the next exchange depends on; by default this
-            object keeps it.
+        holder: keeps the result that the next exchange depends on, as ``_exchanged``;
+            by default this object. The state of a module goes through ``mx.compile``.
         stream: of the exchanges; by default MLX's own choice.
     """
 
     # Returns the holder of the latest exchange of this process, if it is alive.
-    _last: Callable[[], Holder | None] = staticmethod(lambda: None)
+    _last: Callable[[], object | None] = staticmethod(lambda: None)
 
     def __init__(
         self,
         group: mx.distributed.Group,
-        holder: Holder | None = None,
+        holder: object | None = None,
         stream: mx.Stream | None = None,
     ):
         self.group, self.stream, self._holder = group, stream, holder

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -17,9 +16,7 @@ from ..backends import registry
 from ..backends.gpu_heads import GpuHeads
 from ..channel_kernels import column_sums
 from ..checks import real
-from ..coordinate_set import CoordinateSet
 from ..dtypes import dtype_name
-from ..geometry import sync
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import Function, of_kernels
 
@@ -160,8 +157,6 @@ def _function(kernel: GpuHeads, turned: int, scaled: int, turns: bool) -> Functi
 
 PAIRS = ("neighbours", "halves")
 
-_rotated: WeakKeyDictionary[CoordinateSet, dict[tuple, tuple]] = WeakKeyDictionary()
-
 
 def rotary(
     x: mx.array,
@@ -246,13 +241,14 @@ def angles(
     """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
     if positions is not None:
         return _turns(positions.astype(mx.float32), dim, base, frequency)
-    held, made = like.coordinate_set, (dim, base, frequency)
-    known = _rotated.setdefault(held, {})
-    if made not in known:
+    held = like.coordinate_set
+
+    def build() -> tuple[mx.array, mx.array]:
         low = mx.array(held.bounds[0][1:], dtype=mx.int64)
         cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
-        known[made] = sync.complete(_turns(cells, dim, base, frequency))
-    return known[made]
+        return _turns(cells, dim, base, frequency)
+
+    return held.view(("angles", dim, base, frequency), build)
 
 
 def _turns(places: mx.array, dim: int, base: float, frequency: float):

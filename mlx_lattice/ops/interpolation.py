@@ -7,13 +7,7 @@ from math import prod
 import mlx.core as mx
 
 from .. import devices
-from ..arrays import (
-    array_of,
-    positions_of,
-    single,
-    single_or_double,
-    stream_of,
-)
+from ..arrays import array_of, positions_of, single, single_or_double, stream_of
 from ..axes import functions
 from ..backends import registry
 from ..coordinate_set import CoordinateSet, OfPairs, check_coords
@@ -35,9 +29,10 @@ from ..tensor import SparseTensor, expect_tensor, features_of
 from .relations import Coordinates, finer_key
 
 __all__ = [
-    "devoxelize", "interpolate", "upsample_linear1d", "upsample_linear2d",
-    "upsample_linear3d", "upsample_linear4d",
+    "devoxelize", "grid_sample_3d", "interpolate",
+    "upsample_linear1d", "upsample_linear2d", "upsample_linear3d", "upsample_linear4d",
 ]  # fmt: skip
+
 
 MODES = ("linear", "nearest")
 FRACTIONAL = (
@@ -284,3 +279,85 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
     upsample_linear3d,
     upsample_linear4d,
 ) = functions(upsample_linear)
+
+
+GRID_MODES = ("trilinear", "nearest")
+UNITS = ("voxel", "normalised")
+
+
+def grid_sample_3d(
+    x: SparseTensor,
+    points: mx.array,
+    *,
+    mode: str = "trilinear",
+    units: str = "voxel",
+    align_corners: bool = False,
+    renormalise: bool = False,
+) -> mx.array:
+    """Sample a tensor at a grid of points, as PyTorch's ``grid_sample`` does.
+
+    The last axis of ``points`` goes with the tensor's axes in their own order (that of
+    PyTorch counts them backwards). What lies outside, or is not active, is 0.
+    Differentiable in the features and, for "trilinear", in the points.
+
+    Args:
+        x: tensor of 3 spatial axes.
+        points: (B, ..., 3); the first axis is the batch element. Integers, and
+            float64 of NumPy or of a list, are exact; float32 up to 2^24.
+        mode: "trilinear", or "nearest"; half-way points go up.
+        units: "voxel": cell i spans [i, i + 1) and its value sits at i + 0.5, as in
+            FlexGEMM; "normalised": -1 to 1 over the tensor's ``spatial_shape``.
+        align_corners: whether -1 and 1 are the centres of the outermost cells rather
+            than their outer faces; for "normalised".
+        renormalise: divide by the weight of the active cells, see ``interpolate``.
+
+    Returns:
+        (B, ..., C) in the features' dtype, added in float32.
+
+    Raises:
+        ValueError: shapes, mode or units do not fit, "normalised" without a
+            ``spatial_shape``, or a point is not finite or beyond int32.
+    """
+    expect_tensor(x)
+    if x.dims != 3:
+        raise ValueError(f"grid_sample_3d got a tensor with {x.dims} spatial axes")
+    if mode not in GRID_MODES:
+        raise ValueError(f"mode must be one of {GRID_MODES}; got {mode!r}")
+    if units not in UNITS:
+        raise ValueError(f"units must be one of {UNITS}; got {units!r}")
+    points = positions_of(points, "points")
+    if points.ndim < 2 or points.shape[-1] != 3:
+        raise ValueError(
+            f"points must have shape (B, ..., 3); got {tuple(points.shape)}"
+        )
+    if points.ndim == 2 and len(points) > max(1, x.batch_size):
+        raise ValueError(
+            f"points must have shape (B, ..., 3), the first axis the batch element; "
+            f"got {tuple(points.shape)}, and x has {x.batch_size}: points of one "
+            "element are points[None]"
+        )
+    if units == "normalised" and x.spatial_shape is None:
+        raise ValueError(
+            "normalised points need a tensor with a spatial_shape; give it one, or use "
+            'units="voxel"'
+        )
+    if mx.issubdtype(points.dtype, mx.integer):  # float64 holds all of int32
+        with mx.stream(mx.cpu):
+            points = points.astype(mx.float64)
+    at = single_or_double(points)
+    grid = points.shape[:-1]
+    each = prod(grid[1:])
+    with stream_of(at):
+        if units == "voxel":
+            at = at - 0.5
+        else:
+            extent = mx.array(x.spatial_shape, dtype=at.dtype)
+            if align_corners:
+                at = (at + 1) * (extent - 1) / 2
+            else:
+                at = ((at + 1) * extent - 1) / 2
+        batch = mx.repeat(mx.arange(grid[0], dtype=at.dtype), each)[:, None]
+        rows = mx.concatenate([batch, at.reshape(grid[0] * each, 3)], axis=1)
+    mode = "linear" if mode == "trilinear" else mode
+    sampled = interpolate(x, rows, mode=mode, renormalise=renormalise)
+    return sampled.reshape(*grid, x.channels)

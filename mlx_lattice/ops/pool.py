@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
 from itertools import accumulate, chain, islice
-from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 
@@ -92,9 +91,6 @@ class BatchRows:
         return self.segments.counts
 
 
-_batch_rows: WeakKeyDictionary[CoordinateSet, BatchRows] = WeakKeyDictionary()
-
-
 def batch_rows(x: SparseTensor) -> BatchRows:
     """Return the rows of each batch element; of several read once a set.
 
@@ -102,23 +98,27 @@ def batch_rows(x: SparseTensor) -> BatchRows:
     """
     expect_tensor(x, flags=True)
     held = x.coordinate_set
-    if held not in _batch_rows:
+
+    def build() -> BatchRows:
         held.index  # noqa: B018 (checks the batch column before it is used)
-        if held.batch_size > 1 and len(held):
-            sets = x.manager.levels(held)
-            _learn([each for each in sets if each not in _batch_rows])
-        else:
+        if held.batch_size == 1 or not len(held):
             starts = (0, *[len(held)] * held.batch_size)
-            batch = sync.complete(_batch_of(held))
-            _batch_rows[held] = BatchRows(batch, starts, None)
-    return _batch_rows[held]
+            return BatchRows(sync.complete(_batch_of(held)), starts, None)
+        below = x.manager.levels(held)[1:]
+        below = [each for each in below if not each.has_view("batch_rows")]
+        found, *others = _learn([held, *below])
+        for each, rows in zip(below, others, strict=True):
+            each.view("batch_rows", lambda rows=rows: rows)
+        return found
+
+    return held.view("batch_rows", build)
 
 
 def _batch_of(held: CoordinateSet) -> mx.array:
     return mx.contiguous(held.coords[:, 0])  # each launch would copy a view
 
 
-def _learn(sets: Sequence[CoordinateSet]) -> None:
+def _learn(sets: Sequence[CoordinateSet]) -> list[BatchRows]:
     """Find the rows of several elements in each set. Reads where elements start."""
     batches = [_batch_of(each) for each in sets]
     wanted, counts = [], []
@@ -140,8 +140,9 @@ def _learn(sets: Sequence[CoordinateSet]) -> None:
         sync.complete((batch, order))  # they were, for the starts
         found.append((batch, starts, order))
     begins = cache(partial(from_host, *[starts for _, starts, _ in found]))
-    for at, (held, facts) in enumerate(zip(sets, found, strict=True)):
-        _batch_rows[held] = BatchRows(*facts, lambda at=at: begins()[at])
+    return [
+        BatchRows(*facts, lambda at=at: begins()[at]) for at, facts in enumerate(found)
+    ]
 
 
 def _starts(batch: mx.array, size: int) -> list[mx.array]:

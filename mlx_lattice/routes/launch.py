@@ -14,7 +14,6 @@ from .. import devices, settings
 from ..devices import Device
 from ..epilogue import EpilogueFacts
 from ..integer_facts import IntegerFacts
-from ..integer_weight import IntegerPacking
 from ..numerics import asked_precision
 from ..problem import (
     FORWARD,
@@ -25,7 +24,7 @@ from ..problem import (
     Problem,
     weight_axes,
 )
-from ..quantized import Packing, QuantizedWeight
+from ..quantized import IntegerPacking, Packing, QuantizedWeight
 from ..relation import Relation
 from ..relation_form import Form
 from . import measure, proof, proof_results

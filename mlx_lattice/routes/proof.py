@@ -27,9 +27,8 @@ from ..activations import SLOPE
 from ..backends import portable_only
 from ..dtypes import DTYPES
 from ..epilogue import CHANNELS
-from ..integer_weight import IntegerWeight, integer_weight
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
-from ..quantized import QuantizedWeight, padded
+from ..quantized import IntegerWeight, QuantizedWeight, integer_weight, padded
 from ..relation import Relation
 from . import proof_results
 from .measure import FLOOR

@@ -14,7 +14,7 @@ from contractions import exact
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
-from mlx_lattice.nn import containers, fused
+from mlx_lattice.nn import fused
 from mlx_lattice.ops import observed
 
 
@@ -28,11 +28,7 @@ def tensor(channels=6, dtype=mx.float32, seed=0):
 def apart():
     """A block in which nothing is fused."""
     none = set()
-    fusing = (
-        patch.object(fused, "FUSING", none),
-        patch.object(containers, "FUSING", none),
-    )
-    with fusing[0], fusing[1], fused.unfused():
+    with patch.object(fused, "FUSING", none), fused.unfused():
         yield
 
 

@@ -11,7 +11,7 @@ from pooled import route  # noqa: F401 (a fixture for every test here)
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.geometry import cell_grid
+from mlx_lattice.ops import neighbours
 
 
 def expected(points, queries, k=None, radius=math.inf):
@@ -130,7 +130,7 @@ def test_many_equal_points(kind):
     """Only the first k of equal points are looked at, and theirs are the rows."""
     points = np.concatenate([np.full((60, 4), 0), lattice(3, 40)])
     points[:, 0] = 0
-    held = cell_grid.first_of_repeats(mx.array(points.astype(kind)), 2)
+    held = neighbours.first_of_repeats(mx.array(points.astype(kind)), 2)
     assert held[:3].tolist() == [0, 1, 60]
     assert_nearest(points.astype(kind), points[50:70].astype(kind), 2)
 
@@ -161,8 +161,8 @@ def test_blocks(monkeypatch):
     """A bound on memory changes nothing."""
     points = lattice(3, 200)
     wanted = ops.knn(mx.array(points), 7), ops.radius_neighbours(mx.array(points), 4)
-    monkeypatch.setattr(cell_grid, "SLOTS", 64)
-    monkeypatch.setattr(cell_grid, "QUERIES", 37)
+    monkeypatch.setattr(neighbours, "SLOTS", 64)
+    monkeypatch.setattr(neighbours, "QUERIES", 37)
     got = ops.knn(mx.array(points), 7), ops.radius_neighbours(mx.array(points), 4)
     for a, b in zip(got, wanted, strict=True):
         assert mx.array_equal(a.rows, b.rows)

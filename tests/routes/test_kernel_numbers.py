@@ -34,8 +34,8 @@ from mlx_lattice.backends import (
 from mlx_lattice.devices import CUDA, METAL
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.voxelize import NO_CELL
-from mlx_lattice.integer_weight import fits_int32
 from mlx_lattice.ops import heads
+from mlx_lattice.quantized import fits_int32
 from mlx_lattice.routes import cuda_shapes, cuda_tile_kinds, thresholds
 
 ROOT = Path(__file__).parents[2]

@@ -14,8 +14,8 @@ from cuda_recorder import recording
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.integer_weight import IntegerWeight
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from mlx_lattice.quantized import IntegerWeight
 from mlx_lattice.routes import TABLE, launch, selection, thresholds
 
 if not cpu_extension.usable():
