@@ -5,7 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -61,3 +61,45 @@ def _check(path: Path) -> None:
         raise OSError(f"cannot write {path}: it is not a regular file")
     if path.exists() and not os.access(path, os.W_OK):
         raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+
+
+def check_writable(*paths: str | Path, read: Iterable[str | Path] = ()) -> None:
+    """Check, before the work, that files can be written in folders that may not exist.
+
+    Nothing is left behind.
+
+    Args:
+        paths: the files.
+        read: input files, none of which may be overwritten.
+
+    Raises:
+        OSError: a file cannot be written; the sentence says why.
+    """
+    kept = [path for path in map(Path, read) if path.exists()]
+    for path in map(Path, paths):
+        if path.exists() and any(map(path.samefile, kept)):
+            raise OSError(f"cannot write {path}: it is read, too; choose another place")
+        if path.is_dir():
+            raise OSError(f"cannot write {path}: it is a folder; choose another place")
+        if path.exists() and not os.access(path, os.W_OK):
+            raise OSError(f"cannot write {path}: the file may not be changed")
+    for folder in {Path(path).parent for path in paths}:
+        _check_folder(folder)
+
+
+def _check_folder(folder: Path) -> None:
+    held = folder
+    while not os.path.lexists(held) and held != held.parent:
+        held = held.parent
+    if not held.is_dir():
+        raise OSError(
+            f"cannot write to {folder}: {held} is not a folder; choose another place"
+        )
+    try:  # permissions do not tell: no process can create files in /proc
+        with TemporaryDirectory(dir=held):
+            pass
+    except OSError as error:
+        raise OSError(
+            f"cannot write to {folder}: {held} takes no new files "
+            f"({error.strerror}); choose another place"
+        ) from None

@@ -16,9 +16,9 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
+from .atomic_write import check_writable
 from .distribution import __version__
 from .models.trellis2.published import FLOW, STRUCTURE_FLOW
-from .output_places import check_writable
 from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 
 if TYPE_CHECKING:

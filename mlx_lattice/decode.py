@@ -10,6 +10,7 @@ from pathlib import Path
 import mlx.core as mx
 import mlx.nn
 
+from .atomic_write import check_writable
 from .geometry.unique import true_positions
 from .inspect.trace import check_page, trace
 from .io.errors import listed
@@ -20,7 +21,6 @@ from .mesh.asset import asset_of, check_asset
 from .mesh.files import check_suffix, save
 from .mesh.picture import contact_sheet
 from .models import SparseVAEDecoder, dual_grid, from_pretrained
-from .output_places import check_writable
 from .progress import progress
 from .tensor import SparseTensor
 

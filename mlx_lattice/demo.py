@@ -19,13 +19,13 @@ from mlx.utils import tree_flatten
 from tqdm import tqdm, trange
 
 from . import demo_surfaces, nn, ops
+from .atomic_write import check_writable
 from .inspect.trace import check_page, trace
 from .io import read_points
 from .io.safetensors import write_safetensors
 from .models import MinkUNet14
 from .nn.calibrate import calibrate
 from .optimizers import Adam
-from .output_places import check_writable
 from .tensor import SparseTensor
 
 GROUP = 32  # input channels that share a scale, if weights have groups

@@ -14,13 +14,12 @@ import mlx.core as mx
 import numpy as np
 
 from . import ops, segment
-from .atomic_write import atomic_write
+from .atomic_write import atomic_write, check_writable
 from .checks import real_axes
 from .inspect.page import drawn
 from .io.points import PointCloud, read_points
 from .models import Detector, from_pretrained
 from .models.attributes import of_scan
-from .output_places import check_writable
 
 # Where weights are published that this package loads, and their licence as stated.
 WEIGHTS = (

@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from .atomic_write import check_writable
 from .distribution import install
 from .dtypes import DTYPES
 from .geometry.unique import true_positions
@@ -21,7 +22,6 @@ from .io.errors import CheckpointError, listed
 from .memory import memory_limit, parse_bytes
 from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .models.trellis2.pipeline import STAGES
-from .output_places import check_writable
 from .quantized import BITS
 
 SUFFIX = ".safetensors"

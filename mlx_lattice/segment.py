@@ -9,13 +9,12 @@ import matplotlib  # here, so that its want is found before the net runs
 import mlx.core as mx
 import numpy as np
 
-from .atomic_write import atomic_write
+from .atomic_write import atomic_write, check_writable
 from .io.point_formats import write_ply
 from .io.points import PointCloud, read_points
 from .models import Segmentor, from_pretrained
 from .models.attributes import check_scores, of_scan
 from .models.recipe import white_of
-from .output_places import check_writable
 from .progress import progress
 
 # Where weights are published that this package loads, and their licence as stated.

@@ -25,6 +25,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import devices, kept_files, nn, ops
+from ..atomic_write import check_writable
 from ..backends import cuda_compile, cuda_geometry
 from ..backends.availability import portable_only
 from ..coordinates import CoordinateManager
@@ -32,7 +33,6 @@ from ..devices import CPU, CUDA, METAL, Device
 from ..distribution import __version__
 from ..dtypes import DTYPES, dtype_name
 from ..integer_facts import IntegerFacts
-from ..output_places import check_writable
 from ..problem import FORWARD, INPUT_GRAD, LAYOUTS, PASSES, WEIGHT_GRAD, Problem
 from ..quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, quantize_weight
 from ..relation import Relation
