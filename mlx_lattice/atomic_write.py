@@ -17,13 +17,10 @@ _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a draft of ``path``, which replaces ``path`` when the block ends.
 
-    The draft has the same name and is in a temporary folder beside ``path``. Other
-    files that the block writes to that folder replace their namesakes too, before
-    ``path`` itself. The block must close them. If it raises, the drafts are removed
-    and the old files stay. A symbolic link is replaced, not followed.
-
-    Args:
-        path: the file; its folder must exist.
+    The draft has the same name and is in a temporary folder beside ``path``, whose own
+    folder must exist. Other files that the block writes there replace their namesakes
+    too, before ``path`` itself. The block must close them. If it raises, the old files
+    stay. A symbolic link is replaced, not followed.
 
     Raises:
         OSError: a file cannot be written; the error names ``path``.

@@ -1,4 +1,4 @@
-"""The command mlx-lattice, and its options."""
+"""The command mlx-lattice: its options, and which module runs each command."""
 
 from __future__ import annotations
 
@@ -10,22 +10,23 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
-from types import ModuleType
 
-from . import convert, generate
 from .backends.metal_host import HostMissing
-from .convert import MODELS as MODELS
+from .commands.convert import MODELS
+from .commands.generate import SETTINGS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
 from .dtypes import DTYPES
 from .io.errors import shown
 from .memory import MemoryLimitError
+from .models.trellis2 import FORMS
+from .models.trellis2.pipeline import STAGES
 from .problem import FORWARD, PASSES, Problem
-from .quantized import BITS
+from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 from .relation_form import KINDS
 
-COLUMNS = "names of the columns of a .bin file, such as x,y,z,intensity,ring"
-CODE = "Python file that defines the net's class, if it is your own; it is run"
+# Extras that commands need. These commands take a folder of a net.
+EXTRAS = {"segment": "demo", "detect": "demo", "decode": "mesh"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -41,8 +42,24 @@ def parser() -> argparse.ArgumentParser:
     version = f"{NAME} {__version__}"
     whole.add_argument("--version", action="version", version=version)
     commands = whole.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="what runs here")
+    commands.add_parser("info", help="show the backends and settings of this machine")
+    _add_doctor(commands)
+    _add_explain(commands)
+    _add_convert(commands)
+    _add_nets(commands)
+    demo = commands.add_parser("demo", help="train a small net and write a report")
+    demo.add_argument("--points", metavar="FILE", help="run a net on this point cloud")
+    demo.add_argument("--out", metavar="DIR", help="folder to write to")
+    demo.add_argument(
+        "--scans",
+        nargs="+",
+        metavar="FILE",
+        help="point clouds whose surfaces a net learns, for the last table",
+    )
+    return whole
 
+
+def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
         "doctor", help="prove and time this machine's kernels; write a report"
     )
@@ -53,82 +70,164 @@ def parser() -> argparse.ArgumentParser:
         "--out", metavar="DIR", default=".", help="write doctor.json to this folder"
     )
     doctor.add_argument(
-        "--compare",
-        nargs=2,
-        metavar=("A", "B"),
-        help="print two doctor.json side by side",
+        "--compare", nargs=2, metavar=("A", "B"), help="compare two doctor.json"
     )
 
+
+def _add_explain(commands) -> None:
     explain = commands.add_parser(
-        "explain", help="which route a convolution takes on a device, and why"
+        "explain", help="show which route a convolution takes on a device, and why"
     )
-    explain.add_argument(
+    add = explain.add_argument
+    whole = {"type": int}
+    numbers = {"type": int, "required": True}
+    add(
         "--kind",
         choices=KINDS,
-        help="submanifold by default; forward with a stride, or with other rows",
+        help="by default submanifold, or forward if rows change",
     )
-    explain.add_argument("--kernel", type=int, nargs="+", default=[3], metavar="SIZE")
-    explain.add_argument("--stride", type=int, default=1)
-    explain.add_argument(
-        "--channels", type=int, nargs=2, required=True, metavar=("IN", "OUT")
+    add("--kernel", **whole, nargs="+", default=[3], metavar="SIZE", help="extents")
+    add("--stride", **whole, default=1, help="stride (1)")
+    add("--channels", **numbers, nargs=2, metavar=("IN", "OUT"), help="channels")
+    add("--rows", **numbers, nargs="+", help="rows, or input rows and output rows")
+    add("--edges", **whole, help="edges of the kernel map")
+    add("--groups", **whole, default=1, help="groups of channels (1)")
+    add("--bits", **whole, choices=BITS, help="bits of a packed weight")
+    add("--dims", **whole, choices=(1, 2, 3, 4), default=3, help="spatial axes (3)")
+    add("--dtype", choices=tuple(DTYPES), default="float32", help="dtype of features")
+    add("--device", metavar="NAME", help=f"one of {', '.join(PROFILES)}")
+    add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help="pass")
+    add("--only", metavar="ROUTE", help="force a route")
+
+
+def _add_convert(commands) -> None:
+    convert = commands.add_parser(
+        "convert", help="write another library's checkpoint as one of this library"
     )
-    explain.add_argument(
-        "--rows",
-        type=int,
-        nargs="+",
+    add = convert.add_argument
+    add("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
+    add("target", metavar="TARGET", help=".safetensors, or a folder of the net")
+    add(
+        "--library",
         required=True,
-        metavar="ROWS",
-        help="rows, or input rows and output rows",
+        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
+        "io.LIBRARIES",
     )
-    explain.add_argument("--edges", type=int)
-    explain.add_argument("--groups", type=int, default=1)
-    explain.add_argument("--bits", type=int, choices=BITS, help="packed weight")
-    explain.add_argument("--dims", type=int, choices=(1, 2, 3, 4), default=3)
-    explain.add_argument("--dtype", choices=tuple(DTYPES), default="float32")
-    explain.add_argument(
-        "--device", metavar="NAME", help=f"one of {', '.join(PROFILES)}"
+    add("--model", choices=MODELS, help="net that SOURCE is for")
+    add("--config", metavar="FILE", help="JSON published with SOURCE; says the net")
+    add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the net")
+    add("--plan", help="channel plan of a minkunet: A, B, C or D")
+    add("--width", type=float, help="factor of all channels")
+    add(
+        "--trimmed",
+        action="store_true",
+        default=None,
+        help="leave out the coarse cells that torchsparse 2.1 leaves out",
     )
-    explain.add_argument("--pass", dest="pass_", choices=PASSES, default=FORWARD)
-    explain.add_argument("--only", metavar="ROUTE", help="force a route")
+    add("--about", metavar="NAME", help="voxels and classes: one of models.PUBLISHED")
+    add(
+        "--colour-range",
+        type=float,
+        nargs=2,
+        metavar=("BLACK", "WHITE"),
+        help="values of black and white in training, instead of those of --about",
+    )
+    add(
+        "--legacy",
+        action=argparse.BooleanOptionalAction,
+        help="whether a ptv3-m1 was trained with Pointcept 1.5.1 or older; by default "
+        "as --about says",
+    )
+    add(
+        "--size",
+        nargs="+",
+        default=[],
+        metavar="[NAME=]SIZE",
+        help="without a model: extents of kernels, 3 or 1x3x3; NAME may have a *",
+    )
+    add(
+        "--mapping",
+        metavar="FILE",
+        help="JSON object: prefix of a name to another, or null to drop its tensors",
+    )
+    add("--entry", metavar="KEY", help="entry of SOURCE with the weights")
+    add("--bits", type=int, choices=BITS, help="pack the weights")
+    add(
+        "--group-size",
+        type=int,
+        choices=GROUP_SIZES,
+        default=DEFAULT_GROUP_SIZE,
+        help="input channels that share a scale",
+    )
+    add("--activations", type=int, choices=(8,), help="bits of features, with --bits")
+    add(
+        "--calibrate",
+        nargs="+",
+        metavar="SCAN",
+        help="choose scales by scans that the net reads as --about says",
+    )
+    add("--partial", action="store_true", help="write what matched, and warn")
+    add(
+        "--unit-as-shaped",
+        action="store_true",
+        help="take spconv's kernels of one offset as (C_out, 1, 1, 1, C_in), not as "
+        "spconv multiplies them: for nets with a 1x1 layer of their own",
+    )
 
-    convert.add_parser(commands)
 
-    segment = commands.add_parser(
-        "segment", help="a scan's points by class, in colour, and a picture"
+def _add_nets(commands) -> None:
+    """Add the commands that run a net, which share options."""
+    net, scan, mesh = (argparse.ArgumentParser(add_help=False) for _ in range(3))
+    net.add_argument(
+        "--model", metavar="FOLDER", help="folder of the net, or owner/name on a hub"
     )
-    segment.add_argument("scan", metavar="SCAN", help="a point-cloud file")
-    segment.add_argument(
-        "--model", metavar="FOLDER", help="a net's folder, or owner/name of one"
+    net.add_argument("--revision", help="branch, tag or commit of owner/name")
+    net.add_argument(
+        "--code", metavar="FILE.py", help="run this file, which defines the net's class"
     )
-    segment.add_argument("--revision", help="of owner/name: branch, tag or commit")
-    segment.add_argument("--code", metavar="FILE.py", help=CODE)
-    segment.add_argument(
-        "--out", metavar="DIR", default="segmented", help="folder of what it writes"
-    )
-    segment.add_argument(
+    scan.add_argument("scan", metavar="SCAN", help="a point-cloud file")
+    scan.add_argument(
         "--fill", action="store_true", help="read zeros for what the scan lacks"
     )
-    segment.add_argument("--columns", metavar="NAMES", default="", help=COLUMNS)
+    scan.add_argument(
+        "--columns",
+        metavar="NAMES",
+        default="",
+        help="columns of a .bin file, such as x,y,z,intensity,ring",
+    )
+    mesh.add_argument(
+        "--faces", type=int, default=200_000, help="triangles, at most (200000)"
+    )
+    mesh.add_argument(
+        "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
+    )
+    mesh.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
+    mesh.add_argument(
+        "--memory", metavar="SIZE", help="keep the nets below this, such as 8GB"
+    )
+
+    segment = commands.add_parser(
+        "segment",
+        parents=[scan, net],
+        help="colour a scan's points by class, and draw them",
+    )
+    segment.add_argument(
+        "--out", metavar="DIR", default="segmented", help="folder to write to"
+    )
     segment.add_argument(
         "--up",
         metavar="AXIS",
         default="z",
-        help="what is upwards in the picture: x, y, z, or --up=-y as cameras have it",
+        help="upward axis in the picture: x, y, z, or --up=-y as cameras have it",
     )
-
-    generate.add_parser(commands)
 
     detect = commands.add_parser(
-        "detect", help="boxes in a scan: a table, files, and a picture from above"
+        "detect",
+        parents=[scan, net],
+        help="find boxes in a scan: a table, files, and a picture from above",
     )
-    detect.add_argument("scan", metavar="SCAN", help="a point-cloud file")
     detect.add_argument(
-        "--model", metavar="FOLDER", help="a detector's folder, or owner/name of one"
-    )
-    detect.add_argument("--revision", help="of owner/name: branch, tag or commit")
-    detect.add_argument("--code", metavar="FILE.py", help=CODE)
-    detect.add_argument(
-        "--out", metavar="DIR", default="detected", help="folder of what it writes"
+        "--out", metavar="DIR", default="detected", help="folder to write to"
     )
     detect.add_argument(
         "--score", type=float, help="least score of a box; by default the net's own"
@@ -140,56 +239,70 @@ def parser() -> argparse.ArgumentParser:
         metavar=("X", "Y", "Z"),
         help="the scanner in the file's coordinates, if it is not at 0",
     )
-    detect.add_argument(
-        "--fill", action="store_true", help="read zeros for what the scan lacks"
-    )
-    detect.add_argument("--columns", metavar="NAMES", default="", help=COLUMNS)
 
     decode = commands.add_parser(
-        "decode", help="TRELLIS.2's latents to a mesh with its texture, and a picture"
+        "decode",
+        parents=[net, mesh],
+        help="decode TRELLIS.2's latents to a mesh with its texture, and a picture",
     )
     decode.add_argument("latents", metavar="LATENTS", help="a safetensors file")
     decode.add_argument(
-        "--model", metavar="FOLDER", help="the shape decoder's, or owner/name of one"
-    )
-    decode.add_argument(
         "--texture-model", metavar="FOLDER", help="the texture decoder's, likewise"
     )
-    decode.add_argument("--revision", help="of owner/name: branch, tag or commit")
-    decode.add_argument("--code", metavar="FILE.py", help=CODE)
     decode.add_argument(
         "--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj"
     )
-    decode.add_argument("--element", type=int, default=0, help="of the batch")
+    decode.add_argument("--element", type=int, default=0, help="batch element (0)")
     decode.add_argument(
         "--resolution", type=int, help="fine voxels along the box (a guess if absent)"
     )
     decode.add_argument(
-        "--faces", type=int, default=200_000, help="triangles, at most (200000)"
+        "--trace", dest="page", metavar="FILE", help="write a page of what ran"
     )
-    decode.add_argument(
-        "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
-    )
-    decode.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
-    decode.add_argument("--memory", metavar="SIZE", help=generate.MEMORY)
-    decode.add_argument("--trace", metavar="FILE", help="a page of what ran")
 
-    demo = commands.add_parser("demo", help="a small net, from points to a report")
-    demo.add_argument("--points", metavar="FILE", help="a point-cloud file")
-    demo.add_argument("--out", metavar="DIR", help="folder of what it writes")
-    demo.add_argument(
-        "--scans",
-        nargs="+",
+    generate = commands.add_parser(
+        "generate",
+        parents=[mesh],
+        help="make TRELLIS.2's latents of an image's tokens, and a mesh",
+    )
+    add = generate.add_argument
+    add(
+        "--image-tokens",
         metavar="FILE",
-        help="whose surfaces a net learns to tell apart, for the last table",
+        required=True,
+        help=".safetensors with cond_512 and cond_1024, (B, M, C) each",
     )
-    return whole
+    add("--model", metavar="FOLDER", help="TRELLIS.2's, with pipeline.json and ckpts")
+    add(
+        "--out",
+        metavar="FILE",
+        default="asset.glb",
+        help=".glb, .ply or .obj with latents beside it, or .safetensors of them alone",
+    )
+    add("--type", choices=FORMS, help="by default pipeline.json's")
+    add("--seed", type=int, default=42, help="seed of the noise (42)")
+    add("--steps", type=int, help="steps of every stage")
+    add("--guidance", type=float, help="strength, of every stage")
+    add(
+        "--set",
+        nargs="+",
+        default=[],
+        dest="settings",
+        metavar="STAGE.NAME=VALUE",
+        help=f"of one stage: {', '.join(STAGES)}; {', '.join(SETTINGS)}",
+    )
+    add("--no-texture", action="store_true", help="make the shape's latents alone")
+    add(
+        "--max-tokens",
+        type=int,
+        default=49152,
+        help="rows above which a cascade lowers its resolution (49152)",
+    )
+    add("--dtype", choices=DTYPES, help="dtype of the flow models' blocks")
 
 
-# What a person can mend: said in a sentence, without a traceback.
+# Errors that the user can correct: one sentence, no traceback.
 WRONG = ValueError, TypeError, ImportError, OSError, HostMissing, MemoryLimitError
-
-
 # Exit codes of what a signal ends, as shells have them: 128 and its number.
 INTERRUPTED, NO_READER = 130, 141
 
@@ -218,19 +331,8 @@ def _silence() -> None:
 
 def _run(arguments: Sequence[str] | None) -> int:
     given = parser().parse_args(arguments)
-    commands = {
-        "info": _info,
-        "doctor": _doctor,
-        "explain": _explain,
-        "convert": convert.run,
-        "segment": _segment,
-        "detect": _detect,
-        "decode": _decode,
-        "generate": generate.run,
-        "demo": _demo,
-    }
     try:
-        code = commands[given.command](given)
+        return _call(given) or 0
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after ^C
@@ -246,7 +348,35 @@ def _run(arguments: Sequence[str] | None) -> int:
             said = f"{shown(str(error.filename))}: {error.strerror.lower()}"
         print(f"mlx-lattice {given.command}: {said}", file=sys.stderr)
         return 2
-    return code or 0
+
+
+def _call(given: argparse.Namespace) -> int | None:
+    """Run a command's function, which takes its options."""
+    if given.command in ("info", "doctor", "explain", "demo"):
+        return globals()[f"_{given.command}"](given)
+    options = {k: v for k, v in vars(given).items() if k not in ("command", "code")}
+    if code := getattr(given, "code", None):
+        path = Path(code).resolve(strict=True)
+        sys.path.insert(0, str(path.parent))
+        import_module(path.stem)
+    with _extra(given.command, EXTRAS.get(given.command)):
+        module = import_module(f".commands.{given.command}", __package__)
+        if given.command == "convert":
+            return module.run(given)
+        if given.model is None:
+            raise ValueError(module.where_weights_are())
+        module.run(**options)
+
+
+@contextmanager
+def _extra(command: str, extra: str | None) -> Iterator[None]:
+    """Say which extra to install where an import in the block fails."""
+    try:
+        yield
+    except ImportError as error:
+        if error.name is None or extra is None:  # a sentence already
+            raise
+        raise ImportError(f"{command} needs {error.name}; {install(extra)}") from error
 
 
 def _info(given: argparse.Namespace) -> None:
@@ -292,78 +422,6 @@ def _explain(given: argparse.Namespace) -> None:
         bits=given.bits,
     )
     print(explain(problem, device=given.device, pass_=given.pass_, only=given.only))
-
-
-@contextmanager
-def _extra(command: str, extra: str) -> Iterator[None]:
-    """Say which extra to install where an import in the block fails."""
-    try:
-        yield
-    except ImportError as error:
-        if error.name is None:  # a sentence already
-            raise
-        raise ImportError(f"{command} needs {error.name}; {install(extra)}") from error
-
-
-@contextmanager
-def _net_of(
-    given: argparse.Namespace, command: str, extra: str
-) -> Iterator[ModuleType]:
-    """Import the module of a command that takes a net's folder, and the net's code."""
-    if given.code is not None:
-        code = Path(given.code).resolve(strict=True)
-        sys.path.insert(0, str(code.parent))
-        import_module(code.stem)
-    with _extra(command, extra):
-        module = import_module(f".{command}", __package__)
-        if given.model is None:
-            raise ValueError(module.where_weights_are())
-        yield module
-
-
-def _segment(given: argparse.Namespace) -> None:
-    with _net_of(given, "segment", "demo") as segment:
-        segment.run(
-            given.scan,
-            given.model,
-            given.out,
-            columns=given.columns,
-            fill=given.fill,
-            revision=given.revision,
-            up=given.up,
-        )
-
-
-def _detect(given: argparse.Namespace) -> None:
-    with _net_of(given, "detect", "demo") as detect:
-        detect.run(
-            given.scan,
-            given.model,
-            given.out,
-            columns=given.columns,
-            score=given.score,
-            centre=given.centre,
-            fill=given.fill,
-            revision=given.revision,
-        )
-
-
-def _decode(given: argparse.Namespace) -> None:
-    with _net_of(given, "decode", "mesh") as decode:
-        decode.run(
-            given.latents,
-            given.model,
-            given.out,
-            texture_model=given.texture_model,
-            element=given.element,
-            resolution=given.resolution,
-            faces=given.faces,
-            texture_size=given.texture_size,
-            bits=given.bits,
-            page=given.trace,
-            revision=given.revision,
-            memory=given.memory,
-        )
 
 
 def _demo(given: argparse.Namespace) -> None:

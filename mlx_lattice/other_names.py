@@ -97,14 +97,8 @@ NAMES = {
 def unknown_name(name: str, module: str, functions: Container[str] = ()) -> None:
     """Raise the AttributeError of a name that a module of this package does not have.
 
-    Args:
-        name: the attribute that was asked for.
-        module: the module's name.
-        functions: names of ``ops``, if the module is another one.
-
-    Raises:
-        AttributeError: always. If another library has the name, the message says what
-            to write here.
+    ``functions`` are the names of ``ops``, if the module is another one. If another
+    library has the name, the message says what to write here.
     """
     dims = re.search(r"[1-4](?=d$)", name)
     known = NAMES.get(name) or NAMES.get(re.sub(r"[124](?=d$)", "3", name))

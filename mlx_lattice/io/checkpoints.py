@@ -98,12 +98,11 @@ class ImportReport:
 
 
 def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
-    """Read the arrays of a checkpoint; nothing that it holds is executed.
+    """Read the arrays of a checkpoint; no code in it is executed.
 
     Args:
-        path: ``.safetensors``, or what ``torch.save`` wrote (``.pt``, ``.pth``,
-            ``.ckpt``, ``.bin``, ``.tar``), as a zip or in its older format. PyTorch
-            itself is not needed.
+        path: ``.safetensors``, or a file of ``torch.save`` (``.pt``, ``.pth``,
+            ``.ckpt``, ``.bin``, ``.tar``). PyTorch itself is not needed.
         key: the entry of a PyTorch file that holds the weights; a dot leads into a
             nested entry. By default ``state_dict``, ``model`` and other names that
             trainers use are found, and a warning names other entries with tensors.
@@ -113,8 +112,7 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
 
     Raises:
         CheckpointError: the file is broken, does not say which of its entries holds
-            the weights, or keeps other objects among the weights. Objects beside the
-            weights (schedulers, NumPy scalars) are left out.
+            the weights, or keeps other objects among the weights.
         FileNotFoundError: there is no such file.
     """
     with opened(Path(path), key) as state:
@@ -134,33 +132,27 @@ def import_checkpoint(
 ) -> ImportReport:
     """Load another library's checkpoint into a model, converting weights and names.
 
-    A name of the checkpoint first goes through ``mapping``, where there is one. Then
-    what the library adds to PyTorch's names is removed: its own name of a weight,
-    modules that only wrap others. The result must be the name of a parameter, in which
-    the ``layers`` of a Sequential may be left out, or a name under which this model is
-    published in this library: MinkowskiEngine's MinkUNet, torchsparse's, TRELLIS.2's
-    nets, Pointcept's SpUNet. Where each name begins with ``module.``, that is taken
-    off first.
+    A name goes through ``mapping`` first. Then the library's additions to PyTorch's
+    names are removed: its own name of a weight, and modules that only wrap others. The
+    result must be the name of a parameter, in which the ``layers`` of a Sequential may
+    be left out, or a name under which this model is published in this library. If each
+    name begins with ``module.``, that prefix is taken off first.
 
-    A kernel of one offset that spconv wrote for a submanifold convolution, or for one
-    of stride 1, is read as spconv multiplies it: its memory as (C_in, C_out), though
-    its shape says (C_out, 1, 1, 1, C_in).
-
-    Weights of MLX's own convolutions, over dense grids, are PyTorch's in any library.
-
-    What ``mlx-lattice convert`` wrote is of the library "mlx_lattice".
+    spconv multiplies a kernel of one offset as its memory read as (C_in, C_out), though
+    its shape says (C_out, 1, 1, 1, C_in); kernels with stride 1 are read in this way.
 
     Parameters keep their dtype; a file's tensors are read one at a time. BatchNorm's
     running statistics are parameters like others; its epsilon is in no checkpoint.
 
     Args:
-        source: a file for ``load_state``, or what it returned.
+        source: a file for ``load_state``, or its result.
         model: the model, of ``mlx_lattice.nn`` modules.
-        library: one of ``LIBRARIES``: who wrote the checkpoint.
+        library: one of ``LIBRARIES``: the library that wrote the checkpoint;
+            "mlx_lattice" for the files of ``mlx-lattice convert``.
         mapping: dotted prefix to its replacement (``""`` drops the prefix, ``None``
             the tensors under it; the longest prefix wins), or a function of a name. In
-            a prefix ``*`` stands for what there is up to the next dot, at its end for
-            all that is left, and so it does in the replacement: ``{"net.*": "*"}``.
+            a prefix ``*`` stands for a part up to the next dot, at its end for the rest
+            of the name, and so it does in the replacement: ``{"net.*": "*"}``.
         strict: whether anything unmatched is an error, with the model left as it is.
         unit_as_shaped: take kernels of one offset as their shape says: for nets of
             spconv's whose own 1x1 layer keeps (C_out, C_in).
@@ -169,8 +161,8 @@ def import_checkpoint(
         An ``ImportReport``; ``print`` it.
 
     Raises:
-        CheckpointError: the file is refused, two tensors are meant for one parameter,
-            or ``strict`` is set and something did not match: the report is the text.
+        CheckpointError: the file is refused, two tensors match one parameter, or
+            ``strict`` is set and something did not match: the text is the report.
     """
     if not isinstance(model, mlx.nn.Module):
         raise TypeError(f"model must be a module; got {type(model).__name__}")
@@ -201,15 +193,14 @@ def convert_state(
 ) -> dict[str, mx.array]:
     """Convert a checkpoint without a model.
 
-    ``import_checkpoint(converted, model, "mlx_lattice")`` loads the result; names are
-    the checkpoint's, but for what the library adds to PyTorch's.
+    ``import_checkpoint(converted, model, "mlx_lattice")`` loads the result. Names stay
+    the checkpoint's, without the library's additions to PyTorch's names.
 
     Args:
         state: the result of ``load_state``.
         library: one of ``LIBRARIES``.
-        mapping: as ``import_checkpoint`` takes it.
-        unit_as_shaped: take kernels of one offset as their shape says. Without a model
-            nothing tells strides, so that all of spconv's are taken for stride 1.
+        mapping, unit_as_shaped: as of ``import_checkpoint``. Strides are not known
+            without a model: spconv's kernels of one offset are taken for stride 1.
         sizes: extents of kernels, for libraries that keep a kernel's offsets on one
             axis: an int for a cube, or one extent an axis; or a pair of a name, in
             which ``*`` stands for anything, and the extents of such kernels.
@@ -218,8 +209,8 @@ def convert_state(
         Name to array, convolutions as (C_out, kernel..., C_in).
 
     Raises:
-        CheckpointError: a kernel's extents are told by no size, or by several; or the
-            library has two layouts that only a model tells apart.
+        CheckpointError: no size or several fit a kernel; or the library has two layouts
+            that only a model tells apart.
     """
     held = ArrayState(state)
     steps = plan(held, library, mapping, Sizes(sizes), unit_as_shaped)
@@ -230,12 +221,7 @@ def convert_state(
 def opened(
     source: str | Path | Mapping[str, mx.array], key: str | None = None
 ) -> Iterator[State]:
-    """Open a checkpoint, or take the arrays of one.
-
-    Raises:
-        CheckpointError: the file is broken, or asks for more than tensors.
-        FileNotFoundError: there is no such file.
-    """
+    """Open a checkpoint, or take the arrays of one."""
     if not isinstance(source, str | Path):
         yield ArrayState(source)
         return
@@ -577,12 +563,6 @@ class Renamer:
     A key is a dotted prefix of names. A ``*`` in it stands for what there is up to the
     next dot, and at its end for all that is left; each ``*`` of the new name takes what
     that of the key stood for. The key with the most other letters wins.
-
-    Args:
-        mapping: prefixes to prefixes, ``""`` for none, None for names to drop; or a
-            function of a name, which returns a name or None.
-        names: all names of the checkpoint. Where each begins with ``module.``, that is
-            taken off before the mapping sees them.
     """
 
     def __init__(self, mapping: Names, names: Collection[str]):
@@ -658,13 +638,7 @@ def _checked(new: object, name: str) -> str | None:
 def suggestion(
     left: Collection[str], wanted: Collection[str], place: Callable[[str], str | None]
 ) -> str:
-    """Return the prefix with which most left-over names would fit, as a sentence.
-
-    Args:
-        left: names of the checkpoint that no parameter was for.
-        wanted: parameters that no name was for.
-        place: from a name to the parameter that it means.
-    """
+    """Return the prefix with which most left-over names would fit, as a sentence."""
     less, more = Counter(), Counter()
     for name in left:
         less.update(prefix for prefix, end in _cuts(name) if place(end) in wanted)

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import errno
+import json
 import re
 import stat
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 SHOWN = 120
 
@@ -66,18 +68,7 @@ def listed(names: Iterable[str], none: str = "nothing") -> str:
 
 
 def check_file(path: Path, error: type[FileError], *, binary: bool = False) -> None:
-    """Raise unless a path names a regular file that is not a failed download.
-
-    Args:
-        path: the file, of which the first KiB is read.
-        error: the class to raise.
-        binary: whether the format is never text and never empty.
-
-    Raises:
-        FileError: the path is too long, or names a folder, a pipe or a device; or the
-            file is a Git LFS pointer, a web page, or text under a binary file's name.
-        FileNotFoundError: there is no such file.
-    """
+    """Raise unless a path names a regular file that is not a failed download."""
     try:
         mode = path.stat().st_mode
     except OSError as reason:
@@ -113,3 +104,16 @@ def check_file(path: Path, error: type[FileError], *, binary: bool = False) -> N
             f"{path.name} holds text, and its format is binary: it begins with "
             f"{begins}. Download the file again"
         )
+
+
+def read_object(path: str | Path) -> dict[str, Any]:
+    """Return the JSON object in a file; raise a CheckpointError if it holds none."""
+    path = Path(path)
+    check_file(path, CheckpointError)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError):
+        found = None
+    if not isinstance(found, dict):
+        raise CheckpointError(f"{path} is no JSON object")
+    return found

@@ -23,8 +23,8 @@ from ..atomic_write import atomic_write
 from ..distribution import NAME, __version__, install
 from ..memory import format_bytes
 from ..nn.integer_files import OPTIONAL
-from .errors import CheckpointError, check_file, shown
-from .safetensors import read_safetensors, write_safetensors
+from .errors import CheckpointError, read_object, shown
+from .safetensors import read_safetensors
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _CONFIG_BYTES = 2**22
@@ -32,17 +32,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
-    """Return a folder on this machine; one of a hub is fetched, or found in its cache.
-
-    Args:
-        path_or_repo: a folder, or ``owner/name`` of a repository on Hugging Face.
-        revision: of a repository: a branch, a tag or a commit.
-
-    Raises:
-        FileNotFoundError: there is no such folder, and no such repository in the cache
-            or within reach.
-        ImportError: a repository is asked for, and ``huggingface_hub`` is not there.
-    """
+    """Return a local folder, or fetch a repository of a hub to its cache."""
     path = Path(path_or_repo).expanduser()
     if os.path.isdir(path):  # False for a path that is too long, where pathlib raises
         return path
@@ -73,25 +63,16 @@ def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what ``config.json`` says, checked as far as no model is needed.
-
-    Raises:
-        CheckpointError: there is none, or it is no config of a net of this package.
-    """
+    """Return what ``config.json`` says, checked as far as no model is needed."""
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(
             f"{folder} has no {CONFIG}: it is no folder that save_pretrained or "
             "mlx-lattice convert wrote"
         )
-    check_file(path, CheckpointError)
     if path.stat().st_size > _CONFIG_BYTES:
         raise CheckpointError(f"{path} is larger than 4 MiB, too large for a config")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        config = None
-    held = config if isinstance(config, dict) else {}
+    held = read_object(path)
     if not isinstance(held.get("model"), str):
         raise CheckpointError(
             f'{path} is no JSON object with the name of a "model" of this package'
@@ -103,11 +84,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
-    """Return the arrays of ``model.safetensors``, or of the parts of one.
-
-    Raises:
-        CheckpointError: there is none, a file is broken, or two have the same name.
-    """
+    """Return the arrays of ``model.safetensors``, or of the parts of one."""
     files = sorted(folder.glob("model*.safetensors"))
     if not files:
         raise CheckpointError(f"{folder} has no {WEIGHTS}")
@@ -123,11 +100,7 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
 
 
 def load_weights(model: mlx.nn.Module, folder: Path) -> None:
-    """Give a model the weights of a folder; each array must be a parameter's.
-
-    Raises:
-        CheckpointError: an array is missing, left over, or of another shape or kind.
-    """
+    """Give a model the weights of a folder; each array must be a parameter's."""
     arrays = read_weights(folder)
     wanted = dict(tree_flatten(model.parameters()))
     wrong = [f"{name} is missing" for name in wanted if name not in arrays]
@@ -172,10 +145,6 @@ def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterato
     """Write a folder; the block writes the weights to the path that it gets.
 
     If writing fails, the folder keeps the files that it had.
-
-    Raises:
-        NotADirectoryError: a file has the folder's name.
-        OSError: a file cannot be written.
     """
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
@@ -191,15 +160,16 @@ def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterato
         old.unlink(missing_ok=True)
 
 
-def write_folder(
-    folder: str | Path, config: Mapping[str, Any], model: mlx.nn.Module, card: str
-) -> None:
-    """Write the three files of a model; errors are those of ``written``."""
-    with written(folder, config, card) as path:
-        write_safetensors(path, dict(tree_flatten(model.parameters())))
-
-
 # Packed weights
+
+PACKED_GROUP = 64  # input channels that share a scale
+
+
+def pack(net: mlx.nn.Module, bits: int, path: str | Path) -> None:
+    """Pack the weights of a folder's float net, except those of ``nn.keep_float``."""
+    if described_packing(net):
+        raise CheckpointError(f"{path} is packed already; leave --bits out")
+    mlx.nn.quantize(net, PACKED_GROUP, bits, class_predicate=nn.keep_float())
 
 
 def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
@@ -243,14 +213,7 @@ def _packing(module: mlx.nn.Module) -> dict[str, Any]:
 
 
 def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> None:
-    """Pack a model's layers as ``described_packing`` says; nothing is computed.
-
-    What integer layers have is read from the names of the folder's arrays.
-
-    Raises:
-        CheckpointError: the description names layers that the model has not, or a
-            packing that there is none of; or the arrays are of another one.
-    """
+    """Pack a model's layers as ``described_packing`` says; nothing is computed."""
     left, others = packing.get("float", []), packing.get("layers", {})
     errors = packing.get("rounding_errors", {})
     if not isinstance(left, list) or not isinstance(others, dict):
@@ -341,14 +304,7 @@ _LICENCES = ("mit", "apache-2.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0"
 def model_card(
     config: Mapping[str, Any], parameters: int, size: int, module: str | None = None
 ) -> str:
-    """Return the Markdown of a card.
-
-    Args:
-        config: what ``config.json`` says.
-        parameters: how many numbers the weights are, packed ones counted one by one.
-        size: bytes of the arrays.
-        module: the module that defines the class, if that is not this package.
-    """
+    """Return the Markdown of a card."""
     name, about = config["model"], config.get("about", {})
     licence = about.get("licence", "")
     word = licence.lower().replace(" ", "-")

@@ -98,24 +98,21 @@ def convert_weight(
     *,
     unit_as_shaped: bool = False,
 ) -> mx.array:
-    """Return a convolution's weight in MLX's layout.
+    """Return a convolution's weight in MLX's layout, (C_out, kernel..., C_in).
 
     Args:
-        array: the weight as the library keeps it.
+        array: the weight in the library's layout.
         library: one of ``LIBRARIES``.
         kernel_size: the extent of each spatial axis; an int means 3 equal ones.
         transposed: whether the convolution is a transposed one.
         unit_as_shaped: take a kernel of one offset as its shape says. By default
             spconv's is read as spconv multiplies it, its memory as (C_in, C_out): set
-            this where the stride is not 1 (and the convolution not submanifold), or
-            where the net's own 1x1 layer keeps (C_out, C_in).
-
-    Returns:
-        (C_out, kernel..., C_in), in the dtype of ``array``.
+            this if the stride is not 1 (and the convolution not submanifold), or if the
+            net's own 1x1 layer keeps (C_out, C_in).
 
     Raises:
-        CheckpointError: no such library, or a shape that is not its layout's.
-        ValueError: an extent is no int of 1 or more.
+        CheckpointError: no such library, or the shape does not fit its layout.
+        ValueError: an extent is not an int of 1 or more.
     """
     layout = layout_of(library)
     if not isinstance(array, mx.array):
@@ -166,17 +163,7 @@ def convert_weight(
 def convert_linear(
     array: mx.array, library: str, channels: tuple[int, int] | None
 ) -> mx.array:
-    """Return a linear layer's weight as (C_out, C_in).
-
-    Args:
-        array: the weight as the library keeps it, with two axes.
-        library: one of ``LIBRARIES``.
-        channels: (C_in, C_out) that it must have; None where that is not known.
-
-    Raises:
-        CheckpointError: the library has layers of both orders, and the shape does not
-            tell which this is.
-    """
+    """Return a linear layer's weight as (C_out, C_in)."""
     order = layout_of(library).linear
     if order == "either":
         if channels is None or array.shape[0] == array.shape[1]:

@@ -92,33 +92,28 @@ class PointCloud:
 
 
 def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointCloud:
-    """Read a point cloud; the suffix of the file says how.
+    """Read a point cloud; the suffix of the file says the format.
 
-    ``.ply`` (ASCII or binary), ``.pcd`` (ASCII, binary or compressed), ``.las`` and
-    ``.laz``, ``.npy`` and ``.npz`` (an array of at least three columns, a structured
-    array with x, y, z, or an entry "points" and others beside it), ``.bin``
-    (float32 x, y, z, intensity, as KITTI stores them), ``.pcd.bin`` (nuScenes': the
-    ring of each point too), ``.vtk`` (legacy; the points alone), ``.csv``, ``.txt``,
-    ``.xyz`` and ``.asc`` (a point a line; names of columns in the first or in a comment
-    before it, or x, y, z).
+    ``.ply`` and ``.pcd`` (ASCII, binary or compressed), ``.las`` and ``.laz``, ``.npy``
+    and ``.npz`` (an array of at least three columns, a structured array with x, y, z,
+    or an entry "points" and others beside it), ``.bin`` (float32 x, y, z, intensity, as
+    in KITTI), ``.pcd.bin`` (nuScenes': also the ring), ``.vtk`` (legacy; points alone),
+    ``.csv``, ``.txt``, ``.xyz`` and ``.asc`` (a point a line; names of columns in the
+    first line or in a comment before it, or x, y, z).
 
     Args:
         path: the file.
         columns: the names of the columns of ``.bin``, ``.npy``, ``.npz`` and tables,
             in their order, as a list or as in "x,y,z,intensity,_,ring". Columns named
-            _ are left out. A ``.bin`` of other columns than KITTI's needs them; whether
-            it holds float32 or float64 is told by its size and values.
-
-    Returns:
-        A ``PointCloud``.
+            _ are left out. A ``.bin`` with other columns than KITTI's needs them; its
+            size and values say whether it holds float32 or float64.
 
     Raises:
-        PointFileError: the file is truncated, has no x, y, z, or is no such file; or a
+        PointFileError: the file is truncated, has no x, y, z, or another format; or a
             ``.bin`` does not look like KITTI's, and no columns are named.
         ValueError: ``columns`` lacks x, y or z, repeats a name, or is given for a file
             that names its own.
-        ImportError: the format needs a package that is not installed; the text says
-            how to install it.
+        ImportError: the format needs a package that is not installed.
         FileNotFoundError: there is no such file.
     """
     path = Path(path)
@@ -344,11 +339,7 @@ def _array_columns(array: np.ndarray, path: Path, names: Sequence[str] = ()) -> 
 
 
 def named_columns(table: np.ndarray, names: Sequence[str], path: Path) -> Columns:
-    """Return the columns of a (N, 3 or more) table by name.
-
-    Without names they are x, y, z, intensity if there are four, and "columns" for all
-    after z if there are more.
-    """
+    """Return the columns of a (N, 3 or more) table by name."""
     width = table.shape[1]
     if names and len(names) != width:
         raise ValueError(
@@ -480,15 +471,7 @@ _ALIKE, _BETTER = 0.05, 0.02
 
 
 def read_bin(path: Path, columns: Sequence[str] = ()) -> Columns:
-    """Return the columns of a file of numbers by name.
-
-    Args:
-        path: the file.
-        columns: their names, in order; by default KITTI's, or nuScenes' for .pcd.bin.
-
-    Raises:
-        PointFileError: the size or the values are not those of the columns.
-    """
+    """Return the columns of a file of numbers by name."""
     sweep = path.name.lower().endswith(".pcd.bin")
     names = tuple(columns) or (NUSCENES if sweep else KITTI)
     content, width = path.read_bytes(), len(names)
@@ -521,14 +504,7 @@ def read_bin(path: Path, columns: Sequence[str] = ()) -> Columns:
 def _doubt(
     content: bytes, dtype: str, width: int, *, sure: bool
 ) -> tuple[str, int | None]:
-    """Return why a file is not float32 of that many columns, or "", and its columns.
-
-    Args:
-        content: the file.
-        dtype: "<f4", "<f8" or "" as of ``_dtype``.
-        width: columns that are expected.
-        sure: whether the file's name promises them.
-    """
+    """Return why a file is not float32 of that many columns, or "", and its columns."""
     if not content or len(content) % 4:
         return "", None
     if not dtype:

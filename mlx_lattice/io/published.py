@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import re
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 from mlx.nn import Module
@@ -24,7 +22,7 @@ from ..models import (
 )
 from ..models.trellis2 import FlowModel
 from ..models.trellis2.published import NETS, arguments_of
-from .errors import CheckpointError, check_file, shown
+from .errors import CheckpointError, shown
 from .layouts import OURS
 
 Rename = Callable[[str], str | None]
@@ -252,58 +250,37 @@ def published(model: Module | None, library: str) -> tuple[Rename, ...]:
 SPVNAS_INPUTS = 4
 
 
-def read_config(path: str | Path) -> dict:
-    """Return the JSON object of a file.
-
-    Raises:
-        CheckpointError: the file holds none.
-    """
-    path = Path(path)
-    check_file(path, CheckpointError)
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError):
-        config = None
-    if not isinstance(config, dict):
-        raise CheckpointError(f"{path} is no JSON object")
-    return config
-
-
-class Configuration(Mapping):
+class Configuration(dict):
     """A published configuration, which records the keys that are read.
 
     ``mlx-lattice convert`` prints the keys that no model reads. Objects within the
     configuration are recorded in the same way.
-
-    Args:
-        entries: the JSON object.
     """
 
     def __init__(self, entries: Mapping[str, Any]):
-        self._entries = {key: _recorded(value) for key, value in entries.items()}
+        super().__init__({key: _recorded(value) for key, value in entries.items()})
         self._read: set[str] = set()
 
     def __getitem__(self, key: str) -> Any:
-        value = self._entries[key]
+        value = super().__getitem__(key)
         self._read.add(key)
         return value
 
-    def __contains__(self, key: object) -> bool:
-        return key in self._entries
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry, or the default if there is none."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
 
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._entries)
-
-    def __len__(self) -> int:
-        return len(self._entries)
-
-    def __repr__(self) -> str:
-        return repr(self._entries)
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the keys and their entries, which are then read."""
+        return [(key, self[key]) for key in self]
 
     def unread(self) -> list[str]:
         """Return the dotted names of the keys that were not read."""
         names = []
-        for key, value in self._entries.items():
+        for key, value in super().items():
             if key not in self._read:
                 names.append(key)
                 continue
@@ -320,14 +297,7 @@ def _recorded(value: Any) -> Any:
 
 
 def trellis2(config: Mapping) -> tuple[str, dict]:
-    """Return our class and its arguments for a configuration of TRELLIS.2's.
-
-    Args:
-        config: ``{"name": ..., "args": {...}}``; other entries have no part in it.
-
-    Raises:
-        CheckpointError: the net is none of ours, or has parts that ours has not.
-    """
+    """Return our class and its arguments for a configuration of TRELLIS.2's."""
     name, arguments = config.get("name"), config.get("args")
     if (
         not isinstance(name, str)
@@ -345,17 +315,7 @@ def trellis2(config: Mapping) -> tuple[str, dict]:
 
 
 def spvnas(config: Mapping, kind: str) -> tuple[dict[str, Any], float | None]:
-    """Return the arguments of our class, and ``pres``, for SPVNAS's ``net.config``.
-
-    Args:
-        config: ``num_classes`` and ``cr``; optionally ``pres``, the size of the cells
-            that points are rounded to, ``vres``, the size of SPVCNN's voxels, and
-            ``trimmed``, which is an argument of the nets here.
-        kind: our class, "SPVCNN" or "MinkUNetTorchSparse".
-
-    Raises:
-        CheckpointError: an entry is missing or has a value of another type.
-    """
+    """Return the arguments of our class, and ``pres``, for SPVNAS's ``net.config``."""
     missing = [key for key in ("num_classes", "cr") if key not in config]
     if missing:
         raise CheckpointError(

@@ -129,12 +129,7 @@ class Archive:
         return _Bounded(self.stream)
 
     def add_storages(self, at: int, sizes: dict[str, tuple[int, int]]) -> None:
-        """Find the records of the old format's storages, which begin at byte ``at``.
-
-        Args:
-            at: the end of the pickles.
-            sizes: key to (elements, bytes of an element), in the order of the file.
-        """
+        """Find the records of the old format's storages, which begin at byte ``at``."""
         for key, (length, size) in sizes.items():
             self.stream.seek(at)
             count = int.from_bytes(self.stream.read(8), "little")

@@ -207,11 +207,7 @@ def write_safetensors(
 
 
 def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
-    """Return the metadata and the tensors of a file.
-
-    Raises:
-        CheckpointError: a tensor has not its own bytes, as many as its shape needs.
-    """
+    """Return the metadata and the tensors of a file."""
     check_file(path, CheckpointError, binary=True)
     with path.open("rb") as stream:
         length = int.from_bytes(stream.read(8), "little")

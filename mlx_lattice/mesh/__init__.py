@@ -18,9 +18,8 @@ except ImportError as error:
         f"mlx_lattice.mesh needs {error.name}; {install('mesh')}"
     ) from error
 
-from .files import save
-from .picture import contact_sheet, rendered
+from .asset import save
 from .surface import Surface
-from .texture import Texture, bake
+from .texture import Texture, bake, contact_sheet, rendered
 
 __all__ = ["Surface", "Texture", "bake", "contact_sheet", "rendered", "save"]

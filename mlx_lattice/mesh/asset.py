@@ -1,12 +1,14 @@
-"""From a decoded dual grid and its materials to a surface with a texture."""
+"""From a dual grid and its materials to a textured surface, and to its file."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 
+from ..atomic_write import atomic_write
 from ..checks import whole
 from ..ops import dual_grid_mesh, grid_sample_3d
 from ..ops.dual_grid import DualGrid
@@ -20,12 +22,7 @@ Report = Callable[[str], None]
 
 
 def check_asset(resolution: int | None, faces: int | None, texture_size: int) -> None:
-    """Check the sizes of an asset, before the work that leads to one.
-
-    Raises:
-        TypeError: one is not an int.
-        ValueError: one is too small, or too large.
-    """
+    """Check the sizes of an asset, before the work that leads to one."""
     for value, name, least in (
         (resolution, "resolution", 1),
         (faces, "faces", LEAST_FACES),
@@ -46,21 +43,14 @@ def surface_of(
 ) -> Surface:
     """Return the clean surface of a dual grid's only batch element, in the unit box.
 
-    Triangles that have no area go, then components below ``floaters`` of the largest
-    one's area; the rest is wound outwards, holes of up to ``holes`` sides are closed,
-    and it is simplified.
-
-    Args:
-        grid: what ``models.dual_grid`` returns.
-        resolution: voxels along the box, which spans -0.5 to 0.5.
-        faces: to simplify to; None leaves all.
-        floaters: share of the largest component's area; 0 leaves all.
-        holes: sides of the largest hole that is closed; 0 leaves all.
-        report: called with a line a step.
+    Triangles without area go, then components below ``floaters`` of the largest one's
+    area; the rest is wound outwards, holes of up to ``holes`` sides are closed, and it
+    is simplified to ``faces``. ``resolution`` are voxels along the box, from -0.5 to
+    0.5; ``report`` is called with a line a step.
 
     Raises:
-        ValueError: the grid has no triangles or none is left, it is of several batch
-            elements, or a size is too small.
+        ValueError: no triangles are left, there are several batch elements, or a size
+            is too small.
     """
     whole(resolution, "resolution", 1)
     say = report or (lambda line: None)
@@ -94,14 +84,11 @@ def surface_of(
 
 
 def materials_of(x: SparseTensor, resolution: int) -> Materials:
-    """Return what samples the texture decoder's voxels at places of the unit box.
+    """Return a function that samples the texture decoder's voxels at places of the box.
 
-    Trilinear over the active ones around a place, as TRELLIS.2's ``grid_sample_3d``;
-    where there are none, the nearest voxel's.
-
-    Args:
-        x: (N, 6) from 0 to 1: base colour, metallic, roughness, alpha.
-        resolution: voxels along the box.
+    It is trilinear over the active voxels around a place, as TRELLIS.2's
+    ``grid_sample_3d``; without any it takes the nearest voxel. ``x`` is (N, 6) from 0
+    to 1: base colour, metallic, roughness, alpha.
     """
     expect_tensor(x)
     if x.channels != 6 or not len(x):
@@ -144,16 +131,90 @@ def asset_of(
     report: Report | None = None,
     **options,
 ) -> tuple[Surface, Texture | None]:
-    """Return the surface of a dual grid and, if there are materials, its texture.
-
-    Args:
-        grid, resolution, report, **options: as for ``surface_of``.
-        materials: as for ``materials_of``, or None.
-        texture_size: texels of the texture's sides.
-    """
+    """Return the surface of a dual grid and, if there are materials, its texture."""
     check_asset(resolution, options.get("faces"), texture_size)
     surface = surface_of(grid, resolution, report=report, **options)
     if materials is None:
         return surface, None
     texture = bake(surface, materials_of(materials, resolution), texture_size)
     return surface, texture
+
+
+# Files
+
+SUFFIXES = (".glb", ".ply", ".obj")
+
+
+def check_suffix(path: str | Path) -> str:
+    """Return a path's suffix."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+    return suffix
+
+
+def save(path: str | Path, surface: Surface, texture: Texture | None = None) -> None:
+    """Write a surface; the suffix says how.
+
+    ``.glb``: glTF 2.0, y upwards (the surface's z), with base colour, metallic,
+    roughness and alpha as textures. ``.obj``: with a material file and the colours
+    beside it. ``.ply``: binary; a texture's colours are the vertices'.
+
+    Args:
+        path: the file.
+        surface: z upwards.
+        texture: of that surface, or None for plain grey.
+
+    Raises:
+        ValueError: another suffix.
+    """
+    import trimesh
+
+    suffix = check_suffix(path)
+    points, faces = surface.vertices, surface.faces
+    normals, visual = surface.vertex_normals(), None
+    if texture is not None:
+        at, places = texture.vertices, texture.places
+        points, faces, normals = points[at], texture.faces, normals[at]
+        visual = _visual(texture, suffix, Path(path).stem)
+        if suffix == ".ply":
+            colours = texture.colours_at(places)
+            visual = trimesh.visual.ColorVisuals(vertex_colors=colours)
+    if suffix == ".glb":
+        turn = np.array([[1, 0, 0], [0, 0, 1], [0, -1, 0]])
+        points, normals = points @ turn.T, normals @ turn.T
+    mesh = trimesh.Trimesh(
+        points, faces, vertex_normals=normals, visual=visual, process=False
+    )
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    options = {} if suffix == ".ply" else {"include_normals": True}
+    if suffix == ".obj":  # its material file and picture are named after it
+        options["mtl_name"] = f"{Path(path).stem}.mtl"
+    with atomic_write(path) as draft:
+        mesh.export(draft, **options)
+
+
+def _visual(texture: Texture, suffix: str, name: str):
+    from PIL import Image
+    from trimesh.visual import TextureVisuals
+    from trimesh.visual.material import PBRMaterial, SimpleMaterial
+
+    colour = Image.fromarray(
+        texture.colour if texture.is_clear else texture.colour[..., :3]
+    )
+    if suffix == ".obj":
+        material = SimpleMaterial(image=colour.convert("RGB"), name=name)
+        return TextureVisuals(uv=texture.places, material=material)
+    # glTF reads roughness from green and metallic from blue.
+    packed = np.zeros((*texture.surface.shape[:2], 3), np.uint8)
+    packed[..., 1:] = texture.surface
+    material = PBRMaterial(
+        baseColorTexture=colour,
+        metallicRoughnessTexture=Image.fromarray(packed),
+        baseColorFactor=[255, 255, 255, 255],
+        metallicFactor=1.0,
+        roughnessFactor=1.0,
+        alphaMode="BLEND" if texture.is_clear else "OPAQUE",
+        doubleSided=True,
+    )
+    return TextureVisuals(uv=texture.places, material=material)

@@ -109,11 +109,7 @@ class Surface:
         return _components(one, two, len(self.faces))
 
     def replace(self, keep: np.ndarray) -> Surface:
-        """Return some of the faces, and the vertices that they use, in order.
-
-        Args:
-            keep: (F,) bool, or places of faces.
-        """
+        """Return some of the faces, and the vertices that they use, in order."""
         faces = self.faces[keep]
         used = np.zeros(len(self.vertices), bool)
         used[faces] = True
@@ -131,11 +127,7 @@ class Surface:
         return self.replace(places[np.sort(first)])
 
     def without_floaters(self, share: float = 0.01) -> Surface:
-        """Return it without connected components of little area.
-
-        Args:
-            share: of the largest component's area; smaller ones go.
-        """
+        """Return it without connected components of little area."""
         if not 0 <= share <= 1:
             raise ValueError(f"share must be from 0 to 1; got {share}")
         if not len(self.faces):
@@ -197,11 +189,7 @@ class Surface:
         )
 
     def simplified(self, faces: int) -> Surface:
-        """Return it with about so many faces, or itself if it has no more.
-
-        Raises:
-            ValueError: fewer than 4 faces are asked for.
-        """
+        """Return it with about so many faces, or itself if it has no more."""
         whole(faces, "faces", LEAST_FACES)
         if len(self.faces) <= faces:
             return self

@@ -1,4 +1,4 @@
-"""Texture: an atlas over a surface, with the materials that a function gives.
+"""Textures over an atlas of a surface, and pictures of it without a graphics card.
 
 The atlas is xatlas's (Young); texels beyond its charts take the nearest one's colour,
 so that filtering at seams finds no background.
@@ -6,12 +6,14 @@ so that filtering at seams finds no background.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
-from .raster import covered
+from ..atomic_write import atomic_write
 from .surface import Surface
 
 CHANNELS = ("red", "green", "blue", "metallic", "roughness", "alpha")
@@ -41,6 +43,12 @@ class Texture:
     places: np.ndarray
     colour: np.ndarray
     surface: np.ndarray
+
+    def colours_at(self, places: np.ndarray) -> np.ndarray:
+        """Return (P, 4) uint8 colours at (P, 2) places in the unit square."""
+        size = len(self.colour)
+        column, row = np.clip((places * (1, -1) + (0, 1)) * size, 0, size - 1).T
+        return self.colour[row.astype(int), column.astype(int)]
 
     @property
     def is_clear(self) -> bool:
@@ -84,12 +92,7 @@ def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
 
 
 def atlas(surface: Surface, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Return the (U,) vertices, (F, 3) faces and (U, 2) places of an atlas.
-
-    Args:
-        surface: to lay out flat.
-        size: texels of the atlas's sides, for the distance between charts.
-    """
+    """Return the (U,) vertices, (F, 3) faces and (U, 2) places of an atlas."""
     import xatlas
 
     whole, faces = xatlas.Atlas(), surface.faces
@@ -136,3 +139,133 @@ def spread(image: np.ndarray, filled: np.ndarray) -> np.ndarray:
         ~filled, return_distances=False, return_indices=True
     )
     return image[rows, columns]
+
+
+# Pictures
+
+SIDES = ((-60.0, 25.0), (30.0, 25.0), (120.0, 25.0), (-60.0, 80.0))
+GREY = 0.72
+
+
+def rendered(
+    surface: Surface,
+    texture: Texture | None = None,
+    azimuth: float = -60.0,
+    elevation: float = 25.0,
+    size: int = 512,
+) -> np.ndarray:
+    """Return a (size, size, 3) uint8 picture in parallel view, lit from the eye.
+
+    The surface's z is upwards; without a texture it is grey. ``azimuth`` and
+    ``elevation`` of the eye are in degrees.
+    """
+    image = np.ones((size * size, 3))
+    if not len(surface.faces):
+        return (image.reshape(size, size, 3) * 255).astype(np.uint8)
+    a, e = np.radians((azimuth, elevation))
+    right = np.array([-np.sin(a), np.cos(a), 0])
+    eye = np.array([np.cos(e) * np.cos(a), np.cos(e) * np.sin(a), np.sin(e)])
+    down = -np.cross(eye, right)
+    low, high = surface.vertices.min(axis=0), surface.vertices.max(axis=0)
+    scale = 0.9 * size / (np.linalg.norm(high - low) or 1.0)
+    centred = (surface.vertices - (low + high) / 2) * scale
+    flat = centred @ np.stack([right, down], axis=1) + size / 2
+    depth = centred @ eye
+    nearest = np.full(size * size, -np.inf)
+    shade = _shades(surface, eye)
+    for part in covered(flat[surface.faces], size, size):
+        corners = surface.faces[part.face]
+        far = np.einsum("pk,pk->p", part.weights, depth[corners])
+        # Of several triangles on a pixel the nearest one, written last.
+        order = np.argsort(far, kind="stable")
+        order = order[far[order] > nearest[part.pixel[order]]]
+        pixel, face = part.pixel[order], part.face[order]
+        nearest[pixel] = far[order]
+        image[pixel] = _colours(texture, face, part.weights[order]) * shade[face, None]
+    return (image.reshape(size, size, 3) * 255 + 0.5).astype(np.uint8)
+
+
+def _shades(surface: Surface, eye: np.ndarray) -> np.ndarray:
+    length = np.linalg.norm(surface.normals, axis=1)
+    facing = np.abs(surface.normals @ eye) / np.where(length > 0, length, 1)
+    return 0.25 + 0.75 * facing
+
+
+def _colours(texture: Texture | None, face, weights) -> np.ndarray:
+    if texture is None:
+        return np.full((len(face), 3), GREY)
+    at = np.einsum("pk,pkd->pd", weights, texture.places[texture.faces[face]])
+    found = texture.colours_at(at) / 255
+    return found[:, :3] * found[:, 3:] + 1 - found[:, 3:]
+
+
+def contact_sheet(
+    path: str | Path, surface: Surface, texture: Texture | None = None, size: int = 512
+) -> None:
+    """Write a picture of a surface from four sides."""
+    from PIL import Image
+
+    views = [rendered(surface, texture, *side, size=size) for side in SIDES]
+    with atomic_write(path) as draft:
+        Image.fromarray(np.concatenate(views, axis=1)).save(draft)
+
+
+# Pixels of triangles
+
+CHUNK = 4_000_000  # candidate pixels at a time
+
+
+class Covered(NamedTuple):
+    """Pixels whose centres triangles cover.
+
+    Attributes:
+        pixel: (P,) row * width + column.
+        face: (P,) the triangle.
+        weights: (P, 3) barycentric, of its corners.
+    """
+
+    pixel: np.ndarray
+    face: np.ndarray
+    weights: np.ndarray
+
+
+def covered(corners: np.ndarray, height: int, width: int) -> Iterator[Covered]:
+    """Yield the pixels of triangles of any winding, some triangles at a time.
+
+    Args:
+        corners: (F, 3, 2) positions (column, row) in pixels; the centre of the first
+            pixel lies at (0.5, 0.5).
+        height, width: of the picture.
+    """
+    limit = np.array([width, height]) - 1
+    low = np.clip(np.ceil(corners.min(axis=1) - 0.5), 0, None).astype(np.int64)
+    high = np.floor(corners.max(axis=1) - 0.5).astype(np.int64)
+    size = np.maximum(np.minimum(high, limit) - low + 1, 0)
+    a, b, c = (corners[:, at] for at in range(3))
+    twice = _cross(b - a, c - a)
+    counts = np.where(twice != 0, size.prod(axis=1), 0)
+    ends = np.cumsum(counts)
+    begin = 0
+    while begin < len(counts):
+        before = ends[begin - 1] if begin else 0
+        end = max(begin + 1, int(np.searchsorted(ends, before + CHUNK, side="right")))
+        face = np.repeat(np.arange(begin, end), counts[begin:end])
+        at = np.arange(len(face)) - np.repeat(
+            ends[begin:end] - counts[begin:end] - before, counts[begin:end]
+        )
+        column = low[face, 0] + at % size[face, 0]
+        row = low[face, 1] + at // size[face, 0]
+        centre = np.stack([column, row], axis=1) + 0.5
+        sides = (
+            _cross(b[face] - centre, c[face] - centre),
+            _cross(c[face] - centre, a[face] - centre),
+            _cross(a[face] - centre, b[face] - centre),
+        )
+        weights = np.stack(sides, axis=1) / twice[face, None]
+        inside = (weights >= 0).all(axis=1)
+        yield Covered((row * width + column)[inside], face[inside], weights[inside])
+        begin = end
+
+
+def _cross(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    return a[:, 0] * b[:, 1] - a[:, 1] * b[:, 0]

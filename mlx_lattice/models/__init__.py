@@ -1,30 +1,16 @@
 """Reference nets built from mlx_lattice.nn."""
 
-from . import trellis2
+from . import detection, trellis2
 from .about import PUBLISHED, About
-from .blocks import BasicBlock, Bottleneck
-from .detection import (
-    BaseBEVBackbone,
-    Boxes,
-    Candidates,
-    CenterHead,
-    CenterPoint,
-    Decoding,
-    Detector,
-    GridRecipe,
-    HardVoxels,
-    UNetV2,
-    VoxelBackBone8x,
-    VoxelNeXt,
-    VoxelNeXtHead,
-    VoxelResBackBone8x,
-    VoxelResBackBone8xVoxelNeXt,
-    detection_loss,
-    dynamic_voxels,
-    hard_voxels,
-    mean_vfe,
-    published_arguments,
+from .blocks import (
+    BasicBlock,
+    Bottleneck,
+    SparseResNet,
+    SparseResNet14,
+    SparseResNet18,
+    SparseResNet34,
 )
+from .detection import *
 from .minkunet import (
     MinkUNet,
     MinkUNet14,
@@ -34,11 +20,9 @@ from .minkunet import (
     MinkUNet101,
     MinkUNetTorchSparse,
 )
-from .pretrained import Pretrained, from_pretrained
+from .pretrained import Pretrained, Segmentor, from_pretrained
 from .ptv3 import PTv3
 from .recipe import VoxelRecipe, Voxels
-from .resnet import SparseResNet, SparseResNet14, SparseResNet18, SparseResNet34
-from .segmentor import Segmentor
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
 from .trellis2 import (
@@ -53,21 +37,13 @@ from .trellis2 import (
 )
 
 __all__ = [
+    *detection.__all__,
     "PUBLISHED",
     "SPVCNN",
     "About",
-    "BaseBEVBackbone",
     "BasicBlock",
     "Bottleneck",
-    "Boxes",
-    "Candidates",
-    "CenterHead",
-    "CenterPoint",
-    "Decoding",
-    "Detector",
     "DualGrid",
-    "GridRecipe",
-    "HardVoxels",
     "MinkUNet",
     "MinkUNet101",
     "MinkUNet14",
@@ -89,20 +65,9 @@ __all__ = [
     "SparseStructureFlowModel",
     "SparseVAEDecoder",
     "SparseVAEEncoder",
-    "UNetV2",
-    "VoxelBackBone8x",
-    "VoxelNeXt",
-    "VoxelNeXtHead",
     "VoxelRecipe",
-    "VoxelResBackBone8x",
-    "VoxelResBackBone8xVoxelNeXt",
     "Voxels",
-    "detection_loss",
     "dual_grid",
-    "dynamic_voxels",
     "from_pretrained",
-    "hard_voxels",
-    "mean_vfe",
-    "published_arguments",
     "trellis2",
 ]

@@ -1,6 +1,11 @@
-"""The blocks of the reference nets."""
+"""Residual blocks, and the nets that classify with them.
+
+He et al., "Deep Residual Learning", 2015.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Sequence
 
 import mlx.core as mx
 
@@ -8,7 +13,10 @@ from .. import nn, ops
 from ..checks import spatial_axes, whole
 from ..geometry import sync
 from ..geometry.unique import true_positions
+from ..nn.fused import convolved
+from ..prepare import prepare_scan
 from ..tensor import SparseTensor
+from .pretrained import Pretrained
 
 
 def layer(name: str, dims: int, *args, **kwargs) -> nn.Module:
@@ -20,6 +28,54 @@ def conv_norm(conv: nn.Module, activate: bool = True) -> nn.ConvNormAct:
     """Return a convolution with a BatchNorm and, if ``activate``, a ReLU after it."""
     norm = nn.BatchNorm(conv.weight.shape[0])
     return nn.ConvNormAct(conv, norm, ops.relu if activate else None)
+
+
+def spconv_norm(channels: int) -> nn.BatchNorm:
+    """Return a BatchNorm with the epsilon and the momentum of spconv's nets."""
+    # PyTorch and MLX mean the same by momentum: how far the running statistics move.
+    return nn.BatchNorm(channels, eps=1e-3, momentum=0.01)
+
+
+def conv_norm_relu(conv: nn.Module) -> nn.Sequential:
+    """Return a convolution, its norm and a ReLU, which are named by their places."""
+    return nn.Sequential(conv, spconv_norm(conv.weight.shape[0]), nn.ReLU())
+
+
+def conv_onto(block: nn.Sequential, x: SparseTensor, rows: SparseTensor | mx.array):
+    """Call a convolution, norm and activation; the output has the given rows."""
+    conv, norm, activation = block.layers
+    return convolved(conv, norm, x, rows, activation=activation)
+
+
+class SparseBasicBlock(nn.Module):
+    """Two 3x3x3 convolutions beside a shortcut, with the names of spconv's nets.
+
+    The shortcut is a 1x1x1 convolution if the numbers of channels differ.
+
+    Args:
+        in_channels (int): The number of input channels.
+        out_channels (int): The number of output channels.
+        bias (bool): If ``True`` the convolutions have one. Default: ``False``.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    def __init__(
+        self, in_channels: int, out_channels: int, bias: bool = False, dims: int = 3
+    ):
+        super().__init__()
+        self.conv1 = layer("SubmConv", dims, in_channels, out_channels, 3, bias=bias)
+        self.bn1 = spconv_norm(out_channels)
+        self.conv2 = layer("SubmConv", dims, out_channels, out_channels, 3, bias=bias)
+        self.bn2 = spconv_norm(out_channels)
+        if in_channels != out_channels:
+            proj = layer("SubmConv", dims, in_channels, out_channels, 1, bias=False)
+            self.proj = nn.Sequential(proj, spconv_norm(out_channels))
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return features on the rows of ``x``."""
+        y = convolved(self.conv1, self.bn1, x, activation=ops.relu)
+        x = self.proj(x) if "proj" in self else x
+        return convolved(self.conv2, self.bn2, y, activation=ops.relu, residual=x)
 
 
 class BasicBlock(nn.Module):
@@ -41,19 +97,16 @@ class BasicBlock(nn.Module):
         self, in_channels: int, out_channels: int, stride: int = 1, dims: int = 3
     ):
         super().__init__()
+        sizes = in_channels, out_channels
         if stride == 1:
-            first = layer("SubmConv", dims, in_channels, out_channels, 3, bias=False)
+            first = layer("SubmConv", dims, *sizes, 3, bias=False)
         else:
-            first = layer(
-                "Conv", dims, in_channels, out_channels, 3, stride, bias=False
-            )
+            first = layer("Conv", dims, *sizes, 3, stride, bias=False)
         self.conv1 = conv_norm(first)
         second = layer("SubmConv", dims, out_channels, out_channels, 3, bias=False)
         self.conv2 = conv_norm(second)
         if stride != 1 or in_channels != out_channels:
-            shortcut = layer(
-                "Conv", dims, in_channels, out_channels, stride, stride, bias=False
-            )
+            shortcut = layer("Conv", dims, *sizes, stride, stride, bias=False)
             self.shortcut = conv_norm(shortcut, activate=False)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
@@ -130,3 +183,74 @@ def blocks(
     wide = block.expansion * channels
     rest = [block(wide, channels, 1, dims) for _ in range(count - 1)]
     return nn.Sequential(first, *rest)
+
+
+class SparseResNet(Pretrained):
+    """A stem, a max pooling, stages of basic blocks, global pooling, a Linear.
+
+    Args:
+        in_channels (int): The number of input channels.
+        num_classes (int): The number of classes.
+        layers (tuple): The number of blocks of each stage. Default: ``(2, 2, 2, 2)``.
+        planes (tuple): The channels of each stage. Default: ``(64, 128, 256, 512)``.
+        dims (int): The number of spatial axes. Default: ``3``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        num_classes: int,
+        layers: Sequence[int] = (2, 2, 2, 2),
+        planes: Sequence[int] = (64, 128, 256, 512),
+        *,
+        dims: int = 3,
+    ):
+        super().__init__()
+        if len(planes) != len(layers) or not planes:
+            raise ValueError(
+                "planes and layers have one entry for each stage; got "
+                f"{len(planes)} and {len(layers)}"
+            )
+        stem = layer("SubmConv", dims, in_channels, planes[0], 3, bias=False)
+        self.stem = conv_norm(stem)
+        self.pool = layer("MaxPool", dims, 2)
+        widths = [planes[0], *planes]
+        self.stages = [
+            blocks(widths[i], widths[i + 1], count, 1 if i == 0 else 2, dims)
+            for i, count in enumerate(layers)
+        ]
+        self.head = nn.Linear(planes[-1], num_classes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return (2,) * len(self.stages)
+
+    def __call__(self, x: SparseTensor) -> mx.array:
+        """Return (batch_size, num_classes) scores; of the bias alone where empty."""
+        prepare_scan(self, x)
+        x = self.pool(self.stem(x))
+        for stage in self.stages:
+            x = stage(x)
+        return self.head(ops.global_avg_pool(x))
+
+
+class SparseResNet14(SparseResNet):
+    """``SparseResNet`` of one block a stage (MinkowskiEngine's ResNet14)."""
+
+    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
+        super().__init__(in_channels, num_classes, (1, 1, 1, 1), dims=dims)
+
+
+class SparseResNet18(SparseResNet):
+    """``SparseResNet`` of two blocks a stage."""
+
+    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
+        super().__init__(in_channels, num_classes, (2, 2, 2, 2), dims=dims)
+
+
+class SparseResNet34(SparseResNet):
+    """``SparseResNet`` of three to six blocks a stage."""
+
+    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
+        super().__init__(in_channels, num_classes, (3, 4, 6, 3), dims=dims)

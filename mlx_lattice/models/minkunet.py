@@ -16,7 +16,7 @@ from ..ops.coordinates import cat
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import BasicBlock, Bottleneck, blocks, conv_norm, layer, trimmed_cells
-from .segmentor import Segmentor
+from .pretrained import Segmentor
 
 # Kernel sizes of the stem's convolutions, and their channels.
 STEM, STEM_CHANNELS = (5,), 32

@@ -1,4 +1,4 @@
-"""Nets that write themselves to a folder, and are read from one."""
+"""Nets that are saved to a folder and read from one, and nets that score points."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from mlx.utils import tree_flatten
 from ..distribution import __version__
 from ..dtypes import DTYPES
 from .about import About
+from .recipe import ATTRIBUTES, VoxelRecipe, Voxels, check_scores
 
 Net = TypeVar("Net", bound="Pretrained")
 
@@ -93,16 +94,14 @@ class Pretrained(mlx.nn.Module):
             TypeError: an argument of the constructor is none that JSON can hold.
         """
         from ..io import folders
+        from ..io.safetensors import write_safetensors
 
         config, card = self.described()
-        folders.write_folder(folder, config, self, card)
+        with folders.written(folder, config, card) as path:
+            write_safetensors(path, dict(tree_flatten(self.parameters())))
 
     def described(self) -> tuple[dict[str, Any], str]:
-        """Return the config and the card of the net's folder; nothing is computed.
-
-        Raises:
-            TypeError: an argument of the constructor is none that JSON can hold.
-        """
+        """Return the config and the card of the net's folder; nothing is computed."""
         from ..io import folders
 
         name = type(self).__name__
@@ -135,15 +134,14 @@ class Pretrained(mlx.nn.Module):
         """Return the net of a folder, in evaluation, with float or packed weights.
 
         Args:
-            path_or_repo: a folder that ``save_pretrained`` or ``mlx-lattice convert``
-                wrote, or ``owner/name`` of such a repository on Hugging Face, which
-                needs ``huggingface_hub``; what is in its cache needs no network.
-            revision: of a repository: a branch, a tag or a commit.
+            path_or_repo: a folder of ``save_pretrained`` or ``mlx-lattice convert``, or
+                ``owner/name`` of a repository on Hugging Face, which needs
+                ``huggingface_hub``; its cache needs no network.
+            revision: branch, tag or commit of a repository.
 
         Raises:
-            io.CheckpointError: the folder is of another class, or its files do not
-                fit one another.
-            FileNotFoundError: there is no such folder, nor repository.
+            io.CheckpointError: the folder is of another class, or its files do not fit.
+            FileNotFoundError: there is no such folder or repository.
             ImportError: ``huggingface_hub`` is needed and not installed.
         """
         return from_pretrained(path_or_repo, revision=revision, kind=cls)
@@ -265,3 +263,60 @@ def _read(value: Any) -> Any:
     if isinstance(value, str) and value.removeprefix("mx.") in DTYPES and "." in value:
         return getattr(mx, value.removeprefix("mx."))
     return value
+
+
+class Segmentor(Pretrained):
+    """A net of scores for each voxel, called on points by the recipe in ``about``."""
+
+    def score_points(
+        self,
+        points: Any,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        fill: bool = False,
+    ) -> mx.array:
+        """Return (P, num_classes) scores, one row a point, in their order.
+
+        Points of one voxel have the same scores.
+
+        Args:
+            points, attributes, fill: as for ``VoxelRecipe``: one scan.
+
+        Raises:
+            ValueError: ``about`` has no recipe, a value of a point is not finite,
+                scores are NaN, or as for ``VoxelRecipe``.
+        """
+        recipe = self.recipe()
+        voxels = recipe(points, attributes, fill=fill)
+        if dropped := voxels.dropped:
+            first = mx.argmax(voxels.rows < 0).item()
+            names = [name for name in recipe.features if name in ATTRIBUTES]
+            raise ValueError(
+                f"{', '.join(['coordinates', *names])} must be finite, since each "
+                f"point gets scores; point {first} and {dropped - 1} others are not: "
+                "leave them out, as io.read_points does"
+            )
+        scores = self.score_voxels(voxels)
+        check_scores(scores)
+        return scores[voxels.rows]
+
+    def score_voxels(self, voxels: Voxels) -> mx.array:
+        """Return (N, num_classes) scores of the rows of ``voxels.x``."""
+        return self(voxels.x.astype(self.dtype)).feats
+
+    def recipe(self) -> VoxelRecipe:
+        """Return the recipe of the net's voxels; raise where it has none."""
+        if self.about.voxels is None:
+            raise ValueError(
+                f"this {type(self).__name__} does not say how its voxels are made: set "
+                "net.about = models.About(models.VoxelRecipe(voxel_size, features))"
+            )
+        return self.about.voxels
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of features that the net takes: that of its first norm's scale."""
+        for _, module in self.named_modules():
+            if "running_mean" in module and "weight" in module:
+                return module["weight"].dtype
+        return mx.float32

@@ -15,28 +15,189 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from .. import nn, ops
-from ..checks import one_of
+from .. import memory, nn, ops
+from ..checks import heads_of, one_of
 from ..geometry.curves import check_curve
-from ..ops.pool import upsample_nearest
+from ..nn.fused import in_order
+from ..ops.observed import inside
+from ..ops.pool import batch_rows, upsample_nearest
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor, expect_tensor
-from .ptv3_config import VARIANTS, count_levels, published_arguments
+from .blocks import spconv_norm
+from .pretrained import Segmentor
 from .recipe import Voxels
-from .segmentor import Segmentor
-from .serialized import Level, SerializedBlock
 
+VARIANTS = ("m1", "m2", "m3")
 ORDERS = ("z", "z-trans", "hilbert", "hilbert-trans")
 STRIDE = (2, 2, 2, 2)
 ENC_DEPTHS, DEC_DEPTHS = (2, 2, 2, 6, 2), (2, 2, 2, 2)
 ENC_CHANNELS, DEC_CHANNELS = (32, 64, 128, 256, 512), (64, 64, 128, 256)
 ENC_HEADS, DEC_HEADS = (2, 4, 8, 16, 32), (4, 4, 8, 16)
 ENC_PATCHES, DEC_PATCHES = (1024,) * 5, (1024,) * 4
+
+
+class Level(NamedTuple):
+    """What the blocks of one level share."""
+
+    orders: tuple[str, ...]  # of curves; block i takes number i, from the start again
+    bits: int  # of the curves
+    flash: bool  # whether patches stay as long where an element is shorter
+    legacy: bool  # whether convolutions read the MLP branch of the block before
+    positions: mx.array | None  # (N, D) float32, where queries and keys are rotated
+
+    def patch(self, x: SparseTensor, most: int) -> int:
+        """Return the rows of a patch."""
+        if self.flash:
+            return most
+        starts = batch_rows(x).starts
+        sizes = (b - a for a, b in zip(starts, starts[1:], strict=False))
+        return min([most, *(size for size in sizes if size)])
+
+
+class SerializedAttention(nn.Module):
+    """Multi-head self-attention in filled patches along a curve.
+
+    Arguments have the meaning that they have for ``PTv3``; ``order_index`` is the place
+    of the curve among the level's, and ``rope_base`` is None without rotations.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        patch_size: int,
+        order_index: int = 0,
+        qkv_bias: bool = True,
+        qk_scale: float | None = None,
+        rope_base: float | None = None,
+        enable_rpe: bool = False,
+        dims: int = 3,
+    ):
+        super().__init__()
+        self.num_heads, self.patch_size = heads_of(channels, num_heads), patch_size
+        self.order_index, self.scale = order_index, qk_scale
+        self.rope_base = rope_base
+        self.qkv = nn.Linear(channels, 3 * channels, bias=qkv_bias)
+        self.proj = nn.Linear(channels, channels)
+        if enable_rpe:
+            self.rpe = nn.RelativePositions(patch_size, num_heads, dims)
+
+    def _extra_repr(self) -> str:
+        return (
+            f"num_heads={self.num_heads}, patch_size={self.patch_size}, "
+            f"order_index={self.order_index}, rope_base={self.rope_base}"
+        )
+
+    def __call__(self, x: SparseTensor, level: Level) -> SparseTensor:
+        """Attend; rows and key of ``x`` are kept."""
+        count, heads = len(x), self.num_heads
+        width = x.channels // heads
+        qkv = self.qkv(x).feats
+        if self.rope_base:
+            qk, v = mx.split(qkv.reshape(count, 3 * heads, width), [2 * heads], axis=1)
+            options = {"positions": level.positions, "pairs": "halves"}
+            turned = ops.rotary(qk, x, base=self.rope_base, **options)
+            given = *mx.split(turned, 2, axis=1), v
+        else:
+            given = qkv.reshape(count, 3, heads, width), None, None
+        with inside(self):
+            y = ops.serialized_attention(
+                *given,
+                x,
+                level.patch(x, self.patch_size),
+                order=level.orders[self.order_index % len(level.orders)],
+                scale=self.scale,
+                last_patch="fill",
+                bits=level.bits,
+                table=self.rpe.rpe_table if "rpe" in self else None,
+            )
+        return self.proj(x.replace(y.reshape(count, x.channels)))
+
+
+class MLP(nn.Module):
+    """Two linear layers with a GELU between them, and a dropout after each."""
+
+    def __init__(self, channels: int, hidden_channels: int, drop: float = 0.0):
+        super().__init__()
+        self.fc1 = nn.Linear(channels, hidden_channels)
+        self.act = nn.GELU()
+        self.fc2 = nn.Linear(hidden_channels, channels)
+        self.drop = nn.Dropout(drop)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Apply the layers to each row, in blocks of rows where a limit holds."""
+        if self.training or memory.active() is None:  # blocks would drop other entries
+            return self._rows(x)
+        row_bytes = 3 * self.fc1.bias.shape[0] * x.dtype.size
+        return x.replace(memory.by_rows(self._rows, x.feats, row_bytes=row_bytes))
+
+    def _rows(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+        return in_order((self.fc1, self.act, self.drop, self.fc2, self.drop), x)
+
+
+class SerializedBlock(nn.Module):
+    """A convolution, attention and an MLP, each beside a skip.
+
+    Arguments have the meaning that they have for ``PTv3``; ``attention`` are the
+    options of ``SerializedAttention``.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        num_heads: int,
+        patch_size: int,
+        mlp_ratio: float,
+        proj_drop: float,
+        drop_path: float,
+        layer_scale: float | None,
+        dims: int,
+        **attention: Any,
+    ):
+        super().__init__()
+        conv = getattr(nn, f"SubmConv{dims}d")(channels, channels, 3)
+        # Lists of one layer are named as the published parameters are.
+        self.cpe = [conv, nn.Linear(channels, channels), nn.LayerNorm(channels)]
+        self.norm1 = [nn.LayerNorm(channels)]
+        sizes = channels, num_heads, patch_size
+        self.attn = SerializedAttention(*sizes, dims=dims, **attention)
+        self.norm2 = [nn.LayerNorm(channels)]
+        self.mlp = [MLP(channels, int(channels * mlp_ratio), proj_drop)]
+        self.drop = nn.Dropout(proj_drop)
+        self.drop_path = nn.DropPath(drop_path)
+        if layer_scale is not None:
+            self.ls1 = [nn.LayerScale(channels, layer_scale)]
+            self.ls2 = [nn.LayerScale(channels, layer_scale)]
+
+    def __call__(
+        self, x: SparseTensor, level: Level, convolved: SparseTensor
+    ) -> tuple[SparseTensor, SparseTensor]:
+        """Return features on the rows of ``x``, and the next block's ``convolved``.
+
+        ``convolved`` is the input of the convolution.
+        """
+        x = in_order(self.cpe, convolved, x)
+        x = self._added(x, self.drop(self.attn(self.norm1[0](x), level)), "ls1")
+        branch = self.mlp[0](self.norm2[0](x))
+        if level.legacy:
+            branch = self._branch(branch, "ls2")
+            return x + branch, branch
+        x = self._added(x, branch, "ls2")
+        return x, x
+
+    def _added(self, x: SparseTensor, y: SparseTensor, scale: str) -> SparseTensor:
+        """Return ``x`` with a branch added, in the launch of the branch's scale."""
+        drops = self.training and self.drop_path.p
+        if scale in self and not drops:
+            return self[scale][0](y, residual=x)
+        return x + self._branch(y, scale)
+
+    def _branch(self, y: SparseTensor, scale: str) -> SparseTensor:
+        return self.drop_path(self[scale][0](y) if scale in self else y)
 
 
 class PTv3(Segmentor):
@@ -145,7 +306,7 @@ class PTv3(Segmentor):
         self.rope_base = rope_base if variant == "m3" else None
         first, norm = enc_channels[0], nn.LayerNorm
         if variant == "m1":
-            norm = partial(nn.BatchNorm, eps=1e-3, momentum=0.01)
+            norm = spconv_norm
             conv = getattr(nn, f"SubmConv{dims}d")
             stem = {"conv": conv(in_channels, first, 5, bias=False)}
         else:
@@ -161,16 +322,16 @@ class PTv3(Segmentor):
                     channels[s],
                     heads[s],
                     patches[s],
+                    mlp_ratio,
+                    proj_drop,
+                    drops[i],
+                    layer_scale,
+                    dims,
                     order_index=i,
-                    mlp_ratio=mlp_ratio,
                     qkv_bias=qkv_bias,
                     qk_scale=qk_scale,
                     rope_base=base,
                     enable_rpe=enable_rpe,
-                    proj_drop=proj_drop,
-                    drop_path=drops[i],
-                    layer_scale=layer_scale,
-                    dims=dims,
                 )
             return made
 
@@ -221,16 +382,15 @@ class PTv3(Segmentor):
     def __call__(
         self, x: SparseTensor, positions: mx.array | None = None
     ) -> SparseTensor:
-        """Return scores, or features where there are no classes.
+        """Return scores, or features if there are no classes.
 
         Args:
             x: input; its coordinates count from 0.
-            positions: (N, dims) float of its rows, which ``m3`` needs; others do not
-                read them.
+            positions: (N, dims) float of its rows, for ``m3`` alone.
 
         Returns:
-            a tensor on the rows of ``x``, in their order; with ``enc_mode`` and no
-            classes one on the coarsest cells, see ``encode`` and ``upcast``.
+            A tensor on the rows of ``x``, in their order; with ``enc_mode`` and no
+            classes on the coarsest cells, see ``encode`` and ``upcast``.
 
         Raises:
             ValueError: a coordinate is below 0, or positions are missing.
@@ -359,3 +519,92 @@ def _ramp(most: float, depths: Sequence[int]) -> list[list[float]]:
     steps = max(1, sum(depths) - 1)
     blocks = iter([most * i / steps for i in range(sum(depths))])
     return [[next(blocks) for _ in range(depth)] for depth in depths]
+
+
+# Published configurations
+
+_SAME = (
+    "in_channels", "order", "stride", "enc_depths", "enc_channels", "enc_num_head",
+    "enc_patch_size", "dec_depths", "dec_channels", "dec_num_head", "dec_patch_size",
+    "mlp_ratio", "qkv_bias", "qk_scale", "proj_drop", "drop_path", "layer_scale",
+    "shuffle_orders", "enable_flash", "enable_rpe", "enc_mode", "rope_base",
+    "dec_rope_enable",
+)  # fmt: skip
+# What they are where they are left out, if that is something else here.
+_DEFAULTS = {
+    "order": ("z", "z-trans"),
+    "enc_patch_size": (48,) * 5,
+    "dec_patch_size": (48,) * 4,
+}
+# What a net is without, or does in any case: only these values.
+_ONLY = {
+    "attn_drop": (0, None),
+    "pre_norm": (True,),
+    "pdnorm_bn": (False,),
+    "pdnorm_ln": (False,),
+}
+# Of training alone, or of precisions that are the same here.
+_UNREAD = (
+    "type", "upcast_attention", "upcast_softmax", "traceable", "mask_token",
+    "freeze_encoder", "shift_coords", "jitter_coords", "rescale_coords", "cls_mode",
+    "pdnorm_decouple", "pdnorm_adaptive", "pdnorm_affine", "pdnorm_conditions",
+)  # fmt: skip
+
+
+def published_arguments(
+    config: Mapping[str, Any], variant: str | None = None
+) -> dict[str, Any]:
+    """Return ``PTv3``'s arguments; see ``PTv3.of_config``."""
+    backbone = config.get("backbone", config)
+    kind = str(backbone.get("type", "")).removeprefix("PT-v3")
+    if variant and kind in VARIANTS and kind != variant:
+        raise ValueError(f"the configuration is of {kind}; got variant {variant!r}")
+    variant = variant or kind
+    if variant not in VARIANTS:
+        raise ValueError(
+            f"the configuration does not say which form it is of; pass variant, one of "
+            f"{VARIANTS}"
+        )
+    unknown = set(backbone) - {*_SAME, *_ONLY, *_UNREAD}
+    if unknown:
+        from ..io.errors import listed
+
+        raise ValueError(f"PTv3 has no {listed(sorted(unknown))}")
+    for name, values in _ONLY.items():
+        if backbone.get(name, values[0]) not in values:
+            raise ValueError(
+                f"PTv3 does not do {name}={backbone[name]!r}; it has {name}="
+                f"{values[0]!r}"
+            )
+    given = {**_DEFAULTS, **{k: backbone[k] for k in backbone if k in _SAME}}
+    if backbone.get("cls_mode"):
+        given["enc_mode"] = True
+    given["num_classes"] = config.get("num_classes", 0) if "backbone" in config else 0
+    return {"in_channels": 6, "variant": variant, **given}
+
+
+def count_levels(
+    stride: Sequence[int],
+    encoder: Sequence[Sequence[int]],
+    decoder: Sequence[Sequence[int]],
+) -> int:
+    """Return the number of levels; raise where sizes do not fit one another."""
+    levels = len(stride) + 1
+    lengths = [len(sizes) for sizes in encoder]
+    if lengths != [levels] * len(encoder):
+        raise ValueError(
+            f"{levels - 1} strides make {levels} levels, so the encoder's depths, "
+            f"channels, heads and patches must have {levels} entries; got {lengths}"
+        )
+    lengths = [len(sizes) for sizes in decoder]
+    if lengths != [levels - 1] * len(decoder):
+        raise ValueError(
+            f"the decoder's depths, channels, heads and patches must have {levels - 1} "
+            f"entries, a level fewer than the encoder's; got {lengths}"
+        )
+    if decoder and tuple(decoder[3]) != tuple(encoder[3][:-1]):
+        raise ValueError(
+            "encoder and decoder share the cuts of a level, so their patches must be "
+            f"of one size; got {tuple(encoder[3])} and {tuple(decoder[3])}"
+        )
+    return levels

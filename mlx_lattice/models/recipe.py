@@ -1,26 +1,22 @@
-"""VoxelRecipe: how a net's voxels were made of points, to make them so again."""
+"""VoxelRecipe: how a net's voxels were made of points; checks of points and scores."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import (
-    array_of,
-    positions_of,
-    single,
-    single_or_double,
-    stream_of,
-)
+from ..arrays import array_of, positions_of, single, single_or_double, stream_of
 from ..checks import one_of, real
 from ..coordinates import CoordinateManager
 from ..geometry import sync
+from ..geometry.unique import true_positions
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
-from .attributes import MissingAttribute, finite_points
 
 # Features of a point and their channels; those of ATTRIBUTES come from the file.
 FEATURES = {
@@ -49,24 +45,24 @@ class Voxels(NamedTuple):
 
 @dataclass(frozen=True)
 class VoxelRecipe:
-    """From the points of one scan to the tensor that a net was trained on.
+    """Makes voxels of the points of one scan as in a net's training.
 
     Attributes:
         voxel_size: edge of a voxel, in the unit of the points.
-        features: what the channels are, in their order: "coordinates" (3), "colours"
-            (3), "normals" (3), "intensity" (1), "height" above the lowest point (1)
-            and "ones" (1).
-        reduce: what becomes of points of one voxel: "first", "mean", "sum" or "max".
-        centred: whether points are first moved so that their box is centred on 0 in
-            all axes but the last, in which it begins at 0.
-        from_zero: whether voxels are counted from the lowest one of each axis. What
-            a strided convolution joins depends on it.
+        features: the channels in their order: "coordinates" (3), "colours" (3),
+            "normals" (3), "intensity" (1), "height" above the lowest point (1), "ones"
+            (1).
+        reduce: how points of one voxel are joined: "first", "mean", "sum" or "max".
+        centred: whether the points' box is first moved: centred on 0 in all axes but
+            the last, in which it begins at 0.
+        from_zero: whether voxels are counted from the lowest one of each axis. The
+            cells of strided convolutions depend on it.
         rounding: "floor", or "nearest" for the voxel with the nearest corner.
-        colour_range: what black and white become.
+        colour_range: the values of black and white.
 
     Raises:
-        TypeError: a size or a colour is no number.
-        ValueError: a value is none of these.
+        TypeError: a size or a colour is not a number.
+        ValueError: a value is not one of these.
     """
 
     voxel_size: float
@@ -86,11 +82,8 @@ class VoxelRecipe:
             raise ValueError(
                 f"features must be of {', '.join(FEATURES)}; got {self.features}"
             )
-        for name, value, known in (
-            ("reduce", self.reduce, REDUCTIONS),
-            ("rounding", self.rounding, ROUNDINGS),
-        ):
-            one_of(value, known, name)
+        one_of(self.reduce, REDUCTIONS, "reduce")
+        one_of(self.rounding, ROUNDINGS, "rounding")
         limits = tuple(real(v, "colour_range") for v in self.colour_range)
         if len(limits) != 2:
             raise ValueError(f"colour_range must be two numbers; got {limits}")
@@ -111,13 +104,12 @@ class VoxelRecipe:
         """Voxelise a scan.
 
         Args:
-            points: (P, 3) float, an array of MLX or NumPy; none at all is legal.
-                Cells of float64 are exact, map coordinates' too; features are float32.
-            attributes: what is known of each point, as of ``io.PointCloud``:
-                "colours" (P, 3), "normals" (P, 3), "intensity" (P,). Colours are of
-                256 values, of 65 536 where uint16 ones reach beyond 255, or between 0
-                and 1.
-            fill: whether an attribute that is not there is read as zeros.
+            points: (P, 3) float, an array of MLX or NumPy; no points are legal. Cells
+                of float64 points are exact; features are float32.
+            attributes: name to values, as of ``io.PointCloud``: "colours" (P, 3),
+                "normals" (P, 3), "intensity" (P,). White is 1 in floats up to 1, 65 535
+                if a value is above 255, else 255.
+            fill: whether to read zeros for a missing attribute.
 
         Returns:
             The tensor, whose rows are sorted, and the row of each point. Points with a
@@ -126,10 +118,9 @@ class VoxelRecipe:
 
         Raises:
             ValueError: an attribute is missing or of another shape, or the points are
-                none that ``SparseTensor.from_points`` takes.
+                not valid for ``SparseTensor.from_points``.
         """
-        points = positions_of(points, "points")
-        points = single_or_double(points)
+        points = single_or_double(positions_of(points, "points"))
         names = [name for name in self.features if name in ATTRIBUTES]
         count = points.shape[0]
         points, attributes, kept = finite_points(points, attributes or {}, names)
@@ -170,20 +161,10 @@ class VoxelRecipe:
             with stream_of(points):
                 height = points[:, 2:]
                 return single(height - height.min() if count else height)
-        if attributes.get(name) is None:
-            if fill:
-                return mx.zeros((count, channels))
-            raise MissingAttribute(name, self.features, attributes)
-        given = array_of(attributes[name], name)
-        flat = channels == 1 and given.size == count  # (P,) is one column
-        if given.shape != (count, channels) and not flat:
-            raise ValueError(
-                f"{name} must have shape ({count}, {channels}), one row a point; got "
-                f"{tuple(given.shape)}"
-            )
-        value = given.astype(mx.float32).reshape(count, channels)
-        if name == "colours" and count:
+        value = attribute(name, self.features, attributes, count, channels, fill)
+        if name == "colours" and count and attributes.get(name) is not None:
             black, white = self.colour_range
+            given = array_of(attributes[name], name)
             value = value / white_of(given) * (white - black) + black
         return value
 
@@ -196,3 +177,112 @@ def white_of(colours: mx.array) -> float:
     if mx.issubdtype(colours.dtype, mx.floating) and highest <= 1:
         return 1.0
     return 255.0 if highest <= 255 else 65535.0
+
+
+# Points and scores that a net cannot take
+
+FILLING = "give the attribute, or {} to read zeros"  # how to ask for them
+
+
+class MissingAttribute(ValueError):
+    """The points lack an attribute that a net reads.
+
+    Attributes:
+        lack: the sentence without the remedy.
+    """
+
+    def __init__(self, name: str, features: Sequence[str], held: Iterable[str]):
+        from ..io.errors import listed  # io imports the models
+
+        found = listed(held, "no attributes")
+        self.lack = (
+            f"the net reads {', '.join(features)}, and these points have no {name} "
+            f"({found})"
+        )
+        super().__init__(f"{self.lack}: {FILLING.format('say fill=True')}")
+
+
+def attribute(
+    name: str,
+    features: Sequence[str],
+    attributes: Mapping[str, Any],
+    count: int,
+    channels: int,
+    fill: bool,
+) -> mx.array:
+    """Return an attribute as (count, channels) float32; zeros if it may be filled."""
+    if attributes.get(name) is None:
+        if fill:
+            return mx.zeros((count, channels))
+        raise MissingAttribute(name, features, attributes)
+    given = array_of(attributes[name], name)
+    flat = channels == 1 and given.size == count  # (P,) is one column
+    if given.shape != (count, channels) and not flat:
+        raise ValueError(
+            f"{name} must have shape ({count}, {channels}), one row a point; got "
+            f"{tuple(given.shape)}"
+        )
+    return single(given).reshape(count, channels)
+
+
+def finite_points(
+    points: mx.array, attributes: Mapping[str, Any], names: Iterable[str]
+) -> tuple[mx.array, Mapping[str, Any], mx.array | None]:
+    """Leave out points with values that are not finite in float32, with a warning.
+
+    Returns points, attributes, and the positions of the points that stay (None for
+    all). Reads from the device whether there are such points.
+    """
+    count = points.shape[0] if points.ndim == 2 else 0
+    if not count:
+        return points, attributes, None
+    with stream_of(points):
+        finite = {"coordinates": mx.isfinite(points).all(axis=1)}
+    columns = {}
+    for name in names:
+        if attributes.get(name) is None:
+            continue
+        value = array_of(attributes[name], name)
+        if value.size and value.size % count == 0:  # the recipe refuses other sizes
+            with stream_of(value):
+                columns[name] = value.reshape(count, -1)
+            finite[name] = mx.isfinite(single(columns[name])).all(axis=1)
+    bad = sync.read(*(mx.logical_not(mask).any() for mask in finite.values()))
+    if not any(bad):
+        return points, attributes, None
+    kept = true_positions(mx.stack([*finite.values()]).all(axis=0))
+    wrong = [name for name, is_bad in zip(finite, bad, strict=True) if is_bad]
+    warnings.warn(
+        f"{count - len(kept):,} of {count:,} points left out: not finite in "
+        f"{' and '.join(wrong)}",
+        stacklevel=3,
+    )
+    for name, value in columns.items():
+        with stream_of(value):
+            columns[name] = value[kept]
+    with stream_of(points):
+        return points[kept], {**attributes, **columns}, kept
+
+
+def check_scores(*scores: mx.array) -> None:
+    """Raise a ValueError if scores of a net are NaN. Waits for the device.
+
+    Labels and boxes of such scores would mean nothing.
+    """
+    if any(sync.read(*(mx.isnan(each).any() for each in scores))):
+        raise ValueError(
+            "the net's scores are NaN: its weights or the features hold NaN or "
+            "infinity, or half precision overflows; try net.set_dtype(mx.float32)"
+        )
+
+
+@contextmanager
+def of_scan(scan: object, option: str = "") -> Iterator[None]:
+    """Name the scan in errors of its points, as a command says them."""
+    try:
+        yield
+    except MissingAttribute as error:
+        remedy = f": {FILLING.format(f'pass {option}')}" if option else ""
+        raise ValueError(f"{scan}: {error.lack}{remedy}") from None
+    except ValueError as error:
+        raise ValueError(f"{scan}: {error}") from None

@@ -20,65 +20,25 @@ from collections.abc import Sequence
 import mlx.core as mx
 
 from .. import nn, ops
-from ..nn.fused import convolved
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor
-from .blocks import layer
+from .blocks import SparseBasicBlock, conv_norm_relu, conv_onto, layer
+from .pretrained import Segmentor
 from .recipe import Voxels
-from .segmentor import Segmentor
 
 CHANNELS = (32, 64, 128, 256, 256, 128, 96, 96)
 LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)
-# PyTorch and MLX mean the same by momentum: how far the running statistics move.
-EPS, MOMENTUM = 1e-3, 0.01
-
-
-def _norm(channels: int) -> nn.BatchNorm:
-    return nn.BatchNorm(channels, eps=EPS, momentum=MOMENTUM)
-
-
-class SpUNetBlock(nn.Module):
-    """Two 3x3x3 convolutions beside a shortcut, a 1x1x1 one where widths differ.
-
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-        dims (int): The number of spatial axes. Default: ``3``.
-    """
-
-    def __init__(self, in_channels: int, out_channels: int, dims: int = 3):
-        super().__init__()
-        self.conv1 = layer("SubmConv", dims, in_channels, out_channels, 3, bias=False)
-        self.bn1 = _norm(out_channels)
-        self.conv2 = layer("SubmConv", dims, out_channels, out_channels, 3, bias=False)
-        self.bn2 = _norm(out_channels)
-        if in_channels != out_channels:
-            proj = layer("SubmConv", dims, in_channels, out_channels, 1, bias=False)
-            self.proj = nn.Sequential(proj, _norm(out_channels))
-
-    def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Return features on the rows of ``x``."""
-        y = convolved(self.conv1, self.bn1, x, activation=ops.relu)
-        x = self.proj(x) if "proj" in self else x
-        return convolved(self.conv2, self.bn2, y, activation=ops.relu, residual=x)
 
 
 class SpUNetStage(nn.Module):
-    """Blocks in order, named ``block0``, ``block1`` and so on; none is legal.
-
-    Args:
-        in_channels (int): The number of input channels of the first block.
-        out_channels (int): The number of output channels of every block.
-        count (int): The number of blocks.
-        dims (int): The number of spatial axes. Default: ``3``.
-    """
+    """Blocks in order, named ``block0``, ``block1`` and so on; none is legal."""
 
     def __init__(self, in_channels: int, out_channels: int, count: int, dims: int = 3):
         super().__init__()
         self.count = count
         for i in range(count):
             inputs = in_channels if i == 0 else out_channels
-            self[f"block{i}"] = SpUNetBlock(inputs, out_channels, dims)
+            self[f"block{i}"] = SparseBasicBlock(inputs, out_channels, dims=dims)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
@@ -128,14 +88,14 @@ class SpUNet(Segmentor):
             )
         self.enc_mode = enc_mode
         stem = layer("SubmConv", dims, in_channels, base_channels, 5, bias=False)
-        self.conv_input = nn.Sequential(stem, _norm(base_channels), nn.ReLU())
+        self.conv_input = conv_norm_relu(stem)
         levels = len(channels) // 2
         widths = [base_channels, *channels[:levels]]  # of the encoder, by level
         self.down, self.enc = [], []
         for i in range(levels):
             fine, coarse = widths[i], widths[i + 1]
             down = layer("Conv", dims, fine, coarse, 2, 2, bias=False)
-            self.down.append(nn.Sequential(down, _norm(coarse), nn.ReLU()))
+            self.down.append(conv_norm_relu(down))
             self.enc.append(SpUNetStage(coarse, coarse, layers[i], dims))
         last = widths[-1]
         if not enc_mode:
@@ -145,7 +105,7 @@ class SpUNet(Segmentor):
             for i in range(levels):
                 low, out = deeper[i + 1], deeper[i]
                 up = layer("ConvTranspose", dims, low, out, 2, 2, bias=False)
-                self.up.append(nn.Sequential(up, _norm(out), nn.ReLU()))
+                self.up.append(conv_norm_relu(up))
                 count = layers[-1 - i]
                 self.dec.append(SpUNetStage(out + widths[i], out, count, dims))
             last = channels[-1]
@@ -172,10 +132,8 @@ class SpUNet(Segmentor):
             x = stage(down(x))
         if not self.enc_mode:
             for up, stage in zip(self.up[::-1], self.dec[::-1], strict=True):
-                conv, norm, activation = up.layers
                 skip = skips.pop()
-                x = convolved(conv, norm, x, skip, activation=activation)
-                x = stage(ops.cat([x, skip]))
+                x = stage(ops.cat([conv_onto(up, x, skip), skip]))
         x = self.final(x) if "final" in self else x
         return ops.global_avg_pool(x) if self.enc_mode else x
 

@@ -13,9 +13,10 @@ from cases import geometry
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import cli, generate, kept_files, models, nn
+from mlx_lattice import cli, kept_files, models, nn
 from mlx_lattice.atomic_write import atomic_write
-from mlx_lattice.convert import MODELS
+from mlx_lattice.commands import generate
+from mlx_lattice.commands.convert import MODELS
 from mlx_lattice.io.point_formats import write_ply
 from mlx_lattice.io.points import PointCloud
 from mlx_lattice.io.safetensors import read_safetensors, write_safetensors
@@ -65,13 +66,13 @@ def traced(folder, name):
 
 
 def segmented(folder):
-    segment = pytest.importorskip("mlx_lattice.segment")
+    segment = pytest.importorskip("mlx_lattice.commands.segment")
     palette = np.eye(3, dtype=np.uint8) * 200
     segment.draw(PointCloud(POINTS), LABELS, palette, net(), folder / "a.png")
 
 
 def detected(folder, name):
-    detect = pytest.importorskip("mlx_lattice.detect")
+    detect = pytest.importorskip("mlx_lattice.commands.detect")
     found = models.VoxelNeXt(GRID, (("car",),), (8,) * 5, 8)
     boxes, scores = np.ones((40, 7)), np.ones(40)
     if name == "a.png":

@@ -158,7 +158,7 @@ def test_arrays_that_look_transposed(rows, tmp_path):
 
 @pytest.mark.parametrize("command", ("segment", "detect"))
 def test_commands_pass_columns(command, tmp_path, monkeypatch, capsys):
-    module = pytest.importorskip(f"mlx_lattice.{command}")
+    module = pytest.importorskip(f"mlx_lattice.commands.{command}")
     asked = []
 
     def read(scan, columns):

@@ -156,7 +156,7 @@ def test_an_error_of_the_system_is_said_without_its_number(capsys, monkeypatch):
     def refused(given):
         raise PermissionError(13, "Permission denied", "a.ply")
 
-    monkeypatch.setattr(cli, "_segment", refused)
+    monkeypatch.setattr(cli, "_call", refused)
     _, _, err = command("segment scan", capsys)
     assert err == "mlx-lattice segment: a.ply: permission denied\n"
 
@@ -206,9 +206,10 @@ def test_what_a_command_ends_with_is_found_missing_first(
 ):
     monkeypatch.setitem(sys.modules, missing, None)
     for name in [name for name in sys.modules if name.startswith("mlx_lattice.")]:
-        if name.split(".")[1] in ("segment", "detect", "decode", "demo", "mesh"):
+        package, _, module = name.rpartition(".")
+        if module in ("segment", "detect", "decode", "demo") or ".mesh" in name:
             monkeypatch.delitem(sys.modules, name)
-            monkeypatch.delattr(ml, name.split(".")[1], raising=False)
+            monkeypatch.delattr(sys.modules.get(package), module, raising=False)
     code, out, err = command(line, capsys)
     assert (code, out) == (2, "") and f"needs {missing}; " in err
     assert f'".[{extra}]"' in err and err.count("needs") == 1

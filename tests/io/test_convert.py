@@ -386,7 +386,7 @@ def test_keys_of_a_configuration_that_are_not_read():
     assert "a" in config and "z" not in config and len(config) == 3
     assert [part["d"] for part in config["b"]["c"]] == [1, 3]
     assert config.get("g") == {"h": 0} and config.get("z") is None
-    assert config.unread() == ["a", "b.c.e", "b.c.f"]
+    assert config.unread() == ["a", "b.c.e", "b.c.f", "g.h"]
     assert dict(config.items())["a"] == 1 and repr(config) == repr(told)
 
 

@@ -6,8 +6,8 @@ import pytest
 
 from mlx_lattice.cli import main
 from mlx_lattice.io import CheckpointError, PointFileError, load_state, read_points
+from mlx_lattice.io.errors import read_object
 from mlx_lattice.io.folders import read_weights
-from mlx_lattice.io.published import read_config
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"
@@ -73,7 +73,7 @@ def test_folders_and_configurations(tmp_path):
         read_weights(tmp_path)
     (tmp_path / "a.json").write_text(PAGES[0])
     with pytest.raises(CheckpointError, match="is a web page"):
-        read_config(tmp_path / "a.json")
+        read_object(tmp_path / "a.json")
 
 
 def test_names_do_not_steer_a_terminal(tmp_path, capsys):

@@ -11,7 +11,8 @@ from foreign import minkunet_state
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import cli, convert_calibrated, devices, models, nn
+from mlx_lattice import cli, devices, models, nn
+from mlx_lattice.commands import convert
 from mlx_lattice.io import CheckpointError, read_points
 
 
@@ -300,13 +301,13 @@ def test_scans_calibrate_packed_weights_too(tmp_path):
     given = argparse.Namespace(
         bits=8, group_size=32, activations=None, calibrate=[tmp_path / "scan.npy"]
     )
-    convert_calibrated.check(given, net)
+    convert._check_calibration(given, net)
     weights = tree_flatten(net.parameters())
-    convert_calibrated.write(given, net, weights, tmp_path / "net", True)
+    convert._write_calibrated(given, net, weights, tmp_path / "net", True)
     read = models.from_pretrained(tmp_path / "net")
     assert read.encoder[0].down.conv.mode == "affine" and read.about == net.about
     with pytest.raises(CheckpointError, match="must be whole"):
-        convert_calibrated.write(given, make(), weights[1:], tmp_path / "net", True)
+        convert._write_calibrated(given, make(), weights[1:], tmp_path / "net", True)
 
 
 def _cloud(scan):

@@ -100,7 +100,7 @@ def test_the_margin_of_vertices(margin, tmp_path, capsys):
         raise InterruptedError
 
     with pytest.MonkeyPatch.context() as patch, pytest.raises(InterruptedError):
-        decode = pytest.importorskip("mlx_lattice.decode")
+        decode = pytest.importorskip("mlx_lattice.commands.decode")
         patch.setattr(decode, "asset_of", stop)
         own = case["coords"][:, 0] == 0  # decode takes one element
         held = {"shape": mx.array(case["feats"][own])}

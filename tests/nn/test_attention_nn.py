@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 from reference_attention import dense, tensor, turned
 
 from mlx_lattice import nn, ops
-from mlx_lattice.models.serialized import SerializedAttention
+from mlx_lattice.models.ptv3 import SerializedAttention
 
 LAYERS = {
     "full": {},

@@ -22,8 +22,7 @@ from shapes import ball, surface, torus
 
 from mlx_lattice import mesh
 from mlx_lattice.mesh.asset import asset_of, materials_of, surface_of
-from mlx_lattice.mesh.raster import covered
-from mlx_lattice.mesh.texture import spread
+from mlx_lattice.mesh.texture import covered, spread
 
 
 def bumpy(n):

@@ -16,7 +16,7 @@ from training import every_parameter_gets_a_gradient, lowers_the_loss
 
 import mlx_lattice as ml
 from mlx_lattice import io, models, nn
-from mlx_lattice.models.decoder import ConvNeXtBlock, UpBlock
+from mlx_lattice.models.trellis2 import ConvNeXtBlock, UpBlock
 from mlx_lattice.routes.launch import observe
 
 

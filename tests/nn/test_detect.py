@@ -10,7 +10,8 @@ import numpy as np
 import pytest
 from processes import on_the_cpu_alone
 
-from mlx_lattice import cli, detect, models, nn
+from mlx_lattice import cli, models, nn
+from mlx_lattice.commands import detect
 from mlx_lattice.io import read_points
 from mlx_lattice.io.point_formats import write_ply
 

@@ -11,8 +11,7 @@ from mlx.utils import tree_flatten, tree_map
 
 import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn
-from mlx_lattice.generate import settings_of
-from mlx_lattice.io.pipelines import loaded
+from mlx_lattice.commands.generate import loaded, settings_of
 from mlx_lattice.io.published import trellis2 as described
 from mlx_lattice.models import trellis2
 
@@ -289,7 +288,7 @@ def test_a_mesh(folder, tmp_path, capsys):
     (mesh,) = trimesh.load(out).geometry.values()
     assert len(mesh.faces) and np.abs(mesh.vertices).max() <= 0.6
     # The latents' file says the resolution, which its rows alone do not.
-    from mlx_lattice.decode import _latents
+    from mlx_lattice.commands.decode import _latents
 
     rows, held, told = _latents(tmp_path / "asset.safetensors", 0, True)
     assert told == 512 and set(held) == {"shape", "texture"} and len(rows)

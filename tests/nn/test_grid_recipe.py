@@ -90,7 +90,9 @@ def test_what_is_refused():
         models.GridRecipe(SIZE, RANGE)(made)
     filled = models.GridRecipe(SIZE, RANGE)(made, fill=True)
     assert not filled.feats[:, 3].any()
-    with pytest.raises(ValueError, match="one number a point, 300"):
+    with pytest.raises(
+        ValueError, match=r"must have shape \(300, 1\), one row a point"
+    ):
         models.GridRecipe(SIZE, RANGE)(made, {"intensity": made})
     with pytest.raises(ValueError, match="must be positive and point_range hold"):
         models.GridRecipe(SIZE, (0, 0, 0, 0, 1, 1))

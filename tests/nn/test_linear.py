@@ -11,7 +11,7 @@ from cases import features, geometry
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, nn
-from mlx_lattice.models.decoder import ConvNeXtBlock
+from mlx_lattice.models.trellis2 import ConvNeXtBlock
 from mlx_lattice.nn import fused
 
 SHAPES = ((7, 4), (2, 3, 4), (4,), (0, 4), (2, 0, 4))

@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import io, models
-from mlx_lattice.models.ptv3_config import VARIANTS
+from mlx_lattice.models.ptv3 import VARIANTS
 
 SIZES = {
     "stride": (2, 2),

@@ -9,7 +9,8 @@ import mlx.nn
 import numpy as np
 import pytest
 
-from mlx_lattice import cli, models, nn, segment
+from mlx_lattice import cli, models, nn
+from mlx_lattice.commands import segment
 from mlx_lattice.io import read_points
 from mlx_lattice.io.point_formats import write_ply
 

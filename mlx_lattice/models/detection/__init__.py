@@ -1,14 +1,15 @@
 """LiDAR detectors: voxels, backbones, heads, boxes."""
 
-from .backbones import VoxelBackBone8x, VoxelResBackBone8x
+from .backbones import (
+    UNetV2,
+    VoxelBackBone8x,
+    VoxelResBackBone8x,
+    VoxelResBackBone8xVoxelNeXt,
+)
 from .boxes import Boxes, Candidates, Decoding
-from .dense import BaseBEVBackbone
-from .detector import CenterPoint, Detector, VoxelNeXt
-from .heads import CenterHead, VoxelNeXtHead
+from .detector import CenterPoint, Detector, VoxelNeXt, published_arguments
+from .heads import BaseBEVBackbone, CenterHead, VoxelNeXtHead
 from .losses import detection_loss
-from .published import published_arguments
-from .unetv2 import UNetV2
-from .voxelnext_backbone import VoxelResBackBone8xVoxelNeXt
 from .voxels import (
     GridRecipe,
     HardVoxels,

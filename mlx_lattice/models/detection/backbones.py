@@ -1,12 +1,15 @@
-"""OpenPCDet's backbones of LiDAR detectors: SECOND's, and the one of residual blocks.
+"""OpenPCDet's 3D backbones: SECOND's, residual blocks, Part-A2's and VoxelNeXt's.
 
-Yan, Mao and Li, "SECOND: Sparsely Embedded Convolutional Detection", 2018; OpenPCDet's
-``spconv_backbone.py``. Parameters are named as there:
+Yan, Mao and Li, "SECOND: Sparsely Embedded Convolutional Detection", 2018; Shi et al.,
+"From Points to Parts", 2019; Chen et al., "VoxelNeXt: Fully Sparse VoxelNet for 3D
+Object Detection and Tracking", 2023. Parameters are named as in OpenPCDet's
+``spconv_backbone.py``, ``spconv_unet.py`` and ``spconv_backbone_voxelnext.py``:
 
     conv_input.{0, 1}
     conv1.0.{0, 1}, or with residual blocks conv1.{0, 1}.{conv1, bn1, conv2, bn2}
     conv2 to conv4: .0.{0, 1} the strided convolution, then two blocks
     conv_out.{0, 1}
+    conv_up_t<i>, conv_up_m<i>, inv_conv<i> (at level 1 conv5)     of UNetV2
 
 A strided convolution makes each cell that an input reaches, within the grid that the
 tensor's ``spatial_shape`` bounds. Axes are (z, y, x).
@@ -15,65 +18,40 @@ tensor's ``spatial_shape`` bounds. Axes are (z, y, x).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
+
+import mlx.core as mx
 
 from ... import nn, ops
-from ...nn.fused import convolved
+from ...backends import registry
+from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
+from ...coordinates import CoordinateManager
+from ...geometry import sync
+from ...geometry.output_rows import Rule
+from ...ops.channels import by_halves
 from ...prepare import prepare_scan
+from ...reductions import sum_over
 from ...tensor import SparseTensor, expect_tensor
+from ..blocks import SparseBasicBlock, conv_norm_relu, conv_onto
 from ..pretrained import Pretrained
 
 # conv_input, conv2, conv3, conv4, conv_out
 WIDTHS = (16, 32, 64, 64, 128)
 RESIDUAL_WIDTHS = (16, 32, 64, 128, 128)
-EPS, MOMENTUM = 1e-3, 0.01
-
-
-def norm(channels: int) -> nn.BatchNorm:
-    """Return the norm that follows the convolutions."""
-    return nn.BatchNorm(channels, eps=EPS, momentum=MOMENTUM)
+CHANNELS = (16, 32, 64, 128, 128)  # of VoxelNeXt: conv1 to conv4, then conv5 and conv6
 
 
 def kept(in_channels: int, out_channels: int) -> nn.Sequential:
     """Return a submanifold convolution, its norm, a ReLU."""
-    conv = nn.SubmConv3d(in_channels, out_channels, 3, bias=False)
-    return nn.Sequential(conv, norm(out_channels), nn.ReLU())
+    return conv_norm_relu(nn.SubmConv3d(in_channels, out_channels, 3, bias=False))
 
 
 def strided(
     in_channels: int, out_channels: int, kernel_size=3, stride=2, padding=1
 ) -> nn.Sequential:
-    """Return a convolution that makes what it reaches, its norm, a ReLU."""
-    conv = nn.Conv3d(
-        in_channels,
-        out_channels,
-        kernel_size,
-        stride,
-        padding,
-        bias=False,
-        support="reach",
-    )
-    return nn.Sequential(conv, norm(out_channels), nn.ReLU())
-
-
-class SparseBasicBlock(nn.Module):
-    """Two submanifold convolutions, with biases or none, beside a shortcut.
-
-    Args:
-        channels (int): The number of channels.
-        bias (bool): If ``True`` the convolutions have one. Default: ``True``.
-    """
-
-    def __init__(self, channels: int, bias: bool = True):
-        super().__init__()
-        self.conv1 = nn.SubmConv3d(channels, channels, 3, bias=bias)
-        self.bn1 = norm(channels)
-        self.conv2 = nn.SubmConv3d(channels, channels, 3, bias=bias)
-        self.bn2 = norm(channels)
-
-    def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Return features on the rows of ``x``."""
-        y = convolved(self.conv1, self.bn1, x, activation=ops.relu)
-        return convolved(self.conv2, self.bn2, y, activation=ops.relu, residual=x)
+    """Return a strided convolution, its norm, a ReLU."""
+    sizes = in_channels, out_channels, kernel_size, stride, padding
+    return conv_norm_relu(nn.Conv3d(*sizes, bias=False, support="reach"))
 
 
 def expect_grid(x: SparseTensor, name: str) -> None:
@@ -129,11 +107,7 @@ class VoxelBackBone8x(Pretrained):
         return made | ({"out": self.conv_out(x)} if "conv_out" in self else {})
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Return the encoded tensor, at an eighth of y and x, a sixteenth of z.
-
-        Args:
-            x: at (batch, z, y, x), with a ``spatial_shape``.
-        """
+        """Return the encoded tensor, at an eighth of y and x, a sixteenth of z."""
         prepare_scan(self, x)
         return self.stages(x)["out"]
 
@@ -161,9 +135,13 @@ class VoxelResBackBone8x(VoxelBackBone8x):
 
     def _stage(self, down: nn.Sequential | None, channels: int) -> nn.Sequential:
         first = () if down is None else (down,)
-        return nn.Sequential(
-            *first, *(SparseBasicBlock(channels, self.use_bias) for _ in range(2))
-        )
+        blocks = _residual(channels, self.use_bias)
+        return nn.Sequential(*first, *blocks)
+
+
+def _residual(channels: int, bias: bool) -> list[SparseBasicBlock]:
+    """Return two residual blocks."""
+    return [SparseBasicBlock(channels, channels, bias) for _ in range(2)]
 
 
 def expect_widths(widths: Sequence[int]) -> Sequence[int]:
@@ -174,3 +152,204 @@ def expect_widths(widths: Sequence[int]) -> Sequence[int]:
             f"{tuple(widths)}"
         )
     return widths
+
+
+class UNetV2(VoxelBackBone8x):
+    """SECOND's encoder and a decoder back to its input's rows.
+
+    Args:
+        in_channels (int): The number of input channels.
+        widths (tuple): As of ``VoxelBackBone8x``; those of the decoder are the same.
+        last_pad (int): As of ``VoxelBackBone8x``. Default: ``0``.
+        return_encoded (bool): If ``False`` there is no ``conv_out``, and no encoded
+            tensor. Default: ``True``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        widths: Sequence[int] = WIDTHS,
+        last_pad: int = 0,
+        return_encoded: bool = True,
+    ):
+        super().__init__(in_channels, widths, last_pad)
+        if not return_encoded:
+            del self.conv_out
+        channels = list(widths[:4])
+        for level in (4, 3, 2, 1):
+            c = channels[level - 1]
+            below = channels[level - 2] if level > 1 else c
+            self[f"conv_up_t{level}"] = SparseBasicBlock(c, c)
+            self[f"conv_up_m{level}"] = kept(2 * c, c)
+            if level > 1:
+                padding = (0, 1, 1) if level == 4 else 1
+                conv = nn.ConvTranspose3d(c, below, 3, 2, padding, bias=False)
+                self[f"inv_conv{level}"] = conv_norm_relu(conv)
+        self.conv5 = nn.Sequential(kept(channels[0], channels[0]))
+
+    def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
+        """Return what each stage makes: those of the encoder, ``up4`` to ``up1``."""
+        made = super().stages(x)
+        y = made["x_conv4"]
+        for level in (4, 3, 2, 1):
+            y = made[f"up{level}"] = self._up(level, y, made)
+        return made
+
+    def _up(self, level: int, bottom: SparseTensor, made: dict) -> SparseTensor:
+        """Return the features of the next finer level, or at level 1 of the rows."""
+        across = self[f"conv_up_t{level}"](made[f"x_conv{level}"])
+        both = ops.cat([bottom, across])
+        y = self[f"conv_up_m{level}"](both)
+        # Neighbouring channels are added up in pairs, one for each channel of y.
+        pairs = both.feats.reshape(len(both), y.channels, 2)
+        y = y.replace(y.feats + by_halves(pairs))
+        if level == 1:
+            return self.conv5(y)
+        return conv_onto(self[f"inv_conv{level}"], y, made[f"x_conv{level - 1}"])
+
+    def __call__(self, x: SparseTensor) -> tuple[SparseTensor | None, SparseTensor]:
+        """Return the encoded tensor, or None, and features on the rows of ``x``."""
+        prepare_scan(self, x)
+        made = self.stages(x)
+        return made.get("out"), made["up1"]
+
+
+class _Flat(NamedTuple):
+    """Cells of the finest of some levels, over (y, x), that have rows above them.
+
+    Attributes:
+        key: of the cells, among the sets of the levels' manager.
+        rows: (M, heights) int32: for each cell the row of each height of each level,
+            of all levels' rows one after another, or -1.
+        cell: (N, 1) int32: the cell of each row.
+    """
+
+    key: CoordinateKey
+    rows: mx.array
+    cell: mx.array
+
+
+_known = OfPairs()  # of the finest and the coarsest level, by all of them
+
+
+def _flat(levels: Sequence[SparseTensor]) -> _Flat:
+    """Return the cells of levels, each twice as wide as the one before it.
+
+    They depend on the levels' rows alone: they are made once.
+    """
+    manager, sets = levels[0].manager, [x.coordinate_set for x in levels]
+    known, name = _known.of(sets[0], sets[-1]), tuple(x.key.serial for x in levels)
+    if name not in known:
+        flat = _flattened(manager, sets)
+        sync.complete((manager[flat.key].coords, flat))
+        known[name] = flat
+    return known[name]
+
+
+def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Flat:
+    """Return what ``_flat`` does; reads the number of cells."""
+    finest, columns = sets[0], mx.array([0, 2, 3])
+    coords, place, heights, high = [], [], 0, (0, 0)
+    for i, each in enumerate(sets):
+        height, *extents = each.spatial_shape
+        coords.append(each.coords[:, columns] << mx.array([0, i, i]))
+        place.append(each.coords[:, 1] + heights)
+        heights += height
+        high = [max(h, (n - 1) << i) for h, n in zip(high, extents, strict=True)]
+    coords, shape = mx.concatenate(coords), finest.spatial_shape[1:]
+    box = (0, 0, 0), (finest.batch_size - 1, *high)
+    cells = registry.geometry().made_rows(
+        Rule.CELL, coords, [(0, 0)], (1, 1), box, False
+    )
+    # Those of even kernels may lie beyond the grid: then they are read and checked.
+    is_inside = all(h < n for h, n in zip(high, shape, strict=True))
+    held = manager.inserted(
+        cells,
+        finest.stride[1:],
+        spatial_shape=shape,
+        batch_size=finest.batch_size,
+        trusted=True,
+        box=box if is_inside else None,
+    )
+    cell = held.index.find(coords, box)
+    rows = mx.full((len(cells), heights), -1, dtype=mx.int32)
+    if len(coords):
+        rows[cell, mx.concatenate(place)] = mx.arange(len(coords), dtype=mx.int32)
+    return _Flat(held.key, rows, cell[:, None])
+
+
+class VoxelResBackBone8xVoxelNeXt(Pretrained):
+    """Residual stages to a thirty-second of the grid, summed over height.
+
+    Args:
+        in_channels (int): The number of input channels.
+        channels (tuple): Channels of ``conv1`` to ``conv4``, and of ``conv5`` and
+            ``conv6``, which must be those of ``conv4``.
+        out_channels (int): The number of output channels. Default: ``128``.
+        kernel_sizes (tuple): Of the strided convolutions of ``conv2``, ``conv3``,
+            ``conv4``, and of ``conv5`` and ``conv6``.
+        use_bias (bool): If ``True`` the blocks' convolutions have a bias.
+            Default: ``True``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        channels: Sequence[int] = CHANNELS,
+        out_channels: int = 128,
+        kernel_sizes: Sequence[int] = (3, 3, 3, 3),
+        use_bias: bool = True,
+    ):
+        super().__init__()
+        if len(kernel_sizes) != 4 or expect_widths(channels)[3] != channels[4]:
+            raise ValueError(
+                "there are kernel_sizes of 4 levels, and rows of conv4, conv5 and "
+                "conv6 are added up, so their channels are equal; got kernel_sizes "
+                f"{tuple(kernel_sizes)}, channels {tuple(channels)}"
+            )
+        self.out_channels = out_channels
+        self.conv_input = kept(in_channels, channels[0])
+        wide = [channels[0], *channels, channels[4]]  # of conv_input, conv1 to conv6
+        sizes = [*kernel_sizes, kernel_sizes[3]]
+        for i in range(1, 7):
+            blocks = _residual(wide[i], use_bias)
+            if i > 1:
+                size = sizes[i - 2]
+                down = strided(wide[i - 1], wide[i], size, padding=size // 2)
+                blocks.insert(0, down)
+            self[f"conv{i}"] = nn.Sequential(*blocks)
+        conv = nn.Conv2d(
+            channels[3], out_channels, 3, padding=1, bias=False, support="reach"
+        )
+        self.conv_out = conv_norm_relu(conv)
+        self.shared_conv = nn.Sequential(
+            nn.SubmConv2d(out_channels, out_channels, 3),
+            nn.BatchNorm(out_channels),
+            nn.ReLU(),
+        )
+
+    def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
+        """Return what each stage makes.
+
+        ``x_conv1`` to ``x_conv6``, then over (y, x) ``bev_sum``, ``conv_out`` and
+        ``out``.
+        """
+        expect_grid(x, type(self).__name__)
+        x, made = self.conv_input(x), {}
+        for i in range(1, 7):
+            x = made[f"x_conv{i}"] = self[f"conv{i}"](x)
+        made["bev_sum"] = self._summed(*(made[f"x_conv{i}"] for i in (4, 5, 6)))
+        made["conv_out"] = self.conv_out(made["bev_sum"])
+        return made | {"out": self.shared_conv(made["conv_out"])}
+
+    def _summed(self, *levels: SparseTensor) -> SparseTensor:
+        """Return the sum of rows of one (batch, y, x), in cells of the finest."""
+        flat = _flat(levels)
+        feats = mx.concatenate([x.feats for x in levels])
+        feats = sum_over(feats, flat.rows, lambda: flat.cell)
+        return SparseTensor.of(levels[0].manager, flat.key, feats)
+
+    def __call__(self, x: SparseTensor) -> SparseTensor:
+        """Return rows at (batch, y, x), at an eighth of the grid."""
+        prepare_scan(self, x)
+        return self.stages(x)["out"]

@@ -114,16 +114,10 @@ def candidates(
     decoding: Decoding,
     grid: GridRecipe,
 ) -> Candidates:
-    """Return the boxes of the best cells of one element that are kept.
+    """Return the boxes of an element's best cells, by score, class and cell.
 
-    Args:
-        head: (N, channels) of each branch, a row a cell; "hm" before the sigmoid.
-        cells: (N, 2) integers: y and x of each.
-        decoding: how many, and which are kept.
-        grid: whose voxels and range the cells are of.
-
-    Returns:
-        boxes by score; equal ones by class, then by the order of the cells.
+    ``head`` has (N, channels) of each branch, with "hm" before the sigmoid; ``cells``
+    are (N, 2) y and x.
     """
     heat = mx.sigmoid(head["hm"].astype(mx.float32)).T
     classes, count = heat.shape
@@ -157,13 +151,7 @@ def candidates(
 
 
 def selected(found: Candidates, decoding: Decoding, classes: int) -> Boxes:
-    """Return the boxes that suppression keeps.
-
-    Args:
-        found: with labels of the net's classes.
-        decoding: what is kept.
-        classes: of the net.
-    """
+    """Return the boxes that suppression keeps; labels are of the net's classes."""
     boxes, scores, labels, ious = found
     if decoding.rectifier is not None:
         power = mx.array(decoding.rectifier, dtype=mx.float32)[labels]

@@ -1,9 +1,11 @@
-"""Heads of detectors: CenterPoint's over a dense map, VoxelNeXt's over sparse rows.
+"""OpenPCDet's 2D backbone, and heads over a dense map or over sparse rows.
 
 Yin, Zhou and Kraehenbuehl, "Center-based 3D Object Detection and Tracking", 2021; Chen
-et al., "VoxelNeXt", 2023. Parameters are named as in OpenPCDet's ``center_head.py`` and
+et al., "VoxelNeXt", 2023. Dense maps are (B, y, x, C), as MLX's convolutions take them.
+Parameters are named as in OpenPCDet's ``base_bev_backbone.py``, ``center_head.py`` and
 ``voxelnext_head.py``:
 
+    blocks.<i>.<place>, deblocks.<i>.<place>    of BaseBEVBackbone; place 0 is padding
     shared_conv.{0, 1}                          of CenterHead
     heads_list.<head>.<branch>.<i>.{0, 1}       a convolution and its norm
     heads_list.<head>.<branch>.<last>           the convolution to the outputs
@@ -23,7 +25,6 @@ import mlx.nn
 
 from ... import nn
 from ...tensor import SparseTensor
-from .dense import Dense, conv_norm
 
 Branch = tuple[str, int, int]  # name, channels, convolutions
 BRANCHES: tuple[Branch, ...] = (
@@ -36,6 +37,154 @@ NEEDED = {name: channels for name, channels, _ in BRANCHES}
 KNOWN = NEEDED | {"vel": 2, "iou": 1}
 # A heat map of untrained weights: a tenth everywhere.
 HEAT = -2.19
+
+
+EPS, MOMENTUM = 1e-3, 0.01
+
+
+class Dense(mlx.nn.Sequential):
+    """Calls layers in order; a convolution, its BatchNorm and a ReLU are one.
+
+    In evaluation the norm's scale is folded into the convolution's weight, so that the
+    map is written twice instead of four times.
+    """
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return a (B, y, x, C) map."""
+        at = 0
+        while at < len(self.layers):
+            here = self.layers[at : at + 3]
+            if len(here) == 3 and isinstance(here[1], mlx.nn.BatchNorm):
+                x = _in_one(*here, x)
+                at += 3
+            else:
+                x = here[0](x)
+                at += 1
+        return x
+
+
+def _in_one(conv, norm, activation, x: mx.array) -> mx.array:
+    """Return ``activation(norm(conv(x)))``; in evaluation the activation is a ReLU."""
+    if norm.training:
+        return activation(norm(_convolved(conv, x, conv.weight)))
+    scale = norm.weight * mx.rsqrt(norm.running_var + norm.eps)
+    shift = norm.bias - norm.running_mean * scale
+    if "bias" in conv:
+        shift = shift + conv.bias * scale
+    weight = (conv.weight * scale[:, None, None, None]).astype(x.dtype)
+    y = _convolved(conv, x, weight, bias=False)
+    return mx.maximum(y + shift.astype(x.dtype), 0)
+
+
+def _convolved(conv, x: mx.array, weight: mx.array, bias: bool = True) -> mx.array:
+    """Return what a convolution makes with a weight, with its bias or without."""
+    if isinstance(conv, mlx.nn.ConvTranspose2d):
+        # Its stride is its kernel: a matmul, whose channels are then put side by side.
+        b, high, wide, _ = x.shape
+        out, size, _, c_in = weight.shape
+        y = x @ weight.transpose(3, 1, 2, 0).reshape(c_in, -1)
+        y = y.reshape(b, high, wide, size, size, out).transpose(0, 1, 3, 2, 4, 5)
+        y = y.reshape(b, high * size, wide * size, out)
+    else:
+        y = mx.conv2d(x, weight, conv.stride, conv.padding)
+    return y + conv.bias if bias and "bias" in conv else y
+
+
+def conv_norm(
+    in_channels: int,
+    out_channels: int,
+    size: int = 3,
+    stride: int = 1,
+    *,
+    bias: bool = False,
+    eps: float = EPS,
+    momentum: float = MOMENTUM,
+    transposed: bool = False,
+) -> list[mlx.nn.Module]:
+    """Return a padded or a transposed convolution, a norm and a ReLU."""
+    kind = mlx.nn.ConvTranspose2d if transposed else mlx.nn.Conv2d
+    padding = size // 2 if size % 2 and not transposed else 0
+    return [
+        kind(in_channels, out_channels, size, stride, padding, bias=bias),
+        mlx.nn.BatchNorm(out_channels, eps=eps, momentum=momentum),
+        mlx.nn.ReLU(),
+    ]
+
+
+class BaseBEVBackbone(mlx.nn.Module):
+    """OpenPCDet's 2D backbone: blocks that stride, brought back to one size and joined.
+
+    Args:
+        in_channels (int): The number of input channels.
+        layer_nums (tuple): The number of layers of each block after its first.
+        layer_strides (tuple): The stride of each block.
+        num_filters (tuple): The channels of each block.
+        upsample_strides (tuple): By how much each block's map is enlarged; below 1 it
+            is strided. One more is of the joined map.
+        num_upsample_filters (tuple): The channels of each enlarged map.
+        conv_for_no_stride (bool): If ``True`` a map that keeps its size does so by a
+            1x1 convolution, not by a transposed one. Default: ``False``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int,
+        layer_nums: Sequence[int] = (5, 5),
+        layer_strides: Sequence[int] = (1, 2),
+        num_filters: Sequence[int] = (128, 256),
+        upsample_strides: Sequence[float] = (1, 2),
+        num_upsample_filters: Sequence[int] = (256, 256),
+        conv_for_no_stride: bool = False,
+    ):
+        super().__init__()
+        levels = len(layer_nums)
+        if not levels == len(layer_strides) == len(num_filters):
+            raise ValueError(
+                "layer_nums, layer_strides and num_filters have one entry a block; got "
+                f"{layer_nums}, {layer_strides} and {num_filters}"
+            )
+        if len(upsample_strides) not in (0, levels, levels + 1) or len(
+            num_upsample_filters
+        ) != min(len(upsample_strides), levels):
+            raise ValueError(
+                f"upsample_strides and num_upsample_filters are of {levels} blocks; "
+                f"got {upsample_strides} and {num_upsample_filters}"
+            )
+        self.blocks, self.deblocks = [], []
+        wide = in_channels
+        for count, stride, channels in zip(
+            layer_nums, layer_strides, num_filters, strict=True
+        ):
+            layers = [mlx.nn.Identity(), *conv_norm(wide, channels, 3, stride)]
+            for _ in range(count):
+                layers += conv_norm(channels, channels)
+            self.blocks.append(Dense(*layers))
+            wide = channels
+        made = list(zip(num_filters, num_upsample_filters, strict=False))
+        for (channels, out), stride in zip(made, upsample_strides, strict=False):
+            enlarged = stride > 1 or (stride == 1 and not conv_for_no_stride)
+            step = round(stride if enlarged else 1 / stride)
+            layers = conv_norm(channels, out, step, step, transposed=enlarged)
+            self.deblocks.append(Dense(*layers))
+        self.out_channels = sum(num_upsample_filters or num_filters)
+        if len(upsample_strides) > levels:
+            wide, step = self.out_channels, round(upsample_strides[-1])
+            last = conv_norm(wide, wide, step, step, transposed=True)
+            self.deblocks.append(Dense(*last))
+
+    def __call__(self, x: mx.array) -> mx.array:
+        """Return (B, y, x, C) of the joined maps."""
+        maps = []
+        for i, block in enumerate(self.blocks):
+            x = block(x)
+            maps.append(self.deblocks[i](x) if self.deblocks else x)
+        if len({each.shape[1:3] for each in maps}) > 1:
+            raise ValueError(
+                "a map must have extents that its strides divide; got maps of "
+                f"{', '.join(str(each.shape[1:3]) for each in maps)} to join"
+            )
+        x = maps[0] if len(maps) == 1 else mx.concatenate(maps, axis=-1)
+        return self.deblocks[-1](x) if len(self.deblocks) > len(maps) else x
 
 
 def expect_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
@@ -82,8 +231,7 @@ class CenterHead(mlx.nn.Module):
     ):
         super().__init__()
         options = {"bias": bias, "eps": eps, "momentum": momentum}
-        shared = conv_norm(in_channels, shared_channels, **options)
-        self.shared_conv = Dense(*shared)
+        self.shared_conv = Dense(*conv_norm(in_channels, shared_channels, **options))
 
         def branch(channels: int, count: int) -> Dense:
             wide = shared_channels
@@ -95,11 +243,7 @@ class CenterHead(mlx.nn.Module):
         self.heads_list = _heads(classes, branches, heat_convs, branch)
 
     def __call__(self, x: mx.array) -> list[dict[str, mx.array]]:
-        """Return (B, y, x, channels) of each branch, for each head.
-
-        Args:
-            x: (B, y, x, C).
-        """
+        """Return (B, y, x, channels) of each branch, for each head."""
         x = self.shared_conv(x)
         return [{name: head[name](x) for name in head} for head in self.heads_list]
 
@@ -142,11 +286,7 @@ class VoxelNeXtHead(mlx.nn.Module):
         self.heads_list = _heads(classes, branches, heat_convs, branch)
 
     def __call__(self, x: SparseTensor) -> list[dict[str, SparseTensor]]:
-        """Return tensors of each branch on the rows of ``x``, for each head.
-
-        Args:
-            x: at (batch, y, x).
-        """
+        """Return tensors of each branch on the rows of ``x``, for each head."""
         return [{name: head[name](x) for name in head} for head in self.heads_list]
 
 

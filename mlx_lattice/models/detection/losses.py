@@ -20,7 +20,7 @@ MIN_RADIUS, MIN_OVERLAP = 2, 0.1
 
 
 class Targets(NamedTuple):
-    """What a head is to say in one element."""
+    """The targets of a head in one batch element."""
 
     heat: mx.array  # (N, classes): 1 where a box is, less around it
     rows: mx.array  # (M,) int32: the cell of each box
@@ -103,12 +103,7 @@ def _checked(
 
 
 def focal_loss(logits: mx.array, heat: mx.array) -> mx.array:
-    """Return the sum over cells of the focal loss of a heat map, in float32.
-
-    Args:
-        logits: (N, classes), before the sigmoid.
-        heat: (N, classes): 1 where a box is.
-    """
+    """Return the float32 sum over (N, classes) of the focal loss of a heat map."""
     logits = logits.astype(mx.float32)
     chance = mx.sigmoid(logits)
     # log(chance) and log(1 - chance), which neither rounds to log(0).
@@ -126,15 +121,10 @@ def targets(
     classes: int,
     velocities: bool = False,
 ) -> Targets:
-    """Return what a head is to say: each box by the cell nearest to its centre.
+    """Return a head's targets: each box at the cell nearest to its centre.
 
-    Args:
-        net: whose grid the cells are of.
-        cells: (N, 2) integers: y and x of each.
-        boxes: (M, 7), with velocities (M, 9).
-        labels: of the head's classes.
-        classes: of the head.
-        velocities: whether the head has them.
+    ``cells`` are (N, 2) y and x, ``boxes`` (M, 7) or (M, 9), and ``labels`` count the
+    head's classes.
     """
     heat = mx.zeros((len(cells), classes))
     step = net.decoding.stride * mx.array(net.grid.voxel_size[:2])
@@ -165,11 +155,7 @@ def targets(
 
 
 def radius(sizes: mx.array) -> mx.array:
-    """Return (M,): how far both corners of a box may move, in whole cells.
-
-    Args:
-        sizes: (M, 2) extents of boxes in cells.
-    """
+    """Return (M,): how far both corners of boxes may move, in whole cells."""
     half, area, least = sizes.sum(axis=1), sizes.prod(axis=1), MIN_OVERLAP
 
     def root(a: float, b: mx.array, c: mx.array) -> mx.array:

@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ...arrays import (
-    array_of,
     positions_of,
     single,
     single_or_double,
@@ -25,7 +24,7 @@ from ...coordinates import CoordinateManager
 from ...geometry.unique import true_positions, unique_rows
 from ...geometry.voxelize import batch_of, reduce_segments
 from ...tensor import SparseTensor
-from ..attributes import MissingAttribute, finite_points
+from ..recipe import attribute, finite_points
 
 
 class HardVoxels(NamedTuple):
@@ -107,14 +106,13 @@ class GridRecipe:
         *,
         fill: bool = False,
     ) -> SparseTensor:
-        """Voxelise a scan; a feature of a voxel is the mean of its points that count.
+        """Voxelise a scan; a voxel's features are the mean of its points that count.
 
         Args:
             points: (P, 3) float, an array of MLX or NumPy.
-            attributes: what is known of each point, as of ``io.PointCloud``. Points
-                with a coordinate or attribute that is not finite are left out, with a
-                warning.
-            fill: whether an attribute that is not there is read as zeros.
+            attributes: name to values, as of ``io.PointCloud``. Points with values that
+                are not finite are left out, with a warning.
+            fill: whether to read zeros for a missing attribute.
 
         Returns:
             A tensor at (batch 0, z, y, x), with a ``spatial_shape``.
@@ -163,18 +161,8 @@ class GridRecipe:
             if name == "ones":
                 columns.append(mx.ones((len(points), 1)))
                 continue
-            if held.get(name) is None:
-                if not fill:
-                    raise MissingAttribute(name, self.features, held)
-                columns.append(mx.zeros((len(points), 1)))
-                continue
-            value = single(array_of(held[name], name))
-            if value.size != len(points):
-                raise ValueError(
-                    f"{name} must be one number a point, {len(points)}; got "
-                    f"{tuple(value.shape)}"
-                )
-            columns.append(value.reshape(-1, 1))
+            count = len(points)
+            columns.append(attribute(name, self.features, held, count, 1, fill))
         with stream_of(points):
             return mx.concatenate(columns, axis=1)
 
@@ -193,8 +181,7 @@ def hard_voxels(
 
     Args:
         points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
-        voxel_size: extents in x, y, z.
-        point_range: low x, y, z and high x, y, z.
+        voxel_size, point_range: as of ``GridRecipe``.
         max_points: slots of a voxel.
         max_voxels: by default all.
 
@@ -258,8 +245,7 @@ def dynamic_voxels(
 
     Args:
         points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
-        voxel_size: extents in x, y, z.
-        point_range: low x, y, z and high x, y, z; points outside are dropped.
+        voxel_size, point_range: as of ``GridRecipe``.
         batch: (P,) integer batch index of each point.
         batch_size: as for ``SparseTensor``.
 
@@ -267,7 +253,7 @@ def dynamic_voxels(
         A tensor at (batch, z, y, x), rows sorted by (batch, x, y, z), as OpenPCDet's.
 
     Raises:
-        ValueError: a shape does not fit, or the batch indices are no integers.
+        ValueError: a shape does not fit, or the batch indices are not integers.
     """
     points, cells, inside = _cells(points, voxel_size, point_range)
     batch, kept = batch_of(batch, len(inside)), true_positions(inside)

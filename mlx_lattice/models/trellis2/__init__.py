@@ -1,8 +1,6 @@
 """TRELLIS.2: its decoders, encoder, flow models and samplers."""
 
 from .blocks import ConvNeXtBlock, DownBlock, UpBlock
-from .decoder import DualGrid, SparseVAEDecoder, dual_grid
-from .encoder import SparseVAEEncoder, dual_grid_features
 from .flow import FlowModel, SLatFlowModel, SparseStructureFlowModel
 from .pipeline import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
 from .published import FLOW, STRUCTURE_FLOW
@@ -15,6 +13,13 @@ from .sampler import (
     Step,
 )
 from .structure import SparseStructureDecoder, SparseStructureEncoder, occupied
+from .vae import (
+    DualGrid,
+    SparseVAEDecoder,
+    SparseVAEEncoder,
+    dual_grid,
+    dual_grid_features,
+)
 
 __all__ = [
     "FLOW",

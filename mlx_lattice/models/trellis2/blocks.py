@@ -1,17 +1,23 @@
-"""The blocks of TRELLIS.2's sparse U-nets: ConvNeXt, up-sampling, down-sampling.
+"""The layers of TRELLIS.2's nets: blocks of the sparse U-nets, embeddings, dtypes.
+
+A net's first and last layers are float32, and so are norms and factors everywhere; the
+layers between have the dtype that the net was made with.
 
 Xiang et al., "Native and Compact Structured Latents for 3D Generation" (TRELLIS.2),
 2025, whose configurations call them ``SparseConvNeXtBlock3d``,
 ``SparseResBlockC2S3d`` and ``SparseResBlockS2C3d``. A fine cell's offset counts its
-first axis fastest.
+first axis fastest. Embeddings of times: Ho et al., "Denoising Diffusion Probabilistic
+Models", 2020; of places: Vaswani et al., "Attention Is All You Need", 2017.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import math
+from collections.abc import Iterable, Iterator, Sequence
 
 import mlx.core as mx
 import mlx.nn
+from mlx.utils import tree_flatten
 
 from ... import memory, nn, ops
 from ...coordinate_set import CoordinateKey
@@ -19,10 +25,40 @@ from ...nn import fused
 from ...ops.channels import fine_rows, forget_slots, rows_of
 from ...settings import boundary
 from ...tensor import SparseTensor
-from .torso import zero
 
 CELLS = 8
 ORDER = "first"
+TIME_FEATURES, PERIOD = 256, 10000.0
+
+
+def zero(module: nn.Module) -> nn.Module:
+    """Set every parameter to zero: a residual branch then starts as the identity."""
+    zeros = {name: mx.zeros_like(value) for name, value in module.parameters().items()}
+    return module.update(zeros)
+
+
+def cast_layers(blocks: Iterable, dtype: mx.Dtype) -> None:
+    """Cast convolutions and linear layers of (nested lists of) blocks, but no norms."""
+    for layer in _layers(blocks):
+        layer.set_dtype(dtype)
+
+
+def torso_dtype(blocks: Iterable, default: mx.Dtype) -> mx.Dtype:
+    """Return the dtype of the features that blocks' layers take; of none, another."""
+    return next(map(dtype_of, _layers(blocks)), default)
+
+
+def dtype_of(layer: nn.Module) -> mx.Dtype:
+    """Return the dtype of the features that a layer's weight takes, packed or not."""
+    return layer.get("scales", layer.weight).dtype
+
+
+def _layers(blocks: Iterable) -> Iterator[nn.Module]:
+    is_module = lambda value: isinstance(value, nn.Module)  # noqa: E731
+    for _, block in tree_flatten(list(blocks), is_leaf=is_module):
+        for module in block.modules():
+            if "weight" in module and not isinstance(module, mlx.nn.LayerNorm):
+                yield module
 
 
 class ConvNeXtBlock(nn.Module):
@@ -119,18 +155,19 @@ class UpBlock(nn.Module):
         return self.conv2(self.norm2(y, activation="silu")) + skip, logits
 
     def _in_blocks(self, x: SparseTensor, key: CoordinateKey) -> SparseTensor:
-        """Return features of fine rows, the same bits, nothing wide but in blocks.
-
-        The first convolution goes block by block into the fine rows that there are;
-        the skip is taken from the coarse rows block by block.
-        """
+        """Return the same features of fine rows; wide arrays are made in blocks."""
         _, slots = ops.channels.fine_slots(x, coordinates=key, order=ORDER)
-        y = memory.by_rows(
-            self._before, x.feats, row_bytes=3 * x.channels * x.dtype.size
-        )
+
+        def before(rows: mx.array) -> mx.array:
+            return self.norm1(rows, activation="silu")
+
+        def between(rows: mx.array) -> mx.array:
+            return self.norm2(rows, activation="silu")
+
+        y = memory.by_rows(before, x.feats, row_bytes=3 * x.channels * x.dtype.size)
         wide = self.conv1.blocks(x.replace(y))
         del y
-        fine = fine_rows(wide, slots, CELLS, self._between)
+        fine = fine_rows(wide, slots, CELLS, between)
         del wide
         boundary(fine)
         memory.release(x.manager, x.key)
@@ -146,14 +183,6 @@ class UpBlock(nn.Module):
         boundary(y)
         forget_slots(x.coordinate_set)
         return fine.replace(y)
-
-    def _before(self, rows: mx.array) -> mx.array:
-        """Return what the first convolution reads of coarse rows."""
-        return self.norm1(rows, activation="silu")
-
-    def _between(self, rows: mx.array) -> mx.array:
-        """Return what the second convolution reads of fine rows."""
-        return self.norm2(rows, activation="silu")
 
     def cells(self, x: SparseTensor) -> SparseTensor:
         """Return the fine rows alone that the block predicts, with features of 1."""
@@ -206,3 +235,52 @@ def check_stages(model_channels: Sequence[int], num_blocks: Sequence[int]) -> No
             "model_channels and num_blocks have one entry for each stage, of 1 or "
             f"more and 0 or more; got {model_channels} and {num_blocks}"
         )
+
+
+def posterior(mean: mx.array, log_variance: mx.array, sample: bool) -> mx.array:
+    """Return the means, or a sample of the normal distributions."""
+    if not sample:
+        return mean
+    noise = mx.random.normal(mean.shape, dtype=mean.dtype)
+    return mean + mx.exp(0.5 * log_variance) * noise
+
+
+# Embeddings
+
+
+class TimestepEmbedder(nn.Module):
+    """Maps times to vectors: cosines and sines, then two linear layers."""
+
+    def __init__(self, dims: int):
+        super().__init__()
+        layers = nn.Linear(TIME_FEATURES, dims), mlx.nn.SiLU(), nn.Linear(dims, dims)
+        self.mlp = list(layers)
+
+    def __call__(self, t: mx.array) -> mx.array:
+        """Return (B, dims) of (B,) times."""
+        y = time_features(t).astype(dtype_of(self.mlp[0]))
+        for layer in self.mlp:
+            y = layer(y)
+        return y
+
+
+def time_features(t: mx.array) -> mx.array:
+    """Return (B, 256) float32: cosines, then sines, of falling frequencies."""
+    half = TIME_FEATURES // 2
+    speed = [math.exp(-math.log(PERIOD) * i / half) for i in range(half)]
+    angle = t.astype(mx.float32)[:, None] * mx.array(speed)
+    return mx.concatenate([mx.cos(angle), mx.sin(angle)], axis=1)
+
+
+def place_features(coords: mx.array, channels: int) -> mx.array:
+    """Return (N, channels) float32 for (N, D) cells: for each axis sines, then cosines.
+
+    An axis has ``channels // (2 * D)`` of both; zeros fill what is left.
+    """
+    n, axes = coords.shape
+    each = channels // axes // 2
+    speed = mx.array([PERIOD ** (-i / each) for i in range(each)])
+    angle = coords.astype(mx.float32)[:, :, None] * speed
+    y = mx.concatenate([mx.sin(angle), mx.cos(angle)], axis=2)
+    y = y.reshape(n, 2 * each * axes)
+    return mx.pad(y, [(0, 0), (0, channels - y.shape[1])])

@@ -24,10 +24,16 @@ from ... import nn, ops
 from ...dtypes import dtype_name
 from ...module_state import Kept
 from ...nn.attention import modulation_layers, modulation_of
+from ...prepare import prepare_scan
 from ...tensor import SparseTensor, align, expect_tensor
-from .embeddings import TimestepEmbedder, place_features
+from .blocks import (
+    TimestepEmbedder,
+    cast_layers,
+    dtype_of,
+    place_features,
+    torso_dtype,
+)
 from .published import Trellis2Net
-from .torso import cast_layers, dtype_of, torso_dtype
 
 ROPE = (1.0, 10000.0)
 PLACES = ("ape", "rope")
@@ -180,14 +186,9 @@ class SLatFlowModel(FlowModel):
             x: (N, C) latents.
             t: (B,) times of the batch elements, or one for all, from 0 to 1000.
             cond: (B, M, cond_channels) tokens of the images, a tensor of them, or
-                (T, cond_channels) tokens of all images in a row, in any floating
-                dtype.
+                (T, cond_channels) tokens of all images in a row, in any floating dtype.
             concat_cond: a tensor of the same rows, whose channels follow those of x.
-            cond_lengths: (B,) integers: the number of tokens of each image; by default
-                M.
-
-        Raises:
-            ValueError: shapes do not fit.
+            cond_lengths: (B,) integers: tokens of each image; by default M.
         """
         expect_tensor(x)
         if concat_cond is not None:
@@ -198,6 +199,7 @@ class SLatFlowModel(FlowModel):
                 f"the net reads {self.in_channels} channels, of x and concat_cond; got "
                 f"{x.channels}"
             )
+        prepare_scan(self, x, t, cond, cond_lengths, call=self._velocity)
         return self._velocity(x, t, cond, cond_lengths)
 
 
@@ -226,9 +228,6 @@ class SparseStructureFlowModel(FlowModel):
             x: (B, in_channels, R, R, R), R the resolution; channels stand first, as
                 published.
             t, cond, cond_lengths: as of ``SLatFlowModel``.
-
-        Raises:
-            ValueError: shapes do not fit.
         """
         size = self.resolution
         if x.ndim != 5 or tuple(x.shape[1:]) != (self.in_channels, *(size,) * 3):
@@ -238,6 +237,7 @@ class SparseStructureFlowModel(FlowModel):
             )
         rows = x.reshape(*x.shape[:2], -1).transpose(0, 2, 1)
         cells = self._grid(x.shape[0]).replace(rows.reshape(-1, self.in_channels))
+        prepare_scan(self, cells, t, cond, cond_lengths, call=self._velocity)
         y = self._velocity(cells, t, cond, cond_lengths).feats
         y = y.reshape(x.shape[0], -1, self.out_channels).transpose(0, 2, 1)
         return y.reshape(x.shape[0], self.out_channels, *x.shape[2:])

@@ -17,9 +17,9 @@ from ... import nn
 from ...backends import registry
 from ...checks import whole
 from ...tensor import SparseTensor
+from .blocks import dtype_of
 from .sampler import SAMPLERS, FlowEulerCfgSampler, Latents
 from .structure import occupied
-from .torso import dtype_of
 
 # What a voxel of latents is along an axis, in voxels of the asset.
 CELL = 16
@@ -144,21 +144,20 @@ class Pipeline:
     ) -> Generated:
         """Generate the latents of a batch of images.
 
-        The noise is MLX's: the same seed gives the same latents, but others than
-        PyTorch's.
+        The noise is MLX's: a seed gives other latents than in PyTorch.
 
         Args:
-            tokens: (B, M, C) tokens of the images at 512 and 1024 pixels, by that
-                size; ``sizes_of`` says which are needed.
+            tokens: (B, M, C) tokens of the images by size, 512 or 1024 pixels;
+                ``sizes_of`` says which are needed.
             form: one of ``FORMS``; by default the recipe's.
             seed: of the noise.
             texture: whether to make the texture's latents.
             max_tokens: a cascade lowers its resolution until there are fewer rows.
-            options: of each stage what to change in the recipe's options.
+            options: changes of the recipe's options, by stage.
 
         Raises:
-            ValueError: the form or the seed is none, tokens are missing or of other
-                shapes, or no cell is occupied.
+            ValueError: the form or the seed is not valid, tokens are missing or of
+                other shapes, or no cell is occupied.
         """
         form = form or self.recipe.form
         tokens = _checked(tokens, form)
@@ -224,17 +223,7 @@ class Pipeline:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         beside: SparseTensor | None = None,
     ) -> SparseTensor:
-        """Return latents on the rows of ``cells``, normalised still.
-
-        Args:
-            name: the published name of the flow.
-            cond: (B, M, C) tokens.
-            cells: whose rows are taken; their features do not matter.
-            key: of the noise.
-            stage: "shape" or "texture", whose sampler is taken.
-            options: what to change in the recipe's.
-            beside: latents that the flow reads beside its own.
-        """
+        """Return latents on the rows of ``cells``, normalised still."""
         flow = self.load(name)
         more = {} if beside is None else {"concat_cond": beside}
         channels = flow.in_channels - (0 if beside is None else beside.channels)
@@ -247,16 +236,10 @@ class Pipeline:
     def finer(
         self, shape: SparseTensor, resolution: int, max_tokens: int
     ) -> tuple[SparseTensor, int]:
-        """Return the cells of a finer grid in which a coarse shape lies.
+        """Return the cells of a finer grid around a coarse shape, and the resolution.
 
-        Args:
-            shape: latents of the coarse shape.
-            resolution: of the asset, voxels along the box.
-            max_tokens: the resolution falls by 128 down to 1024 until there are fewer
-                cells.
-
-        Returns:
-            the cells, sorted and unique, and the resolution.
+        The resolution falls by 128 down to 1024 until there are fewer cells than
+        ``max_tokens``. Cells are sorted and unique.
         """
         decoder = self.load("shape_slat_decoder")
         shape = shape.astype(dtype_of(decoder.from_latent))
@@ -320,22 +303,14 @@ class Pipeline:
 
 
 def sizes_of(form: str) -> tuple[int, ...]:
-    """Return the sizes in pixels at which a form needs an image's tokens.
-
-    Raises:
-        ValueError: there is no such form.
-    """
+    """Return the sizes in pixels at which a form needs an image's tokens."""
     if form not in FORMS:
         raise ValueError(f"the form must be one of {', '.join(FORMS)}; got {form!r}")
     return tuple(sorted({512, *FORMS[form].shapes}))
 
 
 def nets_of(form: str, texture: bool = True) -> tuple[str, ...]:
-    """Return the published names of the nets that a form needs, in order.
-
-    Raises:
-        ValueError: there is no such form.
-    """
+    """Return the published names of the nets that a form needs, in order."""
     sizes_of(form)
     sizes = FORMS[form].shapes
     shapes = [f"shape_slat_flow_model_{size}" for size in sizes]

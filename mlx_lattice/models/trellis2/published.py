@@ -109,15 +109,7 @@ class Trellis2Net(Pretrained):
 
 
 def arguments_of(name: str, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of our class for those of a published net.
-
-    Args:
-        name: the published name, one of ``NETS``.
-        config: the published arguments.
-
-    Raises:
-        ValueError: the net has parts that ours has not.
-    """
+    """Return the arguments of our class for those of a published net."""
     net = NETS[name]
     taken = dict(net.fixed)
     for key in config:

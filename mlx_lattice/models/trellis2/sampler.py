@@ -69,15 +69,11 @@ class FlowEulerSampler:
                 from 0 to 1000; returns the velocity at x.
             noise: a tensor, or an array whose first axis is the batch.
             cond: the condition, as the model takes it.
-            steps: the number of steps.
+            steps: the number of steps, 1 or more.
             rescale_t: above 1 makes steps at times near 1 shorter.
             keep: whether to keep each step's results; else both lists are empty.
             on_step: called after each step with the number of steps done.
-            **options: what the model takes beside; of the samplers with guidance also
-                theirs.
-
-        Raises:
-            ValueError: there are no steps.
+            **options: other options of the model and of the guidance.
         """
         kept: list[Step] = []
         done = Step(noise, noise)

@@ -17,31 +17,21 @@ import mlx.nn
 
 from ... import nn, ops
 from ...dtypes import dtype_name
+from ...prepare import prepare_scan
 from ...routes import launch
 from ...tensor import SparseTensor
-from .blocks import CELLS
+from .blocks import CELLS, cast_layers, dtype_of, posterior, torso_dtype, zero
 from .published import Trellis2Net
-from .torso import cast_layers, dtype_of, torso_dtype, zero
 
 
 class GridConv3d(mlx.nn.Conv3d):
     """A convolution over a tensor of all cells of a grid.
 
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-        kernel_size (int): The size of the kernel. Default: ``3``, padded by 1.
-        stride (int): The stride; a strided convolution has no padding. Default: ``1``.
+    A strided one has no padding; otherwise the output has the cells of the input.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: int = 3,
-        stride: int = 1,
-    ):
-        super().__init__(in_channels, out_channels, kernel_size, stride)
+    def __init__(self, in_channels: int, out_channels: int, size: int = 3, stride=1):
+        super().__init__(in_channels, out_channels, size, stride)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on all cells of the output grid, sorted."""
@@ -60,11 +50,7 @@ class GridConv3d(mlx.nn.Conv3d):
 
 
 class ResBlock3d(nn.Module):
-    """Two norms and 3x3x3 convolutions beside a skip, on a dense grid.
-
-    Args:
-        channels (int): The number of channels.
-    """
+    """Two norms and 3x3x3 convolutions beside a skip, on a dense grid."""
 
     def __init__(self, channels: int):
         super().__init__()
@@ -79,12 +65,7 @@ class ResBlock3d(nn.Module):
 
 
 class UpsampleBlock3d(nn.Module):
-    """Divides each cell into eight: a 3x3x3 convolution, then channels to cells.
-
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-    """
+    """Divides each cell into eight: a 3x3x3 convolution, then channels to cells."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
@@ -99,12 +80,7 @@ class UpsampleBlock3d(nn.Module):
 
 
 class DownsampleBlock3d(nn.Module):
-    """Joins eight cells into one, by a 2x2x2 convolution.
-
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-    """
+    """Joins eight cells into one, by a 2x2x2 convolution."""
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
@@ -150,10 +126,17 @@ class StructureNet(Trellis2Net):
             raise ValueError(
                 f"{name} must have shape (B, {channels}, X, Y, Z); got {tuple(x.shape)}"
             )
-        cells = x.transpose(0, 2, 3, 4, 1)
+        cells = x.transpose(0, 2, 3, 4, 1).astype(dtype_of(self.input_layer))
         mask = mx.ones(cells.shape[:-1], dtype=mx.bool_)
-        y = SparseTensor.from_dense(cells.astype(dtype_of(self.input_layer)), mask)
-        y = self.input_layer(y)
+        cells = SparseTensor.from_dense(cells, mask)
+        prepare_scan(self, cells, blocks, call=self._on_cells)
+        y = self._on_cells(cells, blocks)
+        y = y.feats.reshape(x.shape[0], *y.spatial_shape, y.channels)
+        return y.transpose(0, 4, 1, 2, 3)
+
+    def _on_cells(self, x: SparseTensor, blocks: Sequence[nn.Module]) -> SparseTensor:
+        """Return the output layer's features, after these blocks."""
+        y = self.input_layer(x)
         outer = y.dtype
         y = y.astype(torso_dtype(blocks, outer))
         for block in blocks:
@@ -161,8 +144,7 @@ class StructureNet(Trellis2Net):
         y = y.astype(outer)
         for layer in self.out_layer:
             y = layer(y)
-        y = y.feats.reshape(x.shape[0], *y.spatial_shape, y.channels)
-        return y.transpose(0, 4, 1, 2, 3)
+        return y
 
 
 class SparseStructureEncoder(StructureNet):
@@ -211,16 +193,10 @@ class SparseStructureEncoder(StructureNet):
             (B, latent_channels, x, y, z) latents in the dtype of ``x``; each step
             halves the extents and rounds down. With ``return_raw`` a tuple of latents,
             means and logarithms of variances.
-
-        Raises:
-            ValueError: shapes do not fit.
         """
         y = self._run(x, "x", [*self.blocks, *self.middle_block]).astype(x.dtype)
         mean, log_variance = mx.split(y, 2, axis=1)
-        z = mean
-        if sample_posterior:
-            noise = mx.random.normal(mean.shape, dtype=mean.dtype)
-            z = mean + mx.exp(0.5 * log_variance) * noise
+        z = posterior(mean, log_variance, sample_posterior)
         return (z, mean, log_variance) if return_raw else z
 
 
@@ -263,9 +239,6 @@ class SparseStructureDecoder(StructureNet):
         Returns:
             (B, out_channels, sX, sY, sZ) logits in the dtype of ``z``, s two to the
             number of stages but one: a cell is occupied where its logit is above 0.
-
-        Raises:
-            ValueError: shapes do not fit.
         """
         y = self._run(z, "z", [*self.middle_block, *self.blocks])
         return y.astype(z.dtype)
@@ -282,9 +255,6 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
     Returns:
         a tensor whose rows are sorted by (batch, x, y, z), with the batch size and the
         grid's extent; no rows are legal. Reads their number.
-
-    Raises:
-        ValueError: shapes do not fit.
     """
     size = logits.shape[-1]
     resolution = size if resolution is None else resolution

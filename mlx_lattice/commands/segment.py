@@ -1,21 +1,20 @@
-"""The command segment: a scan and a net's folder to coloured points and a picture."""
+"""The command segment: colour a scan's points by class, and draw them."""
 
 from __future__ import annotations
 
 import time
 from pathlib import Path
 
-import matplotlib  # here, so that its want is found before the net runs
+import matplotlib  # here, so that a missing package is found before the net runs
 import mlx.core as mx
 import numpy as np
 
-from .atomic_write import atomic_write, check_writable
-from .io.point_formats import write_ply
-from .io.points import PointCloud, read_points
-from .models import Segmentor, from_pretrained
-from .models.attributes import check_scores, of_scan
-from .models.recipe import white_of
-from .progress import progress
+from ..atomic_write import atomic_write, check_writable
+from ..io.point_formats import write_ply
+from ..io.points import PointCloud, read_points
+from ..models import Segmentor, from_pretrained
+from ..models.recipe import check_scores, of_scan, white_of
+from ..progress import progress
 
 # Where weights are published that this package loads, and their licence as stated.
 WEIGHTS = (
@@ -65,25 +64,8 @@ def run(
 ) -> tuple[Path, Path]:
     """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
 
-    The file of points has x, y, z, red, green, blue of the class, ``label`` and
+    The point file has x, y, z, red, green, blue of the class, ``label`` and
     ``confidence``, the probability of the label.
-
-    Args:
-        scan: what ``io.read_points`` reads.
-        model: folder or repository of a ``models.Segmentor``.
-        out: folder to write to.
-        fill: whether to read zeros for what the net reads and the scan lacks.
-        revision: of a repository.
-        columns: as of ``io.read_points``.
-        up: the axis of the scan that is upwards in the picture, as "z" or "-y".
-
-    Returns:
-        the two files.
-
-    Raises:
-        OSError: the files cannot be written, which is found out first.
-        ValueError: the folder is of a net that scores no points, the scan has none or
-            lacks what the net reads, or ``up`` is no axis.
     """
     if up not in AXES:
         raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
@@ -130,7 +112,7 @@ def run(
 
 
 def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
-    """Print how many points of a file were left out, if some were."""
+    """Print how many points of a file were left out, if any were."""
     if cloud.dropped:
         print(
             f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
@@ -151,7 +133,7 @@ def warn_of_few(points: np.ndarray, voxels: int, size: float) -> None:
 
 
 def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
-    """Print a warning if (nearly) all points get one class: nothing was told apart."""
+    """Print a warning if nearly all points get one class."""
     found = np.bincount(labels, minlength=count)
     if count > 1 and len(labels) > 1 and found.max() > 0.999 * len(labels):
         print(
@@ -162,7 +144,7 @@ def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
 
 
 def table(net: Segmentor, labels: np.ndarray, count: int) -> str:
-    """Return a line for each class that there is, the largest first."""
+    """Return a line for each class that was found, the largest first."""
     found = np.bincount(labels, minlength=count)
     names = [net.about.label(i) for i in range(count)]
     width = max(map(len, names))
@@ -174,7 +156,7 @@ def table(net: Segmentor, labels: np.ndarray, count: int) -> str:
 
 
 def write(cloud: PointCloud, labels, confidence, palette, path: Path) -> None:
-    """Write points with the colour of their class, where the scan's file has them."""
+    """Write points in the file's coordinates with the colour of their class."""
     points = cloud.points
     if cloud.origin.any():
         points = points.astype(np.float64) + cloud.origin
@@ -188,7 +170,7 @@ def write(cloud: PointCloud, labels, confidence, palette, path: Path) -> None:
 
 # The picture
 
-# What may be upwards in a scan, and the axes (signs) that are then right, ahead, up.
+# Upward axes, and the axes with their signs that then point right, ahead and up.
 AXES = {
     "x": ((1, 1), (2, 1), (0, 1)),
     "y": ((2, 1), (0, 1), (1, 1)),
@@ -225,35 +207,33 @@ def draw(
         axes.set_axis_off()
     found = np.bincount(labels, minlength=len(palette))
     largest = [i for i in np.argsort(-found, kind="stable") if found[i]][:12]
-    marks = [
-        pyplot.Line2D(
-            [],
-            [],
-            marker="o",
-            linestyle="",
-            color=palette[i] / 255,
-            label=f"{net.about.label(i)} {share(found[i], len(labels))}",
-        )
+    entries = [
+        (palette[i] / 255, f"{net.about.label(i)} {share(found[i], len(labels))}")
         for i in largest
     ]
-    figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
+    save_figure(figure, path, "o", entries)
+
+
+def save_figure(figure, path: Path, marker: str, entries: list[tuple]) -> None:
+    """Write a figure with a legend of (colour, text) entries, and close it."""
+    from matplotlib import pyplot
+
+    style = {"marker": marker, "linestyle": ""}
+    marks = [pyplot.Line2D([], [], color=c, label=text, **style) for c, text in entries]
+    if marks:
+        figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
     with atomic_write(path) as draft:
         figure.savefig(draft, dpi=110)
     pyplot.close(figure)
 
 
 def share(part: int, whole: int) -> str:
-    """Return a part in whole per cent, but never 0% of what there is."""
+    """Return a part in whole per cent; "<1%" instead of "0%"."""
     return f"{part / whole:.0%}" if 200 * part >= whole else "<1%"
 
 
 def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):
-    """Return (P, 2) positions of points in a parallel view, and an order back to front.
-
-    Args:
-        points: (P, 3), z upwards.
-        azimuth, elevation: of the eye, in degrees.
-    """
+    """Return (P, 2) positions in a parallel view, and an order from back to front."""
     a, e = np.radians((azimuth, elevation))
     right = np.array([-np.sin(a), np.cos(a), 0])
     to_eye = np.array([np.cos(e) * np.cos(a), np.cos(e) * np.sin(a), np.sin(e)])
@@ -263,14 +243,7 @@ def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):
 
 
 def dots(flat, colours, low, high, longest: int = 1200) -> np.ndarray:
-    """Return an image of points, each a square of pixels; later ones lie on top.
-
-    Args:
-        flat: (P, 2) positions, to the right and upwards.
-        colours: (P, 3) from 0 to 1.
-        low, high: corners of what the image shows.
-        longest: pixels of its longer side.
-    """
+    """Return an image of points, each a square of pixels; later ones lie on top."""
     span = np.maximum(high - low, 1e-6)
     step = span.max() / longest
     width, height = (int(np.ceil(n / step)) + 1 for n in span)

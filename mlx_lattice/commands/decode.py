@@ -1,4 +1,4 @@
-"""The command decode: latents and a decoder's folder to a file that viewers open."""
+"""The command decode: latents to a mesh with its texture, and a picture."""
 
 from __future__ import annotations
 
@@ -6,23 +6,24 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
 
-from .atomic_write import check_writable
-from .geometry.unique import true_positions
-from .inspect.trace import check_page, trace
-from .io.errors import listed
-from .io.pipelines import pack
-from .io.safetensors import SafetensorsState
-from .memory import memory_limit, parse_bytes
-from .mesh.asset import asset_of, check_asset
-from .mesh.files import check_suffix, save
-from .mesh.picture import contact_sheet
-from .models import SparseVAEDecoder, dual_grid, from_pretrained
-from .progress import progress
-from .tensor import SparseTensor
+from ..atomic_write import check_writable
+from ..geometry.unique import true_positions
+from ..inspect.trace import check_page, trace
+from ..io.errors import listed
+from ..io.folders import pack
+from ..io.safetensors import SafetensorsState
+from ..memory import memory_limit, parse_bytes
+from ..mesh.asset import asset_of, check_asset, check_suffix, save
+from ..mesh.texture import contact_sheet
+from ..models import SparseVAEDecoder, dual_grid, from_pretrained
+from ..models.trellis2.blocks import dtype_of
+from ..progress import progress
+from ..tensor import SparseTensor
 
 SHAPE, TEXTURE, COORDS = "shape", "texture", "coords"
 
@@ -45,66 +46,26 @@ def run(
     *,
     texture_model: str | Path | None = None,
     element: int = 0,
-    resolution: int | None = None,
-    faces: int = 200_000,
-    texture_size: int = 2048,
     bits: int | None = None,
-    page: str | Path | None = None,
     revision: str | None = None,
-    memory: str | float | None = None,
+    **options: Any,
 ) -> tuple[Path, Path]:
-    """Decode latents to a mesh; write it, and a picture of it beside it.
-
-    Args:
-        latents: safetensors of ``coords`` (N, 4) int32, rows (batch, x, y, z),
-            ``shape`` (N, 32) and, for a texture, ``texture`` (N, 32).
-        model: folder or repository of the shape decoder.
-        out: ``.glb``, ``.ply`` or ``.obj``.
-        texture_model: folder or repository of the texture decoder.
-        element: the batch element that is decoded.
-        resolution: fine voxels along the box; by default what the file's metadata
-            says, else the power of two that holds the latents' grid, times what the
-            decoder divides by.
-        faces: triangles, at most.
-        texture_size: texels of the texture's sides.
-        bits: 4 or 8 packs weights that are float.
-        page: ``.html`` or ``.json`` that says what ran.
-        revision: of the repositories.
-        memory: a limit on what the decoders take, as of ``ml.memory_limit``.
-
-    Returns:
-        the file and its picture.
-
-    Raises:
-        MemoryLimitError: the limit cannot be kept.
-        OSError: the files cannot be written, which is found out first.
-        ValueError: the latents lack something, a folder is of another net, nothing
-            was decoded, a size of the asset is none, or the limit is no size.
-    """
-    out = Path(out)
+    """Decode latents to a mesh; write it, and a picture of it beside it."""
+    out, page = Path(out), options.get("page")
     check_suffix(out)
     pages = [] if page is None else [check_page(page)]
     check_writable(out, picture_of(out), *pages, read=[latents])
-    check_asset(resolution, faces, texture_size)
-    if memory is not None:
-        parse_bytes(memory)
+    resolution, faces = options.pop("resolution", None), options.get("faces")
+    check_asset(resolution, faces, options.get("texture_size", 2048))
+    if options.get("memory") is not None:
+        parse_bytes(options["memory"])
     rows, held, told = _latents(latents, element, texture_model is not None)
     shape = _decoder(model, "the shape", 7, bits, revision)
     texture = None
     if texture_model is not None:
         texture = _decoder(texture_model, "the texture", 6, bits, revision)
-    return decode(
-        rows,
-        held,
-        shape,
-        texture,
-        out,
-        resolution=told if resolution is None else resolution,
-        faces=faces,
-        texture_size=texture_size,
-        page=page,
-        memory=memory,
-    )
+    resolution = told if resolution is None else resolution
+    return decode(rows, held, shape, texture, out, resolution=resolution, **options)
 
 
 def decode(
@@ -120,14 +81,7 @@ def decode(
     page: str | Path | None = None,
     memory: str | float | None = None,
 ) -> tuple[Path, Path]:
-    """Decode one batch element by nets; write its mesh, and a picture of it.
-
-    Args:
-        rows: (N, 4) int32 rows (batch, x, y, z), of one element.
-        held: "shape" and, for a texture, "texture", (N, C) latents.
-        shape, texture: the decoders.
-        out, resolution, faces, texture_size, page, memory: as of ``run``.
-    """
+    """Decode one batch element by nets; write its mesh, and a picture of it."""
     nets = mlx.nn.Module()
     nets.shape = shape
     if texture is not None:
@@ -137,7 +91,7 @@ def decode(
     bounded = nullcontext() if memory is None else memory_limit(memory)
     with trace(nets) as ran, bounded:
         rows = rows * mx.array([0, 1, 1, 1])  # an element of any number, alone
-        x = SparseTensor(rows, held[SHAPE].astype(_dtype(nets.shape)))
+        x = SparseTensor(rows, held[SHAPE].astype(dtype_of(shape.from_latent)))
         with progress(nets.shape, "shape"):
             y, cells = nets.shape(x, return_subdivisions=True)
             mx.eval(y.feats)
@@ -145,10 +99,13 @@ def decode(
             raise ValueError("no voxel is left after decoding")
         steps = 2 ** len(cells)
         if resolution is None:
-            resolution = _grid(rows) * steps
+            # The power of two that holds the latents' grid.
+            grid = 1 << max(1, int(rows[:, 1:].max().item()).bit_length())
+            resolution = grid * steps
         materials = None
         if texture is not None:
-            z = x.replace(held[TEXTURE].astype(_dtype(nets.texture)))
+            latents = held[TEXTURE].astype(dtype_of(texture.from_latent))
+            z = x.replace(latents)
             with progress(nets.texture, "texture"):
                 z = nets.texture(z, subdivisions=cells)
                 mx.eval(z.feats)
@@ -236,14 +193,3 @@ def _decoder(
     if bits is not None:
         pack(net, bits, model)
     return net
-
-
-def _dtype(net: SparseVAEDecoder) -> mx.Dtype:
-    """Return the dtype that the decoder's first layer takes."""
-    layer = net.from_latent
-    return layer.get("scales", layer.weight).dtype
-
-
-def _grid(rows: mx.array) -> int:
-    """Return the power of two that holds the latents' grid."""
-    return 1 << max(1, int(rows[:, 1:].max().item()).bit_length())

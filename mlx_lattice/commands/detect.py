@@ -1,4 +1,4 @@
-"""The command detect: a scan and a detector's folder to boxes and a picture."""
+"""The command detect: find boxes in a scan, write and draw them."""
 
 from __future__ import annotations
 
@@ -13,13 +13,14 @@ import matplotlib
 import mlx.core as mx
 import numpy as np
 
-from . import ops, segment
-from .atomic_write import atomic_write, check_writable
-from .checks import real_axes
-from .inspect.page import drawn
-from .io.points import PointCloud, read_points
-from .models import Detector, from_pretrained
-from .models.attributes import of_scan
+from .. import ops
+from ..atomic_write import atomic_write, check_writable
+from ..checks import real_axes
+from ..inspect.page import drawn
+from ..io.points import PointCloud, read_points
+from ..models import Detector, from_pretrained
+from ..models.recipe import of_scan
+from . import segment
 
 # Where weights are published that this package loads, and their licence as stated.
 WEIGHTS = (
@@ -60,25 +61,6 @@ def run(
     A row has the class, the score, x, y, z of the centre in the coordinates of the
     file, dx, dy, dz, the heading in radians from x towards y, and where the net knows
     it the velocity.
-
-    Args:
-        scan: what ``io.read_points`` reads.
-        model: folder or repository of a ``models.Detector``.
-        out: folder to write to.
-        score: least score of a box; by default that of the net's config.
-        centre: where the scanner is in the file's coordinates; by default at 0.
-        fill: whether to read zeros for what the net reads and the scan lacks.
-        revision: of a repository.
-        columns: as of ``io.read_points``.
-
-    Returns:
-        the three files.
-
-    Raises:
-        OSError: the files cannot be written, which is found out first.
-        ValueError: the folder is of a net that finds no boxes, the scan lacks what the
-            net reads, or has no points in its range, or the score or the centre is
-            none.
     """
     if score is not None and not 0 <= score <= 1:
         raise ValueError(f"the least score of a box must be 0 to 1; got {score}")
@@ -219,23 +201,12 @@ def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) ->
         )
     axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), xlabel="x", ylabel="y")
     axes.set_aspect("equal")
-    marks = [
-        pyplot.Line2D(
-            [],
-            [],
-            marker="s",
-            linestyle="",
-            color=palette[i],
-            label=f"{name} {(labels == i).sum()}",
-        )
+    entries = [
+        (palette[i], f"{name} {(labels == i).sum()}")
         for i, name in enumerate(net.classes)
         if (labels == i).any()
     ]
-    if marks:
-        figure.legend(handles=marks, loc="outside lower center", ncols=6, frameon=False)
-    with atomic_write(path) as draft:
-        figure.savefig(draft, dpi=110)
-    pyplot.close(figure)
+    segment.save_figure(figure, path, "s", entries)
 
 
 def shown(points, boxes, point_range) -> tuple[np.ndarray, np.ndarray]:

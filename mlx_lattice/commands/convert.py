@@ -1,7 +1,8 @@
-"""mlx-lattice convert: another library's checkpoint as a file or folder of this one.
+"""The command convert: another library's checkpoint as a file or folder of this one.
 
 Tensors are read, converted and written one at a time, so that a conversion takes little
-more memory than the largest of them.
+more memory than the largest of them. Int8 features and calibration by scans need the
+whole net.
 """
 
 from __future__ import annotations
@@ -10,21 +11,26 @@ import argparse
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
-from .atomic_write import check_writable
-from .distribution import __version__
-from .models.trellis2.published import FLOW, STRUCTURE_FLOW
-from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
+from .. import models, nn
+from ..atomic_write import check_writable
+from ..distribution import __version__
+from ..io import folders
+from ..io.checkpoints import Sizes, Step, match, opened, plan
+from ..io.errors import CheckpointError, read_object, shown
+from ..io.layouts import LIBRARIES, OURS, layout_of
+from ..io.published import Configuration, spvnas, trellis2
+from ..io.safetensors import State, write_safetensors
+from ..models import PUBLISHED, Segmentor, ptv3
+from ..models.recipe import of_scan
+from ..models.trellis2.published import FLOW, STRUCTURE_FLOW
+from ..nn.calibrate import calibrate
 
-if TYPE_CHECKING:
-    from .io.checkpoints import Step
-    from .io.published import Configuration
-    from .io.safetensors import State
+METADATA = {"format": "mlx", "library": OURS, "version": __version__}
 
 # Models by the name that --model takes: class, the options it takes, what is fixed.
 MODELS: dict[str, tuple[str, tuple[str, ...], dict]] = {
@@ -66,106 +72,8 @@ MODELS |= {name: (kind, (), {}) for name, kind in DETECTORS.items()}
 SPVNAS = ("minkunet-torchsparse", "spvcnn")
 
 
-def add_parser(commands) -> None:
-    """Add the command to a parser's."""
-    convert = commands.add_parser(
-        "convert", help="another library's checkpoint as safetensors of this one"
-    )
-    convert.add_argument("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
-    convert.add_argument(
-        "target", metavar="TARGET", help=".safetensors, or a folder of the net"
-    )
-    convert.add_argument(
-        "--library",
-        required=True,
-        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
-        "io.LIBRARIES",
-    )
-    convert.add_argument("--model", choices=MODELS, help="whose names TARGET gets")
-    convert.add_argument(
-        "--config",
-        metavar="FILE",
-        help="the JSON published with SOURCE, which says what the model is",
-    )
-    convert.add_argument(
-        "--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the model"
-    )
-    convert.add_argument("--plan", help="channel plan of a minkunet: A, B, C or D")
-    convert.add_argument("--width", type=float, help="factor of all channels")
-    convert.add_argument(
-        "--trimmed",
-        action="store_true",
-        default=None,
-        help="leave out the coarse cells that torchsparse 2.1 leaves out",
-    )
-    convert.add_argument(
-        "--about",
-        metavar="NAME",
-        help="voxels and classes of a folder's net: one of models.PUBLISHED",
-    )
-    convert.add_argument(
-        "--colour-range",
-        type=float,
-        nargs=2,
-        metavar=("BLACK", "WHITE"),
-        help="values of black and white in training, instead of those of --about",
-    )
-    convert.add_argument(
-        "--legacy",
-        action=argparse.BooleanOptionalAction,
-        help="whether a ptv3-m1 was trained with Pointcept 1.5.1 or older; by default "
-        "as --about says",
-    )
-    convert.add_argument(
-        "--size",
-        nargs="+",
-        default=[],
-        metavar="[NAME=]SIZE",
-        help="without a model: extents of kernels, 3 or 1x3x3; NAME may have a *",
-    )
-    convert.add_argument(
-        "--mapping",
-        metavar="FILE",
-        help="JSON object: prefix of a name to another, or null to drop its tensors",
-    )
-    convert.add_argument(
-        "--entry", metavar="KEY", help="entry of SOURCE with the weights"
-    )
-    convert.add_argument("--bits", type=int, choices=BITS, help="pack the weights")
-    convert.add_argument(
-        "--group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        default=DEFAULT_GROUP_SIZE,
-        help="input channels that share a scale",
-    )
-    convert.add_argument(
-        "--activations", type=int, choices=(8,), help="bits of features, with --bits"
-    )
-    convert.add_argument(
-        "--calibrate",
-        nargs="+",
-        metavar="SCAN",
-        help="choose scales by scans that the net reads as --about says",
-    )
-    convert.add_argument(
-        "--partial", action="store_true", help="write what matched, and warn"
-    )
-    convert.add_argument(
-        "--unit-as-shaped",
-        action="store_true",
-        help="take spconv's kernels of one offset as (C_out, 1, 1, 1, C_in), not as "
-        "spconv multiplies them: for nets with a 1x1 layer of their own",
-    )
-
-
 def run(given: argparse.Namespace) -> None:
     """Convert, and say what was written and how to load it."""
-    from .io import folders, layouts
-    from .io.checkpoints import opened
-    from .io.errors import shown
-    from .io.published import Configuration, read_config
-
     source, target = Path(given.source), Path(given.target)
     folder = target.is_dir() or not target.suffix
     if not folder and target.suffix != ".safetensors":
@@ -178,8 +86,8 @@ def run(given: argparse.Namespace) -> None:
     check_writable(
         *(folders.replaced(target) if folder else [target]), read=filter(None, read)
     )
-    layouts.layout_of(given.library)
-    config = Configuration(read_config(given.config)) if given.config else None
+    layout_of(given.library)
+    config = Configuration(read_object(given.config)) if given.config else None
     model = _model(given, config)
     if config is not None and (unread := config.unread()):
         print(f"not used of {given.config}:", ", ".join(map(shown, unread)))
@@ -192,9 +100,7 @@ def run(given: argparse.Namespace) -> None:
     elif given.colour_range is not None:
         raise ValueError("--colour-range needs --about, whose colours it replaces")
     if given.activations or given.calibrate:
-        from . import convert_calibrated
-
-        convert_calibrated.check(given, model)
+        _check_calibration(given, model)
     mapping = _mapping(given.mapping) if given.mapping else None
     with opened(source, given.entry) as state:
         if model is None:
@@ -206,15 +112,14 @@ def run(given: argparse.Namespace) -> None:
 
 
 def _without_model(given: argparse.Namespace, state: State, mapping, target) -> None:
-    from .io.checkpoints import Sizes, plan
-    from .io.layouts import LIBRARIES, OURS
-
     sizes = Sizes.parsed(given.size)
     steps = plan(state, given.library, mapping, sizes, given.unit_as_shaped)
     units = [
         step.target
         for step in steps
-        if LIBRARIES[given.library].unit_flat and _one_offset(state.sketch(step.source))
+        if LIBRARIES[given.library].unit_flat
+        and len(shape := state.sketch(step.source).shape) > 2
+        and set(shape[1:-1]) == {1}
     ]
     if units and not given.unit_as_shaped:
         print(
@@ -223,24 +128,17 @@ def _without_model(given: argparse.Namespace, state: State, mapping, target) -> 
             f"one has another stride: {', '.join(units)}"
         )
     arrays = [(step.target, step.convert(state.sketch(step.source))) for step in steps]
-    _write(target, arrays, ((step.target, step.of(state)) for step in steps))
+    values = ((step.target, step.of(state)) for step in steps)
+    write_safetensors(target, dict(arrays), METADATA, values)
     print(
         f"{len(arrays)} arrays written to {target}; load them by "
         f'io.import_checkpoint("{target}", model, "{OURS}")'
     )
 
 
-def _one_offset(array: mx.array) -> bool:
-    return array.ndim > 2 and set(array.shape[1:-1]) == {1}
-
-
 def _with_model(
     given: argparse.Namespace, state: State, mapping, target: Path, model
 ) -> None:
-    from . import nn
-    from .io import folders
-    from .io.checkpoints import CheckpointError, match
-
     report, steps = match(
         state, model, given.library, mapping, unit_as_shaped=given.unit_as_shaped
     )
@@ -251,10 +149,8 @@ def _with_model(
     if folder and (report.missing or report.mismatched):
         raise CheckpointError("a folder holds a whole net; name a .safetensors file")
     if given.activations or given.calibrate:
-        from . import convert_calibrated
-
         weights = [(step.target, step.of(state)) for step in steps]
-        convert_calibrated.write(given, model, weights, target, folder)
+        _write_calibrated(given, model, weights, target, folder)
         if folder:
             _say(target)
         return
@@ -283,12 +179,12 @@ def _with_model(
             arrays.append((name, sketch))
     converted = _converted(state, steps, pack, packed or {})
     if not folder:
-        _write(target, arrays, converted)
+        write_safetensors(target, dict(arrays), METADATA, converted)
         arguments = ", ".join(f"{k}={v!r}" for k, v in model._arguments.items())
         print(f"{target} has the weights of models.{type(model).__name__}({arguments})")
         return
     with folders.written(target, *model.described()) as path:
-        _write(path, arrays, converted)
+        write_safetensors(path, dict(arrays), METADATA, converted)
     _say(target)
 
 
@@ -318,23 +214,69 @@ def _converted(
             yield name, twin[name.rpartition(".")[2]]
 
 
-def _write(
-    target: Path,
-    arrays: Sequence[tuple[str, mx.array]],
-    converted: Iterator[tuple[str, mx.array]],
-) -> None:
-    """Write arrays as they come; ``arrays`` has their names, shapes and dtypes."""
-    from .io.layouts import OURS
-    from .io.safetensors import write_safetensors
+def _check_calibration(given: argparse.Namespace, model: mlx.nn.Module | None) -> None:
+    """Raise if --activations and --calibrate do not fit the net."""
+    if not given.bits:
+        raise ValueError("--activations and --calibrate need --bits, of the weights")
+    if given.calibrate and not isinstance(model, Segmentor):
+        raise ValueError(
+            "--calibrate is for nets that score the points of a scan; others are "
+            "calibrated by ml.calibrate, on inputs of their own"
+        )
+    if given.calibrate and model.about.voxels is None:
+        raise ValueError("--calibrate needs --about, which says how voxels are made")
 
-    metadata = {"format": "mlx", "library": OURS, "version": __version__}
-    write_safetensors(target, dict(arrays), metadata, converted)
+
+def _write_calibrated(
+    given: argparse.Namespace,
+    model: mlx.nn.Module,
+    weights: Sequence[tuple[str, mx.array]],
+    target: Path,
+    folder: bool,
+) -> None:
+    """Pack a whole net, by scans or with a scale for each row of features."""
+    names = {name for name, _ in weights}
+    missing = [n for n, _ in tree_flatten(model.parameters()) if n not in names]
+    if missing:
+        raise CheckpointError(
+            f"a net that is calibrated must be whole; {missing[0]} is missing"
+        )
+    model.load_weights(list(weights))
+    model.eval()
+    bits, group_size = given.bits, given.group_size
+    if given.activations and bits == 8:
+        group_size = None
+    predicate = nn.keep_float()
+    if given.calibrate:
+        from ..io import read_points  # needs NumPy
+
+        batches = []
+        for scan in given.calibrate:
+            cloud = read_points(scan)
+            with of_scan(scan):
+                batches.append(model.recipe()(cloud.points, cloud.attributes))
+        model, report = calibrate(
+            model,
+            batches,
+            bits,
+            group_size,
+            activations=given.activations,
+            class_predicate=predicate,
+            call=lambda net, voxels: net.score_voxels(voxels),
+        )
+        print(report)
+    else:
+        options = {"quantize_input": True, "class_predicate": predicate}
+        mlx.nn.quantize(model, group_size, bits, **options)
+        print(f"int{bits}, features of {given.activations} bits by row; {predicate}")
+    if folder:
+        model.save_pretrained(target)
+        return
+    write_safetensors(target, dict(tree_flatten(model.parameters())), METADATA)
 
 
 def _describe(model, name: str, colour_range: list[float] | None) -> None:
     """Set a net's ``about`` to a published one, and print what changes results."""
-    from .models import PUBLISHED
-
     if model is None:
         raise ValueError("--about is for folders, which have a config that holds it")
     if name not in PUBLISHED:
@@ -370,11 +312,6 @@ def _describe(model, name: str, colour_range: list[float] | None) -> None:
 
 def _model(given: argparse.Namespace, config: Configuration | None):
     """Return the model that the options name, or None."""
-    from . import models
-    from .io.published import spvnas, trellis2
-    from .models import ptv3_config
-    from .models.detection.published import published_arguments
-
     if given.size and (given.model or given.config):
         raise ValueError("--size is for conversions without a model, which knows them")
     kind, takes, fixed = MODELS.get(given.model, (None, (), {}))
@@ -385,7 +322,7 @@ def _model(given: argparse.Namespace, config: Configuration | None):
         fixed, pres = spvnas(config, kind)
         takes = ("trimmed",)
     elif config is not None and kind == "PTv3":
-        takes, fixed = (), ptv3_config.published_arguments(config, **fixed)
+        takes, fixed = (), ptv3.published_arguments(config, **fixed)
     elif config is not None and takes:
         raise ValueError(f"--config is not for --model {given.model}")
     elif given.model in DETECTORS and config is None:
@@ -394,7 +331,7 @@ def _model(given: argparse.Namespace, config: Configuration | None):
             "with its base configurations merged"
         )
     elif given.model in DETECTORS or {"MODEL", "DATA_CONFIG"} <= {*(config or ())}:
-        kind, fixed = published_arguments(config, kind)
+        kind, fixed = models.published_arguments(config, kind)
     elif config is not None:
         named, arguments = trellis2(config)
         if kind not in (None, named):
@@ -430,11 +367,8 @@ def _model(given: argparse.Namespace, config: Configuration | None):
 
 
 def _mapping(path: str) -> dict[str, str | None]:
-    from .io.errors import CheckpointError
-    from .io.published import read_config
-
     try:
-        mapping = read_config(path)
+        mapping = read_object(path)
     except CheckpointError:
         mapping = None
     if mapping is None or not all(

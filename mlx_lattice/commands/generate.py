@@ -1,11 +1,10 @@
-"""The command generate: an image's tokens and TRELLIS.2's folder to an asset."""
+"""The command generate: an image's tokens to TRELLIS.2's latents, and to a mesh."""
 
 from __future__ import annotations
 
-import argparse
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
 from math import isfinite
@@ -13,19 +12,31 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn
 
-from .atomic_write import check_writable
-from .distribution import install
-from .dtypes import DTYPES
-from .geometry.unique import true_positions
-from .io.errors import CheckpointError, listed
-from .memory import memory_limit, parse_bytes
-from .models.trellis2 import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
-from .models.trellis2.pipeline import STAGES
-from .quantized import BITS
+from .. import memory as memory_limits
+from .. import models
+from ..atomic_write import check_writable
+from ..distribution import install
+from ..geometry.unique import true_positions
+from ..io.checkpoints import import_checkpoint
+from ..io.errors import CheckpointError, listed, read_object, shown
+from ..io.folders import CONFIG, pack
+from ..io.published import trellis2
+from ..io.safetensors import SafetensorsState, read_safetensors, write_safetensors
+from ..memory import memory_limit, parse_bytes
+from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
+from ..models.trellis2.pipeline import STAGES
 
 SUFFIX = ".safetensors"
-MEMORY = "keep the nets below it, such as 8GB"
+PIPELINE = "pipeline.json"
+# The class of each net, by a part of its published name: the first that is in it.
+KINDS = {
+    "structure_flow": models.SparseStructureFlowModel,
+    "structure_decoder": models.SparseStructureDecoder,
+    "slat_flow": models.SLatFlowModel,
+    "slat_decoder": models.SparseVAEDecoder,
+}
 # What a setting of a sampler is, by its name.
 SETTINGS = {
     "steps": int,
@@ -34,58 +45,6 @@ SETTINGS = {
     "guidance_rescale": float,
     "guidance_interval": lambda text: tuple(map(float, text.split(":", 1))),
 }
-
-
-def add_parser(commands) -> None:
-    """Add the command to a parser's."""
-    generate = commands.add_parser(
-        "generate", help="an image's tokens to TRELLIS.2's latents, and a mesh"
-    )
-    generate.add_argument(
-        "--image-tokens",
-        metavar="FILE",
-        required=True,
-        help=".safetensors with cond_512 and cond_1024, (B, M, C) each",
-    )
-    generate.add_argument(
-        "--model", metavar="FOLDER", help="TRELLIS.2's, with pipeline.json and ckpts"
-    )
-    generate.add_argument(
-        "--out",
-        metavar="FILE",
-        default="asset.glb",
-        help=".glb, .ply or .obj with latents beside it, or .safetensors of them alone",
-    )
-    generate.add_argument("--type", choices=FORMS, help="by default pipeline.json's")
-    generate.add_argument("--seed", type=int, default=42, help="of the noise (42)")
-    generate.add_argument("--steps", type=int, help="of every stage")
-    generate.add_argument("--guidance", type=float, help="strength, of every stage")
-    generate.add_argument(
-        "--set",
-        nargs="+",
-        default=[],
-        dest="settings",
-        metavar="STAGE.NAME=VALUE",
-        help=f"of one stage: {', '.join(STAGES)}; {', '.join(SETTINGS)}",
-    )
-    generate.add_argument(
-        "--no-texture", action="store_true", help="the shape's latents alone"
-    )
-    generate.add_argument(
-        "--max-tokens",
-        type=int,
-        default=49152,
-        help="rows above which a cascade lowers its resolution (49152)",
-    )
-    generate.add_argument(
-        "--faces", type=int, default=200_000, help="triangles, at most (200000)"
-    )
-    generate.add_argument(
-        "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
-    )
-    generate.add_argument("--dtype", choices=DTYPES, help="of the flow models' blocks")
-    generate.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
-    generate.add_argument("--memory", metavar="SIZE", help=MEMORY)
 
 
 def where_weights_are() -> str:
@@ -99,46 +58,62 @@ def where_weights_are() -> str:
     )
 
 
-def run(given: argparse.Namespace) -> None:
-    """Generate latents and write them; decode each asset where a mesh is asked for.
+def run(
+    image_tokens: str | Path,
+    model: str | Path,
+    out: str | Path,
+    *,
+    type: str | None,
+    seed: int,
+    steps: int | None,
+    guidance: float | None,
+    settings: Sequence[str],
+    no_texture: bool,
+    max_tokens: int,
+    dtype: str | None,
+    bits: int | None,
+    memory: str | None,
+    faces: int,
+    texture_size: int,
+) -> None:
+    """Generate latents and write them; decode each asset if a mesh is asked for.
+
+    The arguments are the command's options.
 
     Raises:
         ValueError: files or options do not fit.
     """
-    if given.model is None:
-        raise ValueError(where_weights_are())
-    if given.memory is not None:
-        parse_bytes(given.memory)
-    out = Path(given.out)
+    if memory is not None:
+        parse_bytes(memory)
+    out = Path(out)
     latents = out.with_suffix(SUFFIX)
-    decode = None if out == latents else _decoding(given, out)
+    mesh = {"faces": faces, "texture_size": texture_size}
+    decode = None if out == latents else _decoding(out, **mesh)
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
-    check_writable(latents, out, read=[given.image_tokens])
-    from .io.pipelines import PIPELINE, loaded, pipeline_of, places_of
-
-    options = settings_of(given.settings, given.steps, given.guidance)
-    texture, folder = not given.no_texture, Path(given.model)
+    check_writable(latents, out, read=[image_tokens])
+    options = settings_of(settings, steps, guidance)
+    texture, folder = not no_texture, Path(model)
     arguments = pipeline_of(folder)
     try:
         recipe = Recipe.of_config(arguments)
-        form = given.type or recipe.form
+        form = type or recipe.form
         names = [*nets_of(form, texture)]
         names += _decoders(texture) if decode else []
     except ValueError as error:
         raise CheckpointError(f"{folder / PIPELINE}: {error}") from None
     places = places_of(folder, arguments["models"], names)
-    tokens = tokens_of(given.image_tokens, form)
+    tokens = tokens_of(image_tokens, form)
     begun = time.perf_counter()
-    load = partial(loaded, places, dtype=given.dtype, bits=given.bits)
-    bounded = nullcontext() if given.memory is None else memory_limit(given.memory)
+    load = partial(loaded, places, dtype=dtype, bits=bits)
+    bounded = nullcontext() if memory is None else memory_limit(memory)
     with bars() as step, bounded:
         made = Pipeline(load, recipe, step)(
             tokens,
             form,
-            seed=given.seed,
+            seed=seed,
             texture=texture,
-            max_tokens=given.max_tokens,
+            max_tokens=max_tokens,
             options=options,
         )
         write(latents, made)
@@ -166,29 +141,22 @@ def run(given: argparse.Namespace) -> None:
             *nets,
             place,
             resolution=made.resolution,
-            faces=given.faces,
-            texture_size=given.texture_size,
-            memory=given.memory,
+            memory=memory,
+            **mesh,
         )
 
 
-def _decoding(given: argparse.Namespace, out: Path) -> Callable:
-    """Return what makes a mesh of latents.
-
-    Raises:
-        ImportError: the extra is not installed.
-        ValueError: there is no such kind of file, or a size of the mesh is none.
-    """
+def _decoding(out: Path, faces: int, texture_size: int) -> Callable:
+    """Return the function that makes a mesh of latents."""
     try:
+        from ..mesh.asset import check_asset, check_suffix
         from .decode import decode
-        from .mesh.asset import check_asset
-        from .mesh.files import check_suffix
     except ImportError as error:
         raise ImportError(
             f"{error}, or write latents by --out latents{SUFFIX}"
         ) from error
     check_suffix(out)
-    check_asset(None, given.faces, given.texture_size)
+    check_asset(None, faces, texture_size)
     return decode
 
 
@@ -196,14 +164,84 @@ def _decoders(texture: bool) -> list[str]:
     return ["shape_slat_decoder", *["tex_slat_decoder"] * texture]
 
 
+def pipeline_of(folder: Path) -> Mapping[str, Any]:
+    """Return the ``args`` of a folder's ``pipeline.json``."""
+    if not (folder / PIPELINE).is_file():
+        raise CheckpointError(
+            f"{folder} has no {PIPELINE}: expected the folder of TRELLIS.2 as it is "
+            "published at huggingface.co/microsoft/TRELLIS.2-4B; see docs/trellis2.md"
+        )
+    arguments = read_object(folder / PIPELINE).get("args")
+    held = arguments.get("models") if isinstance(arguments, Mapping) else None
+    if not isinstance(held, Mapping):
+        raise CheckpointError(f'{folder / PIPELINE} has no "args" with "models"')
+    return arguments
+
+
+def places_of(
+    folder: Path, held: Mapping[str, str], names: Sequence[str]
+) -> dict[str, Path]:
+    """Return where each net is: a folder of this package's, or a path without suffix.
+
+    A net of another repository is looked for by its own name in the folder and in
+    ``ckpts``.
+    """
+    found, missing = {}, []
+    for name in names:
+        place = str(held.get(name, name))
+        last = place.rpartition("/")[2]
+        for path in (folder / place, folder / "ckpts" / last, folder / last):
+            files = [
+                path.with_name(path.name + end) for end in (".json", ".safetensors")
+            ]
+            if (path / CONFIG).is_file() or all(file.is_file() for file in files):
+                found[name] = path
+                break
+        else:
+            missing.append(f"{name} ({shown(place)})")
+    if missing:
+        raise CheckpointError(
+            f"{folder} lacks {'; '.join(missing)}: expected a .json and a .safetensors "
+            "of each, as published, or a folder that mlx-lattice convert wrote; a net "
+            "of another repository goes into ckpts"
+        )
+    return found
+
+
+def loaded(
+    places: Mapping[str, Path], name: str, dtype: str | None, bits: int | None
+) -> mlx.nn.Module:
+    """Return a net of a folder, in the dtype of its file if none is asked for."""
+    path = places[name]
+    if path.is_dir():
+        net = models.from_pretrained(path)
+    else:
+        weights = path.with_name(path.name + ".safetensors")
+        kind, arguments = trellis2(read_object(path.with_name(path.name + ".json")))
+        state = SafetensorsState(weights)
+        largest = max((state.sketch(name) for name in state), key=lambda a: a.size)
+        arguments.setdefault("dtype", largest.dtype)
+        if dtype and "flow" in name:
+            arguments["dtype"] = getattr(mx, dtype)
+        net = getattr(models, kind)(**arguments).eval()
+        import_checkpoint(weights, net, "trellis2")
+    wanted = next(kind for part, kind in KINDS.items() if part in name)
+    if not isinstance(net, wanted):
+        raise CheckpointError(
+            f"{path} is a {type(net).__name__}; {name} must be a {wanted.__name__}"
+        )
+    if bits:
+        pack(net, bits, path)
+    mx.eval(net.parameters())
+    if (limit := memory_limits.active()) is not None:
+        limit.begin()
+    return net
+
+
 def settings_of(
     settings: Sequence[str], steps: int | None, guidance: float | None
 ) -> dict[str, dict[str, Any]]:
-    """Return each stage's options, of ``STAGE.NAME=VALUE`` and of all stages'.
-
-    Raises:
-        ValueError: a setting is none.
-    """
+    """Return each stage's options, of ``STAGE.NAME=VALUE`` and of all stages'."""
     every = {"steps": steps, "guidance_strength": guidance}
     every = {name: value for name, value in every.items() if value is not None}
     for name, value in every.items():
@@ -239,13 +277,7 @@ def _check_setting(option: str, name: str, value: Any) -> None:
 
 
 def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
-    """Return the tokens of a file by the size in pixels.
-
-    Raises:
-        ValueError: some are missing.
-    """
-    from .io.safetensors import read_safetensors
-
+    """Return the tokens of a file by the size in pixels."""
     held, sizes = read_safetensors(Path(path)), sizes_of(form)
     if missing := [f"cond_{size}" for size in sizes if f"cond_{size}" not in held]:
         raise ValueError(
@@ -257,8 +289,6 @@ def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
 
 def write(out: Path, made: Generated) -> None:
     """Write latents as ``mlx-lattice decode`` reads them."""
-    from .io.safetensors import write_safetensors
-
     arrays = {"coords": made.shape.coords, "shape": made.shape.feats}
     if made.texture is not None:
         arrays["texture"] = made.texture.feats

@@ -1,13 +1,13 @@
-"""SparseVAEDecoder: TRELLIS.2's sparse U-net decoder, from latents to fine voxels.
+"""TRELLIS.2's sparse U-nets: from latents to fine voxels, and back.
 
 Xiang et al., "Native and Compact Structured Latents for 3D Generation" (TRELLIS.2),
 2025. Parameters have the names and layouts of the published checkpoints, so a state
 dict loads as it is, without a mapping:
 
-    from_latent, output_layer                    weight, bias
+    from_latent, output_layer, input_layer, to_latent            weight, bias
     blocks.<stage>.<block>.conv, .norm           weight, bias    ConvNeXt
     blocks.<stage>.<block>.mlp.0, .mlp.2         weight, bias
-    blocks.<stage>.<last>.norm1, .conv1, .conv2  weight, bias    up-sampling
+    blocks.<stage>.<last>.norm1, .conv1, .conv2  weight, bias    up-, down-sampling
     blocks.<stage>.<last>.to_subdiv              weight, bias    where predicted
 
 Convolutions are (C_out, x, y, z, C_in) there too; a fine cell's offset counts its first
@@ -26,17 +26,23 @@ from ...checks import real
 from ...coordinate_set import CoordinateKey
 from ...dtypes import dtype_name
 from ...ops.dual_grid import DualGrid
-from ...tensor import SparseTensor, expect_tensor
-from .blocks import ConvNeXtBlock, UpBlock, check_stages
+from ...prepare import prepare_scan
+from ...tensor import SparseTensor, align, expect_tensor
+from .blocks import (
+    ConvNeXtBlock,
+    DownBlock,
+    UpBlock,
+    cast_layers,
+    check_stages,
+    dtype_of,
+    posterior,
+    torso_dtype,
+)
 from .published import Trellis2Net
-from .torso import cast_layers, torso_dtype
 
 
 class SparseVAEDecoder(Trellis2Net):
     """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
-
-    TRELLIS.2's published configurations call the two ``SparseConvNeXtBlock3d`` and
-    ``SparseResBlockC2S3d``.
 
     The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
     has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
@@ -75,9 +81,8 @@ class SparseVAEDecoder(Trellis2Net):
         dtype_name(dtype)
         self.from_latent = nn.Linear(latent_channels, model_channels[0])
         self.blocks = []
-        for at, (width, count) in enumerate(
-            zip(model_channels, num_blocks, strict=True)
-        ):
+        for at, count in enumerate(num_blocks):
+            width = model_channels[at]
             stage = [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
             if at + 1 < len(model_channels):
                 stage.append(UpBlock(width, model_channels[at + 1], pred_subdiv))
@@ -125,10 +130,8 @@ class SparseVAEDecoder(Trellis2Net):
         """
         expect_tensor(x)
         ups = len(self.blocks) - 1
-        for name, given in (
-            ("subdivisions", subdivisions),
-            ("coordinates", coordinates),
-        ):
+        cells = {"subdivisions": subdivisions, "coordinates": coordinates}
+        for name, given in cells.items():
             if given is not None and len(given) != ups:
                 raise ValueError(
                     f"{name} must have {ups} entries, one for each up-sampling; got "
@@ -138,6 +141,7 @@ class SparseVAEDecoder(Trellis2Net):
             raise ValueError(
                 "a decoder with pred_subdiv=False predicts no subdivisions"
             )
+        prepare_scan(self, x, **cells)
         y, predicted = self.from_latent(x), []
         outer = y.dtype
         y = y.astype(torso_dtype(self.blocks, outer))
@@ -221,3 +225,101 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
     split = mlx.nn.softplus(y.feats[:, 6:])
     parts = vertices, y.feats[:, 3:6], split
     return DualGrid(*(y.replace(part) for part in parts))
+
+
+class SparseVAEEncoder(Trellis2Net):
+    """Stages of ConvNeXt blocks, each but the last followed by a down-sampling.
+
+    The defaults are TRELLIS.2's shape and texture encoders. The shape encoder reads
+    what ``dual_grid_features`` makes, the texture encoder materials ``y * 2 - 1``:
+    base colour, metallic, roughness, alpha.
+
+    Args:
+        in_channels (int): The number of input channels. Default: ``6``.
+        model_channels (tuple): The channels of each stage.
+            Default: ``(64, 128, 256, 512, 1024)``.
+        latent_channels (int): The number of output channels. Default: ``32``.
+        num_blocks (tuple): The ConvNeXt blocks of each stage.
+            Default: ``(0, 4, 8, 16, 4)``.
+        mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
+        dtype (mx.Dtype): The dtype of the stages' layers, norms apart.
+            Default: ``mx.float32``.
+    """
+
+    def __init__(
+        self,
+        in_channels: int = 6,
+        model_channels: Sequence[int] = (64, 128, 256, 512, 1024),
+        latent_channels: int = 32,
+        num_blocks: Sequence[int] = (0, 4, 8, 16, 4),
+        *,
+        mlp_ratio: float = 4.0,
+        dtype: mx.Dtype = mx.float32,
+    ):
+        super().__init__()
+        check_stages(model_channels, num_blocks)
+        dtype_name(dtype)
+        self.input_layer = nn.Linear(in_channels, model_channels[0])
+        self.blocks = []
+        for at, count in enumerate(num_blocks):
+            width = model_channels[at]
+            stage = [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
+            if at + 1 < len(model_channels):
+                stage.append(DownBlock(width, model_channels[at + 1]))
+            self.blocks.append(stage)
+        self.to_latent = nn.Linear(model_channels[-1], 2 * latent_channels)
+        if dtype != mx.float32:
+            cast_layers(self.blocks, dtype)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return (2,) * (len(self.blocks) - 1)
+
+    def __call__(
+        self,
+        x: SparseTensor,
+        sample_posterior: bool = False,
+        return_raw: bool = False,
+    ) -> SparseTensor | tuple[SparseTensor, SparseTensor, SparseTensor]:
+        """Encode voxels.
+
+        Args:
+            x: (N, in_channels).
+            sample_posterior: draw the latents from normal distributions with the
+                predicted means and variances; by default the latents are the means.
+            return_raw: also return the means and the logarithms of the variances.
+
+        Returns:
+            (M, latent_channels) latents on the sorted unique coarse cells, in the
+            dtype of ``x``; with ``return_raw`` also the means and the logarithms of
+            the variances. No rows are legal.
+        """
+        expect_tensor(x)
+        prepare_scan(self, x)
+        y = self.input_layer(x.astype(dtype_of(self.input_layer)))
+        y = y.astype(torso_dtype(self.blocks, y.dtype))
+        for stage in self.blocks:
+            for block in stage:
+                y = block(y)
+        y = ops.layer_norm(y.astype(dtype_of(self.to_latent)))
+        y = self.to_latent(y).astype(x.dtype)
+        parts = mx.split(y.feats, 2, axis=1)
+        z, mean, log_variance = map(
+            y.replace, (posterior(*parts, sample_posterior), *parts)
+        )
+        return (z, mean, log_variance) if return_raw else z
+
+
+def dual_grid_features(
+    vertices: SparseTensor, intersected: SparseTensor
+) -> SparseTensor:
+    """Return what the shape encoder reads of a flexible dual grid.
+
+    Args:
+        vertices: (N, 3): the vertex of a cell, from its lower corner, 0 to 1.
+        intersected: (N, 3): 1 where the cell's edge crosses the surface, else 0; rows
+            in any order.
+    """
+    flags = align(intersected, vertices).feats.astype(vertices.dtype)
+    return vertices.replace(mx.concatenate([vertices.feats, flags], axis=1) - 0.5)

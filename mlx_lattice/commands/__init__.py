@@ -1,0 +1,1 @@
+"""The commands of mlx-lattice that convert or run a net, one module each."""
