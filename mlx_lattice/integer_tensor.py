@@ -58,22 +58,6 @@ class IntegerTensor(SparseTensor):
         self._set(placed, values, scale, float_dtype)
 
     @classmethod
-    def of_values(
-        cls, x: SparseTensor, values: mx.array, scale: mx.array, float_dtype: mx.Dtype
-    ) -> IntegerTensor:
-        """Put integers on the rows of another tensor.
-
-        Args:
-            x: whose coordinates they get.
-            values: (N, C) int8.
-            scale: (1,) float32.
-            float_dtype: of the floats that they stand for.
-        """
-        made = cls.__new__(cls)
-        made._set(x, values, scale, float_dtype)
-        return made
-
-    @classmethod
     def on(
         cls,
         manager: CoordinateManager,
@@ -112,7 +96,8 @@ class IntegerTensor(SparseTensor):
         expect_tensor(x)
         if not isinstance(scale, mx.array):
             scale = mx.array([scale], dtype=mx.float32)
-        made = cls.of_values(x, as_int8(x.feats, scale, inverse), scale, x.dtype)
+        made = cls.__new__(cls)
+        made._set(x, as_int8(x.feats, scale, inverse), scale, x.dtype)
         made.known = known
         return made
 

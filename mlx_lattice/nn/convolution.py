@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -19,11 +20,10 @@ from ..kernel_spec import IntOrTuple, KernelSpec, check_support, per_axis
 from ..ops import relations
 from ..ops.conv import contracted, contracted_blocks, fitted
 from ..ops.relations import Coordinates
-from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
-from .quantized import Packable, QuantizedConvolution
+from .quantized import INTEGER, Packable, QuantizedConvolution, convolved
 
 __all__ = [
     "Conv1d", "Conv2d", "Conv3d", "Conv4d", "ConvTranspose1d", "ConvTranspose2d",
@@ -143,9 +143,6 @@ class Convolution(Family, Packable, Module):
         else:
             super().__setattr__(name, value)
 
-    def _kernel(self) -> mx.array | QuantizedWeight:
-        return self["weight"]
-
     @property
     def channels(self) -> tuple[int, int]:
         """Input and output channels."""
@@ -167,36 +164,30 @@ class Convolution(Family, Packable, Module):
         run=contracted, **kernel,
     ):  # fmt: skip
         """Convolve over the relation that ``find`` returns; see ``ops.relations``."""
-        given = find, x, after, coordinates, options, kernel
-        if launch.observed():  # who else asks for the layer?
-            with launch.scope(self):
-                return self._convolved(run, *given)
-        return self._convolved(run, *given)
-
-    def _convolved(self, run, find, x, after, coordinates, options, kernel):
-        size, dilation = self.kernel_size, self.dilation
-        question, relation = None, None
-        onto = 0 if coordinates is None else _serial(x, coordinates)
-        if onto is not None and isinstance(x, SparseTensor):
-            ends = x.key.serial, onto
-            reach = self.offsets or size
-            question = find, ends, reach, dilation, options, *kernel.values()
-            relation = x.manager.asked(question)
-        if relation is None:
-            expect_axes(x, self.dims, type(self).__name__)
-        w = fitted(self._kernel(), self.dims, size)
-        if relation is None:
-            kernel = {"kernel_size": size, "dilation": dilation, **kernel}
-            if self.offsets is not None:
-                kernel |= {"kernel_size": 1, "offsets": self.offsets}
-            relation = find(x, coordinates, *options, **kernel)
-            if question is not None:
-                searched = find is relations.transposed and not any(options)
-                x.manager.answer(question, relation, searched and not onto)
-        return self._contracted(run, x, w, relation, after)
-
-    def _contracted(self, run, x, w, relation: Relation, after):
-        return run(x, w, relation, self.get("bias"), self.groups, after)
+        with launch.scope(self) if launch.observed() else nullcontext():
+            size, dilation = self.kernel_size, self.dilation
+            question, relation = None, None
+            onto = 0 if coordinates is None else _serial(x, coordinates)
+            if onto is not None and isinstance(x, SparseTensor):
+                reach, ends = self.offsets or size, (x.key.serial, onto)
+                question = find, ends, reach, dilation, options, *kernel.values()
+                relation = x.manager.asked(question)
+            if relation is None:
+                expect_axes(x, self.dims, type(self).__name__)
+            weight = self["weight"] if self.mode is None else self.packed_weight()
+            w = fitted(weight, self.dims, size)
+            if relation is None:
+                kernel = {"kernel_size": size, "dilation": dilation, **kernel}
+                if self.offsets is not None:
+                    kernel |= {"kernel_size": 1, "offsets": self.offsets}
+                relation = find(x, coordinates, *options, **kernel)
+                if question is not None:
+                    searched = find is relations.transposed and not any(options)
+                    x.manager.answer(question, relation, searched and not onto)
+            if self.mode == INTEGER:
+                y = convolved(self, x, w, relation, after)
+                return y if run is contracted else iter([(0, y.feats)])
+            return run(x, w, relation, self.get("bias"), self.groups, after)
 
 
 def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:

@@ -26,7 +26,6 @@ from ..integer_contraction import integer_conv
 from ..integer_facts import in_device_memory
 from ..integer_tensor import IntegerTensor, as_int8, inverse_of, rows_as_int8
 from ..module_state import Kept
-from ..ops.conv import contracted
 from ..quantized import (
     DEFAULT_BITS,
     DEFAULT_GROUP_SIZE,
@@ -580,15 +579,6 @@ class QuantizedConvolution(Packed):
     ):
         super().__init__(*args, **kwargs)
         self._hold(pack(self, group_size, bits, check_mode(mode)))
-
-    def _kernel(self) -> Weight:
-        return self.packed_weight()
-
-    def _contracted(self, run, x: SparseTensor, w: Weight, relation: Relation, after):
-        if self.mode != INTEGER:
-            return super()._contracted(run, x, w, relation, after)
-        y = convolved(self, x, w, relation, after)
-        return y if run is contracted else iter([(0, y.feats)])  # a block of all rows
 
     @property
     def channels(self) -> tuple[int, int]:
