@@ -43,8 +43,6 @@ from mlx_lattice.routes import cuda_shapes, cuda_small_tiles, cuda_tile_kinds
 
 KINDS = {
     "WideTile": (cuda_tile_kinds.Tile, cuda_tiles.wide),
-    "ShortTile": (cuda_tile_kinds.ShortTile, cuda_tiles.short),
-    "ResidentTile": (cuda_tile_kinds.ResidentTile, cuda_tiles.resident),
     "PersistentTile": (cuda_tile_kinds.SortedTile, cuda_tiles.persistent),
     "EdgeTile": (cuda_tile_kinds.Tile, None),  # of weight gradients
 }
@@ -97,8 +95,7 @@ def _patches(name: str) -> Iterator[tuple[object, str, object]]:
         return
 
     def sorted_tile(layer: ml.Problem, *_: object) -> cuda_tiles.Tile:
-        takes_itself = kind in ("WideTile", "ShortTile")
-        return make(layer, shape, *[layer.pointwise] * takes_itself)
+        return make(layer, shape, *[layer.pointwise] * (kind == "WideTile"))
 
     yield cuda_tile_choice, "_sorted_tile", sorted_tile
     yield from (

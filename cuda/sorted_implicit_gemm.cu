@@ -7,9 +7,6 @@
 //                          Hopper, float32 with prepared weights ..._hopper, tf32_weights
 //         WideTile         Hopper, 16 bits, many channels, and   ..._wide
 //                          one TF32 product of whole stages
-//         ShortTile        Hopper, 16 bits, few edges a row      ..._short
-//         ResidentTile     Hopper, 16 bits, rows that feed       ..._resident
-//                          themselves alone
 //
 // Each file says what its tile is, its traffic, and where it wins.
 

@@ -131,7 +131,7 @@ def _tiles(
         splits = splits_of(p, tiles, places)
         blocks = max(1, places // splits)
         moments = cuda_tiles.sums_moments(p, tile, splits > 1)
-        if moments or tile.variant == "resident":  # a block keeps to a column of tiles
+        if moments:  # a block keeps to a column of tiles
             blocks = max(1, blocks // columns) * columns
         cut = _Cut(route, weights, tile, splits, blocks, moments)
         key = weights, splits > 1, moments

@@ -43,11 +43,6 @@ def slices_of(c_in: int, itemsize: int = 2) -> int:
     return 2 if c_in <= 2 * size or c_in % (2 * size) == 0 else 0
 
 
-def stages_of(c_x: int, itemsize: int = 2) -> int:
-    """Return the stages of an offset of so many summed channels."""
-    return -(-c_x * itemsize // STAGE_BYTES)
-
-
 def tail_slices(p: Problem) -> int:
     """Return the slices of an offset's last stage, 0 where it is whole."""
     return -(-(whole_channels(p)[0] * p.read_size % STAGE_BYTES) // SLICE_BYTES)

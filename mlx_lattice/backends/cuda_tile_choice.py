@@ -16,7 +16,6 @@ from .cuda_operands import (
     prepares,
     products,
     slices_of,
-    stages_of,
     unpacked_bytes,
     whole_channels,
 )
@@ -26,9 +25,6 @@ from .cuda_tiles import (
     few_offsets,
     mma,
     persistent,
-    resident,
-    short,
-    side_by_side,
     wide,
 )
 from .signatures import rounded_up
@@ -72,8 +68,9 @@ def _small_tiles(layer: Problem, few: bool) -> tuple:
     by_width = cuda_small_tiles.SMALL_TILES[_filling(c_x, c_y) + facts]
     tiles = by_width.get(c_y, by_width[_width_in(by_width, c_y)])
     if layer.pointwise:
-        tiles = *_itself_tiles(c_x, c_y), *tiles
-    return tuple(each for each in tiles if _has_room(each[1], c_x))
+        by_width = cuda_small_tiles.ITSELF_TILES
+        tiles = *by_width.get(c_y, by_width[_width_in(by_width, c_y)]), *tiles
+    return tiles
 
 
 def _filling(c_x: int, c_y: int) -> str:
@@ -96,32 +93,6 @@ def _is_wide(c_x: int, c_y: int) -> bool:
 def _width_in(by_width: dict[int, object], channels: int) -> int:
     """Return the width of the tiles that a table has for so many channels."""
     return tile_width(channels, [w for w in by_width if w in cuda_shapes.WIDTHS])
-
-
-def _has_room(tile: cuda_tile_kinds.Shape, c_x: int) -> bool:
-    """Whether a ShortTile holds all channels of an offset in half; others need not."""
-    is_short = isinstance(tile, cuda_tile_kinds.ShortTile)
-    return not is_short or stages_of(c_x) <= tile.stages
-
-
-def _itself_tiles(c_x: int, c_y: int) -> tuple:
-    """Return the tiles of rows in half that feed themselves, as ``small_tile`` has."""
-    by_width = cuda_small_tiles.ITSELF_TILES
-    width = _width_in(by_width, c_y)
-    tiles = by_width.get(c_y, by_width[width])
-    stages, most = stages_of(c_x), cuda_shapes.ANY
-    last: tuple = ()
-    if c_x >= cuda_shapes.DEEP_SUM:
-        most = cuda_shapes.DEEP_ELEMENTS
-        if width == 256:
-            last = ((cuda_shapes.ANY, cuda_shapes.WIDE_TILES[256]),)
-    by_width = cuda_shapes.RESIDENT_TILES
-    for tile in by_width.get(c_y, by_width.get(width, ())):
-        # What an epilogue or statistics keep of a channel, and barriers.
-        each = cuda_tile_kinds.resident_bytes(tile, stages) + 12 * tile.width + 512
-        if side_by_side(each, tile.per_multiprocessor):
-            return *tiles, (most, tile), *last
-    return *tiles, *last
 
 
 def _sorted_tile(
@@ -149,13 +120,8 @@ def _sorted_tile(
         tile = tiles.get(width) if slices_of(c_x) == STAGE_SLICES else None
     elif tile is None and not few and _is_wide(c_x, c_y):
         tile = tiles[tile_width(c_y, tiles)]
-    if isinstance(tile, cuda_tile_kinds.ResidentTile):
-        return resident(layer, tile)
-    itself = layer.pointwise and not packed
-    if isinstance(tile, cuda_tile_kinds.ShortTile):
-        return short(layer, tile, itself)
     if isinstance(tile, cuda_tile_kinds.Tile):
-        return wide(layer, tile, itself)
+        return wide(layer, tile, itself=layer.pointwise and not packed)
     if packed:  # unpacking takes the registers of the widest tile
         width = min(width, 128)
     # Of few offsets the rows of a tile share one, however few edges they have.

@@ -12,7 +12,6 @@ from .cuda_operands import (
     STAGE_SLICES,
     product_count,
     slices_of,
-    stages_of,
     tail_slices,
     weight_parts,
     whole_channels,
@@ -35,7 +34,7 @@ class Tile(NamedTuple):
     """A matrix tile of a kernel.
 
     Attributes:
-        variant: of the kernel: "mma", "hopper", "wide", "short" or "resident".
+        variant: of the kernel: "mma", "hopper" or "wide".
         code: the C++ type that names it.
         rows, width: of the result: output rows or input channels, and output channels.
         threads: of a block.
@@ -43,7 +42,7 @@ class Tile(NamedTuple):
         shared_bytes: dynamic shared memory of a block.
         files: sources of the tile.
         persistent: whether a block takes tile after tile.
-        itself: whether it is for rows that are fed by themselves alone.
+        itself: whether each row's only neighbour is itself.
     """
 
     variant: str
@@ -85,53 +84,22 @@ def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
 def wide(p: Problem, tile: cuda_tile_kinds.Tile, itself: bool = False) -> Tile:
     """Return WideTile in a shape, for the problem's channels and offsets.
 
-    itself: whether it is to read no table, since rows feed themselves alone.
+    itself: whether to read no table, since each row's only neighbour is itself.
     """
     early = thresholds.FEW_OFFSETS if few_offsets(p) and not itself else 0
     shape = tile.consumers, tile.width, tile.stages, tail_slices(p), early
     if itself:
         shape = *shape, "true"
-    return _of_offsets("wide", tile, shape, cuda_tile_kinds.shared_bytes(tile), itself)
-
-
-def short(p: Problem, tile: cuda_tile_kinds.ShortTile, itself: bool = False) -> Tile:
-    """Return ShortTile in a shape, for the problem's channels; ``itself`` as above."""
-    held = 0 if itself else thresholds.FEW_OFFSETS
-    shape = *tile, tail_slices(p), held
-    return _of_offsets("short", tile, shape, cuda_tile_kinds.shared_bytes(tile), itself)
-
-
-def resident(p: Problem, tile: cuda_tile_kinds.ResidentTile) -> Tile:
-    """Return ResidentTile in a shape, for the problem's channels."""
-    stages = stages_of(whole_channels(p)[0], p.read_size)
-    shape = *tile, stages, tail_slices(p)
-    shared = cuda_tile_kinds.resident_bytes(tile, stages)
-    return _of_offsets("resident", tile, shape, shared, True, persistent=True)
-
-
-def _of_offsets(
-    variant: str,
-    tile: cuda_tile_kinds.Shape,
-    shape: tuple,
-    shared_bytes: int,
-    itself: bool,
-    persistent: bool = False,
-) -> Tile:
-    """Return a tile each of whose stages is of one offset.
-
-    shape: the parameters of its template; the others are the Tile's.
-    """
     return Tile(
-        variant,
-        f"{variant.capitalize()}Tile<{', '.join(map(str, shape))}>",
+        "wide",
+        f"WideTile<{', '.join(map(str, shape))}>",
         tile.rows,
         tile.width,
         tile.threads,
         tile.per_multiprocessor,
-        shared_bytes,
-        (*HOPPER, "weight_stages.cuh", f"sorted_implicit_gemm_{variant}.cuh"),
-        persistent,
-        itself,
+        cuda_tile_kinds.shared_bytes(tile),
+        (*HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"),
+        itself=itself,
     )
 
 

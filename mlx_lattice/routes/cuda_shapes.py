@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cuda_tile_kinds import ResidentTile, SortedTile, Tile
+from .cuda_tile_kinds import SortedTile, Tile
 
 # CUDA, Hopper: tiles by their width in output channels, the best of those timed on the
 # surface scenes of benchmarks/gpu.py, on an H200 (benchmarks/results/gpu-tiles.jsonl).
@@ -112,21 +112,6 @@ INT8_FEW_EDGES_TILES = FEW_EDGES_TILES | {
     160: Tile(1, 128, 160, 3, 2),
     224: FEW_EDGES_TILES[256],
 }
-# Of many rows that feed themselves alone, the first whose weights fit; of DEEP_SUM
-# summed channels and more, up to DEEP_ELEMENTS of the output, beyond which many
-# channels take the widest WideTile.
-RESIDENT_TILES = {
-    32: (ResidentTile(1, 32, 6, 4), ResidentTile(2, 32, 6, 1)),
-    64: (ResidentTile(2, 64, 4, 2), ResidentTile(3, 64, 4, 1)),
-    96: (ResidentTile(3, 96, 4, 1),),
-    128: (ResidentTile(3, 128, 4, 1), ResidentTile(2, 128, 4, 1)),
-    160: (ResidentTile(2, 160, 4, 1),),
-    192: (ResidentTile(2, 192, 4, 1),),
-    256: (ResidentTile(3, 128, 4, 1), ResidentTile(2, 128, 4, 1)),
-    512: (ResidentTile(2, 256, 4, 1), ResidentTile(2, 128, 4, 1)),
-    1024: (ResidentTile(2, 256, 4, 1),),
-}
-DEEP_SUM, DEEP_ELEMENTS = 384, 3 << 21
 ANY = 1 << 62
 # EdgeTile of grouped_gemm, by the width of the wider side, timed in the same way.
 GRAD_TILES = {

@@ -17,7 +17,7 @@ from .cuda_shapes import (
     TF32_WHOLE_TILES,
     WIDE_TILES,
 )
-from .cuda_tile_kinds import ShortTile, SortedTile, Tile
+from .cuda_tile_kinds import SortedTile, Tile
 
 _NARROW, _HALF_80, _HALF_96, _HALF_112, _HALF, _HALF_160 = (
     Tile(1, 128, *rest)
@@ -38,16 +38,6 @@ _LOW, _LOW_96, _LOW_128 = (FEW_EDGES_TILES[width] for width in (64, 96, 128))
 _QUICK_64 = Tile(2, 128, 64, 4, 2)
 _WIDE_96, _WIDE_128, _WIDE_160 = (Tile(2, 128, width, 5, 1) for width in (96, 128, 160))
 _HIGH_48 = Tile(3, 128, 48, 6, 1)
-# Of rows with an edge or two: as many blocks as lie side by side. Where one has too few
-# stages for the channels of an offset, what follows it serves.
-_SHORT_32, _SHORT_48 = ShortTile(32, 2, 6), ShortTile(48, 2, 5)
-_SHORT_96 = (5 << 20, ShortTile(96, 2, 4))
-_SHORT_64 = (
-    (33 << 16, ShortTile(64, 3, 4)),
-    (165 << 14, ShortTile(64, 2, 5)),
-    (99 << 15, ShortTile(64, 2, 6)),
-    (1 << 22, ShortTile(64, 3, 4)),
-)
 # The channels of an offset do not fill a stage, and those of several come together.
 _SLICED_32 = (1 << 23, SortedTile(1, 2, 1, 32, 5, 2))
 _SLICED = {
@@ -61,10 +51,6 @@ _SLICED = {
 }
 _SLICED_FEW_OFFSETS = _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))}
 _SLICED_ONE_EDGE = _SLICED | {
-    16: ((99 << 13, _SHORT_32), *_SLICED[32]),
-    32: ((5 << 19, _SHORT_32), *_SLICED[32]),
-    48: ((11 << 19, _SHORT_48), *_SLICED[48]),
-    64: (*_SHORT_64, *_SLICED[64]),
     96: ((1 << 19, _LOW), (1 << 21, SortedTile(2, 1, 2, 96, 4, 1))),
 }
 # They fill whole stages.
@@ -121,26 +107,23 @@ _FEW_OFFSETS = {
     512: ((1 << 18, _NARROW), (1 << 22, _HALF)),
 }
 _ONE_EDGE = {
-    **{width: _SLICED_ONE_EDGE[width] for width in (16, 32, 48)},
+    32: _SLICED[32],
+    48: _SLICED[48],
     64: (
-        *_SHORT_64,
         (1 << 18, _NARROW_32),
         (33 << 16, Tile(1, 128, 64, 3, 4)),
         (3 << 20, _LOW),
         (1 << 25, SortedTile(2, 1, 1, 64, 3, 2)),
     ),
-    96: ((1 << 18, _NARROW), _SHORT_96, (1 << 21, _HALF), (1 << 23, _LOW_128)),
+    96: ((1 << 18, _NARROW), (1 << 21, _HALF), (1 << 23, _LOW_128)),
     128: (
-        (3 << 19, ShortTile(64, 3, 4)),
         (1 << 18, _NARROW),
         (1 << 21, _HALF),
-        (3 << 21, ShortTile(128, 2, 3)),
         (99 << 15, WIDE_TILES[128]),
         (5 << 21, _LOW_128),
     ),
     192: (
         (1 << 20, _NARROW),
-        (9 << 18, ShortTile(96, 3, 3)),
         (9 << 18, WIDE_TILES[192]),
         (9 << 20, SortedTile(2, 1, 1, 96, 3, 2)),
     ),
@@ -167,16 +150,15 @@ _DEEP_FEW_EDGES = _FEW_EDGES | {
     256: ((1 << 18, _NARROW), (3 << 23, _HALF), (ANY, WIDE_TILES[256])),
 }
 _DEEP_ONE_EDGE = _ONE_EDGE | {
-    80: ((1 << 20, _HALF_80), (5 << 20, ShortTile(80, 2, 4)), (ANY, SORTED_TILES[96])),
+    80: ((1 << 20, _HALF_80), (ANY, SORTED_TILES[96])),
     96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96), (ANY, WIDE_TILES[96])),
     112: (
         (1 << 21, _HALF_112),
-        (1 << 23, ShortTile(112, 2, 3)),
+        (1 << 23, WIDE_TILES[112]),
         (ANY, SORTED_TILES[128]),
     ),
     128: ((1 << 21, _HALF), (1 << 23, WIDE_TILES[128]), (ANY, SORTED_TILES[128])),
     160: (
-        (1 << 21, ShortTile(80, 3, 3)),
         (1 << 21, _WIDE_160),
         (ANY, WIDE_TILES[160]),
     ),
@@ -192,8 +174,8 @@ _PART_FEW_OFFSETS = {
     48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3)),
 }
 _PART_ONE_EDGE = {
-    32: ((99 << 14, _SHORT_32), (1 << 19, _THREE_32), _SLICED_32),
-    48: ((11 << 19, _SHORT_48), (1 << 21, _THREE_48)),
+    32: ((1 << 19, _THREE_32), _SLICED_32),
+    48: ((1 << 21, _THREE_48),),
 }
 # Of many rows beyond, PersistentTile.
 _MANY_80 = ((1 << 24, WIDE_TILES[80]), (ANY, SORTED_TILES[96]))
@@ -250,11 +232,10 @@ SMALL_TILES = {
     "tail, few offsets, few edges": _DEEP_ONE_EDGE
     | _PART_ONE_EDGE
     | {
-        64: (*_SHORT_64, *_SLICED[64]),
+        64: _SLICED[64],
         96: (
             (1 << 19, _NARROW_32),
             (3 << 19, _HALF_96),
-            _SHORT_96,
             (1 << 21, WIDE_TILES[96]),
             (ANY, SORTED_TILES[96]),
         ),
@@ -271,23 +252,18 @@ SMALL_TILES = {
 # The same before them where rows feed themselves alone, and WideTile reads no table.
 # Timed on an H200: 2 000 to 400 000 rows, 32 to 1024 channels, either pass
 # (benchmarks/results/gpu-itself.jsonl).
-_SHORT_HALF, _SHORT = ShortTile(48, 2, 6), ShortTile(64, 2, 6)
-_NARROW_4 = Tile(1, 128, 64, 3, 4)
+_NARROW_4, _HALF_96_3 = Tile(1, 128, 64, 3, 4), Tile(2, 128, 96, 3, 2)
 ITSELF_TILES = {
-    32: ((1 << 19, ShortTile(32, 2, 8)), (1 << 19, _THREE_32)),
-    48: ((1 << 18, _SHORT_HALF), (1 << 21, _THREE_48)),
-    64: ((165 << 14, _SHORT), (1 << 18, _NARROW_3), (1 << 20, _QUICK_64)),
-    96: (
-        (1 << 18, _SHORT_HALF),
-        (1 << 18, _NARROW_4),
-        (3 << 19, Tile(2, 128, 96, 3, 2)),
-    ),
-    128: ((1 << 21, _SHORT), (3 << 17, _NARROW_4), (1 << 21, _WIDE_128)),
-    160: ((15 << 18, _SHORT), (1 << 19, _NARROW_4), (1 << 21, _WIDE_160)),
-    192: ((15 << 18, _SHORT), (5 << 19, _NARROW_4)),
-    256: ((1 << 19, _NARROW), (1 << 21, WIDE_TILES[128])),
+    32: ((1 << 19, _THREE_32),),
+    48: ((1 << 21, _THREE_48),),
+    64: ((1 << 18, _NARROW_3), (1 << 20, _QUICK_64), (1 << 22, _NARROW_4)),
+    96: ((1 << 18, _NARROW_4), (1 << 22, _HALF_96_3)),
+    128: ((3 << 17, _NARROW_4), (1 << 21, _WIDE_128), (3 << 21, WIDE_TILES[128])),
+    160: ((1 << 19, _NARROW_4), (1 << 21, _WIDE_160)),
+    192: ((5 << 19, _NARROW_4),),
+    256: ((1 << 19, _NARROW), (3 << 22, WIDE_TILES[128])),
     384: ((1 << 20, _HALF), (1 << 21, _WIDE_128)),
-    512: ((1 << 20, _HALF), (1 << 21, WIDE_TILES[128])),
+    512: ((1 << 20, _HALF), (3 << 21, WIDE_TILES[128]), (ANY, WIDE_TILES[256])),
     1024: ((1 << 21, _HALF),),
 }
 # The same before TF32_WHOLE_TILES, by their widths.

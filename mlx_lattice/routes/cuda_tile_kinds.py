@@ -59,72 +59,16 @@ class Tile(NamedTuple):
         return self.splits * (128 * self.consumers + self.producer_threads)
 
 
-class ResidentTile(NamedTuple):
-    """Shape of ResidentTile: tiles of 64 rows, by weights that stay in shared memory.
-
-    Attributes:
-        consumers: warpgroups that multiply, a tile each in turn.
-        width: output channels.
-        stages: buffers of 64 rows by 64 summed channels, of each of them.
-        per_multiprocessor: thread blocks that a multiprocessor holds at once.
-    """
-
-    consumers: int
-    width: int
-    stages: int
-    per_multiprocessor: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128 * (self.consumers + 1)
+Shape = SortedTile | Tile
 
 
-class ShortTile(NamedTuple):
-    """Shape of ShortTile: 64 rows by one warpgroup, which copies and multiplies.
-
-    Attributes:
-        width: output channels.
-        stages: buffers of 64 summed channels, in shared memory.
-        per_multiprocessor: thread blocks that a multiprocessor holds at once.
-    """
-
-    width: int
-    stages: int
-    per_multiprocessor: int
-
-    @property
-    def rows(self) -> int:
-        """Rows of a tile."""
-        return 64
-
-    @property
-    def threads(self) -> int:
-        """Threads of a block."""
-        return 128
-
-
-Shape = SortedTile | Tile | ResidentTile | ShortTile
-
-
-def shared_bytes(tile: SortedTile | Tile | ShortTile, weights: int = 1) -> int:
+def shared_bytes(tile: Shape, weights: int = 1) -> int:
     """Return the dynamic shared memory of a block.
 
     weights: parts of a weight in a stage.
     """
     stages = tile.stages * (tile.splits if isinstance(tile, Tile) else 1)
     return stages * 128 * (tile.rows + weights * _lines(tile.width)) + 1024
-
-
-def resident_bytes(tile: ResidentTile, stages: int) -> int:
-    """Return the same of a ResidentTile; ``stages``: of the summed channels."""
-    rows = tile.consumers * tile.stages * 64
-    return 128 * (rows + stages * _lines(tile.width)) + 1024
 
 
 def _lines(width: int) -> int:

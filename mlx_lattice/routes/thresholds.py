@@ -213,7 +213,7 @@ MOST_SPLITS = 32
 # For the number of splits: us of a stage by kernel in a tile of at most 64 x 128; us of
 # an offset, of adding splits up and of a split; bytes of partial sums a us. Fitted to
 # the same timings.
-STAGE_US = {"mma": 0.55, **dict.fromkeys(("hopper", "wide", "short", "resident"), 0.26)}
+STAGE_US = {"mma": 0.55, **dict.fromkeys(("hopper", "wide"), 0.26)}
 INT8_STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
 INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}

@@ -37,7 +37,7 @@ def timed_as(code: str) -> str:
     """The name of a tile among those that were timed."""
     name, _, rest = code.rstrip(">").partition("<")
     shape = rest.split(", ")
-    counts = {"PersistentTile": 6, "ResidentTile": 4, "EdgeTile": 4}
+    counts = {"PersistentTile": 6, "EdgeTile": 4}
     return f"{name}<{', '.join(shape[: counts.get(name, 3)])}"
 
 
@@ -69,8 +69,14 @@ def chosen(problem: ml.Problem) -> cuda_tiles.Tile:
 
 def over_the_fastest(timed: dict) -> float | None:
     """The time of the chosen tile over the least one, None where it was not timed."""
-    us = timed["us"].get(timed_as(chosen(problem_of(timed)).code))
-    return us and us / min(timed["us"].values())
+    times = {
+        code: us
+        for code, us in timed["us"].items()
+        if code.startswith(("WideTile", "PersistentTile", "EdgeTile"))
+        and not code.endswith("producers")
+    }  # other kinds of tiles were timed too
+    us = times.get(timed_as(chosen(problem_of(timed)).code))
+    return us and us / min(times.values())
 
 
 def test_tiles_are_nearly_the_fastest():
@@ -82,7 +88,7 @@ def test_tiles_are_nearly_the_fastest():
 def test_tiles_of_rows_that_feed_themselves_are_nearly_the_fastest():
     over = [ratio for ratio in map(over_the_fastest, ITSELF) if ratio]
     assert len(over) > 160
-    assert mean(over) < 1.04 and max(over) < 1.2
+    assert mean(over) < 1.03 and max(over) < 1.25
 
 
 def test_tiles_of_other_operands_are_nearly_the_fastest():
