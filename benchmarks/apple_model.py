@@ -347,10 +347,10 @@ def _rate(plan: Plan, device: Device) -> tuple[float, Range]:
     return 1e12 * peak, Range(*(GATHERED * end for end in ends))
 
 
-# The making of a kernel map: the launches of backends/metal_lookups.py and
-# metal_views.py, one after another. At the slower end a random slot of a hash is a line
-# from memory; at the faster end the hash is in the caches. Coordinates of new rows, and
-# divisions by strides that are no powers of two, are left out.
+# The making of a kernel map: the launches of backends/metal_geometry.py, one after
+# another. At the slower end a random slot of a hash is a line from memory; at the
+# faster end the hash is in the caches. Coordinates of new rows, and divisions by
+# strides that are no powers of two, are left out.
 
 
 class Step(NamedTuple):

@@ -21,9 +21,9 @@ import numpy as np
 import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
-from mlx_lattice.backends import metal_reductions, metal_views
-from mlx_lattice.backends.metal_geometry import MetalGeometry
-from mlx_lattice.backends.metal_lookups import RowTable
+from mlx_lattice.backends import metal_geometry
+from mlx_lattice.backends.gpu_reductions import GpuReductions
+from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
@@ -164,7 +164,7 @@ def geometry(coords):
     yield "cells of 2, 4, 8 and 16", levels(coords, strides), n
     yield "submanifold", searched(coords, coords, CUBE, (1, 1, 1), mirrored=True), n
     yield "hash", lambda: RowTable(coords).slots, n
-    make, views = MetalGeometry(), metal_views
+    make, views = MetalGeometry(), metal_geometry
     with host.recording(checked=False):
         table = searched(coords, coords, CUBE, (1, 1, 1), mirrored=True)()
         mx.eval(table)
@@ -180,8 +180,10 @@ def segments(coords, channels=32):
     x = mx.ones((n, channels), dtype=mx.float16)
     starts = mx.arange(0, n + 1, 4, dtype=mx.int32)
     order = mx.arange(n, dtype=mx.int32)
-    sums = metal_reductions._segments
-    yield "cells of rows", lambda: sums.sum(x, starts, order), starts.size - 1
+    sums, cells = GpuReductions("metal"), starts.size - 1
+    cell = mx.arange(n, dtype=mx.int32)[:, None] // 4
+    order = order, starts
+    yield "cells of rows", lambda: sums.scatter_sum(x, cell, cells, order=order), cells
     table = mx.array(np.arange(8 * n).reshape(n, 8) % n, dtype=mx.int32)
     yield "places of a table", lambda: sums.scatter_sum(x, table, n), n
 

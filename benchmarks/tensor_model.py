@@ -11,7 +11,7 @@ import numpy as np
 from tile_model import EIGHT, ITEM, TILE, Conv, Grad, ceil_div, chip
 from tile_steps import Steps
 
-from mlx_lattice.backends import metal_grad_tiles, metal_tiles
+from mlx_lattice.backends import metal_tiles, metal_weight_grad
 from mlx_lattice.backends.metal_tiles import TENSOR_WIDTH as WIDTH
 
 SIXTEEN = 2 * EIGHT
@@ -105,13 +105,13 @@ class TensorGrad(Grad):
 
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
-        high, wide, _ = metal_grad_tiles.tensor_grad_tile(c_in, c_out)
+        high, wide, _ = metal_weight_grad.tensor_grad_tile(c_in, c_out)
         return high, wide, self.cut(c_in, c_out, high, wide).splits
 
     def executed(self, c_in, c_out):
         """Operations and bytes by buffer, as metal/host counts them."""
         splits = self.plan(c_in, c_out)[2]
-        tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)[2]
+        tall = metal_weight_grad.tensor_grad_tile(c_in, c_out)[2]
         lengths = np.diff(self.bounds(splits), axis=1)
         edges = SIXTEEN * int(ceil_div(lengths, SIXTEEN).sum())
         return {
@@ -122,12 +122,12 @@ class TensorGrad(Grad):
 
     def helping(self, c_in, c_out):
         """Simdgroups of a threadgroup that give their sums to others."""
-        high, wide, tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)
+        high, wide, tall = metal_weight_grad.tensor_grad_tile(c_in, c_out)
         return metal_tiles.THREADS // metal_tiles.LANES - high // tall * wide // WIDTH
 
     def counts(self, c_in, c_out):
         """The Counts of the pass."""
-        tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)[2]
+        tall = metal_weight_grad.tensor_grad_tile(c_in, c_out)[2]
         counts, helping = super().counts(c_in, c_out), self.helping(c_in, c_out)
         return replace(
             counts,
@@ -139,7 +139,7 @@ class TensorGrad(Grad):
     def steps(self, c_in, c_out):
         """The Steps: sums of simdgroups that share a part pass once."""
         asked, (high, wide, splits) = self.executed(c_in, c_out), self.plan(c_in, c_out)
-        tall = metal_grad_tiles.tensor_grad_tile(c_in, c_out)[2]
+        tall = metal_weight_grad.tensor_grad_tile(c_in, c_out)[2]
         threadgroups = splits * self.volume * ceil_div(c_in, high)
         threadgroups *= ceil_div(c_out, wide)
         helping = self.helping(c_in, c_out)

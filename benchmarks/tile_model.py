@@ -19,8 +19,8 @@ from metal.host import toolchain  # noqa: E402
 from mlx_lattice import devices  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
     dispatch_bounds,
-    metal_grad_tiles,
     metal_tiles,
+    metal_weight_grad,
 )
 from mlx_lattice.routes import thresholds  # noqa: E402
 
@@ -231,7 +231,7 @@ class Conv:
         return (
             slices,
             row,
-            metal_tiles.tile_columns(c_y, row, self.volume, 16, chip()),
+            metal_tiles.tile_columns(c_y, row, self.volume, chip()),
         )
 
     def executed(self, c_x, c_y):
@@ -333,7 +333,7 @@ class Grad:
 
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
-        high, wide = metal_grad_tiles.grad_tile(c_in, c_out)
+        high, wide = metal_weight_grad.grad_tile(c_in, c_out)
         return high, wide, self.cut(c_in, c_out, high, wide).splits
 
     def tile(self, c_in, c_out):
@@ -345,7 +345,7 @@ class Grad:
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
         edges = self.edges, min(self.edges, self.n)
-        return metal_grad_tiles.grad_cut(
+        return metal_weight_grad.grad_cut(
             *edges, features, shape, (high, wide), ITEM, chip()
         )
 

@@ -3,10 +3,10 @@
     MLX_USE_CUDA_GRAPHS=0 python benchmarks/tiles.py SCENES.npz --channels 160 160
     --tiles WideTile:3,128,160,4,1 WideTile:2,128,160,5,1
 
-The tables of ``routes/cuda_shapes.py`` and ``routes/cuda_small_tiles.py`` are chosen by
-such times: benchmarks/results/gpu-surfaces.jsonl, gpu-itself.jsonl of 1x1 kernels, and
+The tables of ``backends/cuda_tile_tables.py`` are chosen by such times:
+benchmarks/results/gpu-surfaces.jsonl, gpu-itself.jsonl of 1x1 kernels, and
 gpu-widths.jsonl of int8 features, TF32 and weight gradients. A tile has the name and
-the fields of its kind in ``routes/cuda_tile_kinds.py``; ``WideTile`` is ``Tile``. One
+the fields of its kind in ``backends/cuda_tile_tables.py``. One
 JSON line a count of rows and pass; times are sums over the kernels of a call, read by
 PyTorch's profiler.
 """
@@ -31,20 +31,18 @@ from written import write_line
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.backends import (
-    cuda_grad_tiles,
-    cuda_tile_choice,
+    cuda_tile_tables,
     cuda_tiles,
-    cuda_whole_grad,
+    cuda_weight_grad,
 )
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.numerics import TF32
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD
-from mlx_lattice.routes import cuda_shapes, cuda_small_tiles, cuda_tile_kinds
 
 KINDS = {
-    "WideTile": (cuda_tile_kinds.Tile, cuda_tiles.wide),
-    "PersistentTile": (cuda_tile_kinds.SortedTile, cuda_tiles.persistent),
-    "EdgeTile": (cuda_tile_kinds.Tile, None),  # of weight gradients
+    "WideTile": (cuda_tile_tables.WideTile, cuda_tiles.wide),
+    "PersistentTile": (cuda_tile_tables.PersistentTile, cuda_tiles.persistent),
+    "EdgeTile": (cuda_tile_tables.WideTile, None),  # of weight gradients
 }
 LAYERS = ("submanifold", "scattered", "pointwise", "strided", "inverse")
 AFTER = IntegerFacts(("scale", "shift", "out_inverse"), "relu")
@@ -88,24 +86,24 @@ def _patches(name: str) -> Iterator[tuple[object, str, object]]:
     kind, _, fields = name.partition(":")
     shape, make = KINDS[kind][0](*map(int, fields.split(","))), KINDS[kind][1]
     if make is None:
-        yield cuda_grad_tiles, "GRAD_TILES", {shape.width: shape}
-        yield cuda_grad_tiles, "FEW_EDGES_GRAD_TILES", {}
-        yield cuda_grad_tiles, "tile_width", lambda *_: shape.width
-        yield cuda_whole_grad, "pays", lambda *_: False
+        yield cuda_weight_grad, "GRAD_TILES", {shape.width: shape}
+        yield cuda_weight_grad, "FEW_EDGES_GRAD_TILES", {}
+        yield cuda_weight_grad, "tile_width", lambda *_: shape.width
+        yield cuda_weight_grad, "writes_whole", lambda *_: False
         return
 
     def sorted_tile(layer: ml.Problem, *_: object) -> cuda_tiles.Tile:
         return make(layer, shape, *[layer.pointwise] * (kind == "WideTile"))
 
-    yield cuda_tile_choice, "_sorted_tile", sorted_tile
+    yield cuda_tiles, "_shaped_tile", sorted_tile
     yield from (
-        (cuda_shapes, "WIDE_TILES", {shape.width: shape}),
-        (cuda_shapes, "INT8_TILES", {shape.width: shape}),
-        (cuda_shapes, "INT8_FEW_EDGES_TILES", {shape.width: shape}),
-        (cuda_small_tiles, "INT8_SMALL_TILES", {}),
-        (cuda_small_tiles, "INT8_DEEP_SMALL_TILES", {}),
-        (cuda_small_tiles, "INT8_FEW_EDGES_SMALL_TILES", {}),
-        (cuda_small_tiles, "INT8_FEW_OFFSETS_TILES", ()),
+        (cuda_tile_tables, "WIDE_TILES", {shape.width: shape}),
+        (cuda_tile_tables, "INT8_TILES", {shape.width: shape}),
+        (cuda_tile_tables, "INT8_FEW_EDGES_TILES", {shape.width: shape}),
+        (cuda_tile_tables, "INT8_SMALL_TILES", {}),
+        (cuda_tile_tables, "INT8_DEEP_SMALL_TILES", {}),
+        (cuda_tile_tables, "INT8_FEW_EDGES_SMALL_TILES", {}),
+        (cuda_tile_tables, "INT8_FEW_OFFSETS_TILES", ()),
     )
 
 

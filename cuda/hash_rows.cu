@@ -99,12 +99,10 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 }
 
 // Puts every row into table, all -1 before: slots_for(n) slots, then the shared words.
-// sizes.block of sizes.blocks work on it: a launch may make tables of several sets.
 // order (slots + n): written where rows are not in order, see RowTable.
 // scratch (scratch_words) becomes 0: the scratch of the set's first relation, if any.
 // repeat (2): the least row that equals an earlier one, or -1; whether rows ascend.
-// ranges[c] (2): the least and the greatest value of column c. Both are null of rows that
-// were checked.
+// ranges[c] (2): the least and the greatest value of column c.
 template <int COLUMNS>
 __device__ __forceinline__ void hash_rows(const int* coords, int* table,
                                           HashRowsSizes sizes, int* repeat,
@@ -162,7 +160,6 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table,
     if (other == NO_ROW) continue;
     atomicMin(shared_words + LEAST_REPEAT, (unsigned)max(other, (int)i));
   }
-  if (!repeat) return;
   __shared__ int low_of[COLUMNS], high_of[COLUMNS];
   const auto join = [&]() {
     __syncthreads();

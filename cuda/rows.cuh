@@ -81,16 +81,6 @@ __device__ __forceinline__ long long grid_threads() {
   return (long long)gridDim.x * blockDim.x;
 }
 
-// One of several values. A launch that has several jobs gets arrays for each by name.
-template <typename T, typename... MORE>
-__device__ __forceinline__ T nth(int n, T first, MORE... more) {
-  if constexpr (sizeof...(more) == 0) {
-    return first;
-  } else {
-    return n == 0 ? first : nth<T>(n - 1, more...);
-  }
-}
-
 // The sum of a value over the lanes of a warp up to this one, itself included.
 template <typename T>
 __device__ __forceinline__ T sum_up_to_lane(T value) {

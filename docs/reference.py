@@ -14,9 +14,9 @@ from types import ModuleType
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import routes
-from mlx_lattice.backends import dispatch_bounds
+from mlx_lattice.backends import cuda_tile_tables, dispatch_bounds
 from mlx_lattice.devices import BACKENDS
-from mlx_lattice.routes import cuda_shapes, needs, thresholds
+from mlx_lattice.routes import needs, thresholds
 from mlx_lattice.routes.plan import MLX
 
 # What classes have of bases that are not public, and users call.
@@ -91,7 +91,7 @@ def route_lines() -> Iterator[str]:
 
 def threshold_lines() -> Iterator[str]:
     """Yield the tables of numbers, with the comments that stand above them."""
-    for module in (thresholds, cuda_shapes, dispatch_bounds):
+    for module in (thresholds, cuda_tile_tables, dispatch_bounds):
         yield from tables_of(module)
 
 

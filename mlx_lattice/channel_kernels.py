@@ -13,7 +13,7 @@ import mlx.core as mx
 from . import devices
 from .activations import NONE, SLOPE, Activation, composed
 from .backends import registry
-from .backends.cuda_column_sums import CudaColumnSums
+from .backends.cuda_norms import CudaColumnSums
 from .backends.norms_protocol import Fit, Norms
 from .dtypes import FLOATS
 from .geometry import sync

@@ -19,9 +19,9 @@ from mlx_lattice.backends import (
     registry,
 )
 from mlx_lattice.backends.cuda_geometry import CudaGeometry
-from mlx_lattice.backends.cuda_reductions import CudaReductions
-from mlx_lattice.backends.cuda_row_norms import CudaRowNorms
+from mlx_lattice.backends.cuda_norms import CudaRowNorms
 from mlx_lattice.backends.gpu_norms import GpuNorms
+from mlx_lattice.backends.gpu_reductions import GpuReductions
 from mlx_lattice.backends.norms_protocol import NONE, Activation, Fit, RowSegments
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
@@ -56,8 +56,8 @@ def geometry():
         index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
-        for jobs in (1, 2, 4):
-            cuda_tables.RowTable.of_each([coords] * jobs)
+        for is_checked in BOOLEANS:
+            cuda_tables.RowTable(coords, is_checked)
         cuda_tables.identity_tiles(coords)
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
@@ -91,7 +91,7 @@ def views():
 
 def reductions():
     """By tables and by segments, whole and in pieces."""
-    made = CudaReductions()
+    made = GpuReductions("cuda")
     rng = np.random.default_rng(0)
     table = mx.array(rng.integers(-1, 9, (40, 4)).astype(np.int32))
     weights, rows = mx.zeros(table.shape), mx.zeros((40, 1), dtype=mx.int32)

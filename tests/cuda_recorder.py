@@ -14,8 +14,8 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import gpu_kernel, registry
-from mlx_lattice.routes import cuda_small_tiles, proof_results, thresholds
+from mlx_lattice.backends import cuda_tile_tables, gpu_kernel, registry
+from mlx_lattice.routes import proof_results, thresholds
 
 MODULES = tuple(
     import_module(f"{backends.__name__}.{module.name}")
@@ -65,12 +65,12 @@ def _stand_in(launches: list[Launch]):
 
 def no_small_tiles(monkeypatch) -> None:
     """Give few rows the tiles of many, for the rest of a test."""
-    small = cuda_small_tiles.SMALL_TILES
+    small = cuda_tile_tables.SMALL_TILES
     none = {facts: dict.fromkeys(tiles, ()) for facts, tiles in small.items()}
-    monkeypatch.setattr(cuda_small_tiles, "SMALL_TILES", none)
+    monkeypatch.setattr(cuda_tile_tables, "SMALL_TILES", none)
     for name in ("ITSELF_TILES", "TF32_SMALL_TILES"):
-        none = dict.fromkeys(getattr(cuda_small_tiles, name), ())
-        monkeypatch.setattr(cuda_small_tiles, name, none)
+        none = dict.fromkeys(getattr(cuda_tile_tables, name), ())
+        monkeypatch.setattr(cuda_tile_tables, name, none)
     for name in (
         "FLOAT_ELEMENTS",
         "TURNED_ELEMENTS",

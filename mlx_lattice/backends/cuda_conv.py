@@ -1,21 +1,23 @@
-"""Contractions by matrix tiles on CUDA: a planner for each route, from facts alone.
+"""Contractions on CUDA: a planner for each route, from facts alone.
 
-Compute capability 8.0 and later. On Hopper, half and bfloat16 go through wgmma. Every
-tile pads channels to 16 bytes, and packed weights are read where they stand.
+Compute capability 8.0 and later. By matrix tiles over sorted rows, which pad channels
+to 16 bytes and on Hopper multiply half and bfloat16 through wgmma; or by threads, one
+an output row and its channels. Packed weights are read as they are stored.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
 from ..devices import CUDA, Device
 from ..dtypes import DTYPES
-from ..problem import WEIGHT_GRAD, Problem
+from ..problem import KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import (
     IN_KERNEL,
@@ -25,38 +27,48 @@ from ..routes.plan import (
     PROOF_SPLITS,
     UNPACKED_ONCE,
     Dispatch,
-    LayerPlanner,
     Plan,
     Proof,
 )
-from . import (
-    cuda_counts,
-    cuda_operands,
-    cuda_splits,
-    cuda_tile_choice,
-    cuda_tiles,
-    cuda_weight_grad,
-)
-from .cuda_epilogue import finishing_kernel
-from .cuda_rows import (
-    SCALES,
-    WEIGHT_AXES,
-    strides_of,
-)
+from . import cuda_tiles, cuda_weight_grad
 from .cuda_tables import sorted_arrays
-from .cuda_unpack import unpacked_weights
+from .cuda_tiles import EPILOGUE_FILES, finishing_kernel, whole_channels
 from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import THREADS
-from .runners import Runner, sorted_tiles
+from .kernel_launches import THREADS, blocks_for
+from .runners import Runner, per_row, sorted_tiles
 from .signatures import (
+    PER_ROW,
+    PER_ROW_OF_EDGES,
     SORTED_TILES,
     W_GROUP,
     W_OFFSET,
     W_ROW,
+    copied,
     kept,
     packed,
+    rounded_up,
+    weight_strides,
 )
 
+SCALES = ("scale_groups", "scales_shape[2]")
+PACKED_ROWS = replace(packed(PER_ROW), name="PackedRow", sizes=(*PER_ROW.sizes, SCALES))
+PACKED_ROWS_OF_EDGES = replace(
+    PACKED_ROWS,
+    inputs=packed(PER_ROW_OF_EDGES).inputs,
+    sizes=tuple(
+        {
+            **dict(PACKED_ROWS.sizes),
+            "rows": "starts_shape[0] - 1",
+            "volume": "words_shape[0]",
+        }.items()
+    ),
+)
+UNPACK = Interface(
+    "Unpack",
+    ("words", "scales", "biases"),
+    ("w",),
+    (("c_out", "words_shape[1]"), SCALES, ("padding", "0")),
+)
 PITCH = ("pitch", "table_shape[1]")  # rows of the sorted table, with padding
 TILES = replace(SORTED_TILES, sizes=(*SORTED_TILES.sizes, PITCH))
 PACKED_TILES = replace(
@@ -76,71 +88,139 @@ TF32_WEIGHTS = Interface(
         ("w_line_stride", "1"),
     ),
 )
-
 # Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
 PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
+# Which axis of the weight's array is which.
+WEIGHT_AXES = {
+    KERNEL_MAJOR: {"volume": "w_shape[0]", "c_in": "w_shape[1]", "c_out": "w_shape[2]"},
+    MLX_LAYOUT: {"c_out": "w_shape[0]", "volume": "w_shape[1]", "c_in": "w_shape[2]"},
+}
 
 
-@LayerPlanner
-def sorted_implicit_gemm(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
+@lru_cache(maxsize=64)
+def _layout_strides(layout: str, groups: int) -> dict[str, str]:
+    return weight_strides(layout, groups=groups, **WEIGHT_AXES[layout])
+
+
+def strides_of(p: Problem) -> dict[str, str]:
+    """Return where a float weight stands, as C++ over its shape."""
+    return _layout_strides(p.layout, p.groups)
+
+
+# By rows
+
+
+def _csr(relation: Relation) -> tuple[mx.array, ...]:
+    return relation.output_csr.indptr, relation.output_csr.edges
+
+
+def _table(relation: Relation) -> tuple[mx.array, ...]:
+    return (relation.held_table(),)
+
+
+def _by_rows(
+    p: Problem,
+    route: str,
+    kernel: GpuKernel,
+    of_table: bool,
+    threads: int | None = None,
+    **more,
+) -> Plan:
+    """Plan so many threads an output row, by default one a channel."""
+    blocks = blocks_for(p.rows_written * (threads or p.channels[1]))
+    return Plan(
+        p,
+        CUDA,
+        route,
+        "out_in" if of_table else "output_csr",
+        per_row,
+        read=_table if of_table else _csr,
+        epilogue=IN_KERNEL if p.epilogue else "",
+        gpu=kernel,
+        threadgroup=(THREADS,),
+        dispatches=(Dispatch(0, p.rows_written, (blocks * THREADS,)),),
+        **more,
+    )
+
+
+def relation_traversal(p: Problem, device: Device) -> Plan:
+    """Plan a thread an output row and channel, which walks the row's edges."""
+    if p.pass_ == WEIGHT_GRAD:
+        return cuda_weight_grad.relation_traversal(p, device)
+    axes = WEIGHT_AXES[p.layout]
+    each = axes["c_in"], f"{axes['c_out']} / {p.groups}"
+    c_x, c_y = reversed(each) if p.transposed else each
+    sizes = {"groups": p.groups, "c_x": c_x, "c_y": c_y, **strides_of(p)}
+    kernel = finishing_kernel(
+        "relation_traversal",
+        cuda_weight_grad.TRAVERSAL_FILES,
+        PER_ROW_OF_EDGES,
+        (("T", DTYPES[p.dtype]), ("TRANSPOSED", p.rows_are_summed)),
+        p.epilogue,
+        also=(cuda_weight_grad.OF_EDGES,),
+        sizes=tuple(sizes.items()),
+    )
+    return _by_rows(p, "relation_traversal", kernel, False, reads_stored=True)
+
+
+def quantized_traversal(p: Problem, device: Device) -> Plan:
+    """Plan a thread an output row and channel, with packed weights."""
+    kernel = finishing_kernel(
+        "quantized_traversal" if p.table else "quantized_traversal_of_edges",
+        (*EPILOGUE_FILES, "quantized_traversal.cu"),
+        PACKED_ROWS if p.table else PACKED_ROWS_OF_EDGES,
+        (("T", DTYPES[p.dtype]), ("BITS", p.bits), ("GROUP_SIZE", p.group_size)),
+        p.epilogue,
+        sizes=(
+            ("groups", p.groups),
+            ("c_x", f"x_shape[1] / {p.groups}"),
+            ("c_y", f"words_shape[1] / {p.groups}"),
+        ),
+    )
+    return _by_rows(p, "quantized_traversal", kernel, p.table, weights=IN_TILES)
+
+
+def depthwise(p: Problem, device: Device) -> Plan:
+    """Plan a group a channel: a warp some output rows, a lane 16 bytes of channels."""
+    if p.pass_ == WEIGHT_GRAD:
+        return cuda_weight_grad.depthwise(p, device)
+    multiplier, channels = p.c_out // p.groups, p.channels[1]
+    each = cuda_weight_grad.channels_each(p)
+    lanes = cuda_weight_grad.lanes_of(channels, each)
+    kernel = finishing_kernel(
+        "depthwise_transposed" if p.transposed else "depthwise",
+        (*EPILOGUE_FILES, "depthwise.cu"),
+        PER_ROW,
+        (("T", DTYPES[p.dtype]), ("EACH", each), ("GROUP", lanes)),
+        p.epilogue,
+        sizes=(
+            ("groups", f"w_shape[2] / {multiplier}"),
+            ("c_x", multiplier if p.transposed else 1),
+            ("c_y", 1 if p.transposed else multiplier),
+        ),
+    )
+    threads = lanes * -(-channels // (lanes * each))
+    return _by_rows(p, "depthwise", kernel, True, threads, weights=copied(p))
+
+
+# By matrix tiles over sorted rows
+
+
+def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan matrix tiles over mask-sorted rows."""
-    if layer.pass_ == WEIGHT_GRAD:
-        return cuda_weight_grad.sorted_planner(layer, device)
-
-    def weights(p: Problem, _) -> str:
-        return PREPARED_ONCE if cuda_operands.prepares(p, device) else ""
-
-    return _tiles(layer, device, "sorted_implicit_gemm", weights)
+    if p.pass_ == WEIGHT_GRAD:
+        return cuda_weight_grad.sorted_implicit_gemm(p, device)
+    weights = PREPARED_ONCE if cuda_tiles.prepares(p, device) else ""
+    tile = cuda_tiles.sorted_tile(p, device)
+    return _by_tiles(p, device, "sorted_implicit_gemm", weights, tile)
 
 
-@LayerPlanner
-def quantized_sorted(layer: Problem, device: Device) -> Callable[[Problem], Plan]:
-    """Plan the same tiles, packed weights unpacked into them, or once before."""
-
-    def weights(p: Problem, tile_of: Callable[[Problem], tuple]) -> str:
-        once = cuda_tile_choice.unpacks_once(p, device, tile_of(p)[0])
-        return UNPACKED_ONCE if once else IN_TILES
-
-    return _tiles(layer, device, "quantized_sorted", weights)
-
-
-def _tiles(
-    layer: Problem, device: Device, route: str, weights_of: Callable[..., str]
-) -> Callable[[Problem], Plan]:
-    """Return what plans tiles over sorted rows.
-
-    ``weights_of(problem, tile_of)`` says how weights are read; ``tile_of`` returns the
-    tile that would unpack them, and more.
-    """
-
-    def of_tile(tile: cuda_tiles.Tile) -> tuple:
-        return tile, cuda_splits.splitter(layer, tile), {}
-
-    chosen = {
-        packed: cuda_tile_choice.tile_chooser(layer, device, packed, of_tile)
-        for packed in (False, True)
-    }
-    width = cuda_operands.whole_channels(layer)[1]
-
-    def plan(p: Problem) -> Plan:
-        weights = weights_of(p, chosen[True])
-        tile, splits_of, made = chosen[weights == IN_TILES](p)
-        columns = -(-width // tile.width)
-        tiles = -(-p.rows_written // tile.rows) * columns
-        places = device.cores * tile.per_multiprocessor
-        splits = splits_of(p, tiles, places)
-        blocks = max(1, places // splits)
-        moments = cuda_tiles.sums_moments(p, tile, splits > 1)
-        if moments:  # a block keeps to a column of tiles
-            blocks = max(1, blocks // columns) * columns
-        cut = _Cut(route, weights, tile, splits, blocks, moments)
-        key = weights, splits > 1, moments
-        of_layer = made.get(key)
-        if of_layer is None:
-            of_layer = made[key] = _cut_tiles(layer, cut)
-        return _with_rows(p, of_layer, cut, width)
-
-    return plan
+def quantized_sorted(p: Problem, device: Device) -> Plan:
+    """Plan the same tiles; packed weights are unpacked in them, or once before."""
+    tile, weights = cuda_tiles.sorted_tile(p, device, packed=True), IN_TILES
+    if cuda_tiles.unpacks_once(p, device, tile):
+        tile, weights = cuda_tiles.sorted_tile(p, device), UNPACKED_ONCE
+    return _by_tiles(p, device, "quantized_sorted", weights, tile)
 
 
 class _Cut(NamedTuple):
@@ -148,12 +228,11 @@ class _Cut(NamedTuple):
 
     Attributes:
         route: its name.
-        weights: what the plan says of them.
+        weights: ``Plan.weights``.
         tile: a matrix tile.
         splits: of the sums.
         blocks: at most, of a persistent grid.
-        moments: whether what writes the rows sums their statistics: tiles, or what adds
-            splits.
+        moments: whether the launch that writes the rows sums their statistics.
     """
 
     route: str
@@ -162,6 +241,21 @@ class _Cut(NamedTuple):
     splits: int
     blocks: int
     moments: bool = False
+
+
+def _by_tiles(
+    p: Problem, device: Device, route: str, weights: str, tile: cuda_tiles.Tile
+) -> Plan:
+    """Plan tiles over sorted rows, in splits that fill the GPU."""
+    columns = -(-whole_channels(p)[1] // tile.width)
+    tiles = -(-p.rows_written // tile.rows) * columns
+    places = device.cores * tile.per_multiprocessor
+    splits = cuda_tiles.splits_of(p, tile, tiles, places)
+    blocks = max(1, places // splits)
+    moments = cuda_tiles.sums_moments(p, tile, splits > 1)
+    if moments:  # a block keeps to a column of tiles
+        blocks = max(1, blocks // columns) * columns
+    return _as_cut(p, _Cut(route, weights, tile, splits, blocks, moments))
 
 
 def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
@@ -175,11 +269,64 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
 
 
-def _tiles_kernel(layer: Problem, cut: _Cut) -> GpuKernel:
+def _as_cut(p: Problem, cut: _Cut) -> Plan:
+    """Return the plan of work that is cut already."""
+    tile, splits, rows = cut.tile, cut.splits, p.rows_written
+    width, is_split = whole_channels(p)[1], splits > 1
+    high, columns = -(-rows // tile.rows), -(-width // tile.width)
+    blocks = high * columns
+    if tile.persistent:  # blocks take tile after tile; else each has one
+        blocks = min(blocks, cut.blocks)
+    moments = blocks // columns if cut.moments else 0
+    scratch, added, add = 0, (), None
+    if is_split:
+        after, dtype = p.epilogue, DTYPES[p.dtype]
+        add = cuda_tiles.add_splits(dtype, after=after, moments=cut.moments)
+        scratch = 4 * splits * rows * width
+        added = (cuda_tiles.adding_threads(rows * width),)
+        if cut.moments:
+            moments = cuda_tiles.moments_lines(rows, width)
+            added = (cuda_tiles.moments_threads(rows, width),)
+    scratch += 12 * moments * width
+    run = sorted_tiles
+    if cut.weights == PREPARED_ONCE:
+        run, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
+    elif cut.weights == UNPACKED_ONCE:
+        run, scratch = _unpacked_once, scratch + cuda_tiles.unpacked_bytes(p)
+    kernel = _tiles_kernel(p, cut)
+    # All problems of the kernel have the same proof, whichever is planned first.
+    proof = cut._replace(splits=PROOF_SPLITS if is_split else 1)
+    again = partial(_again, cut=proof, defines=kernel.defines)
+    return Plan(
+        p,
+        CUDA,
+        cut.route,
+        "sorted",
+        run,
+        variant=tile.variant,
+        tile=(tile.rows, tile.width),
+        splits=splits,
+        moments=moments,
+        multiple=cuda_tiles.multiple(DTYPES[p.dtype]),
+        read=sorted_arrays,
+        weights=cut.weights,
+        products=cuda_tiles.products(p),
+        epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
+        scratch=scratch,
+        gpu=kernel,
+        reads_stored=cut.weights != IN_TILES,
+        add=add,
+        threadgroup=(tile.threads,),
+        dispatches=(Dispatch(0, high, (blocks * tile.threads, splits), added),),
+        count=cuda_tiles.sorted_multiply_adds,
+        proof=Proof(cuda_tiles.proof_channels(p, tile.width), again, tile.itself),
+    )
+
+
+def _tiles_kernel(p: Problem, cut: _Cut) -> GpuKernel:
     """Return the kernel of tiles over sorted rows: no number of rows is in its text."""
-    p, dtype = layer, DTYPES[layer.dtype]
-    weights, tile, is_split = cut.weights, cut.tile, cut.splits > 1
-    is_packed, prepared = weights == IN_TILES, weights == PREPARED_ONCE
+    dtype, tile, is_split = DTYPES[p.dtype], cut.tile, cut.splits > 1
+    is_packed, prepared = cut.weights == IN_TILES, cut.weights == PREPARED_ONCE
     template = ("TILE", tile.code), ("T", dtype), ("OUT", out_of(dtype, is_split))
     mirrored = ("MIRRORED", p.mirrored)
     if is_packed:
@@ -195,15 +342,15 @@ def _tiles_kernel(layer: Problem, cut: _Cut) -> GpuKernel:
         if prepared:
             c_y, strides = "w_shape[1]", PREPARED
         strides = {name: read for name, read in strides.items() if name != W_GROUP}
-    multiple = cuda_operands.multiple(dtype)
-    # Packed weights are not padded; of others it tells the compiler that they are.
+    multiple = cuda_tiles.multiple(dtype)
+    # Packed weights are not padded. Of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
     return finishing_kernel(
         "quantized_sorted" if is_packed else "sorted_implicit_gemm",
         (*tile.files, *files),
         face,
         template,
-        None if is_split else p.epilogue,  # it is done where sums are whole
+        None if is_split else p.epilogue,  # the launch that adds splits computes it
         cut.moments and not is_split,
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
@@ -216,78 +363,6 @@ def _tiles_kernel(layer: Problem, cut: _Cut) -> GpuKernel:
 def out_of(dtype: mx.Dtype, is_split: bool) -> mx.Dtype:
     """Return the dtype of what tiles write: partial sums are float32."""
     return mx.float32 if is_split else dtype
-
-
-def _as_cut(p: Problem, cut: _Cut) -> Plan:
-    """Plan work that is cut already; packed weights are transposed ones."""
-    width = cuda_operands.whole_channels(p)[1]
-    return _with_rows(p, _cut_tiles(p.layer, cut), cut, width)
-
-
-def _cut_tiles(layer: Problem, cut: _Cut) -> Plan:
-    """Plan what rows do not change of tiles over sorted rows."""
-    p, dtype, runs = layer, DTYPES[layer.dtype], {PREPARED_ONCE: _prepared}
-    runs[UNPACKED_ONCE] = _unpacked_once
-    is_split, tile = cut.splits > 1, cut.tile
-    kernel, add = _tiles_kernel(layer, cut), None
-    if is_split:
-        add = cuda_splits.add_splits(dtype, after=p.epilogue, moments=cut.moments)
-    # The same proof for all problems of the kernel, whichever is planned first.
-    cut = cut._replace(splits=PROOF_SPLITS if is_split else 1)
-    tried = cuda_operands.proof_channels(p, tile.width)
-    return Plan(
-        p,
-        CUDA,
-        cut.route,
-        "sorted",
-        runs.get(cut.weights, sorted_tiles),
-        variant=tile.variant,
-        tile=(tile.rows, tile.width),
-        multiple=cuda_operands.multiple(dtype),
-        read=sorted_arrays,
-        weights=cut.weights,
-        products=cuda_operands.products(p),
-        epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
-        gpu=kernel,
-        reads_stored=cut.weights != IN_TILES,
-        add=add,
-        threadgroup=(tile.threads,),
-        count=cuda_counts.sorted_tiles,
-        proof=Proof(
-            tried, partial(_again, cut=cut, defines=kernel.defines), tile.itself
-        ),
-    )
-
-
-def _with_rows(p: Problem, plan: Plan, cut: _Cut, width: int) -> Plan:
-    """Return the plan of a problem, from that of its layer; ``width``: of y, padded."""
-    tile, splits, rows = cut.tile, cut.splits, p.rows_written
-    high, columns = -(-rows // tile.rows), -(-width // tile.width)
-    blocks = tiles = high * columns
-    if tile.persistent:  # blocks take tile after tile; elsewhere each has its own
-        blocks = min(tiles, cut.blocks)
-    moments = blocks // columns if cut.moments else 0
-    scratch, added = 0, ()
-    if splits > 1:
-        scratch = 4 * splits * rows * width
-        added = (cuda_splits.adding_threads(rows * width),)
-        if cut.moments:
-            moments = cuda_splits.moments_lines(rows, width)
-            added = (cuda_splits.moments_threads(rows, width),)
-    scratch += 12 * moments * width
-    if cut.weights == PREPARED_ONCE:
-        scratch += cuda_operands.prepared_bytes(p)
-    elif cut.weights == UNPACKED_ONCE:
-        scratch += cuda_operands.unpacked_bytes(p)
-    grid = blocks * tile.threads, splits
-    dispatches = (Dispatch(0, high, grid, added),)
-    return plan.changed(
-        problem=p,
-        splits=splits,
-        moments=moments,
-        scratch=scratch,
-        dispatches=dispatches,
-    )
 
 
 @Runner
@@ -306,11 +381,11 @@ def _prepared(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
 
 def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
-    """Return what makes float32 weights what Hopper's matrix product takes, padded.
+    """Return what makes padded float32 weights what wgmma takes.
 
     (K, C_y, C_x), rounded to TF32; or (2 K, C_y, C_x), each offset in two parts.
     """
-    parts = cuda_operands.weight_parts(p)
+    parts = cuda_tiles.weight_parts(p)
     axes, strides = WEIGHT_AXES[p.layout], strides_of(p)
     channels, lines = axes["c_in"], axes["c_out"]
     if p.transposed:
@@ -334,7 +409,36 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
             ),
         )
     )
-    c_x, c_y = cuda_operands.whole_channels(p)
+    c_x, c_y = whole_channels(p)
     blocks = p.volume * -(-c_x // 32) * -(-c_y // 32)
     shape = parts * p.volume, c_y, c_x
     return kernel.launcher((True,), [(shape, mx.float32)], (blocks * THREADS,))
+
+
+def unpacked_weights(w: QuantizedWeight) -> mx.array:
+    """Return packed weights as floats, each rounded once: (K, C_in, C_out).
+
+    Channels are padded to 16 bytes, outputs with zeros.
+    """
+    launch = _unpacker(w.shape, w.padded_channels, w.dtype, w.bits, w.group_size)
+    return launch(list(w.arrays))[0]
+
+
+@lru_cache(maxsize=1024)
+def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
+    """Return the launch that unpacks weights of a shape and packing."""
+    multiple, volume = cuda_tiles.multiple(dtype), shape[0]
+    c_in, c_out = (rounded_up(c, multiple) for c in shape[1:])
+    kernel = kept(
+        GpuKernel(
+            CUDA,
+            "unpack_weights",
+            ("alignment.cuh", "tiles.cuh", "packed_weights.cuh", "unpack_weights.cu"),
+            UNPACK,
+            (("T", dtype), ("BITS", bits), ("GROUP_SIZE", group_size)),
+            sizes=(("padding", padded_channels - c_in),),
+        )
+    )
+    blocks = blocks_for(c_in * c_out // multiple**2)
+    out = (volume, c_in, c_out), dtype
+    return kernel.launcher((True,) * 3, [out], (blocks * THREADS, volume))

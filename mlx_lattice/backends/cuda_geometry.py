@@ -1,9 +1,12 @@
-"""Geometry on CUDA: sorted unique rows, cells of several strides, and its object."""
+"""Geometry on CUDA: sorted unique rows, cells of several strides, and its object.
+
+Each new set is read once, for its size.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import cache, reduce
+from functools import reduce
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -21,11 +24,11 @@ from . import cuda_sort, cuda_tables
 from .cuda_compile import rehearsal
 from .cuda_sort import (
     KEYS,
+    READ_KEYS,
     SCRATCH,
     SORT,
     SORT_THREADS,
     SORT_TILE,
-    THREADS,
     cleared,
     constant,
     digits_of,
@@ -43,6 +46,9 @@ from .cuda_tables import RowTable, bounds
 CELLS = len(Rule)  # the kernel's rule that makes cells of several strides
 KEY_BITS = KEY_LIMIT.bit_length() - 1  # of a key, at most
 _UNIQUE = (*SORT, "unique_rows.cu")
+# By strides: the bits of keys of earlier sets. A set whose bounds were not read is
+# tried with as many.
+_bits_before: dict[tuple, int] = {}
 
 
 def unique_rows(
@@ -50,13 +56,14 @@ def unique_rows(
 ) -> UniqueRows:
     """Return the sorted unique rows and the place of each row among them.
 
-    Reads the bounds and one size, but for what is given. See ``Geometry``.
+    Reads the bounds and one size, unless they are given. See ``Geometry``.
     """
     dims, box = coords.shape[1] - 1, box or bounds(coords)
     if coords.shape[0] == 0 or not _is_keyed(len(coords), box):
         return unique.unique_rows(coords, box, count)
     still = [(0,) * dims], (1,) * dims
-    made = launched(coords, Rule.ITSELF, *still, *_keys_of(box), places=True)
+    bits, ranges = cell_count(box).bit_length(), _ranges_of(box)
+    made = _launch(coords, Rule.ITSELF, *still, bits, ranges, places=True)
     ends = sync.read(*made.ends) if count is None else [[count]]
     return UniqueRows(made.rows(ends), made.places)
 
@@ -79,20 +86,20 @@ def made_rows(
         return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
     if not _is_keyed(candidates, box):
         return output_rows.made_rows(rule, coords, offsets, stride, box, count)
-    is_distinct = count == candidates
-    keys = _keys_of(box)
-    made = launched(coords, rule, offsets, stride, *keys, is_distinct=is_distinct)
+    bits, ranges = cell_count(box).bit_length(), _ranges_of(box)
+    given = coords, rule, offsets, stride, bits, ranges
+    made = _launch(*given, is_distinct=count == candidates)
     return made.rows(sync.read(*made.ends) if count is None else [[count]])
 
 
-class Launched(NamedTuple):
+class _Launched(NamedTuple):
     """Sorted unique rows that were launched, and not read.
 
     Attributes:
         listed: their keys, as many as there were candidates.
-        ends: (1,) int64 each: how many there are, up to the end of each level; none
-            where every candidate is one.
-        places: (candidates,) int32, where each stands among them, or None.
+        ends: (1,) int64 each: how many there are, up to the end of each level; none if
+            every candidate is one.
+        places: (candidates,) int32, the place of each among them, or None.
         ranges: of each column, that keys are counted in.
         capacity: bits of keys that were sorted.
     """
@@ -104,15 +111,26 @@ class Launched(NamedTuple):
     capacity: int
 
     def rows(self, ends: list) -> mx.array:
-        """Return all rows, of what was read of ``ends``."""
+        """Return all rows, from the values of ``ends``."""
         (count,), columns = ends[-1], len(self.ranges)
-        made = run(
-            _unpack_keys(columns, KEYS[self.listed.dtype]),
-            [self.listed, self.ends[-1] if self.ends else None, *self.ranges],
-            striding_blocks(count),
-            THREADS,
-            [((max(1, count), columns), mx.int32)],
-        )[0]
+        names, passed, ranges = _ranges(columns)
+        kernel = geometry_kernel(
+            "unpack_keys",
+            _UNIQUE,
+            "UnpackKeys",
+            ("unique", "found", *names),
+            ("rows",),
+            template=(("COLUMNS", columns), ("KEY", KEYS[self.listed.dtype])),
+            arguments=(
+                ("unique", "reinterpret_cast<const KEY*>(unique)"),
+                ("found", "reinterpret_cast<const long long*>(found)"),
+                *passed,
+            ),
+            before=ranges,
+        )
+        inputs = [self.listed, self.ends[-1] if self.ends else None, *self.ranges]
+        outputs = [((max(1, count), columns), mx.int32)]
+        made = run(kernel, inputs, striding_blocks(count), outputs)[0]
         return made if count else made[:0]
 
 
@@ -121,17 +139,12 @@ def _is_keyed(candidates: int, box: Bounds) -> bool:
     return cell_count(box) < KEY_LIMIT and sorts(candidates)
 
 
-def _keys_of(box: Bounds) -> tuple[int, list[mx.array]]:
-    """Return the bits of keys of a box, and its ranges."""
-    return cell_count(box).bit_length(), ranges_of(box)
-
-
-def ranges_of(box: Bounds) -> list[mx.array]:
+def _ranges_of(box: Bounds) -> list[mx.array]:
     """Return the least and the greatest of each column, as kernels take them."""
     return [mx.array(pair, dtype=mx.int32) for pair in zip(*box, strict=True)]
 
 
-def launched(
+def _launch(
     coords: mx.array,
     rule: int,
     offsets: Offsets,
@@ -141,16 +154,16 @@ def launched(
     *,
     places: bool = False,
     is_distinct: bool = False,
-) -> Launched:
-    """Launch what makes rows of others, at least one, by a rule.
+) -> _Launched:
+    """Launch the kernels that make rows from others, at least one, by a rule.
 
     Args:
-        coords, rule, offsets, stride: as of ``made_rows``; of CELLS strides stand where
-            others have offsets.
+        coords, rule, offsets, stride: as for ``made_rows``; for CELLS the strides are
+            given as offsets.
         bits: of keys.
-        ranges: of a box that holds what is wanted; of CELLS, of the rows.
+        ranges: of a box that holds the wanted rows; for CELLS, the given rows.
         places: whether those are wanted.
-        is_distinct: whether all candidates are rows of the box, none of them twice.
+        is_distinct: whether all candidates are different rows of the box.
     """
     n, columns = coords.shape
     candidates, parts = n * len(offsets), len(offsets) if rule == CELLS else 1
@@ -158,46 +171,43 @@ def launched(
     key = key_dtype(bits)
     digits = constant(len(offsets), each, passes, 0)
     scratch = cleared(scratch_words(candidates, passes))
-    numbers, numeric = [((candidates,), key)], KEYS[key]
+    listed = [((candidates,), key)]
     constants = rule_constant(tuple(map(tuple, offsets)), tuple(stride))
+    boxes = [((2,), mx.int32)] * columns * (rule == CELLS)
     keys, *boxes = run(
-        _pack_keys(columns, rule, numeric),
+        _pack_keys(columns, rule, KEYS[key]),
         [coords, constants, *ranges, digits, scratch],
         striding_blocks(candidates),
-        THREADS,
-        numbers + [((2,), mx.int32)] * columns * (rule == CELLS),
+        [*listed, *boxes],
     )
     ranges = boxes or ranges
     keys, rows = sort_keys(keys, digits, scratch, rows=places, keep=True)
     capacity = min(passes * each, 8 * key.size, KEY_BITS)
     if is_distinct:
-        return Launched(keys, (), None, ranges, capacity)
-    tiles = -(-candidates // SORT_TILE)
-    outputs = [*numbers, *[((1,), mx.int64)] * parts]
+        return _Launched(keys, (), None, ranges, capacity)
+    outputs = [*listed, *[((1,), mx.int64)] * parts]
     if places:
         outputs.append(((candidates,), mx.int32))
     listed, *rest = run(
-        _unique_keys(columns, numeric, places, parts),
+        _unique_keys(columns, KEYS[key], places, parts),
         [keys, keys if rows is None else rows, *ranges, digits, scratch],
-        tiles,
-        SORT_THREADS,
+        -(-candidates // SORT_TILE),
         outputs,
     )
     ends, place = tuple(rest[:parts]), rest[parts] if places else None
-    return Launched(listed, ends, place, ranges, capacity)
+    return _Launched(listed, ends, place, ranges, capacity)
 
 
 def _ranges(columns: int) -> tuple[list[str], tuple[tuple[str, str], ...], str]:
-    """Return inputs for each column's range, how they are passed, and as what array."""
+    """Return inputs for each column's range, their arguments, and C++ of an array."""
     names = [f"range{c}" for c in range(columns)]
     passed = (names[0], "ranges"), *((name, "") for name in names[1:])
     return names, passed, f"const int* const ranges[] = {{{', '.join(names)}}};"
 
 
-@cache
 def _pack_keys(columns: int, rule: int, numeric: str):
     names, passed, ranges = _ranges(columns)
-    boxes = [f"box{c}" for c in range(columns)] if rule == CELLS else []
+    boxes = tuple(f"box{c}" for c in range(columns) if rule == CELLS)
     return geometry_kernel(
         "pack_keys",
         _UNIQUE,
@@ -213,14 +223,12 @@ def _pack_keys(columns: int, rule: int, numeric: str):
             *dict.fromkeys(boxes, "").items(),
         ),
         before=f"{ranges}\n  int* const boxes[COLUMNS] = {{{', '.join(boxes)}}};",
-        threads=THREADS,
     )
 
 
-@cache
 def _unique_keys(columns: int, numeric: str, places: bool, parts: int):
     names, passed, ranges = _ranges(columns)
-    found = [f"found{k}" for k in range(parts)]
+    found = tuple(f"found{k}" for k in range(parts))
     pointers = (f"reinterpret_cast<long long*>({name})" for name in found)
     return geometry_kernel(
         "unique_keys",
@@ -228,6 +236,7 @@ def _unique_keys(columns: int, numeric: str, places: bool, parts: int):
         "UniqueKeys",
         ("keys", "rows", *names, "digits", "scratch"),
         ("unique", *found, *["places"] * places),
+        SORT_THREADS,
         template=(
             ("COLUMNS", columns),
             ("KEY", numeric),
@@ -235,7 +244,7 @@ def _unique_keys(columns: int, numeric: str, places: bool, parts: int):
             ("LEVELS", parts),
         ),
         arguments=(
-            ("keys", "reinterpret_cast<const KEY*>(keys)"),
+            READ_KEYS,
             ("rows", "reinterpret_cast<const int*>(rows)"),
             *passed,
             ("digits", ""),
@@ -245,44 +254,16 @@ def _unique_keys(columns: int, numeric: str, places: bool, parts: int):
             *((name, "") for name in found[1:]),
         ),
         before=f"{ranges}\n  long long* const ends[] = {{{', '.join(pointers)}}};",
-        threads=SORT_THREADS,
     )
-
-
-@cache
-def _unpack_keys(columns: int, numeric: str):
-    names, passed, ranges = _ranges(columns)
-    return geometry_kernel(
-        "unpack_keys",
-        _UNIQUE,
-        "UnpackKeys",
-        ("unique", "found", *names),
-        ("rows",),
-        template=(("COLUMNS", columns), ("KEY", numeric)),
-        arguments=(
-            ("unique", "reinterpret_cast<const KEY*>(unique)"),
-            ("found", "reinterpret_cast<const long long*>(found)"),
-            *passed,
-        ),
-        before=ranges,
-        threads=THREADS,
-    )
-
-
-# The bits that keys of earlier sets took, by the strides: what a set is tried with
-# whose bounds nobody has read.
-_bits_before: dict[tuple, int] = {}
 
 
 class Levels:
     """Cells of several strides that were launched; see ``StartedLevels``.
 
-    Args:
-        made: what was launched.
-        strides: of each level.
+    Keys number a box of the cells, which kernels find: it need not be known before.
     """
 
-    def __init__(self, made: Launched, strides: tuple[tuple[int, ...], ...]):
+    def __init__(self, made: _Launched, strides: tuple[tuple[int, ...], ...]):
         self._made, self._strides = made, strides
 
     @property
@@ -291,9 +272,9 @@ class Levels:
         return self._made.ends
 
     def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
-        """Return the rows of each level, None where keys were too narrow for them."""
+        """Return the rows of each level, None if keys were too narrow for them."""
         bits = _bits(boxes)
-        if bits <= KEY_BITS:  # of others nothing is to be learnt
+        if bits <= KEY_BITS:
             most = _bits_before.get(self._strides, 0)
             _bits_before[self._strides] = max(bits, most)
         if bits > self._made.capacity:
@@ -312,7 +293,7 @@ def start_levels(
     if len(strides) < 2 or not 0 < n <= thresholds.CUDA_ROWS_TOGETHER:
         return None
     if boxes is not None:
-        bits, ranges = _bits(boxes), ranges_of(source.box)
+        bits, ranges = _bits(boxes), _ranges_of(source.box)
     elif isinstance(source.lookup, RowTable):
         bits, ranges = _bits_before.get(strides, KEY_BITS + 1), source.lookup.ranges
     else:
@@ -320,7 +301,7 @@ def start_levels(
     if bits > KEY_BITS:
         return None
     ones = (1,) * len(strides[0])
-    return Levels(launched(source.coords, CELLS, strides, ones, bits, ranges), strides)
+    return Levels(_launch(source.coords, CELLS, strides, ones, bits, ranges), strides)
 
 
 def _bits(boxes: Sequence[Bounds]) -> int:
@@ -328,17 +309,12 @@ def _bits(boxes: Sequence[Bounds]) -> int:
     return (cell_count(reduce(join, boxes)) * len(boxes)).bit_length()
 
 
-# Size and stride of kernels, and whether they are transposed.
-_COMMON = (5, 1, False), (3, 1, False), (2, 2, False), (2, 2, True)
-_LEVELS = 4  # that are made at once
-
-
 class CudaGeometry:
     """The geometry of CUDA's kernels; see ``Geometry``."""
 
     counts_edges = True
 
-    bounds = staticmethod(cuda_tables.bounds)
+    bounds = staticmethod(bounds)
     unique_rows = staticmethod(unique_rows)
     made_rows = staticmethod(made_rows)
     transpose_table = staticmethod(cuda_tables.transpose_table)
@@ -353,23 +329,26 @@ class CudaGeometry:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
         return by_region(cuda_tables.gray_order(table), region)
 
-    def index(
-        self, coords: mx.array, box: Bounds | None = None
-    ) -> cuda_tables.RowTable:
+    def index(self, coords: mx.array, box: Bounds | None = None) -> RowTable:
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
-        return cuda_tables.RowTable(coords, box is not None)
+        return RowTable(coords, box is not None)
+
+
+# Size and stride of kernels, and whether they are transposed.
+_COMMON = (5, 1, False), (3, 1, False), (2, 2, False), (2, 2, True)
+_LEVELS = 4  # that are made at once
 
 
 def rehearse(dims: int) -> None:
-    """Have the kernels of common relations compiled, side by side, before their use.
+    """Compile the kernels of common relations in ``dims`` dimensions, side by side.
 
-    Those of sets in ``dims`` dimensions: kernels of size 3 and 5, and of size and
-    stride 2 both ways, with the views that matrix routes and gradients read.
+    For kernels of size 3 and 5, and of size and stride 2 both ways, with the views that
+    matrix routes and gradients read.
     """
     # Sizes are nominal: rows are not computed.
     rows = BoxedRows(mx.zeros((64, 1 + dims), dtype=mx.int32), None)
     with rehearsal("all"):
-        found = cuda_tables.RowTable(rows.coords)
+        found = RowTable(rows.coords)
         cuda_tables.identity_tiles(rows.coords)
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
@@ -381,7 +360,7 @@ def rehearse(dims: int) -> None:
                 keep=lambda name, view: None,
                 wanted=cuda_tables.TILES if size < 5 else None,
             )
-            if size == 5:  # a stem's, of which a net has one: see cuda_tables.start
+            if size == 5:  # of a stem, of which a net has one: see cuda_tables.start
                 cuda_tables.relation_tiles(cuda_tables.table_source(table))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)

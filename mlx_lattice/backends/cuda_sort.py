@@ -1,4 +1,8 @@
-"""The radix sort on CUDA, and what geometry orders or selects with it."""
+"""The radix sort on CUDA, and what geometry orders or selects with it.
+
+Sizes that change from set to set come as an array on the device, ``digits``: kernels
+are not compiled for each.
+"""
 
 from __future__ import annotations
 
@@ -10,11 +14,8 @@ import mlx.core as mx
 
 from ..devices import CUDA, current
 from ..geometry import curves, sync, unique
-from ..geometry import unique as portable
 from ..geometry.curves import Curve
 from ..geometry.unique import INFINITE, KeptRows
-from . import gpu_segments
-from .dispatch_bounds import SEGMENT_CUTS
 from .gpu_kernel import GpuKernel, Interface
 from .kernel_launches import Output
 
@@ -23,13 +24,15 @@ _DIGITS = (
     ("digit_bits", "digits[1]"),
     ("passes", "digits[2]"),
 )
-# Of a block among those of its job.
-_BLOCKS = ("block", "blockIdx.x / JOBS"), ("blocks", "gridDim.x / JOBS")
 _TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
-# Each struct of sizes: (name, how it is read) of its fields.
+# The fields of each struct of sizes, and how a kernel reads them.
 SIZES = {
-    # Of a block's job: n rows, and its facts.
-    "HashRows": (("rows", "n"), ("scratch_words", "facts[0]"), *_BLOCKS),
+    "HashRows": (
+        ("rows", "coords_shape[0]"),
+        ("scratch_words", "words[0]"),
+        ("block", "blockIdx.x"),
+        ("blocks", "gridDim.x"),
+    ),
     "Table": (
         ("rows", "n"),
         ("volume", "facts[0]"),
@@ -72,70 +75,15 @@ SIZES = {
     "ScanCounts": (("bands", "counts_shape[1]"),),
     "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]"), ("listed", "sums_shape[0]")),
 }
-# An array of words that kernels share, which MLX takes for one that is read.
+# Words that kernels share, in an array that MLX takes for an input.
 SCRATCH = "reinterpret_cast<unsigned*>(const_cast<uint32_t*>(scratch))"
-
-
-def of_job(name: str, job: int) -> str:
-    """Return the name of an array of a job, of several in one launch."""
-    return f"{name}_{job}" if job else name
-
-
-def chosen(text: str, jobs: int, job: str = "job") -> str:
-    """Return C++ of an array, or of one of its extents, of one of several jobs.
-
-    Args:
-        text: of the first job: ``rows`` or ``rows_shape[0]``.
-        jobs: how many a launch has.
-        job: C++ of the number of the one.
-    """
-    name, shape, axis = text.partition("_shape")
-    each = [f"{of_job(name, at)}{shape}{axis}" for at in range(jobs)]
-    return text if jobs == 1 else f"nth({job}, {', '.join(each)})"
-
-
-def structs(but: str = "") -> tuple[Interface, ...]:
-    """Return every interface as far as its struct goes: files name several."""
-    return tuple(
-        Interface(name, (), (), sizes) for name, sizes in SIZES.items() if name != but
-    )
-
-
-def geometry_kernel(
-    symbol: str,
-    files: tuple[str, ...],
-    struct: str,
-    inputs: Sequence[str],
-    outputs: Sequence[str],
-    **more: object,
-) -> GpuKernel:
-    """Return a kernel of geometry.
-
-    Args:
-        symbol: the function.
-        files: its sources.
-        struct: the name of its sizes, one of ``SIZES`` if it has any.
-        inputs: names of the inputs.
-        outputs: names of the outputs.
-        more: other fields of GpuKernel.
-    """
-    face = Interface(struct, tuple(inputs), tuple(outputs), SIZES.get(struct, ()))
-    also = structs(but=struct)
-    return GpuKernel(CUDA, symbol, files, face, also=also, geometry=True, **more)
-
-
-def run(
-    kernel: GpuKernel,
-    inputs: Sequence[mx.array],
-    blocks: int,
-    threads: int,
-    outputs: Sequence[Output],
-    fill: int | None = None,
-) -> list[mx.array]:
-    """Launch ``blocks`` blocks of ``threads`` threads."""
-    return kernel(inputs, outputs, (blocks * threads,), (threads,), fill=fill)
-
-
+# How kernels take keys, of the type KEY of their template.
+READ_KEYS = ("keys", "reinterpret_cast<const KEY*>(keys)")
+_WRITTEN_KEYS = (
+    ("digits", ""),
+    ("scratch", SCRATCH),
+    ("keys", "reinterpret_cast<KEY*>(keys)"),
+)
 THREADS, STRIDING_BLOCKS = 256, 8  # of a block, and on a multiprocessor
 BINS = 512  # of a digit, at most
 HEADER = 32  # words of scratch before the histograms
@@ -144,11 +92,57 @@ SORT_TILE = 8 * SORT_THREADS  # keys of one block of the sort
 MOST_KEYS = 1 << 30  # of a sort; the kernel's sums are below SUM_OF_TILE
 KEYS = {mx.uint32: "unsigned", mx.uint64: "unsigned long long"}
 SORT = ("rows.cuh", "radix_sort.cu")
+_BEST, _KEPT = (*SORT, "best_rows.cu"), (*SORT, "kept_rows.cu")
+
+
+def structs(but: str = "") -> tuple[Interface, ...]:
+    """Return an interface for every struct of sizes: files name several."""
+    return tuple(
+        Interface(name, (), (), sizes) for name, sizes in SIZES.items() if name != but
+    )
+
+
+@cache
+def geometry_kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    struct: str,
+    inputs: tuple[str, ...],
+    outputs: tuple[str, ...],
+    threads: int = THREADS,
+    **more: object,
+) -> GpuKernel:
+    """Return a kernel of geometry, one object for equal arguments.
+
+    Args:
+        symbol: the function.
+        files: its sources.
+        struct: the name of its sizes, one of ``SIZES`` if it has any.
+        inputs: names of the inputs.
+        outputs: names of the outputs.
+        threads: of a block.
+        more: other fields of GpuKernel.
+    """
+    face = Interface(struct, inputs, outputs, SIZES.get(struct, ()))
+    facts = {"also": structs(but=struct), "threads": threads, "geometry": True, **more}
+    return GpuKernel(CUDA, symbol, files, face, **facts)
+
+
+def run(
+    kernel: GpuKernel,
+    inputs: Sequence[mx.array],
+    blocks: int,
+    outputs: Sequence[Output],
+    fill: int | None = None,
+) -> list[mx.array]:
+    """Launch so many blocks."""
+    threads = kernel.threads
+    return kernel(inputs, outputs, (blocks * threads,), (threads,), fill=fill)
 
 
 @lru_cache(maxsize=1024)
 def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
-    """Return integers on the device, where a kernel reads them fast; kept."""
+    """Return cached integers on the device, where a kernel reads them fast."""
     array = mx.array(values, dtype=dtype) + 0
     sync.compute([array])
     return array
@@ -157,8 +151,8 @@ def constant(*values: int, dtype: mx.Dtype = mx.int32) -> mx.array:
 def cleared(words: int) -> mx.array:
     """Return words of 0; the value is read on the device.
 
-    ``mx.compile`` makes one array of those that are made alike, so that launches would
-    share it: in a graph that may be traced each has a zero of its own.
+    ``mx.compile`` makes one array of arrays that are made alike, which launches would
+    then share. In a graph that may be traced, each has a zero of its own.
     """
     place = next(_places) % len(_zeros()) if sync.is_transforming() else 0
     return mx.full((words,), _zeros()[place])
@@ -169,7 +163,7 @@ _places = count()
 
 @cache
 def _zeros() -> list[mx.array]:
-    """Return more arrays of one 0 than a graph has launches that are cleared for."""
+    """Return more arrays of one 0 than a graph has launches that need scratch."""
     zeros = mx.split(mx.zeros((1024,), dtype=mx.uint32), 1024)
     sync.compute(zeros)
     return zeros
@@ -183,12 +177,12 @@ def rule_constant(offsets: tuple, stride: tuple) -> mx.array:
 
 @cache
 def multiprocessors() -> int:
-    """Return how many the device has."""
+    """Return how many multiprocessors the device has."""
     return current().cores
 
 
 def striding_blocks(elements: int) -> int:
-    """Return how many blocks of THREADS stride over some elements: few for many."""
+    """Return how many blocks of THREADS stride over some elements."""
     most = multiprocessors() * STRIDING_BLOCKS
     return max(1, min(most, -(-elements // THREADS)))
 
@@ -206,7 +200,7 @@ def scratch_words(n: int, passes: int) -> int:
 
 
 def sorts(n: int) -> bool:
-    """Whether the sort takes so many keys: counts of them lie beside two flags."""
+    """Whether the sort takes so many keys: their count lies beside two flags."""
     return n <= MOST_KEYS
 
 
@@ -233,16 +227,32 @@ def sort_keys(
         keep: whether the sorted keys are wanted.
 
     Returns:
-        (sorted keys, or anything where not kept; (N,) int32 places, or None)
+        (sorted keys, or anything if not kept; (N,) int32 places, or None)
     """
     n, numeric = keys.shape[0], KEYS[keys.dtype]
-    sorted_keys, _, *places = run(
-        _radix_sort(numeric, rows, keep),
-        [keys, digits, scratch],
-        min(multiprocessors() * SORT_BLOCKS, -(-n // SORT_TILE)),
+    outputs = "sorted_keys", "work_keys", "sorted_rows", "work_rows"
+    kernel = geometry_kernel(
+        "radix_sort",
+        SORT,
+        "RadixSort",
+        ("keys", "digits", "scratch"),
+        outputs if rows else outputs[:2],
         SORT_THREADS,
-        [((n,), keys.dtype)] * 2 + [((n,), mx.int32)] * 2 * rows,
+        template=(("KEY", numeric), ("ROWS", rows), ("KEEP", keep)),
+        arguments=(
+            READ_KEYS,
+            *_WRITTEN_KEYS[:2],
+            ("sorted_keys", "reinterpret_cast<KEY*>(sorted_keys)"),
+            (
+                "work_keys",
+                "reinterpret_cast<KEY*>(work_keys)" + ", nullptr" * 2 * (not rows),
+            ),
+        ),
+        blocks_per_multiprocessor=SORT_BLOCKS,
     )
+    blocks = min(multiprocessors() * SORT_BLOCKS, -(-n // SORT_TILE))
+    made = [((n,), keys.dtype)] * 2 + [((n,), mx.int32)] * 2 * rows
+    sorted_keys, _, *places = run(kernel, [keys, digits, scratch], blocks, made)
     return sorted_keys, places[0] if rows else None
 
 
@@ -266,103 +276,14 @@ def sorted_places(
         n: keys, at least one, as many as it ``sorts``.
         bits: of a key, at least 1.
         fact: the first of the digits' numbers, for the kernel.
-        keep: whether the sorted keys are wanted; they are anything where not.
+        keep: whether the sorted keys are wanted; otherwise they are anything.
     """
     passes, each = digits_of(bits)
     dtype = key_dtype(bits)
     digits, scratch = constant(fact, each, passes, 0), cleared(scratch_words(n, passes))
     given, made = [*inputs, digits, scratch], [((n,), dtype)]
-    (keys,) = run(make_keys(KEYS[dtype]), given, striding_blocks(n), THREADS, made)
+    (keys,) = run(make_keys(KEYS[dtype]), given, striding_blocks(n), made)
     return sort_keys(keys, digits, scratch, rows=True, keep=keep)
-
-
-@cache
-def _radix_sort(numeric: str, rows: bool, keep: bool):
-    outputs = "sorted_keys", "work_keys", "sorted_rows", "work_rows"
-    keys = "reinterpret_cast<KEY*>({})"
-    return geometry_kernel(
-        "radix_sort",
-        SORT,
-        "RadixSort",
-        ("keys", "digits", "scratch"),
-        outputs if rows else outputs[:2],
-        template=(("KEY", numeric), ("ROWS", rows), ("KEEP", keep)),
-        arguments=(
-            ("keys", "reinterpret_cast<const KEY*>(keys)"),
-            ("digits", ""),
-            ("scratch", SCRATCH),
-            ("sorted_keys", keys.format("sorted_keys")),
-            ("work_keys", keys.format("work_keys") + ", nullptr" * 2 * (not rows)),
-        ),
-        threads=SORT_THREADS,
-        blocks_per_multiprocessor=SORT_BLOCKS,
-    )
-
-
-_ROW_ORDER = (*SORT, "row_order.cu")
-
-
-def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return ``gpu_segments.by_row`` of a table and the rows that it names."""
-    n = table.size
-    if n == 0 or not sorts(n):
-        return gpu_segments.by_row(table, rows)
-    bits, inputs = max(1, rows.bit_length()), [table.flatten()]
-    keys, entries = sorted_places(_row_keys, inputs, n, bits, keep=True)
-    inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
-    (starts,) = run(_row_starts(), inputs, striding_blocks(rows + 1), THREADS, outputs)
-    return entries, starts
-
-
-def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Return ``gpu_segments.pieces`` of segments, in one launch."""
-    piece, count = SEGMENT_CUTS["piece"], starts.size
-    whole = count + -(-size // piece)
-    outputs = [((n,), mx.int32) for n in (whole, count)]
-    inputs = [starts, mx.array([size])]
-    bounds, firsts = run(
-        _cut_pieces(piece), inputs, striding_blocks(whole), THREADS, outputs
-    )
-    return bounds, firsts
-
-
-@cache
-def _row_keys(numeric: str):
-    del numeric  # 32 bits hold every row
-    return geometry_kernel(
-        "row_keys",
-        _ROW_ORDER,
-        "RowKeys",
-        ("table", "digits", "scratch"),
-        ("keys",),
-        arguments=(("digits", ""), ("scratch", SCRATCH)),
-        threads=THREADS,
-    )
-
-
-@cache
-def _row_starts():
-    return geometry_kernel(
-        "row_starts",
-        _ROW_ORDER,
-        "RowStarts",
-        ("keys", "rows"),
-        ("starts",),
-        threads=THREADS,
-    )
-
-
-@cache
-def _cut_pieces(piece: int):
-    return geometry_kernel(
-        "cut_pieces",
-        _ROW_ORDER,
-        "CutPieces",
-        ("starts", "size"),
-        ("bounds", "firsts"),
-        template=(("PIECE", piece),),
-        threads=THREADS,
-    )
 
 
 def curve_order(coords: mx.array, curve: Curve) -> mx.array:
@@ -377,11 +298,10 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
 
 @lru_cache(maxsize=256)
 def _frame(values: tuple[int, ...]) -> mx.array:
-    """Return what cells are counted from; one array, whose first read is slow."""
+    """Return what cells are counted from, cached: its first read is slow."""
     return mx.array(values, dtype=mx.int32)
 
 
-@cache
 def _curve_keys(columns: int, is_hilbert: bool, is_swapped: bool, numeric: str):
     return geometry_kernel(
         "curve_keys",
@@ -395,16 +315,8 @@ def _curve_keys(columns: int, is_hilbert: bool, is_swapped: bool, numeric: str):
             ("SWAPPED", is_swapped),
             ("KEY", numeric),
         ),
-        arguments=(
-            ("digits", ""),
-            ("scratch", SCRATCH),
-            ("keys", "reinterpret_cast<KEY*>(keys)"),
-        ),
-        threads=THREADS,
+        arguments=_WRITTEN_KEYS,
     )
-
-
-_KEPT = (*SORT, "kept_rows.cu")
 
 
 class StartedRows:
@@ -413,26 +325,34 @@ class StartedRows:
     def __init__(self, mask: mx.array, coords: mx.array):
         n = mask.size
         tiles, self._coords = -(-n // SORT_TILE), coords
-        self._places, self.count = run(
-            _kept_places(),
-            [mask, cleared(1 + tiles)],
-            tiles,
+        kernel = geometry_kernel(
+            "kept_places",
+            _KEPT,
+            "KeptPlaces",
+            ("mask", "scratch"),
+            ("places", "found"),
             SORT_THREADS,
-            [((n,), mx.int32), ((1,), mx.int32)],
+            arguments=(("scratch", SCRATCH),),
         )
+        made = [((n,), mx.int32), ((1,), mx.int32)]
+        self._places, self.count = run(kernel, [mask, cleared(1 + tiles)], tiles, made)
 
     def kept(self, count: int) -> KeptRows:
-        """Return them."""
+        """Return the rows."""
         if not count:
             return unique.none_of(self._coords, self._places)
         n, columns = self._coords.shape
-        rows, kept = run(
-            _kept_rows(columns),
-            [self._places, self._coords],
-            striding_blocks(n),
-            THREADS,
-            [((count,), mx.int32), ((count, columns), mx.int32)],
+        kernel = geometry_kernel(
+            "kept_rows",
+            _KEPT,
+            "KeptRows",
+            ("places", "coords"),
+            ("rows", "kept"),
+            template=(("COLUMNS", columns),),
         )
+        made = [((count,), mx.int32), ((count, columns), mx.int32)]
+        given = [self._places, self._coords]
+        rows, kept = run(kernel, given, striding_blocks(n), made)
         return KeptRows(rows, self._places, kept)
 
 
@@ -442,42 +362,13 @@ def start_kept(mask: mx.array, coords: mx.array) -> StartedRows | unique.Started
     return kind(mask, coords)
 
 
-@cache
-def _kept_places():
-    return geometry_kernel(
-        "kept_places",
-        _KEPT,
-        "KeptPlaces",
-        ("mask", "scratch"),
-        ("places", "found"),
-        arguments=(("scratch", SCRATCH),),
-        threads=SORT_THREADS,
-    )
-
-
-@cache
-def _kept_rows(columns: int):
-    return geometry_kernel(
-        "kept_rows",
-        _KEPT,
-        "KeptRows",
-        ("places", "coords"),
-        ("rows", "kept"),
-        template=(("COLUMNS", columns),),
-        threads=THREADS,
-    )
-
-
-_BEST = (*SORT, "best_rows.cu")
-
-
 def best_rows(
     scores: mx.array, coords: mx.array, batches: tuple[int, int], k: int
 ) -> mx.array:
     """Return (N,) bool: which rows are the best of their element. See ``Geometry``."""
     n, columns = coords.shape
     if not sorts(n):
-        return portable.best_rows(scores, coords, batches, k)
+        return unique.best_rows(scores, coords, batches, k)
     scores = scores if scores.dtype in INFINITE else scores.astype(mx.float32)
     infinite, word = INFINITE[scores.dtype]
     score_bits, (least, greatest) = 8 * word.size, batches
@@ -485,12 +376,19 @@ def best_rows(
     make_keys = partial(_score_keys, columns, infinite)
     inputs = scores.view(word), coords
     keys, rows = sorted_places(make_keys, inputs, n, bits, fact=least, keep=True)
+    kernel = geometry_kernel(
+        "mark_best",
+        _BEST,
+        "MarkBest",
+        ("keys", "rows", "facts"),
+        ("kept",),
+        template=(("KEY", KEYS[keys.dtype]),),
+        arguments=(READ_KEYS, ("facts", "")),
+    )
     given, made = [keys, rows, constant(score_bits, k)], [((n,), mx.bool_)]
-    kernel = _mark_best(KEYS[keys.dtype])
-    return run(kernel, given, striding_blocks(n), THREADS, made)[0]
+    return run(kernel, given, striding_blocks(n), made)[0]
 
 
-@cache
 def _score_keys(columns: int, infinite: int, numeric: str):
     return geometry_kernel(
         "score_keys",
@@ -499,24 +397,5 @@ def _score_keys(columns: int, infinite: int, numeric: str):
         ("scores", "coords", "digits", "scratch"),
         ("keys",),
         template=(("COLUMNS", columns), ("INFINITE", infinite), ("KEY", numeric)),
-        arguments=(
-            ("digits", ""),
-            ("scratch", SCRATCH),
-            ("keys", "reinterpret_cast<KEY*>(keys)"),
-        ),
-        threads=THREADS,
-    )
-
-
-@cache
-def _mark_best(numeric: str):
-    return geometry_kernel(
-        "mark_best",
-        _BEST,
-        "MarkBest",
-        ("keys", "rows", "facts"),
-        ("kept",),
-        template=(("KEY", numeric),),
-        arguments=(("keys", "reinterpret_cast<const KEY*>(keys)"), ("facts", "")),
-        threads=THREADS,
+        arguments=_WRITTEN_KEYS,
     )

@@ -1,10 +1,13 @@
-"""Neighbour tables of relations on CUDA, and the views that routes read of them."""
+"""Neighbour tables of relations on CUDA, and the views that routes read of them.
+
+Everything is launched without waiting for the device. What Python must know it reads
+once, through ``sync.read``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from itertools import accumulate, pairwise
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -20,26 +23,44 @@ from .cuda_sort import (
     SCRATCH,
     SORT_THREADS,
     THREADS,
-    chosen,
     cleared,
     constant,
     digits_of,
     geometry_kernel,
     key_dtype,
     multiprocessors,
-    of_job,
     run,
     scratch_words,
     sorts,
     striding_blocks,
 )
+from .gpu_kernel import GpuKernel
+
+TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
+BAND = 64  # rows of one count of edges
+COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
+MASK_OFFSETS, RANKED_OFFSETS = 64, 63  # of a mask, and of a rank if there are more
+ROW_ALIGNMENT = 384  # heights of WideTile divide it: 64, 128, 192
+TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
+EDGE_ROWS = 256  # rows of a block that writes edges: four bands
+STAGE_PAIRS = 32, 64  # of a stage of a weight gradient
+HASH_BLOCKS = 1056  # at most: each writes bounds
+TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
+FIRST_OFFSETS = 27  # of the first tiles, whose scratch is cleared with the hash
+SCRATCH_STEP = 1 << 10  # words; each size of scratch is a constant on the device
+_TABLE_FILES = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")
+TILES_FILES = (*_TABLE_FILES, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
+_VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")
+
+
+# Rules of look-ups, as `enum Rule` of `cuda/table_sources.cuh` says
+
 
 PART_OFFSETS, GROUP, PARTS_AT = 64, 3, 12
-# How offsets are applied; on stride 1 either rule is an addition. Rows that feed
-# themselves are not looked up.
+# How offsets are applied; with stride 1 either rule is an addition. Rows whose only
+# neighbour is themselves are not looked up.
 KINDS = FORWARD, TRANSPOSED, UNIT, ITSELF = "FORWARD", "TRANSPOSED", "UNIT", "ITSELF"
 _WIDE = 1 << 30  # beyond it sums are made in 64 bits
-
 RuleOffsets = tuple[tuple[int, ...], ...]
 
 
@@ -88,9 +109,9 @@ def rule_words(offsets: RuleOffsets, stride: tuple[int, ...], kind: str) -> list
 
 
 def _groups(scaled, k0: int, kind: str) -> list[list[int]]:
-    """Return the groups of a part: up to three offsets that share what leads.
+    """Return the groups of a part: up to three offsets that differ in the last axis.
 
-    Their last coordinates go by one step, except where remainders are looked at.
+    Their last coordinates go by one step, except if remainders are compared.
     """
     groups, k = [], 0
     while k < len(scaled):
@@ -114,15 +135,7 @@ def _filled(values, length: int = 4) -> list[int]:
     return [*values, *(0,) * (length - len(values))]
 
 
-TILES, COUNTS = "cuda_sorted", "band_counts"  # names of a relation's views
-BAND = 64  # rows of one count of edges
-COUNTING_BLOCKS, TILING_BLOCKS = 4, 2  # of the two kernels, on a multiprocessor
-MASK_OFFSETS, RANKED_OFFSETS = 64, 63  # of a mask, and of a rank where there are more
-ROW_ALIGNMENT = 384  # heights of WideTile divide it: 64, 128, 192
-TILE_SCRATCH = 4 * (SORT_THREADS // 32) * 32 * 33  # bytes of shared memory
-
-_TABLE_FILES = ("rows.cuh", "table_sources.cuh", "neighbour_table.cu")
-TILES_FILES = (*_TABLE_FILES, "radix_sort.cu", "sort_table.cu", "relation_tiles.cu")
+# Tables, made with counts of their edges, and tiles, in one launch
 
 
 class BandCounts(NamedTuple):
@@ -140,7 +153,7 @@ class BandCounts(NamedTuple):
 class Sorted(NamedTuple):
     """A relation's rows by the Gray-code rank of their masks, laid out for tiles.
 
-    Of more than 64 offsets the last 63 rank.
+    If there are more than 64 offsets, the last 63 rank.
 
     Attributes:
         table: (K, pitch) int32.
@@ -156,10 +169,10 @@ class Sorted(NamedTuple):
 
 
 class Code(NamedTuple):
-    """How a kernel comes by the entries of a table.
+    """How a kernel gets the entries of a table.
 
     Attributes:
-        type: C++ type of the source of them.
+        type: C++ type of their source.
         inputs: names of its inputs.
         values: what the source is made of: inputs, and extents of them.
         rows: the extent that is the number of rows.
@@ -182,98 +195,6 @@ class Source(NamedTuple):
     volume: int
 
 
-def rank_bits(volume: int) -> int:
-    """Return the bits of a rank, by which the radix sort puts rows in order."""
-    return volume if volume <= MASK_OFFSETS else RANKED_OFFSETS
-
-
-def table_source(table: mx.array) -> Source:
-    """Return the source that reads a table that is there; it has rows and offsets."""
-    return Source(_READ, (table,), *table.shape)
-
-
-def counted_table(source: Source, clear=cleared) -> tuple[mx.array, BandCounts]:
-    """Return the table of a source, and what was counted."""
-    n, volume = source.n, source.volume
-    *made, counts, edges = run(
-        _band_counts_kernel(source.code, key_of(volume)),
-        [*source.inputs, constant(volume, 0, 0, 0), clear(HEADER)],
-        min(multiprocessors() * COUNTING_BLOCKS, -(-n // BAND)),
-        THREADS,
-        _outputs(source),
-    )
-    return made[0] if made else source.inputs[0], BandCounts(counts, edges)
-
-
-def relation_tiles(
-    source: Source, clear=cleared
-) -> tuple[mx.array, BandCounts, Sorted]:
-    """Return the table of a source, what was counted, and its tiles: one launch."""
-    n, volume = source.n, source.volume
-    passes, bits = digits_of(rank_bits(volume))
-    *made, counts, edges, rows, table, masks, _ = run(
-        _relation_tiles_kernel(source.code, key_of(volume)),
-        [
-            *source.inputs,
-            constant(volume, bits, passes, 0),
-            clear(scratch_words(n, passes)),
-        ],
-        min(multiprocessors() * TILING_BLOCKS, -(-n // BAND)),
-        SORT_THREADS,
-        [
-            *_outputs(source),
-            ((n,), mx.int32),
-            *tiles_outputs(n, volume),
-            ((ranking_fours(n, volume), 4), mx.uint32),
-        ],
-    )
-    tiles = Sorted(table, rows, masks)
-    return made[0] if made else source.inputs[0], BandCounts(counts, edges), tiles
-
-
-def identity_tiles(rows: mx.array) -> Sorted:
-    """Return tiles of rows that each feed themselves.
-
-    Args:
-        rows: an array of as many, at least one; its values are not read.
-    """
-    n = len(rows)
-    outputs = [((n,), mx.int32), *tiles_outputs(n, 1)]
-    blocks = striding_blocks(pitch_of(n))
-    made = run(_identity_tiles(), [rows], blocks, THREADS, outputs)
-    return Sorted(made[1], made[0], made[2])
-
-
-def key_of(volume: int) -> str:
-    """Return the C++ type of the masks that rank rows."""
-    return KEYS[key_dtype(rank_bits(volume))]
-
-
-def pitch_of(n: int) -> int:
-    """Return the rows that tiles of n rows are padded to."""
-    return -(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT
-
-
-def tiles_outputs(n: int, volume: int) -> list:
-    """Return shapes and dtypes of the table and masks of tiles."""
-    pitch = pitch_of(n)
-    masks = pitch // 32, -(-volume // 32)
-    return [((volume, pitch), mx.int32), (masks, mx.uint32)]
-
-
-def ranking_fours(n: int, volume: int) -> int:
-    """Return the words that rows are ranked in, by four."""
-    return -(-3 * n * key_dtype(rank_bits(volume)).size // 16)
-
-
-def _outputs(source: Source) -> list:
-    """Return shapes and dtypes of the table, if it is new, of counts and of edges."""
-    n, volume = source.n, source.volume
-    counted = ((volume, -(-n // BAND)), mx.int32), ((1,), mx.int64)
-    return [*[((n, volume), mx.int32)] * source.code.is_new, *counted]
-
-
-EDGES = "reinterpret_cast<long long*>(edges)"  # as kernels take them
 _READ = Code(
     "Read",
     ("neighbours",),
@@ -283,62 +204,127 @@ _READ = Code(
 )
 
 
-@cache
-def _band_counts_kernel(code: Code, key: str):
-    return _table_kernel(
+def rank_bits(volume: int) -> int:
+    """Return the bits of a rank, by which the radix sort orders rows."""
+    return volume if volume <= MASK_OFFSETS else RANKED_OFFSETS
+
+
+def table_source(table: mx.array) -> Source:
+    """Return the source that reads an existing table with rows and offsets."""
+    return Source(_READ, (table,), *table.shape)
+
+
+def counted_table(source: Source, clear=cleared) -> tuple[mx.array, BandCounts]:
+    """Return the table of a source, and what was counted."""
+    n, volume = source.n, source.volume
+    kernel = _table_kernel(
         "band_counts",
         _TABLE_FILES,
-        code,
-        key,
-        (),
+        source.code,
+        volume,
         threads=THREADS,
         blocks_per_multiprocessor=COUNTING_BLOCKS,
     )
+    inputs = [*source.inputs, constant(volume, 0, 0, 0), clear(HEADER)]
+    blocks = min(multiprocessors() * COUNTING_BLOCKS, -(-n // BAND))
+    *made, counts, edges = run(kernel, inputs, blocks, _outputs(source))
+    return made[0] if made else source.inputs[0], BandCounts(counts, edges)
 
 
-@cache
-def _relation_tiles_kernel(code: Code, key: str):
-    return _table_kernel(
+def relation_tiles(
+    source: Source, clear=cleared
+) -> tuple[mx.array, BandCounts, Sorted]:
+    """Return the table of a source, what was counted, and its tiles: one launch."""
+    n, volume = source.n, source.volume
+    passes, bits = digits_of(rank_bits(volume))
+    kernel = _table_kernel(
         "relation_tiles",
         TILES_FILES,
-        code,
-        key,
+        source.code,
+        volume,
         ("rows", "sorted", "masks", "work"),
         threads=SORT_THREADS,
         blocks_per_multiprocessor=TILING_BLOCKS,
         shared_bytes=TILE_SCRATCH,
     )
+    work = -(-3 * n * key_dtype(rank_bits(volume)).size // 16), 4
+    *made, counts, edges, rows, table, masks, _ = run(
+        kernel,
+        [
+            *source.inputs,
+            constant(volume, bits, passes, 0),
+            clear(scratch_words(n, passes)),
+        ],
+        min(multiprocessors() * TILING_BLOCKS, -(-n // BAND)),
+        [
+            *_outputs(source),
+            ((n,), mx.int32),
+            *_tiles_outputs(n, volume),
+            (work, mx.uint32),
+        ],
+    )
+    tiles = Sorted(table, rows, masks)
+    return made[0] if made else source.inputs[0], BandCounts(counts, edges), tiles
 
 
-@cache
-def _identity_tiles():
-    return geometry_kernel(
+def identity_tiles(rows: mx.array) -> Sorted:
+    """Return tiles of rows whose only neighbour is themselves.
+
+    ``rows`` is an array of as many, at least one; its values are not read.
+    """
+    n = len(rows)
+    kernel = geometry_kernel(
         "identity_tiles",
         ("rows.cuh", "sort_table.cu"),
         "IdentityTiles",
         ("fed",),
         ("rows", "sorted", "masks"),
         arguments=(("fed", ""),),
-        threads=THREADS,
     )
+    outputs = [((n,), mx.int32), *_tiles_outputs(n, 1)]
+    rows, table, masks = run(kernel, [rows], striding_blocks(pitch_of(n)), outputs)
+    return Sorted(table, rows, masks)
 
 
-def _table_kernel(symbol, files, code, key, outputs, **more):
+def pitch_of(n: int) -> int:
+    """Return the rows that tiles of n rows are padded to."""
+    return -(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT
+
+
+def _tiles_outputs(n: int, volume: int) -> list:
+    """Return shapes and dtypes of the table and masks of tiles."""
+    pitch = pitch_of(n)
+    masks = pitch // 32, -(-volume // 32)
+    return [((volume, pitch), mx.int32), (masks, mx.uint32)]
+
+
+def _outputs(source: Source) -> list:
+    """Return shapes and dtypes of the table, if it is new, of counts and of edges."""
+    n, volume = source.n, source.volume
+    counted = ((volume, -(-n // BAND)), mx.int32), ((1,), mx.int64)
+    return [*[((n, volume), mx.int32)] * source.code.is_new, *counted]
+
+
+@cache
+def _table_kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    code: Code,
+    volume: int,
+    outputs: tuple[str, ...] = (),
+    **more: int,
+) -> GpuKernel:
     """Return a kernel over the rows of a source.
 
-    Args:
-        symbol: the function.
-        files: its sources.
-        code: where entries come from.
-        key: C++ type of a mask.
-        outputs: the kernel's own, after a new table, its counts and edges.
-        more: how it is launched.
+    ``outputs`` are its own, after a new table, its counts and edges.
     """
-    inputs = *code.inputs, "digits", "scratch"
-    # A table that is made, and one that is read in the order of its rows.
-    passed = ["neighbours" if code.is_new else "nullptr", "counts", EDGES, *outputs]
+    key, inputs = key_dtype(rank_bits(volume)), (*code.inputs, "digits", "scratch")
+    # A table that is made, or one that is read in the order of its rows.
+    edges = "reinterpret_cast<long long*>(edges)"
+    passed = ["neighbours" if code.is_new else "nullptr", "counts", edges]
     if outputs:
-        passed = ["neighbours", *passed[:-1], "reinterpret_cast<KEY*>(work)"]
+        work = "reinterpret_cast<KEY*>(work)"
+        passed = ["neighbours", *passed, *outputs[:-1], work]
     made = *["neighbours"] * code.is_new, "counts", "edges", *outputs
     return geometry_kernel(
         symbol,
@@ -346,7 +332,7 @@ def _table_kernel(symbol, files, code, key, outputs, **more):
         "Table",
         inputs,
         made,
-        template=(("KEY", key), ("SOURCE", code.type)),
+        template=(("KEY", KEYS[key]), ("SOURCE", code.type)),
         arguments=(
             *dict.fromkeys((*inputs, *made), "").items(),
             ("scratch", f"source, {SCRATCH}"),
@@ -359,10 +345,7 @@ def _table_kernel(symbol, files, code, key, outputs, **more):
     )
 
 
-HASH_BLOCKS = 1056  # at most: each writes bounds
-TABLE_WORDS = 8  # after the slots of a hash, before the bounds: BOUNDS of rows.cuh
-FIRST_OFFSETS = 27  # of the first tiles, whose scratch is cleared with the hash
-SCRATCH_STEP = 1 << 10  # words; each size of scratch is a constant on the device
+# Look-ups of coordinate rows
 
 
 class RowTable:
@@ -370,76 +353,40 @@ class RowTable:
 
     Args:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
-        is_checked: whether nobody will ask for ``facts``.
+        is_checked: whether the set was checked: nobody will ask for ``facts``.
     """
 
     is_sorted = False
 
     def __init__(self, coords: mx.array, is_checked: bool = False):
-        self._start(coords, is_checked)
-        n, (digits, _) = coords.shape[0], digits_of(FIRST_OFFSETS)
-        if n:
-            words = HEADER + scratch_words(n, digits)  # of a look-up, and of tiles
-            if not is_checked:  # that of rows that are not sorted, too
-                words += scratch_words(n, 0)
-            self._hash([self], words)
-
-    def _start(self, coords: mx.array, is_checked: bool) -> None:
         self.coords, self.found, self._is_checked = coords, [], is_checked
         self.scratch, self._taken = None, 0  # words of 0, and how many were taken
-
-    @classmethod
-    def of_each(cls, sets: Sequence[mx.array], scratch: int = 0) -> list[RowTable]:
-        """Return the tables of several sets that are checked already: one launch.
-
-        Each has rows. The first has that many words of scratch, at least.
-        """
-        tables = [cls.__new__(cls) for _ in sets]
-        for table, coords in zip(tables, sets, strict=True):
-            table._start(coords, True)
-        cls._hash(tables, scratch)
-        return tables
-
-    @staticmethod
-    def _hash(tables: Sequence[RowTable], words: int) -> None:
-        """Hash the rows of tables; of one alone facts are found.
-
-        The first gets words of scratch. MLX takes the longer over a launch the more
-        outputs it has, by their square.
-        """
-        columns, jobs = tables[0].coords.shape[1], len(tables)
-        sizes = [len(table.coords) for table in tables]
-        blocks = min(HASH_BLOCKS // jobs, -(-max(sizes) // THREADS))
-        capacities = [max(16, 1 << (2 * n - 1).bit_length()) for n in sizes]
-        beside = TABLE_WORDS + (2 * columns * blocks if jobs == 1 else 0)
-        ends = list(accumulate([2 * slots + beside for slots in capacities]))
-        # Written by the kernel, and so by no other: nobody else holds it. The value
-        # is on the device already; a number would be fetched from the CPU's memory.
-        whole = mx.full((ends[-1],), constant(-1))
-        inputs, outputs = [], []
-        facts = zip(sizes, tables, capacities, pairwise([0, *ends]), strict=True)
-        for n, table, capacity, (begin, end) in facts:
-            table.slots = whole[begin:end] if jobs > 1 else whole
-            inputs += table.coords, table.slots
-            outputs.append(((capacity + n,), mx.int32))
-        words = max(1, -(-words // SCRATCH_STEP)) * SCRATCH_STEP
-        inputs.append(constant(words, 0, 0, 0))
-        outputs.append(((words,), mx.uint32))
-        if jobs == 1:
-            outputs += [((2,), mx.int32)] * (1 + columns)
-        kernel = _hash_rows(columns, jobs)
-        made = run(kernel, inputs, jobs * blocks, THREADS, outputs)
-        for table, order in zip(tables, made[:jobs], strict=True):
-            table.order = order
-        tables[0].scratch, *tables[0].found = made[jobs:]
+        (n, columns), (digits, _) = coords.shape, digits_of(FIRST_OFFSETS)
+        if not n:
+            return
+        words = HEADER + scratch_words(n, digits)  # of a look-up, and of tiles
+        if not is_checked:  # and of rows that are not sorted
+            words += scratch_words(n, 0)
+        words = -(-words // SCRATCH_STEP) * SCRATCH_STEP
+        blocks = min(HASH_BLOCKS, -(-n // THREADS))
+        slots = max(16, 1 << (2 * n - 1).bit_length())
+        # The kernel writes this input, which nobody else holds. The value is on the
+        # device already; a number would be fetched from the CPU's memory.
+        beside = TABLE_WORDS + 2 * columns * blocks
+        self.slots = mx.full((2 * slots + beside,), constant(-1))
+        outputs = [((slots + n,), mx.int32), ((words,), mx.uint32)]
+        outputs += [((2,), mx.int32)] * (1 + columns)
+        inputs = [coords, self.slots, constant(words, 0, 0, 0)]
+        made = run(_hash_rows(columns), inputs, blocks, outputs)
+        self.order, self.scratch, *self.found = made
 
     @built_by_one
     def take_scratch(self, words: int) -> mx.array:
         """Return an even number of words of 0 that nobody has taken.
 
-        What was cleared with the hash serves once, and a traced graph would use it at
-        every call. It goes with the first whose rows are put in order, or when the set
-        is checked; those who only look rows up leave the rest.
+        The words that were cleared with the hash serve once, and a traced graph would
+        use them at every call. They go with the first relation whose rows are put in
+        order, or when the set is checked.
         """
         scratch, begin, end = self.scratch, self._taken, self._taken + words
         if self._is_checked and words > HEADER:
@@ -459,12 +406,10 @@ class RowTable:
     @property
     def ranges(self) -> Sequence[mx.array]:
         """(2,) int32 each: the least and greatest of each column, of any rows."""
-        return self.facts()[1:]
+        return self.found[1:]
 
     def facts(self) -> list[mx.array]:
         """Return small arrays: (first repeat or -1, whether rows ascend), ranges."""
-        if not self.found and self.coords.shape[0]:  # hashed with others, as checked
-            self._hash([self], 0)
         return self.found
 
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
@@ -493,7 +438,7 @@ class RowTable:
         keep: Keep | None = None,
         wanted: str | None = None,
     ) -> mx.array:
-        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
+        """Return the (N_out, K) int32 neighbour table, -1 if there is no edge.
 
         Args:
             out: the output rows.
@@ -504,7 +449,7 @@ class RowTable:
             mirrored: not used: a search of half of the offsets scatters the other half.
             keep: called with a name and what is made with the table: its
                 ``BandCounts``, and its tiles if wanted.
-            wanted: ``TILES`` where these are wanted too.
+            wanted: ``TILES`` if these are wanted too.
         """
         return self._table(out.coords, offsets, stride, transposed, keep, wanted)
 
@@ -514,7 +459,10 @@ class RowTable:
         n_out, volume = out_coords.shape[0], len(offsets)
         if self.coords.shape[0] * n_out * volume == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
-        source = self.source(out_coords, offsets, stride, transposed)
+        offsets = tuple(map(tuple, offsets))
+        code, rule = _rule(self.coords.shape[1], offsets, tuple(stride), transposed)
+        inputs = self.coords, self.slots, self.order, out_coords, rule
+        source = Source(code, inputs, n_out, volume)
         if keep and wanted == TILES and sorts(n_out):
             table, counts, tiles = relation_tiles(source, self.take_scratch)
             keep(TILES, tiles)
@@ -523,20 +471,6 @@ class RowTable:
         if keep:
             keep(COUNTS, counts)
         return table
-
-    def source(
-        self,
-        out_coords: mx.array,
-        offsets: Offsets,
-        stride: Sequence[int],
-        transposed: bool,
-    ) -> Source:
-        """Return where a table's entries come from; neither set is without rows."""
-        if not isinstance(offsets, tuple):
-            offsets = tuple(map(tuple, offsets))
-        code, rule = _rule(self.coords.shape[1], offsets, tuple(stride), transposed)
-        inputs = self.coords, self.slots, self.order, out_coords, rule
-        return Source(code, inputs, out_coords.shape[0], len(offsets))
 
 
 def bounds(coords: mx.array) -> Bounds:
@@ -553,55 +487,32 @@ def _rule(
 ) -> tuple[Code, mx.array]:
     """Return how a kernel looks offsets up, and what it reads of them."""
     kind, offsets = rule_kind(offsets, stride, transposed)
-    return _find(columns, kind), constant(*rule_words(offsets, stride, kind))
-
-
-@cache
-def _find(columns: int, kind: str) -> Code:
     inputs = "coords", "slots", "order", "out_rows", "rule"
-    return Code(
-        f"Find<{columns}, {kind}>",
-        inputs,
-        (*inputs, "coords_shape[0]"),
-        "out_rows_shape[0]",
-        True,
-    )
+    values, rows = (*inputs, "coords_shape[0]"), "out_rows_shape[0]"
+    code = Code(f"Find<{columns}, {kind}>", inputs, values, rows, True)
+    return code, constant(*rule_words(offsets, stride, kind))
 
 
-@cache
-def _hash_rows(columns: int, jobs: int):
-    inputs = [of_job(name, j) for j in range(jobs) for name in ("coords", "slots")]
-    orders = [of_job("order", j) for j in range(jobs)]
-    ranges, is_told = [f"range{c}" for c in range(columns)], jobs == 1
-    found = ["repeat", *ranges] * is_told
-    told = f"repeat, {{{', '.join(ranges)}}}" if is_told else "nullptr, {nullptr}"
+def _hash_rows(columns: int) -> GpuKernel:
+    ranges = tuple(f"range{c}" for c in range(columns))
     scratch = "reinterpret_cast<unsigned*>(scratch)"
-    said = {
-        **dict.fromkeys((*inputs, "words", *orders, "scratch", *found), ""),
-        "coords": chosen("coords", jobs),
-        "slots": f"const_cast<int*>({chosen('slots', jobs)})",
-        "order": f"{told}, {chosen('order', jobs)}, {scratch}",
-    }
-    # The blocks of the first job clear the scratch.
     return geometry_kernel(
         "hash_rows",
         ("rows.cuh", "hash_rows.cu"),
         "HashRows",
-        (*inputs, "words"),
-        (*orders, "scratch", *found),
+        ("coords", "slots", "words"),
+        ("order", "scratch", "repeat", *ranges),
         template=(("COLUMNS", columns),),
-        defines=(("JOBS", jobs),),
-        arguments=tuple(said.items()),
-        before=f"""const int job = blockIdx.x % JOBS;
-  const int n = {chosen("coords_shape[0]", jobs)};
-  const int facts[] = {{job == 0 ? words[0] : 0}};""",
-        threads=THREADS,
+        arguments=(
+            ("slots", "const_cast<int*>(slots)"),
+            *dict.fromkeys(("words", "scratch", "repeat", *ranges), "").items(),
+            ("order", f"repeat, {{{', '.join(ranges)}}}, order, {scratch}"),
+        ),
         blocks_per_multiprocessor=4,
     )
 
 
-EDGE_ROWS = 256  # rows of a block that writes edges: four bands
-STAGE_PAIRS = 32, 64  # of a stage of a weight gradient
+# Views of a relation, from its table and what was counted with it
 
 
 def transpose_table(table: mx.array, n_in: int) -> mx.array:
@@ -609,13 +520,13 @@ def transpose_table(table: mx.array, n_in: int) -> mx.array:
     shape = n_in, table.shape[1]
     if table.size == 0 or n_in == 0:
         return mx.full(shape, -1, dtype=mx.int32)
-    outputs = [(shape, mx.int32)]
-    blocks = striding_blocks(table.size)
-    return run(_transpose_table(), [table], blocks, THREADS, outputs, fill=-1)[0]
+    face = "transpose_table", _VIEWS, "TransposeTable", ("neighbours",), ("swapped",)
+    blocks, outputs = striding_blocks(table.size), [(shape, mx.int32)]
+    return run(geometry_kernel(*face), [table], blocks, outputs, fill=-1)[0]
 
 
 def band_counts_of(table: mx.array) -> BandCounts:
-    """Return what is counted of a table that was made without it; it has rows."""
+    """Return the counts of a table with rows that was made without them."""
     return counted_table(table_source(table))[1]
 
 
@@ -629,13 +540,16 @@ def gray_order(table: mx.array) -> mx.array:
 
 def sorted_table(table: mx.array, rows: mx.array) -> tuple[mx.array, mx.array]:
     """Return the (K, pitch) table of rows in sorted order, and a mask per 32 rows."""
-    outputs, blocks = tiles_outputs(*table.shape), pitch_of(len(table)) // 128
-    return tuple(run(_sort_table(), [table, rows], blocks, 128, outputs))
+    inputs, made = ("neighbours", "rows"), ("sorted", "masks")
+    kernel = geometry_kernel("sort_table", _VIEWS, "SortTable", inputs, made, 128)
+    outputs, blocks = _tiles_outputs(*table.shape), pitch_of(len(table)) // 128
+    return tuple(run(kernel, [table, rows], blocks, outputs))
 
 
 def sorted_rows(relation: RelationViews) -> Sorted:
     """Return the relation's tiles. A mirrored relation and its transpose share them."""
-    base, straight = tiled(relation)
+    straight = not (relation.mirrored and relation.is_transposed)
+    base = relation if straight else relation.T
     view = base.view(TILES, lambda: _tiles(base))
     return view if straight else view._replace(mirrored=True)
 
@@ -646,44 +560,28 @@ def sorted_arrays(relation: RelationViews) -> tuple[mx.array, ...]:
     return view.table, view.rows, view.masks
 
 
-def tiled(relation: RelationViews) -> tuple[RelationViews, bool]:
-    """Return the relation whose tiles it reads, and whether that is itself."""
-    straight = not (relation.mirrored and relation.is_transposed)
-    return (relation if straight else relation.T), straight
-
-
-def keep_tiles(relation: RelationViews, tiles: Sorted) -> None:
-    """Let tiles stand for the table, which holds the same."""
-    relation.release_table(lambda: table_of(tiles))
-
-
 def _tiles(relation: RelationViews) -> Sorted:
     if relation.is_identity and relation.n_out:  # rows are in order
         rows = relation.in_coords  # of any array that has as many
         tiles = identity_tiles(relation.out_in if rows is None else rows)
-        keep_tiles(relation, tiles)
-        return tiles
-    table = relation.table_with(TILES)
-    tiles = relation.kept(TILES)
-    if tiles is None and sorts(table.shape[0]):
-        _, counts, tiles = relation_tiles(table_source(table))
-        relation.keep(COUNTS, counts)
-    elif tiles is None:
-        tiles = _in_order(table, gray_order(table))
-    keep_tiles(relation, tiles)
+    else:
+        table = relation.table_with(TILES)
+        tiles = relation.kept(TILES)
+        if tiles is None and sorts(table.shape[0]):
+            _, counts, tiles = relation_tiles(table_source(table))
+            relation.keep(COUNTS, counts)
+        elif tiles is None:
+            rows = gray_order(table)
+            sorted_, masks = sorted_table(table, rows)
+            tiles = Sorted(sorted_, rows, masks)
+    relation.release_table(lambda: table_of(tiles))
     return tiles
 
 
 def release_table(relation: RelationViews) -> None:
-    """Keep no table beside tiles, which hold the same."""
+    """Drop a table beside tiles, which hold the same entries."""
     if tiles := relation.kept(TILES):
-        keep_tiles(relation, tiles)
-
-
-def _in_order(table: mx.array, rows: mx.array) -> Sorted:
-    """Return the tiles of a table, for an order of its rows."""
-    sorted_, masks = sorted_table(table, rows)
-    return Sorted(sorted_, rows, masks)
+        relation.release_table(lambda: table_of(tiles))
 
 
 def table_of(tiles: Sorted) -> mx.array:
@@ -691,13 +589,16 @@ def table_of(tiles: Sorted) -> mx.array:
     n, volume = len(tiles.rows), len(tiles.table)
     if n == 0:
         return mx.zeros((0, volume), dtype=mx.int32)
-    outputs = [((n, volume), mx.int32)]
-    inputs = [tiles.table, tiles.rows]
-    return run(_unsort_table(), inputs, -(-n // 128), 128, outputs)[0]
+    inputs = "sorted", "rows"
+    kernel = geometry_kernel(
+        "unsort_table", _VIEWS, "UnsortTable", inputs, ("table",), 128
+    )
+    given, outputs = [tiles.table, tiles.rows], [((n, volume), mx.int32)]
+    return run(kernel, given, -(-n // 128), outputs)[0]
 
 
 def band_counts(relation: RelationViews) -> BandCounts:
-    """Return what is counted of a relation's table."""
+    """Return the counts of a relation's table."""
     counts = relation.kept(COUNTS)
     if counts is None:
         table = relation.out_in  # may bring its BandCounts
@@ -706,7 +607,7 @@ def band_counts(relation: RelationViews) -> BandCounts:
 
 
 def start(relation: RelationViews) -> mx.array | None:
-    """Build the table and, where matrix routes will read them, the tiles.
+    """Build the table and, if matrix routes will read them, the tiles.
 
     Returns:
         The number of edges: to be read together with the check of the set.
@@ -714,7 +615,7 @@ def start(relation: RelationViews) -> mx.array | None:
     if relation.n_out * relation.n_in == 0:
         return None
     # Edges of a large kernel are counted sooner without tiles, which are made of the
-    # table then: of 5x5x5 and 100 000 rows in 0.11 ms, not 0.25.
+    # table then: 0.11 ms instead of 0.25 for 5x5x5 and 100 000 rows.
     if 1 < relation.volume <= MASK_OFFSETS:
         relation.table_with(TILES)
     counts = band_counts(relation)
@@ -744,9 +645,10 @@ def edges(table: mx.array, relation: RelationViews | None = None) -> mx.array:
 def listed(
     table: mx.array, counts: BandCounts, words: int, offsets: int, total: int
 ) -> tuple[mx.array, ...]:
-    """Return the edges of the first offsets of a table, and where each one's start.
+    """Return the edges of the first offsets of a table, and arrays of their places.
 
-    Of two words the others are spans, those of the transpose, and the first stages.
+    With three words: where the edges of each offset start. With two: the spans, those
+    of the transpose, and the first stages; see ``Pairs``.
 
     Args:
         table: (N, K) int32.
@@ -755,77 +657,30 @@ def listed(
         offsets: how many.
         total: their edges.
     """
-    n = len(table)
+    n, volume = table.shape
     lines = offsets, -(-n // BAND)
-    starts, sums = run(
-        _scan_counts(),
-        [counts.bands],
-        offsets,
-        1024,
-        [(lines, mx.int32), ((offsets,), mx.int32)],
+    scanned = "starts", "sums"
+    scan = geometry_kernel(
+        "scan_counts", _VIEWS, "ScanCounts", ("counts",), scanned, 1024
     )
-    outputs, volume = [((max(1, total), words), mx.int32)], table.shape[1]
+    outputs = [(lines, mx.int32), ((offsets,), mx.int32)]
+    starts, sums = run(scan, [counts.bands], offsets, outputs)
+    outputs, names = [((max(1, total), words), mx.int32)], ("edges", "offset_starts")
     if words == 2:
+        names = "edges", "spans", "turned", *(f"firsts_{n}" for n in STAGE_PAIRS)
         outputs += [((volume, 2), mx.int32)] * 2
         outputs += [((volume + 1,), mx.int32)] * len(STAGE_PAIRS)
     else:
         outputs.append(((offsets + 1,), mx.int32))
-    blocks = -(-n // EDGE_ROWS)
-    kernel = _write_edges(words)
-    made, *places = run(kernel, [table, starts, sums], blocks, THREADS, outputs)
+    inputs, template = ("neighbours", *scanned), (("WORDS", words),)
+    write = geometry_kernel(
+        "write_edges", _VIEWS, "WriteEdges", inputs, names, template=template
+    )
+    made, *places = run(write, [table, starts, sums], -(-n // EDGE_ROWS), outputs)
     return made if total else made[:0], *places
 
 
-_VIEWS = ("rows.cuh", "sort_table.cu", "relation_views.cu")
-
-
-@cache
-def _transpose_table():
-    inputs, outputs = ("neighbours",), ("swapped",)
-    return geometry_kernel(
-        "transpose_table", _VIEWS, "TransposeTable", inputs, outputs, threads=THREADS
-    )
-
-
-@cache
-def _sort_table():
-    inputs, outputs = ("neighbours", "rows"), ("sorted", "masks")
-    return geometry_kernel(
-        "sort_table", _VIEWS, "SortTable", inputs, outputs, threads=128
-    )
-
-
-@cache
-def _unsort_table():
-    inputs, outputs = ("sorted", "rows"), ("table",)
-    return geometry_kernel(
-        "unsort_table", _VIEWS, "UnsortTable", inputs, outputs, threads=128
-    )
-
-
-@cache
-def _scan_counts():
-    inputs, outputs = ("counts",), ("starts", "sums")
-    return geometry_kernel(
-        "scan_counts", _VIEWS, "ScanCounts", inputs, outputs, threads=1024
-    )
-
-
-@cache
-def _write_edges(words: int):
-    inputs, outputs = ("neighbours", "starts", "sums"), ("edges", "offset_starts")
-    if words == 2:
-        outputs = "edges", "spans", "turned", *(f"firsts_{n}" for n in STAGE_PAIRS)
-    template = (("WORDS", words),)
-    return geometry_kernel(
-        "write_edges",
-        _VIEWS,
-        "WriteEdges",
-        inputs,
-        outputs,
-        template=template,
-        threads=THREADS,
-    )
+# Pairs of rows by offset: the edges as weight gradients read them
 
 
 class Pairs(NamedTuple):
@@ -834,11 +689,11 @@ class Pairs(NamedTuple):
     Attributes:
         rows: (P, 2) int32 of (i, o). A mirrored relation has those of the first half of
             its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
-        spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin where
+        spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin if
             they are (o, i).
-        turned: the spans of the transpose, or None where they were not written.
+        turned: the spans of the transpose, or None if they were not written.
         firsts: for stages of each of ``STAGE_PAIRS``, (K + 1,) int32: the first stage
-            of each offset, and how many there are; () where they were not written.
+            of each offset, and how many there are; () if they were not written.
     """
 
     rows: mx.array
@@ -873,48 +728,61 @@ def pair_arrays(relation: RelationViews) -> tuple[mx.array, mx.array]:
     return found.rows, found.spans
 
 
+@cache
+def stages_of(size: int) -> Callable[[RelationViews], tuple[mx.array, ...]]:
+    """Return what reads pairs, spans, and the first stages of ``size`` pairs."""
+
+    def read(relation: RelationViews) -> tuple[mx.array, ...]:
+        def build() -> tuple[mx.array, ...]:
+            return *pair_arrays(relation), first_stages(relation, size)
+
+        return relation.view(f"cuda_stages_{size}", build)
+
+    return read
+
+
 def first_stages(relation: RelationViews, size: int) -> mx.array:
     """Return the first stage of ``size`` pairs of each offset, and how many, int32."""
     found = pairs(relation)
     if found.firsts:
         return found.firsts[STAGE_PAIRS.index(size)]
     if relation.volume == 1:
-        return up_to(-(-len(found.rows) // size))
+        return _up_to(-(-len(found.rows) // size))
     begin, end = found.spans[:, 0], found.spans[:, 1]
     stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
     return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
 
 
 def _pairs(relation: RelationViews) -> Pairs:
-    """List the edges by offset, from the table where there is one."""
+    """List the edges by offset, from the table if there is one."""
     if relation.is_identity and relation.n_out:
         rows = sorted_rows(relation).rows  # in order
         rows = mx.contiguous(mx.broadcast_to(rows[:, None], (len(rows), 2)))
-        return Pairs(rows, up_to(len(rows))[None])
-    volume, n, edges = relation.volume, relation.n_out, relation.n_edges
+        return Pairs(rows, _up_to(len(rows))[None])
+    volume, n, total = relation.volume, relation.n_out, relation.n_edges
     if n * relation.n_in == 0 or relation.lists_edges:
         rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
         if volume == 1:
-            return Pairs(rows, up_to(len(rows))[None])
+            return Pairs(rows, _up_to(len(rows))[None])
         return Pairs(rows, mx.stack([starts[:-1], starts[1:]], axis=1))
-    offsets, total = volume, edges
+    offsets = volume
     if relation.mirrored and volume > 1:
-        # A row has at most itself by the offset in the middle, if there is one.
+        # The offset in the middle, if there is one, leads each row to itself.
         offsets = (volume + 1) // 2
-        total = (edges + n * (volume % 2)) // 2
+        total = (total + n * (volume % 2)) // 2
     made = listed(relation.out_in, band_counts(relation), 2, offsets, total)
     if volume == 1:
-        return Pairs(made[0], up_to(len(made[0]))[None])
+        return Pairs(made[0], _up_to(len(made[0]))[None])
     rows, spans, turned, *firsts = made
     return Pairs(rows, spans, turned, tuple(firsts))
 
 
-def up_to(end: int) -> mx.array:
-    """Return (2,) int32 of 0 and ``end``, a part of more.
+def _up_to(end: int) -> mx.array:
+    """Return (2,) int32 of 0 and ``end``, a part of a larger array.
 
-    Made on the device: memory that MLX takes for an array from the host may be the
-    device's, and is copied first. Arrays of up to 8 bytes it has in a pool that its CPU
-    stream shares, and one that was just computed has been seen as zeros.
+    Made on the device: MLX may take the memory of an array from the host for the
+    device's, and copies it first. MLX keeps arrays of up to 8 bytes in a pool that its
+    CPU stream shares: one that was just computed has been seen as zeros.
     """
     made = mx.arange(0, 4 * end, end, dtype=mx.int32) if end else mx.zeros(4, mx.int32)
     return made[:2]

@@ -1,14 +1,14 @@
-"""Rows of two arrays side by side on GPUs, and apart again: one launch each.
+"""Rows of two arrays side by side on GPUs, apart again, and filled up with zeros.
 
-MLX copies each array by itself, and a part of rows once for every kernel that reads it.
+One launch each: MLX copies each array by itself, copies a part of rows once for every
+kernel that reads it, and pads by a fill and a copy.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import lru_cache
-from math import gcd
+from math import gcd, prod
 
 import mlx.core as mx
 
@@ -17,59 +17,39 @@ from ..dtypes import FLOATS
 from .dispatch_bounds import ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
 from .gpu_reductions import GATHER_SUM
-from .kernel_launches import THREADS
+from .kernel_launches import THREADS, blocks_for
 
 DTYPES = *FLOATS, mx.int8
-CUDA_FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"
+_CUDA_FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"
 _BLOCK_BYTES = 32768  # of the joined rows, in a block on CUDA
-JOIN = Interface(
+_JOIN, _SPLIT, _FILL = "join_channels", "split_channels", "fill_lines"
+_JOINED = Interface(
     "JoinChannels",
     ("a", "b"),
     ("y",),
     (("rows", "a_shape[0]"), ("c_a", "a_shape[1]"), ("c_b", "b_shape[1]")),
 )
-_SPLIT_SIZES = (
-    ("rows", "y_shape[0]"),
-    ("c_a", "cut_shape[1]"),
-    ("c_b", "y_shape[1] - cut_shape[1]"),
-)
-SPLIT = Interface("SplitChannels", ("y",), ("a", "b"), _SPLIT_SIZES)
-# On CUDA the shape of an input, of which nothing is read, says where rows are cut.
-CUDA_SPLIT = Interface("SplitChannels", ("y", "cut"), ("a", "b"), _SPLIT_SIZES)
-FILL = Interface(
+_SIZES = ("rows", "y_shape[0]"), ("c_a", "cut_shape[1]")
+_SIZES = *_SIZES, ("c_b", "y_shape[1] - cut_shape[1]")
+_FILLED = Interface(
     "FillLines",
     ("a",),
     ("y",),
-    tuple(
-        (name, f"a_shape[{i}]") for i, name in enumerate(("outer", "lines", "inner"))
-    ),
+    (("outer", "a_shape[0]"), ("lines", "a_shape[1]"), ("inner", "a_shape[2]")),
 )
-
-
-@dataclass(frozen=True, eq=False)  # one object each: a key of caches
-class Moves:
-    """What a launch does: two parts become a whole, or the whole two parts.
-
-    Attributes:
-        symbol: of its kernels.
-        metal, cuda: how they are called.
-        joins: whether parts become a whole.
-    """
-
-    symbol: str
-    metal: Interface
-    cuda: Interface
-    joins: bool
-
-    def shapes(self, sizes: tuple[int, int, int]) -> list[tuple[int, int]]:
-        """Return those of what is made, of rows and the channels of both parts."""
-        rows, c_a, c_b = sizes
-        return [(rows, c_a + c_b)] if self.joins else [(rows, c_a), (rows, c_b)]
-
-
-JOINS = Moves("join_channels", JOIN, JOIN, joins=True)
-SPLITS = Moves("split_channels", SPLIT, CUDA_SPLIT, joins=False)
-_BOTH = JOINS, SPLITS
+_FACES = {
+    METAL: {
+        _JOIN: _JOINED,
+        _SPLIT: Interface("SplitChannels", ("y",), ("a", "b"), _SIZES),
+    },
+    # On CUDA the shape of `cut`, whose values are not read, says where to cut rows.
+    CUDA: {
+        _JOIN: _JOINED,
+        _SPLIT: Interface("SplitChannels", ("y", "cut"), ("a", "b"), _SIZES),
+        _FILL: _FILLED,
+    },
+}
+Launch = Callable[[list[mx.array]], list[mx.array]]
 
 
 class GpuJoins:
@@ -98,13 +78,39 @@ class GpuJoins:
     def join(self, a: mx.array, b: mx.array) -> mx.array:
         """Return (N, C_a + C_b) of what ``takes``."""
         sizes = len(a), a.shape[1], b.shape[1]
-        return _launcher(self.backend, JOINS, sizes, a.dtype)([a, b])[0]
+        return _launcher(self.backend, _JOIN, sizes, a.dtype)([a, b])[0]
 
     def split(self, y: mx.array, c_a: int) -> list[mx.array]:
         """Return (N, c_a) and (N, C - c_a) of rows that were joined."""
         sizes = len(y), c_a, y.shape[1] - c_a
         given = [y] if self.backend == METAL else [y, _cut(c_a)]
-        return _launcher(self.backend, SPLITS, sizes, y.dtype)(given)
+        return _launcher(self.backend, _SPLIT, sizes, y.dtype)(given)
+
+
+def zero_padded(array: mx.array, axis: int, multiple: int) -> mx.array:
+    """Return the array with zeros up to a multiple of channels; itself if it fits."""
+    short = -array.shape[axis] % multiple
+    if not short:
+        return array
+    widths = [(0, 0)] * array.ndim
+    widths[axis] = (0, short)
+    return mx.pad(array, widths)
+
+
+def padded(array: mx.array, axis: int, multiple: int) -> mx.array:
+    """Return ``zero_padded`` by one launch on CUDA."""
+    axis, short = axis % array.ndim, -array.shape[axis] % multiple
+    if not short or not array.size or array.dtype not in DTYPES:
+        return zero_padded(array, axis, multiple)
+    shape = array.shape
+    if axis == array.ndim - 1 and axis:
+        rows = array.reshape(-1, shape[-1])
+        sizes = *rows.shape, short
+        (rows,) = _launcher(CUDA, _JOIN, sizes, array.dtype, has_b=False)([rows])
+        return rows.reshape(*shape[:-1], shape[-1] + short)
+    lines = prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
+    (y,) = _filling(lines, array.dtype, multiple)([array.reshape(lines)])
+    return y.reshape(*shape[:axis], y.shape[1], *shape[axis + 1 :])
 
 
 @lru_cache(maxsize=256)
@@ -114,63 +120,66 @@ def _cut(c_a: int) -> mx.array:
 
 @lru_cache(maxsize=1024)
 def _launcher(
-    backend: str, moves: Moves, sizes: tuple[int, int, int], dtype: mx.Dtype
-) -> Callable[[list[mx.array]], list[mx.array]]:
-    if backend != METAL:
-        return cuda_launcher(moves, sizes, dtype)
-    rows, c_a, c_b = sizes
-    wide, kernel = 16 // dtype.size, _metal_kernel(moves, dtype)
-    given = (True,) * len(kernel.interface.inputs)
-    outputs = [(shape, dtype) for shape in moves.shapes(sizes)]
-    grid = ceil_div(c_a, wide) + ceil_div(c_b, wide), rows
-    return kernel.launcher(given, outputs, grid, rows=rows, c_a=c_a, c_b=c_b)
+    backend: str,
+    symbol: str,
+    sizes: tuple[int, int, int],
+    dtype: mx.Dtype,
+    has_b: bool = True,
+) -> Launch:
+    """Return what joins or splits (rows, channels of a, channels of b).
 
-
-def cuda_launcher(
-    moves: Moves, sizes: tuple[int, int, int], dtype: mx.Dtype, *, has_b: bool = True
-) -> Callable[[list[mx.array]], list[mx.array]]:
-    """Return what launches a kernel on CUDA.
-
-    Args:
-        moves: ``JOINS`` or ``SPLITS``.
-        sizes: rows, and channels of both parts.
-        dtype: of all of them.
-        has_b: whether the second part is an input, and not zeros.
+    ``has_b``: whether the second part is an input, and not zeros.
     """
-    rows, c_a, c_b = sizes
-    each, channels = gcd(c_a, c_b, 16 // dtype.size), c_a + c_b
+    (rows, c_a, c_b), wide = sizes, 16 // dtype.size
+    outputs = [((rows, c_a + c_b), dtype)]
+    if symbol == _SPLIT:
+        outputs = [((rows, c_a), dtype), ((rows, c_b), dtype)]
+    if backend == METAL:
+        kernel = _kernel(METAL, symbol, (("T", dtype),))
+        given = (True,) * len(kernel.interface.inputs)
+        grid = ceil_div(c_a, wide) + ceil_div(c_b, wide), rows
+        return kernel.launcher(given, outputs, grid, rows=rows, c_a=c_a, c_b=c_b)
+    each, channels = gcd(c_a, c_b, wide), c_a + c_b
     # A power of two, so that there are few kernels.
     fitting = max(1, _BLOCK_BYTES // (channels * dtype.size))
     block = 1 << fitting.bit_length() - 1
     template = ("T", dtype), ("EACH", each), ("BLOCK_ROWS", block)
-    kernel = _cuda_kernel(moves, template, () if has_b else (("c_b", c_b),))
-    outputs = [(shape, dtype) for shape in moves.shapes(sizes)]
+    kernel = _kernel(CUDA, symbol, template, () if has_b else (("c_b", c_b),))
     grid = (ceil_div(rows, block) * THREADS,)
     return kernel.launcher((True, has_b), outputs, grid, (THREADS,))
 
 
-@lru_cache(maxsize=16)
-def _metal_kernel(moves: Moves, dtype: mx.Dtype) -> GpuKernel:
-    return GpuKernel(
-        METAL,
-        moves.symbol,
-        ("table_reductions", "join_channels"),
-        moves.metal,
-        (("T", dtype),),
-        place="thread_position_in_grid.xy",
-        also=(GATHER_SUM, *(each.metal for each in _BOTH if each is not moves)),
-    )
+@lru_cache(maxsize=1024)
+def _filling(shape: tuple[int, int, int], dtype: mx.Dtype, multiple: int) -> Launch:
+    """Return what appends lines of zeros up to a multiple: (outer, lines, inner)."""
+    outer, lines, inner = shape
+    each, whole = gcd(inner, 16 // dtype.size), ceil_div(lines, multiple) * multiple
+    template = ("T", dtype), ("EACH", each), ("MULTIPLE", multiple)
+    grid = (blocks_for(outer * whole * inner // each) * THREADS,)
+    made = ((outer, whole, inner), dtype)
+    return _kernel(CUDA, _FILL, template).launcher((True,), [made], grid, (THREADS,))
 
 
 @lru_cache(maxsize=256)
-def _cuda_kernel(moves: Moves, template: tuple, sizes: tuple) -> GpuKernel:
+def _kernel(backend: str, symbol: str, template: tuple, sizes: tuple = ()) -> GpuKernel:
+    faces = _FACES[backend]
+    also = tuple(face for name, face in faces.items() if name != symbol)
+    if backend == METAL:
+        files, place = (
+            ("table_reductions", "join_channels"),
+            "thread_position_in_grid.xy",
+        )
+        also = GATHER_SUM, *also
+    else:
+        files, place = _CUDA_FILES, ""
     return GpuKernel(
-        CUDA,
-        moves.symbol,
-        CUDA_FILES,
-        moves.cuda,
+        backend,
+        symbol,
+        files,
+        faces[symbol],
         template,
-        also=(*(each.cuda for each in _BOTH if each is not moves), FILL),
+        place,
+        also=also,
         sizes=sizes,
-        arguments=tuple((name, "") for name in moves.cuda.inputs if name == "cut"),
+        arguments=(("cut", ""),) if "cut" in faces[symbol].inputs else (),
     )

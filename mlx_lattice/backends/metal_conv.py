@@ -15,19 +15,19 @@ from ..routes.plan import IN_TILES, Plan, Proof
 from . import dispatch_bounds, metal_weight_grad
 from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel
-from .gpu_segments import pieces
+from .gpu_reductions import GpuReductions, pieces
 from .kernel_launches import fitting_threadgroup
-from .metal_counts import table_multiply_adds
-from .metal_plans import (
+from .metal_tiles import (
     PER_EDGE,
+    PROOF_TAIL,
     dispatched,
     kernel,
+    matrix_dtype,
     products,
     strides,
     table,
+    table_multiply_adds,
 )
-from .metal_reductions import sum_segments
-from .metal_tiles import PROOF_TAIL, matrix_dtype
 from .runners import per_row
 from .signatures import PER_ROW, PER_ROW_OF_EDGES, copied, packed
 
@@ -57,7 +57,7 @@ def _cut_rows(relation: Relation) -> tuple[mx.array, mx.array]:
 def _in_pieces(plan, relation, x, w, bias):
     """Return y by float32 sums of pieces of rows, added in order."""
     sums = per_row(plan, relation, x, w, None)
-    y = sum_segments(sums, _cut_rows(relation)[1])
+    y = GpuReductions(METAL).sum_segments(sums, _cut_rows(relation)[1])
     return (y if bias is None else y + bias).astype(x.dtype)
 
 
@@ -79,7 +79,7 @@ def _by_rows(
         grid: returns the threads for so many rows.
         limit: multiply-adds of a dispatch.
         most: the most edges of a row; by default all have the same.
-        facts: what differs from a plan over the neighbour table.
+        facts: fields that differ from a plan over the neighbour table.
     """
     edge = p.c_in // p.groups * p.c_out
     most = None if most is None else most * edge
@@ -125,7 +125,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     edges, most, out = p.edges_at_most, SEGMENT_CUTS["longest"], dtype
     facts = {"view": "output_csr", "read": _output_csr, "reads_stored": True}
     if edges > most:
-        # Rows have any number of edges; one thread would add up those of long ones.
+        # A row may have many edges, which one thread would add up.
         most, out = SEGMENT_CUTS["piece"], mx.float32
         sums = p.rows_written + ceil_div(edges, most), p.channels[1]
         facts |= {"read": _pieces, "run": _in_pieces, "partials": sums}
@@ -135,29 +135,22 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     return _by_rows(p, name, gpu, grid, limit, min(edges, most), **facts)
 
 
-def vec4(p: Problem, device: Device) -> Plan:
-    """Plan vec4: a thread has four rows of four channels."""
-    template = {"WIDE": p.c_in % 4 == 0, "TRANSPOSED": p.rows_are_summed}
-    gpu = kernel("vec4", ("vec4",), PER_ROW, **template)
-
-    def grid(rows: int) -> tuple[int, ...]:
-        return p.c_out // 4, ceil_div(rows, VEC4_ROWS)
-
+def _by_table(p: Problem, name: str, rows: int, across: int, **template: bool) -> Plan:
+    """Plan a thread for so many rows of four channels, ``across`` of them a row."""
+    gpu = kernel(name, (name,), PER_ROW, **template, TRANSPOSED=p.rows_are_summed)
     limit = dispatch_limit("multiply_adds")
     facts = {"most": p.volume, "reads_stored": True}
-    return _by_rows(p, "vec4", gpu, grid, limit, **facts)
+    return _by_rows(p, name, gpu, lambda n: (across, ceil_div(n, rows)), limit, **facts)
+
+
+def vec4(p: Problem, device: Device) -> Plan:
+    """Plan vec4: a thread has four rows of four channels."""
+    return _by_table(p, "vec4", VEC4_ROWS, p.c_out // 4, WIDE=p.c_in % 4 == 0)
 
 
 def fp16_gather(p: Problem, device: Device) -> Plan:
     """Plan fp16_gather: a thread has two rows of four channels."""
-    gpu = kernel("fp16_gather", ("fp16_gather",), PER_ROW, TRANSPOSED=p.rows_are_summed)
-
-    def grid(rows: int) -> tuple[int, ...]:
-        return ceil_div(p.channels[1], 4), ceil_div(rows, HALF_ROWS)
-
-    limit = dispatch_limit("multiply_adds")
-    facts = {"most": p.volume, "reads_stored": True}
-    return _by_rows(p, "fp16_gather", gpu, grid, limit, **facts)
+    return _by_table(p, "fp16_gather", HALF_ROWS, ceil_div(p.channels[1], 4))
 
 
 def depthwise(p: Problem, device: Device) -> Plan:
@@ -270,7 +263,7 @@ def _add_edges(plan, relation, x, w, bias):
     edges, sizes, parts = relation.edges, dict(plan.sizes), []
     out = [((relation.n_out, plan.problem.channels[1]), mx.float32)]
     for d in plan.dispatches:
-        # Where edges were not counted before, the plan has room for the most.
+        # If edges were not counted, the plan has room for the most.
         count = min(d.count, len(edges) - d.first)
         if count > 0:
             inputs, grid = [x, w, edges], (d.grid[0], count)

@@ -1,8 +1,4 @@
-"""How tiles of sorted rows on Metal are planned: order, sizes, dispatches.
-
-Every number comes from ``thresholds``; nothing here launches a kernel but
-``tiles``.
-"""
+"""How contractions on Metal are cut: tiles of sorted rows, kernels, dispatches."""
 
 from __future__ import annotations
 
@@ -12,13 +8,132 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..devices import Device
+from ..devices import METAL, Device
+from ..dtypes import DTYPES, dtype_name
+from ..geometry.curves import used_by_blocks
+from ..problem import Problem
 from ..relation import Relation
 from ..routes import thresholds
+from ..routes.plan import Dispatch, Plan
 from ..routes.thresholds import TileShape
 from . import dispatch_bounds, registry
 from .dispatch_bounds import ceil_div, cuts
-from .metal_views import LANES, ordered_table
+from .gpu_kernel import GpuKernel, Interface, Value
+from .metal_geometry import LANES, ordered_table
+from .signatures import (
+    ADD_SPLITS,
+    PER_ROW,
+    SORTED_TILES,
+    W_GROUP,
+    W_OFFSET,
+    W_ROW,
+    WEIGHT_GRAD,
+    finishing,
+    kept,
+    rounded_up,
+    weight_strides,
+)
+
+# A contraction over edges, each added to its row of y: a dispatch has the edges from
+# `first` on.
+PER_EDGE = Interface(
+    "PerEdge",
+    ("x", "w", "edges"),
+    ("y",),
+    tuple((name, "0") for name in ("first", "c_x", "c_y", W_OFFSET, W_ROW)),
+)
+# Structs of sizes: a file's functions may name those of another interface.
+_STRUCTS = PER_ROW, SORTED_TILES, WEIGHT_GRAD, ADD_SPLITS, PER_EDGE
+# Where a thread is, and one of a kernel with threadgroup memory.
+_THREAD = "thread_position_in_grid.xy"
+TILE_PLACE = (
+    "threadgroup_position_in_grid, int(simdgroup_index_in_threadgroup), "
+    "int(thread_index_in_simdgroup)"
+)
+
+
+def kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    interface: Interface,
+    memory: str = "",
+    place: str = "",
+    **template: Value,
+) -> GpuKernel:
+    """Return a kernel of ``metal/``.
+
+    Args:
+        symbol: the function.
+        files: its sources, in the order in which they need each other.
+        interface: how it is called.
+        memory: C++ of its floats of threadgroup memory, if any.
+        place: its last arguments; by default a thread's place, or TILE_PLACE for a
+            kernel with threadgroup memory.
+        **template: its template arguments, in order.
+    """
+    return kept(
+        GpuKernel(
+            METAL,
+            symbol,
+            files,
+            interface,
+            tuple(template.items()),
+            place=place or (TILE_PLACE if memory else _THREAD),
+            memory=memory,
+            also=_STRUCTS,
+            atomic=interface is PER_EDGE,
+        )
+    )
+
+
+def adding(dtype, **after: Value) -> GpuKernel:
+    """Return the kernel that adds splits, in order, to a result of a dtype.
+
+    ``after`` are the template arguments of an epilogue.
+    """
+    files = "matrix_tiles", "epilogue", "add_splits"
+    return kernel("add_splits", files, finishing(ADD_SPLITS), T=dtype, **after)
+
+
+def dispatched(
+    count: int,
+    work: int,
+    limit: int,
+    grid: Callable[[int], tuple[int, ...]],
+    most: int | None = None,
+) -> tuple[Dispatch, ...]:
+    """Return the dispatches of ``count`` units; see ``dispatch_bounds.cuts``.
+
+    ``grid(units)`` returns the threads for so many units.
+    """
+    slices = cuts(count, work, limit, most)
+    return tuple(Dispatch(first, units, grid(units)) for first, units in slices)
+
+
+def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
+    """Return where a weight of a layout stands, as the interface names it.
+
+    Packed weights have a kernel's own layout: zeros.
+    """
+    places = W_OFFSET, W_ROW, W_GROUP
+    names = [name for name, _ in interface.sizes if name in places]
+    c_in = p.c_in // p.groups
+    given = weight_strides(layout, p.volume, c_in, p.c_out, p.groups)
+    packed = "w" not in interface.inputs
+    return {name: 0 if packed else given[name] for name in names}
+
+
+def products(p: Problem, matrices: mx.Dtype) -> str:
+    """Return the words for matrices of another type than the features'."""
+    if matrices == DTYPES[p.dtype]:
+        return ""
+    return f"{p.dtype} as {dtype_name(matrices)}"
+
+
+def table(relation: Relation) -> tuple:
+    """Return what a kernel reads of a relation's neighbour table."""
+    return (relation.out_in,)
+
 
 TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
 WIDTHS = (128, 64, 32, 16)
@@ -34,12 +149,8 @@ PROOF_TAIL = 13
 def tile_order(relation: Relation, region: int) -> mx.array:
     """Return the (N,) int32 rows region by region, in each by Gray rank of their mask.
 
-    Regions are rows in succession, which lie near one another where rows are sorted.
-    Works on any machine.
-
-    Args:
-        relation: has a neighbour table.
-        region: rows of a region.
+    Regions of so many rows are rows in succession, which lie near one another if rows
+    are sorted. Works on any machine; the relation has a neighbour table.
     """
     region = min(region, relation.n_out)
     return relation.view(
@@ -54,12 +165,7 @@ def tile_table(relation: Relation, region: int) -> mx.array:
 
 
 def tiles(relation: Relation, region: int) -> tuple[mx.array, mx.array, mx.array]:
-    """Return the table in ``tile_order``, that order, a mask for every eight rows.
-
-    Args:
-        relation: has a neighbour table.
-        region: rows of a region.
-    """
+    """Return the table in ``tile_order``, that order, a mask for every eight rows."""
     region = min(region, relation.n_out)
 
     def build() -> tuple[mx.array, mx.array, mx.array]:
@@ -135,18 +241,17 @@ def sorted_tile(
     channels: tuple[int, int],
     volume: int,
     item: int,
-    narrowest: int,
     device: Device,
     matrices: Matrices,
 ) -> SortedTile:
     """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
 
-    edges: of the rows, or as many as there may be.
+    ``edges`` are those of the rows, or as many as there may be.
     """
     c_x, c_y = channels
     slices = channel_slices(c_x * item, device)
     row_bytes = ceil_div(c_x * item, slices)
-    columns = tile_columns(c_y, row_bytes, volume, narrowest, device)
+    columns = tile_columns(c_y, row_bytes, volume, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
     shape = tile_shape(columns, matrices, device)
     region = thresholds.region_rows(row_bytes, device)
@@ -224,7 +329,7 @@ def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) 
     """Return into how many partial sums too few threadgroups are cut.
 
     As many as take the least time: a GPU half full takes twice as long for the
-    products, and every split's sums are written and read.
+    products, and the sums of each split are written and read.
 
     Args:
         groups: threadgroups of four simdgroups.
@@ -248,21 +353,13 @@ def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) 
     return min(range(1, max(1, min(filling // groups, most)) + 1), key=seconds)
 
 
-def tile_columns(
-    c_y: int, row_bytes: int, volume: int, narrowest: int, device: Device
-) -> int:
+def tile_columns(c_y: int, row_bytes: int, volume: int, device: Device) -> int:
     """Return the columns of a tile: as many as waste little and stay in cache.
 
-    Args:
-        c_y: channels written.
-        row_bytes: of a feature row, or of its slice.
-        volume: K.
-        narrowest: the least that a kernel has.
-        device: whose tiles.
+    ``row_bytes`` are those of a feature row, or of its slice.
     """
-    widths = [w for w in WIDTHS if w >= narrowest]
-    least = min(ceil_div(c_y, w) * w for w in widths)
-    fitting = [w for w in widths if 3 * ceil_div(c_y, w) * w <= 4 * least]
+    least = min(ceil_div(c_y, w) * w for w in WIDTHS)
+    fitting = [w for w in WIDTHS if 3 * ceil_div(c_y, w) * w <= 4 * least]
     cached = thresholds.value(thresholds.CACHED_WEIGHTS, device)
     return next(
         (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
@@ -280,8 +377,8 @@ def channel_slices(row_bytes: int, device: Device) -> int:
 def tiles_together(weight_bytes: int, region: int, device: Device) -> int:
     """Return how many tiles of rows pass a column of tiles before the next column.
 
-    One, where all weights stay in cache; else those of a region, so that the weights of
-    a column stay, and as much of the region's features as fits.
+    One, if all weights stay in cache; else those of a region, so that the weights of a
+    column stay, and as much of the region's features as fits.
     """
     if weight_bytes <= thresholds.value(thresholds.CACHED_WEIGHTS, device):
         return 1
@@ -293,8 +390,7 @@ def tile_dispatches(
 ) -> tuple[list[tuple[int, int]], bool]:
     """Return the (first, length) tiles of each dispatch, and whether rows are placed.
 
-    Rows of whole regions are those of the output in succession, which is then written
-    in place.
+    Whole regions have rows of the output in succession, which is written in place.
 
     Args:
         rows: to be written.
@@ -317,3 +413,56 @@ def matrix_dtype(dtype: str, device: Device) -> str:
     if dtype != "bfloat16":
         return dtype
     return thresholds.value(thresholds.BFLOAT_MATRICES, device)
+
+
+# A product of simdgroup matrices, and one of TensorOps: rows, depth, columns.
+EIGHTS, TENSOR = (BLOCK_ROWS, 8, 8), (16, 16, 32)
+
+
+def sorted_multiply_adds(
+    plan: Plan,
+    relation: Relation | None,
+    *,
+    product: tuple[int, int, int],
+    region: int,
+) -> int | None:
+    """Return the multiply-adds of tiles over rows sorted in regions.
+
+    ``product``: rows, depth and columns of a product of matrices.
+    """
+    if relation is None:
+        return None
+    over = relation.T if plan.problem.transposed else relation
+    return _blocks(plan, tile_table(over, region), product)
+
+
+def table_multiply_adds(plan: Plan, relation: Relation | None) -> int | None:
+    """Return the multiply-adds of tiles over rows in their own order."""
+    if relation is None:
+        return None
+    over = relation.T if plan.problem.transposed else relation
+    return _blocks(plan, over.out_in, EIGHTS)
+
+
+def _blocks(plan: Plan, table: mx.array, product: tuple[int, int, int]) -> int:
+    """Return the multiply-adds of blocks of rows with an edge of an offset."""
+    c_x, c_y = plan.problem.channels
+    blocks = mx.sum(used_by_blocks(table >= 0, product[0])).item()
+    return (
+        blocks * product[0] * rounded_up(c_x, product[1]) * rounded_up(c_y, product[2])
+    )
+
+
+def edge_multiply_adds(
+    plan: Plan, relation: Relation | None, *, product: tuple[int, int, int]
+) -> int | None:
+    """Return the multiply-adds of a weight gradient by tiles; ``product`` as above."""
+    if relation is None:
+        return None
+    p, depth, edges = plan.problem, product[1], relation.edges
+    ends = [p.n_out * split // plan.splits for split in range(1, plan.splits + 1)]
+    split = mx.searchsorted(mx.array(ends), edges[:, 1], "right").astype(mx.int32)
+    counts = mx.zeros((plan.splits * p.volume,), dtype=mx.int32)
+    counts = counts.at[split * p.volume + edges[:, 2]].add(1)
+    padded = depth * mx.sum((counts + (depth - 1)) // depth).item()
+    return padded * rounded_up(p.c_in, product[0]) * rounded_up(p.c_out, product[2])

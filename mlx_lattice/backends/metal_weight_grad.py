@@ -1,7 +1,7 @@
 """Weight gradients on Metal: a planner for each route.
 
 dW[k] is a sum over the edges of an offset. They are cut into splits, which depend on
-sizes only, and are added in order: the bits are the same on every run.
+sizes only and are added in order: the bits are the same on every run.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -22,18 +23,112 @@ from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
 from .gpu_kernel import GpuKernel, Value
 from .kernel_launches import fitting_threadgroup
-from .metal_counts import EIGHTS, TENSOR, edge_multiply_adds
-from .metal_grad_tiles import grad_cut, grad_tile, tensor_grad_tile
-from .metal_plans import TILE_PLACE, adding, kernel, products
+from .metal_geometry import LANES
 from .metal_tiles import (
+    EIGHTS,
     PROOF_TAIL,
+    TENSOR,
+    TENSOR_HEIGHTS,
     TENSOR_WIDTH,
     THREADS,
+    TILE_PLACE,
+    adding,
+    edge_multiply_adds,
+    kernel,
     matrix_dtype,
+    products,
 )
-from .metal_views import LANES
 from .runners import edges_to_weight_grad
 from .signatures import WEIGHT_GRAD
+
+GRAD_HEIGHTS, GRAD_WIDTHS = (16, 32, 64, 128), (16, 32, 64)
+
+
+def grad_tile(c_in: int, c_out: int) -> tuple[int, int]:
+    """Return the smallest tile of dW[k] that holds the channels, or the largest."""
+    high = next(t for t in GRAD_HEIGHTS if t >= min(c_in, GRAD_HEIGHTS[-1]))
+    return high, next(t for t in GRAD_WIDTHS if t >= min(c_out, GRAD_WIDTHS[-1]))
+
+
+def tensor_grad_tile(c_in: int, c_out: int) -> tuple[int, int, int]:
+    """Return the tile of dW[k] through TensorOps, and the rows of a simdgroup of it.
+
+    Two simdgroups have more than 64 rows, and tiles share the rows evenly.
+    """
+    tiles = ceil_div(c_in, 2 * TENSOR_HEIGHTS[0])
+    down = 1 if c_in <= TENSOR_HEIGHTS[0] else 2
+    tall = 16 * ceil_div(c_in, 16 * tiles * down)
+    return tall * down, TENSOR_WIDTH * min(2, ceil_div(c_out, TENSOR_WIDTH)), tall
+
+
+class GradCut(NamedTuple):
+    """How the work of a weight gradient is cut.
+
+    Attributes:
+        splits: ranges of output rows, whose sums are added.
+        sliced: whether all offsets of a range take a tile of the side with more
+            channels before the next one, so that the range's features need not stay in
+            cache but for those of such tiles.
+    """
+
+    splits: int
+    sliced: bool = False
+
+
+def grad_cut(
+    edges: int,
+    longest: int,
+    features: int,
+    shape: tuple[int, ...],
+    tile: tuple[int, int],
+    item: int,
+    device: Device,
+) -> GradCut:
+    """Return into how many ranges of output rows the edges are cut, and their order.
+
+    Enough ranges to fill the GPU evenly. Of the cuts by which the features of a range,
+    of a slice of it, or of one offset stay in cache, the one that moves the fewest
+    bytes, partial sums included.
+
+    Args:
+        edges: of all offsets.
+        longest: the most edges that one offset may have.
+        features: bytes of both sides.
+        shape: (K, C_in, C_out).
+        tile: rows and columns of a tile of dW[k].
+        item: bytes of an element.
+        device: whose tiles.
+    """
+    volume, c_in, c_out = shape
+    tiles = ceil_div(c_in, tile[0]) * ceil_div(c_out, tile[1])
+    cached = thresholds.value(thresholds.CACHED_FEATURES, device)
+    gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
+    # One offset's tiles pass the side with fewer channels first, which has to stay in
+    # cache, at an edge a row.
+    staying = features * min(c_in, c_out) // (c_in + c_out)
+    together, apart = ceil_div(features, cached), ceil_div(staying, cached)
+    least = features + together * partial
+    if gathered + apart * partial < least:
+        together, least = apart, gathered + apart * partial
+    # The slice before is still held while the next one comes; and the list of edges.
+    wide, high = (c_out, tile[1]) if c_in <= c_out else (c_in, tile[0])
+    window = staying + 2 * (features - staying) * min(high, wide) // wide + 12 * edges
+    slices = ceil_div(window, thresholds.value(thresholds.CACHED_WINDOW, device))
+    sliced = wide > 2 * high and features + slices * partial < least
+    together = slices if sliced else together
+    filling = thresholds.value(thresholds.GRAD_FILLING, device) * device.cores
+    # Offsets have up to three times the edges of the mean one. No range of an offset
+    # may take more than its share of the work of a threadgroup's place on the GPU.
+    share = thresholds.value(thresholds.LONGEST_RANGE, device)
+    even = ceil_div(filling * longest, max(1, int(share * edges * tiles)))
+    filling = max(filling // (volume * tiles), even)
+    # Edges that make a split worth its partial sums, which stay within 8 times the
+    # features.
+    worth = ceil_div(edges, volume * thresholds.value(thresholds.SPLIT_EDGES, device))
+    most = min(worth, 16 * features // partial)
+    splits = max(1, min(max(filling, together), most))
+    return GradCut(splits, sliced and splits == together)
+
 
 GROUPED = "matrix_tiles", "grouped_gemm"
 TENSOR_FILES = (
@@ -62,7 +157,7 @@ def _rounds(
     most: int | None = None,
     together: int = 1,
 ) -> tuple[Dispatch, ...]:
-    """Return the dispatches of a weight gradient; splits of a round are held together.
+    """Return the dispatches of a weight gradient.
 
     Args:
         rounds: (first, count) splits that are added together.
@@ -128,7 +223,7 @@ def _by_threads(
         files: of the kernel.
         high: inputs of a thread, which has four outputs.
         groups: groups of outputs that a thread may not cross.
-        bound: what an edge's multiply-adds are counted as: a kind of dispatch limit.
+        bound: how multiply-adds are counted: a kind of dispatch limit.
     """
     c_in, dtype, edges = p.c_in // p.groups, DTYPES[p.dtype], p.edges_at_most
     blocks, elements = ceil_div(c_in, high), p.volume * c_in * p.c_out
@@ -190,12 +285,7 @@ def _by_tiles(
 ) -> Plan:
     """Return the plan of matrix tiles over ranges of rows, as small as channels allow.
 
-    Args:
-        p: the facts.
-        device: whose tiles.
-        name: the route.
-        files: that hold its kernel.
-        product: rows, depth and columns of a product of matrices.
+    ``product``: rows, depth and columns of a product of matrices.
     """
     tall = 0
     if product == TENSOR:
@@ -209,7 +299,7 @@ def _by_tiles(
     splits, own = cut.splits, {"TALL": tall}
     if not tall:
         own = {"M": DTYPES[matrix_dtype(p.dtype, device)]}
-    # A dispatch of such an order has whole ranges.
+    # A dispatch that goes slice by slice has whole ranges.
     work = edges[0] * p.c_in * p.c_out // splits
     sliced = cut.sliced and work <= dispatch_bounds.matrix_limit(device)
     last = {**own, "FAR": _is_far(p, splits), "SLICED": sliced}
@@ -237,16 +327,16 @@ def _as_cut(
     splits: int,
     product: tuple[int, int, int],
 ) -> Plan:
-    """Return the plan of such tiles in so many splits; the rest is as above.
+    """Return the plan of such tiles in so many splits.
 
-    ``last`` are the template's last arguments. TALL is one of TensorOps, which stage
+    ``last`` are the template's last arguments. TALL belongs to TensorOps, which stage
     nothing: the rows of a simdgroup.
     """
     dtype, edges = DTYPES[p.dtype], p.edges_at_most
     limit, (high, wide) = dispatch_bounds.matrix_limit(device), tile
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     work = edges * p.c_in * p.c_out
-    # Partials are added to the sum of those before: few are held at a time.
+    # Partial sums are added to the sum before, so that few are alive at a time.
     most = thresholds.value(thresholds.PARTIAL_BYTES, device)
     held = ceil_div(splits * p.volume * p.c_in * p.c_out * 4, most)
     dispatches = _rounds(

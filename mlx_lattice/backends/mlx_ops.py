@@ -17,7 +17,7 @@ from ..relation import Relation
 from ..routes.needs import im2col_bytes
 from ..routes.plan import MLX, UNPACKED_ONCE, Plan, Planner
 from .availability import serves
-from .cuda_unpack import unpacked_weights
+from .cuda_conv import unpacked_weights
 
 
 def grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:

@@ -13,18 +13,16 @@ from .availability import serves
 from .cpu_geometry import CpuGeometry
 from .cpu_norms import CpuNorms
 from .cpu_reductions import CpuReductions
-from .cuda_column_sums import CudaColumnSums
 from .cuda_geometry import CudaGeometry
-from .cuda_reductions import CudaReductions
-from .cuda_row_norms import CudaRowNorms
+from .cuda_norms import CudaColumnSums, CudaRowNorms
 from .gpu_heads import GpuHeads
 from .gpu_joins import GpuJoins
 from .gpu_norms import GpuNorms
 from .gpu_patches import GpuPatches
 from .gpu_points import GpuPoints
+from .gpu_reductions import GpuReductions
 from .gpu_updates import GpuUpdates
 from .metal_geometry import MetalGeometry
-from .metal_reductions import MetalReductions
 from .mlx_geometry import MlxGeometry
 from .mlx_reductions import MlxReductions
 from .norms_protocol import Norms
@@ -39,8 +37,8 @@ GEOMETRY: dict[str, Geometry] = {
 }
 REDUCTIONS: dict[str, Reductions] = {
     MLX: MlxReductions(),
-    METAL: MetalReductions(),
-    CUDA: CudaReductions(),
+    METAL: GpuReductions(METAL),
+    CUDA: GpuReductions(CUDA),
     CPU: CpuReductions(),
 }
 # Without kernels, norms are MLX operations.

@@ -21,7 +21,7 @@ from ..problem import MLX_LAYOUT
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
-from . import cuda_padding, signatures
+from . import gpu_joins
 from .gpu_kernel import GpuKernel
 from .kernel_launches import Launcher, in_device_space
 from .signatures import computes_after
@@ -71,7 +71,7 @@ def weight_arrays(plan: Plan) -> Callable[..., Sequence[mx.array]]:
 
 def padding_of(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
     """Return what fills an axis up to a multiple of channels with zeros."""
-    return cuda_padding.padded if plan.backend == CUDA else signatures.padded
+    return gpu_joins.padded if plan.backend == CUDA else gpu_joins.zero_padded
 
 
 def has_padding(plan: Plan) -> bool:

@@ -10,8 +10,6 @@ from dataclasses import replace
 from functools import cache
 from math import prod
 
-import mlx.core as mx
-
 from ..epilogue import ARRAYS
 from ..problem import MLX_LAYOUT, Problem
 from ..routes.plan import COPIED, Plan
@@ -174,13 +172,3 @@ def kept(kernel: GpuKernel) -> GpuKernel:
 def rounded_up(count: int, multiple: int) -> int:
     """Return the count, up to a multiple."""
     return -(-count // multiple) * multiple
-
-
-def padded(array: mx.array, axis: int, multiple: int) -> mx.array:
-    """Return the array with zeros up to a multiple of channels; itself if it fits."""
-    short = -array.shape[axis] % multiple
-    if not short:
-        return array
-    widths = [(0, 0)] * array.ndim
-    widths[axis] = (0, short)
-    return mx.pad(array, widths)

@@ -14,7 +14,7 @@ from .. import devices
 from ..activations import Activation
 from ..arrays import arrays_of
 from ..backends import registry
-from ..backends.cuda_row_norms import CudaRowNorms
+from ..backends.cuda_norms import CudaRowNorms
 from ..channel_kernels import standard
 from ..checks import real, whole
 from ..dtypes import dtype_name

@@ -194,7 +194,7 @@ FEW_OFFSETS = 8
 # tiles of mma.sync: preparing weights takes 2 us, or 7 at 256 channels.
 TURNED_ELEMENTS = 1 << 15
 # Offsets that a tile uses beyond its first one, over K times the share of a row's edges
-# beyond its first: see cuda_splits.used_offsets.
+# beyond its first: see cuda_tiles.used_offsets.
 USED_OFFSETS = 0.7
 # Output rows from which packed weights are unpacked once a call, in one more launch,
 # instead of in every tile: by the tiles' variant and width, or by the width alone for

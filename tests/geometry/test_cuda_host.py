@@ -20,7 +20,6 @@ from reference_rows import table_of, tile_order
 
 from mlx_lattice import kept_files
 from mlx_lattice.backends import cuda_sort
-from mlx_lattice.backends.cuda_grad_sums import ADD_PARTIALS
 from mlx_lattice.backends.cuda_sort import digits_of
 from mlx_lattice.backends.cuda_tables import (
     KINDS,
@@ -29,6 +28,7 @@ from mlx_lattice.backends.cuda_tables import (
     rule_kind,
     rule_words,
 )
+from mlx_lattice.backends.cuda_weight_grad import ADD_PARTIALS
 from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"

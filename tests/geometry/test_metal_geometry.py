@@ -10,12 +10,10 @@ from metal_checks import host
 import mlx_lattice as ml
 from mlx_lattice.backends import (
     gpu_kernel,
-    metal_lookups,
-    metal_views,
+    metal_geometry,
     registry,
 )
-from mlx_lattice.backends.metal_geometry import MetalGeometry
-from mlx_lattice.backends.metal_lookups import RowTable
+from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import curves, keys, output_rows, sync
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
@@ -68,11 +66,11 @@ def plant(monkeypatch):
         monkeypatch.setattr(
             gpu_kernel, "source", lambda b, f: changed.get(f) or source(b, f)
         )
-        metal_lookups.kernel_of.cache_clear()
+        metal_geometry._kernel.cache_clear()
         return 1 + text[: text.index(old)].count("\n")
 
     yield change
-    metal_lookups.kernel_of.cache_clear()
+    metal_geometry._kernel.cache_clear()
 
 
 def test_a_hash_that_trusts_the_exchange_is_found_wrong(plant):
@@ -102,8 +100,8 @@ def test_keys_have_no_more_bits_than_ranks(volume):
     used[::7], used[::7, volume - 1] = False, True  # all bits of its rank
     table = mx.array(np.where(used, 5, -1).astype(np.int32))
     with host.recording(checked=True) as record:
-        order = np.array(metal_views.gray_order(table, 34))
-        ordered, masks = metal_views.ordered_table(table, mx.array(order), 8)
+        order = np.array(metal_geometry.gray_order(table, 34))
+        ordered, masks = metal_geometry.ordered_table(table, mx.array(order), 8)
         mx.eval(ordered, masks)
     assert record.report.faults == ()
     keys = next(b for b in (8, 16, 32, 64) if volume < b or b == 64)

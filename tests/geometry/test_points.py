@@ -14,7 +14,7 @@ from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.backends import cuda_sort, gpu_segments, registry
+from mlx_lattice.backends import gpu_reductions, registry
 from mlx_lattice.geometry import sync
 from mlx_lattice.geometry.voxelize import (
     NO_CELL,
@@ -148,13 +148,14 @@ def test_places_by_row(cuda_programs, n, volume, rows):
     rng = np.random.default_rng(n)
     table = rng.integers(-1, max(rows, 0), (n, volume)).astype(np.int32)
     table[table == rows // 2] = -1  # of a row that nobody names
-    wanted = gpu_segments.by_row(mx.array(table), rows)
+    wanted = gpu_reductions.by_row(mx.array(table), rows)
+    reductions = registry.REDUCTIONS["cuda"]
     with emulating(Emulator(cuda_programs)):
-        got = cuda_sort.by_row(mx.array(table), rows)
-        cut = cuda_sort.pieces(got[1], table.size)
+        got = reductions.by_row(mx.array(table), rows)
+        cut = reductions.pieces(got[1], table.size)
     for a, b in zip(got, wanted, strict=True):
         np.testing.assert_array_equal(np.array(a), np.array(b))
-    wanted = gpu_segments.pieces(wanted[1], table.size)
+    wanted = gpu_reductions.pieces(wanted[1], table.size)
     for a, b in zip(cut, wanted, strict=True):
         np.testing.assert_array_equal(np.array(a), np.array(b))
     bounds, firsts = map(np.array, cut)

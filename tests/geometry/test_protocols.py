@@ -8,7 +8,7 @@ import pytest
 from mlx_lattice.backends import (
     cpu_geometry,
     cuda_tables,
-    metal_lookups,
+    metal_geometry,
     mlx_geometry,
     registry,
 )
@@ -53,7 +53,7 @@ def test_reductions_are_whole(backend):
 
 INDICES = (
     mlx_geometry.RowIndex,
-    metal_lookups.RowTable,
+    metal_geometry.RowTable,
     cuda_tables.RowTable,
     cpu_geometry.RowIndex,
 )

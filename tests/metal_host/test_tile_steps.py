@@ -9,7 +9,7 @@ import pytest
 
 from metal import host
 from mlx_lattice import devices
-from mlx_lattice.backends import metal_grad_tiles
+from mlx_lattice.backends import metal_weight_grad
 
 host.require()
 
@@ -95,8 +95,8 @@ def test_narrow_tiles_fill_the_cores_of_m1_and_m2(
 def test_simdgroups_of_weight_gradients(scripts):
     """At least 24 on M1, where full rate begins, but where sums take the registers."""
     _, tile_model, *_, apple_model = scripts
-    for high in metal_grad_tiles.GRAD_HEIGHTS:
-        for wide in metal_grad_tiles.GRAD_WIDTHS:
+    for high in metal_weight_grad.GRAD_HEIGHTS:
+        for wide in metal_weight_grad.GRAD_WIDTHS:
             tile = tile_model.GradTile(high, wide)
             held = apple_model.simdgroups(tile.memory, tile.registers, 128, "m1")
             least = 20 if high == 128 and wide > 16 else 24

@@ -10,7 +10,7 @@ from conftest import mappable
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from places import HERE, agreed
 
-from mlx_lattice.backends import cuda_padding, registry, signatures
+from mlx_lattice.backends import gpu_joins, registry
 from mlx_lattice.backends.gpu_joins import GpuJoins
 from mlx_lattice.channel_kernels import beside
 
@@ -106,11 +106,11 @@ def test_rows_beside_zeros(shape, dtype, launches):
     if launches is None:
         pytest.skip("a kernel of CUDA")
     array = numbers(math.prod(shape[:-1]), shape[-1], dtype).reshape(shape)
-    made = cuda_padding.padded(array, -1, 8)
-    assert mx.array_equal(made, signatures.padded(array, array.ndim - 1, 8))
+    made = gpu_joins.padded(array, -1, 8)
+    assert mx.array_equal(made, gpu_joins.zero_padded(array, array.ndim - 1, 8))
     assert made.shape[-1] % 8 == 0 and made.dtype == dtype
     assert HAS_GPU or len(launches) == 1
-    assert cuda_padding.padded(made, -1, 8) is made
+    assert gpu_joins.padded(made, -1, 8) is made
 
 
 @pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16), ids=str)
@@ -124,8 +124,8 @@ def test_lines_before_zeros(shape, axis, dtype, launches):
     if launches is None:
         pytest.skip("a kernel of CUDA")
     array = numbers(math.prod(shape), 1, dtype).reshape(shape)
-    made = cuda_padding.padded(array, axis, 8)
-    assert mx.array_equal(made, signatures.padded(array, axis % array.ndim, 8))
+    made = gpu_joins.padded(array, axis, 8)
+    assert mx.array_equal(made, gpu_joins.zero_padded(array, axis % array.ndim, 8))
     assert made.dtype == dtype and (HAS_GPU or len(launches) == 1)
 
 

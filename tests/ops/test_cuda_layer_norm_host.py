@@ -12,7 +12,7 @@ from norm_checks import array
 from reference_norms import Norm
 
 from mlx_lattice import ops
-from mlx_lattice.backends import cuda_row_norms, registry
+from mlx_lattice.backends import cuda_norms, registry
 from mlx_lattice.devices import PROFILES
 
 pytestmark = emulated
@@ -93,11 +93,11 @@ def test_rows_forward_and_back(
     for rows in (1, 2, 33, 300):
         check((rows, channels), dtype, act, kind, there)
     few = replace(PROFILES["h200"], cores=1)
-    monkeypatch.setattr(cuda_row_norms, "current", lambda: few)
-    monkeypatch.setattr(cuda_row_norms, "BLOCKS", 1)
-    cuda_row_norms._launcher.cache_clear()
+    monkeypatch.setattr(cuda_norms, "current", lambda: few)
+    monkeypatch.setattr(cuda_norms, "BLOCKS", 1)
+    cuda_norms._launcher.cache_clear()
     check((700, channels), dtype, act, kind, there)  # blocks walk over rows
-    cuda_row_norms._launcher.cache_clear()
+    cuda_norms._launcher.cache_clear()
     sums = "w" in there or "b" in there
     assert len(launches) == 5 * (3 if sums else 2)
 

@@ -23,8 +23,8 @@ from cuda_recorder import recording
 import mlx_lattice as ml
 from mlx_lattice.backends import (
     cuda_compile,
+    cuda_conv,
     cuda_geometry,
-    cuda_unpack,
     gpu_kernel,
 )
 from mlx_lattice.backends.cuda_compile import Compiler, loaded
@@ -141,10 +141,10 @@ def test_a_settled_launch_hands_over_what_a_call_does(
     with recording("h200"), monkeypatch.context() as patched:
         patched.setattr(gpu_kernel, "compiler", lambda capability: nvrtc)
         with cuda_compile.rehearsal():
-            cuda_unpack.unpacked_weights(weights[0])
+            cuda_conv.unpacked_weights(weights[0])
         assert not launches  # in a rehearsal nothing runs, and nothing is settled
         for w in weights:
-            cuda_unpack.unpacked_weights(w)
+            cuda_conv.unpacked_weights(w)
     assert len(launches) == len(weights)
     for w, each in zip(weights, launches, strict=True):
         assert all(a is b for a, b in zip(each.pop("inputs"), w.arrays, strict=True))

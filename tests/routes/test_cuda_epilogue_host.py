@@ -16,7 +16,7 @@ from epilogues import ACTIVATIONS, epilogue, oracle
 from norm_checks import joined, moments
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_epilogue, cuda_rows, cuda_splits, cuda_tiles
+from mlx_lattice.backends import cuda_conv, cuda_tiles
 from mlx_lattice.backends.gpu_kernel import Interface
 from mlx_lattice.dtypes import DTYPES
 from mlx_lattice.epilogue import ARRAYS
@@ -30,12 +30,12 @@ PARTS = ARRAYS, ARRAYS[:-1], ("shift", "residual"), ("mean",), (), ("var",), ARR
 @pytest.mark.parametrize(
     "planner, point",
     (
-        (cuda_rows.relation_traversal, Point("surface", (12, 6, 3))),
-        (cuda_rows.relation_traversal, Point("edges", (5, 7, 1))),
-        (cuda_rows.depthwise, Point("surface", (16, 16, 16))),
-        (cuda_rows.depthwise, Point("surface", (3, 6, 3))),
-        (cuda_rows.quantized_traversal, Point("surface", (40, 6, 1), packing=(4, 32))),
-        (cuda_rows.quantized_traversal, Point("edges", (40, 6, 1), packing=(8, 32))),
+        (cuda_conv.relation_traversal, Point("surface", (12, 6, 3))),
+        (cuda_conv.relation_traversal, Point("edges", (5, 7, 1))),
+        (cuda_conv.depthwise, Point("surface", (16, 16, 16))),
+        (cuda_conv.depthwise, Point("surface", (3, 6, 3))),
+        (cuda_conv.quantized_traversal, Point("surface", (40, 6, 1), packing=(4, 32))),
+        (cuda_conv.quantized_traversal, Point("edges", (40, 6, 1), packing=(8, 32))),
     ),
     ids=lambda v: getattr(v, "__name__", None),
 )
@@ -78,12 +78,12 @@ def test_where_splits_are_added(emulator, splits, rows, channels, dtype):
     partial, values = sums_of(splits, rows, channels)
     for activation, parts in zip(ACTIVATIONS, PARTS, strict=False):
         after = epilogue(rows, channels, dtype, activation, parts)
-        kernel = cuda_splits.add_splits(DTYPES[dtype], after=after.facts)
+        kernel = cuda_tiles.add_splits(DTYPES[dtype], after=after.facts)
         given = dict(
             zip(after.facts.there, after.as_kernels_take(after.facts), strict=True)
         )
         given = [given.get(name) for name in ARRAYS]
-        threads = cuda_splits.adding_threads(rows * channels)
+        threads = cuda_tiles.adding_threads(rows * channels)
         shape = (rows, channels), DTYPES[dtype]
         (y,) = kernel([partial, *given], [shape], (threads,))
         wanted = oracle(values.sum(axis=0), after)
@@ -122,7 +122,7 @@ def test_as_tiles_write(emulator, width, dtype):
     placed[order] = values
     for activation, parts in zip(ACTIVATIONS, PARTS, strict=False):
         after = epilogue(rows, channels, dtype, activation, parts)
-        kernel = cuda_epilogue.finishing_kernel(
+        kernel = cuda_tiles.finishing_kernel(
             "stored",
             (*cuda_tiles.HOPPER, "../tests/cuda_host/stored.cuh"),
             STORED,
@@ -153,7 +153,7 @@ SIZES = "rows, partial_shape[0], partial_shape[1]"
 @pytest.mark.parametrize("biased", (False, True))
 def test_statistics_of_what_tiles_write(emulator, width, dtype, biased):
     rows, channels, kind = 300, 136, DTYPES[dtype]
-    kernel = cuda_epilogue.finishing_kernel(
+    kernel = cuda_tiles.finishing_kernel(
         "summed",
         (*cuda_tiles.HOPPER, "../tests/cuda_host/stored.cuh"),
         SUMMED,
@@ -188,10 +188,10 @@ def test_statistics_of_what_tiles_write(emulator, width, dtype, biased):
 def test_statistics_where_splits_are_added(emulator, splits, rows, channels, dtype):
     partial, values = sums_of(splits, rows, channels)
     bias = mx.array(1000 * cases.features(1, channels)[0]).astype(DTYPES[dtype])
-    kernel = cuda_splits.add_splits(DTYPES[dtype], moments=True)
-    lines = cuda_splits.moments_lines(rows, channels)
+    kernel = cuda_tiles.add_splits(DTYPES[dtype], moments=True)
+    lines = cuda_tiles.moments_lines(rows, channels)
     shapes = ((rows, channels), DTYPES[dtype]), ((lines, 3, channels), mx.float32)
-    threads = cuda_splits.moments_threads(rows, channels)
+    threads = cuda_tiles.moments_threads(rows, channels)
     y, found = kernel([partial, bias], shapes, (threads,))
     ref.assert_close(y, values.sum(axis=0) + ref.to_numpy(bias), dtype)
     for got, wanted in zip(joined(found), moments(y), strict=True):

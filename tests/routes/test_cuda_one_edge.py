@@ -11,13 +11,11 @@ from norm_checks import joined, moments
 from planned import plan_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_tile_choice
+from mlx_lattice.backends import cuda_tile_tables, cuda_tiles
 from mlx_lattice.devices import CUDA
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import (
-    cuda_shapes,
-    cuda_small_tiles,
     launch,
     selection,
     thresholds,
@@ -35,7 +33,7 @@ COUNTS = "one", "65", "many"
 
 TILES = {
     (width, tile)
-    for width, named in cuda_small_tiles.ITSELF_TILES.items()
+    for width, named in cuda_tile_tables.ITSELF_TILES.items()
     for _, tile in named
 }
 
@@ -44,9 +42,9 @@ TILES = {
 def width(request, monkeypatch):
     """Output channels, for which the tables name one tile alone, however many rows."""
     width, tile = request.param
-    low = dict.fromkeys(cuda_small_tiles.ITSELF_TILES, ())
-    low |= {width: ((cuda_shapes.ANY, tile),)}
-    monkeypatch.setattr(cuda_small_tiles, "ITSELF_TILES", low)
+    low = dict.fromkeys(cuda_tile_tables.ITSELF_TILES, ())
+    low |= {width: ((cuda_tile_tables.ANY, tile),)}
+    monkeypatch.setattr(cuda_tile_tables, "ITSELF_TILES", low)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     monkeypatch.setitem(thresholds.ONE_LAUNCH_NORM, CUDA, 0)
     selection._settled.cache_clear()
@@ -114,6 +112,5 @@ def test_the_tables_take_them():
         problem = ml.Problem.forward(
             c_in=64, c_out=64, n_in=rows, kernel_size=1, dtype="float16"
         )
-        of = problem.layer, ml.devices.current(), False, lambda tile: tile
-        assert cuda_tile_choice.tile_chooser(*of)(problem).itself
+        assert cuda_tiles.sorted_tile(problem, ml.devices.current()).itself
         assert ml.select(problem).plan.variant == "wide"

@@ -9,10 +9,9 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
-    cuda_grad_tiles,
     cuda_int8,
-    cuda_tile_choice,
     cuda_tiles,
+    cuda_weight_grad,
 )
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.numerics import TF32
@@ -60,11 +59,10 @@ def problem_of(timed: dict) -> ml.Problem:
 def chosen(problem: ml.Problem) -> cuda_tiles.Tile:
     """The tile that a problem gets."""
     if problem.integer:
-        return cuda_int8.cutter(problem.layer, DEVICE)(problem).tile
+        return cuda_int8.cut_of(problem, DEVICE).tile
     if problem.pass_ == WEIGHT_GRAD:
-        return cuda_grad_tiles.grouped_tile(problem, DEVICE)
-    of = problem.layer, DEVICE, False, lambda tile: tile
-    return cuda_tile_choice.tile_chooser(*of)(problem)
+        return cuda_weight_grad.grouped_tile(problem, DEVICE)
+    return cuda_tiles.sorted_tile(problem, DEVICE)
 
 
 def over_the_fastest(timed: dict) -> float | None:

@@ -17,7 +17,7 @@ from cuda_recorder import no_small_tiles
 from planned import plan_of, run
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_tile_choice, cuda_whole_grad
+from mlx_lattice.backends import cuda_tile_tables, cuda_tiles, cuda_weight_grad
 from mlx_lattice.problem import (
     FORWARD,
     INPUT_GRAD,
@@ -26,8 +26,7 @@ from mlx_lattice.problem import (
     PASSES,
     WEIGHT_GRAD,
 )
-from mlx_lattice.routes import cuda_shapes, cuda_small_tiles, thresholds
-from mlx_lattice.routes.cuda_tile_kinds import Tile
+from mlx_lattice.routes import thresholds
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -49,12 +48,12 @@ SHAPES = tuple(
     )
 )
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-WIDE = set(cuda_shapes.WIDE_TILES.values()) | {
+WIDE = set(cuda_tile_tables.WIDE_TILES.values()) | {
     tile
-    for table in cuda_small_tiles.SMALL_TILES.values()
+    for table in cuda_tile_tables.SMALL_TILES.values()
     for named in table.values()
     for _, tile in named
-    if isinstance(tile, Tile)
+    if isinstance(tile, cuda_tile_tables.WideTile)
 }
 wide_shapes = pytest.mark.parametrize(
     "shape", ((64, 128, 1), (128, 200, 1), (64, 256, 1)), ids=str
@@ -124,12 +123,12 @@ def test_sorted_tiles(pass_, dtype, shape, device):
 @pytest.mark.parametrize("tile", sorted(WIDE), ids=str)
 def test_wide_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
     """Of many offsets and of few, by weights in either layout, whole and by views."""
-    low = ((cuda_shapes.ANY, tile),)
+    low = ((cuda_tile_tables.ANY, tile),)
     forced = {
         facts: dict.fromkeys(known, low)
-        for facts, known in cuda_small_tiles.SMALL_TILES.items()
+        for facts, known in cuda_tile_tables.SMALL_TILES.items()
     }
-    monkeypatch.setattr(cuda_small_tiles, "SMALL_TILES", forced)
+    monkeypatch.setattr(cuda_tile_tables, "SMALL_TILES", forced)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     for dtype, before in (("float16", ""), ("bfloat16", "x w dy bias 1")):
         for pass_ in PASSES[:2]:
@@ -147,10 +146,10 @@ def test_weight_gradients(route, dtype, shape, device):
 
 
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
-@pytest.mark.parametrize("width", cuda_shapes.GRAD_TILES)
+@pytest.mark.parametrize("width", cuda_tile_tables.GRAD_TILES)
 def test_weight_gradients_of_each_width(width, before, monkeypatch):
     """Of one tile and several; the wider side names the width."""
-    monkeypatch.setattr(cuda_whole_grad, "pays", lambda p, device: False)
+    monkeypatch.setattr(cuda_weight_grad, "writes_whole", lambda p, device: False)
     for at, c_in in enumerate((24, width)):
         point = Point("many", (c_in, width - 3 * at, 1), HALVES[at], moved=before)
         given = work(point, WEIGHT_GRAD)
@@ -163,16 +162,16 @@ def test_weight_gradients_of_each_width(width, before, monkeypatch):
 @pytest.mark.parametrize(
     "tile",
     (
-        *cuda_shapes.WHOLE_TILES.values(),
-        *cuda_shapes.SPLIT_WHOLE_TILES,
-        cuda_shapes.EVEN_WHOLE_TILE,
+        *cuda_tile_tables.WHOLE_TILES.values(),
+        *cuda_tile_tables.SPLIT_WHOLE_TILES,
+        cuda_tile_tables.EVEN_WHOLE_TILE,
     ),
     ids=str,
 )
 def test_weight_gradients_of_whole_offsets(tile, before, monkeypatch):
     """Of half a tile and several, of one row, and of few offsets."""
-    monkeypatch.setattr(cuda_whole_grad, "pays", lambda p, device: True)
-    monkeypatch.setattr(cuda_whole_grad, "_tile", lambda p, device: tile)
+    monkeypatch.setattr(cuda_weight_grad, "writes_whole", lambda p, device: True)
+    monkeypatch.setattr(cuda_weight_grad, "_whole_tile", lambda p, device: tile)
     for channels in ((24, 40), (40, 24), (33, 131), (136, 264)):
         for scene, dtype in (
             ("some", "float16"),
@@ -209,7 +208,7 @@ def test_tf32_reads_weights_that_run_along_the_sum(pass_, shape, device):
     check(SORTED, pass_, point, device, precision="tf32", layout=MLX_LAYOUT)
 
 
-@pytest.mark.parametrize("width", cuda_shapes.TF32_WHOLE_TILES["many"])
+@pytest.mark.parametrize("width", cuda_tile_tables.TF32_WHOLE_TILES["many"])
 def test_tf32_of_each_width(width, monkeypatch):
     no_small_tiles(monkeypatch)
     for layout in LAYOUTS:
@@ -265,7 +264,7 @@ def test_tiles_of_few_edges_a_row(pass_, shape, device):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
     if not wide:
-        monkeypatch.setattr(cuda_tile_choice, "_is_wide", lambda c_x, c_y: False)
+        monkeypatch.setattr(cuda_tiles, "_is_wide", lambda c_x, c_y: False)
     check(SORTED, pass_, Point("some", shape, "bfloat16"), device)
 
 
@@ -296,7 +295,7 @@ def test_many_offsets(route):
 @pytest.fixture(params=(False, True), ids=("in_tiles", "once"))
 def unpacked(request, monkeypatch):
     """Weights are unpacked in every tile, or once a call."""
-    monkeypatch.setattr(cuda_tile_choice, "unpacks_once", lambda *_: request.param)
+    monkeypatch.setattr(cuda_tiles, "unpacks_once", lambda *_: request.param)
 
 
 # Stages of one offset, of two and of four of them, and of parts; each tile width.

@@ -13,13 +13,11 @@ import pytest
 from mlx_lattice import activations
 from mlx_lattice.backends import (
     cpu_conv,
-    cuda_column_sums,
     cuda_geometry,
-    cuda_grad_sums,
-    cuda_row_norms,
+    cuda_norms,
     cuda_sort,
-    cuda_splits,
     cuda_tables,
+    cuda_tile_tables,
     cuda_tiles,
     cuda_weight_grad,
     gpu_batch_norm,
@@ -27,16 +25,15 @@ from mlx_lattice.backends import (
     gpu_updates,
     kernel_launches,
     metal_conv,
-    metal_lookups,
+    metal_geometry,
     metal_tiles,
-    metal_views,
 )
 from mlx_lattice.devices import CUDA, METAL
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.voxelize import NO_CELL
 from mlx_lattice.ops import heads
 from mlx_lattice.quantized import fits_int32
-from mlx_lattice.routes import cuda_shapes, cuda_tile_kinds, thresholds
+from mlx_lattice.routes import thresholds
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = {
@@ -68,17 +65,17 @@ NUMBERS = {
     },
     "cuda/group_statistics.cu": {"GROUP_THREADS": gpu_norms.THREADS},
     "cuda/row_norms.cu": {
-        "SUMMED_COLUMNS": cuda_row_norms.SUMMING[0],
-        "SUMMING_DOWN": cuda_row_norms.SUMMING[1],
+        "SUMMED_COLUMNS": cuda_norms.SUMMING[0],
+        "SUMMING_DOWN": cuda_norms.SUMMING[1],
     },
     "cuda/batch_norm.cu": {"BATCH_WARPS": gpu_batch_norm.MOST_THREADS[CUDA] // 32},
     "cuda/add_splits_moments.cu": {
-        "MOMENTS_ACROSS": cuda_splits.MOMENTS_CHANNELS // cuda_splits.ADDED,
+        "MOMENTS_ACROSS": cuda_tiles.MOMENTS_CHANNELS // cuda_tiles.ADDED,
         "MOMENTS_DOWN": kernel_launches.THREADS
-        // (cuda_splits.MOMENTS_CHANNELS // cuda_splits.ADDED),
+        // (cuda_tiles.MOMENTS_CHANNELS // cuda_tiles.ADDED),
     },
     "cuda/relation_traversal.cu": {"SIDE": cuda_weight_grad.SIDE},
-    "cuda/transposed_sums.cu": {"COLUMNS": cuda_grad_sums.TRANSPOSED_SIDE},
+    "cuda/transposed_sums.cu": {"COLUMNS": cuda_weight_grad.TRANSPOSED_SIDE},
     "cuda/sorted_implicit_gemm_mma.cuh": {"PIPELINE": cuda_tiles.MMA_STAGES},
     "cuda/grouped_gemm_mma.cuh": {"GROUPED_PIPELINE": cuda_tiles.MMA_STAGES},
     "cuda/sorted_implicit_gemm_weight_grad.cu": {
@@ -89,8 +86,8 @@ NUMBERS = {
         "line_rows": cpu_conv.LINE_ROWS,
     },
     "metal/matrix_tiles.metal": {
-        "LANES": metal_views.LANES,
-        "SIMDGROUPS": metal_tiles.THREADS // metal_views.LANES,
+        "LANES": metal_geometry.LANES,
+        "SIMDGROUPS": metal_tiles.THREADS // metal_geometry.LANES,
         "BLOCK_ROWS": metal_tiles.BLOCK_ROWS,
         "TILE_ROWS": metal_tiles.TILE_ROWS,
     },
@@ -145,14 +142,14 @@ def test_an_enumeration_has_the_order_of_pythons(file, name):
 def test_codes_count_as_the_enumerations_do():
     assert [getattr(activations, name) for name in ACTIVATIONS] == [0, 1, 2, 3, 4]
     assert list(Rule) == list(range(len(Rule)))
-    assert cuda_geometry.CELLS == metal_lookups.CELLS == len(Rule)
+    assert cuda_geometry.CELLS == metal_geometry.CELLS == len(Rule)
     rules = gpu_updates.SGD, gpu_updates.MOMENTUM, gpu_updates.NESTEROV
     assert [rule.code for rule in (*rules, gpu_updates.ADAM)] == [0, 1, 2, 3]
 
 
 def test_numbers_that_others_are_made_of():
     """What kernels have no name for, but rely on."""
-    threads = cuda_sort.THREADS, cuda_column_sums.THREADS, kernel_launches.THREADS
+    threads = cuda_sort.THREADS, cuda_norms.THREADS, kernel_launches.THREADS
     assert {*threads, gpu_norms.THREADS, cuda_tables.EDGE_ROWS} == {256}
     assert cuda_sort.SORT_THREADS == cuda_sort.BINS
     slab = number("cuda/sort_table.cu", "SLAB")
@@ -174,11 +171,11 @@ def test_every_row_that_a_tile_reads_is_in_the_padded_table():
     gradients = "GRAD", "WHOLE_TILE"
     shapes = {
         shape
-        for name, table in vars(cuda_shapes).items()
+        for name, table in vars(cuda_tile_tables).items()
         if not any(word in name for word in gradients) or name == "TF32_WHOLE_TILES"
         for shape in shapes_of(table)
     }
-    wide = [shape for shape in shapes if isinstance(shape, cuda_tile_kinds.Tile)]
+    wide = [shape for shape in shapes if isinstance(shape, cuda_tile_tables.WideTile)]
     assert {shape.rows for shape in wide} == {64, 128, 192}
     assert all(cuda_tables.ROW_ALIGNMENT % shape.rows == 0 for shape in wide)
     assert cuda_tables.ROW_ALIGNMENT % 64 == 0
@@ -186,7 +183,7 @@ def test_every_row_that_a_tile_reads_is_in_the_padded_table():
 
 def shapes_of(table):
     """Yield the tiles that a table holds, however deep."""
-    if isinstance(table, cuda_tile_kinds.Shape):
+    if isinstance(table, cuda_tile_tables.Shape):
         yield table
     elif isinstance(table, dict):
         for each in table.values():

@@ -13,7 +13,6 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import (
     dispatch_bounds,
-    metal_grad_tiles,
     metal_tiles,
     metal_weight_grad,
 )
@@ -54,12 +53,12 @@ def test_splits_of_a_weight_gradient():
 
     def splits(edges, rows, channels, chip=m1):
         tile, shape = (
-            metal_grad_tiles.grad_tile(channels, channels),
+            metal_weight_grad.grad_tile(channels, channels),
             (27, channels, channels),
         )
         features = 4 * rows * channels
         found = edges, min(edges, rows), features, shape, tile, 2
-        cut = metal_grad_tiles.grad_cut(*found, chip)
+        cut = metal_weight_grad.grad_cut(*found, chip)
         assert not cut.sliced
         return cut.splits
 
@@ -76,7 +75,7 @@ def test_splits_of_a_weight_gradient():
         (957_000, (17, True)),  # and slices of the other
     ):
         facts = edges, 97_000, features, shape, (128, 64), 2
-        assert metal_grad_tiles.grad_cut(*facts, m1) == cut
+        assert metal_weight_grad.grad_cut(*facts, m1) == cut
 
 
 @pytest.mark.parametrize("shape", ((256, 256), (512, 128), (128, 256)), ids=str)
@@ -86,7 +85,7 @@ def test_a_weight_gradient_slice_by_slice(shape):
     c_in, c_out = shape
     features = 2 * rows * (c_in + c_out)
     facts = edges, rows, features, (27, *shape), (128, 64), 2
-    cut = metal_grad_tiles.grad_cut(*facts, m1)
+    cut = metal_weight_grad.grad_cut(*facts, m1)
     whole = -(-features // thresholds.CACHED_FEATURES["*"])
     narrow, slice_ = min(shape), 64 if c_in <= c_out else 128
     held = 2 * rows * (narrow + 2 * slice_) + 12 * edges
@@ -100,7 +99,7 @@ def test_a_weight_gradient_slice_by_slice(shape):
     lines = 27 * c_in
     for d in plan.dispatches:
         assert d.first % lines == 0 == d.count % lines, "whole ranges"
-    few = metal_grad_tiles.grad_cut(*facts, devices.profile("m2-ultra"))
+    few = metal_weight_grad.grad_cut(*facts, devices.profile("m2-ultra"))
     assert few.splits > cut.splits and not few.sliced, "as fill so many cores"
 
 
@@ -128,7 +127,7 @@ SLICED = (
 def test_slices_give_the_same_bits(route, point, chip, monkeypatch):
     given, results = work(point, "weight_grad"), []
     for sliced in (False, True):
-        cut = metal_grad_tiles.GradCut(3, sliced)
+        cut = metal_weight_grad.GradCut(3, sliced)
         monkeypatch.setattr(metal_weight_grad, "grad_cut", lambda *facts, c=cut: c)
         plan = ml.routes.named(route).plan(
             point.problem("weight_grad"), devices.profile(chip)

@@ -48,6 +48,7 @@ from reduction_checks import Checks  # noqa: E402
 import mlx_lattice as ml  # noqa: E402
 from mlx_lattice import devices, ops  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
+    cuda_tile_tables,  # noqa: E402
     dispatch_bounds,
     registry,
 )
@@ -57,7 +58,6 @@ from mlx_lattice.dtypes import DTYPES  # noqa: E402
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, Problem  # noqa: E402
 from mlx_lattice.routes import (  # noqa: E402
     TABLE,
-    cuda_small_tiles,
     named,
     thresholds,
 )
@@ -81,7 +81,7 @@ MOVED = "x w dy bias 1"
 # Few rows take the tiles of many then.
 NO_SMALL_TILES = {
     facts: dict.fromkeys(tiles, ())
-    for facts, tiles in cuda_small_tiles.SMALL_TILES.items()
+    for facts, tiles in cuda_tile_tables.SMALL_TILES.items()
 }
 
 
@@ -188,7 +188,7 @@ def epilogues() -> None:
     finished(POINT, "elu(0.5)")
     finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
     finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
-    with patch.object(cuda_small_tiles, "SMALL_TILES", NO_SMALL_TILES):
+    with patch.object(cuda_tile_tables, "SMALL_TILES", NO_SMALL_TILES):
         finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
 
 
@@ -225,7 +225,7 @@ def contractions() -> None:
     with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
-    with patch.object(cuda_small_tiles, "SMALL_TILES", NO_SMALL_TILES):
+    with patch.object(cuda_tile_tables, "SMALL_TILES", NO_SMALL_TILES):
         for width in (128, 192, 256):  # where warps that multiply copy the first stage
             contraction(replace(POINT, shape=(width, width, 1)))
     contraction(Point("edges", (5, 7, 1)))

@@ -1,4 +1,4 @@
-"""Layer norm on CUDA: rows by threads of a warp, where MLX starts a block for each."""
+"""Layer norm of rows, and sums of columns, on CUDA."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ import mlx.core as mx
 
 from ..devices import CUDA, current
 from ..dtypes import FLOATS
+from ..routes import thresholds
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
 from .norm_interfaces import CUDA_FILES, numbers
 from .norms_protocol import Activation
 
-FILES = *CUDA_FILES, "row_norms.cu"
 THREADS, WARP = 256, 32
 MOST_VECTORS = 4  # of a thread, in registers
 # Blocks of a multiprocessor, over which rows are walked: forward, and back as many as
@@ -24,6 +24,11 @@ BLOCKS = 16
 BLOCKS_BACK = {1: 3, 2: 2, 3: 1, 4: 1}
 # Columns of partial sums of a block that adds them, and its threads for each.
 SUMMING = 32, 32
+# Lines that the first of two launches of column sums writes; rows of a thread at least,
+# whose reads are on their way at once; neighbouring bytes of a row that a block reads,
+# fewer in one launch, for more blocks.
+LINES, ROWS = 1024, 4
+BYTES, FEW_BYTES = 128, 32
 _FIT = "x", "weight", "bias", "residual", "norm_numbers"
 _SIZES = ("rows", "x_shape[0]"), ("channels", "x_shape[1]")
 FORWARD = Interface("RowNorm", _FIT, ("y",), _SIZES)
@@ -38,6 +43,7 @@ SUMS = Interface(
     ("dweight", "dbias"),
     (("rows", "partials_shape[0]"), ("channels", "partials_shape[2]")),
 )
+COLUMN_SUMS = Interface("ColumnSums", ("x",), ("y",), _SIZES)
 Launch = Callable[[list[mx.array]], list[mx.array]]
 
 
@@ -157,4 +163,52 @@ def _kernel(
     symbol: str, face: Interface, template: tuple, threads: int, beside: int = 1
 ) -> GpuKernel:
     limits = {"threads": threads, "blocks_per_multiprocessor": beside}
-    return GpuKernel(CUDA, symbol, FILES, face, template, **limits)
+    files = *CUDA_FILES, "column_sums.cu" if face is COLUMN_SUMS else "row_norms.cu"
+    return GpuKernel(CUDA, symbol, files, face, template, **limits)
+
+
+class CudaColumnSums:
+    """The sums over the rows of (N, C), which are not empty."""
+
+    def sums(self, x: mx.array, kind: mx.Dtype) -> mx.array:
+        """Return the (C,) sums in a dtype; float32 inside."""
+        return _summing(x.shape, x.dtype, kind)([x])[0].reshape(-1)
+
+
+@lru_cache(maxsize=4096)
+def _summing(shape: tuple[int, int], dtype: mx.Dtype, kind: mx.Dtype) -> Launch:
+    """Return what launches the sums, (1, C), of one array of this shape."""
+    rows, channels = shape
+    if rows <= thresholds.ONE_LAUNCH_SUMS:
+        return _lines(_SumsBlock(channels, dtype, FEW_BYTES), 1, dtype, kind)
+    block = _SumsBlock(channels, dtype, BYTES)
+    share = ceil_div(rows, max(1, LINES // block.tiles))
+    count = ceil_div(rows, max(share, ROWS * block.down))
+    first = _lines(block, count, dtype, mx.float32)
+    then = _summing((count, channels), mx.float32, kind)
+    return lambda arrays: then(first(arrays))
+
+
+class _SumsBlock:
+    """How the threads of a block share the channels of its rows.
+
+    It reads at most ``most`` neighbouring bytes of a row.
+    """
+
+    def __init__(self, channels: int, dtype: mx.Dtype, most: int):
+        wide = 16 // dtype.size
+        self.channels, self.each = channels, 1 if channels % wide else wide
+        vectors = channels // self.each
+        fitting = most // (self.each * dtype.size)
+        self.across = min(fitting, WARP, 1 << (vectors - 1).bit_length())
+        self.tiles = ceil_div(vectors, self.across)
+        self.down = THREADS // self.across
+
+
+def _lines(block: _SumsBlock, count: int, dtype: mx.Dtype, kind: mx.Dtype) -> Launch:
+    """Return what launches the sums of ``count`` shares of rows, a line each."""
+    template = ("T", dtype), ("EACH", block.each), ("OUT", kind)
+    kernel = _kernel("column_sums", COLUMN_SUMS, template, THREADS)
+    slots = [((count, block.channels), kind)]
+    grid = count * block.across, block.tiles * block.down
+    return kernel.launcher((True,), slots, grid, (block.across, block.down))
