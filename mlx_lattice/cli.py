@@ -50,12 +50,8 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small net and write a report")
     demo.add_argument("--points", metavar="FILE", help="run a net on this point cloud")
     demo.add_argument("--out", metavar="DIR", help="folder to write to")
-    demo.add_argument(
-        "--scans",
-        nargs="+",
-        metavar="FILE",
-        help="point clouds whose surfaces a net learns, for the last table",
-    )
+    scans = "point clouds whose surfaces a net learns, for the last table"
+    demo.add_argument("--scans", nargs="+", metavar="FILE", help=scans)
     return whole
 
 
@@ -63,37 +59,26 @@ def _add_doctor(commands) -> None:
     doctor = commands.add_parser(
         "doctor", help="prove and time this machine's kernels; write a report"
     )
-    doctor.add_argument(
-        "--quick", action="store_true", help="take 30 seconds instead of five minutes"
-    )
-    doctor.add_argument(
-        "--out", metavar="DIR", default=".", help="write doctor.json to this folder"
-    )
-    doctor.add_argument(
-        "--compare", nargs=2, metavar=("A", "B"), help="compare two doctor.json"
-    )
+    add = doctor.add_argument
+    add("--quick", action="store_true", help="take 30 seconds instead of five minutes")
+    add("--out", metavar="DIR", default=".", help="write doctor.json to this folder")
+    add("--compare", nargs=2, metavar=("A", "B"), help="compare two doctor.json")
 
 
 def _add_explain(commands) -> None:
     explain = commands.add_parser(
         "explain", help="show which route a convolution takes on a device, and why"
     )
-    add = explain.add_argument
-    whole = {"type": int}
-    numbers = {"type": int, "required": True}
-    add(
-        "--kind",
-        choices=KINDS,
-        help="by default submanifold, or forward if rows change",
-    )
-    add("--kernel", **whole, nargs="+", default=[3], metavar="SIZE", help="extents")
-    add("--stride", **whole, default=1, help="stride (1)")
+    add, numbers = explain.add_argument, {"type": int, "required": True}
+    add("--kind", choices=KINDS, help="submanifold; forward if rows or stride change")
+    add("--kernel", type=int, nargs="+", default=[3], metavar="SIZE", help="extents")
+    add("--stride", type=int, default=1, help="stride (1)")
     add("--channels", **numbers, nargs=2, metavar=("IN", "OUT"), help="channels")
     add("--rows", **numbers, nargs="+", help="rows, or input rows and output rows")
-    add("--edges", **whole, help="edges of the kernel map")
-    add("--groups", **whole, default=1, help="groups of channels (1)")
-    add("--bits", **whole, choices=BITS, help="bits of a packed weight")
-    add("--dims", **whole, choices=(1, 2, 3, 4), default=3, help="spatial axes (3)")
+    add("--edges", type=int, help="edges of the kernel map")
+    add("--groups", type=int, default=1, help="groups of channels (1)")
+    add("--bits", type=int, choices=BITS, help="bits of a packed weight")
+    add("--dims", type=int, choices=(1, 2, 3, 4), default=3, help="spatial axes (3)")
     add("--dtype", choices=tuple(DTYPES), default="float32", help="dtype of features")
     add("--device", metavar="NAME", help=f"one of {', '.join(PROFILES)}")
     add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help="pass")
@@ -104,26 +89,16 @@ def _add_convert(commands) -> None:
     convert = commands.add_parser(
         "convert", help="write another library's checkpoint as one of this library"
     )
-    add = convert.add_argument
+    add, flag = convert.add_argument, {"action": "store_true"}
     add("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
     add("target", metavar="TARGET", help=".safetensors, or a folder of the net")
-    add(
-        "--library",
-        required=True,
-        help="who wrote SOURCE: spconv, minkowski, torchsparse, trellis2 or another of "
-        "io.LIBRARIES",
-    )
+    add("--library", required=True, help="library of SOURCE: one of io.LIBRARIES")
     add("--model", choices=MODELS, help="net that SOURCE is for")
     add("--config", metavar="FILE", help="JSON published with SOURCE; says the net")
     add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the net")
     add("--plan", help="channel plan of a minkunet: A, B, C or D")
     add("--width", type=float, help="factor of all channels")
-    add(
-        "--trimmed",
-        action="store_true",
-        default=None,
-        help="leave out the coarse cells that torchsparse 2.1 leaves out",
-    )
+    add("--trimmed", **flag, default=None, help="leave out cells as torchsparse 2.1")
     add("--about", metavar="NAME", help="voxels and classes: one of models.PUBLISHED")
     add(
         "--colour-range",
@@ -135,8 +110,7 @@ def _add_convert(commands) -> None:
     add(
         "--legacy",
         action=argparse.BooleanOptionalAction,
-        help="whether a ptv3-m1 was trained with Pointcept 1.5.1 or older; by default "
-        "as --about says",
+        help="ptv3-m1 was trained with Pointcept 1.5.1 or older; by default as --about",
     )
     add(
         "--size",
@@ -145,11 +119,7 @@ def _add_convert(commands) -> None:
         metavar="[NAME=]SIZE",
         help="without a model: extents of kernels, 3 or 1x3x3; NAME may have a *",
     )
-    add(
-        "--mapping",
-        metavar="FILE",
-        help="JSON object: prefix of a name to another, or null to drop its tensors",
-    )
+    add("--mapping", metavar="FILE", help="JSON object: prefix to another, or to null")
     add("--entry", metavar="KEY", help="entry of SOURCE with the weights")
     add("--bits", type=int, choices=BITS, help="pack the weights")
     add(
@@ -160,125 +130,58 @@ def _add_convert(commands) -> None:
         help="input channels that share a scale",
     )
     add("--activations", type=int, choices=(8,), help="bits of features, with --bits")
-    add(
-        "--calibrate",
-        nargs="+",
-        metavar="SCAN",
-        help="choose scales by scans that the net reads as --about says",
-    )
-    add("--partial", action="store_true", help="write what matched, and warn")
-    add(
-        "--unit-as-shaped",
-        action="store_true",
-        help="take spconv's kernels of one offset as (C_out, 1, 1, 1, C_in), not as "
-        "spconv multiplies them: for nets with a 1x1 layer of their own",
-    )
+    add("--calibrate", nargs="+", metavar="SCAN", help="choose scales by these scans")
+    add("--partial", **flag, help="write what matched, and warn")
+    add("--unit-as-shaped", **flag, help="take spconv's 1x1x1 kernels as their shape")
 
 
 def _add_nets(commands) -> None:
     """Add the commands that run a net, which share options."""
     net, scan, mesh = (argparse.ArgumentParser(add_help=False) for _ in range(3))
-    net.add_argument(
-        "--model", metavar="FOLDER", help="folder of the net, or owner/name on a hub"
-    )
-    net.add_argument("--revision", help="branch, tag or commit of owner/name")
-    net.add_argument(
-        "--code", metavar="FILE.py", help="run this file, which defines the net's class"
-    )
-    scan.add_argument("scan", metavar="SCAN", help="a point-cloud file")
-    scan.add_argument(
-        "--fill", action="store_true", help="read zeros for what the scan lacks"
-    )
-    scan.add_argument(
-        "--columns",
-        metavar="NAMES",
-        default="",
-        help="columns of a .bin file, such as x,y,z,intensity,ring",
-    )
-    mesh.add_argument(
-        "--faces", type=int, default=200_000, help="triangles, at most (200000)"
-    )
-    mesh.add_argument(
-        "--texture-size", type=int, default=2048, help="texels of its sides (2048)"
-    )
-    mesh.add_argument("--bits", type=int, choices=BITS, help="pack float weights")
-    mesh.add_argument(
-        "--memory", metavar="SIZE", help="keep the nets below this, such as 8GB"
-    )
-
-    segment = commands.add_parser(
-        "segment",
-        parents=[scan, net],
-        help="colour a scan's points by class, and draw them",
-    )
-    segment.add_argument(
-        "--out", metavar="DIR", default="segmented", help="folder to write to"
-    )
-    segment.add_argument(
-        "--up",
-        metavar="AXIS",
-        default="z",
-        help="upward axis in the picture: x, y, z, or --up=-y as cameras have it",
-    )
-
-    detect = commands.add_parser(
-        "detect",
-        parents=[scan, net],
-        help="find boxes in a scan: a table, files, and a picture from above",
-    )
-    detect.add_argument(
-        "--out", metavar="DIR", default="detected", help="folder to write to"
-    )
-    detect.add_argument(
-        "--score", type=float, help="least score of a box; by default the net's own"
-    )
-    detect.add_argument(
-        "--centre",
-        type=float,
-        nargs=3,
-        metavar=("X", "Y", "Z"),
-        help="the scanner in the file's coordinates, if it is not at 0",
-    )
-
-    decode = commands.add_parser(
-        "decode",
-        parents=[net, mesh],
-        help="decode TRELLIS.2's latents to a mesh with its texture, and a picture",
-    )
-    decode.add_argument("latents", metavar="LATENTS", help="a safetensors file")
-    decode.add_argument(
-        "--texture-model", metavar="FOLDER", help="the texture decoder's, likewise"
-    )
-    decode.add_argument(
-        "--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj"
-    )
-    decode.add_argument("--element", type=int, default=0, help="batch element (0)")
-    decode.add_argument(
-        "--resolution", type=int, help="fine voxels along the box (a guess if absent)"
-    )
-    decode.add_argument(
-        "--trace", dest="page", metavar="FILE", help="write a page of what ran"
-    )
-
-    generate = commands.add_parser(
-        "generate",
-        parents=[mesh],
-        help="make TRELLIS.2's latents of an image's tokens, and a mesh",
-    )
-    add = generate.add_argument
+    add = net.add_argument
+    add("--model", metavar="FOLDER", help="folder of the net, or owner/name on a hub")
+    add("--revision", help="branch, tag or commit of owner/name")
+    add("--code", metavar="FILE.py", help="run this file, which defines the net")
+    add = scan.add_argument
+    add("scan", metavar="SCAN", help="a point-cloud file")
     add(
-        "--image-tokens",
-        metavar="FILE",
-        required=True,
-        help=".safetensors with cond_512 and cond_1024, (B, M, C) each",
+        "--fill", action="store_true", help="read zeros for attributes that are missing"
     )
+    add("--columns", metavar="NAMES", default="", help="of .bin, as x,y,z,_,intensity")
+    add = mesh.add_argument
+    add("--faces", type=int, default=200_000, help="triangles, at most (200000)")
+    add("--texture-size", type=int, default=2048, help="texels of its sides (2048)")
+    add("--bits", type=int, choices=BITS, help="pack float weights")
+    add("--memory", metavar="SIZE", help="keep the nets below this, such as 8GB")
+
+    says = "colour a scan's points by class, and draw them"
+    add = commands.add_parser("segment", parents=[scan, net], help=says).add_argument
+    add("--out", metavar="DIR", default="segmented", help="folder to write to")
+    add("--up", metavar="AXIS", default="z", help="upward axis: x, y, z, or --up=-y")
+
+    says = "find boxes in a scan: a table, files, and a picture from above"
+    add = commands.add_parser("detect", parents=[scan, net], help=says).add_argument
+    add("--out", metavar="DIR", default="detected", help="folder to write to")
+    add("--score", type=float, help="least score of a box; by default the net's own")
+    place = {"type": float, "nargs": 3, "metavar": ("X", "Y", "Z")}
+    add("--centre", **place, help="the scanner in the file's coordinates, if not at 0")
+
+    says = "decode TRELLIS.2's latents to a mesh with its texture, and a picture"
+    add = commands.add_parser("decode", parents=[net, mesh], help=says).add_argument
+    add("latents", metavar="LATENTS", help="a safetensors file")
+    add("--texture-model", metavar="FOLDER", help="folder of the texture decoder")
+    add("--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj")
+    add("--element", type=int, default=0, help="batch element (0)")
+    add("--resolution", type=int, help="fine voxels along the box; by default a guess")
+    add("--trace", dest="page", metavar="FILE", help="write a page of what ran")
+
+    says = "make TRELLIS.2's latents of an image's tokens, and a mesh"
+    add = commands.add_parser("generate", parents=[mesh], help=says).add_argument
+    tokens = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
+    add("--image-tokens", metavar="FILE", required=True, help=tokens)
     add("--model", metavar="FOLDER", help="TRELLIS.2's, with pipeline.json and ckpts")
-    add(
-        "--out",
-        metavar="FILE",
-        default="asset.glb",
-        help=".glb, .ply or .obj with latents beside it, or .safetensors of them alone",
-    )
+    out = ".glb, .ply or .obj with latents beside it, or .safetensors of them alone"
+    add("--out", metavar="FILE", default="asset.glb", help=out)
     add("--type", choices=FORMS, help="by default pipeline.json's")
     add("--seed", type=int, default=42, help="seed of the noise (42)")
     add("--steps", type=int, help="steps of every stage")
@@ -292,12 +195,8 @@ def _add_nets(commands) -> None:
         help=f"of one stage: {', '.join(STAGES)}; {', '.join(SETTINGS)}",
     )
     add("--no-texture", action="store_true", help="make the shape's latents alone")
-    add(
-        "--max-tokens",
-        type=int,
-        default=49152,
-        help="rows above which a cascade lowers its resolution (49152)",
-    )
+    rows = "rows above which a cascade lowers its resolution (49152)"
+    add("--max-tokens", type=int, default=49152, help=rows)
     add("--dtype", choices=DTYPES, help="dtype of the flow models' blocks")
 
 
