@@ -82,6 +82,12 @@ def _hue(index: int) -> tuple[int, int, int]:
     return round(255 * red), round(255 * green), round(255 * blue)
 
 
+def _about(
+    voxels: VoxelRecipe | None, classes: Mapping, source: str, licence: str
+) -> About:
+    return About(voxels, tuple(classes), tuple(classes.values()), source, licence)
+
+
 # ScanNet's twenty classes, in the order and the colours of its benchmark.
 SCANNET = {
     "wall": (174, 199, 232),
@@ -129,7 +135,7 @@ SEMANTIC_KITTI = {
 }
 
 # Pointcept's nets for ScanNet, trained before 1.6.0, which has colours from 0 to 1.
-_POINTCEPT = About(
+_POINTCEPT = _about(
     VoxelRecipe(
         0.02,
         ("colours", "normals"),
@@ -137,8 +143,7 @@ _POINTCEPT = About(
         from_zero=True,
         colour_range=(-1.0, 1.0),
     ),
-    tuple(SCANNET),
-    tuple(SCANNET.values()),
+    SCANNET,
     "https://github.com/Pointcept/Pointcept",
     "MIT (the code); the data's own terms of use",
 )
@@ -169,36 +174,29 @@ PUBLISHED = {
     "spunet-scannet": _POINTCEPT,
     "ptv3-scannet": replace(_POINTCEPT, legacy=True),
     # MinkowskiEngine's examples/indoor.py.
-    "minkunet-scannet": About(
+    "minkunet-scannet": _about(
         VoxelRecipe(0.02, ("colours",), reduce="mean", colour_range=(-0.5, 0.5)),
-        tuple(SCANNET),
-        tuple(SCANNET.values()),
+        SCANNET,
         "https://github.com/NVIDIA/MinkowskiEngine",
         "MIT (the code); the data's own terms of use",
     ),
     # SPVNAS's core/datasets/semantic_kitti.py.
-    "spvnas-semantic-kitti": About(
+    "spvnas-semantic-kitti": _about(
         VoxelRecipe(
             0.05, ("coordinates", "intensity"), from_zero=True, rounding="nearest"
         ),
-        tuple(SEMANTIC_KITTI),
-        tuple(SEMANTIC_KITTI.values()),
+        SEMANTIC_KITTI,
         "https://github.com/mit-han-lab/spvnas",
         "MIT (the code); CC BY-NC-SA 4.0 (the data)",
     ),
     # A detector's voxels are in its own arguments.
-    "openpcdet-waymo": About(
+    "openpcdet-waymo": _about(
         None,
-        tuple(WAYMO),
-        tuple(WAYMO.values()),
+        WAYMO,
         _OPENPCDET,
         "Apache-2.0 (the code); Waymo's terms of use (the data)",
     ),
-    "openpcdet-nuscenes": About(
-        None,
-        tuple(NUSCENES),
-        tuple(NUSCENES.values()),
-        _OPENPCDET,
-        "Apache-2.0 (the code); CC BY-NC-SA 4.0 (the data)",
+    "openpcdet-nuscenes": _about(
+        None, NUSCENES, _OPENPCDET, "Apache-2.0 (the code); CC BY-NC-SA 4.0 (the data)"
     ),
 }

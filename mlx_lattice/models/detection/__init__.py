@@ -7,9 +7,14 @@ from .backbones import (
     VoxelResBackBone8xVoxelNeXt,
 )
 from .boxes import Boxes, Candidates, Decoding
-from .detector import CenterPoint, Detector, VoxelNeXt, published_arguments
+from .detector import (
+    CenterPoint,
+    Detector,
+    VoxelNeXt,
+    detection_loss,
+    published_arguments,
+)
 from .heads import BaseBEVBackbone, CenterHead, VoxelNeXtHead
-from .losses import detection_loss
 from .voxels import (
     GridRecipe,
     HardVoxels,
