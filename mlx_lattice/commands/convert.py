@@ -157,27 +157,26 @@ def _with_model(
     # In the dtypes of the file, which parameters are to have.
     sketches = [(s.target, s.convert(state.sketch(s.source))) for s in steps]
     model.load_weights(sketches, strict=False)
-    modules = dict(model.named_modules())
-    packed = None
+    modules, packing = dict(model.named_modules()), {}
     if given.bits:
         predicate = nn.keep_float()
-        mlx.nn.quantize(model, given.group_size, given.bits, class_predicate=predicate)
+        packing = {"group_size": given.group_size, "bits": given.bits}
+        mlx.nn.quantize(model, **packing, class_predicate=predicate)
         print(f"int{given.bits} in groups of {given.group_size}; {predicate}")
-        packed = {"group_size": given.group_size, "bits": given.bits}
-    names = dict(tree_flatten(model.parameters()))
+    parameters = dict(tree_flatten(model.parameters()))
     pack = {
         name: modules[path]
         for name, _ in sketches
-        if f"{(path := name.rpartition('.')[0])}.scales" in names
+        if f"{(path := name.rpartition('.')[0])}.scales" in parameters
         and name.endswith("weight")
     }
     arrays = []
     for name, sketch in sketches:
-        if name in pack:
-            arrays += [(n, names[n]) for n in _parts(name)]
-        else:
-            arrays.append((name, sketch))
-    converted = _converted(state, steps, pack, packed or {})
+        packed = (
+            [(part, parameters[part]) for part in _parts(name)] if name in pack else []
+        )
+        arrays += packed or [(name, sketch)]
+    converted = _converted(state, steps, pack, packing)
     if not folder:
         write_safetensors(target, dict(arrays), METADATA, converted)
         arguments = ", ".join(f"{k}={v!r}" for k, v in model._arguments.items())

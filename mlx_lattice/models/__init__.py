@@ -1,7 +1,6 @@
 """Reference nets built from mlx_lattice.nn."""
 
 from . import detection, trellis2
-from .about import PUBLISHED, About
 from .blocks import (
     BasicBlock,
     Bottleneck,
@@ -22,7 +21,7 @@ from .minkunet import (
 )
 from .pretrained import Pretrained, Segmentor, from_pretrained
 from .ptv3 import PTv3
-from .recipe import VoxelRecipe, Voxels
+from .recipe import PUBLISHED, About, VoxelRecipe, Voxels
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
 from .trellis2 import (

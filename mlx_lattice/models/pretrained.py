@@ -14,8 +14,7 @@ from mlx.utils import tree_flatten
 
 from ..distribution import __version__
 from ..dtypes import DTYPES
-from .about import About
-from .recipe import ATTRIBUTES, VoxelRecipe, Voxels, check_scores
+from .recipe import ATTRIBUTES, About, VoxelRecipe, Voxels, check_scores
 
 Net = TypeVar("Net", bound="Pretrained")
 
