@@ -220,7 +220,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _silence() -> None:
-    """Let Python flush at its end what nobody reads."""
+    """Redirect the streams, so that Python can flush them when it ends."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for stream in filter(None, (sys.stdout, sys.stderr)):
         with suppress(io.UnsupportedOperation):

@@ -73,7 +73,7 @@ SPVNAS = ("minkunet-torchsparse", "spvcnn")
 
 
 def run(given: argparse.Namespace) -> None:
-    """Convert, and say what was written and how to load it."""
+    """Convert; print the files that were written and how to load them."""
     source, target = Path(given.source), Path(given.target)
     folder = target.is_dir() or not target.suffix
     if not folder and target.suffix != ".safetensors":
@@ -275,7 +275,7 @@ def _write_calibrated(
 
 
 def _describe(model, name: str, colour_range: list[float] | None) -> None:
-    """Set a net's ``about`` to a published one, and print what changes results."""
+    """Set a net's ``about`` to a published one; print settings that change results."""
     if model is None:
         raise ValueError("--about is for folders, which have a config that holds it")
     if name not in PUBLISHED:

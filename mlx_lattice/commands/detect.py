@@ -139,7 +139,7 @@ def table(net: Detector, rows: list[dict]) -> str:
 
 
 def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path):
-    """Write boxes as CSV, and as JSON with what they are of."""
+    """Write boxes as CSV, and as JSON with the net's settings."""
     width = 9 if any(n == "vel" for n in net.dense_head.heads_list[0]) else 7
     with (
         atomic_write(table) as draft,
@@ -210,7 +210,7 @@ def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) ->
 
 
 def shown(points, boxes, point_range) -> tuple[np.ndarray, np.ndarray]:
-    """Return the corners of a picture: what there is, within the net's range."""
+    """Return the corners of a picture: the points and boxes within the net's range."""
     low, high = np.array(point_range)[[0, 1]], np.array(point_range)[[3, 4]]
     flat = points[:, :2]
     flat = flat[((flat >= low) & (flat <= high)).all(axis=1)]

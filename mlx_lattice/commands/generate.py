@@ -298,7 +298,7 @@ def write(out: Path, made: Generated) -> None:
 
 @contextmanager
 def bars() -> Iterator[Any]:
-    """Show a bar for each stage; the block gets what counts its steps."""
+    """Show a bar for each stage; yield the function that counts its steps."""
     try:
         from tqdm import tqdm
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""Checkpoints of other libraries: names and weights converted, and what matched."""
+"""Checkpoints of other libraries: read, matched by name, converted."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ class Step(NamedTuple):
 
 
 def check_library(state: State, library: str) -> None:
-    """Raise if a file says that it is of another library than the one named."""
+    """Raise if the file names another library than the caller."""
     if state.library == OURS != library:
         raise CheckpointError(
             f"the file was written by mlx-lattice convert: its library is {OURS!r}, "
@@ -265,7 +265,7 @@ def check_library(state: State, library: str) -> None:
 
 
 def habits(name: str, library: str) -> list[str]:
-    """Return a name, and the name without what the library adds to PyTorch's."""
+    """Return a name, and the name in PyTorch's form without the library's additions."""
     layout = LIBRARIES[library]
     *path, leaf = name.split(".")
     if path and path[-1] in layout.wrappers:
@@ -442,7 +442,7 @@ def _lookup(model: mlx.nn.Module, parameters: Mapping) -> dict[str, str]:
 def plan(
     state: State, library: str, mapping: Names, sizes: Sizes, unit_as_shaped: bool
 ) -> list[Step]:
-    """Return how each tensor is converted; arguments are those of convert_state."""
+    """Return a step for each tensor; arguments are those of ``convert_state``."""
     layout = layout_of(library)
     check_library(state, library)
     if layout.axes != layout.transposed:
@@ -529,7 +529,7 @@ class Sizes:
     def of(
         self, name: str, array: mx.array, library: str, layout: Layout
     ) -> tuple[int, ...]:
-        """Return a kernel's extents: its own, those given, or ones."""
+        """Return a kernel's extents: from its shape, from the sizes, or ones."""
         if "k" in layout.axes:
             at, dims = layout.axes.index("k"), array.ndim - 2
             return tuple(array.shape[at : at + dims])
@@ -609,7 +609,7 @@ class Renamer:
 
 
 def _pattern(key: str, new: str | None) -> re.Pattern:
-    """Return what a key matches at the start of a name."""
+    """Return the pattern of a key, which matches at the start of a name."""
     if not isinstance(key, str):
         raise TypeError(f"the mapping's keys must be names; got {key!r}")
     if isinstance(new, str) and new.count("*") != key.count("*"):
@@ -627,7 +627,7 @@ def _pattern(key: str, new: str | None) -> re.Pattern:
 
 
 def _checked(new: object, name: str) -> str | None:
-    """Return what a mapping made of a name: a name or None, else raise."""
+    """Return the result of a mapping; raise unless it is a name or None."""
     if not isinstance(new, str | None):
         raise TypeError(
             f"the mapping makes {new!r} of {shown(name)}; expected a name or None"

@@ -1,4 +1,4 @@
-"""Errors of files, how names from a file are shown, and what no reader opens."""
+"""Errors of files, names from files in messages, and checks before reading."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _TEXT = re.compile(rb"[\t\n\r -~]+")
 
 
 class FileError(ValueError):
-    """A file that cannot be read as what it should be.
+    """A file that does not have the format that its reader expects.
 
     The message shows no control characters: a name in a file cannot steer a terminal.
     """
@@ -34,7 +34,7 @@ class FileError(ValueError):
 
 
 class PointFileError(FileError):
-    """A point-cloud file that does not hold what its format or its header says."""
+    """A point-cloud file that contradicts its format or its header."""
 
     def __init__(self, message: str):
         longest = 1000  # names in a file may have any length

@@ -63,7 +63,7 @@ def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return what ``config.json`` says, checked as far as no model is needed."""
+    """Return the contents of ``config.json``; the model itself is not needed."""
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(
@@ -127,7 +127,7 @@ def load_weights(model: mlx.nn.Module, folder: Path) -> None:
 
 
 def _kind(array: mx.array) -> str:
-    """Return what a parameter's dtype may be: any float for a float, else its own."""
+    """Return the kind of dtype that a parameter accepts: any float, or its own."""
     floating = mx.issubdtype(array.dtype, mx.floating)
     return "floating" if floating else str(array.dtype)
 
@@ -204,7 +204,7 @@ def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
 
 
 def _packing(module: mlx.nn.Module) -> dict[str, Any]:
-    """Return what a config says of one packed layer."""
+    """Return the description of one packed layer for a config."""
     found = {"bits": module.bits, "group_size": module.group_size}
     if module.mode != "integer":
         return found
@@ -249,7 +249,7 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> N
 def _integer_layers(
     layers: set[str], packing: Mapping[str, Any], others: Mapping[str, Any]
 ) -> set[str]:
-    """Return the layers whose features are int8, by what a config says."""
+    """Return the layers whose features are int8, according to a config."""
     found = {path for path in layers if "activations" in others.get(path, packing)}
     said = [packing, *(others[path] for path in found if path in others)]
     wrong = [p["activations"] for p in said if p.get("activations", 8) != 8]
@@ -263,7 +263,7 @@ def _make_integer(
     said: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, mx.array],
 ) -> None:
-    """Give a model the integer layers of the arrays, and compare what a config says."""
+    """Make a model's layers integer as the arrays say; check that the config agrees."""
     has = {
         path: packing["arrays"] for path, packing in said.items() if "arrays" in packing
     }

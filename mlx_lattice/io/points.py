@@ -67,7 +67,7 @@ _ZIP_ERRORS = (
 
 @dataclass(frozen=True)
 class PointCloud:
-    """Points and what is known of each.
+    """Points and their attributes.
 
     Attributes:
         points: (N, 3) float32, all finite, in the order of the file.
@@ -251,7 +251,7 @@ def _read_npz(path: Path, names: Sequence[str] = ()) -> Columns:
 
 
 def _npz_entries(heads: dict[str, _NpyHead], path: Path) -> tuple[str | None, list]:
-    """Return the entry of the points, None if it is x, y and z, and what to read."""
+    """Return the entry of the points (None for x, y and z) and the entries to read."""
     key = next((k for k in ("points", "xyz", "pos") if k in heads), None)
     if key is None and len(heads) == 1:
         key = next(iter(heads))
@@ -284,7 +284,7 @@ class _NpyHead(NamedTuple):
 
 
 def _npy_head(stream: BinaryIO, size: int, path: Path) -> _NpyHead:
-    """Read a header, and check what it promises against the size of the entry."""
+    """Read a header, and check its shape against the size of the entry."""
     formats = np.lib.format
     readers = {
         (1, 0): formats.read_array_header_1_0,
@@ -433,7 +433,7 @@ def _table_numbers(stream: io.StringIO, mark: str | None, path: Path) -> np.ndar
 
 
 def _mark(line: str) -> str | None:
-    """Return what stands between the values of a line; None for spaces."""
+    """Return the separator of the values of a line; None for spaces."""
     return next((m for m in (",", ";") if m in line), None)
 
 

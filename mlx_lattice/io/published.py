@@ -227,7 +227,7 @@ _SAME |= dict.fromkeys(("spconv1", "spconv2.0", "spconv2.1"), "spconv")
 
 
 def published(model: Module | None, library: str) -> tuple[Rename, ...]:
-    """Return what renames a library's checkpoint of this model.
+    """Return the functions that rename a library's checkpoint of this model.
 
     What `mlx-lattice convert` writes without a model keeps the names of any library.
     """

@@ -278,7 +278,7 @@ class PyTorchState(State):
 
 @dataclass(frozen=True, eq=False, slots=True)
 class _Name:
-    """A name that the pickle mentions, or what only running that name would build."""
+    """A global of the pickle, or an object that only a call of it would build."""
 
     name: str
 
@@ -313,7 +313,7 @@ class _Tensor:
 
 
 class _Machine:
-    """Interprets the pickles of a file; what state dicts do not need stays a name."""
+    """Interprets the pickles of a file; objects other than tensors stay names."""
 
     def __init__(self, archive: Archive):
         self.archive = archive
@@ -322,7 +322,7 @@ class _Machine:
         self.steps = 0
 
     def run(self, program: BinaryIO) -> object:
-        """Return what the next pickle builds."""
+        """Return the object that the next pickle builds."""
         self.stack: list = []
         self.marks: list[int] = []
         self.memo: dict[int, object] = {}
@@ -427,7 +427,7 @@ class _Machine:
         return target
 
     def build(self, name: str, arguments: tuple) -> object:
-        """Return what a call builds if it is a dict or a tensor, else its name."""
+        """Return the dict or the tensor that a call builds, or the call's name."""
         if name in _TENSORS:
             return self.tensor(*arguments)
         if name in _PARAMETERS:
@@ -517,7 +517,7 @@ _CORRUPT += (struct.error,)
 
 
 def _kind(value: object) -> str:
-    """Return what a value is, for messages."""
+    """Return a value's kind in words, for messages."""
     if type(value) is _Name:
         return repr(shown(value.name))
     name = type(value).__name__.removeprefix("_").lower()

@@ -1,4 +1,4 @@
-"""Safetensors files, and what readers of checkpoints share.
+"""Safetensors files, and the base of the readers of checkpoints.
 
 A header is checked before any array is read. MLX reads the arrays, except in files
 with doubles, which MLX refuses. MLX would accept two tensors on the same bytes, extents

@@ -1,4 +1,4 @@
-"""Surface: triangles on the host, and what makes a raw mesh fit for use.
+"""Surface: triangles on the host, and the clean-up of raw meshes.
 
 Orientation and components come from SciPy's graphs, decimation from
 fast-simplification (Garland and Heckbert's quadrics).

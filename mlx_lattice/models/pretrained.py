@@ -43,7 +43,7 @@ class Pretrained(mlx.nn.Module):
             _CLASSES[cls.__name__] = cls  # a notebook's cell may have run again
 
     def __new__(cls, *args, **kwargs):
-        """Keep the arguments; ``__init__`` is what checks them."""
+        """Keep the arguments; ``__init__`` checks them."""
         made = super().__new__(cls)
         signature = inspect.signature(cls.__init__)
         try:
@@ -64,7 +64,7 @@ class Pretrained(mlx.nn.Module):
 
     @property
     def about(self) -> About:
-        """What belongs to the weights beside the layers."""
+        """Voxels, classes and sources of the weights."""
         return self._about
 
     @about.setter

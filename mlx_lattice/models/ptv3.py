@@ -41,7 +41,7 @@ ENC_PATCHES, DEC_PATCHES = (1024,) * 5, (1024,) * 4
 
 
 class Level(NamedTuple):
-    """What the blocks of one level share."""
+    """Settings that the blocks of one level share."""
 
     orders: tuple[str, ...]  # of curves; block i takes number i, from the start again
     bits: int  # of the curves
@@ -445,7 +445,7 @@ class PTv3(Segmentor):
         return norm.weight.dtype if "weight" in norm else super().dtype
 
     def _levels(self, x: SparseTensor, positions: mx.array | None) -> list[Level]:
-        """Return what the blocks of each level share."""
+        """Return the settings of each level."""
         expect_tensor(x)
         if self.rope_base and positions is None:
             raise ValueError(
@@ -515,7 +515,7 @@ def _blocks(
 
 
 def _ramp(most: float, depths: Sequence[int]) -> list[list[float]]:
-    """Return for each stage what grows from 0 to ``most`` over all blocks."""
+    """Return values for each block of each stage, which grow from 0 to ``most``."""
     steps = max(1, sum(depths) - 1)
     blocks = iter([most * i / steps for i in range(sum(depths))])
     return [[next(blocks) for _ in range(depth)] for depth in depths]

@@ -1,4 +1,4 @@
-"""What belongs to a net's weights: how voxels are made of points, classes, sources.
+"""Facts that belong to a net's weights: voxels, classes, sources.
 
 ``VoxelRecipe`` makes voxels, ``About`` is kept beside the weights, and ``PUBLISHED``
 has those of published nets. Checks of points and scores are here too.
@@ -297,7 +297,7 @@ def of_scan(scan: object, option: str = "") -> Iterator[None]:
 
 @dataclass(frozen=True)
 class About:
-    """What belongs to weights and is in no layer; kept in a folder's ``config.json``.
+    """Facts that belong to weights, kept in a folder's ``config.json``.
 
     Attributes:
         voxels: how voxels are made of points, or None.
@@ -347,12 +347,12 @@ class About:
         return self.classes[index] if index < len(self.classes) else f"class {index}"
 
     def config(self) -> dict[str, Any]:
-        """Return what is known as JSON has it."""
+        """Return the values that are set, for JSON."""
         return {name: value for name, value in asdict(self).items() if value}
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> About:
-        """Return what ``config()`` returned; names that are unknown are left out."""
+        """Return an About of the result of ``config()``; unknown names are left out."""
         held = {f.name: config[f.name] for f in fields(cls) if f.name in config}
         if isinstance(held.get("voxels"), Mapping):
             held["voxels"] = VoxelRecipe(**held["voxels"])

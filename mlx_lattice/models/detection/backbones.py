@@ -99,7 +99,7 @@ class VoxelBackBone8x(Pretrained):
         return nn.Sequential(down, kept(channels, channels), kept(channels, channels))
 
     def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
-        """Return what each stage makes: ``x_conv1`` to ``x_conv4``, and ``out``."""
+        """Return the outputs of the stages: ``x_conv1`` to ``x_conv4``, and ``out``."""
         expect_grid(x, type(self).__name__)
         x, made = self.conv_input(x), {}
         for i in range(1, 5):
@@ -188,7 +188,7 @@ class UNetV2(VoxelBackBone8x):
         self.conv5 = nn.Sequential(kept(channels[0], channels[0]))
 
     def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
-        """Return what each stage makes: those of the encoder, ``up4`` to ``up1``."""
+        """Return the outputs of the encoder's stages, and ``up4`` to ``up1``."""
         made = super().stages(x)
         y = made["x_conv4"]
         for level in (4, 3, 2, 1):
@@ -247,7 +247,7 @@ def _flat(levels: Sequence[SparseTensor]) -> _Flat:
 
 
 def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Flat:
-    """Return what ``_flat`` does; reads the number of cells."""
+    """Make the cells of levels; reads their number."""
     finest, columns = sets[0], mx.array([0, 2, 3])
     coords, place, heights, high = [], [], 0, (0, 0)
     for i, each in enumerate(sets):
@@ -329,7 +329,7 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         )
 
     def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
-        """Return what each stage makes.
+        """Return the outputs of the stages.
 
         ``x_conv1`` to ``x_conv6``, then over (y, x) ``bev_sum``, ``conv_out`` and
         ``out``.

@@ -20,7 +20,7 @@ PerClass = float | tuple[float, ...]
 
 
 class Boxes(NamedTuple):
-    """Boxes of one scan, those of a head after those of the head before, best first.
+    """Boxes of one scan: head after head, the best first.
 
     Attributes:
         boxes: (M, 7) float32 x, y, z of the centre, dx, dy, dz, heading; with two more
@@ -36,7 +36,7 @@ class Boxes(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """What becomes a box.
+    """Settings that decide which cells become boxes.
 
     Attributes:
         stride: cells of the grid that a cell of the map spans.
@@ -84,7 +84,7 @@ class Decoding:
 
     @classmethod
     def of(cls, given: Decoding | Mapping | None) -> Decoding:
-        """Return what a constructor was given: one, the arguments of one, or None."""
+        """Return a Decoding of a Decoding, of its arguments, or of None."""
         if isinstance(given, cls):
             return given
         return cls(**(given or {}))
@@ -100,7 +100,7 @@ class Decoding:
 
 
 class Candidates(NamedTuple):
-    """What a head sees in one element, before suppression."""
+    """The boxes of a head in one batch element, before suppression."""
 
     boxes: mx.array  # (M, 7 or 9)
     scores: mx.array  # (M,)

@@ -64,7 +64,7 @@ class Detector(Pretrained):
     joins_heads = False
 
     def _describe(self, grid, heads, classes, decoding) -> None:
-        """Check and keep what the layers do not say."""
+        """Check and keep the grid, the classes and the decoding."""
         grid = GridRecipe(**grid) if isinstance(grid, Mapping) else grid
         heads = tuple(tuple(map(str, head)) for head in heads)
         names = [name for head in heads for name in head]
@@ -410,7 +410,7 @@ def detection_loss(
 def _checked(
     net: Detector, boxes: mx.array, labels: mx.array
 ) -> tuple[mx.array, list[int]]:
-    """Return the boxes of an element, and their labels; raise for what are none."""
+    """Return the boxes of an element and their labels, checked."""
     boxes, labels = array_of(boxes, "boxes"), array_of(labels, "labels")
     if boxes.ndim != 2 or boxes.shape[1] not in (7, 9):
         raise ValueError(f"boxes must be (M, 7) or (M, 9); got {tuple(boxes.shape)}")
@@ -632,7 +632,7 @@ def _head(config: Mapping, class_names: list[str]) -> dict[str, Any]:
 
 
 def _decoding(config: Mapping) -> Decoding:
-    """Return what becomes a box."""
+    """Return the settings of the decoding."""
     after = config["POST_PROCESSING"]
     nms = after["NMS_CONFIG"]
     kinds = ("nms_gpu", "class_specific_nms")

@@ -77,7 +77,7 @@ def _in_one(conv, norm, activation, x: mx.array) -> mx.array:
 
 
 def _convolved(conv, x: mx.array, weight: mx.array, bias: bool = True) -> mx.array:
-    """Return what a convolution makes with a weight, with its bias or without."""
+    """Convolve with a given weight, with the bias or without."""
     if isinstance(conv, mlx.nn.ConvTranspose2d):
         # Its stride is its kernel: a matmul, whose channels are then put side by side.
         b, high, wide, _ = x.shape

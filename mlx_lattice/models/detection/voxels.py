@@ -28,7 +28,7 @@ from ..recipe import attribute, finite_points
 
 
 class HardVoxels(NamedTuple):
-    """Points by voxel: what OpenPCDet's voxel generator returns."""
+    """Points by voxel, as of OpenPCDet's voxel generator."""
 
     voxels: mx.array  # (M, max_points, C): points of a voxel in order, then zeros
     coords: mx.array  # (M, 3) int32 (z, y, x), in the order of their first points

@@ -51,7 +51,7 @@ STAGES = tuple(PUBLISHED)
 
 @dataclass(frozen=True)
 class Recipe:
-    """What belongs to the nets beside their weights; of a published ``pipeline.json``.
+    """Settings of the pipeline, as in a published ``pipeline.json``.
 
     Attributes:
         samplers: of each stage the sampler's name and ``sigma_min``.
@@ -70,7 +70,7 @@ class Recipe:
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Recipe:
-        """Return what the ``args`` of a published ``pipeline.json`` say.
+        """Return the recipe of the ``args`` of a published ``pipeline.json``.
 
         Raises:
             ValueError: they lack something, or name a sampler that there is none of.
@@ -268,7 +268,7 @@ class Pipeline:
         options: Mapping[str, Mapping[str, Any]] | None,
         **more: Any,
     ) -> Latents:
-        """Return what the stage's sampler makes of noise."""
+        """Return the samples of the stage's sampler."""
         name, sigma_min = self.recipe.samplers[stage]
         sampler = SAMPLERS[name](sigma_min)
         given = {**self.recipe.options[stage], **(options or {}).get(stage, {})}

@@ -1,4 +1,4 @@
-"""What TRELLIS.2's published configurations say, as arguments of the nets here."""
+"""TRELLIS.2's published configurations as arguments of the nets here."""
 
 from __future__ import annotations
 

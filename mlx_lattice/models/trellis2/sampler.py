@@ -22,14 +22,14 @@ Latents = SparseTensor | mx.array
 
 
 class Step(NamedTuple):
-    """What a step leads to."""
+    """The result of a step."""
 
     x: Latents  # at the next time
     x_0: Latents  # what the end would be, as seen from here
 
 
 class Samples(NamedTuple):
-    """What a sampler returns: the last step, and each one if they were kept."""
+    """The result of a sampler: the last step, and each step if they were kept."""
 
     samples: Latents
     pred_x_t: list[Latents]

@@ -314,7 +314,7 @@ class SparseVAEEncoder(Trellis2Net):
 def dual_grid_features(
     vertices: SparseTensor, intersected: SparseTensor
 ) -> SparseTensor:
-    """Return what the shape encoder reads of a flexible dual grid.
+    """Return the shape encoder's input features of a flexible dual grid.
 
     Args:
         vertices: (N, 3): the vertex of a cell, from its lower corner, 0 to 1.
