@@ -275,7 +275,8 @@ def _extra(command: str, extra: str | None) -> Iterator[None]:
     except ImportError as error:
         if error.name is None or extra is None:  # a sentence already
             raise
-        raise ImportError(f"{command} needs {error.name}; {install(extra)}") from error
+        needed = error.name.partition(".")[0]
+        raise ImportError(f"{command} needs {needed}; {install(extra)}") from error
 
 
 def _info(given: argparse.Namespace) -> None:

@@ -13,7 +13,7 @@ from cuda_recorder import recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import models, nn, ops
 from mlx_lattice.backends import cpu_extension, registry
 from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse, SparseResNet14
 
@@ -135,6 +135,53 @@ def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatc
     net.train()(tensor(n=100).astype(mx.float16))
     net.eval()(tensor(n=100).astype(mx.float16))
     assert calls == [(mx.float16, True)], "evaluation is prepared with training"
+
+
+FLOW = {
+    "resolution": 4,
+    "in_channels": 6,
+    "model_channels": 16,
+    "cond_channels": 8,
+    "out_channels": 6,
+    "num_blocks": 1,
+    "num_heads": 2,
+}
+TOKENS = mx.array([500.0]), mx.ones((1, 5, 8))
+# Nets that make their tensors, or whose rows depend on features.
+OTHERS = {
+    "encoder": (lambda: models.SparseVAEEncoder(6, (8, 16), 4, (0, 1)), ()),
+    "decoder": (lambda: models.SparseVAEDecoder(7, (16, 8), 6, (1, 0)), ()),
+    "latent flow": (lambda: models.SLatFlowModel(**FLOW), TOKENS),
+    "structure flow": (lambda: models.SparseStructureFlowModel(**FLOW), TOKENS),
+    "structure": (lambda: models.SparseStructureDecoder(1, 6, 1, (16, 8), 1), ()),
+    "points": (lambda: models.SPVCNN(6, 3, 1.0, planes=(8,) * 9, dropout=0.0), ()),
+}
+
+
+@pytest.mark.parametrize("training", (False, True), ids=("inference", "training"))
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_net_that_prepares_itself_computes_the_same(name, training, monkeypatch):
+    make, more = OTHERS[name]
+    real, calls, found = preparation._prepare, [], []
+    monkeypatch.setattr(
+        preparation, "_prepare", lambda *given: calls.append(0) or real(*given)
+    )
+    monkeypatch.setattr(preparation.cuda_geometry, "rehearse", lambda dims: None)
+    for compiles in (False, True):
+        monkeypatch.setattr(preparation.cuda_compile, "compiles", lambda c=compiles: c)
+        mx.random.seed(0)
+        net = make().train(training)
+        x = tensor(n=100)
+        x = x.replace(mx.random.normal((len(x), 6)))
+        given = (x,)
+        if name.startswith("structure"):
+            given = (mx.random.normal((1, 6, 4, 4, 4)),)
+        if name == "points":
+            given = x.coords[:, 1:].astype(mx.float32) + 0.3, x.feats
+        y = net(*given, *more)
+        found.append(getattr(y, "feats", y))
+        assert len(calls) == compiles
+    assert mx.array_equal(*found).item()
 
 
 def total(y):

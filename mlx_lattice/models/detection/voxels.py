@@ -123,7 +123,19 @@ class GridRecipe:
         points = single_or_double(positions_of(points, "points"))
         names = self.features[3:]
         points, attributes, _ = finite_points(points, attributes or {}, names)
-        points = self._columns(points, attributes, fill)
+        if points.ndim != 2 or points.shape[1] != 3:
+            raise ValueError(
+                f"points must have shape (P, 3); got {tuple(points.shape)}"
+            )
+        count = len(points)
+        columns = [
+            mx.ones((count, 1))
+            if name == "ones"
+            else attribute(name, self.features, attributes, count, 1, fill)
+            for name in names
+        ]
+        with stream_of(points):
+            points = mx.concatenate([points, *columns], axis=1)
         if self.max_points is None and self.max_voxels is None:
             batch = mx.zeros((len(points),), dtype=mx.int32)
             return dynamic_voxels(points, self.voxel_size, self.point_range, batch)
@@ -136,35 +148,6 @@ class GridRecipe:
         )
         coords = mx.concatenate([mx.zeros_like(hard.coords[:, :1]), hard.coords], 1)
         return _tensor(coords, mean_vfe(hard), self.spatial_shape, 1)
-
-    def columns(
-        self,
-        points: Any,
-        attributes: Mapping[str, Any] | None = None,
-        *,
-        fill: bool = False,
-    ) -> mx.array:
-        """Return (P, 3 + C) float32: x, y, z, then the features besides them."""
-        return single(self._columns(points, attributes, fill))
-
-    def _columns(self, points, attributes, fill: bool) -> mx.array:
-        """Return ``columns``; float64 where the points are."""
-        points = positions_of(points, "points")
-        points = single_or_double(points)
-        if points.ndim != 2 or points.shape[1] != 3:
-            raise ValueError(
-                f"points must have shape (P, 3); got {tuple(points.shape)}"
-            )
-        held = attributes or {}
-        columns = [points]
-        for name in self.features[3:]:
-            if name == "ones":
-                columns.append(mx.ones((len(points), 1)))
-                continue
-            count = len(points)
-            columns.append(attribute(name, self.features, held, count, 1, fill))
-        with stream_of(points):
-            return mx.concatenate(columns, axis=1)
 
 
 def hard_voxels(
