@@ -21,9 +21,8 @@ from .io.errors import shown
 from .memory import MemoryLimitError
 from .models.trellis2 import FORMS
 from .models.trellis2.pipeline import STAGES
-from .problem import FORWARD, PASSES, Problem
+from .problem import FORWARD, KINDS, PASSES, Problem
 from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
-from .relation_form import KINDS
 
 # Extras that commands need. These commands take a folder of a net.
 EXTRAS = {"segment": "demo", "detect": "demo", "decode": "mesh"}

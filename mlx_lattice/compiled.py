@@ -17,12 +17,12 @@ from weakref import ref
 import mlx.core as mx
 from mlx.nn import Module
 
-from . import devices
+from . import devices, settings
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .geometry.sync import TracedError, is_of_tracing
 from .module_state import reached
-from .routes import launch, selection
+from .routes import launch
 from .tensor import SparseTensor
 
 # A net has hundreds of modules, and Module.training is a function.
@@ -121,7 +121,7 @@ class Compiled:
         is_empty = not all([array.size for array in arrays])
         if is_empty and devices.current().backend == devices.CUDA:
             return self.function(*args, **kwargs)
-        key = (*signature, *self._modes(), selection.situation())
+        key = (*signature, *self._modes(), devices.current(), settings.version())
         managers = list({id(x.manager): x.manager for x in tensors}.values())
         trace = self._traces.get(key)
         if trace is not None:

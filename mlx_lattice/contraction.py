@@ -1,21 +1,46 @@
-"""The two contractions as functions: arguments checked, and what calls share found."""
+"""The two contractions, forward and weight gradient, with their transformations.
+
+All passes derive from one trilinear form, ``T(x, W, y) = sum over edges of x[i] . W[k]
+. y[o]``: the forward pass is its derivative by y (by x, over the transposed relation),
+and the weight gradient its derivative by W. So every vjp and jvp is again one of them,
+to any order.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
 
+from . import settings
+from .channel_kernels import activation_gradient, column_sums
 from .checks import whole
-from .contraction_layer import MOMENTS, Layer, layer_of
 from .dtypes import dtype_name
-from .epilogue import Epilogue, EpilogueFacts, Moments
+from .epilogue import Epilogue, EpilogueFacts, Moments, finished
+from .geometry.sync import is_transforming
 from .numerics import asked_precision
-from .problem import FORWARD, KERNEL_MAJOR, WEIGHT_GRAD, weight_axes
+from .problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, weight_axes
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
+from .routes.launch import Layer, Request
+from .transformations import Function, Linear, Rules, constant, filled
+
+
+class _Checked(NamedTuple):
+    """What calls with arrays of these shapes and dtypes share.
+
+    Attributes:
+        request: the forward pass.
+        flat: three axes of a weight in MLX's layout, or None.
+        cast: facts of an epilogue whose arrays are cast for kernels, or None.
+    """
+
+    request: Request
+    flat: tuple[int, int, int] | None
+    cast: EpilogueFacts | None
 
 
 def conv(
@@ -55,101 +80,193 @@ def conv(
     expect_relation(relation)
     if type(groups) is not int:
         check_groups(groups)  # before it is part of a key
-    if launch.observed() or type(x) is not mx.array:
-        known = _looked_up(x, w, relation, groups, bias, epilogue, None)
-    else:
+    key, checked = None, None
+    if type(x) is mx.array:
         packed = isinstance(w, QuantizedWeight)
         key = (
+            x.shape,
             x.dtype,
             (w.packing, w.weight.shape, w.dtype) if packed else (w.shape, w.dtype),
             groups,
-            asked_precision(),
             None if bias is None else (bias.shape, bias.dtype),
             None if epilogue is None else epilogue.key,
+            settings.version(),
         )
-        known = relation.calls.get(key)
-        if known is None or not known.fits(x, epilogue):
-            known = _looked_up(x, w, relation, groups, bias, epilogue, key)
-    weights = known.layer.weights(w)
+        checked = relation.plans.get(key)
+    residual = epilogue and epilogue.residual
+    if checked is None or not (
+        residual is None or residual.shape == (relation.n_out, checked.request.layer[1])
+    ):
+        checked = _checked(x, w, relation, groups, bias, epilogue)
+        relation.plans[key] = checked
+    request, flat, cast = checked
+    if isinstance(w, QuantizedWeight):
+        weights = constant(*w.arrays)
+    else:
+        weights = (w if flat is None else w.reshape(flat),)
     if epilogue is None or type(epilogue) is Moments:
-        made = known.run(x, *weights, *(() if bias is None else (bias,)))
+        added = () if bias is None else (bias,)
+        made = contracted(request, relation, x, *weights, *added)
         if isinstance(made, mx.array):
             return made
         y, epilogue.lines = made
         return y
-    after, cast = epilogue if bias is None else epilogue.biased(bias), known.cast
-    arrays = after.arrays if cast is None else after.as_kernels_take(cast)
-    return known.run(x, *weights, *arrays)
+    after = epilogue if bias is None else epilogue.biased(bias)
+    added = after.arrays if cast is None else after.as_kernels_take(cast)
+    return contracted(request, relation, x, *weights, *added)
 
 
-class _Known(NamedTuple):
-    """What calls over a relation with arrays of such shapes and dtypes share.
+def contracted(request: Request, relation: Relation, *arrays: mx.array):
+    """Return what ``launch.run`` does, with its transformations.
 
-    Attributes:
-        layer: the contractions.
-        run: what is called with the arrays.
-        cast: facts of an epilogue whose arrays come in other dtypes than kernels take.
-        shapes: of features, and of a residual.
+    Args:
+        request: the pass.
+        relation: the layer's own (untransposed) one.
+        *arrays: as ``launch.run`` takes them.
     """
-
-    layer: Layer
-    run: Callable[..., mx.array]
-    cast: EpilogueFacts | None
-    shapes: tuple[tuple[int, int], tuple[int, int]]
-
-    def fits(self, x: mx.array, epilogue: Epilogue | Moments | None) -> bool:
-        """Whether features and residual have the rows of the relation."""
-        if x.shape != self.shapes[0]:
-            return False
-        residual = epilogue and epilogue.residual
-        return residual is None or residual.shape == self.shapes[1]
-
-
-def _looked_up(x, w, relation: Relation, groups: int, bias, epilogue, key) -> _Known:
-    """Return what calls share: of a relation of another scan, or after checks.
-
-    ``key``: what they have in common, under which it is kept; None where it is not.
-    """
-    kept = relation.form.known.get(key)
-    if kept is not None:
-        key, facts = kept  # one key for all scans: of those that are alike one is held
-        known = _of_facts(relation, *facts)
-        if known.fits(x, epilogue):
-            relation.calls[key] = known
-            return known
-    layer, after, cast = _checked(x, w, relation, groups, bias), None, None
-    if type(epilogue) is Moments:
-        after = MOMENTS
-    elif epilogue is not None:
-        epilogue.check((relation.n_out, layer[1]), x.dtype)
-        given = epilogue if bias is None else epilogue.biased(bias)
-        after = given.facts
-        cast = None if given.is_as_kernels_take(after) else after
-    facts = layer, after, cast
+    if not is_transforming():
+        return launch.run(request, relation, *arrays)
     scope = launch.current_scope() if launch.observed() else None
-    known = _of_facts(relation, *facts, scope)
-    if key is not None:
-        relation.form.keep(key, (key, facts))
-        relation.calls[key] = known
-    return known
+    rules = _Composed if request.epilogue else _Moments if request.moments else _Pass
+    forward = partial(launch.run, request, relation)
+    return Function(forward, rules(request, relation, scope))(*arrays)
 
 
-def _of_facts(
-    relation: Relation,
-    facts: tuple,
-    after: EpilogueFacts | str | None,
-    cast: EpilogueFacts | None,
-    scope: object = None,
-) -> _Known:
-    layer = layer_of(relation, facts, scope)
-    is_epilogue = isinstance(after, EpilogueFacts)
-    run = layer.then(after) if is_epilogue else layer.function(after or FORWARD)
-    shapes = (relation.n_in, facts[0]), (relation.n_out, facts[1])
-    return _Known(layer, run, cast, shapes)
+class _Pass(Linear):
+    """The rules of a pass without an epilogue.
+
+    Args:
+        request: the pass.
+        relation: the layer's.
+        scope: the layer that observers are told of, or None.
+    """
+
+    __slots__ = "relation", "request", "scope"
+
+    def __init__(self, request: Request, relation: Relation, scope: object):
+        self.request, self.relation, self.scope = request, relation, scope
+
+    @property
+    def operands(self) -> int:
+        return self.request.count
+
+    def rows(self, primals: Sequence[mx.array]) -> int:
+        return self.relation.n_out
+
+    def run(self, pass_: str, *arrays: mx.array) -> mx.array:
+        """Return what another pass of the layer does."""
+        return contracted(Request(pass_, self.request.layer), self.relation, *arrays)
+
+    def linear(self, *arrays: mx.array) -> mx.array:
+        return self.run(self.request.pass_, *arrays)
+
+    def vjp(self, primals, cotangent, _):
+        if isinstance(cotangent, (tuple, list)):  # of y, and of its statistics
+            cotangent = cotangent[0]
+        if self.scope is None:
+            return self.derivatives(primals, cotangent)
+        with launch.scope(self.scope):
+            return self.derivatives(primals, cotangent)
+
+    def derivatives(self, primals, cotangent) -> Sequence[mx.array]:
+        """Return the derivatives by all arguments."""
+        pass_, run = self.request.pass_, self.run
+        if self.request.layer.packing is not None:  # linear in x and a bias
+            packed, bias = primals[1:4], primals[4:]
+            back = INPUT_GRAD if pass_ == FORWARD else FORWARD
+            zeros = [mx.zeros_like(a) for a in packed]
+            dx = run(back, cotangent, *packed)
+            return dx, *zeros, *[column_sums(cotangent, b) for b in bias]
+        if pass_ == INPUT_GRAD:
+            (dy, w), ddx = primals, cotangent
+            return run(FORWARD, ddx, w), run(WEIGHT_GRAD, ddx, dy)
+        if pass_ == WEIGHT_GRAD:
+            (x, dy), ddw = primals, cotangent
+            return run(INPUT_GRAD, dy, ddw), run(FORWARD, x, ddw)
+        (x, w, *bias), dy = primals, cotangent
+        dx, dw = run(INPUT_GRAD, dy, w), run(WEIGHT_GRAD, x, dy)
+        return dx, dw, *[column_sums(dy, b) for b in bias]
 
 
-def _checked(x, w, relation: Relation, groups: int, bias) -> tuple:
-    """Return the facts of a contraction's layer, after checks of what is given."""
+class _Moments(_Pass):
+    """The rules of a forward pass that may return statistics of its rows after y.
+
+    Nothing is differentiated through them: a norm's own derivatives are those by y.
+    """
+
+    __slots__ = ()
+
+    def jvp(self, primals, tangents):
+        return self._with_lines(super().jvp(primals, tangents))
+
+    def vmap(self, inputs, axes):
+        y, axis = super().vmap(inputs, axes)
+        made = self._with_lines(y, y.shape[0])
+        return (made, axis) if made is y else (made, (axis, 0))
+
+    def _with_lines(self, y: mx.array, *mapped: int):
+        """Return y, and zeros if the pass returns statistics."""
+        lines = launch.moments_shape(self.request, self.relation)
+        return y if lines is None else (y, mx.zeros((*mapped, *lines)))
+
+
+class _Composed(Rules):
+    """The rules of a forward pass with an epilogue: those of the composed form."""
+
+    __slots__ = "constants", "epilogue", "forward"
+
+    def __init__(self, request: Request, relation: Relation, scope: object):
+        self.epilogue = request.epilogue
+        self.forward = _Pass(request._replace(epilogue=None), relation, scope)
+        self.constants = 0 if request.layer.packing is None else 3  # packed arrays
+
+    def split(self, arrays: Sequence) -> tuple[Sequence, list]:
+        """Return the convolution's arrays, and all of an epilogue's, or None."""
+        count = max(2, 1 + self.constants)
+        return arrays[:count], self.epilogue.named(arrays[count:])
+
+    def composed(self, *arrays: mx.array) -> mx.array:
+        inputs, after = self.split(arrays)
+        with launch.scope(self.forward.scope or launch.current_scope()):
+            sums = self.forward.linear(*inputs)
+        return finished(sums, self.epilogue, *after)
+
+    def of_result(self, primals, dy, y) -> Sequence[mx.array]:
+        """Return the derivatives if the result is enough for them."""
+        if self.epilogue.activation:
+            dy = activation_gradient(dy, y, self.epilogue.act)
+        inputs, (shift, *_, residual) = self.split(primals)
+        inputs = inputs if shift is None else (*inputs, shift)
+        found = self.forward.vjp(inputs, dy, None)
+        return found if residual is None else (*found, dy)
+
+    def variables(self, arrays: Sequence) -> list:
+        return [arrays[0], *arrays[1 + self.constants :]]
+
+    def of_variables(self, primals: Sequence[mx.array]) -> Callable[..., mx.array]:
+        packed = primals[1 : 1 + self.constants]
+        return lambda x, *rest: self.composed(x, *packed, *rest)
+
+    def vjp(self, primals, dy, y):
+        if self.epilogue.is_of_result:
+            return self.of_result(primals, dy, y)
+        at, packed = self.variables(primals), primals[1 : 1 + self.constants]
+        _, (dx, *rest) = mx.vjp(self.of_variables(primals), at, [dy])
+        return dx, *[mx.zeros_like(a) for a in packed], *rest
+
+    def jvp(self, primals, tangents):
+        at = self.variables(primals)
+        along = filled(at, self.variables(tangents))
+        return mx.jvp(self.of_variables(primals), at, along)[1][0]
+
+    def vmap(self, inputs, axes):
+        return mx.vmap(self.composed, tuple(axes))(*inputs), 0
+
+
+def _checked(
+    x, w, relation: Relation, groups: int, bias, epilogue: Epilogue | Moments | None
+) -> _Checked:
+    """Check the arguments of ``conv`` and return the pass that they ask for."""
     check_features(x, "features", relation.n_in)
     check_groups(groups)
     shape = tuple(w.shape)
@@ -159,7 +276,7 @@ def _checked(x, w, relation: Relation, groups: int, bias) -> tuple:
             f"{relation.volume}, or (C_out, spatial..., C_in / groups) with as many "
             f"cells; got {shape}"
         )
-    layout, _, c_in, c_out = weight_axes(shape)
+    layout, volume, c_in, c_out = weight_axes(shape)
     if x.shape[1] != c_in * groups or c_out % groups:
         raise ValueError(
             f"features of {x.shape[1]} channels do not fit a weight of shape "
@@ -175,7 +292,17 @@ def _checked(x, w, relation: Relation, groups: int, bias) -> tuple:
             )
         same_dtype(x, bias, "the bias")
     packing = w.packing if isinstance(w, QuantizedWeight) else None
-    return x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
+    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
+    after = cast = None
+    if isinstance(epilogue, Epilogue):
+        epilogue.check((relation.n_out, c_out), x.dtype)
+        whole_epilogue = epilogue if bias is None else epilogue.biased(bias)
+        after = whole_epilogue.facts
+        cast = None if whole_epilogue.is_as_kernels_take(after) else after
+    moments = isinstance(epilogue, Moments)
+    request = Request(FORWARD, Layer(*facts), after, moments=moments)
+    flat = (c_out, volume, c_in) if layout == MLX_LAYOUT else None
+    return _Checked(request, flat, cast)
 
 
 def weight_grad(
@@ -206,10 +333,8 @@ def weight_grad(
             f"{groups}"
         )
     same_dtype(x, dy, "dy")
-    asked, layout = asked_precision(), KERNEL_MAJOR
-    facts = x.shape[1], dy.shape[1], x.dtype, groups, asked, None, layout
-    scope = launch.current_scope() if launch.observed() else None
-    return layer_of(relation, facts, scope).function(WEIGHT_GRAD)(x, dy)
+    layer = Layer(x.shape[1], dy.shape[1], x.dtype, groups, asked_precision())
+    return contracted(Request(WEIGHT_GRAD, layer), relation, x, dy)
 
 
 def check_features(

@@ -122,7 +122,6 @@ def profile(name: str | Device) -> Device:
 # Metal's kernels on the CPU: its name, and the chip whose facts it has.
 HOST, HOST_CHIP = "metal-host", "m1"
 _METAL_HOST = replace(PROFILES[HOST_CHIP], name=HOST)
-_metal_variable = settings.reader("MLX_LATTICE_METAL")
 
 
 @contextmanager
@@ -134,11 +133,8 @@ def metal(where: str) -> Iterator[None]:
     """
     if where != "host":
         raise ValueError(f'metal() takes "host"; got {where!r}')
-    token = settings.metal.set(where)
-    try:
+    with settings.block(metal=where):
         yield
-    finally:
-        settings.metal.reset(token)
 
 
 def metal_on_host() -> bool:
@@ -147,7 +143,7 @@ def metal_on_host() -> bool:
     Raises:
         ValueError: the environment variable has another value.
     """
-    named = settings.metal.get() or _metal_variable()
+    named = settings.current().metal or settings.environment["MLX_LATTICE_METAL"]
     if named and named != "host":
         raise ValueError(f"MLX_LATTICE_METAL must be 'host' or empty; got {named!r}")
     return bool(named)

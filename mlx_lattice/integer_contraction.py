@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 import mlx.core as mx
 
@@ -11,10 +11,11 @@ from .contraction import check_features, check_groups
 from .dtypes import dtype_name
 from .integer_facts import ARRAYS, IntegerFacts
 from .numerics import FLOAT32
-from .problem import FORWARD, KERNEL_MAJOR
+from .problem import FORWARD
 from .quantized import IntegerWeight
 from .relation import Relation, expect_relation
 from .routes import launch
+from .routes.launch import Layer, Request
 from .transformations import Function
 
 
@@ -66,57 +67,34 @@ def integer_conv(
     """
     expect_relation(relation)
     given = scale, shift, residual, residual_scale, out_inverse, row_scales
+    request = None
     try:
         kinds = [a if a is None else (a.shape, a.dtype) for a in given]
         of_weight = w.values.shape, w.in_channels, w.bits, w.group_size
         key = x.shape, x.dtype, of_weight, groups, dtype, activation, *kinds
-        run = relation.calls.get(key)
-    except (AttributeError, TypeError):  # what is no array; its check says so
-        run = None
-    if run is None:
-        _check(
-            x,
-            w,
-            relation,
-            dict(zip(ARRAYS, given, strict=True)),
-            activation,
-            groups,
-            dtype,
-        )
-        run = relation.calls[key] = _function(
-            w, relation, given, activation, groups, dtype
-        )
-    return run(x, *w.arrays, *[a for a in given if a is not None])
+        request = relation.plans.get(key)
+    except (AttributeError, TypeError):
+        pass  # not arrays: their check says so
+    if request is None:
+        named_arrays = dict(zip(ARRAYS, given, strict=True))
+        _check(x, w, relation, named_arrays, activation, groups, dtype)
+        there = tuple(n for n, a in named_arrays.items() if a is not None)
+        packing = w.packing._replace(kernel=None)  # which contractions do not need
+        facts = w.shape[1] * groups, w.shape[2], dtype, groups, FLOAT32, packing
+        integer = IntegerFacts(there, activation)
+        request = Request(FORWARD, Layer(*facts), integer=integer)
+        relation.plans[key] = request
+    function = Function(partial(launch.run, request, relation))
+    function.vjp(_refuse), function.jvp(_refuse)
+    return function(x, *w.arrays, *[a for a in given if a is not None])
 
 
-def _function(w, relation: Relation, given, activation, groups, dtype) -> Callable:
-    """Return what calls with such arrays run, kept on the relation."""
-    names = zip(ARRAYS, given, strict=True)
-    facts = IntegerFacts(tuple(n for n, a in names if a is not None), activation)
-    _, c_in, c_out = w.shape
-    packing = w.packing._replace(kernel=None)  # which contractions do not ask for
-    layer = c_in * groups, c_out, dtype, groups, FLOAT32, packing, KERNEL_MAJOR
-    run = relation.layers.get((layer, facts))
-    if run is None:
-        launched = launch.Pass(FORWARD, relation.bare(), layer, integer=facts)
-        run = relation.layers[layer, facts] = _without_gradient(launched)
-    return run
-
-
-def _without_gradient(launched: launch.Pass):
-    """Return a pass that says why it has no gradient."""
-    function = Function(launched)
-
-    def refuse(*_):
-        raise ValueError(
-            "a contraction of int8 features has no gradient: their values are "
-            "rounded. Train the float net, with nn.FakeQuant for what rounding does "
-            "to it, and make its integers afterwards"
-        )
-
-    function.vjp(refuse)
-    function.jvp(refuse)
-    return function
+def _refuse(*_):
+    raise ValueError(
+        "a contraction of int8 features has no gradient: their values are rounded. "
+        "Train the float net, with nn.FakeQuant for what rounding does to it, and "
+        "make its integers afterwards"
+    )
 
 
 def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> None:

@@ -28,16 +28,8 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
 
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
     """
-    token = settings.cache.set(Path(folder).expanduser())
-    try:
+    with settings.block(cache=Path(folder).expanduser()):
         yield
-    finally:
-        settings.cache.reset(token)
-
-
-def cache_block() -> Path | None:
-    """Return the folder that a block names, or None."""
-    return settings.cache.get()
 
 
 def is_set(name: str, default: bool = False) -> bool:
@@ -45,7 +37,7 @@ def is_set(name: str, default: bool = False) -> bool:
 
     Empty or absent it is ``default``.
     """
-    text = settings.reader(name)() or ""
+    text = settings.environment[name] or ""
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0 or 1; got {text!r}")
     return text == "1" if text else default
@@ -53,10 +45,10 @@ def is_set(name: str, default: bool = False) -> bool:
 
 def folder() -> Path:
     """Return the folder: a block's, else the environment's, else the user's."""
-    inside = settings.cache.get()
+    inside = settings.current().cache
     if inside is not None:
         return inside
-    if text := os.environ.get("MLX_LATTICE_CACHE"):
+    if text := settings.environment["MLX_LATTICE_CACHE"]:
         return Path(text).expanduser()
     if sys.platform == "darwin":
         return Path.home() / "Library" / "Caches" / "mlx-lattice"

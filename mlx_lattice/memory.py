@@ -501,9 +501,9 @@ def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool
         after = after.biased(layer.bias)
     packing = w.packing if isinstance(w, QuantizedWeight) else None
     asked = asked_precision(), packing, layout
-    facts = x.shape[1], c_out, x.dtype, layer.groups, *asked
+    facts = launch.Layer(x.shape[1], c_out, x.dtype, layer.groups, *asked)
     epilogue = None if after is None else after.facts
-    problem = launch.Pass(FORWARD, relation, facts, epilogue).problem()
+    problem = launch.Request(FORWARD, facts, epilogue).problem(relation)
     device = devices.current()
     plan = choose(problem, device)[0].plan
     if plan.view not in BLOCKED_VIEWS or plan.backend == MLX:

@@ -10,8 +10,6 @@ from . import settings
 FLOAT32, TF32 = PRECISIONS = ("float32", "tf32")
 VARIABLE = "MLX_LATTICE_PRECISION"
 
-_variable = settings.reader(VARIABLE)
-
 
 @contextmanager
 def precision(name: str) -> Iterator[None]:
@@ -32,19 +30,16 @@ def precision(name: str) -> Iterator[None]:
     Raises:
         ValueError: the name is another one.
     """
-    token = settings.precision.set(_known(name, "precision"))
-    try:
+    with settings.block(precision=_known(name, "precision")):
         yield
-    finally:
-        settings.precision.reset(token)
 
 
 def asked_precision() -> str:
     """Return what a block or the environment asks for: "float32" or "tf32"."""
-    inside = settings.precision.get()
+    inside = settings.current().precision
     if inside is not None:
         return inside
-    text = _variable()
+    text = settings.environment[VARIABLE]
     return _known(text, VARIABLE) if text else FLOAT32
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, fields, replace
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import prod
 
 import mlx.core as mx
@@ -16,9 +16,9 @@ from .facts import Facts
 from .integer_facts import ALIGNMENT, IntegerFacts
 from .kernel_spec import KernelSpec
 from .numerics import FLOAT32, PRECISIONS
-from .relation_form import KINDS
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
+KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 # How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).
 KERNEL_MAJOR, MLX_LAYOUT = LAYOUTS = ("kernel_major", "mlx")
 
@@ -204,7 +204,13 @@ class Problem(Facts):
 
     @classmethod
     def linear(
-        cls, rows: int, c_in: int, c_out: int, dtype: str, bits: int | None = None
+        cls,
+        rows: int,
+        c_in: int,
+        c_out: int,
+        dtype: str,
+        bits: int | None = None,
+        group_size: int | None = None,
     ) -> Problem:
         """Describe a layer of rows alone, without coordinates."""
         return cls(
@@ -219,85 +225,66 @@ class Problem(Facts):
             dtype=dtype,
             pointwise=True,
             bits=bits,
+            group_size=group_size,
         )
 
     @classmethod
-    def of(cls, pass_: str, relation, *layer: object, **facts: object) -> Problem:
-        """Describe a pass of a layer over its (untransposed) relation.
-
-        The layer and the facts are as ``of_form`` takes them.
-        """
-        return cls.of_form(pass_, relation.form, *layer, **facts).over(relation)
-
-    @classmethod
-    def of_form(
+    def of(
         cls,
         pass_: str,
-        form,
+        relation,
         c_in: int,
         c_out: int,
         dtype: mx.Dtype,
         groups: int = 1,
         **facts: object,
     ) -> Problem:
-        """Describe a pass of a layer but for the rows: one object for equal facts.
+        """Describe a pass of a layer over its (untransposed) relation.
 
         Args:
             pass_: the pass.
-            form: ``Relation.form`` of its relations.
+            relation: the layer's.
             c_in, c_out: channels.
             dtype: of the features.
             groups: channel groups.
             **facts: others by name.
         """
-        spec, mirrored = form.spec, form.mirrored
+        spec, edges = relation.spec, relation.counted
+        pointwise = relation.is_identity
+        if edges is None and pass_ == WEIGHT_GRAD and not pointwise:
+            edges = relation.n_edges  # the pass reads the list of edges
+        is_back = relation.is_transposed != (pass_ == INPUT_GRAD)
         return cls(
             pass_=pass_,
-            kind=form.kind,
-            kernel=str(spec) if spec else f"{form.volume} offsets",
-            volume=form.volume,
+            kind=relation.kind,
+            kernel=str(spec) if spec else f"{relation.volume} offsets",
+            volume=relation.volume,
             c_in=c_in,
             c_out=c_out,
-            n_in=0,
-            n_out=0,
+            n_in=relation.n_in,
+            n_out=relation.n_out,
             dtype=dtype_name(dtype),
             dims=spec.dims if spec else 3,
             groups=groups,
-            pointwise=form.pointwise,
-            mirrored=mirrored and form.is_transposed != (pass_ == INPUT_GRAD),
+            pointwise=pointwise,
+            edges=edges,
+            mirrored=relation.mirrored and is_back,
             **facts,
-        ).layer
-
-    def over(self, relation) -> Problem:
-        """Return the same layer's problem over an (untransposed) relation."""
-        edges = relation.counted
-        if edges is None and self.pass_ == WEIGHT_GRAD and not self.pointwise:
-            edges = relation.n_edges  # the pass reads the list of edges
-        return self.counted(relation.n_in, relation.n_out, edges)
+        )
 
     @cached_property
     def dense(self) -> Problem:
         """The same pass of a layer with one group and as many channels."""
         return replace(self, groups=1)
 
-    @cached_property
+    @property
     def layer(self) -> Problem:
-        """The facts that scans share: those of no rows, one object for equal ones."""
-        return _one(replace(self, n_in=0, n_out=0, edges=None))
+        """The facts without rows."""
+        return replace(self, n_in=0, n_out=0, edges=None)
 
     def counted(self, n_in: int, n_out: int, edges: int | None) -> Problem:
-        """Return the same layer's problem with other numbers of rows and edges.
-
-        Nothing else of it changes, so that nothing is checked again.
-        """
-        made = object.__new__(Problem)
-        made.__dict__.update(self._shared, n_in=n_in, n_out=n_out, edges=edges)
-        return made
-
-    @cached_property
-    def _shared(self) -> dict[str, object]:
-        facts = {name: getattr(self, name) for name in _NAMES_OF_FACTS}
-        return facts | {"layer": self.layer}
+        """Return the same layer's problem with other numbers of rows and edges."""
+        return replace(self, n_in=n_in, n_out=n_out, edges=edges)
 
     @property
     def transposed(self) -> bool:
@@ -429,11 +416,3 @@ class Problem(Facts):
             f"{self.kind} {self.kernel}, {self.c_in} -> {self.c_out}, {self.dtype}"
             f"{asked}{packed}{groups}{after}, {rows}{edges}"
         )
-
-
-_NAMES_OF_FACTS = tuple(field.name for field in fields(Problem))
-
-
-@lru_cache(maxsize=4096)
-def _one(problem: Problem) -> Problem:
-    return problem

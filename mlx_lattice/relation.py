@@ -17,7 +17,6 @@ from .geometry.edge_lists import Coverage, Csr, SortedRows
 from .geometry.protocol import Keep
 from .kept_views import KeepsViews, KeptViews, Search
 from .kernel_spec import KernelSpec
-from .relation_form import Form, form
 
 
 class Relation(KeepsViews):
@@ -113,8 +112,7 @@ class Relation(KeepsViews):
         """Drop all views of it, which are built again where they are asked for."""
         if not self.lists_edges:  # else its edges are all there is of it
             self._data.release()
-            self.calls, self.layers, self._transpose = {}, {}, None
-            self._bare = None
+            self.plans, self._transpose = {}, None
 
     @property
     def is_transposed(self) -> bool:
@@ -167,24 +165,6 @@ class Relation(KeepsViews):
             other._transpose, self._transpose = ref(self), other
         return other
 
-    @property
-    def form(self) -> Form:
-        """What it shares with relations of other scans."""
-        if self._form is None:
-            ends = self.is_identity, self.mirrored, self.is_transposed
-            self._form = form(self.kind, self.spec, self.volume, *ends)
-        return self._form
-
-    def bare(self) -> Relation:
-        """Return the same relation, without what contractions keep on this object.
-
-        They hold it, so that they do not hold themselves.
-        """
-        if self._bare is None:
-            self._bare = self._again(self._swapped)
-            self._bare._form = self.form
-        return self._bare
-
     def _again(self, swapped: bool) -> Relation:
         other, straight = Relation.__new__(Relation), swapped == self._swapped
         other.kind, other.spec, other.mirrored = self.kind, self.spec, self.mirrored
@@ -198,11 +178,8 @@ class Relation(KeepsViews):
     def _start(self, swapped: bool) -> None:
         self._swapped = swapped
         self._transpose: Relation | ReferenceType[Relation] | None = None
-        self._bare: Relation | None = None
-        self._form: Form | None = None
-        # What `contraction` keeps, by the shapes and dtypes of a call.
-        self.calls: dict[tuple, tuple] = {}
-        self.layers: dict[tuple, object] = {}
+        # The one memo of contractions: by the facts of a call and `settings.version`.
+        self.plans: dict[tuple, Callable] = {}
 
     def transposed(self, kind: str) -> Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""

@@ -1,33 +1,17 @@
-"""What blocks and environment variables say now, in a form that is quick to compare.
+"""What ``with`` blocks and environment variables ask for, and the version of it.
 
-Every launch compares it with what its plan was chosen under; so all that may change a
-choice, beside the device, is set here, or noted here where it is found out.
+A relation keeps its plans by ``version()``. So all that may change a choice of route,
+beside the facts of the call and the device, is set here or noted by ``note_change``.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from contextvars import ContextVar
-from functools import cache as kept
-from functools import partial
+from dataclasses import dataclass, replace
 from pathlib import Path
-
-# Routes by pass, as pairs; whether choices are measured, or None; whether kernels prove
-# themselves, or None; the folder of what is kept on disk; the others as named.
-forced: ContextVar[tuple[tuple[str, str], ...]] = ContextVar("forced", default=())
-tuned: ContextVar[bool | None] = ContextVar("tune", default=None)
-proved: ContextVar[bool | None] = ContextVar("proof", default=None)
-deterministic: ContextVar[bool] = ContextVar("deterministic", default=True)
-portable: ContextVar[bool] = ContextVar("portable", default=False)
-metal: ContextVar[str | None] = ContextVar("metal", default=None)
-precision: ContextVar[str | None] = ContextVar("precision", default=None)
-cache: ContextVar[Path | None] = ContextVar("cache", default=None)
-
-# Called with the arrays that end a stage of a net; ``ml.memory_limit`` sets it.
-stage_end: ContextVar[Callable[..., None] | None] = ContextVar(
-    "stage_end", default=None
-)
 
 VARIABLES = (
     "MLX_LATTICE_ROUTE",
@@ -36,49 +20,78 @@ VARIABLES = (
     "MLX_LATTICE_PRECISION",
     "MLX_LATTICE_PROOF",
     "MLX_LATTICE_CACHE",
+    "MLX_LATTICE_CUDA_CACHE",
+    "MLX_LATTICE_THREADS",
+    "MLX_LATTICE_CPU_ISA",
+)
+# The environment, read once, when the package is imported.
+environment = {name: os.environ.get(name) for name in VARIABLES}
+
+
+@dataclass(frozen=True)
+class Settings:
+    """What the ``with`` blocks around a call ask for.
+
+    Attributes:
+        forced: routes by pass, as pairs.
+        tuned: whether choices are measured, or None.
+        proved: whether kernels prove themselves, or None.
+        deterministic: whether the same input must give the same bits.
+        portable: whether compiled kernels are left out.
+        metal: "host" if Metal's kernels run on the CPU.
+        precision: of float32 products, or None.
+        cache: the folder of files, or None.
+    """
+
+    forced: tuple[tuple[str, str], ...] = ()
+    tuned: bool | None = None
+    proved: bool | None = None
+    deterministic: bool = True
+    portable: bool = False
+    metal: str | None = None
+    precision: str | None = None
+    cache: Path | None = None
+
+
+# Settings and their number: equal settings have one number in the whole process.
+_numbers = {Settings(): 0}
+_current: ContextVar[tuple[Settings, int]] = ContextVar(
+    "settings", default=(Settings(), 0)
+)
+_changes = 0
+
+# Called with the arrays that end a stage of a net; ``ml.memory_limit`` sets it.
+stage_end: ContextVar[Callable[..., None] | None] = ContextVar(
+    "stage_end", default=None
 )
 
 
-class Findings:
-    """How often this process found out what choices depend on, and makes them again.
-
-    A kernel was refused, times were kept, or the table of routes is another one.
-    """
-
-    __slots__ = ("count",)
-
-    def __init__(self):
-        self.count = 0
-
-    def note(self) -> None:
-        """Have every choice made again."""
-        self.count += 1
+def current() -> Settings:
+    """Return the settings of the blocks around this call."""
+    return _current.get()[0]
 
 
-findings = Findings()
+@contextmanager
+def block(**changes: object) -> Iterator[None]:
+    """Change settings, by name, inside the block."""
+    changed = replace(current(), **changes)
+    number = _numbers.setdefault(changed, len(_numbers))
+    token = _current.set((changed, number))
+    try:
+        yield
+    finally:
+        _current.reset(token)
 
 
-@kept
-def reader(name: str) -> Callable[[], str | None]:
-    """Return a function that reads a variable: its value now, None where it is unset.
-
-    ``os.environ.get`` encodes the name and raises inside for an absent one, which takes
-    a microsecond; the dict behind it, which every change goes through, a tenth of that.
-    """
-    if not hasattr(os.environ, "_data"):
-        return partial(os.environ.get, name)
-    key = os.environ.encodekey(name)
-
-    def read() -> str | None:
-        value = os.environ._data.get(key)
-        return None if value is None else os.environ.decodevalue(value)
-
-    return read
+def version() -> tuple[int, int]:
+    """Return a key that differs if a choice of route may differ."""
+    return _current.get()[1], _changes
 
 
-_ROUTE, _TUNE, _METAL, _PRECISION, _PROOF, _CACHE = map(
-    getattr(os.environ, "encodekey", str), VARIABLES
-)  # as the dict behind os.environ has them
+def note_change() -> None:
+    """Have every choice made again: a kernel was refused, or times were measured."""
+    global _changes
+    _changes += 1
 
 
 def boundary(*arrays: object) -> None:
@@ -89,24 +102,3 @@ def boundary(*arrays: object) -> None:
     end_stage = stage_end.get()
     if end_stage is not None:
         end_stage(*arrays)
-
-
-def said() -> tuple:
-    """Return all that is said now, to compare by ``==``; it can be hashed."""
-    variables = getattr(os.environ, "_data", os.environ).get
-    return (
-        forced.get(),
-        tuned.get(),
-        proved.get(),
-        deterministic.get(),
-        portable.get(),
-        metal.get(),
-        precision.get(),
-        cache.get(),
-        variables(_ROUTE),
-        variables(_TUNE),
-        variables(_METAL),
-        variables(_PRECISION),
-        variables(_PROOF),
-        variables(_CACHE),
-    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import SimpleNamespace
 
 import mlx.core as mx
 
@@ -18,10 +19,6 @@ class Rules:
     """
 
     __slots__ = ()
-
-    def get(self, name: str) -> Callable:
-        """Return a rule, made where it is asked for: most never are."""
-        return getattr(self, name)
 
 
 class Function:
@@ -39,22 +36,22 @@ class Function:
 
     def __init__(self, forward: Callable, rules: Rules | None = None):
         self._forward = forward
-        self._rules = {"vmap": partial(_each, forward)} if rules is None else rules
+        self._rules = rules or SimpleNamespace(vmap=partial(_each, forward))
         self._custom: Callable | None = None
 
     def vjp(self, rule: Callable) -> Callable:
         """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
-        self._rules["vjp"] = rule
+        self._rules.vjp = rule
         return rule
 
     def jvp(self, rule: Callable) -> Callable:
         """Set the rule of forward mode: ``rule(primals, tangents)``."""
-        self._rules["jvp"] = rule
+        self._rules.jvp = rule
         return rule
 
     def vmap(self, rule: Callable) -> Callable:
         """Set the rule of ``mx.vmap``: ``rule(inputs, axes)``."""
-        self._rules["vmap"] = rule
+        self._rules.vmap = rule
         return rule
 
     def __call__(self, *arrays: mx.array):
@@ -66,11 +63,11 @@ class Function:
         return self._custom(*arrays)
 
 
-def _by_mlx(forward: Callable, rules: dict[str, Callable] | Rules) -> Callable:
+def _by_mlx(forward: Callable, rules: Rules | SimpleNamespace) -> Callable:
     # Forward mode would follow unstopped arrays into kernels, which have no rules.
     custom = mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
     for name in ("vjp", "jvp", "vmap"):
-        if rule := rules.get(name):
+        if rule := getattr(rules, name, None):
             getattr(custom, name)(rule)
     return custom
 
@@ -149,16 +146,17 @@ class Linear(Rules):
 
     What it is of says ``vjp``, and ``linear``: the function with its transformations.
 
-    Args:
+    Attributes:
         operands: how many there are; arguments after them (a bias) are added to each
             row of the result. None: all arguments are operands.
-        rows: of the result.
     """
 
-    __slots__ = "operands", "rows"
+    __slots__ = ()
+    operands: int | None = None
 
-    def __init__(self, operands: int | None = None, rows: int = 0):
-        self.operands, self.rows = operands, rows
+    def rows(self, primals: Sequence[mx.array]) -> int:
+        """Return the rows of the result."""
+        return len(primals[0])
 
     def linear(self, *arrays: mx.array) -> mx.array:
         """Return what the function does."""
@@ -177,7 +175,7 @@ class Linear(Rules):
             if tangent is not None
         ]
         terms += [
-            mx.broadcast_to(tangent, (self.rows, *tangent.shape))
+            mx.broadcast_to(tangent, (self.rows(primals), *tangent.shape))
             for tangent in tangents[len(factors) :]
             if tangent is not None
         ]

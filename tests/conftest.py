@@ -64,7 +64,7 @@ def _seeded(request):
 def unforced(monkeypatch):
     """Routes are those that the table chooses, whatever the environment asks for."""
     for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
-        monkeypatch.delenv(name, raising=False)
+        monkeypatch.setitem(ml.settings.environment, name, None)
 
 
 METHODS = {

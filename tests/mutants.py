@@ -14,7 +14,7 @@ import mlx_lattice as ml
 from mlx_lattice import nn
 from mlx_lattice.backends import gpu_kernel, signatures
 from mlx_lattice.devices import METAL
-from mlx_lattice.routes import proof_results, selection
+from mlx_lattice.routes import proof_results
 
 HALF, FLOAT = mx.float16, mx.float32
 # Another lane has the row: what TensorOps' layout is nobody promises.
@@ -30,7 +30,7 @@ METAL_HOST = MetalHost()
 def forget():
     """Drop kernels, plans and what is known of a machine, as a new process would."""
     signatures.kept.cache_clear()
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     proof_results._of.cache_clear()
     proof_results.machine_of.cache_clear()
 

@@ -17,7 +17,7 @@ from metal_checks import checked
 
 import mlx_lattice as ml
 from metal import host
-from mlx_lattice import backends, devices
+from mlx_lattice import backends, devices, settings
 from mlx_lattice.backends import cpu_extension, metal_host
 from mlx_lattice.routes import thresholds
 
@@ -37,6 +37,17 @@ def evaluated(call: Callable):
     values = call()
     mx.eval(arrays_of(values))
     return values
+
+
+@contextmanager
+def planning_for(device: devices.Device) -> Iterator[None]:
+    """A block in which the library plans for a device, and runs no plan of another."""
+    with patch.object(devices, "current", lambda: device):
+        settings.note_change()
+        try:
+            yield
+        finally:
+            settings.note_change()
 
 
 class Place:
@@ -84,7 +95,7 @@ class Cuda(Place):
             device = replace(device, name=f"{device.name}-1", cores=1)
         elif chip:
             device = devices.PROFILES[chip]
-        with patch.object(devices, "current", lambda: device):
+        with planning_for(device):
             yield
 
 
@@ -169,7 +180,7 @@ class MetalHost(Place):
             patch.dict(thresholds.PARTIAL_ITEM, {"split": 0}),
             patch.dict(thresholds.SPLIT_WAIT, {"split": 0.0}),
             patch.dict(thresholds.SPLIT_EDGES, self.split_edges),
-            patch.object(devices, "current", lambda: device),
+            planning_for(device),
             ml.metal("host"),
         ):
             metal_host.install()  # not first in a recording, which would undo it

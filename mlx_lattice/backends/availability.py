@@ -18,16 +18,13 @@ OLDEST_GPU = (8, 0)  # compute capability that the CUDA kernels need
 @contextmanager
 def portable_only() -> Iterator[None]:
     """Leave compiled kernels out inside the block: only MLX operations run."""
-    token = settings.portable.set(True)
-    try:
+    with settings.block(portable=True):
         yield
-    finally:
-        settings.portable.reset(token)
 
 
 def serves(backend: str) -> bool:
     """Whether compiled kernels of a backend run on this machine, inside this block."""
-    if settings.portable.get():
+    if settings.current().portable:
         return False
     if backend == METAL and metal_on_host():
         metal_host.install()
@@ -77,7 +74,7 @@ def missing(backend: str) -> str | None:
 
     Metal and CUDA kernels come with the package; the CPU's are an extension.
     """
-    if settings.portable.get():
+    if settings.current().portable:
         return "compiled kernels are left out here"
     if backend == METAL and metal_on_host():
         metal_host.install()

@@ -6,27 +6,21 @@ The extension's function of a route has its name; that of its gradient ends in
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
 import mlx.core as mx
 
 from ..devices import CPU, Device
 from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..quantized import QuantizedWeight
+from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_TILES, Plan, Planner
 from .cpu_extension import extension
+from .runners import Runner
 
 # Rows that the extension has in one tile, at most, and of a line of statistics.
 ONE_TILE, LINE_ROWS = 512, 64
-
-
-def _options(p: Problem, *after) -> dict:
-    """Return the arguments that say how channels and weights are stored, and more."""
-    return _stored(p) | _epilogue(p, *after)
-
-
-def _epilogue(p: Problem, *after) -> dict:
-    """Return the argument that says what follows the sums and their shift."""
-    if p.epilogue is None:
-        return {}
-    return {"epilogue": (*after, p.epilogue.act.code, p.epilogue.eps)}
 
 
 def _stored(p: Problem) -> dict:
@@ -41,71 +35,108 @@ def _of_gradient(p: Problem) -> dict:
     return {"groups": p.groups, "output_major": p.layout == MLX_LAYOUT}
 
 
-def _blocked_gather_gemm(plan, relation, x, w, bias, *after):
+def _call(function: Callable, p: Problem, edges: Sequence, options: dict) -> Callable:
+    """Return ``call(x, w, bias, *after)`` of a function of the extension.
+
+    Args:
+        function: takes x, the arrays of a weight, those of the edges, and a bias.
+        p: the problem.
+        edges: arrays and sizes of the relation.
+        options: its keyword arguments.
+    """
+    after = p.epilogue
+
+    def call(x, w, bias=None, *arrays):
+        weights = w.arrays if isinstance(w, QuantizedWeight) else (w,)
+        if after is None:
+            return function(x, *weights, *edges, bias, **options)
+        epilogue = (*arrays, after.act.code, after.eps)
+        return function(x, *weights, *edges, bias, epilogue=epilogue, **options)
+
+    return call
+
+
+@Runner
+def _blocked_gather_gemm(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the neighbour table; and statistics of its rows."""
+    p, edges = plan.problem, (relation.out_in,)
     if plan.moments:
-        groups, given = plan.problem.groups, (x, w, relation.out_in, bias)
-        return extension.blocked_gather_gemm_moments(*given, groups=groups)
-    options = _options(plan.problem, *after)
-    return extension.blocked_gather_gemm(x, w, relation.out_in, bias, **options)
+        function, groups = extension.blocked_gather_gemm_moments, {"groups": p.groups}
+        return _call(function, replace(p, epilogue=None), edges, groups)
+    return _call(extension.blocked_gather_gemm, p, edges, _stored(p))
 
 
-def _grouped_gemm(plan, relation, x, w, bias, *after):
+@Runner
+def _grouped_gemm(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the kernel-major edges."""
-    edges, options = (relation.edges, relation.n_out), _options(plan.problem, *after)
-    return extension.grouped_gemm(x, w, *edges, bias, **options)
+    p, edges = plan.problem, (relation.edges, relation.n_out)
+    return _call(extension.grouped_gemm, p, edges, _stored(p))
 
 
-def _relation_traversal(plan, relation, x, w, bias, *after):
+@Runner
+def _relation_traversal(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over each output row's edges (CSR)."""
 
     def columns():
         csr = relation.output_csr
         return csr.indptr, *(mx.contiguous(csr.edges[:, c]) for c in (0, 2))
 
-    edges, options = (
-        relation.view("output_csr_columns", columns),
-        _options(plan.problem, *after),
-    )
-    return extension.relation_traversal(x, w, *edges, bias, **options)
+    p, edges = plan.problem, relation.view("output_csr_columns", columns)
+    return _call(extension.relation_traversal, p, edges, _stored(p))
 
 
-def _native_pointwise(plan, relation, x, w, bias, *after):
-    """Return x @ W[0]. Squeezed it is a view; an index gathers a copy."""
+@Runner
+def _native_pointwise(plan: Plan, relation: Relation) -> Callable:
+    """Return x @ W[0]."""
     p = plan.problem
-    options = {"transpose": p.transposed, **_epilogue(p, *after)}
-    return extension.native_pointwise(x, w.squeeze(0), bias, **options)
+    options = {"transpose": p.transposed}
+    call = _call(extension.native_pointwise, p, (), options)
+    # Squeezed it is a view; an index gathers a copy.
+    return lambda x, w, *added: call(x, w.squeeze(0), *added)
 
 
-def _native_pointwise_weight_grad(plan, relation, x, dy, _):
+@Runner
+def _native_pointwise_weight_grad(plan: Plan, relation: Relation) -> Callable:
     """Return x.T @ dy."""
-    return extension.native_pointwise_weight_grad(x, dy, **_of_gradient(plan.problem))
+    options = _of_gradient(plan.problem)
+    gradient = extension.native_pointwise_weight_grad
+    return lambda x, dy, _=None: gradient(x, dy, **options)
 
 
-def _edge_weight_grad(plan, relation, x, dy, _):
+@Runner
+def _edge_weight_grad(plan: Plan, relation: Relation) -> Callable:
     """Return dW over the kernel-major edges."""
     gradient = getattr(extension, f"{plan.kernel}_weight_grad")
-    options = _of_gradient(plan.problem)
-    return gradient(x, dy, relation.edges, relation.volume, **options)
+    edges, options = (relation.edges, relation.volume), _of_gradient(plan.problem)
+    return lambda x, dy, _=None: gradient(x, dy, *edges, **options)
 
 
-def _quantized_pointwise(plan, relation, x, w, bias, *after):
+@Runner
+def _quantized_pointwise(plan: Plan, relation: Relation) -> Callable:
     """Return x @ W[0], weights unpacked into panels."""
-    arrays, p = (a.squeeze(0) for a in w.arrays), plan.problem
-    packing = {"bits": p.bits, "group_size": w.group_size, **_epilogue(p, *after)}
-    return extension.quantized_pointwise(x, *arrays, bias, **packing)
+    p = plan.problem
+    options = {"bits": p.bits, "group_size": p.group_size}
+
+    def function(x, *arrays, **options):
+        *packed, bias = arrays
+        squeezed = (a.squeeze(0) for a in packed)
+        return extension.quantized_pointwise(x, *squeezed, bias, **options)
+
+    return _call(function, p, (), options)
 
 
-def _quantized_sorted(plan, relation, x, w, bias, *after):
+@Runner
+def _quantized_sorted(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the neighbour table."""
-    options = _options(plan.problem, *after)
-    return extension.quantized_sorted(x, *w.arrays, relation.out_in, bias, **options)
+    p = plan.problem
+    return _call(extension.quantized_sorted, p, (relation.out_in,), _stored(p))
 
 
-def _quantized_traversal(plan, relation, x, w, bias, *after):
+@Runner
+def _quantized_traversal(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the kernel-major edges of any relation."""
-    edges, options = (relation.edges, relation.n_out), _options(plan.problem, *after)
-    return extension.quantized_traversal(x, *w.arrays, *edges, bias, **options)
+    p, edges = plan.problem, (relation.edges, relation.n_out)
+    return _call(extension.quantized_traversal, p, edges, _stored(p))
 
 
 def _planner(

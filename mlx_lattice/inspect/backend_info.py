@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 
@@ -13,18 +12,7 @@ from ..backends.availability import absence
 from ..devices import CPU, CUDA, METAL, Device, metal_on_host
 from ..distribution import __version__
 from ..routes import measure, proof_results, selection
-
-VARIABLES = (
-    "MLX_LATTICE_ROUTE",
-    "MLX_LATTICE_METAL",
-    "MLX_LATTICE_TUNE",
-    "MLX_LATTICE_PRECISION",
-    "MLX_LATTICE_PROOF",
-    "MLX_LATTICE_CACHE",
-    "MLX_LATTICE_CUDA_CACHE",
-    "MLX_LATTICE_THREADS",
-    "MLX_LATTICE_CPU_ISA",
-)
+from ..settings import environment
 
 
 @dataclass(frozen=True)
@@ -122,7 +110,7 @@ def backend_info() -> BackendInfo:
             for pass_ in selection.PASSES
             if (name := selection.forced_route(pass_)) is not None
         },
-        environment={k: os.environ[k] for k in VARIABLES if os.environ.get(k)},
+        environment={k: v for k, v in environment.items() if v},
     )
 
 

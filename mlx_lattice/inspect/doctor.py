@@ -42,8 +42,8 @@ from ..routes.measure import FLOOR, relative_error
 from ..routes.plan import MLX, Plan
 from ..routes.selection import candidates, named, select
 from ..routes.thresholds import TOLERANCE
+from ..settings import environment
 from ..tensor import SparseTensor
-from . import backend_info
 from .cost import cost, milliseconds
 from .page import drawn
 
@@ -54,7 +54,7 @@ PROOF_SHARE = 0.6  # of the seconds; the rest is for the layers
 # The machine.
 
 # Variables that name folders are left out.
-VARIABLES = tuple(name for name in backend_info.VARIABLES if "CACHE" not in name)
+VARIABLES = tuple(name for name in environment if "CACHE" not in name)
 BUSY, BUSY_SECONDS = 0.4, 0.2  # share of the processors' time that disturbs timings
 # Folder names may hold spaces, so a path ends at the last slash before a mark.
 _PATH = re.compile(
@@ -79,7 +79,7 @@ def machine_facts(device: Device) -> dict:
         "mlx": mx.__version__,
         "library": __version__,
         "on_host": devices.metal_on_host(),
-        "environment": {k: os.environ[k] for k in VARIABLES if os.environ.get(k)},
+        "environment": {k: environment[k] for k in VARIABLES if environment[k]},
     }
 
 

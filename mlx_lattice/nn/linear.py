@@ -80,7 +80,6 @@ class _PackedLinear(Linear):
     __slots__ = "transposed", "w"
 
     def __init__(self, w: QuantizedWeight, transposed: bool):
-        super().__init__()
         self.w, self.transposed = w, transposed
 
     def __call__(self, x, *packed) -> mx.array:
@@ -104,8 +103,8 @@ def _launched(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
     """Return x @ W[0], or x @ W[0].T: without a relation there is one route."""
     if transposed or not x.shape[0]:
         return mlx_ops.packed_matmul(x, w, transpose=not transposed)
-    name = dtype_name(x.dtype)
-    problem = Problem.linear(x.shape[0], w.shape[1], w.shape[2], name, w.bits)
+    shape = x.shape[0], w.shape[1], w.shape[2]
+    problem = Problem.linear(*shape, dtype_name(x.dtype), w.bits, w.group_size)
     return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
 
 
@@ -402,7 +401,7 @@ def _product(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:
     if b is None:
         return x @ w.T
     if is_transforming() and sums_columns(x):
-        return Function(_affine, rules=_Affine(2, len(x)))(x, w, b)
+        return Function(_affine, rules=_Affine())(x, w, b)
     return _affine(x, w, b)
 
 
@@ -418,6 +417,7 @@ class _Affine(LinearRules):
     """MLX's rules of a linear layer, but that the bias's gradient is by a kernel."""
 
     __slots__ = ()
+    operands = 2
 
     def linear(self, x: mx.array, w: mx.array) -> mx.array:
         """Return the layer without its bias."""

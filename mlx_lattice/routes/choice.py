@@ -12,8 +12,8 @@ from ..devices import BACKENDS, CPU, CUDA, METAL, Device
 from ..epilogue import finished
 from ..numerics import FLOAT32
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from .needs import Need, packed_or_integers, packed_weight, settled
-from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, LayerPlanner, Plan, Planner
+from .needs import Need, packed_or_integers, packed_weight
+from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
 Planners = Planner | tuple[tuple[str, Planner], ...] | None
@@ -89,49 +89,37 @@ class Route:
     def refusal(
         self, problem: Problem, device: Device, forced: bool = False
     ) -> str | None:
-        """Return why the route is not taken for the problem, or None if it may be."""
-        absent = backends.missing(device.backend)
-        needs, reason = self.settled(problem.layer, device, absent, forced)
-        reasons = (why for need in needs if (why := need(problem, device)))
-        return next(reasons, reason)
-
-    def settled(
-        self,
-        layer: Problem,
-        device: Device,
-        absent: str | None,
-        forced: bool = False,
-    ) -> tuple[tuple[Need, ...], str | None]:
-        """Return what a layer's rows still decide, and else why it is not taken.
+        """Return why the route is not taken for the problem, or None if it may be.
 
         Args:
-            layer: facts without rows.
+            problem: the facts.
             device: the profile.
-            absent: why the backend's own kernels cannot be had, or None.
             forced: whether it need not pay.
-
-        Returns:
-            Needs to be asked with the rows, in order; the reason if they all hold.
         """
-        pass_, backend, asked = layer.pass_, device.backend, []
-        layer = self._multiplied(layer, device)
+        absent = backends.missing(device.backend)
+        return self.obstacle(problem, device, absent, forced)
+
+    def obstacle(
+        self, problem: Problem, device: Device, absent: str | None, forced: bool
+    ) -> str | None:
+        """Return ``refusal``; ``absent``: why the backend's kernels are, or None."""
+        pass_, backend = problem.pass_, device.backend
         if pass_ not in self.passes:
-            return (), f"it has no {pass_} pass"
+            return f"it has no {pass_} pass"
         if backend not in self.on:
-            return (), f"it runs on {' and '.join(self.on)}, not on {backend}"
+            return f"it runs on {' and '.join(self.on)}, not on {backend}"
+        multiplied = self._multiplied(problem, device)
         for need in self.needs if forced else (*self.needs, *self.pays):
             if absent and hasattr(need, "of_kernels"):
                 continue
-            if hasattr(need, "of_rows"):
-                asked.append(settled(need, layer, device))
-            elif reason := need(layer, device):
-                return tuple(asked), reason
-        return tuple(asked), self._absence(backend, pass_, absent)
+            if reason := need(multiplied, device):
+                return reason
+        return self._absence(backend, pass_, absent)
 
-    def _multiplied(self, layer: Problem, device: Device) -> Problem:
-        """Return the layer that its kernels multiply: the dense one if it expands."""
-        expands = layer.groups > 1 and self.expands and self.expands(layer, device)
-        return layer.dense if expands else layer
+    def _multiplied(self, problem: Problem, device: Device) -> Problem:
+        """Return the problem that its kernels multiply: the dense one if it expands."""
+        expands = problem.groups > 1 and self.expands and self.expands(problem, device)
+        return problem.dense if expands else problem
 
     def _absence(self, backend: str, pass_: str, absent: str | None) -> str | None:
         """Return why nothing runs a pass, or None."""
@@ -149,50 +137,24 @@ class Route:
             RouteError: the route refuses it; the message says why.
         """
         absent = backends.missing(device.backend)
-        if self._kind(device.backend, problem.pass_, absent) is None:
+        kind = self._kind(device.backend, problem.pass_, absent)
+        if kind is None:
             reason = self.refusal(problem, device, forced=True)
             raise RouteError(f"{self.name} cannot plan {problem}: {reason}")
-        return self.planning(problem.layer, device, absent)(problem)
-
-    def planning(
-        self, layer: Problem, device: Device, absent: str | None
-    ) -> Callable[[Problem], Plan]:
-        """Return what plans the problems of a layer, as ``plan`` does.
-
-        Args:
-            layer: facts without rows.
-            device: the profile, on which it can run.
-            absent: why the backend's own kernels cannot be had, or None.
-        """
-        groups, multiplied = layer.groups, self._multiplied(layer, device)
-        if multiplied is not layer:
-            plan = self.planning(multiplied, device, absent)
-            return lambda problem: _expanded(plan, problem, multiplied, groups)
-        kind = self._kind(device.backend, layer.pass_, absent)
-        planner = self.planner(kind, layer.pass_)
-        if isinstance(planner, LayerPlanner):
-            planned = planner.settle(layer, device)
-        else:
-
-            def planned(problem: Problem) -> Plan:
-                return planner(problem, device)
-
-        kernels = kind != MLX or not absent
-        then = (AFTER, launched) if kernels else (OPERATIONS, finished)
-        # Compiled kernels want one dtype; the floor takes what is stored exactly.
-        dtypes = {FORWARD: "float32", INPUT_GRAD: layer.dtype, WEIGHT_GRAD: None}
-        is_packed = layer.bits and not layer.integer and not self.takes_packed
-        if not (layer.epilogue or is_packed):
-            return planned
-
-        def plan(problem: Problem) -> Plan:
-            made = planned(problem)
-            if layer.epilogue and made.epilogue in ("", AFTER):
-                made = replace(made, epilogue=then[0], then=then[1])
-            if is_packed:
-                made = replace(made, dequantised=dtypes[layer.pass_])
-            return made
-
+        multiplied = self._multiplied(problem, device)
+        if multiplied is not problem:
+            plan = self.plan(multiplied, device)
+            scratch = plan.scratch + multiplied.dense_weight_bytes
+            return replace(plan, expanded=problem.groups, scratch=scratch)
+        plan = self.planner(kind, problem.pass_)(problem, device)
+        if problem.epilogue and plan.epilogue in ("", AFTER):
+            compiled = kind != MLX or not absent
+            then = (AFTER, launched) if compiled else (OPERATIONS, finished)
+            plan = replace(plan, epilogue=then[0], then=then[1])
+        if problem.bits and not problem.integer and not self.takes_packed:
+            # Compiled kernels want one dtype; the floor takes what is stored exactly.
+            dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}
+            plan = replace(plan, dequantised=dtypes[problem.pass_])
         return plan
 
     @property
@@ -203,15 +165,6 @@ class Route:
     def __str__(self) -> str:
         """Return the route's name."""
         return self.name
-
-
-def _expanded(
-    plan: Callable[[Problem], Plan], p: Problem, layer: Problem, groups: int
-) -> Plan:
-    """Plan a grouped problem by the dense ``layer``, with its weight expanded."""
-    made = plan(layer.counted(p.n_in, p.n_out, p.edges))
-    scratch = made.scratch + layer.dense_weight_bytes
-    return made.changed(expanded=groups, scratch=scratch)
 
 
 @dataclass(frozen=True)

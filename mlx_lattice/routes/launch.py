@@ -1,4 +1,4 @@
-"""From a Choice to the execution of its Plan; observers see every Launch."""
+"""From the facts of a call to the execution of its Plan; observers see every Launch."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -26,18 +26,9 @@ from ..problem import (
 )
 from ..quantized import IntegerPacking, Packing, QuantizedWeight
 from ..relation import Relation
-from ..relation_form import Form
 from . import measure, proof, proof_results
 from .plan import Plan
-from .selection import (
-    Choice,
-    Deciding,
-    candidates,
-    choose,
-    deciding,
-    named,
-    situation,
-)
+from .selection import Choice, candidates, choose, named
 from .zeros import nothing, without_sums
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
@@ -84,7 +75,7 @@ _planned: ContextVar[tuple[Device | None, dict[str, str]] | None] = ContextVar(
 
 
 def is_planning() -> bool:
-    """Whether contractions are planned alone here, see ``planned``."""
+    """Whether contractions are planned and not run here, see ``planned``."""
     return _planned.get() is not None
 
 
@@ -140,7 +131,7 @@ def scope(layer: object) -> Iterator[None]:
         _scope.reset(token)
 
 
-# Those who are told of launches here, and so of layers; every call asks.
+# The observers of launches here.
 observed = _observers.get
 
 
@@ -149,200 +140,171 @@ def current_scope() -> object:
     return _scope.get()
 
 
-class Pass:
-    """One pass of a layer over a relation, launched by calling it with arrays.
+class Layer(NamedTuple):
+    """The facts of a convolution that its three passes share.
 
-    The first call chooses a route. While ``selection.situation()`` stays the same and
-    nobody observes, later ones go straight to its plan.
+    Attributes:
+        c_in, c_out: channels.
+        dtype: of the features.
+        groups: channel groups.
+        precision: "float32", or "tf32" if the caller allowed it.
+        packing: that of a ``QuantizedWeight`` or an integer weight; None of a float
+            weight.
+        layout: of a float weight, and of its gradient.
+    """
 
-    Args:
+    c_in: int
+    c_out: int
+    dtype: mx.Dtype
+    groups: int
+    precision: str
+    packing: Packing | IntegerPacking | None = None
+    layout: str = KERNEL_MAJOR
+
+
+class Request(NamedTuple):
+    """One pass of a layer, without rows.
+
+    Attributes:
         pass_: "forward", "input_grad" or "weight_grad".
-        layer: the layer's own (untransposed) relation.
-        facts: of the layer, which its passes over all relations share:
-            c_in, c_out: its channels.
-            dtype: of the features.
-            groups: channel groups.
-            precision: "float32", or "tf32" where the caller asked for it.
-            packing: what ``QuantizedWeight.packing``, or that of an integer weight,
-                says; None of a float weight.
-            layout: of a float weight, and of its gradient.
+        layer: the layer.
         epilogue: what a forward pass does to its sums, or None.
         integer: what it does to sums of int8 features, or None.
         moments: whether a forward pass is asked for statistics of its rows.
     """
 
-    __slots__ = (
-        "_kept", "epilogue", "facts", "integer", "layer", "moments", "packing", "pass_",
-        "relation",
-    )  # fmt: skip
+    pass_: str
+    layer: Layer
+    epilogue: EpilogueFacts | None = None
+    integer: IntegerFacts | None = None
+    moments: bool = False
 
-    def __init__(
-        self,
-        pass_: str,
-        layer: Relation,
-        facts: tuple,
-        epilogue: EpilogueFacts | None = None,
-        integer: IntegerFacts | None = None,
-        moments: bool = False,
-    ):
-        self.epilogue, self.integer, self.moments = epilogue, integer, moments
-        self.pass_, self.layer, self.facts = pass_, layer, facts
-        # Transposed weights mean an input gradient, over the transposed relation.
-        self.relation = layer.T if pass_ == INPUT_GRAD else layer
-        self.packing: Packing | IntegerPacking | None = facts[5]
-        # A situation, what its plan calls, and the plan's lines of statistics.
-        self._kept: tuple[tuple, Callable[..., mx.array], int] | None = None
-
-    def __call__(self, *arrays: mx.array) -> mx.array | tuple[mx.array, mx.array]:
-        """Return y of (x, w), or of (x, the arrays of a packed weight), or dW.
-
-        A bias, or the arrays of an epilogue or of ``integer``, may follow. Where the
-        plan sums statistics of y's rows, they follow y: see ``Plan.moments``.
-        """
-        kept = self._kept
-        if kept is None or kept[0] != situation() or _observers.get():
-            return self._launch(arrays)
-        if self.packing is not None:
-            arrays = self._unpacked(arrays)
-        return kept[1](*arrays)
-
-    def moments_shape(self) -> tuple[int, int, int] | None:
-        """Return the shape of the statistics that follow y, None where none do."""
-        kept = self._kept
-        if kept is not None and kept[0] == situation():
-            lines = kept[2]
-        else:
-            choice, _ = choose(self.problem(), device())
-            lines = choice.plan.moments
-        return (lines, 3, self.facts[1]) if lines else None
-
-    def settled(self) -> tuple | None:
-        """Return a situation while calls launch what the last one did, or None."""
-        kept = self._kept
-        if kept is None or kept[0] != situation() or _observers.get():
-            return None
-        return kept[0]
-
-    def _unpacked(self, arrays: tuple[mx.array, ...]) -> tuple:
-        """Return the arrays as plans take them: those of a packed weight as one."""
-        if self.packing is None:
-            return arrays
-        x, *packed = arrays[: 1 + self.packing.count]
-        return x, self.packing.weight(packed), *arrays[1 + self.packing.count :]
-
-    def _run(self, plan: Plan, *arrays: mx.array) -> mx.array:
-        return plan(self.relation, *self._unpacked(arrays))
-
-    def _rows(self, plan: Plan, *arrays: mx.array) -> mx.array:
-        """Return y alone, or dW."""
-        made = self._run(plan, *arrays)
-        return made[0] if isinstance(made, tuple) else made
-
-    def problem(self) -> Problem:
-        """Return the facts, as they are now."""
-        return _shared(*self._said()).over(self.layer)
-
-    def _said(self) -> tuple:
-        """Return all facts but the rows."""
-        now = self.relation.has_table, settings.deterministic.get()
-        after = self.epilogue, self.integer, self.moments
-        return self.layer.form, self.pass_, self.facts, *now, *after
-
-    def _launch(self, arrays: tuple[mx.array, ...]) -> mx.array:
-        """Choose and launch. Every contraction begins here."""
-        now = situation()
-        if _observers.get():
-            return self._told(now, self.problem(), arrays)
-        results = proof_results.here(devices.current())
-        refused = proof_results.NONE if results is None else results.refused
-        layer, table, now = _decided(self._said(), now, refused)
-        problem = layer.over(self.layer)
-        if table is None or not (problem.n_in and problem.n_out):
-            return self._told(now, problem, arrays)
-        plan = table.plan(table.row(problem), problem)
-        if not proof.prove(plan, len(arrays) > self._count, results):
-            return self._launch(arrays)  # its kernel is refused from now on
-        return self._keep(now, plan)(*self._unpacked(arrays))
-
-    def _told(self, now: tuple, problem: Problem, arrays: tuple) -> mx.array:
-        """Choose by all that there is, launch, and tell the observers."""
-        planned = _planned.get()
-        device, only = planned or (None, {})
-        here = devices.current()
-        if device not in (None, here) and problem.edges is None:
-            # On that device the relation could have been made with its edges counted.
-            problem = replace(problem, edges=self.layer.n_edges)
-        choice, tuned = choose(problem, device or here, only.get(problem.pass_))
-        inputs, bias = arrays[: self._count], arrays[self._count :]
-        if tuned and choice.device == here:
-            # Timed and compared by their sums.
-            bare = replace(problem, epilogue=None, moments=False)
-            able = candidates(bare, here)
-            timed = arrays if self.integer else inputs
-            tuned = measure.record(bare, here, able, self._rows, timed)
-            if tuned:
-                choice, _ = choose(problem, here)
-        if device in (None, here) and problem.n_in and problem.n_out:
-            # Each time another kernel is refused, so that the last row is reached.
-            results = proof_results.here(here)
-            while not proof.prove(choice.plan, bool(bias), results):
-                choice, _ = choose(problem, here, only.get(problem.pass_))
-        if planned:
-            result = nothing(problem, choice.plan)
-        elif problem.n_in == 0 or problem.n_out == 0:
-            # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
-            result = without_sums(problem, bias)
-        elif tuned or _observers.get():
-            result = self._run(choice.plan, *arrays)
-        else:
-            result = self._keep(now, choice.plan)(*self._unpacked(arrays))
-        y = result[0] if isinstance(result, tuple) else result
-        for observer in _observers.get():
-            scope, y = _scope.get(), None if planned else y
-            facts = problem, choice, scope, self.layer, inputs, y, self._rows, bias
-            observer(Launch(*facts))
-        return result
-
-    def _keep(self, now: tuple, plan: Plan) -> Callable[..., mx.array]:
-        """Return what a plan calls over the relation, from now on."""
-        call = plan.bound(self.relation)
-        self._kept = now, call, plan.moments
-        return call
+    def problem(self, relation: Relation) -> Problem:
+        """Return the facts of the pass over the layer's relation."""
+        c_in, c_out, dtype, groups, precision, packing, layout = self.layer
+        return Problem.of(
+            self.pass_,
+            relation,
+            c_in,
+            c_out,
+            dtype,
+            groups,
+            table=_end(self, relation).has_table,
+            deterministic=settings.current().deterministic,
+            precision=precision,
+            bits=packing and packing.bits,
+            group_size=packing and packing.group_size,
+            layout=layout,
+            epilogue=self.epilogue,
+            integer=self.integer,
+            moments=self.moments,
+        )
 
     @property
-    def _count(self) -> int:
-        """How many arrays are contracted: others are added."""
-        return 2 if self.packing is None else 1 + self.packing.count
+    def count(self) -> int:
+        """How many arrays are contracted; others are added."""
+        packing = self.layer.packing
+        return 2 if packing is None else 1 + packing.count
+
+    def operands(self, arrays: tuple[mx.array, ...]) -> tuple:
+        """Return the arrays as plans take them: those of a packed weight as one."""
+        packing = self.layer.packing
+        if packing is None:
+            return arrays
+        weight = packing.weight(arrays[1 : self.count])
+        return arrays[0], weight, *arrays[self.count :]
 
 
-@lru_cache(maxsize=4096)
-def _decided(
-    said: tuple, now: tuple, refused: proof_results.Refused
-) -> tuple[Problem, Deciding | None, tuple]:
-    """Return the facts of a pass but for the rows, how those alone decide, and now."""
-    layer = _shared(*said)
-    return layer, deciding(layer, now, refused), now
+def run(
+    request: Request, relation: Relation, *arrays: mx.array
+) -> mx.array | tuple[mx.array, mx.array]:
+    """Run one pass by its plan, which is chosen the first time and kept.
+
+    Args:
+        request: the pass.
+        relation: the layer's own (untransposed) one, which keeps the plan.
+        *arrays: (x, w), (x, the arrays of a packed weight) or (x, dy). A bias, or the
+            arrays of an epilogue or of ``integer``, may follow.
+
+    Returns:
+        y or dW; or y and statistics of its rows: see ``Plan.moments``.
+    """
+    key = request, mx.default_device() == devices.GPU, settings.version()
+    launch = relation.plans.get(key)
+    if launch is None or _observers.get():
+        return _first(request, relation, arrays)
+    return launch(relation, *arrays)
 
 
-@lru_cache(maxsize=4096)
-def _shared(
-    form: Form, pass_, facts, table, deterministic, epilogue, integer, moments
-) -> Problem:
-    """Return the facts of a pass of a layer but for the rows, found once."""
-    *layer, precision, packing, layout = facts
-    return Problem.of_form(
-        pass_,
-        form,
-        *layer,
-        table=table,
-        deterministic=deterministic,
-        precision=precision,
-        bits=packing and packing.bits,
-        group_size=packing and packing.group_size,
-        layout=layout,
-        epilogue=epilogue,
-        integer=integer,
-        moments=moments,
+def _end(request: Request, relation: Relation) -> Relation:
+    """Return the relation that the pass contracts over."""
+    return relation.T if request.pass_ == INPUT_GRAD else relation
+
+
+def moments_shape(request: Request, relation: Relation) -> tuple[int, int, int] | None:
+    """Return the shape of the statistics that follow y, None if none do."""
+    lines = choose(request.problem(relation), device())[0].plan.moments
+    return (lines, 3, request.layer.c_out) if lines else None
+
+
+def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
+    """Choose a route, launch, keep the plan and call the observers."""
+    here = devices.current()
+    problem, planned = request.problem(relation), _planned.get()
+    device, only = planned or (None, {})
+    if device not in (None, here) and problem.edges is None:
+        # On that device the relation could have been made with its edges counted.
+        problem = replace(problem, edges=relation.n_edges)
+    forced = only.get(problem.pass_)
+    choice, tuned = choose(problem, device or here, forced)
+    inputs, added = arrays[: request.count], arrays[request.count :]
+    end = _end(request, relation)
+
+    def rows(plan: Plan, *arrays: mx.array) -> mx.array:
+        """Return y alone, or dW."""
+        made = plan(end, *request.operands(arrays))
+        return made[0] if isinstance(made, tuple) else made
+
+    if tuned and choice.device == here:
+        # Timed and compared by their sums.
+        sums = replace(problem, epilogue=None, moments=False)
+        able = candidates(sums, here)
+        timed = arrays if request.integer else inputs
+        tuned = measure.record(sums, here, able, rows, timed)
+        if tuned:
+            choice, _ = choose(problem, here)
+    has_rows = problem.n_in and problem.n_out
+    if device in (None, here) and has_rows:
+        # Each time another kernel is refused, so that the last row is reached.
+        results = proof_results.here(here)
+        while not proof.prove(choice.plan, bool(added), results):
+            choice, _ = choose(problem, here, forced)
+    if planned:
+        result = nothing(problem, choice.plan)
+    elif not has_rows:
+        # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
+        result = without_sums(problem, added)
+    else:
+        launch = _bound(request, choice.plan, end)
+        if not tuned:  # the version of now: a proof may have changed it
+            key = request, mx.default_device() == devices.GPU, settings.version()
+            relation.plans[key] = launch
+        result = launch(relation, *arrays)
+    y = result[0] if isinstance(result, tuple) else result
+    for observer in _observers.get():
+        scope, y = _scope.get(), None if planned else y
+        facts = problem, choice, scope, relation, inputs, y, rows, added
+        observer(Launch(*facts))
+    return result
+
+
+def _bound(request: Request, plan: Plan, end: Relation) -> Callable[..., mx.array]:
+    """Return ``launch(relation, *arrays)``, which holds views and no relation."""
+    call = plan.bound(end)
+    if request.pass_ != INPUT_GRAD and request.layer.packing is None:
+        return call
+    return lambda relation, *arrays: call(
+        _end(request, relation), *request.operands(arrays)
     )
 
 
@@ -367,11 +329,10 @@ def conv(
     if isinstance(w, QuantizedWeight):
         packing, arrays = w.packing, w.arrays
     facts = c_in * groups, c_out, x.dtype, groups, asked_precision(), packing, layout
-    return Pass(pass_, layer, facts)(x, *arrays, *bias)
+    return run(Request(pass_, Layer(*facts)), layer, x, *arrays, *bias)
 
 
 def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
     """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
-    asked = asked_precision(), None, KERNEL_MAJOR
-    facts = x.shape[1], dy.shape[1], x.dtype, groups, *asked
-    return Pass(WEIGHT_GRAD, relation, facts)(x, dy)
+    layer = Layer(x.shape[1], dy.shape[1], x.dtype, groups, asked_precision())
+    return run(Request(WEIGHT_GRAD, layer), relation, x, dy)

@@ -36,16 +36,13 @@ def tune(on: bool = True) -> Iterator[None]:
     Args:
         on: False disables measurement inside the block, whatever the environment.
     """
-    token = settings.tuned.set(on)
-    try:
+    with settings.block(tuned=on):
         yield
-    finally:
-        settings.tuned.reset(token)
 
 
 def enabled() -> bool:
     """Return whether a block or the environment asks for measured choices."""
-    inside = settings.tuned.get()
+    inside = settings.current().tuned
     if inside is not None:
         return inside
     return kept_files.is_set("MLX_LATTICE_TUNE")
@@ -118,7 +115,7 @@ def record(
 
 
 def _store(name: str, times: dict[str, float | None]) -> None:
-    settings.findings.note()
+    settings.note_change()
     _file().add(name, times)
 
 

@@ -17,18 +17,6 @@ from . import thresholds
 Need = Callable[[Problem, Device], str | None]
 
 
-def of_rows(need: Need) -> Need:
-    """Mark a need that looks at numbers of rows or edges: others hold for a layer."""
-    need.of_rows = True
-    return need
-
-
-def settled(need: Need, layer: Problem, device: Device) -> Need:
-    """Return a need of rows as it stands for a layer, where that says it sooner."""
-    settle = getattr(need, "settle", None)
-    return need if settle is None else settle(layer, device)
-
-
 def of_kernels(need: Need) -> Need:
     """Mark a need that is about the backend's own kernels: without them it holds."""
     need.of_kernels = True
@@ -51,7 +39,6 @@ _COPIED = "half rows are copied first, since MLX's matmul may refuse where they 
 
 
 @of_kernels
-@of_rows
 def no_tiles(p: Problem, device: Device) -> str | None:
     """Hold but where CUDA's tiles read half rows that are copied for MLX's matmul.
 
@@ -273,27 +260,17 @@ def volume_at_least(volume: int) -> Need:
 def rows_at_least(route: str) -> Need:
     """Hold where the pass has the rows that the route's threshold asks for."""
 
-    def settle(layer: Problem, device: Device) -> Need:
-        channels, is_grad = (layer.c_in, layer.c_out), layer.pass_ == INPUT_GRAD
-        least = thresholds.rows(route, layer.pass_, channels, device)
-
-        def holds(p: Problem, _: Device) -> str | None:
-            rows = p.n_in if is_grad else p.n_out
-            if rows >= least:
-                return None
-            return f"{'N_in' if is_grad else 'N_out'} = {rows:,} is below {least:,}"
-
-        return holds
-
-    @of_rows
     def need(p: Problem, device: Device) -> str | None:
-        return settle(p, device)(p, device)
+        is_grad = p.pass_ == INPUT_GRAD
+        least = thresholds.rows(route, p.pass_, (p.c_in, p.c_out), device)
+        rows = p.n_in if is_grad else p.n_out
+        if rows >= least:
+            return None
+        return f"{'N_in' if is_grad else 'N_out'} = {rows:,} is below {least:,}"
 
-    need.settle = settle
     return need
 
 
-@of_rows
 def many_edges(p: Problem, device: Device) -> str | None:
     """Hold where dW over sorted rows skips less than it gains; for other passes."""
     edges = p.known_edges()
@@ -337,7 +314,6 @@ def im2col_bytes(p: Problem, device: Device) -> int:
     return each * rows * p.volume * channels
 
 
-@of_rows
 def im2col_fits(p: Problem, device: Device) -> str | None:
     """Hold where the gathered matrix fits its memory bound."""
     size = im2col_bytes(p, device)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from functools import cached_property, partial, update_wrapper
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
 from ..backends.gpu_kernel import GpuKernel
 from ..channel_groups import block_diagonal, diagonal_blocks
-from ..devices import CPU, CUDA, METAL, Device
+from ..devices import CPU, CUDA, METAL
 from ..dtypes import DTYPES
 from ..problem import KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ..quantized import QuantizedWeight
@@ -207,22 +207,18 @@ class Plan:
         return self.then(self.run(self, relation, x, w, None), after, *given)
 
     def bound(self, relation: Relation) -> Callable[..., mx.array]:
-        """Return ``call(x, w, *added)``: this plan over one relation, again and again.
+        """Return ``launch(relation, x, w, *added)``, this plan for repeated calls.
 
-        What its calls share is settled; where ``run`` can settle, that holds the
-        relation's views and not the relation.
+        It holds views of the relation and not the relation, which keeps it.
         """
         settle = getattr(self.run, "settle", None)
         if settle is None:
-            return partial(self, relation)
-        call, integer = settle(self, relation), self.problem.integer
-        is_expanded = self.expanded > 1
-        if not (
-            self.dequantised or is_expanded or self.transposes or self.then or integer
-        ):
-            return call
-        run = self.changed(run=lambda _plan, _relation, *arrays: call(*arrays))
-        return partial(run, None)
+            return self
+        call = settle(self, relation)
+        expands = self.dequantised or self.expanded > 1 or self.transposes
+        if not (expands or self.problem.epilogue or self.problem.integer):
+            return lambda _, *arrays: call(*arrays)
+        return replace(self, run=lambda _plan, _relation, *arrays: call(*arrays))
 
     def changed(self, **fields: object) -> Plan:
         """Return the plan with other fields; ``replace`` sets and checks each again.
@@ -306,20 +302,3 @@ def integers_unpacked(problem: Problem) -> str:
 
 
 Planner = Callable[..., Plan]  # of a problem and a device; some take a tile too
-
-
-class LayerPlanner:
-    """A planner in two steps: what rows do not change of a layer's plans, then plans.
-
-    Args:
-        settle: ``settle(layer, device)`` returns ``plan(problem)`` for all problems
-            that have this ``layer``.
-    """
-
-    def __init__(self, settle: Callable[[Problem, Device], Callable[[Problem], Plan]]):
-        self.settle = settle
-        update_wrapper(self, settle)
-
-    def __call__(self, problem: Problem, device: Device) -> Plan:
-        """Settle and plan at once."""
-        return self.settle(problem.layer, device)(problem)

@@ -25,8 +25,6 @@ VERSION = 2
 
 VARIABLE = "MLX_LATTICE_PROOF"
 
-_folder_variable = settings.reader("MLX_LATTICE_CACHE")
-
 
 @contextmanager
 def proof(on: bool = True) -> Iterator[None]:
@@ -41,16 +39,13 @@ def proof(on: bool = True) -> Iterator[None]:
     The environment variable MLX_LATTICE_PROOF=0 is ``proof(False)`` for a whole
     process: kernels run unproved, those that were refused too.
     """
-    token = settings.proved.set(on)
-    try:
+    with settings.block(proved=on):
         yield
-    finally:
-        settings.proved.reset(token)
 
 
 def enabled() -> bool:
     """Return whether kernels prove themselves here."""
-    inside = settings.proved.get()
+    inside = settings.current().proved
     return kept_files.is_set(VARIABLE, default=True) if inside is None else inside
 
 
@@ -94,7 +89,7 @@ class Results:
         }
         if self.refused.reasons != reasons:  # else one object: choices are kept by it
             self.refused = Refused(reasons)
-            settings.findings.note()
+            settings.note_change()
 
     def knows(self, plan: Plan, biased: bool) -> bool:
         """Return whether the kernel of a plan was tried before, with these inputs."""
@@ -203,15 +198,13 @@ def here(device: Device) -> Results | None:
 
 
 def _on(device: Device) -> Results:
-    inside, variable = kept_files.cache_block(), _folder_variable()
-    return _of(inside, variable, machine_of(device.name, device.backend))
+    return _of(kept_files.folder(), machine_of(device.name, device.backend))
 
 
 @cache
-def _of(inside: Path | None, variable: str | None, where: str) -> Results:
-    del inside, variable  # they decide the folder
+def _of(folder: Path, where: str) -> Results:
     name = hashlib.sha256(where.encode()).hexdigest()[:12]
-    return Results(kept_files.folder() / "proofs" / f"{name}.json", where)
+    return Results(folder / "proofs" / f"{name}.json", where)
 
 
 def refused_on(device: Device) -> Refused:

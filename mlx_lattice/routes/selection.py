@@ -5,27 +5,17 @@ The first admissible row of the table wins for its pass.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import lru_cache
-from typing import NamedTuple
-
-import mlx.core as mx
 
 from .. import backends, devices, settings
-from ..backends import cpu_extension
 from ..devices import Device
 from ..problem import PASSES, Problem
 from . import measure, proof_results
 from .choice import Choice, Reasons, Route, RouteError, Times
-from .needs import Need
-from .plan import Plan
-from .proof_results import Refused
 from .table import TABLE
 
 NAMES = tuple(route.name for route in TABLE)
-
-_route_variable = settings.reader("MLX_LATTICE_ROUTE")
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -76,20 +66,17 @@ def only(text: str) -> Iterator[None]:
             "forward=vec4,weight_grad=grouped_gemm". The environment variable
             MLX_LATTICE_ROUTE takes the same.
     """
-    inside = {**dict(settings.forced.get()), **parse_only(text)}
-    token = settings.forced.set(tuple(inside.items()))
-    try:
+    forced = {**dict(settings.current().forced), **parse_only(text)}
+    with settings.block(forced=tuple(forced.items())):
         yield
-    finally:
-        settings.forced.reset(token)
 
 
 def forced_route(pass_: str) -> str | None:
     """Return the route that a block or the environment forces for a pass."""
-    inside = dict(settings.forced.get())
-    if pass_ in inside:
-        return inside[pass_]
-    text = _route_variable()
+    forced = dict(settings.current().forced)
+    if pass_ in forced:
+        return forced[pass_]
+    text = settings.environment["MLX_LATTICE_ROUTE"]
     return parse_only(text).get(pass_) if text else None
 
 
@@ -99,23 +86,8 @@ def waive_determinism() -> Iterator[None]:
 
     Everywhere else the same input gives the same bits on one device.
     """
-    token = settings.deterministic.set(False)
-    try:
+    with settings.block(deterministic=False):
         yield
-    finally:
-        settings.deterministic.reset(token)
-
-
-def situation() -> tuple:
-    """Return all that a choice depends on beside the layer and its relation.
-
-    While it compares equal, and measured times do not decide, the choice stays as it
-    is. What else may change a choice has to stand in ``settings``, or to be noted
-    there. Tests put something else in the place of what is replaced.
-    """
-    on_gpu, found = mx.default_device() == devices.GPU, settings.findings.count
-    replaced = devices.current, cpu_extension.extension
-    return (found, *replaced, on_gpu, *settings.said())
 
 
 def select(
@@ -151,153 +123,25 @@ def choose(
     """Choose as ``select`` does; and return whether measured times may decide."""
     forced = only or forced_route(problem.pass_)
     tuned = forced is None and measure.enabled()
-    times = measure.measured(problem, device) if tuned else ()
-    absent = backends.missing(device.backend)
+    facts = problem, device, backends.missing(device.backend)
     refused = proof_results.refused_on(device)
-    return _select(problem, device, forced, times, absent, refused), tuned
 
-
-def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
-    """Return the routes that can run a problem, in table order."""
-    facts = problem, device, proof_results.refused_on(device)
-    return tuple(r for r in TABLE if _obstacle(r, *facts) is None)
-
-
-def _obstacle(
-    route: Route, problem: Problem, device: Device, refused: Refused
-) -> str | None:
-    """Return why a route cannot run: by its needs, or by what its kernel proved."""
-    reason = route.refusal(problem, device, forced=True)
-    if reason is None and refused:
-        reason = refused.reason(route.plan(problem, device).gpu)
-    return reason
-
-
-class _Remembered:
-    """A function's results by its arguments."""
-
-    def __init__(self, function: Callable):
-        self._results = lru_cache(maxsize=4096)(function)
-
-    def __call__(self, *facts) -> object:
-        return self._results(*facts)
-
-    def cache_clear(self) -> None:
-        """Forget all, kept plans of layers included: the table has changed."""
-        self._results.cache_clear()
-        settings.findings.note()
-
-
-class Row(NamedTuple):
-    """A row of the table, as far as a layer settles it whatever a scan's rows are.
-
-    Attributes:
-        route: the row.
-        needs: those that are asked with the scan's rows, in order.
-        reason: why it is not taken if they all hold, or None.
-        plan: what plans the layer's problems; None where there is a reason.
-    """
-
-    route: Route
-    needs: tuple[Need, ...]
-    reason: str | None
-    plan: Callable[[Problem], Plan] | None
-
-
-@_Remembered
-def _settled(
-    layer: Problem, device: Device, absent: str | None
-) -> tuple[tuple[Row, ...], tuple[Row, ...]]:
-    """Return every row, and of these those that may be taken."""
-    rows = []
-    for route in TABLE:
-        needs, reason = route.settled(layer, device, absent)
-        plan = None if reason else route.planning(layer, device, absent)
-        rows.append(Row(route, needs, reason, plan))
-    return tuple(rows), tuple(row for row in rows if row.plan)
-
-
-class Deciding:
-    """How the table decides for the problems of a layer.
-
-    It asks what is given here and nothing else, whenever it is asked.
-
-    Args:
-        layer: facts without rows.
-        device: the profile.
-        absent: why the backend's own kernels cannot be had, or None.
-        refused: kernels that are not taken.
-    """
-
-    __slots__ = "_facts", "_open", "_refused", "device", "rows"
-
-    def __init__(
-        self,
-        layer: Problem,
-        device: Device,
-        absent: str | None,
-        refused: Refused,
-    ):
-        self.rows, self._open = _settled(layer, device, absent)
-        self._facts = layer, device, absent
-        self.device, self._refused = device, refused or None
-
-    def row(self, problem: Problem) -> Row:
-        """Return the first row that may be taken for a problem: the last one may."""
-        for row in self._open:
-            if self.refusal(row, problem) is None:
-                return row
-        raise RouteError(f"no row of the table takes {problem}")
-
-    def plan(self, row: Row, problem: Problem) -> Plan:
-        """Return a row's plan of a problem."""
-        return row.plan(problem)
-
-    def refusal(self, row: Row, problem: Problem) -> str | None:
-        """Return why a row is not taken for a problem, or None."""
-        for need in row.needs:
-            if why := need(problem, self.device):
-                return why
-        if row.reason is None and self._refused:
-            return self._refused.reason(self.plan(row, problem).gpu)
-        return row.reason
-
-
-@lru_cache(maxsize=4096)
-def deciding(layer: Problem, now: tuple, refused: Refused) -> Deciding | None:
-    """Return how a layer's rows alone decide; None where a name or times do, too.
-
-    Args:
-        layer: facts without rows.
-        now: ``situation()``, of which all else here is part.
-        refused: by ``proof_results.refused_on`` the device of now.
-    """
-    del now
-    if forced_route(layer.pass_) is not None or measure.enabled():
-        return None
-    device = devices.current()
-    return Deciding(layer, device, backends.missing(device.backend), refused)
-
-
-def _select(
-    problem: Problem,
-    device: Device,
-    forced: str | None,
-    times: Times,
-    absent: str | None,
-    refused: Refused,
-) -> Choice:
-    table = Deciding(problem.layer, device, absent, refused)
+    def obstacle(route: Route, forced: bool = False) -> str | None:
+        reason = route.obstacle(*facts, forced)
+        if reason is None and refused:
+            reason = refused.reason(route.plan(problem, device).gpu)
+        return reason
 
     def others() -> tuple[Reasons, Reasons]:
-        reasons = [(row.route, table.refusal(row, problem)) for row in table.rows]
+        reasons = [(each, obstacle(each)) for each in TABLE]
         return _reasons(reasons, route, problem.pass_, times)
 
+    times = measure.measured(problem, device) if tuned else ()
     able = {r.name for r in candidates(problem, device)} if times else ()
     times = tuple([t for t in times if t[0] in able])
     if forced is not None:
         route = named(forced)
-        if reason := _obstacle(route, problem, device, refused):
+        if reason := obstacle(route, True):
             raise RouteError(
                 f"route {forced} was forced but cannot run the {problem.pass_} of "
                 f"{problem} on {device.name}: {reason}"
@@ -305,11 +149,24 @@ def _select(
     elif times and times[0][1] is not None:
         route = named(times[0][0])
     else:
-        row = table.row(problem)
-        route, times = row.route, ()
-        return Choice(route, device, table.plan(row, problem), others)
+        times, route = (), next((r for r in TABLE if obstacle(r) is None), None)
+        if route is None:
+            raise RouteError(f"no row of the table takes {problem}")
     plan = route.plan(problem, device)
-    return Choice(route, device, plan, others, forced is not None, times)
+    if refused:  # plans are asked, which must be those of now
+        reasons = others()
+        others = lambda: reasons  # noqa: E731
+    return Choice(route, device, plan, others, forced is not None, times), tuned
+
+
+def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
+    """Return the routes that can run a problem, in table order."""
+    refused = proof_results.refused_on(device)
+    able = [r for r in TABLE if r.refusal(problem, device, forced=True) is None]
+    if refused:
+        plans = [(r, r.plan(problem, device)) for r in able]
+        able = [r for r, plan in plans if refused.reason(plan.gpu) is None]
+    return tuple(able)
 
 
 def _reasons(

@@ -171,7 +171,7 @@ info = ml.backend_info()
 there, text = info.backends["cpu"]
 assert there == {"native": True, "pure": False}.get(sys.argv[1], there), text
 assert there or "pip install" in text, text
-os.environ["MLX_LATTICE_METAL"] = "host"
+ml.settings.environment["MLX_LATTICE_METAL"] = "host"
 there, text = ml.backend_info().backends["metal"]
 assert not there and "checkout only" in text, text
 print(info)

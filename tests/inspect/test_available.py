@@ -28,14 +28,14 @@ def installed(monkeypatch):
     """The package as a wheel has it: in no checkout."""
     monkeypatch.setattr(distribution, "checkout", lambda: None)
     monkeypatch.setattr(metal_host, "checkout", lambda: None)
-    monkeypatch.delenv("MLX_LATTICE_METAL", raising=False)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
     metal_host.install.cache_clear()
 
 
 @pytest.mark.parametrize("how", ("variable", "block"))
 def test_metal_on_the_host_of_a_wheel(how, installed, monkeypatch):
     if how == "variable":
-        monkeypatch.setenv("MLX_LATTICE_METAL", "host")
+        monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", "host")
     with ml.metal("host") if how == "block" else nullcontext():
         info = ml.backend_info()
         with pytest.raises(RuntimeError) as raised:
@@ -47,7 +47,7 @@ def test_metal_on_the_host_of_a_wheel(how, installed, monkeypatch):
 
 
 def test_the_command_says_so_in_a_sentence(installed, monkeypatch, capsys):
-    monkeypatch.setenv("MLX_LATTICE_METAL", "host")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", "host")
     line = "explain --channels 8 8 --rows 9"
     assert cli.main(line.split()) == 2
     captured = capsys.readouterr()
@@ -79,7 +79,7 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
         raise FileNotFoundError(f"the {of} kernel sources are not here")
 
     monkeypatch.setattr(kernel_sources, "folder", folder)
-    monkeypatch.delenv("MLX_LATTICE_METAL", raising=False)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
     module = getattr(mx, backend)
     monkeypatch.setattr(module, "is_available", lambda: True)
     monkeypatch.setattr(availability, "_old_gpu", lambda: None)

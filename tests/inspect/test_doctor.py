@@ -9,7 +9,7 @@ import pytest
 from places import leave_the_host
 
 from metal import host
-from mlx_lattice import cli, devices, routes
+from mlx_lattice import cli, devices, routes, settings
 from mlx_lattice.backends import (
     cpu_extension,
     cuda_compile,
@@ -34,7 +34,9 @@ def idle(unforced, monkeypatch, tmp_path):
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
     monkeypatch.setattr(doctor, "busy", lambda: None)
     if not devices.metal_on_host():  # whose compiled kernels stay in the cache
-        monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "cache"))
+        monkeypatch.setitem(
+            settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "cache")
+        )
     clear()
     yield
     clear()
@@ -51,8 +53,8 @@ def place(request, monkeypatch):
     if request.param == "metal host":
         host.require()
         with monkeypatch.context() as patched:
-            patched.setenv("MLX_LATTICE_METAL", "host")
-            patched.setenv("MLX_LATTICE_CACHE", "")
+            patched.setitem(settings.environment, "MLX_LATTICE_METAL", "host")
+            patched.setitem(settings.environment, "MLX_LATTICE_CACHE", "")
             yield Doctor().device
         leave_the_host()
         return
@@ -234,8 +236,10 @@ def test_select_refuses_a_matrix_kernel_that_is_wrong(place, monkeypatch, tmp_pa
     case = next((c for c in cases if c.plan.proof), None)
     if case is None:
         pytest.skip("no kernel of this backend proves itself")
-    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "proofs"))
-    monkeypatch.setenv("MLX_LATTICE_PROOF", "1")
+    monkeypatch.setitem(
+        settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "proofs")
+    )
+    monkeypatch.setitem(settings.environment, "MLX_LATTICE_PROOF", "1")
     assert not doctor.prove(case)["wrong"] and not proof_results.current().refused
     with monkeypatch.context() as patched:
         plant(patched, lambda y: y * 1.5)
@@ -426,7 +430,9 @@ def test_the_report_names_what_runs_if_it_is_killed(tmp_path):
 
 
 def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
-    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "jane.doe"))
+    monkeypatch.setitem(
+        settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "jane.doe")
+    )
 
     def fail(plan, *given):
         raise RuntimeError(
@@ -449,8 +455,8 @@ def test_other_texts_are_left_as_they_are():
 
 
 def test_variables_that_change_times_are_in_the_report(monkeypatch):
-    monkeypatch.setenv("MLX_LATTICE_THREADS", "1")
-    monkeypatch.setenv("MLX_LATTICE_CACHE", "/home/jane")
+    monkeypatch.setitem(settings.environment, "MLX_LATTICE_THREADS", "1")
+    monkeypatch.setitem(settings.environment, "MLX_LATTICE_CACHE", "/home/jane")
     found = doctor.machine_facts(devices.current())["environment"]
     assert found["MLX_LATTICE_THREADS"] == "1" and "MLX_LATTICE_CACHE" not in found
 

@@ -11,9 +11,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, devices
+from mlx_lattice import cli, devices, settings
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.inspect import backend_info
 from mlx_lattice.problem import PASSES
 
 EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
@@ -21,8 +20,8 @@ EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
 
 @pytest.fixture(autouse=True)
 def no_variables(monkeypatch):
-    for name in backend_info.VARIABLES:
-        monkeypatch.delenv(name, raising=False)
+    for name in settings.VARIABLES:
+        monkeypatch.setitem(settings.environment, name, None)
 
 
 def test_the_package_is_run():
@@ -256,13 +255,15 @@ def test_an_absent_extension_says_how_to_get_it(monkeypatch):
 def test_every_variable_of_the_docs_is_listed(monkeypatch):
     page = Path(__file__).parents[2] / "docs" / "index.md"
     names = set(re.findall(r"^\| `(MLX_LATTICE_\w+)", page.read_text(), re.MULTILINE))
-    assert names == set(backend_info.VARIABLES)
-    monkeypatch.setenv("MLX_LATTICE_THREADS", "1")
+    assert names == set(settings.VARIABLES)
+    monkeypatch.setitem(settings.environment, "MLX_LATTICE_THREADS", "1")
     assert "MLX_LATTICE_THREADS=1" in str(ml.backend_info())
 
 
 def test_overrides_in_force_are_listed(monkeypatch, tmp_path):
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", "forward=grouped_gemm")
+    monkeypatch.setitem(
+        ml.settings.environment, "MLX_LATTICE_ROUTE", "forward=grouped_gemm"
+    )
     with ml.cache(tmp_path), ml.tune(), ml.routes.only("weight_grad=explicit_gemm"):
         info = ml.backend_info()
     assert info.environment == {"MLX_LATTICE_ROUTE": "forward=grouped_gemm"}

@@ -4,6 +4,7 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
+from conftest import mappable
 from places import HERE, agreed
 
 import mlx_lattice as ml
@@ -140,9 +141,9 @@ def test_several_features_of_one_set(place):
         def run(feats):
             return ops.prune(x.replace(feats), mask).feats
 
-        return mx.vmap(run)(many), mx.vmap(run, in_axes=2, out_axes=2)(
-            mx.moveaxis(many, 0, 2)
-        )
+        last = mx.moveaxis(many, 0, 2)
+        with mappable():
+            return mx.vmap(run)(many), mx.vmap(run, in_axes=2, out_axes=2)(last)
 
     first, last = agreed(place, kept)
     wanted = np.array(many)[:, np.array(mask)]

@@ -14,7 +14,7 @@ from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.inspect import cost
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import selection, thresholds
+from mlx_lattice.routes import thresholds
 
 H200 = devices.PROFILES["h200"]
 
@@ -186,7 +186,7 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
         no_small_tiles(monkeypatch)
     for name in ("FEW_EDGES", "FEW_EDGES_OF_FEW_OFFSETS"):
         monkeypatch.setattr(thresholds, name, 1000 if few else 0)
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
     edges = relation.n_edges
     relation.set_counted(edges)  # as CUDA does: few a row take other tiles
@@ -205,7 +205,7 @@ def test_cuda_tiles_do_what_a_walk_through_them_does(
                 wanted = walked(p, route.name, parameters, relation) / useful
                 assert done(p, route.name, relation, device) == pytest.approx(wanted)
                 seen.add((route.name, parameters["variant"]))
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     if pass_ == "weight_grad":
         of_edges = "hopper" if whole else "whole"
         assert seen == {(EDGES, "mma"), (EDGES, of_edges), (ROWS, "hopper")}

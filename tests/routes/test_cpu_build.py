@@ -16,7 +16,7 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.backends import cpu_extension as cpu
-from mlx_lattice.routes import needs, selection
+from mlx_lattice.routes import needs
 
 ROOT = Path(__file__).parents[2]
 native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.absence}")
@@ -270,7 +270,7 @@ def test_a_kernel_runs_on_the_stream_that_it_is_given():
 @pytest.mark.parametrize("system", ("Linux", "Darwin"))
 def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypatch):
     monkeypatch.setattr(needs.platform, "system", lambda: system)
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     try:
         with mx.stream(mx.cpu):
             coords = mx.zeros((1, 4), dtype=mx.int32)
@@ -290,4 +290,4 @@ def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypa
                 "MLX's own matmul runs on Accelerate here, which is faster"
             )
     finally:
-        selection._settled.cache_clear()
+        ml.settings.note_change()

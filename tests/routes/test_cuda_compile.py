@@ -39,7 +39,7 @@ needs_stand_in = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch, tmp_path):
-    monkeypatch.delenv("MLX_LATTICE_CUDA_CACHE", raising=False)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", None)
     monkeypatch.setenv("MLX_PTX_CACHE_DIR", str(tmp_path / "mlx"))
     cuda_compile.compiler.cache_clear()
     cuda_compile._jobs.clear()  # of other tests
@@ -291,17 +291,17 @@ def test_it_is_the_default(library, tmp_path, monkeypatch):
     monkeypatch.setattr(cuda_compile, "loaded", lambda name: library)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "0")
+        monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", "0")
         assert cuda_compile.compiler((9, 0)) is None
         for text in ("", "1"):
             cuda_compile.compiler.cache_clear()
-            monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", text)
+            monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", text)
             assert cuda_compile.compiler((9, 0)).include == tmp_path / "include"
     with pytest.warns(
         RuntimeWarning, match=r"NVRTC that knows compute capability 12\.1"
     ):
         assert cuda_compile.compiler((12, 1)) is None
-    monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", "yes")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", "yes")
     with pytest.raises(ValueError, match="must be 0 or 1; got 'yes'"):
         cuda_compile.compiler((8, 0))
     assert ml.backend_info().environment["MLX_LATTICE_CUDA_CACHE"] == "yes"
@@ -341,7 +341,7 @@ def test_the_real_compiler(monkeypatch, tmp_path):
     x, w = mx.random.normal((len(coords), 16)), mx.random.normal((27, 16, 24))
 
     def run(asked):
-        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", asked)
+        monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", asked)
         code = (
             "import sys, mlx.core as mx, mlx_lattice as ml\n"
             "c, x, w = (mx.load(f'{sys.argv[1]}/{n}.npy') for n in 'cxw')\n"
@@ -349,7 +349,9 @@ def test_the_real_compiler(monkeypatch, tmp_path):
             "r = m.submanifold_kernel_relation(m.insert(c))\n"
             "mx.save(f'{sys.argv[1]}/y.npy', ml.conv(x, w, r))\n"
         )
-        monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "kept"))
+        monkeypatch.setitem(
+            ml.settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "kept")
+        )
         command = [sys.executable, "-c", code, str(tmp_path)]
         subprocess.run(command, check=True, timeout=300)
         return np.load(tmp_path / "y.npy")

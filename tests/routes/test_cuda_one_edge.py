@@ -17,7 +17,6 @@ from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import (
     launch,
-    selection,
     thresholds,
 )
 
@@ -47,9 +46,9 @@ def width(request, monkeypatch):
     monkeypatch.setattr(cuda_tile_tables, "ITSELF_TILES", low)
     monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
     monkeypatch.setitem(thresholds.ONE_LAUNCH_NORM, CUDA, 0)
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     yield width
-    selection._settled.cache_clear()
+    ml.settings.note_change()
 
 
 def points(width: int, pass_: str) -> list[Point]:

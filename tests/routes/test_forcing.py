@@ -28,7 +28,7 @@ def test_what_is_no_text_names_no_route(given):
 def test_text_that_names_no_route_is_refused(text, monkeypatch):
     with pytest.raises(ml.RouteError, match=f"forced by name, .*got '{text}'"):
         routes.parse_only(text)
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", text)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_ROUTE", text)
     with pytest.raises(ml.RouteError, match="forced by name"):
         ml.explain(problem(), device="m4")
 
@@ -93,13 +93,15 @@ def test_forced_calls_raise_and_do_not_fall_back():
 def test_bad_forcing_is_named(text, match, monkeypatch):
     with pytest.raises(RouteError, match=match), routes.only(text):
         pass
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", text)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_ROUTE", text)
     with pytest.raises(RouteError, match=match):
         select(problem(), device="cpu")
 
 
 def test_the_environment_forces_and_a_block_goes_before_it(monkeypatch):
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", "forward=grouped_gemm")
+    monkeypatch.setitem(
+        ml.settings.environment, "MLX_LATTICE_ROUTE", "forward=grouped_gemm"
+    )
     assert select(problem(), device="cpu").route.name == "grouped_gemm"
     assert not select(problem("weight_grad"), device="cpu").forced
     with routes.only("gather_gemm_scatter"):

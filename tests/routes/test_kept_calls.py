@@ -15,10 +15,8 @@ from cuda_recorder import recording
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice import backends, contraction, devices, nn, ops
+from mlx_lattice import backends, devices, nn, ops
 from mlx_lattice.backends import cpu_extension
-from mlx_lattice.epilogue import Epilogue
-from mlx_lattice.nn.fused import convolved
 from mlx_lattice.routes import measure, selection
 
 COORDS = cases.geometry("surface", 3, 200, 0)
@@ -57,12 +55,6 @@ def test_forced_routes_are_seen_at_once_and_left_at_once(monkeypatch):
             assert kernels(counts, x, layer) == names
         assert kernels(counts, x, layer) == ["relation_traversal"]
     assert kernels(counts, x, layer) == usual
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", "grouped_gemm")
-    assert kernels(counts, x, layer) == ["grouped_gemm"]
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", "forward=relation_traversal")
-    assert kernels(counts, x, layer) == ["blocked_gather_gemm", "relation_traversal"]
-    monkeypatch.delenv("MLX_LATTICE_ROUTE")
-    assert kernels(counts, x, layer) == usual
 
 
 @on_cpu
@@ -73,22 +65,10 @@ def test_a_changed_table_is_seen_once_choices_are_cleared(monkeypatch):
     with monkeypatch.context() as patched:
         last = [r for r in selection.TABLE if r.name == "relation_traversal"]
         patched.setattr(selection, "TABLE", (*last, *selection.TABLE))
-        selection._settled.cache_clear()
+        ml.settings.note_change()
         assert kernels(counts, x, layer) == ["relation_traversal"]
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
-
-
-@on_cpu
-def test_a_bad_variable_raises_though_a_plan_is_kept(monkeypatch):
-    x, layer = scene()
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", "nonesuch")
-    with pytest.raises(ml.RouteError, match="nonesuch"):
-        layer(x)
-    monkeypatch.setenv("MLX_LATTICE_ROUTE", "")
-    monkeypatch.setenv("MLX_LATTICE_TUNE", "perhaps")
-    with pytest.raises(ValueError, match="MLX_LATTICE_TUNE must be 0 or 1"):
-        layer(x).feats  # noqa: B018 (computed as it is read)
 
 
 @on_cpu
@@ -116,14 +96,14 @@ def test_waived_determinism_is_seen_at_once():
     x, layer = scene()
     seen = []
     for waived in (False, True, False):
-        before = selection.situation()
+        before = ml.settings.version()
         with ml.waive_determinism():
-            assert selection.situation() != before
+            assert ml.settings.version() != before
             if waived:
                 layer(x)
                 with ml.routes.launch.observe(seen.append):
                     layer(x)
-        assert selection.situation() == before
+        assert ml.settings.version() == before
     assert [each.problem.deterministic for each in seen] == [False]
 
 
@@ -160,7 +140,7 @@ def test_nothing_is_held_in_a_circle(bias, packed):
         manager, key = x.manager, x.key
         relation = manager.submanifold_kernel_relation(key, kernel_size=3)
         kept = [ref(each) for each in (relation, relation.T, manager)]
-        assert relation.T.T is relation and relation.layers
+        assert relation.T.T is relation and relation.plans
         del x, manager, relation
         assert [each() for each in kept] == [None] * 3
     finally:
@@ -202,34 +182,6 @@ def test_checks_are_made_for_every_new_shape_and_dtype():
             ml.conv(x.feats[1:], w, relation)
         with pytest.raises(TypeError, match="mx.array"):
             ml.conv(np.array(x.feats), w, relation)
-
-
-def test_a_layer_is_checked_once_for_all_scans_but_their_rows(monkeypatch):
-    x, layer = scene()
-    norm, rows = nn.BatchNorm(8), COORDS[: len(COORDS) // 2]
-    norm.eval()
-
-    def call(x, residual=None):
-        return convolved(layer, norm, x, residual=residual)
-
-    call(x, x)
-    feats = mx.random.normal((len(rows), 8))
-    other = ml.SparseTensor(mx.array(rows), feats)
-    checks, checked = [], contraction._checked
-    monkeypatch.setattr(
-        contraction, "_checked", lambda *given: checks.append(given) or checked(*given)
-    )
-    made = call(other, other).feats
-    assert not checks
-    with ml.routes.launch.observe(lambda launched: None):
-        assert mx.array_equal(made, call(other, other).feats)
-    relation = other.manager.relations[0]
-    w = layer.weight
-    for wrong in (x.feats, feats[:1], feats[:, :4], feats[0]):
-        with pytest.raises(ValueError, match="features"):
-            contraction.conv(wrong, w, relation)
-    with pytest.raises(ValueError, match="residual must have shape"):
-        contraction.conv(feats, w, relation, epilogue=Epilogue(residual=x.feats))
 
 
 def test_a_changed_layer_asks_again():
@@ -328,6 +280,7 @@ def test_another_device_is_seen_at_once(monkeypatch):
     counts = counting(monkeypatch)
     assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
     monkeypatch.setattr(devices, "current", lambda: devices.PROFILES["m1"])
+    ml.settings.note_change()
     counts.clear()
     with backends.portable_only():
         mx.eval(layer(x).feats)

@@ -10,7 +10,7 @@ import pytest
 from conftest import KINDS, pair
 
 import mlx_lattice as ml
-from mlx_lattice import ops, relation_form
+from mlx_lattice import ops
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.routes import launch, proof_results
 
@@ -130,15 +130,3 @@ def test_reasons_are_those_of_the_decision(
         changed.setattr(proof_results, "refused_on", lambda _: proof_results.NONE)
         assert reasons(later) == said
         assert reasons(choose()).get(watched) != said.get(watched)
-
-
-def test_a_form_keeps_what_its_last_calls_share(monkeypatch):
-    """Of a process that runs layers of ever other widths no more than a number."""
-    monkeypatch.setattr(relation_form, "KEPT", 2)
-    (relation, _), asked = pair(KINDS[0], n=5), relation_form.Form
-    relation._form = kept = asked("submanifold", None, 27, False, True, False)
-    x = mx.ones((relation.n_in, 2))
-    for width in (1, 2, 3, 1):
-        relation.calls.clear()
-        mx.eval(ops.sparse_conv(x, mx.ones((27, 2, width)), relation))
-    assert [facts[0][1] for _, facts in kept.known.values()] == [3, 1]

@@ -16,7 +16,7 @@ from mlx_lattice import devices
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.quantized import IntegerWeight
-from mlx_lattice.routes import TABLE, launch, selection, thresholds
+from mlx_lattice.routes import TABLE, launch, thresholds
 
 if not cpu_extension.usable():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
@@ -39,9 +39,9 @@ def relations(request, monkeypatch):
     made = [pair(case, "surface", 300)[0] for case in (KINDS[0], KINDS[2])]
     for relation in made:
         relation.set_counted(1 if request.param == "few" else relation.n_edges)
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     yield [*made, multi_edges()[0]]
-    selection._settled.cache_clear()
+    ml.settings.note_change()
 
 
 def launched(pass_, relation, n, groups, packed, bias):

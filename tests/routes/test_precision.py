@@ -21,7 +21,7 @@ def problem(pass_, precision, dtype="float32") -> Problem:
 
 @pytest.fixture(autouse=True)
 def _nothing_asked(monkeypatch):
-    monkeypatch.delenv("MLX_LATTICE_PRECISION", raising=False)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_PRECISION", None)
 
 
 @pytest.mark.parametrize("chip", ("h200", "a100"))
@@ -71,11 +71,13 @@ def test_blocks_and_the_environment(monkeypatch):
         assert asked() == "tf32"
         with ml.precision("float32"):
             assert asked() == "float32"
-    monkeypatch.setenv("MLX_LATTICE_PRECISION", "tf32")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_PRECISION", "tf32")
+    ml.settings.note_change()  # the environment is read at import
     assert asked() == "tf32"
     with ml.precision("float32"):
         assert asked() == "float32"
-    monkeypatch.setenv("MLX_LATTICE_PRECISION", "half")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_PRECISION", "half")
+    ml.settings.note_change()
     with pytest.raises(ValueError, match="MLX_LATTICE_PRECISION must be 'float32' or"):
         asked()
     with pytest.raises(ValueError, match="precision must be 'float32' or 'tf32'; got"):

@@ -136,14 +136,13 @@ def test_it_can_be_turned_off(monkeypatch, folder):
                 assert_right(y, wanted, HALF)
         # A plan that is kept is not taken where kernels prove themselves.
         assert_right(layer(fresh).feats, wanted, HALF)
-        with monkeypatch.context() as patched:
-            token = ml.settings.proved.set(None)
-            patched.setenv("MLX_LATTICE_PROOF", "0")
+        with monkeypatch.context() as patched, ml.settings.block(proved=None):
+            patched.setitem(ml.settings.environment, "MLX_LATTICE_PROOF", "0")
             assert ml.explain(fresh, layer).choice.route.name == "tensor_ops"
-            patched.setenv("MLX_LATTICE_PROOF", "no")
+            patched.setitem(ml.settings.environment, "MLX_LATTICE_PROOF", "no")
+            ml.settings.note_change()
             with pytest.raises(ValueError, match="MLX_LATTICE_PROOF must be 0 or 1"):
                 mx.eval(layer(fresh).feats)
-            ml.settings.proved.reset(token)
 
 
 def test_a_kernel_is_tried_once_and_calls_ask_no_more(monkeypatch):

@@ -11,8 +11,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.devices import BACKENDS, PROFILES
 from mlx_lattice.dtypes import DTYPES
-from mlx_lattice.problem import PASSES
-from mlx_lattice.relation_form import KINDS
+from mlx_lattice.problem import KINDS, PASSES
 from mlx_lattice.routes import TABLE, measure, select, thresholds
 
 pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
@@ -196,26 +195,3 @@ def test_thresholds_have_a_safe_row_and_name_routes():
     ):
         assert thresholds.value(table, PROFILES["m3"]) == table.get("m3", table["*"])
     assert set(thresholds.TOLERANCE) == {*DTYPES, "tf32"}
-
-
-class _WithoutRows(ml.Problem):
-    """Facts of a layer; its rows and edges are not to be looked at."""
-
-    def __getattribute__(self, name):
-        assert name not in ("n_in", "n_out", "edges", "rows_written", "useful_flops")
-        return super().__getattribute__(name)
-
-
-@pytest.mark.parametrize("route", routes.TABLE, ids=str)
-def test_needs_that_are_not_of_rows_do_not_look_at_them(route):
-    for pass_, dtype, bits in itertools.product(
-        route.passes, ("float32", "float16"), (None, 4)
-    ):
-        p = ml.Problem.forward(c_in=64, c_out=64, n_in=9, dtype=dtype, bits=bits)
-        p = replace(p, pass_=pass_, layout="mlx").layer
-        hidden = object.__new__(_WithoutRows)
-        vars(hidden).update(vars(p))
-        for device in devices.PROFILES.values():
-            for need in (*route.needs, *route.pays):
-                if not hasattr(need, "of_rows"):
-                    assert need(hidden, device) == need(p, device)

@@ -23,8 +23,8 @@ CPU = devices.PROFILES["cpu"]
 @pytest.fixture(autouse=True)
 def folder(monkeypatch, tmp_path):
     for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
-        monkeypatch.delenv(name, raising=False)
-    monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path))
+        monkeypatch.setitem(ml.settings.environment, name, None)
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CACHE", str(tmp_path))
     monkeypatch.setattr(EntryFile, "unwritten", {})
     return tmp_path
 
@@ -108,7 +108,7 @@ def test_a_new_process_reads_the_file(counted, folder):
         ops.subm_conv3d(x, W)
         choice = ml.explain(x, W).choice
         kept_files._entries.cache_clear()
-        selection._settled.cache_clear()
+        ml.settings.note_change()
         counted.clear()
         assert ml.select(ml.explain(x, W).problem) == choice
     assert not counted
@@ -122,13 +122,14 @@ def test_nothing_happens_outside_the_block(counted, folder, monkeypatch):
     ops.subm_conv3d(x, W)
     assert sum(counted.values()) <= 1
     assert not ml.explain(x, W).choice.measured
-    monkeypatch.setenv("MLX_LATTICE_TUNE", "1")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_TUNE", "1")
     assert ml.explain(x, W).choice.measured
     with ml.tune(False):
         assert not ml.explain(x, W).choice.measured
-    monkeypatch.setenv("MLX_LATTICE_TUNE", "0")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_TUNE", "0")
     assert not ml.explain(x, W).choice.measured
-    monkeypatch.setenv("MLX_LATTICE_TUNE", "yes")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_TUNE", "yes")
+    ml.settings.note_change()
     with pytest.raises(ValueError, match="MLX_LATTICE_TUNE must be 0 or 1; got 'yes'"):
         ops.subm_conv3d(x, W)
 
@@ -182,9 +183,9 @@ def test_empty_and_lone_problems_are_left_to_the_table(counted, folder, monkeypa
     with ml.tune():
         ops.subm_conv3d(empty, W)
         monkeypatch.setattr(selection, "TABLE", tuple(lone.values()))
-        selection._settled.cache_clear()
+        ml.settings.note_change()
         ops.subm_conv3d(tensor(), W)
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     assert sum(counted.values()) <= 2
     assert not (folder / "routes.json").exists()
 
@@ -326,7 +327,7 @@ def test_folders_by_block_environment_and_platform(tmp_path, monkeypatch):
         with ml.cache(str(tmp_path / "b")):
             assert measure.cache_file() == tmp_path / "b" / "routes.json"
     assert kept_files.folder() == tmp_path
-    monkeypatch.delenv("MLX_LATTICE_CACHE")
+    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CACHE", None)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr(kept_files.sys, "platform", "darwin")
     assert kept_files.folder() == tmp_path / "Library" / "Caches" / "mlx-lattice"

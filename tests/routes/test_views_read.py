@@ -143,8 +143,8 @@ def test_pointwise(read):
 )
 @pytest.mark.parametrize("chip", ("h200", "a100"))
 def test_on_cuda(chip, read):
-    selection._settled.cache_clear()
+    ml.settings.note_change()
     with contextlib.ExitStack() as stack:
-        stack.callback(selection._settled.cache_clear)
+        stack.callback(ml.settings.note_change)
         stack.enter_context(recording(chip))
         check_all(read)
