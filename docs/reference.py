@@ -106,7 +106,9 @@ def tables_of(module: ModuleType) -> Iterator[str]:
     tables = {
         name: value
         for name, value in vars(module).items()
-        if name.isupper() and isinstance(value, dict)
+        if name.isupper()
+        and isinstance(value, dict)
+        and not re.search("^_|SMALL|ITSELF", name)  # tiles by edges: not a table
     }
     for name, table in tables.items():
         yield f"\n### `{name}`\n\n{comments.get(name, '')}\n"
