@@ -16,7 +16,6 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .activations import Activation, composed, named
-from .facts import Facts
 
 # The arrays of an epilogue, in the order of kernels; a bias is a shift.
 STATISTICS = "mean", "var"
@@ -25,7 +24,7 @@ ARRAYS = *CHANNELS, "residual"
 
 
 @dataclass(frozen=True)
-class EpilogueFacts(Facts):
+class EpilogueFacts:
     """What an epilogue has, without its arrays: what a plan may depend on.
 
     Attributes:

@@ -10,7 +10,6 @@ from math import prod
 from operator import index
 
 from .checks import each_axis, spatial_axes
-from .facts import Facts
 from .geometry.keys import INT32_LIMIT
 
 IntOrTuple = int | Sequence[int]
@@ -51,7 +50,7 @@ def cells_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class KernelSpec(Facts):
+class KernelSpec:
     """The geometry of one kernel, every field one value per spatial axis.
 
     Axis positions are ``j = 0 .. size - 1``, the last axis fastest. Without

@@ -12,7 +12,6 @@ import mlx.core as mx
 from .checks import one_of, whole
 from .dtypes import DTYPES, dtype_name
 from .epilogue import EpilogueFacts
-from .facts import Facts
 from .integer_facts import ALIGNMENT, IntegerFacts
 from .kernel_spec import KernelSpec
 from .numerics import FLOAT32, PRECISIONS
@@ -36,7 +35,7 @@ def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
 
 
 @dataclass(frozen=True)
-class Problem(Facts):
+class Problem:
     """The facts that routes are chosen by. Holds no arrays, needs no device.
 
     Channels and rows are the layer's own in every pass: an input gradient has the

@@ -31,7 +31,7 @@ def forget():
     """Drop kernels, plans and what is known of a machine, as a new process would."""
     signatures.kept.cache_clear()
     ml.settings.note_change()
-    proof_results._of.cache_clear()
+    proof_results._results.cache_clear()
     proof_results.machine_of.cache_clear()
 
 

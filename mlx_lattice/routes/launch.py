@@ -12,8 +12,11 @@ import mlx.core as mx
 
 from .. import devices, settings
 from ..devices import Device
+from ..dtypes import DTYPES
 from ..epilogue import EpilogueFacts
+from ..epilogue import finished as finished_floats
 from ..integer_facts import IntegerFacts
+from ..integer_facts import finished as finished_integers
 from ..numerics import asked_precision
 from ..problem import (
     FORWARD,
@@ -26,10 +29,9 @@ from ..problem import (
 )
 from ..quantized import IntegerPacking, Packing, QuantizedWeight
 from ..relation import Relation
-from . import measure, proof, proof_results
+from . import measure, proof
 from .plan import Plan
 from .selection import Choice, candidates, choose, named
-from .zeros import nothing, without_sums
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]
@@ -276,11 +278,12 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
     has_rows = problem.n_in and problem.n_out
     if device in (None, here) and has_rows:
         # Each time another kernel is refused, so that the last row is reached.
-        results = proof_results.here(here)
-        while not proof.prove(choice.plan, bool(added), results):
+        while not proof.prove(choice.plan, bool(added)):
             choice, _ = choose(problem, here, forced)
     if planned:
-        result = nothing(problem, choice.plan)
+        result = zeros(problem)
+        if choice.plan.moments:
+            result = result, mx.zeros((choice.plan.moments, 3, problem.c_out))
     elif not has_rows:
         # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
         result = without_sums(problem, added)
@@ -296,6 +299,34 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         facts = problem, choice, scope, relation, inputs, y, rows, added
         observer(Launch(*facts))
     return result
+
+
+def without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
+    """Return the result of a pass without edges: zeros, and what follows the sums."""
+    if problem.integer:
+        facts, sums = problem.integer, mx.zeros((problem.n_out, problem.c_out))
+        given = facts.named(added)[:-1]
+        return finished_integers(sums, facts, DTYPES[problem.dtype], *given)
+    if problem.epilogue:
+        after = problem.epilogue
+        return finished_floats(zeros(problem), after, *after.named(added))
+    return zeros(problem) + added[0] if added else zeros(problem)
+
+
+def zeros(problem: Problem) -> mx.array:
+    """Return zeros in the shape and dtype that the pass writes."""
+    if problem.pass_ == FORWARD:
+        shape = problem.n_out, problem.c_out
+    elif problem.pass_ == INPUT_GRAD:
+        shape = problem.n_in, problem.c_in
+    else:
+        shape = problem.volume, problem.c_in // problem.groups, problem.c_out
+        if problem.layout == MLX_LAYOUT:
+            shape = shape[2], *shape[:2]
+    dtype = DTYPES[problem.dtype]
+    if problem.integer:
+        dtype = problem.integer.out_dtype(dtype)
+    return mx.zeros(shape, dtype=dtype)
 
 
 def _bound(request: Request, plan: Plan, end: Relation) -> Callable[..., mx.array]:

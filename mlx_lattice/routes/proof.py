@@ -68,7 +68,7 @@ def put_off() -> Iterator[list[tuple[Plan, bool]]]:
         _waiting.reset(token)
 
 
-def prove(plan: Plan, biased: bool, results: Results | None) -> bool:
+def prove(plan: Plan, biased: bool) -> bool:
     """Return whether a plan may run here: its kernel is right, or is no matrix kernel.
 
     The first time that a kernel comes up on this machine it is tried, which takes some
@@ -77,10 +77,11 @@ def prove(plan: Plan, biased: bool, results: Results | None) -> bool:
     Args:
         plan: of a launch.
         biased: whether the launch is given a bias.
-        results: ``proof_results.here`` of the device.
     """
-    if plan.proof is None or results is None or results.knows(plan, biased):
-        return True  # a known one was forced, or chosen before it was refused
+    if plan.proof is None or not proof_results.enabled():
+        return True
+    if proof_results.current().knows(plan, biased):
+        return True  # or it was forced, or chosen before it was refused
     waiting = _waiting.get()
     if waiting is not None:
         waiting.append((plan, biased))

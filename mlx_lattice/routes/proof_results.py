@@ -7,7 +7,7 @@ import hashlib
 import json
 import os
 import platform
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
 from functools import cache
 from pathlib import Path
@@ -49,23 +49,6 @@ def enabled() -> bool:
     return kept_files.is_set(VARIABLE, default=True) if inside is None else inside
 
 
-class Refused:
-    """The kernels that are refused, and why; never changed, so that choices keep it."""
-
-    def __init__(self, reasons: Mapping[str, str]):
-        self.reasons = dict(reasons)
-
-    def __bool__(self) -> bool:
-        return bool(self.reasons)
-
-    def reason(self, kernel: GpuKernel | None) -> str | None:
-        """Return why a kernel is refused, whatever its inputs; None if it is not."""
-        return None if kernel is None else self.reasons.get(kernel.digest)
-
-
-NONE = Refused({})
-
-
 class Results:
     """The results of the kernels of one machine.
 
@@ -80,15 +63,16 @@ class Results:
         self._file = kept_files.EntryFile(path, header, _is_entry)
         # By key: the kernel's name, and why it is refused or None.
         self._found = self._file.load()
-        self.refused = NONE
+        # Why kernels are refused, by digest; choices keep the object that they read.
+        self.refused: dict[str, str] = {}
         self._update()
 
     def _update(self) -> None:
-        reasons = {
-            k.partition(" ")[0]: why for k, (_, why) in self._found.items() if why
+        refused = {
+            key.partition(" ")[0]: why for key, (_, why) in self._found.items() if why
         }
-        if self.refused.reasons != reasons:  # else one object: choices are kept by it
-            self.refused = Refused(reasons)
+        if self.refused != refused:
+            self.refused = refused
             settings.note_change()
 
     def knows(self, plan: Plan, biased: bool) -> bool:
@@ -116,20 +100,12 @@ def _is_entry(entry: object) -> bool:
 
 def key_of(plan: Plan, biased: bool) -> str:
     """Return the key of a plan's kernel: its text, and which inputs it is given."""
-    return plan.once(_biased_key if biased else _bare_key)
-
-
-def _biased_key(plan: Plan) -> str:
-    return _bare_key(plan, ["bias"])
-
-
-def _bare_key(plan: Plan, bias: Sequence[str] = ()) -> str:
     after = plan.problem.integer or plan.problem.epilogue
-    given = bias if after is None else ()
+    given = ("bias",) if biased and after is None else ()
     if after is not None and plan.epilogue == IN_KERNEL:
         given = after.there
     if plan.splits > 1 or plan.problem.pass_ != FORWARD:
-        given = ()  # what adds the splits has them
+        given = ()  # the launch that adds the splits has them
     return " ".join([plan.gpu.digest, *given])
 
 
@@ -185,33 +161,28 @@ def _driver() -> str:
 
 
 def current() -> Results:
-    """Return what is known of the machine that MLX runs on now."""
-    return _on(devices.current())
-
-
-def here(device: Device) -> Results | None:
-    """Return what is known of the device that MLX runs on, if kernels are proved there.
-
-    A pass asks once, for what it refuses and for what it has to prove.
-    """
-    return None if device.backend == CPU or not enabled() else _on(device)
-
-
-def _on(device: Device) -> Results:
-    return _of(kept_files.folder(), machine_of(device.name, device.backend))
+    """Return the results on the machine that MLX runs on now."""
+    device = devices.current()
+    where = machine_of(device.name, device.backend)
+    return _results(kept_files.folder(), where)
 
 
 @cache
-def _of(folder: Path, where: str) -> Results:
+def _results(folder: Path, where: str) -> Results:
     name = hashlib.sha256(where.encode()).hexdigest()[:12]
     return Results(folder / "proofs" / f"{name}.json", where)
 
 
-def refused_on(device: Device) -> Refused:
-    """Return what is refused on a device: nothing but on this machine's own GPU."""
+def refused_on(device: Device) -> Mapping[str, str]:
+    """Return why kernels are refused on a device, by digest: only here they are."""
     if device.backend == CPU or not enabled() or device != devices.current():
-        return NONE
-    return _on(device).refused
+        return {}
+    return current().refused
+
+
+def refusal(refused: Mapping[str, str], plan: Plan) -> str | None:
+    """Return why the kernel of a plan is refused, or None."""
+    return refused.get(plan.gpu.digest) if refused and plan.gpu else None
 
 
 @contextmanager

@@ -129,7 +129,7 @@ def choose(
     def obstacle(route: Route, forced: bool = False) -> str | None:
         reason = route.obstacle(*facts, forced)
         if reason is None and refused:
-            reason = refused.reason(route.plan(problem, device).gpu)
+            reason = proof_results.refusal(refused, route.plan(problem, device))
         return reason
 
     def others() -> tuple[Reasons, Reasons]:
@@ -165,7 +165,7 @@ def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
     able = [r for r in TABLE if r.refusal(problem, device, forced=True) is None]
     if refused:
         plans = [(r, r.plan(problem, device)) for r in able]
-        able = [r for r, plan in plans if refused.reason(plan.gpu) is None]
+        able = [r for r, p in plans if proof_results.refusal(refused, p) is None]
     return tuple(able)
 
 

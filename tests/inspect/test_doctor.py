@@ -244,7 +244,7 @@ def test_select_refuses_a_matrix_kernel_that_is_wrong(place, monkeypatch, tmp_pa
     with monkeypatch.context() as patched:
         plant(patched, lambda y: y * 1.5)
         assert doctor.prove(case)["wrong"]
-    assert proof_results.current().refused.reason(case.plan.gpu)
+    assert proof_results.refusal(proof_results.current().refused, case.plan)
     # What is known does not count.
     assert not doctor.prove(case)["wrong"] and not proof_results.current().refused
 
