@@ -1,8 +1,8 @@
-"""What calls contraction kernels, on Metal and CUDA alike: the ``run`` of their Plans.
+"""The ``run`` of the plans of contraction kernels, on Metal and CUDA alike.
 
 A Plan has decided all numbers. Here stands, once for each interface of ``signatures``,
-how one pass becomes several dispatches; ``runner_steps`` has what comes before and
-after each.
+how one pass becomes several dispatches, with the steps before and after each: which
+inputs a kernel gets, how they are padded, and how partial sums are added.
 """
 
 from __future__ import annotations
@@ -13,24 +13,153 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
+from ..devices import CUDA, METAL
 from ..dtypes import DTYPES
+from ..epilogue import ARRAYS as EPILOGUE
+from ..epilogue import finished
 from ..integer_facts import ARRAYS
+from ..integer_facts import finished as finished_integers
 from ..problem import MLX_LAYOUT
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
-from .runner_steps import (
-    Adder,
-    has_no_edges,
-    has_padding,
-    inputs_given,
-    joined,
-    padding_of,
-    usually_there,
-    view_of,
-    weight_arrays,
-    without_edges,
-)
+from . import gpu_joins
+from .gpu_kernel import GpuKernel
+from .kernel_launches import in_device_space
 from .signatures import AFTER, LINES, computes_after, rounded_up
+
+
+def view_of(plan: Plan, relation: Relation) -> Sequence[mx.array]:
+    """Return the arrays of a relation that a plan reads, as its kernels take them.
+
+    What launches would make longer is made so once, for all that are settled with it.
+    """
+    view = plan.read(relation)
+    if plan.backend != METAL:
+        return view
+    return [in_device_space(array) if array.size else array for array in view]
+
+
+def inputs_given(plan: Plan, *last: bool) -> tuple[bool, ...]:
+    """Return which inputs a kernel gets: all, but of the last ones as is said."""
+    return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
+
+
+def usually_there(plan: Plan) -> tuple[bool, ...]:
+    """Return which arrays most calls give after the weight.
+
+    Those that the epilogue of the plan's kernels has, or a bias.
+    """
+    if not computes_after(plan):
+        return (True,)
+    return tuple([name in plan.problem.epilogue.there for name in EPILOGUE])
+
+
+def weight_arrays(plan: Plan) -> Callable[..., Sequence[mx.array]]:
+    """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
+    axes, padded = (), padding_of(plan)
+    if has_padding(plan):
+        axes = (0, 2) if plan.layout == MLX_LAYOUT else (1, 2)
+
+    def arrays(w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
+        if isinstance(w, QuantizedWeight):
+            return w.arrays
+        for axis in axes:
+            w = padded(w, axis, plan.multiple)
+        return (w,)
+
+    return arrays
+
+
+def padding_of(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
+    """Return what fills an axis up to a multiple of channels with zeros."""
+    return gpu_joins.padded if plan.backend == CUDA else gpu_joins.zero_padded
+
+
+def has_padding(plan: Plan) -> bool:
+    """Whether channels are padded."""
+    p, multiple = plan.problem, plan.multiple
+    return bool(p.c_in % multiple or p.c_out % multiple)
+
+
+class Adder(NamedTuple):
+    """What adds partial sums in order: a kernel of the interface ADD_SPLITS.
+
+    Attributes:
+        kernel: of ``Plan.add``.
+        given: which of its inputs there are.
+        read: their names.
+    """
+
+    kernel: GpuKernel
+    given: tuple[bool, ...]
+    read: list[str]
+
+    @classmethod
+    def of(cls, plan: Plan, named: Sequence[str]) -> Adder:
+        """Return what adds by a plan; ``named``: what there is that it may read."""
+        names = plan.add.interface.inputs
+        given = tuple([name in named for name in names])
+        return cls(plan.add, given, [name for name in names if name in named])
+
+    def __call__(
+        self,
+        splits: int,
+        grid: tuple[int, ...],
+        shape: tuple[int, ...],
+        dtype: mx.Dtype,
+        first: int = 0,
+        lines: int = 0,
+    ) -> Callable[[dict[str, mx.array | None]], list[mx.array]]:
+        """Return what adds arrays that it is given by name.
+
+        Args:
+            splits: how many partial sums there are.
+            grid: threads of the kernel.
+            shape: of the sum.
+            dtype: of the sum.
+            first: the line of the whole result that the sum starts with.
+            lines: of statistics of its rows, where the kernel writes them.
+        """
+        sizes = {"lines": prod(shape[:-1]), "channels": shape[-1], "splits": splits}
+        outputs = ((shape, dtype),)
+        if lines:
+            outputs = *outputs, ((lines, 3, shape[-1]), mx.float32)
+        launch = self.kernel.launcher(self.given, outputs, grid, first=first, **sizes)
+        read = self.read
+        return lambda arrays: launch([arrays[name] for name in read])
+
+
+def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
+    """Whether there is nothing to add up; rows there are."""
+    return plan.problem.edges == 0 or 0 in [array.size for array in view]
+
+
+def _bias_alone(
+    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None = None
+) -> mx.array:
+    """Return what a contraction gives where there is nothing to add up."""
+    zeros = mx.zeros(shape, dtype=dtype)
+    return zeros if bias is None else zeros + bias
+
+
+def without_edges(
+    plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
+) -> mx.array:
+    """Return the bias, or an epilogue, where there is nothing to add up."""
+    if plan.problem.integer:
+        facts, own = plan.problem.integer, DTYPES[plan.problem.dtype]
+        return finished_integers(mx.zeros(shape), facts, own, *added[:-1])
+    if plan.problem.epilogue is None or plan.then:
+        return _bias_alone(shape, dtype, *added)
+    after = plan.problem.epilogue
+    given = after.named([a for a in added if a is not None])
+    return finished(mx.zeros(shape, dtype=dtype), after, *given)
+
+
+def joined(parts: Sequence[mx.array]) -> mx.array:
+    """Return what the dispatches wrote, in order, as one array."""
+    return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
 class Runner:
@@ -184,37 +313,17 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if has_no_edges(plan, view):
         shape = n, tiles.width
         return lambda x, w, *added: without_edges(plan, shape, tiles.dtype, *added)
-    return _SortedCall(plan, tiles, view, n)
+    known: dict[tuple[bool, ...], tuple] = {}  # dispatches, by what is given
 
-
-class _SortedCall:
-    """What a plan of tiles over sorted rows calls for one relation.
-
-    Args:
-        plan: of the relation's rows.
-        tiles: what it has for all relations.
-        view: the relation's.
-        n: rows of y.
-    """
-
-    __slots__ = "_known", "_n", "_plan", "_tiles", "_view"
-
-    def __init__(self, plan: Plan, tiles: _Tiles, view: Sequence[mx.array], n: int):
-        self._plan, self._tiles, self._view, self._n = plan, tiles, view, n
-        # Which arrays the last call gave after the weight, and its dispatches.
-        self._known: tuple[tuple[bool, ...] | None, Sequence[tuple]] = None, ()
-
-    def __call__(self, x, w, *added) -> mx.array | tuple[mx.array, mx.array]:
-        """Return y, and statistics of its rows where the plan sums them."""
-        plan, tiles, view = self._plan, self._tiles, self._view
+    def call(x, w, *added) -> mx.array | tuple[mx.array, mx.array]:
+        """Return y, and statistics of its rows if the plan sums them."""
         given, there = added, tiles.usual
         if len(added) != tiles.count or (len(added) == 1 and added[0] is None):
             given = [a for a in added if a is not None] if len(added) > 1 else ()
             there = tuple([a is not None for a in added]) if given else tiles.nothing
-        before, steps = self._known
-        if before != there:
-            steps = _dispatched(plan, tiles, self._n, there)
-            self._known = there, steps
+        steps = known.get(there)
+        if steps is None:
+            steps = known[there] = _dispatched(plan, tiles, n, there)
         if tiles.is_padded:
             padded, multiple = padding_of(plan), plan.multiple
             x = padded(x, 1, multiple)
@@ -231,9 +340,11 @@ class _SortedCall:
             lines += more
         y = joined(parts)
         if not plan.placed:
-            y = y[mx.argsort(view[1][: self._n])]
+            y = y[mx.argsort(view[1][:n])]
         y = y if tiles.wide == tiles.width else y[:, : tiles.width]
         return (y, joined(lines)[:, :, : tiles.width]) if lines else y
+
+    return call
 
 
 def _dispatched(
@@ -344,38 +455,14 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
             add = adder(held // prod(whole), d.add, whole, summed)
             held, adder = 0, grad.add_more
         steps.append((launch, add))
-    return _GradCall(plan, grad, view, steps)
 
-
-class _GradCall:
-    """What a plan of a weight gradient calls for one relation.
-
-    Args:
-        plan: of the relation's rows.
-        grad: what it has for all relations.
-        view: the relation's.
-        steps: what launches each dispatch, and what adds up to it, if anything.
-    """
-
-    __slots__ = "_grad", "_plan", "_steps", "_view"
-
-    def __init__(
-        self,
-        plan: Plan,
-        grad: _Grad,
-        view: Sequence[mx.array],
-        steps: Sequence[tuple[Callable, Callable | None]],
-    ):
-        self._plan, self._grad, self._view, self._steps = plan, grad, view, steps
-
-    def __call__(self, x, dy, _=None) -> mx.array:
-        """Return dW."""
-        plan, grad, parts, dw = self._plan, self._grad, [], None
+    def call(x, dy, _=None) -> mx.array:
+        parts, dw = [], None
         if grad.is_padded:
             padded, multiple = padding_of(plan), plan.multiple
             x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
-        arrays = [x, dy, *self._view]
-        for launch, add in self._steps:
+        arrays = [x, dy, *view]
+        for launch, add in steps:
             parts += launch(arrays)
             if add is not None:
                 named = dict(zip(grad.names, arrays, strict=True))
@@ -389,3 +476,5 @@ class _GradCall:
         if dw.dtype != dtype or dw.ndim != 3:
             dw = dw.astype(dtype).reshape(whole)
         return dw if whole == shape else dw[: shape[0], : shape[1], : shape[2]]
+
+    return call
