@@ -13,7 +13,7 @@ from ..dtypes import FLOATS
 from ..routes import thresholds
 from .dispatch_bounds import ceil_div
 from .gpu_kernel import GpuKernel, Interface
-from .norm_interfaces import CUDA_FILES, numbers
+from .gpu_norms import CUDA_FILES, numbers
 from .norms_protocol import Activation
 
 THREADS, WARP = 256, 32

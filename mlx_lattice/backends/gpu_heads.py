@@ -11,7 +11,7 @@ from ..devices import CUDA, METAL
 from ..dtypes import FLOATS
 from .dispatch_bounds import by_rows, ceil_div, dispatch_limit
 from .gpu_kernel import GpuKernel, Interface
-from .norm_interfaces import CUDA_FILES, PLACE
+from .gpu_norms import CUDA_FILES, PLACE
 
 FILES = {
     METAL: ("matrix_tiles", "epilogue", "attention_heads"),

@@ -49,6 +49,9 @@ class Interface:
     outputs: tuple[str, ...]
     sizes: tuple[tuple[str, str], ...] = ()
 
+    def __hash__(self) -> int:  # quick: kernels are looked up at each launch
+        return hash((self.name, self.outputs))
+
     @property
     def struct(self) -> str:
         """The C++ struct of the sizes."""

@@ -20,7 +20,6 @@ from mlx_lattice.backends import (
     cuda_tile_tables,
     cuda_tiles,
     cuda_weight_grad,
-    gpu_batch_norm,
     gpu_norms,
     gpu_updates,
     kernel_launches,
@@ -68,7 +67,7 @@ NUMBERS = {
         "SUMMED_COLUMNS": cuda_norms.SUMMING[0],
         "SUMMING_DOWN": cuda_norms.SUMMING[1],
     },
-    "cuda/batch_norm.cu": {"BATCH_WARPS": gpu_batch_norm.MOST_THREADS[CUDA] // 32},
+    "cuda/batch_norm.cu": {"BATCH_WARPS": gpu_norms.MOST_THREADS[CUDA] // 32},
     "cuda/add_splits_moments.cu": {
         "MOMENTS_ACROSS": cuda_tiles.MOMENTS_CHANNELS // cuda_tiles.ADDED,
         "MOMENTS_DOWN": kernel_launches.THREADS
@@ -98,7 +97,7 @@ NUMBERS = {
     "metal/patches.metal": {"PATCH_WORDS": 8},
     "metal/attention_heads.metal": {"HEAD_EPS": heads.EPS},
     "metal/channel_norms.metal": {
-        "NORM_THREADS": max(gpu_norms.THREADS, gpu_batch_norm.MOST_THREADS[METAL])
+        "NORM_THREADS": max(gpu_norms.THREADS, gpu_norms.MOST_THREADS[METAL])
     },
     "metal/group_statistics.metal": {"GROUP_THREADS": gpu_norms.THREADS},
 }
@@ -157,8 +156,8 @@ def test_numbers_that_others_are_made_of():
     assert 4 * warps * slab * (slab + 1) == cuda_tables.TILE_SCRATCH
     assert prod(gpu_norms.COMBINING[CUDA]) == prod(gpu_norms.COMBINING[METAL]) == 512
     # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
-    held = 32 * gpu_batch_norm.MOST_THREADS[CUDA]
-    assert thresholds.ONE_LAUNCH_NORM[CUDA] * gpu_batch_norm.ACROSS <= held
+    held = 32 * gpu_norms.MOST_THREADS[CUDA]
+    assert thresholds.ONE_LAUNCH_NORM[CUDA] * gpu_norms.FEW_ACROSS <= held
 
 
 def test_the_products_of_a_sum_of_integers_are_bounded_alike():
