@@ -169,15 +169,11 @@ def explain(
             "convolution at a time, or record a whole net: "
             "with ml.trace(net) as t: net(x)"
         )
-    return explanation(seen[0], name)
-
-
-def explanation(launched: Launch, layer: str | None = None) -> Explanation:
-    """Return the Explanation of a contraction that was launched or planned."""
+    (launched,) = seen
     problem, choice = launched.problem, launched.choice
     counts = cost(problem, choice.device, choice=choice, relation=launched.relation)
     error = getattr(launched.scope, "rounding_error", None)
-    return Explanation(problem, choice, counts, layer, error)
+    return Explanation(problem, choice, counts, name, error)
 
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):

@@ -115,21 +115,6 @@ def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
     return is_right
 
 
-def try_again(plan: Plan) -> str | None:
-    """Try a matrix kernel without a bias, whatever is known of it; keep the result.
-
-    Returns:
-        Why it is refused from now on, or None.
-
-    Raises:
-        DeviceLost: the kernel raised, and the device runs nothing since.
-    """
-    if not proof_results.enabled():
-        return check(plan)
-    with _lock:
-        return _result(proof_results.current(), plan, False)
-
-
 def _result(results: Results, plan: Plan, biased: bool) -> str | None:
     """Try a kernel, keep the result, and return why it is refused."""
     with proof_results.trying(results.path, key_of(plan, biased)) as ended:
