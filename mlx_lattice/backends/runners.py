@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -24,7 +23,6 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
 from . import gpu_joins
-from .gpu_kernel import GpuKernel
 from .kernel_launches import in_device_space
 from .signatures import AFTER, LINES, computes_after, rounded_up
 
@@ -82,52 +80,37 @@ def has_padding(plan: Plan) -> bool:
     return bool(p.c_in % multiple or p.c_out % multiple)
 
 
-class Adder(NamedTuple):
-    """What adds partial sums in order: a kernel of the interface ADD_SPLITS.
+def adder(
+    plan: Plan,
+    named: Sequence[str],
+    splits: int,
+    grid: tuple[int, ...],
+    shape: tuple[int, ...],
+    dtype: mx.Dtype,
+    first: int = 0,
+    lines: int = 0,
+) -> Callable[[dict[str, mx.array | None]], list[mx.array]]:
+    """Return what adds partial sums in order, from arrays by name.
 
-    Attributes:
-        kernel: of ``Plan.add``.
-        given: which of its inputs there are.
-        read: their names.
+    Args:
+        plan: its ``add`` is a kernel of the interface ADD_SPLITS.
+        named: the arrays that there are.
+        splits: how many partial sums there are.
+        grid: threads of the kernel.
+        shape: of the sum.
+        dtype: of the sum.
+        first: the line of the whole result that the sum starts with.
+        lines: of statistics of its rows, if the kernel writes them.
     """
-
-    kernel: GpuKernel
-    given: tuple[bool, ...]
-    read: list[str]
-
-    @classmethod
-    def of(cls, plan: Plan, named: Sequence[str]) -> Adder:
-        """Return what adds by a plan; ``named``: what there is that it may read."""
-        names = plan.add.interface.inputs
-        given = tuple([name in named for name in names])
-        return cls(plan.add, given, [name for name in names if name in named])
-
-    def __call__(
-        self,
-        splits: int,
-        grid: tuple[int, ...],
-        shape: tuple[int, ...],
-        dtype: mx.Dtype,
-        first: int = 0,
-        lines: int = 0,
-    ) -> Callable[[dict[str, mx.array | None]], list[mx.array]]:
-        """Return what adds arrays that it is given by name.
-
-        Args:
-            splits: how many partial sums there are.
-            grid: threads of the kernel.
-            shape: of the sum.
-            dtype: of the sum.
-            first: the line of the whole result that the sum starts with.
-            lines: of statistics of its rows, where the kernel writes them.
-        """
-        sizes = {"lines": prod(shape[:-1]), "channels": shape[-1], "splits": splits}
-        outputs = ((shape, dtype),)
-        if lines:
-            outputs = *outputs, ((lines, 3, shape[-1]), mx.float32)
-        launch = self.kernel.launcher(self.given, outputs, grid, first=first, **sizes)
-        read = self.read
-        return lambda arrays: launch([arrays[name] for name in read])
+    names = plan.add.interface.inputs
+    given = tuple([name in named for name in names])
+    read = [name for name in names if name in named]
+    sizes = {"lines": prod(shape[:-1]), "channels": shape[-1], "splits": splits}
+    outputs = ((shape, dtype),)
+    if lines:
+        outputs = *outputs, ((lines, 3, shape[-1]), mx.float32)
+    launch = plan.add.launcher(given, outputs, grid, first=first, **sizes)
+    return lambda arrays: launch([arrays[name] for name in read])
 
 
 def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
@@ -195,7 +178,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         rows, dtype = plan.partials[0], mx.float32
     if has_no_edges(plan, view):
         return lambda x, w, *added: without_edges(plan, (rows, width), dtype, *added)
-    weights, usual = plan.once(weight_arrays), plan.once(usually_there)
+    weights, usual = weight_arrays(plan), usually_there(plan)
     count, nothing, known = sum(usual), (False,) * len(usual), {}
 
     def launches(there: tuple[bool, ...]) -> list[Callable]:
@@ -223,113 +206,41 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     return call
 
 
-class _Tiles(NamedTuple):
-    """What tiles over sorted rows settle for all relations of a layer.
-
-    Attributes:
-        sizes: numbers that the kernel gets.
-        dtype: of y.
-        out: of what tiles write.
-        width: of y.
-        wide: the same, with padding.
-        is_padded: whether channels are padded.
-        is_split: whether sums are split.
-        has_moments: whether tiles write statistics of y's rows, too.
-        weights: gives the arrays of a weight.
-        names: of what may follow the sums.
-        own: those of them that the tiles' kernel may take.
-        usual: which of them most calls give.
-        count: how many they are.
-        nothing: the same of calls that give none.
-        known: by which there are, their names, which inputs the kernel gets, and what
-            adds splits.
-    """
-
-    sizes: dict[str, int]
-    dtype: mx.Dtype
-    out: mx.Dtype
-    width: int
-    wide: int
-    is_padded: bool
-    is_split: bool
-    has_moments: bool
-    weights: Callable[..., Sequence[mx.array]]
-    names: tuple[str, ...]
-    own: tuple[str, ...]
-    usual: tuple[bool, ...]
-    count: int
-    nothing: tuple[bool, ...]
-    known: dict[tuple[bool, ...], tuple[list[str], tuple[bool, ...], Adder | None]]
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Tiles:
-        """Return what a plan settles, whatever its rows."""
-        p, facts, of_split = plan.problem, plan.problem.integer, mx.float32
-        dtype, width, is_split = DTYPES[p.dtype], p.channels[1], plan.splits > 1
-        if facts:
-            dtype, of_split = facts.out_dtype(dtype), mx.int32
-        names = ARRAYS if facts else AFTER if computes_after(plan) else AFTER[:1]
-        usual = usually_there(plan)
-        return cls(
-            dict(plan.sizes),
-            dtype,
-            of_split if is_split else dtype,
-            width,
-            rounded_up(width, plan.multiple),
-            has_padding(plan),
-            is_split,
-            LINES in plan.gpu.interface.outputs,
-            weight_arrays(plan),
-            names,
-            tuple(n for n in plan.gpu.interface.inputs if n in (*AFTER, *ARRAYS)),
-            usual,
-            sum(usual),
-            (False,) * len(names),
-            {},
-        )
-
-    def given(self, plan: Plan, there: tuple[bool, ...]) -> tuple:
-        """Return the names of what there is, the kernel's inputs, and the adder."""
-        found = self.known.get(there)
-        if found is None:
-            summed, add = [n for n, t in zip(self.names, there, strict=True) if t], None
-            in_kernel = [name in summed and not self.is_split for name in self.own]
-            if self.is_split:
-                is_sorted = plan.placed or bool(plan.problem.integer)
-                add = Adder.of(plan, ["partial", *["rows"] * is_sorted, *summed])
-            found = self.known[there] = summed, inputs_given(plan, *in_kernel), add
-        return found
-
-
 @Runner
 def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
 
-    Of int8 features too. Splits are added in order, by ``plan.add``. Where the plan
-    does not place rows, its dispatches cut regions of rows apart: sorted rows are then
-    put in order at the end.
+    Also for int8 features. Splits are added in order, by ``plan.add``. If the plan does
+    not place rows, its dispatches cut regions of rows apart: sorted rows are then put
+    in order at the end. If the plan sums statistics of y's rows, they come second.
     """
-    view, tiles, n = view_of(plan, relation), plan.once(_Tiles.of), relation.n_out
+    view, n, p = view_of(plan, relation), relation.n_out, plan.problem
+    width, dtype = p.channels[1], DTYPES[p.dtype]
+    if p.integer:
+        dtype = p.integer.out_dtype(dtype)
     if has_no_edges(plan, view):
-        shape = n, tiles.width
-        return lambda x, w, *added: without_edges(plan, shape, tiles.dtype, *added)
+        return lambda x, w, *added: without_edges(plan, (n, width), dtype, *added)
+    names = ARRAYS if p.integer else AFTER if computes_after(plan) else AFTER[:1]
+    weights, usual = weight_arrays(plan), usually_there(plan)
+    count, nothing, is_padded = sum(usual), (False,) * len(names), has_padding(plan)
+    wide = rounded_up(width, plan.multiple)
     known: dict[tuple[bool, ...], tuple] = {}  # dispatches, by what is given
 
     def call(x, w, *added) -> mx.array | tuple[mx.array, mx.array]:
-        """Return y, and statistics of its rows if the plan sums them."""
-        given, there = added, tiles.usual
-        if len(added) != tiles.count or (len(added) == 1 and added[0] is None):
+        given, there = added, usual
+        if len(added) != count or (len(added) == 1 and added[0] is None):
             given = [a for a in added if a is not None] if len(added) > 1 else ()
-            there = tuple([a is not None for a in added]) if given else tiles.nothing
+            there = tuple([a is not None for a in added]) if given else nothing
         steps = known.get(there)
         if steps is None:
-            steps = known[there] = _dispatched(plan, tiles, n, there)
-        if tiles.is_padded:
+            summed = [n for n, t in zip(names, there, strict=True) if t]
+            steps = known[there] = _dispatched(plan, n, summed, (wide, dtype))
+        if is_padded:
             padded, multiple = padding_of(plan), plan.multiple
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
-        arrays, parts, lines = [x, *tiles.weights(w), *view], [], []
-        if not tiles.is_split:
+        arrays, parts, lines = [x, *weights(w), *view], [], []
+        if plan.splits == 1:
             arrays += given
         for launch, add, summed in steps:
             y, *more = launch(arrays)
@@ -341,27 +252,36 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         y = joined(parts)
         if not plan.placed:
             y = y[mx.argsort(view[1][:n])]
-        y = y if tiles.wide == tiles.width else y[:, : tiles.width]
-        return (y, joined(lines)[:, :, : tiles.width]) if lines else y
+        y = y if wide == width else y[:, :width]
+        return (y, joined(lines)[:, :, :width]) if lines else y
 
     return call
 
 
 def _dispatched(
-    plan: Plan, tiles: _Tiles, n: int, there: tuple[bool, ...]
-) -> tuple[tuple[Callable, Callable | None, list[str]], ...]:
-    """Return what launches each dispatch over n rows, what adds its splits, of what."""
-    (summed, given, adder), made = tiles.given(plan, there), []
-    splits, height = plan.splits, plan.tile[0]
+    plan: Plan, n: int, summed: Sequence[str], out: tuple[int, mx.Dtype]
+) -> tuple[tuple[Callable, Callable | None, Sequence[str]], ...]:
+    """Return (launch, add_splits, names of arrays) for each dispatch over n rows.
+
+    ``summed`` names what follows the sums; ``out``: padded channels and dtype of y.
+    """
+    splits, height, (wide, dtype), made = plan.splits, plan.tile[0], out, []
+    own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]
+    given = inputs_given(plan, *[name in summed and splits == 1 for name in own])
+    partial = mx.int32 if plan.problem.integer else mx.float32
+    is_sorted = plan.placed or bool(plan.problem.integer)
+    named = ["partial", *["rows"] * is_sorted, *summed]
     all_tiles = sum([d.count for d in plan.dispatches])
     for d in plan.dispatches:
         top = d.first * height
         count = min(n - top, d.count * height)
-        whole, add = (count, tiles.wide), None
-        outputs = (((splits, *whole) if tiles.is_split else whole, tiles.out),)
-        if tiles.has_moments:
+        whole, add = (count, wide), None
+        outputs = ((whole, dtype),)
+        if splits > 1:
+            outputs = (((splits, *whole), partial),)
+        if LINES in plan.gpu.interface.outputs:
             lines = plan.moments * d.count // all_tiles
-            outputs = *outputs, ((lines, 3, tiles.wide), mx.float32)
+            outputs = *outputs, ((lines, 3, wide), mx.float32)
         launch = plan.gpu.launcher(
             given,
             outputs,
@@ -369,55 +289,13 @@ def _dispatched(
             plan.threadgroup,
             first=d.first,
             rows=top + count,
-            **tiles.sizes,
+            **dict(plan.sizes),
         )
-        if adder is not None:
-            add = adder(splits, d.add, whole, tiles.dtype, top, plan.moments)
+        if splits > 1:
+            facts = splits, d.add, whole, dtype, top, plan.moments
+            add = adder(plan, named, *facts)
         made.append((launch, add, summed))
     return tuple(made)
-
-
-class _Grad(NamedTuple):
-    """What a weight gradient settles for all relations of a layer.
-
-    Attributes:
-        dtype: of dW.
-        shape: of dW.
-        whole: the same, with padding.
-        is_padded: whether channels are padded.
-        sizes: numbers that the kernel gets.
-        names: of its inputs.
-        given: which of them there are: all.
-        add: what adds partial sums, where a kernel does.
-        add_more: the same of later dispatches, which add to the sum before.
-    """
-
-    dtype: mx.Dtype
-    shape: tuple[int, ...]
-    whole: tuple[int, ...]
-    is_padded: bool
-    sizes: dict[str, int]
-    names: tuple[str, ...]
-    given: tuple[bool, ...]
-    add: Adder | None
-    add_more: Adder | None
-
-    @classmethod
-    def of(cls, plan: Plan) -> _Grad:
-        """Return what a plan settles, whatever its rows."""
-        # Channels are padded only where there is one group.
-        p, is_padded, names = plan.problem, has_padding(plan), plan.gpu.interface.inputs
-        shape = whole = p.volume, p.c_in // p.groups, p.c_out
-        if is_padded:
-            whole = shape[0], *(rounded_up(c, plan.multiple) for c in shape[1:])
-        if plan.layout == MLX_LAYOUT:
-            shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
-        add = add_more = None
-        if plan.add is not None:
-            add = Adder.of(plan, ("partial", *names))
-            add_more = Adder.of(plan, ("partial", *names, "before"))
-        dtype, sizes, given = DTYPES[p.dtype], dict(plan.sizes), (True,) * len(names)
-        return cls(dtype, shape, whole, is_padded, sizes, names, given, add, add_more)
 
 
 @Runner
@@ -427,52 +305,59 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     (K, C_in / groups, C_out), or, if the plan writes MLX's layout, (C_out, K, C_in /
     groups).
 
-    Partial sums are added in order. Those of several dispatches are held, up to one
-    that says how they are added; later ones are added to that sum.
+    Partial sums are added in order. Those of several dispatches are collected, up to
+    one that says how they are added; later ones are added to that sum.
     """
-    view, grad = view_of(plan, relation), plan.once(_Grad.of)
-    dispatches = plan.dispatches
+    view, p, dispatches = view_of(plan, relation), plan.problem, plan.dispatches
+    dtype, names = DTYPES[p.dtype], plan.gpu.interface.inputs
+    # Channels are padded only if there is one group.
+    is_padded, sizes = has_padding(plan), dict(plan.sizes)
+    shape = whole = p.volume, p.c_in // p.groups, p.c_out
+    if is_padded:
+        whole = shape[0], *(rounded_up(c, plan.multiple) for c in shape[1:])
+    if plan.layout == MLX_LAYOUT:
+        shape, whole = ((s[2], s[0], s[1]) for s in (shape, whole))
     if has_no_edges(plan, view):
-        return lambda x, dy, _=None: mx.zeros(grad.shape, dtype=grad.dtype)
-    whole, kind = grad.whole, mx.float32 if plan.partials else grad.dtype
+        return lambda x, dy, _=None: mx.zeros(shape, dtype=dtype)
+    kind = mx.float32 if plan.partials else dtype
     several = len(dispatches) > 1 and sum([bool(d.add) for d in dispatches]) > 1
-    summed = mx.float32 if several else grad.dtype
-    steps, held, adder = [], 0, grad.add
+    summed = mx.float32 if several else dtype
+    steps, held, named = [], 0, ("partial", *names)
     for d in dispatches:
         made = d.count, whole[2]
         if len(dispatches) == 1:
             made = plan.partials or whole
         launch = plan.gpu.launcher(
-            grad.given,
+            (True,) * len(names),
             ((made, kind),),
             d.grid,
             plan.threadgroup,
             first=d.first,
-            **grad.sizes,
+            **sizes,
         )
         held, add = held + prod(made), None
         if d.add:
-            add = adder(held // prod(whole), d.add, whole, summed)
-            held, adder = 0, grad.add_more
+            if plan.add is not None:
+                add = adder(plan, named, held // prod(whole), d.add, whole, summed)
+            held, named = 0, ("partial", *names, "before")
         steps.append((launch, add))
 
     def call(x, dy, _=None) -> mx.array:
         parts, dw = [], None
-        if grad.is_padded:
+        if is_padded:
             padded, multiple = padding_of(plan), plan.multiple
             x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
         arrays = [x, dy, *view]
         for launch, add in steps:
             parts += launch(arrays)
             if add is not None:
-                named = dict(zip(grad.names, arrays, strict=True))
-                (dw,) = add({**named, "partial": joined(parts), "before": dw})
+                given = dict(zip(names, arrays, strict=True))
+                (dw,) = add({**given, "partial": joined(parts), "before": dw})
                 parts = []
         if plan.partials and plan.add is None:
             dw = joined(parts).reshape(plan.partials).sum(axis=0)
         elif parts:
             dw = joined(parts)
-        dtype, whole, shape = grad.dtype, grad.whole, grad.shape
         if dw.dtype != dtype or dw.ndim != 3:
             dw = dw.astype(dtype).reshape(whole)
         return dw if whole == shape else dw[: shape[0], : shape[1], : shape[2]]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -36,7 +36,6 @@ EXPANDED = "{} in one block-diagonal weight"
 # Splits, at most, of a kernel that proves itself.
 PROOF_SPLITS = 3
 
-T = TypeVar("T")
 Count = Callable[["Plan", Relation | None], int | None]
 
 
@@ -164,9 +163,6 @@ class Plan:
         default=None, repr=False, compare=False
     )
     proof: Proof | None = field(default=None, repr=False, compare=False)
-    _made: dict[Callable, object] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
 
     def __call__(
         self,
@@ -219,26 +215,6 @@ class Plan:
         if not (expands or self.problem.epilogue or self.problem.integer):
             return lambda _, *arrays: call(*arrays)
         return replace(self, run=lambda _plan, _relation, *arrays: call(*arrays))
-
-    def changed(self, **fields: object) -> Plan:
-        """Return the plan with other fields; ``replace`` sets and checks each again.
-
-        What is asked of both alike (``transposes``) must not depend on them.
-        """
-        self.transposes  # noqa: B018 (found once for both)
-        plan = object.__new__(type(self))
-        plan.__dict__.update(self.__dict__, **fields)
-        return plan
-
-    def once(self, make: Callable[[Plan], T]) -> T:
-        """Return ``make(self)``, made once for all plans that are this one changed.
-
-        It must not depend on what is changed.
-        """
-        made = self._made.get(make)
-        if made is None:
-            made = self._made[make] = make(self)
-        return made
 
     @property
     def layout(self) -> str:
