@@ -138,8 +138,7 @@ def shape_of(columns, across, in_float=False):
 
     across: whether weights are read across.
     """
-    matrices = metal_tiles.Matrices(across, in_float)
-    return metal_tiles.tile_shape(columns, matrices, chip())
+    return metal_tiles.tile_shape(columns, across, in_float, chip())
 
 
 def gemm_tile(columns, transposed, item=ITEM, matrix=ITEM):

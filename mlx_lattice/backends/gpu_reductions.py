@@ -63,17 +63,16 @@ _ORDER_FILES = (*SORT, "row_order.cu")
 
 @cache
 def _kernel(
-    backend: str, symbol: str, face: Interface, volume: int | None, **template
+    backend: str, symbol: str, face: Interface, template: tuple, volume: int | None
 ) -> GpuKernel:
     """Return a kernel; on CUDA ``volume`` is K when no input's shape has it."""
     names = ("table_reductions", "segments")[: 1 + symbol.endswith("_segments")]
-    files = *_FILES[backend], *(name + _SUFFIX[backend] for name in names)
     return GpuKernel(
         backend,
         symbol,
-        files,
+        (*_FILES[backend], *(name + _SUFFIX[backend] for name in names)),
         face,
-        tuple(template.items()),
+        template,
         place="thread_position_in_grid.xy" if backend == METAL else "",
         sizes=() if volume is None else (("volume", volume),),
     )
@@ -127,7 +126,8 @@ class GpuReductions:
             return mx.zeros(table.shape)
         if x.dtype != y.dtype:
             x, y = x.astype(mx.float32), y.astype(mx.float32)
-        kernel = _kernel(self.backend, "row_products", ROW_PRODUCTS, None, T=x.dtype)
+        template = (("T", x.dtype),)
+        kernel = _kernel(self.backend, "row_products", ROW_PRODUCTS, template, None)
         if self.backend == CUDA:
             grid = (THREADS * blocks_for(32 * table.size),)
             out = [(table.shape, mx.float32)]
@@ -265,7 +265,7 @@ class GpuReductions:
     def _over_table(self, symbol, face, inputs, table, dtypes) -> list[mx.array]:
         """Launch a reduction over the rows of a table."""
         rows, volume = table.shape
-        kernel = _kernel_for(self.backend, symbol, face, inputs[0])
+        kernel = self._kernel(symbol, face, inputs[0])
         work = table.size * inputs[0].shape[1]
         return self._over_rows(kernel, inputs, rows, dtypes, work, None, volume)
 
@@ -273,11 +273,17 @@ class GpuReductions:
         self, symbol, face, inputs, starts, dtypes, size, most, volume=1, known=None
     ) -> list[mx.array]:
         """Launch a reduction over segments of at most ``most`` of ``size`` entries."""
-        x = inputs[0]
-        channels = x.shape[1]
-        kernel = _kernel_for(self.backend, symbol, face, x, known, OUT=dtypes[0])
+        kernel = self._kernel(symbol, face, inputs[0], ("OUT", dtypes[0]), volume=known)
+        channels = inputs[0].shape[1]
         work = size * channels, most * channels
         return self._over_rows(kernel, inputs, starts.size - 1, dtypes, *work, volume)
+
+    def _kernel(self, symbol, face, x, *template, volume=None) -> GpuKernel:
+        """Return the kernel for ``x``; CUDA compiles how many channels a thread has."""
+        if self.backend == METAL:
+            return _kernel(METAL, symbol, face, (("T", x.dtype), *template), None)
+        template = ("T", x.dtype), ("EACH", _channels_each(x)), *template
+        return _kernel(CUDA, symbol, face, template, volume)
 
     def _over_rows(
         self, kernel, inputs, rows, dtypes, work, most, volume
@@ -295,7 +301,7 @@ class GpuReductions:
         """
         channels, each = inputs[0].shape[1], 16 // inputs[0].itemsize
         if self.backend == CUDA:
-            each = 1 if channels % each else each
+            each = _channels_each(inputs[0])
             slots = [((rows, channels), dtype) for dtype in dtypes]
             grid = (THREADS * blocks_for(rows * (channels // each)),)
             return kernel(inputs, slots, grid, (THREADS,))
@@ -309,20 +315,10 @@ class GpuReductions:
         return by_rows(rows, work, dispatch_limit("elements"), launch, most=most)
 
 
-def _kernel_for(
-    backend: str,
-    symbol: str,
-    face: Interface,
-    x: mx.array,
-    volume: int | None = None,
-    **template: mx.Dtype,
-) -> GpuKernel:
-    """Return the kernel for features like ``x``; CUDA compiles a thread's channels."""
-    if backend == METAL:
-        return _kernel(backend, symbol, face, None, T=x.dtype, **template)
+def _channels_each(x: mx.array) -> int:
+    """Return how many channels a thread of CUDA takes: 16 bytes of them, or one."""
     each = 16 // x.itemsize
-    each = 1 if x.shape[1] % each else each
-    return _kernel(backend, symbol, face, volume, T=x.dtype, EACH=each, **template)
+    return 1 if x.shape[1] % each else each
 
 
 def _no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:

@@ -41,7 +41,6 @@ from .metal_tiles import (
     TENSOR,
     TILE_PLACE,
     TILE_ROWS,
-    Matrices,
     SortedTile,
     adding,
     kernel,
@@ -94,8 +93,8 @@ def quantized_sorted(p: Problem, device: Device) -> Plan:
     if not p.integer:
         return _float_plan(p, device, "quantized_sorted")
     facts = p.rows_written, p.edges_at_most, p.channels, p.volume, HALF.size
-    matrices = Matrices(across=True, in_float=False)
-    return _integer_plan(p, device, sorted_tile(*facts, device, matrices))
+    tile = sorted_tile(*facts, device, across=True, in_float=False)
+    return _integer_plan(p, device, tile)
 
 
 def tensor_ops(p: Problem, device: Device) -> Plan:
@@ -221,9 +220,9 @@ def _float_plan(p: Problem, device: Device, name: str) -> Plan:
     if name.endswith("tensor_ops"):
         tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
     else:
-        of = Matrices(is_packed or p.rows_are_summed, matrices == "float32")
+        of = is_packed or p.rows_are_summed, matrices == "float32"
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
-        tile = sorted_tile(*facts, device, of)
+        tile = sorted_tile(*facts, device, *of)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
     many = not thresholds.is_one_launch(n, p.itemsize, METAL)
     able = not is_packed and tile.partial_sums[1] == 1

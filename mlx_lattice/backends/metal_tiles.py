@@ -223,18 +223,6 @@ class SortedTile(NamedTuple):
         return f"simdgroups of {each}, steps of {self.step} channels"
 
 
-class Matrices(NamedTuple):
-    """What simdgroup matrices are of.
-
-    Attributes:
-        across: whether weights are read across.
-        in_float: whether they are multiplied in float32.
-    """
-
-    across: bool
-    in_float: bool
-
-
 def sorted_tile(
     rows: int,
     edges: int,
@@ -242,18 +230,20 @@ def sorted_tile(
     volume: int,
     item: int,
     device: Device,
-    matrices: Matrices,
+    across: bool,
+    in_float: bool,
 ) -> SortedTile:
     """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
 
-    ``edges`` are those of the rows, or as many as there may be.
+    ``edges`` are those of the rows, or as many as there may be. Weights are read
+    ``across``, or along, and multiplied ``in_float``, or in half.
     """
     c_x, c_y = channels
     slices = channel_slices(c_x * item, device)
     row_bytes = ceil_div(c_x * item, slices)
     columns = tile_columns(c_y, row_bytes, volume, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
-    shape = tile_shape(columns, matrices, device)
+    shape = tile_shape(columns, across, in_float, device)
     region = thresholds.region_rows(row_bytes, device)
     tile = SortedTile(slices, region, columns, 1, shape=shape)
     # Threadgroups of fewer simdgroups count for less.
@@ -314,12 +304,13 @@ def tensor_tile(
     return SortedTile(slices, region, columns, max(1, splits), height, step)
 
 
-def tile_shape(columns: int, matrices: Matrices, device: Device) -> TileShape:
+def tile_shape(columns: int, across: bool, in_float: bool, device: Device) -> TileShape:
     """Return the shape of simdgroup matrices in tiles of so many columns."""
     shapes = {}
-    if matrices.across:
-        floats = matrices.in_float
-        shapes = thresholds.FLOAT_ACROSS_SHAPES if floats else thresholds.ACROSS_SHAPES
+    if across:
+        shapes = (
+            thresholds.FLOAT_ACROSS_SHAPES if in_float else thresholds.ACROSS_SHAPES
+        )
     return thresholds.value(
         shapes.get(columns, thresholds.TILE_SHAPES[columns]), device
     )

@@ -276,19 +276,10 @@ def depthwise(p: Problem, device: Device) -> Plan:
     return _by_threads(p, device, "depthwise", files, 1, 1, "elements")
 
 
-def _by_tiles(
-    p: Problem,
-    device: Device,
-    name: str,
-    files: tuple[str, ...] = GROUPED,
-    product: tuple[int, int, int] = EIGHTS,
-) -> Plan:
-    """Return the plan of matrix tiles over ranges of rows, as small as channels allow.
-
-    ``product``: rows, depth and columns of a product of matrices.
-    """
+def _by_tiles(p: Problem, device: Device, name: str) -> Plan:
+    """Plan matrix tiles over ranges of rows, as small as channels allow."""
     tall = 0
-    if product == TENSOR:
+    if name == "tensor_ops":
         high, wide, tall = tensor_grad_tile(p.c_in, p.c_out)
     else:
         high, wide = grad_tile(p.c_in, p.c_out)
@@ -307,11 +298,9 @@ def _by_tiles(
         _as_cut,
         device=device,
         name=name,
-        files=files,
         tile=(high, wide),
         last=last,
         splits=min(splits, PROOF_SPLITS),
-        product=product,
     )
     tried = high + PROOF_TAIL, wide + PROOF_TAIL
     return replace(again(p, splits=splits), proof=Proof(tried, again))
@@ -321,11 +310,9 @@ def _as_cut(
     p: Problem,
     device: Device,
     name: str,
-    files: tuple[str, ...],
     tile: tuple[int, int],
     last: dict[str, Value],
     splits: int,
-    product: tuple[int, int, int],
 ) -> Plan:
     """Return the plan of such tiles in so many splits.
 
@@ -350,7 +337,9 @@ def _as_cut(
         together=p.volume if last["SLICED"] else 1,
     )
     memory, place = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE
+    files, product = GROUPED, EIGHTS
     if tall := last.get("TALL"):
+        files, product = TENSOR_FILES, TENSOR
         # Threads without a part of their own give their sums to those that have one.
         helping = THREADS - high // tall * LANES * (wide // TENSOR_WIDTH)
         memory = str(16 * helping) if helping else ""
@@ -399,4 +388,4 @@ def grouped_gemm(p: Problem, device: Device) -> Plan:
 
 def tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan tensor_ops': the tiles of grouped_gemm through TensorOps."""
-    return _by_tiles(p, device, "tensor_ops", TENSOR_FILES, TENSOR)
+    return _by_tiles(p, device, "tensor_ops")
