@@ -97,14 +97,9 @@ WEIGHT_AXES = {
 }
 
 
-@lru_cache(maxsize=64)
-def _layout_strides(layout: str, groups: int) -> dict[str, str]:
-    return weight_strides(layout, groups=groups, **WEIGHT_AXES[layout])
-
-
 def strides_of(p: Problem) -> dict[str, str]:
     """Return where a float weight stands, as C++ over its shape."""
-    return _layout_strides(p.layout, p.groups)
+    return weight_strides(p.layout, groups=p.groups, **WEIGHT_AXES[p.layout])
 
 
 # By rows
@@ -327,7 +322,8 @@ def _tiles_kernel(p: Problem, cut: _Cut) -> GpuKernel:
     """Return the kernel of tiles over sorted rows: no number of rows is in its text."""
     dtype, tile, is_split = DTYPES[p.dtype], cut.tile, cut.splits > 1
     is_packed, prepared = cut.weights == IN_TILES, cut.weights == PREPARED_ONCE
-    template = ("TILE", tile.code), ("T", dtype), ("OUT", out_of(dtype, is_split))
+    out = mx.float32 if is_split else dtype  # of partial sums, or of y
+    template = ("TILE", tile.code), ("T", dtype), ("OUT", out)
     mirrored = ("MIRRORED", p.mirrored)
     if is_packed:
         packing = ("BITS", p.bits), ("GROUP_SIZE", p.group_size)
@@ -358,11 +354,6 @@ def _tiles_kernel(p: Problem, cut: _Cut) -> GpuKernel:
         defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
         sizes=(("c_y", c_y), *strides.items()),
     )
-
-
-def out_of(dtype: mx.Dtype, is_split: bool) -> mx.Dtype:
-    """Return the dtype of what tiles write: partial sums are float32."""
-    return mx.float32 if is_split else dtype
 
 
 @Runner
