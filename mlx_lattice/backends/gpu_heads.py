@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from functools import cache, lru_cache
+from functools import cache
 
 import mlx.core as mx
 
@@ -32,7 +31,6 @@ _GIVEN = "x", "q_scale", "k_scale", "cos", "sin"
 FORWARD = Interface("AttentionHeads", _GIVEN, ("y",), _SIZES)
 GRADIENT = Interface("AttentionHeads", ("dy", *_GIVEN), ("dx",), _SIZES)
 GRADIENTS = Interface("AttentionHeads", ("dy", *_GIVEN), ("dx", "lines"), _SIZES)
-Launch = Callable[[list[mx.array]], list[mx.array]]
 
 
 class GpuHeads:
@@ -87,67 +85,42 @@ class GpuHeads:
         return made[0], made[1] if scales else None
 
     def _launch(self, face, arrays, turned, scales, angles) -> list[mx.array]:
-        scales = (*scales, None, None)[:2]
+        """Launch a kernel over rows; a dispatch of Metal has some rows."""
+        scales, x = (*scales, None, None)[:2], arrays[-1]
         inputs = [*arrays, *scales, *(angles or (None, None))]
-        given = tuple([a is not None for a in inputs])
         kind = mx.float32 if scales[0] is None else scales[0].dtype
-        x = arrays[-1]
-        limit = dispatch_limit("elements") if self.backend == METAL else 0
-        launch = _launcher(
-            self.backend, face, given, x.shape, x.dtype, turned, kind, limit
-        )
-        return launch([a for a in inputs if a is not None])
+        rows, parts, heads, channels = x.shape
+        each = _each(self.backend, x.dtype)
+        lanes = 1 << (channels // each - 1).bit_length()
+        down = THREADS // lanes
+        template = (("T", x.dtype), ("EACH", each), ("LANES", lanes))
+        if self.backend == METAL:
+            template = ("T", x.dtype), ("SPAN", lanes)
+        template = (*template, ("TURNED", turned), ("P", kind))
+        kernel = _kernel(self.backend, face, template)
+        tiles = ceil_div(parts * heads, down)
+        length = max(BLOCK_ROWS, ceil_div(rows, max(1, BLOCKS // tiles)))
+        sizes = {"parts": parts, "heads": heads, "channels": channels}
+        sizes["block_rows"] = length
+
+        def launch(first: int, count: int) -> list[mx.array]:
+            outputs = [((count, parts, heads, channels), x.dtype)]
+            grid = ceil_div(count * parts * heads, down) * lanes, down
+            if face is not FORWARD:
+                blocks = ceil_div(count, length)
+                outputs.append(((blocks, turned * heads * channels), mx.float32))
+                grid = blocks * lanes, tiles * down
+            outputs, numbers = outputs[: len(face.outputs)], {"rows": count, **sizes}
+            return kernel(inputs, outputs, grid, (lanes, down), first=first, **numbers)
+
+        if self.backend == CUDA:
+            return launch(0, rows)
+        return by_rows(rows, x.size, dispatch_limit("elements"), launch)
 
 
 def _each(backend: str, dtype: mx.Dtype) -> int:
     """Return the channels of a thread."""
     return 4 if backend == METAL else 16 // dtype.size
-
-
-@lru_cache(maxsize=1024)
-def _launcher(
-    backend: str,
-    face: Interface,
-    given: tuple[bool, ...],
-    shape: tuple[int, int, int, int],
-    dtype: mx.Dtype,
-    turned: int,
-    kind: mx.Dtype,
-    limit: int,
-) -> Launch:
-    """Return what launches a kernel over rows."""
-    rows, parts, heads, channels = shape
-    each = _each(backend, dtype)
-    lanes = 1 << (channels // each - 1).bit_length()
-    down = THREADS // lanes
-    template = [("T", dtype), ("EACH", each), ("LANES", lanes), ("TURNED", turned)]
-    if backend == METAL:
-        template = [("T", dtype), ("SPAN", lanes), ("TURNED", turned)]
-    kernel = _kernel(backend, face, (*template, ("P", kind)))
-    tiles, back = ceil_div(parts * heads, down), face is not FORWARD
-    length = max(BLOCK_ROWS, ceil_div(rows, max(1, BLOCKS // tiles)))
-
-    def part(first: int, count: int) -> Launch:
-        slots, grid = [((count, *shape[1:]), dtype)], (lanes, down)
-        if back:
-            blocks = ceil_div(count, length)
-            slots.append(((blocks, turned * heads * channels), mx.float32))
-            grid = blocks * lanes, tiles * down
-        else:
-            grid = ceil_div(count * parts * heads, down) * lanes, down
-        sizes = {"first": first, "rows": count, "block_rows": length}
-        sizes |= {"parts": parts, "heads": heads, "channels": channels}
-        slots = slots[: len(face.outputs)]
-        return kernel.launcher(given, slots, grid, (lanes, down), **sizes)
-
-    if backend == CUDA:
-        return part(0, rows)
-
-    def launch(arrays: list[mx.array]) -> list[mx.array]:
-        work = rows * parts * heads * channels
-        return by_rows(rows, work, limit, lambda *share: part(*share)(arrays))
-
-    return launch
 
 
 @cache

@@ -6,7 +6,7 @@ kernel that reads it, and pads by a fill and a copy.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import lru_cache
 from math import gcd, prod
 
@@ -15,7 +15,7 @@ import mlx.core as mx
 from ..devices import CUDA, METAL
 from ..dtypes import FLOATS
 from .dispatch_bounds import ceil_div, dispatch_limit
-from .gpu_kernel import GpuKernel, Interface
+from .gpu_kernel import GpuKernel, Interface, Output
 from .gpu_reductions import GATHER_SUM
 from .kernel_launches import THREADS, blocks_for
 
@@ -49,7 +49,6 @@ _FACES = {
         _FILL: _FILLED,
     },
 }
-Launch = Callable[[list[mx.array]], list[mx.array]]
 
 
 class GpuJoins:
@@ -77,14 +76,14 @@ class GpuJoins:
 
     def join(self, a: mx.array, b: mx.array) -> mx.array:
         """Return (N, C_a + C_b) of what ``takes``."""
-        sizes = len(a), a.shape[1], b.shape[1]
-        return _launcher(self.backend, _JOIN, sizes, a.dtype)([a, b])[0]
+        return _join(self.backend, [a, b], (len(a), a.shape[1], b.shape[1]))
 
     def split(self, y: mx.array, c_a: int) -> list[mx.array]:
         """Return (N, c_a) and (N, C - c_a) of rows that were joined."""
-        sizes = len(y), c_a, y.shape[1] - c_a
-        given = [y] if self.backend == METAL else [y, _cut(c_a)]
-        return _launcher(self.backend, _SPLIT, sizes, y.dtype)(given)
+        rows, c_b = len(y), y.shape[1] - c_a
+        inputs = [y] if self.backend == METAL else [y, _cut(c_a)]
+        outputs = [((rows, c_a), y.dtype), ((rows, c_b), y.dtype)]
+        return _run(self.backend, _SPLIT, inputs, outputs, (rows, c_a, c_b))
 
 
 def zero_padded(array: mx.array, axis: int, multiple: int) -> mx.array:
@@ -100,17 +99,20 @@ def zero_padded(array: mx.array, axis: int, multiple: int) -> mx.array:
 def padded(array: mx.array, axis: int, multiple: int) -> mx.array:
     """Return ``zero_padded`` by one launch on CUDA."""
     axis, short = axis % array.ndim, -array.shape[axis] % multiple
-    if not short or not array.size or array.dtype not in DTYPES:
+    shape, dtype = array.shape, array.dtype
+    if not short or not array.size or dtype not in DTYPES:
         return zero_padded(array, axis, multiple)
-    shape = array.shape
     if axis == array.ndim - 1 and axis:
         rows = array.reshape(-1, shape[-1])
-        sizes = *rows.shape, short
-        (rows,) = _launcher(CUDA, _JOIN, sizes, array.dtype, has_b=False)([rows])
+        rows = _join(CUDA, [rows, None], (*rows.shape, short))
         return rows.reshape(*shape[:-1], shape[-1] + short)
-    lines = prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
-    (y,) = _filling(lines, array.dtype, multiple)([array.reshape(lines)])
-    return y.reshape(*shape[:axis], y.shape[1], *shape[axis + 1 :])
+    outer, lines, inner = prod(shape[:axis]), shape[axis], prod(shape[axis + 1 :])
+    each, whole = gcd(inner, 16 // dtype.size), lines + short
+    template = ("T", dtype), ("EACH", each), ("MULTIPLE", multiple)
+    grid = (blocks_for(outer * whole * inner // each) * THREADS,)
+    kernel, outputs = _kernel(CUDA, _FILL, template), [((outer, whole, inner), dtype)]
+    (y,) = kernel([array.reshape(outer, lines, inner)], outputs, grid, (THREADS,))
+    return y.reshape(*shape[:axis], whole, *shape[axis + 1 :])
 
 
 @lru_cache(maxsize=256)
@@ -118,46 +120,36 @@ def _cut(c_a: int) -> mx.array:
     return mx.array([[0] * c_a], dtype=mx.int8)
 
 
-@lru_cache(maxsize=1024)
-def _launcher(
+def _join(
+    backend: str, parts: list[mx.array | None], sizes: tuple[int, int, int]
+) -> mx.array:
+    """Return two parts side by side; on CUDA zeros if the second is None."""
+    rows, c_a, c_b = sizes
+    outputs = [((rows, c_a + c_b), parts[0].dtype)]
+    return _run(backend, _JOIN, parts, outputs, sizes)[0]
+
+
+def _run(
     backend: str,
     symbol: str,
+    inputs: list[mx.array | None],
+    outputs: list[Output],
     sizes: tuple[int, int, int],
-    dtype: mx.Dtype,
-    has_b: bool = True,
-) -> Launch:
-    """Return what joins or splits (rows, channels of a, channels of b).
-
-    ``has_b``: whether the second part is an input, and not zeros.
-    """
-    (rows, c_a, c_b), wide = sizes, 16 // dtype.size
-    outputs = [((rows, c_a + c_b), dtype)]
-    if symbol == _SPLIT:
-        outputs = [((rows, c_a), dtype), ((rows, c_b), dtype)]
+) -> list[mx.array]:
+    """Launch a kernel that joins or splits; sizes: rows, channels of a and of b."""
+    (rows, c_a, c_b), dtype = sizes, inputs[0].dtype
+    wide = 16 // dtype.size
     if backend == METAL:
         kernel = _kernel(METAL, symbol, (("T", dtype),))
-        given = (True,) * len(kernel.interface.inputs)
         grid = ceil_div(c_a, wide) + ceil_div(c_b, wide), rows
-        return kernel.launcher(given, outputs, grid, rows=rows, c_a=c_a, c_b=c_b)
-    each, channels = gcd(c_a, c_b, wide), c_a + c_b
+        return kernel(inputs, outputs, grid, rows=rows, c_a=c_a, c_b=c_b)
     # A power of two, so that there are few kernels.
-    fitting = max(1, _BLOCK_BYTES // (channels * dtype.size))
+    fitting = max(1, _BLOCK_BYTES // ((c_a + c_b) * dtype.size))
     block = 1 << fitting.bit_length() - 1
-    template = ("T", dtype), ("EACH", each), ("BLOCK_ROWS", block)
-    kernel = _kernel(CUDA, symbol, template, () if has_b else (("c_b", c_b),))
-    grid = (ceil_div(rows, block) * THREADS,)
-    return kernel.launcher((True, has_b), outputs, grid, (THREADS,))
-
-
-@lru_cache(maxsize=1024)
-def _filling(shape: tuple[int, int, int], dtype: mx.Dtype, multiple: int) -> Launch:
-    """Return what appends lines of zeros up to a multiple: (outer, lines, inner)."""
-    outer, lines, inner = shape
-    each, whole = gcd(inner, 16 // dtype.size), ceil_div(lines, multiple) * multiple
-    template = ("T", dtype), ("EACH", each), ("MULTIPLE", multiple)
-    grid = (blocks_for(outer * whole * inner // each) * THREADS,)
-    made = ((outer, whole, inner), dtype)
-    return _kernel(CUDA, _FILL, template).launcher((True,), [made], grid, (THREADS,))
+    template = ("T", dtype), ("EACH", gcd(c_a, c_b, wide)), ("BLOCK_ROWS", block)
+    own = () if inputs[-1] is not None else (("c_b", c_b),)
+    kernel = _kernel(CUDA, symbol, template, own)
+    return kernel(inputs, outputs, (ceil_div(rows, block) * THREADS,), (THREADS,))
 
 
 @lru_cache(maxsize=256)
