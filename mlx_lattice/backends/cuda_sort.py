@@ -46,11 +46,7 @@ SIZES = {
     "RowStarts": (("places", "keys_shape[0]"),),
     "CutPieces": (("starts", "starts_shape[0]"),),
     "CurveKeys": (("rows", "coords_shape[0]"), *_DIGITS[1:]),
-    "ScoreKeys": (
-        ("rows", "scores_shape[0]"),
-        ("least", "digits[0]"),
-        *_DIGITS[1:],
-    ),
+    "ScoreKeys": (("rows", "scores_shape[0]"), ("least", "digits[0]"), *_DIGITS[1:]),
     "MarkBest": (
         ("rows", "keys_shape[0]"),
         ("score_bits", "facts[0]"),
@@ -210,12 +206,7 @@ def key_dtype(bits: int) -> mx.Dtype:
 
 
 def sort_keys(
-    keys: mx.array,
-    digits: mx.array,
-    scratch: mx.array,
-    *,
-    rows: bool,
-    keep: bool,
+    keys: mx.array, digits: mx.array, scratch: mx.array, *, rows: bool, keep: bool
 ) -> tuple[mx.array, mx.array | None]:
     """Sort (N,) keys whose histograms stand in scratch, in one launch; stable.
 

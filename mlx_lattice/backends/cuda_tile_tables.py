@@ -250,7 +250,7 @@ _SLICED = {
 }
 _SLICED_FEW_OFFSETS = _SLICED | {96: ((1 << 19, _LOW), (1 << 20, _LOW_96))}
 _SLICED_ONE_EDGE = _SLICED | {
-    96: ((1 << 19, _LOW), (1 << 21, PersistentTile(2, 1, 2, 96, 4, 1))),
+    96: ((1 << 19, _LOW), (1 << 21, PersistentTile(2, 1, 2, 96, 4, 1)))
 }
 # They fill whole stages.
 _WHOLE = {
@@ -351,16 +351,9 @@ _DEEP_FEW_EDGES = _FEW_EDGES | {
 _DEEP_ONE_EDGE = _ONE_EDGE | {
     80: ((1 << 20, _HALF_80), (ANY, SORTED_TILES[96])),
     96: ((1 << 19, _NARROW_32), (3 << 19, _HALF_96), (ANY, WIDE_TILES[96])),
-    112: (
-        (1 << 21, _HALF_112),
-        (1 << 23, WIDE_TILES[112]),
-        (ANY, SORTED_TILES[128]),
-    ),
+    112: ((1 << 21, _HALF_112), (1 << 23, WIDE_TILES[112]), (ANY, SORTED_TILES[128])),
     128: ((1 << 21, _HALF), (1 << 23, WIDE_TILES[128]), (ANY, SORTED_TILES[128])),
-    160: (
-        (1 << 21, _WIDE_160),
-        (ANY, WIDE_TILES[160]),
-    ),
+    160: ((1 << 21, _WIDE_160), (ANY, WIDE_TILES[160])),
     192: ((1 << 20, _NARROW), (ANY, WIDE_TILES[192])),
     224: ((5 << 19, WIDE_TILES[112]), (ANY, WIDE_TILES[224])),
     256: ((1 << 19, _NARROW), (3 << 19, _HALF), (ANY, WIDE_TILES[256])),
@@ -372,22 +365,14 @@ _PART_FEW_OFFSETS = {
     32: ((1 << 19, _THREE_32), _SLICED_32),
     48: ((1 << 20, _THREE_48), (1 << 22, _NARROW_3)),
 }
-_PART_ONE_EDGE = {
-    32: ((1 << 19, _THREE_32), _SLICED_32),
-    48: ((1 << 21, _THREE_48),),
-}
+_PART_ONE_EDGE = {32: ((1 << 19, _THREE_32), _SLICED_32), 48: ((1 << 21, _THREE_48),)}
 # Of many rows beyond, PersistentTile.
 _MANY_80 = ((1 << 24, WIDE_TILES[80]), (ANY, SORTED_TILES[96]))
 # How the summed channels of an offset fill stages of 64: less than half of one, half of
 # one or more, one and a tail, more and a tail, whole ones. For each, the tables of many
 # offsets with many edges a row, and with few; then of few offsets, with many and few.
 _BY_FILLING = {
-    "sliced": (
-        _SLICED,
-        _SLICED,
-        _SLICED_FEW_OFFSETS,
-        _SLICED_ONE_EDGE,
-    ),
+    "sliced": (_SLICED, _SLICED, _SLICED_FEW_OFFSETS, _SLICED_ONE_EDGE),
     "half": (
         _DEEP
         | {
@@ -446,18 +431,8 @@ _BY_FILLING = {
             ),
         },
     ),
-    "deep": (
-        _DEEP,
-        _DEEP_FEW_EDGES,
-        _FEW_OFFSETS,
-        _DEEP_ONE_EDGE,
-    ),
-    "whole": (
-        _WHOLE,
-        _FEW_EDGES,
-        _FEW_OFFSETS,
-        _ONE_EDGE,
-    ),
+    "deep": (_DEEP, _DEEP_FEW_EDGES, _FEW_OFFSETS, _DEEP_ONE_EDGE),
+    "whole": (_WHOLE, _FEW_EDGES, _FEW_OFFSETS, _ONE_EDGE),
 }
 # By (filling, whether offsets are few, whether edges are few).
 SMALL_TILES = {

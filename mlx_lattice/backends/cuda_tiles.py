@@ -41,13 +41,7 @@ POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
 SKIPPED_ROWS = 64  # rows that a wgmma, or a tile of mma, skips together
 # What `cuda/epilogue.cuh` needs before it.
 EPILOGUE_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh"
-HOPPER = (
-    *EPILOGUE_FILES,
-    "tiles.cuh",
-    "hopper.cuh",
-    "tile_moments.cuh",
-    "wgmma.cuh",
-)
+HOPPER = (*EPILOGUE_FILES, "tiles.cuh", "hopper.cuh", "tile_moments.cuh", "wgmma.cuh")
 MMA = (*EPILOGUE_FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4
 # Shared memory of a multiprocessor, and what the hardware takes of it for each block.

@@ -469,12 +469,7 @@ def depthwise(p: Problem, device: Device) -> Plan:
         "depthwise_weight_grad",
         DEPTHWISE_FILES,
         OF_STAGES,
-        (
-            ("T", DTYPES[p.dtype]),
-            ("EACH", each),
-            ("ACROSS", across),
-            ("STAGE", stage),
-        ),
+        (("T", DTYPES[p.dtype]), ("EACH", each), ("ACROSS", across), ("STAGE", stage)),
         also=(ADD_PARTIALS["firsts"],),
         sizes=(
             ("groups", f"dy_shape[1] / {multiplier}"),

@@ -152,9 +152,7 @@ def _is_far(p: Problem, tile: SortedTile) -> bool:
     (c_x, c_y), splits = p.channels, max(tile.splits, tile.slices)
     read = p.n_out if p.transposed else p.n_in
     largest = max(
-        read * c_x,
-        p.rows_written * max(splits * c_y, p.volume),
-        p.volume * c_x * c_y,
+        read * c_x, p.rows_written * max(splits * c_y, p.volume), p.volume * c_x * c_y
     )
     return largest >= thresholds.FAR_ELEMENTS["*"]
 

@@ -411,11 +411,7 @@ EIGHTS, TENSOR = (BLOCK_ROWS, 8, 8), (16, 16, 32)
 
 
 def sorted_multiply_adds(
-    plan: Plan,
-    relation: Relation | None,
-    *,
-    product: tuple[int, int, int],
-    region: int,
+    plan: Plan, relation: Relation | None, *, product: tuple[int, int, int], region: int
 ) -> int | None:
     """Return the multiply-adds of tiles over rows sorted in regions.
 
