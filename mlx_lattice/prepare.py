@@ -141,7 +141,9 @@ def _prepare(
         if launched.problem.n_in and launched.problem.n_out:
             if not _is_ready(plan):
                 launches.setdefault((plan.gpu, plan.add), launched)
-            launched.run(plan, *launched.inputs, *launched.bias)  # never evaluated
+            run_kept = launched.keep()
+            # Never evaluated: kernels start to compile.
+            run_kept(launched.relation, *launched.inputs, *launched.bias)
 
     compiled, is_right = 0, False
     # The block evaluates all views at its end. The lock comes first, as in

@@ -50,6 +50,8 @@ class Launch:
         result: the array that it returned, or None where it was only planned.
         run: runs it by a plan: ``run(plan, *inputs, *bias)``.
         bias: one array, added to every row, or none; or those of an epilogue.
+        keep: ``keep()`` has later calls run the plan, and returns what they run:
+            ``launch(relation, *inputs, *bias)``.
     """
 
     problem: Problem
@@ -59,7 +61,8 @@ class Launch:
     inputs: tuple[mx.array, ...]
     result: mx.array | None
     run: Run
-    bias: tuple[mx.array, ...] = ()
+    bias: tuple[mx.array, ...]
+    keep: Callable[[], Run]
 
     def repeat(self, route: str) -> mx.array:
         """Run the same contraction on another route, by its name."""
@@ -275,6 +278,14 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         tuned = measure.record(sums, here, able, rows, timed)
         if tuned:
             choice, _ = choose(problem, here)
+
+    def keep() -> Run:
+        launch = _bound(request, choice.plan, end)
+        if not tuned:  # the version of now: a proof may have changed it
+            key = request, mx.default_device() == devices.GPU, settings.version()
+            relation.plans[key] = launch
+        return launch
+
     has_rows = problem.n_in and problem.n_out
     if device in (None, here) and has_rows:
         # Each time another kernel is refused, so that the last row is reached.
@@ -288,15 +299,11 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
         result = without_sums(problem, added)
     else:
-        launch = _bound(request, choice.plan, end)
-        if not tuned:  # the version of now: a proof may have changed it
-            key = request, mx.default_device() == devices.GPU, settings.version()
-            relation.plans[key] = launch
-        result = launch(relation, *arrays)
+        result = keep()(relation, *arrays)
     y = result[0] if isinstance(result, tuple) else result
     for observer in _observers.get():
         scope, y = _scope.get(), None if planned else y
-        facts = problem, choice, scope, relation, inputs, y, rows, added
+        facts = problem, choice, scope, relation, inputs, y, rows, added, keep
         observer(Launch(*facts))
     return result
 
