@@ -8,9 +8,11 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from threading import RLock
+from types import CodeType, FunctionType, ModuleType
 from typing import NamedTuple
 from weakref import ref
 
@@ -21,7 +23,6 @@ from . import devices, settings
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .geometry.sync import TracedError, is_of_tracing
-from .module_state import reached
 from .routes import launch
 from .tensor import SparseTensor
 
@@ -354,6 +355,35 @@ def _roots(tree) -> Iterator[Module]:
     elif isinstance(tree, (dict, list, tuple)):
         for value in tree.values() if isinstance(tree, dict) else tree:
             yield from _roots(value)
+
+
+def reached(value: object, depth: int = 4) -> Iterator[Module]:
+    """Yield the modules that a function reaches: bound, closed over, or by name."""
+    if isinstance(value, Module):
+        yield value
+        return
+    if isinstance(value, (list, tuple)):
+        held = list(value)
+    else:
+        names = ("__self__", "__wrapped__", "func", "args", "function")
+        held = [getattr(value, name, None) for name in names]
+    if isinstance(value, FunctionType):
+        for cell in value.__closure__ or ():
+            with suppress(ValueError):  # an empty one
+                held.append(cell.cell_contents)
+        held += map(value.__globals__.get, _names(value.__code__))
+    if depth:
+        for each in held:
+            if each is not None and not isinstance(each, ModuleType):
+                yield from reached(each, depth - 1)
+
+
+def _names(code: CodeType) -> Iterator[str]:
+    """Yield the names that a function asks for, and those inside of it."""
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, CodeType):
+            yield from _names(constant)
 
 
 def _name(function: Callable) -> str:

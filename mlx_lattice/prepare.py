@@ -17,10 +17,11 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
 from . import devices, settings
 from .backends import cuda_compile, cuda_geometry
+from .compiled import reached
 from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
-from .module_state import Own, reached
+from .nn.parameters import ModuleCache
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -348,13 +349,13 @@ def unchanged(net: Callable) -> Iterator[None]:
     """
     with _standing_in:
         random, modules = mx.random.state[0], list(reached(net))
-        own = Own(modules)
+        snapshot = ModuleSnapshot(modules)
         try:
             for module in modules:
                 module.update(tree_map(_stand_in, module.parameters()))
             yield
         finally:
-            own.restore()
+            snapshot.restore()
             if mx.random.state[0] is not random:  # a layer has drawn from it
                 high, low = random.tolist()
                 mx.random.seed((high << 32) | low)
@@ -365,6 +366,52 @@ def _stand_in(array: mx.array) -> mx.array:
     if _is_floating(array):
         return mx.zeros(array.shape, array.dtype)
     return array if array.size > 1 else array.__copy__()
+
+
+class ModuleSnapshot:
+    """Arrays and attributes of modules, those in their lists and dicts included.
+
+    Args:
+        modules: the modules; those inside of them are included.
+    """
+
+    def __init__(self, modules: Sequence[mlx.nn.Module]):
+        self._copies: dict[int, tuple] = {}
+        for module in modules:
+            self._add(module)
+
+    def _add(self, value: object) -> None:
+        if isinstance(value, mlx.nn.Module):
+            parts = value, vars(value)
+        elif type(value) in (dict, list) or isinstance(value, set):
+            parts = (value,)
+        else:
+            for each in value if type(value) is tuple else ():
+                self._add(each)
+            return
+        for part in parts:
+            if id(part) in self._copies:
+                continue
+            copied = dict(part) if isinstance(part, dict) else part.copy()
+            self._copies[id(part)] = part, copied
+            for each in copied.values() if isinstance(copied, dict) else copied:
+                self._add(each)
+
+    def restore(self) -> None:
+        """Undo all changes; values that did not change are not written again."""
+        for part, copied in self._copies.values():
+            if isinstance(part, list):
+                part[:] = copied
+            elif isinstance(part, set):
+                part.intersection_update(copied)
+                part.update(copied)
+            else:  # other threads may read it
+                for name, value in list(part.items()):
+                    if name not in copied and not isinstance(value, ModuleCache):
+                        dict.pop(part, name)
+                for name, value in copied.items():
+                    if name not in part or part[name] is not value:
+                        dict.__setitem__(part, name, value)
 
 
 def _is_floating(x: object) -> bool:

@@ -17,7 +17,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from contextvars import ContextVar, copy_context
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 
 import mlx.core as mx
@@ -284,7 +284,11 @@ class Kernel:
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
-            **self._facts(inputs),
+            name=self.name,
+            compiled_source=self._code,
+            scalars=[inputs[i].shape[axis] for i, axis in self.sizes],
+            shared_memory=self.shared_bytes,
+            ensure_row_contiguous=True,
             **settled,
         )
 
@@ -292,24 +296,6 @@ class Kernel:
     def is_compiled(self) -> bool:
         """Whether it was launched, so that its machine code is there."""
         return self._code is not None
-
-    def settled(self, inputs: Sequence[mx.array], **settled) -> Callable:
-        """Return what launches it, as a call does, on ``inputs=`` of the same shapes.
-
-        It was launched before.
-        """
-        launch = mx.fast.precompiled_cuda_kernel
-        return partial(launch, **self._facts(inputs), **settled)
-
-    def _facts(self, inputs: Sequence[mx.array]) -> dict[str, object]:
-        """Return what MLX is told of the kernel, for inputs of these shapes."""
-        return {
-            "name": self.name,
-            "compiled_source": self._code,
-            "scalars": [inputs[i].shape[axis] for i, axis in self.sizes],
-            "shared_memory": self.shared_bytes,
-            "ensure_row_contiguous": True,
-        }
 
     def _started(self, inputs, outputs) -> Future[bytes]:
         """Return the compilation, begun in a thread the first time."""

@@ -11,20 +11,14 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
+from itertools import chain
 
 import mlx.core as mx
 
 from ..devices import CUDA, METAL, compute_capability
 from .cuda_compile import TYPES, Kernel, compiler
-from .kernel_launches import (
-    THREADS,
-    Launcher,
-    Output,
-    fitting_threadgroup,
-    launch_facts,
-    sizes_array,
-)
+from .kernel_launches import THREADS, Output, fitting_threadgroup, in_device_space
 from .kernel_sources import folder, source
 
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
@@ -140,12 +134,8 @@ class GpuKernel:
         given = self._whole
         if len(arrays) < len(inputs):
             given = tuple([array is not None for array in inputs])
-        if self.backend == METAL:
-            settled = outputs, grid, threadgroup
-            return self.launcher(given, *settled, fill=fill, **sizes)(arrays)
-        threadgroup = threadgroup or (self.threads,)
-        settled = launch_facts(self.symbol, outputs, grid, threadgroup, fill)
-        return self.built(mx.fast.cuda_kernel, given)(inputs=arrays, **settled)
+        settled = outputs, grid, threadgroup
+        return self.launcher(given, *settled, fill=fill, **sizes)(arrays)
 
     def launcher(
         self,
@@ -156,24 +146,49 @@ class GpuKernel:
         *,
         fill: float | None = None,
         **sizes: int,
-    ) -> Launcher:
-        """Return what launches it on the inputs that are given; the rest is settled.
+    ) -> Callable[[list[mx.array]], list[mx.array]]:
+        """Return a function that launches the kernel on a list of arrays.
 
         Args:
-            given: which of the interface's inputs there are; each has one shape in all
-                calls.
+            given: which of the interface's inputs the list has.
             outputs, grid, threadgroup, fill, sizes: as for a call, which raises alike.
         """
-        numbers = None
-        if self.backend == METAL:
-            threadgroup = threadgroup or fitting_threadgroup((*grid, 1, 1)[:3])
-            if self.interface.sizes:
-                numbers = sizes_array(self._ordered(sizes))
-        threadgroup = threadgroup or (self.threads,)
-        settled = launch_facts(self.symbol, outputs, grid, threadgroup, fill)
-        if self.backend == METAL and self.template:
-            settled["template"] = list(self.template)
-        return Launcher(self, given, settled, numbers)
+        shapes, dtypes = zip(*outputs, strict=True)
+        if 0 in chain(grid, *shapes):
+            raise ValueError(
+                f"{self.symbol} was launched for nothing: a grid of {tuple(grid)} and "
+                f"outputs of {list(shapes)}; return an empty array instead"
+            )
+        grid, is_metal = (*grid, 1, 1)[:3], self.backend == METAL
+        if not threadgroup:
+            threadgroup = fitting_threadgroup(grid) if is_metal else (self.threads,)
+        facts = {
+            "output_shapes": shapes,
+            "output_dtypes": dtypes,
+            "grid": grid,
+            "init_value": fill,
+            "threadgroup": (*threadgroup, 1, 1)[:3],
+        }
+        # The factory is looked up at each launch: stand-ins run kernels without a GPU.
+        if not is_metal:
+
+            def launch(arrays: list[mx.array]) -> list[mx.array]:
+                factory = mx.fast.cuda_kernel
+                run = self._built.get((factory, given)) or self.built(factory, given)
+                return run(inputs=arrays, **facts)
+
+            return launch
+        if self.template:
+            facts["template"] = list(self.template)
+        numbers = []
+        if self.interface.sizes:
+            numbers = [_sizes_array(self._ordered(sizes))]
+
+        def launch_on_metal(arrays: list[mx.array]) -> list[mx.array]:
+            inputs = [*map(in_device_space, arrays), *numbers]
+            return self.built(mx.fast.metal_kernel, given)(inputs=inputs, **facts)
+
+        return launch_on_metal
 
     @cached_property
     def _whole(self) -> tuple[bool, ...]:
@@ -181,11 +196,9 @@ class GpuKernel:
 
     def built(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
         """Return what MLX built for some inputs."""
-        # Of all inputs by the factory alone: many make a hash that takes a while.
-        key = factory if given is self._whole else (factory, given)
-        built = self._built.get(key)
+        built = self._built.get((factory, given))
         if built is None:
-            built = self._built[key] = _build(factory, self, given)
+            built = self._built[factory, given] = _build(factory, self, given)
         return built
 
     @property
@@ -290,6 +303,12 @@ class GpuKernel:
             lines += [f'#include "{folder(CUDA) / file}"' for file in self.files]
         structs = f"namespace lattice {{\n{structs}}}\n" if structs else ""
         return structs + "\n".join(lines) + "\n"
+
+
+@lru_cache(maxsize=4096)
+def _sizes_array(values: tuple[int, ...]) -> mx.array:
+    """Return what Metal's kernels get sizes in; one array for all equal sizes."""
+    return mx.array(list(values), dtype=mx.int32)
 
 
 def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:

@@ -6,13 +6,13 @@ from collections.abc import Callable
 
 import mlx.core as mx
 
+from ..activations import GELU, GELU_TANH, SILU
 from ..devices import CPU, CUDA, METAL, current
 from ..geometry.protocol import Geometry
-from . import cpu_activations
 from .availability import serves
+from .cpu_extension import extension
 from .cpu_geometry import CpuGeometry
-from .cpu_norms import CpuNorms
-from .cpu_reductions import CpuReductions
+from .cpu_reductions import CpuNorms, CpuReductions
 from .cuda_geometry import CudaGeometry
 from .cuda_norms import CudaColumnSums, CudaRowNorms
 from .gpu_heads import GpuHeads
@@ -49,7 +49,8 @@ NORMS: dict[str, Norms] = {
 }
 # Elsewhere MLX's kernel normalises each row, and its activations run.
 ROW_NORMS = {CUDA: CudaRowNorms()}
-ACTIVATIONS = {CPU: cpu_activations.KERNELS}
+# By kind: ``kernel(x)`` is the activation, ``kernel(x, dy)`` its derivative times dy.
+CPU_ACTIVATIONS = {GELU: "gelu", GELU_TANH: "gelu_tanh", SILU: "silu"}
 # Elsewhere MLX operations normalise heads, and turn them.
 HEADS = {METAL: GpuHeads(METAL), CUDA: GpuHeads(CUDA)}
 # Elsewhere MLX operations find the cells of points, and weigh those around them.
@@ -90,12 +91,10 @@ def row_norms() -> CudaRowNorms | None:
     return ROW_NORMS.get(serving())
 
 
-def activations() -> dict[int, Callable[..., mx.array]] | None:
-    """Return kernels of activations, by kind, of the device of now, if it has any.
-
-    ``kernel(x)`` is one, ``kernel(x, dy)`` its derivative.
-    """
-    return ACTIVATIONS.get(serving())
+def activation(kind: int) -> Callable[..., mx.array] | None:
+    """Return the kernel of an activation on the current device, if it has one."""
+    name = CPU_ACTIVATIONS.get(kind)
+    return getattr(extension, name) if name and serving() == CPU else None
 
 
 def heads() -> GpuHeads | None:

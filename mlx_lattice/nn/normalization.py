@@ -16,13 +16,12 @@ from ..backends.norms_protocol import Activation
 from ..checks import flag, real, whole
 from ..dtypes import dtype_name
 from ..epilogue import Epilogue
-from ..module_state import Kept
 from ..ops import channel_norms, observed
 from ..ops.activation import activation_of
 from ..ops.channel_norms import BatchStatistics, Layer
 from ..ops.norm import expect_lines, residual_of
 from ..tensor import SparseTensor, features_of
-from .parameters import Parameters
+from .parameters import ModuleCache, Parameters
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 
@@ -152,7 +151,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         facts = self.eps, dtype, activation
         known = getattr(self, "_epilogue", None)
         if known is None:
-            known = Kept()
+            known = ModuleCache()
             object.__setattr__(self, "_epilogue", known)  # not a parameter
         arrays, last, made = known.get("last", ((None,) * 4, None, None))
         if last == facts and all([a is b for a, b in zip(arrays, own, strict=True)]):

@@ -11,6 +11,14 @@ from ..arrays import array_of
 NAMES = frozenset(("weight", "bias", "running_mean", "running_var"))
 
 
+class ModuleCache(dict):
+    """What a layer derived from its arrays; copies and pickles of a layer are empty."""
+
+    def __reduce__(self) -> tuple:
+        """Return an empty one."""
+        return type(self), ()
+
+
 class Parameters:
     """A layer whose arrays are set to arrays, of MLX or NumPy, or to lists of numbers.
 

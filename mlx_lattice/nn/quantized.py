@@ -25,7 +25,6 @@ from ..epilogue import Epilogue
 from ..integer_contraction import integer_conv
 from ..integer_facts import in_device_memory
 from ..integer_tensor import IntegerTensor, as_int8, inverse_of, rows_as_int8
-from ..module_state import Kept
 from ..quantized import (
     DEFAULT_BITS,
     DEFAULT_GROUP_SIZE,
@@ -38,7 +37,7 @@ from ..quantized import (
 from ..relation import Relation
 from ..settings import boundary
 from ..tensor import SparseTensor
-from .parameters import Parameters
+from .parameters import ModuleCache, Parameters
 
 __all__ = [
     "FoldedNorm", "tie_scales", "unpack_int4",
@@ -475,7 +474,7 @@ class Packed(KeepsScales):
         words, scales, biases = self["weight"], self["scales"], self["biases"]
         known = getattr(self, "_weights", None)
         if known is None:
-            known = Kept()
+            known = ModuleCache()
             object.__setattr__(self, "_weights", known)  # not a parameter
         made = known.get("last")
         if made is None or not (

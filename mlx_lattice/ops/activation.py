@@ -81,7 +81,7 @@ def _by_kernel(x: mx.array, act: Activation) -> mx.array:
     """Return an activation, by a kernel where the device has one."""
     if not x.size:  # see ``by_rows``
         return x
-    kernel = (registry.activations() or {}).get(act.kind)
+    kernel = registry.activation(act.kind)
     if kernel is None:
         return activation(x, act)
     if x.dtype not in FLOATS:

@@ -17,7 +17,6 @@ import mlx.core as mx
 
 from ..arrays import arrays_of
 from ..backends import registry
-from ..backends.cpu_attention import KERNEL
 from ..checks import real, whole
 from ..devices import CPU
 from ..dtypes import dtype_name
@@ -201,7 +200,7 @@ def _attend(
             scale,
             gather=groups.gather,
             again=lambda *arrays: composed(arrays, groups, scale),
-            tell=_teller(heads, given, rule, groups, CPU, KERNEL),
+            tell=_teller(heads, given, rule, groups, CPU, "attention"),
         )
     groups = _groups(like, rule, PADDING[launch.device().backend])
     tell = _teller(heads, given, rule, groups, registry.MLX, SDPA)
@@ -565,7 +564,7 @@ def _cross_by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> m
         scale,
         gather=lambda a: a if back is None else a[back],
         again=again,
-        tell=attention_teller(shape, q.dtype, RULE, batches, pairs, CPU, KERNEL),
+        tell=attention_teller(shape, q.dtype, RULE, batches, pairs, CPU, "attention"),
     )
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import devices
-from ..backends import cpu_attention
+from ..backends.cpu_extension import extension
 from ..devices import CUDA, METAL, Device
 from ..geometry import sync
 from ..transformations import Function, differentiable
@@ -202,17 +202,23 @@ def by_kernel(
     """Attend by the kernel; derivatives of the gradient are MLX operations'.
 
     Args:
-        q, k, v, lists, scale: as of ``cpu_attention.attention``.
+        q, k, v: (N, heads, D), (N, kv_heads, D), (N, kv_heads, D_v) of one dtype.
+        lists: (S,) int32 rows, group after group; (G + 1,) where each begins; (G,)
+            how many of its first rows are queries. Every row is in one group. With two
+            more, (N,) rows of q and (G,) where each group's begin, those are its
+            queries, and k and v may have other rows than q; no keys give 0.
+        scale: factor of the scores.
         gather: from (S, C), what is by place in the groups' rows, to the rows of k.
         again: the same attention of (q, k, v) in MLX operations.
         tell: told of each pass.
     """
 
     def forward(q, k, v):
-        return cpu_attention.attention(q, k, v, lists, scale)
+        return extension.attention(q, k, v, *lists, scale=scale)
 
     def back(dy, q, y, sums, k, v):
-        dq, *rest = cpu_attention.gradient(dy, q, k, v, y, sums, lists, scale)
+        given = dy, q, k, v, y, sums, *lists
+        dq, *rest = extension.attention_gradient(*given, scale=scale)
         # A row may be a key of two groups.
         flat = (gather(a.reshape(len(a), a[0].size)) for a in rest)
         return dq, *(a.reshape(b.shape) for a, b in zip(flat, (k, v), strict=True))

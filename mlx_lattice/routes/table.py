@@ -14,7 +14,6 @@ from ..backends import (
     metal_conv,
     metal_matrix,
     metal_weight_grad,
-    mlx_integers,
     mlx_ops,
 )
 from ..devices import CPU, METAL
@@ -298,6 +297,6 @@ TABLE: tuple[Route, ...] = (
         PASSES,
         needs=(),
         idea="gather, matmul and add an offset, in MLX operations; the portable floor",
-        mlx=mlx_integers.gather_gemm_scatter,
+        mlx=mlx_ops.gather_gemm_scatter,
     ),
 )

@@ -11,7 +11,9 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.module_state import Kept, Own, reached
+from mlx_lattice.compiled import reached
+from mlx_lattice.nn.parameters import ModuleCache
+from mlx_lattice.prepare import ModuleSnapshot
 
 REHEARSALS = {
     "prepare": ml.prepare,
@@ -112,12 +114,12 @@ def test_counts_and_lists_stay(rehearse):
 
 def test_what_the_library_keeps_stays():
     net = net_of(Log())
-    own, norm = Own([net]), net.layers[1]
-    norm._found, norm._kept, norm.more = [1], Kept(a=1), mx.ones(3)
+    snapshot, norm = ModuleSnapshot([net]), net.layers[1]
+    norm._found, norm._kept, norm.more = [1], ModuleCache(a=1), mx.ones(3)
     net.layers.append(nn.ReLU())
     net.eval(), norm.freeze()
     del net.layers[0]["bias"]
-    own.restore()
+    snapshot.restore()
     assert "_found" not in vars(norm) and "more" not in norm and norm._kept == {"a": 1}
     assert len(net.layers) == 4 and net.layers[1].training and "bias" in net.layers[0]
     assert set(norm.trainable_parameters()) == {"weight", "bias"}

@@ -8,7 +8,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import mlx_integers
+from mlx_lattice.backends import mlx_ops
 from mlx_lattice.integer_facts import IntegerFacts
 from mlx_lattice.problem import Problem
 from mlx_lattice.routes import named
@@ -103,7 +103,7 @@ def test_proofs_find_what_is_wrong(bits, facts, dtype):
     p = problem(96, 64, 3000, bits, facts, dtype)
 
     def floor(p, fault):
-        plan = mlx_integers.gather_gemm_scatter(p, devices.profile("cpu"))
+        plan = mlx_ops.gather_gemm_scatter(p, devices.profile("cpu"))
         run = plan.run
 
         def wrong(plan, relation, x, *arrays):

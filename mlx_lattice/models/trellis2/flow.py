@@ -22,8 +22,8 @@ import mlx.core as mx
 
 from ... import nn, ops
 from ...dtypes import dtype_name
-from ...module_state import Kept
 from ...nn.attention import modulation_layers, modulation_of
+from ...nn.parameters import ModuleCache
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor, align, expect_tensor
 from .blocks import (
@@ -244,7 +244,7 @@ class SparseStructureFlowModel(FlowModel):
 
     def _grid(self, batches: int) -> SparseTensor:
         """Return a tensor of all cells; kept, since plans live as long as it."""
-        known = self.__dict__.setdefault("_grids", Kept())
+        known = self.__dict__.setdefault("_grids", ModuleCache())
         held = known.get("last")
         if held is None or held.batch_size != batches:
             shape = batches, *(self.resolution,) * 3
