@@ -48,7 +48,7 @@ from reduction_checks import Checks  # noqa: E402
 import mlx_lattice as ml  # noqa: E402
 from mlx_lattice import devices, ops  # noqa: E402
 from mlx_lattice.backends import (  # noqa: E402
-    cuda_tile_tables,  # noqa: E402
+    cuda_tile_tables,
     dispatch_bounds,
     registry,
 )
