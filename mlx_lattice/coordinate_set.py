@@ -193,11 +193,6 @@ class CoordinateSet:
         return (self.coords,)
 
     @property
-    def has_lookup(self) -> bool:
-        """Whether the look-up is there."""
-        return self.has_view("lookup")
-
-    @property
     def index(self) -> RowIndex:
         """The look-up of its rows. Checks range and uniqueness the first time.
 

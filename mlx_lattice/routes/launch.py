@@ -85,12 +85,9 @@ def is_planning() -> bool:
 
 
 @contextmanager
-def observe(
-    observer: Callable[[Launch], None], *, alone: bool = False
-) -> Iterator[None]:
-    """Call ``observer`` with every Launch inside the block; ``alone``: no other."""
-    others = () if alone else _observers.get()
-    token = _observers.set((*others, observer))
+def observe(observer: Callable[[Launch], None]) -> Iterator[None]:
+    """Call ``observer`` with every Launch inside the block."""
+    token = _observers.set((*_observers.get(), observer))
     try:
         yield
     finally:
