@@ -33,8 +33,7 @@ from ..routes.plan import (
 from . import cuda_tiles, cuda_weight_grad
 from .cuda_tables import sorted_arrays
 from .cuda_tiles import EPILOGUE_FILES, finishing_kernel, whole_channels
-from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import THREADS, blocks_for
+from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
 from .runners import Runner, per_row, sorted_tiles
 from .signatures import (
     PER_ROW,

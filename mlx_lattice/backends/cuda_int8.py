@@ -35,8 +35,7 @@ from .cuda_compile import TYPES
 from .cuda_tables import sorted_arrays
 from .cuda_tiles import Tile, whole_channels
 from .gpu_joins import padded
-from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import THREADS
+from .gpu_kernel import THREADS, GpuKernel, Interface
 from .runners import Runner
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW, kept, rounded_up
 

@@ -16,8 +16,7 @@ from ..devices import CUDA, current
 from ..geometry import curves, sync, unique
 from ..geometry.curves import Curve
 from ..geometry.unique import INFINITE, KeptRows
-from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import Output
+from .gpu_kernel import GpuKernel, Interface, Output
 
 _DIGITS = (
     ("volume", "digits[0]"),

@@ -20,8 +20,7 @@ from ..routes import thresholds
 from ..routes.plan import Plan
 from . import cuda_tile_tables as tables
 from .cuda_compile import TYPES
-from .gpu_kernel import GpuKernel, Interface, Value
-from .kernel_launches import THREADS
+from .gpu_kernel import THREADS, GpuKernel, Interface, Value
 from .signatures import (
     ADD_SPLITS,
     AFTER,

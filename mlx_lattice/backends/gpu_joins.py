@@ -15,9 +15,8 @@ import mlx.core as mx
 from ..devices import CUDA, METAL
 from ..dtypes import FLOATS
 from .dispatch_bounds import ceil_div, dispatch_limit
-from .gpu_kernel import GpuKernel, Interface, Output
+from .gpu_kernel import THREADS, GpuKernel, Interface, Output, blocks_for
 from .gpu_reductions import GATHER_SUM
-from .kernel_launches import THREADS, blocks_for
 
 DTYPES = *FLOATS, mx.int8
 _CUDA_FILES = "alignment.cuh", "channels.cuh", "join_channels.cu"

@@ -18,9 +18,14 @@ import mlx.core as mx
 
 from ..devices import CUDA, METAL, compute_capability
 from .cuda_compile import TYPES, Kernel, compiler
-from .kernel_launches import THREADS, Output, fitting_threadgroup, in_device_space
 from .kernel_sources import folder, source
 
+# On Metal, MLX puts an input below this size in the `constant` address space.
+LEAST_DEVICE_SIZE = 8
+THREADS = 256  # of a threadgroup or block where the kernel asks for none
+MOST_BLOCKS = 1 << 20  # of CUDA's kernels that walk rows
+
+Output = tuple[Sequence[int], mx.Dtype]
 SHORT = {mx.float32: "f32", mx.float16: "f16", mx.bfloat16: "bf16"}
 
 Value = bool | int | str | mx.Dtype
@@ -303,6 +308,26 @@ class GpuKernel:
             lines += [f'#include "{folder(CUDA) / file}"' for file in self.files]
         structs = f"namespace lattice {{\n{structs}}}\n" if structs else ""
         return structs + "\n".join(lines) + "\n"
+
+
+def in_device_space(array: mx.array) -> mx.array:
+    """Return the array, flat and longer where MLX would bind it as a constant."""
+    if array.size >= LEAST_DEVICE_SIZE:
+        return array
+    return mx.pad(array.flatten(), (0, LEAST_DEVICE_SIZE - array.size))
+
+
+def fitting_threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
+    """Return a Metal threadgroup of up to 256 threads, as wide as fits the grid."""
+    width = 1
+    while width < grid[0] and width < THREADS:
+        width *= 2
+    return width, max(1, THREADS // width) if grid[1] > 1 else 1, 1
+
+
+def blocks_for(threads: int) -> int:
+    """Return CUDA's blocks for so many threads; of too many, each has several rows."""
+    return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
 
 
 @lru_cache(maxsize=4096)

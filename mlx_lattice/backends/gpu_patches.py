@@ -9,8 +9,7 @@ import mlx.core as mx
 
 from ..devices import METAL
 from .dispatch_bounds import dispatch_limit
-from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import LEAST_DEVICE_SIZE, THREADS, blocks_for
+from .gpu_kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface, blocks_for
 
 _FACE = Interface(
     "Patches",

@@ -9,8 +9,14 @@ import mlx.core as mx
 from ..devices import METAL
 from ..geometry import sync
 from .dispatch_bounds import by_rows, dispatch_limit
-from .gpu_kernel import GpuKernel, Interface, Value
-from .kernel_launches import LEAST_DEVICE_SIZE, THREADS, blocks_for
+from .gpu_kernel import (
+    LEAST_DEVICE_SIZE,
+    THREADS,
+    GpuKernel,
+    Interface,
+    Value,
+    blocks_for,
+)
 
 Numbers = tuple[float, ...] | None
 

@@ -23,8 +23,7 @@ from .cuda_sort import (
     striding_blocks,
 )
 from .dispatch_bounds import SEGMENT_CUTS, by_rows, ceil_div, dispatch_limit
-from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import THREADS, blocks_for
+from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
 
 
 def _face(

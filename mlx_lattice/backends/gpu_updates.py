@@ -11,8 +11,7 @@ import mlx.core as mx
 
 from ..devices import CUDA, METAL
 from ..dtypes import FLOATS
-from .gpu_kernel import GpuKernel, Interface
-from .kernel_launches import LEAST_DEVICE_SIZE, THREADS
+from .gpu_kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface
 
 FILES = {
     METAL: ("updates",),

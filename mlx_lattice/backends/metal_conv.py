@@ -14,9 +14,8 @@ from ..relation import Relation
 from ..routes.plan import IN_TILES, Plan, Proof
 from . import dispatch_bounds, metal_weight_grad
 from .dispatch_bounds import SEGMENT_CUTS, ceil_div, dispatch_limit
-from .gpu_kernel import GpuKernel
+from .gpu_kernel import GpuKernel, fitting_threadgroup
 from .gpu_reductions import GpuReductions, pieces
-from .kernel_launches import fitting_threadgroup
 from .metal_tiles import (
     PER_EDGE,
     PROOF_TAIL,

@@ -21,8 +21,7 @@ from ..routes import thresholds
 from ..routes.plan import PROOF_SPLITS, Dispatch, Plan, Proof
 from . import dispatch_bounds
 from .dispatch_bounds import METAL_CUTS, ceil_div, cuts, dispatch_limit
-from .gpu_kernel import GpuKernel, Value
-from .kernel_launches import fitting_threadgroup
+from .gpu_kernel import GpuKernel, Value, fitting_threadgroup
 from .metal_geometry import LANES
 from .metal_tiles import (
     EIGHTS,

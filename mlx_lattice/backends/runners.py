@@ -23,7 +23,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import Plan
 from . import gpu_joins
-from .kernel_launches import in_device_space
+from .gpu_kernel import in_device_space
 from .signatures import AFTER, LINES, computes_after, rounded_up
 
 

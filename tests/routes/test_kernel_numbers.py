@@ -20,9 +20,9 @@ from mlx_lattice.backends import (
     cuda_tile_tables,
     cuda_tiles,
     cuda_weight_grad,
+    gpu_kernel,
     gpu_norms,
     gpu_updates,
-    kernel_launches,
     metal_conv,
     metal_geometry,
     metal_tiles,
@@ -70,7 +70,7 @@ NUMBERS = {
     "cuda/batch_norm.cu": {"BATCH_WARPS": gpu_norms.MOST_THREADS[CUDA] // 32},
     "cuda/add_splits_moments.cu": {
         "MOMENTS_ACROSS": cuda_tiles.MOMENTS_CHANNELS // cuda_tiles.ADDED,
-        "MOMENTS_DOWN": kernel_launches.THREADS
+        "MOMENTS_DOWN": gpu_kernel.THREADS
         // (cuda_tiles.MOMENTS_CHANNELS // cuda_tiles.ADDED),
     },
     "cuda/relation_traversal.cu": {"SIDE": cuda_weight_grad.SIDE},
@@ -148,7 +148,7 @@ def test_codes_count_as_the_enumerations_do():
 
 def test_numbers_that_others_are_made_of():
     """What kernels have no name for, but rely on."""
-    threads = cuda_sort.THREADS, cuda_norms.THREADS, kernel_launches.THREADS
+    threads = cuda_sort.THREADS, cuda_norms.THREADS, gpu_kernel.THREADS
     assert {*threads, gpu_norms.THREADS, cuda_tables.EDGE_ROWS} == {256}
     assert cuda_sort.SORT_THREADS == cuda_sort.BINS
     slab = number("cuda/sort_table.cu", "SLAB")

@@ -17,7 +17,7 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice.backends import dispatch_bounds
-from mlx_lattice.backends.kernel_launches import LEAST_DEVICE_SIZE
+from mlx_lattice.backends.gpu_kernel import LEAST_DEVICE_SIZE
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.routes import TABLE, RouteError, launch
 
