@@ -18,7 +18,7 @@ import mlx.core as mx
 
 from .. import devices
 from ..backends import portable_only, registry
-from ..devices import CPU, METAL, Device
+from ..devices import CPU, Device
 from ..epilogue import finished
 from ..ops import conv, observed
 from ..ops.fused_attention import Call
@@ -221,13 +221,11 @@ class AttentionForm:
     Attributes:
         count: how many there are.
         call: one of them, as it is asked for.
-        width: channels of a head that are computed.
         fused: whether MLX's fused kernel takes them, outside of training.
     """
 
     count: int
     call: Call
-    width: int
     fused: bool
 
     def __str__(self) -> str:
@@ -235,8 +233,6 @@ class AttentionForm:
         c, form = self.call, "fused" if self.fused else "composed by MLX"
         calls = "1 call" if self.count == 1 else f"{self.count} calls"
         groups = "1 group" if c.groups == 1 else f"{c.groups} groups"
-        if self.width != c.channels:
-            form += f", heads of {c.channels} padded to {self.width}"
         return (
             f"{calls} of {groups}, {c.heads} heads of {c.channels}, "
             f"{c.queries:,} queries, {c.keys:,} keys: {form}"
@@ -302,13 +298,11 @@ def explain_attention(
             "the layer attends to nothing; ml.explain explains a convolution, and "
             "ml.trace(model) a whole net"
         )
-    forms = (tuple(_form(*form, device) for form in told.forms) for told in seen)
-    return AttentionExplanation(device, tuple(seen), tuple(forms))
-
-
-def _form(count: int, call: Call, device: Device) -> AttentionForm:
-    wide = call.widened() if device.backend == METAL else call
-    return AttentionForm(count, call, wide.channels, wide.fused_on(device))
+    forms = tuple(
+        tuple(AttentionForm(n, call, call.fused_on(device)) for n, call in told.forms)
+        for told in seen
+    )
+    return AttentionExplanation(device, tuple(seen), forms)
 
 
 class LayerNames:

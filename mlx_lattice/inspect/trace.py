@@ -189,7 +189,7 @@ class Trace:
         ``backend``, ``kernel`` and ``calls`` of it, ``rows``, ``groups``, ``heads``,
         ``channels`` (of a head), ``pairs`` of queries and keys, ``padded_pairs`` that
         were computed, ``padding`` (the latter over the former), ``dtype``, and of calls
-        of MLX's attention how many are ``fused`` and the ``width`` of their heads.
+        of MLX's attention how many are ``fused``.
         Unknown values are null.
         """
         return json.dumps(self.as_dict(), indent=1, default=str)

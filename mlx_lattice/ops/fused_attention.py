@@ -1,4 +1,4 @@
-"""Attention by one kernel: MLX's, with the padding that it needs, or the CPU's.
+"""Attention by one kernel: MLX's, or the CPU's.
 
 On Metal MLX's kernel takes few widths of heads, and none in training; on CUDA its
 gradient takes whole tiles of queries. In all other cases MLX composes two products and
@@ -27,9 +27,6 @@ WIDTHS, FEW_QUERIES, FEW_WIDTHS = (64, 72, 80, 96, 128), 8, (64, 96, 128, 256)
 # scaled_dot_product_attention.cpp, 0.32), and from how many on filling one is worth it,
 # timed on an H200.
 TILE, TILED_QUERIES = 128, 32
-# Keys of a group from which narrow heads are padded to one of WIDTHS on Metal. With
-# fewer keys, padding moves more bytes than the scores take. Counted, not timed.
-PADDED_KEYS = 256
 
 
 class Call(NamedTuple):
@@ -64,7 +61,8 @@ class Call(NamedTuple):
     @property
     def fused(self) -> bool:
         """Whether MLX has a fused kernel for it on this machine, here and now."""
-        if _on_mac() and sync.is_known_to_differentiate():
+        on_mac = devices.current().backend == METAL and not devices.metal_on_host()
+        if on_mac and sync.is_known_to_differentiate():
             return False  # in training MLX composes attention on Metal
         return not devices.metal_on_host() and self.fused_on(devices.current())
 
@@ -83,29 +81,8 @@ class Call(NamedTuple):
         fits = self.queries <= self.keys and shared <= 32
         return same and fits and self.channels in FEW_WIDTHS
 
-    def padded(self) -> Call:
-        """Return the call that runs on this machine: padded, or itself."""
-        if not _on_mac():
-            return self._of_whole_tiles()
-        wide = self.widened()
-        return wide if wide is not self and wide.fused else self
-
-    def widened(self) -> Call:
-        """Return the call with heads padded to a width that MLX fuses on Metal.
-
-        Return the call itself if its heads have such a width, or are wider than all of
-        them, or if it has few queries or keys.
-        """
-        most = max(self.channels, self.values)
-        width = next((w for w in WIDTHS if w >= most), None)
-        if width is None or width == self.channels == self.values:
-            return self
-        if self.queries <= FEW_QUERIES or self.keys < PADDED_KEYS:
-            return self
-        return self._replace(channels=width, values=width)
-
-    def _of_whole_tiles(self) -> Call:
-        """Return it with queries that CUDA's gradient takes, where one may come."""
+    def of_whole_tiles(self) -> Call:
+        """Return the call with whole tiles of queries if CUDA may differentiate it."""
         if self.queries % TILE == 0 or self.queries < TILED_QUERIES:
             return self
         device = devices.current()
@@ -114,11 +91,6 @@ class Call(NamedTuple):
         if not sync.is_differentiating():
             return self
         return self._replace(queries=-(-self.queries // TILE) * TILE)
-
-
-def _on_mac() -> bool:
-    """Return whether MLX runs on an Apple GPU."""
-    return devices.current().backend == METAL and not devices.metal_on_host()
 
 
 def attend(
@@ -134,20 +106,16 @@ def attend(
         mask: (groups, 1, 1, keys) bool, or None.
     """
     call = Call.of(q, k, v, mask is not None)
-    wide, run = call.padded(), mx.fast.scaled_dot_product_attention
+    rows = call.of_whole_tiles().queries
+    run = mx.fast.scaled_dot_product_attention
     if mask is not None and devices.current().backend == CUDA:
         # Of a mask of bools MLX makes a score for each query there.
         mask = mx.where(mask, mx.array(0, q.dtype), mx.array(-mx.inf, q.dtype))
-    if wide is call:
+    if rows == call.queries:
         return run(q, k, v, scale=scale, mask=mask)
-    # Zeros add nothing to the scores, and give results that are dropped.
-    rows = wide.queries - call.queries, 0, 0
-    q, k, v = (
-        mx.pad(a, ((0, 0), (0, 0), (0, more), (0, wide.channels - a.shape[3])))
-        for a, more in zip((q, k, v), rows, strict=True)
-    )
-    y = run(q, k, v, scale=scale, mask=mask)
-    return y[:, :, : call.queries, : call.values]
+    # The results of the zeros are dropped.
+    q = mx.pad(q, ((0, 0), (0, 0), (0, rows - call.queries), (0, 0)))
+    return run(q, k, v, scale=scale, mask=mask)[:, :, : call.queries]
 
 
 def holds_no_scores(
@@ -179,13 +147,11 @@ def pieces(
 Forms = tuple[tuple[int, Call], ...]
 
 
-def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, int, Forms]:
-    """Return how many calls there are, how many fused, the widest heads, and forms."""
+def told(calls: Iterable[tuple[int, Call]]) -> tuple[int, int, Forms]:
+    """Return how many calls there are, how many of them are fused, and their forms."""
     forms = tuple(calls)
-    padded = [(count, call.padded()) for count, call in forms]
-    fused = sum(count for count, call in padded if call.fused)
-    widest = max((call.channels for _, call in padded), default=0)
-    return sum(count for count, _ in forms), fused, widest, forms
+    fused = sum(count for count, call in forms if call.fused)
+    return sum(count for count, _ in forms), fused, forms
 
 
 def by_kernel(

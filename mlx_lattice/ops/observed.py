@@ -97,7 +97,6 @@ class Attended:
         dtype: of the features.
         fused: number of calls that are one kernel: the CPU's, or MLX's if it takes such
             heads, on Metal outside of training only. MLX composes the others.
-        width: channels of a head that are computed, with padding.
         forms: of calls of MLX's attention, (how many, one of them) for each form.
     """
 
@@ -115,7 +114,6 @@ class Attended:
     padded_pairs: int
     dtype: mx.Dtype
     fused: int = 0
-    width: int = 0
     forms: tuple = field(default=(), repr=False)
 
     @property
@@ -140,9 +138,7 @@ class Attended:
         if not self.fused:
             return ", composed by MLX"
         some = "" if self.fused == self.calls else f" in {self.fused}"
-        wide = self.width > self.channels
-        padded = f", heads of {self.channels} padded to {self.width}" if wide else ""
-        return f", fused{some}{padded}"
+        return f", fused{some}"
 
 
 norms: Observers[Fused] = Observers("norms")
@@ -192,7 +188,7 @@ def attention_teller(
     """Return a function that reports a pass of attention.
 
     It takes the pass and the number of calls; for MLX's attention also how many are
-    fused, the width of heads, and ``forms``.
+    fused, and ``forms``.
 
     Args:
         shape: (N, heads, D) of queries.
@@ -205,9 +201,8 @@ def attention_teller(
     scope = launch.current_scope()
     rows, *heads = shape
 
-    def tell(pass_: str, calls: int, fused=0, width=0, forms=()) -> None:
+    def tell(pass_: str, calls: int, fused=0, forms=()) -> None:
         facts = scope, pass_, rule, backend, kernel, calls, rows, groups
-        form = fused, width or heads[1], forms
-        attention.tell(Attended(*facts, *heads, *pairs, dtype, *form))
+        attention.tell(Attended(*facts, *heads, *pairs, dtype, fused, forms))
 
     return tell

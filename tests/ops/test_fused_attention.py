@@ -1,4 +1,4 @@
-"""MLX's attention: which calls it fuses, heads that are padded for it, what is said."""
+"""MLX's attention: which calls it fuses, and what a trace and explain say of them."""
 
 import io
 
@@ -11,7 +11,6 @@ from mlx_lattice import backends, devices
 from mlx_lattice.backends import cpu_extension
 from mlx_lattice.geometry import sync
 from mlx_lattice.inspect.trace import AttentionRecord
-from mlx_lattice.ops import fused_attention
 from mlx_lattice.ops.fused_attention import WIDTHS, Call, attend
 
 
@@ -22,58 +21,10 @@ def call(patch=1024, channels=16, dtype=mx.float16, values=None, **facts):
 
 def on_mac(monkeypatch, training=False):
     """Decide as on a Mac: its kernel takes WIDTHS, outside of training."""
-    monkeypatch.setattr(fused_attention, "_on_mac", lambda: True)
-    monkeypatch.setattr(fused_attention, "PADDED_KEYS", 1)
     takes = property(
         lambda c: not training and c.channels == c.values in WIDTHS and c.queries > 8
     )
     monkeypatch.setattr(Call, "fused", takes)
-
-
-def widths(monkeypatch):
-    """The widths of heads that MLX's attention is called with."""
-    seen, run = [], mx.fast.scaled_dot_product_attention
-
-    def watched(q, k, v, **facts):
-        seen.append((q.shape[-1], k.shape[-1], v.shape[-1]))
-        return run(q, k, v, **facts)
-
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
-    return seen
-
-
-def test_narrow_heads_are_padded_where_groups_have_many_keys():
-    for dtype in (mx.float16, mx.bfloat16, mx.float32):
-        for channels in (8, 16, 48, 100):
-            width = min(w for w in WIDTHS if w >= channels)
-            wide = call(1024, channels, dtype).widened()
-            assert wide == call(1024, width, dtype)
-            assert call(128, channels, dtype).widened().channels == channels
-    assert call(channels=16, values=100).widened().channels == 128
-    for width in WIDTHS:
-        assert call(channels=width).widened() == call(channels=width)
-    assert call(channels=160).widened().channels == 160, "MLX fuses no such width"
-    assert call(queries=8).widened().channels == 16, "few queries"
-
-
-@pytest.mark.parametrize("dtype, most", (("float32", 1e-6), ("float16", 2e-3)))
-@pytest.mark.parametrize("values, kv_heads", ((16, 4), (24, 2)))
-def test_padded_heads_give_the_same(monkeypatch, dtype, most, values, kv_heads):
-    kind = getattr(mx, dtype)
-    q = mx.random.normal((3, 4, 20, 16)).astype(kind)
-    k = mx.random.normal((3, kv_heads, 33, 16)).astype(kind)
-    v = mx.random.normal((3, kv_heads, 33, values)).astype(kind)
-    mask = mx.arange(33).reshape(1, 1, 1, 33) < mx.array([33, 5, 1]).reshape(3, 1, 1, 1)
-    seen = widths(monkeypatch)
-    for given in (None, mask):
-        plain = attend(q, k, v, 0.3, given)
-        with monkeypatch.context() as patched:
-            on_mac(patched)
-            padded = attend(q, k, v, 0.3, given)
-        assert padded.shape == plain.shape == (3, 4, 20, values)
-        a, b = (np.array(y.astype(mx.float32)) for y in (plain, padded))
-        assert np.linalg.norm(a - b) <= most * np.linalg.norm(a)
-    assert seen[:2] == [(16, 16, values), (64, 64, 64)]
 
 
 @pytest.mark.parametrize("masked", (False, True))
@@ -146,30 +97,29 @@ def scan(n=40):
 
 @pytest.mark.parametrize(
     "training, form",
-    ((False, ", fused, heads of 16 padded to 64"), (True, ", composed by MLX")),
+    ((False, ", fused"), (True, ", composed by MLX")),
 )
 def test_a_trace_says_what_runs(monkeypatch, training, form):
     x = scan()
-    q = x.feats.reshape(len(x), 2, 16)
-    seen = widths(monkeypatch)
+    q = mx.random.normal((len(x), 2, 64))
     with monkeypatch.context() as patched:
         on_mac(patched, training)
         (told,) = traced(lambda: ml.ops.full_attention(q, q, q, x))
-        tokens = mx.random.normal((2, 9, 2, 16))
+        tokens = mx.random.normal((2, 9, 2, 64))
         (other,) = traced(lambda: ml.ops.cross_attention(q, tokens, tokens, x))
     assert told.form == form and form in str(told) and other.form == form
     assert told.fused == (0 if training else told.calls)
-    assert told.width == (16 if training else 64) == seen[-1][0]
     found = AttentionRecord("call", told).as_dict()
-    assert found["fused"] == told.fused and found["width"] == told.width
+    assert found["fused"] == told.fused
 
 
+@pytest.mark.parametrize("channels", (16, 64))
 @pytest.mark.parametrize("name", ("m1-max", "m5", "h200", "cpu"))
-def test_attention_is_explained_for_any_device(name):
+def test_attention_is_explained_for_any_device(name, channels):
     n = 2100
     coords = mx.stack([*[mx.zeros((n,), mx.int32)] * 3, mx.arange(n)], axis=1)
-    x = ml.SparseTensor(coords, mx.zeros((n, 32), dtype=mx.float16))
-    layer = ml.nn.SparseAttention(32, 2, patch=1024)
+    x = ml.SparseTensor(coords, mx.zeros((n, 2 * channels), dtype=mx.float16))
+    layer = ml.nn.SparseAttention(2 * channels, 2, patch=1024)
     layer.set_dtype(mx.float16)
     found = ml.explain_attention(x, layer, device=name)
     text = str(found)
@@ -178,9 +128,8 @@ def test_attention_is_explained_for_any_device(name):
         assert "the CPU's kernel" in text or "composed by MLX" in text
         return
     large = max(found.forms[0], key=lambda form: form.call.keys)
-    assert large.call[3:7] == (1024, 1024, 16, 16)
-    assert large.fused and large.width == (16 if name == "h200" else 64)
-    assert ("heads of 16 padded to 64" in text) == (name != "h200")
+    assert large.call[3:7] == (1024, 1024, channels, channels)
+    assert large.fused == (name == "h200" or channels == 64)
 
 
 def test_what_attends_to_nothing_is_refused():
@@ -196,7 +145,7 @@ def test_on_the_cpu_mlx_composes_it():
     x = scan()
     q = x.feats.reshape(len(x), 2, 16)
     (told,) = traced(lambda: ml.ops.full_attention(q, q, q, x))
-    assert told.form == ", composed by MLX" and told.width == 16
+    assert told.form == ", composed by MLX"
 
 
 def asked(c: Call) -> bool:
