@@ -97,7 +97,6 @@ def busy() -> str | None:
 
 
 def _ticks() -> tuple[int, int]:
-    """Return the processors' total and idle time since Linux started."""
     try:
         line = Path("/proc/stat").read_text().partition("\n")[0]
     except OSError:
@@ -269,7 +268,6 @@ def _small_relation(kind: str, portable: bool = False) -> Relation:
 
 
 def _small_operands(problem: Problem, portable: bool = False) -> tuple:
-    """Return a plan's arguments for a problem over one of the small relations."""
     kind = "edges" if problem.kind == "general" else "surface"
     kind = "pointwise" if problem.pointwise else kind
     return operands(problem, _small_relation(kind, portable))
@@ -371,7 +369,6 @@ def compile_together(cases: Sequence[Case]) -> None:
 
 
 def _views(kind: str, dims: int = 3) -> list[mx.array]:
-    """Return views of a relation in so many dimensions."""
     coords = shell(10)
     if dims != 3:
         at = mx.arange(-60, 60, dtype=mx.int32)
@@ -383,7 +380,6 @@ def _views(kind: str, dims: int = 3) -> list[mx.array]:
 
 
 def _layer(layer: Callable[[SparseTensor], SparseTensor], dtype: str) -> list[mx.array]:
-    """Return the features that a layer gives, and a gradient of its input."""
     coords = shell(9)
     feats = mx.random.normal((len(coords), 24), key=mx.random.key(3))
     x = SparseTensor(coords, feats.astype(DTYPES[dtype]))
@@ -575,7 +571,6 @@ class Doctor:
         return True
 
     def _add(self, part: str, name: str, entry: dict) -> None:
-        """Add an entry to a part of the report, and name it if it is wrong."""
         self.report[part].append(entry)
         if entry.get("wrong"):
             self.report["wrong"].append(f"{name}: {entry['wrong']}")
@@ -631,7 +626,6 @@ class Doctor:
         return relation
 
     def _time_pass(self, layer: Layer, pass_: str, relation: Relation) -> None:
-        """Time the floor route, then the chosen one and all others; compare them."""
         problem = layer.problem(pass_, relation)
         chosen = select(problem, device=self.device).route
         # Others may also add atomically, in no fixed order.
@@ -746,7 +740,6 @@ def _cells(row: Mapping) -> tuple[str, ...]:
 
 
 def _ms(value: float) -> str:
-    """Return milliseconds with four digits or fewer."""
     return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
 
 

@@ -177,7 +177,6 @@ def explain(
 
 
 def _call(x: SparseTensor, module_or_weight, kind: str, arguments: dict):
-    """Return the features' function to plan, and the layer's name."""
     if module_or_weight is None:
         raise ValueError("explain needs a module or a weight beside the tensor")
     if callable(module_or_weight):
@@ -422,7 +421,6 @@ def _reference(launched: Launch) -> tuple[mx.array, str]:
 
 
 def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
-    """Contract edge by edge with broadcasting, in blocks of bounded size."""
     p, (a, b) = launched.problem, launched.inputs
     a, b = a.astype(mx.float32), b.astype(mx.float32)
     groups, width_in, width_out = p.groups, p.c_in // p.groups, p.c_out // p.groups

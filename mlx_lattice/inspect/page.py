@@ -31,7 +31,6 @@ def _or_dash(value, write) -> str:
 
 
 def _cells(record) -> dict[str, str]:
-    """Return a contraction's texts by column."""
     p, c = record.problem, record.cost
     groups = f" /{p.groups}" if p.groups > 1 else ""
     changes = f"{p.n_in:,} > " if p.n_in != p.n_out else ""
@@ -57,7 +56,6 @@ LEFT = "layer", "pass", "route", "kernel", "dtype", "norm", "attention", "fused"
 
 
 def _drawn(rows: Iterable[dict[str, str]]) -> list[str]:
-    """Return the table of rows by column, if there are any."""
     rows = list(rows)
     if not rows:
         return []
@@ -104,7 +102,6 @@ def _summary(trace) -> str:
 
 
 def _attention(trace) -> list[str]:
-    """Return a table of attention and its padding, if there is any."""
     rows = _drawn(
         {
             "attention": record.layer,

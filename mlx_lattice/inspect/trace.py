@@ -119,7 +119,6 @@ class AttentionRecord:
 
 
 def _facts_of(fact: Fused | Attended) -> dict:
-    """Return the fields of a fact that JSON can hold."""
     named = {f.name: getattr(fact, f.name) for f in fields(fact)}
     dtype = str(fact.dtype).rpartition(".")[2]  # int8 too
     held = {"pass": fact.pass_, **named, "dtype": dtype}
@@ -307,7 +306,6 @@ def _timed(launched: Launch) -> tuple[float | None, str | None]:
 def _complete(
     record: Record, relation: Relation, counted: dict[tuple, tuple[int, ...]]
 ) -> Record:
-    """Return the record with the edges and degrees of its relation."""
     problem, choice = record.problem, record.choice
     data = id(relation._data), relation._swapped  # relations share data with their .T
     if problem.pointwise:

@@ -198,7 +198,6 @@ def from_pretrained(
 
 
 def _public_nets() -> list[str]:
-    """Return the names of the package's public nets that can be called."""
     return [
         name
         for name, kind in _CLASSES.items()
@@ -234,7 +233,6 @@ def _as_given(value: Any) -> Any:
 
 
 def _written(value: Any, what: str) -> Any:
-    """Return an argument as JSON has it; a dtype becomes ``mx.<name>``."""
     if getattr(value, "ndim", None) == 0:  # a number of NumPy or MLX
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):

@@ -445,7 +445,6 @@ class PTv3(Segmentor):
         return norm.weight.dtype if "weight" in norm else super().dtype
 
     def _levels(self, x: SparseTensor, positions: mx.array | None) -> list[Level]:
-        """Return the settings of each level."""
         expect_tensor(x)
         if self.rope_base and positions is None:
             raise ValueError(
@@ -506,7 +505,6 @@ class PTv3(Segmentor):
 def _blocks(
     stage: nn.Module, x: SparseTensor, level: Level, first: SparseTensor | None = None
 ) -> SparseTensor:
-    """Apply a stage's blocks; the first one's convolution may read something else."""
     i, convolved = 0, x if first is None else first
     while f"block{i}" in stage:
         x, convolved = stage[f"block{i}"](x, level, convolved)

@@ -54,20 +54,17 @@ class _Points:
         self.rows, self.cells, self.blends = rows, {}, {}
 
     def cells_on(self, x: SparseTensor) -> mx.array:
-        """Return the (P, 4) int32 cells of the points in the lattice of a tensor."""
         if x.key not in self.cells:
             self.cells[x.key] = cells_of(self.points, self.batch, size=x.stride)
         return self.cells[x.key]
 
     def from_voxels(self, x: SparseTensor) -> mx.array:
-        """Interpolate each point between the active cells around it."""
         if x.key not in self.blends:
             blend = blend_at(x, self.points, self.cells_on(x), x.stride)
             self.blends[x.key] = blend
         return self.blends[x.key](x.feats)
 
     def to_voxels(self, x: SparseTensor, feats: mx.array) -> SparseTensor:
-        """Return the mean of the points in each row of ``x``."""
         if x.key not in self.rows:
             self.rows[x.key] = ops.lookup(x, self.cells_on(x))
         rows, count = self.rows[x.key], len(x)

@@ -218,7 +218,6 @@ def _quantized_copy(
 
 
 def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):
-    """Return a layer's output with a packed weight, as float32."""
     bias = layer.bias if "bias" in layer else None
     if relation is None:
         y = packed_linear(x, q)
@@ -316,7 +315,6 @@ class _Form:
         self.moments = moments + floor * mx.eye(self.size)
 
     def times(self, a: mx.array) -> mx.array:
-        """Return the form's matrix times each block."""
         volume, c_out = self.shape[:2]
         a = a.reshape(volume, self.groups, c_out // self.groups, self.blocks, self.size)
         a = a.transpose(1, 3, 0, 2, 4)
@@ -325,5 +323,4 @@ class _Form:
         return y.reshape(self.shape)
 
     def error(self, a: mx.array) -> mx.array:
-        """Return the form's value of each block."""
         return (a * self.times(a)).sum(axis=-1)

@@ -238,7 +238,6 @@ def observe_calls(
 
 
 def _arrays(tree: object) -> Iterator[mx.array]:
-    """Yield the arrays of a result: of tensors, arrays and containers of them."""
     if isinstance(tree, SparseTensor):
         yield tree.feats
     elif isinstance(tree, mx.array):

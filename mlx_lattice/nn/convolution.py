@@ -163,7 +163,6 @@ class Convolution(Family, Packable, Module):
         self, find: Callable[..., Relation], x, after, coordinates=None, *options,
         run=contracted, **kernel,
     ):  # fmt: skip
-        """Convolve over the relation that ``find`` returns; see ``ops.relations``."""
         with launch.scope(self) if launch.observed() else nullcontext():
             size, dilation = self.kernel_size, self.dilation
             question, relation = None, None

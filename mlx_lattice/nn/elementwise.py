@@ -39,8 +39,6 @@ Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
 def _of_features(layer: type[Layer]) -> type[Layer]:
-    """Return a subclass of an mlx.nn layer that takes tensors too."""
-
     def __call__(self, x):  # noqa: N807
         return on_features(by_rows(super(sparse, self).__call__), x)
 

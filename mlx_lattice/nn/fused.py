@@ -314,7 +314,6 @@ def called(layer: Callable, x: Features, *coordinates) -> Features:
 
 
 def _called(act: Activation | None) -> str:
-    """Return what an epilogue has for an activation, or none."""
     return "" if act is None else act.called
 
 
@@ -496,7 +495,6 @@ def in_order(
 
 
 def _passes(layer: Callable) -> bool:
-    """Whether a layer returns what it gets: dropout in evaluation."""
     return type(layer) in (mlx.nn.Dropout, Dropout) and not layer.training
 
 
@@ -509,7 +507,6 @@ def _following(layers: list) -> tuple[Callable | None, ...]:
 
 
 def _activation(layers: list) -> Callable | None:
-    """Return the first layer if it is an activation that is fused, else None."""
     return layers[0] if layers and fused_activation(layers[0]) else None
 
 

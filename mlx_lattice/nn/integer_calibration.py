@@ -192,7 +192,6 @@ def _chosen(kept: list[mx.array], method: str) -> mx.array:
 
 
 def _error(x: mx.array, scale: mx.array) -> float:
-    """Return the norm of the rounding error of magnitudes over their norm."""
     off = to_int8(x, inverse_of(scale)).astype(mx.float32) * scale - x
     return (mx.linalg.norm(off) / mx.maximum(mx.linalg.norm(x), TINY)).item()
 
@@ -623,7 +622,6 @@ def _int8_results(
 
 
 def _trained_scale(known: dict[int, LayerRecord], readers: set[int]):
-    """Return the scale that all readers were trained with, or None."""
     scales = [known[key].trained for key in readers]
     if any(scale is None for scale in scales):
         return None

@@ -110,11 +110,6 @@ def _check_input_scales(
 
 
 def _scale(path: str, name: str, arrays: Mapping[str, mx.array]) -> mx.array | None:
-    """Return a scale of features of a file, None where there is none.
-
-    Raises:
-        ValueError: it is not one finite number above 0.
-    """
     scale = arrays.get(f"{path}.{name}")
     if scale is None:
         return None
@@ -125,7 +120,6 @@ def _scale(path: str, name: str, arrays: Mapping[str, mx.array]) -> mx.array | N
 
 
 def _output_scale(path: str, arrays: Mapping[str, mx.array]) -> mx.array | None:
-    """Return the scale of an int8 result, which one over it has to fit."""
     scale = _scale(path, "output_scale", arrays)
     inverse = _scale(path, "output_inverse", arrays)
     if (scale is None) != (inverse is None):
@@ -142,7 +136,6 @@ def _output_scale(path: str, arrays: Mapping[str, mx.array]) -> mx.array | None:
 
 
 def _twin(path: str, module: Module, arrays: Mapping[str, mx.array]) -> Module:
-    """Return the twin of a float layer, with the arrays of a file."""
     names = "weight", "multipliers", "scales", "bias"
     held = {name: arrays.get(f"{path}.{name}") for name in names}
     weight, multipliers = held["weight"], held["multipliers"]

@@ -388,7 +388,6 @@ def observable(layer: Module) -> Module:
 
 
 def _expect_channels(x: mx.array, channels: int) -> None:
-    """Raise unless rows have the channels of a layer."""
     if x.shape[-1:] != (channels,):
         raise ValueError(
             f"the layer has in_channels = {channels}; got features of shape "
@@ -397,7 +396,6 @@ def _expect_channels(x: mx.array, channels: int) -> None:
 
 
 def _product(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:
-    """Return ``x @ w.T + b`` by MLX."""
     if b is None:
         return x @ w.T
     if is_transforming() and sums_columns(x):
@@ -420,10 +418,8 @@ class _Affine(LinearRules):
     operands = 2
 
     def linear(self, x: mx.array, w: mx.array) -> mx.array:
-        """Return the layer without its bias."""
         return x @ w.T
 
     def vjp(self, primals, dy, _):
-        """Return the derivatives by rows, weight and bias."""
         x, w, b = primals
         return dy @ w, dy.T @ x, column_sums(dy, b)

@@ -133,7 +133,6 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         return BatchStatistics(running, self.momentum)
 
     def _move(self, x: mx.array, mean: mx.array, var: mx.array) -> None:
-        """Set the running statistics to those that the rows of ``x`` moved."""
         if not (self.track_running_stats and self.training) or x.shape[0] == 0:
             return
         # As an item: a module takes as long to set an attribute as a launch.

@@ -62,7 +62,6 @@ def by_rows(function: Callable) -> Callable:
 
 
 def _of_features(function: Callable) -> Callable:
-    """Return an activation of tensors."""
     rows = by_rows(function)
 
     @wraps(function)
@@ -78,7 +77,6 @@ def activated(x: Features, act: Activation) -> Features:
 
 
 def _by_kernel(x: mx.array, act: Activation) -> mx.array:
-    """Return an activation, by a kernel where the device has one."""
     if not x.size:  # see ``by_rows``
         return x
     kernel = registry.activation(act.kind)

@@ -247,7 +247,6 @@ def _tell(tell: Tell, heads: Heads, given, groups: Groups) -> None:
 def _teller(
     heads: Heads, given, rule: tuple, groups: Groups, backend: str, kernel: str
 ) -> Tell:
-    """Return what tells observers of a pass, and the kernel's calls in it."""
     name, count = RULES.get(rule[0], rule[0]), sum(b.groups for b in groups.buckets)
     pairs, shape = (groups.pairs, groups.padded_pairs), (len(given[0]), heads.queries)
     shape = *shape, heads.channels
@@ -284,7 +283,6 @@ def composed(
 def _steps(
     bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False
 ) -> tuple[int, int]:
-    """Return the groups and the queries of one call."""
     if not biased and holds_no_scores(
         launch.device(), heads.channels, heads.values, dtype
     ):
@@ -364,7 +362,6 @@ def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
 
 
 def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
-    """Return the groups of a coordinate set; worked out once."""
     held = like.coordinate_set
 
     def build() -> Groups:
@@ -382,7 +379,6 @@ def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
 
 
 def _element_groups(like: SparseTensor, padding: Padding) -> Groups:
-    """Return the rows of each batch element."""
     rows = batch_rows(like)
     sizes = {b - a for a, b in zip(rows.starts, rows.starts[1:], strict=False)}
     if padding is not EXACT and rows.order is None and len(sizes) == 1:
@@ -391,7 +387,6 @@ def _element_groups(like: SparseTensor, padding: Padding) -> Groups:
 
 
 def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
-    """Return (N,) the window of each row, and how many there are."""
     cells = lattice.cells(lattice.shifted(coords, shift), window)
     unique = registry.geometry().unique_rows(lattice.as_int32(cells, "the windows"))
     return unique.inverse, unique.rows.shape[0]
@@ -604,7 +599,6 @@ def _cross_composed(
 
 
 def _cross_calls(buckets, q, k, v, masked: bool) -> Iterator[tuple[int, Call]]:
-    """Yield how many calls each bucket has, and the first of them."""
     heads, keys = q.shape[-2], k.shape[2]
     for bucket in buckets:
         rows = _queries_of_a_call(bucket, heads, k, v)
@@ -614,7 +608,6 @@ def _cross_calls(buckets, q, k, v, masked: bool) -> Iterator[tuple[int, Call]]:
 
 
 def _queries_of_a_call(bucket: Bucket, heads: int, k: mx.array, v: mx.array) -> int:
-    """Return the queries of a call."""
     if holds_no_scores(launch.device(), k.shape[3], v.shape[3], k.dtype):
         return bucket.queries
     return max(1, SCORES // (bucket.groups * heads * k.shape[2]))

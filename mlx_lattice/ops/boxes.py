@@ -158,7 +158,6 @@ def nms_rotated(
 
 
 def _limit(threshold: float | mx.array, count: int) -> float | mx.array:
-    """Return the threshold of all boxes, or (N,) one for each."""
     if isinstance(threshold, int | float) or not getattr(threshold, "ndim", 1):
         return real(threshold, "threshold")
     threshold = array_of(threshold, "threshold")

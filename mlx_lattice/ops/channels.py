@@ -168,7 +168,6 @@ def _check(x: SparseTensor, factor: IntOrTuple, order: str) -> tuple[int, ...]:
 
 
 def _steps(factor: tuple[int, ...], order: str) -> list[int]:
-    """Return how far one step along each axis moves the offset's number."""
     if order == "first":
         return [prod(factor[:axis]) for axis in range(len(factor))]
     return [prod(factor[axis + 1 :]) for axis in range(len(factor))]

@@ -90,7 +90,6 @@ def union(
 
 
 def _expect_one_lattice(x: SparseTensor, y: SparseTensor) -> None:
-    """Raise unless both are tensors, of equal axes and strides."""
     expect_tensor(x, flags=True)
     expect_tensor(y, "y", flags=True)
     expect_one_lattice(x.coordinate_set, y.coordinate_set)
@@ -305,7 +304,6 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
 
 
 def _part(x: SparseTensor, part: Part) -> SparseTensor:
-    """Return the tensor of some rows of its set."""
     if part.move is None:
         return x
     feats = move_rows(x.feats, *part.move, whole=True)
@@ -347,7 +345,6 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 
 def _expect_one_width(tensors: Sequence[SparseTensor], name: str) -> None:
-    """Raise unless tensors have one number of channels."""
     widths = {x.channels: None for x in tensors}
     if len(widths) > 1:
         raise ValueError(
@@ -407,7 +404,6 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
 def _element(
     whole: CoordinateSet, order: mx.array | None, begin: int, end: int
 ) -> Element:
-    """Return one element of a set, of a coordinate manager of its own."""
     coords = whole.coords
     cells = coords[begin:end] if order is None else coords[order[begin:end]]
     rows = mx.concatenate([mx.zeros_like(cells[:, :1]), cells[:, 1:]], axis=1)

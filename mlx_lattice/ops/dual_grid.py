@@ -139,7 +139,6 @@ def dual_grid_mesh(
 def _checked(
     grid: DualGrid, train: bool
 ) -> tuple[SparseTensor, mx.array, mx.array | None]:
-    """Return the tensor of vertices, (N, 3) flags and (N, 1) float32 weights."""
     if not isinstance(grid, DualGrid):
         raise TypeError(
             "grid must be a DualGrid, such as models.dual_grid returns; got "
@@ -166,7 +165,6 @@ def _checked(
 def _rows(
     value: SparseTensor | mx.array, x: SparseTensor, name: str, channels: int
 ) -> mx.array:
-    """Return the (N, channels) values on the rows of ``x``."""
     if isinstance(value, SparseTensor):
         values = align(value, x).feats
     else:

@@ -290,7 +290,6 @@ def of_groups(
 def _between(
     sizes: Sequence[tuple[int, int]], ends: Sequence[int]
 ) -> Iterable[list[tuple[int, int]]]:
-    """Yield the sizes of each bucket."""
     rest = iter(sizes)
     for end in ends:
         some = [next(rest)]
@@ -360,7 +359,6 @@ class _Layout:
 
     @cached_property
     def elements(self) -> mx.array:
-        """(B, 8) int32: what ``GpuPatches`` takes of each element."""
         begin = [0, *accumulate(self.sizes)][:-1]
         slots, results = zip(*self.rest, strict=True)
         each = begin, self.whole, self.first, slots, results, self.sizes
@@ -369,7 +367,6 @@ class _Layout:
 
     @cached_property
     def extents(self) -> mx.array:
-        """How many slots and results there are, as ``GpuPatches`` takes it."""
         return extents_of(self.slots, self.results)
 
     def _add_whole(self, patch: int) -> None:

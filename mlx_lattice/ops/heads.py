@@ -97,7 +97,6 @@ def _expect_scales(x: mx.array, scales: Sequence[mx.array]) -> None:
 
 
 def _composed(x: mx.array, scale: mx.array | None, angles: Angles) -> mx.array:
-    """Return (N, heads, D) in MLX operations, float32 inside."""
     if not x.size:  # of which MLX's CUDA kernels cannot be launched
         return x
     y = x.astype(mx.float32)

@@ -543,7 +543,6 @@ def _decoded(keys: mx.array, space: Space) -> tuple[mx.array, mx.array]:
 
 
 def _positions(points, queries) -> tuple[mx.array, mx.array]:
-    """Return points and queries as two arrays of one kind."""
     given = _rows(points, "points")
     if queries is None:
         (given,) = _near(given)
@@ -570,7 +569,6 @@ def _positions(points, queries) -> tuple[mx.array, mx.array]:
 
 
 def _rows(rows, name: str) -> mx.array:
-    """Return positions as int32, float32 or float64 rows."""
     if isinstance(rows, SparseTensor):
         return rows.coordinate_set.coords
     if not hasattr(rows, "__array__") and not isinstance(rows, mx.array | list | tuple):

@@ -405,7 +405,6 @@ def gate(
 
 
 def _values(x: Features, **given: mx.array) -> list[mx.array]:
-    """Return values of the batch elements after checks; array-likes as arrays."""
     values = arrays_of(**given)
     for name, value in zip(given, values, strict=True):
         if value is None:
@@ -437,7 +436,6 @@ def _by_lines(
     bias: mx.array | None,
     residual: mx.array | None = None,
 ) -> mx.array:
-    """Return ``x * weight + bias + residual``, by the kernels of norms."""
     name = "gate" if bias is None else "modulate"
     layer = Layer(name, 0.0)
     given, arrays = given_of(x, layer, weight, bias, residual)

@@ -57,7 +57,6 @@ class BatchRows:
 
     @cached_property
     def _block_starts(self) -> tuple[int, ...]:
-        """The first block of each element, and the number of blocks."""
         sizes = (b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
         return tuple(accumulate((-(-n // BLOCK) for n in sizes), initial=0))
 
@@ -280,7 +279,6 @@ def _by_cells(relation: Relation) -> bool:
 
 
 def _sum(x: mx.array, relation: Relation) -> mx.array:
-    """Return ``y[o] = sum over edges of x[i]``."""
     if _by_cells(relation):
         if not relation.is_to_cells:
             return reductions.gathered(x, relation.cells, relation.cell_order)
@@ -290,7 +288,6 @@ def _sum(x: mx.array, relation: Relation) -> mx.array:
 
 
 def _mean(x: mx.array, relation: Relation, count: str) -> mx.array:
-    """Return ``_sum`` over the edges of each row, or over the kernel's volume."""
     if not _by_cells(relation):
         made = {"active": _edges, "volume": _volumes}[count]
         divisors = relation.view(f"{count} places", lambda: made(relation))
@@ -318,8 +315,6 @@ def _volumes(relation: Relation) -> mx.array:
 
 
 def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
-    """Return ``y[o] = max over edges of x[i]`` and the (N_out, C) rows that won."""
-
     def find(x):
         return registry.reductions().gather_max(x, relation.held_table())
 

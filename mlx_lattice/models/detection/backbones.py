@@ -93,7 +93,6 @@ class VoxelBackBone8x(Pretrained):
         self.conv_out = strided(fourth, last, (3, 1, 1), (2, 1, 1), last_pad)
 
     def _stage(self, down: nn.Sequential | None, channels: int) -> nn.Sequential:
-        """Return a stage, whose first layer may stride."""
         if down is None:
             return nn.Sequential(kept(channels, channels))
         return nn.Sequential(down, kept(channels, channels), kept(channels, channels))
@@ -140,7 +139,6 @@ class VoxelResBackBone8x(VoxelBackBone8x):
 
 
 def _residual(channels: int, bias: bool) -> list[SparseBasicBlock]:
-    """Return two residual blocks."""
     return [SparseBasicBlock(channels, channels, bias) for _ in range(2)]
 
 

@@ -64,7 +64,6 @@ class Detector(Pretrained):
     joins_heads = False
 
     def _describe(self, grid, heads, classes, decoding) -> None:
-        """Check and keep the grid, the classes and the decoding."""
         grid = GridRecipe(**grid) if isinstance(grid, Mapping) else grid
         heads = tuple(tuple(map(str, head)) for head in heads)
         names = [name for head in heads for name in head]
@@ -410,7 +409,6 @@ def detection_loss(
 def _checked(
     net: Detector, boxes: mx.array, labels: mx.array
 ) -> tuple[mx.array, list[int]]:
-    """Return the boxes of an element and their labels, checked."""
     boxes, labels = array_of(boxes, "boxes"), array_of(labels, "labels")
     if boxes.ndim != 2 or boxes.shape[1] not in (7, 9):
         raise ValueError(f"boxes must be (M, 7) or (M, 9); got {tuple(boxes.shape)}")
@@ -552,7 +550,6 @@ def published_arguments(
 
 
 def _center_point(model: Mapping, encoder: Mapping) -> dict[str, Any]:
-    """Return the arguments of CenterPoint besides its grid and classes."""
     head, flat = model["DENSE_HEAD"], model["BACKBONE_2D"]
     _expect(head, "NAME", "CenterHead")
     _expect(flat, "NAME", "BaseBEVBackbone")
@@ -573,7 +570,6 @@ def _center_point(model: Mapping, encoder: Mapping) -> dict[str, Any]:
 
 
 def _encoder(config: Mapping, name: str) -> dict[str, Any]:
-    """Return the arguments of a 3D backbone, but for its input channels."""
     if name == "VoxelResBackBone8xVoxelNeXt":
         bias = config.get("USE_BIAS")
         return {
@@ -592,7 +588,6 @@ def _encoder(config: Mapping, name: str) -> dict[str, Any]:
 
 
 def _grid(data: Mapping, model: Mapping) -> GridRecipe:
-    """Return how voxels are made, in testing."""
     features = data["POINT_FEATURE_ENCODING"]["used_feature_list"]
     name = "transform_points_to_voxels"
     steps = {step["NAME"]: step for step in data["DATA_PROCESSOR"]}
@@ -610,7 +605,6 @@ def _grid(data: Mapping, model: Mapping) -> GridRecipe:
 
 
 def _head(config: Mapping, class_names: list[str]) -> dict[str, Any]:
-    """Return the classes, the branches and the decoding of a head."""
     if config.get("DOUBLE_FLIP"):
         raise ValueError("DOUBLE_FLIP, four mirrored scans for one, is not here")
     separate = config["SEPARATE_HEAD_CFG"]["HEAD_DICT"]
@@ -632,7 +626,6 @@ def _head(config: Mapping, class_names: list[str]) -> dict[str, Any]:
 
 
 def _decoding(config: Mapping) -> Decoding:
-    """Return the settings of the decoding."""
     after = config["POST_PROCESSING"]
     nms = after["NMS_CONFIG"]
     kinds = ("nms_gpu", "class_specific_nms")
@@ -663,6 +656,5 @@ def _plain(value):
 
 
 def _expect(config: Mapping, key: str, value: str) -> None:
-    """Raise unless an entry that is there has a value."""
     if config.get(key, value) != value:
         raise ValueError(f"{key} must be {value!r} here; got {config[key]!r}")

@@ -77,7 +77,6 @@ def _in_one(conv, norm, activation, x: mx.array) -> mx.array:
 
 
 def _convolved(conv, x: mx.array, weight: mx.array, bias: bool = True) -> mx.array:
-    """Convolve with a given weight, with the bias or without."""
     if isinstance(conv, mlx.nn.ConvTranspose2d):
         # Its stride is its kernel: a matmul, whose channels are then put side by side.
         b, high, wide, _ = x.shape
@@ -291,7 +290,6 @@ class VoxelNeXtHead(mlx.nn.Module):
 
 
 def _heads(classes, branches, heat_convs: int, branch) -> list[mlx.nn.Module]:
-    """Return a module for each head, with a branch of each name."""
     made = []
     for count in classes:
         head = mlx.nn.Module()

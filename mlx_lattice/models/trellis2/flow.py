@@ -117,7 +117,6 @@ class FlowModel(Trellis2Net):
             cast_layers(self.blocks, dtype)
 
     def _rotations(self, rope_freq: tuple[float, float]) -> tuple[float, float]:
-        """Return the frequency and the base of the rotations."""
         return tuple(rope_freq)
 
     def _velocity(
@@ -127,7 +126,6 @@ class FlowModel(Trellis2Net):
         cond: SparseTensor | mx.array,
         cond_lengths: mx.array | None,
     ) -> SparseTensor:
-        """Return the features that the net makes of a tensor's."""
         packed = not isinstance(cond, SparseTensor) and cond.ndim == 2
         if packed and cond_lengths is not None:  # once, not in each block
             cond, cond_lengths = ops.to_sequences(cond, cond_lengths)
@@ -154,7 +152,6 @@ class FlowModel(Trellis2Net):
         return self.out_layer(y).astype(x.dtype)
 
     def _times(self, t: mx.array | float, batches: int) -> mx.array:
-        """Return (B,) or (1,) times."""
         t = mx.array(t) if not isinstance(t, mx.array) else t
         if tuple(t.shape) not in ((), (1,), (batches,)):
             raise ValueError(

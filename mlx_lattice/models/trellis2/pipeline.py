@@ -268,7 +268,6 @@ class Pipeline:
         options: Mapping[str, Mapping[str, Any]] | None,
         **more: Any,
     ) -> Latents:
-        """Return the samples of the stage's sampler."""
         name, sigma_min = self.recipe.samplers[stage]
         sampler = SAMPLERS[name](sigma_min)
         given = {**self.recipe.options[stage], **(options or {}).get(stage, {})}
@@ -290,7 +289,6 @@ class Pipeline:
         return done.samples
 
     def _restored(self, x: SparseTensor, stage: str) -> SparseTensor:
-        """Return latents with their normalisation undone."""
         if stage not in self.recipe.normalisation:
             return x
         mean, std = (mx.array(v) for v in self.recipe.normalisation[stage])
@@ -321,7 +319,6 @@ def nets_of(form: str, texture: bool = True) -> tuple[str, ...]:
 
 
 def _keys(seed: int) -> mx.array:
-    """Return four keys of noise."""
     if whole(seed, "seed") >= 2**64:
         raise ValueError(f"seed must be below 2^64; got {seed}")
     return mx.random.split(mx.random.key(seed), 4)

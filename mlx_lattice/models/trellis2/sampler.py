@@ -234,7 +234,6 @@ def _deviation(x: Latents) -> mx.array:
 
 
 def _scaled(x: Latents, by: mx.array) -> Latents:
-    """Return x with each batch element times its own factor of (B,)."""
     if isinstance(x, SparseTensor):
         by = by[batch_rows(x).batch][:, None]
         return x.replace(x.feats * by.astype(x.dtype))

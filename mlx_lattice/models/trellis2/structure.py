@@ -120,7 +120,6 @@ class StructureNet(Trellis2Net):
             cast_layers([*self.middle_block, *self.blocks], dtype)
 
     def _run(self, x: mx.array, name: str, blocks: Sequence[nn.Module]) -> mx.array:
-        """Return the output layer's (B, C, X, Y, Z), after these blocks."""
         channels = self.input_layer.weight.shape[-1]
         if x.ndim != 5 or x.shape[1] != channels:
             raise ValueError(
@@ -135,7 +134,6 @@ class StructureNet(Trellis2Net):
         return y.transpose(0, 4, 1, 2, 3)
 
     def _on_cells(self, x: SparseTensor, blocks: Sequence[nn.Module]) -> SparseTensor:
-        """Return the output layer's features, after these blocks."""
         y = self.input_layer(x)
         outer = y.dtype
         y = y.astype(torso_dtype(blocks, outer))
