@@ -17,7 +17,6 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes.plan import IN_KERNEL, IN_TILES, Plan, Planner
 from .cpu_extension import extension
-from .runners import Runner
 
 # Rows that the extension has in one tile, at most, and of a line of statistics.
 ONE_TILE, LINE_ROWS = 512, 64
@@ -56,7 +55,6 @@ def _call(function: Callable, p: Problem, edges: Sequence, options: dict) -> Cal
     return call
 
 
-@Runner
 def _blocked_gather_gemm(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the neighbour table; and statistics of its rows."""
     p, edges = plan.problem, (relation.out_in,)
@@ -66,14 +64,12 @@ def _blocked_gather_gemm(plan: Plan, relation: Relation) -> Callable:
     return _call(extension.blocked_gather_gemm, p, edges, _stored(p))
 
 
-@Runner
 def _grouped_gemm(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the kernel-major edges."""
     p, edges = plan.problem, (relation.edges, relation.n_out)
     return _call(extension.grouped_gemm, p, edges, _stored(p))
 
 
-@Runner
 def _relation_traversal(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over each output row's edges (CSR)."""
 
@@ -85,7 +81,6 @@ def _relation_traversal(plan: Plan, relation: Relation) -> Callable:
     return _call(extension.relation_traversal, p, edges, _stored(p))
 
 
-@Runner
 def _native_pointwise(plan: Plan, relation: Relation) -> Callable:
     """Return x @ W[0]."""
     p = plan.problem
@@ -95,7 +90,6 @@ def _native_pointwise(plan: Plan, relation: Relation) -> Callable:
     return lambda x, w, *added: call(x, w.squeeze(0), *added)
 
 
-@Runner
 def _native_pointwise_weight_grad(plan: Plan, relation: Relation) -> Callable:
     """Return x.T @ dy."""
     options = _of_gradient(plan.problem)
@@ -103,7 +97,6 @@ def _native_pointwise_weight_grad(plan: Plan, relation: Relation) -> Callable:
     return lambda x, dy, _=None: gradient(x, dy, **options)
 
 
-@Runner
 def _edge_weight_grad(plan: Plan, relation: Relation) -> Callable:
     """Return dW over the kernel-major edges."""
     gradient = getattr(extension, f"{plan.kernel}_weight_grad")
@@ -111,7 +104,6 @@ def _edge_weight_grad(plan: Plan, relation: Relation) -> Callable:
     return lambda x, dy, _=None: gradient(x, dy, *edges, **options)
 
 
-@Runner
 def _quantized_pointwise(plan: Plan, relation: Relation) -> Callable:
     """Return x @ W[0], weights unpacked into panels."""
     p = plan.problem
@@ -125,14 +117,12 @@ def _quantized_pointwise(plan: Plan, relation: Relation) -> Callable:
     return _call(function, p, (), options)
 
 
-@Runner
 def _quantized_sorted(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the neighbour table."""
     p = plan.problem
     return _call(extension.quantized_sorted, p, (relation.out_in,), _stored(p))
 
 
-@Runner
 def _quantized_traversal(plan: Plan, relation: Relation) -> Callable:
     """Return y, in tiles over the kernel-major edges of any relation."""
     p, edges = plan.problem, (relation.edges, relation.n_out)
@@ -142,7 +132,7 @@ def _quantized_traversal(plan: Plan, relation: Relation) -> Callable:
 def _planner(
     name: str,
     view: str,
-    run,
+    bind,
     grad_view: str = "",
     gradient=None,
     sums_moments: bool = False,
@@ -157,7 +147,7 @@ def _planner(
         facts = {"epilogue": IN_KERNEL if problem.epilogue else "", "weights": weights}
         if sums_moments and problem.sums_moments and problem.n_out > ONE_TILE:
             facts["moments"] = -(-problem.n_out // LINE_ROWS)
-        return Plan(problem, CPU, name, view, run, **facts)
+        return Plan(problem, CPU, name, view, bind, **facts)
 
     plan.__doc__ = f"Plan {name} by the extension."
     return plan

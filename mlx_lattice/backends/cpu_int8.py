@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from ..devices import CPU, Device
@@ -18,22 +20,21 @@ def int8_blocked(problem: Problem, device: Device) -> Plan:
     weights = integers_unpacked(problem)
     facts = {"epilogue": IN_KERNEL, "weights": weights}
     view = "none" if problem.pointwise else "out_in"
-    return Plan(problem, CPU, "int8_blocked", view, _run, **facts)
+    return Plan(problem, CPU, "int8_blocked", view, _bind, **facts)
 
 
-def _run(
-    plan: Plan,
-    relation: Relation,
-    x: mx.array,
-    w: IntegerWeight,
-    *after: mx.array | None,
-) -> mx.array:
+def _bind(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, in tiles over the neighbour table, or over the rows themselves."""
     p = plan.problem
     options = {"activation": p.integer.act.code, "dtype": DTYPES[p.dtype]}
     options["groups"] = p.groups
-    arrays = w.values, None if p.pointwise else relation.out_in, *after
-    return extension.int8_blocked(x, *arrays, w.multipliers, **options)
+    table = None if p.pointwise else relation.out_in
+
+    def call(x: mx.array, w: IntegerWeight, *after: mx.array | None) -> mx.array:
+        arrays = w.values, table, *after
+        return extension.int8_blocked(x, *arrays, w.multipliers, **options)
+
+    return call
 
 
 def quantise(x: mx.array, scale: mx.array) -> mx.array:

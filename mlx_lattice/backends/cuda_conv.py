@@ -34,7 +34,7 @@ from . import cuda_tiles, cuda_weight_grad
 from .cuda_tables import sorted_arrays
 from .cuda_tiles import EPILOGUE_FILES, finishing_kernel, whole_channels
 from .gpu_kernel import THREADS, GpuKernel, Interface, blocks_for
-from .runners import Runner, per_row, sorted_tiles
+from .runners import per_row, sorted_tiles
 from .signatures import (
     PER_ROW,
     PER_ROW_OF_EDGES,
@@ -355,18 +355,16 @@ def _tiles_kernel(p: Problem, cut: _Cut) -> GpuKernel:
     )
 
 
-@Runner
 def _unpacked_once(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over floats."""
-    call = sorted_tiles.settle(plan, relation)
+    call = sorted_tiles(plan, relation)
     return lambda x, w, *added: call(x, unpacked_weights(w), *added)
 
 
-@Runner
 def _prepared(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over prepared weights."""
     read = replace(plan, reads_stored=False)  # what is prepared is kernel-major
-    call, prepare = sorted_tiles.settle(read, relation), _preparing(plan.problem)
+    call, prepare = sorted_tiles(read, relation), _preparing(plan.problem)
     return lambda x, w, *added: call(x, prepare([w])[0], *added)
 
 

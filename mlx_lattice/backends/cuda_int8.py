@@ -36,7 +36,6 @@ from .cuda_tables import sorted_arrays
 from .cuda_tiles import Tile, whole_channels
 from .gpu_joins import padded
 from .gpu_kernel import THREADS, GpuKernel, Interface
-from .runners import Runner
 from .signatures import ADD_SPLITS, SORTED_TILES, W_OFFSET, W_ROW, kept, rounded_up
 
 _SIZES = {
@@ -189,7 +188,7 @@ def _as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
         CUDA,
         "int8_sorted",
         "sorted",
-        _run,
+        _bind,
         variant=tile.variant,
         tile=(tile.rows, tile.width),
         splits=splits,
@@ -269,8 +268,7 @@ def unpacker(shape: tuple[int, ...], group_size: int):
     return kernel.launcher((True, True), [out], (threads,))
 
 
-@Runner
-def _run(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+def _bind(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over sorted rows; splits are added in order."""
     p, view, (dispatch,) = plan.problem, plan.read(relation), plan.dispatches
     n, c_y = relation.n_out, p.channels[1]

@@ -53,11 +53,15 @@ def _cut_rows(relation: Relation) -> tuple[mx.array, mx.array]:
     return relation.view(name, lambda: pieces(starts, len(edges)))
 
 
-def _in_pieces(plan, relation, x, w, bias):
+def _in_pieces(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by float32 sums of pieces of rows, added in order."""
-    sums = per_row(plan, relation, x, w, None)
-    y = GpuReductions(METAL).sum_segments(sums, _cut_rows(relation)[1])
-    return (y if bias is None else y + bias).astype(x.dtype)
+    sums, pieces_of_rows = per_row(plan, relation), _cut_rows(relation)[1]
+
+    def call(x, w, bias=None) -> mx.array:
+        y = GpuReductions(METAL).sum_segments(sums(x, w), pieces_of_rows)
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    return call
 
 
 def _by_rows(
@@ -92,7 +96,7 @@ def _by_rows(
     threads = dispatches and fitting_threadgroup((*dispatches[0].grid, 1)[:3])
     plan = {
         "view": "out_in",
-        "run": per_row,
+        "bind": per_row,
         "read": table,
         "variant": "" if gpu.symbol == name else gpu.symbol,
         "sizes": tuple(sizes.items()),
@@ -127,7 +131,7 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
         # A row may have many edges, which one thread would add up.
         most, out = SEGMENT_CUTS["piece"], mx.float32
         sums = p.rows_written + ceil_div(edges, most), p.channels[1]
-        facts |= {"read": _pieces, "run": _in_pieces, "partials": sums}
+        facts |= {"read": _pieces, "bind": _in_pieces, "partials": sums}
         facts["scratch"] = 4 * sums[0] * sums[1]
     template = {"T": dtype, "OUT": out, "TRANSPOSED": p.rows_are_summed}
     gpu = kernel(f"{name}_csr", TRAVERSAL, PER_ROW_OF_EDGES, **template)
@@ -257,16 +261,21 @@ def fp32_atomic(p: Problem, device: Device) -> Plan:
     )
 
 
-def _add_edges(plan, relation, x, w, bias):
+def _add_edges(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by atomic addition of edges: the order of sums is not fixed."""
-    edges, sizes, parts = relation.edges, dict(plan.sizes), []
+    edges, sizes = relation.edges, dict(plan.sizes)
     out = [((relation.n_out, plan.problem.channels[1]), mx.float32)]
-    for d in plan.dispatches:
-        # If edges were not counted, the plan has room for the most.
-        count = min(d.count, len(edges) - d.first)
-        if count > 0:
-            inputs, grid = [x, w, edges], (d.grid[0], count)
-            sizes["first"] = d.first
-            parts += plan.gpu(inputs, out, grid, plan.threadgroup, fill=0, **sizes)
-    y = sum(parts[1:], parts[0]) if parts else mx.zeros(out[0][0])
-    return y if bias is None else y + bias
+
+    def call(x, w, bias=None) -> mx.array:
+        parts = []
+        for d in plan.dispatches:
+            # If edges were not counted, the plan has room for the most.
+            count = min(d.count, len(edges) - d.first)
+            if count > 0:
+                inputs, grid = [x, w, edges], (d.grid[0], count)
+                sizes["first"] = d.first
+                parts += plan.gpu(inputs, out, grid, plan.threadgroup, fill=0, **sizes)
+        y = sum(parts[1:], parts[0]) if parts else mx.zeros(out[0][0])
+        return y if bias is None else y + bias
+
+    return call

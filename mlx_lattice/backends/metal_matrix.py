@@ -54,7 +54,7 @@ from .metal_tiles import (
     tiles_of,
     tiles_together,
 )
-from .runners import Runner, sorted_tiles
+from .runners import sorted_tiles
 from .signatures import (
     ADD_SPLITS,
     SORTED_TILES,
@@ -284,7 +284,7 @@ def _floats_as_cut(p: Problem, name: str, cut: Cut) -> Plan:
         name,
         gpu,
         strides(p, p.layout, interface),
-        run=sorted_tiles,
+        bind=sorted_tiles,
         variant=variant,
         moments=lines,
         epilogue=where if p.epilogue else "",
@@ -349,7 +349,7 @@ def _integers_as_cut(p: Problem, cut: Cut) -> Plan:
         name,
         gpu,
         {W_OFFSET: c_y * stored, W_ROW: stored},
-        run=_run_integers,
+        bind=_bind_integers,
         variant=variant,
         epilogue=IN_SUM if is_split else IN_KERNEL,
         weights=integers_unpacked(p),
@@ -370,10 +370,9 @@ def _integer_kernel(tile: SortedTile) -> tuple[str, tuple[str, ...], dict[str, V
     return name, (*INTEGER_FILES, SIMDGROUP_FILES[-1], name), own
 
 
-@Runner
-def _run_integers(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+def _bind_integers(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y by tiles over sorted rows; int4 weights become int8 before."""
-    call = sorted_tiles.settle(plan, relation)
+    call = sorted_tiles(plan, relation)
 
     def called(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
         values = w.values

@@ -7,6 +7,8 @@ single matmul on a GPU has float32 sums of its own.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import mlx.core as mx
 
 from .. import devices
@@ -272,23 +274,16 @@ def padded_features(x: mx.array, w: QuantizedWeight, groups: int) -> mx.array:
 EXACT = 2**24 // MOST**2 // 8 * 8  # channels whose products float32 adds up exactly
 
 
-def _integers(
-    plan: Plan,
-    relation: Relation,
-    x: mx.array,
-    w: IntegerWeight,
-    scale: mx.array,
-    shift: mx.array | None,
-    residual: mx.array | None,
-    residual_scale: mx.array | None,
-    out_inverse: mx.array | None,
-    row_scales: mx.array | None,
-) -> mx.array:
+def _integers(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y: an offset at a time, its rows gathered, multiplied and added."""
     p = plan.problem
-    sums = _integer_sums(x, w, relation, p.groups, row_scales)
-    after = scale, shift, residual, residual_scale, out_inverse
-    return finished(sums, p.integer, DTYPES[p.dtype], *after)
+
+    def call(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
+        *after, row_scales = added
+        sums = _integer_sums(x, w, relation, p.groups, row_scales)
+        return finished(sums, p.integer, DTYPES[p.dtype], *after)
+
+    return call
 
 
 def _integer_sums(
@@ -332,28 +327,32 @@ def _integer_products(x: mx.array, w: mx.array, groups: int) -> mx.array:
 # Plans
 
 
-def _run(forward, gradient):
-    """Return what executes a plan: a contraction, then the bias; or dW."""
+def _binder(forward, gradient) -> Callable[[Plan, Relation], Callable]:
+    """Return the ``bind`` of a plan: a contraction, then the bias; or dW."""
 
-    def run(plan: Plan, relation: Relation, a, b, bias=None) -> mx.array:
+    def bind(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         p = plan.problem
-        if p.pass_ == WEIGHT_GRAD:
-            return gradient(a, b, relation, p.groups).astype(a.dtype)
-        y = forward(a, b, relation, p.groups, p.transposed)
-        return y if bias is None else y + bias
 
-    return run
+        def call(a, b, bias=None) -> mx.array:
+            if p.pass_ == WEIGHT_GRAD:
+                return gradient(a, b, relation, p.groups).astype(a.dtype)
+            y = forward(a, b, relation, p.groups, p.transposed)
+            return y if bias is None else y + bias
+
+        return call
+
+    return bind
 
 
 def _planner(
     name: str, view: str, forward, gradient=None, count=None, scratch=None
 ) -> Planner:
     """Return the planner of a route that MLX operations run."""
-    run = _run(forward, gradient)
+    bind = _binder(forward, gradient)
 
     def plan(problem: Problem, device: Device) -> Plan:
         held = scratch(problem, device) if scratch else 0
-        return Plan(problem, MLX, name, view, run, count=count, scratch=held)
+        return Plan(problem, MLX, name, view, bind, count=count, scratch=held)
 
     plan.__doc__ = f"Plan {name} in MLX operations."
     return plan
@@ -394,7 +393,7 @@ def quantized_pointwise(problem: Problem, device: Device) -> Plan:
         MLX,
         "quantized_pointwise",
         "none",
-        _run(_quantized_pointwise, None),
+        _binder(_quantized_pointwise, None),
         weights=UNPACKED_ONCE if unpacks else "",
         scratch=problem.dense_weight_bytes if unpacks else 0,
     )

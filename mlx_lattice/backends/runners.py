@@ -145,26 +145,6 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
     return parts[0] if len(parts) == 1 else mx.concatenate(parts)
 
 
-class Runner:
-    """The ``run`` of a Plan in two steps: what is settled for a relation, then calls.
-
-    Args:
-        settle: ``settle(plan, relation)`` reads the view and returns
-            ``call(x, w, bias)``, which holds the view and not the relation. Where the
-            plan has an epilogue, its arrays take the place of the bias, those that
-            there are or all, in order, with None for others.
-    """
-
-    def __init__(self, settle: Callable[[Plan, Relation], Callable[..., mx.array]]):
-        self.settle = settle
-        self.__doc__ = settle.__doc__
-
-    def __call__(self, plan: Plan, relation: Relation, *arrays) -> mx.array:
-        """Settle and call at once."""
-        return self.settle(plan, relation)(*arrays)
-
-
-@Runner
 def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
 
@@ -206,7 +186,6 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     return call
 
 
-@Runner
 def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
 
@@ -298,7 +277,6 @@ def _dispatched(
     return tuple(made)
 
 
-@Runner
 def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     """Return dW by a kernel of the interface WEIGHT_GRAD.
 

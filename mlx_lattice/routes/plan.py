@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -14,7 +14,6 @@ from ..channel_groups import block_diagonal, diagonal_blocks
 from ..devices import CPU, CUDA, METAL
 from ..dtypes import DTYPES
 from ..problem import KERNEL_MAJOR, WEIGHT_GRAD, Problem
-from ..quantized import QuantizedWeight
 from ..relation import Relation
 from . import thresholds
 
@@ -37,6 +36,7 @@ EXPANDED = "{} in one block-diagonal weight"
 PROOF_SPLITS = 3
 
 Count = Callable[["Plan", Relation | None], int | None]
+Bind = Callable[["Plan", Relation], Callable[..., mx.array]]
 
 
 class Dispatch(NamedTuple):
@@ -73,7 +73,7 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a launch needs; ``run`` executes it and decides nothing.
+    """All that a launch needs; ``bind`` decides nothing.
 
     Attributes:
         problem: the facts that it was made from.
@@ -81,10 +81,9 @@ class Plan:
         kernel: the entry symbol, which is the route's name.
         view: the view of the relation that is read: "out_in", "sorted", "edges",
             "output_csr", "kernel_csr", or "none".
-        run: executes the plan: ``run(plan, relation, x, w, bias)`` returns y, and
-            ``run(plan, relation, x, dy, None)`` dW. ``relation`` is that of the pass:
-            transposed for an input gradient. Where it has ``settle(plan, relation)``,
-            that returns ``call(x, w, bias)`` for one relation.
+        bind: ``bind(plan, relation)`` reads the view and returns ``call``:
+            ``call(x, w, bias)`` is y, and ``call(x, dy)`` dW. ``relation`` is that of
+            the pass: transposed for an input gradient. Only MLX operations hold it.
         variant: which of the kernel's variants, where it has several.
         tile: rows and columns of a tile of the result, where there are tiles.
         region: rows that are sorted among themselves, of Metal's sorted tiles; else 0.
@@ -94,12 +93,12 @@ class Plan:
         partials: shape of the float32 partial sums; () where there are none.
         placed: whether tiles of sorted rows are written to the rows' own places in y.
         moments: lines of statistics of y's rows that the kernels write beside it, for a
-            norm: then ``run`` returns y and (moments, 3, C_y) float32. 0: none.
+            norm: then ``call`` returns y and (moments, 3, C_y) float32. 0: none.
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
         epilogue: where the problem's epilogue is computed: "in the kernel", "in the
             launch that adds the splits", "a launch after", "MLX operations after"; ""
-            where it has none. For the first two ``run`` takes its arrays in the place
+            where it has none. For the first two ``call`` takes its arrays in the place
             of the bias.
         then: computes an epilogue after the kernel, where there is one:
             ``then(sums, facts, *arrays)``.
@@ -132,7 +131,7 @@ class Plan:
     backend: str
     kernel: str
     view: str
-    run: Callable[..., mx.array] = field(repr=False)
+    bind: Bind = field(repr=False)
     variant: str = ""
     tile: tuple[int, int] | None = None
     region: int = 0
@@ -164,26 +163,34 @@ class Plan:
     )
     proof: Proof | None = field(default=None, repr=False, compare=False)
 
-    def __call__(
-        self,
-        relation: Relation | None,
-        x: mx.array,
-        w: mx.array | QuantizedWeight,
-        *added: mx.array,
-    ) -> mx.array:
+    def __call__(self, relation: Relation | None, *arrays) -> mx.array:
         """Execute the plan.
 
         Args:
             relation: that of the pass: transposed for an input gradient.
-            x: (N_in, C_x) features, of the pass.
-            w: the layer's weight, packed, or with three axes in the problem's layout;
-                for a weight gradient dy, (N_out, C_out).
-            *added: (C_y,), added to every row, or nothing; or the arrays of the
-                problem's epilogue.
+            *arrays: (N_in, C_x) features, of the pass; the layer's weight, packed, or
+                with three axes in the problem's layout, for a weight gradient dy,
+                (N_out, C_out); (C_y,), added to every row, or nothing; or the arrays
+                of the problem's epilogue.
         """
+        return self._execute(self.bind(self, relation), relation, *arrays)
+
+    def bound(self, relation: Relation) -> Callable[..., mx.array]:
+        """Return ``launch(relation, *arrays)``, this plan for repeated calls.
+
+        It does not hold the relation, which keeps it.
+        """
+        if self.backend == MLX:
+            return self
+        return partial(self._execute, self.bind(self, relation))
+
+    def _execute(
+        self, call: Callable[..., mx.array], _: Relation | None, x, w, *added
+    ) -> mx.array:
+        """Return what ``call`` does, of the weight that it takes, with what follows."""
         layout, groups = self.problem.layout, self.expanded
         if self.problem.pass_ == WEIGHT_GRAD:
-            dw = self.run(self, relation, x, w, None)
+            dw = call(x, w)
             dw = dw.transpose(2, 0, 1) if self.transposes else dw
             return dw if groups == 1 else diagonal_blocks(dw, groups, layout)
         if self.dequantised:
@@ -193,32 +200,18 @@ class Plan:
         if self.transposes:
             w = w.transpose(1, 2, 0)
         if self.problem.integer:
-            return self.run(self, relation, x, w, *self.problem.integer.named(added))
+            return call(x, w, *self.problem.integer.named(added))
         after = self.problem.epilogue
         if after is None:
-            return self.run(self, relation, x, w, *added or (None,))
+            return call(x, w, *added)
         given = after.named(added)
         if self.then is None:
-            return self.run(self, relation, x, w, *given)
-        return self.then(self.run(self, relation, x, w, None), after, *given)
-
-    def bound(self, relation: Relation) -> Callable[..., mx.array]:
-        """Return ``launch(relation, x, w, *added)``, this plan for repeated calls.
-
-        It holds views of the relation and not the relation, which keeps it.
-        """
-        settle = getattr(self.run, "settle", None)
-        if settle is None:
-            return self
-        call = settle(self, relation)
-        expands = self.dequantised or self.expanded > 1 or self.transposes
-        if not (expands or self.problem.epilogue or self.problem.integer):
-            return lambda _, *arrays: call(*arrays)
-        return replace(self, run=lambda _plan, _relation, *arrays: call(*arrays))
+            return call(x, w, *given)
+        return self.then(call(x, w), after, *given)
 
     @property
     def layout(self) -> str:
-        """The layout of the weight, or its gradient, that ``run`` takes or returns."""
+        """The layout of the weight, or its gradient, that ``call`` takes or returns."""
         return self.problem.layout if self.reads_stored else KERNEL_MAJOR
 
     @cached_property

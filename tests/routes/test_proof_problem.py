@@ -77,7 +77,7 @@ def test_the_kernel_that_is_tried_is_the_kernel_that_runs():
         small = plan.proof.again(trial.problem)
         assert small.gpu == plan.gpu and small.tile == plan.tile, plan
         assert (small.splits > 1) == (plan.splits > 1)
-        assert small.weights == plan.weights and small.run is plan.run
+        assert small.weights == plan.weights and small.bind is plan.bind
         # A full column of tiles, and a tail; the narrow one has 32 channels at most.
         narrow = plan.gpu.symbol == "grouped_gemm" and small.tile == (64, 32)
         wide, high = small.problem.channels[1], small.tile[1]
