@@ -98,11 +98,7 @@ def elu(alpha: float) -> Activation | None:
 
 @lru_cache(maxsize=256)
 def named(called: str) -> Activation:
-    """Return an activation by what it is called; "" is none.
-
-    Raises:
-        ValueError: there is no such activation.
-    """
+    """Return an activation by what it is called; "" is none. Raises a ValueError."""
     if called in _ALL:
         return _ALL[called]
     found = _WITH_SLOPE.fullmatch(called)

@@ -12,15 +12,9 @@ import mlx.core as mx
 
 
 def array_of(value: object, name: str, dtype: mx.Dtype | None = None) -> mx.array:
-    """Return an MLX array of what is one already, of an array of NumPy, or of a list.
+    """Return an MLX array of an array of MLX or NumPy, or of a list.
 
-    Args:
-        value: what was given. An array of MLX is returned as it is.
-        name: the argument's, for the sentence.
-        dtype: of what is made.
-
-    Raises:
-        TypeError: it is none of these, or MLX has no such numbers.
+    Raises a TypeError that names the argument for anything else.
     """
     if isinstance(value, mx.array):
         return value

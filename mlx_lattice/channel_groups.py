@@ -12,13 +12,8 @@ from .problem import KERNEL_MAJOR
 def block_diagonal(w: mx.array, groups: int, layout: str) -> mx.array:
     """Return the dense weight of a grouped one, with zeros between groups.
 
-    Args:
-        w: (K, C_in / groups, C_out), or (C_out, K, C_in / groups) in MLX's layout.
-        groups: channel groups.
-        layout: which of the two.
-
-    Returns:
-        (K, C_in, C_out), or (C_out, K, C_in).
+    (K, C_in / groups, C_out) becomes (K, C_in, C_out). In MLX's layout
+    (C_out, K, C_in / groups) becomes (C_out, K, C_in).
     """
     if layout == KERNEL_MAJOR:
         volume, width, c_out = w.shape
@@ -49,10 +44,7 @@ def diagonal_blocks(dw: mx.array, groups: int, layout: str) -> mx.array:
 
 @lru_cache(maxsize=64)
 def _is_inside(groups: int, c_out: int, layout: str) -> mx.array:
-    """Return whether an output channel belongs to a group, to broadcast with a weight.
-
-    The mask is (groups, 1, C_out), or (C_out, 1, groups, 1) in MLX's layout.
-    """
+    """Return the (groups, 1, C_out) mask of channels, or (C_out, 1, groups, 1)."""
     each, outputs, all_groups = c_out // groups, range(c_out), range(groups)
     # Made of lists, without an operation: the array outlives a trace of mx.compile.
     if layout == KERNEL_MAJOR:

@@ -105,11 +105,7 @@ def activated_sum(
 ) -> mx.array:
     """Return ``act(x + bias + residual)`` in one launch, and one back.
 
-    Args:
-        x: (N, C).
-        act: the activation, or none.
-        bias: (C,) of a floating dtype, or None.
-        residual: (N, C) of the dtype of x, or None.
+    x and residual are (N, C) of one dtype, bias is (C,).
     """
     if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
         return x if residual is None else x + residual

@@ -10,13 +10,9 @@ AXES = (1, 2, 3, 4)  # how many spatial axes there may be
 
 
 def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int:
-    """Return an int, of Python or NumPy, of at least ``least``.
+    """Return an int, of Python or NumPy, of at least ``least``, or raise.
 
     ``kind`` says what it must be.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is less.
     """
     try:
         number = None if isinstance(value, bool) else index(value)
@@ -30,11 +26,7 @@ def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int
 
 
 def spatial_axes(dims: object) -> int:
-    """Return how many spatial axes there are.
-
-    Raises:
-        ValueError: it is not an int from 1 to 4.
-    """
+    """Return how many spatial axes there are, 1 to 4, or raise a ValueError."""
     if type(dims) is int and dims in AXES:
         return dims
     try:
@@ -49,23 +41,14 @@ def spatial_axes(dims: object) -> int:
 
 
 def one_of(value: str, known: Sequence[str], name: str) -> str:
-    """Return a value that is one of some.
-
-    Raises:
-        ValueError: it is none of them.
-    """
+    """Return a value that is one of some, or raise a ValueError."""
     if value not in known:
         raise ValueError(f"{name} must be one of {tuple(known)}; got {value!r}")
     return value
 
 
 def heads_of(channels: int, num_heads: object) -> int:
-    """Return the number of heads of an attention over so many channels.
-
-    Raises:
-        TypeError: it is not an int.
-        ValueError: it is less than 1, or does not divide the channels.
-    """
+    """Return the number of heads of an attention over so many channels, or raise."""
     heads = whole(num_heads, "num_heads", 1)
     if channels % heads:
         raise ValueError(
@@ -75,12 +58,7 @@ def heads_of(channels: int, num_heads: object) -> int:
 
 
 def real(value: object, name: str, least: float = -math.inf) -> float:
-    """Return a finite number, of Python, NumPy or MLX, of at least ``least``.
-
-    Raises:
-        TypeError: it is not a number.
-        ValueError: it is less, or not finite.
-    """
+    """Return a finite number, of Python, NumPy or MLX, of at least ``least``."""
     if type(value) is float and least <= value < math.inf:
         return value
     number = value
@@ -107,11 +85,7 @@ def each_axis(value: object, dims: int) -> tuple:
 
 
 def real_axes(value: object, dims: int, name: str) -> tuple[float, ...]:
-    """Return a finite number for each of ``dims`` axes, of one or of as many.
-
-    Raises:
-        ValueError: they are others in number, or one is no finite number.
-    """
+    """Return a finite number for each axis, of one or of ``dims``, or raise."""
     axes = each_axis(value, dims)
     axes = [v.tolist() if hasattr(v, "tolist") else v for v in axes]
     right = [isinstance(v, int | float) and not isinstance(v, bool) for v in axes]
@@ -123,11 +97,7 @@ def real_axes(value: object, dims: int, name: str) -> tuple[float, ...]:
 
 
 def flag(value: object, name: str) -> bool:
-    """Return a bool, or an int of 0 or 1.
-
-    Raises:
-        TypeError: it is none, such as an array that was meant for a parameter.
-    """
+    """Return a bool, or an int of 0 or 1; raise a TypeError for anything else."""
     if not isinstance(value, int) or value not in (0, 1):
         raise TypeError(
             f"{name} must be True or False; got {type(value).__name__}. Values are set "

@@ -134,7 +134,6 @@ class Compiled:
         return result
 
     def __reduce__(self) -> tuple:
-        """Return how a compiled module is copied and pickled: with no traces."""
         if not isinstance(self.function, Module):
             raise TypeError(
                 "a compiled function is not copied or pickled: which copies its state "
@@ -144,7 +143,6 @@ class Compiled:
         return Compiled, (self.function, None, None, self.keep)
 
     def __len__(self) -> int:
-        """Return how many coordinate sets and shapes are kept."""
         return len(self._traces)
 
     def clear(self) -> None:
@@ -185,11 +183,7 @@ def _dropped(compiled: ref[Compiled], key: tuple, _: ref) -> None:
 
 
 class _Trace:
-    """A function, compiled for one coordinate set when it is first called.
-
-    Attributes:
-        held: references to the coordinate managers, which drop it with them.
-    """
+    """One compiled graph and the state that it captured."""
 
     def __init__(self, function: Callable, inputs, outputs):
         self._function, self._inputs = function, inputs

@@ -47,14 +47,12 @@ class CoordinateKey:
         return self
 
     def __reduce__(self) -> tuple:
-        """Refuse: a serial may name another set elsewhere."""
         raise TypeError(
             "a CoordinateKey names a set of one manager, and is not pickled. Pickle a "
             "tensor, whose copy has a key, or the manager"
         )
 
     def __repr__(self) -> str:
-        """Return ``#3 at stride 2``, or ``2x1x1``."""
         return f"#{self.serial} at stride {stride_text(self.stride)}"
 
 
@@ -106,7 +104,6 @@ class CoordinateSet:
         return self._rows
 
     def __reduce__(self) -> tuple:
-        """Return how it is copied and pickled: its rows, and what was read of them."""
         facts = self.stride, self.spatial_shape, self.declared_batch_size
         names = "is_kept", "is_sorted", "settled", "_bounds", "_repeat"
         known = {name: getattr(self, name) for name in names}
@@ -194,11 +191,7 @@ class CoordinateSet:
 
     @property
     def index(self) -> RowIndex:
-        """The look-up of its rows. Checks range and uniqueness the first time.
-
-        Raises:
-            ValueError: a batch index is out of range, or a row comes twice.
-        """
+        """The look-up of its rows. Checks range and uniqueness the first time."""
         if not self.settled:
             settle([self])
         return self.lookup
@@ -235,11 +228,7 @@ class CoordinateSet:
             self.lookup = index  # which may have sorted its rows again
 
     def check(self) -> None:
-        """Check range and uniqueness by what was learnt.
-
-        Raises:
-            ValueError: a batch index is out of range, or a row comes twice.
-        """
+        """Raise a ValueError that says what is wrong with the rows."""
         self._check_range()
         if self._repeat is not None and not self.trusted:
             first, second = self._repeat
@@ -292,14 +281,9 @@ class OfPairs:
 
 @built_by_one
 def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
-    """Read what is not known yet of sets. Waits for the device once.
+    """Read what is not known yet of sets; return the values of ``more``, small arrays.
 
-    Args:
-        sets: the sets; all of them are launched before the wait.
-        more: small arrays to read at the same time.
-
-    Returns:
-        The values of ``more``.
+    Waits for the device once, after all sets are launched.
     """
     unread = [each.unread for each in sets]
     wanted = [*itertools.chain(*unread), *more]
@@ -327,11 +311,7 @@ def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
 
 @built_by_one
 def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
-    """Check sets that were not checked yet; see ``learn``.
-
-    Raises:
-        ValueError: what is wrong with a set.
-    """
+    """Check sets that were not checked yet; see ``learn``. Raises a ValueError."""
     values = learn(sets, *more)
     for each in sets:
         if not each.settled:  # by another thread, meanwhile
@@ -408,12 +388,7 @@ def _ratio(value: object) -> int | Fraction | None:
 
 
 def check_batch_size(batch_size: object) -> int | None:
-    """Return a number of batch elements as an int, or raise; None is for unknown.
-
-    Raises:
-        TypeError: it is no integer.
-        ValueError: it is negative.
-    """
+    """Return a number of batch elements as an int, or raise; None is for unknown."""
     if batch_size is None:
         return None
     kind = "an int, or None for the greatest batch index + 1"

@@ -49,10 +49,7 @@ def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
 
 
 def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
-    """Whether each row has one edge to the rows of a forward convolution.
-
-    A grid whose extents are no multiples of the stride is cut where cells reach out.
-    """
+    """Whether each row has one edge to the rows of a forward convolution."""
     if fine.spatial_shape is None or not spec.fills_cell:
         return spec.fills_cell
     pairs = zip(fine.spatial_shape, spec.stride, strict=True)
@@ -289,7 +286,6 @@ class CoordinateManager:
         return deepcopy(self)
 
     def __reduce__(self) -> tuple:
-        """Return how it is copied and pickled: its sets, and no relations."""
         return copied_manager, (self.one, tuple(map(self.links, self.sets)))
 
     # Sets that rules make of others
@@ -715,10 +711,7 @@ class CoordinateManager:
 def _levels(
     source: CoordinateSet, strides: Sequence[tuple[int, ...]]
 ) -> list[tuple[mx.array, Bounds, tuple, tuple[int, ...] | None]]:
-    """Return (rows, box, stride, spatial_shape) of each of a chain of cells.
-
-    Checks the set, and reads all sizes at once where the backend can.
-    """
+    """Return (rows, box, stride, spatial_shape) of each of a chain of cells."""
     steps, sizes, shapes = [], [], []
     step, size, shape = (1,) * len(strides[0]), source.stride, source.spatial_shape
     for stride in strides:
@@ -763,7 +756,6 @@ class OneManager:
     """
 
     def __reduce__(self) -> tuple:
-        """Copy and pickle as a new manager without sets."""
         return Copied, ()
 
 

@@ -216,12 +216,9 @@ class Score(NamedTuple):
 def scores(
     net: mlx.nn.Module, batches: list, right: Callable[[mlx.nn.Module], float]
 ) -> dict[str, Score]:
-    """Score a trained net in every scheme.
+    """Return the score of a trained net in every scheme, calibrated on ``batches``.
 
-    Args:
-        net: in float32.
-        batches: inputs of its calibration.
-        right: returns the share of a net's results that are right.
+    ``right(net)`` is the share of right results.
     """
     found = {}
     for name, (bits, activations) in SCHEMES.items():

@@ -116,11 +116,7 @@ def teach(
 ) -> None:
     """Train a net, on one turned scan in each step; rare classes count more.
 
-    Args:
-        net: its results are scores of classes.
-        scans: taken in turn.
-        steps: number of steps.
-        tell: called with the loss of each step.
+    ``tell`` is called with the loss of each step.
     """
     shown = []
     for scan in scans:

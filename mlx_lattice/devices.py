@@ -104,11 +104,7 @@ PROFILES = {d.name: d for d in [*_apple(), *_CUDA, _this_cpu()]}
 
 
 def profile(name: str | Device) -> Device:
-    """Return the profile of a name such as "m5-max", "h200" or "cpu".
-
-    Raises:
-        ValueError: no profile has that name.
-    """
+    """Return the profile of a name such as "m5-max", "h200" or "cpu", or raise."""
     if isinstance(name, Device):
         return name
     try:
@@ -138,11 +134,7 @@ def metal(where: str) -> Iterator[None]:
 
 
 def metal_on_host() -> bool:
-    """Whether Metal kernels are to run on the CPU.
-
-    Raises:
-        ValueError: the environment variable has another value.
-    """
+    """Whether Metal kernels are to run on the CPU."""
     named = settings.current().metal or settings.environment["MLX_LATTICE_METAL"]
     if named and named != "host":
         raise ValueError(f"MLX_LATTICE_METAL must be 'host' or empty; got {named!r}")
@@ -222,9 +214,7 @@ def from_metal_info(info: dict, darwin: str) -> Device:
 def from_cuda_name(name: str, major: int = 8) -> Device:
     """Return the profile of an NVIDIA device name; unknown ones share a safe row.
 
-    Args:
-        name: what MLX says of the GPU.
-        major: of its compute capability: 9 is Hopper, whose kernels are its own.
+    ``major`` is of the compute capability: 9 is Hopper, whose kernels are its own.
     """
     for device in _CUDA:
         if device.name in name.lower():

@@ -25,12 +25,7 @@ def checkout() -> Path | None:
 
 
 def install(extra: str = "", options: str = "") -> str:
-    """Say how to install the package again, or with an extra.
-
-    Args:
-        extra: "cpu", "cuda", "demo" or another of ``pyproject.toml``.
-        options: of pip.
-    """
+    """Say how to install the package again, or with an extra, with options of pip."""
     at, target = ("run in the project's folder", ".") if checkout() else ("run", NAME)
     target = f'"{target}[{extra}]"' if extra else target
     return f"{at}: " + " ".join(filter(None, ("pip install", options, target)))

@@ -75,11 +75,7 @@ class EpilogueFacts:
         )
 
     def named(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
-        """Return all ``ARRAYS``, None for what there is not.
-
-        Args:
-            arrays: those that there are, in order; or none at all.
-        """
+        """Return all ``ARRAYS``, None for each that is missing."""
         return [arrays[i] if i < len(arrays) else None for i in self._places]
 
     @cached_property
@@ -98,7 +94,6 @@ class EpilogueFacts:
         return tuple(filter(None, (*own, added, self.act.name)))
 
     def __str__(self) -> str:
-        """Return it as it is printed: "+ BatchNorm + residual + ReLU"."""
         return " ".join(f"+ {part}" for part in self.parts)
 
 
@@ -163,12 +158,7 @@ class Epilogue(_Fields):
         return all(dtype is None or a.dtype == dtype for a, dtype in pairs)
 
     def check(self, shape: tuple[int, int], dtype: mx.Dtype) -> None:
-        """Raise for what a contraction cannot take.
-
-        Raises:
-            TypeError: a dtype is neither float32 nor the features'.
-            ValueError: a shape does not fit, or there is no such activation.
-        """
+        """Raise a TypeError or ValueError for what a contraction cannot take."""
         named(self.activation)
         for name in ARRAYS:
             array = getattr(self, name)

@@ -67,7 +67,6 @@ class IntegerFacts:
         return [next(rest) if name in self.there else None for name in ARRAYS]
 
     def __str__(self) -> str:
-        """Return it as it is printed: "by row scales + shift + ReLU to int8"."""
         added = [name for name in ("shift", "residual") if name in self.there]
         parts = [*added, *filter(None, [self.act.name])]
         text = "by row scales " if self.row_scales else ""
@@ -87,13 +86,7 @@ def finished(
 ) -> mx.array:
     """Return what follows the sums, in MLX operations.
 
-    Args:
-        sums: (N, C_out) int32, or float32 where rows have scales of their own.
-        facts: what there is.
-        dtype: of a float result.
-        scale, shift: (C_out,) float32.
-        residual: (N, C_out), of ``dtype`` or int8.
-        residual_scale, out_inverse: (1,) float32.
+    Sums are (N, C_out) int32, or float32 if rows have scales of their own.
     """
     v = sums.astype(mx.float32) * scale
     if shift is not None:

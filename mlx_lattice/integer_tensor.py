@@ -171,7 +171,6 @@ class IntegerTensor(SparseTensor):
         return cls(arrays["coords"], arrays["values"], arrays["scale"], **kwargs)
 
     def __repr__(self) -> str:
-        """Return sizes, dtype and stride."""
         return super().__repr__().replace("SparseTensor", "IntegerTensor", 1)
 
 
@@ -208,13 +207,10 @@ def inverse_of(scale: mx.array) -> mx.array:
 
 
 def as_int8(x: mx.array, scale: mx.array, inverse: mx.array | None = None) -> mx.array:
-    """Return ``to_int8(x, inverse_of(scale))``, in one kernel.
+    """Return ``to_int8(x, inverse_of(scale))``, in one kernel; a scale of 0 gives 0.
 
-    Args:
-        x: floating.
-        scale: float32, in a shape that fits; 0 makes zeros.
-        inverse: ``inverse_of(scale)``, (1,), where that is known: on CUDA the kernel
-            that divides takes seven times as long.
+    ``inverse`` is ``inverse_of(scale)``, if known: on CUDA the kernel that divides
+    takes seven times as long.
     """
     if not x.size:
         return x.astype(mx.int8)

@@ -98,11 +98,7 @@ def part_of(
 def equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     """Return the move of the first set's rows to the second's, which are the same.
 
-    None where their order is the same too.
-
-    Raises:
-        ValueError: the two do not have the same rows, or one of them has a row twice;
-            the message shows one.
+    None if their order is the same too. Raises if a row differs or repeats.
     """
     known = _joins.of(a, b)
     if "equal" not in known:
@@ -205,10 +201,7 @@ def _united(
 def _is_within(
     manager: CoordinateManager, small: CoordinateSet, large: CoordinateSet
 ) -> bool:
-    """Whether one set is known to have all rows of another, without a look at them.
-
-    A generative convolution refines cells to all that lie in them.
-    """
+    """Whether one set is known to have all rows of another, without a search."""
     if small is large:
         return large.settled
     for pair, which in (((small, large), 1), ((large, small), 0)):

@@ -75,11 +75,7 @@ def alone() -> Iterator[None]:
 
 
 def write_whole(path: Path, data: bytes) -> None:
-    """Write a file by ``atomic_write``, in a folder that need not exist.
-
-    Raises:
-        OSError: it cannot be written; nothing is left behind.
-    """
+    """Write a file by ``atomic_write``, in a folder that need not exist."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as draft:
         draft.write_bytes(data)

@@ -85,14 +85,9 @@ class Search(NamedTuple):
 
 
 class KeptViews:
-    """The shared data of a relation and its transpose.
+    """The shared data of a relation and its transpose; arguments as for ``Relation``.
 
     Views are kept by name and whether they are of the transpose: ``swapped``.
-
-    Args:
-        n_in, n_out, volume: sizes of the relation as it was built.
-        table, back, family, mirrored: as ``Relation`` takes them. Without a table the
-            view "edges" is there before it is asked for.
     """
 
     def __init__(
@@ -269,10 +264,6 @@ class WhereGiven:
     """A function of a backend that runs on the device that was current at first.
 
     Its kernels run there alone, and a view may be asked for on another device.
-
-    Args:
-        made: the function.
-        device: where, if that was settled before.
     """
 
     __slots__ = "device", "made"

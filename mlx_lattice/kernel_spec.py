@@ -237,7 +237,6 @@ class KernelSpec:
         )
 
     def __str__(self) -> str:
-        """Return the spec as text: ``3x3x3, stride 2, dilation 2``."""
         return self._text
 
     @cached_property

@@ -65,12 +65,7 @@ _WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: str | float) -> int:
-    """Return the bytes of ``"8GB"`` (10^9 each), ``"8 GiB"`` (2^30) or a number.
-
-    Raises:
-        TypeError: the size is neither text nor a number.
-        ValueError: the text has no known unit, or the size is below 1 byte.
-    """
+    """Return the bytes of ``"8GB"`` (10^9 each), ``"8 GiB"`` (2^30) or a number."""
     if isinstance(size, bool) or not isinstance(size, (str, Real)):
         raise TypeError(
             'a size of memory must be text such as "8GB" or a number of bytes; got '
@@ -93,12 +88,7 @@ def parse_bytes(size: str | float) -> int:
 
 
 def format_bytes(size: float, *, up: bool = False) -> str:
-    """Return a size in three digits: "7.94 GB".
-
-    Args:
-        size: bytes.
-        up: round up, so that the printed size is enough.
-    """
+    """Return a size in three digits: "7.94 GB", with ``up`` rounded up."""
     unit = next((u for u in ("GB", "MB", "kB") if size >= UNITS[u.lower()]), "B")
     value = size / UNITS[unit.lower()]
     if up:
@@ -150,12 +140,7 @@ class Limit:
         return max(1, int((self.bytes - self.held) * share))
 
     def end_stage(self, *arrays: mx.array) -> None:
-        """Evaluate the results of a stage, and wait while too much is in use.
-
-        Raises:
-            MemoryLimitError: more than the limit is held when all is done.
-            RuntimeError: inside a gradient or a compiled function.
-        """
+        """Evaluate the results of a stage, and wait while too much is in use."""
         if self._lazy_bytes is not None:
             self._lazy_bytes += sum(array.nbytes for array in arrays)
             if self._lazy_bytes < self.share(LAZY):
@@ -212,11 +197,7 @@ def _await(most: int) -> None:
 
 
 class _ProcessLimits:
-    """MLX's own limits, which are per process: the least of all running blocks.
-
-    Blocks of several threads end in any order; after the last one MLX's limits are
-    restored.
-    """
+    """MLX's own limits, which are per process: the least of all running blocks."""
 
     def __init__(self):
         self._lock, self._running, self._before = Lock(), [], (0, 0)
@@ -290,12 +271,7 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
 def block_rows(rows: int, row_bytes: int) -> int:
     """Return the rows of a block: all of them without a limit.
 
-    Args:
-        rows: the number of rows.
-        row_bytes: bytes that a row takes while its block is computed.
-
-    Raises:
-        MemoryLimitError: the smallest block does not fit.
+    ``row_bytes`` are the bytes that a row takes while its block is computed.
     """
     limit = active()
     if limit is None or rows * row_bytes <= limit.share(WHOLE):
@@ -317,10 +293,7 @@ def by_rows(
 ) -> mx.array:
     """Apply a function of independent rows, in blocks of rows under a limit.
 
-    Args:
-        function: takes rows of each array, returns as many rows.
-        *arrays: (N, ...) each.
-        row_bytes: bytes that a row takes inside the function.
+    ``row_bytes`` are the bytes that a row takes inside the function.
     """
     rows = arrays[0].shape[0]
     each = block_rows(rows, row_bytes)
@@ -442,11 +415,6 @@ def conv_blocks(
 
     A row's sum adds its edges in one order whatever rows are beside it. If the plan of
     a block would add them in another order, blocks grow until it does not.
-
-    Args:
-        x: (N_in, C_in).
-        layer: the convolution.
-        relation: a manager's relation.
     """
     n, c_out = relation.n_out, weight_axes(tuple(layer.w.shape))[3]
     # Whoever reads a block holds another of its size beside it.

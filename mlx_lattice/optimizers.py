@@ -73,10 +73,6 @@ class _Batched:
         """Return the updated parameters; the state is updated.
 
         Parameters that were frozen until now begin with a state of their own.
-
-        Args:
-            gradients: a tree of gradients.
-            parameters: a tree of parameters, with those of the gradients.
         """
         if not self._initialized or _misses(self.state, gradients):
             self.init(gradients)

@@ -61,7 +61,6 @@ class Preparation:
         return sum(held for _, _, held in self.relations)
 
     def __str__(self) -> str:
-        """Return the table: levels, relations with their views, kernels."""
         lines = [
             f"prepared in {1e3 * self.seconds:.3g} ms: {len(self.relations)} relations "
             f"of {len(self.levels)} coordinate sets, {size(self.bytes)}, "
@@ -259,11 +258,7 @@ def _make_levels(x: SparseTensor, net: Callable) -> None:
 
 
 def _launch_each(launches: Sequence[Launch]) -> int:
-    """Compile Metal kernels in threads: each is launched once, on zeros.
-
-    Returns:
-        How many plans were launched.
-    """
+    """Launch each Metal plan once on zeros, in threads; return how many there were."""
 
     def launch_one(launched: Launch) -> None:
         arrays = [
@@ -343,9 +338,6 @@ def unchanged(net: Callable) -> Iterator[None]:
 
     Inside the block parameters are zeros, so that layers cache nothing made of the
     real ones. Another thread's block waits for this one.
-
-    Args:
-        net: a module, or a function that reaches some.
     """
     with _standing_in:
         random, modules = mx.random.state[0], list(reached(net))

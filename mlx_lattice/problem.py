@@ -392,7 +392,6 @@ class Problem:
         return self.n_in if self.pass_ == INPUT_GRAD else self.n_out
 
     def __str__(self) -> str:
-        """Return the facts in one line, as ``explain`` prints them."""
         edges = ""
         if self.edges is not None:
             per_row = self.edges / self.n_out if self.n_out else 0.0

@@ -89,7 +89,6 @@ class QuantizedWeight:
         return made
 
     def __copy__(self) -> QuantizedWeight:
-        """Return it with arrays that nothing done to its own in place changes."""
         return QuantizedWeight.of([a.__copy__() for a in self.arrays], self.packing)
 
     @property
@@ -149,7 +148,6 @@ class QuantizedWeight:
         return w[..., : self.in_channels].swapaxes(1, 2).astype(dtype)
 
     def __repr__(self) -> str:
-        """Return what is packed, and into how much."""
         full = prod(self.shape) * self.dtype.size
         return (
             f"QuantizedWeight(int{self.bits}, groups of {self.group_size}, "
@@ -257,10 +255,7 @@ def _check_weight(
     group_size: int,
     kernel: tuple[int, ...] | None,
 ) -> None:
-    """Raise unless shapes and dtypes are those of a packed weight.
-
-    Layers make one at every call, alike ones: what was right stays right.
-    """
+    """Raise unless shapes and dtypes are those of a packed weight."""
     check_packing(bits, group_size)
     if not isinstance(in_channels, int) or in_channels < 1:
         raise ValueError(
@@ -301,12 +296,7 @@ def _check_array(array: object, what: str) -> None:
 
 
 def stored_rows(weight: mx.array, layout: str | None):
-    """Return the weight as (K, C_out, C_in / groups), and its spatial shape.
-
-    Raises:
-        TypeError: it is packed already, or not floating.
-        ValueError: layout or shape are none that can be packed.
-    """
+    """Return the weight as (K, C_out, C_in / groups), and its spatial shape."""
     if not isinstance(weight, mx.array):
         if hasattr(weight, "packing"):
             raise TypeError("the weight is packed already; give the float one")
@@ -456,7 +446,6 @@ class IntegerWeight:
         return replace(self, values=values, multipliers=multipliers, scale=scale)
 
     def __repr__(self) -> str:
-        """Return what is held."""
         groups = f" in groups of {self.group_size}" if self.group_size else ""
         return f"IntegerWeight(int{self.bits}{groups}, {self.shape}, {self.nbytes:,} B)"
 
@@ -540,11 +529,7 @@ def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
 def _check_arrays(
     found: tuple, in_channels: int, bits: int, group_size: int | None
 ) -> None:
-    """Raise unless these are shapes and dtypes of a weight; layers ask at every call.
-
-    Raises:
-        ValueError: they do not fit, or the sums could leave int32.
-    """
+    """Raise unless these are a weight's shapes and dtypes; layers ask at every call."""
     check_integers(bits, group_size)
     volume, c_out = found[0][0][:2]
     whole = padded(in_channels, group_size or ALIGNMENT)
@@ -573,11 +558,7 @@ def fits_int32(volume: int, channels: int) -> bool:
 
 
 def integer_groups(bits: int, group_size: int | None) -> int | None:
-    """Return the group size of a weight, 64 of int4 where none is given.
-
-    Raises:
-        ValueError: no weight can be held so.
-    """
+    """Return the group size of a weight: for int4 64 by default."""
     if bits == 4 and group_size is None:
         group_size = DEFAULT_GROUP_SIZE
     check_integers(bits, group_size)

@@ -88,13 +88,8 @@ def gathered(
 ) -> mx.array:
     """Sum the rows of each of a table's rows, any of them several times.
 
-    A linear function of ``x`` alone.
-
-    Args:
-        x: (N, C).
-        table: (M, K) int32.
-        order: called for what ``Reductions.order`` made of it, where that is kept.
-        weights: (M, K) float32, which are constant; all 1 where there are none.
+    A linear function of ``x`` alone: ``weights``, (M, K) float32, are constant.
+    ``order`` returns ``Reductions.order`` of the table, if that is kept.
     """
     rest = {"table": table, "order": order, "weights": weights}
     transpose = partial(scattered, rows=x.shape[0], **rest)
@@ -126,15 +121,9 @@ def averaged(
     rows: int,
     order: Callable[[], tuple] | None = None,
 ) -> mx.array:
-    """Return the mean of the rows that name each of ``rows``, 0 where none does.
+    """Return the mean of the rows that name each of ``rows``, 0 if none does.
 
-    A linear function of ``y``.
-
-    Args:
-        y: (M, C).
-        table: (M, 1) int32 rows, or -1.
-        rows: of the result.
-        order: called for ``Reductions.order`` of the table, where that is kept.
+    A linear function of ``y``, (M, C); the table is (M, 1).
     """
     kernels = registry.reductions()
     order = kernels.order(table, rows) if order is None else order()
@@ -153,13 +142,10 @@ def averaged(
 def move_rows(
     x: mx.array, places: mx.array, back: mx.array, whole: bool = False
 ) -> mx.array:
-    """Return the row of ``x`` at each place, or zeros where the place is -1.
+    """Return the row of ``x`` at each place, or zeros if the place is -1.
 
-    Args:
-        x: (N, C).
-        places: (M,) integers, none twice but -1.
-        back: (N,) integers: the place at which each row of ``x`` appears, or -1.
-        whole: promise that no place is -1.
+    No place comes twice but -1; ``back`` has the place of each row of ``x``, or -1.
+    ``whole`` promises that no place is -1.
     """
 
     def forward(x):
@@ -270,11 +256,7 @@ def greatest(
 ) -> tuple[mx.array, mx.array]:
     """Return maxima and their (M, C) int32 rows; gradients go to those rows.
 
-    Args:
-        x: (N, C).
-        find: returns both of ``x``, as ``gather_max`` does.
-        back: called for the (N, K) int32 results that each row may have won, none of
-            them twice.
+    ``find(x)`` returns both; ``back()`` the (N, K) results that each row may have won.
     """
     function = Function(find)
 

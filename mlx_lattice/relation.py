@@ -98,7 +98,6 @@ class Relation(KeepsViews):
         return relation
 
     def __reduce__(self) -> tuple:
-        """Return how one of edges is copied and pickled; others are built again."""
         if not self.lists_edges:
             raise TypeError(
                 "a CoordinateManager's Relation is not copied or pickled. Copy its "
@@ -360,7 +359,6 @@ class Relation(KeepsViews):
         return edge_lists.coverage(self.edges, *self._limits())
 
     def __repr__(self) -> str:
-        """Return kind, kernel and sizes."""
         kernel = f"{self.spec}" if self.spec else f"{self.volume} offsets"
         edges = "" if self.known_edges is None else f", {self.known_edges:,} edges"
         return (

@@ -49,10 +49,7 @@ class Building:
             self._lock.release()
 
     def _finish(self, is_built: bool) -> None:
-        """Publish the views of the block; after an error forget them.
-
-        A failed trace of MLX leaves views that depend on arrays without values.
-        """
+        """Publish the views of the block; after an error forget them."""
         begun, self._open = self._open, []
         is_complete = False
         try:

@@ -25,12 +25,7 @@ from .transformations import zeros_of
 
 
 def check_feats(feats: mx.array, rows: int) -> mx.array:
-    """Return features as an (N, C) array, or raise with what was wrong.
-
-    Raises:
-        TypeError: they are not an array, or neither floating nor bool.
-        ValueError: they are not (rows, C).
-    """
+    """Return features as an (N, C) array, or raise with what was wrong."""
     if not isinstance(feats, mx.array):
         feats = _as_array(feats)
     if feats.ndim != 2 or feats.shape[0] != rows:
@@ -462,13 +457,11 @@ class SparseTensor:
         )
 
     def __copy__(self) -> SparseTensor:
-        """Return a tensor of the same rows and features."""
         made = object.__new__(type(self))
         made.__dict__.update(self.__dict__)
         return made
 
     def __reduce_ex__(self, protocol: int) -> tuple:
-        """Return how it is copied deeply and pickled: see ``copies``."""
         kind, state = self._state()
         place = kind, self.manager.one, self.manager.links(self.coordinate_set)
         return copied_tensor, place, state
@@ -479,7 +472,6 @@ class SparseTensor:
         return type(self), {name: own[name] for name in own if name not in _PLACE}
 
     def __repr__(self) -> str:
-        """Return sizes, dtype and stride."""
         name = str(self.dtype).rpartition(".")[2]
         return (
             f"SparseTensor({len(self):,} rows x {self.channels} {name}, "

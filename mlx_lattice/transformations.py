@@ -25,11 +25,8 @@ class Function:
     """A function of arrays, with rules for MLX's transformations of it.
 
     While MLX transforms (gradients, ``vmap``, ``compile``), a call goes through
-    ``mx.custom_function``. Otherwise it is a call of ``forward``.
-
-    Args:
-        forward: returns one array or a tuple of them.
-        rules: has all rules; without it they are set one by one.
+    ``mx.custom_function``. Otherwise it is a call of ``forward``. Without ``rules``
+    they are set one by one.
     """
 
     __slots__ = "_custom", "_forward", "_rules"
@@ -126,12 +123,9 @@ constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
 def elementwise(forward: Callable, back: Callable, composed: Callable) -> Function:
-    """Return a function of one array by kernels.
+    """Return a function of one array by kernels: ``forward(x)`` and ``back(dy, x)``.
 
-    Args:
-        forward: of x.
-        back: of (dy, x): ``dy`` times its derivative.
-        composed: the same in MLX operations, which all else is by.
+    All else is by ``composed``, the same in MLX operations.
     """
     gradient = differentiable(lambda dy, x: (back(dy, x),), composed)
     function = Function(forward)
@@ -260,13 +254,10 @@ def differentiable(
 def of_kernels(
     forward: Callable, back: Callable, composed: Callable, count: int
 ) -> Function:
-    """Return a function of arrays by kernels, forward and back.
+    """Return a function of ``count`` arrays by kernels, forward and back.
 
-    Args:
-        forward: of the arrays.
-        back: of (dy, *arrays): their gradients, all of them.
-        composed: the same in MLX operations, which all else is by.
-        count: of the arrays.
+    ``back(dy, *arrays)`` returns all gradients. All else is by ``composed``, the same
+    in MLX operations.
     """
 
     def composed_back(dy, *arrays):
