@@ -53,9 +53,7 @@ class Level(NamedTuple):
         """Return the rows of a patch."""
         if self.flash:
             return most
-        starts = batch_rows(x).starts
-        sizes = (b - a for a, b in zip(starts, starts[1:], strict=False))
-        return min([most, *(size for size in sizes if size)])
+        return min([most, *(size for size in batch_rows(x).sizes if size)])
 
 
 class SerializedAttention(nn.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TypeVar
 
 import mlx.core as mx
@@ -17,6 +18,7 @@ from ..ops.activation import (
     elu,
     gelu,
     gelu_approx,
+    gelu_fast_approx,
     leaky_relu,
     prelu,
     relu,
@@ -38,58 +40,48 @@ __all__ = [
 Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
-def _of_features(layer: type[Layer]) -> type[Layer]:
-    def __call__(self, x):  # noqa: N807
+def _of_features(layer: type[Layer], call: Callable | None = None) -> type[Layer]:
+    """Return an ``mlx.nn`` layer that takes tensors, by ``call(layer, x)`` if given."""
+
+    def of_rows(self, x):
         return on_features(by_rows(super(sparse, self).__call__), x)
 
-    body = {"__call__": __call__, "__doc__": layer.__doc__, "__module__": __name__}
-    sparse = type(layer.__name__, (layer,), body)
+    body = {"__call__": call or of_rows, "__doc__": layer.__doc__}
+    sparse = type(layer.__name__, (layer,), body | {"__module__": __name__})
     return sparse
 
 
-@as_its_base
-class ELU(mlx.nn.ELU):
-    """``mlx.nn.ELU`` that takes tensors too.
-
-    Args:
-        alpha (float): What negative values go to, negated. Default: ``1.0``.
-    """
-
-    def __call__(self, x):
-        """Apply it to each entry."""
-        return elu(x, self._alpha)
+def _gelu(layer: mlx.nn.GELU, x):
+    if layer._approx == "none":
+        return gelu(x)
+    return gelu_approx(x) if layer._approx in BY_TANH else gelu_fast_approx(x)
 
 
-@as_its_base
-class GELU(mlx.nn.GELU):
-    """``mlx.nn.GELU`` that takes tensors too.
-
-    Args:
-        approx (str): ``"none"``, ``"precise"`` (or ``"tanh"``) or ``"fast"``.
-            Default: ``"none"``.
-    """
-
-    def __call__(self, x):
-        """Apply it to each entry."""
-        if self._approx == "none":
-            return gelu(x)
-        if self._approx in BY_TANH:
-            return gelu_approx(x)
-        return on_features(by_rows(super().__call__), x)
-
-
-@as_its_base
-class LeakyReLU(mlx.nn.LeakyReLU):
-    """``mlx.nn.LeakyReLU`` that takes tensors too.
-
-    Args:
-        negative_slope (float): What negative values are multiplied by.
-            Default: ``0.01``.
-    """
-
-    def __call__(self, x):
-        """Apply it to each entry."""
-        return leaky_relu(x, self._negative_slope)
+# Layers that kernels compute.
+ELU = as_its_base(_of_features(mlx.nn.ELU, lambda it, x: elu(x, it._alpha)))
+GELU = as_its_base(_of_features(mlx.nn.GELU, _gelu))
+LeakyReLU = as_its_base(
+    _of_features(
+        mlx.nn.LeakyReLU, lambda layer, x: leaky_relu(x, layer._negative_slope)
+    )
+)
+ReLU = as_its_base(_of_features(mlx.nn.ReLU, lambda _, x: relu(x)))
+SELU = _of_features(mlx.nn.SELU, lambda _, x: selu(x))
+SiLU = as_its_base(_of_features(mlx.nn.SiLU, lambda _, x: silu(x)))
+CELU = _of_features(mlx.nn.CELU)
+GLU = _of_features(mlx.nn.GLU)
+HardTanh = _of_features(mlx.nn.HardTanh)
+Hardswish = _of_features(mlx.nn.Hardswish)
+LogSigmoid = _of_features(mlx.nn.LogSigmoid)
+LogSoftmax = _of_features(mlx.nn.LogSoftmax)
+Mish = _of_features(mlx.nn.Mish)
+ReLU2 = _of_features(mlx.nn.ReLU2)
+ReLU6 = _of_features(mlx.nn.ReLU6)
+Sigmoid = _of_features(mlx.nn.Sigmoid)
+Softmax = _of_features(mlx.nn.Softmax)
+Softplus = _of_features(mlx.nn.Softplus)
+Softsign = _of_features(mlx.nn.Softsign)
+Tanh = _of_features(mlx.nn.Tanh)
 
 
 class PReLU(Parameters, mlx.nn.PReLU):
@@ -107,48 +99,6 @@ class PReLU(Parameters, mlx.nn.PReLU):
     def __call__(self, x):
         """Apply the activation to each row."""
         return prelu(x, self.weight)
-
-
-@as_its_base
-class ReLU(mlx.nn.ReLU):
-    """``mlx.nn.ReLU`` that takes tensors too."""
-
-    def __call__(self, x):
-        """Apply it to each entry."""
-        return relu(x)
-
-
-class SELU(mlx.nn.SELU):
-    """``mlx.nn.SELU`` that takes tensors too."""
-
-    def __call__(self, x):
-        """Apply it to each entry."""
-        return selu(x)
-
-
-@as_its_base
-class SiLU(mlx.nn.SiLU):
-    """``mlx.nn.SiLU`` that takes tensors too."""
-
-    def __call__(self, x):
-        """Apply it to each entry."""
-        return silu(x)
-
-
-CELU = _of_features(mlx.nn.CELU)
-GLU = _of_features(mlx.nn.GLU)
-HardTanh = _of_features(mlx.nn.HardTanh)
-Hardswish = _of_features(mlx.nn.Hardswish)
-LogSigmoid = _of_features(mlx.nn.LogSigmoid)
-LogSoftmax = _of_features(mlx.nn.LogSoftmax)
-Mish = _of_features(mlx.nn.Mish)
-ReLU2 = _of_features(mlx.nn.ReLU2)
-ReLU6 = _of_features(mlx.nn.ReLU6)
-Sigmoid = _of_features(mlx.nn.Sigmoid)
-Softmax = _of_features(mlx.nn.Softmax)
-Softplus = _of_features(mlx.nn.Softplus)
-Softsign = _of_features(mlx.nn.Softsign)
-Tanh = _of_features(mlx.nn.Tanh)
 
 
 def _probability(p: float) -> float:

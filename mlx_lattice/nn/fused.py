@@ -16,7 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
-from ..activations import NONE, Activation
+from ..activations import NONE
 from ..epilogue import Epilogue, Moments
 from ..geometry import sync
 from ..integer_tensor import IntegerTensor
@@ -43,6 +43,8 @@ CONVOLUTIONS = frozenset(
     if isinstance(kind, type) and issubclass(kind, convolution.Convolution)
 )
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
+# Layers that may have what follows them in their launch.
+FOLLOWED = CONVOLUTIONS | LINEARS
 Features = SparseTensor | mx.array
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
 
@@ -116,7 +118,10 @@ def convolved(
         residual: what is added; tensors of other rows are aligned as by ``+``.
     """
     after, moments = None, None
-    able = _takes_what_follows(conv, x)
+    if isinstance(x, SparseTensor):
+        able = type(conv) in FOLLOWED
+    else:
+        able = type(conv) in LINEARS and isinstance(x, mx.array) and x.ndim == 2
     tracer = _tracer.get() if able else None
     if tracer is not None:
         with tracer.paused():
@@ -233,18 +238,6 @@ def _as_written(conv: Callable, y: Features) -> Features:
     return IntegerTensor.rounded(_as_tensor(y), scale, inverse=inverse, known=known)
 
 
-def _takes_what_follows(layer: object, x: Features) -> bool:
-    """Whether a layer, if it is an integer one, may have what follows in its launch."""
-    if isinstance(x, SparseTensor):
-        return type(layer) in CONVOLUTIONS or type(layer) in LINEARS
-    return type(layer) in LINEARS and isinstance(x, mx.array) and x.ndim == 2
-
-
-def is_followed(layer: object) -> bool:
-    """Whether a Sequential hands what follows a layer over to its call."""
-    return type(layer) in CONVOLUTIONS or type(layer) in LINEARS
-
-
 def _as_tensor(x: Features) -> SparseTensor:
     """Return (N, C) features as a tensor without coordinates; a tensor as it is."""
     if isinstance(x, SparseTensor):
@@ -275,7 +268,7 @@ def _epilogue(
         return None
     elif act is not None and not act.is_of_result and sync.is_differentiating():
         return None  # a gradient would multiply again for what the activation read
-    given = {}
+    given, name = {}, "" if act is None else act.called
     if residual is not None:
         keeps = isinstance(conv, convolution.SubmConv)  # the rows of its input
         keeps = keeps and isinstance(residual, SparseTensor) and residual.key == x.key
@@ -288,7 +281,7 @@ def _epilogue(
         else:
             return None
     if integer:
-        given["activation"] = _called(act)
+        given["activation"] = name
         if type(norm) is FoldedNorm:
             given["norm"] = norm.kind
         elif norm is not None:
@@ -297,8 +290,8 @@ def _epilogue(
         return Epilogue(**given)
     residual = given.get("residual")
     if norm is None:
-        return Epilogue(residual=residual, activation=_called(act))
-    after = norm.as_epilogue(x.dtype, _called(act))
+        return Epilogue(residual=residual, activation=name)
+    after = norm.as_epilogue(x.dtype, name)
     if after is None or residual is None:
         return after
     return after._replace(residual=residual)
@@ -311,10 +304,6 @@ def called(layer: Callable, x: Features, *coordinates) -> Features:
     if not of_mlx:
         return layer(x, *coordinates)
     return on_features(layer, x)
-
-
-def _called(act: Activation | None) -> str:
-    return "" if act is None else act.called
 
 
 def _adds(x: Features, residual: Features | None, channels: int | None = None) -> bool:
@@ -475,7 +464,7 @@ def in_order(
     at = 0
     while at < len(layers):
         layer, norm, act = layers[at], None, None
-        follows, fuses = is_followed(layer), type(layer) in FUSING
+        follows, fuses = type(layer) in FOLLOWED, type(layer) in FUSING
         if follows:
             norm, act = _following(layers[at + 1 : at + 3])
         elif fuses:

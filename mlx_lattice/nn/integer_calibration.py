@@ -196,14 +196,6 @@ def _error(x: mx.array, scale: mx.array) -> float:
     return (mx.linalg.norm(off) / mx.maximum(mx.linalg.norm(x), TINY)).item()
 
 
-def _greatest(x: mx.array) -> mx.array:
-    return x.max() / MOST
-
-
-def _percentile(x: mx.array) -> mx.array:
-    return mx.sort(x)[min(x.size - 1, int(SHARE * x.size))] / MOST
-
-
 def _least_squares(x: mx.array) -> mx.array:
     scales = x.max() / MOST * mx.array(FEATURES)
     errors = []
@@ -217,8 +209,8 @@ def _least_squares(x: mx.array) -> mx.array:
 
 METHODS: dict[str, Callable[[mx.array], mx.array]] = {
     "least squares": _least_squares,
-    "percentile": _percentile,
-    "greatest": _greatest,
+    "percentile": lambda x: mx.sort(x)[min(x.size - 1, int(SHARE * x.size))] / MOST,
+    "greatest": lambda x: x.max() / MOST,
 }
 
 

@@ -380,7 +380,7 @@ def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
 
 def _element_groups(like: SparseTensor, padding: Padding) -> Groups:
     rows = batch_rows(like)
-    sizes = {b - a for a, b in zip(rows.starts, rows.starts[1:], strict=False)}
+    sizes = set(rows.sizes)
     if padding is not EXACT and rows.order is None and len(sizes) == 1:
         return Groups.standing(rows.size, *sizes)
     return of_groups(rows.batch, rows.size, rows.order, padding)
@@ -478,7 +478,7 @@ def to_sequences(
         return _unpacked(x, lengths)
     expect_tensor(x, flags=True)
     rows = batch_rows(x)
-    sizes = _sizes(rows)
+    sizes = rows.sizes
     length = max(sizes, default=0)
     lengths = mx.array(sizes, dtype=mx.int32)
     shape = rows.size, length, x.channels
@@ -578,7 +578,8 @@ def _cross_composed(
     if like is None:
         held, slots = Elements(Groups.standing(*q.shape[:2]), (None,)), [q]
     else:
-        held = _elements_of(like)
+        rows, n = batch_rows(like), len(like)
+        held = like.coordinate_set.view("elements", lambda: _grouped(rows, n))
         slots = held.groups.slots(q)
     buckets = held.groups.buckets
     if backend:
@@ -660,18 +661,9 @@ def _check_sequences(
     check_dtypes(q, k, v)
 
 
-def _sizes(rows: BatchRows) -> list[int]:
-    return [b - a for a, b in zip(rows.starts, rows.starts[1:], strict=False)]
-
-
-def _elements_of(like: SparseTensor) -> Elements:
-    held = like.coordinate_set
-    return held.view("elements", lambda: _grouped(batch_rows(like), len(held)))
-
-
 def _grouped(rows: BatchRows, n: int) -> Elements:
     """Return elements in few buckets, padded by an eighth of the rows at most."""
-    sizes = _sizes(rows)
+    sizes = rows.sizes
     if rows.order is None and len(set(sizes)) == 1:
         return Elements(Groups.standing(len(sizes), sizes[0]), (None,))
     counts = sorted((size, n) for size, n in Counter(sizes).items() if size)

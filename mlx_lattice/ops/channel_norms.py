@@ -208,12 +208,11 @@ class SharedStatistics(NamedTuple):  # made once a call, faster than a dataclass
         bias are those of this process.
         """
         sums, _, *parameters = found
-        return self._means(fit, sums), *(a.reshape(-1) for a in parameters)
-
-    def _means(self, fit: Fit, sums: mx.array) -> mx.array:
         every = self.exchanges.add(sums, _count(self.rows))
         means = every[:-1].reshape(sums.shape) / mx.maximum(every[-1], 1)
-        return means if fit.weight is None else means * fit.weight.astype(mx.float32)
+        if fit.weight is not None:
+            means = means * fit.weight.astype(mx.float32)
+        return means, *(a.reshape(-1) for a in parameters)
 
     def _moved(
         self, total: mx.array, mean: mx.array, var: mx.array
@@ -243,9 +242,6 @@ def _of_all(every: mx.array) -> tuple[mx.array, mx.array, mx.array]:
     mean = (shares * means).sum(axis=0)
     var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
     return mean, var, total
-
-
-Arrays = Sequence[mx.array | None]
 
 
 class Layer(NamedTuple):
@@ -286,14 +282,9 @@ def affine(
     y = y if weight is None else y * weight.astype(mx.float32)
     y = y if bias is None else y + bias.astype(mx.float32)
     y = y if residual is None else y + residual.astype(mx.float32)
-    return activated(y, layer.act).astype(x.dtype)
-
-
-def activated(v: mx.array, act: Activation) -> mx.array:
-    """Return a norm's activation, in MLX operations."""
-    if not v.size:  # of which MLX's compiled activations on CUDA divide by zero
-        return v
-    return composed(act)(v)
+    if y.size:  # MLX's compiled activations on CUDA divide by zero of no rows
+        y = composed(layer.act)(y)
+    return y.astype(x.dtype)
 
 
 def row_norm(
@@ -380,13 +371,13 @@ def row_norm(
     @function.vmap
     def vmap(arrays, axes):
         arrays, axes = several(arrays)[:last], several(axes)[:last]
-        y = mapped(composed, axes)(*arrays)
+        y = mx.vmap(composed, tuple(axes))(*arrays)
 
         def lines(x, *_):  # which the way back reads
             return tuple(a.reshape(size, -1) for a in statistics.lines(x))
 
         moved = [mx.stack([a] * len(y)) for a in no_statistics(y.shape[-1])[2:]]
-        return (y, *mapped(lines, axes)(*arrays), *moved), (0,) * 5
+        return (y, *mx.vmap(lines, tuple(axes))(*arrays), *moved), (0,) * 5
 
     return function
 
@@ -466,11 +457,6 @@ def fit_of(
     return Fit(mean, var, weight, bias, layer.eps, layer.act, segments)
 
 
-def mapped(composed: Callable, axes: Sequence[int | None]) -> Callable:
-    """Return the composed form of several inputs along axes."""
-    return mx.vmap(composed, in_axes=tuple(axes))
-
-
 NOT_KEPT = BatchStatistics()
 
 
@@ -500,8 +486,14 @@ def batch_norm(
     """
     given, arrays = given_of(x, layer, weight, bias, residual)
     if given.kernels:
-        own = x, arrays, layer, given, statistics, lines
-        y, _, _, mean, var = _by_rows(*own)
+        summed, running, few = () if lines is None else (lines,), None, None
+        if isinstance(statistics, BatchStatistics):
+            # Rules must not hold the running statistics: each call has other arrays.
+            running, momentum = statistics
+            statistics = BatchStatistics(None if running is None else (), momentum)
+            few = given.kernels.of_few(x)
+        function = row_norm(layer, given, statistics, None, few, bool(summed))
+        y, _, _, mean, var = function(x, *arrays, *(running or ()), *summed)
         return y, mean, var
     mean, var = statistics.composed(x)
     y = affine(x, mean, var, *given.spread(arrays), layer)
@@ -602,7 +594,7 @@ def _by_fixed(layer: Layer, given: Given, are_frozen: bool) -> Function:
     function = Function(forward)
     function.vjp(vjp)
     function.jvp(lambda at, by: mx.jvp(composed, list(at), filled(at, by))[1][0])
-    function.vmap(lambda arrays, axes: (mapped(composed, axes)(*arrays), 0))
+    function.vmap(lambda arrays, axes: (mx.vmap(composed, tuple(axes))(*arrays), 0))
     return function
 
 
@@ -622,19 +614,5 @@ def batch_stats(x: mx.array) -> tuple[mx.array, mx.array]:
     function = Function(forward)
     function.vjp(lambda x, by, _: mx.vjp(moments, [x], list(by))[1][0])
     function.jvp(lambda x, by: tuple(mx.jvp(moments, [x], [by])[1]))
-    function.vmap(lambda x, axis: (mapped(moments, (axis,))(x), (0, 0)))
+    function.vmap(lambda x, axis: (mx.vmap(moments, (axis,))(x), (0, 0)))
     return function(x)
-
-
-def _by_rows(x, optional, layer: Layer, given: Given, statistics, lines=None):
-    """Return y, (1, C) statistics of the rows, and (C,) moved ones."""
-    summed = () if lines is None else (lines,)
-    if not isinstance(statistics, BatchStatistics):
-        function = row_norm(layer, given, statistics, None, None, bool(summed))
-        return function(x, *optional, *summed)
-    # Rules must not hold the running statistics, which are another array each call.
-    running, momentum = statistics
-    held = BatchStatistics(None if running is None else (), momentum)
-    few = given.kernels.of_few(x)
-    function = row_norm(layer, given, held, None, few, bool(summed))
-    return function(x, *optional, *(running or ()), *summed)

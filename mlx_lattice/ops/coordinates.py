@@ -294,8 +294,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         count = k
     elif held.batch_size <= len(x):
         # Where elements begin is read once a set, and waits for no features.
-        sizes = [b - a for a, b in pairwise(batch_rows(x).starts)]
-        count = sum(min(size, k) for size in sizes)
+        count = sum(min(size, k) for size in batch_rows(x).sizes)
         if count == len(x):
             return x
     scores = mx.stop_gradient(scores)

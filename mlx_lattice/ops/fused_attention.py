@@ -51,13 +51,6 @@ class Call(NamedTuple):
     dtype: mx.Dtype
     masked: bool
 
-    @classmethod
-    def of(cls, q: mx.array, k: mx.array, v: mx.array, masked: bool) -> Call:
-        """Describe a call of (groups, heads, rows, channels) arrays."""
-        groups, heads, queries, channels = q.shape
-        sizes = groups, heads, k.shape[1], queries, k.shape[2], channels, v.shape[3]
-        return cls(*sizes, q.dtype, masked)
-
     @property
     def fused(self) -> bool:
         """Whether MLX has a fused kernel for it on this machine, here and now."""
@@ -105,7 +98,9 @@ def attend(
         scale: of the scores.
         mask: (groups, 1, 1, keys) bool, or None.
     """
-    call = Call.of(q, k, v, mask is not None)
+    groups, heads, queries, channels = q.shape
+    sizes = groups, heads, k.shape[1], queries, k.shape[2], channels, v.shape[3]
+    call = Call(*sizes, q.dtype, mask is not None)
     rows = call.of_whole_tiles().queries
     run = mx.fast.scaled_dot_product_attention
     if mask is not None and devices.current().backend == CUDA:

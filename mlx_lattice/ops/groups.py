@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from functools import cached_property, partial
-from itertools import accumulate, pairwise
+from itertools import accumulate
 from math import prod
 from typing import NamedTuple
 
@@ -302,8 +302,8 @@ def patches(
     like: SparseTensor, patch: int, curve: str, bits: int | None, shift: int
 ) -> tuple[mx.array, int, mx.array]:
     """Return (N,) the patch of each row, how many there are, and the curve's order."""
-    starts, order, batch, rank = _along(like, curve, bits)
-    sizes = [b - a for a, b in zip(starts, starts[1:], strict=False)]
+    order, batch, rank = _along(like, curve, bits)
+    sizes = batch_rows(like).sizes
     first = [0, *accumulate(-(-(size + shift) // patch) for size in sizes)]
     along = mx.array(first)[batch] + (rank + shift) // patch
     group = mx.zeros((len(like),), dtype=mx.int32)
@@ -365,10 +365,6 @@ class _Layout:
         rows = [(*words, self.patch, 0) for words in zip(*each, strict=True)]
         return mx.array(rows, dtype=mx.int32)
 
-    @cached_property
-    def extents(self) -> mx.array:
-        return extents_of(self.slots, self.results)
-
     def _add_whole(self, patch: int) -> None:
         for b, rows in enumerate(self.whole):
             self.first[b] = self.slots
@@ -410,12 +406,12 @@ def filled(
     An element of n > ``patch`` rows has ceil(n / patch) whole patches, of which the
     last asks for what its own rows get alone; a shorter one is one patch of n.
     """
-    sizes = [b - a for a, b in pairwise(batch_rows(like).starts)]
-    laid = _Layout(sizes, patch, padding)
+    laid = _Layout(batch_rows(like).sizes, patch, padding)
     kernels = registry.patches()
     if kernels is not None and kernels.takes(len(like)):
         order = curve_order(like, curve, bits=bits)
-        given = laid.elements, laid.extents, (laid.slots, laid.results), laid.filling
+        ends = laid.slots, laid.results
+        given = laid.elements, extents_of(*ends), ends, laid.filling
         row, own, slot, place, *again = kernels.filled(order, *given)
         again = again[0] if again else None
     else:
@@ -436,7 +432,7 @@ def filled(
 
 def _composed(like: SparseTensor, laid: _Layout, curve: str, bits: int | None):
     """Return ``row``, ``own``, ``slot``, ``place`` and ``again`` in MLX operations."""
-    _, order, batch, rank = _along(like, curve, bits)
+    order, batch, rank = _along(like, curve, bits)
     patch = laid.patch
     slots, results = (mx.array(a)[batch] for a in zip(*laid.rest, strict=True))
     whole, first = mx.array(laid.whole)[batch], mx.array(laid.first)[batch]
@@ -464,12 +460,13 @@ def _composed(like: SparseTensor, laid: _Layout, curve: str, bits: int | None):
 
 
 def _along(like: SparseTensor, curve: str, bits: int | None):
-    """Return the elements' starts, the curve's order, and each place's batch, rank."""
-    starts = batch_rows(like).starts
+    """Return the curve's order, and the batch and the rank of each place."""
     order = curve_order(like, curve, bits=bits)
     batch = like.coordinate_set.coords[:, 0][order]
-    rank = mx.arange(len(like), dtype=mx.int32) - mx.array(starts)[batch]
-    return starts, order, batch, rank
+    rank = (
+        mx.arange(len(like), dtype=mx.int32) - mx.array(batch_rows(like).starts)[batch]
+    )
+    return order, batch, rank
 
 
 def biases(table: mx.array, apart: mx.array) -> mx.array:

@@ -14,7 +14,6 @@ from .. import devices
 from ..activations import Activation
 from ..arrays import arrays_of
 from ..backends import registry
-from ..backends.cuda_norms import CudaRowNorms
 from ..channel_kernels import standard
 from ..checks import real, whole
 from ..dtypes import dtype_name
@@ -196,8 +195,9 @@ def instance_norm(
     Arguments are those of ``group_norm``, with one channel a group.
     """
     expect_tensor(x)
-    more = {"residual": residual, "activation": activation}
-    return group_norm(x, x.channels, weight, bias, eps, **more)
+    return group_norm(
+        x, x.channels, weight, bias, eps, residual=residual, activation=activation
+    )
 
 
 def check_values(x: SparseTensor | mx.array, *values: mx.array) -> None:
@@ -259,30 +259,17 @@ def layer_norm(
     kernels = registry.row_norms()
     if kernels is not None and not kernels.takes(feats, weight, bias):
         kernels = None
-    given = residual_of(x, residual), activation
-    return _replace(x, _row_normalized(feats, weight, bias, eps, kernels, *given))
-
-
-def _row_normalized(
-    feats: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    eps: float,
-    kernels: CudaRowNorms | None,
-    residual: mx.array | None = None,
-    activation: str | Activation | Callable | None = None,
-) -> mx.array:
-    layer = Layer("LayerNorm", eps, activation_of(activation))
-    if residual is not None and residual.dtype != feats.dtype:
-        residual = residual.astype(feats.dtype)
-    arrays = weight, bias, residual
-    there = tuple([a is not None for a in arrays])
-    given = Given(there, kernels)
-    if kernels and norms:
-        given.observe(feats, layer)
+    layer, added = Layer("LayerNorm", eps, activation_of(activation)), None
+    if residual is not None:
+        added = residual_of(x, residual).astype(feats.dtype)
     if kernels is None:
-        return _row_composed(feats, layer, *arrays)
-    return _row_function(layer, given)(feats, *[a for a in arrays if a is not None])
+        return _replace(x, _row_composed(feats, layer, weight, bias, added))
+    arrays = weight, bias, added
+    given = Given([a is not None for a in arrays], kernels)
+    if norms:
+        given.observe(feats, layer)
+    function = _row_function(layer, given)
+    return _replace(x, function(feats, *[a for a in arrays if a is not None]))
 
 
 def _row_function(layer: Layer, given: Given) -> Function:
@@ -318,7 +305,9 @@ def _row_composed(
         wide = feats.astype(mx.float32)
         centred = wide - wide.mean(axis=-1, keepdims=True)
         var = mx.square(centred).mean(axis=-1, keepdims=True)
-        y = _affine(centred * mx.rsqrt(var + layer.eps), weight, bias)
+        y = centred * mx.rsqrt(var + layer.eps)
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
     else:
         y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), layer.eps)
     y = y.astype(feats.dtype)
@@ -351,12 +340,6 @@ def _replace(x: Features, feats: mx.array) -> Features:
 def _like(feats: mx.array, *parameters: mx.array | None) -> list[mx.array | None]:
     # Of float32 parameters MLX would make a float32 copy of half features.
     return [p if p is None else p.astype(feats.dtype) for p in parameters]
-
-
-def _affine(y: mx.array, weight: mx.array | None, bias: mx.array | None) -> mx.array:
-    if weight is not None:
-        y = y * weight
-    return y if bias is None else y + bias
 
 
 def modulate(
@@ -426,22 +409,13 @@ def scaled(
     """Return ``x * weight + bias + residual``."""
     lines = apart(weight, bias, lambda: x.batch_size)
     rows = batch_rows(x) if lines[0].ndim > 1 else None
-    return x.replace(_by_lines(x.feats, rows, *lines, residual_of(x, residual)))
-
-
-def _by_lines(
-    x: mx.array,
-    rows: BatchRows | None,
-    weight: mx.array,
-    bias: mx.array | None,
-    residual: mx.array | None = None,
-) -> mx.array:
-    name = "gate" if bias is None else "modulate"
-    layer = Layer(name, 0.0)
-    given, arrays = given_of(x, layer, weight, bias, residual)
+    layer = Layer("gate" if bias is None else "modulate", 0.0)
+    given, arrays = given_of(x.feats, layer, *lines, residual_of(x, residual))
     if given.kernels is None:
-        return _lines_composed(x, layer, rows, *given.spread(arrays))
-    return _line_function(layer, given, rows, x.shape[1])(x, *arrays)
+        y = _lines_composed(x.feats, layer, rows, *given.spread(arrays))
+    else:
+        y = _line_function(layer, given, rows, x.channels)(x.feats, *arrays)
+    return x.replace(y)
 
 
 def _line_function(

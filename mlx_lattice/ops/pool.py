@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property, partial
-from itertools import accumulate, chain, islice
+from itertools import accumulate, chain, islice, pairwise
 
 import mlx.core as mx
 
@@ -55,10 +55,14 @@ class BatchRows:
         """Number of batch elements."""
         return len(self.starts) - 1
 
+    @property
+    def sizes(self) -> list[int]:
+        """Number of rows of each element."""
+        return [b - a for a, b in pairwise(self.starts)]
+
     @cached_property
     def _block_starts(self) -> tuple[int, ...]:
-        sizes = (b - a for a, b in zip(self.starts, self.starts[1:], strict=False))
-        return tuple(accumulate((-(-n // BLOCK) for n in sizes), initial=0))
+        return tuple(accumulate((-(-n // BLOCK) for n in self.sizes), initial=0))
 
     @cached_property
     def block_batch(self) -> mx.array:
@@ -318,8 +322,12 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     def find(x):
         return registry.reductions().gather_max(x, relation.held_table())
 
+    def by_offset():
+        order = mx.argsort(_places(relation)).astype(mx.int32)
+        return order, relation.cells[order]
+
     def find_in_cells(x):
-        order, cells = relation.view("by offset", lambda: _by_offset(relation))
+        order, cells = relation.view("by offset", by_offset)
         given = x[order], cells, relation.n_out
         greatest, places = registry.reductions().scatter_max(*given)
         return greatest, mx.where(places < 0, -1, order[places])
@@ -336,12 +344,6 @@ def _is_of_cells(relation: Relation) -> bool:
     if relation.volume <= MOST_OFFSETS_OF_MAXIMA or not relation.fills_cells:
         return False
     return relation.is_to_cells and relation.spec.custom is None
-
-
-def _by_offset(relation: Relation) -> tuple[mx.array, mx.array]:
-    """Return the (N_in,) int32 rows by the offset of their edge, and their cells."""
-    order = mx.argsort(_places(relation)).astype(mx.int32)
-    return order, relation.cells[order]
 
 
 def _places(relation: Relation) -> mx.array:
