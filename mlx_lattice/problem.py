@@ -123,11 +123,6 @@ class Problem:
                     f"{name} must be 0 to {MOST_ROWS}, since rows are numbered in "
                     f"int32; got {rows}"
                 )
-        if self.kind == "submanifold" and self.n_in != self.n_out:
-            raise ValueError(
-                "a submanifold convolution keeps its rows, so n_out is n_in; got "
-                f'{self.n_in} -> {self.n_out}. Kind "forward" has other rows'
-            )
         if self.edges is None:
             return
         # Only a relation of kind "general" may have an edge twice.
@@ -171,6 +166,11 @@ class Problem:
             raise ValueError(
                 "a submanifold convolution keeps its rows, so its stride is 1; got "
                 f'{stride}. Kind "forward" takes others'
+            )
+        if kind == "submanifold" and n_in != n_out:
+            raise ValueError(
+                "a submanifold convolution keeps its rows, so n_out is n_in; got "
+                f'{n_in} -> {n_out}. Kind "forward" has other rows'
             )
         is_itself = kind in ("submanifold", "forward") and n_in == n_out
         return cls(
@@ -275,11 +275,6 @@ class Problem:
     def dense(self) -> Problem:
         """The same pass of a layer with one group and as many channels."""
         return replace(self, groups=1)
-
-    @property
-    def layer(self) -> Problem:
-        """The facts without rows."""
-        return replace(self, n_in=0, n_out=0, edges=None)
 
     def counted(self, n_in: int, n_out: int, edges: int | None) -> Problem:
         """Return the same layer's problem with other numbers of rows and edges."""
