@@ -27,17 +27,11 @@ def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int
 
 def spatial_axes(dims: object) -> int:
     """Return how many spatial axes there are, 1 to 4, or raise a ValueError."""
-    if type(dims) is int and dims in AXES:
-        return dims
-    try:
-        number = None if isinstance(dims, bool) else index(dims)
-    except TypeError:
-        number = None
-    if number not in AXES:
+    if isinstance(dims, bool) or not hasattr(dims, "__index__") or dims not in AXES:
         raise ValueError(
             f"dims must be 1, 2, 3 or 4, the number of spatial axes; got {dims!r}"
         )
-    return number
+    return index(dims)
 
 
 def one_of(value: str, known: Sequence[str], name: str) -> str:

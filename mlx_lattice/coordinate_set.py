@@ -7,6 +7,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from fractions import Fraction
+from functools import partial
 from math import isfinite
 from numbers import Rational
 from weakref import WeakKeyDictionary, ref
@@ -19,7 +20,7 @@ from .checks import AXES, each_axis, whole
 from .geometry import lattice, sync
 from .geometry.keys import Bounds
 from .geometry.protocol import RowIndex
-from .shared_views import SharedViews, built_by_one
+from .shared_views import SharedViews, building, built_by_one
 
 # Batch elements that a set of fewer rows may have without a declared batch_size.
 UNDECLARED_ELEMENTS = 1024
@@ -127,16 +128,13 @@ class CoordinateSet:
     def bounds(self) -> Bounds:
         """Least and greatest value of every column; read from the device once."""
         if self._bounds is None:
-            self._find_bounds()
+            with building:
+                if self._bounds is None and not self.settled:
+                    learn([self])
+                elif self._bounds is None:
+                    with expecting_values([self]):
+                        self._bounds = registry.geometry().bounds(self.coords)
         return self._bounds
-
-    @built_by_one
-    def _find_bounds(self) -> None:
-        if self._bounds is None and not self.settled:
-            learn([self])
-        elif self._bounds is None:
-            with expecting_values([self]):
-                self._bounds = registry.geometry().bounds(self.coords)
 
     @property
     def box(self) -> Bounds:
@@ -166,10 +164,8 @@ class CoordinateSet:
     @property
     def lookup(self) -> RowIndex:
         """The look-up of its rows, not checked: see ``index``."""
-        return self.view("lookup", self._make_lookup)
-
-    def _make_lookup(self) -> RowIndex:
-        return registry.geometry().index(self.coords, self._box)
+        build = partial(registry.geometry().index, self.coords, self._box)
+        return self.view("lookup", build)
 
     def view(self, name: Hashable, build: Callable[[], object]):
         """Return what ``build()`` makes of the rows, built once and kept with them."""
@@ -210,10 +206,6 @@ class CoordinateSet:
     def read_also(self, number: mx.array, tell: Callable[[int], None]) -> None:
         """Have ``tell`` called with a number, of shape (1,), when the set is read."""
         self._counts.append((number, tell))
-
-    def forget_counts(self) -> None:
-        """Call nobody who was to be called by ``read_also``."""
-        self._counts = []
 
     def learn(self, values: list) -> None:
         """Take the values of ``unread``."""
@@ -302,7 +294,7 @@ def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
         yield
     except sync.TracedError:
         for each in sets:
-            each.forget_counts()  # which may belong to the trace
+            each._counts = []  # which may belong to the trace
         for each in sets:
             with sync.values(f"coordinates of shape {tuple(each.coords.shape)}"):
                 mx.eval(each.coords)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
 from operator import floordiv
@@ -130,9 +130,7 @@ class CoordinateManager:
     ) -> CoordinateSet:
         """Add a set and return it; as ``insert``.
 
-        Args:
-            coords, stride, spatial_shape, batch_size, trusted, box: as of ``insert``.
-            rows: those of ``coords`` where that may have been changed since.
+        ``rows`` are those of ``coords``, if that may have been changed since.
         """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
@@ -348,53 +346,43 @@ class CoordinateManager:
             p == (n // 2 * d if n % 2 else 0)
             for p, n, d in zip(spec.origin, spec.size, spec.dilation, strict=True)
         )
-        if support == "cell" and set(spec.stride) == {1} and centred:
+        if support != "cell":
+            return self._made_once("reach", source, spec)
+        if set(spec.stride) == {1} and centred:
             return source
-        if support == "cell":
-            return self._cells(source, [spec.stride])[0]
-        return self._made_once("reach", source, spec, self._reached_rows)
+        return self._cells(source, [spec.stride])[0]
 
     def _made_once(
-        self, rule: str, source: CoordinateSet, spec: KernelSpec, make: Callable
+        self, name: str, source: CoordinateSet, spec: KernelSpec
     ) -> CoordinateSet:
-        """Return the set that ``make(source, spec)`` returns, made once by a rule."""
-        made = self._made.get((rule, source, spec))
+        """Return the set that "reach" or "generative" makes of a set, made once."""
+        made = self._made.get((name, source, spec))
         if made is None:
-            made = self._made.build((rule, source, spec), partial(make, source, spec))
+            build = partial(self._made_rows, name == "generative", source, spec)
+            made = self._made.build((name, source, spec), build)
         return made
 
-    def _reached_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
-        shape = source.spatial_shape
-        if shape is not None:
-            shape = spec.output_shape(shape, "reach")
-        made_rows = self._made_rows(Rule.REACH, source, spec, shape)
-        stride = coarser(source.stride, spec.stride)
-        return self._insert_sorted(*made_rows, stride, shape, source)
-
-    def _generated_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
-        """Return the set of every ``in * stride + offset_k``, sorted and unique."""
-        return self._made_once("generative", source, spec, self._expanded_rows)
-
-    def _expanded_rows(self, source: CoordinateSet, spec: KernelSpec) -> CoordinateSet:
-        shape = source.spatial_shape
-        if shape is not None:
-            shape = spec.transposed_output_shape(shape)
-        made_rows = self._made_rows(Rule.EXPAND, source, spec, shape)
-        stride = finer(source.stride, spec.stride)
-        return self._insert_sorted(*made_rows, stride, shape, source)
-
-    def _made_rows(self, rule, source, spec: KernelSpec, shape):
-        """Return the rows that a rule makes of a set, and their box."""
+    def _made_rows(
+        self, expands: bool, source: CoordinateSet, spec: KernelSpec
+    ) -> CoordinateSet:
+        """Return the set of all rows that some input reaches or expands to."""
         if not source.settled:
             settle([source])  # rows are checked before they are used
+        rule, shape = Rule.EXPAND if expands else Rule.REACH, source.spatial_shape
+        if shape is not None and expands:
+            shape = spec.transposed_output_shape(shape)
+        elif shape is not None:
+            shape = spec.output_shape(shape, "reach")
         coords, offsets, stride = source.coords, spec.offsets, spec.stride
         box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
         cut, is_cut = output_rows.cut(box, shape), shape is not None
         # Cells that do not overlap are all made, unless the grid ends in them.
-        are_cells = rule == Rule.EXPAND and spec.fills_cell and cut == box
+        are_cells = expands and spec.fills_cell and cut == box
         count = len(source) * spec.volume if are_cells else None
         build = registry.geometry().made_rows
-        return build(rule, coords, offsets, stride, cut, is_cut, count), cut
+        rows = build(rule, coords, offsets, stride, cut, is_cut, count)
+        step = (finer if expands else coarser)(source.stride, stride)
+        return self._insert_sorted(rows, cut, step, shape, source)
 
     def _cells(
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
@@ -604,7 +592,7 @@ class CoordinateManager:
         source, spec = self._start(
             key_or_coords, kernel_size, stride, padding, dilation, offsets
         )
-        target = self._generated_rows(source, spec)
+        target = self._made_once("generative", source, spec)
         return self._between("generative", source, target, spec)
 
     def relation(

@@ -8,7 +8,7 @@ its kernel can.
 from __future__ import annotations
 
 import struct
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from typing import NamedTuple
@@ -183,7 +183,10 @@ class Epilogue(_Fields):
         if all(getattr(self, name) is None for name in CHANNELS):
             return self._replace(shift=bias)
         if self.var is not None and self.mean is not None:
-            mean, var = _about_bias()(self.mean, self.var, bias)
+            # On a GPU in one launch: layers ask for it at every call.
+            on_gpu = mx.default_device() == mx.gpu
+            about_bias = _IN_ONE_LAUNCH if on_gpu else _mean_and_var
+            mean, var = about_bias(self.mean, self.var, bias)
             return self._replace(mean=mean, var=var)
         bias = bias.astype(mx.float32)
         if self.var is not None or self.mean is not None:
@@ -201,11 +204,6 @@ def _mean_and_var(mean: mx.array, var: mx.array, bias: mx.array) -> list[mx.arra
 
 
 _IN_ONE_LAUNCH = mx.compile(_mean_and_var, shapeless=True)
-
-
-def _about_bias() -> Callable[..., list[mx.array]]:
-    """Return that, on a GPU in one launch: layers ask for it at every call."""
-    return _IN_ONE_LAUNCH if mx.default_device() == mx.gpu else _mean_and_var
 
 
 class Moments:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import NamedTuple
 from weakref import ReferenceType
 
@@ -142,7 +143,7 @@ class KeptViews:
         if again := self.again.get(swapped):
             return again()
         if self.search is not None and not swapped:
-            return self.search(self._keep_built, wanted)
+            return self.search(partial(self._keep, False), wanted)
         if not self.is_table(swapped):
             raise ValueError(
                 "this relation has several edges with one output row and offset, "
@@ -153,7 +154,7 @@ class KeptViews:
             return mx.contiguous(self._searched()[:, ::-1])
         geometry = registry.geometry()
         if self.back is not None and geometry.counts_edges:
-            return self.back(self._keep_back, wanted)
+            return self.back(partial(self._keep, True), wanted)
         if self.search is not None:
             return geometry.transpose_table(self._searched(), self.n_in)
         columns = (1, 0) if swapped else (0, 1)
@@ -166,11 +167,8 @@ class KeptViews:
     def _rows(self, swapped: bool) -> int:
         return self.n_in if swapped else self.n_out
 
-    def _keep_built(self, name: str, value: object) -> None:
-        self.views.add((name, False), value)
-
-    def _keep_back(self, name: str, value: object) -> None:
-        self.views.add((name, True), value)
+    def _keep(self, swapped: bool, name: str, value: object) -> None:
+        self.views.add((name, swapped), value)
 
     def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
         """Drop a table that no route holds; ``again()`` makes it."""

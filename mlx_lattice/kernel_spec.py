@@ -237,10 +237,6 @@ class KernelSpec:
         )
 
     def __str__(self) -> str:
-        return self._text
-
-    @cached_property
-    def _text(self) -> str:
         parts = [
             f"{self.volume} offsets" if self.custom else "x".join(map(str, self.size))
         ]

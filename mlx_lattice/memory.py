@@ -16,6 +16,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Real
+from operator import attrgetter
 from threading import Lock
 from typing import NamedTuple
 
@@ -32,7 +33,7 @@ from .problem import FORWARD, weight_axes
 from .quantized import QuantizedWeight
 from .relation import Relation
 from .routes import launch
-from .routes.plan import MLX, Plan
+from .routes.plan import MLX
 from .routes.selection import choose
 from .settings import boundary, stage_end
 
@@ -366,14 +367,8 @@ class Layer(NamedTuple):
 
     def __call__(self, x: mx.array, relation: Relation) -> mx.array:
         """Return y of all rows of a relation."""
-        return contraction.conv(
-            x,
-            self.w,
-            relation,
-            groups=self.groups,
-            bias=self.bias,
-            epilogue=self.after,
-        )
+        rest = {"groups": self.groups, "bias": self.bias, "epilogue": self.after}
+        return contraction.conv(x, self.w, relation, **rest)
 
     def rows(self, first: int, last: int) -> Layer:
         """Return the layer for a block of its output rows."""
@@ -484,22 +479,11 @@ def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool
     return all(_order(choose(p, device)[0].plan) == _order(plan) for p in parts)
 
 
-def _order(plan: Plan) -> tuple:
-    """Return what determines the order and rounding of a row's sum."""
-    return (
-        plan.backend,
-        plan.kernel,
-        plan.variant,
-        plan.view,
-        plan.tile,
-        plan.splits,
-        plan.sliced,
-        plan.multiple,
-        plan.products,
-        plan.dequantised,
-        plan.expanded,
-        plan.epilogue,
-    )
+# What determines the order and rounding of a row's sum.
+_order = attrgetter(
+    *("backend", "kernel", "variant", "view", "tile", "splits", "sliced"),
+    *("multiple", "products", "dequantised", "expanded", "epilogue"),
+)
 
 
 def release(manager: CoordinateManager, key: CoordinateKey) -> None:

@@ -25,7 +25,6 @@ from .nn.parameters import ModuleCache
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
-from .routes.plan import Plan
 from .shared_views import building
 from .tensor import SparseTensor, features_of
 
@@ -137,9 +136,10 @@ def _prepare(
 
     def run(launched: Launch) -> None:
         plan = launched.choice.plan
-        kernels.update(dict.fromkeys(_symbols(plan)))
+        launched_here = [each for each in (plan.gpu, plan.add) if each is not None]
+        kernels.update({kernel.symbol: None for kernel in launched_here})
         if launched.problem.n_in and launched.problem.n_out:
-            if not _is_ready(plan):
+            if not all(kernel.is_built for kernel in launched_here):
                 launches.setdefault((plan.gpu, plan.add), launched)
             run_kept = launched.keep()
             # Never evaluated: kernels start to compile.
@@ -160,16 +160,6 @@ def _prepare(
     if devices.current().backend == devices.METAL:
         compiled += _launch_each(list(launches.values()))
     return _prepared(tensors, kernels, compiled, begun)
-
-
-def _symbols(plan: Plan) -> list[str]:
-    """Return the entry symbols of the GPU kernels that a plan launches."""
-    return [kernel.symbol for kernel in (plan.gpu, plan.add) if kernel is not None]
-
-
-def _is_ready(plan: Plan) -> bool:
-    """Whether the kernels of a plan were launched before, in this process."""
-    return all(kernel is None or kernel.is_built for kernel in (plan.gpu, plan.add))
 
 
 def _prepared(

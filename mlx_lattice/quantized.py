@@ -348,8 +348,11 @@ class IntegerPacking(NamedTuple):
 
     def weight(self, arrays: Sequence[mx.array]) -> IntegerWeight:
         """Return the weight of arrays that were checked before; it has no scale."""
-        words, *multipliers = arrays
-        return IntegerWeight._trusted(words, *multipliers or (None,), None, self)
+        values, *multipliers = arrays
+        made = object.__new__(IntegerWeight)
+        vars(made).update(self._asdict(), values=values, scale=None)
+        vars(made)["multipliers"] = multipliers[0] if multipliers else None
+        return made
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,14 +384,6 @@ class IntegerWeight:
         given = self.values, self.multipliers, self.scale
         kinds = tuple([(a.shape, a.dtype) for a in given if a is not None])
         _check_arrays(kinds, self.in_channels, self.bits, self.group_size)
-
-    @classmethod
-    def _trusted(cls, values, multipliers, scale, packing) -> IntegerWeight:
-        made = object.__new__(cls)
-        vars(made).update(
-            packing._asdict(), values=values, multipliers=multipliers, scale=scale
-        )
-        return made
 
     @property
     def packing(self) -> IntegerPacking:

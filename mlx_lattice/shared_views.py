@@ -22,16 +22,12 @@ class Building:
 
     def __init__(self):
         self._lock, self._depth, self._thread = RLock(), 0, 0
-        self._open: list[SharedViews] = []
+        self.open: list[SharedViews] = []
 
     @property
     def is_here(self) -> bool:
         """Whether this thread is inside the block."""
         return self._thread == get_ident()
-
-    def publish_later(self, views: SharedViews) -> None:
-        """Publish views at the end of the block."""
-        self._open.append(views)
 
     def __enter__(self):
         self._lock.acquire()
@@ -40,7 +36,7 @@ class Building:
 
     def __exit__(self, error: type | None, *_: object) -> None:
         try:
-            if self._depth == 1 and self._open:
+            if self._depth == 1 and self.open:
                 self._finish(error is None)
         finally:
             self._depth -= 1
@@ -50,15 +46,17 @@ class Building:
 
     def _finish(self, is_built: bool) -> None:
         """Publish the views of the block; after an error forget them."""
-        begun, self._open = self._open, []
+        begun, self.open = self.open, []
         is_complete = False
         try:
             if is_built:
-                sync.complete([views.unpublished for views in begun])
+                sync.complete([list(views.unpublished.values()) for views in begun])
             is_complete = is_built
         finally:
             for views in begun:
-                views.publish() if is_complete else views.discard()
+                if is_complete:
+                    views.update(views.unpublished)
+                views.unpublished.clear()
 
 
 # One lock for all: views of several managers can be built in one block.
@@ -81,12 +79,12 @@ class SharedViews(dict):
 
     def __init__(self):
         super().__init__()
-        self._begun: dict[Hashable, object] = {}
+        self.unpublished: dict[Hashable, object] = {}
 
     def find(self, name: Hashable):
         """Return a view, or None."""
-        if self._begun and building.is_here and name in self._begun:
-            return self._begun[name]
+        if self.unpublished and building.is_here and name in self.unpublished:
+            return self.unpublished[name]
         return self.get(name)
 
     def build(self, name: Hashable, make: Callable):
@@ -101,29 +99,15 @@ class SharedViews(dict):
     def add(self, name: Hashable, view: object) -> None:
         """Add a view; other threads see it when it is computed."""
         with building:
-            self._begun[name] = view
-            building.publish_later(self)
+            self.unpublished[name] = view
+            building.open.append(self)
 
     def drop(self, name: Hashable) -> None:
         """Remove a view."""
         with building:
-            self._begun.pop(name, None)
+            self.unpublished.pop(name, None)
             self.pop(name, None)
 
     def everything(self) -> list[tuple]:
         """Return (name, view) of all views; the caller is inside ``building``."""
-        return list({**self, **self._begun}.items())
-
-    @property
-    def unpublished(self) -> list:
-        """Views that only the building thread sees."""
-        return list(self._begun.values())
-
-    def publish(self) -> None:
-        """Show all views to all threads."""
-        self.update(self._begun)
-        self._begun.clear()
-
-    def discard(self) -> None:
-        """Forget the views that only the building thread sees."""
-        self._begun.clear()
+        return list({**self, **self.unpublished}.items())

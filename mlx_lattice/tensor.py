@@ -26,8 +26,12 @@ from .transformations import zeros_of
 
 def check_feats(feats: mx.array, rows: int) -> mx.array:
     """Return features as an (N, C) array, or raise with what was wrong."""
-    if not isinstance(feats, mx.array):
-        feats = _as_array(feats)
+    if hasattr(feats, "feats"):
+        raise TypeError(
+            "feats must be an array (N, C); got a tensor. Give its features, in the "
+            "order of these rows: ops.align(other, x).feats"
+        )
+    feats = array_of(feats, "feats")
     if feats.ndim != 2 or feats.shape[0] != rows:
         raise ValueError(
             f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
@@ -39,15 +43,6 @@ def check_feats(feats: mx.array, rows: int) -> mx.array:
             f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"
         )
     return feats
-
-
-def _as_array(feats: object) -> mx.array:
-    if hasattr(feats, "feats"):
-        raise TypeError(
-            "feats must be an array (N, C); got a tensor. Give its features, in the "
-            "order of these rows: ops.align(other, x).feats"
-        )
-    return array_of(feats, "feats")
 
 
 def operand_of(other: object) -> object:
