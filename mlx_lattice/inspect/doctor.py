@@ -105,10 +105,10 @@ def _ticks() -> tuple[int, int]:
     return sum(times), sum(times[3:5])
 
 
-def sentence(error: BaseException, most: int = 400) -> str:
+def sentence(error: BaseException) -> str:
     """Return an error as one line; of each path only the file name is left."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
-    return _PATH.sub(r"<\1>", text if len(text) <= most else f"{text[:most]} ...")
+    return _PATH.sub(r"<\1>", text if len(text) <= 400 else f"{text[:400]} ...")
 
 
 # Voxels and relations.
@@ -655,17 +655,10 @@ class Doctor:
 
 
 def run(folder: Path, quick: bool = False) -> int:
-    """Run the doctor, print its report and write ``doctor.json``.
-
-    Args:
-        folder: of ``doctor.json``.
-        quick: the short form.
+    """Run the doctor, print its report and write ``doctor.json`` into a folder.
 
     Returns:
         The exit code: 0, or 1 if a kernel is wrong.
-
-    Raises:
-        OSError: the file cannot be written.
     """
     path = folder / "doctor.json"
     check_writable(path)

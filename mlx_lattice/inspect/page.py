@@ -126,12 +126,7 @@ def _attention(trace) -> list[str]:
 
 
 def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> str:
-    """Return rows of texts as a table.
-
-    Args:
-        columns: (name, side) of each, "left" or "right".
-        rows: a text for each column.
-    """
+    """Return rows of texts as a table of (name, "left" or "right") columns."""
     widths = [
         max([len(name), *(len(row[at]) for row in rows)])
         for at, (name, _) in enumerate(columns)

@@ -207,12 +207,7 @@ def observe_calls(
 ) -> None:
     """Run a model on batches; ``see(layer, rows, relation, result)`` of every call.
 
-    Args:
-        model: the model, run in evaluation mode.
-        layers: the layers to observe, as ``observable_layers`` puts them.
-        batches: inputs of the model.
-        see: the observer; the relation of a linear layer is None.
-        call: runs the model on a batch.
+    The model runs in evaluation mode. The relation of a linear layer is None.
     """
     known = {id(layer) for layer in layers}
 

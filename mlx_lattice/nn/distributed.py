@@ -129,10 +129,8 @@ class SyncBatchNorm(BatchNorm):
         rows = x.shape[0]
         if not rows:
             # A row that counts for nothing keeps the exchanges in the graph.
-            x, residual = (
-                _one_row(x),
-                residual if residual is None else _one_row(residual),
-            )
+            x = _one_row(x)
+            residual = None if residual is None else _one_row(residual)
         running = None
         if self.track_running_stats:
             running = self["running_mean"], self["running_var"]

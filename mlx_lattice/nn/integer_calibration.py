@@ -65,14 +65,7 @@ def calibrate_integers(
 ) -> tuple[Module, Calibration]:
     """Return an integer copy of a model, and its errors; see ``calibrate``.
 
-    Args:
-        model: the float model, or one with ``FakeQuant`` layers.
-        batches: its inputs.
-        chosen: paths of the layers that are to be integer.
-        kept: reasons for the others.
-        bits, group_size: of weights.
-        method: of ``METHODS``.
-        call: runs the model on a batch.
+    ``chosen`` are paths of the layers to make integer, ``kept`` why others stay float.
     """
     model = copy.deepcopy(model)
     at: dict[str, LayerRecord] = {}

@@ -83,7 +83,13 @@ class _PackedLinear(Linear):
         self.w, self.transposed = w, transposed
 
     def __call__(self, x, *packed) -> mx.array:
-        return _launched(x, self.w.holding(*packed), self.transposed)
+        w = self.w.holding(*packed)
+        if self.transposed or not x.shape[0]:
+            return mlx_ops.packed_matmul(x, w, transpose=not self.transposed)
+        # Without a relation there is one route.
+        shape = x.shape[0], w.shape[1], w.shape[2]
+        problem = Problem.linear(*shape, dtype_name(x.dtype), w.bits, w.group_size)
+        return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
 
     def linear(self, x, *packed) -> mx.array:
         return _packed_linear(x, self.w.holding(*packed), self.transposed)
@@ -97,15 +103,6 @@ class _PackedLinear(Linear):
 def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
     product = _PackedLinear(w, transposed)
     return Function(product, rules=product)(x, *constant(*w.arrays))
-
-
-def _launched(x: mx.array, w: QuantizedWeight, transposed: bool) -> mx.array:
-    """Return x @ W[0], or x @ W[0].T: without a relation there is one route."""
-    if transposed or not x.shape[0]:
-        return mlx_ops.packed_matmul(x, w, transpose=not transposed)
-    shape = x.shape[0], w.shape[1], w.shape[2]
-    problem = Problem.linear(*shape, dtype_name(x.dtype), w.bits, w.group_size)
-    return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
 
 
 @lru_cache(maxsize=64)

@@ -266,15 +266,8 @@ def contract_integers(
 ) -> mx.array:
     """Return (N_out, C_out) of an integer layer, in the dtype of ``x`` or int8.
 
-    Args:
-        x: features.
-        w: its weight.
-        relation: the edges.
-        scale: (C_out,) float32, of the sums.
-        bias: (C_out,), or None.
-        groups: channel groups.
-        after: a norm as scale and shift, a residual, an activation.
-        inverse: (1,) float32, one over the scale of an int8 result, or None.
+    ``scale`` is (C_out,) float32, of the sums; ``after`` a norm as scale and shift, a
+    residual, an activation; ``inverse`` (1,) one over the scale of an int8 result.
     """
     shift = None if bias is None else as_float32(bias)
     if after.scale is not None:
@@ -445,11 +438,8 @@ class Packed(KeepsScales):
         return twin
 
     def _hold(self, w: Weight) -> None:
-        self.bits, self.group_size, self.in_channels = (
-            w.bits,
-            w.group_size,
-            w.in_channels,
-        )
+        self.bits, self.group_size = w.bits, w.group_size
+        self.in_channels = w.in_channels
         if isinstance(w, IntegerWeight):
             self.mode, self.weight, self.scales = INTEGER, w.values, w.scale
             self.pop("multipliers", None)

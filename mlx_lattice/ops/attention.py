@@ -261,12 +261,7 @@ def composed(
 ) -> mx.array:
     """Attend a bucket at a time, in MLX operations that differentiate to any order.
 
-    Args:
-        given: (N, heads, D) queries, keys, values; or all three in one (N, 3, heads,
-            D).
-        groups: of the rows.
-        scale: of the scores.
-        bias: added to them, or None.
+    ``given``: (N, heads, D) queries, keys, values; or all in one (N, 3, heads, D).
     """
     outputs, start, q = [], 0, given[0]
     slots = zip(*(groups.slots(a) for a in given), strict=True)

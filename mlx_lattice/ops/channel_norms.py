@@ -511,12 +511,7 @@ def group_norm(
 ) -> mx.array:
     """Normalise the rows of each segment over each group of channels.
 
-    Args:
-        x: (N, C) floating.
-        layer: name, eps and activation.
-        statistics: of which rows and channels.
-        weight, bias: (C,) or None.
-        residual: (N, C), added before the activation, or None.
+    Arguments are those of ``batch_norm``.
     """
     given, arrays = given_of(x, layer, weight, bias, residual)
     if given.kernels:

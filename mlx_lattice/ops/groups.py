@@ -312,13 +312,7 @@ def patches(
 
 
 class _Layout:
-    """Where the groups of filled patches begin, in slots of keys and in results.
-
-    Args:
-        sizes: rows of each batch element.
-        patch: rows of a patch.
-        padding: what may be padded.
-    """
+    """Where the groups of filled patches begin, in slots of keys and in results."""
 
     def __init__(self, sizes: list[int], patch: int, padding: Padding):
         self.sizes, self.patch = sizes, patch

@@ -188,13 +188,8 @@ def attention_teller(
     """Return a function that reports a pass of attention.
 
     It takes the pass and the number of calls; for MLX's attention also how many are
-    fused, and ``forms``.
-
-    Args:
-        shape: (N, heads, D) of queries.
-        dtype: their dtype.
-        rule, groups, backend, kernel: as of ``Attended``.
-        pairs: of queries and keys, without and with padding.
+    fused, and ``forms``. ``shape`` is the (N, heads, D) of queries, ``pairs`` are
+    counted without and with padding, and the others are as of ``Attended``.
     """
     if not attention:
         return untold

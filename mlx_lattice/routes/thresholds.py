@@ -286,14 +286,7 @@ def value(table: dict[str, _Entry], device: Device) -> _Entry:
 
 
 def rows(route: str, pass_: str, channels: tuple[int, int], device: Device) -> int:
-    """Return the least rows from which a route pays on a device.
-
-    Args:
-        route: its name.
-        pass_: the pass.
-        channels: of both sides.
-        device: the profile.
-    """
+    """Return the least rows from which a route pays on a device."""
     wide = ANY_ROWS.get((route, pass_))
     if wide is not None and min(channels) >= value(wide, device):
         return 1
@@ -304,12 +297,8 @@ def rows(route: str, pass_: str, channels: tuple[int, int], device: Device) -> i
 def is_one_launch(rows: int, item: int, backend: str) -> bool:
     """Return whether a BatchNorm of so many rows is one launch each way.
 
-    It then reads them once, and nobody has to sum statistics of them before.
-
-    Args:
-        rows: that a block has of each of its channels.
-        item: bytes of an element.
-        backend: a GPU's.
+    It then reads them once, without a sum of statistics before it. ``rows``: those that
+    a block has of each of its channels; ``item``: bytes of an element.
     """
     return rows * item <= ONE_LAUNCH_NORM[backend]
 

@@ -63,7 +63,7 @@ class Detector(Pretrained):
     # Whether classes of all heads meet in suppression, where that is by class.
     joins_heads = False
 
-    def _describe(self, grid, heads, classes, decoding) -> None:
+    def _describe(self, grid, heads, classes, decoding, branches) -> None:
         grid = GridRecipe(**grid) if isinstance(grid, Mapping) else grid
         heads = tuple(tuple(map(str, head)) for head in heads)
         names = [name for head in heads for name in head]
@@ -75,18 +75,12 @@ class Detector(Pretrained):
             )
         decoding = Decoding.of(decoding)
         decoding.expect_classes(len(classes))
-        for name, value in (
-            ("grid", grid),
-            ("heads", heads),
-            ("classes", classes),
-            ("decoding", decoding),
-        ):
-            object.__setattr__(self, name, value)  # no parameters
-        self._arguments |= {"grid": grid, "decoding": decoding}
-
-    def _check_iou(self, branches: Sequence[Branch]) -> None:
-        if self.decoding.rectifier and "iou" not in [name for name, *_ in branches]:
+        if decoding.rectifier and "iou" not in [name for name, *_ in branches]:
             raise ValueError('a rectifier needs the branch ("iou", 1, convolutions)')
+        self._arguments |= {"grid": grid, "decoding": decoding}
+        facts = {"heads": heads, "classes": classes, "grid": grid, "decoding": decoding}
+        for name, value in facts.items():
+            object.__setattr__(self, name, value)  # no parameters
 
     def recipe(self) -> GridRecipe:
         """Return how voxels are made of points."""
@@ -205,8 +199,7 @@ class CenterPoint(Detector):
         decoding: Decoding | Mapping | None = None,
     ):
         super().__init__()
-        self._describe(grid, heads, classes, decoding)
-        self._check_iou(branches)
+        self._describe(grid, heads, classes, decoding, branches)
         channels = self.grid.channels
         if residual:
             encoder = VoxelResBackBone8x(channels, widths, last_pad, use_bias)
@@ -294,8 +287,7 @@ class VoxelNeXt(Detector):
         decoding: Decoding | Mapping | None = None,
     ):
         super().__init__()
-        self._describe(grid, heads, classes, decoding)
-        self._check_iou(branches)
+        self._describe(grid, heads, classes, decoding, branches)
         self.backbone_3d = VoxelResBackBone8xVoxelNeXt(
             self.grid.channels, channels, out_channels, kernel_sizes, use_bias
         )
