@@ -63,14 +63,7 @@ def _check(path: Path) -> None:
 def check_writable(*paths: str | Path, read: Iterable[str | Path] = ()) -> None:
     """Check, before the work, that files can be written in folders that may not exist.
 
-    Nothing is left behind.
-
-    Args:
-        paths: the files.
-        read: input files, none of which may be overwritten.
-
-    Raises:
-        OSError: a file cannot be written; the sentence says why.
+    Nothing is left behind. Files of ``read`` are inputs and must not be overwritten.
     """
     kept = [path for path in map(Path, read) if path.exists()]
     for path in map(Path, paths):

@@ -29,13 +29,8 @@ def functions(
 ) -> tuple[Callable[P, R], Callable[P, R], Callable[P, R], Callable[P, R]]:
     """Return the 1d to 4d forms of a function whose first argument is a tensor.
 
-    Each refuses a tensor with another number of axes.
-
-    Args:
-        function: what any number of axes calls.
-        name: what comes before "1d"; by default the function's own name.
-        doc: the docstring; by default the function's own.
-        **fixed: arguments that the name decides; signatures leave them out.
+    Each refuses a tensor with another number of axes. ``fixed`` are arguments that the
+    name decides; signatures leave them out.
     """
     signature = inspect.signature(function)
     left = [p for p in signature.parameters.values() if p.name not in fixed]

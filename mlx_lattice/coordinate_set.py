@@ -64,24 +64,20 @@ class CoordinateSet:
     """One set of coordinate rows and what is known of it.
 
     Args:
-        coords: (N, 1 + D) int32.
-        stride: the size of its lattice cell on each axis.
-        spatial_shape: extents of a dense grid from 0, or None.
-        batch_size: number of batch elements, or None for the greatest index + 1, which
-            is 1 without rows.
+        coords, stride, spatial_shape: see ``SparseTensor``.
+        batch_size: the declared number of batch elements, or None.
         trusted: whether its rows are sorted and unique.
         box: bounds of the rows that the library made, perhaps wider than them.
 
     Attributes:
         coords: its rows, which it computes with; nobody else has this array.
-        shown: the same rows, as tensors and relations hand them out: MLX changes arrays
-            in place, and the caller's change is not to be one of the set.
+        shown: the same rows for tensors and relations: a user may change that array.
         serial: of its key.
         is_kept: whether its manager keeps it although nobody holds its key, as the
             sets of a copied manager.
         known_key: refers to its key, if anybody holds it.
-        given: refers to the array that it was made of, where a caller gave one.
-        is_sorted: whether its rows are known to be.
+        given: refers to the array that it was made of, if a caller gave one.
+        is_sorted: whether its rows are known to be sorted.
     """
 
     def __init__(

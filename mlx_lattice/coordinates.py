@@ -26,9 +26,8 @@ from .coordinate_set import (
 from .geometry import output_rows
 from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
-from .kept_views import Search
 from .kernel_spec import IntOrTuple, KernelSpec, cells_of, check_support, per_axis
-from .relation import Relation
+from .relation import Relation, Search
 from .shared_views import SharedViews, building, built_by_one
 
 

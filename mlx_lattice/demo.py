@@ -68,12 +68,9 @@ class DigitNet(mlx.nn.Module):
 
 
 def digit_voxels(image: np.ndarray) -> np.ndarray:
-    """Lift an (8, 8) image to voxels: pixel (x, y) of intensity v becomes (x, y, 0..v).
+    """Lift an (8, 8) image to (N, 3) sorted voxels.
 
-    A pixel of intensity 0 gives no voxel.
-
-    Returns:
-        (N, 3) int32, sorted lexicographically.
+    Pixel (x, y) of intensity v becomes (x, y, 0..v); intensity 0 gives no voxel.
     """
     heights = image.astype(np.int64)
     z = np.arange(heights.max() + 1)
@@ -165,14 +162,8 @@ def run(
     """Train on the digits, print what happened, write ``run.html`` and the weights.
 
     A table follows of this net, and of one that tells surfaces of scans apart: the
-    accuracy in float32, with packed weights, and in integers.
-
-    Returns:
-        the accuracy on the held-out digits.
-
-    Raises:
-        ValueError: a scan cannot be read, or is too small, which is found out first.
-        RuntimeError: the accuracy is below ``goal``.
+    accuracy in float32, with packed weights, and in integers. Return the accuracy on
+    the held-out digits, or raise a RuntimeError if it is below ``goal``.
     """
     folder = Path(out)
     check_writable(check_page(folder / "run.html"))
@@ -284,14 +275,7 @@ def run_points(
     """Voxelise a scan, run MinkUNet14 on it and write the trace to ``run.html``.
 
     The weights are random: the trace shows the routes, their cost and the coverage of
-    the scan.
-
-    Args:
-        path: the file, as ``io.read_points`` takes it.
-        out: folder to write to.
-        voxel_size: edge of a voxel in the file's unit; by default a size that gives at
-            most 100 000 voxels.
-        classes: output channels of the net.
+    the scan. By default voxels have a size that gives at most 100 000 of them.
     """
     folder = Path(out)
     check_writable(check_page(folder / "run.html"))

@@ -180,14 +180,9 @@ def from_metal_info(info: dict, darwin: str) -> Device:
     """Return the profile of an Apple GPU from ``mx.device_info()``.
 
     Neural accelerators are there by MLX's own check: architecture generation 17 or
-    later (18 for phone parts, last letter p) on macOS 26.2 or later. They count as
-    absent where a text cannot be read or has another form. The GPU of a virtual
-    machine ("Apple Paravirtual device") has no simdgroup matrices.
-
-    Args:
-        info: that dict.
-        darwin: release of Darwin, as ``platform.release()`` gives it: 25.2 is that of
-            macOS 26.2.
+    later (18 for phone parts, last letter p) on macOS 26.2 (Darwin 25.2) or later. They
+    count as absent if a text has another form. The GPU of a virtual machine ("Apple
+    Paravirtual device") has no simdgroup matrices.
     """
     architecture = str(info.get("architecture", ""))
     known = _ARCHITECTURE.fullmatch(architecture)

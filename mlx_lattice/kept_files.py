@@ -84,10 +84,7 @@ def write_whole(path: Path, data: bytes) -> None:
 class EntryFile:
     """A JSON file of entries by key. A file with another header is ignored.
 
-    Args:
-        path: the file.
-        header: its versions, and what else its entries depend on.
-        valid: returns whether an entry has the right form; it may raise.
+    The header has versions; ``valid`` says whether an entry has the right form.
     """
 
     # Entries that could not be written, by file: they last for this process.

@@ -317,11 +317,8 @@ def assembled(
     Small blocks are joined at the end. Large ones are written in place as they come and
     waited for, since MLX copies an array that is written to while it is in use.
 
-    Args:
-        parts: (first row or row indices, features) of each block; a block of all rows
-            is returned as it is.
-        rows: the number of rows.
-        blank: returns the (1, C) row of places that no block fills; zeros by default.
+    Parts are (first row or row indices, features). ``blank`` returns the (1, C) row of
+    places that no block fills; zeros by default.
     """
 
     def put(whole: mx.array | None, at: int | mx.array, part: mx.array) -> mx.array:

@@ -22,7 +22,6 @@ from .coordinate_set import stride_text
 from .geometry import sync
 from .inspect.cost import size
 from .nn.parameters import ModuleCache
-from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
 from .shared_views import building
@@ -159,16 +158,6 @@ def _prepare(
             is_right = proof.prove_all(waiting)
     if devices.current().backend == devices.METAL:
         compiled += _launch_each(list(launches.values()))
-    return _prepared(tensors, kernels, compiled, begun)
-
-
-def _prepared(
-    tensors: list[SparseTensor],
-    kernels: dict[str, None],
-    compiled: int,
-    begun: float,
-) -> Preparation:
-    """Report the relations of some tensors, and the kernels."""
     managers = list({id(x.manager): x.manager for x in tensors}.values())
     sets = [each for manager in managers for each in manager.sets]
     relations, seen = [], set()
@@ -177,7 +166,12 @@ def _prepared(
         arrays = {id(x): x for view in views for x in view if id(x) not in seen}
         seen.update(arrays)
         added = sum([array.nbytes for array in arrays.values()])
-        relations.append((repr(relation), _views(relation), added))
+        names = tuple(
+            f"{name} of its transpose" if swapped else name
+            for (name, swapped), view in relation.built.items()
+            if isinstance(name, str) and sync.arrays_in(view)
+        )
+        relations.append((repr(relation), names, added))
     return Preparation(
         levels=tuple((each.stride, len(each)) for each in sets),
         relations=tuple(relations),
@@ -351,11 +345,7 @@ def _stand_in(array: mx.array) -> mx.array:
 
 
 class ModuleSnapshot:
-    """Arrays and attributes of modules, those in their lists and dicts included.
-
-    Args:
-        modules: the modules; those inside of them are included.
-    """
+    """Snapshot of the arrays and attributes of modules and of those inside them."""
 
     def __init__(self, modules: Sequence[mlx.nn.Module]):
         self._copies: dict[int, tuple] = {}
@@ -409,12 +399,3 @@ def leaves(tree: object) -> Iterator[object]:
             yield from leaves(each)
     else:
         yield tree
-
-
-def _views(relation: Relation) -> tuple[str, ...]:
-    """Return the names of a relation's views that are arrays."""
-    return tuple(
-        f"{name} of its transpose" if swapped else name
-        for (name, swapped), view in relation.built.items()
-        if isinstance(name, str) and sync.arrays_in(view)
-    )

@@ -157,8 +157,14 @@ def move_rows(
     transpose = partial(move_rows, places=back, back=places)
     itself = partial(move_rows, places=places, back=back, whole=whole)
     function = linear(forward, transpose, itself)
+
     # Beside each other, rows of several arrays move as those of one.
-    function.vmap(lambda x, axis: (_beside_each_other(itself, x, axis), 1))
+    @function.vmap
+    def vmap(x, axis):
+        x = mx.moveaxis(x, axis, 1)
+        moved = itself(x.reshape(x.shape[0], prod(x.shape[1:])))
+        return moved.reshape(moved.shape[0], *x.shape[1:]), 1
+
     return function(x)
 
 
@@ -193,16 +199,7 @@ def inverted(places: mx.array, n: int) -> mx.array:
     return found[:n]
 
 
-def _beside_each_other(run: Callable, x: mx.array, axis: int) -> mx.array:
-    """Return (M, B, C) of what ``run`` makes of each of B arrays along an axis."""
-    x = mx.moveaxis(x, axis, 1)
-    moved = run(x.reshape(x.shape[0], prod(x.shape[1:])))
-    return moved.reshape(moved.shape[0], *x.shape[1:])
-
-
 # Weighted sums: faces of ``T(x, w, y) = sum of w[o, k] * x[table[o, k]] . y[o]``.
-
-
 # ``order``: called for what ``Reductions.order`` made of the table, if that is kept.
 
 

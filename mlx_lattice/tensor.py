@@ -45,16 +45,6 @@ def check_feats(feats: mx.array, rows: int) -> mx.array:
     return feats
 
 
-def operand_of(other: object) -> object:
-    """Return what features can be added to; raise a TypeError where they cannot."""
-    if not isinstance(other, (mx.array, Number)) and not hasattr(other, "__array__"):
-        raise TypeError(
-            "a SparseTensor is added to or multiplied by another one, an array that "
-            f"fits its features, or a number; got {type(other).__name__}"
-        )
-    return as_mlx_reads(other)
-
-
 def expect_fitting(feats: mx.array, shape: tuple[int, ...]) -> None:
     """Raise a ValueError unless an array of this shape can be added to features."""
     n, width = feats.shape
@@ -427,7 +417,13 @@ class SparseTensor:
         if isinstance(other, SparseTensor):
             other = align(other, self).feats
         else:
-            other = operand_of(other)
+            is_known = isinstance(other, (mx.array, Number))
+            if not is_known and not hasattr(other, "__array__"):
+                raise TypeError(
+                    "a SparseTensor is added to or multiplied by another one, an array "
+                    f"that fits its features, or a number; got {type(other).__name__}"
+                )
+            other = as_mlx_reads(other)
             self._expect_of_rows(getattr(other, "shape", ()))
         expect_fitting(self.feats, getattr(other, "shape", ()))
         return self.replace(operation(self.feats, other))

@@ -56,17 +56,15 @@ class Function:
         if not is_transforming():
             return self._forward(*arrays)
         if self._custom is None:
-            self._custom = _by_mlx(self._forward, self._rules)
+            # Forward mode would follow unstopped arrays into kernels without rules.
+            forward = self._forward
+            self._custom = mx.custom_function(
+                lambda *a: forward(*map(mx.stop_gradient, a))
+            )
+            for name in ("vjp", "jvp", "vmap"):
+                if rule := getattr(self._rules, name, None):
+                    getattr(self._custom, name)(rule)
         return self._custom(*arrays)
-
-
-def _by_mlx(forward: Callable, rules: Rules | SimpleNamespace) -> Callable:
-    # Forward mode would follow unstopped arrays into kernels, which have no rules.
-    custom = mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
-    for name in ("vjp", "jvp", "vmap"):
-        if rule := getattr(rules, name, None):
-            getattr(custom, name)(rule)
-    return custom
 
 
 def _each(forward: Callable, inputs, axes):
@@ -138,11 +136,8 @@ def elementwise(forward: Callable, back: Callable, composed: Callable) -> Functi
 class Linear(Rules):
     """Rules of a function that is linear in each operand: one object for them all.
 
-    What it is of says ``vjp``, and ``linear``: the function with its transformations.
-
-    Attributes:
-        operands: how many there are; arguments after them (a bias) are added to each
-            row of the result. None: all arguments are operands.
+    A subclass defines ``vjp``, and ``linear``: the function with its transformations.
+    Arguments after ``operands`` of them (a bias) are added to each row of the result.
     """
 
     __slots__ = ()
@@ -181,7 +176,7 @@ class Linear(Rules):
 
 
 class _Zeros(Rules):
-    """Rules of a function whose result is zeros, and so are its derivatives."""
+    """Rules of a function whose result is zeros, as are its derivatives."""
 
     __slots__ = "dtype", "shape"
 

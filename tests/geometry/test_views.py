@@ -11,7 +11,7 @@ import reference as ref
 from conftest import KINDS, build, multi_edges, pair
 
 import mlx_lattice as ml
-from mlx_lattice import kept_views
+from mlx_lattice.relation import KeptViews
 
 GEOMETRIES = ("negative", "batches", "one", "empty")
 
@@ -301,7 +301,7 @@ def test_what_a_backend_gave_runs_on_its_device(later, monkeypatch):
 
     monkeypatch.setattr(mx, "default_device", lambda: here[-1])
     monkeypatch.setattr(mx, "stream", stream)
-    views = kept_views.KeptViews(2, 2, 1)
+    views = KeptViews(2, 2, 1)
     views.release_table(False, lambda: here[-1])
     here.append(mx.Device(later))
     assert views.again[False]() == mx.Device(mx.gpu)
