@@ -196,15 +196,6 @@ class Case:
     reference: Callable[[], list[mx.array]] | None = None  # if not ``run`` itself
     plan: Plan | None = None  # of a convolution's kernel
 
-    def expected(self) -> list[mx.array]:
-        """Return the result by MLX operations."""
-        if self.reference is not None:
-            return self.reference()
-        with portable_only():
-            found = self.run()
-            mx.eval(found)
-        return found
-
 
 def prove(case: Case) -> dict:
     """Compute a case twice and compare; return its entry of the report.
@@ -216,8 +207,14 @@ def prove(case: Case) -> dict:
     proves = case.plan is not None and case.plan.proof is not None
     try:
         wrong = proof.check(case.plan) if proves else None
-        pairs = zip(case.run(), case.expected(), strict=True)
-        compared = [difference(*pair) for pair in pairs]
+        found, expected = case.run(), case.reference
+        if expected is None:
+            with portable_only():
+                expected = case.run()
+                mx.eval(expected)
+        else:
+            expected = expected()
+        compared = [difference(*pair) for pair in zip(found, expected, strict=True)]
         wrong = wrong or next((why for _, why in compared if why), None)
         error = max((off for off, _ in compared if off is not None), default=None)
     except Exception as raised:  # whatever a compiler or driver raises
@@ -507,16 +504,12 @@ def measured(call: Callable[[], mx.array]) -> tuple[float, float, mx.array]:
 
 
 class Doctor:
-    """A run of the doctor.
+    """A run of the doctor; its ``report`` is what ``doctor.json`` holds.
 
     Args:
         quick: whether only the chosen routes of a short list are timed.
         path: of ``doctor.json``, which is written while the doctor runs, or None.
         seconds: time budget; what would start later is left out.
-
-    Attributes:
-        device: the profile of MLX's device.
-        report: what ``doctor.json`` holds.
     """
 
     def __init__(self, quick=False, path: Path | None = None, seconds=None):

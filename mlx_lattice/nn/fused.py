@@ -81,12 +81,8 @@ def normalized(
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, in one call of the norm if it can be.
 
-    Args:
-        norm: a layer of any kind, or None.
-        x: tensor or features.
-        activation: a layer or function of features, or None.
-        residual: what is added; tensors of other rows are aligned as by ``+``.
-        lines: statistics of its rows, or None: those that ``BatchNorm`` takes.
+    A residual of other rows is aligned as by ``+``; ``lines`` are statistics of rows
+    that ``BatchNorm`` takes.
     """
     summed = {} if lines is None else {"lines": lines}
     act = None if activation is None else fused_activation(activation)
@@ -108,14 +104,9 @@ def convolved(
 ) -> SparseTensor:
     """Return ``activation(norm(conv(x)) + residual)``, in one call if it can be.
 
-    Args:
-        conv: a layer of any kind.
-        norm: likewise, or None.
-        x: tensor; of linear layers (N, C) features too. If these are traced, or
-            the result is int8, it is a tensor without coordinates: see ``plain``.
-        *coordinates: what the convolution takes besides.
-        activation: a layer or function of features, or None.
-        residual: what is added; tensors of other rows are aligned as by ``+``.
+    Linear layers take (N, C) features too. If these are traced, or the result is int8,
+    it is a tensor without coordinates: see ``plain``. A residual of other rows is
+    aligned as by ``+``.
     """
     after, moments = None, None
     if isinstance(x, SparseTensor):
@@ -166,14 +157,8 @@ def linear(
 ) -> mx.array:
     """Return ``activation(layer(x) + residual)``, in one call if it can be.
 
-    A gradient of a contraction multiplies again for what the activation read.
-
-    Args:
-        layer: a linear layer of any kind.
-        x: (N, C_in) features.
-        activation: a layer or function of features, or None.
-        residual: (N, C_out) of the same dtype, or None. Without it the result may be a
-            tensor without coordinates, as of ``convolved``.
+    A gradient of a contraction multiplies again for what the activation read. Without
+    a residual the result may be a tensor without coordinates, as of ``convolved``.
     """
     if _tracer.get() is not None or is_integer(layer):
         if residual is None:

@@ -241,13 +241,8 @@ def of_groups(
 ) -> Groups:
     """Return the rows of each group, which attend to each other.
 
-    Reads the sizes that there are.
-
-    Args:
-        group: (N,) the group of each row.
-        count: of the groups.
-        order: (N,) the rows in the order of their groups; by default that of rows.
-        padding: what may be padded.
+    Reads the sizes that there are. ``group`` is the (N,) group of each row, ``order``
+    the (N,) rows in the order of their groups.
     """
     n = group.shape[0]
     if order is None:
@@ -476,11 +471,8 @@ def biases(table: mx.array, apart: mx.array) -> mx.array:
 class RelativeBias:
     """What a table adds to the scores, by the difference of cells along each axis.
 
-    Args:
-        table: (axes * (2 * bound + 1), heads): of each axis, from ``-bound`` on;
-            differences beyond are taken for the bound.
-        held: the rows.
-        groups: of them.
+    ``table``: (axes * (2 * bound + 1), heads), for each axis from ``-bound`` on;
+    differences beyond are taken for the bound.
     """
 
     def __init__(self, table: mx.array, held: CoordinateSet, groups: Groups):

@@ -173,11 +173,7 @@ def upsample_linear(
 class Blend:
     """Weighted sums of the rows that a table names, which is kept with its weights.
 
-    Args:
-        weights: (Q, K) float32, which may have a derivative.
-        places: (Q, K) int32.
-        rows: of what is summed.
-        most: no row is named more often, if that is known.
+    Both are (Q, K); no row is named more than ``most`` times, if that is known.
     """
 
     def __init__(
@@ -204,13 +200,8 @@ def blend_at(
 ) -> Blend:
     """Return what interpolates at points as ``interpolate`` with ``renormalise`` does.
 
-    Nothing is read.
-
-    Args:
-        x: tensor.
-        points: (P, D) float32, which are known to be finite, in cells of stride 1.
-        cells: (P, 1 + D) int32, of each point in the tensor's lattice.
-        size: the tensor's stride.
+    Nothing is read. ``points`` are (P, D) float32, finite, in cells of stride 1,
+    ``cells`` (P, 1 + D) int32 in the tensor's lattice, and ``size`` is its stride.
     """
     held = x.coordinate_set
     places = _around(held, BoxedRows(cells, None))

@@ -176,13 +176,7 @@ Space = Lattice | Points
 
 
 class CellGrid:
-    """Points by the cells of one edge length.
-
-    Args:
-        space: the positions.
-        size: edge of a cell.
-        rows: (P,) int32: the points that are held, by default all.
-    """
+    """Points, or (P,) int32 ``rows`` of them, by the cells of one edge length."""
 
     def __init__(self, space: Space, size: float, rows: mx.array | None = None):
         self.space, self.size = space, size

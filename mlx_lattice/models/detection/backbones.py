@@ -134,8 +134,7 @@ class VoxelResBackBone8x(VoxelBackBone8x):
 
     def _stage(self, down: nn.Sequential | None, channels: int) -> nn.Sequential:
         first = () if down is None else (down,)
-        blocks = _residual(channels, self.use_bias)
-        return nn.Sequential(*first, *blocks)
+        return nn.Sequential(*first, *_residual(channels, self.use_bias))
 
 
 def _residual(channels: int, bias: bool) -> list[SparseBasicBlock]:
@@ -213,28 +212,19 @@ class UNetV2(VoxelBackBone8x):
 
 
 class _Flat(NamedTuple):
-    """Cells of the finest of some levels, over (y, x), that have rows above them.
+    """Cells of the finest of some levels, over (y, x), that have rows above them."""
 
-    Attributes:
-        key: of the cells, among the sets of the levels' manager.
-        rows: (M, heights) int32: for each cell the row of each height of each level,
-            of all levels' rows one after another, or -1.
-        cell: (N, 1) int32: the cell of each row.
-    """
-
-    key: CoordinateKey
+    key: CoordinateKey  # of the cells, in the levels' manager
+    # (M, heights) int32: the row at each height of each level, counted over all, or -1.
     rows: mx.array
-    cell: mx.array
+    cell: mx.array  # (N, 1) int32: the cell of each row
 
 
 _known = OfPairs()  # of the finest and the coarsest level, by all of them
 
 
 def _flat(levels: Sequence[SparseTensor]) -> _Flat:
-    """Return the cells of levels, each twice as wide as the one before it.
-
-    They depend on the levels' rows alone: they are made once.
-    """
+    """Return the cells of levels, each twice as wide as the one before; made once."""
     manager, sets = levels[0].manager, [x.coordinate_set for x in levels]
     known, name = _known.of(sets[0], sets[-1]), tuple(x.key.serial for x in levels)
     if name not in known:

@@ -492,12 +492,8 @@ def radius(sizes: mx.array) -> mx.array:
 
 # Classes that are named as in OpenPCDet.
 DETECTORS = ("CenterPoint", "VoxelNeXt")
-BACKBONES = (
-    "VoxelBackBone8x",
-    "VoxelResBackBone8x",
-    "UNetV2",
-    "VoxelResBackBone8xVoxelNeXt",
-)
+ENCODERS = "VoxelBackBone8x", "VoxelResBackBone8x"
+BACKBONES = (*ENCODERS, "UNetV2", "VoxelResBackBone8xVoxelNeXt")
 
 
 def published_arguments(
@@ -546,7 +542,7 @@ def _center_point(model: Mapping, encoder: Mapping) -> dict[str, Any]:
     _expect(head, "NAME", "CenterHead")
     _expect(flat, "NAME", "BaseBEVBackbone")
     name = encoder.get("NAME", "VoxelResBackBone8x")
-    if name not in ("VoxelBackBone8x", "VoxelResBackBone8x"):
+    if name not in ENCODERS:
         raise ValueError(f"CenterPoint here has no backbone {name!r}")
     return _encoder(encoder, name) | {
         "residual": name == "VoxelResBackBone8x",
@@ -562,8 +558,8 @@ def _center_point(model: Mapping, encoder: Mapping) -> dict[str, Any]:
 
 
 def _encoder(config: Mapping, name: str) -> dict[str, Any]:
+    bias = config.get("USE_BIAS")
     if name == "VoxelResBackBone8xVoxelNeXt":
-        bias = config.get("USE_BIAS")
         return {
             "channels": tuple(config.get("CHANNELS", (16, 32, 64, 128, 128))),
             "out_channels": config.get("OUT_CHANNEL", 128),
@@ -572,7 +568,6 @@ def _encoder(config: Mapping, name: str) -> dict[str, Any]:
         }
     made: dict[str, Any] = {"last_pad": config.get("last_pad", 0)}
     if name == "VoxelResBackBone8x":
-        bias = config.get("USE_BIAS")
         made["use_bias"] = True if bias is None else bool(bias)
     if name == "UNetV2":
         made["return_encoded"] = bool(config.get("RETURN_ENCODED_TENSOR", True))

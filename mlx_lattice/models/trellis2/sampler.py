@@ -212,14 +212,8 @@ class FlowEulerGuidanceIntervalSampler(FlowEulerCfgSampler):
         )
 
 
-SAMPLERS = {
-    kind.__name__: kind
-    for kind in (
-        FlowEulerSampler,
-        FlowEulerCfgSampler,
-        FlowEulerGuidanceIntervalSampler,
-    )
-}
+KINDS = FlowEulerSampler, FlowEulerCfgSampler, FlowEulerGuidanceIntervalSampler
+SAMPLERS = {kind.__name__: kind for kind in KINDS}
 
 
 def _deviation(x: Latents) -> mx.array:
