@@ -106,10 +106,10 @@ def conv(
         weights = (w if flat is None else w.reshape(flat),)
     if epilogue is None or type(epilogue) is Moments:
         added = () if bias is None else (bias,)
-        made = contracted(request, relation, x, *weights, *added)
-        if isinstance(made, mx.array):
-            return made
-        y, epilogue.lines = made
+        result = contracted(request, relation, x, *weights, *added)
+        if isinstance(result, mx.array):
+            return result
+        y, epilogue.lines = result
         return y
     after = epilogue if bias is None else epilogue.biased(bias)
     added = after.arrays if cast is None else after.as_kernels_take(cast)
@@ -201,8 +201,8 @@ class _Moments(_Pass):
 
     def vmap(self, inputs, axes):
         y, axis = super().vmap(inputs, axes)
-        made = self._with_lines(y, y.shape[0])
-        return (made, axis) if made is y else (made, (axis, 0))
+        result = self._with_lines(y, y.shape[0])
+        return (result, axis) if result is y else (result, (axis, 0))
 
     def _with_lines(self, y: mx.array, *mapped: int):
         """Return y, and zeros if the pass returns statistics."""
@@ -237,8 +237,8 @@ class _Composed(Rules):
             dy = activation_gradient(dy, y, self.epilogue.act)
         inputs, (shift, *_, residual) = self.split(primals)
         inputs = inputs if shift is None else (*inputs, shift)
-        found = self.forward.vjp(inputs, dy, None)
-        return found if residual is None else (*found, dy)
+        gradients = self.forward.vjp(inputs, dy, None)
+        return gradients if residual is None else (*gradients, dy)
 
     def variables(self, arrays: Sequence) -> list:
         return [arrays[0], *arrays[1 + self.constants :]]

@@ -140,9 +140,9 @@ def _prepare(
         if launched.problem.n_in and launched.problem.n_out:
             if not all(kernel.is_built for kernel in launched_here):
                 launches.setdefault((plan.gpu, plan.add), launched)
-            run_kept = launched.keep()
+            run_plan = launched.cache()
             # Never evaluated: kernels start to compile.
-            run_kept(launched.relation, *launched.inputs, *launched.bias)
+            run_plan(launched.relation, *launched.inputs, *launched.bias)
 
     compiled, is_right = 0, False
     # The block evaluates all views at its end. The lock comes first, as in

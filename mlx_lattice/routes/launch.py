@@ -50,7 +50,7 @@ class Launch:
         result: the array that it returned, or None where it was only planned.
         run: runs it by a plan: ``run(plan, *inputs, *bias)``.
         bias: one array, added to every row, or none; or those of an epilogue.
-        keep: ``keep()`` has later calls run the plan, and returns what they run:
+        cache: ``cache()`` caches the plan for the calls that follow, and returns it:
             ``launch(relation, *inputs, *bias)``.
     """
 
@@ -62,7 +62,7 @@ class Launch:
     result: mx.array | None
     run: Run
     bias: tuple[mx.array, ...]
-    keep: Callable[[], Run]
+    cache: Callable[[], Run]
 
     def repeat(self, route: str) -> mx.array:
         """Run the same contraction on another route, by its name."""
@@ -220,11 +220,11 @@ class Request(NamedTuple):
 def run(
     request: Request, relation: Relation, *arrays: mx.array
 ) -> mx.array | tuple[mx.array, mx.array]:
-    """Run one pass by its plan, which is chosen the first time and kept.
+    """Run one pass by its plan, which is chosen the first time and cached.
 
     Args:
         request: the pass.
-        relation: the layer's own (untransposed) one, which keeps the plan.
+        relation: the layer's own (untransposed) one, whose ``plans`` is the cache.
         *arrays: (x, w), (x, the arrays of a packed weight) or (x, dy). A bias, or the
             arrays of an epilogue or of ``integer``, may follow.
 
@@ -264,8 +264,8 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
 
     def rows(plan: Plan, *arrays: mx.array) -> mx.array:
         """Return y alone, or dW."""
-        made = plan(end, *request.operands(arrays))
-        return made[0] if isinstance(made, tuple) else made
+        result = plan(end, *request.operands(arrays))
+        return result[0] if isinstance(result, tuple) else result
 
     if tuned and choice.device == here:
         # Timed and compared by their sums.
@@ -276,7 +276,7 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         if tuned:
             choice, _ = choose(problem, here)
 
-    def keep() -> Run:
+    def cache() -> Run:
         launch = _bound(request, choice.plan, end)
         if not tuned:  # the version of now: a proof may have changed it
             key = request, mx.default_device() == devices.GPU, settings.version()
@@ -296,11 +296,11 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         # No sums to compute, and a GPU kernel cannot be launched on an empty grid.
         result = without_sums(problem, added)
     else:
-        result = keep()(relation, *arrays)
+        result = cache()(relation, *arrays)
     y = result[0] if isinstance(result, tuple) else result
     for observer in _observers.get():
         scope, y = _scope.get(), None if planned else y
-        facts = problem, choice, scope, relation, inputs, y, rows, added, keep
+        facts = problem, choice, scope, relation, inputs, y, rows, added, cache
         observer(Launch(*facts))
     return result
 
@@ -309,8 +309,8 @@ def without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
     """Return the result of a pass without edges: zeros, and what follows the sums."""
     if problem.integer:
         facts, sums = problem.integer, mx.zeros((problem.n_out, problem.c_out))
-        given = facts.named(added)[:-1]
-        return finished_integers(sums, facts, DTYPES[problem.dtype], *given)
+        after = facts.named(added)[:-1]
+        return finished_integers(sums, facts, DTYPES[problem.dtype], *after)
     if problem.epilogue:
         after = problem.epilogue
         return finished_floats(zeros(problem), after, *after.named(added))
