@@ -364,7 +364,8 @@ def rehearse(dims: int) -> None:
                 cuda_tables.relation_tiles(cuda_tables.table_source(table))
         for extent in (1 << 4, 1 << 14):  # keys of one word and of two
             box = (0,) * (1 + dims), (extent,) * (1 + dims)
-            made_rows(Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False)
+            facts = Rule.CELL, rows.coords, [(0,) * dims], spec.stride, box, False
+            made_rows(*facts, count=1)  # given, so that nothing is read
             strides = [(2**k,) * dims for k in range(1, 1 + _LEVELS)]
             start_levels(BoxedRows(rows.coords, box), strides, [box] * _LEVELS)
         swapped = cuda_tables.transpose_table(table, len(rows.coords))

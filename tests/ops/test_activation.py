@@ -9,6 +9,7 @@ import mlx.nn
 import numpy as np
 import pytest
 import reference as ref
+from conftest import mappable
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
@@ -286,7 +287,9 @@ def test_sums_that_are_activated(name, there):
         ones = [mx.ones_like(a) for a in given]
         along = mx.jvp(function, given, ones)[1][0]
         several = [mx.stack([a, 2 * a]) for a in given]
-        each = mx.vmap(function)(*several), mx.compile(function)(*given)
+        with mappable():
+            mapped = mx.vmap(function)(*several)
+        each = mapped, mx.compile(function)(*given)
         return function(*given), *first(*given), *second(*given), along, *each
 
     for got, wanted in zip(found(ours), found(of_mlx), strict=True):

@@ -341,16 +341,14 @@ def test_the_real_compiler(monkeypatch, tmp_path):
     x, w = mx.random.normal((len(coords), 16)), mx.random.normal((27, 16, 24))
 
     def run(asked):
-        monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", asked)
+        monkeypatch.setenv("MLX_LATTICE_CUDA_CACHE", asked)
+        monkeypatch.setenv("MLX_LATTICE_CACHE", str(tmp_path / "kept"))
         code = (
             "import sys, mlx.core as mx, mlx_lattice as ml\n"
             "c, x, w = (mx.load(f'{sys.argv[1]}/{n}.npy') for n in 'cxw')\n"
             "m = ml.CoordinateManager()\n"
             "r = m.submanifold_kernel_relation(m.insert(c))\n"
             "mx.save(f'{sys.argv[1]}/y.npy', ml.conv(x, w, r))\n"
-        )
-        monkeypatch.setitem(
-            ml.settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "kept")
         )
         command = [sys.executable, "-c", code, str(tmp_path)]
         subprocess.run(command, check=True, timeout=300)
