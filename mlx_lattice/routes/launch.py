@@ -250,7 +250,7 @@ def moments_shape(request: Request, relation: Relation) -> tuple[int, int, int] 
 
 
 def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
-    """Choose a route, launch, keep the plan and call the observers."""
+    """Choose a route, launch, cache the plan and call the observers."""
     here = devices.current()
     problem, planned = request.problem(relation), _planned.get()
     device, only = planned or (None, {})

@@ -14,6 +14,7 @@ from ..channel_groups import block_diagonal, diagonal_blocks
 from ..devices import CPU, CUDA, METAL
 from ..dtypes import DTYPES
 from ..problem import KERNEL_MAJOR, WEIGHT_GRAD, Problem
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from . import thresholds
 
@@ -158,27 +159,32 @@ class Plan:
     add: GpuKernel | None = field(default=None, repr=False)
     threadgroup: tuple[int, ...] = ()
     dispatches: tuple[Dispatch, ...] = field(default=(), repr=False)
-    count: Callable[[Plan, Relation | None], int | None] | None = field(
-        default=None, repr=False, compare=False
-    )
+    count: Count | None = field(default=None, repr=False, compare=False)
     proof: Proof | None = field(default=None, repr=False, compare=False)
 
-    def __call__(self, relation: Relation | None, *arrays) -> mx.array:
+    def __call__(
+        self,
+        relation: Relation | None,
+        x: mx.array,
+        w: mx.array | QuantizedWeight,
+        *added: mx.array,
+    ) -> mx.array:
         """Execute the plan.
 
         Args:
             relation: that of the pass: transposed for an input gradient.
-            *arrays: (N_in, C_x) features, of the pass; the layer's weight, packed, or
-                with three axes in the problem's layout, for a weight gradient dy,
-                (N_out, C_out); (C_y,), added to every row, or nothing; or the arrays
-                of the problem's epilogue.
+            x: (N_in, C_x) features of the pass.
+            w: the layer's weight, packed, or with three axes in the problem's layout;
+                for a weight gradient dy, (N_out, C_out).
+            *added: (C_y,), added to every row, or nothing; or the arrays of the
+                problem's epilogue.
         """
-        return self._execute(self.bind(self, relation), relation, *arrays)
+        return self._execute(self.bind(self, relation), relation, x, w, *added)
 
     def bound(self, relation: Relation) -> Callable[..., mx.array]:
         """Return ``launch(relation, *arrays)``, this plan for repeated calls.
 
-        It does not hold the relation, which keeps it.
+        It has no reference to the relation, whose ``plans`` it is cached in.
         """
         if self.backend == MLX:
             return self

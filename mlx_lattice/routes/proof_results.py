@@ -169,7 +169,7 @@ def current() -> Results:
 
 @cache
 def _results(folder: tuple, name: str, backend: str) -> Results:
-    # `folder` is what `kept_files.folder` depends on; to ask it takes 40 us.
+    # `folder` is what `kept_files.folder` depends on; each plan asks for results.
     where = machine_of(name, backend)
     file = hashlib.sha256(where.encode()).hexdigest()[:12]
     return Results(kept_files.folder() / "proofs" / f"{file}.json", where)
