@@ -14,7 +14,7 @@ from unittest.mock import patch
 import mlx.core as mx
 
 from mlx_lattice import backends, devices
-from mlx_lattice.backends import cuda_tile_tables, gpu_kernel, registry
+from mlx_lattice.backends import cuda_compile, cuda_tile_tables, gpu_kernel, registry
 from mlx_lattice.routes import proof_results, thresholds
 
 MODULES = tuple(
@@ -100,7 +100,10 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
     patches = [
         patch.object(mx.fast, "cuda_kernel", _stand_in(launches)),
         patch.object(gpu_kernel, "compute_capability", lambda: capability),
-        patch.object(gpu_kernel, "compiler", lambda capability: None),
+        *(
+            patch.object(module, "compiler", lambda capability: None)
+            for module in (gpu_kernel, cuda_compile)
+        ),
         patch.object(registry, "geometry", lambda: registry.GEOMETRY["cpu"]),
         patch.object(registry, "reductions", lambda: registry.REDUCTIONS["cuda"]),
     ]
