@@ -9,7 +9,6 @@ to any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -26,7 +25,7 @@ from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
 from .routes.launch import Layer, Request
-from .transformations import Function, Linear, Rules, constant, filled
+from .transformations import Linear, Rules, constant, filled
 
 
 class _Checked(NamedTuple):
@@ -127,13 +126,12 @@ def contracted(request: Request, relation: Relation, *arrays: mx.array):
     if not is_transforming():
         return launch.run(request, relation, *arrays)
     scope = launch.current_scope() if launch.observed() else None
-    rules = _Composed if request.epilogue else _Moments if request.moments else _Pass
-    forward = partial(launch.run, request, relation)
-    return Function(forward, rules(request, relation, scope))(*arrays)
+    pass_ = _Composed if request.epilogue else _Moments if request.moments else _Pass
+    return pass_(request, relation, scope)(*arrays)
 
 
 class _Pass(Linear):
-    """The rules of a pass without an epilogue.
+    """A pass without an epilogue, and its rules.
 
     Args:
         request: the pass.
@@ -149,6 +147,9 @@ class _Pass(Linear):
     @property
     def operands(self) -> int:
         return self.request.count
+
+    def forward(self, *arrays: mx.array):
+        return launch.run(self.request, self.relation, *arrays)
 
     def rows(self, primals: Sequence[mx.array]) -> int:
         return self.relation.n_out
@@ -189,7 +190,7 @@ class _Pass(Linear):
 
 
 class _Moments(_Pass):
-    """The rules of a forward pass that may return statistics of its rows after y.
+    """A forward pass that may return statistics of its rows after y.
 
     Nothing is differentiated through them: a norm's own derivatives are those by y.
     """
@@ -211,14 +212,17 @@ class _Moments(_Pass):
 
 
 class _Composed(Rules):
-    """The rules of a forward pass with an epilogue: those of the composed form."""
+    """A forward pass with an epilogue; its rules are those of the composed form."""
 
-    __slots__ = "constants", "epilogue", "forward"
+    __slots__ = "constants", "epilogue", "request", "sums"
 
     def __init__(self, request: Request, relation: Relation, scope: object):
-        self.epilogue = request.epilogue
-        self.forward = _Pass(request._replace(epilogue=None), relation, scope)
+        self.request, self.epilogue = request, request.epilogue
+        self.sums = _Pass(request._replace(epilogue=None), relation, scope)
         self.constants = 0 if request.layer.packing is None else 3  # packed arrays
+
+    def forward(self, *arrays: mx.array) -> mx.array:
+        return launch.run(self.request, self.sums.relation, *arrays)
 
     def split(self, arrays: Sequence) -> tuple[Sequence, list]:
         """Return the convolution's arrays, and all of an epilogue's, or None."""
@@ -227,8 +231,8 @@ class _Composed(Rules):
 
     def composed(self, *arrays: mx.array) -> mx.array:
         inputs, after = self.split(arrays)
-        with launch.scope(self.forward.scope or launch.current_scope()):
-            sums = self.forward.linear(*inputs)
+        with launch.scope(self.sums.scope or launch.current_scope()):
+            sums = self.sums.linear(*inputs)
         return finished(sums, self.epilogue, *after)
 
     def of_result(self, primals, dy, y) -> Sequence[mx.array]:
@@ -237,7 +241,7 @@ class _Composed(Rules):
             dy = activation_gradient(dy, y, self.epilogue.act)
         inputs, (shift, *_, residual) = self.split(primals)
         inputs = inputs if shift is None else (*inputs, shift)
-        gradients = self.forward.vjp(inputs, dy, None)
+        gradients = self.sums.vjp(inputs, dy, None)
         return gradients if residual is None else (*gradients, dy)
 
     def variables(self, arrays: Sequence) -> list:
@@ -269,14 +273,15 @@ def _checked(
     """Check the arguments of ``conv`` and return the pass that they ask for."""
     check_features(x, "features", relation.n_in)
     check_groups(groups)
-    shape = tuple(w.shape)
-    if len(shape) < 3 or weight_axes(shape)[1] != relation.volume:
+    shape, volume = tuple(w.shape), 0
+    if len(shape) >= 3:
+        layout, volume, c_in, c_out = weight_axes(shape)
+    if volume != relation.volume:
         raise ValueError(
             f"the weight must have shape (K, C_in / groups, C_out) with K = "
             f"{relation.volume}, or (C_out, spatial..., C_in / groups) with as many "
             f"cells; got {shape}"
         )
-    layout, volume, c_in, c_out = weight_axes(shape)
     if x.shape[1] != c_in * groups or c_out % groups:
         raise ValueError(
             f"features of {x.shape[1]} channels do not fit a weight of shape "

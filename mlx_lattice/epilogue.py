@@ -154,14 +154,15 @@ class Epilogue(_Fields):
 
     def is_as_kernels_take(self, facts: EpilogueFacts) -> bool:
         """Whether ``arrays`` have these dtypes as they are."""
-        pairs = zip(self.arrays, facts.dtypes, strict=True)
-        return all(dtype is None or a.dtype == dtype for a, dtype in pairs)
+        for array, dtype in zip(self.arrays, facts.dtypes, strict=True):
+            if dtype is not None and array.dtype != dtype:
+                return False
+        return True
 
     def check(self, shape: tuple[int, int], dtype: mx.Dtype) -> None:
         """Raise a TypeError or ValueError for what a contraction cannot take."""
         named(self.activation)
-        for name in ARRAYS:
-            array = getattr(self, name)
+        for name, array in zip(ARRAYS, self.slots, strict=True):
             if array is None:
                 continue
             wanted, dtypes = shape[1:], {mx.float32, dtype}

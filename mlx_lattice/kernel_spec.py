@@ -240,8 +240,8 @@ class KernelSpec:
         parts = [
             f"{self.volume} offsets" if self.custom else "x".join(map(str, self.size))
         ]
-        for name in ("stride", "padding", "dilation"):
-            value = getattr(self, name)
+        axes = self.stride, self.padding, self.dilation
+        for name, value in zip(("stride", "padding", "dilation"), axes, strict=True):
             if value is not None and (name == "padding" or set(value) != {1}):
                 same = len(set(value)) == 1
                 parts.append(f"{name} {value[0] if same else value}")

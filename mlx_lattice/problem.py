@@ -101,14 +101,14 @@ class Problem:
         one_of(self.kind, KINDS, "kind")
         one_of(self.layout, LAYOUTS, "layout")
         one_of(self.precision, PRECISIONS, "precision")
-        dtype_name(self.dtype)
-        for name in ("c_in", "c_out", "n_in", "n_out"):
-            if type(given := getattr(self, name)) is not int:
-                object.__setattr__(self, name, whole(given, name))
+        if self.dtype not in DTYPES:
+            dtype_name(self.dtype)  # raises
+        if {*map(type, (self.c_in, self.c_out, self.n_in, self.n_out))} != {int}:
+            for name in ("c_in", "c_out", "n_in", "n_out"):
+                object.__setattr__(self, name, whole(getattr(self, name), name))
         if type(self.groups) is not int or self.groups < 1:
             object.__setattr__(self, "groups", whole(self.groups, "groups", 1))
-        for name in ("c_in", "c_out"):
-            channels = getattr(self, name)
+        for name, channels in (("c_in", self.c_in), ("c_out", self.c_out)):
             if channels < 1 or channels % self.groups:
                 raise ValueError(
                     f"{name} must be a positive multiple of groups = {self.groups}; "
@@ -117,8 +117,8 @@ class Problem:
         self._check_rows()
 
     def _check_rows(self) -> None:
-        for name in ("n_in", "n_out"):
-            if not 0 <= (rows := getattr(self, name)) <= MOST_ROWS:
+        for name, rows in (("n_in", self.n_in), ("n_out", self.n_out)):
+            if not 0 <= rows <= MOST_ROWS:
                 raise ValueError(
                     f"{name} must be 0 to {MOST_ROWS}, since rows are numbered in "
                     f"int32; got {rows}"
@@ -293,7 +293,9 @@ class Problem:
     @property
     def channels(self) -> tuple[int, int]:
         """Channels that the pass sums over and those that it writes, (C_x, C_y)."""
-        return (self.c_out, self.c_in) if self.transposed else (self.c_in, self.c_out)
+        # In full, as are sizes of features: planners of tiles ask again and again.
+        is_back = self.pass_ == INPUT_GRAD
+        return (self.c_out, self.c_in) if is_back else (self.c_in, self.c_out)
 
     @property
     def operands(self) -> str:
@@ -310,7 +312,7 @@ class Problem:
     @property
     def read_size(self) -> int:
         """Bytes of one feature as the pass reads it."""
-        return 1 if self.integer else self.itemsize
+        return 1 if self.integer else DTYPES[self.dtype].size
 
     @property
     def row_bytes(self) -> tuple[int, int]:

@@ -32,7 +32,8 @@ class Building:
     def __enter__(self):
         self._lock.acquire()
         self._depth += 1
-        self._thread = get_ident()
+        if self._depth == 1:
+            self._thread = get_ident()
 
     def __exit__(self, error: type | None, *_: object) -> None:
         try:
@@ -93,14 +94,17 @@ class SharedViews(dict):
             view = self.find(name)
             if view is None:
                 view = make()
-                self.add(name, view)
+                self._add(name, view)
             return view
 
     def add(self, name: Hashable, view: object) -> None:
         """Add a view; other threads see it when it is computed."""
         with building:
-            self.unpublished[name] = view
-            building.open.append(self)
+            self._add(name, view)
+
+    def _add(self, name: Hashable, view: object) -> None:
+        self.unpublished[name] = view
+        building.open.append(self)
 
     def drop(self, name: Hashable) -> None:
         """Remove a view."""

@@ -12,28 +12,38 @@ from .geometry.sync import is_transforming
 
 
 class Rules:
-    """All rules of a function in one object, which is asked for them by name.
+    """A function of arrays, with its rules for MLX's transformations, in one object.
 
-    ``vjp(primals, cotangents, outputs)``, ``jvp(primals, tangents)``, ``vmap(inputs,
-    axes)``: each as ``Function`` takes it.
+    A subclass defines ``forward(*arrays)``, ``vjp(primals, cotangents, outputs)``,
+    ``jvp(primals, tangents)`` and ``vmap(inputs, axes)``. While MLX transforms, a call
+    goes through ``mx.custom_function``. Otherwise it is a call of ``forward``.
     """
 
     __slots__ = ()
 
+    def __call__(self, *arrays: mx.array):
+        """Return what ``forward`` does."""
+        if not is_transforming():
+            return self.forward(*arrays)
+        custom = _custom_function(self.forward)
+        custom.vjp(self.vjp)
+        custom.jvp(self.jvp)
+        custom.vmap(self.vmap)
+        return custom(*arrays)
+
 
 class Function:
-    """A function of arrays, with rules for MLX's transformations of it.
+    """A function of arrays, whose rules for MLX's transformations are set one by one.
 
     While MLX transforms (gradients, ``vmap``, ``compile``), a call goes through
-    ``mx.custom_function``. Otherwise it is a call of ``forward``. Without ``rules``
-    they are set one by one.
+    ``mx.custom_function``. Otherwise it is a call of ``forward``.
     """
 
     __slots__ = "_custom", "_forward", "_rules"
 
-    def __init__(self, forward: Callable, rules: Rules | None = None):
+    def __init__(self, forward: Callable):
         self._forward = forward
-        self._rules = rules or SimpleNamespace(vmap=partial(_each, forward))
+        self._rules = SimpleNamespace(vmap=partial(_each, forward))
         self._custom: Callable | None = None
 
     def vjp(self, rule: Callable) -> Callable:
@@ -56,15 +66,17 @@ class Function:
         if not is_transforming():
             return self._forward(*arrays)
         if self._custom is None:
-            # Forward mode would follow unstopped arrays into kernels without rules.
-            forward = self._forward
-            self._custom = mx.custom_function(
-                lambda *a: forward(*map(mx.stop_gradient, a))
-            )
+            self._custom = _custom_function(self._forward)
             for name in ("vjp", "jvp", "vmap"):
                 if rule := getattr(self._rules, name, None):
                     getattr(self._custom, name)(rule)
         return self._custom(*arrays)
+
+
+def _custom_function(forward: Callable) -> mx.custom_function:
+    """Return MLX's custom function, without rules."""
+    # Forward mode would follow unstopped arrays into kernels without rules.
+    return mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
 
 
 def _each(forward: Callable, inputs, axes):
@@ -136,7 +148,8 @@ def elementwise(forward: Callable, back: Callable, composed: Callable) -> Functi
 class Linear(Rules):
     """Rules of a function that is linear in each operand: one object for them all.
 
-    A subclass defines ``vjp``, and ``linear``: the function with its transformations.
+    A subclass defines ``forward``, ``vjp``, and ``linear``: the function with its
+    transformations.
     Arguments after ``operands`` of them (a bias) are added to each row of the result.
     """
 
@@ -176,21 +189,21 @@ class Linear(Rules):
 
 
 class _Zeros(Rules):
-    """Rules of a function whose result is zeros, as are its derivatives."""
+    """A function whose result is zeros, as are its derivatives."""
 
     __slots__ = "dtype", "shape"
 
     def __init__(self, shape: Sequence[int], dtype: mx.Dtype):
         self.shape, self.dtype = tuple(shape), dtype
 
-    def result(self, *_) -> mx.array:
+    def forward(self, *_) -> mx.array:
         return mx.zeros(self.shape, self.dtype)
 
     def vjp(self, primals, cotangent, _):
         return [mx.zeros_like(a) for a in several(primals)]
 
     def jvp(self, primals, tangents):
-        return self.result()
+        return self.forward()
 
     def vmap(self, inputs, axes):
         pairs = zip(several(inputs), several(axes), strict=True)
@@ -204,8 +217,7 @@ def zeros_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.arra
     Gradients go on through it: where processes exchange within a backward pass, one
     without rows must not leave that out.
     """
-    rules = _Zeros(shape, dtype)
-    return Function(rules.result, rules=rules)(*arrays)
+    return _Zeros(shape, dtype)(*arrays)
 
 
 def several(values):

@@ -46,7 +46,6 @@ from .signatures import (
     kept,
     packed,
     rounded_up,
-    weight_strides,
 )
 
 SCALES = ("scale_groups", "scales_shape[2]")
@@ -87,18 +86,16 @@ TF32_WEIGHTS = Interface(
         ("w_line_stride", "1"),
     ),
 )
-# Where prepared weights stand: (K, C_y, C_x), or (2 K, C_y, C_x).
-PREPARED = {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"}
 # Which axis of the weight's array is which.
 WEIGHT_AXES = {
     KERNEL_MAJOR: {"volume": "w_shape[0]", "c_in": "w_shape[1]", "c_out": "w_shape[2]"},
     MLX_LAYOUT: {"c_out": "w_shape[0]", "volume": "w_shape[1]", "c_in": "w_shape[2]"},
 }
-
-
-def strides_of(p: Problem) -> dict[str, str]:
-    """Return where a float weight stands, as C++ over its shape."""
-    return weight_strides(p.layout, groups=p.groups, **WEIGHT_AXES[p.layout])
+# Where a float weight stands, in elements, as C++ over its shape.
+STRIDES = {
+    KERNEL_MAJOR: {W_OFFSET: "w_shape[1] * w_shape[2]", W_ROW: "w_shape[2]"},
+    MLX_LAYOUT: {W_OFFSET: "w_shape[2]", W_ROW: "w_shape[1] * w_shape[2]"},
+}
 
 
 # By rows
@@ -144,7 +141,11 @@ def relation_traversal(p: Problem, device: Device) -> Plan:
     axes = WEIGHT_AXES[p.layout]
     each = axes["c_in"], f"{axes['c_out']} / {p.groups}"
     c_x, c_y = reversed(each) if p.transposed else each
-    sizes = {"groups": p.groups, "c_x": c_x, "c_y": c_y, **strides_of(p)}
+    group = f"({axes['c_out']} / {p.groups})"
+    if p.layout == MLX_LAYOUT:
+        group += f" * {axes['volume']} * {axes['c_in']}"
+    sizes = {"groups": p.groups, "c_x": c_x, "c_y": c_y}
+    sizes |= {**STRIDES[p.layout], W_GROUP: group}
     kernel = finishing_kernel(
         "relation_traversal",
         cuda_weight_grad.TRAVERSAL_FILES,
@@ -332,11 +333,10 @@ def _tiles_kernel(p: Problem, cut: _Cut) -> GpuKernel:
     else:
         transposed = ("TRANSPOSED", prepared or p.rows_are_summed)
         face, template = TILES, (*template, transposed, mirrored)
-        files, strides = ("sorted_implicit_gemm.cu",), strides_of(p)
+        files, strides = ("sorted_implicit_gemm.cu",), STRIDES[p.layout]
         c_y = WEIGHT_AXES[p.layout]["c_in" if p.transposed else "c_out"]
         if prepared:
-            c_y, strides = "w_shape[1]", PREPARED
-        strides = {name: read for name, read in strides.items() if name != W_GROUP}
+            c_y, strides = "w_shape[1]", STRIDES[KERNEL_MAJOR]
     multiple = cuda_tiles.multiple(dtype)
     # Packed weights are not padded. Of others it tells the compiler that they are.
     c_y = f"({c_y} + {multiple - 1}) / {multiple} * {multiple}"
@@ -374,7 +374,7 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
     (K, C_y, C_x), rounded to TF32; or (2 K, C_y, C_x), each offset in two parts.
     """
     parts = cuda_tiles.weight_parts(p)
-    axes, strides = WEIGHT_AXES[p.layout], strides_of(p)
+    axes, strides = WEIGHT_AXES[p.layout], STRIDES[p.layout]
     channels, lines = axes["c_in"], axes["c_out"]
     if p.transposed:
         channels, lines = lines, channels

@@ -65,8 +65,8 @@ def multiple(dtype: mx.Dtype) -> int:
 
 def whole_channels(p: Problem) -> tuple[int, int]:
     """Return the channels that the pass sums over and writes, padded."""
-    each = 16 // p.read_size
-    return rounded_up(p.channels[0], each), rounded_up(p.channels[1], each)
+    each, (c_x, c_y) = 16 // p.read_size, p.channels
+    return -(-c_x // each) * each, -(-c_y // each) * each
 
 
 def slices_of(c_in: int, itemsize: int = 2) -> int:
@@ -350,20 +350,22 @@ def _shaped_tile(
         return persistent(p, by_width[tile_width(c_y, by_width)])
     if not has_wgmma(p, device):
         return mma(p, "sorted_implicit_gemm_mma.cuh")
-    width = tile_width(c_y, POWERS if packed else tables.SORTED_TILES)
     by_width = tables.WIDE_TILES
     if shape is None and packed and not few:  # in whole stages
-        shape = by_width.get(width) if slices_of(c_x) == STAGE_SLICES else None
+        if slices_of(c_x) == STAGE_SLICES:
+            shape = by_width.get(tile_width(c_y, POWERS))
     elif shape is None and not few and _is_wide(c_x, c_y):
         shape = by_width[tile_width(c_y, by_width)]
     if isinstance(shape, tables.WideTile):
         return wide(p, shape, itself=p.pointwise and not packed)
-    if packed:  # unpacking takes the registers of the widest tile
-        width = min(width, 128)
-    # If offsets are few, the rows of a tile share one, however few edges they have.
-    low = few and not few_offsets(p)
-    by_width = tables.FEW_EDGES_TILES if low else tables.SORTED_TILES
-    return persistent(p, shape or by_width[width])
+    if shape is None:
+        width = tile_width(c_y, POWERS if packed else tables.SORTED_TILES)
+        if packed:  # unpacking takes the registers of the widest tile
+            width = min(width, 128)
+        # If offsets are few, the rows of a tile share one, however few edges they have.
+        low = few and not few_offsets(p)
+        shape = (tables.FEW_EDGES_TILES if low else tables.SORTED_TILES)[width]
+    return persistent(p, shape)
 
 
 def small_tile(

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ..devices import METAL, Device
 from ..dtypes import DTYPES, dtype_name
 from ..geometry.curves import used_by_blocks
-from ..problem import Problem
+from ..problem import MLX_LAYOUT, Problem
 from ..relation import Relation
 from ..routes import thresholds
 from ..routes.plan import Dispatch, Plan
@@ -31,7 +31,6 @@ from .signatures import (
     finishing,
     kept,
     rounded_up,
-    weight_strides,
 )
 
 # A contraction over edges, each added to its row of y: a dispatch has the edges from
@@ -115,11 +114,13 @@ def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
 
     Packed weights have a kernel's own layout: zeros.
     """
-    places = W_OFFSET, W_ROW, W_GROUP
-    names = [name for name, _ in interface.sizes if name in places]
-    c_in = p.c_in // p.groups
-    given = weight_strides(layout, p.volume, c_in, p.c_out, p.groups)
+    c_in, each = p.c_in // p.groups, p.c_out // p.groups
+    given = {W_OFFSET: c_in * p.c_out, W_ROW: p.c_out, W_GROUP: each}
+    if layout == MLX_LAYOUT:
+        row = p.volume * c_in
+        given = {W_OFFSET: c_in, W_ROW: row, W_GROUP: each * row}
     packed = "w" not in interface.inputs
+    names = [name for name, _ in interface.sizes if name in given]
     return {name: 0 if packed else given[name] for name in names}
 
 

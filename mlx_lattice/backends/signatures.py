@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from math import prod
 
 from ..epilogue import ARRAYS
 from ..problem import MLX_LAYOUT, Problem
@@ -16,7 +15,7 @@ from ..routes.plan import COPIED, Plan
 from .gpu_kernel import GpuKernel, Interface
 
 # Where a float weight stands, in elements: from an offset to the next, from a row of
-# the array to the next, and from a channel group to the next: see `weight_strides`.
+# the array to the next, and from a channel group to the next.
 # Zero for packed ones. Kernels get TRANSPOSED where rows run along summed channels.
 W_OFFSET, W_ROW, W_GROUP = "w_offset_stride", "w_row_stride", "w_group_stride"
 # The arrays of an epilogue; a bias is its shift, or is alone.
@@ -113,9 +112,9 @@ def computes_after(plan: Plan) -> bool:
 
 def finishing(interface: Interface) -> Interface:
     """Return the interface of kernels that compute an epilogue: all of ``AFTER``."""
-    at = interface.inputs.index("bias")
-    inputs = interface.inputs[:at] + AFTER + interface.inputs[at + 1 :]
-    return replace(interface, inputs=inputs)
+    at, given = interface.inputs.index("bias"), interface.inputs
+    inputs = given[:at] + AFTER + given[at + 1 :]
+    return Interface(interface.name, inputs, interface.outputs, interface.sizes)
 
 
 def with_moments(interface: Interface) -> Interface:
@@ -128,34 +127,6 @@ def packed(interface: Interface) -> Interface:
     at = interface.inputs.index("w")
     inputs = interface.inputs[:at] + PACKED + interface.inputs[at + 1 :]
     return replace(interface, inputs=inputs)
-
-
-def weight_strides(
-    layout: str, volume: int | str, c_in: int | str, c_out: int | str, groups: int
-) -> dict[str, int | str]:
-    """Return where a float weight stands, by the names of the sizes.
-
-    Args:
-        layout: "kernel_major", (K, C_in, C_out), or "mlx", (C_out, K, C_in).
-        volume: K.
-        c_in: input channels of a group.
-        c_out: output channels.
-        groups: channel groups. Numbers, or C++ over the shapes.
-    """
-
-    def times(*factors: int | str) -> int | str:
-        if all([isinstance(f, int) for f in factors]):
-            return prod(factors)
-        return " * ".join(str(f) for f in factors)
-
-    each = c_out // groups if isinstance(c_out, int) else f"({c_out} / {groups})"
-    if layout == MLX_LAYOUT:
-        return {
-            W_OFFSET: c_in,
-            W_ROW: times(volume, c_in),
-            W_GROUP: times(each, volume, c_in),
-        }
-    return {W_OFFSET: times(c_in, c_out), W_ROW: c_out, W_GROUP: each}
 
 
 def copied(p: Problem) -> str:

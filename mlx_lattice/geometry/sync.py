@@ -147,4 +147,10 @@ def arrays_in(view: object) -> list[mx.array]:
         return [view]
     if not isinstance(view, (tuple, list)):
         view = getattr(view, "arrays", ())
-    return [array for part in view for array in arrays_in(part)]
+    arrays = []
+    for part in view:
+        if type(part) is mx.array:
+            arrays.append(part)
+        elif type(part) not in (int, bool):
+            arrays += arrays_in(part)
+    return arrays

@@ -33,7 +33,7 @@ from ..routes.plan import Plan
 from ..routes.selection import named
 from ..settings import boundary
 from ..tensor import SparseTensor
-from ..transformations import Function, Linear, constant, zeros_of
+from ..transformations import Linear, constant, zeros_of
 from ..transformations import Linear as LinearRules
 from .quantized import (
     BESIDE,
@@ -75,14 +75,14 @@ def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
 
 
 class _PackedLinear(Linear):
-    """``x @ W[0]`` of (x, words, scales, biases), or ``x @ W[0].T``, and its rules."""
+    """``x @ W[0]`` of (x, words, scales, biases), or ``x @ W[0].T``."""
 
     __slots__ = "transposed", "w"
 
     def __init__(self, w: QuantizedWeight, transposed: bool):
         self.w, self.transposed = w, transposed
 
-    def __call__(self, x, *packed) -> mx.array:
+    def forward(self, x, *packed) -> mx.array:
         w = self.w.holding(*packed)
         if self.transposed or not x.shape[0]:
             return mlx_ops.packed_matmul(x, w, transpose=not self.transposed)
@@ -101,8 +101,7 @@ class _PackedLinear(Linear):
 
 
 def _packed_linear(x, w: QuantizedWeight, transposed: bool) -> mx.array:
-    product = _PackedLinear(w, transposed)
-    return Function(product, rules=product)(x, *constant(*w.arrays))
+    return _PackedLinear(w, transposed)(x, *constant(*w.arrays))
 
 
 @lru_cache(maxsize=64)
@@ -396,16 +395,12 @@ def _product(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:
     if b is None:
         return x @ w.T
     if is_transforming() and sums_columns(x):
-        return Function(_affine, rules=_Affine())(x, w, b)
-    return _affine(x, w, b)
+        return _Affine()(x, w, b)
+    return mx.addmm(b, x, w.T)
 
 
 # Layers that what follows may be computed with: a subclass may mean something else.
 OWN = Linear, QuantizedLinear
-
-
-def _affine(x: mx.array, w: mx.array, b: mx.array) -> mx.array:
-    return mx.addmm(b, x, w.T)
 
 
 class _Affine(LinearRules):
@@ -413,6 +408,9 @@ class _Affine(LinearRules):
 
     __slots__ = ()
     operands = 2
+
+    def forward(self, x: mx.array, w: mx.array, b: mx.array) -> mx.array:
+        return mx.addmm(b, x, w.T)
 
     def linear(self, x: mx.array, w: mx.array) -> mx.array:
         return x @ w.T

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from .. import backends
 from ..backends.epilogue_after import launched
-from ..devices import BACKENDS, CPU, CUDA, METAL, Device
+from ..devices import BACKENDS, CPU, CUDA, Device
 from ..epilogue import finished
 from ..numerics import FLOAT32
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
@@ -60,15 +60,8 @@ class Route:
 
     def planner(self, kind: str, pass_: str) -> Planner | None:
         """Return what plans a pass for a backend's kernels, or for MLX operations."""
-        planners = {METAL: self.metal, CUDA: self.cuda, CPU: self.cpu, MLX: self.mlx}
-        found = planners[kind]
+        found = getattr(self, kind)  # kinds are names of fields
         return dict(found).get(pass_) if isinstance(found, tuple) else found
-
-    def kinds(self, backend: str, pass_: str) -> tuple[str, ...]:
-        """Return what could run a pass on a backend: own kernels first, then "mlx"."""
-        able = (backend,) if self.planner(backend, pass_) else ()
-        portable = backend in self.mlx_on and self.planner(MLX, pass_)
-        return (*able, MLX) if portable else able
 
     def code(self, backend: str, pass_: str) -> str | None:
         """Return what runs a pass here ("C++", "MLX operations"), None if nothing."""
@@ -76,15 +69,17 @@ class Route:
         return None if kind is None else LANGUAGE[kind]
 
     def _kind(self, backend: str, pass_: str, absent: str | None) -> str | None:
-        kinds = self.kinds(backend, pass_)
-        if absent:
-            kinds = tuple(kind for kind in kinds if kind == MLX)
-        return kinds[0] if kinds else None
+        """Return what runs a pass: own kernels unless ``absent``, "mlx", or None."""
+        if not absent and self.planner(backend, pass_):
+            return backend
+        return MLX if backend in self.mlx_on and self.planner(MLX, pass_) else None
 
     @cached_property
     def on(self) -> tuple[str, ...]:
         """The backends that run any of its passes."""
-        return tuple(b for b in BACKENDS if any(self.kinds(b, p) for p in self.passes))
+        return tuple(
+            b for b in BACKENDS if any(self._kind(b, p, None) for p in self.passes)
+        )
 
     def refusal(
         self, problem: Problem, device: Device, forced: bool = False
@@ -108,7 +103,9 @@ class Route:
             return f"it has no {pass_} pass"
         if backend not in self.on:
             return f"it runs on {' and '.join(self.on)}, not on {backend}"
-        multiplied = self._multiplied(problem, device)
+        multiplied = problem
+        if problem.groups > 1:
+            multiplied = self._multiplied(problem, device)
         for need in self.needs if forced else (*self.needs, *self.pays):
             if absent and hasattr(need, "of_kernels"):
                 continue
@@ -125,7 +122,7 @@ class Route:
         """Return why nothing runs a pass, or None."""
         if self._kind(backend, pass_, absent) is not None:
             return None
-        if self.kinds(backend, pass_):
+        if self._kind(backend, pass_, None) is not None:
             where = " are in an extension, but" if backend == CPU else ":"
             return f"its {backend} kernels{where} {absent}"
         return f"it has no {pass_} pass on {backend}"

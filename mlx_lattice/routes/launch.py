@@ -30,7 +30,7 @@ from ..problem import (
 from ..quantized import IntegerPacking, Packing, QuantizedWeight
 from ..relation import Relation
 from . import measure, proof
-from .plan import Plan
+from .plan import MLX, Plan
 from .selection import Choice, candidates, choose, named
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
@@ -336,8 +336,9 @@ def zeros(problem: Problem) -> mx.array:
 def _bound(request: Request, plan: Plan, end: Relation) -> Callable[..., mx.array]:
     """Return ``launch(relation, *arrays)``, which holds views and no relation."""
     call = plan.bound(end)
-    if request.pass_ != INPUT_GRAD and request.layer.packing is None:
-        return call
+    reads_end = plan.backend == MLX and request.pass_ == INPUT_GRAD
+    if request.layer.packing is None and not reads_end:
+        return call  # kernels read nothing of the relation that it is called with
     return lambda relation, *arrays: call(
         _end(request, relation), *request.operands(arrays)
     )

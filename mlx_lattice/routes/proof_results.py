@@ -162,8 +162,11 @@ def _driver() -> str:
 
 def current() -> Results:
     """Return the results on the machine that MLX runs on now."""
-    device, variable = devices.current(), settings.environment["MLX_LATTICE_CACHE"]
-    folder = settings.current().cache, variable
+    return _results_on(devices.current())
+
+
+def _results_on(device: Device) -> Results:
+    folder = settings.current().cache, settings.environment["MLX_LATTICE_CACHE"]
     return _results(folder, device.name, device.backend)
 
 
@@ -179,7 +182,7 @@ def refused_on(device: Device) -> Mapping[str, str]:
     """Return why kernels are refused on a device, by digest: only here they are."""
     if device.backend == CPU or not enabled() or device != devices.current():
         return {}
-    return current().refused
+    return _results_on(device).refused
 
 
 def refusal(refused: Mapping[str, str], plan: Plan) -> str | None:

@@ -149,8 +149,13 @@ def choose(
     elif times and times[0][1] is not None:
         route = named(times[0][0])
     else:
-        times, route = (), next((r for r in TABLE if obstacle(r) is None), None)
-        if route is None:
+        times = ()
+        pass_, backend = problem.pass_, device.backend
+        for route in TABLE:
+            runs = pass_ in route.passes and backend in route.on
+            if runs and obstacle(route) is None:
+                break
+        else:
             raise RouteError(f"no row of the table takes {problem}")
     plan = route.plan(problem, device)
     if refused:  # plans are asked, which must be those of now
