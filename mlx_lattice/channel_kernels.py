@@ -18,7 +18,14 @@ from .backends.norms_protocol import Fit, Norms
 from .dtypes import FLOATS
 from .geometry import sync
 from .routes import thresholds
-from .transformations import Function, differentiable, elementwise, filled, of_kernels
+from .transformations import (
+    Function,
+    Gradient,
+    Rules,
+    elementwise,
+    filled,
+    of_kernels,
+)
 
 WORDS = mx.uint64, mx.uint32, mx.uint16
 
@@ -94,7 +101,7 @@ def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
     if kernels is None or x.dtype not in FLOATS:
         return mx.vjp(composed(act), [x], [dy])[1][0]
     back = _back(kernels, _alone(act, x.shape[1]))
-    return differentiable(lambda dy, x: (back(dy, x),), composed(act))(dy, x)[0]
+    return Gradient(lambda dy, x: (back(dy, x),), composed(act))(dy, x)[0]
 
 
 def activated_sum(
@@ -126,7 +133,7 @@ def column_sums(x: mx.array, like: mx.array) -> mx.array:
     if like.dtype not in FLOATS or not sums_columns(x):
         return x.sum(axis=0).astype(like.dtype)
     kernels = registry.column_sums() or registry.norms()
-    return _column_sums(kernels, x.shape[1], like.dtype)(x)
+    return _ColumnSums(kernels, like.dtype)(x)
 
 
 def sums_columns(x: mx.array) -> bool:
@@ -180,29 +187,33 @@ def _back(kernels: Norms, fit: Fit) -> Callable[[mx.array, mx.array], mx.array]:
     return lambda dy, x: kernels.gradient(mx.contiguous(dy), x, fit)[0]
 
 
-def _column_sums(
-    kernels: Norms | CudaColumnSums, channels: int, kind: mx.Dtype
-) -> Function:
-    if isinstance(kernels, CudaColumnSums):
-        sums = partial(kernels.sums, kind=kind)
-    else:
-        mean, var, shift = standard(channels, kind)
+class _ColumnSums(Rules):
+    """Sums over the rows of (N, C), in the dtype ``kind``."""
+
+    __slots__ = "kernels", "kind"
+
+    def __init__(self, kernels: Norms | CudaColumnSums, kind: mx.Dtype):
+        self.kernels, self.kind = kernels, kind
+
+    def forward(self, x: mx.array) -> mx.array:
+        x = mx.contiguous(x)
+        if isinstance(self.kernels, CudaColumnSums):
+            return self.kernels.sums(x, kind=self.kind)
+        mean, var, shift = standard(x.shape[1], self.kind)
         fit = Fit(mean, var, None, shift, 0.0, NONE)
+        return self.kernels.gradient_sums(x, x, fit)[3].reshape(-1)
 
-        def sums(x):
-            return kernels.gradient_sums(x, x, fit)[3].reshape(-1)
+    def by_mlx(self, x: mx.array) -> mx.array:
+        return x.sum(axis=0).astype(self.kind)
 
-    def by_mlx(x):
-        return x.sum(axis=0).astype(kind)
+    def vjp(self, x, by, _):
+        return mx.broadcast_to(by, x.shape).astype(x.dtype)
 
-    def forward(x):
-        return sums(mx.contiguous(x))
+    def jvp(self, x, by):
+        return self.by_mlx(by)
 
-    function = Function(forward)
-    function.vjp(lambda x, by, _: mx.broadcast_to(by, x.shape).astype(x.dtype))
-    function.jvp(lambda x, by: by_mlx(by))
-    function.vmap(lambda x, axis: (mx.vmap(by_mlx, in_axes=(axis,))(x), 0))
-    return function
+    def vmap(self, x, axis):
+        return mx.vmap(self.by_mlx, in_axes=(axis,))(x), 0
 
 
 @lru_cache(maxsize=256)

@@ -156,7 +156,8 @@ class _Pass(Linear):
 
     def run(self, pass_: str, *arrays: mx.array) -> mx.array:
         """Return what another pass of the layer does."""
-        return contracted(Request(pass_, self.request.layer), self.relation, *arrays)
+        request = Request(pass_, self.request.layer)
+        return _Pass(request, self.relation, self.scope)(*arrays)
 
     def linear(self, *arrays: mx.array) -> mx.array:
         return self.run(self.request.pass_, *arrays)

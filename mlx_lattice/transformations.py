@@ -25,11 +25,15 @@ class Rules:
         """Return what ``forward`` does."""
         if not is_transforming():
             return self.forward(*arrays)
-        custom = _custom_function(self.forward)
+        custom = mx.custom_function(self._stopped)
         custom.vjp(self.vjp)
         custom.jvp(self.jvp)
         custom.vmap(self.vmap)
         return custom(*arrays)
+
+    def _stopped(self, *arrays: mx.array):
+        # Forward mode would follow unstopped arrays into kernels without rules.
+        return self.forward(*map(mx.stop_gradient, arrays))
 
 
 class Function:
@@ -66,17 +70,14 @@ class Function:
         if not is_transforming():
             return self._forward(*arrays)
         if self._custom is None:
-            self._custom = _custom_function(self._forward)
+            forward = self._forward  # arrays are stopped as by Rules
+            self._custom = mx.custom_function(
+                lambda *a: forward(*map(mx.stop_gradient, a))
+            )
             for name in ("vjp", "jvp", "vmap"):
                 if rule := getattr(self._rules, name, None):
                     getattr(self._custom, name)(rule)
         return self._custom(*arrays)
-
-
-def _custom_function(forward: Callable) -> mx.custom_function:
-    """Return MLX's custom function, without rules."""
-    # Forward mode would follow unstopped arrays into kernels without rules.
-    return mx.custom_function(lambda *a: forward(*map(mx.stop_gradient, a)))
 
 
 def _each(forward: Callable, inputs, axes):
@@ -137,7 +138,7 @@ def elementwise(forward: Callable, back: Callable, composed: Callable) -> Functi
 
     All else is by ``composed``, the same in MLX operations.
     """
-    gradient = differentiable(lambda dy, x: (back(dy, x),), composed)
+    gradient = Gradient(lambda dy, x: (back(dy, x),), composed)
     function = Function(forward)
     function.vjp(lambda x, dy, _: gradient(dy, x)[0])
     function.jvp(lambda x, by: mx.jvp(composed, [x], [by])[1][0])
@@ -233,13 +234,8 @@ def filled(
     return [mx.zeros_like(a) if t is None else t for a, t in pairs]
 
 
-def differentiable(
-    back: Callable,
-    composed: Callable,
-    statistics: int = 0,
-    frozen: int = 0,
-) -> Function:
-    """Return a way back by kernels, whose own derivatives are the composed form's.
+class Gradient(Rules):
+    """A way back by kernels, whose own derivatives are the composed form's.
 
     Args:
         back: of (dy, x, *arrays).
@@ -248,14 +244,40 @@ def differentiable(
         frozen: arrays after x whose derivatives ``back`` leaves out.
     """
 
-    def again(dy, x, *arrays):
-        dx, *rest = mx.vjp(composed, [x, *arrays[statistics:]], [dy])[1]
-        return dx, *rest[frozen:]
+    __slots__ = "composed", "forward", "frozen", "statistics"
 
-    function = Function(back)
-    function.vjp(lambda at, by, _: tuple(mx.vjp(again, list(at), list(by))[1]))
-    function.jvp(lambda at, by: tuple(mx.jvp(again, list(at), filled(at, by))[1]))
-    return function
+    def __init__(
+        self, back: Callable, composed: Callable, statistics: int = 0, frozen: int = 0
+    ):
+        self.forward, self.composed = back, composed
+        self.statistics, self.frozen = statistics, frozen
+
+    def again(self, dy, x, *arrays):
+        """Return what ``forward`` does, by the composed form."""
+        at = [x, *arrays[self.statistics :]]
+        dx, *rest = mx.vjp(self.composed, at, [dy])[1]
+        return dx, *rest[self.frozen :]
+
+    def vjp(self, at, by, _):
+        """Return the derivatives of the gradients by all arguments."""
+        return tuple(mx.vjp(self.again, list(at), list(by))[1])
+
+    def jvp(self, at, by):
+        """Return the gradients' change along tangents."""
+        return tuple(mx.jvp(self.again, list(at), filled(at, by))[1])
+
+    def vmap(self, inputs, axes):
+        """Return the gradients of several calls."""
+        return _each(self.forward, inputs, axes)
+
+
+class _MappedGradient(Gradient):
+    """A gradient that ``mx.vmap`` maps by the composed form."""
+
+    __slots__ = ()
+
+    def vmap(self, inputs, axes):
+        return mx.vmap(self.again, tuple(axes))(*inputs), (0,) * (len(inputs) - 1)
 
 
 def of_kernels(
@@ -266,20 +288,11 @@ def of_kernels(
     ``back(dy, *arrays)`` returns all gradients. All else is by ``composed``, the same
     in MLX operations.
     """
+    gradient, function = _MappedGradient(back, composed), Function(forward)
 
-    def composed_back(dy, *arrays):
-        return tuple(mx.vjp(composed, list(arrays), [dy])[1])
-
-    def over(run: Callable, zeros: object) -> Callable:
-        return lambda by, axes: (
-            mx.vmap(run, tuple(several(axes)))(*several(by)),
-            zeros,
-        )
-
-    gradient = differentiable(back, composed)
-    function = Function(forward)
-    gradient.vmap(over(composed_back, (0,) * count))
-    function.vmap(over(composed, 0))
+    @function.vmap
+    def vmap(by, axes):
+        return mx.vmap(composed, tuple(several(axes)))(*several(by)), 0
 
     @function.vjp
     def vjp(primals, dy, _):

@@ -1,6 +1,6 @@
 """Norms by channel, with the activation and residual sum that follow them.
 
-Each is one ``Function`` over the backend's kernels: three launches forward and three
+Each is one function over the backend's kernels: three launches forward and three
 back for statistics of the rows. Higher derivatives, forward mode, vmap and devices
 without kernels use the composed form, the same in MLX operations. Saved for the
 backward pass are the inputs and a mean and variance for each channel.
@@ -26,7 +26,7 @@ from ..backends.norms_protocol import (
     RowSegments,
 )
 from ..dtypes import FLOATS
-from ..transformations import Function, differentiable, filled, several
+from ..transformations import Function, Gradient, Rules, filled, several
 from .exchanges import Exchanges
 from .observed import norm_teller, norms, untold
 
@@ -287,99 +287,128 @@ def affine(
     return y.astype(x.dtype)
 
 
-def row_norm(
-    layer: Layer,
-    given: Given,
-    statistics: BatchStatistics | SegmentStatistics | SharedStatistics,
-    segments: RowSegments | None,
-    few: BatchNorms | None,
-    is_summed: bool = False,
-) -> Function:
-    """Return a norm by statistics of the rows, with its transformations.
+class _RowNorm(Rules):
+    """A norm by statistics of the rows.
 
-    Of x, those that there are of weight, bias and residual, running statistics, of
-    which ``statistics`` says here no more than whether there are any, and the lines of
-    ``Moments`` where it ``is_summed``. Returns y, the statistics, and moved ones.
+    A function of x, those that there are of weight, bias and residual, running
+    statistics, and the lines of ``Moments`` if it ``is_summed``. Returns y, the
+    statistics, and moved ones. It holds no array of a call.
+
+    Args:
+        layer: eps and activation.
+        given: which of weight, bias and residual there are, and the kernels.
+        statistics: of which rows; of running ones it says whether there are any.
+        segments: of the rows, or None.
+        few: the kernels of few rows, or None.
+        is_summed: whether lines are given.
     """
-    kernels, last = given.kernels, 1 + sum(given.there)
-    launches = 3 if few is None else 1
-    size = 1 if segments is None else segments.size
-    end = -1 if is_summed else None  # of running statistics
 
-    def composed(x, *rest):
-        lines = statistics.composed(x)
-        return affine(x, *lines, *given.spread(rest), layer, statistics.spread)
+    __slots__ = (
+        "few",
+        "given",
+        "is_summed",
+        "launches",
+        "layer",
+        "segments",
+        "statistics",
+    )
 
-    def forward(x, *rest):
+    def __init__(
+        self,
+        layer: Layer,
+        given: Given,
+        statistics: BatchStatistics | SegmentStatistics | SharedStatistics,
+        segments: RowSegments | None,
+        few: BatchNorms | None,
+        is_summed: bool = False,
+    ):
+        self.layer, self.given, self.statistics = layer, given, statistics
+        self.segments, self.few, self.is_summed = segments, few, is_summed
+        self.launches = 3 if few is None else 1
+        given.tell("forward", self.launches - (is_summed and few is None))
+
+    @property
+    def last(self) -> int:
+        """How many arrays are differentiated: x, weight, bias and residual."""
+        return 1 + sum(self.given.there)
+
+    def composed(self, x, *rest) -> mx.array:
+        lines, spread = self.statistics.composed(x), self.statistics.spread
+        return affine(x, *lines, *self.given.spread(rest), self.layer, spread)
+
+    def forward(self, x, *rest):
         x = mx.contiguous(x)  # several launches read it
+        given, layer, now, last = self.given, self.layer, self.statistics, self.last
         weight, bias, residual = given.spread(rest)
-        now = statistics
-        running, lines = rest[last - 1 : end], rest[end:] if is_summed else ()
+        running, lines = rest[last - 1 :], ()
+        if self.is_summed:
+            running, lines = running[:-1], running[-1:]
         if running:
-            now = statistics._replace(running=running)
-        if few is not None:
-            moved = (None, 0.0) if segments is not None else now
-            facts = *moved, layer.eps, layer.act, segments, now.groups
-            y, mean, var, *moved = few.normalize(x, weight, bias, residual, *facts)
+            now = now._replace(running=running)
+        if self.few is not None:
+            moved = (None, 0.0) if self.segments is not None else now
+            facts = *moved, layer.eps, layer.act, self.segments, now.groups
+            y, mean, var, *moved = self.few.normalize(x, weight, bias, residual, *facts)
         else:
-            mean, var, *moved = now.run(kernels, x, *lines)
-            fit = fit_of(layer, mean, var, weight, bias, segments)
-            y = kernels.normalize(x, fit, residual)
-        return y, mean, var, *(a.reshape(-1) for a in moved)
+            mean, var, *moved = now.run(given.kernels, x, *lines)
+            fit = fit_of(layer, mean, var, weight, bias, self.segments)
+            y = given.kernels.normalize(x, fit, residual)
+        return y, mean, var, *[a.reshape(-1) for a in moved]
 
-    def no_statistics(channels: int) -> list[mx.array]:
-        line, moved = mx.zeros((size, channels)), mx.zeros((size * channels,))
-        return [line, line, moved, moved]
-
-    def back(dy, x, mean, var, *rest):
-        dy, x = mx.contiguous(dy), mx.contiguous(x)  # as above
+    def back(self, dy, x, mean, var, *rest):
+        """Return the gradients of x and of those that there are of the rest."""
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # several launches read them
+        given, kernels = self.given, self.given.kernels
         weight, bias, residual = given.spread(rest)
-        fit = fit_of(layer, mean, var, weight, bias, segments)
-        if few is not None:
-            dx, *others = few.gradient(dy, x, fit, residual, statistics.groups)
+        fit = fit_of(self.layer, mean, var, weight, bias, self.segments)
+        if self.few is not None:
+            groups = self.statistics.groups
+            dx, *others = self.few.gradient(dy, x, fit, residual, groups)
             return dx, *given.kept(*others)
         found = kernels.gradient_sums(dy, x, fit, residual)
-        terms, dweight, dbias = statistics.terms(kernels, fit, found)
+        terms, dweight, dbias = self.statistics.terms(kernels, fit, found)
         dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
         return dx, *given.kept(dweight, dbias, dresidual)
 
-    gradient = differentiable(back, composed, 2)
-
-    def vjp(primals, cotangents, outputs):
+    def vjp(self, primals, cotangents, outputs):
         x, *rest = several(primals)
-        rest, others = rest[: last - 1], rest[last - 1 :]
+        rest, others = rest[: self.last - 1], rest[self.last - 1 :]
         more = 0
-        if segments is not None:
-            fit = fit_of(layer, *outputs[1:3], *given.spread(rest)[:2], segments)
-            more = not statistics.is_by_channel(fit)
-            if few is not None:
-                more = statistics.adds_parameters(fit)
-        given.tell("backward", launches + more)
+        if self.segments is not None:
+            lines = *outputs[1:3], *self.given.spread(rest)[:2]
+            fit = fit_of(self.layer, *lines, self.segments)
+            more = not self.statistics.is_by_channel(fit)
+            if self.few is not None:
+                more = self.statistics.adds_parameters(fit)
+        self.given.tell("backward", self.launches + more)
+        gradient = Gradient(self.back, self.composed, 2)
         found = gradient(cotangents[0], x, *outputs[1:3], *rest)
         return *found, *[mx.zeros(a.shape) for a in others]
 
-    given.tell("forward", launches - (is_summed and few is None))
-    function = Function(forward)
-    function.vjp(vjp)
+    def jvp(self, at, by):
+        at, by = several(at)[: self.last], several(by)[: self.last]
+        (moved,) = mx.jvp(self.composed, list(at), filled(at, by))[1]
+        return moved, *self.no_statistics(moved.shape[1])
 
-    @function.jvp
-    def jvp(at, by):
-        at, by = several(at)[:last], several(by)[:last]
-        (moved,) = mx.jvp(composed, list(at), filled(at, by))[1]
-        return moved, *no_statistics(moved.shape[1])
-
-    @function.vmap
-    def vmap(arrays, axes):
-        arrays, axes = several(arrays)[:last], several(axes)[:last]
-        y = mx.vmap(composed, tuple(axes))(*arrays)
+    def vmap(self, arrays, axes):
+        arrays, axes = several(arrays)[: self.last], several(axes)[: self.last]
+        y = mx.vmap(self.composed, tuple(axes))(*arrays)
 
         def lines(x, *_):  # which the way back reads
-            return tuple(a.reshape(size, -1) for a in statistics.lines(x))
+            return tuple(a.reshape(self.size, -1) for a in self.statistics.lines(x))
 
-        moved = [mx.stack([a] * len(y)) for a in no_statistics(y.shape[-1])[2:]]
+        moved = [mx.stack([a] * len(y)) for a in self.no_statistics(y.shape[-1])[2:]]
         return (y, *mx.vmap(lines, tuple(axes))(*arrays), *moved), (0,) * 5
 
-    return function
+    @property
+    def size(self) -> int:
+        """Lines of the statistics."""
+        return 1 if self.segments is None else self.segments.size
+
+    def no_statistics(self, channels: int) -> list[mx.array]:
+        """Return zeros for all results but y."""
+        line, moved = mx.zeros((self.size, channels)), mx.zeros((self.size * channels,))
+        return [line, line, moved, moved]
 
 
 def given_of(x, layer: Layer, weight, bias, residual) -> tuple[Given, list[mx.array]]:
@@ -492,7 +521,7 @@ def batch_norm(
             running, momentum = statistics
             statistics = BatchStatistics(None if running is None else (), momentum)
             few = given.kernels.of_few(x)
-        function = row_norm(layer, given, statistics, None, few, bool(summed))
+        function = _RowNorm(layer, given, statistics, None, few, bool(summed))
         y, _, _, mean, var = function(x, *arrays, *(running or ()), *summed)
         return y, mean, var
     mean, var = statistics.composed(x)
@@ -516,7 +545,7 @@ def group_norm(
     given, arrays = given_of(x, layer, weight, bias, residual)
     if given.kernels:
         few = given.kernels.of_few(x, statistics.segments, statistics.groups)
-        function = row_norm(layer, given, statistics, statistics.segments, few)
+        function = _RowNorm(layer, given, statistics, statistics.segments, few)
         return function(x, *arrays)[0]
     lines, spread = statistics.composed(x), statistics.spread
     return affine(x, *lines, *given.spread(arrays), layer, spread)
@@ -575,7 +604,7 @@ def _by_fixed(layer: Layer, given: Given, are_frozen: bool) -> Function:
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
         return dx, dmean, dvar, *own
 
-    gradient = differentiable(back, composed, frozen=2 if are_frozen else 0)
+    gradient = Gradient(back, composed, frozen=2 if are_frozen else 0)
 
     def vjp(primals, dy, _):
         given.tell("backward", 3)

@@ -16,7 +16,7 @@ from .. import devices
 from ..backends.cpu_extension import extension
 from ..devices import CUDA, METAL, Device
 from ..geometry import sync
-from ..transformations import Function, differentiable
+from ..transformations import Function, Gradient
 from ..transformations import filled as filled_tangents
 from .observed import Tell
 
@@ -187,7 +187,7 @@ def by_kernel(
     def vjp(primals, cotangents, outputs):
         tell("backward", 1, 1)
         q, k, v = primals
-        return differentiable(back, again, 2)(cotangents[0], q, *outputs, k, v)
+        return Gradient(back, again, 2)(cotangents[0], q, *outputs, k, v)
 
     def jvp(at, by):
         (moved,) = mx.jvp(again, list(at), filled_tangents(at, by))[1]
