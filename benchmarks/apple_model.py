@@ -16,14 +16,14 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_lattice.backends.gpu_kernel import GpuKernel
-from mlx_lattice.backends.kernel_sources import source
+from mlx_lattice.availability import source
+from mlx_lattice.backends.gpu.kernel import GpuKernel
 from mlx_lattice.devices import METAL, Device
 from mlx_lattice.inspect.cost import INTEGERS, cost
+from mlx_lattice.plan import MLX, Plan
 from mlx_lattice.problem import Problem
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes.choice import Choice
-from mlx_lattice.routes.plan import MLX, Plan
 
 
 class Range(NamedTuple):
@@ -347,7 +347,7 @@ def _rate(plan: Plan, device: Device) -> tuple[float, Range]:
     return 1e12 * peak, Range(*(GATHERED * end for end in ends))
 
 
-# The making of a kernel map: the launches of backends/metal_geometry.py, one after
+# The making of a kernel map: the launches of backends/metal/geometry.py, one after
 # another. At the slower end a random slot of a hash is a line from memory; at the
 # faster end the hash is in the caches. Coordinates of new rows, and divisions by
 # strides that are no powers of two, are left out.

@@ -22,8 +22,7 @@ from packed_layers import chained, integer_rows, packed_rows, plan_of
 from written import write_line
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.geometry import sync
+from mlx_lattice import devices, sync
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
 CHANNELS = (32, 64, 128, 256)

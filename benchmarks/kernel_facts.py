@@ -22,10 +22,9 @@ import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
 from mlx_lattice import devices
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.inspect.doctor import shell
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
-from mlx_lattice.routes import thresholds
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, IntegerFacts
 from mlx_lattice.routes.selection import candidates
 
 CHIPS = "m1", "m3", "m3-max", "m5", "m5-max"
@@ -79,11 +78,11 @@ def planned(problem):
 @contextmanager
 def height_of(rows):
     """Plan inside the block with TensorOps' simdgroups of so many rows."""
-    enough = {h: 0 if h <= rows else 1 << 30 for h in thresholds.SHARED_ROWS}
-    filling = dict.fromkeys(thresholds.TENSOR_FILLING, 0)
+    enough = {h: 0 if h <= rows else 1 << 30 for h in metal_thresholds.SHARED_ROWS}
+    filling = dict.fromkeys(metal_thresholds.TENSOR_FILLING, 0)
     with (
-        patch.dict(thresholds.SHARED_ROWS, enough),
-        patch.dict(thresholds.TENSOR_FILLING, filling),
+        patch.dict(metal_thresholds.SHARED_ROWS, enough),
+        patch.dict(metal_thresholds.TENSOR_FILLING, filling),
     ):
         yield
 

@@ -21,10 +21,11 @@ import numpy as np
 import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
-from mlx_lattice.backends import metal_geometry
-from mlx_lattice.backends.gpu_reductions import GpuReductions
-from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import keys, output_rows, sync
+from mlx_lattice import sync
+from mlx_lattice.backends.gpu.reductions import GpuReductions
+from mlx_lattice.backends.metal import geometry as metal_geometry
+from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
+from mlx_lattice.geometry import keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.problem import INPUT_GRAD, PASSES, WEIGHT_GRAD

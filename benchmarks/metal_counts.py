@@ -47,7 +47,7 @@ from tile_times import bounded, on_chip, span, steps_of
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices, routes
-from mlx_lattice.routes import thresholds
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
 DEVICES = ("m1", "m2-max", "m4-max", "m5-max")
@@ -132,8 +132,8 @@ def execute(built, modelled, c_in, c_out):
         name = "grouped_gemm" if by_edges else "sorted_implicit_gemm"
         route = routes.named("tensor_ops" if tensor else name)
         problem = ml.Problem.of(pass_, built, c_in, c_out, mx.float16)
-        high = patch.dict(thresholds.TENSOR_FILLING, {"*": 0})
-        with patch.dict(thresholds.FILLING, {tile_model.chip().name: 1}), high:
+        high = patch.dict(metal_thresholds.TENSOR_FILLING, {"*": 0})
+        with patch.dict(metal_thresholds.FILLING, {tile_model.chip().name: 1}), high:
             plan = route.planner(devices.METAL, pass_)(problem, tile_model.chip())
             report = host.run(plan, *arrays, counted=True, order="forward")[1]
             memory = model.counts(c_x, c_y).memory
@@ -261,7 +261,7 @@ def sorts(record):
     """What MLX's argsorts of a relation's rows take."""
     print("\norder of tiles: passes and MB of MLX's argsort, for 8 and 27 offsets,")
     print("and of two sorts of 8 bytes a row, by mask and then by region")
-    region = thresholds.region_rows(256, tile_model.chip())
+    region = metal_thresholds.region_rows(256, tile_model.chip())
     for rows in SORTED:
         few, many = (sort_passes(rows, size, region) for size in (2, 4))
         passes, moved = sort_passes(rows, 8)
@@ -275,8 +275,8 @@ def leanest(model, c_x, c_y):
     """The plans that move the fewest bytes of those tried."""
     tried = []
     for region in REGIONS:
-        tables = {row: {"*": region} for row in thresholds.REGION_ROWS}
-        with patch.dict(thresholds.REGION_ROWS, tables):
+        tables = {row: {"*": region} for row in metal_thresholds.REGION_ROWS}
+        with patch.dict(metal_thresholds.REGION_ROWS, tables):
             tried.append((planned(model, c_x, c_y), bounded(model, c_x, c_y, DEVICES)))
     return min(tried, key=lambda found: found[0][DEVICES[0]].moved)
 

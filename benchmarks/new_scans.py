@@ -23,11 +23,9 @@ import nets
 import numpy as np
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.backends import registry
-from mlx_lattice.geometry import sync
+from mlx_lattice import devices, registry, sync
+from mlx_lattice.plan import Plan
 from mlx_lattice.routes import proof_results
-from mlx_lattice.routes.plan import Plan
 
 NETS = "minkunet14", "minkunet18", "minkunet34"
 LEVELS, STEM = 4, 5  # halvings of a MinkUNet, and the size of its first kernel

@@ -9,9 +9,8 @@ import mlx.core as mx
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import FORWARD
-from mlx_lattice.routes.plan import Plan
+from mlx_lattice.plan import Plan
+from mlx_lattice.problem import FORWARD, IntegerFacts
 
 BITS = (8, 4)  # of weights
 

@@ -34,12 +34,18 @@ from gpu_profiles import gpu_kernels
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import cuda_compile
-from mlx_lattice.dtypes import DTYPES
+from mlx_lattice.backends.gpu import nvrtc as cuda_compile
+from mlx_lattice.checks import DTYPES
 from mlx_lattice.inspect.page import drawn
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import FORWARD, KERNEL_MAJOR, MLX_LAYOUT, PASSES, WEIGHT_GRAD
-from mlx_lattice.routes.plan import MLX
+from mlx_lattice.plan import MLX
+from mlx_lattice.problem import (
+    FORWARD,
+    KERNEL_MAJOR,
+    MLX_LAYOUT,
+    PASSES,
+    WEIGHT_GRAD,
+    IntegerFacts,
+)
 from mlx_lattice.routes.selection import candidates
 
 

@@ -11,8 +11,9 @@ import numpy as np
 from tile_model import EIGHT, ITEM, TILE, Conv, Grad, ceil_div, chip
 from tile_steps import Steps
 
-from mlx_lattice.backends import metal_tiles, metal_weight_grad
-from mlx_lattice.backends.metal_tiles import TENSOR_WIDTH as WIDTH
+from mlx_lattice.backends.metal import tiles as metal_tiles
+from mlx_lattice.backends.metal import weight_grad as metal_weight_grad
+from mlx_lattice.backends.metal.tiles import TENSOR_WIDTH as WIDTH
 
 SIXTEEN = 2 * EIGHT
 # Registers of a lane beside its sums and operands: where two of each 16 rows begin;

@@ -17,12 +17,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
 from mlx_lattice import devices  # noqa: E402
-from mlx_lattice.backends import (  # noqa: E402
-    dispatch_bounds,
-    metal_tiles,
-    metal_weight_grad,
-)
-from mlx_lattice.routes import thresholds  # noqa: E402
+from mlx_lattice.backends.gpu import kernel as gpu_kernel  # noqa: E402
+from mlx_lattice.backends.metal import thresholds as metal_thresholds  # noqa: E402
+from mlx_lattice.backends.metal import tiles as metal_tiles  # noqa: E402
+from mlx_lattice.backends.metal import weight_grad as metal_weight_grad  # noqa: E402
 
 ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
 
@@ -212,7 +210,7 @@ class Conv:
 
     def sorted_table(self, row):
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
-        region = thresholds.region_rows(row, chip())
+        region = metal_thresholds.region_rows(row, chip())
         if region not in self.tables:
             table = np.array(metal_tiles.tile_table(self.relation, region))
             used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
@@ -259,7 +257,7 @@ class Conv:
         slices, row, columns = self.plan(c_x, c_y)
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
-        reached = thresholds.region_rows(row, chip())
+        reached = metal_thresholds.region_rows(row, chip())
         together = metal_tiles.tiles_together(weights // slices, reached, chip())
         across, width = ceil_div(c_y, columns), min(columns, c_y)
         # Slices are written as float32, and read once more.
@@ -383,9 +381,9 @@ class Grad:
             *(int(c_in <= c_out), self.volume if sliced else 1),
         )
         weights = self.volume * c_in * c_out
-        held = ceil_div(splits * weights * 4, thresholds.PARTIAL_BYTES["*"])
+        held = ceil_div(splits * weights * 4, metal_thresholds.PARTIAL_BYTES["*"])
         work = self.edges * c_in * c_out
-        limit = dispatch_bounds.matrix_limit(chip())
+        limit = gpu_kernel.matrix_limit(chip())
         held, whole = int(self.scale * held), int(self.scale * work)
         dispatches = min(int(self.scale * splits), max(held, ceil_div(whole, limit)))
         features = (self.n_in * c_in + self.n * c_out) * ITEM

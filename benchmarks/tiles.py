@@ -3,10 +3,10 @@
     MLX_USE_CUDA_GRAPHS=0 python benchmarks/tiles.py SCENES.npz --channels 160 160
     --tiles WideTile:3,128,160,4,1 WideTile:2,128,160,5,1
 
-The tables of ``backends/cuda_tile_tables.py`` are chosen by such times:
+The tables of ``backends/cuda/tile_tables.py`` are chosen by such times:
 benchmarks/results/gpu-surfaces.jsonl, gpu-itself.jsonl of 1x1 kernels, and
 gpu-widths.jsonl of int8 features, TF32 and weight gradients. A tile has the name and
-the fields of its kind in ``backends/cuda_tile_tables.py``. One
+the fields of its kind in ``backends/cuda/tile_tables.py``. One
 JSON line a count of rows and pass; times are sums over the kernels of a call, read by
 PyTorch's profiler.
 """
@@ -30,14 +30,18 @@ from written import write_line
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends import (
-    cuda_tile_tables,
-    cuda_tiles,
-    cuda_weight_grad,
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
+from mlx_lattice.problem import (
+    FORWARD,
+    INPUT_GRAD,
+    MLX_LAYOUT,
+    PASSES,
+    WEIGHT_GRAD,
+    IntegerFacts,
 )
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.numerics import TF32
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD
+from mlx_lattice.settings import TF32
 
 KINDS = {
     "WideTile": (cuda_tile_tables.WideTile, cuda_tiles.wide),

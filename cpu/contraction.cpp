@@ -427,7 +427,7 @@ Act activation_of(const char* who, int code) {
   float slope = std::bit_cast<float>(code);
   if (slope > 0.0f && slope <= 1.0f) return {Activation::leaky_relu, slope};
   if (std::isfinite(slope) && slope < 0.0f) return {Activation::elu, -slope};
-  fail(who, "the activation must be a code of mlx_lattice/activations.py, but is " + std::to_string(code) + ".");
+  fail(who, "the activation must be a code of mlx_lattice/epilogue.py, but is " + std::to_string(code) + ".");
 }
 
 array contract(const char* route, Form form, const array& x, const array& w, const std::vector<array>& indices,

@@ -26,7 +26,7 @@ array contract_packed(const char* route, Form form, const array& x, const array&
                       const array& biases, const std::vector<array>& indices, int n_out, const MaybeArray& bias,
                       int groups, int bits, int group_size, const Epilogue& epilogue, Stream s);
 
-// The activation of a code, see mlx_lattice/activations.py, or a failure.
+// The activation of a code, see mlx_lattice/epilogue.py, or a failure.
 Act activation_of(const char* who, int code);
 
 }  // namespace lattice

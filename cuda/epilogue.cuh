@@ -31,7 +31,7 @@ __device__ __forceinline__ float activated(float v, float slope) {
   return slope == 0.0f ? 0.0f : slope * v;
 }
 
-// The activation of a code of mlx_lattice/activations.py: none, kinds from 1 on, or the
+// The activation of a code of mlx_lattice/epilogue.py: none, kinds from 1 on, or the
 // bits of a LeakyReLU's slope, or of minus an ELU's alpha.
 template <int CODE>
 __device__ __forceinline__ float activated_by_code(float v) {

@@ -14,10 +14,13 @@ from types import ModuleType
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import routes
-from mlx_lattice.backends import cuda_tile_tables, dispatch_bounds
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.devices import BACKENDS
+from mlx_lattice.plan import MLX
 from mlx_lattice.routes import needs, thresholds
-from mlx_lattice.routes.plan import MLX
 
 # What classes have of bases that are not public, and users call.
 INHERITED = {"CoordinateManager": ("cells", "finer", "insert", "key_of", "sets")}
@@ -91,7 +94,13 @@ def route_lines() -> Iterator[str]:
 
 def threshold_lines() -> Iterator[str]:
     """Yield the tables of numbers, with the comments that stand above them."""
-    for module in (thresholds, cuda_tile_tables, dispatch_bounds):
+    for module in (
+        thresholds,
+        metal_thresholds,
+        cuda_thresholds,
+        cuda_tile_tables,
+        gpu_kernel,
+    ):
         yield from tables_of(module)
 
 

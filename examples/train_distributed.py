@@ -18,7 +18,8 @@ import mlx.optimizers as optim
 import numpy as np
 from mlx.utils import tree_map
 
-from mlx_lattice import demo, nn
+from mlx_lattice import nn
+from mlx_lattice.commands import demo as demo
 
 
 def share(indices: np.ndarray, rank: int, size: int) -> np.ndarray:

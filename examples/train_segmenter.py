@@ -19,7 +19,7 @@ import mlx.nn
 from tqdm import tqdm
 
 from mlx_lattice import io, models, nn
-from mlx_lattice.demo_surfaces import (
+from mlx_lattice.commands.demo import (
     CLASSES,
     labelled,
     recipe,

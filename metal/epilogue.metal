@@ -6,7 +6,7 @@
 // stored, so that nothing is computed, or kept, of it before. Traffic: the residual once;
 // the rest from the caches. Reads matrix_tiles.metal too.
 
-// Codes of mlx_lattice/activations.py; others are the bits of a LeakyReLU's slope, or of
+// Codes of mlx_lattice/epilogue.py; others are the bits of a LeakyReLU's slope, or of
 // minus an ELU's alpha. BIAS_ALONE: the shift is a bias, and there is nothing else.
 enum Activation { BIAS_ALONE = -1, NO_ACTIVATION, RELU, GELU, SILU, GELU_TANH };
 

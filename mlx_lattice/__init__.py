@@ -21,14 +21,12 @@ from .inspect.explain import (
     verify,
 )
 from .inspect.trace import Trace, trace
-from .integer_contraction import integer_conv
-from .integer_tensor import IntegerTensor
+from .int8 import IntegerTensor, integer_conv
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
 from .nn.calibrate import calibrate
 from .nn.calibration import Calibration
-from .numerics import precision
 from .other_names import unknown_name
 from .prepare import Preparation, prepare
 from .problem import Problem
@@ -49,6 +47,7 @@ from .routes.selection import (
     select,
     waive_determinism,
 )
+from .settings import precision
 from .tensor import SparseTensor
 
 __all__ = [

@@ -10,22 +10,13 @@ from functools import lru_cache, partial
 
 import mlx.core as mx
 
-from . import devices
-from .activations import NONE, SLOPE, Activation, composed
-from .backends import registry
-from .backends.cuda_norms import CudaColumnSums
-from .backends.norms_protocol import Fit, Norms
-from .dtypes import FLOATS
-from .geometry import sync
-from .routes import thresholds
-from .transformations import (
-    Function,
-    Gradient,
-    Rules,
-    elementwise,
-    filled,
-    of_kernels,
-)
+from . import devices, registry, sync
+from .backends.cuda.norms import CudaColumnSums
+from .backends.gpu import norms as gpu_norms
+from .checks import FLOATS
+from .epilogue import NONE, SLOPE, Activation, composed
+from .registry import Fit, Norms
+from .transformations import Function, Gradient, Rules, elementwise, filled, of_kernels
 
 WORDS = mx.uint64, mx.uint32, mx.uint16
 
@@ -138,7 +129,7 @@ def column_sums(x: mx.array, like: mx.array) -> mx.array:
 
 def sums_columns(x: mx.array) -> bool:
     """Whether kernels sum the columns of an array: not on Metal, nor of few rows."""
-    if x.ndim != 2 or x.shape[0] < thresholds.SUMMED_ROWS:
+    if x.ndim != 2 or x.shape[0] < gpu_norms.SUMMED_ROWS:
         return False
     if not x.size or x.dtype not in FLOATS:
         return False

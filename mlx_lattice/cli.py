@@ -11,12 +11,12 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
-from .backends.metal_host import HostMissing
+from .availability import HostMissing
+from .checks import DTYPES
 from .commands.convert import MODELS
 from .commands.generate import SETTINGS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
-from .dtypes import DTYPES
 from .io.errors import shown
 from .memory import MemoryLimitError
 from .models.trellis2 import FORMS
@@ -328,7 +328,7 @@ def _demo(given: argparse.Namespace) -> None:
     if given.points and given.scans:
         raise ValueError("--scans is for the digits' demo; --points has its own scan")
     with _extra("demo", "demo"):
-        from . import demo
+        from .commands import demo
 
         if given.points:
             demo.run_points(given.points, **options)

@@ -22,8 +22,8 @@ from mlx.nn import Module
 from . import devices, settings
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
-from .geometry.sync import TracedError, is_of_tracing
 from .routes import launch
+from .sync import TracedError, is_of_tracing
 from .tensor import SparseTensor
 
 # A net has hundreds of modules, and Module.training is a function.

@@ -15,16 +15,15 @@ import mlx.core as mx
 
 from . import settings
 from .channel_kernels import activation_gradient, column_sums
-from .checks import whole
-from .dtypes import dtype_name
+from .checks import dtype_name, whole
 from .epilogue import Epilogue, EpilogueFacts, Moments, finished
-from .geometry.sync import is_transforming
-from .numerics import asked_precision
 from .problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, weight_axes
 from .quantized import QuantizedWeight
 from .relation import Relation, expect_relation
 from .routes import launch
 from .routes.launch import Layer, Request
+from .settings import asked_precision
+from .sync import is_transforming
 from .transformations import Linear, Rules, constant, filled
 
 

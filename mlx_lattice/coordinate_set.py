@@ -14,13 +14,12 @@ from weakref import WeakKeyDictionary, ref
 
 import mlx.core as mx
 
-from .arrays import array_of
-from .backends import registry
-from .checks import AXES, each_axis, whole
-from .geometry import lattice, sync
+from . import registry, sync
+from .checks import AXES, array_of, each_axis, whole
+from .geometry import lattice
 from .geometry.keys import Bounds
 from .geometry.protocol import RowIndex
-from .shared_views import SharedViews, building, built_by_one
+from .sync import SharedViews, building, built_by_one
 
 # Batch elements that a set of fewer rows may have without a declared batch_size.
 UNDECLARED_ELEMENTS = 1024

@@ -11,7 +11,7 @@ from weakref import ref
 
 import mlx.core as mx
 
-from .backends import registry
+from . import registry
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -28,7 +28,7 @@ from .geometry.keys import Bounds
 from .geometry.output_rows import Rule
 from .kernel_spec import IntOrTuple, KernelSpec, cells_of, check_support, per_axis
 from .relation import Relation, Search
-from .shared_views import SharedViews, building, built_by_one
+from .sync import SharedViews, building, built_by_one
 
 
 class Links(NamedTuple):

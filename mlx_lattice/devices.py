@@ -9,12 +9,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
+from typing import TypeVar
 
 import mlx.core as mx
 
 from . import settings
 
 METAL, CUDA, CPU = BACKENDS = ("metal", "cuda", "cpu")
+
+_Entry = TypeVar("_Entry")
 
 
 @dataclass(frozen=True)
@@ -216,3 +219,8 @@ def from_cuda_name(name: str, major: int = 8) -> Device:
             return device
     unknown = PROFILES["cuda"]
     return replace(unknown, family="h100") if major == 9 else unknown
+
+
+def entry(table: dict[str, _Entry], device: Device) -> _Entry:
+    """Return the entry of a table for a chip, its family, or "*", the default."""
+    return table.get(device.name, table.get(device.family, table["*"]))

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .backends import registry
+from . import registry, sync
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -19,7 +19,6 @@ from .coordinate_set import (
     settle,
 )
 from .coordinates import CoordinateManager
-from .geometry import sync
 from .geometry.keys import join
 from .reductions import inverted
 

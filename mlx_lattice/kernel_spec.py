@@ -9,8 +9,7 @@ from functools import cached_property, lru_cache
 from math import prod
 from operator import index
 
-from .checks import each_axis, spatial_axes
-from .geometry.keys import INT32_LIMIT
+from .checks import INT32_LIMIT, each_axis, spatial_axes
 
 IntOrTuple = int | Sequence[int]
 MOST_LISTED = 1 << 20  # offsets: one row of their table takes 4 MB

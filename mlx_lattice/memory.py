@@ -28,14 +28,13 @@ from .coordinates import CoordinateManager
 from .devices import CPU
 from .epilogue import Epilogue
 from .geometry.protocol import BoxedRows
-from .numerics import asked_precision
+from .plan import MLX
 from .problem import FORWARD, weight_axes
 from .quantized import QuantizedWeight
 from .relation import Relation
 from .routes import launch
-from .routes.plan import MLX
 from .routes.selection import choose
-from .settings import boundary, stage_end
+from .settings import asked_precision, boundary, stage_end
 
 # Shares of the room that a limit leaves beside what was held when its block began:
 WHOLE = 1 / 8  # the largest intermediate that is computed at once

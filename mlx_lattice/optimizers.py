@@ -22,8 +22,9 @@ import mlx.core as mx
 import mlx.optimizers
 from mlx.utils import tree_flatten, tree_map
 
-from .backends import gpu_updates, registry
-from .backends.gpu_updates import Rule
+from . import registry
+from .backends.gpu import optimizers as gpu_optimizers
+from .backends.gpu.optimizers import Rule
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -130,8 +131,8 @@ class SGD(_Batched, mlx.optimizers.SGD):
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
         if self.momentum <= 0:
-            return gpu_updates.SGD, ()
-        nesterov = gpu_updates.NESTEROV if self.nesterov else gpu_updates.MOMENTUM
+            return gpu_optimizers.SGD, ()
+        nesterov = gpu_optimizers.NESTEROV if self.nesterov else gpu_optimizers.MOMENTUM
         return nesterov, ("v",)
 
     def _rates(self) -> mx.array:
@@ -169,7 +170,7 @@ class Adam(_Batched, mlx.optimizers.Adam):
             )
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
-        return gpu_updates.ADAM, ("m", "v")
+        return gpu_optimizers.ADAM, ("m", "v")
 
     def _rates(self) -> mx.array:
         rate, (b1, b2) = self.learning_rate, self.betas

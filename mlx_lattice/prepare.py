@@ -15,16 +15,16 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
 
-from . import devices, settings
-from .backends import cuda_compile, cuda_geometry
+from . import devices, settings, sync
+from .backends.cuda import geometry as cuda_geometry
+from .backends.gpu import nvrtc as cuda_compile
 from .compiled import reached
 from .coordinate_set import stride_text
-from .geometry import sync
 from .inspect.cost import size
 from .nn.parameters import ModuleCache
 from .routes import launch, measure, proof
 from .routes.launch import Launch
-from .shared_views import building
+from .sync import building
 from .tensor import SparseTensor, features_of
 
 _is_preparing: ContextVar[bool] = ContextVar("is_preparing", default=False)

@@ -18,10 +18,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .arrays import array_of
-from .dtypes import dtype_name
-from .geometry.keys import INT32_LIMIT
-from .integer_facts import ALIGNMENT, MOST
+from .checks import INT32_LIMIT, array_of, dtype_name
+from .problem import ALIGNMENT, MOST
 
 BITS = (4, 8)
 GROUP_SIZES = (32, 64, 128)

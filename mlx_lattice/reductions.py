@@ -13,10 +13,21 @@ from math import prod
 
 import mlx.core as mx
 
-from .backends import registry
-from .backends.mlx_reductions import padded, take
-from .dtypes import FLOATS
+from . import registry
+from .checks import FLOATS
 from .transformations import Function, filled
+
+
+def padded(x: mx.array, value: float = 0) -> mx.array:
+    """Append one row, which index -1 reads."""
+    row = mx.full((1, x.shape[1]), value, dtype=x.dtype)
+    return mx.concatenate([x, row.astype(x.dtype)])  # MLX makes int32 of bool
+
+
+def take(x: mx.array, rows: mx.array) -> mx.array:
+    """Return ``y[o, c] = x[rows[o, c], c]``, 0 where the row is -1."""
+    return mx.take_along_axis(padded(x), mx.where(rows < 0, x.shape[0], rows), 0)
+
 
 # Derivatives
 

@@ -12,16 +12,16 @@ from weakref import ReferenceType, ref
 
 import mlx.core as mx
 
-from .backends import registry
+from . import registry, sync
 from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
-from .geometry import edge_lists, lattice, sync
+from .geometry import edge_lists, lattice
 from .geometry.curves import mask_words
 from .geometry.edge_lists import Coverage, Csr, SortedRows
 from .geometry.keys import Offsets
 from .geometry.protocol import Keep, SearchedRows
 from .kernel_spec import KernelSpec
-from .shared_views import SharedViews, building
+from .sync import SharedViews, building
 
 
 class Search(NamedTuple):

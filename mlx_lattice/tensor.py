@@ -9,12 +9,10 @@ from typing import TYPE_CHECKING, NoReturn
 
 import mlx.core as mx
 
-from .arrays import array_of, as_mlx_reads
+from . import sync
+from .checks import FLOATS, INT32_LIMIT, array_of, as_mlx_reads
 from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
 from .coordinates import CoordinateManager, copied_tensor
-from .dtypes import FLOATS
-from .geometry import sync
-from .geometry.keys import INT32_LIMIT
 from .geometry.unique import active_cells, places_in
 from .geometry.voxelize import voxelize
 from .joined_sets import equal_rows

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import mlx.core as mx
 
-from .geometry.sync import is_transforming
+from .sync import is_transforming
 
 
 class Rules:

@@ -27,8 +27,7 @@ from cuda_emulation import Emulator, emulating, kept_folder
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
-from mlx_lattice import backends, devices
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, backends, devices
 
 # MLX's own matrix kernels may fail on the GPU of a virtual machine, such as a hosted
 # runner, as ours are refused: there only the doctor runs on the GPU.
@@ -216,8 +215,8 @@ def emulator(request, cuda_programs):
 def settled():
     """MLX miscounts tasks when one fails, and waits for ever after many failures."""
     yield
-    if cpu_extension.extension is not None:
-        cpu_extension.extension.settle()
+    if availability.extension is not None:
+        availability.extension.settle()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -13,9 +13,10 @@ from planned import plan_of, run
 
 import mlx_lattice as ml
 from mlx_lattice import devices
+from mlx_lattice.backends.gpu import norms as gpu_norms
 from mlx_lattice.epilogue import ARRAYS, EpilogueFacts
 from mlx_lattice.problem import LAYOUTS, MLX_LAYOUT
-from mlx_lattice.routes import selection, thresholds
+from mlx_lattice.routes import selection
 
 SUBMANIFOLD, STRIDED = KINDS[0], KINDS[2]
 # Channels that take each tile, and bytes that fill 16 or not.
@@ -115,7 +116,7 @@ def with_moments(relation, c_in, c_out, dtype):
     n, own = Numbers(relation, c_in, c_out, 1, dtype), devices.current()
     for device in (own, replace(own, cores=1)):
         given = "sorted_implicit_gemm", "forward", relation, n.x, n.w
-        with patch.dict(thresholds.ONE_LAUNCH_NORM, {devices.CUDA: 0}):
+        with patch.dict(gpu_norms.ONE_LAUNCH_NORM, {devices.CUDA: 0}):
             plan = plan_of(*given, device=device, moments=True)
         for bias in (None, mx.zeros((c_out,), dtype=n.x.dtype)):
             plan(relation, n.x, n.w, bias)

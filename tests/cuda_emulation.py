@@ -22,9 +22,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-from mlx_lattice import kept_files
-from mlx_lattice.backends import cuda_sort, cuda_tables, gpu_kernel, registry
-from mlx_lattice.backends.cuda_compile import PRELUDE, TYPES, Kernel
+from mlx_lattice import kept_files, registry
+from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.gpu import sort as cuda_sort
+from mlx_lattice.backends.gpu.nvrtc import PRELUDE, TYPES, Kernel
 
 HOST = Path(__file__).parent / "cuda_host"
 KEPT = kept_files.folder() / "cuda_host"

@@ -10,22 +10,19 @@ import numpy as np
 from conftest import KINDS, pair
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.backends import (
-    cuda_geometry,
-    cuda_sort,
-    cuda_tables,
-    gpu_updates,
-    registry,
-)
-from mlx_lattice.backends.cuda_geometry import CudaGeometry
-from mlx_lattice.backends.cuda_norms import CudaRowNorms
-from mlx_lattice.backends.gpu_norms import GpuNorms
-from mlx_lattice.backends.gpu_reductions import GpuReductions
-from mlx_lattice.backends.norms_protocol import NONE, Activation, Fit, RowSegments
+from mlx_lattice import devices, registry
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
+from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda.geometry import CudaGeometry
+from mlx_lattice.backends.cuda.norms import CudaRowNorms
+from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
+from mlx_lattice.backends.gpu import sort as cuda_sort
+from mlx_lattice.backends.gpu.norms import GpuNorms
+from mlx_lattice.backends.gpu.reductions import GpuReductions
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.registry import NONE, Activation, Fit, RowSegments
 
 BOOLEANS = (False, True)
 DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)
@@ -200,12 +197,12 @@ def library():
 def updates():
     """Of one parameter and of more than a launch takes, by every rule."""
     rules = (
-        gpu_updates.SGD,
-        gpu_updates.MOMENTUM,
-        gpu_updates.NESTEROV,
-        gpu_updates.ADAM,
+        gpu_optimizers.SGD,
+        gpu_optimizers.MOMENTUM,
+        gpu_optimizers.NESTEROV,
+        gpu_optimizers.ADAM,
     )
-    kernels, rates = gpu_updates.GpuUpdates(devices.CUDA), mx.zeros((8,))
+    kernels, rates = gpu_optimizers.GpuUpdates(devices.CUDA), mx.zeros((8,))
     for dtype, rule, count in itertools.product(DTYPES, rules, (1, 2, 67)):
         given, wide = (mx.zeros((3,), dtype),) * 2, mx.zeros((3,))
         each = (wide.astype(dtype),) * len(rule.states)

@@ -13,14 +13,18 @@ from unittest.mock import patch
 
 import mlx.core as mx
 
-from mlx_lattice import backends, devices
-from mlx_lattice.backends import cuda_compile, cuda_tile_tables, gpu_kernel, registry
-from mlx_lattice.routes import proof_results, thresholds
+from mlx_lattice import devices, registry
+from mlx_lattice.backends import cuda, gpu
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.gpu import nvrtc
+from mlx_lattice.routes import proof_results
 
 MODULES = tuple(
-    import_module(f"{backends.__name__}.{module.name}")
-    for module in iter_modules(backends.__path__)
-    if module.name.startswith("cuda")
+    import_module(f"{folder.__name__}.{module.name}")
+    for folder in (cuda, gpu)
+    for module in iter_modules(folder.__path__)
 )
 
 
@@ -77,10 +81,10 @@ def no_small_tiles(monkeypatch) -> None:
         "TF32_NARROW_GRAD",
         "LOW_GRAD_EDGES",
     ):
-        monkeypatch.setattr(thresholds, name, 0)
-    monkeypatch.setattr(thresholds, "NARROW_GRAD_EDGES", {})
-    none = dict.fromkeys(thresholds.WHOLE_GRAD, ((0, 0),))
-    monkeypatch.setattr(thresholds, "WHOLE_GRAD", none)
+        monkeypatch.setattr(cuda_thresholds, name, 0)
+    monkeypatch.setattr(cuda_thresholds, "NARROW_GRAD_EDGES", {})
+    none = dict.fromkeys(cuda_thresholds.WHOLE_GRAD, ((0, 0),))
+    monkeypatch.setattr(cuda_thresholds, "WHOLE_GRAD", none)
 
 
 def _forget() -> None:
@@ -102,12 +106,12 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
         patch.object(gpu_kernel, "compute_capability", lambda: capability),
         *(
             patch.object(module, "compiler", lambda capability: None)
-            for module in (gpu_kernel, cuda_compile)
+            for module in (gpu_kernel, nvrtc)
         ),
         patch.object(registry, "geometry", lambda: registry.GEOMETRY["cpu"]),
         patch.object(registry, "reductions", lambda: registry.REDUCTIONS["cuda"]),
     ]
-    holders = [devices, backends, *MODULES]
+    holders = [devices, *MODULES]
     patches += [
         patch.object(module, "current", lambda: profile)
         for module in holders

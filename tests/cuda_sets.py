@@ -5,8 +5,8 @@ import pytest
 from cuda_emulation import Emulator
 from reference_rows import tile_order
 
-from mlx_lattice.backends import cuda_tables
-from mlx_lattice.geometry import sync
+from mlx_lattice import sync
+from mlx_lattice.backends.cuda import tables as cuda_tables
 
 STRIDES = (2, (1, 2, 2), 3, 2)
 

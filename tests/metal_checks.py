@@ -7,17 +7,17 @@ import mlx.core as mx
 import numpy as np
 
 from metal import host
-from mlx_lattice.backends import dispatch_bounds
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
 
 __all__ = ["bounded", "checked", "host"]
 
 
 def bounded(monkeypatch, work: str, limit: int) -> None:
     """Let a Metal dispatch do no more than ``limit`` of a kind of work."""
-    takes = dict(dispatch_bounds.DISPATCH[work])
-    takes["share"] *= (limit + 0.5) / dispatch_bounds.dispatch_limit(work)
-    monkeypatch.setitem(dispatch_bounds.DISPATCH, work, takes)
-    assert abs(dispatch_bounds.dispatch_limit(work) - limit) <= 1
+    takes = dict(gpu_kernel.DISPATCH[work])
+    takes["share"] *= (limit + 0.5) / gpu_kernel.dispatch_limit(work)
+    monkeypatch.setitem(gpu_kernel.DISPATCH, work, takes)
+    assert abs(gpu_kernel.dispatch_limit(work) - limit) <= 1
 
 
 _CONSTANT = re.compile(r"const constant [^\[\n]*?(\w+) \[\[buffer")

@@ -12,7 +12,8 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.backends import gpu_kernel, signatures
+from mlx_lattice.backends.gpu import contraction as gpu_contraction
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.devices import METAL
 from mlx_lattice.routes import proof_results
 
@@ -29,7 +30,7 @@ METAL_HOST = MetalHost()
 
 def forget():
     """Drop kernels, plans and what is known of a machine, as a new process would."""
-    signatures.kept.cache_clear()
+    gpu_contraction.kept.cache_clear()
     ml.settings.note_change()
     proof_results._results.cache_clear()
     proof_results.machine_of.cache_clear()

@@ -9,11 +9,9 @@ from places import agreed
 from reference_norms import Norm
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends import registry
-from mlx_lattice.backends.norms_protocol import Fit, RowSegments
-from mlx_lattice.backends.registry import NORMS
+from mlx_lattice import ops, registry
 from mlx_lattice.ops import activation
+from mlx_lattice.registry import NORMS, Fit, RowSegments
 
 
 def array(shape, dtype="float32", seed=0, scale=1.0, shift=0.0):

@@ -17,9 +17,8 @@ from metal_checks import checked
 
 import mlx_lattice as ml
 from metal import host
-from mlx_lattice import backends, devices, settings
-from mlx_lattice.backends import cpu_extension, metal_host
-from mlx_lattice.routes import thresholds
+from mlx_lattice import availability, backends, devices, settings
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
 
 Results = dict[str, list]
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
@@ -118,14 +117,14 @@ class Cpu(Place):
 
     @contextmanager
     def inside(self, chip=""):
-        before, isa = mx.default_device(), cpu_extension.extension.isa()
+        before, isa = mx.default_device(), availability.extension.isa()
         mx.set_default_device(mx.cpu)
         try:
             yield
         finally:
             mx.set_default_device(before)
-            cpu_extension.extension.set_isa(isa)
-            cpu_extension.extension.set_num_threads(0)
+            availability.extension.set_isa(isa)
+            availability.extension.set_num_threads(0)
 
     @property
     def isas(self) -> list[str]:
@@ -137,9 +136,9 @@ class Cpu(Place):
         results: Results = {}
         with self.inside():
             for isa in self.isas:
-                cpu_extension.extension.set_isa(isa)
+                availability.extension.set_isa(isa)
                 for threads in self.threads:
-                    cpu_extension.extension.set_num_threads(threads)
+                    availability.extension.set_num_threads(threads)
                     results.setdefault(isa, []).append(evaluated(call))
         return results
 
@@ -148,7 +147,7 @@ def leave_the_host() -> None:
     """Give MLX its own metal_kernel back, which other tests look at."""
     if os.environ.get("MLX_LATTICE_METAL") != "host":
         host.uninstall()
-        metal_host.install.cache_clear()
+        availability.install_host.cache_clear()
 
 
 class MetalHost(Place):
@@ -173,17 +172,17 @@ class MetalHost(Place):
         if chip:
             device = replace(device, name=f"metal-host-{chip}", family=chip)
         with (
-            patch.dict(thresholds.GRAD_FILLING, self.grad_filling),
-            patch.dict(thresholds.FILLING, self.filling),
-            patch.dict(thresholds.TENSOR_FILLING, self.tensor_filling),
+            patch.dict(metal_thresholds.GRAD_FILLING, self.grad_filling),
+            patch.dict(metal_thresholds.FILLING, self.filling),
+            patch.dict(metal_thresholds.TENSOR_FILLING, self.tensor_filling),
             # Whatever partial sums take.
-            patch.dict(thresholds.PARTIAL_ITEM, {"split": 0}),
-            patch.dict(thresholds.SPLIT_WAIT, {"split": 0.0}),
-            patch.dict(thresholds.SPLIT_EDGES, self.split_edges),
+            patch.dict(metal_thresholds.PARTIAL_ITEM, {"split": 0}),
+            patch.dict(metal_thresholds.SPLIT_WAIT, {"split": 0.0}),
+            patch.dict(metal_thresholds.SPLIT_EDGES, self.split_edges),
             planning_for(device),
             ml.metal("host"),
         ):
-            metal_host.install()  # not first in a recording, which would undo it
+            availability.install_host()  # not first in a recording, which would undo it
             try:
                 yield
             finally:
@@ -215,7 +214,7 @@ def _here() -> tuple[Place, ...]:
     on_host = devices.metal_on_host()
     if mx.cuda.is_available():
         return *places, Cuda()
-    if cpu_extension.extension is not None and not on_host:
+    if availability.extension is not None and not on_host:
         places.append(Cpu())
     if mx.metal.is_available() and not on_host:
         places.append(MetalDevice())

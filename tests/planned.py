@@ -7,11 +7,11 @@ from conftest import problem_of
 
 from mlx_lattice import devices
 from mlx_lattice.devices import Device
+from mlx_lattice.plan import Plan
 from mlx_lattice.problem import INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD
 from mlx_lattice.quantized import QuantizedWeight
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import named
-from mlx_lattice.routes.plan import Plan
 
 
 def plan_of(

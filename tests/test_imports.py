@@ -1,4 +1,4 @@
-"""The package's files import each other without a circle, inside functions too."""
+"""Imports go downwards, inside functions too: no circle of files, floors of rooms."""
 
 import ast
 import subprocess
@@ -9,6 +9,28 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).resolve().parents[1] / "mlx_lattice"
+
+
+# A room is a folder, or a file at the root. Each imports rooms that stand before it.
+# Not counted are imports for type checking, and those of the files that gather names.
+FLOORS = [
+    *("checks", "settings", "distribution", "kept_files", "devices", "availability"),
+    *("sync", "epilogue", "kernel_spec", "problem", "quantized", "plan"),
+    *("registry", "transformations", "reductions", "geometry"),
+    *("coordinate_set", "relation", "coordinates", "joined_sets", "tensor", "axes"),
+    *("backends/gpu", "backends/metal", "backends/cuda", "backends"),
+    *("routes", "channel_kernels", "optimizers", "contraction", "int8", "memory"),
+    *("ops", "nn", "inspect", "compiled", "prepare"),
+    *("io", "models", "models/detection", "models/trellis2", "mesh"),
+    *("commands", "cli", "other_names"),
+]
+GATHERING = "__init__.py", "__main__.py"
+
+
+def room(path: Path) -> str:
+    """The room of a file of the package."""
+    inside = path.relative_to(PACKAGE).with_suffix("")
+    return str(inside if inside.parent == Path(".") else inside.parent)
 
 
 def modules(package: Path) -> dict[str, Path]:
@@ -26,8 +48,13 @@ def imported(name: str, path: Path, text: str, known) -> set[str]:
     A name that is no module stands for the module that it is taken from.
     """
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    found = set()
-    for node in ast.walk(ast.parse(text)):
+    found, tree, for_types = set(), ast.parse(text), set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test):
+            for_types |= set(ast.walk(node))
+    for node in ast.walk(tree):
+        if node in for_types:
+            continue
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -78,6 +105,19 @@ def test_no_circle_of_files():
     graph = graph_of(PACKAGE)
     assert len(graph) > 50 and sum(map(len, graph.values())) > 200
     assert circles(graph) == []
+
+
+def test_imports_go_to_lower_floors():
+    named = modules(PACKAGE)
+    files = {n: p for n, p in named.items() if p.name not in GATHERING}
+    assert {room(path) for path in files.values()} == set(FLOORS)
+    for name, path in files.items():
+        at = room(path)
+        for other in imported(name, path, path.read_text(), named):
+            place = "." if other == PACKAGE.name else room(named[other])
+            if place not in (".", at):
+                below = FLOORS.index(place) < FLOORS.index(at)
+                assert below, f"{path.name} of {at} imports {other}, which is above it"
 
 
 @pytest.mark.parametrize(

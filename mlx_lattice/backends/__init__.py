@@ -1,11 +1,44 @@
-"""What runs on each backend: kernels and what launches them.
+"""The kernels of each backend, and what launches them.
 
-Contractions are planned by the rows of ``routes.table``; geometry and reductions are
-in ``backends.registry``.
+Contractions are planned by the rows of ``routes.table``. All other families of kernels
+are registered in ``registry`` when this package is imported.
 """
 
 from __future__ import annotations
 
-from .availability import missing, portable_only
+from .. import registry
+from ..availability import missing, portable_only
+from ..devices import CPU, CUDA, METAL
+from .cpu import CpuGeometry, CpuNorms, CpuReductions
+from .cuda.geometry import CudaGeometry
+from .cuda.norms import CudaColumnSums, CudaRowNorms
+from .gpu.attention import GpuHeads, GpuPatches
+from .gpu.joins import GpuJoins
+from .gpu.norms import GpuNorms
+from .gpu.optimizers import GpuUpdates
+from .gpu.reductions import GpuPoints, GpuReductions
+from .metal.geometry import MetalGeometry
+from .mlx import MlxGeometry, MlxReductions
 
 __all__ = ["missing", "portable_only"]
+
+registry.GEOMETRY.update(
+    {
+        registry.MLX: MlxGeometry(),
+        METAL: MetalGeometry(),
+        CUDA: CudaGeometry(),
+        CPU: CpuGeometry(),
+    }
+)
+registry.REDUCTIONS.update({registry.MLX: MlxReductions(), CPU: CpuReductions()})
+registry.NORMS[CPU] = CpuNorms()
+for gpu in (METAL, CUDA):
+    registry.REDUCTIONS[gpu] = GpuReductions(gpu)
+    registry.NORMS[gpu] = GpuNorms(gpu)
+    registry.HEADS[gpu] = GpuHeads(gpu)
+    registry.POINTS[gpu] = GpuPoints(gpu)
+    registry.PATCHES[gpu] = GpuPatches(gpu)
+    registry.UPDATES[gpu] = GpuUpdates(gpu)
+    registry.JOINS[gpu] = GpuJoins(gpu)
+registry.ROW_NORMS[CUDA] = CudaRowNorms()
+registry.COLUMN_SUMS[CUDA] = CudaColumnSums()

@@ -8,26 +8,27 @@ whole net.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
 from .. import models, nn
-from ..atomic_write import check_writable
 from ..distribution import __version__
 from ..io import folders
 from ..io.checkpoints import Sizes, Step, match, opened, plan
 from ..io.errors import CheckpointError, read_object, shown
 from ..io.layouts import LIBRARIES, OURS, layout_of
-from ..io.published import Configuration, spvnas, trellis2
 from ..io.safetensors import State, write_safetensors
+from ..kept_files import check_writable
 from ..models import PUBLISHED, Segmentor, ptv3
+from ..models.published import spvnas
 from ..models.recipe import of_scan
-from ..models.trellis2.published import FLOW, STRUCTURE_FLOW
+from ..models.trellis2.published import FLOW, STRUCTURE_FLOW, trellis2
 from ..nn.calibrate import calibrate
 
 METADATA = {"format": "mlx", "library": OURS, "version": __version__}
@@ -70,6 +71,52 @@ DETECTORS = {
 }
 MODELS |= {name: (kind, (), {}) for name, kind in DETECTORS.items()}
 SPVNAS = ("minkunet-torchsparse", "spvcnn")
+
+
+class Configuration(dict):
+    """A published configuration, which records the keys that are read.
+
+    ``mlx-lattice convert`` prints the keys that no model reads. Objects within the
+    configuration are recorded in the same way.
+    """
+
+    def __init__(self, entries: Mapping[str, Any]):
+        super().__init__({key: _recorded(value) for key, value in entries.items()})
+        self._read: set[str] = set()
+
+    def __getitem__(self, key: str) -> Any:
+        value = super().__getitem__(key)
+        self._read.add(key)
+        return value
+
+    def get(self, key: str, default: Any = None) -> Any:
+        """Return an entry, or the default if there is none."""
+        try:
+            return self[key]
+        except KeyError:
+            return default
+
+    def items(self) -> list[tuple[str, Any]]:
+        """Return the keys and their entries, which are then read."""
+        return [(key, self[key]) for key in self]
+
+    def unread(self) -> list[str]:
+        """Return the dotted names of the keys that were not read."""
+        names = []
+        for key, value in super().items():
+            if key not in self._read:
+                names.append(key)
+                continue
+            for part in value if isinstance(value, list) else [value]:
+                if isinstance(part, Configuration):
+                    names += [f"{key}.{name}" for name in part.unread()]
+        return list(dict.fromkeys(names))
+
+
+def _recorded(value: Any) -> Any:
+    if isinstance(value, dict):
+        return Configuration(value)
+    return [_recorded(each) for each in value] if isinstance(value, list) else value
 
 
 def run(given: argparse.Namespace) -> None:

@@ -11,19 +11,19 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
-from ..atomic_write import check_writable
 from ..geometry.unique import true_positions
 from ..inspect.trace import check_page, trace
 from ..io.errors import listed
 from ..io.folders import pack
 from ..io.safetensors import SafetensorsState
+from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
 from ..mesh.asset import asset_of, check_asset, check_suffix, save
 from ..mesh.texture import contact_sheet
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
 from ..models.trellis2.blocks import dtype_of
-from ..progress import progress
 from ..tensor import SparseTensor
+from .progress import progress
 
 SHAPE, TEXTURE, COORDS = "shape", "texture", "coords"
 

@@ -14,10 +14,10 @@ import mlx.core as mx
 import numpy as np
 
 from .. import ops
-from ..atomic_write import atomic_write, check_writable
 from ..checks import real_axes
 from ..inspect.page import drawn
 from ..io.points import PointCloud, read_points
+from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
 from ..models.recipe import of_scan
 from . import segment

@@ -16,17 +16,17 @@ import mlx.nn
 
 from .. import memory as memory_limits
 from .. import models
-from ..atomic_write import check_writable
 from ..distribution import install
 from ..geometry.unique import true_positions
 from ..io.checkpoints import import_checkpoint
 from ..io.errors import CheckpointError, listed, read_object, shown
 from ..io.folders import CONFIG, pack
-from ..io.published import trellis2
 from ..io.safetensors import SafetensorsState, read_safetensors, write_safetensors
+from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
 from ..models.trellis2.pipeline import STAGES
+from ..models.trellis2.published import trellis2
 
 SUFFIX = ".safetensors"
 PIPELINE = "pipeline.json"

@@ -6,8 +6,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..checks import whole
-from .keys import INT32_LIMIT, Bounds, ranks
+from ..checks import INT32_LIMIT, whole
+from .keys import Bounds, ranks
 from .unique import running_sums
 
 # Bits that one int64 sort key holds.

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import array_of
-from . import sync
+from .. import sync
+from ..checks import array_of
 from .unique import true_positions
 
 

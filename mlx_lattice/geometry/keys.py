@@ -9,11 +9,10 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import sync
+from .. import sync
 
 # Keys stay below this, so that a sum of a key and an offset never overflows 64 bits.
 KEY_LIMIT = 1 << 62
-INT32_LIMIT = 1 << 31
 
 # The least and the greatest value of every column.
 Bounds = tuple[tuple[int, ...], tuple[int, ...]]

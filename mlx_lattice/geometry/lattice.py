@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .keys import INT32_LIMIT, Offsets, bounds_of
+from ..checks import INT32_LIMIT
+from .keys import Offsets, bounds_of
 
 
 def floor_divide(a: mx.array, by: int) -> mx.array:

@@ -10,14 +10,8 @@ from enum import IntEnum
 
 import mlx.core as mx
 
-from .keys import (
-    INT32_LIMIT,
-    KEY_LIMIT,
-    Bounds,
-    Offsets,
-    cell_count,
-    column_weights,
-)
+from ..checks import INT32_LIMIT
+from .keys import KEY_LIMIT, Bounds, Offsets, cell_count, column_weights
 from .lattice import as_int32, cells, negated, scaled, shifted
 from .unique import first_of_equals, true_positions, unique_rows
 

@@ -6,9 +6,9 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from . import sync
+from .. import sync
+from ..checks import INT32_LIMIT
 from .keys import (
-    INT32_LIMIT,
     KEY_LIMIT,
     Bounds,
     Offsets,

@@ -10,10 +10,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import array_of
-from ..checks import AXES
-from . import sync
-from .keys import INT32_LIMIT, Bounds, bounds_of, row_keys
+from .. import sync
+from ..checks import AXES, INT32_LIMIT, array_of
+from .keys import Bounds, bounds_of, row_keys
 
 
 class KeptRows(NamedTuple):

@@ -8,16 +8,23 @@ from functools import partial
 
 import mlx.core as mx
 
-from ..arrays import array_of, positions_of, single_or_double, stream_of
-from ..backends import registry
-from ..backends.gpu_points import Numbers
-from ..checks import AXES, one_of, real_axes
+from .. import registry, sync
+from ..checks import (
+    AXES,
+    INT32_LIMIT,
+    array_of,
+    one_of,
+    positions_of,
+    real_axes,
+    single_or_double,
+    stream_of,
+)
 from ..reductions import averaged, greatest, scattered
 from ..transformations import Function
-from . import sync
-from .keys import INT32_LIMIT
 
 NO_CELL = -INT32_LIMIT  # stands where a cell is not finite, or beyond int32
+
+Numbers = tuple[float, ...] | None
 
 
 def cells_of(

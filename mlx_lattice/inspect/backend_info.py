@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from .. import devices
-from ..backends.availability import absence
+from ..availability import absence
 from ..devices import CPU, CUDA, METAL, Device, metal_on_host
 from ..distribution import __version__
 from ..routes import measure, proof_results, selection

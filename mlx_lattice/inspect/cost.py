@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from ..backends.cuda_tiles import ONE, THREE
+from ..backends.cuda.tiles import ONE, THREE
 from ..devices import CUDA, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 from ..relation import Relation

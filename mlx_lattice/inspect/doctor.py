@@ -25,23 +25,30 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import devices, kept_files, nn, ops
-from ..atomic_write import check_writable
-from ..backends import cuda_compile, cuda_geometry
-from ..backends.availability import portable_only
+from ..availability import portable_only
+from ..backends.cuda import geometry as cuda_geometry
+from ..backends.gpu import nvrtc as cuda_compile
+from ..checks import DTYPES, dtype_name
 from ..coordinates import CoordinateManager
 from ..devices import CPU, CUDA, METAL, Device
 from ..distribution import __version__
-from ..dtypes import DTYPES, dtype_name
-from ..integer_facts import IntegerFacts
-from ..problem import FORWARD, INPUT_GRAD, LAYOUTS, PASSES, WEIGHT_GRAD, Problem
+from ..kept_files import check_writable
+from ..plan import MLX, TOLERANCE, Plan
+from ..problem import (
+    FORWARD,
+    INPUT_GRAD,
+    LAYOUTS,
+    PASSES,
+    WEIGHT_GRAD,
+    IntegerFacts,
+    Problem,
+)
 from ..quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, quantize_weight
 from ..relation import Relation
 from ..routes import TABLE, proof, proof_results
 from ..routes.choice import Route
 from ..routes.measure import FLOOR, relative_error
-from ..routes.plan import MLX, Plan
 from ..routes.selection import candidates, named, select
-from ..routes.thresholds import TOLERANCE
 from ..settings import environment
 from ..tensor import SparseTensor
 from .cost import cost, milliseconds

@@ -16,8 +16,8 @@ from numbers import Real
 
 import mlx.core as mx
 
-from .. import devices
-from ..backends import portable_only, registry
+from .. import devices, registry
+from ..backends import portable_only
 from ..devices import CPU, Device
 from ..epilogue import finished
 from ..ops import conv, observed

@@ -12,8 +12,8 @@ from time import perf_counter
 import mlx.core as mx
 
 from .. import devices, memory
-from ..atomic_write import atomic_write
 from ..devices import Device
+from ..kept_files import atomic_write
 from ..ops import observed
 from ..ops.observed import Attended, Fused
 from ..problem import Problem

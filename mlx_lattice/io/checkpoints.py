@@ -29,12 +29,22 @@ from .layouts import (
     convert_weight,
     layout_of,
 )
-from .published import published
 from .pytorch import PyTorchState
 from .safetensors import ArrayState, SafetensorsState, State
 
 Size = int | Sequence[int]
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
+
+Rename = Callable[[str], str | None]
+# Rules that rename the parameters of a published checkpoint, each a function of the
+# model, by the model's class and the library. ``models`` fills the table.
+RENAMES: dict[
+    tuple[type[mlx.nn.Module], str],
+    Callable[[mlx.nn.Module], tuple[Rename, ...]],
+] = {}
+# Later versions of a library keep the names; our own files may have any library's.
+_SAME_NAMES = {"torchsparse2.1": "torchsparse", OURS: None}
+_SAME_NAMES |= dict.fromkeys(("spconv1", "spconv2.0", "spconv2.1"), "spconv")
 
 # MLX's own convolutions, over dense grids.
 DENSE = mlx.nn.Conv1d, mlx.nn.Conv2d, mlx.nn.Conv3d
@@ -282,6 +292,17 @@ def counter(name: str) -> bool:
 # With a model
 
 
+def rename_rules(model: mlx.nn.Module | None, library: str) -> tuple[Rename, ...]:
+    """Return the rules that rename a library's published checkpoint of this model."""
+    library = _SAME_NAMES.get(library, library)
+    return tuple(
+        rule
+        for (kind, name), rules in RENAMES.items()
+        if isinstance(model, kind) and library in (None, name)
+        for rule in rules(model)
+    )
+
+
 def match(
     state: State,
     model: mlx.nn.Module,
@@ -303,7 +324,7 @@ def match(
         )
     modules = dict(model.named_modules())
     known, rename = _lookup(model, parameters), Renamer(mapping, state)
-    rules = published(model, library)
+    rules = rename_rules(model, library)
 
     def place(name: str) -> str | None:
         return next((known[n] for n in habits(name, library) if n in known), None)

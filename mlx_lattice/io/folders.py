@@ -19,8 +19,8 @@ import mlx.nn
 from mlx.utils import tree_flatten
 
 from .. import nn
-from ..atomic_write import atomic_write
 from ..distribution import NAME, __version__, install
+from ..kept_files import atomic_write
 from ..memory import format_bytes
 from ..nn.integer_files import OPTIONAL
 from .errors import CheckpointError, read_object, shown

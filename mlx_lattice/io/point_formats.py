@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..atomic_write import atomic_write
+from ..kept_files import atomic_write
 from .errors import PointFileError, listed, short
 
 Columns = dict[str, np.ndarray]

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..atomic_write import atomic_write
+from ..kept_files import atomic_write
 from .errors import CheckpointError, check_file, shown
 
 DTYPES = {

@@ -8,8 +8,8 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 
-from ..atomic_write import atomic_write
 from ..checks import whole
+from ..kept_files import atomic_write
 from ..ops import dual_grid_mesh, grid_sample_3d
 from ..ops.dual_grid import DualGrid
 from ..tensor import SparseTensor, expect_tensor

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ..atomic_write import atomic_write
+from ..kept_files import atomic_write
 from .surface import Surface
 
 CHANNELS = ("red", "green", "blue", "metallic", "roughness", "alpha")

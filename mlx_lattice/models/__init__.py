@@ -35,6 +35,9 @@ from .trellis2 import (
     dual_grid,
 )
 
+# isort: split
+from . import published  # noqa: F401 - it registers the names of checkpoints
+
 __all__ = [
     *detection.__all__,
     "PUBLISHED",

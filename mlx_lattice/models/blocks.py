@@ -9,9 +9,8 @@ from collections.abc import Sequence
 
 import mlx.core as mx
 
-from .. import nn, ops
+from .. import nn, ops, sync
 from ..checks import spatial_axes, whole
-from ..geometry import sync
 from ..geometry.unique import true_positions
 from ..nn.fused import convolved
 from ..prepare import prepare_scan

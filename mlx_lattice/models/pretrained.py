@@ -12,8 +12,8 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
+from ..checks import DTYPES
 from ..distribution import __version__
-from ..dtypes import DTYPES
 from .recipe import ATTRIBUTES, About, VoxelRecipe, Voxels, check_scores
 
 Net = TypeVar("Net", bound="Pretrained")

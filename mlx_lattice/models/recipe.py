@@ -14,10 +14,17 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import array_of, positions_of, single, single_or_double, stream_of
-from ..checks import one_of, real
+from .. import sync
+from ..checks import (
+    array_of,
+    one_of,
+    positions_of,
+    real,
+    single,
+    single_or_double,
+    stream_of,
+)
 from ..coordinates import CoordinateManager
-from ..geometry import sync
 from ..geometry.unique import true_positions
 from ..geometry.voxelize import REDUCTIONS, voxelize
 from ..tensor import SparseTensor

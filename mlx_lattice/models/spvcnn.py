@@ -13,7 +13,7 @@ from fractions import Fraction
 import mlx.core as mx
 
 from .. import nn, ops
-from ..arrays import arrays_of, positions_of, stream_of
+from ..checks import arrays_of, positions_of, stream_of
 from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
 from ..geometry.voxelize import cells_of, reduce_segments, voxelize

@@ -8,10 +8,10 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..backends.norms_protocol import Activation
 from ..ops import channel_norms
 from ..ops.channel_norms import Layer, SharedStatistics
 from ..ops.exchanges import Exchanges
+from ..registry import Activation
 from . import fused
 from .normalization import BatchNorm
 

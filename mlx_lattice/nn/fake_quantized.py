@@ -9,8 +9,8 @@ import mlx.core as mx
 from mlx.nn import Module
 from mlx.utils import tree_map_with_path
 
-from ..integer_facts import MOST
-from ..integer_tensor import as_int8, row_scales
+from ..int8 import as_int8, row_scales
+from ..problem import MOST
 from ..quantized import integer_groups, integer_weight, module_layout
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function

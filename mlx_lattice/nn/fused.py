@@ -16,10 +16,9 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
-from ..activations import NONE
-from ..epilogue import Epilogue, Moments
-from ..geometry import sync
-from ..integer_tensor import IntegerTensor
+from .. import sync
+from ..epilogue import NONE, Epilogue, Moments
+from ..int8 import IntegerTensor
 from ..ops import observed, on_features
 from ..ops.activation import fused_activation
 from ..tensor import SparseTensor, features_of

@@ -20,10 +20,10 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
 
-from ..integer_facts import MOST, to_int8
-from ..integer_tensor import TINY, inverse_of
+from ..int8 import TINY, inverse_of
 from ..ops import observed
 from ..ops.coordinates import joined
+from ..problem import MOST, to_int8
 from ..quantized import IntegerWeight, fits_int32, integer_weight, module_layout, padded
 from ..relation import Relation
 from ..routes import launch

@@ -9,29 +9,26 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
 
-from .. import backends, contraction, devices
-from ..activations import Activation
-from ..backends import mlx_ops
+from .. import backends, contraction, devices, sync
+from ..backends import mlx as mlx_backend
 from ..channel_kernels import activated_sum, column_sums, sums_columns
-from ..checks import flag, whole
+from ..checks import dtype_name, flag, whole
 from ..contraction import same_dtype
 from ..devices import CPU, Device
-from ..dtypes import dtype_name
-from ..epilogue import Epilogue
-from ..geometry import sync
-from ..geometry.sync import is_transforming
+from ..epilogue import Activation, Epilogue
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
 from ..ops.activation import activated
 from ..ops.observed import Observers
+from ..plan import Plan
 from ..problem import Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
-from ..routes.plan import Plan
 from ..routes.selection import named
 from ..settings import boundary
+from ..sync import is_transforming
 from ..tensor import SparseTensor
 from ..transformations import Linear, constant, zeros_of
 from ..transformations import Linear as LinearRules
@@ -85,7 +82,7 @@ class _PackedLinear(Linear):
     def forward(self, x, *packed) -> mx.array:
         w = self.w.holding(*packed)
         if self.transposed or not x.shape[0]:
-            return mlx_ops.packed_matmul(x, w, transpose=not self.transposed)
+            return mlx_backend.packed_matmul(x, w, transpose=not self.transposed)
         # Without a relation there is one route.
         shape = x.shape[0], w.shape[1], w.shape[2]
         problem = Problem.linear(*shape, dtype_name(x.dtype), w.bits, w.group_size)

@@ -12,14 +12,13 @@ import mlx.core as mx
 import mlx.nn
 
 from .. import ops
-from ..backends.norms_protocol import Activation
-from ..checks import flag, real, whole
-from ..dtypes import dtype_name
+from ..checks import dtype_name, flag, real, whole
 from ..epilogue import Epilogue
 from ..ops import channel_norms, observed
 from ..ops.activation import activation_of
 from ..ops.channel_norms import BatchStatistics, Layer
 from ..ops.norm import expect_lines, residual_of
+from ..registry import Activation
 from ..tensor import SparseTensor, features_of
 from .parameters import ModuleCache, Parameters
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import mlx.core as mx
 
-from ..arrays import array_of
+from ..checks import array_of
 
 NAMES = frozenset(("weight", "bias", "running_mean", "running_var"))
 

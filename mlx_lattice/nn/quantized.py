@@ -22,9 +22,8 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from ..epilogue import Epilogue
-from ..integer_contraction import integer_conv
-from ..integer_facts import in_device_memory
-from ..integer_tensor import IntegerTensor, as_int8, inverse_of, rows_as_int8
+from ..int8 import IntegerTensor, as_int8, integer_conv, inverse_of, rows_as_int8
+from ..problem import in_device_memory
 from ..quantized import (
     DEFAULT_BITS,
     DEFAULT_GROUP_SIZE,

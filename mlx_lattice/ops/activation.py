@@ -9,19 +9,10 @@ from typing import TypeVar
 import mlx.core as mx
 import mlx.nn
 
-from .. import activations
-from ..activations import (
-    ACTIVATIONS,
-    NONE,
-    Activation,
-    composed,
-    named,
-)
-from ..arrays import array_of
-from ..backends import registry
+from .. import epilogue, registry
 from ..channel_kernels import activation
-from ..checks import real
-from ..dtypes import FLOATS
+from ..checks import FLOATS, array_of, real
+from ..epilogue import ACTIVATIONS, NONE, Activation, composed, named
 from ..tensor import SparseTensor, features_of
 from ..transformations import elementwise, zeros_of
 
@@ -95,7 +86,7 @@ def _of_kernel(kernel: Callable, composed: Callable) -> Callable:
 def elu(x: Features, alpha: float = 1.0) -> Features:
     """ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
     alpha = real(alpha, "alpha")
-    act = activations.elu(alpha)
+    act = epilogue.elu(alpha)
     return _elu(x, alpha) if act is None else activated(x, act)
 
 
@@ -112,7 +103,7 @@ def gelu_approx(x: Features) -> Features:
 def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
     """Leaky ReLU: ``max(negative_slope * x, x)``."""
     negative_slope = real(negative_slope, "negative_slope")
-    act = activations.leaky_relu(negative_slope)
+    act = epilogue.leaky_relu(negative_slope)
     return _leaky_relu(x, negative_slope) if act is None else activated(x, act)
 
 
@@ -197,8 +188,8 @@ _LAYERS: dict[type, Callable[..., Activation | None]] = {
     mlx.nn.ReLU: lambda _: ACTIVATIONS["relu"],
     mlx.nn.SiLU: lambda _: ACTIVATIONS["silu"],
     mlx.nn.GELU: _gelu,
-    mlx.nn.LeakyReLU: lambda layer: activations.leaky_relu(layer._negative_slope),
-    mlx.nn.ELU: lambda layer: activations.elu(layer._alpha),
+    mlx.nn.LeakyReLU: lambda layer: epilogue.leaky_relu(layer._negative_slope),
+    mlx.nn.ELU: lambda layer: epilogue.elu(layer._alpha),
 }
 
 

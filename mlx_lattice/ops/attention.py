@@ -15,14 +15,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import arrays_of
-from ..backends import registry
-from ..checks import real, whole
+from .. import registry, sync
+from ..checks import INT32_LIMIT, arrays_of, dtype_name, real, whole
 from ..devices import CPU
-from ..dtypes import dtype_name
-from ..geometry import lattice, sync
+from ..geometry import lattice
 from ..geometry.curves import check_curve
-from ..geometry.keys import INT32_LIMIT
 from ..geometry.unique import running_sums
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows

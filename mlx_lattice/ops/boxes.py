@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..arrays import array_of, arrays_of
-from ..checks import real, whole
-from ..geometry import sync
+from .. import sync
+from ..checks import array_of, arrays_of, real, whole
 from ..geometry.unique import true_positions
 
 __all__ = [

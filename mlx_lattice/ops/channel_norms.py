@@ -14,18 +14,11 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..activations import composed
-from ..backends import registry
-from ..backends.mlx_reductions import group_means, row_sum
-from ..backends.norms_protocol import (
-    NONE,
-    Activation,
-    BatchNorms,
-    Fit,
-    Norms,
-    RowSegments,
-)
-from ..dtypes import FLOATS
+from .. import registry
+from ..backends.mlx import group_means, row_sum
+from ..checks import FLOATS
+from ..epilogue import composed
+from ..registry import NONE, Activation, BatchNorms, Fit, Norms, RowSegments
 from ..transformations import Function, Gradient, Rules, filled, several
 from .exchanges import Exchanges
 from .observed import norm_teller, norms, untold

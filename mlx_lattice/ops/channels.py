@@ -13,13 +13,10 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import devices
-from ..arrays import array_of
-from ..backends import registry
-from ..checks import whole
+from .. import devices, registry, sync
+from ..checks import INT32_LIMIT, array_of, whole
 from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, finer
-from ..geometry import lattice, sync
-from ..geometry.keys import INT32_LIMIT
+from ..geometry import lattice
 from ..geometry.unique import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
 from ..memory import assembled

@@ -8,8 +8,8 @@ from math import prod
 import mlx.core as mx
 
 from .. import contraction, memory
-from ..arrays import array_of, arrays_of
 from ..axes import functions
+from ..checks import array_of, arrays_of
 from ..epilogue import Moments
 from ..kernel_spec import IntOrTuple, explicit_offsets, per_axis
 from ..problem import weight_axes

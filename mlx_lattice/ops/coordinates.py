@@ -9,16 +9,14 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..arrays import array_of
-from ..backends import registry
+from .. import registry, sync
 from ..channel_kernels import beside
-from ..checks import real, whole
+from ..checks import INT32_LIMIT, array_of, real, whole
 from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
 from ..coordinates import CoordinateManager
-from ..geometry import sync
-from ..geometry.keys import INT32_LIMIT, join
+from ..geometry.keys import join
 from ..geometry.voxelize import reduce_segments
-from ..integer_tensor import IntegerTensor, cat_integers
+from ..int8 import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows

@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from .. import devices
-from ..backends.cpu_extension import extension
+from .. import devices, sync
+from ..availability import extension
 from ..devices import CUDA, METAL, Device
-from ..geometry import sync
 from ..transformations import Function, Gradient
 from ..transformations import filled as filled_tangents
 from .observed import Tell

@@ -17,13 +17,12 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ..backends import registry
-from ..backends.gpu_patches import extents_of
+from .. import registry, sync
+from ..backends.gpu.attention import extents_of
+from ..checks import INT32_LIMIT, dtype_name
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU, CUDA, METAL
-from ..dtypes import dtype_name
-from ..geometry import curves, sync
-from ..geometry.keys import INT32_LIMIT
+from ..geometry import curves
 from ..geometry.unique import first_of_equals, running_sums, true_positions
 from ..geometry.voxelize import segment_counts
 from ..reductions import gathered, move_rows, sum_over

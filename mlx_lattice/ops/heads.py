@@ -11,12 +11,10 @@ from functools import lru_cache
 
 import mlx.core as mx
 
-from ..arrays import array_of, arrays_of
-from ..backends import registry
-from ..backends.gpu_heads import GpuHeads
+from .. import registry
+from ..backends.gpu.attention import GpuHeads
 from ..channel_kernels import column_sums
-from ..checks import real
-from ..dtypes import dtype_name
+from ..checks import array_of, arrays_of, dtype_name, real
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import Function, of_kernels
 

@@ -6,13 +6,18 @@ from math import prod
 
 import mlx.core as mx
 
-from .. import devices
-from ..arrays import array_of, positions_of, single, single_or_double, stream_of
+from .. import devices, registry, sync
 from ..axes import functions
-from ..backends import registry
+from ..checks import (
+    INT32_LIMIT,
+    array_of,
+    positions_of,
+    single,
+    single_or_double,
+    stream_of,
+)
 from ..coordinate_set import CoordinateSet, OfPairs, check_coords
-from ..geometry import sync
-from ..geometry.keys import INT32_LIMIT, bounds_of
+from ..geometry.keys import bounds_of
 from ..geometry.lattice import floor_divide
 from ..geometry.protocol import BoxedRows
 from ..geometry.voxelize import (

@@ -15,12 +15,18 @@ from dataclasses import dataclass
 
 import mlx.core as mx
 
-from ..arrays import positions_of, single_or_double, stream_of
-from ..backends import registry
-from ..checks import AXES, real, whole
+from .. import registry, sync
+from ..checks import (
+    AXES,
+    INT32_LIMIT,
+    positions_of,
+    real,
+    single_or_double,
+    stream_of,
+    whole,
+)
 from ..coordinate_set import check_coords
-from ..geometry import sync
-from ..geometry.keys import INT32_LIMIT, join
+from ..geometry.keys import join
 from ..geometry.lattice import floor_divide
 from ..geometry.protocol import BoxedRows
 from ..geometry.unique import running_sums, true_positions

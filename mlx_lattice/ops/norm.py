@@ -10,13 +10,10 @@ from functools import partial
 
 import mlx.core as mx
 
-from .. import devices
-from ..activations import Activation
-from ..arrays import arrays_of
-from ..backends import registry
+from .. import devices, registry
 from ..channel_kernels import standard
-from ..checks import real, whole
-from ..dtypes import dtype_name
+from ..checks import arrays_of, dtype_name, real, whole
+from ..epilogue import Activation
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import Function, of_kernels
 from . import channel_norms

@@ -10,7 +10,7 @@ from typing import Generic, TypeVar
 
 import mlx.core as mx
 
-from ..backends import registry
+from .. import registry
 from ..epilogue import Epilogue
 from ..routes import launch
 

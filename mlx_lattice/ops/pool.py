@@ -12,18 +12,15 @@ from itertools import accumulate, chain, islice, pairwise
 
 import mlx.core as mx
 
-from .. import reductions
-from ..arrays import array_of
+from .. import reductions, registry, sync
 from ..axes import functions
-from ..backends import registry
-from ..backends.mlx_reductions import BLOCK, segment_sum
-from ..backends.norms_protocol import NONE, Fit, RowSegments, from_host
+from ..backends.mlx import BLOCK, segment_sum
 from ..channel_kernels import standard
+from ..checks import INT32_LIMIT, array_of
 from ..coordinate_set import CoordinateSet
-from ..geometry import sync
-from ..geometry.keys import INT32_LIMIT
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import greatest, linear
+from ..registry import NONE, Fit, RowSegments, from_host
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
 from . import relations

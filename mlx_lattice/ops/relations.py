@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import mlx.core as mx
 
-from ..arrays import array_of
+from ..checks import array_of
 from ..coordinate_set import CoordinateKey, coarser, finer, stride_text
 from ..kernel_spec import per_axis
 from ..relation import Relation

@@ -7,13 +7,13 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from .. import backends
-from ..backends.epilogue_after import launched
+from ..backends.gpu.contraction import launched
 from ..devices import BACKENDS, CPU, CUDA, Device
 from ..epilogue import finished
-from ..numerics import FLOAT32
+from ..plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..settings import FLOAT32
 from .needs import Need, packed_or_integers, packed_weight
-from .plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
 
 # A planner, or (pass, planner) pairs where it has some of the row's passes only.
 Planners = Planner | tuple[tuple[str, Planner], ...] | None

@@ -11,26 +11,26 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import devices, settings
+from ..checks import DTYPES
 from ..devices import Device
-from ..dtypes import DTYPES
 from ..epilogue import EpilogueFacts
 from ..epilogue import finished as finished_floats
-from ..integer_facts import IntegerFacts
-from ..integer_facts import finished as finished_integers
-from ..numerics import asked_precision
+from ..plan import MLX, Plan
 from ..problem import (
     FORWARD,
     INPUT_GRAD,
     KERNEL_MAJOR,
     MLX_LAYOUT,
     WEIGHT_GRAD,
+    IntegerFacts,
     Problem,
     weight_axes,
 )
+from ..problem import finished as finished_integers
 from ..quantized import IntegerPacking, Packing, QuantizedWeight
 from ..relation import Relation
+from ..settings import asked_precision
 from . import measure, proof
-from .plan import MLX, Plan
 from .selection import Choice, candidates, choose, named
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).

@@ -14,8 +14,8 @@ import mlx.core as mx
 
 from .. import kept_files, settings
 from ..devices import Device
-from ..numerics import FLOAT32
 from ..problem import INPUT_GRAD, Problem
+from ..settings import FLOAT32
 from .choice import Route, Times
 
 # Raise it when a key or a compiled kernel changes: older files are then ignored.

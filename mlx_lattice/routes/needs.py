@@ -9,9 +9,12 @@ from __future__ import annotations
 import platform
 from collections.abc import Callable
 
+from .. import devices
+from ..backends.cuda import thresholds as cuda_thresholds
+from ..backends.metal import thresholds as metal_thresholds
 from ..devices import CPU, CUDA, METAL, Device
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from . import thresholds
+from ..routes import thresholds
 
 # A need returns None where it holds, else the sentence that explains the refusal.
 Need = Callable[[Problem, Device], str | None]
@@ -45,7 +48,7 @@ def no_tiles(p: Problem, device: Device) -> str | None:
     It refuses half rows that begin off 16 bytes, and where rows begin is not known when
     a layer is called.
     """
-    if device.family not in thresholds.HOPPER or p.dtype == "float32":
+    if device.family not in cuda_thresholds.HOPPER or p.dtype == "float32":
         return None
     if p.pass_ == WEIGHT_GRAD:
         return f"{_COPIED}; tiles of edges read them where they are"
@@ -149,7 +152,7 @@ def expands_groups(p: Problem, device: Device) -> bool:
     kind = "float32" if p.dtype == "float32" else "half"
     if kind == "half" and device.neural_accelerators:
         kind = "accelerated"
-    return p.groups * filled < thresholds.GROUPS[kind][is_grad]
+    return p.groups * filled < metal_thresholds.GROUPS[kind][is_grad]
 
 
 def expands_edges(p: Problem, device: Device) -> bool:
@@ -174,11 +177,11 @@ def weight_grad_of_sorted_rows(p: Problem, device: Device) -> str | None:
     """Hold where CUDA has a tile of dW over sorted rows; for other passes."""
     if p.pass_ != WEIGHT_GRAD or device.backend != CUDA:
         return None
-    if device.family not in thresholds.HOPPER:
+    if device.family not in cuda_thresholds.HOPPER:
         return f"{device.name} has no wgmma, by which dW is summed over sorted rows"
     if p.dtype == "float32":
         return "features are float32; dW over sorted rows takes 16 bits"
-    most = thresholds.SORTED_GRAD_CHANNELS
+    most = cuda_thresholds.SORTED_GRAD_CHANNELS
     if p.c_in <= most:
         return None
     return f"C_in = {p.c_in} is above {most}, the rows of a tile of dW"
@@ -276,7 +279,7 @@ def many_edges(p: Problem, device: Device) -> str | None:
     edges = p.known_edges()
     if p.pass_ != WEIGHT_GRAD or edges is None:
         return None
-    by_channels = thresholds.SORTED_GRAD_EDGES.items()
+    by_channels = cuda_thresholds.SORTED_GRAD_EDGES.items()
     least = next((each for most, each in by_channels if p.c_in <= most), 0)
     if edges >= least * p.n_out:
         return None
@@ -295,7 +298,7 @@ def few_channels(p: Problem, device: Device) -> str | None:
     """Hold where one wide im2col matmul beats one short matmul per offset."""
     if _by_tiles_of_edges(p, device):
         return "tiles of dW read the rows where they are, without a gathered matrix"
-    most = thresholds.value(thresholds.IM2COL_CHANNELS, device)
+    most = devices.entry(thresholds.IM2COL_CHANNELS, device)
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     if channels <= most:
         return None
@@ -303,21 +306,10 @@ def few_channels(p: Problem, device: Device) -> str | None:
     return f"{name} = {channels} is above {most}: a matmul an offset wastes less"
 
 
-def im2col_bytes(p: Problem, device: Device) -> int:
-    """Return the bytes of the matrix that explicit GEMM gathers.
-
-    MLX multiplies half precision as it is on Metal, and as float32 elsewhere.
-    """
-    rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
-    channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
-    each = p.itemsize if device.backend == METAL else 4
-    return each * rows * p.volume * channels
-
-
 def im2col_fits(p: Problem, device: Device) -> str | None:
     """Hold where the gathered matrix fits its memory bound."""
-    size = im2col_bytes(p, device)
-    most = thresholds.value(thresholds.IM2COL_BYTES, device)
+    size = p.im2col_bytes(device)
+    most = devices.entry(thresholds.IM2COL_BYTES, device)
     if size <= most:
         return None
     return (
@@ -330,7 +322,7 @@ def many_offsets(p: Problem, device: Device) -> str | None:
     """Hold where one dispatch over all offsets beats one dispatch per offset."""
     if _by_tiles_of_edges(p, device):
         return None
-    least = thresholds.value(thresholds.GROUPED_OFFSETS, device)
+    least = devices.entry(thresholds.GROUPED_OFFSETS, device)
     if p.volume >= least:
         return None
     return f"K = {p.volume} is below {least}: a matmul an offset costs less"

@@ -23,16 +23,15 @@ from threading import RLock
 import mlx.core as mx
 
 from .. import devices
-from ..activations import SLOPE
 from ..backends import portable_only
-from ..dtypes import DTYPES
-from ..epilogue import CHANNELS
+from ..checks import DTYPES
+from ..epilogue import CHANNELS, SLOPE
+from ..plan import AFTER, OPERATIONS, Plan
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import IntegerWeight, QuantizedWeight, integer_weight, padded
 from ..relation import Relation
 from . import proof_results
 from .measure import FLOOR
-from .plan import AFTER, OPERATIONS, Plan
 from .proof_results import Results, kernel_name, key_of
 from .selection import named
 

@@ -15,10 +15,10 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import devices, kept_files, settings
-from ..backends.gpu_kernel import SHORT, GpuKernel
+from ..backends.gpu.kernel import SHORT, GpuKernel
 from ..devices import CPU, CUDA, METAL, Device
+from ..plan import IN_KERNEL, Plan
 from ..problem import FORWARD
-from .plan import IN_KERNEL, Plan
 
 # Raise it when the proof becomes stricter: earlier results are then ignored.
 VERSION = 2

@@ -5,17 +5,12 @@ A row names what plans it on each backend: its own kernels first, else MLX opera
 
 from __future__ import annotations
 
-from ..backends import (
-    cpu_conv,
-    cpu_int8,
-    cuda_conv,
-    cuda_int8,
-    cuda_weight_grad,
-    metal_conv,
-    metal_matrix,
-    metal_weight_grad,
-    mlx_ops,
-)
+from ..backends import cpu
+from ..backends import mlx as mlx_backend
+from ..backends.cuda import contraction as cuda_contraction
+from ..backends.cuda import weight_grad as cuda_weight_grad
+from ..backends.metal import contraction as metal_contraction
+from ..backends.metal import weight_grad as metal_weight_grad
 from ..devices import CPU, METAL
 from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
 from .choice import Route
@@ -61,7 +56,7 @@ TABLE: tuple[Route, ...] = (
         needs=(pointwise_kernel, dense_weight, one_group),
         idea="one matmul by the extension; MLX's own takes a reference BLAS on Linux",
         pays=(reference_blas,),
-        cpu=cpu_conv.native_pointwise,
+        cpu=cpu.native_pointwise,
         expands=expands_groups,
     ),
     Route(
@@ -70,7 +65,7 @@ TABLE: tuple[Route, ...] = (
         needs=(pointwise_kernel, dense_weight),
         idea="one matmul over the rows, coordinates kept",
         pays=(no_tiles,),
-        mlx=mlx_ops.pointwise,
+        mlx=mlx_backend.pointwise,
         expands=expands_groups,
     ),
     Route(
@@ -78,8 +73,8 @@ TABLE: tuple[Route, ...] = (
         (FORWARD,),
         needs=(packed_weight, pointwise_kernel, one_group),
         idea="one matmul with packed weights, coordinates kept",
-        cpu=cpu_conv.quantized_pointwise,
-        mlx=mlx_ops.quantized_pointwise,
+        cpu=cpu.quantized_pointwise,
+        mlx=mlx_backend.quantized_pointwise,
     ),
     Route(
         "quantized_tensor_ops",
@@ -93,14 +88,14 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="packed weights dequantised into TensorOps tiles",
         pays=(rows_at_least("quantized_tensor_ops"),),
-        metal=metal_matrix.quantized_tensor_ops,
+        metal=metal_contraction.quantized_tensor_ops,
     ),
     Route(
         "int8_sorted",
         (FORWARD,),
         needs=(int8_features, one_scale, one_group, neighbour_table),
         idea="int8 features in mask-sorted tiles of integer matrix products",
-        cuda=cuda_int8.int8_sorted,
+        cuda=cuda_contraction.int8_sorted,
     ),
     Route(
         "quantized_sorted",
@@ -113,25 +108,25 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="packed weights dequantised into mask-sorted tiles; int8 on M1 to M4",
         pays=(rows_at_least("quantized_sorted"),),
-        metal=metal_matrix.quantized_sorted,
-        cuda=cuda_conv.quantized_sorted,
-        cpu=cpu_conv.quantized_sorted,
+        metal=metal_contraction.quantized_sorted,
+        cuda=cuda_contraction.quantized_sorted,
+        cpu=cpu.quantized_sorted,
     ),
     Route(
         "quantized_traversal",
         (FORWARD,),
         needs=(packed_weight,),
         idea="packed weights, one thread a row and channel group",
-        metal=metal_conv.quantized_traversal,
-        cuda=cuda_conv.quantized_traversal,
-        cpu=cpu_conv.quantized_traversal,
+        metal=metal_contraction.quantized_traversal,
+        cuda=cuda_contraction.quantized_traversal,
+        cpu=cpu.quantized_traversal,
     ),
     Route(
         "int8_blocked",
         (FORWARD,),
         needs=(int8_features, neighbour_table),
         idea="blocked_gather_gemm of integers: int32 sums of all offsets",
-        cpu=cpu_int8.int8_blocked,
+        cpu=cpu.int8_blocked,
     ),
     Route(
         "int8_tensor_ops",
@@ -144,7 +139,7 @@ TABLE: tuple[Route, ...] = (
             neighbour_table,
         ),
         idea="tensor_ops of integers: int32 sums of all offsets",
-        metal=metal_matrix.int8_tensor_ops,
+        metal=metal_contraction.int8_tensor_ops,
     ),
     Route(
         "tensor_ops",
@@ -158,7 +153,7 @@ TABLE: tuple[Route, ...] = (
         ),
         idea="mask-sorted tiles through Metal 4 TensorOps",
         pays=(rows_at_least("tensor_ops"),),
-        metal=metal_matrix.tensor_ops,
+        metal=metal_contraction.tensor_ops,
         expands=expands_groups,
     ),
     Route(
@@ -166,7 +161,7 @@ TABLE: tuple[Route, ...] = (
         PASSES,
         needs=(dense_weight, neighbour_table),
         idea="output-stationary tiles, edges compacted an offset, SIMD kernel",
-        cpu=cpu_conv.blocked_gather_gemm,
+        cpu=cpu.blocked_gather_gemm,
         expands=expands_groups,
     ),
     Route(
@@ -182,10 +177,10 @@ TABLE: tuple[Route, ...] = (
         idea="matrix tiles over mask-sorted rows, float32 accumulation",
         pays=(rows_at_least("sorted_implicit_gemm"), many_edges),
         metal=(
-            (FORWARD, metal_matrix.sorted_implicit_gemm),
-            (INPUT_GRAD, metal_matrix.sorted_implicit_gemm),
+            (FORWARD, metal_contraction.sorted_implicit_gemm),
+            (INPUT_GRAD, metal_contraction.sorted_implicit_gemm),
         ),
-        cuda=cuda_conv.sorted_implicit_gemm,
+        cuda=cuda_contraction.sorted_implicit_gemm,
         expands=expands_groups,
     ),
     Route(
@@ -203,7 +198,7 @@ TABLE: tuple[Route, ...] = (
             volume_at_least(16),
             rows_at_least("cout16"),
         ),
-        metal=metal_conv.cout16,
+        metal=metal_contraction.cout16,
         expands=expands_groups,
     ),
     Route(
@@ -221,7 +216,7 @@ TABLE: tuple[Route, ...] = (
             volume_at_least(16),
             rows_at_least("dense_channel"),
         ),
-        metal=metal_conv.dense_channel,
+        metal=metal_contraction.dense_channel,
         expands=expands_groups,
     ),
     Route(
@@ -235,29 +230,29 @@ TABLE: tuple[Route, ...] = (
             c_out_multiple_of(4),
         ),
         idea="float4 accumulators",
-        metal=metal_conv.vec4,
+        metal=metal_contraction.vec4,
     ),
     Route(
         "fp16_gather",
         (FORWARD, INPUT_GRAD),
         needs=(dense_weight, float16_only, one_group, neighbour_table),
         idea="half features gathered, no atomics",
-        metal=metal_conv.fp16_gather,
+        metal=metal_contraction.fp16_gather,
     ),
     Route(
         "fp32_atomic",
         (FORWARD, INPUT_GRAD),
         needs=(dense_weight, float32_only, one_group, determinism_waived),
         idea="one thread an edge, float atomics",
-        metal=metal_conv.fp32_atomic,
+        metal=metal_contraction.fp32_atomic,
     ),
     Route(
         "depthwise",
         PASSES,
         needs=(dense_weight, depthwise_groups, neighbour_table),
         idea="a group a channel: no sum over channels, memory-bound",
-        metal=metal_conv.depthwise,
-        cuda=cuda_conv.depthwise,
+        metal=metal_contraction.depthwise,
+        cuda=cuda_contraction.depthwise,
     ),
     Route(
         "explicit_gemm",
@@ -265,7 +260,7 @@ TABLE: tuple[Route, ...] = (
         needs=(dense_weight, one_group, neighbour_table, im2col_fits),
         idea="im2col: one gather, one matmul",
         pays=(few_channels,),
-        mlx=mlx_ops.explicit_gemm,
+        mlx=mlx_backend.explicit_gemm,
     ),
     # Not in MLX operations on CUDA: relation_traversal takes one launch there, these
     # dozens.
@@ -277,8 +272,8 @@ TABLE: tuple[Route, ...] = (
         pays=(many_offsets, rows_at_least("grouped_gemm")),
         metal=((WEIGHT_GRAD, metal_weight_grad.grouped_gemm),),
         cuda=((WEIGHT_GRAD, cuda_weight_grad.grouped_gemm),),
-        cpu=cpu_conv.grouped_gemm,
-        mlx=mlx_ops.grouped_gemm,
+        cpu=cpu.grouped_gemm,
+        mlx=mlx_backend.grouped_gemm,
         mlx_on=(METAL, CPU),
         expands=expands_edges,
     ),
@@ -287,9 +282,9 @@ TABLE: tuple[Route, ...] = (
         PASSES,
         needs=(dense_weight,),
         idea="one thread a row and channel group walks its edges; the native floor",
-        metal=metal_conv.relation_traversal,
-        cuda=cuda_conv.relation_traversal,
-        cpu=cpu_conv.relation_traversal,
+        metal=metal_contraction.relation_traversal,
+        cuda=cuda_contraction.relation_traversal,
+        cpu=cpu.relation_traversal,
         expands=expands_on_cpu,
     ),
     Route(
@@ -297,6 +292,6 @@ TABLE: tuple[Route, ...] = (
         PASSES,
         needs=(),
         idea="gather, matmul and add an offset, in MLX operations; the portable floor",
-        mlx=mlx_ops.gather_gemm_scatter,
+        mlx=mlx_backend.gather_gemm_scatter,
     ),
 )

@@ -16,12 +16,13 @@ from metal_checks import bounded, checked
 from places import HERE, MetalHost, agreed
 from reference_rows import table_of
 
-from mlx_lattice.backends import dispatch_bounds
-from mlx_lattice.backends.registry import GEOMETRY
-from mlx_lattice.geometry import curves, keys, output_rows, sync, unique
+from mlx_lattice import sync
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.geometry import curves, keys, output_rows, unique
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.kernel_spec import KernelSpec
+from mlx_lattice.registry import GEOMETRY
 
 LEAST, MOST = -(2**31), 2**31 - 1
 DIMS = (1, 2, 3, 4)
@@ -448,7 +449,7 @@ def test_rows_at_any_address(place, before):
     ids=lambda place: place.name,
 )
 def test_candidates_in_parts_and_bounded_dispatches(place, monkeypatch):
-    monkeypatch.setitem(dispatch_bounds.METAL_CUTS, "candidates", 200)
+    monkeypatch.setitem(gpu_kernel.METAL_CUTS, "candidates", 200)
     bounded(monkeypatch, "probes", 100)
     test_rows_of_new_sets(place, "scattered", 3)
     test_rows_of_new_sets(place, "one", 3)

@@ -11,8 +11,9 @@ from cuda_sets import counted_reads, whole_emulator  # noqa: F401 (fixtures)
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends import cuda_geometry, cuda_tables, registry
+from mlx_lattice import ops, registry
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
+from mlx_lattice.backends.cuda import tables as cuda_tables
 
 pytestmark = emulated
 

@@ -15,8 +15,8 @@ from mlx_lattice.geometry.protocol import BoxedRows
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends import cuda_tables  # noqa: E402
-from mlx_lattice.backends.cuda_geometry import CudaGeometry  # noqa: E402
+from mlx_lattice.backends.cuda import tables as cuda_tables  # noqa: E402
+from mlx_lattice.backends.cuda.geometry import CudaGeometry  # noqa: E402
 
 cuda = CudaGeometry()
 

@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mlx_lattice.backends.cuda_tables import (
+from mlx_lattice.backends.cuda.tables import (
     PART_OFFSETS,
     PARTS_AT,
     TRANSPOSED,

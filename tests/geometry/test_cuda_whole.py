@@ -14,7 +14,7 @@ from cuda_sets import (  # noqa: F401 (fixtures)
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_tables
+from mlx_lattice.backends.cuda import tables as cuda_tables
 from mlx_lattice.kernel_spec import KernelSpec
 
 pytestmark = emulated

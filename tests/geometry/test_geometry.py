@@ -8,7 +8,8 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice.geometry import keys, lattice, output_rows, sync, unique
+from mlx_lattice import sync
+from mlx_lattice.geometry import keys, lattice, output_rows, unique
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.sorted_index import SortedIndex
 

@@ -7,9 +7,8 @@ import pytest
 import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import backends, models, ops
-from mlx_lattice.backends import cuda_compile, registry
-from mlx_lattice.geometry import sync
+from mlx_lattice import backends, models, ops, registry, sync
+from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 
 
 @pytest.fixture

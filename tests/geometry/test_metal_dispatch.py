@@ -15,14 +15,9 @@ import pytest
 from conftest import KINDS, bits, pair
 from metal_checks import bounded, host
 
-from mlx_lattice import devices
-from mlx_lattice.backends import (
-    dispatch_bounds,
-    gpu_kernel,
-    kernel_sources,
-    metal_geometry,
-    registry,
-)
+from mlx_lattice import availability, devices, registry
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.geometry import curves, keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
@@ -169,14 +164,14 @@ CALLS = {
 
 def test_a_dispatch_holds_no_chip_for_long():
     chips = [d for d in devices.PROFILES.values() if d.backend == devices.METAL]
-    for work, takes in dispatch_bounds.DISPATCH.items():
-        done = dispatch_bounds.dispatch_limit(work) / takes["share"]
+    for work, takes in gpu_kernel.DISPATCH.items():
+        done = gpu_kernel.dispatch_limit(work) / takes["share"]
         for chip in chips:
             seconds = (
                 done * takes.get("operations", 0) / (1e12 * chip.tflops),
                 done * takes.get("bytes", 0) / (1e9 * chip.bandwidth),
             )
-            assert 0 < max(seconds) <= dispatch_bounds.DISPATCH_SECONDS, (
+            assert 0 < max(seconds) <= gpu_kernel.DISPATCH_SECONDS, (
                 work,
                 chip.name,
             )
@@ -184,10 +179,10 @@ def test_a_dispatch_holds_no_chip_for_long():
 
 @pytest.mark.parametrize("count, work, limit, most", ((7, 70, 20, None), (7, 9, 4, 3)))
 def test_no_slice_is_above_the_limit(count, work, limit, most):
-    slices = list(dispatch_bounds.cuts(count, work, limit, most))
+    slices = list(gpu_kernel.cuts(count, work, limit, most))
     assert [i for a, n in slices for i in range(a, a + n)] == list(range(count))
     assert all(n * (most or work / count) <= limit for _, n in slices)
-    assert list(dispatch_bounds.cuts(count, limit, limit, limit)) == [(0, count)]
+    assert list(gpu_kernel.cuts(count, limit, limit, limit)) == [(0, count)]
 
 
 @pytest.mark.parametrize("shape, grid", (((0, 3), (3, 1)), ((2, 3), (3, 0))))
@@ -202,7 +197,10 @@ def test_nothing_is_launched_for_nothing(shape, grid):
 
 def kernels_of(module) -> set[str]:
     """The functions of Metal's files that a module names."""
-    named, files = Path(module.__file__).read_text(), kernel_sources.folder("metal")
+    named, files = (
+        Path(module.__file__).read_text(),
+        availability.source_folder("metal"),
+    )
     texts = (path.read_text() for path in files.glob("*.metal"))
     functions = (re.findall(r"METAL_FUNC void (\w+)\(", text) for text in texts)
     return {name for name in itertools.chain(*functions) if f'"{name}"' in named}
@@ -259,7 +257,7 @@ def test_only_what_has_no_shift_divides(name):
 
 
 def test_every_kernel_of_these_families_is_split_somewhere(monkeypatch):
-    names = "metal_geometry", "gpu_reductions", "gpu_points"
+    names = "metal.geometry", "gpu.reductions"
     modules = [import_module(f"mlx_lattice.backends.{name}") for name in names]
     wanted = set().union(*map(kernels_of, modules))
     wanted -= {"score_keys", "mark_best"}  # MLX operations serve more rows

@@ -8,16 +8,14 @@ import reference as ref
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice.backends import (
-    gpu_kernel,
-    metal_geometry,
-    registry,
-)
-from mlx_lattice.backends.metal_geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import curves, keys, output_rows, sync
+from mlx_lattice import registry, sync
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.metal import geometry as metal_geometry
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
+from mlx_lattice.geometry import curves, keys, output_rows
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
-from mlx_lattice.routes import thresholds
 
 host.require()
 
@@ -141,7 +139,7 @@ def test_rows_are_sorted_by_keys_of_as_many_bits_as_their_box_needs(cells):
 def test_levels_of_more_rows_than_are_made_at_once_are_left_to_one_by_one(monkeypatch):
     source, strides = BoxedRows(mx.zeros((60, 4), mx.int32), None), [(2,) * 3, (4,) * 3]
     for most, is_started in ((120, True), (119, False)):
-        monkeypatch.setattr(thresholds, "METAL_CANDIDATES_TOGETHER", most)
+        monkeypatch.setattr(metal_thresholds, "METAL_CANDIDATES_TOGETHER", most)
         with host.recording():
             started = MetalGeometry().start_levels(source, strides, None)
         assert (started is not None) == is_started

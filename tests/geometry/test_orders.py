@@ -13,8 +13,7 @@ from hypothesis import strategies as st
 from reference_curves import hilbert_key, morton_key
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends import registry
+from mlx_lattice import ops, registry
 from mlx_lattice.geometry import curves
 from mlx_lattice.geometry.keys import bounds_of
 

@@ -13,9 +13,8 @@ from emulated_cuda import EMULATED, place_of
 from places import HERE, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends import gpu_reductions, registry
-from mlx_lattice.geometry import sync
+from mlx_lattice import ops, registry, sync
+from mlx_lattice.backends.gpu import reductions as gpu_reductions
 from mlx_lattice.geometry.voxelize import (
     NO_CELL,
     cells_of,

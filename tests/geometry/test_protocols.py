@@ -5,15 +5,13 @@ import inspect
 import mlx.core as mx
 import pytest
 
-from mlx_lattice.backends import (
-    cpu_geometry,
-    cuda_tables,
-    metal_geometry,
-    mlx_geometry,
-    registry,
-)
-from mlx_lattice.backends.reductions_protocol import Reductions
+from mlx_lattice import registry
+from mlx_lattice.backends import cpu
+from mlx_lattice.backends import mlx as mlx_backend
+from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.geometry.protocol import Geometry, RowIndex
+from mlx_lattice.registry import Reductions
 
 COORDS = mx.array([[0, 1, 2], [0, 3, 4]], dtype=mx.int32)
 
@@ -52,10 +50,10 @@ def test_reductions_are_whole(backend):
 
 
 INDICES = (
-    mlx_geometry.RowIndex,
+    mlx_backend.RowIndex,
     metal_geometry.RowTable,
     cuda_tables.RowTable,
-    cpu_geometry.RowIndex,
+    cpu.RowIndex,
 )
 
 

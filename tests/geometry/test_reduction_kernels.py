@@ -15,8 +15,8 @@ from metal_checks import bounded, checked
 from places import HERE, MetalHost, agreed
 from reduction_checks import Checks
 
-from mlx_lattice.backends import dispatch_bounds
-from mlx_lattice.backends.registry import REDUCTIONS
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.registry import REDUCTIONS
 
 SHAPES = ((30, 1, 12), (25, 8, 9), (7, 3, 40), (1, 2, 1))
 # A thread's, less and more; more than the lanes of a register.
@@ -46,8 +46,8 @@ def short(request, place, monkeypatch):
     if request.param:
         if place.name not in GPUS:
             pytest.skip("segments are cut on GPUs only")
-        monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", request.param)
-        monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
+        monkeypatch.setitem(gpu_kernel.SEGMENT_CUTS, "piece", request.param)
+        monkeypatch.setitem(gpu_kernel.SEGMENT_CUTS, "longest", 4)
     return request.param
 
 

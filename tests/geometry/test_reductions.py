@@ -8,8 +8,7 @@ import reference as ref
 from conftest import mappable
 
 import mlx_lattice as ml
-from mlx_lattice import backends, ops
-from mlx_lattice.backends import registry
+from mlx_lattice import backends, ops, registry
 from mlx_lattice.geometry.voxelize import reduce_segments
 
 N, C = 60, 5

@@ -8,8 +8,7 @@ from conftest import pair as made
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice import backends, nn
-from mlx_lattice.backends import registry
+from mlx_lattice import backends, nn, registry
 
 STRIDES = (2, 3, (1, 2, 2))
 

@@ -6,14 +6,8 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, distribution, ops
-from mlx_lattice.backends import (
-    availability,
-    cpu_extension,
-    kernel_sources,
-    metal_host,
-)
-from mlx_lattice.backends.registry import serving
+from mlx_lattice import availability, cli, distribution, ops
+from mlx_lattice.registry import serving
 
 
 def small() -> list:
@@ -27,9 +21,9 @@ def small() -> list:
 def installed(monkeypatch):
     """The package as a wheel has it: in no checkout."""
     monkeypatch.setattr(distribution, "checkout", lambda: None)
-    monkeypatch.setattr(metal_host, "checkout", lambda: None)
+    monkeypatch.setattr(availability, "checkout", lambda: None)
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
-    metal_host.install.cache_clear()
+    availability.install_host.cache_clear()
 
 
 @pytest.mark.parametrize("how", ("variable", "block"))
@@ -78,7 +72,7 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
     def folder(of):
         raise FileNotFoundError(f"the {of} kernel sources are not here")
 
-    monkeypatch.setattr(kernel_sources, "folder", folder)
+    monkeypatch.setattr(availability, "folder", folder)
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
     module = getattr(mx, backend)
     monkeypatch.setattr(module, "is_available", lambda: True)
@@ -86,7 +80,7 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
     why = f"the {backend} kernel sources are not here"
     assert availability.absence(backend) == why
     monkeypatch.undo()
-    assert kernel_sources.folder(backend).is_dir()
+    assert availability.source_folder(backend).is_dir()
 
 
 def test_an_older_gpu_runs_operations_of_mlx(monkeypatch):
@@ -117,8 +111,8 @@ def test_how_to_get_the_extension_fits_what_is_wrong(installed, monkeypatch):
                 raise result
             return result
 
-        monkeypatch.setattr(cpu_extension.importlib, "import_module", import_module)
-        return cpu_extension._load()
+        monkeypatch.setattr(availability.importlib, "import_module", import_module)
+        return availability._load()
 
     _, why, repair = load(ImportError("No module named x"))
     name = distribution.NAME
@@ -153,7 +147,7 @@ def test_another_mlx_is_asked_for_with_its_library(system, names, wanted, monkey
         def __init__(self, name):
             self.metadata = {"Name": name}
 
-    monkeypatch.setattr(cpu_extension.platform, "system", lambda: system)
+    monkeypatch.setattr(availability.platform, "system", lambda: system)
     here = [Distribution(name) for name in names]
     monkeypatch.setattr(metadata, "distributions", lambda: here)
-    assert cpu_extension._other_mlx("0.1.2") == f'run: pip install "{wanted}==0.1.2"'
+    assert availability._other_mlx("0.1.2") == f'run: pip install "{wanted}==0.1.2"'

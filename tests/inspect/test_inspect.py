@@ -9,9 +9,9 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn, ops, routes
+from mlx_lattice.plan import Plan
 from mlx_lattice.problem import PASSES, Problem
 from mlx_lattice.routes import launch
-from mlx_lattice.routes.plan import Plan
 
 pytestmark = pytest.mark.usefixtures("unforced")
 

@@ -12,8 +12,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import models, nn, ops
-from mlx_lattice.backends import registry
+from mlx_lattice import models, nn, ops, registry
 from mlx_lattice.inspect import page
 from mlx_lattice.inspect.trace import check_page
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD

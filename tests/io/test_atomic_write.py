@@ -14,12 +14,12 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import cli, kept_files, models, nn
-from mlx_lattice.atomic_write import atomic_write
 from mlx_lattice.commands import generate
 from mlx_lattice.commands.convert import MODELS
 from mlx_lattice.io.point_formats import write_ply
 from mlx_lattice.io.points import PointCloud
 from mlx_lattice.io.safetensors import read_safetensors, write_safetensors
+from mlx_lattice.kept_files import atomic_write
 from mlx_lattice.models.trellis2.pipeline import Generated
 
 resource = pytest.importorskip("resource", reason="only POSIX limits sizes of files")

@@ -11,8 +11,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import cli, devices, settings
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, cli, devices, settings
 from mlx_lattice.problem import PASSES
 
 EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
@@ -162,10 +161,10 @@ def test_an_error_of_the_system_is_said_without_its_number(capsys, monkeypatch):
 
 def fake_demo(monkeypatch):
     calls = []
-    demo = types.ModuleType("mlx_lattice.demo")
+    demo = types.ModuleType("mlx_lattice.commands.demo")
     demo.run = lambda **options: calls.append(("run", options))
     demo.run_points = lambda path, **options: calls.append((path, options))
-    monkeypatch.setitem(sys.modules, "mlx_lattice.demo", demo)
+    monkeypatch.setitem(sys.modules, "mlx_lattice.commands.demo", demo)
     monkeypatch.setattr(ml, "demo", demo, raising=False)
     return calls
 
@@ -186,7 +185,7 @@ def test_demo_calls_the_demo(capsys, monkeypatch):
 
 def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
     monkeypatch.delattr(ml, "demo", raising=False)
-    monkeypatch.setitem(sys.modules, "mlx_lattice.demo", None)
+    monkeypatch.setitem(sys.modules, "mlx_lattice.commands.demo", None)
     code, _, err = command("demo", capsys)
     assert code == 2 and 'folder: pip install ".[demo]"' in err
 
@@ -243,12 +242,12 @@ def test_backend_info_says_what_is_here():
 
 
 def test_an_absent_extension_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(cpu_extension, "absence", "it is not installed")
-    monkeypatch.setattr(cpu_extension, "repair", cpu_extension._rebuild())
+    monkeypatch.setattr(availability, "absence", "it is not installed")
+    monkeypatch.setattr(availability, "repair", availability._rebuild())
     there, text = ml.backend_info().backends["cpu"]
     assert not there
     assert text.startswith("it is not installed; ") and "pip install" in text
-    monkeypatch.setattr(cpu_extension, "absence", None)
+    monkeypatch.setattr(availability, "absence", None)
     assert ml.backend_info().backends["cpu"][0]
 
 

@@ -19,7 +19,7 @@ from published_cases import assert_close, case_of, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn
-from mlx_lattice.io.published import Configuration
+from mlx_lattice.commands.convert import Configuration
 
 
 def test_the_command(tmp_path, capsys):

@@ -9,7 +9,7 @@ import pytest
 
 from metal import host
 from mlx_lattice import devices
-from mlx_lattice.backends import metal_weight_grad
+from mlx_lattice.backends.metal import weight_grad as metal_weight_grad
 
 host.require()
 

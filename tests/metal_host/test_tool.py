@@ -60,11 +60,11 @@ def test_without_clang_tests_skip_but_fail_in_ci(ci, outcome):
 
 
 INSTALLED = """
-from mlx_lattice.backends import kernel_sources, metal_host
-folder = kernel_sources.folder("metal")
+from mlx_lattice import availability
+folder = availability.source_folder("metal")
 print(folder)
 print(sorted(p.name for p in folder.iterdir()))
-try: metal_host.install()
+try: availability.install_host()
 except RuntimeError as error: print(error)
 """
 

@@ -217,7 +217,7 @@ def test_features_that_are_not_finite(value):
 def test_packed_digits_are_read_as_well_as_float_ones():
     """As well as the demo's table promises, by a net that is trained briefly."""
     pytest.importorskip("sklearn")
-    from mlx_lattice import demo
+    from mlx_lattice.commands import demo
 
     mx.random.seed(0)
     (voxels, labels), (test, test_labels) = demo.load_digits()

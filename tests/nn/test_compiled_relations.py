@@ -13,9 +13,8 @@ import pytest
 from compiled_cases import TOLERANCE, small_net, tensor
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn
-from mlx_lattice.backends import cpu_extension, cuda_sort
-from mlx_lattice.geometry import sync
+from mlx_lattice import availability, devices, nn, sync
+from mlx_lattice.backends.gpu import sort as cuda_sort
 
 
 def operations(function, x, file):
@@ -48,7 +47,7 @@ def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
     assert found == wanted, (found - wanted, wanted - found, views)
 
 
-@pytest.mark.skipif(cpu_extension.extension is None, reason="the extension does it")
+@pytest.mark.skipif(availability.extension is None, reason="the extension does it")
 def test_constants_of_a_gradient_are_none_of_what_is_traced_later():
     """MLX marks what a vjp rule makes; constants are kept beyond it."""
     held = {}

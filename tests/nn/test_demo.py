@@ -10,11 +10,11 @@ pytest.importorskip("sklearn")
 
 import mlx.core as mx  # noqa: E402
 
-from mlx_lattice import demo, demo_surfaces  # noqa: E402
-from mlx_lattice.demo import MOST_LOST, score_table, scores  # noqa: E402
+from mlx_lattice.commands import demo  # noqa: E402
+from mlx_lattice.commands.demo import MOST_LOST, score_table, scores  # noqa: E402
 from mlx_lattice.io import read_points  # noqa: E402
 
-ROOM = demo_surfaces.room
+ROOM = demo.room
 SCAN = Path(__file__).parents[3] / "shared" / "data" / "small_gicp_target.ply"
 
 
@@ -41,7 +41,7 @@ def test_few_digits(tmp_path, monkeypatch, capsys):
 
 @pytest.fixture(autouse=True)
 def small_room(monkeypatch):
-    monkeypatch.setattr(demo_surfaces, "room", lambda: ROOM(1500))
+    monkeypatch.setattr(demo, "room", lambda: ROOM(1500))
 
 
 @pytest.mark.native
@@ -50,16 +50,16 @@ def test_surfaces_of_a_scan_in_integers():
     points = ROOM()
     if SCAN.exists():
         points = np.asarray(read_points(SCAN).points, np.float32)
-    size = demo_surfaces.voxel_size(points, 3000)
-    scan = demo_surfaces.labelled(points, size)
+    size = demo.fitting_voxel_size(points, 3000)
+    scan = demo.labelled(points, size)
     assert 1500 < len(scan.x) <= 3300 and set(scan.labels) == {0, 1, 2}
     taught = []
     for seed in range(3):  # what one net loses of so few voxels hangs on chance
         mx.random.seed(seed)
-        net = demo_surfaces.untaught()
+        net = demo.untaught()
         # Enough steps for a room, where no scan is there.
-        demo_surfaces.teach(net, [scan], 100)
-        found = scores(net, [scan.x], lambda net: demo_surfaces.right(net, [scan]))
+        demo.teach(net, [scan], 100)
+        found = scores(net, [scan.x], lambda net: demo.right(net, [scan]))
         assert found["float32"].right > 0.6
         taught.append(found)
     for name, most in MOST_LOST.items():
@@ -109,4 +109,4 @@ def test_scans_of_one_name_in_two_folders(tmp_path):
 def test_scans_without_two_halves_are_refused(count):
     points = np.zeros((count, 3), np.float32)
     with pytest.raises(ValueError, match="needs voxels at several x, of which one"):
-        demo_surfaces.labelled(points, 0.1)
+        demo.labelled(points, 0.1)

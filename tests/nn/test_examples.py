@@ -12,7 +12,7 @@ import pytest
 from mlx.utils import tree_flatten
 from processes import RING, launch, needs, on_the_cpu_alone, run
 
-from mlx_lattice import demo
+from mlx_lattice.commands import demo
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"

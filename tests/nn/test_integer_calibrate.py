@@ -12,8 +12,8 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
-from mlx_lattice.integer_facts import in_device_memory
 from mlx_lattice.nn.integer_calibration import Samples
+from mlx_lattice.problem import in_device_memory
 
 INT8 = {
     "first.conv", "block.conv1.conv", "block.conv2.conv", "down.layers.0", "up.conv",

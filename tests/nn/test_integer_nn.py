@@ -8,9 +8,9 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import integer_tensor, models, nn, ops
+from mlx_lattice import int8, models, nn, ops
 from mlx_lattice.channel_kernels import beside
-from mlx_lattice.integer_tensor import TINY
+from mlx_lattice.int8 import TINY
 from mlx_lattice.nn.fused import convolved
 
 FAMILIES = ("Conv", "SubmConv", "ConvTranspose", "GenerativeConvTranspose")
@@ -266,13 +266,13 @@ def test_integers_are_refused_by_what_computes_in_float():
 
 @pytest.mark.parametrize("scale", (0.0, 1e-30, 0.013, 0.5, 3e5))
 def test_a_known_inverse_gives_the_same_integers(scale, monkeypatch):
-    monkeypatch.setattr(integer_tensor, "_on_cpu", lambda x: False)
+    monkeypatch.setattr(int8, "_on_cpu", lambda x: False)
     x = mx.random.normal((70, 9)).astype(mx.float16) * 3
     scale = mx.array([scale])
-    inverse = integer_tensor.inverse_of(scale)
-    known = integer_tensor.as_int8(x, scale, inverse)
+    inverse = int8.inverse_of(scale)
+    known = int8.as_int8(x, scale, inverse)
     assert known.dtype == mx.int8
-    assert mx.array_equal(known, integer_tensor.as_int8(x, scale))
+    assert mx.array_equal(known, int8.as_int8(x, scale))
 
 
 def test_an_integer_tensor():
@@ -337,7 +337,7 @@ def test_one_kernel_rescales_as_the_operations_do(to):
     by = np.float32(0.02) / np.maximum(np.array(to), np.float32(TINY))
     inverse = np.minimum(by, np.finfo(np.float32).max)
     wanted = np.clip(np.rint(np.array(values) * inverse), -127, 127)
-    for fused in (integer_tensor._RESCALED, integer_tensor._rescaled):
+    for fused in (int8._RESCALED, int8._rescaled):
         assert np.array_equal(np.array(fused(values, scale, to)), wanted)
         flat = fused(values, scale.reshape(()), to.reshape(()))
         assert np.array_equal(np.array(flat), wanted)

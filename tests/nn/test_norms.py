@@ -12,8 +12,8 @@ import reference_rows as ref_rows
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
-from mlx_lattice.backends import norms_protocol, portable_only
+from mlx_lattice import nn, ops, registry
+from mlx_lattice.backends import portable_only
 from mlx_lattice.ops import pool
 
 CHANNELS = 6
@@ -253,5 +253,5 @@ def test_where_elements_of_all_levels_begin_is_one_array_of_the_host(monkeypatch
     for rows in map(pool.batch_rows, levels):
         begins = rows.segments.begins
         assert begins[:5].tolist() == [*rows.starts]
-        assert begins.size >= norms_protocol.LEAST_NUMBERS
+        assert begins.size >= registry.LEAST_NUMBERS
     assert len(made) == 1

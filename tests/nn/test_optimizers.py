@@ -16,7 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from places import HERE
 
 from mlx_lattice import optimizers as ours
-from mlx_lattice.backends import registry
+from mlx_lattice import registry
 
 GIVEN = [
     ("SGD", {}),

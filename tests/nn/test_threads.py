@@ -12,10 +12,8 @@ from emulated_cuda import EMULATED, place_of
 from places import HERE, MlxOperations
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
-from mlx_lattice.backends import cpu_extension, registry
-from mlx_lattice.geometry import sync
-from mlx_lattice.shared_views import SharedViews, building
+from mlx_lattice import availability, nn, ops, registry, sync
+from mlx_lattice.sync import SharedViews, building
 
 THREADS = 8
 pytestmark = pytest.mark.skipif(
@@ -101,7 +99,7 @@ CALLS = {"forward": lambda net, x: net(x).feats, "gradient": gradient}
 @pytest.mark.parametrize("place", PLACES)  # CUDA's matrix kernels are not emulated
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_threads_share_a_new_tensor(place, call):
-    if call is gradient and cpu_extension.extension is None:
+    if call is gradient and availability.extension is None:
         pytest.skip("MLX keeps the graphs of views that a gradient builds")
     net = new_net()
     wanted = portable(lambda: call(net, new_tensor()))

@@ -13,9 +13,8 @@ from conftest import mappable
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.activations import ACTIVATIONS, named
 from mlx_lattice.channel_kernels import activated_sum, column_sums
-from mlx_lattice.epilogue import ARRAYS, EpilogueFacts, finished
+from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS, EpilogueFacts, finished, named
 from mlx_lattice.nn import elementwise, linear
 
 EMPTY = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 6)))

@@ -15,10 +15,8 @@ from attending import KINDS, PADDING, gradients, heads, labels, run
 from reference_attention import dense, tensor
 
 import mlx_lattice as ml
-from mlx_lattice import backends, ops
-from mlx_lattice.backends import registry
+from mlx_lattice import backends, ops, registry, sync
 from mlx_lattice.devices import PROFILES as DEVICES
-from mlx_lattice.geometry import sync
 from mlx_lattice.ops import attention, groups
 
 

@@ -10,8 +10,9 @@ from conftest import mappable
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from places import HERE, agreed
 
-from mlx_lattice.backends import gpu_joins, registry
-from mlx_lattice.backends.gpu_joins import GpuJoins
+from mlx_lattice import registry
+from mlx_lattice.backends.gpu import joins as gpu_joins
+from mlx_lattice.backends.gpu.joins import GpuJoins
 from mlx_lattice.channel_kernels import beside
 
 METAL = [place for place in HERE if place.name == "metal"]

@@ -26,10 +26,9 @@ from places import HERE, MetalHost, agreed
 from reference_norms import ACTIVATIONS, Norm
 
 from mlx_lattice import backends, ops
-from mlx_lattice.activations import named
-from mlx_lattice.backends.norms_protocol import Fit
-from mlx_lattice.backends.registry import NORMS
+from mlx_lattice.epilogue import named
 from mlx_lattice.ops import activation, channel_norms, observed
+from mlx_lattice.registry import NORMS, Fit
 
 PLACES = [place for place in HERE if place.name in NORMS]
 places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)

@@ -6,7 +6,7 @@ from cuda_emulation import emulated
 from head_checks import SHAPES, Given
 from places import Place
 
-from mlx_lattice.backends import registry
+from mlx_lattice import registry
 
 pytestmark = emulated
 

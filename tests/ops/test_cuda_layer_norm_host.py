@@ -11,8 +11,8 @@ from cuda_emulation import emulated
 from norm_checks import array
 from reference_norms import Norm
 
-from mlx_lattice import ops
-from mlx_lattice.backends import cuda_norms, registry
+from mlx_lattice import ops, registry
+from mlx_lattice.backends.cuda import norms as cuda_norms
 from mlx_lattice.devices import PROFILES
 
 pytestmark = emulated

@@ -20,10 +20,8 @@ from places import Place
 from reference_norms import ACTIVATIONS
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends import registry
-from mlx_lattice.backends.norms_protocol import RowSegments
-from mlx_lattice.backends.registry import COLUMN_SUMS, NORMS
+from mlx_lattice import ops, registry
+from mlx_lattice.registry import COLUMN_SUMS, NORMS, RowSegments
 
 pytestmark = emulated
 

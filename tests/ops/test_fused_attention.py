@@ -7,9 +7,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import backends, devices
-from mlx_lattice.backends import cpu_extension
-from mlx_lattice.geometry import sync
+from mlx_lattice import availability, backends, devices, sync
 from mlx_lattice.inspect.trace import AttentionRecord
 from mlx_lattice.ops.fused_attention import WIDTHS, Call, attend
 
@@ -68,7 +66,7 @@ def test_a_gradient_is_known_on_gpus_where_one_may_be_asked_for():
     does not say it.
     """
     on_gpu = mx.default_device() == mx.gpu
-    if not hasattr(cpu_extension.extension, "is_differentiating"):
+    if not hasattr(availability.extension, "is_differentiating"):
         pytest.skip("the extension knows it")
     seen = []
 

@@ -9,8 +9,7 @@ import reference_rows as ref_rows
 from pooled import distinct, route, tensor  # noqa: F401 (a fixture for every test here)
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.geometry import sync
+from mlx_lattice import ops, sync
 from mlx_lattice.ops import pool
 
 

@@ -12,8 +12,7 @@ from cuda_emulation import Emulator, emulated, emulating
 from places import HERE, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import joined_sets, nn, ops
-from mlx_lattice.geometry import sync
+from mlx_lattice import joined_sets, nn, ops, sync
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 CHANNELS = 3
@@ -292,7 +291,7 @@ def test_generated_cells_by_cuda_geometry(cuda_programs, monkeypatch):
         key = manager.insert(mx.array(rows))
         manager[key].index  # noqa: B018
         emulator.launches.clear()
-        monkeypatch.setattr("mlx_lattice.geometry.sync.read", None)
+        monkeypatch.setattr("mlx_lattice.sync.read", None)
         made = np.array(manager.generative_relation(key).out_coords)
         assert [name.split("_")[1] for name in emulator.launches[:3]] == [
             "pack", "radix", "unpack",

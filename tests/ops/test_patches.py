@@ -9,7 +9,7 @@ from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import backends, ops
-from mlx_lattice.backends.cuda_compile import rehearsal, rehearsed
+from mlx_lattice.backends.gpu.nvrtc import rehearsal, rehearsed
 from mlx_lattice.ops.groups import PADDING, filled
 
 GPUS = [place for place in HERE if place.name in ("metal", "cuda")]

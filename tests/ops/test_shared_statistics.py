@@ -14,11 +14,11 @@ from norm_checks import array, lines_of
 from places import HERE, agreed
 from reference_norms import Norm
 
-from mlx_lattice.backends.registry import NORMS
 from mlx_lattice.ops import channel_norms
 from mlx_lattice.ops.activation import activation_of
 from mlx_lattice.ops.channel_norms import SharedStatistics
 from mlx_lattice.ops.exchanges import Exchanges
+from mlx_lattice.registry import NORMS
 
 C = 9
 PLACES = [place for place in HERE if place.name in NORMS]

@@ -7,9 +7,8 @@ from cuda_emulation import Emulator, emulated, emulating
 from places import HERE, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends.registry import GEOMETRY
-from mlx_lattice.geometry import sync
+from mlx_lattice import ops, sync
+from mlx_lattice.registry import GEOMETRY
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 dtypes = pytest.mark.parametrize(

@@ -8,12 +8,11 @@ import pytest
 from contractions import scene
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn, ops, transformations
-from mlx_lattice.backends import cpu_extension, registry
+from mlx_lattice import availability, devices, nn, ops, registry, transformations
 from mlx_lattice.nn.fused import convolved
 
 needs_extension = pytest.mark.skipif(
-    cpu_extension.extension is None, reason="asks MLX by the extension"
+    availability.extension is None, reason="asks MLX by the extension"
 )
 
 

@@ -10,11 +10,10 @@ from cuda_recorder import no_small_tiles
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, routes
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.inspect import cost
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import thresholds
+from mlx_lattice.problem import PASSES, IntegerFacts, Problem
 
 H200 = devices.PROFILES["h200"]
 
@@ -181,11 +180,11 @@ CHANNELS = (
 def test_cuda_tiles_do_what_a_walk_through_them_does(
     whole, pass_, few, case, monkeypatch
 ):
-    monkeypatch.setattr(thresholds, "MOST_SPLITS", 1 if whole else 8)
+    monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1 if whole else 8)
     if whole:
         no_small_tiles(monkeypatch)
     for name in ("FEW_EDGES", "FEW_EDGES_OF_FEW_OFFSETS"):
-        monkeypatch.setattr(thresholds, name, 1000 if few else 0)
+        monkeypatch.setattr(cuda_thresholds, name, 1000 if few else 0)
     ml.settings.note_change()
     relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
     edges = relation.n_edges

@@ -14,8 +14,8 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
+from mlx_lattice import availability as cpu
 from mlx_lattice import ops
-from mlx_lattice.backends import cpu_extension as cpu
 from mlx_lattice.routes import needs
 
 ROOT = Path(__file__).parents[2]

@@ -12,9 +12,9 @@ from epilogues import ACTIVATIONS, FUNCTIONS
 from native import THREADS, cpu, isas, random_table
 
 import mlx_lattice as ml
-from mlx_lattice.activations import named
-from mlx_lattice.integer_facts import IntegerFacts, to_int8
+from mlx_lattice.epilogue import named
 from mlx_lattice.nn.linear import each_row
+from mlx_lattice.problem import IntegerFacts, to_int8
 
 cpu_device = native.cpu_device
 each_isa = pytest.mark.parametrize("isa", isas())

@@ -9,13 +9,14 @@ from cases import DTYPES
 from conftest import KINDS, Numbers, multi_edges, pair
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cpu_conv, cpu_extension
+from mlx_lattice import availability
+from mlx_lattice.backends import cpu
 from mlx_lattice.devices import CPU, PROFILES
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, Problem
 from mlx_lattice.routes import TABLE
 from mlx_lattice.routes.needs import pointwise_kernel
 
-if cpu_extension.extension is None:
+if availability.extension is None:
     pytest.skip("the extension is not installed", allow_module_level=True)
 
 ROWS = [(r, p) for r in TABLE for p in PASSES if p in r.passes and r.planner(CPU, p)]
@@ -69,8 +70,8 @@ def test_the_function_of_the_plan_is_called_with_its_view(route, pass_, dtype):
             continue
         plan = route.plan(problem, PROFILES["cpu"])
         assert (plan.backend, plan.kernel) == (CPU, route.name)
-        recorder = Recorder(cpu_extension.extension)
-        with patch.object(cpu_conv, "extension", recorder):
+        recorder = Recorder(availability.extension)
+        with patch.object(cpu, "extension", recorder):
             if pass_ == FORWARD:
                 over, y = relation, plan(relation, n.x, weight)
             elif pass_ == INPUT_GRAD:

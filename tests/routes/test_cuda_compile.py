@@ -21,13 +21,11 @@ import pytest
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice.backends import (
-    cuda_compile,
-    cuda_conv,
-    cuda_geometry,
-    gpu_kernel,
-)
-from mlx_lattice.backends.cuda_compile import Compiler, loaded
+from mlx_lattice.backends.cuda import contraction as cuda_contraction
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.gpu import nvrtc as cuda_compile
+from mlx_lattice.backends.gpu.nvrtc import Compiler, loaded
 
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("clang")
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -141,10 +139,10 @@ def test_a_settled_launch_hands_over_what_a_call_does(
     with recording("h200"), monkeypatch.context() as patched:
         patched.setattr(gpu_kernel, "compiler", lambda capability: nvrtc)
         with cuda_compile.rehearsal():
-            cuda_conv.unpacked_weights(weights[0])
+            cuda_contraction.unpacked_weights(weights[0])
         assert not launches  # in a rehearsal nothing runs, and nothing is settled
         for w in weights:
-            cuda_conv.unpacked_weights(w)
+            cuda_contraction.unpacked_weights(w)
     assert len(launches) == len(weights)
     for w, each in zip(weights, launches, strict=True):
         assert all(a is b for a, b in zip(each.pop("inputs"), w.arrays, strict=True))

@@ -9,9 +9,9 @@ from cuda_emulation import emulated
 from planned import plan_of
 
 from mlx_lattice import devices
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT, PASSES
 from mlx_lattice.problem import WEIGHT_GRAD as WEIGHTS
-from mlx_lattice.routes import thresholds
 
 pytestmark = emulated
 H200 = devices.profile("h200")
@@ -57,7 +57,7 @@ def test_each_pass(emulator, pass_, shape):
 @pytest.mark.parametrize("stages", (1, 100))
 def test_splits_of_the_edges(emulator, monkeypatch, stages):
     """Several offsets in a split, several splits in an offset."""
-    monkeypatch.setitem(thresholds.DEPTHWISE_GRAD, "stages", stages)
+    monkeypatch.setitem(cuda_thresholds.DEPTHWISE_GRAD, "stages", stages)
     point = Point("many", (32, 32, 32), "float16")
     given = work(point, WEIGHTS)
     of = WEIGHTS, given.relation, given.x, given.dy, 32

@@ -16,9 +16,10 @@ from epilogues import ACTIVATIONS, epilogue, oracle
 from norm_checks import joined, moments
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_conv, cuda_tiles
-from mlx_lattice.backends.gpu_kernel import Interface
-from mlx_lattice.dtypes import DTYPES
+from mlx_lattice.backends.cuda import contraction as cuda_contraction
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.gpu.kernel import Interface
+from mlx_lattice.checks import DTYPES
 from mlx_lattice.epilogue import ARRAYS
 from mlx_lattice.problem import FORWARD, Problem
 
@@ -30,12 +31,18 @@ PARTS = ARRAYS, ARRAYS[:-1], ("shift", "residual"), ("mean",), (), ("var",), ARR
 @pytest.mark.parametrize(
     "planner, point",
     (
-        (cuda_conv.relation_traversal, Point("surface", (12, 6, 3))),
-        (cuda_conv.relation_traversal, Point("edges", (5, 7, 1))),
-        (cuda_conv.depthwise, Point("surface", (16, 16, 16))),
-        (cuda_conv.depthwise, Point("surface", (3, 6, 3))),
-        (cuda_conv.quantized_traversal, Point("surface", (40, 6, 1), packing=(4, 32))),
-        (cuda_conv.quantized_traversal, Point("edges", (40, 6, 1), packing=(8, 32))),
+        (cuda_contraction.relation_traversal, Point("surface", (12, 6, 3))),
+        (cuda_contraction.relation_traversal, Point("edges", (5, 7, 1))),
+        (cuda_contraction.depthwise, Point("surface", (16, 16, 16))),
+        (cuda_contraction.depthwise, Point("surface", (3, 6, 3))),
+        (
+            cuda_contraction.quantized_traversal,
+            Point("surface", (40, 6, 1), packing=(4, 32)),
+        ),
+        (
+            cuda_contraction.quantized_traversal,
+            Point("edges", (40, 6, 1), packing=(8, 32)),
+        ),
     ),
     ids=lambda v: getattr(v, "__name__", None),
 )

@@ -10,10 +10,11 @@ import pytest
 from cuda_emulation import emulated
 from reference_integers import activated
 
-from mlx_lattice.backends import cuda_int8, cuda_tiles
-from mlx_lattice.backends.gpu_kernel import GpuKernel, Interface
+from mlx_lattice.backends.cuda import contraction as cuda_contraction
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.gpu.kernel import GpuKernel, Interface
 from mlx_lattice.devices import CUDA
-from mlx_lattice.integer_facts import IntegerFacts
+from mlx_lattice.problem import IntegerFacts
 
 pytestmark = emulated
 HALF, BRAIN, FLOAT, INT8 = mx.float16, mx.bfloat16, mx.float32, mx.int8
@@ -84,7 +85,7 @@ def facts_of(case) -> tuple[IntegerFacts, mx.Dtype]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_where_splits_are_added(emulator, case):
-    kernel = cuda_int8.adding_kernel(*facts_of(case))
+    kernel = cuda_contraction.adding_kernel(*facts_of(case))
     for splits, rows, channels in ((1, 1, 16), (3, 37, 48)):
         partial = sums_of(splits, rows, channels)
         added, wanted = layer(case, rows, channels)
@@ -109,7 +110,7 @@ SUMS = """
   keep_channels<BN>(kept, after, first_column, partial_shape[1], threadIdx.x, 128);
   __syncthreads();
 """
-STORED = Interface("", ("partial", *cuda_int8.FOLLOWING, "rows"), ("y",))
+STORED = Interface("", ("partial", *cuda_contraction.FOLLOWING, "rows"), ("y",))
 TO = "y, blockIdx.x * 64, partial_shape[0], first_column, partial_shape[1]"
 
 
@@ -127,19 +128,19 @@ def test_as_tiles_write(emulator, case, width, beside):
     kernel = GpuKernel(
         CUDA,
         "stored",
-        (*cuda_int8.FILES["wide"][:-1], "../tests/cuda_host/stored.cuh"),
+        (*cuda_contraction.FILES["wide"][:-1], "../tests/cuda_host/stored.cuh"),
         STORED,
         (
             ("T", mx.int8),
             ("BN", width),
             ("BESIDE", beside),
             ("OUT", case[0]),
-            ("AFTER", cuda_int8.after(*facts_of(case))),
+            ("AFTER", cuda_contraction.after(*facts_of(case))),
         ),
         threads=128,
         before=SUMS,
         arguments=(("partial", "sums"), ("rows", "kept, rows"), ("y", TO)),
-        together=cuda_int8.FOLLOWING,
+        together=cuda_contraction.FOLLOWING,
     )
     (y,) = kernel(
         [mx.array(values), *added, mx.array(order)],
@@ -156,7 +157,7 @@ def test_int4_becomes_int8(emulator, group_size):
     multipliers = draw.integers(1, 19, (3, 5, 256 // group_size)).astype(np.int8)
     eight = (levels & 15).reshape(3, 5, 32, 8) << 4 * np.arange(8)
     words = eight.sum(axis=-1).astype(np.uint32)
-    launch = cuda_int8.unpacker(words.shape, group_size)
+    launch = cuda_contraction.unpacker(words.shape, group_size)
     (w,) = launch([mx.array(words), mx.array(multipliers)])
     grouped = levels.reshape(3, 5, -1, group_size) * multipliers[..., None]
     assert np.array_equal(values_of(w), grouped.reshape(3, 5, 256))

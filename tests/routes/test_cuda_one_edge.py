@@ -11,13 +11,15 @@ from norm_checks import joined, moments
 from planned import plan_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cuda_tile_tables, cuda_tiles
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.gpu import norms as gpu_norms
 from mlx_lattice.devices import CUDA
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import (
     launch,
-    thresholds,
 )
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
@@ -44,8 +46,8 @@ def width(request, monkeypatch):
     low = dict.fromkeys(cuda_tile_tables.ITSELF_TILES, ())
     low |= {width: ((cuda_tile_tables.ANY, tile),)}
     monkeypatch.setattr(cuda_tile_tables, "ITSELF_TILES", low)
-    monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
-    monkeypatch.setitem(thresholds.ONE_LAUNCH_NORM, CUDA, 0)
+    monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
+    monkeypatch.setitem(gpu_norms.ONE_LAUNCH_NORM, CUDA, 0)
     ml.settings.note_change()
     yield width
     ml.settings.note_change()

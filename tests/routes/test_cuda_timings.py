@@ -8,14 +8,11 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import (
-    cuda_int8,
-    cuda_tiles,
-    cuda_weight_grad,
-)
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.numerics import TF32
-from mlx_lattice.problem import KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD
+from mlx_lattice.backends.cuda import contraction as cuda_contraction
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
+from mlx_lattice.problem import KERNEL_MAJOR, MLX_LAYOUT, WEIGHT_GRAD, IntegerFacts
+from mlx_lattice.settings import TF32
 
 # Microseconds of each tile: the first parameters of its template.
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
@@ -59,7 +56,7 @@ def problem_of(timed: dict) -> ml.Problem:
 def chosen(problem: ml.Problem) -> cuda_tiles.Tile:
     """The tile that a problem gets."""
     if problem.integer:
-        return cuda_int8.cut_of(problem, DEVICE).tile
+        return cuda_contraction.cut_of(problem, DEVICE).tile
     if problem.pass_ == WEIGHT_GRAD:
         return cuda_weight_grad.grouped_tile(problem, DEVICE)
     return cuda_tiles.sorted_tile(problem, DEVICE)

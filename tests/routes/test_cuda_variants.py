@@ -17,7 +17,10 @@ from cuda_recorder import no_small_tiles
 from planned import plan_of, run
 
 from mlx_lattice import devices
-from mlx_lattice.backends import cuda_tile_tables, cuda_tiles, cuda_weight_grad
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
 from mlx_lattice.problem import (
     FORWARD,
     INPUT_GRAD,
@@ -26,7 +29,6 @@ from mlx_lattice.problem import (
     PASSES,
     WEIGHT_GRAD,
 )
-from mlx_lattice.routes import thresholds
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
@@ -89,7 +91,7 @@ def device(request, monkeypatch):
     if request.param != "small":
         no_small_tiles(monkeypatch)
     if request.param == "whole":
-        monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
+        monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
     here = devices.current()
     return replace(here, cores=2) if request.param == "few" else here
 
@@ -129,7 +131,7 @@ def test_wide_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch
         for facts, known in cuda_tile_tables.SMALL_TILES.items()
     }
     monkeypatch.setattr(cuda_tile_tables, "SMALL_TILES", forced)
-    monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
+    monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
     for dtype, before in (("float16", ""), ("bfloat16", "x w dy bias 1")):
         for pass_ in PASSES[:2]:
             bias = pass_ == FORWARD
@@ -307,7 +309,7 @@ def unpacked(request, monkeypatch):
 @pytest.mark.parametrize("levels", (4, 8))
 @pytest.mark.parametrize("splits", (1, 8))
 def test_packed_channels(splits, levels, channels, unpacked, monkeypatch):
-    monkeypatch.setattr(thresholds, "MOST_SPLITS", splits)
+    monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", splits)
     for dtype in DTYPES:
         point = Point("some", (*channels, 1), dtype, (levels, 32), bias=True)
         check(PACKED, FORWARD, point)

@@ -4,7 +4,8 @@ import pytest
 from problems import problem
 
 from mlx_lattice import devices
-from mlx_lattice.routes import select, thresholds
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.routes import select
 
 pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 
@@ -42,7 +43,9 @@ def test_metal_profiles(architecture, name, darwin, profile, accelerated):
 def test_an_ultra_is_planned_by_the_cores_of_two_max(family):
     top, ultra = (devices.profile(f"{family}-{tier}") for tier in ("max", "ultra"))
     assert ultra.cores == 2 * top.cores and ultra.tflops == 2 * top.tflops
-    assert thresholds.FILLING[ultra.name] == 2 * thresholds.FILLING[top.name]
+    assert (
+        metal_thresholds.FILLING[ultra.name] == 2 * metal_thresholds.FILLING[top.name]
+    )
 
 
 def test_the_gpu_of_a_virtual_machine_has_no_matrices():

@@ -17,10 +17,9 @@ from places import HERE, MetalHost
 from test_table import admissible, rows, taken
 
 import mlx_lattice as ml
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, plan
 from mlx_lattice.epilogue import ARRAYS, Epilogue, EpilogueFacts
 from mlx_lattice.problem import FORWARD
-from mlx_lattice.routes import plan
 
 # Which arrays there are: all, each alone, and others.
 PARTS = (
@@ -128,7 +127,7 @@ def test_the_plan_says_where_it_is_computed():
     problem = ml.Problem.forward(c_in=64, c_out=64, n_in=100_000, dtype="float16")
     problem = replace(problem, epilogue=facts)
     where = dict.fromkeys(("m4-max", "h200", "a100"), plan.IN_KERNEL)
-    if cpu_extension.usable():
+    if availability.has_extension():
         where["cpu"] = plan.IN_KERNEL
     for device, said in where.items():
         text = str(ml.explain(problem, device=device))

@@ -9,16 +9,9 @@ from conftest import KINDS, Numbers, mappable, pair
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice import nn
-from mlx_lattice.backends import cpu_extension
-from mlx_lattice.channel_groups import block_diagonal, diagonal_blocks
-from mlx_lattice.problem import (
-    KERNEL_MAJOR,
-    MLX_LAYOUT,
-    PASSES,
-    WEIGHT_GRAD,
-    Problem,
-)
+from mlx_lattice import availability, nn
+from mlx_lattice.plan import block_diagonal, diagonal_blocks
+from mlx_lattice.problem import KERNEL_MAJOR, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from mlx_lattice.routes.selection import select
 
 SHAPES = ((6, 10, 2), (64, 64, 4), (12, 6, 3), (8, 16, 8), (9, 6, 3))
@@ -95,7 +88,7 @@ def test_a_route_that_knows_groups_can_be_forced():
 @pytest.mark.parametrize("name", ("blocked_gather_gemm", "relation_traversal"))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.skipif(not cpu_extension.usable(), reason="routes of the extension")
+@pytest.mark.skipif(not availability.has_extension(), reason="routes of the extension")
 def test_results_are_those_of_the_oracle(shape, dtype, name):
     """Whatever the threshold: by both layouts, with the gradients of both."""
     c_in, c_out, groups = shape
@@ -144,7 +137,9 @@ def test_layers_under_transformations():
     ref.assert_close(again(w), 2 * w_grad(w))
 
 
-@pytest.mark.skipif(not cpu_extension.usable(), reason="its relations are the CPU's")
+@pytest.mark.skipif(
+    not availability.has_extension(), reason="its relations are the CPU's"
+)
 def test_on_cuda_a_step_has_the_kernels_of_the_dense_layer():
     def kernels(groups):
         coords = mx.array(cases.geometry("surface", 3, 3000))

@@ -8,11 +8,10 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import mlx_ops
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import Problem
+from mlx_lattice.backends import mlx as mlx_backend
+from mlx_lattice.plan import Proof
+from mlx_lattice.problem import IntegerFacts, Problem
 from mlx_lattice.routes import named
-from mlx_lattice.routes.plan import Proof
 from mlx_lattice.routes.proof import check
 
 ALL = ("scale", "shift", "residual", "residual_scale", "out_inverse")
@@ -103,7 +102,7 @@ def test_proofs_find_what_is_wrong(bits, facts, dtype):
     p = problem(96, 64, 3000, bits, facts, dtype)
 
     def floor(p, fault):
-        plan = mlx_ops.gather_gemm_scatter(p, devices.profile("cpu"))
+        plan = mlx_backend.gather_gemm_scatter(p, devices.profile("cpu"))
 
         def bind(of, relation):
             def wrong(x, *arrays):

@@ -18,9 +18,8 @@ from epilogues import FUNCTIONS
 from places import HERE, MetalHost
 
 import mlx_lattice as ml
-from mlx_lattice import integer_contraction
-from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
-from mlx_lattice.problem import FORWARD, Problem
+from mlx_lattice import int8
+from mlx_lattice.problem import ARRAYS, FORWARD, IntegerFacts, Problem
 from mlx_lattice.routes import TABLE, RouteError
 
 # Beside the scale: what kernels may be given.
@@ -279,7 +278,7 @@ def test_bad_input():
 def test_what_was_right_is_not_checked_again(monkeypatch):
     relation, x, w, arrays, wanted = given(Point(there=("shift", "out_inverse")))
     ml.integer_conv(x, w, relation, **arrays)
-    monkeypatch.setattr(integer_contraction, "_check", unwanted)
+    monkeypatch.setattr(int8, "_check", unwanted)
     y = ml.integer_conv(x + 0, w, relation, **{n: a + 0 for n, a in arrays.items()})
     assert bits(y) == bits(wanted)
     for other in ({"shift": None}, {"dtype": mx.float32}, {"activation": "relu"}):

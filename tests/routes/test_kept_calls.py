@@ -15,13 +15,12 @@ from cuda_recorder import recording
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice import backends, devices, nn, ops
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, backends, devices, nn, ops
 from mlx_lattice.routes import measure, selection
 
 COORDS = cases.geometry("surface", 3, 200, 0)
 on_cpu = pytest.mark.skipif(
-    devices.current().backend != devices.CPU or not cpu_extension.usable(),
+    devices.current().backend != devices.CPU or not availability.has_extension(),
     reason="names routes of the CPU's extension",
 )
 
@@ -259,7 +258,7 @@ def test_a_repeated_call_is_short(chip, layer):
     """Each call takes some tenth of a microsecond: 2 to 3 of 20 us, 5 to 8 of 60."""
     if chip == "cpu" and devices.current().backend != devices.CPU:
         pytest.skip("the CPU's plans")
-    if chip == "h200" and not cpu_extension.usable():
+    if chip == "h200" and not availability.has_extension():
         pytest.skip("relations are built by the CPU's extension")
     with nullcontext() if chip == "cpu" else recording(chip):
         skip, _ = scene(64, 64)  # held, as nets do: its rows have a key

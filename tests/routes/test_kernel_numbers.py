@@ -10,29 +10,27 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lattice import activations
-from mlx_lattice.backends import (
-    cpu_conv,
-    cuda_geometry,
-    cuda_norms,
-    cuda_sort,
-    cuda_tables,
-    cuda_tile_tables,
-    cuda_tiles,
-    cuda_weight_grad,
-    gpu_kernel,
-    gpu_norms,
-    gpu_updates,
-    metal_conv,
-    metal_geometry,
-    metal_tiles,
-)
+from mlx_lattice import epilogue
+from mlx_lattice.backends import cpu
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
+from mlx_lattice.backends.cuda import norms as cuda_norms
+from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
+from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.gpu import norms as gpu_norms
+from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
+from mlx_lattice.backends.gpu import sort as cuda_sort
+from mlx_lattice.backends.metal import contraction as metal_contraction
+from mlx_lattice.backends.metal import geometry as metal_geometry
+from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.devices import CUDA, METAL
 from mlx_lattice.geometry.output_rows import Rule
 from mlx_lattice.geometry.voxelize import NO_CELL
 from mlx_lattice.ops import heads
 from mlx_lattice.quantized import fits_int32
-from mlx_lattice.routes import thresholds
 
 ROOT = Path(__file__).parents[2]
 NUMBERS = {
@@ -78,11 +76,11 @@ NUMBERS = {
     "cuda/sorted_implicit_gemm_mma.cuh": {"PIPELINE": cuda_tiles.MMA_STAGES},
     "cuda/grouped_gemm_mma.cuh": {"GROUPED_PIPELINE": cuda_tiles.MMA_STAGES},
     "cuda/sorted_implicit_gemm_weight_grad.cu": {
-        "MAX_BLOCKS": thresholds.SORTED_GRAD["most"]
+        "MAX_BLOCKS": cuda_thresholds.SORTED_GRAD["most"]
     },
     "cpu/contraction.cpp": {
-        "tile_alone": cpu_conv.ONE_TILE,
-        "line_rows": cpu_conv.LINE_ROWS,
+        "tile_alone": cpu.ONE_TILE,
+        "line_rows": cpu.LINE_ROWS,
     },
     "metal/matrix_tiles.metal": {
         "LANES": metal_geometry.LANES,
@@ -91,8 +89,8 @@ NUMBERS = {
         "TILE_ROWS": metal_tiles.TILE_ROWS,
     },
     "metal/tensor_ops.metal": {"TENSOR_WIDTH": metal_tiles.TENSOR_WIDTH},
-    "metal/vec4.metal": {"ROWS": metal_conv.VEC4_ROWS},
-    "metal/fp16_gather.metal": {"HALF_ROWS": metal_conv.HALF_ROWS},
+    "metal/vec4.metal": {"ROWS": metal_contraction.VEC4_ROWS},
+    "metal/fp16_gather.metal": {"HALF_ROWS": metal_contraction.HALF_ROWS},
     "metal/points.metal": {"NO_CELL": NO_CELL},
     "metal/patches.metal": {"PATCH_WORDS": 8},
     "metal/attention_heads.metal": {"HEAD_EPS": heads.EPS},
@@ -139,11 +137,11 @@ def test_an_enumeration_has_the_order_of_pythons(file, name):
 
 
 def test_codes_count_as_the_enumerations_do():
-    assert [getattr(activations, name) for name in ACTIVATIONS] == [0, 1, 2, 3, 4]
+    assert [getattr(epilogue, name) for name in ACTIVATIONS] == [0, 1, 2, 3, 4]
     assert list(Rule) == list(range(len(Rule)))
     assert cuda_geometry.CELLS == metal_geometry.CELLS == len(Rule)
-    rules = gpu_updates.SGD, gpu_updates.MOMENTUM, gpu_updates.NESTEROV
-    assert [rule.code for rule in (*rules, gpu_updates.ADAM)] == [0, 1, 2, 3]
+    rules = gpu_optimizers.SGD, gpu_optimizers.MOMENTUM, gpu_optimizers.NESTEROV
+    assert [rule.code for rule in (*rules, gpu_optimizers.ADAM)] == [0, 1, 2, 3]
 
 
 def test_numbers_that_others_are_made_of():
@@ -157,7 +155,7 @@ def test_numbers_that_others_are_made_of():
     assert prod(gpu_norms.COMBINING[CUDA]) == prod(gpu_norms.COMBINING[METAL]) == 512
     # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
     held = 32 * gpu_norms.MOST_THREADS[CUDA]
-    assert thresholds.ONE_LAUNCH_NORM[CUDA] * gpu_norms.FEW_ACROSS <= held
+    assert gpu_norms.ONE_LAUNCH_NORM[CUDA] * gpu_norms.FEW_ACROSS <= held
 
 
 def test_the_products_of_a_sum_of_integers_are_bounded_alike():

@@ -14,8 +14,9 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes
-from mlx_lattice.backends import metal_conv, metal_host, runners
+from mlx_lattice import availability, devices, routes
+from mlx_lattice.backends.gpu import contraction as gpu_contraction
+from mlx_lattice.backends.metal import contraction as metal_contraction
 from mlx_lattice.kept_files import EntryFile
 from mlx_lattice.routes import measure
 
@@ -27,7 +28,7 @@ def uninstalled():
     """Other tests look at MLX's own metal_kernel."""
     yield
     host.uninstall()
-    metal_host.install.cache_clear()
+    availability.install_host.cache_clear()
 
 
 def problem(dtype, channels, groups):
@@ -43,9 +44,9 @@ BY_ENVIRONMENT = """
 import mlx.core as mx
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.backends import metal_host
+from mlx_lattice import availability
 print(ml.backend_info().device.backend)
-metal_host.install()
+availability.install_host()
 from metal import host
 x = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 0, 0, 1]]), mx.ones((2, 3)))
 with host.recording(checked=False) as record:
@@ -269,7 +270,7 @@ def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CACHE", str(tmp_path))
     monkeypatch.setattr(EntryFile, "unwritten", {})
 
-    right = runners.per_row
+    right = gpu_contraction.per_row
 
     def fast_and_wrong(plan, relation):
         if plan.kernel == "vec4":
@@ -277,7 +278,7 @@ def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
             return lambda x, w, *bias: mx.zeros(shape)
         return right(plan, relation)
 
-    monkeypatch.setattr(metal_conv, "per_row", fast_and_wrong)
+    monkeypatch.setattr(metal_contraction, "per_row", fast_and_wrong)
     with ml.metal("host"), ml.tune(), ml.trace() as t:
         x, w, relation = problem(mx.float32, 8, 1)
         with pytest.warns(UserWarning, match="vec4 is off"):

@@ -14,10 +14,11 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import dispatch_bounds
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.inspect.cost import cost
 from mlx_lattice.problem import PASSES
-from mlx_lattice.routes import TABLE, thresholds
+from mlx_lattice.routes import TABLE
 
 host.require()
 
@@ -77,7 +78,7 @@ def test_work_is_cut_into_bounded_dispatches(route, pass_, chip, monkeypatch):
     whole, few = ran(route, pass_, given)
     bounded(monkeypatch, "multiply_adds", 5000)
     bounded(monkeypatch, "elements", 500)
-    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 2000)
+    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: 2000)
     cut, many = ran(route, pass_, given, chip)
     assert many > few
     assert cut == whole or route == "fp32_atomic"
@@ -92,8 +93,8 @@ def test_no_kernel_is_launched_for_no_rows(route, pass_):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_rows_of_many_edges_are_added_in_pieces(dtype, pass_, piece, chip, monkeypatch):
-    monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "longest", 4)
-    monkeypatch.setitem(dispatch_bounds.SEGMENT_CUTS, "piece", piece)
+    monkeypatch.setitem(gpu_kernel.SEGMENT_CUTS, "longest", 4)
+    monkeypatch.setitem(gpu_kernel.SEGMENT_CUTS, "piece", piece)
     for shape in ((3, 5, 1), (4, 6, 2)):
         given = Point("edges", shape, dtype, bias=pass_ == "forward")
         assert launches("relation_traversal", pass_, given, chip) > 1
@@ -115,9 +116,9 @@ def test_splits_of_a_weight_gradient(route, cuts, chip, monkeypatch):
     launches(route, "weight_grad", given)
     whole = launches(route, "weight_grad", given)
     for name, value in cuts.items():
-        where = getattr(thresholds, name, None)
+        where = getattr(metal_thresholds, name, None)
         if where is None:
-            monkeypatch.setitem(dispatch_bounds.METAL_CUTS, name, value)
+            monkeypatch.setitem(gpu_kernel.METAL_CUTS, name, value)
         else:
             monkeypatch.setitem(where, "*", value)
     cut = launches(route, "weight_grad", given, chip)
@@ -135,9 +136,9 @@ def test_4096_channels(shape, route, pass_):
     "route", ("sorted_implicit_gemm", "tensor_ops", "quantized_sorted")
 )
 def test_weights_beyond_the_cache(route, region, chip, monkeypatch):
-    monkeypatch.setitem(thresholds.CACHED_WEIGHTS, "*", 0)
-    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": region})
-    monkeypatch.setitem(thresholds.REGION_ROWS, "512", {"*": region})
+    monkeypatch.setitem(metal_thresholds.CACHED_WEIGHTS, "*", 0)
+    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "256", {"*": region})
+    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "512", {"*": region})
     launches(route, "forward", point(route, shape=(70, 140, 1)), chip)
     if route != "quantized_sorted":
         launches(route, "input_grad", point(route, shape=(140, 70, 1)), chip)
@@ -146,12 +147,12 @@ def test_weights_beyond_the_cache(route, region, chip, monkeypatch):
 @pytest.mark.parametrize("share", (None, 0.6, 0.2), ids=("whole", "cut", "cut_short"))
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):
-    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 64})
-    monkeypatch.setitem(thresholds.FILLING, "*", 1)
+    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(metal_thresholds.FILLING, "*", 1)
     given = point("sorted_implicit_gemm", shape=(8, 8, 1))
     if share is not None:
         limit = int(share * work(given, pass_).relation.n_edges * 8 * 8)
-        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+        monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
     launches("sorted_implicit_gemm", pass_, given, chip)
 
 
@@ -161,22 +162,22 @@ def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):
 def test_wide_rows_are_summed_slice_by_slice(pass_, dtype, share, chip, monkeypatch):
     given = Point("surface", (70, 90, 1), dtype, bias=pass_ == "forward")
     edges = work(given, pass_).relation.n_edges
-    monkeypatch.setitem(thresholds.SLICE_BYTES, "*", 64)
-    monkeypatch.setitem(thresholds.REGION_ROWS, "256", {"*": 64})
-    monkeypatch.setitem(thresholds.FILLING, "*", 1)
+    monkeypatch.setitem(metal_thresholds.SLICE_BYTES, "*", 64)
+    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(metal_thresholds.FILLING, "*", 1)
     limit = int(share * edges * 70 * 90)
-    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
     count = launches("sorted_implicit_gemm", pass_, given, chip)
     assert count >= (2 if share == 9 else 4)
 
 
 def test_partials_are_added_dispatch_by_dispatch(chip, monkeypatch):
-    monkeypatch.setitem(thresholds.SPLIT_EDGES, "*", 2)
-    monkeypatch.setitem(thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
+    monkeypatch.setitem(metal_thresholds.SPLIT_EDGES, "*", 2)
+    monkeypatch.setitem(metal_thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
     given = Point("129_rows", (8, 8, 1), "float16")
     few = launches("grouped_gemm", "weight_grad", given, chip)
     assert few > 4, "partials of one dispatch at a time"
-    monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 60)
+    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: 60)
     more = launches("grouped_gemm", "weight_grad", given, f"{chip} cut")
     assert more > few
 
@@ -215,10 +216,10 @@ def test_operations_are_those_that_cost_says(route, pass_, shape):
 @pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
 def test_ranges_of_edges_in_every_type(far, dtype, edges, chip, monkeypatch):
     """Any number of edges an offset, so that a range begins and ends at any."""
-    monkeypatch.setitem(thresholds.SPLIT_EDGES, "*", edges)
-    monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", 0 if far else 1 << 32)
+    monkeypatch.setitem(metal_thresholds.SPLIT_EDGES, "*", edges)
+    monkeypatch.setitem(metal_thresholds.FAR_ELEMENTS, "*", 0 if far else 1 << 32)
     matrices = "bfloat16" if far else "float32"
-    monkeypatch.setitem(thresholds.BFLOAT_MATRICES, "*", matrices)
+    monkeypatch.setitem(metal_thresholds.BFLOAT_MATRICES, "*", matrices)
     for scene, shape in (("129_rows", (24, 17)), ("surface", (16, 40))):
         given = Point(scene, (*shape, 1), dtype)
         launches("grouped_gemm", "weight_grad", given, f"{chip} {scene}")
@@ -230,7 +231,7 @@ def test_ranges_of_edges_in_every_type(far, dtype, edges, chip, monkeypatch):
 
 
 def test_more_dispatches_than_a_plan_lists_are_refused():
-    most = dispatch_bounds.MOST_DISPATCHES
+    most = gpu_kernel.MOST_DISPATCHES
     with pytest.raises(ValueError, match="take fewer rows or channels at a time"):
-        next(dispatch_bounds.cuts(2**31 - 1, most + 1, 1))
-    assert next(dispatch_bounds.cuts(2**31 - 1, most, 1)) == (0, 2048)
+        next(gpu_kernel.cuts(2**31 - 1, most + 1, 1))
+    assert next(gpu_kernel.cuts(2**31 - 1, most, 1)) == (0, 2048)

@@ -10,11 +10,12 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import dispatch_bounds, metal_tiles
-from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
-from mlx_lattice.problem import Problem
-from mlx_lattice.routes import RouteError, thresholds
-from mlx_lattice.routes.plan import IN_KERNEL, IN_SUM
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_tiles
+from mlx_lattice.plan import IN_KERNEL, IN_SUM
+from mlx_lattice.problem import ARRAYS, IntegerFacts, Problem
+from mlx_lattice.routes import RouteError
 
 host.require()
 METAL = MetalHost()
@@ -74,11 +75,11 @@ CUTS = (
 def test_every_cut(height, chip, shape, size, limit, slice_bytes, monkeypatch):
     monkeypatch.setattr(metal_tiles, "TENSOR_HEIGHTS", (height,))
     if height == 16:
-        monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", 1)
+        monkeypatch.setitem(metal_thresholds.FAR_ELEMENTS, "*", 1)
     if limit:
-        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+        monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
     if slice_bytes:
-        monkeypatch.setitem(thresholds.SLICE_BYTES, "*", slice_bytes)
+        monkeypatch.setitem(metal_thresholds.SLICE_BYTES, "*", slice_bytes)
     relation, call = contraction(shape, size)
     wanted = call("gather_gemm_scatter")
     assert wanted.dtype == mx.int8 and len(np.unique(np.array(wanted))) > 40
@@ -105,9 +106,9 @@ def test_chips_without_matrices_of_integers(
     chip, shape, size, limit, slice_bytes, start, monkeypatch
 ):
     if limit:
-        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: limit)
+        monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
     if slice_bytes:
-        monkeypatch.setitem(thresholds.SLICE_BYTES, "*", slice_bytes)
+        monkeypatch.setitem(metal_thresholds.SLICE_BYTES, "*", slice_bytes)
     relation, call = contraction(shape, size, start)
     wanted = call("gather_gemm_scatter")
     packing = {"bits": size, "group_size": 64 if size == 4 else None}

@@ -11,12 +11,10 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import (
-    dispatch_bounds,
-    metal_tiles,
-    metal_weight_grad,
-)
-from mlx_lattice.routes import thresholds
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_tiles
+from mlx_lattice.backends.metal import weight_grad as metal_weight_grad
 
 host.require()
 
@@ -27,9 +25,7 @@ METAL = MetalHost()
 def test_regions_are_dispatched_whole_where_they_fit(share, monkeypatch):
     both = pair(cases.Case("submanifold", 2, 3), "block", 300)
     work = both[0].n_edges * 3 * 6
-    monkeypatch.setattr(
-        dispatch_bounds, "matrix_limit", lambda device: int(share * work)
-    )
+    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: int(share * work))
     count = -(-both[0].n_out // 64)
     rows, chip = both[0].n_out, devices.profile("m1")
     pieces, placed = metal_tiles.tile_dispatches(rows, 128, work, chip)
@@ -86,11 +82,11 @@ def test_a_weight_gradient_slice_by_slice(shape):
     features = 2 * rows * (c_in + c_out)
     facts = edges, rows, features, (27, *shape), (128, 64), 2
     cut = metal_weight_grad.grad_cut(*facts, m1)
-    whole = -(-features // thresholds.CACHED_FEATURES["*"])
+    whole = -(-features // metal_thresholds.CACHED_FEATURES["*"])
     narrow, slice_ = min(shape), 64 if c_in <= c_out else 128
     held = 2 * rows * (narrow + 2 * slice_) + 12 * edges
     assert cut.sliced and cut.splits < whole
-    assert cut.splits == -(-held // thresholds.CACHED_WINDOW["*"])
+    assert cut.splits == -(-held // metal_thresholds.CACHED_WINDOW["*"])
     p = ml.Problem.weight_grad(
         c_in=c_in, c_out=c_out, n_in=rows, edges=edges, dtype="float16"
     )
@@ -109,7 +105,7 @@ def test_a_range_that_takes_too_long_for_a_dispatch_is_not_sliced(monkeypatch):
     )
     m1, most = devices.profile("m1"), 786_000 * 256 * 256 // 11
     for limit, sliced in ((most + 1000, True), (most // 2, False)):
-        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device, n=limit: n)
+        monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device, n=limit: n)
         plan = ml.routes.named("grouped_gemm").plan(p, m1)
         assert ("slice by slice" in str(plan)) == sliced
         assert max(d.count for d in plan.dispatches) <= 27 * 256

@@ -16,13 +16,14 @@ from places import HERE, Cuda, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn
-from mlx_lattice.backends import cpu_conv
-from mlx_lattice.backends.registry import NORMS
+from mlx_lattice.backends import cpu
+from mlx_lattice.backends.gpu import norms as gpu_norms
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.nn import fused
+from mlx_lattice.plan import IN_KERNEL, IN_SUM
 from mlx_lattice.problem import FORWARD
-from mlx_lattice.routes import launch, thresholds
-from mlx_lattice.routes.plan import IN_KERNEL, IN_SUM
+from mlx_lattice.registry import NORMS
+from mlx_lattice.routes import launch
 
 # The routes that sum them.
 ROUTES = {
@@ -55,9 +56,9 @@ PLACES = tuple(place for place in HERE if place.name in ROUTES)
 @pytest.fixture(autouse=True)
 def few_rows_too(monkeypatch):
     """Few rows count as many; those that were planned otherwise are forgotten."""
-    for name in thresholds.ONE_LAUNCH_NORM:
-        monkeypatch.setitem(thresholds.ONE_LAUNCH_NORM, name, 0)
-    monkeypatch.setattr(cpu_conv, "ONE_TILE", 0)
+    for name in gpu_norms.ONE_LAUNCH_NORM:
+        monkeypatch.setitem(gpu_norms.ONE_LAUNCH_NORM, name, 0)
+    monkeypatch.setattr(cpu, "ONE_TILE", 0)
 
 
 def points() -> list:
@@ -243,11 +244,11 @@ def test_a_trace_and_an_explanation_say_it(place):
             assert (f"statistics {where}" in str(each.choice)) == summed
             assert "+ statistics of its rows" in str(each.problem)
         assert [n.norm.launches for n in t.norms] == [3 - summed for summed in own]
-        before = thresholds.ONE_LAUNCH_NORM | {"metal": 1 << 20, "cuda": 1 << 20}
+        before = gpu_norms.ONE_LAUNCH_NORM | {"metal": 1 << 20, "cuda": 1 << 20}
         if place.name != "cpu":
             with pytest.MonkeyPatch.context() as patched:
                 for name, value in before.items():
-                    patched.setitem(thresholds.ONE_LAUNCH_NORM, name, value)
+                    patched.setitem(gpu_norms.ONE_LAUNCH_NORM, name, value)
                 with ml.trace() as t:
                     Net()(scan())
                 # Of few rows a norm is one launch, and sums them itself.

@@ -10,8 +10,7 @@ import pytest
 from conftest import KINDS, pair
 
 import mlx_lattice as ml
-from mlx_lattice import ops
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, ops
 from mlx_lattice.routes import launch, proof_results
 
 # Few edges a row and many; made by a manager, by hand, and of rows the library made.
@@ -110,7 +109,7 @@ WATCHED = (
 def test_reasons_are_those_of_the_decision(
     device, facts, watched, is_refused, monkeypatch
 ):
-    if device == "cpu" and not cpu_extension.usable():
+    if device == "cpu" and not availability.has_extension():
         pytest.skip("the extension is not built: it cannot go away")
 
     def choose():
@@ -126,7 +125,7 @@ def test_reasons_are_those_of_the_decision(
         monkeypatch.setattr(proof_results, "refused_on", lambda _: refused)
     said, later = reasons(choose()), choose()
     with monkeypatch.context() as changed, ml.backends.portable_only():
-        changed.setattr(cpu_extension, "extension", None)
+        changed.setattr(availability, "extension", None)
         changed.setattr(proof_results, "refused_on", lambda _: {})
         assert reasons(later) == said
         assert reasons(choose()).get(watched) != said.get(watched)

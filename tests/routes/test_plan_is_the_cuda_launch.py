@@ -12,13 +12,13 @@ from conftest import KINDS, Numbers, multi_edges, pair
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, devices
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.quantized import IntegerWeight
-from mlx_lattice.routes import TABLE, launch, thresholds
+from mlx_lattice.routes import TABLE, launch
 
-if not cpu_extension.usable():
+if not availability.has_extension():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
 
 # (C_in, C_out, groups), and (bits, group_size) of packed weights.
@@ -35,7 +35,7 @@ def whole(sizes) -> tuple:
 def relations(request, monkeypatch):
     """Relations of many and of few edges a row; sums in splits, and whole."""
     if request.param == "whole":
-        monkeypatch.setattr(thresholds, "MOST_SPLITS", 1)
+        monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
     made = [pair(case, "surface", 300)[0] for case in (KINDS[0], KINDS[2])]
     for relation in made:
         relation.set_counted(1 if request.param == "few" else relation.n_edges)

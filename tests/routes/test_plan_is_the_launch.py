@@ -16,8 +16,8 @@ from metal_checks import bounded, host
 from places import MetalHost
 
 import mlx_lattice as ml
-from mlx_lattice.backends import dispatch_bounds
-from mlx_lattice.backends.gpu_kernel import LEAST_DEVICE_SIZE
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.backends.gpu.kernel import LEAST_DEVICE_SIZE
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 from mlx_lattice.routes import TABLE, RouteError, launch
 
@@ -146,7 +146,7 @@ def test_metal(route, pass_, point, chip, monkeypatch):
     if chip == "cut":
         bounded(monkeypatch, "multiply_adds", 5000)
         bounded(monkeypatch, "elements", 500)
-        monkeypatch.setattr(dispatch_bounds, "matrix_limit", lambda device: 2000)
+        monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: 2000)
     with METAL.inside(chip):
         run = alone(given, route, pass_)
         # Checked, as most of these kernels are compiled for the table's tests.

@@ -6,10 +6,10 @@ from conftest import KINDS, Numbers, bits, pair
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice import devices
-from mlx_lattice.backends import cpu_extension
+from mlx_lattice import availability, devices
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import launch, measure, thresholds
+from mlx_lattice.routes import launch, measure
 
 FACTS = {"c_in": 64, "c_out": 96, "n_in": 5000, "edges": 50000}
 SORTED = "sorted_implicit_gemm"
@@ -124,10 +124,12 @@ def test_measured_choices_are_kept_apart():
     assert len(keys) == 2
 
 
-@pytest.mark.skipif(not cpu_extension.usable(), reason="relations need the extension")
+@pytest.mark.skipif(
+    not availability.has_extension(), reason="relations need the extension"
+)
 @pytest.mark.parametrize("precision, parts", (("float32", 2), ("tf32", 1)))
 def test_weights_are_prepared_for_hopper(precision, parts, monkeypatch):
-    monkeypatch.setattr(thresholds, "FLOAT_ELEMENTS", 0)
+    monkeypatch.setattr(cuda_thresholds, "FLOAT_ELEMENTS", 0)
     relation = pair(KINDS[0], "surface", 300)[0]
     n = Numbers(relation, 9, 40, 1, "float32")
     only = ml.routes.only(f"forward={SORTED}")

@@ -12,8 +12,7 @@ from mutants import new_folder, on_metal  # noqa: F401 (a fixture)
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.epilogue import EpilogueFacts
-from mlx_lattice.integer_facts import ARRAYS, IntegerFacts
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from mlx_lattice.problem import ARRAYS, FORWARD, INPUT_GRAD, WEIGHT_GRAD, IntegerFacts
 from mlx_lattice.routes import named, proof
 
 host.require()

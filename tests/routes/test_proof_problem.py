@@ -7,8 +7,7 @@ import numpy as np
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import FORWARD, PASSES
+from mlx_lattice.problem import FORWARD, PASSES, IntegerFacts
 from mlx_lattice.routes import TABLE
 from mlx_lattice.routes.proof import ROWS, VOLUME, Trial, neighbours
 

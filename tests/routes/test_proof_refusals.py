@@ -25,8 +25,8 @@ from planted import counting
 
 import mlx_lattice as ml
 from mlx_lattice import nn
+from mlx_lattice.plan import Plan
 from mlx_lattice.routes import RouteError, proof
-from mlx_lattice.routes.plan import Plan
 
 host.require()
 

@@ -9,8 +9,9 @@ from problems import problem, reasons
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
+from mlx_lattice.checks import DTYPES
 from mlx_lattice.devices import BACKENDS, PROFILES
-from mlx_lattice.dtypes import DTYPES
+from mlx_lattice.plan import TOLERANCE
 from mlx_lattice.problem import KINDS, PASSES
 from mlx_lattice.routes import TABLE, measure, select, thresholds
 
@@ -193,5 +194,5 @@ def test_thresholds_have_a_safe_row_and_name_routes():
         thresholds.IM2COL_CHANNELS,
         thresholds.GROUPED_OFFSETS,
     ):
-        assert thresholds.value(table, PROFILES["m3"]) == table.get("m3", table["*"])
-    assert set(thresholds.TOLERANCE) == {*DTYPES, "tf32"}
+        assert devices.entry(table, PROFILES["m3"]) == table.get("m3", table["*"])
+    assert set(TOLERANCE) == {*DTYPES, "tf32"}

@@ -9,8 +9,8 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import devices
-from mlx_lattice.backends import metal_tiles
-from mlx_lattice.routes import thresholds
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_tiles
 
 host.require()
 
@@ -40,7 +40,7 @@ CASES = (
 def test_every_height(pass_, route, height, shape, packing, request, monkeypatch):
     monkeypatch.setattr(metal_tiles, "TENSOR_HEIGHTS", (height or 64,))
     if height == 32:  # as if arrays were large
-        monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", 1)
+        monkeypatch.setitem(metal_thresholds.FAR_ELEMENTS, "*", 1)
     facts = {"packing": packing, "bias": pass_ == "forward"}
     given = Point("129_rows", (*shape, 1), "bfloat16", **facts)
     numbers, chip = work(given, pass_), request.node.nodeid
@@ -82,7 +82,7 @@ def test_the_plan_says_it():
     given = dict(plan.gpu.template)
     assert (given["HEIGHT"], given["DEEP"], given["COLUMNS"]) == (64, 2, 96)
     assert not plan.gpu.memory
-    assert thresholds.SHARED_ROWS[64] > thresholds.SHARED_ROWS[32]
+    assert metal_thresholds.SHARED_ROWS[64] > metal_thresholds.SHARED_ROWS[32]
 
 
 def test_nothing_is_staged_and_nobody_waits():

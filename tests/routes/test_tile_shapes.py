@@ -11,6 +11,7 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice import devices
+from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS
 from mlx_lattice.routes import named, thresholds
 
@@ -119,7 +120,7 @@ def test_every_shape_gives_the_same_bits(point, pass_, monkeypatch):
     given, results = work(point, pass_), []
     route = "quantized_sorted" if point.packing else NAME
     for chip in ("m1", "m3", "m4-max"):
-        monkeypatch.setitem(thresholds.FILLING, chip, 1)
+        monkeypatch.setitem(metal_thresholds.FILLING, chip, 1)
         (y,) = METAL.run(given.forced(route, pass_), steady=False, chip=chip)[""]
         ref.assert_close(y, given.wanted, point.dtype, chip)
         results.append(bits(y))
@@ -132,7 +133,7 @@ def test_far_places_are_those_of_32_bits(point, monkeypatch):
     route = "quantized_sorted" if point.packing else NAME
     given, results = work(point, FORWARD), []
     for least in (1 << 32, 1):
-        monkeypatch.setitem(thresholds.FAR_ELEMENTS, "*", least)
+        monkeypatch.setitem(metal_thresholds.FAR_ELEMENTS, "*", least)
         made = named(route).plan(point.problem(FORWARD), devices.profile("m1"))
         assert template(made)["FAR"] == (least == 1)
         run, chip = given.forced(route, FORWARD), f"far from {least}"

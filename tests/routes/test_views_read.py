@@ -12,10 +12,9 @@ from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice import devices, routes
-from mlx_lattice.backends import cpu_extension, dispatch_bounds
-from mlx_lattice.integer_facts import IntegerFacts
-from mlx_lattice.problem import PASSES
+from mlx_lattice import availability, devices, routes
+from mlx_lattice.backends.gpu import kernel as gpu_kernel
+from mlx_lattice.problem import PASSES, IntegerFacts
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import launch, selection
 
@@ -28,7 +27,7 @@ KEPT = {
     "cuda_stages_32": "edges",
     "cuda_stages_64": "edges",
     "output_csr_columns": "output_csr",
-    f"output_csr_pieces_{dispatch_bounds.SEGMENT_CUTS['piece']}": "output_csr",
+    f"output_csr_pieces_{gpu_kernel.SEGMENT_CUTS['piece']}": "output_csr",
 }
 COUNTS = ("has_table", "edge_counts", "counts")  # sizes, which are no view
 
@@ -139,7 +138,8 @@ def test_pointwise(read):
 
 
 @pytest.mark.skipif(
-    not cpu_extension.usable(), reason="the CPU's extension builds the relations"
+    not availability.has_extension(),
+    reason="the CPU's extension builds the relations",
 )
 @pytest.mark.parametrize("chip", ("h200", "a100"))
 def test_on_cuda(chip, read):

@@ -15,6 +15,9 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
+from mlx_lattice.backends.gpu import norms as gpu_norms
+
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # a launch is a launch
 # Sources are seen where MLX compiles them.
@@ -46,20 +49,20 @@ from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
 import mlx_lattice as ml  # noqa: E402
-from mlx_lattice import devices, ops  # noqa: E402
-from mlx_lattice.backends import (  # noqa: E402
-    cuda_tile_tables,
-    dispatch_bounds,
-    registry,
+from mlx_lattice import (  # noqa: E402
+    devices,
+    ops,
+    registry,  # noqa: E402
 )
-from mlx_lattice.backends.gpu_updates import SGD  # noqa: E402
-from mlx_lattice.backends.norms_protocol import RowSegments  # noqa: E402
-from mlx_lattice.dtypes import DTYPES  # noqa: E402
+from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables  # noqa: E402
+from mlx_lattice.backends.gpu import kernel as gpu_kernel  # noqa: E402
+from mlx_lattice.backends.gpu.optimizers import SGD  # noqa: E402
+from mlx_lattice.checks import DTYPES  # noqa: E402
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, Problem  # noqa: E402
+from mlx_lattice.registry import RowSegments  # noqa: E402
 from mlx_lattice.routes import (  # noqa: E402
     TABLE,
     named,
-    thresholds,
 )
 
 used: set[str] = set()
@@ -201,7 +204,7 @@ def statistics() -> None:
             given = work(replace(POINT, shape=shape, dtype=dtype, bias=True), FORWARD)
             facts = given.relation, *shape[:2], DTYPES[dtype]
             problem = Problem.of(FORWARD, *facts, moments=True)
-            with patch.dict(thresholds.ONE_LAUNCH_NORM, few):
+            with patch.dict(gpu_norms.ONE_LAUNCH_NORM, few):
                 plan = route.plan(problem, device)
             assert plan.moments or (plan.variant, plan.splits) == ("mma", 1)
             if plan.moments:
@@ -221,8 +224,8 @@ def contractions() -> None:
     for scene in ("inverse_65", "strided_65", "pointwise_65"):  # rows of one edge
         for shape in ((64, 64, 1), (40, 88, 1)):
             contraction(replace(POINT, scene=scene, shape=shape, bias=True))
-    split = dict.fromkeys(thresholds.WHOLE_GRAD, ((0, 0),))
-    with patch.object(thresholds, "WHOLE_GRAD", split):  # dW by partial sums
+    split = dict.fromkeys(cuda_thresholds.WHOLE_GRAD, ((0, 0),))
+    with patch.object(cuda_thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
     with patch.object(cuda_tile_tables, "SMALL_TILES", NO_SMALL_TILES):
@@ -245,9 +248,9 @@ def packed(device: devices.Device | None = None) -> None:
     for bits, dtype in ((4, "float16"), (8, "float16"), (4, "float32")):
         contraction(replace(point, dtype=dtype, packing=(bits, 32)), device)
     few_rows = {
-        key: dict.fromkeys(row, 0) for key, row in thresholds.UNPACK_ROWS.items()
+        key: dict.fromkeys(row, 0) for key, row in cuda_thresholds.UNPACK_ROWS.items()
     }
-    with patch.object(thresholds, "UNPACK_ROWS", few_rows):
+    with patch.object(cuda_thresholds, "UNPACK_ROWS", few_rows):
         for channels in (64, 256):
             shape = channels, channels, 1
             contraction(replace(point, shape=shape, packing=(4, 32)), device)
@@ -268,7 +271,7 @@ def reductions() -> None:
         checks.tables("float16", (25, 8, 9), True, channels)
         checks.max(pair(KINDS[2], "batches"), channels, "float16")
         checks.segments(of, 8, channels)
-    dispatch_bounds.SEGMENT_CUTS.update(piece=2, longest=4)
+    gpu_kernel.SEGMENT_CUTS.update(piece=2, longest=4)
     checks.segments(of, 8, 3)
 
 

@@ -22,11 +22,9 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ... import nn, ops
-from ...backends import registry
+from ... import nn, ops, registry, sync
 from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ...coordinates import CoordinateManager
-from ...geometry import sync
 from ...geometry.output_rows import Rule
 from ...ops.channels import by_halves
 from ...prepare import prepare_scan

@@ -13,11 +13,13 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 
 from ... import nn
-from ...arrays import array_of
+from ...checks import array_of
 from ...geometry.unique import true_positions
+from ...io.checkpoints import RENAMES
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor
 from ..pretrained import Pretrained
+from ..published import PYG_NORMS, Rules
 from ..recipe import check_scores
 from .backbones import (
     CHANNELS,
@@ -645,3 +647,29 @@ def _plain(value):
 def _expect(config: Mapping, key: str, value: str) -> None:
     if config.get(key, value) != value:
         raise ValueError(f"{key} must be {value!r} here; got {config[key]!r}")
+
+
+# The names of parameters in checkpoints of OpenPCDet and of torch-pointcloud.
+_VOXELNEXT = Rules(
+    ((r"head\.", "dense_head.", 0), (r"backbone_3d\.", "backbone_3d.", 0)), PYG_NORMS
+)
+_VOXELS = Rules(((r"(?:backbone_3d\.)?(?=conv|shared_conv)", "", 0),), PYG_NORMS)
+
+
+def _backbone_3d(name: str) -> str | None:
+    # OpenPCDet's detectors hold the net so; what else they have is not of it.
+    own, part, rest = name.rpartition("backbone_3d.")
+    return None if not part or own else rest
+
+
+def _openpcdet(name: str) -> str | None:
+    return None if name == "global_step" else name  # a counter
+
+
+RENAMES.update(
+    {
+        (Detector, "spconv"): lambda _: (_openpcdet, _VOXELNEXT),
+        (VoxelBackBone8x, "spconv"): lambda _: (_VOXELS, _backbone_3d),
+        (VoxelResBackBone8xVoxelNeXt, "spconv"): lambda _: (_VOXELS, _backbone_3d),
+    }
+)

@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ...arrays import positions_of, single, single_or_double, stream_of
-from ...checks import real, whole
+from ...checks import positions_of, real, single, single_or_double, stream_of, whole
 from ...coordinates import CoordinateManager
 from ...geometry.unique import true_positions, unique_rows
 from ...geometry.voxelize import batch_of, reduce_segments

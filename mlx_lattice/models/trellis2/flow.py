@@ -21,7 +21,7 @@ from __future__ import annotations
 import mlx.core as mx
 
 from ... import nn, ops
-from ...dtypes import dtype_name
+from ...checks import dtype_name
 from ...nn.attention import modulation_layers, modulation_of
 from ...nn.parameters import ModuleCache
 from ...prepare import prepare_scan

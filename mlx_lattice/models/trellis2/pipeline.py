@@ -13,8 +13,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from ... import nn
-from ...backends import registry
+from ... import nn, registry
 from ...checks import whole
 from ...tensor import SparseTensor
 from .blocks import dtype_of

@@ -1,13 +1,16 @@
-"""TRELLIS.2's published configurations as arguments of the nets here."""
+"""TRELLIS.2's published nets: their configurations, and the names of parameters."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 
-from ...dtypes import DTYPES
+from ...checks import DTYPES
+from ...io.checkpoints import RENAMES
+from ...io.errors import CheckpointError, shown
 from ..pretrained import Pretrained
 
 Model = TypeVar("Model", bound="Trellis2Net")
@@ -154,3 +157,39 @@ def _dtype(name: Any) -> mx.Dtype:
     if name not in DTYPES:
         raise ValueError(f"dtype must be one of {', '.join(DTYPES)}; got {name!r}")
     return getattr(mx, name)
+
+
+def trellis2(config: Mapping) -> tuple[str, dict]:
+    """Return our class and its arguments for a configuration of TRELLIS.2's."""
+    name, arguments = config.get("name"), config.get("args")
+    if (
+        not isinstance(name, str)
+        or name not in NETS
+        or not isinstance(arguments, Mapping)
+    ):
+        raise CheckpointError(
+            f"the configuration is of {shown(repr(name))}; expected a name and args of "
+            f"one of {', '.join(NETS)}"
+        )
+    try:
+        return NETS[name].kind, arguments_of(name, arguments)
+    except ValueError as error:
+        raise CheckpointError(shown(str(error))) from None
+
+
+def _trellis2(name: str) -> str:
+    # Saved with spconv in FlexGEMM's place, convolutions are one module deeper.
+    return re.sub(r"\.(conv[12]?)\.conv\.", r".\1.", name)
+
+
+def _flow(name: str) -> str | None:
+    # Tables that are computed here: rotations and places of a dense grid.
+    return None if name in ("rope_phases", "pos_emb") else name
+
+
+RENAMES.update(
+    {
+        (Trellis2Net, "trellis2"): lambda _: (_trellis2, _flow),
+        (Trellis2Net, "spconv"): lambda _: (_trellis2,),
+    }
+)

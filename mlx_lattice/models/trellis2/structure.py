@@ -16,7 +16,7 @@ import mlx.core as mx
 import mlx.nn
 
 from ... import nn, ops
-from ...dtypes import dtype_name
+from ...checks import dtype_name
 from ...prepare import prepare_scan
 from ...routes import launch
 from ...tensor import SparseTensor

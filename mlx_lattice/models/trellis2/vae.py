@@ -22,9 +22,8 @@ import mlx.core as mx
 import mlx.nn
 
 from ... import memory, nn, ops
-from ...checks import real
+from ...checks import dtype_name, real
 from ...coordinate_set import CoordinateKey
-from ...dtypes import dtype_name
 from ...ops.dual_grid import DualGrid
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor, align, expect_tensor

@@ -1,0 +1,511 @@
+"""The contractions of the C++ extension: a planner for each route.
+
+The extension's function of a route has its name; that of its gradient ends in
+``_weight_grad``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+
+import mlx.core as mx
+
+from .. import sync
+from ..availability import extension
+from ..checks import DTYPES, INT32_LIMIT
+from ..devices import CPU, Device
+from ..geometry import curves
+from ..geometry.curves import Curve, by_region
+from ..geometry.keys import Bounds, Offsets
+from ..geometry.output_rows import Rule, box_of
+from ..geometry.output_rows import made_rows as rows_within
+from ..geometry.protocol import Keep, OneByOne, RelationViews, Rows
+from ..geometry.unique import KeptRows, UniqueRows, best_rows, true_positions
+from ..plan import IN_KERNEL, IN_TILES, Plan, Planner, integers_unpacked
+from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..quantized import IntegerWeight, QuantizedWeight
+from ..registry import BatchRows, Fit, RowSegments
+from ..relation import Relation
+from .mlx import MlxReductions, divided, group_means, take
+
+# Rows that the extension has in one tile, at most, and of a line of statistics.
+ONE_TILE, LINE_ROWS = 512, 64
+
+
+def _stored(p: Problem) -> dict:
+    """Return the arguments that say how channels and weights are stored."""
+    if p.bits and p.pass_ != WEIGHT_GRAD and not p.transposed:
+        return {"groups": p.groups, "bits": p.bits, "group_size": p.group_size}
+    return {"groups": p.groups, "transpose_weight": p.transposed}
+
+
+def _of_gradient(p: Problem) -> dict:
+    """Return the arguments that say how a weight gradient is stored."""
+    return {"groups": p.groups, "output_major": p.layout == MLX_LAYOUT}
+
+
+def _call(function: Callable, p: Problem, edges: Sequence, options: dict) -> Callable:
+    """Return ``call(x, w, bias, *after)`` of a function of the extension.
+
+    Args:
+        function: takes x, the arrays of a weight, those of the edges, and a bias.
+        p: the problem.
+        edges: arrays and sizes of the relation.
+        options: its keyword arguments.
+    """
+    after = p.epilogue
+
+    def call(x, w, bias=None, *arrays):
+        weights = w.arrays if isinstance(w, QuantizedWeight) else (w,)
+        if after is None:
+            return function(x, *weights, *edges, bias, **options)
+        epilogue = (*arrays, after.act.code, after.eps)
+        return function(x, *weights, *edges, bias, epilogue=epilogue, **options)
+
+    return call
+
+
+def _blocked_gather_gemm(plan: Plan, relation: Relation) -> Callable:
+    """Return y, in tiles over the neighbour table; and statistics of its rows."""
+    p, edges = plan.problem, (relation.out_in,)
+    if plan.moments:
+        function, groups = extension.blocked_gather_gemm_moments, {"groups": p.groups}
+        return _call(function, replace(p, epilogue=None), edges, groups)
+    return _call(extension.blocked_gather_gemm, p, edges, _stored(p))
+
+
+def _grouped_gemm(plan: Plan, relation: Relation) -> Callable:
+    """Return y, in tiles over the kernel-major edges."""
+    p, edges = plan.problem, (relation.edges, relation.n_out)
+    return _call(extension.grouped_gemm, p, edges, _stored(p))
+
+
+def _relation_traversal(plan: Plan, relation: Relation) -> Callable:
+    """Return y, in tiles over each output row's edges (CSR)."""
+
+    def columns():
+        csr = relation.output_csr
+        return csr.indptr, *(mx.contiguous(csr.edges[:, c]) for c in (0, 2))
+
+    p, edges = plan.problem, relation.view("output_csr_columns", columns)
+    return _call(extension.relation_traversal, p, edges, _stored(p))
+
+
+def _native_pointwise(plan: Plan, relation: Relation) -> Callable:
+    """Return x @ W[0]."""
+    p = plan.problem
+    options = {"transpose": p.transposed}
+    call = _call(extension.native_pointwise, p, (), options)
+    # Squeezed it is a view; an index gathers a copy.
+    return lambda x, w, *added: call(x, w.squeeze(0), *added)
+
+
+def _native_pointwise_weight_grad(plan: Plan, relation: Relation) -> Callable:
+    """Return x.T @ dy."""
+    options = _of_gradient(plan.problem)
+    gradient = extension.native_pointwise_weight_grad
+    return lambda x, dy, _=None: gradient(x, dy, **options)
+
+
+def _edge_weight_grad(plan: Plan, relation: Relation) -> Callable:
+    """Return dW over the kernel-major edges."""
+    gradient = getattr(extension, f"{plan.kernel}_weight_grad")
+    edges, options = (relation.edges, relation.volume), _of_gradient(plan.problem)
+    return lambda x, dy, _=None: gradient(x, dy, *edges, **options)
+
+
+def _quantized_pointwise(plan: Plan, relation: Relation) -> Callable:
+    """Return x @ W[0], weights unpacked into panels."""
+    p = plan.problem
+    options = {"bits": p.bits, "group_size": p.group_size}
+
+    def function(x, *arrays, **options):
+        *packed, bias = arrays
+        squeezed = (a.squeeze(0) for a in packed)
+        return extension.quantized_pointwise(x, *squeezed, bias, **options)
+
+    return _call(function, p, (), options)
+
+
+def _quantized_sorted(plan: Plan, relation: Relation) -> Callable:
+    """Return y, in tiles over the neighbour table."""
+    p = plan.problem
+    return _call(extension.quantized_sorted, p, (relation.out_in,), _stored(p))
+
+
+def _quantized_traversal(plan: Plan, relation: Relation) -> Callable:
+    """Return y, in tiles over the kernel-major edges of any relation."""
+    p, edges = plan.problem, (relation.edges, relation.n_out)
+    return _call(extension.quantized_traversal, p, edges, _stored(p))
+
+
+def _planner(
+    name: str,
+    view: str,
+    bind,
+    grad_view: str = "",
+    gradient=None,
+    sums_moments: bool = False,
+) -> Planner:
+    """Return the planner of a route that the extension runs."""
+
+    def plan(problem: Problem, device: Device) -> Plan:
+        if problem.pass_ == WEIGHT_GRAD:
+            facts = {"reads_stored": True}
+            return Plan(problem, CPU, name, grad_view, gradient, **facts)
+        weights = IN_TILES if problem.bits else ""
+        facts = {"epilogue": IN_KERNEL if problem.epilogue else "", "weights": weights}
+        if sums_moments and problem.sums_moments and problem.n_out > ONE_TILE:
+            facts["moments"] = -(-problem.n_out // LINE_ROWS)
+        return Plan(problem, CPU, name, view, bind, **facts)
+
+    plan.__doc__ = f"Plan {name} by the extension."
+    return plan
+
+
+blocked_gather_gemm = _planner(
+    "blocked_gather_gemm",
+    "out_in",
+    _blocked_gather_gemm,
+    "edges",
+    _edge_weight_grad,
+    sums_moments=True,
+)
+grouped_gemm = _planner(
+    "grouped_gemm", "edges", _grouped_gemm, "edges", _edge_weight_grad
+)
+relation_traversal = _planner(
+    "relation_traversal", "output_csr", _relation_traversal, "edges", _edge_weight_grad
+)
+native_pointwise = _planner(
+    "native_pointwise", "none", _native_pointwise, "none", _native_pointwise_weight_grad
+)
+quantized_pointwise = _planner("quantized_pointwise", "none", _quantized_pointwise)
+quantized_sorted = _planner("quantized_sorted", "out_in", _quantized_sorted)
+quantized_traversal = _planner("quantized_traversal", "edges", _quantized_traversal)
+
+
+class RowIndex:
+    """Finds the rows of one coordinate set; each table hashes them again.
+
+    Args:
+        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
+    """
+
+    is_sorted = False  # nobody looks
+
+    def __init__(self, coords: mx.array):
+        self.coords = coords
+
+    @property
+    def arrays(self) -> tuple[mx.array, ...]:
+        """The arrays that ``find`` and ``table`` read."""
+        return (self.coords,)
+
+    def facts(self) -> list[mx.array]:
+        """Return nothing: the extension reads rows where they are."""
+        return []
+
+    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+        """Return the bounds and the earliest pair of equal rows."""
+        return _bounds(self.coords), extension.first_duplicate(self.coords)
+
+    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
+        dims = rows.shape[1] - 1
+        zero, ones = [(0,) * dims], (1,) * dims
+        return extension.neighbour_table(self.coords, rows, zero, ones, False)[:, 0]
+
+    def table(
+        self,
+        out: Rows,
+        offsets: Offsets,
+        stride: Sequence[int],
+        *,
+        transposed: bool = False,
+        mirrored: bool = False,
+        keep: Keep | None = None,
+        wanted: str | None = None,
+    ) -> mx.array:
+        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge."""
+        return extension.neighbour_table(
+            self.coords, out.coords, offsets, stride, transposed
+        )
+
+
+class StartedRows:
+    """Rows that a mask keeps; see ``geometry.protocol.StartedRows``.
+
+    They are found at once: the extension reads the mask where it is.
+    """
+
+    def __init__(self, mask: mx.array, coords: mx.array):
+        with sync.values():
+            mx.eval(mask)
+        self._kept = KeptRows(*extension.kept_rows(mask, coords))
+        self.count = mx.array([len(self._kept.rows)])
+
+    def kept(self, count: int) -> KeptRows:
+        """Return them."""
+        return self._kept
+
+
+def _bounds(coords: mx.array) -> Bounds:
+    with sync.values():
+        low, high = extension.bounds(coords)
+    return tuple(low), tuple(high)
+
+
+def _within(rows: mx.array, box: Bounds) -> mx.array:
+    low, high = (mx.array(list(end)) for end in box)
+    return rows[true_positions(mx.all((rows >= low) & (rows <= high), axis=1))]
+
+
+class CpuGeometry(OneByOne):
+    """The geometry of the CPU's extension; see ``Geometry``."""
+
+    bounds = staticmethod(_bounds)
+    start_kept = staticmethod(StartedRows)
+    best_rows = staticmethod(best_rows)
+
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
+        """Return the sorted unique rows, and where each given row went."""
+        with sync.values():
+            rows, inverse, _ = extension.unique_rows(coords)
+        return UniqueRows(rows, inverse)
+
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        is_cut: bool,
+        count: int | None = None,
+    ) -> mx.array:
+        """Return the sorted unique int32 rows that a rule makes."""
+        if rule == Rule.ITSELF:
+            rows = self.unique_rows(coords).rows
+        elif rule == Rule.CELL:
+            rows = extension.cells(coords, stride)
+        elif rule == Rule.REACH:
+            low, high = box_of(rule, _bounds(coords), offsets, stride)
+            # The extension takes a box beyond int32 for rows there, which a stride
+            # may have left out; its own box is up to a cell wider.
+            if min(low) <= -INT32_LIMIT or max(high) >= INT32_LIMIT - 1:
+                return rows_within(rule, coords, offsets, stride, box, count)
+            rows = extension.reach(coords, offsets, stride)
+        else:
+            rows = extension.expand(coords, offsets, stride)
+        return _within(rows, box) if is_cut else rows
+
+    def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
+        """Return the look-up of (N, 1 + D) int32 rows."""
+        return RowIndex(coords)
+
+    def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
+        """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""
+        return extension.transpose_table(table, n_in)
+
+    def edge_count(self, relation: RelationViews) -> None:
+        """Return None: the extension lists edges without a count."""
+
+    def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
+        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
+        return extension.edges(table)[0]
+
+    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
+        """Return the (N,) order of rows by the Gray-code rank of their mask."""
+        return by_region(extension.gray_order(table), region)
+
+    def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
+        """Return the (N,) int32 order of rows by batch, then along a curve."""
+        if not curve.is_numbered:
+            return curves.curve_order(coords, curve)
+        low, bits, _, is_hilbert, is_swapped = curve
+        return extension.curve_order(coords, low, bits, is_hilbert, is_swapped)
+
+
+class CpuReductions(MlxReductions):
+    """The reductions of the CPU's extension, products by MLX; see ``Reductions``."""
+
+    def gather_sum(
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
+    ) -> mx.array:
+        """Return the (weighted) sums of the rows that a table names, or their means."""
+        if divisors is None:
+            return extension.gather_sum(x, table, weights)
+        sums = extension.gather_sum(x.astype(mx.float32), table, weights)
+        return divided(sums, divisors).astype(x.dtype)
+
+    def scatter_sum(
+        self,
+        y: mx.array,
+        table: mx.array,
+        rows: int,
+        weights: mx.array | None = None,
+        order: tuple = (),
+        divisors: mx.array | None = None,
+    ) -> mx.array:
+        """Return the (weighted) sums of the rows that name each of ``rows``."""
+        if divisors is None:
+            return extension.scatter_sum(y, table, rows, weights)
+        sums = extension.scatter_sum(y.astype(mx.float32), table, rows, weights)
+        return divided(sums, divisors).astype(y.dtype)
+
+    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
+        """Return the maxima over the rows that a table names, and their rows."""
+        return extension.gather_max(x, table)
+
+    def scatter_max(
+        self, x: mx.array, table: mx.array, rows: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return the maxima over the rows that name each of ``rows``, and which."""
+        return extension.scatter_max(x, table, rows)
+
+    def max_pool_backward(
+        self, dy: mx.array, rows: mx.array, back: mx.array
+    ) -> mx.array:
+        """Return to each row the sum of the results that it won."""
+        return extension.max_pool_backward(dy, rows, back)
+
+    def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
+        """Return the maxima over batch elements, by blocks, and their rows."""
+        best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))
+        y, block = extension.scatter_max(best, rows.block_batch, rows.size)
+        return y, take(places + 1, block) - 1
+
+
+class CpuNorms:
+    """The norms by channel of the CPU's extension; see ``Norms``."""
+
+    def moments(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        running: tuple[mx.array, mx.array] | None = None,
+        momentum: float = 0.0,
+        lines: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return mean and biased variance, and running statistics moved by them."""
+        if lines is not None:
+            given = running or (None, None)
+            return extension.combine_moments(lines, *given, momentum=momentum)
+        rest = *_rows(segments), *(running or (None, None))
+        return extension.channel_moments(x, *rest, momentum=momentum)
+
+    def group_moments(
+        self, x: mx.array, segments: RowSegments, groups: int
+    ) -> tuple[mx.array, mx.array]:
+        """Return mean and biased variance of groups of channels."""
+        mean, var = self.moments(x, segments)[:2]
+        if groups == x.shape[1]:
+            return mean, var
+        middle = group_means(mean, groups)
+        return middle, group_means(var + mx.square(mean - middle), groups)
+
+    def normalize(
+        self, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> mx.array:
+        """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
+        given = *_arrays(fit, residual), _of(fit)
+        return extension.normalize_channels(x, *given, **_told(fit))
+
+    def gradient_sums(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+        """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
+        given = _arrays(fit, residual if fit.act.changes else None)
+        sums, terms = extension.channel_gradient_sums(
+            dy, x, *given, *_rows(fit.segments), **_told(fit)
+        )
+        dbias, dweight = (a.squeeze(0).astype(fit.dtype) for a in mx.split(sums, 2))
+        return sums, terms, dweight, dbias
+
+    def group_terms(
+        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
+    ) -> tuple[mx.array, mx.array, mx.array]:
+        """Return terms of groups of channels, and gradients of weight and bias."""
+        terms = group_means(terms, groups)
+        dbias, dweight = sums if fit.is_apart else sums.sum(axis=1)
+        return terms, dweight.astype(fit.dtype), dbias.astype(fit.dtype)
+
+    def gradient(
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: mx.array | None = None,
+        terms: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
+        """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
+        given = _arrays(fit, residual if fit.act.changes else None)
+        made = extension.channel_gradient(dy, x, *given, _of(fit), terms, **_told(fit))
+        return made[0], made[1] if len(made) > 1 else dy
+
+    def of_few(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        groups: int | None = None,
+    ) -> None:
+        """Return None: a launch takes next to nothing."""
+
+
+def _arrays(fit: Fit, residual: mx.array | None) -> tuple[mx.array | None, ...]:
+    def wide(a: mx.array | None) -> mx.array | None:
+        return None if a is None else a.astype(mx.float32)
+
+    return *map(wide, (fit.mean, fit.var, fit.weight, fit.bias)), residual
+
+
+def _rows(segments: RowSegments | None) -> tuple[list[int], mx.array | None]:
+    return ([], None) if segments is None else (list(segments.starts), segments.order)
+
+
+def _of(fit: Fit) -> mx.array | None:
+    return None if fit.segments is None else fit.segments.of
+
+
+def _told(fit: Fit) -> dict[str, float]:
+    return {"act": fit.act.kind, "eps": fit.eps, "slope": fit.act.slope}
+
+
+def int8_blocked(problem: Problem, device: Device) -> Plan:
+    """Plan int8_blocked by the extension."""
+    weights = integers_unpacked(problem)
+    facts = {"epilogue": IN_KERNEL, "weights": weights}
+    view = "none" if problem.pointwise else "out_in"
+    return Plan(problem, CPU, "int8_blocked", view, _bind, **facts)
+
+
+def _bind(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y, in tiles over the neighbour table, or over the rows themselves."""
+    p = plan.problem
+    options = {"activation": p.integer.act.code, "dtype": DTYPES[p.dtype]}
+    options["groups"] = p.groups
+    table = None if p.pointwise else relation.out_in
+
+    def call(x: mx.array, w: IntegerWeight, *after: mx.array | None) -> mx.array:
+        arrays = w.values, table, *after
+        return extension.int8_blocked(x, *arrays, w.multipliers, **options)
+
+    return call
+
+
+def quantise(x: mx.array, scale: mx.array) -> mx.array:
+    """Return (N, C) floats as int8, by one scale (1,) float32."""
+    return extension.quantise(x, scale)
+
+
+def quantise_rows(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return (N, C) floats as int8, and the (N,) float32 scales of their rows."""
+    return extension.quantise_rows(x)

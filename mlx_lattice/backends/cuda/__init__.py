@@ -1,0 +1,1 @@
+"""CUDA: planners, geometry, compilation, and the thresholds of NVIDIA GPUs."""

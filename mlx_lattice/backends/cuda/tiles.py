@@ -1,0 +1,630 @@
+"""Matrix tiles on CUDA: their operands, which tile a problem gets, and its splits."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from functools import lru_cache
+from math import ceil
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...backends.gpu import norms as gpu_norms
+from ...devices import CUDA, Device
+from ...epilogue import EpilogueFacts
+from ...geometry.curves import used_by_blocks
+from ...plan import Plan
+from ...problem import WEIGHT_GRAD, Problem
+from ...relation import Relation
+from ...settings import TF32
+from ..gpu.contraction import (
+    ADD_SPLITS,
+    AFTER,
+    LINES,
+    finishing,
+    kept,
+    rounded_up,
+    with_moments,
+)
+from ..gpu.kernel import THREADS, GpuKernel, Interface, Value
+from ..gpu.nvrtc import TYPES
+from . import thresholds
+from . import tile_tables as tables
+
+# A stage has 128 bytes of each row's summed channels: four slices, each as deep as one
+# product of tensor cores.
+SLICE_BYTES, STAGE_SLICES = 32, 4
+STAGE_BYTES = SLICE_BYTES * STAGE_SLICES
+THREE, ONE = "three TF32", "TF32"  # three products keep float32's accuracy
+POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
+SKIPPED_ROWS = 64  # rows that a wgmma, or a tile of mma, skips together
+# What `cuda/epilogue.cuh` needs before it.
+EPILOGUE_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh"
+HOPPER = (*EPILOGUE_FILES, "tiles.cuh", "hopper.cuh", "tile_moments.cuh", "wgmma.cuh")
+MMA = (*EPILOGUE_FILES, "tiles.cuh", "tensor_core.cuh")
+MMA_STAGES = 4
+# Shared memory of a multiprocessor, and what the hardware takes of it for each block.
+SHARED, RESERVED = 233472, 1024
+SUMS = replace(ADD_SPLITS, inputs=("partial", "bias"))
+ADDED = 4  # channels of a thread that adds splits
+# Splits fill at most so many rounds of blocks. Two blocks that run side by side take
+# this share of the time that they take one after the other.
+MOST_ROUNDS, OVERLAP = 4, 0.85
+# A block that adds splits and sums statistics: its channels and its least rows. So many
+# blocks fill any GPU several times.
+MOMENTS_CHANNELS, MOMENTS_ROWS, MOMENTS_BLOCKS = 64, 32, 1024
+
+
+# Operands
+
+
+def multiple(dtype: mx.Dtype) -> int:
+    """Return what tiles' channels are padded to a multiple of: 16 bytes."""
+    return 16 // dtype.size
+
+
+def whole_channels(p: Problem) -> tuple[int, int]:
+    """Return the channels that the pass sums over and writes, padded."""
+    each, (c_x, c_y) = 16 // p.read_size, p.channels
+    return -(-c_x // each) * each, -(-c_y // each) * each
+
+
+def slices_of(c_in: int, itemsize: int = 2) -> int:
+    """Return how many slices of an offset a stage has; 0 if that varies.
+
+    ``c_in`` is padded. A slice is 16 half channels, or 8 of float32.
+    """
+    size = SLICE_BYTES // itemsize
+    if c_in % (STAGE_SLICES * size) == 0:
+        return STAGE_SLICES
+    if c_in <= size:
+        return 1
+    return 2 if c_in <= 2 * size or c_in % (2 * size) == 0 else 0
+
+
+def tail_slices(p: Problem) -> int:
+    """Return the slices of an offset's last stage; 0 if that stage is full."""
+    return -(-(whole_channels(p)[0] * p.read_size % STAGE_BYTES) // SLICE_BYTES)
+
+
+def proof_channels(p: Problem, width: int) -> tuple[int, int]:
+    """Return (C_in, C_out) for the proof of a kernel with tiles of so many columns.
+
+    They need two columns of tiles, and stages like the problem's. Neither fills its
+    last 16 bytes.
+    """
+    each, stage = 16 // p.read_size, STAGE_BYTES // p.read_size
+    c_x = whole_channels(p)[0]
+    if c_x > 2 * stage:
+        c_x = 2 * stage if c_x % stage == 0 else stage + c_x % stage
+    tried = c_x - 3, width + 2 * each - 3
+    return tried[::-1] if p.transposed else tried
+
+
+def products(p: Problem) -> str:
+    """Return how tensor cores multiply float32; "" for other dtypes."""
+    if p.dtype != "float32":
+        return ""
+    return ONE if p.precision == TF32 else THREE
+
+
+def product_count(p: Problem) -> int:
+    """Return how many products of tensor cores one product of features takes."""
+    return 3 if products(p) == THREE and not p.integer else 1
+
+
+def has_wgmma(p: Problem, device: Device) -> bool:
+    """Whether wgmma takes the features in either layout."""
+    return p.dtype != "float32" and device.family in thresholds.HOPPER
+
+
+def multiplies_one(p: Problem, device: Device) -> bool:
+    """Whether wgmma takes float32 as it takes half: one TF32 product, full stages."""
+    one = products(p) == ONE and not p.bits and device.family in thresholds.HOPPER
+    return one and slices_of(whole_channels(p)[0], p.read_size) == STAGE_SLICES
+
+
+def prepares(p: Problem, device: Device) -> bool:
+    """Whether float32 weights are prepared for wgmma before the call.
+
+    wgmma takes float32 operands only along the summed channels. One TF32 product reads
+    weights that run along them as they are stored.
+    """
+    if p.dtype != "float32" or p.pass_ == WEIGHT_GRAD or p.bits:
+        return False
+    if multiplies_one(p, device):
+        elements = p.rows_written * whole_channels(p)[1]
+        return not p.rows_are_summed and elements > thresholds.TURNED_ELEMENTS
+    many = p.rows_written * p.channels[1] > thresholds.FLOAT_ELEMENTS
+    return many and device.family in thresholds.HOPPER
+
+
+def weight_parts(p: Problem) -> int:
+    """Return the parts of a prepared weight: one, or a high and a low one."""
+    return 2 if product_count(p) == 3 else 1
+
+
+def unpacked_bytes(p: Problem) -> int:
+    """Return the bytes of unpacked weights."""
+    c_x, c_y = whole_channels(p)
+    return p.volume * c_x * c_y * p.itemsize
+
+
+def prepared_bytes(p: Problem) -> int:
+    """Return the bytes of prepared weights."""
+    return weight_parts(p) * unpacked_bytes(p)
+
+
+def few_edges(p: Problem) -> bool:
+    """Whether the rows that the pass writes have few edges on average."""
+    rows = p.n_out if p.pass_ == WEIGHT_GRAD else p.rows_written
+    few = few_offsets(p)
+    least = thresholds.FEW_EDGES_OF_FEW_OFFSETS if few else thresholds.FEW_EDGES
+    return p.edges is not None and p.edges < least * rows
+
+
+def few_offsets(p: Problem) -> bool:
+    """Whether the kernel has few offsets."""
+    return p.volume <= thresholds.FEW_OFFSETS
+
+
+def list_length(volume: int) -> int:
+    """Return the length of a kernel's list of offsets; few lengths serve all K."""
+    return 64 if volume <= 64 else max(512, 1 << (volume - 1).bit_length())
+
+
+# Tiles
+
+
+class Tile(NamedTuple):
+    """A matrix tile of a kernel.
+
+    Attributes:
+        variant: of the kernel: "mma", "hopper" or "wide".
+        code: the C++ type that names it.
+        rows, width: of the result: output rows or input channels, and output channels.
+        threads: of a block.
+        per_multiprocessor: blocks of a multiprocessor.
+        shared_bytes: dynamic shared memory of a block.
+        files: sources of the tile.
+        persistent: whether a block takes tile after tile.
+        itself: whether each row's only neighbour is itself.
+    """
+
+    variant: str
+    code: str
+    rows: int
+    width: int
+    threads: int
+    per_multiprocessor: int
+    shared_bytes: int
+    files: tuple[str, ...]
+    persistent: bool = False
+    itself: bool = False
+
+
+def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
+    """Return the square tile of mma.sync, with ``per`` blocks a multiprocessor."""
+    shared, code = MMA_STAGES * 2 * side * 128, f"MmaTile<{product_count(p)}, {side}>"
+    return Tile("mma", code, side, side, 2 * side, per, shared, (*MMA, *files))
+
+
+def wide(p: Problem, shape: tables.WideTile, itself: bool = False) -> Tile:
+    """Return WideTile in a shape, for the problem's channels and offsets.
+
+    ``itself``: whether to read no table, since each row's only neighbour is itself.
+    """
+    early = thresholds.FEW_OFFSETS if few_offsets(p) and not itself else 0
+    code = shape.consumers, shape.width, shape.stages, tail_slices(p), early
+    code = *code, *["true"] * itself
+    return shaped(
+        "wide",
+        f"WideTile<{', '.join(map(str, code))}>",
+        shape,
+        ("weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"),
+        itself=itself,
+    )
+
+
+def persistent(p: Problem, shape: tables.PersistentTile) -> Tile:
+    """Return PersistentTile in a shape, with the stages that shared memory holds."""
+    slices, weights = slices_of(whole_channels(p)[0], p.read_size), weight_parts(p)
+    # Bytes of a channel that an epilogue, or statistics, keep.
+    channel = 8 if p.epilogue or p.integer else 4 if p.moments else 0
+    # Prefetched indices, the list of offsets, and barriers.
+    ahead, offsets = (8, 1) if slices == STAGE_SLICES else (4, 2 if slices == 2 else 4)
+    fixed = ahead * (offsets * shape.rows * 4 + 64) + 512
+    fixed += 4 * list_length(p.volume) + channel * shape.width
+    per = shape.per_multiprocessor
+    while shape.stages > 2:
+        block = tables.shared_bytes(shape, weights) + fixed + RESERVED
+        if block * per <= SHARED:
+            break
+        shape = shape._replace(stages=shape.stages - 1)
+    return shaped(
+        "hopper",
+        f"PersistentTile<{', '.join(map(str, (*shape, slices, product_count(p))))}>",
+        shape,
+        ("hopper_tf32.cuh", "stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"),
+        weights,
+        persistent=True,
+    )
+
+
+def shaped(
+    variant: str,
+    code: str,
+    shape: tables.Shape,
+    files: tuple[str, ...],
+    weights: int = 1,
+    **more: bool,
+) -> Tile:
+    """Return a tile of Hopper; ``weights`` are the parts of a weight in a stage."""
+    return Tile(
+        variant,
+        code,
+        shape.rows,
+        shape.width,
+        shape.threads,
+        shape.per_multiprocessor,
+        tables.shared_bytes(shape, weights),
+        (*HOPPER, *files),
+        **more,
+    )
+
+
+def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
+    """Whether the launch that writes the rows sums their statistics.
+
+    If it is asked to, and rows are so many that a norm would read them twice.
+    """
+    if not p.sums_moments:
+        return False
+    is_whole = whole_channels(p)[1] == p.channels[1]
+    few = gpu_norms.is_one_launch(p.rows_written, p.itemsize, CUDA)
+    return is_whole and not few and (is_split or tile.variant != "mma")
+
+
+# Choice
+
+
+def sorted_tile(p: Problem, device: Device, packed: bool = False) -> Tile:
+    """Return the tile over sorted rows; ``packed``: whether it unpacks its weights."""
+    few, shape = few_edges(p), None
+    # Low tiles would unpack their weights more often.
+    if not packed and (multiplies_one(p, device) or has_wgmma(p, device)):
+        elements = p.rows_written * whole_channels(p)[1]
+        shape = small_tile(_small_tiles(p, few), elements)
+    return _shaped_tile(p, device, packed, few, shape)
+
+
+def _small_tiles(p: Problem, few: bool) -> tuple:
+    """Return pairs of SMALL_TILES; ``few``: whether rows have few edges."""
+    c_x, c_y = whole_channels(p)
+    if p.dtype == "float32":
+        by_width = tables.TF32_SMALL_TILES
+        return by_width[tile_width(c_y, by_width)]
+    by_width = tables.SMALL_TILES[_filling(c_x, c_y), few_offsets(p), few]
+    tiles = _of_width(by_width, c_y)
+    return (*_of_width(tables.ITSELF_TILES, c_y), *tiles) if p.pointwise else tiles
+
+
+def _filling(c_x: int, c_y: int) -> str:
+    """Return how summed channels fill stages, as a key of SMALL_TILES."""
+    if c_x < 64:
+        return "half" if c_x >= 32 else "sliced"
+    # Narrow outputs of many whole stages have the tiles of deep sums.
+    if slices_of(c_x) == STAGE_SLICES and (c_x == 64 or c_y > 64):
+        return "whole"
+    return "tail" if c_x < 128 else "deep"
+
+
+def _is_wide(c_x: int, c_y: int) -> bool:
+    """Whether WideTile, not PersistentTile, serves many rows of many edges."""
+    if c_x < 64:
+        return c_x >= 32 and (c_y > 128 or (c_y > 96 and slices_of(c_x) == 0))
+    return c_y > 64
+
+
+def _of_width(by_width: dict[int, tuple], channels: int) -> tuple:
+    """Return the tiles of so many channels, or those of the fitting width."""
+    found = by_width.get(channels)
+    if found is None:
+        widths = [width for width in by_width if width in tables.WIDTHS]
+        found = by_width[tile_width(channels, widths)]
+    return found
+
+
+def _shaped_tile(
+    p: Problem, device: Device, packed: bool, few: bool, shape: tables.Shape | None
+) -> Tile:
+    """Return the tile over sorted rows; ``shape`` is that of few rows, or None."""
+    (c_x, c_y), prepared = whole_channels(p), prepares(p, device)
+    side = "few" if few else "many"
+    if multiplies_one(p, device) and (prepared or p.rows_are_summed):
+        by_width = tables.TF32_WHOLE_TILES[side]
+        return wide(p, shape or by_width[tile_width(c_y, by_width)])
+    if prepared:
+        single = products(p) == ONE
+        by_width = (tables.TF32_TILES if single else tables.FLOAT_TILES)[side]
+        return persistent(p, by_width[tile_width(c_y, by_width)])
+    if not has_wgmma(p, device):
+        return mma(p, "sorted_implicit_gemm_mma.cuh")
+    by_width = tables.WIDE_TILES
+    if shape is None and packed and not few:  # in whole stages
+        if slices_of(c_x) == STAGE_SLICES:
+            shape = by_width.get(tile_width(c_y, POWERS))
+    elif shape is None and not few and _is_wide(c_x, c_y):
+        shape = by_width[tile_width(c_y, by_width)]
+    if isinstance(shape, tables.WideTile):
+        return wide(p, shape, itself=p.pointwise and not packed)
+    if shape is None:
+        width = tile_width(c_y, POWERS if packed else tables.SORTED_TILES)
+        if packed:  # unpacking takes the registers of the widest tile
+            width = min(width, 128)
+        # If offsets are few, the rows of a tile share one, however few edges they have.
+        low = few and not few_offsets(p)
+        shape = (tables.FEW_EDGES_TILES if low else tables.SORTED_TILES)[width]
+    return persistent(p, shape)
+
+
+def small_tile(
+    tiles: tuple[tuple[int, tables.Shape], ...], elements: int
+) -> tables.Shape | None:
+    """Return the first shape for an output of so many elements, or None."""
+    return next((shape for most, shape in tiles if elements <= most), None)
+
+
+def tile_width(channels: int, widths: Iterable[int]) -> int:
+    """Return the tile width that wastes the least, the wider at a tie or nearly so."""
+    widths = sorted(widths)
+    for width in widths:
+        if channels <= min(width, 128):
+            return width
+    wide = [width for width in widths if width >= 96] or widths
+    least = min(rounded_up(channels, width) for width in wide)
+    return max(w for w in wide if rounded_up(channels, w) <= 1.1 * least)
+
+
+def unpacks_once(p: Problem, device: Device, tile: Tile) -> bool:
+    """Whether a call unpacks its weights to floats first, instead of ``tile``.
+
+    If ``thresholds.UNPACK_ROWS`` says that it pays, and the floats take no more memory
+    than ``thresholds.UNPACK_BYTES`` or than the output.
+    """
+    few = few_edges(p) and has_wgmma(p, device)
+    least = thresholds.UNPACK_ROWS["few edges" if few else tile.variant].get(tile.width)
+    room = max(thresholds.UNPACK_BYTES, p.n_out * whole_channels(p)[1] * p.itemsize)
+    return unpacked_bytes(p) <= room and least is not None and p.n_out >= least
+
+
+# Splits
+
+
+def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
+    """Return into how many splits offsets are cut, to take the least time.
+
+    Within 4% of the fastest of 1 000 to 10 000 rows of 64 to 512 channels on an H200.
+    There, blocks that run side by side gain little, except for int8; on other GPUs they
+    are taken not to slow each other.
+
+    Args:
+        p: the facts.
+        tile: of the output.
+        tiles: the number of tiles of the output.
+        places: the number of blocks that the GPU holds.
+    """
+    per = tile.per_multiprocessor
+    if tile.variant == "mma" or p.integer:
+        of_a_round, most_rounds = per, 1  # blocks of a multiprocessor
+    else:
+        of_a_round, most_rounds = 1, per if per > 1 else MOST_ROUNDS
+    slots, tiles = places // per * of_a_round, tiles or 1
+    most = most_rounds * slots // tiles
+    if most < 2:
+        return 1
+    us, (c_x, c_y) = _adding(p), whole_channels(p)
+    each_stage = thresholds.INT8_STAGE_US if p.integer else thresholds.STAGE_US
+    stages = c_x * p.read_size / STAGE_BYTES
+    size = max(1, tile.rows * tile.width / 8192)
+    offset = us["offset"] + each_stage[tile.variant] * size**0.5 * stages
+    used = used_offsets(p, tile.rows)
+    most = int(min(used, thresholds.MOST_SPLITS, most))
+    whole, each = used * offset, _split_us(us, p.rows_written * c_y)
+    best, least = 1, whole * _rounds(tiles / slots, per)
+    # Splits that fill whole rounds, or the best that leave some of one free.
+    count = min(slots // tiles, int((whole / each) ** 0.5))
+    for following in range(2, most_rounds + 2):
+        count = min(count, most)
+        if count > best:
+            share = whole * _rounds(count * tiles / slots, per) / count
+            cost = share + us["adding"] + count * each
+            if cost < least:
+                best, least = count, cost
+        count = following * slots // tiles
+    return best
+
+
+def _rounds(blocks: float, per: int) -> float:
+    """Return the time of a multiprocessor's blocks, ``per`` of them side by side."""
+    rounds = ceil(blocks)
+    return OVERLAP * (rounds + blocks) / 2 if per > 1 and rounds > 1 else rounds
+
+
+def adding_us(p: Problem, splits: int) -> float:
+    """Return about how many microseconds adding so many splits takes."""
+    if splits == 1:
+        return 0
+    us, elements = _adding(p), p.rows_written * whole_channels(p)[1]
+    return us["adding"] + splits * _split_us(us, elements)
+
+
+def _adding(p: Problem) -> dict[str, float]:
+    return thresholds.INT8_SPLIT_US if p.integer else thresholds.SPLIT_US
+
+
+def _split_us(us: dict[str, float], elements: int) -> float:
+    """Return what a split costs: its partial sums are written, and read."""
+    return us["split"] + 8 * elements / us["bytes"]
+
+
+def used_offsets(p: Problem, height: int) -> float:
+    """Return about how many offsets a tile of sorted rows uses.
+
+    One, if rows have one edge each, and another in a tile with rows of two masks; more
+    edges make many masks. Measured at K = 27, 10 000 rows and tiles of 64 rows: 18.5
+    offsets at 10 edges a row, 15.4 at 4.4.
+    """
+    volume, rows = p.volume, p.rows_written
+    if not rows or not p.edges:
+        return volume
+    masks = thresholds.USED_OFFSETS * volume * max(0, 1 - rows / p.edges)
+    return min(volume, p.edges, 1 + masks + volume * height / rows)
+
+
+def finishing_kernel(
+    symbol: str,
+    files: Sequence[str],
+    interface: Interface,
+    template: Sequence[tuple[str, Value]],
+    after: EpilogueFacts | None,
+    moments: bool = False,
+    **more: object,
+) -> GpuKernel:
+    """Return a kernel whose last template argument is what follows its sums.
+
+    Args:
+        symbol: the function.
+        files: its sources.
+        interface: how it is called, with a bias.
+        template: its other arguments; T is the dtype of the features.
+        after: the epilogue that it computes; None: it adds a bias alone.
+        moments: whether it writes statistics of its rows, too.
+        more: other fields of GpuKernel.
+    """
+    kind, together = "Bias<T>", AFTER[:1]
+    if after is not None:
+        values = [TYPES.get(value, value) for _, value in after.template]
+        kind = f"Epilogue<T, {', '.join(map(str, values))}>"
+        interface, together = finishing(interface), AFTER
+    elif moments:
+        kind, together = "Moments<T>", (*together, LINES)
+        interface = with_moments(interface)
+    template = *template, ("AFTER", kind)
+    fields = {"together": together, **more}
+    return kept(GpuKernel(CUDA, symbol, tuple(files), interface, template, **fields))
+
+
+@lru_cache(maxsize=256)
+def add_splits(
+    dtype: mx.Dtype,
+    axes: int = 3,
+    after: EpilogueFacts | None = None,
+    moments: bool = False,
+) -> GpuKernel:
+    """Return the kernel that adds partial sums of so many axes, in order.
+
+    ``after`` and ``moments`` are those of ``finishing_kernel``.
+    """
+    sizes = ()
+    if axes == 4:
+        lines = "partial_shape[1] * partial_shape[2]"
+        sizes = ("lines", lines), ("channels", "partial_shape[3]")
+    symbol = "add_splits_moments" if moments else "add_splits"
+    files, template = (*EPILOGUE_FILES, f"{symbol}.cu"), (("T", dtype),)
+    return finishing_kernel(symbol, files, SUMS, template, after, moments, sizes=sizes)
+
+
+def moments_lines(rows: int, channels: int) -> int:
+    """Return the lines of statistics of so many rows: one a block of rows."""
+    columns = -(-channels // MOMENTS_CHANNELS)
+    share = -(-rows * columns // MOMENTS_BLOCKS)
+    return -(-rows // rounded_up(max(share, MOMENTS_ROWS), MOMENTS_ROWS))
+
+
+def moments_threads(rows: int, channels: int) -> int:
+    """Return the threads that add splits and sum statistics."""
+    columns = -(-channels // MOMENTS_CHANNELS)
+    return moments_lines(rows, channels) * columns * THREADS
+
+
+def adding_threads(elements: int, each: int = ADDED) -> int:
+    """Return the threads that add splits, ``each`` elements each, in whole blocks."""
+    return rounded_up(-(-elements // each), THREADS)
+
+
+# What tiles multiply, absent edges and padding included: `Plan.count`, for `cost`
+
+
+def sorted_multiply_adds(plan: Plan, relation: Relation | None) -> int | None:
+    """Return the multiply-adds of tiles over sorted rows."""
+    if relation is None:
+        return None
+    p, (height, width) = plan.problem, plan.tile
+    c_x, c_y = whole_channels(p)
+    used = used_blocks(relation.T if p.transposed else relation)
+    columns, tiles = rounded_up(c_y, width), cut_blocks(used, height // SKIPPED_ROWS)
+    if plan.variant != "hopper":  # an offset's last stage, or as much as it fills
+        filled = STAGE_BYTES if plan.variant == "mma" else SLICE_BYTES
+        depth = rounded_up(c_x, filled // p.read_size)
+        return height * depth * columns * count_of(tiles.any(axis=1))
+    slices, width = slices_of(c_x, p.read_size), SLICE_BYTES // p.read_size
+    if slices in (2, 4):  # whole stages, or their halves, are one offset's
+        depth = rounded_up(c_x, width * slices)
+        return SKIPPED_ROWS * depth * columns * count_of(used)
+    stages = _stages(tiles, -(-c_x // width), plan.splits)
+    return SKIPPED_ROWS * width * STAGE_SLICES * columns * stages
+
+
+def used_blocks(relation: Relation) -> mx.array:
+    """Return (blocks, K): the offsets that each block of sorted rows uses."""
+    # A mirrored relation and its transpose share the tiles of the former.
+    by_tiles = relation.mirrored and relation.is_transposed
+    rows = (relation.T if by_tiles else relation).sorted
+    return used_by_blocks(rows.table >= 0, SKIPPED_ROWS)
+
+
+def _stages(tiles: mx.array, slices: int, splits: int) -> int:
+    """Return how many (block, stage) pairs a tile's blocks multiply.
+
+    A split goes through its part of the tile's offsets in order, with ``slices`` slices
+    each and four in a stage. A block multiplies a stage if it uses one of its slices.
+
+    Args:
+        tiles: (tiles, blocks, K), the offsets that each block of a tile uses.
+        slices: of 16 channels, of an offset.
+        splits: of a tile's offsets.
+    """
+    live = tiles.any(axis=1)
+    place = mx.cumsum(live.astype(mx.int32), axis=1) - 1
+    count = place[:, -1:] + 1
+    own, begin = mx.zeros_like(place), mx.zeros_like(place)
+    for split in range(1, splits):
+        start = count * split // splits
+        own = mx.where(place >= start, split, own)
+        begin = mx.where(place >= start, start, begin)
+    first = (place - begin) * slices
+    last = (first + slices - 1) // STAGE_SLICES
+    first = first // STAGE_SLICES
+    most = tiles.shape[2] * slices // STAGE_SLICES + 1
+    shape = (*tiles.shape[:2], splits * most)
+    flags = mx.zeros((shape[0] * shape[1] * shape[2] + 1,), dtype=mx.int32)
+    blocks = mx.arange(shape[0] * shape[1]).reshape(*shape[:2], 1).astype(mx.int64)
+    for step in range((slices + STAGE_SLICES - 2) // STAGE_SLICES + 1):
+        stage = own * most + first + step
+        inside = tiles & (first + step <= last)[:, None]
+        at = blocks * shape[2] + stage[:, None]
+        flags[mx.where(inside, at, flags.size - 1).flatten()] = 1
+    return count_of(flags[:-1])
+
+
+def cut_blocks(used: mx.array, size: int) -> mx.array:
+    """Return (N, K) as (ceil(N / size), size, K), filled up with False."""
+    padded = mx.pad(used, [(0, -used.shape[0] % size), (0, 0)])
+    return padded.reshape(-1, size, used.shape[1])
+
+
+def count_of(flags: mx.array) -> int:
+    """Return how many flags are set."""
+    return mx.sum(flags.astype(mx.int32)).item()

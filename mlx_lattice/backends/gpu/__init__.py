@@ -1,0 +1,1 @@
+"""What Metal and CUDA share: kernels, and the launches of each family."""

@@ -1,0 +1,1 @@
+"""Metal: planners, geometry, and the thresholds of Apple GPUs."""

@@ -1,0 +1,657 @@
+"""Contractions on Metal by rows, or by edges: a planner for each route."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache, partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ...backends.gpu import norms as gpu_norms
+from ...checks import DTYPES
+from ...devices import METAL, Device
+from ...plan import (
+    AFTER,
+    IN_KERNEL,
+    IN_SUM,
+    IN_TILES,
+    PROOF_SPLITS,
+    Dispatch,
+    Plan,
+    Proof,
+    integers_unpacked,
+)
+from ...problem import ALIGNMENT, FOLLOWING, KERNEL_MAJOR, WEIGHT_GRAD, Problem
+from ...quantized import IntegerWeight
+from ...relation import Relation
+from ..gpu import kernel as gpu_kernel
+from ..gpu.contraction import (
+    ADD_SPLITS,
+    PER_ROW,
+    PER_ROW_OF_EDGES,
+    SORTED_TILES,
+    W_OFFSET,
+    W_ROW,
+    copied,
+    finishing,
+    packed,
+    per_row,
+    sorted_tiles,
+    with_moments,
+)
+from ..gpu.kernel import (
+    SEGMENT_CUTS,
+    GpuKernel,
+    Interface,
+    Value,
+    ceil_div,
+    dispatch_limit,
+    fitting_threadgroup,
+)
+from ..gpu.reductions import GpuReductions, pieces
+from . import thresholds
+from . import weight_grad as metal_weight_grad
+from .tiles import (
+    EIGHTS,
+    PER_EDGE,
+    PROOF_TAIL,
+    TENSOR,
+    TILE_PLACE,
+    TILE_ROWS,
+    SortedTile,
+    adding,
+    dispatched,
+    kernel,
+    matrix_dtype,
+    products,
+    sorted_multiply_adds,
+    sorted_tile,
+    strides,
+    table,
+    table_multiply_adds,
+    tensor_tile,
+    tile_dispatches,
+    tiles_of,
+    tiles_together,
+)
+
+# Rows of a thread, or of a threadgroup, of which each has 128 threads.
+VEC4_ROWS, HALF_ROWS = 4, 2
+DENSE_ROWS, COUT16_ROWS, TILE_THREADS = 64, 128, 128
+TRAVERSAL = ("relation_traversal",)
+
+
+def _output_csr(relation: Relation) -> tuple[mx.array, ...]:
+    """Return where each row's edges begin, and the edges (i, o, k) by row."""
+    return tuple(relation.output_csr)
+
+
+def _pieces(relation: Relation) -> tuple[mx.array, ...]:
+    """Return where the pieces of rows begin, and the edges by row."""
+    return _cut_rows(relation)[0], relation.output_csr.edges
+
+
+def _cut_rows(relation: Relation) -> tuple[mx.array, mx.array]:
+    """Return where pieces of rows begin, and the first piece of each row."""
+    starts, edges = relation.output_csr
+    name = f"output_csr_pieces_{SEGMENT_CUTS['piece']}"
+    return relation.view(name, lambda: pieces(starts, len(edges)))
+
+
+def _in_pieces(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y by float32 sums of pieces of rows, added in order."""
+    sums, pieces_of_rows = per_row(plan, relation), _cut_rows(relation)[1]
+
+    def call(x, w, bias=None) -> mx.array:
+        y = GpuReductions(METAL).sum_segments(sums(x, w), pieces_of_rows)
+        return (y if bias is None else y + bias).astype(x.dtype)
+
+    return call
+
+
+def _by_rows(
+    p: Problem,
+    name: str,
+    gpu: GpuKernel,
+    grid: Callable[[int], tuple[int, ...]],
+    limit: int,
+    most: int | None = None,
+    **facts,
+) -> Plan:
+    """Return the plan of a kernel over slices of output rows.
+
+    Args:
+        p: the facts.
+        name: the route.
+        gpu: the kernel.
+        grid: returns the threads for so many rows.
+        limit: multiply-adds of a dispatch.
+        most: the most edges of a row; by default all have the same.
+        facts: fields that differ from a plan over the neighbour table.
+    """
+    edge = p.c_in // p.groups * p.c_out
+    most = None if most is None else most * edge
+    rows = facts["partials"][0] if facts.get("partials") else p.rows_written
+    dispatches = dispatched(rows, p.edges_at_most * edge, limit, grid, most)
+    c_x, c_y = (c // p.groups for c in p.channels)
+    sizes = {"volume": p.volume, "groups": p.groups, "c_x": c_x, "c_y": c_y}
+    layout = p.layout if facts.get("reads_stored") else KERNEL_MAJOR
+    sizes |= strides(p, layout, gpu.interface)
+    # A tile's threads are side by side: they are one threadgroup.
+    threads = dispatches and fitting_threadgroup((*dispatches[0].grid, 1)[:3])
+    plan = {
+        "view": "out_in",
+        "bind": per_row,
+        "read": table,
+        "variant": "" if gpu.symbol == name else gpu.symbol,
+        "sizes": tuple(sizes.items()),
+        "threadgroup": threads,
+        "gpu": gpu,
+        "dispatches": dispatches,
+        **facts,
+    }
+    return Plan(p, METAL, name, **plan)
+
+
+def _four_channels(p: Problem) -> Callable[[int], tuple[int, ...]]:
+    """Return the grid of a kernel whose threads have a row and four channels."""
+    across = p.groups * ceil_div(p.channels[1] // p.groups, 4)
+    return lambda rows: (across, rows)
+
+
+def relation_traversal(p: Problem, device: Device) -> Plan:
+    """Plan relation_traversal: a thread walks the edges of a row, in order."""
+    name, dtype = "relation_traversal", DTYPES[p.dtype]
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.relation_traversal(p, device)
+    grid, limit = _four_channels(p), dispatch_limit("multiply_adds")
+    if p.table:
+        template = {"T": dtype, "TRANSPOSED": p.rows_are_summed}
+        gpu = kernel(name, TRAVERSAL, PER_ROW, **template)
+        facts = {"most": p.volume, "reads_stored": True}
+        return _by_rows(p, name, gpu, grid, limit, **facts)
+    edges, most, out = p.edges_at_most, SEGMENT_CUTS["longest"], dtype
+    facts = {"view": "output_csr", "read": _output_csr, "reads_stored": True}
+    if edges > most:
+        # A row may have many edges, which one thread would add up.
+        most, out = SEGMENT_CUTS["piece"], mx.float32
+        sums = p.rows_written + ceil_div(edges, most), p.channels[1]
+        facts |= {"read": _pieces, "bind": _in_pieces, "partials": sums}
+        facts["scratch"] = 4 * sums[0] * sums[1]
+    template = {"T": dtype, "OUT": out, "TRANSPOSED": p.rows_are_summed}
+    gpu = kernel(f"{name}_csr", TRAVERSAL, PER_ROW_OF_EDGES, **template)
+    return _by_rows(p, name, gpu, grid, limit, min(edges, most), **facts)
+
+
+def _by_table(p: Problem, name: str, rows: int, across: int, **template: bool) -> Plan:
+    """Plan a thread for so many rows of four channels, ``across`` of them a row."""
+    gpu = kernel(name, (name,), PER_ROW, **template, TRANSPOSED=p.rows_are_summed)
+    limit = dispatch_limit("multiply_adds")
+    facts = {"most": p.volume, "reads_stored": True}
+    return _by_rows(p, name, gpu, lambda n: (across, ceil_div(n, rows)), limit, **facts)
+
+
+def vec4(p: Problem, device: Device) -> Plan:
+    """Plan vec4: a thread has four rows of four channels."""
+    return _by_table(p, "vec4", VEC4_ROWS, p.c_out // 4, WIDE=p.c_in % 4 == 0)
+
+
+def fp16_gather(p: Problem, device: Device) -> Plan:
+    """Plan fp16_gather: a thread has two rows of four channels."""
+    return _by_table(p, "fp16_gather", HALF_ROWS, ceil_div(p.channels[1], 4))
+
+
+def depthwise(p: Problem, device: Device) -> Plan:
+    """Plan depthwise: a thread has a row of four channels, each a sum of its own."""
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.depthwise(p, device)
+    symbol = "depthwise_transposed" if p.transposed else "depthwise"
+    gpu = kernel(symbol, (*TRAVERSAL, "depthwise"), PER_ROW, T=DTYPES[p.dtype])
+    across = ceil_div(p.channels[1], 4)
+    return _by_rows(
+        p,
+        "depthwise",
+        gpu,
+        lambda rows: (across, rows),
+        dispatch_limit("elements"),
+        most=p.volume,
+        weights=copied(p),
+    )
+
+
+def quantized_traversal(p: Problem, device: Device) -> Plan:
+    """Plan quantized_traversal: a thread walks the edges of a row, in order."""
+    name, facts = "quantized_traversal", {"weights": IN_TILES}
+    symbol, interface = name, PER_ROW
+    if not p.table:
+        symbol, interface = f"{name}_csr", PER_ROW_OF_EDGES
+        facts |= {"view": "output_csr", "read": _output_csr}
+    template = {"T": DTYPES[p.dtype], "BITS": p.bits, "GROUP": p.group_size}
+    gpu = kernel(symbol, (*TRAVERSAL, name), packed(interface), **template)
+    limit = dispatch_limit("multiply_adds")
+    return _by_rows(p, name, gpu, _four_channels(p), limit, **facts)
+
+
+def dense_channel(p: Problem, device: Device) -> Plan:
+    """Plan dense_channel: tiles of rows in their own order, channels compiled in."""
+    name, (c_x, c_y) = "dense_channel", p.channels
+    gpu = kernel(
+        name,
+        ("matrix_tiles", name),
+        PER_ROW,
+        "TableTile<T, C_Y, 2, C_X, TRANSPOSED>::FLOATS",
+        T=DTYPES[p.dtype],
+        M=DTYPES[matrix_dtype(p.dtype, device)],
+        C_X=c_x,
+        C_Y=c_y,
+        TRANSPOSED=p.rows_are_summed,
+    )
+    proof = Proof((p.c_in, p.c_out), partial(dense_channel, device=device))
+    return _table_tiles(p, device, name, gpu, DENSE_ROWS, proof)
+
+
+def cout16(p: Problem, device: Device) -> Plan:
+    """Plan cout16: tiles of rows in their own order, all 16 channels of y in each."""
+    gpu = kernel(
+        "cout16",
+        ("matrix_tiles", "dense_channel", "cout16"),
+        PER_ROW,
+        "TableTile<T, 16, 4, 0, TRANSPOSED>::FLOATS",
+        T=DTYPES[p.dtype],
+        M=DTYPES[matrix_dtype(p.dtype, device)],
+        TRANSPOSED=p.rows_are_summed,
+    )
+    proof = Proof((32 + PROOF_TAIL, p.c_out), partial(cout16, device=device))
+    return _table_tiles(p, device, "cout16", gpu, COUT16_ROWS, proof)
+
+
+def _table_tiles(
+    p: Problem, device: Device, name: str, gpu: GpuKernel, height: int, proof: Proof
+):
+    """Return the plan of matrix tiles that have all channels of their rows."""
+    return _by_rows(
+        p,
+        name,
+        gpu,
+        lambda rows: (TILE_THREADS, ceil_div(rows, height)),
+        gpu_kernel.matrix_limit(device),
+        tile=(height, p.channels[1]),
+        threadgroup=(TILE_THREADS, 1, 1),
+        count=table_multiply_adds,
+        products=products(p, dict(gpu.template)["M"]),
+        reads_stored=True,
+        proof=proof,
+    )
+
+
+def fp32_atomic(p: Problem, device: Device) -> Plan:
+    """Plan fp32_atomic: a thread adds four channels of one edge to its row."""
+    c_x, c_y = p.channels
+    across, limit = ceil_div(c_y, 4), dispatch_limit("multiply_adds")
+    edges = p.edges_at_most
+    dispatches = dispatched(edges, edges * c_x * c_y, limit, lambda n: (across, n))
+    files = (*TRAVERSAL, "fp32_atomic")
+    sizes = {"c_x": c_x, "c_y": c_y, **strides(p, p.layout, PER_EDGE)}
+    return Plan(
+        p,
+        METAL,
+        "fp32_atomic",
+        "edges",
+        _add_edges,
+        sizes=tuple(sizes.items()),
+        gpu=kernel("fp32_atomic", files, PER_EDGE, TRANSPOSED=p.rows_are_summed),
+        reads_stored=True,
+        threadgroup=dispatches and fitting_threadgroup((*dispatches[0].grid, 1)),
+        dispatches=dispatches,
+    )
+
+
+def _add_edges(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y by atomic addition of edges: the order of sums is not fixed."""
+    edges, sizes = relation.edges, dict(plan.sizes)
+    out = [((relation.n_out, plan.problem.channels[1]), mx.float32)]
+
+    def call(x, w, bias=None) -> mx.array:
+        parts = []
+        for d in plan.dispatches:
+            # If edges were not counted, the plan has room for the most.
+            count = min(d.count, len(edges) - d.first)
+            if count > 0:
+                inputs, grid = [x, w, edges], (d.grid[0], count)
+                sizes["first"] = d.first
+                parts += plan.gpu(inputs, out, grid, plan.threadgroup, fill=0, **sizes)
+        y = sum(parts[1:], parts[0]) if parts else mx.zeros(out[0][0])
+        return y if bias is None else y + bias
+
+    return call
+
+
+SHARED_FILES = "matrix_tiles", "epilogue", "tile_moments"
+SIMDGROUP_FILES = *SHARED_FILES, "sorted_implicit_gemm"
+TENSOR_FILES = *SHARED_FILES, "tensor_ops"
+INTEGER_FILES = *SHARED_FILES, "integer_epilogue"
+FILES = {
+    "sorted_implicit_gemm": SIMDGROUP_FILES,
+    "quantized_sorted": (*SIMDGROUP_FILES, "quantized_sorted"),
+    "tensor_ops": TENSOR_FILES,
+    "quantized_tensor_ops": (*TENSOR_FILES, "quantized_tensor_ops"),
+}
+HALF = mx.float16  # holds every int8
+INTEGER_TILES = replace(SORTED_TILES, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
+INTEGER_SPLITS = replace(ADD_SPLITS, inputs=("partial", "rows", *FOLLOWING))
+UNPACK_INT4 = Interface(
+    "UnpackInt4", ("words", "multipliers"), ("w",), (("words", "0"),)
+)
+
+
+def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
+    """Plan sorted_implicit_gemm: simdgroup matrices."""
+    return _float_plan(p, device, "sorted_implicit_gemm")
+
+
+def quantized_sorted(p: Problem, device: Device) -> Plan:
+    """Plan quantized_sorted: packed weights; or int8 rows and weights, as half."""
+    if not p.integer:
+        return _float_plan(p, device, "quantized_sorted")
+    facts = p.rows_written, p.edges_at_most, p.channels, p.volume, HALF.size
+    tile = sorted_tile(*facts, device, across=True, in_float=False)
+    return _integer_plan(p, device, tile)
+
+
+def tensor_ops(p: Problem, device: Device) -> Plan:
+    """Plan tensor_ops: sorted rows and weights from device memory to TensorOps."""
+    if p.pass_ == WEIGHT_GRAD:
+        return metal_weight_grad.tensor_ops(p, device)
+    return _float_plan(p, device, "tensor_ops")
+
+
+def quantized_tensor_ops(p: Problem, device: Device) -> Plan:
+    """Plan quantized_tensor_ops: packed weights, unpacked into TensorOps' operands."""
+    return _float_plan(p, device, "quantized_tensor_ops")
+
+
+def int8_tensor_ops(p: Problem, device: Device) -> Plan:
+    """Plan int8_tensor_ops: sorted rows and weights, both int8, to TensorOps."""
+    shared = p.edges_at_most // p.volume
+    sizes = p.rows_written, shared, p.channels, p.volume
+    return _integer_plan(p, device, tensor_tile(*sizes, device, item=1))
+
+
+class Cut(NamedTuple):
+    """How the work of tiles is cut.
+
+    Attributes:
+        tile: its columns, splits and slices.
+        pieces: (first, count) tiles of each dispatch.
+        placed: whether rows are written to their own places.
+        together: tiles of rows that pass a column of tiles before the next column.
+        is_far: whether 32 bits do not hold the place of every element.
+        matrices: dtype of simdgroup matrices of floats.
+        moments: whether statistics of the rows are summed.
+    """
+
+    tile: SortedTile
+    pieces: list[tuple[int, int]]
+    placed: bool
+    together: int
+    is_far: bool
+    matrices: str = ""
+    moments: bool = False
+
+
+def _cut(p: Problem, device: Device, tile: SortedTile, weight_bytes: int) -> Cut:
+    """Return how the work of a tile is cut; ``weight_bytes`` are of all offsets."""
+    (c_x, c_y), n = p.channels, p.rows_written
+    work = p.edges_at_most * c_x * c_y
+    pieces, placed = tile_dispatches(n, tile.region, work, device)
+    together = tiles_together(weight_bytes // tile.slices, tile.region, device)
+    return Cut(tile, pieces, placed, together, _is_far(p, tile))
+
+
+def _is_far(p: Problem, tile: SortedTile) -> bool:
+    """Whether 32 bits do not hold the place of an element of every array."""
+    (c_x, c_y), splits = p.channels, max(tile.splits, tile.slices)
+    read = p.n_out if p.transposed else p.n_in
+    largest = max(
+        read * c_x, p.rows_written * max(splits * c_y, p.volume), p.volume * c_x * c_y
+    )
+    return largest >= thresholds.FAR_ELEMENTS["*"]
+
+
+def _small_cut(p: Problem, cut: Cut) -> Cut:
+    """Return how a small problem is cut for the kernel of another cut."""
+    tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
+    # No slice of the channels may be empty: there are two chunks of them.
+    few = min(tile.splits, PROOF_SPLITS), min(tile.slices, 2)
+    tile = tile._replace(splits=few[0], slices=few[1])
+    pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
+    together = min(cut.together, 2)
+    return cut._replace(tile=tile, pieces=pieces, together=together)
+
+
+def _plan(
+    p: Problem, cut: Cut, name: str, gpu: GpuKernel, sizes: dict[str, int], **facts
+) -> Plan:
+    """Return the plan of a kernel over mask-sorted tiles, its work cut.
+
+    ``sizes`` are the kernel's own; ``facts`` have ``scratch`` beside partial sums.
+    """
+    (c_x, c_y), n, tile = p.channels, p.rows_written, cut.tile
+    sliced, splits = tile.partial_sums
+    across, lines = ceil_div(c_y, tile.columns), ceil_div(c_y, 4)
+    dispatches, held = [], 0
+    for first, count in cut.pieces:
+        rows = min(n - first * TILE_ROWS, count * TILE_ROWS)
+        grid, add = (across * count * tile.threads, 1, splits), ()
+        if splits > 1:
+            add, held = (lines, rows), max(held, rows)
+        dispatches.append(Dispatch(first, count, grid, add))
+    common = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
+    common |= {"splits": splits, "together": cut.together}
+    product = TENSOR if tile.height else EIGHTS
+    facts["scratch"] += 4 * splits * held * c_y
+    return Plan(
+        p,
+        METAL,
+        name,
+        "sorted",
+        tile=(TILE_ROWS, tile.columns),
+        region=tile.region,
+        splits=splits,
+        sliced=sliced,
+        partials=(splits, n, c_y) if splits > 1 else (),
+        placed=cut.placed,
+        read=tiles_of(tile.region),
+        sizes=tuple((common | sizes).items()),
+        gpu=gpu,
+        threadgroup=(tile.threads, 1, 1),
+        dispatches=tuple(dispatches),
+        count=partial(sorted_multiply_adds, product=product, region=tile.region),
+        **facts,
+    )
+
+
+def _float_plan(p: Problem, device: Device, name: str) -> Plan:
+    """Plan a kernel on floats, by simdgroup matrices or TensorOps."""
+    (c_x, c_y), n = p.channels, p.rows_written
+    is_packed = name.startswith("quantized")
+    matrices, edges = matrix_dtype(p.dtype, device), p.edges_at_most
+    if name.endswith("tensor_ops"):
+        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
+    else:
+        of = is_packed or p.rows_are_summed, matrices == "float32"
+        facts = n, edges, (c_x, c_y), p.volume, p.itemsize
+        tile = sorted_tile(*facts, device, *of)
+    weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
+    many = not gpu_norms.is_one_launch(n, p.itemsize, METAL)
+    able = not is_packed and tile.partial_sums[1] == 1
+    moments = p.sums_moments and able and many
+    cut = _cut(p, device, tile, weight_bytes)
+    return _floats_as_cut(p, name, cut._replace(matrices=matrices, moments=moments))
+
+
+def _floats_again(p: Problem, name: str, cut: Cut) -> Plan:
+    return _floats_as_cut(p, name, _small_cut(p, cut))
+
+
+def _floats_as_cut(p: Problem, name: str, cut: Cut) -> Plan:
+    """Return the plan of work that is cut already."""
+    tile, is_packed, dtype = cut.tile, name.startswith("quantized"), DTYPES[p.dtype]
+    sliced, splits = tile.partial_sums
+    after = dict(p.epilogue.template) if p.epilogue else {}
+    where = IN_KERNEL if splits == 1 else IN_SUM if cut.placed else AFTER
+    across_weights = {"TRANSPOSED": p.rows_are_summed}
+    interface = with_moments(SORTED_TILES) if cut.moments else finishing(SORTED_TILES)
+    if is_packed:
+        across_weights = {"BITS": p.bits, "GROUP": p.group_size}
+        interface = packed(interface)
+    memory, variant, as_what = "", "", ""
+    if tile.height:  # nothing is staged; tails are steps of 16 channels
+        variant = tile.said
+        own = {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1], **across_weights}
+    else:
+        groups, side, step, buffers = tile.shape
+        own = {"M": DTYPES[cut.matrices], "SIDE": side, "GROUPS": groups}
+        own |= {"BYTES": step, "KEPT": buffers, "FAR": cut.is_far, **across_weights}
+        across_tile = "true" if is_packed else "TRANSPOSED"
+        held = f"T, M, COLUMNS, {across_tile}, SIDE, GROUPS, BYTES, KEPT"
+        memory = f"GemmSums<{held}>::Tile::FLOATS"
+        as_what = products(p, DTYPES[cut.matrices])
+    gpu = kernel(
+        name,
+        FILES[name],
+        interface,
+        memory,
+        TILE_PLACE,
+        T=dtype,
+        OUT=dtype if splits == 1 else mx.float32,
+        COLUMNS=tile.columns,
+        **own,
+        PLACED=cut.placed and splits == 1,
+        SLICED=sliced,
+        **({"FAR": cut.is_far} if tile.height else {}),
+        **(after if where == IN_KERNEL else {}),
+    )
+    # A line for a tile, or for each of TensorOps' simdgroups over its rows.
+    lines = cut.moments * sum([count for _, count in cut.pieces])
+    lines *= TILE_ROWS // (tile.height or TILE_ROWS)
+    # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
+    group = p.group_size if is_packed and p.group_size else 32
+    tried = max(group, tile.step) + PROOF_TAIL, tile.columns + PROOF_TAIL
+    again = partial(_floats_again, name=name, cut=cut)
+    return _plan(
+        p,
+        cut,
+        name,
+        gpu,
+        strides(p, p.layout, interface),
+        bind=sorted_tiles,
+        variant=variant,
+        moments=lines,
+        epilogue=where if p.epilogue else "",
+        weights=IN_TILES if is_packed else "",
+        reads_stored=not is_packed,
+        scratch=12 * lines * p.channels[1],
+        add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
+        products=as_what,
+        proof=Proof(tried[::-1] if p.transposed else tried, again),
+    )
+
+
+def _integer_plan(p: Problem, device: Device, tile: SortedTile) -> Plan:
+    """Plan a kernel on integers by a tile."""
+    weight_bytes = p.volume * p.c_out * p.packed_channels
+    return _integers_as_cut(p, _cut(p, device, tile, weight_bytes))
+
+
+def _integers_again(p: Problem, cut: Cut) -> Plan:
+    return _integers_as_cut(p, _small_cut(p, cut))
+
+
+def _integers_as_cut(p: Problem, cut: Cut) -> Plan:
+    """Return the plan of work that is cut already."""
+    tile, placed, facts, c_y = cut.tile, cut.placed, p.integer, p.channels[1]
+    sliced, splits = tile.partial_sums
+    is_split, stored, dtype = splits > 1, p.packed_channels, DTYPES[p.dtype]
+    out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
+    after = {"R": residual, "ACTIVATION": facts.act.code}
+    symbol, files, own = _integer_kernel(tile)
+    sums = "GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
+    gpu = kernel(
+        symbol,
+        files,
+        INTEGER_TILES,
+        "" if tile.height else sums,
+        TILE_PLACE,
+        OUT=mx.int32 if is_split else out,
+        COLUMNS=tile.columns,
+        **own,
+        PLACED=placed and not is_split,
+        SLICED=sliced,
+        FAR=cut.is_far,
+        **(dict(R=dtype, ACTIVATION=0) if is_split else after),
+    )
+    name = "quantized_sorted"
+    variant = "int8 as half, exact while sums stay below 2^24"
+    if tile.height:
+        name, variant = "int8_tensor_ops", tile.said
+    add = None
+    if is_split:
+        files = *INTEGER_FILES, "add_integer_splits"
+        template = {"T": out, "PLACED": placed, **after}
+        add = kernel("add_integer_splits", files, INTEGER_SPLITS, **template)
+    # Rows of whole words, and a tail.
+    step = tile.step or tile.shape.step // HALF.size
+    deep = max(p.group_size or ALIGNMENT, step) + PROOF_TAIL // 4 * 4
+    tried, again = (deep, tile.columns + PROOF_TAIL), partial(_integers_again, cut=cut)
+    return _plan(
+        p,
+        cut,
+        name,
+        gpu,
+        {W_OFFSET: c_y * stored, W_ROW: stored},
+        bind=_bind_integers,
+        variant=variant,
+        epilogue=IN_SUM if is_split else IN_KERNEL,
+        weights=integers_unpacked(p),
+        scratch=p.volume * c_y * stored if p.bits == 4 else 0,
+        add=add,
+        proof=Proof(tried, again),
+    )
+
+
+def _integer_kernel(tile: SortedTile) -> tuple[str, tuple[str, ...], dict[str, Value]]:
+    """Return symbol, files and own template arguments of a tile's kernel."""
+    if tile.height:
+        own = {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1]}
+        return "int8_tensor_ops", (*INTEGER_FILES, "tensor_ops", "int8_tensor_ops"), own
+    groups, side, step, buffers = tile.shape
+    own = {"M": HALF, "SIDE": side, "GROUPS": groups, "BYTES": step, "KEPT": buffers}
+    name = "quantized_sorted_int8"
+    return name, (*INTEGER_FILES, SIMDGROUP_FILES[-1], name), own
+
+
+def _bind_integers(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
+    """Return y by tiles over sorted rows; int4 weights become int8 before."""
+    call = sorted_tiles(plan, relation)
+
+    def called(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
+        values = w.values
+        if w.bits == 4:
+            values = _unpacker(values.shape, w.group_size)(list(w.arrays))[0]
+        return call(x, values, *added)
+
+    return called
+
+
+@lru_cache(maxsize=1024)
+def _unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
+    """Return the launch that makes int4 words of a shape int8: (K, C_out, channels)."""
+    volume, c_out, words = shape
+    count = volume * c_out * words
+    files = "matrix_tiles", "unpack_int4"
+    gpu = kernel("unpack_int4", files, UNPACK_INT4, GROUP=group_size)
+    made = (volume, c_out, 8 * words), mx.int8
+    return gpu.launcher((True, True), [made], (count,), words=count)

@@ -1,0 +1,146 @@
+"""Metal: thresholds and tile shapes. "*" is the default of chips without an entry."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from ... import devices
+from ...devices import METAL, Device, entry
+
+
+def _by_cores(each: int) -> dict[str, int]:
+    """Return ``each`` times the cores of every Apple GPU; "*" is the least of these."""
+    chips = {
+        d.name: each * d.cores for d in devices.PROFILES.values() if d.backend == METAL
+    }
+    return {"*": min(chips.values()), **chips}
+
+
+# Metal: threadgroups of four simdgroups that fill a GPU, six a core, as M1 needs. With
+# fewer tiles, each sum is split (split-K) into at most SPLITS partial sums.
+FILLING = _by_cores(6)
+
+SPLITS = {"*": 16}
+
+# Metal, for the number of splits: share of its peak that a full GPU reaches, bytes that
+# a partial sum moves, and seconds that the launch which adds the splits waits.
+FULL_SHARE = {"*": 0.6}
+
+PARTIAL_ITEM = {"*": 8}
+
+SPLIT_WAIT = {"*": 15e-6}
+
+# Fewest rows that fill a GPU: tiles of 64 rows, each in at most 16 splits.
+FILLING_ROWS = _by_cores(6 * 64 // 16)
+
+# TensorOps: height of a simdgroup, by the mean rows that share an offset's weights from
+# which it pays, as in MLX's gathers on M5; and simdgroups that fill a core.
+SHARED_ROWS = {64: 48, 32: 24}
+
+TENSOR_FILLING = {"*": 8}
+
+# Rows of a region, which is sorted by mask as a whole, by the most bytes of a feature
+# row. In larger regions more rows share a mask, so tiles multiply fewer absent edges;
+# the features of smaller regions fit a cache of 8 MB. Up to 256 bytes large regions do
+# both. Up to 512 bytes, 7168 rows move 1.5 times the compulsory bytes for 4 to 8% more
+# operations; TensorOps would need up to 12% more. Beyond, multiplications bound every
+# chip, so the fewest operations win.
+REGION_ROWS = {
+    "256": {"*": 28672},
+    "512": {"*": 7168, "m5": 28672},
+    "more": {"*": 28672},
+}
+
+
+class TileShape(NamedTuple):
+    """Shape of simdgroup matrices in a tile of 64 rows, in ``sorted_implicit_gemm``.
+
+    Attributes:
+        simdgroups: of a threadgroup.
+        width: columns of each; it has as many rows as that leaves it.
+        step: bytes of a feature row that are staged at a time.
+        buffers: of a step, in threadgroup memory.
+    """
+
+    simdgroups: int
+    width: int
+    step: int
+    buffers: int
+
+
+# Metal, by the columns of a tile. M1 and M2 have pools of 208 KB of registers and 60 KB
+# of threadgroup memory a core. Up to 64 columns that holds 24 to 36 simdgroups with one
+# buffer; at 128 columns registers allow 16, so a second buffer costs nothing. From M3
+# on there is one pool, and base chips take two simdgroups of 64 x 32, as MLX does.
+_FOUR, _PAIR = TileShape(4, 32, 64, 1), TileShape(2, 32, 64, 1)
+
+TILE_SHAPES = {
+    16: {"*": TileShape(4, 16, 64, 1)},
+    32: {"*": TileShape(4, 16, 64, 1)},
+    64: {
+        "*": _FOUR,
+        "m3": _PAIR,
+        "m3-pro": _FOUR,
+        "m3-max": _FOUR,
+        "m4": _PAIR,
+        "m4-pro": _FOUR,
+        "m4-max": _FOUR,
+    },
+    128: {"*": TileShape(4, 32, 32, 2), "m3": _FOUR, "m4": _FOUR},
+}
+
+# The same if weights are read across (MLX's layout in a forward pass, packed weights):
+# a step takes 64 bytes of each line of weights, in one buffer. With float matrices the
+# registers of M1 and M2 leave no room for that.
+ACROSS_SHAPES = {128: {"*": _FOUR}}
+
+FLOAT_ACROSS_SHAPES = {128: {"*": TileShape(4, 32, 32, 1), "m3": _FOUR, "m4": _FOUR}}
+
+# Type of the matrices in which bfloat16 is multiplied. M1 and M2 have no bfloat16
+# arithmetic (1.1 to 1.8 times the time of half); float matrices are as fast as half.
+BFLOAT_MATRICES = {"*": "float32", "m3": "bfloat16", "m4": "bfloat16", "m5": "bfloat16"}
+
+# Elements of an array from which indices need 64 bits.
+FAR_ELEMENTS = {"*": 1 << 32}
+
+# Bytes of a feature row from which its channels are summed in slices, one slice over
+# all offsets at a time, so that 128 columns of a slice's weights fit the cache.
+SLICE_BYTES = {"*": 1024}
+
+# Bytes of weights that fit the cache. Larger weights are read by tile columns: all rows
+# of a region use the same columns before the next.
+CACHED_WEIGHTS = {"*": 4 << 20}
+
+# Weight gradients: bytes of features of the rows that all offsets process together; and
+# the same with the edges, if they process one slice of channels after another.
+CACHED_FEATURES = {"*": 7_400_000}
+
+CACHED_WINDOW = {"*": 8_000_000}
+
+# Weight gradients: threadgroups that a core holds; and the largest range of one offset,
+# as a share of the edges of one threadgroup. Without that limit a base chip would take
+# 1.9 times as long for 64 channels, a Max 3.6 times.
+GRAD_FILLING = {"*": 6}
+
+LONGEST_RANGE = {"*": 0.5}
+
+# Weight gradients: fewest edges of an offset for which a split pays, and most bytes of
+# partial sums at a time.
+SPLIT_EDGES = {"*": 512}
+
+PARTIAL_BYTES = {"*": 1 << 28}
+
+# Groups from which Metal's threads that walk edges are faster than matrix tiles of a
+# block-diagonal weight: (y or dx, dW). Predicted for 64 channels and 120 000 rows.
+GROUPS = {"half": (5, 3), "float32": (10, 4), "accelerated": (16, 11)}
+
+
+# Rows of candidates of levels that are made at once on Metal: 300 bytes a row more are
+# read, in fewer launches. Not timed.
+METAL_CANDIDATES_TOGETHER = 1 << 19
+
+
+def region_rows(row_bytes: int, device: Device) -> int:
+    """Return the rows of a region, for feature rows of ``row_bytes``."""
+    row = next((r for r in REGION_ROWS if r != "more" and row_bytes <= int(r)), "more")
+    return entry(REGION_ROWS[row], device)

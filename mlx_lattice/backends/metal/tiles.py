@@ -1,0 +1,454 @@
+"""How contractions on Metal are cut: tiles of sorted rows, kernels, dispatches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache, partial
+from typing import NamedTuple
+
+import mlx.core as mx
+
+from ... import devices, registry
+from ...checks import DTYPES, dtype_name
+from ...devices import METAL, Device
+from ...geometry.curves import used_by_blocks
+from ...plan import Dispatch, Plan
+from ...problem import MLX_LAYOUT, Problem
+from ...relation import Relation
+from ..gpu import kernel as gpu_kernel
+from ..gpu.contraction import (
+    ADD_SPLITS,
+    PER_ROW,
+    SORTED_TILES,
+    W_GROUP,
+    W_OFFSET,
+    W_ROW,
+    WEIGHT_GRAD,
+    finishing,
+    kept,
+    rounded_up,
+)
+from ..gpu.kernel import GpuKernel, Interface, Value, ceil_div, cuts
+from . import thresholds
+from .geometry import LANES, ordered_table
+from .thresholds import TileShape
+
+# A contraction over edges, each added to its row of y: a dispatch has the edges from
+# `first` on.
+PER_EDGE = Interface(
+    "PerEdge",
+    ("x", "w", "edges"),
+    ("y",),
+    tuple((name, "0") for name in ("first", "c_x", "c_y", W_OFFSET, W_ROW)),
+)
+# Structs of sizes: a file's functions may name those of another interface.
+_STRUCTS = PER_ROW, SORTED_TILES, WEIGHT_GRAD, ADD_SPLITS, PER_EDGE
+# Where a thread is, and one of a kernel with threadgroup memory.
+_THREAD = "thread_position_in_grid.xy"
+TILE_PLACE = (
+    "threadgroup_position_in_grid, int(simdgroup_index_in_threadgroup), "
+    "int(thread_index_in_simdgroup)"
+)
+
+
+def kernel(
+    symbol: str,
+    files: tuple[str, ...],
+    interface: Interface,
+    memory: str = "",
+    place: str = "",
+    **template: Value,
+) -> GpuKernel:
+    """Return a kernel of ``metal/``.
+
+    Args:
+        symbol: the function.
+        files: its sources, in the order in which they need each other.
+        interface: how it is called.
+        memory: C++ of its floats of threadgroup memory, if any.
+        place: its last arguments; by default a thread's place, or TILE_PLACE for a
+            kernel with threadgroup memory.
+        **template: its template arguments, in order.
+    """
+    return kept(
+        GpuKernel(
+            METAL,
+            symbol,
+            files,
+            interface,
+            tuple(template.items()),
+            place=place or (TILE_PLACE if memory else _THREAD),
+            memory=memory,
+            also=_STRUCTS,
+            atomic=interface is PER_EDGE,
+        )
+    )
+
+
+def adding(dtype, **after: Value) -> GpuKernel:
+    """Return the kernel that adds splits, in order, to a result of a dtype.
+
+    ``after`` are the template arguments of an epilogue.
+    """
+    files = "matrix_tiles", "epilogue", "add_splits"
+    return kernel("add_splits", files, finishing(ADD_SPLITS), T=dtype, **after)
+
+
+def dispatched(
+    count: int,
+    work: int,
+    limit: int,
+    grid: Callable[[int], tuple[int, ...]],
+    most: int | None = None,
+) -> tuple[Dispatch, ...]:
+    """Return the dispatches of ``count`` units; see ``gpu_kernel.cuts``.
+
+    ``grid(units)`` returns the threads for so many units.
+    """
+    slices = cuts(count, work, limit, most)
+    return tuple(Dispatch(first, units, grid(units)) for first, units in slices)
+
+
+def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
+    """Return where a weight of a layout stands, as the interface names it.
+
+    Packed weights have a kernel's own layout: zeros.
+    """
+    c_in, each = p.c_in // p.groups, p.c_out // p.groups
+    given = {W_OFFSET: c_in * p.c_out, W_ROW: p.c_out, W_GROUP: each}
+    if layout == MLX_LAYOUT:
+        row = p.volume * c_in
+        given = {W_OFFSET: c_in, W_ROW: row, W_GROUP: each * row}
+    packed = "w" not in interface.inputs
+    names = [name for name, _ in interface.sizes if name in given]
+    return {name: 0 if packed else given[name] for name in names}
+
+
+def products(p: Problem, matrices: mx.Dtype) -> str:
+    """Return the words for matrices of another type than the features'."""
+    if matrices == DTYPES[p.dtype]:
+        return ""
+    return f"{p.dtype} as {dtype_name(matrices)}"
+
+
+def table(relation: Relation) -> tuple:
+    """Return what a kernel reads of a relation's neighbour table."""
+    return (relation.out_in,)
+
+
+TILE_ROWS, BLOCK_ROWS, THREADS = 64, 8, 128
+WIDTHS = (128, 64, 32, 16)
+# A simdgroup of TensorOps has 64, 32 or 16 rows and 32 columns; its threadgroup has the
+# simdgroups of 64 rows, eight at most. A step has 128 bytes of a row, 64 where sums of
+# 64 rows leave fewer registers for the operands, or 32 channels.
+TENSOR_HEIGHTS, TENSOR_WIDTH, TENSOR_SIMDGROUPS = (64, 32, 16), 32, 8
+TENSOR_STEPS, TENSOR_BYTES = (128, 64, 32), {64: 64, 32: 128, 16: 128}
+# A kernel proves itself with so many channels beyond a tile.
+PROOF_TAIL = 13
+
+
+def tile_order(relation: Relation, region: int) -> mx.array:
+    """Return the (N,) int32 rows region by region, in each by Gray rank of their mask.
+
+    Regions of so many rows are rows in succession, which lie near one another if rows
+    are sorted. Works on any machine; the relation has a neighbour table.
+    """
+    region = min(region, relation.n_out)
+    return relation.view(
+        f"tile_order_{region}",
+        lambda: registry.geometry().gray_order(relation.out_in, region or None),
+    )
+
+
+def tile_table(relation: Relation, region: int) -> mx.array:
+    """Return the table in ``tile_order``. Works on any machine."""
+    return mx.take(relation.out_in, tile_order(relation, region), axis=0)
+
+
+def tiles(relation: Relation, region: int) -> tuple[mx.array, mx.array, mx.array]:
+    """Return the table in ``tile_order``, that order, a mask for every eight rows."""
+    region = min(region, relation.n_out)
+
+    def build() -> tuple[mx.array, mx.array, mx.array]:
+        rows = tile_order(relation, region)
+        table, masks = ordered_table(relation.out_in, rows, BLOCK_ROWS)
+        return table, rows, masks
+
+    return relation.view(f"tiles_{region}", build)
+
+
+@cache
+def tiles_of(region: int) -> Callable[[Relation], tuple[mx.array, ...]]:
+    """Return ``tiles`` for a size of regions: one function for equal sizes."""
+    return partial(tiles, region=region)
+
+
+class SortedTile(NamedTuple):
+    """How a contraction over sorted tiles of 64 rows is cut.
+
+    Attributes:
+        slices: of the channels of wide rows.
+        region: rows that are sorted together.
+        columns: of a tile.
+        splits: partial sums of each tile.
+        height: rows of a simdgroup of TensorOps; else 0.
+        step: channels that it multiplies at a time; else 0.
+        shape: of simdgroup matrices; None for TensorOps.
+    """
+
+    slices: int
+    region: int
+    columns: int
+    splits: int
+    height: int = 0
+    step: int = 0
+    shape: TileShape | None = None
+
+    @property
+    def threads(self) -> int:
+        """Of a threadgroup."""
+        if self.shape:
+            return LANES * self.shape.simdgroups
+        return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
+
+    @property
+    def partial_sums(self) -> tuple[bool, int]:
+        """Whether they are of channel slices, not of edges; and how many there are."""
+        sliced = self.splits == 1 and self.slices > 1
+        return sliced, self.slices if sliced else self.splits
+
+    @property
+    def said(self) -> str:
+        """TensorOps' simdgroups in words."""
+        each = f"{self.height} x {TENSOR_WIDTH}"
+        return f"simdgroups of {each}, steps of {self.step} channels"
+
+
+def sorted_tile(
+    rows: int,
+    edges: int,
+    channels: tuple[int, int],
+    volume: int,
+    item: int,
+    device: Device,
+    across: bool,
+    in_float: bool,
+) -> SortedTile:
+    """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
+
+    ``edges`` are those of the rows, or as many as there may be. Weights are read
+    ``across``, or along, and multiplied ``in_float``, or in half.
+    """
+    c_x, c_y = channels
+    slices = channel_slices(c_x * item, device)
+    row_bytes = ceil_div(c_x * item, slices)
+    columns = tile_columns(c_y, row_bytes, volume, device)
+    groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
+    shape = tile_shape(columns, across, in_float, device)
+    region = thresholds.region_rows(row_bytes, device)
+    tile = SortedTile(slices, region, columns, 1, shape=shape)
+    # Threadgroups of fewer simdgroups count for less.
+    filled = max(1, groups * tile.threads // THREADS)
+    steps = ceil_div(c_x * item, shape.step)
+    most = min(volume * steps, devices.entry(thresholds.SPLITS, device))
+    work = edges * c_x * c_y
+    least = work / (1e12 * device.tflops)
+    splits = sum_splits(filled, most, least, rows * c_y, device)
+    return tile._replace(splits=splits)
+
+
+def tensor_tile(
+    rows: int,
+    shared: int,
+    channels: tuple[int, int],
+    volume: int,
+    device: Device,
+    item: int = 2,
+) -> SortedTile:
+    """Return the tile of TensorOps for rows of (C_x, C_y) channels.
+
+    Simdgroups are as high as rows share the weights of an offset and as leaves enough
+    of them for the GPU's cores; then sums are split.
+
+    Args:
+        rows: of the result.
+        shared: rows that share the weights of an offset, on average.
+        channels: C_x and C_y.
+        volume: K.
+        device: whose tiles.
+        item: bytes of a channel: 2, or 1 of int8.
+    """
+    c_x, c_y = channels
+    slices = channel_slices(c_x * item, device)
+    row_bytes = ceil_div(c_x * item, slices)
+    across = ceil_div(c_y, TENSOR_WIDTH)
+    filling = devices.entry(thresholds.TENSOR_FILLING, device) * device.cores
+    height = next(
+        (
+            h
+            for h in TENSOR_HEIGHTS
+            if shared > thresholds.SHARED_ROWS.get(h, -1)
+            and ceil_div(rows, h) * across >= filling
+        ),
+        TENSOR_HEIGHTS[-1],
+    )
+    cached = devices.entry(thresholds.CACHED_WEIGHTS, device)
+    widest = 4 if volume * row_bytes * 4 * TENSOR_WIDTH <= cached else 2
+    widest = min(widest, TENSOR_SIMDGROUPS * height // TILE_ROWS)
+    columns = TENSOR_WIDTH * ceil_div(across, ceil_div(across, widest))
+    steps = [s for s in TENSOR_STEPS if s * item <= TENSOR_BYTES[height]]
+    step = next((s for s in steps if c_x % s == 0), steps[-1])
+    simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
+    most = min(devices.entry(thresholds.SPLITS, device), volume * steps)
+    splits = min(filling // simdgroups, most)
+    region = thresholds.region_rows(row_bytes, device)
+    return SortedTile(slices, region, columns, max(1, splits), height, step)
+
+
+def tile_shape(columns: int, across: bool, in_float: bool, device: Device) -> TileShape:
+    """Return the shape of simdgroup matrices in tiles of so many columns."""
+    shapes = {}
+    if across:
+        shapes = (
+            thresholds.FLOAT_ACROSS_SHAPES if in_float else thresholds.ACROSS_SHAPES
+        )
+    return devices.entry(shapes.get(columns, thresholds.TILE_SHAPES[columns]), device)
+
+
+def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) -> int:
+    """Return into how many partial sums too few threadgroups are cut.
+
+    As many as take the least time: a GPU half full takes twice as long for the
+    products, and the sums of each split are written and read.
+
+    Args:
+        groups: threadgroups of four simdgroups.
+        most: splits that a tile may have.
+        least: seconds of all multiply-adds, an operation each, at the peak rate.
+        sums: of the result.
+        device: whose cores are to be filled.
+    """
+    filling = devices.entry(thresholds.FILLING, device)
+    share = devices.entry(thresholds.FULL_SHARE, device)
+    full = 2 * least / share
+    moved = devices.entry(thresholds.PARTIAL_ITEM, device) * sums
+    wait = devices.entry(thresholds.SPLIT_WAIT, device)
+
+    def seconds(splits: int) -> float:
+        taken = full * max(1.0, filling / (groups * splits))
+        if splits > 1:
+            taken += splits * moved / (1e9 * device.bandwidth) + wait
+        return taken
+
+    return min(range(1, max(1, min(filling // groups, most)) + 1), key=seconds)
+
+
+def tile_columns(c_y: int, row_bytes: int, volume: int, device: Device) -> int:
+    """Return the columns of a tile: as many as waste little and stay in cache.
+
+    ``row_bytes`` are those of a feature row, or of its slice.
+    """
+    least = min(ceil_div(c_y, w) * w for w in WIDTHS)
+    fitting = [w for w in WIDTHS if 3 * ceil_div(c_y, w) * w <= 4 * least]
+    cached = devices.entry(thresholds.CACHED_WEIGHTS, device)
+    return next(
+        (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
+    )
+
+
+def channel_slices(row_bytes: int, device: Device) -> int:
+    """Return into how many slices the channels of wide rows are cut.
+
+    A column's weights of a slice then stay in cache while tiles of rows pass.
+    """
+    return ceil_div(row_bytes, devices.entry(thresholds.SLICE_BYTES, device))
+
+
+def tiles_together(weight_bytes: int, region: int, device: Device) -> int:
+    """Return how many tiles of rows pass a column of tiles before the next column.
+
+    One, if all weights stay in cache; else those of a region, so that the weights of a
+    column stay, and as much of the region's features as fits.
+    """
+    if weight_bytes <= devices.entry(thresholds.CACHED_WEIGHTS, device):
+        return 1
+    return region // TILE_ROWS
+
+
+def tile_dispatches(
+    rows: int, region: int, work: int, device: Device
+) -> tuple[list[tuple[int, int]], bool]:
+    """Return the (first, length) tiles of each dispatch, and whether rows are placed.
+
+    Whole regions have rows of the output in succession, which is written in place.
+
+    Args:
+        rows: to be written.
+        region: rows that are sorted together.
+        work: multiply-adds of all.
+        device: whose tiles.
+    """
+    limit, count = gpu_kernel.matrix_limit(device), ceil_div(rows, TILE_ROWS)
+    together = region // TILE_ROWS
+    if work * min(together, count) > limit * count:
+        return list(cuts(count, work, limit)), False
+    regions = cuts(ceil_div(count, together), work, limit)
+    return [
+        (f * together, min(n * together, count - f * together)) for f, n in regions
+    ], True
+
+
+def matrix_dtype(dtype: str, device: Device) -> str:
+    """Return the dtype of the matrices that features of a dtype are multiplied as."""
+    if dtype != "bfloat16":
+        return dtype
+    return devices.entry(thresholds.BFLOAT_MATRICES, device)
+
+
+# A product of simdgroup matrices, and one of TensorOps: rows, depth, columns.
+EIGHTS, TENSOR = (BLOCK_ROWS, 8, 8), (16, 16, 32)
+
+
+def sorted_multiply_adds(
+    plan: Plan, relation: Relation | None, *, product: tuple[int, int, int], region: int
+) -> int | None:
+    """Return the multiply-adds of tiles over rows sorted in regions.
+
+    ``product``: rows, depth and columns of a product of matrices.
+    """
+    if relation is None:
+        return None
+    over = relation.T if plan.problem.transposed else relation
+    return _blocks(plan, tile_table(over, region), product)
+
+
+def table_multiply_adds(plan: Plan, relation: Relation | None) -> int | None:
+    """Return the multiply-adds of tiles over rows in their own order."""
+    if relation is None:
+        return None
+    over = relation.T if plan.problem.transposed else relation
+    return _blocks(plan, over.out_in, EIGHTS)
+
+
+def _blocks(plan: Plan, table: mx.array, product: tuple[int, int, int]) -> int:
+    """Return the multiply-adds of blocks of rows with an edge of an offset."""
+    c_x, c_y = plan.problem.channels
+    blocks = mx.sum(used_by_blocks(table >= 0, product[0])).item()
+    return (
+        blocks * product[0] * rounded_up(c_x, product[1]) * rounded_up(c_y, product[2])
+    )
+
+
+def edge_multiply_adds(
+    plan: Plan, relation: Relation | None, *, product: tuple[int, int, int]
+) -> int | None:
+    """Return the multiply-adds of a weight gradient by tiles; ``product`` as above."""
+    if relation is None:
+        return None
+    p, depth, edges = plan.problem, product[1], relation.edges
+    ends = [p.n_out * split // plan.splits for split in range(1, plan.splits + 1)]
+    split = mx.searchsorted(mx.array(ends), edges[:, 1], "right").astype(mx.int32)
+    counts = mx.zeros((plan.splits * p.volume,), dtype=mx.int32)
+    counts = counts.at[split * p.volume + edges[:, 2]].add(1)
+    padded = depth * mx.sum((counts + (depth - 1)) // depth).item()
+    return padded * rounded_up(p.c_in, product[0]) * rounded_up(p.c_out, product[2])

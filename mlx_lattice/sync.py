@@ -1,0 +1,262 @@
+"""When the device computes: every wait of a relation, and the start of its views."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from functools import wraps
+from threading import RLock, get_ident
+from typing import TypeVar
+
+import mlx.core as mx
+
+from . import availability
+
+View = TypeVar("View")
+
+
+def _started_by_mlx(arrays: Sequence[mx.array]) -> None:
+    mx.async_eval(*arrays)
+
+
+def _as_they_are(arrays: Sequence[mx.array]) -> None:
+    """Leave arrays as MLX has them."""
+
+
+def _always() -> bool:
+    return True
+
+
+_unfollow = getattr(availability.extension, "unfollow", _as_they_are)
+# Has arrays computed, and waits for nothing.
+start_all: Callable[[Sequence[mx.array]], None] = getattr(
+    availability.extension, "start", _started_by_mlx
+)
+# Whether MLX follows this thread's operations: for gradients, vmap or a compilation.
+# MLX's Python does not say it; where the extension is not there, it may at any time.
+is_transforming: Callable[[], bool] = getattr(
+    availability.extension, "is_transforming", _always
+)
+_KNOWS = hasattr(availability.extension, "is_differentiating")
+# Whether a gradient may be asked for: on a GPU MLX says so, by how it plans attention;
+# on a CPU any transformation may.
+is_differentiating: Callable[[], bool] = (
+    availability.extension.is_differentiating if _KNOWS else _always
+)
+
+
+def is_known_to_differentiate() -> bool:
+    """Whether the extension is there and says that a gradient may be asked for."""
+    return _KNOWS and is_differentiating()
+
+
+class TracedError(ValueError):
+    """Values are read of what MLX traces, which has none.
+
+    Args:
+        coordinates: what is read, as "coordinates of shape (4, 4)"; "" of what else
+            rows are chosen by.
+    """
+
+    def __init__(self, coordinates: str = ""):
+        what = (
+            f"relations are built of the values of coordinates, and {coordinates} have "
+            "none here"
+            if coordinates
+            else "which rows there are depends on values (of points, masks, scores or "
+            "edges) that are not known here"
+        )
+        super().__init__(
+            f"{what}: mx.compile, ml.compile or mx.vmap traces them. Make the tensor "
+            "outside of the function, and give it features for its rows, as "
+            "x.replace(feats) takes them; ml.compile takes the tensor itself"
+        )
+        self.coordinates = coordinates
+
+
+def is_of_tracing(error: Exception) -> bool:
+    """Whether an error says that what MLX traces was read."""
+    if isinstance(error, TracedError):
+        return True
+    # MLX's "[eval] ..." and "[async_eval] ...", of no type of their own.
+    return isinstance(error, (ValueError, RuntimeError)) and "eval] " in str(error)
+
+
+@contextmanager
+def values(coordinates: str = "") -> Iterator[None]:
+    """Raise a ``TracedError`` where MLX traces what the block reads."""
+    try:
+        yield
+    except (ValueError, RuntimeError) as error:
+        if isinstance(error, TracedError) or not is_of_tracing(error):
+            raise
+        raise TracedError(coordinates) from error
+
+
+def read(*arrays: mx.array) -> list:
+    """Return arrays as lists of Python values. Waits for the device, once.
+
+    On CUDA arrays of up to 8 bytes are read where they are; a larger one is moved to
+    the CPU's memory first, which takes many times as long.
+    """
+    with values():
+        mx.eval(*arrays)
+    return [array.tolist() for array in arrays]
+
+
+def compute(arrays: Sequence[mx.array]) -> None:
+    """Compute arrays that are kept for calls to come, and wait for them.
+
+    What a vjp rule makes MLX takes for an array that it follows, for ever: in a graph
+    that ``mx.compile`` traces later nothing that is made of it could be started.
+    """
+    with values():
+        mx.eval(*arrays)
+        # The second time MLX drops what it waited by, which no other thread may do.
+        mx.eval(*arrays)
+    _unfollow(arrays)
+
+
+def complete(view: View) -> View:
+    """Compute a view that threads will share, wait for it, and return it.
+
+    A view that depends on what MLX traces is left as it is: one trace uses it.
+    """
+    arrays = arrays_in(view)
+    try:
+        compute(arrays)
+    except TracedError:
+        if len(arrays) > 1:
+            for array in arrays:
+                complete(array)
+    return view
+
+
+def start(view: object) -> None:
+    """Have the arrays of a view computed, and wait for nothing.
+
+    A graph that ``mx.compile`` traces takes in what is not computed yet, and would
+    compute it at every call. Within a vjp MLX keeps graphs, and nothing is started.
+    """
+    if arrays := arrays_in(view):
+        with suppress(ValueError):  # which MLX raises within a vjp
+            start_all(arrays)
+
+
+def arrays_in(view: object) -> list[mx.array]:
+    """Return the arrays of a view: itself, parts of a tuple, or its ``arrays``."""
+    if isinstance(view, mx.array):
+        return [view]
+    if not isinstance(view, (tuple, list)):
+        view = getattr(view, "arrays", ())
+    arrays = []
+    for part in view:
+        if type(part) is mx.array:
+            arrays.append(part)
+        elif type(part) not in (int, bool):
+            arrays += arrays_in(part)
+    return arrays
+
+
+class Building:
+    """A block in which one thread builds views, and other builders wait.
+
+    Views that the outermost block built are computed together when it ends, and are
+    visible to other threads after that. Until then the building thread alone sees them.
+    """
+
+    def __init__(self):
+        self._lock, self._depth, self._thread = RLock(), 0, 0
+        self.open: list[SharedViews] = []
+
+    @property
+    def is_here(self) -> bool:
+        """Whether this thread is inside the block."""
+        return self._thread == get_ident()
+
+    def __enter__(self):
+        self._lock.acquire()
+        self._depth += 1
+        if self._depth == 1:
+            self._thread = get_ident()
+
+    def __exit__(self, error: type | None, *_: object) -> None:
+        try:
+            if self._depth == 1 and self.open:
+                self._finish(error is None)
+        finally:
+            self._depth -= 1
+            if not self._depth:
+                self._thread = 0
+            self._lock.release()
+
+    def _finish(self, is_built: bool) -> None:
+        """Publish the views of the block; after an error forget them."""
+        begun, self.open = self.open, []
+        is_complete = False
+        try:
+            if is_built:
+                complete([list(views.unpublished.values()) for views in begun])
+            is_complete = is_built
+        finally:
+            for views in begun:
+                if is_complete:
+                    views.update(views.unpublished)
+                views.unpublished.clear()
+
+
+# One lock for all: views of several managers can be built in one block.
+building = Building()
+
+
+def built_by_one(function: Callable) -> Callable:
+    """Wrap a function that builds what threads share: one thread at a time calls it."""
+
+    @wraps(function)
+    def build(*args, **kwargs):
+        with building:
+            return function(*args, **kwargs)
+
+    return build
+
+
+class SharedViews(dict):
+    """Computed views by name. ``find`` also returns those that this thread builds."""
+
+    def __init__(self):
+        super().__init__()
+        self.unpublished: dict[Hashable, object] = {}
+
+    def find(self, name: Hashable):
+        """Return a view, or None."""
+        if self.unpublished and building.is_here and name in self.unpublished:
+            return self.unpublished[name]
+        return self.get(name)
+
+    def build(self, name: Hashable, make: Callable):
+        """Return a view, which ``make()`` builds unless another thread has."""
+        with building:
+            view = self.find(name)
+            if view is None:
+                view = make()
+                self._add(name, view)
+            return view
+
+    def add(self, name: Hashable, view: object) -> None:
+        """Add a view; other threads see it when it is computed."""
+        with building:
+            self._add(name, view)
+
+    def _add(self, name: Hashable, view: object) -> None:
+        self.unpublished[name] = view
+        building.open.append(self)
+
+    def drop(self, name: Hashable) -> None:
+        """Remove a view."""
+        with building:
+            self.unpublished.pop(name, None)
+            self.pop(name, None)
+
+    def everything(self) -> list[tuple]:
+        """Return (name, view) of all views; the caller is inside ``building``."""
+        return list({**self, **self.unpublished}.items())
