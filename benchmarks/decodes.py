@@ -91,7 +91,7 @@ def stages():
 def done_over_useful(chip, finest, c_in, c_out):
     """What tiles execute over what is useful, counted over the sample's relation."""
     relation = sample()[0][0 if finest else 1]
-    facts = c_in, c_out, ml.dtypes.DTYPES[DTYPE]
+    facts = c_in, c_out, ml.checks.DTYPES[DTYPE]
     problem = ml.Problem.of("forward", relation, *facts, layout="mlx")
     device = devices.profile(chip)
     choice = ml.select(problem, device=device)

@@ -49,7 +49,7 @@ def problems(built):
                     facts += [{"bits": bits, "group_size": 32} for bits in (4, 8)]
                     facts += [{"bits": 8, "integer": IntegerFacts()}]
                 for each in facts:
-                    both = channels, channels, ml.dtypes.DTYPES[dtype]
+                    both = channels, channels, ml.checks.DTYPES[dtype]
                     layout = {} if each.get("bits") else {"layout": "mlx"}
                     yield ml.Problem.of(pass_, built, *both, **layout, **each)
 
@@ -89,7 +89,7 @@ def height_of(rows):
 
 def arrays(plan, built):
     """The relation of a plan's pass, and what it multiplies."""
-    p, dtype = plan.problem, ml.dtypes.DTYPES[plan.problem.dtype]
+    p, dtype = plan.problem, ml.checks.DTYPES[plan.problem.dtype]
     x = mx.ones((p.n_in, p.c_in), dtype=dtype)
     dy = mx.ones((p.n_out, p.c_out), dtype=dtype)
     if p.pass_ == WEIGHT_GRAD:

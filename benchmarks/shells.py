@@ -43,7 +43,7 @@ def relation(resolution):
 def predicted(shell, chip):
     """The Cost of a shell's forward pass on a chip, its Prediction, its map's ms."""
     device = devices.profile(chip)
-    facts = shell.channels, shell.channels, ml.dtypes.DTYPES["float16"]
+    facts = shell.channels, shell.channels, ml.checks.DTYPES["float16"]
     # Tiles are those of the CPU's geometry; CUDA's order of rows is another.
     with mx.stream(mx.cpu):
         built = relation(shell.resolution)

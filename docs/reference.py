@@ -54,8 +54,10 @@ def planned_on(route: routes.Route, mlx: bool) -> tuple[str, ...]:
     """
     found = []
     for backend in BACKENDS:
-        kinds = {p: route.kinds(backend, p) for p in route.passes}
-        able = [p for p, k in kinds.items() if (MLX if mlx else backend) in k]
+        if mlx and backend not in route.mlx_on:
+            continue
+        kind = MLX if mlx else backend
+        able = [p for p in route.passes if route.planner(kind, p)]
         if able:
             some = len(able) < len(route.passes)
             found.append(f"{backend} ({', '.join(able)})" if some else backend)

@@ -19,7 +19,7 @@ import numpy as np
 from mlx.utils import tree_map
 
 from mlx_lattice import nn
-from mlx_lattice.commands import demo as demo
+from mlx_lattice.commands import demo
 
 
 def share(indices: np.ndarray, rank: int, size: int) -> np.ndarray:

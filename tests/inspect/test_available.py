@@ -72,7 +72,7 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
     def folder(of):
         raise FileNotFoundError(f"the {of} kernel sources are not here")
 
-    monkeypatch.setattr(availability, "folder", folder)
+    monkeypatch.setattr(availability, "source_folder", folder)
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
     module = getattr(mx, backend)
     monkeypatch.setattr(module, "is_available", lambda: True)

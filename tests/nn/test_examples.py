@@ -72,7 +72,8 @@ import mlx.core as mx
 import numpy as np
 from mlx.utils import tree_flatten
 import train_distributed as example
-from mlx_lattice import demo, nn
+from mlx_lattice import nn
+from mlx_lattice.commands import demo
 
 group = mx.distributed.init()
 # Each process draws other parameters: the first one's must win.
