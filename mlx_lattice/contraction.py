@@ -75,12 +75,12 @@ def conv(
         TypeError: dtypes differ or are not floating.
         ValueError: shapes do not fit the relation or the groups.
     """
-    expect_relation(relation)
+    if type(relation) is not Relation:
+        expect_relation(relation)
     if type(groups) is not int:
         check_groups(groups)  # before it is part of a key
-    key, checked = None, None
+    key, checked, packed = None, None, isinstance(w, QuantizedWeight)
     if type(x) is mx.array:
-        packed = isinstance(w, QuantizedWeight)
         key = (
             x.shape,
             x.dtype,
@@ -98,7 +98,7 @@ def conv(
         checked = _checked(x, w, relation, groups, bias, epilogue)
         relation.plans[key] = checked
     request, flat, cast = checked
-    if isinstance(w, QuantizedWeight):
+    if packed:
         weights = constant(*w.arrays)
     else:
         weights = (w if flat is None else w.reshape(flat),)

@@ -76,14 +76,14 @@ class EpilogueFacts:
 
     def named(self, arrays: Sequence[mx.array]) -> list[mx.array | None]:
         """Return all ``ARRAYS``, None for each that is missing."""
-        return [arrays[i] if i < len(arrays) else None for i in self._places]
+        given = *arrays, None
+        return [given[place] for place in self._places]
 
     @cached_property
     def _places(self) -> tuple[int, ...]:
-        """Where each of ``ARRAYS`` stands among those that there are, or beyond."""
+        """Where each of ``ARRAYS`` stands among those that there are; -1: it is not."""
         return tuple(
-            self.there.index(name) if name in self.there else len(ARRAYS)
-            for name in ARRAYS
+            self.there.index(name) if name in self.there else -1 for name in ARRAYS
         )
 
     @property

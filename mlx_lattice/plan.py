@@ -214,10 +214,10 @@ class Plan:
         after = self.problem.epilogue
         if after is None:
             return call(x, w, *added)
-        given = after.named(added)
-        if self.then is None:
-            return call(x, w, *given)
-        return self.then(call(x, w), after, *given)
+        if self.then is not None:
+            return self.then(call(x, w), after, *after.named(added))
+        # GPU kernels take the arrays that there are, others None for each missing one.
+        return call(x, w, *(added if self.gpu else after.named(added)))
 
     @property
     def layout(self) -> str:

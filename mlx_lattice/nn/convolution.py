@@ -163,7 +163,7 @@ class Convolution(Family, Packable, Module):
         self, find: Callable[..., Relation], x, after, coordinates=None, *options,
         run=contracted, **kernel,
     ):  # fmt: skip
-        with launch.scope(self) if launch.observed() else nullcontext():
+        with launch.scope(self) if launch.observed() else _NO_SCOPE:
             size, dilation = self.kernel_size, self.dilation
             question, relation = None, None
             onto = 0 if coordinates is None else _serial(x, coordinates)
@@ -187,6 +187,9 @@ class Convolution(Family, Packable, Module):
                 y = convolved(self, x, w, relation, after)
                 return y if run is contracted else iter([(0, y.feats)])
             return run(x, w, relation, self.get("bias"), self.groups, after)
+
+
+_NO_SCOPE = nullcontext()
 
 
 def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:

@@ -7,6 +7,7 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import is_
 
 import mlx.core as mx
 import mlx.nn
@@ -74,8 +75,8 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
     def __setitem__(self, name: str, value: object) -> None:
         # Training makes them float32: kernels compiled for another dtype would be of
         # no use after the first step.
-        of_float32 = getattr(value, "dtype", mx.float32) == mx.float32
-        if name in self.never_trained and not of_float32:
+        is_statistic = name in self.never_trained
+        if is_statistic and getattr(value, "dtype", mx.float32) != mx.float32:
             value = value.astype(mx.float32)
         super().__setitem__(name, value)
 
@@ -145,14 +146,14 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         None if its arrays have other dtypes than float32 and ``dtype``. The layer keeps
         the last epilogue, since convolutions look up launches by its ``key``.
         """
-        own = tuple([self.get(name) for name in _LINES])
+        own = (*map(self.get, _LINES),)
         facts = self.eps, dtype, activation
         known = getattr(self, "_epilogue", None)
         if known is None:
             known = ModuleCache()
             object.__setattr__(self, "_epilogue", known)  # not a parameter
         arrays, last, made = known.get("last", ((None,) * 4, None, None))
-        if last == facts and all([a is b for a, b in zip(arrays, own, strict=True)]):
+        if last == facts and all(map(is_, arrays, own)):
             return made
         self._expect_lines(*own)
         made, (mean, var, scale, shift) = None, own

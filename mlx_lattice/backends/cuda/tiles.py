@@ -291,17 +291,16 @@ def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
 
 def sorted_tile(p: Problem, device: Device, packed: bool = False) -> Tile:
     """Return the tile over sorted rows; ``packed``: whether it unpacks its weights."""
-    few, shape = few_edges(p), None
+    few, shape, channels = few_edges(p), None, whole_channels(p)
     # Low tiles would unpack their weights more often.
     if not packed and (multiplies_one(p, device) or has_wgmma(p, device)):
-        elements = p.rows_written * whole_channels(p)[1]
-        shape = small_tile(_small_tiles(p, few), elements)
-    return _shaped_tile(p, device, packed, few, shape)
+        elements = p.rows_written * channels[1]
+        shape = small_tile(_small_tiles(p, few, *channels), elements)
+    return _shaped_tile(p, device, channels, packed, few, shape)
 
 
-def _small_tiles(p: Problem, few: bool) -> tuple:
+def _small_tiles(p: Problem, few: bool, c_x: int, c_y: int) -> tuple:
     """Return pairs of SMALL_TILES; ``few``: whether rows have few edges."""
-    c_x, c_y = whole_channels(p)
     if p.dtype == "float32":
         by_width = tables.TF32_SMALL_TILES
         return by_width[tile_width(c_y, by_width)]
@@ -337,10 +336,15 @@ def _of_width(by_width: dict[int, tuple], channels: int) -> tuple:
 
 
 def _shaped_tile(
-    p: Problem, device: Device, packed: bool, few: bool, shape: tables.Shape | None
+    p: Problem,
+    device: Device,
+    channels: tuple[int, int],
+    packed: bool,
+    few: bool,
+    shape: tables.Shape | None,
 ) -> Tile:
     """Return the tile over sorted rows; ``shape`` is that of few rows, or None."""
-    (c_x, c_y), prepared = whole_channels(p), prepares(p, device)
+    (c_x, c_y), prepared = channels, prepares(p, device)
     side = "few" if few else "many"
     if multiplies_one(p, device) and (prepared or p.rows_are_summed):
         by_width = tables.TF32_WHOLE_TILES[side]
