@@ -74,6 +74,7 @@ docs: $(VENV)/.installed
 lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python .ci/budget.py
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
