@@ -121,20 +121,27 @@ def column_sums(x: mx.array, like: mx.array) -> mx.array:
     One launch or two on CUDA, one pass on the CPU, by all threads. Float32 inside. The
     gradient of a bias is one.
     """
-    if like.dtype not in FLOATS or not sums_columns(x):
+    kernels = _summing(x)
+    if like.dtype not in FLOATS or kernels is None:
         return x.sum(axis=0).astype(like.dtype)
-    kernels = registry.column_sums() or registry.norms()
     return _ColumnSums(kernels, like.dtype)(x)
 
 
 def sums_columns(x: mx.array) -> bool:
     """Whether kernels sum the columns of an array: not on Metal, nor of few rows."""
-    if x.ndim != 2 or x.shape[0] < gpu_norms.SUMMED_ROWS:
-        return False
+    return _summing(x) is not None
+
+
+def _summing(x: mx.array) -> Norms | CudaColumnSums | None:
+    """Return the kernels that sum the columns of an array, if any do."""
+    if x.ndim != 2 or x.shape[0] < gpu_norms.COLUMN_SUM_ROWS:
+        return None
     if not x.size or x.dtype not in FLOATS:
-        return False
-    on_metal = devices.current().backend == devices.METAL
-    return not on_metal and registry.norms() is not None
+        return None
+    backend = registry.serving()
+    if backend == devices.METAL:
+        return None
+    return registry.COLUMN_SUMS.get(backend) or registry.NORMS.get(backend)
 
 
 def _spread(there: tuple[bool, bool], arrays: Sequence[mx.array]):

@@ -100,11 +100,6 @@ def updates() -> GpuUpdates | None:
     return UPDATES.get(serving())
 
 
-def column_sums() -> CudaColumnSums | None:
-    """Return what sums columns alone on the device of now, if any does."""
-    return COLUMN_SUMS.get(serving())
-
-
 def joins() -> GpuJoins | None:
     """Return what joins channels on the device that MLX runs on now, if any does."""
     return JOINS.get(serving())

@@ -33,7 +33,7 @@ STEP = "step", "0"
 
 # Rows from which kernels of this library sum columns, instead of MLX; and rows up to
 # which CUDA sums them in one launch, timed on an H200.
-SUMMED_ROWS, ONE_LAUNCH_SUMS = 256, 2048
+COLUMN_SUM_ROWS, ONE_LAUNCH_SUMS = 256, 2048
 # Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way, in
 # which a block has all rows. Timed on an H200; not on Metal.
 ONE_LAUNCH_NORM = {METAL: 2048, CUDA: 4096}
