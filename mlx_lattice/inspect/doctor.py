@@ -168,9 +168,15 @@ def build_relation(coords: mx.array, kind: str) -> Relation:
 
 def operands(problem: Problem, relation: Relation) -> tuple:
     """Return a plan's arguments: the relation of the pass, then its arrays."""
-    p, dtype = problem, DTYPES[problem.dtype]
+    of_pass = relation.T if problem.pass_ == INPUT_GRAD else relation
+    return of_pass, *_arrays(problem)
+
+
+def _arrays(p: Problem) -> Sequence:
+    """Return features, or their gradients, and weights or gradients of the outputs."""
+    dtype = DTYPES[p.dtype]
     if p.integer:
-        return relation, *proof.integer_arrays(p)
+        return proof.integer_arrays(p)
 
     def normal(*shape: int) -> mx.array:
         key = mx.random.key(len(shape))
@@ -178,16 +184,17 @@ def operands(problem: Problem, relation: Relation) -> tuple:
 
     c_in = p.c_in // p.groups
     if p.pass_ == WEIGHT_GRAD:
-        return relation, normal(p.n_in, p.c_in), normal(1, p.n_out, p.c_out)[0]
+        return normal(p.n_in, p.c_in), normal(1, p.n_out, p.c_out)[0]
     if p.layout == "mlx":
         w = normal(p.c_out, p.volume, c_in)
     else:
         w = normal(p.volume, c_in, p.c_out)
     if p.bits:
         w = quantize_weight(w, bits=p.bits, group_size=p.group_size)
+    rows, channels = p.n_in, p.c_in
     if p.pass_ == INPUT_GRAD:
-        return relation.T, normal(p.n_out, p.c_out), w
-    return relation, normal(p.n_in, p.c_in), w
+        rows, channels = p.n_out, p.c_out
+    return normal(rows, channels), w
 
 
 # What is proved.
@@ -274,7 +281,11 @@ def _small_relation(kind: str, portable: bool = False) -> Relation:
 def _small_operands(problem: Problem, portable: bool = False) -> tuple:
     kind = "edges" if problem.kind == "general" else "surface"
     kind = "pointwise" if problem.pointwise else kind
-    return operands(problem, _small_relation(kind, portable))
+    relation = _small_relation(kind, portable)
+    # On the CPU: devices round random numbers and the scales of packed weights
+    # differently, and the reference needs the same operands as the kernel.
+    with mx.stream(mx.cpu):
+        return operands(problem, relation)
 
 
 @lru_cache(maxsize=64)
