@@ -15,9 +15,6 @@ from functools import partial
 from pathlib import Path
 from unittest.mock import patch
 
-from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.backends.gpu import norms as gpu_norms
-
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # a launch is a launch
 # Sources are seen where MLX compiles them.
@@ -49,13 +46,11 @@ from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
 import mlx_lattice as ml  # noqa: E402
-from mlx_lattice import (  # noqa: E402
-    devices,
-    ops,
-    registry,  # noqa: E402
-)
+from mlx_lattice import devices, ops, registry  # noqa: E402
+from mlx_lattice.backends.cuda import thresholds as cuda_thresholds  # noqa: E402
 from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables  # noqa: E402
 from mlx_lattice.backends.gpu import kernel as gpu_kernel  # noqa: E402
+from mlx_lattice.backends.gpu import norms as gpu_norms  # noqa: E402
 from mlx_lattice.backends.gpu.optimizers import SGD  # noqa: E402
 from mlx_lattice.checks import DTYPES  # noqa: E402
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, Problem  # noqa: E402
