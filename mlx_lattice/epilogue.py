@@ -23,8 +23,15 @@ CHANNELS = "shift", "scale", *STATISTICS
 ARRAYS = *CHANNELS, "residual"
 
 
-@dataclass(frozen=True)
-class EpilogueFacts:
+class _Facts(NamedTuple):  # hashed at every launch, faster than a dataclass
+    there: tuple[str, ...] = ()
+    activation: str = ""
+    norm: str = ""
+    eps: float = 0.0
+    dtype: str = "float32"
+
+
+class EpilogueFacts(_Facts):
     """What an epilogue has, without its arrays: what a plan may depend on.
 
     Attributes:
@@ -34,12 +41,6 @@ class EpilogueFacts:
         eps: what is added to the variance.
         dtype: of scale and shift; mean and var are float32.
     """
-
-    there: tuple[str, ...] = ()
-    activation: str = ""
-    norm: str = ""
-    eps: float = 0.0
-    dtype: str = "float32"
 
     @cached_property
     def act(self) -> Activation:

@@ -196,7 +196,7 @@ class Building:
         is_complete = False
         try:
             if is_built:
-                complete([list(views.unpublished.values()) for views in begun])
+                complete([v for views in begun for v in views.unpublished.values()])
             is_complete = is_built
         finally:
             for views in begun:
@@ -248,8 +248,9 @@ class SharedViews(dict):
             self._add(name, view)
 
     def _add(self, name: Hashable, view: object) -> None:
+        if not self.unpublished:
+            building.open.append(self)
         self.unpublished[name] = view
-        building.open.append(self)
 
     def drop(self, name: Hashable) -> None:
         """Remove a view."""

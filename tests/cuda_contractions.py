@@ -105,7 +105,7 @@ def every_epilogue(relation, c_in, c_out, groups, dtype, bits=None, size=None):
             if "residual" in of:
                 of["residual"] = mx.zeros((relation.n_out, c_out), dtype=x.dtype)
             for activation, eps in (("relu", 1e-5), ("gelu", 1e-5), ("relu", 1e-3)):
-                facts = replace(facts, activation=activation, eps=eps)
+                facts = facts._replace(activation=activation, eps=eps)
                 plan = plan_of(name, "forward", relation, x, w, groups, epilogue=facts)
                 assert plan.epilogue and plan.then is None
                 plan(relation, x, w, *of.values())
