@@ -217,7 +217,7 @@ def source_folder(backend: str) -> Path:
     Raises:
         FileNotFoundError: neither has them.
     """
-    package = Path(__file__).resolve().parent.parent
+    package = Path(__file__).resolve().parent
     places = package / backend, package.parent / backend
     for place in places:
         if (place / _SIGN[backend]).is_file():

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import availability, cli, devices, settings
+from mlx_lattice import availability, cli, commands, devices, settings
 from mlx_lattice.problem import PASSES
 
 EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
@@ -165,7 +165,7 @@ def fake_demo(monkeypatch):
     demo.run = lambda **options: calls.append(("run", options))
     demo.run_points = lambda path, **options: calls.append((path, options))
     monkeypatch.setitem(sys.modules, "mlx_lattice.commands.demo", demo)
-    monkeypatch.setattr(ml, "demo", demo, raising=False)
+    monkeypatch.setattr(commands, "demo", demo, raising=False)
     return calls
 
 
@@ -184,7 +184,7 @@ def test_demo_calls_the_demo(capsys, monkeypatch):
 
 
 def test_demo_names_the_extra_that_is_missing(capsys, monkeypatch):
-    monkeypatch.delattr(ml, "demo", raising=False)
+    monkeypatch.delattr(commands, "demo", raising=False)
     monkeypatch.setitem(sys.modules, "mlx_lattice.commands.demo", None)
     code, _, err = command("demo", capsys)
     assert code == 2 and 'folder: pip install ".[demo]"' in err
@@ -242,12 +242,12 @@ def test_backend_info_says_what_is_here():
 
 
 def test_an_absent_extension_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(availability, "absence", "it is not installed")
-    monkeypatch.setattr(availability, "repair", availability._rebuild())
+    monkeypatch.setattr(availability, "extension_absence", "it is not installed")
+    monkeypatch.setattr(availability, "extension_repair", availability._rebuild())
     there, text = ml.backend_info().backends["cpu"]
     assert not there
     assert text.startswith("it is not installed; ") and "pip install" in text
-    monkeypatch.setattr(availability, "absence", None)
+    monkeypatch.setattr(availability, "extension_absence", None)
     assert ml.backend_info().backends["cpu"][0]
 
 

@@ -19,7 +19,7 @@ from mlx_lattice import ops
 from mlx_lattice.routes import needs
 
 ROOT = Path(__file__).parents[2]
-native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.absence}")
+native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.extension_absence}")
 
 
 def run(code: str, **environment) -> str:
@@ -95,8 +95,8 @@ def test_without_the_extension_one_warning_and_the_same_values(monkeypatch):
     expected = small_conv()
     mx.eval(expected)
     monkeypatch.setattr(cpu, "extension", None)
-    monkeypatch.setattr(cpu, "absence", "it is not installed")
-    monkeypatch.setattr(cpu, "repair", "do this")
+    monkeypatch.setattr(cpu, "extension_absence", "it is not installed")
+    monkeypatch.setattr(cpu, "extension_repair", "do this")
     monkeypatch.setattr(cpu, "_warned", False)
     device = mx.default_device()
     mx.set_default_device(mx.cpu)
