@@ -128,7 +128,7 @@ def test_as_tiles_write(emulator, case, width, beside):
     kernel = GpuKernel(
         CUDA,
         "stored",
-        (*cuda_contraction.FILES["wide"][:-1], "../tests/cuda_host/stored.cuh"),
+        (*cuda_contraction.INT8_FILES["wide"][:-1], "../tests/cuda_host/stored.cuh"),
         STORED,
         (
             ("T", mx.int8),
