@@ -170,7 +170,8 @@ def disk(tmp_path_factory):
     if not mounted:
         pytest.skip("mounting a small tmpfs needs Linux and root")
     yield place
-    subprocess.run(["umount", str(place)], check=True)
+    # Lazily: another process that lists mounts makes it busy for a moment.
+    subprocess.run(["umount", "--lazy", str(place)], check=True)
 
 
 @pytest.mark.parametrize("writer", WRITERS.values(), ids=WRITERS)

@@ -2,8 +2,8 @@
 
     compute-sanitizer --tool memcheck python tests/sanitize/cuda_kernels.py [PART ...]
 
-It fails too where a sum is wrong and, unless parts are named (see ``PARTS``), where a
-source in ``cuda/`` was not run.
+It fails too if a sum is wrong and, unless parts are named (see ``PARTS``), if a source
+in ``cuda/`` was not run.
 """
 
 import argparse
@@ -17,8 +17,9 @@ from unittest.mock import patch
 
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 os.environ.setdefault("MLX_USE_CUDA_GRAPHS", "0")  # a launch is a launch
-# Sources are seen where MLX compiles them.
-os.environ["MLX_LATTICE_CUDA_CACHE"] = "0"
+# Sources are seen where MLX compiles them, a second or more each in every process. Set
+# to 1 with named parts, kernels that are cached on disk are not compiled again.
+os.environ.setdefault("MLX_LATTICE_CUDA_CACHE", "0")
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
