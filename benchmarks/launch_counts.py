@@ -25,8 +25,8 @@ from mlx_lattice import sync
 from mlx_lattice.backends.gpu.reductions import GpuReductions
 from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import keys, output_rows
-from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry import lattice
+from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.problem import INPUT_GRAD, PASSES, WEIGHT_GRAD
 
@@ -129,8 +129,8 @@ def searched(coords, out, offsets, stride, **how):
 
 def made(coords, rule, offsets, stride):
     """The rows that a rule makes, launched."""
-    box = output_rows.box_of(rule, keys.bounds_of(coords), offsets, stride)
-    return lambda: MetalGeometry().made_rows(rule, coords, offsets, stride, box, False)
+    box = lattice.box_of(rule, lattice.bounds_of(coords), offsets, stride)
+    return lambda: MetalGeometry().made_rows(rule, coords, offsets, stride, box)
 
 
 def levels(coords, strides):
@@ -139,7 +139,7 @@ def levels(coords, strides):
     def make():
         started = MetalGeometry().start_levels(BoxedRows(coords, None), strides, None)
         boxes = [
-            output_rows.box_of(Rule.CELL, keys.bounds_of(coords), [(0, 0, 0)], stride)
+            lattice.box_of(Rule.CELL, lattice.bounds_of(coords), [(0, 0, 0)], stride)
             for stride in strides
         ]
         return started.rows(sync.read(*started.counts), boxes)

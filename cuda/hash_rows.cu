@@ -100,23 +100,17 @@ __device__ __forceinline__ void give_places(const RowTable<COLUMNS>& table, int*
 
 // Puts every row into table, all -1 before: slots_for(n) slots, then the shared words.
 // order (slots + n): written where rows are not in order, see RowTable.
-// scratch (scratch_words) becomes 0: the scratch of the set's first relation, if any.
 // repeat (2): the least row that equals an earlier one, or -1; whether rows ascend.
 // ranges[c] (2): the least and the greatest value of column c.
 template <int COLUMNS>
 __device__ __forceinline__ void hash_rows(const int* coords, int* table,
                                           HashRowsSizes sizes, int* repeat,
-                                          int* const (&ranges)[COLUMNS], int* order,
-                                          unsigned* scratch) {
-  const int n = sizes.rows, words = sizes.scratch_words;
+                                          int* const (&ranges)[COLUMNS], int* order) {
+  const int n = sizes.rows, block = (int)blockIdx.x, blocks = (int)gridDim.x;
   const RowTable<COLUMNS> rows(coords, table, order, n);
   unsigned* shared_words =
       reinterpret_cast<unsigned*>(const_cast<int*>(rows.words()));
   int* bounds = reinterpret_cast<int*>(shared_words) + BOUNDS;
-  const int threads = sizes.blocks * blockDim.x;
-  for (int i = sizes.block * blockDim.x + threadIdx.x; i < words; i += threads) {
-    scratch[i] = 0;
-  }
   int low[COLUMNS], high[COLUMNS];
 #pragma unroll
   for (int c = 0; c < COLUMNS; ++c) low[c] = 0x7fffffff, high[c] = -0x7fffffff - 1;
@@ -176,15 +170,15 @@ __device__ __forceinline__ void hash_rows(const int* coords, int* table,
   };
   join();
   if (threadIdx.x < COLUMNS) {
-    bounds[2 * (sizes.block * COLUMNS + threadIdx.x)] = low_of[threadIdx.x];
-    bounds[2 * (sizes.block * COLUMNS + threadIdx.x) + 1] = high_of[threadIdx.x];
+    bounds[2 * (block * COLUMNS + threadIdx.x)] = low_of[threadIdx.x];
+    bounds[2 * (block * COLUMNS + threadIdx.x) + 1] = high_of[threadIdx.x];
   }
-  if (!is_last_block(shared_words + ARRIVALS, ~0u, sizes.blocks)) return;
-  for (int block = threadIdx.x; block < sizes.blocks; block += blockDim.x) {
+  if (!is_last_block(shared_words + ARRIVALS, ~0u, blocks)) return;
+  for (int other = threadIdx.x; other < blocks; other += blockDim.x) {
 #pragma unroll
     for (int c = 0; c < COLUMNS; ++c) {
       const int2 found =
-          __ldcg(reinterpret_cast<const int2*>(bounds) + block * COLUMNS + c);
+          __ldcg(reinterpret_cast<const int2*>(bounds) + other * COLUMNS + c);
       low[c] = min(low[c], found.x), high[c] = max(high[c], found.y);
     }
   }

@@ -51,29 +51,15 @@ __device__ __forceinline__ void sort_table(int (*slab)[SLAB + 1], long long at,
   }
 }
 
-// The same with 128 threads a block.
-__device__ __forceinline__ void sort_table(const int* table, const int* rows,
-                                           SortTableSizes sizes, int* sorted,
-                                           unsigned* masks) {
-  __shared__ int slabs[4][32][SLAB + 1];
-  sort_table(slabs[threadIdx.x / 32], grid_thread(), table, rows, sorted, masks,
-             sizes.rows, sizes.pitch, sizes.volume);
-}
-
 // Of rows that each feed themselves alone: rows (n) and sorted (1, pitch), -1 past the n
-// rows, are 0, 1, ...; masks as above. The part of one of them, below pitch.
-__device__ __forceinline__ void feed_itself(int at, int n, int* rows, int* sorted,
-                                            unsigned* masks) {
-  if (at < n) rows[at] = at;
-  sorted[at] = at < n ? at : -1;
-  if (at % 32 == 0) masks[at / 32] = at < n;
-}
-
+// rows, are 0, 1, ...; masks as above.
 __device__ __forceinline__ void identity_tiles(IdentityTilesSizes sizes, int* rows,
                                                int* sorted, unsigned* masks) {
   const int n = sizes.rows, pitch = pitch_of(n), step = (int)grid_threads();
   for (int at = (int)grid_thread(); at < pitch; at += step) {
-    feed_itself(at, n, rows, sorted, masks);
+    if (at < n) rows[at] = at;
+    sorted[at] = at < n ? at : -1;
+    if (at % 32 == 0) masks[at / 32] = at < n;
   }
 }
 

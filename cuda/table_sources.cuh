@@ -8,8 +8,8 @@ constexpr int PART_OFFSETS = 64;  // offsets of one mask
 constexpr int GROUP = 3;          // offsets that a thread looks up together
 
 // FORWARD: in = out * stride + offset. TRANSPOSED: out = in * stride + offset. UNIT: in =
-// out + offset, either of them on stride 1. ITSELF: in = out, row by row, not looked up.
-enum Stride { FORWARD, TRANSPOSED, UNIT, ITSELF };
+// out + offset, either of them on stride 1.
+enum Stride { FORWARD, TRANSPOSED, UNIT };
 
 // What Python has worked out of a rule: words of this header, then the first group of
 // each part of offsets and the number of groups; groups of twelve words: first offset,

@@ -30,17 +30,15 @@ METAL_FUNC void to_hilbert(thread uint (&x)[AXES], int bits) {
   for (int a = 0; a < AXES; ++a) x[a] ^= flip;
 }
 
-// One thread a row from sizes.first on. frame: the least batch index, what cells of each
+// One thread a row. frame: the least batch index, what cells of each
 // axis are counted from, the bits of an axis, and those of a row number below the key.
 template <int W, bool HILBERT, bool SWAPPED>
 METAL_FUNC void curve_keys(
     const device int* coords,
     const device int* frame,
-    CurveKeysSizes sizes,
     device int64_t* keys,
     uint at) {
-  const size_t row = size_t(sizes.first) + at;
-  const device int* own = coords + row * W;
+  const device int* own = coords + size_t(at) * W;
   const int bits = frame[W], row_bits = frame[W + 1];
   uint x[W - 1];
   for (int a = 0; a < W - 1; ++a) {
@@ -51,5 +49,5 @@ METAL_FUNC void curve_keys(
   int64_t key = int64_t(uint(own[0]) - uint(frame[0]));
   for (int bit = bits - 1; bit >= 0; --bit)
     for (int a = 0; a < W - 1; ++a) key = (key << 1) | int64_t((x[a] >> bit) & 1);
-  keys[at] = row_bits > 0 ? (key << row_bits) | int64_t(row) : key;
+  keys[at] = row_bits > 0 ? (key << row_bits) | int64_t(at) : key;
 }

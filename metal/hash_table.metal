@@ -326,8 +326,7 @@ METAL_FUNC void neighbour_table(
 
 // The table of a point-symmetric kernel over its own rows, by half of the look-ups: the
 // edge (i, o, k) gives (o, i, K - 1 - k). One thread an (offset below K / 2, row); the
-// table starts as -1, and no entry is written twice. Of fewer offsets it gives those
-// columns of the table and, behind them, their mirror images. sizes.volume: columns.
+// table starts as -1, and no entry is written twice.
 template <int W>
 METAL_FUNC void submanifold_table(
     const device int* slots,

@@ -5,11 +5,11 @@
 //
 // The threads of a simdgroup read neighbouring offsets of one row, or of several rows as
 // one array, so every table byte is read once, in order. Four rows have as many blocks of
-// 16 bytes as a row has offsets: transposing and counting read a block a thread. Traffic per entry: 4 bytes read; 4
-// scattered to transpose, 8 read and 12 written an edge to list; to order, a bit written
-// and after the sort 4 bytes read and 4 written. No atomics: every place
-// follows from counts, so views are the same bits whatever the order of threads. Wins
-// over sorting edges from the first row on.
+// 16 bytes as a row has offsets: transposing and counting read a block a thread.
+// Traffic per entry: 4 bytes read; 4 scattered to transpose, 8 read and 12 written an edge
+// to list; to order, a bit written and after the sort 4 bytes read and 4 written. No
+// atomics: every place follows from counts, so views are the same bits whatever the order
+// of threads. Wins over sorting edges from the first row on.
 
 #include <metal_stdlib>
 using namespace metal;
@@ -46,22 +46,13 @@ METAL_FUNC bool blocks_are_wide(const device int* table) {
   return ((const device char*)table - none) % 16 == 0;
 }
 
-// `transposed` starts as -1. WHOLE: one thread a block of four rows; else an (offset,
-// output row), for some of the offsets: `transposed` is of those. sizes.first: the first
-// of the offsets, sizes.columns: how many.
-template <bool WHOLE>
+// One thread a block of four rows; `transposed` starts as -1.
 METAL_FUNC void transpose_table(
     const device int* table,
     TransposeTableSizes sizes,
     device int* transposed,
     uint2 at) {
-  const int volume = sizes.volume;
-  if (!WHOLE) {
-    const int i = table[size_t(at.y) * volume + sizes.first + at.x];
-    if (i >= 0) transposed[size_t(i) * sizes.columns + at.x] = int(at.y);
-    return;
-  }
-  const int first = 4 * int(at.y), block = 4 * int(at.x);
+  const int volume = sizes.volume, first = 4 * int(at.y), block = 4 * int(at.x);
   const int left = min(sizes.rows - first, 4) * volume - block;
   const device int* from = table + (size_t(first) * volume + block);
   const int4 entries = four_entries(from, left, blocks_are_wide(table));
@@ -72,39 +63,30 @@ METAL_FUNC void transpose_table(
           first + places.row[j];
 }
 
-// Kernel-major edges, counted. WHOLE: one thread (a block of every four rows, a block of
-// rows): counts (offsets, blocks, every fourth row). Else one thread an (offset, block of
-// rows), for some of the offsets: counts (offsets, blocks). sizes.first: the first of the
-// offsets, sizes.block: the rows of a block, a multiple of four.
-template <bool WHOLE>
+// Kernel-major edges, counted: one thread (a block of every four rows, a block of rows)
+// gives counts (offsets, blocks, every fourth row). sizes.block: the rows of a block, a
+// multiple of four.
 METAL_FUNC void count_edges(
     const device int* table, ListEdgesSizes sizes, device int* counts, uint2 at) {
   const int volume = sizes.volume, blocks = sizes.blocks;
   const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
-  if (WHOLE) {
-    const bool wide = blocks_are_wide(table);
-    const int block = 4 * int(at.x);
-    int left = (stop - start) * volume - block;
-    const device int* from = table + (size_t(start) * volume + block);
-    int4 found = int4(0);
-    for (int o = start; o < stop; o += 4, from += 4 * volume, left -= 4 * volume) {
-      const int4 entries = four_entries(from, left, wide);
-      for (int j = 0; j < 4; ++j) found[j] += entries[j] >= 0 ? 1 : 0;
-    }
-    const FourPlaces places(int(at.x), volume);
-    device int* to = counts + 4 * size_t(at.y);
-    for (int j = 0; j < 4; ++j)
-      to[4 * size_t(places.offset[j]) * blocks + places.row[j]] = found[j];
-    return;
+  const bool wide = blocks_are_wide(table);
+  const int block = 4 * int(at.x);
+  int left = (stop - start) * volume - block;
+  const device int* from = table + (size_t(start) * volume + block);
+  int4 found = int4(0);
+  for (int o = start; o < stop; o += 4, from += 4 * volume, left -= 4 * volume) {
+    const int4 entries = four_entries(from, left, wide);
+    for (int j = 0; j < 4; ++j) found[j] += entries[j] >= 0 ? 1 : 0;
   }
-  const size_t k = size_t(sizes.first) + at.x;
-  const device int* entry = table + size_t(start) * volume + k;
-  int count = 0;
-  for (int o = start; o < stop; ++o, entry += volume) count += *entry >= 0 ? 1 : 0;
-  counts[size_t(at.x) * blocks + at.y] = count;
+  const FourPlaces places(int(at.x), volume);
+  device int* to = counts + 4 * size_t(at.y);
+  for (int j = 0; j < 4; ++j)
+    to[4 * size_t(places.offset[j]) * blocks + places.row[j]] = found[j];
 }
 
-// The same threads write their edges from their place on: sorted by (k, o).
+// One thread an (offset, block of rows) writes its edges from their place on: sorted by
+// (k, o).
 METAL_FUNC void write_edges(
     const device int* table,
     const device int64_t* places,
@@ -113,23 +95,22 @@ METAL_FUNC void write_edges(
     uint2 at) {
   const int volume = sizes.volume, blocks = sizes.blocks;
   const int start = int(at.y) * sizes.block, stop = min(sizes.rows, start + sizes.block);
-  const size_t k = size_t(sizes.first) + at.x;
-  const device int* entry = table + size_t(start) * volume + k;
+  const device int* entry = table + size_t(start) * volume + at.x;
   device int* edge = edges + 3 * size_t(places[size_t(at.x) * blocks + at.y]);
   for (int o = start; o < stop; ++o, entry += volume) {
     const int i = *entry;
     if (i < 0) continue;
     edge[0] = i;
     edge[1] = o;
-    edge[2] = int(k);
+    edge[2] = int(at.x);
     edge += 3;
   }
 }
 
 // Rows of a table in an order, and what blocks of them use: bit b of word w of a mask is
 // set where any row of the block uses offset 32 w + b. One simdgroup a block, whose
-// lanes have neighbouring offsets of a row. sizes.first: the first block, sizes.block:
-// the rows of one, sizes.rows: of the table.
+// lanes have neighbouring offsets of a row. sizes.block: the rows of a block, sizes.rows:
+// of the table.
 METAL_FUNC void ordered_table(
     const device int* table,
     const device int* order,
@@ -138,14 +119,13 @@ METAL_FUNC void ordered_table(
     device uint* masks,
     uint2 at) {
   const int volume = sizes.volume, words = sizes.words, block = sizes.block;
-  const int place = int(at.y) * block, first = sizes.first * block;
-  const int count = min(block, sizes.rows - first - place);
+  const int place = int(at.y) * block, count = min(block, sizes.rows - place);
   for (int word = 0; word < words; ++word) {
     const int k = 32 * word + int(at.x);
     device int* to = ordered + size_t(place) * volume + k;
     bool used = false;
     for (int j = 0; j < count && k < volume; ++j, to += volume) {
-      const int i = table[size_t(order[first + place + j]) * volume + k];
+      const int i = table[size_t(order[place + j]) * volume + k];
       *to = i;
       used = used || i >= 0;
     }
@@ -158,7 +138,7 @@ METAL_FUNC void ordered_table(
 // from the highest offset down. One lane a row; keys (words, columns), the first
 // leading. A simdgroup reads its 32 rows as one array, a whole line at a time, and votes
 // on each. Keys behind the sizes.rows rows fill up the last region: all ones, as no
-// rank is, of which at least one bit is nothing's. sizes.first: the first of columns.
+// rank is, of which at least one bit is nothing's.
 template <typename KEY, typename MASK>
 METAL_FUNC void gray_keys(
     const device int* table,
@@ -168,7 +148,7 @@ METAL_FUNC void gray_keys(
   constexpr int BITS = 8 * int(sizeof(KEY));
   const int volume = sizes.volume, lane = int(at.x), columns = sizes.columns;
   const int column = 32 * int(at.y) + lane;
-  const size_t start = size_t(sizes.first) + 32 * size_t(at.y);
+  const size_t start = 32 * size_t(at.y);
   const size_t end = size_t(sizes.rows) * volume;
   bool odd = false;
   for (int word = 0; word < sizes.words; ++word) {

@@ -14,56 +14,46 @@
 #include <metal_stdlib>
 using namespace metal;
 
-// One thread a row from sizes.first on. `least` and `weight` are the box, W of each.
+// One thread a row. `least` and `weight` are the box, W of each.
 template <int W>
 METAL_FUNC void pack_rows(
     const device int* coords,
     const device int64_t* least,
     const device int64_t* weight,
-    UniqueRowsSizes sizes,
     device int64_t* keys,
     uint at) {
-  const size_t row = size_t(sizes.first) + at;
-  int64_t key = int64_t(row);
+  int64_t key = int64_t(at);
   for (int c = 0; c < W; ++c)
-    key += (int64_t(coords[row * W + c]) - least[c]) * weight[c];
+    key += (int64_t(coords[size_t(at) * W + c]) - least[c]) * weight[c];
   keys[at] = key;
 }
 
-// One thread a sorted place from sizes.first on: 1 where equal rows begin.
+// One thread a sorted place: 1 where equal rows begin.
 template <int W>
 METAL_FUNC void group_starts(
-    const device int* coords,
-    const device int* order,
-    UniqueRowsSizes sizes,
-    device int* starts,
-    uint at) {
-  const size_t place = size_t(sizes.first) + at;
-  bool first = place == 0;
+    const device int* coords, const device int* order, device int* starts, uint at) {
+  bool first = at == 0;
   if (!first) {
-    const device int* a = coords + size_t(order[place]) * W;
-    const device int* b = coords + size_t(order[place - 1]) * W;
+    const device int* a = coords + size_t(order[at]) * W;
+    const device int* b = coords + size_t(order[at - 1]) * W;
     for (int c = 0; c < W; ++c) first = first || a[c] != b[c];
   }
   starts[at] = first ? 1 : 0;
 }
 
-// One thread a sorted place from sizes.first on: the unique rows after the first sizes.before, and for
-// each given row its place among all of them.
+// One thread a sorted place: the unique rows, and the place of each given row among them.
 template <int W>
 METAL_FUNC void write_unique_rows(
     const device int* coords,
     const device int* order,
     const device int* starts,
     const device int* ends,
-    UniqueRowsSizes sizes,
     device int* rows,
     device int* inverse,
     uint at) {
-  const size_t place = size_t(sizes.first) + at;
-  int unique = ends[place] - 1, from = order[place];
+  const int unique = ends[at] - 1, from = order[at];
   inverse[from] = unique;
-  if (starts[place] == 0) return;
+  if (starts[at] == 0) return;
   for (int c = 0; c < W; ++c)
-    rows[size_t(unique - sizes.before) * W + c] = coords[size_t(from) * W + c];
+    rows[size_t(unique) * W + c] = coords[size_t(from) * W + c];
 }

@@ -17,7 +17,7 @@ import mlx.core as mx
 from . import registry, sync
 from .checks import AXES, array_of, each_axis, whole
 from .geometry import lattice
-from .geometry.keys import Bounds
+from .geometry.lattice import Bounds
 from .geometry.protocol import RowIndex
 from .sync import SharedViews, building, built_by_one
 

@@ -23,9 +23,8 @@ from .coordinate_set import (
     settle,
     stride_text,
 )
-from .geometry import output_rows
-from .geometry.keys import Bounds
-from .geometry.output_rows import Rule
+from .geometry import lattice
+from .geometry.lattice import Bounds, Rule
 from .kernel_spec import IntOrTuple, KernelSpec, cells_of, check_support, per_axis
 from .relation import Relation, Search
 from .sync import SharedViews, building, built_by_one
@@ -373,13 +372,13 @@ class CoordinateManager:
         elif shape is not None:
             shape = spec.output_shape(shape, "reach")
         coords, offsets, stride = source.coords, spec.offsets, spec.stride
-        box = output_rows.int32_box(rule, coords, source.box, offsets, stride)
-        cut, is_cut = output_rows.cut(box, shape), shape is not None
+        box = lattice.int32_box(rule, coords, source.box, offsets, stride)
+        cut = lattice.cut(box, shape)
         # Cells that do not overlap are all made, unless the grid ends in them.
         are_cells = expands and spec.fills_cell and cut == box
         count = len(source) * spec.volume if are_cells else None
         build = registry.geometry().made_rows
-        rows = build(rule, coords, offsets, stride, cut, is_cut, count)
+        rows = build(rule, coords, offsets, stride, cut, count)
         step = (finer if expands else coarser)(source.stride, stride)
         return self._insert_sorted(rows, cut, step, shape, source)
 
@@ -725,7 +724,7 @@ def _rows(
     rows = started and started.rows(counts, boxes)
     if rows is None and not was_settled:
         return _rows(source, steps)  # what that takes is known now
-    return rows or output_rows.levels(geometry, source.coords, steps, boxes), boxes
+    return rows or geometry.levels(source.coords, steps, boxes), boxes
 
 
 def _boxes(box: Bounds, steps: Sequence[tuple[int, ...]]) -> list[Bounds]:

@@ -19,7 +19,7 @@ from .coordinate_set import (
     settle,
 )
 from .coordinates import CoordinateManager
-from .geometry.keys import join
+from .geometry.lattice import join
 from .reductions import inverted
 
 # By what was made of a pair. Made sets are held by their keys: what held a set of its

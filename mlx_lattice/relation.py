@@ -15,11 +15,11 @@ import mlx.core as mx
 from . import registry, sync
 from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
-from .geometry import edge_lists, lattice
+from .geometry import lattice, tables
 from .geometry.curves import mask_words
-from .geometry.edge_lists import Coverage, Csr, SortedRows
-from .geometry.keys import Offsets
+from .geometry.lattice import Offsets
 from .geometry.protocol import Keep, SearchedRows
+from .geometry.tables import Coverage, Csr, SortedRows
 from .kernel_spec import KernelSpec
 from .sync import SharedViews, building
 
@@ -136,7 +136,7 @@ class KeptViews:
         def build() -> bool:
             column, n = (0 if swapped else 1), self._rows(swapped)
             edges = self.views.find(("edges", False))
-            return not edge_lists.repeat(edges, column, n)
+            return not tables.has_repeat(edges, column, n)
 
         return self.views.build(("has_table", swapped), build)
 
@@ -164,7 +164,7 @@ class KeptViews:
             return geometry.transpose_table(self._searched(), self.n_in)
         columns = (1, 0) if swapped else (0, 1)
         shape = self._rows(swapped), self.volume
-        return edge_lists.table(self.views.find(("edges", False)), columns, shape)
+        return tables.edge_table(self.views.find(("edges", False)), columns, shape)
 
     def _searched(self) -> mx.array:
         return self.views.build(("table", False), lambda: self.make_table(False))
@@ -285,7 +285,7 @@ class Relation:
             ValueError: lengths differ, or a value lies outside its range.
         """
         n_in, n_out, K = whole(n_in, "n_in"), whole(n_out, "n_out"), whole(K, "K")
-        edges = edge_lists.checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
+        edges = tables.checked_edges(in_rows, out_rows, offsets, (n_in, n_out, K))
         relation = cls("general", K, n_in, n_out, None)
         relation.keep("edges", edges)
         relation.set_counted(len(edges))
@@ -493,7 +493,7 @@ class Relation:
             if not self.lists_edges:
                 return registry.geometry().edges(of.out_in, of)
             edges = self._edges(False)[:, mx.array([1, 0, 2])]
-            return edges[edge_lists.lexicographic(edges, (2, 1, 0), of._limits())]
+            return edges[tables.lexicographic(edges, (2, 1, 0), of._limits())]
 
         return self.view("edges", build, swapped)
 
@@ -514,7 +514,7 @@ class Relation:
         """The counts as Python integers. Reads K values, once."""
 
         def build() -> tuple[int, ...]:
-            counts = edge_lists.counts(self._edges(False), 2, self.volume)
+            counts = tables.counts(self._edges(False), 2, self.volume)
             return tuple(sync.read(counts)[0])
 
         return self.view("edge_counts", build, False)
@@ -578,7 +578,7 @@ class Relation:
 
     def _csr(self, name: str, order: tuple[int, ...], groups: int) -> Csr:
         def build() -> Csr:
-            return edge_lists.grouped(self.edges, order, self._limits(), groups)
+            return tables.grouped(self.edges, order, self._limits(), groups)
 
         return self.view(name, build)
 
@@ -611,7 +611,7 @@ class Relation:
 
     def coverage(self) -> Coverage:
         """Count the edges of every row. Reads the histograms."""
-        return edge_lists.coverage(self.edges, *self._limits())
+        return Coverage.of(self.edges, *self._limits())
 
     def __repr__(self) -> str:
         kernel = f"{self.spec}" if self.spec else f"{self.volume} offsets"

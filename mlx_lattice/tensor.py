@@ -13,8 +13,8 @@ from . import sync
 from .checks import FLOATS, INT32_LIMIT, array_of, as_mlx_reads
 from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
 from .coordinates import CoordinateManager, copied_tensor
-from .geometry.unique import active_cells, places_in
-from .geometry.voxelize import voxelize
+from .geometry.lattice import active_cells, places_in
+from .geometry.points import voxelize
 from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis
 from .reductions import move_rows, put

@@ -23,9 +23,9 @@ import numpy as np
 import pytest
 
 from mlx_lattice import kept_files, registry
-from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
+from mlx_lattice.backends.cuda import sort as cuda_sort
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
-from mlx_lattice.backends.gpu import sort as cuda_sort
 from mlx_lattice.backends.gpu.nvrtc import PRELUDE, TYPES, Kernel
 
 HOST = Path(__file__).parent / "cuda_host"
@@ -202,7 +202,7 @@ def emulating(emulator: Emulator) -> Iterator[None]:
             patch.object(gpu_kernel, "compiler", lambda capability: "none is called"),
             patch.object(Kernel, "__call__", launch),
             patch.object(cuda_sort, "multiprocessors", lambda: 2),
-            patch.object(cuda_tables, "multiprocessors", lambda: 1),
+            patch.object(cuda_geometry, "multiprocessors", lambda: 1),
         ):
             stack.enter_context(patched)
         each = "geometry", "updates", "joins", "points", "reductions"

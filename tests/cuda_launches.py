@@ -12,15 +12,13 @@ from conftest import KINDS, pair
 import mlx_lattice as ml
 from mlx_lattice import devices, registry
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
-from mlx_lattice.backends.cuda import tables as cuda_tables
 from mlx_lattice.backends.cuda.geometry import CudaGeometry
 from mlx_lattice.backends.cuda.norms import CudaRowNorms
 from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
-from mlx_lattice.backends.gpu import sort as cuda_sort
 from mlx_lattice.backends.gpu.norms import GpuNorms
 from mlx_lattice.backends.gpu.reductions import GpuReductions
 from mlx_lattice.geometry.curves import CURVES, curve_of
-from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.registry import NONE, Activation, Fit, RowSegments
 
@@ -38,24 +36,17 @@ def geometry():
         unit, ones = [(0,) * dims, (1,) * dims], (1,) * dims
         with patch.object(cuda_geometry, "bounds", lambda coords, box=box: box):
             made.unique_rows(coords)
-        made.start_kept(coords[:, 0] > 0, coords).kept(20)
-        for dtype in (mx.float32, mx.float16, mx.bfloat16):
-            scores = mx.zeros(len(coords), dtype=dtype)
-            for batches in ((0, 0), (0, 9), (0, extent)):
-                made.best_rows(scores, coords, batches, 20)
-        made.made_rows(Rule.EXPAND, coords, unit, (2,) * dims, box, False, 100)
+        made.made_rows(Rule.EXPAND, coords, unit, (2,) * dims, box, 100)
         for rule in (Rule.CELL, Rule.REACH, Rule.EXPAND):
             steps = unit[:1] if rule == Rule.CELL else unit
-            made.made_rows(rule, coords, steps, (2,) * dims, box, False)
+            made.made_rows(rule, coords, steps, (2,) * dims, box)
         for levels in (2, 3):
             strides = [(2**k,) * dims for k in range(1, 1 + levels)]
             made.start_levels(BoxedRows(coords, box), strides, [box] * levels)
         index = made.index(coords)
         index.find(coords)
         many = [(k, *(0,) * (dims - 1)) for k in range(70)]
-        for is_checked in BOOLEANS:
-            cuda_tables.RowTable(coords, is_checked)
-        cuda_tables.identity_tiles(coords)
+        cuda_geometry.identity_tiles(coords)
         for stride, transposed, wanted, volume in itertools.product(
             (ones, (2,) * dims), BOOLEANS, (None, "cuda_sorted"), (1, 40, 70)
         ):
@@ -70,20 +61,20 @@ def geometry():
             )
     for volume in (1, 9, 27, 32, 33, 64, 65, 600):
         table = mx.zeros((40, volume), dtype=mx.int32)
-        order = made.gray_order(table)
-        cuda_tables.sorted_table(table, order)
+        made.gray_order(table)
         made.edges(table)
         made.transpose_table(table, 40)
 
 
 def views():
     """The views of relations, by the very calls that contractions make."""
+    made = CudaGeometry()
     for case in KINDS:
         relation = pair(case)[0]
         for each in (relation, relation.T):
-            cuda_tables.sorted_rows(each)
-            cuda_tables.offset_starts(each)
-            cuda_tables.start(each)
+            cuda_geometry.sorted_rows(each)
+            cuda_geometry.offset_starts(each)
+            made.start(each)
 
 
 def reductions():
@@ -265,4 +256,4 @@ def orders():
         low, high = [0] * (1 + dims), [1] + [extent] * dims
         for name in CURVES if dims > 1 else ("hilbert", "morton"):
             coords = mx.zeros((7, 1 + dims), dtype=mx.int32)
-            cuda_sort.curve_order(coords, curve_of(name, (low, high)))
+            CudaGeometry.curve_order(coords, curve_of(name, (low, high)))

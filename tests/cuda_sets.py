@@ -6,7 +6,7 @@ from cuda_emulation import Emulator
 from reference_rows import tile_order
 
 from mlx_lattice import sync
-from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
 
 STRIDES = (2, (1, 2, 2), 3, 2)
 
@@ -31,7 +31,7 @@ def counted_reads(monkeypatch):
 
 def check_tiles(relation):
     """Sorted rows are the table's, in the order of their Gray ranks."""
-    view, table = cuda_tables.sorted_rows(relation), np.array(relation.out_in)
+    view, table = cuda_geometry.sorted_rows(relation), np.array(relation.out_in)
     order, placed = np.array(view.rows), np.array(view.table)[:, : len(table)].T
     placed = placed[:, ::-1] if view.mirrored else placed
     np.testing.assert_array_equal(placed, table[order])

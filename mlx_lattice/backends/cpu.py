@@ -17,15 +17,22 @@ from ..checks import DTYPES, INT32_LIMIT
 from ..devices import CPU, Device
 from ..geometry import curves
 from ..geometry.curves import Curve, by_region
-from ..geometry.keys import Bounds, Offsets
-from ..geometry.output_rows import Rule, box_of
-from ..geometry.output_rows import made_rows as rows_within
-from ..geometry.protocol import Keep, OneByOne, RelationViews, Rows
-from ..geometry.unique import KeptRows, UniqueRows, best_rows, true_positions
+from ..geometry.lattice import (
+    Bounds,
+    KeptRows,
+    Offsets,
+    Rule,
+    UniqueRows,
+    box_of,
+    join,
+    true_positions,
+)
+from ..geometry.lattice import made_rows as rows_within
+from ..geometry.protocol import Geometry, Keep, RelationViews, Rows
 from ..plan import IN_KERNEL, IN_TILES, Plan, Planner, integers_unpacked
 from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import IntegerWeight, QuantizedWeight
-from ..registry import BatchRows, Fit, RowSegments
+from ..registry import Fit, RowSegments
 from ..relation import Relation
 from .mlx import MlxReductions, divided, group_means, take
 
@@ -193,7 +200,7 @@ class RowIndex:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
 
-    is_sorted = False  # nobody looks
+    is_sorted = False  # not looked for
 
     def __init__(self, coords: mx.array):
         self.coords = coords
@@ -228,17 +235,14 @@ class RowIndex:
         keep: Keep | None = None,
         wanted: str | None = None,
     ) -> mx.array:
-        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge."""
+        """Return the (N_out, K) int32 neighbour table, -1 if there is no edge."""
         return extension.neighbour_table(
             self.coords, out.coords, offsets, stride, transposed
         )
 
 
-class StartedRows:
-    """Rows that a mask keeps; see ``geometry.protocol.StartedRows``.
-
-    They are found at once: the extension reads the mask where it is.
-    """
+class MaskedRows:
+    """Rows that a mask keeps, found at once: the extension reads the mask in place."""
 
     def __init__(self, mask: mx.array, coords: mx.array):
         with sync.values():
@@ -247,7 +251,7 @@ class StartedRows:
         self.count = mx.array([len(self._kept.rows)])
 
     def kept(self, count: int) -> KeptRows:
-        """Return them."""
+        """Return the rows."""
         return self._kept
 
 
@@ -257,51 +261,37 @@ def _bounds(coords: mx.array) -> Bounds:
     return tuple(low), tuple(high)
 
 
-def _within(rows: mx.array, box: Bounds) -> mx.array:
-    low, high = (mx.array(list(end)) for end in box)
-    return rows[true_positions(mx.all((rows >= low) & (rows <= high), axis=1))]
-
-
-class CpuGeometry(OneByOne):
+class CpuGeometry(Geometry):
     """The geometry of the CPU's extension; see ``Geometry``."""
 
     bounds = staticmethod(_bounds)
-    start_kept = staticmethod(StartedRows)
-    best_rows = staticmethod(best_rows)
+    start_kept = staticmethod(MaskedRows)
 
-    def unique_rows(
-        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
-    ) -> UniqueRows:
-        """Return the sorted unique rows, and where each given row went."""
+    def unique_rows(self, coords, box=None, count=None) -> UniqueRows:
+        """Return the sorted unique rows, and the place of each row among them."""
         with sync.values():
             rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
 
-    def made_rows(
-        self,
-        rule: Rule,
-        coords: mx.array,
-        offsets: Offsets,
-        stride: Sequence[int],
-        box: Bounds,
-        is_cut: bool,
-        count: int | None = None,
-    ) -> mx.array:
-        """Return the sorted unique int32 rows that a rule makes."""
+    def made_rows(self, rule, coords, offsets, stride, box, count=None) -> mx.array:
+        """Return the sorted unique int32 rows within a box that a rule makes."""
+        bounds = box_of(rule, _bounds(coords), offsets, stride)
         if rule == Rule.ITSELF:
             rows = self.unique_rows(coords).rows
         elif rule == Rule.CELL:
             rows = extension.cells(coords, stride)
         elif rule == Rule.REACH:
-            low, high = box_of(rule, _bounds(coords), offsets, stride)
             # The extension takes a box beyond int32 for rows there, which a stride
             # may have left out; its own box is up to a cell wider.
-            if min(low) <= -INT32_LIMIT or max(high) >= INT32_LIMIT - 1:
+            if min(bounds[0]) <= -INT32_LIMIT or max(bounds[1]) >= INT32_LIMIT - 1:
                 return rows_within(rule, coords, offsets, stride, box, count)
             rows = extension.reach(coords, offsets, stride)
         else:
             rows = extension.expand(coords, offsets, stride)
-        return _within(rows, box) if is_cut else rows
+        if join(bounds, box) == box:
+            return rows
+        low, high = (mx.array(list(end)) for end in box)
+        return rows[true_positions(mx.all((rows >= low) & (rows <= high), axis=1))]
 
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
         """Return the look-up of (N, 1 + D) int32 rows."""
@@ -333,13 +323,7 @@ class CpuGeometry(OneByOne):
 class CpuReductions(MlxReductions):
     """The reductions of the CPU's extension, products by MLX; see ``Reductions``."""
 
-    def gather_sum(
-        self,
-        x: mx.array,
-        table: mx.array,
-        weights: mx.array | None = None,
-        divisors: mx.array | None = None,
-    ) -> mx.array:
+    def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
         if divisors is None:
             return extension.gather_sum(x, table, weights)
@@ -347,13 +331,7 @@ class CpuReductions(MlxReductions):
         return divided(sums, divisors).astype(x.dtype)
 
     def scatter_sum(
-        self,
-        y: mx.array,
-        table: mx.array,
-        rows: int,
-        weights: mx.array | None = None,
-        order: tuple = (),
-        divisors: mx.array | None = None,
+        self, y, table, rows, weights=None, order=(), divisors=None
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         if divisors is None:
@@ -361,23 +339,19 @@ class CpuReductions(MlxReductions):
         sums = extension.scatter_sum(y.astype(mx.float32), table, rows, weights)
         return divided(sums, divisors).astype(y.dtype)
 
-    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
+    def gather_max(self, x, table) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
         return extension.gather_max(x, table)
 
-    def scatter_max(
-        self, x: mx.array, table: mx.array, rows: int
-    ) -> tuple[mx.array, mx.array]:
+    def scatter_max(self, x, table, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         return extension.scatter_max(x, table, rows)
 
-    def max_pool_backward(
-        self, dy: mx.array, rows: mx.array, back: mx.array
-    ) -> mx.array:
+    def max_pool_backward(self, dy, rows, back) -> mx.array:
         """Return to each row the sum of the results that it won."""
         return extension.max_pool_backward(dy, rows, back)
 
-    def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
+    def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, by blocks, and their rows."""
         best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))
         y, block = extension.scatter_max(best, rows.block_batch, rows.size)

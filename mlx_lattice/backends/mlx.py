@@ -7,7 +7,7 @@ single matmul on a GPU has float32 sums of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import mlx.core as mx
 
@@ -15,12 +15,10 @@ from .. import devices
 from ..availability import serves
 from ..checks import DTYPES
 from ..devices import Device
-from ..geometry import curves, output_rows, sorted_index
-from ..geometry.keys import Bounds, Offsets, bounds_of
-from ..geometry.output_rows import Rule
-from ..geometry.protocol import Keep, OneByOne, RelationViews, Rows
-from ..geometry.sorted_index import SortedIndex
-from ..geometry.unique import StartedRows, best_rows, unique_rows
+from ..geometry import curves, lattice, tables
+from ..geometry.lattice import bounds_of, unique_rows
+from ..geometry.protocol import Geometry, RelationViews
+from ..geometry.tables import SortedIndex
 from ..plan import MLX, OPERATIONS, UNPACKED_ONCE, Plan, Planner, integers_unpacked
 from ..problem import MOST, WEIGHT_GRAD, Problem, finished
 from ..quantized import IntegerWeight, QuantizedWeight
@@ -406,56 +404,19 @@ def gather_gemm_scatter(problem: Problem, device: Device) -> Plan:
     return Plan(problem, MLX, "gather_gemm_scatter", "edges", _integers, **facts)
 
 
-class RowIndex(SortedIndex):
-    """Finds rows by a binary search; to be settled first, unless its box was given."""
-
-    def table(
-        self,
-        out: Rows,
-        offsets: Offsets,
-        stride: Sequence[int],
-        *,
-        transposed: bool = False,
-        mirrored: bool = False,
-        keep: Keep | None = None,
-        wanted: str | None = None,
-    ) -> mx.array:
-        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge."""
-        if mirrored:
-            return sorted_index.submanifold_table(self, out.coords, offsets)
-        tables = sorted_index
-        build = tables.transposed_table if transposed else tables.forward_table
-        box = out.box or bounds_of(out.coords)
-        return build(self, out.coords, box, offsets, stride)
-
-
-class MlxGeometry(OneByOne):
+class MlxGeometry(Geometry):
     """The geometry in MLX operations; see ``Geometry``."""
 
     bounds = staticmethod(bounds_of)
     unique_rows = staticmethod(unique_rows)
-    start_kept = staticmethod(StartedRows)
-    best_rows = staticmethod(best_rows)
-    index = staticmethod(RowIndex.of)
-    transpose_table = staticmethod(sorted_index.transpose_table)
+    made_rows = staticmethod(lattice.made_rows)
+    index = staticmethod(SortedIndex.of)
+    transpose_table = staticmethod(tables.transpose_table)
     curve_order = staticmethod(curves.curve_order)
-
-    def made_rows(
-        self,
-        rule: Rule,
-        coords: mx.array,
-        offsets: Offsets,
-        stride: Sequence[int],
-        box: Bounds,
-        is_cut: bool,
-        count: int | None = None,
-    ) -> mx.array:
-        """Return the sorted unique int32 rows that a rule makes. Reads their number."""
-        return output_rows.made_rows(rule, coords, offsets, stride, box, count)
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
-        return sorted_index.table_edges(table)
+        return tables.table_edges(table)
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) order of rows by the Gray-code rank of their mask."""
@@ -516,13 +477,7 @@ def segment_sum(x: mx.array, rows: BatchRows) -> mx.array:
 class MlxReductions:
     """The reductions in MLX operations; see ``Reductions``."""
 
-    def gather_sum(
-        self,
-        x: mx.array,
-        table: mx.array,
-        weights: mx.array | None = None,
-        divisors: mx.array | None = None,
-    ) -> mx.array:
+    def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
         wide = padded(x.astype(mx.float32))
         y = mx.zeros((table.shape[0], x.shape[1]))
@@ -532,13 +487,7 @@ class MlxReductions:
         return divided(y, divisors).astype(x.dtype)
 
     def scatter_sum(
-        self,
-        y: mx.array,
-        table: mx.array,
-        rows: int,
-        weights: mx.array | None = None,
-        order: tuple = (),
-        divisors: mx.array | None = None,
+        self, y, table, rows, weights=None, order=(), divisors=None
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         x, wide = mx.zeros((rows + 1, y.shape[1])), y.astype(mx.float32)
@@ -547,16 +496,16 @@ class MlxReductions:
             x = x.at[at].add(wide if weights is None else weights[:, k : k + 1] * wide)
         return divided(x[:rows], divisors).astype(y.dtype)
 
-    def order(self, table: mx.array, rows: int, longest: int | None = None) -> tuple:
+    def order(self, table, rows, longest=None) -> tuple:
         """Return nothing: a table is added up as it is."""
         return ()
 
-    def counts(self, table: mx.array, rows: int, order: tuple) -> mx.array:
+    def counts(self, table, rows, order) -> mx.array:
         """Return how often a table names each row."""
         at = mx.where(table < 0, rows, table).flatten()
         return mx.zeros((rows + 1,), dtype=mx.int32).at[at].add(1)[:rows]
 
-    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
+    def gather_max(self, x, table) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
         keys = padded(sort_keys(x), _LEAST)
         shape = table.shape[0], x.shape[1]
@@ -567,9 +516,7 @@ class MlxReductions:
             best = mx.maximum(value, best)
         return take(x, rows), rows
 
-    def scatter_max(
-        self, x: mx.array, table: mx.array, rows: int
-    ) -> tuple[mx.array, mx.array]:
+    def scatter_max(self, x, table, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         n, shape = x.shape[0], (rows, x.shape[1])
         if x.size == 0:
@@ -582,9 +529,7 @@ class MlxReductions:
         first = mx.where(first < n, first, -1)
         return take(x, first), first
 
-    def max_pool_backward(
-        self, dy: mx.array, rows: mx.array, back: mx.array
-    ) -> mx.array:
+    def max_pool_backward(self, dy, rows, back) -> mx.array:
         """Return to each row the sum of the results that it won."""
         wide, won = padded(dy.astype(mx.float32)), padded(rows, -1)
         x = mx.zeros((back.shape[0], dy.shape[1]))
@@ -594,13 +539,13 @@ class MlxReductions:
             x = x + mx.where(won[at] == place, wide[at], 0)
         return x.astype(dy.dtype)
 
-    def row_products(self, x: mx.array, y: mx.array, table: mx.array) -> mx.array:
+    def row_products(self, x, y, table) -> mx.array:
         """Return the (M, K) float32 products of the rows that a table pairs."""
         rows, wide = padded(x.astype(mx.float32)), y.astype(mx.float32)
         columns = [(rows[at] * wide).sum(axis=1) for at in table.T]
         return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
 
-    def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
+    def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, a slice an element, and their rows."""
         winners = []
         for start, part in zip(rows.starts, _slices(sort_keys(x), rows), strict=False):

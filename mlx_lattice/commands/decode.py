@@ -11,7 +11,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 
-from ..geometry.unique import true_positions
+from ..geometry.lattice import true_positions
 from ..inspect.trace import check_page, trace
 from ..io.errors import listed
 from ..io.folders import pack

@@ -17,7 +17,7 @@ import mlx.nn
 from .. import memory as memory_limits
 from .. import models
 from ..distribution import install
-from ..geometry.unique import true_positions
+from ..geometry.lattice import true_positions
 from ..io.checkpoints import import_checkpoint
 from ..io.errors import CheckpointError, listed, read_object, shown
 from ..io.folders import CONFIG, pack

@@ -7,23 +7,12 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..checks import INT32_LIMIT, whole
-from .keys import Bounds, ranks
-from .unique import running_sums
+from .lattice import Bounds, ranks, running_sums
 
 # Bits that one int64 sort key holds.
 WORD = 62
 MOST_BITS = f"an int from 0 to {WORD}"  # of an axis
 CELL = 32  # bits of an axis, in kernels of keys
-
-
-def fold(words: list[mx.array]) -> mx.array:
-    """Return an order-keeping key of several leading-first int64 words below 2^62."""
-    key = words[0]
-    for word in words[1:]:
-        n = max(1, word.size)
-        # Ranks are below n, so two of them fit in one key.
-        key = ranks(key) * n + ranks(word)
-    return key
 
 
 def _pack(bits: mx.array) -> mx.array:
@@ -33,7 +22,11 @@ def _pack(bits: mx.array) -> mx.array:
         chunk = bits[:, start : start + WORD].astype(mx.int64)
         powers = [1 << (chunk.shape[1] - 1 - b) for b in range(chunk.shape[1])]
         words.append((chunk * mx.array(powers, dtype=mx.int64)).sum(axis=1))
-    return fold(words)
+    key = words[0]
+    for word in words[1:]:
+        # Ranks are below n, so two of them fit in one key.
+        key = ranks(key) * max(1, word.size) + ranks(word)
+    return key
 
 
 def gray_order(occupied: mx.array) -> mx.array:

@@ -1,29 +1,27 @@
-"""Coordinate rows as geometry takes them, and what finds them by value."""
+"""What a backend builds of rows and neighbour tables, and what finds rows."""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from .curves import Curve
-from .keys import Bounds, Offsets
-from .output_rows import Rule
-from .unique import KeptRows, UniqueRows
+from .lattice import Bounds, MaskedRows, Offsets, Rule, UniqueRows
 
-# Called with the name and the value of what a backend makes beside a table.
+# Called with the name and the value of a view that a backend makes beside a table.
 Keep = Callable[[str, object], None]
 
-
-# Classes that are imported after geometry: a ``CoordinateSet`` has (N, 1 + D) int32
+# Classes that are imported after geometry. A ``CoordinateSet`` has (N, 1 + D) int32
 # ``coords``, a ``box`` that holds them and a ``lookup``; ``BoxedRows`` are Rows too.
 Rows = SearchedRows = Any
 RelationViews = Any  # a ``Relation``
 
 
 class BoxedRows(NamedTuple):
-    """Coordinate rows whose box is known, or None: who asks for it finds it then."""
+    """Coordinate rows, and the box that holds them if it is known."""
 
     coords: mx.array
     box: Bounds | None
@@ -54,7 +52,7 @@ class RowIndex(Protocol):
 
         Args:
             rows: rows to look for.
-            bounds: their bounds, where they are known.
+            bounds: their bounds, if they are known.
         """
 
     def table(
@@ -68,7 +66,7 @@ class RowIndex(Protocol):
         keep: Keep | None = None,
         wanted: str | None = None,
     ) -> mx.array:
-        """Return the (N_out, K) int32 neighbour table, -1 where there is no edge.
+        """Return the (N_out, K) int32 neighbour table, -1 if there is no edge.
 
         Args:
             out: the output rows.
@@ -78,7 +76,7 @@ class RowIndex(Protocol):
                 ``in = out * stride + offset_k``.
             mirrored: whether the output rows are the set itself and the offsets
                 point-symmetric, so that half of them need no search.
-            keep: takes what a backend makes beside the table.
+            keep: takes views that a backend makes beside the table.
             wanted: the name of a view that a backend may make beside it.
         """
 
@@ -91,32 +89,15 @@ class StartedLevels(Protocol):
         """Small arrays to read."""
 
     def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
-        """Return the rows of each level.
+        """Return the rows of each level; None if the launched keys were too narrow.
 
         Args:
             counts: the values of ``counts``.
             boxes: int32 bounds of the rows of each level.
-
-        Returns:
-            None where it was launched without knowing these, and for smaller ones.
         """
 
 
-class StartedRows(Protocol):
-    """Rows that a mask keeps, which were launched, and whose number is not read.
-
-    Attributes:
-        count: (1,) integer: that number.
-    """
-
-    count: mx.array
-
-    def kept(self, count: int) -> KeptRows:
-        """Return them, of the value of ``count``."""
-
-
-@runtime_checkable
-class Geometry(Protocol):
+class Geometry(ABC):
     """What a backend builds of coordinate rows and of neighbour tables.
 
     In its methods ``coords`` are (N, 1 + D) int32 rows, ``offsets`` the K kernel
@@ -128,26 +109,30 @@ class Geometry(Protocol):
             transposed one are listed from its own table, without a sort.
     """
 
-    counts_edges: bool
+    counts_edges = False
 
+    @abstractmethod
     def bounds(self, coords: mx.array) -> Bounds:
-        """Return the least and greatest value of each column of (N, 1 + D) int32.
+        """Return the least and greatest value of each column; zeros for no rows.
 
-        Zeros for no rows. Reads them.
+        Reads them.
         """
 
+    @abstractmethod
     def unique_rows(
         self, coords: mx.array, box: Bounds | None = None, count: int | None = None
     ) -> UniqueRows:
-        """Return the sorted unique rows of (N, 1 + D) int32, and where each went.
+        """Return the sorted unique rows, and the place of each row among them.
 
-        Reads their number, on some backends the bounds too, but for what is given.
+        Reads their number and, unless ``box`` is given, the bounds.
 
         Args:
-            box: bounds of a box that holds them, where it is known.
-            count: how many unique rows there are, where that is known.
+            coords: rows that may repeat.
+            box: bounds of a box that holds them, if it is known.
+            count: how many unique rows there are, if that is known.
         """
 
+    @abstractmethod
     def made_rows(
         self,
         rule: Rule,
@@ -155,38 +140,20 @@ class Geometry(Protocol):
         offsets: Offsets,
         stride: Sequence[int],
         box: Bounds,
-        is_cut: bool,
         count: int | None = None,
     ) -> mx.array:
-        """Return the sorted unique int32 rows that a rule makes. Reads their number.
+        """Return the sorted unique int32 rows within a box that a rule makes.
 
         Args:
             rule: which rows are made.
+            coords, offsets, stride: what they are made of.
             box: int32 bounds of the rows that are kept.
-            is_cut: whether the rule makes rows outside the box.
-            count: their number, which need not be read where it is known.
+            count: their number, which is read if it is not known.
         """
 
-    def start_kept(self, mask: mx.array, coords: mx.array) -> StartedRows:
-        """Launch the rows of a set that a mask keeps.
-
-        Args:
-            mask: (N,) bool, N at least 1.
-        """
-
-    def best_rows(
-        self, scores: mx.array, coords: mx.array, batches: tuple[int, int], k: int
-    ) -> mx.array:
-        """Return (N,) bool: which rows are among the k of greatest score of an element.
-
-        Of equal scores the earlier row is better, of NaNs too, which are the least.
-
-        Args:
-            scores: (N,) of any dtype that float32 holds.
-            coords: (N, 1 + D) int32, more than k rows.
-            batches: the least and the greatest batch index, or a wider range.
-            k: at least 1.
-        """
+    def start_kept(self, mask: mx.array, coords: mx.array) -> MaskedRows:
+        """Launch the rows of a set that a mask, (N,) bool, keeps. N is at least 1."""
+        return MaskedRows(mask, coords)
 
     def start_levels(
         self,
@@ -197,81 +164,86 @@ class Geometry(Protocol):
         """Launch for each stride the sorted unique int32 rows ``floor(in / stride)``.
 
         Args:
+            source: the set that levels are made of.
             strides: lattice steps, each a multiple of the one before it.
-            boxes: int32 bounds of the rows of each, None of a set whose bounds nobody
-                has read.
+            boxes: int32 bounds of the rows of each; None if the bounds of the set are
+                not read yet.
 
         Returns:
-            None where they are to be made one by one.
+            None if the levels are to be made one after another.
         """
+        return None
 
+    def levels(
+        self,
+        coords: mx.array,
+        strides: Sequence[tuple[int, ...]],
+        boxes: Sequence[Bounds],
+    ) -> list[mx.array]:
+        """Return the cells of each stride, each level made of the one before.
+
+        Reads their numbers, one by one. Arguments are those of ``start_levels``.
+        """
+        before = (1,) * (coords.shape[1] - 1)
+        made, still = [], [(0,) * len(before)]
+        for stride, box in zip(strides, boxes, strict=True):
+            step = tuple(s // b for s, b in zip(stride, before, strict=True))
+            coords, before = self.made_rows(Rule.CELL, coords, still, step, box), stride
+            made.append(coords)
+        return made
+
+    @abstractmethod
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
-        """Return the look-up of (N, 1 + D) int32 rows, launched but not waited for.
+        """Return the look-up of rows, launched but not waited for.
 
         Args:
-            box: a box that holds them, where it is known. An index without one is to
-                be settled before it is searched, but for the compiled ones.
+            coords: the rows.
+            box: a box that holds them, if it is known. Without one, the index of MLX
+                operations must be settled before it is searched.
         """
 
+    @abstractmethod
     def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
         """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""
 
+    @abstractmethod
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
 
         Args:
+            table: neighbour table.
             relation: whose table it is: its edges may have been counted already.
         """
 
+    @abstractmethod
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
 
         Ties keep the rows' own order.
 
         Args:
+            table: neighbour table.
             region: rows that are ordered among themselves, one region after another;
                 by default all of them.
         """
 
+    @abstractmethod
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
-        """Return the (N,) int32 order of rows by batch, then along a curve.
+        """Return the (N,) int32 order of unique rows, at least one, along a curve.
 
-        Args:
-            coords: (N, 1 + D) int32, unique, at least one.
-            curve: through them.
+        Rows of one batch element follow each other.
         """
 
     def edge_count(self, relation: RelationViews) -> mx.array | None:
         """Return the (1,) number of edges, unread; None if listing them needs none."""
-
-    def start(self, relation: RelationViews) -> mx.array | None:
-        """Build the views that the backend will want of a new relation, unevaluated.
-
-        So they are evaluated together with what Python waits for.
-
-        Returns:
-            The number of edges, still on the device, where the backend counts them.
-        """
-
-
-class OneByOne:
-    """Nothing is made ahead, or together with others; see ``Geometry``."""
-
-    counts_edges = False
-
-    def start_levels(
-        self,
-        source: SearchedRows,
-        strides: Sequence[tuple[int, ...]],
-        boxes: Sequence[Bounds] | None,
-    ) -> StartedLevels | None:
-        """Launch nothing: levels are made one of the other."""
-        return None
-
-    def edge_count(self, relation: RelationViews) -> mx.array | None:
-        """Return the (1,) number of edges, unread."""
         return (relation.out_in >= 0).sum().reshape(1)
 
     def start(self, relation: RelationViews) -> mx.array | None:
-        """Build nothing ahead of its first use."""
+        """Build the views that the backend will read of a new relation, unevaluated.
+
+        They are then evaluated together with what Python waits for.
+
+        Returns:
+            The number of edges, still on the device, if the backend counts them.
+        """
         return None

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .. import nn, ops, sync
 from ..checks import spatial_axes, whole
-from ..geometry.unique import true_positions
+from ..geometry.lattice import true_positions
 from ..nn.fused import convolved
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor

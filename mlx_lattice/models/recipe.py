@@ -25,8 +25,8 @@ from ..checks import (
     stream_of,
 )
 from ..coordinates import CoordinateManager
-from ..geometry.unique import true_positions
-from ..geometry.voxelize import REDUCTIONS, voxelize
+from ..geometry.lattice import true_positions
+from ..geometry.points import REDUCTIONS, voxelize
 from ..tensor import SparseTensor
 
 # Features of a point and their channels; those of ATTRIBUTES come from the file.

@@ -16,7 +16,7 @@ from .. import nn, ops
 from ..checks import arrays_of, positions_of, stream_of
 from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
-from ..geometry.voxelize import cells_of, reduce_segments, voxelize
+from ..geometry.points import cells_of, reduce_segments, voxelize
 from ..ops.interpolation import blend_at
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor

@@ -20,7 +20,7 @@ from ..checks import INT32_LIMIT, arrays_of, dtype_name, real, whole
 from ..devices import CPU
 from ..geometry import lattice
 from ..geometry.curves import check_curve
-from ..geometry.unique import running_sums
+from ..geometry.lattice import running_sums
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..routes import launch

@@ -11,7 +11,7 @@ import mlx.core as mx
 
 from .. import sync
 from ..checks import array_of, arrays_of, real, whole
-from ..geometry.unique import true_positions
+from ..geometry.lattice import true_positions
 
 __all__ = [
     "box_corners",

@@ -17,7 +17,7 @@ from .. import devices, registry, sync
 from ..checks import INT32_LIMIT, array_of, whole
 from ..coordinate_set import CoordinateKey, CoordinateSet, OfPairs, finer
 from ..geometry import lattice
-from ..geometry.unique import true_positions
+from ..geometry.lattice import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
 from ..memory import assembled
 from ..reductions import inverted, linear, move_rows

@@ -14,8 +14,8 @@ from ..channel_kernels import beside
 from ..checks import INT32_LIMIT, array_of, real, whole
 from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
 from ..coordinates import CoordinateManager
-from ..geometry.keys import join
-from ..geometry.voxelize import reduce_segments
+from ..geometry.lattice import best_rows, join
+from ..geometry.points import reduce_segments
 from ..int8 import IntegerTensor, cat_integers
 from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
@@ -296,7 +296,7 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         if count == len(x):
             return x
     scores = mx.stop_gradient(scores)
-    mask = registry.geometry().best_rows(scores, held.coords, batches, k)
+    mask = best_rows(scores, held.coords, batches, k)
     return _part(x, part_of(x.manager, held, mask, count))
 
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ..checks import array_of, real_axes
-from ..geometry.unique import running_sums, true_positions
+from ..geometry.lattice import running_sums, true_positions
 from ..reductions import weighted
 from ..tensor import SparseTensor, align, expect_tensor
 

@@ -23,8 +23,8 @@ from ..checks import INT32_LIMIT, dtype_name
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU, CUDA, METAL
 from ..geometry import curves
-from ..geometry.unique import first_of_equals, running_sums, true_positions
-from ..geometry.voxelize import segment_counts
+from ..geometry.lattice import first_of_equals, running_sums, true_positions
+from ..geometry.points import segment_counts
 from ..reductions import gathered, move_rows, sum_over
 from ..tensor import SparseTensor, expect_tensor
 from .fused_attention import TILE

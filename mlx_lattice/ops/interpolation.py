@@ -17,10 +17,8 @@ from ..checks import (
     stream_of,
 )
 from ..coordinate_set import CoordinateSet, OfPairs, check_coords
-from ..geometry.keys import bounds_of
-from ..geometry.lattice import floor_divide
-from ..geometry.protocol import BoxedRows
-from ..geometry.voxelize import (
+from ..geometry.lattice import bounds_of, floor_divide
+from ..geometry.points import (
     NO_CELL,
     Numbers,
     cells_of,
@@ -28,6 +26,7 @@ from ..geometry.voxelize import (
     corners_of,
     in_cells,
 )
+from ..geometry.protocol import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of

@@ -26,11 +26,9 @@ from ..checks import (
     whole,
 )
 from ..coordinate_set import check_coords
-from ..geometry.keys import join
-from ..geometry.lattice import floor_divide
+from ..geometry.lattice import floor_divide, join, running_sums, true_positions
+from ..geometry.points import segment_counts
 from ..geometry.protocol import BoxedRows
-from ..geometry.unique import running_sums, true_positions
-from ..geometry.voxelize import segment_counts
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .interpolation import FRACTIONAL

@@ -93,14 +93,11 @@ void all(const Sizes& s) {
   std::vector<int> order(capacity + s.n_in, -7);
   int* slots = &memory[0].x;
   std::vector<int> repeat(2), ends(2 * COLUMNS);
-  std::vector<unsigned> cleared(100, 1);
   emulated::launch(BLOCKS, 64, [&] {
     int* ranges[COLUMNS];
     for (int c = 0; c < COLUMNS; ++c) ranges[c] = ends.data() + 2 * c;
     int* const(&all_ranges)[COLUMNS] = reinterpret_cast<int* const(&)[COLUMNS]>(ranges);
-    const HashRowsSizes sizes{s.n_in, 100, (int)blockIdx.x, (int)gridDim.x};
-    hash_rows<COLUMNS>(coords, slots, sizes, repeat.data(), all_ranges, order.data(),
-                       cleared.data());
+    hash_rows<COLUMNS>(coords, slots, {s.n_in}, repeat.data(), all_ranges, order.data());
   });
   write(repeat), write(ends), write(std::vector<int>{slots[2 * capacity + ORDERED]});
   const auto find = [&](auto rule_of) {

@@ -17,9 +17,8 @@ from places import HERE, MetalHost, agreed
 from reference_rows import table_of
 
 from mlx_lattice import sync
-from mlx_lattice.backends.gpu import kernel as gpu_kernel
-from mlx_lattice.geometry import curves, keys, output_rows, unique
-from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry import curves, lattice
+from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.registry import GEOMETRY
@@ -44,11 +43,11 @@ def launched_nothing(place) -> bool:
     return not isinstance(place, MetalHost) or checked.launches == 0
 
 
-def made(place, rule, coords, offsets, stride, shape=None, box_of=output_rows.box_of):
+def made(place, rule, coords, offsets, stride, shape=None, box_of=lattice.box_of):
     """Rows that a rule makes of others, in their box or in a grid."""
-    box = box_of(rule, keys.bounds_of(coords), offsets, stride)
-    box = output_rows.cut(box, shape)
-    arguments = rule, coords, offsets, stride, box, shape is not None
+    box = box_of(rule, lattice.bounds_of(coords), offsets, stride)
+    box = lattice.cut(box, shape)
+    arguments = rule, coords, offsets, stride, box
     got = agreed(place, GEOMETRY[place.name].made_rows, *arguments)
     # The same rows where their number is said.
     said = agreed(place, GEOMETRY[place.name].made_rows, *arguments, len(got))
@@ -72,7 +71,7 @@ def table_between(place, coords, out, offsets, stride, **which):
     """The table of a rule between two sets."""
 
     def table():
-        target = BoxedRows(out, keys.bounds_of(out))
+        target = BoxedRows(out, lattice.bounds_of(out))
         return index_of(place, coords).table(target, offsets, stride, **which)
 
     return agreed(place, table)
@@ -117,10 +116,10 @@ def test_rows_of_new_sets(place, name, d):
 
 def levels_of(geometry, given, strides, boxes):
     """All at once where that is to be had, as for a set that was read."""
-    source = BoxedRows(given, keys.bounds_of(given))
+    source = BoxedRows(given, lattice.bounds_of(given))
     started = geometry.start_levels(source, strides, boxes)
     if started is None:
-        return output_rows.levels(geometry, given, strides, boxes)
+        return geometry.levels(given, strides, boxes)
     return started.rows(sync.read(*started.counts), boxes)
 
 
@@ -135,8 +134,8 @@ def test_levels_of_cells(place, name, d):
     for chain in ((2,) * d, STRIDES[d], (3,) * d, (1,) * d):
         step = step * chain
         strides.append(tuple(step.tolist()))
-        still, bounds = [(0,) * d], keys.bounds_of(given)
-        boxes.append(output_rows.box_of(Rule.CELL, bounds, still, strides[-1]))
+        still, bounds = [(0,) * d], lattice.bounds_of(given)
+        boxes.append(lattice.box_of(Rule.CELL, bounds, still, strides[-1]))
         expected.append(ref.as_coords(ref.cell_rows(coords, strides[-1]), d))
     for count in (1, 2, 4):
         facts = given, strides[:count], boxes[:count]
@@ -232,7 +231,7 @@ def test_unique_rows(place, name, d):
     again = np.concatenate([coords, coords[::2], coords[:3]])
     repeated = rows(np.random.default_rng(0).permutation(again), d)
     got = agreed(place, GEOMETRY[place.name].unique_rows, repeated)
-    expected = unique.unique_rows(repeated)
+    expected = lattice.unique_rows(repeated)
     same(got.rows, expected.rows)
     same(got.inverse, expected.inverse)
     pairs = [repeat_of(place, each) for each in (repeated, rows(coords, d))]
@@ -308,7 +307,7 @@ def test_rows_of_which_the_stride_leaves_out_those_beyond_int32(place):
     given = rows([[0, MOST, 1], [0, 4, 2]], 2)  # the first reaches nothing
 
     def box_of(rule, *facts):
-        return output_rows.int32_box(rule, given, *facts)
+        return lattice.int32_box(rule, given, *facts)
 
     offsets = [(-1, 0), (1, 0)]
     kept = made(place, Rule.REACH, given, offsets, (1, 2), box_of=box_of)
@@ -449,7 +448,6 @@ def test_rows_at_any_address(place, before):
     ids=lambda place: place.name,
 )
 def test_candidates_in_parts_and_bounded_dispatches(place, monkeypatch):
-    monkeypatch.setitem(gpu_kernel.METAL_CUTS, "candidates", 200)
     bounded(monkeypatch, "probes", 100)
     test_rows_of_new_sets(place, "scattered", 3)
     test_rows_of_new_sets(place, "one", 3)

@@ -13,7 +13,6 @@ from reference_rows import table_of
 import mlx_lattice as ml
 from mlx_lattice import ops, registry
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
-from mlx_lattice.backends.cuda import tables as cuda_tables
 
 pytestmark = emulated
 
@@ -25,41 +24,18 @@ def test_levels_of_a_set_that_nobody_has_read(emulator, reads, dims, n):
     rng = np.random.default_rng(dims)
     strides = np.array([(2, 3, 1, 2)[:dims], (3, 1, 2, 2)[:dims]])
     steps = list(map(tuple, strides.cumprod(axis=0).tolist()))
-    cuda_geometry._bits_before.clear()
     all_rows = rng.integers(-90, 90, (n, 1 + dims))
     all_rows[:, 0] %= 2
     all_rows = np.unique(all_rows, axis=0).astype(np.int32)
-    for is_known in (False, True):
-        rows = rng.permutation(all_rows)
-        with emulating(emulator):
-            manager = ml.CoordinateManager()
-            reads.clear()
-            key = manager.insert(mx.array(rows))
-            chain = manager.cells(key, list(map(tuple, strides.tolist())))
-            assert reads == ([dims + 4] if is_known else [dims + 2, 2])
-            for step, level in zip(steps, chain, strict=True):
-                cells = np.unique(rows // np.array([1, *step]), axis=0)
-                np.testing.assert_array_equal(np.array(manager[level].coords), cells)
-
-
-@pytest.mark.parametrize(
-    ("n", "share"), ((1, 0.0), (1, 1.0), (300, 0.0), (300, 1.0), (9000, 0.3))
-)
-@pytest.mark.parametrize("dims", (1, 2, 3, 4))
-def test_rows_that_a_mask_keeps(emulator, dims, n, share):
-    """In one tile and in several, in two launches."""
-    rng = np.random.default_rng(n)
-    rows = rng.integers(-(2**31), 2**31, (n, 1 + dims)).astype(np.int32)
-    mask = rng.random(n) < share
+    rows = rng.permutation(all_rows)
     with emulating(emulator):
-        started = registry.geometry().start_kept(mx.array(mask), mx.array(rows))
-        kept = started.kept(started.count.item())
-        names = [name.split("_")[1:3] for name in emulator.launches]
-    assert names == [["kept", "places"], ["kept", "rows"]][: 1 + mask.any()]
-    np.testing.assert_array_equal(np.array(kept.rows), np.flatnonzero(mask))
-    places = np.where(mask, mask.cumsum() - 1, -1)
-    np.testing.assert_array_equal(np.array(kept.places), places)
-    np.testing.assert_array_equal(np.array(kept.coords), rows[mask])
+        manager = ml.CoordinateManager()
+        key = manager.insert(mx.array(rows))
+        chain = manager.cells(key, list(map(tuple, strides.tolist())))
+        assert reads == [dims + 4], "the set's check with the sizes of its levels"
+        for step, level in zip(steps, chain, strict=True):
+            cells = np.unique(rows // np.array([1, *step]), axis=0)
+            np.testing.assert_array_equal(np.array(manager[level].coords), cells)
 
 
 def test_a_pruned_set_is_read_once(emulator, reads):
@@ -85,7 +61,7 @@ def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
         np.testing.assert_array_equal(np.array(made.rows), np.unique(rows, axis=0))
         assert len(reads) == 2  # the bounds, and how many there are
         assert not any("band_counts" in name for name in emulator.launches)
-        box = cuda_tables.bounds(mx.array(rows))
+        box = cuda_geometry.bounds(mx.array(rows))
         assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
 
 

@@ -8,73 +8,18 @@ from conftest import pair
 from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
-from mlx_lattice.geometry import curves
-from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)
 
-from mlx_lattice.backends.cuda import tables as cuda_tables  # noqa: E402
+from mlx_lattice.backends.cuda import geometry as cuda_geometry  # noqa: E402
 from mlx_lattice.backends.cuda.geometry import CudaGeometry  # noqa: E402
 
 cuda = CudaGeometry()
 
 SUBMANIFOLD = cases.Case("submanifold", 3, 3)
-PEOPLE = ("negative", "surface", "batches", "far")
-
-
-def table_between(coords, out, offsets, stride, transposed=False):
-    """The table of a rule between two sets; no compiled look-up reads their box."""
-    out = BoxedRows(out, None)
-    return cuda.index(coords).table(out, offsets, stride, transposed=transposed)
-
-
-def test_coordinates_at_the_ends_of_int32():
-    low, high = -(2**31), 2**31 - 1
-    rows = np.array([[0, low, low], [0, high, high], [0, high, low], [0, 0, 0]])
-    coords = mx.array(rows.astype(np.int32))
-    table = table_between(coords, coords, [[1, 0], [0, 0]], [1, 1])
-    assert table.tolist() == [[-1, 0], [-1, 1], [-1, 2], [-1, 3]]
-    for stride, transposed in (((1, 1), False), ((3, 3), False), ((3, 2), True)):
-        offsets = np.array([[0, 0], [low, low], [high, 1], [0, -1], [2, 3]])
-        got = table_between(coords, coords, offsets.tolist(), stride, transposed)
-        expected = table_of(rows, rows, offsets, stride, transposed)
-        np.testing.assert_array_equal(np.array(got), expected)
-
-
-@pytest.mark.parametrize("volume", (1, 5, 27, 32, 33, 64, 70, 125, 126, 127))
-def test_orders_and_edges(volume):
-    rng = np.random.default_rng(volume)
-    table = rng.integers(-400, 500, (5000, volume)).clip(-1).astype(np.int32)
-    order = np.array(cuda.gray_order(mx.array(table)))
-    expected = np.array(curves.gray_order(mx.array(table >= 0)))
-    np.testing.assert_array_equal(order, expected)
-    o, k = np.nonzero(table >= 0)
-    by = np.lexsort((o, k))
-    edges = np.stack([table[o, k], o, k], 1)[by]
-    np.testing.assert_array_equal(np.array(cuda.edges(mx.array(table))), edges)
-    ordered, masks = cuda_tables.sorted_table(mx.array(table), mx.array(order))
-    padded = np.full((5376, volume), -1, np.int32)
-    padded[:5000] = table[order]
-    np.testing.assert_array_equal(np.array(ordered), padded.T)
-    used = (padded >= 0).reshape(-1, 32, volume).any(1)
-    got = np.array(masks)
-    for k in range(volume):
-        np.testing.assert_array_equal(got[:, k // 32] >> (k % 32) & 1, used[:, k])
-
-
-@pytest.mark.parametrize("n", (4096, 4097, 300_000))
-def test_the_order_of_many_rows(n):
-    """The ranks ascend, and equal ones keep their order."""
-    rng = np.random.default_rng(n)
-    used = rng.random((n, 27)) < rng.random(27) ** 2
-    rank = used @ (1 << np.arange(27))
-    for by in (1, 2, 4, 8, 16):
-        rank ^= rank >> by
-    table = mx.array(np.where(used, 7, -1).astype(np.int32))
-    got = np.array(cuda.gray_order(table))
-    np.testing.assert_array_equal(got, np.argsort(rank, kind="stable"))
 
 
 @pytest.mark.parametrize("d", (1, 3, 4))
@@ -91,7 +36,7 @@ def test_sets_of_many_tiles(extent, d):
     np.testing.assert_array_equal(np.array(unique.inverse), inverse.ravel())
     cells = rows // np.array([1] + [3] * d)
     box = cells.min(axis=0).tolist(), cells.max(axis=0).tolist()
-    facts = [(0,) * d], (3,) * d, box, False
+    facts = [(0,) * d], (3,) * d, box
     got = cuda.made_rows(Rule.CELL, mx.array(rows), *facts)
     np.testing.assert_array_equal(np.array(got), np.unique(cells, axis=0))
 
@@ -100,7 +45,7 @@ def test_tiles_and_edges_of_both_ways_round():
     for case in (SUBMANIFOLD, cases.Case("forward", 3, 3, 2)):
         relation, expected = pair(case, "surface", 9000)
         for each, wanted in ((relation, expected), (relation.T, expected.T)):
-            view = cuda_tables.sorted_rows(each)
+            view = cuda_geometry.sorted_rows(each)
             n, table = each.n_out, np.array(each.out_in)
             placed = np.array(view.table)[:, :n].T
             placed = placed[:, ::-1] if view.mirrored else placed
@@ -111,7 +56,7 @@ def test_tiles_and_edges_of_both_ways_round():
             np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
             starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
             np.testing.assert_array_equal(
-                np.array(cuda_tables.offset_starts(each)), starts
+                np.array(cuda_geometry.offset_starts(each)), starts
             )
 
 
@@ -152,7 +97,7 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
         stride,
         transposed=transposed,
         keep=kept.__setitem__,
-        wanted=cuda_tables.TILES,
+        wanted=cuda_geometry.TILES,
     )
     np.testing.assert_array_equal(np.array(table), expected)
     counts = kept["band_counts"]
@@ -160,8 +105,8 @@ def test_tables_and_tiles_of_any_offsets(volume, stride, transposed):
     bands = np.add.reduceat(expected >= 0, np.arange(0, len(out), 64), axis=0)
     np.testing.assert_array_equal(np.array(counts.bands), bands.T)
     both = (
-        kept[cuda_tables.TILES],
-        cuda_tables.relation_tiles(cuda_tables.table_source(table))[2],
+        kept[cuda_geometry.TILES],
+        cuda_geometry.counted_table(cuda_geometry.table_source(table), tiled=True)[2],
     )
     for tiles in both:
         for got, wanted in zip(tiles, tiled(expected), strict=False):
@@ -180,7 +125,7 @@ def test_tiles_of_many_rows(n):
     table = np.array(relation.out_in)
     assert relation.n_edges == (table >= 0).sum()
     for got, wanted in zip(
-        cuda_tables.sorted_rows(relation), tiled(table), strict=False
+        cuda_geometry.sorted_rows(relation), tiled(table), strict=False
     ):
         np.testing.assert_array_equal(np.array(got), wanted)
     centre = table[:, 13]

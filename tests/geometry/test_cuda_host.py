@@ -19,16 +19,16 @@ from cuda_emulation import (
 from reference_rows import table_of, tile_order
 
 from mlx_lattice import kept_files
-from mlx_lattice.backends.cuda.tables import (
+from mlx_lattice.backends.cuda import sort as cuda_sort
+from mlx_lattice.backends.cuda.geometry import (
     KINDS,
     pitch_of,
     rank_bits,
     rule_kind,
     rule_words,
 )
+from mlx_lattice.backends.cuda.sort import digits_of
 from mlx_lattice.backends.cuda.weight_grad import ADD_PARTIALS
-from mlx_lattice.backends.gpu import sort as cuda_sort
-from mlx_lattice.backends.gpu.sort import digits_of
 from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"

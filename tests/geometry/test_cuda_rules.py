@@ -5,7 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from mlx_lattice.backends.cuda.tables import (
+from mlx_lattice.backends.cuda.geometry import (
     PART_OFFSETS,
     PARTS_AT,
     TRANSPOSED,

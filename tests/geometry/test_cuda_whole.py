@@ -14,7 +14,7 @@ from cuda_sets import (  # noqa: F401 (fixtures)
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.kernel_spec import KernelSpec
 
 pytestmark = emulated
@@ -28,7 +28,7 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
         relation = manager.submanifold_kernel_relation(key, kernel_size=1)
         made, read = len(emulator.launches), len(reads)
         for each in (relation, relation.T, manager.kernel_relation(key, kernel_size=1)):
-            pairs = np.array(cuda_tables.pair_arrays(each)[0])
+            pairs = np.array(cuda_geometry.pair_arrays(each)[0])
             np.testing.assert_array_equal(pairs, np.arange(len(rows))[:, None] + [0, 0])
             check_tiles(each)
             assert each.n_edges == len(rows)
@@ -43,8 +43,8 @@ def test_rows_that_feed_themselves_are_neither_searched_nor_sorted(emulator, rea
 def test_tiles_of_rows_that_feed_themselves(emulator, n):
     """The values of their array are not read."""
     with emulating(emulator):
-        tiles = cuda_tables.identity_tiles(mx.full((n, 4), 7, dtype=mx.int32))
-        pitch, launches = cuda_tables.pitch_of(n), len(emulator.launches)
+        tiles = cuda_geometry.identity_tiles(mx.full((n, 4), 7, dtype=mx.int32))
+        pitch, launches = cuda_geometry.pitch_of(n), len(emulator.launches)
         expected = np.where(np.arange(pitch) < n, np.arange(pitch), -1)
         np.testing.assert_array_equal(np.array(tiles.table), expected[None])
         np.testing.assert_array_equal(np.array(tiles.rows), np.arange(n))
@@ -57,7 +57,7 @@ def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):
     none = mx.zeros((0,), dtype=mx.int32)
     table, masks = mx.zeros((27, 128), dtype=mx.int32), mx.zeros((4, 1), mx.uint32)
     with emulating(emulator):
-        empty = cuda_tables.table_of(cuda_tables.Sorted(table, none, masks))
+        empty = cuda_geometry.table_of(cuda_geometry.Sorted(table, none, masks))
     assert empty.shape == (0, 27) and empty.dtype == mx.int32
 
 
@@ -68,7 +68,7 @@ def check_edges(relation, table):
     edges = np.stack([table[o, k], o, k], axis=1)[np.lexsort((o, k))]
     np.testing.assert_array_equal(np.array(relation.edges), edges)
     starts = np.searchsorted(edges[:, 2], np.arange(relation.volume + 1))
-    found = np.array(cuda_tables.offset_starts(relation))
+    found = np.array(cuda_geometry.offset_starts(relation))
     np.testing.assert_array_equal(found, starts)
     check_pairs(relation, edges)
 
@@ -86,13 +86,13 @@ def pairs_by_offset(rows, spans):
 def check_pairs(relation, edges):
     """Each offset's pairs are its edges, which a mirrored relation lists by halves."""
     counts = np.bincount(edges[:, 2], minlength=relation.volume)
-    for size in cuda_tables.STAGE_PAIRS:
+    for size in cuda_geometry.STAGE_PAIRS:
         firsts = np.append(0, np.cumsum(-(-counts // size)))
-        found = np.array(cuda_tables.first_stages(relation, size))
+        found = np.array(cuda_geometry.first_stages(relation, size))
         np.testing.assert_array_equal(found, firsts)
-    rows = cuda_tables.pair_arrays(relation)[0]
+    rows = cuda_geometry.pair_arrays(relation)[0]
     for each, columns in ((relation, [0, 1, 2]), (relation.T, [1, 0, 2])):
-        found = pairs_by_offset(*map(np.array, cuda_tables.pair_arrays(each)))
+        found = pairs_by_offset(*map(np.array, cuda_geometry.pair_arrays(each)))
         wanted = edges[:, columns]
         assert set(map(tuple, found.tolist())) == set(map(tuple, wanted.tolist()))
         assert len(found) == len(wanted)
@@ -134,7 +134,7 @@ def test_the_relations_of_a_net(emulator, reads, name, n):
             for kind, ends, kernel in named
         ]
         assert relations[0] is stem
-        cuda_tables.sorted_rows(relations[0]), cuda_tables.pairs(relations[0])
+        cuda_geometry.sorted_rows(relations[0]), cuda_geometry.pairs(relations[0])
         assert relations[0].edges.size and relations[0].kept("table") is None
         for relation in relations:
             check_tiles(relation), check_tiles(relation.T)

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from mlx_lattice import sync
-from mlx_lattice.geometry import keys, lattice, output_rows, unique
-from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.sorted_index import SortedIndex
+from mlx_lattice.geometry import lattice
+from mlx_lattice.geometry.lattice import Rule
+from mlx_lattice.geometry.tables import SortedIndex
 
 LEAST, MOST = -(2**31), 2**31 - 1
 
@@ -39,7 +39,7 @@ def wide(drawn, d) -> mx.array:
 
 
 def index_of(coords: mx.array) -> SortedIndex:
-    return SortedIndex.of(coords, keys.bounds_of(coords))
+    return SortedIndex.of(coords, lattice.bounds_of(coords))
 
 
 def repeat_of(coords: mx.array) -> tuple[int, int] | None:
@@ -62,13 +62,13 @@ def test_floor_divide(by):
 @given(rows(), st.lists(st.integers(1, 5), min_size=4, max_size=4))
 def test_cells(drawn, stride):
     (given_rows, d), stride = drawn, stride[: drawn[1]]
-    got = unique.unique_rows(lattice.cells(array(given_rows, d), stride)).rows
+    got = lattice.unique_rows(lattice.cells(array(given_rows, d), stride)).rows
     assert ref.rows_of(got) == ref.cell_rows(given_rows, stride)
 
 
 @given(st.lists(st.booleans(), max_size=50))
 def test_true_positions(flags):
-    got = unique.true_positions(mx.array(flags, dtype=mx.bool_))
+    got = lattice.true_positions(mx.array(flags, dtype=mx.bool_))
     assert got.tolist() == [i for i, flag in enumerate(flags) if flag]
     assert got.dtype == mx.int32
 
@@ -77,15 +77,15 @@ def test_true_positions(flags):
 def test_true_positions_of_a_column(n):
     """One row of a column keeps the stride that it had: a matrix's width."""
     column = mx.arange(5 * n).reshape(n, 5)[:, -1]
-    assert unique.true_positions(column >= 0).tolist() == [*range(n)]
-    columns = unique.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
+    assert lattice.true_positions(column >= 0).tolist() == [*range(n)]
+    columns = lattice.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
     assert columns.tolist() == [[i] for i in range(5)]
 
 
 @given(rows())
 def test_unique_rows(drawn):
     given_rows, d = drawn
-    got = unique.unique_rows(array(given_rows, d))
+    got = lattice.unique_rows(array(given_rows, d))
     expected = sorted(set(given_rows))
     assert ref.rows_of(got.rows) == expected
     assert got.inverse.tolist() == [expected.index(row) for row in given_rows]
@@ -95,7 +95,7 @@ def test_unique_rows(drawn):
 def test_keys_compare_as_rows_do(drawn):
     given_rows, d = drawn
     coords = array(given_rows, d)
-    listed = keys.row_keys(coords, keys.bounds_of(coords)).tolist()
+    listed = lattice.row_keys(coords, lattice.bounds_of(coords)).tolist()
     rank = {row: r for r, row in enumerate(sorted(set(given_rows)))}
     order = {key: r for r, key in enumerate(sorted(set(listed)))}
     assert [order[key] for key in listed] == [rank[row] for row in given_rows]
@@ -116,7 +116,7 @@ def test_columns_near_the_ends_of_int32_do_not_wrap(drawn, data):
     offset = st.tuples(*[st.sampled_from((-2, -1, 0, 1, 2, MOST, LEAST))] * d)
     offsets = data.draw(st.lists(offset, min_size=1, max_size=4, unique=True))
     coords = array(held, d)
-    columns = index_of(coords).columns(coords, keys.bounds_of(coords), offsets)
+    columns = index_of(coords).columns(coords, lattice.bounds_of(coords), offsets)
     where = {row: i for i, row in enumerate(held)}
     for offset, column in zip(offsets, columns, strict=True):
         moved = [ref.fine_site(row, offset, (1,) * d) for row in held]
@@ -156,28 +156,28 @@ def test_first_duplicate_is_the_earliest():
 def test_reached_and_expanded_rows(name, kernel, stride):
     coords = cases.geometry(name, 3, 30)
     offsets, step = ref.kernel_offsets(kernel, 3, dilation=2), ref.per_axis(stride, 3)
-    bounds = keys.bounds_of(mx.array(coords))
+    bounds = lattice.bounds_of(mx.array(coords))
     for rule, expected in (
         (Rule.REACH, ref.reach_rows),
         (Rule.EXPAND, ref.generative_rows),
     ):
         facts = offsets.tolist(), step
-        box = output_rows.box_of(rule, bounds, *facts)
-        got = output_rows.made_rows(rule, mx.array(coords), *facts, box)
+        box = lattice.box_of(rule, bounds, *facts)
+        got = lattice.made_rows(rule, mx.array(coords), *facts, box)
         assert got.dtype == mx.int32
         assert ref.rows_of(got) == expected(coords, offsets, step)
 
 
 def test_the_box_is_cut_to_the_grid():
     given_rows = [(0, -1, 0), (0, 0, 0), (0, 2, 3), (0, 3, 3), (1, 2, 4), (2, 1, 1)]
-    box = output_rows.cut(((0, -1, 0), (2, 3, 4)), (3, 4))
+    box = lattice.cut(((0, -1, 0), (2, 3, 4)), (3, 4))
     assert box == ((0, 0, 0), (2, 2, 3))
     facts = [(0, 0)], (1, 1)
-    made = output_rows.made_rows
+    made = lattice.made_rows
     got = made(Rule.ITSELF, array(given_rows, 2), *facts, box)
     assert ref.rows_of(got) == [r for r in given_rows if ref.inside(r, (3, 4))]
-    nothing = output_rows.cut(((0, 5, 0), (2, 7, 4)), (3, 4))
-    assert output_rows.is_empty(nothing)
+    nothing = lattice.cut(((0, 5, 0), (2, 7, 4)), (3, 4))
+    assert lattice.is_empty(nothing)
     none = made(Rule.ITSELF, array([], 2), *facts, nothing)
     assert none.shape == (0, 3)
 
@@ -193,11 +193,11 @@ def test_the_ends_of_int32_are_inside_and_one_more_is_not():
 @pytest.mark.parametrize("rule", (Rule.REACH, Rule.EXPAND))
 def test_a_box_beyond_int32_raises_only_where_a_row_is(rule):
     ends = array([(0, MOST, 0), (0, LEAST, 1)], 2)
-    bounds, steps = keys.bounds_of(ends), [(1, 0), (-1, 0)]
+    bounds, steps = lattice.bounds_of(ends), [(1, 0), (-1, 0)]
     with pytest.raises(ValueError, match="beyond int32"):
-        output_rows.int32_box(rule, ends, bounds, steps, (1, 1))
+        lattice.int32_box(rule, ends, bounds, steps, (1, 1))
     # The box is wider than what is reached: the offsets move no row outwards.
     inner = array([(0, MOST - 1, 0), (0, 0, 1)], 2)
     box = (0, 0, 0), (0, MOST, 1)
-    got = output_rows.int32_box(rule, inner, box, steps, (1, 1))
+    got = lattice.int32_box(rule, inner, box, steps, (1, 1))
     assert got == ((0, -1, 0), (0, MOST, 1))

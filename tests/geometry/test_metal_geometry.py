@@ -13,8 +13,8 @@ from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import curves, keys, output_rows
-from mlx_lattice.geometry.output_rows import Rule
+from mlx_lattice.geometry import curves, lattice
+from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
 host.require()
@@ -25,9 +25,9 @@ def rows(coords, d) -> mx.array:
 
 
 def cells(coords, stride):
-    bounds, still = keys.bounds_of(coords), [(0,) * len(stride)]
-    box = output_rows.box_of(Rule.CELL, bounds, still, stride)
-    return MetalGeometry().made_rows(Rule.CELL, coords, still, stride, box, False)
+    bounds, still = lattice.bounds_of(coords), [(0,) * len(stride)]
+    box = lattice.box_of(Rule.CELL, bounds, still, stride)
+    return MetalGeometry().made_rows(Rule.CELL, coords, still, stride, box)
 
 
 def test_a_symmetric_kernel_is_searched_by_halves():
@@ -126,7 +126,7 @@ def test_rows_are_sorted_by_keys_of_as_many_bits_as_their_box_needs(cells):
     with host.recording(checked=True) as record:
         still, ones = [(0, 0)], (1, 1)
         made = MetalGeometry().made_rows(
-            Rule.CELL, mx.array(mixed), still, ones, bounds, False
+            Rule.CELL, mx.array(mixed), still, ones, bounds
         )
         np.testing.assert_array_equal(np.array(made), given)
     assert record.report.faults == ()
@@ -149,7 +149,7 @@ def test_levels_of_more_cells_than_keys_can_number_are_left_to_one_by_one():
     given = rows(cases.geometry("block", 3, 60), 3)
     wide, strides = ((0,) * 4, (1 << 20,) * 4), [(2,) * 3, (4,) * 3]
     with host.recording(checked=True):
-        source = BoxedRows(given, keys.bounds_of(given))
+        source = BoxedRows(given, lattice.bounds_of(given))
         assert MetalGeometry().start_levels(source, strides, [wide] * 2) is None
         started = MetalGeometry().start_levels(source, strides, None)
         assert started.rows(sync.read(*started.counts), [wide] * 2) is None
@@ -225,7 +225,7 @@ def test_rules_as_far_as_int32_goes(step, rule):
     low, high = (0, -FAR - 1), (0, FAR)
     with host.recording(checked=True) as record:
         made = MetalGeometry().made_rows(
-            rule, rows(coords, 1), offsets, (step,), (low, high), False
+            rule, rows(coords, 1), offsets, (step,), (low, high)
         )
         got = made[:, 1].tolist()
     assert record.report.faults == ()

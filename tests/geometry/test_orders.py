@@ -15,7 +15,7 @@ from reference_curves import hilbert_key, morton_key
 import mlx_lattice as ml
 from mlx_lattice import ops, registry
 from mlx_lattice.geometry import curves
-from mlx_lattice.geometry.keys import bounds_of
+from mlx_lattice.geometry.lattice import bounds_of
 
 
 def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:

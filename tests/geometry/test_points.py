@@ -15,7 +15,7 @@ from places import HERE, agreed
 import mlx_lattice as ml
 from mlx_lattice import ops, registry, sync
 from mlx_lattice.backends.gpu import reductions as gpu_reductions
-from mlx_lattice.geometry.voxelize import (
+from mlx_lattice.geometry.points import (
     NO_CELL,
     cells_of,
     corner_weights,
@@ -138,27 +138,22 @@ def test_derivatives_of_weights(place, renormalise):
         ref.assert_close(np.array(back)[:, axis], wanted, slack=10)
 
 
-@emulated
 @pytest.mark.parametrize(
     "n, volume, rows", [(1, 1, 1), (3, 2, 0), (70, 8, 11), (512, 2, 3), (6000, 1, 700)]
 )
-def test_places_by_row(cuda_programs, n, volume, rows):
-    """CUDA's sort gives what MLX's does."""
+def test_places_by_row(n, volume, rows):
+    """Of a table, and where pieces of long segments begin."""
     rng = np.random.default_rng(n)
     table = rng.integers(-1, max(rows, 0), (n, volume)).astype(np.int32)
     table[table == rows // 2] = -1  # of a row that nobody names
-    wanted = gpu_reductions.by_row(mx.array(table), rows)
-    reductions = registry.REDUCTIONS["cuda"]
-    with emulating(Emulator(cuda_programs)):
-        got = reductions.by_row(mx.array(table), rows)
-        cut = reductions.pieces(got[1], table.size)
-    for a, b in zip(got, wanted, strict=True):
-        np.testing.assert_array_equal(np.array(a), np.array(b))
-    wanted = gpu_reductions.pieces(wanted[1], table.size)
-    for a, b in zip(cut, wanted, strict=True):
-        np.testing.assert_array_equal(np.array(a), np.array(b))
-    bounds, firsts = map(np.array, cut)
-    np.testing.assert_array_equal(bounds[firsts], np.array(got[1]))
+    entries, starts, *_ = registry.REDUCTIONS["cuda"].order(mx.array(table), rows)
+    flat = table.ravel()
+    wanted = np.argsort(flat, kind="stable")
+    np.testing.assert_array_equal(np.array(entries), wanted)
+    begin = np.searchsorted(flat[wanted], np.arange(rows + 1))
+    np.testing.assert_array_equal(np.array(starts), begin)
+    bounds, firsts = map(np.array, gpu_reductions.pieces(starts, table.size))
+    np.testing.assert_array_equal(bounds[firsts], begin)
     assert bounds[-1] == table.size and (np.diff(bounds) >= 0).all()
     assert (np.diff(bounds)[firsts[0] :] <= 256).all()
 

@@ -7,10 +7,10 @@ import pytest
 
 from mlx_lattice import registry
 from mlx_lattice.backends import cpu
-from mlx_lattice.backends import mlx as mlx_backend
-from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.geometry.protocol import Geometry, RowIndex
+from mlx_lattice.geometry.tables import SortedIndex
 from mlx_lattice.registry import Reductions
 
 COORDS = mx.array([[0, 1, 2], [0, 3, 4]], dtype=mx.int32)
@@ -50,9 +50,9 @@ def test_reductions_are_whole(backend):
 
 
 INDICES = (
-    mlx_backend.RowIndex,
+    SortedIndex,
     metal_geometry.RowTable,
-    cuda_tables.RowTable,
+    cuda_geometry.RowTable,
     cpu.RowIndex,
 )
 

@@ -9,7 +9,7 @@ from conftest import mappable
 
 import mlx_lattice as ml
 from mlx_lattice import backends, ops, registry
-from mlx_lattice.geometry.voxelize import reduce_segments
+from mlx_lattice.geometry.points import reduce_segments
 
 N, C = 60, 5
 

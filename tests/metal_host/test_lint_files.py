@@ -19,8 +19,7 @@ MATRICES = (
     "quantized_sorted_int8", "add_integer_splits", "unpack_int4",
     "dense_channel", "cout16", "relation_traversal", "quantized_traversal", "depthwise",
     "fp32_atomic", "fp16_gather", "vec4", "relation_views", "table_reductions",
-    "segments", "hash_table", "unique_rows", "kept_rows", "best_rows",
-    "curve_keys",
+    "segments", "hash_table", "unique_rows", "curve_keys",
     "updates", "attention_heads",
     "points", "patches", "join_channels",
 )  # fmt: skip

@@ -14,7 +14,7 @@ from compiled_cases import TOLERANCE, small_net, tensor
 
 import mlx_lattice as ml
 from mlx_lattice import availability, devices, nn, sync
-from mlx_lattice.backends.gpu import sort as cuda_sort
+from mlx_lattice.backends.cuda import sort as cuda_sort
 
 
 def operations(function, x, file):

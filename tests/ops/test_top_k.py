@@ -3,12 +3,11 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulation import Emulator, emulated, emulating
 from places import HERE, agreed
 
 import mlx_lattice as ml
 from mlx_lattice import ops, sync
-from mlx_lattice.registry import GEOMETRY
+from mlx_lattice.geometry.lattice import best_rows
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 dtypes = pytest.mark.parametrize(
@@ -60,9 +59,8 @@ def test_rows(place, batches, k, dtype):
         scores, coords = scores_of(len(rows), dtype), mx.array(rows)
         wanted = best(scores, rows[:, 0], k)
         span = int(rows[:, 0].min()), int(rows[:, 0].max())
-        geometry = GEOMETRY[place.name]
         for batches_in in (span, (span[0], span[1] + (batches > 1))):
-            got = agreed(place, geometry.best_rows, scores, coords, batches_in, k)
+            got = agreed(place, best_rows, scores, coords, batches_in, k)
             np.testing.assert_array_equal(np.array(got), wanted)
 
 
@@ -74,7 +72,7 @@ def test_far_batch_indices(place):
     scores = scores_of(200, mx.float32)
     span = int(rows[:, 0].min()), int(rows[:, 0].max())
     facts = scores, mx.array(rows), span, 20
-    got = agreed(place, GEOMETRY[place.name].best_rows, *facts)
+    got = agreed(place, best_rows, *facts)
     np.testing.assert_array_equal(np.array(got), best(scores, rows[:, 0], 20))
 
 
@@ -130,25 +128,3 @@ def test_a_wrong_set_is_said_to_be():
     x = ml.SparseTensor(mx.array([[0, 1, 1], [0, 1, 1], [-1, 0, 0]]), mx.ones((3, 1)))
     with pytest.raises(ValueError, match="batch indices"):
         ops.top_k(x, mx.arange(3).astype(mx.float32), 1)
-
-
-@emulated
-@dtypes
-@pytest.mark.parametrize("n", (1, 2, 700, 9000))
-@pytest.mark.parametrize("batches", (1, 5, 1 << 20))
-def test_rows_by_cuda_geometry(cuda_programs, batches, n, dtype):
-    """Keys of one word and of two; more rows than a block of the sort takes."""
-    emulator, rng = Emulator(cuda_programs), np.random.default_rng(n)
-    rows = rng.integers(-9, 9, (n, 4)).astype(np.int32)
-    rows[:, 0] = rng.integers(0, min(batches, 5), n) * max(1, batches // 5)
-    scores = scores_of(n, dtype)
-    with emulating(emulator):
-        span = int(rows[:, 0].min()), int(rows[:, 0].max())
-        for k in (1, max(1, n // 7)):
-            emulator.launches.clear()
-            facts = scores, mx.array(rows), span, k
-            got = GEOMETRY["cuda"].best_rows(*facts)
-            wanted = best(scores, rows[:, 0], k)
-            np.testing.assert_array_equal(np.array(got), wanted)
-            names = [name.split("_")[1] for name in emulator.launches]
-            assert names == ["score", "radix", "mark"]

@@ -14,7 +14,7 @@ from mlx_lattice import epilogue
 from mlx_lattice.backends import cpu
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.cuda import norms as cuda_norms
-from mlx_lattice.backends.cuda import tables as cuda_tables
+from mlx_lattice.backends.cuda import sort as cuda_sort
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
@@ -22,13 +22,12 @@ from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu import norms as gpu_norms
 from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
-from mlx_lattice.backends.gpu import sort as cuda_sort
 from mlx_lattice.backends.metal import contraction as metal_contraction
 from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.devices import CUDA, METAL
-from mlx_lattice.geometry.output_rows import Rule
-from mlx_lattice.geometry.voxelize import NO_CELL
+from mlx_lattice.geometry.lattice import Rule
+from mlx_lattice.geometry.points import NO_CELL
 from mlx_lattice.ops import heads
 from mlx_lattice.quantized import fits_int32
 
@@ -37,7 +36,7 @@ NUMBERS = {
     "cuda/rows.cuh": {
         "BINS": cuda_sort.BINS,
         "HEADER": cuda_sort.HEADER,
-        "BOUNDS": cuda_tables.TABLE_WORDS,
+        "BOUNDS": cuda_geometry.TABLE_WORDS,
     },
     "cuda/radix_sort.cu": {
         "SORT_THREADS": cuda_sort.SORT_THREADS,
@@ -45,13 +44,13 @@ NUMBERS = {
         "SUM_OF_TILE": cuda_sort.MOST_KEYS,
     },
     "cuda/table_sources.cuh": {
-        "PART_OFFSETS": cuda_tables.PART_OFFSETS,
-        "GROUP": cuda_tables.GROUP,
-        "PARTS_AT": cuda_tables.PARTS_AT,
+        "PART_OFFSETS": cuda_geometry.PART_OFFSETS,
+        "GROUP": cuda_geometry.GROUP,
+        "PARTS_AT": cuda_geometry.PARTS_AT,
     },
-    "cuda/neighbour_table.cu": {"BAND": cuda_tables.BAND},
-    "cuda/sort_table.cu": {"ROW_ALIGNMENT": cuda_tables.ROW_ALIGNMENT},
-    "cuda/relation_views.cu": {"BANDS": cuda_tables.EDGE_ROWS // cuda_tables.BAND},
+    "cuda/neighbour_table.cu": {"BAND": cuda_geometry.BAND},
+    "cuda/sort_table.cu": {"ROW_ALIGNMENT": cuda_geometry.ROW_ALIGNMENT},
+    "cuda/relation_views.cu": {"BANDS": cuda_geometry.EDGE_ROWS // cuda_geometry.BAND},
     "cuda/points.cu": {"NO_CELL": NO_CELL},
     "cuda/patches.cu": {"PATCH_WORDS": 8},
     "cuda/attention_heads.cu": {"HEAD_EPS": heads.EPS},
@@ -108,7 +107,7 @@ ENUMERATIONS = {
     ("cpu/inner_loops.h", "NormAct"): [name.lower() for name in ACTIVATIONS],
     ("cuda/unique_rows.cu", "Rule"): RULES,
     ("metal/hash_table.metal", "Rule"): RULES,
-    ("cuda/table_sources.cuh", "Stride"): cuda_tables.KINDS,
+    ("cuda/table_sources.cuh", "Stride"): cuda_geometry.KINDS,
     ("cuda/updates.cu", "UpdateRule"): UPDATES,
     ("metal/updates.metal", "UpdateRule"): UPDATES,
 }
@@ -147,11 +146,11 @@ def test_codes_count_as_the_enumerations_do():
 def test_numbers_that_others_are_made_of():
     """What kernels have no name for, but rely on."""
     threads = cuda_sort.THREADS, cuda_norms.THREADS, gpu_kernel.THREADS
-    assert {*threads, gpu_norms.THREADS, cuda_tables.EDGE_ROWS} == {256}
+    assert {*threads, gpu_norms.THREADS, cuda_geometry.EDGE_ROWS} == {256}
     assert cuda_sort.SORT_THREADS == cuda_sort.BINS
     slab = number("cuda/sort_table.cu", "SLAB")
     warps = cuda_sort.SORT_THREADS // 32
-    assert 4 * warps * slab * (slab + 1) == cuda_tables.TILE_SCRATCH
+    assert 4 * warps * slab * (slab + 1) == cuda_geometry.TILE_SCRATCH
     assert prod(gpu_norms.COMBINING[CUDA]) == prod(gpu_norms.COMBINING[METAL]) == 512
     # A thread holds 32 bytes of a channel; see BATCH_HELD of batch_norm.cu.
     held = 32 * gpu_norms.MOST_THREADS[CUDA]
@@ -174,8 +173,8 @@ def test_every_row_that_a_tile_reads_is_in_the_padded_table():
     }
     wide = [shape for shape in shapes if isinstance(shape, cuda_tile_tables.WideTile)]
     assert {shape.rows for shape in wide} == {64, 128, 192}
-    assert all(cuda_tables.ROW_ALIGNMENT % shape.rows == 0 for shape in wide)
-    assert cuda_tables.ROW_ALIGNMENT % 64 == 0
+    assert all(cuda_geometry.ROW_ALIGNMENT % shape.rows == 0 for shape in wide)
+    assert cuda_geometry.ROW_ALIGNMENT % 64 == 0
 
 
 def shapes_of(table):

@@ -19,7 +19,7 @@ from contractions import moved
 
 import mlx_lattice as ml
 from mlx_lattice import devices, ops
-from mlx_lattice.geometry.voxelize import reduce_segments
+from mlx_lattice.geometry.points import reduce_segments
 
 # Kernels for odd channels, for stages of one offset and of several, for wide ones.
 CHANNELS = ((3, 5), (16, 16), (32, 32), (48, 40), (64, 128))

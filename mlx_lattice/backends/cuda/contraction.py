@@ -62,7 +62,7 @@ from . import thresholds
 from . import tile_tables as tables
 from . import tiles as cuda_tiles
 from . import weight_grad as cuda_weight_grad
-from .tables import sorted_arrays
+from .geometry import sorted_arrays
 from .tiles import EPILOGUE_FILES, Tile, finishing_kernel, whole_channels
 
 SCALES = ("scale_groups", "scales_shape[2]")

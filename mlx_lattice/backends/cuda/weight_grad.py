@@ -30,7 +30,7 @@ from ..gpu.kernel import GpuKernel, Interface
 from . import thresholds
 from . import tile_tables as tables
 from . import tiles as cuda_tiles
-from .tables import STAGE_PAIRS, offset_starts, pair_arrays, sorted_arrays, stages_of
+from .geometry import STAGE_PAIRS, offset_starts, pair_arrays, sorted_arrays, stages_of
 from .tile_tables import FEW_EDGES_GRAD_TILES, GRAD_TILES, Shape, shared_bytes
 from .tiles import (
     HOPPER,

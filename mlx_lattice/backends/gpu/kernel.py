@@ -423,8 +423,6 @@ METAL_CUTS = {
     # Rows that one thread lists edges of: few enough to fill the GPU, and the counts of
     # all blocks stay small.
     "edge_block": 64,
-    # Candidates of one hash table of generated rows: 256 MB of slots.
-    "candidates": 1 << 25,
 }
 
 # More dispatches than anyone waits for: plans list them, so their number is bounded.

@@ -26,49 +26,35 @@ from .kernel import (
     ceil_div,
     dispatch_limit,
 )
-from .sort import (
-    SCRATCH,
-    SORT,
-    geometry_kernel,
-    run,
-    sorted_places,
-    sorts,
-    striding_blocks,
-)
 
 
-def _face(
-    inputs: tuple[str, ...], outputs: tuple[str, ...], rows: str, volume: str
-) -> Interface:
+def _face(inputs: str, outputs: str, rows: str, volume: str) -> Interface:
     """Return an interface. A dispatch has `rows` rows of the result from `first` on."""
     sizes = ("first", "0"), ("rows", rows), ("volume", volume)
     sizes = *sizes, ("channels", "x_shape[1]")
-    return Interface("Reduction", inputs, outputs, sizes)
+    return Interface("Reduction", tuple(inputs.split()), tuple(outputs.split()), sizes)
 
 
 _BY_TABLE = "table_shape[0]", "table_shape[1]"
 _BY_SEGMENT = "starts_shape[0] - 1", "1"
 # y[o] = sum over k of weights[o, k] * x[table[o, k]], over divisors[o]; weights (M, K)
 # and divisors (M,) may be absent.
-GATHER_SUM = _face(("x", "table", "weights", "divisors"), ("y",), *_BY_TABLE)
+GATHER_SUM = _face("x table weights divisors", "y", *_BY_TABLE)
 # y[o] = the greatest of x[table[o, k]], and won, the row that has it or -1.
-GATHER_MAX = _face(("x", "table"), ("y", "won"), *_BY_TABLE)
+GATHER_MAX = _face("x table", "y won", *_BY_TABLE)
 # dx[i] = sum over o = table[i, k] of x[o] where won[o] = i; table is (N, K).
-MAX_POOL_BACKWARD = _face(("x", "won", "table"), ("dx",), *_BY_TABLE)
+MAX_POOL_BACKWARD = _face("x won table", "dx", *_BY_TABLE)
 # products[o, k] = x[table[o, k]] . y[o].
-ROW_PRODUCTS = _face(("x", "y", "table"), ("products",), *_BY_TABLE)
+ROW_PRODUCTS = _face("x y table", "products", *_BY_TABLE)
 # Segment s has the places starts[s] .. starts[s + 1] of entries, which are places of a
 # flat (M, K) table; without entries a place is its own. divisors (S,) may be absent.
-SUM_SEGMENTS = _face(
-    ("x", "entries", "weights", "starts", "divisors"), ("y",), *_BY_SEGMENT
-)
+SUM_SEGMENTS = _face("x entries weights starts divisors", "y", *_BY_SEGMENT)
 # Entries are rows. When pieces of segments are reduced, names are the rows that won in
 # the pieces, -1 for none.
-MAX_SEGMENTS = _face(("x", "entries", "names", "starts"), ("y", "won"), *_BY_SEGMENT)
+MAX_SEGMENTS = _face("x entries names starts", "y won", *_BY_SEGMENT)
 
 _FILES = {METAL: (), CUDA: ("alignment.cuh", "channels.cuh")}
 _SUFFIX = {METAL: "", CUDA: ".cu"}
-_ORDER_FILES = (*SORT, "row_order.cu")
 
 
 @cache
@@ -98,20 +84,14 @@ class GpuReductions:
     def __init__(self, backend: str):
         self.backend = backend
 
-    def gather_sum(
-        self,
-        x: mx.array,
-        table: mx.array,
-        weights: mx.array | None = None,
-        divisors: mx.array | None = None,
-    ) -> mx.array:
+    def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
         if table.size == 0 or x.size == 0:
             return mx.zeros((table.shape[0], x.shape[1]), dtype=x.dtype)
         inputs = [x, table, weights, divisors]
         return self._over_table("gather_sum", GATHER_SUM, inputs, table, [x.dtype])[0]
 
-    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
+    def gather_max(self, x, table) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
         if table.size == 0 or x.size == 0:
             return _no_maxima(x, table.shape[0])
@@ -120,16 +100,14 @@ class GpuReductions:
             self._over_table("gather_max", GATHER_MAX, [x, table], table, dtypes)
         )
 
-    def max_pool_backward(
-        self, dy: mx.array, rows: mx.array, back: mx.array
-    ) -> mx.array:
+    def max_pool_backward(self, dy, rows, back) -> mx.array:
         """Return to each row the sum of the results that it won."""
         if back.size == 0 or dy.size == 0:
             return mx.zeros((back.shape[0], dy.shape[1]), dtype=dy.dtype)
         face, inputs = MAX_POOL_BACKWARD, [dy, rows, back]
         return self._over_table("max_pool_backward", face, inputs, back, [dy.dtype])[0]
 
-    def row_products(self, x: mx.array, y: mx.array, table: mx.array) -> mx.array:
+    def row_products(self, x, y, table) -> mx.array:
         """Return the (M, K) float32 products of the rows that a table pairs."""
         (rows, volume), channels = table.shape, x.shape[1]
         if table.size == 0 or x.size == 0:
@@ -151,18 +129,20 @@ class GpuReductions:
         work = table.size * channels
         return by_rows(rows, work, dispatch_limit("elements"), launch)[0]
 
-    def scatter_sum(self, y, table, rows, weights=None, order=(), divisors=None):
+    def scatter_sum(
+        self, y, table, rows, weights=None, order=(), divisors=None
+    ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         entries, starts, *cut = order or self.order(table, rows)
         launches = cut or [starts]
         return self._sum(y, launches, entries, table.shape[1], weights, divisors)
 
-    def scatter_max(self, x, table, rows):
+    def scatter_max(self, x, table, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         entries, starts, *cut = self.order(table, rows)
         return self._max(x, entries, cut or [starts])
 
-    def segment_max(self, x, rows):
+    def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, and their rows."""
         launches = _known_launches(rows.starts, SEGMENT_CUTS["piece"])
         return self._max(x, rows.order, launches)
@@ -174,53 +154,31 @@ class GpuReductions:
             x: (N, C).
             starts: (S + 1,) int32.
         """
-        return self._sum(x, self._launches(starts, x.shape[0]), None, 1, None)
+        return self._sum(x, _launches(starts, x.shape[0]), None, 1, None)
 
-    def order(self, table, rows, longest=None):
+    def order(self, table, rows, longest=None) -> tuple[mx.array, ...]:
         """Return places of a table by the row they name, and where those begin.
 
         If some rows are named often, also where the segments of each launch begin.
+        Places that name no row come first.
         """
-        entries, starts = self.by_row(table, rows)
-        launches = self._launches(starts, entries.size, longest)
+        size = table.size
+        if size == 0:
+            none = mx.zeros((rows + 1,), dtype=mx.int32)
+            return mx.zeros((0,), dtype=mx.int32), none
+        # Keys are (row + 1) * size + place, so that keys of no row are not below 0.
+        place = mx.arange(size, 2 * size, dtype=mx.int64)
+        keys = mx.sort(table.flatten().astype(mx.int64) * size + place)
+        begin = mx.arange(size, (rows + 2) * size, size, dtype=mx.int64)
+        starts = mx.searchsorted(keys, begin).view(mx.int32)
+        launches = _launches(starts, size, longest)
+        entries = (keys % size).astype(mx.int32)
         return entries, starts, *(launches if len(launches) > 1 else ())
 
     @staticmethod
-    def counts(table, rows, order):
+    def counts(table, rows, order) -> mx.array:
         """Return how many places name each row, by their order."""
         return order[1][1:] - order[1][:-1]
-
-    def by_row(self, table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-        """Return a table's places by the row they name, and where each row begins.
-
-        Places that name no row come first.
-        """
-        if self.backend == METAL or not table.size > 0 or not sorts(table.size):
-            return by_row(table, rows)
-        bits, inputs = max(1, rows.bit_length()), [table.flatten()]
-        keys, entries = sorted_places(_row_keys, inputs, table.size, bits, keep=True)
-        names = ("keys", "rows"), ("starts",)
-        kernel = geometry_kernel("row_starts", _ORDER_FILES, "RowStarts", *names)
-        inputs, outputs = [keys, mx.array([rows])], [((rows + 1,), mx.int32)]
-        return entries, run(kernel, inputs, striding_blocks(rows + 1), outputs)[0]
-
-    def pieces(self, starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
-        """Return ``pieces`` of segments, on CUDA in one launch."""
-        if self.backend == METAL:
-            return pieces(starts, size)
-        piece, count = SEGMENT_CUTS["piece"], starts.size
-        whole = count + ceil_div(size, piece)
-        outputs = [((n,), mx.int32) for n in (whole, count)]
-        kernel = geometry_kernel(
-            "cut_pieces",
-            _ORDER_FILES,
-            "CutPieces",
-            ("starts", "size"),
-            ("bounds", "firsts"),
-            template=(("PIECE", piece),),
-        )
-        inputs = [starts, mx.array([size])]
-        return tuple(run(kernel, inputs, striding_blocks(whole), outputs))
 
     def _sum(self, x, launches, entries, volume, weights, divisors=None) -> mx.array:
         """Return the sums of segments, by the sums of their pieces."""
@@ -257,20 +215,6 @@ class GpuReductions:
             x, names = greatest(each, mx.float32, piece)
             entries, size = None, each.size - 1
         return greatest(starts, dtype, min(size, SEGMENT_CUTS["longest"]))
-
-    def _launches(
-        self, starts: mx.array, size: int, longest: int | None = None
-    ) -> list[mx.array]:
-        """Return where the segments of each launch begin: pieces of long ones first.
-
-        ``size`` is the length of all segments together, ``longest`` a bound of each.
-        """
-        longest, made = size if longest is None else min(longest, size), []
-        while longest > SEGMENT_CUTS["longest"]:
-            bounds, starts = self.pieces(starts, size)
-            made.append(bounds)
-            size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
-        return [*made, starts]
 
     def _over_table(self, symbol, face, inputs, table, dtypes) -> list[mx.array]:
         """Launch a reduction over the rows of a table."""
@@ -337,20 +281,6 @@ def _no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     return mx.zeros(shape, dtype=x.dtype), mx.full(shape, -1, dtype=mx.int32)
 
 
-def by_row(table: mx.array, rows: int) -> tuple[mx.array, mx.array]:
-    """Return ``GpuReductions.by_row`` by MLX's sort."""
-    size = table.size
-    if size == 0:
-        none = mx.zeros((rows + 1,), dtype=mx.int32)
-        return mx.zeros((0,), dtype=mx.int32), none
-    # Keys are (row + 1) * size + place, so that keys of no row are not below 0.
-    place = mx.arange(size, 2 * size, dtype=mx.int64)
-    keys = mx.sort(table.flatten().astype(mx.int64) * size + place)
-    begin = mx.arange(size, (rows + 2) * size, size, dtype=mx.int64)
-    starts = mx.searchsorted(keys, begin).view(mx.int32)
-    return (keys % size).astype(mx.int32), starts
-
-
 @lru_cache(maxsize=64)
 def _known_launches(starts: tuple[int, ...], piece: int) -> list[mx.array]:
     """Return ``_launches`` of a few segments whose places Python knows."""
@@ -361,10 +291,25 @@ def _known_launches(starts: tuple[int, ...], piece: int) -> list[mx.array]:
     return [mx.array(each, dtype=mx.int32) for each in (*made, starts)]
 
 
+def _launches(
+    starts: mx.array, size: int, longest: int | None = None
+) -> list[mx.array]:
+    """Return where the segments of each launch begin: pieces of long ones first.
+
+    ``size`` is the length of all segments together, ``longest`` a bound of each.
+    """
+    longest, made = size if longest is None else min(longest, size), []
+    while longest > SEGMENT_CUTS["longest"]:
+        bounds, starts = pieces(starts, size)
+        made.append(bounds)
+        size, longest = bounds.size - 1, longest // SEGMENT_CUTS["piece"] + 2
+    return [*made, starts]
+
+
 def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
     """Cut segments of ``size`` entries in all into pieces that a thread can add up.
 
-    In MLX operations. If a segment begins at a cut, its piece comes second.
+    If a segment begins at a cut, its piece comes second.
 
     Returns:
         (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
@@ -380,17 +325,7 @@ def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
     return bounds, firsts
 
 
-def _row_keys(numeric: str) -> GpuKernel:
-    del numeric  # 32 bits hold every row
-    return geometry_kernel(
-        "row_keys",
-        _ORDER_FILES,
-        "RowKeys",
-        ("table", "digits", "scratch"),
-        ("keys",),
-        arguments=(("digits", ""), ("scratch", SCRATCH)),
-    )
-
+# Cells of points, and interpolation weights
 
 Numbers = tuple[float, ...] | None
 
@@ -412,21 +347,21 @@ _WEIGHTS = Interface(
 def _points_kernel(
     backend: str, symbol: str, face: Interface, template: tuple[tuple[str, Value], ...]
 ) -> GpuKernel:
-    given = symbol, ("points" if backend == METAL else "points.cu",), face, template
+    file = "points" + _SUFFIX[backend]
     place = "thread_position_in_grid.x" * (backend == METAL)
     # What they find is kept with coordinate sets: they run in rehearsals.
-    return GpuKernel(backend, *given, place=place, geometry=True)
-
-
-def _eight(values: Numbers) -> mx.array | None:
-    """Return (8,) float32 on the device, of which the first are the values; kept."""
-    return None if values is None else _kept(tuple(map(float, values)))
+    facts = {"place": place, "geometry": True}
+    return GpuKernel(backend, symbol, (file,), face, template, **facts)
 
 
 @lru_cache(maxsize=256)
-def _kept(values: tuple[float, ...]) -> mx.array:
+def _eight(values: Numbers) -> mx.array | None:
+    """Return (8,) float32 on the device, of which the first are the values; cached."""
+    if values is None:
+        return None
     # Metal has fewer in another address space, and CUDA reads the host's slowly.
-    array = mx.array([*values, *(0.0,) * (LEAST_DEVICE_SIZE - len(values))]) + 0
+    zeros = (0.0,) * (LEAST_DEVICE_SIZE - len(values))
+    array = mx.array([*map(float, values), *zeros]) + 0
     sync.compute([array])
     return array
 
@@ -448,13 +383,11 @@ class GpuPoints:
         origin: Numbers,
         size: Numbers,
     ) -> mx.array:
-        """Return ``geometry.voxelize.cells_of`` points of which there are some."""
+        """Return ``geometry.points.cells_of`` points of which there are some."""
         columns = points.shape[1] + (batch is not None)
-        kernel = _points_kernel(
-            self.backend, "cells_of_points", _CELLS, (("COLUMNS", columns),)
-        )
+        facts = "cells_of_points", _CELLS, (("COLUMNS", columns),)
         inputs = [points, batch, _eight(origin), _eight(size)]
-        return self._over_points(kernel, inputs, columns, mx.int32)
+        return self._over_points(facts, inputs, columns, mx.int32)
 
     def corner_weights(
         self,
@@ -464,18 +397,19 @@ class GpuPoints:
         table: mx.array,
         renormalise: bool,
     ) -> mx.array:
-        """Return ``geometry.voxelize.corner_weights`` of points, some of them."""
+        """Return ``geometry.points.corner_weights`` of points, some of them."""
         corners = table.shape[1]
         template = ("AXES", corners.bit_length() - 1), ("RENORMALISE", renormalise)
-        kernel = _points_kernel(self.backend, "corner_weights", _WEIGHTS, template)
         inputs = [points, _eight(size), cells, table]
-        return self._over_points(kernel, inputs, corners, mx.float32)
+        facts = "corner_weights", _WEIGHTS, template
+        return self._over_points(facts, inputs, corners, mx.float32)
 
     def _over_points(
-        self, kernel: GpuKernel, inputs: list, width: int, dtype: mx.Dtype
+        self, facts: tuple, inputs: list, width: int, dtype: mx.Dtype
     ) -> mx.array:
+        kernel = _points_kernel(self.backend, *facts)
         rows, columns = inputs[0].shape
-        if self.backend != METAL:
+        if self.backend == CUDA:
             grid = (THREADS * blocks_for(rows),)
             return kernel(inputs, [((rows, width), dtype)], grid, (THREADS,))[0]
 

@@ -25,7 +25,7 @@ import mlx.core as mx
 from ... import nn, ops, registry, sync
 from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ...coordinates import CoordinateManager
-from ...geometry.output_rows import Rule
+from ...geometry.lattice import Rule
 from ...ops.channels import by_halves
 from ...prepare import prepare_scan
 from ...reductions import sum_over
@@ -244,9 +244,7 @@ def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Fl
         high = [max(h, (n - 1) << i) for h, n in zip(high, extents, strict=True)]
     coords, shape = mx.concatenate(coords), finest.spatial_shape[1:]
     box = (0, 0, 0), (finest.batch_size - 1, *high)
-    cells = registry.geometry().made_rows(
-        Rule.CELL, coords, [(0, 0)], (1, 1), box, False
-    )
+    cells = registry.geometry().made_rows(Rule.CELL, coords, [(0, 0)], (1, 1), box)
     # Those of even kernels may lie beyond the grid: then they are read and checked.
     is_inside = all(h < n for h, n in zip(high, shape, strict=True))
     held = manager.inserted(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ... import ops
-from ...geometry.unique import true_positions
+from ...geometry.lattice import true_positions
 from .voxels import GridRecipe
 
 PerClass = float | tuple[float, ...]

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ... import nn
 from ...checks import array_of
-from ...geometry.unique import true_positions
+from ...geometry.lattice import true_positions
 from ...io.checkpoints import RENAMES
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor

@@ -15,8 +15,8 @@ import mlx.core as mx
 
 from ...checks import positions_of, real, single, single_or_double, stream_of, whole
 from ...coordinates import CoordinateManager
-from ...geometry.unique import true_positions, unique_rows
-from ...geometry.voxelize import batch_of, reduce_segments
+from ...geometry.lattice import true_positions, unique_rows
+from ...geometry.points import batch_of, reduce_segments
 from ...tensor import SparseTensor
 from ..recipe import attribute, finite_points
 

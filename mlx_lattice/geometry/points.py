@@ -41,7 +41,7 @@ def cells_of(
         points: (P, 1 + D) float32 with the batch index first, or (P, D); or float64,
             of which nothing is rounded to float32.
         batch: (P,) int32: the batch index of (P, D) points.
-        origin, size: one a column of the points; 0 and 1 where there are none.
+        origin, size: one for each column of the points; 0 and 1 if they are None.
     """
     kernels = registry.points()
     if kernels is not None and points.size and points.dtype == mx.float32:
@@ -77,15 +77,15 @@ def corner_weights(
     """Return the (P, 2^D) float32 weights of the cells around points.
 
     A cell's weight is a product over the axes, of which D are the last columns of
-    ``points``; cells that are not there have none. Differentiable in the points.
+    ``points``; absent cells have weight 0. Differentiable in the points.
 
     Args:
         points: (P, 1 + D) or (P, D) float32.
-        cells: (P, 1 + D) int32, of each point; None where ``points`` say how far beyond
-            theirs they lie.
+        cells: (P, 1 + D) int32, of each point; None if ``points`` are counted from
+            their cells.
         table: (P, 2^D) int32: the rows of these cells, or -1.
         renormalise: whether the weights of a point are divided by their sum.
-        size: one a column of the points: of a cell, in their units.
+        size: of a cell, one for each column of the points, in their units.
     """
 
     def composed(points: mx.array) -> mx.array:
