@@ -170,7 +170,7 @@ def source_of(name: str, thing: object) -> object | None:
             first = inspect.getsource(found).split("\n", 1)[0]
         except (OSError, TypeError):
             continue
-        same = found is thing or inspect.signature(found) == inspect.signature(thing)
+        same = found is thing or f"{written}3d" == f"{name[:-2]}3d"
         if same and re.search(rf"\b{written}\b|^@", first):
             return found
     return None

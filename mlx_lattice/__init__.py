@@ -103,5 +103,9 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str) -> None:
     unknown_name(name, __name__, ops.__all__)

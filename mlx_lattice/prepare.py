@@ -21,7 +21,7 @@ from .backends.gpu import nvrtc as cuda_compile
 from .compiled import reached
 from .coordinate_set import stride_text
 from .inspect.cost import size
-from .nn.parameters import ModuleCache
+from .nn.layers import ModuleCache
 from .routes import launch, measure, proof
 from .routes.launch import Launch
 from .sync import building

@@ -1,8 +1,10 @@
 """Imports go downwards, inside functions too: no circle of files, floors of rooms."""
 
 import ast
+import importlib
 import subprocess
 import sys
+from collections import Counter
 from itertools import count
 from pathlib import Path
 
@@ -160,3 +162,20 @@ assert settings() == before
 
 def test_importing_changes_nothing():
     subprocess.run([sys.executable, "-c", IMPORTS], check=True)
+
+
+PUBLIC = "mlx_lattice", "mlx_lattice.nn", "mlx_lattice.ops", "mlx_lattice.io"
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_a_module_lists_its_public_names_alone(name):
+    module = importlib.import_module(name)
+    assert dir(module) == sorted(set(module.__all__)) == sorted(module.__all__)
+    for public in module.__all__:
+        assert getattr(module, public) is not None
+
+
+def test_every_public_name_has_one_place():
+    modules = [importlib.import_module(name) for name in PUBLIC]
+    places = Counter(name for module in modules for name in module.__all__)
+    assert [name for name, count in places.items() if count > 1] == []

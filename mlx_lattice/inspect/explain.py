@@ -11,7 +11,6 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from numbers import Real
 
 import mlx.core as mx
@@ -20,7 +19,7 @@ from .. import devices, registry
 from ..backends import portable_only
 from ..devices import CPU, Device
 from ..epilogue import finished
-from ..ops import conv, observed
+from ..ops import convolution, observed
 from ..ops.fused_attention import Call
 from ..ops.observed import COMPOSED, Attended
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
@@ -33,11 +32,11 @@ from .cost import Cost, cost, size
 
 # The function of a layer, by the kind of its relation.
 FUNCTIONS = {
-    "submanifold": conv.subm_conv,
-    "forward": conv.conv,
-    "target": conv.conv,
-    "transposed": conv.conv_transpose,
-    "generative": partial(conv.conv_transpose, generative=True),
+    "submanifold": convolution.subm_conv,
+    "forward": convolution.conv,
+    "target": convolution.conv,
+    "transposed": convolution.conv_transpose,
+    "generative": convolution.generative_conv_transpose,
 }
 
 

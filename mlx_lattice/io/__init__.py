@@ -36,6 +36,10 @@ __all__ = [
 ]
 
 
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
 def __getattr__(name: str):
     """Import what needs NumPy when it is first used."""
     if name in ("PointCloud", "read_points"):

@@ -1,17 +1,20 @@
 """Modules over sparse tensors, in the manner of mlx.nn."""
 
+from typing import TYPE_CHECKING
+
 from mlx.nn import Module
 
+from ..axes import numbered_classes
 from ..other_names import unknown_name
 from . import (
     attention,
     calibration,
     convolution,
     distributed,
-    elementwise,
     fake_quantized,
     fused,
     integer_files,
+    layers,
     linear,
     normalization,
     pooling,
@@ -21,20 +24,62 @@ from .attention import *
 from .calibration import *
 from .convolution import *
 from .distributed import *
-from .elementwise import *
 from .fake_quantized import *
 from .fused import *
 from .integer_files import *
+from .layers import *
 from .linear import *
 from .normalization import *
 from .pooling import *
 from .quantized import *
 
+_NUMBERED = numbered_classes(
+    __name__,
+    convolution.Conv,
+    convolution.SubmConv,
+    convolution.ConvTranspose,
+    convolution.GenerativeConvTranspose,
+    convolution.QuantizedConv,
+    convolution.QuantizedSubmConv,
+    convolution.QuantizedConvTranspose,
+    convolution.QuantizedGenerativeConvTranspose,
+    pooling.MaxPool,
+    pooling.SumPool,
+    pooling.AvgPool,
+    pooling.Upsample,
+)
+for _name, _class in _NUMBERED.items():
+    globals()[_name] = _class
+    if f"Quantized{_name}" in _NUMBERED:
+        _class.twin = _NUMBERED[f"Quantized{_name}"]
+
+if TYPE_CHECKING:  # type checkers do not see the loop
+    Conv1d = Conv2d = Conv3d = Conv4d = convolution.Conv
+    SubmConv1d = SubmConv2d = SubmConv3d = SubmConv4d = convolution.SubmConv
+    ConvTranspose1d = ConvTranspose2d = convolution.ConvTranspose
+    ConvTranspose3d = ConvTranspose4d = convolution.ConvTranspose
+    GenerativeConvTranspose1d = convolution.GenerativeConvTranspose
+    GenerativeConvTranspose2d = convolution.GenerativeConvTranspose
+    GenerativeConvTranspose3d = convolution.GenerativeConvTranspose
+    GenerativeConvTranspose4d = convolution.GenerativeConvTranspose
+    MaxPool1d = MaxPool2d = MaxPool3d = MaxPool4d = pooling.MaxPool
+    SumPool1d = SumPool2d = SumPool3d = SumPool4d = pooling.SumPool
+    AvgPool1d = AvgPool2d = AvgPool3d = AvgPool4d = pooling.AvgPool
+    Upsample1d = Upsample2d = Upsample3d = Upsample4d = pooling.Upsample
+
 _FILES = (
-    elementwise, attention, calibration, fused, convolution, distributed,
+    layers, attention, calibration, fused, convolution, distributed,
     fake_quantized, integer_files, linear, normalization, pooling, quantized,
 )  # fmt: skip
-__all__ = ["Module", *(name for file in _FILES for name in file.__all__)]
+__all__ = [
+    "Module",
+    *(name for file in _FILES for name in file.__all__),
+    *_NUMBERED,
+]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> None:

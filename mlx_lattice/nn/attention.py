@@ -18,11 +18,10 @@ from ..ops.groups import biases
 from ..ops.heads import angles, check_rotary, turned_head, turned_heads
 from ..ops.observed import inside
 from ..tensor import SparseTensor, expect_tensor, features_of
-from .elementwise import GELU
 from .fused import in_order
+from .layers import GELU, Parameters
 from .linear import Linear
 from .normalization import LayerNorm
-from .parameters import Parameters
 
 __all__ = [
     "AdaptiveLayerNorm", "CrossAttention", "ModulatedTransformerBlock",

@@ -7,46 +7,45 @@ current parameter, so that every update is used.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 
 import mlx.core as mx
 from mlx.nn import Module
 
-from ..axes import Family, classes, expect_axes
+from ..axes import expect_axes
 from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec, check_support, per_axis
-from ..ops import relations
-from ..ops.conv import contracted, contracted_blocks, fitted
-from ..ops.relations import Coordinates
+from ..ops.convolution import (
+    Coordinates,
+    contracted,
+    contracted_blocks,
+    fitting,
+    forward_relation,
+    transposed_relation,
+)
+from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
-from .quantized import INTEGER, Packable, QuantizedConvolution, convolved
+from .quantized import INTEGER, Packable, QuantizedConvolution, Weight, convolved
 
 __all__ = [
-    "Conv1d", "Conv2d", "Conv3d", "Conv4d", "ConvTranspose1d", "ConvTranspose2d",
-    "ConvTranspose3d", "ConvTranspose4d", "GenerativeConvTranspose1d",
-    "GenerativeConvTranspose2d", "GenerativeConvTranspose3d",
-    "GenerativeConvTranspose4d", "QuantizedConv1d", "QuantizedConv2d",
-    "QuantizedConv3d", "QuantizedConv4d", "QuantizedConvTranspose1d",
-    "QuantizedConvTranspose2d", "QuantizedConvTranspose3d",
-    "QuantizedConvTranspose4d", "QuantizedGenerativeConvTranspose1d",
-    "QuantizedGenerativeConvTranspose2d", "QuantizedGenerativeConvTranspose3d",
-    "QuantizedGenerativeConvTranspose4d", "QuantizedSubmConv1d",
-    "QuantizedSubmConv2d", "QuantizedSubmConv3d", "QuantizedSubmConv4d",
-    "SubmConv1d", "SubmConv2d", "SubmConv3d", "SubmConv4d", "hyper_cross",
+    "Conv", "ConvTranspose", "GenerativeConvTranspose", "QuantizedConv",
+    "QuantizedConvTranspose", "QuantizedGenerativeConvTranspose", "QuantizedSubmConv",
+    "SubmConv", "hyper_cross",
 ]  # fmt: skip
 
 
 Offsets = Sequence[Sequence[int]] | None
+NO_SCOPE = nullcontext()
 
 
 def kernel_spec(
     dims: int, kernel_size, stride, padding, dilation, offsets=None
 ) -> KernelSpec:
-    """Return the checked kernel of a layer, from what its constructor takes."""
+    """Return the checked kernel of a layer from the arguments of its constructor."""
     if offsets is not None:
         if kernel_size is not None or dilation != 1:
             raise ValueError(
@@ -86,18 +85,19 @@ def hyper_cross(
     steps = per_axis(dilation, dims, "dilation")
     if not all(size % 2 for size in sizes):
         raise ValueError(f"a hyper-cross has odd sizes; got {kernel_size}")
-    found = [(0,) * dims]
+    offsets = [(0,) * dims]
     for axis, (size, step) in enumerate(zip(sizes, steps, strict=True)):
         half = size // 2
-        for at in (*range(1, half + 1), *range(-half, 0)):
-            found.append(tuple(at * step if a == axis else 0 for a in range(dims)))
-    return tuple(found)
+        for place in (*range(1, half + 1), *range(-half, 0)):
+            offset = (place * step if a == axis else 0 for a in range(dims))
+            offsets.append(tuple(offset))
+    return tuple(offsets)
 
 
 GEOMETRY = frozenset(("kernel_size", "stride", "padding", "dilation", "offsets"))
 
 
-class Convolution(Family, Packable, Module):
+class Convolution(Packable, Module):
     """A weight and a kernel, and the call of every kind of convolution."""
 
     mode: str | None = None  # of a packed weight; a module takes long to say no
@@ -129,6 +129,7 @@ class Convolution(Family, Packable, Module):
         )
         if bias:
             self.bias = mx.zeros((out_channels,))
+        self.dims = spec.dims
         self.kernel_size, self.offsets = size, spec.custom
         self.stride = spec.stride
         self.padding = spec.padding
@@ -159,57 +160,85 @@ class Convolution(Family, Packable, Module):
             + ("" if self.offsets is None else f", offsets={self.offsets}")
         )
 
-    def _run(
-        self, find: Callable[..., Relation], x, after, coordinates=None, *options,
-        run=contracted, **kernel,
-    ):  # fmt: skip
-        with launch.scope(self) if launch.observed() else _NO_SCOPE:
-            size, dilation = self.kernel_size, self.dilation
-            question, relation = None, None
-            onto = 0 if coordinates is None else _serial(x, coordinates)
-            if onto is not None and isinstance(x, SparseTensor):
-                reach, ends = self.offsets or size, (x.key.serial, onto)
-                question = find, ends, reach, dilation, options, *kernel.values()
-                relation = x.manager.asked(question)
-            if relation is None:
-                expect_axes(x, self.dims, type(self).__name__)
-            weight = self["weight"] if self.mode is None else self.packed_weight()
-            w = fitted(weight, self.dims, size)
-            if relation is None:
-                kernel = {"kernel_size": size, "dilation": dilation, **kernel}
-                if self.offsets is not None:
-                    kernel |= {"kernel_size": 1, "offsets": self.offsets}
-                relation = find(x, coordinates, *options, **kernel)
-                if question is not None:
-                    searched = find is relations.transposed and not any(options)
-                    x.manager.answer(question, relation, searched and not onto)
+    # The kind of relation, as a manager names them.
+    kind = "forward"
+    support: str | None = None
+
+    def __call__(
+        self,
+        x: SparseTensor,
+        coordinates: Coordinates = None,
+        *,
+        epilogue: Epilogue | None = None,
+    ) -> SparseTensor:
+        """Convolve; with ``coordinates`` on exactly those rows, in their order."""
+        with launch.scope(self) if launch.observed() else NO_SCOPE:
+            relation, weight = self._relation(x, coordinates), self._weight()
             if self.mode == INTEGER:
-                y = convolved(self, x, w, relation, after)
-                return y if run is contracted else iter([(0, y.feats)])
-            return run(x, w, relation, self.get("bias"), self.groups, after)
+                return convolved(self, x, weight, relation, epilogue)
+            bias = self.get("bias")
+            return contracted(x, weight, relation, bias, self.groups, epilogue)
 
+    def _weight(self) -> Weight | mx.array:
+        """Return the current weight, checked against the kernel."""
+        if self.mode is not None:
+            weight = self.packed_weight()
+            size = weight.kernel if type(weight) is QuantizedWeight else None
+        else:
+            weight = self["weight"]
+            size = weight.shape[1:-1]
+            if len(size) != self.dims:
+                raise ValueError(
+                    "a layer's weight has shape (C_out, spatial..., C_in / groups), "
+                    f"{self.dims + 2} axes; got {tuple(weight.shape)}. "
+                    "io.convert_weight takes those of other libraries"
+                )
+        if self.dims > 1 and size == self.kernel_size:
+            return weight
+        return fitting(weight, self.dims, self.kernel_size)
 
-_NO_SCOPE = nullcontext()
+    def _relation(self, x: SparseTensor, coordinates: Coordinates) -> Relation:
+        """Return the relation of a call, which the manager remembers for the next."""
+        question, target = None, 0
+        if isinstance(coordinates, SparseTensor):
+            is_known = isinstance(x, SparseTensor) and x.manager is coordinates.manager
+            target = coordinates.key.serial if is_known else None
+        elif coordinates is not None:
+            target = None
+        if target is not None and isinstance(x, SparseTensor):
+            size = self.offsets or self.kernel_size
+            geometry = size, self.stride, self.padding, self.dilation, self.support
+            question = self.kind, x.key.serial, target, *geometry
+            known = x.manager.asked(question)
+            if known is not None:
+                return known
+        expect_axes(x, self.dims, type(self).__name__)
+        kernel = {"kernel_size": self.kernel_size, "dilation": self.dilation}
+        if self.offsets is not None:
+            kernel |= {"kernel_size": 1, "offsets": self.offsets}
+        relation = self._find_relation(x, coordinates, kernel)
+        if question is not None:
+            # A set that is built later may be the better target of a transposed one.
+            searched = self.kind == "transposed" and not target
+            x.manager.answer(question, relation, searched)
+        return relation
 
-
-def _serial(x: SparseTensor, coordinates: Coordinates) -> int | None:
-    """Return the serial of rows that are a tensor of the same manager, else None."""
-    if not isinstance(coordinates, SparseTensor) or not isinstance(x, SparseTensor):
-        return None
-    return coordinates.key.serial if coordinates.manager is x.manager else None
+    def _find_relation(self, x, coordinates: Coordinates, kernel: dict) -> Relation:
+        """Return the relation of a call from the manager."""
+        raise NotImplementedError
 
 
 class Conv(Convolution):
     """Applies a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
 
     Output rows are the sorted unique cells ``floor(in / stride)``, or the input's own
-    rows where the stride is 1 and the kernel centred.
+    rows if the stride is 1 and the kernel centred.
 
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
-        kernel_size (int or tuple): The size of the kernel, one per axis; left out
-            where ``offsets`` are given.
+        kernel_size (int or tuple): The size of the kernel, one per axis; leave it out
+            with ``offsets``.
         stride (int or tuple): The step between output cells. Default: ``1``.
         padding (int or tuple, optional): The dense rule of PyTorch; by default the
             kernel is centred.
@@ -219,7 +248,9 @@ class Conv(Convolution):
         support (str): ``"cell"``, or ``"reach"`` for every row that an input reaches,
             as in dense convolution. Default: ``"cell"``.
         offsets (tuple, optional): K offsets in place of a box, such as
-            ``nn.hyper_cross(3)``; the weight is (C_out, K, 1, 1, C_in / groups) then.
+            ``nn.hyper_cross(3)``; the weight is then (C_out, K, 1, 1, C_in / groups).
+        dims (int): The number of spatial axes, 1 to 4, which ``Conv1d`` to ``Conv4d``
+            have in their names. Default: ``3``.
     """
 
     def __init__(
@@ -235,31 +266,18 @@ class Conv(Convolution):
         *,
         support: str = "cell",
         offsets: Offsets = None,
+        dims: int = 3,
     ):
-        spec = kernel_spec(self.dims, kernel_size, stride, padding, dilation, offsets)
+        spec = kernel_spec(dims, kernel_size, stride, padding, dilation, offsets)
         super().__init__(in_channels, out_channels, spec, groups, bias)
         self.support = check_support(support)
 
     def _extra_repr(self) -> str:
         return f"{super()._extra_repr()}, support={self.support}"
 
-    def __call__(
-        self,
-        x: SparseTensor,
-        coordinates: Coordinates = None,
-        *,
-        epilogue: Epilogue | None = None,
-    ) -> SparseTensor:
-        """Convolve; with ``coordinates`` on exactly those rows, in their order."""
-        return self._run(
-            relations.forward,
-            x,
-            epilogue,
-            coordinates,
-            self.support,
-            stride=self.stride,
-            padding=self.padding,
-        )
+    def _find_relation(self, x, coordinates: Coordinates, kernel: dict) -> Relation:
+        kernel |= {"stride": self.stride, "padding": self.padding}
+        return forward_relation(x, coordinates, self.support, **kernel)
 
 
 class SubmConv(Convolution):
@@ -268,13 +286,16 @@ class SubmConv(Convolution):
     Args:
         in_channels (int): The number of input channels.
         out_channels (int): The number of output channels.
-        kernel_size (int or tuple): The size of the kernel, one per axis; left out
-            where ``offsets`` are given.
+        kernel_size (int or tuple): The size of the kernel, one per axis; leave it out
+            with ``offsets``.
         dilation (int or tuple): The spacing of the kernel. Default: ``1``.
         groups (int): The number of channel groups. Default: ``1``.
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
-        offsets (tuple, optional): As of ``Conv3d``.
+        offsets (tuple, optional): As of ``Conv``.
+        dims (int): As of ``Conv``. Default: ``3``.
     """
+
+    kind = "submanifold"
 
     def __init__(
         self,
@@ -286,22 +307,31 @@ class SubmConv(Convolution):
         bias: bool = True,
         *,
         offsets: Offsets = None,
+        dims: int = 3,
     ):
-        spec = kernel_spec(self.dims, kernel_size, 1, None, dilation, offsets)
+        spec = kernel_spec(dims, kernel_size, 1, None, dilation, offsets)
         super().__init__(in_channels, out_channels, spec, groups, bias)
 
     def __call__(
         self, x: SparseTensor, *, epilogue: Epilogue | None = None
     ) -> SparseTensor:
         """Convolve on the rows of ``x``, which keep their order and key."""
-        return self._run(relations.submanifold, x, epilogue)
+        return super().__call__(x, epilogue=epilogue)
+
+    def _find_relation(self, x, coordinates: Coordinates, kernel: dict) -> Relation:
+        return x.manager.submanifold_kernel_relation(x.key, **kernel)
 
     def blocks(self, x: SparseTensor) -> Iterator[tuple[int, mx.array]]:
         """Yield (first row, features) of blocks of rows under ``ml.memory_limit``.
 
-        Without a limit, and where rows are few, there is one block of all rows.
+        Without a limit, and if rows are few, there is one block of all rows.
         """
-        return self._run(relations.submanifold, x, None, run=contracted_blocks)
+        if self.mode == INTEGER:
+            return iter([(0, self(x).feats)])
+        with launch.scope(self):
+            relation, weight = self._relation(x, None), self._weight()
+            bias = self.get("bias")
+            return contracted_blocks(x, weight, relation, bias, self.groups)
 
 
 class ConvTranspose(Convolution):
@@ -320,9 +350,10 @@ class ConvTranspose(Convolution):
         dilation (int or tuple): The spacing of the kernel. Default: ``1``.
         groups (int): The number of channel groups. Default: ``1``.
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+        dims (int): As of ``Conv``. Default: ``3``.
     """
 
-    generative = False
+    kind = "transposed"
 
     def __init__(
         self,
@@ -334,78 +365,77 @@ class ConvTranspose(Convolution):
         dilation: IntOrTuple = 1,
         groups: int = 1,
         bias: bool = True,
+        *,
+        dims: int = 3,
     ):
-        spec = kernel_spec(self.dims, kernel_size, stride, padding, dilation)
+        spec = kernel_spec(dims, kernel_size, stride, padding, dilation)
         super().__init__(in_channels, out_channels, spec, groups, bias)
 
-    def __call__(
-        self,
-        x: SparseTensor,
-        coordinates: Coordinates = None,
-        *,
-        epilogue: Epilogue | None = None,
-    ) -> SparseTensor:
-        """Convolve; with ``coordinates`` on exactly those rows, in their order."""
-        return self._run(
-            relations.transposed,
-            x,
-            epilogue,
-            coordinates,
-            self.generative,
-            stride=self.stride,
-            padding=self.padding,
-        )
+    def _find_relation(self, x, coordinates: Coordinates, kernel: dict) -> Relation:
+        kernel |= {"stride": self.stride, "padding": self.padding}
+        is_generative = self.kind == "generative"
+        return transposed_relation(x, coordinates, is_generative, **kernel)
 
 
 class GenerativeConvTranspose(ConvTranspose):
     """Applies a transposed convolution that makes its own rows: all that it reaches.
 
-    Rows are sorted and unique, also where kernels overlap. Arguments are those of the
+    Rows are sorted and unique, also if kernels overlap. Arguments are those of the
     transposed convolution.
     """
 
-    generative = True
+    kind = "generative"
 
 
-Conv1d, Conv2d, Conv3d, Conv4d = classes(Conv)
-(
-    QuantizedConv1d,
-    QuantizedConv2d,
-    QuantizedConv3d,
-    QuantizedConv4d,
-) = classes(Conv, "Quantized", QuantizedConvolution)
-SubmConv1d, SubmConv2d, SubmConv3d, SubmConv4d = classes(SubmConv)
-(
-    QuantizedSubmConv1d,
-    QuantizedSubmConv2d,
-    QuantizedSubmConv3d,
-    QuantizedSubmConv4d,
-) = classes(SubmConv, "Quantized", QuantizedConvolution)
-(
-    ConvTranspose1d,
-    ConvTranspose2d,
-    ConvTranspose3d,
-    ConvTranspose4d,
-) = classes(ConvTranspose)
-(
-    QuantizedConvTranspose1d,
-    QuantizedConvTranspose2d,
-    QuantizedConvTranspose3d,
-    QuantizedConvTranspose4d,
-) = classes(ConvTranspose, "Quantized", QuantizedConvolution)
-(
-    GenerativeConvTranspose1d,
-    GenerativeConvTranspose2d,
-    GenerativeConvTranspose3d,
-    GenerativeConvTranspose4d,
-) = classes(GenerativeConvTranspose)
-(
-    QuantizedGenerativeConvTranspose1d,
-    QuantizedGenerativeConvTranspose2d,
-    QuantizedGenerativeConvTranspose3d,
-    QuantizedGenerativeConvTranspose4d,
-) = classes(GenerativeConvTranspose, "Quantized", QuantizedConvolution)
+class QuantizedConv(QuantizedConvolution, Conv):
+    """Applies ``Conv`` with a packed weight.
 
-for _name in __all__:
-    if f"Quantized{_name}" in __all__:
-        globals()[_name].twin = globals()[f"Quantized{_name}"]
+    Args:
+        *args, **kwargs: The arguments of ``Conv``.
+        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
+            ``64``.
+        bits (int): 4 or 8. Default: ``4``.
+        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
+    """
+
+
+class QuantizedSubmConv(QuantizedConvolution, SubmConv):
+    """Applies ``SubmConv`` with a packed weight.
+
+    Args:
+        *args, **kwargs: The arguments of ``SubmConv``.
+        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
+            ``64``.
+        bits (int): 4 or 8. Default: ``4``.
+        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
+    """
+
+
+class QuantizedConvTranspose(QuantizedConvolution, ConvTranspose):
+    """Applies ``ConvTranspose`` with a packed weight.
+
+    Args:
+        *args, **kwargs: The arguments of ``ConvTranspose``.
+        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
+            ``64``.
+        bits (int): 4 or 8. Default: ``4``.
+        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
+    """
+
+
+class QuantizedGenerativeConvTranspose(QuantizedConvolution, GenerativeConvTranspose):
+    """Applies ``GenerativeConvTranspose`` with a packed weight.
+
+    Args:
+        *args, **kwargs: The arguments of ``GenerativeConvTranspose``.
+        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
+            ``64``.
+        bits (int): 4 or 8. Default: ``4``.
+        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
+    """
+
+
+Conv.twin = QuantizedConv
+SubmConv.twin = QuantizedSubmConv
+ConvTranspose.twin = QuantizedConvTranspose
+GenerativeConvTranspose.twin = QuantizedGenerativeConvTranspose

@@ -2,8 +2,8 @@
 where their statistics are fixed, in the call of the convolution, or the integer linear
 layer, before them.
 
-Layers are fused where they are exactly those of this package or of mlx.nn: a subclass
-may mean something else, so it is called as it is.
+Only layers of this package and of mlx.nn are fused. A subclass may compute something
+else, so it is called as it is; of a convolution, if it has a ``__call__`` of its own.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ..int8 import IntegerTensor
 from ..ops import observed, on_features
 from ..ops.activation import fused_activation
 from ..tensor import SparseTensor, features_of
-from . import convolution
 from . import linear as linears
-from .elementwise import Dropout
+from .convolution import Convolution, SubmConv
+from .layers import Dropout
 from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
 from .quantized import FoldedNorm, as_float32, is_integer, known_output
 
@@ -36,14 +36,9 @@ __all__ = ["ConvNormAct", "Sequential"]
 FUSING: set[type] = {BatchNorm, GroupNorm, InstanceNorm, LayerNorm}
 # Of these, those that have fixed statistics in evaluation.
 FIXED: set[type] = {BatchNorm}
-CONVOLUTIONS = frozenset(
-    kind
-    for kind in vars(convolution).values()
-    if isinstance(kind, type) and issubclass(kind, convolution.Convolution)
-)
+# Layers that may compute the operations behind them in their own launch.
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
-# Layers that may have what follows them in their launch.
-FOLLOWED = CONVOLUTIONS | LINEARS
+CONVOLUTION_CALLS = frozenset((Convolution.__call__, SubmConv.__call__))
 Features = SparseTensor | mx.array
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
 
@@ -109,7 +104,7 @@ def convolved(
     """
     after, moments = None, None
     if isinstance(x, SparseTensor):
-        able = type(conv) in FOLLOWED
+        able = _takes_epilogue(conv)
     else:
         able = type(conv) in LINEARS and isinstance(x, mx.array) and x.ndim == 2
     tracer = _tracer.get() if able else None
@@ -120,7 +115,7 @@ def convolved(
             y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return tracer.convolved(conv, norm, x, residual, fits, _as_tensor(y))
     if able and _is_fused.get():
-        integer, is_conv = is_integer(conv), type(conv) in CONVOLUTIONS
+        integer, is_conv = is_integer(conv), _is_convolution(conv)
         by_rows = type(norm) in FIXED and norm.is_by_rows
         if is_conv and by_rows and not integer:
             moments = Moments()
@@ -254,7 +249,7 @@ def _epilogue(
         return None  # a gradient would multiply again for what the activation read
     given, name = {}, "" if act is None else act.called
     if residual is not None:
-        keeps = isinstance(conv, convolution.SubmConv)  # the rows of its input
+        keeps = isinstance(conv, SubmConv)  # the rows of its input
         keeps = keeps and isinstance(residual, SparseTensor) and residual.key == x.key
         if not keeps or residual.channels != conv.channels[1]:
             return None
@@ -288,6 +283,14 @@ def called(layer: Callable, x: Features, *coordinates) -> Features:
     if not of_mlx:
         return layer(x, *coordinates)
     return on_features(layer, x)
+
+
+def _is_convolution(layer: Callable) -> bool:
+    return type(layer).__call__ in CONVOLUTION_CALLS
+
+
+def _takes_epilogue(layer: Callable) -> bool:
+    return type(layer) in LINEARS or _is_convolution(layer)
 
 
 def _adds(x: Features, residual: Features | None, channels: int | None = None) -> bool:
@@ -448,7 +451,7 @@ def in_order(
     at = 0
     while at < len(layers):
         layer, norm, act = layers[at], None, None
-        follows, fuses = type(layer) in FOLLOWED, type(layer) in FUSING
+        follows, fuses = _takes_epilogue(layer), type(layer) in FUSING
         if follows:
             norm, act = _following(layers[at + 1 : at + 3])
         elif fuses:

@@ -21,7 +21,7 @@ from ..ops.channel_norms import BatchStatistics, Layer
 from ..ops.norm import expect_lines, residual_of
 from ..registry import Activation
 from ..tensor import SparseTensor, features_of
-from .parameters import ModuleCache, Parameters
+from .layers import ModuleCache, Parameters
 
 __all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
 

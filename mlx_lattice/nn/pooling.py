@@ -8,31 +8,36 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..axes import Family, classes, expect_axes
-from ..checks import one_of
+from ..axes import expect_axes
+from ..checks import one_of, spatial_axes
 from ..kernel_spec import IntOrTuple, check_support, per_axis
+from ..ops.convolution import Coordinates
 from ..ops.interpolation import MODES, upsample_linear
-from ..ops.pool import COUNTS, PoolIndices, max_pool, pool, upsample_nearest
-from ..ops.relations import Coordinates
+from ..ops.pool import (
+    COUNTS,
+    PoolIndices,
+    avg_pool,
+    max_pool,
+    sum_pool,
+    upsample_nearest,
+)
 from ..reductions import put
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import zeros_of
 from .convolution import kernel_spec
-from .elementwise import GELU
 from .fused import Sequential
+from .layers import GELU
 from .linear import Linear
 from .normalization import BatchNorm, LayerNorm
 
 __all__ = [
-    "AvgPool1d", "AvgPool2d", "AvgPool3d", "AvgPool4d", "GlobalAvgPool",
-    "GlobalMaxPool", "GlobalSumPool", "GridPooling", "GridUnpooling", "MaxPool1d",
-    "MaxPool2d", "MaxPool3d", "MaxPool4d", "SumPool1d", "SumPool2d", "SumPool3d",
-    "SumPool4d", "ToBEV", "Upsample1d", "Upsample2d", "Upsample3d", "Upsample4d",
+    "AvgPool", "GlobalAvgPool", "GlobalMaxPool", "GlobalSumPool", "GridPooling",
+    "GridUnpooling", "MaxPool", "SumPool", "ToBEV", "Upsample",
 ]  # fmt: skip
 
 
-class _Pool(Family, Module):
-    """The geometry that all of the poolings share."""
+class _Pool(Module):
+    """The geometry of every pooling."""
 
     def __init__(
         self,
@@ -41,11 +46,14 @@ class _Pool(Family, Module):
         padding: IntOrTuple | None = None,
         dilation: IntOrTuple = 1,
         support: str = "cell",
+        *,
+        dims: int = 3,
     ):
         super().__init__()
-        size = per_axis(kernel_size, self.dims, "kernel_size")
+        size = per_axis(kernel_size, spatial_axes(dims), "kernel_size")
         stride = size if stride is None else stride
-        spec = kernel_spec(self.dims, size, stride, padding, dilation)
+        spec = kernel_spec(dims, size, stride, padding, dilation)
+        self.dims = spec.dims
         self.kernel_size = spec.size
         self.stride = spec.stride
         self.padding = spec.padding
@@ -58,10 +66,9 @@ class _Pool(Family, Module):
             f"padding={self.padding}, dilation={self.dilation}, support={self.support}"
         )
 
-    def _run(self, function, x: SparseTensor, coordinates: Coordinates, **options):
+    def _geometry(self, x: SparseTensor) -> tuple:
         expect_axes(x, self.dims, type(self).__name__)
-        kernel = self.kernel_size, self.stride, self.padding, self.dilation
-        return function(x, *kernel, self.support, coordinates, **options)
+        return self.kernel_size, self.stride, self.padding, self.dilation, self.support
 
 
 class MaxPool(_Pool):
@@ -76,6 +83,8 @@ class MaxPool(_Pool):
         dilation (int or tuple): The spacing of the kernel. Default: ``1``.
         support (str): ``"cell"``, or ``"reach"`` for every row that an input reaches.
             Default: ``"cell"``.
+        dims (int): The number of spatial axes, 1 to 4, which ``MaxPool1d`` to
+            ``MaxPool4d`` have in their names. Default: ``3``.
     """
 
     def __call__(
@@ -86,7 +95,8 @@ class MaxPool(_Pool):
         return_indices: bool = False,
     ) -> SparseTensor | tuple[SparseTensor, PoolIndices]:
         """Pool; ``return_indices`` adds what ``ops.max_unpool`` needs."""
-        return self._run(max_pool, x, coordinates, return_indices=return_indices)
+        geometry = self._geometry(x)
+        return max_pool(x, *geometry, coordinates, return_indices=return_indices)
 
 
 class SumPool(_Pool):
@@ -96,7 +106,7 @@ class SumPool(_Pool):
         self, x: SparseTensor, coordinates: Coordinates = None
     ) -> SparseTensor:
         """Pool; with ``coordinates`` onto exactly those rows, in their order."""
-        return self._run(pool, x, coordinates, mode="sum")
+        return sum_pool(x, *self._geometry(x), coordinates)
 
 
 class AvgPool(_Pool):
@@ -116,8 +126,9 @@ class AvgPool(_Pool):
         support: str = "cell",
         *,
         count: str = "active",
+        dims: int = 3,
     ):
-        super().__init__(kernel_size, stride, padding, dilation, support)
+        super().__init__(kernel_size, stride, padding, dilation, support, dims=dims)
         self.count = one_of(count, COUNTS, "count")
 
     def _extra_repr(self) -> str:
@@ -127,10 +138,10 @@ class AvgPool(_Pool):
         self, x: SparseTensor, coordinates: Coordinates = None
     ) -> SparseTensor:
         """Pool; with ``coordinates`` onto exactly those rows, in their order."""
-        return self._run(pool, x, coordinates, count=self.count)
+        return avg_pool(x, *self._geometry(x), coordinates, count=self.count)
 
 
-class Upsample(Family, Module):
+class Upsample(Module):
     """Gives every finer row the features of its cell, or of the cells around it.
 
     Args:
@@ -138,10 +149,12 @@ class Upsample(Family, Module):
         mode (str): ``"nearest"``, the cell ``floor(out / scale)``; or ``"linear"``,
             between the centres of the active cells around it, whose weights are made
             to add up to 1. Default: ``"nearest"``.
+        dims (int): The number of spatial axes, 1 to 4. Default: ``3``.
     """
 
-    def __init__(self, scale: IntOrTuple = 2, mode: str = "nearest"):
+    def __init__(self, scale: IntOrTuple = 2, mode: str = "nearest", *, dims: int = 3):
         super().__init__()
+        self.dims = spatial_axes(dims)
         self.mode = one_of(mode, MODES, "mode")
         self.scale = per_axis(scale, self.dims, "scale")
 
@@ -179,12 +192,6 @@ class GlobalAvgPool(Module):
     def __call__(self, x: SparseTensor) -> mx.array:
         """Pool; an empty element is 0."""
         return ops.global_avg_pool(x)
-
-
-MaxPool1d, MaxPool2d, MaxPool3d, MaxPool4d = classes(MaxPool)
-SumPool1d, SumPool2d, SumPool3d, SumPool4d = classes(SumPool)
-AvgPool1d, AvgPool2d, AvgPool3d, AvgPool4d = classes(AvgPool)
-Upsample1d, Upsample2d, Upsample3d, Upsample4d = classes(Upsample)
 
 
 class GridPooling(Module):
@@ -226,7 +233,7 @@ class GridPooling(Module):
     def positions(self, x: SparseTensor) -> SparseTensor:
         """Return on the same cells the mean of their rows' features."""
         expect_tensor(x)
-        return pool(x, per_axis(self.stride, x.dims, "stride"), padding=0)
+        return avg_pool(x, per_axis(self.stride, x.dims, "stride"), padding=0)
 
 
 class GridUnpooling(Module):

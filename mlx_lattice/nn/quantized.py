@@ -36,7 +36,7 @@ from ..quantized import (
 from ..relation import Relation
 from ..settings import boundary
 from ..tensor import SparseTensor
-from .parameters import ModuleCache, Parameters
+from .layers import ModuleCache, Parameters
 
 __all__ = [
     "FoldedNorm", "tie_scales", "unpack_int4",

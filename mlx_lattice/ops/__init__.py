@@ -1,12 +1,15 @@
 """Functions of sparse tensors."""
 
+from typing import TYPE_CHECKING
+
+from ..axes import numbered_functions
 from ..other_names import unknown_name
 from . import (
     activation,
     attention,
     boxes,
     channels,
-    conv,
+    convolution,
     coordinates,
     dual_grid,
     groups,
@@ -20,7 +23,7 @@ from .activation import *
 from .attention import *
 from .boxes import *
 from .channels import *
-from .conv import *
+from .convolution import *
 from .coordinates import *
 from .dual_grid import *
 from .groups import *
@@ -30,11 +33,42 @@ from .neighbours import *
 from .norm import *
 from .pool import *
 
+_NUMBERED = numbered_functions(
+    __name__,
+    convolution.conv,
+    convolution.subm_conv,
+    convolution.conv_transpose,
+    convolution.generative_conv_transpose,
+    pool.max_pool,
+    pool.avg_pool,
+    pool.sum_pool,
+    pool.avg_pool_transpose,
+    pool.sum_pool_transpose,
+    pool.upsample_nearest,
+    interpolation.upsample_linear,
+)
+globals().update(_NUMBERED)
+
+if TYPE_CHECKING:  # type checkers do not see the loop
+    conv1d = conv2d = conv3d = conv4d = convolution.conv
+    subm_conv1d = subm_conv2d = subm_conv3d = subm_conv4d = convolution.subm_conv
+    conv_transpose1d = conv_transpose2d = convolution.conv_transpose
+    conv_transpose3d = conv_transpose4d = convolution.conv_transpose
+    max_pool1d = max_pool2d = max_pool3d = max_pool4d = pool.max_pool
+    avg_pool1d = avg_pool2d = avg_pool3d = avg_pool4d = pool.avg_pool
+    sum_pool1d = sum_pool2d = sum_pool3d = sum_pool4d = pool.sum_pool
+    upsample_nearest1d = upsample_nearest2d = pool.upsample_nearest
+    upsample_nearest3d = upsample_nearest4d = pool.upsample_nearest
+
 _FILES = (
-    activation, attention, boxes, channels, conv, coordinates, dual_grid, pool, groups,
-    heads, interpolation, neighbours, norm, pool, interpolation, attention,
+    activation, attention, boxes, channels, convolution, coordinates, dual_grid,
+    groups, heads, interpolation, neighbours, norm, pool,
 )  # fmt: skip
-__all__ = [*(name for file in _FILES for name in file.__all__)]
+__all__ = [*(name for file in _FILES for name in file.__all__), *_NUMBERED]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
 
 
 def __getattr__(name: str) -> None:

@@ -23,7 +23,7 @@ from ..memory import assembled
 from ..reductions import inverted, linear, move_rows
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .activation import Features, on_features
-from .relations import target_key
+from .convolution import target_key
 
 __all__ = ["channel_avg_pool", "channel_repeat", "channel_to_space", "space_to_channel"]
 

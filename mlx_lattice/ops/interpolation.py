@@ -7,7 +7,6 @@ from math import prod
 import mlx.core as mx
 
 from .. import devices, registry, sync
-from ..axes import functions
 from ..checks import (
     INT32_LIMIT,
     array_of,
@@ -30,12 +29,9 @@ from ..geometry.protocol import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of
-from .relations import Coordinates, finer_key
+from .convolution import Coordinates, finer_key
 
-__all__ = [
-    "devoxelize", "grid_sample_3d", "interpolate",
-    "upsample_linear1d", "upsample_linear2d", "upsample_linear3d", "upsample_linear4d",
-]  # fmt: skip
+__all__ = ["devoxelize", "grid_sample_3d", "interpolate"]
 
 
 MODES = ("linear", "nearest")
@@ -266,14 +262,6 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
         rows = mx.where(inverse.view(unsigned) < n, inverse, -1)
     rows = rows.astype(mx.int32)
     return gathered(feats, rows[:, None])
-
-
-(
-    upsample_linear1d,
-    upsample_linear2d,
-    upsample_linear3d,
-    upsample_linear4d,
-) = functions(upsample_linear)
 
 
 GRID_MODES = ("trilinear", "nearest")

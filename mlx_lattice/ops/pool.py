@@ -13,7 +13,6 @@ from itertools import accumulate, chain, islice, pairwise
 import mlx.core as mx
 
 from .. import reductions, registry, sync
-from ..axes import functions
 from ..backends.mlx import BLOCK, segment_sum
 from ..channel_kernels import standard
 from ..checks import INT32_LIMIT, array_of
@@ -23,19 +22,16 @@ from ..reductions import greatest, linear
 from ..registry import NONE, Fit, RowSegments, from_host
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
-from . import relations
-from .relations import Coordinates
+from .convolution import Coordinates, forward_relation, transposed_relation
 
 __all__ = [
-    "PoolIndices", "avg_pool1d", "avg_pool2d", "avg_pool3d", "avg_pool4d",
-    "avg_pool_transpose1d", "avg_pool_transpose2d", "avg_pool_transpose3d",
-    "avg_pool_transpose4d", "global_avg_pool", "global_max_pool", "global_sum_pool",
-    "max_pool1d", "max_pool2d", "max_pool3d", "max_pool4d", "max_unpool", "sparse_pool",
-    "sum_pool1d", "sum_pool2d", "sum_pool3d", "sum_pool4d", "sum_pool_transpose1d",
-    "sum_pool_transpose2d", "sum_pool_transpose3d", "sum_pool_transpose4d",
-    "upsample_nearest1d", "upsample_nearest2d", "upsample_nearest3d",
-    "upsample_nearest4d",
-]  # fmt: skip
+    "PoolIndices",
+    "global_avg_pool",
+    "global_max_pool",
+    "global_sum_pool",
+    "max_unpool",
+    "sparse_pool",
+]
 
 
 @dataclass(frozen=True, eq=False)
@@ -408,11 +404,11 @@ def sparse_pool(
     return _mean(feats, relation, count)
 
 
-# Pooling of tensors
+# Pooling of tensors; ``ops/__init__.py`` names it for each number of axes
 
 
 def _kernel(x: SparseTensor, kernel_size, stride, padding, dilation) -> dict:
-    """Return the kernel's arguments; a pooling strides by its size unless told."""
+    """Return the kernel's arguments; by default a pooling strides by its size."""
     size = per_axis(kernel_size, x.dims, "kernel_size")
     stride = size if stride is None else stride
     return dict(kernel_size=size, stride=stride, padding=padding, dilation=dilation)
@@ -446,13 +442,13 @@ def max_pool(
         ValueError: dimensions, kernel or coordinates do not fit.
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
-    relation = relations.forward(x, coordinates, support, **kernel)
+    relation = forward_relation(x, coordinates, support, **kernel)
     feats, rows = _max(x.feats, relation)
     y = SparseTensor.of(x.manager, relation.out_key, feats)
     return (y, PoolIndices(rows, relation)) if return_indices else y
 
 
-def pool(
+def avg_pool(
     x: SparseTensor,
     kernel_size: IntOrTuple = 2,
     stride: IntOrTuple | None = None,
@@ -462,7 +458,6 @@ def pool(
     coordinates: Coordinates = None,
     *,
     count: str = "active",
-    mode: str = "avg",
 ) -> SparseTensor:
     """Average the active inputs under the kernel, in float32.
 
@@ -471,20 +466,37 @@ def pool(
     ``max_pool3d``.
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
-    relation = relations.forward(x, coordinates, support, **kernel)
-    feats = sparse_pool(x.feats, relation, mode, count=count)
+    relation = forward_relation(x, coordinates, support, **kernel)
+    feats = sparse_pool(x.feats, relation, "avg", count=count)
     return SparseTensor.of(x.manager, relation.out_key, feats)
 
 
-def pool_transpose(
+def sum_pool(
+    x: SparseTensor,
+    kernel_size: IntOrTuple = 2,
+    stride: IntOrTuple | None = None,
+    padding: IntOrTuple | None = None,
+    dilation: IntOrTuple = 1,
+    support: str = "cell",
+    coordinates: Coordinates = None,
+) -> SparseTensor:
+    """Add up the active inputs under the kernel, in float32.
+
+    Arguments, row order and errors are those of ``max_pool3d``.
+    """
+    kernel = _kernel(x, kernel_size, stride, padding, dilation)
+    relation = forward_relation(x, coordinates, support, **kernel)
+    feats = sparse_pool(x.feats, relation, "sum")
+    return SparseTensor.of(x.manager, relation.out_key, feats)
+
+
+def sum_pool_transpose(
     x: SparseTensor,
     kernel_size: IntOrTuple = 2,
     stride: IntOrTuple | None = None,
     padding: IntOrTuple | None = None,
     dilation: IntOrTuple = 1,
     coordinates: Coordinates = None,
-    *,
-    mode: str = "sum",
 ) -> SparseTensor:
     """Add up the inputs of each finer row over ``out = in * stride + offset_k``.
 
@@ -502,15 +514,31 @@ def pool_transpose(
         ValueError: dimensions do not fit, or no target is known.
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
-    relation = relations.transposed(x, coordinates, **kernel)
-    feats = sparse_pool(x.feats, relation, mode)
+    relation = transposed_relation(x, coordinates, **kernel)
+    feats = sparse_pool(x.feats, relation, "sum")
+    return SparseTensor.of(x.manager, relation.out_key, feats)
+
+
+def avg_pool_transpose(
+    x: SparseTensor,
+    kernel_size: IntOrTuple = 2,
+    stride: IntOrTuple | None = None,
+    padding: IntOrTuple | None = None,
+    dilation: IntOrTuple = 1,
+    coordinates: Coordinates = None,
+) -> SparseTensor:
+    """Average the active inputs of each finer row, over the same edges.
+
+    Arguments, rows and errors are those of ``sum_pool_transpose3d``.
+    """
+    kernel = _kernel(x, kernel_size, stride, padding, dilation)
+    relation = transposed_relation(x, coordinates, **kernel)
+    feats = sparse_pool(x.feats, relation, "avg")
     return SparseTensor.of(x.manager, relation.out_key, feats)
 
 
 def upsample_nearest(
-    x: SparseTensor,
-    scale: IntOrTuple = 2,
-    coordinates: Coordinates = None,
+    x: SparseTensor, scale: IntOrTuple = 2, coordinates: Coordinates = None
 ) -> SparseTensor:
     """Give every finer row the features of its cell, ``floor(out / scale)``.
 
@@ -526,7 +554,7 @@ def upsample_nearest(
     Raises:
         ValueError: dimensions do not fit, or no target is known.
     """
-    return pool_transpose(x, scale, padding=0, coordinates=coordinates)
+    return sum_pool_transpose(x, scale, padding=0, coordinates=coordinates)
 
 
 def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
@@ -561,43 +589,3 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
     back = _reached(indices.relation)
     feats = reductions.given_back(x.feats, indices.rows, back)
     return SparseTensor.of(x.manager, source, feats)
-
-
-max_pool1d, max_pool2d, max_pool3d, max_pool4d = functions(max_pool)
-avg_pool1d, avg_pool2d, avg_pool3d, avg_pool4d = functions(pool, "avg_pool", mode="avg")
-sum_pool1d, sum_pool2d, sum_pool3d, sum_pool4d = functions(
-    pool,
-    "sum_pool",
-    """Add up the active inputs under the kernel, in float32.
-
-    Arguments, row order and errors are those of ``max_pool3d``.
-    """,
-    mode="sum",
-    count="active",
-)
-(
-    sum_pool_transpose1d,
-    sum_pool_transpose2d,
-    sum_pool_transpose3d,
-    sum_pool_transpose4d,
-) = functions(pool_transpose, "sum_pool_transpose", mode="sum")
-(
-    avg_pool_transpose1d,
-    avg_pool_transpose2d,
-    avg_pool_transpose3d,
-    avg_pool_transpose4d,
-) = functions(
-    pool_transpose,
-    "avg_pool_transpose",
-    """Average the active inputs of each finer row, over the same edges.
-
-    Arguments, rows and errors are those of ``sum_pool_transpose3d``.
-    """,
-    mode="avg",
-)
-(
-    upsample_nearest1d,
-    upsample_nearest2d,
-    upsample_nearest3d,
-    upsample_nearest4d,
-) = functions(upsample_nearest)

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import nn
 from mlx_lattice.compiled import reached
-from mlx_lattice.nn.parameters import ModuleCache
+from mlx_lattice.nn.layers import ModuleCache
 from mlx_lattice.prepare import ModuleSnapshot
 
 REHEARSALS = {

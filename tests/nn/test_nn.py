@@ -268,7 +268,7 @@ def test_launches_name_their_layer():
 ACTIVATIONS = sorted(
     name
     for name in nn.__all__
-    if getattr(nn, name).__module__ == "mlx_lattice.nn.elementwise"
+    if getattr(nn, name).__module__ == "mlx_lattice.nn.layers"
     and name not in ("DropPath", "Dropout", "LayerScale")
 )
 

@@ -15,7 +15,7 @@ import mlx_lattice as ml
 from mlx_lattice import nn, ops
 from mlx_lattice.channel_kernels import activated_sum, column_sums
 from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS, EpilogueFacts, finished, named
-from mlx_lattice.nn import elementwise, linear
+from mlx_lattice.nn import layers, linear
 
 EMPTY = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 6)))
 
@@ -23,7 +23,7 @@ EMPTY = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 6)))
 OTHERS = "DropPath", "Dropout", "Identity", "LayerScale"
 
 
-@pytest.mark.parametrize("name", sorted({*elementwise.__all__} - {*OTHERS}))
+@pytest.mark.parametrize("name", sorted({*layers.__all__} - {*OTHERS}))
 def test_a_layer_of_no_rows(name):
     layer = getattr(nn, name)()
     some = layer(mx.ones((2, 6)))

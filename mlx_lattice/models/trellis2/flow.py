@@ -23,7 +23,7 @@ import mlx.core as mx
 from ... import nn, ops
 from ...checks import dtype_name
 from ...nn.attention import modulation_layers, modulation_of
-from ...nn.parameters import ModuleCache
+from ...nn.layers import ModuleCache
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor, align, expect_tensor
 from .blocks import (

@@ -1,15 +1,18 @@
-"""Layers of each entry: activations, dropout and scales, on tensors or arrays."""
+"""Base of layers with arrays; activations, dropout and scales of each entry.
+
+Layers take tensors or arrays of features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn
 from mlx.nn import Identity, Module
 
-from ..checks import real, whole
+from ..checks import array_of, real, whole
 from ..ops import on_features
 from ..ops.activation import (
     BY_TANH,
@@ -27,7 +30,6 @@ from ..ops.activation import (
 )
 from ..ops.norm import scaled
 from ..tensor import SparseTensor
-from .parameters import Parameters
 
 __all__ = [
     "CELU", "DropPath", "Dropout", "ELU", "GELU", "GLU", "HardTanh", "Hardswish",
@@ -37,11 +39,65 @@ __all__ = [
 ]  # fmt: skip
 
 
+ARRAYS = frozenset(("weight", "bias", "running_mean", "running_var"))
+
+
+class ModuleCache(dict):
+    """What a layer derived from its arrays; copies and pickles of a layer are empty."""
+
+    def __reduce__(self) -> tuple:
+        """Return an empty cache."""
+        return type(self), ()
+
+
+class Parameters:
+    """A layer whose arrays can be set to arrays of MLX or NumPy, or to lists.
+
+    MLX's Module would keep a value that is no array beside the parameters, and the
+    layer would go on with the old array.
+
+    Attributes:
+        never_trained: names of arrays that stay frozen. MLX's ``unfreeze`` of a net
+            would train running statistics.
+    """
+
+    never_trained: Iterable[str] = ()
+
+    def __setattr__(self, name: str, value: object) -> None:
+        if name == "_no_grad":
+            value = FrozenNames(value, self.never_trained)
+        elif value is not None:
+            is_array = name in ARRAYS or isinstance(self.get(name), mx.array)
+            value = array_of(value, name) if is_array else value
+        super().__setattr__(name, value)
+
+
+class FrozenNames(set):
+    """The names of a module's frozen arrays, some of which can never be unfrozen."""
+
+    def __init__(self, names: Iterable[str] = (), never: Iterable[str] = ()):
+        super().__init__((*names, *never))
+        self.never = frozenset(never)
+
+    def clear(self) -> None:
+        """Unfreeze every array that may be trained."""
+        super().clear()
+        self.update(self.never)
+
+    def difference_update(self, *names: Iterable[str]) -> None:
+        """Unfreeze arrays that may be trained."""
+        super().difference_update(*names)
+        self.update(self.never)
+
+
 Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
-def _of_features(layer: type[Layer], call: Callable | None = None) -> type[Layer]:
-    """Return an ``mlx.nn`` layer that takes tensors, by ``call(layer, x)`` if given."""
+def _on_tensors(layer: type[Layer], call: Callable | None = None) -> type[Layer]:
+    """Return an ``mlx.nn`` layer that takes tensors too.
+
+    It calls ``call(layer, x)``, or without one what MLX computes.
+    """
 
     def of_rows(self, x):
         return on_features(by_rows(super(sparse, self).__call__), x)
@@ -57,31 +113,32 @@ def _gelu(layer: mlx.nn.GELU, x):
     return gelu_approx(x) if layer._approx in BY_TANH else gelu_fast_approx(x)
 
 
-# Layers that kernels compute.
-ELU = as_its_base(_of_features(mlx.nn.ELU, lambda it, x: elu(x, it._alpha)))
-GELU = as_its_base(_of_features(mlx.nn.GELU, _gelu))
-LeakyReLU = as_its_base(
-    _of_features(
-        mlx.nn.LeakyReLU, lambda layer, x: leaky_relu(x, layer._negative_slope)
-    )
-)
-ReLU = as_its_base(_of_features(mlx.nn.ReLU, lambda _, x: relu(x)))
-SELU = _of_features(mlx.nn.SELU, lambda _, x: selu(x))
-SiLU = as_its_base(_of_features(mlx.nn.SiLU, lambda _, x: silu(x)))
-CELU = _of_features(mlx.nn.CELU)
-GLU = _of_features(mlx.nn.GLU)
-HardTanh = _of_features(mlx.nn.HardTanh)
-Hardswish = _of_features(mlx.nn.Hardswish)
-LogSigmoid = _of_features(mlx.nn.LogSigmoid)
-LogSoftmax = _of_features(mlx.nn.LogSoftmax)
-Mish = _of_features(mlx.nn.Mish)
-ReLU2 = _of_features(mlx.nn.ReLU2)
-ReLU6 = _of_features(mlx.nn.ReLU6)
-Sigmoid = _of_features(mlx.nn.Sigmoid)
-Softmax = _of_features(mlx.nn.Softmax)
-Softplus = _of_features(mlx.nn.Softplus)
-Softsign = _of_features(mlx.nn.Softsign)
-Tanh = _of_features(mlx.nn.Tanh)
+def _leaky_relu(layer: mlx.nn.LeakyReLU, x):
+    return leaky_relu(x, layer._negative_slope)
+
+
+# Activations that kernels compute.
+ELU = as_its_base(_on_tensors(mlx.nn.ELU, lambda layer, x: elu(x, layer._alpha)))
+GELU = as_its_base(_on_tensors(mlx.nn.GELU, _gelu))
+LeakyReLU = as_its_base(_on_tensors(mlx.nn.LeakyReLU, _leaky_relu))
+ReLU = as_its_base(_on_tensors(mlx.nn.ReLU, lambda _, x: relu(x)))
+SELU = _on_tensors(mlx.nn.SELU, lambda _, x: selu(x))
+SiLU = as_its_base(_on_tensors(mlx.nn.SiLU, lambda _, x: silu(x)))
+# Activations that MLX computes.
+CELU = _on_tensors(mlx.nn.CELU)
+GLU = _on_tensors(mlx.nn.GLU)
+HardTanh = _on_tensors(mlx.nn.HardTanh)
+Hardswish = _on_tensors(mlx.nn.Hardswish)
+LogSigmoid = _on_tensors(mlx.nn.LogSigmoid)
+LogSoftmax = _on_tensors(mlx.nn.LogSoftmax)
+Mish = _on_tensors(mlx.nn.Mish)
+ReLU2 = _on_tensors(mlx.nn.ReLU2)
+ReLU6 = _on_tensors(mlx.nn.ReLU6)
+Sigmoid = _on_tensors(mlx.nn.Sigmoid)
+Softmax = _on_tensors(mlx.nn.Softmax)
+Softplus = _on_tensors(mlx.nn.Softplus)
+Softsign = _on_tensors(mlx.nn.Softsign)
+Tanh = _on_tensors(mlx.nn.Tanh)
 
 
 class PReLU(Parameters, mlx.nn.PReLU):
