@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from . import availability
+from . import availability, devices
 
 View = TypeVar("View")
 
@@ -158,6 +158,23 @@ def arrays_in(view: object) -> list[mx.array]:
     return arrays
 
 
+def _compute_views(views: list) -> None:
+    """Compute views of a block, and wait for them where other threads may read them.
+
+    MLX evaluates in one thread alone on CUDA, so that nothing has to wait there.
+    """
+    if devices.current().backend != devices.CUDA:
+        complete(views)
+        return
+    arrays = arrays_in(views)
+    try:
+        start_all(arrays)
+    except ValueError:  # within a vjp, or of what MLX traces
+        complete(views)
+    else:
+        _unfollow(arrays)
+
+
 class Building:
     """A block in which one thread builds views, and other builders wait.
 
@@ -196,7 +213,9 @@ class Building:
         is_complete = False
         try:
             if is_built:
-                complete([v for views in begun for v in views.unpublished.values()])
+                _compute_views(
+                    [v for views in begun for v in views.unpublished.values()]
+                )
             is_complete = is_built
         finally:
             for views in begun:
