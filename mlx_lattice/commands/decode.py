@@ -18,8 +18,13 @@ from ..io.folders import pack
 from ..io.safetensors import SafetensorsState
 from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
-from ..mesh.asset import asset_of, check_asset, check_suffix, save
-from ..mesh.texture import contact_sheet
+from ..mesh.texture import (
+    asset_of,
+    check_asset,
+    check_suffix,
+    contact_sheet,
+    save,
+)
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
 from ..models.trellis2.blocks import dtype_of
 from ..tensor import SparseTensor

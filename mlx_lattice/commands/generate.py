@@ -149,7 +149,7 @@ def run(
 def _decoding(out: Path, faces: int, texture_size: int) -> Callable:
     """Return the function that makes a mesh of latents."""
     try:
-        from ..mesh.asset import check_asset, check_suffix
+        from ..mesh.texture import check_asset, check_suffix
         from .decode import decode
     except ImportError as error:
         raise ImportError(

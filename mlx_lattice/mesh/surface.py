@@ -1,20 +1,28 @@
-"""Surface: triangles on the host, and the clean-up of raw meshes.
+"""Triangles on the host, and the clean-up of the raw mesh of a dual grid.
 
-Orientation and components come from SciPy's graphs, decimation from
-fast-simplification (Garland and Heckbert's quadrics).
+Areas, volumes and normals are trimesh's, components are SciPy's, and decimation is
+fast-simplification's (Garland and Heckbert's quadrics).
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 
+import fast_simplification
 import numpy as np
+import trimesh
+from trimesh.graph import connected_component_labels
 
 from ..checks import whole
+from ..ops import dual_grid_mesh
+from ..ops.dual_grid import DualGrid
 
-LEAST_FACES = 4  # of what is simplified: a tetrahedron's
+LOW = -0.5  # the corner of TRELLIS.2's unit box
+LEAST_FACES = 4  # of a simplified surface: a tetrahedron's
 EDGES = ((0, 1), (1, 2), (2, 0))
+Report = Callable[[str], None]
 
 
 @dataclass(frozen=True)
@@ -47,66 +55,64 @@ class Surface:
         object.__setattr__(self, "faces", faces)
 
     @cached_property
-    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """The undirected edges of the faces' sides, in order of face, then side.
-
-        (3 F,) places among them, (E,) sides of each edge, and (3 F,) whether a side
-        runs from its lower vertex to its higher.
-        """
-        sides = self.faces[:, EDGES].reshape(-1, 2)
-        low, high = sides.min(axis=1), sides.max(axis=1)
-        keys = low * len(self.vertices) + high
-        _, places, counts = np.unique(keys, return_inverse=True, return_counts=True)
-        return places, counts, sides[:, 0] == low
+    def mesh(self) -> trimesh.Trimesh:
+        """The same triangles as a mesh of trimesh."""
+        return trimesh.Trimesh(self.vertices, self.faces, process=False)
 
     @property
     def is_closed(self) -> bool:
         """Whether every edge has two triangles."""
-        return bool((self._edges[1] == 2).all())
+        return bool(self.mesh.is_watertight)
 
     @property
     def is_oriented(self) -> bool:
         """Whether two triangles never pass their edge in the same direction."""
-        _, ends, same = self._neighbours
-        return len(ends) == 0 or not same.any()
+        return not self._neighbours[2].any()
 
-    @cached_property
+    @property
     def normals(self) -> np.ndarray:
-        """(F, 3) of the faces, as long as twice their area."""
-        a, b, c = (self.vertices[self.faces[:, at]] for at in range(3))
-        return np.cross(b - a, c - a)
+        """(F, 3) normals of the faces, each twice as long as the face's area."""
+        return self.mesh.triangles_cross
 
     @property
     def area(self) -> float:
-        """Of all triangles."""
-        return float(np.linalg.norm(self.normals, axis=1).sum() / 2)
+        """The area of all triangles."""
+        return float(self.mesh.area)
 
     @property
     def volume(self) -> float:
-        """Enclosed by a closed surface; positive where normals point outwards."""
+        """The volume that a closed surface encloses; positive if normals point out."""
         return float(self._volumes.sum())
 
-    @property
+    @cached_property
     def _volumes(self) -> np.ndarray:
-        """(F,) of the tetrahedra over the faces, from the middle of the vertices."""
+        """(F,) volumes of the tetrahedra between the faces and the mean vertex."""
         middle = self.vertices.mean(axis=0) if len(self.vertices) else 0.0
-        corner = self.vertices[self.faces[:, 0]] - middle
-        return np.einsum("fd,fd->f", corner, self.normals) / 6
+        corners = self.vertices[self.faces[:, 0]] - middle
+        return np.einsum("fd,fd->f", corners, self.normals) / 6
+
+    @cached_property
+    def _edges(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(3 F,) the edge of each side, (E,) sides of each edge, (3 F,) directions."""
+        sides = self.faces[:, EDGES].reshape(-1, 2)
+        low, high = sides.min(axis=1), sides.max(axis=1)
+        keys = low * len(self.vertices) + high
+        _, edges, counts = np.unique(keys, return_inverse=True, return_counts=True)
+        return edges, counts, sides[:, 0] == low
 
     @cached_property
     def _neighbours(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-        """Pairs of faces over an edge of just two, and whether they pass it alike."""
-        places, counts, upward = self._edges
-        order = np.argsort(places, kind="stable")
-        order = order[counts[places[order]] == 2].reshape(-1, 2)
-        one, two = order.T
+        """Pairs of faces at an edge of two faces, and whether both pass it alike."""
+        edges, counts, upward = self._edges
+        order = np.argsort(edges, kind="stable")
+        one, two = order[counts[edges[order]] == 2].reshape(-1, 2).T
         return one // 3, two // 3, upward[one] == upward[two]
 
     @cached_property
     def components(self) -> np.ndarray:
         """(F,) the connected component of each face, over edges of two faces."""
-        one, two, _ = self._neighbours
-        return _components(one, two, len(self.faces))
+        pairs = np.stack(self._neighbours[:2], axis=1)
+        return connected_component_labels(pairs, len(self.faces))
 
     def replace(self, keep: np.ndarray) -> Surface:
         """Return some of the faces, and the vertices that they use, in order."""
@@ -117,74 +123,67 @@ class Surface:
 
     def cleaned(self) -> Surface:
         """Return it without degenerate or repeated triangles and unused vertices."""
-        a, b, c = self.faces.T
-        proper = (a != b) & (b != c) & (c != a)
-        proper &= np.linalg.norm(self.normals, axis=1) > 0
-        places = np.flatnonzero(proper)
-        _, first = np.unique(
-            np.sort(self.faces[places], axis=1), axis=0, return_index=True
-        )
-        return self.replace(places[np.sort(first)])
+        proper = np.flatnonzero(self.normals.any(axis=1))
+        corners = np.sort(self.faces[proper], axis=1)
+        _, first = np.unique(corners, axis=0, return_index=True)
+        return self.replace(proper[np.sort(first)])
 
     def without_floaters(self, share: float = 0.01) -> Surface:
-        """Return it without connected components of little area."""
+        """Return it without components below a share of the largest one's area."""
         if not 0 <= share <= 1:
             raise ValueError(f"share must be from 0 to 1; got {share}")
         if not len(self.faces):
             return self
-        areas = np.bincount(self.components, np.linalg.norm(self.normals, axis=1))
+        areas = np.bincount(self.components, self.mesh.area_faces)
         return self.replace((areas >= share * areas.max())[self.components])
 
     def oriented(self) -> Surface:
         """Return it with all triangles of a component wound alike, normals outwards.
 
-        A component that has no two sides (a Moebius strip) stays as it is.
+        A component with one side (a Moebius strip) stays as it is.
         """
         one, two, same = self._neighbours
         n = len(self.faces)
-        # Each face twice, as it is and turned: what fits together hangs together.
-        first = np.concatenate([one, one + n])
-        second = np.concatenate([two + n * same, two + n * ~same])
-        half = _components(first, second, 2 * n)
-        turned = half[:n] > half[n:]
+        # Each face twice, as it is and turned; an edge links the copies that fit.
+        links = [(one, two + n * same), (one + n, two + n * ~same)]
+        pairs = np.concatenate([np.stack(link, axis=1) for link in links])
+        sides = connected_component_labels(pairs, 2 * n)
+        turned = sides[:n] > sides[n:]
         signs = np.where(turned, -1.0, 1.0)
         volumes = np.bincount(self.components, self._volumes * signs)
-        inside_out = volumes[self.components] < 0
-        turned = np.where(half[:n] == half[n:], False, turned ^ inside_out)
+        turned ^= volumes[self.components] < 0
+        turned &= sides[:n] != sides[n:]
         faces = np.where(turned[:, None], self.faces[:, ::-1], self.faces)
         return Surface(self.vertices, faces)
 
     def filled(self, sides: int = 200) -> Surface:
         """Return it with its holes closed by fans around their middles.
 
-        Args:
-            sides: of a hole, at most: larger ones are meant to be open.
+        Call ``oriented`` first: a fan is wound as the triangles around its hole are. A
+        hole stays if boundaries meet in one of its vertices.
 
-        Orient it before: fans are wound as the triangles around a hole are. Where
-        boundaries meet in a vertex the hole stays.
+        Args:
+            sides: the most sides of a hole that is closed.
         """
-        places, counts, _ = self._edges
-        # A hole runs against the triangles that it touches.
-        ends = self.faces[:, EDGES].reshape(-1, 2)[counts[places] == 1][:, ::-1]
+        edges, counts, _ = self._edges
+        # A hole's boundary runs against the triangles that it touches.
+        ends = self.faces[:, EDGES].reshape(-1, 2)[counts[edges] == 1][:, ::-1]
         n = len(self.vertices)
-        loop = _components(*ends.T, n)[ends[:, 0]]
-        length, leaving = np.bincount(loop, minlength=n), np.bincount(ends[:, 0])
-        arriving = np.bincount(ends[:, 1], minlength=n)
+        loop = connected_component_labels(ends, n)[ends[:, 0]]
+        length = np.bincount(loop, minlength=n)
+        leaving, arriving = (np.bincount(side, minlength=n) for side in ends.T)
         simple = (leaving[ends[:, 0]] == 1) & (arriving[ends[:, 0]] == 1)
         broken = np.bincount(loop, ~simple, minlength=n) > 0
-        ends = ends[(length[loop] <= sides) & ~broken[loop]]
-        if not len(ends):
+        keep = (length[loop] <= sides) & ~broken[loop]
+        if not keep.any():
             return self
-        loop = _components(*ends.T, n)[ends[:, 0]]
-        _, loop = np.unique(loop, return_inverse=True)
-        size = np.bincount(loop)
-        middles = np.stack(
-            [np.bincount(loop, self.vertices[ends[:, 0], d]) / size for d in range(3)],
-            axis=1,
-        )
+        ends = ends[keep]
+        _, loop, size = np.unique(loop[keep], return_inverse=True, return_counts=True)
+        middles = np.zeros((len(size), 3))
+        np.add.at(middles, loop, self.vertices[ends[:, 0]])
         fans = np.column_stack([ends, n + loop])
         return Surface(
-            np.concatenate([self.vertices, middles]),
+            np.concatenate([self.vertices, middles / size[:, None]]),
             np.concatenate([self.faces, fans]),
         )
 
@@ -193,9 +192,7 @@ class Surface:
         whole(faces, "faces", LEAST_FACES)
         if len(self.faces) <= faces:
             return self
-        import fast_simplification
-
-        # It works in float32: around the middle, in units of the whole.
+        # The decimation works in float32: around the middle, in units of the whole.
         low, high = self.vertices.min(axis=0), self.vertices.max(axis=0)
         middle, size = (low + high) / 2, float((high - low).max()) or 1.0
         points, triangles = fast_simplification.simplify(
@@ -206,21 +203,63 @@ class Surface:
         return Surface(points.astype(np.float64) * size + middle, triangles).cleaned()
 
     def vertex_normals(self) -> np.ndarray:
-        """Return (V, 3) unit normals: of the faces around, weighed by their areas."""
+        """Return (V, 3) unit normals: means over the faces, weighted by their areas."""
         total = np.zeros_like(self.vertices)
-        for d in range(3):
-            values = np.repeat(self.normals[:, d], 3)
-            total[:, d] = np.bincount(
-                self.faces.reshape(-1), values, minlength=len(total)
-            )
+        for corner in self.faces.T:
+            np.add.at(total, corner, self.normals)
         length = np.linalg.norm(total, axis=1, keepdims=True)
         return total / np.where(length > 0, length, 1)
 
 
-def _components(one: np.ndarray, two: np.ndarray, n: int) -> np.ndarray:
-    """Return (n,) components of a graph, numbered by their first node."""
-    from scipy.sparse import coo_array
-    from scipy.sparse.csgraph import connected_components
+def surface_of(
+    grid: DualGrid,
+    resolution: int,
+    *,
+    faces: int | None = 200_000,
+    floaters: float = 0.01,
+    holes: int = 200,
+    report: Report | None = None,
+) -> Surface:
+    """Return the clean surface of a dual grid with one batch element, in the unit box.
 
-    links = coo_array((np.ones(len(one), bool), (one, two)), shape=(n, n))
-    return connected_components(links, directed=False)[1]
+    Args:
+        grid: the dual grid.
+        resolution: voxels along the box, which reaches from -0.5 to 0.5.
+        faces: the most triangles; None for all.
+        floaters: components below this share of the largest one's area are dropped.
+        holes: the most sides of a hole that is closed.
+        report: called with a line for each step.
+
+    Raises:
+        ValueError: no triangles are left, there are several batch elements, or a size
+            is too small.
+    """
+    whole(resolution, "resolution", 1)
+    report = report or (lambda line: None)
+    mesh = dual_grid_mesh(grid, voxel_size=1 / resolution, origin=LOW)
+    if (count := grid.vertices.batch_size) > 1:
+        raise ValueError(
+            f"a surface is of one batch element; got {count}: take models.dual_grid of "
+            "each tensor of ops.unbatch"
+        )
+    vertices, triangles = np.array(mesh.vertices), np.array(mesh.faces)
+    if not len(triangles):
+        raise ValueError(
+            "the dual grid has no triangles: no edge of its voxels is crossed with all "
+            "four voxels around it active"
+        )
+    surface = Surface(vertices, triangles).cleaned()
+    report(f"{len(surface.faces):,} triangles")
+    surface = surface.without_floaters(floaters).oriented().filled(holes)
+    report(f"{len(surface.faces):,} without floaters and holes")
+    if faces is not None and len(surface.faces) > faces:
+        # Decimation joins vertices, so winding and holes are repaired again.
+        surface = surface.simplified(faces).oriented().filled(holes)
+        surface = surface.simplified(faces)  # closed holes added triangles
+        report(f"{len(surface.faces):,} simplified")
+    if not len(surface.faces):
+        raise ValueError(
+            f"none of {len(triangles):,} triangles is left: they have no area, or "
+            f"{faces} faces are too few for the surface"
+        )
+    return surface

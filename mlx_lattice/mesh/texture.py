@@ -1,7 +1,7 @@
-"""Textures over an atlas of a surface, and pictures of it without a graphics card.
+"""Textures over an atlas of a surface, files of both, and pictures without a GPU.
 
-The atlas is xatlas's (Young); texels beyond its charts take the nearest one's colour,
-so that filtering at seams finds no background.
+The atlas is xatlas's (Young). Texels beyond its charts take the nearest texel's colour,
+so that filtering at a seam finds no background. Files are written by trimesh.
 """
 
 from __future__ import annotations
@@ -11,17 +11,28 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import mlx.core as mx
 import numpy as np
+import trimesh
+import xatlas
+from PIL import Image
+from scipy.ndimage import distance_transform_edt
+from scipy.spatial import cKDTree
+from trimesh.visual import ColorVisuals, TextureVisuals
+from trimesh.visual.material import PBRMaterial, SimpleMaterial
 
+from ..checks import whole
 from ..kept_files import atomic_write
-from .surface import Surface
+from ..ops import grid_sample_3d
+from ..ops.dual_grid import DualGrid
+from ..tensor import SparseTensor, expect_tensor
+from .surface import LEAST_FACES, LOW, Report, Surface, surface_of
 
-CHANNELS = ("red", "green", "blue", "metallic", "roughness", "alpha")
+PIECE = 1000  # faces in one piece of the atlas
+SAMPLES = 500_000  # places that are sampled at once
 
-PIECE = 1000  # faces that are laid out at a time
-
-# Called with (P, 3) float64 places on the surface; returns (P, 6) from 0 to 1, as
-# CHANNELS.
+# Called with (P, 3) float64 places on the surface; returns (P, 6) from 0 to 1: base
+# colour (3), metallic, roughness, alpha.
 Materials = Callable[[np.ndarray], np.ndarray]
 
 
@@ -30,7 +41,7 @@ class Texture:
     """Materials of a surface, as images over an atlas.
 
     Attributes:
-        vertices: (U,) the surface's vertex of each corner of the atlas: seams cut
+        vertices: (U,) the surface's vertex at each corner of the atlas: seams cut
             vertices in two.
         faces: (F, 3) rows of ``vertices``, as the surface's faces.
         places: (U, 2) in the unit square, the origin at the lower left.
@@ -47,19 +58,79 @@ class Texture:
     def colours_at(self, places: np.ndarray) -> np.ndarray:
         """Return (P, 4) uint8 colours at (P, 2) places in the unit square."""
         size = len(self.colour)
-        column, row = np.clip((places * (1, -1) + (0, 1)) * size, 0, size - 1).T
+        column, row = np.clip(_texels(places, size), 0, size - 1).T
         return self.colour[row.astype(int), column.astype(int)]
 
     @property
     def is_clear(self) -> bool:
-        """Whether anything can be seen through."""
+        """Whether any texel is transparent."""
         return bool((self.colour[..., 3] < 255).any())
 
 
-def check_size(size: int) -> None:
-    """Raise a ValueError unless an atlas may have sides of so many texels."""
-    if not 16 <= size <= 16384:
-        raise ValueError(f"size must be from 16 to 16384; got {size}")
+def _texels(places: np.ndarray, size: int) -> np.ndarray:
+    """Return places in the unit square as columns and rows of an image."""
+    return (places * (1, -1) + (0, 1)) * size
+
+
+def materials_of(x: SparseTensor, resolution: int) -> Materials:
+    """Return a function that samples the texture decoder's voxels at places of the box.
+
+    It is trilinear over the active voxels around a place, as TRELLIS.2's
+    ``grid_sample_3d``; without any it takes the nearest voxel. ``x`` is (N, 6) from 0
+    to 1: base colour, metallic, roughness, alpha.
+    """
+    expect_tensor(x)
+    if x.channels != 6 or not len(x):
+        raise ValueError(
+            "materials are 6 channels of one voxel or more; got "
+            f"{len(x)} of {x.channels}"
+        )
+    active = mx.ones((len(x), 1), x.dtype)
+    voxels = x.replace(mx.concatenate([x.feats, active], axis=1))
+    tree = cKDTree(np.array(x.coords)[:, 1:] + 0.5)
+
+    def sample(places: np.ndarray) -> np.ndarray:
+        parts = [np.zeros((0, 6))]
+        for at in range(0, len(places), SAMPLES):
+            points = (places[at : at + SAMPLES] - LOW) * resolution
+            points32 = mx.array(points.astype(np.float32))[None]
+            values = grid_sample_3d(voxels, points32, renormalise=True)[0]
+            values = np.array(values.astype(mx.float32))
+            far = np.flatnonzero(values[:, 6] == 0)
+            if len(far):
+                rows = mx.array(tree.query(points[far])[1])
+                values[far, :6] = np.array(x.feats[rows].astype(mx.float32))
+            parts.append(values[:, :6])
+        return np.concatenate(parts)
+
+    return sample
+
+
+def check_asset(resolution: int | None, faces: int | None, texture_size: int) -> None:
+    """Check the sizes of an asset, before the work that leads to one."""
+    if resolution is not None:
+        whole(resolution, "resolution", 1)
+    if faces is not None:
+        whole(faces, "faces", LEAST_FACES)
+    if not 16 <= texture_size <= 16384:
+        raise ValueError(f"size must be from 16 to 16384; got {texture_size}")
+
+
+def asset_of(
+    grid: DualGrid,
+    materials: SparseTensor | None,
+    resolution: int,
+    *,
+    texture_size: int = 2048,
+    report: Report | None = None,
+    **options,
+) -> tuple[Surface, Texture | None]:
+    """Return the surface of a dual grid and, if there are materials, its texture."""
+    check_asset(resolution, options.get("faces"), texture_size)
+    surface = surface_of(grid, resolution, report=report, **options)
+    if materials is None:
+        return surface, None
+    return surface, bake(surface, materials_of(materials, resolution), texture_size)
 
 
 def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
@@ -73,16 +144,15 @@ def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
     Raises:
         ValueError: no triangles, or a size below 16 or above 16384.
     """
-    check_size(size)
+    check_asset(None, None, size)
     if not len(surface.faces):
         raise ValueError("a surface without triangles has no texture")
     vertices, faces, places = atlas(surface, size)
     values, filled = np.zeros((size * size, 6)), np.zeros(size * size, bool)
-    corners = (places * (1, -1) + (0, 1)) * size
-    for part in covered(corners[faces], size, size):
-        ends = surface.vertices[vertices[faces[part.face]]]
-        where = np.einsum("pk,pkd->pd", part.weights, ends)
-        values[part.pixel] = materials(where)
+    for part in covered(_texels(places, size)[faces], size, size):
+        corners = surface.vertices[vertices[faces[part.face]]]
+        points = np.einsum("pk,pkd->pd", part.weights, corners)
+        values[part.pixel] = materials(points)
         filled[part.pixel] = True
     image = spread(values.reshape(size, size, 6), filled.reshape(size, size))
     image = (np.clip(image, 0, 1) * 255 + 0.5).astype(np.uint8)
@@ -93,52 +163,122 @@ def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
 
 def atlas(surface: Surface, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the (U,) vertices, (F, 3) faces and (U, 2) places of an atlas."""
-    import xatlas
-
-    whole, faces = xatlas.Atlas(), surface.faces
-    # A chart's cost grows faster than its faces: the surface is cut in space before.
+    result, faces = xatlas.Atlas(), surface.faces
+    # A chart's cost grows faster than its faces, so the surface is cut into pieces.
     pieces = cut(surface.vertices[faces].mean(axis=1), PIECE)
-    given = [np.unique(faces[piece], return_inverse=True) for piece in pieces]
-    for used, corners in given:
-        points = surface.vertices[used].astype(np.float32)
-        whole.add_mesh(points, corners.reshape(-1, 3).astype(np.uint32))
+    used = []
+    for piece in pieces:
+        vertices, corners = np.unique(faces[piece], return_inverse=True)
+        points = surface.vertices[vertices].astype(np.float32)
+        result.add_mesh(points, corners.reshape(-1, 3).astype(np.uint32))
+        used.append(vertices)
     packing = xatlas.PackOptions()
     packing.resolution, packing.padding, packing.bilinear = size, 2, True
-    whole.generate(pack_options=packing)
-    vertices, places, made, before = [], [], np.zeros_like(faces), 0
-    for at, (piece, (used, _)) in enumerate(zip(pieces, given, strict=True)):
-        rows, corners, flat = whole[at]
-        vertices.append(used[rows.astype(np.int64)])
+    result.generate(pack_options=packing)
+    vertices, places, corners, count = [], [], np.zeros_like(faces), 0
+    for at, piece in enumerate(pieces):
+        rows, own, flat = result[at]
+        vertices.append(used[at][rows.astype(np.int64)])
         places.append(flat)
-        made[piece] = corners.astype(np.int64) + before
-        before += len(rows)
-    return np.concatenate(vertices), made, np.concatenate(places)
+        corners[piece] = own.astype(np.int64) + count
+        count += len(rows)
+    return np.concatenate(vertices), corners, np.concatenate(places)
 
 
 def cut(points: np.ndarray, most: int) -> list[np.ndarray]:
-    """Return the places of points in boxes of at most so many, halved at medians."""
-    open_, done = [np.arange(len(points))], []
-    while open_:
-        at = open_.pop()
-        if len(at) <= most:
-            done.append(at)
+    """Return the rows of points in boxes of at most so many, halved at medians."""
+    pending, boxes = [np.arange(len(points))], []
+    while pending:
+        rows = pending.pop()
+        if len(rows) <= most:
+            boxes.append(rows)
             continue
-        axis = np.ptp(points[at], axis=0).argmax()
-        order = at[np.argsort(points[at, axis], kind="stable")]
-        open_ += [order[: len(at) // 2], order[len(at) // 2 :]]
-    return done
+        axis = np.ptp(points[rows], axis=0).argmax()
+        rows = rows[np.argsort(points[rows, axis], kind="stable")]
+        pending += [rows[: len(rows) // 2], rows[len(rows) // 2 :]]
+    return boxes
 
 
 def spread(image: np.ndarray, filled: np.ndarray) -> np.ndarray:
     """Return (H, W, C) with the value of the nearest filled pixel in the others."""
-    from scipy.ndimage import distance_transform_edt
-
     if not filled.any():
         return image
     rows, columns = distance_transform_edt(
         ~filled, return_distances=False, return_indices=True
     )
     return image[rows, columns]
+
+
+# Files
+
+SUFFIXES = (".glb", ".ply", ".obj")
+
+
+def check_suffix(path: str | Path) -> str:
+    """Return a path's suffix; raise unless a surface can be written so."""
+    suffix = Path(path).suffix.lower()
+    if suffix not in SUFFIXES:
+        raise ValueError(f"{path} must end in one of {', '.join(SUFFIXES)}")
+    return suffix
+
+
+def save(path: str | Path, surface: Surface, texture: Texture | None = None) -> None:
+    """Write a surface in the format of the path's suffix.
+
+    ``.glb``: glTF 2.0, y upwards (the surface's z), with base colour, metallic,
+    roughness and alpha as textures. ``.obj``: with a material file and the colours
+    beside it. ``.ply``: binary; a texture's colours are the vertices'.
+
+    Args:
+        path: the file.
+        surface: z upwards.
+        texture: of that surface, or None for plain grey.
+
+    Raises:
+        ValueError: the path has another suffix.
+    """
+    path, suffix = Path(path), check_suffix(path)
+    points, faces = surface.vertices, surface.faces
+    normals, visual = surface.vertex_normals(), None
+    if texture is not None:
+        rows, faces = texture.vertices, texture.faces
+        points, normals = points[rows], normals[rows]
+        visual = _visual(texture, suffix, path.stem)
+    if suffix == ".glb":
+        turn = np.array([[1, 0, 0], [0, 0, 1], [0, -1, 0]])
+        points, normals = points @ turn.T, normals @ turn.T
+    mesh = trimesh.Trimesh(
+        points, faces, vertex_normals=normals, visual=visual, process=False
+    )
+    options = {} if suffix == ".ply" else {"include_normals": True}
+    if suffix == ".obj":  # its material file and picture are named after it
+        options["mtl_name"] = f"{path.stem}.mtl"
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as draft:
+        mesh.export(draft, **options)
+
+
+def _visual(texture: Texture, suffix: str, name: str) -> ColorVisuals | TextureVisuals:
+    if suffix == ".ply":
+        return ColorVisuals(vertex_colors=texture.colours_at(texture.places))
+    colour = Image.fromarray(
+        texture.colour if texture.is_clear else texture.colour[..., :3]
+    )
+    if suffix == ".obj":
+        material = SimpleMaterial(image=colour.convert("RGB"), name=name)
+        return TextureVisuals(uv=texture.places, material=material)
+    # glTF reads roughness from green and metallic from blue.
+    packed = np.pad(texture.surface, ((0, 0), (0, 0), (1, 0)))
+    material = PBRMaterial(
+        baseColorTexture=colour,
+        metallicRoughnessTexture=Image.fromarray(packed),
+        baseColorFactor=[255, 255, 255, 255],
+        metallicFactor=1.0,
+        roughnessFactor=1.0,
+        alphaMode="BLEND" if texture.is_clear else "OPAQUE",
+        doubleSided=True,
+    )
+    return TextureVisuals(uv=texture.places, material=material)
 
 
 # Pictures
@@ -160,51 +300,45 @@ def rendered(
     ``elevation`` of the eye are in degrees.
     """
     image = np.ones((size * size, 3))
-    if not len(surface.faces):
-        return (image.reshape(size, size, 3) * 255).astype(np.uint8)
-    a, e = np.radians((azimuth, elevation))
-    right = np.array([-np.sin(a), np.cos(a), 0])
-    eye = np.array([np.cos(e) * np.cos(a), np.cos(e) * np.sin(a), np.sin(e)])
-    down = -np.cross(eye, right)
-    low, high = surface.vertices.min(axis=0), surface.vertices.max(axis=0)
-    scale = 0.9 * size / (np.linalg.norm(high - low) or 1.0)
-    centred = (surface.vertices - (low + high) / 2) * scale
-    flat = centred @ np.stack([right, down], axis=1) + size / 2
-    depth = centred @ eye
-    nearest = np.full(size * size, -np.inf)
-    shade = _shades(surface, eye)
-    for part in covered(flat[surface.faces], size, size):
-        corners = surface.faces[part.face]
-        far = np.einsum("pk,pk->p", part.weights, depth[corners])
-        # Of several triangles on a pixel the nearest one, written last.
-        order = np.argsort(far, kind="stable")
-        order = order[far[order] > nearest[part.pixel[order]]]
-        pixel, face = part.pixel[order], part.face[order]
-        nearest[pixel] = far[order]
-        image[pixel] = _colours(texture, face, part.weights[order]) * shade[face, None]
+    if len(surface.faces):
+        a, e = np.radians((azimuth, elevation))
+        right = np.array([-np.sin(a), np.cos(a), 0])
+        eye = np.array([np.cos(e) * np.cos(a), np.cos(e) * np.sin(a), np.sin(e)])
+        down = -np.cross(eye, right)
+        low, high = surface.vertices.min(axis=0), surface.vertices.max(axis=0)
+        scale = 0.9 * size / (np.linalg.norm(high - low) or 1.0)
+        centred = (surface.vertices - (low + high) / 2) * scale
+        flat = centred @ np.stack([right, down], axis=1) + size / 2
+        _paint(image, surface, texture, flat, centred @ eye, eye)
     return (image.reshape(size, size, 3) * 255 + 0.5).astype(np.uint8)
 
 
-def _shades(surface: Surface, eye: np.ndarray) -> np.ndarray:
+def _paint(image, surface, texture, flat, depth, eye) -> None:
+    """Write the nearest triangle's shaded colour into each pixel that one covers."""
+    size = round(len(image) ** 0.5)
     length = np.linalg.norm(surface.normals, axis=1)
     facing = np.abs(surface.normals @ eye) / np.where(length > 0, length, 1)
-    return 0.25 + 0.75 * facing
-
-
-def _colours(texture: Texture | None, face, weights) -> np.ndarray:
-    if texture is None:
-        return np.full((len(face), 3), GREY)
-    at = np.einsum("pk,pkd->pd", weights, texture.places[texture.faces[face]])
-    found = texture.colours_at(at) / 255
-    return found[:, :3] * found[:, 3:] + 1 - found[:, 3:]
+    nearest = np.full(len(image), -np.inf)
+    for part in covered(flat[surface.faces], size, size):
+        depths = np.einsum("pk,pk->p", part.weights, depth[surface.faces[part.face]])
+        # Of several triangles on a pixel the nearest one is written last.
+        order = np.argsort(depths, kind="stable")
+        order = order[depths[order] > nearest[part.pixel[order]]]
+        pixel, face = part.pixel[order], part.face[order]
+        nearest[pixel] = depths[order]
+        colours = np.full((len(face), 3), GREY)
+        if texture is not None:
+            corners = texture.places[texture.faces[face]]
+            places = np.einsum("pk,pkd->pd", part.weights[order], corners)
+            values = texture.colours_at(places) / 255
+            colours = values[:, :3] * values[:, 3:] + 1 - values[:, 3:]
+        image[pixel] = colours * (0.25 + 0.75 * facing[face, None])
 
 
 def contact_sheet(
     path: str | Path, surface: Surface, texture: Texture | None = None, size: int = 512
 ) -> None:
     """Write a picture of a surface from four sides."""
-    from PIL import Image
-
     views = [rendered(surface, texture, *side, size=size) for side in SIDES]
     with atomic_write(path) as draft:
         Image.fromarray(np.concatenate(views, axis=1)).save(draft)
@@ -212,7 +346,7 @@ def contact_sheet(
 
 # Pixels of triangles
 
-CHUNK = 4_000_000  # candidate pixels at a time
+CHUNK = 4_000_000  # candidate pixels at once
 
 
 class Covered(NamedTuple):
@@ -250,18 +384,14 @@ def covered(corners: np.ndarray, height: int, width: int) -> Iterator[Covered]:
         before = ends[begin - 1] if begin else 0
         end = max(begin + 1, int(np.searchsorted(ends, before + CHUNK, side="right")))
         face = np.repeat(np.arange(begin, end), counts[begin:end])
-        at = np.arange(len(face)) - np.repeat(
-            ends[begin:end] - counts[begin:end] - before, counts[begin:end]
-        )
+        first = ends[begin:end] - counts[begin:end] - before
+        at = np.arange(len(face)) - np.repeat(first, counts[begin:end])
         column = low[face, 0] + at % size[face, 0]
         row = low[face, 1] + at // size[face, 0]
         centre = np.stack([column, row], axis=1) + 0.5
-        sides = (
-            _cross(b[face] - centre, c[face] - centre),
-            _cross(c[face] - centre, a[face] - centre),
-            _cross(a[face] - centre, b[face] - centre),
-        )
-        weights = np.stack(sides, axis=1) / twice[face, None]
+        to_a, to_b, to_c = (side[face] - centre for side in (a, b, c))
+        areas = [_cross(to_b, to_c), _cross(to_c, to_a), _cross(to_a, to_b)]
+        weights = np.stack(areas, axis=1) / twice[face, None]
         inside = (weights >= 0).all(axis=1)
         yield Covered((row * width + column)[inside], face[inside], weights[inside])
         begin = end
