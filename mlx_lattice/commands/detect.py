@@ -78,7 +78,7 @@ def run(
     points = cloud.points
     if (cloud.origin != middle).any():
         points = (points + (cloud.origin - middle)).astype(np.float32)
-    with of_scan(scan, "--fill"):
+    with of_scan(scan):
         x = net.recipe()(points, cloud.attributes, fill=fill)
     if not len(x):
         low, high = np.array(net.grid.point_range).reshape(2, 3)

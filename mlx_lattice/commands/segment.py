@@ -81,7 +81,7 @@ def run(
     if not len(cloud.points):
         left = f": all {cloud.dropped:,} have values that are not finite"
         raise ValueError(f"{scan} holds no points{left if cloud.dropped else ''}")
-    with of_scan(scan, "--fill"):
+    with of_scan(scan):
         voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
     size = net.recipe().voxel_size
     say_dropped(cloud, scan)

@@ -11,6 +11,7 @@ Sizes are not trusted: each is checked against the file before anything is alloc
 from __future__ import annotations
 
 import io
+import mmap
 import pickletools
 import re
 import struct
@@ -61,20 +62,18 @@ _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
 _PICKLE_BYTES, _INSTRUCTIONS = 2**28, 2**20
 # Tensors may share storage, as tied weights do: at most to this multiple of the file.
 _EXPANSION = 64
-
-
-# The first pickle of the format that PyTorch wrote before 1.6: a number.
+# The first pickle of the format before PyTorch 1.6: a number.
 _LEGACY = re.compile(
     rb"\x80[\x02-\x05](\x95.{8})?\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19\.", re.DOTALL
 )
-# What `zipfile` raises where a zip is truncated, corrupt, or of a newer format.
+# What `zipfile` raises if a zip is truncated, corrupt, or of a newer format.
 _ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.error)
-# Most bytes of one read: a zip's directory of half a million records, or a string.
-_READ_BYTES = 2**26
 
 
 class Archive:
     """A file of ``torch.save``: its pickle, and a record of bytes for each storage.
+
+    The file is mapped into memory, so that no read is longer than the file.
 
     Attributes:
         legacy: whether the file has the format before PyTorch 1.6: pickles, then
@@ -84,22 +83,26 @@ class Archive:
     """
 
     def __init__(self, stream: BinaryIO, path: Path):
-        self.stream, self.path = stream, path
-        self.length = stream.seek(0, 2)
-        stream.seek(0)
-        start = stream.read(512)
+        self.path = path
+        self.data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.length = len(self.data)
         self.records: dict[str, tuple[int, int, int]] = {}
+        start = self.data[:512]
         self.legacy, self.prefix = bool(_LEGACY.match(start)), ""
         if self.legacy:
             return
         if not start.startswith(b"PK\x03\x04"):
             raise self.error(_why_no_zip(start))
         try:
-            entries = zipfile.ZipFile(_Bounded(stream)).infolist()
+            entries = zipfile.ZipFile(self.data).infolist()
         except _ZIP_ERRORS as error:
             raise self.error(f"is no whole zip: {error}") from None
-        if any(entry.filename.endswith("/constants.pkl") for entry in entries):
+        names = [entry.filename for entry in entries]
+        if any(name.endswith("/constants.pkl") for name in names):
             raise self.error("is a TorchScript program; save its state_dict instead")
+        roots = [n[:-8] for n in names if n.endswith("/data.pkl") and n.count("/") == 1]
+        if len(roots) != 1:
+            raise self.error("has no record data.pkl: it is a zip, but not PyTorch's")
         last = 0
         for entry in sorted(entries, key=lambda entry: entry.header_offset):
             name, start = entry.filename, self._place(entry)
@@ -109,13 +112,6 @@ class Archive:
                 raise self.error(f"has two records {shown(name)!r}")
             self.records[name] = start, entry.file_size, entry.CRC
             last = start + entry.file_size
-        roots = [
-            name.removesuffix("data.pkl")
-            for name in self.records
-            if name.endswith("/data.pkl") and name.count("/") == 1
-        ]
-        if len(roots) != 1:
-            raise self.error("has no record data.pkl: it is a zip, but not PyTorch's")
         self.prefix = f"{roots[0]}data/"
         order = f"{roots[0]}byteorder"
         if order in self.records and self.read(order) != b"little":
@@ -123,16 +119,21 @@ class Archive:
 
     def program(self, most: int) -> BinaryIO:
         """Return a stream of the file's pickles; a zip has at most ``most`` bytes."""
-        if not self.legacy:
-            return io.BytesIO(self.read(f"{self.prefix[:-5]}data.pkl", most))
-        self.stream.seek(0)
-        return _Bounded(self.stream)
+        if self.legacy:
+            self.data.seek(0)
+            return self.data
+        name = f"{self.prefix[:-5]}data.pkl"
+        if (size := self.records[name][1]) > most:
+            raise self.error(
+                f"has a record {shown(name)!r} of {size:,} bytes; at most {most:,} are "
+                "read of it"
+            )
+        return io.BytesIO(self.read(name))
 
     def add_storages(self, at: int, sizes: dict[str, tuple[int, int]]) -> None:
         """Find the records of the old format's storages, which begin at byte ``at``."""
         for key, (length, size) in sizes.items():
-            self.stream.seek(at)
-            count = int.from_bytes(self.stream.read(8), "little")
+            count = int.from_bytes(self.data[at : at + 8], "little")
             at += 8 + length * size
             if count != length or at > self.length:
                 raise self.error(f"is truncated or corrupt at its storage {shown(key)}")
@@ -140,37 +141,21 @@ class Archive:
 
     def _place(self, entry: zipfile.ZipInfo) -> int:
         """Return where a record's bytes begin."""
-        name = entry.filename
-        parts = name.replace("\\", "/").split("/")
-        if name.startswith(("/", "\\")) or ":" in name or ".." in parts:
-            raise self.error(
-                f"has a record {shown(name)!r}, which is no name inside it"
-            )
+        name, at = entry.filename, entry.header_offset
         if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
             raise self.error(f"has a compressed or encrypted record {shown(name)!r}")
-        if entry.compress_size != entry.file_size:
-            raise self.error(f"says two sizes of its record {shown(name)!r}")
-        if not 0 <= entry.header_offset <= self.length - 30:
-            raise self.error(f"is truncated: its record {shown(name)!r} lies outside")
-        self.stream.seek(entry.header_offset)
-        header = self.stream.read(30)
-        extra = sum(struct.unpack("<HH", header[26:30]))
-        start = entry.header_offset + 30 + extra
+        header = self.data[at : at + 30] if at >= 0 else b""
+        extra = sum(struct.unpack_from("<HH", header.ljust(30), 26))
+        start = at + 30 + extra
         if header[:4] != b"PK\x03\x04" or start + entry.file_size > self.length:
             raise self.error(f"is truncated or corrupt at its record {shown(name)!r}")
         return start
 
-    def read(self, name: str, most: int | None = None) -> bytes:
-        """Return the bytes of a record, checked by their checksum where it has one."""
+    def read(self, name: str) -> bytes:
+        """Return the bytes of a record; raise if its checksum is another."""
         start, size, checksum = self.records[name]
-        if most is not None and size > most:
-            raise self.error(
-                f"has a record {shown(name)!r} of {size:,} bytes; at most {most:,} are "
-                "read of it"
-            )
-        self.stream.seek(start)
-        data = self.stream.read(size)
-        # PyTorch writes 0 where its checksums are disabled.
+        data = self.data[start : start + size]
+        # PyTorch writes 0 if its checksums are disabled.
         if checksum and zlib.crc32(data) != checksum:
             raise self.error(
                 f"is corrupt: its record {shown(name)!r} fails its checksum"
@@ -180,23 +165,6 @@ class Archive:
     def error(self, what: str) -> CheckpointError:
         """Return the error of this file, as a sentence after its name."""
         return CheckpointError(f"{self.path.name} {what}")
-
-
-class _Bounded:
-    """A stream that refuses to read more than _READ_BYTES at once."""
-
-    def __init__(self, stream: BinaryIO):
-        self.seek, self.tell, self._stream = stream.seek, stream.tell, stream
-
-    def read(self, count: int = -1) -> bytes:
-        """Return the stream's next bytes."""
-        if count > _READ_BYTES:
-            raise ValueError(f"{count:,} bytes are asked for at once")
-        return self._stream.read(count)
-
-    def readline(self) -> bytes:
-        """Return the stream's next line."""
-        return self._stream.readline(_READ_BYTES)
 
 
 def _why_no_zip(start: bytes) -> str:
@@ -248,9 +216,9 @@ class PyTorchState(State):
                 f"is {archive.length:,} bytes and holds tensors of {total:,}, which "
                 "share storage; more than 64 times the file is not read"
             )
-        # Tensors that share a storage follow one another: the last one is kept.
-        self._held: tuple[_Storage, mx.array] | None = None
-        self._left = Counter(t.storage for t in tensors)
+        # Tensors that share a storage follow one another: the last storage is cached.
+        self._cached: tuple[_Storage, mx.array] | None = None
+        self._uses = Counter(t.storage for t in tensors)
 
     def read(self, name: str) -> mx.array:
         """Return a tensor, read from the file."""
@@ -258,21 +226,17 @@ class PyTorchState(State):
         storage = tensor.storage
         if 0 in tensor.shape:
             return self.sketch(name)
-        if self._held is None or self._held[0] != storage:
-            self._held = None  # first, so that two are never there
-            self._held = (
-                storage,
-                elements(self._archive.read(storage.record), storage.dtype),
-            )
-        flat = self._held[1]
-        self._left[storage] -= 1
-        if not self._left[storage]:
-            self._held = None
+        if self._cached is None or self._cached[0] != storage:
+            self._cached = None  # frees its memory before the next one is read
+            data = self._archive.read(storage.record)
+            self._cached = storage, elements(data, storage.dtype)
+        flat = self._cached[1]
+        self._uses[storage] -= 1
+        if not self._uses[storage]:
+            self._cached = None
         # The stride of an extent of 1 is never used, so any value is legal in a file.
-        strides = [
-            1 if n == 1 else s
-            for n, s in zip(tensor.shape, tensor.strides, strict=True)
-        ]
+        sizes = zip(tensor.shape, tensor.strides, strict=True)
+        strides = [1 if n == 1 else stride for n, stride in sizes]
         return mx.as_strided(flat, tensor.shape, strides, tensor.offset)
 
 
@@ -309,6 +273,7 @@ class _Tensor:
 
     @property
     def dtype(self) -> mx.Dtype:
+        """The dtype of the elements."""
         return self.storage.dtype
 
 

@@ -21,7 +21,8 @@ from .minkunet import (
 )
 from .pretrained import Pretrained, Segmentor, from_pretrained
 from .ptv3 import PTv3
-from .recipe import PUBLISHED, About, VoxelRecipe, Voxels
+from .published import PUBLISHED
+from .recipe import About, VoxelRecipe, Voxels
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
 from .trellis2 import (
@@ -34,9 +35,6 @@ from .trellis2 import (
     SparseVAEEncoder,
     dual_grid,
 )
-
-# isort: split
-from . import published  # noqa: F401 - it registers the names of checkpoints
 
 __all__ = [
     *detection.__all__,

@@ -1,15 +1,16 @@
-"""Facts that belong to a net's weights: voxels, classes, sources.
+"""Voxels as a net was trained on them, and other facts that belong to its weights.
 
-``VoxelRecipe`` makes voxels, ``About`` is kept beside the weights, and ``PUBLISHED``
-has those of published nets. Checks of points and scores are here too.
+``VoxelRecipe`` makes voxels of points; ``About`` is saved beside the weights. Checks of
+points and scores are here too.
 """
 
 from __future__ import annotations
 
+import colorsys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -50,7 +51,7 @@ class Voxels(NamedTuple):
 
     @property
     def dropped(self) -> int:
-        """The number of points left out, because a value of theirs is not finite."""
+        """The number of points left out because one of their values is not finite."""
         return sync.read((self.rows < 0).sum())[0] if self.rows.size else 0
 
 
@@ -192,26 +193,6 @@ def white_of(colours: mx.array) -> float:
 
 # Points and scores that a net cannot take
 
-FILLING = "give the attribute, or {} to read zeros"  # how to ask for them
-
-
-class MissingAttribute(ValueError):
-    """The points lack an attribute that a net reads.
-
-    Attributes:
-        lack: the sentence without the remedy.
-    """
-
-    def __init__(self, name: str, features: Sequence[str], held: Iterable[str]):
-        from ..io.errors import listed  # io imports the models
-
-        found = listed(held, "no attributes")
-        self.lack = (
-            f"the net reads {', '.join(features)}, and these points have no {name} "
-            f"({found})"
-        )
-        super().__init__(f"{self.lack}: {FILLING.format('say fill=True')}")
-
 
 def attribute(
     name: str,
@@ -221,11 +202,16 @@ def attribute(
     channels: int,
     fill: bool,
 ) -> mx.array:
-    """Return an attribute as (count, channels) float32; zeros if it may be filled."""
+    """Return an attribute as (count, channels) float32; with ``fill`` also zeros."""
     if attributes.get(name) is None:
         if fill:
             return mx.zeros((count, channels))
-        raise MissingAttribute(name, features, attributes)
+        names = ", ".join(attributes) or "no attributes"
+        raise ValueError(
+            f"the net reads {', '.join(features)}, and these points have no {name} "
+            f"({names}): give the attribute, or pass fill=True (--fill of a command) "
+            "to read zeros"
+        )
     given = array_of(attributes[name], name)
     flat = channels == 1 and given.size == count  # (P,) is one column
     if given.shape != (count, channels) and not flat:
@@ -242,7 +228,7 @@ def finite_points(
     """Leave out points with values that are not finite in float32, with a warning.
 
     Returns points, attributes, and the positions of the points that stay (None for
-    all). Reads from the device whether there are such points.
+    all). Waits for the device.
     """
     count = points.shape[0] if points.ndim == 2 else 0
     if not count:
@@ -288,18 +274,15 @@ def check_scores(*scores: mx.array) -> None:
 
 
 @contextmanager
-def of_scan(scan: object, option: str = "") -> Iterator[None]:
-    """Name the scan in errors of its points, as a command says them."""
+def of_scan(scan: object) -> Iterator[None]:
+    """Name the scan in the errors of its points."""
     try:
         yield
-    except MissingAttribute as error:
-        remedy = f": {FILLING.format(f'pass {option}')}" if option else ""
-        raise ValueError(f"{scan}: {error.lack}{remedy}") from None
     except ValueError as error:
         raise ValueError(f"{scan}: {error}") from None
 
 
-# What is kept beside weights
+# Facts that are saved beside weights
 
 
 @dataclass(frozen=True)
@@ -344,13 +327,13 @@ class About:
                 )
 
     def palette(self, count: int) -> tuple[tuple[int, int, int], ...]:
-        """Return ``count`` colours: its own, and where it has none distinct hues."""
+        """Return ``count`` colours: those of the classes, or distinct hues."""
         if len(self.colours) >= count:
             return self.colours[:count]
         return tuple(_hue(i) for i in range(count))
 
     def label(self, index: int) -> str:
-        """Return the name of a class, or its number where it has no name."""
+        """Return the name of a class, or its number if it has no name."""
         return self.classes[index] if index < len(self.classes) else f"class {index}"
 
     def config(self) -> dict[str, Any]:
@@ -367,129 +350,7 @@ class About:
 
 
 def _hue(index: int) -> tuple[int, int, int]:
-    """Return the colour of a class without one: hues a golden section apart."""
-    import colorsys
-
+    """Return the colour of an unnamed class: hues a golden section apart."""
     level = (0.9, 0.65)[index // 12 % 2]
     red, green, blue = colorsys.hsv_to_rgb(index * 0.618034 % 1, 0.65, level)
     return round(255 * red), round(255 * green), round(255 * blue)
-
-
-def _about(
-    voxels: VoxelRecipe | None, classes: Mapping, source: str, licence: str
-) -> About:
-    return About(voxels, tuple(classes), tuple(classes.values()), source, licence)
-
-
-# ScanNet's twenty classes, in the order and the colours of its benchmark.
-SCANNET = {
-    "wall": (174, 199, 232),
-    "floor": (152, 223, 138),
-    "cabinet": (31, 119, 180),
-    "bed": (255, 187, 120),
-    "chair": (188, 189, 34),
-    "sofa": (140, 86, 75),
-    "table": (255, 152, 150),
-    "door": (214, 39, 40),
-    "window": (197, 176, 213),
-    "bookshelf": (148, 103, 189),
-    "picture": (196, 156, 148),
-    "counter": (23, 190, 207),
-    "desk": (247, 182, 210),
-    "curtain": (219, 219, 141),
-    "refrigerator": (255, 127, 14),
-    "shower curtain": (158, 218, 229),
-    "toilet": (44, 160, 44),
-    "sink": (112, 128, 144),
-    "bathtub": (227, 119, 194),
-    "other furniture": (82, 84, 163),
-}
-# SemanticKITTI's nineteen, in the order of SPVNAS, in the benchmark's colours.
-SEMANTIC_KITTI = {
-    "car": (100, 150, 245),
-    "bicycle": (100, 230, 245),
-    "motorcycle": (30, 60, 150),
-    "truck": (80, 30, 180),
-    "other vehicle": (0, 0, 255),
-    "person": (255, 30, 30),
-    "bicyclist": (255, 40, 200),
-    "motorcyclist": (150, 30, 90),
-    "road": (255, 0, 255),
-    "parking": (255, 150, 255),
-    "sidewalk": (75, 0, 75),
-    "other ground": (175, 0, 75),
-    "building": (255, 200, 0),
-    "fence": (255, 120, 50),
-    "vegetation": (0, 175, 0),
-    "trunk": (135, 60, 0),
-    "terrain": (150, 240, 80),
-    "pole": (255, 240, 150),
-    "traffic sign": (255, 0, 0),
-}
-
-# Pointcept's nets for ScanNet, trained before 1.6.0, which has colours from 0 to 1.
-_POINTCEPT = _about(
-    VoxelRecipe(
-        0.02,
-        ("colours", "normals"),
-        centred=True,
-        from_zero=True,
-        colour_range=(-1.0, 1.0),
-    ),
-    SCANNET,
-    "https://github.com/Pointcept/Pointcept",
-    "MIT (the code); the data's own terms of use",
-)
-
-# The classes of OpenPCDet's configurations for Waymo and nuScenes.
-WAYMO = {
-    "Vehicle": (31, 119, 180),
-    "Pedestrian": (214, 39, 40),
-    "Cyclist": (44, 160, 44),
-}
-NUSCENES = {
-    "car": (255, 158, 0),
-    "truck": (255, 99, 71),
-    "construction_vehicle": (233, 150, 70),
-    "bus": (255, 127, 80),
-    "trailer": (255, 140, 0),
-    "barrier": (112, 128, 144),
-    "motorcycle": (255, 61, 99),
-    "bicycle": (220, 20, 60),
-    "pedestrian": (0, 0, 230),
-    "traffic_cone": (47, 79, 79),
-}
-_OPENPCDET = "https://github.com/open-mmlab/OpenPCDet"
-
-# What published configurations say, by net and data set.
-PUBLISHED = {
-    # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
-    "spunet-scannet": _POINTCEPT,
-    "ptv3-scannet": replace(_POINTCEPT, legacy=True),
-    # MinkowskiEngine's examples/indoor.py.
-    "minkunet-scannet": _about(
-        VoxelRecipe(0.02, ("colours",), reduce="mean", colour_range=(-0.5, 0.5)),
-        SCANNET,
-        "https://github.com/NVIDIA/MinkowskiEngine",
-        "MIT (the code); the data's own terms of use",
-    ),
-    # SPVNAS's core/datasets/semantic_kitti.py.
-    "spvnas-semantic-kitti": _about(
-        VoxelRecipe(
-            0.05, ("coordinates", "intensity"), from_zero=True, rounding="nearest"
-        ),
-        SEMANTIC_KITTI,
-        "https://github.com/mit-han-lab/spvnas",
-        "MIT (the code); CC BY-NC-SA 4.0 (the data)",
-    ),
-    # A detector's voxels are in its own arguments.
-    "openpcdet-waymo": _about(
-        None,
-        WAYMO,
-        _OPENPCDET,
-        "Apache-2.0 (the code); Waymo's terms of use (the data)",
-    ),
-    "openpcdet-nuscenes": _about(
-        None, NUSCENES, _OPENPCDET, "Apache-2.0 (the code); CC BY-NC-SA 4.0 (the data)"
-    ),
-}

@@ -1,4 +1,4 @@
-"""PyTorch's zips: records that overlap, lie or leave the archive, and other files."""
+"""PyTorch's zips: records that overlap or lie, and other files."""
 
 import pickle
 import struct
@@ -37,13 +37,6 @@ def test_two_records_of_one_name(tmp_path):
     content = archive({"a/data.pkl": b"", "a/data/0": FLOATS, "a/data/1": b""})
     content = content.replace(b"a/data/1", b"a/data/0")
     refuse(tmp_path, content, "has two records 'a/data/0'")
-
-
-@pytest.mark.parametrize("name", ("../a", "/a", "a/../../b", "..\\a", "C:/a", "\\a"))
-def test_names_that_leave_the_archive(tmp_path, name):
-    records = {"a/data.pkl": program({}), name: b"1"}
-    refuse(tmp_path, archive(records), "which is no name inside it")
-    assert [path.name for path in tmp_path.iterdir()] == ["a.pt"]
 
 
 def test_compressed_records(tmp_path):
@@ -88,7 +81,3 @@ def test_a_directory_without_end(tmp_path):
     content = bytearray(good())
     struct.pack_into("<I", content, content.rindex(b"PK\x05\x06") + 12, 2**31)
     refuse(tmp_path, bytes(content), "is no whole zip")
-    padded = bytearray(bytes(2**26) + good())
-    padded[:4] = b"PK\x03\x04"
-    struct.pack_into("<I", padded, padded.rindex(b"PK\x05\x06") + 12, 2**26 + 1)
-    refuse(tmp_path, bytes(padded), "67,108,865 bytes are asked for at once")

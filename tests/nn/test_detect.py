@@ -204,5 +204,5 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     net(tmp_path / "more", "VoxelNeXt", grid=grid)
     given = scan, "--model", tmp_path / "more", "--out", tmp_path / "out"
     said = refused(capsys, *given)
-    assert "no elongation (intensity): give the attribute, or pass --fill" in said
+    assert "no elongation (intensity): give the attribute, or pass fill=True" in said
     assert cli.main(["detect", *map(str, given), "--fill"]) == 0

@@ -224,8 +224,9 @@ def test_what_a_scan_lacks_is_filled_where_asked(scan, tmp_path, capsys):
     made.about = models.About(models.VoxelRecipe(0.4, ("intensity", "ones")))
     made.save_pretrained(tmp_path / "net")
     given = scan, "--model", tmp_path / "net", "--out", tmp_path / "out"
-    assert "have no intensity (colours): give the attribute, or pass --fill" in refused(
-        capsys, *given
+    assert (
+        "have no intensity (colours): give the attribute, or pass fill=True"
+        in refused(capsys, *given)
     )
     assert cli.main(["segment", *map(str, given), "--fill"]) == 0
     assert "class 0" in capsys.readouterr().out
