@@ -285,7 +285,7 @@ def _info(given: argparse.Namespace) -> None:
 
 
 def _doctor(given: argparse.Namespace) -> int:
-    from .inspect import doctor
+    from .commands import doctor
 
     if given.compare:
         print(doctor.compare(*map(doctor.read, given.compare)))

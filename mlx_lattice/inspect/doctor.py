@@ -1,8 +1,7 @@
-"""``mlx-lattice doctor``: prove this machine's kernels and time a list of layers.
+"""The doctor: prove this machine's kernels and time a fixed list of layers.
 
 Each kernel of the machine's backend runs on a small problem, and its result is compared
-with that of MLX operations on the CPU. Then a fixed list of layers is timed. The doctor
-prints a table and writes ``doctor.json``; two of these can be compared.
+with that of MLX operations on the CPU. ``commands.doctor`` prints the report.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ import re
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -32,7 +31,6 @@ from ..checks import DTYPES, dtype_name
 from ..coordinates import CoordinateManager
 from ..devices import CPU, CUDA, METAL, Device
 from ..distribution import __version__
-from ..kept_files import check_writable
 from ..plan import MLX, TOLERANCE, Plan
 from ..problem import (
     FORWARD,
@@ -51,8 +49,7 @@ from ..routes.measure import FLOOR, relative_error
 from ..routes.selection import candidates, named, select
 from ..settings import environment
 from ..tensor import SparseTensor
-from .cost import cost, milliseconds
-from .page import drawn
+from .cost import cost
 
 FORMAT, VERSION = "mlx_lattice.doctor", 3
 SECONDS, QUICK_SECONDS = 300.0, 30.0
@@ -71,10 +68,8 @@ _PATH = re.compile(
 
 def machine_facts(device: Device) -> dict:
     """Return the chip, the software and the settings; safe to publish."""
-    info = dict(
-        mx.device_info(mx.cpu if device.backend == CPU else mx.default_device())
-    )
-    memory = next((info[k] for k in ("memory_size", "total_memory") if k in info), None)
+    info = mx.device_info(mx.cpu if device.backend == CPU else mx.default_device())
+    memory = info.get("memory_size", info.get("total_memory"))
     darwin = platform.system() == "Darwin"  # other releases may contain a host name
     return {
         "chip": str(info.get("device_name", "unknown")),
@@ -207,7 +202,7 @@ class Case:
     name: str  # of the route, or of the operation
     facts: str
     run: Callable[[], list[mx.array]]
-    reference: Callable[[], list[mx.array]] | None = None  # if not ``run`` itself
+    reference: Callable[[], list[mx.array]] | None = None  # by default ``run``
     plan: Plan | None = None  # of a convolution's kernel
 
 
@@ -265,12 +260,10 @@ COMPILED_TOGETHER = 16  # CUDA kernels
 
 @lru_cache(maxsize=8)
 def _small_relation(kind: str, portable: bool = False) -> Relation:
-    """Return a small relation; the portable reference has its own, for its views."""
+    """Return a small relation; ``portable`` only gives the reference its own views."""
     del portable
     if kind != "edges":
-        return build_relation(
-            shell(9), "submanifold" if kind == "surface" else "pointwise"
-        )
+        return build_relation(shell(9), kind)
     n_in, n_out, volume = 90, 70, 8
     at = mx.arange(900, dtype=mx.int32)
     # Several edges share an output row and an offset, so there is no table.
@@ -279,7 +272,7 @@ def _small_relation(kind: str, portable: bool = False) -> Relation:
 
 
 def _small_operands(problem: Problem, portable: bool = False) -> tuple:
-    kind = "edges" if problem.kind == "general" else "surface"
+    kind = "edges" if problem.kind == "general" else "submanifold"
     kind = "pointwise" if problem.pointwise else kind
     relation = _small_relation(kind, portable)
     # On the CPU: devices round random numbers and the scales of packed weights
@@ -347,7 +340,7 @@ def _identity(plan: Plan) -> tuple:
 
 def _problems(pass_: str) -> Iterator[Problem]:
     """Yield small problems that reach each kernel, the most usual ones first."""
-    kinds, surface = ("surface", "edges", "pointwise"), ("surface",)
+    kinds, surface = ("submanifold", "edges", "pointwise"), ("submanifold",)
     dense = [{"layout": layout, "deterministic": False} for layout in LAYOUTS[::-1]]
     packed = [{"bits": bits, "group_size": n} for bits in BITS for n in GROUP_SIZES]
     common = [facts for facts in packed if facts["group_size"] in COMMON_GROUP_SIZES]
@@ -389,9 +382,8 @@ def _views(kind: str, dims: int = 3) -> list[mx.array]:
         at = mx.arange(-60, 60, dtype=mx.int32)
         axes = [at // (axis + 1) for axis in range(dims)]
         coords = mx.stack([mx.zeros_like(at), *axes], axis=1)
-    relation = build_relation(coords, kind)
-    views = relation.out_coords, relation.out_in, relation.edges, relation.sorted.rows
-    return list(views)
+    r = build_relation(coords, kind)
+    return [r.out_coords, r.out_in, r.edges, r.sorted.rows]
 
 
 def _layer(layer: Callable[[SparseTensor], SparseTensor], dtype: str) -> list[mx.array]:
@@ -449,8 +441,8 @@ class Layer:
     def __str__(self) -> str:
         groups = f", {self.groups} groups" if self.groups > 1 else ""
         weight = f"int{self.bits} weight, " if self.bits else ""
-        channels = f"{self.c_in} to {self.c_out}{groups}"
-        return f"{self.source}, {channels}, {weight}{self.dtype}"
+        channels = f"{self.c_in} to {self.c_out}"
+        return f"{self.source}, {channels}{groups}, {weight}{self.dtype}"
 
     @property
     def source(self) -> str:
@@ -568,7 +560,7 @@ class Doctor:
         return self
 
     def _starts(self, part: str, name: str, share: float = 1.0) -> bool:
-        """Note what runs next; return whether its share of the seconds is left."""
+        """Report what runs next; return whether its share of the seconds is left."""
         name = f"{part}: {name}"
         if time.perf_counter() - self._begun > share * self.seconds:
             self.report["left_out"].append(f"{name}, no time was left")
@@ -663,128 +655,3 @@ class Doctor:
         """Write ``doctor.json``, all of it or nothing."""
         text = json.dumps(self.report, indent=1, allow_nan=False, default=str)
         kept_files.write_whole(self.path, text.encode())
-
-
-def run(folder: Path, quick: bool = False) -> int:
-    """Run the doctor, print its report and write ``doctor.json`` into a folder.
-
-    Returns:
-        The exit code: 0, or 1 if a kernel is wrong.
-    """
-    path = folder / "doctor.json"
-    check_writable(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    doctor = Doctor(quick, path)()
-    doctor.save()
-    if sys.stderr.isatty():
-        print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
-    print(f"{report(doctor.report)}\n\nwritten: {path}")
-    return 1 if doctor.report["wrong"] else 0
-
-
-# Reports as text; each takes what ``doctor.json`` holds.
-
-COLUMNS = (
-    *((name, "left") for name in ("layer", "pass", "route")),
-    *((name, "right") for name in ("ms", "TFLOP/s", "roofline", "error")),
-)
-
-
-def headline(found: Mapping) -> str:
-    """Return the chip, the software and the verdict in one line."""
-    m, device, wrong = found["machine"], found["device"], len(found["wrong"])
-    verdict = f"{wrong} wrong" if wrong else "nothing wrong"
-    if m["busy"]:
-        verdict = f"{wrong or 'no'} wrong results, not timed: the machine is busy"
-    return (
-        f"{m['chip']} ({device['name']}, {device['backend']}), {m['system']}"
-        f"{m['release'] or ''}, MLX {m['mlx']}: {verdict}, {found['seconds']:.0f} s"
-    )
-
-
-def report(found: Mapping) -> str:
-    """Return a report as a person reads it."""
-    m, parts = found["machine"], [headline(found)]
-    if m["on_host"]:
-        parts.append("Metal's kernels run on the CPU here: nothing was timed.")
-    if m["busy"]:
-        parts.append(
-            f"The machine is busy: {m['busy']}. No times were kept: close other "
-            "programs, then run the doctor again."
-        )
-    bad = sum(p["wrong"] is not None for p in found["proofs"])
-    right = len(found["proofs"]) - bad
-    parts.append(f"kernels and operations: {right} right, {bad} wrong")
-    if found["layers"]:
-        parts.append(drawn(COLUMNS, [_cells(row) for row in found["layers"]]))
-    for name, most in (("left_out", 3), ("wrong", 20)):
-        label, lines = name.replace("_", " ").upper(), found[name]
-        parts += [f"{label}: {line}" for line in lines[:most]]
-        if len(lines) > most:
-            parts.append(f"{label}: {len(lines) - most} more, in doctor.json")
-    return "\n".join(parts)
-
-
-def _cells(row: Mapping) -> tuple[str, ...]:
-    """Return a row's texts, by ``COLUMNS``; ">" marks the chosen route."""
-
-    def text(name: str, form: Callable[[float], str]) -> str:
-        return "-" if row.get(name) is None else form(row[name])
-
-    error = text("error", "{:.0e}".format)
-    return (
-        row["layer"],
-        row["pass"],
-        f"{'>' if row.get('chosen') else ' '} {row['route']}".rstrip(),
-        text("ms", _ms),
-        text("tflops", "{:.3g}".format),
-        text("roofline_ms", milliseconds),
-        f"WRONG {error}" if row.get("wrong") else error,
-    )
-
-
-def _ms(value: float) -> str:
-    return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
-
-
-def read(path: str | Path) -> dict:
-    """Return the report in a file.
-
-    Raises:
-        ValueError: the file is not a ``doctor.json`` of this version.
-    """
-    path = Path(path)
-    try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        header = found["format"], found["version"]
-    except (ValueError, KeyError, TypeError):
-        header = None
-    if header != (FORMAT, VERSION):
-        raise ValueError(
-            f"{path.name} is not a doctor.json that this library reads: it needs "
-            f'"format": "{FORMAT}" and "version": {VERSION}. Run the doctor again'
-        )
-    return found
-
-
-def compare(a: Mapping, b: Mapping) -> str:
-    """Return two reports side by side: facts that differ, times, wrong results."""
-    parts = [f"a  {headline(a)}", f"b  {headline(b)}"]
-    for name, one in a["machine"].items():
-        if one != b["machine"][name]:
-            parts.append(f"{name}: {one} | {b['machine'][name]}")
-    one, two = (
-        {(r["layer"], r["pass"], r["route"]): r.get("ms") for r in each["layers"]}
-        for each in (a, b)
-    )
-    both = [key for key in one if one[key] and two.get(key)]
-    rows = [
-        (" ".join(key), _ms(one[key]), _ms(two[key]), f"{one[key] / two[key]:.2f}")
-        for key in both
-    ]
-    names = (("", "left"), ("a ms", "right"), ("b ms", "right"), ("a / b", "right"))
-    parts.append(drawn(names, rows) if rows else "no layer was timed in both")
-    for line in dict.fromkeys((*a["wrong"], *b["wrong"])):
-        where = [name for name, each in (("a", a), ("b", b)) if line in each["wrong"]]
-        parts.append(f"wrong in {' and '.join(where)}: {line}")
-    return "\n".join(parts)

@@ -25,16 +25,16 @@ class Layout:
             offsets on one axis, 1 for an axis of one entry.
         transposed: the same for transposed convolutions.
         first_fastest: which flat kernels count their first axis fastest: "always",
-            "never", or "odd" for those of an odd number of offsets.
+            "never", or "odd" for kernels of an odd number of offsets.
         leaf: name of the parameter.
         wrappers: names of modules that only wrap one of PyTorch's.
         unit: whether a kernel of one offset may be (C_in, C_out), without K.
         unit_flat: whether a kernel of one offset, whatever its shape says, is
             multiplied as its memory read as (C_in, C_out): ``x @ w.reshape(C_in,
             C_out)``. With a stride that skips cells it is used as shaped.
-        linear: how a linear layer's weight stands: "OI" as PyTorch's, "IO", or
-            "either" where the library has layers of both kinds.
-        large: ``axes`` of kernels of more than 32 offsets, where they have others.
+        linear: the order of a linear layer's weight: "OI" as PyTorch's, "IO", or
+            "either" if the library has layers of both kinds.
+        large: ``axes`` of kernels of more than 32 offsets, if they differ.
         depthwise: whether depthwise kernels are (K, C).
         leaves: parameters that have another name than PyTorch's.
     """
@@ -119,45 +119,33 @@ def convert_weight(
         raise TypeError(f"a weight must be an mlx array; got {type(array).__name__}")
     size = each_axis(kernel_size, 3)
     size = per_axis(size, len(size), "kernel_size")
+    volume, shape = prod(size), tuple(array.shape)
     axes = layout.transposed if transposed else layout.axes
-    volume = prod(size)
     axes = layout.large if layout.large and volume > LARGE else axes
-    given = tuple(array.shape)
     if layout.unit and volume == 1 and array.ndim == 2:
         array = array[None]
     elif layout.depthwise and array.ndim == 2:
         array = array[:, None]
     if not _fits(array, axes, size):
-        words = [str(w or n) for n, w in _extents(axes, size)]
-        others = [
-            name
-            for name, other in LIBRARIES.items()
-            if "k" in other.axes
-            and other.axes != axes
-            and _fits(array, other.axes, size)
-        ]
-        hint = f", which is the layout of {', '.join(others)}" if others else ""
-        raise CheckpointError(
-            f"a {'x'.join(map(str, size))} kernel of {library} has the shape "
-            f"({', '.join(words)}); got {given}{hint}"
-        )
+        raise _misfit(shape, library, axes, size)
+    names = [name for name, _ in _extents(axes, size)]
     if layout.unit_flat and volume == 1 and not unit_as_shaped:
-        c_out, c_in = (array.shape[_axis(axes, a, size)] for a in "OI")
+        c_out, c_in = (array.shape[names.index(name)] for name in "OI")
         return array.reshape(c_in, c_out).T.reshape(c_out, *size, c_in)
-    if "1" in axes:
-        array, axes = array.squeeze(axes.index("1")), axes.replace("1", "")
-    at = axes.lower().index("k")
-    if "K" in axes:
+    if "1" in names:
+        array = array.squeeze(names.index("1"))
+        names.remove("1")
+    reverse = False
+    if "K" in names:
         odd = layout.first_fastest == "odd" and volume % 2
         reverse = layout.first_fastest == "always" or odd
-        shape = array.shape
-        box = size[::-1] if reverse else size
-        array = array.reshape(*shape[:at], *box, *shape[at + 1 :])
-    else:
-        reverse = False
-    kernel = list(range(at, at + len(size)))
+        array = mx.unflatten(array, names.index("K"), size[::-1] if reverse else size)
+        names = [
+            n for name in names for n in ("k" * len(size) if name == "K" else name)
+        ]
+    kernel = [at for at, name in enumerate(names) if name == "k"]
     kernel = kernel[::-1] if reverse else kernel
-    return array.transpose(_axis(axes, "O", size), *kernel, _axis(axes, "I", size))
+    return array.transpose(names.index("O"), *kernel, names.index("I"))
 
 
 def convert_linear(
@@ -176,22 +164,33 @@ def convert_linear(
     return array.T if order == "IO" else array
 
 
-def _axis(axes: str, name: str, size: tuple[int, ...]) -> int:
-    """Return which axis of a weight with its kernel's axes apart a channel's is."""
-    at = axes.index(name)
-    return at + (len(size) - 1 if at > axes.lower().index("k") else 0)
-
-
 def _extents(axes: str, size: tuple[int, ...]) -> list[tuple[str, int | None]]:
-    """Return the name and the extent of each axis of a weight; channels have none."""
-    known = {"k": size, "K": (prod(size),), "1": (1,), "O": (None,), "I": (None,)}
-    names = {"O": "C_out", "I": "C_in"}
-    return [(names.get(a, a), extent) for a in axes for extent in known[a]]
+    """Return the name and the extent of each axis of a weight; None for channels."""
+    extents = {"k": size, "K": (prod(size),), "1": (1,), "O": (None,), "I": (None,)}
+    return [(name, extent) for name in axes for extent in extents[name]]
 
 
 def _fits(array: mx.array, axes: str, size: tuple[int, ...]) -> bool:
     """Return whether an array has the axes of a layout."""
-    expected = [extent for _, extent in _extents(axes, size)]
-    return len(expected) == array.ndim and all(
-        n is None or n == m for n, m in zip(expected, array.shape, strict=True)
+    extents = [extent for _, extent in _extents(axes, size)]
+    return len(extents) == array.ndim and all(
+        n is None or n == m for n, m in zip(extents, array.shape, strict=True)
+    )
+
+
+def _misfit(
+    shape: tuple[int, ...], library: str, axes: str, size: tuple[int, ...]
+) -> CheckpointError:
+    """Return the error of a weight that has another shape than its layout."""
+    words = {"O": "C_out", "I": "C_in"}
+    expected = ", ".join(words.get(a, str(n)) for a, n in _extents(axes, size))
+    others = [
+        name
+        for name, other in LIBRARIES.items()
+        if "k" in other.axes != axes and _fits(mx.zeros(shape), other.axes, size)
+    ]
+    hint = f", which is the layout of {', '.join(others)}" if others else ""
+    return CheckpointError(
+        f"a {'x'.join(map(str, size))} kernel of {library} has the shape ({expected}); "
+        f"got {shape}{hint}"
     )

@@ -12,6 +12,7 @@ from metal import host
 from mlx_lattice import availability, cli, devices, routes, settings
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
+from mlx_lattice.commands import doctor as command
 from mlx_lattice.inspect import doctor
 from mlx_lattice.inspect.doctor import Case, Doctor, Layer
 from mlx_lattice.plan import MLX, Plan
@@ -335,7 +336,7 @@ def test_a_wrong_route_is_reported(monkeypatch):
     bad = {row["route"] for row in report["layers"] if row.get("wrong")}
     assert bad == {"relation_traversal"}
     assert "its result is off by 5.0e-01" in "\n".join(report["wrong"])
-    assert "WRONG 5e-01" in doctor.report(report)
+    assert "WRONG 5e-01" in command.report(report)
 
 
 @pytest.mark.parametrize("seconds", (0.5, 3.0, PLENTY))
@@ -348,7 +349,7 @@ def test_what_does_not_fit_into_its_time_is_left_out(seconds, small, monkeypatch
     report = Doctor(seconds=seconds)().report
     whole = seconds == PLENTY
     assert (not report["left_out"]) == whole
-    assert ("LEFT OUT" in doctor.report(report)) != whole
+    assert ("LEFT OUT" in command.report(report)) != whole
     # Nothing begins when no time is left; the longest part has about 30 evaluations.
     assert whole or report["seconds"] < seconds + 1.5
 
@@ -380,7 +381,7 @@ def test_no_times_of_a_busy_machine_are_kept(when, small, monkeypatch):
     monkeypatch.setattr(doctor, "busy", lambda: next(answers))
     monkeypatch.setattr(devices, "metal_on_host", lambda: False)
     report = Doctor(True, seconds=PLENTY)().report
-    text = doctor.report(report)
+    text = command.report(report)
     assert "nothing wrong" not in text
     assert "no wrong results, not timed: the machine is busy" in text.splitlines()[0]
     assert "The machine is busy: other programs use 90%" in text
@@ -401,10 +402,10 @@ def test_a_wrong_result_counts_on_a_busy_machine_too(small, monkeypatch):
 
 
 def test_a_run_and_its_file(small, place, tmp_path, capsys):
-    assert doctor.run(tmp_path / "out") == 0
+    assert command.run(tmp_path / "out") == 0
     out = capsys.readouterr().out
     assert "nothing wrong" in out
-    found = doctor.read(tmp_path / "out" / "doctor.json")
+    found = command.read(tmp_path / "out" / "doctor.json")
     assert found["wrong"] == [] and found["unfinished"] is None
     assert found["device"]["name"] == place.name
     on_host = place.name == "metal-host"
@@ -415,14 +416,14 @@ def test_a_run_and_its_file(small, place, tmp_path, capsys):
 
 def test_a_wrong_kernel_makes_the_exit_code_1(small, tmp_path, capsys, monkeypatch):
     plant(monkeypatch, lambda y: mx.concatenate([y[1:], y[:1]]))
-    assert doctor.run(tmp_path, quick=True) == 1
+    assert command.run(tmp_path, quick=True) == 1
     assert "WRONG: " in capsys.readouterr().out
 
 
 def test_the_report_names_what_runs_if_it_is_killed(tmp_path):
     made = Doctor(True, tmp_path / "doctor.json")
     assert made._starts("proof", "vec4")
-    assert doctor.read(made.path)["unfinished"] == "proof: vec4"
+    assert command.read(made.path)["unfinished"] == "proof: vec4"
 
 
 def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
@@ -438,7 +439,7 @@ def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
 
     monkeypatch.setattr(Plan, "__call__", fail)
     report = Doctor(True, seconds=PLENTY)().report
-    text = json.dumps(report) + doctor.report(report)
+    text = json.dumps(report) + command.report(report)
     assert report["wrong"]
     for private in ("jane", "doe.", "Users", "~/x", "Secret", str(tmp_path)):
         assert private not in text, private

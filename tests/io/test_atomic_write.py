@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import cli, kept_files, models, nn
 from mlx_lattice.commands import generate
-from mlx_lattice.commands.convert import MODELS
+from mlx_lattice.commands.convert import MODELS, Net
 from mlx_lattice.io.point_formats import write_ply
 from mlx_lattice.io.points import PointCloud
 from mlx_lattice.io.safetensors import read_safetensors, write_safetensors
@@ -41,7 +41,7 @@ def converted(folder, name):
     given = folder.parent / "given.safetensors"
     if not given.exists():
         net().save_weights(str(given))
-    MODELS["small"] = ("SpUNet", (), {"in_channels": 3, "num_classes": 3, **SIZES})
+    MODELS["small"] = Net("SpUNet", (), {"in_channels": 3, "num_classes": 3, **SIZES})
     command = ["convert", str(given), str(folder / name), "--library", "spconv"]
     try:
         code = cli.main([*command, "--model", "small"])

@@ -19,7 +19,7 @@ from published_cases import assert_close, case_of, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn
-from mlx_lattice.commands.convert import Configuration
+from mlx_lattice.commands.convert import Configuration, Net
 
 
 def test_the_command(tmp_path, capsys):
@@ -104,7 +104,7 @@ def decoder(monkeypatch, dtype=mx.float32):
         "latent_channels": LATENT,
         "num_blocks": COUNTS,
     }
-    kind = ("SparseVAEDecoder", (), {"out_channels": OUT, **plan})
+    kind = Net("SparseVAEDecoder", (), {"out_channels": OUT, **plan})
     monkeypatch.setitem(cli.MODELS, "trellis2-shape", kind)
     return models.SparseVAEDecoder(OUT, **plan, dtype=dtype)
 

@@ -1,0 +1,142 @@
+"""The command doctor: prove and time this machine's kernels, print and compare reports.
+
+Each report is what ``doctor.json`` holds.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from ..inspect import doctor
+from ..inspect.cost import milliseconds
+from ..inspect.page import drawn
+from ..kept_files import check_writable
+
+
+def run(folder: Path, quick: bool = False) -> int:
+    """Run the doctor, print its report and write ``doctor.json`` into a folder.
+
+    Returns:
+        The exit code: 0, or 1 if a kernel is wrong.
+    """
+    path = folder / "doctor.json"
+    check_writable(path)
+    folder.mkdir(parents=True, exist_ok=True)
+    examined = doctor.Doctor(quick, path)()
+    examined.save()
+    if sys.stderr.isatty():
+        print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
+    print(f"{report(examined.report)}\n\nwritten: {path}")
+    return 1 if examined.report["wrong"] else 0
+
+
+# Reports as text; each takes what ``doctor.json`` holds.
+
+COLUMNS = (
+    *((name, "left") for name in ("layer", "pass", "route")),
+    *((name, "right") for name in ("ms", "TFLOP/s", "roofline", "error")),
+)
+
+
+def headline(found: Mapping) -> str:
+    """Return the chip, the software and the verdict in one line."""
+    m, device, wrong = found["machine"], found["device"], len(found["wrong"])
+    verdict = f"{wrong} wrong" if wrong else "nothing wrong"
+    if m["busy"]:
+        verdict = f"{wrong or 'no'} wrong results, not timed: the machine is busy"
+    return (
+        f"{m['chip']} ({device['name']}, {device['backend']}), {m['system']}"
+        f"{m['release'] or ''}, MLX {m['mlx']}: {verdict}, {found['seconds']:.0f} s"
+    )
+
+
+def report(found: Mapping) -> str:
+    """Return a report as a person reads it."""
+    m, parts = found["machine"], [headline(found)]
+    if m["on_host"]:
+        parts.append("Metal's kernels run on the CPU here: nothing was timed.")
+    if m["busy"]:
+        parts.append(
+            f"The machine is busy: {m['busy']}. No times were kept: close other "
+            "programs, then run the doctor again."
+        )
+    bad = sum(p["wrong"] is not None for p in found["proofs"])
+    right = len(found["proofs"]) - bad
+    parts.append(f"kernels and operations: {right} right, {bad} wrong")
+    if found["layers"]:
+        parts.append(drawn(COLUMNS, [_cells(row) for row in found["layers"]]))
+    for name, most in (("left_out", 3), ("wrong", 20)):
+        label, lines = name.replace("_", " ").upper(), found[name]
+        parts += [f"{label}: {line}" for line in lines[:most]]
+        if len(lines) > most:
+            parts.append(f"{label}: {len(lines) - most} more, in doctor.json")
+    return "\n".join(parts)
+
+
+def _cells(row: Mapping) -> tuple[str, ...]:
+    """Return a row's texts, by ``COLUMNS``; ">" marks the chosen route."""
+
+    def text(name: str, form: Callable[[float], str]) -> str:
+        return "-" if row.get(name) is None else form(row[name])
+
+    error = text("error", "{:.0e}".format)
+    return (
+        row["layer"],
+        row["pass"],
+        f"{'>' if row.get('chosen') else ' '} {row['route']}".rstrip(),
+        text("ms", _ms),
+        text("tflops", "{:.3g}".format),
+        text("roofline_ms", milliseconds),
+        f"WRONG {error}" if row.get("wrong") else error,
+    )
+
+
+def _ms(value: float) -> str:
+    return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
+
+
+def read(path: str | Path) -> dict:
+    """Return the report in a file.
+
+    Raises:
+        ValueError: the file is not a ``doctor.json`` of this version.
+    """
+    path = Path(path)
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+        header = found["format"], found["version"]
+    except (ValueError, KeyError, TypeError):
+        header = None
+    if header != (doctor.FORMAT, doctor.VERSION):
+        raise ValueError(
+            f"{path.name} is not a doctor.json that this library reads: it needs "
+            f'"format": "{doctor.FORMAT}" and "version": {doctor.VERSION}. Run the '
+            "doctor again"
+        )
+    return found
+
+
+def compare(a: Mapping, b: Mapping) -> str:
+    """Return two reports side by side: facts that differ, times, wrong results."""
+    parts = [f"a  {headline(a)}", f"b  {headline(b)}"]
+    for name, one in a["machine"].items():
+        if one != b["machine"][name]:
+            parts.append(f"{name}: {one} | {b['machine'][name]}")
+    one, two = (
+        {(r["layer"], r["pass"], r["route"]): r.get("ms") for r in each["layers"]}
+        for each in (a, b)
+    )
+    both = [key for key in one if one[key] and two.get(key)]
+    rows = [
+        (" ".join(key), _ms(one[key]), _ms(two[key]), f"{one[key] / two[key]:.2f}")
+        for key in both
+    ]
+    names = (("", "left"), ("a ms", "right"), ("b ms", "right"), ("a / b", "right"))
+    parts.append(drawn(names, rows) if rows else "no layer was timed in both")
+    for line in dict.fromkeys((*a["wrong"], *b["wrong"])):
+        where = [name for name, each in (("a", a), ("b", b)) if line in each["wrong"]]
+        parts.append(f"wrong in {' and '.join(where)}: {line}")
+    return "\n".join(parts)
