@@ -21,15 +21,23 @@ from mlx.utils import tree_flatten
 from .. import models, nn
 from ..distribution import __version__
 from ..io import folders
-from ..io.checkpoints import Sizes, Step, match, opened, plan
+from ..io.checkpoints import (
+    LIBRARIES,
+    OURS,
+    Sizes,
+    Step,
+    layout_of,
+    match,
+    opened,
+    plan,
+)
 from ..io.errors import CheckpointError, read_object, shown
-from ..io.layouts import LIBRARIES, OURS, layout_of
 from ..io.safetensors import State, write_safetensors
 from ..kept_files import check_writable
 from ..models import PUBLISHED, Segmentor, ptv3
+from ..models.pretrained import of_scan
 from ..models.published import spvnas
-from ..models.recipe import of_scan
-from ..models.trellis2.published import FLOW, STRUCTURE_FLOW, trellis2
+from ..models.trellis2.blocks import FLOW, STRUCTURE_FLOW, trellis2
 from ..nn.calibrate import calibrate
 
 METADATA = {"format": "mlx", "library": OURS, "version": __version__}

@@ -24,7 +24,7 @@ from ..io import read_points
 from ..io.safetensors import write_safetensors
 from ..kept_files import check_writable
 from ..models import MinkUNet14, SpUNet
-from ..models.recipe import VoxelRecipe
+from ..models.pretrained import VoxelRecipe
 from ..nn.calibrate import calibrate
 from ..optimizers import Adam
 from ..tensor import SparseTensor

@@ -19,7 +19,7 @@ from ..inspect.page import drawn
 from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
-from ..models.recipe import of_scan
+from ..models.pretrained import of_scan
 from . import segment
 
 # Where weights are published that this package loads, and their licence as stated.

@@ -13,7 +13,7 @@ from ..io.point_formats import write_ply
 from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
-from ..models.recipe import check_scores, of_scan, white_of
+from ..models.pretrained import check_scores, of_scan, white_of
 from .progress import progress
 
 # Where weights are published that this package loads, and their licence as stated.

@@ -9,13 +9,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from .checkpoints import (
+    LIBRARIES,
     ImportReport,
     convert_state,
+    convert_weight,
     import_checkpoint,
     load_state,
 )
 from .errors import CheckpointError, PointFileError
-from .layouts import LIBRARIES, convert_weight
 
 if TYPE_CHECKING:
     from .point_formats import write_ply

@@ -19,10 +19,16 @@ from .minkunet import (
     MinkUNet101,
     MinkUNetTorchSparse,
 )
-from .pretrained import Pretrained, Segmentor, from_pretrained
+from .pretrained import (
+    About,
+    Pretrained,
+    Segmentor,
+    VoxelRecipe,
+    Voxels,
+    from_pretrained,
+)
 from .ptv3 import PTv3
 from .published import PUBLISHED
-from .recipe import About, VoxelRecipe, Voxels
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
 from .trellis2 import (

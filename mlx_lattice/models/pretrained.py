@@ -1,20 +1,369 @@
-"""Nets that are saved to a folder and read from one, and nets that score points."""
+"""Nets that are saved to a folder and read from one, and how they take points.
+
+``VoxelRecipe`` makes voxels of points as in a net's training; ``About`` holds the facts
+that are saved beside the weights. Checks of points and scores are here too.
+"""
 
 from __future__ import annotations
 
+import colorsys
 import inspect
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
-from ..checks import DTYPES
+from .. import sync
+from ..checks import (
+    DTYPES,
+    array_of,
+    one_of,
+    positions_of,
+    real,
+    single,
+    single_or_double,
+    stream_of,
+)
+from ..coordinates import CoordinateManager
 from ..distribution import __version__
-from .recipe import ATTRIBUTES, About, VoxelRecipe, Voxels, check_scores
+from ..geometry.lattice import true_positions
+from ..geometry.points import REDUCTIONS, voxelize
+from ..io import folders
+from ..io.errors import CheckpointError, shown
+from ..io.safetensors import write_safetensors
+from ..tensor import SparseTensor
+
+# Features of a point and their channels; those of ATTRIBUTES come from the file.
+FEATURES = {
+    "coordinates": 3,
+    "colours": 3,
+    "normals": 3,
+    "intensity": 1,
+    "height": 1,
+    "ones": 1,
+}
+ATTRIBUTES = ("colours", "normals", "intensity")
+ROUNDINGS = ("floor", "nearest")
+
+
+class Voxels(NamedTuple):
+    """Points as a tensor, and the row that each point is in."""
+
+    x: SparseTensor
+    rows: mx.array  # (P,) int32; -1 for a point that was left out
+
+    @property
+    def dropped(self) -> int:
+        """The number of points left out because one of their values is not finite."""
+        return sync.read((self.rows < 0).sum())[0] if self.rows.size else 0
+
+
+@dataclass(frozen=True)
+class VoxelRecipe:
+    """Makes voxels of the points of one scan as in a net's training.
+
+    Attributes:
+        voxel_size: edge of a voxel, in the unit of the points.
+        features: the channels in their order: "coordinates" (3), "colours" (3),
+            "normals" (3), "intensity" (1), "height" above the lowest point (1), "ones"
+            (1).
+        reduce: how points of one voxel are joined: "first", "mean", "sum" or "max".
+        centred: whether the points' box is first moved: centred on 0 in all axes but
+            the last, in which it begins at 0.
+        from_zero: whether voxels are counted from the lowest one of each axis. The
+            cells of strided convolutions depend on it.
+        rounding: "floor", or "nearest" for the voxel with the nearest corner.
+        colour_range: the values of black and white.
+
+    Raises:
+        TypeError: a size or a colour is not a number.
+        ValueError: a value is not one of these.
+    """
+
+    voxel_size: float
+    features: tuple[str, ...] = ("ones",)
+    reduce: str = "first"
+    centred: bool = False
+    from_zero: bool = False
+    rounding: str = "floor"
+    colour_range: tuple[float, float] = (0.0, 1.0)
+
+    def __post_init__(self):
+        object.__setattr__(self, "features", tuple(self.features))
+        object.__setattr__(self, "voxel_size", real(self.voxel_size, "voxel_size"))
+        if self.voxel_size <= 0:
+            raise ValueError(f"voxel_size must be positive; got {self.voxel_size}")
+        if not self.features or not set(self.features) <= set(FEATURES):
+            raise ValueError(
+                f"features must be of {', '.join(FEATURES)}; got {self.features}"
+            )
+        one_of(self.reduce, REDUCTIONS, "reduce")
+        one_of(self.rounding, ROUNDINGS, "rounding")
+        limits = tuple(real(v, "colour_range") for v in self.colour_range)
+        if len(limits) != 2:
+            raise ValueError(f"colour_range must be two numbers; got {limits}")
+        object.__setattr__(self, "colour_range", limits)
+
+    @property
+    def channels(self) -> int:
+        """Channels of the features."""
+        return sum(FEATURES[name] for name in self.features)
+
+    def __call__(
+        self,
+        points: Any,
+        attributes: Mapping[str, Any] | None = None,
+        *,
+        fill: bool = False,
+    ) -> Voxels:
+        """Voxelise a scan.
+
+        Args:
+            points: (P, 3) float, an array of MLX or NumPy; no points are legal. Cells
+                of float64 points are exact; features are float32.
+            attributes: name to values, as of ``io.PointCloud``: "colours" (P, 3),
+                "normals" (P, 3), "intensity" (P,). White is 1 in floats up to 1, 65 535
+                if a value is above 255, else 255.
+            fill: whether to read zeros for a missing attribute.
+
+        Returns:
+            The tensor, whose rows are sorted, and the row of each point. Points with a
+            coordinate or attribute that is not finite are left out, with a warning;
+            their row is -1, and ``dropped`` counts them.
+
+        Raises:
+            ValueError: an attribute is missing or of another shape, or the points are
+                not valid for ``SparseTensor.from_points``.
+        """
+        points = single_or_double(positions_of(points, "points"))
+        names = [name for name in self.features if name in ATTRIBUTES]
+        count = points.shape[0]
+        points, attributes, kept = finite_points(points, attributes or {}, names)
+        if points.ndim == 2 and points.shape[0] and self.centred:
+            with stream_of(points):
+                low, high = points.min(axis=0), points.max(axis=0)
+                middle = (low + high) / 2
+                points = points - mx.concatenate([middle[:-1], low[-1:]])
+        feats = mx.concatenate(
+            [self._feature(name, points, attributes, fill) for name in self.features],
+            axis=1,
+        )
+        size = self.voxel_size
+        if self.rounding == "nearest":  # a half to the even voxel, as NumPy's does
+            with stream_of(points):
+                points = mx.round(points / mx.array(size, dtype=points.dtype))
+            size = 1.0
+        coords, feats, rows = voxelize(points, feats, size, reduce=self.reduce)
+        if self.from_zero and coords.shape[0]:
+            low = coords.min(axis=0)
+            coords = coords - mx.concatenate([mx.zeros_like(low[:1]), low[1:]])
+        manager = CoordinateManager()
+        key = manager.insert(coords, trusted=True)
+        if kept is not None:
+            placed = mx.full((count,), -1, dtype=rows.dtype)
+            placed[kept] = rows
+            rows = placed
+        return Voxels(SparseTensor.of(manager, key, feats), rows)
+
+    def _feature(self, name, points, attributes, fill) -> mx.array:
+        """Return (P, channels) float32 of one feature."""
+        count, channels = points.shape[0], FEATURES[name]
+        if name == "coordinates":
+            return single(points)
+        if name == "ones":
+            return mx.ones((count, 1))
+        if name == "height":
+            with stream_of(points):
+                height = points[:, 2:]
+                return single(height - height.min() if count else height)
+        value = attribute(name, self.features, attributes, count, channels, fill)
+        if name == "colours" and count and attributes.get(name) is not None:
+            black, white = self.colour_range
+            given = array_of(attributes[name], name)
+            value = value / white_of(given) * (white - black) + black
+        return value
+
+
+def white_of(colours: mx.array) -> float:
+    """Return the value of white in colours of a file."""
+    if colours.dtype == mx.uint8:
+        return 255.0
+    highest = float(sync.read(colours.max())[0])
+    if mx.issubdtype(colours.dtype, mx.floating) and highest <= 1:
+        return 1.0
+    return 255.0 if highest <= 255 else 65535.0
+
+
+# Points and scores that a net cannot take
+
+
+def attribute(
+    name: str,
+    features: Sequence[str],
+    attributes: Mapping[str, Any],
+    count: int,
+    channels: int,
+    fill: bool,
+) -> mx.array:
+    """Return an attribute as (count, channels) float32; with ``fill`` also zeros."""
+    if attributes.get(name) is None:
+        if fill:
+            return mx.zeros((count, channels))
+        names = ", ".join(attributes) or "no attributes"
+        raise ValueError(
+            f"the net reads {', '.join(features)}, and these points have no {name} "
+            f"({names}): give the attribute, or pass fill=True (--fill of a command) "
+            "to read zeros"
+        )
+    given = array_of(attributes[name], name)
+    flat = channels == 1 and given.size == count  # (P,) is one column
+    if given.shape != (count, channels) and not flat:
+        raise ValueError(
+            f"{name} must have shape ({count}, {channels}), one row a point; got "
+            f"{tuple(given.shape)}"
+        )
+    return single(given).reshape(count, channels)
+
+
+def finite_points(
+    points: mx.array, attributes: Mapping[str, Any], names: Iterable[str]
+) -> tuple[mx.array, Mapping[str, Any], mx.array | None]:
+    """Leave out points with values that are not finite in float32, with a warning.
+
+    Returns points, attributes, and the positions of the points that stay (None for
+    all). Waits for the device.
+    """
+    count = points.shape[0] if points.ndim == 2 else 0
+    if not count:
+        return points, attributes, None
+    with stream_of(points):
+        finite = {"coordinates": mx.isfinite(points).all(axis=1)}
+    columns = {}
+    for name in names:
+        if attributes.get(name) is None:
+            continue
+        value = array_of(attributes[name], name)
+        if value.size and value.size % count == 0:  # the recipe refuses other sizes
+            with stream_of(value):
+                columns[name] = value.reshape(count, -1)
+            finite[name] = mx.isfinite(single(columns[name])).all(axis=1)
+    bad = sync.read(*(mx.logical_not(mask).any() for mask in finite.values()))
+    if not any(bad):
+        return points, attributes, None
+    kept = true_positions(mx.stack([*finite.values()]).all(axis=0))
+    wrong = [name for name, is_bad in zip(finite, bad, strict=True) if is_bad]
+    warnings.warn(
+        f"{count - len(kept):,} of {count:,} points left out: not finite in "
+        f"{' and '.join(wrong)}",
+        stacklevel=3,
+    )
+    for name, value in columns.items():
+        with stream_of(value):
+            columns[name] = value[kept]
+    with stream_of(points):
+        return points[kept], {**attributes, **columns}, kept
+
+
+def check_scores(*scores: mx.array) -> None:
+    """Raise a ValueError if scores of a net are NaN. Waits for the device.
+
+    Labels and boxes of such scores would mean nothing.
+    """
+    if any(sync.read(*(mx.isnan(each).any() for each in scores))):
+        raise ValueError(
+            "the net's scores are NaN: its weights or the features hold NaN or "
+            "infinity, or half precision overflows; try net.set_dtype(mx.float32)"
+        )
+
+
+@contextmanager
+def of_scan(scan: object) -> Iterator[None]:
+    """Name the scan in the errors of its points."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{scan}: {error}") from None
+
+
+# Facts that are saved beside weights
+
+
+@dataclass(frozen=True)
+class About:
+    """Facts that belong to weights, kept in a folder's ``config.json``.
+
+    Attributes:
+        voxels: how voxels are made of points, or None.
+        classes: names of the classes, in the order of the output channels.
+        colours: red, green and blue of each class, from 0 to 255.
+        source: where the weights are from.
+        licence: under which licence they are.
+        legacy: whether weights of ``PTv3`` were trained with Pointcept 1.5.1 or older,
+            whose blocks differ: see ``PTv3``.
+
+    Raises:
+        ValueError: there are as many colours as classes, or none; this is not so, or
+            a colour is none.
+    """
+
+    voxels: VoxelRecipe | None = None
+    classes: tuple[str, ...] = ()
+    colours: tuple[tuple[int, int, int], ...] = ()
+    source: str = ""
+    licence: str = ""
+    legacy: bool = False
+
+    def __post_init__(self):
+        object.__setattr__(self, "classes", tuple(self.classes))
+        colours = getattr(self.colours, "tolist", lambda: self.colours)()
+        object.__setattr__(self, "colours", tuple(map(tuple, colours)))
+        if self.colours and len(self.colours) != len(self.classes):
+            raise ValueError(
+                f"there must be a colour for each of the {len(self.classes)} classes; "
+                f"got {len(self.colours)}"
+            )
+        for colour in self.colours:
+            whole = all(isinstance(v, int) and 0 <= v < 256 for v in colour)
+            if len(colour) != 3 or not whole:
+                raise ValueError(
+                    f"a colour must be three integers from 0 to 255; got {colour}"
+                )
+
+    def palette(self, count: int) -> tuple[tuple[int, int, int], ...]:
+        """Return ``count`` colours: those of the classes, or distinct hues."""
+        if len(self.colours) >= count:
+            return self.colours[:count]
+        return tuple(_hue(i) for i in range(count))
+
+    def label(self, index: int) -> str:
+        """Return the name of a class, or its number if it has no name."""
+        return self.classes[index] if index < len(self.classes) else f"class {index}"
+
+    def config(self) -> dict[str, Any]:
+        """Return the values that are set, for JSON."""
+        return {name: value for name, value in asdict(self).items() if value}
+
+    @classmethod
+    def of(cls, config: Mapping[str, Any]) -> About:
+        """Return an About of the result of ``config()``; unknown names are left out."""
+        held = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        if isinstance(held.get("voxels"), Mapping):
+            held["voxels"] = VoxelRecipe(**held["voxels"])
+        return cls(**held)
+
+
+def _hue(index: int) -> tuple[int, int, int]:
+    """Return the colour of an unnamed class: hues a golden section apart."""
+    level = (0.9, 0.65)[index // 12 % 2]
+    red, green, blue = colorsys.hsv_to_rgb(index * 0.618034 % 1, 0.65, level)
+    return round(255 * red), round(255 * green), round(255 * blue)
+
 
 Net = TypeVar("Net", bound="Pretrained")
 
@@ -43,24 +392,24 @@ class Pretrained(mlx.nn.Module):
             _CLASSES[cls.__name__] = cls  # a notebook's cell may have run again
 
     def __new__(cls, *args, **kwargs):
-        """Keep the arguments; ``__init__`` checks them."""
-        made = super().__new__(cls)
+        """Record the arguments; ``__init__`` checks them."""
+        net = super().__new__(cls)
         signature = inspect.signature(cls.__init__)
         try:
-            given = signature.bind_partial(made, *args, **kwargs)
+            bound = signature.bind_partial(net, *args, **kwargs).arguments
         except TypeError:
-            return made  # __init__ is about to raise the same
-        held = {}
-        for name, value in list(given.arguments.items())[1:]:
+            return net  # __init__ is about to raise the same
+        arguments = {}
+        for name, value in list(bound.items())[1:]:
             kind = signature.parameters[name].kind
             if kind is inspect.Parameter.VAR_KEYWORD:
-                held |= _as_given(value)
+                arguments |= _copied(value)
             else:
                 star = "*" if kind is inspect.Parameter.VAR_POSITIONAL else ""
-                held[star + name] = _as_given(value)
-        object.__setattr__(made, "_arguments", held)
-        object.__setattr__(made, "_about", About())
-        return made
+                arguments[star + name] = _copied(value)
+        object.__setattr__(net, "_arguments", arguments)
+        object.__setattr__(net, "_about", About())
+        return net
 
     @property
     def about(self) -> About:
@@ -81,8 +430,8 @@ class Pretrained(mlx.nn.Module):
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json``, ``model.safetensors`` and a card.
 
-        The config has the name of the class, its arguments, what ``about`` says, and
-        of packed layers the bits, the group size and which layers are float.
+        The config has the name of the class, its arguments, the facts of ``about``, and
+        for a packed net the bits, the group size and which layers are float.
 
         Args:
             folder: created if it does not exist. The three files are replaced once all
@@ -90,19 +439,14 @@ class Pretrained(mlx.nn.Module):
 
         Raises:
             OSError: a file cannot be written.
-            TypeError: an argument of the constructor is none that JSON can hold.
+            TypeError: JSON cannot hold an argument of the constructor.
         """
-        from ..io import folders
-        from ..io.safetensors import write_safetensors
-
         config, card = self.described()
         with folders.written(folder, config, card) as path:
             write_safetensors(path, dict(tree_flatten(self.parameters())))
 
     def described(self) -> tuple[dict[str, Any], str]:
         """Return the config and the card of the net's folder; nothing is computed."""
-        from ..io import folders
-
         name = type(self).__name__
         if unnamed := [key for key in self._arguments if key.startswith("*")]:
             raise TypeError(
@@ -162,9 +506,6 @@ def from_pretrained(
         io.CheckpointError: the config names no net, or one of another class; or as
             for ``Pretrained.from_pretrained``.
     """
-    from ..io import folders
-    from ..io.errors import CheckpointError, shown
-
     folder = folders.find_folder(path_or_repo, revision)
     config = folders.read_config(folder)
     name = config["model"]
@@ -212,24 +553,25 @@ def _is_ours(kind: type[Pretrained]) -> bool:
 
 
 def _count(net: mlx.nn.Module) -> int:
-    """Return how many numbers a net's parameters are; a packed one counts as one."""
+    """Return the number of a net's parameters; packed weights count as unpacked."""
     total = 0
     for _, module in net.named_modules():
+        packed = "scales" in module
         for key, array in module.items():
-            if not isinstance(array, mx.array):
+            if not isinstance(array, mx.array) or (
+                packed and key not in ("weight", "bias")
+            ):
                 continue
-            if "scales" in module and key not in ("weight", "bias"):
-                continue
-            packed = "scales" in module and array.dtype == mx.uint32
-            total += array.size * 32 // module.bits if packed else array.size
+            words = packed and array.dtype == mx.uint32
+            total += array.size * 32 // module.bits if words else array.size
     return total
 
 
-def _as_given(value: Any) -> Any:
+def _copied(value: Any) -> Any:
     """Return a copy of lists and dicts, which may change after the call."""
     if isinstance(value, dict):
-        return {key: _as_given(each) for key, each in value.items()}
-    return [_as_given(each) for each in value] if isinstance(value, list) else value
+        return {key: _copied(each) for key, each in value.items()}
+    return [_copied(each) for each in value] if isinstance(value, list) else value
 
 
 def _written(value: Any, what: str) -> Any:
@@ -252,7 +594,7 @@ def _written(value: Any, what: str) -> Any:
 
 
 def _read(value: Any) -> Any:
-    """Return an argument of a config as a constructor takes it."""
+    """Return an argument of a config as a constructor expects it."""
     if isinstance(value, list):
         return tuple(_read(each) for each in value)
     if isinstance(value, dict):
@@ -277,7 +619,7 @@ class Segmentor(Pretrained):
         Points of one voxel have the same scores.
 
         Args:
-            points, attributes, fill: as for ``VoxelRecipe``: one scan.
+            points, attributes, fill: one scan, as for ``VoxelRecipe``.
 
         Raises:
             ValueError: ``about`` has no recipe, a value of a point is not finite,
@@ -302,7 +644,7 @@ class Segmentor(Pretrained):
         return self(voxels.x.astype(self.dtype)).feats
 
     def recipe(self) -> VoxelRecipe:
-        """Return the recipe of the net's voxels; raise where it has none."""
+        """Return the recipe of the net's voxels; raise if it has none."""
         if self.about.voxels is None:
             raise ValueError(
                 f"this {type(self).__name__} does not say how its voxels are made: set "
@@ -312,7 +654,7 @@ class Segmentor(Pretrained):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of features that the net takes: that of its first norm's scale."""
+        """The dtype of the net's input features: that of its first norm's scale."""
         for _, module in self.named_modules():
             if "running_mean" in module and "weight" in module:
                 return module["weight"].dtype

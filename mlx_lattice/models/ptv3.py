@@ -22,14 +22,14 @@ import mlx.core as mx
 from .. import memory, nn, ops
 from ..checks import heads_of, one_of
 from ..geometry.curves import check_curve
+from ..io.errors import listed
 from ..nn.fused import in_order
 from ..ops.observed import inside
 from ..ops.pool import batch_rows, upsample_nearest
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor, expect_tensor
 from .blocks import spconv_norm
-from .pretrained import Segmentor
-from .recipe import Voxels
+from .pretrained import Segmentor, Voxels
 
 VARIANTS = ("m1", "m2", "m3")
 ORDERS = ("z", "z-trans", "hilbert", "hilbert-trans")
@@ -563,8 +563,6 @@ def published_arguments(
         )
     unknown = set(backbone) - {*_SAME, *_ONLY, *_UNREAD}
     if unknown:
-        from ..io.errors import listed
-
         raise ValueError(f"PTv3 has no {listed(sorted(unknown))}")
     for name, values in _ONLY.items():
         if backbone.get(name, values[0]) not in values:

@@ -11,8 +11,8 @@ from ..checks import real, whole
 from ..io.checkpoints import RENAMES
 from ..io.errors import CheckpointError
 from .minkunet import MinkUNet
+from .pretrained import About, VoxelRecipe
 from .ptv3 import PTv3
-from .recipe import About, VoxelRecipe
 from .spunet import SpUNet
 from .spvcnn import SPVCNN
 

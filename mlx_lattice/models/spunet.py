@@ -23,8 +23,7 @@ from .. import nn, ops
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import SparseBasicBlock, conv_norm_relu, conv_onto, layer
-from .pretrained import Segmentor
-from .recipe import Voxels
+from .pretrained import Segmentor, Voxels
 
 CHANNELS = (32, 64, 128, 256, 256, 128, 96, 96)
 LAYERS = (2, 3, 4, 6, 2, 2, 2, 2)

@@ -21,7 +21,7 @@ from ..ops.interpolation import blend_at
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .minkunet import LAYERS, PLANES, MinkUNet
-from .recipe import Voxels
+from .pretrained import Voxels
 
 COARSEST = 16  # cells of the finest lattice in one of the coarsest, an axis
 FAR = 1 << 20  # cells: of what is farther float32 has few bits within a cell

@@ -168,7 +168,7 @@ def test_points_of_map_coordinates():
     for move in (0, 10**8):
         coords = near.coords + mx.array([0, move, move, move])
         x = ml.SparseTensor(coords, feats)
-        scores.append(made.score_voxels(models.recipe.Voxels(x, None)))
+        scores.append(made.score_voxels(models.Voxels(x, None)))
     assert mx.allclose(*scores, atol=1e-4)
 
 

@@ -6,9 +6,11 @@ from .backbones import (
     VoxelResBackBone8x,
     VoxelResBackBone8xVoxelNeXt,
 )
-from .boxes import Boxes, Candidates, Decoding
 from .detector import (
+    Boxes,
+    Candidates,
     CenterPoint,
+    Decoding,
     Detector,
     VoxelNeXt,
     detection_loss,

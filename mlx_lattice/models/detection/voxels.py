@@ -18,7 +18,7 @@ from ...coordinates import CoordinateManager
 from ...geometry.lattice import true_positions, unique_rows
 from ...geometry.points import batch_of, reduce_segments
 from ...tensor import SparseTensor
-from ..recipe import attribute, finite_points
+from ..pretrained import attribute, finite_points
 
 
 class HardVoxels(NamedTuple):

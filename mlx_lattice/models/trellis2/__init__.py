@@ -1,24 +1,30 @@
 """TRELLIS.2: its decoders, encoder, flow models and samplers."""
 
-from .blocks import ConvNeXtBlock, DownBlock, UpBlock
+from .blocks import FLOW, STRUCTURE_FLOW, ConvNeXtBlock, DownBlock, UpBlock
 from .flow import FlowModel, SLatFlowModel, SparseStructureFlowModel
-from .pipeline import FORMS, Generated, Pipeline, Recipe, nets_of, sizes_of
-from .published import FLOW, STRUCTURE_FLOW
-from .sampler import (
+from .pipeline import (
+    FORMS,
     SAMPLERS,
     FlowEulerCfgSampler,
     FlowEulerGuidanceIntervalSampler,
     FlowEulerSampler,
+    Generated,
+    Pipeline,
+    Recipe,
     Samples,
     Step,
+    nets_of,
+    sizes_of,
 )
-from .structure import SparseStructureDecoder, SparseStructureEncoder, occupied
 from .vae import (
     DualGrid,
+    SparseStructureDecoder,
+    SparseStructureEncoder,
     SparseVAEDecoder,
     SparseVAEEncoder,
     dual_grid,
     dual_grid_features,
+    occupied,
 )
 
 __all__ = [

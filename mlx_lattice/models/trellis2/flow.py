@@ -28,12 +28,12 @@ from ...prepare import prepare_scan
 from ...tensor import SparseTensor, align, expect_tensor
 from .blocks import (
     TimestepEmbedder,
+    Trellis2Net,
     cast_layers,
     dtype_of,
     place_features,
     torso_dtype,
 )
-from .published import Trellis2Net
 
 ROPE = (1.0, 10000.0)
 PLACES = ("ape", "rope")
