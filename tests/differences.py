@@ -1,6 +1,10 @@
-"""Gradients of a step of training against differences of a loss in float64."""
+"""Gradients of a step of training against differences of a loss."""
 
+import mlx.core as mx
+import mlx.nn
 import numpy as np
+import pytest
+from mlx.utils import tree_flatten, tree_map
 
 STEP = 1e-6
 
@@ -39,3 +43,24 @@ def assert_gradients(loss, parameters, grads, entries=6, tolerance=2e-4, seed=4)
             expected = (above - loss()) / (2 * STEP)
             flat[at] = kept
             assert abs(grad[at] - expected) <= tolerance * largest, (name, at)
+
+
+def assert_slope(net, loss, step=1e-3, tolerance=2e-2) -> None:
+    """Compare the slope of ``loss(net)`` along one direction of all parameters."""
+    start = net.trainable_parameters()
+    _, grads = mlx.nn.value_and_grad(net, loss)(net)
+    along = tree_map(lambda p: p * mx.random.normal(p.shape), start)
+    slopes = [
+        (grad * way).sum().item()
+        for (_, grad), (_, way) in zip(
+            tree_flatten(grads), tree_flatten(along), strict=True
+        )
+    ]
+    assert all(np.isfinite(slopes)) and any(slopes)
+    ends = []
+    for far in (step, -step):
+        net.update(tree_map(lambda p, way, far=far: p + far * way, start, along))
+        ends.append(loss(net).item())
+    net.update(start)
+    expected = (ends[0] - ends[1]) / (2 * step)
+    assert sum(slopes) == pytest.approx(expected, rel=tolerance)

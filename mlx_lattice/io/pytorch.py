@@ -73,7 +73,8 @@ _ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.err
 class Archive:
     """A file of ``torch.save``: its pickle, and a record of bytes for each storage.
 
-    The file is mapped into memory, so that no read is longer than the file.
+    What says sizes is read from a map of the file, whose reads are never longer than
+    the file; storages are read from the file, so that their pages are not kept.
 
     Attributes:
         legacy: whether the file has the format before PyTorch 1.6: pickles, then
@@ -83,7 +84,7 @@ class Archive:
     """
 
     def __init__(self, stream: BinaryIO, path: Path):
-        self.path = path
+        self.path, self.stream = path, stream
         self.data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self.length = len(self.data)
         self.records: dict[str, tuple[int, int, int]] = {}
@@ -154,7 +155,8 @@ class Archive:
     def read(self, name: str) -> bytes:
         """Return the bytes of a record; raise if its checksum is another."""
         start, size, checksum = self.records[name]
-        data = self.data[start : start + size]
+        self.stream.seek(start)
+        data = self.stream.read(size)
         # PyTorch writes 0 if its checksums are disabled.
         if checksum and zlib.crc32(data) != checksum:
             raise self.error(
