@@ -9,13 +9,14 @@ COMMA := ,
 JOBS ?= 2
 PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 
-# Scans whose surfaces the demo's second net learns; without any, those of a made-up room.
+# Scans whose surfaces the demo's second net learns; without any, a made-up room's.
 SCANS ?= $(wildcard $(addprefix ../shared/data/,small_gicp_target.ply pcl_room_scan1.pcd lpm_cloud_0.vtk))
 
 .PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 check-dist dist bench-cpu docs lint format clean
 
 demo: $(VENV)/.installed
-	$(BIN)/mlx-lattice demo --out demo $(if $(SCANS),--scans $(SCANS))
+	$(BIN)/mlx-lattice demo --out demo
+	$(BIN)/python examples/train_segmenter.py $(SCANS) --steps 90 --schemes --out demo/surfaces
 
 test: $(VENV)/.installed
 	$(PYTEST)

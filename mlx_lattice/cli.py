@@ -49,8 +49,6 @@ def parser() -> argparse.ArgumentParser:
     demo = commands.add_parser("demo", help="train a small net and write a report")
     demo.add_argument("--points", metavar="FILE", help="run a net on this point cloud")
     demo.add_argument("--out", metavar="DIR", help="folder to write to")
-    scans = "point clouds whose surfaces a net learns, for the last table"
-    demo.add_argument("--scans", nargs="+", metavar="FILE", help=scans)
     return whole
 
 
@@ -325,15 +323,13 @@ def _explain(given: argparse.Namespace) -> None:
 
 def _demo(given: argparse.Namespace) -> None:
     options = {"out": given.out} if given.out else {}
-    if given.points and given.scans:
-        raise ValueError("--scans is for the digits' demo; --points has its own scan")
     with _extra("demo", "demo"):
         from .commands import demo
 
         if given.points:
             demo.run_points(given.points, **options)
         else:
-            demo.run(**options, **({"scans": given.scans} if given.scans else {}))
+            demo.run(**options)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 import mlx.core as mx
 import mlx.nn
 import numpy as np
-import pytest
 from mlx.utils import tree_flatten, tree_map
 
 STEP = 1e-6
@@ -63,4 +62,5 @@ def assert_slope(net, loss, step=1e-3, tolerance=2e-2) -> None:
         ends.append(loss(net).item())
     net.update(start)
     expected = (ends[0] - ends[1]) / (2 * step)
-    assert sum(slopes) == pytest.approx(expected, rel=tolerance)
+    # The slopes of parameters may cancel: their norm is what the sum is measured by.
+    assert abs(sum(slopes) - expected) <= tolerance * np.linalg.norm(slopes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
@@ -16,15 +16,14 @@ import numpy as np
 import sklearn.datasets
 import sklearn.model_selection
 from mlx.utils import tree_flatten
-from tqdm import tqdm, trange
+from tqdm import tqdm
 
 from .. import nn, ops
 from ..inspect.trace import check_page, trace
 from ..io import read_points
 from ..io.safetensors import write_safetensors
 from ..kept_files import check_writable
-from ..models import MinkUNet14, SpUNet
-from ..models.pretrained import VoxelRecipe
+from ..models import MinkUNet14
 from ..nn.calibrate import calibrate
 from ..optimizers import Adam
 from ..tensor import SparseTensor
@@ -107,11 +106,11 @@ def load_digits(seed: int = 0):
 def predict(net: mlx.nn.Module, voxels: list, batch_size: int = 64) -> np.ndarray:
     """Return the class of every digit."""
     net.eval()
-    found = []
+    classes = []
     for start in range(0, len(voxels), batch_size):
         logits = net(digit_batch(voxels[start : start + batch_size]))
-        found.append(np.array(mx.argmax(logits, axis=1)))
-    return np.concatenate(found)
+        classes.append(np.array(mx.argmax(logits, axis=1)))
+    return np.concatenate(classes)
 
 
 def loss_of(net: mlx.nn.Module, x: SparseTensor, y: mx.array) -> mx.array:
@@ -157,18 +156,15 @@ def run(
     batch_size: int = 64,
     seed: int = 0,
     goal: float = 0.97,
-    scans: Sequence[str | Path] = (),
-    surface_steps: int = 90,
 ) -> float:
-    """Train on the digits, print what happened, write ``run.html`` and the weights.
+    """Train on the digits, print the results, write ``run.html`` and the weights.
 
-    A table follows of this net, and of one that tells surfaces of scans apart: the
-    accuracy in float32, with packed weights, and in integers. Return the accuracy on
-    the held-out digits, or raise a RuntimeError if it is below ``goal``.
+    A table follows: the accuracy in float32, with packed weights, and in integers.
+    Return the accuracy on the held-out digits; raise a RuntimeError if it is below
+    ``goal``.
     """
     folder = Path(out)
     check_writable(check_page(folder / "run.html"))
-    taught = read_scans(scans)
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
     (voxels, labels), (test, test_labels) = load_digits(seed)
@@ -192,9 +188,7 @@ def run(
         raise RuntimeError(
             f"test accuracy {accuracy:.2%} is below the demo's goal of {goal:.0%}"
         )
-    digits = score_digits(net, voxels, test, test_labels)
-    surfaces = score_surfaces(taught, surface_steps)
-    print(score_table({"digits": digits, "surfaces of scans": surfaces}))
+    print(score_table(score_digits(net, voxels, test, test_labels)))
     return accuracy
 
 
@@ -212,28 +206,24 @@ def scores(
 
     ``right(net)`` is the share of right results.
     """
-    found = {}
+    table = {}
     for name, (bits, activations) in SCHEMES.items():
-        made = net
+        twin = net
         if bits is not None:
-            size = None if (bits, activations) == (8, 8) else GROUP
-            made, _ = calibrate(net, batches, bits, size, activations=activations)
-        size = sum(array.nbytes for _, array in tree_flatten(made.parameters()))
-        found[name] = Score(right(made), size)
-    return found
+            group = None if (bits, activations) == (8, 8) else GROUP
+            twin, _ = calibrate(net, batches, bits, group, activations=activations)
+        size = sum(array.nbytes for _, array in tree_flatten(twin.parameters()))
+        table[name] = Score(right(twin), size)
+    return table
 
 
-def score_table(tasks: Mapping[str, Mapping[str, Score]]) -> str:
-    """Return a row for each scheme: the share that is right and the size, by task."""
-    width = max(map(len, SCHEMES))
-    lines = [" " * width + "".join(f"{task:>24}" for task in tasks)]
-    for name in SCHEMES:
-        cells = (
-            f"{found[name].right:>14.2%}, {found[name].bytes / 1000:>4,.0f} kB"
-            for found in tasks.values()
-        )
-        lines.append(f"{name:<{width}}{''.join(cells)}")
-    return "\n".join(lines)
+def score_table(scores: Mapping[str, Score]) -> str:
+    """Return a row for each scheme: the share of right results and the size."""
+    width = max(map(len, scores))
+    return "\n".join(
+        f"{name:<{width}}  {score.right:>7.2%}, {score.bytes / 1000:>4,.0f} kB"
+        for name, score in scores.items()
+    )
 
 
 def score_digits(
@@ -243,27 +233,6 @@ def score_digits(
     some = voxels[:256]
     batches = [digit_batch(some[at : at + 64]) for at in range(0, len(some), 64)]
     return scores(net, batches, lambda net: np.mean(predict(net, test) == labels))
-
-
-def read_scans(files: Sequence[str | Path]) -> list[Scan]:
-    """Return the scans of files with their surfaces; without files, a made-up room."""
-    clouds = [(Path(file).name, read_points(file).points) for file in files]
-    scans = []
-    for name, points in clouds or [("a room", room())]:
-        points = np.asarray(points, dtype=np.float32)
-        size = fitting_voxel_size(points)
-        scans.append(labelled(points, size))
-        print(f"{name}: {len(scans[-1].x):,} voxels of {size:g}, one half taught")
-    return scans
-
-
-def score_surfaces(scans: Sequence[Scan], steps: int) -> dict[str, Score]:
-    """Teach a SpUNet surfaces on one half of scans; score it on the other."""
-    net = untaught()
-    with trange(steps, unit="step", mininterval=20) as bar:
-        teach(net, scans, steps, lambda loss: bar.update())
-    batches = [scan.x for scan in scans]
-    return scores(net, batches, lambda net: right(net, scans))
 
 
 def run_points(
@@ -314,50 +283,6 @@ def run_points(
     print(f"wrote {folder / 'run.html'}")
 
 
-CLASSES = {"level": (140, 86, 75), "upright": (23, 160, 207), "rest": (44, 160, 44)}
-
-
-class Scan(NamedTuple):
-    """A scan as voxels, the label of each, and whether it is for training."""
-
-    x: SparseTensor
-    labels: np.ndarray
-    taught: np.ndarray
-
-
-def room(count: int = 20_000) -> np.ndarray:
-    """Return points of a made-up room with a heap of things."""
-    rng, sides = np.random.default_rng(0), (8, 5, 2.6)
-    points = rng.uniform((0, 0, 0), sides, (count, 3))
-    for axis, side in enumerate(sides):
-        chosen = np.arange(count) % 3 == axis
-        points[chosen, axis] = np.where(rng.random(chosen.sum()) < 0.5, 0, side)
-    heap = rng.uniform((0.5, 0.5, 0), (7.5, 2, 1), (count // 10, 3))
-    return np.concatenate([points, heap]).astype(np.float32)
-
-
-def surfaces(x: SparseTensor) -> np.ndarray:
-    """Label each voxel by the direction of the surface around it."""
-    at = x.coords[:, 1:].astype(mx.float32)
-    at = at - mx.floor(at.mean(axis=0))
-    pairs = [at[:, i] * at[:, j] for i in range(3) for j in range(3)]
-    each = mx.concatenate([mx.ones((len(x), 1)), at, mx.stack(pairs, axis=1)], axis=1)
-    # Sums over the 5x5x5 voxels around each: a depthwise kernel of ones.
-    ones = mx.ones((13, 5, 5, 5, 1))
-    sums = ops.subm_conv3d(x.replace(each), ones, kernel_size=5, groups=13)
-    count, sums = np.split(np.array(sums.feats, np.float64), [1], axis=1)
-    mean, squares = sums[:, :3] / count, (sums[:, 3:] / count).reshape(-1, 3, 3)
-    values, vectors = np.linalg.eigh(squares - mean[:, :, None] * mean[:, None])
-    flat = (values[:, 0] < 0.25 * values[:, 1]) & (count[:, 0] > 6)
-    steep = np.abs(vectors[:, 2, 0])  # of the direction in which it is thinnest
-    return np.where(flat & (steep > 0.85), 0, np.where(flat & (steep < 0.35), 1, 2))
-
-
-def recipe(voxel_size: float) -> VoxelRecipe:
-    """Return the net's recipe: voxels alone."""
-    return VoxelRecipe(voxel_size, ("ones",), from_zero=True)
-
-
 def fitting_voxel_size(points: np.ndarray, most: int = 7000) -> float:
     """Return a size that gives a scan at most so many voxels."""
     extent = float(np.median(np.ptp(points, axis=0)))
@@ -365,81 +290,3 @@ def fitting_voxel_size(points: np.ndarray, most: int = 7000) -> float:
     while len(np.unique(np.floor(points / size), axis=0)) > most:
         size *= 1.2
     return float(f"{size:.2g}")
-
-
-def labelled(points: np.ndarray, voxel_size: float) -> Scan:
-    """Return a scan with its labels; the half with smaller x is for training.
-
-    Raises:
-        ValueError: one of the halves has no voxel.
-    """
-    x, _ = recipe(voxel_size)(points)
-    first = np.array(x.coords[:, 1])
-    taught = first < (int(np.median(first)) if len(first) else 0)
-    if not taught.any():
-        raise ValueError(
-            "a scan needs voxels at several x, of which one half is taught and the "
-            f"other scored; this one has {len(first)} at one. Use another scan, or a "
-            "smaller voxel size"
-        )
-    return Scan(x, surfaces(x), taught)
-
-
-def turned(x: SparseTensor) -> list[SparseTensor]:
-    """Return the scan turned by quarters about z, and mirrored: the same rows."""
-    batch, a, b, z = mx.split(x.coords, 4, axis=1)
-    sides = [
-        (s * p, t * q) for p, q in ((a, b), (b, a)) for s in (1, -1) for t in (1, -1)
-    ]
-    return [
-        SparseTensor(mx.concatenate([batch, p, q, z], axis=1), x.feats)
-        for p, q in sides
-    ]
-
-
-def untaught() -> SpUNet:
-    """Return the net: two levels of one block each."""
-    return SpUNet(1, len(CLASSES), 32, (32, 64, 64, 32), layers=(1, 1, 1, 1))
-
-
-def teach(
-    net: mlx.nn.Module,
-    scans: Sequence[Scan],
-    steps: int,
-    tell: Callable[[float], None] = lambda loss: None,
-) -> None:
-    """Train a net, on one turned scan in each step; rare classes count more.
-
-    ``tell`` is called with the loss of each step.
-    """
-    shown = []
-    for scan in scans:
-        counts = np.bincount(scan.labels[scan.taught], minlength=len(CLASSES))
-        rare = mx.array((counts.sum() / np.maximum(counts, 1)) ** 0.5)
-        y = mx.array(scan.labels)
-        shown.append((turned(scan.x), y, mx.array(scan.taught) * rare[y]))
-
-    def loss(net, x, y, weights):
-        each = mlx.nn.losses.cross_entropy(net(x).feats, y, reduction="none")
-        return (each * weights).sum() / weights.sum()
-
-    step, optimizer = mlx.nn.value_and_grad(net, loss), optim.Adam(3e-3)
-    net.train()
-    for i in range(steps):
-        sides, y, weights = shown[i % len(shown)]
-        x = sides[i // len(shown) % len(sides)]
-        value, grads = step(net, x, y, weights)
-        optimizer.update(net, grads)
-        mx.eval(net.state, optimizer.state)
-        tell(value.item())
-    net.eval()
-
-
-def right(net: mlx.nn.Module, scans: Sequence[Scan]) -> float:
-    """Return the share of right voxels in the halves that were not trained on."""
-    net.eval()
-    good = [
-        np.array(mx.argmax(net(x).feats, axis=1))[~taught] == labels[~taught]
-        for x, labels, taught in scans
-    ]
-    return float(np.concatenate(good).mean())

@@ -95,7 +95,6 @@ def test_explain_takes_every_fact(options, text, capsys):
         (f"{EXPLAIN} --device m4 --kind submanifold --stride 2", "its stride is 1"),
         (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "got 9 -> 8. Kind"),
         (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
-        ("demo --points a.ply --scans b.ply", "--points has its own scan"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
@@ -174,12 +173,10 @@ def test_demo_calls_the_demo(capsys, monkeypatch):
     assert command("demo", capsys)[0] == 0
     assert command("demo --out folder", capsys)[0] == 0
     assert command("demo --points a.ply --out folder", capsys)[0] == 0
-    assert command("demo --scans a.ply b.ply", capsys)[0] == 0
     assert calls == [
         ("run", {}),
         ("run", {"out": "folder"}),
         ("a.ply", {"out": "folder"}),
-        ("run", {"scans": ["a.ply", "b.ply"]}),
     ]
 
 
