@@ -92,10 +92,9 @@ def busy() -> str | None:
     total, idle = (b - a for a, b in zip(before, _ticks(), strict=True))
     # Without /proc/stat, count the programs that ran in the last minute.
     average = os.getloadavg()[0] / (os.cpu_count() or 1)
-    used = 1 - idle / total if total else average
-    if used < BUSY:
-        return None
-    return f"other programs use {min(used, 1):.0%} of the processors' time"
+    used = min(1 - idle / total if total else average, 1)
+    busy = f"other programs use {used:.0%} of the processors' time"
+    return busy if used >= BUSY else None
 
 
 def _ticks() -> tuple[int, int]:
@@ -209,21 +208,21 @@ class Case:
 def prove(case: Case) -> dict:
     """Compute a case twice and compare; return its entry of the report.
 
-    A matrix kernel also repeats the proof of its first launch. If it fails either,
-    ``select`` refuses it on this machine from then on, else it may run.
+    A matrix kernel also repeats the proof of its first launch. If either fails,
+    ``select`` refuses the kernel on this machine from then on.
     """
     begun, error, wrong = time.perf_counter(), None, None
     proves = case.plan is not None and case.plan.proof is not None
     try:
         wrong = proof.check(case.plan) if proves else None
-        found, expected = case.run(), case.reference
-        if expected is None:
+        results = case.run()
+        if case.reference is None:
             with portable_only():
                 expected = case.run()
                 mx.eval(expected)
         else:
-            expected = expected()
-        compared = [difference(*pair) for pair in zip(found, expected, strict=True)]
+            expected = case.reference()
+        compared = [difference(*pair) for pair in zip(results, expected, strict=True)]
         wrong = wrong or next((why for _, why in compared if why), None)
         error = max((off for off, _ in compared if off is not None), default=None)
     except Exception as raised:  # whatever a compiler or driver raises
@@ -294,7 +293,7 @@ def _reference(problem: Problem) -> mx.array:
 def kernel_cases(device: Device) -> list[Case]:
     """Return a case for each kernel of the device's own, alternating over routes."""
     queues = [
-        list(_cases_of(route, pass_, device))
+        _cases_of(route, pass_, device)
         for route in TABLE
         for pass_ in route.passes
         if route.planner(device.backend, pass_)
@@ -334,8 +333,8 @@ def _identity(plan: Plan) -> tuple:
         kernels = (plan.gpu, plan.add)
         return tuple(k and (k.symbol, k.template, k.defines) for k in kernels)
     p = plan.problem
-    packing = p.bits, p.group_size
-    return plan.kernel, p.dtype, p.layout, *packing, p.c_in, p.c_out, p.groups, p.table
+    sizes = p.bits, p.group_size, p.c_in, p.c_out, p.groups
+    return plan.kernel, p.dtype, p.layout, p.table, *sizes
 
 
 def _problems(pass_: str) -> Iterator[Problem]:
@@ -547,17 +546,21 @@ class Doctor:
 
     def __call__(self) -> Doctor:
         """Prove and time what fits into the seconds; return the doctor itself."""
-        machine = self.report["machine"]
         self.prove()
-        if not machine["on_host"] and not machine["busy"]:
+        if self._is_timed:
             self.time_layers()
-            machine["busy"] = busy()
-        if machine["busy"]:
+            self.report["machine"]["busy"] = busy()
+        if not self._is_timed:
             # Times of a busy machine mislead whoever reads or compares them.
             self.report["layers"] = []
         self.report["unfinished"] = None
         self.report["seconds"] = round(time.perf_counter() - self._begun, 2)
         return self
+
+    @property
+    def _is_timed(self) -> bool:
+        machine = self.report["machine"]
+        return not machine["on_host"] and not machine["busy"]
 
     def _starts(self, part: str, name: str, share: float = 1.0) -> bool:
         """Report what runs next; return whether its share of the seconds is left."""
@@ -583,9 +586,7 @@ class Doctor:
         compiles = self.device.backend == CUDA and cuda_compile.compiles()
         if compiles:
             cuda_geometry.rehearse(3)
-        machine = self.report["machine"]
-        is_timed = not machine["on_host"] and not machine["busy"]
-        share = PROOF_SHARE if is_timed else 1.0
+        share = PROOF_SHARE if self._is_timed else 1.0
         cases = [*operation_cases(), *kernel_cases(self.device)]
         for at, case in enumerate(cases):
             name = f"{case.name} ({case.facts})"
@@ -608,7 +609,7 @@ class Doctor:
             mx.clear_cache()
 
     def _time(self, entry: dict, call: Callable[[], mx.array]) -> mx.array | None:
-        """Time a call and return its result; None, and say why, if it fails."""
+        """Time a call into an entry and return its result; None if it fails."""
         try:
             entry["first_ms"], entry["ms"], y = measured(call)
             return y

@@ -72,15 +72,15 @@ def read_config(folder: Path) -> dict[str, Any]:
         )
     if path.stat().st_size > _CONFIG_BYTES:
         raise CheckpointError(f"{path} is larger than 4 MiB, too large for a config")
-    held = read_object(path)
-    if not isinstance(held.get("model"), str):
+    config = read_object(path)
+    if not isinstance(config.get("model"), str):
         raise CheckpointError(
             f'{path} is no JSON object with the name of a "model" of this package'
         )
     for name in ("arguments", "about", "quantization"):
-        if not isinstance(held.get(name, {}), dict):
+        if not isinstance(config.get(name, {}), dict):
             raise CheckpointError(f'{path}: "{name}" must be an object of names')
-    return held
+    return config
 
 
 def read_weights(folder: Path) -> dict[str, mx.array]:
@@ -90,37 +90,34 @@ def read_weights(folder: Path) -> dict[str, mx.array]:
         raise CheckpointError(f"{folder} has no {WEIGHTS}")
     arrays: dict[str, mx.array] = {}
     for path in files:
-        held = read_safetensors(path)
-        if twice := sorted(arrays.keys() & held.keys()):
+        part = read_safetensors(path)
+        if twice := sorted(arrays.keys() & part.keys()):
             raise CheckpointError(
                 f"{shown(twice[0])} is in {path.name} and in another file of {folder}"
             )
-        arrays |= held
+        arrays |= part
     return arrays
 
 
 def load_weights(model: mlx.nn.Module, folder: Path) -> None:
     """Give a model the weights of a folder; each array must be a parameter's."""
-    arrays = read_weights(folder)
-    wanted = dict(tree_flatten(model.parameters()))
-    wrong = [f"{name} is missing" for name in wanted if name not in arrays]
-    wrong += [f"{shown(name)} is left over" for name in arrays if name not in wanted]
-    wrong += [
-        f"{name} has the shape {tuple(arrays[name].shape)}, expected "
-        f"{tuple(array.shape)}"
-        for name, array in wanted.items()
-        if name in arrays and arrays[name].shape != array.shape
-    ]
-    wrong += [
-        f"{name} is {arrays[name].dtype}, expected {_kind(array)}"
-        for name, array in wanted.items()
-        if name in arrays and _kind(arrays[name]) != _kind(array)
-    ]
+    arrays, parameters = read_weights(folder), dict(tree_flatten(model.parameters()))
+    wrong = [f"{name} is missing" for name in parameters if name not in arrays]
+    for name, array in arrays.items():
+        parameter = parameters.get(name)
+        if parameter is None:
+            wrong.append(f"{shown(name)} is left over")
+        elif array.shape != parameter.shape:
+            wrong.append(
+                f"{name} has the shape {tuple(array.shape)}, expected "
+                f"{tuple(parameter.shape)}"
+            )
+        elif _kind(array) != _kind(parameter):
+            wrong.append(f"{name} is {array.dtype}, expected {_kind(parameter)}")
     if wrong:
-        more = f", and {len(wrong) - 3} more" if len(wrong) > 3 else ""
         raise CheckpointError(
             f"the weights in {folder} do not fit its {CONFIG}: {'; '.join(wrong[:3])}"
-            f"{more}"
+            + f", and {len(wrong) - 3} more" * (len(wrong) > 3)
         )
     model.load_weights(list(arrays.items()))
     nn.tie_scales(model)
@@ -173,49 +170,46 @@ def pack(net: mlx.nn.Module, bits: int, path: str | Path) -> None:
 
 
 def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
-    """Return how a model's layers are packed, or None where none is.
+    """Return how a model's layers are packed, or None if none is.
 
     Returns:
-        bits and group_size of most packed layers, and activations where features are
-        int8 too; ``layers`` for those that have others, and ``float``: the paths of
-        layers that could be packed and are not. Of integer layers also ``arrays``,
-        which not all of them have, ``rounding_errors`` and ``folded``: the paths of
-        norms that are in convolutions.
+        bits and group_size of most packed layers, and activations if features are int8
+        too; ``layers`` for the others, and ``float``: the paths of layers that could be
+        packed and are not. For integer layers also ``arrays``, which not all of them
+        have, ``rounding_errors`` and ``folded``: the paths of norms that are in
+        convolutions.
     """
-    packed, left, folded, errors = {}, [], [], {}
-    for path, module in model.named_modules():
-        if isinstance(module, nn.FoldedNorm):
-            folded.append(path)
-        elif "scales" in module:
-            packed[path] = _packing(module)
-            if module.mode == "integer":
-                errors[path] = module.rounding_error
-        elif hasattr(module, "to_quantized"):
-            left.append(path)
+    modules = dict(model.named_modules())
+    packed = {path: _packing(m) for path, m in modules.items() if "scales" in m}
     if not packed:
         return None
-    each = [json.dumps(packing) for packing in packed.values()]
-    usual = json.loads(max(sorted(set(each)), key=each.count))
-    others = {path: packing for path, packing in packed.items() if packing != usual}
-    found = usual | {"float": sorted(left)} | ({"layers": others} if others else {})
-    errors = {path: error for path, error in errors.items() if error is not None}
-    found |= {"folded": sorted(folded)} if folded else {}
-    return found | ({"rounding_errors": errors} if errors else {})
+    texts = [json.dumps(packing) for packing in packed.values()]
+    usual = json.loads(max(sorted(set(texts)), key=texts.count))
+    errors = {path: getattr(modules[path], "rounding_error", None) for path in packed}
+    able = {path for path, m in modules.items() if hasattr(m, "to_quantized")}
+    optional = {
+        "layers": {path: each for path, each in packed.items() if each != usual},
+        "folded": sorted(
+            path for path, m in modules.items() if isinstance(m, nn.FoldedNorm)
+        ),
+        "rounding_errors": {p: e for p, e in errors.items() if e is not None},
+    }
+    optional = {name: value for name, value in optional.items() if value}
+    return usual | {"float": sorted(able - packed.keys())} | optional
 
 
 def _packing(module: mlx.nn.Module) -> dict[str, Any]:
     """Return the description of one packed layer for a config."""
-    found = {"bits": module.bits, "group_size": module.group_size}
-    if module.mode != "integer":
-        return found
-    has = [name for name in OPTIONAL if name in module]
-    return found | {"activations": 8, "arrays": has}
+    packing = {"bits": module.bits, "group_size": module.group_size}
+    if module.mode == "integer":
+        arrays = [name for name in OPTIONAL if name in module]
+        packing |= {"activations": 8, "arrays": arrays}
+    return packing
 
 
 def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> None:
     """Pack a model's layers as ``described_packing`` says; nothing is computed."""
     left, others = packing.get("float", []), packing.get("layers", {})
-    errors = packing.get("rounding_errors", {})
     if not isinstance(left, list) or not isinstance(others, dict):
         raise CheckpointError(
             'quantization: "float" must be a list of layers and "layers" an object'
@@ -225,67 +219,53 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> N
         raise CheckpointError(
             f"quantization names {shown(unknown[0])}, which is no layer of the model"
         )
+    packings = {path: others.get(path, packing) for path in layers - {*left}}
+    integers = {p: each for p, each in packings.items() if "activations" in each}
+
+    def predicate(path: str, module: mlx.nn.Module) -> bool | dict:
+        floating = path in packings and path not in integers
+        return others.get(path, True) if floating else False
+
     try:
-        if is_integer := _integer_layers(layers - {*left}, packing, others):
-            said = {path: others.get(path, packing) for path in is_integer}
-            _make_integer(model, said, read_weights(folder))
-            _keep_errors(model, errors)
-
-        def predicate(path: str, module: mlx.nn.Module) -> bool | dict:
-            if path not in layers or path in left or path in is_integer:
-                return False
-            return others.get(path, True)
-
-        mlx.nn.quantize(
-            model,
-            packing.get("group_size"),
-            packing.get("bits"),
-            class_predicate=predicate,
-        )
+        if integers:
+            _make_integer(model, integers, read_weights(folder))
+            _set_errors(model, packing.get("rounding_errors", {}))
+        sizes = packing.get("group_size"), packing.get("bits")
+        mlx.nn.quantize(model, *sizes, class_predicate=predicate)
     except (ValueError, TypeError) as error:
         raise CheckpointError(f"quantization: {error}") from None
 
 
-def _integer_layers(
-    layers: set[str], packing: Mapping[str, Any], others: Mapping[str, Any]
-) -> set[str]:
-    """Return the layers whose features are int8, according to a config."""
-    found = {path for path in layers if "activations" in others.get(path, packing)}
-    said = [packing, *(others[path] for path in found if path in others)]
-    wrong = [p["activations"] for p in said if p.get("activations", 8) != 8]
-    if wrong:
-        raise ValueError(f"activations must be 8; got {wrong[0]!r}")
-    return found
-
-
 def _make_integer(
     model: mlx.nn.Module,
-    said: Mapping[str, Mapping[str, Any]],
+    packings: Mapping[str, Mapping[str, Any]],
     arrays: Mapping[str, mx.array],
 ) -> None:
     """Make a model's layers integer as the arrays say; check that the config agrees."""
-    has = {
-        path: packing["arrays"] for path, packing in said.items() if "arrays" in packing
-    }
-    if any(not isinstance(names, list) for names in has.values()):
+    names = {path: p["arrays"] for path, p in packings.items() if "arrays" in p}
+    if any(not isinstance(each, list) for each in names.values()):
         raise ValueError('"arrays" of integer layers must be a list of names')
-    by_row = [path for path, names in has.items() if "input_scale" not in names]
-    made = set(nn.integer_like(model, arrays, by_row=by_row if has else None))
-    if other := sorted(made ^ said.keys()):
+    for packing in packings.values():
+        if packing["activations"] != 8:
+            raise ValueError(f"activations must be 8; got {packing['activations']!r}")
+    by_row = [path for path, each in names.items() if "input_scale" not in each]
+    integers = nn.integer_like(model, arrays, by_row=by_row if names else None)
+    if other := sorted({*integers} ^ packings.keys()):
         raise ValueError(
             f"the config and the arrays differ in whether {other[0]} is an integer "
             "layer"
         )
-    for path, module in model.named_modules():
-        for key, value in _packing(module).items() if path in made else ():
-            if said[path].get(key, value) != value:
+    modules = dict(model.named_modules())
+    for path, packing in packings.items():
+        for key, value in _packing(modules[path]).items():
+            if packing.get(key, value) != value:
                 raise ValueError(
-                    f"of {path} the config says {key} = {said[path][key]}, the arrays "
+                    f"of {path} the config says {key} = {packing[key]}, the arrays "
                     f"{value}"
                 )
 
 
-def _keep_errors(model: mlx.nn.Module, errors: object) -> None:
+def _set_errors(model: mlx.nn.Module, errors: object) -> None:
     if not isinstance(errors, dict):
         raise ValueError('"rounding_errors" must be an object of numbers')
     for path, module in model.named_modules():
@@ -308,47 +288,34 @@ def model_card(
     name, about = config["model"], config.get("about", {})
     licence = about.get("licence", "")
     word = licence.lower().replace(" ", "-")
-    word = word if word in _LICENCES else "other"
     front = ["library_name: mlx", "tags:"]
     front += [f"- {tag}" for tag in ("mlx", "sparse-convolution", "point-cloud")]
-    front += [f"license: {word}"] if licence else []
-    lines = ["---", *front, "---", "", f"# {name}", ""]
-    lines += [f"A sparse 3D net for MLX, written by {NAME} {__version__}.", ""]
-    place = "from mlx_lattice import models"
-    call = f"models.{name}"
+    if licence:
+        front.append(f"license: {word if word in _LICENCES else 'other'}")
+    source, call = "from mlx_lattice import models", f"models.{name}"
     if module is not None:
         module = "your_module" if module == "__main__" else module
-        place = f"from {module} import {name}  # a class of its author, not of {NAME}"
+        source = f"from {module} import {name}  # a class of its author, not of {NAME}"
         call = name
-    lines += ["```python", place, ""]
-    lines += [f'net = {call}.from_pretrained("this folder")', "```", ""]
-    lines += ["| | |", "|---|---|", f"| parameters | {parameters:,} |"]
-    lines += [f"| size | {format_bytes(size)} |"]
-    lines += [
-        f"| {key} | {_cell(value)} |" for key, value in config["arguments"].items()
-    ]
+    rows = {"parameters": f"{parameters:,}", "size": format_bytes(size)}
+    rows |= config["arguments"]
     if packing := config.get("quantization"):
-        bits, group = packing["bits"], packing["group_size"]
-        groups = f", in groups of {group}" if group else ""
-        features = packing.get("activations")
-        groups += f", features of {features} bits" if features else ""
-        lines += [
-            f"| packed | {bits} bits{groups} |",
-            f"| left in float | {_cell(packing['float']) or 'none'} |",
-        ]
-    voxels = about.get("voxels")
-    if voxels:
-        lines += [
-            f"| voxels | {voxels['voxel_size']:g}, in the unit of the points |",
-            f"| features | {_cell(voxels['features'])} |",
-        ]
+        group, features = packing["group_size"], packing.get("activations")
+        packed = f"{packing['bits']} bits" + f", in groups of {group}" * bool(group)
+        packed += f", features of {features} bits" * bool(features)
+        rows |= {"packed": packed, "left in float": packing["float"] or "none"}
+    if voxels := about.get("voxels"):
+        rows["voxels"] = f"{voxels['voxel_size']:g}, in the unit of the points"
+        rows["features"] = voxels["features"]
     if about.get("classes"):
-        lines += [f"| classes | {_cell(about['classes'])} |"]
-    lines += [
-        "",
-        f"Source of the weights: {about.get('source') or 'not said'}.",
-        f"Licence: {licence or 'not said'}.",
-    ]
+        rows["classes"] = about["classes"]
+    lines = ["---", *front, "---", "", f"# {name}", ""]
+    lines += [f"A sparse 3D net for MLX, written by {NAME} {__version__}.", ""]
+    lines += ["```python", source, "", f'net = {call}.from_pretrained("this folder")']
+    lines += ["```", "", "| | |", "|---|---|"]
+    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
+    lines += ["", f"Source of the weights: {about.get('source') or 'not said'}."]
+    lines += [f"Licence: {licence or 'not said'}."]
     return "\n".join(lines) + "\n"
 
 

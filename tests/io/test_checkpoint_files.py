@@ -24,16 +24,6 @@ def test_safetensors(tmp_path):
     assert load_state(path)["w"].tolist() == [[0, 1, 2], [3, 4, 5]]
     with pytest.raises(CheckpointError, match="has no entries, so none called 'net'"):
         load_state(path, "net")
-    for header, data in (
-        ({"w": {"dtype": "F32", "shape": [4], "data_offsets": [0, 16]}}, b"123"),
-        ({"w": {"dtype": "F32", "shape": [-4], "data_offsets": [0, 16]}}, bytes(16)),
-        ({"w": {"dtype": "F32", "shape": [2**40], "data_offsets": [0, 16]}}, bytes(16)),
-        ({"w": 3}, b""),
-    ):
-        text = json.dumps(header).encode()
-        path.write_bytes(struct.pack("<Q", len(text)) + text + data)
-        with pytest.raises(CheckpointError, match="is no safetensors file"):
-            load_state(path)
     path.write_bytes(b"\xff" * 8)
     with pytest.raises(CheckpointError, match="is no safetensors file"):
         load_state(path)

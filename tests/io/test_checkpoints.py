@@ -5,9 +5,8 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from foreign import Net, exported, minkunet_state, numbers, offsets, randomised, scene
+from foreign import Net, exported, numbers, offsets, randomised, scene
 
-from mlx_lattice import models
 from mlx_lattice.io import (
     LIBRARIES,
     CheckpointError,
@@ -131,29 +130,3 @@ def test_a_model_from_each_library(library):
     assert mx.array_equal(
         model.body.layers[1].running_var, source.body.layers[1].running_var
     )
-
-
-def test_minkowski_s_minkunet():
-    source, x = randomised(models.MinkUNet18(3, 5), 0.01), scene(3)
-    state = minkunet_state(source)
-    for name in (
-        "conv0p1s1.kernel",
-        "bn0.bn.running_mean",
-        "conv4p8s2.kernel",
-        "block4.0.downsample.0.kernel",
-        "block4.0.downsample.1.bn.weight",
-        "block8.1.norm2.bn.bias",
-        "convtr4p16s2.kernel",
-        "convtr7p2s2.kernel",
-        "bntr7.bn.running_var",
-        "final.kernel",
-        "final.bias",
-    ):
-        assert name in state
-    model = models.MinkUNet18(3, 5).eval()
-    report = import_checkpoint(
-        {f"module.{name}": array for name, array in state.items()}, model, "minkowski"
-    )
-    assert report.complete
-    y = model(x).feats
-    assert mx.isfinite(y).all() and mx.array_equal(y, source(x).feats)

@@ -210,12 +210,6 @@ def test_what_a_command_ends_with_is_found_missing_first(
     assert f'".[{extra}]"' in err and err.count("needs") == 1
 
 
-def test_it_runs_as_a_module():
-    line = [sys.executable, "-m", "mlx_lattice.cli", "info"]
-    done = subprocess.run(line, capture_output=True, text=True, check=True)
-    assert done.stdout.startswith("mlx_lattice ")
-
-
 # backend_info.
 
 

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from mlx.utils import tree_flatten
 
-import mlx_lattice as ml
 from mlx_lattice import models, nn
 from mlx_lattice.io import CheckpointError
 
@@ -95,17 +94,6 @@ def test_a_read_net_computes_the_same(tmp_path):
     assert mx.array_equal(read.score_points(points), net.score_points(points))
     x, rows = ABOUT.voxels(points)
     assert mx.array_equal(read.score_points(points), net(x).feats[rows])
-
-
-def test_spvcnn_scores_points():
-    net = NETS["SPVCNN"]().eval()
-    net.about = ABOUT
-    points = np.random.default_rng(2).uniform(0, 4, (60, 3))
-    x, rows = ABOUT.voxels(points)
-    cells = x.coords[:, 1:].astype(mx.float32) * 0.5
-    assert mx.array_equal(net.score_points(points), net(cells, x.feats)[rows])
-    net.set_dtype(mx.float16)
-    assert net.score_points(points).dtype == mx.float16
 
 
 def test_copies_can_be_written(tmp_path):
@@ -398,7 +386,3 @@ def test_the_hub_is_an_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     with pytest.raises(ImportError, match=r"huggingface_hub is needed; .*\[hub\]"):
         models.from_pretrained("someone/spunet")
-
-
-def test_the_hub_is_not_imported_with_the_package():
-    assert ml.models.SpUNet and "huggingface_hub" not in sys.modules

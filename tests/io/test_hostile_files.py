@@ -85,7 +85,7 @@ def value(source: random.Random) -> bytes:
     )
 
 
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_programs(tmp_path, monkeypatch, seed):
     monkeypatch.chdir(tmp_path)
     source, loaded = random.Random(seed), 0
@@ -104,11 +104,11 @@ def test_random_programs(tmp_path, monkeypatch, seed):
 def archives() -> list[bytes]:
     return [
         checkpoint({"w": tensor((12,), (1,))}),
-        *((DATA / f"torch_{name}.pt").read_bytes() for name in ("state", "training")),
+        *((DATA / f"torch_{name}.pt").read_bytes() for name in ("state", "legacy")),
     ]
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_random_changes_of_an_archive(tmp_path, seed):
     """Anywhere, and most of all where the zip says what is where."""
     source, loaded = random.Random(seed), 0

@@ -17,7 +17,6 @@ from training import every_parameter_gets_a_gradient, lowers_the_loss
 import mlx_lattice as ml
 from mlx_lattice import io, models, nn
 from mlx_lattice.models.trellis2 import ConvNeXtBlock, UpBlock
-from mlx_lattice.routes.launch import observe
 
 
 def decoder(seed=0, **options):
@@ -210,17 +209,6 @@ def test_every_parameter_gets_a_gradient():
     every_parameter_gets_a_gradient(net, objective, latents())
 
 
-def test_gradient_is_the_slope():
-    net, x = decoder(), latents(n=12)
-    masks = [s.feats > 0 for s in net(x, return_subdivisions=True)[1]]
-    direction = mx.array(cases.features(len(x), LATENT, 7))
-    at = lambda t: loss(net, x.replace(x.feats + t * direction), subdivisions=masks)  # noqa: E731
-    slope = mx.grad(at)(mx.array(0.0)).item()
-    step = 1e-2
-    expected = (at(mx.array(step)) - at(mx.array(-step))).item() / (2 * step)
-    assert slope == pytest.approx(expected, rel=3e-2)
-
-
 @pytest.mark.parametrize("dtype", ("float32", "float16"))
 @pytest.mark.parametrize("rows", ("empty", "one"))
 def test_few_rows(rows, dtype):
@@ -273,31 +261,13 @@ def test_the_other_elements_of_a_batch_do_not_matter():
     ref.assert_close(alone.feats, np.array(y.feats)[mine])
 
 
-def test_saves_traces_and_quantises(tmp_path):
+def test_saves_and_quantises(tmp_path):
     net, x = decoder(), latents()
     path = str(tmp_path / "net.safetensors")
     net.save_weights(path)
     other = decoder(1)
     other.load_weights(path, strict=True)
     assert mx.array_equal(other(x).feats, net(x).feats).item()
-    with ml.trace(net) as t:
-        mx.eval(net(x).feats)
-    linear = {n for n, m in net.named_modules() if isinstance(m, mlx.nn.Linear)}
-    assert [record.layer for record in t if record.layer not in linear] == [
-        "blocks.0.0.conv",
-        "blocks.0.1.conv1",
-        "blocks.0.1.conv2",
-        "blocks.1.0.conv",
-        "blocks.1.1.conv",
-        "blocks.1.2.conv1",
-        "blocks.1.2.conv2",
-    ]
-    seen = []
-    with observe(seen.append):
-        mx.eval(mlx.nn.value_and_grad(net, loss)(net, x))
-    convs = {id(m) for _, m in net.named_modules() if isinstance(m, nn.SubmConv3d)}
-    seen = [s for s in seen if not isinstance(s.scope, mlx.nn.Linear)]
-    assert {id(launch.scope) for launch in seen} == convs
     wide = models.SparseVAEDecoder(OUT, (64, 32), 32, (1, 0))
     linear = lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0  # noqa: E731
     mlx.nn.quantize(wide, group_size=32, bits=8, class_predicate=linear)

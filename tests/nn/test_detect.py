@@ -120,15 +120,6 @@ def test_a_centre_that_is_no_place(scan, folder, capsys):
     assert "centre must be finite" in said
 
 
-def test_points_that_are_not_finite_are_counted(scan, folder, tmp_path, capsys):
-    points = np.fromfile(scan, "<f4").reshape(-1, 4)
-    points[::7, 1] = np.nan
-    points.tofile(scan)
-    given = ["detect", str(scan), "--model", str(folder), "--out", str(tmp_path)]
-    assert cli.main(given) == 0
-    assert "scan.bin: 100 points left out" in capsys.readouterr().out
-
-
 def test_a_map_projection(scan, folder, tmp_path):
     """A scan around 0, and the same one where a map has it, as doubles."""
     points = read_points(scan).points.astype(np.float64)

@@ -257,30 +257,6 @@ def test_any_axis_upwards_without_a_mirror(up):
     assert turned["xyz".index(up[-1]), 2] == (-1 if up[0] == "-" else 1)
 
 
-@pytest.mark.parametrize(
-    ("columns", "said"),
-    (
-        ({"x": np.zeros(3), "y": np.zeros(2)}, "with one P; got"),
-        ({"x": np.zeros((3, 1))}, "must be"),
-        ({"x": np.zeros(3, np.int64)}, "x is int64, which PLY does not have"),
-    ),
-)
-def test_tables_that_are_no_ply(columns, said, tmp_path):
-    with pytest.raises(ValueError, match=said):
-        write_ply(tmp_path / "a.ply", columns)
-
-
-def test_every_type_of_ply(tmp_path):
-    kinds = ("f4", "f8", "u1", "u2", "u4", "i1", "i2", "i4")
-    columns = {axis: np.arange(3, dtype="f4") for axis in "xyz"}
-    columns |= {kind: np.arange(3, dtype=kind) for kind in kinds}
-    write_ply(tmp_path / "a.ply", columns)
-    read = read_points(tmp_path / "a.ply")
-    for kind in kinds:
-        assert read.attributes[kind].dtype == kind
-        assert read.attributes[kind].tolist() == [0, 1, 2]
-
-
 def test_dots_lie_on_one_another_in_order():
     """The last point at a place is seen; what lies outside of the corners is not."""
     flat = np.array([[0, 0], [0, 0], [2, 1], [9, 9]], float)

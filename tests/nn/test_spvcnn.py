@@ -16,7 +16,6 @@ from training import every_parameter_gets_a_gradient, lowers_the_loss
 
 import mlx_lattice as ml
 from mlx_lattice import io, models
-from mlx_lattice.routes.launch import observe
 
 PLANES = (4, 4, 6, 8, 8, 8, 6, 6, 4)
 VOXEL = 0.5
@@ -200,7 +199,7 @@ def test_published_names(tmp_path):
     assert size == pytest.approx(21.8e6, rel=0.01)
 
 
-def test_saves_traces_and_quantises(tmp_path):
+def test_saves_and_quantises(tmp_path):
     made, data = net().eval(), cloud()
     path = str(tmp_path / "net.safetensors")
     made.save_weights(path)
@@ -208,19 +207,6 @@ def test_saves_traces_and_quantises(tmp_path):
     other.load_weights(path, strict=True)
     y = made(*data)
     assert mx.array_equal(other(*data), y).item()
-    with ml.trace(made) as t:
-        mx.eval(made(*data))
-    layers = [record.layer for record in t]
-    assert layers[0] == "stem.layers.0.conv"
-    assert "encoder.1.blocks.layers.0.shortcut.conv" in layers
-    assert "decoder.3.blocks.layers.0.conv2.conv" in layers
-    seen = []
-    loss = lambda made, *data: made(*data).square().sum()  # noqa: E731
-    with observe(seen.append):
-        mx.eval(mlx.nn.value_and_grad(made, loss)(made, *data))
-    convs = {id(m) for _, m in made.named_modules() if hasattr(m, "kernel_size")}
-    seen = [s for s in seen if not isinstance(s.scope, mlx.nn.Linear)]
-    assert {id(launch.scope) for launch in seen} == convs
     linear = lambda _, m: hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0  # noqa: E731
     wide = net(planes=(32,) * 9).eval()
     mlx.nn.quantize(wide, group_size=32, bits=8, class_predicate=linear)

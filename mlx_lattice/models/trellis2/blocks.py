@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
@@ -416,13 +416,25 @@ class DownBlock(nn.Module):
         return self.conv2(self.norm2(y, activation="silu")) + skip
 
 
-def check_stages(model_channels: Sequence[int], num_blocks: Sequence[int]) -> None:
-    """Raise unless a net's stages have both widths and numbers of blocks."""
+def stages(
+    model_channels: Sequence[int],
+    num_blocks: Sequence[int],
+    mlp_ratio: float,
+    step: Callable[[int, int], nn.Module],
+) -> list[list[nn.Module]]:
+    """Return stages of ConvNeXt blocks, each but the last followed by a step."""
     if len(model_channels) != len(num_blocks) or min(num_blocks, default=-1) < 0:
         raise ValueError(
             "model_channels and num_blocks have one entry for each stage, of 1 or "
             f"more and 0 or more; got {model_channels} and {num_blocks}"
         )
+    blocks = [
+        [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
+        for width, count in zip(model_channels, num_blocks, strict=True)
+    ]
+    for stage, *sizes in zip(blocks, model_channels, model_channels[1:], strict=False):
+        stage.append(step(*sizes))
+    return blocks
 
 
 def posterior(mean: mx.array, log_variance: mx.array, sample: bool) -> mx.array:

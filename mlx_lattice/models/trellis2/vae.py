@@ -22,6 +22,7 @@ on the CPU.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn
@@ -35,14 +36,13 @@ from ...routes import launch
 from ...tensor import SparseTensor, align, expect_tensor
 from .blocks import (
     CELLS,
-    ConvNeXtBlock,
     DownBlock,
     Trellis2Net,
     UpBlock,
     cast_layers,
-    check_stages,
     dtype_of,
     posterior,
+    stages,
     torso_dtype,
     zero,
 )
@@ -225,16 +225,9 @@ class SparseStructureEncoder(StructureNet):
 class SparseStructureDecoder(StructureNet):
     """Residual blocks on a dense grid, which is doubled between stages.
 
-    The defaults are TRELLIS's, which TRELLIS.2 uses too.
-
-    Args:
-        out_channels (int): The number of output channels. Default: ``1``.
-        latent_channels (int): The number of input channels. Default: ``8``.
-        num_res_blocks (int): The blocks of each stage. Default: ``2``.
-        channels (tuple): The channels of each stage. Default: ``(512, 128, 32)``.
-        num_res_blocks_middle (int): The blocks before the stages. Default: ``2``.
-        dtype (mx.Dtype): The dtype of the stages' convolutions.
-            Default: ``mx.float32``.
+    Arguments are those of ``SparseStructureEncoder``, but ``out_channels`` are the
+    output's and ``latent_channels`` the input's; the middle blocks are the first. The
+    defaults are TRELLIS's, which TRELLIS.2 uses too.
     """
 
     def __init__(
@@ -328,17 +321,11 @@ class SparseVAEDecoder(Trellis2Net):
         dtype: mx.Dtype = mx.float32,
     ):
         super().__init__()
-        check_stages(model_channels, num_blocks)
         self.voxel_margin = real(voxel_margin, "voxel_margin", 0)
         dtype_name(dtype)
         self.from_latent = nn.Linear(latent_channels, model_channels[0])
-        self.blocks = []
-        for at, count in enumerate(num_blocks):
-            width = model_channels[at]
-            stage = [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
-            if at + 1 < len(model_channels):
-                stage.append(UpBlock(width, model_channels[at + 1], pred_subdiv))
-            self.blocks.append(stage)
+        step = partial(UpBlock, pred_subdiv=pred_subdiv)
+        self.blocks = stages(model_channels, num_blocks, mlp_ratio, step)
         self.output_layer = nn.Linear(model_channels[-1], out_channels)
         self.pred_subdiv = pred_subdiv
         if dtype != mx.float32:
@@ -389,10 +376,8 @@ class SparseVAEDecoder(Trellis2Net):
                     f"{name} must have {ups} entries, one for each up-sampling; got "
                     f"{len(given)}"
                 )
-        if return_subdivisions and not self.pred_subdiv:
-            raise ValueError(
-                "a decoder with pred_subdiv=False predicts no subdivisions"
-            )
+        if return_subdivisions:
+            self._expect_prediction()
         prepare_scan(self, x, **cells)
         y, predicted = self.from_latent(x), []
         outer = y.dtype
@@ -418,6 +403,12 @@ class SparseVAEDecoder(Trellis2Net):
         )
         return (y, predicted) if return_subdivisions else y
 
+    def _expect_prediction(self) -> None:
+        if not self.pred_subdiv:
+            raise ValueError(
+                "a decoder with pred_subdiv=False predicts no subdivisions"
+            )
+
     def upsample(self, x: SparseTensor, times: int) -> mx.array:
         """Return the cells that latents become, without features.
 
@@ -433,10 +424,7 @@ class SparseVAEDecoder(Trellis2Net):
         """
         expect_tensor(x)
         ups = len(self.blocks) - 1
-        if not self.pred_subdiv:
-            raise ValueError(
-                "a decoder with pred_subdiv=False predicts no subdivisions"
-            )
+        self._expect_prediction()
         if not 0 <= times <= ups:
             raise ValueError(f"times must be 0 to {ups}; got {times}")
         if times == 0:
@@ -509,16 +497,9 @@ class SparseVAEEncoder(Trellis2Net):
         dtype: mx.Dtype = mx.float32,
     ):
         super().__init__()
-        check_stages(model_channels, num_blocks)
         dtype_name(dtype)
         self.input_layer = nn.Linear(in_channels, model_channels[0])
-        self.blocks = []
-        for at, count in enumerate(num_blocks):
-            width = model_channels[at]
-            stage = [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
-            if at + 1 < len(model_channels):
-                stage.append(DownBlock(width, model_channels[at + 1]))
-            self.blocks.append(stage)
+        self.blocks = stages(model_channels, num_blocks, mlp_ratio, DownBlock)
         self.to_latent = nn.Linear(model_channels[-1], 2 * latent_channels)
         if dtype != mx.float32:
             cast_layers(self.blocks, dtype)
