@@ -428,12 +428,12 @@ def stages(
             "model_channels and num_blocks have one entry for each stage, of 1 or "
             f"more and 0 or more; got {model_channels} and {num_blocks}"
         )
-    blocks = [
-        [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
-        for width, count in zip(model_channels, num_blocks, strict=True)
-    ]
-    for stage, *sizes in zip(blocks, model_channels, model_channels[1:], strict=False):
-        stage.append(step(*sizes))
+    blocks = []
+    for at, (width, count) in enumerate(zip(model_channels, num_blocks, strict=True)):
+        stage = [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]
+        if at + 1 < len(model_channels):
+            stage.append(step(width, model_channels[at + 1]))
+        blocks.append(stage)
     return blocks
 
 
