@@ -44,7 +44,7 @@ def assert_gradients(loss, parameters, grads, entries=6, tolerance=2e-4, seed=4)
             assert abs(grad[at] - expected) <= tolerance * largest, (name, at)
 
 
-def assert_slope(net, loss, step=1e-3, tolerance=2e-2) -> None:
+def assert_slope(net, loss, step=3e-4, tolerance=2e-2) -> None:
     """Compare the slope of ``loss(net)`` along one direction of all parameters."""
     start = net.trainable_parameters()
     _, grads = mlx.nn.value_and_grad(net, loss)(net)

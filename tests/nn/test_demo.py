@@ -45,7 +45,7 @@ def test_few_digits(tmp_path, monkeypatch, capsys):
 @pytest.mark.native
 def test_surfaces_of_a_scan_in_integers():
     """As right as the demo's table promises, on a real scan if one is there."""
-    points = surfaces.room(1500)
+    points = surfaces.room()
     if SCAN.exists():
         points = np.asarray(read_points(SCAN).points, np.float32)
     size = demo.fitting_voxel_size(points, 3000)
