@@ -267,7 +267,9 @@ def _pack(
     def packed(path: str, weight: mx.array) -> mlx.nn.Module:
         layer = layers.pop(path)
         layer.weight = weight
-        return layer.to_quantized(**packing)
+        twin = layer.to_quantized(**packing)
+        del layer["weight"]  # its memory goes when the twin is evaluated
+        return twin
 
     return {
         f"{path}.weight": partial(packed, path)
