@@ -27,7 +27,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices, io
 from mlx_lattice.models import ptv3
 from mlx_lattice.ops import attention
-from mlx_lattice.ops.groups import PADDING
+from mlx_lattice.ops.attention_calls import PADDING
 
 SIZES = (900, 1_400, 2_600, 3_100, 4_362, 6_000, 9_500, 12_000)  # rows of elements
 # Patches of 1 024: rows, heads of 16 channels; and a TRELLIS.2 block's heads of 128.

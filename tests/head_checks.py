@@ -8,7 +8,7 @@ import reference as ref
 from conftest import mappable
 from contractions import exact
 
-from mlx_lattice.ops.heads import turned_head, turned_heads
+from mlx_lattice.ops.attention import turned_head, turned_heads
 
 # Rows, heads, channels: one of each, several blocks, lanes without channels, and such
 # as no kernel takes.

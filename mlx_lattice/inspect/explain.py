@@ -20,7 +20,7 @@ from ..backends import portable_only
 from ..devices import CPU, Device
 from ..epilogue import finished
 from ..ops import convolution, observed
-from ..ops.fused_attention import Call
+from ..ops.attention_calls import Call
 from ..ops.observed import COMPOSED, Attended
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from ..routes import launch, measure

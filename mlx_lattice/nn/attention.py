@@ -14,8 +14,8 @@ from .. import ops
 from ..checks import flag, heads_of, one_of, real, whole
 from ..geometry.curves import CURVES
 from ..kernel_spec import IntOrTuple
-from ..ops.groups import biases
-from ..ops.heads import angles, check_rotary, turned_head, turned_heads
+from ..ops.attention import angles, check_rotary, turned_head, turned_heads
+from ..ops.attention_calls import biases
 from ..ops.observed import inside
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .fused import in_order

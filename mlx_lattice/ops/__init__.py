@@ -12,8 +12,6 @@ from . import (
     convolution,
     coordinates,
     dual_grid,
-    groups,
-    heads,
     interpolation,
     neighbours,
     norm,
@@ -26,8 +24,6 @@ from .channels import *
 from .convolution import *
 from .coordinates import *
 from .dual_grid import *
-from .groups import *
-from .heads import *
 from .interpolation import *
 from .neighbours import *
 from .norm import *
@@ -62,7 +58,7 @@ if TYPE_CHECKING:  # type checkers do not see the loop
 
 _FILES = (
     activation, attention, boxes, channels, convolution, coordinates, dual_grid,
-    groups, heads, interpolation, neighbours, norm, pool,
+    interpolation, neighbours, norm, pool,
 )  # fmt: skip
 __all__ = [*(name for file in _FILES for name in file.__all__), *_NUMBERED]
 

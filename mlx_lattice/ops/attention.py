@@ -1,61 +1,70 @@
 """Attention: among rows in windows, along a curve or of whole batch elements; and to
-sequences, one a batch element.
+sequences, one for each batch element.
 
-Rows are grouped once for each coordinate set. The CPU's kernel takes groups of any
-length as they are. Elsewhere groups of like size are padded to the largest of them and
-attended in one call of ``mx.fast.scaled_dot_product_attention``.
+Rows are grouped once for each coordinate set. ``attention_calls`` has the groups and
+the kernels.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cached_property, partial
+from itertools import accumulate
 from math import prod
-from typing import NamedTuple
 
 import mlx.core as mx
 
 from .. import registry, sync
-from ..checks import INT32_LIMIT, arrays_of, dtype_name, real, whole
+from ..backends.gpu.attention import GpuHeads, extents_of
+from ..channel_kernels import column_sums
+from ..checks import INT32_LIMIT, array_of, arrays_of, dtype_name, real, whole
 from ..devices import CPU
-from ..geometry import lattice
-from ..geometry.curves import check_curve
+from ..geometry import curves, lattice
 from ..geometry.lattice import running_sums
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from ..transformations import zeros_of
+from ..transformations import of_kernels, zeros_of
 from . import observed
-from .fused_attention import Call, attend, by_kernel, holds_no_scores, pieces, told
-from .groups import (
+from .attention_calls import (
     EXACT,
     PADDING,
-    SCORES,
     SHARE,
     Bucket,
     Groups,
+    Heads,
     Padding,
     RelativeBias,
-    check_table,
+    attend_bucket,
+    by_kernel,
+    call_sizes,
+    composed,
     cut,
-    filled,
-    of_groups,
-    patches,
+    groups_of,
+    report_calls,
+    separate,
 )
-from .heads import check_dtypes, heads_fit
-from .observed import COMPOSED, SDPA, Tell, attention_teller
+from .observed import COMPOSED, SDPA, Attended, attention_record
 from .pool import BatchRows, batch_rows
 
 __all__ = [
-    "cross_attention", "full_attention", "serialized_attention", "to_sequences",
-    "window_attention",
+    "cross_attention", "curve_code", "curve_order", "full_attention", "rotary",
+    "serialized_attention", "to_sequences", "window_attention",
 ]  # fmt: skip
 
 
 LAST_PATCHES = ("short", "fill")
-RULES = {"serialized": "patches", "filled": "patches"}  # as a trace has them
-BIASED_SCORES = 1 << 24  # of a call with a bias, as SCORES
+RULES = {"serialized": "patches", "filled": "patches"}  # names in a trace
+PAIRS = ("neighbours", "halves")
+EPS = 1e-12  # added to the mean square of a head
+# Padding that takes less time than a call.
+FREE_ROWS = 16
+
+
+# Attention among rows
 
 
 def full_attention(
@@ -86,14 +95,14 @@ def window_attention(
     """Attend among the rows of one window ``floor((coordinate + shift) / window)``.
 
     No row sees another batch element or another window. The windows of a coordinate
-    set are worked out once and live as long as the set; only that reads sizes. Where
-    the CPU's kernel serves, a row's bits depend on its window alone; elsewhere windows
-    of like size share a call, padded (``ops.observed.Attended`` counts how much).
+    set are computed once and live as long as the set; only that reads sizes. With the
+    CPU's kernel a row's bits depend on its window alone. Elsewhere windows of like
+    size share a call, padded; ``ml.trace`` counts how much.
 
     Args:
         q: (N, heads, D) queries; or (N, 3, heads, D), queries, keys and values, with
-            None for ``k`` and ``v``: what is moved is then moved at once, and so is
-            its gradient.
+            None for ``k`` and ``v``: all three are then moved at once, and so is their
+            gradient.
         k: (N, kv_heads, D) keys; ``kv_heads`` divides ``heads``.
         v: (N, kv_heads, D_v) values.
         like: the tensor whose N rows these are; its features do not matter.
@@ -135,22 +144,22 @@ def serialized_attention(
     of ``window_attention``.
 
     Args:
-        q, k, v, like, scale: as there.
+        q, k, v, like, scale: as of ``window_attention``.
         patch: rows of a patch.
         order: the curve, as for ``curve_order``.
         shift: the first patch has this many rows fewer.
-        last_patch: what becomes of an element's last r rows, fewer than a patch:
-            "short", they attend among themselves; "fill", they see what is in slots r
+        last_patch: what happens to an element's last r rows, fewer than a patch:
+            "short", they attend among themselves; "fill", they see the rows in slots r
             to ``patch - 1`` of the patch before too (Point Transformer V3). An element
             of fewer rows than a patch is one short patch in either case.
         bits: of the curve, as for ``curve_order``.
-        table: (axes * (2 * bound + 1), heads) floating, added to the scores: of each
+        table: (axes * (2 * bound + 1), heads) floating, added to the scores: for each
             axis the entry of the query's cell minus the key's, from ``-bound`` on and
             no further than the bound (Point Transformer V3's relative positions). Such
-            scores are computed by MLX operations and held, float32, a part at a time.
+            scores are computed in float32 by MLX operations, a part at a time.
     """
     expect_tensor(like, "like", flags=True)
-    check_curve(order, like.dims)
+    curves.check_curve(order, like.dims)
     if last_patch not in LAST_PATCHES:
         raise ValueError(
             f"last_patch must be one of {LAST_PATCHES}; got {last_patch!r}"
@@ -174,167 +183,60 @@ def _attend(
     q, k, v, like: SparseTensor, rule: tuple, scale: float | None, table=None
 ) -> mx.array:
     q, k, v, table = arrays_of(q=q, k=k, v=v, table=table)
-    given = (q,) if k is None and v is None else (q, k, v)
-    _check(given, like)
-    heads = Heads.of(given)
+    arrays = (q,) if k is None and v is None else (q, k, v)
+    _check(arrays, like)
+    heads = Heads.of(arrays)
     if table is not None:
-        check_table(table, like.dims, heads.queries)
+        _check_table(table, like.dims, heads.queries)
     if len(like) == 0:
-        return zeros_of(given, (0, heads.queries, heads.values), q.dtype)
+        return zeros_of(arrays, (0, heads.queries, heads.values), q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else real(scale, "scale")
-    if table is not None:
-        groups = _groups(like, rule, PADDING[launch.device().backend])
-        bias = RelativeBias(table, like.coordinate_set, groups)
-        tell = _teller(heads, given, rule, groups, registry.MLX, COMPOSED)
-        calls = (_calls(b, heads, q.dtype, True) for b in groups.buckets)
-        tell("forward", sum(calls))
-        return composed(given, groups, scale, bias)
-    if registry.serving() == CPU:
-        groups = _groups(like, rule, EXACT)
+    on_cpu = table is None and registry.serving() == CPU
+    padding = EXACT if on_cpu else PADDING[launch.device().backend]
+    groups = _groups(like, rule, padding)
+    kernel = "attention" if on_cpu else SDPA if table is None else COMPOSED
+    record = attention_record(
+        (len(like), heads.queries, heads.channels),
+        q.dtype,
+        RULES.get(rule[0], rule[0]),
+        sum(bucket.groups for bucket in groups.buckets),
+        (groups.pairs, groups.padded_pairs),
+        CPU if on_cpu else registry.MLX,
+        kernel,
+    )
+    if on_cpu:
         return by_kernel(
-            *_apart(given, 1),
+            *separate(arrays, 1),
             (groups.row, groups.starts, groups.queries),
             scale,
             gather=groups.gather,
             again=lambda *arrays: composed(arrays, groups, scale),
-            tell=_teller(heads, given, rule, groups, CPU, "attention"),
+            record=record,
         )
-    groups = _groups(like, rule, PADDING[launch.device().backend])
-    tell = _teller(heads, given, rule, groups, registry.MLX, SDPA)
-    _tell(tell, heads, given, groups)
-    return composed(given, groups, scale)
+    if table is None:
+        report_calls(record, groups.buckets, heads, groups.masks)
+        return composed(arrays, groups, scale)
+    if record is not None:
+        sizes = [call_sizes(b, heads, q.dtype, True) for b in groups.buckets]
+        calls = sum(
+            -(-bucket.groups // step) * -(-bucket.queries // rows)
+            for bucket, (step, rows) in zip(groups.buckets, sizes, strict=True)
+        )
+        observed.attention.tell(replace(record, calls=calls))
+    bias = RelativeBias(table, like.coordinate_set, groups)
+    return composed(arrays, groups, scale, bias)
 
 
-class Heads(NamedTuple):
-    """The heads of queries, and of keys and values; the channels of each."""
-
-    queries: int
-    keys: int
-    channels: int
-    values: int
-
-    @classmethod
-    def of(cls, given: tuple[mx.array, ...]) -> Heads:
-        """Describe what ``composed`` takes."""
-        q, k, v = (a.shape[-2:] for a in (given if len(given) == 3 else 3 * given))
-        return cls(q[0], k[0], q[1], v[1])
-
-
-def _apart(given: tuple[mx.array, ...], axis: int) -> Sequence[mx.array]:
-    """Return queries, keys and values of what ``composed`` takes."""
-    if len(given) == 3:
-        return given
-    return [a.squeeze(axis) for a in mx.split(given[0], 3, axis=axis)]
-
-
-def _tell(tell: Tell, heads: Heads, given, groups: Groups) -> None:
-    """Tell observers of a forward pass, and which of its calls MLX fuses."""
-    if not observed.attention:
-        return
-    forms = []
-    for bucket in groups.buckets:
-        step, rows = _steps(bucket, heads, given[0].dtype)
-        sizes = min(step, bucket.groups), *heads[:2], min(rows, bucket.queries)
-        channels = bucket.length, *heads[2:]
-        call = Call(*sizes, *channels, given[0].dtype, not bucket.full)
-        forms.append((_calls(bucket, heads, given[0].dtype), call))
-    tell("forward", *told(forms))
-
-
-def _teller(
-    heads: Heads, given, rule: tuple, groups: Groups, backend: str, kernel: str
-) -> Tell:
-    name, count = RULES.get(rule[0], rule[0]), sum(b.groups for b in groups.buckets)
-    pairs, shape = (groups.pairs, groups.padded_pairs), (len(given[0]), heads.queries)
-    shape = *shape, heads.channels
-    return attention_teller(shape, given[0].dtype, name, count, pairs, backend, kernel)
-
-
-def composed(
-    given: tuple[mx.array, ...],
-    groups: Groups,
-    scale: float,
-    bias: RelativeBias | None = None,
-) -> mx.array:
-    """Attend a bucket at a time, in MLX operations that differentiate to any order.
-
-    ``given``: (N, heads, D) queries, keys, values; or all in one (N, 3, heads, D).
-    """
-    outputs, start, q = [], 0, given[0]
-    slots = zip(*(groups.slots(a) for a in given), strict=True)
-    for bucket, mask, parts in zip(groups.buckets, groups.masks, slots, strict=True):
-        end = start + bucket.groups * bucket.length
-        shape = bucket.groups, bucket.length
-        some = None if bias is None else bias.between(start, end, shape)
-        outputs += _scaled(bucket, _apart(parts, 2), mask, scale, some)
-        start = end
-    y = outputs[0] if len(outputs) == 1 else mx.concatenate(outputs)
-    return groups.collect(y).reshape(len(q), q.shape[-2], -1)
-
-
-def _steps(
-    bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False
-) -> tuple[int, int]:
-    if not biased and holds_no_scores(
-        launch.device(), heads.channels, heads.values, dtype
-    ):
-        return bucket.groups, bucket.queries
-    most, count = BIASED_SCORES if biased else SCORES, heads.queries
-    rows = max(1, min(bucket.queries, most // (count * bucket.length)))
-    return max(1, most // (count * bucket.queries * bucket.length)), rows
-
-
-def _calls(bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False) -> int:
-    step, rows = _steps(bucket, heads, dtype, biased)
-    return -(-bucket.groups // step) * -(-bucket.queries // rows)
-
-
-def _scaled(
-    bucket: Bucket,
-    parts: Sequence[mx.array],
-    mask: mx.array | None,
-    scale: float,
-    bias: Callable[[slice, slice], mx.array] | None,
-):
-    """Yield (results, heads * D_v) of a bucket, a bounded part at a time."""
-    step, rows = _steps(bucket, Heads.of(parts), parts[0].dtype, bias is not None)
-    cut = [pieces(part.transpose(0, 2, 1, 3), step, 0) for part in parts]
-    cut.append([None] * len(cut[0]) if mask is None else pieces(mask, step, 0))
-    for i, (q, k, v, keys) in enumerate(zip(*cut, strict=True)):
-        some, made = slice(i * step, (i + 1) * step), []
-        for at, own in enumerate(pieces(q, rows, 2, bucket.queries)):
-            if bias is None:
-                made.append(attend(own, k, v, scale, keys))
-                continue
-            asked = slice(at * rows, at * rows + own.shape[2])
-            made.append(_biased(own, k, v, scale, keys, bias(some, asked)))
-        y = made[0] if len(made) == 1 else mx.concatenate(made, axis=2)
-        yield y.transpose(0, 2, 1, 3).reshape(-1, y.shape[1] * y.shape[3])
-
-
-def _biased(q, k, v, scale: float, mask: mx.array | None, bias: mx.array) -> mx.array:
-    """Attend with a bias of the scores, which has a gradient too; float32 inside."""
-    repeats = q.shape[1] // k.shape[1]
-    if repeats > 1:
-        k, v = (mx.repeat(a, repeats, axis=1) for a in (k, v))
-    wide = q.astype(mx.float32) * scale
-    scores = wide @ k.astype(mx.float32).swapaxes(-1, -2) + bias
-    if mask is not None:
-        scores = mx.where(mask, scores, -mx.inf)
-    return mx.softmax(scores, axis=-1).astype(v.dtype) @ v
-
-
-def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
+def _check(arrays: tuple[mx.array, ...], like: SparseTensor) -> None:
     expect_tensor(like, "like", flags=True)
-    for a in given:
-        if a is None:
-            raise TypeError(
-                "q, k and v must be arrays, or q one of all three and k and v None; "
-                "got None"
-            )
+    if any(a is None for a in arrays):
+        raise TypeError(
+            "q, k and v must be arrays, or q one of all three and k and v None; "
+            "got None"
+        )
     n = len(like)
-    if len(given) == 1:
-        (q,) = given
+    if len(arrays) == 1:
+        (q,) = arrays
         if q.ndim != 4 or q.shape[:2] != (n, 3) or not min(q.shape[2:]):
             raise ValueError(
                 f"queries, keys and values in one array must have shape ({n}, 3, "
@@ -342,58 +244,264 @@ def _check(given: tuple[mx.array, ...], like: SparseTensor) -> None:
             )
         dtype_name(q.dtype)
         return
-    q, k, v = given
-    fits = all(a.ndim == 3 and a.shape[0] == n for a in given)
-    if not fits or not heads_fit(q, k, v):
+    fits = all(a.ndim == 3 and a.shape[0] == n for a in arrays)
+    _check_heads(
+        arrays, fits, f"({n}, heads, D), ({n}, kv_heads, D) and ({n}, kv_heads, D_v)"
+    )
+
+
+def _check_heads(arrays: Sequence[mx.array], fits: bool, shapes: str) -> None:
+    """Raise unless queries, keys and values fit, are floating and of one dtype."""
+    q, k, v = arrays
+    if fits:
+        heads = Heads.of(arrays)
+        fits = min(heads[:3]) > 0 and heads.queries % heads.keys == 0
+        fits = fits and k.shape[-1] == heads.channels and v.shape[-2] == heads.keys
+    if not fits:
         raise ValueError(
-            f"q, k and v must have shapes ({n}, heads, D), ({n}, kv_heads, D) and "
-            f"({n}, kv_heads, D_v), kv_heads a divisor of heads; got "
+            f"q, k and v must have shapes {shapes}, kv_heads a divisor of heads; got "
             f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
         )
-    check_dtypes(q, k, v)
+    if not q.dtype == k.dtype == v.dtype:
+        raise TypeError(
+            f"q, k and v must have one dtype; got {q.dtype}, {k.dtype} and {v.dtype}"
+        )
+    dtype_name(q.dtype)
+
+
+def _check_table(table: mx.array, axes: int, heads: int) -> None:
+    """Raise unless a table fits the axes and the heads of queries."""
+    entries = table.shape[0] // axes if table.ndim == 2 else 0
+    if not (entries % 2 and table.shape == (axes * entries, heads)):
+        raise ValueError(
+            f"table must have shape ({axes} * (2 * bound + 1), {heads}) for queries of "
+            f"{heads} heads; got {tuple(table.shape)}"
+        )
+    dtype_name(table.dtype)
+
+
+# Windows and patches
 
 
 def _groups(like: SparseTensor, rule: tuple, padding: Padding) -> Groups:
-    held = like.coordinate_set
+    """Return the groups of a rule, built once for each coordinate set."""
+    coordinate_set = like.coordinate_set
 
     def build() -> Groups:
-        held.index  # noqa: B018 (checks the rows before they are used)
+        coordinate_set.index  # noqa: B018 (checks the rows before they are used)
         kind, *rest = rule
         if kind == "window":
-            return of_groups(*_windows(held.coords, *rest), None, padding)
+            cells = lattice.shifted(coordinate_set.coords, rest[1])
+            cells = lattice.as_int32(lattice.cells(cells, rest[0]), "the windows")
+            unique = registry.geometry().unique_rows(cells)
+            return groups_of(unique.inverse, unique.rows.shape[0], None, padding)
         if kind == "filled":
-            return filled(like, *rest, padding)
+            return filled_patches(like, *rest, padding)
         if kind == "serialized":
-            return of_groups(*patches(like, *rest), padding)
-        return _element_groups(like, padding)
+            return groups_of(*_patches(like, *rest), padding)
+        rows = batch_rows(like)
+        sizes = set(rows.sizes)
+        if padding is not EXACT and rows.order is None and len(sizes) == 1:
+            return Groups.standing(rows.size, *sizes)
+        return groups_of(rows.batch, rows.size, rows.order, padding)
 
-    return held.view(("groups", rule, padding), build)
-
-
-def _element_groups(like: SparseTensor, padding: Padding) -> Groups:
-    rows = batch_rows(like)
-    sizes = set(rows.sizes)
-    if padding is not EXACT and rows.order is None and len(sizes) == 1:
-        return Groups.standing(rows.size, *sizes)
-    return of_groups(rows.batch, rows.size, rows.order, padding)
+    return coordinate_set.view(("groups", rule, padding), build)
 
 
-def _windows(coords: mx.array, window, shift) -> tuple[mx.array, int]:
-    cells = lattice.cells(lattice.shifted(coords, shift), window)
-    unique = registry.geometry().unique_rows(lattice.as_int32(cells, "the windows"))
-    return unique.inverse, unique.rows.shape[0]
+def curve_order(
+    x: SparseTensor, order: str = "hilbert", *, bits: int | None = None
+) -> mx.array:
+    """Return the (N,) int32 rows by batch element, then along a curve.
+
+    Args:
+        x: the tensor whose rows are ordered; its features do not matter.
+        order: "hilbert" (Skilling, "Programming the Hilbert curve", 2004), "morton"
+            or "z", which are the same, the first axis leading; with "-trans" behind it
+            the first two axes are swapped, as in Point Transformer V3.
+        bits: of an axis. Cells are then the coordinates themselves, which must lie
+            from 0 to ``2 ** bits - 1``; a Hilbert curve of other bits turns otherwise.
+            By default cells count from the least coordinates, with as many bits as
+            the widest axis needs.
+
+    Raises:
+        ValueError: there is no such curve, or a coordinate does not fit the bits.
+    """
+    curve = _curve(x, order, bits)
+    if len(x) == 0:
+        return mx.zeros((0,), dtype=mx.int32)
+    return registry.geometry().curve_order(x.coordinate_set.coords, curve)
 
 
-RULE = "cross"  # as a trace has it
-# Padding that takes less time than a call.
-FREE_ROWS = 16
+def curve_code(
+    x: SparseTensor, order: str = "hilbert", *, bits: int | None = None
+) -> mx.array:
+    """Return the (N,) int64 place of each row on the curve of its batch element.
+
+    Arguments are those of ``curve_order``; the batch is not in the code.
+
+    Raises:
+        ValueError: as for ``curve_order``, or a code has more than 62 bits.
+    """
+    curve = _curve(x, order, bits)
+    if len(x) == 0:
+        return mx.zeros((0,), dtype=mx.int64)
+    return curves.curve_codes(x.coordinate_set.coords, curve)
 
 
-class Elements(NamedTuple):
-    """The rows of batch elements in slots, and whose slots these are."""
+def _curve(x: SparseTensor, order: str, bits: int | None) -> curves.Curve:
+    expect_tensor(x)
+    return curves.curve_of(order, x.coordinate_set.bounds, bits)
 
-    groups: Groups
-    element: tuple[mx.array | None, ...]  # of each bucket: its elements, None for all
+
+def _along(like: SparseTensor, curve: str, bits: int | None):
+    """Return the curve's order, and the batch and the rank of each place."""
+    order = curve_order(like, curve, bits=bits)
+    batch = like.coordinate_set.coords[:, 0][order]
+    starts = mx.array(batch_rows(like).starts)[batch]
+    return order, batch, mx.arange(len(like), dtype=mx.int32) - starts
+
+
+def _patches(
+    like: SparseTensor, patch: int, curve: str, bits: int | None, shift: int
+) -> tuple[mx.array, int, mx.array]:
+    """Return (N,) the patch of each row, how many there are, and the curve's order."""
+    order, batch, rank = _along(like, curve, bits)
+    sizes = batch_rows(like).sizes
+    first = [0, *accumulate(-(-(size + shift) // patch) for size in sizes)]
+    along = mx.array(first)[batch] + (rank + shift) // patch
+    group = mx.zeros((len(like),), dtype=mx.int32)
+    group[order] = along.astype(mx.int32)
+    return group, first[-1], order
+
+
+class FilledLayout:
+    """Where the groups of filled patches begin, in slots of keys and in results."""
+
+    def __init__(self, sizes: list[int], patch: int, padding: Padding):
+        self.sizes, self.patch = sizes, patch
+        self.buckets: list[Bucket] = []
+        self.starts, self.queries = [], []  # of each group
+        self.slots = self.results = 0
+        self.whole = [n // patch * patch for n in sizes]
+        # Of each element: the first slot of its whole patches, and where the rest is.
+        self.first, self.rest = [0] * len(sizes), [(0, 0)] * len(sizes)
+        rests = {b: n % patch for b, n in enumerate(sizes) if n > patch and n % patch}
+        shorts = {b: n for b, n in enumerate(sizes) if 0 < n < patch}
+        self.is_filling = bool(rests)
+        self.pairs = patch * (sum(self.whole) + sum(rests.values()))
+        self.pairs += sum(n * n for n in shorts.values())
+        # Half of the padding may be queries of last patches, half short elements.
+        budget, most = padding.budget(self.pairs) // 2, padding.call
+        counts = Counter(rests.values())
+        if any(self.whole):
+            counts[patch] = sum(self.whole) // patch
+        pairs = partial(padding.pairs, keys=patch)
+        for some, end in _cut(rests, counts, pairs, budget, most)[::-1]:
+            begin = len(self.starts)
+            if end == patch:  # the first bucket
+                self._add_whole(patch)
+            end = min(patch, -(-end // padding.tile) * padding.tile)
+            for b in some:
+                self._add(b, rests[b], patch, end)
+            groups = len(self.starts) - begin
+            self.buckets.append(Bucket(groups, end, patch, True))
+        counts = Counter(shorts.values())
+        for some, end in _cut(shorts, counts, padding.pairs, budget, most):
+            for b in some:
+                self._add(b, shorts[b], end, end)
+            full = all(shorts[b] == end for b in some)
+            self.buckets.append(Bucket(len(some), end, end, full))
+
+    @cached_property
+    def elements(self) -> mx.array:
+        """(B, 8) int32: what the kernel takes of each batch element."""
+        begin = [0, *accumulate(self.sizes)][:-1]
+        slots, results = zip(*self.rest, strict=True)
+        each = begin, self.whole, self.first, slots, results, self.sizes
+        rows = [(*words, self.patch, 0) for words in zip(*each, strict=True)]
+        return mx.array(rows, dtype=mx.int32)
+
+    def _add_whole(self, patch: int) -> None:
+        for b, rows in enumerate(self.whole):
+            self.first[b] = self.slots
+            self.starts += range(self.slots, self.slots + rows, patch)
+            self.queries += [patch] * (rows // patch)
+            self.slots = self.results = self.slots + rows
+
+    def _add(self, element: int, queries: int, keys: int, results: int) -> None:
+        self.rest[element] = self.slots, self.results
+        self.starts.append(self.slots)
+        self.queries.append(queries)
+        self.slots, self.results = self.slots + keys, self.results + results
+
+
+def _cut(
+    sizes: dict[int, int], counts: Counter[int], pairs: Callable, budget: int, most: int
+) -> list[tuple[list[int], int]]:
+    """Return the elements of each bucket, and the largest of their sizes."""
+    ends = cut(sorted(counts.items()), pairs, budget, most)
+    return [
+        ([b for b, n in sizes.items() if low < n <= end], end)
+        for low, end in zip([0, *ends], ends, strict=False)
+    ]
+
+
+def filled_patches(
+    like: SparseTensor, patch: int, curve: str, bits: int | None, padding: Padding
+) -> Groups:
+    """Return patches of which the last of an element is filled from the one before.
+
+    An element of n > ``patch`` rows has ceil(n / patch) whole patches; the queries of
+    the last one are the element's last rows alone. A shorter element is one patch.
+    """
+    layout = FilledLayout(batch_rows(like).sizes, patch, padding)
+    kernels = registry.patches()
+    if kernels is not None and kernels.takes(len(like)):
+        order = curve_order(like, curve, bits=bits)
+        ends = layout.slots, layout.results
+        facts = layout.elements, extents_of(*ends), ends, layout.is_filling
+        row, own, slot, place, *again = kernels.filled(order, *facts)
+        again = again[0] if again else None
+    else:
+        row, own, slot, place, again = _composed_patches(like, layout, curve, bits)
+    starts = mx.array([*layout.starts, layout.slots], dtype=mx.int32)
+    queries = mx.array(layout.queries, dtype=mx.int32)
+    lists = row, slot, again, own, place, starts, queries
+    return Groups(tuple(layout.buckets), layout.pairs, *lists).masked()
+
+
+def _composed_patches(
+    like: SparseTensor, layout: FilledLayout, curve: str, bits: int | None
+):
+    """Return ``row``, ``own``, ``slot``, ``place`` and ``again`` in MLX operations."""
+    order, batch, rank = _along(like, curve, bits)
+    patch = layout.patch
+    slots, results = (mx.array(a)[batch] for a in zip(*layout.rest, strict=True))
+    whole, first = mx.array(layout.whole)[batch], mx.array(layout.first)[batch]
+    slot, place = (
+        mx.where(rank < whole, first + rank, rest + rank - whole).astype(mx.int32)
+        for rest in (slots, results)
+    )
+    row = mx.full((layout.slots,), -1, dtype=mx.int32)
+    row[slot] = order
+    own = mx.full((layout.results,), -1, dtype=mx.int32)
+    own[place] = order
+    back = mx.zeros((len(like),), dtype=mx.int32)  # the place of a row on the curve
+    back[order] = mx.arange(len(like), dtype=mx.int32)
+    again = None
+    if layout.is_filling:
+        size = mx.array(layout.sizes)[batch]
+        filling = (whole < size) & (whole > 0) & (rank >= size - patch) & (rank < whole)
+        again = slots + rank + patch - whole
+        # Rows without a second slot all write into an extra last one.
+        more = mx.concatenate([row, row[:1]])
+        more[mx.where(filling, again, layout.slots)] = order
+        row, again = more[: layout.slots], mx.where(filling, again, -1)
+        again = again.astype(mx.int32)[back]
+    return row, own, slot[back], place[back], again
+
+
+# Attention to sequences
 
 
 def cross_attention(
@@ -409,19 +517,19 @@ def cross_attention(
 
     Args:
         q: (N, heads, D) queries of the rows of ``like``; without it (B, L, heads, D).
-        k: (B, M, kv_heads, D) keys, a sequence a batch element; ``kv_heads`` divides
-            ``heads``.
+        k: (B, M, kv_heads, D) keys, a sequence for each batch element; ``kv_heads``
+            divides ``heads``.
         v: (B, M, kv_heads, D_v) values.
         like: the tensor whose N rows the queries are; its features do not matter. The
-            sizes of its elements are read once a coordinate set.
-        lengths: (B,) integers: how many of the M there are of each sequence; by
-            default all. What is behind them is not looked at. Those of an array of
-            MLX are not waited for: more than M count as M, and less than 0 as 0.
+            sizes of its elements are read once for each coordinate set.
+        lengths: (B,) integers: how many entries of each sequence count; by default all
+            M. An array of MLX is not read: more than M count as M, and less than 0
+            as 0.
         scale: factor of the scores; by default ``D ** -0.5``.
 
     Returns:
-        q's shape with D_v for D, in the dtype of ``q``; the softmax is float32. Where a
-        sequence has no entries it is 0.
+        q's shape with D_v for D, in the dtype of ``q``; the softmax is float32. Rows
+        whose sequence is empty get 0.
 
     Raises:
         TypeError: dtypes differ.
@@ -429,7 +537,7 @@ def cross_attention(
     """
     is_known = lengths is not None and not isinstance(lengths, mx.array)
     q, k, v, lengths = arrays_of(q=q, k=k, v=v, lengths=lengths)
-    _check_sequences(q, k, v, like, lengths)
+    _check_sequences((q, k, v), like, lengths)
     if is_known and lengths.size:
         low, high = lengths.min().item(), lengths.max().item()
         if low < 0 or high > k.shape[1]:
@@ -441,11 +549,159 @@ def cross_attention(
     if 0 in shape or k.shape[1] == 0:
         return zeros_of([q, k, v], shape, q.dtype)
     scale = q.shape[-1] ** -0.5 if scale is None else real(scale, "scale")
-    if registry.serving() == CPU:
-        y = _cross_by_kernel(q, k, v, like, lengths, scale)
+    on_cpu = registry.serving() == CPU
+    attend = _cross_by_kernel if on_cpu else _cross_composed
+    return attend((q, k, v), like, lengths, scale).reshape(shape)
+
+
+def _check_sequences(
+    arrays: tuple, like: SparseTensor | None, lengths: mx.array | None
+) -> None:
+    if any(a is None for a in arrays):
+        raise TypeError("q, k and v must be arrays; got None")
+    q, k, v = arrays
+    rows = "B, L"
+    if like is None:
+        fits = q.ndim == 4 and k.shape[:1] == q.shape[:1]
     else:
-        y = _cross_composed(q, k, v, like, lengths, scale, registry.MLX)
-    return y.reshape(shape)
+        expect_tensor(like, "like", flags=True)
+        rows = len(like)
+        fits = q.ndim == 3 and q.shape[0] == rows
+    fits = fits and k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
+    keys = "(B, M, kv_heads, D) and (B, M, kv_heads, D_v)"
+    _check_heads(arrays, fits, f"({rows}, heads, D), {keys}")
+    if like is not None and like.batch_size > k.shape[0]:
+        raise ValueError(
+            f"the tensor has {like.batch_size} batch elements, and there are sequences "
+            f"for {k.shape[0]}"
+        )
+    if lengths is not None:
+        whole = mx.issubdtype(lengths.dtype, mx.integer)
+        if tuple(lengths.shape) != (k.shape[0],) or not whole:
+            raise ValueError(
+                f"lengths must have shape ({k.shape[0]},), integers, one each; got "
+                f"{tuple(lengths.shape)} of {lengths.dtype}"
+            )
+
+
+def _cross_by_kernel(arrays, like, lengths: mx.array | None, scale: float) -> mx.array:
+    """Attend by the CPU's kernel, which pads nothing and holds no scores."""
+    q, k, _ = arrays
+    batches, most = k.shape[:2]
+    count, total = prod(q.shape[:-2]), batches * most
+    if like is None:
+        begins, order = list(range(0, count + 1, q.shape[1])), None
+    else:
+        rows = batch_rows(like)
+        begins, order = [*rows.starts], rows.order
+    begins += [count] * (batches + 2 - len(begins))
+    sizes = [b - a for a, b in zip(begins, begins[1:], strict=False)]
+    places = mx.arange(total, dtype=mx.int32)
+    if lengths is None:
+        rows, back, starts = places, None, mx.arange(batches + 1, dtype=mx.int32) * most
+        begins, sizes = begins[:-1], sizes[:-1]
+    else:
+        # Entries behind the sequences are a group of their own, without queries.
+        lengths = mx.clip(lengths.astype(mx.int32), 0, most)
+        behind = places % most >= lengths[places // most]
+        rows = mx.argsort(behind.astype(mx.int32) * total + places).astype(mx.int32)
+        back = mx.argsort(rows).astype(mx.int32)
+        ends = running_sums(lengths)
+        starts = mx.concatenate([0 * ends[:1], ends, mx.full_like(ends[:1], total)])
+    queries = mx.arange(count, dtype=mx.int32) if order is None else order
+    numbers = (mx.array(a, dtype=mx.int32) for a in (sizes, begins[: len(sizes)]))
+    sizes, begins = numbers
+
+    def again(*flat):
+        shaped = [a.reshape(b.shape) for a, b in zip(flat, arrays, strict=True)]
+        y = _cross_composed(shaped, like, lengths, scale, reports=False)
+        return y.reshape(count, -1, y.shape[-1] // q.shape[-2])
+
+    return by_kernel(
+        *(a.reshape(-1, *a.shape[-2:]) for a in arrays),
+        (rows, starts, sizes, queries, begins),
+        scale,
+        gather=lambda a: a if back is None else a[back],
+        again=again,
+        record=_cross_record(q, batches, 2 * (count * most,), CPU, "attention"),
+    )
+
+
+def _cross_record(
+    q: mx.array, groups: int, pairs: tuple[int, int], backend: str, kernel: str
+) -> Attended | None:
+    shape = prod(q.shape[:-2]), *q.shape[-2:]
+    return attention_record(shape, q.dtype, "cross", groups, pairs, backend, kernel)
+
+
+def _cross_composed(
+    arrays, like, lengths: mx.array | None, scale: float, reports: bool = True
+) -> mx.array:
+    """Attend a bucket at a time, in MLX operations."""
+    q, k, v = arrays
+    mask, most = None, k.shape[1]
+    if lengths is not None:
+        # An empty sequence sees its first entry, so that its softmax is finite.
+        places = mx.arange(most, dtype=mx.int32)
+        inside = places < mx.maximum(lengths.astype(mx.int32), 1)[:, None]
+        mask = inside[:, None, None]
+        v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
+    if like is None:
+        groups, elements, slots = Groups.standing(*q.shape[:2]), (None,), [q]
+    else:
+        rows = batch_rows(like)
+        view = like.coordinate_set.view
+        groups, elements = view("elements", lambda: _grouped(rows, len(like)))
+        slots = groups.slots(q)
+    buckets = [bucket._replace(length=most) for bucket in groups.buckets]
+    if reports:
+        count = sum(bucket.groups for bucket in buckets)
+        padded = sum(bucket.groups * bucket.queries for bucket in buckets)
+        pairs = prod(q.shape[:-2]) * most, padded * most
+        record = _cross_record(q, count, pairs, registry.MLX, SDPA)
+        masks = [mask] * len(buckets)
+        report_calls(record, buckets, Heads.of(arrays), masks)
+    results = []
+    for bucket, element, queries in zip(buckets, elements, slots, strict=True):
+        some = slice(bucket.groups) if element is None else element
+        keys, values, inside = (a if a is None else a[some] for a in (k, v, mask))
+        results += attend_bucket(bucket, (queries, keys, values), inside, scale)
+    return groups.collect(results)
+
+
+def _grouped(rows: BatchRows, n: int) -> tuple[Groups, tuple[mx.array | None, ...]]:
+    """Return elements in few buckets, padded by an eighth of the rows at most.
+
+    Also the elements of each bucket, None for all of them.
+    """
+    sizes = rows.sizes
+    if rows.order is None and len(set(sizes)) == 1:
+        return Groups.standing(len(sizes), sizes[0]), (None,)
+    counts = sorted((size, n) for size, n in Counter(sizes).items() if size)
+    buckets, elements, parts, low = [], [], [], 0
+    for length in cut(counts, lambda size: size, max(n // SHARE, FREE_ROWS)):
+        some = [b for b, size in enumerate(sizes) if low < size <= length]
+        full = all(sizes[b] == length for b in some)
+        buckets.append(Bucket(len(some), length, length, full))
+        elements.append(mx.array(some, dtype=mx.int32))
+        parts.append(_slots(rows, some, length))
+        low = length
+    row = mx.concatenate(parts)
+    slot = inverted(row, n)
+    groups = Groups(tuple(buckets), n, row, slot, None, row, slot)
+    sync.complete((row, slot, elements))
+    return groups, tuple(elements)
+
+
+def _slots(rows: BatchRows, some: Sequence[int], length: int) -> mx.array:
+    """Return the row in each of an element's ``length`` slots, or -1; all in a line."""
+    starts = mx.array(rows.starts, dtype=mx.int32)
+    element = mx.array(list(some), dtype=mx.int32)[:, None]
+    row = starts[element] + mx.arange(length, dtype=mx.int32)
+    inside = row < starts[element + 1]
+    if rows.order is not None:
+        row = rows.order[mx.where(inside, row, 0)]
+    return mx.where(inside, row, -1).flatten()
 
 
 def to_sequences(
@@ -461,7 +717,7 @@ def to_sequences(
     Returns:
         (B, L, C) features, each element's rows in their order and zeros behind them,
         and the (B,) int32 number of them; L is that of the largest element. Sizes are
-        read once a coordinate set.
+        read once for each coordinate set.
 
     Raises:
         ValueError: the lengths do not add up to the rows of the array.
@@ -497,188 +753,213 @@ def _unpacked(x: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
             f"the lengths of packed rows must add up to the {x.shape[0]} rows; got "
             f"{sum(sizes)}"
         )
+    rows = BatchRows(None, (0, *accumulate(sizes)), None)
+    shape = len(sizes), max(sizes, default=0), x.shape[1]
     lengths = lengths.astype(mx.int32)
-    length, ends = max(sizes, default=0), running_sums(lengths)
-    shape = len(sizes), length, x.shape[1]
     if 0 in shape:
         return zeros_of([x], shape, x.dtype), lengths
-    row = (ends - lengths)[:, None] + mx.arange(length, dtype=mx.int32)
-    row = mx.where(row < ends[:, None], row, -1).flatten()
-    feats = move_rows(x, row, inverted(row, x.shape[0]))
-    return feats.reshape(shape), lengths
+    row = _slots(rows, range(len(sizes)), shape[1])
+    return move_rows(x, row, inverted(row, x.shape[0])).reshape(shape), lengths
 
 
-def _cross_by_kernel(q, k, v, like, lengths: mx.array | None, scale: float) -> mx.array:
-    """Attend by the CPU's kernel, which pads nothing and holds no scores."""
-    batches, most = k.shape[:2]
-    count, total = q.size // (q.shape[-1] * q.shape[-2]), batches * most
-    if like is None:
-        begins, order = list(range(0, count + 1, q.shape[1])), None
-    else:
-        held = batch_rows(like)
-        begins, order = [*held.starts], held.order
-    begins += [count] * (batches + 2 - len(begins))
-    sizes = [b - a for a, b in zip(begins, begins[1:], strict=False)]
-    places = mx.arange(total, dtype=mx.int32)
-    if lengths is None:
-        rows, back, starts = places, None, mx.arange(batches + 1, dtype=mx.int32) * most
-        begins, sizes = begins[:-1], sizes[:-1]
-    else:
-        # What is behind the sequences is a group of its own, without queries.
-        lengths = mx.clip(lengths.astype(mx.int32), 0, most)
-        behind = places % most >= lengths[places // most]
-        rows = mx.argsort(behind.astype(mx.int32) * total + places).astype(mx.int32)
-        back = mx.argsort(rows).astype(mx.int32)
-        ends = running_sums(lengths)
-        starts = mx.concatenate([0 * ends[:1], ends, mx.full_like(ends[:1], total)])
-    asked = mx.arange(count, dtype=mx.int32) if order is None else order
-    numbers = (mx.array(a, dtype=mx.int32) for a in (sizes, begins[: len(sizes)]))
-    queries, begins = numbers
-
-    def again(q, k, v):
-        k, v = (a.reshape(batches, most, *a.shape[1:]) for a in (k, v))
-        shape = q.shape[:-1]
-        q = q if like is not None else q.reshape(batches, -1, *q.shape[1:])
-        return _cross_composed(q, k, v, like, lengths, scale).reshape(
-            *shape, v.shape[-1]
-        )
-
-    flat = [a.reshape(-1, *a.shape[-2:]) for a in (q, k, v)]
-    pairs, shape = (count * most, count * most), flat[0].shape
-    return by_kernel(
-        *flat,
-        (rows, starts, queries, asked, begins),
-        scale,
-        gather=lambda a: a if back is None else a[back],
-        again=again,
-        tell=attention_teller(shape, q.dtype, RULE, batches, pairs, CPU, "attention"),
-    )
+# Heads: RMS norms, and rotations by coordinates
 
 
-def _cross_composed(
-    q, k, v, like, lengths: mx.array | None, scale: float, backend: str = ""
+Angles = Sequence[mx.array]  # the cosine and the sine of every pair, or nothing
+
+
+def turned_heads(
+    qkv: mx.array, scales: Sequence[mx.array] = (), angles: Angles = ()
+) -> tuple[mx.array, mx.array | None, mx.array | None]:
+    """Return queries, keys and values as ``full_attention`` takes them.
+
+    Queries and keys are normalised if there are scales, and rotated if there are
+    angles; GPUs do both in one launch.
+
+    Args:
+        qkv: (N, 3, heads, D).
+        scales: (heads, D) of queries and of keys, or none.
+        angles: (N, 1, D / 2) float32 cosine and sine, or none.
+
+    Raises:
+        ValueError: a scale has another shape.
+    """
+    _expect_scales(qkv, scales)
+    kernel = registry.heads()
+    if kernel is not None and kernel.takes(qkv):
+        return _turned_by_kernel(kernel, qkv, 2, scales, angles), None, None
+    q, k, v = (a.squeeze(1) for a in mx.split(qkv, 3, axis=1))
+    of_q, of_k = scales if scales else (None, None)
+    return _turned(q, of_q, angles), _turned(k, of_k, angles), v
+
+
+def turned_head(
+    x: mx.array, scale: mx.array | None = None, angles: Angles = ()
 ) -> mx.array:
-    """Attend a bucket at a time; with a ``backend`` report the calls."""
-    mask, most = None, k.shape[1]
-    if lengths is not None:
-        # An empty sequence sees its first entry, which is there to be finite.
-        places = mx.arange(most, dtype=mx.int32)
-        inside = places < mx.maximum(lengths.astype(mx.int32), 1)[:, None]
-        mask = inside[:, None, None]
-        v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
-    k, v = (a.transpose(0, 2, 1, 3) for a in (k, v))
-    if like is None:
-        held, slots = Elements(Groups.standing(*q.shape[:2]), (None,)), [q]
-    else:
-        rows, n = batch_rows(like), len(like)
-        held = like.coordinate_set.view("elements", lambda: _grouped(rows, n))
-        slots = held.groups.slots(q)
-    buckets = held.groups.buckets
-    if backend:
-        groups = sum(b.groups for b in buckets)
-        rows = sum(b.groups * b.queries for b in buckets)
-        asked = prod(q.shape[:-2]), *q.shape[-2:]
-        pairs = asked[0] * most, rows * most
-        tell = attention_teller(asked, q.dtype, RULE, groups, pairs, backend, SDPA)
-        tell("forward", *told(_cross_calls(buckets, q, k, v, mask is not None)))
-    results = []
-    for bucket, element, queries in zip(buckets, held.element, slots, strict=True):
-        some = slice(bucket.groups) if element is None else element
-        chosen = [None if a is None else a[some] for a in (k, v, mask)]
-        y = _attended_parts(bucket, queries, *chosen, scale)
-        results.append(y.reshape(bucket.groups * bucket.queries, -1))
-    y = results[0] if len(results) == 1 else mx.concatenate(results)
-    return held.groups.collect(y)
+    """Return (N, heads, D) queries, or keys; arguments are as of ``turned_heads``."""
+    scales = () if scale is None else (scale,)
+    _expect_scales(x, scales)
+    kernel, part = registry.heads(), x[:, None]
+    if kernel is None or not kernel.takes(part):
+        return _turned(x, scale, angles)
+    return _turned_by_kernel(kernel, part, 1, scales, angles).squeeze(1)
 
 
-def _cross_calls(buckets, q, k, v, masked: bool) -> Iterator[tuple[int, Call]]:
-    heads, keys = q.shape[-2], k.shape[2]
-    for bucket in buckets:
-        rows = _queries_of_a_call(bucket, heads, k, v)
-        sizes = bucket.groups, heads, k.shape[1], min(rows, bucket.queries), keys
-        calls = -(-bucket.queries // rows)
-        yield calls, Call(*sizes, k.shape[3], v.shape[3], q.dtype, masked)
-
-
-def _queries_of_a_call(bucket: Bucket, heads: int, k: mx.array, v: mx.array) -> int:
-    if holds_no_scores(launch.device(), k.shape[3], v.shape[3], k.dtype):
-        return bucket.queries
-    return max(1, SCORES // (bucket.groups * heads * k.shape[2]))
-
-
-def _attended_parts(
-    bucket: Bucket, q, k, v, mask: mx.array | None, scale: float
-) -> mx.array:
-    """Return (B, L, heads, D_v), a bounded part of the queries at a time."""
-    parts = pieces(
-        q.transpose(0, 2, 1, 3), _queries_of_a_call(bucket, q.shape[2], k, v), 2
-    )
-    parts = [attend(part, k, v, scale, mask) for part in parts]
-    y = parts[0] if len(parts) == 1 else mx.concatenate(parts, axis=2)
-    return y.transpose(0, 2, 1, 3)
-
-
-def _check_sequences(
-    q, k, v, like: SparseTensor | None, lengths: mx.array | None
-) -> None:
-    for a in (q, k, v):
-        if a is None:
-            raise TypeError("q, k and v must be arrays; got None")
-    if like is None:
-        rows, batches = "B, L", None
-        fits = q.ndim == 4 and k.shape[:1] == q.shape[:1]
-    else:
-        expect_tensor(like, "like", flags=True)
-        rows, batches = len(like), like.batch_size
-        fits = q.ndim == 3 and q.shape[0] == len(like)
-    fits = fits and k.ndim == v.ndim == 4 and k.shape[:3] == v.shape[:3]
-    if not fits or not heads_fit(q, k, v):
-        raise ValueError(
-            f"q, k and v must have shapes ({rows}, heads, D), (B, M, kv_heads, D) and "
-            "(B, M, kv_heads, D_v), kv_heads a divisor of heads; got "
-            f"{tuple(q.shape)}, {tuple(k.shape)} and {tuple(v.shape)}"
-        )
-    if batches is not None and batches > k.shape[0]:
-        raise ValueError(
-            f"the tensor has {batches} batch elements, and there are sequences for "
-            f"{k.shape[0]}"
-        )
-    if lengths is not None:
-        whole = mx.issubdtype(lengths.dtype, mx.integer)
-        if tuple(lengths.shape) != (k.shape[0],) or not whole:
+def _expect_scales(x: mx.array, scales: Sequence[mx.array]) -> None:
+    """Raise unless scales are of these heads: a kernel would read beyond them."""
+    heads = x.shape[-2:]
+    for scale in scales:
+        if scale.shape != heads:
             raise ValueError(
-                f"lengths must have shape ({k.shape[0]},), integers, one each; got "
-                f"{tuple(lengths.shape)} of {lengths.dtype}"
+                f"the scale of {heads[0]} heads of {heads[1]} channels must have shape "
+                f"{heads}; got {scale.shape}"
             )
-    check_dtypes(q, k, v)
 
 
-def _grouped(rows: BatchRows, n: int) -> Elements:
-    """Return elements in few buckets, padded by an eighth of the rows at most."""
-    sizes = rows.sizes
-    if rows.order is None and len(set(sizes)) == 1:
-        return Elements(Groups.standing(len(sizes), sizes[0]), (None,))
-    counts = sorted((size, n) for size, n in Counter(sizes).items() if size)
-    buckets, element, parts, low = [], [], [], 0
-    for length in cut(counts, lambda size: size, max(n // SHARE, FREE_ROWS)):
-        some = [b for b, size in enumerate(sizes) if low < size <= length]
-        full = all(sizes[b] == length for b in some)
-        buckets.append(Bucket(len(some), length, length, full))
-        element.append(mx.array(some, dtype=mx.int32))
-        parts.append(_slots(rows, some, length))
-        low = length
-    row = parts[0] if len(parts) == 1 else mx.concatenate(parts)
-    groups = Groups(tuple(buckets), n, row, slot := inverted(row, n), None, row, slot)
-    sync.complete((row, groups.slot, element))
-    return Elements(groups, tuple(element))
+def _turned(x: mx.array, scale: mx.array | None, angles: Angles) -> mx.array:
+    """Normalise and rotate (N, heads, D) in MLX operations."""
+    if not x.size:  # MLX's CUDA kernels cannot be launched for no elements
+        return x
+    y = x.astype(mx.float32)
+    if scale is not None:
+        y = mx.fast.rms_norm(y, None, EPS) * scale
+    if angles:
+        cos, sin = angles
+        pairs = y.reshape(*x.shape[:2], x.shape[2] // 2, 2)
+        a, b = pairs[..., 0], pairs[..., 1]
+        y = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-1).reshape(x.shape)
+    return y.astype(x.dtype)
 
 
-def _slots(rows: BatchRows, some: Sequence[int], length: int) -> mx.array:
-    """Return the row in each of an element's ``length`` slots, or -1; all in a line."""
-    starts = mx.array(rows.starts, dtype=mx.int32)
-    element = mx.array(list(some), dtype=mx.int32)[:, None]
-    row = starts[element] + mx.arange(length, dtype=mx.int32)
-    inside = row < starts[element + 1]
-    if rows.order is not None:
-        row = rows.order[mx.where(inside, row, 0)]
-    return mx.where(inside, row, -1).flatten()
+def _turned_by_kernel(
+    kernel: GpuHeads, x: mx.array, turned: int, scales: Sequence[mx.array], angles
+) -> mx.array:
+    """Normalise and rotate the first parts of (N, parts, heads, D) in one launch."""
+    if len({a.dtype for a in scales}) > 1:
+        scales = [a.astype(mx.float32) for a in scales]
+    scaled = len(scales)
+
+    def by_operations(x, *rest):
+        parts = [a.squeeze(1) for a in mx.split(x, x.shape[1], axis=1)]
+        for i in range(turned):
+            parts[i] = _turned(parts[i], rest[i] if scaled else None, rest[scaled:])
+        return mx.stack(parts, axis=1)
+
+    def forward(x, *rest):
+        return kernel.turned(mx.contiguous(x), turned, rest[:scaled], rest[scaled:])
+
+    def back(dy, x, *rest):
+        scales, angles = rest[:scaled], rest[scaled:]
+        dy, x = mx.contiguous(dy), mx.contiguous(x)
+        dx, lines = kernel.gradient(dy, x, turned, scales, angles)
+        of_scales = []
+        if scaled:
+            total = column_sums(lines, scales[0]).reshape(turned, *x.shape[2:])
+            of_scales = [a.squeeze(0) for a in mx.split(total, turned)]
+        return dx, *of_scales, *[mx.zeros_like(a) for a in angles]
+
+    count = 1 + scaled + len(angles)
+    return of_kernels(forward, back, by_operations, count)(x, *scales, *angles)
+
+
+def rotary(
+    x: mx.array,
+    like: SparseTensor,
+    *,
+    base: float = 10000.0,
+    frequency: float = 1.0,
+    positions: mx.array | None = None,
+    pairs: str = "neighbours",
+) -> mx.array:
+    """Rotate queries or keys by their coordinates: scores see differences alone.
+
+    RoPE for each axis (Su et al., 2021): of the D / 2 pairs of channels the first
+    ``D // 2 // dims`` rotate with the first axis, and so on; pair j of an axis rotates
+    by ``frequency * base ** (-j / pairs)`` a cell, pairs that are left over not at
+    all. Cells count from the set's least coordinates, so a scene far from the origin
+    loses no precision.
+
+    Args:
+        x: (N, heads, D) queries or keys.
+        like: the tensor whose N rows these are.
+        base: ratio of the fastest to (nearly) the slowest rotation.
+        frequency: radians a cell of the fastest.
+        positions: (N, dims) float32: rotate by these instead of the cells.
+        pairs: which channels are a pair: "neighbours", (2 p, 2 p + 1) as in TRELLIS.2,
+            or "halves", of an axis' n channels (j, j + n / 2) as in Utonia.
+
+    Returns:
+        The same shape and dtype; rotated in float32.
+
+    Raises:
+        TypeError: x is not floating.
+        ValueError: D is odd or has no pair for each axis, is for "halves" no multiple
+            of twice the axes, shapes do not fit, or the base is not positive.
+    """
+    expect_tensor(like, "like", flags=True)
+    x, (positions,) = array_of(x, "x"), arrays_of(positions=positions)
+    dtype_name(x.dtype)
+    base, frequency = real(base, "base"), real(frequency, "frequency")
+    if pairs not in PAIRS:
+        raise ValueError(f"pairs must be one of {PAIRS}; got {pairs!r}")
+    if x.ndim != 3 or x.shape[0] != len(like):
+        raise ValueError(
+            f"x must have shape ({len(like)}, heads, D); got {tuple(x.shape)}"
+        )
+    dim, dims = x.shape[-1], like.dims
+    if positions is not None and tuple(positions.shape) != (len(like), dims):
+        raise ValueError(
+            f"positions must have shape ({len(like)}, {dims}); got "
+            f"{tuple(positions.shape)}"
+        )
+    check_rotary(dim, dims, base)
+    if pairs == "halves" and dim % (2 * dims):
+        raise ValueError(
+            f"pairs of halves need a multiple of {2 * dims} channels a head for "
+            f"{dims} axes; got {dim}"
+        )
+    cos, sin = angles(like, dim, base, frequency, positions)
+    if pairs == "neighbours":
+        return turned_head(x, angles=(cos, sin))
+    parts = x.astype(mx.float32).reshape(*x.shape[:2], dims, 2, dim // 2 // dims)
+    cos, sin = (a.reshape(len(x), 1, *parts.shape[2::2]) for a in (cos, sin))
+    a, b = parts[..., 0, :], parts[..., 1, :]
+    rotated = mx.stack([a * cos - b * sin, a * sin + b * cos], axis=-2)
+    return rotated.reshape(x.shape).astype(x.dtype)
+
+
+def check_rotary(dim: int, dims: int, base: float) -> None:
+    """Raise unless heads of ``dim`` channels can be turned by so many axes."""
+    if base <= 0:
+        raise ValueError(f"base must be above 0; got {base}")
+    if dim % 2 or dim < 2 * dims:
+        raise ValueError(
+            f"rotary needs an even head dimension of at least {2 * dims} for "
+            f"{dims} axes; got {dim}"
+        )
+
+
+def angles(
+    like: SparseTensor, dim: int, base: float, frequency: float, positions=None
+) -> tuple[mx.array, mx.array]:
+    """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
+    if positions is not None:
+        return _turns(positions.astype(mx.float32), dim, base, frequency)
+    held = like.coordinate_set
+
+    def build() -> tuple[mx.array, mx.array]:
+        low = mx.array(held.bounds[0][1:], dtype=mx.int64)
+        cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
+        return _turns(cells, dim, base, frequency)
+
+    return held.view(("angles", dim, base, frequency), build)
+
+
+def _turns(places: mx.array, dim: int, base: float, frequency: float):
+    """Return what ``angles`` does for (N, dims) places."""
+    count, dims = places.shape
+    each = dim // 2 // dims
+    speed = [frequency * base ** (-j / each) for j in range(each)]
+    angle = (places[:, :, None] * mx.array(speed)).reshape(count, dims * each)
+    angle = mx.pad(angle, [(0, 0), (0, dim // 2 - dims * each)])[:, None]
+    return mx.cos(angle), mx.sin(angle)

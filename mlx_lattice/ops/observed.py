@@ -176,7 +176,7 @@ def tell_epilogue(layer: object, after: Epilogue, feats: mx.array) -> None:
         norm_teller(lambda: after.facts.parts, True, feats)("forward", 0)
 
 
-def attention_teller(
+def attention_record(
     shape: tuple[int, int, int],
     dtype: mx.Dtype,
     rule: str,
@@ -184,20 +184,14 @@ def attention_teller(
     pairs: tuple[int, int],
     backend: str,
     kernel: str,
-) -> Tell:
-    """Return a function that reports a pass of attention.
+) -> Attended | None:
+    """Return the record of a forward pass in one call; None without observers.
 
-    It takes the pass and the number of calls; for MLX's attention also how many are
-    fused, and ``forms``. ``shape`` is the (N, heads, D) of queries, ``pairs`` are
-    counted without and with padding, and the others are as of ``Attended``.
+    ``shape`` is the (N, heads, D) of queries, ``pairs`` are counted without and with
+    padding, and the others are as of ``Attended``.
     """
     if not attention:
-        return untold
-    scope = launch.current_scope()
+        return None
     rows, *heads = shape
-
-    def tell(pass_: str, calls: int, fused=0, forms=()) -> None:
-        facts = scope, pass_, rule, backend, kernel, calls, rows, groups
-        attention.tell(Attended(*facts, *heads, *pairs, dtype, fused, forms))
-
-    return tell
+    facts = rule, backend, kernel, 1, rows, groups, *heads, *pairs, dtype, 1
+    return Attended(launch.current_scope(), "forward", *facts)

@@ -6,9 +6,9 @@ import numpy as np
 from reference_attention import dense
 
 from mlx_lattice import ops
-from mlx_lattice.ops import groups
+from mlx_lattice.ops import attention_calls
 
-PADDING = groups.PADDING["cpu"]
+PADDING = attention_calls.PADDING["cpu"]
 
 
 KINDS = {

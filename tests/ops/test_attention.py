@@ -17,7 +17,7 @@ from reference_attention import dense, tensor
 import mlx_lattice as ml
 from mlx_lattice import backends, ops, registry, sync
 from mlx_lattice.devices import PROFILES as DEVICES
-from mlx_lattice.ops import attention, groups
+from mlx_lattice.ops import attention, attention_calls
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -65,7 +65,8 @@ def test_gradients(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_queries_keys_and_values_in_one_array(kind, portable, device, monkeypatch):
     """They are moved together, and their gradient is one array; padded as on a GPU."""
-    monkeypatch.setitem(groups.PADDING, "cpu", groups.PADDING[DEVICES[device].backend])
+    padding = attention_calls.PADDING
+    monkeypatch.setitem(padding, "cpu", padding[DEVICES[device].backend])
     x = tensor(n=150)
     q, k, v = heads(x, value=6)
     dy = cases.features(len(x), 24, 9).reshape(len(x), 4, 6)
@@ -150,7 +151,7 @@ def test_parts_of_a_bounded_size(kind, monkeypatch):
     q, k, v = heads(x)
     whole = run(kind, q, k, v, x)
     for limit in (1, 500, 3000):
-        monkeypatch.setattr(attention, "SCORES", limit)
+        monkeypatch.setattr(attention_calls, "SCORES", limit)
         ref.assert_close(run(kind, q, k, v, x), np.array(whole))
 
 
@@ -172,10 +173,10 @@ def test_padding_is_at_most_an_eighth_in_few_calls(seed):
     sizes = (rng.pareto(1.0 + seed, 3000) * 20).astype(int) % 300 + 1
     known = sorted(Counter(sizes.tolist()).items())
     useful = sum(count * size**2 for size, count in known)
-    ends = groups.cut(known, PADDING.pairs, useful // 8)
+    ends = attention_calls.cut(known, PADDING.pairs, useful // 8)
     longest = np.array(ends)[np.searchsorted(ends, sizes)]
     assert ends[-1] == sizes.max() and 0 <= (longest**2).sum() - useful <= useful // 8
-    assert groups.cut(known, PADDING.pairs, 0) == [size for size, _ in known]
+    assert attention_calls.cut(known, PADDING.pairs, 0) == [size for size, _ in known]
     # The least pairs of so many buckets over the first so many sizes.
     least, below = np.array([0.0] + [np.inf] * len(known)), np.zeros(len(known) + 1)
     below[1:] = np.cumsum([count for _, count in known])
@@ -239,9 +240,9 @@ def test_no_rows(kind):
 
 def test_groups_are_made_once_and_die_with_the_coordinates(monkeypatch):
     made = []
-    build = attention.of_groups
+    build = attention.groups_of
     count = lambda *a: (made.append(1), build(*a))[1]  # noqa: E731
-    monkeypatch.setattr(attention, "of_groups", count)
+    monkeypatch.setattr(attention, "groups_of", count)
     x = tensor()
     for kind in KINDS:
         q, k, v = heads(x)

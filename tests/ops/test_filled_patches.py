@@ -11,7 +11,7 @@ from reference_attention import tensor
 
 import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.ops import attention, groups
+from mlx_lattice.ops import attention, attention_calls
 
 
 def filled_by_hand(q, k, v, x, patch, curve, dy=None):
@@ -82,7 +82,7 @@ def test_filled_patches_are_not_padded():
     assert found.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
     assert found.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
     assert found.pairs == 8 * 4 + 2 * 4 + 9
-    exact = attention._groups(x, ("filled", 4, "z", None), groups.EXACT)
+    exact = attention._groups(x, ("filled", 4, "z", None), attention_calls.EXACT)
     assert exact.buckets == ((2, 4, 4, True), (1, 2, 4, True), (1, 3, 3, True))
     assert exact.row.tolist() == found.row.tolist()
     assert exact.own.tolist() == list(range(13)) == exact.place.tolist()

@@ -9,7 +9,7 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import availability, backends, devices, sync
 from mlx_lattice.inspect.trace import AttentionRecord
-from mlx_lattice.ops.fused_attention import WIDTHS, Call, attend
+from mlx_lattice.ops.attention_calls import WIDTHS, Call, attend
 
 
 def call(patch=1024, channels=16, dtype=mx.float16, values=None, **facts):

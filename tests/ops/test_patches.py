@@ -10,7 +10,8 @@ from places import HERE, agreed
 import mlx_lattice as ml
 from mlx_lattice import backends, ops
 from mlx_lattice.backends.gpu.nvrtc import rehearsal, rehearsed
-from mlx_lattice.ops.groups import PADDING, filled
+from mlx_lattice.ops.attention import filled_patches
+from mlx_lattice.ops.attention_calls import PADDING
 
 GPUS = [place for place in HERE if place.name in ("metal", "cuda")]
 
@@ -40,10 +41,10 @@ def scan(sizes, seed=0):
 def test_slots(place, sizes, patch, padding):
     x, names = scan(sizes), ("row", "slot", "again", "own", "place")
     with backends.portable_only():
-        wanted = filled(x, patch, "z-trans", None, PADDING[padding])
+        wanted = filled_patches(x, patch, "z-trans", None, PADDING[padding])
 
     def run():
-        groups = filled(x, patch, "z-trans", None, PADDING[padding])
+        groups = filled_patches(x, patch, "z-trans", None, PADDING[padding])
         return [getattr(groups, name) for name in names]
 
     for name, got in zip(names, agreed(place, run), strict=True):
@@ -71,7 +72,7 @@ def test_what_a_rehearsal_keeps_is_right(cuda_programs):
     emulator.launch = leave_out
     x = scan((300, 200))
     with backends.portable_only():
-        wanted = filled(x, 64, "z", None, PADDING["cuda"])
+        wanted = filled_patches(x, 64, "z", None, PADDING["cuda"])
         coarse = ops.avg_pool3d(x, 2)
         expected = ops.upsample_linear3d(coarse, 2, x)
         means = ops.avg_pool3d(x, 3, 2).feats
@@ -80,7 +81,7 @@ def test_what_a_rehearsal_keeps_is_right(cuda_programs):
         coarse = ops.avg_pool3d(x, 2)
         mx.eval(coarse.feats)
         with rehearsal():
-            got = filled(x, 64, "z", None, PADDING["cuda"])
+            got = filled_patches(x, 64, "z", None, PADDING["cuda"])
             mx.eval(ops.upsample_linear3d(coarse, 2, x).feats)
             mx.eval(ops.avg_pool3d(x, 3, 2).feats)
         pooled = ops.avg_pool3d(x, 3, 2).feats
@@ -100,7 +101,7 @@ def test_a_curve_s_patches_are_few_launches(cuda_programs):
         x.coordinate_set.bounds  # noqa: B018 (read before)
         for curve in ("z", "hilbert-trans"):
             emulator.launches.clear()
-            groups = filled(x, 64, curve, None, PADDING["cuda"])
+            groups = filled_patches(x, 64, curve, None, PADDING["cuda"])
             mx.eval(groups.row)
             names = ["_".join(n.split("_")[1:3]) for n in emulator.launches]
             assert names == ["curve_keys", "radix_sort", "fill_patches"]

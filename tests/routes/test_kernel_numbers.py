@@ -28,7 +28,7 @@ from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.devices import CUDA, METAL
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.points import NO_CELL
-from mlx_lattice.ops import heads
+from mlx_lattice.ops import attention
 from mlx_lattice.quantized import fits_int32
 
 ROOT = Path(__file__).parents[2]
@@ -53,7 +53,7 @@ NUMBERS = {
     "cuda/relation_views.cu": {"BANDS": cuda_geometry.EDGE_ROWS // cuda_geometry.BAND},
     "cuda/points.cu": {"NO_CELL": NO_CELL},
     "cuda/patches.cu": {"PATCH_WORDS": 8},
-    "cuda/attention_heads.cu": {"HEAD_EPS": heads.EPS},
+    "cuda/attention_heads.cu": {"HEAD_EPS": attention.EPS},
     "cuda/norm_blocks.cuh": {"NORM_THREADS": gpu_norms.THREADS},
     "cuda/channel_norms.cu": {
         "COMBINE_ACROSS": gpu_norms.COMBINING[CUDA][0],
@@ -92,7 +92,7 @@ NUMBERS = {
     "metal/fp16_gather.metal": {"HALF_ROWS": metal_contraction.HALF_ROWS},
     "metal/points.metal": {"NO_CELL": NO_CELL},
     "metal/patches.metal": {"PATCH_WORDS": 8},
-    "metal/attention_heads.metal": {"HEAD_EPS": heads.EPS},
+    "metal/attention_heads.metal": {"HEAD_EPS": attention.EPS},
     "metal/channel_norms.metal": {
         "NORM_THREADS": max(gpu_norms.THREADS, gpu_norms.MOST_THREADS[METAL])
     },
