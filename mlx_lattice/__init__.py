@@ -25,8 +25,7 @@ from .int8 import IntegerTensor, integer_conv
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
-from .nn.calibrate import calibrate
-from .nn.calibration import Calibration
+from .nn.calibrate import Calibration, calibrate
 from .other_names import unknown_name
 from .prepare import Preparation, prepare
 from .problem import Problem

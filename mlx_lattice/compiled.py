@@ -13,14 +13,12 @@ from functools import partial
 from operator import attrgetter
 from threading import RLock
 from types import CodeType, FunctionType, ModuleType
-from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
 from mlx.nn import Module
 
 from . import devices, settings
-from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .routes import launch
 from .sync import TracedError, is_of_tracing
@@ -31,17 +29,6 @@ _mode = attrgetter("_training" if hasattr(Module(), "_training") else "training"
 CONSTANTS = (bool, int, float, str, bytes, type(None), mx.Dtype)
 
 
-class _Made(NamedTuple):
-    """Where the features of a result belong: a place among the managers, or its own."""
-
-    manager: int | CoordinateManager
-    key: CoordinateKey
-    coords: mx.array
-
-
-_ARRAY = object()  # in the place of an array of a result
-
-
 def compile(  # noqa: A001 - as mx.compile
     function: Callable,
     inputs: object = None,
@@ -49,36 +36,36 @@ def compile(  # noqa: A001 - as mx.compile
     *,
     keep: int = 8,
 ) -> Compiled:
-    """Return a function that runs as one compiled graph where coordinates come again.
+    """Return a function that runs as one compiled graph for coordinates seen before.
 
-    It takes what the function takes, and returns alike: sparse tensors, arrays,
-    constants (None, bool, int, float, str, bytes, dtypes), and lists, tuples and dicts
-    of them. The first call with new coordinates builds kernel maps and compiles the
-    function for them; later calls run the same graph, and give the same bits.
-    Other shapes, dtypes, constants, devices and forced routes count as new, and so do
-    modules (``function``, those that it calls, and those in ``inputs`` and ``outputs``)
-    that were put into ``train`` or ``eval`` mode. Where launches are observed
-    (``ml.trace``, ``ml.verify``) the function runs as it is, and so it does on CUDA
-    where an array has no elements: what MLX compiles there divides by their number.
+    It takes and returns what the function does: sparse tensors, arrays, constants
+    (None, bool, int, float, str, bytes, dtypes), and lists, tuples and dicts of them.
+    The first call with new coordinates builds kernel maps and compiles the function for
+    them; later calls run the same graph, and give the same bits. The function is also
+    compiled again for other shapes, dtypes, constants, devices and forced routes, and
+    after modules (``function``, those that it calls, and those in ``inputs`` and
+    ``outputs``) were put into ``train`` or ``eval`` mode. If launches are observed
+    (``ml.trace``, ``ml.verify``) the function runs uncompiled, and so it does on CUDA
+    if an array has no elements: what MLX compiles there divides by their number.
 
     Args:
-        function: a module, whose state is captured by itself; or any function.
-        inputs: of a function: state that it reads, as ``mx.compile`` takes it, such as
+        function: a module, whose state is captured; or any function.
+        inputs: for a function: state that it reads, as ``mx.compile`` takes it, such as
             ``[net.state, optimizer.state, mx.random.state]``.
-        outputs: of a function: state that it changes.
-        keep: how many coordinate sets and shapes are kept. The one that was not used
-            for longest is dropped, and each with its coordinates.
+        outputs: for a function: state that it changes.
+        keep: how many coordinate sets and shapes are cached. The least recently used
+            one is dropped, and each with its coordinates.
 
     Returns:
-        The function; threads that call it wait for each other. Its ``len`` says how
-        many are kept; ``clear()`` drops them, which is needed after layers of a module
-        were replaced, frozen or unfrozen, or numbers of theirs (a momentum) were set.
+        The function; threads that call it wait for each other. Its ``len`` is the
+        number of cached traces. ``clear()`` drops them: call it after you replaced,
+        froze or unfroze layers of a module, or set one of their numbers (a momentum).
 
     Raises:
-        TypeError: an argument or result is none of these; or ``inputs`` or ``outputs``
+        TypeError: an argument or result has another type; or ``inputs`` or ``outputs``
             were given with a module.
         ValueError: the function reads values of features, to prune rows by them, say,
-            which no trace can; or ``keep`` is below 1.
+            which a trace cannot; or ``keep`` is below 1.
     """
     return Compiled(function, inputs, outputs, keep)
 
@@ -99,46 +86,50 @@ class Compiled:
         self._state = inputs, outputs
         self._traces: OrderedDict[tuple, _Trace] = OrderedDict()
         self._modules: list[Module] | None = None
-        self._one_at_a_time = RLock()
+        self._lock = RLock()  # during a trace, a state is MLX's placeholders
 
     def __call__(self, *args, **kwargs):
-        """Call the function, or what was compiled of it."""
-        with self._one_at_a_time:  # where one is traced, a state is MLX's stand-ins
+        """Call the function compiled."""
+        with self._lock:
             return self._call(*args, **kwargs)
 
     def _call(self, *args, **kwargs):
         if launch.observed():
             return self.function(*args, **kwargs)
-        given = args, kwargs
-        arrays, tensors, signature = [], [], []
-        for leaf in _leaves(given, signature, "arguments"):
-            array = leaf
-            if isinstance(leaf, SparseTensor):
-                tensors.append(leaf)
-                signature.append(leaf.key.serial)
-                array = leaf.feats
-            arrays.append(array)
-            signature += array.shape, array.dtype
+        signature, leaves = _flattened((args, kwargs), "arguments")
+        tensors = [leaf for leaf in leaves if isinstance(leaf, SparseTensor)]
+        arrays = [x.feats if isinstance(x, SparseTensor) else x for x in leaves]
         is_empty = not all([array.size for array in arrays])
         if is_empty and devices.current().backend == devices.CUDA:
             return self.function(*args, **kwargs)
-        key = (*signature, *self._modes(), devices.current(), settings.version())
+        key = (
+            signature,
+            *((array.shape, array.dtype) for array in arrays),
+            *(x.key.serial for x in tensors),
+            *self._modes(),
+            devices.current(),
+            settings.version(),
+        )
         managers = list({id(x.manager): x.manager for x in tensors}.values())
         trace = self._traces.get(key)
         if trace is not None:
             self._traces.move_to_end(key)
-            return trace(given, arrays, managers)
-        trace = _Trace(self.function, *self._captured())
-        result = trace(given, arrays, managers)
-        self._remember(key, trace, managers)
+            return trace(leaves, arrays, managers)
+        trace = _Trace(self.function, signature, *self._captured())
+        result = trace(leaves, arrays, managers)
+        drop = partial(_dropped, ref(self), key)
+        trace.managers = [ref(manager, drop) for manager in managers]
+        self._traces[key] = trace
+        while len(self._traces) > self.keep:
+            self._traces.popitem(last=False)
         return result
 
     def __reduce__(self) -> tuple:
         if not isinstance(self.function, Module):
             raise TypeError(
-                "a compiled function is not copied or pickled: which copies its state "
-                "would be of is not known. Copy what it reads, and compile a function "
-                "of that: ml.compile(function, inputs, outputs)"
+                "a compiled function cannot be copied or pickled: its state is that of "
+                "other objects. Copy what it reads, and compile a function of the "
+                "copies: ml.compile(function, inputs, outputs)"
             )
         return Compiled, (self.function, None, None, self.keep)
 
@@ -146,18 +137,9 @@ class Compiled:
         return len(self._traces)
 
     def clear(self) -> None:
-        """Drop all that is kept."""
+        """Drop all traces."""
         self._traces.clear()
         self._modules = None
-
-    def _remember(
-        self, key: tuple, trace: _Trace, managers: list[CoordinateManager]
-    ) -> None:
-        drop = partial(_dropped, ref(self), key)
-        trace.held = [ref(manager, drop) for manager in managers]
-        self._traces[key] = trace
-        while len(self._traces) > self.keep:
-            self._traces.popitem(last=False)
 
     def _captured(self) -> tuple[object, object]:
         """Return the state that a trace reads, and that it changes."""
@@ -178,36 +160,40 @@ class Compiled:
 
 def _dropped(compiled: ref[Compiled], key: tuple, _: ref) -> None:
     """Drop a trace whose coordinates are gone."""
-    if (held := compiled()) is not None:
-        held._traces.pop(key, None)
+    if (alive := compiled()) is not None:
+        alive._traces.pop(key, None)
 
 
 class _Trace:
     """One compiled graph and the state that it captured."""
 
-    def __init__(self, function: Callable, inputs, outputs):
-        self._function, self._inputs = function, inputs
-        self.held: list[ref] = []
-        self._given, self._managers, self._result = None, (), None
-        # By a weak reference: MLX would not see a circle.
+    def __init__(self, function: Callable, signature: tuple, inputs, outputs):
+        self._function, self._signature, self._inputs = function, signature, inputs
+        self.managers: list[ref] = []
+        self._leaves: list = []
+        # Signature and leaves of the result. A tensor is (manager, key, coords), the
+        # manager as its place among those of the arguments; an array is None.
+        self._result: tuple[tuple, list] | None = None
+        # A weak reference: the garbage collector does not see through MLX.
         trace = ref(self)
         self._compiled = mx.compile(
             lambda arrays: trace()._traced(arrays), inputs=inputs, outputs=outputs
         )
 
-    def __call__(self, given, arrays: list[mx.array], managers: list) -> object:
-        self._given, self._managers = given, managers
-        state = list(_restorers(self._inputs)) if self._result is None else ()
+    def __call__(
+        self, leaves: list, arrays: list[mx.array], managers: list[CoordinateManager]
+    ) -> object:
+        self._leaves = leaves
+        restorers = list(_restorers(self._inputs)) if self._result is None else ()
         try:
-            made = self._compiled(arrays)
-            return _filled(self._result, made, managers)
+            results = self._compiled(arrays)
         except Exception as error:
-            # MLX leaves its stand-ins in a state that it was tracing.
-            for restore in state:
+            # MLX leaves its placeholders in a state that it was tracing.
+            for restore in restorers:
                 restore()
             if not is_of_tracing(error):
                 raise
-            name = _name(self._function)
+            name = getattr(self._function, "__name__", type(self._function).__name__)
             if isinstance(error, TracedError) and error.coordinates:
                 raise ValueError(f"{name} is compiled: {error}") from error
             raise ValueError(
@@ -216,20 +202,42 @@ class _Trace:
                 "evaluates. Compile what comes before that step, and what comes after"
             ) from error
         finally:
-            self._given, self._managers = None, ()
+            self._leaves = []
+        signature, places = self._result
+        made = []
+        for place, array in zip(places, results, strict=True):
+            if place is not None:
+                manager, key, coords = place
+                manager = managers[manager] if isinstance(manager, int) else manager
+                array = SparseTensor.trusted(manager, key, coords, array)
+            made.append(array)
+        return _unflattened(signature, iter(made))
 
     def _traced(self, arrays: list[mx.array]) -> list[mx.array]:
-        rest, made = iter(arrays), []
-        args, kwargs = _replaced(self._given, rest)
+        tensors = [x for x in self._leaves if isinstance(x, SparseTensor)]
+        managers = list({id(x.manager): None for x in tensors})
+        leaves = [
+            leaf.replace(array) if isinstance(leaf, SparseTensor) else array
+            for leaf, array in zip(self._leaves, arrays, strict=True)
+        ]
+        args, kwargs = _unflattened(self._signature, iter(leaves))
         result = self._function(*args, **kwargs)
-        for _ in _leaves(result, [], "results"):  # checks them
-            pass
-        self._result = _emptied(result, made, self._managers)
-        return made
+        signature, leaves = _flattened(result, "results")
+        places = []
+        for leaf in leaves:
+            place = None
+            if isinstance(leaf, SparseTensor):
+                manager = leaf.manager
+                if id(manager) in managers:
+                    manager = managers.index(id(manager))
+                place = manager, leaf.key, leaf.coords
+            places.append(place)
+        self._result = signature, places
+        return [x.feats if isinstance(x, SparseTensor) else x for x in leaves]
 
 
 def _restorers(tree) -> Iterator[Callable[[], None]]:
-    """Yield for each array of a state what puts it back there."""
+    """Yield for each array of a state a function that puts it back."""
     if isinstance(tree, dict):
         yield partial(_drop_others, tree, frozenset(tree.keys()))
     if isinstance(tree, (dict, list)):
@@ -242,7 +250,7 @@ def _restorers(tree) -> Iterator[Callable[[], None]]:
         for value in tree:
             yield from _restorers(value)
     elif isinstance(tree, type(mx.random.state)):
-        yield partial(_seed, tree[0])
+        yield partial(seed, tree[0])
 
 
 def _drop_others(tree: dict, names: frozenset) -> None:
@@ -251,99 +259,55 @@ def _drop_others(tree: dict, names: frozenset) -> None:
         del tree[name]
 
 
-def _seed(key: mx.array) -> None:
-    """Make a key MLX's own, of which a seed is the two words."""
+def seed(key: mx.array) -> None:
+    """Set the key of MLX's random numbers: a seed is its two words."""
     high, low = key.tolist()
     mx.random.seed(high << 32 | low)
 
 
-def _leaves(tree, signature: list, where: str) -> Iterator[mx.array | SparseTensor]:
-    """Yield arrays and tensors in order; the rest goes into the signature."""
-    if isinstance(tree, Module):
-        raise TypeError(
-            f"{where} of a compiled function have no modules in them; the function "
-            "knows its own, and inputs= and outputs= take their state"
-        )
-    if isinstance(tree, (mx.array, SparseTensor)):
-        signature.append(type(tree))
-        yield tree
-    elif isinstance(tree, dict):
-        signature.append((dict, *tree))
-        for value in tree.values():
-            yield from _leaves(value, signature, where)
-    elif isinstance(tree, (list, tuple)):
-        signature.append((type(tree), len(tree)))
-        for value in tree:
-            yield from _leaves(value, signature, where)
-    elif isinstance(tree, CONSTANTS):
-        # By their bits: 0.0 equals -0.0, and a NaN nothing.
-        same = tree.hex() if isinstance(tree, float) else tree
-        signature.append((type(tree), same))
-    else:
+def _flattened(tree, where: str) -> tuple[tuple, list[mx.array | SparseTensor]]:
+    """Return a hashable signature of a tree, and its arrays and tensors in order."""
+    leaves: list[mx.array | SparseTensor] = []
+
+    def signature(tree) -> tuple:
+        if isinstance(tree, (mx.array, SparseTensor)):
+            leaves.append(tree)
+            return (type(tree),)
+        if isinstance(tree, Module):
+            raise TypeError(
+                f"{where} of a compiled function have no modules in them; the function "
+                "knows its own, and inputs= and outputs= take their state"
+            )
+        if isinstance(tree, dict):
+            return dict, tuple(tree), tuple(map(signature, tree.values()))
+        if isinstance(tree, (list, tuple)):
+            return type(tree), len(tree), tuple(map(signature, tree))
+        if isinstance(tree, CONSTANTS):
+            # Floats by their bits: 0.0 equals -0.0, and a NaN equals nothing.
+            return type(tree), tree.hex() if isinstance(tree, float) else tree
         raise TypeError(
             f"{where} of a compiled function are sparse tensors, arrays, constants, "
             f"and lists, tuples and dicts of them; got {type(tree).__name__}"
         )
 
-
-def _mapped(tree, leaf: Callable) -> object:
-    """Return a tree with ``leaf`` of each leaf."""
-    if isinstance(tree, _Made):
-        return leaf(tree)
-    if isinstance(tree, dict):
-        return {name: _mapped(value, leaf) for name, value in tree.items()}
-    if isinstance(tree, (list, tuple)):
-        values = [_mapped(value, leaf) for value in tree]
-        named = hasattr(tree, "_fields")
-        return type(tree)(*values) if named else type(tree)(values)
-    return leaf(tree)
+    return signature(tree), leaves
 
 
-def _replaced(tree, arrays: Iterator[mx.array]) -> object:
-    """Return arguments with other arrays."""
-
-    def leaf(value):
-        if isinstance(value, SparseTensor):
-            return value.replace(next(arrays))
-        return next(arrays) if isinstance(value, mx.array) else value
-
-    return _mapped(tree, leaf)
-
-
-def _emptied(tree, made: list[mx.array], managers: list) -> object:
-    """Return a result without its arrays, which are appended to ``made``."""
-
-    def leaf(value):
-        if isinstance(value, SparseTensor):
-            made.append(value.feats)
-            at = [i for i, each in enumerate(managers) if each is value.manager]
-            return _Made(at[0] if at else value.manager, value.key, value.coords)
-        if not isinstance(value, mx.array):
-            return value
-        made.append(value)
-        return _ARRAY
-
-    return _mapped(tree, leaf)
-
-
-def _filled(tree, made: list[mx.array], managers: list) -> object:
-    """Return a result with the arrays of this call."""
-    rest = iter(made)
-
-    def leaf(value):
-        if value is _ARRAY:
-            return next(rest)
-        if not isinstance(value, _Made):
-            return value
-        manager = value.manager
-        manager = managers[manager] if isinstance(manager, int) else manager
-        return SparseTensor.trusted(manager, value.key, value.coords, next(rest))
-
-    return _mapped(tree, leaf)
+def _unflattened(signature: tuple, leaves: Iterator) -> object:
+    """Return the tree of a signature with other arrays and tensors."""
+    kind, *parts = signature
+    if not parts:
+        return next(leaves)
+    if len(parts) == 1:
+        return kind.fromhex(parts[0]) if issubclass(kind, float) else parts[0]
+    values = [_unflattened(part, leaves) for part in parts[1]]
+    if kind is dict:
+        return dict(zip(parts[0], values, strict=True))
+    return kind(*values) if hasattr(kind, "_fields") else kind(values)
 
 
 def _roots(tree) -> Iterator[Module]:
-    """Yield the modules in a tree, not those inside of them."""
+    """Yield the modules in a tree, without the modules inside them."""
     if isinstance(tree, Module):
         yield tree
     elif isinstance(tree, (dict, list, tuple)):
@@ -357,28 +321,24 @@ def reached(value: object, depth: int = 4) -> Iterator[Module]:
         yield value
         return
     if isinstance(value, (list, tuple)):
-        held = list(value)
+        parts = list(value)
     else:
         names = ("__self__", "__wrapped__", "func", "args", "function")
-        held = [getattr(value, name, None) for name in names]
+        parts = [getattr(value, name, None) for name in names]
     if isinstance(value, FunctionType):
         for cell in value.__closure__ or ():
             with suppress(ValueError):  # an empty one
-                held.append(cell.cell_contents)
-        held += map(value.__globals__.get, _names(value.__code__))
+                parts.append(cell.cell_contents)
+        parts += map(value.__globals__.get, _names(value.__code__))
     if depth:
-        for each in held:
-            if each is not None and not isinstance(each, ModuleType):
-                yield from reached(each, depth - 1)
+        for part in parts:
+            if part is not None and not isinstance(part, ModuleType):
+                yield from reached(part, depth - 1)
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function asks for, and those inside of it."""
+    """Yield the names that a function and the functions inside it read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):
             yield from _names(constant)
-
-
-def _name(function: Callable) -> str:
-    return getattr(function, "__name__", type(function).__name__)

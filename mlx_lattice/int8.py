@@ -1,7 +1,7 @@
-"""IntegerTensor: a sparse tensor of int8 features, with the scale of their values.
+"""IntegerTensor, the rounding of features to int8, and contractions of int8 features.
 
-Its integers are no values, so it has no ``feats``: what computes in float raises
-instead of taking the one for the other. Integer layers read ``values`` and ``scale``.
+An ``IntegerTensor`` has ``values`` and a ``scale`` instead of ``feats``: layers that
+compute in float raise instead of using the integers as features.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ TINY = 1e-38
 
 
 class IntegerTensor(SparseTensor):
-    """Int8 features on active cells: ``values * scale`` is what they stand for.
+    """Int8 features on active cells; their float values are ``values * scale``.
 
-    Integer layers make them, and take them as they are; ``rounded`` makes one of a
-    float tensor. ``dequantized()`` is the float tensor of one.
+    Integer layers take and return integer tensors. ``rounded`` rounds a float tensor,
+    ``dequantized()`` returns a float tensor.
 
     Args:
         coords: as for ``SparseTensor``.
         values: (N, C) int8 of -127 ... 127.
         scale: (1,) float32.
-        float_dtype: of the floats that they stand for. Default: float32.
-        **options: those of ``SparseTensor``.
+        float_dtype: dtype of the float values. Default: float32.
+        **options: options of ``SparseTensor``.
 
     Attributes:
-        known: the scale as a number where it was read from the device before, or None.
+        known: the scale as a number, if it was read from the device before, or None.
 
     Raises:
         TypeError: values are not int8, or the scale is not float32.
@@ -64,8 +64,9 @@ class IntegerTensor(SparseTensor):
         float_dtype: mx.Dtype = mx.float32,
         **options,
     ):
-        placed = SparseTensor(coords, mx.zeros((len(coords), 1)), **options)
-        self._set(placed, values, scale, float_dtype)
+        x = SparseTensor(coords, mx.zeros((len(coords), 1)), **options)
+        self.__dict__.update(manager=x.manager, key=x.key, coords=x.coords)
+        self._set(values, scale, float_dtype)
 
     @classmethod
     def on(
@@ -78,13 +79,13 @@ class IntegerTensor(SparseTensor):
         float_dtype: mx.Dtype,
         known: float | None = None,
     ) -> IntegerTensor:
-        """Put together what is known to fit; nothing is checked."""
-        made = cls.__new__(cls)
-        own = made.__dict__
-        own["manager"], own["key"], own["coords"] = manager, key, coords
-        own["values"], own["scale"], own["float_dtype"] = values, scale, float_dtype
-        own["known"] = known
-        return made
+        """Return a tensor of these attributes, without checks."""
+        x = cls.__new__(cls)
+        x.__dict__.update(
+            manager=manager, key=key, coords=coords, values=values, scale=scale,
+            float_dtype=float_dtype, known=known,
+        )  # fmt: skip
+        return x
 
     @classmethod
     def rounded(
@@ -100,23 +101,24 @@ class IntegerTensor(SparseTensor):
         Args:
             x: float tensor.
             scale: above 0; (1,) float32, or a number.
-            inverse: one over the scale, (1,) float32, where it was computed before.
-            known: the scale as a number, where it was read from the device before.
+            inverse: one over the scale, (1,) float32, if it is known.
+            known: the scale as a number, if it was read from the device before.
         """
         expect_tensor(x)
         if not isinstance(scale, mx.array):
             scale = mx.array([scale], dtype=mx.float32)
-        made = cls.__new__(cls)
-        made._set(x, as_int8(x.feats, scale, inverse), scale, x.dtype)
-        made.known = known
-        return made
+        values = as_int8(x.feats, scale, inverse)
+        place = x.manager, x.key, x.coords
+        rounded = cls.on(*place, values, scale, x.dtype, known)
+        rounded._set(values, scale, x.dtype)
+        return rounded
 
-    def _set(self, x: SparseTensor, values, scale, float_dtype) -> None:
+    def _set(self, values: mx.array, scale: mx.array, float_dtype: mx.Dtype) -> None:
         dtype_name(float_dtype)
-        if values.ndim != 2 or values.shape[0] != len(x):
+        if values.ndim != 2 or values.shape[0] != len(self):
             raise ValueError(
-                f"values must have shape (N, C) with N = {len(x)}, the rows of coords; "
-                f"got {tuple(values.shape)}"
+                f"values must have shape (N, C) with N = {len(self)}, the rows of "
+                f"coords; got {tuple(values.shape)}"
             )
         if tuple(scale.shape) != (1,):
             raise ValueError(f"scale must have shape (1,); got {tuple(scale.shape)}")
@@ -125,8 +127,6 @@ class IntegerTensor(SparseTensor):
                 "an IntegerTensor takes int8 values and a float32 scale; got "
                 f"{values.dtype} and {scale.dtype}"
             )
-        place = {"manager": x.manager, "key": x.key, "coords": x.coords}
-        self.__dict__.update(place)
         self.values, self.scale, self.float_dtype = values, scale, float_dtype
 
     def _state(self) -> tuple[type, dict]:
@@ -134,15 +134,15 @@ class IntegerTensor(SparseTensor):
         return kind, state | {"float_dtype": dtype_name(self.float_dtype)}
 
     def __setstate__(self, state: dict) -> None:
-        """Take what a copy has beside its rows: dtypes are pickled by their names."""
+        """Set the attributes of a copy; dtypes are pickled by their names."""
         self.__dict__.update(state, float_dtype=getattr(mx, state["float_dtype"]))
 
     @property
     def feats(self) -> NoReturn:
-        """What a float tensor has; of integers it raises."""
+        """Raise: int8 features are no float features."""
         raise TypeError(
-            "these features are int8 with a scale: integer layers take them as they "
-            "are, all else takes x.dequantized(); x.values are the integers"
+            "these features are int8 with a scale: integer layers take them, all other "
+            "layers take x.dequantized(); x.values are the integers"
         )
 
     @property
@@ -177,7 +177,7 @@ class IntegerTensor(SparseTensor):
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> IntegerTensor:
-        """Rebuild a tensor from ``arrays()`` and the constructor's other arguments."""
+        """Rebuild a tensor from ``arrays()`` and other arguments of the constructor."""
         return cls(arrays["coords"], arrays["values"], arrays["scale"], **kwargs)
 
     def __repr__(self) -> str:
@@ -191,58 +191,45 @@ def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
         most, scale = None, first.scale
         for x in tensors[1:]:
             scale = scale if x.scale is scale else mx.maximum(scale, x.scale)
-        same = [x.scale is scale for x in tensors]
-    else:  # then nothing is computed for those that have it
+        has_scale = [x.scale is scale for x in tensors]
+    else:  # tensors that have the greatest scale are not computed again
         most = max(known)
         scale = tensors[known.index(most)].scale
-        same = [each == most for each in known]
+        has_scale = [each == most for each in known]
     values = [
-        x.values if is_same else rescaled(x.values, x.scale, scale)
-        for x, is_same in zip(tensors, same, strict=True)
+        x.values if same else rescaled(x.values, x.scale, scale)
+        for x, same in zip(tensors, has_scale, strict=True)
     ]
     place = first.manager, first.key, first.coords, beside(values)
     return IntegerTensor.on(*place, scale, first.float_dtype, most)
 
 
-def rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
-    """Return int8 of one scale in another, both (1,): rounded, and at 127 cut off."""
-    if not values.size or registry.serving() == CPU:
-        return _rescaled(values, scale, to)
-    return _RESCALED(values, scale.reshape(()), to.reshape(()))
-
-
 def inverse_of(scale: mx.array) -> mx.array:
-    """Return what floats are multiplied by: one over the scale, 0 where that is 0."""
+    """Return one over the scale, by which floats are multiplied; 0 for a scale of 0."""
     return mx.where(scale > 0, 1 / scale, 0)
 
 
-def as_int8(x: mx.array, scale: mx.array, inverse: mx.array | None = None) -> mx.array:
-    """Return ``to_int8(x, inverse_of(scale))``, in one kernel; a scale of 0 gives 0.
+def rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
+    """Return int8 values with another scale, both (1,): rounded and clipped."""
+    return _rounded(values, scale / mx.maximum(to, TINY))
 
-    ``inverse`` is ``inverse_of(scale)``, if known: on CUDA the kernel that divides
-    takes seven times as long.
+
+def as_int8(x: mx.array, scale: mx.array, inverse: mx.array | None = None) -> mx.array:
+    """Return ``clip(round(x / scale), -127, 127)`` as int8; a scale of 0 gives 0.
+
+    ``inverse`` is ``inverse_of(scale)``, if it is known.
     """
-    if not x.size:
-        return x.astype(mx.int8)
-    if _on_cpu(x) and scale.shape == (1,):
+    if x.size and scale.shape == (1,) and _by_extension(x):
         return cpu.quantise(x, scale)
-    # MLX's kernels take four numbers a thread beside scalars without an axis alone.
-    if inverse is not None:
-        return _BY_INVERSE(x, inverse.reshape(()))
-    return _DIVIDED(x, scale.reshape(()) if scale.shape == (1,) else scale)
+    return _rounded(x, inverse_of(scale) if inverse is None else inverse)
 
 
 def rows_as_int8(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return (N, C) int8 by a scale a row, and these (N,) float32 scales.
-
-    The scale of a row is its greatest magnitude over 127.
-    """
-    if not x.size:
-        return x.astype(mx.int8), mx.zeros(x.shape[:1], dtype=mx.float32)
-    if _on_cpu(x):
+    """Return (N, C) int8 with a scale for each row, and the (N,) float32 scales."""
+    if x.size and _by_extension(x):
         return cpu.quantise_rows(x)
-    rows = row_scales(x)
-    return as_int8(x, rows[:, None]), rows
+    scales = row_scales(x)
+    return as_int8(x, scales[:, None]), scales
 
 
 def row_scales(x: mx.array) -> mx.array:
@@ -252,22 +239,22 @@ def row_scales(x: mx.array) -> mx.array:
     return mx.abs(x).max(axis=1).astype(mx.float32) / MOST
 
 
-def _on_cpu(x: mx.array) -> bool:
-    """Whether the extension rounds it; MLX's operations take one thread there."""
+def _by_extension(x: mx.array) -> bool:
+    """Whether the extension rounds floats; MLX's operations use one thread there."""
     return x.dtype in FLOATS and x.ndim == 2 and registry.serving() == CPU
 
 
-def _rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
-    return to_int8(values, scale / mx.maximum(to, TINY))
+def _rounded(x: mx.array, inverse: mx.array) -> mx.array:
+    """Return ``to_int8(x, inverse)``, in one kernel on GPUs."""
+    if not x.size:
+        return x.astype(mx.int8)
+    if registry.serving() == CPU:
+        return to_int8(x, inverse)
+    # MLX's kernels read four numbers a thread beside a scalar without axes only.
+    return _COMPILED(x, inverse.reshape(()) if inverse.size == 1 else inverse)
 
 
-def _divided(x: mx.array, scale: mx.array) -> mx.array:
-    return to_int8(x, inverse_of(scale))
-
-
-_RESCALED = mx.compile(_rescaled, shapeless=True)
-_DIVIDED = mx.compile(_divided, shapeless=True)
-_BY_INVERSE = mx.compile(to_int8, shapeless=True)
+_COMPILED = mx.compile(to_int8, shapeless=True)
 
 
 def integer_conv(
@@ -296,59 +283,58 @@ def integer_conv(
         x: (N_in, C_in) int8.
         w: (K, C_in / groups, C_out) integers; its own scale is not applied.
         relation: the edges.
-        scale: (C_out,) float32: that of the features times that of the weight.
+        scale: (C_out,) float32: the scale of the features times that of the weight.
         shift: (C_out,) float32, or None.
-        residual: (N_out, C_out), of ``dtype``, or int8 with ``residual_scale``.
-        residual_scale: (1,) float32, of an int8 residual.
+        residual: (N_out, C_out) in ``dtype``, or int8 with ``residual_scale``.
+        residual_scale: (1,) float32, the scale of an int8 residual.
         activation: "", "relu", "gelu" (by the error function), "silu", "gelu_tanh",
             "leaky_relu", "elu", or with another slope "leaky_relu(0.2)", "elu(0.5)".
         out_inverse: (1,) float32: the result is ``round(v * out_inverse)``, halves to
             even, within -127 ... 127 as int8.
-        row_scales: (N_in,) float32, a scale an input row beside ``scale``: what an
-            offset adds is multiplied by it, in float32, offsets in order.
+        row_scales: (N_in,) float32, a scale for each input row beside ``scale``. The
+            sum of an offset is multiplied by it in float32, offsets in order.
         groups: channel groups.
-        dtype: of a float result: float32, float16 or bfloat16.
+        dtype: dtype of a float result: float32, float16 or bfloat16.
 
     Returns:
-        (N_out, C_out), of ``dtype`` or int8.
+        (N_out, C_out), in ``dtype`` or int8.
 
     Raises:
-        TypeError: a dtype is another one.
-        ValueError: shapes do not fit; or a gradient is asked for.
+        TypeError: an argument has the wrong type or dtype.
+        ValueError: shapes do not fit; or MLX computes a gradient.
     """
     expect_relation(relation)
-    given = scale, shift, residual, residual_scale, out_inverse, row_scales
+    after = scale, shift, residual, residual_scale, out_inverse, row_scales
     request = None
     try:
-        kinds = [a if a is None else (a.shape, a.dtype) for a in given]
-        of_weight = w.values.shape, w.in_channels, w.bits, w.group_size
-        key = x.shape, x.dtype, of_weight, groups, dtype, activation, *kinds
+        kinds = [a if a is None else (a.shape, a.dtype) for a in after]
+        weight = w.values.shape, w.in_channels, w.bits, w.group_size
+        key = x.shape, x.dtype, weight, groups, dtype, activation, *kinds
         request = relation.plans.get(key)
     except (AttributeError, TypeError):
-        pass  # not arrays: their check says so
+        pass  # an argument is not an array: the check says which
     if request is None:
-        named_arrays = dict(zip(ARRAYS, given, strict=True))
-        _check(x, w, relation, named_arrays, activation, groups, dtype)
-        there = tuple(n for n, a in named_arrays.items() if a is not None)
-        packing = w.packing._replace(kernel=None)  # which contractions do not need
+        arrays = dict(zip(ARRAYS, after, strict=True))
+        _check(x, w, relation, arrays, activation, groups, dtype)
+        names = tuple(name for name, a in arrays.items() if a is not None)
+        packing = w.packing._replace(kernel=None)  # contractions do not need it
         facts = w.shape[1] * groups, w.shape[2], dtype, groups, FLOAT32, packing
-        integer = IntegerFacts(there, activation)
+        integer = IntegerFacts(names, activation)
         request = Request(FORWARD, Layer(*facts), integer=integer)
         relation.plans[key] = request
     function = Function(partial(launch.run, request, relation))
-    function.vjp(_refuse), function.jvp(_refuse)
-    return function(x, *w.arrays, *[a for a in given if a is not None])
+    function.vjp(_no_gradient), function.jvp(_no_gradient)
+    return function(x, *w.arrays, *[a for a in after if a is not None])
 
 
-def _refuse(*_):
+def _no_gradient(*_):
     raise ValueError(
         "a contraction of int8 features has no gradient: their values are rounded. "
-        "Train the float net, with nn.FakeQuant for what rounding does to it, and "
-        "make its integers afterwards"
+        "Train the float net with nn.FakeQuant, and calibrate it afterwards"
     )
 
 
-def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> None:
+def _check(x, w, relation: Relation, arrays: dict, activation, groups, dtype) -> None:
     if not isinstance(w, IntegerWeight):
         raise TypeError(
             f"integer_conv takes an IntegerWeight; got {type(w).__name__}. "
@@ -365,9 +351,9 @@ def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> 
             f"groups = {groups}"
         )
     named(activation)
-    is_int8 = given["residual_scale"] is not None
-    if is_int8 and given["residual"] is None:
-        raise ValueError("there is a residual_scale and no residual")
+    is_int8 = arrays["residual_scale"] is not None
+    if is_int8 and arrays["residual"] is None:
+        raise ValueError("residual_scale needs a residual")
     shapes = {
         "scale": ((c_out,), mx.float32),
         "shift": ((c_out,), mx.float32),
@@ -377,7 +363,7 @@ def _check(x, w, relation: Relation, given: dict, activation, groups, dtype) -> 
         "row_scales": ((relation.n_in,), mx.float32),
     }
     for name, (shape, kind) in shapes.items():
-        array = given[name]
+        array = arrays[name]
         if array is None and name != "scale":
             continue
         if not isinstance(array, mx.array):

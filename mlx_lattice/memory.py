@@ -1,9 +1,9 @@
 """memory_limit(): keep forward passes below a number of bytes.
 
-MLX queues lazily, and a host that runs ahead of its device holds what it queued. Under
-a limit each stage of a net is evaluated apart (``settings.boundary``), wide
+MLX is lazy, and a host that runs ahead of its device allocates all that it queued.
+Under a limit each stage of a net is evaluated apart (``settings.boundary``), wide
 intermediates are computed in blocks of rows, and large neighbour tables are built block
-by block. Blocks depend on the limit and on sizes alone, so results are repeatable.
+by block. Blocks depend on the limit and on sizes only, so results are repeatable.
 """
 
 from __future__ import annotations
@@ -11,14 +11,12 @@ from __future__ import annotations
 import math
 import re
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Real
 from operator import attrgetter
 from threading import Lock
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -36,17 +34,15 @@ from .routes import launch
 from .routes.selection import choose
 from .settings import asked_precision, boundary, stage_end
 
-# Shares of the room that a limit leaves beside what was held when its block began:
+# Shares of the room that a limit leaves beside the bytes in use when its block began:
 WHOLE = 1 / 8  # the largest intermediate that is computed at once
 BLOCK = 1 / 16  # a block of a larger one
-TABLE = 1 / 8  # a neighbour table that is kept
+TABLE = 1 / 8  # the largest neighbour table that is kept
 DROPPED = 1 / 64  # tables of a level that are dropped after their last use
 LAZY = 1 / 256  # results of layers that are evaluated together
-WAITS = 1 / 2  # memory in use above which the oldest evaluations are waited for
+WAITS = 1 / 2  # memory in use above which the host waits for the device
 CACHE = 1 / 32  # share of the limit for MLX's cache on the CPU
-MOST_STAGES = 64  # evaluations under way that are waited for one by one
-# Seconds to wait for MLX to free what an evaluation held, polled in steps.
-PATIENCE, STEP = 4e-4, 2e-5
+PATIENCE = 0.01  # seconds in which MLX frees what an evaluation used
 # Fewest rows of a block, by backend. MLX's GPU matmuls choose kernels, and so the order
 # of sums, by the number of rows if it is small; the CPU kernels of this package do not.
 LEAST_ROWS = {CPU: 1024, "*": 16384}
@@ -61,7 +57,7 @@ UNITS = {
     **{name: 1000**n for n, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
     **{name: 1024**n for n, name in enumerate(("kib", "mib", "gib", "tib"), 1)},
 }
-_WRITTEN = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
+_SIZE = re.compile(r"\s*(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)\s*", re.IGNORECASE)
 
 
 def parse_bytes(size: str | float) -> int:
@@ -71,17 +67,16 @@ def parse_bytes(size: str | float) -> int:
             'a size of memory must be text such as "8GB" or a number of bytes; got '
             f"{type(size).__name__}"
         )
+    value = size
     if isinstance(size, str):
-        found = _WRITTEN.fullmatch(size)
-        unit = UNITS.get(found[2].lower()) if found else None
+        match = _SIZE.fullmatch(size)
+        unit = UNITS.get(match[2].lower()) if match else None
         if unit is None:
             raise ValueError(
                 "a size of memory must be a number and a unit of B, kB, MB, GB, TB, "
                 f'KiB, MiB, GiB or TiB, such as "8GB" or "7.5 GiB"; got {size!r}'
             )
-        value = float(found[1]) * unit
-    else:
-        value = float(size)
+        value = float(match[1]) * unit
     if not math.isfinite(value) or value < 1:
         raise ValueError(f"a size of memory must be 1 byte or more; got {size!r}")
     return int(value)
@@ -101,11 +96,14 @@ class MemoryLimitError(MemoryError):
     """A pass does not fit below its limit.
 
     Attributes:
-        least: bytes that the layer that failed needs, with all that is held.
+        least: the least limit in bytes that would do for the layer that failed.
     """
 
-    def __init__(self, message: str, least: int):
-        super().__init__(message)
+    def __init__(self, problem: str, limit: Limit, least: int):
+        super().__init__(
+            f"{problem}, above the limit of {limit}; the least limit that would do for "
+            f"this layer is {format_bytes(least, up=True)}"
+        )
         self.least = least
 
 
@@ -113,23 +111,18 @@ class Limit:
     """A limit on memory, as ``memory_limit`` gives it to its block.
 
     Attributes:
-        bytes: bound on all that MLX holds: weights, inputs and its cache too.
-        held: bytes that were held when the block, or a net in it, began.
+        bytes: bound on everything that MLX allocates, its cache included.
+        held: bytes in use when the block, or a net in it, began.
     """
 
     def __init__(self, size: int):
         self.bytes, self.held = size, 0
         self._lazy_bytes: int | None = None  # None: the next stage is evaluated
-        self._zero = mx.zeros(1)
-        mx.eval(self._zero)
-        # One array for each evaluation under way: it is ready when the stage is done.
-        self._ends: deque[mx.array] = deque(maxlen=MOST_STAGES)
         self.begin()
 
     def begin(self) -> None:
-        """Count what is held now, such as another net's weights, as held before."""
+        """Count everything in use now, such as another net's weights, as held."""
         mx.synchronize()
-        self._ends.clear()
         self.held = mx.get_active_memory()
 
     def __str__(self) -> str:
@@ -140,93 +133,71 @@ class Limit:
         return max(1, int((self.bytes - self.held) * share))
 
     def end_stage(self, *arrays: mx.array) -> None:
-        """Evaluate the results of a stage, and wait while too much is in use."""
+        """Evaluate the results of a stage; wait for the device if memory runs short."""
         if self._lazy_bytes is not None:
             self._lazy_bytes += sum(array.nbytes for array in arrays)
             if self._lazy_bytes < self.share(LAZY):
                 return
         self._lazy_bytes = 0
-        end = mx.expand_dims(self._zero, 0)  # a view: no kernel is launched for it
         try:
-            mx.async_eval(*arrays, end)
+            mx.async_eval(*arrays)
         except ValueError as error:
             raise RuntimeError(
                 "memory_limit bounds forward passes that are evaluated as they run; a "
                 "gradient, or a function that mx.compile traces, keeps its whole "
                 "graph. Take the limit off it, or the transformation"
             ) from error
-        self._ends.append(end)
-        most = self.held + self.share(WAITS)
-        while mx.get_active_memory() > most:
-            if not self._ends:
-                self._check()
-                return
-            mx.eval(self._ends.popleft())
-            if self._ends:
-                _await(most)
-
-    def _check(self) -> None:
-        """Raise if more than the limit is held once all is computed."""
+        if mx.get_active_memory() <= self.held + self.share(WAITS):
+            return
         mx.synchronize()
-        found = mx.get_active_memory()
-        if found > self.bytes:
-            raise MemoryLimitError(
-                f"{format_bytes(found)} are held at the end of a layer, above the "
-                f"limit of {self}; the least limit that would do for this layer is "
-                f"{format_bytes(found, up=True)}",
-                found,
-            )
+        end = time.perf_counter() + PATIENCE
+        while (active := mx.get_active_memory()) > self.bytes:
+            if time.perf_counter() > end:
+                problem = f"{format_bytes(active)} are in use at the end of a layer"
+                raise MemoryLimitError(problem, self, active)
 
     def expect_block(self, size: int) -> None:
         """Raise if the smallest block of a layer does not fit."""
-        if self.held + size > self.bytes:
+        least = self.held + size
+        if least > self.bytes:
             raise MemoryLimitError(
                 f"the smallest block of a layer takes {format_bytes(size)} beside the "
-                f"{format_bytes(self.held)} that were held before, above the limit of "
-                f"{self}; the least limit that would do for this layer is "
-                f"{format_bytes(self.held + size, up=True)}",
-                self.held + size,
+                f"{format_bytes(self.held)} in use before",
+                self,
+                least,
             )
 
 
-def _await(most: int) -> None:
-    """Wait briefly until memory in use is below a bound: MLX frees asynchronously."""
-    end = time.perf_counter() + PATIENCE
-    while mx.get_active_memory() > most and time.perf_counter() < end:
-        time.sleep(STEP)
-
-
-class _ProcessLimits:
-    """MLX's own limits, which are per process: the least of all running blocks."""
-
-    def __init__(self):
-        self._lock, self._running, self._before = Lock(), [], (0, 0)
-
-    @contextmanager
-    def bounded(self, memory: int, cache: int) -> Iterator[None]:
-        """Bound MLX's memory and cache inside the block."""
-        entry = [memory, cache]  # compared by identity
-        with self._lock:
-            if not self._running:
-                self._before = mx.set_memory_limit(memory), mx.set_cache_limit(0)
-            self._running.append(entry)
-            self._apply()
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._running = [each for each in self._running if each is not entry]
-                self._apply()
-
-    def _apply(self) -> None:
-        memory, cache = self._before
-        mx.set_memory_limit(min([each[0] for each in self._running], default=memory))
-        mx.set_cache_limit(min([cache, *(each[1] for each in self._running)]))
-
-
-_process = _ProcessLimits()
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 active = _limit.get  # the limit that holds here, or None
+# MLX's own limits are per process: (memory, cache) before any block, then of each.
+_process_limits: list[tuple[int, int]] = []
+_process_lock = Lock()
+
+
+@contextmanager
+def _process_limit(memory: int, cache: int) -> Iterator[None]:
+    """Bound MLX's memory and cache by the least of all blocks that run now."""
+    limits = memory, cache
+    with _process_lock:
+        if not _process_limits:
+            _process_limits.append((mx.set_memory_limit(memory), mx.set_cache_limit(0)))
+        _process_limits.append(limits)
+        _apply_process_limits()
+    try:
+        yield
+    finally:
+        with _process_lock:
+            _process_limits.remove(limits)
+            _apply_process_limits()
+            if len(_process_limits) == 1:
+                _process_limits.clear()
+
+
+def _apply_process_limits() -> None:
+    (memory, cache), *blocks = _process_limits
+    mx.set_memory_limit(min((each for each, _ in blocks), default=memory))
+    mx.set_cache_limit(min([cache, *(each for _, each in blocks)]))
 
 
 @contextmanager
@@ -236,11 +207,11 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     Layers compute wide intermediates in blocks of rows, large neighbour tables are
     rebuilt for each block instead of kept, and layers are evaluated as they run, so
     that a fast host does not queue a whole net. Results have the same bits as without a
-    limit. Weights, inputs, MLX's cache and everything that is held when the block
-    begins count: evaluate a net's parameters before it.
+    limit. Weights, inputs, MLX's cache and everything in use when the block begins
+    count: evaluate a net's parameters before it.
 
-    Of nested limits the smallest holds. For inference: gradients and functions compiled
-    by ``mx.compile`` raise a RuntimeError.
+    If limits are nested the smallest holds. For inference: gradients and functions
+    compiled by ``mx.compile`` raise a RuntimeError.
 
     Args:
         size: ``"8GB"`` (10^9 bytes each), ``"8 GiB"`` (2^30), or a number of bytes.
@@ -254,14 +225,14 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
         >>> with ml.memory_limit("8GB"):
         ...     y = net(x)
     """
-    nbytes, outer = parse_bytes(size), _limit.get()
+    nbytes, outer = parse_bytes(size), active()
     limit = Limit(nbytes if outer is None else min(nbytes, outer.bytes))
     # On the CPU MLX's own limit does not bound its cache.
     on_cpu = devices.current().backend == CPU
-    most = limit.bytes * CACHE if on_cpu else limit.bytes - limit.held
+    cache = limit.bytes * CACHE if on_cpu else limit.bytes - limit.held
     tokens = _limit.set(limit), stage_end.set(limit.end_stage)
     try:
-        with _process.bounded(limit.bytes, max(0, int(most))):
+        with _process_limit(limit.bytes, max(0, int(cache))):
             yield limit
     finally:
         _limit.reset(tokens[0])
@@ -282,7 +253,7 @@ def block_rows(rows: int, row_bytes: int) -> int:
     return -(-rows // max(1, rows // most)) if rows >= 2 * most else rows
 
 
-def cut(rows: int, each: int) -> Iterator[tuple[int, int]]:
+def blocks(rows: int, each: int) -> Iterator[tuple[int, int]]:
     """Yield (first, last + 1) of blocks of rows."""
     for first in range(0, rows, max(1, each)):
         yield first, min(rows, first + each)
@@ -301,7 +272,7 @@ def by_rows(
         return function(*arrays)
     parts = (
         (first, function(*(array[first:last] for array in arrays)))
-        for first, last in cut(rows, each)
+        for first, last in blocks(rows, each)
     )
     return assembled(parts, rows)
 
@@ -313,72 +284,43 @@ def assembled(
 ) -> mx.array:
     """Join blocks of rows to one array.
 
-    Small blocks are joined at the end. Large ones are written in place as they come and
-    waited for, since MLX copies an array that is written to while it is in use.
+    Each block is written in place and evaluated before the next one is computed: MLX
+    copies an array that is written to while it is in use.
 
-    Parts are (first row or row indices, features). ``blank`` returns the (1, C) row of
-    places that no block fills; zeros by default.
+    Args:
+        parts: (first row or row indices, features) of each block.
+        rows: number of rows.
+        blank: returns the (1, C) row of places that no block fills; by default zeros.
     """
-
-    def put(whole: mx.array | None, at: int | mx.array, part: mx.array) -> mx.array:
+    whole = None
+    for at, part in parts:
+        if isinstance(at, int) and part.shape[0] == rows:
+            return part
         if whole is None:
             whole = mx.zeros((rows, *part.shape[1:]), dtype=part.dtype)
             if blank is not None:
                 whole = mx.broadcast_to(blank(part), whole.shape)
         whole[slice(at, at + len(part)) if isinstance(at, int) else at] = part
-        return whole
-
-    whole, limit, small = None, active(), []
-    for at, part in parts:
-        if isinstance(at, int) and part.shape[0] == rows:
-            return part
-        nbytes = rows * part.nbytes // max(1, part.shape[0])
-        if limit is not None and nbytes <= limit.share(WHOLE):
-            boundary(part)
-            small.append((at, part))
-        else:
-            whole = put(whole, at, part)
-            del part  # or the block would live until the next one is computed
-            boundary(whole)
-            mx.eval(whole)
-    for at, part in small:
-        whole = put(whole, at, part)
+        del part  # or the block would live until the next one is computed
+        boundary(whole)
+        mx.eval(whole)
     return whole
 
 
-class Layer(NamedTuple):
-    """A convolution without its features and rows.
-
-    Attributes:
-        w: the weight, float or packed.
-        bias: (C_out,), or None.
-        groups: channel groups.
-        after: an epilogue, or None.
-    """
-
-    w: mx.array | QuantizedWeight
-    bias: mx.array | None = None
-    groups: int = 1
-    after: Epilogue | None = None
-
-    def __call__(self, x: mx.array, relation: Relation) -> mx.array:
-        """Return y of all rows of a relation."""
-        rest = {"groups": self.groups, "bias": self.bias, "epilogue": self.after}
-        return contraction.conv(x, self.w, relation, **rest)
-
-    def rows(self, first: int, last: int) -> Layer:
-        """Return the layer for a block of its output rows."""
-        if self.after is None or self.after.residual is None:
-            return self
-        residual = self.after.residual[first:last]
-        return self._replace(after=self.after._replace(residual=residual))
-
-
-def conv(x: mx.array, layer: Layer, relation: Relation) -> mx.array:
+def conv(
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    relation: Relation,
+    bias: mx.array | None = None,
+    groups: int = 1,
+    epilogue: Epilogue | None = None,
+) -> mx.array:
     """Return y, (N_out, C_out); a table that is too large is built in blocks."""
-    if active() is None or _keeps_table(relation):
-        return layer(x, relation)
-    return assembled(conv_blocks(x, layer, relation), relation.n_out)
+    if _keeps_table(relation):
+        options = {"groups": groups, "bias": bias, "epilogue": epilogue}
+        return contraction.conv(x, w, relation, **options)
+    parts = conv_blocks(x, w, relation, bias, groups, epilogue)
+    return assembled(parts, relation.n_out)
 
 
 def _keeps_table(relation: Relation) -> bool:
@@ -400,27 +342,38 @@ def _table_bytes(relation: Relation) -> int:
 
 
 def conv_blocks(
-    x: mx.array, layer: Layer, relation: Relation
+    x: mx.array,
+    w: mx.array | QuantizedWeight,
+    relation: Relation,
+    bias: mx.array | None = None,
+    groups: int = 1,
+    epilogue: Epilogue | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (first row, y) of blocks of output rows; one block if all rows fit.
 
     A row's sum adds its edges in one order whatever rows are beside it. If the plan of
     a block would add them in another order, blocks grow until it does not.
     """
-    n, c_out = relation.n_out, weight_axes(tuple(layer.w.shape))[3]
+    n, (layout, _, _, c_out) = relation.n_out, weight_axes(tuple(w.shape))
+    packing = w.packing if isinstance(w, QuantizedWeight) else None
+    facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
+    after = epilogue if epilogue is None or bias is None else epilogue.biased(bias)
+    request = launch.Request(FORWARD, launch.Layer(*facts), after and after.facts)
     # Whoever reads a block holds another of its size beside it.
     each = block_rows(n, 2 * c_out * x.itemsize + _table_bytes(relation))
-    while each < n and not _same_sums(x, layer, relation, each):
+    while each < n and not _same_sums(request, relation, each):
         each *= 2
-    if each >= n:
-        yield 0, layer(x, relation)
-        return
     scope = launch.current_scope()  # the generator may be resumed in another block
-    for first, last in cut(n, each):
-        part = _rows_of(relation, first, last)
+    for first, last in blocks(n, min(each, n)) if n else ((0, 0),):
+        part, after = relation, epilogue
+        if each < n:
+            part = _rows_of(relation, first, last)
+            if epilogue is not None and epilogue.residual is not None:
+                after = epilogue._replace(residual=epilogue.residual[first:last])
         with launch.scope(scope):
-            y = layer.rows(first, last)(x, part)
-        part.release()  # the vjp's closure would keep its table
+            y = contraction.conv(x, w, part, groups=groups, bias=bias, epilogue=after)
+        if each < n:
+            part.release()  # the vjp's closure would keep its table
         yield first, y
         del part, y
 
@@ -429,15 +382,13 @@ def _rows_of(relation: Relation, first: int, last: int) -> Relation:
     """Return the relation of a block of output rows, which no manager keeps."""
     source, target = relation.sets
     rows, spec = target.coords[first:last], relation.spec
-    whole, box = relation.kept("table"), target.box
+    whole = relation.kept("table")
 
     def table(keep, wanted: str | None) -> mx.array:
         if whole is not None:
             return whole[first:last]
-        out = BoxedRows(rows, box)
-        return source.index.table(
-            out, spec.offsets, spec.stride, keep=keep, wanted=wanted
-        )
+        out, kernel = BoxedRows(rows, target.box), (spec.offsets, spec.stride)
+        return source.index.table(out, *kernel, keep=keep, wanted=wanted)
 
     return Relation(
         relation.kind,
@@ -452,17 +403,16 @@ def _rows_of(relation: Relation, first: int, last: int) -> Relation:
     )
 
 
-def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool:
+# What determines the order and rounding of a row's sum.
+_order = attrgetter(
+    *("backend", "kernel", "variant", "view", "tile", "splits", "sliced"),
+    *("multiple", "products", "dequantised", "expanded", "epilogue"),
+)
+
+
+def _same_sums(request: launch.Request, relation: Relation, each: int) -> bool:
     """Whether blocks of ``each`` rows are summed in the order of all rows."""
-    w, n, after = layer.w, relation.n_out, layer.after
-    layout, _, _, c_out = weight_axes(tuple(w.shape))
-    if after is not None and layer.bias is not None:
-        after = after.biased(layer.bias)
-    packing = w.packing if isinstance(w, QuantizedWeight) else None
-    asked = asked_precision(), packing, layout
-    facts = launch.Layer(x.shape[1], c_out, x.dtype, layer.groups, *asked)
-    epilogue = None if after is None else after.facts
-    problem = launch.Request(FORWARD, facts, epilogue).problem(relation)
+    problem, n = request.problem(relation), relation.n_out
     device = devices.current()
     plan = choose(problem, device)[0].plan
     if plan.view not in BLOCKED_VIEWS or plan.backend == MLX:
@@ -473,13 +423,6 @@ def _same_sums(x: mx.array, layer: Layer, relation: Relation, each: int) -> bool
     # The edges of a block are not counted.
     parts = [problem.counted(problem.n_in, size, None) for size in sizes]
     return all(_order(choose(p, device)[0].plan) == _order(plan) for p in parts)
-
-
-# What determines the order and rounding of a row's sum.
-_order = attrgetter(
-    *("backend", "kernel", "variant", "view", "tile", "splits", "sliced"),
-    *("multiple", "products", "dequantised", "expanded", "epilogue"),
-)
 
 
 def release(manager: CoordinateManager, key: CoordinateKey) -> None:

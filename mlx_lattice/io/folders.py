@@ -22,7 +22,7 @@ from .. import nn
 from ..distribution import NAME, __version__, install
 from ..kept_files import atomic_write
 from ..memory import format_bytes
-from ..nn.integer_files import OPTIONAL
+from ..nn.int8 import OPTIONAL
 from .errors import CheckpointError, read_object, shown
 from .safetensors import read_safetensors
 

@@ -8,12 +8,11 @@ from ..axes import numbered_classes
 from ..other_names import unknown_name
 from . import (
     attention,
-    calibration,
+    calibrate,
     convolution,
     distributed,
-    fake_quantized,
     fused,
-    integer_files,
+    int8,
     layers,
     linear,
     normalization,
@@ -21,12 +20,11 @@ from . import (
     quantized,
 )
 from .attention import *
-from .calibration import *
+from .calibrate import *
 from .convolution import *
 from .distributed import *
-from .fake_quantized import *
 from .fused import *
-from .integer_files import *
+from .int8 import *
 from .layers import *
 from .linear import *
 from .normalization import *
@@ -68,8 +66,8 @@ if TYPE_CHECKING:  # type checkers do not see the loop
     Upsample1d = Upsample2d = Upsample3d = Upsample4d = pooling.Upsample
 
 _FILES = (
-    layers, attention, calibration, fused, convolution, distributed,
-    fake_quantized, integer_files, linear, normalization, pooling, quantized,
+    layers, attention, calibrate, fused, convolution, distributed, int8, linear,
+    normalization, pooling, quantized,
 )  # fmt: skip
 __all__ = [
     "Module",

@@ -1,21 +1,20 @@
-"""Quantised twins: packed weights, and layers that multiply integers.
+"""Quantised twins: layers with packed weights, and layers that multiply integers.
 
 ``mlx.nn.quantize(model, group_size=..., bits=...)`` makes them. Parameters are named
 as in ``mlx.nn.QuantizedLinear`` (weight, scales, biases, bias) and frozen; every call
-reads them, and any number of channels is padded in storage.
+reads them. Any number of channels is padded in storage.
 
-With ``quantize_input=True`` features are int8 too, and the mode is "integer": the
-parameters are then weight, scales and, for int4, multipliers; input_scale and
-output_scale if they were calibrated. A layer takes int8 features of the layer before,
-or rounds floats by its ``input_scale``, or each row by its greatest magnitude. With an
-``output_scale`` it writes int8 for the next integer layer: the norm, residual and
-activation after it are in the same launch.
+With ``quantize_input=True`` features are int8 too, and the mode is "integer". The
+parameters are then weight, scales and, for int4, multipliers; calibrated layers also
+have input_scale and output_scale. A layer takes the int8 features of the layer before,
+or rounds float features: by its ``input_scale``, or each row by its greatest
+magnitude. With an ``output_scale`` it returns int8 features for the next integer
+layer; the norm, residual and activation after it are computed in the same launch.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import isfinite
 from typing import NamedTuple
 
 import mlx.core as mx
@@ -30,28 +29,25 @@ from ..quantized import (
     IntegerWeight,
     QuantizedWeight,
     integer_weight,
-    module_layout,
     quantize_weight,
 )
 from ..relation import Relation
 from ..settings import boundary
 from ..tensor import SparseTensor
-from .layers import ModuleCache, Parameters
+from .layers import Parameters
 
-__all__ = [
-    "FoldedNorm", "tie_scales", "unpack_int4",
-]  # fmt: skip
-
+__all__ = ["FoldedNorm"]
 
 INTEGER = "integer"
-# Parameters that are scales of integers; "scales" of a layer in mode "integer" alone.
-OF_FEATURES = frozenset(("input_scale", "output_scale", "output_inverse"))
-SCALES = OF_FEATURES | {"scales"}
+# Parameters that stay float32: scales of features, and "scales" in mode "integer".
+FEATURE_SCALES = frozenset(("input_scale", "output_scale", "output_inverse"))
+BESIDE = "scales", "biases", "multipliers"  # parameters beside a packed weight
 NOTHING = Epilogue()
+Weight = QuantizedWeight | IntegerWeight
 
 
 class FoldedNorm(Module):
-    """Stands where a norm was that is now in the convolution before it.
+    """Stands where a norm was that calibration folded into the convolution before it.
 
     Args:
         kind (str): The norm's class, for readers.
@@ -65,37 +61,23 @@ class FoldedNorm(Module):
         return f"{self.kind}, in the convolution before it"
 
     def __call__(self, x):
-        """Return what it gets."""
+        """Return the input."""
         return x
 
 
+def is_integer(layer: object) -> bool:
+    """Return whether a layer multiplies integers."""
+    # Read from its dict: a module takes 2 us to say that it has no attribute.
+    return getattr(layer, "__dict__", {}).get("mode") == INTEGER
+
+
 def as_float32(a: mx.array) -> mx.array:
-    """Return an array in float32: itself where it is, so that one stays one."""
+    """Cast to float32; no copy if it already is."""
     return a if a.dtype == mx.float32 else a.astype(mx.float32)
 
 
-class KeepsScales(Parameters):
-    """A module whose scales stay float32 where ``set_dtype`` casts a net to half.
-
-    A layer's scale times its features' is often below the normal numbers of half, and
-    one over a scale above them.
-    """
-
-    def __setitem__(self, name: str, value) -> None:
-        """Hold an array: a scale in float32, with what a cast would round off it.
-
-        Raises:
-            ValueError: a scale of features is not (1,), or not floating.
-        """
-        if name in OF_FEATURES and isinstance(value, mx.array):
-            check_scale(name, value)
-        if name in SCALES and (name != "scales" or is_integer(self)):
-            value = _in_float32(value, self.get(name))
-        super().__setitem__(name, value)
-
-
 def check_scale(name: str, scale: mx.array) -> None:
-    """Raise unless an array is a scale of features by shape and dtype."""
+    """Raise unless an array has the shape and dtype of a scale of features."""
     if scale.shape != (1,) or not mx.issubdtype(scale.dtype, mx.floating):
         raise ValueError(
             f"{name} must be floating, of shape (1,); got "
@@ -103,14 +85,59 @@ def check_scale(name: str, scale: mx.array) -> None:
         )
 
 
-def _in_float32(new: mx.array, old: mx.array | None) -> mx.array:
-    """Return a scale in float32; where it is the rounding of an old one, the old."""
-    if not isinstance(new, mx.array) or new.dtype == mx.float32:
-        return new
-    wide = new.astype(mx.float32)
-    if old is None or old.shape != new.shape:
-        return wide
-    return mx.where(old.astype(new.dtype) == new, old, wide)
+def set_output_scale(layer: Module, scale: mx.array) -> None:
+    """Let a layer return int8: sets (1,) float32 scales, and their inverse."""
+    check_scale("output_scale", scale)
+    layer.output_scale = in_device_memory(scale)
+    layer.output_inverse = in_device_memory(inverse_of(scale))
+    layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
+
+
+class KnownScale(NamedTuple):
+    """A scale of features that was read from the device; see ``nn.tie_scales``."""
+
+    scale: mx.array | None = None
+    inverse: mx.array | None = None
+    value: float | None = None
+
+
+def known_scale(layer: Module, name: str) -> KnownScale:
+    """Return what is known of a scale of a layer; nothing if it was set since."""
+    known = getattr(layer, "_known_scales", {}).get(name, KnownScale())
+    return known if known.scale is layer.get(name) else KnownScale()
+
+
+def known_output(layer: Module) -> float | None:
+    """Return the scale of an int8 result as a number, if it was read before."""
+    return known_scale(layer, "output_scale").value
+
+
+class KeepsScales(Parameters):
+    """A module whose scales stay float32 when ``set_dtype`` casts a net to half.
+
+    A layer's scale times that of its features is often too small for half precision,
+    and one over a scale too large.
+    """
+
+    def __setitem__(self, name: str, value) -> None:
+        """Set an array; a scale that is only cast keeps the bits that it had.
+
+        Raises:
+            ValueError: a scale of features is not (1,), or not floating.
+        """
+        is_array = isinstance(value, mx.array)
+        if name in FEATURE_SCALES and is_array:
+            check_scale(name, value)
+        keeps = name in FEATURE_SCALES or (name == "scales" and is_integer(self))
+        if keeps and is_array and value.dtype != mx.float32:
+            old, wide = self.get(name), value.astype(mx.float32)
+            if old is not None and old.shape == value.shape:
+                wide = mx.where(old.astype(value.dtype) == value, old, wide)
+            value = wide
+        super().__setitem__(name, value)
+
+
+# Integer layers
 
 
 class Taken(NamedTuple):
@@ -118,9 +145,9 @@ class Taken(NamedTuple):
 
     Attributes:
         values: (N, C) int8.
-        scale: (1,) float32, or None where rows have their own.
+        scale: (1,) float32, or None if rows have their own.
         rows: (N,) float32 scales of the rows, or None.
-        dtype: of the floats that they stand for.
+        dtype: dtype of the float values.
     """
 
     values: mx.array
@@ -129,128 +156,24 @@ class Taken(NamedTuple):
     dtype: mx.Dtype
 
 
-def is_integer(layer: object) -> bool:
-    """Return whether a layer multiplies integers."""
-    # By its own dict: asked for what is not there, a module raises, which takes 2 us.
-    return getattr(layer, "__dict__", {}).get("mode") == INTEGER
-
-
-def integers_of(layer: Module, bits: int | None, group_size: int | None):
-    """Return a float layer's weight in integers, by its greatest magnitudes."""
-    return integer_weight(
-        layer.weight,
-        bits=8 if bits is None else bits,
-        group_size=group_size,
-        layout=module_layout(layer.weight),
-    )
-
-
 def taken(layer: Module, x: SparseTensor | mx.array) -> Taken:
-    """Return the features of a tensor, or (N, C) ones, as a layer takes them."""
+    """Return the features of a tensor, or (N, C) features, as a layer takes them."""
     if isinstance(x, IntegerTensor):
         return Taken(x.values, x.scale, None, x.float_dtype)
     feats = x.feats if isinstance(x, SparseTensor) else x
-    scale, inverse = getattr(layer, "_known_input", (None, None))
-    own = layer.get("input_scale")
-    return rounded(feats, own, inverse if scale is own else None)
+    return rounded(
+        feats, layer.get("input_scale"), known_scale(layer, "input_scale").inverse
+    )
 
 
 def rounded(
     x: mx.array, scale: mx.array | None, inverse: mx.array | None = None
 ) -> Taken:
-    """Return (N, C) floats rounded by one scale, or each row by its own.
-
-    ``inverse`` is one over the scale, where that is known.
-    """
+    """Return (N, C) floats rounded by one scale, or each row by its own."""
     if scale is not None:
         return Taken(as_int8(x, as_float32(scale), inverse), scale, None, x.dtype)
     values, rows = rows_as_int8(x)
     return Taken(values, None, rows, x.dtype)
-
-
-def factor(layer: Module, x: Taken, scales: mx.array) -> mx.array:
-    """Return what sums of these features are multiplied by.
-
-    ``scales`` of a layer with an ``input_scale`` are for features of that scale: where
-    these have the very same array, nothing is computed.
-    """
-    own = layer.get("input_scale")
-    if x.scale is own:  # or both are None: the rows have their own
-        return scales
-    if own is None:
-        return scales * x.scale
-    if x.scale is None:
-        return scales / as_float32(own)
-    return scales * (x.scale / as_float32(own))
-
-
-def set_output_scale(layer: Module, scale: mx.array) -> None:
-    """Let a convolution write int8: (1,) float32, and one over it for kernels."""
-    check_scale("output_scale", scale)
-    inverse = in_device_memory(inverse_of(scale))
-    layer.output_scale, layer.output_inverse = in_device_memory(scale), inverse
-    layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
-
-
-def usable(scale: mx.array | None, path: str) -> mx.array | None:
-    """Return a scale of features; None where these were all zero, or nothing was seen.
-
-    A scale of 0 would make zeros of whatever comes later.
-
-    Raises:
-        ValueError: the features were not finite.
-    """
-    value = 0.0 if scale is None else scale.item()
-    if not isfinite(value):
-        raise ValueError(
-            f"the batches have no scale at {path}: its features or its results are not "
-            "all finite; calibrate on others"
-        )
-    return scale if value else None
-
-
-def known_output(layer: Module) -> float | None:
-    """Return the scale of an int8 result as a number, if it was read before."""
-    scale, value = getattr(layer, "_known_output", (None, None))
-    return value if scale is layer["output_scale"] else None
-
-
-def tie_scales(model: Module) -> None:
-    """Make equal scales of features one array, so that none is divided by another.
-
-    The scales are read from the device, and put into its memory.
-    """
-    held = [
-        (module, name, module[name])
-        for module in model.modules()
-        for name in ("output_scale", "input_scale", "output_inverse")
-        if name in module
-    ]
-    mx.eval([scale for _, _, scale in held])
-    one: dict[float, mx.array] = {}
-    inverses: dict[float, mx.array] = {}
-    for module, name, scale in held:
-        value = scale.item()
-        if value not in one:
-            one[value] = in_device_memory(mx.array([value], dtype=scale.dtype))
-        module[name] = one[value]
-        if name == "output_scale":
-            object.__setattr__(module, "_known_output", (module[name], value))
-        if name == "input_scale":
-            if value not in inverses:
-                inverse = inverse_of(mx.array([value], dtype=mx.float32))
-                inverses[value] = in_device_memory(inverse)
-            known = module[name], inverses[value]
-            object.__setattr__(module, "_known_input", known)
-
-
-def put(model: Module, path: str, module: Module) -> None:
-    """Put a module at a path of a model."""
-    *above, last = path.split(".")
-    at = model
-    for name in above:
-        at = at[int(name)] if isinstance(at, list) else at[name]
-    at[int(last) if isinstance(at, list) else last] = module
 
 
 def contract_integers(
@@ -265,8 +188,15 @@ def contract_integers(
 ) -> mx.array:
     """Return (N_out, C_out) of an integer layer, in the dtype of ``x`` or int8.
 
-    ``scale`` is (C_out,) float32, of the sums; ``after`` a norm as scale and shift, a
-    residual, an activation; ``inverse`` (1,) one over the scale of an int8 result.
+    Args:
+        x: features.
+        w: weight.
+        relation: the edges.
+        scale: (C_out,) float32, by which the sums are multiplied.
+        bias: (C_out,), or None.
+        groups: channel groups.
+        after: a norm as scale and shift, a residual, an activation.
+        inverse: (1,) one over the scale of an int8 result; None for a float result.
     """
     shift = None if bias is None else as_float32(bias)
     if after.scale is not None:
@@ -289,11 +219,22 @@ def contract_integers(
 
 
 def multiplied(
-    layer: Module, x: Taken, w: IntegerWeight, relation: Relation, *given
+    layer: Module, x: Taken, w: IntegerWeight, relation: Relation, *options
 ) -> mx.array:
-    """Return ``contract_integers`` with a layer's scales and bias."""
-    scale, bias = factor(layer, x, w.scale), layer.get("bias")
-    return contract_integers(x, w, relation, scale, bias, *given)
+    """Return ``contract_integers`` with a layer's scales and bias.
+
+    ``w.scale`` of a calibrated layer is for features of its ``input_scale``. Features
+    of that very array need no arithmetic.
+    """
+    scale, calibrated = w.scale, layer.get("input_scale")
+    if x.scale is not calibrated:  # else rows may have their own: both are None
+        if calibrated is None:
+            scale = scale * x.scale
+        elif x.scale is None:
+            scale = scale / as_float32(calibrated)
+        else:
+            scale = scale * (x.scale / as_float32(calibrated))
+    return contract_integers(x, w, relation, scale, layer.get("bias"), *options)
 
 
 def convolved(
@@ -303,13 +244,14 @@ def convolved(
     relation: Relation,
     after: Epilogue | None,
 ) -> SparseTensor:
-    """Return the tensor that an integer convolution makes of another."""
-    held, inverse = taken(layer, x), layer.get("output_inverse")
+    """Return the result of an integer convolution of a tensor."""
+    feats, inverse = taken(layer, x), layer.get("output_inverse")
     inverse = None if inverse is None else as_float32(inverse)
-    y = multiplied(layer, held, w, relation, layer.groups, after or NOTHING, inverse)
+    after = after or NOTHING
+    y = multiplied(layer, feats, w, relation, layer.groups, after, inverse)
     boundary(y)
     place = x.manager, relation.out_key, relation.out_coords
-    return placed(layer, place, y, held.dtype)
+    return placed(layer, place, y, feats.dtype)
 
 
 def placed(layer: Module, place: tuple, y: mx.array, dtype: mx.Dtype) -> SparseTensor:
@@ -320,16 +262,15 @@ def placed(layer: Module, place: tuple, y: mx.array, dtype: mx.Dtype) -> SparseT
     return IntegerTensor.on(*place, y, scale, dtype, known_output(layer))
 
 
-BESIDE = "scales", "biases", "multipliers"  # parameters beside a packed weight
-Weight = QuantizedWeight | IntegerWeight
+# Float layers and their twins
 
 
 def check_mode(mode: str, quantize_input: bool = False) -> str:
-    """Return "affine" or "integer"; raise for what sparse layers do not have."""
+    """Return "affine" or "integer"; raise for modes that sparse layers do not have."""
     if mode not in ("affine", INTEGER):
         raise ValueError(
-            f'sparse layers are packed in mode "affine", or "integer" where features '
-            f"are int8 too; got {mode!r}. Leave the layer out by class_predicate"
+            f'sparse layers are packed in mode "affine", or "integer" with int8 '
+            f"features; got {mode!r}. Leave the layer out by class_predicate"
         )
     return INTEGER if quantize_input else mode
 
@@ -339,12 +280,14 @@ def pack(
 ) -> Weight:
     """Return a layer's weight packed: (C_out, C_in), or (C_out, spatial..., C_in)."""
     if mode == INTEGER:
-        return integers_of(layer, bits, group_size)
+        bits = 8 if bits is None else bits
+        options = {"bits": bits, "group_size": group_size, "layout": "module"}
+        return integer_weight(layer.weight, **options)
     return quantize_weight(
         layer.weight,
         bits=DEFAULT_BITS if bits is None else bits,
         group_size=DEFAULT_GROUP_SIZE if group_size is None else group_size,
-        layout=module_layout(layer.weight),
+        layout="module",
     )
 
 
@@ -360,42 +303,40 @@ class Packable(KeepsScales):
         mode: str = "affine",
         quantize_input: bool = False,
     ) -> Module:
-        """Return the layer with a packed weight, as ``mlx.nn.quantize`` asks for.
+        """Return the layer with a packed weight; ``mlx.nn.quantize`` calls it.
 
         Args:
             group_size (int, optional): Input channels that share a scale: 32, 64 or
-                128. Default: ``64``; of int8 weights for int8 features there are none.
+                128. Default: ``64``; int8 weights for int8 features have no groups.
             bits (int, optional): 4 or 8. Default: ``4``, or ``8`` for int8 features.
             mode (str): ``"affine"``, or ``"integer"`` for int8 features.
             quantize_input (bool): If ``True`` the mode is ``"integer"``: features are
-                rounded to int8, each row by its greatest magnitude; ``ml.calibrate``
-                chooses one scale instead, which is faster.
+                rounded to int8, each row by its greatest magnitude. ``ml.calibrate``
+                chooses one scale for all rows, which is faster.
 
         Raises:
-            ValueError: an argument is none of these.
+            ValueError: the weight cannot be packed with these arguments.
         """
-        return self._packed_as(group_size, bits, check_mode(mode, quantize_input))
-
-    def _packed_as(self, group_size: int | None, bits: int | None, mode: str) -> Module:
+        mode = check_mode(mode, quantize_input)
         return self.twin.from_layer(self, group_size, bits, mode)
 
 
 class Packed(KeepsScales):
-    """Parameters that a twin holds, and the weight that they make.
+    """The parameters of a twin, and their packed weight.
 
     Attributes:
-        bits, group_size: of the weight.
-        mode: "affine", or "integer" where features are int8 too.
+        bits, group_size: packing of the weight.
+        mode: "affine", or "integer" if features are int8 too.
         in_channels: C_in / groups.
-        rounding_error: of an integer layer, the norm of what rounding did to its output
-            over that of the output, when it was calibrated; None if nobody knows.
+        rounding_error: norm of the error that rounding adds to an integer layer's
+            output over the norm of the output, as calibration measured it; or None.
     """
 
     rounding_error: float | None = None
 
     @classmethod
     def stands_for(cls, layer: Module) -> bool:
-        """Whether a layer's call is the twin's, and no other that a subclass has."""
+        """Whether a layer's call is the twin's; a subclass may have another."""
         return type(layer).__call__ is cls.__call__
 
     @classmethod
@@ -409,7 +350,7 @@ class Packed(KeepsScales):
         """Return the quantised twin of a float layer.
 
         Raises:
-            ValueError: bits, group size or mode are none that can be packed.
+            ValueError: the weight cannot be packed with these arguments.
         """
         return cls.holding(layer, pack(layer, group_size, bits, check_mode(mode)))
 
@@ -428,10 +369,10 @@ class Packed(KeepsScales):
             )
         twin = cls.__new__(cls)
         Module.__init__(twin)
-        # Arrays are items of a module, what else it has attributes.
-        held = {k: v for k, v in layer.items() if k != "weight"}
-        held |= {k: v for k, v in vars(layer).items() if k != "_no_grad"}
-        for name, value in held.items():
+        # A module's arrays are its items, everything else is in its __dict__.
+        facts = {k: v for k, v in layer.items() if k != "weight"}
+        facts |= {k: v for k, v in vars(layer).items() if k != "_no_grad"}
+        for name, value in facts.items():
             setattr(twin, name, value)
         twin._hold(w)
         return twin
@@ -452,36 +393,23 @@ class Packed(KeepsScales):
     def packed_weight(self) -> Weight:
         """Return the parameters as they are now, checked against one another.
 
-        The scale of a calibrated integer weight has that of the features in it.
+        The scale of a calibrated integer weight includes that of the features.
 
         Raises:
             ValueError: their shapes are not those of this layer.
         """
-        if self.mode == INTEGER:
-            return self._packed(self.kernel_size, lambda a: a)
-        # The weight is of these very arrays: what changes them in place changes it.
-        words, scales, biases = self["weight"], self["scales"], self["biases"]
-        known = getattr(self, "_weights", None)
-        if known is None:
-            known = ModuleCache()
-            object.__setattr__(self, "_weights", known)  # not a parameter
-        made = known.get("last")
-        if made is None or not (
-            made.weight is words and made.scales is scales and made.biases is biases
-        ):
-            made = known["last"] = self._packed(self.kernel_size, lambda a: a)
-        return made
+        return self._packed(self.kernel_size, lambda a: a)
 
     def _packed(
         self, kernel: tuple[int, ...], stored: Callable[[mx.array], mx.array]
     ) -> Weight:
-        """Return the weight of parameters, each as ``stored`` has it."""
+        """Return the weight of parameters, each as ``stored`` returns it."""
         facts = self.in_channels, self.bits, self.group_size, kernel
         if self.mode == INTEGER:
             multipliers = stored(self["multipliers"]) if self.bits == 4 else None
             scale = as_float32(self["scales"])
             return IntegerWeight(stored(self["weight"]), multipliers, scale, *facts)
-        arrays = (self["weight"], self["scales"], self["biases"])
+        arrays = self["weight"], self["scales"], self["biases"]
         return QuantizedWeight(*map(stored, arrays), *facts)
 
     def calibrated(
@@ -490,13 +418,13 @@ class Packed(KeepsScales):
         output_scale: mx.array | None = None,
         rounding_error: float | None = None,
     ) -> Module:
-        """Give an integer layer its scales, each (1,) float32, and return it.
+        """Set the scales of an integer layer, each (1,) float32, and return it.
 
         Args:
-            input_scale: of features; ``scales`` have it in them. Without it every row
-                of float features has its own.
-            output_scale: of an int8 result; without it the result is float.
-            rounding_error: as of the attributes.
+            input_scale: scale of features; ``scales`` is multiplied by it. Without it
+                every row of float features has its own.
+            output_scale: scale of an int8 result; without it the result is float.
+            rounding_error: see the attributes.
         """
         if self.mode != INTEGER:
             raise ValueError('scales of features are for layers in mode "integer"')
@@ -522,28 +450,6 @@ class Packed(KeepsScales):
         scales = "calibrated" if "input_scale" in self else "by row"
         result = ", to int8" if "output_scale" in self else ""
         return f"{text}, int8 features {scales}{result}"
-
-
-def unpack_int4(model: Module) -> tuple[str, ...]:
-    """Hold the int4 weights of integer layers as int8, in place: the same results.
-
-    Where features are int8, GPUs multiply int8 weights: int4 ones are unpacked at every
-    call, in a launch more. Unpacked once, they take twice the memory, and the time of
-    int8 ones. A file that is written afterwards has int8 weights.
-
-    Args:
-        model: a net of ``ml.calibrate``, or a part of one.
-
-    Returns:
-        Paths of the layers that had int4 weights.
-    """
-    found = []
-    for path, module in model.named_modules():
-        if getattr(module, "mode", None) == INTEGER and module.bits == 4:
-            module._hold(module.packed_weight().unpacked())
-            found.append(path)
-    mx.eval(model.parameters())
-    return tuple(sorted(found))
 
 
 class QuantizedConvolution(Packed):

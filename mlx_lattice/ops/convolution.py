@@ -144,8 +144,7 @@ def contracted(
     """Contract the features of ``x`` with a fitting weight over its relation."""
     if memory.active() is not None:
         after = None if type(epilogue) is Moments else epilogue
-        layer = memory.Layer(w, bias, groups, after)
-        feats = memory.conv(x.feats, layer, relation)
+        feats = memory.conv(x.feats, w, relation, bias, groups, after)
         boundary(feats)
     else:
         feats = contraction.conv(
@@ -159,8 +158,7 @@ def contracted_blocks(
     x: SparseTensor, w: Weight, relation: Relation, bias, groups
 ) -> Iterator[tuple[int, mx.array]]:
     """Yield (first row, features) of blocks of what ``contracted`` returns."""
-    layer = memory.Layer(w, bias, groups, None)
-    return memory.conv_blocks(x.feats, layer, relation)
+    return memory.conv_blocks(x.feats, w, relation, bias, groups)
 
 
 # Public functions; ``ops/__init__.py`` names them for each number of axes

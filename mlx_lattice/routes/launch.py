@@ -27,7 +27,7 @@ from ..problem import (
     weight_axes,
 )
 from ..problem import finished as finished_integers
-from ..quantized import IntegerPacking, Packing, QuantizedWeight
+from ..quantized import Packing, QuantizedWeight
 from ..relation import Relation
 from ..settings import asked_precision
 from . import measure, proof
@@ -160,7 +160,7 @@ class Layer(NamedTuple):
     dtype: mx.Dtype
     groups: int
     precision: str
-    packing: Packing | IntegerPacking | None = None
+    packing: Packing | None = None
     layout: str = KERNEL_MAJOR
 
 

@@ -97,7 +97,7 @@ def test_a_bare_file(tmp_path):
     assert nn.integer_like(plain, dict(tree_flatten(plain.parameters()))) == ()
     held = mx.load(file)
     held["encoder.0.down.conv.scales"] = mx.zeros((3,))
-    with pytest.raises(ValueError, match="encoder.0.down.conv: an int4 weight of 16"):
+    with pytest.raises(ValueError, match="encoder.0.down.conv: scale must be"):
         nn.integer_like(make(), held)
 
 
@@ -108,17 +108,13 @@ CONV = "encoder.0.down.conv"
     "name, value, text",
     (
         ("input_scale", None, f"{CONV}.input_scale is missing: the scales of a calibr"),
-        ("input_scale", mx.ones(16), "input_scale must be floating, of shape"),
+        ("input_scale", mx.ones(16), "input_scale must be one finite number above"),
         ("input_scale", mx.ones(1, mx.int32), "input_scale must be floating"),
-        ("input_scale", mx.zeros(1), "input_scale must be finite and above 0; got 0.0"),
-        ("output_scale", mx.ones(2), "output_scale must be floating, of shape"),
-        ("output_scale", None, "output_inverse is there without .*output_scale"),
-        ("output_inverse", None, "output_scale is there without .*output_inverse"),
-        ("output_inverse", mx.ones(1), "output_inverse must be one over output_scale"),
-        ("bias", mx.ones(1), r"bias must have shape \(16,\); got \(1,\)"),
-        ("multipliers", None, "packed words, but neither .*biases.* nor .*multipliers"),
+        ("input_scale", mx.zeros(1), "must be one finite number above 0; got .0.0"),
+        ("output_scale", mx.ones(2), "output_scale must be one finite number above"),
+        ("multipliers", None, "packed words, but .* neither .*biases.* nor .*mult"),
         ("multipliers", mx.ones((8, 16, 3), mx.int8), "group_size must be 32, 64 or"),
-        ("scales", mx.ones(3), "an int4 weight of 16"),
+        ("scales", mx.ones(3), "scale must be"),
         ("weight", None, "scales is there without"),
     ),
 )

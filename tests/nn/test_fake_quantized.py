@@ -8,7 +8,7 @@ from integer_nets import PACK_ALL, Net, batch, distance, integers, of_layers
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.nn.fake_quantized import rounded
+from mlx_lattice.nn.int8 import _round_features
 
 
 def test_fake_quantised_layers_that_were_never_trained():
@@ -24,11 +24,11 @@ def test_fake_quantised_layers_that_were_never_trained():
 
 def test_gradients_pass_straight_through():
     x, scale = mx.array([[-3.0, -0.2, 0.26, 1.27, 1.276]]), mx.array([0.01])
-    y = rounded(x, scale)
+    y = _round_features(x, scale)
     assert mx.allclose(y, mx.array([[-1.27, -0.2, 0.26, 1.27, 1.27]]))
-    grad = mx.grad(lambda x: (rounded(x, scale) * mx.arange(1, 6)).sum())(x)
+    grad = mx.grad(lambda x: (_round_features(x, scale) * mx.arange(1, 6)).sum())(x)
     assert grad.tolist() == [[0, 2, 3, 4, 0]]
-    _, (tangent,) = mx.jvp(lambda x: rounded(x, scale), [x], [mx.ones_like(x)])
+    _, (tangent,) = mx.jvp(lambda x: _round_features(x, scale), [x], [mx.ones_like(x)])
     assert tangent.tolist() == [[0, 1, 1, 1, 0]]
     layer = nn.FakeQuant(nn.Linear(5, 3, bias=False))
     grad = mx.grad(lambda w: (layer.update({"weight": w})(x)).sum())(layer.weight)

@@ -12,7 +12,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
-from mlx_lattice.nn.integer_calibration import Samples
+from mlx_lattice.nn.int8_calibration import Samples
 from mlx_lattice.problem import in_device_memory
 
 INT8 = {

@@ -207,9 +207,9 @@ def test_files_of_other_shapes_are_refused():
         with pytest.raises(ValueError, match="Expected shape"):
             layer.load_weights(list(other.items()))
     for name, wrong, text in (
-        ("weight", weights["weight"][..., :4], r"pack into \(27, 6, 8\)"),
-        ("scales", weights["scales"][:9], "scales must have shape"),
-        ("biases", weights["biases"].astype(mx.float16), "cast one"),
+        ("weight", weights["weight"][..., :4], r"weight must be \(27, 6, 8\)"),
+        ("scales", weights["scales"][:9], "scales must be"),
+        ("biases", weights["biases"].astype(mx.float16), "got .* float16"),
     ):
         layer = nn.SubmConv3d(20, 6, 3).to_quantized(32, 8)
         layer.load_weights([(name, wrong)], strict=False)

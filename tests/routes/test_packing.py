@@ -99,11 +99,15 @@ def test_arrays_that_do_not_fit_one_another():
     q = packed(27, 20, 6)
     words, scales, biases = q.arrays
     for arrays, kind, text in (
-        ((words[..., :2], scales, biases), ValueError, r"pack into \(27, 6, 4\)"),
-        ((words, scales[:5], biases), ValueError, "scales must have shape"),
-        ((words, scales, biases[..., :0]), ValueError, "biases must have shape"),
-        ((words, scales, biases.astype(mx.float16)), TypeError, "cast one"),
-        ((words.astype(mx.int32), scales, biases), ValueError, "uint32"),
+        ((words[..., :2], scales, biases), ValueError, r"weight must be \(27, 6, 4\)"),
+        ((words, scales[:5], biases), ValueError, "scales must be"),
+        ((words, scales, biases[..., :0]), ValueError, "biases must be"),
+        (
+            (words, scales, biases.astype(mx.float16)),
+            TypeError,
+            "float32 .* got .* float16",
+        ),
+        ((words.astype(mx.int32), scales, biases), TypeError, "uint32"),
         ((words, scales.astype(mx.int32), biases), TypeError, "got int32"),
     ):
         with pytest.raises(kind, match=text):

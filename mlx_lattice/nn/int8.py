@@ -1,0 +1,381 @@
+"""Integer layers of a net: training with FakeQuant, files, tied scales."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from functools import cache
+from math import inf, isfinite, prod
+from pathlib import Path
+
+import mlx.core as mx
+from mlx.nn import Module
+
+from ..int8 import as_int8, inverse_of, row_scales
+from ..problem import MOST, in_device_memory
+from ..quantized import IntegerWeight, integer_group_size, integer_weight
+from ..tensor import SparseTensor, features_of
+from ..transformations import Function
+from .linear import has_twin, twin_holding
+from .quantized import (
+    INTEGER,
+    FoldedNorm,
+    KnownScale,
+    Packable,
+    check_mode,
+    pack,
+    set_output_scale,
+)
+
+__all__ = ["FakeQuant", "integer_like", "tie_scales", "unpack_int4"]
+
+# Parameters that not every integer layer has beside its weight and scales.
+OPTIONAL = "bias", "input_scale", "output_scale", "output_inverse"
+
+
+def put(model: Module, path: str, module: Module) -> None:
+    """Put a module at a path of a model."""
+    *above, last = path.split(".")
+    for name in above:
+        model = model[int(name)] if isinstance(model, list) else model[name]
+    model[int(last) if isinstance(model, list) else last] = module
+
+
+def usable(scale: mx.array | None, path: str) -> mx.array | None:
+    """Return a scale of features; None if they were all zero, or none was seen.
+
+    Raises:
+        ValueError: the features were not finite.
+    """
+    value = 0.0 if scale is None else scale.item()
+    if not isfinite(value):
+        raise ValueError(
+            f"the batches have no scale at {path}: its features or its results are not "
+            "all finite; calibrate on others"
+        )
+    return scale if value else None
+
+
+def tie_scales(model: Module) -> None:
+    """Make equal scales of features one array, so that none is divided by another.
+
+    The scales are read from the device, and put into its memory.
+    """
+    scales = [
+        (module, name, module[name])
+        for module in model.modules()
+        for name in ("output_scale", "input_scale", "output_inverse")
+        if name in module
+    ]
+    mx.eval([scale for *_, scale in scales])
+    known: dict[float, KnownScale] = {}
+    for module, name, scale in scales:
+        value = scale.item()
+        if value not in known:
+            array = mx.array([value], dtype=mx.float32)
+            tied = in_device_memory(array), in_device_memory(inverse_of(array))
+            known[value] = KnownScale(*tied, value)
+        module[name] = known[value].scale
+        facts = getattr(module, "_known_scales", {}) | {name: known[value]}
+        object.__setattr__(module, "_known_scales", facts)  # not a parameter
+
+
+def unpack_int4(model: Module) -> tuple[str, ...]:
+    """Store the int4 weights of integer layers as int8, in place: the same results.
+
+    GPUs multiply int8 features with int8 weights: int4 weights are unpacked at every
+    call, in one more launch. Unpacked once, they take twice the memory, and the time of
+    int8 weights. A file that is written afterwards has int8 weights.
+
+    Args:
+        model: a net of ``ml.calibrate``, or a part of one.
+
+    Returns:
+        Paths of the layers that had int4 weights.
+    """
+    paths = []
+    for path, module in model.named_modules():
+        if getattr(module, "mode", None) == INTEGER and module.bits == 4:
+            module._hold(module.packed_weight().unpacked())
+            paths.append(path)
+    mx.eval(model.parameters())
+    return tuple(sorted(paths))
+
+
+# Training
+
+
+class FakeQuant(Packable, Module):
+    """Runs a convolution or ``Linear`` in float, on rounded features and weights.
+
+    They are rounded as the integer layer will round them, so that the net gives the
+    same values after ``ml.calibrate``, or ``mlx.nn.quantize`` with
+    ``quantize_input=True``, makes it integer; both keep the trained scales. Gradients
+    pass straight through (Jacob et al., "Quantization and Training of Neural Networks
+    for Efficient Integer-Arithmetic-Only Inference", 2018); clipped features have a
+    gradient of 0. Parameters have the names of the layer's own.
+
+    Args:
+        layer (nn.Module): The float layer.
+        bits (int): Bits of its weight: 8 or 4. Default: ``8``.
+        group_size (int, optional): Groups of a 4-bit weight. Default: ``64``.
+        momentum (float, optional): How far a batch moves the scale of the features,
+            their greatest magnitude over 127. ``None`` gives every row its own.
+            Default: ``0.1``.
+    """
+
+    never_trained = ("input_scale",)  # it follows the features
+
+    def __init__(
+        self,
+        layer: Module,
+        bits: int = 8,
+        group_size: int | None = None,
+        momentum: float | None = 0.1,
+    ):
+        super().__init__()
+        group_size = integer_group_size(bits, group_size)
+        if not has_twin(layer) or "scales" in layer:
+            raise TypeError(
+                "FakeQuant takes a float convolution or Linear; got "
+                f"{type(layer).__name__}"
+            )
+        self.bits, self.group_size, self.momentum = bits, group_size, momentum
+        for name in ("weight", "bias"):
+            if name in layer:
+                self[name] = layer[name]
+        # Its arrays are those of this module: it is not part of the tree.
+        object.__setattr__(self, "_layer", layer)
+        if momentum is not None:
+            self.input_scale = mx.zeros((1,))
+
+    def _extra_repr(self) -> str:
+        groups = f", group_size={self.group_size}" if self.group_size else ""
+        return f"{self._layer}, bits={self.bits}{groups}, momentum={self.momentum}"
+
+    def float_layer(self) -> Module:
+        """Return the layer itself, with the current parameters."""
+        for name in ("weight", "bias"):
+            if name in self:
+                self._layer[name] = self[name]
+        return self._layer
+
+    def __call__(self, x: SparseTensor | mx.array, *args, **kwargs):
+        """Call the layer with rounded features and weight."""
+        feats = self._rounded(features_of(x))
+        x = x.replace(feats) if isinstance(x, SparseTensor) else feats
+        layer = self.float_layer()
+        layer["weight"] = _round_weight(self.bits, self.group_size)(self["weight"])
+        try:
+            return layer(x, *args, **kwargs)
+        finally:
+            self.float_layer()
+
+    def _rounded(self, x: mx.array) -> mx.array:
+        feats = mx.stop_gradient(x)
+        if self.momentum is None:
+            rows = row_scales(feats.reshape(-1, x.shape[-1]))
+            return _round_features(x, rows.reshape(*x.shape[:-1], 1))
+        if not x.size:
+            return x
+        batch, old = mx.abs(feats).max().astype(mx.float32) / MOST, self["input_scale"]
+        if self.training:
+            moved = old + self.momentum * (batch - old)
+            self["input_scale"] = mx.where(old > 0, moved, batch)
+        # Before any training the features have the scale of the batch.
+        scale = self["input_scale"]
+        return _round_features(x, mx.where(scale > 0, scale, batch))
+
+    def to_quantized(
+        self,
+        group_size: int | None = None,
+        bits: int | None = None,
+        mode: str = "affine",
+        quantize_input: bool = False,
+    ) -> Module:
+        """Return the integer layer that this was trained for, or a packed twin.
+
+        Raises:
+            ValueError: the layer was trained with other bits or another group size.
+        """
+        layer = self.float_layer()
+        if check_mode(mode, quantize_input) != INTEGER:
+            return twin_holding(layer, pack(layer, group_size, bits))
+        packing = bits or self.bits, group_size or self.group_size
+        if packing != (self.bits, self.group_size):
+            raise ValueError(
+                f"the layer was trained for int{self.bits} weights in groups of "
+                f"{self.group_size}; got bits={bits}, group_size={group_size}"
+            )
+        w = pack(layer, self.group_size, self.bits, INTEGER)
+        scale = usable(self.get("input_scale"), str(layer))
+        return twin_holding(layer, w).calibrated(scale)
+
+
+@Function
+def _round_features(x: mx.array, scale: mx.array) -> mx.array:
+    return (as_int8(x, scale).astype(mx.float32) * scale).astype(x.dtype)
+
+
+@_round_features.vjp
+def _(primals, dy, _):
+    x, scale = primals
+    return dy * _unclipped(x, scale), mx.zeros_like(scale)
+
+
+@_round_features.jvp
+def _(primals, tangents):
+    return tangents[0] * _unclipped(*primals)
+
+
+def _unclipped(x: mx.array, scale: mx.array) -> mx.array:
+    return (mx.abs(x.astype(mx.float32)) <= (MOST + 0.5) * scale).astype(x.dtype)
+
+
+@cache
+def _round_weight(bits: int, group_size: int | None) -> Function:
+    """Return what rounds a weight as integers hold it, in its shape and dtype."""
+
+    def forward(weight):
+        options = {"bits": bits, "group_size": group_size, "layout": "module"}
+        w = integer_weight(weight, **options).dense(weight.dtype)
+        return w.transpose(2, 0, 1).reshape(weight.shape)
+
+    function = Function(forward)
+    function.vjp(lambda _, dy, __: dy)
+    function.jvp(lambda _, tangent: tangent)
+    return function
+
+
+# Files
+
+
+def integer_like(
+    model: Module,
+    arrays: Mapping[str, mx.array] | str | Path,
+    *,
+    by_row: Iterable[str] | None = None,
+) -> tuple[str, ...]:
+    """Give a float model the integer layers of a calibrated model's file.
+
+    Layers get their twins, norms that the file has folded are replaced, and layers that
+    return int8 get their scale. Then ``model.load_weights`` reads the file, strictly
+    too.
+
+    The ``scales`` of a calibrated layer include its ``input_scale``. So a file with any
+    scale of features, or with a folded norm, has an ``input_scale`` for every integer
+    layer but those in ``by_row``: layers whose calls differed too much for one scale,
+    or whose features were all zero during calibration.
+
+    Args:
+        model: the file's net in float; changed in place.
+        arrays: parameters by name, or the file.
+        by_row: paths of the integer layers whose rows have scales of their own; by
+            default all integer layers of a file that was not calibrated, else none.
+
+    Returns:
+        Paths of the integer layers.
+
+    Raises:
+        ValueError: arrays of the file do not fit one another or the layers, or one is
+            missing.
+    """
+    if isinstance(arrays, str | Path):
+        arrays = mx.load(str(arrays))
+    floats = {
+        path: module
+        for path, module in model.named_modules()
+        if has_twin(module) and "scales" not in module
+    }
+    integer = [
+        p for p in floats if f"{p}.scales" in arrays and f"{p}.biases" not in arrays
+    ]
+    twins = {path: _twin_in(arrays, path, floats[path]) for path in integer}
+    folded = [
+        (path, module)
+        for path, module in (model.named_modules() if twins else ())
+        if "running_mean" in module and f"{path}.running_mean" not in arrays
+    ]
+    _check_input_scales(twins, arrays, by_row, bool(folded))
+    for path, module in floats.items():
+        if path in twins:
+            put(model, path, twins[path])
+        elif (scale := _scale_in(arrays, f"{path}.output_scale")) is not None:
+            set_output_scale(module, scale)
+    for path, module in folded:
+        put(model, path, FoldedNorm(type(module).__name__))
+    return tuple(twins)
+
+
+def _check_input_scales(
+    twins: Mapping[str, Module],
+    arrays: Mapping[str, mx.array],
+    by_row: Iterable[str] | None,
+    is_folded: bool,
+) -> None:
+    """Raise unless ``by_row`` names the layers without an ``input_scale``."""
+    without = {path for path, twin in twins.items() if "input_scale" not in twin}
+    if by_row is None:
+        ends = (".input_scale", ".output_scale")
+        is_calibrated = is_folded or any(name.endswith(ends) for name in arrays)
+        by_row = () if is_calibrated else without
+    if missing := sorted(without - {*by_row}):
+        raise ValueError(
+            f"{missing[0]}.input_scale is missing: the scales of a calibrated layer "
+            "include the scale of its features, and are wrong without it. Take a whole "
+            "file, or name a layer whose rows have scales of their own in by_row"
+        )
+    if other := sorted({*by_row} - without):
+        what = f"{other[0]}.input_scale is there"
+        what = what if other[0] in twins else f"{other[0]} is no integer layer there"
+        raise ValueError(
+            f"by_row says that the rows of {other[0]} have scales of their own, but "
+            f"{what}"
+        )
+
+
+def _scale_in(arrays: Mapping[str, mx.array], name: str) -> mx.array | None:
+    scale = arrays.get(name)
+    if scale is not None and (scale.size != 1 or not 0 < scale.item() < inf):
+        raise ValueError(
+            f"{name} must be one finite number above 0; got {scale.tolist()}"
+        )
+    return scale
+
+
+def _twin_in(arrays: Mapping[str, mx.array], path: str, module: Module) -> Module:
+    """Return the integer twin of a float layer, with the arrays of a file."""
+    names = "weight", "multipliers", "scales"
+    weight, multipliers, scales = (arrays.get(f"{path}.{name}") for name in names)
+    if weight is None:
+        raise ValueError(f"{path}.scales is there without {path}.weight")
+    if multipliers is None and weight.dtype == mx.uint32:
+        raise ValueError(
+            f"{path}.weight has packed words, but the file has neither {path}.biases, "
+            f"of a packed layer, nor {path}.multipliers, of an int4 layer for int8 "
+            "features"
+        )
+    c_out, *axes, c_in = module.weight.shape
+    if not axes:
+        weight = weight[None]
+        multipliers = None if multipliers is None else multipliers[None]
+    bits, size = 8, None
+    if multipliers is not None:
+        bits, size = 4, 8 * weight.shape[-1] // max(1, multipliers.shape[-1])
+    try:
+        w = IntegerWeight(weight, multipliers, scales, c_in, bits, size)
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{path}: {error}") from None
+    if w.shape != (prod(axes), c_in, c_out):
+        raise ValueError(
+            f"{path}.weight is of {w.shape[0]} offsets and {w.shape[2]} output "
+            f"channels; the layer has {prod(axes)} and {c_out}"
+        )
+    twin = twin_holding(module, w)
+    if f"{path}.bias" in arrays:  # of a folded norm; load_weights checks its shape
+        twin.bias = mx.zeros((c_out,))
+    if (scale := _scale_in(arrays, f"{path}.input_scale")) is not None:
+        twin.input_scale = scale
+    if (scale := _scale_in(arrays, f"{path}.output_scale")) is not None:
+        set_output_scale(twin, scale)
+    twin.freeze()
+    return twin
