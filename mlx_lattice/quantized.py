@@ -89,7 +89,9 @@ class PackedWeight:
     def _stored(self) -> dict[str, mx.array]:
         names = tuple(self.__dataclass_fields__)[:3]
         arrays = {name: getattr(self, name) for name in names}
-        return {name: a for name, a in arrays.items() if a is not None}
+        if arrays.get("multipliers", self) is None:
+            del arrays["multipliers"]
+        return arrays
 
     def __post_init__(self):
         stored = self._stored()

@@ -39,8 +39,8 @@ def decoder(**options):
 
 
 TYPES = (
-    (lambda: ml.quantize_weight(None), "must be mlx arrays; got NoneType"),
-    (lambda: ml.quantize_weight(np.zeros((8, 8))), "must be mlx arrays; got ndarray"),
+    (lambda: ml.quantize_weight(None), "must be an mlx array; got NoneType"),
+    (lambda: ml.quantize_weight(np.zeros((8, 8))), "be an mlx array; got ndarray"),
     (lambda: ml.dequantize_weight(W), "takes a QuantizedWeight; got array"),
     (lambda: ml.dequantize_weight(PACKED, mx.int32), "must be float32, .*got int32"),
     (lambda: PACKED.holding(None, None, None), "must be mlx arrays; got NoneType"),

@@ -162,7 +162,7 @@ def test_a_packed_weight_has_no_gradient(part):
 
     def forward(a):
         parts = {"weight": q.weight, "scales": q.scales, "biases": q.biases}
-        return ml.conv(x, q.holding(**{**parts, part: a}), relation).sum()
+        return ml.conv(x, q.holding(*{**parts, part: a}.values()), relation).sum()
 
     at = getattr(q, part)
     for derive in (
