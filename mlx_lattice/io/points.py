@@ -117,11 +117,11 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
         FileNotFoundError: there is no such file.
     """
     path = Path(path)
-    reader = _READERS.get(path.suffix.lower())
+    reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise PointFileError(
             f"{path.name}: no reader for {path.suffix or 'a file without a suffix'}; "
-            f"expected one of {', '.join(_READERS)}"
+            f"expected one of {', '.join(READERS)}"
         )
     binary = path.suffix.lower() in (".las", ".laz", ".npy", ".npz")
     check_file(path, PointFileError, binary=binary)
@@ -628,7 +628,7 @@ def _check_las_header(path: Path) -> None:
         raise short(path, f"{n} points of {width} bytes", f"{size} bytes")
 
 
-_READERS = {
+READERS = {
     ".ply": read_ply,
     ".pcd": read_pcd,
     ".las": _read_las,

@@ -315,7 +315,7 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(PointFileError, match=r"no reader for \.obj; expected one of"):
         read_points(write(tmp_path, "a.obj", b""))
-    for suffix in points._READERS:
+    for suffix in points.READERS:
         if suffix in PACKAGES and find_spec(PACKAGES[suffix]) is None:
             continue
         with pytest.raises(FileNotFoundError):
