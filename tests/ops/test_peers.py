@@ -37,24 +37,6 @@ def test_an_absent_origin_is_not_found(shift):
     assert index.find(mx.array(wanted)).tolist() == [-1, 2, -1, -1]
 
 
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_there_are_no_rows_beyond_the_active_ones(case):
-    """Static capacities leaked into statistics, and grew with each layer."""
-    relation, expected = pair(case)
-    assert relation.out_coords.shape[0] == relation.n_out == len(expected.out_coords)
-    assert relation.edges.shape[0] == len(expected.edges)
-
-
-def test_three_downs_and_three_ups_return_to_the_same_rows():
-    x = tensor("surface", n=200, channels=2)
-    weight, y = mx.ones((2, 2, 2, 2, 2)), x
-    for _ in range(3):
-        y = ops.conv3d(y, weight, kernel_size=2, stride=2)
-    for _ in range(3):
-        y = ops.conv_transpose3d(y, weight)
-    assert y.key == x.key and y.coords is x.coords
-
-
 # Support
 
 
@@ -76,27 +58,7 @@ def test_no_input_vanishes_from_a_strided_convolution_with_padding():
     assert reach.n_edges == len(coords), "with k = s every input has one output"
 
 
-def test_overlapping_generative_kernels_do_not_duplicate_rows():
-    relation, expected = pair(cases.Case("generative", 3, 3, 1), "block", 30)
-    rows = ref.rows_of(relation.out_coords)
-    assert len(rows) == len(set(rows)) == len(expected.out_coords)
-
-
 # Coordinates
-
-
-@pytest.mark.parametrize("stride", (2, 3, 4))
-def test_division_of_negative_coordinates_is_floor(stride):
-    """Truncation folded -1 and 1 into one cell."""
-    coords = mx.array([(0, v) for v in range(-9, 10)])
-    relation = ml.CoordinateManager().kernel_relation(
-        coords, kernel_size=stride, stride=stride, padding=0
-    )
-    cells = sorted({v // stride for v in range(-9, 10)})
-    assert [v for _, v in relation.out_coords.tolist()] == cells
-    assert relation.in_out.max(axis=1).tolist() == [
-        cells.index(v // stride) for v in range(-9, 10)
-    ]
 
 
 @pytest.mark.parametrize("kernel", (2, 4, (2, 3, 4)), ids=str)
@@ -155,15 +117,6 @@ def test_positions_are_64_bit():
 # Kernels
 
 
-@pytest.mark.parametrize("dilation", (2, 3, (1, 2, 3)), ids=str)
-def test_dilation_is_not_ignored(dilation):
-    case = cases.Case("submanifold", 3, 3, dilation=dilation)
-    relation, expected = pair(case, "block", 200)
-    plain, _ = pair(cases.Case("submanifold", 3, 3), "block", 200)
-    np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
-    assert relation.n_edges != plain.n_edges
-
-
 @pytest.mark.parametrize("kernel", (1, 2, 3, 4, (3, 2, 1), (2, 3, 3)), ids=str)
 def test_offsets_run_the_last_axis_fastest_whatever_the_parity(kernel):
     offsets = ml.KernelSpec.of(3, kernel_size=kernel).offsets
@@ -191,16 +144,6 @@ def test_transposed_kernels_larger_than_the_stride_are_not_quadratic():
 # Contractions
 
 
-@pytest.mark.parametrize("channels", (32, 64))
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_half_submanifold_of_common_widths_runs_and_is_accurate(dtype, channels):
-    """A route of another backend was chosen; elsewhere sums were kept in half."""
-    relation, expected = pair(KINDS[0], "block", 60)
-    at = Numbers(relation, channels, channels, dtype=dtype)
-    x, w, _ = at.exact
-    ref.assert_close(ml.conv(at.x, at.w, relation), ref.conv(x, w, expected), dtype)
-
-
 def run(x, weight, observed):
     with launch.observe(lambda call: observed.append(str(call.choice))):
         y = ops.subm_conv3d(x, weight)
@@ -221,15 +164,6 @@ def test_both_weight_layouts_run_the_same_route_to_the_same_bits(channels, dtype
     results = [run(x, w, routes) for w in (flat, module)]
     assert bits(results[0]) == bits(results[1])
     assert len(routes) == 2 and routes[0] == routes[1]
-
-
-def test_an_updated_weight_is_used():
-    """Packed weights were cached by identity, so an update in place was ignored."""
-    x, weight = tensor(), mx.array(cases.weights(27, 4, 4))
-    before = np.array(ops.subm_conv3d(x, weight).feats)
-    weight[13] = weight[13] + mx.eye(4)
-    after = np.array(ops.subm_conv3d(x, weight).feats)
-    np.testing.assert_allclose(after - before, np.array(x.feats), atol=1e-5)
 
 
 def test_coordinates_changed_in_place_do_not_reach_a_tensor():
@@ -263,18 +197,6 @@ def test_twenty_runs_give_the_same_bits():
 
 
 # Order and identity
-
-
-def test_pooling_has_the_rows_of_convolution_in_their_order():
-    """Row order differed between convolution and pooling, and from run to run."""
-    x = tensor("batches")
-    weight = mx.ones((4, 2, 2, 2, 4))
-    y = ops.conv3d(x, weight, kernel_size=2, stride=2)
-    pooled = ops.max_pool3d(x, 2, stride=2)
-    assert pooled.key == y.key and pooled.coords is y.coords
-    again = tensor("batches")
-    again = ops.max_pool3d(again, 2, stride=2)
-    assert bits(again.coords) == bits(y.coords)
 
 
 def test_keys_in_an_error_can_be_told_apart():
