@@ -3,10 +3,10 @@
     MLX_USE_CUDA_GRAPHS=0 python benchmarks/tiles.py SCENES.npz --channels 160 160
     --tiles WideTile:3,128,160,4,1 WideTile:2,128,160,5,1
 
-The tables of ``backends/cuda/tile_tables.py`` are chosen by such times:
+The tables of ``backends/cuda/tiles.py`` are chosen by such times:
 benchmarks/results/gpu-surfaces.jsonl, gpu-itself.jsonl of 1x1 kernels, and
 gpu-widths.jsonl of int8 features, TF32 and weight gradients. A tile has the name and
-the fields of its kind in ``backends/cuda/tile_tables.py``. One
+the fields of its kind in ``backends/cuda/tiles.py``. One
 JSON line a count of rows and pass; times are sums over the kernels of a call, read by
 PyTorch's profiler.
 """
@@ -30,7 +30,6 @@ from written import write_line
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
 from mlx_lattice.problem import (
@@ -44,9 +43,9 @@ from mlx_lattice.problem import (
 from mlx_lattice.settings import TF32
 
 KINDS = {
-    "WideTile": (cuda_tile_tables.WideTile, cuda_tiles.wide),
-    "PersistentTile": (cuda_tile_tables.PersistentTile, cuda_tiles.persistent),
-    "EdgeTile": (cuda_tile_tables.WideTile, None),  # of weight gradients
+    "WideTile": (cuda_tiles.WideTile, cuda_tiles.wide),
+    "PersistentTile": (cuda_tiles.PersistentTile, cuda_tiles.persistent),
+    "EdgeTile": (cuda_tiles.WideTile, None),  # of weight gradients
 }
 LAYERS = ("submanifold", "scattered", "pointwise", "strided", "inverse")
 AFTER = IntegerFacts(("scale", "shift", "out_inverse"), "relu")
@@ -99,16 +98,10 @@ def _patches(name: str) -> Iterator[tuple[object, str, object]]:
     def sorted_tile(layer: ml.Problem, *_: object) -> cuda_tiles.Tile:
         return make(layer, shape, *[layer.pointwise] * (kind == "WideTile"))
 
-    yield cuda_tiles, "_shaped_tile", sorted_tile
-    yield from (
-        (cuda_tile_tables, "WIDE_TILES", {shape.width: shape}),
-        (cuda_tile_tables, "INT8_TILES", {shape.width: shape}),
-        (cuda_tile_tables, "INT8_FEW_EDGES_TILES", {shape.width: shape}),
-        (cuda_tile_tables, "INT8_SMALL_TILES", {}),
-        (cuda_tile_tables, "INT8_DEEP_SMALL_TILES", {}),
-        (cuda_tile_tables, "INT8_FEW_EDGES_SMALL_TILES", {}),
-        (cuda_tile_tables, "INT8_FEW_OFFSETS_TILES", ()),
-    )
+    yield cuda_tiles, "sorted_tile", sorted_tile
+    yield cuda_tiles, "small_shape", lambda *_: None
+    for name in ("WIDE_TILES", "INT8_TILES", "INT8_FEW_EDGES_TILES"):
+        yield cuda_tiles, name, {shape.width: shape}
 
 
 def call_of(

@@ -4,8 +4,6 @@
 //
 // Tile: 64 * CONSUMERS channels of x by BN channels of dy, of one offset and all of its
 // edges, so that one launch writes dW itself, in either layout, by way of shared memory.
-// Where blocks are few, each has SPLITS of its edges side by side, every one with warps and
-// stages of its own, whose sums are added there too.
 // Traffic per edge: its row of x once per BN channels, its row of dy once per tile's rows.
 // Wins where an offset has few stages: there the sums of EdgeTile's splits, which are
 // written and read again, are more than what they are sums of. Bound by the latency of its
@@ -35,9 +33,8 @@ struct WholeSums {
 
 // x (n_in, c_in); dy (n_out, c_out); pairs, spans as of grouped_gemm; dw (K, C_in, C_out)
 // or, if TRANSPOSED, (C_out, K, C_in). Thread blocks: volume * tiles of c_in * tiles of
-// c_out, of SPLITS * (128 * CONSUMERS + 128) threads. Stage s of an offset is that of split
-// s % SPLITS. Channels are multiples of 16 bytes.
-template <typename T, int CONSUMERS, int BN, int STAGES, int SPLITS, bool TRANSPOSED>
+// c_out, of 128 * CONSUMERS + 128 threads. Channels are multiples of 16 bytes.
+template <typename T, int CONSUMERS, int BN, int STAGES, bool TRANSPOSED>
 __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
                                                    const int* pairs, const int* spans,
                                                    const WeightGradSizes& sizes, T* dw) {
@@ -49,7 +46,7 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
                 "the sums take the place of the stages");
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
   extern __shared__ unsigned char lattice_shared[];
-  __shared__ Ring<STAGES> rings[SPLITS];
+  __shared__ Ring<STAGES> ring;
 
   const int row_tiles = (c_in + Tile::HEIGHT - 1) / Tile::HEIGHT;
   const int column_tiles = (c_out + BN - 1) / BN;
@@ -61,17 +58,12 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
   const int2 span = __ldg(reinterpret_cast<const int2*>(spans) + k);
   const bool turned = span.x < 0;
   const int begin = turned ? ~span.x : span.x, end = span.y;
-  const int split = SPLITS == 1 ? 0 : uniform(threadIdx.x / THREADS);
-  int thread = threadIdx.x - split * THREADS;
-  const int steps = ((end - begin + 63) / 64 - split + SPLITS - 1) / SPLITS;
-  const unsigned shared = (shared_address(lattice_shared) + 1023) & ~1023u;
-  const unsigned stages = shared + split * RING_BYTES;
-  // Of a split, once it is through with its stages.
-  auto sums_of = [&](int of) {
-    return reinterpret_cast<float*>(
-        lattice_shared + (shared - shared_address(lattice_shared) + of * RING_BYTES));
-  };
-  Ring<STAGES>& ring = rings[split];
+  int thread = threadIdx.x;
+  const int steps = (end - begin + 63) / 64;
+  const unsigned stages = (shared_address(lattice_shared) + 1023) & ~1023u;
+  // The sums take the place of the stages once these are multiplied.
+  float* tile_sums = reinterpret_cast<float*>(
+      lattice_shared + (stages - shared_address(lattice_shared)));
 
   if (thread == 0) ring.init(PRODUCER_THREADS, 4 * CONSUMERS);
   __syncthreads();
@@ -89,7 +81,7 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
     const char* dy_from = reinterpret_cast<const char*>(dy + first_column + 8 * chunk);
     int2 next[AHEAD][EACH];
     auto prefetch = [&](int step, int2 (&to)[EACH]) {
-      const int first = begin + (step * SPLITS + split) * 64 + row;
+      const int first = begin + step * 64 + row;
 #pragma unroll
       for (int e = 0; e < EACH; ++e) {
         const int at = first + HIGH * e;
@@ -170,8 +162,7 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
       pending = at.slot;
     }
     wgmma_wait<0>();
-    named_barrier(1 + split, 128 * CONSUMERS);
-    float* tile_sums = sums_of(split);
+    named_barrier(1, 128 * CONSUMERS);
     const int first = thread / 32 * 16 + lane / 4;
 #pragma unroll
     for (int i = 0; i < BN / 2; ++i) {
@@ -183,22 +174,16 @@ __device__ __forceinline__ void grouped_gemm_whole(const T* x, const T* dy,
 
   // Eight channels of a line a thread.
   constexpr int ACROSS = Sums::ALONG / 8;
-  for (int v = threadIdx.x; v < Sums::LINES * ACROSS; v += SPLITS * THREADS) {
+  for (int v = threadIdx.x; v < Sums::LINES * ACROSS; v += THREADS) {
     const int line = v / ACROSS, along = v % ACROSS * 8;
     const int i = first_row + (TRANSPOSED ? along : line);
     const int o = first_column + (TRANSPOSED ? line : along);
     if (i >= c_in || o >= c_out) continue;
-    float sum[8] = {};
-#pragma unroll
-    for (int s = 0; s < SPLITS; ++s) {
-      const auto part = *reinterpret_cast<const Channels<float, 8>*>(
-          sums_of(s) + line * Sums::PITCH + along);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) sum[j] += part.v[j];
-    }
+    const auto sum =
+        *reinterpret_cast<const Channels<float, 8>*>(tile_sums + line * Sums::PITCH + along);
     T* to = TRANSPOSED ? dw + ((long long)o * volume + k) * c_in + i
                        : dw + ((long long)k * c_in + i) * c_out + o;
-    store_channels(to, sum);
+    store_channels(to, sum.v);
   }
 }
 

@@ -15,7 +15,7 @@ from types import ModuleType
 import mlx_lattice  # noqa: F401 - loaded before its parts
 from mlx_lattice import routes
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.devices import BACKENDS
@@ -100,7 +100,7 @@ def threshold_lines() -> Iterator[str]:
         thresholds,
         metal_thresholds,
         cuda_thresholds,
-        cuda_tile_tables,
+        cuda_tiles,
         gpu_kernel,
     ):
         yield from tables_of(module)

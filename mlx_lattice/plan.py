@@ -93,7 +93,6 @@ class Plan:
         tile: rows and columns of a tile of the result, where there are tiles.
         region: rows that are sorted among themselves, of Metal's sorted tiles; else 0.
         splits: partial sums of a tile, which are added in order.
-        block_splits: splits of a tile that one block has side by side and adds up.
         sliced: whether a split is a slice of the channels, over all edges of a tile.
         partials: shape of the float32 partial sums; () where there are none.
         placed: whether tiles of sorted rows are written to the rows' own places in y.
@@ -141,7 +140,6 @@ class Plan:
     tile: tuple[int, int] | None = None
     region: int = 0
     splits: int = 1
-    block_splits: int = 1
     sliced: bool = False
     partials: tuple[int, ...] = ()
     placed: bool = True
@@ -258,7 +256,6 @@ class Plan:
             ("variant", self.variant),
             ("tile", tile),
             (splits, self.splits if self.splits > 1 else None),
-            ("splits in a block", self.block_splits if self.block_splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("epilogue", self.epilogue),
             ("statistics", where if self.moments else None),

@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lattice import devices, registry
 from mlx_lattice.backends import cuda, gpu
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
+from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu import nvrtc
 from mlx_lattice.routes import proof_results
@@ -69,12 +69,10 @@ def _stand_in(launches: list[Launch]):
 
 def no_small_tiles(monkeypatch) -> None:
     """Give few rows the tiles of many, for the rest of a test."""
-    small = cuda_tile_tables.SMALL_TILES
-    none = {facts: dict.fromkeys(tiles, ()) for facts, tiles in small.items()}
-    monkeypatch.setattr(cuda_tile_tables, "SMALL_TILES", none)
-    for name in ("ITSELF_TILES", "TF32_SMALL_TILES"):
-        none = dict.fromkeys(getattr(cuda_tile_tables, name), ())
-        monkeypatch.setattr(cuda_tile_tables, name, none)
+    none = dict.fromkeys(cuda_tiles.SMALL_TILES, {})
+    monkeypatch.setattr(cuda_tiles, "SMALL_TILES", none)
+    monkeypatch.setattr(cuda_tiles, "TF32_SMALL_TILES", {})
+    monkeypatch.setattr(cuda_tiles, "SLICED_ELEMENTS", 0)
     for name in (
         "FLOAT_ELEMENTS",
         "TURNED_ELEMENTS",

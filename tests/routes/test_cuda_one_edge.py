@@ -12,7 +12,6 @@ from planned import plan_of
 
 import mlx_lattice as ml
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import norms as gpu_norms
 from mlx_lattice.devices import CUDA
@@ -34,7 +33,7 @@ COUNTS = "one", "65", "many"
 
 TILES = {
     (width, tile)
-    for width, named in cuda_tile_tables.ITSELF_TILES.items()
+    for width, named in cuda_tiles.SMALL_TILES["identity"].items()
     for _, tile in named
 }
 
@@ -43,9 +42,7 @@ TILES = {
 def width(request, monkeypatch):
     """Output channels, for which the tables name one tile alone, however many rows."""
     width, tile = request.param
-    low = dict.fromkeys(cuda_tile_tables.ITSELF_TILES, ())
-    low |= {width: ((cuda_tile_tables.ANY, tile),)}
-    monkeypatch.setattr(cuda_tile_tables, "ITSELF_TILES", low)
+    monkeypatch.setattr(cuda_tiles, "small_shape", lambda p: tile)
     monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
     monkeypatch.setitem(gpu_norms.ONE_LAUNCH_NORM, CUDA, 0)
     ml.settings.note_change()

@@ -18,7 +18,6 @@ from planned import plan_of, run
 
 from mlx_lattice import devices
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
 from mlx_lattice.problem import (
@@ -50,12 +49,12 @@ SHAPES = tuple(
     )
 )
 shapes = pytest.mark.parametrize("shape", SHAPES, ids=str)
-WIDE = set(cuda_tile_tables.WIDE_TILES.values()) | {
+WIDE = set(cuda_tiles.WIDE_TILES.values()) | {
     tile
-    for table in cuda_tile_tables.SMALL_TILES.values()
+    for table in cuda_tiles.SMALL_TILES.values()
     for named in table.values()
     for _, tile in named
-    if isinstance(tile, cuda_tile_tables.WideTile)
+    if isinstance(tile, cuda_tiles.WideTile)
 }
 wide_shapes = pytest.mark.parametrize(
     "shape", ((64, 128, 1), (128, 200, 1), (64, 256, 1)), ids=str
@@ -125,12 +124,7 @@ def test_sorted_tiles(pass_, dtype, shape, device):
 @pytest.mark.parametrize("tile", sorted(WIDE), ids=str)
 def test_wide_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
     """Of many offsets and of few, by weights in either layout, whole and by views."""
-    low = ((cuda_tile_tables.ANY, tile),)
-    forced = {
-        facts: dict.fromkeys(known, low)
-        for facts, known in cuda_tile_tables.SMALL_TILES.items()
-    }
-    monkeypatch.setattr(cuda_tile_tables, "SMALL_TILES", forced)
+    monkeypatch.setattr(cuda_tiles, "small_shape", lambda p: tile)
     monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
     for dtype, before in (("float16", ""), ("bfloat16", "x w dy bias 1")):
         for pass_ in PASSES[:2]:
@@ -148,7 +142,7 @@ def test_weight_gradients(route, dtype, shape, device):
 
 
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
-@pytest.mark.parametrize("width", cuda_tile_tables.GRAD_TILES)
+@pytest.mark.parametrize("width", cuda_weight_grad.GRAD_TILES)
 def test_weight_gradients_of_each_width(width, before, monkeypatch):
     """Of one tile and several; the wider side names the width."""
     monkeypatch.setattr(cuda_weight_grad, "writes_whole", lambda p, device: False)
@@ -161,15 +155,7 @@ def test_weight_gradients_of_each_width(width, before, monkeypatch):
 
 
 @pytest.mark.parametrize("before", ("", "x w dy bias 1"))
-@pytest.mark.parametrize(
-    "tile",
-    (
-        *cuda_tile_tables.WHOLE_TILES.values(),
-        *cuda_tile_tables.SPLIT_WHOLE_TILES,
-        cuda_tile_tables.EVEN_WHOLE_TILE,
-    ),
-    ids=str,
-)
+@pytest.mark.parametrize("tile", cuda_weight_grad.WHOLE_TILES.values(), ids=str)
 def test_weight_gradients_of_whole_offsets(tile, before, monkeypatch):
     """Of half a tile and several, of one row, and of few offsets."""
     monkeypatch.setattr(cuda_weight_grad, "writes_whole", lambda p, device: True)
@@ -186,7 +172,6 @@ def test_weight_gradients_of_whole_offsets(tile, before, monkeypatch):
             of = WEIGHT_GRAD, given.relation, given.x, given.dy
             plan = plan_of("grouped_gemm", *of)
             assert (plan.variant, plan.tile) == ("whole", (tile.rows, tile.width))
-            assert plan.block_splits == tile.splits
             check("grouped_gemm", WEIGHT_GRAD, point)
 
 
@@ -210,7 +195,7 @@ def test_tf32_reads_weights_that_run_along_the_sum(pass_, shape, device):
     check(SORTED, pass_, point, device, precision="tf32", layout=MLX_LAYOUT)
 
 
-@pytest.mark.parametrize("width", cuda_tile_tables.TF32_WHOLE_TILES["many"])
+@pytest.mark.parametrize("width", cuda_tiles.TF32_TILES)
 def test_tf32_of_each_width(width, monkeypatch):
     no_small_tiles(monkeypatch)
     for layout in LAYOUTS:
@@ -266,7 +251,7 @@ def test_tiles_of_few_edges_a_row(pass_, shape, device):
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
     if not wide:
-        monkeypatch.setattr(cuda_tiles, "_is_wide", lambda c_x, c_y: False)
+        monkeypatch.setattr(cuda_tiles, "WIDE_TILES", cuda_tiles.SORTED_TILES)
     check(SORTED, pass_, Point("some", shape, "bfloat16"), device)
 
 

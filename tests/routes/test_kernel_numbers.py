@@ -16,7 +16,6 @@ from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.cuda import norms as cuda_norms
 from mlx_lattice.backends.cuda import sort as cuda_sort
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.cuda import weight_grad as cuda_weight_grad
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
@@ -164,14 +163,9 @@ def test_the_products_of_a_sum_of_integers_are_bounded_alike():
 
 def test_every_row_that_a_tile_reads_is_in_the_padded_table():
     """WideTile reads as many as it is high; others blocks of 64, where masks say so."""
-    gradients = "GRAD", "WHOLE_TILE"
-    shapes = {
-        shape
-        for name, table in vars(cuda_tile_tables).items()
-        if not any(word in name for word in gradients) or name == "TF32_WHOLE_TILES"
-        for shape in shapes_of(table)
-    }
-    wide = [shape for shape in shapes if isinstance(shape, cuda_tile_tables.WideTile)]
+    tables = vars(cuda_tiles).values()
+    shapes = {shape for table in tables for shape in shapes_of(table)}
+    wide = [shape for shape in shapes if isinstance(shape, cuda_tiles.WideTile)]
     assert {shape.rows for shape in wide} == {64, 128, 192}
     assert all(cuda_geometry.ROW_ALIGNMENT % shape.rows == 0 for shape in wide)
     assert cuda_geometry.ROW_ALIGNMENT % 64 == 0
@@ -179,7 +173,7 @@ def test_every_row_that_a_tile_reads_is_in_the_padded_table():
 
 def shapes_of(table):
     """Yield the tiles that a table holds, however deep."""
-    if isinstance(table, cuda_tile_tables.Shape):
+    if isinstance(table, cuda_tiles.Shape):
         yield table
     elif isinstance(table, dict):
         for each in table.values():

@@ -49,7 +49,7 @@ from reduction_checks import Checks  # noqa: E402
 import mlx_lattice as ml  # noqa: E402
 from mlx_lattice import devices, ops, registry  # noqa: E402
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds  # noqa: E402
-from mlx_lattice.backends.cuda import tile_tables as cuda_tile_tables  # noqa: E402
+from mlx_lattice.backends.cuda import tiles as cuda_tiles  # noqa: E402
 from mlx_lattice.backends.gpu import kernel as gpu_kernel  # noqa: E402
 from mlx_lattice.backends.gpu import norms as gpu_norms  # noqa: E402
 from mlx_lattice.backends.gpu.optimizers import SGD  # noqa: E402
@@ -78,10 +78,7 @@ ROWS = [(r, p) for r in TABLE for p in r.passes if r.planner(devices.CUDA, p)]
 POINT = Point("tiles", (64, 64, 1), "float16")
 MOVED = "x w dy bias 1"
 # Few rows take the tiles of many then.
-NO_SMALL_TILES = {
-    facts: dict.fromkeys(tiles, ())
-    for facts, tiles in cuda_tile_tables.SMALL_TILES.items()
-}
+NO_SMALL_TILES = dict.fromkeys(cuda_tiles.SMALL_TILES, {})
 
 
 def geometry() -> None:
@@ -187,7 +184,7 @@ def epilogues() -> None:
     finished(POINT, "elu(0.5)")
     finished(replace(POINT, shape=(72, 40, 1), packing=(4, 32)), "relu", one)
     finished(POINT, "relu", replace(devices.profile("a100"), cores=1))
-    with patch.object(cuda_tile_tables, "SMALL_TILES", NO_SMALL_TILES):
+    with patch.object(cuda_tiles, "SMALL_TILES", NO_SMALL_TILES):
         finished(replace(POINT, shape=(40, 136, 1)), "relu", one)
 
 
@@ -224,7 +221,7 @@ def contractions() -> None:
     with patch.object(cuda_thresholds, "WHOLE_GRAD", split):  # dW by partial sums
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1)):
             contraction(replace(POINT, shape=shape))
-    with patch.object(cuda_tile_tables, "SMALL_TILES", NO_SMALL_TILES):
+    with patch.object(cuda_tiles, "SMALL_TILES", NO_SMALL_TILES):
         for width in (128, 192, 256):  # where warps that multiply copy the first stage
             contraction(replace(POINT, shape=(width, width, 1)))
     contraction(Point("edges", (5, 7, 1)))

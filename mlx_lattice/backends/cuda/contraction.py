@@ -36,9 +36,8 @@ from ...problem import (
     WEIGHT_GRAD,
     IntegerFacts,
     Problem,
-    finished,
 )
-from ...quantized import IntegerWeight, QuantizedWeight
+from ...quantized import QuantizedWeight
 from ...relation import Relation
 from ..gpu.contraction import (
     ADD_SPLITS,
@@ -49,21 +48,26 @@ from ..gpu.contraction import (
     W_OFFSET,
     W_ROW,
     copied,
+    integer_tiles,
     kept,
     packed,
     per_row,
     rounded_up,
     sorted_tiles,
 )
-from ..gpu.joins import padded
 from ..gpu.kernel import THREADS, GpuKernel, Interface, blocks_for
 from ..gpu.nvrtc import TYPES
 from . import thresholds
-from . import tile_tables as tables
 from . import tiles as cuda_tiles
 from . import weight_grad as cuda_weight_grad
 from .geometry import sorted_arrays
-from .tiles import EPILOGUE_FILES, Tile, finishing_kernel, whole_channels
+from .tiles import (
+    EPILOGUE_FILES,
+    STAGE_BYTES,
+    Tile,
+    finishing_kernel,
+    whole_channels,
+)
 
 SCALES = ("scale_groups", "scales_shape[2]")
 PACKED_ROWS = replace(packed(PER_ROW), name="PackedRow", sizes=(*PER_ROW.sizes, SCALES))
@@ -249,15 +253,13 @@ class _Cut(NamedTuple):
 
     route: str
     weights: str
-    tile: cuda_tiles.Tile
+    tile: Tile
     splits: int
     blocks: int
     moments: bool = False
 
 
-def _by_tiles(
-    p: Problem, device: Device, route: str, weights: str, tile: cuda_tiles.Tile
-) -> Plan:
+def _by_tiles(p: Problem, device: Device, route: str, weights: str, tile: Tile) -> Plan:
     """Plan tiles over sorted rows, in splits that fill the GPU."""
     columns = -(-whole_channels(p)[1] // tile.width)
     tiles = -(-p.rows_written // tile.rows) * columns
@@ -283,50 +285,54 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
 
 def _as_cut(p: Problem, cut: _Cut) -> Plan:
     """Return the plan of work that is cut already."""
-    tile, splits, rows = cut.tile, cut.splits, p.rows_written
-    width, is_split = whole_channels(p)[1], splits > 1
-    high, columns = -(-rows // tile.rows), -(-width // tile.width)
+    tile, splits, rows, dtype = cut.tile, cut.splits, p.rows_written, DTYPES[p.dtype]
+    (c_x, c_y), is_split = whole_channels(p), splits > 1
+    high, columns = -(-rows // tile.rows), -(-c_y // tile.width)
     blocks = high * columns
     if tile.persistent:  # blocks take tile after tile; else each has one
         blocks = min(blocks, cut.blocks)
     moments = blocks // columns if cut.moments else 0
     scratch, added, add = 0, (), None
     if is_split:
-        after, dtype = p.epilogue, DTYPES[p.dtype]
-        add = cuda_tiles.add_splits(dtype, after=after, moments=cut.moments)
-        scratch = 4 * splits * rows * width
-        added = (cuda_tiles.adding_threads(rows * width),)
+        scratch = 4 * splits * rows * c_y
+        added = (cuda_tiles.adding_threads(rows * c_y),)
+        if p.integer:
+            add = _add_integer_splits(p.integer, dtype)
+        else:
+            add = cuda_tiles.add_splits(dtype, after=p.epilogue, moments=cut.moments)
         if cut.moments:
-            moments = cuda_tiles.moments_lines(rows, width)
-            added = (cuda_tiles.moments_threads(rows, width),)
-    scratch += 12 * moments * width
-    run = sorted_tiles
+            moments = cuda_tiles.moments_lines(rows, c_y)
+            added = (cuda_tiles.moments_threads(rows, c_y),)
+    scratch += 12 * moments * c_y
+    bind = _integers if p.integer else sorted_tiles
     if cut.weights == PREPARED_ONCE:
-        run, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
+        bind, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
     elif cut.weights == UNPACKED_ONCE:
-        run, scratch = _unpacked_once, scratch + cuda_tiles.unpacked_bytes(p)
-    kernel = _tiles_kernel(p, cut)
+        bind = _integers if p.integer else _unpacked_once
+        scratch += p.volume * c_x * c_y * (1 if p.integer else p.itemsize)
+    kernel = _int8_kernel(p, tile, is_split) if p.integer else _tiles_kernel(p, cut)
     # All problems of the kernel have the same proof, whichever is planned first.
     proof = cut._replace(splits=PROOF_SPLITS if is_split else 1)
     again = partial(_again, cut=proof, defines=kernel.defines)
+    after = (IN_SUM if is_split else IN_KERNEL) if p.epilogue or p.integer else ""
     return Plan(
         p,
         CUDA,
         cut.route,
         "sorted",
-        run,
+        bind,
         variant=tile.variant,
         tile=(tile.rows, tile.width),
         splits=splits,
         moments=moments,
-        multiple=cuda_tiles.multiple(DTYPES[p.dtype]),
+        multiple=16 // p.read_size,
         read=sorted_arrays,
         weights=cut.weights,
-        products=cuda_tiles.products(p),
-        epilogue=(IN_SUM if is_split else IN_KERNEL) if p.epilogue else "",
+        products="" if p.integer else cuda_tiles.products(p),
+        epilogue=after,
         scratch=scratch,
         gpu=kernel,
-        reads_stored=cut.weights != IN_TILES,
+        reads_stored=not p.integer and cut.weights != IN_TILES,
         add=add,
         threadgroup=(tile.threads,),
         dispatches=(Dispatch(0, high, (blocks * tile.threads, splits), added),),
@@ -449,6 +455,8 @@ def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
     return kernel.launcher((True,) * 3, [out], (blocks * THREADS, volume))
 
 
+# int8 features: integer sums, and what follows them
+
 _INT8_SIZES = {
     **dict(SORTED_TILES.sizes),
     "c_y": "w_shape[1]",
@@ -456,9 +464,8 @@ _INT8_SIZES = {
     W_ROW: "w_shape[2]",
     "pitch": "table_shape[1]",
 }
-# Of partial sums, and of whole ones with what follows them.
-INT8_PARTS = replace(SORTED_TILES, sizes=tuple(_INT8_SIZES.items()))
-INT8_FACE = replace(INT8_PARTS, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
+INT8_PARTS = replace(SORTED_TILES, sizes=tuple(_INT8_SIZES.items()))  # partial sums
+INT8_SUMS = replace(INT8_PARTS, inputs=(*SORTED_TILES.inputs[:-1], *FOLLOWING))
 INT8_SPLITS = replace(ADD_SPLITS, inputs=("partial", *FOLLOWING))
 UNPACK_INT4 = Interface(
     "UnpackInt4",
@@ -467,214 +474,121 @@ UNPACK_INT4 = Interface(
     (("lines", "words_shape[0] * words_shape[1]"), ("padded", "words_shape[2] * 8")),
 )
 INT8_EPILOGUE = "integer_epilogue.cuh"
-# Sources of a tile, by variant.
-INT8_FILES = {
+_INT8_HOPPER = *cuda_tiles.HOPPER, "hopper_tf32.cuh", INT8_EPILOGUE, "hopper_int8.cuh"
+INT8_FILES = {  # sources of a tile, by variant
     "mma": (*cuda_tiles.MMA, INT8_EPILOGUE, "sorted_implicit_gemm_mma.cuh"),
-    "wide": (
-        *cuda_tiles.HOPPER,
-        INT8_EPILOGUE,
-        "hopper_int8.cuh",
-        "weight_stages.cuh",
-        "sorted_implicit_gemm_wide.cuh",
-    ),
-    "hopper": (
-        *cuda_tiles.HOPPER,
-        "hopper_tf32.cuh",
-        INT8_EPILOGUE,
-        "hopper_int8.cuh",
-        "stage_sources.cuh",
-        "sorted_implicit_gemm_hopper.cuh",
-    ),
+    "wide": (*_INT8_HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"),
+    "hopper": (*_INT8_HOPPER, "stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"),
 }
 
 
-class Cut(NamedTuple):
-    """How the work over sorted rows is cut.
-
-    Attributes:
-        tile: of the result.
-        splits: of the sums.
-        us: about how many microseconds it takes.
-    """
-
-    tile: Tile
-    splits: int
-    us: float
+def int8_sorted(p: Problem, device: Device) -> Plan:
+    """Plan matrix tiles of int8 over mask-sorted rows; int4 weights become int8."""
+    tile, splits = int8_cut(p, device)
+    blocks = max(1, device.cores * tile.per_multiprocessor // splits)
+    return _as_cut(p, _Cut("int8_sorted", integers_unpacked(p), tile, splits, blocks))
 
 
-def cut_of(p: Problem, device: Device) -> Cut:
-    """Return how the work of a problem is cut.
+def int8_cut(p: Problem, device: Device) -> tuple[Tile, int]:
+    """Return the tile and the splits of the sums that take the least time."""
+    tiles = [cuda_tiles.mma(p)]
+    if device.family in thresholds.HOPPER:
+        many, small = _int8_shape_of_many_rows(p), cuda_tiles.small_shape(p)
+        filled = device.cores * many.rows * many.width  # elements that fill the GPU
+        is_once = p.rows_written * whole_channels(p)[1] <= filled
+        if small is None and is_once and isinstance(many, cuda_tiles.PersistentTile):
+            small = cuda_tiles.INT8_LOW_TILES.get(many.width)
+        shapes = [shape for shape in (small, many) if shape]
+        tiles = [cuda_tiles.of_shape(p, shape) for shape in shapes]
+    tiles = [tile._replace(files=INT8_FILES[tile.variant]) for tile in tiles]
+    cuts = [_timed_cut(p, device, tile) for tile in tiles]
+    return min(cuts)[1:]
 
-    A lower tile serves few rows. If its splits or its last blocks would take longer, by
-    ``thresholds.INT8_US``, the tile of many rows serves them too.
-    """
-    if device.family not in thresholds.HOPPER:
-        return _cut_by(p, device, of_int8(cuda_tiles.mma(p)))
+
+def _int8_shape_of_many_rows(p: Problem) -> cuda_tiles.Shape:
     c_x, c_y = whole_channels(p)
-    stages, left = divmod(c_x, cuda_tiles.STAGE_BYTES)
-    by_width, lower = tables.INT8_TILES, tables.INT8_SMALL_TILES
-    # All rows of a tile share a lone offset.
-    if cuda_tiles.few_edges(p) and p.volume > 1:
-        by_width = tables.INT8_FEW_EDGES_TILES
-        lower = tables.INT8_FEW_EDGES_SMALL_TILES
-    elif stages > 0 and left > 0:
-        by_width = by_width | tables.WIDE_TILES
-        lower = tables.INT8_DEEP_SMALL_TILES
-    width = cuda_tiles.tile_width(c_y, by_width)
-    lower = lower.get(width, ())
-    if cuda_tiles.few_offsets(p) and width >= 64:
-        lower = *tables.INT8_FEW_OFFSETS_TILES, *lower
-    small = cuda_tiles.small_tile(lower, p.rows_written * c_y)
-    shapes = [shape for shape in (small, by_width[width]) if shape]
-    cuts = [_cut_by(p, device, hopper_tile(p, shape)) for shape in shapes]
-    return min(cuts, key=lambda cut: cut.us)
+    if cuda_tiles.few_edges(p) and p.volume > 1:  # all rows share a lone offset
+        return cuda_tiles.fitting(cuda_tiles.INT8_FEW_EDGES_TILES, c_y)
+    has_tail = c_x > STAGE_BYTES and c_x % STAGE_BYTES
+    tiles = cuda_tiles.WIDE_TILES if has_tail and c_y > 64 else cuda_tiles.INT8_TILES
+    return cuda_tiles.fitting(tiles, c_y)
 
 
-def _cut_by(p: Problem, device: Device, tile: Tile) -> Cut:
-    """Return the cut by a tile; several blocks a multiprocessor fill whole ones."""
+def _timed_cut(p: Problem, device: Device, tile: Tile) -> tuple[float, Tile, int]:
+    """Return about how many us a tile takes, the tile, and its splits."""
     c_x, c_y = whole_channels(p)
-    columns, each, cores = -(-c_y // tile.width), tile.per_multiprocessor, device.cores
-    stages = c_x / cuda_tiles.STAGE_BYTES
+    each, cores = tile.per_multiprocessor, device.cores
+    stages = c_x / STAGE_BYTES
     if not tile.persistent:  # an offset has slices of its own
         stages = ceil(cuda_tiles.STAGE_SLICES * stages) / cuda_tiles.STAGE_SLICES
     stage_us = thresholds.INT8_US[tile.variant] * tile.rows * tile.width * stages
-    tiles = -(-p.rows_written // tile.rows) * columns
+    tiles = -(-p.rows_written // tile.rows) * -(-c_y // tile.width)
     splits = cuda_tiles.splits_of(p, tile, tiles, cores * each)
     if splits > 1 and splits * tiles > cores:
+        # Several blocks a multiprocessor: splits that fill whole multiprocessors.
         full = [max(1, i * cores // tiles) for i in range(1, each + 1)]
         nearest = min(full, key=lambda n: max(n / splits, splits / n))
         splits = min(nearest, p.volume)
     # Of the multiprocessor with most blocks, and adding.
     most = ceil(tiles * splits / cores) * ceil(p.volume / splits)
-    us = most * stage_us + cuda_tiles.adding_us(p, splits)
-    return Cut(tile, splits, us)
+    return most * stage_us + cuda_tiles.adding_us(p, splits), tile, splits
 
 
-def of_int8(tile: Tile) -> Tile:
-    """Return a tile with its sources for int8."""
-    return tile._replace(files=INT8_FILES[tile.variant])
-
-
-def hopper_tile(p: Problem, shape: tables.Shape) -> Tile:
-    """Return the tile of Hopper in a shape."""
-    if isinstance(shape, tables.PersistentTile):
-        return of_int8(cuda_tiles.persistent(p, shape))
-    return of_int8(cuda_tiles.wide(p, shape))
-
-
-def int8_sorted(p: Problem, device: Device) -> Plan:
-    """Plan matrix tiles of int8 over mask-sorted rows; int4 weights become int8."""
-    tile, splits, _ = cut_of(p, device)
-    most = max(1, device.cores * tile.per_multiprocessor // splits)
-    return _int8_as_cut(p, tile, splits, most)
-
-
-def _int8_again(
-    p: Problem, tile: Tile, is_split: bool, defines: tuple[tuple[str, int], ...]
-) -> Plan:
-    """Return the plan of a small problem for another cut's kernel, in few blocks."""
-    plan = _int8_as_cut(p, tile, PROOF_SPLITS if is_split else 1, 2)
-    return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
-
-
-def _int8_as_cut(p: Problem, tile: Tile, splits: int, most: int) -> Plan:
-    """Return the plan of work that is cut already, in ``most`` persistent blocks."""
-    rows, (c_x, c_y) = p.rows_written, whole_channels(p)
-    is_split, high = splits > 1, -(-rows // tile.rows)
-    blocks = high * -(-c_y // tile.width)
-    if tile.persistent:
-        blocks = min(blocks, most)
-    scratch, added, add = 0, (), None
-    if is_split:
-        scratch = 4 * splits * rows * c_y
-        added = (cuda_tiles.adding_threads(rows * c_y),)
-        add = adding_kernel(p.integer, DTYPES[p.dtype])
-    weights = integers_unpacked(p)
-    if weights:
-        scratch += p.volume * c_x * c_y
-    gpu = tiles_kernel(p, tile, is_split)
-    again = partial(_int8_again, tile=tile, is_split=is_split, defines=gpu.defines)
-    return Plan(
-        p,
-        CUDA,
-        "int8_sorted",
-        "sorted",
-        _bind,
-        variant=tile.variant,
-        tile=(tile.rows, tile.width),
-        splits=splits,
-        multiple=cuda_tiles.multiple(mx.int8),
-        read=sorted_arrays,
-        weights=weights,
-        epilogue=IN_SUM if is_split else IN_KERNEL,
-        scratch=scratch,
-        gpu=gpu,
-        add=add,
-        threadgroup=(tile.threads,),
-        dispatches=(Dispatch(0, high, (blocks * tile.threads, splits), added),),
-        count=cuda_tiles.sorted_multiply_adds,
-        proof=Proof(cuda_tiles.proof_channels(p, tile.width), again),
-    )
-
-
-def after(facts: IntegerFacts, dtype: mx.Dtype) -> str:
-    """Return the C++ type of what follows the sums.
-
-    ``dtype`` is that of a residual of floats.
-    """
+def _integer_epilogue(facts: IntegerFacts, dtype: mx.Dtype) -> str:
+    """Return the C++ type of what follows the sums; ``dtype`` of a float residual."""
     there = [str(name in facts.there).lower() for name in ("shift", "residual")]
     residual = TYPES[mx.int8 if facts.residual_int8 else dtype]
     return f"IntegerEpilogue<{facts.act.code}, {', '.join(there)}, {residual}>"
 
 
-def tiles_kernel(p: Problem, tile: Tile, is_split: bool) -> GpuKernel:
+def _int8_kernel(p: Problem, tile: Tile, is_split: bool) -> GpuKernel:
     """Return the kernel of the tiles; if sums are split it writes parts of them."""
-    dtype, whole = DTYPES[p.dtype], not is_split
+    dtype = DTYPES[p.dtype]
+    out, after = p.integer.out_dtype(dtype), _integer_epilogue(p.integer, dtype)
+    if is_split:
+        out, after = mx.int32, "PartialSums"
     return kept(
         GpuKernel(
             CUDA,
             "int8_sorted",
             (*tile.files, "int8_sorted.cu"),
-            INT8_FACE if whole else INT8_PARTS,
+            INT8_PARTS if is_split else INT8_SUMS,
             (
                 ("TILE", tile.code),
-                ("OUT", p.integer.out_dtype(dtype) if whole else mx.int32),
+                ("OUT", out),
                 ("MIRRORED", p.mirrored),
-                ("AFTER", after(p.integer, dtype) if whole else "PartialSums"),
+                ("AFTER", after),
             ),
             threads=tile.threads,
             blocks_per_multiprocessor=tile.per_multiprocessor,
             shared_bytes=tile.shared_bytes,
             defines=(("LATTICE_MAX_OFFSETS", cuda_tiles.list_length(p.volume)),),
-            together=FOLLOWING if whole else ("bias",),
+            together=("bias",) if is_split else FOLLOWING,
         )
     )
 
 
-def adding_kernel(facts: IntegerFacts, dtype: mx.Dtype) -> GpuKernel:
-    """Return the kernel that adds int32 partial sums, and computes what follows.
-
-    ``dtype`` is that of floats, of the result and the residual.
-    """
+def _add_integer_splits(facts: IntegerFacts, dtype: mx.Dtype) -> GpuKernel:
+    """Return the kernel that adds int32 partial sums, and computes what follows."""
+    template = (
+        ("OUT", facts.out_dtype(dtype)),
+        ("AFTER", _integer_epilogue(facts, dtype)),
+    )
+    files = *EPILOGUE_FILES, "tiles.cuh", INT8_EPILOGUE, "integer_splits.cu"
     return kept(
         GpuKernel(
             CUDA,
             "add_integer_splits",
-            (
-                *cuda_tiles.EPILOGUE_FILES,
-                "tiles.cuh",
-                INT8_EPILOGUE,
-                "integer_splits.cu",
-            ),
+            files,
             INT8_SPLITS,
-            (("OUT", facts.out_dtype(dtype)), ("AFTER", after(facts, dtype))),
+            template,
             together=FOLLOWING,
         )
     )
 
 
 @lru_cache(maxsize=1024)
-def unpacker(shape: tuple[int, ...], group_size: int):
+def _int4_unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
     """Return the launch that makes int4 words of a shape int8: (K, C_out, channels)."""
     template = (("GROUP_SIZE", group_size),)
     kernel = kept(
@@ -682,44 +596,9 @@ def unpacker(shape: tuple[int, ...], group_size: int):
     )
     volume, c_out, words = shape
     threads = rounded_up(volume * c_out * words // 2, THREADS)
-    out = (volume, c_out, 8 * words), mx.int8
-    return kernel.launcher((True, True), [out], (threads,))
+    return kernel.launcher(
+        (True, True), [((volume, c_out, 8 * words), mx.int8)], (threads,)
+    )
 
 
-def _bind(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return y by tiles over sorted rows; splits are added in order."""
-    p, view, (dispatch,) = plan.problem, plan.read(relation), plan.dispatches
-    n, c_y = relation.n_out, p.channels[1]
-    facts, out = p.integer, p.integer.out_dtype(DTYPES[p.dtype])
-    if p.edges == 0 or 0 in [array.size for array in view]:
-        none, dtype = mx.zeros((n, c_y), dtype=mx.int32), DTYPES[p.dtype]
-        return lambda x, w, *added: finished(none, facts, dtype, *added[:-1])
-    multiple, wide = plan.multiple, whole_channels(p)[1]
-    there = tuple([name in facts.there for name in FOLLOWING])
-    whole, add, given = ((n, wide), out), None, (True,) * 5
-    if plan.add is None:
-        made, given = whole, given + there
-    else:
-        made, given = ((plan.splits, n, wide), mx.int32), (*given, False)
-        add = plan.add.launcher((True, *there), [whole], dispatch.add)
-    tiles = plan.gpu.launcher(given, [made], dispatch.grid, plan.threadgroup)
-
-    def call(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
-        values = w.values
-        if w.bits == 4:
-            unpack = unpacker(values.shape, w.group_size)
-            values = unpack(list(w.arrays))[0]
-        after, x = added[:-1], padded(x, 1, multiple)
-        if wide != c_y:
-            values = padded(values, 1, multiple)
-            lines = [a if a is None else padded(a, -1, multiple) for a in after[:3]]
-            after = *lines, *after[3:]
-        given = [a for a in after if a is not None]
-        arrays = [x, values, *view]
-        if add is None:
-            y = tiles([*arrays, *given])[0]
-        else:
-            y = add([tiles(arrays)[0], *given])[0]
-        return y if wide == c_y else y[:, :c_y]
-
-    return call
+_integers = partial(integer_tiles, unpacker=_int4_unpacker)

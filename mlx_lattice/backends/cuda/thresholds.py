@@ -59,9 +59,8 @@ WHOLE_GRAD = {
                (24_000, 400), (40_000, 190)),
 }  # fmt: skip
 
-# Its tiles: fewest blocks a multiprocessor for tiles wider than 64, and stages beyond
-# which a block takes several splits of the edges.
-WHOLE_GRAD_TILES = {"blocks": 0.7, "stages": 5}
+# Fewest blocks a multiprocessor for tiles of them that are wider than 64.
+WHOLE_GRAD_BLOCKS = 0.7
 
 # float32: sides of the square tiles of dW over edges; the largest that both channels
 # fill to more than half is taken.

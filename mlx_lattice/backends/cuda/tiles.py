@@ -1,4 +1,7 @@
-"""Matrix tiles on CUDA: their operands, which tile a problem gets, and its splits."""
+"""Matrix tiles on CUDA: their shapes, which tile a problem gets, and its splits.
+
+The tables hold the shapes of Hopper's tiles. Other GPUs run ``mma``, one square tile.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +33,6 @@ from ..gpu.contraction import (
 from ..gpu.kernel import THREADS, GpuKernel, Interface, Value
 from ..gpu.nvrtc import TYPES
 from . import thresholds
-from . import tile_tables as tables
 
 # A stage has 128 bytes of each row's summed channels: four slices, each as deep as one
 # product of tensor cores.
@@ -54,6 +56,224 @@ MOST_ROUNDS, OVERLAP = 4, 0.85
 # A block that adds splits and sums statistics: its channels and its least rows. So many
 # blocks fill any GPU several times.
 MOMENTS_CHANNELS, MOMENTS_ROWS, MOMENTS_BLOCKS = 64, 32, 1024
+
+
+# Shapes
+
+
+class PersistentTile(NamedTuple):
+    """Shape of PersistentTile of sorted_implicit_gemm.
+
+    Attributes:
+        consumers: warpgroups that multiply.
+        blocks: blocks of 64 rows of each.
+        producers: warpgroups that copy.
+        width: output channels.
+        stages: buffers of 64 summed channels, in shared memory.
+        per_multiprocessor: thread blocks that a multiprocessor holds at once.
+    """
+
+    consumers: int
+    blocks: int
+    producers: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows of a tile."""
+        return 64 * self.consumers * self.blocks
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * (self.consumers + self.producers)
+
+
+class WideTile(NamedTuple):
+    """Shape of WideTile and EdgeTile: a consumer warpgroup has 64 rows of the tile."""
+
+    consumers: int
+    producer_threads: int
+    width: int
+    stages: int
+    per_multiprocessor: int
+
+    @property
+    def rows(self) -> int:
+        """Rows (of the output, or of dW) of a tile."""
+        return 64 * self.consumers
+
+    @property
+    def threads(self) -> int:
+        """Threads of a block."""
+        return 128 * self.consumers + self.producer_threads
+
+
+Shape = PersistentTile | WideTile
+
+
+def shared_bytes(tile: Shape, weights: int = 1) -> int:
+    """Return the dynamic shared memory of a block.
+
+    ``weights`` are the parts of a weight in a stage. Weights that run across the sums
+    come in whole atoms of 64 lines.
+    """
+    lines = tile.width if tile.width <= 32 else rounded_up(tile.width, 64)
+    return tile.stages * 128 * (tile.rows + weights * lines) + 1024
+
+
+# Tiles of many rows, by their output channels. PersistentTile takes the few summed
+# channels of several offsets together, WideTile whole stages of one offset. Timed on an
+# H200 (benchmarks/tiles.py); tests/routes/test_cuda_timings.py compares the choices
+# with the fastest tiles.
+SORTED_TILES = {
+    32: PersistentTile(2, 2, 2, 32, 6, 1),
+    48: PersistentTile(2, 2, 2, 48, 5, 1),
+    64: PersistentTile(2, 2, 2, 64, 5, 1),
+    96: PersistentTile(2, 2, 2, 96, 4, 1),
+    128: PersistentTile(2, 2, 1, 128, 4, 1),
+    192: PersistentTile(2, 1, 1, 192, 4, 1),
+    256: PersistentTile(2, 1, 1, 256, 4, 1),
+}
+WIDE_TILES = {
+    32: WideTile(1, 128, 32, 6, 3),
+    48: WideTile(3, 128, 48, 6, 1),
+    64: WideTile(2, 128, 64, 4, 2),
+    80: WideTile(3, 128, 80, 5, 1),
+    96: WideTile(3, 128, 96, 5, 1),
+    112: WideTile(3, 128, 112, 5, 1),
+    128: WideTile(3, 128, 128, 5, 1),
+    160: WideTile(3, 128, 160, 4, 1),
+    192: WideTile(2, 128, 192, 4, 1),
+    224: WideTile(2, 128, 224, 4, 1),
+    256: WideTile(2, 128, 256, 4, 1),
+}
+# Rows of few edges give a tile little work: lower tiles.
+FEW_EDGES_TILES = {
+    32: PersistentTile(1, 1, 1, 32, 4, 4),
+    48: PersistentTile(1, 1, 1, 48, 3, 4),
+    64: PersistentTile(1, 1, 1, 64, 3, 4),
+    96: PersistentTile(1, 1, 1, 96, 4, 2),
+    128: PersistentTile(1, 1, 1, 128, 4, 2),
+    192: PersistentTile(2, 1, 1, 192, 4, 1),
+    256: PersistentTile(2, 1, 1, 256, 4, 1),
+}
+# Tiles of few rows are lower and narrower, so that more of them fill the GPU: by the
+# kind of rows (``_kind``) and the output channels, (most elements of the output, tile).
+ANY = 1 << 62
+_LOW_32, _LOW_48 = WIDE_TILES[32], WideTile(1, 128, 48, 4, 3)
+_LOW_64, _LOW_96, _LOW_128 = (
+    WideTile(1, 128, width, stages, 2) for width, stages in ((64, 6), (96, 4), (128, 4))
+)
+_QUICK_64, _MANY_64 = WideTile(1, 128, 64, 4, 3), WideTile(1, 128, 64, 3, 4)
+_SLICED_32 = PersistentTile(1, 2, 1, 32, 5, 2)
+SMALL_TILES = {
+    "narrow sums": {
+        32: ((1 << 16, _LOW_32), (3 << 21, _SLICED_32)),
+        48: ((3 << 17, _LOW_48),),
+        64: ((1 << 20, _QUICK_64),),
+        96: ((3 << 19, _LOW_96),),
+        128: ((1 << 21, _LOW_128), (1 << 24, WIDE_TILES[128])),
+        192: ((1 << 24, WIDE_TILES[192]),),
+        256: ((1 << 24, WIDE_TILES[256]),),
+    },
+    "many edges": {
+        64: ((1 << 18, _QUICK_64),),
+        96: ((3 << 17, _LOW_96),),
+        128: ((3 << 18, _LOW_128),),
+        192: ((5 << 16, _LOW_96),),
+        256: ((3 << 18, _LOW_128), (3 << 19, WIDE_TILES[128])),
+    },
+    "few edges": {
+        64: ((3 << 21, _LOW_64),),
+        96: ((1 << 21, _LOW_64), (3 << 22, _LOW_96)),
+        128: ((1 << 21, _LOW_64), (1 << 24, _LOW_128)),
+        192: ((1 << 21, _LOW_64), (ANY, WIDE_TILES[192])),
+        256: ((1 << 22, _LOW_64), (ANY, WIDE_TILES[256])),
+    },
+    "few offsets": {
+        32: ((3 << 17, _LOW_32), (1 << 22, _SLICED_32)),
+        48: ((5 << 17, _LOW_48), (1 << 22, _QUICK_64)),
+        64: ((3 << 17, _LOW_32), (3 << 21, _MANY_64)),
+        96: ((5 << 17, _LOW_32), (5 << 18, _LOW_96)),
+        128: ((1 << 21, _LOW_64),),
+        192: ((5 << 17, _LOW_64), (3 << 20, _LOW_96)),
+        256: ((3 << 19, _LOW_64), (1 << 22, _LOW_128)),
+    },
+    "one edge": {
+        32: ((1 << 19, _LOW_32), (3 << 22, _SLICED_32)),
+        48: ((1 << 22, _LOW_48),),
+        64: ((3 << 16, _LOW_32), (1 << 21, _MANY_64), (3 << 23, FEW_EDGES_TILES[64])),
+        96: ((3 << 19, _LOW_96), (1 << 21, WIDE_TILES[96])),
+        128: ((5 << 16, _LOW_64), (9 << 18, _LOW_128), (ANY, FEW_EDGES_TILES[128])),
+        192: ((5 << 18, _LOW_64), (1 << 23, WIDE_TILES[192])),
+        256: (
+            (3 << 18, _LOW_64),
+            (3 << 19, _LOW_128),
+            (5 << 20, WIDE_TILES[128]),
+            (ANY, WIDE_TILES[256]),
+        ),
+    },
+    "identity": {
+        32: ((3 << 17, _LOW_32), (3 << 20, _MANY_64)),
+        48: ((1 << 21, _LOW_48),),
+        64: ((3 << 16, _QUICK_64), (3 << 19, WIDE_TILES[64]), (3 << 22, _MANY_64)),
+        96: ((3 << 17, _MANY_64), (3 << 21, WideTile(2, 128, 96, 3, 2))),
+        128: ((3 << 19, _MANY_64), (1 << 23, WIDE_TILES[128])),
+        192: ((3 << 22, _MANY_64),),
+        256: (
+            (3 << 18, _LOW_64),
+            (1 << 21, _LOW_128),
+            (3 << 21, WIDE_TILES[128]),
+            (1 << 24, WIDE_TILES[256]),
+        ),
+    },
+}
+CLASSES = (32, 48, 64, 96, 128, 192, 256)  # output channels of SMALL_TILES
+# Most elements of an output whose tiles are low if several offsets share a stage.
+SLICED_ELEMENTS = 1 << 19
+# float32 with prepared weights: as three products of TF32 a stage has them twice.
+# Many edges a row, and few.
+FLOAT_TILES = {
+    32: PersistentTile(2, 2, 2, 32, 5, 1),
+    64: PersistentTile(2, 2, 2, 64, 4, 1),
+    96: PersistentTile(2, 1, 2, 96, 5, 1),
+    128: PersistentTile(2, 1, 1, 128, 4, 1),
+}
+FLOAT_FEW_EDGES_TILES = {
+    32: PersistentTile(1, 1, 1, 32, 4, 2),
+    64: PersistentTile(1, 1, 1, 64, 4, 2),
+    96: PersistentTile(2, 1, 1, 96, 4, 1),
+    128: PersistentTile(2, 1, 1, 128, 4, 1),
+}
+# One product of TF32, if an offset has whole stages: within 9% of the fastest.
+TF32_TILES = WIDE_TILES | {
+    32: WideTile(1, 128, 32, 3, 4),
+    96: WideTile(1, 128, 96, 4, 2),
+    128: WideTile(2, 128, 128, 6, 1),
+    160: WideTile(2, 128, 160, 4, 1),
+}
+TF32_SMALL_TILES = {
+    64: ((1 << 18, _LOW_32),),
+    128: ((3 << 17, _LOW_64), (3 << 20, _LOW_128)),
+    192: ((3 << 17, _LOW_64),),
+    256: ((1 << 20, _LOW_64), (1 << 21, TF32_TILES[128])),
+}
+INT8_TILES = SORTED_TILES | {
+    32: PersistentTile(2, 3, 2, 32, 4, 1),
+    64: PersistentTile(2, 3, 2, 64, 4, 1),
+    **{width: WIDE_TILES[width] for width in (112, 160, 192, 224, 256)},
+    128: PersistentTile(2, 2, 2, 128, 4, 1),
+}
+INT8_FEW_EDGES_TILES = FEW_EDGES_TILES | {
+    112: WideTile(1, 128, 112, 4, 2),
+    160: WideTile(1, 128, 160, 3, 2),
+    224: FEW_EDGES_TILES[256],
+}
+# Tiles of int8 for rows that fill the GPU about once.
+INT8_LOW_TILES = {64: SORTED_TILES[64], 96: _LOW_96, 128: _LOW_128}
 
 
 # Operands
@@ -210,7 +430,7 @@ def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
     return Tile("mma", code, side, side, 2 * side, per, shared, (*MMA, *files))
 
 
-def wide(p: Problem, shape: tables.WideTile, itself: bool = False) -> Tile:
+def wide(p: Problem, shape: WideTile, itself: bool = False) -> Tile:
     """Return WideTile in a shape, for the problem's channels and offsets.
 
     ``itself``: whether to read no table, since each row's only neighbour is itself.
@@ -227,7 +447,7 @@ def wide(p: Problem, shape: tables.WideTile, itself: bool = False) -> Tile:
     )
 
 
-def persistent(p: Problem, shape: tables.PersistentTile) -> Tile:
+def persistent(p: Problem, shape: PersistentTile) -> Tile:
     """Return PersistentTile in a shape, with the stages that shared memory holds."""
     slices, weights = slices_of(whole_channels(p)[0], p.read_size), weight_parts(p)
     # Bytes of a channel that an epilogue, or statistics, keep.
@@ -238,7 +458,7 @@ def persistent(p: Problem, shape: tables.PersistentTile) -> Tile:
     fixed += 4 * list_length(p.volume) + channel * shape.width
     per = shape.per_multiprocessor
     while shape.stages > 2:
-        block = tables.shared_bytes(shape, weights) + fixed + RESERVED
+        block = shared_bytes(shape, weights) + fixed + RESERVED
         if block * per <= SHARED:
             break
         shape = shape._replace(stages=shape.stages - 1)
@@ -255,7 +475,7 @@ def persistent(p: Problem, shape: tables.PersistentTile) -> Tile:
 def shaped(
     variant: str,
     code: str,
-    shape: tables.Shape,
+    shape: Shape,
     files: tuple[str, ...],
     weights: int = 1,
     **more: bool,
@@ -268,7 +488,7 @@ def shaped(
         shape.width,
         shape.threads,
         shape.per_multiprocessor,
-        tables.shared_bytes(shape, weights),
+        shared_bytes(shape, weights),
         (*HOPPER, *files),
         **more,
     )
@@ -291,93 +511,81 @@ def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
 
 def sorted_tile(p: Problem, device: Device, packed: bool = False) -> Tile:
     """Return the tile over sorted rows; ``packed``: whether it unpacks its weights."""
-    few, shape, channels = few_edges(p), None, whole_channels(p)
-    # Low tiles would unpack their weights more often.
-    if not packed and (multiplies_one(p, device) or has_wgmma(p, device)):
-        elements = p.rows_written * channels[1]
-        shape = small_tile(_small_tiles(p, few, *channels), elements)
-    return _shaped_tile(p, device, channels, packed, few, shape)
-
-
-def _small_tiles(p: Problem, few: bool, c_x: int, c_y: int) -> tuple:
-    """Return pairs of SMALL_TILES; ``few``: whether rows have few edges."""
-    if p.dtype == "float32":
-        by_width = tables.TF32_SMALL_TILES
-        return by_width[tile_width(c_y, by_width)]
-    by_width = tables.SMALL_TILES[_filling(c_x, c_y), few_offsets(p), few]
-    tiles = _of_width(by_width, c_y)
-    return (*_of_width(tables.ITSELF_TILES, c_y), *tiles) if p.pointwise else tiles
-
-
-def _filling(c_x: int, c_y: int) -> str:
-    """Return how summed channels fill stages, as a key of SMALL_TILES."""
-    if c_x < 64:
-        return "half" if c_x >= 32 else "sliced"
-    # Narrow outputs of many whole stages have the tiles of deep sums.
-    if slices_of(c_x) == STAGE_SLICES and (c_x == 64 or c_y > 64):
-        return "whole"
-    return "tail" if c_x < 128 else "deep"
-
-
-def _is_wide(c_x: int, c_y: int) -> bool:
-    """Whether WideTile, not PersistentTile, serves many rows of many edges."""
-    if c_x < 64:
-        return c_x >= 32 and (c_y > 128 or (c_y > 96 and slices_of(c_x) == 0))
-    return c_y > 64
-
-
-def _of_width(by_width: dict[int, tuple], channels: int) -> tuple:
-    """Return the tiles of so many channels, or those of the fitting width."""
-    found = by_width.get(channels)
-    if found is None:
-        widths = [width for width in by_width if width in tables.WIDTHS]
-        found = by_width[tile_width(channels, widths)]
-    return found
-
-
-def _shaped_tile(
-    p: Problem,
-    device: Device,
-    channels: tuple[int, int],
-    packed: bool,
-    few: bool,
-    shape: tables.Shape | None,
-) -> Tile:
-    """Return the tile over sorted rows; ``shape`` is that of few rows, or None."""
-    (c_x, c_y), prepared = channels, prepares(p, device)
-    side = "few" if few else "many"
-    if multiplies_one(p, device) and (prepared or p.rows_are_summed):
-        by_width = tables.TF32_WHOLE_TILES[side]
-        return wide(p, shape or by_width[tile_width(c_y, by_width)])
-    if prepared:
-        single = products(p) == ONE
-        by_width = (tables.TF32_TILES if single else tables.FLOAT_TILES)[side]
-        return persistent(p, by_width[tile_width(c_y, by_width)])
+    if packed and has_wgmma(p, device):
+        return _packed_tile(p)
+    if multiplies_one(p, device) and (prepares(p, device) or p.rows_are_summed):
+        c_y = whole_channels(p)[1]
+        return wide(p, _small(p, TF32_SMALL_TILES) or fitting(TF32_TILES, c_y))
+    if prepares(p, device):
+        tiles = FLOAT_FEW_EDGES_TILES if few_edges(p) else FLOAT_TILES
+        return persistent(p, fitting(tiles, whole_channels(p)[1]))
     if not has_wgmma(p, device):
         return mma(p, "sorted_implicit_gemm_mma.cuh")
-    by_width = tables.WIDE_TILES
-    if shape is None and packed and not few:  # in whole stages
-        if slices_of(c_x) == STAGE_SLICES:
-            shape = by_width.get(tile_width(c_y, POWERS))
-    elif shape is None and not few and _is_wide(c_x, c_y):
-        shape = by_width[tile_width(c_y, by_width)]
-    if isinstance(shape, tables.WideTile):
-        return wide(p, shape, itself=p.pointwise and not packed)
-    if shape is None:
-        width = tile_width(c_y, POWERS if packed else tables.SORTED_TILES)
-        if packed:  # unpacking takes the registers of the widest tile
-            width = min(width, 128)
-        # If offsets are few, the rows of a tile share one, however few edges they have.
-        low = few and not few_offsets(p)
-        shape = (tables.FEW_EDGES_TILES if low else tables.SORTED_TILES)[width]
+    return of_shape(p, small_shape(p) or _shape_of_many_rows(p))
+
+
+def of_shape(p: Problem, shape: Shape) -> Tile:
+    """Return the tile of a shape for the problem's channels and offsets."""
+    if isinstance(shape, WideTile):
+        return wide(p, shape, itself=p.pointwise and not p.integer)
     return persistent(p, shape)
 
 
-def small_tile(
-    tiles: tuple[tuple[int, tables.Shape], ...], elements: int
-) -> tables.Shape | None:
-    """Return the first shape for an output of so many elements, or None."""
-    return next((shape for most, shape in tiles if elements <= most), None)
+def small_shape(p: Problem) -> Shape | None:
+    """Return the shape of few rows, or None if the rows are many."""
+    (c_x, c_y), kind = whole_channels(p), _kind(p)
+    if kind != "identity" and 2 * c_x * p.read_size < STAGE_BYTES:
+        # Several offsets share a stage, which WideTile cannot do.
+        few = p.rows_written * c_y <= SLICED_ELEMENTS
+        return fitting(FEW_EDGES_TILES, c_y) if few else None
+    return _small(p, SMALL_TILES[kind])
+
+
+def _small(p: Problem, by_width: dict[int, tuple]) -> Shape | None:
+    c_y = whole_channels(p)[1]
+    sizes, elements = by_width.get(tile_width(c_y, CLASSES), ()), p.rows_written * c_y
+    return next((shape for most, shape in sizes if elements <= most), None)
+
+
+def _kind(p: Problem) -> str:
+    """Return the kind of rows, a key of SMALL_TILES."""
+    if p.pointwise:
+        return "identity"
+    if few_offsets(p):
+        return "one edge" if few_edges(p) else "few offsets"
+    if few_edges(p):
+        return "few edges"
+    return "many edges" if _fills_stage(p) else "narrow sums"
+
+
+def _fills_stage(p: Problem) -> bool:
+    """Whether the summed channels of an offset fill a stage."""
+    return whole_channels(p)[0] * p.read_size >= STAGE_BYTES
+
+
+def _shape_of_many_rows(p: Problem) -> Shape:
+    """Return the shape of half precision; lone edges have no whole stages to share."""
+    c_y, kind = whole_channels(p)[1], _kind(p)
+    if kind in ("many edges", "few offsets") and _fills_stage(p):
+        return fitting(WIDE_TILES, c_y)
+    return fitting(FEW_EDGES_TILES if kind == "few edges" else SORTED_TILES, c_y)
+
+
+def _packed_tile(p: Problem) -> Tile:
+    """Return the tile that unpacks its weights: a low one would do it more often."""
+    (c_x, c_y), few = whole_channels(p), few_edges(p)
+    width = tile_width(c_y, POWERS)
+    if not few and width >= 128 and slices_of(c_x) == STAGE_SLICES:
+        return wide(p, WIDE_TILES[width])
+    # Unpacking takes the registers of the widest tile. If offsets are few, the rows of
+    # a tile share one, however few edges they have.
+    low = few and not few_offsets(p)
+    return persistent(p, (FEW_EDGES_TILES if low else SORTED_TILES)[min(width, 128)])
+
+
+def fitting(tiles: dict[int, Shape], channels: int) -> Shape:
+    """Return the tile of the width that fits so many channels."""
+    return tiles[tile_width(channels, tiles)]
 
 
 def tile_width(channels: int, widths: Iterable[int]) -> int:

@@ -28,16 +28,16 @@ from ..gpu.contraction import (
 )
 from ..gpu.kernel import GpuKernel, Interface
 from . import thresholds
-from . import tile_tables as tables
 from . import tiles as cuda_tiles
 from .geometry import STAGE_PAIRS, offset_starts, pair_arrays, sorted_arrays, stages_of
-from .tile_tables import FEW_EDGES_GRAD_TILES, GRAD_TILES, Shape, shared_bytes
 from .tiles import (
     HOPPER,
     ONE,
     SKIPPED_ROWS,
     STAGE_BYTES,
+    Shape,
     Tile,
+    WideTile,
     count_of,
     cut_blocks,
     few_offsets,
@@ -45,10 +45,39 @@ from .tiles import (
     mma,
     products,
     proof_channels,
+    shared_bytes,
     tile_width,
     used_blocks,
     whole_channels,
 )
+
+# EdgeTile of grouped_gemm, by the width of the wider side.
+GRAD_TILES = {
+    32: WideTile(1, 128, 32, 4, 4),
+    64: WideTile(1, 128, 64, 4, 3),
+    80: WideTile(2, 64, 80, 3, 2),
+    96: WideTile(2, 64, 96, 3, 2),
+    112: WideTile(2, 64, 112, 3, 2),
+    128: WideTile(2, 64, 128, 3, 2),
+    160: WideTile(3, 128, 160, 4, 1),
+    192: WideTile(3, 128, 192, 4, 1),
+    224: WideTile(2, 128, 224, 4, 1),
+    256: WideTile(2, 128, 256, 4, 1),
+}
+# EdgeTile of few edges.
+FEW_EDGES_GRAD_TILES = {
+    96: WideTile(2, 128, 96, 4, 1),
+    128: WideTile(1, 128, 128, 4, 2),
+}
+# dW in one launch: a block for each tile of an offset, by width. The least that has all
+# output channels, or a wider one that fits twice into both sides.
+WHOLE_TILES = {
+    32: WideTile(1, 128, 32, 6, 3),
+    48: WideTile(1, 128, 48, 4, 3),
+    64: WideTile(1, 128, 64, 4, 3),
+    128: WideTile(2, 128, 128, 6, 1),
+    256: WideTile(2, 128, 256, 4, 1),
+}
 
 
 def grouped_tile(p: Problem, device: Device) -> Tile:
@@ -514,34 +543,24 @@ def _whole_gemm(p: Problem, device: Device) -> Plan:
     return replace(_planned_whole(p, tile), proof=proof)
 
 
-def _whole_tile(p: Problem, device: Device) -> tables.WideTile:
-    """Return the tile of dW: wide ones where they fill the GPU."""
+def _whole_tile(p: Problem, device: Device) -> WideTile:
+    """Return the tile of dW: a wide one if it fills the GPU."""
     c_in, c_out = whole_channels(p)
-    tiles, table = tables.WHOLE_TILES, thresholds.WHOLE_GRAD_TILES
-    least = table["blocks"] * device.cores
-
-    def fills(tile: tables.WideTile) -> bool:
-        return tile.width <= min(c_in, c_out) // 2 and _whole_blocks(p, tile) >= least
-
-    wide = [tile for width, tile in tiles.items() if width >= 128 and fills(tile)]
-    if wide:
-        return wide[-1]
-    if few_offsets(p) and fills(tables.EVEN_WHOLE_TILE):
-        return tables.EVEN_WHOLE_TILE
-    if _longest_stages(p) > table["stages"]:  # few blocks take splits of their edges
-        for tile in tables.SPLIT_WHOLE_TILES:
-            if _whole_blocks(p, tile) <= device.cores:
-                return tile
-    return next((tiles[w] for w in tiles if c_out <= w < 128), tiles[64])
+    least = thresholds.WHOLE_GRAD_BLOCKS * device.cores
+    for width in (256, 128):
+        tile = WHOLE_TILES[width]
+        if width <= min(c_in, c_out) // 2 and _whole_blocks(p, tile) >= least:
+            return tile
+    return WHOLE_TILES[next((w for w in (32, 48) if c_out <= w), 64)]
 
 
-def _whole_blocks(p: Problem, tile: tables.WideTile) -> int:
+def _whole_blocks(p: Problem, tile: WideTile) -> int:
     """Return how many blocks write dW."""
     sides = whole_channels(p)
     return p.volume * tiles_of_offset(sides, tile)
 
 
-def _planned_whole(p: Problem, tile: tables.WideTile) -> Plan:
+def _planned_whole(p: Problem, tile: WideTile) -> Plan:
     """Plan tiles of a shape."""
     blocks = _whole_blocks(p, tile)
     dtype, transposes = DTYPES[p.dtype], p.layout == MLX_LAYOUT
@@ -550,7 +569,6 @@ def _planned_whole(p: Problem, tile: tables.WideTile) -> Plan:
         ("CONSUMERS", tile.consumers),
         ("WIDTH", tile.width),
         ("STAGES", tile.stages),
-        ("SPLITS", tile.splits),
         ("TRANSPOSED", transposes),
     )
     kernel = GpuKernel(
@@ -561,7 +579,7 @@ def _planned_whole(p: Problem, tile: tables.WideTile) -> Plan:
         template,
         threads=tile.threads,
         blocks_per_multiprocessor=tile.per_multiprocessor,
-        shared_bytes=tables.shared_bytes(tile),
+        shared_bytes=shared_bytes(tile),
     )
     return Plan(
         p,
@@ -574,7 +592,6 @@ def _planned_whole(p: Problem, tile: tables.WideTile) -> Plan:
         reads_stored=transposes,
         variant="whole",
         tile=(tile.rows, tile.width),
-        block_splits=tile.splits,
         multiple=cuda_tiles.multiple(dtype),
         threadgroup=(kernel.threads,),
         dispatches=(Dispatch(0, p.volume * p.c_in, (blocks * kernel.threads,)),),

@@ -22,7 +22,7 @@ from ...epilogue import EpilogueFacts, finished
 from ...plan import COPIED, Plan
 from ...problem import ARRAYS, MLX_LAYOUT, Problem
 from ...problem import finished as finished_integers
-from ...quantized import QuantizedWeight
+from ...quantized import IntegerWeight, QuantizedWeight
 from ...registry import Fit
 from ...relation import Relation
 from . import joins as gpu_joins
@@ -237,6 +237,24 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         return (y, joined(lines)[:, :, :width]) if lines else y
 
     return call
+
+
+def integer_tiles(
+    plan: Plan, relation: Relation, unpacker: Callable[..., Callable]
+) -> Callable[..., mx.array]:
+    """Return y by tiles over int8 features; int4 weights become int8 before.
+
+    ``unpacker(shape, group_size)`` returns the launch that unpacks words of a shape.
+    """
+    call = sorted_tiles(plan, relation)
+
+    def unpacked(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
+        values = w.values
+        if w.bits == 4:
+            values = unpacker(values.shape, w.group_size)(list(w.arrays))[0]
+        return call(x, values, *added)
+
+    return unpacked
 
 
 def _dispatched(

@@ -24,7 +24,6 @@ from ...plan import (
     integers_unpacked,
 )
 from ...problem import ALIGNMENT, FOLLOWING, KERNEL_MAJOR, WEIGHT_GRAD, Problem
-from ...quantized import IntegerWeight
 from ...relation import Relation
 from ..gpu import kernel as gpu_kernel
 from ..gpu.contraction import (
@@ -36,6 +35,7 @@ from ..gpu.contraction import (
     W_ROW,
     copied,
     finishing,
+    integer_tiles,
     packed,
     per_row,
     sorted_tiles,
@@ -612,7 +612,7 @@ def _integers_as_cut(p: Problem, cut: Cut) -> Plan:
         name,
         gpu,
         {W_OFFSET: c_y * stored, W_ROW: stored},
-        bind=_bind_integers,
+        bind=_integers,
         variant=variant,
         epilogue=IN_SUM if is_split else IN_KERNEL,
         weights=integers_unpacked(p),
@@ -633,19 +633,6 @@ def _integer_kernel(tile: SortedTile) -> tuple[str, tuple[str, ...], dict[str, V
     return name, (*INTEGER_FILES, SIMDGROUP_FILES[-1], name), own
 
 
-def _bind_integers(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return y by tiles over sorted rows; int4 weights become int8 before."""
-    call = sorted_tiles(plan, relation)
-
-    def called(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
-        values = w.values
-        if w.bits == 4:
-            values = _unpacker(values.shape, w.group_size)(list(w.arrays))[0]
-        return call(x, values, *added)
-
-    return called
-
-
 @lru_cache(maxsize=1024)
 def _unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
     """Return the launch that makes int4 words of a shape int8: (K, C_out, channels)."""
@@ -655,3 +642,6 @@ def _unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
     gpu = kernel("unpack_int4", files, UNPACK_INT4, GROUP=group_size)
     made = (volume, c_out, 8 * words), mx.int8
     return gpu.launcher((True, True), [made], (count,), words=count)
+
+
+_integers = partial(integer_tiles, unpacker=_unpacker)
