@@ -45,9 +45,8 @@ class TensorConv(Conv):
         return metal_tiles.tensor_tile(rows, rows, (c_x, c_y), self.volume, chip())
 
     def plan(self, c_x, c_y):
-        """(slices of channels, bytes of a slice of a row, columns of a tile)."""
-        tile = self.tile(c_x, c_y)
-        return tile.slices, ceil_div(c_x * ITEM, tile.slices), tile.columns
+        """(bytes of a row, columns of a tile)."""
+        return c_x * ITEM, self.tile(c_x, c_y).columns
 
     def held(self, columns):
         """No threadgroup memory; registers depend on the step, see counts."""
@@ -61,7 +60,7 @@ class TensorConv(Conv):
 
     def executed(self, c_x, c_y):
         """Operations and bytes by buffer, as metal/host counts them."""
-        slices, row, _ = self.plan(c_x, c_y)
+        row, _ = self.plan(c_x, c_y)
         blocks, beside = self.sorted_table(row)[1][1], ceil_div(c_y, WIDTH)
         rows = np.clip(self.n - SIXTEEN * np.arange(len(blocks)), 0, SIXTEEN)
         done = int(blocks.sum()) * SIXTEEN * up(c_x, SIXTEEN) * up(c_y, WIDTH)
@@ -69,7 +68,7 @@ class TensorConv(Conv):
             "matrix_flop": 2 * done,
             "x": self.edges * c_x * ITEM * beside,
             "w": self.used(row, self.tile(c_x, c_y).height) * c_x * c_y * ITEM,
-            "table": int((blocks * rows[:, None]).sum()) * 4 * beside * slices,
+            "table": int((blocks * rows[:, None]).sum()) * 4 * beside,
         }
 
     def counts(self, c_x, c_y):
@@ -107,7 +106,7 @@ class TensorGrad(Grad):
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
         high, wide, _ = metal_weight_grad.tensor_grad_tile(c_in, c_out)
-        return high, wide, self.cut(c_in, c_out, high, wide).splits
+        return high, wide, self.splits(c_in, c_out, high, wide)
 
     def executed(self, c_in, c_out):
         """Operations and bytes by buffer, as metal/host counts them."""

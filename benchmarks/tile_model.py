@@ -222,18 +222,13 @@ class Conv:
         return *self.tables[region], region
 
     def plan(self, c_x, c_y):
-        """(slices of channels, bytes of a slice of a row, columns of a tile)."""
-        slices = metal_tiles.channel_slices(c_x * ITEM, chip())
-        row = ceil_div(c_x * ITEM, slices)
-        return (
-            slices,
-            row,
-            metal_tiles.tile_columns(c_y, row, self.volume, chip()),
-        )
+        """(bytes of a row, columns of a tile)."""
+        row = c_x * ITEM
+        return row, metal_tiles.tile_columns(c_y, row, self.volume, chip())
 
     def executed(self, c_x, c_y):
         """Operations and bytes by buffer, as metal/host counts them."""
-        slices, row, columns = self.plan(c_x, c_y)
+        row, columns = self.plan(c_x, c_y)
         _, (blocks, _, tiles), _ = self.sorted_table(row)
         across = ceil_div(c_y, columns)
         rows = np.clip(self.n - EIGHT * np.arange(len(blocks)), 0, EIGHT)
@@ -245,7 +240,7 @@ class Conv:
             "matrix_flop": 2 * EIGHT * int(blocks.sum()) * pairs,
             "x": self.edges * c_x * ITEM * across,
             "w": int(tiles.sum()) * c_x * c_y * ITEM,
-            "table": entries * 4 * across * slices,
+            "table": entries * 4 * across,
         }
 
     def held(self, columns):
@@ -254,22 +249,18 @@ class Conv:
 
     def counts(self, c_x, c_y):
         """The Counts of a pass from c_x to c_y channels."""
-        slices, row, columns = self.plan(c_x, c_y)
+        row, columns = self.plan(c_x, c_y)
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
         reached = metal_thresholds.region_rows(row, chip())
-        together = metal_tiles.tiles_together(weights // slices, reached, chip())
+        together = metal_tiles.tiles_together(weights, reached, chip())
         across, width = ceil_div(c_y, columns), min(columns, c_y)
-        # Slices are written as float32, and read once more.
-        arrays = table, n, self.n_in, self.volume, TILE, row
-        written = width * (ITEM if slices == 1 else 4)
-        missed = slices * misses(
+        missed = misses(
             self.known.setdefault((region, row), {}),
             "conv_misses",
-            arrays,
-            *(row * width, written, across, together),
+            (table, n, self.n_in, self.volume, TILE, row),
+            *(row * width, width * ITEM, across, together),
         )
-        added = n * c_y * (4 * slices + ITEM) if slices > 1 else 0
         work = self.edges * c_x * c_y
         asked = self.executed(c_x, c_y)
         done = asked.pop("matrix_flop")
@@ -287,16 +278,12 @@ class Conv:
             asked=asked,
             compulsory=compulsory,
             # The place of each row and the masks come on top.
-            moved=missed
-            + added
-            + 4 * n
-            + 4 * ceil_div(n, EIGHT) * ceil_div(self.volume, 32),
+            moved=missed + 4 * n + 4 * ceil_div(n, EIGHT) * ceil_div(self.volume, 32),
             copied=int(self.scale * copies * n * c_y * ITEM),
             explicit=compulsory + 2 * self.edges * (c_x + c_y) * ITEM,
             memory=memory,
             registers=registers,
-            plan=f"64x{columns}, {together} together, {slices} slices, regions of "
-            f"{region}",
+            plan=f"64x{columns}, {together} together, regions of {region}",
         )
         return scaled(counts, self.scale, weights)
 
@@ -305,8 +292,8 @@ class OwnOrder(Conv):
     """The forward pass of dense_channel and cout16: rows in their own order."""
 
     def plan(self, c_x, c_y):
-        """One slice, and a tile of all columns."""
-        return 1, c_x * ITEM, c_y
+        """A tile of all columns."""
+        return c_x * ITEM, c_y
 
     def sorted_table(self, row):
         """The table itself; these kernels skip eight rows at a time too."""
@@ -331,18 +318,18 @@ class Grad:
     def plan(self, c_in, c_out):
         """(height and width of a tile, ranges of rows)."""
         high, wide = metal_weight_grad.grad_tile(c_in, c_out)
-        return high, wide, self.cut(c_in, c_out, high, wide).splits
+        return high, wide, self.splits(c_in, c_out, high, wide)
 
     def tile(self, c_in, c_out):
         """The GradTile of so many channels."""
         return GradTile(*self.plan(c_in, c_out)[:2])
 
-    def cut(self, c_in, c_out, high, wide):
-        """The GradCut for tiles of a height and width."""
+    def splits(self, c_in, c_out, high, wide):
+        """The ranges of rows for tiles of a height and width."""
         features = (self.n_in * c_in + self.n * c_out) * ITEM
         shape = self.volume, c_in, c_out
         edges = self.edges, min(self.edges, self.n)
-        return metal_weight_grad.grad_cut(
+        return metal_weight_grad.grad_splits(
             *edges, features, shape, (high, wide), ITEM, chip()
         )
 
@@ -372,13 +359,13 @@ class Grad:
         """The Counts of the pass."""
         high, wide, splits = self.plan(c_in, c_out)
         tall, across = ceil_div(c_in, high), ceil_div(c_out, wide)
-        bounds, sliced = self.bounds(splits), self.cut(c_in, c_out, high, wide).sliced
+        bounds = self.bounds(splits)
         missed = misses(
             self.known.setdefault(splits, {}),
             "grad_misses",
             (self.table, self.edges, bounds, len(bounds), self.n_in, self.n),
             *(tall, across, min(high, c_in) * ITEM, min(wide, c_out) * ITEM),
-            *(int(c_in <= c_out), self.volume if sliced else 1),
+            *(int(c_in <= c_out), 1),
         )
         weights = self.volume * c_in * c_out
         held = ceil_div(splits * weights * 4, metal_thresholds.PARTIAL_BYTES["*"])
@@ -404,7 +391,6 @@ class Grad:
             explicit=compulsory + 2 * self.edges * (c_in + c_out) * ITEM,
             memory=tile.memory,
             registers=tile.registers,
-            plan=f"{high}x{wide}, {int(self.scale * splits)} ranges of rows"
-            + ", sliced" * sliced,
+            plan=f"{high}x{wide}, {int(self.scale * splits)} ranges of rows",
         )
         return scaled(counts, self.scale, weights * ITEM)

@@ -65,13 +65,13 @@ class Steps:
 
 def conv_steps(model, c_x, c_y):
     """The Steps of a Conv in one split by simdgroup matrices."""
-    slices, row, columns = model.plan(c_x, c_y)
+    row, columns = model.plan(c_x, c_y)
     _, (fine, _, tiles), _ = model.sorted_table(row)
     groups, width, step, buffers = shape_of(columns, model.transposed)
     depth, across, beside = step // ITEM, ceil_div(c_y, columns), columns // width
     used, blocks = int(tiles.sum()), int(fine.sum())
     steps = used * ceil_div(c_x, depth) * across
-    threadgroups = ceil_div(model.n, TILE) * across * slices
+    threadgroups = ceil_div(model.n, TILE) * across
     rows = blocks * EIGHT * depth * ceil_div(c_x, depth) * across
     sums = threadgroups * TILE * columns * 4
     # A simdgroup loads weights where any of its blocks is multiplied: every second or
@@ -85,7 +85,7 @@ def conv_steps(model, c_x, c_y):
         loads=loads,
         barriers=threadgroups + steps * (3 - buffers),
         written=(rows + steps * depth * columns) * ITEM + sums,
-        read=loads * MATRIX * ITEM + model.n * 4 * ceil_div(c_y, 4) * 4 * slices,
+        read=loads * MATRIX * ITEM + model.n * 4 * ceil_div(c_y, 4) * 4,
     )
 
 

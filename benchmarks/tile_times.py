@@ -63,7 +63,7 @@ def bounded(model, c_x, c_y, chips, route=None):
             steps = {} if route else steps_of(own, c_x, c_y)
         plan, tensor = plan_of(own, c_x, c_y, device, route), device.neural_accelerators
         partials = 0
-        if plan.partials and not plan.sliced and not isinstance(own, Grad):
+        if plan.partials and not isinstance(own, Grad):
             partials = 8 * prod(plan.partials)  # float32, written and read once
         found = apple_model.predict(
             plan,

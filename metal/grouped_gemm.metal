@@ -13,8 +13,7 @@
 // gradients once for 128; splits x K x C_in x C_out x 4 bytes, written and read once,
 // none where one range is enough. Threadgroups of all offsets go range by range, so
 // that the features of a range, or those of one offset in it, are read from memory
-// once; or, in longer ranges, slice by slice of the wider side's channels, so that a
-// slice and all of the other side are. Wins from a few thousand edges. Reads matrix_tiles.metal too.
+// once. Wins from a few thousand edges. Reads matrix_tiles.metal too.
 
 template <typename T, int IN, int OUT>
 struct GradTile {
@@ -70,9 +69,7 @@ struct RowRange {
 
 // Which tile of which unit a threadgroup has: units are (split, k), k the faster, each of
 // C_in lines; the side with fewer channels passes first, so that it stays in cache.
-// SLICED: a dispatch has whole splits, whose offsets all take one tile of the other side
-// before the next one, back and forth. unit: of those of the dispatch.
-template <bool SLICED>
+// unit: of those of the dispatch.
 struct GradPlace {
   int row, column, k, split;
   uint unit;
@@ -81,16 +78,8 @@ struct GradPlace {
       uint3 group, int first, int volume, int c_in, int c_out, int high,
       int wide) thread {
     const int down = (c_in + high - 1) / high, across = (c_out + wide - 1) / wide;
-    int at = int(group.x);
+    const int at = int(group.x);
     unit = group.y;
-    if (SLICED) {
-      const uint side = uint(c_in <= c_out ? down : across), all = side * uint(volume);
-      const uint first_unit = unit - unit % uint(volume);
-      const uint here = (unit - first_unit) * uint(down * across) + group.x;
-      const uint slice = here / all, offset = here % all / side;
-      unit = first_unit + (slice % 2 == 0 ? offset : uint(volume) - 1 - offset);
-      at = int(slice * side + here % side);
-    }
     row = high * (c_in <= c_out ? at % down : at / across);
     column = wide * (c_in <= c_out ? at / down : at % across);
     const uint of_all = uint(first / c_in) + unit;
@@ -193,7 +182,7 @@ struct GradSums {
 
 // Threadgroups (tiles of channels, unit).
 template <
-    typename T, typename OUT, int HEIGHT, int WIDTH, typename M, bool FAR, bool SLICED>
+    typename T, typename OUT, int HEIGHT, int WIDTH, typename M, bool FAR>
 METAL_FUNC void grouped_gemm_weight_grad(
     const device T* x,
     const device T* dy,
@@ -208,7 +197,7 @@ METAL_FUNC void grouped_gemm_weight_grad(
   using Tile = GradTile<T, HEIGHT, WIDTH>;
   using Index = typename IndexOf<FAR>::Type;
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
-  const GradPlace<SLICED> at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
+  const GradPlace at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
   const int row = at.row, column = at.column;
   const RowRange<Index> range(
       starts, edges, at.k, at.split, sizes.splits, sizes.n_out, lane);

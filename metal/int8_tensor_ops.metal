@@ -46,7 +46,7 @@ struct TensorIntegers {
 };
 
 template <
-    typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool PLACED, bool SLICED, bool FAR,
+    typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool PLACED, bool FAR,
     typename R, int ACTIVATION>
 METAL_FUNC void int8_tensor_ops(
     const device int8_t* x,
@@ -68,6 +68,6 @@ METAL_FUNC void int8_tensor_ops(
   const IntegerEpilogue<ACTIVATION, R> after = {
       scale, shift, residual, residual_scale, out_inverse};
   NoMoments none;
-  tensor_tiles<int8_t, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
+  tensor_tiles<int8_t, OUT, COLUMNS, HEIGHT, DEEP, PLACED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
 }

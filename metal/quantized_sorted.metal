@@ -62,8 +62,7 @@ struct PackedWeights {
 
 template <
     typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
-    int KEPT, bool FAR, int BITS, int GROUP, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    int KEPT, bool FAR, int BITS, int GROUP, bool PLACED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void quantized_sorted(
     const device T* x,
     const device uint* words,
@@ -87,7 +86,7 @@ METAL_FUNC void quantized_sorted(
   const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   sorted_tiles<
-      T, OUT, COLUMNS, true, PLACED, SLICED, PackedWeights<T, BITS, GROUP, FAR>,
+      T, OUT, COLUMNS, true, PLACED, PackedWeights<T, BITS, GROUP, FAR>,
       Epilogue<T, ACTIVATION, P, EPS>,
       GemmSums<T, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,

@@ -31,7 +31,7 @@ METAL_FUNC void fetch(
 
 template <
     typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES, int KEPT,
-    bool PLACED, bool SLICED, bool FAR, typename R, int ACTIVATION>
+    bool PLACED, bool FAR, typename R, int ACTIVATION>
 METAL_FUNC void quantized_sorted_int8(
     const device int8_t* x,
     const device int8_t* w,
@@ -55,7 +55,7 @@ METAL_FUNC void quantized_sorted_int8(
       scale, shift, residual, residual_scale, out_inverse};
   NoMoments none;
   sorted_tiles<
-      M, OUT, COLUMNS, true, PLACED, SLICED, FloatWeights<M, FAR, int8_t>,
+      M, OUT, COLUMNS, true, PLACED, FloatWeights<M, FAR, int8_t>,
       IntegerEpilogue<ACTIVATION, R>,
       GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,

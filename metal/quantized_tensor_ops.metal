@@ -81,7 +81,7 @@ struct TensorPacked {
 
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, int BITS, int GROUP,
-    bool PLACED, bool SLICED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
+    bool PLACED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
     int EPS = 0>
 METAL_FUNC void quantized_tensor_ops(
     const device T* x,
@@ -104,6 +104,6 @@ METAL_FUNC void quantized_tensor_ops(
   const TensorPacked<T, BITS, GROUP> weights = {{words, scales, biases}};
   const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
-  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
 }

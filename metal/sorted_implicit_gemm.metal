@@ -207,16 +207,15 @@ struct GemmSums {
 
 // Threadgroups (column and tile, 1, split). PLACED: rows are written to their places in
 // y, which starts with the lowest row of the first tile's region; else y has the sorted
-// rows from the first tile on, a copy for each split. SLICED: splits are slices of the
-// channels. FAR: 32 bits do not hold the place of every element of every array. X: how
-// rows are stored; they are multiplied as T. MOMENTS: gets what is written.
+// rows from the first tile on, a copy for each split. FAR: 32 bits do not hold the place
+// of every element of every array. X: how rows are stored; they are multiplied as T.
+// MOMENTS: gets what is written.
 template <
     typename T,
     typename OUT,
     int COLUMNS,
     bool TRANSPOSED,
     bool PLACED,
-    bool SLICED,
     typename WEIGHTS,
     typename AFTER,
     typename SUMS,
@@ -254,12 +253,8 @@ METAL_FUNC void sorted_tiles(
 
   // The steps of this split: (offset, channels), channels the faster.
   const int chunks = (c_x + Tile::DEPTH - 1) / Tile::DEPTH, split = int(group.z);
-  int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
-  int chunk = 0;
-  if (SLICED) {
-    chunk = begin = chunks * split / splits;
-    end = chunks * (split + 1) / splits;
-  } else if (splits > 1) {
+  int steps = volume * chunks, k = offsets.next(0), chunk = 0;
+  if (splits > 1) {
     const int total = offsets.count() * chunks;
     const int from = split_start(total, split, splits);
     steps = split_start(total, split + 1, splits) - from;
@@ -300,8 +295,8 @@ METAL_FUNC void sorted_tiles(
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const int depth = c_x - chunk * Tile::DEPTH;
     const uint multiplied = live >> (top / BLOCK_ROWS);
-    if (++chunk == end) {
-      chunk = begin;
+    if (++chunk == chunks) {
+      chunk = 0;
       k = offsets.next(k + 1);
       live = offsets.live(k);
       used = (live & own) != 0;
@@ -348,8 +343,7 @@ METAL_FUNC void sorted_tiles(
 
 template <
     typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
-    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, bool SLICED,
-    int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
@@ -372,7 +366,7 @@ METAL_FUNC void sorted_implicit_gemm(
   const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
   sorted_tiles<
-      T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
+      T, OUT, COLUMNS, TRANSPOSED, PLACED, FloatWeights<T, FAR>,
       Epilogue<T, ACTIVATION, P, EPS>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
@@ -382,7 +376,7 @@ METAL_FUNC void sorted_implicit_gemm(
 // The same with statistics of the rows of y, a line of 3 x C_y for each tile.
 template <
     typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
-    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, bool SLICED>
+    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
@@ -402,7 +396,7 @@ METAL_FUNC void sorted_implicit_gemm(
   const Epilogue<T, BIAS_ALONE, T, 0> after = {bias, nullptr, nullptr, nullptr, nullptr};
   RowMoments<OUT, 1> moments(lines);
   sorted_tiles<
-      T, OUT, COLUMNS, TRANSPOSED, PLACED, SLICED, FloatWeights<T, FAR>,
+      T, OUT, COLUMNS, TRANSPOSED, PLACED, FloatWeights<T, FAR>,
       Epilogue<T, BIAS_ALONE, T, 0>,
       GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, moments, group,

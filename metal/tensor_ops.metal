@@ -226,7 +226,7 @@ METAL_FUNC void write_line(
 // do not hold the place of every element of every array.
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool PLACED,
-    bool SLICED, bool FAR, typename WEIGHTS, typename AFTER, typename MOMENTS>
+    bool FAR, typename WEIGHTS, typename AFTER, typename MOMENTS>
 METAL_FUNC void tensor_tiles(
     const device T* x,
     const thread WEIGHTS& w,
@@ -261,12 +261,8 @@ METAL_FUNC void tensor_tiles(
 
   // The steps of this split: (offset, channels), channels the faster.
   const int chunks = (c_x + STEP - 1) / STEP, split = int(group.z);
-  int begin = 0, end = chunks, steps = volume * chunks, k = offsets.next(0);
-  int chunk = 0;
-  if (SLICED) {
-    chunk = begin = split_start(chunks, split, splits);
-    end = split_start(chunks, split + 1, splits);
-  } else if (splits > 1) {
+  int steps = volume * chunks, k = offsets.next(0), chunk = 0;
+  if (splits > 1) {
     const int total = offsets.count() * chunks;
     const int from = split_start(total, split, splits);
     steps = split_start(total, split + 1, splits) - from;
@@ -286,11 +282,11 @@ METAL_FUNC void tensor_tiles(
   while (steps > 0 && k < volume) {
     own.find(entries, c_x, place);
     const uint live = next;
-    const int now = k, stop = min(end, chunk + steps);
+    const int now = k, stop = min(chunks, chunk + steps);
     const int last = min(stop * STEP, c_x);
     int c = chunk * STEP;
     steps -= stop - chunk;
-    chunk = begin;
+    chunk = 0;
     // The rows of the next offset are looked up while this one is multiplied.
     k = offsets.next(k + 1);
     next = steps > 0 ? offsets.live_pairs(k) : 0;
@@ -333,7 +329,7 @@ METAL_FUNC void tensor_tiles(
 
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool TRANSPOSED,
-    bool PLACED, bool SLICED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
+    bool PLACED, bool FAR, int ACTIVATION = BIAS_ALONE, typename P = T,
     int EPS = 0>
 METAL_FUNC void tensor_ops(
     const device T* x,
@@ -355,14 +351,14 @@ METAL_FUNC void tensor_ops(
       w, sizes.w_offset_stride, sizes.w_row_stride};
   const Epilogue<T, ACTIVATION, P, EPS> after = {bias, scale, mean, var, residual};
   NoMoments none;
-  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, none, group, simdgroup, lane);
 }
 
 // The same with statistics of the rows of y, a line of 3 x C_y for each simdgroup's rows.
 template <
     typename T, typename OUT, int COLUMNS, int HEIGHT, int DEEP, bool TRANSPOSED,
-    bool PLACED, bool SLICED, bool FAR>
+    bool PLACED, bool FAR>
 METAL_FUNC void tensor_ops(
     const device T* x,
     const device T* w,
@@ -380,6 +376,6 @@ METAL_FUNC void tensor_ops(
       w, sizes.w_offset_stride, sizes.w_row_stride};
   const Epilogue<T, BIAS_ALONE, T, 0> after = {bias, nullptr, nullptr, nullptr, nullptr};
   RowMoments<OUT, 2> moments(lines);
-  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, SLICED, FAR>(
+  tensor_tiles<T, OUT, COLUMNS, HEIGHT, DEEP, PLACED, FAR>(
       x, weights, table, rows, masks, after, sizes, y, moments, group, simdgroup, lane);
 }

@@ -69,7 +69,7 @@ struct TensorGrad {
 // Threadgroups (tiles of channels, unit) as those of grouped_gemm; memory: 512
 // floats for each simdgroup but those whose sums are written, if there are any.
 template <
-    typename T, typename OUT, int HEIGHT, int WIDTH, int TALL, bool FAR, bool SLICED>
+    typename T, typename OUT, int HEIGHT, int WIDTH, int TALL, bool FAR>
 METAL_FUNC void tensor_ops_weight_grad(
     const device T* x,
     const device T* dy,
@@ -84,7 +84,7 @@ METAL_FUNC void tensor_ops_weight_grad(
   constexpr int BESIDE = WIDTH / TENSOR_WIDTH, PARTS = HEIGHT / TALL * BESIDE;
   constexpr int SHARES = SIMDGROUPS / PARTS;
   const int volume = sizes.volume, c_in = sizes.c_in, c_out = sizes.c_out;
-  const GradPlace<SLICED> at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
+  const GradPlace at(group, sizes.first, volume, c_in, c_out, HEIGHT, WIDTH);
   const RowRange<size_t> range(
       starts, edges, at.k, at.split, sizes.splits, sizes.n_out, lane);
   const int part = simdgroup % PARTS, share = simdgroup / PARTS;

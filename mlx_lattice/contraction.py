@@ -102,16 +102,17 @@ def conv(
         weights = constant(*w.arrays)
     else:
         weights = (w if flat is None else w.reshape(flat),)
+    run = contracted if is_transforming() else launch.run
     if epilogue is None or type(epilogue) is Moments:
         added = () if bias is None else (bias,)
-        result = contracted(request, relation, x, *weights, *added)
+        result = run(request, relation, x, *weights, *added)
         if isinstance(result, mx.array):
             return result
         y, epilogue.lines = result
         return y
     after = epilogue if bias is None else epilogue.biased(bias)
     added = after.arrays if cast is None else after.as_kernels_take(cast)
-    return contracted(request, relation, x, *weights, *added)
+    return run(request, relation, x, *weights, *added)
 
 
 def contracted(request: Request, relation: Relation, *arrays: mx.array):

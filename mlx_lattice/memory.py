@@ -405,7 +405,7 @@ def _rows_of(relation: Relation, first: int, last: int) -> Relation:
 
 # What determines the order and rounding of a row's sum.
 _order = attrgetter(
-    *("backend", "kernel", "variant", "view", "tile", "splits", "sliced"),
+    *("backend", "kernel", "variant", "view", "tile", "splits"),
     *("multiple", "products", "dequantised", "expanded", "epilogue"),
 )
 
@@ -417,7 +417,7 @@ def _same_sums(request: launch.Request, relation: Relation, each: int) -> bool:
     plan = choose(problem, device)[0].plan
     if plan.view not in BLOCKED_VIEWS or plan.backend == MLX:
         return False
-    if plan.splits > 1 and not plan.sliced:  # splits follow the rows of a tile
+    if plan.splits > 1:  # splits follow the rows of a tile
         return False
     sizes = {each, n - (n - 1) // each * each}
     # The edges of a block are not counted.

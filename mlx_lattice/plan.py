@@ -93,7 +93,6 @@ class Plan:
         tile: rows and columns of a tile of the result, where there are tiles.
         region: rows that are sorted among themselves, of Metal's sorted tiles; else 0.
         splits: partial sums of a tile, which are added in order.
-        sliced: whether a split is a slice of the channels, over all edges of a tile.
         partials: shape of the float32 partial sums; () where there are none.
         placed: whether tiles of sorted rows are written to the rows' own places in y.
         moments: lines of statistics of y's rows that the kernels write beside it, for a
@@ -140,7 +139,6 @@ class Plan:
     tile: tuple[int, int] | None = None
     region: int = 0
     splits: int = 1
-    sliced: bool = False
     partials: tuple[int, ...] = ()
     placed: bool = True
     moments: int = 0
@@ -249,13 +247,12 @@ class Plan:
     def said(self) -> tuple[tuple[str, object], ...]:
         """The facts for a reader that apply, as (name, value) pairs."""
         tile = self.tile and " x ".join(map(str, self.tile))
-        splits = "channel slices" if self.sliced else "split-K"
         where = IN_SUM if self.splits > 1 else IN_KERNEL
         pairs = (
             ("code", LANGUAGE[self.backend]),
             ("variant", self.variant),
             ("tile", tile),
-            (splits, self.splits if self.splits > 1 else None),
+            ("split-K", self.splits if self.splits > 1 else None),
             ("dispatches", len(self.dispatches) if len(self.dispatches) > 1 else None),
             ("epilogue", self.epilogue),
             ("statistics", where if self.moments else None),

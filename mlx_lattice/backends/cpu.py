@@ -53,14 +53,7 @@ def _of_gradient(p: Problem) -> dict:
 
 
 def _call(function: Callable, p: Problem, edges: Sequence, options: dict) -> Callable:
-    """Return ``call(x, w, bias, *after)`` of a function of the extension.
-
-    Args:
-        function: takes x, the arrays of a weight, those of the edges, and a bias.
-        p: the problem.
-        edges: arrays and sizes of the relation.
-        options: its keyword arguments.
-    """
+    """Return ``call(x, w, bias, *after)`` of a function of the extension."""
     after = p.epilogue
 
     def call(x, w, bias=None, *arrays):

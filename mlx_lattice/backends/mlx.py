@@ -43,13 +43,7 @@ def grouped_matmul(a: mx.array, b: mx.array, groups: int) -> mx.array:
 
 
 def _operand(a: mx.array, is_aligned: bool = False) -> mx.array:
-    """Return an operand of a matmul that is the whole sum.
-
-    Args:
-        a: the operand.
-        is_aligned: whether all operands are to begin at 16 bytes, by a copy in their
-            own dtype: MLX's matmul on CUDA refuses half rows that do not.
-    """
+    """Return an operand of a matmul that is the whole sum."""
     backend = devices.current().backend
     if a.dtype == mx.float32 or backend == devices.METAL:
         return a

@@ -109,11 +109,6 @@ def planned(
     """Choose routes without running them: contractions in the block return zeros.
 
     Relations are built.
-
-    Args:
-        observer: called with every Launch; its ``result`` is None.
-        device: the profile to choose for; by default the one that MLX runs on.
-        only: routes that must be taken, by pass.
     """
     token, watch = _planned.set((device, only or {})), _observers.set((observer,))
     try:

@@ -79,19 +79,7 @@ def record(
     run: Callable[..., mx.array],
     inputs: tuple[mx.array, ...],
 ) -> bool:
-    """Time the routes that are not known yet for a problem, and keep the result.
-
-    Args:
-        problem: the facts.
-        device: the profile that MLX runs on now.
-        routes: those that can run it.
-        run: ``run(plan, *inputs)``.
-        inputs: arrays whose shapes and dtypes the random ones take. They are not
-            evaluated, so this works inside ``mx.compile`` too.
-
-    Returns:
-        Whether any was timed; ``measured`` gives the times.
-    """
+    """Time a problem's routes of unknown times; return whether any was timed."""
     if len(routes) < 2 or not problem.n_in or not problem.n_out:
         return False
     name = key(problem, device)

@@ -72,10 +72,6 @@ def prove(plan: Plan, biased: bool) -> bool:
 
     The first time that a kernel comes up on this machine it is tried, which takes some
     milliseconds beside its compilation. A kernel that fails is refused from then on.
-
-    Args:
-        plan: of a launch.
-        biased: whether the launch is given a bias.
     """
     if plan.proof is None or not proof_results.enabled():
         return True
@@ -166,12 +162,9 @@ def _wait() -> None:
 
 @cache
 def neighbours(mirrored: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of the neighbour table, -1 where there is no edge.
+    """Return the rows of the neighbour table, -1 for no edge.
 
-    Args:
-        mirrored: whether it is of a submanifold relation, in which every row is its own
-            neighbour; else some rows have no edge. With each edge (i, o, k) the table
-            has (o, i, K - 1 - k).
+    If it is ``mirrored``, every row is its own neighbour; else some rows have no edge.
     """
     draw = random.Random(0)
     box = [c for c in product(range(6), repeat=3) if draw.random() < 0.5]
@@ -192,13 +185,7 @@ def neighbours(mirrored: bool) -> tuple[tuple[int, ...], ...]:
 
 @cache
 def _relation(where: str, mirrored: bool, itself: bool) -> Relation:
-    """Return a relation whose views are those of one backend.
-
-    Args:
-        where: the backend.
-        mirrored: as ``neighbours`` takes it.
-        itself: whether rows feed themselves alone.
-    """
+    """Return a relation whose views are those of one backend."""
     del where
     lines = [(row,) for row in range(ROWS)] if itself else neighbours(mirrored)
     with mx.stream(mx.cpu):

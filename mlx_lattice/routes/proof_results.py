@@ -192,17 +192,10 @@ def refusal(refused: Mapping[str, str], plan: Plan) -> str | None:
 
 @contextmanager
 def trying(results: Path, key: str) -> Iterator[int]:
-    """Say on disk, inside the block, that this process tries a kernel.
+    """Note on disk, inside the block, that this process tries a kernel.
 
-    On Metal a GPU's fault may end the process.
-
-    Args:
-        results: the file of the machine's results.
-        key: the kernel's.
-
-    Yields:
-        How many processes, one after another, ended inside such a block before. One may
-        have been killed for another reason; two were not.
+    Yields how many processes ended while they tried it: a GPU's fault on Metal may end
+    the process.
     """
     path = results.with_suffix(".trying.json")
     host, pid, ended = _tried(path).get(key, (platform.node(), None, 0))

@@ -86,48 +86,6 @@ def up(count, multiple):
     return -(-count // multiple) * multiple
 
 
-def stages(slices, ordinals, c_in):
-    """StageSlices of stage_sources.cuh: four (ordinal, channel) a stage."""
-    padded = up(c_in, 16 * (slices or 1))
-    each = padded // 16
-    ordinal = [ordinals.start + g // each for g in range(4)]
-    channel = [g % each * 16 for g in range(4)]
-    for _ in range((len(ordinals) * (padded // 16) + 3) // 4):
-        yield list(ordinal)
-        for g in range(4):
-            channel[g] += 64
-            while channel[g] >= padded:
-                channel[g] -= padded
-                ordinal[g] += 1
-
-
-def persistent_tiles(used, c_in, height, splits):
-    """Products of 64 rows and 16 channels of PersistentTile, 8 of float32."""
-    blocks, step = blocks_of(used, 64), height // 64
-    slices = 2 if c_in % 32 == 0 or 16 < c_in < 32 else c_in <= 16
-    slices = 4 if c_in % 64 == 0 else int(slices)
-    products = 0
-    for at in range(0, len(blocks), step):
-        tile = blocks[at : at + step]
-        live = np.flatnonzero(tile.any(axis=0))
-        for split in range(splits):
-            ends = (len(live) * s // splits for s in (split, split + 1))
-            ordinals = range(*ends)
-            if slices == 4:
-                products += tile[:, live[ordinals]].sum() * (c_in // 16)
-                continue
-            for stage in stages(slices, ordinals, c_in):
-                uses = np.zeros((len(tile), 4), bool)
-                for g, ordinal in enumerate(stage):
-                    if ordinal < ordinals.stop:
-                        uses[:, g] = tile[:, live[ordinal]]
-                if slices == 2:
-                    products += 2 * (uses[:, 0].sum() + uses[:, 2].sum())
-                else:
-                    products += 4 * uses.any(axis=1).sum()
-    return products
-
-
 def walked(problem, route, parameters, relation):
     """The multiply-adds of the kernel that a Choice names."""
     height, width = map(int, parameters["tile"].split(" x "))
@@ -145,11 +103,10 @@ def walked(problem, route, parameters, relation):
         c_in, c_out = c_out, c_in
         relation = relation if relation.mirrored else relation.T
     used, columns = in_order(relation), up(c_out, width)
-    if parameters["variant"] == "hopper":
-        splits = parameters.get("split-K", 1)
-        halves = problem.itemsize // 2  # of a channel
-        products = persistent_tiles(used, c_in * halves, height, splits)
-        return products * 64 * 16 // halves * columns
+    if parameters["variant"] == "hopper":  # it skips 64 rows at a time
+        height, half = 64, 16 * 2 // problem.itemsize
+        shared = [n for n in (4, 2) if c_in % (n * half) == 0] or [1]
+        depth = half * (2 if half < c_in < 2 * half else shared[0])
     if parameters["variant"] == "wide":  # of a last stage the slices that it has
         depth //= 4
     return blocks_of(used, height).sum() * height * up(c_in, depth) * columns

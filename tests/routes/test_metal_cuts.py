@@ -156,21 +156,6 @@ def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):
     launches("sorted_implicit_gemm", pass_, given, chip)
 
 
-@pytest.mark.parametrize("share", (9, 0.6, 0.2), ids=("one", "whole", "cut"))
-@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
-@pytest.mark.parametrize("pass_", PASSES[:2])
-def test_wide_rows_are_summed_slice_by_slice(pass_, dtype, share, chip, monkeypatch):
-    given = Point("surface", (70, 90, 1), dtype, bias=pass_ == "forward")
-    edges = work(given, pass_).relation.n_edges
-    monkeypatch.setitem(metal_thresholds.SLICE_BYTES, "*", 64)
-    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "256", {"*": 64})
-    monkeypatch.setitem(metal_thresholds.FILLING, "*", 1)
-    limit = int(share * edges * 70 * 90)
-    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
-    count = launches("sorted_implicit_gemm", pass_, given, chip)
-    assert count >= (2 if share == 9 else 4)
-
-
 def test_partials_are_added_dispatch_by_dispatch(chip, monkeypatch):
     monkeypatch.setitem(metal_thresholds.SPLIT_EDGES, "*", 2)
     monkeypatch.setitem(metal_thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)

@@ -61,54 +61,48 @@ def contraction(shape, size=8, start=0):
     return relation, call
 
 
-# (height, chip, (C_in, C_out), bits, dispatches of so little work, bytes of a slice):
-# whole steps and tails, placed rows and not, splits of edges and slices of channels.
+# (height, chip, (C_in, C_out), bits, dispatches of so little work): whole steps and
+# tails, placed rows and not, splits of edges.
 CUTS = (
-    (64, "whole", (64, 96), 8, None, None),
-    (32, "split", (140, 33), 4, 2000, None),
-    (16, "whole", (128, 32), 8, 2000, None),
-    (32, "whole", (100, 40), 8, None, 64),
+    (64, "whole", (64, 96), 8, None),
+    (32, "split", (140, 33), 4, 2000),
+    (16, "whole", (128, 32), 8, 2000),
 )
 
 
-@pytest.mark.parametrize("height, chip, shape, size, limit, slice_bytes", CUTS)
-def test_every_cut(height, chip, shape, size, limit, slice_bytes, monkeypatch):
+@pytest.mark.parametrize("height, chip, shape, size, limit", CUTS)
+def test_every_cut(height, chip, shape, size, limit, monkeypatch):
     monkeypatch.setattr(metal_tiles, "TENSOR_HEIGHTS", (height,))
     if height == 16:
         monkeypatch.setitem(metal_thresholds.FAR_ELEMENTS, "*", 1)
     if limit:
         monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
-    if slice_bytes:
-        monkeypatch.setitem(metal_thresholds.SLICE_BYTES, "*", slice_bytes)
     relation, call = contraction(shape, size)
     wanted = call("gather_gemm_scatter")
     assert wanted.dtype == mx.int8 and len(np.unique(np.array(wanted))) > 40
     with METAL.inside(chip):
         plan = ml.select(problem(relation, shape)).plan
-    assert (plan.kernel, plan.sliced) == ("int8_tensor_ops", bool(slice_bytes))
-    assert (plan.splits > 1) == (chip == "split" or bool(slice_bytes))
+    assert plan.kernel == "int8_tensor_ops"
+    assert (plan.splits > 1) == (chip == "split")
     assert (len(plan.dispatches) > 1) == (not plan.placed) == bool(limit)
     for y in METAL.run(lambda: call("int8_tensor_ops"), True, chip)[""]:
         assert bits(y) == bits(wanted)
 
 
-# (chip, (C_in, C_out), bits, dispatches of so little work, bytes of a slice, where
-# arrays begin).
+# (chip, (C_in, C_out), bits, dispatches of so little work, where arrays begin).
 OLDER = (
-    ("older whole", (32, 64), 4, 2000, None, 0),
-    ("older split", (72, 33), 8, 2000, None, 1),
-    ("older whole", (100, 40), 8, None, 128, 0),
+    ("older whole", (32, 64), 4, 2000, 0),
+    ("older split", (72, 33), 8, 2000, 1),
+    ("older whole", (100, 40), 8, None, 0),
 )
 
 
-@pytest.mark.parametrize("chip, shape, size, limit, slice_bytes, start", OLDER)
+@pytest.mark.parametrize("chip, shape, size, limit, start", OLDER)
 def test_chips_without_matrices_of_integers(
-    chip, shape, size, limit, slice_bytes, start, monkeypatch
+    chip, shape, size, limit, start, monkeypatch
 ):
     if limit:
         monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: limit)
-    if slice_bytes:
-        monkeypatch.setitem(metal_thresholds.SLICE_BYTES, "*", slice_bytes)
     relation, call = contraction(shape, size, start)
     wanted = call("gather_gemm_scatter")
     packing = {"bits": size, "group_size": 64 if size == 4 else None}
@@ -117,8 +111,7 @@ def test_chips_without_matrices_of_integers(
         plan = ml.select(asked, only="quantized_sorted").plan
     assert "int8 as half, exact while sums stay below 2^24" in str(plan)
     assert plan.epilogue == (IN_KERNEL if plan.splits == 1 else IN_SUM)
-    assert (plan.splits > 1) == ("split" in chip or bool(slice_bytes))
-    assert plan.sliced == bool(slice_bytes)
+    assert (plan.splits > 1) == ("split" in chip)
     assert (len(plan.dispatches) > 1) == (not plan.placed) == bool(limit)
     for y in METAL.run(lambda: call("quantized_sorted"), True, chip)[""]:
         assert bits(y) == bits(wanted)

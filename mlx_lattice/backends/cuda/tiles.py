@@ -620,12 +620,6 @@ def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
     Within 4% of the fastest of 1 000 to 10 000 rows of 64 to 512 channels on an H200.
     There, blocks that run side by side gain little, except for int8; on other GPUs they
     are taken not to slow each other.
-
-    Args:
-        p: the facts.
-        tile: of the output.
-        tiles: the number of tiles of the output.
-        places: the number of blocks that the GPU holds.
     """
     per = tile.per_multiprocessor
     if tile.variant == "mma" or p.integer:
@@ -704,17 +698,7 @@ def finishing_kernel(
     moments: bool = False,
     **more: object,
 ) -> GpuKernel:
-    """Return a kernel whose last template argument is what follows its sums.
-
-    Args:
-        symbol: the function.
-        files: its sources.
-        interface: how it is called, with a bias.
-        template: its other arguments; T is the dtype of the features.
-        after: the epilogue that it computes; None: it adds a bias alone.
-        moments: whether it writes statistics of its rows, too.
-        more: other fields of GpuKernel.
-    """
+    """Return a kernel whose last template argument is what follows its sums."""
     kind, together = "Bias<T>", AFTER[:1]
     if after is not None:
         values = [TYPES.get(value, value) for _, value in after.template]
@@ -781,12 +765,11 @@ def sorted_multiply_adds(plan: Plan, relation: Relation | None) -> int | None:
         filled = STAGE_BYTES if plan.variant == "mma" else SLICE_BYTES
         depth = rounded_up(c_x, filled // p.read_size)
         return height * depth * columns * count_of(tiles.any(axis=1))
-    slices, width = slices_of(c_x, p.read_size), SLICE_BYTES // p.read_size
-    if slices in (2, 4):  # whole stages, or their halves, are one offset's
-        depth = rounded_up(c_x, width * slices)
-        return SKIPPED_ROWS * depth * columns * count_of(used)
-    stages = _stages(tiles, -(-c_x // width), plan.splits)
-    return SKIPPED_ROWS * width * STAGE_SLICES * columns * stages
+    # Whole stages, halves or slices of an offset. What else a stage has that several
+    # offsets share is not counted.
+    slices = max(1, slices_of(c_x, p.read_size))
+    depth = rounded_up(c_x, slices * SLICE_BYTES // p.read_size)
+    return SKIPPED_ROWS * depth * columns * count_of(used)
 
 
 def used_blocks(relation: Relation) -> mx.array:
@@ -795,40 +778,6 @@ def used_blocks(relation: Relation) -> mx.array:
     by_tiles = relation.mirrored and relation.is_transposed
     rows = (relation.T if by_tiles else relation).sorted
     return used_by_blocks(rows.table >= 0, SKIPPED_ROWS)
-
-
-def _stages(tiles: mx.array, slices: int, splits: int) -> int:
-    """Return how many (block, stage) pairs a tile's blocks multiply.
-
-    A split goes through its part of the tile's offsets in order, with ``slices`` slices
-    each and four in a stage. A block multiplies a stage if it uses one of its slices.
-
-    Args:
-        tiles: (tiles, blocks, K), the offsets that each block of a tile uses.
-        slices: of 16 channels, of an offset.
-        splits: of a tile's offsets.
-    """
-    live = tiles.any(axis=1)
-    place = mx.cumsum(live.astype(mx.int32), axis=1) - 1
-    count = place[:, -1:] + 1
-    own, begin = mx.zeros_like(place), mx.zeros_like(place)
-    for split in range(1, splits):
-        start = count * split // splits
-        own = mx.where(place >= start, split, own)
-        begin = mx.where(place >= start, start, begin)
-    first = (place - begin) * slices
-    last = (first + slices - 1) // STAGE_SLICES
-    first = first // STAGE_SLICES
-    most = tiles.shape[2] * slices // STAGE_SLICES + 1
-    shape = (*tiles.shape[:2], splits * most)
-    flags = mx.zeros((shape[0] * shape[1] * shape[2] + 1,), dtype=mx.int32)
-    blocks = mx.arange(shape[0] * shape[1]).reshape(*shape[:2], 1).astype(mx.int64)
-    for step in range((slices + STAGE_SLICES - 2) // STAGE_SLICES + 1):
-        stage = own * most + first + step
-        inside = tiles & (first + step <= last)[:, None]
-        at = blocks * shape[2] + stage[:, None]
-        flags[mx.where(inside, at, flags.size - 1).flatten()] = 1
-    return count_of(flags[:-1])
 
 
 def cut_blocks(used: mx.array, size: int) -> mx.array:

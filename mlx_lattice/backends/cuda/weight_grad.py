@@ -288,19 +288,7 @@ def _plan(
     by: str = "",
     **more,
 ) -> Plan:
-    """Plan one launch of partial sums, and another that adds them.
-
-    Args:
-        p, device: what is planned, and for which GPU.
-        route: its name.
-        read: returns the view.
-        kernel: of the first launch.
-        sides: channels of dW[k].
-        splits: of all edges or, by sorted rows, of the rows.
-        blocks: of the first launch, on each axis.
-        by: the array by which splits are cut by offset; "" for sorted rows.
-        more: other fields of the plan.
-    """
+    """Plan one launch of partial sums, and another that adds them."""
     partials, dtype = (splits, p.volume, *sides), DTYPES[p.dtype]
     transposes, each = p.layout == MLX_LAYOUT, cuda_tiles.ADDED
     if by:

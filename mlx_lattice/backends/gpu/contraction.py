@@ -55,20 +55,12 @@ def usually_there(plan: Plan) -> tuple[bool, ...]:
     return tuple([name in plan.problem.epilogue.there for name in EPILOGUE])
 
 
-def weight_arrays(plan: Plan) -> Callable[..., Sequence[mx.array]]:
-    """Return what gives a kernel's weights: packed arrays, or a dense one padded."""
-    axes, padded = (), padding_of(plan)
-    if has_padding(plan):
-        axes = (0, 2) if plan.layout == MLX_LAYOUT else (1, 2)
-
-    def arrays(w: mx.array | QuantizedWeight) -> Sequence[mx.array]:
-        if isinstance(w, QuantizedWeight):
-            return w.arrays
-        for axis in axes:
-            w = padded(w, axis, plan.multiple)
-        return (w,)
-
-    return arrays
+def padded_weight(plan: Plan, w: mx.array) -> mx.array:
+    """Return a weight whose channels are filled up to the plan's multiple."""
+    padded = padding_of(plan)
+    for axis in (0, 2) if plan.layout == MLX_LAYOUT else (1, 2):
+        w = padded(w, axis, plan.multiple)
+    return w
 
 
 def padding_of(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
@@ -91,28 +83,17 @@ def adder(
     dtype: mx.Dtype,
     first: int = 0,
     lines: int = 0,
-) -> Callable[[dict[str, mx.array | None]], list[mx.array]]:
-    """Return what adds partial sums in order, from arrays by name.
+) -> Callable[[list[mx.array]], list[mx.array]]:
+    """Return what adds partial sums in order.
 
-    Args:
-        plan: its ``add`` is a kernel of the interface ADD_SPLITS.
-        named: the arrays that there are.
-        splits: how many partial sums there are.
-        grid: threads of the kernel.
-        shape: of the sum.
-        dtype: of the sum.
-        first: the line of the whole result that the sum starts with.
-        lines: of statistics of its rows, if the kernel writes them.
+    It takes the arrays that are ``named``, in the order of the interface.
     """
-    names = plan.add.interface.inputs
-    given = tuple([name in named for name in names])
-    read = [name for name in names if name in named]
+    given = tuple([name in named for name in plan.add.interface.inputs])
     sizes = {"lines": prod(shape[:-1]), "channels": shape[-1], "splits": splits}
     outputs = ((shape, dtype),)
     if lines:
         outputs = *outputs, ((lines, 3, shape[-1]), mx.float32)
-    launch = plan.add.launcher(given, outputs, grid, first=first, **sizes)
-    return lambda arrays: launch([arrays[name] for name in read])
+    return plan.add.launcher(given, outputs, grid, first=first, **sizes)
 
 
 def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
@@ -160,7 +141,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         rows, dtype = plan.partials[0], mx.float32
     if has_no_edges(plan, view):
         return lambda x, w, *added: without_edges(plan, (rows, width), dtype, *added)
-    weights, usual = weight_arrays(plan), usually_there(plan)
+    usual, is_padded = usually_there(plan), has_padding(plan)
     count, nothing, known = sum(usual), (False,) * len(usual), {}
 
     def launches(there: tuple[bool, ...]) -> list[Callable]:
@@ -179,10 +160,14 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
     def call(x, w, *added) -> mx.array:
         given = [a for a in added if a is not None]
-        arrays = [x, *weights(w), *view, *given]
         there = usual if len(given) == count else nothing
         if there not in known:
             known[there] = launches(there)
+        if isinstance(w, QuantizedWeight):
+            arrays = [x, *w.arrays, *view, *given]
+        else:
+            w = padded_weight(plan, w) if is_padded else w
+            arrays = [x, w, *view, *given]
         return joined([launch(arrays)[0] for launch in known[there]])
 
     return call
@@ -202,7 +187,9 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if has_no_edges(plan, view):
         return lambda x, w, *added: without_edges(plan, (n, width), dtype, *added)
     names = ARRAYS if p.integer else AFTER if computes_after(plan) else AFTER[:1]
-    weights, usual = weight_arrays(plan), usually_there(plan)
+    usual, rows = usually_there(plan), ()
+    if plan.add is not None and "rows" in plan.add.interface.inputs:
+        rows = (view[1],) if plan.placed or p.integer else ()
     count, nothing, is_padded = sum(usual), (False,) * len(names), has_padding(plan)
     wide = rounded_up(width, plan.multiple)
     known: dict[tuple[bool, ...], tuple] = {}  # dispatches, by what is given
@@ -215,22 +202,26 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         steps = known.get(there)
         if steps is None:
             summed = [n for n, t in zip(names, there, strict=True) if t]
-            steps = known[there] = _dispatched(plan, n, summed, (wide, dtype))
+            steps = known[there] = _dispatched(plan, n, summed, rows, (wide, dtype))
         if is_padded:
             padded, multiple = padding_of(plan), plan.multiple
             x = padded(x, 1, multiple)
             given = [padded(a, -1, multiple) for a in given]
-        arrays, parts, lines = [x, *weights(w), *view], [], []
+        if isinstance(w, QuantizedWeight):
+            arrays = [x, *w.arrays, *view]
+        else:
+            w = padded_weight(plan, w) if is_padded else w
+            arrays = [x, w, *view]
+        parts, lines = [], []
         if plan.splits == 1:
             arrays += given
-        for launch, add, summed in steps:
+        for launch, add in steps:
             y, *more = launch(arrays)
             if add is not None:
-                after = zip(summed, given, strict=True)
-                y, *more = add({"partial": y, "rows": view[1], **dict(after)})
+                y, *more = add([y, *rows, *given])
             parts.append(y)
             lines += more
-        y = joined(parts)
+        y = parts[0] if len(parts) == 1 else joined(parts)
         if not plan.placed:
             y = y[mx.argsort(view[1][:n])]
         y = y if wide == width else y[:, :width]
@@ -258,9 +249,13 @@ def integer_tiles(
 
 
 def _dispatched(
-    plan: Plan, n: int, summed: Sequence[str], out: tuple[int, mx.Dtype]
-) -> tuple[tuple[Callable, Callable | None, Sequence[str]], ...]:
-    """Return (launch, add_splits, names of arrays) for each dispatch over n rows.
+    plan: Plan,
+    n: int,
+    summed: Sequence[str],
+    rows: Sequence[mx.array],
+    out: tuple[int, mx.Dtype],
+) -> tuple[tuple[Callable, Callable | None], ...]:
+    """Return (launch, add_splits) for each dispatch over n rows.
 
     ``summed`` names what follows the sums; ``out``: padded channels and dtype of y.
     """
@@ -268,8 +263,7 @@ def _dispatched(
     own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]
     given = inputs_given(plan, *[name in summed and splits == 1 for name in own])
     partial = mx.int32 if plan.problem.integer else mx.float32
-    is_sorted = plan.placed or bool(plan.problem.integer)
-    named = ["partial", *["rows"] * is_sorted, *summed]
+    named = ["partial", *["rows"] * bool(rows), *summed]
     all_tiles = sum([d.count for d in plan.dispatches])
     for d in plan.dispatches:
         top = d.first * height
@@ -293,7 +287,7 @@ def _dispatched(
         if splits > 1:
             facts = splits, d.add, whole, dtype, top, plan.moments
             add = adder(plan, named, *facts)
-        made.append((launch, add, summed))
+        made.append((launch, add))
     return tuple(made)
 
 
@@ -321,6 +315,8 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     several = len(dispatches) > 1 and sum([bool(d.add) for d in dispatches]) > 1
     summed = mx.float32 if several else dtype
     steps, held, named = [], 0, ("partial", *names)
+    read = plan.add.interface.inputs if plan.add else ()
+    read = [names.index(name) for name in read if name in names]
     for d in dispatches:
         made = d.count, whole[2]
         if len(dispatches) == 1:
@@ -349,8 +345,8 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
         for launch, add in steps:
             parts += launch(arrays)
             if add is not None:
-                given = dict(zip(names, arrays, strict=True))
-                (dw,) = add({**given, "partial": joined(parts), "before": dw})
+                before = [] if dw is None else [dw]
+                (dw,) = add([joined(parts), *[arrays[i] for i in read], *before])
                 parts = []
         if plan.partials and plan.add is None:
             dw = joined(parts).reshape(plan.partials).sum(axis=0)

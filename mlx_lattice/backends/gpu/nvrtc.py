@@ -380,17 +380,7 @@ _jobs: list[Future[bytes]] = []
 
 
 def finish(raises: bool = True) -> int:
-    """Wait for the compilations that were begun since the last call.
-
-    Args:
-        raises: whether one that failed raises here too, not only where it is launched.
-
-    Returns:
-        How many they were; kernels that were kept on disk count.
-
-    Raises:
-        RuntimeError: what the compiler says of the first one that failed.
-    """
+    """Wait for all compilations since the last call; return how many there were."""
     jobs = _jobs.copy()
     _jobs.clear()
     failed = [error for job in jobs if (error := job.exception())]

@@ -120,17 +120,7 @@ def _by_rows(
     most: int | None = None,
     **facts,
 ) -> Plan:
-    """Return the plan of a kernel over slices of output rows.
-
-    Args:
-        p: the facts.
-        name: the route.
-        gpu: the kernel.
-        grid: returns the threads for so many rows.
-        limit: multiply-adds of a dispatch.
-        most: the most edges of a row; by default all have the same.
-        facts: fields that differ from a plan over the neighbour table.
-    """
+    """Return the plan of a kernel over slices of output rows."""
     edge = p.c_in // p.groups * p.c_out
     most = None if most is None else most * edge
     rows = facts["partials"][0] if facts.get("partials") else p.rows_written
@@ -383,7 +373,7 @@ class Cut(NamedTuple):
     """How the work of tiles is cut.
 
     Attributes:
-        tile: its columns, splits and slices.
+        tile: its columns and splits.
         pieces: (first, count) tiles of each dispatch.
         placed: whether rows are written to their own places.
         together: tiles of rows that pass a column of tiles before the next column.
@@ -406,13 +396,13 @@ def _cut(p: Problem, device: Device, tile: SortedTile, weight_bytes: int) -> Cut
     (c_x, c_y), n = p.channels, p.rows_written
     work = p.edges_at_most * c_x * c_y
     pieces, placed = tile_dispatches(n, tile.region, work, device)
-    together = tiles_together(weight_bytes // tile.slices, tile.region, device)
+    together = tiles_together(weight_bytes, tile.region, device)
     return Cut(tile, pieces, placed, together, _is_far(p, tile))
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:
     """Whether 32 bits do not hold the place of an element of every array."""
-    (c_x, c_y), splits = p.channels, max(tile.splits, tile.slices)
+    (c_x, c_y), splits = p.channels, tile.splits
     read = p.n_out if p.transposed else p.n_in
     largest = max(
         read * c_x, p.rows_written * max(splits * c_y, p.volume), p.volume * c_x * c_y
@@ -423,9 +413,7 @@ def _is_far(p: Problem, tile: SortedTile) -> bool:
 def _small_cut(p: Problem, cut: Cut) -> Cut:
     """Return how a small problem is cut for the kernel of another cut."""
     tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
-    # No slice of the channels may be empty: there are two chunks of them.
-    few = min(tile.splits, PROOF_SPLITS), min(tile.slices, 2)
-    tile = tile._replace(splits=few[0], slices=few[1])
+    tile = tile._replace(splits=min(tile.splits, PROOF_SPLITS))
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
     together = min(cut.together, 2)
     return cut._replace(tile=tile, pieces=pieces, together=together)
@@ -439,7 +427,7 @@ def _plan(
     ``sizes`` are the kernel's own; ``facts`` have ``scratch`` beside partial sums.
     """
     (c_x, c_y), n, tile = p.channels, p.rows_written, cut.tile
-    sliced, splits = tile.partial_sums
+    splits = tile.splits
     across, lines = ceil_div(c_y, tile.columns), ceil_div(c_y, 4)
     dispatches, held = [], 0
     for first, count in cut.pieces:
@@ -460,7 +448,6 @@ def _plan(
         tile=(TILE_ROWS, tile.columns),
         region=tile.region,
         splits=splits,
-        sliced=sliced,
         partials=(splits, n, c_y) if splits > 1 else (),
         placed=cut.placed,
         read=tiles_of(tile.region),
@@ -486,7 +473,7 @@ def _float_plan(p: Problem, device: Device, name: str) -> Plan:
         tile = sorted_tile(*facts, device, *of)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
     many = not gpu_norms.is_one_launch(n, p.itemsize, METAL)
-    able = not is_packed and tile.partial_sums[1] == 1
+    able = not is_packed and tile.splits == 1
     moments = p.sums_moments and able and many
     cut = _cut(p, device, tile, weight_bytes)
     return _floats_as_cut(p, name, cut._replace(matrices=matrices, moments=moments))
@@ -499,7 +486,7 @@ def _floats_again(p: Problem, name: str, cut: Cut) -> Plan:
 def _floats_as_cut(p: Problem, name: str, cut: Cut) -> Plan:
     """Return the plan of work that is cut already."""
     tile, is_packed, dtype = cut.tile, name.startswith("quantized"), DTYPES[p.dtype]
-    sliced, splits = tile.partial_sums
+    splits = tile.splits
     after = dict(p.epilogue.template) if p.epilogue else {}
     where = IN_KERNEL if splits == 1 else IN_SUM if cut.placed else AFTER
     across_weights = {"TRANSPOSED": p.rows_are_summed}
@@ -530,7 +517,6 @@ def _floats_as_cut(p: Problem, name: str, cut: Cut) -> Plan:
         COLUMNS=tile.columns,
         **own,
         PLACED=cut.placed and splits == 1,
-        SLICED=sliced,
         **({"FAR": cut.is_far} if tile.height else {}),
         **(after if where == IN_KERNEL else {}),
     )
@@ -573,8 +559,7 @@ def _integers_again(p: Problem, cut: Cut) -> Plan:
 def _integers_as_cut(p: Problem, cut: Cut) -> Plan:
     """Return the plan of work that is cut already."""
     tile, placed, facts, c_y = cut.tile, cut.placed, p.integer, p.channels[1]
-    sliced, splits = tile.partial_sums
-    is_split, stored, dtype = splits > 1, p.packed_channels, DTYPES[p.dtype]
+    is_split, stored, dtype = tile.splits > 1, p.packed_channels, DTYPES[p.dtype]
     out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
     after = {"R": residual, "ACTIVATION": facts.act.code}
     symbol, files, own = _integer_kernel(tile)
@@ -589,7 +574,6 @@ def _integers_as_cut(p: Problem, cut: Cut) -> Plan:
         COLUMNS=tile.columns,
         **own,
         PLACED=placed and not is_split,
-        SLICED=sliced,
         FAR=cut.is_far,
         **(dict(R=dtype, ACTIVATION=0) if is_split else after),
     )

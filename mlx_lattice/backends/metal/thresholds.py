@@ -103,19 +103,12 @@ BFLOAT_MATRICES = {"*": "float32", "m3": "bfloat16", "m4": "bfloat16", "m5": "bf
 # Elements of an array from which indices need 64 bits.
 FAR_ELEMENTS = {"*": 1 << 32}
 
-# Bytes of a feature row from which its channels are summed in slices, one slice over
-# all offsets at a time, so that 128 columns of a slice's weights fit the cache.
-SLICE_BYTES = {"*": 1024}
-
 # Bytes of weights that fit the cache. Larger weights are read by tile columns: all rows
 # of a region use the same columns before the next.
 CACHED_WEIGHTS = {"*": 4 << 20}
 
-# Weight gradients: bytes of features of the rows that all offsets process together; and
-# the same with the edges, if they process one slice of channels after another.
+# Weight gradients: bytes of features of the rows that all offsets process together.
 CACHED_FEATURES = {"*": 7_400_000}
-
-CACHED_WINDOW = {"*": 8_000_000}
 
 # Weight gradients: threadgroups that a core holds; and the largest range of one offset,
 # as a share of the edges of one threadgroup. Without that limit a base chip would take

@@ -59,17 +59,7 @@ def kernel(
     place: str = "",
     **template: Value,
 ) -> GpuKernel:
-    """Return a kernel of ``metal/``.
-
-    Args:
-        symbol: the function.
-        files: its sources, in the order in which they need each other.
-        interface: how it is called.
-        memory: C++ of its floats of threadgroup memory, if any.
-        place: its last arguments; by default a thread's place, or TILE_PLACE for a
-            kernel with threadgroup memory.
-        **template: its template arguments, in order.
-    """
+    """Return a kernel of ``metal/``."""
     return kept(
         GpuKernel(
             METAL,
@@ -187,7 +177,6 @@ class SortedTile(NamedTuple):
     """How a contraction over sorted tiles of 64 rows is cut.
 
     Attributes:
-        slices: of the channels of wide rows.
         region: rows that are sorted together.
         columns: of a tile.
         splits: partial sums of each tile.
@@ -196,7 +185,6 @@ class SortedTile(NamedTuple):
         shape: of simdgroup matrices; None for TensorOps.
     """
 
-    slices: int
     region: int
     columns: int
     splits: int
@@ -210,12 +198,6 @@ class SortedTile(NamedTuple):
         if self.shape:
             return LANES * self.shape.simdgroups
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
-
-    @property
-    def partial_sums(self) -> tuple[bool, int]:
-        """Whether they are of channel slices, not of edges; and how many there are."""
-        sliced = self.splits == 1 and self.slices > 1
-        return sliced, self.slices if sliced else self.splits
 
     @property
     def said(self) -> str:
@@ -240,13 +222,12 @@ def sorted_tile(
     ``across``, or along, and multiplied ``in_float``, or in half.
     """
     c_x, c_y = channels
-    slices = channel_slices(c_x * item, device)
-    row_bytes = ceil_div(c_x * item, slices)
+    row_bytes = c_x * item
     columns = tile_columns(c_y, row_bytes, volume, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
     shape = tile_shape(columns, across, in_float, device)
     region = thresholds.region_rows(row_bytes, device)
-    tile = SortedTile(slices, region, columns, 1, shape=shape)
+    tile = SortedTile(region, columns, 1, shape=shape)
     # Threadgroups of fewer simdgroups count for less.
     filled = max(1, groups * tile.threads // THREADS)
     steps = ceil_div(c_x * item, shape.step)
@@ -269,18 +250,9 @@ def tensor_tile(
 
     Simdgroups are as high as rows share the weights of an offset and as leaves enough
     of them for the GPU's cores; then sums are split.
-
-    Args:
-        rows: of the result.
-        shared: rows that share the weights of an offset, on average.
-        channels: C_x and C_y.
-        volume: K.
-        device: whose tiles.
-        item: bytes of a channel: 2, or 1 of int8.
     """
     c_x, c_y = channels
-    slices = channel_slices(c_x * item, device)
-    row_bytes = ceil_div(c_x * item, slices)
+    row_bytes = c_x * item
     across = ceil_div(c_y, TENSOR_WIDTH)
     filling = devices.entry(thresholds.TENSOR_FILLING, device) * device.cores
     height = next(
@@ -302,7 +274,7 @@ def tensor_tile(
     most = min(devices.entry(thresholds.SPLITS, device), volume * steps)
     splits = min(filling // simdgroups, most)
     region = thresholds.region_rows(row_bytes, device)
-    return SortedTile(slices, region, columns, max(1, splits), height, step)
+    return SortedTile(region, columns, max(1, splits), height, step)
 
 
 def tile_shape(columns: int, across: bool, in_float: bool, device: Device) -> TileShape:
@@ -320,13 +292,6 @@ def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) 
 
     As many as take the least time: a GPU half full takes twice as long for the
     products, and the sums of each split are written and read.
-
-    Args:
-        groups: threadgroups of four simdgroups.
-        most: splits that a tile may have.
-        least: seconds of all multiply-adds, an operation each, at the peak rate.
-        sums: of the result.
-        device: whose cores are to be filled.
     """
     filling = devices.entry(thresholds.FILLING, device)
     share = devices.entry(thresholds.FULL_SHARE, device)
@@ -344,24 +309,13 @@ def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) 
 
 
 def tile_columns(c_y: int, row_bytes: int, volume: int, device: Device) -> int:
-    """Return the columns of a tile: as many as waste little and stay in cache.
-
-    ``row_bytes`` are those of a feature row, or of its slice.
-    """
+    """Return the columns of a tile: as many as waste little and stay in cache."""
     least = min(ceil_div(c_y, w) * w for w in WIDTHS)
     fitting = [w for w in WIDTHS if 3 * ceil_div(c_y, w) * w <= 4 * least]
     cached = devices.entry(thresholds.CACHED_WEIGHTS, device)
     return next(
         (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
     )
-
-
-def channel_slices(row_bytes: int, device: Device) -> int:
-    """Return into how many slices the channels of wide rows are cut.
-
-    A column's weights of a slice then stay in cache while tiles of rows pass.
-    """
-    return ceil_div(row_bytes, devices.entry(thresholds.SLICE_BYTES, device))
 
 
 def tiles_together(weight_bytes: int, region: int, device: Device) -> int:
@@ -381,12 +335,6 @@ def tile_dispatches(
     """Return the (first, length) tiles of each dispatch, and whether rows are placed.
 
     Whole regions have rows of the output in succession, which is written in place.
-
-    Args:
-        rows: to be written.
-        region: rows that are sorted together.
-        work: multiply-adds of all.
-        device: whose tiles.
     """
     limit, count = gpu_kernel.matrix_limit(device), ceil_div(rows, TILE_ROWS)
     together = region // TILE_ROWS

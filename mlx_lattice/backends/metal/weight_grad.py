@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from functools import partial
-from typing import NamedTuple
 
 import mlx.core as mx
 
@@ -67,21 +66,7 @@ def tensor_grad_tile(c_in: int, c_out: int) -> tuple[int, int, int]:
     return tall * down, TENSOR_WIDTH * min(2, ceil_div(c_out, TENSOR_WIDTH)), tall
 
 
-class GradCut(NamedTuple):
-    """How the work of a weight gradient is cut.
-
-    Attributes:
-        splits: ranges of output rows, whose sums are added.
-        sliced: whether all offsets of a range take a tile of the side with more
-            channels before the next one, so that the range's features need not stay in
-            cache but for those of such tiles.
-    """
-
-    splits: int
-    sliced: bool = False
-
-
-def grad_cut(
+def grad_splits(
     edges: int,
     longest: int,
     features: int,
@@ -89,21 +74,12 @@ def grad_cut(
     tile: tuple[int, int],
     item: int,
     device: Device,
-) -> GradCut:
-    """Return into how many ranges of output rows the edges are cut, and their order.
+) -> int:
+    """Return into how many ranges of output rows the edges are cut.
 
     Enough ranges to fill the GPU evenly. Of the cuts by which the features of a range,
-    of a slice of it, or of one offset stay in cache, the one that moves the fewest
-    bytes, partial sums included.
-
-    Args:
-        edges: of all offsets.
-        longest: the most edges that one offset may have.
-        features: bytes of both sides.
-        shape: (K, C_in, C_out).
-        tile: rows and columns of a tile of dW[k].
-        item: bytes of an element.
-        device: whose tiles.
+    or of one offset, stay in cache, the one that moves the fewest bytes, partial sums
+    included.
     """
     volume, c_in, c_out = shape
     tiles = ceil_div(c_in, tile[0]) * ceil_div(c_out, tile[1])
@@ -113,15 +89,8 @@ def grad_cut(
     # cache, at an edge a row.
     staying = features * min(c_in, c_out) // (c_in + c_out)
     together, apart = ceil_div(features, cached), ceil_div(staying, cached)
-    least = features + together * partial
-    if gathered + apart * partial < least:
-        together, least = apart, gathered + apart * partial
-    # The slice before is still held while the next one comes; and the list of edges.
-    wide, high = (c_out, tile[1]) if c_in <= c_out else (c_in, tile[0])
-    window = staying + 2 * (features - staying) * min(high, wide) // wide + 12 * edges
-    slices = ceil_div(window, devices.entry(thresholds.CACHED_WINDOW, device))
-    sliced = wide > 2 * high and features + slices * partial < least
-    together = slices if sliced else together
+    if gathered + apart * partial < features + together * partial:
+        together = apart
     filling = devices.entry(thresholds.GRAD_FILLING, device) * device.cores
     # Offsets have up to three times the edges of the mean one. No range of an offset
     # may take more than its share of the work of a threadgroup's place on the GPU.
@@ -132,8 +101,7 @@ def grad_cut(
     # features.
     worth = ceil_div(edges, volume * devices.entry(thresholds.SPLIT_EDGES, device))
     most = min(worth, 16 * features // partial)
-    splits = max(1, min(max(filling, together), most))
-    return GradCut(splits, sliced and splits == together)
+    return max(1, min(max(filling, together), most))
 
 
 GROUPED = "matrix_tiles", "grouped_gemm"
@@ -161,25 +129,12 @@ def _rounds(
     line: Callable[[int], int],
     add: tuple[int, ...],
     most: int | None = None,
-    together: int = 1,
 ) -> tuple[Dispatch, ...]:
-    """Return the dispatches of a weight gradient.
-
-    Args:
-        rounds: (first, count) splits that are added together.
-        units: of a split: threads along the second axis.
-        work: returns the multiply-adds of so many splits.
-        limit: the most of a dispatch.
-        grid: returns the threads for so many units.
-        line: returns the line of the partial sums that a unit begins with.
-        add: threads of the kernel that adds a round; () for a single split.
-        most: what a single unit may cost; by default all cost the same.
-        together: units that one dispatch has, or none of them.
-    """
+    """Return the dispatches of a weight gradient."""
     dispatches = []
     for split, count in rounds:
-        for first, n in cuts(count * units // together, work(count), limit, most):
-            first, n = first * together + split * units, n * together
+        for first, n in cuts(count * units, work(count), limit, most):
+            first += split * units
             top = line(first)
             dispatches.append(Dispatch(top, line(first + n) - top, grid(n)))
         dispatches[-1] = dispatches[-1]._replace(add=add)
@@ -221,16 +176,7 @@ def _by_threads(
     groups: int,
     bound: str,
 ) -> Plan:
-    """Return the plan of a kernel whose threads walk the edges of a split.
-
-    Args:
-        p, device: what is planned, and for which chip.
-        name: the route.
-        files: of the kernel.
-        high: inputs of a thread, which has four outputs.
-        groups: groups of outputs that a thread may not cross.
-        bound: how multiply-adds are counted: a kind of dispatch limit.
-    """
+    """Return the plan of a kernel whose threads walk the edges of a split."""
     c_in, dtype, edges = p.c_in // p.groups, DTYPES[p.dtype], p.edges_at_most
     blocks, elements = ceil_div(c_in, high), p.volume * c_in * p.c_out
     splits = _edge_splits(p, device, edges, elements)
@@ -292,14 +238,11 @@ def _by_tiles(p: Problem, device: Device, name: str) -> Plan:
     features = (p.n_in * p.c_in + p.n_out * p.c_out) * p.itemsize
     shape = p.volume, p.c_in, p.c_out
     edges = p.edges_at_most, _most_edges(p, p.edges_at_most, 1)
-    cut = grad_cut(*edges, features, shape, (high, wide), p.itemsize, device)
-    splits, own = cut.splits, {"TALL": tall}
+    splits = grad_splits(*edges, features, shape, (high, wide), p.itemsize, device)
+    own = {"TALL": tall}
     if not tall:
         own = {"M": DTYPES[matrix_dtype(p.dtype, device)]}
-    # A dispatch that goes slice by slice has whole ranges.
-    work = edges[0] * p.c_in * p.c_out // splits
-    sliced = cut.sliced and work <= gpu_kernel.matrix_limit(device)
-    last = {**own, "FAR": _is_far(p, splits), "SLICED": sliced}
+    last = {**own, "FAR": _is_far(p, splits)}
     again = partial(
         _as_cut,
         device=device,
@@ -340,7 +283,6 @@ def _as_cut(
         lambda units: (across * THREADS, units),
         lambda unit: unit * p.c_in,
         (ceil_div(p.c_out, 4), p.volume * p.c_in) if splits > 1 else (),
-        together=p.volume if last["SLICED"] else 1,
     )
     memory, place = "GradTile<T, HEIGHT, WIDTH>::FLOATS", TILE_PLACE
     files, product = GROUPED, EIGHTS
@@ -369,7 +311,6 @@ def _as_cut(
         splits,
         dispatches,
         tile=tile,
-        variant="slice by slice of channels" if last["SLICED"] else "",
         products=products(p, last.get("M", DTYPES[p.dtype])),
         threadgroup=(THREADS, 1, 1),
         count=partial(edge_multiply_adds, product=product),
