@@ -66,25 +66,3 @@ def test_routes_and_passes_can_be_named(script, tmp_path):
     assert {(c["route"], c["pass_"], c["scene"]) for c in cases} == {
         ("gather_gemm_scatter", "weight_grad", "strided")
     }
-
-
-def test_a_launch_of_a_net_has_the_median_of_its_steps(monkeypatch):
-    monkeypatch.syspath_prepend(str(BENCHMARKS))
-    import gpu_profiles
-
-    monkeypatch.setattr(gpu_profiles, "PROFILED", 3)
-    # Two launches a step, and the first of all waits for the profiler.
-    assert gpu_profiles.of_a_step([99, 20, 2, 22, 1, 21]) == (2, 2 + 21)
-    count, ms = gpu_profiles.of_a_step([4, 6])  # in two steps of three
-    assert abs(count - 2 / 3) < 1e-9 and abs(ms - 10 / 3) < 1e-9
-    # Two kernels side by side take 100 us, 60 of them both; the first of all waits.
-    spans = [
-        (0, 900),
-        (900, 950),
-        (1000, 1080),
-        (1020, 1100),
-        (2000, 2080),
-        (2020, 2100),
-    ]
-    assert gpu_profiles.busy_ms(spans) == 0.1
-    assert gpu_profiles.busy_ms([]) == 0.0

@@ -8,7 +8,6 @@ import reference as ref
 from conftest import KINDS, Numbers, mappable, pair
 
 import mlx_lattice as ml
-from mlx_lattice import ops
 
 CASES = (*KINDS, cases.Case("submanifold", 3, 1))
 
@@ -31,17 +30,6 @@ def test_rows_without_edges_are_the_bias():
     nothing = ml.Relation.from_edges([], [], [], 0, 3, 1)
     y = ml.conv(mx.ones((0, 4)), mx.zeros((1, 4, 2)), nothing, bias=bias)
     np.testing.assert_array_equal(np.array(y), [[1, -2]] * 3)
-
-
-def test_gradient_counts_the_rows():
-    relation, numbers, bias, _ = point(KINDS[1])
-
-    def loss(bias):
-        y = ml.conv(numbers.x, numbers.w, relation, bias=bias)
-        return (y * numbers.dy).sum()
-
-    wanted = ref.to_numpy(numbers.dy).sum(axis=0)
-    np.testing.assert_allclose(np.array(mx.grad(loss)(bias)), wanted, rtol=1e-4)
 
 
 def test_second_order_equals_that_of_an_added_bias():
@@ -110,11 +98,3 @@ def test_packed_weights(bits):
     _, (expected,) = mx.vjp(lambda x: conv(x, bias), [numbers.x], [numbers.dy])
     np.testing.assert_array_equal(dx, expected)
     np.testing.assert_allclose(db, numbers.dy.sum(axis=0), rtol=1e-4, atol=1e-5)
-
-
-def test_verify_and_traces_see_it():
-    x = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 1, 0, 0]]), mx.ones((2, 4)))
-    weight, bias = mx.ones((8, 3, 3, 3, 4)), mx.arange(8).astype(mx.float32)
-    with ml.verify(), ml.trace() as trace:
-        ops.subm_conv3d(x, weight, bias)
-    assert trace.records[0].output == (2, 8)

@@ -47,12 +47,6 @@ def test_the_route_that_the_table_chooses(case, dtype):
 # Relations that were given as edges
 
 
-def test_repeated_edges_count_each_time():
-    relation = ml.Relation.from_edges([1, 1, 0], [0, 0, 0], [0, 0, 0], 2, 1, 1)
-    y = ml.conv(mx.array([[1.0], [10.0]]), mx.ones((1, 1, 1)), relation)
-    assert y.tolist() == [[21.0]]
-
-
 @pytest.mark.parametrize("route", ("gather_gemm_scatter", "grouped_gemm"))
 def test_the_order_in_which_edges_are_given_does_not_matter(route):
     relation, expected = multi_edges(2)
@@ -122,12 +116,3 @@ def test_the_input_gradient_is_conv_over_the_transpose(case):
     _, w, dy = numbers.exact
     ref.assert_close(dx, ref.input_grad(dy, w, expected))
     ref.assert_close(dx, np.array(passes(numbers, relation)["dx"]))
-
-
-def test_conv_transpose_is_conv_over_the_transpose():
-    relation, expected = pair(cases.Case("forward", 3, 3, 2))
-    up = Numbers(relation.T, 5, 6)
-    x, w, _ = up.exact
-    ref.assert_close(ml.conv(up.x, up.w, relation.T), ref.conv(x, w, expected.T))
-    dw = ml.weight_grad(up.x, up.dy, relation.T)
-    ref.assert_close(dw, ref.weight_grad(x, up.exact[2], expected.T))

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import reference_integers as ref
 from epilogues import ACTIVATIONS, FUNCTIONS
-from native import THREADS, cpu, isas, random_table
+from native import cpu, isas, random_table
 
 import mlx_lattice as ml
 from mlx_lattice.epilogue import named
@@ -19,19 +19,7 @@ from mlx_lattice.problem import IntegerFacts, to_int8
 cpu_device = native.cpu_device
 each_isa = pytest.mark.parametrize("isa", isas())
 
-# (N_in, N_out, K, C_in, C_out): ends of vectors, tiles and steps; nothing at all.
-SIZES = (
-    (150, 170, 5, 3, 5),
-    (1, 1, 1, 1, 1),
-    (90, 80, 27, 32, 64),
-    (40, 300, 3, 66, 130),
-    (70, 20, 4, 129, 17),
-    (60, 600, 2, 8, 300),
-    (0, 9, 3, 16, 16),
-    (9, 0, 3, 16, 16),
-    (9, 9, 0, 16, 16),
-    (9, 9, 3, 0, 16),
-)
+
 # What follows the sums, and the dtype of a float residual and result.
 AFTER = (
     ((), "", "float32"),
@@ -88,44 +76,6 @@ def wanted(table, x, values, arrays, activation, groups=1):
     return ref.finished(sums, **arrays, activation=activation)
 
 
-@pytest.mark.parametrize("size", SIZES, ids=str)
-def test_is_the_oracle_on_every_instruction_set(size):
-    for bits in (8, 4):
-        table, x, values, packed, arrays = made(size, bits)
-        for there, activation, dtype in AFTER:
-            given = {n: arrays[n] for n in ("scale", *there)}
-            if "residual_scale" in there:
-                given["residual"] = (given["residual"] * 60).clip(-127, 127)
-                given["residual"] = given["residual"].astype(np.int8)
-            given = {n: mx.array(a) for n, a in given.items()}
-            kind = getattr(mx, dtype)
-            if "residual" in there and "residual_scale" not in there:
-                given["residual"] = given["residual"].astype(kind)
-            as_numpy = {n: np.array(a.astype(mx.float32)) for n, a in given.items()}
-            expected = mx.array(wanted(table, x, values, as_numpy, activation))
-            if "out_inverse" not in there:
-                expected = expected.astype(kind)
-            w, *multipliers = [mx.array(a) for a in packed or (values,)]
-            given |= {"multipliers": multipliers[0]} if multipliers else {}
-            for isa in isas():
-                cpu.set_isa(isa)
-                for threads in THREADS[:2]:
-                    cpu.set_num_threads(threads)
-                    y = cpu.int8_blocked(
-                        mx.array(x),
-                        w,
-                        mx.array(table),
-                        **given,
-                        activation=named(activation).code,
-                        dtype=kind,
-                    )
-                    assert y.dtype == expected.dtype and y.shape == expected.shape
-                    same = np.array(y.view(mx.uint8)) == np.array(
-                        expected.view(mx.uint8)
-                    )
-                    assert same.all(), (isa, threads, bits, there, dtype)
-
-
 # (N_in, N_out, K, C_in / groups, C_out, groups): parts of steps and of vectors, words
 # that are read where they stand, a group a channel; no table where N_out is None.
 GROUPS = (
@@ -138,6 +88,10 @@ GROUPS = (
     (300, None, 1, 64, 40, 1),
     (61, None, 1, 5, 9, 3),
     (0, None, 1, 16, 16, 2),
+    (40, 300, 3, 66, 130, 1),
+    (0, 9, 3, 16, 16, 1),
+    (9, 0, 3, 16, 16, 1),
+    (9, 9, 0, 16, 16, 1),
 )
 
 

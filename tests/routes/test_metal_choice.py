@@ -9,14 +9,11 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
-import reference as ref
 from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
 from mlx_lattice import availability, devices, routes
-from mlx_lattice.backends.gpu import contraction as gpu_contraction
-from mlx_lattice.backends.metal import contraction as metal_contraction
 from mlx_lattice.kept_files import EntryFile
 from mlx_lattice.routes import measure
 
@@ -79,11 +76,6 @@ def test_other_values_of_the_environment_are_refused(value, monkeypatch):
         assert devices.metal_on_host()
 
 
-def relative(y, exact) -> float:
-    y, exact = (np.array(a.astype(mx.float32), np.float64) for a in (y, exact))
-    return float(np.abs(y - exact).max() / np.linalg.norm(exact))
-
-
 @pytest.mark.parametrize(
     "architecture, darwin, accelerated",
     [
@@ -133,20 +125,6 @@ def test_atomics_need_a_waiver():
         x, w, relation = problem(mx.float32, 8, 1)
         with pytest.raises(ml.RouteError, match="determinism is not waived"):
             ml.conv(x, w, relation)
-
-
-@pytest.mark.parametrize("device", ("m4-max", "h200"))
-def test_a_route_may_be_compiled_for_one_pass_only(device):
-    facts = {"c_in": 64, "c_out": 64, "n_in": 5000}
-    forced = {"device": device, "only": "grouped_gemm"}
-    choice = ml.explain(ml.Problem.weight_grad(**facts), **forced).choice
-    assert dict(choice.parameters)["code"] in ("Metal", "CUDA")
-    if device == "h200":
-        with pytest.raises(ml.RouteError, match="has no forward pass on cuda"):
-            ml.explain(ml.Problem.forward(**facts), **forced)
-        return
-    choice = ml.explain(ml.Problem.forward(**facts), **forced).choice
-    assert dict(choice.parameters)["code"] == "MLX operations"
 
 
 @pytest.mark.parametrize("device", ("m1", "m4-max", "a100", "h200"))
@@ -264,30 +242,3 @@ def test_a_measured_win_takes_a_route_that_the_table_does_not(monkeypatch, tmp_p
         measure._store(measure.key(odd, mac), {usual.route.name: 2.0, name: 1.5})
         with ml.tune():
             assert ml.select(odd, device=mac).route == usual.route
-
-
-def test_tuning_times_the_metal_routes_and_guards_them(monkeypatch, tmp_path):
-    monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CACHE", str(tmp_path))
-    monkeypatch.setattr(EntryFile, "unwritten", {})
-
-    right = gpu_contraction.per_row
-
-    def fast_and_wrong(plan, relation):
-        if plan.kernel == "vec4":
-            shape = relation.n_out, plan.problem.c_out
-            return lambda x, w, *bias: mx.zeros(shape)
-        return right(plan, relation)
-
-    monkeypatch.setattr(metal_contraction, "per_row", fast_and_wrong)
-    with ml.metal("host"), ml.tune(), ml.trace() as t:
-        x, w, relation = problem(mx.float32, 8, 1)
-        with pytest.warns(UserWarning, match="vec4 is off"):
-            y = ml.conv(x, w, relation)
-        mx.eval(y)
-    choice = t.records[-1].choice
-    times = dict(choice.measured)
-    assert times["sorted_implicit_gemm"] > 0 and times["relation_traversal"] > 0
-    assert times["vec4"] is None and choice.route.name != "vec4"
-    assert choice.route.name == choice.measured[0][0]
-    with ml.routes.only("gather_gemm_scatter"):
-        assert ref.TOLERANCE["float32"] >= relative(y, ml.conv(x, w, relation))

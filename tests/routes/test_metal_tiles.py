@@ -1,31 +1,14 @@
 """How Metal's planner cuts tiles, sorts rows by region and splits weight gradients."""
 
-import cases
 import numpy as np
-import pytest
 from conftest import KINDS, pair
 from metal_checks import checked, host
 
 from mlx_lattice import devices
-from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.backends.metal import weight_grad as metal_weight_grad
 
 host.require()
-
-
-@pytest.mark.parametrize("share", (0.6, 0.2), ids=("whole", "cut"))
-def test_regions_are_dispatched_whole_where_they_fit(share, monkeypatch):
-    both = pair(cases.Case("submanifold", 2, 3), "block", 300)
-    work = both[0].n_edges * 3 * 6
-    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: int(share * work))
-    count = -(-both[0].n_out // 64)
-    rows, chip = both[0].n_out, devices.profile("m1")
-    pieces, placed = metal_tiles.tile_dispatches(rows, 128, work, chip)
-    cut = not placed
-    assert cut == (share == 0.2) and sum(length for _, length in pieces) == count
-    assert cut or all(first % 2 == 0 for first, _ in pieces)
-    assert len(pieces) > 1
 
 
 def test_rows_are_sorted_by_region():

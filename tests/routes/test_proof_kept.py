@@ -60,23 +60,6 @@ def test_another_machine_proves_itself_anew(folder, monkeypatch):
     assert len(list((folder / "proofs").iterdir())) == 2
 
 
-@pytest.mark.parametrize(
-    "text", ("", "{", "[]", '{"version": 1}', '{"version": 1, "machine": 3}')
-)
-def test_a_broken_file_is_ignored_and_written_anew(text, folder):
-    x, layer, wanted = layers(FLOAT)
-    with on_metal():
-        path = proof_results.current().path
-        path.parent.mkdir()
-        path.write_text(text)
-        forget()
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always")
-            assert_right(layer(x).feats, wanted, FLOAT)
-        assert any("ignored and written anew" in str(w.message) for w in caught)
-    assert list(kept(folder).values()) == [None]
-
-
 def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
     (tmp_path / "file").write_text("")
     with ml.cache(tmp_path / "file"), on_metal():

@@ -201,18 +201,6 @@ def test_another_folder_is_seen_at_once(folder, tmp_path, monkeypatch):
         assert explained.route != route and ran == [explained.plan.kernel]
 
 
-def test_in_a_compiled_step():
-    x, layer, wanted = layers(HALF)
-
-    def total(feats):
-        return (layer(x.replace(feats)).feats.astype(FLOAT) * wanted).sum()
-
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
-        got = mx.compile(mx.value_and_grad(total))(x.feats)
-        mx.eval(got)
-    assert abs(got[0].item() / np.square(wanted).sum() - 1) < 1e-3
-
-
 def test_prepare_proves_and_plans_anew(folder):
     mx.random.seed(0)
     x, *_ = layers(HALF)

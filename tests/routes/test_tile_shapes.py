@@ -90,16 +90,6 @@ def test_rows_from_which_tiles_pay_follow_the_cores(chip):
         assert (chosen.route.name == NAME) == takes
 
 
-@pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
-def test_packed_layers_share_the_thresholds_of_half(chip):
-    """As docs/quantisation.md says."""
-    kinds = (NAME, "quantized_sorted"), ("tensor_ops", "quantized_tensor_ops")
-    for channels in (8, 16, 31, 32, 256):
-        for half, packed in kinds:
-            facts = FORWARD, (channels, channels), chip
-            assert thresholds.rows(packed, *facts) == thresholds.rows(half, *facts)
-
-
 POINTS = (
     (Point("surface", (40, 64, 1), "bfloat16"), FORWARD),
     (Point("129_rows", (64, 40, 1), "float16"), INPUT_GRAD),

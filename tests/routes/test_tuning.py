@@ -218,30 +218,6 @@ def test_keys_tell_apart_what_is_tuned_apart():
 
 # The file.
 
-BROKEN = [
-    "",
-    "not json",
-    "[]",
-    "{}",
-    '{"version": 1, "entries": []}',
-    '{"version": 1, "entries": {"a": 3}}',
-    '{"version": 1, "entries": {"a": {"pointwise": "fast"}}}',
-    '{"version": 1, "entries": {"a": {"pointwise": -1}}}',
-    '{"version": 1, "entries": {"a": {"pointwise": Infinity}}}',
-    '{"version": 1, "entries": {"a": {"pointwise": true}}}',
-]
-
-
-@pytest.mark.parametrize("text", BROKEN)
-def test_a_corrupt_file_is_ignored_with_a_warning_and_replaced(text, folder):
-    (folder / "routes.json").write_text(text)
-    x = tensor()
-    with ml.tune():
-        with pytest.warns(RuntimeWarning, match="routes.json cannot be"):
-            ops.subm_conv3d(x, W)
-        assert ml.explain(x, W).choice.measured
-    assert len(entries(folder)) == 1
-
 
 @pytest.mark.parametrize("change", [{"version": 0}, {"mlx": "0.1"}])
 def test_an_old_file_is_ignored_with_a_warning_and_replaced(change, folder):
@@ -276,14 +252,6 @@ def test_a_new_candidate_is_measured_beside_the_old(folder):
             del entry["explicit_gemm"]
         (folder / "routes.json").write_text(json.dumps(held))
         assert "explicit_gemm" in dict(ml.explain(x, W).choice.measured)
-
-
-def test_writes_leave_no_drafts_and_merge(folder):
-    with ml.tune():
-        ops.subm_conv3d(tensor(), W)
-        measure._file().add("another", {"pointwise": 1.0})
-    assert {p.name for p in folder.iterdir()} == {"routes.json", ".lock"}
-    assert len(entries(folder)) == 2
 
 
 def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
