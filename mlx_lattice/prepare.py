@@ -18,10 +18,11 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from . import devices, settings, sync
 from .backends.cuda import geometry as cuda_geometry
 from .backends.gpu import nvrtc as cuda_compile
-from .compiled import reached
+from .compiled import reached, seed
 from .coordinate_set import stride_text
 from .inspect.cost import size
 from .nn.layers import ModuleCache
+from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
 from .sync import building
@@ -39,12 +40,12 @@ class Preparation:
 
     Attributes:
         levels: (stride, rows) of each coordinate set.
-        relations: (relation, names of its views, their bytes) of each; bytes of views
-            that two share count for the first.
+        relations: (relation, names of its views, their bytes); bytes of views that two
+            relations share count for the first.
         kernels: entry symbols of the GPU kernels that the plans launch.
-        compiled: CUDA kernels that were compiled or read from the disk, or plans whose
-            Metal kernels were compiled.
-        seconds: how long it took.
+        compiled: number of CUDA kernels that were compiled or read from the disk, or of
+            plans whose Metal kernels were compiled.
+        seconds: duration.
     """
 
     levels: tuple[tuple[tuple, int], ...]
@@ -80,14 +81,14 @@ def prepare(
 ) -> Preparation:
     """Build the kernel maps that a net needs for some inputs, without features.
 
-    If the net has an attribute ``strides``, the strides of its coordinate levels from
-    the finest on, all levels are built first and their sizes are one read. Then the net
-    is called once with its contractions planned and not run. The call builds the kernel
-    maps and the views that the plans read, and these are evaluated together. Kernels
+    If the net has an attribute ``strides`` (the strides of its coordinate levels, the
+    finest first), all levels are built first, and their sizes are one read. Then the
+    net is called once with its contractions planned and not run. The call builds the
+    kernel maps and the views that the plans read; they are evaluated together. Kernels
     are compiled in threads: on Metal each is launched once on zeros. Matrix kernels
-    that are new to this machine prove themselves. If one is refused, the net is planned
-    once more. Parameters, running statistics and attributes of the net do not change,
-    nor those of modules that a function calls.
+    that are new to this machine are tested against the floor route. If one is refused,
+    the net is planned once more. Parameters, running statistics and attributes of the
+    net, and of modules that a function calls, do not change.
 
     A net that chooses rows by its features (``ops.prune``) is prepared for the rows
     that features of zeros choose.
@@ -95,8 +96,8 @@ def prepare(
     Args:
         net: a module, or any function of sparse tensors.
         *inputs: the arguments of the call: sparse tensors, and anything else.
-        training: also plan the gradients of the trainable parameters, or of a
-            function's features; and the evaluation, which fuses norms.
+        training: also plan the gradients of the trainable parameters, or of the
+            features of a function; and the evaluation, which fuses norms.
         **options: keyword arguments of the call.
 
     Returns:
@@ -113,7 +114,7 @@ def _prepare(
     net: Callable, call: Callable, inputs: tuple, training: bool, options: dict
 ) -> Preparation:
     """Prepare ``call(*inputs, **options)``, which calls the net."""
-    begun = perf_counter()
+    begin = perf_counter()
     tensors = [x for x in leaves((inputs, options)) if isinstance(x, SparseTensor)]
     if isinstance(net, SparseTensor):
         raise TypeError(
@@ -124,64 +125,64 @@ def _prepare(
             "prepare needs the sparse tensors that the net is called with; got "
             f"{', '.join(type(x).__name__ for x in inputs) or 'none'}"
         )
-    kernels: dict[str, None] = {}
     if len(tensors) == 1 and inputs and inputs[0] is tensors[0]:
         _make_levels(tensors[0], net)
     if cuda_compile.compiles():
         for dims in {x.dims for x in tensors}:
             cuda_geometry.rehearse(dims)
 
-    launches: dict[tuple, Launch] = {}  # the first launch of each kernel
+    symbols: dict[str, None] = {}
+    launches: dict[tuple, Launch] = {}  # the first launch of each kernel to compile
 
-    def run(launched: Launch) -> None:
-        plan = launched.choice.plan
-        launched_here = [each for each in (plan.gpu, plan.add) if each is not None]
-        kernels.update({kernel.symbol: None for kernel in launched_here})
-        if launched.problem.n_in and launched.problem.n_out:
-            if not all(kernel.is_built for kernel in launched_here):
-                launches.setdefault((plan.gpu, plan.add), launched)
-            run_plan = launched.cache()
-            # Never evaluated: kernels start to compile.
-            run_plan(launched.relation, *launched.inputs, *launched.bias)
+    def compile_kernels(planned: Launch) -> None:
+        plan = planned.choice.plan
+        kernels = [kernel for kernel in (plan.gpu, plan.add) if kernel is not None]
+        symbols.update({kernel.symbol: None for kernel in kernels})
+        if planned.problem.n_in and planned.problem.n_out:
+            if not all(kernel.is_built for kernel in kernels):
+                launches.setdefault((plan.gpu, plan.add), planned)
+            launch_plan = planned.cache()
+            # The result is never evaluated: kernels start to compile.
+            launch_plan(planned.relation, *planned.inputs, *planned.bias)
 
     compiled, is_right = 0, False
     # The block evaluates all views at its end. The lock comes first, as in
     # `prepare_scan`, since `_plan` takes it inside the block.
     with _standing_in, building:
         while not is_right:
-            kernels.clear(), launches.clear()
+            symbols.clear(), launches.clear()
             with proof.put_off() as waiting:
-                _plan(net, call, inputs, options, training, run)
+                _plan(net, call, inputs, options, training, compile_kernels)
             # A kernel that does not compile is refused if a proof waits for it; any
             # other raises here.
             compiled += cuda_compile.finish(raises=not waiting)
             is_right = proof.prove_all(waiting)
     if devices.current().backend == devices.METAL:
         compiled += _launch_each(list(launches.values()))
-    managers = list({id(x.manager): x.manager for x in tensors}.values())
-    sets = [each for manager in managers for each in manager.sets]
-    relations, seen = [], set()
-    for relation in [each for manager in managers for each in manager.relations]:
-        views = [sync.arrays_in(view) for view in relation.built.values()]
-        arrays = {id(x): x for view in views for x in view if id(x) not in seen}
-        seen.update(arrays)
-        added = sum([array.nbytes for array in arrays.values()])
-        names = tuple(
-            f"{name} of its transpose" if swapped else name
-            for (name, swapped), view in relation.built.items()
-            if isinstance(name, str) and sync.arrays_in(view)
-        )
-        relations.append((repr(relation), names, added))
-    return Preparation(
-        levels=tuple((each.stride, len(each)) for each in sets),
-        relations=tuple(relations),
-        kernels=tuple(kernels),
-        compiled=compiled,
-        seconds=perf_counter() - begun,
-    )
+    levels, relations = [], []
+    seen: set[int] = set()
+    for manager in {id(x.manager): x.manager for x in tensors}.values():
+        levels += [(each.stride, len(each)) for each in manager.sets]
+        relations += [_report(relation, seen) for relation in manager.relations]
+    seconds = perf_counter() - begin
+    facts = tuple(levels), tuple(relations), tuple(symbols)
+    return Preparation(*facts, compiled, seconds)
 
 
-# What nets were prepared for in this process: (the net, {(dtype, training)}) by id.
+def _report(relation: Relation, seen: set[int]) -> tuple[str, tuple[str, ...], int]:
+    """Return a relation, its views and their bytes, without arrays that were seen."""
+    names, nbytes = [], 0
+    for (name, swapped), view in relation.built.items():
+        arrays = sync.arrays_in(view)
+        if isinstance(name, str) and arrays:
+            names.append(f"{name} of its transpose" if swapped else name)
+        for array in arrays:
+            nbytes += 0 if id(array) in seen else array.nbytes
+            seen.add(id(array))
+    return repr(relation), tuple(names), nbytes
+
+
+# Nets that were prepared in this process: (the net, {(dtype, training)}) by id.
 _compiled: dict[int, tuple[ref, set[tuple]]] = {}
 
 
@@ -195,8 +196,8 @@ def prepare_scan(
     """Prepare a call of ``net`` on ``x``: the nets of ``models`` begin with it.
 
     On CUDA the first call for a dtype and mode compiles the net's kernels. Every new
-    scan gets its coordinate levels with one read. A prepared or empty scan, a memory
-    limit and a call inside ``prepare`` make it a no-op.
+    scan gets its coordinate levels with one read. A no-op for prepared and empty scans,
+    under a memory limit, and inside ``prepare``.
 
     Args:
         net: the module that is called.
@@ -229,8 +230,8 @@ def _compiled_for(net: mlx.nn.Module) -> set[tuple]:
     """Return the (dtype, training) pairs that a net was compiled for."""
     known = _compiled.get(id(net))
     if known is None or known[0]() is not net:
-        name = id(net)
-        known = _compiled[name] = ref(net, lambda _: _compiled.pop(name, None)), set()
+        key = id(net)
+        known = _compiled[key] = ref(net, lambda _: _compiled.pop(key, None)), set()
     return known[1]
 
 
@@ -242,13 +243,12 @@ def _make_levels(x: SparseTensor, net: Callable) -> None:
 
 
 def _launch_each(launches: Sequence[Launch]) -> int:
-    """Launch each Metal plan once on zeros, in threads; return how many there were."""
+    """Launch each Metal plan once on zeros, in threads; return the number of plans."""
 
-    def launch_one(launched: Launch) -> None:
-        arrays = [
-            mx.zeros(a.shape, a.dtype) for a in (*launched.inputs, *launched.bias)
-        ]
-        mx.eval(launched.run(launched.choice.plan, *arrays))
+    def launch_one(planned: Launch) -> None:
+        arrays = (*planned.inputs, *planned.bias)
+        zeros = [mx.zeros(array.shape, array.dtype) for array in arrays]
+        mx.eval(planned.run(planned.choice.plan, *zeros))
 
     if launches:
         with ThreadPoolExecutor() as pool:
@@ -259,12 +259,12 @@ def _launch_each(launches: Sequence[Launch]) -> int:
 
 
 def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Callable):
-    """Call a net with its contractions planned; kernels start to compile."""
-    # A measured choice runs kernels, which a rehearsal leaves out.
-    rehearsal = nullcontext() if measure.enabled() else cuda_compile.rehearsal()
+    """Call a net with its contractions planned; ``observer`` gets each Launch."""
+    # A measured choice runs kernels, which a dry run leaves out.
+    dry_run = nullcontext() if measure.enabled() else cuda_compile.rehearsal()
     token = _is_preparing.set(True)
     try:
-        with rehearsal, launch.planned(observer), unchanged(net):
+        with dry_run, launch.planned(observer), unchanged(net):
             if training:
                 _differentiate(net, call, inputs, options)
                 if sync.is_known_to_differentiate():
@@ -277,31 +277,31 @@ def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Cal
 
 
 def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
-    """Plan the net and its gradients; nothing is computed."""
-    if isinstance(net, mlx.nn.Module):
-        trained = dict(tree_flatten(net.trainable_parameters()))
-        names, arrays = list(trained), list(trained.values())
+    """Plan the net and its gradients; nothing is computed.
+
+    They are those of a module's trainable parameters, or of a function's features.
+    """
+    is_module = isinstance(net, mlx.nn.Module)
+    if is_module:
+        sources = dict(tree_flatten(net.trainable_parameters()))
     else:
-        names = [at for at, x in enumerate(inputs) if isinstance(x, SparseTensor)]
-        arrays = [inputs[at].feats for at in names]
+        tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, SparseTensor)}
+        sources = {i: x.feats for i, x in tensors.items()}
 
     def total(*arrays: mx.array) -> mx.array:
-        given = inputs
-        if isinstance(net, mlx.nn.Module):
-            net.update(tree_unflatten(list(zip(names, arrays, strict=True))))
+        replaced, arguments = dict(zip(sources, arrays, strict=True)), list(inputs)
+        if is_module:
+            net.update(tree_unflatten(list(replaced.items())))
         else:
-            replaced = dict(zip(names, arrays, strict=True))
-            given = [
-                x.replace(replaced[at]) if at in replaced else x
-                for at, x in enumerate(inputs)
-            ]
-        result = call(*given, **options)
-        made = [
+            for i, feats in replaced.items():
+                arguments[i] = inputs[i].replace(feats)
+        result = call(*arguments, **options)
+        results = [
             features_of(x)
             for x in leaves(result)
             if isinstance(x, (SparseTensor, mx.array))
         ]
-        sums = [x.astype(mx.float32).sum() for x in made if _is_floating(x)]
+        sums = [x.astype(mx.float32).sum() for x in results if _is_floating(x)]
         if not sums:
             raise TypeError(
                 "training=True takes a net that returns tensors or arrays, or lists, "
@@ -310,8 +310,8 @@ def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
             )
         return sum(sums)
 
-    if arrays:
-        mx.grad(total, argnums=tuple(range(len(arrays))))(*arrays)
+    if sources:
+        mx.grad(total, argnums=tuple(range(len(sources))))(*sources.values())
     else:
         call(*inputs, **options)
 
@@ -320,7 +320,7 @@ def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
 def unchanged(net: Callable) -> Iterator[None]:
     """Snapshot modules and MLX's random state, and restore them after the block.
 
-    Inside the block parameters are zeros, so that layers cache nothing made of the
+    Inside the block parameters are zeros, so that layers cache nothing derived from the
     real ones. Another thread's block waits for this one.
     """
     with _standing_in:
@@ -333,8 +333,7 @@ def unchanged(net: Callable) -> Iterator[None]:
         finally:
             snapshot.restore()
             if mx.random.state[0] is not random:  # a layer has drawn from it
-                high, low = random.tolist()
-                mx.random.seed((high << 32) | low)
+                seed(random)
 
 
 def _stand_in(array: mx.array) -> mx.array:
@@ -370,14 +369,14 @@ class ModuleSnapshot:
                 self._add(each)
 
     def restore(self) -> None:
-        """Undo all changes; values that did not change are not written again."""
+        """Undo all changes; unchanged values are not written: other threads read."""
         for part, copied in self._copies.values():
             if isinstance(part, list):
                 part[:] = copied
             elif isinstance(part, set):
                 part.intersection_update(copied)
                 part.update(copied)
-            else:  # other threads may read it
+            else:
                 for name, value in list(part.items()):
                     if name not in copied and not isinstance(value, ModuleCache):
                         dict.pop(part, name)

@@ -8,7 +8,7 @@ import pytest
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import devices, models, nn
+from mlx_lattice import models, nn
 
 
 def batch(seed=0, channels=20, n=150):
@@ -209,26 +209,3 @@ def test_features_that_are_not_finite(value):
     wrong = wrong.replace(wrong.feats.at[3, 2].add(value))
     with pytest.raises(ValueError, match="no error at layers.0: its features or its"):
         ml.calibrate(make_net(), [batch(), wrong], 8)
-
-
-@pytest.mark.skipif(
-    devices.metal_on_host(), reason="training the net takes minutes off the GPU"
-)
-def test_packed_digits_are_read_as_well_as_float_ones():
-    """As well as the demo's table promises, by a net that is trained briefly."""
-    pytest.importorskip("sklearn")
-    from mlx_lattice.commands import demo
-
-    mx.random.seed(0)
-    (voxels, labels), (test, test_labels) = demo.load_digits()
-    net = demo.DigitNet()
-    demo.train(net, voxels, labels, epochs=4, batch_size=64, seed=0, show=False)
-    found = demo.score_digits(net, voxels, test, test_labels)
-    assert found["float32"].right > 0.85
-    for name, most in demo.MOST_LOST.items():
-        assert found[name].right >= found["float32"].right - most / 100
-    sizes = {
-        name: score.bytes / found["float32"].bytes for name, score in found.items()
-    }
-    assert sizes["int8 weights"] < 0.4 and sizes["int4 weights"] < 0.25
-    assert sizes["W8A8"] < 0.4 and sizes["W4A8"] < 0.25

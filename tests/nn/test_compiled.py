@@ -1,17 +1,25 @@
 """ml.compile: the same results, and a trace for each coordinate set."""
 
+import copy
+import gc
 import math
+import re
+from collections import Counter
 from threading import Event, Thread
+from weakref import ref
 
+import cases
 import mlx.core as mx
 import mlx.nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
-from compiled_cases import TOLERANCE, Counting, small_net, tensor
 from cuda_recorder import recording
+from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import ops
+from mlx_lattice import availability, devices, nn, ops, sync
+from mlx_lattice.backends.cuda import sort as cuda_sort
 
 
 def test_the_function_runs_once_a_coordinate_set_and_sees_new_weights():
@@ -181,3 +189,375 @@ def test_constants_are_told_apart_by_their_bits():
         sign = math.copysign(1.0, value)
         np.testing.assert_array_equal(np.array(run(x, value)), np.array(x.feats * sign))
     assert len(run) == 3
+
+
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def tensor(seed=0, n=200, channels=4):
+    coords = mx.array(cases.geometry("surface", 3, n, seed))
+    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
+    return ml.SparseTensor(coords, feats)
+
+
+def small_net(classes=3):
+    mx.random.seed(7)
+    net = nn.Sequential(
+        nn.SubmConv3d(4, 8, 3, bias=False),
+        nn.BatchNorm(8),
+        nn.ReLU(),
+        # A bias before a norm has no gradient but rounding, which AdamW makes large.
+        nn.Conv3d(8, 8, 2, stride=2, bias=False),
+        nn.BatchNorm(8),
+        nn.ConvTranspose3d(8, classes),
+    )
+    mx.eval(net.parameters())
+    return net
+
+
+class Counting:
+    """A function, and how often Python runs it."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
+
+def test_what_cannot_be_compiled_raises_and_says_what_to_do():
+    x = tensor()
+    with pytest.raises(TypeError, match="takes a function"):
+        ml.compile(3)
+    with pytest.raises(ValueError, match="keep must be an int of 1 or more; got 0"):
+        ml.compile(small_net(), keep=0)
+    with pytest.raises(TypeError, match="a module's own state is captured"):
+        ml.compile(small_net(), inputs=[])
+    fast = ml.compile(lambda x, *_: x)
+    with pytest.raises(TypeError, match="arguments .* got ndarray"):
+        fast(x, np.zeros(3))
+    with pytest.raises(TypeError, match="no modules"):
+        fast(x, small_net())
+    with pytest.raises(TypeError, match="results .* got set"):
+        ml.compile(lambda x: {1})(x)
+    pruned = ml.compile(lambda x: ops.prune(x, x.feats[:, 0] > 0))
+    with pytest.raises(ValueError, match="it chooses rows by features"):
+        pruned(x)
+    assert fast(x).key == x.key
+
+
+def test_errors_of_the_function_are_its_own():
+    x, net = tensor(), small_net().eval()
+
+    def careful(x):
+        if calls.append(None) or len(calls) > 1:
+            raise ValueError("call net.eval() first")
+        return net(x)
+
+    calls = []
+    fast = ml.compile(careful)
+    fast(x)
+    with pytest.raises(ValueError, match="^call net.eval.. first$"):
+        fast(tensor(1))
+    assert len(fast) == 1
+    fast = ml.compile(ml.models.MinkUNet14(4, 3).eval())
+    said = pytest.raises(RuntimeError, match="^memory_limit bounds forward passes")
+    with ml.memory_limit("8GB"), said:
+        fast(x)
+
+
+@pytest.mark.parametrize("fails", ("reads", "raises"))
+def test_state_is_whole_after_a_trace_that_failed(fails):
+    """A net, an optimizer and random numbers are what they were, and go on."""
+    x, net, optimizer = tensor(), small_net(), optim.AdamW(0.1)
+    optimizer.init(net.trainable_parameters())
+    loss = mlx.nn.value_and_grad(net, lambda net, x: net(x).feats.square().sum())
+    state, failing = [net.state, optimizer.state, mx.random.state], False
+
+    def step(x):
+        value, gradients = loss(net, x)
+        mx.random.uniform()
+        if failing and fails == "reads":
+            ops.prune(x, x.feats[:, 0] > 0)
+        elif failing:
+            raise KeyError("of the function")
+        optimizer.update(net, gradients)
+        return value
+
+    fast = ml.compile(step, inputs=state, outputs=state)
+    mx.eval(fast(x), state)
+    failing, other = True, tensor(1)
+    state, key = state[:2], mx.random.state[0].tolist()
+    before = [a.tolist() for _, a in tree_flatten(state)]
+    error, said = (ValueError, "chooses") if fails == "reads" else (KeyError, "of the")
+    for _ in range(2):
+        with pytest.raises(error, match=said):
+            fast(other)
+        assert mx.random.state[0].tolist() == key
+    assert [a.tolist() for _, a in tree_flatten(state)] == before
+    if fails == "reads":
+        assert mx.isfinite(step(other)).item()
+
+
+def test_a_first_trace_that_fails_leaves_an_optimizer_as_it_was():
+    x, net, optimizer = tensor(), small_net(), optim.AdamW(0.1)
+    loss = mlx.nn.value_and_grad(net, lambda net, x: net(x).feats.square().sum())
+
+    def step(x):
+        optimizer.update(net, loss(net, x)[1])
+        raise KeyError("of the function")
+
+    state = [net.state, optimizer.state]
+    names, before = dict(tree_flatten(state)), optimizer.state.keys() - {"step"}
+    with pytest.raises(KeyError, match="of the function"):
+        ml.compile(step, inputs=state, outputs=state)(x)
+    assert dict(tree_flatten(state)).keys() == names.keys()
+    assert optimizer.state.keys() - {"step"} == before
+    mx.eval(state)
+
+
+def test_statistics_move_where_only_the_norm_trains():
+    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.BatchNorm(8), nn.SubmConv3d(8, 3, 3))
+    net.eval().layers[1].train()
+    twin, fast = copy.deepcopy(net), ml.compile(net)
+    x = tensor()
+    for _ in range(4):
+        near = {"rtol": 1e-4, "atol": 1e-5}
+        np.testing.assert_allclose(fast(x).feats, twin(x).feats, **near)
+        for name in ("running_mean", "running_var"):
+            found, wanted = (each.layers[1][name] for each in (net, twin))
+            np.testing.assert_allclose(found, wanted, **near)
+
+
+def test_modes_of_a_net_that_a_function_calls_are_noticed():
+    """Its weights are constants, as nothing is said of them."""
+    net, x = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.Dropout(0.5)).eval(), tensor()
+    state = [mx.random.state]
+    fast = ml.compile(lambda x: mx.abs(net(x).feats), state, state)
+    plain = np.abs(np.array(net(x).feats))
+    for training in (False, True, False):
+        net.train(training)
+        for _ in range(3):
+            assert ((np.array(fast(x)) == 0).mean() > 0.3) == training
+    np.testing.assert_allclose(fast(x), plain, rtol=1e-4, atol=1e-5)
+    assert len(fast) == 2
+
+
+class Noisy(mlx.nn.Module):
+    """Adds noise in evaluation too."""
+
+    def __call__(self, x):
+        return x.replace(x.feats + mx.random.normal(x.shape))
+
+
+@pytest.mark.parametrize("part", (nn.Dropout(0.5).train(), Noisy()))
+def test_every_call_draws_other_numbers(part):
+    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.ReLU(), mlx.nn.Module())
+    net.eval().layers[2] = part
+    fast, x = ml.compile(net), tensor()
+    found = [np.array(fast(x).feats) for _ in range(5)]
+    assert all((a != b).any() for a, b in zip(found[1:], found, strict=False))
+    mx.random.seed(3)
+    again = np.array(fast(x).feats)
+    mx.random.seed(3)
+    assert (again == fast(x).feats).all()
+    mx.eval(mx.random.uniform())  # MLX's key is no stand-in
+
+
+def operations(function, x, file):
+    """The names of what a graph does that ``mx.compile`` traced at its first call."""
+    run = mx.compile(lambda feats: function(x.replace(feats=feats)))
+    mx.export_to_dot(str(file), run(x.feats))
+    return sorted(re.findall(r'label ="([^"]*)", shape=rectangle', file.read_text()))
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
+    """Whatever of them is built during the trace: it would be done at every call."""
+    if training and devices.current().backend != devices.CPU:
+        pytest.skip("within a vjp MLX starts nothing; ml.prepare builds before it")
+
+    def results(x):
+        net = small_net().train(training)
+        if not training:
+            return net(x).feats
+        loss = lambda: mx.square(net(x).feats).sum()  # noqa: E731
+        return mlx.nn.value_and_grad(net, loss)()
+
+    known = tensor()
+    mx.eval(known.coords, known.feats)
+    fresh, prepared = (ml.SparseTensor(known.coords + 0, known.feats) for _ in "ab")
+    mx.eval(results(prepared))
+    found = Counter(operations(results, fresh, tmp_path / "a.dot"))
+    wanted = Counter(operations(results, prepared, tmp_path / "b.dot"))
+    views = [(str(r), sorted(map(str, r.built))) for r in fresh.manager.relations]
+    assert found == wanted, (found - wanted, wanted - found, views)
+
+
+@pytest.mark.skipif(availability.extension is None, reason="the extension does it")
+def test_constants_of_a_gradient_are_none_of_what_is_traced_later():
+    """MLX marks what a vjp rule makes; constants are kept beyond it."""
+    held = {}
+
+    @mx.custom_function
+    def double(x):
+        return 2 * x
+
+    @double.vjp
+    def back(x, dy, _):
+        held["kept"] = cuda_sort.constant(5, 2, 17_001)
+        held["marked"] = mx.array([5, 2, 17_001]) + 0
+        mx.eval(held["marked"])
+        return 2 * dy
+
+    mx.eval(mx.grad(lambda x: double(x).sum())(mx.ones((3,))))
+    started = {}
+
+    def traced(x):
+        for name, array in held.items():
+            try:
+                sync.start_all([array * 2])
+                started[name] = True
+            except ValueError:
+                started[name] = False
+        return x + 1
+
+    mx.compile(traced)(mx.ones((3,)))
+    assert started["kept"] and held["kept"].tolist() == [5, 2, 17_001]
+    assert not started["marked"], "MLX marks nothing: this is not needed any longer"
+
+
+def test_a_compiled_training_step_may_build_its_relations():
+    """Forward and back, of several levels: the graph does it again at every call."""
+    results = []
+    for compiled in (False, True):
+        x, net = tensor(n=400), small_net(8)
+        coarse = nn.Conv3d(8, 8, 2, stride=2), nn.SubmConv3d(8, 8, 3), nn.ReLU()
+        net = nn.Sequential(net, *coarse, nn.Conv3d(8, 8, 3, stride=2), nn.ReLU())
+        net = nn.Sequential(net, nn.SubmConv3d(8, 8, 3), nn.ConvTranspose3d(8, 3))
+        mx.random.seed(1)
+        net.apply(lambda p: 0.3 * mx.random.normal(p.shape))
+        optimizer = optim.SGD(learning_rate=1e-3)
+        optimizer.init(net.trainable_parameters())
+        state = [net.state, optimizer.state]
+        mx.eval(state, x.feats)
+
+        def run(feats, net=net, x=x, optimizer=optimizer):
+            def loss(net):
+                return mx.square(net(x.replace(feats)).feats - 1).mean()
+
+            value, grads = mlx.nn.value_and_grad(net, loss)(net)
+            optimizer.update(net, grads)
+            return value
+
+        if compiled:
+            run = mx.compile(run, inputs=state, outputs=state)
+        results.append([])
+        for _ in range(4):
+            results[-1].append(run(x.feats).item())
+            mx.eval(state)
+    np.testing.assert_allclose(results[1], results[0], rtol=1e-4)
+    assert results[0][0] > results[0][-1]
+
+
+@pytest.mark.parametrize("route", (None, "relation_traversal", "gather_gemm_scatter"))
+def test_relations_that_a_trace_built_serve_outside_of_it(route):
+    """The first call is traced: plans and views are kept of then."""
+    net = small_net()
+    net.eval()
+    with ml.routes.only(route or ""):
+        x, same = tensor(), tensor()
+        step = mx.compile(lambda f: net(x.replace(f)).feats, inputs=[net.state])
+        expected = net(same).feats
+        for run in (step, lambda f: net(x.replace(f)).feats, step):
+            np.testing.assert_allclose(run(x.feats), expected, **TOLERANCE)
+        dx, other = (
+            mx.grad(lambda f, x=x: net(x.replace(f)).feats.square().sum())(x.feats)
+            for x in (x, same)
+        )
+        np.testing.assert_allclose(dx, other, **TOLERANCE)
+
+
+def test_a_trace_ends_with_its_coordinates():
+    net = small_net()
+    net.eval()
+    fast = ml.compile(net)
+    keep, x = tensor(1), tensor()
+    for _ in range(2):
+        mx.eval(fast(keep).feats, fast(x).feats)
+    manager = ref(x.manager)
+    table = ref(x.manager.relations[0])
+    assert len(fast) == 2
+    gc.collect()
+    gc.disable()
+    try:
+        del x
+        assert manager() is None and table() is None
+    finally:
+        gc.enable()
+    assert len(fast) == 1
+
+
+def assert_same_state(a, b):
+    flat = [dict(tree_flatten(net.parameters())) for net in (a, b)]
+    assert flat[0].keys() == flat[1].keys()
+    for name, array in flat[0].items():
+        np.testing.assert_allclose(array, flat[1][name], **TOLERANCE, err_msg=name)
+
+
+@pytest.mark.parametrize("training", (False, True))
+def test_a_net_gives_the_same_and_keeps_its_statistics(training):
+    net, same = small_net(), small_net()
+    net.train(training), same.train(training)
+    fast, scenes = ml.compile(net), [tensor(0), tensor(1)]
+    for step in range(4):
+        for x in scenes:
+            x = x.replace(x.feats + step)
+            y, expected = fast(x), same(x)
+            assert y.key == expected.key and y.manager is x.manager
+            np.testing.assert_allclose(y.feats, expected.feats, **TOLERANCE)
+        assert_same_state(net, same)
+    assert len(fast) == 2
+
+
+def training_step(net, optimizer):
+    def loss(x, labels):
+        logits = net(x).feats
+        return mlx.nn.losses.cross_entropy(logits, labels, reduction="mean")
+
+    gradients = mlx.nn.value_and_grad(net, loss)
+
+    def step(x, labels, *, scale=1.0):
+        value, grads = gradients(x, labels)
+        optimizer.update(net, grads)
+        return {"loss": value * scale, "rows": len(x)}
+
+    return step
+
+
+@pytest.mark.parametrize("make", (optim.SGD, optim.AdamW))
+def test_a_training_step_is_the_uncompiled_one(make):
+    scenes = [tensor(seed, 150 + 10 * seed) for seed in range(3)]
+    labels = [mx.arange(len(x)) % 3 for x in scenes]
+    results = []
+    for compiled in (False, True):
+        net = small_net()
+        options = {"momentum": 0.9} if make is optim.SGD else {}
+        optimizer = make(learning_rate=1e-2, **options)
+        step = training_step(net, optimizer)
+        state = [net.state, optimizer.state, mx.random.state]
+        if compiled:
+            step = ml.compile(step, inputs=state, outputs=state)
+        made = []
+        for _ in range(4):
+            for x, y in zip(scenes, labels, strict=True):
+                out = step(x, y, scale=2.0)
+                mx.eval(state)
+                assert out["rows"] == len(x)
+                made.append(out["loss"].item())
+        results.append((net, made))
+    np.testing.assert_allclose(results[1][1], results[0][1], rtol=1e-4)
+    assert_same_state(results[0][0], results[1][0])
+    assert made[0] > made[-1]
+    assert len(step) == 3

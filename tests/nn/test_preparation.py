@@ -1,5 +1,6 @@
 """prepare(): relations and views are there before the net runs, and nothing changes."""
 
+from functools import partial
 from importlib import import_module
 from threading import Event, Thread, current_thread
 
@@ -7,6 +8,7 @@ import cases
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers
+import numpy as np
 import pytest
 from conftest import bits
 from cuda_recorder import recording
@@ -14,7 +16,10 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import availability, models, nn, ops, registry
+from mlx_lattice.compiled import reached
 from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse, SparseResNet14
+from mlx_lattice.nn.layers import ModuleCache
+from mlx_lattice.prepare import ModuleSnapshot
 
 preparation = import_module("mlx_lattice.prepare")  # ml.prepare is the function
 
@@ -283,49 +288,6 @@ def test_two_threads_that_prepare_a_net_leave_it_its_weights():
     assert all(held[name] is a for name, a in tree_flatten(net.parameters()))
 
 
-KEPT = {
-    "slots": lambda x: ops.channel_to_space(ops.space_to_channel(x), coordinates=x),
-    "fine slots": lambda x: ops.channel_to_space(ops.channel_repeat(x, 8)),
-    "blend": lambda x: nn.Upsample3d(2, "linear")(nn.AvgPool3d(2)(x)),
-    "elements": lambda x: ops.batch(ops.unbatch(x)),
-    "blocks": lambda x: ops.gate(x, ops.global_max_pool(x)),
-    "segments": lambda x: nn.GroupNorm(1, 3)(x),
-    "groups": lambda x: nn.SparseAttention(3, 1, window=3)(x),
-}
-
-
-def gradient(net, x):
-    return mx.grad(lambda f: (net(x.replace(f)).feats ** 2).sum())(x.feats)
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_one_thread_prepared_another_reads(name):
-    # All that is kept of coordinate sets, not of relations alone: evaluated.
-    net, x = KEPT[name], tensor("batches")
-    mx.eval(x.coords, x.feats)
-    in_thread(lambda: ml.prepare(net, x)).join(600)
-    if name != "groups":  # whose layer has random weights
-        expected = net(ml.SparseTensor(x.coords, x.feats, batch_size=x.batch_size))
-        assert mx.array_equal(net(x).feats, expected.feats)
-    mx.eval(gradient(net, x))
-
-
-@pytest.mark.parametrize("name", KEPT)
-def test_what_one_thread_called_another_differentiates(name):
-    net, x = KEPT[name], tensor("batches")
-    mx.eval(x.coords, x.feats)
-    in_thread(lambda: mx.eval(net(x).feats)).join(600)
-    mx.eval(gradient(net, x))
-
-
-def test_threads_share_the_relation_of_linear_layers():
-    net, x = nn.Linear(3, 4), tensor()
-    mx.eval(net.parameters(), x.coords, x.feats)
-    in_thread(lambda: mx.eval(net(x).feats)).join(600)
-    with ml.verify():
-        mx.eval(net(x).feats)
-
-
 def test_a_first_call_waits_for_the_preparation_of_another_thread(monkeypatch):
     net, calls, begun, sums = NETS["minkunet"]().eval(), [], Event(), []
     mx.eval(net.parameters())
@@ -477,3 +439,120 @@ def test_a_scan_is_prepared_once():
     assert len(made) == 5, "the levels alone"
     preparation.prepare_scan(net, x)
     assert x.manager.sets == made and len(x.manager.prepared) == 1
+
+
+REHEARSALS = {
+    "prepare": ml.prepare,
+    "prepare to train": partial(ml.prepare, training=True),
+}
+
+
+def scan(channels=8):
+    coords = mx.array(cases.geometry("surface", 3, 120, 1))
+    feats = 1 + mx.random.normal((len(coords), channels), key=mx.random.key(1))
+    return ml.SparseTensor(coords, feats)
+
+
+class FromData(mlx.nn.Module):
+    """Its factors are those of the first features that it sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.ready, self.factors = False, mx.ones(8)
+
+    def __call__(self, x):
+        if not self.ready:
+            self.factors, self.ready = 1 / mx.abs(x.feats).mean(0), True
+        return x.replace(x.feats * self.factors)
+
+
+class Late(mlx.nn.Module):
+    """Makes its layer at its first call."""
+
+    def __call__(self, x):
+        if "layer" not in self:
+            self.layer = nn.Linear(x.channels, 8)
+        return self.layer(x)
+
+
+class Log(mlx.nn.Module):
+    """Counts its calls, in three ways, and keeps what it saw."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls, self.count, self._seen = 0, mx.array(0), {"means": []}
+
+    def __call__(self, x):
+        self.calls += 1
+        self.count += 1
+        self._seen["means"].append(x.feats.mean())
+        self.last = x
+        return x
+
+
+def net_of(part):
+    return nn.Sequential(nn.SubmConv3d(8, 8, 3), nn.BatchNorm(8), part, nn.ReLU())
+
+
+@pytest.fixture(params=REHEARSALS)
+def rehearse(request):
+    """Something that calls a net and computes nothing."""
+    return REHEARSALS[request.param]
+
+
+@pytest.mark.parametrize("wrap", (lambda f: f, lambda f: lambda x: f(x), ml.compile))
+def test_running_statistics_stay(rehearse, wrap):
+    net, x = net_of(nn.BatchNorm(8)).train(), scan()
+    before = [np.array(a) for _, a in tree_flatten(net.parameters())]
+    rehearse(wrap(net), x)
+    after = [a for _, a in tree_flatten(net.parameters())]
+    assert all(np.array_equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def test_what_a_module_takes_from_data_is_of_its_first_call(rehearse):
+    net, x = net_of(FromData()), scan()
+    rehearse(net, x)
+    found = net.layers[2]
+    assert not found.ready and (np.array(found.factors) == 1).all()
+    seen = net.layers[1](net.layers[0](x)).feats
+    net(x)
+    wanted = 1 / np.abs(np.array(seen)).mean(0)
+    np.testing.assert_allclose(found.factors, wanted, rtol=1e-4)
+
+
+def test_what_is_made_is_made_at_its_first_call(rehearse):
+    net, x = net_of(Late()), scan()
+    names = [name for name, _ in tree_flatten(net.parameters())]
+    rehearse(net, x)
+    assert names == [name for name, _ in tree_flatten(net.parameters())]
+    mx.eval(net(x).feats)
+
+
+def test_counts_and_lists_stay(rehearse):
+    net, x = net_of(Log()), scan()
+    net(x)
+    log, last = net.layers[2], net.layers[2].last
+    rehearse(net, x)
+    assert log.calls == log.count.item() == 1 and log.last is last
+    assert np.isfinite(np.array(log._seen["means"])).all()
+    assert len(log._seen["means"]) == 1
+
+
+def test_what_the_library_keeps_stays():
+    net = net_of(Log())
+    snapshot, norm = ModuleSnapshot([net]), net.layers[1]
+    norm._found, norm._kept, norm.more = [1], ModuleCache(a=1), mx.ones(3)
+    net.layers.append(nn.ReLU())
+    net.eval(), norm.freeze()
+    del net.layers[0]["bias"]
+    snapshot.restore()
+    assert "_found" not in vars(norm) and "more" not in norm and norm._kept == {"a": 1}
+    assert len(net.layers) == 4 and net.layers[1].training and "bias" in net.layers[0]
+    assert set(norm.trainable_parameters()) == {"weight", "bias"}
+
+
+def test_modules_are_reached_by_what_a_function_asks_for():
+    net = net_of(nn.ReLU())
+    calls = net, net.__call__, partial(net), lambda x: [net(x)], ml.compile(net)
+    for call in calls:
+        assert net in list(reached(call))

@@ -173,6 +173,22 @@ def test_threads_share_what_is_kept_of_coordinates(place, name):
     assert_all(results, wanted)
 
 
+@pytest.mark.parametrize("name", KEPT)
+def test_what_one_thread_prepared_or_called_another_differentiates(name):
+    net, (x, y) = KEPT[name], (new_tensor(), new_tensor())
+    in_threads(lambda: ml.prepare(net, x) and x.feats, lambda: net(y).feats)
+    mx.eval(gradient(net, x), gradient(net, y))
+    assert_all([np.array(net(x).feats)], portable(lambda: net(new_tensor()).feats))
+
+
+def test_threads_share_the_relation_of_linear_layers():
+    net, x = nn.Linear(4, 4), new_tensor()
+    mx.eval(net.parameters())
+    in_threads(lambda: net(x).feats)
+    with ml.verify():
+        mx.eval(net(x).feats)
+
+
 @pytest.mark.parametrize("training", (False, True))
 def test_threads_prepare_one_tensor(training):
     net, other = new_net(), new_net()

@@ -177,7 +177,7 @@ def test_compiled_modules_are_copied_without_traces(copied):
     assert made.function is not net and made.keep == 3 and len(made) == 0
     for _ in range(3):
         np.testing.assert_array_equal(made(x).feats, expected.feats)
-    with pytest.raises(TypeError, match="compiled function is not copied"):
+    with pytest.raises(TypeError, match="compiled function cannot be copied"):
         copied(ml.compile(lambda x: net(x), inputs=net.state))
 
 

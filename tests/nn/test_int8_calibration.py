@@ -3,17 +3,67 @@
 import copy
 import pickle
 
+import cases
 import mlx.core as mx
 import mlx.nn
+import mlx.optimizers as optim
 import numpy as np
 import pytest
-from integer_nets import PACK_ALL, Net, batch, distance, integers, of_layers
+import reference_integers as ref
+from conftest import bits as bits_of
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
+from mlx_lattice.models.trellis2.blocks import ConvNeXtBlock
+from mlx_lattice.nn.int8 import _round_features
 from mlx_lattice.nn.int8_calibration import Samples
-from mlx_lattice.problem import in_device_memory
+
+PACK_ALL = nn.keep_float(few_inputs=1, few_outputs=1, names=())
+
+
+def batch(seed=0, channels=20, n=120):
+    coords = cases.geometry("surface", 3, n, seed)
+    feats = np.random.default_rng(seed).normal(size=(len(coords), channels))
+    return ml.SparseTensor(mx.array(coords), mx.array(feats.astype(np.float32)))
+
+
+class Net(mlx.nn.Module):
+    """Everything that decides whether a result may be int8."""
+
+    def __init__(self):
+        super().__init__()
+        block, conv = models.blocks.BasicBlock, models.blocks.conv_norm
+        self.first = conv(nn.SubmConv3d(20, 32, 3, bias=False))
+        self.block = block(32, 32)
+        self.down = nn.Sequential(nn.Conv3d(32, 32, 2, 2), nn.BatchNorm(32), nn.ReLU())
+        self.up = conv(nn.ConvTranspose3d(32, 32, bias=False))
+        self.mixed = nn.Sequential(nn.SubmConv3d(64, 24, 3), nn.ReLU())
+        self.line = nn.Linear(24, 24)
+        self.added = nn.SubmConv3d(24, 24, 1)
+        self.last = nn.SubmConv3d(24, 24, 3)
+
+    def __call__(self, x):
+        x = self.block(self.first(x))
+        y = self.up(self.down(x), x)
+        y = self.line(self.mixed(ops.cat([y, x])))
+        y = y + self.added(y)  # which no integer layer does
+        return self.last(y)
+
+
+def distance(y, z) -> float:
+    y, z = (getattr(a, "feats", a) for a in (y, z))
+    return (mx.linalg.norm(y - z) / mx.linalg.norm(z)).item()
+
+
+def integers(net):
+    return {p: m for p, m in net.named_modules() if getattr(m, "mode", "") == "integer"}
+
+
+def of_layers():
+    layers = nn.SubmConv3d(20, 32, 3), nn.BatchNorm(32), nn.ReLU()
+    return nn.Sequential(*layers, nn.SubmConv3d(32, 32, 3)).eval()
+
 
 INT8 = {
     "first.conv", "block.conv1.conv", "block.conv2.conv", "down.layers.0", "up.conv",
@@ -21,11 +71,11 @@ INT8 = {
 }  # fmt: skip
 
 
-def trained(net, x, steps=3):
+def trained(net, *x, steps=3):
     """A net whose norms have seen a batch."""
     net.train()
     for _ in range(steps):
-        mx.eval(net(x).feats, net.state)
+        mx.eval(getattr(y := net(*x), "feats", y), net.state)
     return net.eval()
 
 
@@ -251,18 +301,6 @@ def test_an_integer_net_is_an_ordinary_one():
     assert distance(made(x), y) < 1e-6
 
 
-def test_scalars_of_kernels_are_no_small_arrays():
-    """MLX's CUDA backend keeps arrays of up to 8 bytes in host memory."""
-    scales = [mx.array([0.5 + i]) for i in range(64)]
-    mx.eval(scales)
-    before = mx.get_active_memory()
-    placed = [in_device_memory(scale) for scale in scales]
-    mx.eval(placed)
-    assert mx.get_active_memory() - before >= 64 * 16
-    assert [p.item() for p in placed] == [s.item() for s in scales]
-    assert all(p.shape == (1,) for p in placed)
-
-
 def test_int4_weights_that_are_held_as_int8():
     x = batch()
     made, _ = ml.calibrate(Net().eval(), [x], 4, activations=8)
@@ -406,3 +444,214 @@ def test_a_convolution_that_is_called_by_itself_too(name):
     wanted = net(x).feats
     error = mx.linalg.norm(made(x).feats - wanted) / mx.linalg.norm(wanted)
     assert error.item() < 0.06
+
+
+def writers(net):
+    return {p for p, m in net.named_modules() if "output_scale" in m}
+
+
+def chain():
+    """Linear layers, norms, activations; dropout, which evaluation leaves out."""
+    return nn.Sequential(
+        nn.Linear(20, 32), nn.BatchNorm(32), nn.ReLU(),
+        nn.Dropout(0.2), mlx.nn.Linear(32, 24), mlx.nn.ReLU(),
+        nn.Linear(24, 28, bias=False), nn.BatchNorm(28),
+        nn.Linear(28, 6),
+    )  # fmt: skip
+
+
+def by_hand(net, x: np.ndarray) -> np.ndarray:
+    """What the integers of a chain give: int64 sums, float32 operations after them."""
+    layers = [m for m in net.layers if isinstance(m, mlx.nn.QuantizedLinear)]
+    inverse = np.float32(1) / np.array(layers[0].input_scale)
+    levels = np.clip(np.rint(x * inverse), -127, 127).astype(np.int64)
+    acts = ["relu", "relu", "", ""]
+    for layer, act in zip(layers, acts, strict=True):
+        values = np.array(layer.packed_weight().integers())[0, :, : layer.in_channels]
+        given = {"shift": np.array(layer.bias), "activation": act}
+        if layer is not layers[-1]:
+            given["out_inverse"] = np.array(layer.output_inverse)
+        sums = levels @ values.T.astype(np.int64)
+        levels = ref.finished(sums, np.array(layer.scales), **given)
+        levels = levels if layer is layers[-1] else levels.astype(np.int64)
+    return levels
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("of_rows", (True, False))
+def test_a_chain_stays_in_int8(bits, of_rows):
+    x = batch()
+    given = x.feats if of_rows else x
+    net = trained(chain(), given)
+    made, report = ml.calibrate(
+        net, [given], bits, activations=8, class_predicate=PACK_ALL
+    )
+    assert report.folded == ("layers.1", "layers.7")
+    assert writers(made) == {"layers.0", "layers.4", "layers.6"}
+    assert {e.path for e in report.layers if e.writes_int8} == writers(made)
+    y = made(given)
+    assert isinstance(y, mx.array if of_rows else ml.SparseTensor)
+    y = y if of_rows else y.feats
+    assert distance(y, net(given)) < {8: 0.04, 4: 0.2}[bits]
+    wanted = by_hand(made, np.array(x.feats))
+    assert y.dtype == mx.float32 and bits_of(y) == bits_of(mx.array(wanted))
+    with ml.trace(made) as t:
+        made(given)
+    facts = {r.layer: r.problem.integer for r in t}
+    assert {path for path, f in facts.items() if f.writes_int8} == writers(made)
+    assert facts["layers.0"].activation == facts["layers.4"].activation == "relu"
+    fused = {n.layer: str(n.norm) for n in t.norms}
+    assert fused["layers.1"] == "BatchNorm + ReLU, with the layer before"
+    assert fused.keys() == {"layers.1", "layers.4", "layers.7"}
+    # What is no (N, C) leaves the chain between layers, and stays close.
+    z = made(x.feats[None])
+    assert z.shape == (1, *y.shape) and distance(z[0], y) < 0.02
+    assert made(x.feats[:0]).shape == (0, 6)
+
+
+class Rows(mlx.nn.Module):
+    """Layers that are called by themselves too, and a result that leaves its chain."""
+
+    def __init__(self):
+        super().__init__()
+        self.a, self.b, self.c = (nn.Linear(20, 20) for _ in range(3))
+        self.norm, self.own = nn.BatchNorm(20), nn.BatchNorm(20)
+
+    def __call__(self, x):
+        y = nn.Sequential(self.a, self.norm, nn.ReLU(), self.b)(x)
+        z = nn.Sequential(self.c, self.own, nn.ReLU())(y)
+        return y + z + self.a(x)
+
+
+def test_layers_that_are_called_by_themselves_too():
+    x = batch().feats
+    net = trained(Rows(), x)
+    made, report = ml.calibrate(net, [x], 8, activations=8, class_predicate=PACK_ALL)
+    assert report.folded == ("own",)  # a gives its own result too
+    assert type(made.norm) is nn.BatchNorm and type(made.own) is nn.FoldedNorm
+    assert writers(made) == {"a"}  # in the chain; by itself it gives floats
+    assert made.a(x).dtype == mx.float32
+    assert distance(made(x), net(x)) < 0.03
+
+
+def test_blocks_of_models():
+    x = batch(0, 16)
+    block = ConvNeXtBlock(16, 2)
+    block.mlp[2].weight = mx.random.normal(block.mlp[2].weight.shape) * 0.1
+    made, _ = ml.calibrate(block, [x], 8, activations=8, class_predicate=PACK_ALL)
+    assert writers(made) == {"mlp.0"} and distance(made(x), block(x)) < 0.02
+
+    points = mx.random.uniform(0, 2, (300, 3))
+    given = points, mx.random.normal((300, 4))
+    net = trained(models.SPVCNN(4, 5, 0.3, planes=(16,) * 9, dropout=0.0), *given)
+    made, report = ml.calibrate(net, [given], 8, activations=8)
+    norms = {f"point_transforms.{at}.layers.1" for at in range(3)}
+    assert norms <= set(report.folded)
+    assert distance(made(*given), net(*given)) < 0.06
+    with ml.trace(made) as t:
+        made(*given)
+    facts = {r.layer: r.problem.integer for r in t}
+    assert facts["point_transforms.0.layers.0"].activation == "relu"
+
+
+def test_a_transformer_of_points():
+    x = batch(0, 4, 60)
+    x = ml.SparseTensor(x.coords - x.coords.min(axis=0), x.feats)
+    net = models.PTv3(
+        4, 5, stride=(2,), enc_depths=(1, 1), enc_channels=(16, 16),
+        enc_num_head=(2, 2), enc_patch_size=(16, 16), dec_depths=(1,),
+        dec_channels=(16,), dec_num_head=(2,), dec_patch_size=(16,),
+    ).eval()  # fmt: skip
+    made, report = ml.calibrate(net, [x], 8, activations=8)
+    held = writers(made)
+    paths = {p.rpartition(".")[0] for p, m in made.named_modules() if "fc1" in p}
+    assert paths and {f"{path}.fc1" for path in paths} <= held
+    assert {p for p in held if p.endswith("cpe.0")}
+    assert distance(made(x), net(x)) < 0.1
+
+
+def test_fake_quantised_layers_that_were_never_trained():
+    net, x = of_layers(), batch()
+    y = net(x)
+    nn.fake_quantize(net)
+    made, _ = ml.calibrate(net, [x], 8, activations=8)
+    assert distance(made(x), y) < 0.03
+    mlx.nn.quantize(net, bits=8, mode="affine", quantize_input=True)
+    assert set(integers(net)) == {"layers.0", "layers.3"}
+    assert distance(net(x), y) < 0.03
+
+
+def test_gradients_pass_straight_through():
+    x, scale = mx.array([[-3.0, -0.2, 0.26, 1.27, 1.276]]), mx.array([0.01])
+    y = _round_features(x, scale)
+    assert mx.allclose(y, mx.array([[-1.27, -0.2, 0.26, 1.27, 1.27]]))
+    grad = mx.grad(lambda x: (_round_features(x, scale) * mx.arange(1, 6)).sum())(x)
+    assert grad.tolist() == [[0, 2, 3, 4, 0]]
+    _, (tangent,) = mx.jvp(lambda x: _round_features(x, scale), [x], [mx.ones_like(x)])
+    assert tangent.tolist() == [[0, 1, 1, 1, 0]]
+    layer = nn.FakeQuant(nn.Linear(5, 3, bias=False))
+    grad = mx.grad(lambda w: (layer.update({"weight": w})(x)).sum())(layer.weight)
+    held = layer._rounded(x)
+    assert mx.allclose(grad, mx.broadcast_to(held, grad.shape))
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+@pytest.mark.parametrize("momentum", (0.1, None))
+def test_a_layer_gives_what_its_integers_give(bits, momentum):
+    x = batch()
+    for layer in (nn.SubmConv3d(20, 8, 3, groups=2), nn.Linear(20, 8)):
+        fake = nn.FakeQuant(layer, bits, momentum=momentum)
+        names = {"weight", "bias"} | ({"input_scale"} if momentum else set())
+        assert set(fake.parameters()) == names
+        assert set(fake.trainable_parameters()) == {"weight", "bias"}
+        fake.train()
+        fake(x)
+        fake(batch(1))
+        fake.eval()
+        y = fake(x)
+        twin = fake.to_quantized(quantize_input=True)
+        assert ("input_scale" in twin) == (momentum is not None)
+        assert twin.bits == bits and distance(twin(x), y) < 1e-6
+        held = nn.Sequential(fake)
+        mlx.nn.quantize(held, bits=bits, quantize_input=True)
+        assert mx.array_equal(held(x).feats, twin(x).feats)
+        with pytest.raises(ValueError, match=f"was trained for int{bits} weights"):
+            fake.to_quantized(bits=12 - bits, quantize_input=True)
+    assert fake.to_quantized(32, 8).mode == "affine"
+
+
+@pytest.mark.parametrize("bits", (8, 4))
+def test_a_net_that_was_trained_gives_the_same_values(bits):
+    mx.random.seed(3)
+    net, x = Net(), batch()
+    nn.fake_quantize(net, bits, class_predicate=PACK_ALL)
+    assert sum(isinstance(m, nn.FakeQuant) for m in net.modules()) == 9
+    target = mx.random.normal((len(x), 24))
+    optimizer = optim.Adam(1e-3)
+    step = mlx.nn.value_and_grad(net, lambda x: mx.square(net(x).feats - target).mean())
+    net.train()
+    losses = []
+    for _ in range(6):
+        loss, grads = step(x)
+        optimizer.update(net, grads)
+        mx.eval(net.state, optimizer.state)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    net.eval()
+    y = net(x)
+    made, report = ml.calibrate(net, [x], bits, activations=8)
+    assert len(integers(made)) == 9 and len(report.folded) == 5
+    assert distance(made(x), y) < 1e-5
+    # Only where all readers were trained for one scale.
+    writes = {p for p, m in integers(made).items() if "output_scale" in m}
+    assert "block.conv1.conv" in writes and "first.conv" not in writes
+    assert all(isinstance(m, nn.FakeQuant) for m in (net.first.conv, net.line))
+
+
+def test_fake_quant_takes_float_layers_alone():
+    with pytest.raises(TypeError, match="float convolution or Linear; got ReLU"):
+        nn.FakeQuant(nn.ReLU())
+    with pytest.raises(TypeError, match="got QuantizedLinear"):
+        nn.FakeQuant(nn.Linear(32, 4).to_quantized(32, 8))
+    with pytest.raises(ValueError, match="bits must be 4 or 8"):
+        nn.FakeQuant(nn.Linear(32, 4), 3)
