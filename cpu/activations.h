@@ -11,7 +11,7 @@ typedef int32_t Mask __attribute__((vector_size(lanes * 4)));
 
 LATTICE_INLINE Vec choose(Mask mask, Vec a, Vec b) { return (Vec)((mask & (Mask)a) | (~mask & (Mask)b)); }
 
-// e^x to 2 units in the last place for x in [-87, 0]; below it, a number below 2e-38. A NaN stays one.
+// e^x to 2 units in the last place for x in [-87, 0]; below it, 0. A NaN stays one.
 LATTICE_INLINE Vec exp_below_zero(Vec x) {
   Vec least = splat(-87.0f), at = choose(x < least, least, x);
   // Adding 3 * 2^22 rounds to a whole number, which then stands in the lowest bits.
@@ -26,7 +26,7 @@ LATTICE_INLINE Vec exp_below_zero(Vec x) {
   p = p * r + 5.0000001201e-1f;
   p = p * r * r + r + 1.0f;
   Mask bits = (Mask)p + ((Mask)shifted << 23);
-  return choose(x != x, x, (Vec)bits);
+  return choose(x != x, x, choose(x < least, Vec{}, (Vec)bits));
 }
 
 LATTICE_INLINE Vec absolute(Vec x) { return (Vec)((Mask)x & (Mask{} + 0x7fffffff)); }
@@ -78,6 +78,15 @@ LATTICE_INLINE Vec activated(Vec v, float below = 0.0f) {
   if constexpr (ACTIVATION == Activation::silu) return v * sigmoid_of(v);
   if constexpr (ACTIVATION == Activation::gelu_tanh) return v * sigmoid_of(gelu_argument(v));
   return v;
+}
+
+// g times the derivative of any activation at v.
+template <Activation ACTIVATION>
+LATTICE_INLINE Vec activation_gradient(Vec g, Vec v, float below) {
+  if constexpr (ACTIVATION == Activation::none) return g;
+  if constexpr (ACTIVATION == Activation::relu) return choose(v > 0.0f, g, Vec{});
+  if constexpr (ACTIVATION == Activation::leaky_relu) return choose(v >= 0.0f, g, g * below);
+  return g * slope<ACTIVATION>(v, below);
 }
 
 // An activation as a type.

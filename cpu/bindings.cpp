@@ -122,10 +122,6 @@ NB_MODULE(_cpu, m) {
   m.def("attention_gradient", &attention_gradient, "dy"_a, "q"_a, "k"_a, "v"_a, "y"_a, "lse"_a, "rows"_a, "starts"_a,
         "queries"_a, "asked"_a = nb::none(), "begins"_a = nb::none(), kw, "scale"_a, stream);
 
-  m.def("gelu", &gelu, "x"_a, "dy"_a = nb::none(), kw, stream);
-  m.def("gelu_tanh", &gelu_tanh, "x"_a, "dy"_a = nb::none(), kw, stream);
-  m.def("silu", &silu, "x"_a, "dy"_a = nb::none(), kw, stream);
-
   // Norms by channel.
   auto none = nb::none();
   m.def("channel_moments", &channel_moments, "x"_a, "starts"_a, "order"_a = none, "running_mean"_a = none,

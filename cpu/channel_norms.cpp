@@ -41,12 +41,11 @@ struct Arrays {
   const Tensor* take(bool given) { return given ? &in[next++] : nullptr; }
 };
 
-// What a norm does: which arrays there are beside x, mean and var, and what follows. apart: whether each segment has
-// a line of weight and bias.
+// What a norm does: which arrays there are beside x, mean and var, and what follows.
 struct Fit {
-  bool weight, bias, residual, of, apart;
-  int act;
-  float eps, slope;
+  bool weight, bias, residual, of;
+  Act act;
+  float eps;
   bool operator==(const Fit&) const = default;
 };
 
@@ -58,12 +57,11 @@ class Lines {
       : values_(6 * segments * c), c_(c), plane_(segments * c) {
     float* v = values_.data();
     for (int64_t at = 0; at < plane_; ++at) {
-      int64_t own = fit.apart ? at : at % c;
       float rstd = 1.0f / std::sqrt(var[at] + fit.eps);
       v[at] = mean[at];
       v[plane_ + at] = rstd;
-      v[2 * plane_ + at] = weight ? rstd * weight[own] : rstd;
-      v[3 * plane_ + at] = bias ? bias[own] : 0.0f;
+      v[2 * plane_ + at] = weight ? rstd * weight[at] : rstd;
+      v[3 * plane_ + at] = bias ? bias[at] : 0.0f;
       v[4 * plane_ + at] = terms ? terms[at] * rstd : 0.0f;
       v[5 * plane_ + at] = terms ? terms[plane_ + at] * rstd * rstd : 0.0f;
     }
@@ -204,7 +202,7 @@ struct NormalizeChannels {
     each_segment_range(n, c, of ? of->as<int32_t>() : nullptr, lines,
                        [&](int64_t first, int64_t count, const NormLine& line) {
                          loops.normalize_rows(type, in[0].data, residual ? residual->data : nullptr, first, count, c,
-                                              line, fit.act, fit.slope, out[0].data);
+                                              line, fit.act, out[0].data);
                        });
   }
 };
@@ -237,7 +235,7 @@ struct ChannelGradientSums {
       auto [first, count, segment] = blocks[b];
       loops.norm_gradient_sums(type, in[0].data, in[1].data, residual ? residual->data : nullptr,
                                rows ? rows->as<int32_t>() : nullptr, first, count, c, lines[segment], fit.act,
-                               fit.slope, &sums[b * c], &products[b * c]);
+                               &sums[b * c], &products[b * c]);
     });
     float *total = out[0].as<float>(), *terms = out[1].as<float>();
     std::fill(total, total + 2 * plane, 0.0f);
@@ -250,7 +248,7 @@ struct ChannelGradientSums {
       }
     }
     for (int64_t at = 0; at < plane; ++at) {
-      float share = (w ? w[fit.apart ? at : at % c] : 1.0f) / std::max(counts[at / c], 1.0f);
+      float share = (w ? w[at] : 1.0f) / std::max(counts[at / c], 1.0f);
       terms[at] = share * total[at];
       terms[plane + at] = share * total[plane + at];
     }
@@ -282,7 +280,7 @@ struct ChannelGradient {
     each_segment_range(n, c, of ? of->as<int32_t>() : nullptr, lines,
                        [&](int64_t first, int64_t count, const NormLine& line) {
                          loops.norm_gradient(type, in[0].data, in[1].data, residual ? residual->data : nullptr, first,
-                                             count, c, line, fit.act, fit.slope, out[0].data,
+                                             count, c, line, fit.act, out[0].data,
                                              residual ? out[1].data : nullptr);
                        });
   }
@@ -315,6 +313,18 @@ void check_starts(const char* who, const std::vector<int>& starts, const array& 
   if (order->shape() != mx::Shape{x.shape(0)}) fail(who, "order must have one entry a row of x.");
 }
 
+// An activation of a norm by its kind: see mlx_lattice/epilogue.py.
+Act activation_of(const char* who, int kind, float slope) {
+  switch (kind) {
+    case 0: return {slope == 0.0f ? Activation::relu : slope == 1.0f ? Activation::none : Activation::leaky_relu, slope};
+    case 1: return {Activation::gelu};
+    case 2: return {Activation::silu};
+    case 3: return {Activation::gelu_tanh};
+    case 4: return {Activation::elu, slope};
+  }
+  fail(who, "act must be from 0 to 4.");
+}
+
 // Checks a norm's optional arrays and appends those that are given.
 Fit fitted(const char* who, std::vector<array>& inputs, const array& x, const array& mean, const array& var,
            const MaybeArray& weight, const MaybeArray& bias, const MaybeArray& residual, const MaybeArray& of, int act,
@@ -323,19 +333,17 @@ Fit fitted(const char* who, std::vector<array>& inputs, const array& x, const ar
   check_line(who, "mean", mean, x, 2);
   check_line(who, "var", var, x, 2);
   if (mean.shape() != var.shape()) fail(who, "mean and var must have one shape.");
-  if (act < 0 || act > int(NormAct::elu)) fail(who, "act must be from 0 to 4.");
-  bool apart = (weight && weight->ndim() == 2) || (bias && bias->ndim() == 2);
   for (auto [what, line] : {std::pair{"weight", &weight}, std::pair{"bias", &bias}}) {
     if (!*line) continue;
-    check_line(who, what, **line, x, apart ? 2 : 1);
-    if (apart && (*line)->shape() != mean.shape()) fail(who, std::string(what) + " must have a line a segment.");
+    check_line(who, what, **line, x, (*line)->ndim() == 1 ? 1 : 2);
+    if ((*line)->size() != mean.size()) fail(who, std::string(what) + " must have a line a segment.");
   }
   if (residual) check_like(who, "residual", *residual, x);
   if (of) want_dtype(who, "of", *of, mx::int32);
   if (of && of->shape() != mx::Shape{x.shape(0)}) fail(who, "of must have one entry a row of x.");
   for (auto* maybe : {&weight, &bias, &residual, &of})
     if (*maybe) inputs.push_back(**maybe);
-  return {weight.has_value(), bias.has_value(), residual.has_value(), of.has_value(), apart, act, eps, slope};
+  return {weight.has_value(), bias.has_value(), residual.has_value(), of.has_value(), activation_of(who, act, slope), eps};
 }
 
 }  // namespace

@@ -142,29 +142,6 @@ void finish(Act act, const float* scale, const float* shift, Type t, const void*
   });
 }
 
-template <Activation ACTIVATION>
-void activate_with(Type t, const void* x, const void* dy, int64_t n, void* y) {
-  constexpr int64_t chunk = 512;  // a multiple of any number of lanes
-  float values[chunk], slopes[chunk];
-  for (int64_t at = 0; at < n; at += chunk) {
-    int64_t m = n - at < chunk ? n - at : chunk;
-    for (int64_t i = m; i % lanes; ++i) values[i] = slopes[i] = 0.0f;
-    load_any(t, offset(t, x, at), m, values);
-    if (dy) load_any(t, offset(t, dy, at), m, slopes);
-    for (int64_t i = 0; i < m; i += lanes) {
-      Vec v = load(values + i);
-      store(values + i, dy ? load(slopes + i) * slope<ACTIVATION>(v) : activated<ACTIVATION>(v));
-    }
-    store_any(t, values, m, static_cast<char*>(y) + at * bytes_of(t));
-  }
-}
-
-void activate(Activation f, Type t, const void* x, const void* dy, int64_t n, void* y) {
-  if (f == Activation::gelu) return activate_with<Activation::gelu>(t, x, dy, n, y);
-  if (f == Activation::gelu_tanh) return activate_with<Activation::gelu_tanh>(t, x, dy, n, y);
-  activate_with<Activation::silu>(t, x, dy, n, y);
-}
-
 void gather_product(Type t, const void* x, const void* dy, const int32_t* in, const int32_t* out, int64_t n,
                     int64_t c, float* w) {
   with_type(t, [&](auto type) {
@@ -223,7 +200,6 @@ const InnerLoops table{lanes,
                        norm_gradient_sums,
                        norm_gradient,
                        soften,
-                       soften_gradient,
-                       activate};
+                       soften_gradient};
 
 }  // namespace lattice::LATTICE_ISA

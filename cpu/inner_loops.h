@@ -16,8 +16,6 @@ struct Act {
 };
 inline int bytes_of(Type t) { return t == Type::f32 ? 4 : 2; }
 
-// What follows a norm, by number: what is below zero times a slope, GELU by erf, SiLU, GELU by tanh, ELU of the slope.
-enum class NormAct : int { slope, gelu, silu, gelu_tanh, elu };
 // What normalises the channels of one segment, and what its way back subtracts: (C,) each.
 struct NormLine {
   const float *mean, *rstd, *scale, *bias, *shift, *turn;
@@ -82,14 +80,13 @@ struct InnerLoops {
                          const float* about, float* sum, float* squares);
   // y = act((x - mean) * scale + bias + residual); residual may be null.
   void (*normalize_rows)(Type, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
-                         const NormLine&, int act, float slope, void* y);
+                         const NormLine&, Act, void* y);
   // With g = dy * act' there: sum += g, products += g * (x - mean) * rstd.
   void (*norm_gradient_sums)(Type, const void* dy, const void* x, const void* residual, const int32_t* rows,
-                             int64_t first, int64_t n, int64_t c, const NormLine&, int act, float slope, float* sum,
-                             float* products);
+                             int64_t first, int64_t n, int64_t c, const NormLine&, Act, float* sum, float* products);
   // dx = scale * g - shift - (x - mean) * turn; dresidual, where given, = g.
   void (*norm_gradient)(Type, const void* dy, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
-                        const NormLine&, int act, float slope, void* dx, void* dresidual);
+                        const NormLine&, Act, void* dx, void* dresidual);
 
   // Attention, over n rows of scores, c keys each, rows of `ld` = padded(c) floats or more.
   // peak = max(peak, s), s = exp(s - peak); total and y, rows of `width` = padded(...) floats, follow the peak as it
@@ -97,9 +94,6 @@ struct InnerLoops {
   void (*soften)(float* s, int64_t ld, int64_t n, int64_t c, float* peak, float* total, float* y, int64_t width);
   // s = exp(s - lse), ds = s * (ds - delta).
   void (*soften_gradient)(float* s, float* ds, int64_t ld, int64_t n, int64_t c, const float* lse, const float* delta);
-
-  // y = f(x), GELU or SiLU, or dy times the slope at x.
-  void (*activate)(Activation f, Type, const void* x, const void* dy, int64_t n, void* y);
 };
 
 const InnerLoops& inner_loops();

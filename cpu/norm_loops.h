@@ -4,8 +4,6 @@
 // A row is read in chunks of `norm_chunk` channels, widened to float in L1, so each dtype has the same plain loops,
 // which the compiler turns into vectors; values beside them (mean, scale, ...) stay in L1 from row to row.
 #pragma once
-#include <math.h>
-
 #include "activations.h"
 #include "inner_loops.h"
 #include "simd.h"
@@ -15,56 +13,16 @@ namespace {
 
 constexpr int64_t norm_chunk = 256;
 
-LATTICE_INLINE float sigmoid(float v) { return 1.0f / (1.0f + expf(-v)); }
-
-// Of which GELU by tanh is v times the sigmoid.
-LATTICE_INLINE float gelu_argument(float v) { return 1.5957691f * v * (1.0f + 0.044715f * v * v); }
-
-// v has room for whole vectors.
-LATTICE_INLINE void activate(float* v, int64_t n, int act, float slope) {
-  if (act == int(NormAct::gelu)) {
-    for (int64_t i = 0; i < n; ++i) v[i] = 0.5f * v[i] * (1.0f + erff(v[i] * 0.70710678f));
-  } else if (act == int(NormAct::silu)) {
-    for (int64_t i = 0; i < n; ++i) v[i] *= sigmoid(v[i]);
-  } else if (act == int(NormAct::gelu_tanh)) {
-    for (int64_t i = 0; i < n; ++i) v[i] *= sigmoid(gelu_argument(v[i]));
-  } else if (act == int(NormAct::elu)) {
-    for (int64_t i = n; i % lanes; ++i) v[i] = 0.0f;
-    for (int64_t i = 0; i < n; i += lanes) store(v + i, activated<Activation::elu>(load(v + i), slope));
-  } else if (slope == 0.0f) {
-    for (int64_t i = 0; i < n; ++i) v[i] = v[i] < 0.0f ? 0.0f : v[i];  // a NaN stays
-  } else if (slope != 1.0f) {
-    for (int64_t i = 0; i < n; ++i) v[i] = v[i] < 0.0f ? slope * v[i] : v[i];
-  }
-}
-
-// g *= the derivative at v; both have room for whole vectors.
-LATTICE_INLINE void activation_gradient(float* v, float* g, int64_t n, int act, float slope) {
-  if (act == int(NormAct::gelu)) {
-    for (int64_t i = 0; i < n; ++i) {
-      float density = 0.39894228f * expf(-0.5f * v[i] * v[i]);
-      g[i] *= 0.5f * (1.0f + erff(v[i] * 0.70710678f)) + v[i] * density;
-    }
-  } else if (act == int(NormAct::silu)) {
-    for (int64_t i = 0; i < n; ++i) {
-      float s = sigmoid(v[i]);
-      g[i] *= s * (1.0f + v[i] * (1.0f - s));
-    }
-  } else if (act == int(NormAct::gelu_tanh)) {
-    for (int64_t i = 0; i < n; ++i) {
-      float s = sigmoid(gelu_argument(v[i])), turn = s * (1.0f - s);
-      // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
-      g[i] *= turn == 0.0f ? s : s + v[i] * turn * 1.5957691f * (1.0f + 0.134145f * v[i] * v[i]);
-    }
-  } else if (act == int(NormAct::elu)) {
-    for (int64_t i = n; i % lanes; ++i) v[i] = g[i] = 0.0f;
-    for (int64_t i = 0; i < n; i += lanes)
-      store(g + i, load(g + i) * lattice::LATTICE_ISA::slope<Activation::elu>(load(v + i), slope));
-  } else if (slope == 0.0f) {
-    for (int64_t i = 0; i < n; ++i) g[i] = v[i] > 0.0f ? g[i] : 0.0f;
-  } else if (slope != 1.0f) {
-    for (int64_t i = 0; i < n; ++i) g[i] = v[i] >= 0.0f ? g[i] : slope * g[i];
-  }
+// v = act(v), or with g: g *= the derivative at v. Both have room for whole vectors.
+LATTICE_INLINE void activate(float* v, float* g, int64_t n, Act act) {
+  for (int64_t i = n; i % lanes; ++i) v[i] = 0.0f;
+  for (int64_t i = n; g && i % lanes; ++i) g[i] = 0.0f;
+  with_activation(act.kind, [&](auto kind) {
+    constexpr Activation KIND = decltype(kind)::value;
+    for (int64_t i = 0; i < n && g; i += lanes)
+      store(g + i, activation_gradient<KIND>(load(g + i), load(v + i), act.slope));
+    for (int64_t i = 0; i < n && !g; i += lanes) store(v + i, activated<KIND>(load(v + i), act.slope));
+  });
 }
 
 void column_moments(Type t, const void* x, const int32_t* rows, int64_t first, int64_t n, int64_t c,
@@ -101,26 +59,26 @@ LATTICE_INLINE void norm_values(Type t, const void* x, const void* residual, int
 }
 
 void normalize_rows(Type t, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
-                    const NormLine& line, int act, float slope, void* y) {
+                    const NormLine& line, Act act, void* y) {
   float xs[norm_chunk], v[norm_chunk];
   for (int64_t e = first; e < first + n; ++e)
     for (int64_t from = 0; from < c; from += norm_chunk) {
       int64_t m = c - from < norm_chunk ? c - from : norm_chunk, at = e * c + from;
       norm_values(t, x, residual, at, from, m, line, xs, v);
-      activate(v, m, act, slope);
+      activate(v, nullptr, m, act);
       store_any(t, v, m, static_cast<char*>(y) + at * bytes_of(t));
     }
 }
 
 void norm_gradient_sums(Type t, const void* dy, const void* x, const void* residual, const int32_t* rows, int64_t first,
-                        int64_t n, int64_t c, const NormLine& line, int act, float slope, float* sum, float* products) {
+                        int64_t n, int64_t c, const NormLine& line, Act act, float* sum, float* products) {
   float xs[norm_chunk], v[norm_chunk], g[norm_chunk];
   for (int64_t e = first; e < first + n; ++e)
     for (int64_t from = 0; from < c; from += norm_chunk) {
       int64_t m = c - from < norm_chunk ? c - from : norm_chunk, at = (rows ? rows[e] : e) * c + from;
       norm_values(t, x, residual, at, from, m, line, xs, v);
       load_any(t, offset(t, dy, at), m, g);
-      activation_gradient(v, g, m, act, slope);
+      activate(v, g, m, act);
       const float *mean = line.mean + from, *rstd = line.rstd + from;
       float *s = sum + from, *p = products + from;
       for (int64_t i = 0; i < m; ++i) {
@@ -131,14 +89,14 @@ void norm_gradient_sums(Type t, const void* dy, const void* x, const void* resid
 }
 
 void norm_gradient(Type t, const void* dy, const void* x, const void* residual, int64_t first, int64_t n, int64_t c,
-                   const NormLine& line, int act, float slope, void* dx, void* dresidual) {
+                   const NormLine& line, Act act, void* dx, void* dresidual) {
   float xs[norm_chunk], v[norm_chunk], g[norm_chunk];
   for (int64_t e = first; e < first + n; ++e)
     for (int64_t from = 0; from < c; from += norm_chunk) {
       int64_t m = c - from < norm_chunk ? c - from : norm_chunk, at = e * c + from;
       norm_values(t, x, residual, at, from, m, line, xs, v);
       load_any(t, offset(t, dy, at), m, g);
-      activation_gradient(v, g, m, act, slope);
+      activate(v, g, m, act);
       const float *mean = line.mean + from, *scale = line.scale + from;
       const float *shift = line.shift + from, *turn = line.turn + from;
       for (int64_t i = 0; i < m; ++i) v[i] = scale[i] * g[i] - shift[i] - (xs[i] - mean[i]) * turn[i];

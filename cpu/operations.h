@@ -97,11 +97,6 @@ std::tuple<array, array, array> attention_gradient(const array& dy, const array&
                                                    const array& starts, const array& queries, const MaybeArray& asked,
                                                    const MaybeArray& begins, float scale, Stream s);
 
-// activations.cpp: with dy, its product with the slope at x
-array gelu(const array& x, const MaybeArray& dy, Stream s);
-array gelu_tanh(const array& x, const MaybeArray& dy, Stream s);
-array silu(const array& x, const MaybeArray& dy, Stream s);
-
 // channel_norms.cpp: of rows [starts[s], starts[s + 1]) of `order`, or of all
 std::tuple<array, array, array, array> channel_moments(const array& x, const std::vector<int>& starts,
                                                        const MaybeArray& order, const MaybeArray& running_mean,

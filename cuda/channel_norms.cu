@@ -151,7 +151,7 @@ __device__ __forceinline__ void normalize_channels(
   ChannelFit<EACH> fit;
   int segment = 0;
   auto prepare = [&] {
-    fit.load(mean, var, weight, bias, eps, segment, channel, channels, sizes.step);
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
   };
   prepare();
   auto run = [&](auto aligned) {
@@ -193,7 +193,7 @@ __device__ __forceinline__ void channel_gradient_sums(
     if (channel >= channels || count == 0) return;
     const long long segment = of ? of[order ? order[rows.first] : rows.first] : 0;
     ChannelFit<EACH> fit;
-    fit.load(mean, var, weight, bias, eps, segment, channel, channels, sizes.step);
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
     auto load = [&](long long row) {
       const long long at = row * channels + channel;
       RowChannels<T, EACH, 3> values;
@@ -235,7 +235,7 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
   const long long at = (long long)segment * channels + channel;
   const long long half = (long long)gridDim.y * channels;
   float share = all.rows > 0.0f ? 1.0f / all.rows : 0.0f;
-  if (weight) share *= static_cast<float>(weight[(long long)segment * sizes.step + channel]);
+  if (weight) share *= static_cast<float>(weight[at]);
   sums[at] = all.sum;
   sums[half + at] = all.products;
   terms[at] = share * all.sum;
@@ -245,7 +245,7 @@ __device__ __forceinline__ void combine_gradient_sums(const float* partials,
 }
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
-// itself, which is the residual's gradient, where there is a place for it.
+// itself, which is the residual's gradient, if dresidual is not null.
 template <typename T, int EACH, typename P, int ACT>
 __device__ __forceinline__ void channel_gradient(
     const T* dy, const T* x, const float* mean, const float* var, const P* weight,
@@ -259,7 +259,7 @@ __device__ __forceinline__ void channel_gradient(
   float shift[EACH] = {}, turn[EACH] = {};
   int segment = 0;
   auto prepare = [&] {
-    fit.load(mean, var, weight, bias, eps, segment, channel, channels, sizes.step);
+    fit.load(mean, var, weight, bias, eps, segment, channel, channels);
     if (!terms) return;
     const long long half = (long long)sizes.segments * channels;
 #pragma unroll
@@ -298,16 +298,6 @@ __device__ __forceinline__ void channel_gradient(
     });
   };
   residual ? by_alignment(run, dy, x, residual) : by_alignment(run, dy, x);
-}
-
-template <typename T, int EACH, typename P, int ACT>
-__device__ __forceinline__ void channel_gradient(
-    const T* dy, const T* x, const float* mean, const float* var, const P* weight,
-    const P* bias, const T* residual, const float* terms, const int* of,
-    const float* norm_numbers, ChannelNormSizes sizes, T* dx) {
-  T* none = nullptr;
-  channel_gradient<T, EACH, P, ACT>(dy, x, mean, var, weight, bias, residual, terms, of,
-                                    norm_numbers, sizes, dx, none);
 }
 
 }  // namespace lattice

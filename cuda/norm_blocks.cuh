@@ -57,8 +57,7 @@ __device__ __forceinline__ int channel_of_thread() {
   return (int)(blockIdx.y * blockDim.x + threadIdx.x) * EACH;
 }
 
-// What normalises EACH channels of a segment. step: the channels of a line of weight and
-// bias where each segment has one, or 0.
+// What normalises EACH channels of a segment: its line of each array.
 template <int EACH>
 struct ChannelFit {
   float mean[EACH], rstd[EACH], scale[EACH], bias[EACH];
@@ -66,16 +65,14 @@ struct ChannelFit {
   template <typename P>
   __device__ __forceinline__ void load(const float* means, const float* vars,
                                        const P* weight, const P* shift, float eps,
-                                       long long segment, int channel, int channels,
-                                       int step) {
+                                       long long segment, int channel, int channels) {
 #pragma unroll
     for (int j = 0; j < EACH; ++j) {
       const long long at = segment * channels + channel + j;
-      const long long own = segment * step + channel + j;
       mean[j] = means[at];
       rstd[j] = rsqrtf(vars[at] + eps);
-      scale[j] = weight ? rstd[j] * static_cast<float>(weight[own]) : rstd[j];
-      bias[j] = shift ? static_cast<float>(shift[own]) : 0.0f;
+      scale[j] = weight ? rstd[j] * static_cast<float>(weight[at]) : rstd[j];
+      bias[j] = shift ? static_cast<float>(shift[at]) : 0.0f;
     }
   }
   __device__ __forceinline__ float value(int j, float x) const {
@@ -150,8 +147,8 @@ struct Running {
 };
 
 // Writes the statistics of a channel, from its mean and the sum of squares about it, and
-// running ones moved by them, where there is a place for these. One row moves the mean
-// alone; without running ones, moved are the mean and the unbiased variance.
+// running ones moved by them. One row moves the mean alone; without running ones, moved are
+// the mean and the unbiased variance.
 __device__ __forceinline__ void write_statistics(float rows, float m, float squares,
                                                  const Running& old, long long at,
                                                  float* mean, float* var,
@@ -160,7 +157,6 @@ __device__ __forceinline__ void write_statistics(float rows, float m, float squa
   const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
   mean[at] = m;
   var[at] = v;
-  if (!moved_mean) return;
   moved_mean[at] = old.there ? (1.0f - old.by) * old.mean + old.by * m : m;
   if (old.there && !(rows > 1.0f)) {
     moved_var[at] = old.var;

@@ -6,7 +6,7 @@
 //         --> y = act(v), v = (x - mean) rstd weight + bias + residual
 //   back: both again, g = dy act'(v) --> dx = rstd (weight g - A - xhat B), dresidual = g
 //         A, B: means over the row of weight g and of weight g xhat
-//         sums of g xhat and g by block --> partials (blocks, 2, C) --> dweight, dbias
+//         sums of g xhat and g by block --> partials (blocks, 2 C), which column_sums adds
 //
 // Blocks walk over rows, so that few blocks start however many rows there are, and few
 // partials are written. Any dtype, float32 inside, channels a multiple of EACH; no
@@ -15,9 +15,6 @@
 // Needs norm_blocks.cuh.
 
 namespace lattice {
-
-constexpr int SUMMED_COLUMNS = 32;  // of the partials, of a block that adds them
-constexpr int SUMMING_DOWN = 32;    // and its threads for each of them
 
 // The mean of a row, and what its values' distances from it are multiplied by.
 struct RowFit {
@@ -217,31 +214,6 @@ __device__ __forceinline__ void layer_norm_gradient(
     store_channels<EACH>(line + channel, products[i]);
     store_channels<EACH>(line + sizes.channels + channel, sums[i]);
   }
-}
-
-// dweight and dbias, of partials of sizes.rows blocks: each thread adds a share of them,
-// and one the shares.
-template <typename P>
-__device__ __forceinline__ void layer_norm_sums(const float* partials,
-                                                RowNormSizes sizes, P* dweight,
-                                                P* dbias) {
-  __shared__ float kept[SUMMING_DOWN][SUMMED_COLUMNS];
-  const int channels = sizes.channels, columns = 2 * channels;
-  const int column = blockIdx.x * SUMMED_COLUMNS + threadIdx.x;
-  float sum = 0.0f;
-  if (column < columns) {
-#pragma unroll 8
-    for (int b = threadIdx.y; b < sizes.rows; b += SUMMING_DOWN) {
-      sum += partials[(long long)b * columns + column];
-    }
-  }
-  kept[threadIdx.y][threadIdx.x] = sum;
-  __syncthreads();
-  if (threadIdx.y != 0 || column >= columns) return;
-#pragma unroll
-  for (int share = 1; share < SUMMING_DOWN; ++share) sum += kept[share][threadIdx.x];
-  P* to = column < channels ? dweight + column : dbias + (column - channels);
-  *to = static_cast<P>(sum);
 }
 
 }  // namespace lattice

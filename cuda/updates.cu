@@ -49,59 +49,47 @@ __device__ __forceinline__ void update_parameters(const int* work, const T* grad
                                                   const float* rates, T* next,
                                                   STATE* next_master, STATE* next_first,
                                                   STATE* next_second) {
-  constexpr int EACH = 16 / sizeof(T);
+  constexpr int WIDE = 16 / sizeof(T);
   const int start = work[3 * blockIdx.x + 1], stop = work[3 * blockIdx.x + 2];
-  auto run = [&](auto aligned) {
-    for (int at = start + (int)threadIdx.x * EACH; at < stop;
-         at += (int)blockDim.x * EACH) {
-      Channels<T, EACH> g, p;
-      Channels<STATE, EACH> m, a, b;
-      const bool whole = at + EACH <= stop;
-      if (whole) {
-        g = load_channels<EACH>(gradient + at, aligned);
-        p = load_channels<EACH>(parameter + at, aligned);
-        if (master) m = load_channels<EACH>(master + at, aligned);
-        if (first) a = load_channels<EACH>(first + at, aligned);
-        if (second) b = load_channels<EACH>(second + at, aligned);
-      }
-      float to[EACH], to_first[EACH], to_second[EACH];
+  // Updates as many neighbouring elements from `at` on as g has.
+  auto update = [&](int at, auto g, auto aligned) {
+    constexpr int EACH = sizeof(g.v) / sizeof(T);
+    Channels<STATE, EACH> m, a = {}, b = {};
+    g = load_channels<EACH>(gradient + at, aligned);
+    const auto p = load_channels<EACH>(parameter + at, aligned);
+    if (master) m = load_channels<EACH>(master + at, aligned);
+    if (first) a = load_channels<EACH>(first + at, aligned);
+    if (second) b = load_channels<EACH>(second + at, aligned);
+    float to[EACH], to_first[EACH], to_second[EACH];
 #pragma unroll
-      for (int j = 0; j < EACH; ++j) {
-        if (!whole) {
-          if (at + j >= stop) break;
-          g.v[j] = gradient[at + j];
-          p.v[j] = parameter[at + j];
-          if (master) m.v[j] = master[at + j];
-          if (first) a.v[j] = first[at + j];
-          if (second) b.v[j] = second[at + j];
-        }
-        to_first[j] = first ? static_cast<float>(a.v[j]) : 0.0f;
-        to_second[j] = second ? static_cast<float>(b.v[j]) : 0.0f;
-        const float own = static_cast<float>(p.v[j]);
-        float from = own;
-        if (master) {
-          from = static_cast<float>(m.v[j]);
-          if (static_cast<float>(static_cast<T>(from)) != own) from = own;
-        }
-        to[j] = updated<RULE>(rates, static_cast<float>(g.v[j]), from, to_first[j],
-                              to_second[j]);
-        if (!whole) {
-          next[at + j] = static_cast<T>(to[j]);
-          if (master) next_master[at + j] = static_cast<STATE>(to[j]);
-          if (first) next_first[at + j] = static_cast<STATE>(to_first[j]);
-          if (second) next_second[at + j] = static_cast<STATE>(to_second[j]);
-        }
+    for (int j = 0; j < EACH; ++j) {
+      to_first[j] = static_cast<float>(a.v[j]), to_second[j] = static_cast<float>(b.v[j]);
+      const float own = static_cast<float>(p.v[j]);
+      float from = own;
+      if (master) {
+        from = static_cast<float>(m.v[j]);
+        if (static_cast<float>(static_cast<T>(from)) != own) from = own;
       }
-      if (!whole) continue;
-      store_channels<EACH>(next + at, to);
-      if (master) store_channels<EACH>(next_master + at, to);
-      if (first) store_channels<EACH>(next_first + at, to_first);
-      if (second) store_channels<EACH>(next_second + at, to_second);
+      to[j] = updated<RULE>(rates, static_cast<float>(g.v[j]), from, to_first[j],
+                            to_second[j]);
+    }
+    store_channels<EACH>(next + at, to);
+    if (master) store_channels<EACH>(next_master + at, to);
+    if (first) store_channels<EACH>(next_first + at, to_first);
+    if (second) store_channels<EACH>(next_second + at, to_second);
+  };
+  const int whole = stop - (stop - start) % WIDE, thread = threadIdx.x;
+  auto run = [&](auto aligned) {
+    for (int at = start + thread * WIDE; at < whole; at += (int)blockDim.x * WIDE) {
+      update(at, Channels<T, WIDE>{}, aligned);
     }
   };
   const auto any = reinterpret_cast<const STATE*>(parameter);
   by_alignment(run, gradient, parameter, master ? master : any, first ? first : any,
                second ? second : any);
+  if (whole + thread < stop) {
+    update(whole + thread, Channels<T, 1>{}, cuda::std::false_type());
+  }
 }
 
 }  // namespace lattice

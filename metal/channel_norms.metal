@@ -87,32 +87,23 @@ struct NormThread {
   }
 };
 
-// What normalises four channels of a segment. step: the channels of a line of weight and
-// bias where each segment has one, or 0.
+// What normalises four channels of a segment: its line of each array.
 struct ChannelFit {
   float4 mean, rstd, scale, bias;
 
   template <typename P>
   METAL_FUNC void load(
       const device float* means, const device float* vars, const device P* weight,
-      const device P* shift, float eps, size_t segment, int channel, int channels,
-      int step) thread {
+      const device P* shift, float eps, size_t segment, int channel,
+      int channels) thread {
     for (int j = 0; j < 4; ++j) {
       const bool inside = channel + j < channels;
-      const int c = inside ? channel + j : channel;
-      const size_t at = segment * channels + c;
-      const size_t own = segment * step + c;
-      set(j, means[at], vars[at], weight, shift, eps, own);
+      const size_t at = segment * channels + (inside ? channel + j : channel);
+      mean[j] = means[at];
+      rstd[j] = rsqrt(vars[at] + eps);
+      scale[j] = weight ? rstd[j] * float(weight[at]) : rstd[j];
+      bias[j] = shift ? float(shift[at]) : 0.0f;
     }
-  }
-  template <typename P>
-  METAL_FUNC void set(
-      int j, float m, float var, const device P* weight, const device P* shift,
-      float eps, size_t own) thread {
-    mean[j] = m;
-    rstd[j] = rsqrt(var + eps);
-    scale[j] = weight ? rstd[j] * float(weight[own]) : rstd[j];
-    bias[j] = shift ? float(shift[own]) : 0.0f;
   }
   METAL_FUNC float4 value(float4 from) const thread {
     return (from - mean) * scale + bias;
@@ -199,25 +190,6 @@ METAL_FUNC void channel_moments(
   write_partials(partials, count, channels, here, about + d, squares);
 }
 
-// Writes the statistics of a channel, from its mean and the sum of squares about it, and
-// running ones moved by them, where there is a place for these. One row moves the mean alone; without running ones, moved
-// are the mean and the unbiased variance.
-METAL_FUNC void write_statistics(
-    float rows, float m, float squares, const device float* running_mean,
-    const device float* running_var, float by, size_t at, device float* mean,
-    device float* var, device float* moved_mean, device float* moved_var) {
-  const float v = rows > 0.0f ? squares / rows : 0.0f;
-  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
-  mean[at] = m;
-  var[at] = v;
-  if (!moved_mean) return;
-  moved_mean[at] = running_mean ? (1.0f - by) * running_mean[at] + by * m : m;
-  float next = unbiased;
-  if (running_var && rows > 1.0f) next = (1.0f - by) * running_var[at] + by * unbiased;
-  if (running_var && !(rows > 1.0f)) next = running_var[at];
-  moved_var[at] = next;
-}
-
 // A thread's channel and its share of the lines of a segment's partials.
 struct LineThread {
   int first, stop, channel, channels, across, down, x, y, segment;
@@ -257,7 +229,9 @@ METAL_FUNC float add_down(
   return kept[here.x];
 }
 
-// starts: the first line of each segment; of one segment all lines, and null.
+// starts: the first line of each segment; of one segment all lines, and null. Without
+// running statistics, moved are the mean and the unbiased variance; a single row moves the
+// mean alone.
 METAL_FUNC void combine_moments(
     const device float* partials,
     const device int* starts,
@@ -294,9 +268,16 @@ METAL_FUNC void combine_moments(
   }
   squares = add_down(squares, memory, here);
   if (here.y != 0 || !inside) return;
-  write_statistics(
-      rows, m, squares, running_mean, running_var, norm_numbers[NORM_MOMENTUM],
-      size_t(here.segment) * channels + here.channel, mean, var, moved_mean, moved_var);
+  const size_t to = size_t(here.segment) * channels + here.channel;
+  const float v = rows > 0.0f ? squares / rows : 0.0f, by = norm_numbers[NORM_MOMENTUM];
+  const float unbiased = rows > 1.0f ? squares / (rows - 1.0f) : v;
+  mean[to] = m;
+  var[to] = v;
+  moved_mean[to] = running_mean ? (1.0f - by) * running_mean[to] + by * m : m;
+  float next = unbiased;
+  if (running_var && rows > 1.0f) next = (1.0f - by) * running_var[to] + by * unbiased;
+  if (running_var && !(rows > 1.0f)) next = running_var[to];
+  moved_var[to] = next;
 }
 
 // y = act(norm(x) + residual). of: the segment of each row; one for all where null.
@@ -325,8 +306,7 @@ METAL_FUNC void normalize_channels(
     const int next = of ? of[row] : 0;
     if (next != segment) {
       segment = next;
-      fit.load(
-          mean, var, weight, bias, eps, size_t(segment), channel, channels, sizes.step);
+      fit.load(mean, var, weight, bias, eps, size_t(segment), channel, channels);
     }
     const size_t from = size_t(row) * channels + channel;
     float4 v = fit.value(four_channels(x + from, here.left));
@@ -377,7 +357,7 @@ METAL_FUNC void channel_gradient_sums(
     ChannelFit fit;
     fit.load(
         mean, var, weight, bias, norm_numbers[NORM_EPS], segment, here.channel,
-        channels, sizes.step);
+        channels);
     for (int place = here.first + here.y; place < here.stop; place += here.down) {
       const size_t row = size_t(order ? order[place] : place);
       const size_t from = row * channels + here.channel;
@@ -424,7 +404,7 @@ METAL_FUNC void combine_gradient_sums(
   const size_t to = size_t(here.segment) * channels + here.channel;
   const size_t plane = size_t(sizes.segments) * channels;
   float share = rows > 0.0f ? 1.0f / rows : 0.0f;
-  if (weight) share *= float(weight[size_t(here.segment) * sizes.step + here.channel]);
+  if (weight) share *= float(weight[to]);
   sums[to] = sum;
   sums[plane + to] = products;
   terms[to] = share * sum;
@@ -434,7 +414,7 @@ METAL_FUNC void combine_gradient_sums(
 }
 
 // dx = rstd (weight g - terms[0] - xhat terms[1]), without terms rstd weight g; and g
-// itself, which is the residual's gradient, where there is a place for it.
+// itself, which is the residual's gradient, if dresidual is not null.
 template <typename T, typename P, int ACT>
 METAL_FUNC void channel_gradient(
     const device T* dy,
@@ -465,8 +445,7 @@ METAL_FUNC void channel_gradient(
     const int next = of ? of[row] : 0;
     if (next != segment) {
       segment = next;
-      fit.load(
-          mean, var, weight, bias, eps, size_t(segment), channel, channels, sizes.step);
+      fit.load(mean, var, weight, bias, eps, size_t(segment), channel, channels);
       if (terms) {
         const device float* term = terms + size_t(segment) * channels + channel;
         shift = four_channels(term, here.left) * fit.rstd;
@@ -482,27 +461,4 @@ METAL_FUNC void channel_gradient(
     write_sums(dx + to, out, here.left);
     if (dresidual) write_sums(dresidual + to, g, here.left);
   }
-}
-
-template <typename T, typename P, int ACT>
-METAL_FUNC void channel_gradient(
-    const device T* dy,
-    const device T* x,
-    const device float* mean,
-    const device float* var,
-    const device P* weight,
-    const device P* bias,
-    const device T* residual,
-    const device float* terms,
-    const device int* of,
-    const device float* norm_numbers,
-    const thread ChannelNormSizes& sizes,
-    device T* dx,
-    uint3 group,
-    uint3 at,
-    uint3 threads) {
-  device T* none = nullptr;
-  channel_gradient<T, P, ACT>(
-      dy, x, mean, var, weight, bias, residual, terms, of, norm_numbers, sizes, dx,
-      none, group, at, threads);
 }

@@ -1,32 +1,33 @@
-"""Sums, activations and joins of channels, by kernels where the device has them.
+"""What kernels apply to channels: scales, sums and activations; and joins of channels.
 
-Kernels of norms serve with a mean of 0 and a variance of 1, which changes no bit.
+The kernels of norms do it with a mean of 0 and a variance of 1, which change no bit.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import lru_cache, partial
 
 import mlx.core as mx
 
 from . import devices, registry, sync
-from .backends.cuda.norms import CudaColumnSums
-from .backends.gpu import norms as gpu_norms
 from .checks import FLOATS
 from .epilogue import NONE, SLOPE, Activation, composed
-from .registry import Fit, Norms
-from .transformations import Function, Gradient, Rules, elementwise, filled, of_kernels
+from .registry import Fit, Norms, RowSegments, standard
+from .transformations import Function, Gradient, Rules, filled, several
 
 WORDS = mx.uint64, mx.uint32, mx.uint16
+# Rows from which kernels of this library sum columns, instead of MLX; timed on an H200.
+SUMMED_ROWS = 256
+
+
+# Joins.
 
 
 def beside(parts: Sequence[mx.array]) -> mx.array:
     """Return (N, C) rows of arrays of one dtype, the channels of each after another's.
 
-    Two of them by a kernel where the device has one, and so are their gradients; else
-    in MLX operations, int8 in the widest words that fit, since MLX copies parts of rows
-    number by number.
+    A kernel joins two arrays if the device has one. MLX copies parts of rows number by
+    number, so it joins int8 in the widest words that fit.
     """
     kernels = registry.joins()
     if kernels is not None and kernels.takes(parts):
@@ -56,7 +57,7 @@ def _joined_jvp(primals, tangents):
 
 
 def _split(c_a: int) -> Function:
-    """Return what takes rows of which ``c_a`` channels are the first array's apart."""
+    """Return a function that splits rows after their first ``c_a`` channels."""
 
     def views(y: mx.array) -> tuple[mx.array, mx.array]:
         return y[:, :c_a], y[:, c_a:]
@@ -67,23 +68,165 @@ def _split(c_a: int) -> Function:
     return split
 
 
+# Scales, sums and activations.
+
+
+def affine(
+    x: mx.array,
+    mean: mx.array,
+    var: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    eps: float,
+    act: Activation,
+) -> mx.array:
+    """Return ``act((x - mean) / sqrt(var + eps) * weight + bias + residual)``.
+
+    In MLX operations: float32 inside, rounded to the dtype of x.
+    """
+    y = (x.astype(mx.float32) - mean) * mx.rsqrt(var.astype(mx.float32) + eps)
+    y = y if weight is None else y * weight.astype(mx.float32)
+    y = y if bias is None else y + bias.astype(mx.float32)
+    y = y if residual is None else y + residual.astype(mx.float32)
+    if y.size:  # MLX's compiled activations on CUDA divide by zero of no rows
+        y = composed(act)(y)
+    return y.astype(x.dtype)
+
+
+def untold(*_: object) -> None:
+    """Report to no observer."""
+
+
+class Affine(Rules):
+    """``act(x * weight + bias + residual)`` of rows by kernels, and its derivatives.
+
+    A function of x and of those that are present of weight, bias and residual. It holds
+    no array of a call: MLX keeps rules until it has evaluated their results. Higher
+    derivatives, forward mode and vmap are those of ``composed``, the same function in
+    MLX operations. Norms derive from it.
+
+    Args:
+        kernels: of the device; None for MLX operations, by ``composed`` alone.
+        present: which there are of weight, bias and residual.
+        act: what follows.
+        eps: added to a variance.
+        segments: rows that have a line of weight and bias; by default all have one.
+        spread: from such lines to those of rows.
+        tell: called with a pass and its number of launches.
+    """
+
+    __slots__ = "act", "eps", "kernels", "present", "segments", "spread", "tell"
+    statistics = 0  # results that ``back`` takes after x, and ``composed`` computes
+
+    def __init__(
+        self,
+        kernels: Norms | None,
+        present: Sequence[bool] = (False, False, False),
+        act: Activation = NONE,
+        eps: float = 0.0,
+        segments: RowSegments | None = None,
+        spread: Callable[[mx.array], mx.array] | None = None,
+        tell: Callable[..., None] = untold,
+    ):
+        self.kernels, self.present, self.act, self.eps = kernels, present, act, eps
+        self.segments, self.spread, self.tell = segments, spread, tell
+
+    def named(self, rest: Sequence[mx.array]) -> list[mx.array | None]:
+        """Return weight, bias and residual, None for those that are not present."""
+        arrays = iter(rest)
+        return [next(arrays) if each else None for each in self.present]
+
+    def those(self, *values: mx.array | None) -> list[mx.array]:
+        """Return the values of those of weight, bias and residual that are present."""
+        pairs = zip(values, self.present, strict=True)
+        return [value for value, each in pairs if each]
+
+    def of_rows(self, *lines: mx.array | None) -> list[mx.array | None]:
+        """Return a line of each row, of lines of segments."""
+        if self.spread is None:
+            return [*lines]
+        return [None if line is None else self.spread(line) for line in lines]
+
+    def fit(self, mean, var, weight=None, bias=None) -> Fit:
+        """Return what kernels normalise by."""
+        return Fit(mean, var, weight, bias, self.eps, self.act, self.segments)
+
+    @property
+    def lines(self) -> int:
+        """Return how many lines of weight and bias there are."""
+        return 1 if self.segments is None else self.segments.size
+
+    def _scaling(self, x: mx.array, weight=None, bias=None) -> Fit:
+        return self.fit(*standard(x.shape[1], self.lines), weight, bias)
+
+    def composed(self, x, *rest) -> mx.array:
+        """Return what ``forward`` does, in MLX operations."""
+        *lines, residual = self.named(rest)
+        # Not x itself: gradients that are one array have one cotangent in MLX's vjp.
+        none, one = mx.array(0.0), mx.array(1.0)
+        lines = self.of_rows(*lines)
+        return affine(x, none, one, *lines, residual, self.eps, self.act)
+
+    def forward(self, x, *rest) -> mx.array:
+        """Return the result, by kernels."""
+        weight, bias, residual = self.named(rest)
+        self.tell("forward", 1)
+        return self.kernels.normalize(x, self._scaling(x, weight, bias), residual)
+
+    def back(self, dy, x, *rest) -> tuple[mx.array, ...]:
+        """Return the gradients of x and of those that are present of the rest."""
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # several launches read them
+        weight, bias, residual = self.named(rest)
+        fit, kernels = self._scaling(x, weight, bias), self.kernels
+        dx, dresidual = kernels.gradient(dy, x, fit, residual)
+        dweight = dbias = None
+        if weight is not None:
+            *_, dweight, dbias = kernels.gradient_sums(dy, x, fit, residual)
+            dweight, dbias = (a.reshape(weight.shape) for a in (dweight, dbias))
+        elif bias is not None:
+            dbias = column_sums(dx, bias)
+        self.tell("backward", 1 if weight is None and bias is None else 3)
+        return dx, *self.those(dweight, dbias, dresidual)
+
+    def gradient(self, dy, *arrays) -> tuple[mx.array, ...]:
+        """Return what ``back`` does, with derivatives."""
+        return Gradient(self.back, self.composed, self.statistics)(dy, *arrays)
+
+    def vjp(self, primals, dy, _):
+        """Return the gradients of all arrays."""
+        primals = several(primals)
+        found = self.gradient(dy, *primals)
+        return found if len(primals) > 1 else found[0]
+
+    def jvp(self, at, by):
+        """Return a derivative along tangents."""
+        at, by = [*several(at)], several(by)
+        return mx.jvp(self.composed, at, filled(at, by))[1][0]
+
+    def vmap(self, arrays, axes):
+        """Return the results of several calls."""
+        arrays, axes = several(arrays), tuple(several(axes))
+        return mx.vmap(self.composed, axes)(*arrays), 0
+
+
 def activation(x: mx.array, act: Activation) -> mx.array:
     """Return an activation in one launch; its derivative is one, too.
 
-    MLX's own are several each within a transformation, where it compiles nothing.
-    Elsewhere a GPU's ReLU is MLX's, which writes over what nobody else reads.
+    MLX's activations are several launches each within a transformation, which compiles
+    nothing. Outside of transformations a GPU's ReLU is MLX's, which can write over its
+    input.
     """
-    kernels = registry.norms() if x.ndim > 1 and x.size else None
+    if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
+        return x
+    kernels = registry.norms() if x.ndim > 1 else None
     if kernels is None or x.dtype not in FLOATS:
         return composed(act)(x)
     of_mlx = act.kind == SLOPE and not sync.is_transforming()
     if of_mlx and devices.current().backend != devices.CPU:
         return composed(act)(x)
     rows = x if x.ndim == 2 else x.reshape(-1, x.shape[-1])
-    fit = _alone(act, rows.shape[1])
-    back = _back(kernels, fit)
-    y = elementwise(lambda x: kernels.normalize(x, fit), back, composed(act))(rows)
-    return y if x.ndim == 2 else y.reshape(x.shape)
+    return Affine(kernels, act=act)(rows).reshape(x.shape)
 
 
 def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
@@ -91,8 +234,7 @@ def activation_gradient(dy: mx.array, x: mx.array, act: Activation) -> mx.array:
     kernels = registry.norms() if x.size else None
     if kernels is None or x.dtype not in FLOATS:
         return mx.vjp(composed(act), [x], [dy])[1][0]
-    back = _back(kernels, _alone(act, x.shape[1]))
-    return Gradient(lambda dy, x: (back(dy, x),), composed(act))(dy, x)[0]
+    return Affine(kernels, act=act).gradient(dy, x)[0]
 
 
 def activated_sum(
@@ -108,101 +250,46 @@ def activated_sum(
     if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
         return x if residual is None else x + residual
     kernels = registry.norms() if x.dtype in FLOATS else None
-    arrays = [a for a in (bias, residual) if a is not None]
-    there = bias is not None, residual is not None
-    if kernels is None:
-        return _sum_of(act, there, x, *arrays)
-    return _activated_sum(act, there, kernels, x.shape[1])(x, *arrays)
+    rules = Affine(kernels, (False, bias is not None, residual is not None), act)
+    function = rules.composed if kernels is None else rules
+    return function(x, *[a for a in (bias, residual) if a is not None])
+
+
+# Sums of columns.
 
 
 def column_sums(x: mx.array, like: mx.array) -> mx.array:
     """Return the (C,) sums over the rows of (N, C), in the dtype of ``like``.
 
-    One launch or two on CUDA, one pass on the CPU, by all threads. Float32 inside. The
-    gradient of a bias is one.
+    The gradient of a bias. One launch or two on CUDA, one pass by all threads on the
+    CPU; float32 inside.
     """
-    kernels = _summing(x)
-    if like.dtype not in FLOATS or kernels is None:
+    if like.dtype not in FLOATS or not sums_columns(x):
         return x.sum(axis=0).astype(like.dtype)
-    return _ColumnSums(kernels, like.dtype)(x)
+    return _ColumnSums(registry.norms(), like.dtype)(x)
 
 
 def sums_columns(x: mx.array) -> bool:
     """Whether kernels sum the columns of an array: not on Metal, nor of few rows."""
-    return _summing(x) is not None
-
-
-def _summing(x: mx.array) -> Norms | CudaColumnSums | None:
-    """Return the kernels that sum the columns of an array, if any do."""
-    if x.ndim != 2 or x.shape[0] < gpu_norms.COLUMN_SUM_ROWS:
-        return None
-    if not x.size or x.dtype not in FLOATS:
-        return None
-    backend = registry.serving()
-    if backend == devices.METAL:
-        return None
-    return registry.COLUMN_SUMS.get(backend) or registry.NORMS.get(backend)
-
-
-def _spread(there: tuple[bool, bool], arrays: Sequence[mx.array]):
-    rest = iter(arrays)
-    return [next(rest) if each else None for each in there]
-
-
-def _sum_of(act: Activation, there: tuple[bool, bool], x, *rest) -> mx.array:
-    """Return ``activated_sum`` in MLX operations."""
-    # Once x: gradients that are one array would have one cotangent in MLX's vjp.
-    y = sum((a.astype(mx.float32) for a in rest), 1.0 * x.astype(mx.float32))
-    return composed(act)(y).astype(x.dtype)
-
-
-def _activated_sum(
-    act: Activation, there: tuple[bool, bool], kernels: Norms, channels: int
-) -> Function:
-    alone = _alone(act, channels)
-
-    def forward(x, *rest):
-        bias, residual = _spread(there, rest)
-        return kernels.normalize(x, alone._replace(bias=bias), residual)
-
-    def back(dy, x, *rest):
-        bias, residual = _spread(there, rest)
-        fit, dy = alone._replace(bias=bias), mx.contiguous(dy)
-        dx, dresidual = kernels.gradient(dy, x, fit, residual)
-        sums = [] if bias is None else [column_sums(dx, bias)]
-        return dx, *sums, *[dresidual] * there[1]
-
-    summed = partial(_sum_of, act, there)
-    return of_kernels(forward, back, summed, 1 + sum(there))
-
-
-def _alone(act: Activation, channels: int) -> Fit:
-    mean, var, _ = standard(channels)
-    return Fit(mean, var, None, None, 0.0, act)
-
-
-def _back(kernels: Norms, fit: Fit) -> Callable[[mx.array, mx.array], mx.array]:
-    return lambda dy, x: kernels.gradient(mx.contiguous(dy), x, fit)[0]
+    if x.ndim != 2 or x.shape[0] < SUMMED_ROWS or not x.size or x.dtype not in FLOATS:
+        return False
+    kernels = registry.norms()
+    return kernels is not None and kernels.sums_columns
 
 
 class _ColumnSums(Rules):
-    """Sums over the rows of (N, C), in the dtype ``kind``."""
+    """Sums over the rows of (N, C), in a dtype."""
 
-    __slots__ = "kernels", "kind"
+    __slots__ = "dtype", "kernels"
 
-    def __init__(self, kernels: Norms | CudaColumnSums, kind: mx.Dtype):
-        self.kernels, self.kind = kernels, kind
+    def __init__(self, kernels: Norms, dtype: mx.Dtype):
+        self.kernels, self.dtype = kernels, dtype
 
     def forward(self, x: mx.array) -> mx.array:
-        x = mx.contiguous(x)
-        if isinstance(self.kernels, CudaColumnSums):
-            return self.kernels.sums(x, kind=self.kind)
-        mean, var, shift = standard(x.shape[1], self.kind)
-        fit = Fit(mean, var, None, shift, 0.0, NONE)
-        return self.kernels.gradient_sums(x, x, fit)[3].reshape(-1)
+        return self.kernels.column_sums(mx.contiguous(x), self.dtype)
 
     def by_mlx(self, x: mx.array) -> mx.array:
-        return x.sum(axis=0).astype(self.kind)
+        return x.sum(axis=0).astype(self.dtype)
 
     def vjp(self, x, by, _):
         return mx.broadcast_to(by, x.shape).astype(x.dtype)
@@ -212,17 +299,3 @@ class _ColumnSums(Rules):
 
     def vmap(self, x, axis):
         return mx.vmap(self.by_mlx, in_axes=(axis,))(x), 0
-
-
-@lru_cache(maxsize=256)
-def standard(
-    channels: int, kind: mx.Dtype = mx.float32, lines: int = 1
-) -> tuple[mx.array, mx.array, mx.array]:
-    """Return (lines, C) means of 0 and variances of 1, and a (C,) shift of 0, computed.
-
-    By them kernels of norms change no bit.
-    """
-    line = lines, channels
-    found = mx.zeros(line), mx.ones(line), mx.zeros((channels,), dtype=kind)
-    sync.compute(found)
-    return found

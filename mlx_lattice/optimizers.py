@@ -61,11 +61,11 @@ class _Batched:
             own = mx.where(master.astype(parameter.dtype) == parameter, master, own)
         halves = {n: a.dtype for n, a in state.items() if a.dtype in HALVES}
         state.update((name, state[name].astype(mx.float32)) for name in halves)
-        made = super().apply_single(gradient.astype(mx.float32), own, state)
+        wide = super().apply_single(gradient.astype(mx.float32), own, state)
         state.update((name, state[name].astype(kind)) for name, kind in halves.items())
         if self._has_master(parameter):
-            state["master"] = made
-        return made.astype(parameter.dtype)
+            state["master"] = wide
+        return wide.astype(parameter.dtype)
 
     def _has_master(self, parameter: mx.array) -> bool:
         return self.master_weights and parameter.dtype in HALVES
@@ -73,7 +73,7 @@ class _Batched:
     def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
         """Return the updated parameters; the state is updated.
 
-        Parameters that were frozen until now begin with a state of their own.
+        Parameters that were frozen until this step begin with a state of their own.
         """
         if not self._initialized or _misses(self.state, gradients):
             self.init(gradients)
@@ -82,28 +82,29 @@ class _Batched:
             return super().apply_gradients(gradients, parameters)
         super().apply_gradients({}, {})  # schedules and the number of the step
         rule, names = self._rule()
-        # Parameters that have no master copy, and those that have one.
-        kinds = (rule, names), (rule.with_master, ("master", *names))
+        # Of parameters without a master copy, and of those with one.
+        rules = (rule, names), (rule.with_master, ("master", *names))
+        batches: tuple[list, list] = ([], [])
         leaves: list[tuple] = []
-        together: tuple[list, list] = ([], [])
         tree_map(lambda *leaf: leaves.append(leaf), gradients, parameters, self.state)
         updated: list[mx.array | None] = [None] * len(leaves)
         for at, (gradient, parameter, state) in enumerate(leaves):
-            kind = self._has_master(parameter)
-            if kind and "master" not in state:
+            has_master = self._has_master(parameter)
+            if has_master and "master" not in state:
                 state["master"] = parameter.astype(mx.float32)
-            rule, names = kinds[kind]
+            rule, names = rules[has_master]
             arrays = gradient, parameter, *[state[name] for name in names]
             if kernels.takes(arrays, rule):
-                together[kind].append((at, arrays))
+                batches[has_master].append((at, arrays))
             else:
                 updated[at] = self.apply_single(gradient, parameter, state)
-        for (rule, names), some in zip(kinds, together, strict=True):
-            if not some:
-                continue
-            made = kernels.run(rule, self._rates(), [arrays for _, arrays in some])
-            for (at, _), (updated[at], *states) in zip(some, made, strict=True):
-                leaves[at][2].update(zip(names, states, strict=True))
+        for (rule, names), batch in zip(rules, batches, strict=True):
+            if batch:
+                found = kernels.step(
+                    rule, self._rates(), [arrays for _, arrays in batch]
+                )
+                for (at, _), (updated[at], *states) in zip(batch, found, strict=True):
+                    leaves[at][2].update(zip(names, states, strict=True))
         results = iter(updated)
         return tree_map(lambda _: next(results), gradients)
 

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import accumulate, chain
+from functools import cached_property, lru_cache
+from itertools import accumulate, chain, pairwise
 from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
 from . import sync
-from .availability import extension, serves
-from .devices import CPU, current
-from .epilogue import GELU, GELU_TANH, NONE, SILU, Activation
+from .availability import serves
+from .devices import current
+from .epilogue import NONE, Activation
 
 if TYPE_CHECKING:  # geometry asks for the kernels that it is built by
-    from .backends.cuda.norms import CudaColumnSums, CudaRowNorms
     from .backends.gpu.attention import GpuHeads, GpuPatches
     from .backends.gpu.joins import GpuJoins
     from .backends.gpu.optimizers import GpuUpdates
@@ -29,11 +28,6 @@ GEOMETRY: dict[str, Geometry] = {}
 REDUCTIONS: dict[str, Reductions] = {}
 # Without kernels, norms are MLX operations.
 NORMS: dict[str, Norms] = {}
-# Norms of single rows; elsewhere MLX's own kernel normalizes them.
-ROW_NORMS: dict[str, CudaRowNorms] = {}
-# The CPU extension's activations by kind: ``kernel(x)`` is the activation,
-# ``kernel(x, dy)`` its derivative times dy.
-CPU_ACTIVATIONS = {GELU: "gelu", GELU_TANH: "gelu_tanh", SILU: "silu"}
 # Elsewhere MLX operations normalize and rotate attention heads.
 HEADS: dict[str, GpuHeads] = {}
 # Elsewhere MLX operations find the cells of points and their interpolation weights.
@@ -42,66 +36,53 @@ POINTS: dict[str, GpuPoints] = {}
 PATCHES: dict[str, GpuPatches] = {}
 # Without kernels, MLX's own optimizers run.
 UPDATES: dict[str, GpuUpdates] = {}
-# Elsewhere the kernels of norms sum columns, or MLX.
-COLUMN_SUMS: dict[str, CudaColumnSums] = {}
 # Elsewhere MLX operations join channels.
 JOINS: dict[str, GpuJoins] = {}
 
 
 def serving() -> str:
-    """Return the backend whose kernels serve now: the device's own, or MLX's."""
+    """Return the backend whose kernels run now: the device's own, or MLX."""
     backend = current().backend
     return backend if serves(backend) else MLX
 
 
 def geometry() -> Geometry:
-    """Return the geometry of the device that MLX runs on now."""
+    """Return the geometry of the current device."""
     return GEOMETRY[serving()]
 
 
 def reductions() -> Reductions:
-    """Return the reductions of the device that MLX runs on now."""
+    """Return the reductions of the current device."""
     return REDUCTIONS[serving()]
 
 
 def norms() -> Norms | None:
-    """Return the norms of the device that MLX runs on now, if it has kernels."""
+    """Return the norms of the current device, if it has kernels."""
     return NORMS.get(serving())
 
 
-def row_norms() -> CudaRowNorms | None:
-    """Return what normalises rows in one launch on the device of now, if any does."""
-    return ROW_NORMS.get(serving())
-
-
-def activation(kind: int) -> Callable[..., mx.array] | None:
-    """Return the kernel of an activation on the current device, if it has one."""
-    name = CPU_ACTIVATIONS.get(kind)
-    return getattr(extension, name) if name and serving() == CPU else None
-
-
 def heads() -> GpuHeads | None:
-    """Return what prepares heads for attention on the device of now, if any does."""
+    """Return the kernels that prepare attention heads on the current device, if any."""
     return HEADS.get(serving())
 
 
 def points() -> GpuPoints | None:
-    """Return what finds cells of points on the device of now, if any kernel does."""
+    """Return the kernels that find cells of points on the current device, if any."""
     return POINTS.get(serving())
 
 
 def patches() -> GpuPatches | None:
-    """Return what lays filled patches out on the device of now, if a kernel does."""
+    """Return the kernels that lay out patches on the current device, if any."""
     return PATCHES.get(serving())
 
 
 def updates() -> GpuUpdates | None:
-    """Return the optimizers' steps of the device that MLX runs on now, if any."""
+    """Return the optimizers' kernels of the current device, if any."""
     return UPDATES.get(serving())
 
 
 def joins() -> GpuJoins | None:
-    """Return what joins channels on the device that MLX runs on now, if any does."""
+    """Return the kernels that join channels on the current device, if any."""
     return JOINS.get(serving())
 
 
@@ -212,20 +193,10 @@ class Reductions(Protocol):
         """Return the (batch_size, C) maxima of each element, and their int32 rows."""
 
 
-# Of an array that kernels read: Metal has fewer in another address space than a kernel
-# may name, and MLX those of 8 bytes in the host's memory, where a GPU waits.
+# Numbers of an array that kernels read, at least: Metal has fewer in another address
+# space than a kernel may name, and MLX keeps 8 bytes in the host's memory, where a GPU
+# waits for them.
 LEAST_NUMBERS = 8
-
-
-def from_host(*lists: Sequence[int]) -> list[mx.array]:
-    """Return int32 arrays of numbers, each with its last one again where they are few.
-
-    They are parts of one: a GPU fetches what is from the host once.
-    """
-    wide = [[*a, *a[-1:] * (LEAST_NUMBERS - len(a))] for a in lists]
-    ends = list(accumulate(map(len, wide)))
-    whole = mx.array([*chain(*wide)], dtype=mx.int32)
-    return sync.complete(mx.split(whole, ends[:-1]))
 
 
 @dataclass(frozen=True, eq=False)
@@ -235,15 +206,13 @@ class RowSegments:
     Attributes:
         starts: (S + 1,) where segments begin.
         of: (N,) int32, contiguous: the segment of each row.
-        order: (N,) int32, or None where rows of a segment follow each other.
-        make_begins: returns ``begins``, where it is made with that of others.
+        order: (N,) int32, or None if rows of a segment follow each other.
     """
 
     starts: tuple[int, ...]
     of: mx.array
     order: mx.array | None = None
-    make_begins: Callable[[], mx.array] | None = None
-    _cut: dict = field(default_factory=dict, compare=False, repr=False)
+    _pieces: dict = field(default_factory=dict, compare=False, repr=False)
 
     @property
     def size(self) -> int:
@@ -260,23 +229,9 @@ class RowSegments:
         return sync.complete((mx.pad(self.of, (0, short)), order))
 
     @cached_property
-    def begins(self) -> mx.array:
-        """``starts``, int32, at least ``LEAST_NUMBERS``, for kernels."""
-        return self.make_begins() if self.make_begins else from_host(self.starts)[0]
-
-    @cached_property
-    def longest(self) -> int:
-        """Rows of the largest segment."""
-        pairs = zip(self.starts, self.starts[1:], strict=False)
-        return max([stop - start for start, stop in pairs])
-
-    @cached_property
     def counts(self) -> mx.array:
         """(S, 1) float32: rows of each segment, at least 1."""
-        sizes = [
-            max(1, stop - start)
-            for start, stop in zip(self.starts, self.starts[1:], strict=False)
-        ]
+        sizes = [max(1, stop - start) for start, stop in pairwise(self.starts)]
         return sync.complete(mx.array(sizes, dtype=mx.float32).reshape(-1, 1))
 
     def pieces(self, length: int) -> tuple[mx.array, mx.array, int]:
@@ -286,34 +241,46 @@ class RowSegments:
             int32 where P pieces begin, and the first piece of each of S segments, each
             with its end, and at least ``LEAST_NUMBERS``; P, which is at least 1.
         """
-        if length not in self._cut:
+        if length not in self._pieces:
             bounds, firsts = [], [0]
-            for start, stop in zip(self.starts, self.starts[1:], strict=False):
+            for start, stop in pairwise(self.starts):
                 bounds += range(start, stop, length)
                 firsts.append(len(bounds))
             bounds.append(self.starts[-1])
-            self._cut[length] = *from_host(bounds, firsts), len(bounds) - 1
-        return self._cut[length]
+            self._pieces[length] = *_from_host(bounds, firsts), len(bounds) - 1
+        return self._pieces[length]
 
 
-class Fit(NamedTuple):  # made once a call, faster than a dataclass
-    """What normalises channels: ``act((x - mean) / sqrt(var + eps) * weight + bias)``.
+def _from_host(*lists: Sequence[int]) -> list[mx.array]:
+    """Return int32 arrays of numbers, each with its last one repeated if they are few.
+
+    They are parts of one array: a GPU fetches what is from the host once.
+    """
+    wide = [[*a, *a[-1:] * (LEAST_NUMBERS - len(a))] for a in lists]
+    ends = list(accumulate(map(len, wide)))
+    whole = mx.array([*chain(*wide)], dtype=mx.int32)
+    return sync.complete(mx.split(whole, ends[:-1]))
+
+
+class Fit(NamedTuple):  # created once a call, faster than a dataclass
+    """What normalises rows: ``act((x - mean) / sqrt(var + eps) * weight + bias)``.
 
     Attributes:
-        mean, var: (S, C) float32.
-        weight, bias: (C,) of one floating dtype, or None; (S, C) where each segment has
-            its own.
+        mean, var: (S, C) float32, a line of each segment; None for the kernels that
+            compute them.
+        weight, bias: (S, C), or (C,) if there is one segment, of one floating dtype, or
+            None.
         eps: added to the variance.
         act: what follows.
-        segments: the rows of each line of the statistics, or None for all.
+        segments: the rows of each line, or None for all.
     """
 
-    mean: mx.array
-    var: mx.array
-    weight: mx.array | None
-    bias: mx.array | None
-    eps: float
-    act: Activation = Activation()
+    mean: mx.array | None
+    var: mx.array | None
+    weight: mx.array | None = None
+    bias: mx.array | None = None
+    eps: float = 0.0
+    act: Activation = NONE
     segments: RowSegments | None = None
 
     @property
@@ -322,74 +289,25 @@ class Fit(NamedTuple):  # made once a call, faster than a dataclass
         one = self.bias if self.weight is None else self.weight
         return mx.float32 if one is None else one.dtype
 
-    @property
-    def is_apart(self) -> bool:
-        """Whether each segment has a weight and a bias of its own."""
-        one = self.bias if self.weight is None else self.weight
-        return one is not None and one.ndim == 2
+
+@lru_cache(maxsize=256)
+def standard(channels: int, lines: int = 1) -> tuple[mx.array, mx.array]:
+    """Return (lines, C) means of 0 and variances of 1, computed.
+
+    Kernels of norms change no bit by them: they then activate, add and sum alone.
+    """
+    found = mx.zeros((lines, channels)), mx.ones((lines, channels))
+    sync.compute(found)
+    return found
 
 
-@runtime_checkable
-class BatchNorms(Protocol):
-    """Norms by statistics of few rows, all or a segment's: one launch each way."""
+class Norms:
+    """Sums over rows and what is applied to each row: statistics, norms, gradients.
 
-    def normalize(
-        self,
-        x: mx.array,
-        weight: mx.array | None = None,
-        bias: mx.array | None = None,
-        residual: mx.array | None = None,
-        running: tuple[mx.array, mx.array] | None = None,
-        momentum: float = 0.0,
-        eps: float = 1e-5,
-        act: Activation = NONE,
-        segments: RowSegments | None = None,
-        groups: int | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-        """Return rows normalised by their statistics, and these.
+    A backend has the first four methods; the others are in terms of them.
+    """
 
-        Args:
-            x: (N, C).
-            weight, bias: (C,) of one floating dtype, or None.
-            residual: (N, C), added before ``act``, or None.
-            running, momentum: as of ``Norms.moments``.
-            eps: added to the variance.
-            act: what follows.
-            segments: rows of each line of the results; by default all rows are one.
-                Then weight and bias may be (S, C), and no statistics are moved.
-            groups: of neighbouring channels that share statistics, with segments.
-
-        Returns:
-            (N, C) in the dtype of x, then what ``Norms.moments`` returns.
-        """
-
-    def gradient(
-        self,
-        dy: mx.array,
-        x: mx.array,
-        fit: Fit,
-        residual: mx.array | None = None,
-        groups: int | None = None,
-    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
-        """Return the gradients of x, weight, bias and residual, through statistics.
-
-        Args:
-            dy: (N, C) in the dtype of x.
-            x: what was normalised.
-            fit: by what, statistics of all rows or of segments.
-            residual: what was added.
-            groups: as of ``normalize``, of segments.
-
-        Returns:
-            (N, C) in the dtype of x; twice the shape and dtype of the weight, (C,) or
-            nothing where there is none; (N, C), without a meaning where no residual was
-            added.
-        """
-
-
-@runtime_checkable
-class Norms(Protocol):
-    """Statistics of columns, normalisation, and the two passes back."""
+    sums_columns = False  # whether ``column_sums`` is faster than MLX
 
     def moments(
         self,
@@ -408,29 +326,20 @@ class Norms(Protocol):
                 last results are the mean and the unbiased variance. A single row moves
                 the mean alone.
             momentum: how far they move.
-            lines: (L, 3, C) float32, if whatever wrote x summed it: how many rows,
-                their mean and the sum of squares about it, of some rows each, all rows
-                once; then x is not read. Without segments alone.
+            lines: (L, 3, C) float32, if the convolution that wrote x summed it: number
+                of rows, their mean and the sum of squares about it, of some rows each,
+                all rows once; then x is not read. Only without segments.
 
         Returns:
-            Four (S, C) float32; zeros of an empty segment.
+            Four (S, C) float32; zeros for an empty segment.
         """
-
-    def group_moments(
-        self, x: mx.array, segments: RowSegments, groups: int
-    ) -> tuple[mx.array, mx.array]:
-        """Return (S, C) mean and biased variance over groups of neighbouring channels.
-
-        Args:
-            x: (N, C).
-            segments: rows of each line of the results.
-            groups: a divisor of C.
-        """
+        raise NotImplementedError
 
     def normalize(
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> mx.array:
         """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
+        raise NotImplementedError
 
     def gradient_sums(
         self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
@@ -447,21 +356,7 @@ class Norms(Protocol):
             (2, S, C) float32 sums; (2, S, C) float32 of their means over the rows,
             times the weight; (S, C) of g xhat and of g in the dtype of the weight.
         """
-
-    def group_terms(
-        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Return what ``gradient`` takes where groups of channels share statistics.
-
-        Args:
-            fit: by what was normalised, with segments.
-            sums, terms: (2, S, C) that ``gradient_sums`` returned.
-            groups: a divisor of C.
-
-        Returns:
-            (2, S, C) float32 means of the terms over each group; the gradients of
-            weight and bias, in their shape and dtype: (C,) where there are none.
-        """
+        raise NotImplementedError
 
     def gradient(
         self,
@@ -474,26 +369,51 @@ class Norms(Protocol):
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g.
 
         Args:
-            dy: (N, C) in the dtype of x.
-            x: what was normalised.
-            fit: by what.
-            residual: what was added.
+            dy, x, fit, residual: as of ``gradient_sums``.
             terms: (2, S, C) float32, or None for zeros: fixed statistics.
 
         Returns:
-            Two (N, C) in the dtype of x; without a residual the second has no meaning.
+            Two (N, C) in the dtype of x; the second has no meaning without a residual.
         """
+        raise NotImplementedError
 
-    def of_few(
+    def is_one_launch(self, x: mx.array) -> bool:
+        """Whether ``batch_norm`` of (N, C) is one launch, and its gradient another."""
+        return False
+
+    def batch_norm(
         self,
         x: mx.array,
-        segments: RowSegments | None = None,
-        groups: int | None = None,
-    ) -> BatchNorms | None:
-        """Return what takes one launch each way for (N, C), if anything does.
+        fit: Fit,
+        residual: mx.array | None = None,
+        running: tuple[mx.array, mx.array] | None = None,
+        momentum: float = 0.0,
+        lines: mx.array | None = None,
+    ) -> tuple[mx.array, ...]:
+        """Return rows normalised by their statistics, and what ``moments`` returns.
 
-        Args:
-            x: (N, C).
-            segments: of the rows; by default they are one.
-            groups: of neighbouring channels that share statistics, with segments.
+        ``fit`` has no statistics and no segments.
         """
+        mean, var, *moved = self.moments(x, None, running, momentum, lines)
+        y = self.normalize(x, fit._replace(mean=mean, var=var), residual)
+        return y, mean, var, *moved
+
+    def batch_norm_gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, ...]:
+        """Return the gradients of x, weight, bias and residual, through statistics.
+
+        Arguments are as of ``gradient_sums``. Those of weight and bias are (1, C).
+        """
+        _, terms, dweight, dbias = self.gradient_sums(dy, x, fit, residual)
+        dx, dresidual = self.gradient(dy, x, fit, residual, terms)
+        return dx, dweight, dbias, dresidual
+
+    def normalizes_rows(self, x: mx.array, fit: Fit) -> bool:
+        """Whether ``layer_norm`` and ``layer_norm_gradient`` take these arrays."""
+        return False
+
+    def column_sums(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return the (C,) sums over the rows of (N, C) in a dtype; float32 inside."""
+        sums = self.gradient_sums(x, x, Fit(*standard(x.shape[1])))[3]
+        return sums.reshape(-1).astype(dtype)

@@ -133,19 +133,6 @@ constant.jvp(_no_gradient)
 constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
 
 
-def elementwise(forward: Callable, back: Callable, composed: Callable) -> Function:
-    """Return a function of one array by kernels: ``forward(x)`` and ``back(dy, x)``.
-
-    All else is by ``composed``, the same in MLX operations.
-    """
-    gradient = Gradient(lambda dy, x: (back(dy, x),), composed)
-    function = Function(forward)
-    function.vjp(lambda x, dy, _: gradient(dy, x)[0])
-    function.jvp(lambda x, by: mx.jvp(composed, [x], [by])[1][0])
-    function.vmap(lambda x, axis: (mx.vmap(composed, in_axes=(axis,))(x), 0))
-    return function
-
-
 class Linear(Rules):
     """Rules of a function that is linear in each operand: one object for them all.
 
@@ -268,16 +255,8 @@ class Gradient(Rules):
 
     def vmap(self, inputs, axes):
         """Return the gradients of several calls."""
-        return _each(self.forward, inputs, axes)
-
-
-class _MappedGradient(Gradient):
-    """A gradient that ``mx.vmap`` maps by the composed form."""
-
-    __slots__ = ()
-
-    def vmap(self, inputs, axes):
-        return mx.vmap(self.again, tuple(axes))(*inputs), (0,) * (len(inputs) - 1)
+        found = mx.vmap(self.again, tuple(axes))(*inputs)
+        return found, (0,) * len(found)
 
 
 def of_kernels(
@@ -288,7 +267,7 @@ def of_kernels(
     ``back(dy, *arrays)`` returns all gradients. All else is by ``composed``, the same
     in MLX operations.
     """
-    gradient, function = _MappedGradient(back, composed), Function(forward)
+    gradient, function = Gradient(back, composed), Function(forward)
 
     @function.vmap
     def vmap(by, axes):

@@ -13,14 +13,13 @@ import mlx_lattice as ml
 from mlx_lattice import devices, registry
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.cuda.geometry import CudaGeometry
-from mlx_lattice.backends.cuda.norms import CudaRowNorms
 from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
-from mlx_lattice.backends.gpu.norms import GpuNorms
 from mlx_lattice.backends.gpu.reductions import GpuReductions
+from mlx_lattice.epilogue import Activation
 from mlx_lattice.geometry.curves import CURVES, curve_of
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
-from mlx_lattice.registry import NONE, Activation, Fit, RowSegments
+from mlx_lattice.registry import Fit, RowSegments
 
 BOOLEANS = (False, True)
 DTYPES = tuple(getattr(mx, name) for name in cases.DTYPES)
@@ -102,65 +101,44 @@ def reductions():
 
 def norms():
     """Of all rows and of batch elements, with every activation and array or none."""
-    made, of = GpuNorms(devices.CUDA), mx.zeros((40,), dtype=mx.int32)
-    few = made.of_few(of[:, None])
+    kernels, of = registry.NORMS["cuda"], mx.zeros((40,), dtype=mx.int32)
     segments = [RowSegments((0, 30, 40), of, order) for order in (None, of)]
     for dtype, channels in itertools.product(DTYPES, (3, 16)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
-        made.moments(x, None, (line, line), 0.1)
-        fixed = mx.zeros((1, channels)), mx.ones((1, channels))
-        for weight in (None, line, line.astype(dtype)):
-            fit = Fit(*fixed, weight, weight, 1e-5)
-            made.normalize(x, fit)
-            made.gradient_sums(x, x, fit)
-            made.gradient(x, x, fit)
+        kernels.moments(x, None, (line, line), 0.1)
         kinds = range(5), (None, mx.float32, dtype), (None, *segments)
-        for act, kind, held in itertools.product(*kinds):
-            weight = None if kind is None else line.astype(kind)
-            mean, var, *_ = made.moments(x, held)
-            act = Activation(kind=act, slope=0.0)
+        for kind, parameters, held in itertools.product(*kinds):
+            lines = 1 if held is None else held.size
+            weight = None
+            if parameters is not None:
+                weight = mx.zeros((lines, channels), parameters)
+            mean, var, *_ = kernels.moments(x, held)
+            act = Activation(kind=kind, slope=0.0)
             fit = Fit(mean, var, weight, weight, 1e-5, act, held)
-            for added, moved in itertools.product((None, x), (None, (line, line))):
-                how = weight, weight, added, moved, 0.1, 1e-5, act
-                few.normalize(x, *how)
-                few.gradient(x, x, fit._replace(segments=None), added)
-                if held is not None and moved is None:
-                    few.normalize(x, *how, held, channels)
-                    few.gradient(x, x, fit, added, channels)
             for residual in (None, x):
-                made.normalize(x, fit, residual)
-                sums, terms, *_ = made.gradient_sums(x, x, fit, residual)
+                kernels.normalize(x, fit, residual)
+                terms = kernels.gradient_sums(x, x, fit, residual)[1]
                 for given in (None, terms):
-                    made.gradient(x, x, fit, residual, given)
-            if held is not None:
-                made.group_moments(x, held, 1)
-                made.group_terms(fit, sums, terms, 1)
-        apart = mx.zeros((2, channels))
-        for held in segments:
-            mean, var, *_ = made.moments(x, held)
-            fit = Fit(mean, var, apart, None, 1e-5, segments=held)
-            made.normalize(x, fit)
-            made.group_terms(fit, *made.gradient_sums(x, x, fit)[:2], 1)
-            made.gradient(x, x, fit)
-            for groups in (channels, channels // 2) if channels == 16 else ():
-                more = None, None, None, 0.0, 1e-5, NONE, held, groups
-                few.normalize(x, apart, *more)
-                few.gradient(x, x, fit, None, groups)
+                    kernels.gradient(x, x, fit, residual, given)
+            for residual, moved in itertools.product((None, x), (None, (line, line))):
+                if held is None:
+                    kernels.batch_norm(x, fit, residual, moved, 0.1)
+                    kernels.batch_norm_gradient(x, x, fit, residual)
 
 
 def row_norms():
     """By parts of a warp, a warp and several vectors a thread; arrays or none."""
-    norms = CudaRowNorms()
+    kernels = registry.NORMS["cuda"]
     for dtype, channels, act in itertools.product(DTYPES, (16, 128, 512), range(3)):
         x, line = mx.zeros((40, channels), dtype), mx.zeros((channels,))
         for weight, bias in itertools.product((None, line), (None, line)):
             for kind in (mx.float32, dtype):
                 given = [a if a is None else a.astype(kind) for a in (weight, bias)]
-                assert norms.takes(x, *given)
+                fit = Fit(None, None, *given, 1e-5, Activation(kind=act))
+                assert kernels.normalizes_rows(x, fit)
                 for residual in (None, x):
-                    all_of = *given, residual, 1e-5, Activation(kind=act)
-                    norms.layer_norm(x, *all_of)
-                    norms.layer_norm_gradient(x, x, *all_of)
+                    kernels.layer_norm(x, fit, residual)
+                    kernels.layer_norm_gradient(x, x, fit, residual)
 
 
 def library():
@@ -197,10 +175,10 @@ def updates():
     for dtype, rule, count in itertools.product(DTYPES, rules, (1, 2, 67)):
         given, wide = (mx.zeros((3,), dtype),) * 2, mx.zeros((3,))
         each = (wide.astype(dtype),) * len(rule.states)
-        kernels.run(rule, rates, [(*given, *each)] * count)
+        kernels.step(rule, rates, [(*given, *each)] * count)
         if dtype != mx.float32:
             each = (wide,) * (1 + len(rule.states))
-            kernels.run(rule.with_master, rates, [(*given, *each)] * count)
+            kernels.step(rule.with_master, rates, [(*given, *each)] * count)
 
 
 def joins():
@@ -247,7 +225,7 @@ def before_attention():
                 kernels.turned(x, turned, *given)
                 kernels.gradient(x, x, turned, *given)
         for shape in ((9, 7), (9, 16), (3000, 7), (3000, 64)):
-            registry.COLUMN_SUMS["cuda"].sums(mx.zeros(shape, dtype), kind)
+            registry.NORMS["cuda"].column_sums(mx.zeros(shape, dtype), kind)
 
 
 def orders():

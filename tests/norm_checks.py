@@ -62,7 +62,7 @@ def segmented(ordered=True):
     return of, segments
 
 
-# How many groups of channels, whether a weight and a bias are of a segment, channels
+# How many groups of channels, whether a weight and a bias are of an element, channels
 # and their dtype.
 GROUPS = (
     (1, True, 600, "float16"),
@@ -74,127 +74,54 @@ GROUPS = (
 )
 
 
-def check_groups(place, groups, apart, channels, dtype):
+def batch(of, channels, dtype, elements):
+    """A tensor whose rows lie in batch elements, and its float64 features."""
+    coords = np.stack([of, np.arange(len(of))], axis=1).astype(np.int32)
+    feats, values = array((len(of), channels), dtype, 1, 2.0, 3.0)
+    x = ml.SparseTensor(mx.array(coords), feats, batch_size=elements)
+    ops.global_avg_pool(x)  # finds the rows of elements
+    return x, values
+
+
+def check_groups(place, monkeypatch, groups, apart, channels, dtype):
     """Statistics of groups of all channels, some and one, forward and back."""
-    kernels, (of, segments) = NORMS[place.name], segmented(groups == 4)
-    (x, x_wanted), (dy, dy_wanted) = (
-        array((len(of), channels), dtype, seed, 2.0, 3.0) for seed in (1, 2)
-    )
+    of, _ = segmented(groups == 4)
+    x, values = batch(of, channels, dtype, 6)
+    dy, along = array((len(of), channels), dtype, 2)
     lines = [array((6, channels), "float32", seed, 0.5, 1.0) for seed in (3, 4)]
     (weight, w), (bias, b) = ((a, v[of]) for a, v in lines)
     if not apart:
         (weight, w), (bias, b) = ((a[0], v[0]) for a, v in lines)
-    wanted = Norm(x_wanted, w, b, act="silu", of=of, groups=groups)
+    oracle = Norm(values, w, b, act="silu", of=of, groups=groups)
+    monkeypatch.setattr(registry, "serving", lambda: place.name)
+
+    def norm(feats, *lines):
+        return ops.group_norm(x.replace(feats), groups, *lines, activation="silu").feats
 
     def run():
-        mean, var = kernels.group_moments(x, segments, groups)
-        fit = Fit(
-            mean,
-            var,
-            weight,
-            bias,
-            1e-5,
-            activation.activation_of("silu"),
-            segments,
-        )
-        sums, terms, *apart = kernels.gradient_sums(dy, x, fit)
-        terms, *found = kernels.group_terms(fit, sums, terms, groups)
-        dx = kernels.gradient(dy, x, fit, terms=terms)[0]
-        return kernels.normalize(x, fit), dx, *found, *apart
+        (y,), back = mx.vjp(norm, [x.feats, weight, bias], [dy])
+        return y, *back
 
-    y, dx, dw, db, dw_apart, db_apart = agreed(place, run)
-    dx_wanted, _, _, g = wanted.back(dy_wanted)
-    ref.assert_close(y, wanted.y, dtype)
+    y, dx, dw, db = agreed(place, run)
+    dx_wanted, _, _, g = oracle.back(along)
+    ref.assert_close(y, oracle.y, dtype)
     ref.assert_close(dx, dx_wanted, dtype)
-    for found, by_segment, rows in ((dw, dw_apart, g * wanted.hat), (db, db_apart, g)):
+    for found, rows in ((dw, g * oracle.hat), (db, g)):
         sums = np.stack([rows[of == s].sum(axis=0) for s in range(6)])
         ref.assert_close(found, sums if apart else sums.sum(axis=0), "float32")
-        ref.assert_close(by_segment, sums, "float32")
-
-
-# Rows of each of some elements, channels, their groups, the dtype, whether weight and
-# bias are there, of a segment, or neither, and what follows.
-FEW = (
-    ((1,), 1, 1, "float32", "shared", None),
-    ((0, 1, 0), 3, 3, "float16", "none", "relu"),
-    ((5, 0, 33, 2), 17, 17, "bfloat16", "shared", "silu"),
-    ((40, 7), 16, 8, "float16", "apart", "gelu"),
-    ((3, 90, 0), 24, 6, "float32", "shared", "leaky_relu"),
-    ((300, 0, 11), 40, 40, "float16", "none", "leaky_relu"),
-    ((21, 20), 48, 3, "bfloat16", "shared", "elu"),
-    ((9, 1, 4, 2, 8), 66, 66, "float32", "apart", "gelu_tanh"),
-    ((1000, 24), 8, 4, "float16", "shared", "relu"),
-    ((30, 0, 5), 96, 3, "float16", "apart", "silu"),
-    ((30, 17), 128, 2, "bfloat16", "shared", "relu"),
-)
-
-
-def check_few_of_segments(place, sizes, channels, groups, dtype, parameters, act):
-    """One launch each way of segments and groups, in order and not, against float64."""
-    rng = np.random.default_rng(len(sizes) * channels)
-    for ordered, added in ((True, False), (False, True)):
-        of = np.repeat(np.arange(len(sizes)), sizes)
-        of = of if ordered else rng.permutation(of)
-        order = np.argsort(of, kind="stable").astype(np.int32)
-        starts = np.searchsorted(of[order], np.arange(len(sizes) + 1)).tolist()
-        segments = RowSegments(
-            tuple(starts),
-            mx.array(of.astype(np.int32)),
-            None if ordered else mx.array(order),
-        )
-        shape = len(of), channels
-        (x, x_wanted), (dy, dy_wanted) = (
-            array(shape, dtype, seed, 2.0, 3.0) for seed in (1, 2)
-        )
-        weight = bias = residual = w = b = r = None
-        if parameters != "none":
-            lines = [
-                array((len(sizes), channels), "float32", s, 0.5, 1.0) for s in (3, 4)
-            ]
-            (weight, w), (bias, b) = ((a, v[of]) for a, v in lines)
-            if parameters == "shared":
-                (weight, w), (bias, b) = ((a[0], v[0]) for a, v in lines)
-        if added:
-            residual, r = array(shape, dtype, 5)
-        oracle = Norm(x_wanted, w, b, r, act, of=of, groups=groups)
-        kernels, act_of = NORMS[place.name], activation.activation_of(act)
-        few = kernels.of_few(x, segments, groups)
-        given = weight, bias, residual, None, 0.0, 1e-5, act_of, segments, groups
-
-        def run(few=few, x=x, dy=dy, given=given):
-            y, mean, var, *_ = few.normalize(x, *given)
-            fit = Fit(mean, var, *given[:2], 1e-5, given[6], given[7])
-            back = few.gradient(dy, x, fit, given[2], groups)
-            return y, mean, var, *[a for a in back if a is not None]
-
-        y, mean, var, dx, *found, dr = agreed(place, run)
-        wanted, *_, g = oracle.back(dy_wanted)
-        ref.assert_close(y, oracle.y, dtype, "y")
-        straight = oracle.rstd * oracle.weight * g
-        ref.assert_close(exact(dx) + straight, wanted + straight, dtype, "dx")
-        if added:
-            ref.assert_close(dr, g, dtype, "residual")
-        for s in set(range(len(sizes))) - set(of.tolist()):  # empty ones
-            assert not exact(mean)[s].any() and not exact(var)[s].any()
-        if parameters == "none":
-            assert not found
-            continue
-        for got, rows in zip(found, (g * oracle.hat, g), strict=True):
-            sums = np.stack([rows[of == s].sum(axis=0) for s in range(len(sizes))])
-            sums = sums if parameters == "apart" else sums.sum(axis=0)
-            assert got.shape == sums.shape
-            ref.assert_close(got, sums, "float32", "parameters")
 
 
 def check_derivatives_of_groups(monkeypatch, serving, groups, apart):
     """The norm of a library's tensor, to the second order, beside MLX's operations."""
-    of = np.random.default_rng(0).permutation(np.repeat([0, 2], [11, 6]))
-    coords = np.stack([of, np.arange(17)], axis=1).astype(np.int32)
+    held, _ = batch(
+        np.random.default_rng(0).permutation(np.repeat([0, 2], [11, 6])),
+        12,
+        "float32",
+        4,
+    )
     x, dy, along = (array((17, 12), "float32", seed)[0] for seed in (1, 2, 3))
     lines = [array((4, 12), "float32", seed, 0.5, 1.0)[0] for seed in (4, 5)]
     lines = lines if apart else [a[0] for a in lines]
-    held = ml.SparseTensor(mx.array(coords), x, batch_size=4)
-    ops.global_avg_pool(held)  # finds the rows of elements
 
     def run(x, *lines):
         y = ops.group_norm(held.replace(x), groups, *lines, activation="silu")
@@ -238,14 +165,20 @@ class Given:
         self.act = activation.activation_of(act)
         self.arrays = self.weight, self.bias
 
-    def fit(self, mean, var, segments=None):
-        return Fit(mean, var, *self.arrays, 1e-5, self.act, segments)
+    def fit(self, mean=None, var=None, segments=None):
+        lines = self.arrays
+        if segments is not None:
+            lines = [
+                a if a is None else mx.broadcast_to(a, (segments.size, *a.shape))
+                for a in lines
+            ]
+        return Fit(mean, var, *lines, 1e-5, self.act, segments)
 
     def check(self, place, dtype, segments=None, fixed=None):
-        """Forward and back."""
+        """Forward and back, in several launches; and in one each way where it can."""
         kernels = NORMS[place.name]
-        if segments is None and fixed is None:
-            self.check_few(place, dtype)
+        if segments is None and fixed is None and kernels.is_one_launch(self.x):
+            self.check_one_launch(place, dtype)
 
         def run():
             mean, var = fixed or kernels.moments(self.x, segments)[:2]
@@ -264,17 +197,15 @@ class Given:
             if segments is None:
                 ref.assert_close(found[0], total, str(kind))
 
-    def check_few(self, place, dtype):
-        """The same in one launch each way, where the backend has it."""
-        few = NORMS[place.name].of_few(self.x)
-        if few is None:
-            return
+    def check_one_launch(self, place, dtype):
+        """The whole norm, whose statistics are of few rows."""
+        kernels, fit = NORMS[place.name], self.fit()
 
         def run():
-            given = *self.arrays, self.residual
-            y, mean, var, *_ = few.normalize(self.x, *given, act=self.act)
-            given = self.dy, self.x, self.fit(mean, var), self.residual
-            return y, mean, var, *few.gradient(*given)
+            y, mean, var, *_ = kernels.batch_norm(self.x, fit, self.residual)
+            by = fit._replace(mean=mean, var=var)
+            back = kernels.batch_norm_gradient(self.dy, self.x, by, self.residual)
+            return y, mean, var, *back
 
         y, mean, var, dx, dw, db, dr = agreed(place, run)
         values = exact(self.x)
@@ -283,7 +214,7 @@ class Given:
         kind = "float32" if self.weight is None else self.weight.dtype
         wanted = self.check_rows(y, dx, dr, dtype)
         for found, total in zip((dw, db), wanted, strict=True):
-            ref.assert_close(found, total, str(kind))
+            ref.assert_close(found.reshape(-1), total, str(kind))
 
     def check_rows(self, y, dx, dr, dtype):
         """What has rows; return the gradients of weight and bias that are wanted."""

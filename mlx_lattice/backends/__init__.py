@@ -11,10 +11,9 @@ from ..availability import missing, portable_only
 from ..devices import CPU, CUDA, METAL
 from .cpu import CpuGeometry, CpuNorms, CpuReductions
 from .cuda.geometry import CudaGeometry
-from .cuda.norms import CudaColumnSums, CudaRowNorms
 from .gpu.attention import GpuHeads, GpuPatches
 from .gpu.joins import GpuJoins
-from .gpu.norms import GpuNorms
+from .gpu.norms import CudaNorms, GpuNorms
 from .gpu.optimizers import GpuUpdates
 from .gpu.reductions import GpuPoints, GpuReductions
 from .metal.geometry import MetalGeometry
@@ -31,14 +30,11 @@ registry.GEOMETRY.update(
     }
 )
 registry.REDUCTIONS.update({registry.MLX: MlxReductions(), CPU: CpuReductions()})
-registry.NORMS[CPU] = CpuNorms()
+registry.NORMS.update({CPU: CpuNorms(), METAL: GpuNorms(METAL), CUDA: CudaNorms()})
 for name in (METAL, CUDA):
     registry.REDUCTIONS[name] = GpuReductions(name)
-    registry.NORMS[name] = GpuNorms(name)
     registry.HEADS[name] = GpuHeads(name)
     registry.POINTS[name] = GpuPoints(name)
     registry.PATCHES[name] = GpuPatches(name)
     registry.UPDATES[name] = GpuUpdates(name)
     registry.JOINS[name] = GpuJoins(name)
-registry.ROW_NORMS[CUDA] = CudaRowNorms()
-registry.COLUMN_SUMS[CUDA] = CudaColumnSums()

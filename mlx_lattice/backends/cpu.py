@@ -32,9 +32,9 @@ from ..geometry.protocol import Geometry, Keep, RelationViews, Rows
 from ..plan import IN_KERNEL, IN_TILES, Plan, Planner, integers_unpacked
 from ..problem import MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import IntegerWeight, QuantizedWeight
-from ..registry import Fit, RowSegments
+from ..registry import Fit, Norms, RowSegments
 from ..relation import Relation
-from .mlx import MlxReductions, divided, group_means, take
+from .mlx import MlxReductions, divided, take
 
 # Rows that the extension has in one tile, at most, and of a line of statistics.
 ONE_TILE, LINE_ROWS = 512, 64
@@ -351,8 +351,10 @@ class CpuReductions(MlxReductions):
         return y, take(places + 1, block) - 1
 
 
-class CpuNorms:
-    """The norms by channel of the CPU's extension; see ``Norms``."""
+class CpuNorms(Norms):
+    """The norms of the CPU's extension; see ``Norms``."""
+
+    sums_columns = True
 
     def moments(
         self,
@@ -369,22 +371,12 @@ class CpuNorms:
         rest = *_rows(segments), *(running or (None, None))
         return extension.channel_moments(x, *rest, momentum=momentum)
 
-    def group_moments(
-        self, x: mx.array, segments: RowSegments, groups: int
-    ) -> tuple[mx.array, mx.array]:
-        """Return mean and biased variance of groups of channels."""
-        mean, var = self.moments(x, segments)[:2]
-        if groups == x.shape[1]:
-            return mean, var
-        middle = group_means(mean, groups)
-        return middle, group_means(var + mx.square(mean - middle), groups)
-
     def normalize(
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> mx.array:
         """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
         given = *_arrays(fit, residual), _of(fit)
-        return extension.normalize_channels(x, *given, **_told(fit))
+        return extension.normalize_channels(x, *given, **_after(fit))
 
     def gradient_sums(
         self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
@@ -392,18 +384,10 @@ class CpuNorms:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
         given = _arrays(fit, residual if fit.act.changes else None)
         sums, terms = extension.channel_gradient_sums(
-            dy, x, *given, *_rows(fit.segments), **_told(fit)
+            dy, x, *given, *_rows(fit.segments), **_after(fit)
         )
         dbias, dweight = (a.squeeze(0).astype(fit.dtype) for a in mx.split(sums, 2))
         return sums, terms, dweight, dbias
-
-    def group_terms(
-        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Return terms of groups of channels, and gradients of weight and bias."""
-        terms = group_means(terms, groups)
-        dbias, dweight = sums if fit.is_apart else sums.sum(axis=1)
-        return terms, dweight.astype(fit.dtype), dbias.astype(fit.dtype)
 
     def gradient(
         self,
@@ -415,16 +399,9 @@ class CpuNorms:
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         given = _arrays(fit, residual if fit.act.changes else None)
-        made = extension.channel_gradient(dy, x, *given, _of(fit), terms, **_told(fit))
-        return made[0], made[1] if len(made) > 1 else dy
-
-    def of_few(
-        self,
-        x: mx.array,
-        segments: RowSegments | None = None,
-        groups: int | None = None,
-    ) -> None:
-        """Return None: a launch takes next to nothing."""
+        given = *given, _of(fit), terms
+        found = extension.channel_gradient(dy, x, *given, **_after(fit))
+        return found[0], found[1] if len(found) > 1 else dy
 
 
 def _arrays(fit: Fit, residual: mx.array | None) -> tuple[mx.array | None, ...]:
@@ -442,7 +419,7 @@ def _of(fit: Fit) -> mx.array | None:
     return None if fit.segments is None else fit.segments.of
 
 
-def _told(fit: Fit) -> dict[str, float]:
+def _after(fit: Fit) -> dict[str, float]:
     return {"act": fit.act.kind, "eps": fit.eps, "slope": fit.act.slope}
 
 

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import weakref
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..ops import channel_norms
-from ..ops.channel_norms import Layer, SharedStatistics
-from ..ops.exchanges import Exchanges
-from ..registry import Activation
+from ..ops.norms import Running, moments, moved_statistics
+from ..reductions import linear
+from ..registry import Activation, Fit, Norms
 from . import fused
 from .normalization import BatchNorm
 
@@ -79,6 +80,137 @@ def _buckets(arrays: list[mx.array], size: int) -> list[list[int]]:
     return [*closed, *open_.values()]
 
 
+class Exchanges:
+    """Exchanges of a group of processes, in the order of the Python calls.
+
+    Branches of a graph have no order, but all processes must exchange in the same
+    order, also if their graphs differ. NCCL allows one exchange at a time. So each
+    exchange also sends one number of the result of the exchange before it.
+
+    Args:
+        group: the processes.
+        holder: keeps the result that the next exchange depends on, as ``_exchanged``;
+            by default this object. The state of a module goes through ``mx.compile``.
+        stream: of the exchanges; by default MLX's own choice.
+    """
+
+    # Returns the holder of the latest exchange of this process, if it is alive.
+    _last: Callable[[], object | None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        group: mx.distributed.Group,
+        holder: object | None = None,
+        stream: mx.Stream | None = None,
+    ):
+        self.group, self.stream, self._holder = group, stream, holder
+        self._exchanged: mx.array | None = None
+
+    def gather(self, *parts: mx.array) -> mx.array:
+        """Return (P, W): the W numbers of each of the P processes."""
+        return self._in_turn(mx.distributed.all_gather, parts)
+
+    def add(self, *parts: mx.array) -> mx.array:
+        """Return (W,): the numbers of all processes, added up."""
+        return self._in_turn(mx.distributed.all_sum, parts)[0]
+
+    def gathered(self, row: mx.array) -> mx.array:
+        """Return ``gather(row)``, differentiable.
+
+        Its gradient is that of the sum of all processes' losses.
+        """
+        rank = self.group.rank()
+
+        def back(dy):
+            return self.added(dy)[rank]
+
+        return linear(self.gather, back, self.gathered)(row)
+
+    def added(self, x: mx.array) -> mx.array:
+        """Return the sum over processes, whose gradient is the sum of gradients.
+
+        MLX's own rule takes this process's gradient alone.
+        """
+
+        def add(x):
+            return self.add(x).reshape(x.shape)
+
+        return linear(add, self.added, self.added)(x)
+
+    def _in_turn(self, exchange: Callable, parts: Sequence[mx.array]) -> mx.array:
+        previous = self if self._exchanged is not None else Exchanges._last()
+        after = None if previous is None else previous._exchanged
+        # CUDA graphs order launches by the arrays that they read, so ``mx.depends`` is
+        # not enough. Every process sends as many numbers, also for a first exchange.
+        number = mx.zeros((1,)) if after is None else after
+        flat = [part.reshape(-1) for part in parts]
+        row = mx.concatenate([*flat, number.astype(flat[0].dtype)])
+        every = exchange(row, group=self.group, stream=self.stream)
+        last = mx.stop_gradient(every.reshape(-1)[-1:])
+        if self._holder is None:
+            self._exchanged = last
+        else:
+            self._holder._exchanged = last.astype(mx.float32)
+            Exchanges._last = staticmethod(weakref.ref(self._holder))
+        return every.reshape(-1, row.size)[:, :-1]
+
+
+class SharedStatistics:
+    """Statistics of the rows of all processes, which may have any number of them.
+
+    Each process sends its own mean and variance, so that no large squares cancel: Chan,
+    Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979. One exchange forward and one backward.
+
+    Args:
+        rows: of this process; 0 if its one row is padding.
+        exchanges: between the processes.
+    """
+
+    def __init__(self, rows: int, exchanges: Exchanges):
+        self.rows, self.exchanges = mx.array([float(rows)]), exchanges
+
+    def composed(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return (C,) mean and variance and the number of rows, in MLX operations."""
+        row = mx.concatenate([*moments(x), self.rows])
+        return _of_all(self.exchanges.gathered(row))
+
+    def moments(
+        self,
+        kernels: Norms,
+        x: mx.array,
+        running: Running,
+        momentum: float,
+        lines: mx.array | None,
+    ) -> tuple[mx.array, ...]:
+        """Return (1, C) mean, variance and moved running statistics, by kernels."""
+        mean, var, *_ = kernels.moments(x, lines=lines)
+        mean, var, rows = _of_all(self.exchanges.gather(mean, var, self.rows))
+        moved = moved_statistics(running, momentum, rows, mean, var)
+        return tuple(a.reshape(1, -1) for a in (mean, var, *moved))
+
+    def terms(self, fit: Fit, sums: mx.array, _: mx.array) -> mx.array:
+        """Return the means of the sums of g and g xhat over all rows, times the weight.
+
+        The gradients of weight and bias are those of this process.
+        """
+        every = self.exchanges.add(sums, self.rows)
+        means = every[:-1].reshape(sums.shape) / mx.maximum(every[-1], 1)
+        return means if fit.weight is None else means * fit.weight.astype(mx.float32)
+
+
+def _of_all(every: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return mean, variance and number of all rows from those of each process."""
+    channels = every.shape[1] // 2
+    means, variances = every[:, :channels], every[:, channels:-1]
+    counts = mx.stop_gradient(every[:, -1:])
+    total = counts.sum()
+    shares = counts / mx.maximum(total, 1)
+    mean = (shares * means).sum(axis=0)
+    var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
+    return mean, var, total
+
+
 class SyncBatchNorm(BatchNorm):
     """Applies batch normalization over the active rows of all processes.
 
@@ -121,7 +253,11 @@ class SyncBatchNorm(BatchNorm):
         self._exchanged = mx.zeros((1,))  # an array, since it is state of mx.compile
 
     def _normalized(
-        self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
+        self,
+        x: mx.array,
+        residual: mx.array | None,
+        act: Activation,
+        lines: mx.array | None = None,
     ) -> mx.array:
         group = self._group or mx.distributed.init()
         if not self.training or group.size() == 1:
@@ -131,22 +267,9 @@ class SyncBatchNorm(BatchNorm):
             # A row that counts for nothing keeps the exchanges in the graph.
             x = _one_row(x)
             residual = None if residual is None else _one_row(residual)
-        running = None
-        if self.track_running_stats:
-            running = self["running_mean"], self["running_var"]
-        exchanges = Exchanges(group, self)
-        statistics = SharedStatistics(rows, exchanges, running, self.momentum)
-        y, mean, var = channel_norms.batch_norm(
-            x,
-            Layer("SyncBatchNorm", self.eps, act),
-            self.get("weight"),
-            self.get("bias"),
-            residual,
-            statistics=statistics,
-            lines=lines,
-        )
-        if running is not None:
-            self["running_mean"], self["running_var"] = mean, var  # as items: quicker
+        statistics = SharedStatistics(rows, Exchanges(group, self))
+        shared = {"name": "SyncBatchNorm", "statistics": statistics}
+        y = super()._normalized(x, residual, act, lines, **shared)
         return y if rows else y[:0]
 
 
@@ -176,15 +299,15 @@ def convert_sync_batchnorm(
     Raises:
         TypeError: a layer is of a subclass with a call of its own.
     """
-    made: dict[int, SyncBatchNorm] = {}
+    converted: dict[int, SyncBatchNorm] = {}
 
     def convert(module):
         kind = isinstance(module, mlx.nn.BatchNorm)
         if not kind or isinstance(module, SyncBatchNorm):
             return module
-        if id(module) not in made:
-            made[id(module)] = _synchronised(module, group)
-        return made[id(module)]
+        if id(module) not in converted:
+            converted[id(module)] = _synchronised(module, group)
+        return converted[id(module)]
 
     if isinstance(net, mlx.nn.BatchNorm):
         return convert(net)

@@ -28,7 +28,7 @@ from ..ops.activation import (
     selu,
     silu,
 )
-from ..ops.norm import scaled
+from ..ops.norms import scaled
 from ..tensor import SparseTensor
 
 __all__ = [

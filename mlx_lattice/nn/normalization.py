@@ -15,10 +15,9 @@ import mlx.nn
 from .. import ops
 from ..checks import dtype_name, flag, real, whole
 from ..epilogue import Epilogue
-from ..ops import channel_norms, observed
+from ..ops import observed
 from ..ops.activation import activation_of
-from ..ops.channel_norms import BatchStatistics, Layer
-from ..ops.norm import expect_lines, residual_of
+from ..ops.norms import expect_lines, normalized_by, normalized_by_rows, residual_of
 from ..registry import Activation
 from ..tensor import SparseTensor, features_of
 from .layers import ModuleCache, Parameters
@@ -103,8 +102,8 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         dtype_name(feats.dtype)
         self._expect_lines(*map(self.get, _LINES))
         with observed.inside(self):
-            given = residual_of(x, residual), activation_of(activation)
-            y = self._normalized(feats, *given, lines)
+            added, act = residual_of(x, residual), activation_of(activation)
+            y = self._normalized(feats, added, act, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
 
     def _expect_lines(self, *lines: mx.array | None) -> None:
@@ -113,32 +112,30 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         expect_lines(names, self.num_features, *lines)
 
     def _normalized(
-        self, x: mx.array, residual: mx.array | None, act: Activation, lines=None
+        self,
+        x: mx.array,
+        residual: mx.array | None,
+        act: Activation,
+        lines: mx.array | None = None,
+        **shared,
     ) -> mx.array:
-        layer = Layer("BatchNorm", self.eps, act)
-        given = self.get("weight"), self.get("bias"), residual
+        """Return the rows of (N, C); ``shared`` replaces arguments of the norm."""
+        parameters = self.get("weight"), self.get("bias"), residual
+        how = {"act": act, "eps": self.eps}
         if not self.is_by_rows:
-            mean, var = self.running_mean, self.running_var
-            return channel_norms.fixed_norm(
-                x, layer, mean, var, *given, are_frozen=True
-            )
-        by = {"statistics": self._statistics(), "lines": lines}
-        y, *moved = channel_norms.batch_norm(x, layer, *given, **by)
-        self._move(x, *moved)
+            statistics = self.running_mean, self.running_var
+            return normalized_by(x, *statistics, *parameters, **how, is_frozen=True)
+        is_moved, rows = self.track_running_stats and self.training, x.shape[0]
+        how |= {"lines": lines, "momentum": self.momentum, **shared}
+        if is_moved:
+            how["running"] = self["running_mean"], self["running_var"]
+        y, mean, var = normalized_by_rows(x, *parameters, **how)
+        if is_moved and (rows or shared):
+            # As items: a module takes as long to set an attribute as a launch.
+            self["running_mean"] = mean
+            if rows > 1 or shared:
+                self["running_var"] = var
         return y
-
-    def _statistics(self) -> BatchStatistics:
-        tracked = self.track_running_stats and self.training
-        running = (self["running_mean"], self["running_var"]) if tracked else None
-        return BatchStatistics(running, self.momentum)
-
-    def _move(self, x: mx.array, mean: mx.array, var: mx.array) -> None:
-        if not (self.track_running_stats and self.training) or x.shape[0] == 0:
-            return
-        # As an item: a module takes as long to set an attribute as a launch.
-        self["running_mean"] = mean
-        if x.shape[0] > 1:
-            self["running_var"] = var
 
     def as_epilogue(self, dtype: mx.Dtype, activation: str = "") -> Epilogue | None:
         """Return a norm with fixed statistics, and an activation, as an epilogue.

@@ -14,7 +14,7 @@ from . import (
     dual_grid,
     interpolation,
     neighbours,
-    norm,
+    norms,
     pool,
 )
 from .activation import *
@@ -26,7 +26,7 @@ from .coordinates import *
 from .dual_grid import *
 from .interpolation import *
 from .neighbours import *
-from .norm import *
+from .norms import *
 from .pool import *
 
 _NUMBERED = numbered_functions(
@@ -58,7 +58,7 @@ if TYPE_CHECKING:  # type checkers do not see the loop
 
 _FILES = (
     activation, attention, boxes, channels, convolution, coordinates, dual_grid,
-    interpolation, neighbours, norm, pool,
+    interpolation, neighbours, norms, pool,
 )  # fmt: skip
 __all__ = [*(name for file in _FILES for name in file.__all__), *_NUMBERED]
 

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache, wraps
+from functools import wraps
 from typing import TypeVar
 
 import mlx.core as mx
 import mlx.nn
 
-from .. import epilogue, registry
+from .. import epilogue
 from ..channel_kernels import activation
-from ..checks import FLOATS, array_of, real
-from ..epilogue import ACTIVATIONS, NONE, Activation, composed, named
+from ..checks import array_of, real
+from ..epilogue import ACTIVATIONS, NONE, Activation, named
 from ..tensor import SparseTensor, features_of
-from ..transformations import elementwise, zeros_of
+from ..transformations import zeros_of
 
 __all__ = [
     "celu", "elu", "gelu", "gelu_approx", "gelu_fast_approx", "glu", "hard_tanh",
@@ -64,23 +64,7 @@ def _of_features(function: Callable) -> Callable:
 
 def activated(x: Features, act: Activation) -> Features:
     """Return an activation that kernels compute, of a tensor or an array."""
-    return on_features(_by_kernel, x, act)
-
-
-def _by_kernel(x: mx.array, act: Activation) -> mx.array:
-    if not x.size:  # see ``by_rows``
-        return x
-    kernel = registry.activation(act.kind)
-    if kernel is None:
-        return activation(x, act)
-    if x.dtype not in FLOATS:
-        return composed(act)(x)
-    return _of_kernel(kernel, composed(act))(x)
-
-
-@lru_cache(maxsize=64)
-def _of_kernel(kernel: Callable, composed: Callable) -> Callable:
-    return elementwise(kernel, lambda dy, x: kernel(x, dy), composed)
+    return on_features(activation, x, act)
 
 
 def elu(x: Features, alpha: float = 1.0) -> Features:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -11,6 +11,7 @@ from typing import Generic, TypeVar
 import mlx.core as mx
 
 from .. import registry
+from ..channel_kernels import untold
 from ..epilogue import Epilogue
 from ..routes import launch
 
@@ -150,17 +151,14 @@ def inside(layer: object) -> AbstractContextManager:
     return launch.scope(layer) if norms or attention else nullcontext()
 
 
-def untold(*_: object) -> None:
-    """Report to no observer."""
+def norm_teller(parts: Sequence[str], kernels: bool, x: mx.array) -> Tell:
+    """Return a function of (pass, launches) that reports a norm over ``x``.
 
-
-def norm_teller(
-    parts: Callable[[], tuple[str, ...]], kernels: bool, x: mx.array
-) -> Tell:
-    """Return a function of (pass, launches) that reports a norm over ``x``."""
+    ``parts``: what it computes, in order; an empty one is left out.
+    """
     if not norms:
         return untold
-    scope, named = launch.current_scope(), parts()
+    scope, named = launch.current_scope(), tuple(filter(None, parts))
     backend = registry.serving() if kernels else registry.MLX
     rows, channels, dtype = *x.shape, x.dtype  # MLX may keep the returned function
 
@@ -173,7 +171,7 @@ def norm_teller(
 def tell_epilogue(layer: object, after: Epilogue, feats: mx.array) -> None:
     """Report an epilogue that a convolution computed for a layer."""
     with inside(layer):
-        norm_teller(lambda: after.facts.parts, True, feats)("forward", 0)
+        norm_teller(after.facts.parts, True, feats)("forward", 0)
 
 
 def attention_record(

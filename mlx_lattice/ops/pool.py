@@ -5,21 +5,20 @@ Sums accumulate in float32 and are the same bits on every run.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache, cached_property, partial
+from functools import cached_property, partial
 from itertools import accumulate, chain, islice, pairwise
 
 import mlx.core as mx
 
 from .. import reductions, registry, sync
 from ..backends.mlx import BLOCK, segment_sum
-from ..channel_kernels import standard
 from ..checks import INT32_LIMIT, array_of
 from ..coordinate_set import CoordinateSet
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import greatest, linear
-from ..registry import NONE, Fit, RowSegments, from_host
+from ..registry import Fit, RowSegments, standard
 from ..relation import Relation, expect_relation
 from ..tensor import SparseTensor, expect_tensor
 from .convolution import Coordinates, forward_relation, transposed_relation
@@ -41,7 +40,6 @@ class BatchRows:
     batch: mx.array  # (N,) int32, contiguous: the element of each row
     starts: tuple[int, ...]  # (batch_size + 1,)
     order: mx.array | None  # (N,) int32, or None where the rows are contiguous
-    make_begins: Callable[[], mx.array] | None = None  # of ``RowSegments``
 
     @property
     def size(self) -> int:
@@ -79,7 +77,7 @@ class BatchRows:
     @cached_property
     def segments(self) -> RowSegments:
         """The same for norms."""
-        return RowSegments(self.starts, self.batch, self.order, self.make_begins)
+        return RowSegments(self.starts, self.batch, self.order)
 
     @property
     def counts(self) -> mx.array:
@@ -134,11 +132,8 @@ def _learn(sets: Sequence[CoordinateSet]) -> list[BatchRows]:
             order, parts = _ordered(batch, held.batch_size)
         starts = 0, *chain.from_iterable(parts), len(held)
         sync.complete((batch, order))  # they were, for the starts
-        found.append((batch, starts, order))
-    begins = cache(partial(from_host, *[starts for _, starts, _ in found]))
-    return [
-        BatchRows(*facts, lambda at=at: begins()[at]) for at, facts in enumerate(found)
-    ]
+        found.append(BatchRows(batch, starts, order))
+    return found
 
 
 def _starts(batch: mx.array, size: int) -> list[mx.array]:
@@ -168,8 +163,7 @@ def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
     kernels = registry.norms() if x.size else None
     if kernels is None:
         return linear(partial(segment_sum, rows=rows), transpose, itself)(x)
-    mean, var, _ = standard(x.shape[1], lines=rows.size)
-    fit = Fit(mean, var, None, None, 0.0, NONE, rows.segments)
+    fit = Fit(*standard(x.shape[1], rows.size), segments=rows.segments)
 
     def forward(x: mx.array) -> mx.array:
         return kernels.gradient_sums(x, x, fit)[3]

@@ -318,7 +318,7 @@ def test_norms_and_what_was_fused_into_them():
     if t.norms[0].norm.launches is not None:
         assert said["conv2.norm", "backward"] == said["conv2.norm", "forward"]
         launches = "3 launches"
-        if registry.norms().of_few(x.feats) is not None:
+        if registry.norms().is_one_launch(x.feats):
             launches = "one launch"
         assert f"BatchNorm + residual + ReLU, {launches}" in t.table()
         with ml.trace(block.eval()) as t:

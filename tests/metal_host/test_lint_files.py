@@ -23,7 +23,7 @@ MATRICES = (
     "updates", "attention_heads",
     "points", "patches", "join_channels",
 )  # fmt: skip
-NORMS = ("matrix_tiles", "channel_norms", "group_statistics", "batch_norm")
+NORMS = ("matrix_tiles", "channel_norms")
 _SIZES = re.compile(r"\b\w+Sizes\b")
 
 

@@ -12,9 +12,8 @@ import reference_rows as ref_rows
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops, registry
+from mlx_lattice import nn, ops
 from mlx_lattice.backends import portable_only
-from mlx_lattice.ops import pool
 
 CHANNELS = 6
 
@@ -240,18 +239,3 @@ def test_errors():
         nn.BatchNorm(5)(x)
     with pytest.raises(ValueError, match="go together"):
         ops.batch_norm(x, mean=mx.zeros((6,)))
-
-
-def test_where_elements_of_all_levels_begin_is_one_array_of_the_host(monkeypatch):
-    made, from_host = [], pool.from_host
-    monkeypatch.setattr(
-        pool, "from_host", lambda *lists: made.append(lists) or from_host(*lists)
-    )
-    coords = [[i % 3, i // 3, i % 7, 0] for i in range(60)]
-    x = ml.SparseTensor(mx.array(sorted(coords)), mx.ones((60, 1)), batch_size=4)
-    levels = [x, nn.Conv3d(1, 1, 2, stride=2)(x)]
-    for rows in map(pool.batch_rows, levels):
-        begins = rows.segments.begins
-        assert begins[:5].tolist() == [*rows.starts]
-        assert begins.size >= registry.LEAST_NUMBERS
-    assert len(made) == 1

@@ -13,12 +13,10 @@ from conftest import mappable
 from contractions import exact, moved
 from metal_checks import bounded, checked
 from norm_checks import (
-    FEW,
     GROUPS,
     Given,
     array,
     check_derivatives_of_groups,
-    check_few_of_segments,
     check_groups,
     segmented,
 )
@@ -27,7 +25,7 @@ from reference_norms import ACTIVATIONS, Norm
 
 from mlx_lattice import backends, ops
 from mlx_lattice.epilogue import named
-from mlx_lattice.ops import activation, channel_norms, observed
+from mlx_lattice.ops import observed
 from mlx_lattice.registry import NORMS, Fit
 
 PLACES = [place for place in HERE if place.name in NORMS]
@@ -71,26 +69,12 @@ def test_running_statistics_move(place):
         x, values = array((rows, 5))
         running = mx.array([0.5] * 5), mx.array([2.0] * 5)
         found = [agreed(place, kernels.moments, x, None, running, 0.1)]
-        if few := kernels.of_few(x):
-            given = None, None, None, running, 0.1
-            found.append(agreed(place, few.normalize, x, *given))
+        given = Fit(None, None), None, running, 0.1
+        found.append(agreed(place, kernels.batch_norm, x, *given))
         moved_var = 1.8 + 0.1 * values.var(axis=0, ddof=1) if rows > 1 else [2.0] * 5
         for *_, mean, var in found:
             ref.assert_close(mean[0], 0.45 + 0.1 * values.mean(axis=0))
             ref.assert_close(var[0], moved_var)
-
-
-@places
-def test_few_rows_with_an_outlier(place):
-    """Squares are taken about the mean, whatever the first row is."""
-    x, _ = array((300, 8), "float32", 0, 1.0, 1000.0)
-    few = NORMS[place.name].of_few(x)
-    if few is None:
-        pytest.skip("this backend has no norms of few rows")
-    x = mx.concatenate([mx.full((1, 8), -5e4), x[1:]])
-    _, mean, var, *_ = agreed(place, few.normalize, x)
-    np.testing.assert_allclose(exact(mean)[0], exact(x).mean(axis=0), 1e-5)
-    np.testing.assert_allclose(exact(var)[0], exact(x).var(axis=0), 1e-5)
 
 
 @places
@@ -119,8 +103,8 @@ def test_fixed_statistics(place, act):
 
 @places
 @pytest.mark.parametrize("groups, apart, channels, dtype", GROUPS)
-def test_groups_and_parameters_of_segments(place, groups, apart, channels, dtype):
-    check_groups(place, groups, apart, channels, dtype)
+def test_groups(place, monkeypatch, groups, apart, channels, dtype):
+    check_groups(place, monkeypatch, groups, apart, channels, dtype)
 
 
 @places
@@ -131,14 +115,6 @@ def test_segments(place, ordered, dtype):
     for channels in (3, 16):
         given = Given((len(of), channels), dtype, "silu", of=of)
         given.check(place, dtype, segments)
-
-
-@places
-@pytest.mark.parametrize("facts", FEW, ids=str)
-def test_few_rows_of_segments_are_one_launch(place, facts):
-    if place.name == "cpu":
-        pytest.skip("it has one way, whatever the rows")
-    check_few_of_segments(place, *facts)
 
 
 @places
@@ -179,20 +155,10 @@ def test_strided_features(place):
 
 @places
 def test_launches(place, monkeypatch):
-    """Two for statistics, one to normalise, three back; more if a GPU would hang.
-
-    Of few rows one each way.
-    """
+    """Two for statistics, one to normalise, three back; more if a GPU would hang."""
     if not isinstance(place, MetalHost):
         pytest.skip("launches are seen on Metal's emulator alone")
     kernels, given = NORMS[place.name], Given((1500, 12), "float16", "relu")
-    assert kernels.of_few(given.x) is None
-    x = given.x[:1024]
-    few = kernels.of_few(x)
-    _, mean, var, *_ = agreed(place, few.normalize, x)
-    assert checked.launches == 1
-    agreed(place, few.gradient, x, x, given.fit(mean, var))
-    assert checked.launches == 1
     mean, var, *_ = agreed(place, kernels.moments, given.x)
     assert checked.launches == 2
     fit, rest = given.fit(mean, var), (given.x, given.residual)
@@ -212,10 +178,6 @@ def test_launches(place, monkeypatch):
 # What the library makes of them
 
 
-def layer(act=None):
-    return channel_norms.Layer("BatchNorm", 1e-5, activation.activation_of(act))
-
-
 def inputs(rows=9, channels=3):
     """x, weight, bias, residual."""
     at = (rows, channels), (1, channels), (1, channels), (rows, channels)
@@ -229,9 +191,8 @@ def normed(act, fixed):
     statistics = (exact(mean), exact(var)) if fixed else None
 
     def ours(x, w, b, r):
-        if fixed:
-            return channel_norms.fixed_norm(x, layer(act), mean, var, w, b, r)
-        return channel_norms.batch_norm(x, layer(act), w, b, r)[0]
+        given = (mean, var) if fixed else (None, None)
+        return ops.batch_norm(x, *given, w, b, residual=r, activation=act)
 
     return ours, lambda x, w, b, r: Norm(x, w, b, r, act, statistics=statistics)
 
@@ -301,7 +262,7 @@ def test_gradients_reach_given_statistics():
     mean, var = mx.array([0.1, -0.2, 0.3]), mx.array([1.0, 2.0, 0.5])
 
     def loss(mean, var):
-        y = channel_norms.fixed_norm(x, layer("silu"), mean, var, w, b, r)
+        y = ops.batch_norm(x, mean, var, w, b, residual=r, activation="silu")
         return mx.square(y).sum()
 
     found = mx.grad(loss, argnums=(0, 1))(mean, var)
@@ -402,7 +363,7 @@ def test_observers_see_what_was_fused():
     assert last.parts == ("BatchNorm", "SiLU") and last.pass_ == "forward"
     if forward.backend in NORMS:
         assert [t.pass_ for t in back] == ["backward"]
-        each = 3 if NORMS[forward.backend].of_few(x) is None else 1
+        each = 1 if NORMS[forward.backend].is_one_launch(x) else 3
         assert [t.launches for t in told] == [each, each, 1]
         assert str(last) == "BatchNorm + SiLU, one launch"
     else:  # MLX finds the way back itself

@@ -14,10 +14,9 @@ from norm_checks import array, lines_of
 from places import HERE, agreed
 from reference_norms import Norm
 
-from mlx_lattice.ops import channel_norms
+from mlx_lattice.nn.distributed import Exchanges, SharedStatistics
 from mlx_lattice.ops.activation import activation_of
-from mlx_lattice.ops.channel_norms import SharedStatistics
-from mlx_lattice.ops.exchanges import Exchanges
+from mlx_lattice.ops.norms import normalized_by_rows
 from mlx_lattice.registry import NORMS
 
 C = 9
@@ -44,10 +43,11 @@ def test_given_statistics_are_taken_for_those_of_the_rows(place):
 
     values, running = 9 + cases.features(300, C), (mx.zeros((C,)), mx.ones((C,)))
     lines = lines_of(values, (0, 1, 1, 180, 300))
-    statistics = SharedStatistics(300, Alone(None), running, 0.1)
+    statistics = SharedStatistics(300, Alone(None))
 
     def run():
-        return statistics.run(NORMS[place.name], mx.zeros((300, C)), lines)
+        given = NORMS[place.name], mx.zeros((300, C)), running, 0.1, lines
+        return statistics.moments(*given)
 
     mean, var, moved_mean, moved_var = (a.flatten() for a in agreed(place, run))
     ref.assert_close(mean, values.mean(axis=0))
@@ -84,13 +84,12 @@ def check(place, shares, act, dtype):
             own = joined(parts)
             return own + (others if own.size == 1 else sent(*there))
 
-    layer = channel_norms.Layer("SyncBatchNorm", act=activation_of(act))
     running = mx.zeros((C,)), mx.ones((C,))
-    statistics = SharedStatistics(mine, WithAnother(None), running, 0.1)
+    how = {"act": activation_of(act), "running": running, "momentum": 0.1}
+    how["statistics"] = SharedStatistics(mine, WithAnother(None))
 
     def normalized(x, weight, bias, residual):
-        given = weight, bias, residual
-        return channel_norms.batch_norm(x, layer, *given, statistics=statistics)
+        return normalized_by_rows(x, weight, bias, residual, **how)
 
     def run():
         given = x[:mine], weight, bias, residual[:mine]

@@ -14,7 +14,6 @@ import mlx_lattice as ml
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import norms as gpu_norms
-from mlx_lattice.devices import CUDA
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS, MLX_LAYOUT
 from mlx_lattice.routes import (
@@ -44,7 +43,7 @@ def width(request, monkeypatch):
     width, tile = request.param
     monkeypatch.setattr(cuda_tiles, "small_shape", lambda p: tile)
     monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1)
-    monkeypatch.setitem(gpu_norms.ONE_LAUNCH_NORM, CUDA, 0)
+    monkeypatch.setattr(gpu_norms, "ONE_LAUNCH_NORM", 0)
     ml.settings.note_change()
     yield width
     ml.settings.note_change()

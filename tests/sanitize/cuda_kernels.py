@@ -27,6 +27,7 @@ import cases  # noqa: E402
 import contractions as points  # noqa: E402
 import mlx.core as mx  # noqa: E402
 import numpy as np  # noqa: E402
+import pytest  # noqa: E402
 import reference as ref  # noqa: E402
 from cases import Case  # noqa: E402
 from conftest import KINDS, assert_same, build, pair  # noqa: E402
@@ -34,11 +35,9 @@ from contractions import Point, moved, work  # noqa: E402
 from epilogues import epilogue, oracle  # noqa: E402
 from head_checks import Given as Heads  # noqa: E402
 from norm_checks import (  # noqa: E402
-    FEW,
     GROUPS,
     Given,
     array,
-    check_few_of_segments,
     check_groups,
     joined,
     moments,
@@ -191,13 +190,13 @@ def epilogues() -> None:
 def statistics() -> None:
     """Statistics of rows: by tiles, one of a block and several, and by splits."""
     one, own = replace(devices.current(), cores=1), devices.current()
-    route, few = named("sorted_implicit_gemm"), {devices.CUDA: 0}
+    route = named("sorted_implicit_gemm")
     for device, dtype in ((one, "float16"), (own, "float16"), (own, "float32")):
         for shape in ((64, 64, 1), (96, 96, 1), (40, 136, 1), (16, 32, 1)):
             given = work(replace(POINT, shape=shape, dtype=dtype, bias=True), FORWARD)
             facts = given.relation, *shape[:2], DTYPES[dtype]
             problem = Problem.of(FORWARD, *facts, moments=True)
-            with patch.dict(gpu_norms.ONE_LAUNCH_NORM, few):
+            with patch.object(gpu_norms, "ONE_LAUNCH_NORM", 0):
                 plan = route.plan(problem, device)
             assert plan.moments or (plan.variant, plan.splits) == ("mma", 1)
             if plan.moments:
@@ -284,10 +283,9 @@ def norms() -> None:
             given.check(place, dtype, segments)
             given.x, given.dy = moved(given.x), moved(given.dy)
             given.check(place, dtype, ordered)
-    for given in GROUPS:
-        check_groups(place, *given)
-    for given in FEW:
-        check_few_of_segments(place, *given)
+    with pytest.MonkeyPatch.context() as patched:
+        for given in GROUPS:
+            check_groups(place, patched, *given)
 
 
 def row_norms() -> None:
@@ -320,7 +318,7 @@ def before_attention() -> None:
         for shape in ((300, 33), (2048, 16), (5000, 96)):
             x, values = array(shape, dtype)
             for given in (x, moved(x)):
-                y = registry.COLUMN_SUMS[devices.CUDA].sums(given, mx.float32)
+                y = registry.NORMS[devices.CUDA].column_sums(given, mx.float32)
                 ref.assert_close(y, values.sum(axis=0), dtype)
 
 
@@ -330,7 +328,7 @@ def updates() -> None:
     for dtype in DTYPES.values():
         arrays = [mx.ones((size,), dtype) for size in (1, 24, 9001)]
         for given in (arrays, list(map(moved, arrays))):
-            made = registry.UPDATES[devices.CUDA].run(
+            made = registry.UPDATES[devices.CUDA].step(
                 SGD, rate, [(a, a) for a in given]
             )
             assert all(mx.all(new[0] == 0.5) for new in made)

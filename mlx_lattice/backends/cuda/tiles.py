@@ -502,7 +502,7 @@ def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
     if not p.sums_moments:
         return False
     is_whole = whole_channels(p)[1] == p.channels[1]
-    few = gpu_norms.is_one_launch(p.rows_written, p.itemsize, CUDA)
+    few = gpu_norms.is_one_launch(p.rows_written, p.itemsize)
     return is_whole and not few and (is_split or tile.variant != "mma")
 
 

@@ -1,114 +1,79 @@
-"""Norms by channel on Metal and CUDA, with the same kernel interfaces on both.
+"""Norms on Metal and CUDA: kernels that sum rows, and kernels that apply sums to rows.
 
-``GpuNorms`` takes several launches, for any number of rows. ``GpuBatchNorms`` takes one
-launch forward and one back if one block can read all rows of a channel. How rows are
-cut depends on sizes only, so sums have one order.
+Both backends have norms by channel, in several launches for any number of rows. CUDA
+also has BatchNorm of few rows in one launch each way, layer norm, and sums of columns.
+How rows are cut depends on sizes only, so sums have one order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cache, lru_cache
-from math import prod
 
 import mlx.core as mx
 
-from ...devices import CUDA, METAL
-from ...registry import NONE, Activation, Fit, RowSegments
+from ...checks import FLOATS
+from ...devices import CUDA, METAL, current
+from ...registry import Fit, Norms, RowSegments
 from .kernel import GpuKernel, Interface, Output, Value, ceil_div, cuts, dispatch_limit
+
+Arrays = list[mx.array | None]
+Template = tuple[tuple[str, Value], ...]
 
 # Sources that CUDA's kernels of norms share.
 CUDA_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "norm_blocks.cuh"
+FILES = {
+    METAL: ("matrix_tiles", "channel_norms"),
+    CUDA: (*CUDA_FILES, "channel_norms.cu"),
+}
 PLACE = (
     "threadgroup_position_in_grid, thread_position_in_threadgroup, "
     "threads_per_threadgroup"
 )
-Template = tuple[tuple[str, Value], ...]
-
-# Interfaces.
-
-# Channels from a segment's weight and bias to the next segment's; 0 if segments share
-# one weight and bias.
-STEP = "step", "0"
-
-# Rows from which kernels of this library sum columns, instead of MLX; and rows up to
-# which CUDA sums them in one launch, timed on an H200.
-COLUMN_SUM_ROWS, ONE_LAUNCH_SUMS = 256, 2048
-# Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way, in
-# which a block has all rows. Timed on an H200; not on Metal.
-ONE_LAUNCH_NORM = {METAL: 2048, CUDA: 4096}
+THREADS, WARP = 256, 32  # threads of a threadgroup that walks rows
 
 
-def _face(
+def _interface(
     name: str, inputs: str, outputs: str, sizes: Sequence[tuple[str, str]]
 ) -> Interface:
     return Interface(name, tuple(inputs.split()), tuple(outputs.split()), tuple(sizes))
 
 
+_ROWS, _CHANNELS = ("rows", "x_shape[0]"), ("channels", "x_shape[1]")
+
+
 def _row_sizes(segments: str) -> list[tuple[str, str]]:
     """Return the sizes of a kernel over rows; a dispatch of Metal has some blocks."""
-    sizes = [("first", "0"), ("rows", "x_shape[0]"), ("channels", "x_shape[1]")]
-    return [*sizes, ("block_rows", "0"), ("segments", segments), STEP]
-
-
-def _width(channels: str) -> tuple[str, str]:
-    """Return the channels of a group, for a kernel with a threadgroup per group."""
-    return "width", f"{channels} / gridDim.x"
+    return [
+        ("first", "0"),
+        _ROWS,
+        _CHANNELS,
+        ("block_rows", "0"),
+        ("segments", segments),
+    ]
 
 
 _LINES = [("blocks", "partials_shape[0]"), ("channels", "partials_shape[2]")]
-_LINES += [("segments", "gridDim.y"), STEP]
+_LINES += [("segments", "gridDim.y")]
 _FIT = "mean var weight bias residual"
 _FIT_ROWS = _row_sizes("var_shape[0]")
-MOMENTS = _face("ChannelNorm", "x order bounds", "partials", _row_sizes("1"))
-COMBINE_MOMENTS = _face(
+_BACK = f"dy x {_FIT} terms of norm_numbers"
+MOMENTS = _interface("ChannelNorm", "x order bounds", "partials", _row_sizes("1"))
+COMBINE_MOMENTS = _interface(
     "Combine",
     "partials starts running_mean running_var norm_numbers",
     "mean var moved_mean moved_var",
     _LINES,
 )
-NORMALIZE = _face("ChannelNorm", f"x {_FIT} of norm_numbers", "y", _FIT_ROWS)
-GRADIENT_SUMS = _face(
+NORMALIZE = _interface("ChannelNorm", f"x {_FIT} of norm_numbers", "y", _FIT_ROWS)
+GRADIENT_SUMS = _interface(
     "ChannelNorm", f"dy x {_FIT} of order bounds norm_numbers", "partials", _FIT_ROWS
 )
-COMBINE_SUMS = _face(
+COMBINE_SUMS = _interface(
     "Combine", "partials starts weight", "sums terms dweight dbias", _LINES
 )
-_BACK = f"dy x {_FIT} terms of norm_numbers"
-GRADIENT = _face("ChannelNorm", _BACK, "dx", _FIT_ROWS)
-GRADIENTS = _face("ChannelNorm", _BACK, "dx dresidual", _FIT_ROWS)
-# Groups of channels: one threadgroup for each group and segment.
-GROUP_MOMENTS = _face(
-    "GroupMoment",
-    "partials starts",
-    "mean var",
-    [*_LINES[:2], _width("partials_shape[2]")],
-)
-GROUP_TERMS = _face(
-    "GroupTerm",
-    "sums of_channels",
-    "terms dweight dbias",
-    [
-        ("channels", "sums_shape[2]"),
-        ("segments", "gridDim.y"),
-        _width("sums_shape[2]"),
-        STEP,
-    ],
-)
-# Few rows: all rows, or each segment, in one launch.
-_FEW_ROWS = [("rows", "x_shape[0]"), ("channels", "x_shape[1]")]
-_FEW_ROWS += [("segments", "gridDim.x"), STEP]
-_OF_ROWS = "order starts norm_numbers"
-_STATISTICS = f"x weight bias residual running_mean running_var {_OF_ROWS}"
-BATCH_NORM = _face(
-    "BatchNorm", _STATISTICS, "y mean var moved_mean moved_var", _FEW_ROWS
-)
-SEGMENT_NORM = _face("BatchNorm", _STATISTICS, "y mean var", _FEW_ROWS)
-_FEW_BACK = f"dy x {_FIT} {_OF_ROWS}"
-BATCH_GRADIENT = _face("BatchNorm", _FEW_BACK, "dx dweight dbias", _FEW_ROWS)
-BATCH_GRADIENTS = _face("BatchNorm", _FEW_BACK, "dx dweight dbias dresidual", _FEW_ROWS)
-SEGMENT_GRADIENT = _face("BatchNorm", _FEW_BACK, "dx sums", _FEW_ROWS)
-SEGMENT_GRADIENTS = _face("BatchNorm", _FEW_BACK, "dx sums dresidual", _FEW_ROWS)
+GRADIENT = _interface("ChannelNorm", _BACK, "dx", _FIT_ROWS)
+GRADIENTS = _interface("ChannelNorm", _BACK, "dx dresidual", _FIT_ROWS)
 
 
 @lru_cache(maxsize=1024)
@@ -117,59 +82,76 @@ def numbers(eps: float, momentum: float, slope: float) -> mx.array:
     return mx.array([eps, momentum, slope, 0, 0, 0, 0, 0], dtype=mx.float32)
 
 
-# Norms in several launches.
+def _numbers(fit: Fit) -> mx.array:
+    return numbers(fit.eps, 0.0, fit.act.slope)
 
-FILES = {
-    METAL: ("matrix_tiles", "channel_norms"),
-    CUDA: (*CUDA_FILES, "channel_norms.cu"),
-}
-GROUP_FILES = {METAL: "group_statistics", CUDA: "group_statistics.cu"}
-THREADS = 256  # of a threadgroup that walks rows
-ACROSS = 32  # threads along the channels of a row, at most
-# Threadgroups that fill any GPU several times. Rows of one thread: at least as many as
-# pay for a line of partial sums, or for the reads of a channel's scale and shift.
-THREADGROUPS, SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
-# Channels of a threadgroup that adds partial sums, and its threads for each channel.
-# On CUDA blocks have few channels: more blocks, and fewer lines for each thread.
-COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
-OF_GROUPS = GROUP_MOMENTS, GROUP_TERMS
+
+def _arrays(fit: Fit, residual: mx.array | None) -> Arrays:
+    return [fit.mean, fit.var, fit.weight, fit.bias, residual]
+
+
+def _needed(fit: Fit, residual: mx.array | None) -> mx.array | None:
+    """Return the residual if the gradient depends on its values."""
+    return residual if fit.act.changes else None
+
+
+def _segment_of_rows(fit: Fit) -> mx.array | None:
+    """Return the segment of each row; None if there is one segment."""
+    if fit.segments is None or fit.segments.size == 1:
+        return None
+    return fit.segments.read[0]
 
 
 @cache
 def _kernel(
     backend: str,
     symbol: str,
-    face: Interface,
-    floats: int,
-    template: Template,
-    apart: str = "",
+    interface: Interface,
+    template: Template = (),
+    files: tuple[str, ...] = (),
+    *,
+    floats: int = 0,
+    threads: int = THREADS,
+    beside: int = 1,
 ) -> GpuKernel:
     """Return a kernel.
 
     Args:
-        floats: of threadgroup memory on Metal.
-        apart: CUDA: C++ of ``step``, if each segment has its own weight and bias.
+        backend, symbol, interface, template: as of ``GpuKernel``.
+        files: its sources; by default those of the norms by channel.
+        floats: Metal: of threadgroup memory.
+        threads, beside: CUDA: of a block, and blocks of a multiprocessor.
     """
-    metal = backend == METAL
-    combines, files = face.name == "Combine", FILES[backend]
-    named = MOMENTS, COMBINE_SUMS
-    if face in OF_GROUPS:
-        files, named = (*files, GROUP_FILES[backend]), (*named, *OF_GROUPS)
-    # As many blocks as registers allow without spills.
-    beside = 1 if combines or face in OF_GROUPS else 2 if "gradient" in symbol else 3
+    metal, also, arguments = backend == METAL, (), ()
+    if not files:
+        also = tuple(each for each in (MOMENTS, COMBINE_SUMS) if each is not interface)
+    if "dx" in interface.outputs and "dresidual" not in interface.outputs:
+        last = interface.outputs[-1]  # the kernel has a place for dresidual after it
+        arguments = ((last, f"{last}, nullptr"),)
     return GpuKernel(
         backend,
         symbol,
-        files,
-        face,
+        files or FILES[backend],
+        interface,
         template,
         place=PLACE if metal else "",
         memory=str(floats) if metal and floats else "",
-        also=tuple(other for other in named if other is not face),
-        threads=prod(COMBINING[backend]) if combines else THREADS,
+        also=also,
+        threads=threads,
         blocks_per_multiprocessor=beside,
-        sizes=(("step", apart),) if apart and not metal else (),
+        arguments=arguments,
     )
+
+
+# Norms by channel.
+
+ACROSS = 32  # threads along the channels of a row, at most
+# Threadgroups that fill any GPU several times. Rows of one thread: at least as many as
+# pay for a line of partial sums, or for the reads of a channel's scale and shift.
+THREADGROUPS, THREAD_SUMMED_ROWS, WRITTEN_ROWS, MOST_WRITTEN = 1024, 4, 4, 32
+# Channels of a threadgroup that adds partial sums, and its threads for each channel.
+# On CUDA blocks have few channels: more blocks, and fewer lines for each thread.
+COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
 
 
 class _Walk:
@@ -190,29 +172,22 @@ class _Walk:
         self.tiles = ceil_div(vectors, ACROSS)
         self.across = ceil_div(vectors, self.tiles)
         self.down = THREADS // self.across
-        self._share = ceil_div(rows, max(1, THREADGROUPS // self.tiles))
-
-    @property
-    def summed(self) -> int:
-        """Rows of a block that writes a line of partial sums."""
-        return max(SUMMED_ROWS * self.down, self._share)
-
-    @property
-    def written(self) -> int:
-        """Rows of a block that writes rows."""
-        most = MOST_WRITTEN * self.down
-        return min(most, max(WRITTEN_ROWS * self.down, self._share))
+        share = ceil_div(rows, max(1, THREADGROUPS // self.tiles))
+        # Rows of a block that writes a line of partial sums, or rows.
+        self.summed = max(THREAD_SUMMED_ROWS * self.down, share)
+        self.written = max(WRITTEN_ROWS * self.down, share)
+        self.written = min(MOST_WRITTEN * self.down, self.written)
 
 
-class GpuNorms:
-    """The norms by channel of a GPU's kernels; see ``Norms``.
+class GpuNorms(Norms):
+    """The norms of a GPU's kernels; see ``Norms``.
 
     Args:
         backend: "metal" or "cuda".
     """
 
     def __init__(self, backend: str):
-        self.backend, self._few = backend, GpuBatchNorms(backend)
+        self.backend = backend
 
     def moments(
         self,
@@ -225,76 +200,40 @@ class GpuNorms:
         """Return mean and biased variance, and running statistics moved by them."""
         starts = None
         if lines is None:
-            lines, starts = self._lines(x, segments)
-        inputs = [lines, starts, *(running or (None, None))]
-        inputs.append(numbers(0.0, momentum, 0.0))
+            order, bounds, starts, blocks = self._pieces(x, segments)
+            facts = MOMENTS, [x, order, bounds], x, None, blocks
+            (lines,) = self._over_rows("channel_moments", *facts)
+        inputs = [
+            lines,
+            starts,
+            *(running or (None, None)),
+            numbers(0.0, momentum, 0.0),
+        ]
         line = (1 if segments is None else segments.size, lines.shape[2])
         outputs = [(line, mx.float32)] * 4
         return tuple(self._combine("combine_moments", COMBINE_MOMENTS, inputs, outputs))
-
-    def group_moments(
-        self, x: mx.array, segments: RowSegments, groups: int
-    ) -> tuple[mx.array, mx.array]:
-        """Return mean and biased variance of groups of channels."""
-        if groups == x.shape[1]:
-            return self.moments(x, segments)[:2]
-        lines, starts = self._lines(x, segments)
-        (blocks, _, channels), symbol = lines.shape, "combine_group_moments"
-        kernel = _kernel(self.backend, symbol, GROUP_MOMENTS, THREADS, ())
-        outputs = [((segments.size, channels), mx.float32)] * 2
-        grid = groups * THREADS, segments.size
-        sizes = {"channels": channels, "width": channels // groups, "blocks": blocks}
-        return tuple(kernel([lines, starts], outputs, grid, (THREADS, 1), **sizes))
 
     def normalize(
         self, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> mx.array:
         """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
-        inputs = [x, *_arrays(fit, residual), _of(fit), _numbers(fit)]
+        inputs = [x, *_arrays(fit, residual), _segment_of_rows(fit), _numbers(fit)]
         return self._over_rows("normalize_channels", NORMALIZE, inputs, x, fit)[0]
 
     def gradient_sums(
         self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
-        order, bounds, starts, blocks = self._cut(x, fit.segments)
-        inputs = [dy, x, *_arrays(fit, _needed(fit, residual)), _of(fit)]
+        order, bounds, starts, blocks = self._pieces(x, fit.segments)
+        inputs = [dy, x, *_arrays(fit, _needed(fit, residual)), _segment_of_rows(fit)]
         inputs += [order, bounds, _numbers(fit)]
-        (partials,) = self._over_rows(
-            "channel_gradient_sums", GRADIENT_SUMS, inputs, x, fit, blocks
-        )
+        facts = GRADIENT_SUMS, inputs, x, fit, blocks
+        (partials,) = self._over_rows("channel_gradient_sums", *facts)
         line = fit.mean.shape[0], x.shape[1]
         outputs = [((2, *line), mx.float32)] * 2 + [(line, fit.dtype)] * 2
-        inputs = [partials, starts, fit.weight]
-        facts = (("P", fit.dtype),), fit.is_apart
-        return tuple(
-            self._combine(
-                "combine_gradient_sums", COMBINE_SUMS, inputs, outputs, *facts
-            )
-        )
-
-    def group_terms(
-        self, fit: Fit, sums: mx.array, terms: mx.array, groups: int
-    ) -> tuple[mx.array, mx.array, mx.array]:
-        """Return terms of groups of channels, and gradients of weight and bias."""
-        _, segments, channels = sums.shape
-        line = segments, channels
-        facts = GROUP_TERMS, THREADS, (("P", fit.dtype),)
-        apart = "sums_shape[2]" * fit.is_apart
-        kernel = _kernel(self.backend, "combine_group_terms", *facts, apart)
-        parameter = line if fit.is_apart else (channels,), fit.dtype
-        return tuple(
-            kernel(
-                [sums, terms],
-                [((2, *line), mx.float32), parameter, parameter],
-                (groups * THREADS, segments),
-                (THREADS, 1),
-                channels=channels,
-                width=channels // groups,
-                segments=segments,
-                step=channels * fit.is_apart,
-            )
-        )
+        facts = COMBINE_SUMS, [partials, starts, fit.weight], outputs
+        template = (("P", fit.dtype),)
+        return tuple(self._combine("combine_gradient_sums", *facts, template))
 
     def gradient(
         self,
@@ -306,21 +245,13 @@ class GpuNorms:
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         residual = _needed(fit, residual)
-        face = GRADIENT if residual is None else GRADIENTS
-        inputs = [dy, x, *_arrays(fit, residual), terms, _of(fit), _numbers(fit)]
-        made = self._over_rows("channel_gradient", face, inputs, x, fit)
-        return made[0], made[1] if len(made) > 1 else dy
+        interface = GRADIENT if residual is None else GRADIENTS
+        inputs = [dy, x, *_arrays(fit, residual), terms, _segment_of_rows(fit)]
+        inputs.append(_numbers(fit))
+        found = self._over_rows("channel_gradient", interface, inputs, x, fit)
+        return found[0], found[1] if len(found) > 1 else dy
 
-    def of_few(
-        self,
-        x: mx.array,
-        segments: RowSegments | None = None,
-        groups: int | None = None,
-    ) -> GpuBatchNorms | None:
-        """Return the norms in one launch each way, if segments have few rows."""
-        return self._few if self._few.takes(x, segments, groups) else None
-
-    def _cut(self, x: mx.array, segments: RowSegments | None):
+    def _pieces(self, x: mx.array, segments: RowSegments | None):
         """Return order, bounds and starts of segments' pieces, and their number."""
         if segments is None:
             return None, None, None, None
@@ -328,18 +259,11 @@ class GpuNorms:
         bounds, starts, blocks = segments.pieces(length)
         return segments.read[1], bounds, starts, blocks
 
-    def _lines(self, x: mx.array, segments: RowSegments | None):
-        """Return lines of moments, and the first line of each segment."""
-        order, bounds, starts, blocks = self._cut(x, segments)
-        inputs = [x, order, bounds]
-        (lines,) = self._over_rows("channel_moments", MOMENTS, inputs, x, blocks=blocks)
-        return lines, starts
-
     def _over_rows(
         self,
         symbol: str,
-        face: Interface,
-        inputs: list[mx.array | None],
+        interface: Interface,
+        inputs: Arrays,
         x: mx.array,
         fit: Fit | None = None,
         blocks: int | None = None,
@@ -350,7 +274,7 @@ class GpuNorms:
         """
         rows, channels = x.shape
         walk = _Walk(self.backend, rows, channels, x.dtype)
-        sums = face.outputs == ("partials",)
+        sums = interface.outputs == ("partials",)
         length = walk.summed if sums else walk.written
         if blocks is None:
             blocks = ceil_div(rows, length)
@@ -358,25 +282,21 @@ class GpuNorms:
         template: Template = (("T", x.dtype),)
         if self.backend == CUDA:
             template += (("EACH", walk.each),)
-        segments, apart = 1, False
         if fit is not None:
             template += ("P", fit.dtype), ("ACT", fit.act.kind)
-            segments, apart = fit.mean.shape[0], fit.is_apart
-        step = "x_shape[1]" * apart
-        floats = 8 * THREADS * sums
-        kernel = _kernel(self.backend, symbol, face, floats, template, step)
+        # As many blocks as registers allow without spills.
+        limits = {"floats": 8 * THREADS * sums, "beside": 3 - ("gradient" in symbol)}
+        kernel = _kernel(self.backend, symbol, interface, template, **limits)
         sizes = {"rows": rows, "channels": channels, "block_rows": length}
-        sizes |= {"segments": segments, "step": channels * apart}
+        sizes["segments"] = 1 if fit is None else fit.mean.shape[0]
 
-        def launch(
-            arrays: list[mx.array | None], first: int, count: int
-        ) -> list[mx.array]:
+        def launch(arrays: Arrays, first: int, count: int) -> list[mx.array]:
             output = (count, 3, channels), mx.float32
             if not sums:
                 written = min(rows, (first + count) * length) - first * length
                 output = (written, channels), x.dtype
             grid = count * walk.across, walk.tiles * walk.down
-            group, outputs = (walk.across, walk.down), [output] * len(face.outputs)
+            group, outputs = (walk.across, walk.down), [output] * len(interface.outputs)
             return kernel(arrays, outputs, grid, group, first=first, **sizes)
 
         if self.backend == CUDA:
@@ -386,226 +306,220 @@ class GpuNorms:
             return launch(inputs, *pieces[0])
         # MLX would copy arrays that are not contiguous for each piece.
         inputs = [a if a is None else mx.contiguous(a) for a in inputs]
-        made = [launch(inputs, *piece) for piece in pieces]
-        return [mx.concatenate(outputs) for outputs in zip(*made, strict=True)]
+        parts = [launch(inputs, *piece) for piece in pieces]
+        return [mx.concatenate(outputs) for outputs in zip(*parts, strict=True)]
 
     def _combine(
         self,
         symbol: str,
-        face: Interface,
-        inputs: list[mx.array | None],
+        interface: Interface,
+        inputs: Arrays,
         outputs: list[Output],
         template: Template = (),
-        apart: bool = False,
     ) -> list[mx.array]:
         """Launch a kernel that adds lines of partial sums, in order."""
         blocks, _, channels = inputs[0].shape
         segments, (across, down) = outputs[-1][0][0], COMBINING[self.backend]
-        step = "partials_shape[2]" * apart
-        kernel = _kernel(self.backend, symbol, face, across * down, template, step)
+        limits = {"floats": across * down, "threads": across * down}
+        kernel = _kernel(self.backend, symbol, interface, template, **limits)
         grid = ceil_div(channels, across) * across, segments * down
         sizes = {"blocks": blocks, "channels": channels, "segments": segments}
-        sizes["step"] = channels * apart
         return kernel(inputs, outputs, grid, (across, down), **sizes)
 
 
-def _numbers(fit: Fit) -> mx.array:
-    return numbers(fit.eps, 0.0, fit.act.slope)
+# CUDA: BatchNorm of few rows. A block has some channels of all rows.
+
+FEW_FILES = *CUDA_FILES, "batch_norm.cu"
+# Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way:
+# training of nets of 5,000 rows takes 0.84 of the time on an H200.
+ONE_LAUNCH_NORM = 4096
+FEW_ACROSS = 8  # threads along the channels of a row; each has two channels, or one
+LEAST_THREADS, MOST_THREADS = 256, 1024
+FEW_ROWS = 4  # of a thread, at most, in a block with fewer than the most threads
+_STATISTICS = "x weight bias residual running_mean running_var norm_numbers"
+_FEW_BACK = f"dy x {_FIT} norm_numbers"
+_SIZES = _ROWS, _CHANNELS
+BATCH_NORM = _interface(
+    "BatchNorm", _STATISTICS, "y mean var moved_mean moved_var", _SIZES
+)
+BATCH_GRADIENT = _interface("BatchNorm", _FEW_BACK, "dx dweight dbias", _SIZES)
+BATCH_GRADIENTS = _interface(
+    "BatchNorm", _FEW_BACK, "dx dweight dbias dresidual", _SIZES
+)
+
+# CUDA: layer norm. A row has the threads of a warp, or a part of them.
+
+ROW_FILES = *CUDA_FILES, "row_norms.cu"
+MOST_VECTORS = 4  # of a thread, in registers
+# Blocks of a multiprocessor, over which rows are walked. Back, as many as registers
+# hold side by side, by the vectors of a thread.
+BLOCKS = 16
+BLOCKS_BACK = {1: 3, 2: 2, 3: 1, 4: 1}
+_ROW = "x weight bias residual norm_numbers"
+LAYER_NORM = _interface("RowNorm", _ROW, "y", _SIZES)
+LAYER_GRADIENT = _interface("RowNorm", f"dy {_ROW}", "dx", _SIZES)
+LAYER_GRADIENTS = _interface("RowNorm", f"dy {_ROW}", "dx partials", _SIZES)
+LAYER_AND_RESIDUAL_GRADIENTS = _interface(
+    "RowNorm", f"dy {_ROW}", "dx partials dresidual", _SIZES
+)
+
+# CUDA: sums of columns, in one launch for few rows and two for many.
+
+SUM_FILES = *CUDA_FILES, "column_sums.cu"
+COLUMN_SUMS = _interface("ColumnSums", "x", "y", _SIZES)
+ONE_LAUNCH_SUMS = 2048  # rows, timed on an H200
+LINES = 1024  # that the first of two launches writes
+SUM_ROWS = 4  # of a thread at least, whose reads are on their way at once
+# Neighbouring bytes of a row that a block reads: fewer in one launch, for more blocks.
+SUM_BYTES, FEW_SUM_BYTES = 128, 32
 
 
-def _arrays(fit: Fit, residual: mx.array | None) -> list[mx.array | None]:
-    return [fit.mean, fit.var, fit.weight, fit.bias, residual]
+def is_one_launch(rows: int, item: int) -> bool:
+    """Return whether CUDA's BatchNorm of so many rows is one launch each way.
 
-
-def _needed(fit: Fit, residual: mx.array | None) -> mx.array | None:
-    """Return the residual if the gradient depends on its values."""
-    return residual if fit.act.changes else None
-
-
-def _of(fit: Fit) -> mx.array | None:
-    """Return the segment of each row; None if there is one segment."""
-    if fit.segments is None or fit.segments.size == 1:
-        return None
-    return fit.segments.read[0]
-
-
-# Norms of few rows in one launch: a block has some channels of all rows of a segment.
-
-FEW_FILES = {
-    METAL: ("matrix_tiles", "channel_norms", "batch_norm"),
-    CUDA: (*CUDA_FILES, "batch_norm.cu"),
-}
-# Threads along the channels of a row; each has four channels on Metal, two or one on
-# CUDA. A wide group takes more threads, up to a warp.
-FEW_ACROSS, MOST_ACROSS = 8, 32
-MOST_THREADS = {METAL: 256, CUDA: 1024}
-LEAST_THREADS = 256
-ROWS = 4  # of a thread, at most, in a block with fewer than the most threads
-
-
-@cache
-def _few_kernel(
-    backend: str, symbol: str, face: Interface, template: Template, apart: str
-) -> GpuKernel:
-    """Return a kernel of few rows; ``apart`` as for ``_kernel``."""
-    metal = backend == METAL
-    return GpuKernel(
-        backend,
-        symbol,
-        FEW_FILES[backend],
-        face,
-        template,
-        place=PLACE if metal else "",
-        memory=str(8 * MOST_THREADS[METAL]) if metal else "",
-        also=(MOMENTS, COMBINE_SUMS) if metal else (),
-        threads=MOST_THREADS[backend],
-        sizes=(("step", apart),) if apart and not metal else (),
-    )
-
-
-class GpuBatchNorms:
-    """Norms of few rows by a GPU's kernels; see ``BatchNorms``.
-
-    Args:
-        backend: "metal" or "cuda".
+    It then reads the rows once, without a sum of statistics before it. ``item``: bytes
+    of an element.
     """
+    return rows * item <= ONE_LAUNCH_NORM
 
-    def __init__(self, backend: str):
-        self.backend = backend
 
-    def takes(
-        self, x: mx.array, segments: RowSegments | None, groups: int | None
-    ) -> bool:
-        """Whether one block can have all rows of a segment, and whole groups."""
-        (rows, channels), across = x.shape, FEW_ACROSS
-        if segments is not None:
-            width = channels // (groups or channels)
-            many = self.backend == METAL and 3 * x.size > dispatch_limit("elements")
-            if many or width & (width - 1):
-                return False
-            across = max(FEW_ACROSS, width // self._each(channels))
-            rows = segments.longest
-        rows *= across // FEW_ACROSS  # wider groups leave fewer threads for the rows
-        few = is_one_launch(rows, x.dtype.size, self.backend)
-        return across <= MOST_ACROSS and few
+class CudaNorms(GpuNorms):
+    """The norms of CUDA's kernels; see ``Norms``."""
 
-    def normalize(
+    sums_columns = True
+
+    def __init__(self):
+        super().__init__(CUDA)
+
+    def is_one_launch(self, x: mx.array) -> bool:
+        """Whether ``batch_norm`` of (N, C) is one launch, and its gradient another."""
+        return is_one_launch(x.shape[0], x.dtype.size)
+
+    def batch_norm(
         self,
-        x: mx.array,
-        weight: mx.array | None = None,
-        bias: mx.array | None = None,
-        residual: mx.array | None = None,
-        running: tuple[mx.array, mx.array] | None = None,
-        momentum: float = 0.0,
-        eps: float = 1e-5,
-        act: Activation = NONE,
-        segments: RowSegments | None = None,
-        groups: int | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array, mx.array]:
-        """Return y, mean and biased variance, and running statistics moved by them."""
-        inputs = [x, weight, bias, residual, *(running or (None, None))]
-        inputs += [*_read(segments), numbers(eps, momentum, act.slope)]
-        face = BATCH_NORM if segments is None else SEGMENT_NORM
-        facts = (weight, bias), act, segments, groups
-        made = self._launch("batch_norm", face, inputs, x, *facts)
-        return tuple(made) if segments is None else (*made, *made[1:])
-
-    def gradient(
-        self,
-        dy: mx.array,
         x: mx.array,
         fit: Fit,
         residual: mx.array | None = None,
-        groups: int | None = None,
-    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
-        """Return the gradients of x, weight, bias and residual."""
-        residual = _needed(fit, residual)
-        inputs = [dy, x, *_arrays(fit, residual), *_read(fit.segments), _numbers(fit)]
-        symbol, faces = "batch_norm_gradient", (BATCH_GRADIENT, BATCH_GRADIENTS)
-        if fit.segments is not None:
-            symbol = "segment_norm_gradient"
-            faces = SEGMENT_GRADIENT, SEGMENT_GRADIENTS
-        face, parameters = faces[residual is not None], (fit.weight, fit.bias)
-        facts = parameters, fit.act, fit.segments, groups
-        made = self._launch(symbol, face, inputs, x, *facts)
-        if fit.segments is not None:
-            made[1:2] = _parameter_gradients(made[1], fit)
-        return (*made, dy)[:4]
+        running: tuple[mx.array, mx.array] | None = None,
+        momentum: float = 0.0,
+        lines: mx.array | None = None,
+    ) -> tuple[mx.array, ...]:
+        """Return y, mean and biased variance, and running statistics moved by them."""
+        if not self.is_one_launch(x):
+            return super().batch_norm(x, fit, residual, running, momentum, lines)
+        inputs = [x, fit.weight, fit.bias, residual, *(running or (None, None))]
+        inputs.append(numbers(fit.eps, momentum, fit.act.slope))
+        outputs = [(x.shape, x.dtype), *[((1, x.shape[1]), mx.float32)] * 4]
+        return tuple(self._of_few_rows("batch_norm", BATCH_NORM, inputs, outputs, fit))
 
-    def _launch(
+    def batch_norm_gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, ...]:
+        """Return the gradients of x, weight, bias and residual."""
+        if not self.is_one_launch(x):
+            return super().batch_norm_gradient(dy, x, fit, residual)
+        residual = _needed(fit, residual)
+        interface = BATCH_GRADIENT if residual is None else BATCH_GRADIENTS
+        inputs = [dy, x, *_arrays(fit, residual), _numbers(fit)]
+        rows, line = (x.shape, x.dtype), ((1, x.shape[1]), fit.dtype)
+        outputs = [rows, line, line, rows][: len(interface.outputs)]
+        facts = interface, inputs, outputs, fit
+        found = self._of_few_rows("batch_norm_gradient", *facts)
+        return *found[:3], found[3] if residual is not None else dy
+
+    def _of_few_rows(
         self,
         symbol: str,
-        face: Interface,
-        inputs: list[mx.array | None],
-        x: mx.array,
-        parameters: Sequence[mx.array | None],
-        act: Activation,
-        segments: RowSegments | None,
-        groups: int | None,
+        interface: Interface,
+        inputs: Arrays,
+        outputs: list[Output],
+        fit: Fit,
     ) -> list[mx.array]:
-        """Launch a kernel; a block has some channels of all rows of a segment."""
-        rows, channels = x.shape
-        there = [a for a in parameters if a is not None]
-        kind = there[0].dtype if there else mx.float32
-        count, longest, width, apart = 1, rows, 1, False
-        if segments is not None:
-            count, longest = segments.size, segments.longest
-            width = channels // (groups or channels)
-            apart = bool(there) and there[0].ndim == 2
-        each, template = self._each(channels), (("T", x.dtype),)
-        if self.backend == CUDA:
-            template += (("EACH", each),)
-        template += ("P", kind), ("ACT", act.kind), ("WIDTH", width)
-        line, parameter = ((count, channels), mx.float32), ((channels,), kind)
-        outputs = dict.fromkeys(("y", "dx", "dresidual"), (x.shape, x.dtype))
-        outputs |= dict.fromkeys(("mean", "var", "moved_mean", "moved_var"), line)
-        outputs |= {"dweight": parameter, "dbias": parameter}
-        outputs["sums"] = (2, count, channels), mx.float32
-        threads = LEAST_THREADS
-        across = max(FEW_ACROSS, width // each)
-        while (
-            threads < MOST_THREADS[self.backend] and longest * across > ROWS * threads
-        ):
+        """Launch a kernel whose blocks have some channels of all rows."""
+        (rows, channels), dtype = outputs[0]
+        each, threads = 1 if channels % 2 else 2, LEAST_THREADS
+        while threads < MOST_THREADS and rows * FEW_ACROSS > FEW_ROWS * threads:
             threads *= 2
-        down = threads // across
-        kernel = _few_kernel(self.backend, symbol, face, template, "x_shape[1]" * apart)
-        return kernel(
-            inputs,
-            [outputs[name] for name in face.outputs],
-            (count * across, ceil_div(channels, across * each) * down),
-            (across, down),
-            rows=rows,
-            channels=channels,
-            segments=count,
-            step=channels * apart,
+        template = ("T", dtype), ("EACH", each), ("P", fit.dtype), ("ACT", fit.act.kind)
+        facts = symbol, interface, template, FEW_FILES
+        kernel, down = (
+            _kernel(CUDA, *facts, threads=MOST_THREADS),
+            threads // FEW_ACROSS,
         )
+        grid = FEW_ACROSS, ceil_div(channels, FEW_ACROSS * each) * down
+        return kernel(inputs, outputs, grid, (FEW_ACROSS, down))
 
-    def _each(self, channels: int) -> int:
-        """Return the channels of a thread."""
-        return 4 if self.backend == METAL else 1 if channels % 2 else 2
+    def normalizes_rows(self, x: mx.array, fit: Fit) -> bool:
+        """Whether ``layer_norm`` takes these rows, with parameters of one dtype."""
+        each, channels = 16 // x.dtype.size, x.shape[-1]
+        dtypes = {a.dtype for a in (fit.weight, fit.bias) if a is not None}
+        fits = channels % each == 0 and channels <= MOST_VECTORS * WARP * each
+        fits = fits and x.dtype in FLOATS and x.ndim == 2
+        return x.size > 0 and fits and len(dtypes) < 2
 
+    def layer_norm(
+        self, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> mx.array:
+        """Return rows normalised over their channels; ``fit`` has no statistics."""
+        return self._by_rows(LAYER_NORM, [], x, fit, residual)[0]
 
-def _read(segments: RowSegments | None) -> tuple[mx.array | None, mx.array | None]:
-    """Return order and starts as kernels read them."""
-    return (None, None) if segments is None else (segments.read[1], segments.begins)
+    def layer_norm_gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
+        """Return the gradients of x, weight, bias and residual."""
+        interface, residual = LAYER_GRADIENTS, _needed(fit, residual)
+        if residual is not None:
+            interface = LAYER_AND_RESIDUAL_GRADIENTS
+        elif fit.weight is None and fit.bias is None:
+            interface = LAYER_GRADIENT
+        dx, *more = self._by_rows(interface, [dy], x, fit, residual)
+        dresidual = dy if residual is None else more.pop()
+        if fit.weight is None and fit.bias is None:
+            return dx, None, None, dresidual
+        lines = more[0].reshape(more[0].shape[0], -1)
+        dweight, dbias = mx.split(self.column_sums(lines, fit.dtype), 2)
+        return dx, dweight, dbias, dresidual
 
+    def _by_rows(
+        self, interface: Interface, first: Arrays, x: mx.array, fit: Fit, residual
+    ) -> list[mx.array]:
+        """Launch a kernel whose threads have rows, or parts of them."""
+        (rows, channels), each = x.shape, 16 // x.dtype.size
+        lanes = min(WARP, 1 << (channels // each - 1).bit_length())
+        vectors = ceil_div(channels, each * lanes)
+        template = (
+            ("T", x.dtype),
+            ("EACH", each),
+            ("LANES", lanes),
+            ("VECTORS", vectors),
+            ("P", fit.dtype),
+            ("ACT", fit.act.kind),
+        )
+        symbol, most, beside = "layer_norm", BLOCKS, 1
+        if interface is not LAYER_NORM:
+            symbol, most = "layer_norm_gradient", BLOCKS_BACK[vectors]
+            beside = most
+        kernel = _kernel(CUDA, symbol, interface, template, ROW_FILES, beside=beside)
+        blocks = min(ceil_div(rows * lanes, THREADS), current().cores * most)
+        features, partials = (x.shape, x.dtype), ((blocks, 2, channels), mx.float32)
+        outputs = [features, partials, features][: len(interface.outputs)]
+        inputs = [*first, x, fit.weight, fit.bias, residual, _numbers(fit)]
+        grid, group = (blocks * lanes, THREADS // lanes), (lanes, THREADS // lanes)
+        return kernel(inputs, outputs, grid, group)
 
-def _parameter_gradients(sums: mx.array, fit: Fit) -> list[mx.array | None]:
-    """Return the gradients of weight and bias; ``sums``: (2, S, C) of g and g xhat."""
-    if fit.weight is None and fit.bias is None:
-        return [None, None]
-    _, segments, channels = sums.shape
-    if not fit.is_apart and segments > 1:
-        sums = sums.sum(axis=1)
-    shape = (segments, channels) if fit.is_apart else (channels,)
-    dbias, dweight = mx.split(sums.astype(fit.dtype), 2)  # an index is a launch
-    return [dweight.reshape(shape), dbias.reshape(shape)]
-
-
-def is_one_launch(rows: int, item: int, backend: str) -> bool:
-    """Return whether a BatchNorm of so many rows is one launch each way.
-
-    It then reads them once, without a sum of statistics before it. ``rows``: those that
-    a block has of each of its channels; ``item``: bytes of an element.
-    """
-    return rows * item <= ONE_LAUNCH_NORM[backend]
+    def column_sums(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
+        """Return the (C,) sums over the rows of (N, C) in a dtype; float32 inside."""
+        (rows, channels), wide = x.shape, 16 // x.dtype.size
+        is_one, each = rows <= ONE_LAUNCH_SUMS, 1 if channels % wide else wide
+        vectors = channels // each
+        fitting = (FEW_SUM_BYTES if is_one else SUM_BYTES) // (each * x.dtype.size)
+        across = min(fitting, WARP, 1 << (vectors - 1).bit_length())
+        tiles, down = ceil_div(vectors, across), THREADS // across
+        share = ceil_div(rows, max(1, LINES // tiles))
+        count = 1 if is_one else ceil_div(rows, max(share, SUM_ROWS * down))
+        kind = dtype if is_one else mx.float32
+        template = ("T", x.dtype), ("EACH", each), ("OUT", kind)
+        kernel = _kernel(CUDA, "column_sums", COLUMN_SUMS, template, SUM_FILES)
+        grid, outputs = (count * across, tiles * down), [((count, channels), kind)]
+        (lines,) = kernel([x], outputs, grid, (across, down))
+        return lines.reshape(-1) if is_one else self.column_sums(lines, dtype)

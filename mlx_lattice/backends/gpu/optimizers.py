@@ -11,12 +11,16 @@ import mlx.core as mx
 
 from ...checks import FLOATS
 from ...devices import CUDA, METAL
-from .kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface
+from .kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface, ceil_div
 
 FILES = {
     METAL: ("updates",),
     CUDA: ("alignment.cuh", "channels.cuh", "updates.cu"),
 }
+PLACE = (
+    "threadgroup_position_in_grid, thread_position_in_threadgroup, "
+    "threads_per_threadgroup"
+)
 STATES = "master", "first", "second"
 # Arrays of a launch: Metal binds 31 buffers, and CUDA's arguments fit into 4 KB.
 MOST_ARRAYS = {METAL: 31, CUDA: 460}
@@ -24,17 +28,14 @@ MOST_PARAMETERS = 32  # of a launch: their gradients wait for each other
 ELEMENTS = 8192  # of a block
 MOST_ELEMENTS = 2**31 - ELEMENTS  # of a parameter
 
-_PLACE = (
-    "threadgroup_position_in_grid, thread_position_in_threadgroup, "
-    "threads_per_threadgroup"
-)
+Arrays = tuple[mx.array, ...]  # gradient, parameter, and its states
 
 
 class Rule(NamedTuple):
     """How an element is updated.
 
     Attributes:
-        code: as kernels number it.
+        code: its number in the kernels.
         states: which of ``STATES`` are read and written besides a parameter.
     """
 
@@ -43,17 +44,20 @@ class Rule(NamedTuple):
 
     @property
     def with_master(self) -> Rule:
-        """The same of parameters whose float32 copies are updated, and rounded."""
+        """The rule for parameters whose float32 copies are updated, and rounded."""
         return Rule(self.code, ("master", *self.states))
+
+    def state_dtype(self, dtype: mx.Dtype) -> mx.Dtype:
+        """Return the dtype of the states of parameters of a dtype."""
+        return mx.float32 if "master" in self.states else dtype
 
 
 SGD, MOMENTUM, NESTEROV = Rule(0, ()), Rule(1, ("first",)), Rule(2, ("first",))
 ADAM = Rule(3, ("first", "second"))
-Arrays = tuple[mx.array, ...]  # gradient, parameter, and its states
 
 
 class GpuUpdates:
-    """The steps of optimizers of a GPU's kernels.
+    """The steps of optimizers by a GPU's kernels.
 
     Args:
         backend: "metal" or "cuda".
@@ -63,130 +67,107 @@ class GpuUpdates:
         self.backend = backend
 
     def takes(self, arrays: Arrays, rule: Rule) -> bool:
-        """Whether a parameter may go into a launch: it is no scalar, and of dtypes.
-
-        Of one; states beside a master copy are float32 as that is.
-        """
+        """Whether a parameter may go into a launch, by its size and dtypes."""
         gradient, parameter, *states = arrays
         size, dtype = parameter.size, parameter.dtype
         least = LEAST_DEVICE_SIZE if self.backend == METAL else 1
         if dtype not in FLOATS or not least <= size < MOST_ELEMENTS:
             return False
-        kept = _dtype_of_states(rule, dtype)
+        state_dtype = rule.state_dtype(dtype)
         for array in states:  # a loop is quick
-            if array.dtype != kept or array.size != size:
+            if array.dtype != state_dtype or array.size != size:
                 return False
         return gradient.dtype == dtype and gradient.shape == parameter.shape
 
-    def run(
-        self, rule: Rule, rates: mx.array, given: Sequence[Arrays]
+    def step(
+        self, rule: Rule, rates: mx.array, parameters: Sequence[Arrays]
     ) -> list[list[mx.array]]:
-        """Return the new parameter and states of each.
+        """Return the new value and states of each parameter.
 
         Args:
-            rule: how.
+            rule: of the update.
             rates: (8,) float32, as the rule's kernel reads them.
-            given: what ``takes``.
+            parameters: arrays that ``takes`` accepts.
         """
-        made: list[list[mx.array]] = [[] for _ in given]
+        results: list[list[mx.array]] = [[] for _ in parameters]
         each = 1 + len(rule.states)
-        # Backwards, each after the one before it: gradients come in that order, and
-        # MLX would else begin with the first layers' and hold what all others need.
-        for part in reversed(list(self._launches(given, rule))):
-            shapes = tuple([given[at][1].shape for at in part])
-            dtype = given[part[0]][1].dtype
+        # Backwards, each launch after the one before it: gradients come in that order,
+        # and MLX would else begin with those of the first layers, and hold the others.
+        for part in reversed(list(self._launches(parameters, rule))):
+            shapes = tuple([parameters[at][1].shape for at in part])
+            dtype = parameters[part[0]][1].dtype
             launch = _launcher(self.backend, rule, dtype, shapes)
-            inputs = [array for at in part for array in given[at]]
-            work = _work(tuple([given[at][1].size for at in part]))
-            outputs = launch([work, *inputs, rates])
+            inputs = [array for at in part for array in parameters[at]]
+            outputs = launch([_work(tuple(map(prod, shapes))), *inputs, rates])
             rates = mx.depends([rates], outputs[:1])[0]
             for i, at in enumerate(part):
-                made[at] = outputs[each * i : each * (i + 1)]
-        return made
+                results[at] = outputs[each * i : each * (i + 1)]
+        return results
 
-    def _launches(self, given: Sequence[Arrays], rule: Rule) -> Iterator[list[int]]:
-        """Yield which parameters go together, of one dtype, in nearly equal parts."""
+    def _launches(
+        self, parameters: Sequence[Arrays], rule: Rule
+    ) -> Iterator[list[int]]:
+        """Yield which parameters of one dtype share a launch, in nearly equal parts."""
         room = (MOST_ARRAYS[self.backend] - 2) // (3 + 2 * len(rule.states))
         for dtype in FLOATS:
-            of = [at for at, arrays in enumerate(given) if arrays[1].dtype == dtype]
-            count = -(-len(of) // min(room, MOST_PARAMETERS))
+            of = [i for i, arrays in enumerate(parameters) if arrays[1].dtype == dtype]
+            count = ceil_div(len(of), min(room, MOST_PARAMETERS))
             for i in range(count):
                 yield of[i * len(of) // count : (i + 1) * len(of) // count]
 
 
-def _dtype_of_states(rule: Rule, dtype: mx.Dtype) -> mx.Dtype:
-    """Return the dtype of what is kept beside a parameter."""
-    return mx.float32 if "master" in rule.states else dtype
-
-
-def _names(rule: Rule, count: int) -> tuple[list[str], list[str]]:
-    """Return the inputs and outputs of so many parameters, in order."""
-    kinds = ["gradient", "parameter", *rule.states]
-    made = ["next", *[f"next_{name}" for name in rule.states]]
-    return (
-        [f"{kind}_{i}" for i in range(count) for kind in kinds],
-        [f"{kind}_{i}" for i in range(count) for kind in made],
-    )
-
-
 @lru_cache(maxsize=256)
 def _kernel(backend: str, rule: Rule, dtype: mx.Dtype, count: int) -> GpuKernel:
-    inputs, outputs = _names(rule, count)
-    # A launch has all arrays; the call gets those that the switch picks.
-    picked = [name if name in rule.states else "nullptr" for name in STATES]
-    made = [name if name == "nullptr" else f"next_{name}" for name in picked]
+    """Return the kernel of a step for ``count`` parameters.
+
+    A launch has the arrays of all parameters. Statements before the call pick those of
+    a block's parameter.
+    """
+    metal, state_dtype = backend == METAL, rule.state_dtype(dtype)
+    space = "device " if metal else ""
+    block = "threadgroup_position_in_grid.x" if metal else "blockIdx.x"
+    read = ["gradient", "parameter", *rule.states]
+    written = ["next", *[f"next_{name}" for name in rule.states]]
+    picks = []
+    for name in (*read, *written):
+        kind = "STATE" if name.removeprefix("next_") in STATES else "T"
+        const = "" if name in written else "const "
+        picks.append(f"{const}{space}{kind}* {name} = nullptr;")
+    picks.append(f"switch (work[3 * {block}]) {{")
+    for i in range(count):
+        these = "".join(f" {name} = {name}_{i};" for name in (*read, *written))
+        picks.append(f"  case {i}:{these} break;")
+    states = [name if name in rule.states else "nullptr" for name in STATES]
+    next_states = [n if n == "nullptr" else f"next_{n}" for n in states]
+    call = "gradient, parameter", *states, "rates, next", *next_states
+    inputs = [f"{name}_{i}" for i in range(count) for name in read]
+    outputs = [f"{name}_{i}" for i in range(count) for name in written]
     passed = dict.fromkeys((*inputs, "rates", *outputs), "")
-    passed[inputs[0]] = ", ".join(
-        ["gradient, parameter", *picked, "rates, next", *made]
-    )
-    face = Interface("Updates", ("work", *inputs, "rates"), tuple(outputs))
-    metal = backend == METAL
+    passed[inputs[0]] = ", ".join(call)
+    template = ("T", dtype), ("STATE", state_dtype), ("RULE", rule.code)
     return GpuKernel(
         backend,
         "update_parameters",
         FILES[backend],
-        face,
-        (
-            ("T", dtype),
-            ("STATE", _dtype_of_states(rule, dtype)),
-            ("RULE", rule.code),
-            ("COUNT", count),
-        ),
-        place=_PLACE if metal else "",
+        Interface("Updates", ("work", *inputs, "rates"), tuple(outputs)),
+        (*template, ("COUNT", count)),
+        place=PLACE if metal else "",
         arguments=tuple(passed.items()),
-        before=_picking(metal, inputs, outputs, count),
+        before="\n  ".join([*picks, "}"]),
     )
-
-
-def _picking(metal: bool, inputs: list[str], outputs: list[str], count: int) -> str:
-    """Return statements that pick the arrays of a block's parameter."""
-    space = "device " if metal else ""
-    block = "threadgroup_position_in_grid.x" if metal else "blockIdx.x"
-    each, made = len(inputs) // count, len(outputs) // count
-    kinds = [name.rpartition("_")[0] for name in (*inputs[:each], *outputs[:made])]
-    lines = []
-    for name in kinds:
-        dtype = "STATE" if name.removeprefix("next_") in STATES else "T"
-        const = "" if name.startswith("next") else "const "
-        lines.append(f"{const}{space}{dtype}* {name} = nullptr;")
-    lines.append(f"switch (work[3 * {block}]) {{")
-    for i in range(count):
-        picks = "".join(f" {name} = {name}_{i};" for name in kinds)
-        lines.append(f"  case {i}:{picks} break;")
-    return "\n  ".join([*lines, "}"])
 
 
 @lru_cache(maxsize=256)
 def _launcher(
     backend: str, rule: Rule, dtype: mx.Dtype, shapes: tuple[tuple[int, ...], ...]
 ) -> Callable[[list[mx.array]], list[mx.array]]:
-    """Return what launches the step of parameters of some shapes."""
+    """Return a function that launches the step of parameters of some shapes."""
     kernel = _kernel(backend, rule, dtype, len(shapes))
-    kept = [_dtype_of_states(rule, dtype)] * len(rule.states)
-    outputs = [(shape, each) for shape in shapes for each in (dtype, *kept)]
-    blocks = sum([-(-prod(shape) // ELEMENTS) for shape in shapes])
-    given = (True,) * len(kernel.interface.inputs)
-    return kernel.launcher(given, outputs, (blocks * THREADS,), (THREADS,))
+    dtypes = dtype, *[rule.state_dtype(dtype)] * len(rule.states)
+    outputs = [(shape, each) for shape in shapes for each in dtypes]
+    blocks = sum([ceil_div(prod(shape), ELEMENTS) for shape in shapes])
+    every = (True,) * len(kernel.interface.inputs)
+    return kernel.launcher(every, outputs, (blocks * THREADS,), (THREADS,))
 
 
 @lru_cache(maxsize=256)

@@ -9,7 +9,6 @@ from typing import NamedTuple
 
 import mlx.core as mx
 
-from ...backends.gpu import norms as gpu_norms
 from ...checks import DTYPES
 from ...devices import METAL, Device
 from ...plan import (
@@ -472,9 +471,8 @@ def _float_plan(p: Problem, device: Device, name: str) -> Plan:
         facts = n, edges, (c_x, c_y), p.volume, p.itemsize
         tile = sorted_tile(*facts, device, *of)
     weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    many = not gpu_norms.is_one_launch(n, p.itemsize, METAL)
     able = not is_packed and tile.splits == 1
-    moments = p.sums_moments and able and many
+    moments = p.sums_moments and able
     cut = _cut(p, device, tile, weight_bytes)
     return _floats_as_cut(p, name, cut._replace(matrices=matrices, moments=moments))
 

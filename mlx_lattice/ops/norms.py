@@ -1,0 +1,778 @@
+"""Norms over active rows, by channel and by row, and shift, scale and gate.
+
+A norm by channel is statistics of rows, and what is applied to each row by them, in
+float32 and rounded once to the input's dtype. Each is one function over the backend's
+kernels, whose higher derivatives, forward mode and vmap are those of the same function
+in MLX operations, as on devices without kernels. Saved for the backward pass are the
+inputs and a mean and variance for each channel.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+import mlx.core as mx
+
+from .. import devices, registry
+from ..backends.mlx import group_means, row_sum
+from ..channel_kernels import Affine, affine
+from ..checks import FLOATS, arrays_of, dtype_name, real, whole
+from ..epilogue import NONE, Activation, composed
+from ..registry import Fit, Norms
+from ..tensor import SparseTensor, expect_tensor, features_of
+from ..transformations import Function, Gradient, filled, several
+from .activation import activated, activation_of
+from .observed import norm_teller
+from .pool import BatchRows, batch_rows, batch_spread, batch_sum
+
+__all__ = [
+    "batch_norm", "batch_stats", "gate", "group_norm", "instance_norm",
+    "layer_norm", "modulate", "rms_norm",
+]  # fmt: skip
+
+
+Features = SparseTensor | mx.array
+Optional = mx.array | None
+Running = tuple[mx.array, mx.array] | None
+
+
+# Public functions
+
+
+def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the float32 mean and biased variance of each channel over all rows.
+
+    Two launches; differentiable to any order.
+
+    Args:
+        feats: (N, C) floating.
+
+    Returns:
+        Two (C,) arrays; zeros if N = 0.
+    """
+    feats = features_of(feats)
+    expect_rows(feats)
+    kernels = _kernels_for(feats)
+    if kernels is None:
+        return moments(feats)
+
+    def forward(x):
+        mean, var, *_ = kernels.moments(x)
+        return mean.reshape(-1), var.reshape(-1)
+
+    function = Function(forward)
+    function.vjp(lambda x, by, _: mx.vjp(moments, [x], list(by))[1][0])
+    function.jvp(lambda x, by: tuple(mx.jvp(moments, [x], [by])[1]))
+    function.vmap(lambda x, axis: (mx.vmap(moments, (axis,))(x), (0, 0)))
+    return function(feats)
+
+
+def batch_norm(
+    x: Features,
+    mean: mx.array | None = None,
+    var: mx.array | None = None,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Features | None = None,
+    activation: str | Activation | Callable | None = None,
+) -> Features:
+    """Return ``activation(norm(x) + residual)``, each channel normalised.
+
+    Computed in float32 and rounded once: one launch if ``mean`` and ``var`` are given,
+    three for the statistics of the rows.
+
+    Args:
+        x: tensor, or its (N, C) features.
+        mean, var: (C,) statistics; by default those of the rows. Both or neither.
+        weight, bias: (C,) scale and shift.
+        eps: added to the variance.
+        residual: features of the same rows.
+        activation: "relu", "gelu", "silu", "gelu_tanh", "leaky_relu", "elu", or with
+            another slope "leaky_relu(0.2)", "elu(0.5)"; or a layer or function of
+            these, such as ``nn.ReLU()``; by default none.
+
+    Raises:
+        TypeError: the features are not floating.
+        ValueError: one of ``mean`` and ``var`` was given without the other, the
+            activation has another name, or an array another shape.
+    """
+    if (mean is None) != (var is None):
+        raise ValueError("mean and var go together: give both, or neither")
+    mean, var, weight, bias = arrays_of(mean=mean, var=var, weight=weight, bias=bias)
+    how = {"act": activation_of(activation), "eps": real(eps, "eps", 0.0)}
+    feats = features_of(x)
+    expect_rows(feats, mean, var, weight, bias)
+    parameters = weight, bias, residual_of(x, residual)
+    if mean is None:
+        y = normalized_by_rows(feats, *parameters, **how)[0]
+    else:
+        y = normalized_by(feats, mean, var, *parameters, **how)
+    return _replace(x, y)
+
+
+def group_norm(
+    x: SparseTensor,
+    groups: int,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: SparseTensor | None = None,
+    activation: str | Activation | Callable | None = None,
+) -> SparseTensor:
+    """Normalise the rows of each batch element over each group of channels.
+
+    Groups are neighbouring channels, as in PyTorch. The statistics of an
+    element are those of its active rows alone; empty elements are legal.
+
+    Args:
+        x: tensor.
+        groups: number of groups, a divisor of the channels.
+        weight, bias: (C,) scale and shift; or (B, C), those of each batch element.
+        eps: added to the variance.
+        residual, activation: added and applied in the same launch, as in
+            ``batch_norm``.
+
+    Raises:
+        ValueError: ``groups`` does not divide the channels, or shapes do not fit.
+    """
+    expect_tensor(x)
+    groups, eps = whole(groups, "groups", 1), real(eps, "eps", 0.0)
+    weight, bias = arrays_of(weight=weight, bias=bias)
+    channels = x.channels
+    if channels % groups:
+        raise ValueError(
+            f"groups must divide the {channels} channels; got {groups} groups"
+        )
+    for line in (weight, bias):
+        if line is not None and tuple(line.shape) != (channels,):
+            check_values(x, line)
+    rows, act = batch_rows(x), activation_of(activation)
+    # MLX adds the gradients of the lines of all elements.
+    lines = [_line_of_each(a, rows.size) for a in (weight, bias)]
+    name = "InstanceNorm" if groups == channels else "GroupNorm"
+    given = *lines, residual_of(x, residual)
+    statistics = ElementStatistics(rows, groups)
+    facts = {"act": act, "eps": eps, "name": name, "statistics": statistics}
+    return x.replace(normalized_by_rows(x.feats, *given, **facts)[0])
+
+
+def instance_norm(
+    x: SparseTensor,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: SparseTensor | None = None,
+    activation: str | Activation | Callable | None = None,
+) -> SparseTensor:
+    """Normalise each channel over the rows of each batch element.
+
+    Arguments are those of ``group_norm``, with one channel a group.
+    """
+    expect_tensor(x)
+    return group_norm(
+        x, x.channels, weight, bias, eps, residual=residual, activation=activation
+    )
+
+
+def layer_norm(
+    x: Features,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    eps: float = 1e-5,
+    *,
+    residual: Features | None = None,
+    activation: str | Activation | Callable | None = None,
+) -> Features:
+    """Return ``activation(norm(x) + residual)``, each row normalised over its channels.
+
+    On CUDA this is one launch, and two backward, if the channels fill 16 bytes and take
+    at most 2 KB.
+
+    Args:
+        x: tensor, its (N, C) features, or an array of more axes, over its last one.
+        weight, bias: (C,) scale and shift.
+        eps: added to the variance.
+        residual, activation: as of ``batch_norm``.
+    """
+    feats, eps = features_of(x), real(eps, "eps", 0.0)
+    weight, bias = arrays_of(weight=weight, bias=bias)
+    expect_lines("weight and bias", feats.shape[-1], weight, bias)
+    if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
+        return x if residual is None else _replace(x, feats + residual_of(x, residual))
+    kernels, act = registry.norms(), activation_of(activation)
+    if residual is not None:
+        residual = residual_of(x, residual).astype(feats.dtype)
+    fit = Fit(None, None, weight, bias)
+    if kernels is None or not kernels.normalizes_rows(feats, fit):
+        y = _layer_norm_by_mlx(feats, weight, bias, residual, eps)
+        return _replace(x, activated(y, act) if act.changes else y)
+    given = "LayerNorm", feats, (weight, bias, residual)
+    rules, arrays = _rules(_LayerNorm, *given, act=act, eps=eps)
+    return _replace(x, rules(feats, *arrays))
+
+
+def rms_norm(
+    x: Features, weight: mx.array | None = None, eps: float = 1e-5
+) -> Features:
+    """Divide each row by the root mean square of its channels.
+
+    Args:
+        x: tensor, or its (N, C) features.
+        weight: (C,) scale.
+        eps: added to the mean square.
+    """
+    feats, eps = features_of(x), real(eps, "eps", 0.0)
+    (weight,) = arrays_of(weight=weight)
+    expect_lines("weight and bias", feats.shape[-1], weight)
+    if feats.size == 0:  # MLX's CUDA kernels cannot be launched for no rows
+        return x
+    return _replace(x, mx.fast.rms_norm(feats, *_like(feats, weight), eps))
+
+
+def modulate(
+    x: Features,
+    shift: mx.array,
+    scale: mx.array,
+    *,
+    residual: SparseTensor | None = None,
+) -> Features:
+    """Return ``x * (1 + scale) + shift`` with the values of each batch element.
+
+    An adaptive norm (Peebles and Xie, "Scalable Diffusion Models with Transformers",
+    2023) is a norm without parameters, and then ``modulate``.
+
+    On a GPU this is one launch for a tensor, the residual included.
+
+    Args:
+        x: a tensor, or an array (B, L, C) of sequences.
+        shift, scale: (B, C); B is the tensor's batch size, or 1 for all elements.
+        residual: a tensor of the same rows that is added, or None.
+
+    Returns:
+        A tensor or an array like ``x``, in its dtype.
+
+    Raises:
+        ValueError: shapes do not fit.
+    """
+    shift, scale = _values(x, shift=shift, scale=scale)
+    scale = 1 + scale.astype(mx.float32)
+    if isinstance(x, SparseTensor):
+        return scaled(x, scale, shift, residual)
+    return x * _of_sequences(scale, x) + _of_sequences(shift, x)
+
+
+def gate(
+    x: Features, by: mx.array, *, residual: SparseTensor | None = None
+) -> Features:
+    """Return ``x * by + residual`` with the values of each batch element.
+
+    Arguments, launches, result and errors are those of ``modulate``.
+    """
+    (by,) = _values(x, by=by)
+    if isinstance(x, SparseTensor):
+        return scaled(x, by, residual=residual)
+    return x * _of_sequences(by, x)
+
+
+# Checks of arguments
+
+
+def expect_rows(feats: mx.array, *lines: mx.array | None) -> None:
+    """Raise unless features are (N, C) floats and each line has one value a channel."""
+    dtype_name(feats.dtype)
+    if feats.ndim != 2:
+        raise ValueError(f"features must have shape (N, C); got {tuple(feats.shape)}")
+    expect_lines("mean, var, weight and bias", feats.shape[1], *lines)
+
+
+def expect_lines(names: str, channels: int, *lines: mx.array | None) -> None:
+    """Raise unless each line has one value a channel; ``names`` is what they are."""
+    shape = (channels,)
+    for line in lines:
+        if line is not None and line.shape != shape:
+            raise ValueError(
+                f"{names} must have shape {shape}, one value a channel; got "
+                f"{line.shape}"
+            )
+
+
+def residual_of(x: Features, residual: Features | None) -> mx.array | None:
+    """Return the features of a residual of the rows of ``x``.
+
+    Raises:
+        ValueError: it has other rows or channels.
+    """
+    if residual is None:
+        return None
+    both = isinstance(x, SparseTensor) and isinstance(residual, SparseTensor)
+    if both and x.key != residual.key:
+        raise ValueError(
+            "a residual must lie on the rows of x, by the same key; add tensors of "
+            "other rows with +"
+        )
+    feats = features_of(residual)
+    if feats.shape != features_of(x).shape:
+        raise ValueError(
+            f"a residual must have the shape of x, {tuple(features_of(x).shape)}; got "
+            f"{tuple(feats.shape)}"
+        )
+    return feats
+
+
+def check_values(x: Features, *values: mx.array) -> None:
+    """Raise unless each batch element of ``x`` has its values, or all share them."""
+    sparse = isinstance(x, SparseTensor)
+    batches = x.batch_size if sparse else features_of(x).shape[0]
+    channels = x.shape[-1]  # of a tensor without reading its features
+    for line in values:
+        fits = tuple(line.shape) in ((1, channels), (batches, channels))
+        if len(x.shape) != (2 if sparse else 3) or not fits:
+            raise ValueError(
+                f"each batch element has its values: expected ({batches}, {channels}) "
+                f"for features {tuple(x.shape)}; got {tuple(line.shape)}"
+            )
+
+
+def _values(x: Features, **named: mx.array) -> list[mx.array]:
+    values = arrays_of(**named)
+    for name, value in zip(named, values, strict=True):
+        if value is None:
+            raise TypeError(f"{name} must be an array (B, C); got None")
+    check_values(x, *values)
+    return values
+
+
+def _of_sequences(values: mx.array, x: mx.array) -> mx.array:
+    return values[:, None].astype(x.dtype)
+
+
+def _replace(x: Features, feats: mx.array) -> Features:
+    return x.replace(feats) if isinstance(x, SparseTensor) else feats
+
+
+def _like(feats: mx.array, *parameters: mx.array | None) -> list[mx.array | None]:
+    # Of float32 parameters MLX would make a float32 copy of half features.
+    return [p if p is None else p.astype(feats.dtype) for p in parameters]
+
+
+def _line_of_each(line: mx.array | None, elements: int) -> mx.array | None:
+    """Return (B, C) lines of batch elements, which may share one."""
+    if line is None:
+        return None
+    shape = elements, line.shape[-1]
+    return mx.contiguous(mx.broadcast_to(line.reshape(-1, shape[1]), shape))
+
+
+# Statistics
+
+
+def moments(x: mx.array) -> tuple[mx.array, mx.array]:
+    """Return the float32 (C,) mean and biased variance over the rows of (N, C).
+
+    In MLX operations; zeros if N = 0.
+    """
+    x, rows = x.astype(mx.float32), max(1, x.shape[0])
+    mean = row_sum(x) / rows
+    return mean, row_sum(mx.square(x - mean)) / rows
+
+
+def moved_statistics(
+    running: Running, momentum: float, rows, mean: mx.array, var: mx.array
+) -> tuple[mx.array, mx.array]:
+    """Return running statistics moved by those of some rows.
+
+    No rows leave them as they are; a single row moves the mean alone. ``rows``: an
+    array if only the device knows their number.
+    """
+    if running is None:
+        return mean, var
+    old_mean, old_var = running
+    rows = mx.array(rows, dtype=mx.float32)
+    unbiased = var * (rows / mx.maximum(rows - 1, 1))
+    by = mx.where(rows > 0, momentum, 0.0)
+    new_mean = (1 - by) * old_mean + by * mean
+    by = mx.where(rows > 1, momentum, 0.0)
+    return new_mean, (1 - by) * old_var + by * unbiased
+
+
+class ElementStatistics:
+    """Statistics of each batch element's rows, over each group of channels.
+
+    Args:
+        rows: of the elements.
+        groups: of neighbouring channels, a divisor of C.
+    """
+
+    def __init__(self, rows: BatchRows, groups: int):
+        self.rows, self.groups, self.segments = rows, groups, rows.segments
+
+    def spread(self, lines: mx.array) -> mx.array:
+        """Return (N, C): the line of each row's element."""
+        return batch_spread(lines, self.rows)
+
+    def composed(self, x: mx.array) -> tuple[mx.array, mx.array, int]:
+        """Return (B, C) mean and variance, in MLX operations."""
+        x, counts = x.astype(mx.float32), self.segments.counts
+
+        def means(values: mx.array) -> mx.array:
+            return group_means(batch_sum(values, self.rows) / counts, self.groups)
+
+        mean = means(x)
+        return mean, means(mx.square(x - self.spread(mean))), 0
+
+    def moments(self, kernels: Norms, x: mx.array, *_) -> tuple[mx.array, ...]:
+        """Return (B, C) mean and variance, by kernels, and once more."""
+        mean, var, *_ = kernels.moments(x, self.segments)
+        if self.groups < x.shape[1]:
+            middle = group_means(mean, self.groups)
+            var = group_means(var + mx.square(mean - middle), self.groups)
+            mean = middle
+        return mean, var, mean, var
+
+    def terms(self, fit: Fit, sums: mx.array, terms: mx.array) -> mx.array:
+        """Return what ``Norms.gradient`` takes, of what ``gradient_sums`` returned."""
+        return group_means(terms, self.groups)
+
+
+# Rules of norms by kernels
+
+NormRules = TypeVar("NormRules", bound=Affine)
+
+
+def _kernels_for(*arrays: mx.array) -> Norms | None:
+    """Return the device's kernels, if they take these arrays."""
+    if not arrays[0].size or not all([a.dtype in FLOATS for a in arrays]):
+        return None
+    return registry.norms()
+
+
+def _rules(
+    kind: type[NormRules],
+    name: str,
+    x: mx.array,
+    parameters: tuple[Optional, Optional, Optional],
+    *,
+    act: Activation = NONE,
+    **more,
+) -> tuple[NormRules, list[mx.array]]:
+    """Return the rules of a norm, and the arrays that it has, as kernels take them.
+
+    Args:
+        kind: the rules' class; ``more`` are its arguments.
+        name: what observers call the norm.
+        x: (N, C).
+        parameters: weight, bias and residual, or None.
+        act: what follows.
+    """
+    weight, bias, residual = parameters
+    if weight is not None and bias is not None and weight.dtype != bias.dtype:
+        weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
+    if residual is not None and residual.dtype != x.dtype:
+        residual = residual.astype(x.dtype)
+    every = weight, bias, residual
+    arrays = [a for a in every if a is not None]
+    kernels = _kernels_for(x, *arrays)
+    parts = name, "" if residual is None else "residual", act.name
+    tell = norm_teller(parts, kernels is not None, x)
+    if kernels is None:
+        tell("forward", None)
+    present = [a is not None for a in every]
+    return kind(kernels, present, act, tell=tell, **more), arrays
+
+
+def _run(rules: Affine, *arrays: mx.array):
+    """Return a norm by kernels, or in MLX operations if the device has none."""
+    return rules.composed(*arrays) if rules.kernels is None else rules(*arrays)
+
+
+class _NormByRows(Affine):
+    """A norm by statistics of the rows.
+
+    A function of x, of those that are present of weight, bias and residual, of running
+    statistics if there are any, and of the lines of ``Moments`` if the convolution
+    summed them. Returns y, (S, C) statistics, and moved (C,) running ones.
+
+    Args:
+        statistics: of batch elements or several processes; None for those of all rows.
+        momentum: how far running statistics move.
+        others: as of ``Affine``.
+    """
+
+    __slots__ = "momentum", "source"
+    statistics = 2
+
+    def __init__(self, *others, statistics=None, momentum: float = 0.0, **more):
+        segments = getattr(statistics, "segments", None)
+        spread = getattr(statistics, "spread", None)
+        super().__init__(*others, segments=segments, spread=spread, **more)
+        self.source, self.momentum = statistics, momentum
+
+    def _parted(self, rest):
+        """Return weight, bias and residual; running statistics; the lines."""
+        running, lines = [*rest[sum(self.present) :]], None
+        if len(running) % 2:
+            lines = running.pop()
+        return self.named(rest), tuple(running) or None, lines
+
+    def everything(self, x, *rest):
+        """Return all results, in MLX operations; gradients reach y alone."""
+        (weight, bias, residual), running, _ = self._parted(rest)
+        if self.source is None:
+            mean, var, rows = *moments(x), x.shape[0]
+        else:
+            mean, var, rows = self.source.composed(x)
+        lines = self.of_rows(mean, var, weight, bias)
+        y = affine(x, *lines, residual, self.eps, self.act)
+        moved = moved_statistics(running, self.momentum, rows, mean, var)
+        found = [a.reshape(self.lines, x.shape[1]) for a in (mean, var)]
+        found += [a.flatten() for a in moved]
+        return y, *[mx.stop_gradient(a) for a in found]
+
+    def composed(self, x, *rest):
+        return self.everything(x, *rest)[0]
+
+    def forward(self, x, *rest):
+        x = mx.contiguous(x)  # several launches read it
+        (weight, bias, residual), running, lines = self._parted(rest)
+        fit, moving = (
+            self.fit(None, None, weight, bias),
+            (running, self.momentum, lines),
+        )
+        if self.source is None:
+            y, mean, var, *moved = self.kernels.batch_norm(x, fit, residual, *moving)
+        else:
+            mean, var, *moved = self.source.moments(self.kernels, x, *moving)
+            fit = fit._replace(mean=mean, var=var)
+            y = self.kernels.normalize(x, fit, residual)
+        self.tell("forward", self._launches(x, lines))
+        return y, mean, var, *[a.reshape(-1) for a in moved]
+
+    def _launches(self, x: mx.array, lines: mx.array | None = None) -> int:
+        if self.source is None and self.kernels.is_one_launch(x):
+            return 1
+        return 3 if lines is None else 2
+
+    def back(self, dy, x, mean, var, *rest):
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # several launches read them
+        weight, bias, residual = self.named(rest)
+        fit, kernels = self.fit(mean, var, weight, bias), self.kernels
+        if self.source is None:
+            dx, *others = kernels.batch_norm_gradient(dy, x, fit, residual)
+        else:
+            sums, terms, *others = kernels.gradient_sums(dy, x, fit, residual)
+            terms = self.source.terms(fit, sums, terms)
+            dx, dresidual = kernels.gradient(dy, x, fit, residual, terms)
+            others.append(dresidual)
+        gradients = [
+            gradient.reshape(array.shape)
+            for gradient, array in zip(self.those(*others), rest, strict=True)
+        ]
+        self.tell("backward", self._launches(x))
+        return dx, *gradients
+
+    def vjp(self, primals, cotangents, outputs):
+        x, *rest = several(primals)
+        count = sum(self.present)
+        found = self.gradient(cotangents[0], x, *outputs[1:3], *rest[:count])
+        return *found, *map(mx.zeros_like, rest[count:])
+
+    def jvp(self, at, by):
+        at, by = [*several(at)], several(by)
+        return tuple(mx.jvp(self.everything, at, filled(at, by))[1])
+
+    def vmap(self, arrays, axes):
+        axes = tuple(several(axes))
+        return mx.vmap(self.everything, axes)(*several(arrays)), (0,) * 5
+
+
+def normalized_by_rows(
+    x: mx.array,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    *,
+    act: Activation = NONE,
+    eps: float = 1e-5,
+    name: str = "BatchNorm",
+    statistics=None,
+    running: Running = None,
+    momentum: float = 0.0,
+    lines: mx.array | None = None,
+) -> tuple[mx.array, mx.array, mx.array]:
+    """Normalise each channel by statistics of the rows.
+
+    Args:
+        x: (N, C) floating.
+        weight, bias: (C,), or (B, C) for batch elements, or None.
+        residual: (N, C), added before the activation, or None.
+        act, eps, name: what follows, what is added to the variance, what observers
+            call the norm.
+        statistics: of batch elements or several processes; None for those of all rows.
+        running, momentum: (C,) float32 mean and variance to be moved, and how far.
+        lines: statistics of rows that the convolution summed, see ``Moments``.
+
+    Returns:
+        y, (N, C) in the dtype of x; (C,) float32 running mean and variance, moved, or
+        values without a meaning if there are none. Gradients reach y alone.
+    """
+    more = {"eps": eps, "statistics": statistics, "momentum": momentum}
+    given = name, x, (weight, bias, residual)
+    rules, arrays = _rules(_NormByRows, *given, act=act, **more)
+    # Rules must not hold the running statistics: each call has other arrays.
+    arrays += [*(running or ()), *([] if lines is None else [lines])]
+    function = rules.everything if rules.kernels is None else rules
+    y, _, _, mean, var = function(x, *arrays)
+    return y, mean, var
+
+
+class _NormBy(Affine):
+    """A norm by given statistics.
+
+    A function of x, mean, var, and of those that are present of the rest.
+
+    Args:
+        is_frozen: whether the statistics get no gradient.
+        others: as of ``Affine``.
+    """
+
+    __slots__ = ("is_frozen",)
+
+    def __init__(self, *others, is_frozen: bool, **more):
+        super().__init__(*others, **more)
+        self.is_frozen = is_frozen
+
+    def composed(self, x, mean, var, *rest):
+        return affine(x, mean, var, *self.named(rest), self.eps, self.act)
+
+    def _fit(self, mean, var, weight, bias) -> Fit:
+        return self.fit(mean.reshape(1, -1), var.reshape(1, -1), weight, bias)
+
+    def forward(self, x, mean, var, *rest):
+        weight, bias, residual = self.named(rest)
+        self.tell("forward", 1)
+        return self.kernels.normalize(x, self._fit(mean, var, weight, bias), residual)
+
+    def back(self, dy, x, mean, var, *rest):
+        dy, x = mx.contiguous(dy), mx.contiguous(x)  # two launches read them
+        weight, bias, residual = self.named(rest)
+        fit = self._fit(mean, var, weight, bias)
+        dx, dresidual = self.kernels.gradient(dy, x, fit, residual)
+        self.tell("backward", 3)
+        if self.is_frozen and weight is None and bias is None:
+            return dx, *self.those(None, None, dresidual)
+        sums, _, dweight, dbias = self.kernels.gradient_sums(dy, x, fit, residual)
+        others = self.those(dweight.reshape(-1), dbias.reshape(-1), dresidual)
+        if self.is_frozen:
+            return dx, *others
+        inverse = mx.rsqrt(var + self.eps)
+        scale = inverse if weight is None else inverse * weight.astype(mx.float32)
+        dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
+        return dx, dmean, dvar, *others
+
+    def gradient(self, dy, *arrays):
+        frozen = 2 if self.is_frozen else 0
+        return Gradient(self.back, self.composed, frozen=frozen)(dy, *arrays)
+
+    def vjp(self, primals, dy, _):
+        found = self.gradient(dy, *primals)
+        if not self.is_frozen:
+            return found
+        dx, *rest = found
+        return dx, *map(mx.zeros_like, primals[1:3]), *rest
+
+
+def normalized_by(
+    x: mx.array,
+    mean: mx.array,
+    var: mx.array,
+    weight: mx.array | None = None,
+    bias: mx.array | None = None,
+    residual: mx.array | None = None,
+    *,
+    act: Activation = NONE,
+    eps: float = 1e-5,
+    is_frozen: bool = False,
+) -> mx.array:
+    """Normalise each channel by given (C,) statistics, in one launch.
+
+    Differentiable in all arrays, but not in statistics if ``is_frozen``. The other
+    arguments are those of ``normalized_by_rows``.
+    """
+    given = "BatchNorm", x, (weight, bias, residual)
+    facts = {"act": act, "eps": eps, "is_frozen": is_frozen}
+    rules, arrays = _rules(_NormBy, *given, **facts)
+    mean, var = mean.astype(mx.float32), var.astype(mx.float32)
+    if is_frozen and rules.kernels is None:
+        mean, var = mx.stop_gradient(mean), mx.stop_gradient(var)
+    return _run(rules, x, mean, var, *arrays)
+
+
+def scaled(
+    x: SparseTensor,
+    weight: mx.array,
+    bias: mx.array | None = None,
+    residual: SparseTensor | None = None,
+) -> SparseTensor:
+    """Return ``x * weight + bias + residual``; lines are (C,), (1, C) or (B, C)."""
+    lines, segments, spread = [weight, bias], None, None
+    if all(a is None or a.size == a.shape[-1] for a in lines):
+        lines = [a if a is None else a.reshape(-1) for a in lines]
+    else:
+        rows = batch_rows(x)
+        lines = [_line_of_each(a, rows.size) for a in lines]
+        both = ElementStatistics(rows, x.channels)
+        segments, spread = both.segments, both.spread
+    name = "gate" if bias is None else "modulate"
+    given = name, x.feats, (*lines, residual_of(x, residual))
+    rules, arrays = _rules(Affine, *given, segments=segments, spread=spread)
+    return x.replace(_run(rules, x.feats, *arrays))
+
+
+class _LayerNorm(Affine):
+    """Layer norm by kernels: of x and those that are present of the rest."""
+
+    __slots__ = ()
+
+    def composed(self, x, *rest):
+        return composed(self.act)(_layer_norm_by_mlx(x, *self.named(rest), self.eps))
+
+    def forward(self, x, *rest):
+        weight, bias, residual = self.named(rest)
+        fit = self.fit(None, None, weight, bias)
+        self.tell("forward", 1)
+        return self.kernels.layer_norm(mx.contiguous(x), fit, residual)
+
+    def back(self, dy, x, *rest):
+        dy, x = mx.contiguous(dy), mx.contiguous(x)
+        weight, bias, residual = self.named(rest)
+        fit = self.fit(None, None, weight, bias)
+        dx, *others = self.kernels.layer_norm_gradient(dy, x, fit, residual)
+        self.tell("backward", 2 if any(self.present[:2]) else 1)
+        return dx, *self.those(*others)
+
+
+def _layer_norm_by_mlx(
+    feats: mx.array,
+    weight: mx.array | None,
+    bias: mx.array | None,
+    residual: mx.array | None,
+    eps: float,
+) -> mx.array:
+    """Return a layer norm by MLX's kernel, and a residual added."""
+    if feats.shape[-1] % 4 and devices.current().backend == devices.CUDA:
+        # The gradient of MLX's kernel is wrong there for channels not a multiple of 4.
+        wide = feats.astype(mx.float32)
+        centred = wide - wide.mean(axis=-1, keepdims=True)
+        var = mx.square(centred).mean(axis=-1, keepdims=True)
+        y = centred * mx.rsqrt(var + eps)
+        y = y if weight is None else y * weight
+        y = y if bias is None else y + bias
+    else:
+        y = mx.fast.layer_norm(feats, *_like(feats, weight, bias), eps)
+    y = y.astype(feats.dtype)
+    return y if residual is None else y + residual
