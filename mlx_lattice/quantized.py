@@ -12,9 +12,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from math import prod
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import mlx.core as mx
 
@@ -44,26 +43,34 @@ class Packing(NamedTuple):
         return 3 if not self.is_integer else 1 if self.bits == 8 else 2
 
     def weight(self, arrays: Sequence[mx.array]) -> PackedWeight:
-        """Return the weight of checked arrays; an integer one has no scale."""
-        kind, names = QuantizedWeight, ("weight", "scales", "biases")
-        if self.is_integer:
-            kind, names = IntegerWeight, ("values", "multipliers", "scale")
-        weight, facts = object.__new__(kind), self._asdict()
-        del facts["is_integer"]
-        facts.update(zip(names, (*arrays, None, None), strict=False))
-        vars(weight).update(facts)
+        """Return the weight of checked arrays, in the constructor's order.
+
+        Kernels need no scale of an integer weight.
+        """
+        in_channels, bits, group_size, kernel, is_integer = self
+        kind = IntegerWeight if is_integer else QuantizedWeight
+        weight = object.__new__(kind)
+        vars(weight).update(
+            zip(kind.names, (*arrays, None, None), strict=False),
+            in_channels=in_channels,
+            bits=bits,
+            group_size=group_size,
+            kernel=kernel,
+            packing=self,
+        )
         return weight
 
 
 class PackedWeight:
-    """What the two kinds of packed weights share."""
+    """What the two kinds of packed weights share.
 
-    @property
-    def packing(self) -> Packing:
-        """All but the arrays."""
-        is_integer = isinstance(self, IntegerWeight)
-        facts = self.in_channels, self.bits, self.group_size, self.kernel
-        return Packing(*facts, is_integer)
+    Attributes:
+        names: names of the arrays.
+        packing: all but the arrays.
+    """
+
+    names: ClassVar[tuple[str, ...]]
+    packing: Packing
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -83,26 +90,26 @@ class PackedWeight:
 
     def holding(self, *arrays: mx.array | None) -> PackedWeight:
         """Return the same weight with other arrays, in the constructor's order."""
-        names = tuple(self.__dataclass_fields__)[: len(arrays)]
-        return replace(self, **dict(zip(names, arrays, strict=True)))
+        return replace(self, **dict(zip(self.names, arrays, strict=True)))
 
     def _stored(self) -> dict[str, mx.array]:
-        names = tuple(self.__dataclass_fields__)[:3]
-        arrays = {name: getattr(self, name) for name in names}
+        """Return the arrays by name; only int4 weights have multipliers."""
+        arrays = {name: getattr(self, name) for name in self.names}
         if arrays.get("multipliers", self) is None:
             del arrays["multipliers"]
         return arrays
 
     def __post_init__(self):
-        stored = self._stored()
-        for name, array in stored.items():
+        for name, array in self._stored().items():
             if not isinstance(array, mx.array):
                 raise TypeError(
                     f"weight and scales must be mlx arrays; got {type(array).__name__} "
                     f"as {name}"
                 )
-        described = [(name, a.shape, a.dtype) for name, a in stored.items()]
-        _check_weight(self.packing, tuple(described))
+        facts = self.in_channels, self.bits, self.group_size, self.kernel
+        packing = Packing(*facts, isinstance(self, IntegerWeight))
+        _check_weight(packing, self._stored())
+        vars(self)["packing"] = packing
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,6 +130,7 @@ class QuantizedWeight(PackedWeight):
             a kernel-major weight.
     """
 
+    names = "weight", "scales", "biases"
     weight: mx.array
     scales: mx.array
     biases: mx.array
@@ -187,6 +195,7 @@ class IntegerWeight(PackedWeight):
             a kernel-major weight.
     """
 
+    names = "values", "multipliers", "scale"
     values: mx.array
     multipliers: mx.array | None
     scale: mx.array
@@ -430,11 +439,8 @@ def fits_int32(volume: int, channels: int) -> bool:
     return volume * channels * MOST**2 < INT32_LIMIT
 
 
-@lru_cache(maxsize=1024, typed=True)  # layers with packed weights ask at every call
-def _check_weight(
-    packing: Packing, stored: tuple[tuple[str, tuple[int, ...], mx.Dtype], ...]
-) -> None:
-    """Raise unless (name, shape, dtype) of the arrays are those of a packed weight."""
+def _check_weight(packing: Packing, stored: dict[str, mx.array]) -> None:
+    """Raise unless arrays have the shapes and dtypes of a packed weight."""
     in_channels, bits, group_size, kernel, is_integer = packing
     check_packing(bits, group_size, is_integer)
     if not isinstance(in_channels, int) or in_channels < 1:
@@ -442,7 +448,8 @@ def _check_weight(
             f"in_channels must be an int of at least 1; got {in_channels!r}"
         )
     what = f"{in_channels} input channels in int{bits}"
-    shape = stored[0][1]
+    arrays = {name: (tuple(a.shape), a.dtype) for name, a in stored.items()}
+    shape = next(iter(arrays.values()))[0]
     if len(shape) != 3:
         raise ValueError(
             f"a packed weight must have three axes, (K, C_out, ...); got {shape}"
@@ -452,14 +459,13 @@ def _check_weight(
     groups = volume, c_out, channels // (group_size or ALIGNMENT)
     words = (volume, c_out, channels * bits // 32), mx.uint32
     if not is_integer:
-        dtype_name(kind := stored[1][2])
+        dtype_name(kind := arrays["scales"][1])
         expected = {"weight": words, "scales": (groups, kind), "biases": (groups, kind)}
     else:
         expected = {"values": words, "multipliers": (groups, mx.int8)}
         if bits == 8:
             expected = {"values": ((volume, c_out, channels), mx.int8)}
         expected["scale"] = (c_out,), mx.float32
-    arrays = {name: (tuple(shape), dtype) for name, shape, dtype in stored}
     if arrays.keys() != expected.keys():
         raise ValueError(
             f"{what} are stored as {', '.join(expected)}; got {', '.join(arrays)}"

@@ -442,11 +442,7 @@ def _evaluating(model: Module) -> Iterator[None]:
 class PackedCalibration:
     """Chooses the packed weights of a model; ``calibrate`` runs the model for it.
 
-    Args:
-        model: a copy of the float model, which becomes the packed one.
-        layers: (module of the float model, its observable layer) by path.
-        bits, group_size: packing of the weights.
-        method: unused: features stay in float.
+    Arguments as for ``IntegerCalibration``; features have no scale.
     """
 
     def __init__(
@@ -466,7 +462,7 @@ class PackedCalibration:
         self.errors: dict[int, mx.array] = {}  # squares: plain, searched, the output's
 
     def observing(self):
-        """Return a block that observes nothing else."""
+        """Return the block of the first run."""
         return nullcontext()
 
     def gather(self, layer: Module, x: mx.array, relation, y, call: int) -> None:
@@ -511,17 +507,14 @@ class PackedCalibration:
                     weight = self.searched[key]
                 before = (plain / (norm or 1.0)) ** 0.5
                 after = (min(plain, searched) / (norm or 1.0)) ** 0.5
-            if key not in twins:
-                twins[key] = self._packed(layer, weight)
+            if key not in twins and has_twin(layer):
+                twins[key] = twin_holding(layer, weight)
+            elif key not in twins:  # an embedding, say
+                twins[key] = layer.to_quantized(self.group_size, self.bits)
             put(self.model, path, twins[key])
             errors[path] = {"before": before, "after": after}
         mx.eval(self.model.parameters())
         return errors
-
-    def _packed(self, layer: Module, w: QuantizedWeight) -> Module:
-        if has_twin(layer):
-            return twin_holding(layer, w)
-        return layer.to_quantized(self.group_size, self.bits)  # an embedding, say
 
 
 def _apply(layer, x: mx.array, relation: Relation | None, q: QuantizedWeight):

@@ -169,41 +169,26 @@ def _searched_weight(
 
 @dataclass(eq=False)
 class LayerRecord:
-    """What calibration records and chooses for one layer.
+    """What calibration records and chooses for one layer."""
 
-    Attributes:
-        module: the float layer.
-        bits, group_size: packing of its weight.
-        fixed: whether it was trained with ``FakeQuant``: then nothing is searched.
-        trained: the scale of features that it was trained with, or None.
-        paths: its paths in the model.
-        inputs: magnitudes of features.
-        squares, rows: sums of squares of the input channels, and number of rows.
-        calls: number of calls of the layer.
-        scale, weight: chosen scale of features, and weight in integers.
-        by_row: whether each row has its own scale, since the calls differ too much.
-        notes: the report's notes.
-        plain: weight and scale by the greatest magnitudes.
-        compared: by the place of a call in a run, over all batches: the squares of the
-            plain error, of the chosen one and of the output; (float result - integer
-            result) of each output channel; and the number of rows.
-    """
-
-    module: Module
+    module: Module  # the float layer
     bits: int
     group_size: int | None
-    fixed: bool = False
-    trained: mx.array | None = None
+    fixed: bool = False  # trained with FakeQuant: nothing is searched
+    trained: mx.array | None = None  # the scale of features of that training
     paths: list[str] = field(default_factory=list)
     inputs: Samples = field(default_factory=Samples)
-    squares: mx.array | None = None
+    squares: mx.array | None = None  # sums over the rows, by input channel
     rows: int = 0
     calls: int = 0
-    scale: mx.array | None = None
+    scale: mx.array | None = None  # the chosen one of the features
     weight: IntegerWeight | None = None
-    by_row: bool = False
+    by_row: bool = False  # each row has its own scale, since the calls differ too much
     notes: list[str] = field(default_factory=list)
-    plain: tuple[IntegerWeight, mx.array | None] | None = None
+    plain: tuple[IntegerWeight, mx.array | None] | None = None  # by the greatest
+    # By the place of a call in a run, over all batches: squares of the plain error, of
+    # the chosen one and of the output; (float - integer result) of each output channel;
+    # number of rows.
     compared: dict[int, tuple] = field(default_factory=dict)
 
     def gather(self, x: mx.array, call: int) -> None:
@@ -291,7 +276,7 @@ def _added(a: tuple, b: tuple) -> tuple:
 def _relative(sums: tuple, which: int, mean: mx.array | None = None) -> float:
     """Return the norm of the plain error (0), or the chosen one (1), over the output's.
 
-    ``mean``: (C_out,), what the layer adds to its results.
+    ``mean``: (C_out,), which the layer adds to its results.
     """
     errors, shift, rows = sums
     *wrong, norm = errors.tolist()
@@ -304,37 +289,28 @@ def _relative(sums: tuple, which: int, mean: mx.array | None = None) -> float:
 
 # The traced run
 
+Origin = tuple[int, ...]  # the layers whose results are in a tensor; several after cat
+
 
 class Tracer:
     """Traces which layers read the results of others while the float model runs.
 
     A layer may return int8 if only integer layers read its results: as features, as the
-    residual of a convolution, or joined with others by ``cat`` for such readers.
-
-    Attributes:
-        layers: ids of the layers that are to multiply integers.
-        results: magnitudes of each layer's results: after what is fused into an integer
-            layer, or after all that follows a float one.
-        floats: ids of the layers whose results are read as floats.
-        reads: for each integer layer, the origins of the features that it reads. An
-            origin is the ids of the layers whose results ``cat`` joined.
-        residuals: origins of the residuals that integer layers add.
-        joins: origins of joined tensors.
-        norms: the norm that followed each call of a layer, or None.
-        norms_alone: ids of norms that were called by themselves.
-        calls: the place of a layer's last call in a run of the model.
+    residual of a convolution, or joined with others by ``cat`` for such readers. Layers
+    and norms are known by their ids.
     """
 
     def __init__(self, layers: set[int]):
-        self.layers = layers
+        self.layers = layers  # those that are to multiply integers
+        # After what is fused into an integer layer, or all that follows a float one.
         self.results: dict[int, Samples] = {}
-        self.floats: set[int] = set()
-        self.reads: dict[int, list[Origin]] = {}
-        self.residuals: list[Origin] = []
-        self.joins: list[Origin] = []
-        self.norms: dict[int, list[Module | None]] = {}
-        self.norms_alone: set[int] = set()
-        self.calls: dict[int, int] = {}
+        self.floats: set[int] = set()  # layers whose results are read as floats
+        self.reads: dict[int, list[Origin]] = {}  # what each integer layer reads
+        self.residuals: list[Origin] = []  # what integer layers add
+        self.joins: list[Origin] = []  # joined tensors
+        self.norms: dict[int, list[Module | None]] = {}  # after each call of a layer
+        self.norms_alone: set[int] = set()  # norms that were called by themselves
+        self.calls: dict[int, int] = {}  # the place of a layer's last call in a run
         self.is_paused = False
 
     @contextmanager
@@ -421,9 +397,6 @@ class Tracer:
         return [*self.residuals, *reads]
 
 
-Origin = tuple[int, ...]
-
-
 class TracedTensor(SparseTensor):
     """A layer's result during the traced run: the tracer records who reads it."""
 
@@ -481,11 +454,8 @@ def _(first: TracedTensor, tensors: list[SparseTensor]) -> SparseTensor:
 class IntegerCalibration:
     """Chooses the integer layers of a model; ``calibrate`` runs the model for it.
 
-    Args:
-        model: a copy of the float model, which becomes the integer one.
-        layers: (module of the float model, its observable layer) by path.
-        bits, group_size: packing of the weights.
-        method: name of one of ``METHODS``.
+    The model is a copy, which becomes the integer one. ``layers`` are (module of the
+    float model, its observable layer) by path.
     """
 
     def __init__(

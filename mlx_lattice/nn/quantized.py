@@ -14,6 +14,7 @@ layer; the norm, residual and activation after it are computed in the same launc
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -34,7 +35,7 @@ from ..quantized import (
 from ..relation import Relation
 from ..settings import boundary
 from ..tensor import SparseTensor
-from .layers import Parameters
+from .layers import ModuleCache, Parameters
 
 __all__ = ["FoldedNorm"]
 
@@ -398,19 +399,34 @@ class Packed(KeepsScales):
         Raises:
             ValueError: their shapes are not those of this layer.
         """
-        return self._packed(self.kernel_size, lambda a: a)
+        return self._packed(self.kernel_size)
 
     def _packed(
-        self, kernel: tuple[int, ...], stored: Callable[[mx.array], mx.array]
+        self,
+        kernel: tuple[int, ...],
+        stored: Callable[[mx.array], mx.array] | None = None,
     ) -> Weight:
         """Return the weight of parameters, each as ``stored`` returns it."""
-        facts = self.in_channels, self.bits, self.group_size, kernel
+        kind, names = QuantizedWeight, ("weight", "scales", "biases")
         if self.mode == INTEGER:
-            multipliers = stored(self["multipliers"]) if self.bits == 4 else None
-            scale = as_float32(self["scales"])
-            return IntegerWeight(stored(self["weight"]), multipliers, scale, *facts)
-        arrays = self["weight"], self["scales"], self["biases"]
-        return QuantizedWeight(*map(stored, arrays), *facts)
+            kind, names = IntegerWeight, ("weight", "multipliers", "scales")
+        parameters = arrays = [dict.get(self, name) for name in names]
+        # Checking takes longer than a launch: the same arrays are checked once. The
+        # weight has these very arrays, so it is right when they change in place.
+        cache = self.__dict__.get("_checked")
+        is_checked = cache and not any(
+            map(operator.is_not, parameters, cache["arrays"])
+        )
+        if is_checked and stored is None:
+            return cache["weight"]
+        if stored is not None:
+            arrays = [a if a is None or a.ndim == 1 else stored(a) for a in parameters]
+        if is_checked:
+            return cache["weight"].packing.weight(arrays)
+        facts = self.in_channels, self.bits, self.group_size, kernel
+        weight = kind(*arrays, *facts)
+        self.__dict__["_checked"] = ModuleCache(arrays=parameters, weight=weight)
+        return weight
 
     def calibrated(
         self,
