@@ -304,18 +304,6 @@ class CoordinateManager:
         return tuple(made.key for made in self._cells(source, chain))
 
     @built_by_one
-    def levels(self, held: CoordinateSet) -> list[CoordinateSet]:
-        """Return a set and the chain of cells made from it, the first of each set."""
-        cells: dict[CoordinateSet, CoordinateSet] = {}
-        for (rule, source, _), made in self._made.everything():
-            if rule == "cell":
-                cells.setdefault(source, made)
-        found = [held]
-        while found[-1] in cells:
-            found.append(cells[found[-1]])
-        return found
-
-    @built_by_one
     def coarser(
         self, held: CoordinateSet, fine: CoordinateSet
     ) -> tuple[CoordinateSet, CoordinateSet] | None:

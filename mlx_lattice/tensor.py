@@ -134,17 +134,19 @@ class SparseTensor:
             key = manager.inserted(coords, stride, *facts).key
         elif coords is not None:
             _expect_coords(coords, manager[key])
-        held = manager[key]
-        place = {"manager": manager, "key": key, "coords": held.shown}
-        self.__dict__.update(place, feats=check_feats(feats, len(held)))
+        coordinate_set = manager[key]
+        place = {"manager": manager, "key": key, "coords": coordinate_set.shown}
+        self.__dict__.update(place, feats=check_feats(feats, len(coordinate_set)))
 
     @classmethod
     def of(
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
         """Put features on a coordinate set that a manager holds already."""
-        held = manager[key]
-        return cls.trusted(manager, key, held.shown, check_feats(feats, len(held)))
+        coordinate_set = manager[key]
+        return cls.trusted(
+            manager, key, coordinate_set.shown, check_feats(feats, len(coordinate_set))
+        )
 
     @classmethod
     def trusted(
@@ -158,11 +160,17 @@ class SparseTensor:
 
         Nothing is checked.
         """
-        made = cls.__new__(cls)
-        own = made.__dict__  # past __setattr__, which checks what comes from outside
-        own["manager"], own["key"], own["coords"] = manager, key, coords
-        own["feats"] = feats
-        return made
+        tensor = cls.__new__(cls)
+        attributes = (
+            tensor.__dict__
+        )  # past __setattr__, which checks what comes from outside
+        attributes["manager"], attributes["key"], attributes["coords"] = (
+            manager,
+            key,
+            coords,
+        )
+        attributes["feats"] = feats
+        return tensor
 
     def _not_an_array(self, *_: object) -> NoReturn:
         raise TypeError(f"a SparseTensor is not an array. {PASS_FEATURES}")
@@ -250,9 +258,9 @@ class SparseTensor:
     ) -> SparseTensor:
         """Put features on sorted unique rows, in a manager of their own."""
         manager = CoordinateManager()
-        held = manager.inserted(coords, trusted=True, **facts)
-        held.is_sorted = True
-        return cls.of(manager, held.key, feats)
+        coordinate_set = manager.inserted(coords, trusted=True, **facts)
+        coordinate_set.is_sorted = True
+        return cls.of(manager, coordinate_set.key, feats)
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
@@ -369,11 +377,11 @@ class SparseTensor:
         Raises:
             ValueError: a coordinate lies outside the grid, or that has 2^31 cells.
         """
-        held = self.coordinate_set
-        held.index  # noqa: B018 (raises where rows repeat)
+        coordinate_set = self.coordinate_set
+        coordinate_set.index  # noqa: B018 (raises where rows repeat)
         shape = self.spatial_shape if spatial_shape is None else spatial_shape
         if shape is None:
-            shape = [most + 1 for most in held.bounds[1][1:]]
+            shape = [most + 1 for most in coordinate_set.bounds[1][1:]]
         shape = per_axis(shape, self.dims, "spatial_shape", least=0)
         grid = (self.batch_size, *shape)
         if prod(grid) >= INT32_LIMIT:
@@ -384,7 +392,7 @@ class SparseTensor:
             )
         if not len(self):
             return zeros_of([self.feats], (*grid, self.channels), self.dtype)
-        places = places_in(grid, held.coords, held.bounds)
+        places = places_in(grid, coordinate_set.coords, coordinate_set.bounds)
         return put(self.feats, places, prod(grid)).reshape(*grid, self.channels)
 
     def __add__(self, other):
@@ -446,9 +454,9 @@ class SparseTensor:
         )
 
     def __copy__(self) -> SparseTensor:
-        made = object.__new__(type(self))
-        made.__dict__.update(self.__dict__)
-        return made
+        copy = object.__new__(type(self))
+        copy.__dict__.update(self.__dict__)
+        return copy
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         kind, state = self._state()
@@ -457,8 +465,10 @@ class SparseTensor:
 
     def _state(self) -> tuple[type, dict]:
         """Return the class of a copy, and what it has beside its rows."""
-        own = self.__dict__
-        return type(self), {name: own[name] for name in own if name not in _PLACE}
+        attributes = self.__dict__
+        return type(self), {
+            name: attributes[name] for name in attributes if name not in _PLACE
+        }
 
     def __repr__(self) -> str:
         name = str(self.dtype).rpartition(".")[2]
@@ -468,19 +478,19 @@ class SparseTensor:
         )
 
 
-def _expect_coords(coords: mx.array, held: CoordinateSet) -> None:
+def _expect_coords(coords: mx.array, coordinate_set: CoordinateSet) -> None:
     """Raise unless coordinates are those of a set; what is traced is believed."""
-    if coords is held.shown or coords is held.coords:
+    if coords is coordinate_set.shown or coords is coordinate_set.coords:
         return
-    given = check_coords(coords)
-    same = given.shape == held.coords.shape
+    checked = check_coords(coords)
+    same = checked.shape == coordinate_set.coords.shape
     if same and not sync.is_transforming():
-        same = mx.array_equal(given, held.coords).item()
+        same = mx.array_equal(checked, coordinate_set.coords).item()
     if not same:
         raise ValueError(
-            f"{held.key!r} is the key of other coordinates, "
-            f"{tuple(held.coords.shape)}; got {tuple(given.shape)}. Leave the key out, "
-            "and they get one of their own"
+            f"{coordinate_set.key!r} is the key of other coordinates, "
+            f"{tuple(coordinate_set.coords.shape)}; got {tuple(checked.shape)}. Leave "
+            "the key out, and they get one of their own"
         )
 
 
@@ -501,11 +511,11 @@ def expect_tensor(x: object, name: str = "x", *, flags: bool = False) -> None:
         )
 
 
-def tensors_of(given: Iterable[SparseTensor], name: str) -> list[SparseTensor]:
+def tensors_of(values: Iterable[SparseTensor], name: str) -> list[SparseTensor]:
     """Return the tensors that a function of several was given; raise if none."""
-    if isinstance(given, SparseTensor | mx.array) or not isinstance(given, Iterable):
-        raise TypeError(f"{name} takes a list of tensors; got {type(given).__name__}")
-    tensors = list(given)
+    if isinstance(values, SparseTensor | mx.array) or not isinstance(values, Iterable):
+        raise TypeError(f"{name} takes a list of tensors; got {type(values).__name__}")
+    tensors = list(values)
     if not tensors:
         raise ValueError(f"{name} needs at least one tensor; got none")
     for x in tensors:

@@ -118,7 +118,7 @@ class SparseAttention(Module):
         expect_tensor(x)
         heads = self.to_qkv(x).feats
         width = heads.shape[1] // (3 * self.num_heads)
-        given = heads.reshape(len(x), 3, self.num_heads, width), None, None
+        qkv = heads.reshape(len(x), 3, self.num_heads, width), None, None
         scales = turns = ()
         if "q_rms_norm" in self:
             scales = self.q_rms_norm.gamma, self.k_rms_norm.gamma
@@ -126,18 +126,18 @@ class SparseAttention(Module):
             check_rotary(width, x.dims, self.rope_base)
             turns = angles(x, width, self.rope_base, self.rope_frequency)
         if scales or turns:
-            given = turned_heads(given[0], scales, turns)
+            qkv = turned_heads(qkv[0], scales, turns)
         with inside(self):
-            y = self._attend(given, x)
+            y = self._attend(qkv, x)
         return self.to_out(x.replace(y.reshape(len(x), self.num_heads * width)))
 
-    def _attend(self, given: tuple, x: SparseTensor) -> mx.array:
+    def _attend(self, qkv: tuple, x: SparseTensor) -> mx.array:
         if self.window is not None:
-            return ops.window_attention(*given, x, self.window, shift=self.shift)
+            return ops.window_attention(*qkv, x, self.window, shift=self.shift)
         if self.patch is None:
-            return ops.full_attention(*given, x)
+            return ops.full_attention(*qkv, x)
         return ops.serialized_attention(
-            *given, x, self.patch, order=self.order, shift=self.shift
+            *qkv, x, self.patch, order=self.order, shift=self.shift
         )
 
 

@@ -202,9 +202,9 @@ class DropPath(Module):
         return on_features(self._drop, x) if self.training and self.p else x
 
     def _drop(self, x: mx.array) -> mx.array:
-        kept = mx.random.bernoulli(1 - self.p, (x.shape[0], *[1] * (x.ndim - 1)))
+        stays = mx.random.bernoulli(1 - self.p, (x.shape[0], *[1] * (x.ndim - 1)))
         full, none = (mx.array(v, x.dtype) for v in (1 / (1 - self.p), 0))
-        return x * mx.where(kept, full, none)
+        return x * mx.where(stays, full, none)
 
 
 class LayerScale(Parameters, Module):

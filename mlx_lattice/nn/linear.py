@@ -148,9 +148,9 @@ def takes_more(layer: Module, x: mx.array) -> bool:
     if type(layer) not in OWN or is_integer(layer):
         return False
     packed = isinstance(layer, Packed)
-    own = layer.scales if packed else layer.weight
-    channels = layer.in_channels if packed else own.shape[1]
-    kinds = {own.dtype, x.dtype, layer.get("bias", own).dtype}
+    weight = layer.scales if packed else layer.weight
+    channels = layer.in_channels if packed else weight.shape[1]
+    kinds = {weight.dtype, x.dtype, layer.get("bias", weight).dtype}
     return x.ndim == 2 and len(x) > 0 and x.shape[1] == channels and len(kinds) == 1
 
 
@@ -374,10 +374,10 @@ def observable(layer: Module) -> Module:
     """Return a linear layer of MLX as a ``Linear`` of the same arrays; others as is."""
     if not isinstance(layer, mlx.nn.Linear) or isinstance(layer, Linear):
         return layer
-    made = Linear.__new__(Linear)
-    made.__dict__.update(vars(layer))
-    dict.update(made, layer)
-    return made
+    copy = Linear.__new__(Linear)
+    copy.__dict__.update(vars(layer))
+    dict.update(copy, layer)
+    return copy
 
 
 def _expect_channels(x: mx.array, channels: int) -> None:

@@ -166,8 +166,8 @@ class Upsample(Module):
     ) -> SparseTensor:
         """Upsample onto ``coordinates``, or the set that an earlier step consumed."""
         expect_axes(x, self.dims, type(self).__name__)
-        run = upsample_linear if self.mode == "linear" else upsample_nearest
-        return run(x, self.scale, coordinates)
+        upsample = upsample_linear if self.mode == "linear" else upsample_nearest
+        return upsample(x, self.scale, coordinates)
 
 
 class GlobalMaxPool(Module):
@@ -320,14 +320,16 @@ class ToBEV(Module):
                 f"{x.dims}"
             )
         up = self.axis % x.dims
-        held = x.coordinate_set
-        held.index  # noqa: B018 (raises where rows repeat)
-        held.bounds  # noqa: B018 (raises where a row lies outside its shape)
+        coordinate_set = x.coordinate_set
+        coordinate_set.index  # noqa: B018 (raises where rows repeat)
+        coordinate_set.bounds  # noqa: B018 (raises where a row lies outside its shape)
         grid = [x.batch_size, *x.spatial_shape]
         deep = grid.pop(1 + up)
         if not len(x):
             return zeros_of([x.feats], (*grid, x.channels * deep), x.dtype)
-        columns = [held.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)]
+        columns = [
+            coordinate_set.coords[:, i].astype(mx.int64) for i in range(1 + x.dims)
+        ]
         height = columns.pop(1 + up)
         cell = mx.zeros_like(height)
         for column, extent in zip(columns, grid, strict=True):

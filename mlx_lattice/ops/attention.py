@@ -460,13 +460,13 @@ def filled_patches(
         order = curve_order(like, curve, bits=bits)
         ends = layout.slots, layout.results
         facts = layout.elements, extents_of(*ends), ends, layout.is_filling
-        row, own, slot, place, *again = kernels.filled(order, *facts)
+        row, results, slot, place, *again = kernels.filled(order, *facts)
         again = again[0] if again else None
     else:
-        row, own, slot, place, again = _composed_patches(like, layout, curve, bits)
+        row, results, slot, place, again = _composed_patches(like, layout, curve, bits)
     starts = mx.array([*layout.starts, layout.slots], dtype=mx.int32)
     queries = mx.array(layout.queries, dtype=mx.int32)
-    lists = row, slot, again, own, place, starts, queries
+    lists = row, slot, again, results, place, starts, queries
     return Groups(tuple(layout.buckets), layout.pairs, *lists).masked()
 
 
@@ -484,8 +484,8 @@ def _composed_patches(
     )
     row = mx.full((layout.slots,), -1, dtype=mx.int32)
     row[slot] = order
-    own = mx.full((layout.results,), -1, dtype=mx.int32)
-    own[place] = order
+    results = mx.full((layout.results,), -1, dtype=mx.int32)
+    results[place] = order
     back = mx.zeros((len(like),), dtype=mx.int32)  # the place of a row on the curve
     back[order] = mx.arange(len(like), dtype=mx.int32)
     again = None
@@ -498,7 +498,7 @@ def _composed_patches(
         more[mx.where(filling, again, layout.slots)] = order
         row, again = more[: layout.slots], mx.where(filling, again, -1)
         again = again.astype(mx.int32)[back]
-    return row, own, slot[back], place[back], again
+    return row, results, slot[back], place[back], again
 
 
 # Attention to sequences
@@ -945,14 +945,14 @@ def angles(
     """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
     if positions is not None:
         return _turns(positions.astype(mx.float32), dim, base, frequency)
-    held = like.coordinate_set
+    coordinate_set = like.coordinate_set
 
     def build() -> tuple[mx.array, mx.array]:
-        low = mx.array(held.bounds[0][1:], dtype=mx.int64)
-        cells = (held.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
+        low = mx.array(coordinate_set.bounds[0][1:], dtype=mx.int64)
+        cells = (coordinate_set.coords[:, 1:].astype(mx.int64) - low).astype(mx.float32)
         return _turns(cells, dim, base, frequency)
 
-    return held.view(("angles", dim, base, frequency), build)
+    return coordinate_set.view(("angles", dim, base, frequency), build)
 
 
 def _turns(places: mx.array, dim: int, base: float, frequency: float):

@@ -509,12 +509,12 @@ def groups_of(
     at = true_positions(first_of_equals(ordered))
     at, lengths = sync.read(at, ordered[at])
     numbers = [b - a for a, b in zip(at, [*at[1:], count], strict=True)]
-    known = [pair for pair in zip(lengths, numbers, strict=True) if pair[0]]
-    cost = sum(number * padding.pairs(length) for length, number in known)
-    ends = cut(known, padding.pairs, padding.budget(cost), padding.call)
-    buckets, first, base = [], [count - sum(n for _, n in known)], [0]
+    counted_sizes = [pair for pair in zip(lengths, numbers, strict=True) if pair[0]]
+    cost = sum(number * padding.pairs(length) for length, number in counted_sizes)
+    ends = cut(counted_sizes, padding.pairs, padding.budget(cost), padding.call)
+    buckets, first, base = [], [count - sum(n for _, n in counted_sizes)], [0]
     for low, length in zip([0, *ends], ends, strict=False):
-        some = [number for size, number in known if low < size <= length]
+        some = [number for size, number in counted_sizes if low < size <= length]
         buckets.append(Bucket(sum(some), length, length, len(some) == 1))
         first.append(first[-1] + sum(some))
         base.append(base[-1] + sum(some) * length)
@@ -531,7 +531,7 @@ def groups_of(
     row = mx.full((base[-1],), -1, dtype=mx.int32)
     row[slot] = mx.arange(n, dtype=mx.int32)
     starts = mx.concatenate([starts, mx.array(base[-1:], dtype=mx.int32)])
-    pairs = sum(number * length * length for length, number in known)
+    pairs = sum(number * length * length for length, number in counted_sizes)
     lists = row, slot, None, row, slot, starts, ordered
     return Groups(tuple(buckets), pairs, *lists).masked()
 

@@ -85,8 +85,8 @@ def sort_scores(scores: mx.array) -> mx.array:
     scores = array_of(scores, "scores")
     if not scores.size:
         return mx.zeros(scores.shape, dtype=mx.int64)
-    given = mx.stop_gradient(scores).astype(mx.float32) + 0.0
-    bits = mx.view(mx.where(mx.isnan(given), -mx.inf, given), mx.int32)
+    values = mx.stop_gradient(scores).astype(mx.float32) + 0.0
+    bits = mx.view(mx.where(mx.isnan(values), -mx.inf, values), mx.int32)
     # The bits of floats order as they do where the sign is clear, backwards else.
     rank = mx.where(bits < 0, bits ^ 0x7FFFFFFF, bits).astype(mx.int64)
     count = scores.shape[-1]
@@ -145,8 +145,8 @@ def nms_rotated(
     place = mx.arange(n)
     over = (rotated_iou(boxes, boxes) > limit) & (place[:, None] < place)
     if labels is not None:
-        own = labels[order]
-        over = over & (own[:, None] == own)
+        sorted_labels = labels[order]
+        over = over & (sorted_labels[:, None] == sorted_labels)
     keep = mx.ones((n,), dtype=mx.bool_)
     for _ in range(0, n, _ROUNDS):
         for _ in range(_ROUNDS):

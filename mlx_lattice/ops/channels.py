@@ -75,8 +75,8 @@ def space_to_channel(
     slots = _slots_of(x, coarse, fine, factor, order, whole=True)
     feats = move_rows(x.feats, slots.row, slots.slot)
     width = prod(factor) * x.channels
-    held = x.manager[coarse]
-    return SparseTensor.of(x.manager, coarse, feats.reshape(len(held), width))
+    cells = x.manager[coarse]
+    return SparseTensor.of(x.manager, coarse, feats.reshape(len(cells), width))
 
 
 def channel_to_space(
@@ -180,16 +180,16 @@ def _slots_of(
 ) -> Slots:
     """Return the slots of a fine in a coarse set; computed once for each pair."""
     above, below = x.manager[coarse], x.manager[fine]
-    known, made = _slots.of(above, below), (factor, order)
-    if made not in known:
+    cached, key = _slots.of(above, below), (factor, order)
+    if key not in cached:
         below.index  # noqa: B018 (two equal rows would want one slot)
         cells = lattice.cells(below.coords, factor)
         inside = below.coords[:, 1:] - cells[:, 1:] * mx.array(factor)
         offset = (inside * mx.array(_steps(factor, order))).sum(axis=1)
         place = above.index.find(cells).astype(mx.int64)
         slot = mx.where(place >= 0, place * prod(factor) + offset, -1)
-        known[made] = _invert(slot, len(above) * prod(factor), whole)
-    return known[made]
+        cached[key] = _invert(slot, len(above) * prod(factor), whole)
+    return cached[key]
 
 
 def _invert(slot: mx.array, count: int, whole: bool) -> Slots:
@@ -290,10 +290,10 @@ def _fine_parts(
             block = iter(zip(ends, ends[1:], strict=False))
         begin, end = next(block)
         if end > begin:
-            own, is_empty = finish(part[taken[begin:end] - first * volume]), False
+            rows_done, is_empty = finish(part[taken[begin:end] - first * volume]), False
             del part
-            yield rows[begin:end], own
-            del own
+            yield rows[begin:end], rows_done
+            del rows_done
     if is_empty:
         zeros = mx.zeros((1, width), dtype=part.dtype)
         yield 0, mx.broadcast_to(finish(zeros), (count, width))
@@ -328,12 +328,12 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
     """
     if isinstance(x, SparseTensor):
         expect_tensor(x)
-    given, channels = features_of(x).shape[-1], whole(channels, "channels", 1)
-    if given % channels:
+    width, channels = features_of(x).shape[-1], whole(channels, "channels", 1)
+    if width % channels:
         raise ValueError(
-            f"channel_avg_pool needs a divisor of the {given} channels; got {channels}"
+            f"channel_avg_pool needs a divisor of the {width} channels; got {channels}"
         )
-    share = given // channels
+    share = width // channels
     return on_features(_sums, x, share, 1 / share)
 
 

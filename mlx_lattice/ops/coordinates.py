@@ -78,12 +78,12 @@ def union(
     if combine is mx.add and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "union")
     sets = x.coordinate_set, y.coordinate_set
-    made = united(x.manager, *sets, x.manager is y.manager)
+    joint = united(x.manager, *sets, x.manager is y.manager)
     wide = [
         t.feats if move is None else move_rows(t.feats, *move)
-        for t, move in zip((x, y), made.moves, strict=True)
+        for t, move in zip((x, y), joint.moves, strict=True)
     ]
-    key = made.key or (x, y)[made.which].key
+    key = joint.key or (x, y)[joint.which].key
     return SparseTensor.of(x.manager, key, combine(*wide))
 
 
@@ -139,31 +139,33 @@ def unique_sum(
         expect_tensor(x)
         if feats is not None:
             raise TypeError("unique_sum takes a tensor, or coords and feats; got both")
-        held = x.coordinate_set
-        coords, feats = held.coords, x.feats
-        stride, spatial_shape = held.stride, held.spatial_shape
-        batch_size = held.declared_batch_size
+        coordinate_set = x.coordinate_set
+        coords, feats = coordinate_set.coords, x.feats
+        stride, spatial_shape = coordinate_set.stride, coordinate_set.spatial_shape
+        batch_size = coordinate_set.declared_batch_size
     elif feats is None:
         expect_tensor(x)
     else:
         coords, feats = check_coords(array_of(x, "coords")), array_of(feats, "feats")
     unique = registry.geometry().unique_rows(coords)
     # Checks the features against the coordinates before they are added up.
-    given = SparseTensor(coords, feats).feats
+    checked = SparseTensor(coords, feats).feats
     count = unique.rows.shape[0]
-    summed = reduce_segments(given, unique.inverse, count, "sum") if count else given
+    summed = (
+        reduce_segments(checked, unique.inverse, count, "sum") if count else checked
+    )
     manager = CoordinateManager()
-    made = manager.inserted(
+    unique_set = manager.inserted(
         unique.rows,
         stride,
         spatial_shape=spatial_shape,
         batch_size=batch_size,
         trusted=True,
     )
-    made.is_sorted = True
-    if not made.settled:  # a row may lie where no tensor has any
-        settle([made])
-    return SparseTensor.of(manager, made.key, summed)
+    unique_set.is_sorted = True
+    if not unique_set.settled:  # a row may lie where no tensor has any
+        settle([unique_set])
+    return SparseTensor.of(manager, unique_set.key, summed)
 
 
 def intersection(
@@ -281,23 +283,25 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         raise ValueError(
             f"scores must be ({len(x)},), one a row; got {tuple(scores.shape)}"
         )
-    held = x.coordinate_set
+    coordinate_set = x.coordinate_set
     if len(x) <= k:
         return x
     if not k:
-        return _part(x, part_of(x.manager, held, mx.zeros(len(x), dtype=mx.bool_), 0))
-    held.index  # noqa: B018 (checks the batch column before it is used)
-    batches, count = (held.box[0][0], held.box[1][0]), None
+        return _part(
+            x, part_of(x.manager, coordinate_set, mx.zeros(len(x), dtype=mx.bool_), 0)
+        )
+    coordinate_set.index  # noqa: B018 (checks the batch column before it is used)
+    batches, count = (coordinate_set.box[0][0], coordinate_set.box[1][0]), None
     if batches[0] == batches[1]:
         count = k
-    elif held.batch_size <= len(x):
+    elif coordinate_set.batch_size <= len(x):
         # Where elements begin is read once a set, and waits for no features.
         count = sum(min(size, k) for size in batch_rows(x).sizes)
         if count == len(x):
             return x
     scores = mx.stop_gradient(scores)
-    mask = best_rows(scores, held.coords, batches, k)
-    return _part(x, part_of(x.manager, held, mask, count))
+    mask = best_rows(scores, coordinate_set.coords, batches, k)
+    return _part(x, part_of(x.manager, coordinate_set, mask, count))
 
 
 def _part(x: SparseTensor, part: Part) -> SparseTensor:
@@ -319,16 +323,16 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     _expect_one_width(tensors, "batch")
     coords, boxes, start = [], [], 0
     sets = [x.coordinate_set for x in tensors]
-    are_right = all(held.settled for held in sets)  # then what is joined is, too
-    for x, held in zip(tensors, sets, strict=True):
+    are_right = all(each.settled for each in sets)  # then what is joined is, too
+    for x, each in zip(tensors, sets, strict=True):
         shift = mx.array([start] + [0] * x.dims, dtype=mx.int32)
-        coords.append(held.coords + shift)
+        coords.append(each.coords + shift)
         if are_right and len(x):
-            boxes.append(tuple((end[0] + start, *end[1:]) for end in held.box))
+            boxes.append(tuple((end[0] + start, *end[1:]) for end in each.box))
         start += x.batch_size
     shapes = {x.spatial_shape for x in tensors}
     manager = CoordinateManager()
-    made = manager.inserted(
+    batched = manager.inserted(
         mx.concatenate(coords),
         tensors[0].stride,
         spatial_shape=shapes.pop() if len(shapes) == 1 else None,
@@ -336,9 +340,9 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
         trusted=are_right,
         box=reduce(join, boxes) if boxes else None,
     )
-    made.is_sorted = all(held.is_sorted for held in sets)
+    batched.is_sorted = all(each.is_sorted for each in sets)
     feats = mx.concatenate([x.feats for x in tensors])
-    return SparseTensor.of(manager, made.key, feats)
+    return SparseTensor.of(manager, batched.key, feats)
 
 
 def _expect_one_width(tensors: Sequence[SparseTensor], name: str) -> None:
@@ -384,17 +388,17 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
 
     Where elements begin is read once a set, and their own sets are kept with it.
     """
-    rows, held, feats = batch_rows(x), x.coordinate_set, x.feats
+    rows, coordinate_set, feats = batch_rows(x), x.coordinate_set, x.feats
 
     def build() -> list[Element]:
         ends = pairwise(rows.starts)
-        elements = [_element(held, rows.order, a, b) for a, b in ends]
+        elements = [_element(coordinate_set, rows.order, a, b) for a, b in ends]
         sync.complete([each.held.coords for each in elements])
         return elements
 
     return [
         SparseTensor.of(each.manager, each.held.key, each.of(feats))
-        for each in held.view("batch elements", build)
+        for each in coordinate_set.view("batch elements", build)
     ]
 
 
@@ -405,7 +409,7 @@ def _element(
     cells = coords[begin:end] if order is None else coords[order[begin:end]]
     rows = mx.concatenate([mx.zeros_like(cells[:, :1]), cells[:, 1:]], axis=1)
     manager = CoordinateManager()
-    made = manager.inserted(
+    element_set = manager.inserted(
         rows,
         whole.stride,
         spatial_shape=whole.spatial_shape,
@@ -413,5 +417,5 @@ def _element(
         trusted=True,
         box=tuple((0, *corner[1:]) for corner in whole.box),  # right for all rows
     )
-    made.is_sorted, made.is_kept = whole.is_sorted, True
-    return Element(made, manager, begin, end, order, [])
+    element_set.is_sorted, element_set.is_kept = whole.is_sorted, True
+    return Element(element_set, manager, begin, end, order, [])

@@ -68,10 +68,10 @@ class DualGridMesh(NamedTuple):
 
     def element(self, index: int) -> tuple[mx.array, mx.array]:
         """Return the vertices and faces of one batch element, numbered from 0."""
-        own = self.batch == index
-        place = running_sums(own.astype(mx.int32)) - 1
-        kept = true_positions(own[self.faces[:, 0]])
-        return self.vertices[true_positions(own)], place[self.faces[kept]]
+        inside = self.batch == index
+        place = running_sums(inside.astype(mx.int32)) - 1
+        faces = true_positions(inside[self.faces[:, 0]])
+        return self.vertices[true_positions(inside)], place[self.faces[faces]]
 
 
 def dual_grid_mesh(
@@ -178,10 +178,10 @@ def _rows(
 
 def _quads(x: SparseTensor, flags: mx.array) -> mx.array:
     """Return the (Q, 4) int32 rows around crossed edges, where all four are active."""
-    held = x.coordinate_set
-    own = mx.arange(len(x), dtype=mx.int32)[:, None]
-    table = held.index.table(held, OTHERS, (1, 1, 1))
-    table = mx.concatenate([own, table], axis=1)
+    coordinate_set = x.coordinate_set
+    itself = mx.arange(len(x), dtype=mx.int32)[:, None]
+    table = coordinate_set.index.table(coordinate_set, OTHERS, (1, 1, 1))
+    table = mx.concatenate([itself, table], axis=1)
     columns = [[CELLS.index(at) for at in quad] for quad in AROUND]
     whole = [
         mx.all(table[:, mx.array(quad[1:])] >= 0, axis=1, keepdims=True)

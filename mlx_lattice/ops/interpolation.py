@@ -81,16 +81,16 @@ def interpolate(
             f"points must have shape (Q, {1 + x.dims}): a batch index and {x.dims} "
             f"coordinates a row; got {tuple(points.shape)}"
         )
-    held = x.coordinate_set
+    coordinate_set = x.coordinate_set
     if mx.issubdtype(points.dtype, mx.integer):  # on a cell, which alone has a weight
-        rows = held.index.find(check_coords(points))
+        rows = coordinate_set.index.find(check_coords(points))
         return gathered(x.feats, rows[:, None])
     points = single_or_double(points)
     if mode == "nearest":
         cells = _checked(points, (0.0, *(-0.5,) * x.dims)).coords
-        return gathered(x.feats, held.index.find(cells)[:, None])
+        return gathered(x.feats, coordinate_set.index.find(cells)[:, None])
     cells = _checked(points)
-    places = _around(held, cells)
+    places = _around(coordinate_set, cells)
     if points.dtype == mx.float64:  # how far beyond its cell float32 does hold
         with stream_of(points):
             beyond = single((points - mx.floor(points))[:, 1:])
@@ -121,10 +121,10 @@ def _checked(points: mx.array, origin: Numbers = None) -> BoxedRows:
     return BoxedRows(cells, None)
 
 
-def _around(held: CoordinateSet, cells: BoxedRows) -> mx.array:
+def _around(coordinate_set: CoordinateSet, cells: BoxedRows) -> mx.array:
     """Return (Q, 2^D) int32: the rows of the cells from each of ``cells`` on, or -1."""
     dims = cells.coords.shape[1] - 1
-    return held.index.table(cells, corners_of(dims), (1,) * dims)
+    return coordinate_set.index.table(cells, corners_of(dims), (1,) * dims)
 
 
 def upsample_linear(
@@ -157,17 +157,17 @@ def upsample_linear(
     expect_tensor(x)
     steps = per_axis(scale, x.dims, "scale")
     key = finer_key(x, coordinates, steps)
-    held, fine = x.coordinate_set, x.manager[key]
-    known, made = _blends.of(held, fine), (steps, renormalise)
-    if made not in known:
+    coarse, fine = x.coordinate_set, x.manager[key]
+    cached, key_of_blend = _blends.of(coarse, fine), (steps, renormalise)
+    if key_of_blend not in cached:
         cells, beyond = _between(fine, steps)
-        places = _around(held, cells)
+        places = _around(coarse, cells)
         weights = corner_weights(beyond, None, places, renormalise)
         # Of two cells an axis, those of one reach as far beyond it as it is wide.
         most = prod(2 * s for s in steps)
         weights, places = sync.complete((weights, places))
-        known[made] = Blend(weights, places, len(held), most)
-    return SparseTensor.of(x.manager, key, known[made](x.feats))
+        cached[key_of_blend] = Blend(weights, places, len(coarse), most)
+    return SparseTensor.of(x.manager, key, cached[key_of_blend](x.feats))
 
 
 class Blend:
@@ -203,9 +203,11 @@ def blend_at(
     Nothing is read. ``points`` are (P, D) float32, finite, in cells of stride 1,
     ``cells`` (P, 1 + D) int32 in the tensor's lattice, and ``size`` is its stride.
     """
-    held = x.coordinate_set
-    places = _around(held, BoxedRows(cells, None))
-    return Blend(corner_weights(points, cells, places, True, size), places, len(held))
+    coordinate_set = x.coordinate_set
+    places = _around(coordinate_set, BoxedRows(cells, None))
+    return Blend(
+        corner_weights(points, cells, places, True, size), places, len(coordinate_set)
+    )
 
 
 def _between(fine: CoordinateSet, steps: tuple[int, ...]) -> tuple[BoxedRows, mx.array]:

@@ -244,12 +244,12 @@ class CellGrid:
         slots = mx.arange(b * width, dtype=mx.int32)
         segment = mx.searchsorted(begins, slots, side="right").astype(mx.int32) - 1
         within = slots - begins[segment]
-        there = within < sizes.flatten()[segment]
+        exists = within < sizes.flatten()[segment]
         cell = mx.maximum(cells.flatten()[segment], 0)
-        place = mx.where(there, self.starts[cell] + within, 0).reshape(b, width)
+        place = mx.where(exists, self.starts[cell] + within, 0).reshape(b, width)
         bits, near = self.space.measured(self.points[place], queries[:, None])
         keys = (bits << self.space.bits) | self.rows[place].astype(mx.int64)
-        keys = mx.where(there.reshape(b, width) & near, keys, NONE)
+        keys = mx.where(exists.reshape(b, width) & near, keys, NONE)
         return mx.sort(keys, axis=1)
 
 
@@ -261,8 +261,8 @@ def first_of_repeats(points: mx.array, k: int) -> mx.array:
     n = points.shape[0]
     inverse = registry.geometry().unique_rows(rows).inverse.astype(mx.int64)
     keyed = mx.sort(inverse * n + mx.arange(n, dtype=mx.int64))
-    run, row = keyed // n, (keyed % n).astype(mx.int32)
-    rank = mx.arange(n, dtype=mx.int32) - mx.searchsorted(run, run).astype(mx.int32)
+    group, row = keyed // n, (keyed % n).astype(mx.int32)
+    rank = mx.arange(n, dtype=mx.int32) - mx.searchsorted(group, group).astype(mx.int32)
     keep = mx.sort(mx.where(rank < k, row, INT32_LIMIT - 1))
     return keep[: sync.read((rank < k).sum())[0]]
 
@@ -283,10 +283,10 @@ class NearestRows:
 
     def lists(self) -> NeighbourLists:
         """Return the same neighbours without gaps. Reads one size."""
-        found = self.rows >= 0
-        ends = running_sums(found.sum(axis=1).astype(mx.int32))
+        exists = self.rows >= 0
+        ends = running_sums(exists.sum(axis=1).astype(mx.int32))
         starts = mx.concatenate([mx.zeros((1,), mx.int32), ends])
-        at = true_positions(found.flatten())
+        at = true_positions(exists.flatten())
         return NeighbourLists(
             starts, self.rows.flatten()[at], self.distances.flatten()[at], self.n_points
         )
@@ -344,11 +344,11 @@ class NeighbourLists:
                 self.n_points,
             )
         rank = mx.arange(width, dtype=mx.int32)
-        found = rank < counts[:, None]
-        at = mx.where(found, self.starts[:-1][:, None] + rank, 0)
+        exists = rank < counts[:, None]
+        at = mx.where(exists, self.starts[:-1][:, None] + rank, 0)
         return NearestRows(
-            mx.where(found, self.rows[at], -1),
-            mx.where(found, self.distances[at], math.inf),
+            mx.where(exists, self.rows[at], -1),
+            mx.where(exists, self.distances[at], math.inf),
             self.n_points,
         )
 
@@ -414,31 +414,31 @@ def knn(
             mx.full(shape, -1, dtype=mx.int32), mx.full(shape, math.inf), n
         )
     space = _space(points, queries, radius)
-    found, places = [], []
-    waiting = mx.arange(q, dtype=mx.int32)
-    grid, held = _first_grid(space, k)
-    while waiting.size:
-        asked, kept, is_done = queries[waiting], [], []
-        for at, keys in grid.keys(asked):
+    results, places = [], []
+    open_queries = mx.arange(q, dtype=mx.int32)
+    grid, distinct = _first_grid(space, k)
+    while open_queries.size:
+        some, parts, is_done = queries[open_queries], [], []
+        for at, keys in grid.keys(some):
             keys = _first(keys, k)
-            cells = space.cells(asked[at], grid.size)
-            covered = space.covered(asked[at], cells, grid.size)
+            cells = space.cells(some[at], grid.size)
+            covered = space.covered(some[at], cells, grid.size)
             # Nothing beyond the cells is as near, or all beyond them is too far.
             done = (keys[:, -1] >> space.bits < covered) | (covered > space.most)
             mx.eval(keys, done)
-            kept.append((waiting[at], keys))
+            parts.append((open_queries[at], keys))
             is_done.append(done)
-        at, keys = (mx.concatenate(each) for each in zip(*kept, strict=True))
+        at, keys = (mx.concatenate(each) for each in zip(*parts, strict=True))
         done = mx.concatenate(is_done) | (grid.size >= space.enough)
         settled = true_positions(done)
-        found.append(keys[settled])
+        results.append(keys[settled])
         places.append(at[settled])
-        waiting = mx.sort(at[true_positions(~done)])
-        if waiting.size:
+        open_queries = mx.sort(at[true_positions(~done)])
+        if open_queries.size:
             # Twice the size would be eight times the candidates.
             size = min(space.edge(1.5 * grid.size), space.enough)
-            grid = CellGrid(space, size, held)
-    keys = mx.concatenate(found)[mx.argsort(mx.concatenate(places))]
+            grid = CellGrid(space, size, distinct)
+    keys = mx.concatenate(results)[mx.argsort(mx.concatenate(places))]
     return NearestRows(*_decoded(keys, space), n)
 
 
@@ -466,9 +466,9 @@ def radius_neighbours(
     space = _space(points, queries, radius)
     parts, places, counts, total = [], [], [], 0
     for at, keys in CellGrid(space, space.enough).keys(queries):
-        found = keys != NONE
-        part = keys.flatten()[true_positions(found.flatten())]
-        count = found.sum(axis=1).astype(mx.int32)
+        is_pair = keys != NONE
+        part = keys.flatten()[true_positions(is_pair.flatten())]
+        count = is_pair.sum(axis=1).astype(mx.int32)
         mx.eval(part, count)
         total += part.size
         if total >= INT32_LIMIT:
@@ -498,20 +498,20 @@ def _first_grid(space: Space, k: int) -> tuple[CellGrid, mx.array | None]:
     if grid.size > space.least or grid.crowd() <= _crowd(k):
         return grid, None
     # Cells are as small as they get. Of equal points the first k are enough.
-    held = first_of_repeats(space.points, k)
-    if held.size == space.points.shape[0]:
+    distinct = first_of_repeats(space.points, k)
+    if distinct.size == space.points.shape[0]:
         return grid, None
-    return _fine_grid(space, k, held), held
+    return _fine_grid(space, k, distinct), distinct
 
 
-def _fine_grid(space: Space, k: int, held: mx.array | None) -> CellGrid:
+def _fine_grid(space: Space, k: int, distinct: mx.array | None) -> CellGrid:
     """Return a grid of few points a cell, where the points lie densest too."""
-    n = space.points.shape[0] if held is None else held.size
+    n = space.points.shape[0] if distinct is None else distinct.size
     dims = space.points.shape[1] - 1
     begin = space.extent * (k / n) ** (1 / dims) if n > k else space.enough
-    grid = CellGrid(space, min(space.edge(begin), space.enough), held)
+    grid = CellGrid(space, min(space.edge(begin), space.enough), distinct)
     while grid.size > space.least and grid.crowd() > _crowd(k):
-        grid = CellGrid(space, space.edge(grid.size / 2), held)
+        grid = CellGrid(space, space.edge(grid.size / 2), distinct)
     return grid
 
 
@@ -531,39 +531,41 @@ def _first(keys: mx.array, k: int) -> mx.array:
 
 def _decoded(keys: mx.array, space: Space) -> tuple[mx.array, mx.array]:
     """Return rows and distances of keys; -1 and infinity of none."""
-    found = keys != NONE
+    is_pair = keys != NONE
     rows = (keys & ((1 << space.bits) - 1)).astype(mx.int32)
-    distances = space.distances(mx.where(found, keys >> space.bits, 0))
-    return mx.where(found, rows, -1), mx.where(found, distances, math.inf)
+    distances = space.distances(mx.where(is_pair, keys >> space.bits, 0))
+    return mx.where(is_pair, rows, -1), mx.where(is_pair, distances, math.inf)
 
 
 # What is given
 
 
 def _positions(points, queries) -> tuple[mx.array, mx.array]:
-    given = _rows(points, "points")
+    of_points = _rows(points, "points")
     if queries is None:
-        (given,) = _near(given)
-        return given, given
+        (of_points,) = _near(of_points)
+        return of_points, of_points
     strides = [getattr(each, "stride", None) for each in (points, queries)]
     if None not in strides and strides[0] != strides[1]:
         raise ValueError(
             "points and queries must be of one lattice; got strides "
             f"{strides[0]} and {strides[1]}"
         )
-    asked = _rows(queries, "queries")
-    if given.shape[1] != asked.shape[1]:
+    of_queries = _rows(queries, "queries")
+    if of_points.shape[1] != of_queries.shape[1]:
         raise ValueError(
-            f"points and queries must have as many columns; got {given.shape[1]} and "
-            f"{asked.shape[1]}"
+            f"points and queries must have as many columns; got "
+            f"{of_points.shape[1]} and {of_queries.shape[1]}"
         )
-    floats = [mx.issubdtype(each.dtype, mx.floating) for each in (given, asked)]
+    floats = [
+        mx.issubdtype(each.dtype, mx.floating) for each in (of_points, of_queries)
+    ]
     if floats[0] != floats[1]:
         raise ValueError(
             "points and queries must both be integers or both floats; got "
-            f"{given.dtype} and {asked.dtype}"
+            f"{of_points.dtype} and {of_queries.dtype}"
         )
-    return _near(given, asked)
+    return _near(of_points, of_queries)
 
 
 def _rows(rows, name: str) -> mx.array:

@@ -5,17 +5,15 @@ Sums accumulate in float32 and are the same bits on every run.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, chain, islice, pairwise
+from itertools import accumulate, chain, pairwise
 
 import mlx.core as mx
 
 from .. import reductions, registry, sync
 from ..backends.mlx import BLOCK, segment_sum
 from ..checks import INT32_LIMIT, array_of
-from ..coordinate_set import CoordinateSet
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import greatest, linear
 from ..registry import Fit, RowSegments, standard
@@ -60,8 +58,8 @@ class BatchRows:
         """(B, 1) int32: the element of each block of at most 1024 of its rows."""
         first = mx.array(self._block_starts[1:], dtype=mx.int32)
         places = mx.arange(self._block_starts[-1], dtype=mx.int32)
-        found = mx.searchsorted(first, places, "right").astype(mx.int32)
-        return sync.complete(found[:, None])
+        batch = mx.searchsorted(first, places, "right").astype(mx.int32)
+        return sync.complete(batch[:, None])
 
     @cached_property
     def blocks(self) -> mx.array:
@@ -86,54 +84,41 @@ class BatchRows:
 
 
 def batch_rows(x: SparseTensor) -> BatchRows:
-    """Return the rows of each batch element; of several read once a set.
+    """Return the rows of each batch element.
 
-    With them those of all levels that are there below the set, which a net asks next.
+    Where several elements start is read once for each coordinate set.
     """
     expect_tensor(x, flags=True)
-    held = x.coordinate_set
+    coordinate_set = x.coordinate_set
 
     def build() -> BatchRows:
-        held.index  # noqa: B018 (checks the batch column before it is used)
-        if held.batch_size == 1 or not len(held):
-            starts = (0, *[len(held)] * held.batch_size)
-            return BatchRows(sync.complete(_batch_of(held)), starts, None)
-        below = x.manager.levels(held)[1:]
-        below = [each for each in below if not each.has_view("batch_rows")]
-        found, *others = _learn([held, *below])
-        for each, rows in zip(below, others, strict=True):
-            each.view("batch_rows", lambda rows=rows: rows)
-        return found
+        coordinate_set.index  # noqa: B018 (checks the batch column before it is used)
+        size, n = coordinate_set.batch_size, len(coordinate_set)
+        # Each launch would copy a view.
+        batch = mx.contiguous(coordinate_set.coords[:, 0])
+        starts, order = (0, *[n] * size), None
+        if size > 1 and n:
+            starts, order = _read_starts(batch, size, coordinate_set.is_sorted)
+        sync.complete((batch, order))
+        return BatchRows(batch, starts, order)
 
-    return held.view("batch_rows", build)
-
-
-def _batch_of(held: CoordinateSet) -> mx.array:
-    return mx.contiguous(held.coords[:, 0])  # each launch would copy a view
+    return coordinate_set.view("batch_rows", build)
 
 
-def _learn(sets: Sequence[CoordinateSet]) -> list[BatchRows]:
-    """Find the rows of several elements in each set. Reads where elements start."""
-    batches = [_batch_of(each) for each in sets]
-    wanted, counts = [], []
-    for held, batch in zip(sets, batches, strict=True):
-        numbers = _starts(batch, held.batch_size)
-        if not held.is_sorted:
-            numbers.append((batch[1:] < batch[:-1]).any().reshape(1))
-        wanted += numbers
-        counts.append(len(numbers))
-    values = iter(sync.read(*wanted))
-    found = []
-    for held, batch, count in zip(sets, batches, counts, strict=True):
-        parts = list(islice(values, count))
-        scattered = not held.is_sorted and parts.pop()[0]
-        order = None
-        if scattered:
-            order, parts = _ordered(batch, held.batch_size)
-        starts = 0, *chain.from_iterable(parts), len(held)
-        sync.complete((batch, order))  # they were, for the starts
-        found.append(BatchRows(batch, starts, order))
-    return found
+def _read_starts(
+    batch: mx.array, size: int, is_sorted: bool
+) -> tuple[tuple[int, ...], mx.array | None]:
+    """Return where elements start, and the order that sorts rows by element.
+
+    The order is None if the rows are sorted already.
+    """
+    numbers, order = _starts(batch, size), None
+    if not is_sorted:
+        numbers.append((batch[1:] < batch[:-1]).any().reshape(1))
+    parts = sync.read(*numbers)
+    if not is_sorted and parts.pop()[0]:
+        order, parts = _ordered(batch, size)
+    return (0, *chain.from_iterable(parts), len(batch)), order
 
 
 def _starts(batch: mx.array, size: int) -> list[mx.array]:
@@ -173,9 +158,9 @@ def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
 
 def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
     """Return (N, C): the row of (batch_size, C) that belongs to each row's element."""
-    run = partial(registry.reductions().gather_sum, table=rows.batch[:, None])
+    gather = partial(registry.reductions().gather_sum, table=rows.batch[:, None])
     transpose, itself = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
-    return linear(run, transpose, itself)(y)
+    return linear(gather, transpose, itself)(y)
 
 
 def batch_mean(x: mx.array, rows: BatchRows) -> mx.array:
@@ -273,15 +258,15 @@ def _sum(x: mx.array, relation: Relation) -> mx.array:
     if _by_cells(relation):
         if not relation.is_to_cells:
             return reductions.gathered(x, relation.cells, relation.cell_order)
-        given = relation.cells, relation.n_out, relation.cell_order
-        return reductions.scattered(x, *given)
+        arguments = relation.cells, relation.n_out, relation.cell_order
+        return reductions.scattered(x, *arguments)
     return reductions.sum_over(x, relation.held_table(), lambda: relation.in_out)
 
 
 def _mean(x: mx.array, relation: Relation, count: str) -> mx.array:
     if not _by_cells(relation):
-        made = {"active": _edges, "volume": _volumes}[count]
-        divisors = relation.view(f"{count} places", lambda: made(relation))
+        divide_by = {"active": _edges, "volume": _volumes}[count]
+        divisors = relation.view(f"{count} places", lambda: divide_by(relation))
         table = relation.held_table()
         return reductions.mean_over(x, table, divisors, lambda: relation.in_out)
     if count == "volume":
@@ -289,8 +274,8 @@ def _mean(x: mx.array, relation: Relation, count: str) -> mx.array:
         return (total / relation.volume).astype(x.dtype)
     if not relation.is_to_cells:  # a row names one cell
         return _sum(x, relation)
-    given = relation.cells, relation.n_out, relation.cell_order
-    return reductions.averaged(x, *given)
+    arguments = relation.cells, relation.n_out, relation.cell_order
+    return reductions.averaged(x, *arguments)
 
 
 def _edges(relation: Relation) -> mx.array:
@@ -315,12 +300,12 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
 
     def find_in_cells(x):
         order, cells = relation.view("by offset", by_offset)
-        given = x[order], cells, relation.n_out
-        greatest, places = registry.reductions().scatter_max(*given)
+        arguments = x[order], cells, relation.n_out
+        greatest, places = registry.reductions().scatter_max(*arguments)
         return greatest, mx.where(places < 0, -1, order[places])
 
-    found = find_in_cells if _is_of_cells(relation) else find
-    return reductions.greatest(x, found, lambda: _reached(relation))
+    find_maxima = find_in_cells if _is_of_cells(relation) else find
+    return reductions.greatest(x, find_maxima, lambda: _reached(relation))
 
 
 def _is_of_cells(relation: Relation) -> bool:

@@ -89,8 +89,8 @@ class GpuHeads:
         The latter add up to it; None where there are no scales.
         """
         face = GRADIENTS if scales else GRADIENT
-        made = self._launch(face, [dy, x], turned, scales, angles)
-        return made[0], made[1] if scales else None
+        results = self._launch(face, [dy, x], turned, scales, angles)
+        return results[0], results[1] if scales else None
 
     def _launch(self, face, arrays, turned, scales, angles) -> list[mx.array]:
         """Launch a kernel over rows; a dispatch of Metal has some rows."""
@@ -205,11 +205,11 @@ class GpuPatches:
         sizes, grid = {}, (THREADS * blocks_for(n),)
         if self.backend == METAL:
             sizes, grid = {"rows": n, "elements": len(elements)}, (n,)
-        (made,) = _patches_kernel(self.backend, is_filling)(
+        (numbers,) = _patches_kernel(self.backend, is_filling)(
             [order, elements, extents],
             [((ends[-1],), mx.int32)],
             grid,
             fill=-1,
             **sizes,
         )
-        return [made[a:b] for a, b in zip([0, *ends], ends, strict=False)]
+        return [numbers[a:b] for a, b in zip([0, *ends], ends, strict=False)]
