@@ -13,7 +13,7 @@ from . import devices, registry, sync
 from .checks import FLOATS
 from .epilogue import NONE, SLOPE, Activation, composed
 from .registry import Fit, Norms, RowSegments, standard
-from .transformations import Function, Gradient, Rules, filled, several
+from .transformations import ByKernels, Function, Rules, filled
 
 WORDS = mx.uint64, mx.uint32, mx.uint16
 # Rows from which kernels of this library sum columns, instead of MLX; timed on an H200.
@@ -98,7 +98,7 @@ def untold(*_: object) -> None:
     """Report to no observer."""
 
 
-class Affine(Rules):
+class Affine(ByKernels):
     """``act(x * weight + bias + residual)`` of rows by kernels, and its derivatives.
 
     A function of x and of those that are present of weight, bias and residual. It holds
@@ -117,7 +117,6 @@ class Affine(Rules):
     """
 
     __slots__ = "act", "eps", "kernels", "present", "segments", "spread", "tell"
-    statistics = 0  # results that ``back`` takes after x, and ``composed`` computes
 
     def __init__(
         self,
@@ -188,26 +187,6 @@ class Affine(Rules):
             dbias = column_sums(dx, bias)
         self.tell("backward", 1 if weight is None and bias is None else 3)
         return dx, *self.those(dweight, dbias, dresidual)
-
-    def gradient(self, dy, *arrays) -> tuple[mx.array, ...]:
-        """Return what ``back`` does, with derivatives."""
-        return Gradient(self.back, self.composed, self.statistics)(dy, *arrays)
-
-    def vjp(self, primals, dy, _):
-        """Return the gradients of all arrays."""
-        primals = several(primals)
-        found = self.gradient(dy, *primals)
-        return found if len(primals) > 1 else found[0]
-
-    def jvp(self, at, by):
-        """Return a derivative along tangents."""
-        at, by = [*several(at)], several(by)
-        return mx.jvp(self.composed, at, filled(at, by))[1][0]
-
-    def vmap(self, arrays, axes):
-        """Return the results of several calls."""
-        arrays, axes = several(arrays), tuple(several(axes))
-        return mx.vmap(self.composed, axes)(*arrays), 0
 
 
 def activation(x: mx.array, act: Activation) -> mx.array:

@@ -301,10 +301,15 @@ def standard(channels: int, lines: int = 1) -> tuple[mx.array, mx.array]:
     return found
 
 
+Lines = tuple[mx.array, mx.array] | None
+Rows = mx.array | None
+
+
 class Norms:
     """Sums over rows and what is applied to each row: statistics, norms, gradients.
 
-    A backend has the first four methods; the others are in terms of them.
+    x and dy are (N, C) of one dtype, and so is a residual, which was added before
+    ``fit.act``. A backend has the first four methods.
     """
 
     sums_columns = False  # whether ``column_sums`` is faster than MLX
@@ -313,7 +318,7 @@ class Norms:
         self,
         x: mx.array,
         segments: RowSegments | None = None,
-        running: tuple[mx.array, mx.array] | None = None,
+        running: Lines = None,
         momentum: float = 0.0,
         lines: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -335,22 +340,14 @@ class Norms:
         """
         raise NotImplementedError
 
-    def normalize(
-        self, x: mx.array, fit: Fit, residual: mx.array | None = None
-    ) -> mx.array:
-        """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
+    def normalize(self, x: mx.array, fit: Fit, residual: Rows = None) -> mx.array:
+        """Return (N, C) in the dtype of x."""
         raise NotImplementedError
 
     def gradient_sums(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative.
-
-        Args:
-            dy: (N, C) in the dtype of x.
-            x: what was normalised.
-            fit: by what.
-            residual: what was added.
 
         Returns:
             (2, S, C) float32 sums; (2, S, C) float32 of their means over the rows,
@@ -359,21 +356,12 @@ class Norms:
         raise NotImplementedError
 
     def gradient(
-        self,
-        dy: mx.array,
-        x: mx.array,
-        fit: Fit,
-        residual: mx.array | None = None,
-        terms: mx.array | None = None,
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None, terms=None
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g.
 
-        Args:
-            dy, x, fit, residual: as of ``gradient_sums``.
-            terms: (2, S, C) float32, or None for zeros: fixed statistics.
-
-        Returns:
-            Two (N, C) in the dtype of x; the second has no meaning without a residual.
+        ``terms``: (2, S, C) float32, or None for zeros: fixed statistics. The second
+        result has no meaning without a residual.
         """
         raise NotImplementedError
 
@@ -385,8 +373,8 @@ class Norms:
         self,
         x: mx.array,
         fit: Fit,
-        residual: mx.array | None = None,
-        running: tuple[mx.array, mx.array] | None = None,
+        residual: Rows = None,
+        running: Lines = None,
         momentum: float = 0.0,
         lines: mx.array | None = None,
     ) -> tuple[mx.array, ...]:
@@ -399,11 +387,11 @@ class Norms:
         return y, mean, var, *moved
 
     def batch_norm_gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None
     ) -> tuple[mx.array, ...]:
         """Return the gradients of x, weight, bias and residual, through statistics.
 
-        Arguments are as of ``gradient_sums``. Those of weight and bias are (1, C).
+        Those of weight and bias are (1, C).
         """
         _, terms, dweight, dbias = self.gradient_sums(dy, x, fit, residual)
         dx, dresidual = self.gradient(dy, x, fit, residual, terms)
@@ -412,6 +400,16 @@ class Norms:
     def normalizes_rows(self, x: mx.array, fit: Fit) -> bool:
         """Whether ``layer_norm`` and ``layer_norm_gradient`` take these arrays."""
         return False
+
+    def layer_norm(self, x: mx.array, fit: Fit, residual: Rows = None) -> mx.array:
+        """Return rows normalised over their channels; ``fit`` has no statistics."""
+        raise NotImplementedError
+
+    def layer_norm_gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None
+    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
+        """Return the gradients of x, weight, bias and residual."""
+        raise NotImplementedError
 
     def column_sums(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
         """Return the (C,) sums over the rows of (N, C) in a dtype; float32 inside."""

@@ -228,22 +228,18 @@ class Gradient(Rules):
         back: of (dy, x, *arrays).
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
-        frozen: arrays after x whose derivatives ``back`` leaves out.
     """
 
-    __slots__ = "composed", "forward", "frozen", "statistics"
+    __slots__ = "composed", "forward", "statistics"
 
-    def __init__(
-        self, back: Callable, composed: Callable, statistics: int = 0, frozen: int = 0
-    ):
+    def __init__(self, back: Callable, composed: Callable, statistics: int = 0):
         self.forward, self.composed = back, composed
-        self.statistics, self.frozen = statistics, frozen
+        self.statistics = statistics
 
     def again(self, dy, x, *arrays):
         """Return what ``forward`` does, by the composed form."""
         at = [x, *arrays[self.statistics :]]
-        dx, *rest = mx.vjp(self.composed, at, [dy])[1]
-        return dx, *rest[self.frozen :]
+        return tuple(mx.vjp(self.composed, at, [dy])[1])
 
     def vjp(self, at, by, _):
         """Return the derivatives of the gradients by all arguments."""
@@ -259,29 +255,42 @@ class Gradient(Rules):
         return found, (0,) * len(found)
 
 
-def of_kernels(
-    forward: Callable, back: Callable, composed: Callable, count: int
-) -> Function:
-    """Return a function of ``count`` arrays by kernels, forward and back.
+class ByKernels(Rules):
+    """A function by kernels, forward and back.
 
-    ``back(dy, *arrays)`` returns all gradients. All else is by ``composed``, the same
-    in MLX operations.
+    A subclass defines ``forward(*arrays)``, ``back(dy, *arrays)``, which returns the
+    gradients of all arrays, and ``composed(*arrays)``, the same function in MLX
+    operations, for forward mode, vmap and derivatives of the gradients.
     """
-    gradient, function = Gradient(back, composed), Function(forward)
 
-    @function.vmap
-    def vmap(by, axes):
-        return mx.vmap(composed, tuple(several(axes)))(*several(by)), 0
+    __slots__ = ()
+    statistics = 0  # as of Gradient
 
-    @function.vjp
-    def vjp(primals, dy, _):
-        found = gradient(dy, *several(primals))
-        return found if count > 1 else found[0]
+    def gradient(self, dy, *arrays) -> tuple[mx.array, ...]:
+        """Return what ``back`` does, with derivatives."""
+        return Gradient(self.back, self.composed, self.statistics)(dy, *arrays)
 
-    @function.jvp
-    def jvp(primals, tangents):
-        given = list(several(primals))
-        along = filled(given, several(tangents))
-        return mx.jvp(composed, given, along)[1][0]
+    def vjp(self, primals, dy, _):
+        """Return the gradients of all arrays."""
+        primals = several(primals)
+        found = self.gradient(dy, *primals)
+        return found if len(primals) > 1 else found[0]
 
-    return function
+    def jvp(self, at, by):
+        """Return a derivative along tangents."""
+        at, by = [*several(at)], several(by)
+        return mx.jvp(self.composed, at, filled(at, by))[1][0]
+
+    def vmap(self, arrays, axes):
+        """Return the results of several calls."""
+        arrays, axes = several(arrays), tuple(several(axes))
+        return mx.vmap(self.composed, axes)(*arrays), 0
+
+
+class OfKernels(ByKernels):
+    """A function by kernels, of functions for each pass: see ``ByKernels``."""
+
+    __slots__ = "back", "composed", "forward"
+
+    def __init__(self, forward: Callable, back: Callable, composed: Callable):
+        self.forward, self.back, self.composed = forward, back, composed

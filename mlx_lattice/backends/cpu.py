@@ -356,14 +356,7 @@ class CpuNorms(Norms):
 
     sums_columns = True
 
-    def moments(
-        self,
-        x: mx.array,
-        segments: RowSegments | None = None,
-        running: tuple[mx.array, mx.array] | None = None,
-        momentum: float = 0.0,
-        lines: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    def moments(self, x, segments=None, running=None, momentum=0.0, lines=None):
         """Return mean and biased variance, and running statistics moved by them."""
         if lines is not None:
             given = running or (None, None)
@@ -371,16 +364,12 @@ class CpuNorms(Norms):
         rest = *_rows(segments), *(running or (None, None))
         return extension.channel_moments(x, *rest, momentum=momentum)
 
-    def normalize(
-        self, x: mx.array, fit: Fit, residual: mx.array | None = None
-    ) -> mx.array:
-        """Return (N, C) in the dtype of x; ``residual`` is added before ``fit.act``."""
+    def normalize(self, x, fit, residual=None):
+        """Return (N, C) rows; a residual is added before the activation."""
         given = *_arrays(fit, residual), _of(fit)
         return extension.normalize_channels(x, *given, **_after(fit))
 
-    def gradient_sums(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: mx.array | None = None
-    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
+    def gradient_sums(self, dy, x, fit, residual=None):
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
         given = _arrays(fit, residual if fit.act.changes else None)
         sums, terms = extension.channel_gradient_sums(
@@ -389,14 +378,7 @@ class CpuNorms(Norms):
         dbias, dweight = (a.squeeze(0).astype(fit.dtype) for a in mx.split(sums, 2))
         return sums, terms, dweight, dbias
 
-    def gradient(
-        self,
-        dy: mx.array,
-        x: mx.array,
-        fit: Fit,
-        residual: mx.array | None = None,
-        terms: mx.array | None = None,
-    ) -> tuple[mx.array, mx.array]:
+    def gradient(self, dy, x, fit, residual=None, terms=None):
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         given = _arrays(fit, residual if fit.act.changes else None)
         given = *given, _of(fit), terms

@@ -123,8 +123,8 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         parameters = self.get("weight"), self.get("bias"), residual
         how = {"act": act, "eps": self.eps}
         if not self.is_by_rows:
-            statistics = self.running_mean, self.running_var
-            return normalized_by(x, *statistics, *parameters, **how, is_frozen=True)
+            mean, var = map(mx.stop_gradient, (self.running_mean, self.running_var))
+            return normalized_by(x, mean, var, *parameters, **how)
         is_moved, rows = self.track_running_stats and self.training, x.shape[0]
         how |= {"lines": lines, "momentum": self.momentum, **shared}
         if is_moved:

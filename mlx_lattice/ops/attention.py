@@ -27,7 +27,7 @@ from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from ..transformations import of_kernels, zeros_of
+from ..transformations import OfKernels, zeros_of
 from . import observed
 from .attention_calls import (
     EXACT,
@@ -858,8 +858,7 @@ def _turned_by_kernel(
             of_scales = [a.squeeze(0) for a in mx.split(total, turned)]
         return dx, *of_scales, *[mx.zeros_like(a) for a in angles]
 
-    count = 1 + scaled + len(angles)
-    return of_kernels(forward, back, by_operations, count)(x, *scales, *angles)
+    return OfKernels(forward, back, by_operations)(x, *scales, *angles)
 
 
 def rotary(

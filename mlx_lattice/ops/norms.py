@@ -21,7 +21,7 @@ from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
 from ..registry import Fit, Norms
 from ..tensor import SparseTensor, expect_tensor, features_of
-from ..transformations import Function, Gradient, filled, several
+from ..transformations import Function, filled, several
 from .activation import activated, activation_of
 from .observed import norm_teller
 from .pool import BatchRows, batch_rows, batch_spread, batch_sum
@@ -631,59 +631,34 @@ def normalized_by_rows(
 
 
 class _NormBy(Affine):
-    """A norm by given statistics.
+    """A norm by given statistics: of x, mean, var, and those present of the rest."""
 
-    A function of x, mean, var, and of those that are present of the rest.
-
-    Args:
-        is_frozen: whether the statistics get no gradient.
-        others: as of ``Affine``.
-    """
-
-    __slots__ = ("is_frozen",)
-
-    def __init__(self, *others, is_frozen: bool, **more):
-        super().__init__(*others, **more)
-        self.is_frozen = is_frozen
+    __slots__ = ()
 
     def composed(self, x, mean, var, *rest):
         return affine(x, mean, var, *self.named(rest), self.eps, self.act)
-
-    def _fit(self, mean, var, weight, bias) -> Fit:
-        return self.fit(mean.reshape(1, -1), var.reshape(1, -1), weight, bias)
 
     def forward(self, x, mean, var, *rest):
         weight, bias, residual = self.named(rest)
         self.tell("forward", 1)
         return self.kernels.normalize(x, self._fit(mean, var, weight, bias), residual)
 
+    def _fit(self, mean, var, weight, bias) -> Fit:
+        return self.fit(mean.reshape(1, -1), var.reshape(1, -1), weight, bias)
+
     def back(self, dy, x, mean, var, *rest):
         dy, x = mx.contiguous(dy), mx.contiguous(x)  # two launches read them
         weight, bias, residual = self.named(rest)
-        fit = self._fit(mean, var, weight, bias)
-        dx, dresidual = self.kernels.gradient(dy, x, fit, residual)
-        self.tell("backward", 3)
-        if self.is_frozen and weight is None and bias is None:
-            return dx, *self.those(None, None, dresidual)
-        sums, _, dweight, dbias = self.kernels.gradient_sums(dy, x, fit, residual)
-        others = self.those(dweight.reshape(-1), dbias.reshape(-1), dresidual)
-        if self.is_frozen:
-            return dx, *others
+        given = dy, x, self._fit(mean, var, weight, bias), residual
+        dx, dresidual = self.kernels.gradient(*given)
+        # MLX computes what is asked for: without parameters, dx alone.
+        sums, _, dweight, dbias = self.kernels.gradient_sums(*given)
         inverse = mx.rsqrt(var + self.eps)
         scale = inverse if weight is None else inverse * weight.astype(mx.float32)
         dmean, dvar = -scale * sums[0, 0], -0.5 * scale * inverse * sums[1, 0]
-        return dx, dmean, dvar, *others
-
-    def gradient(self, dy, *arrays):
-        frozen = 2 if self.is_frozen else 0
-        return Gradient(self.back, self.composed, frozen=frozen)(dy, *arrays)
-
-    def vjp(self, primals, dy, _):
-        found = self.gradient(dy, *primals)
-        if not self.is_frozen:
-            return found
-        dx, *rest = found
-        return dx, *map(mx.zeros_like, primals[1:3]), *rest
+        self.tell("backward", 3)
+        lines = dweight.reshape(-1), dbias.reshape(-1)
+        return dx, dmean, dvar, *self.those(*lines, dresidual)
 
 
 def normalized_by(
@@ -696,20 +671,15 @@ def normalized_by(
     *,
     act: Activation = NONE,
     eps: float = 1e-5,
-    is_frozen: bool = False,
 ) -> mx.array:
     """Normalise each channel by given (C,) statistics, in one launch.
 
-    Differentiable in all arrays, but not in statistics if ``is_frozen``. The other
-    arguments are those of ``normalized_by_rows``.
+    Differentiable in all arrays. The other arguments are as of ``normalized_by_rows``.
     """
     given = "BatchNorm", x, (weight, bias, residual)
-    facts = {"act": act, "eps": eps, "is_frozen": is_frozen}
-    rules, arrays = _rules(_NormBy, *given, **facts)
-    mean, var = mean.astype(mx.float32), var.astype(mx.float32)
-    if is_frozen and rules.kernels is None:
-        mean, var = mx.stop_gradient(mean), mx.stop_gradient(var)
-    return _run(rules, x, mean, var, *arrays)
+    rules, arrays = _rules(_NormBy, *given, act=act, eps=eps)
+    statistics = mean.astype(mx.float32), var.astype(mx.float32)
+    return _run(rules, x, *statistics, *arrays)
 
 
 def scaled(
