@@ -337,282 +337,250 @@ UNPACK_INT4 = Interface(
 
 def sorted_implicit_gemm(p: Problem, device: Device) -> Plan:
     """Plan sorted_implicit_gemm: simdgroup matrices."""
-    return _float_plan(p, device, "sorted_implicit_gemm")
+    return _by_matrices(p, device, "sorted_implicit_gemm")
 
 
 def quantized_sorted(p: Problem, device: Device) -> Plan:
     """Plan quantized_sorted: packed weights; or int8 rows and weights, as half."""
-    if not p.integer:
-        return _float_plan(p, device, "quantized_sorted")
-    facts = p.rows_written, p.edges_at_most, p.channels, p.volume, HALF.size
-    tile = sorted_tile(*facts, device, across=True, in_float=False)
-    return _integer_plan(p, device, tile)
+    return _by_matrices(p, device, "quantized_sorted")
 
 
 def tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan tensor_ops: sorted rows and weights from device memory to TensorOps."""
     if p.pass_ == WEIGHT_GRAD:
         return metal_weight_grad.tensor_ops(p, device)
-    return _float_plan(p, device, "tensor_ops")
+    return _by_tensors(p, device, "tensor_ops")
 
 
 def quantized_tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan quantized_tensor_ops: packed weights, unpacked into TensorOps' operands."""
-    return _float_plan(p, device, "quantized_tensor_ops")
+    return _by_tensors(p, device, "quantized_tensor_ops")
 
 
 def int8_tensor_ops(p: Problem, device: Device) -> Plan:
     """Plan int8_tensor_ops: sorted rows and weights, both int8, to TensorOps."""
-    shared = p.edges_at_most // p.volume
-    sizes = p.rows_written, shared, p.channels, p.volume
-    return _integer_plan(p, device, tensor_tile(*sizes, device, item=1))
+    return _by_tensors(p, device, "int8_tensor_ops")
 
 
 class Cut(NamedTuple):
     """How the work of tiles is cut.
 
     Attributes:
+        name: of the route.
         tile: its columns and splits.
         pieces: (first, count) tiles of each dispatch.
         placed: whether rows are written to their own places.
         together: tiles of rows that pass a column of tiles before the next column.
         is_far: whether 32 bits do not hold the place of every element.
-        matrices: dtype of simdgroup matrices of floats.
+        matrices: dtype of simdgroup matrices.
         moments: whether statistics of the rows are summed.
     """
 
+    name: str
     tile: SortedTile
     pieces: list[tuple[int, int]]
     placed: bool
     together: int
     is_far: bool
-    matrices: str = ""
+    matrices: mx.Dtype
     moments: bool = False
 
 
-def _cut(p: Problem, device: Device, tile: SortedTile, weight_bytes: int) -> Cut:
-    """Return how the work of a tile is cut; ``weight_bytes`` are of all offsets."""
-    (c_x, c_y), n = p.channels, p.rows_written
-    work = p.edges_at_most * c_x * c_y
-    pieces, placed = tile_dispatches(n, tile.region, work, device)
+def _by_matrices(p: Problem, device: Device, name: str) -> Plan:
+    """Plan a kernel of simdgroup matrices; int8 is multiplied as half."""
+    matrices = HALF if p.integer else DTYPES[matrix_dtype(p.dtype, device)]
+    is_packed, item = name == "quantized_sorted", HALF.size if p.integer else p.itemsize
+    across, in_float = is_packed or p.rows_are_summed, matrices == mx.float32
+    facts = p.rows_written, p.edges_at_most, p.channels, p.volume, item, device
+    tile = sorted_tile(*facts, across, in_float)
+    return _by_tiles(p, device, name, tile, matrices)
+
+
+def _by_tensors(p: Problem, device: Device, name: str) -> Plan:
+    """Plan a kernel of TensorOps."""
+    shared = p.edges_at_most // p.volume
+    facts = p.rows_written, shared, p.channels, p.volume, device
+    tile = tensor_tile(*facts, item=1 if p.integer else 2)
+    return _by_tiles(p, device, name, tile, DTYPES[p.dtype])
+
+
+def _by_tiles(
+    p: Problem, device: Device, name: str, tile: SortedTile, matrices: mx.Dtype
+) -> Plan:
+    """Plan a kernel over mask-sorted tiles."""
+    (c_x, c_y), n, is_packed = p.channels, p.rows_written, name.startswith("quantized")
+    weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
+    if p.integer:
+        weight_bytes = p.volume * c_y * p.packed_channels
+    pieces, placed = tile_dispatches(
+        n, tile.region, p.edges_at_most * c_x * c_y, device
+    )
     together = tiles_together(weight_bytes, tile.region, device)
-    return Cut(tile, pieces, placed, together, _is_far(p, tile))
+    moments = p.sums_moments and not is_packed and tile.splits == 1
+    far = _is_far(p, tile)
+    return _as_cut(p, Cut(name, tile, pieces, placed, together, far, matrices, moments))
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:
     """Whether 32 bits do not hold the place of an element of every array."""
-    (c_x, c_y), splits = p.channels, tile.splits
+    c_x, c_y = p.channels
     read = p.n_out if p.transposed else p.n_in
-    largest = max(
-        read * c_x, p.rows_written * max(splits * c_y, p.volume), p.volume * c_x * c_y
-    )
+    written = p.rows_written * max(tile.splits * c_y, p.volume)
+    largest = max(read * c_x, written, p.volume * c_x * c_y)
     return largest >= thresholds.FAR_ELEMENTS["*"]
 
 
-def _small_cut(p: Problem, cut: Cut) -> Cut:
-    """Return how a small problem is cut for the kernel of another cut."""
+def _again(p: Problem, cut: Cut) -> Plan:
+    """Return the plan of a small problem for the kernel of another cut."""
     tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
     tile = tile._replace(splits=min(tile.splits, PROOF_SPLITS))
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
     together = min(cut.together, 2)
-    return cut._replace(tile=tile, pieces=pieces, together=together)
+    return _as_cut(p, cut._replace(tile=tile, pieces=pieces, together=together))
 
 
-def _plan(
-    p: Problem, cut: Cut, name: str, gpu: GpuKernel, sizes: dict[str, int], **facts
-) -> Plan:
-    """Return the plan of a kernel over mask-sorted tiles, its work cut.
-
-    ``sizes`` are the kernel's own; ``facts`` have ``scratch`` beside partial sums.
-    """
+def _as_cut(p: Problem, cut: Cut) -> Plan:
+    """Return the plan of work that is cut already."""
     (c_x, c_y), n, tile = p.channels, p.rows_written, cut.tile
-    splits = tile.splits
-    across, lines = ceil_div(c_y, tile.columns), ceil_div(c_y, 4)
-    dispatches, held = [], 0
+    splits, is_packed = tile.splits, cut.name.startswith("quantized")
+    across, dispatches, held = ceil_div(c_y, tile.columns), [], 0
     for first, count in cut.pieces:
         rows = min(n - first * TILE_ROWS, count * TILE_ROWS)
         grid, add = (across * count * tile.threads, 1, splits), ()
         if splits > 1:
-            add, held = (lines, rows), max(held, rows)
+            add, held = (ceil_div(c_y, 4), rows), max(held, rows)
         dispatches.append(Dispatch(first, count, grid, add))
-    common = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
-    common |= {"splits": splits, "together": cut.together}
+    gpu, add = (_integer_kernels if p.integer else _float_kernels)(p, cut)
+    sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
+    sizes |= {"splits": splits, "together": cut.together}
+    variant = tile.said if tile.height else ""
+    if p.integer:
+        stored = p.packed_channels
+        sizes |= {W_OFFSET: c_y * stored, W_ROW: stored}
+        variant = variant or "int8 as half, exact while sums stay below 2^24"
+    else:
+        sizes |= strides(p, p.layout, gpu.interface)
+    where = IN_KERNEL if splits == 1 else IN_SUM if cut.placed or p.integer else AFTER
+    # A line for a tile, or for each of TensorOps' simdgroups over its rows.
+    lines = cut.moments * sum([count for _, count in cut.pieces])
+    lines *= TILE_ROWS // (tile.height or TILE_ROWS)
+    scratch = 12 * lines * c_y + 4 * (splits > 1) * splits * held * c_y
+    if p.integer and p.bits == 4:
+        scratch += p.volume * c_y * p.packed_channels
+    weights = IN_TILES if is_packed else ""
     product = TENSOR if tile.height else EIGHTS
-    facts["scratch"] += 4 * splits * held * c_y
     return Plan(
         p,
         METAL,
-        name,
+        cut.name,
         "sorted",
+        _integers if p.integer else sorted_tiles,
+        variant=variant,
         tile=(TILE_ROWS, tile.columns),
         region=tile.region,
         splits=splits,
         partials=(splits, n, c_y) if splits > 1 else (),
         placed=cut.placed,
+        moments=lines,
         read=tiles_of(tile.region),
-        sizes=tuple((common | sizes).items()),
+        epilogue=where if p.epilogue or p.integer else "",
+        weights=integers_unpacked(p) if p.integer else weights,
+        reads_stored=not is_packed and not p.integer,
+        products="" if tile.height or p.integer else products(p, cut.matrices),
+        scratch=scratch,
+        sizes=tuple(sizes.items()),
         gpu=gpu,
+        add=add,
         threadgroup=(tile.threads, 1, 1),
         dispatches=tuple(dispatches),
         count=partial(sorted_multiply_adds, product=product, region=tile.region),
-        **facts,
+        proof=Proof(_proof_channels(p, cut), partial(_again, cut=cut)),
     )
 
 
-def _float_plan(p: Problem, device: Device, name: str) -> Plan:
-    """Plan a kernel on floats, by simdgroup matrices or TensorOps."""
-    (c_x, c_y), n = p.channels, p.rows_written
-    is_packed = name.startswith("quantized")
-    matrices, edges = matrix_dtype(p.dtype, device), p.edges_at_most
-    if name.endswith("tensor_ops"):
-        tile = tensor_tile(n, edges // p.volume, (c_x, c_y), p.volume, device)
-    else:
-        of = is_packed or p.rows_are_summed, matrices == "float32"
-        facts = n, edges, (c_x, c_y), p.volume, p.itemsize
-        tile = sorted_tile(*facts, device, *of)
-    weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    able = not is_packed and tile.splits == 1
-    moments = p.sums_moments and able
-    cut = _cut(p, device, tile, weight_bytes)
-    return _floats_as_cut(p, name, cut._replace(matrices=matrices, moments=moments))
+def _proof_channels(p: Problem, cut: Cut) -> tuple[int, int]:
+    """Return two chunks of summed channels, or two packed groups; two columns."""
+    tile, columns = cut.tile, cut.tile.columns + PROOF_TAIL
+    if p.integer:  # rows of whole words, and a tail
+        step = tile.step or tile.shape.step // HALF.size
+        return max(p.group_size or ALIGNMENT, step) + PROOF_TAIL // 4 * 4, columns
+    is_packed = cut.name.startswith("quantized") and p.group_size
+    deep = max(p.group_size if is_packed else 32, tile.step) + PROOF_TAIL
+    return (columns, deep) if p.transposed else (deep, columns)
 
 
-def _floats_again(p: Problem, name: str, cut: Cut) -> Plan:
-    return _floats_as_cut(p, name, _small_cut(p, cut))
-
-
-def _floats_as_cut(p: Problem, name: str, cut: Cut) -> Plan:
-    """Return the plan of work that is cut already."""
-    tile, is_packed, dtype = cut.tile, name.startswith("quantized"), DTYPES[p.dtype]
-    splits = tile.splits
-    after = dict(p.epilogue.template) if p.epilogue else {}
-    where = IN_KERNEL if splits == 1 else IN_SUM if cut.placed else AFTER
-    across_weights = {"TRANSPOSED": p.rows_are_summed}
-    interface = with_moments(SORTED_TILES) if cut.moments else finishing(SORTED_TILES)
-    if is_packed:
-        across_weights = {"BITS": p.bits, "GROUP": p.group_size}
-        interface = packed(interface)
-    memory, variant, as_what = "", "", ""
+def _tile_template(cut: Cut) -> dict[str, Value]:
+    """Return the template arguments of a tile's shape."""
+    tile = cut.tile
     if tile.height:  # nothing is staged; tails are steps of 16 channels
-        variant = tile.said
-        own = {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1], **across_weights}
-    else:
-        groups, side, step, buffers = tile.shape
-        own = {"M": DTYPES[cut.matrices], "SIDE": side, "GROUPS": groups}
-        own |= {"BYTES": step, "KEPT": buffers, "FAR": cut.is_far, **across_weights}
-        across_tile = "true" if is_packed else "TRANSPOSED"
-        held = f"T, M, COLUMNS, {across_tile}, SIDE, GROUPS, BYTES, KEPT"
-        memory = f"GemmSums<{held}>::Tile::FLOATS"
-        as_what = products(p, DTYPES[cut.matrices])
+        return {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1]}
+    groups, side, step, buffers = tile.shape
+    shape = {"SIDE": side, "GROUPS": groups, "BYTES": step, "KEPT": buffers}
+    return {"M": cut.matrices, **shape}
+
+
+def _float_kernels(p: Problem, cut: Cut) -> tuple[GpuKernel, GpuKernel | None]:
+    """Return the kernel of tiles of floats, and the one that adds splits."""
+    tile, dtype, is_split = cut.tile, DTYPES[p.dtype], cut.tile.splits > 1
+    after = dict(p.epilogue.template) if p.epilogue else {}
+    interface = with_moments(SORTED_TILES) if cut.moments else finishing(SORTED_TILES)
+    weights, across = {"TRANSPOSED": p.rows_are_summed}, "TRANSPOSED"
+    if cut.name.startswith("quantized"):
+        weights, across = {"BITS": p.bits, "GROUP": p.group_size}, "true"
+        interface = packed(interface)
+    memory = (
+        f"GemmSums<T, M, COLUMNS, {across}, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
+    )
+    far = {"FAR": cut.is_far}
+    first, last = ({}, far) if tile.height else (far, {})
     gpu = kernel(
-        name,
-        FILES[name],
+        cut.name,
+        FILES[cut.name],
         interface,
-        memory,
+        "" if tile.height else memory,
         TILE_PLACE,
         T=dtype,
-        OUT=dtype if splits == 1 else mx.float32,
+        OUT=mx.float32 if is_split else dtype,
         COLUMNS=tile.columns,
-        **own,
-        PLACED=cut.placed and splits == 1,
-        **({"FAR": cut.is_far} if tile.height else {}),
-        **(after if where == IN_KERNEL else {}),
+        **_tile_template(cut),
+        **first,
+        **weights,
+        PLACED=cut.placed and not is_split,
+        **last,
+        **({} if is_split else after),
     )
-    # A line for a tile, or for each of TensorOps' simdgroups over its rows.
-    lines = cut.moments * sum([count for _, count in cut.pieces])
-    lines *= TILE_ROWS // (tile.height or TILE_ROWS)
-    # Two chunks of summed channels, two groups of packed ones, two columns of tiles.
-    group = p.group_size if is_packed and p.group_size else 32
-    tried = max(group, tile.step) + PROOF_TAIL, tile.columns + PROOF_TAIL
-    again = partial(_floats_again, name=name, cut=cut)
-    return _plan(
-        p,
-        cut,
-        name,
-        gpu,
-        strides(p, p.layout, interface),
-        bind=sorted_tiles,
-        variant=variant,
-        moments=lines,
-        epilogue=where if p.epilogue else "",
-        weights=IN_TILES if is_packed else "",
-        reads_stored=not is_packed,
-        scratch=12 * lines * p.channels[1],
-        add=adding(dtype, **(after if where == IN_SUM else {})) if splits > 1 else None,
-        products=as_what,
-        proof=Proof(tried[::-1] if p.transposed else tried, again),
-    )
+    add = adding(dtype, **(after if cut.placed else {})) if is_split else None
+    return gpu, add
 
 
-def _integer_plan(p: Problem, device: Device, tile: SortedTile) -> Plan:
-    """Plan a kernel on integers by a tile."""
-    weight_bytes = p.volume * p.c_out * p.packed_channels
-    return _integers_as_cut(p, _cut(p, device, tile, weight_bytes))
-
-
-def _integers_again(p: Problem, cut: Cut) -> Plan:
-    return _integers_as_cut(p, _small_cut(p, cut))
-
-
-def _integers_as_cut(p: Problem, cut: Cut) -> Plan:
-    """Return the plan of work that is cut already."""
-    tile, placed, facts, c_y = cut.tile, cut.placed, p.integer, p.channels[1]
-    is_split, stored, dtype = tile.splits > 1, p.packed_channels, DTYPES[p.dtype]
-    out, residual = facts.out_dtype(dtype), mx.int8 if facts.residual_int8 else dtype
+def _integer_kernels(p: Problem, cut: Cut) -> tuple[GpuKernel, GpuKernel | None]:
+    """Return the kernel of tiles of integers, and the one that adds splits."""
+    tile, facts, dtype = cut.tile, p.integer, DTYPES[p.dtype]
+    is_split, out = tile.splits > 1, facts.out_dtype(dtype)
+    residual = mx.int8 if facts.residual_int8 else dtype
     after = {"R": residual, "ACTIVATION": facts.act.code}
-    symbol, files, own = _integer_kernel(tile)
-    sums = "GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
+    symbol, files = "quantized_sorted_int8", (*INTEGER_FILES, SIMDGROUP_FILES[-1])
+    memory = "GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
+    if tile.height:
+        symbol, files, memory = "int8_tensor_ops", (*INTEGER_FILES, "tensor_ops"), ""
     gpu = kernel(
         symbol,
-        files,
+        (*files, symbol),
         INTEGER_TILES,
-        "" if tile.height else sums,
+        memory,
         TILE_PLACE,
         OUT=mx.int32 if is_split else out,
         COLUMNS=tile.columns,
-        **own,
-        PLACED=placed and not is_split,
+        **_tile_template(cut),
+        PLACED=cut.placed and not is_split,
         FAR=cut.is_far,
-        **(dict(R=dtype, ACTIVATION=0) if is_split else after),
+        **({"R": dtype, "ACTIVATION": 0} if is_split else after),
     )
-    name = "quantized_sorted"
-    variant = "int8 as half, exact while sums stay below 2^24"
-    if tile.height:
-        name, variant = "int8_tensor_ops", tile.said
-    add = None
+    add, files = None, (*INTEGER_FILES, "add_integer_splits")
     if is_split:
-        files = *INTEGER_FILES, "add_integer_splits"
-        template = {"T": out, "PLACED": placed, **after}
+        template = {"T": out, "PLACED": cut.placed, **after}
         add = kernel("add_integer_splits", files, INTEGER_SPLITS, **template)
-    # Rows of whole words, and a tail.
-    step = tile.step or tile.shape.step // HALF.size
-    deep = max(p.group_size or ALIGNMENT, step) + PROOF_TAIL // 4 * 4
-    tried, again = (deep, tile.columns + PROOF_TAIL), partial(_integers_again, cut=cut)
-    return _plan(
-        p,
-        cut,
-        name,
-        gpu,
-        {W_OFFSET: c_y * stored, W_ROW: stored},
-        bind=_integers,
-        variant=variant,
-        epilogue=IN_SUM if is_split else IN_KERNEL,
-        weights=integers_unpacked(p),
-        scratch=p.volume * c_y * stored if p.bits == 4 else 0,
-        add=add,
-        proof=Proof(tried, again),
-    )
-
-
-def _integer_kernel(tile: SortedTile) -> tuple[str, tuple[str, ...], dict[str, Value]]:
-    """Return symbol, files and own template arguments of a tile's kernel."""
-    if tile.height:
-        own = {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1]}
-        return "int8_tensor_ops", (*INTEGER_FILES, "tensor_ops", "int8_tensor_ops"), own
-    groups, side, step, buffers = tile.shape
-    own = {"M": HALF, "SIDE": side, "GROUPS": groups, "BYTES": step, "KEPT": buffers}
-    name = "quantized_sorted_int8"
-    return name, (*INTEGER_FILES, SIMDGROUP_FILES[-1], name), own
+    return gpu, add
 
 
 @lru_cache(maxsize=1024)
