@@ -8,10 +8,11 @@ from conftest import problem_of
 from mlx_lattice import devices
 from mlx_lattice.devices import Device
 from mlx_lattice.plan import Plan
-from mlx_lattice.problem import INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD
 from mlx_lattice.quantized import QuantizedWeight
 from mlx_lattice.relation import Relation
-from mlx_lattice.routes import named
+from mlx_lattice.routes import launch, named
+from mlx_lattice.settings import asked_precision
 
 
 def plan_of(
@@ -64,3 +65,26 @@ def run(
     """Run a pass on a route; arguments as of ``plan_of``."""
     plan = plan_of(name, pass_, relation, x, w, groups, **planning)
     return plan(relation.T if pass_ == INPUT_GRAD else relation, x, w, bias)
+
+
+def alone(
+    pass_: str,
+    relation: Relation,
+    x: mx.array,
+    w: mx.array | QuantizedWeight | None,
+    dy: mx.array,
+    groups: int = 1,
+    bias: mx.array | None = None,
+) -> mx.array:
+    """Run one pass of a layer on the route that is chosen, and no other pass."""
+    packing, weights = None, (w,)
+    if isinstance(w, QuantizedWeight):
+        packing, weights = w.packing, w.arrays
+    sides = x.shape[1], dy.shape[1]
+    layer = launch.Layer(*sides, x.dtype, groups, asked_precision(), packing)
+    arrays = {
+        FORWARD: (x, *weights, *([] if bias is None else [bias])),
+        INPUT_GRAD: (dy, *weights),
+        WEIGHT_GRAD: (x, dy),
+    }
+    return launch.run(launch.Request(pass_, layer), relation, *arrays[pass_])

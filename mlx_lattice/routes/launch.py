@@ -21,15 +21,12 @@ from ..problem import (
     INPUT_GRAD,
     KERNEL_MAJOR,
     MLX_LAYOUT,
-    WEIGHT_GRAD,
     IntegerFacts,
     Problem,
-    weight_axes,
 )
 from ..problem import finished as finished_integers
-from ..quantized import Packing, QuantizedWeight
+from ..quantized import Packing
 from ..relation import Relation
-from ..settings import asked_precision
 from . import measure, proof
 from .selection import Choice, candidates, choose, named
 
@@ -337,33 +334,3 @@ def _bound(request: Request, plan: Plan, end: Relation) -> Callable[..., mx.arra
     return lambda relation, *arrays: call(
         _end(request, relation), *request.operands(arrays)
     )
-
-
-def conv(
-    x: mx.array,
-    w: mx.array | QuantizedWeight,
-    relation: Relation,
-    groups: int,
-    transposed: bool,
-    *bias: mx.array,
-) -> mx.array:
-    """Choose a route and launch y[o] = sum of x[i] @ W[k] (W[k].T if transposed).
-
-    A weight of more than three axes has MLX's layout. One bias may follow, (C_out,),
-    added to every row.
-    """
-    pass_, layer = (INPUT_GRAD, relation.T) if transposed else (FORWARD, relation)
-    layout, volume, c_in, c_out = weight_axes(w.shape)
-    packing, arrays = None, (w,)
-    if layout == MLX_LAYOUT:
-        arrays = (w.reshape(c_out, volume, c_in),)
-    if isinstance(w, QuantizedWeight):
-        packing, arrays = w.packing, w.arrays
-    facts = c_in * groups, c_out, x.dtype, groups, asked_precision(), packing, layout
-    return run(Request(pass_, Layer(*facts)), layer, x, *arrays, *bias)
-
-
-def weight_grad(x: mx.array, dy: mx.array, relation: Relation, groups: int) -> mx.array:
-    """Choose a route and launch dW[k] = sum of x[i]^T dy[o], in the features' dtype."""
-    layer = Layer(x.shape[1], dy.shape[1], x.dtype, groups, asked_precision())
-    return run(Request(WEIGHT_GRAD, layer), relation, x, dy)

@@ -10,11 +10,12 @@ import mlx.core as mx
 import pytest
 from conftest import KINDS, Numbers, multi_edges, pair
 from cuda_recorder import recording
+from planned import alone
 
 import mlx_lattice as ml
 from mlx_lattice import availability, devices
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
+from mlx_lattice.problem import FORWARD, WEIGHT_GRAD
 from mlx_lattice.quantized import IntegerWeight
 from mlx_lattice.routes import TABLE, launch
 
@@ -50,12 +51,8 @@ def launched(pass_, relation, n, groups, packed, bias):
         x, shift = mx.zeros(n.x.shape, dtype=mx.int8), bias[0] if bias else None
         facts = {"scale": packed.scale, "shift": shift, "dtype": n.x.dtype}
         return ml.integer_conv(x, packed, relation, groups=groups, **facts)
-    if pass_ == WEIGHT_GRAD:
-        return launch.weight_grad(n.x, n.dy, relation, groups)
-    if pass_ == INPUT_GRAD:
-        return launch.conv(n.dy, n.w, relation.T, groups, True)
-    w = n.w if packed is None else packed
-    return launch.conv(n.x, w, relation, groups, False, *bias)
+    w = n.w if packed is None or pass_ != FORWARD else packed
+    return alone(pass_, relation, n.x, w, n.dy, groups, *bias)
 
 
 @pytest.mark.parametrize("chip", ("h200", "a100"))

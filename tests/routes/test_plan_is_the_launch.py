@@ -14,12 +14,13 @@ from cases import DTYPES
 from contractions import Point, work
 from metal_checks import bounded, host
 from places import MetalHost
+from planned import alone
 
 import mlx_lattice as ml
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu.kernel import LEAST_DEVICE_SIZE
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
-from mlx_lattice.routes import TABLE, RouteError, launch
+from mlx_lattice.problem import FORWARD, INPUT_GRAD
+from mlx_lattice.routes import TABLE, RouteError
 
 host.require()
 
@@ -99,18 +100,13 @@ def rows() -> list:
     return found
 
 
-def alone(given, route, pass_):
+def forced(given, route, pass_):
     """A call that runs a pass on a row, and no other pass."""
-    groups, relation = given.groups, given.relation
-    bias = () if given.bias is None else (given.bias,)
+    arrays = given.x, given.w, given.dy, given.groups, given.bias
 
     def call():
         with ml.routes.only(f"{pass_}={route}"), ml.waive_determinism():
-            if pass_ == WEIGHT_GRAD:
-                return launch.weight_grad(given.x, given.dy, relation, groups)
-            if pass_ == INPUT_GRAD:
-                return launch.conv(given.dy, given.w, relation.T, groups, True)
-            return launch.conv(given.x, given.w, relation, groups, False, *bias)
+            return alone(pass_, given.relation, *arrays)
 
     return call
 
@@ -148,7 +144,7 @@ def test_metal(route, pass_, point, chip, monkeypatch):
         bounded(monkeypatch, "elements", 500)
         monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: 2000)
     with METAL.inside(chip):
-        run = alone(given, route, pass_)
+        run = forced(given, route, pass_)
         # Checked, as most of these kernels are compiled for the table's tests.
         with host.recording(checked=True) as record:
             mx.eval(run())  # the views are there from now on

@@ -10,13 +10,14 @@ import mlx.core as mx
 import pytest
 from conftest import KINDS, Numbers, multi_edges, pair, problem_of
 from cuda_recorder import recording
+from planned import alone
 
 import mlx_lattice as ml
 from mlx_lattice import availability, devices, routes
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.problem import PASSES, IntegerFacts
 from mlx_lattice.relation import Relation
-from mlx_lattice.routes import launch, selection
+from mlx_lattice.routes import selection
 
 # What views are kept as, where not under their own name.
 KEPT = {
@@ -54,13 +55,8 @@ def read(monkeypatch):
 
 def run(pass_, relation, numbers, groups, packed):
     """One pass and nothing else."""
-    if pass_ == "weight_grad":
-        return launch.weight_grad(numbers.x, numbers.dy, relation, groups)
-    if pass_ == "input_grad":
-        return launch.conv(numbers.dy, numbers.w, relation.T, groups, True)
-    if packed is not None:
-        return launch.conv(numbers.x, packed, relation, groups, False)
-    return launch.conv(numbers.x, numbers.w, relation, groups, False)
+    w = packed if packed is not None and pass_ == "forward" else numbers.w
+    return alone(pass_, relation, numbers.x, w, numbers.dy, groups)
 
 
 def check(names, relation, c_in, c_out, dtype="float16", groups=1, bits=None):
