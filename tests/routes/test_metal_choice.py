@@ -76,50 +76,6 @@ def test_other_values_of_the_environment_are_refused(value, monkeypatch):
         assert devices.metal_on_host()
 
 
-@pytest.mark.parametrize(
-    "architecture, darwin, accelerated",
-    [
-        ("applegpu_g17s", "25.2.0", True),
-        ("applegpu_g17g", "27.0.1", True),
-        ("applegpu_g18p", "25.2.0", True),
-        # A phone's part of that generation, and older systems.
-        ("applegpu_g17p", "25.2.0", False),
-        ("applegpu_g17s", "25.1.9", False),
-        ("applegpu_g17s", "24.6.0", False),
-        # Of another form: nothing is known, so nothing is there.
-        ("applegpu_g17s_b0", "25.2.0", False),
-        ("applegpu_g170s", "25.2.0", False),
-        ("applegpu_g17", "25.2.0", False),
-        ("applegpu_g17S", "25.2.0", False),
-        ("applegpu_g17x", "25.2.0", False),
-        ("applegpu_18gs", "25.2.0", False),
-        ("AGXG17S", "25.2.0", False),
-        ("applegpu_g\u0661\u0667s", "25.2.0", False),
-        ("applegpu_g17s", "25", False),
-        ("applegpu_g17s", "25.2 beta", False),
-        ("applegpu_g17s", "x.25.2", False),
-    ],
-)
-def test_the_capability_tier_fails_closed(architecture, darwin, accelerated):
-    info = {"architecture": architecture, "device_name": "Apple M5 Max"}
-    device = devices.from_metal_info(info, darwin)
-    assert device.neural_accelerators == accelerated
-    problem = ml.Problem.forward(
-        kind="submanifold",
-        kernel_size=3,
-        c_in=64,
-        c_out=64,
-        n_in=100_000,
-        n_out=100_000,
-        dtype="float16",
-    )
-    chosen = routes.select(problem, device=device)
-    assert (chosen.route.name == "tensor_ops") == accelerated
-    if not accelerated:
-        with pytest.raises(ml.RouteError, match="neural accelerators"):
-            routes.select(problem, device=device, only="tensor_ops")
-
-
 def test_atomics_need_a_waiver():
     with ml.metal("host"), routes.only("forward=fp32_atomic"):
         x, w, relation = problem(mx.float32, 8, 1)

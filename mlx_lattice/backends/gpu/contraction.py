@@ -30,10 +30,7 @@ from .kernel import GpuKernel, Interface, in_device_space
 
 
 def view_of(plan: Plan, relation: Relation) -> Sequence[mx.array]:
-    """Return the arrays of a relation that a plan reads, as its kernels take them.
-
-    What launches would make longer is made so once, for all that are settled with it.
-    """
+    """Return the arrays of a relation that a plan reads, as its kernels take them."""
     view = plan.read(relation)
     if plan.backend != METAL:
         return view
@@ -41,15 +38,12 @@ def view_of(plan: Plan, relation: Relation) -> Sequence[mx.array]:
 
 
 def inputs_given(plan: Plan, *last: bool) -> tuple[bool, ...]:
-    """Return which inputs a kernel gets: all, but of the last ones as is said."""
+    """Return which inputs a kernel gets: all but the ``last`` ones that are False."""
     return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
 
 
 def usually_there(plan: Plan) -> tuple[bool, ...]:
-    """Return which arrays most calls give after the weight.
-
-    Those that the epilogue of the plan's kernels has, or a bias.
-    """
+    """Return which arrays usually follow the weight: the epilogue's, or a bias."""
     if not computes_after(plan):
         return (True,)
     return tuple([name in plan.problem.epilogue.there for name in EPILOGUE])
@@ -64,7 +58,7 @@ def padded_weight(plan: Plan, w: mx.array) -> mx.array:
 
 
 def padding_of(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
-    """Return what fills an axis up to a multiple of channels with zeros."""
+    """Return the function that pads an axis with zeros up to a multiple."""
     return gpu_joins.padded if plan.backend == CUDA else gpu_joins.zero_padded
 
 
@@ -101,26 +95,19 @@ def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
     return plan.problem.edges == 0 or 0 in [array.size for array in view]
 
 
-def _bias_alone(
-    shape: tuple[int, int], dtype: mx.Dtype, bias: mx.array | None = None
-) -> mx.array:
-    """Return what a contraction gives where there is nothing to add up."""
-    zeros = mx.zeros(shape, dtype=dtype)
-    return zeros if bias is None else zeros + bias
-
-
 def without_edges(
     plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
 ) -> mx.array:
-    """Return the bias, or an epilogue, where there is nothing to add up."""
-    if plan.problem.integer:
-        facts, own = plan.problem.integer, DTYPES[plan.problem.dtype]
-        return finished_integers(mx.zeros(shape), facts, own, *added[:-1])
-    if plan.problem.epilogue is None or plan.then:
-        return _bias_alone(shape, dtype, *added)
-    after = plan.problem.epilogue
-    given = after.named([a for a in added if a is not None])
-    return finished(mx.zeros(shape, dtype=dtype), after, *given)
+    """Return the bias, or an epilogue, of sums of nothing."""
+    p, zeros = plan.problem, mx.zeros(shape, dtype=dtype)
+    if p.integer:
+        sums = mx.zeros(shape)
+        return finished_integers(sums, p.integer, DTYPES[p.dtype], *added[:-1])
+    if p.epilogue is None or plan.then:
+        bias = added[0] if added else None
+        return zeros if bias is None else zeros + bias
+    given = p.epilogue.named([a for a in added if a is not None])
+    return finished(zeros, p.epilogue, *given)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:
