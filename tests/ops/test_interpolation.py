@@ -1,4 +1,4 @@
-"""Features at points, and of voxels at theirs: against the float64 oracle."""
+"""Features at points, and of voxels at their own: against the float64 oracle."""
 
 from unittest.mock import patch
 
@@ -32,28 +32,17 @@ def test_linear_interpolation(dims, renormalise):
     def oracle(f, p):
         return ref_rows.interpolate(coords, f, p[:, 1:], p[:, 0], normalise=renormalise)
 
-    y = run(x.feats, mx.array(points))
-    ref.assert_close(y, oracle(feats, points.astype(np.float64)))
-
-    dy = cases.features(len(points), 3, 1)
-
-    def loss(f, p):
-        return (run(f, p) * mx.array(dy)).sum()
-
-    df, dp = mx.grad(loss, (0, 1))(x.feats, mx.array(points))
-    unit = np.eye(len(coords))
-    weights = oracle(unit, points.astype(np.float64))
-    ref.assert_close(df, weights.T @ dy)
+    exact, dy = points.astype(np.float64), cases.features(len(points), 3, 1)
+    (y,), (df, dp) = mx.vjp(run, [x.feats, mx.array(points)], [mx.array(dy)])
+    ref.assert_close(y, oracle(feats, exact))
+    ref.assert_close(df, oracle(np.eye(len(coords)), exact).T @ dy)
     # Central differences in float64; points on the lattice itself have a kink.
-    exact, step = points.astype(np.float64)[:51], 1e-6
+    exact, step = exact[:51], 1e-6
     for axis in range(1, 1 + dims):
-        move = np.zeros(1 + dims)
-        move[axis] = step
+        move = step * np.eye(1 + dims)[axis]
         slope = (oracle(feats, exact + move) - oracle(feats, exact - move)) / (2 * step)
-        expected = (slope * dy[:51]).sum(axis=1)
-        np.testing.assert_allclose(
-            np.array(dp)[:51, axis], expected, atol=2e-3, rtol=2e-3
-        )
+        wanted = (slope * dy[:51]).sum(axis=1)
+        np.testing.assert_allclose(np.array(dp)[:51, axis], wanted, 2e-3, 2e-3)
 
 
 def test_nearest_interpolation():
@@ -69,14 +58,19 @@ def test_nearest_interpolation():
     assert not mx.any(ops.interpolate(x, mx.array(points), mode="nearest")).item()
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("n, q", [(0, 3), (4, 0), (0, 0), (1, 2)])
-def test_interpolation_of_few(n, q, dtype):
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("n, q", [(0, 3), (4, 0), (0, 0), (1, 1)])
+def test_few_rows_and_points(n, q, dtype):
     x = tensor(np.arange(n * 3).reshape(n, 3) * [0, 1, 1], np.ones((n, 2)), dtype)
-    for mode in ("linear", "nearest"):
-        y = ops.interpolate(x, mx.zeros((q, 3)), mode=mode, renormalise=True)
+    x = ml.SparseTensor(x.coords, x.feats, stride=2)
+    at = mx.array(np.tile([0, 1, 2], (q, 1)).astype(np.int32))  # the first row
+    for y in (
+        ops.interpolate(x, at.astype(mx.float32), renormalise=True),
+        ops.interpolate(x, at.astype(mx.float32), mode="nearest"),
+        ops.upsample_linear2d(x, 2, at * mx.array([1, 2, 2])).feats,
+    ):
         assert y.shape == (q, 2) and y.dtype == x.dtype
-        assert mx.isfinite(y).all().item()
+        assert mx.array_equal(y, mx.full((q, 2), float(n > 0), dtype=x.dtype)).item()
 
 
 def test_interpolation_errors():
@@ -90,21 +84,22 @@ def test_interpolation_errors():
             ops.interpolate(x, mx.full((2, 4), bad))
 
 
-def test_devoxelize_is_the_adjoint_of_summing():
-    rng = np.random.default_rng(0)
+def test_devoxelize_takes_rows_and_zeros_for_minus_one():
     feats = mx.array(cases.features(6, 3))
-    inverse = mx.array(rng.integers(-1, 6, 40).astype(np.int32))
-    y = np.array(ops.devoxelize(feats, inverse))
+    inverse = np.random.default_rng(0).integers(-1, 6, 40).astype(np.int32)
     padded = np.concatenate([np.array(feats), np.zeros((1, 3))])
-    np.testing.assert_array_equal(y, padded[np.array(inverse)])
+    y = ops.devoxelize(feats, mx.array(inverse))
+    np.testing.assert_array_equal(np.array(y), padded[inverse])
+    few = ops.devoxelize(mx.ones((300, 1)), mx.array([0, 255], dtype=mx.uint8))
+    assert few.tolist() == [[1], [1]]
     with pytest.raises(ValueError, match="integers"):
         ops.devoxelize(feats, mx.zeros((3,)))
     with pytest.raises(ValueError, match=r"features must have shape \(N, C\)"):
-        ops.devoxelize(feats[0], inverse)
+        ops.devoxelize(feats[0], mx.array(inverse))
 
 
-@pytest.mark.parametrize("row", (6, 10**8, 2**33 + 1, -(2**33)))
-def test_devoxelize_of_rows_that_are_not_there(row):
+@pytest.mark.parametrize("row", (6, 2**33 + 1, -(2**33)))
+def test_devoxelize_of_absent_rows(row):
     feats = mx.array(cases.features(6, 3))
     y = ops.devoxelize(feats, mx.array([0, row, 5], dtype=mx.int64))
     try:
@@ -113,34 +108,19 @@ def test_devoxelize_of_rows_that_are_not_there(row):
         assert row > 0 and "an edge names row 6, but there are 6 rows" in str(error)
     else:
         np.testing.assert_array_equal(y, mx.stack([feats[0], feats[0] * 0, feats[5]]))
-    few = ops.devoxelize(mx.ones((300, 1)), mx.array([0, 255], dtype=mx.uint8))
-    assert few.tolist() == [[1], [1]]
 
 
 # Linear upsampling
 
 
 def upsampled(coords, feats, fine, scale, renormalise):
-    """Features of fine rows in float64, by the definition."""
-    rows = {tuple(map(int, row)): f for row, f in zip(coords, feats, strict=True)}
-    out = np.zeros((len(fine), feats.shape[1]))
-    for i, (batch, *cell) in enumerate(fine.tolist()):
-        at = [(f + 0.5) / s - 0.5 for f, s in zip(cell, scale, strict=True)]
-        base, total = np.floor(at), 0.0
-        for corner in np.ndindex(*(2,) * len(scale)):
-            place = base + corner
-            weight = np.prod(1 - np.abs(np.array(at) - place))
-            f = rows.get((batch, *map(int, place)))
-            if f is not None:
-                out[i] += weight * f
-                total += weight
-        if renormalise and total:
-            out[i] /= total
-    return out
+    """Features of fine rows in float64: interpolated at their centres."""
+    at = (fine[:, 1:] + 0.5) / scale - 0.5
+    return ref_rows.interpolate(coords, feats, at, fine[:, 0], normalise=renormalise)
 
 
 @pytest.mark.parametrize("renormalise", (True, False))
-@pytest.mark.parametrize("scale", ((2,), (3,), (1, 2), (2, 3, 4), (5, 5, 5), (2,) * 4))
+@pytest.mark.parametrize("scale", ((3,), (1, 2), (2, 3, 4), (5, 5, 5), (2,) * 4))
 def test_linear_upsampling(scale, renormalise):
     dims = len(scale)
     coords = cases.geometry("negative", dims, 60)
@@ -149,57 +129,56 @@ def test_linear_upsampling(scale, renormalise):
     fine = coords[rng.integers(0, len(coords), 80)]
     fine[:, 1:] = fine[:, 1:] * scale + rng.integers(-3, 6, (80, dims))
     fine = np.unique(fine, axis=0).astype(np.int32)[::-1].copy()
-    x = tensor(coords, feats, stride=tuple(scale))
-    run = getattr(ops, f"upsample_linear{dims}d")
-    y = run(x, scale, mx.array(fine), renormalise=renormalise)
+    x = tensor(coords, feats, stride=scale)
+    function = getattr(ops, f"upsample_linear{dims}d")
+
+    def run(f):
+        return function(x.replace(f), scale, mx.array(fine), renormalise=renormalise)
+
+    y, dy = run(x.feats), cases.features(len(fine), 3, 1)
     assert y.stride == (1,) * dims and mx.array_equal(y.coords, mx.array(fine))
-    ref.assert_close(y.feats, upsampled(coords, feats, fine, scale, renormalise))
     weights = upsampled(coords, np.eye(len(coords)), fine, scale, renormalise)
-    dy = cases.features(len(fine), 3, 1)
-
-    def loss(f):
-        z = run(x.replace(f), scale, mx.array(fine), renormalise=renormalise)
-        return (z.feats * mx.array(dy)).sum()
-
-    ref.assert_close(mx.grad(loss)(x.feats), weights.T @ dy)
+    ref.assert_close(y.feats, weights @ feats)
+    (dx,) = mx.vjp(lambda f: run(f).feats, [x.feats], [mx.array(dy)])[1]
+    ref.assert_close(dx, weights.T @ dy)
 
 
 @pytest.mark.parametrize("renormalise", (True, False))
 def test_places_and_weights_are_kept_between_sets(renormalise):
+    """Rows are looked up once, for values and derivatives of every order."""
     coords = cases.geometry("surface", 3, 90)
     x = tensor(coords, cases.features(len(coords), 4))
-    pooled, looked = ops.avg_pool3d(x, 4), []
+    pooled, lookups = ops.avg_pool3d(x, 4), []
     index = x.manager[pooled.key].index
-    kept = type(index).table
+    table = type(index).table
 
     def run(f):
-        return ops.upsample_linear3d(pooled.replace(f), 4, renormalise=renormalise)
+        return ops.upsample_linear3d(
+            pooled.replace(f), 4, renormalise=renormalise
+        ).feats
 
     def squares(f):
-        return 0.5 * mx.square(run(f).feats).sum()
+        return 0.5 * mx.square(run(f)).sum()
 
     def slopes(f):
         return 0.5 * mx.square(mx.grad(squares)(f)).sum()
 
-    def noted(self, *given, **options):
-        looked.append(self)
-        return kept(self, *given, **options)
+    def counted(self, *arguments, **options):
+        lookups.append(self)
+        return table(self, *arguments, **options)
 
-    given = np.array(pooled.coords), np.eye(len(pooled)), coords, (4, 4, 4)
-    weights, f = upsampled(*given, renormalise), pooled.feats
+    f, exact = pooled.feats, np.array(pooled.feats, np.float64)
+    units = np.array(pooled.coords), np.eye(len(pooled))
+    weights = upsampled(*units, coords, (4, 4, 4), renormalise)
     gram = weights.T @ weights
-    with patch.object(type(index), "table", noted):
-        for call in (run, mx.compile(lambda f: run(f).feats), run):
-            y = call(f)
-            y = y if isinstance(y, mx.array) else y.feats
-            ref.assert_close(y, weights @ np.array(f, np.float64))
+    with patch.object(type(index), "table", counted):
+        for call in (run, mx.compile(run), run):
+            ref.assert_close(call(f), weights @ exact)
         for back in (mx.grad(squares), mx.compile(mx.grad(squares))):
-            ref.assert_close(back(f), gram @ np.array(f, np.float64))
-        twice = gram @ gram @ np.array(f, np.float64)
-        ref.assert_close(mx.grad(slopes)(f), twice, what="second order")
-        (_,), (moved,) = mx.jvp(lambda f: run(f).feats, [f], [f])
-        ref.assert_close(moved, weights @ np.array(f, np.float64))
-    assert looked == [index]
+            ref.assert_close(back(f), gram @ exact)
+        ref.assert_close(mx.grad(slopes)(f), gram @ gram @ exact, what="second order")
+        ref.assert_close(mx.jvp(run, [f], [f])[1][0], weights @ exact)
+    assert lookups == [index]
 
 
 def test_linear_upsampling_goes_back_to_what_was_pooled():
@@ -208,32 +187,9 @@ def test_linear_upsampling_goes_back_to_what_was_pooled():
     pooled = nn.AvgPool3d(2)(x)
     y = nn.Upsample3d(2, mode="linear")(pooled)
     assert y.key == x.key
-    fine, held = np.array(x.coords), np.array(pooled.feats, np.float64)
-    expected = upsampled(np.array(pooled.coords), held, fine, (2, 2, 2), True)
-    ref.assert_close(y.feats, expected)
-    # A plane stays one, where all cells are there.
-    cells = np.argwhere(np.ones((1, 4, 4, 4))).astype(np.int32)
-    slope = mx.array(cells[:, 1:].astype(np.float32) + 0.5)
-    plane = tensor(cells, np.array(slope), stride=2)
-    inner = np.argwhere(np.ones((1, 6, 6, 6))).astype(np.int32)
-    inner[:, 1:] += 1
-    got = ops.upsample_linear3d(plane, 2, mx.array(inner)).feats
-    ref.assert_close(got, (inner[:, 1:] + 0.5) / 2)
+    coarse = np.array(pooled.coords), np.array(pooled.feats, np.float64)
+    ref.assert_close(y.feats, upsampled(*coarse, coords, (2, 2, 2), True))
     with pytest.raises(ValueError, match="mode must be one of"):
         nn.Upsample3d(2, mode="cubic")
     with pytest.raises(ValueError, match="no coordinates of stride"):
-        ops.upsample_linear3d(tensor(coords, cases.features(len(coords), 4)), 2)
-
-
-@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize(("n", "q"), ((0, 0), (0, 5), (5, 0), (1, 1)))
-def test_linear_upsampling_of_few(n, q, dtype):
-    coords = cases.geometry("batches", 3, 40)
-    kind = getattr(mx, dtype)
-    feats = mx.array(cases.features(n, 3)).astype(kind)
-    x = ml.SparseTensor(mx.array(coords[:n]), feats, 2)
-    fine = coords[:q] * np.array([1, 2, 2, 2], dtype=np.int32)
-    y = ops.upsample_linear3d(x, 2, mx.array(fine.reshape(-1, 4)))
-    assert y.dtype == kind and y.shape == (q, 3)
-    if n == q == 1:
-        assert mx.array_equal(y.feats, feats)
+        ops.upsample_linear3d(x, 2)
