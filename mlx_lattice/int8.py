@@ -206,6 +206,10 @@ def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
 
 def inverse_of(scale: mx.array) -> mx.array:
     """Return one over the scale, by which floats are multiplied; 0 for a scale of 0."""
+    return (_inverse if registry.serving() == CPU else _ONE_KERNEL_INVERSE)(scale)
+
+
+def _inverse(scale: mx.array) -> mx.array:
     return mx.where(scale > 0, 1 / scale, 0)
 
 
@@ -251,10 +255,11 @@ def _rounded(x: mx.array, inverse: mx.array) -> mx.array:
     if registry.serving() == CPU:
         return to_int8(x, inverse)
     # MLX's kernels read four numbers a thread beside a scalar without axes only.
-    return _COMPILED(x, inverse.reshape(()) if inverse.size == 1 else inverse)
+    return _ONE_KERNEL(x, inverse.reshape(()) if inverse.size == 1 else inverse)
 
 
-_COMPILED = mx.compile(to_int8, shapeless=True)
+_ONE_KERNEL = mx.compile(to_int8, shapeless=True)
+_ONE_KERNEL_INVERSE = mx.compile(_inverse, shapeless=True)
 
 
 def integer_conv(

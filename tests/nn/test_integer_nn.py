@@ -270,7 +270,7 @@ def test_one_kernel_rounds_as_the_operations_do(scale):
     inverse = int8.inverse_of(scale)
     exact = np.array(x).astype(np.float32) * np.array(inverse)
     wanted = np.clip(np.rint(exact), -127, 127)
-    kernel = int8._COMPILED(x, inverse.reshape(()))
+    kernel = int8._ONE_KERNEL(x, inverse.reshape(()))
     for y in (kernel, int8.as_int8(x, scale), int8.as_int8(x[None], scale, inverse)):
         assert y.dtype == mx.int8 and np.array_equal(np.array(y).reshape(70, 9), wanted)
 
