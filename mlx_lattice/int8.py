@@ -45,15 +45,10 @@ class IntegerTensor(SparseTensor):
         float_dtype: dtype of the float values. Default: float32.
         **options: options of ``SparseTensor``.
 
-    Attributes:
-        known: the scale as a number, if it was read from the device before, or None.
-
     Raises:
         TypeError: values are not int8, or the scale is not float32.
         ValueError: shapes do not fit.
     """
-
-    known: float | None = None
 
     def __init__(
         self,
@@ -77,13 +72,12 @@ class IntegerTensor(SparseTensor):
         values: mx.array,
         scale: mx.array,
         float_dtype: mx.Dtype,
-        known: float | None = None,
     ) -> IntegerTensor:
         """Return a tensor of these attributes, without checks."""
         x = cls.__new__(cls)
         x.__dict__.update(
             manager=manager, key=key, coords=coords, values=values, scale=scale,
-            float_dtype=float_dtype, known=known,
+            float_dtype=float_dtype,
         )  # fmt: skip
         return x
 
@@ -94,7 +88,6 @@ class IntegerTensor(SparseTensor):
         scale: mx.array | float,
         *,
         inverse: mx.array | None = None,
-        known: float | None = None,
     ) -> IntegerTensor:
         """Round a float tensor: ``clip(round(x / scale), -127, 127)``, halves to even.
 
@@ -102,14 +95,13 @@ class IntegerTensor(SparseTensor):
             x: float tensor.
             scale: above 0; (1,) float32, or a number.
             inverse: one over the scale, (1,) float32, if it is known.
-            known: the scale as a number, if it was read from the device before.
         """
         expect_tensor(x)
         if not isinstance(scale, mx.array):
             scale = mx.array([scale], dtype=mx.float32)
         values = as_int8(x.feats, scale, inverse)
         place = x.manager, x.key, x.coords
-        rounded = cls.on(*place, values, scale, x.dtype, known)
+        rounded = cls.on(*place, values, scale, x.dtype)
         rounded._set(values, scale, x.dtype)
         return rounded
 
@@ -186,22 +178,16 @@ class IntegerTensor(SparseTensor):
 
 def cat_integers(tensors: list[IntegerTensor]) -> IntegerTensor:
     """Concatenate channels of aligned tensors, in the greatest of their scales."""
-    first, known = tensors[0], [x.known for x in tensors]
-    if None in known:
-        most, scale = None, first.scale
-        for x in tensors[1:]:
-            scale = scale if x.scale is scale else mx.maximum(scale, x.scale)
-        has_scale = [x.scale is scale for x in tensors]
-    else:  # tensors that have the greatest scale are not computed again
-        most = max(known)
-        scale = tensors[known.index(most)].scale
-        has_scale = [each == most for each in known]
+    first, *others = tensors
+    scale = first.scale
+    for x in others:
+        scale = scale if x.scale is scale else mx.maximum(scale, x.scale)
     values = [
-        x.values if same else rescaled(x.values, x.scale, scale)
-        for x, same in zip(tensors, has_scale, strict=True)
+        x.values if x.scale is scale else rescaled(x.values, x.scale, scale)
+        for x in tensors
     ]
     place = first.manager, first.key, first.coords, beside(values)
-    return IntegerTensor.on(*place, scale, first.float_dtype, most)
+    return IntegerTensor.on(*place, scale, first.float_dtype)
 
 
 def inverse_of(scale: mx.array) -> mx.array:

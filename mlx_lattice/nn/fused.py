@@ -26,7 +26,7 @@ from . import linear as linears
 from .convolution import Convolution, SubmConv
 from .layers import Dropout
 from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
-from .quantized import FoldedNorm, as_float32, is_integer, known_output
+from .quantized import FoldedNorm, as_float32, is_integer
 
 __all__ = ["ConvNormAct", "Sequential"]
 
@@ -213,8 +213,7 @@ def _as_written(conv: Callable, y: Features) -> Features:
     if not is_module or "output_scale" not in conv or isinstance(y, IntegerTensor):
         return y
     scale, inverse = map(as_float32, (conv["output_scale"], conv["output_inverse"]))
-    known = known_output(conv)
-    return IntegerTensor.rounded(_as_tensor(y), scale, inverse=inverse, known=known)
+    return IntegerTensor.rounded(_as_tensor(y), scale, inverse=inverse)
 
 
 def _as_tensor(x: Features) -> SparseTensor:

@@ -19,7 +19,6 @@ from .linear import has_twin, twin_holding
 from .quantized import (
     INTEGER,
     FoldedNorm,
-    KnownScale,
     Packable,
     check_mode,
     pack,
@@ -67,16 +66,18 @@ def tie_scales(model: Module) -> None:
         if name in module
     ]
     mx.eval([scale for *_, scale in scales])
-    known: dict[float, KnownScale] = {}
+    tied: dict[float, mx.array] = {}
+    inverses: dict[float, mx.array] = {}
     for module, name, scale in scales:
         value = scale.item()
-        if value not in known:
-            array = mx.array([value], dtype=mx.float32)
-            tied = in_device_memory(array), in_device_memory(inverse_of(array))
-            known[value] = KnownScale(*tied, value)
-        module[name] = known[value].scale
-        facts = getattr(module, "_known_scales", {}) | {name: known[value]}
-        object.__setattr__(module, "_known_scales", facts)  # not a parameter
+        if value not in tied:
+            tied[value] = in_device_memory(mx.array([value], dtype=mx.float32))
+        module[name] = tied[value]
+        if name == "input_scale":
+            if value not in inverses:
+                inverses[value] = in_device_memory(inverse_of(tied[value]))
+            facts = tied[value], inverses[value]  # not a parameter
+            object.__setattr__(module, "_tied_input", facts)
 
 
 def unpack_int4(model: Module) -> tuple[str, ...]:

@@ -94,25 +94,6 @@ def set_output_scale(layer: Module, scale: mx.array) -> None:
     layer.freeze(keys=["output_scale", "output_inverse"], recurse=False)
 
 
-class KnownScale(NamedTuple):
-    """A scale of features that was read from the device; see ``nn.tie_scales``."""
-
-    scale: mx.array | None = None
-    inverse: mx.array | None = None
-    value: float | None = None
-
-
-def known_scale(layer: Module, name: str) -> KnownScale:
-    """Return what is known of a scale of a layer; nothing if it was set since."""
-    known = getattr(layer, "_known_scales", {}).get(name, KnownScale())
-    return known if known.scale is layer.get(name) else KnownScale()
-
-
-def known_output(layer: Module) -> float | None:
-    """Return the scale of an int8 result as a number, if it was read before."""
-    return known_scale(layer, "output_scale").value
-
-
 class KeepsScales(Parameters):
     """A module whose scales stay float32 when ``set_dtype`` casts a net to half.
 
@@ -162,9 +143,9 @@ def taken(layer: Module, x: SparseTensor | mx.array) -> Taken:
     if isinstance(x, IntegerTensor):
         return Taken(x.values, x.scale, None, x.float_dtype)
     feats = x.feats if isinstance(x, SparseTensor) else x
-    return rounded(
-        feats, layer.get("input_scale"), known_scale(layer, "input_scale").inverse
-    )
+    scale = layer.get("input_scale")
+    tied, inverse = vars(layer).get("_tied_input", (None, None))
+    return rounded(feats, scale, inverse if tied is scale else None)
 
 
 def rounded(
@@ -259,8 +240,7 @@ def placed(layer: Module, place: tuple, y: mx.array, dtype: mx.Dtype) -> SparseT
     """Return the result of an integer layer as a tensor, float or int8."""
     if y.dtype != mx.int8:
         return SparseTensor.trusted(*place, y)
-    scale = as_float32(layer["output_scale"])
-    return IntegerTensor.on(*place, y, scale, dtype, known_output(layer))
+    return IntegerTensor.on(*place, y, as_float32(layer["output_scale"]), dtype)
 
 
 # Float layers and their twins
