@@ -226,40 +226,40 @@ def _silence() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    given = parser().parse_args(arguments)
+    parsed = parser().parse_args(arguments)
     try:
-        return _call(given) or 0
+        return _call(parsed) or 0
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after ^C
-        print(f"mlx-lattice {given.command}: interrupted", file=sys.stderr)
+        print(f"mlx-lattice {parsed.command}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         raise
     except WRONG as error:
-        said = error
+        message = error
         if isinstance(error, FileNotFoundError) and error.filename:
-            said = f"there is no file {error.filename}"
+            message = f"there is no file {error.filename}"
         elif isinstance(error, OSError) and error.filename and error.strerror:
-            said = f"{shown(str(error.filename))}: {error.strerror.lower()}"
-        print(f"mlx-lattice {given.command}: {said}", file=sys.stderr)
+            message = f"{shown(str(error.filename))}: {error.strerror.lower()}"
+        print(f"mlx-lattice {parsed.command}: {message}", file=sys.stderr)
         return 2
 
 
-def _call(given: argparse.Namespace) -> int | None:
+def _call(parsed: argparse.Namespace) -> int | None:
     """Run a command's function, which takes its options."""
-    if given.command in ("info", "doctor", "explain", "demo"):
-        return globals()[f"_{given.command}"](given)
-    options = {k: v for k, v in vars(given).items() if k not in ("command", "code")}
-    if code := getattr(given, "code", None):
+    if parsed.command in ("info", "doctor", "explain", "demo"):
+        return globals()[f"_{parsed.command}"](parsed)
+    options = {k: v for k, v in vars(parsed).items() if k not in ("command", "code")}
+    if code := getattr(parsed, "code", None):
         path = Path(code).resolve(strict=True)
         sys.path.insert(0, str(path.parent))
         import_module(path.stem)
-    with _extra(given.command, EXTRAS.get(given.command)):
-        module = import_module(f".commands.{given.command}", __package__)
-        if given.command == "convert":
-            return module.run(given)
-        if given.model is None:
+    with _extra(parsed.command, EXTRAS.get(parsed.command)):
+        module = import_module(f".commands.{parsed.command}", __package__)
+        if parsed.command == "convert":
+            return module.run(parsed)
+        if parsed.model is None:
             raise ValueError(module.where_weights_are())
         module.run(**options)
 
@@ -276,58 +276,58 @@ def _extra(command: str, extra: str | None) -> Iterator[None]:
         raise ImportError(f"{command} needs {needed}; {install(extra)}") from error
 
 
-def _info(given: argparse.Namespace) -> None:
+def _info(parsed: argparse.Namespace) -> None:
     from .inspect.backend_info import backend_info
 
     print(backend_info())
 
 
-def _doctor(given: argparse.Namespace) -> int:
+def _doctor(parsed: argparse.Namespace) -> int:
     from .commands import doctor
 
-    if given.compare:
-        print(doctor.compare(*map(doctor.read, given.compare)))
+    if parsed.compare:
+        print(doctor.compare(*map(doctor.read, parsed.compare)))
         return 0
-    return doctor.run(Path(given.out), quick=given.quick)
+    return doctor.run(Path(parsed.out), quick=parsed.quick)
 
 
-def _explain(given: argparse.Namespace) -> None:
+def _explain(parsed: argparse.Namespace) -> None:
     from .inspect.explain import explain
 
-    size = given.kernel[0] if len(given.kernel) == 1 else given.kernel
-    if len(given.kernel) not in (1, given.dims):
+    size = parsed.kernel[0] if len(parsed.kernel) == 1 else parsed.kernel
+    if len(parsed.kernel) not in (1, parsed.dims):
         raise ValueError(
-            f"--kernel takes 1 or {given.dims} sizes; got {len(given.kernel)}"
+            f"--kernel takes 1 or {parsed.dims} sizes; got {len(parsed.kernel)}"
         )
-    if len(given.rows) > 2:
-        raise ValueError(f"--rows takes 1 or 2 numbers; got {len(given.rows)}")
-    positive = (*given.kernel, given.stride, given.groups)
-    if min(positive) < 1 or min(*given.rows, given.edges or 0, 0) < 0:
+    if len(parsed.rows) > 2:
+        raise ValueError(f"--rows takes 1 or 2 numbers; got {len(parsed.rows)}")
+    positive = (*parsed.kernel, parsed.stride, parsed.groups)
+    if min(positive) < 1 or min(*parsed.rows, parsed.edges or 0, 0) < 0:
         raise ValueError("sizes must be positive, and rows and edges 0 or more")
     problem = Problem.forward(
-        kind=given.kind,
+        kind=parsed.kind,
         kernel_size=size,
-        stride=given.stride,
-        c_in=given.channels[0],
-        c_out=given.channels[1],
-        n_in=given.rows[0],
-        n_out=given.rows[-1],
-        dtype=given.dtype,
-        dims=given.dims,
-        groups=given.groups,
-        edges=given.edges,
-        bits=given.bits,
+        stride=parsed.stride,
+        c_in=parsed.channels[0],
+        c_out=parsed.channels[1],
+        n_in=parsed.rows[0],
+        n_out=parsed.rows[-1],
+        dtype=parsed.dtype,
+        dims=parsed.dims,
+        groups=parsed.groups,
+        edges=parsed.edges,
+        bits=parsed.bits,
     )
-    print(explain(problem, device=given.device, pass_=given.pass_, only=given.only))
+    print(explain(problem, device=parsed.device, pass_=parsed.pass_, only=parsed.only))
 
 
-def _demo(given: argparse.Namespace) -> None:
-    options = {"out": given.out} if given.out else {}
+def _demo(parsed: argparse.Namespace) -> None:
+    options = {"out": parsed.out} if parsed.out else {}
     with _extra("demo", "demo"):
         from .commands import demo
 
-        if given.points:
-            demo.run_points(given.points, **options)
+        if parsed.points:
+            demo.run_points(parsed.points, **options)
         else:
             demo.run(**options)
 

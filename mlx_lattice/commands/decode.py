@@ -64,18 +64,18 @@ def run(
     check_asset(resolution, faces, options.get("texture_size", 2048))
     if options.get("memory") is not None:
         parse_bytes(options["memory"])
-    rows, held, told = _latents(latents, element, texture_model is not None)
+    rows, arrays, stored = _latents(latents, element, texture_model is not None)
     shape = _decoder(model, "the shape", 7, bits, revision)
     texture = None
     if texture_model is not None:
         texture = _decoder(texture_model, "the texture", 6, bits, revision)
-    resolution = told if resolution is None else resolution
-    return decode(rows, held, shape, texture, out, resolution=resolution, **options)
+    resolution = stored if resolution is None else resolution
+    return decode(rows, arrays, shape, texture, out, resolution=resolution, **options)
 
 
 def decode(
     rows: mx.array,
-    held: Mapping[str, mx.array],
+    arrays: Mapping[str, mx.array],
     shape: SparseVAEDecoder,
     texture: SparseVAEDecoder | None,
     out: Path,
@@ -96,7 +96,7 @@ def decode(
     bounded = nullcontext() if memory is None else memory_limit(memory)
     with trace(nets) as ran, bounded:
         rows = rows * mx.array([0, 1, 1, 1])  # an element of any number, alone
-        x = SparseTensor(rows, held[SHAPE].astype(dtype_of(shape.from_latent)))
+        x = SparseTensor(rows, arrays[SHAPE].astype(dtype_of(shape.from_latent)))
         with progress(nets.shape, "shape"):
             y, cells = nets.shape(x, return_subdivisions=True)
             mx.eval(y.feats)
@@ -109,7 +109,7 @@ def decode(
             resolution = grid * steps
         materials = None
         if texture is not None:
-            latents = held[TEXTURE].astype(dtype_of(texture.from_latent))
+            latents = arrays[TEXTURE].astype(dtype_of(texture.from_latent))
             z = x.replace(latents)
             with progress(nets.texture, "texture"):
                 z = nets.texture(z, subdivisions=cells)
@@ -152,33 +152,33 @@ def _latents(
 ) -> tuple[mx.array, dict[str, mx.array], int | None]:
     """Return an element's rows, its latents by name, and the resolution."""
     state = SafetensorsState(Path(path))
-    told = state.metadata.get("resolution", "")
-    wanted = [COORDS, SHAPE, *[TEXTURE] * textured]
+    resolution = state.metadata.get("resolution", "")
+    required = [COORDS, SHAPE, *[TEXTURE] * textured]
     names = sorted(state)
-    if lacking := [name for name in wanted if name not in names]:
+    if lacking := [name for name in required if name not in names]:
         raise ValueError(
-            f"{path} must hold {', '.join(wanted)}; it lacks {', '.join(lacking)} and "
-            f"has {listed(names)}"
+            f"{path} must hold {', '.join(required)}; it lacks {', '.join(lacking)} "
+            f"and has {listed(names)}"
         )
-    held = {name: state.read(name) for name in wanted}
-    coords = held[COORDS]
+    arrays = {name: state.read(name) for name in required}
+    coords = arrays[COORDS]
     if coords.ndim != 2 or coords.shape[1] != 4 or coords.dtype != mx.int32:
         raise ValueError(
             f"{path}: coords must be (N, 4) int32, rows (batch, x, y, z); got "
             f"{tuple(coords.shape)} of {coords.dtype}"
         )
     n = coords.shape[0]
-    for name in wanted[1:]:
-        if held[name].ndim != 2 or held[name].shape[0] != n:
+    for name in required[1:]:
+        if arrays[name].ndim != 2 or arrays[name].shape[0] != n:
             raise ValueError(
                 f"{path}: {name} must have a row for each of the {n} coordinates; got "
-                f"{tuple(held[name].shape)}"
+                f"{tuple(arrays[name].shape)}"
             )
     places = true_positions(coords[:, 0] == element)
     if not places.size:
         raise ValueError(f"{path} has no batch element {element}")
-    known = int(told) if told.isdecimal() else None
-    return coords[places], {name: held[name][places] for name in wanted[1:]}, known
+    known = int(resolution) if resolution.isdecimal() else None
+    return coords[places], {name: arrays[name][places] for name in required[1:]}, known
 
 
 def _decoder(
@@ -190,10 +190,10 @@ def _decoder(
         raise ValueError(
             f"{model} is a {type(net).__name__}; {what} needs a SparseVAEDecoder"
         )
-    found = net.output_layer.weight.shape[0]
-    if found != channels:
+    count = net.output_layer.weight.shape[0]
+    if count != channels:
         raise ValueError(
-            f"{model} has {found} output channels; the decoder of {what} has {channels}"
+            f"{model} has {count} output channels; the decoder of {what} has {channels}"
         )
     if bits is not None:
         pack(net, bits, model)

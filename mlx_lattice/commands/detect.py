@@ -94,13 +94,13 @@ def run(
     )
     begun = time.perf_counter()
     with segment.progress(net):
-        found = net.detect(x)[0]
-        mx.eval(found)
+        detected = net.detect(x)[0]
+        mx.eval(detected)
     seconds = time.perf_counter() - begun
     # Boxes of all heads and classes, the best first.
-    order = ops.sort_scores(found.scores)
-    boxes = np.array(found.boxes[order])
-    labels, scores = np.array(found.labels[order]), np.array(found.scores[order])
+    order = ops.sort_scores(detected.scores)
+    boxes = np.array(detected.boxes[order])
+    labels, scores = np.array(detected.labels[order]), np.array(detected.scores[order])
     rows = described(net, boxes, labels, scores, middle)
     print(table(net, rows))
     print(f"{len(rows)} boxes; {seconds:.2f} s in the net, with its relations to build")
@@ -148,14 +148,14 @@ def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path)
         writer = csv.DictWriter(file, ("class", "score", *COLUMNS[:width]))
         writer.writeheader()
         writer.writerows(rows)
-    told = {
+    contents = {
         "model": model,
         "classes": list(net.classes),
         "voxel_size": list(net.grid.voxel_size),
         "score_threshold": net.decoding.score_threshold,
         "boxes": rows,
     }
-    text = json.dumps(told, indent=1, ensure_ascii=False)
+    text = json.dumps(contents, indent=1, ensure_ascii=False)
     with atomic_write(whole) as draft:
         draft.write_text(text + "\n", encoding="utf-8")
 

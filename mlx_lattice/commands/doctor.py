@@ -41,21 +41,21 @@ COLUMNS = (
 )
 
 
-def headline(found: Mapping) -> str:
+def headline(facts: Mapping) -> str:
     """Return the chip, the software and the verdict in one line."""
-    m, device, wrong = found["machine"], found["device"], len(found["wrong"])
+    m, device, wrong = facts["machine"], facts["device"], len(facts["wrong"])
     verdict = f"{wrong} wrong" if wrong else "nothing wrong"
     if m["busy"]:
         verdict = f"{wrong or 'no'} wrong results, not timed: the machine is busy"
     return (
         f"{m['chip']} ({device['name']}, {device['backend']}), {m['system']}"
-        f"{m['release'] or ''}, MLX {m['mlx']}: {verdict}, {found['seconds']:.0f} s"
+        f"{m['release'] or ''}, MLX {m['mlx']}: {verdict}, {facts['seconds']:.0f} s"
     )
 
 
-def report(found: Mapping) -> str:
+def report(facts: Mapping) -> str:
     """Return a report as a person reads it."""
-    m, parts = found["machine"], [headline(found)]
+    m, parts = facts["machine"], [headline(facts)]
     if m["on_host"]:
         parts.append("Metal's kernels run on the CPU here: nothing was timed.")
     if m["busy"]:
@@ -63,13 +63,13 @@ def report(found: Mapping) -> str:
             f"The machine is busy: {m['busy']}. No times were kept: close other "
             "programs, then run the doctor again."
         )
-    bad = sum(p["wrong"] is not None for p in found["proofs"])
-    right = len(found["proofs"]) - bad
+    bad = sum(p["wrong"] is not None for p in facts["proofs"])
+    right = len(facts["proofs"]) - bad
     parts.append(f"kernels and operations: {right} right, {bad} wrong")
-    if found["layers"]:
-        parts.append(drawn(COLUMNS, [_cells(row) for row in found["layers"]]))
+    if facts["layers"]:
+        parts.append(drawn(COLUMNS, [_cells(row) for row in facts["layers"]]))
     for name, most in (("left_out", 3), ("wrong", 20)):
-        label, lines = name.replace("_", " ").upper(), found[name]
+        label, lines = name.replace("_", " ").upper(), facts[name]
         parts += [f"{label}: {line}" for line in lines[:most]]
         if len(lines) > most:
             parts.append(f"{label}: {len(lines) - most} more, in doctor.json")
@@ -106,8 +106,8 @@ def read(path: str | Path) -> dict:
     """
     path = Path(path)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
-        header = found["format"], found["version"]
+        facts = json.loads(path.read_text(encoding="utf-8"))
+        header = facts["format"], facts["version"]
     except (ValueError, KeyError, TypeError):
         header = None
     if header != (doctor.FORMAT, doctor.VERSION):
@@ -116,7 +116,7 @@ def read(path: str | Path) -> dict:
             f'"format": "{doctor.FORMAT}" and "version": {doctor.VERSION}. Run the '
             "doctor again"
         )
-    return found
+    return facts
 
 
 def compare(a: Mapping, b: Mapping) -> str:

@@ -108,7 +108,7 @@ def run(
     load = partial(loaded, places, dtype=dtype, bits=bits)
     bounded = nullcontext() if memory is None else memory_limit(memory)
     with bars() as step, bounded:
-        made = Pipeline(load, recipe, step)(
+        generated = Pipeline(load, recipe, step)(
             tokens,
             form,
             seed=seed,
@@ -116,11 +116,11 @@ def run(
             max_tokens=max_tokens,
             options=options,
         )
-        write(latents, made)
-    count = made.shape.batch_size
+        write(latents, generated)
+    count = generated.shape.batch_size
     print(
-        f"wrote {latents}: {len(made.shape):,} latents of {count} asset(s) at "
-        f"{made.resolution}, {'with' if texture else 'without'} texture, in "
+        f"wrote {latents}: {len(generated.shape):,} latents of {count} asset(s) at "
+        f"{generated.resolution}, {'with' if texture else 'without'} texture, in "
         f"{time.perf_counter() - begun:.1f} s"
     )
     if decode is None:
@@ -128,19 +128,19 @@ def run(
     nets = [*map(load, _decoders(texture)), None][:2]
     for element in range(count):
         place = out.with_name(f"{out.stem}-{element}{out.suffix}") if count > 1 else out
-        at = true_positions(made.shape.coords[:, 0] == element)
+        at = true_positions(generated.shape.coords[:, 0] == element)
         if not at.size:
             print(f"{place}: no cell is occupied, so there is nothing to write")
             continue
-        held = {"shape": made.shape.feats[at]}
-        if made.texture is not None:
-            held["texture"] = made.texture.feats[at]
+        arrays = {"shape": generated.shape.feats[at]}
+        if generated.texture is not None:
+            arrays["texture"] = generated.texture.feats[at]
         decode(
-            made.shape.coords[at],
-            held,
+            generated.shape.coords[at],
+            arrays,
             *nets,
             place,
-            resolution=made.resolution,
+            resolution=generated.resolution,
             memory=memory,
             **mesh,
         )
@@ -172,30 +172,30 @@ def pipeline_of(folder: Path) -> Mapping[str, Any]:
             "published at huggingface.co/microsoft/TRELLIS.2-4B; see docs/trellis2.md"
         )
     arguments = read_object(folder / PIPELINE).get("args")
-    held = arguments.get("models") if isinstance(arguments, Mapping) else None
-    if not isinstance(held, Mapping):
+    nets = arguments.get("models") if isinstance(arguments, Mapping) else None
+    if not isinstance(nets, Mapping):
         raise CheckpointError(f'{folder / PIPELINE} has no "args" with "models"')
     return arguments
 
 
 def places_of(
-    folder: Path, held: Mapping[str, str], names: Sequence[str]
+    folder: Path, published: Mapping[str, str], names: Sequence[str]
 ) -> dict[str, Path]:
     """Return where each net is: a folder of this package's, or a path without suffix.
 
     A net of another repository is looked for by its own name in the folder and in
     ``ckpts``.
     """
-    found, missing = {}, []
+    places, missing = {}, []
     for name in names:
-        place = str(held.get(name, name))
+        place = str(published.get(name, name))
         last = place.rpartition("/")[2]
         for path in (folder / place, folder / "ckpts" / last, folder / last):
             files = [
                 path.with_name(path.name + end) for end in (".json", ".safetensors")
             ]
             if (path / CONFIG).is_file() or all(file.is_file() for file in files):
-                found[name] = path
+                places[name] = path
                 break
         else:
             missing.append(f"{name} ({shown(place)})")
@@ -205,7 +205,7 @@ def places_of(
             "of each, as published, or a folder that mlx-lattice convert wrote; a net "
             "of another repository goes into ckpts"
         )
-    return found
+    return places
 
 
 def loaded(
@@ -225,10 +225,10 @@ def loaded(
             arguments["dtype"] = getattr(mx, dtype)
         net = getattr(models, kind)(**arguments).eval()
         import_checkpoint(weights, net, "trellis2")
-    wanted = next(kind for part, kind in KINDS.items() if part in name)
-    if not isinstance(net, wanted):
+    expected = next(kind for part, kind in KINDS.items() if part in name)
+    if not isinstance(net, expected):
         raise CheckpointError(
-            f"{path} is a {type(net).__name__}; {name} must be a {wanted.__name__}"
+            f"{path} is a {type(net).__name__}; {name} must be a {expected.__name__}"
         )
     if bits:
         pack(net, bits, path)
@@ -246,7 +246,7 @@ def settings_of(
     every = {name: value for name, value in every.items() if value is not None}
     for name, value in every.items():
         _check_setting(f"--{name.partition('_')[0]}", name, value)
-    found = {stage: dict(every) for stage in STAGES}
+    options = {stage: dict(every) for stage in STAGES}
     for setting in settings:
         key, _, text = setting.partition("=")
         stage, _, name = key.partition(".")
@@ -260,11 +260,11 @@ def settings_of(
         except ValueError:
             value = ()
         if value == () or (isinstance(value, tuple) and len(value) != 2):
-            wanted = "two times, 0.6:1" if "interval" in name else "a number"
-            raise ValueError(f"--set {key} takes {wanted}; got {text!r}")
+            form = "two times, 0.6:1" if "interval" in name else "a number"
+            raise ValueError(f"--set {key} takes {form}; got {text!r}")
         _check_setting(f"--set {key}", name, value)
-        found[stage][name] = value
-    return found
+        options[stage][name] = value
+    return options
 
 
 def _check_setting(option: str, name: str, value: Any) -> None:
@@ -278,21 +278,21 @@ def _check_setting(option: str, name: str, value: Any) -> None:
 
 def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
     """Return the tokens of a file by the size in pixels."""
-    held, sizes = read_safetensors(Path(path)), sizes_of(form)
-    if missing := [f"cond_{size}" for size in sizes if f"cond_{size}" not in held]:
+    arrays, sizes = read_safetensors(Path(path)), sizes_of(form)
+    if missing := [f"cond_{size}" for size in sizes if f"cond_{size}" not in arrays]:
         raise ValueError(
             f"{path} lacks {', '.join(missing)}, the (B, M, C) tokens of the image at "
-            f"so many pixels, which {form} needs; it has {listed(held)}"
+            f"so many pixels, which {form} needs; it has {listed(arrays)}"
         )
-    return {size: held[f"cond_{size}"].astype(mx.float32) for size in sizes}
+    return {size: arrays[f"cond_{size}"].astype(mx.float32) for size in sizes}
 
 
-def write(out: Path, made: Generated) -> None:
+def write(out: Path, generated: Generated) -> None:
     """Write latents as ``mlx-lattice decode`` reads them."""
-    arrays = {"coords": made.shape.coords, "shape": made.shape.feats}
-    if made.texture is not None:
-        arrays["texture"] = made.texture.feats
-    about = {"format": "mlx", "resolution": str(made.resolution)}
+    arrays = {"coords": generated.shape.coords, "shape": generated.shape.feats}
+    if generated.texture is not None:
+        arrays["texture"] = generated.texture.feats
+    about = {"format": "mlx", "resolution": str(generated.resolution)}
     write_safetensors(out, arrays, about)
 
 

@@ -134,10 +134,10 @@ def warn_of_few(points: np.ndarray, voxels: int, size: float) -> None:
 
 def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
     """Print a warning if nearly all points get one class."""
-    found = np.bincount(labels, minlength=count)
-    if count > 1 and len(labels) > 1 and found.max() > 0.999 * len(labels):
+    counts = np.bincount(labels, minlength=count)
+    if count > 1 and len(labels) > 1 and counts.max() > 0.999 * len(labels):
         print(
-            f"warning: nearly every point is {net.about.label(int(found.argmax()))}. "
+            f"warning: nearly every point is {net.about.label(int(counts.argmax()))}. "
             "Check that the scan's unit, upward axis and colours are those of the "
             "net's training data"
         )
@@ -145,13 +145,13 @@ def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
 
 def table(net: Segmentor, labels: np.ndarray, count: int) -> str:
     """Return a line for each class that was found, the largest first."""
-    found = np.bincount(labels, minlength=count)
+    counts = np.bincount(labels, minlength=count)
     names = [net.about.label(i) for i in range(count)]
     width = max(map(len, names))
     return "\n".join(
-        f"  {names[i]:<{width}} {found[i]:>10,} points {found[i] / len(labels):>6.1%}"
-        for i in np.argsort(-found, kind="stable")
-        if found[i]
+        f"  {names[i]:<{width}} {counts[i]:>10,} points {counts[i] / len(labels):>6.1%}"
+        for i in np.argsort(-counts, kind="stable")
+        if counts[i]
     )
 
 
@@ -205,10 +205,10 @@ def draw(
         axes.imshow(image, interpolation="antialiased")
         axes.set_title(title)
         axes.set_axis_off()
-    found = np.bincount(labels, minlength=len(palette))
-    largest = [i for i in np.argsort(-found, kind="stable") if found[i]][:12]
+    counts = np.bincount(labels, minlength=len(palette))
+    largest = [i for i in np.argsort(-counts, kind="stable") if counts[i]][:12]
     entries = [
-        (palette[i] / 255, f"{net.about.label(i)} {share(found[i], len(labels))}")
+        (palette[i] / 255, f"{net.about.label(i)} {share(counts[i], len(labels))}")
         for i in largest
     ]
     save_figure(figure, path, "o", entries)
@@ -265,9 +265,9 @@ def own_colours(cloud: PointCloud) -> np.ndarray:
     """Return (P, 3) from 0 to 1: the scan's colours, intensity or height."""
     from matplotlib import colormaps
 
-    held = cloud.attributes.get("colours")
-    if held is not None:
-        return np.clip(held / white_of(mx.array(held)), 0, 1)
+    colours = cloud.attributes.get("colours")
+    if colours is not None:
+        return np.clip(colours / white_of(mx.array(colours)), 0, 1)
     value = cloud.attributes.get("intensity", cloud.points[:, 2])
     low, high = np.percentile(value, (5, 95))
     scaled = np.clip((value - low) / max(high - low, 1e-9), 0, 1)

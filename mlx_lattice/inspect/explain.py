@@ -255,12 +255,12 @@ class AttentionExplanation:
     def __str__(self) -> str:
         """Return a line for each attention, and one for each form of its calls."""
         lines = []
-        for told, forms in zip(self.attended, self.forms, strict=True):
-            head = f"{told.rule} attention on {self.device.name}"
+        for attended, forms in zip(self.attended, self.forms, strict=True):
+            head = f"{attended.rule} attention on {self.device.name}"
             if forms:
-                lines.append(f"{head}, {told.padding:.3g} times the useful pairs")
+                lines.append(f"{head}, {attended.padding:.3g} times the useful pairs")
                 lines += [f"  {form}" for form in forms]
-            elif told.kernel == COMPOSED:
+            elif attended.kernel == COMPOSED:
                 lines.append(f"{head}: two products and a softmax, with biased scores")
             else:
                 lines.append(f"{head}: the CPU's kernel")
@@ -297,8 +297,10 @@ def explain_attention(
             "ml.trace(model) a whole net"
         )
     forms = tuple(
-        tuple(AttentionForm(n, call, call.fused_on(device)) for n, call in told.forms)
-        for told in seen
+        tuple(
+            AttentionForm(n, call, call.fused_on(device)) for n, call in attended.forms
+        )
+        for attended in seen
     )
     return AttentionExplanation(device, tuple(seen), forms)
 

@@ -154,7 +154,7 @@ def environment():
             "writing a page needs jinja2; run: pip install jinja2"
         ) from error
     folder = resources.files(__package__).joinpath("templates")
-    made = jinja2.Environment(
+    jinja = jinja2.Environment(
         autoescape=True,
         trim_blocks=True,
         lstrip_blocks=True,
@@ -163,12 +163,12 @@ def environment():
             lambda name: folder.joinpath(name).read_text(encoding="utf-8")
         ),
     )
-    made.filters |= {
+    jinja.filters |= {
         "operations": partial(_or_dash, write=operations),
         "size": partial(_or_dash, write=size),
         "milliseconds": partial(_or_dash, write=milliseconds),
     }
-    return made
+    return jinja
 
 
 def page(trace) -> str:

@@ -121,8 +121,8 @@ class AttentionRecord:
 def _facts_of(fact: Fused | Attended) -> dict:
     named = {f.name: getattr(fact, f.name) for f in fields(fact)}
     dtype = str(fact.dtype).rpartition(".")[2]  # int8 too
-    held = {"pass": fact.pass_, **named, "dtype": dtype}
-    return {k: v for k, v in held.items() if k not in ("scope", "pass_", "forms")}
+    facts = {"pass": fact.pass_, **named, "dtype": dtype}
+    return {k: v for k, v in facts.items() if k not in ("scope", "pass_", "forms")}
 
 
 class Trace:
@@ -250,15 +250,15 @@ def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
 
 @contextmanager
 def _trace(model, time: bool) -> Iterator[Trace]:
-    names, found = LayerNames(model), Trace(devices.current(), time)
+    names, result = LayerNames(model), Trace(devices.current(), time)
     relations: list[Relation | None] = []
 
     def keep(launched: Launch) -> None:
         taken, note = _timed(launched) if time else (None, None)
         problem, choice = launched.problem, launched.choice
-        found.records.append(
+        result.records.append(
             Record(
-                index=len(found.records),
+                index=len(result.records),
                 layer=names.of(launched.scope),
                 problem=problem,
                 choice=choice,
@@ -274,21 +274,23 @@ def _trace(model, time: bool) -> Iterator[Trace]:
         relations.append(launched.relation if memory.active() is None else None)
 
     def keep_norm(norm: Fused) -> None:
-        found.norms.append(NormRecord(names.of(norm.scope), norm))
+        result.norms.append(NormRecord(names.of(norm.scope), norm))
 
-    def keep_attention(told: Attended) -> None:
-        found.attention.append(AttentionRecord(names.of(told.scope), told))
+    def keep_attention(attended: Attended) -> None:
+        result.attention.append(AttentionRecord(names.of(attended.scope), attended))
 
     with (
         launch.observe(keep),
         observed.norms.observe(keep_norm),
         observed.attention.observe(keep_attention),
     ):
-        yield found
+        yield result
     counted: dict[tuple, tuple[int, ...]] = {}
-    for at, (record, relation) in enumerate(zip(found.records, relations, strict=True)):
+    for at, (record, relation) in enumerate(
+        zip(result.records, relations, strict=True)
+    ):
         if relation is not None:
-            found.records[at] = _complete(record, relation, counted)
+            result.records[at] = _complete(record, relation, counted)
 
 
 def _timed(launched: Launch) -> tuple[float | None, str | None]:

@@ -269,20 +269,20 @@ class ImportReport:
     def __str__(self) -> str:
         """Return a line of counts, and one for each name that was not matched."""
         total = len(self.matched) + len(self.mismatched) + len(self.missing)
-        lines = [
-            f"{self.library}: {len(self.matched)} of {total} parameters matched, "
-            f"{len(self.unused)} tensors left over, {len(self.ignored)} ignored"
-        ]
-        lines += [
-            f"  mismatched  {shown(source)} {shape} -> {name} {expected}: {why}"
+        rows = [
+            ("mismatched", f"{shown(source)} {shape} -> {name} {expected}: {why}")
             for source, shape, name, expected, why in self.mismatched
         ]
-        lines += [f"  missing     {name} {shape}" for name, shape in self.missing]
-        lines += [f"  left over   {shown(name)} {shape}" for name, shape in self.unused]
-        lines += [f"  mapping     {shown(key)!r} matches no name" for key in self.idle]
-        lines += [f"  hint        {self.hint}"] * bool(self.hint)
-        lines += [f"  file        {self.note}"] * bool(self.note)
-        return "\n".join(lines)
+        rows += [("missing", f"{name} {shape}") for name, shape in self.missing]
+        rows += [("left over", f"{shown(name)} {shape}") for name, shape in self.unused]
+        rows += [("mapping", f"{shown(key)!r} matches no name") for key in self.idle]
+        rows += [("hint", self.hint)] if self.hint else []
+        rows += [("file", self.note)] if self.note else []
+        head = (
+            f"{self.library}: {len(self.matched)} of {total} parameters matched, "
+            f"{len(self.unused)} tensors left over, {len(self.ignored)} ignored"
+        )
+        return "\n".join([head, *(f"  {name:<10}  {text}" for name, text in rows)])
 
 
 def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
@@ -400,9 +400,9 @@ def convert_state(
         CheckpointError: no size or several fit a kernel; or the library has two layouts
             that only a model tells apart.
     """
-    held = ArrayState(state)
-    steps = plan(held, library, mapping, Sizes(sizes), unit_as_shaped)
-    return {step.target: step.of(held) for step in steps}
+    arrays = ArrayState(state)
+    steps = plan(arrays, library, mapping, Sizes(sizes), unit_as_shaped)
+    return {step.target: step.of(arrays) for step in steps}
 
 
 @contextmanager
@@ -507,7 +507,7 @@ def match(
     def place(name: str) -> str | None:
         return next((known[n] for n in habits(name, library) if n in known), None)
 
-    def found(name: str | None) -> tuple[str | None, str | None]:
+    def resolve(name: str | None) -> tuple[str | None, str | None]:
         """Return a name, or None to drop it, and its parameter."""
         target = None if name is None else place(name)
         for rule in rules:
@@ -519,55 +519,50 @@ def match(
         return name, target
 
     matched, mismatched, unused, ignored, steps = [], [], [], [], []
-    taken: dict[str, str] = {}
-    for source_name in state:
-        array = state.sketch(source_name)
-        name, target = found(rename(source_name))
-        if name is None:
-            ignored.append(source_name)
-            continue
+    sources: dict[str, str] = {}  # by parameter
+    for source in state:
+        array = state.sketch(source)
+        name, target = resolve(rename(source))
         shape = tuple(array.shape)
-        if target is None:
-            if counter(name):
-                ignored.append(source_name)
-            else:
-                unused.append((source_name, shape))
+        if name is None or (target is None and counter(name)):
+            ignored.append(source)
             continue
-        if target in taken:
+        if target is None:
+            unused.append((source, shape))
+            continue
+        if target in sources:
             raise CheckpointError(
-                f"{shown(taken[target])} and {shown(source_name)} are both meant for "
+                f"{shown(sources[target])} and {shown(source)} are both meant for "
                 f"{target}: change the mapping"
             )
-        taken[target] = source_name
-        wanted = tuple(parameters[target].shape)
-        row = (source_name, shape, target, wanted)
+        sources[target] = source
+        expected = tuple(parameters[target].shape)
         convert = partial(
             _converted,
-            leaf=source_name.rpartition(".")[2],
+            leaf=source.rpartition(".")[2],
             library=library,
             module=modules.get(target.rpartition(".")[0]),
-            wanted=wanted,
+            expected=expected,
             unit_as_shaped=unit_as_shaped,
         )
         try:
             becomes = tuple(convert(array).shape)
+            why = "" if becomes == expected else f"becomes {becomes}"
         except CheckpointError as error:
-            mismatched.append((*row, str(error)))
-            continue
-        if becomes != wanted:
-            mismatched.append((*row, f"becomes {becomes}"))
-            continue
-        matched.append(row)
-        steps.append(Step(source_name, target, convert))
-    missing = [(n, tuple(p.shape)) for n, p in parameters.items() if n not in taken]
+            why = str(error)
+        if why:
+            mismatched.append((source, shape, target, expected, why))
+        else:
+            matched.append((source, shape, target, expected))
+            steps.append(Step(source, target, convert))
+    missing = [(n, tuple(p.shape)) for n, p in parameters.items() if n not in sources]
     hint = suggestion(
         {rename.seen(name) for name, _ in unused},
         {name for name, _ in missing},
-        lambda name: found(name)[1],
+        lambda name: resolve(name)[1],
     )
     lists = (matched, mismatched, missing, unused, ignored, rename.idle)
-    rows = (tuple(each) for each in lists)
-    return ImportReport(library, *rows, hint, state.note), steps
+    return ImportReport(library, *map(tuple, lists), hint, state.note), steps
 
 
 def _converted(
@@ -575,7 +570,7 @@ def _converted(
     leaf: str,
     library: str,
     module: mlx.nn.Module | None,
-    wanted: tuple[int, ...],
+    expected: tuple[int, ...],
     unit_as_shaped: bool,
 ) -> mx.array:
     """Return a tensor in the parameter's layout, as far as the library tells it."""
@@ -585,7 +580,7 @@ def _converted(
     convolution = isinstance(module, Conv | SubmConv | ConvTranspose)
     if isinstance(module, mlx.nn.Embedding):
         return array
-    if isinstance(module, DENSE + DENSE_TRANSPOSED) and array.ndim == len(wanted) > 1:
+    if isinstance(module, DENSE + DENSE_TRANSPOSED) and array.ndim == len(expected) > 1:
         if library == OURS:
             return array
         # PyTorch's: (C_out, C_in, axes...), of transposed ones (C_in, C_out, axes...).
@@ -593,7 +588,7 @@ def _converted(
         return mx.moveaxis(array, inputs, -1)
     linear = leaf == "weight" and array.ndim == 2
     kernel = leaf == layout.leaf and not linear
-    if convolution and kernel and len(wanted) > 1:
+    if convolution and kernel and len(expected) > 1:
         transposed = isinstance(module, ConvTranspose)
         # With a stride, spconv multiplies kernels of one offset as their shape says.
         skips = not isinstance(module, SubmConv) and prod(module.stride) != 1
@@ -604,16 +599,16 @@ def _converted(
             transposed,
             unit_as_shaped=unit_as_shaped or skips,
         )
-    if linear and len(wanted) > 1:
-        array = convert_linear(array, library, (wanted[-1], wanted[0]))
+    if linear and len(expected) > 1:
+        array = convert_linear(array, library, (expected[-1], expected[0]))
         if convolution and prod(module.kernel_size) == 1:
             ones = (1,) * len(module.kernel_size)
             return array.reshape(array.shape[0], *ones, array.shape[1])
         return array
-    if not convolution and kernel and len(wanted) == 2:
+    if not convolution and kernel and len(expected) == 2:
         weight = convert_weight(array, library, 1, unit_as_shaped=unit_as_shaped)
         return weight.reshape(weight.shape[0], -1)
-    if library == "minkowski" and len(wanted) == 1 and array.ndim == 2:
+    if library == "minkowski" and len(expected) == 1 and array.ndim == 2:
         return array.squeeze(0) if array.shape[0] == 1 else array  # biases are rows
     return array
 
@@ -644,23 +639,22 @@ def plan(
     """Return a step for each tensor; arguments are those of ``convert_state``."""
     layout = layout_of(library)
     check_library(state, library)
-    if layout.axes != layout.transposed:
-        raise CheckpointError(
-            f"{library} keeps the channels of transposed convolutions in another "
-            "order, which no shape tells: name the model that they are for"
-        )
-    if layout.large:
-        raise CheckpointError(
-            f"{library} keeps large kernels in another order, which no shape tells: "
-            "name the model that they are for"
-        )
+    for known, what in (
+        (layout.axes == layout.transposed, "the channels of transposed convolutions"),
+        (not layout.large, "large kernels"),
+    ):
+        if not known:
+            raise CheckpointError(
+                f"{library} keeps {what} in another order, which no shape tells: name "
+                "the model that they are for"
+            )
     if "k" not in layout.axes and not (sizes.any or sizes.named):
         raise CheckpointError(
             f"{library} writes the offsets of a kernel on one axis, which does not say "
             "its extents: name the model that they are for, or give the sizes of its "
             "kernels, as in --size 3 2"
         )
-    rename, steps = Renamer(mapping, state), []
+    rename, steps = Renamer(mapping, state), {}
     for source in state:
         name = rename(source)
         if name is None or counter(name):
@@ -668,11 +662,10 @@ def plan(
         array, leaf = state.sketch(source), source.rpartition(".")[2]
         convert = mx.array
         if leaf == layout.leaf and (array.ndim > 2 or leaf == "kernel"):
-            size = sizes.of(source, array, library, layout)
             convert = partial(
                 convert_weight,
                 library=library,
-                kernel_size=size,
+                kernel_size=sizes.of(source, array, library, layout),
                 unit_as_shaped=unit_as_shaped,
             )
         elif leaf == "weight" and array.ndim == 2:
@@ -683,20 +676,22 @@ def plan(
             convert(array)
         except CheckpointError as error:
             raise CheckpointError(f"{shown(source)}: {error}") from None
-        steps.append(Step(source, habits(name, library)[-1], convert))
-    targets = [step.target for step in steps]
-    if twice := next((name for name in targets if targets.count(name) > 1), None):
-        raise CheckpointError(f"two tensors become {shown(twice)}: change the mapping")
-    return steps
+        target = habits(name, library)[-1]
+        if target in steps:
+            raise CheckpointError(
+                f"two tensors become {shown(target)}: change the mapping"
+            )
+        steps[target] = Step(source, target, convert)
+    return list(steps.values())
 
 
 class Sizes:
-    """The extents of kernels that were given, by name or for any of their volume."""
+    """Extents of kernels, by a pattern of names or for any kernel of their volume."""
 
-    def __init__(self, given: Iterable[Size | tuple[str, Size]]):
+    def __init__(self, sizes: Iterable[Size | tuple[str, Size]]):
         self.named: list[tuple[str, tuple[int, ...]]] = []
         self.any: list[tuple[int, ...]] = []
-        for entry in given:
+        for entry in sizes:
             pair = isinstance(entry, tuple) and isinstance(entry[0], str)
             name, size = entry if pair else ("", entry)
             size = (size,) * 3 if isinstance(size, int) else tuple(size)
@@ -712,7 +707,7 @@ class Sizes:
     @classmethod
     def parsed(cls, words: Iterable[str]) -> Sizes:
         """Return the sizes of a command line: ``3``, ``1x3x3`` or ``NAME=3x3x3``."""
-        given = []
+        sizes = []
         for word in words:
             name, _, size = word.rpartition("=")
             try:
@@ -722,8 +717,8 @@ class Sizes:
                     f"--size takes 3, 1x3x3 or NAME=3x3x3; got {word!r}"
                 ) from None
             extents = extents * 3 if len(extents) == 1 else extents
-            given.append((name, extents) if name else extents)
-        return cls(given)
+            sizes.append((name, extents) if name else extents)
+        return cls(sizes)
 
     def of(
         self, name: str, array: mx.array, library: str, layout: Layout
@@ -790,14 +785,14 @@ class Renamer:
         if self.function is not None:
             return _checked(self.function(name), name)
         for key, pattern in self.keys.items():
-            if found := pattern.match(name):
+            if match := pattern.match(name):
                 self.used.add(key)
                 new = _checked(self.new[key], name)
                 if new is None:
                     return None
-                for part in found.groups():
+                for part in match.groups():
                     new = new.replace("*", part, 1)
-                rest = name[found.end() :].removeprefix(".")
+                rest = name[match.end() :].removeprefix(".")
                 return ".".join(filter(None, (new, rest)))
         return name
 
@@ -835,13 +830,15 @@ def _checked(new: object, name: str) -> str | None:
 
 
 def suggestion(
-    left: Collection[str], wanted: Collection[str], place: Callable[[str], str | None]
+    left: Collection[str],
+    parameters: Collection[str],
+    place: Callable[[str], str | None],
 ) -> str:
     """Return the prefix with which most left-over names would fit, as a sentence."""
     less, more = Counter(), Counter()
     for name in left:
-        less.update(prefix for prefix, end in _cuts(name) if place(end) in wanted)
-    for parameter in wanted:
+        less.update(prefix for prefix, end in _cuts(name) if place(end) in parameters)
+    for parameter in parameters:
         more.update(prefix for prefix, end in _cuts(parameter) if end in left)
     ((key, count),) = less.most_common(1) or ((None, 0),)
     ((prefix, added),) = more.most_common(1) or ((None, 0),)

@@ -111,9 +111,9 @@ def read_object(path: str | Path) -> dict[str, Any]:
     path = Path(path)
     check_file(path, CheckpointError)
     try:
-        found = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError):
-        found = None
-    if not isinstance(found, dict):
+        content = None
+    if not isinstance(content, dict):
         raise CheckpointError(f"{path} is no JSON object")
-    return found
+    return content

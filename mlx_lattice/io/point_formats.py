@@ -33,13 +33,13 @@ def text_rows(body: bytes, dtype: np.dtype, n: int, path: Path) -> np.ndarray:
             text = TextIOWrapper(BytesIO(body), "latin-1")
             rows = np.loadtxt(text, dtype, comments=None, max_rows=n, ndmin=1)
     except (ValueError, OverflowError, DeprecationWarning) as error:
-        found = [len(line.split()) for line in body.splitlines() if line.strip()]
-        if len(found) < n:
-            raise short(path, f"{n} points", f"{len(found)} rows") from None
-        wrong = next((i for i, count in enumerate(found[:n]) if count != width), None)
+        widths = [len(line.split()) for line in body.splitlines() if line.strip()]
+        if len(widths) < n:
+            raise short(path, f"{n} points", f"{len(widths)} rows") from None
+        wrong = next((i for i, count in enumerate(widths[:n]) if count != width), None)
         why = str(error)[:200]
         if wrong is not None:
-            why = f"row {wrong} has {found[wrong]} columns, expected {width}"
+            why = f"row {wrong} has {widths[wrong]} columns, expected {width}"
         raise PointFileError(f"{path.name}: {why}") from None
     if len(rows) < n:
         raise short(path, f"{n} points", f"{len(rows)} rows")
@@ -397,12 +397,12 @@ def read_vtk(path: Path) -> Columns:
     if kind == b"BINARY":
         numbers = np.frombuffer(body, dtype, 3 * n).astype(native)
     else:
-        found = body.split(None, 3 * n)[: 3 * n]
-        if len(found) < 3 * n:
-            raise short(path, f"{3 * n} numbers", len(found))
+        parts = body.split(None, 3 * n)[: 3 * n]
+        if len(parts) < 3 * n:
+            raise short(path, f"{3 * n} numbers", len(parts))
         try:
             with np.errstate(over="ignore"):
-                numbers = np.array(found, native)
+                numbers = np.array(parts, native)
         except (ValueError, OverflowError) as error:
             raise PointFileError(
                 f"{path.name}: no number of {native}: {error}"

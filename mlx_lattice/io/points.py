@@ -141,8 +141,8 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
         )
     # Unused columns get names of their own, so that none is lost in a dictionary.
     names = [f"_{i}" if name == "_" else name for i, name in enumerate(names)]
-    found = reader(path, names)
-    return _cloud({k: v for k, v in found.items() if k not in names or k in used}, path)
+    table = reader(path, names)
+    return _cloud({k: v for k, v in table.items() if k not in names or k in used}, path)
 
 
 def _cloud(columns: Columns, path: Path) -> PointCloud:
@@ -226,15 +226,15 @@ def _read_npz(path: Path, names: Sequence[str] = ()) -> Columns:
                     raise PointFileError(f"{path.name}: {name} is not packed as NPZ is")
                 with archive.open(entry) as stream:
                     heads[name] = _npy_head(stream, entry.file_size, path)
-            key, wanted = _npz_entries(heads, path)
-            size, total = path.stat().st_size, sum(heads[k].nbytes for k in wanted)
+            key, chosen = _npz_entries(heads, path)
+            size, total = path.stat().st_size, sum(heads[k].nbytes for k in chosen)
             if total > max(_EXPANSION * size, _NPZ_BYTES):
                 raise PointFileError(
                     f"{path.name} has {size:,} bytes, and its points have {total:,}: "
                     f"more than {_EXPANSION} times the file is not read"
                 )
             arrays = {}
-            for name in wanted:
+            for name in chosen:
                 with archive.open(entries[name]) as stream:
                     arrays[name] = _npy_array(stream, heads[name], path)
     except _ZIP_ERRORS as error:
@@ -262,11 +262,11 @@ def _npz_entries(heads: dict[str, _NpyHead], path: Path) -> tuple[str | None, li
         )
     points = heads["x" if key is None else key]
     n = prod(points.shape) if points.dtype.names else next(iter(points.shape), -1)
-    wanted = [key] if key else [*"xyz"]
-    return key, wanted + [
+    entries = [key] if key else [*"xyz"]
+    return key, entries + [
         name
         for name, head in heads.items()
-        if head.shape[:1] == (n,) and name not in wanted
+        if head.shape[:1] == (n,) and name not in entries
     ]
 
 
@@ -383,10 +383,10 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> Columns:
     table = _table_numbers(stream, mark, path)
     if columns:
         return named_columns(table, columns, path)
-    told = [names, *(_words(line.lstrip("#/")) for line in comments)]
-    told = [words for words in told if {"x", "y", "z"} <= set(words)]
-    if told:
-        named = next((w for w in told if len(w) == table.shape[1]), told[0])
+    candidates = [names, *(_words(line.lstrip("#/")) for line in comments)]
+    candidates = [words for words in candidates if {"x", "y", "z"} <= set(words)]
+    if candidates:
+        named = next((w for w in candidates if len(w) == table.shape[1]), candidates[0])
         if not table.size:
             table = np.zeros((0, len(named)))
         if table.shape[1] != len(named):
@@ -524,10 +524,10 @@ def _doubt(
         looks += f" in {best} columns, not float32 in {width}"
     if item == 8:
         return looks, best
-    own = shares.get(width, 0.0)
-    if clear and best != width and shares[best] > own + _BETTER + 4 / points:
+    share = shares.get(width, 0.0)
+    if clear and best != width and shares[best] > share + _BETTER + 4 / points:
         return looks, best
-    if sure or width not in fitting or own > _ALIKE + 2 / points:
+    if sure or width not in fitting or share > _ALIKE + 2 / points:
         return "", None
     others = [str(w) for w in fitting if w % width]
     last = values[: len(values) // width * width][width - 1 :: width]
@@ -541,7 +541,7 @@ def _doubt(
 
 def _dtype(content: bytes) -> str:
     """Return "<f4" or "<f8", whichever gives magnitudes of points, or ""."""
-    found = ""
+    best = ""
     for dtype in ("<f8", "<f4"):
         item = np.dtype(dtype).itemsize
         if len(content) % item:
@@ -551,10 +551,10 @@ def _dtype(content: bytes) -> str:
         size = size if len(size) else np.zeros(1)
         good = ((size == 0) | ((size > 1e-10) & (size < 1e10))).mean()
         # Every second float32 of whole numbers in doubles is zero.
-        halves = dtype == "<f4" and found and (values[::2] == 0).all() and size.any()
+        halves = dtype == "<f4" and best and (values[::2] == 0).all() and size.any()
         if good > 0.97 and not halves:
-            found = dtype
-    return found
+            best = dtype
+    return best
 
 
 def _explained(values: np.ndarray, width: int) -> float:
@@ -603,9 +603,9 @@ def _read_las(path: Path) -> Columns:
         raise
     except Exception as error:  # each decompressor raises errors of its own
         raise PointFileError(f"{path.name} is no readable LAS file: {error}") from error
-    found = sum(len(piece["x"]) for piece in pieces)
-    if found != promised:
-        raise short(path, f"{promised} points", found)
+    count = sum(len(piece["x"]) for piece in pieces)
+    if count != promised:
+        raise short(path, f"{promised} points", count)
     if not pieces:
         return {name: np.zeros(0) for name in "xyz"}
     return {k: np.concatenate([piece[k] for piece in pieces]) for k in pieces[0]}

@@ -201,10 +201,10 @@ class PyTorchState(State):
     def __init__(self, stream: BinaryIO, path: Path, key: str | None = None):
         self._archive = archive = Archive(stream, path)
         program, machine = archive.program(_PICKLE_BYTES), _Machine(archive)
-        tree = machine.run(program)
+        tree = machine.interpret(program)
         if archive.legacy:  # after its magic number, a version and facts of the machine
-            tree = [machine.run(program) for _ in range(3)][-1]
-            machine.find_storages(machine.run(program), program.tell())
+            tree = [machine.interpret(program) for _ in range(3)][-1]
+            machine.find_storages(machine.interpret(program), program.tell())
         machine.check_storages()
         self.tensors, entry, self.others = _state_dict(tree, key, archive)
         self.note = f"weights from the entry {shown(repr(entry))}" if entry else ""
@@ -288,7 +288,7 @@ class _Machine:
         self.storages: dict[_Storage, None] = {}
         self.steps = 0
 
-    def run(self, program: BinaryIO) -> object:
+    def interpret(self, program: BinaryIO) -> object:
         """Return the object that the next pickle builds."""
         self.stack: list = []
         self.marks: list[int] = []
@@ -516,14 +516,14 @@ def _state_dict(
         known = [()]
     if len(known) != 1 or known[0] not in places:
         what = f"has no tensors under {key!r}" if key else "has no single state dict"
-        found = listed(map(repr, names), "none")
+        entries = listed(map(repr, names), "none")
         objects = [
             f"; {shown(repr(name))} is {_kind(value)}, which only code could build"
             for name, value in tree.items()
             if type(value) is _Name and (name in kinds or not kinds)
         ]
         raise archive.error(
-            f"{what}; entries that hold tensors: {found}{''.join(objects[:3])}. Name "
+            f"{what}; entries that hold tensors: {entries}{''.join(objects[:3])}. Name "
             "an entry by --entry (key= of io.load_state), or save the state_dict alone"
         )
     path = known[0]
@@ -542,16 +542,16 @@ def _state_dict(
 
 def _places(tree: dict) -> dict[tuple[str, ...], dict]:
     """Return the dicts that hold tensors by their paths, the shallowest first."""
-    found, level, seen = {}, {(): tree}, {id(tree)}
+    places, level, seen = {}, {(): tree}, {id(tree)}
     for _ in range(_DEPTH):
         below = {}
         for path, entry in level.items():
             items = entry.items() if type(entry) is dict else enumerate(entry)
             for name, value in items:
                 if type(value) is _Tensor and type(entry) is dict:
-                    found[path] = entry
+                    places[path] = entry
                 elif type(value) in (dict, list) and id(value) not in seen:
                     seen.add(id(value))
                     below[(*path, str(name))] = value
         level = below
-    return found
+    return places

@@ -247,10 +247,10 @@ def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
 
 def _unique(pairs: list[tuple[str, object]]) -> dict[str, object]:
     """Return a dict; refuse repeated names, which MLX might read differently."""
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    names = dict(pairs)
+    if len(names) < len(pairs):
         raise ValueError("a name stands twice")
-    return found
+    return names
 
 
 def _range(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
@@ -274,8 +274,8 @@ def _range(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
         )
     start, end = offsets
     if prod(shape) * _NAMED[dtype].size != end - start:
-        found = f"{end - start:,} bytes"
-        raise _broken(path, f"{shown(name)} of {shape} {dtype} has {found}")
+        actual = f"{end - start:,} bytes"
+        raise _broken(path, f"{shown(name)} of {shape} {dtype} has {actual}")
     return start, end
 
 

@@ -177,10 +177,10 @@ def atlas(surface: Surface, size: int) -> tuple[np.ndarray, np.ndarray, np.ndarr
     result.generate(pack_options=packing)
     vertices, places, corners, count = [], [], np.zeros_like(faces), 0
     for at, piece in enumerate(pieces):
-        rows, own, flat = result[at]
+        rows, chart, flat = result[at]
         vertices.append(used[at][rows.astype(np.int64)])
         places.append(flat)
-        corners[piece] = own.astype(np.int64) + count
+        corners[piece] = chart.astype(np.int64) + count
         count += len(rows)
     return np.concatenate(vertices), corners, np.concatenate(places)
 

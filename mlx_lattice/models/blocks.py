@@ -152,8 +152,8 @@ class Bottleneck(nn.Module):
         wide = self.expansion * channels
 
         def conv(c_in: int, c_out: int, size: int, activate: bool = True) -> nn.Module:
-            made = layer("SubmConv", dims, c_in, c_out, size, bias=False)
-            return conv_norm(made, activate)
+            module = layer("SubmConv", dims, c_in, c_out, size, bias=False)
+            return conv_norm(module, activate)
 
         self.conv1 = conv(in_channels, channels, 1)
         self.conv2 = conv(channels, channels, 3)

@@ -144,7 +144,7 @@ class VoxelRecipe:
         points = single_or_double(positions_of(points, "points"))
         names = [name for name in self.features if name in ATTRIBUTES]
         count = points.shape[0]
-        points, attributes, kept = finite_points(points, attributes or {}, names)
+        points, attributes, positions = finite_points(points, attributes or {}, names)
         if points.ndim == 2 and points.shape[0] and self.centred:
             with stream_of(points):
                 low, high = points.min(axis=0), points.max(axis=0)
@@ -165,9 +165,9 @@ class VoxelRecipe:
             coords = coords - mx.concatenate([mx.zeros_like(low[:1]), low[1:]])
         manager = CoordinateManager()
         key = manager.insert(coords, trusted=True)
-        if kept is not None:
+        if positions is not None:
             placed = mx.full((count,), -1, dtype=rows.dtype)
-            placed[kept] = rows
+            placed[positions] = rows
             rows = placed
         return Voxels(SparseTensor.of(manager, key, feats), rows)
 
@@ -185,8 +185,8 @@ class VoxelRecipe:
         value = attribute(name, self.features, attributes, count, channels, fill)
         if name == "colours" and count and attributes.get(name) is not None:
             black, white = self.colour_range
-            given = array_of(attributes[name], name)
-            value = value / white_of(given) * (white - black) + black
+            colours = array_of(attributes[name], name)
+            value = value / white_of(colours) * (white - black) + black
         return value
 
 
@@ -221,14 +221,14 @@ def attribute(
             f"({names}): give the attribute, or pass fill=True (--fill of a command) "
             "to read zeros"
         )
-    given = array_of(attributes[name], name)
-    flat = channels == 1 and given.size == count  # (P,) is one column
-    if given.shape != (count, channels) and not flat:
+    values = array_of(attributes[name], name)
+    flat = channels == 1 and values.size == count  # (P,) is one column
+    if values.shape != (count, channels) and not flat:
         raise ValueError(
             f"{name} must have shape ({count}, {channels}), one row a point; got "
-            f"{tuple(given.shape)}"
+            f"{tuple(values.shape)}"
         )
-    return single(given).reshape(count, channels)
+    return single(values).reshape(count, channels)
 
 
 def finite_points(
@@ -256,18 +256,18 @@ def finite_points(
     bad = sync.read(*(mx.logical_not(mask).any() for mask in finite.values()))
     if not any(bad):
         return points, attributes, None
-    kept = true_positions(mx.stack([*finite.values()]).all(axis=0))
+    positions = true_positions(mx.stack([*finite.values()]).all(axis=0))
     wrong = [name for name, is_bad in zip(finite, bad, strict=True) if is_bad]
     warnings.warn(
-        f"{count - len(kept):,} of {count:,} points left out: not finite in "
+        f"{count - len(positions):,} of {count:,} points left out: not finite in "
         f"{' and '.join(wrong)}",
         stacklevel=3,
     )
     for name, value in columns.items():
         with stream_of(value):
-            columns[name] = value[kept]
+            columns[name] = value[positions]
     with stream_of(points):
-        return points[kept], {**attributes, **columns}, kept
+        return points[positions], {**attributes, **columns}, positions
 
 
 def check_scores(*scores: mx.array) -> None:
@@ -352,10 +352,10 @@ class About:
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> About:
         """Return an About of the result of ``config()``; unknown names are left out."""
-        held = {f.name: config[f.name] for f in fields(cls) if f.name in config}
-        if isinstance(held.get("voxels"), Mapping):
-            held["voxels"] = VoxelRecipe(**held["voxels"])
-        return cls(**held)
+        values = {f.name: config[f.name] for f in fields(cls) if f.name in config}
+        if isinstance(values.get("voxels"), Mapping):
+            values["voxels"] = VoxelRecipe(**values["voxels"])
+        return cls(**values)
 
 
 def _hue(index: int) -> tuple[int, int, int]:
@@ -509,21 +509,21 @@ def from_pretrained(
     folder = folders.find_folder(path_or_repo, revision)
     config = folders.read_config(folder)
     name = config["model"]
-    found = kind if kind.__name__ == name else _CLASSES.get(name)
-    if found is None:
+    net_class = kind if kind.__name__ == name else _CLASSES.get(name)
+    if net_class is None:
         raise CheckpointError(
             f"{folder} holds a {shown(name)}, which is not a net of this package "
             f"({', '.join(_public_nets())}). If it is a class of your own, import the "
             "module that defines it first; commands take it as --code FILE.py"
         )
-    if not issubclass(found, kind):
+    if not issubclass(net_class, kind):
         raise CheckpointError(
             f"{folder} is of a {name}, not of a {kind.__name__}: call "
             f"{name}.from_pretrained, or models.from_pretrained for any net"
         )
     arguments = config.get("arguments", {})
     try:
-        net = found(**{key: _read(value) for key, value in arguments.items()})
+        net = net_class(**{key: _read(value) for key, value in arguments.items()})
     except _OF_ARGUMENTS as error:
         raise CheckpointError(
             f"{folder}: the arguments in its config make no {name}: {error}"

@@ -313,10 +313,10 @@ class PTv3(Segmentor):
         self.embedding.stem = nn.Sequential(**stem, norm=norm(first), act=nn.GELU())
 
         def stage(sizes, s, drops, base) -> nn.Module:
-            made = nn.Module()
+            blocks = nn.Module()
             depths, channels, heads, patches = sizes
             for i in range(depths[s]):
-                made[f"block{i}"] = SerializedBlock(
+                blocks[f"block{i}"] = SerializedBlock(
                     channels[s],
                     heads[s],
                     patches[s],
@@ -331,7 +331,7 @@ class PTv3(Segmentor):
                     rope_base=base,
                     enable_rpe=enable_rpe,
                 )
-            return made
+            return blocks
 
         self.enc, drops = nn.Module(), _ramp(drop_path, enc_depths)
         for s in range(levels):

@@ -26,13 +26,13 @@ class Rules(NamedTuple):
     def __call__(self, name: str) -> str | None:
         """Return the name here; the name itself where no row matches."""
         for pattern, place, first in self.stages:
-            found = re.match(pattern, name)
-            if found is None:
+            match = re.match(pattern, name)
+            if match is None:
                 continue
             if place is None:
                 return None
-            stage = int(found[1]) - first if found.groups() else 0
-            rest = name[found.end() :]
+            stage = int(match[1]) - first if match.groups() else 0
+            rest = name[match.end() :]
             for old, new in self.rest:
                 rest = re.sub(old, new, rest)
             return place.format(stage) + rest

@@ -181,8 +181,8 @@ class SPVCNN(MinkUNet):
         """
         x, recipe = voxels.x, self.about.voxels
         size = recipe.voxel_size if recipe else self.voxel_size
-        held = x.coordinate_set
-        coords, (low, high) = held.coords, held.bounds
+        cells = x.coordinate_set
+        coords, (low, high) = cells.coords, cells.bounds
         if len(x) and max(*map(abs, low[1:]), *map(abs, high[1:])) > FAR:
             # Move by whole cells of the coarsest lattice.
             ratio = Fraction(size / self.voxel_size).limit_denominator(FAR)

@@ -39,7 +39,7 @@ RESIDUAL_WIDTHS = (16, 32, 64, 128, 128)
 CHANNELS = (16, 32, 64, 128, 128)  # of VoxelNeXt: conv1 to conv4, then conv5 and conv6
 
 
-def kept(in_channels: int, out_channels: int) -> nn.Sequential:
+def subm(in_channels: int, out_channels: int) -> nn.Sequential:
     """Return a submanifold convolution, its norm, a ReLU."""
     return conv_norm_relu(nn.SubmConv3d(in_channels, out_channels, 3, bias=False))
 
@@ -82,7 +82,7 @@ class VoxelBackBone8x(Pretrained):
         super().__init__()
         first, second, third, fourth, last = expect_widths(widths)
         self.out_channels = last
-        self.conv_input = kept(in_channels, first)
+        self.conv_input = subm(in_channels, first)
         self.conv1 = self._stage(None, first)
         self.conv2 = self._stage(strided(first, second), second)
         self.conv3 = self._stage(strided(second, third), third)
@@ -92,16 +92,16 @@ class VoxelBackBone8x(Pretrained):
 
     def _stage(self, down: nn.Sequential | None, channels: int) -> nn.Sequential:
         if down is None:
-            return nn.Sequential(kept(channels, channels))
-        return nn.Sequential(down, kept(channels, channels), kept(channels, channels))
+            return nn.Sequential(subm(channels, channels))
+        return nn.Sequential(down, subm(channels, channels), subm(channels, channels))
 
     def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
         """Return the outputs of the stages: ``x_conv1`` to ``x_conv4``, and ``out``."""
         expect_grid(x, type(self).__name__)
-        x, made = self.conv_input(x), {}
+        x, outputs = self.conv_input(x), {}
         for i in range(1, 5):
-            x = made[f"x_conv{i}"] = self[f"conv{i}"](x)
-        return made | ({"out": self.conv_out(x)} if "conv_out" in self else {})
+            x = outputs[f"x_conv{i}"] = self[f"conv{i}"](x)
+        return outputs | ({"out": self.conv_out(x)} if "conv_out" in self else {})
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return the encoded tensor, at an eighth of y and x, a sixteenth of z."""
@@ -175,24 +175,24 @@ class UNetV2(VoxelBackBone8x):
             c = channels[level - 1]
             below = channels[level - 2] if level > 1 else c
             self[f"conv_up_t{level}"] = SparseBasicBlock(c, c)
-            self[f"conv_up_m{level}"] = kept(2 * c, c)
+            self[f"conv_up_m{level}"] = subm(2 * c, c)
             if level > 1:
                 padding = (0, 1, 1) if level == 4 else 1
                 conv = nn.ConvTranspose3d(c, below, 3, 2, padding, bias=False)
                 self[f"inv_conv{level}"] = conv_norm_relu(conv)
-        self.conv5 = nn.Sequential(kept(channels[0], channels[0]))
+        self.conv5 = nn.Sequential(subm(channels[0], channels[0]))
 
     def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
         """Return the outputs of the encoder's stages, and ``up4`` to ``up1``."""
-        made = super().stages(x)
-        y = made["x_conv4"]
+        outputs = super().stages(x)
+        y = outputs["x_conv4"]
         for level in (4, 3, 2, 1):
-            y = made[f"up{level}"] = self._up(level, y, made)
-        return made
+            y = outputs[f"up{level}"] = self._up(level, y, outputs)
+        return outputs
 
-    def _up(self, level: int, bottom: SparseTensor, made: dict) -> SparseTensor:
+    def _up(self, level: int, bottom: SparseTensor, outputs: dict) -> SparseTensor:
         """Return the features of the next finer level, or at level 1 of the rows."""
-        across = self[f"conv_up_t{level}"](made[f"x_conv{level}"])
+        across = self[f"conv_up_t{level}"](outputs[f"x_conv{level}"])
         both = ops.cat([bottom, across])
         y = self[f"conv_up_m{level}"](both)
         # Neighbouring channels are added up in pairs, one for each channel of y.
@@ -200,13 +200,13 @@ class UNetV2(VoxelBackBone8x):
         y = y.replace(y.feats + by_halves(pairs))
         if level == 1:
             return self.conv5(y)
-        return conv_onto(self[f"inv_conv{level}"], y, made[f"x_conv{level - 1}"])
+        return conv_onto(self[f"inv_conv{level}"], y, outputs[f"x_conv{level - 1}"])
 
     def __call__(self, x: SparseTensor) -> tuple[SparseTensor | None, SparseTensor]:
         """Return the encoded tensor, or None, and features on the rows of ``x``."""
         prepare_scan(self, x)
-        made = self.stages(x)
-        return made.get("out"), made["up1"]
+        outputs = self.stages(x)
+        return outputs.get("out"), outputs["up1"]
 
 
 class _Flat(NamedTuple):
@@ -247,7 +247,7 @@ def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Fl
     cells = registry.geometry().made_rows(Rule.CELL, coords, [(0, 0)], (1, 1), box)
     # Those of even kernels may lie beyond the grid: then they are read and checked.
     is_inside = all(h < n for h, n in zip(high, shape, strict=True))
-    held = manager.inserted(
+    inserted = manager.inserted(
         cells,
         finest.stride[1:],
         spatial_shape=shape,
@@ -255,11 +255,11 @@ def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Fl
         trusted=True,
         box=box if is_inside else None,
     )
-    cell = held.index.find(coords, box)
+    cell = inserted.index.find(coords, box)
     rows = mx.full((len(cells), heights), -1, dtype=mx.int32)
     if len(coords):
         rows[cell, mx.concatenate(place)] = mx.arange(len(coords), dtype=mx.int32)
-    return _Flat(held.key, rows, cell[:, None])
+    return _Flat(inserted.key, rows, cell[:, None])
 
 
 class VoxelResBackBone8xVoxelNeXt(Pretrained):
@@ -292,7 +292,7 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
                 f"{tuple(kernel_sizes)}, channels {tuple(channels)}"
             )
         self.out_channels = out_channels
-        self.conv_input = kept(in_channels, channels[0])
+        self.conv_input = subm(in_channels, channels[0])
         wide = [channels[0], *channels, channels[4]]  # of conv_input, conv1 to conv6
         sizes = [*kernel_sizes, kernel_sizes[3]]
         for i in range(1, 7):
@@ -319,12 +319,12 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         ``out``.
         """
         expect_grid(x, type(self).__name__)
-        x, made = self.conv_input(x), {}
+        x, outputs = self.conv_input(x), {}
         for i in range(1, 7):
-            x = made[f"x_conv{i}"] = self[f"conv{i}"](x)
-        made["bev_sum"] = self._summed(*(made[f"x_conv{i}"] for i in (4, 5, 6)))
-        made["conv_out"] = self.conv_out(made["bev_sum"])
-        return made | {"out": self.shared_conv(made["conv_out"])}
+            x = outputs[f"x_conv{i}"] = self[f"conv{i}"](x)
+        outputs["bev_sum"] = self._summed(*(outputs[f"x_conv{i}"] for i in (4, 5, 6)))
+        outputs["conv_out"] = self.conv_out(outputs["bev_sum"])
+        return outputs | {"out": self.shared_conv(outputs["conv_out"])}
 
     def _summed(self, *levels: SparseTensor) -> SparseTensor:
         """Return the sum of rows of one (batch, y, x), in cells of the finest."""

@@ -102,11 +102,11 @@ class Decoding:
             )
 
     @classmethod
-    def of(cls, given: Decoding | Mapping | None) -> Decoding:
+    def of(cls, values: Decoding | Mapping | None) -> Decoding:
         """Return a Decoding of a Decoding, of its arguments, or of None."""
-        if isinstance(given, cls):
-            return given
-        return cls(**(given or {}))
+        if isinstance(values, cls):
+            return values
+        return cls(**(values or {}))
 
     def expect_classes(self, count: int) -> None:
         """Raise unless values of each class are as many as there are classes."""
@@ -169,31 +169,31 @@ def candidates(
     return Candidates(boxes[keep], scores[keep], labels[keep], ious)
 
 
-def selected(found: Candidates, decoding: Decoding, classes: int) -> Boxes:
+def selected(candidate: Candidates, decoding: Decoding, classes: int) -> Boxes:
     """Return the boxes that suppression keeps; labels are of the net's classes."""
-    boxes, scores, labels, ious = found
+    boxes, scores, labels, ious = candidate
     if decoding.rectifier is not None:
         power = mx.array(decoding.rectifier, dtype=mx.float32)[labels]
         scores = scores ** (1 - power) * ious**power
     groups = range(classes) if decoding.by_class else (None,)
-    kept = []
+    picked = []
     for group in groups:
         mask = mx.ones(scores.shape, mx.bool_) if group is None else labels == group
         least = of_class(decoding.nms_score, group)
         mask = mask if least is None else mask & (scores > least)
-        own = true_positions(mask)
-        if len(own):
+        members = true_positions(mask)
+        if len(members):
             best = ops.nms_rotated(
-                boxes[own],
-                scores[own],
+                boxes[members],
+                scores[members],
                 of_class(decoding.nms_threshold, group),
                 pre=of_class(decoding.nms_pre, group),
                 post=of_class(decoding.nms_post, group),
             )
-            kept.append(own[best])
-    if not kept:
+            picked.append(members[best])
+    if not picked:
         return Boxes(boxes[:0], scores[:0], labels[:0])
-    rows = mx.concatenate(kept)
+    rows = mx.concatenate(picked)
     return Boxes(boxes[rows], scores[rows], labels[rows])
 
 
@@ -295,17 +295,17 @@ class Detector(Pretrained):
             mx.array([self.classes.index(name) for name in head], dtype=mx.int32)
             for head in self.heads
         ]
-        made = []
-        for found in self.decode(predictions):
+        results = []
+        for heads in self.decode(predictions):
             parts = [
                 part._replace(labels=place[part.labels])
-                for part, place in zip(found, places, strict=True)
+                for part, place in zip(heads, places, strict=True)
             ]
             if self.joins_heads and self.decoding.by_class:
                 parts = [joined(parts)]
             count = len(self.classes)
-            made.append(joined([selected(p, self.decoding, count) for p in parts]))
-        return made
+            results.append(joined([selected(p, self.decoding, count) for p in parts]))
+        return results
 
     def detect(self, x: SparseTensor) -> list[Boxes]:
         """Return the boxes of each batch element of a tensor of voxels."""
@@ -488,15 +488,16 @@ class VoxelNeXt(Detector):
         self, predictions: list[dict[str, SparseTensor]]
     ) -> list[tuple[Branches, mx.array]]:
         """Return the outputs of the heads by row, for each batch element."""
-        x, made = predictions[0]["hm"], []
+        x, elements = predictions[0]["hm"], []
         coords = x.coordinate_set.coords
         for element in range(x.batch_size):
-            own = true_positions(coords[:, 0] == element)
+            rows = true_positions(coords[:, 0] == element)
             heads = [
-                {name: y.feats[own] for name, y in head.items()} for head in predictions
+                {name: y.feats[rows] for name, y in head.items()}
+                for head in predictions
             ]
-            made.append((heads, coords[own][:, 1:]))
-        return made
+            elements.append((heads, coords[rows][:, 1:]))
+        return elements
 
 
 def map_depth(cells: int, last_pad: int = 0) -> int:
@@ -554,23 +555,23 @@ def detection_loss(
             f"boxes and labels must be of {len(elements)} batch elements; got "
             f"{len(boxes)} and {len(labels)}"
         )
-    given = [_checked(net, *pair) for pair in zip(boxes, labels, strict=True)]
+    truth = [_checked(net, *pair) for pair in zip(boxes, labels, strict=True)]
     total = mx.zeros(())
     for at, head in enumerate(net.heads):
         places = [net.classes.index(name) for name in head]
         heat, apart, count = mx.zeros(()), mx.zeros(()), 0
-        for (heads, cells), (own, label) in zip(elements, given, strict=True):
+        for (heads, cells), (box, label) in zip(elements, truth, strict=True):
             if not len(cells):
                 continue
             place = [p for p, each in enumerate(label) if each in places]
             local = [places.index(label[p]) for p in place]
-            own = own[mx.array(place, dtype=mx.int32)]
-            said = heads[at]
-            wanted = targets(net, cells, own, local, len(head), "vel" in said)
-            heat = heat + focal_loss(said["hm"], wanted.heat)
+            box = box[mx.array(place, dtype=mx.int32)]
+            outputs = heads[at]
+            target = targets(net, cells, box, local, len(head), "vel" in outputs)
+            heat = heat + focal_loss(outputs["hm"], target.heat)
             apart = apart + sum(
-                mx.abs(said[name][wanted.rows] - value).sum()
-                for name, value in wanted.values.items()
+                mx.abs(outputs[name][target.rows] - value).sum()
+                for name, value in target.values.items()
             )
             count += len(place)
         total = total + (heat + box_weight * apart) / max(1, count)
@@ -589,15 +590,15 @@ def _checked(
             f"labels must be ({len(boxes)},) integers, one a box; got "
             f"{tuple(labels.shape)} of {labels.dtype}"
         )
-    held, classes = labels.tolist(), len(net.classes)
-    if other := [label for label in held if not 0 <= label < classes]:
+    values, classes = labels.tolist(), len(net.classes)
+    if other := [label for label in values if not 0 <= label < classes]:
         raise ValueError(
             f"labels count the net's {classes} classes from 0; got {other[0]}"
         )
     right = mx.isfinite(boxes).all() & (boxes[:, 3:6] > 0).all()
     if not right.item():
         raise ValueError("boxes must be finite, and their extents above 0")
-    return boxes.astype(mx.float32), held  # in half a metre has few steps
+    return boxes.astype(mx.float32), values  # in half a metre has few steps
 
 
 def focal_loss(logits: mx.array, heat: mx.array) -> mx.array:
@@ -637,8 +638,8 @@ def targets(
         peaks = mx.exp(-away / (2 * sigma**2))
         columns = []
         for c in range(classes):
-            own = mx.array([each == c for each in labels])
-            columns.append(mx.where(own, peaks, 0).max(axis=1))
+            members = mx.array([each == c for each in labels])
+            columns.append(mx.where(members, peaks, 0).max(axis=1))
         heat = mx.stack(columns, axis=1)
         at = at - corner[rows]
     values = {
@@ -745,12 +746,12 @@ def _encoder(config: Mapping, name: str) -> dict[str, Any]:
             "kernel_sizes": tuple(config.get("SPCONV_KERNEL_SIZES", (3, 3, 3, 3))),
             "use_bias": True if bias is None else bool(bias),
         }
-    made: dict[str, Any] = {"last_pad": config.get("last_pad", 0)}
+    options: dict[str, Any] = {"last_pad": config.get("last_pad", 0)}
     if name == "VoxelResBackBone8x":
-        made["use_bias"] = True if bias is None else bool(bias)
+        options["use_bias"] = True if bias is None else bool(bias)
     if name == "UNetV2":
-        made["return_encoded"] = bool(config.get("RETURN_ENCODED_TENSOR", True))
-    return made
+        options["return_encoded"] = bool(config.get("RETURN_ENCODED_TENSOR", True))
+    return options
 
 
 def _grid(data: Mapping, model: Mapping) -> GridRecipe:

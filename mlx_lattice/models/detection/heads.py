@@ -159,8 +159,8 @@ class BaseBEVBackbone(mlx.nn.Module):
                 layers += conv_norm(channels, channels)
             self.blocks.append(Dense(*layers))
             wide = channels
-        made = list(zip(num_filters, num_upsample_filters, strict=False))
-        for (channels, out), stride in zip(made, upsample_strides, strict=False):
+        pairs = list(zip(num_filters, num_upsample_filters, strict=False))
+        for (channels, out), stride in zip(pairs, upsample_strides, strict=False):
             enlarged = stride > 1 or (stride == 1 and not conv_for_no_stride)
             step = round(stride if enlarged else 1 / stride)
             layers = conv_norm(channels, out, step, step, transposed=enlarged)
@@ -188,9 +188,9 @@ class BaseBEVBackbone(mlx.nn.Module):
 
 def expect_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
     """Return the branches of a head; raise unless they make a box."""
-    made = tuple((str(n), int(c), int(k)) for n, c, k in branches)
-    names = [name for name, _, _ in made]
-    channels = {name: c for name, c, _ in made}
+    checked = tuple((str(n), int(c), int(k)) for n, c, k in branches)
+    names = [name for name, _, _ in checked]
+    channels = {name: c for name, c, _ in checked}
     wrong = len(set(names)) != len(names) or not NEEDED.keys() <= channels.keys()
     if wrong or any(KNOWN.get(name) != c for name, c in channels.items()):
         raise ValueError(
@@ -198,9 +198,9 @@ def expect_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
             f"{', '.join(f'{n} ({c})' for n, c in KNOWN.items())}, the last two as "
             f"trained; got {tuple(branches)}"
         )
-    if min(count for _, _, count in made) < 1:
-        raise ValueError(f"a branch has at least one convolution; got {made}")
-    return made
+    if min(count for _, _, count in checked) < 1:
+        raise ValueError(f"a branch has at least one convolution; got {checked}")
+    return checked
 
 
 class CenterHead(mlx.nn.Module):
@@ -290,12 +290,12 @@ class VoxelNeXtHead(mlx.nn.Module):
 
 
 def _heads(classes, branches, heat_convs: int, branch) -> list[mlx.nn.Module]:
-    made = []
+    heads = []
     for count in classes:
         head = mlx.nn.Module()
         for name, channels, convs in expect_branches(branches):
             head[name] = branch(channels, convs)
         head["hm"] = branch(count, heat_convs)
         head["hm"].layers[-1].bias = mx.full((count,), HEAT)
-        made.append(head)
-    return made
+        heads.append(head)
+    return heads

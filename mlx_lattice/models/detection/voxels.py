@@ -169,8 +169,8 @@ def hard_voxels(
     if max_voxels is not None:
         max_voxels = whole(max_voxels, "max_voxels", 1)
     points, cells, inside = _cells(points, voxel_size, point_range)
-    kept = true_positions(inside)
-    points, cells = points[kept], cells[kept]
+    inside_rows = true_positions(inside)
+    points, cells = points[inside_rows], cells[inside_rows]
     count, channels = points.shape
     if not count:
         empty = mx.zeros((0, 3), dtype=mx.int32)
@@ -185,9 +185,9 @@ def hard_voxels(
     order = mx.argsort(first)[:max_voxels]
     number = mx.full((voxels,), len(order), dtype=mx.int32)
     number[order] = mx.arange(len(order), dtype=mx.int32)
-    own = number[unique.inverse]
+    numbers = number[unique.inverse]
     # Points by voxel and then by place; the slot is how far the voxel's first one is.
-    keys = mx.sort(own.astype(mx.int64) * count + place.astype(mx.int64))
+    keys = mx.sort(numbers.astype(mx.int64) * count + place.astype(mx.int64))
     by, at = (keys // count).astype(mx.int32), keys % count
     starts = mx.searchsorted(by, mx.arange(len(order) + 1, dtype=mx.int32))
     starts = starts.astype(mx.int32)
@@ -233,9 +233,9 @@ def dynamic_voxels(
         ValueError: a shape does not fit, or the batch indices are not integers.
     """
     points, cells, inside = _cells(points, voxel_size, point_range)
-    batch, kept = batch_of(batch, len(inside)), true_positions(inside)
-    points, batch = points[kept], batch[kept]
-    rows = mx.concatenate([batch[:, None], cells[kept][:, ::-1]], axis=1)
+    batch, inside_rows = batch_of(batch, len(inside)), true_positions(inside)
+    points, batch = points[inside_rows], batch[inside_rows]
+    rows = mx.concatenate([batch[:, None], cells[inside_rows][:, ::-1]], axis=1)
     unique = unique_rows(rows)
     feats = points
     if len(rows):

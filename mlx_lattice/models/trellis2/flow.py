@@ -242,10 +242,10 @@ class SparseStructureFlowModel(FlowModel):
     def _grid(self, batches: int) -> SparseTensor:
         """Return a tensor of all cells; kept, since plans live as long as it."""
         known = self.__dict__.setdefault("_grids", ModuleCache())
-        held = known.get("last")
-        if held is None or held.batch_size != batches:
+        cells = known.get("last")
+        if cells is None or cells.batch_size != batches:
             shape = batches, *(self.resolution,) * 3
             mask = mx.ones(shape, dtype=mx.bool_)
-            held = SparseTensor.from_dense(mx.zeros((*shape, 1)), mask)
-            known["last"] = held
-        return held
+            cells = SparseTensor.from_dense(mx.zeros((*shape, 1)), mask)
+            known["last"] = cells
+        return cells

@@ -84,7 +84,7 @@ class FlowEulerSampler:
             on_step: called after each step with the number of steps done.
             **options: other options of the model and of the guidance.
         """
-        kept: list[Step] = []
+        results: list[Step] = []
         done = Step(noise, noise)
         walk = self.steps(
             model, noise, cond, steps=steps, rescale_t=rescale_t, **options
@@ -92,10 +92,10 @@ class FlowEulerSampler:
         for count, done in enumerate(walk, 1):
             mx.eval(*(features_of(a) for a in (done if keep else done[:1])))
             if keep:
-                kept.append(done)
+                results.append(done)
             if on_step is not None:
                 on_step(count)
-        lists = [step.x for step in kept], [step.x_0 for step in kept]
+        lists = [step.x for step in results], [step.x_0 for step in results]
         return Samples(done.x, *lists)
 
     def steps(
@@ -300,12 +300,18 @@ class Recipe:
         samplers, options, normalisation = {}, {}, {}
         for stage, name in PUBLISHED.items():
             try:
-                told = config[f"{name}_sampler"]
-                samplers[stage] = told["name"], told.get("args", {}).get("sigma_min", 0)
-                options[stage] = dict(told.get("params", {}))
+                sampler = config[f"{name}_sampler"]
+                samplers[stage] = (
+                    sampler["name"],
+                    sampler.get("args", {}).get("sigma_min", 0),
+                )
+                options[stage] = dict(sampler.get("params", {}))
                 if stage != "structure":
-                    held = config[f"{name}_normalization"]
-                    normalisation[stage] = tuple(held["mean"]), tuple(held["std"])
+                    statistics = config[f"{name}_normalization"]
+                    normalisation[stage] = (
+                        tuple(statistics["mean"]),
+                        tuple(statistics["std"]),
+                    )
             except (KeyError, TypeError, AttributeError):
                 raise ValueError(
                     f"the pipeline's args must have {name}_sampler with a name"
@@ -450,10 +456,10 @@ class Pipeline:
         more = {} if beside is None else {"concat_cond": beside}
         channels = flow.in_channels - (0 if beside is None else beside.channels)
         noise = cells.replace(mx.random.normal((len(cells), channels), key=key))
-        made = self._sampled(flow, noise, cond, stage, options, **more)
+        sampled = self._sampled(flow, noise, cond, stage, options, **more)
         del flow
         mx.clear_cache()
-        return made
+        return sampled
 
     def finer(
         self, shape: SparseTensor, resolution: int, max_tokens: int
@@ -492,10 +498,10 @@ class Pipeline:
     ) -> Latents:
         name, sigma_min = self.recipe.samplers[stage]
         sampler = SAMPLERS[name](sigma_min)
-        given = {**self.recipe.options[stage], **(options or {}).get(stage, {})}
-        steps = given.setdefault("steps", 50)
+        settings = {**self.recipe.options[stage], **(options or {}).get(stage, {})}
+        steps = settings.setdefault("steps", 50)
         if isinstance(sampler, FlowEulerCfgSampler):
-            given["neg_cond"] = mx.zeros_like(cond)
+            settings["neg_cond"] = mx.zeros_like(cond)
         try:
             done = sampler.sample(
                 flow,
@@ -503,7 +509,7 @@ class Pipeline:
                 cond,
                 keep=False,
                 on_step=lambda count: self.on_step(stage, count, steps),
-                **given,
+                **settings,
                 **more,
             )
         except TypeError as error:
@@ -553,8 +559,8 @@ def _checked(tokens: Mapping[int, mx.array], form: str) -> dict[int, mx.array]:
             f"{form} needs tokens of the image at {' and '.join(map(str, sizes))} "
             f"pixels; those at {missing[0]} are missing"
         )
-    found = {size: tokens[size] for size in sizes}
-    shapes = {size: tuple(array.shape) for size, array in found.items()}
+    chosen = {size: tokens[size] for size in sizes}
+    shapes = {size: tuple(array.shape) for size, array in chosen.items()}
     if any(len(s) != 3 or 0 in s for s in shapes.values()) or (
         len({shape[0] for shape in shapes.values()}) > 1
     ):
@@ -562,4 +568,4 @@ def _checked(tokens: Mapping[int, mx.array], form: str) -> dict[int, mx.array]:
             "tokens must be (B, M, C), of as many images at each size; got "
             + ", ".join(f"{shape} at {size}" for size, shape in shapes.items())
         )
-    return found
+    return chosen

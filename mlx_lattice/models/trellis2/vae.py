@@ -370,11 +370,11 @@ class SparseVAEDecoder(Trellis2Net):
         expect_tensor(x)
         ups = len(self.blocks) - 1
         cells = {"subdivisions": subdivisions, "coordinates": coordinates}
-        for name, given in cells.items():
-            if given is not None and len(given) != ups:
+        for name, values in cells.items():
+            if values is not None and len(values) != ups:
                 raise ValueError(
                     f"{name} must have {ups} entries, one for each up-sampling; got "
-                    f"{len(given)}"
+                    f"{len(values)}"
                 )
         if return_subdivisions:
             self._expect_prediction()
@@ -440,12 +440,14 @@ class SparseVAEDecoder(Trellis2Net):
 
 
 def _on_cells_of(y: SparseTensor, x: SparseTensor) -> SparseTensor:
-    """Return x on y's lattice: of a file's tensor the stride need not be known."""
+    """Return x on y's lattice: a tensor of a file need not have the same stride."""
     if x.stride == y.stride:
         return x
-    given, facts = x.coordinate_set, {"batch_size": y.batch_size}
-    held = y.manager.inserted(given.shown, y.stride, **facts, rows=given.coords)
-    return SparseTensor.of(y.manager, held.key, x.feats)
+    cells = x.coordinate_set
+    cells = y.manager.inserted(
+        cells.shown, y.stride, batch_size=y.batch_size, rows=cells.coords
+    )
+    return SparseTensor.of(y.manager, cells.key, x.feats)
 
 
 def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
