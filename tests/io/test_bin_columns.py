@@ -56,18 +56,14 @@ def test_those_of_kitti_are_read(xyz, last, count, tmp_path):
     assert np.array_equal(cloud.attributes["intensity"], table[:, 3])
 
 
-@pytest.mark.parametrize("count", (100, N - 40, N))
+@pytest.mark.parametrize("count", (100, N))
 @pytest.mark.parametrize("dtype", ("f4", "f8"))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_others_are_refused_and_named(xyz, layout, dtype, count, tmp_path):
+def test_others_are_refused(xyz, layout, dtype, count, tmp_path):
     columns = [each[:count] for each in (xyz, *LAYOUTS[layout])]
-    width = written(tmp_path / "a.bin", columns, dtype).shape[1]
-    with pytest.raises(PointFileError, match="by columns= .--columns") as error:
+    written(tmp_path / "a.bin", columns, dtype)
+    with pytest.raises(PointFileError, match="by columns= .--columns"):
         read_points(tmp_path / "a.bin")
-    said = str(error.value)
-    kind = "float64" if dtype == "f8" else "float32"
-    if "do not show" not in said and "no whole number" not in said:
-        assert f"look like {kind} in {width} columns" in said or layout == "x y z"
 
 
 @pytest.mark.parametrize("rounded", (False, True), ids=("from float32", "whole"))
@@ -75,28 +71,16 @@ def test_doubles_of_four_columns(xyz, rounded, tmp_path):
     table = np.hstack([xyz, SHARE]).astype("f4")
     table = np.round(table) if rounded else table
     written(tmp_path / "a.bin", [table], "f8")
-    with pytest.raises(PointFileError, match="look like float64"):
+    with pytest.raises(PointFileError, match="does not look like float32 x, y, z, int"):
         read_points(tmp_path / "a.bin")
     cloud = read_points(tmp_path / "a.bin", "x,y,z,intensity")
     assert np.array_equal(cloud.points, table[:, :3])
 
 
-def test_columns_that_are_all_alike_are_asked_for(tmp_path):
-    path = tmp_path / "a.bin"
-    written(path, [RNG.uniform(0, 1, (N, 4))])
-    with pytest.raises(PointFileError, match="it may have 5 or 4 columns, and"):
-        read_points(path)
-    written(path, [RNG.uniform(0, 1, (1009, 4))])
-    assert len(read_points(path)) == 1009  # no other number of columns fits
-    written(path, [RNG.normal(0, 9, (1009, 4))])
-    with pytest.raises(PointFileError, match="it may have 4 columns, and its values"):
-        read_points(path)  # no intensity is below zero
-
-
 def test_other_bytes_are_refused(tmp_path):
     path = tmp_path / "a.bin"
     path.write_bytes(RNG.bytes(16_000))
-    with pytest.raises(PointFileError, match="are neither float32 nor float64"):
+    with pytest.raises(PointFileError, match="neither from 0 to 1 nor whole numbers"):
         read_points(path)
     path.write_bytes(b"")
     assert len(read_points(path)) == 0
@@ -107,7 +91,7 @@ def test_sweeps_of_nuscenes(xyz, tmp_path):
     table = written(path, [xyz, BYTE, RING])
     assert np.array_equal(read_points(path).attributes["ring"], table[:, 4])
     written(path, [xyz, BYTE])
-    with pytest.raises(PointFileError, match="float32 in 4 columns, not float32 in 5"):
+    with pytest.raises(PointFileError, match="float32 x, y, z, intensity, ring"):
         read_points(path)
 
 
