@@ -584,17 +584,12 @@ def count_levels(
 ) -> int:
     """Return the number of levels; raise where sizes do not fit one another."""
     levels = len(stride) + 1
-    lengths = [len(sizes) for sizes in encoder]
-    if lengths != [levels] * len(encoder):
+    lengths = [list(map(len, sizes)) for sizes in (encoder, decoder)]
+    if lengths != [[levels] * len(encoder), [levels - 1] * len(decoder)]:
         raise ValueError(
-            f"{levels - 1} strides make {levels} levels, so the encoder's depths, "
-            f"channels, heads and patches must have {levels} entries; got {lengths}"
-        )
-    lengths = [len(sizes) for sizes in decoder]
-    if lengths != [levels - 1] * len(decoder):
-        raise ValueError(
-            f"the decoder's depths, channels, heads and patches must have {levels - 1} "
-            f"entries, a level fewer than the encoder's; got {lengths}"
+            f"{levels - 1} strides make {levels} levels: depths, channels, heads and "
+            f"patches must have {levels} entries in the encoder and {levels - 1}, a "
+            f"level fewer, in the decoder; got {lengths[0]} and {lengths[1]}"
         )
     if decoder and tuple(decoder[3]) != tuple(encoder[3][:-1]):
         raise ValueError(
