@@ -210,7 +210,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return _run(arguments)
         finally:
             if sys.stdout is not None:
-                sys.stdout.flush()  # here, where a pipe without a reader is caught
+                sys.stdout.flush()  # an error of a closed pipe is caught here
     except BrokenPipeError:
         _silence()
         return NO_READER
@@ -266,7 +266,7 @@ def _call(parsed: argparse.Namespace) -> int | None:
 
 @contextmanager
 def _extra(command: str, extra: str | None) -> Iterator[None]:
-    """Say which extra to install where an import in the block fails."""
+    """Say which extra to install if an import in the block fails."""
     try:
         yield
     except ImportError as error:

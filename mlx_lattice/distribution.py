@@ -47,7 +47,7 @@ def others(folders: Iterable[str]) -> list[str]:
 
 
 def warn_of_another(folders: Iterable[str]) -> None:
-    """Warn where the other distribution is installed too: both own one folder."""
+    """Warn if the other distribution is installed too: both use one folder."""
     if found := others(folders):
         warnings.warn(
             f"the distribution {ANOTHERS} is installed too ({found[0]}). It is another "

@@ -441,5 +441,5 @@ def _mapping(path: str) -> dict[str, str | None]:
     if mapping is None or not all(
         value is None or isinstance(value, str) for value in mapping.values()
     ):
-        raise ValueError(f"{path} is no JSON object of names to names, or to null")
+        raise ValueError(f"{path} is not a JSON object of names to names, or to null")
     return mapping

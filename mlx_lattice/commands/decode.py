@@ -34,7 +34,7 @@ SHAPE, TEXTURE, COORDS = "shape", "texture", "coords"
 
 
 def where_weights_are() -> str:
-    """Say what ``--model`` takes, where weights are and under which licence."""
+    """Return what ``--model`` takes, and where weights are, with their licence."""
     return (
         "--model is needed: a folder of a shape decoder, or owner/name of one on "
         "Hugging Face. No weights come with this package. TRELLIS.2's are "
@@ -143,7 +143,7 @@ def decode(
 
 
 def picture_of(out: Path) -> Path:
-    """Return where the picture of a mesh is written."""
+    """Return the path of a mesh's picture."""
     return out.with_name(f"{out.stem}-views.png")
 
 
@@ -184,7 +184,7 @@ def _latents(
 def _decoder(
     model: str | Path, what: str, channels: int, bits: int | None, revision: str | None
 ) -> SparseVAEDecoder:
-    """Return a decoder of so many output channels, packed if that is asked for."""
+    """Return a decoder with so many output channels; with ``bits`` pack it."""
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, SparseVAEDecoder):
         raise ValueError(

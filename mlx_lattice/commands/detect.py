@@ -41,7 +41,7 @@ SHOWN = 40
 
 
 def where_weights_are() -> str:
-    """Say what ``--model`` takes, where weights are and under which licences."""
+    """Return what ``--model`` takes, and where weights are, with their licences."""
     return segment.where_weights_are(WEIGHTS, "detection")
 
 

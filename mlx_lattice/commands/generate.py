@@ -48,7 +48,7 @@ SETTINGS = {
 
 
 def where_weights_are() -> str:
-    """Say what ``--model`` takes, where weights are and under which licence."""
+    """Return what ``--model`` takes, and where weights are, with their licence."""
     return (
         "--model is needed: a folder with TRELLIS.2's pipeline.json and ckpts. No "
         "weights come with this package. TRELLIS.2's are "
@@ -76,7 +76,7 @@ def run(
     faces: int,
     texture_size: int,
 ) -> None:
-    """Generate latents and write them; decode each asset if a mesh is asked for.
+    """Generate latents and write them; decode each asset if ``out`` is a mesh.
 
     The arguments are the command's options.
 
@@ -181,7 +181,7 @@ def pipeline_of(folder: Path) -> Mapping[str, Any]:
 def places_of(
     folder: Path, published: Mapping[str, str], names: Sequence[str]
 ) -> dict[str, Path]:
-    """Return where each net is: a folder of this package's, or a path without suffix.
+    """Return the place of each net: a folder, or a path without its suffixes.
 
     A net of another repository is looked for by its own name in the folder and in
     ``ckpts``.
@@ -211,7 +211,7 @@ def places_of(
 def loaded(
     places: Mapping[str, Path], name: str, dtype: str | None, bits: int | None
 ) -> mlx.nn.Module:
-    """Return a net of a folder, in the dtype of its file if none is asked for."""
+    """Return a net of a folder, by default in the dtype of its file."""
     path = places[name]
     if path.is_dir():
         net = models.from_pretrained(path)
@@ -268,7 +268,7 @@ def settings_of(
 
 
 def _check_setting(option: str, name: str, value: Any) -> None:
-    """Raise a ValueError where no stage can have such a setting."""
+    """Raise a ValueError if no stage can use a setting."""
     values = value if isinstance(value, tuple) else (value,)
     if not all(map(isfinite, values)):
         raise ValueError(f"{option} must be finite; got {value}")

@@ -42,7 +42,7 @@ WEIGHTS = (
 
 
 def where_weights_are(weights=WEIGHTS, page: str = "segmentation") -> str:
-    """Say what ``--model`` takes, where weights are and under which licences."""
+    """Return what ``--model`` takes, and where weights are, with their licences."""
     rows = "; ".join(f"{net}: {place} ({licence})" for net, place, licence in weights)
     return (
         "--model is needed: a folder of a net, or owner/name of one on Hugging Face. "
@@ -250,7 +250,7 @@ def dots(flat, colours, low, high, longest: int = 1200) -> np.ndarray:
     inside = ((flat >= low) & (flat <= high)).all(axis=1)
     at = ((flat[inside] - low) / step).astype(np.int64)
     # As large as it takes for the points to cover half of the image; one pixel would
-    # fade where the image is drawn smaller.
+    # fade if the image is drawn smaller.
     size = int(np.clip((width * height / 2 / max(1, len(at))) ** 0.5, 2, 8))
     offsets = np.stack(np.meshgrid(range(size), range(size)), axis=-1).reshape(-1, 2)
     at = np.minimum(at[:, None] + offsets, (width - 1, height - 1)).reshape(-1, 2)

@@ -372,7 +372,7 @@ def compile_together(cases: Sequence[Case]) -> None:
         cuda_compile.finish()
 
 
-# Other operations: with gradients where they have any.
+# Other operations, with gradients if they have any.
 
 
 def _views(kind: str, dims: int = 3) -> list[mx.array]:

@@ -218,7 +218,7 @@ class AttentionForm:
 
     Attributes:
         count: how many there are.
-        call: one of them, as it is asked for.
+        call: one of the calls.
         fused: whether MLX's fused kernel takes them, outside of training.
     """
 

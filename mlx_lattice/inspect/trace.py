@@ -43,7 +43,7 @@ class Record:
         cost: operations, bytes and roofline.
         degrees: number of output rows with 0, 1, ... edges.
         milliseconds: the measured time, or None.
-        note: why a time that was asked for is missing.
+        note: why a requested time is missing.
         rounding_error: for a calibrated integer layer, the error that rounding causes,
             relative to the norm of the output; else None.
     """
@@ -133,7 +133,7 @@ class Trace:
         norms: one for each norm by channel, with what was fused into it.
         attention: one for each call of attention, with its padding.
         device: the profile that MLX ran on.
-        timed: whether times were asked for.
+        timed: whether times were requested.
     """
 
     def __init__(self, device: Device, timed: bool):
@@ -210,7 +210,7 @@ def check_page(path: str | Path) -> Path:
     """Return the path that a trace can be saved to, before the work that it shows.
 
     Raises:
-        ImportError: a page is asked for, and jinja2 is not installed.
+        ImportError: the suffix is .html, and jinja2 is not installed.
         ValueError: the suffix is neither .html nor .json.
     """
     path = Path(path)

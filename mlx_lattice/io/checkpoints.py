@@ -463,7 +463,7 @@ def habits(name: str, library: str) -> list[str]:
 
 
 def counter(name: str) -> bool:
-    """Return whether a tensor counts calls or rows in training, and is no parameter."""
+    """Return whether a tensor is a counter of training, not a parameter."""
     return name.endswith(("num_batches_tracked", "max_num_voxels_during_training"))
 
 

@@ -107,7 +107,7 @@ def check_file(path: Path, error: type[FileError], *, binary: bool = False) -> N
 
 
 def read_object(path: str | Path) -> dict[str, Any]:
-    """Return the JSON object in a file; raise a CheckpointError if it holds none."""
+    """Return the JSON object in a file; raise a CheckpointError if there is none."""
     path = Path(path)
     check_file(path, CheckpointError)
     try:
@@ -115,5 +115,5 @@ def read_object(path: str | Path) -> dict[str, Any]:
     except (ValueError, RecursionError):
         content = None
     if not isinstance(content, dict):
-        raise CheckpointError(f"{path} is no JSON object")
+        raise CheckpointError(f"{path} is not a JSON object")
     return content

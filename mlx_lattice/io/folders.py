@@ -34,7 +34,7 @@ _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
     """Return a local folder, or fetch a repository of a hub to its cache."""
     path = Path(path_or_repo).expanduser()
-    if os.path.isdir(path):  # False for a path that is too long, where pathlib raises
+    if os.path.isdir(path):  # False for a path that is too long; pathlib raises
         return path
     name = str(path_or_repo)
     if not _REPOSITORY.fullmatch(name):
@@ -67,15 +67,15 @@ def read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise CheckpointError(
-            f"{folder} has no {CONFIG}: it is no folder that save_pretrained or "
-            "mlx-lattice convert wrote"
+            f"{folder} has no {CONFIG}: it was not written by save_pretrained or "
+            "mlx-lattice convert"
         )
     if path.stat().st_size > _CONFIG_BYTES:
         raise CheckpointError(f"{path} is larger than 4 MiB, too large for a config")
     config = read_object(path)
     if not isinstance(config.get("model"), str):
         raise CheckpointError(
-            f'{path} is no JSON object with the name of a "model" of this package'
+            f'{path} is not a JSON object with the name of a "model" of this package'
         )
     for name in ("arguments", "about", "quantization"):
         if not isinstance(config.get(name, {}), dict):
@@ -217,7 +217,7 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> N
     layers = {p for p, m in model.named_modules() if hasattr(m, "to_quantized")}
     if unknown := sorted({*map(str, left), *others} - layers):
         raise CheckpointError(
-            f"quantization names {shown(unknown[0])}, which is no layer of the model"
+            f"quantization names {shown(unknown[0])}, which is not a layer of the model"
         )
     packings = {path: others.get(path, packing) for path in layers - {*left}}
     integers = {p: each for p, each in packings.items() if "activations" in each}
@@ -314,8 +314,8 @@ def model_card(
     lines += ["```python", source, "", f'net = {call}.from_pretrained("this folder")']
     lines += ["```", "", "| | |", "|---|---|"]
     lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
-    lines += ["", f"Source of the weights: {about.get('source') or 'not said'}."]
-    lines += [f"Licence: {licence or 'not said'}."]
+    lines += ["", f"Source of the weights: {about.get('source') or 'unknown'}."]
+    lines += [f"Licence: {licence or 'unknown'}."]
     return "\n".join(lines) + "\n"
 
 

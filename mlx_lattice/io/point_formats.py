@@ -83,7 +83,7 @@ def _pcd_header(content: bytes, path: Path) -> tuple[dict[str, list[str]], bytes
     while "DATA" not in header:
         end = content.find(b"\n", start)
         if end < 0 or end - start > 65536:
-            raise PointFileError(f"{path.name} is no PCD file: no DATA line in it")
+            raise PointFileError(f"{path.name} is not a PCD file: it has no DATA line")
         words = content[start:end].decode("ascii", "replace").split()
         start = end + 1
         if words and not words[0].startswith("#"):
@@ -252,7 +252,9 @@ def read_ply(path: Path) -> Columns:
 def _ply_header(content: bytes, path: Path) -> tuple[list[_Element], str, int]:
     """Return the elements, the byte order ("=" for text) and the start of the data."""
     if content[:3] != b"ply" or content[3:4] not in (b"\n", b"\r"):
-        raise PointFileError(f"{path.name} is no PLY file: it does not begin with ply")
+        raise PointFileError(
+            f"{path.name} is not a PLY file: it does not begin with ply"
+        )
     mark = b"\r\n" if content[3:5] == b"\r\n" else content[3:4]
     end = content.find(mark + b"end_header" + mark, 0, _PLY_HEADER)
     if end < 0:
@@ -370,7 +372,9 @@ def read_vtk(path: Path) -> Columns:
     """Return x, y and z of the POINTS of a legacy VTK file, ASCII or binary."""
     content = path.read_bytes()
     if not content.startswith(b"# vtk DataFile"):
-        raise PointFileError(f"{path.name} is no legacy VTK file: it begins otherwise")
+        raise PointFileError(
+            f"{path.name} is not a legacy VTK file: its first line differs"
+        )
     # Version, title, ASCII or BINARY; then DATASET, POINTS and the rest.
     head = content[:4096].split(b"\n", 3)
     kind = head[2].strip().upper() if len(head) == 4 else b""
@@ -405,6 +409,6 @@ def read_vtk(path: Path) -> Columns:
                 numbers = np.array(parts, native)
         except (ValueError, OverflowError) as error:
             raise PointFileError(
-                f"{path.name}: no number of {native}: {error}"
+                f"{path.name}: not a number of {native}: {error}"
             ) from None
     return dict(zip("xyz", numbers.reshape(n, 3).T, strict=True))

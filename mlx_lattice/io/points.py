@@ -54,7 +54,7 @@ _FAR = 16384.0
 _EXPANSION, _NPZ_BYTES = 64, 2**26
 _NPZ_ENTRIES, _NPY_HEADER = 1000, 2**16
 _NPZ_PACKINGS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
-# What `zipfile` raises where a zip is truncated, corrupt, or encrypted.
+# What `zipfile` raises if a zip is truncated, corrupt, or encrypted.
 _ZIP_ERRORS = (
     zipfile.BadZipFile,
     zlib.error,
@@ -190,7 +190,7 @@ def _finite(values: np.ndarray) -> np.ndarray:
 
 
 def _numbers(column: np.ndarray, path: Path) -> np.ndarray:
-    """Return a coordinate as floats, doubles where float32 would lose something."""
+    """Return a coordinate as float32, or as float64 if float32 would round it."""
     if column.ndim != 1 or column.dtype.kind not in "fiu":
         raise PointFileError(
             f"{path.name}: a coordinate must be one number per point, got "
@@ -238,7 +238,9 @@ def _read_npz(path: Path, names: Sequence[str] = ()) -> Columns:
                 with archive.open(entries[name]) as stream:
                     arrays[name] = _npy_array(stream, heads[name], path)
     except _ZIP_ERRORS as error:
-        raise PointFileError(f"{path.name} is no whole NPZ file: {error}") from error
+        raise PointFileError(
+            f"{path.name} is not a complete NPZ file: {error}"
+        ) from error
     if key is None and names:
         raise ValueError(f"columns= is given, and {path.name} names its own columns")
     columns = {} if key is None else _array_columns(arrays.pop(key), path, names)
@@ -280,6 +282,7 @@ class _NpyHead(NamedTuple):
 
     @property
     def nbytes(self) -> int:
+        """The bytes of the numbers."""
         return prod(self.shape) * self.dtype.itemsize
 
 
@@ -298,7 +301,7 @@ def _npy_head(stream: BinaryIO, size: int, path: Path) -> _NpyHead:
             raise ValueError(f"version {version} of the format")
         head = _NpyHead(*readers[version](start), start.tell())
     except Exception as error:  # NumPy's parser lets tokenizer errors through
-        raise PointFileError(f"{path.name} is no readable array: {error}") from error
+        raise PointFileError(f"{path.name} is not a readable array: {error}") from error
     if min(head.shape, default=0) < 0 or head.nbytes > size - head.start:
         raise short(path, f"{head.dtype} of shape {head.shape}", f"{size} bytes")
     return head
@@ -307,20 +310,15 @@ def _npy_head(stream: BinaryIO, size: int, path: Path) -> _NpyHead:
 def _npy_array(stream: BinaryIO, head: _NpyHead, path: Path) -> np.ndarray:
     if head.dtype.hasobject:
         raise PointFileError(f"{path.name} holds Python objects, expected numbers")
-    stream.read(head.start)
-    data = stream.read(head.nbytes)
-    if len(data) < head.nbytes:
-        raise short(path, f"{head.nbytes} bytes", len(data))
     try:
-        flat = np.frombuffer(data, head.dtype, prod(head.shape))
-        array = flat.reshape(head.shape, order="F" if head.fortran else "C")
+        array = np.lib.format.read_array(stream, allow_pickle=False)
         return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
     except ValueError as error:
-        raise PointFileError(f"{path.name} is no readable array: {error}") from None
+        raise PointFileError(f"{path.name} is not a readable array: {error}") from None
 
 
 def _array_columns(array: np.ndarray, path: Path, names: Sequence[str] = ()) -> Columns:
-    """Name the columns of an array: x, y, z, and intensity where there are four."""
+    """Name the columns of an array: x, y, z, and intensity if there are four."""
     if array.dtype.names and names:
         raise ValueError(f"columns= is given, and {path.name} names its own columns")
     if array.dtype.names:
@@ -366,7 +364,7 @@ def read_table(path: Path, columns: Sequence[str] = ()) -> Columns:
 
     Values stand between commas, semicolons or spaces. A first line of words names the
     columns, and so may a comment before it, after # or //; without one they are x, y,
-    z, then intensity where there is a fourth, and "columns" where there are more.
+    z, then intensity if there is a fourth, and "columns" if there are more.
     """
     stream = io.StringIO(path.read_text(encoding="utf-8-sig", errors="replace"))
     comments, first, start = [], "", 0
@@ -427,8 +425,8 @@ def _table_numbers(stream: io.StringIO, mark: str | None, path: Path) -> np.ndar
             return np.loadtxt(lines, np.float64, delimiter=mark, ndmin=2)
         except ValueError as error:
             raise PointFileError(
-                f"{path.name} is no table of numbers: {str(error)[:200]}; expected a "
-                "point a line"
+                f"{path.name} is not a table of numbers: {str(error)[:200]}; expected "
+                "a point a line"
             ) from None
 
 
@@ -467,8 +465,8 @@ def read_bin(path: Path, columns: Sequence[str] = ()) -> Columns:
     dtype = np.dtype("<f8" if columns and is_double else "<f4")
     if len(content) % (dtype.itemsize * width):
         why = (
-            f"{len(content):,} bytes are no whole number of points of {width} columns "
-            f"({', '.join(names)}) in float32" + " or float64" * bool(columns)
+            f"{len(content):,} bytes are not a whole number of points of {width} "
+            f"columns ({', '.join(names)}) in float32" + " or float64" * bool(columns)
         )
     else:
         table = np.frombuffer(content, dtype).reshape(-1, width)
@@ -527,7 +525,9 @@ def _read_las(path: Path) -> Columns:
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each decompressor raises errors of its own
-        raise PointFileError(f"{path.name} is no readable LAS file: {error}") from error
+        raise PointFileError(
+            f"{path.name} is not a readable LAS file: {error}"
+        ) from error
     count = sum(len(piece["x"]) for piece in pieces)
     if count != promised:
         raise short(path, f"{promised} points", count)
@@ -542,7 +542,7 @@ def _check_las_header(path: Path) -> None:
     with path.open("rb") as stream:
         block = stream.read(255)
     if block[:4] != b"LASF" or len(block) < 227:
-        raise PointFileError(f"{path.name} is no LAS file: it does not begin as one")
+        raise PointFileError(f"{path.name} is not a LAS file: its signature is missing")
     length, start, records = struct.unpack_from("<HII", block, 94)
     kind, width, n = struct.unpack_from("<BHI", block, 104)
     if block[25] >= 4 and len(block) == 255:

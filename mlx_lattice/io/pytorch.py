@@ -4,7 +4,7 @@ A file is a pickle, which says which tensors there are, and the bytes of each st
 a zip, or pickles and storages one after another, as PyTorch wrote before 1.6 and some
 trainers still do. A pickle is a program. This one is interpreted by a machine whose
 instructions build dicts, lists, tuples, numbers, strings and descriptions of tensors;
-it has none that imports or calls. Whatever else a pickle would build stays a name.
+none of them imports or calls. Whatever else a pickle would build stays a name.
 Sizes are not trusted: each is checked against the file before anything is allocated.
 """
 
@@ -73,7 +73,7 @@ _ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.err
 class Archive:
     """A file of ``torch.save``: its pickle, and a record of bytes for each storage.
 
-    What says sizes is read from a map of the file, whose reads are never longer than
+    Headers and pickles are read from a map of the file, whose reads are no longer than
     the file; storages are read from the file, so that their pages are not kept.
 
     Attributes:
@@ -97,7 +97,7 @@ class Archive:
         try:
             entries = zipfile.ZipFile(self.data).infolist()
         except _ZIP_ERRORS as error:
-            raise self.error(f"is no whole zip: {error}") from None
+            raise self.error(f"is not a complete zip: {error}") from None
         names = [entry.filename for entry in entries]
         if any(name.endswith("/constants.pkl") for name in names):
             raise self.error("is a TorchScript program; save its state_dict instead")
@@ -177,7 +177,7 @@ def _why_no_zip(start: bytes) -> str:
         )
     if start[:1] == b"\x80":
         return "is a bare pickle, which is not read: pickles can run code"
-    return "is no PyTorch checkpoint: it is not a zip"
+    return "is not a PyTorch checkpoint: it is not a zip"
 
 
 class PyTorchState(State):
@@ -418,7 +418,7 @@ class _Machine:
         key, _, length, *view = rest
         self.of(str, key)
         if what != "storage" or view not in ([], [None]):
-            raise ValueError("expected a storage that is no view of another")
+            raise ValueError("expected a storage that is not a view of another")
         if not 0 <= self.of(int, length) < _LIMIT:
             raise self.error(f"promises {length} elements in storage {shown(key)}")
         storage = _Storage(self.archive.prefix + key, kind.name, length)

@@ -224,7 +224,7 @@ def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
         except (ValueError, RecursionError):
             header = None
     if not isinstance(header, dict):
-        raise _broken(path, "its header is no JSON object of names, each once")
+        raise _broken(path, "its header is not a JSON object of names, each once")
     ranges = sorted(
         (*_range(path, name, entry, size), name)
         for name, entry in header.items()
@@ -237,7 +237,7 @@ def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for text in metadata.values()
     ):
-        raise _broken(path, "its __metadata__ is no object of strings")
+        raise _broken(path, "its __metadata__ is not an object of strings")
     entries = {}
     for start, _, name in ranges:
         dtype, shape = _NAMED[header[name]["dtype"]], tuple(header[name]["shape"])
@@ -280,4 +280,4 @@ def _range(path: Path, name: str, entry: object, size: int) -> tuple[int, int]:
 
 
 def _broken(path: Path, why: str) -> CheckpointError:
-    return CheckpointError(f"{path.name} is no safetensors file: {why}")
+    return CheckpointError(f"{path.name} is not a safetensors file: {why}")

@@ -118,10 +118,11 @@ class BasicBlock(nn.Module):
 
 
 def trimmed_cells(x: SparseTensor) -> mx.array | None:
-    """Return the rows at stride 2 that torchsparse 2.1 makes; None where they are all.
+    """Return the rows at stride 2 that torchsparse 2.1 makes; None for all of them.
 
     It leaves out cells above ``(largest - 1) // 2`` of an axis, the largest coordinate
-    over the batch: those of the last fine cells where these are even. Read at a call.
+    over the batch: the cells of the last fine cells, if these are even. Waits for the
+    device.
     """
     (key,) = x.manager.cells(x.key, (2,))
     rows = x.manager[key].coords
@@ -226,7 +227,7 @@ class SparseResNet(Pretrained):
         return (2,) * len(self.stages)
 
     def __call__(self, x: SparseTensor) -> mx.array:
-        """Return (batch_size, num_classes) scores; of the bias alone where empty."""
+        """Return (batch_size, num_classes) scores; the bias for an empty element."""
         prepare_scan(self, x)
         x = self.pool(self.stem(x))
         for stage in self.stages:

@@ -308,8 +308,8 @@ class About:
             whose blocks differ: see ``PTv3``.
 
     Raises:
-        ValueError: there are as many colours as classes, or none; this is not so, or
-            a colour is none.
+        ValueError: the number of colours is neither 0 nor that of the classes, or a
+            colour is not three integers from 0 to 255.
     """
 
     voxels: VoxelRecipe | None = None

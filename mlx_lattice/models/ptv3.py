@@ -45,7 +45,7 @@ class Level(NamedTuple):
 
     orders: tuple[str, ...]  # of curves; block i takes number i, from the start again
     bits: int  # of the curves
-    flash: bool  # whether patches stay as long where an element is shorter
+    flash: bool  # whether patches keep their length if an element is shorter
     legacy: bool  # whether convolutions read the MLP branch of the block before
     positions: mx.array | None  # (N, D) float32, where queries and keys are rotated
 
@@ -127,7 +127,7 @@ class MLP(nn.Module):
         self.drop = nn.Dropout(drop)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
-        """Apply the layers to each row, in blocks of rows where a limit holds."""
+        """Apply the layers to each row; under a memory limit in blocks of rows."""
         if self.training or memory.active() is None:  # blocks would drop other entries
             return self._rows(x)
         row_bytes = 3 * self.fc1.bias.shape[0] * x.dtype.size
@@ -363,7 +363,7 @@ class PTv3(Segmentor):
         Args:
             config: of Pointcept's ``DefaultSegmentorV2`` or of its backbone, or what
                 Sonata, Concerto and Utonia keep with their weights.
-            variant: as for the net, where the configuration has no ``type``.
+            variant: as for the net, if the configuration has no ``type``.
             legacy: as for the net, since a configuration does not say it.
 
         Raises:
@@ -526,7 +526,7 @@ _SAME = (
     "shuffle_orders", "enable_flash", "enable_rpe", "enc_mode", "rope_base",
     "dec_rope_enable",
 )  # fmt: skip
-# What they are where they are left out, if that is something else here.
+# Defaults of published configurations, if they differ from those here.
 _DEFAULTS = {
     "order": ("z", "z-trans"),
     "enc_patch_size": (48,) * 5,
@@ -582,7 +582,7 @@ def count_levels(
     encoder: Sequence[Sequence[int]],
     decoder: Sequence[Sequence[int]],
 ) -> int:
-    """Return the number of levels; raise where sizes do not fit one another."""
+    """Return the number of levels; raise if sizes do not fit one another."""
     levels = len(stride) + 1
     lengths = [list(map(len, sizes)) for sizes in (encoder, decoder)]
     if lengths != [[levels] * len(encoder), [levels - 1] * len(decoder)]:

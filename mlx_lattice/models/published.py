@@ -24,7 +24,7 @@ class Rules(NamedTuple):
     rest: tuple[tuple[str, str], ...]
 
     def __call__(self, name: str) -> str | None:
-        """Return the name here; the name itself where no row matches."""
+        """Return the name here; the name itself if no row matches."""
         for pattern, place, first in self.stages:
             match = re.match(pattern, name)
             if match is None:

@@ -24,7 +24,7 @@ from .minkunet import LAYERS, PLANES, MinkUNet
 from .pretrained import Voxels
 
 COARSEST = 16  # cells of the finest lattice in one of the coarsest, an axis
-FAR = 1 << 20  # cells: of what is farther float32 has few bits within a cell
+FAR = 1 << 20  # cells: beyond this float32 has few bits within a cell
 
 
 def _in_near_cells(points: mx.array, size: float) -> mx.array:
@@ -40,7 +40,7 @@ def _in_near_cells(points: mx.array, size: float) -> mx.array:
 class _Points:
     """Points (P, 3) float32 in cells of the finest lattice, and (P,) int32 batches.
 
-    ``rows`` has the (P,) int32 row of each point by coordinate set, where it is known.
+    ``rows`` has the (P,) int32 row of each point by coordinate set, if known.
     """
 
     def __init__(

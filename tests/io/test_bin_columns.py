@@ -120,7 +120,7 @@ def test_columns_that_do_not_fit(tmp_path):
     np.save(tmp_path / "a.npy", np.hstack([UNIFORM, SHARE]))
     (tmp_path / "a.ply").write_bytes(b"ply\n")
     for name, columns, sentence in (
-        ("a.bin", "x,y,z,a,b,c", "16,000 bytes are no whole number of points of 6"),
+        ("a.bin", "x,y,z,a,b,c", "16,000 bytes are not a whole number of points of 6"),
         ("a.npy", "x,y,z", r"names 3 columns, x, y, z, and a\.npy has 4"),
         ("a.bin", "x,y,intensity", "must name x, y and z, and no column twice"),
         ("a.bin", "x,y,z,x", "must name x, y and z, and no column twice"),

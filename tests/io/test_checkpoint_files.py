@@ -25,7 +25,7 @@ def test_safetensors(tmp_path):
     with pytest.raises(CheckpointError, match="has no entries, so none called 'net'"):
         load_state(path, "net")
     path.write_bytes(b"\xff" * 8)
-    with pytest.raises(CheckpointError, match="is no safetensors file"):
+    with pytest.raises(CheckpointError, match="is not a safetensors file"):
         load_state(path)
 
 

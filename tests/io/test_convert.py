@@ -47,7 +47,7 @@ def test_the_command(tmp_path, capsys):
             ["convert", "no.pt", str(out), "--library", "torch"],
             "library must be one of",
         ),
-        ([*command, "--mapping", str(given)], "is no JSON object of names"),
+        ([*command, "--mapping", str(given)], "is not a JSON object of names"),
         ([*command, *model, "--width", "2"], "--width is not for --model minkunet14"),
         ([*command, "--plan", "A"], "--plan needs --model"),
         ([*command, "--bits", "8"], "--bits needs --model"),
@@ -283,8 +283,8 @@ def test_published_configurations(tmp_path, capsys):
         assert sentence in capsys.readouterr().err
     for text, sentence in (
         ('{"name": "Net", "args": {}}', "the configuration is of 'Net'; expected"),
-        ("[1]", "is no JSON object"),
-        ("[" * 100_000, "is no JSON object"),
+        ("[1]", "is not a JSON object"),
+        ("[" * 100_000, "is not a JSON object"),
         ('{"name": ["x"], "args": {}}', "expected a name and args of"),
     ):
         config.write_text(text)

@@ -241,7 +241,7 @@ def test_configurations(tmp_path):
             | {"NMS_CONFIG": {"NMS_TYPE": "circle_nms"}}
         ),
         "DOUBLE_FLIP": lambda head: head.update(DOUBLE_FLIP=True),
-        "none of OpenPCDet's .* KeyError": lambda head: head.pop("NUM_HM_CONV"),
+        "not one of OpenPCDet's .* KeyError": lambda head: head.pop("NUM_HM_CONV"),
     }
     for said, change in wrong.items():
         with pytest.raises(ValueError, match=said):

@@ -279,7 +279,7 @@ def test_another_class(folder):
     ("new", "said"),
     (
         ({"model": "Unet"}, "holds a Unet, which is not a net of this package"),
-        ({"model": 3}, 'no JSON object with the name of a "model"'),
+        ({"model": 3}, 'not a JSON object with the name of a "model"'),
         ({"arguments": []}, '"arguments" must be an object'),
         ({"arguments": {}}, "make no SpUNet: .*in_channels"),
         ({"arguments": {"in_channels": 2, "classes": 3}}, "make no SpUNet: .*classes"),
@@ -326,7 +326,7 @@ def test_weights_that_do_not_fit(folder):
     mx.save_safetensors(str(path), arrays | {"final.bias": bias.astype(mx.float16)})
     assert models.from_pretrained(folder).final.bias.dtype == mx.float16
     path.write_bytes(path.read_bytes()[:1000])
-    with pytest.raises(CheckpointError, match="no safetensors file"):
+    with pytest.raises(CheckpointError, match="not a safetensors file"):
         models.from_pretrained(folder)
     path.unlink()
     with pytest.raises(CheckpointError, match="has no model.safetensors"):

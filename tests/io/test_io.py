@@ -95,7 +95,7 @@ def test_npz(tmp_path):
     np.savez(path, anything=XYZ)
     np.testing.assert_array_equal(read_points(path).points, XYZ)
     content = path.read_bytes()
-    with pytest.raises(PointFileError, match="no whole NPZ file"):
+    with pytest.raises(PointFileError, match="not a complete NPZ file"):
         read_points(write(tmp_path, "b.npz", content[:-30]))
     np.savez(path, a=XYZ, b=RGB)
     with pytest.raises(PointFileError, match="its entries are: a, b"):
@@ -110,7 +110,9 @@ def test_bin(tmp_path):
     cloud = read_points(write(tmp_path, "a.bin", rows.tobytes()))
     np.testing.assert_array_equal(cloud.points, XYZ)
     np.testing.assert_array_equal(cloud.attributes["intensity"], np.arange(4))
-    with pytest.raises(PointFileError, match="63 bytes are no whole number of points"):
+    with pytest.raises(
+        PointFileError, match="63 bytes are not a whole number of points"
+    ):
         read_points(write(tmp_path, "a.bin", rows.tobytes()[:-1]))
 
 
@@ -130,14 +132,14 @@ def test_vtk(tmp_path, kind):
 @pytest.mark.parametrize(
     "content, sentence",
     (
-        (b"ply\n", "is no legacy VTK file"),
+        (b"ply\n", "is not a legacy VTK file"),
         (vtk("XML", b"1 2 3"), "expected ASCII or BINARY in the third line"),
         (vtk("ASCII", b"1 2 3", "POINTS few float"), "a line POINTS with their number"),
         (vtk("ASCII", b"1 2 3", "POINTS 1 bit"), "points must be float, double"),
-        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "no number of float32"),
+        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "not a number of float32"),
         (vtk("BINARY", b"1 2 3", f"POINTS {10**15} float"), "promises"),
         (vtk("ASCII", b"1 2 3" + b" " * 30), "promises 12 numbers, the file has 3"),
-        (vtk("ASCII", b"1 2 40000", "POINTS 1 short"), "no number of int16"),
+        (vtk("ASCII", b"1 2 40000", "POINTS 1 short"), "not a number of int16"),
         (vtk("ASCII", b"1 2 3", f"POINTS {'9' * 5000} float"), "with their number"),
     ),
 )
@@ -173,7 +175,7 @@ def test_tables(tmp_path, text, wanted):
 @pytest.mark.parametrize(
     "text, sentence",
     (
-        ("1 2 3\n4 five 6\n", "no table of numbers.*; expected a point a line"),
+        ("1 2 3\n4 five 6\n", "not a table of numbers.*; expected a point a line"),
         ("1 2\n3 4\n", "expected x, y, z a line, got 2 numbers"),
         ("x,y,z,w\n1,2,3\n", "names 4 columns, x, y, z, w, and has 3 numbers a line"),
         ("a,b,c\n1,2,3\n", "has columns a, b, c; expected x, y and z among them"),

@@ -69,7 +69,10 @@ def test_entries_that_are_not_the_points_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     (
-        (b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 10**8, "is no readable array"),
+        (
+            b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 10**8,
+            "is not a readable array",
+        ),
         (entry("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3)}"), "header"),
         (
             entry("{'descr': '|V0', 'fortran_order': False, 'shape': (9, 3)}"),
@@ -78,7 +81,7 @@ def test_entries_that_are_not_the_points_are_not_read(tmp_path):
         (
             entry(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {(1,) * 80}}}")
             + bytes(8),
-            "is no readable array",
+            "is not a readable array",
         ),
         (
             entry("{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999, 3)}"),

@@ -118,7 +118,7 @@ def test_few_points(count, tmp_path):
 @pytest.mark.parametrize(
     ("old", "new", "sentence"),
     (
-        ("ply\n", "PLY\n", "is no PLY file: it does not begin with ply"),
+        ("ply\n", "PLY\n", "is not a PLY file: it does not begin with ply"),
         ("format ascii", "format utf", "bad line in its PLY header: format utf 1.0"),
         ("format ascii 1.0\n", "", "has no format line in its PLY header"),
         ("vertex 50", "vertex many", "bad line in its PLY header: element vertex many"),

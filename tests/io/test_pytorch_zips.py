@@ -72,7 +72,7 @@ def test_other_files(tmp_path):
     tar = b"storages".ljust(257, b"\0") + b"ustar\0" + bytes(300)
     refuse(tmp_path, tar, "is a tar archive: unpack it")
     refuse(tmp_path, pickle.dumps({}), "is a bare pickle, which is not read")
-    refuse(tmp_path, b"hello\0", "is no PyTorch checkpoint: it is not a zip")
+    refuse(tmp_path, b"hello\0", "is not a PyTorch checkpoint: it is not a zip")
     refuse(tmp_path, b"", "is empty")
 
 
@@ -80,4 +80,4 @@ def test_a_directory_without_end(tmp_path):
     """Its size is a claim too: nothing is allocated for it."""
     content = bytearray(good())
     struct.pack_into("<I", content, content.rindex(b"PK\x05\x06") + 12, 2**31)
-    refuse(tmp_path, bytes(content), "is no whole zip")
+    refuse(tmp_path, bytes(content), "is not a complete zip")

@@ -53,7 +53,7 @@ def strided(
 
 
 def expect_grid(x: SparseTensor, name: str) -> None:
-    """Raise unless a tensor says where its grid ends, which padding depends on."""
+    """Raise unless a tensor has a ``spatial_shape``, on which padding depends."""
     expect_tensor(x)
     if x.dims != 3 or x.spatial_shape is None:
         raise ValueError(
@@ -140,7 +140,7 @@ def _residual(channels: int, bias: bool) -> list[SparseBasicBlock]:
 
 
 def expect_widths(widths: Sequence[int]) -> Sequence[int]:
-    """Return the five widths; raise where there are others."""
+    """Return the five widths; raise if there are more or fewer."""
     if len(widths) != 5:
         raise ValueError(
             "widths are those of conv_input, conv2, conv3, conv4 and conv_out; got "

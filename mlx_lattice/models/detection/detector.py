@@ -43,7 +43,7 @@ class Boxes(NamedTuple):
 
     Attributes:
         boxes: (M, 7) float32 x, y, z of the centre, dx, dy, dz, heading; with two more
-            where the net knows velocities.
+            if the net predicts velocities.
         scores: (M,) float32.
         labels: (M,) int32: which of the net's classes, from 0.
     """
@@ -64,7 +64,7 @@ class Decoding:
         limit_range: low x, y, z and high x, y, z of centres that are kept.
         nms_threshold: IoU from above beyond which the worse box is dropped, one for
             all, or one a class of the net.
-        nms_pre, nms_post: boxes before and after suppression, likewise.
+        nms_pre, nms_post: the most boxes before and after suppression, likewise.
         by_class: whether boxes of different classes leave each other alone; else
             those of one head do not. Thresholds of each class need it.
         rectifier: of each class of the net, how much of a score the predicted IoU is:
@@ -198,7 +198,7 @@ def selected(candidate: Candidates, decoding: Decoding, classes: int) -> Boxes:
 
 
 def of_class(value, group: int | None):
-    """Return the value of a class, where each has its own."""
+    """Return the value of a class, if each class has its own."""
     return value[group] if isinstance(value, tuple) else value
 
 
@@ -239,7 +239,7 @@ class Detector(Pretrained):
         _, arguments = published_arguments(config, cls.__name__)
         return cls(**arguments)
 
-    # Whether classes of all heads meet in suppression, where that is by class.
+    # Whether suppression by class compares boxes of all heads.
     joins_heads = False
 
     def _describe(self, grid, heads, classes, decoding, branches) -> None:
@@ -546,8 +546,8 @@ def detection_loss(
         box_weight: of the boxes' loss.
 
     Raises:
-        ValueError: there are not as many labels as boxes, a label is none of the net's
-            classes, or a box is not finite or has no extent.
+        ValueError: the numbers of labels and boxes differ, a label is not one of the
+            net's classes, or a box is not finite or has no extent.
     """
     elements = net.cells(predictions)
     if not len(elements) == len(boxes) == len(labels):
@@ -712,7 +712,7 @@ def published_arguments(
         return kind, arguments | _center_point(model, encoder)
     except (KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            "the configuration is none of OpenPCDet's with its base configurations "
+            "the configuration is not one of OpenPCDet's with its base configurations "
             f"merged: {type(error).__name__} {error}"
         ) from error
 

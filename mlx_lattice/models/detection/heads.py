@@ -13,7 +13,7 @@ Parameters are named as in OpenPCDet's ``base_bev_backbone.py``, ``center_head.p
 A head is of some classes. Its branches are "hm", a heat map with a channel a class,
 and those of ``branches``: of each box "center" (2), how far its centre is from the
 cell's corner, in cells; "center_z" (1); "dim" (3), logarithms of dx, dy, dz; "rot" (2),
-cosine and sine of the heading; and where they are trained "vel" (2) and "iou" (1).
+cosine and sine of the heading; and, if trained, "vel" (2) and "iou" (1).
 """
 
 from __future__ import annotations

@@ -193,7 +193,7 @@ def hard_voxels(
     starts = starts.astype(mx.int32)
     slot = place - starts[by]
     fits = (by < len(order)) & (slot < max_points)
-    # What has no slot goes to one more, behind the last.
+    # Points without a slot go to an additional one, behind the last.
     last = len(order) * max_points
     target = mx.where(fits, by * max_points + slot, last)
     slots = mx.zeros((last + 1, channels), dtype=points.dtype)

@@ -42,7 +42,7 @@ class Net(NamedTuple):
     fixed: dict[str, Any]  # what the published name decides
     taken: tuple[str, ...]  # arguments that are ours too
     only: dict[str, Any]  # what there is no choice of here
-    apart: tuple[str, ...]  # of training alone, or of what is done with the output
+    apart: tuple[str, ...]  # of training alone, or of uses of the output
 
 
 _VAE = ("model_channels", "latent_channels", "num_blocks")
@@ -314,7 +314,7 @@ class UpBlock(nn.Module):
         subdivision: mx.array | None = None,
         coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
     ) -> tuple[SparseTensor, SparseTensor | None]:
-        """Return the fine rows, and (N, 8) logits of the cells where predicted.
+        """Return the fine rows, and the predicted (N, 8) logits of the cells or None.
 
         Args:
             x: coarse rows.

@@ -145,7 +145,7 @@ class FlowEulerCfgSampler(FlowEulerSampler):
 
     - ``neg_cond``: the condition to lead away from;
     - ``guidance_strength`` g: the velocity is g times that of ``cond`` and 1 - g times
-      that of ``neg_cond``; the model runs once where g is 1 or 0. Default: ``3``;
+      that of ``neg_cond``; the model runs once if g is 1 or 0. Default: ``3``;
     - ``guidance_rescale`` q: how far each element's standard deviation is brought back
       to that of ``cond`` alone. Default: ``0``.
 
@@ -280,7 +280,7 @@ class Recipe:
         options: of each stage what ``sample`` is given: steps and guidance.
         normalisation: of "shape" and "texture" the mean and the standard deviation of
             each channel of the latents; by default none.
-        form: one of ``FORMS``, which is taken where none is asked for.
+        form: one of ``FORMS``, the default of a call.
     """
 
     samplers: Mapping[str, tuple[str, float]]
@@ -345,8 +345,8 @@ class Pipeline:
     """Generates latents from an image's tokens.
 
     Args:
-        load: called with the published name of a net, as of ``nets_of``, where the net
-            is needed; what it returns is let go of after the stage.
+        load: called with the published name of a net, as of ``nets_of``, when the net
+            is needed; the net is freed after its stage.
         recipe: samplers, their options and the normalisation.
         on_step: called with the stage's name, steps done and all steps.
     """

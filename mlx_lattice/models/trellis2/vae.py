@@ -253,7 +253,7 @@ class SparseStructureDecoder(StructureNet):
 
         Returns:
             (B, out_channels, sX, sY, sZ) logits in the dtype of ``z``, s two to the
-            number of stages but one: a cell is occupied where its logit is above 0.
+            number of stages but one: a cell is occupied if its logit is above 0.
         """
         y = self._run(z, "z", [*self.middle_block, *self.blocks])
         return y.astype(z.dtype)
@@ -263,9 +263,9 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
     """Return the occupied cells of a decoded grid, as rows with one feature of 1.
 
     Args:
-        logits: (B, 1, R, R, R): a cell is occupied where its logit is above 0.
+        logits: (B, 1, R, R, R): a cell is occupied if its logit is above 0.
         resolution: the extent of a coarser grid to return, a divisor of R: a cell of
-            it is occupied where any within it is. By default R.
+            it is occupied if any cell within it is. By default R.
 
     Returns:
         a tensor whose rows are sorted by (batch, x, y, z), with the batch size and the
