@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -16,7 +15,6 @@ import numpy as np
 import sklearn.datasets
 import sklearn.model_selection
 from mlx.utils import tree_flatten
-from tqdm import tqdm
 
 from .. import nn, ops
 from ..inspect.trace import check_page, trace
@@ -27,6 +25,7 @@ from ..models import MinkUNet14
 from ..nn.calibrate import calibrate
 from ..optimizers import Adam
 from ..tensor import SparseTensor
+from .progress import bar
 
 GROUP = 32  # input channels that share a scale, if weights have groups
 # Bits of weights and of features, by name.
@@ -127,9 +126,7 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
     step = mlx.nn.value_and_grad(net, loss_of)
     rng, seconds = np.random.default_rng(seed), []
     net.train()
-    # Redraw the bar often on a terminal, seldom in a log file.
-    interval = 0.2 if sys.stderr.isatty() else 20
-    with tqdm(total=steps, unit="step", mininterval=interval, disable=not show) as bar:
+    with bar(steps, disable=not show) as shown:
         for _ in range(epochs):
             order = rng.permutation(len(voxels))
             for at in range(0, len(order) - batch_size + 1, batch_size):
@@ -144,8 +141,8 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
                 optimizer.update(net, grads)
                 mx.eval(net.state, optimizer.state, loss)
                 seconds.append(time.perf_counter() - begin)
-                bar.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
-                bar.update()
+                shown.set_postfix(loss=f"{loss.item():.3f}", refresh=False)
+                shown.update()
     return seconds
 
 

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from math import isfinite
 from pathlib import Path
@@ -16,7 +15,6 @@ import mlx.nn
 
 from .. import memory as memory_limits
 from .. import models
-from ..distribution import install
 from ..geometry.lattice import true_positions
 from ..io.checkpoints import import_checkpoint
 from ..io.errors import CheckpointError, listed, read_object, shown
@@ -27,6 +25,7 @@ from ..memory import memory_limit, parse_bytes
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
 from ..models.trellis2.blocks import trellis2
 from ..models.trellis2.pipeline import STAGES
+from .progress import stages
 
 SUFFIX = ".safetensors"
 PIPELINE = "pipeline.json"
@@ -107,7 +106,7 @@ def run(
     begun = time.perf_counter()
     load = partial(loaded, places, dtype=dtype, bits=bits)
     bounded = nullcontext() if memory is None else memory_limit(memory)
-    with bars() as step, bounded:
+    with stages() as step, bounded:
         generated = Pipeline(load, recipe, step)(
             tokens,
             form,
@@ -294,28 +293,3 @@ def write(out: Path, generated: Generated) -> None:
         arrays["texture"] = generated.texture.feats
     about = {"format": "mlx", "resolution": str(generated.resolution)}
     write_safetensors(out, arrays, about)
-
-
-@contextmanager
-def bars() -> Iterator[Any]:
-    """Show a bar for each stage; yield the function that counts its steps."""
-    try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(f"generate needs tqdm; {install('demo')}") from error
-    interval = 0.1 if sys.stderr.isatty() else 20
-    bar: tqdm | None = None
-
-    def step(stage: str, done: int, steps: int) -> None:
-        nonlocal bar
-        if bar is None or done == 1:
-            if bar is not None:
-                bar.close()
-            bar = tqdm(total=steps, desc=stage, unit="step", mininterval=interval)
-        bar.update()
-
-    try:
-        yield step
-    finally:
-        if bar is not None:
-            bar.close()
