@@ -300,6 +300,8 @@ def _npy_head(stream: BinaryIO, size: int, path: Path) -> _NpyHead:
         if version not in readers:
             raise ValueError(f"version {version} of the format")
         head = _NpyHead(*readers[version](start), start.tell())
+        if not head.dtype.itemsize:
+            raise ValueError(f"its numbers are {head.dtype}, of no bytes")
     except Exception as error:  # NumPy's parser lets tokenizer errors through
         raise PointFileError(f"{path.name} is not a readable array: {error}") from error
     if min(head.shape, default=0) < 0 or head.nbytes > size - head.start:

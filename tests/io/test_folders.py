@@ -296,7 +296,7 @@ def test_another_class(folder):
         ({"quantization": {"bits": 4, "float": "final"}}, "must be a list of layers"),
         (
             {"quantization": {"bits": 4, "float": ["enc.9"]}},
-            "names enc.9, which is no layer",
+            "names enc.9, which is not a layer",
         ),
         ({"quantization": {"bits": 4, "group_size": 32}}, "do not fit its config"),
     ),
@@ -340,7 +340,7 @@ def test_folders_that_are_none(folder, tmp_path):
     with pytest.raises(CheckpointError, match="has no config.json"):
         models.from_pretrained(tmp_path / "empty")
     (folder / "config.json").write_text("[" * 100_000)
-    with pytest.raises(CheckpointError, match="no JSON object"):
+    with pytest.raises(CheckpointError, match="not a JSON object"):
         models.from_pretrained(folder)
     (folder / "config.json").write_text(" " * 2**23)
     with pytest.raises(CheckpointError, match="larger than 4 MiB"):

@@ -104,7 +104,7 @@ def test_random_programs(tmp_path, monkeypatch, seed):
 def archives() -> list[bytes]:
     return [
         checkpoint({"w": tensor((12,), (1,))}),
-        *((DATA / f"torch_{name}.pt").read_bytes() for name in ("state", "legacy")),
+        *((DATA / f"torch_{name}.pt").read_bytes() for name in ("state", "training")),
     ]
 
 
