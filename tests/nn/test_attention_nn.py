@@ -1,7 +1,5 @@
 """nn.SparseAttention and its block: what they compute, names, training, half, int8."""
 
-from functools import partial
-
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -12,7 +10,6 @@ from mlx.utils import tree_flatten
 from reference_attention import dense, tensor, turned
 
 from mlx_lattice import nn, ops
-from mlx_lattice.models.ptv3 import SerializedAttention
 
 LAYERS = {
     "full": {},
@@ -130,24 +127,3 @@ def test_block_is_quantised_and_wrong_arguments_are_refused():
         nn.SparseAttention(16, 3)
     with pytest.raises(ValueError, match="not both"):
         nn.SparseAttention(16, 2, window=2, patch=2)
-
-
-@pytest.mark.parametrize(
-    ("heads", "error", "sentence"),
-    [
-        (4.0, TypeError, "num_heads must be an int; got 4.0"),
-        (True, TypeError, "num_heads must be an int; got True"),
-        (0, ValueError, "num_heads must be 1 or more; got 0"),
-        (3, ValueError, r"The number of heads \(3\) must divide the channels \(16\)"),
-    ],
-)
-def test_every_attention_takes_the_same_heads(heads, error, sentence):
-    layers = (
-        nn.SparseAttention,
-        nn.CrossAttention,
-        partial(SerializedAttention, patch_size=8),
-    )
-    for layer in layers:
-        with pytest.raises(error, match=sentence):
-            layer(16, heads)
-        assert layer(16, np.int64(4)).num_heads == 4

@@ -71,15 +71,3 @@ def test_derivatives_of_a_map(dense):
     second = mx.grad(lambda feats: (slope(feats) * weights).sum())
     assert mx.allclose(second(x.feats), 6 * x.feats * weights)
     assert mx.allclose(mx.jvp(second, [x.feats], [moved])[1][0], 6 * weights * moved)
-
-
-def test_what_is_refused():
-    _, _, x = tensor()
-    with pytest.raises(ValueError, match="needs the extents of the map"):
-        nn.ToBEV()(ml.SparseTensor(x.coords, x.feats))
-    with pytest.raises(ValueError, match="the spatial_shape; got 2 to 4"):
-        nn.ToBEV()(ml.SparseTensor(x.coords + 2, x.feats, spatial_shape=SHAPE))
-    with pytest.raises(ValueError, match="folds axis 3 of two or more"):
-        nn.ToBEV(3)(x)
-    with pytest.raises(AttributeError, match="write nn.ToBEV"):
-        nn.HeightCompression  # noqa: B018

@@ -326,37 +326,6 @@ def test_pooling_modules(dims):
         assert mx.array_equal(getattr(nn, f"Global{name}Pool")()(x), pooled).item()
 
 
-def test_quantize_passes_over_the_model():
-    net = nn.Sequential(
-        nn.SubmConv3d(64, 64, 3),
-        nn.BatchNorm(64),
-        nn.ReLU(),
-        nn.MaxPool3d(2),
-        nn.Linear(64, 64),
-        nn.GlobalMaxPool(),
-        nn.Linear(64, 8),
-    ).eval()
-    x = tensor(channels=64)
-    before = np.array(net(x))
-    mlx.nn.quantize(net, group_size=64, bits=8)
-    assert isinstance(net.layers[4], mlx.nn.QuantizedLinear)
-    after = np.array(net(x))
-    assert after.shape == before.shape and np.isfinite(after).all()
-    assert np.linalg.norm(after - before) < 0.05 * np.linalg.norm(before)
-
-
-@pytest.mark.parametrize("name", ("empty", "one"))
-@pytest.mark.parametrize("family", ("Conv", "SubmConv", "GenerativeConvTranspose"))
-def test_few_rows(family, name):
-    layer, x = getattr(nn, f"{family}3d")(4, 5, 3), tensor(name=name)
-
-    def loss(x):
-        return (layer(x).feats ** 2).sum()
-
-    grads = mlx.nn.value_and_grad(layer, loss)(x)[1]
-    assert all(mx.isfinite(g).all().item() for _, g in tree_flatten(grads))
-
-
 def test_every_name_is_documented():
     for name in nn.__all__:
         assert getattr(nn, name).__doc__, name

@@ -123,16 +123,3 @@ def test_explained_and_printed():
     layer = nn.SubmConv3d(4, 6, offsets=CROSS_3)
     assert "7 offsets" in str(ml.explain(x, layer))
     assert f"offsets={CROSS_3}" in repr(layer)
-
-
-def test_arguments_that_are_none():
-    with pytest.raises(ValueError, match="leave kernel_size and dilation out, which"):
-        nn.SubmConv3d(4, 6, 3, offsets=CROSS_3)
-    with pytest.raises(ValueError, match="leave kernel_size and dilation out, which"):
-        nn.Conv3d(4, 6, dilation=2, offsets=CROSS_3)
-    with pytest.raises(ValueError, match="offsets and padding were both given"):
-        nn.Conv3d(4, 6, padding=1, offsets=CROSS_3)
-    with pytest.raises(ValueError, match="must be distinct"):
-        nn.SubmConv3d(4, 6, offsets=(CROSS_3[0], CROSS_3[0]))
-    with pytest.raises(TypeError, match="takes kernel_size, or offsets"):
-        nn.SubmConv3d(4, 6)

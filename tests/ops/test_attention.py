@@ -187,24 +187,6 @@ def test_padding_is_at_most_an_eighth_in_few_calls(seed):
     assert least[-1] > useful + useful // 8
 
 
-def test_groups_are_what_they_say():
-    """Every row is a query once, and its group is whole and of one bucket."""
-    for kind in KINDS:
-        x = tensor(n=90, batch_size=5)
-        rule = {"window": ("window", (3, 3, 3), (0, 0, 0)), "full": ("full",)}.get(kind)
-        if rule is None:
-            continue
-        found = attention._groups(x, rule, PADDING)
-        wanted = Counter(labels(x, kind))
-        assert found.pairs == sum(n * n for n in wanted.values())
-        assert found.padded_pairs <= max(
-            1.125 * found.pairs, found.pairs + PADDING.free
-        )
-        assert sorted(found.queries.tolist())[-len(wanted) :] == sorted(wanted.values())
-        taken = np.array(found.row)[np.array(found.slot)]
-        assert taken.tolist() == list(range(len(x)))
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "filled"])
 def test_an_element_alone_has_the_same_bits_on_the_cpu(kind):
     """Its groups are then attended as they are, whatever the others are like."""
@@ -271,26 +253,3 @@ def test_a_second_call_reads_nothing(monkeypatch):
     )
     for y in compiled(q, k, v):  # inside mx.compile nothing can be read
         assert mx.isfinite(y).all().item()
-
-
-def test_mistakes_are_named():
-    x = tensor()
-    q, k, v = heads(x)
-    with pytest.raises(TypeError, match="one dtype"):
-        ops.full_attention(q.astype(mx.float16), k, v, x)
-    for bad in (q, mx.stack([q, k], axis=1), mx.zeros((len(x), 3, 0, 4))):
-        with pytest.raises(ValueError, match="in one array must have shape"):
-            ops.full_attention(bad, None, None, x)
-    with pytest.raises(TypeError, match="must be arrays"):
-        ops.full_attention(q, None, v, x)
-    for bad in ((q[1:], k, v), (q[..., 1:], k, v), (q, k[:, :3], v[:, :3])):
-        with pytest.raises(ValueError, match="must have shapes"):
-            ops.full_attention(*bad, x)
-    with pytest.raises(ValueError, match="window must be"):
-        ops.window_attention(q, k, v, x, 0)
-    with pytest.raises(ValueError, match="patch must be"):
-        ops.serialized_attention(q, k, v, x, 4, shift=4)
-    with pytest.raises(ValueError, match="order must be"):
-        ops.serialized_attention(q, k, v, x, 4, order="peano")
-    with pytest.raises(ValueError, match="even head dimension"):
-        ops.rotary(q[..., :5], x)

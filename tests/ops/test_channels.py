@@ -238,62 +238,6 @@ def test_no_cell_is_chosen():
     assert not grad(x.feats).any().item()
 
 
-X = tensor(channels=8)[0]
-TWELVE = X.replace(mx.ones((len(X), 12)))
-ALL = mx.ones((len(X), 8), dtype=mx.bool_)
-FLAT = ml.SparseTensor(mx.array([[0, 1, 2]]), mx.ones((1, 8)))
-TWICE = ml.SparseTensor(mx.array([[0, 1], [0, 1]]), mx.ones((2, 2)))
-EDGE = ml.SparseTensor(mx.array([[0, 2**30]]), mx.ones((1, 2)))
-
-
-@pytest.mark.parametrize(
-    ("sentence", "function", "x", "options"),
-    (
-        ("multiple of 8 channels", ops.channel_to_space, TWELVE, {}),
-        ("order must be one of", ops.space_to_channel, X, {"order": "xyz"}),
-        ("at least 1", ops.space_to_channel, X, {"factor": 0}),
-        ("8\\) bool", ops.channel_to_space, X, {"subdivision": X.feats}),
-        ("8\\) bool", ops.channel_to_space, X, {"subdivision": ALL[:3]}),
-        (
-            "not both",
-            ops.channel_to_space,
-            X,
-            {"subdivision": ALL, "coordinates": X},
-        ),
-        (
-            r"must have shape \(M, \d\), a batch index",
-            ops.channel_to_space,
-            X,
-            {"coordinates": mx.array([[0, 1, 2]])},
-        ),
-        ("spatial axes, the tensor", ops.channel_to_space, X, {"coordinates": FLAT}),
-        ("must be unique", ops.space_to_channel, TWICE, {}),
-        ("must be unique", ops.channel_to_space, TWICE, {}),
-        (
-            "must be unique",
-            ops.channel_to_space,
-            TWICE,
-            {"subdivision": mx.ones((2, 2), dtype=mx.bool_)},
-        ),
-        (
-            "must be unique",
-            ops.channel_to_space,
-            X,
-            {"coordinates": mx.array([[0, 1, 2, 3]] * 2)},
-        ),
-        (
-            "beyond int32",
-            ops.channel_to_space,
-            EDGE,
-            {"subdivision": mx.array([[True, True]])},
-        ),
-    ),
-)
-def test_mistakes_are_named(sentence, function, x, options):
-    with pytest.raises(ValueError, match=sentence):
-        function(x, **options)
-
-
 def test_sets_of_cells_die_with_the_tensors():
     x, _, _ = tensor()
     y = ops.space_to_channel(x)

@@ -118,11 +118,8 @@ def test_a_manager_is_copied_with_its_sets(copied):
 
 
 @COPIES
-def test_layers_that_wait_and_integers_are_copied(copied):
+def test_integers_are_copied(copied):
     x = tensor()
-    waits = nn.SubmConv3d(4, 4, 3)(x)
-    y = copied(waits)
-    assert type(y) is ml.SparseTensor and same(waits, y)
     for dtype in (mx.float32, mx.float16):
         q = ml.IntegerTensor.rounded(x.astype(dtype), 0.1)
         made = copied(q)
@@ -144,12 +141,11 @@ class Named(ml.SparseTensor):
 
 def test_shallow_copies_share_the_manager():
     x = tensor()
-    for given in (x, nn.SubmConv3d(4, 4, 3)(x)):
-        made = copy.copy(given)
-        assert made.manager is x.manager and made.key is x.key
-        assert type(made) is ml.SparseTensor and made.feats is given.feats
-        made.feats = made.feats * 2
-        assert bits(made.feats) != bits(given.feats)
+    made = copy.copy(x)
+    assert made.manager is x.manager and made.key is x.key
+    assert type(made) is ml.SparseTensor and made.feats is x.feats
+    made.feats = made.feats * 2
+    assert bits(made.feats) != bits(x.feats)
     assert copy.copy(x.manager).sets[0].serial != x.key.serial
 
 

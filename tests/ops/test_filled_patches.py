@@ -146,22 +146,3 @@ def with_bias(q, k, v, x, patch, last, bias, dy):
         dp = np.einsum("ihd,jhd->hij", dy[own], v[rows])
         dbias[np.ix_(range(4), own, rows)] = p * (dp - (p * dp).sum(-1, keepdims=True))
     return y, dbias
-
-
-def test_mistakes_of_a_table():
-    x = tensor()
-    q, k, v = heads(x)
-    for shape in ((15, 3), (12, 4), (15,), (16, 4)):
-        with pytest.raises(ValueError, match="table must have shape"):
-            ops.serialized_attention(q, k, v, x, 4, table=mx.zeros(shape))
-
-
-def test_mistakes_of_filled_patches():
-    x = tensor()
-    q, k, v = heads(x)
-    with pytest.raises(ValueError, match="last_patch must be"):
-        ops.serialized_attention(q, k, v, x, 4, last_patch="pad")
-    with pytest.raises(ValueError, match="have no shift"):
-        ops.serialized_attention(q, k, v, x, 4, last_patch="fill", shift=1)
-    with pytest.raises(ValueError, match="coordinates from 0 to 1"):
-        ops.serialized_attention(q, k, v, x, 4, bits=1)

@@ -73,17 +73,6 @@ def test_few_rows_and_points(n, q, dtype):
         assert mx.array_equal(y, mx.full((q, 2), float(n > 0), dtype=x.dtype)).item()
 
 
-def test_interpolation_errors():
-    x = tensor(cases.geometry("negative", 3, 10), np.ones((10, 2)))
-    with pytest.raises(ValueError, match="mode must be"):
-        ops.interpolate(x, mx.zeros((2, 4)), mode="cubic")
-    with pytest.raises(ValueError, match=r"\(Q, 4\)"):
-        ops.interpolate(x, mx.zeros((2, 3)))
-    for bad in (np.nan, np.inf, 1e12):
-        with pytest.raises(ValueError, match="finite and within int32"):
-            ops.interpolate(x, mx.full((2, 4), bad))
-
-
 def test_devoxelize_takes_rows_and_zeros_for_minus_one():
     feats = mx.array(cases.features(6, 3))
     inverse = np.random.default_rng(0).integers(-1, 6, 40).astype(np.int32)

@@ -215,22 +215,3 @@ def test_as_a_tree_finds_them():
     )
     np.testing.assert_array_equal(np.array(got.rows), rows)
     np.testing.assert_allclose(np.array(got.distances), far, rtol=1e-5)
-
-
-def test_errors():
-    x = mx.zeros((3, 4))
-    for sentence, call in (
-        ("k must be 1 or more; got 0", lambda: ops.knn(x, 0)),
-        ("radius must be 0 or more; got -1", lambda: ops.knn(x, 1, radius=-1)),
-        ("radius must be finite; got inf", lambda: ops.radius_neighbours(
-            x, math.inf)),
-        ("must have shape", lambda: ops.knn(mx.zeros((3,)), 1)),
-        ("as many columns; got 4 and 3", lambda: ops.knn(x, 1, mx.zeros((2, 3)))),
-        ("both be integers or both floats", lambda: ops.knn(
-            x, 1, x.astype(mx.int32))),
-        ("must be finite", lambda: ops.knn(x / 0, 1)),
-        ("put a column of zeros before", lambda: ops.knn(x + 0.5, 1)),
-        ("width must be 0 or more", lambda: ops.radius_neighbours(x, 1).padded(-1)),
-    ):  # fmt: skip
-        with pytest.raises(ValueError, match=sentence):
-            call()

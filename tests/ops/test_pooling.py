@@ -207,22 +207,6 @@ def test_general_relations_pool():
         np.testing.assert_allclose(np.array(y)[:, 0], expected)
 
 
-@pytest.mark.parametrize(
-    "call, text",
-    [
-        (ops.max_pool2d, "3d name"),
-        (lambda x: ops.max_pool3d(x, 0), "kernel_size must be at least 1"),
-        (lambda x: ops.avg_pool3d(x, count="all"), "count must be"),
-        (ops.sum_pool_transpose3d, "no coordinates of stride"),
-        (lambda x: ops.max_unpool(x, ops.max_pool3d(x, return_indices=True)[1]), "poo"),
-    ],
-)
-def test_errors(call, text):
-    x = tensor(cases.geometry("negative", 3, 10), np.ones((10, 2)))
-    with pytest.raises(ValueError, match=text):
-        call(x)
-
-
 # Back to finer rows
 
 

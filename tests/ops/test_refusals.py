@@ -11,6 +11,7 @@ from conftest import Numbers, pair
 
 import mlx_lattice as ml
 from mlx_lattice import io, models, nn, ops
+from mlx_lattice.models import ptv3
 
 CELLS = [(0, i, j, k) for i in range(4) for j in range(4) for k in range(2)]
 COORDS, N = mx.array(CELLS), len(CELLS)
@@ -23,6 +24,12 @@ ROWS = mx.ones((N, 1, 4))
 FLAT = ml.SparseTensor(
     mx.array([(0, 1, 3, 3)]), mx.ones((1, 4)), spatial_shape=(2, 6, 6)
 )
+HEADS = mx.ones((N, 4, 12))
+LINE = ml.SparseTensor(mx.array([[0, 1]]), mx.ones((1, 8)))
+TWICE = ml.SparseTensor(mx.array([[0, 1], [0, 1]]), mx.ones((2, 2)))
+EDGE = ml.SparseTensor(mx.array([[0, 2**30]]), mx.ones((1, 2)))
+POOLED = ops.max_pool3d(X, return_indices=True)
+CROSS = nn.hyper_cross(3)
 # With 8 channels.
 X8 = X.replace(mx.random.normal((N, 8)))
 Q8, KEYS8 = mx.random.normal((N, 2, 12)), mx.zeros((1, 5, 2, 12))
@@ -86,6 +93,14 @@ def problem(**facts):
 
 def attended(q, keys):
     return ops.cross_attention(q, keys, keys, X8)
+
+
+def fine(**arguments):
+    return ops.channel_to_space(X8, **arguments)
+
+
+def sampled(points=BOXES[None, :, :3], **arguments):
+    return ops.grid_sample_3d(X, points, **arguments)
 
 
 def subm(shape, **arguments):
@@ -324,6 +339,107 @@ CASES = (
     (lambda: nn.AvgPool3d(2, count="some"), "count must be"),
     (lambda: nn.SubmConv3d(4, 4, 3)(X.astype(mx.float16)), "float16.*float32"),
     (lambda: nn.Linear(4, 4)(X.astype(mx.float16)), "float16.*float32"),
+    # Attention
+    (
+        lambda: ops.full_attention(HEADS.astype(mx.float16), HEADS, HEADS, X),
+        "one dtype",
+    ),
+    (lambda: ops.full_attention(HEADS, None, None, X), "in one array must have shape"),
+    (lambda: ops.full_attention(HEADS[1:], HEADS, HEADS, X), "must have shapes"),
+    (lambda: ops.full_attention(HEADS[..., 1:], HEADS, HEADS, X), "must have shapes"),
+    (
+        lambda: ops.full_attention(HEADS, HEADS[:, :3], HEADS[:, :3], X),
+        "divisor of head",
+    ),
+    (lambda: ops.window_attention(HEADS, HEADS, HEADS, X, 0), "window must be"),
+    (lambda: serialized(4, shift=4), "patch must be"),
+    (lambda: serialized(4, order="peano"), "order must be"),
+    (lambda: serialized(4, table=mx.zeros((16, 1))), "table must have shape"),
+    (lambda: serialized(4, table=mx.zeros((15, 3))), "table must have shape"),
+    (lambda: serialized(4, last_patch="pad"), "last_patch must be"),
+    (lambda: serialized(4, last_patch="fill", shift=1), "have no shift"),
+    (lambda: serialized(4, bits=1), "coordinates from 0 to 1"),
+    (lambda: ops.rotary(HEADS[..., :5], X), "even head dimension"),
+    (lambda: ops.rotary(HEADS[..., :8], X, pairs="halves"), "multiple of 6 channels"),
+    (lambda: ops.rotary(HEADS, X, pairs="thirds"), "pairs must be"),
+    (
+        lambda: ops.rotary(HEADS, X, positions=mx.zeros((N, 2))),
+        "positions must have sh",
+    ),
+    (lambda: attended(Q8[1:], KEYS8), r"shapes \(32, heads, D\)"),
+    (lambda: attended(Q8[:, :, :6], KEYS8), "a divisor of heads"),
+    (lambda: attended(Q8.astype(mx.float16), KEYS8), "must have one dtype"),
+    (
+        lambda: attended(Q8, KEYS8[:0]),
+        "1 batch elements, and there are sequences for 0",
+    ),
+    (lambda: crossed(mx.array([1, 2, 3])), r"lengths must have shape \(1,\)"),
+    (lambda: ops.cross_attention(Q[0], KEYS, KEYS), r"\(B, L, heads, D\)"),
+    (
+        lambda: ops.modulate(X, mx.ones((3, 4)), mx.ones((2, 4))),
+        r"expected \(1, 4\) for",
+    ),
+    (lambda: ops.gate(X, mx.ones((1, 3))), "each batch element has its values"),
+    (lambda: nn.SparseAttention(16, True), "num_heads must be an int; got True"),
+    (lambda: nn.SparseAttention(16, 0), "num_heads must be 1 or more; got 0"),
+    (lambda: nn.CrossAttention(16, 3), r"heads \(3\) must divide the channels \(16\)"),
+    (lambda: ptv3.SerializedAttention(16, 3, patch_size=8), r"heads \(3\) must divide"),
+    # Channels, pooling and neighbours
+    (lambda: ops.channel_avg_pool(X, 3), "divisor of the 4"),
+    (lambda: ops.channel_avg_pool(X, -1), "must be 1 or more"),
+    (lambda: ops.channel_repeat(X, 0), "times must be 1 or more; got 0"),
+    (lambda: ops.channel_to_space(X), "multiple of 8 channels"),
+    (lambda: ops.space_to_channel(X, order="xyz"), "order must be one of"),
+    (lambda: ops.space_to_channel(X, 0), "at least 1"),
+    (lambda: fine(subdivision=mx.ones((N, 8))), "8\\) bool"),
+    (lambda: fine(subdivision=mx.ones((3, 8), mx.bool_)), "8\\) bool"),
+    (lambda: fine(subdivision=X8.feats > 0, coordinates=X8), "not both"),
+    (lambda: fine(coordinates=[[0, 1, 2]]), r"must have shape \(M, 4\), a batch index"),
+    (lambda: fine(coordinates=LINE), "spatial axes, the tensor"),
+    (lambda: fine(coordinates=[[0, 1, 2, 3]] * 2), "must be unique"),
+    (lambda: ops.space_to_channel(TWICE), "must be unique"),
+    (lambda: ops.channel_to_space(TWICE), "must be unique"),
+    (lambda: ops.channel_to_space(EDGE, subdivision=[[True, True]]), "beyond int32"),
+    (lambda: ops.channel_to_space(TWICE, subdivision=[[True] * 2] * 2), "be unique"),
+    (lambda: ops.sum_pool_transpose3d(X), "no coordinates of stride"),
+    (lambda: ops.max_unpool(X, POOLED[1]), "features on the pooled rows"),
+    (lambda: ops.max_unpool(POOLED[0], None), "indices must be what max_pool"),
+    (lambda: ops.knn(ROWS[:, 0], 0), "k must be 1 or more; got 0"),
+    (lambda: ops.knn(ROWS[:, 0], 1, radius=-1), "radius must be 0 or more; got -1"),
+    (lambda: ops.radius_neighbours(X, np.inf), "radius must be finite; got inf"),
+    (lambda: ops.knn(ONES, 1), "must have shape"),
+    (lambda: ops.knn(ROWS[:, 0], 1, mx.zeros((2, 3))), "as many columns; got 4 and 3"),
+    (lambda: ops.knn(ROWS[:, 0], 1, COORDS), "both be integers or both floats"),
+    (lambda: ops.knn(ROWS[:, 0] / 0, 1), "must be finite"),
+    (lambda: ops.knn(ROWS[:, 0] + 0.5, 1), "put a column of zeros before"),
+    (lambda: FOUND.padded(-1), "width must be 0 or more"),
+    # Interpolation and dense maps
+    (lambda: ops.interpolate(X, ONES, mode="cubic"), "mode must be"),
+    (lambda: ops.interpolate(X, mx.zeros((2, 3))), r"\(Q, 4\)"),
+    (lambda: ops.interpolate(X, mx.full((2, 4), np.nan)), "finite and within int32"),
+    (lambda: ops.interpolate(X, mx.full((2, 4), 1e12)), "finite and within int32"),
+    (lambda: sampled(units="normalised"), "spatial_shape"),
+    (lambda: sampled(mode="cubic"), "mode must be"),
+    (lambda: sampled(units="metres"), "units must be"),
+    (lambda: sampled(mx.ones((2, 5, 2))), r"\(B, \.\.\., 3\)"),
+    (lambda: sampled(mx.ones((9, 3))), r"got \(9, 3\), and x has 1: .* points\[None\]"),
+    (lambda: ops.grid_sample_3d(LINE, mx.ones((1, 5, 3))), "1 spatial axes"),
+    (lambda: nn.ToBEV()(X), "needs the extents of the map"),
+    (lambda: nn.ToBEV(3)(FLAT), "folds axis 3 of two or more"),
+    # Offsets of a kernel
+    (
+        lambda: nn.SubmConv3d(4, 6, 3, offsets=CROSS),
+        "leave kernel_size and dilation out",
+    ),
+    (
+        lambda: nn.Conv3d(4, 6, dilation=2, offsets=CROSS),
+        "leave kernel_size and dilation",
+    ),
+    (
+        lambda: nn.Conv3d(4, 6, padding=1, offsets=CROSS),
+        "offsets and padding were both",
+    ),
+    (lambda: nn.SubmConv3d(4, 6), "takes kernel_size, or offsets"),
 )
 
 

@@ -61,14 +61,3 @@ def test_rotary_of_positions_and_halves(dtype):
     cells = x.coords[:, 1:] - x.coords[:, 1:].min(axis=0)
     same = ops.rotary(q, x, positions=cells.astype(mx.float32))
     ref.assert_close(same, ref.to_numpy(ops.rotary(q, x)), dtype)
-
-
-def test_mistakes_of_rotary():
-    x = tensor()
-    q = heads(x, dim=12)[0]
-    with pytest.raises(ValueError, match="multiple of 6 channels"):
-        ops.rotary(heads(x, dim=8)[0], x, pairs="halves")
-    with pytest.raises(ValueError, match="pairs must be"):
-        ops.rotary(q, x, pairs="thirds")
-    with pytest.raises(ValueError, match="positions must have shape"):
-        ops.rotary(q, x, positions=mx.zeros((len(x), 2)))

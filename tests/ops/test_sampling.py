@@ -124,29 +124,6 @@ def test_no_rows_and_no_points():
     assert ops.grid_sample_3d(grid_tensor(), mx.ones((0, 4, 3))).shape == (0, 4, 2)
 
 
-def test_mistakes_are_named():
-    x = grid_tensor()
-    points = mx.ones((2, 5, 3))
-    with pytest.raises(ValueError, match="spatial_shape"):
-        bare = ml.SparseTensor(x.coords, x.feats)
-        ops.grid_sample_3d(bare, points, units="normalised")
-    with pytest.raises(ValueError, match="mode must be"):
-        ops.grid_sample_3d(x, points, mode="cubic")
-    with pytest.raises(ValueError, match="units must be"):
-        ops.grid_sample_3d(x, points, units="metres")
-    with pytest.raises(ValueError, match=r"\(B, \.\.\., 3\)"):
-        ops.grid_sample_3d(x, points[..., :2])
-    with pytest.raises(
-        ValueError, match=r"got \(9, 3\), and x has 2: .* points\[None\]"
-    ):
-        ops.grid_sample_3d(x, mx.ones((9, 3)))
-    assert ops.grid_sample_3d(x, mx.ones((2, 3))).shape == (2, x.channels)
-    with pytest.raises(ValueError, match="2 spatial axes"):
-        ops.grid_sample_3d(
-            ml.SparseTensor(mx.array([[0, 1, 2]]), mx.ones((1, 1))), points
-        )
-
-
 # Pruning
 
 

@@ -204,27 +204,6 @@ def test_gradients_of_modulation():
         ref.assert_close(found, expected)
 
 
-def test_what_does_not_fit_is_said():
-    x, k = rows_of((2, 3)), numbers(2, 4, 2, 6)
-    for q, like, keys, said in (
-        (numbers(4, 2, 6), x, k, r"shapes \(5, heads, D\)"),
-        (numbers(5, 3, 6), x, k, "a divisor of heads"),
-        (numbers(5, 2, 6), x, k[:1], "2 batch elements, and there are sequences for 1"),
-        (numbers(3, 2, 2, 6), None, k, r"\(B, L, heads, D\)"),
-    ):
-        with pytest.raises(ValueError, match=said):
-            ops.cross_attention(q, keys, keys, like)
-    q = numbers(5, 2, 6)
-    with pytest.raises(ValueError, match=r"lengths must have shape \(2,\)"):
-        ops.cross_attention(q, k, k, x, lengths=mx.array([1, 2, 3]))
-    with pytest.raises(TypeError, match="must have one dtype"):
-        ops.cross_attention(q.astype(mx.float16), k, k, x)
-    with pytest.raises(ValueError, match=r"expected \(2, 3\) for features"):
-        ops.modulate(x, numbers(3, 3), numbers(2, 3))
-    with pytest.raises(ValueError, match="each batch element has its values"):
-        ops.gate(x, numbers(2, 4))
-
-
 def test_packed_rows_as_sequences():
     lengths = [3, 0, 5, 1]
     x = np.random.default_rng(0).normal(size=(9, 2)).astype(np.float32)
