@@ -1,6 +1,7 @@
-"""Norms with the sum and the activation that follow them, in one call of the norm; or,
-where their statistics are fixed, in the call of the convolution, or the integer linear
-layer, before them.
+"""Fuse a norm with the residual and the activation behind it, in one call of the norm.
+
+If the norm's statistics are fixed, all of them are computed by the convolution, or the
+integer linear layer, before them.
 
 Only layers of this package and of mlx.nn are fused. A subclass may compute something
 else, so it is called as it is; of a convolution, if it has a ``__call__`` of its own.
@@ -102,7 +103,6 @@ def convolved(
     it is a tensor without coordinates: see ``plain``. A residual of other rows is
     aligned as by ``+``.
     """
-    after, moments = None, None
     if isinstance(x, SparseTensor):
         able = _takes_epilogue(conv)
     else:
@@ -110,37 +110,48 @@ def convolved(
     tracer = _tracer.get() if able else None
     if tracer is not None:
         with tracer.paused():
-            given = conv, norm, x, activation, residual
-            fits = _epilogue(*given, integer=True) is not None
+            operands = conv, norm, x, activation, residual
+            fits = _epilogue(*operands, integer=True) is not None
             y = normalized(norm, called(conv, x, *coordinates), activation, residual)
         return tracer.convolved(conv, norm, x, residual, fits, _as_tensor(y))
+    y = None
     if able and _is_fused.get():
-        integer, is_conv = is_integer(conv), _is_convolution(conv)
-        by_rows = type(norm) in FIXED and norm.is_by_rows
-        if is_conv and by_rows and not integer:
-            moments = Moments()
-        elif integer or is_conv:
-            after = _epilogue(conv, norm, x, activation, residual, integer)
-        else:
-            y = _of_rows(conv, norm, x, activation, residual)
-            if y is not None:
-                return _as_written(conv, y)
-    if after is None:
+        y = _in_one_call(conv, norm, x, coordinates, activation, residual)
+    if y is None:
         if isinstance(residual, IntegerTensor):
             residual = residual.dequantized()
-        if moments is None:
-            y = normalized(norm, called(conv, x, *coordinates), activation, residual)
-        else:
-            y = conv(x, *coordinates, epilogue=moments)
-            y = normalized(norm, y, activation, residual, moments.lines)
-        return _as_written(conv, y) if able else y
+        y = normalized(norm, called(conv, x, *coordinates), activation, residual)
+    return _as_written(conv, y) if able else y
+
+
+def _in_one_call(
+    conv: Callable,
+    norm: Callable | None,
+    x: Features,
+    coordinates,
+    activation,
+    residual,
+) -> Features | None:
+    """Return a layer with the operations behind it fused; None if it cannot be."""
+    integer = is_integer(conv)
+    if not integer and not _is_convolution(conv):
+        return _of_rows(conv, norm, x, activation, residual)
+    if not integer and type(norm) in FIXED and norm.is_by_rows:
+        if isinstance(residual, IntegerTensor):
+            residual = residual.dequantized()
+        moments = Moments()
+        y = conv(x, *coordinates, epilogue=moments)
+        return normalized(norm, y, activation, residual, moments.lines)
+    after = _epilogue(conv, norm, x, activation, residual, integer)
+    if after is None:
+        return None
     y = conv(_as_tensor(x), *coordinates, epilogue=after)
     # An integer layer may write int8 by itself, with nothing fused into it.
     alone = norm is None and activation is None and residual is None
     if observed.norms and not alone:
         feats = y.values if isinstance(y, IntegerTensor) else y.feats
         observed.tell_epilogue(conv if norm is None else norm, after, feats)
-    return _as_written(conv, y)
+    return y
 
 
 def linear(
@@ -173,13 +184,13 @@ def _of_rows(
     """Return a linear layer with what follows, in one launch; None if it cannot be.
 
     Results of contractions are not fused with a residual: under ``ml.memory_limit``
-    blocks of rows add it apart, and the bits are to be the same.
+    blocks of rows add it apart, and the bits must be the same.
     """
     act = NONE if activation is None else fused_activation(activation)
-    if act is None or (norm is None and residual is None and not act.changes):
-        return None
     feats = features_of(x)
-    if not linears.takes_more(layer, feats):
+    if act is None or not linears.takes_more(layer, feats):
+        return None
+    if norm is None and residual is None and not act.changes:
         return None
     if not linears.is_contraction(feats):
         packed = isinstance(layer, linears.QuantizedLinear)
@@ -246,27 +257,27 @@ def _epilogue(
         return None
     elif act is not None and not act.is_of_result and sync.is_differentiating():
         return None  # a gradient would multiply again for what the activation read
-    given, name = {}, "" if act is None else act.called
+    operands, name = {}, "" if act is None else act.called
     if residual is not None:
         keeps = isinstance(conv, SubmConv)  # the rows of its input
         keeps = keeps and isinstance(residual, SparseTensor) and residual.key == x.key
         if not keeps or residual.channels != conv.channels[1]:
             return None
         if integer and isinstance(residual, IntegerTensor):
-            given = {"residual": residual.values, "residual_scale": residual.scale}
+            operands = {"residual": residual.values, "residual_scale": residual.scale}
         elif residual.dtype == (x.float_dtype if type(x) is IntegerTensor else x.dtype):
-            given = {"residual": residual.feats}
+            operands = {"residual": residual.feats}
         else:
             return None
     if integer:
-        given["activation"] = name
+        operands["activation"] = name
         if type(norm) is FoldedNorm:
-            given["norm"] = norm.kind
+            operands["norm"] = norm.kind
         elif norm is not None:
             scale, shift = norm.scale_shift()
-            given |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
-        return Epilogue(**given)
-    residual = given.get("residual")
+            operands |= {"scale": scale, "shift": shift, "norm": "BatchNorm"}
+        return Epilogue(**operands)
+    residual = operands.get("residual")
     if norm is None:
         return Epilogue(residual=residual, activation=name)
     after = norm.as_epilogue(x.dtype, name)
@@ -335,19 +346,12 @@ class Sequential(mlx.nn.Sequential):
                 "a Sequential takes modules, or modules by name, not both; got "
                 f"{len(modules)} and {', '.join(named)}"
             )
-        if any("." in name or not name for name in named):
+        # In names of weights MLX takes numbers for places of a list.
+        if any("." in name or not name or name.isdecimal() for name in named):
             raise ValueError(
-                "names of modules are parts of their parameters' names: none is empty "
-                f"or has a dot; got {', '.join(map(repr, named))}"
+                "names of modules are parts of their parameters' names: none is empty, "
+                f"a number or has a dot; got {', '.join(map(repr, named))}"
             )
-        if named and all(name.isdecimal() for name in named):
-            # In names of weights MLX takes numbers for places of a list.
-            if list(named) != [str(i) for i in range(len(named))]:
-                raise ValueError(
-                    "numbers as names of modules are their places, 0 to "
-                    f"{len(named) - 1} in order; got {', '.join(named)}"
-                )
-            modules, named = tuple(named.values()), {}
         for layer in (*modules, *named.values()):
             if not callable(layer) and not isinstance(layer, mlx.nn.Module):
                 raise TypeError(

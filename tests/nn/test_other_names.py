@@ -143,22 +143,10 @@ def test_an_ordered_dict_names_the_layers():
         nn.Sequential({1: nn.ReLU()})
 
 
-def test_numbers_as_names_are_places(tmp_path):
-    parts = {"0": nn.SubmConv3d(4, 5, 3), "1": nn.BatchNorm(5)}
-    net, x = nn.Sequential(parts).eval(), tensor()
-    file = str(tmp_path / "net.safetensors")
-    net.save_weights(file)
-    other = nn.Sequential(nn.SubmConv3d(4, 5, 3), nn.BatchNorm(5)).eval()
-    for each in (nn.Sequential(parts), other):
-        each.load_weights(file)
-        assert mx.array_equal(each.eval()(x).feats, net(x).feats)
-    first, second = parts.values()
-    for names in (("0", "2"), ("1", "0"), ("1", "2")):
-        with pytest.raises(ValueError, match=f"0 to 1 in order; got {names[0]}"):
-            nn.Sequential(dict(zip(names, (first, second), strict=True)))
-    for name in ("a.b", ""):
-        with pytest.raises(ValueError, match=f"none is empty .* got '{name}'"):
-            nn.Sequential({name: first})
+def test_names_of_layers_are_parts_of_names_of_weights():
+    for name in ("a.b", "", "0"):
+        with pytest.raises(ValueError, match=f"none is empty, .* got '{name}'"):
+            nn.Sequential({name: nn.ReLU()})
 
 
 @pytest.mark.parametrize(
