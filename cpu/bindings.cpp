@@ -88,7 +88,6 @@ NB_MODULE(_cpu, m) {
   m.def("bounds", &bounds, "coords"_a, no_gil);
   m.def("unique_rows", &unique_rows, "coords"_a, no_gil);
   m.def("first_duplicate", &first_duplicate, "coords"_a, no_gil);
-  m.def("kept_rows", &kept_rows, "mask"_a, "coords"_a, no_gil);
   m.def("edges", &lattice::edges, "table"_a, no_gil);
   m.def("cells", [](const array& coords, nb::object stride) {
     auto s = integers(stride);

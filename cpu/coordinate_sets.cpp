@@ -269,34 +269,4 @@ std::optional<std::tuple<int, int>> first_duplicate(const array& coords) {
   return by_columns(c.columns, [&](auto columns) { return first_equal_pair<columns>(c); });
 }
 
-// Of the rows that a mask keeps: which they are, where each row stands among them, and their coordinates.
-std::tuple<array, array, array> kept_rows(const array& mask, const array& coords) {
-  auto c = read("kept_rows", coords);
-  want_rank("kept_rows", "mask", mask, 1, "(N,)");
-  want_dtype("kept_rows", "mask", mask, mx::bool_);
-  if (mask.shape(0) != c.n) fail("kept_rows", "mask must have one value a row.");
-  array m = mx::contiguous(mask, false, mx::Device(mx::Device::cpu));
-  m.eval();
-  const bool* keep = m.data<bool>();
-  constexpr int64_t block = 16384;
-  int64_t blocks = (c.n + block - 1) / block;
-  std::vector<int64_t> start(blocks + 1, 0);
-  auto end = [&](int64_t b) { return std::min(c.n, (b + 1) * block); };
-  parallel_for(blocks, [&](int64_t b) { start[b + 1] = std::count(keep + b * block, keep + end(b), true); });
-  for (int64_t b = 0; b < blocks; ++b) start[b + 1] += start[b];
-  int count = int(start[blocks]);
-  array rows = empty({count}), places = empty({int(c.n)}), kept = empty({count, c.columns});
-  int32_t *row = rows.data<int32_t>(), *place = places.data<int32_t>(), *to = kept.data<int32_t>();
-  parallel_for(blocks, [&](int64_t b) {
-    int64_t at = start[b];
-    for (int64_t i = b * block; i < end(b); ++i) {
-      place[i] = keep[i] ? int32_t(at) : -1;
-      if (!keep[i]) continue;
-      row[at] = int32_t(i);
-      std::copy_n(c.data + i * c.columns, c.columns, to + at++ * c.columns);
-    }
-  });
-  return {rows, places, kept};
-}
-
 }  // namespace lattice

@@ -69,7 +69,6 @@ array cells(const array& coords, const std::vector<int>& stride);
 array reach(const array& coords, const Rows& offsets, const std::vector<int>& stride);
 array expand(const array& coords, const Rows& offsets, const std::vector<int>& stride);
 std::optional<std::tuple<int, int>> first_duplicate(const array& coords);
-std::tuple<array, array, array> kept_rows(const array& mask, const array& coords);
 
 // neighbour_tables.cpp (edges is eager)
 array neighbour_table(const array& in_coords, const array& out_coords, const Rows& offsets,

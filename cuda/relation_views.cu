@@ -57,47 +57,22 @@ __device__ __forceinline__ void scan_counts(const int* counts, ScanCountsSizes s
   if (threadIdx.x == 0) sums[blockIdx.x] = carry;
 }
 
-// Where the pairs of an offset begin and end, of a relation and of its transpose; ~begin
-// where they are (o, i). Those of the first half of a mirrored relation's offsets are the
-// pairs of the others too.
+// Where the pairs of an offset begin and end; ~begin where they are (o, i). Those of the
+// first half of a mirrored relation's offsets are the pairs of the others too.
 __device__ __forceinline__ void write_spans(int k, int begin, int end, int volume,
-                                            int listed, int* spans, int* turned) {
-  spans[2 * k] = begin, turned[2 * k] = ~begin;
-  spans[2 * k + 1] = turned[2 * k + 1] = end;
+                                            int listed, int* spans) {
+  spans[2 * k] = begin, spans[2 * k + 1] = end;
   const int other = volume - 1 - k;
-  if (other < listed) return;
-  spans[2 * other] = ~begin, turned[2 * other] = begin;
-  spans[2 * other + 1] = turned[2 * other + 1] = end;
-}
-
-// firsts (volume + 1): the first stage of SIZE pairs of each offset, and how many there
-// are. One warp.
-template <int SIZE>
-__device__ __forceinline__ void write_stages(const int* sums, int volume, int listed,
-                                             int* firsts) {
-  const int lane = threadIdx.x & 31;
-  int before = 0;
-  for (int k0 = 0; k0 < volume; k0 += 32) {
-    const int k = k0 + lane;
-    const int count = k < volume ? sums[k < listed ? k : volume - 1 - k] : 0;
-    const int stages = (count + SIZE - 1) / SIZE, end = before + sum_up_to_lane(stages);
-    if (k < volume) firsts[k] = end - stages;
-    before = __shfl_sync(~0u, end, 31);
-  }
-  if (lane == 0) firsts[volume] = before;
+  if (other >= listed) spans[2 * other] = ~begin, spans[2 * other + 1] = end;
 }
 
 // edges (E, WORDS) of (i, o, k), or (i, o), in order of (k, o), those of the first `listed`
-// offsets; of three words, offset_starts (listed + 1): where each one's start; of two,
-// `starts_of` are spans, and what follows the spans of the transpose and first stages. 256
-// threads and rows a block.
+// offsets. starts_of: of three words (listed + 1), where each offset's start; of two the
+// spans (volume, 2). 256 threads and rows a block.
 template <int WORDS>
 __device__ __forceinline__ void write_edges(const int* table, const int* starts,
                                             const int* sums, WriteEdgesSizes sizes,
-                                            int* edges, int* starts_of,
-                                            int* turned = nullptr,
-                                            int* firsts_32 = nullptr,
-                                            int* firsts_64 = nullptr) {
+                                            int* edges, int* starts_of) {
   const int n = sizes.rows, volume = sizes.volume, bands = sizes.bands;
   const int listed = sizes.listed;
   __shared__ int slabs[8][32][SLAB + 1], places[SLAB][8], staged[8][32 * WORDS];
@@ -128,8 +103,7 @@ __device__ __forceinline__ void write_edges(const int* table, const int* starts,
           before += count;
         }
         if (blockIdx.x == 0 && WORDS == 2) {
-          write_spans(k0 + lane, (int)start, (int)(start + sum), volume, listed, starts_of,
-                      turned);
+          write_spans(k0 + lane, (int)start, (int)(start + sum), volume, listed, starts_of);
         } else if (blockIdx.x == 0) {
           starts_of[k0 + lane] = (int)start;
           if (k0 + lane == listed - 1) starts_of[listed] = (int)(start + sum);
@@ -153,10 +127,6 @@ __device__ __forceinline__ void write_edges(const int* table, const int* starts,
       __syncwarp();
     }
     __syncthreads();
-  }
-  if (WORDS == 2 && blockIdx.x == 0 && warp == 0) {
-    write_stages<32>(sums, volume, listed, firsts_32);
-    write_stages<64>(sums, volume, listed, firsts_64);
   }
 }
 

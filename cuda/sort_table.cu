@@ -51,18 +51,6 @@ __device__ __forceinline__ void sort_table(int (*slab)[SLAB + 1], long long at,
   }
 }
 
-// Of rows that each feed themselves alone: rows (n) and sorted (1, pitch), -1 past the n
-// rows, are 0, 1, ...; masks as above.
-__device__ __forceinline__ void identity_tiles(IdentityTilesSizes sizes, int* rows,
-                                               int* sorted, unsigned* masks) {
-  const int n = sizes.rows, pitch = pitch_of(n), step = (int)grid_threads();
-  for (int at = (int)grid_thread(); at < pitch; at += step) {
-    if (at < n) rows[at] = at;
-    sorted[at] = at < n ? at : -1;
-    if (at % 32 == 0) masks[at / 32] = at < n;
-  }
-}
-
 // table (n, volume): what sort_table made `sorted` of, which is (volume, pitch). 128
 // threads a block.
 __device__ __forceinline__ void unsort_table(const int* sorted, const int* rows,

@@ -121,27 +121,4 @@ __device__ __forceinline__ void max_pool_backward(const T* x, const int* won,
   by_alignment(run, x, won);
 }
 
-// products[o, k] = x[table[o, k]] . y[o]: a warp an entry, its lanes along the channels.
-template <typename T>
-__device__ __forceinline__ void row_products(const T* x, const T* y, const int* table,
-                                             ReductionSizes sizes, float* products) {
-  const int volume = sizes.volume, channels = sizes.channels;
-  const int lane = threadIdx.x & 31;
-  const long long warps = (long long)gridDim.x * blockDim.x / 32;
-  for (long long at = ((long long)blockIdx.x * blockDim.x + threadIdx.x) / 32;
-       at < (long long)sizes.rows * volume; at += warps) {
-    const int i = table[at];
-    float sum = 0.0f;
-    if (i >= 0) {
-      const T* a = x + (long long)i * channels;
-      const T* b = y + at / volume * channels;
-      for (int c = lane; c < channels; c += 32) {
-        sum += static_cast<float>(a[c]) * static_cast<float>(b[c]);
-      }
-    }
-    for (int step = 16; step; step /= 2) sum += __shfl_xor_sync(~0u, sum, step);
-    if (lane == 0) products[at] = sum;
-  }
-}
-
 }  // namespace lattice

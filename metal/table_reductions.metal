@@ -222,31 +222,3 @@ METAL_FUNC void max_pool_backward(
   }
   sums.put(dx + here.place(at.y), here.count);
 }
-
-// w[o, k] = x[table[o, k]] . y[o], one thread an entry.
-template <typename T>
-METAL_FUNC void row_products(
-    const device T* x,
-    const device T* y,
-    const device int* table,
-    ReductionSizes sizes,
-    device float* products,
-    uint2 at) {
-  const int volume = sizes.volume, channels = sizes.channels;
-  const size_t row = size_t(sizes.first) + at.y;
-  const int i = table[row * volume + at.x];
-  float sum = 0;
-  if (i >= 0) {
-    const device T* a = x + size_t(i) * channels;
-    const device T* b = y + row * channels;
-    const bool wide_a = rows_are_wide(x, channels), wide_b = rows_are_wide(y, channels);
-    for (int c = 0; c < channels; c += Sixteen<T>::COUNT) {
-      Sixteen<T> some, others;
-      read(some, a + c, channels - c, wide_a);
-      read(others, b + c, channels - c, wide_b);
-      for (int j = 0; j < Sixteen<T>::COUNT; ++j)
-        sum += float(some.v[j]) * float(others.v[j]);
-    }
-  }
-  products[size_t(at.y) * volume + at.x] = sum;
-}

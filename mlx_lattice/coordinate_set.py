@@ -69,13 +69,13 @@ class CoordinateSet:
         box: bounds of the rows that the library made, perhaps wider than them.
 
     Attributes:
-        coords: its rows, which it computes with; nobody else has this array.
+        coords: its rows; no user has this array.
         shown: the same rows for tensors and relations: a user may change that array.
         serial: of its key.
-        is_kept: whether its manager keeps it although nobody holds its key, as the
+        is_kept: whether its manager keeps it although its key is not alive, as the
             sets of a copied manager.
-        known_key: refers to its key, if anybody holds it.
-        given: refers to the array that it was made of, if a caller gave one.
+        known_key: weak reference to its key.
+        given: weak reference to the caller's array that it was made of, if any.
         is_sorted: whether its rows are known to be sorted.
     """
 
@@ -91,8 +91,6 @@ class CoordinateSet:
         self.declared_batch_size = batch_size
         self._box, self._bounds, self._repeat = box, None, None
         self._views = SharedViews()
-        # Numbers on the device, to be read with what is not known, and who wants them.
-        self._counts: list[tuple[mx.array, Callable[[int], None]]] = []
         # Rows that the library made are right; others are read once.
         self.settled = box is not None or not len(self)
 
@@ -195,19 +193,10 @@ class CoordinateSet:
     @property
     def unread(self) -> list[mx.array]:
         """Small arrays that ``learn`` wants the values of, launched."""
-        facts = self.lookup.facts() if self._bounds is None else []
-        return facts + [number for number, _ in self._counts]
+        return self.lookup.facts() if self._bounds is None else []
 
-    def read_also(self, number: mx.array, tell: Callable[[int], None]) -> None:
-        """Have ``tell`` called with a number, of shape (1,), when the set is read."""
-        self._counts.append((number, tell))
-
-    def learn(self, values: list) -> None:
+    def learn(self, facts: list) -> None:
         """Take the values of ``unread``."""
-        counts, self._counts = self._counts, []
-        facts = values[: len(values) - len(counts)]
-        for (_, tell), (number,) in zip(counts, values[len(facts) :], strict=True):
-            tell(number)
         if self._bounds is None:
             index = self.lookup
             self._bounds, self._repeat = index.settle(facts)
@@ -250,7 +239,7 @@ class CoordinateSet:
 
 
 class OfPairs:
-    """What is kept of two sets, for as long as both live."""
+    """Cached values of pairs of sets, for as long as both live."""
 
     def __init__(self):
         self._known: WeakKeyDictionary[CoordinateSet, WeakKeyDictionary] = (
@@ -258,11 +247,11 @@ class OfPairs:
         )
 
     def of(self, a: CoordinateSet, b: CoordinateSet) -> dict:
-        """Return what is kept of a pair, to look up and to add to."""
+        """Return the cache of a pair, to look up and to add to."""
         return self._known.setdefault(a, WeakKeyDictionary()).setdefault(b, {})
 
     def forget(self, a: CoordinateSet) -> None:
-        """Drop what is kept of the pairs that a set is the first of."""
+        """Drop the caches of all pairs that a set is the first of."""
         self._known.pop(a, None)
 
 
@@ -284,12 +273,10 @@ def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
 
 @contextmanager
 def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
-    """Name the coordinates if the block reads what MLX traces; forget its counts."""
+    """Name the coordinates if the block reads what MLX traces."""
     try:
         yield
     except sync.TracedError:
-        for each in sets:
-            each._counts = []  # which may belong to the trace
         for each in sets:
             with sync.values(f"coordinates of shape {tuple(each.coords.shape)}"):
                 mx.eval(each.coords)

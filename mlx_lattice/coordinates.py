@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from copy import deepcopy
 from functools import partial
-from operator import floordiv
+from itertools import accumulate
+from operator import floordiv, mul
 from typing import NamedTuple
 from weakref import ref
 
@@ -31,17 +32,17 @@ from .sync import SharedViews, building, built_by_one
 
 
 class Links(NamedTuple):
-    """A set, and what its manager knows of others beside it, by their serials."""
+    """A set as it is copied, with the serials of the sets that it is linked to."""
 
     held: CoordinateSet
     serial: int
-    made: tuple[tuple[str, int, object], ...]  # by this rule, of that set, how
-    # By stride, the set that it was computed from; None of several.
+    made: tuple[tuple[str, int, object], ...]  # (rule, source, how) that made it
+    # By stride, the set that it was computed from; None for several.
     fine: tuple[tuple[tuple, int | None], ...]
 
 
 def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
-    """Find a set no longer by an array that is gone: another may take its place."""
+    """Drop the identity of an array that is gone: a new array may have it."""
     if (held := sets()) is not None:
         held._by_array.pop(array, None)
 
@@ -77,7 +78,7 @@ class CoordinateManager:
         self._relations: dict[tuple, Relation] = {}
         # Relations of a set to itself by set and spec: the same for every kind.
         self._identities: dict[tuple, Relation] = {}
-        # Relations by what a layer asked with, and the version they hold for.
+        # Relations by the arguments of a layer, and the version they are valid for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
 
     @built_by_one
@@ -128,7 +129,7 @@ class CoordinateManager:
     ) -> CoordinateSet:
         """Add a set and return it; as ``insert``.
 
-        ``rows`` are those of ``coords``, if that may have been changed since.
+        ``rows`` are those of ``coords``, if ``coords`` may have been changed since.
         """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
@@ -170,7 +171,7 @@ class CoordinateManager:
         return known[0]
 
     def _drop_unheld(self) -> None:
-        """Drop sets that nobody can name, nor any that keeps them: see ``_keepers``."""
+        """Garbage-collect unreachable sets, with what is known of them."""
         left = [held for held in self._sets.values() if held.is_held]
         if len(left) == len(self._sets):
             return
@@ -303,38 +304,13 @@ class CoordinateManager:
         chain = [per_axis(stride, dims, "stride") for stride in strides]
         return tuple(made.key for made in self._cells(source, chain))
 
-    @built_by_one
-    def coarser(
-        self, held: CoordinateSet, fine: CoordinateSet
-    ) -> tuple[CoordinateSet, CoordinateSet] | None:
-        """Return sets of which one holds the other if these two do; None if unknown.
-
-        Args:
-            held: rows that a generative convolution made, of whole cells.
-            fine: other rows, whose cells are there.
-
-        Returns:
-            The rows that were refined, and the cells of the fine rows.
-        """
-        for (rule, source, spec), made in self._made.everything():
-            if made is held and rule == "generative":
-                is_whole = len(held) == len(source) * spec.volume  # no grid cut it
-                cells = self._made.find(("cell", fine, spec.stride))
-                known = spec.fills_cell and is_whole and cells is not None
-                return (source, cells) if known else None
-        return None
-
     def _forward_rows(
         self, source: CoordinateSet, spec: KernelSpec, support: str
     ) -> CoordinateSet:
         """Return the set that a forward convolution writes, by its support."""
-        centred = spec.custom or all(
-            p == (n // 2 * d if n % 2 else 0)
-            for p, n, d in zip(spec.origin, spec.size, spec.dilation, strict=True)
-        )
         if support != "cell":
             return self._made_once("reach", source, spec)
-        if set(spec.stride) == {1} and centred:
+        if set(spec.stride) == {1} and spec.is_centred:
             return source
         return self._cells(source, [spec.stride])[0]
 
@@ -670,9 +646,8 @@ class CoordinateManager:
             unsettled = [each for each in both if not each.settled]
             # The read that checks the sets also counts the edges.
             count = None if identity else registry.geometry().start(relation)
-            if count is not None:
-                unsettled[0].read_also(count, relation.set_counted)
-            settle(unsettled)
+            for (edges,) in settle(unsettled, *([] if count is None else [count])):
+                relation.set_counted(edges)
         edges = len(source) if identity else self._known_edges(*question)
         if edges is not None:
             relation.set_counted(edges)
@@ -684,42 +659,36 @@ class CoordinateManager:
 
 def _levels(
     source: CoordinateSet, strides: Sequence[tuple[int, ...]]
-) -> list[tuple[mx.array, Bounds, tuple, tuple[int, ...] | None]]:
-    """Return (rows, box, stride, spatial_shape) of each of a chain of cells."""
-    steps, sizes, shapes = [], [], []
-    step, size, shape = (1,) * len(strides[0]), source.stride, source.spatial_shape
-    for stride in strides:
-        step = tuple([a * b for a, b in zip(step, stride, strict=True)])
-        size = coarser(size, stride)
-        if shape is not None:
-            shape = cells_of(shape, stride)
-        steps.append(step), sizes.append(size), shapes.append(shape)
-    rows = _rows(source, steps)
-    return list(zip(*rows, sizes, shapes, strict=True))
+) -> Iterator[tuple[mx.array, Bounds, tuple, tuple[int, ...] | None]]:
+    """Yield (rows, box, stride, spatial_shape) of each of a chain of cells."""
+    steps = list(accumulate(strides, lambda a, b: tuple(map(mul, a, b))))
+    shape = source.spatial_shape
+    for rows, box, step in zip(*_rows(source, steps), steps, strict=True):
+        grid = None if shape is None else cells_of(shape, step)
+        yield rows, box, coarser(source.stride, step), grid
 
 
 def _rows(
     source: CoordinateSet, steps: Sequence[tuple[int, ...]]
 ) -> tuple[list[mx.array], list[Bounds]]:
-    """Return the rows of each level, and their boxes."""
+    """Return the rows of each level, and their boxes, as int32 as the set's own."""
     geometry, was_settled = registry.geometry(), source.settled
-    boxes = _boxes(source.box, steps) if was_settled else None
-    started = geometry.start_levels(source, steps, boxes)
+
+    def boxes() -> list[Bounds]:
+        low, high = source.box
+        return [
+            (tuple(map(floordiv, low, (1, *s))), tuple(map(floordiv, high, (1, *s))))
+            for s in steps
+        ]
+
+    started = geometry.start_levels(source, steps, boxes() if was_settled else None)
     unsettled = [] if was_settled else [source]
     counts = settle(unsettled, *(started.counts if started else ()))
-    if not was_settled:
-        boxes = _boxes(source.box, steps)
-    rows = started and started.rows(counts, boxes)
+    known = boxes()
+    rows = started and started.rows(counts, known)
     if rows is None and not was_settled:
-        return _rows(source, steps)  # what that takes is known now
-    return rows or geometry.levels(source.coords, steps, boxes), boxes
-
-
-def _boxes(box: Bounds, steps: Sequence[tuple[int, ...]]) -> list[Bounds]:
-    """Return the boxes of a box's cells at each step; as int32 as its own rows."""
-    return [
-        tuple([tuple(map(floordiv, end, (1, *step))) for end in box]) for step in steps
-    ]
+        return _rows(source, steps)  # the bounds that this takes are known now
+    return rows or geometry.levels(source.coords, steps, known), known
 
 
 class OneManager:

@@ -1,6 +1,6 @@
 """Parts of coordinate sets, and two of them: rows of either, of both, of one alone.
 
-What is made of two sets alone is kept for as long as both live, and found again.
+What is made of two sets alone is cached for as long as both live.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from .coordinates import CoordinateManager
 from .geometry.lattice import join
 from .reductions import inverted
 
-# By what was made of a pair. Made sets are held by their keys: what held a set of its
-# own pair, or its key, would keep both for ever.
+# By what was made of a pair. A new set is cached by its key: a cached set of its own
+# pair, or its manager, would keep both alive for ever.
 _joins = OfPairs()
 
 
@@ -38,8 +38,8 @@ class Part(NamedTuple):
     """Some rows of a set, in their order.
 
     Attributes:
-        key: of them; None where they are all rows, so that nothing was made.
-        move: to them; None of all rows.
+        key: of their set; None if they are all rows, so that no set was made.
+        move: to them; None for all rows.
     """
 
     key: CoordinateKey | None
@@ -50,9 +50,9 @@ class Union(NamedTuple):
     """Rows that were made of two sets.
 
     Attributes:
-        key: of the made set; None where one of the two has the rows.
+        key: of the new set; None if one of the two has the rows.
         which: the one that has, 0 or 1.
-        moves: of the rows of each; None where they stand as they are made.
+        moves: of the rows of each; None if they stand as they are made.
     """
 
     key: CoordinateKey | None
@@ -66,14 +66,13 @@ def part_of(
     mask: mx.array,
     count: int | None = None,
 ) -> Part:
-    """Return the rows where a mask is true.
+    """Return the rows whose mask is true.
 
     Reads what is not known: their number, and with it what the whole set is checked by.
     """
     if not len(held):
         return Part(None, None)
-    geometry = registry.geometry()
-    started = geometry.start_kept(mx.stop_gradient(mask), held.coords)
+    started = registry.geometry().start_kept(mx.stop_gradient(mask), held.coords)
     unsettled = [] if held.settled else [held]
     if count is None:
         ((count,),) = settle(unsettled, started.count)
@@ -150,7 +149,10 @@ def alone(manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet) -> Par
 
 
 def _found(a: CoordinateSet, b: CoordinateSet) -> mx.array:
+    """Return the (N_a,) places of the first set's rows in the second, or -1."""
     settle([each for each in dict.fromkeys((a, b)) if not each.settled])
+    if not len(a):
+        return mx.zeros((0,), dtype=mx.int32)
     return b.lookup.find(a.coords, a.box)
 
 
@@ -167,18 +169,15 @@ def united(
 def _united(
     manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet, is_one: bool
 ) -> Union:
-    is_turned = len(b) >= len(a) and _is_within(manager, a, b)
-    is_within = is_turned or (len(a) >= len(b) and _is_within(manager, b, a))
-    is_turned |= len(b) > len(a)
+    is_turned = len(b) > len(a)
     small, large = (a, b) if is_turned else (b, a)
-    if is_within and len(small) and a.settled and b.settled:
-        at, missing = large.lookup.find(small.coords, small.box), 0
-    else:
-        at, missing = _missing(small, large)
+    at, missing = _found(small, large), 0
+    if len(small):
+        ((missing,),) = sync.read((at < 0).sum().reshape(1))
     box = join(a.box, b.box) if len(small) else large.box
     shape = a.spatial_shape if a.spatial_shape == b.spatial_shape else None
     facts = shape, max(a.batch_size, b.batch_size)
-    if large.is_sorted and not missing:  # there is nothing to make
+    if large.is_sorted and not missing:  # the union is there
         rows, move = large.shown, None
         if len(small) < len(large) or not small.is_sorted:
             move = Move(inverted(at, len(large)), at)
@@ -197,37 +196,10 @@ def _united(
     return Union(made.key, 0, moves)
 
 
-def _is_within(
-    manager: CoordinateManager, small: CoordinateSet, large: CoordinateSet
-) -> bool:
-    """Whether one set is known to have all rows of another, without a search."""
-    if small is large:
-        return large.settled
-    for pair, which in (((small, large), 1), ((large, small), 0)):
-        known = _joins.of(*pair).get("union")
-        if known and known.key is None and known.which == which:
-            return True
-    coarser = manager.coarser(large, small)
-    return coarser is not None and _is_within(manager, *coarser[::-1])
-
-
-def _missing(small: CoordinateSet, large: CoordinateSet) -> tuple[mx.array, int]:
-    """Return the place in one set of each row of another, or -1, and how many have -1.
-
-    Checks both sets first, and reads that number.
-    """
-    settle([each for each in dict.fromkeys((small, large)) if not each.settled])
-    if not len(small):
-        return mx.zeros((0,), dtype=mx.int32), 0
-    at = large.lookup.find(small.coords, small.box)
-    ((missing,),) = sync.read((at < 0).sum().reshape(1))
-    return at, missing
-
-
 def _complete(
     manager: CoordinateManager, made: Part | Union, *moves: Move
 ) -> Part | Union:
-    """Compute moves and the rows of a made set, which threads share; return the set."""
+    """Compute moves and the rows of a new set, which threads share; return the set."""
     rows = None if made.key is None else manager[made.key].coords
     sync.complete((made, moves, rows))
     return made

@@ -108,11 +108,9 @@ class KernelSpec:
             custom = explicit_offsets(offsets, dims)
             if any(abs(v) >= INT32_LIMIT for offset in custom for v in offset):
                 raise ValueError(f"offsets must be within int32; got {offsets!r}")
-            seen = set()
-            for offset in custom:
-                if offset in seen:
-                    raise ValueError(f"offsets must be distinct; {offset} comes twice")
-                seen.add(offset)
+            if len(set(custom)) < len(custom):
+                twice = next(each for each in custom if custom.count(each) > 1)
+                raise ValueError(f"offsets must be distinct; {twice} comes twice")
             ones = (1,) * dims
             return _spec(ones, stride, None, ones, custom)
         if padding is not None:
@@ -140,12 +138,17 @@ class KernelSpec:
     @cached_property
     def origin(self) -> tuple[int, ...]:
         """How far the box starts below zero on each axis: the padding that applies."""
-        if self.padding is not None:
-            return self.padding
-        return tuple(
-            (n // 2) * d if n % 2 else 0
-            for n, d in zip(self.size, self.dilation, strict=True)
-        )
+        return self._centre if self.padding is None else self.padding
+
+    @cached_property
+    def is_centred(self) -> bool:
+        """Whether offsets are those of the centred rule, or explicit."""
+        return self.custom is not None or self.origin == self._centre
+
+    @property
+    def _centre(self) -> tuple[int, ...]:
+        pairs = zip(self.size, self.dilation, strict=True)
+        return tuple((n // 2) * d if n % 2 else 0 for n, d in pairs)
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
@@ -192,13 +195,8 @@ class KernelSpec:
     @cached_property
     def is_symmetric(self) -> bool:
         """Whether offset K - 1 - k is the negative of offset k for every k."""
-        return all(
-            a == -b
-            for forward, backward in zip(
-                self.offsets, reversed(self.offsets), strict=True
-            )
-            for a, b in zip(forward, backward, strict=True)
-        )
+        turned = (tuple(-v for v in offset) for offset in reversed(self.offsets))
+        return tuple(map(tuple, self.offsets)) == tuple(turned)
 
     def _axes(self, spatial_shape: Sequence[int]) -> Iterator[tuple[int, ...]]:
         """Return each axis's extent, kernel size, stride, origin and dilation."""

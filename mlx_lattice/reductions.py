@@ -249,11 +249,18 @@ def products(
     """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``."""
     rows = x.shape[0]
     return bilinear(
-        lambda x, y: registry.reductions().row_products(x, y, table),
+        lambda x, y: _products(x, y, table),
         lambda dw, y: weighted_scatter(y, dw, table, rows, order),
         lambda x, dw: weighted(x, dw, table, order),
         partial(products, table=table, order=order),
     )(x, y)
+
+
+def _products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
+    """Return ``products`` in MLX operations, a column after another."""
+    rows, wide = padded(x.astype(mx.float32)), y.astype(mx.float32)
+    columns = [(rows[at] * wide).sum(axis=1) for at in table.T]
+    return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
 
 
 # Maxima

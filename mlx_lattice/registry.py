@@ -186,9 +186,6 @@ class Reductions(Protocol):
             back: (N, K) int32: outputs that each row may have won, none of them twice.
         """
 
-    def row_products(self, x: mx.array, y: mx.array, table: mx.array) -> mx.array:
-        """Return (M, K) float32 ``x[table[o, k]] . y[o]``, 0 without a row."""
-
     def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the (batch_size, C) maxima of each element, and their int32 rows."""
 

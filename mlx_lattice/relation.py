@@ -17,7 +17,6 @@ from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
 from .geometry import lattice, tables
 from .geometry.curves import mask_words
-from .geometry.lattice import Offsets
 from .geometry.protocol import Keep, SearchedRows
 from .geometry.tables import Coverage, Csr, SortedRows
 from .kernel_spec import KernelSpec
@@ -28,15 +27,15 @@ class Search(NamedTuple):
     """What makes the neighbour table of a relation between two sets.
 
     Attributes:
-        source, target: the sets; or their places among several, so that scans share it.
+        source, target: the sets.
         transposed: whether ``out = in * stride + offset_k``.
         spec: the kernel.
         mirrored: whether the edge (i, o, k) implies (o, i, K - 1 - k).
         identity: whether each row is fed by itself alone.
     """
 
-    source: SearchedRows | int
-    target: SearchedRows | int
+    source: SearchedRows
+    target: SearchedRows
     transposed: bool
     spec: KernelSpec
     mirrored: bool = False
@@ -50,18 +49,8 @@ class Search(NamedTuple):
         transposed = kind in ("transposed", "generative")
         return cls(source, target, transposed, spec, mirrored, identity)
 
-    @property
-    def offsets(self) -> Offsets:
-        """The K offsets."""
-        return self.spec.offsets
-
-    @property
-    def stride(self) -> tuple[int, ...]:
-        """Lattice step."""
-        return self.spec.stride
-
     def turned(self) -> Search:
-        """Return what makes the table of the transpose, where it is not mirrored."""
+        """Return the search of the transpose, if it is not mirrored."""
         ends = self.target, self.source
         return Search(*ends, not self.transposed, *self[3:])
 
@@ -72,7 +61,7 @@ class Search(NamedTuple):
         """
         ends = self.source, self.target
         coarse, fine = ends if self.transposed else ends[::-1]
-        return coarse.lookup.find(lattice.cells(fine.coords, self.stride))[:, None]
+        return coarse.lookup.find(lattice.cells(fine.coords, self.spec.stride))[:, None]
 
     def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
         """Return the table, searched for between sets."""
@@ -81,8 +70,8 @@ class Search(NamedTuple):
             return mx.arange(rows, dtype=mx.int32)[:, None]
         return self.source.lookup.table(
             self.target,
-            self.offsets,
-            self.stride,
+            self.spec.offsets,
+            self.spec.stride,
             transposed=self.transposed,
             mirrored=self.mirrored,
             keep=keep,
@@ -107,21 +96,24 @@ class KeptViews:
         mirrored: bool = False,
     ):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.search = WhereGiven(table) if table else None
-        self._turned, self._back = back, None
+        self.search, self._back = table, back
         self.family, self.mirrored = family, mirrored
         self.counted: int | None = None if n_in and n_out else 0
         self.views = SharedViews()
-        # What makes tables again that are held in another form.
+        # What makes tables again that are stored in another form.
         self.again: dict[bool, Callable[[], mx.array]] = {}
         self.held: set[bool] = set()  # tables that routes read
+        self._device = mx.default_device()
 
-    @property
-    def back(self) -> WhereGiven | None:
-        """What makes the transposed table, as ``search`` makes the table."""
-        if self._back is None and self._turned is not None:
-            self._back = WhereGiven(self._turned(), self.search.device)
-        return self._back
+    def on_device(self, function: Callable, *arguments: object) -> mx.array:
+        """Call a backend's function on the device that was current at first.
+
+        Its kernels run there alone, and a view may be asked for on another device.
+        """
+        if mx.default_device() == self._device:
+            return function(*arguments)
+        with mx.stream(self._device):
+            return function(*arguments)
 
     @property
     def has_table(self) -> bool:
@@ -141,14 +133,18 @@ class KeptViews:
         return self.views.build(("has_table", swapped), build)
 
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
-        """Return the (rows, K) int32 neighbour table, which is to be kept.
+        """Return the (rows, K) int32 neighbour table; the caller keeps it.
 
         A backend may keep a view that is wanted too.
         """
         if again := self.again.get(swapped):
-            return again()
+            return self.on_device(again)
+
+        def keep(name: str, value: object) -> None:
+            self.views.add((name, swapped), value)
+
         if self.search is not None and not swapped:
-            return self.search(partial(self._keep, False), wanted)
+            return self.on_device(self.search, keep, wanted)
         if not self.is_table(swapped):
             raise ValueError(
                 "this relation has several edges with one output row and offset, "
@@ -158,8 +154,8 @@ class KeptViews:
             # In memory once: a kernel would copy a reversed view at every launch.
             return mx.contiguous(self._searched()[:, ::-1])
         geometry = registry.geometry()
-        if self.back is not None and geometry.counts_edges:
-            return self.back(partial(self._keep, True), wanted)
+        if self._back is not None and geometry.counts_edges:
+            return self.on_device(self._back(), keep, wanted)
         if self.search is not None:
             return geometry.transpose_table(self._searched(), self.n_in)
         columns = (1, 0) if swapped else (0, 1)
@@ -172,18 +168,15 @@ class KeptViews:
     def _rows(self, swapped: bool) -> int:
         return self.n_in if swapped else self.n_out
 
-    def _keep(self, swapped: bool, name: str, value: object) -> None:
-        self.views.add((name, swapped), value)
-
     def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
         """Drop a table that no route holds; ``again()`` makes it."""
         with building:
             if swapped not in self.held:
-                self.again[swapped] = WhereGiven(again)
+                self.again[swapped] = again
                 self.views.drop(("table", swapped))
 
     def release(self) -> None:
-        """Drop views that hold arrays; they are built again where they are asked for.
+        """Drop views that hold arrays; they are built again when they are asked for.
 
         Numbers stay: they are facts that plans depend on.
         """
@@ -192,25 +185,6 @@ class KeptViews:
                 self.views.drop(name)
             self.again = {}
             self.held.clear()
-
-
-class WhereGiven:
-    """A function of a backend that runs on the device that was current at first.
-
-    Its kernels run there alone, and a view may be asked for on another device.
-    """
-
-    __slots__ = "device", "made"
-
-    def __init__(self, made: Callable, device: mx.Device | None = None):
-        self.made, self.device = made, device or mx.default_device()
-
-    def __call__(self, *given):
-        """Call the function there."""
-        if mx.default_device() == self.device:
-            return self.made(*given)
-        with mx.stream(self.device):
-            return self.made(*given)
 
 
 class Relation:
@@ -226,16 +200,15 @@ class Relation:
         n_in: number of input rows.
         n_out: number of output rows.
         table: called once for the (N_out, K) int32 neighbour table, with a function
-            that keeps views made beside it, and the name of a wanted one or None.
-        back: called once for the same of the transposed table, where that can be
-            searched for.
-        family: a weak reference to what has ``relations``, this among others.
-        spec: the kernel, where there is one.
-        in_coords: (N_in, 1 + D) int32, where known.
-        out_coords: (N_out, 1 + D) int32, where known.
+            that keeps views made beside it, and the name of such a view or None.
+        back: called once for the search of the transposed table, if there is one.
+        family: a weak reference to the manager, whose ``relations`` have this one.
+        spec: the kernel, if there is one.
+        in_coords: (N_in, 1 + D) int32, if known.
+        out_coords: (N_out, 1 + D) int32, if known.
         mirrored: whether the edge (i, o, k) implies (o, i, K - 1 - k), so that the
             transposed table is a flip.
-        sets: the manager's input and output sets, where it made this.
+        sets: the input and output sets, if a manager made the relation.
     """
 
     def __init__(
@@ -411,8 +384,8 @@ class Relation:
     @property
     def _search(self) -> Search | None:
         """What it is searched by, if it is between two sets."""
-        made = self._data.search and self._data.search.made
-        return made if type(made) is Search else None
+        search = self._data.search
+        return search if type(search) is Search else None
 
     @property
     def fills_cells(self) -> bool:
@@ -427,7 +400,7 @@ class Relation:
     @property
     def cells(self) -> mx.array:
         """(N, 1) int32: the cell of each row, or -1, where it ``fills_cells``."""
-        find = WhereGiven(self._search.cells, self._data.search.device)
+        find = partial(self._data.on_device, self._search.cells)
         return self.view("cells", find, False)
 
     def cell_order(self) -> tuple[mx.array, ...]:

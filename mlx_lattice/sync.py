@@ -10,43 +10,32 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from . import availability, devices
+from . import devices
+from .availability import extension
 
 View = TypeVar("View")
 
 
-def _started_by_mlx(arrays: Sequence[mx.array]) -> None:
-    mx.async_eval(*arrays)
-
-
-def _as_they_are(arrays: Sequence[mx.array]) -> None:
-    """Leave arrays as MLX has them."""
-
-
-def _always() -> bool:
-    return True
-
-
-_unfollow = getattr(availability.extension, "unfollow", _as_they_are)
+_unfollow = getattr(extension, "unfollow", lambda arrays: None)
 # Has arrays computed, and waits for nothing.
 start_all: Callable[[Sequence[mx.array]], None] = getattr(
-    availability.extension, "start", _started_by_mlx
+    extension, "start", lambda arrays: mx.async_eval(*arrays)
 )
 # Whether MLX follows this thread's operations: for gradients, vmap or a compilation.
-# MLX's Python does not say it; where the extension is not there, it may at any time.
+# MLX's Python does not say it; without the extension it may do so at any time.
 is_transforming: Callable[[], bool] = getattr(
-    availability.extension, "is_transforming", _always
+    extension, "is_transforming", lambda: True
 )
-_KNOWS = hasattr(availability.extension, "is_differentiating")
-# Whether a gradient may be asked for: on a GPU MLX says so, by how it plans attention;
-# on a CPU any transformation may.
-is_differentiating: Callable[[], bool] = (
-    availability.extension.is_differentiating if _KNOWS else _always
+_KNOWS = hasattr(extension, "is_differentiating")
+# Whether a gradient may be taken: on a GPU MLX says so, by how it plans attention; on a
+# CPU any transformation may.
+is_differentiating: Callable[[], bool] = getattr(
+    extension, "is_differentiating", lambda: True
 )
 
 
 def is_known_to_differentiate() -> bool:
-    """Whether the extension is there and says that a gradient may be asked for."""
+    """Whether the extension is there and says that a gradient may be taken."""
     return _KNOWS and is_differentiating()
 
 
@@ -105,10 +94,10 @@ def read(*arrays: mx.array) -> list:
 
 
 def compute(arrays: Sequence[mx.array]) -> None:
-    """Compute arrays that are kept for calls to come, and wait for them.
+    """Compute arrays that are cached for later calls, and wait for them.
 
-    What a vjp rule makes MLX takes for an array that it follows, for ever: in a graph
-    that ``mx.compile`` traces later nothing that is made of it could be started.
+    MLX follows arrays that a vjp rule makes for ever: in a graph that ``mx.compile``
+    traces later nothing that is made of them could be started.
     """
     with values():
         mx.eval(*arrays)
@@ -178,8 +167,8 @@ def _compute_views(views: list) -> None:
 class Building:
     """A block in which one thread builds views, and other builders wait.
 
-    Views that the outermost block built are computed together when it ends, and are
-    visible to other threads after that. Until then the building thread alone sees them.
+    Views of the outermost block are computed together when it ends. Other threads see
+    them after that.
     """
 
     def __init__(self):

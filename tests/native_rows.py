@@ -31,22 +31,6 @@ def grid(size, dilation=1, start=None):
     return list(itertools.product(*axes))
 
 
-KERNELS = [
-    ("1d3", 1, grid((3,)), (1,)),
-    ("2d3", 2, grid((3, 3)), (1, 1)),
-    ("3d3", 3, grid((3, 3, 3)), (1, 1, 1)),
-    ("3d3-dilated", 3, grid((3, 3, 3), dilation=2), (1, 1, 1)),
-    ("3d2", 3, grid((2, 2, 2)), (2, 2, 2)),
-    ("3d313", 3, grid((3, 1, 3)), (1, 2, 3)),
-    ("3d-even-unit", 3, grid((2, 3, 2)), (1, 1, 1)),
-    ("3d-cross", 3, [(0, 0, 0), (1, 0, 0), (0, -1, 0), (0, 0, 2)], (1, 1, 1)),
-    ("3d3-stride2", 3, grid((3, 3, 3), start=-1), (2, 2, 2)),
-    ("4d2", 4, grid((2, 2, 2, 2)), (2, 1, 2, 1)),
-    ("4d3", 4, grid((3, 3, 3, 3)), (1, 1, 1, 1)),
-    ("none", 3, [], (1, 1, 1)),
-]
-
-
 def led_to(rows, offsets, stride):
     """The oracle's sorted unique cells, reached and expanded rows."""
     moves = np.array(offsets, np.int64).reshape(-1, len(stride))

@@ -18,7 +18,6 @@ from ..geometry import curves
 from ..geometry.curves import Curve, by_region
 from ..geometry.lattice import (
     Bounds,
-    KeptRows,
     Offsets,
     Rule,
     UniqueRows,
@@ -171,20 +170,6 @@ class RowIndex:
         )
 
 
-class MaskedRows:
-    """Rows that a mask keeps, found at once: the extension reads the mask in place."""
-
-    def __init__(self, mask: mx.array, coords: mx.array):
-        with sync.values():
-            mx.eval(mask)
-        self._kept = KeptRows(*extension.kept_rows(mask, coords))
-        self.count = mx.array([len(self._kept.rows)])
-
-    def kept(self, count: int) -> KeptRows:
-        """Return the rows."""
-        return self._kept
-
-
 def _bounds(coords: mx.array) -> Bounds:
     with sync.values():
         low, high = extension.bounds(coords)
@@ -195,7 +180,6 @@ class CpuGeometry(Geometry):
     """The geometry of the CPU's extension; see ``Geometry``."""
 
     bounds = staticmethod(_bounds)
-    start_kept = staticmethod(MaskedRows)
 
     def unique_rows(self, coords, box=None, count=None) -> UniqueRows:
         """Return the sorted unique rows, and the place of each row among them."""

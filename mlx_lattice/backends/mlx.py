@@ -412,10 +412,6 @@ class MlxGeometry(Geometry):
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""
         return tables.table_edges(table)
 
-    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
-        """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        return curves.by_region(curves.gray_order(table >= 0), region)
-
 
 _LEAST = -(1 << 31)
 BLOCK = 1024  # rows that are added up in one go: one long sum drifts
@@ -532,12 +528,6 @@ class MlxReductions:
             at = back[:, k]
             x = x + mx.where(won[at] == place, wide[at], 0)
         return x.astype(dy.dtype)
-
-    def row_products(self, x, y, table) -> mx.array:
-        """Return the (M, K) float32 products of the rows that a table pairs."""
-        rows, wide = padded(x.astype(mx.float32)), y.astype(mx.float32)
-        columns = [(rows[at] * wide).sum(axis=1) for at in table.T]
-        return mx.stack(columns, axis=1) if columns else mx.zeros(table.shape)
 
     def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, a slice an element, and their rows."""

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
+from . import curves
 from .curves import Curve
 from .lattice import Bounds, MaskedRows, Offsets, Rule, UniqueRows
 
@@ -215,7 +216,6 @@ class Geometry(ABC):
             relation: whose table it is: its edges may have been counted already.
         """
 
-    @abstractmethod
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
         """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
 
@@ -226,6 +226,7 @@ class Geometry(ABC):
             region: rows that are ordered among themselves, one region after another;
                 by default all of them.
         """
+        return curves.by_region(curves.gray_order(table >= 0), region)
 
     @abstractmethod
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:

@@ -10,7 +10,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from conftest import KINDS, pair
+from conftest import pair
 from contractions import moved
 from metal_checks import bounded, checked
 from places import HERE, MetalHost, agreed
@@ -187,13 +187,6 @@ def test_symmetric_offsets_over_one_set(place, d):
 
 
 @places
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_views(place, case):
-    relation, expected = pair(case)
-    check_views(place, relation.out_in, expected)
-
-
-@places
 @pytest.mark.parametrize(
     "case",
     (
@@ -210,17 +203,6 @@ def test_views_of_every_volume(place, case, name):
     relation, expected = pair(case, name, 30)
     check_views(place, relation.out_in, expected)
     assert name != "empty" or launched_nothing(place)
-
-
-@places
-def test_edges_over_many_blocks_of_rows(place):
-    rng = np.random.default_rng(0)
-    table = rng.integers(-2, 900, (3 * 64 + 5, 9)).clip(-1).astype(np.int32)
-    o, k = np.nonzero(table.T >= 0)[::-1]
-    same(
-        agreed(place, GEOMETRY[place.name].edges, mx.array(table)),
-        np.stack([table[o, k], o, k], axis=1),
-    )
 
 
 @places

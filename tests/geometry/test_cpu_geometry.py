@@ -11,7 +11,6 @@ from hypothesis import given, settings
 from native import THREADS, cpu
 from native_rows import (
     INT,
-    KERNELS,
     SPREADS,
     any_sets,
     assert_led_to,
@@ -22,29 +21,6 @@ from native_rows import (
 from reference_rows import table_of
 
 cpu_device = native.cpu_device
-
-
-@pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
-@pytest.mark.parametrize("transposed", (False, True))
-@pytest.mark.parametrize("same", (False, True))
-@pytest.mark.parametrize("name,dims,offsets,stride", KERNELS, ids=lambda v: str(v)[:12])
-def test_neighbour_table(name, dims, offsets, stride, same, transposed, far):
-    rng = np.random.default_rng(len(offsets) + dims)
-    a = coordinates(rng, 400, dims, extent=3 if dims == 4 else 5)
-    b = a if same else coordinates(rng, 300, dims, extent=4)
-    if far:  # rows at the ends of int32, whose ranges no 64-bit key holds
-        ends = np.full((2, 1 + dims), INT.max, np.int32)
-        ends[1] = INT.min
-        a = np.concatenate([a, ends]) if not same else np.concatenate([ends, a])
-        b = a if same else b
-    expected = table_of(a, b, offsets, stride, transposed)
-    in_coords = mx.array(a)
-    out_coords = in_coords if same else mx.array(b)
-    for threads in THREADS:
-        cpu.set_num_threads(threads)
-        table = cpu.neighbour_table(in_coords, out_coords, offsets, stride, transposed)
-        assert table.shape == expected.shape
-        np.testing.assert_array_equal(np.array(table), expected)
 
 
 def test_neighbour_table_takes_arrays_and_is_lazy_in_compile():
@@ -96,22 +72,6 @@ def test_full_int32_range():
     np.testing.assert_array_equal(
         got, np.unique(np.concatenate([inner, moved]), axis=0)
     )
-
-
-@pytest.mark.parametrize("n", (0, 1, 2, 700, 40_000))
-@pytest.mark.parametrize("dims", (1, 2, 3, 4))
-def test_sort_unique(n, dims):
-    rng = np.random.default_rng(n + dims)
-    rows = coordinates(rng, n, dims, extent=9, batch=3, unique=False)
-    expected, index, inverse = np.unique(
-        rows, axis=0, return_index=True, return_inverse=True
-    )
-    for threads in THREADS:
-        cpu.set_num_threads(threads)
-        got, got_inverse, first = cpu.unique_rows(mx.array(rows))
-        np.testing.assert_array_equal(np.array(got), expected)
-        np.testing.assert_array_equal(np.array(got_inverse), inverse.reshape(-1))
-        np.testing.assert_array_equal(np.array(first), index)
 
 
 @pytest.mark.parametrize("dims", (1, 2, 3, 4))
@@ -212,10 +172,6 @@ def test_errors_are_sentences():
         cpu.unique_rows(mx.zeros((3, 6), mx.int32))
     with pytest.raises(ValueError, match="stride must have 3 values"):
         cpu.neighbour_table(c, c, [(0, 0, 0)], (1, 1))
-    with pytest.raises(ValueError, match="mask must have one value a row"):
-        cpu.kept_rows(mx.zeros((2,), mx.bool_), c)
-    with pytest.raises(ValueError, match="mask must be bool"):
-        cpu.kept_rows(mx.zeros((3,)), c)
     with pytest.raises(ValueError, match="every offset must have 3 values"):
         cpu.neighbour_table(c, c, [(0, 0)], (1, 1, 1))
     with pytest.raises(ValueError, match="strides must be at least 1"):

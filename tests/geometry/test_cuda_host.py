@@ -5,7 +5,6 @@ import subprocess
 from functools import cache
 from pathlib import Path
 
-import mlx.core as mx
 import numpy as np
 import pytest
 from cuda_emulation import (
@@ -29,7 +28,6 @@ from mlx_lattice.backends.cuda.geometry import (
 )
 from mlx_lattice.backends.cuda.sort import digits_of
 from mlx_lattice.backends.cuda.weight_grad import ADD_PARTIALS
-from mlx_lattice.geometry import curves
 
 KERNELS = Path(__file__).parents[2] / "cuda"
 
@@ -240,15 +238,6 @@ def test_one_row(programs, at):
     check(got, row, table_of(row, row, CUBE, (1, 1, 1), False))
 
 
-@pytest.mark.parametrize("at", range(1, 200, 13))
-def test_bounds_that_one_row_sets(programs, at):
-    rows = np.arange(800, dtype=np.int32).reshape(200, 4) % 50 + 10
-    rows[at] = 0, -1, 0, -5
-    rows[-at] = 90, 91, 92, 93
-    got = run(programs, rows, rows[:1], [(0, 0, 0)], (1, 1, 1), False)
-    np.testing.assert_array_equal(got["ranges"].T, [rows.min(axis=0), rows.max(axis=0)])
-
-
 def test_the_ends_of_int32(programs):
     low, high = -(2**31), 2**31 - 1
     ends = [[0, low, low, 5], [0, high, high, 5], [0, high, low, 5], [0, 0, 0, 0]]
@@ -273,75 +262,6 @@ def test_equal_rows_are_one(programs, in_order):
     got = run(programs, rows, rows, CUBE, (1, 1, 1), False)
     assert got["repeat"][0] == first
     check(got, rows, table_of(rows, rows, CUBE, (1, 1, 1), False))
-
-
-RULES = ("ITSELF", "CELL", "REACH", "EXPAND")  # as enum Rule of unique_rows.cu
-
-
-def made_of(rule, rows, offsets, stride):
-    """The candidates that a rule makes of rows, by NumPy; and which of them are."""
-    step, shifts = np.array([1, *stride]), np.insert(offsets, 0, 0, axis=1)
-    if rule == "EXPAND":
-        return (rows[:, None] * step + shifts).reshape(-1, 4), slice(None)
-    if rule in ("ITSELF", "CELL"):
-        return rows // (step if rule == "CELL" else 1), slice(None)
-    apart = (rows[:, None] - shifts).reshape(-1, 4)
-    return apart // step, (apart % step == 0).all(axis=1)
-
-
-@pytest.mark.parametrize("extent", (6, 90, 900))
-@pytest.mark.parametrize("rule", RULES)
-def test_unique_rows(programs, rule, extent):
-    """Keys of 32 and of 64 bits, in one tile of the sort and in several."""
-    rng = np.random.default_rng(extent)
-    rows = rng.integers(-extent, extent, (700 if extent > 6 else 5000, 4))
-    rows[:, 0] %= 3
-    stride, several = (2, 3, 1), rule in ("REACH", "EXPAND")
-    offsets = np.array(list(itertools.product((-1, 0, 2), repeat=3))[::3])
-    offsets = offsets if several else offsets[:1] * 0
-    made, legal = made_of(rule, rows, offsets, stride)
-    box = np.stack([made[legal].min(axis=0), made[legal].max(axis=0)])
-    box[0, 1] += 1  # what lies beyond the box is left out
-    bits = int(np.prod(box[1] - box[0] + 1)).bit_length()
-    passes, each = digits_of(bits)
-    sizes = RULES.index(rule), len(rows), len(offsets), 3 * len(offsets) + 3
-    words = *offsets.ravel(), *stride
-    sizes = *sizes, each, passes, bits > 32
-    out = programs("uniques", sizes, rows, words, box.T)
-    count = int(np.frombuffer(out, np.int64, 1)[0])
-    unique = np.frombuffer(out, np.int32, 4 * count, 8).reshape(-1, 4)
-    places = np.frombuffer(out, np.int32, len(made), 8 + unique.nbytes)
-    keep = np.zeros(len(made), bool)
-    keep[legal] = True
-    keep &= (made >= box[0]).all(axis=1)
-    expected, inverse = np.unique(made[keep], axis=0, return_inverse=True)
-    np.testing.assert_array_equal(unique, expected)
-    np.testing.assert_array_equal(places[keep], inverse.ravel())
-
-
-@pytest.mark.parametrize("extent", (6, 90, 900))
-@pytest.mark.parametrize("count", (1, 700, 5000))
-def test_cells_of_several_strides(programs, count, extent):
-    """At once, one level after another, in a box that is worked out of the rows'."""
-    rng = np.random.default_rng(extent)
-    rows = rng.integers(-extent, extent, (count, 4)).astype(np.int32)
-    rows[:, 0] %= 3
-    strides = np.array([(2, 2, 2), (2, 6, 4), (10, 6, 8)])
-    levels = [rows // np.array([1, *stride]) for stride in strides]
-    box = np.stack(
-        [f([f(a, axis=0) for a in levels], axis=0) for f in (np.min, np.max)]
-    )
-    bits = int(3 * np.prod(box[1] - box[0] + 1)).bit_length()
-    passes, each = digits_of(bits)
-    sizes = 4, len(rows), 3, 3 * 3 + 3, each, passes, bits > 32
-    words = *strides.ravel(), 1, 1, 1
-    ranges = np.stack([rows.min(axis=0), rows.max(axis=0)], axis=1)
-    out = programs("uniques", sizes, rows, words, ranges)
-    ends = np.frombuffer(out, np.int64, 3)
-    made = np.frombuffer(out, np.int32, 4 * int(ends[-1]), 24).reshape(-1, 4)
-    expected = [np.unique(level, axis=0) for level in levels]
-    np.testing.assert_array_equal(ends, np.cumsum([len(level) for level in expected]))
-    np.testing.assert_array_equal(made, np.concatenate(expected))
 
 
 @pytest.mark.parametrize("mirrored", (False, True))
@@ -395,22 +315,3 @@ def test_partial_sums_are_added_into_the_layout_of_mlx(programs, c_in, c_out, sp
         np.testing.assert_array_equal(
             found.reshape(c_out, volume, c_in), sum_.transpose(2, 0, 1)
         )
-
-
-@pytest.mark.parametrize("name", curves.CURVES)
-@pytest.mark.parametrize(("d", "extent"), ((2, 2**30), (3, 300), (3, 2**20), (4, 90)))
-def test_orders_along_curves(programs, name, d, extent):
-    """Keys of 32 and of 64 bits, in several tiles of the sort."""
-    rng = np.random.default_rng(d)
-    rows = rng.integers(-extent // 2, extent // 2, (5000, 1 + d))
-    rows[:, 0] = rng.integers(-2, 2, 5000)
-    rows = rng.permutation(np.unique(rows, axis=0))
-    bounds = rows.min(axis=0).tolist(), rows.max(axis=0).tolist()
-    curve = curves.curve_of(name, bounds)
-    assert curve.is_numbered
-    passes, each = digits_of(curve.of_key)
-    kind = curve.is_hilbert, curve.is_swapped, curve.of_key > 32
-    frame = *curve.low, curve.bits
-    out = programs("curves", (len(rows), 1 + d, *kind, each, passes), rows, frame)
-    wanted = curves.curve_order(mx.array(rows.astype(np.int32)), curve)
-    np.testing.assert_array_equal(np.frombuffer(out, np.int32), np.array(wanted))

@@ -1,6 +1,5 @@
 """Coordinate operations against sets of Python integers, over the whole of int32."""
 
-import cases
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -8,7 +7,6 @@ import reference as ref
 from hypothesis import given
 from hypothesis import strategies as st
 
-from mlx_lattice import sync
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.tables import SortedIndex
@@ -42,14 +40,6 @@ def index_of(coords: mx.array) -> SortedIndex:
     return SortedIndex.of(coords, lattice.bounds_of(coords))
 
 
-def repeat_of(coords: mx.array) -> tuple[int, int] | None:
-    """The earliest pair of equal rows, as an index settles it."""
-    if not len(coords):
-        return None
-    index = SortedIndex.of(coords)
-    return index.settle(sync.read(*index.facts()))[1]
-
-
 @pytest.mark.parametrize("by", (1, 2, 3, 5, 7, 2**20))
 def test_floor_divide(by):
     values = [LEAST, LEAST + 1, -by - 1, -by, -1, 0, 1, by, by + 1, MOST - 1, MOST]
@@ -80,15 +70,6 @@ def test_true_positions_of_a_column(n):
     assert lattice.true_positions(column >= 0).tolist() == [*range(n)]
     columns = lattice.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
     assert columns.tolist() == [[i] for i in range(5)]
-
-
-@given(rows())
-def test_unique_rows(drawn):
-    given_rows, d = drawn
-    got = lattice.unique_rows(array(given_rows, d))
-    expected = sorted(set(given_rows))
-    assert ref.rows_of(got.rows) == expected
-    assert got.inverse.tolist() == [expected.index(row) for row in given_rows]
 
 
 @given(rows())
@@ -132,40 +113,6 @@ def test_a_scaled_index_finds_only_lattice_rows(drawn, stride):
     where = {row: i for i, row in enumerate(on)}
     got = index.find(wide(on + off, d))
     assert got.tolist() == [where.get(row, -1) for row in on + off]
-
-
-@given(rows(d=2))
-def test_first_duplicate(drawn):
-    given_rows, _ = drawn
-    found = repeat_of(array(given_rows, 2))
-    if len(set(given_rows)) == len(given_rows):
-        assert found is None
-    else:
-        first, second = found
-        assert first < second and given_rows[first] == given_rows[second]
-
-
-def test_first_duplicate_is_the_earliest():
-    given_rows = [(0, 5), (0, 9), (0, 1), (0, 9), (0, 5), (0, 1)]
-    assert repeat_of(array(given_rows, 1)) == (1, 3)
-
-
-@pytest.mark.parametrize("stride", (1, 2, 3, (1, 2, 3)), ids=str)
-@pytest.mark.parametrize("kernel", (1, 2, 3, (3, 1, 2)), ids=str)
-@pytest.mark.parametrize("name", ("negative", "batches", "far", "one", "empty"))
-def test_reached_and_expanded_rows(name, kernel, stride):
-    coords = cases.geometry(name, 3, 30)
-    offsets, step = ref.kernel_offsets(kernel, 3, dilation=2), ref.per_axis(stride, 3)
-    bounds = lattice.bounds_of(mx.array(coords))
-    for rule, expected in (
-        (Rule.REACH, ref.reach_rows),
-        (Rule.EXPAND, ref.generative_rows),
-    ):
-        facts = offsets.tolist(), step
-        box = lattice.box_of(rule, bounds, *facts)
-        got = lattice.made_rows(rule, mx.array(coords), *facts, box)
-        assert got.dtype == mx.int32
-        assert ref.rows_of(got) == expected(coords, offsets, step)
 
 
 def test_the_box_is_cut_to_the_grid():

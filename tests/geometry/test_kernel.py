@@ -57,16 +57,6 @@ def test_output_shapes(d, size, stride, padding, dilation, extent):
         assert made == ref.conv_transpose_shape(shape, *facts)
 
 
-def test_the_offsets_of_odd_and_even_axes():
-    assert [o for (o,) in KernelSpec.of(1, kernel_size=3).offsets] == [-1, 0, 1]
-    assert [o for (o,) in KernelSpec.of(1, kernel_size=4).offsets] == [0, 1, 2, 3]
-    spec = KernelSpec.of(1, kernel_size=4, padding=1, dilation=2)
-    assert [o for (o,) in spec.offsets] == [-1, 1, 3, 5]
-    spec = KernelSpec.of(3, kernel_size=(2, 1, 3))
-    assert spec.offsets[:3] == ((0, 0, -1), (0, 0, 0), (0, 0, 1))
-    assert spec.offsets[3:] == ((1, 0, -1), (1, 0, 0), (1, 0, 1))
-
-
 def test_custom_offsets_keep_their_order():
     offsets = [(0, 0), (3, -1), (-2, 5)]
     spec = KernelSpec.of(2, offsets=offsets, stride=2)
@@ -177,9 +167,3 @@ def test_boxes_that_fill_their_cell(d, size, stride, padding, dilation):
     )
     places = set(itertools.product(*map(range, spec.stride)))
     assert spec.fills_cell == (set(spec.offsets) == places)
-
-
-def test_a_cell_of_many_places_is_not_listed():
-    """A pool over cells of 1000 took all memory for its 10^9 offsets."""
-    assert KernelSpec.of(3, kernel_size=1000, stride=1000).fills_cell
-    assert not KernelSpec.of(3, kernel_size=1000, stride=1000, padding=1).fills_cell

@@ -77,7 +77,6 @@ def pooled(call):
         "gather_sum": lambda: reductions.gather_sum(x, at),
         "gather_max": lambda: reductions.gather_max(x, at),
         "max_pool_backward": lambda: reductions.max_pool_backward(y, won, back),
-        "row_products": lambda: reductions.row_products(x, y, at),
         "sum_segments": lambda: reductions.scatter_sum(y, at, n),
         "max_segments": lambda: reductions.scatter_max(y, at[:, :1], n),
     }[call]
@@ -102,7 +101,7 @@ CALLS = {
     **{
         name: (lambda name=name: pooled(name), "elements", 300)
         for name in (
-            *("gather_sum", "gather_max", "max_pool_backward", "row_products"),
+            *("gather_sum", "gather_max", "max_pool_backward"),
             *("sum_segments", "max_segments"),
         )
     },

@@ -100,20 +100,6 @@ def test_consecutive_cells_of_the_hilbert_curve_touch(d, bits, shift):
     assert set(steps.tolist()) == {1}
 
 
-def test_the_morton_curve_of_a_square():
-    rows = [(0, x, y) for x in range(2) for y in range(2)][::-1]
-    coords = np.array(rows, np.int32)
-    walk = coords[np.array(ordered("morton", coords))].tolist()
-    assert walk == [[0, 0, 0], [0, 0, 1], [0, 1, 0], [0, 1, 1]]
-
-
-@pytest.mark.parametrize("curve", CURVES)
-def test_batches_stay_together(curve):
-    coords = cases.geometry("batches", 3, 100)
-    walk = coords[np.array(ordered(curve, coords))]
-    assert walk[:, 0].tolist() == sorted(coords[:, 0].tolist())
-
-
 @given(st.integers(1, 150), st.integers(0, 40), st.integers(0, 99))
 def test_gray_order(volume, n, seed):
     occupied = np.random.default_rng(seed).random((n, volume)) < 0.3

@@ -144,9 +144,8 @@ def test_nothing_comes_of_nothing(place, n, rows, channels):
     names = []
     for name in checks(place).nothing(n, rows, channels):
         names.append(name)
-        if name != "row_products" or not channels:
-            launched(place, 0)
-    assert len(names) == 6
+        launched(place, 0)
+    assert len(names) == 5
 
 
 @gpus
@@ -197,9 +196,6 @@ def test_maxima_of_features_that_begin_anywhere(place, dtype, before):
         there, held = np.array(back)[..., None], np.array(won)[np.array(back)]
         hits = (there >= 0) & (held == np.arange(9)[:, None, None])
         np.testing.assert_array_equal(np.array(dx.astype(mx.float32)), hits.sum(axis=1))
-        products = agreed(place, reduce.row_products, x, dy, mx.array(table))
-        wanted = np.where(table >= 0, exact.sum(axis=1)[table], 0)
-        np.testing.assert_allclose(np.array(products), wanted, 2e-2, 1e-5)
 
 
 @places

@@ -8,7 +8,7 @@ import reference as ref
 from conftest import mappable
 
 import mlx_lattice as ml
-from mlx_lattice import backends, ops, registry
+from mlx_lattice import backends, ops
 from mlx_lattice.geometry.points import reduce_segments
 
 N, C = 60, 5
@@ -169,24 +169,6 @@ def test_weights_of_interpolation_have_derivatives_of_every_order():
         for a, b in zip(found, results(), strict=True):
             ref.assert_close(a, np.array(b).astype(np.float64))
     assert all(mx.isfinite(a).all().item() for a in found)
-
-
-def test_nan_wins_and_the_first_of_equals():
-    values = [[1.0], [np.inf], [np.nan], [np.nan], [np.inf]]
-    ties = [[-0.0], [0.0], [-1.0], [0.0], [-0.0]]
-    table = mx.array([[0, 1, 2, 3], [4, 1, -1, -1], [-1, -1, -1, -1]], mx.int32)
-    segment = mx.array([[0], [0], [0], [0], [1]], mx.int32)
-    for portable in (False, True):
-        with backends.portable_only() if portable else mx.stream(mx.cpu):
-            for data, winners in ((values, [2, 4, -1]), (ties, [0, 4, -1])):
-                x = mx.array(data)
-                y, rows = registry.reductions().gather_max(x, table)
-                assert rows[:, 0].tolist() == winners
-                y2, rows = registry.reductions().scatter_max(x, segment, 3)
-                assert rows[:, 0].tolist() == winners
-                expected = [[data[w][0] if w >= 0 else 0] for w in winners]
-                np.testing.assert_array_equal(np.array(y), expected)
-                np.testing.assert_array_equal(np.array(y2), expected)
 
 
 def test_maxima_of_segments_give_their_gradient_to_the_first():

@@ -22,12 +22,6 @@ def test_every_case(case, name):
     assert_same(*pair(case, name, n=30))
 
 
-@pytest.mark.parametrize("name", ("block", "surface", "scattered"))
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_denser_geometry(case, name):
-    assert_same(*pair(case, name, n=120))
-
-
 @given(cases.convolutions(kinds=tuple(k.kind for k in KINDS if k.kind != "general")))
 @settings(max_examples=300)
 def test_any_kernel_over_any_rows(drawn):
@@ -185,27 +179,6 @@ def test_target_rows_keep_their_order():
     assert bits(relation.out_coords) == bits(target)
     assert relation.keys[1] == manager.insert(target)
     assert relation.keys[1] == manager.insert(relation.out_coords)
-
-
-@pytest.mark.parametrize("kernel", (3, 4, 5), ids=lambda k: f"k{k}")
-def test_overlapping_generative_kernels_give_each_row_once(kernel):
-    relation, expected = pair(cases.Case("generative", 3, kernel, 2), n=30)
-    rows = ref.rows_of(relation.out_coords)
-    assert rows == sorted(set(rows))
-    assert relation.n_edges == relation.n_in * kernel**3 > relation.n_out
-    assert relation.n_edges == len(expected.edges)
-
-
-def test_stride_1_generative_is_dilation_by_the_support():
-    coords = cases.geometry("negative", 2)
-    relation = build(cases.Case("generative", 2, 3, 1), coords)
-    grown = {
-        (b, x + i, y + j)
-        for b, x, y in ref.rows_of(coords)
-        for i in (-1, 0, 1)
-        for j in (-1, 0, 1)
-    }
-    assert ref.rows_of(relation.out_coords) == sorted(grown)
 
 
 def test_strided_cells_after_cells_are_the_cells_of_the_product():

@@ -11,6 +11,7 @@ import reference as ref
 from conftest import KINDS, build, multi_edges, pair
 
 import mlx_lattice as ml
+from mlx_lattice.geometry import curves
 from mlx_lattice.relation import KeptViews
 
 GEOMETRIES = ("negative", "batches", "one", "empty")
@@ -63,33 +64,14 @@ def assert_views(relation: ml.Relation, expected: ref.Relation) -> None:
 def test_views(case, name):
     relation, expected = pair(case, name)
     assert_views(relation, expected)
-
-
-@pytest.mark.parametrize("name", GEOMETRIES)
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_views_of_the_transpose(case, name):
-    relation, expected = pair(case, name)
     assert_views(relation.T, expected.T)
     assert relation.T.in_coords is relation.out_coords
     assert relation.T.keys == relation.keys[::-1]
     np.testing.assert_array_equal(np.array(relation.in_out), expected.T.out_in)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=str)
-def test_the_transpose_of_the_transpose_shares_the_views(case):
-    relation, expected = pair(case)
     twice = relation.T.T
     assert_views(twice, expected)
     assert twice.edges is relation.edges and twice.out_in is relation.out_in
     assert twice.T.output_csr is relation.T.output_csr
-
-
-@pytest.mark.parametrize("case", VOLUMES, ids=str)
-def test_mirrored_tables(case):
-    """A point-symmetric submanifold kernel searches half and flips the rest."""
-    relation, expected = pair(case, "block", 60)
-    np.testing.assert_array_equal(np.array(relation.out_in), expected.out_in)
-    np.testing.assert_array_equal(np.array(relation.in_out), expected.T.out_in)
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -114,68 +96,27 @@ def test_no_table_where_edges_share_a_row_and_offset():
 # Sorted rows
 
 
-def gray_rank(mask: int) -> int:
-    """The position of a code word in the reflected Gray code, by its definition."""
-    rank = 0
-    while mask:
-        rank ^= mask
-        mask >>= 1
-    return rank
-
-
-def test_the_scalar_rank_is_the_inverse_of_the_gray_code():
-    assert [gray_rank(i ^ i >> 1) for i in range(64)] == list(range(64))
-
-
-def masks_of(table: np.ndarray) -> list[int]:
-    return [sum(1 << k for k in np.flatnonzero(row >= 0).tolist()) for row in table]
-
-
 @pytest.mark.parametrize("name", ("negative", "surface", "one", "empty"))
 @pytest.mark.parametrize("case", VOLUMES, ids=str)
 def test_sorted_rows(case, name):
-    relation, expected = pair(case, name, 70)
-    table, view = expected.out_in, relation.sorted
-    masks = masks_of(table)
-    order = sorted(range(len(masks)), key=lambda row: (gray_rank(masks[row]), row))
-    assert view.rows.tolist() == order and view.rows.dtype == mx.int32
-    np.testing.assert_array_equal(
-        np.array(view.table).reshape(-1, relation.volume), table[order]
-    )
-    blocks = [order[start : start + 16] for start in range(0, len(order), 16)]
-    words = -(-relation.volume // 32)
-    assert view.masks.shape == (len(blocks), words) and view.masks.dtype == mx.uint32
-    for block, mask in zip(blocks, view.masks.tolist(), strict=True):
-        union = 0
-        for row in block:
-            union |= masks[row]
-        assert union == sum(word << 32 * w for w, word in enumerate(mask))
-
-
-@pytest.mark.parametrize("case", VOLUMES[1:6], ids=str)
-@pytest.mark.parametrize("tile", (16, 32, 64))
-def test_tile_offsets(case, tile):
-    relation, _ = pair(case, "surface", 150)
-    view = relation.sorted
-    used = np.array(view.table) >= 0
-    expected = [
-        np.flatnonzero(used[start : start + tile].any(axis=0)).tolist()
-        for start in range(0, len(used), tile)
-    ]
-    assert view.tile_offsets(tile) == expected
-
-
-def test_a_tile_is_a_whole_number_of_blocks():
-    relation, _ = pair(KINDS[0])
+    """The table in the order of ranks, and the offsets that tiles of rows use."""
+    both = pair(case, name, 70)
+    for relation, expected in (both, (both[0].T, both[1].T)):
+        table, view = expected.out_in, relation.sorted
+        order = curves.gray_order(mx.array(table >= 0))
+        assert view.rows.tolist() == order.tolist() and view.rows.dtype == mx.int32
+        ordered = np.array(view.table).reshape(-1, relation.volume)
+        np.testing.assert_array_equal(ordered, table[np.array(order)])
+        words = -(-relation.volume // 32)
+        assert view.masks.shape == (-(-len(table) // 16), words)
+        for tile in (16, 64):
+            used = [
+                np.flatnonzero((ordered[start : start + tile] >= 0).any(axis=0))
+                for start in range(0, len(ordered), tile)
+            ]
+            assert view.tile_offsets(tile) == [offsets.tolist() for offsets in used]
     with pytest.raises(ValueError, match="tile must be a multiple of 16; got 24"):
-        relation.sorted.tile_offsets(24)
-
-
-def test_sorted_rows_of_the_transpose():
-    relation, expected = pair(cases.Case("forward", 3, 3, 2), "surface", 70)
-    masks = masks_of(expected.T.out_in)
-    order = sorted(range(len(masks)), key=lambda row: (gray_rank(masks[row]), row))
-    assert relation.T.sorted.rows.tolist() == order
+        view.tile_offsets(24)
 
 
 # Coverage
@@ -260,32 +201,6 @@ def test_repr_names_kind_kernel_and_sizes(case):
 # Size
 
 
-def test_a_million_voxels():
-    """K = 27 over a synthetic surface, checked on sampled rows."""
-    side = np.arange(1000, dtype=np.int32)
-    x, y = (axis.ravel() - 500 for axis in np.meshgrid(side, side, indexing="ij"))
-    height = np.floor(40 * np.sin(x / 50) + 30 * np.cos(y / 35)).astype(np.int32)
-    coords = np.column_stack([np.zeros_like(x), x, y, height]).astype(np.int32)
-    rng = np.random.default_rng(0)
-    coords = coords[rng.permutation(len(coords))]
-    relation = build(cases.Case("submanifold", 3, 3), coords)
-    table = np.array(relation.out_in)
-    assert table.shape == (1_000_000, 27)
-    index = {row: i for i, row in enumerate(map(tuple, coords.tolist()))}
-    offsets = ref.kernel_offsets(3, 3).tolist()
-    for o in rng.integers(0, len(coords), 2000).tolist():
-        row = tuple(coords[o].tolist())
-        expected = [
-            index.get(ref.fine_site(row, off, (1, 1, 1)), -1) for off in offsets
-        ]
-        assert table[o].tolist() == expected
-    live = table[:, 0] >= 0
-    np.testing.assert_array_equal(
-        coords[live][:, 1:] - 1, coords[table[live, 0]][:, 1:], "edges of offset -1"
-    )
-    assert relation.edge_counts == tuple((table >= 0).sum(axis=0).tolist())
-
-
 @pytest.mark.parametrize("later", (mx.cpu, mx.gpu), ids=str)
 def test_what_a_backend_gave_runs_on_its_device(later, monkeypatch):
     """A released table is made again where it was, whatever asks for it: a kernel of
@@ -304,5 +219,5 @@ def test_what_a_backend_gave_runs_on_its_device(later, monkeypatch):
     views = KeptViews(2, 2, 1)
     views.release_table(False, lambda: here[-1])
     here.append(mx.Device(later))
-    assert views.again[False]() == mx.Device(mx.gpu)
+    assert views.make_table(False) == mx.Device(mx.gpu)
     assert entered == ([] if later == mx.gpu else [mx.Device(mx.gpu)])

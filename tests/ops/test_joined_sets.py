@@ -5,7 +5,6 @@ from weakref import ref
 
 import cases
 import mlx.core as mx
-import mlx.nn
 import numpy as np
 import pytest
 from cuda_emulation import Emulator, emulated, emulating
@@ -330,56 +329,6 @@ def test_rows_that_repeat_are_aligned_with_none(is_turned):
     x, y = tensor(rows), tensor(np.concatenate([rows[:1], rows[:-1]]), 1)
     with pytest.raises(ValueError, match="unique; rows 0 and 1 are both"):
         ops.align(*((y, x) if is_turned else (x, y)))
-
-
-class Growing(mlx.nn.Module):
-    """Refines cells of several levels, and joins each with what they were made of."""
-
-    def __init__(self, kernel=2):
-        super().__init__()
-        self.up = nn.GenerativeConvTranspose3d(CHANNELS, CHANNELS, kernel, stride=2)
-
-    def __call__(self, x, keep=lambda y: y):
-        levels = [x]
-        for _ in range(3):
-            levels.append(ops.avg_pool3d(levels[-1], 2))
-        y = levels.pop()
-        while levels:
-            y = keep(ops.union(levels.pop(), self.up(y)))
-        return y
-
-
-@pytest.mark.parametrize("shape", (None, (9, 10, 16)), ids=("free", "grid"))
-def test_refined_cells_hold_the_rows_that_they_are_of(monkeypatch, shape):
-    """Known without a read, unless a grid cut some, or rows were left out."""
-    rows = np.abs(np.unique(drawn(np.random.default_rng(6), 150), axis=0))
-    rows = np.unique(rows, axis=0)
-    net, seen, real = Growing(), [], joined_sets._missing
-
-    def missing(*sets):
-        seen.append(sets)
-        return real(*sets)
-
-    monkeypatch.setattr(joined_sets, "_missing", missing)
-    x = tensor(rows, spatial_shape=shape)
-    made = net(x)
-    finest = ops.avg_pool3d(x, 2)
-    assert (len(seen) == 0) == (shape is None)
-    assert set(map(tuple, rows.tolist())) <= set(map(tuple, made.coords.tolist()))
-    # The last are all cells of the coarsest, eight for each and again.
-    coarsest = ops.avg_pool3d(ops.avg_pool3d(finest, 2), 2)
-    if shape is None:
-        assert len(made) == 8**3 * len(coarsest)
-    for left, looks in ((1, 3), (0, 0)):
-        seen.clear()
-        x = tensor(rows)
-        some = net(x, lambda y, n=left: ops.prune(y, mx.arange(len(y)) >= n))
-        assert len(seen) == (looks and looks - 1)
-        rest = set(map(tuple, some.coords.tolist()))
-        assert len(set(map(tuple, rows.tolist())) - rest) <= left
-    seen.clear()
-    Growing(3)(tensor(rows))  # whose kernels overlap
-    assert len(seen) == 3
 
 
 @places

@@ -149,20 +149,3 @@ def test_several_features_of_one_set(place):
     wanted = np.array(many)[:, np.array(mask)]
     np.testing.assert_array_equal(np.array(first), wanted)
     np.testing.assert_array_equal(np.array(last), np.moveaxis(wanted, 0, 2))
-
-
-@places
-def test_joins_with_nothing(place):
-    x, none = tensor(rows_of("negative", 20)), tensor(np.zeros((0, 4), np.int32))
-
-    def joined():
-        both = [ops.union(x, none), ops.union(none, x), ops.intersection(x, none)]
-        both += [ops.difference(x, x), ops.prune(none, mx.zeros((0,), mx.bool_))]
-        return [each.feats for each in both], [each.coords for each in both]
-
-    feats, coords = agreed(place, joined)
-    order = np.lexsort(np.array(x.coords).T[::-1])
-    for got in feats[:2]:
-        np.testing.assert_array_equal(np.array(got), np.array(x.feats)[order])
-    assert [c.shape[0] for c in coords] == [len(x), len(x), 0, 0, 0]
-    assert [f.shape for f in feats[2:]] == [(0, CHANNELS)] * 3

@@ -13,8 +13,7 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from ... import sync
-from ...geometry import curves, lattice
-from ...geometry.curves import by_region
+from ...geometry import lattice
 from ...geometry.lattice import (
     KEY_LIMIT,
     Bounds,
@@ -420,25 +419,6 @@ def _table_kernel(code: Code, volume: int, tiled: bool) -> GpuKernel:
     )
 
 
-def identity_tiles(rows: mx.array) -> Sorted:
-    """Return tiles of rows whose only neighbour is themselves.
-
-    ``rows`` is an array of as many, at least one; its values are not read.
-    """
-    n = len(rows)
-    kernel = geometry_kernel(
-        "identity_tiles",
-        ("rows.cuh", "sort_table.cu"),
-        "IdentityTiles",
-        ("fed",),
-        ("rows", "sorted", "masks"),
-        arguments=(("fed", ""),),
-    )
-    blocks = striding_blocks(pitch_of(n))
-    rows, table, masks = run(kernel, [rows], blocks, _tiles_outputs(n, 1))
-    return Sorted(table, rows, masks)
-
-
 # Views of a relation, from its table and what was counted with it
 
 
@@ -457,15 +437,11 @@ def sorted_arrays(relation: RelationViews) -> tuple[mx.array, ...]:
 
 
 def _tiles(relation: RelationViews) -> Sorted:
-    if relation.is_identity and relation.n_out:  # rows are in order
-        rows = relation.in_coords  # of any array that has as many
-        tiles = identity_tiles(relation.out_in if rows is None else rows)
-    else:
-        table = relation.table_with(TILES)
-        tiles = relation.kept(TILES)
-        if tiles is None:
-            _, counts, tiles = counted_table(table_source(table), tiled=True)
-            relation.keep(COUNTS, counts)
+    table = relation.table_with(TILES)
+    tiles = relation.kept(TILES)
+    if tiles is None:
+        _, counts, tiles = counted_table(table_source(table), tiled=True)
+        relation.keep(COUNTS, counts)
     relation.release_table(lambda: table_of(tiles))
     return tiles
 
@@ -499,11 +475,10 @@ def band_counts(relation: RelationViews) -> BandCounts:
 
 def _listed(
     table: mx.array, counts: BandCounts, words: int, offsets: int, total: int
-) -> tuple[mx.array, ...]:
-    """Return the edges of the first offsets of a table, and arrays of their places.
+) -> tuple[mx.array, mx.array]:
+    """Return the edges of the first offsets of a table, and where each one's start.
 
-    With three words: where the edges of each offset start. With two: the spans, those
-    of the transpose, and the first stages; see ``Pairs``.
+    With three words: (offsets + 1,). With two: the spans of all offsets, see ``Pairs``.
 
     Args:
         table: (N, K) int32.
@@ -513,26 +488,20 @@ def _listed(
         total: their edges.
     """
     n, volume = table.shape
-    lines = offsets, -(-n // BAND)
-    scanned = "starts", "sums"
+    lines, scanned = (offsets, -(-n // BAND)), ("starts", "sums")
     scan = geometry_kernel(
         "scan_counts", _VIEWS, "ScanCounts", ("counts",), scanned, 1024
     )
     outputs = [(lines, mx.int32), ((offsets,), mx.int32)]
     starts, sums = run(scan, [counts.bands], offsets, outputs)
-    outputs, names = [((max(1, total), words), mx.int32)], ("edges", "offset_starts")
-    if words == 2:
-        names = "edges", "spans", "turned", *(f"firsts_{n}" for n in STAGE_PAIRS)
-        outputs += [((volume, 2), mx.int32)] * 2
-        outputs += [((volume + 1,), mx.int32)] * len(STAGE_PAIRS)
-    else:
-        outputs.append(((offsets + 1,), mx.int32))
-    inputs, template = ("neighbours", *scanned), (("WORDS", words),)
+    names = ("neighbours", *scanned), ("edges", "starts_of")
     write = geometry_kernel(
-        "write_edges", _VIEWS, "WriteEdges", inputs, names, template=template
+        "write_edges", _VIEWS, "WriteEdges", *names, template=(("WORDS", words),)
     )
-    made, *places = run(write, [table, starts, sums], -(-n // EDGE_ROWS), outputs)
-    return made if total else made[:0], *places
+    places = (volume, 2) if words == 2 else (offsets + 1,)
+    outputs = [((max(1, total), words), mx.int32), (places, mx.int32)]
+    edges, places = run(write, [table, starts, sums], -(-n // EDGE_ROWS), outputs)
+    return edges if total else edges[:0], places
 
 
 def offset_starts(relation: RelationViews) -> mx.array:
@@ -557,23 +526,10 @@ class Pairs(NamedTuple):
             its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
         spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin if
             they are (o, i).
-        turned: the spans of the transpose, or None if they were not written.
-        firsts: for stages of each of ``STAGE_PAIRS``, (K + 1,) int32: the first stage
-            of each offset, and how many there are; () if they were not written.
     """
 
     rows: mx.array
     spans: mx.array
-    turned: mx.array | None = None
-    firsts: tuple[mx.array, ...] = ()
-
-    @property
-    def of_transpose(self) -> Pairs:
-        """The same of the transpose."""
-        turned = self.turned
-        if turned is None:
-            turned = self.spans ^ mx.array([-1, 0])
-        return Pairs(self.rows, turned, self.spans, self.firsts)
 
 
 def pairs(relation: RelationViews) -> Pairs:
@@ -581,16 +537,14 @@ def pairs(relation: RelationViews) -> Pairs:
 
     def build() -> Pairs:
         other = relation.T.kept("cuda_pairs")
-        found = _pairs(relation) if other is None else other.of_transpose
+        if other is None:
+            found = _pairs(relation)
+        else:
+            found = Pairs(other.rows, other.spans ^ mx.array([-1, 0]))
         release_table(relation)
         return found
 
     return relation.view("cuda_pairs", build)
-
-
-def pair_arrays(relation: RelationViews) -> tuple[mx.array, mx.array]:
-    """Return rows and spans of the relation's pairs."""
-    return pairs(relation)[:2]
 
 
 @cache
@@ -599,7 +553,7 @@ def stages_of(size: int) -> Callable[[RelationViews], tuple[mx.array, ...]]:
 
     def read(relation: RelationViews) -> tuple[mx.array, ...]:
         def build() -> tuple[mx.array, ...]:
-            return *pair_arrays(relation), first_stages(relation, size)
+            return *pairs(relation), first_stages(relation, size)
 
         return relation.view(f"cuda_stages_{size}", build)
 
@@ -608,12 +562,10 @@ def stages_of(size: int) -> Callable[[RelationViews], tuple[mx.array, ...]]:
 
 def first_stages(relation: RelationViews, size: int) -> mx.array:
     """Return the first stage of ``size`` pairs of each offset, and how many, int32."""
-    found = pairs(relation)
-    if found.firsts:
-        return found.firsts[STAGE_PAIRS.index(size)]
+    rows, spans = pairs(relation)
     if relation.volume == 1:
-        return _up_to(-(-len(found.rows) // size))
-    begin, end = found.spans[:, 0], found.spans[:, 1]
+        return _up_to(-(-len(rows) // size))
+    begin, end = spans[:, 0], spans[:, 1]
     stages = (end - mx.maximum(begin, ~begin) + (size - 1)) // size
     return mx.pad(mx.cumsum(stages), (1, 0)).astype(mx.int32)
 
@@ -621,10 +573,9 @@ def first_stages(relation: RelationViews, size: int) -> mx.array:
 def _pairs(relation: RelationViews) -> Pairs:
     """List the edges by offset, from the table if there is one."""
     volume, n, total = relation.volume, relation.n_out, relation.n_edges
-    turned, firsts = None, ()
     if relation.is_identity and n:
-        rows = sorted_rows(relation).rows  # in order
-        rows = mx.contiguous(mx.broadcast_to(rows[:, None], (n, 2)))
+        rows = mx.broadcast_to(mx.arange(n, dtype=mx.int32)[:, None], (n, 2))
+        rows, spans = mx.contiguous(rows), None
     elif n * relation.n_in == 0 or relation.lists_edges:
         rows, starts = mx.contiguous(relation.edges[:, :2]), offset_starts(relation)
         spans = mx.stack([starts[:-1], starts[1:]], axis=1)
@@ -634,11 +585,9 @@ def _pairs(relation: RelationViews) -> Pairs:
             # The offset in the middle, if there is one, leads each row to itself.
             offsets = (volume + 1) // 2
             total = (total + n * (volume % 2)) // 2
-        made = _listed(relation.out_in, band_counts(relation), 2, offsets, total)
-        rows, spans, turned, *firsts = made
-    if volume == 1:
-        return Pairs(rows, _up_to(len(rows))[None])
-    return Pairs(rows, spans, turned, tuple(firsts))
+        facts = band_counts(relation), 2, offsets, total
+        rows, spans = _listed(relation.out_in, *facts)
+    return Pairs(rows, _up_to(len(rows))[None] if volume == 1 else spans)
 
 
 def _up_to(end: int) -> mx.array:
@@ -714,14 +663,6 @@ class CudaGeometry(Geometry):
         blocks, outputs = striding_blocks(table.size), [(shape, mx.int32)]
         return run(kernel, [table], blocks, outputs, fill=-1)[0]
 
-    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
-        """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        if table.size and table.shape[1] <= MASK_OFFSETS:
-            order = counted_table(table_source(table), tiled=True)[2].rows
-        else:
-            order = curves.gray_order(table >= 0)
-        return by_region(order, region)
-
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the kernel-major (E, 3) edges of a table.
 
@@ -774,7 +715,6 @@ def rehearse(dims: int) -> None:
     rows = BoxedRows(coords, None)
     with rehearsal("all"):
         index = RowTable(coords)
-        identity_tiles(coords)
         for size, stride, transposed in _COMMON:
             spec = KernelSpec.of(dims, kernel_size=size, stride=stride)
             table = index.table(

@@ -42,7 +42,6 @@ SIZES = {
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "UnpackKeys": (("keys", "keys_shape[0]"),),
     "TransposeTable": _TABLE,
-    "IdentityTiles": (("rows", "fed_shape[0]"),),
     "UnsortTable": (
         ("rows", "rows_shape[0]"),
         ("pitch", "sorted_shape[1]"),

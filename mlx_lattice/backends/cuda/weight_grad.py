@@ -29,7 +29,7 @@ from ..gpu.contraction import (
 from ..gpu.kernel import GpuKernel, Interface
 from . import thresholds
 from . import tiles as cuda_tiles
-from .geometry import STAGE_PAIRS, offset_starts, pair_arrays, sorted_arrays, stages_of
+from .geometry import STAGE_PAIRS, offset_starts, pairs, sorted_arrays, stages_of
 from .tiles import (
     HOPPER,
     ONE,
@@ -575,7 +575,7 @@ def _planned_whole(p: Problem, tile: WideTile) -> Plan:
         "grouped_gemm",
         "edges",
         edges_to_weight_grad,
-        read=pair_arrays,
+        read=pairs,
         gpu=kept(kernel),
         reads_stored=transposes,
         variant="whole",

@@ -44,8 +44,6 @@ GATHER_SUM = _face("x table weights divisors", "y", *_BY_TABLE)
 GATHER_MAX = _face("x table", "y won", *_BY_TABLE)
 # dx[i] = sum over o = table[i, k] of x[o] where won[o] = i; table is (N, K).
 MAX_POOL_BACKWARD = _face("x won table", "dx", *_BY_TABLE)
-# products[o, k] = x[table[o, k]] . y[o].
-ROW_PRODUCTS = _face("x y table", "products", *_BY_TABLE)
 # Segment s has the places starts[s] .. starts[s + 1] of entries, which are places of a
 # flat (M, K) table; without entries a place is its own. divisors (S,) may be absent.
 SUM_SEGMENTS = _face("x entries weights starts divisors", "y", *_BY_SEGMENT)
@@ -106,28 +104,6 @@ class GpuReductions:
             return mx.zeros((back.shape[0], dy.shape[1]), dtype=dy.dtype)
         face, inputs = MAX_POOL_BACKWARD, [dy, rows, back]
         return self._over_table("max_pool_backward", face, inputs, back, [dy.dtype])[0]
-
-    def row_products(self, x, y, table) -> mx.array:
-        """Return the (M, K) float32 products of the rows that a table pairs."""
-        (rows, volume), channels = table.shape, x.shape[1]
-        if table.size == 0 or x.size == 0:
-            return mx.zeros(table.shape)
-        if x.dtype != y.dtype:
-            x, y = x.astype(mx.float32), y.astype(mx.float32)
-        template = (("T", x.dtype),)
-        kernel = _kernel(self.backend, "row_products", ROW_PRODUCTS, template, None)
-        if self.backend == CUDA:
-            grid = (THREADS * blocks_for(32 * table.size),)
-            out = [(table.shape, mx.float32)]
-            return kernel([x, y, table], out, grid, (THREADS,))[0]
-
-        def launch(first: int, count: int) -> list[mx.array]:
-            sizes = {"first": first, "rows": count, "volume": volume}
-            out, grid = [((count, volume), mx.float32)], (volume, count)
-            return kernel([x, y, table], out, grid, channels=channels, **sizes)
-
-        work = table.size * channels
-        return by_rows(rows, work, dispatch_limit("elements"), launch)[0]
 
     def scatter_sum(
         self, y, table, rows, weights=None, order=(), divisors=None
