@@ -107,7 +107,6 @@ NB_MODULE(_cpu, m) {
     return neighbour_table(in_coords, out_coords, integer_rows(offsets), integers(stride), transposed, s);
   }, "in_coords"_a, "out_coords"_a, "offsets"_a, "stride"_a, "transposed"_a = false, kw, stream);
   m.def("transpose_table", &transpose_table, "table"_a, "n_in"_a, kw, stream);
-  m.def("gray_order", &gray_order, "table"_a, kw, stream);
   m.def("curve_order", &curve_order, "coords"_a, "low"_a, "bits"_a, "is_hilbert"_a, "is_swapped"_a, kw, stream);
 
   m.def("gather_max", &gather_max, "x"_a, "table"_a, kw, stream);

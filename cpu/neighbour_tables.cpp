@@ -1,4 +1,4 @@
-// Neighbour tables: built from coordinates, transposed, listed as edges, ordered by the Gray code of their masks.
+// Neighbour tables: built from coordinates, transposed, listed as edges.
 //
 //   neighbour_table   out_in (N_out, K): the input row i with in[i] = out * stride + offset_k (or, transposed, with
 //                     in[i] * stride + offset_k = out), -1 where there is none.
@@ -245,43 +245,6 @@ struct TransposeTable {
   }
 };
 
-// (N_out,) the order of rows by the Gray-code rank of the K-bit mask of their neighbours, equal ones by their number.
-struct GrayOrder {
-  static constexpr const char* name = "gray_order";
-  bool operator==(const GrayOrder&) const = default;
-  std::vector<mx::Shape> shapes(const std::vector<array>& in) const { return {{in[0].shape(0)}}; }
-  std::vector<mx::Dtype> dtypes(const std::vector<array>&) const { return {mx::int32}; }
-
-  void evaluate(const std::vector<Tensor>& in, const std::vector<Tensor>& out) const {
-    const int32_t* table = in[0].as<int32_t>();
-    int64_t n = in[0].dim(0), volume = in[0].dim(1), words = (volume + 63) / 64;
-    // rank (words, n): the Gray-code rank of each row's mask, bit k of weight 2^k, least significant word first.
-    std::vector<uint64_t> rank(words * n);
-    parallel_range(n, 1024, [&](int64_t begin, int64_t end) {
-      for (int64_t o = begin; o < end; ++o) {
-        uint64_t carry = 0;
-        for (int64_t w = words - 1; w >= 0; --w) {
-          uint64_t mask = 0;
-          int64_t first = w * 64, last = std::min(volume, first + 64);
-          for (int64_t k = first; k < last; ++k) mask |= uint64_t(table[o * volume + k] >= 0) << (k - first);
-          for (int s = 1; s < 64; s *= 2) mask ^= mask >> s;
-          mask ^= carry;
-          carry = -(mask & 1);
-          rank[w * n + o] = mask;
-        }
-      }
-    });
-    std::vector<int32_t> order(n);
-    for (int64_t i = 0; i < n; ++i) order[i] = int32_t(i);
-    std::vector<uint64_t> keys(n);
-    for (int64_t w = 0; w < words; ++w) {
-      for (int64_t i = 0; i < n; ++i) keys[i] = rank[w * n + order[i]];
-      radix_sort(keys, order);
-    }
-    std::copy(order.begin(), order.end(), out[0].as<int32_t>());
-  }
-};
-
 }  // namespace
 
 array neighbour_table(const array& in_coords, const array& out_coords, const Rows& offsets,
@@ -309,12 +272,6 @@ array transpose_table(const array& table, int n_in, Stream s) {
   want_dtype("transpose_table", "table", table, mx::int32);
   if (n_in < 0) fail("transpose_table", "n_in must not be negative.");
   return build(TransposeTable{n_in}, {table}, s)[0];
-}
-
-array gray_order(const array& table, Stream s) {
-  want_rank("gray_order", "table", table, 2, "(N_out, K)");
-  want_dtype("gray_order", "table", table, mx::int32);
-  return build(GrayOrder{}, {table}, s)[0];
 }
 
 std::tuple<array, array> edges(const array& table) {

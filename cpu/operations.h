@@ -75,7 +75,6 @@ array neighbour_table(const array& in_coords, const array& out_coords, const Row
                       const std::vector<int>& stride, bool transposed, Stream s);
 array transpose_table(const array& table, int n_in, Stream s);
 std::tuple<array, array> edges(const array& table);
-array gray_order(const array& table, Stream s);
 
 // curve_order.cpp
 array curve_order(const array& coords, const std::vector<int>& low, int bits, bool is_hilbert, bool is_swapped, Stream s);

@@ -1,8 +1,7 @@
 // The rows of a neighbour table in sorted order, offset by offset.
 //
 // A warp takes 32 rows of the table, 32 offsets at a time, through shared memory: read
-// along the rows, used along the offsets, so that both sides move whole sectors. The way
-// back is the same with both sides exchanged.
+// along the rows, written along the offsets, so that both sides move whole sectors.
 // Traffic: 4 K bytes a row, in and out.
 
 namespace lattice {
@@ -48,32 +47,6 @@ __device__ __forceinline__ void sort_table(int (*slab)[SLAB + 1], long long at,
       used |= (unsigned)(__ballot_sync(~0u, i >= 0) != 0) << bit;
     }
     if (lane == 0) masks[at / 32 * words + word] = used;
-  }
-}
-
-// table (n, volume): what sort_table made `sorted` of, which is (volume, pitch). 128
-// threads a block.
-__device__ __forceinline__ void unsort_table(const int* sorted, const int* rows,
-                                             UnsortTableSizes sizes, int* table) {
-  __shared__ int slabs[4][32][SLAB + 1];
-  int(*slab)[SLAB + 1] = slabs[threadIdx.x / 32];
-  const int lane = threadIdx.x & 31, volume = sizes.volume;
-  const long long at = grid_thread();
-  const int row = at < sizes.rows ? rows[at] : -1;
-  for (int k0 = 0; k0 < volume; k0 += SLAB) {
-    const int width = min(SLAB, volume - k0);
-    __syncwarp();
-#pragma unroll 16
-    for (int k = 0; k < SLAB; ++k) {
-      const bool there = row >= 0 && k < width;
-      slab[lane][k] = there ? sorted[(long long)(k0 + k) * sizes.pitch + at] : -1;
-    }
-    __syncwarp();
-#pragma unroll 16
-    for (int r = 0; r < 32; ++r) {
-      const long long to = __shfl_sync(~0u, row, r);
-      if (to >= 0 && lane < width) table[to * volume + k0 + lane] = slab[r][lane];
-    }
   }
 }
 

@@ -31,7 +31,7 @@ _serial = itertools.count(1)
 class CoordinateKey:
     """Names one coordinate set of a manager, and equals itself alone.
 
-    A tensor has the key of its rows: a manager drops a set whose key nobody holds.
+    A tensor has the key of its rows. A manager frees a set when its key is dropped.
 
     Attributes:
         stride: the size of its lattice cell on each axis, in cells of the first
@@ -56,7 +56,7 @@ class CoordinateKey:
         return f"#{self.serial} at stride {stride_text(self.stride)}"
 
 
-_NOBODY = ref(CoordinateKey((), 0))  # to what is gone
+_NO_REF = ref(CoordinateKey((), 0))  # to what is gone
 
 
 class CoordinateSet:
@@ -72,18 +72,18 @@ class CoordinateSet:
         coords: its rows; no user has this array.
         shown: the same rows for tensors and relations: a user may change that array.
         serial: of its key.
-        is_kept: whether its manager keeps it although its key is not alive, as the
+        is_pinned: whether its manager keeps it although its key is not alive, as the
             sets of a copied manager.
-        known_key: weak reference to its key.
-        given: weak reference to the caller's array that it was made of, if any.
+        key_ref: weak reference to its key.
+        array_ref: weak reference to the caller's array that it was made of, if any.
         is_sorted: whether its rows are known to be sorted.
     """
 
     def __init__(
         self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
     ):
-        self.serial, self.is_kept, self.given = next(_serial), False, _NOBODY
-        self.known_key = _NOBODY
+        self.serial, self.is_pinned, self.array_ref = next(_serial), False, _NO_REF
+        self.key_ref = _NO_REF
         self.is_sorted = False
         self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
         self.shown = coords.__copy__()  # the same memory
@@ -99,23 +99,25 @@ class CoordinateSet:
 
     def __reduce__(self) -> tuple:
         facts = self.stride, self.spatial_shape, self.declared_batch_size
-        names = "is_kept", "is_sorted", "settled", "_bounds", "_repeat"
+        names = "is_pinned", "is_sorted", "settled", "_bounds", "_repeat"
         known = {name: getattr(self, name) for name in names}
         return CoordinateSet, (self.coords, *facts, self.trusted, self._box), known
 
     @property
     def key(self) -> CoordinateKey:
-        """Its key: one object, for as long as anybody holds it."""
-        key = self.known_key()
+        """Its key: one object, for as long as a reference to it exists."""
+        key = self.key_ref()
         if key is None:
             key = CoordinateKey(self.stride, self.serial)
-            self.known_key = ref(key)
+            self.key_ref = ref(key)
         return key
 
     @property
-    def is_held(self) -> bool:
-        """Whether somebody can name it: by its key, or by the array it was made of."""
-        return self.is_kept or self.known_key() is not None or self.given() is not None
+    def is_reachable(self) -> bool:
+        """Whether its key, or the array that it was made of, is alive."""
+        return (
+            self.is_pinned or self.key_ref() is not None or self.array_ref() is not None
+        )
 
     @property
     def bounds(self) -> Bounds:
@@ -186,7 +188,7 @@ class CoordinateSet:
         return self.lookup
 
     def release(self) -> None:
-        """Drop the look-up of rows that were checked; it is made again when needed."""
+        """Drop the look-up of checked rows; it is built again when needed."""
         if self.settled and (self._bounds is not None or self._box is not None):
             self._views.drop("lookup")
 
@@ -316,7 +318,7 @@ def check_coords(coords) -> mx.array:
 
 
 def stride_text(stride: tuple) -> str:
-    """Return ``2`` where axes have one stride, else ``2x1x1``."""
+    """Return ``2`` if all axes have one stride, else ``2x1x1``."""
     return "x".join(map(str, stride[:1] if len(set(stride)) == 1 else stride))
 
 
@@ -350,10 +352,10 @@ def check_stride(stride: object, dims: int) -> tuple:
 
 
 def _ratio(value: object) -> int | Fraction | None:
-    """Return a number as an int where it is one, else as a Fraction; else None."""
+    """Return a ratio as an int or a Fraction; None for anything else."""
     if isinstance(value, float):
         exact = Fraction(value) if isfinite(value) else None
-        # Decoders halve cells; 0.1 is no tenth, and nobody means its 2^55 parts.
+        # Decoders halve cells. The float 0.1 is not a tenth, but has 2^55 parts.
         is_meant = exact is not None and exact.denominator <= 1024
         return exact_ratio(exact, 1) if is_meant else None
     if isinstance(value, bool) or not isinstance(value, Rational):
@@ -370,7 +372,7 @@ def check_batch_size(batch_size: object) -> int | None:
 
 
 def exact_ratio(a, b):
-    """Return ``a / b`` as an int where it is one, else as a Fraction."""
+    """Return ``a / b`` as an int if it is one, else as a Fraction."""
     if isinstance(a, int) and isinstance(b, int) and a % b == 0:
         return a // b
     quotient = Fraction(a) / Fraction(b)

@@ -140,15 +140,15 @@ class CoordinateManager:
         held = known.get((stride, spatial_shape, batch_size))
         if held is not None:
             return held
-        self._drop_unheld()
+        self._collect_garbage()
         # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
         # that lie by column, as np.argwhere's, are copied here, not at every launch.
         rows = mx.contiguous(coords if rows is None else rows)
-        held = self._hold(rows, stride, spatial_shape, batch_size, trusted, box)
-        held.given = self._know(coords, held)
+        held = self._add(rows, stride, spatial_shape, batch_size, trusted, box)
+        held.array_ref = self._index_array(coords, held)
         return held
 
-    def _hold(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
+    def _add(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
         """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
         held = CoordinateSet(coords, stride, *facts)
         self.adopt(held)
@@ -158,9 +158,9 @@ class CoordinateManager:
     def adopt(self, held: CoordinateSet) -> None:
         """Add a set that no manager has."""
         self._sets[held.serial] = held
-        self._know(held.shown, held)
+        self._index_array(held.shown, held)
 
-    def _know(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
+    def _index_array(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
         """Find a set by an array from now on; return a reference to the array."""
         known = self._by_array.get(id(array))
         if known is None:
@@ -170,13 +170,13 @@ class CoordinateManager:
         known[1][facts] = held
         return known[0]
 
-    def _drop_unheld(self) -> None:
+    def _collect_garbage(self) -> None:
         """Garbage-collect unreachable sets, with what is known of them."""
-        left = [held for held in self._sets.values() if held.is_held]
+        left = [held for held in self._sets.values() if held.is_reachable]
         if len(left) == len(self._sets):
             return
         beside: dict[CoordinateSet, list[CoordinateSet]] = {}
-        for keeper, kept in self._keepers():
+        for keeper, kept in self._dependencies():
             beside.setdefault(keeper, []).append(kept)
         living = set(left)
         while left:
@@ -184,9 +184,9 @@ class CoordinateManager:
             living |= found
             left += found
         if len(living) < len(self._sets):
-            self._keep(living)
+            self._retain(living)
 
-    def _keepers(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
+    def _dependencies(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
         """Yield pairs of sets of which the second lives while the first does."""
         for (_, source, _), made in self._made.everything():
             yield source, made  # or it would be made again
@@ -196,7 +196,7 @@ class CoordinateManager:
                 if fine is not None:
                     yield coarse, fine
 
-    def _keep(self, living: set[CoordinateSet]) -> None:
+    def _retain(self, living: set[CoordinateSet]) -> None:
         """Drop all sets but these, and what is known of others."""
         self._sets = {n: held for n, held in self._sets.items() if held in living}
         for rule, made in self._made.everything():
@@ -376,7 +376,7 @@ class CoordinateManager:
         return chain
 
     def _insert_sorted(self, rows, box, stride, shape, source) -> CoordinateSet:
-        made = self._hold(rows, stride, shape, source.batch_size, True, box)
+        made = self._add(rows, stride, shape, source.batch_size, True, box)
         made.is_sorted = True
         return made
 
@@ -632,7 +632,6 @@ class CoordinateManager:
             len(source),
             len(target),
             search,
-            back=None if mirrored else search.turned,
             family=ref(self),
             spec=spec,
             in_coords=source.shown,
@@ -732,5 +731,5 @@ def copied_tensor(kind: type, copied: Copied, links: Links) -> object:
 def copied_manager(copied: Copied, links: tuple[Links, ...]) -> CoordinateManager:
     """Return the copy of a manager, which keeps the sets."""
     for each in links:
-        copied.add(each).is_kept = True  # nobody has their keys yet
+        copied.add(each).is_pinned = True  # nobody has their keys yet
     return copied.manager

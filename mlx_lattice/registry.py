@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -86,23 +86,8 @@ def joins() -> GpuJoins | None:
     return JOINS.get(serving())
 
 
-class BatchRows(Protocol):
-    """The rows of each batch element: ``order[starts[b]:starts[b + 1]]``."""
-
-    starts: tuple[int, ...]  # (batch_size + 1,)
-    order: mx.array | None  # (N,) int32, or None where the rows are contiguous
-
-    @property
-    def size(self) -> int:
-        """Number of batch elements."""
-
-    @property
-    def block_batch(self) -> mx.array:
-        """(B, 1) int32: the element of each block of its rows."""
-
-    @property
-    def blocks(self) -> mx.array:
-        """(N, 1) int32: the block of each row."""
+# ``ops.pool.BatchRows``: element b has the rows ``order[starts[b]:starts[b + 1]]``.
+BatchRows = Any
 
 
 @runtime_checkable

@@ -49,11 +49,6 @@ class Search(NamedTuple):
         transposed = kind in ("transposed", "generative")
         return cls(source, target, transposed, spec, mirrored, identity)
 
-    def turned(self) -> Search:
-        """Return the search of the transpose, if it is not mirrored."""
-        ends = self.target, self.source
-        return Search(*ends, not self.transposed, *self[3:])
-
     def cells(self) -> mx.array:
         """Return (N, 1) int32: the cell of each of the finer rows, or -1.
 
@@ -91,18 +86,13 @@ class KeptViews:
         n_out: int,
         volume: int,
         table: Callable[[Keep, str | None], mx.array] | None = None,
-        back: Callable[[], Search] | None = None,
         family: ReferenceType | None = None,
         mirrored: bool = False,
     ):
         self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.search, self._back = table, back
-        self.family, self.mirrored = family, mirrored
+        self.search, self.family, self.mirrored = table, family, mirrored
         self.counted: int | None = None if n_in and n_out else 0
         self.views = SharedViews()
-        # What makes tables again that are stored in another form.
-        self.again: dict[bool, Callable[[], mx.array]] = {}
-        self.held: set[bool] = set()  # tables that routes read
         self._device = mx.default_device()
 
     def on_device(self, function: Callable, *arguments: object) -> mx.array:
@@ -118,7 +108,7 @@ class KeptViews:
     @property
     def has_table(self) -> bool:
         """Whether the table was made, so that its edges were counted with it."""
-        return self.views.find(("table", False)) is not None or False in self.again
+        return self.views.find(("table", False)) is not None
 
     def is_table(self, swapped: bool) -> bool:
         """Whether no two edges share a row of the table and an offset."""
@@ -135,13 +125,11 @@ class KeptViews:
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
         """Return the (rows, K) int32 neighbour table; the caller keeps it.
 
-        A backend may keep a view that is wanted too.
+        A backend may also keep the view named ``wanted``.
         """
-        if again := self.again.get(swapped):
-            return self.on_device(again)
 
         def keep(name: str, value: object) -> None:
-            self.views.add((name, swapped), value)
+            self.views.add((name, False), value)
 
         if self.search is not None and not swapped:
             return self.on_device(self.search, keep, wanted)
@@ -153,11 +141,8 @@ class KeptViews:
         if self.search is not None and self.mirrored:
             # In memory once: a kernel would copy a reversed view at every launch.
             return mx.contiguous(self._searched()[:, ::-1])
-        geometry = registry.geometry()
-        if self._back is not None and geometry.counts_edges:
-            return self.on_device(self._back(), keep, wanted)
         if self.search is not None:
-            return geometry.transpose_table(self._searched(), self.n_in)
+            return registry.geometry().transpose_table(self._searched(), self.n_in)
         columns = (1, 0) if swapped else (0, 1)
         shape = self._rows(swapped), self.volume
         return tables.edge_table(self.views.find(("edges", False)), columns, shape)
@@ -168,23 +153,14 @@ class KeptViews:
     def _rows(self, swapped: bool) -> int:
         return self.n_in if swapped else self.n_out
 
-    def release_table(self, swapped: bool, again: Callable[[], mx.array]) -> None:
-        """Drop a table that no route holds; ``again()`` makes it."""
-        with building:
-            if swapped not in self.held:
-                self.again[swapped] = again
-                self.views.drop(("table", swapped))
-
     def release(self) -> None:
-        """Drop views that hold arrays; they are built again when they are asked for.
+        """Drop views that hold arrays; they are built again on their next use.
 
         Numbers stay: they are facts that plans depend on.
         """
         with building:
             for name in [n for n, view in self.views.items() if sync.arrays_in(view)]:
                 self.views.drop(name)
-            self.again = {}
-            self.held.clear()
 
 
 class Relation:
@@ -201,7 +177,6 @@ class Relation:
         n_out: number of output rows.
         table: called once for the (N_out, K) int32 neighbour table, with a function
             that keeps views made beside it, and the name of such a view or None.
-        back: called once for the search of the transposed table, if there is one.
         family: a weak reference to the manager, whose ``relations`` have this one.
         spec: the kernel, if there is one.
         in_coords: (N_in, 1 + D) int32, if known.
@@ -219,7 +194,6 @@ class Relation:
         n_out: int,
         table: Callable[[Keep, str | None], mx.array] | None,
         *,
-        back: Callable[[], Search] | None = None,
         family: ReferenceType | None = None,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
@@ -230,7 +204,7 @@ class Relation:
         self.kind, self.spec, self.mirrored = kind, spec, mirrored
         self.in_coords, self.out_coords = in_coords, out_coords
         self.sets = sets
-        self._data = KeptViews(n_in, n_out, volume, table, back, family, mirrored)
+        self._data = KeptViews(n_in, n_out, volume, table, family, mirrored)
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
 
@@ -275,7 +249,7 @@ class Relation:
         return Relation.from_edges, (*edges, *self._limits())
 
     def release(self) -> None:
-        """Drop all views of it, which are built again where they are asked for."""
+        """Drop all views; they are built again on their next use."""
         if not self.lists_edges:  # else its edges are all there is of it
             self._data.release()
             self.plans, self._transpose = {}, None
@@ -302,7 +276,7 @@ class Relation:
 
     @property
     def keys(self) -> tuple[CoordinateKey, CoordinateKey] | None:
-        """The manager's keys of the input and output sets, where it made this."""
+        """The keys of the input and output sets, if a manager made the relation."""
         return self.sets and (self.sets[0].key, self.sets[1].key)
 
     @property
@@ -394,12 +368,12 @@ class Relation:
 
     @property
     def is_to_cells(self) -> bool:
-        """Whether outputs are the cells, where it ``fills_cells``."""
+        """Whether outputs are the cells, if it ``fills_cells``."""
         return self._search.transposed == self._swapped
 
     @property
     def cells(self) -> mx.array:
-        """(N, 1) int32: the cell of each row, or -1, where it ``fills_cells``."""
+        """(N, 1) int32: the cell of each row, or -1, if it ``fills_cells``."""
         find = partial(self._data.on_device, self._search.cells)
         return self.view("cells", find, False)
 
@@ -412,13 +386,6 @@ class Relation:
             return registry.reductions().order(self.cells, rows, data.volume)
 
         return self.view("cell_order", build, False)
-
-    def release_table(self, again: Callable[[], mx.array]) -> None:
-        """Keep ``out_in`` no longer; where it is asked for, ``again()`` returns it.
-
-        For a backend whose other views hold the same entries. A held table stays.
-        """
-        self._data.release_table(self._swapped, again)
 
     @property
     def has_table(self) -> bool:
@@ -433,11 +400,6 @@ class Relation:
     def table_with(self, wanted: str) -> mx.array:
         """Return ``out_in``; a backend that makes it now may keep that view too."""
         return self._table(self._swapped, wanted)
-
-    def held_table(self) -> mx.array:
-        """Return ``out_in`` for a route, which reads it at every call."""
-        self._data.held.add(self._swapped)
-        return self.out_in
 
     @property
     def in_out(self) -> mx.array:
@@ -537,12 +499,12 @@ class Relation:
         return self._data.counted
 
     def set_counted(self, edges: int) -> None:
-        """Say how many edges there are, while the relation is made."""
+        """Set the number of edges, while the relation is built."""
         self._data.counted = edges
 
     @property
     def known_edges(self) -> int | None:
-        """The number of edges where it has been counted already, else None."""
+        """The number of edges if it has been counted already, else None."""
         edges = self._data.views.find(("edges", False))
         if edges is not None:
             return edges.shape[0]

@@ -59,7 +59,7 @@ def geometry():
             )
     for volume in (1, 9, 27, 32, 33, 64, 65, 600):
         table = mx.zeros((40, volume), dtype=mx.int32)
-        made.gray_order(table)
+        cuda_geometry.counted_table(cuda_geometry.table_source(table), tiled=True)
         made.edges(table)
         made.transpose_table(table, 40)
 

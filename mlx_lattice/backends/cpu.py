@@ -15,7 +15,7 @@ from ..availability import extension
 from ..checks import DTYPES, INT32_LIMIT
 from ..devices import CPU, Device
 from ..geometry import curves
-from ..geometry.curves import Curve, by_region
+from ..geometry.curves import Curve
 from ..geometry.lattice import (
     Bounds,
     Offsets,
@@ -221,10 +221,6 @@ class CpuGeometry(Geometry):
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
         return extension.edges(table)[0]
-
-    def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
-        """Return the (N,) order of rows by the Gray-code rank of their mask."""
-        return by_region(extension.gray_order(table), region)
 
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
         """Return the (N,) int32 order of rows by batch, then along a curve."""

@@ -307,11 +307,12 @@ def best_rows(
     order = ordered & low
     keys = mx.sort(coords[:, 0][order].astype(mx.int64) << bits | rows)
     element, order = keys >> bits, order[keys & low]
-    kept = mx.zeros((n,), dtype=mx.bool_)
+    kept = mx.zeros((n,), dtype=mx.int32)
     # Of an element's rows each but the first k has another of it k places before.
     first = mx.ones((k,), dtype=mx.bool_)
-    kept[order] = mx.concatenate([first, element[k:] != element[:-k]])
-    return kept
+    is_best = mx.concatenate([first, element[k:] != element[:-k]])
+    kept[order] = is_best.astype(mx.int32)
+    return kept > 0
 
 
 def _falling(scores: mx.array) -> mx.array:

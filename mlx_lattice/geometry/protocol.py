@@ -104,13 +104,7 @@ class Geometry(ABC):
     In its methods ``coords`` are (N, 1 + D) int32 rows, ``offsets`` the K kernel
     offsets, ``stride`` is the lattice step, and ``table`` a (N, K) int32 neighbour
     table.
-
-    Attributes:
-        counts_edges: whether edges are counted with every table, so that those of a
-            transposed one are listed from its own table, without a sort.
     """
-
-    counts_edges = False
 
     @abstractmethod
     def bounds(self, coords: mx.array) -> Bounds:

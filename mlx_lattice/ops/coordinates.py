@@ -417,5 +417,5 @@ def _element(
         trusted=True,
         box=tuple((0, *corner[1:]) for corner in whole.box),  # right for all rows
     )
-    element_set.is_sorted, element_set.is_kept = whole.is_sorted, True
+    element_set.is_sorted, element_set.is_pinned = whole.is_sorted, True
     return Element(element_set, manager, begin, end, order, [])

@@ -260,14 +260,14 @@ def _sum(x: mx.array, relation: Relation) -> mx.array:
             return reductions.gathered(x, relation.cells, relation.cell_order)
         arguments = relation.cells, relation.n_out, relation.cell_order
         return reductions.scattered(x, *arguments)
-    return reductions.sum_over(x, relation.held_table(), lambda: relation.in_out)
+    return reductions.sum_over(x, relation.out_in, lambda: relation.in_out)
 
 
 def _mean(x: mx.array, relation: Relation, count: str) -> mx.array:
     if not _by_cells(relation):
         divide_by = {"active": _edges, "volume": _volumes}[count]
         divisors = relation.view(f"{count} places", lambda: divide_by(relation))
-        table = relation.held_table()
+        table = relation.out_in
         return reductions.mean_over(x, table, divisors, lambda: relation.in_out)
     if count == "volume":
         total = _sum(x.astype(mx.float32), relation)
@@ -283,7 +283,7 @@ def _edges(relation: Relation) -> mx.array:
 
     Kept, so not by a kernel of features: a rehearsal leaves those out.
     """
-    return (relation.held_table() >= 0).sum(axis=1).astype(mx.int32)
+    return (relation.out_in >= 0).sum(axis=1).astype(mx.int32)
 
 
 def _volumes(relation: Relation) -> mx.array:
@@ -292,7 +292,7 @@ def _volumes(relation: Relation) -> mx.array:
 
 def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     def find(x):
-        return registry.reductions().gather_max(x, relation.held_table())
+        return registry.reductions().gather_max(x, relation.out_in)
 
     def by_offset():
         order = mx.argsort(_places(relation)).astype(mx.int32)

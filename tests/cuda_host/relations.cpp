@@ -53,11 +53,6 @@ void make(const SOURCE& source, const Sizes& s) {
                           work.data());
     });
     write(rows), write(sorted), write(masks);
-    std::vector<int> again(table.size(), -7);
-    emulated::launch((n + 127) / 128, 128, [&] {
-      unsort_table(sorted.data(), rows.data(), {n, pitch, s.volume}, again.data());
-    });
-    write(again);
     write(std::vector<long long>{edges_again});
   };
   auto both = [&](auto key) {

@@ -1,14 +1,11 @@
 """CUDA's relations against the oracle: tables, tiles, orders, edges, unique rows."""
 
-import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import pair
 from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
-from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
@@ -18,46 +15,6 @@ from mlx_lattice.backends.cuda import geometry as cuda_geometry  # noqa: E402
 from mlx_lattice.backends.cuda.geometry import CudaGeometry  # noqa: E402
 
 cuda = CudaGeometry()
-
-SUBMANIFOLD = cases.Case("submanifold", 3, 3)
-
-
-@pytest.mark.parametrize("d", (1, 3, 4))
-@pytest.mark.parametrize("extent", (6, 500, 1 << 20), ids=("dense", "sparse", "wide"))
-def test_sets_of_many_tiles(extent, d):
-    """Keys of 32 and of 64 bits, more of them than a block of the sort takes."""
-    rng = np.random.default_rng(d)
-    extent = min(extent, 1 << 57 // d)  # so that 64 bits number the box
-    rows = rng.integers(-extent, extent, (30_000, 1 + d)).astype(np.int32)
-    rows[:, 0] = rng.integers(0, 3, len(rows))
-    unique = cuda.unique_rows(mx.array(rows))
-    expected, inverse = np.unique(rows, axis=0, return_inverse=True)
-    np.testing.assert_array_equal(np.array(unique.rows), expected)
-    np.testing.assert_array_equal(np.array(unique.inverse), inverse.ravel())
-    cells = rows // np.array([1] + [3] * d)
-    box = cells.min(axis=0).tolist(), cells.max(axis=0).tolist()
-    facts = [(0,) * d], (3,) * d, box
-    got = cuda.made_rows(Rule.CELL, mx.array(rows), *facts)
-    np.testing.assert_array_equal(np.array(got), np.unique(cells, axis=0))
-
-
-def test_tiles_and_edges_of_both_ways_round():
-    for case in (SUBMANIFOLD, cases.Case("forward", 3, 3, 2)):
-        relation, expected = pair(case, "surface", 9000)
-        for each, wanted in ((relation, expected), (relation.T, expected.T)):
-            view = cuda_geometry.sorted_rows(each)
-            n, table = each.n_out, np.array(each.out_in)
-            placed = np.array(view.table)[:, :n].T
-            placed = placed[:, ::-1] if view.mirrored else placed
-            rows = np.array(view.rows)
-            if not view.mirrored:
-                np.testing.assert_array_equal(rows, np.array(each.sorted.rows))
-            np.testing.assert_array_equal(placed, table[rows])
-            np.testing.assert_array_equal(np.array(each.edges), wanted.edges)
-            starts = np.searchsorted(wanted.edges[:, 2], np.arange(each.volume + 1))
-            np.testing.assert_array_equal(
-                np.array(cuda_geometry.offset_starts(each)), starts
-            )
 
 
 def tiled(table):

@@ -90,7 +90,6 @@ def run(programs, rows, out, offsets, stride, transposed, chunk_rows=64, start=0
     for name in ("", "again_"):
         take(name + "rows", n), take(name + "sorted", (volume, pitch_of(n)))
         take(name + "masks", (pitch_of(n) // 32, -(-volume // 32)), np.uint32)
-        take(name + "unsorted", (n, volume))
         take(name + "edges_of_tiles", 1, np.int64)
     take("new_table", (n, volume))
     take("listed", (max(1, int(got["edges"][0])), 3)), take("starts", volume + 1)
@@ -120,7 +119,6 @@ def check(got, rows, expected):
     for name in ("", "again_"):
         np.testing.assert_array_equal(got[name + "rows"], at)
         np.testing.assert_array_equal(got[name + "sorted"], padded.T)
-        np.testing.assert_array_equal(got[name + "unsorted"], expected)
         assert got[name + "edges_of_tiles"] == used.sum()
         for k in range(volume):
             bit = got[name + "masks"][:, k // 32] >> (k % 32) & 1

@@ -169,14 +169,6 @@ def test_rows_that_feed_themselves_are_not_searched(emulator, reads):
         check_edges(relation, np.arange(len(rows))[:, None])
 
 
-def test_tiles_of_no_rows_are_those_of_an_empty_table(emulator):
-    none = mx.zeros((0,), dtype=mx.int32)
-    table, masks = mx.zeros((27, 128), dtype=mx.int32), mx.zeros((4, 1), mx.uint32)
-    with emulating(emulator):
-        empty = cuda_geometry.table_of(cuda_geometry.Sorted(table, none, masks))
-    assert empty.shape == (0, 27) and empty.dtype == mx.int32
-
-
 def check_edges(relation, table):
     """Table, edges and where each offset's start are those of a table by NumPy."""
     np.testing.assert_array_equal(np.array(relation.out_in), table)
@@ -251,7 +243,7 @@ def test_the_relations_of_a_net(emulator, reads, name, n):
         ]
         assert relations[0] is stem
         cuda_geometry.sorted_rows(relations[0]), cuda_geometry.pairs(relations[0])
-        assert relations[0].edges.size and relations[0].kept("table") is None
+        assert relations[0].edges.size
         for relation in relations:
             check_tiles(relation), check_tiles(relation.T)
         reads.clear()

@@ -238,18 +238,3 @@ def test_rules_as_far_as_int32_goes(step, rule):
     }[rule]
     inside = sorted({v for v in values if -FAR - 1 <= v <= FAR})
     assert got == inside
-
-
-@pytest.mark.parametrize("step", [1, 2, 16, 3])
-def test_only_strides_that_are_no_powers_of_two_divide(step):
-    given = rows(cases.geometry("block", 3, 60), 3)
-    offsets, out = ref.kernel_offsets(2, 3).tolist(), BoxedRows(given, None)
-    with host.recording(counted=True) as record:
-        for transposed in (False, True):
-            how = {"transposed": transposed}
-            mx.eval(RowTable(given).table(out, offsets, (step,) * 3, **how))
-        mx.eval(cells(given, (step,) * 3))
-    assert record.report.faults == ()
-    searches = [r.counts for r in record.report.launches]
-    assert sum(c.divisions64 for c in searches) == 0
-    assert (sum(c.divisions32 for c in searches) > 0) == (step == 3)

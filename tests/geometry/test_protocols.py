@@ -61,23 +61,3 @@ INDICES = (
 def test_a_row_index_is_whole(index):
     for name, listed in members(RowIndex).items():
         assert parameters(getattr(index, name))[1:] == listed, name
-
-
-def test_what_finds_rows_here_is_a_row_index():
-    fulfils(registry.geometry().index(COORDS), RowIndex)
-
-
-def test_a_missing_member_or_another_name_is_found():
-    class Less:
-        def facts(self):
-            return []
-
-    with pytest.raises(AssertionError):
-        fulfils(Less(), RowIndex)
-
-    class Other(type(registry.GEOMETRY["mlx"])):
-        def start(self, it):
-            return None
-
-    with pytest.raises(AssertionError, match="start"):
-        fulfils(Other(), Geometry)

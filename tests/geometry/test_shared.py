@@ -8,20 +8,18 @@ from conftest import pair as made
 from reference_rows import table_of
 
 import mlx_lattice as ml
-from mlx_lattice import backends, nn, registry
+from mlx_lattice import backends, nn
 
 STRIDES = (2, 3, (1, 2, 2))
 
 
-@pytest.fixture(params=("compiled", "portable", "searched back"), autouse=True)
-def builders(request, monkeypatch):
-    """Builders of the device, portable ones, and these where tables count edges."""
+@pytest.fixture(params=("compiled", "portable"), autouse=True)
+def builders(request):
+    """Builders of the device, and portable ones."""
     if request.param == "compiled":
         yield
         return
     with backends.portable_only():
-        if request.param == "searched back":
-            monkeypatch.setattr(registry.geometry(), "counts_edges", True)
         yield
 
 

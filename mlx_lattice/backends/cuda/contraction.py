@@ -127,7 +127,7 @@ def _csr(relation: Relation) -> tuple[mx.array, ...]:
 
 
 def _table(relation: Relation) -> tuple[mx.array, ...]:
-    return (relation.held_table(),)
+    return (relation.out_in,)
 
 
 def _by_rows(

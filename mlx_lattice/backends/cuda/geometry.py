@@ -442,25 +442,7 @@ def _tiles(relation: RelationViews) -> Sorted:
     if tiles is None:
         _, counts, tiles = counted_table(table_source(table), tiled=True)
         relation.keep(COUNTS, counts)
-    relation.release_table(lambda: table_of(tiles))
     return tiles
-
-
-def release_table(relation: RelationViews) -> None:
-    """Drop a table beside tiles, which hold the same entries."""
-    if tiles := relation.kept(TILES):
-        relation.release_table(lambda: table_of(tiles))
-
-
-def table_of(tiles: Sorted) -> mx.array:
-    """Return the (N, K) table that tiles were made of."""
-    n, volume = len(tiles.rows), len(tiles.table)
-    if n == 0:
-        return mx.zeros((0, volume), dtype=mx.int32)
-    names = ("sorted", "rows"), ("table",)
-    kernel = geometry_kernel("unsort_table", _VIEWS, "UnsortTable", *names, 128)
-    inputs, outputs = [tiles.table, tiles.rows], [((n, volume), mx.int32)]
-    return run(kernel, inputs, -(-n // 128), outputs)[0]
 
 
 def band_counts(relation: RelationViews) -> BandCounts:
@@ -541,7 +523,6 @@ def pairs(relation: RelationViews) -> Pairs:
             found = _pairs(relation)
         else:
             found = Pairs(other.rows, other.spans ^ mx.array([-1, 0]))
-        release_table(relation)
         return found
 
     return relation.view("cuda_pairs", build)
@@ -603,8 +584,6 @@ def _up_to(end: int) -> mx.array:
 
 class CudaGeometry(Geometry):
     """The geometry of CUDA's kernels; see ``Geometry``."""
-
-    counts_edges = True
 
     bounds = staticmethod(bounds)
     curve_order = staticmethod(curve_order)
@@ -677,7 +656,6 @@ class CudaGeometry(Geometry):
         facts = band_counts(relation), 3, table.shape[1], relation.n_edges
         made, starts = _listed(table, *facts)
         relation.keep("cuda_starts", starts)
-        release_table(relation)
         return made
 
     def start(self, relation: RelationViews) -> mx.array | None:
@@ -693,7 +671,6 @@ class CudaGeometry(Geometry):
         if 1 < relation.volume <= MASK_OFFSETS:
             relation.table_with(TILES)
         counts = band_counts(relation)
-        release_table(relation)
         return counts.edges
 
     edge_count = start

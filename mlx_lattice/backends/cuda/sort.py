@@ -42,11 +42,6 @@ SIZES = {
     "UniqueKeys": (("keys", "keys_shape[0]"), ("passes", "digits[2]")),
     "UnpackKeys": (("keys", "keys_shape[0]"),),
     "TransposeTable": _TABLE,
-    "UnsortTable": (
-        ("rows", "rows_shape[0]"),
-        ("pitch", "sorted_shape[1]"),
-        ("volume", "sorted_shape[0]"),
-    ),
     "ScanCounts": (("bands", "counts_shape[1]"),),
     "WriteEdges": (*_TABLE, ("bands", "starts_shape[1]"), ("listed", "sums_shape[0]")),
 }

@@ -6,7 +6,6 @@ bits. A thread has one row of the result and 16 bytes of its channels.
 
 from __future__ import annotations
 
-from bisect import bisect_left
 from functools import cache, lru_cache
 from itertools import pairwise
 
@@ -120,8 +119,9 @@ class GpuReductions:
 
     def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, and their rows."""
-        launches = _known_launches(rows.starts, SEGMENT_CUTS["piece"])
-        return self._max(x, rows.order, launches)
+        longest = max((b - a for a, b in pairwise(rows.starts)), default=0)
+        starts = mx.array(rows.starts, dtype=mx.int32)
+        return self._max(x, rows.order, _launches(starts, x.shape[0], longest))
 
     def sum_segments(self, x: mx.array, starts: mx.array) -> mx.array:
         """Return the sums of rows in succession: segment s is starts[s]..starts[s + 1].
@@ -255,16 +255,6 @@ def _no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
     """Return the maxima over nothing: zeros, and no row."""
     shape = rows, x.shape[1]
     return mx.zeros(shape, dtype=x.dtype), mx.full(shape, -1, dtype=mx.int32)
-
-
-@lru_cache(maxsize=64)
-def _known_launches(starts: tuple[int, ...], piece: int) -> list[mx.array]:
-    """Return ``_launches`` of a few segments whose places Python knows."""
-    made = []
-    while max((b - a for a, b in pairwise(starts)), default=0) > piece:
-        made.append(sorted({*starts, *range(0, starts[-1], piece)}))
-        starts = [bisect_left(made[-1], start) for start in starts]
-    return [mx.array(each, dtype=mx.int32) for each in (*made, starts)]
 
 
 def _launches(
