@@ -167,10 +167,6 @@ class CoordinateSet:
         view = self._views.get(name)
         return self._views.build(name, build) if view is None else view
 
-    def has_view(self, name: Hashable) -> bool:
-        """Whether a view was built."""
-        return self._views.find(name) is not None
-
     @lookup.setter
     def lookup(self, index: RowIndex) -> None:
         self._views.add("lookup", index)
