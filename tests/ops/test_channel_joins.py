@@ -7,6 +7,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from conftest import mappable
+from contractions import moved
 from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from places import HERE, agreed
 
@@ -16,7 +17,14 @@ from mlx_lattice.backends.gpu.joins import GpuJoins
 from mlx_lattice.channel_kernels import beside
 
 METAL = [place for place in HERE if place.name == "metal"]
-SHAPES = (1, 1, 1), (3, 8, 4), (130, 96, 32), (1000, 12, 20), (7, 300, 5), (2, 9000, 16)
+shapes = pytest.mark.parametrize(
+    "shape",
+    ((1, 1, 1), (3, 8, 4), (130, 96, 32), (1000, 12, 20), (7, 300, 5), (2, 9000, 16)),
+    ids=str,
+)
+dtypes = pytest.mark.parametrize(
+    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
+)
 
 
 @pytest.fixture(params=("mlx", "aligned", "views"))
@@ -40,94 +48,64 @@ def numbers(rows, channels, dtype):
     return mx.array(values).astype(dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_rows_stand_side_by_side(shape, dtype, launches):
-    rows, *channels = shape
-    a, b = (numbers(rows, c, dtype) for c in channels)
-    y = beside([a, b])
-    assert y.dtype == dtype
-    assert mx.array_equal(y, mx.concatenate([a, b], axis=1))
-    assert launches is None or HAS_GPU or len(launches) == 1
-
-
-@pytest.mark.parametrize(
-    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_gradients_are_apart(shape, dtype, launches):
-    if launches is None:
-        pytest.skip("a kernel of GPUs")
+@dtypes
+@shapes
+def test_joined_and_split(shape, dtype, launches):
     rows, c_a, c_b = shape
-    y = numbers(rows, c_a + c_b, dtype)
-    a, b = registry.joins().split(y, c_a)
-    assert a.dtype == b.dtype == dtype
-    assert mx.array_equal(a, y[:, :c_a]) and mx.array_equal(b, y[:, c_a:])
-    assert HAS_GPU or len(launches) == 1
+    a, b = (numbers(rows, c, dtype) for c in (c_a, c_b))
+    y = beside([a, b])
+    assert y.dtype == dtype and mx.array_equal(y, mx.concatenate([a, b], axis=1))
+    if launches is not None:
+        parts = registry.joins().split(y, c_a)
+        for part, wanted in zip(parts, (a, b), strict=True):
+            assert part.dtype == dtype and mx.array_equal(part, wanted)
+        assert HAS_GPU or len(launches) == 2
 
 
 @pytest.mark.skipif(not METAL, reason="no Metal kernel runs here")
 @pytest.mark.parametrize("begin", (0, 1), ids=("aligned", "views"))
-@pytest.mark.parametrize(
-    "dtype", (mx.float32, mx.float16, mx.bfloat16, mx.int8), ids=str
-)
-@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@dtypes
+@shapes
 def test_on_metal(shape, dtype, begin):
     rows, c_a, c_b = shape
     y = numbers(rows, c_a + c_b, dtype)
-    a, b = mx.contiguous(y[:, :c_a]), mx.contiguous(y[:, c_a:])
-
-    def view(array):
-        longer = mx.concatenate([mx.zeros((begin,), dtype), array.flatten()])
-        return longer[begin:].reshape(array.shape)
-
-    whole, parts = view(y), [view(a), view(b)]
+    wanted = y, y[:, :c_a], y[:, c_a:]
+    whole, *parts = (moved(mx.contiguous(array), begin) for array in wanted)
 
     def run():
         kernels = registry.joins()
         return [kernels.join(*parts), *kernels.split(whole, c_a)]
 
-    for got, wanted in zip(agreed(METAL[0], run), (y, a, b), strict=True):
-        assert got.dtype == dtype and mx.array_equal(got, wanted)
+    for result, array in zip(agreed(METAL[0], run), wanted, strict=True):
+        assert result.dtype == dtype and mx.array_equal(result, array)
 
 
 @pytest.mark.parametrize("channels", ((5,), (4, 8, 12)), ids=str)
 @pytest.mark.parametrize("rows", (0, 6))
-@pytest.mark.parametrize("dtype", (mx.float16, mx.int8), ids=str)
-def test_any_number_of_arrays(channels, rows, dtype, launches):
-    parts = [numbers(rows, c, dtype) for c in channels]
+def test_any_number_of_arrays(channels, rows, launches):
+    parts = [numbers(rows, c, mx.float16) for c in channels]
     assert mx.array_equal(beside(parts), mx.concatenate(parts, axis=1))
 
 
-@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.int8), ids=str)
-@pytest.mark.parametrize("shape", ((1, 1), (300, 4), (20, 27, 12), (6, 3, 5)), ids=str)
-def test_rows_beside_zeros(shape, dtype, launches):
-    if launches is None:
-        pytest.skip("a kernel of CUDA")
-    array = numbers(math.prod(shape[:-1]), shape[-1], dtype).reshape(shape)
-    made = gpu_joins.padded(array, -1, 8)
-    assert mx.array_equal(made, gpu_joins.zero_padded(array, array.ndim - 1, 8))
-    assert made.shape[-1] % 8 == 0 and made.dtype == dtype
-    assert HAS_GPU or len(launches) == 1
-    assert gpu_joins.padded(made, -1, 8) is made
-
-
-@pytest.mark.parametrize("dtype", (mx.float32, mx.float16, mx.bfloat16), ids=str)
+@pytest.mark.parametrize("dtype", (mx.float32, mx.bfloat16, mx.int8), ids=str)
 @pytest.mark.parametrize(
     "shape, axis",
-    (((5,), 0), ((20, 27, 12), 0), ((27, 3, 8), 1), ((20, 1, 64), -3), ((1, 1, 7), 1)),
+    (
+        *(((1, 1), -1), ((300, 4), -1), ((20, 27, 12), -1), ((6, 3, 5), -1)),
+        *(((5,), 0), ((20, 27, 12), 0), ((27, 3, 8), 1), ((20, 1, 64), -3)),
+    ),
     ids=str,
 )
-def test_lines_before_zeros(shape, axis, dtype, launches):
-    """A weight's output channels, or a bias."""
+def test_zeros_fill_an_axis(shape, axis, dtype, launches):
+    """Beside rows, or behind a weight's output channels or a bias."""
     if launches is None:
         pytest.skip("a kernel of CUDA")
     array = numbers(math.prod(shape), 1, dtype).reshape(shape)
-    made = gpu_joins.padded(array, axis, 8)
-    assert mx.array_equal(made, gpu_joins.zero_padded(array, axis % array.ndim, 8))
-    assert made.dtype == dtype and (HAS_GPU or len(launches) == 1)
+    padded = gpu_joins.padded(array, axis, 8)
+    assert mx.array_equal(padded, gpu_joins.zero_padded(array, axis % array.ndim, 8))
+    assert padded.shape[axis] % 8 == 0 and padded.dtype == dtype
+    assert HAS_GPU or len(launches) == 1
+    assert gpu_joins.padded(padded, axis, 8) is padded
 
 
 class Kernels(GpuJoins):
@@ -140,32 +118,43 @@ class Kernels(GpuJoins):
         return [y[:, :c_a], y[:, c_a:]]
 
 
-def test_transformations_are_those_of_a_concatenation(monkeypatch):
+A, B = numbers(40, 8, mx.float32), numbers(40, 4, mx.float32)
+DY = numbers(40, 12, mx.float32) / 90
+TANGENTS = [A / 7, B / 5]
+SEVERAL = mx.stack([A, A + 1, 2 * A])
+
+
+def squares(join):
+    return lambda *arrays: mx.square(join(arrays))
+
+
+def cubes_of_a(join):
+    return mx.grad(lambda a: (join([a, B]) ** 3).sum())
+
+
+def back(join, dy):
+    return mx.vjp(lambda *arrays: join(arrays), [A, B], [dy])[1]
+
+
+TRANSFORMATIONS = {
+    "vjp": lambda join: mx.vjp(squares(join), [A, B], [DY])[1],
+    "jvp": lambda join: mx.jvp(squares(join), [A, B], TANGENTS)[1],
+    "second": lambda join: mx.grad(lambda a: cubes_of_a(join)(a).sum())(A),
+    "jvp of vjp": lambda join: mx.jvp(lambda dy: back(join, dy), [DY], [2 * DY])[1],
+    "vmap": lambda join: mx.vmap(lambda a: join([a, B]))(SEVERAL),
+    "vmap of vjp": lambda join: mx.vmap(lambda dy: back(join, dy))(
+        mx.ones((3, 40, 12))
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMATIONS)
+def test_transformations_are_those_of_a_concatenation(name, monkeypatch):
     if registry.joins() is None:
         monkeypatch.setattr(registry, "joins", lambda: Kernels("cuda"))
-    a, b = numbers(40, 8, mx.float32), numbers(40, 4, mx.float32)
-    t = [mx.random.normal(x.shape) for x in (a, b)]
-    dy = mx.random.normal((40, 12))
-    several, ones = mx.random.normal((3, 40, 8)), mx.ones((3, 40, 12))
-
-    def back(join, *by):
-        return mx.vjp(lambda *x: join(x), [a, b], list(by))[1]
-
-    unmapped = (
-        lambda join: mx.vjp(lambda *x: mx.square(join(x)), [a, b], [dy])[1],
-        lambda join: mx.jvp(lambda *x: mx.square(join(x)), [a, b], t)[1],
-        lambda join: mx.grad(
-            lambda x: mx.grad(lambda z: (join([z, b]) ** 3).sum())(x).sum()
-        )(a),
-        lambda join: mx.jvp(lambda by: back(join, by), [dy], [2 * dy])[1],
-    )
-    mapped = (
-        lambda join: mx.vmap(lambda x: join([x, b]))(several),
-        lambda join: mx.vmap(lambda by: back(join, by))(ones),
-    )
-    for function in unmapped + mapped:
-        with mappable() if function in mapped else nullcontext():
-            got = function(beside)
-        want = function(lambda x: mx.concatenate(list(x), axis=1))
-        for ours, theirs in zip(list(got), list(want), strict=True):
-            assert mx.array_equal(ours, theirs)
+    function = TRANSFORMATIONS[name]
+    with mappable() if "vmap" in name else nullcontext():
+        result = function(beside)
+    wanted = function(lambda arrays: mx.concatenate(list(arrays), axis=1))
+    for ours, theirs in zip(list(result), list(wanted), strict=True):
+        assert mx.array_equal(ours, theirs)

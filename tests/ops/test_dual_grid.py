@@ -19,18 +19,22 @@ AROUND = {
 }
 
 
+def as_float32(array) -> mx.array:
+    return mx.array(np.asarray(array, np.float32))
+
+
 def grid_of(coords, vertices, flags, split=None):
     """A dual grid of rows (batch, x, y, z)."""
-    x = ml.SparseTensor(mx.array(coords), mx.array(np.asarray(vertices, np.float32)))
-    split = None if split is None else mx.array(np.asarray(split, np.float32))
-    return DualGrid(x, mx.array(flags), split)
+    x = ml.SparseTensor(mx.array(coords), as_float32(vertices))
+    return DualGrid(x, mx.array(flags), None if split is None else as_float32(split))
 
 
 def random_grid(name="crowded", side=6, seed=0):
+    """Rows, vertices, flags and split weights."""
     rng = np.random.default_rng(seed)
     if name == "crowded":
-        cells = np.stack(np.meshgrid(*[np.arange(side)] * 4, indexing="ij"), -1)
-        coords = cells.reshape(-1, 4)[rng.permutation(side**4)[: side**4 * 4 // 5]]
+        cells = np.argwhere(np.ones((side,) * 4))
+        coords = cells[rng.permutation(len(cells))[: len(cells) * 4 // 5]]
         coords = (coords - (0, 3, 2, 4)).astype(np.int32)
     else:
         coords = cases.geometry(name, 3, 300, seed)
@@ -50,8 +54,8 @@ def quads_of(coords, flags):
     return np.array(quads, np.int64).reshape(-1, 4)
 
 
-def edges_of(faces) -> np.ndarray:
-    """How many triangles each undirected edge has."""
+def triangles_of_edges(faces) -> np.ndarray:
+    """The number of triangles of each undirected edge."""
     pairs = np.sort(np.concatenate([faces[:, [0, 1]], faces[:, [1, 2]], faces[:, ::2]]))
     return np.unique(pairs, axis=0, return_counts=True)[1]
 
@@ -89,42 +93,43 @@ def test_definition(name):
     assert whole.batch.shape == whole.vertices.shape[:1]
 
 
-def test_equal_diagonals_are_cut_from_1_to_3():
+@pytest.mark.parametrize("weights", ("equal", "ones and twos"))
+def test_equal_diagonals_are_cut_from_1_to_3(weights):
     """As TRELLIS.2's ``torch.where(w02 > w13, quad_split_1, quad_split_2)``."""
     coords, vertices, flags, _ = random_grid()
     quads = quads_of(coords, flags)
-    for weight in (np.ones(len(coords)), np.arange(len(coords)) % 2 + 1.0):
-        mesh = ops.dual_grid_mesh(grid_of(coords, vertices, flags, weight[:, None]))
-        a, b, c, d = weight[quads].T
-        assert (a * c == b * d).sum() > 50
-        for quad, pair, first in zip(
-            quads, np.array(mesh.faces).reshape(-1, 2, 3), a * c > b * d, strict=True
-        ):
-            cut = set(pair[0]) & set(pair[1])
-            assert cut == set(quad[0::2] if first else quad[1::2])
+    weight = np.arange(len(coords)) % 2 + 1.0
+    weight = np.ones_like(weight) if weights == "equal" else weight
+    mesh = ops.dual_grid_mesh(grid_of(coords, vertices, flags, weight[:, None]))
+    a, b, c, d = weight[quads].T
+    assert (a * c == b * d).sum() > 50
+    for quad, pair, first in zip(
+        quads, np.array(mesh.faces).reshape(-1, 2, 3), a * c > b * d, strict=True
+    ):
+        cut = set(pair[0]) & set(pair[1])
+        assert cut == set(quad[0::2] if first else quad[1::2])
 
 
 def test_logits_and_rows_in_another_order():
     coords, vertices, flags, split = random_grid()
     wanted = ops.dual_grid_mesh(grid_of(coords, vertices, flags, split))
     order = np.random.default_rng(1).permutation(len(coords))
-    x = ml.SparseTensor(mx.array(coords), mx.array(vertices.astype(np.float32)))
-    mixed = mx.array(coords[order])
-    logits = ml.SparseTensor(mixed, mx.array(np.where(flags, 0.3, -2.0)[order]))
-    weights = ml.SparseTensor(mixed, mx.array(split[order].astype(np.float32)))
+    x = ml.SparseTensor(mx.array(coords), as_float32(vertices))
+    logits, weights = (
+        ml.SparseTensor(mx.array(coords[order]), as_float32(feats[order]))
+        for feats in (np.where(flags, 0.3, -2.0), split)
+    )
     mesh = ops.dual_grid_mesh(DualGrid(x, logits, weights))
     assert mx.array_equal(mesh.faces, wanted.faces).item()
 
 
 def test_elements():
-    coords, vertices, flags, split = random_grid()
-    whole = ops.dual_grid_mesh(grid_of(coords, vertices, flags, split))
-    for b in np.unique(coords[:, 0]):
-        own = coords[:, 0] == b
-        parts = (part[own] for part in (coords, vertices, flags, split))
-        alone = ops.dual_grid_mesh(grid_of(*parts))
-        found, faces = whole.element(int(b))
-        assert mx.array_equal(found, alone.vertices).item()
+    grid = random_grid()
+    whole = ops.dual_grid_mesh(grid_of(*grid))
+    for b in np.unique(grid[0][:, 0]):
+        alone = ops.dual_grid_mesh(grid_of(*(a[grid[0][:, 0] == b] for a in grid)))
+        vertices, faces = whole.element(int(b))
+        assert mx.array_equal(vertices, alone.vertices).item()
         assert mx.array_equal(faces, alone.faces).item()
 
 
@@ -139,7 +144,7 @@ def test_closed_surfaces(f, n, genus, volume):
     coords, vertices, flags, lower = surface(f, n)
     mesh = ops.dual_grid_mesh(grid_of(coords, vertices, flags), voxel_size=0.5)
     points, faces = np.array(mesh.vertices, np.float64), np.array(mesh.faces)
-    counts = edges_of(faces)
+    counts = triangles_of_edges(faces)
     assert (counts == 2).all()
     assert len(points) - len(counts) + len(faces) == 2 * (1 - genus)
     a, b, c = (points[faces[:, at]] for at in range(3))
@@ -148,28 +153,24 @@ def test_closed_surfaces(f, n, genus, volume):
     # The winding is by axis: turn the quads whose edge comes from the inside.
     inward = np.repeat(lower[flags], 2)
     signed = np.einsum("fd,fd->f", a, normals) / 6 * np.where(inward, -1, 1)
-    found = abs(signed.sum()) * 8
-    assert abs(found / volume - 1) < 0.03
+    assert abs(abs(signed.sum()) * 8 / volume - 1) < 0.03
     # Without some voxels the surface is open there, and no face names a missing one.
-    kept = coords[:, 1] < n // 2
-    parts = (part[kept] for part in (coords, vertices, flags))
-    mesh = ops.dual_grid_mesh(grid_of(*parts))
-    counts = edges_of(np.array(mesh.faces))
-    assert set(np.unique(counts)) == {1, 2} and mesh.faces.max() < kept.sum()
+    half = coords[:, 1] < n // 2
+    mesh = ops.dual_grid_mesh(grid_of(coords[half], vertices[half], flags[half]))
+    counts = triangles_of_edges(np.array(mesh.faces))
+    assert set(np.unique(counts)) == {1, 2} and mesh.faces.max() < half.sum()
 
 
 def test_gradients_of_the_training_mesh():
     coords, vertices, flags, split = random_grid(side=3)
-    x = ml.SparseTensor(mx.array(coords), mx.array(vertices.astype(np.float32)))
+    x = ml.SparseTensor(mx.array(coords), as_float32(vertices))
     quads = quads_of(coords, flags)
     assert len(quads) > 20
-    count = len(coords) + len(quads)
-    pull = np.random.default_rng(5).normal(size=(count, 3))
+    pull = np.random.default_rng(5).normal(size=(len(coords) + len(quads), 3))
 
-    def loss(feats, weights):
+    def training_vertices(feats, weights):
         grid = DualGrid(x.replace(feats), mx.array(flags), weights)
-        made = ops.dual_grid_mesh(grid, train=True).vertices
-        return (made * mx.array(pull.astype(np.float32))).sum()
+        return ops.dual_grid_mesh(grid, train=True).vertices
 
     def exact(vertices, split):
         points = coords[:, 1:] + vertices
@@ -178,35 +179,42 @@ def test_gradients_of_the_training_mesh():
         middle = (one * (q[:, 0] + q[:, 2]) + two * (q[:, 1] + q[:, 3])) / 2
         return (np.concatenate([points, middle / (one + two)]) * pull).sum()
 
-    given = [vertices.astype(np.float32), split.astype(np.float32)]
-    found = mx.grad(loss, argnums=(0, 1))(*map(mx.array, given))
-    for which in range(2):
-        step, wanted = 1e-5, np.zeros_like(given[which], np.float64)
-        for at in np.ndindex(*wanted.shape):
-            ends = []
-            for sign in (1, -1):
-                moved = [part.astype(np.float64) for part in given]
-                moved[which][at] += sign * step
-                ends.append(exact(*moved))
-            wanted[at] = (ends[0] - ends[1]) / (2 * step)
-        ref.assert_close(found[which], wanted, what=f"gradient {which}", slack=3)
+    inputs = [as_float32(vertices), as_float32(split)]
+    _, gradients = mx.vjp(training_vertices, inputs, [as_float32(pull)])
+    step, at = 1e-5, [np.array(array, np.float64) for array in inputs]
+    for array, gradient in zip(at, gradients, strict=True):
+        wanted = np.zeros_like(array)
+        for entry in np.ndindex(*array.shape):
+            middle, ends = array[entry], []
+            for moved in (middle + step, middle - step):
+                array[entry] = moved
+                ends.append(exact(*at))
+            array[entry] = middle
+            wanted[entry] = (ends[0] - ends[1]) / (2 * step)
+        ref.assert_close(gradient, wanted, slack=3)
 
 
 def test_bad_input():
-    coords, vertices, flags, split = random_grid()
-    good = grid_of(coords, vertices, flags, split)
+    grid = random_grid()
+    good = grid_of(*grid)
+    flat = good.vertices.replace(good.vertices.feats[:, :2])
+    twice = grid_of(*(np.concatenate([a, a[:1]]) for a in grid))
     with pytest.raises(TypeError, match="must be a DualGrid"):
         ops.dual_grid_mesh(good.vertices)
-    with pytest.raises(ValueError, match="train=True places vertices by grid.split"):
-        ops.dual_grid_mesh(good._replace(split=None), train=True)
-    with pytest.raises(ValueError, match=r"intersected must have shape \(\d+, 3\)"):
-        ops.dual_grid_mesh(good._replace(intersected=mx.array(flags[:, :2])))
-    with pytest.raises(ValueError, match="voxel_size must be one number or 3"):
-        ops.dual_grid_mesh(good, voxel_size=(1, 2))
-    flat = good.vertices.replace(mx.array(vertices[:, :2].astype(np.float32)))
-    with pytest.raises(ValueError, match="3 spatial axes and 3 channels"):
-        ops.dual_grid_mesh(good._replace(vertices=flat))
-    twice = np.concatenate([coords, coords[:1]])
-    rows = (np.concatenate([a, a[:1]]) for a in (vertices, flags, split))
-    with pytest.raises(ValueError, match="twice|repeat|duplicate"):
-        ops.dual_grid_mesh(grid_of(twice, *rows))
+    for sentence, bad, options in (
+        (
+            "train=True places vertices by grid.split",
+            good._replace(split=None),
+            {"train": True},
+        ),
+        (
+            r"intersected must have shape \(\d+, 3\)",
+            good._replace(intersected=good.intersected[:, :2]),
+            {},
+        ),
+        ("voxel_size must be one number or 3", good, {"voxel_size": (1, 2)}),
+        ("3 spatial axes and 3 channels", good._replace(vertices=flat), {}),
+        ("twice|repeat|duplicate", twice, {}),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            ops.dual_grid_mesh(bad, **options)
