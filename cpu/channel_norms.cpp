@@ -315,14 +315,11 @@ void check_starts(const char* who, const std::vector<int>& starts, const array& 
 
 // An activation of a norm by its kind: see mlx_lattice/epilogue.py.
 Act activation_of(const char* who, int kind, float slope) {
-  switch (kind) {
-    case 0: return {slope == 0.0f ? Activation::relu : slope == 1.0f ? Activation::none : Activation::leaky_relu, slope};
-    case 1: return {Activation::gelu};
-    case 2: return {Activation::silu};
-    case 3: return {Activation::gelu_tanh};
-    case 4: return {Activation::elu, slope};
-  }
-  fail(who, "act must be from 0 to 4.");
+  const int elu = int(Activation::leaky_relu) - 1;
+  if (kind < 0 || kind > elu) fail(who, "act must be from 0 to " + std::to_string(elu) + ".");
+  if (kind == elu) return {Activation::elu, slope};
+  if (kind > 0) return {Activation(kind + 1)};
+  return {slope == 0.0f ? Activation::relu : slope == 1.0f ? Activation::none : Activation::leaky_relu, slope};
 }
 
 // Checks a norm's optional arrays and appends those that are given.

@@ -423,7 +423,7 @@ std::vector<array> of_floats(Contraction op, const array& x, const array& w, con
 }  // namespace
 
 Act activation_of(const char* who, int code) {
-  if (code >= 0 && code <= int(Activation::gelu_tanh)) return {Activation(code)};
+  if (code >= 0 && code < int(Activation::leaky_relu)) return {Activation(code)};
   float slope = std::bit_cast<float>(code);
   if (slope > 0.0f && slope <= 1.0f) return {Activation::leaky_relu, slope};
   if (std::isfinite(slope) && slope < 0.0f) return {Activation::elu, -slope};

@@ -7,6 +7,7 @@
 namespace lattice {
 
 enum class Type : int { f32, f16, bf16 };
+// The kinds of mlx_lattice/epilogue.py from `gelu` on; a new one goes before `leaky_relu`.
 enum class Activation : int { none, relu, gelu, silu, gelu_tanh, leaky_relu, elu };
 // An activation, and its slope below zero or, of ELU, just below zero.
 struct Act {

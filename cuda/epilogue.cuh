@@ -8,38 +8,9 @@
 // kept, of it before. Tiles have, of each of their channels, a and b in shared memory: y =
 // act(a * sum + b + residual); kernels over rows and what adds splits compute the two
 // where they write. Traffic: the residual once; the rest from the caches. Reads
-// alignment.cuh and channels.cuh too.
+// alignment.cuh, channels.cuh and activations.cuh too.
 
 namespace lattice {
-
-// Activations of norms and epilogues: by slope below zero (1 is none, 0 is ReLU), GELU by
-// erf, SiLU, GELU by tanh, ELU of that slope just below zero.
-enum Activation { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH, ACT_ELU };
-
-// Of which GELU by tanh is v times the sigmoid.
-__device__ __forceinline__ float gelu_argument(float v) {
-  return 1.5957691f * v * (1.0f + 0.044715f * v * v);
-}
-
-template <int ACT>
-__device__ __forceinline__ float activated(float v, float slope) {
-  if constexpr (ACT == ACT_GELU) return 0.5f * v * (1.0f + erff(v * 0.70710678f));
-  if constexpr (ACT == ACT_SILU) return v / (1.0f + expf(-v));
-  if constexpr (ACT == ACT_GELU_TANH) return v / (1.0f + expf(-gelu_argument(v)));
-  if (!(v < 0.0f)) return v;  // a NaN stays
-  if constexpr (ACT == ACT_ELU) return slope * expm1f(v);
-  return slope == 0.0f ? 0.0f : slope * v;
-}
-
-// The activation of a code of mlx_lattice/epilogue.py: none, kinds from 1 on, or the
-// bits of a LeakyReLU's slope, or of minus an ELU's alpha.
-template <int CODE>
-__device__ __forceinline__ float activated_by_code(float v) {
-  if constexpr (CODE < 0) return activated<ACT_ELU>(v, -__int_as_float(CODE));
-  if constexpr (CODE > ACT_ELU) return activated<ACT_SLOPE>(v, __int_as_float(CODE));
-  if constexpr (CODE > 0 && CODE <= ACT_ELU) return activated<CODE - 1>(v, 0.0f);
-  return v;
-}
 
 // A bias, or null, and nothing else.
 template <typename T>

@@ -1,6 +1,6 @@
 // What the passes of a norm by channel share: the rows of a block, what normalises the
 // channels of a thread, and sums over a block's threads in a fixed order. Needs
-// alignment.cuh, channels.cuh and epilogue.cuh.
+// alignment.cuh, channels.cuh and activations.cuh.
 
 namespace lattice {
 
@@ -16,27 +16,6 @@ struct RowChannels {
   Channels<T, EACH> of[COUNT];
   int segment = 0;
 };
-
-// The slope of an activation; `slope`: a leaky ReLU's below 0, an ELU's just below it.
-template <int ACT>
-__device__ __forceinline__ float activation_slope(float v, float slope) {
-  if constexpr (ACT == ACT_GELU) {
-    const float density = 0.39894228f * expf(-0.5f * v * v);
-    return 0.5f * (1.0f + erff(v * 0.70710678f)) + v * density;
-  }
-  if constexpr (ACT == ACT_SILU) {
-    const float s = 1.0f / (1.0f + expf(-v));
-    return s * (1.0f + v * (1.0f - s));
-  }
-  if constexpr (ACT == ACT_GELU_TANH) {
-    const float s = 1.0f / (1.0f + expf(-gelu_argument(v)));
-    // Far from 0 the sigmoid's own slope is 0, and v's square may not be finite.
-    const float turn = s * (1.0f - s);
-    return turn == 0.0f ? s : s + v * turn * 1.5957691f * (1.0f + 0.134145f * v * v);
-  }
-  if constexpr (ACT == ACT_ELU) return v > 0.0f ? 1.0f : slope * expf(v);
-  return v > 0.0f || (v == 0.0f && slope != 0.0f) ? 1.0f : slope;
-}
 
 // The rows of a block: those of a segment's piece, or an equal share of all.
 struct BlockRows {

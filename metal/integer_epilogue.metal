@@ -20,8 +20,8 @@ struct IntegerEpilogue {
   const device float* out_inverse;
 
   METAL_FUNC static float activate(float v) {
-    if (ACTIVATION == RELU) return v <= 0.0f ? 0.0f : v;  // a NaN stays
-    return activated<ACTIVATION>(v);
+    if (ACTIVATION == CODE_RELU) return v <= 0.0f ? 0.0f : v;  // a NaN stays
+    return activated_by_code<ACTIVATION>(v);
   }
 
   // Finishes the sums of the `left` first of four channels, from c on, of a row of C_y.

@@ -12,7 +12,7 @@ host.require()
 FOLDER = host.toolchain.HERE.parent
 # In the order in which they need each other; two that give one name two meanings.
 MATRICES = (
-    "matrix_tiles", "epilogue", "tile_moments", "add_splits", "sorted_implicit_gemm",
+    "matrix_tiles", "activations", "epilogue", "tile_moments", "add_splits", "sorted_implicit_gemm",
     "grouped_gemm",
     "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
     "quantized_tensor_ops", "integer_epilogue", "int8_tensor_ops",
@@ -23,7 +23,7 @@ MATRICES = (
     "updates", "attention_heads",
     "points", "patches", "join_channels",
 )  # fmt: skip
-NORMS = ("matrix_tiles", "channel_norms")
+NORMS = ("matrix_tiles", "activations", "channel_norms")
 _SIZES = re.compile(r"\b\w+Sizes\b")
 
 

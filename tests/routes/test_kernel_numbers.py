@@ -95,8 +95,8 @@ ACTIVATIONS = ("SLOPE", "GELU", "SILU", "GELU_TANH", "ELU")
 UPDATES = ("SGD_PLAIN", "SGD_MOVED", "SGD_NESTEROV", "ADAM")
 RULES = (*(rule.name for rule in Rule), "CELLS")
 ENUMERATIONS = {
-    ("cuda/epilogue.cuh", "Activation"): [f"ACT_{name}" for name in ACTIVATIONS],
-    ("metal/channel_norms.metal", "NormAct"): [f"ACT_{name}" for name in ACTIVATIONS],
+    ("cuda/activations.cuh", "Activation"): [f"ACT_{name}" for name in ACTIVATIONS],
+    ("metal/activations.metal", "Activation"): [f"ACT_{name}" for name in ACTIVATIONS],
     ("cuda/unique_rows.cu", "Rule"): RULES,
     ("metal/hash_table.metal", "Rule"): RULES,
     ("cuda/table_sources.cuh", "Stride"): cuda_geometry.KINDS,

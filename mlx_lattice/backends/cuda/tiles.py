@@ -42,7 +42,7 @@ THREE, ONE = "three TF32", "TF32"  # three products keep float32's accuracy
 POWERS = (32, 64, 128, 256)  # widths of tiles that unpack their weights
 SKIPPED_ROWS = 64  # rows that a wgmma, or a tile of mma, skips together
 # What `cuda/epilogue.cuh` needs before it.
-EPILOGUE_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh"
+EPILOGUE_FILES = "alignment.cuh", "channels.cuh", "activations.cuh", "epilogue.cuh"
 HOPPER = (*EPILOGUE_FILES, "tiles.cuh", "hopper.cuh", "tile_moments.cuh", "wgmma.cuh")
 MMA = (*EPILOGUE_FILES, "tiles.cuh", "tensor_core.cuh")
 MMA_STAGES = 4

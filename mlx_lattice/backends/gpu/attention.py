@@ -21,7 +21,7 @@ from .kernel import (
 from .norms import CUDA_FILES, PLACE
 
 FILES = {
-    METAL: ("matrix_tiles", "epilogue", "attention_heads"),
+    METAL: ("matrix_tiles", "activations", "epilogue", "attention_heads"),
     CUDA: (*CUDA_FILES, "attention_heads.cu"),
 }
 THREADS, WARP = 256, 32

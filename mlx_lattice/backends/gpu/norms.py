@@ -21,9 +21,9 @@ Arrays = list[mx.array | None]
 Template = tuple[tuple[str, Value], ...]
 
 # Sources that CUDA's kernels of norms share.
-CUDA_FILES = "alignment.cuh", "channels.cuh", "epilogue.cuh", "norm_blocks.cuh"
+CUDA_FILES = "alignment.cuh", "channels.cuh", "activations.cuh", "norm_blocks.cuh"
 FILES = {
-    METAL: ("matrix_tiles", "channel_norms"),
+    METAL: ("matrix_tiles", "activations", "channel_norms"),
     CUDA: (*CUDA_FILES, "channel_norms.cu"),
 }
 PLACE = (

@@ -317,7 +317,7 @@ def _add_edges(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     return call
 
 
-SHARED_FILES = "matrix_tiles", "epilogue", "tile_moments"
+SHARED_FILES = "matrix_tiles", "activations", "epilogue", "tile_moments"
 SIMDGROUP_FILES = *SHARED_FILES, "sorted_implicit_gemm"
 TENSOR_FILES = *SHARED_FILES, "tensor_ops"
 INTEGER_FILES = *SHARED_FILES, "integer_epilogue"

@@ -80,7 +80,7 @@ def adding(dtype, **after: Value) -> GpuKernel:
 
     ``after`` are the template arguments of an epilogue.
     """
-    files = "matrix_tiles", "epilogue", "add_splits"
+    files = "matrix_tiles", "activations", "epilogue", "add_splits"
     return kernel("add_splits", files, finishing(ADD_SPLITS), T=dtype, **after)
 
 

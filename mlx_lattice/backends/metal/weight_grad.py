@@ -107,6 +107,7 @@ def grad_splits(
 GROUPED = "matrix_tiles", "grouped_gemm"
 TENSOR_FILES = (
     "matrix_tiles",
+    "activations",
     "epilogue",
     "tile_moments",
     "grouped_gemm",
