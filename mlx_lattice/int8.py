@@ -278,8 +278,7 @@ def integer_conv(
         shift: (C_out,) float32, or None.
         residual: (N_out, C_out) in ``dtype``, or int8 with ``residual_scale``.
         residual_scale: (1,) float32, the scale of an int8 residual.
-        activation: "", "relu", "gelu" (by the error function), "silu", "gelu_tanh",
-            "leaky_relu", "elu", or with another slope "leaky_relu(0.2)", "elu(0.5)".
+        activation: the name of an activation, as for ``ops.batch_norm``, or "".
         out_inverse: (1,) float32: the result is ``round(v * out_inverse)``, halves to
             even, within -127 ... 127 as int8.
         row_scales: (N_in,) float32, a scale for each input row beside ``scale``. The

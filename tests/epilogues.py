@@ -1,23 +1,22 @@
 """Epilogues of random arrays, and what they make of sums, in float64."""
 
-from math import erf
-
 import mlx.core as mx
 import numpy as np
+import reference_norms
 from contractions import exact, moved
 
 from mlx_lattice.epilogue import ARRAYS, STATISTICS, Epilogue
 
+# Activations of float64 by name; of those with a slope, one that is not the default.
 FUNCTIONS = {
     "": lambda v: v,
-    "relu": lambda v: np.maximum(v, 0),
-    "gelu": lambda v: v * (1 + np.vectorize(erf, otypes=[float])(v / 2**0.5)) / 2,
-    "silu": lambda v: v / (1 + np.exp(np.minimum(-v, 700))),
-    "gelu_tanh": lambda v: (
-        v * (1 + np.tanh((2 / np.pi) ** 0.5 * (v + 0.044715 * v**3))) / 2
-    ),
     "leaky_relu(0.2)": lambda v: np.where(v < 0, 0.2 * v, v),
     "elu(0.5)": lambda v: np.where(v < 0, 0.5 * np.expm1(np.minimum(v, 0)), v),
+    **{
+        name: function
+        for name, (function, _) in reference_norms.ACTIVATIONS.items()
+        if name not in (None, "leaky_relu", "elu")
+    },
 }
 ACTIVATIONS = tuple(FUNCTIONS)
 EPS = 1e-3

@@ -18,7 +18,7 @@ def _gelu_slope(v):
 
 
 def _sigmoid(v):
-    return 1 / (1 + np.exp(-v))
+    return 1 / (1 + np.exp(np.minimum(-v, 700)))
 
 
 def _gelu_tanh(v):

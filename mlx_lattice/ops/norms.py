@@ -90,9 +90,9 @@ def batch_norm(
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
         residual: features of the same rows.
-        activation: "relu", "gelu", "silu", "gelu_tanh", "leaky_relu", "elu", or with
-            another slope "leaky_relu(0.2)", "elu(0.5)"; or a layer or function of
-            these, such as ``nn.ReLU()``; by default none.
+        activation: the name of an activation (docs/norms.md lists them), with another
+            slope as in "leaky_relu(0.2)"; or a layer or function, such as
+            ``nn.ReLU()``; by default none.
 
     Raises:
         TypeError: the features are not floating.

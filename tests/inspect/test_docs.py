@@ -64,6 +64,20 @@ def test_snippets_run(page, tmp_path, monkeypatch):
     assert routes.TABLE is table, "a page changes the table within blocks only"
 
 
+def test_an_activation_stands_in_the_files_of_its_recipe():
+    section = (DOCS / "adding.md").read_text().split("\n## ")[1]
+    files = re.findall(r"^\| `([^`]+)` \|", section, re.M)
+    assert 5 < len(files) <= 10 and all((ROOT / file).is_file() for file in files)
+    kernels = [*ROOT.glob("cpu/*"), *ROOT.glob("cuda/*"), *ROOT.glob("metal/*.metal")]
+    sources = [*kernels, *(ROOT / "mlx_lattice").rglob("*.py")]
+    names = {
+        str(p.relative_to(ROOT))
+        for p in sources
+        if b"gelu_tanh" in p.read_bytes().lower()
+    }
+    assert names <= set(files)
+
+
 # On the package index the name mlx-lattice is another project's, with our import name.
 ANOTHERS = re.compile(r"mlx-lattice\\?\[|pip install (?:-\S+ )*[\"']?mlx[-_]lattice")
 FOLDERS = [

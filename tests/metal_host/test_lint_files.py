@@ -12,8 +12,8 @@ host.require()
 FOLDER = host.toolchain.HERE.parent
 # In the order in which they need each other; two that give one name two meanings.
 MATRICES = (
-    "matrix_tiles", "activations", "epilogue", "tile_moments", "add_splits", "sorted_implicit_gemm",
-    "grouped_gemm",
+    "matrix_tiles", "activations", "epilogue", "tile_moments", "add_splits",
+    "sorted_implicit_gemm", "grouped_gemm",
     "quantized_sorted", "tensor_ops", "tensor_ops_weight_grad",
     "quantized_tensor_ops", "integer_epilogue", "int8_tensor_ops",
     "quantized_sorted_int8", "add_integer_splits", "unpack_int4",
