@@ -21,7 +21,6 @@ import pytest
 from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice.backends.cuda import contraction as cuda_contraction
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
@@ -123,46 +122,6 @@ def test_the_text_has_what_the_launch_gives(library, tmp_path, launches):
         "const int x_shape[] = {0, x_shape_1, 0, x_shape_3};\n"
         "const int z_shape[] = {z_shape_0};\n"
     ) in text
-
-
-@needs_stand_in
-@pytest.mark.parametrize("bits", (4, 8))
-def test_a_settled_launch_hands_over_what_a_call_does(
-    bits, library, tmp_path, launches, monkeypatch
-):
-    """A layer's later launches are settled: all but the inputs is put together once."""
-    nvrtc = Compiler(library, tmp_path, (9, 0))
-    weights = [
-        ml.quantize_weight(w.astype(mx.float16), bits=bits, group_size=32)
-        for w in mx.random.normal((4, 8, 40, 24))
-    ]
-    with recording("h200"), monkeypatch.context() as patched:
-        patched.setattr(gpu_kernel, "compiler", lambda capability: nvrtc)
-        with cuda_compile.rehearsal():
-            cuda_contraction.unpacked_weights(weights[0])
-        assert not launches  # in a rehearsal nothing runs, and nothing is settled
-        for w in weights:
-            cuda_contraction.unpacked_weights(w)
-    assert len(launches) == len(weights)
-    for w, each in zip(weights, launches, strict=True):
-        assert all(a is b for a, b in zip(each.pop("inputs"), w.arrays, strict=True))
-    assert all(each == launches[0] for each in launches)
-    first = launches[0]
-    assert first["name"].startswith("lattice_unpack_weights")
-    assert first["output_shapes"] == ((8, 40, 24),)
-    # C_out, then the groups of channels that share a scale.
-    assert sorted(first["scalars"]) == [2, 24]
-
-
-@needs_stand_in
-def test_every_launch_hands_over_the_code(library, tmp_path, launches):
-    """MLX keeps modules by the name and the hash of the code."""
-    nvrtc = Compiler(library, tmp_path, (9, 0))
-    for value in (3, 4, 3):
-        made = kernel(nvrtc, body=f"y[0] = {value};")
-        assert launch(made)[0].item() == value and launch(made)[0].item() == value
-    assert len({each["compiled_source"] for each in launches}) == 2
-    assert not (tmp_path / "mlx").exists(), "nothing is written into MLX's cache"
 
 
 @needs_stand_in

@@ -67,6 +67,9 @@ def test_tiles_of_weight_gradients(given, variant, tile):
     problem = replace(layer(*given), pass_=WEIGHT_GRAD)
     plan = named("grouped_gemm").plan(problem, H200)
     assert (plan.variant, plan.tile) == (variant, tile)
+    # One launch writes dW whole, in the layout of the module's weight.
+    assert (plan.add is None) == (plan.partials == ()) == (variant == "whole")
+    assert plan.layout == MLX_LAYOUT
 
 
 def test_a_1x1_kernel_of_half_is_tiles_where_the_matmul_would_copy():

@@ -120,7 +120,7 @@ def test_sorted_tiles(pass_, dtype, shape, device):
 
 # Last stages of one slice, of two, of three and of four.
 @pytest.mark.parametrize("shape", ((72, 144, 1), (100, 224, 1), (248, 96, 1)), ids=str)
-@pytest.mark.parametrize("scene", ("some", "even", "forward", "line"))
+@pytest.mark.parametrize("scene", ("some", "even", "forward", "line", "pointwise_65"))
 @pytest.mark.parametrize("tile", sorted(WIDE), ids=str)
 def test_wide_tiles_of_whole_stages_and_of_tails(tile, scene, shape, monkeypatch):
     """Of many offsets and of few, by weights in either layout, whole and by views."""

@@ -197,45 +197,6 @@ def test_a_changed_layer_asks_again():
         layer(x)
 
 
-def test_an_upsampling_layer_does_not_see_sets_that_come_later():
-    x, _ = scene()
-    coarse = nn.Conv3d(8, 8, 2, stride=2)(x)
-    up = nn.ConvTranspose3d(8, 8)
-    again = ml.SparseTensor(coarse.coords, coarse.feats, 2)
-    for _ in range(3):
-        assert up(coarse).key == x.key
-        with pytest.raises(ValueError, match="no coordinates of stride 1"):
-            up(again)
-        x.manager.insert(x.coords[:-1])
-        again.manager.insert(x.coords[:-1])
-    some = ops.prune(x, mx.arange(len(x)) > 0)
-    nn.Conv3d(8, 8, 2, stride=2)(some, coarse)
-    with pytest.raises(ValueError, match="several coordinate sets"):
-        up(coarse)
-
-
-@pytest.mark.parametrize("up", (nn.ConvTranspose3d, nn.GenerativeConvTranspose3d))
-def test_rows_that_are_asked_for_are_those_that_come(up):
-    """Kept by both ends; bare rows, and those of another manager, are looked up."""
-    x, _ = scene()
-    coarse, layer = nn.Conv3d(8, 8, 2, stride=2)(x), up(8, 8)
-    some = x.manager.insert(x.coords[::2])
-    some = ml.SparseTensor.of(x.manager, some, x.feats[::2])
-    other = ml.SparseTensor(x.coords[1::2], x.feats[1::2])
-    for _ in range(2):
-        assert layer(coarse, x).key == x.key
-        assert layer(coarse, some).key == some.key
-        for rows in (other, other.coords, some.key):
-            y = layer(coarse, rows)
-            wanted = getattr(rows, "coords", rows)
-            wanted = some.coords if wanted is some.key else wanted
-            assert mx.array_equal(y.coords, wanted)
-        full = layer(coarse)
-        assert len(full) == (len(x) if up is nn.ConvTranspose3d else 8 * len(coarse))
-        down = nn.Conv3d(8, 8, 2, stride=2)
-        assert down(x, coarse).key == coarse.key and down(x).key == coarse.key
-
-
 def frames(run) -> int:
     """How many functions of the package Python calls."""
     count, package = 0, os.path.dirname(ml.__file__)

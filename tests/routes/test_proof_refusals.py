@@ -8,7 +8,6 @@ import json
 import warnings
 
 import mlx.core as mx
-import numpy as np
 import pytest
 from metal_checks import host
 from mutants import (  # noqa: F401 (a fixture)
@@ -97,30 +96,6 @@ def test_a_mutant_is_refused_and_the_net_is_right(name, folder, monkeypatch):
         with forced, ml.routes.only(route):
             layer(x)
         assert [why for why in kept(folder).values() if why] == [reasons[route]]
-
-
-@pytest.mark.parametrize("name", MUTANTS)
-def test_gradients_are_right_too(name):
-    """Of a mutant in what the passes share, each pass is refused apart."""
-    dtype, mutation, _, _ = MUTANTS[name]
-    x, layer, _ = layers(dtype)
-
-    def loss(feats, weight):
-        layer.weight = weight
-        return layer(x.replace(feats)).feats.astype(mx.float32).square().sum()
-
-    def gradients():
-        return mx.grad(loss, (0, 1))(x.feats, weight)
-
-    weight = layer.weight
-    with ml.backends.portable_only():
-        wanted = gradients()
-        mx.eval(wanted)
-    with on_metal(mutation), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        x = ml.SparseTensor(x.coords, x.feats)
-        for got, right in zip(gradients(), wanted, strict=True):
-            assert_right(got, np.array(right.astype(mx.float32)), HALF)
 
 
 def test_it_can_be_turned_off(monkeypatch, folder):

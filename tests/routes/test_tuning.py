@@ -1,7 +1,6 @@
 """Measured choices: checked, cached, explained; no effect outside the block."""
 
 import json
-import warnings
 
 import cases
 import mlx.core as mx
@@ -232,28 +231,6 @@ def test_an_old_file_is_ignored_with_a_warning_and_replaced(change, folder):
     assert {k: fresh[k] for k in change} == {k: held[k] for k in change}
 
 
-def test_unknown_routes_in_the_file_are_passed_over(folder):
-    x = tensor()
-    with ml.tune():
-        ops.subm_conv3d(x, W)
-        held = json.loads((folder / "routes.json").read_text())
-        for entry in held["entries"].values():
-            entry["of_another_version"] = 1e-6
-        (folder / "routes.json").write_text(json.dumps(held))
-        assert ml.explain(x, W).choice.route.name in routes.NAMES
-
-
-def test_a_new_candidate_is_measured_beside_the_old(folder):
-    x = tensor()
-    with ml.tune():
-        ops.subm_conv3d(x, W)
-        held = json.loads((folder / "routes.json").read_text())
-        for entry in held["entries"].values():
-            del entry["explicit_gemm"]
-        (folder / "routes.json").write_text(json.dumps(held))
-        assert "explicit_gemm" in dict(ml.explain(x, W).choice.measured)
-
-
 def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
     measure._file().add("a", {"pointwise": 1.0})
     before = (folder / "routes.json").read_text()
@@ -273,19 +250,6 @@ def test_a_block_s_folder_of_the_user(tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     with ml.cache("~/kept"):
         assert kept_files.folder() == tmp_path / "kept"
-
-
-def test_a_folder_that_cannot_be_written_lasts_for_the_process(tmp_path, counted):
-    (tmp_path / "file").write_text("")
-    x = tensor()
-    with ml.tune(), ml.cache(tmp_path / "file" / "below"):
-        with pytest.warns(RuntimeWarning, match="cannot be written"):
-            ops.subm_conv3d(x, W)
-        counted.clear()
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            assert ml.explain(x, W).choice.measured
-    assert not counted
 
 
 def test_folders_by_block_environment_and_platform(tmp_path, monkeypatch):
