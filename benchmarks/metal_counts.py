@@ -261,7 +261,7 @@ def sorts(record):
     """What MLX's argsorts of a relation's rows take."""
     print("\norder of tiles: passes and MB of MLX's argsort, for 8 and 27 offsets,")
     print("and of two sorts of 8 bytes a row, by mask and then by region")
-    region = metal_thresholds.region_rows(256, tile_model.chip())
+    region = tile_model.region_rows()
     for rows in SORTED:
         few, many = (sort_passes(rows, size, region) for size in (2, 4))
         passes, moved = sort_passes(rows, 8)
@@ -275,8 +275,7 @@ def leanest(model, c_x, c_y):
     """The plans that move the fewest bytes of those tried."""
     tried = []
     for region in REGIONS:
-        tables = {row: {"*": region} for row in metal_thresholds.REGION_ROWS}
-        with patch.dict(metal_thresholds.REGION_ROWS, tables):
+        with patch.dict(metal_thresholds.REGION_ROWS, {"*": region}):
             tried.append((planned(model, c_x, c_y), bounded(model, c_x, c_y, DEVICES)))
     return min(tried, key=lambda found: found[0][DEVICES[0]].moved)
 

@@ -22,7 +22,7 @@ from mlx_lattice.backends.metal import thresholds as metal_thresholds  # noqa: E
 from mlx_lattice.backends.metal import tiles as metal_tiles  # noqa: E402
 from mlx_lattice.backends.metal import weight_grad as metal_weight_grad  # noqa: E402
 
-ITEM, CACHE, EIGHT, TILE = 2, 8_000_000, 8, 64
+ITEM, CACHE, EIGHT, TILE, SIMDGROUPS = 2, 8_000_000, 8, 64, 4
 
 
 _chip = [devices.profile("m1")]
@@ -131,12 +131,14 @@ def scaled(counts, scale, weights):
     return replace(counts, **grown, asked=asked)
 
 
-def shape_of(columns, across, in_float=False):
-    """(simdgroups, columns of each, bytes of a row in a step, buffers) of a tile.
+def region_rows():
+    """The rows of a region on the chip."""
+    return devices.entry(metal_thresholds.REGION_ROWS, chip())
 
-    across: whether weights are read across.
-    """
-    return metal_tiles.tile_shape(columns, across, in_float, chip())
+
+def shape_of(columns, in_float=False):
+    """(columns of a simdgroup, bytes of a row in a step) of a tile."""
+    return metal_tiles.tile_shape(columns, in_float)
 
 
 def gemm_tile(columns, transposed, item=ITEM, matrix=ITEM):
@@ -144,12 +146,12 @@ def gemm_tile(columns, transposed, item=ITEM, matrix=ITEM):
 
     item, matrix: bytes of an element that is stored, and multiplied.
     """
-    groups, width, step, buffers = shape_of(columns, transposed, matrix == 4)
+    (width, step), groups = shape_of(columns, matrix == 4), SIMDGROUPS
     rows, lanes = TILE * columns // (groups * width), 32 * groups
     depth, pad = step // item, 16 // item
     a = TILE * (depth + pad)
     b = columns * (depth + pad) if transposed else depth * (columns + pad)
-    memory = max(buffers * (a + b) * item, groups * 16 * width * 4)
+    memory = max((a + b) * item, groups * 16 * width * 4)
     parts = TILE * step // 16 // lanes + ceil_div(columns * step // 16, lanes)
     operands = (1 + width // 8) * 2 * matrix // 4
     return memory, rows * width // 32 + operands + 4 * parts + EIGHT + 1
@@ -210,7 +212,7 @@ class Conv:
 
     def sorted_table(self, row):
         """The table in the order of tiles; the blocks of 8, 16 and 64 that use k."""
-        region = metal_thresholds.region_rows(row, chip())
+        region = region_rows()
         if region not in self.tables:
             table = np.array(metal_tiles.tile_table(self.relation, region))
             used = np.pad(table >= 0, ((0, -len(table) % TILE), (0, 0)))
@@ -234,7 +236,7 @@ class Conv:
         rows = np.clip(self.n - EIGHT * np.arange(len(blocks)), 0, EIGHT)
         pairs = EIGHT * eights(c_x) * EIGHT * eights(c_y)
         # Lanes side by side bring a row, and each reads its entry of the table.
-        lanes = 32 * shape_of(columns, self.transposed)[0] // TILE
+        lanes = 32 * SIMDGROUPS // TILE
         entries = int((blocks * rows[:, None]).sum()) * lanes
         return {
             "matrix_flop": 2 * EIGHT * int(blocks.sum()) * pairs,
@@ -252,7 +254,7 @@ class Conv:
         row, columns = self.plan(c_x, c_y)
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
-        reached = metal_thresholds.region_rows(row, chip())
+        reached = region_rows()
         together = metal_tiles.tiles_together(weights, reached, chip())
         across, width = ceil_div(c_y, columns), min(columns, c_y)
         missed = misses(

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from apple_model import MATRICES, PRODUCT, STAGED
-from tile_model import EIGHT, ITEM, TILE, ceil_div, eights, shape_of
+from tile_model import EIGHT, ITEM, SIMDGROUPS, TILE, ceil_div, eights, shape_of
 
 MATRIX = EIGHT * EIGHT
 # Cycles of a core for a product of 8 x 8 x 8: in simdgroup matrices, and on M5's
@@ -67,7 +67,7 @@ def conv_steps(model, c_x, c_y):
     """The Steps of a Conv in one split by simdgroup matrices."""
     row, columns = model.plan(c_x, c_y)
     _, (fine, _, tiles), _ = model.sorted_table(row)
-    groups, width, step, buffers = shape_of(columns, model.transposed)
+    (width, step), groups = shape_of(columns), SIMDGROUPS
     depth, across, beside = step // ITEM, ceil_div(c_y, columns), columns // width
     used, blocks = int(tiles.sum()), int(fine.sum())
     steps = used * ceil_div(c_x, depth) * across
@@ -83,7 +83,7 @@ def conv_steps(model, c_x, c_y):
     return Steps(
         products=blocks * eights(c_x) * eights(c_y),
         loads=loads,
-        barriers=threadgroups + steps * (3 - buffers),
+        barriers=threadgroups + steps * 2,
         written=(rows + steps * depth * columns) * ITEM + sums,
         read=loads * MATRIX * ITEM + model.n * 4 * ceil_div(c_y, 4) * 4,
     )

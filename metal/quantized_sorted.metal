@@ -61,8 +61,9 @@ struct PackedWeights {
 };
 
 template <
-    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
-    int KEPT, bool FAR, int BITS, int GROUP, bool PLACED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int BYTES,
+    bool FAR, int BITS, int GROUP, bool PLACED, int ACTIVATION = BIAS_ALONE,
+    typename P = T, int EPS = 0>
 METAL_FUNC void quantized_sorted(
     const device T* x,
     const device uint* words,
@@ -88,7 +89,7 @@ METAL_FUNC void quantized_sorted(
   sorted_tiles<
       T, OUT, COLUMNS, true, PLACED, PackedWeights<T, BITS, GROUP, FAR>,
       Epilogue<T, ACTIVATION, P, EPS>,
-      GemmSums<T, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
+      GemmSums<T, M, COLUMNS, true, SIDE, BYTES>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
       lane);
 }

@@ -30,7 +30,7 @@ METAL_FUNC void fetch(
 }
 
 template <
-    typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES, int KEPT,
+    typename OUT, int COLUMNS, typename M, int SIDE, int BYTES,
     bool PLACED, bool FAR, typename R, int ACTIVATION>
 METAL_FUNC void quantized_sorted_int8(
     const device int8_t* x,
@@ -57,7 +57,7 @@ METAL_FUNC void quantized_sorted_int8(
   sorted_tiles<
       M, OUT, COLUMNS, true, PLACED, FloatWeights<M, FAR, int8_t>,
       IntegerEpilogue<ACTIVATION, R>,
-      GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>, FAR>(
+      GemmSums<M, M, COLUMNS, true, SIDE, BYTES>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
       lane);
 }

@@ -1,33 +1,30 @@
 // y[o] = sum over the edges of o of x[i] @ W[k]: matrix tiles over mask-sorted rows,
 // for the forward pass and, with W[k] read the other way, the input gradient.
 //
-//   threadgroup: 64 sorted rows x 128 (64, 32, 16) channels, two or four simdgroups
+//   threadgroup: 64 sorted rows x 128 (64, 32, 16) channels, four simdgroups
 //   simdgroup: 64 (32, 16) rows x 32 (16) channels; of fewer than 64 rows, every second
 //     or fourth block of eight, which spreads what is skipped
 //     for k used by the tile, for 64 (32) bytes of channels:
 //       gathered rows [64, depth] | W[k] [depth, channels] -> registers -> threadgroup
-//       memory, one buffer or two; the next ones travel while these are multiplied
+//       memory; the next ones travel while these are multiplied
 //       blocks of eight rows that use k are multiplied; the others not even read
 //
-// Which shape a chip takes is in thresholds.py. Any K, channels, half, bfloat and float;
-// float sums, in order of k: the same bits on every run, and by every shape. Traffic per
+// Any K, channels, half, bfloat and float; float sums, in order of k: the same bits on
+// every run, and by every shape (``tile_shape`` of backends/metal/tiles.py). Traffic per
 // output row and 128 channels: edges x C_in features, and C_in x 128 weights of each
 // offset of the tile for 64 rows; rows by sorted place, so y is written once. Few rows
-// are cut along (k, channels), wide ones along channels, into splits that add_splits
-// adds in order. Wins over the gathering routes from some hundred rows on, at any
-// channel count of 8 or more. Reads matrix_tiles.metal, epilogue.metal and
-// tile_moments.metal too.
+// are cut along (k, channels) into splits that add_splits adds in order. Wins over the
+// gathering routes from some hundred rows on, at any channel count of 8 or more. Reads
+// matrix_tiles.metal, epilogue.metal and tile_moments.metal too.
 
-// SIDE: columns of a simdgroup, of which there are GROUPS; BYTES: of a row in a step;
-// KEPT: buffers of a step. ALTERNATING: simdgroups with the same columns have blocks of
-// eight rows in turn, else one after another.
+// SIDE: columns of a simdgroup; BYTES: of a row in a step.
+// Simdgroups with the same columns have blocks of eight rows in turn.
 template <
-    typename T, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS = SIMDGROUPS,
-    int BYTES = (COLUMNS > 64 ? 32 : 64), int KEPT = 2, bool ALTERNATING = false>
+    typename T, int COLUMNS, bool TRANSPOSED, int SIDE, int BYTES>
 struct GemmTile {
-  static constant constexpr int WIDTH = SIDE, BUFFERS = KEPT, ALL = LANES * GROUPS;
-  static constant constexpr int ROWS = TILE_ROWS * COLUMNS / (GROUPS * WIDTH);
-  static constant constexpr int APART = ALTERNATING ? TILE_ROWS / ROWS : 1;
+  static constant constexpr int WIDTH = SIDE, ALL = LANES * SIMDGROUPS;
+  static constant constexpr int ROWS = TILE_ROWS * COLUMNS / (SIMDGROUPS * WIDTH);
+  static constant constexpr int APART = TILE_ROWS / ROWS;
   static constant constexpr int DEPTH = BYTES / int(sizeof(T));
   static constant constexpr int PAD = 16 / int(sizeof(T));
   static constant constexpr int A_LINE = DEPTH + PAD;
@@ -35,17 +32,16 @@ struct GemmTile {
   static constant constexpr int B_LINE = LENGTH + PAD;
   static constant constexpr int A_SIZE = TILE_ROWS * A_LINE;
   static constant constexpr int B_SIZE = (TRANSPOSED ? COLUMNS : DEPTH) * B_LINE;
-  static constant constexpr int BUFFER = A_SIZE + B_SIZE;
   static constant constexpr int A_PARTS = TILE_ROWS * BYTES / 16 / ALL;
   static constant constexpr int B_ALL = DEPTH * COLUMNS;
   static constant constexpr int B_PARTS = (COLUMNS * BYTES / 16 + ALL - 1) / ALL;
   // 16 rows of a simdgroup's sums pass through the same memory at the end.
-  static constant constexpr int STAGED = BUFFERS * BUFFER * int(sizeof(T)) / 4;
-  static constant constexpr int SUMS = GROUPS * 16 * WIDTH;
+  static constant constexpr int STAGED = (A_SIZE + B_SIZE) * int(sizeof(T)) / 4;
+  static constant constexpr int SUMS = SIMDGROUPS * 16 * WIDTH;
   static constant constexpr int FLOATS = STAGED > SUMS ? STAGED : SUMS;
 
   METAL_FUNC static int first_row(int simdgroup) {
-    return (ALTERNATING ? BLOCK_ROWS : ROWS) * (simdgroup * WIDTH / COLUMNS);
+    return BLOCK_ROWS * (simdgroup * WIDTH / COLUMNS);
   }
 
   METAL_FUNC static int first_column(int simdgroup) {
@@ -148,10 +144,9 @@ struct GemmStage {
 
 // The ROWS x SIDE sums of a simdgroup, of matrices of type M.
 template <
-    typename T, typename M, int COLUMNS, bool TRANSPOSED, int SIDE, int GROUPS,
-    int BYTES, int KEPT>
+    typename T, typename M, int COLUMNS, bool TRANSPOSED, int SIDE, int BYTES>
 struct GemmSums {
-  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT, true>;
+  using Tile = GemmTile<T, COLUMNS, TRANSPOSED, SIDE, BYTES>;
   using Load = Matrices<T, M>;
   // Rows that are staged and multiplied together.
   static constant constexpr int WIDTH = SIDE, SKIPPED = BLOCK_ROWS;
@@ -286,12 +281,11 @@ METAL_FUNC void sorted_tiles(
     if (used)
       stage.fetch_rows(x, begins, from >= 0, chunk * Tile::DEPTH, c_x, wide, lane);
   }
-  for (int buffer = 0; more; buffer ^= Tile::BUFFERS - 1) {
-    threadgroup T* now = staged + buffer * Tile::BUFFER;
+  while (more) {
     // All have multiplied what stands there.
-    if (Tile::BUFFERS == 1) threadgroup_barrier(mem_flags::mem_threadgroup);
-    stage.put_weights(now + Tile::A_SIZE, thread_index);
-    if (used) stage.put_rows(now, row, lane);
+    threadgroup_barrier(mem_flags::mem_threadgroup);
+    stage.put_weights(staged + Tile::A_SIZE, thread_index);
+    if (used) stage.put_rows(staged, row, lane);
     threadgroup_barrier(mem_flags::mem_threadgroup);
     const int depth = c_x - chunk * Tile::DEPTH;
     const uint multiplied = live >> (top / BLOCK_ROWS);
@@ -311,8 +305,8 @@ METAL_FUNC void sorted_tiles(
         stage.fetch_rows(x, begins, from >= 0, chunk * Tile::DEPTH, c_x, wide, lane);
     }
     const threadgroup T* weights =
-        now + (Tile::A_SIZE + (TRANSPOSED ? side * Tile::B_LINE : side));
-    sums.multiply(now + top * Tile::A_LINE, weights, depth, width, multiplied);
+        staged + (Tile::A_SIZE + (TRANSPOSED ? side * Tile::B_LINE : side));
+    sums.multiply(staged + top * Tile::A_LINE, weights, depth, width, multiplied);
   }
   threadgroup_barrier(mem_flags::mem_threadgroup);
 
@@ -342,8 +336,9 @@ METAL_FUNC void sorted_tiles(
 }
 
 template <
-    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
-    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED, int ACTIVATION = BIAS_ALONE, typename P = T, int EPS = 0>
+    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int BYTES,
+    bool FAR, bool TRANSPOSED, bool PLACED, int ACTIVATION = BIAS_ALONE,
+    typename P = T, int EPS = 0>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
@@ -368,15 +363,15 @@ METAL_FUNC void sorted_implicit_gemm(
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, FloatWeights<T, FAR>,
       Epilogue<T, ACTIVATION, P, EPS>,
-      GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
+      GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, BYTES>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, none, group, simdgroup,
       lane);
 }
 
 // The same with statistics of the rows of y, a line of 3 x C_y for each tile.
 template <
-    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int GROUPS, int BYTES,
-    int KEPT, bool FAR, bool TRANSPOSED, bool PLACED>
+    typename T, typename OUT, int COLUMNS, typename M, int SIDE, int BYTES,
+    bool FAR, bool TRANSPOSED, bool PLACED>
 METAL_FUNC void sorted_implicit_gemm(
     const device T* x,
     const device T* w,
@@ -398,7 +393,7 @@ METAL_FUNC void sorted_implicit_gemm(
   sorted_tiles<
       T, OUT, COLUMNS, TRANSPOSED, PLACED, FloatWeights<T, FAR>,
       Epilogue<T, BIAS_ALONE, T, 0>,
-      GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, GROUPS, BYTES, KEPT>, FAR>(
+      GemmSums<T, M, COLUMNS, TRANSPOSED, SIDE, BYTES>, FAR>(
       x, weights, table, rows, masks, after, sizes, y, memory, moments, group,
       simdgroup, lane);
 }

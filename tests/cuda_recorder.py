@@ -72,7 +72,6 @@ def no_small_tiles(monkeypatch) -> None:
     none = dict.fromkeys(cuda_tiles.SMALL_TILES, {})
     monkeypatch.setattr(cuda_tiles, "SMALL_TILES", none)
     monkeypatch.setattr(cuda_tiles, "TF32_SMALL_TILES", {})
-    monkeypatch.setattr(cuda_tiles, "SLICED_ELEMENTS", 0)
     for name in (
         "FLOAT_ELEMENTS",
         "TURNED_ELEMENTS",

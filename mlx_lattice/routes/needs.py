@@ -97,14 +97,13 @@ def one_scale(p: Problem, device: Device) -> str | None:
     return "every row has a scale of its own: offsets cannot be summed in int32"
 
 
-def float32_only(p: Problem, device: Device) -> str | None:
-    """Hold for float32 features."""
-    return None if p.dtype == "float32" else f"features are {p.dtype}, not float32"
+def dtype_is(dtype: str) -> Need:
+    """Hold for features of one dtype."""
 
+    def need(p: Problem, device: Device) -> str | None:
+        return None if p.dtype == dtype else f"features are {p.dtype}, not {dtype}"
 
-def float16_only(p: Problem, device: Device) -> str | None:
-    """Hold for float16 features."""
-    return None if p.dtype == "float16" else f"features are {p.dtype}, not float16"
+    return need
 
 
 def half_types(p: Problem, device: Device) -> str | None:
@@ -195,7 +194,7 @@ def determinism_waived(p: Problem, device: Device) -> str | None:
 
 
 def neural_accelerators(p: Problem, device: Device) -> str | None:
-    """Hold on chips whose TensorOps run on matrix hardware."""
+    """Hold on chips whose TensorOps run on matrix hardware, integers too."""
     if device.neural_accelerators:
         return None
     return f"{device.name} has no neural accelerators (M5 or later, macOS 26.2)"
@@ -207,16 +206,6 @@ def simdgroup_matrices(p: Problem, device: Device) -> str | None:
     if device.matrices:
         return None
     return "the GPU of a virtual machine has no simdgroup matrices"
-
-
-def integer_matrices(p: Problem, device: Device) -> str | None:
-    """Hold on chips whose matrix hardware multiplies integers."""
-    if device.neural_accelerators:
-        return None
-    return (
-        f"{device.name} multiplies no matrices of integers: those are of neural "
-        "accelerators (M5 or later, macOS 26.2)"
-    )
 
 
 def channels_in(*sizes: int) -> Need:

@@ -96,7 +96,7 @@ CALLS = """
     device half* y [[buffer(2)]], uint lane [[thread_index_in_simdgroup]]) {
   threadgroup half rows[4096], weights[4096];
   threadgroup float sums[1024];
-  GemmSums<half, half, 128, false, 32, 4, 32, 2> matrices;
+  GemmSums<half, half, 128, false, 32, 32> matrices;
   const FragmentPlace place(lane);
   const TensorWeights<half, true> stored = {x, 64, 64};
   TensorRows<half, 64> tensors;

@@ -88,7 +88,7 @@ def test_narrow_tiles_fill_the_cores_of_m1_and_m2(
     for columns, least in ((16, 24), (32, 24), (64, 24), (128, 16)):
         with tile_model.on(devices.profile(chip)):
             held = tile_model.gemm_tile(columns, transposed, item=item, matrix=matrix)
-            each = 32 * tile_model.shape_of(columns, transposed, matrix == 4)[0]
+            each = 32 * tile_model.SIMDGROUPS
         assert apple_model.simdgroups(*held, each, family) >= least, columns
 
 

@@ -137,8 +137,7 @@ def test_4096_channels(shape, route, pass_):
 )
 def test_weights_beyond_the_cache(route, region, chip, monkeypatch):
     monkeypatch.setitem(metal_thresholds.CACHED_WEIGHTS, "*", 0)
-    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "256", {"*": region})
-    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "512", {"*": region})
+    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "*", region)
     launches(route, "forward", point(route, shape=(70, 140, 1)), chip)
     if route != "quantized_sorted":
         launches(route, "input_grad", point(route, shape=(140, 70, 1)), chip)
@@ -147,7 +146,7 @@ def test_weights_beyond_the_cache(route, region, chip, monkeypatch):
 @pytest.mark.parametrize("share", (None, 0.6, 0.2), ids=("whole", "cut", "cut_short"))
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):
-    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "256", {"*": 64})
+    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "*", 64)
     monkeypatch.setitem(metal_thresholds.FILLING, "*", 1)
     given = point("sorted_implicit_gemm", shape=(8, 8, 1))
     if share is not None:

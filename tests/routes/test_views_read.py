@@ -116,7 +116,7 @@ def test_on_this_device(read):
     backend = devices.current().backend
     for route in routes.TABLE:
         needs = {need.__name__ for need in route.needs}
-        if needs & {"neural_accelerators", "integer_matrices", "pointwise_kernel"}:
+        if needs & {"neural_accelerators", "pointwise_kernel"}:
             continue
         planned = {(route.name, p) for p in route.passes if route.planner(backend, p)}
         assert planned <= ran

@@ -170,6 +170,11 @@ _LOW_64, _LOW_96, _LOW_128 = (
 _QUICK_64, _MANY_64 = WideTile(1, 128, 64, 4, 3), WideTile(1, 128, 64, 3, 4)
 _SLICED_32 = PersistentTile(1, 2, 1, 32, 5, 2)
 SMALL_TILES = {
+    "sliced sums": {
+        32: ((1 << 18, FEW_EDGES_TILES[32]), (3 << 21, _SLICED_32)),
+        48: ((1 << 19, FEW_EDGES_TILES[48]),),
+        **dict.fromkeys((64, 96, 128, 192, 256), ((1 << 19, FEW_EDGES_TILES[64]),)),
+    },
     "narrow sums": {
         32: ((1 << 16, _LOW_32), (3 << 21, _SLICED_32)),
         48: ((3 << 17, _LOW_48),),
@@ -180,7 +185,7 @@ SMALL_TILES = {
         256: ((1 << 24, WIDE_TILES[256]),),
     },
     "many edges": {
-        64: ((1 << 18, _QUICK_64),),
+        64: ((3 << 17, _QUICK_64),),
         96: ((3 << 17, _LOW_96),),
         128: ((3 << 18, _LOW_128),),
         192: ((5 << 16, _LOW_96),),
@@ -232,8 +237,6 @@ SMALL_TILES = {
     },
 }
 CLASSES = (32, 48, 64, 96, 128, 192, 256)  # output channels of SMALL_TILES
-# Most elements of an output whose tiles are low if several offsets share a stage.
-SLICED_ELEMENTS = 1 << 19
 # float32 with prepared weights: as three products of TF32 a stage has them twice.
 # Many edges a row, and few.
 FLOAT_TILES = {
@@ -533,12 +536,7 @@ def of_shape(p: Problem, shape: Shape) -> Tile:
 
 def small_shape(p: Problem) -> Shape | None:
     """Return the shape of few rows, or None if the rows are many."""
-    (c_x, c_y), kind = whole_channels(p), _kind(p)
-    if kind != "identity" and 2 * c_x * p.read_size < STAGE_BYTES:
-        # Several offsets share a stage, which WideTile cannot do.
-        few = p.rows_written * c_y <= SLICED_ELEMENTS
-        return fitting(FEW_EDGES_TILES, c_y) if few else None
-    return _small(p, SMALL_TILES[kind])
+    return _small(p, SMALL_TILES[_kind(p)])
 
 
 def _small(p: Problem, by_width: dict[int, tuple]) -> Shape | None:
@@ -551,6 +549,8 @@ def _kind(p: Problem) -> str:
     """Return the kind of rows, a key of SMALL_TILES."""
     if p.pointwise:
         return "identity"
+    if 2 * whole_channels(p)[0] * p.read_size < STAGE_BYTES:
+        return "sliced sums"  # several offsets share a stage: not WideTile's
     if few_offsets(p):
         return "one edge" if few_edges(p) else "few offsets"
     if few_edges(p):
@@ -568,7 +568,8 @@ def _shape_of_many_rows(p: Problem) -> Shape:
     c_y, kind = whole_channels(p)[1], _kind(p)
     if kind in ("many edges", "few offsets") and _fills_stage(p):
         return fitting(WIDE_TILES, c_y)
-    return fitting(FEW_EDGES_TILES if kind == "few edges" else SORTED_TILES, c_y)
+    low = few_edges(p) and not few_offsets(p)
+    return fitting(FEW_EDGES_TILES if low else SORTED_TILES, c_y)
 
 
 def _packed_tile(p: Problem) -> Tile:

@@ -389,10 +389,9 @@ class Cut(NamedTuple):
 def _by_matrices(p: Problem, device: Device, name: str) -> Plan:
     """Plan a kernel of simdgroup matrices; int8 is multiplied as half."""
     matrices = HALF if p.integer else DTYPES[matrix_dtype(p.dtype, device)]
-    is_packed, item = name == "quantized_sorted", HALF.size if p.integer else p.itemsize
-    across, in_float = is_packed or p.rows_are_summed, matrices == mx.float32
+    item = HALF.size if p.integer else p.itemsize
     facts = p.rows_written, p.edges_at_most, p.channels, p.volume, item, device
-    tile = sorted_tile(*facts, across, in_float)
+    tile = sorted_tile(*facts, matrices == mx.float32)
     return _by_tiles(p, device, name, tile, matrices)
 
 
@@ -514,9 +513,8 @@ def _tile_template(cut: Cut) -> dict[str, Value]:
     tile = cut.tile
     if tile.height:  # nothing is staged; tails are steps of 16 channels
         return {"HEIGHT": tile.height, "DEEP": tile.step // TENSOR[1]}
-    groups, side, step, buffers = tile.shape
-    shape = {"SIDE": side, "GROUPS": groups, "BYTES": step, "KEPT": buffers}
-    return {"M": cut.matrices, **shape}
+    side, step = tile.shape
+    return {"M": cut.matrices, "SIDE": side, "BYTES": step}
 
 
 def _float_kernels(p: Problem, cut: Cut) -> tuple[GpuKernel, GpuKernel | None]:
@@ -528,9 +526,7 @@ def _float_kernels(p: Problem, cut: Cut) -> tuple[GpuKernel, GpuKernel | None]:
     if cut.name.startswith("quantized"):
         weights, across = {"BITS": p.bits, "GROUP": p.group_size}, "true"
         interface = packed(interface)
-    memory = (
-        f"GemmSums<T, M, COLUMNS, {across}, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
-    )
+    memory = f"GemmSums<T, M, COLUMNS, {across}, SIDE, BYTES>::Tile::FLOATS"
     far = {"FAR": cut.is_far}
     first, last = ({}, far) if tile.height else (far, {})
     gpu = kernel(
@@ -560,7 +556,7 @@ def _integer_kernels(p: Problem, cut: Cut) -> tuple[GpuKernel, GpuKernel | None]
     residual = mx.int8 if facts.residual_int8 else dtype
     after = {"R": residual, "ACTIVATION": facts.act.code}
     symbol, files = "quantized_sorted_int8", (*INTEGER_FILES, SIMDGROUP_FILES[-1])
-    memory = "GemmSums<M, M, COLUMNS, true, SIDE, GROUPS, BYTES, KEPT>::Tile::FLOATS"
+    memory = "GemmSums<M, M, COLUMNS, true, SIDE, BYTES>::Tile::FLOATS"
     if tile.height:
         symbol, files, memory = "int8_tensor_ops", (*INTEGER_FILES, "tensor_ops"), ""
     gpu = kernel(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from ... import devices
-from ...devices import METAL, Device, entry
+from ...devices import METAL
 
 
 def _by_cores(each: int) -> dict[str, int]:
@@ -39,62 +37,9 @@ SHARED_ROWS = {64: 48, 32: 24}
 
 TENSOR_FILLING = {"*": 8}
 
-# Rows of a region, which is sorted by mask as a whole, by the most bytes of a feature
-# row. In larger regions more rows share a mask, so tiles multiply fewer absent edges;
-# the features of smaller regions fit a cache of 8 MB. Up to 256 bytes large regions do
-# both. Up to 512 bytes, 7168 rows move 1.5 times the compulsory bytes for 4 to 8% more
-# operations; TensorOps would need up to 12% more. Beyond, multiplications bound every
-# chip, so the fewest operations win.
-REGION_ROWS = {
-    "256": {"*": 28672},
-    "512": {"*": 7168, "m5": 28672},
-    "more": {"*": 28672},
-}
-
-
-class TileShape(NamedTuple):
-    """Shape of simdgroup matrices in a tile of 64 rows, in ``sorted_implicit_gemm``.
-
-    Attributes:
-        simdgroups: of a threadgroup.
-        width: columns of each; it has as many rows as that leaves it.
-        step: bytes of a feature row that are staged at a time.
-        buffers: of a step, in threadgroup memory.
-    """
-
-    simdgroups: int
-    width: int
-    step: int
-    buffers: int
-
-
-# Metal, by the columns of a tile. M1 and M2 have pools of 208 KB of registers and 60 KB
-# of threadgroup memory a core. Up to 64 columns that holds 24 to 36 simdgroups with one
-# buffer; at 128 columns registers allow 16, so a second buffer costs nothing. From M3
-# on there is one pool, and base chips take two simdgroups of 64 x 32, as MLX does.
-_FOUR, _PAIR = TileShape(4, 32, 64, 1), TileShape(2, 32, 64, 1)
-
-TILE_SHAPES = {
-    16: {"*": TileShape(4, 16, 64, 1)},
-    32: {"*": TileShape(4, 16, 64, 1)},
-    64: {
-        "*": _FOUR,
-        "m3": _PAIR,
-        "m3-pro": _FOUR,
-        "m3-max": _FOUR,
-        "m4": _PAIR,
-        "m4-pro": _FOUR,
-        "m4-max": _FOUR,
-    },
-    128: {"*": TileShape(4, 32, 32, 2), "m3": _FOUR, "m4": _FOUR},
-}
-
-# The same if weights are read across (MLX's layout in a forward pass, packed weights):
-# a step takes 64 bytes of each line of weights, in one buffer. With float matrices the
-# registers of M1 and M2 leave no room for that.
-ACROSS_SHAPES = {128: {"*": _FOUR}}
-
-FLOAT_ACROSS_SHAPES = {128: {"*": TileShape(4, 32, 32, 1), "m3": _FOUR, "m4": _FOUR}}
+# Rows of a region, which is sorted by mask as a whole. In larger regions more rows
+# share a mask, so tiles multiply fewer absent edges; smaller ones fit a cache.
+REGION_ROWS = {"*": 28672}
 
 # Type of the matrices in which bfloat16 is multiplied. M1 and M2 have no bfloat16
 # arithmetic (1.1 to 1.8 times the time of half); float matrices are as fast as half.
@@ -131,9 +76,3 @@ GROUPS = {"half": (5, 3), "float32": (10, 4), "accelerated": (16, 11)}
 # Rows of candidates of levels that are made at once on Metal: 300 bytes a row more are
 # read, in fewer launches. Not timed.
 METAL_CANDIDATES_TOGETHER = 1 << 19
-
-
-def region_rows(row_bytes: int, device: Device) -> int:
-    """Return the rows of a region, for feature rows of ``row_bytes``."""
-    row = next((r for r in REGION_ROWS if r != "more" and row_bytes <= int(r)), "more")
-    return entry(REGION_ROWS[row], device)

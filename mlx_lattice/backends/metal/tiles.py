@@ -31,7 +31,6 @@ from ..gpu.contraction import (
 from ..gpu.kernel import GpuKernel, Interface, Value, ceil_div, cuts
 from . import thresholds
 from .geometry import LANES, ordered_table
-from .thresholds import TileShape
 
 # A contraction over edges, each added to its row of y: a dispatch has the edges from
 # `first` on.
@@ -173,6 +172,18 @@ def tiles_of(region: int) -> Callable[[Relation], tuple[mx.array, ...]]:
     return partial(tiles, region=region)
 
 
+class TileShape(NamedTuple):
+    """Shape of a simdgroup's matrices in a tile of 64 rows and four simdgroups.
+
+    Attributes:
+        width: columns; it has as many rows as four simdgroups leave it.
+        step: bytes of a feature row that are staged at a time.
+    """
+
+    width: int
+    step: int
+
+
 class SortedTile(NamedTuple):
     """How a contraction over sorted tiles of 64 rows is cut.
 
@@ -196,7 +207,7 @@ class SortedTile(NamedTuple):
     def threads(self) -> int:
         """Of a threadgroup."""
         if self.shape:
-            return LANES * self.shape.simdgroups
+            return THREADS
         return LANES * (TILE_ROWS // self.height) * (self.columns // TENSOR_WIDTH)
 
     @property
@@ -213,28 +224,25 @@ def sorted_tile(
     volume: int,
     item: int,
     device: Device,
-    across: bool,
     in_float: bool,
 ) -> SortedTile:
     """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
 
-    ``edges`` are those of the rows, or as many as there may be. Weights are read
-    ``across``, or along, and multiplied ``in_float``, or in half.
+    ``edges`` are those of the rows, or as many as there may be, and ``in_float`` says
+    whether matrices are float32.
     """
     c_x, c_y = channels
     row_bytes = c_x * item
     columns = tile_columns(c_y, row_bytes, volume, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
-    shape = tile_shape(columns, across, in_float, device)
-    region = thresholds.region_rows(row_bytes, device)
+    shape = tile_shape(columns, in_float)
+    region = devices.entry(thresholds.REGION_ROWS, device)
     tile = SortedTile(region, columns, 1, shape=shape)
-    # Threadgroups of fewer simdgroups count for less.
-    filled = max(1, groups * tile.threads // THREADS)
     steps = ceil_div(c_x * item, shape.step)
     most = min(volume * steps, devices.entry(thresholds.SPLITS, device))
     work = edges * c_x * c_y
     least = work / (1e12 * device.tflops)
-    splits = sum_splits(filled, most, least, rows * c_y, device)
+    splits = sum_splits(groups, most, least, rows * c_y, device)
     return tile._replace(splits=splits)
 
 
@@ -273,18 +281,15 @@ def tensor_tile(
     simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
     most = min(devices.entry(thresholds.SPLITS, device), volume * steps)
     splits = min(filling // simdgroups, most)
-    region = thresholds.region_rows(row_bytes, device)
+    region = devices.entry(thresholds.REGION_ROWS, device)
     return SortedTile(region, columns, max(1, splits), height, step)
 
 
-def tile_shape(columns: int, across: bool, in_float: bool, device: Device) -> TileShape:
+def tile_shape(columns: int, in_float: bool) -> TileShape:
     """Return the shape of simdgroup matrices in tiles of so many columns."""
-    shapes = {}
-    if across:
-        shapes = (
-            thresholds.FLOAT_ACROSS_SHAPES if in_float else thresholds.ACROSS_SHAPES
-        )
-    return devices.entry(shapes.get(columns, thresholds.TILE_SHAPES[columns]), device)
+    # In float, longer steps of 128 columns leave M1 and M2 too few registers.
+    step = 32 if columns == 128 and in_float else 64
+    return TileShape(16 if columns <= 32 else 32, step)
 
 
 def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) -> int:
