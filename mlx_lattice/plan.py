@@ -78,56 +78,54 @@ class Proof(NamedTuple):
 
 @dataclass(frozen=True)
 class Plan:
-    """All that a launch needs; ``bind`` decides nothing.
+    """Everything that a launch needs; ``bind`` decides nothing.
 
     Attributes:
-        problem: the facts that it was made from.
+        problem: the facts that the plan was made from.
         backend: whose kernels run: "metal", "cuda", "cpu", or "mlx" for MLX operations.
         kernel: the entry symbol, which is the route's name.
-        view: the view of the relation that is read: "out_in", "sorted", "edges",
-            "output_csr", "kernel_csr", or "none".
+        view: the view of the relation that the kernel reads: "out_in", "sorted",
+            "edges", "output_csr", "kernel_csr", or "none".
         bind: ``bind(plan, relation)`` reads the view and returns ``call``:
             ``call(x, w, bias)`` is y, and ``call(x, dy)`` dW. ``relation`` is that of
-            the pass: transposed for an input gradient. Only MLX operations hold it.
-        variant: which of the kernel's variants, where it has several.
-        tile: rows and columns of a tile of the result, where there are tiles.
-        region: rows that are sorted among themselves, of Metal's sorted tiles; else 0.
+            the pass: transposed for an input gradient. Only MLX operations keep it.
+        variant: the variant of the kernel, if it has several.
+        tile: rows and columns of a tile of the result, or None.
+        region: rows that Metal's sorted tiles sort among themselves; else 0.
         splits: partial sums of a tile, which are added in order.
-        partials: shape of the float32 partial sums; () where there are none.
-        placed: whether tiles of sorted rows are written to the rows' own places in y.
+        partials: shape of the float32 partial sums, or ().
+        placed: whether sorted rows are written to their own places in y.
         moments: lines of statistics of y's rows that the kernels write beside it, for a
-            norm: then ``call`` returns y and (moments, 3, C_y) float32. 0: none.
+            norm: then ``call`` returns y and (moments, 3, C_y) float32. 0: no lines.
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
         epilogue: where the problem's epilogue is computed: "in the kernel", "in the
-            launch that adds the splits", "a launch after", "MLX operations after"; ""
-            where it has none. For the first two ``call`` takes its arrays in the place
-            of the bias.
-        then: computes an epilogue after the kernel, where there is one:
-            ``then(sums, facts, *arrays)``.
-        weights: how weights are read: packed ones "unpacked in tiles" or "unpacked
-            once" a call, float32 ones "prepared once" for tensor cores, others by a
-            "kernel-major copy" of the call; or "" where they are read as they are
-            stored.
-        reads_stored: whether the kernels take MLX's layout, (C_out, K, C_in), where the
-            problem names it; else they get, or write, (K, C_in, C_out), a view of it.
-        products: how float32 is multiplied where that is not plain: "TF32", rounded to
-            11 bits, or "three TF32", which keep float32's accuracy.
-        dequantised: the dtype that packed weights get before the launch, or None where
-            they are read packed.
-        expanded: groups of a weight that becomes a block-diagonal dense one before the
-            launch, or of which dW is the diagonal blocks of a dense one; else 1. The
-            problem is then the dense one.
+            launch that adds the splits", "a launch after", "MLX operations after", or
+            "" without an epilogue. For the first two, ``call`` takes the epilogue's
+            arrays in place of the bias.
+        then: ``then(sums, facts, *arrays)`` computes an epilogue after the kernel.
+        weights: how weights are read: packed weights "unpacked in tiles" or "unpacked
+            once" a call, float32 weights "prepared once" for tensor cores, others by a
+            "kernel-major copy" of the call; "" if they are read as they are stored.
+        reads_stored: whether the kernels take MLX's layout, (C_out, K, C_in), if the
+            problem names it; else they take, or write, (K, C_in, C_out), a view of it.
+        products: how float32 is multiplied: "TF32", rounded to 11 bits, "three TF32",
+            which keeps float32's accuracy, or "" for plain float32.
+        dequantised: the dtype that packed weights get before the launch, or None if
+            the kernel reads them packed.
+        expanded: groups of a weight that becomes a block-diagonal dense weight before
+            the launch, or of a gradient that is the diagonal blocks of a dense one;
+            else 1. The problem is then the dense one.
         scratch: bytes of temporary arrays beside inputs and outputs.
         sizes: numbers that the kernel gets besides the shapes, by name.
         gpu: the GPU kernel, with its template arguments.
-        add: the GPU kernel that adds the splits, where it is not an MLX operation.
+        add: the GPU kernel that adds the splits, if MLX does not.
         threadgroup: threads of a threadgroup, or block.
         dispatches: the part of the work that each dispatch covers.
-        count: ``count(plan, relation)`` returns the multiply-adds that the kernel does,
-            or None where they are not known; ``relation`` is the layer's (untransposed)
-            one or None. None in place of a function: just the useful ones.
-        proof: how the kernel proves itself on a machine, where it is a matrix kernel.
+        count: ``count(plan, relation)`` returns the multiply-adds of the kernel, or
+            None if they are unknown; ``relation`` is the layer's (untransposed) one or
+            None. Without ``count`` they are the useful ones.
+        proof: how a matrix kernel proves itself on a machine, or None.
     """
 
     problem: Problem

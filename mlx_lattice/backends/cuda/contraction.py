@@ -493,9 +493,12 @@ def int8_cut(p: Problem, device: Device) -> tuple[Tile, int]:
     """Return the tile and the splits of the sums that take the least time."""
     tiles = [cuda_tiles.mma(p)]
     if device.family in thresholds.HOPPER:
-        many, small = _int8_shape_of_many_rows(p), cuda_tiles.small_shape(p)
+        many, c_y = _int8_shape_of_many_rows(p), whole_channels(p)[1]
+        small = cuda_tiles.fitting(cuda_tiles.FEW_EDGES_TILES, c_y)
+        if c_y > 48:
+            small = cuda_tiles.small_shape(p)
         filled = device.cores * many.rows * many.width  # elements that fill the GPU
-        is_once = p.rows_written * whole_channels(p)[1] <= filled
+        is_once = p.rows_written * c_y <= filled
         if small is None and is_once and isinstance(many, cuda_tiles.PersistentTile):
             small = cuda_tiles.INT8_LOW_TILES.get(many.width)
         shapes = [shape for shape in (small, many) if shape]
