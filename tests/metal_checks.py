@@ -9,7 +9,7 @@ import numpy as np
 from metal import host
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 
-__all__ = ["bounded", "checked", "host"]
+__all__ = ["bounded", "checked", "host", "kernel", "sized"]
 
 
 def bounded(monkeypatch, work: str, limit: int) -> None:
@@ -18,6 +18,27 @@ def bounded(monkeypatch, work: str, limit: int) -> None:
     takes["share"] *= (limit + 0.5) / gpu_kernel.dispatch_limit(work)
     monkeypatch.setitem(gpu_kernel.DISPATCH, work, takes)
     assert abs(gpu_kernel.dispatch_limit(work) - limit) <= 1
+
+
+def kernel(name: str, inputs: str, source: str, outputs: str = "o", **options):
+    """A Metal kernel of MLX; the names of its arrays are separated by spaces."""
+    return mx.fast.metal_kernel(
+        name=name,
+        input_names=inputs.split(),
+        output_names=outputs.split(),
+        source=source,
+        **options,
+    )
+
+
+def sized(threads: int, group: int, shape: tuple, dtype: mx.Dtype) -> dict:
+    """The arguments of a launch of ``threads`` threads that writes one array."""
+    return {
+        "grid": (threads, 1, 1),
+        "threadgroup": (group, 1, 1),
+        "output_shapes": [shape],
+        "output_dtypes": [dtype],
+    }
 
 
 _CONSTANT = re.compile(r"const constant [^\[\n]*?(\w+) \[\[buffer")

@@ -139,10 +139,7 @@ def test_pooling_is_dense_pooling_over_active_sites(mode):
         support="reach",
         spatial_shape=GRIDS[2],
     )
-    grid = np.pad(
-        densify(coords, x, GRIDS[2]),
-        [(0, 0), (1, 1), (1, 1), (0, 0)],
-    )
+    grid = np.pad(densify(coords, x, GRIDS[2]), [(0, 0), (1, 1), (1, 1), (0, 0)])
     active = np.pad(
         densify(coords, np.ones((len(x), 1)), GRIDS[2]),
         [(0, 0), (1, 1), (1, 1), (0, 0)],

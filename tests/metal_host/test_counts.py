@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from metal_checks import kernel, sized
 
 from metal import host
 from metal.host import arithmetic
@@ -13,20 +14,12 @@ N = 64
 
 def counts(body, *inputs, out=mx.int32, size=N, threads=N, header="", **settings):
     """The counts of a kernel of N threads, one for each element of o."""
-    kernel = mx.fast.metal_kernel(
-        name="counted",
-        input_names=[f"x{i}" for i in range(len(inputs))],
-        output_names=["o"],
-        source="uint i = thread_position_in_grid.x;\n" + body,
-        header=header,
-    )
+    names = " ".join(f"x{i}" for i in range(len(inputs)))
+    body = "uint i = thread_position_in_grid.x;\n" + body
     _, report = host.run(
-        kernel,
+        kernel("counted", names, body, header=header),
         inputs=list(inputs),
-        grid=(threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        output_shapes=[(size,)],
-        output_dtypes=[out],
+        **sized(threads, threads, (size,), out),
         **{"counted": True} | settings,
     )
     report.raise_faults()
@@ -141,14 +134,10 @@ def test_a_barrier_ends_a_step():
 
 
 def test_a_counted_launch_finds_what_a_checked_one_does():
-    kernel = mx.fast.metal_kernel(
-        name="beyond", input_names=["x"], output_names=["o"],
-        source="uint i = thread_position_in_grid.x; o[i] = x[i + 1];",
-    )  # fmt: skip
-    _, report = host.run(
-        kernel, inputs=[mx.ones((N,))], grid=(N, 1, 1), threadgroup=(N, 1, 1),
-        output_shapes=[(N,)], output_dtypes=[mx.float32], counted=True,
-    )  # fmt: skip
+    source = "uint i = thread_position_in_grid.x; o[i] = x[i + 1];"
+    inputs, size = [mx.ones((N,))], sized(N, N, (N,), mx.float32)
+    beyond = kernel("beyond", "x", source)
+    _, report = host.run(beyond, inputs=inputs, **size, counted=True)
     assert [f.kind for f in report.faults] == ["device read out of bounds"]
     assert report.faults[0].place
 

@@ -5,6 +5,7 @@ import subprocess
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_checks import kernel, sized
 
 from metal import host
 
@@ -19,21 +20,22 @@ def installed(request):
 
 
 PRODUCT = "uint i = thread_position_in_grid.x; T v = a[i] * b[i] * T(s); o[i] = v;"
+ONES = mx.ones((64,))
 
 
 def product(a, b, scale=1.0):
     """a * b * scale by a kernel without derivatives."""
-    kernel = mx.fast.metal_kernel(
-        name="product", input_names=["a", "b", "s"], output_names=["o"], source=PRODUCT
+    launch, size = (
+        kernel("product", "a b s", PRODUCT),
+        sized(a.size, 64, a.shape, a.dtype),
     )
-    return kernel(
-        inputs=[a, b, scale],
-        template=[("T", a.dtype)],
-        grid=(a.size, 1, 1),
-        threadgroup=(64, 1, 1),
-        output_shapes=[a.shape],
-        output_dtypes=[a.dtype],
-    )[0]
+    return launch(inputs=[a, b, scale], template=[("T", a.dtype)], **size)[0]
+
+
+def shifted(a, shift):
+    source = f"uint i = thread_position_in_grid.x;\no[i] = a[i + {shift}];"
+    launch, size = kernel("shifted", "a", source), sized(a.size, 64, a.shape, a.dtype)
+    return launch(inputs=[a], **size)[0]
 
 
 @mx.custom_function
@@ -73,7 +75,6 @@ TRANSFORMS = {
     ),
     "compile": lambda f: lambda a, b: [mx.compile(f)(a, b)],
     "compiled grad": lambda f: mx.compile(mx.grad(f, (0, 1))),
-    "jvp": lambda f: lambda a, b: mx.jvp(f, [a, b], [b, a])[1],
     "jvp of grad": lambda f: lambda a, b: mx.jvp(mx.grad(f, 0), [a, b], [b, a])[1],
 }
 
@@ -98,66 +99,45 @@ def test_dtypes(installed):
         assert mx.array_equal(product(x, x, 2.0), x * x * 2)
 
 
-def test_a_view_stands_where_it_does_on_the_gpu():
+@pytest.mark.parametrize("vector", ("float4", "packed_float4"))
+def test_a_view_stands_where_it_does_on_the_gpu(vector):
     """Vectors need their own alignment, which a slice of an array may not have."""
     flat = mx.arange(20).astype(mx.float32)
-    for vector in ("float4", "packed_float4"):
-        kernel = mx.fast.metal_kernel(
-            name=f"copy_{vector}",
-            input_names=["a"],
-            output_names=["o"],
-            source="uint i = 4 * thread_position_in_grid.x; "
-            f"*(device {vector}*)(o + i) = *(const device {vector}*)(a + i);",
-        )
-        for start in range(9):
-            (y,), report = host.run(
-                kernel,
-                inputs=[flat[start : start + 12]],
-                grid=(3, 1, 1),
-                threadgroup=(3, 1, 1),
-                output_shapes=[(12,)],
-                output_dtypes=[mx.float32],
-            )
-            assert mx.array_equal(y, flat[start : start + 12])
-            kinds = {fault.kind for fault in report.faults}
-            wrong = vector == "float4" and start % 4
-            assert kinds == ({"misaligned access"} if wrong else set())
+    source = (
+        "uint i = 4 * thread_position_in_grid.x; "
+        f"*(device {vector}*)(o + i) = *(const device {vector}*)(a + i);"
+    )
+    copy, size = kernel(f"copy_{vector}", "a", source), sized(3, 3, (12,), mx.float32)
+    for start in range(9):
+        a = flat[start : start + 12]
+        (y,), report = host.run(copy, inputs=[a], **size)
+        assert mx.array_equal(y, a)
+        wrong = vector == "float4" and start % 4
+        kinds = {fault.kind for fault in report.faults}
+        assert kinds == ({"misaligned access"} if wrong else set())
 
 
 def test_strided_inputs(installed):
-    kernel = mx.fast.metal_kernel(
-        name="gather",
-        input_names=["a"],
-        output_names=["o"],
-        ensure_row_contiguous=False,
-        source="uint i = thread_position_in_grid.x; int n = a_ndim; "
-        "o[i] = a[elem_to_loc(i, a_shape, a_strides, n)];",
+    source = (
+        "uint i = thread_position_in_grid.x; int n = a_ndim; "
+        "o[i] = a[elem_to_loc(i, a_shape, a_strides, n)];"
     )
+    gather = kernel("gather", "a", source, ensure_row_contiguous=False)
     base = mx.arange(600.0).reshape(20, 30)
     for x in (base.T, base.T[::2, 3:], mx.broadcast_to(base[0], (4, 30))):
-        out = kernel(
-            inputs=[x],
-            grid=(x.size, 1, 1),
-            threadgroup=(64, 1, 1),
-            output_shapes=[x.shape],
-            output_dtypes=[x.dtype],
-        )[0]
+        (out,) = gather(inputs=[x], **sized(x.size, 64, x.shape, x.dtype))
         assert mx.array_equal(out, x)
 
 
 def test_atomic_outputs_and_their_first_value(installed):
-    kernel = mx.fast.metal_kernel(
-        name="scatter",
-        input_names=["i", "v"],
-        output_names=["o", "n"],
-        atomic_outputs=True,
-        source="uint t = thread_position_in_grid.x; "
+    source = (
+        "uint t = thread_position_in_grid.x; "
         "atomic_fetch_add_explicit(&o[i[t]], v[t], memory_order_relaxed); "
-        "atomic_fetch_add_explicit(&n[0], 1, memory_order_relaxed);",
+        "atomic_fetch_add_explicit(&n[0], 1, memory_order_relaxed);"
     )
     index = mx.random.randint(0, 10, (500,), key=mx.random.key(2))
     value = mx.random.normal((500,), key=mx.random.key(3))
-    out, count = kernel(
+    out, count = kernel("scatter", "i v", source, "o n", atomic_outputs=True)(
         inputs=[index, value],
         grid=(500, 1, 1),
         threadgroup=(64, 1, 1),
@@ -169,41 +149,24 @@ def test_atomic_outputs_and_their_first_value(installed):
     assert count.item() == 507
 
 
-def shifted(a, shift):
-    kernel = mx.fast.metal_kernel(
-        name="shifted",
-        input_names=["a"],
-        output_names=["o"],
-        source=f"uint i = thread_position_in_grid.x;\no[i] = a[i + {shift}];",
-    )
-    return kernel(
-        inputs=[a],
-        grid=(a.size, 1, 1),
-        threadgroup=(64, 1, 1),
-        output_shapes=[a.shape],
-        output_dtypes=[a.dtype],
-    )[0]
-
-
 def test_a_fault_surfaces_where_the_array_is_evaluated(installed):
-    out = shifted(mx.ones((64,)), 1 << 28)
-    with pytest.raises(
-        RuntimeError, match=r"shifted.*: .* out of bounds at .*\.metal:"
-    ):
+    out = shifted(ONES, 1 << 28)
+    sentence = r"shifted.*: .* out of bounds at .*\.metal:"
+    with pytest.raises(RuntimeError, match=sentence):
         mx.eval(out)
     assert mx.arange(3).sum().item() == 3
-    assert mx.array_equal(shifted(mx.ones((64,)), 0), mx.ones((64,)))
+    assert mx.array_equal(shifted(ONES, 0), ONES)
 
 
 def test_building_the_graph_runs_nothing():
     with host.recording() as record:
-        out = shifted(mx.ones((64,)), 0)
+        out = shifted(ONES, 0)
         assert record.report.counts.launches == 0
         mx.eval(out)
         assert record.report.counts.launches == 1
 
 
-def test_run_gives_outputs_and_a_report():
+def test_run_returns_outputs_and_a_report():
     a = mx.arange(300.0)
     out, report = host.run(product, a, a)
     assert mx.array_equal(out, a * a)
@@ -216,25 +179,15 @@ def test_run_gives_outputs_and_a_report():
     report.raise_faults()
 
 
-def test_run_takes_a_kernel_that_was_made_before():
-    kernel = mx.fast.metal_kernel(
-        name="twice", input_names=["a"], output_names=["o"], source="o[0] = 2 * a[0];"
-    )
-    (out,), report = host.run(
-        kernel,
-        inputs=[mx.array([21])],
-        grid=(1, 1, 1),
-        threadgroup=(1, 1, 1),
-        output_shapes=[(1,)],
-        output_dtypes=[mx.int32],
-    )
-    assert out.item() == 42
-    assert report.counts.threads == 1
+def test_run_takes_an_existing_kernel():
+    twice = kernel("twice", "a", "o[0] = 2 * a[0];")
+    inputs, size = [mx.array([21])], sized(1, 1, (1,), mx.int32)
+    (out,), report = host.run(twice, inputs=inputs, **size)
+    assert out.item() == 42 and report.counts.threads == 1
 
 
 def test_run_reports_all_launches_and_their_faults():
-    a = mx.ones((64,))
-    _, report = host.run(lambda: product(shifted(a, 1), shifted(a, 0)))
+    _, report = host.run(lambda: product(shifted(ONES, 1), shifted(ONES, 0)))
     assert [r.kernel.split("_")[2] for r in report.launches].count("shifted") == 2
     assert report.counts.launches == 3
     assert report.counts.threads == 3 * 64
@@ -246,24 +199,22 @@ def test_run_reports_all_launches_and_their_faults():
 
 
 def test_recordings_see_graphs_that_were_compiled_before():
-    a = mx.ones((64,))
     compiled = mx.compile(lambda a: shifted(a, 1))
     for _ in range(2):
-        _, report = host.run(compiled, a)
+        _, report = host.run(compiled, ONES)
         assert [f.kind for f in report.faults] == ["device read out of bounds"]
         assert report.counts.launches == 1
 
 
 def test_a_checked_recording_refuses_unchecked_launches():
-    a = mx.ones((64,))
     compiled = mx.compile(lambda a: shifted(a, 0))
-    host.run(compiled, a, checked=False)
+    host.run(compiled, ONES, checked=False)
     with pytest.raises(RuntimeError, match="mx.compile traced it before"):
-        host.run(compiled, a)
+        host.run(compiled, ONES)
 
 
 def test_fast_recordings_count_no_bytes():
-    _, report = host.run(shifted, mx.ones((64,)), 0, checked=False)
+    _, report = host.run(shifted, ONES, 0, checked=False)
     assert report.counts.threads == 64
     assert report.counts.buffers == {}
 
@@ -288,21 +239,11 @@ def test_metal_kernel_is_given_back():
 def test_a_wrong_call_raises_as_on_a_mac(installed):
     with pytest.raises(ValueError, match="order must be one of"):
         host.install(order="sideways")
-    kernel = mx.fast.metal_kernel(
-        name="f", input_names=["a"], output_names=["o"], source="o[0] = a[0];"
-    )
     with pytest.raises(ValueError, match="[Ii]nput"):
-        kernel(
-            inputs=[],
-            grid=(1, 1, 1),
-            threadgroup=(1, 1, 1),
-            output_shapes=[(1,)],
-            output_dtypes=[mx.float32],
-        )
+        kernel("f", "a", "o[0] = a[0];")(inputs=[], **sized(1, 1, (1,), mx.float32))
 
 
 def test_a_cached_kernel_starts_no_process(installed, monkeypatch):
-    a = mx.ones((64,))
-    mx.eval(shifted(a, 0))
+    mx.eval(shifted(ONES, 0))
     monkeypatch.setattr(subprocess, "Popen", None)
-    mx.eval([shifted(a, 0) for _ in range(50)])
+    mx.eval([shifted(ONES, 0) for _ in range(50)])

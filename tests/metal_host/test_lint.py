@@ -2,6 +2,7 @@
 
 import mlx.core as mx
 import pytest
+from metal_checks import kernel, sized
 
 from metal import host
 
@@ -163,16 +164,10 @@ def test_what_metal_allows_of_cpp(text):
 
 def test_generated_sources():
     def launch(body):
-        kernel = mx.fast.metal_kernel(
-            name="f", input_names=["a"], output_names=["o"], source=body
-        )
-        return kernel(
+        return kernel("f", "a", body)(
             inputs=[mx.ones((64,))],
             template=[("T", mx.float16), ("N", 4)],
-            grid=(64, 1, 1),
-            threadgroup=(64, 1, 1),
-            output_shapes=[(64,)],
-            output_dtypes=[mx.float32],
+            **sized(64, 64, (64,), mx.float32),
         )
 
     body = "uint i = thread_position_in_grid.x; T x[N]; x[i % N] = T(a[i]); "

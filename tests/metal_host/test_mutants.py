@@ -7,6 +7,7 @@ between rounds, simdgroup matrices, guards at the edges.
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_checks import kernel, sized
 
 from metal import host
 
@@ -98,21 +99,12 @@ def convolve(source, checked=True, seed=0):
     x = rng.standard_normal((INPUTS, CHANNELS)).astype(np.float16)
     w = rng.standard_normal((VOLUME, CHANNELS, CHANNELS)).astype(np.float16)
     table = rng.integers(-1, INPUTS, (N, VOLUME)).astype(np.int32)
-    kernel = mx.fast.metal_kernel(
-        name="implicit_gemm",
-        input_names=["x", "w", "table"],
-        output_names=["y"],
-        source=source,
-        header="#include <metal_simdgroup_matrix>\n",
-    )
+    header = "#include <metal_simdgroup_matrix>\n"
     (y,), report = host.run(
-        kernel,
+        kernel("implicit_gemm", "x w table", source, "y", header=header),
         inputs=[mx.array(x), mx.array(w), mx.array(table)],
         template=[("C_IN", CHANNELS), ("C_OUT", CHANNELS)],
-        grid=((N + 63) // 64 * 128, 1, 1),
-        threadgroup=(128, 1, 1),
-        output_shapes=[(N, CHANNELS)],
-        output_dtypes=[mx.float32],
+        **sized((N + 63) // 64 * 128, 128, (N, CHANNELS), mx.float32),
         checked=checked,
         seed=seed,
     )

@@ -9,6 +9,7 @@ from pathlib import Path
 import mlx.core as mx
 import numpy as np
 import pytest
+from metal_checks import kernel, sized
 
 from metal import host
 from metal.host import compile as compiling
@@ -177,20 +178,11 @@ def test_a_broken_kernel_raises_with_its_line():
 
 
 def test_the_source_is_what_mlx_would_compile():
-    kernel = mx.fast.metal_kernel(
-        name="f",
-        input_names=["x", "s"],
-        output_names=["o"],
-        source="o[thread_position_in_grid.x] = x[0] + s + x_shape[0];",
-        header="// before\n",
-    )
+    body = "o[thread_position_in_grid.x] = x[0] + s + x_shape[0];"
     call = source.capture(
-        kernel,
+        kernel("f", "x s", body, header="// before\n"),
         [mx.zeros((8, 2), mx.float16), mx.array(1.0)],
-        grid=(16, 1, 1),
-        threadgroup=(8, 1, 1),
-        output_shapes=[(16,)],
-        output_dtypes=[mx.float32],
+        **sized(16, 8, (16,), mx.float32),
     )
     assert (call.grid, call.threadgroup) == ((16, 1, 1), (8, 1, 1))
     assert call.metadata == ((True, False, False), (False, False, False))
