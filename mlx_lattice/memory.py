@@ -282,15 +282,11 @@ def assembled(
     rows: int,
     blank: Callable[[mx.array], mx.array] | None = None,
 ) -> mx.array:
-    """Join blocks of rows to one array.
+    """Join blocks, (first row or row indices, features), to one array of rows.
 
     Each block is written in place and evaluated before the next one is computed: MLX
-    copies an array that is written to while it is in use.
-
-    Args:
-        parts: (first row or row indices, features) of each block.
-        rows: number of rows.
-        blank: returns the (1, C) row of places that no block fills; by default zeros.
+    copies an array that is written to while it is in use. ``blank`` returns the (1, C)
+    row of places that no block fills; by default zeros.
     """
     whole = None
     for at, part in parts:

@@ -320,11 +320,8 @@ def calibrate(
     _observe_calls(model, watched, batches, calibration.compare, call)
     errors = calibration.finish()
     errors = tuple(LayerError(path, **errors[path]) for path in paths)
-    report = Calibration(bits, group_size, errors, kept)
-    if activations:
-        facts = activations, method, calibration.folded
-        report = Calibration(bits, group_size, errors, kept, *facts)
-    return model, report
+    facts = (activations, method, calibration.folded) if activations else ()
+    return model, Calibration(bits, group_size, errors, kept, *facts)
 
 
 def _call(model: Module, batch: object) -> object:
@@ -334,7 +331,7 @@ def _call(model: Module, batch: object) -> object:
 def _layers_to_pack(
     model: Module, predicate, group_size: int | None, activations: int | None
 ) -> tuple[list[str], dict[str, str]]:
-    """Return the paths of layers to pack, and why others that could be are not."""
+    """Return the paths of layers to pack, and why other layers are kept."""
     paths, kept = [], {}
     for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
         packable = hasattr(module, "to_quantized") and "scales" not in module

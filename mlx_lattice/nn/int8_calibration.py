@@ -366,7 +366,7 @@ class Tracer:
             return y
         samples = self.results.setdefault(id(conv), Samples())
         samples.add(y.feats, self.calls.get(id(conv), 0))
-        return TracedTensor.of(y, self, (id(conv),))
+        return TracedTensor.traced(y, self, (id(conv),))
 
     def is_always_followed(self, layer: int, calls: int) -> bool:
         """Whether all calls of a layer were calls of ``fused.convolved``."""
@@ -404,12 +404,12 @@ class TracedTensor(SparseTensor):
     origin: Origin
 
     @classmethod
-    def of(cls, x: SparseTensor, tracer: Tracer, origin: Origin) -> TracedTensor:
+    def traced(cls, x: SparseTensor, tracer: Tracer, origin: Origin) -> TracedTensor:
         """Return a tensor, traced."""
-        traced = cls.__new__(cls)
+        y = cls.__new__(cls)
         place = {"manager": x.manager, "key": x.key, "coords": x.coords}
-        traced.__dict__.update(place, _feats=x.feats, tracer=tracer, origin=origin)
-        return traced
+        y.__dict__.update(place, _feats=x.feats, tracer=tracer, origin=origin)
+        return y
 
     def _state(self) -> tuple[type, dict]:
         """Copy and pickle as a plain tensor."""
@@ -445,7 +445,7 @@ def _(first: TracedTensor, tensors: list[SparseTensor]) -> SparseTensor:
     y = SparseTensor.trusted(first.manager, first.key, first.coords, feats)
     origin = tuple(key for x in tensors for key in x.origin)
     first.tracer.joins.append(origin)
-    return TracedTensor.of(y, first.tracer, origin)
+    return TracedTensor.traced(y, first.tracer, origin)
 
 
 # What stays in int8, and what is folded

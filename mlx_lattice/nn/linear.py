@@ -80,7 +80,7 @@ class _PackedLinear(Linear):
         self.w, self.transposed = w, transposed
 
     def forward(self, x, *packed) -> mx.array:
-        w = self.w.holding(*packed)
+        w = self.w.packing.weight(packed)
         if self.transposed or not x.shape[0]:
             return mlx_backend.packed_matmul(x, w, transpose=not self.transposed)
         # Without a relation there is one route.
@@ -89,11 +89,11 @@ class _PackedLinear(Linear):
         return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
 
     def linear(self, x, *packed) -> mx.array:
-        return _packed_linear(x, self.w.holding(*packed), self.transposed)
+        return _packed_linear(x, self.w.packing.weight(packed), self.transposed)
 
     def vjp(self, primals, dy, _):
         packed = primals[1:]
-        dx = _packed_linear(dy, self.w.holding(*packed), not self.transposed)
+        dx = _packed_linear(dy, self.w.packing.weight(packed), not self.transposed)
         return dx, *[mx.zeros_like(a) for a in packed]
 
 

@@ -123,19 +123,12 @@ class KeepsScales(Parameters):
 
 
 class Taken(NamedTuple):
-    """Features as an integer layer takes them.
+    """Features as an integer layer takes them."""
 
-    Attributes:
-        values: (N, C) int8.
-        scale: (1,) float32, or None if rows have their own.
-        rows: (N,) float32 scales of the rows, or None.
-        dtype: dtype of the float values.
-    """
-
-    values: mx.array
-    scale: mx.array | None
-    rows: mx.array | None
-    dtype: mx.Dtype
+    values: mx.array  # (N, C) int8
+    scale: mx.array | None  # (1,) float32, or None if rows have their own
+    rows: mx.array | None  # (N,) float32 scales of the rows, or None
+    dtype: mx.Dtype  # of the float values
 
 
 def taken(layer: Module, x: SparseTensor | mx.array) -> Taken:
@@ -170,15 +163,8 @@ def contract_integers(
 ) -> mx.array:
     """Return (N_out, C_out) of an integer layer, in the dtype of ``x`` or int8.
 
-    Args:
-        x: features.
-        w: weight.
-        relation: the edges.
-        scale: (C_out,) float32, by which the sums are multiplied.
-        bias: (C_out,), or None.
-        groups: channel groups.
-        after: a norm as scale and shift, a residual, an activation.
-        inverse: (1,) one over the scale of an int8 result; None for a float result.
+    ``scale`` is (C_out,) float32, by which the sums are multiplied; ``inverse`` (1,),
+    one over the scale of an int8 result.
     """
     shift = None if bias is None else as_float32(bias)
     if after.scale is not None:

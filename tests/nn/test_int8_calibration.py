@@ -350,7 +350,7 @@ class Shared(mlx.nn.Module):
 
 
 @pytest.mark.parametrize("bits", (8, 4))
-@pytest.mark.parametrize("ratio", (1, 16, 256))
+@pytest.mark.parametrize("ratio", (1, 16))
 def test_a_layer_called_on_features_of_very_different_size(ratio, bits):
     mx.random.seed(1)
     net, x = Shared(ratio).eval(), batch()

@@ -33,17 +33,6 @@ def test_spconv_s_names_of_a_tensor_s_parts():
     assert mx.array_equal(x.dense(channels_first=False), x.to_dense())
 
 
-def test_a_tensor_has_no_other_names():
-    for name in ("coordinates", "F", "no_such_thing"):
-        assert not hasattr(tensor(), name)
-
-
-@pytest.mark.parametrize("name", ("stride", "spatial_shape", "batch_size", "dims"))
-def test_what_rows_say_is_not_set(name):
-    with pytest.raises(AttributeError, match=f"{name} of a tensor cannot be set"):
-        setattr(tensor(), name, 2)
-
-
 @pytest.mark.parametrize("dtype", ("float16", np.float16, None))
 def test_dtypes_are_mlx_s(dtype):
     with pytest.raises(TypeError, match=r"one of MLX's, such as mx\.float16; got"):
