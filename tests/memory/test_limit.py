@@ -151,15 +151,13 @@ def test_a_net_can_be_prepared_under_a_limit():
 
 
 @pytest.mark.skipif(devices.metal_on_host(), reason="an emulated GPU is never behind")
-@pytest.mark.parametrize("whole", (0.25, 1e-9))
-def test_blocks_are_put_together_without_copies_of_the_whole(whole, monkeypatch):
-    """However far the device is behind: all at the end, or each when it is done."""
+def test_blocks_are_put_together_without_copies_of_the_whole(monkeypatch):
     monkeypatch.setattr(memory, "LEAST_ROWS", {"*": 100})
     # Small integers, whose sums are exact in whatever order a matmul takes them.
-    x, w = (mx.random.randint(-3, 4, (n, 500)).astype(mx.float32) for n in (2000, 500))
+    x, w = (mx.random.randint(-3, 4, (n, 300)).astype(mx.float32) for n in (2000, 300))
     y = x @ w @ w
     mx.eval(x, w, y)
-    for name, share in (("WHOLE", whole), ("BLOCK", 1e-9), ("WAITS", 1)):
+    for name, share in (("WHOLE", 1e-9), ("BLOCK", 1e-9), ("WAITS", 1)):
         monkeypatch.setattr(memory, name, share)
     with ml.memory_limit(10**9):
         before = mx.get_active_memory()
@@ -167,6 +165,5 @@ def test_blocks_are_put_together_without_copies_of_the_whole(whole, monkeypatch)
         z = memory.by_rows(lambda x: x @ w @ w, x, row_bytes=10**6)
         mx.eval(z)
     assert mx.array_equal(z, y)
-    most = 4 if whole > 0.1 else 1.5  # blocks and what they take, or one of them
     # On NVIDIA GPUs more is in use, 73 MB once: what products work in, it seems.
-    assert mx.cuda.is_available() or mx.get_peak_memory() - before < most * y.nbytes
+    assert mx.cuda.is_available() or mx.get_peak_memory() - before < 1.5 * y.nbytes
