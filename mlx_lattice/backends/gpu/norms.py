@@ -312,8 +312,8 @@ class GpuNorms(Norms):
 # CUDA: BatchNorm of few rows. A block has some channels of all rows.
 
 FEW_FILES = *CUDA_FILES, "batch_norm.cu"
-# Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way:
-# training of nets of 5,000 rows takes 0.84 of the time on an H200.
+# Bytes of a channel, over all rows, up to which a BatchNorm is one launch each way: a
+# training step of MinkUNet34 with 5,000 voxels takes 2.2 ms instead of 2.6 on an H200.
 ONE_LAUNCH_NORM = 4096
 FEW_ACROSS = 8  # threads along the channels of a row; each has two channels, or one
 LEAST_THREADS, MOST_THREADS = 256, 1024
