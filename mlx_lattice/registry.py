@@ -283,8 +283,8 @@ def standard(channels: int, lines: int = 1) -> tuple[mx.array, mx.array]:
     return found
 
 
-Lines = tuple[mx.array, mx.array] | None
-Rows = mx.array | None
+Running = tuple[mx.array, mx.array] | None  # mean and variance, if they are kept
+Residual = mx.array | None
 
 
 class Norms:
@@ -300,7 +300,7 @@ class Norms:
         self,
         x: mx.array,
         segments: RowSegments | None = None,
-        running: Lines = None,
+        running: Running = None,
         momentum: float = 0.0,
         lines: mx.array | None = None,
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
@@ -322,12 +322,12 @@ class Norms:
         """
         raise NotImplementedError
 
-    def normalize(self, x: mx.array, fit: Fit, residual: Rows = None) -> mx.array:
+    def normalize(self, x: mx.array, fit: Fit, residual: Residual = None) -> mx.array:
         """Return (N, C) in the dtype of x."""
         raise NotImplementedError
 
     def gradient_sums(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative.
 
@@ -338,7 +338,7 @@ class Norms:
         raise NotImplementedError
 
     def gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None, terms=None
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None, terms=None
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g.
 
@@ -355,8 +355,8 @@ class Norms:
         self,
         x: mx.array,
         fit: Fit,
-        residual: Rows = None,
-        running: Lines = None,
+        residual: Residual = None,
+        running: Running = None,
         momentum: float = 0.0,
         lines: mx.array | None = None,
     ) -> tuple[mx.array, ...]:
@@ -369,7 +369,7 @@ class Norms:
         return y, mean, var, *moved
 
     def batch_norm_gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
     ) -> tuple[mx.array, ...]:
         """Return the gradients of x, weight, bias and residual, through statistics.
 
@@ -383,12 +383,12 @@ class Norms:
         """Whether ``layer_norm`` and ``layer_norm_gradient`` take these arrays."""
         return False
 
-    def layer_norm(self, x: mx.array, fit: Fit, residual: Rows = None) -> mx.array:
+    def layer_norm(self, x: mx.array, fit: Fit, residual: Residual = None) -> mx.array:
         """Return rows normalised over their channels; ``fit`` has no statistics."""
         raise NotImplementedError
 
     def layer_norm_gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: Rows = None
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
     ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
         """Return the gradients of x, weight, bias and residual."""
         raise NotImplementedError

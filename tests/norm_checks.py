@@ -21,6 +21,16 @@ def array(shape, dtype="float32", seed=0, scale=1.0, shift=0.0):
     return a, exact(a)
 
 
+def backend_of(place) -> str:
+    """The backend whose kernels run in a place."""
+    return place.name.split()[0]
+
+
+def kernels_of(place):
+    """The norms that run in a place."""
+    return NORMS[backend_of(place)]
+
+
 def joined(lines) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Rows, mean and variance of each channel, of the statistics of parts of them."""
     counts, means, squares = exact(lines).transpose(1, 0, 2)
@@ -93,7 +103,7 @@ def check_groups(place, monkeypatch, groups, apart, channels, dtype):
     if not apart:
         (weight, w), (bias, b) = ((a[0], v[0]) for a, v in lines)
     oracle = Norm(values, w, b, act="silu", of=of, groups=groups)
-    monkeypatch.setattr(registry, "serving", lambda: place.name)
+    monkeypatch.setattr(registry, "serving", lambda: backend_of(place))
 
     def norm(feats, *lines):
         return ops.group_norm(x.replace(feats), groups, *lines, activation="silu").feats
@@ -111,7 +121,7 @@ def check_groups(place, monkeypatch, groups, apart, channels, dtype):
         ref.assert_close(found, sums if apart else sums.sum(axis=0), "float32")
 
 
-def check_derivatives_of_groups(monkeypatch, serving, groups, apart):
+def check_derivatives_of_groups(monkeypatch, place, groups, apart):
     """The norm of a library's tensor, to the second order, beside MLX's operations."""
     held, _ = batch(
         np.random.default_rng(0).permutation(np.repeat([0, 2], [11, 6])),
@@ -138,7 +148,7 @@ def check_derivatives_of_groups(monkeypatch, serving, groups, apart):
         mx.eval(made)
         return made
 
-    monkeypatch.setattr(registry, "serving", lambda: serving)
+    monkeypatch.setattr(registry, "serving", lambda: backend_of(place))
     found = derivatives()
     monkeypatch.setattr(registry, "serving", lambda: "mlx")
     for got, wanted in zip(found, derivatives(), strict=True):
@@ -176,7 +186,7 @@ class Given:
 
     def check(self, place, dtype, segments=None, fixed=None):
         """Forward and back, in several launches; and in one each way where it can."""
-        kernels = NORMS[place.name]
+        kernels = kernels_of(place)
         if segments is None and fixed is None and kernels.is_one_launch(self.x):
             self.check_one_launch(place, dtype)
 
@@ -199,7 +209,7 @@ class Given:
 
     def check_one_launch(self, place, dtype):
         """The whole norm, whose statistics are of few rows."""
-        kernels, fit = NORMS[place.name], self.fit()
+        kernels, fit = kernels_of(place), self.fit()
 
         def run():
             y, mean, var, *_ = kernels.batch_norm(self.x, fit, self.residual)

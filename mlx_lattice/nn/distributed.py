@@ -10,9 +10,9 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten, tree_map
 
-from ..ops.norms import Running, moments, moved_statistics
+from ..ops.norms import moments, moved_statistics
 from ..reductions import linear
-from ..registry import Activation, Fit, Norms
+from ..registry import Activation, Fit, Norms, Running
 from . import fused
 from .normalization import BatchNorm
 

@@ -10,7 +10,6 @@ inputs and a mean and variance for each channel.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
 
 import mlx.core as mx
 
@@ -19,7 +18,7 @@ from ..backends.mlx import group_means, row_sum
 from ..channel_kernels import Affine, affine
 from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
-from ..registry import Fit, Norms
+from ..registry import Fit, Norms, Residual, Running
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import Function, filled, several
 from .activation import activated, activation_of
@@ -33,8 +32,6 @@ __all__ = [
 
 
 Features = SparseTensor | mx.array
-Optional = mx.array | None
-Running = tuple[mx.array, mx.array] | None
 
 
 # Public functions
@@ -441,8 +438,6 @@ class ElementStatistics:
 
 # Rules of norms by kernels
 
-NormRules = TypeVar("NormRules", bound=Affine)
-
 
 def _kernels_for(*arrays: mx.array) -> Norms | None:
     """Return the device's kernels, if they take these arrays."""
@@ -452,14 +447,14 @@ def _kernels_for(*arrays: mx.array) -> Norms | None:
 
 
 def _rules(
-    kind: type[NormRules],
+    kind: type[Affine],
     name: str,
     x: mx.array,
-    parameters: tuple[Optional, Optional, Optional],
+    parameters: tuple[mx.array | None, mx.array | None, Residual],
     *,
     act: Activation = NONE,
     **more,
-) -> tuple[NormRules, list[mx.array]]:
+) -> tuple[Affine, list[mx.array]]:
     """Return the rules of a norm, and the arrays that it has, as kernels take them.
 
     Args:

@@ -11,6 +11,7 @@ import pytest
 import reference as ref
 from conftest import mappable
 from contractions import exact, moved
+from emulated_cuda import EMULATED, place_of
 from metal_checks import bounded, checked
 from norm_checks import (
     GROUPS,
@@ -18,6 +19,7 @@ from norm_checks import (
     array,
     check_derivatives_of_groups,
     check_groups,
+    kernels_of,
     segmented,
 )
 from places import HERE, MetalHost, agreed
@@ -28,8 +30,15 @@ from mlx_lattice.epilogue import named
 from mlx_lattice.ops import observed
 from mlx_lattice.registry import NORMS, Fit
 
-PLACES = [place for place in HERE if place.name in NORMS]
-places = pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
+PLACES = [*(place for place in HERE if place.name in NORMS), EMULATED]
+
+
+@pytest.fixture(params=PLACES, ids=lambda place: place.name)
+def place(request):
+    """Where kernels run; CUDA's are emulated without a GPU."""
+    return place_of(request)
+
+
 dtypes = pytest.mark.parametrize("dtype", cases.DTYPES)
 # Rows and channels: one of each, several blocks, more channels than a block has.
 SHAPES = ((1, 1), (2, 3), (5, 96), (700, 17), (650, 8), (40, 264))
@@ -39,33 +48,30 @@ shapes = pytest.mark.parametrize(
 activations = pytest.mark.parametrize("act", ACTIVATIONS, ids=str)
 
 
-@places
 def test_slopes_far_from_zero(place):
     """Where squares are not finite; a NaN stays."""
     x = mx.array([[1e30, -1e30, 90.0, -90.0, mx.nan, 0.0]])
     line, dy = mx.ones((1, 6)), mx.ones((1, 6))
     for name, below in (("gelu_tanh", 0.0), ("silu", 0.0), ("elu(0.5)", -0.5)):
         fit = Fit(0 * line, line, None, None, 0.0, named(name))
-        dx, _ = agreed(place, NORMS[place.name].gradient, dy, x, fit)
+        dx, _ = agreed(place, kernels_of(place).gradient, dy, x, fit)
         np.testing.assert_allclose(exact(dx)[0], [1, 0, 1, 0, np.nan, 0.5], atol=1e-6)
-        y = agreed(place, NORMS[place.name].normalize, x, fit)
+        y = agreed(place, kernels_of(place).normalize, x, fit)
         wanted = [1e30, below, 90, below, np.nan, 0]
         np.testing.assert_allclose(exact(y)[0], wanted, 1e-6, 1e-6)
 
 
-@places
 @shapes
 def test_moments(place, shape, dtype):
     for scale, shift in ((1.0, 0.0), (1.0, 1000.0), (0.0, -7.0)):
         x, values = array(shape, dtype, 0, scale, shift)
-        mean, var, *_ = agreed(place, NORMS[place.name].moments, x)
+        mean, var, *_ = agreed(place, kernels_of(place).moments, x)
         np.testing.assert_allclose(exact(mean)[0], values.mean(axis=0), 1e-6, 1e-6)
         np.testing.assert_allclose(exact(var)[0], values.var(axis=0), 1e-5, 1e-9)
 
 
-@places
 def test_running_statistics_move(place):
-    kernels = NORMS[place.name]
+    kernels = kernels_of(place)
     for rows in (1, 2, 300):
         x, values = array((rows, 5))
         running = mx.array([0.5] * 5), mx.array([2.0] * 5)
@@ -78,13 +84,11 @@ def test_running_statistics_move(place):
             ref.assert_close(var[0], moved_var)
 
 
-@places
 @shapes
 def test_shapes(place, shape, dtype):
     Given(shape, dtype, "relu", parameters=dtype).check(place, dtype)
 
 
-@places
 @activations
 @pytest.mark.parametrize("affine, added", ((False, True), (True, False)))
 def test_activations_and_residuals(place, act, affine, added):
@@ -92,7 +96,6 @@ def test_activations_and_residuals(place, act, affine, added):
         Given(shape, dtype, act, affine, added).check(place, dtype)
 
 
-@places
 @activations
 def test_fixed_statistics(place, act):
     mean, mean_wanted = array((1, 9), "float32", 8)
@@ -101,13 +104,11 @@ def test_fixed_statistics(place, act):
     given.check(place, "float16", None, (mean, var))
 
 
-@places
 @pytest.mark.parametrize("groups, apart, channels, dtype", GROUPS)
 def test_groups(place, monkeypatch, groups, apart, channels, dtype):
     check_groups(place, monkeypatch, groups, apart, channels, dtype)
 
 
-@places
 @dtypes
 @pytest.mark.parametrize("ordered", (True, False))
 def test_segments(place, ordered, dtype):
@@ -117,14 +118,12 @@ def test_segments(place, ordered, dtype):
         given.check(place, dtype, segments)
 
 
-@places
 @pytest.mark.parametrize("groups, apart", ((12, False), (6, True), (3, False)))
 def test_derivatives_of_groups(place, monkeypatch, groups, apart):
     with place.inside():
-        check_derivatives_of_groups(monkeypatch, place.name, groups, apart)
+        check_derivatives_of_groups(monkeypatch, place, groups, apart)
 
 
-@places
 @dtypes
 @pytest.mark.parametrize("channels", (3, 16))
 def test_features_may_begin_anywhere(place, channels, dtype):
@@ -135,11 +134,10 @@ def test_features_may_begin_anywhere(place, channels, dtype):
     given.check(place, dtype)
 
 
-@places
 def test_strided_features(place):
     """A slice of channels, as the gradient of a concatenation is."""
     wide, values = array((50, 24), "float16", 1)
-    kernels, x = NORMS[place.name], wide[:, 8:]
+    kernels, x = kernels_of(place), wide[:, 8:]
 
     def run():
         mean, var, *_ = kernels.moments(x)
@@ -153,12 +151,11 @@ def test_strided_features(place):
     assert np.abs(exact(dx) - wanted.back(values[:, 8:])[0]).max() < 1e-3
 
 
-@places
 def test_launches(place, monkeypatch):
     """Two for statistics, one to normalise, three back; more if a GPU would hang."""
     if not isinstance(place, MetalHost):
         pytest.skip("launches are seen on Metal's emulator alone")
-    kernels, given = NORMS[place.name], Given((1500, 12), "float16", "relu")
+    kernels, given = kernels_of(place), Given((1500, 12), "float16", "relu")
     mean, var, *_ = agreed(place, kernels.moments, given.x)
     assert checked.launches == 2
     fit, rest = given.fit(mean, var), (given.x, given.residual)
