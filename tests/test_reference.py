@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
-from hypothesis import given, settings
+from hypothesis import given
 
 GRIDS = {1: (11,), 2: (7, 6), 3: (6, 5, 4), 4: (4, 3, 4, 3)}
 
@@ -16,12 +16,9 @@ DENSE = [
     (1, 3, 1, 1, 1),
     (1, 4, 2, 1, 1),
     (1, 3, 3, 0, 2),
-    (2, 3, 1, 1, 1),
-    (2, 2, 2, 0, 1),
     (2, (3, 2), (2, 1), (1, 0), (1, 2)),
     (3, 3, 1, 1, 1),
     (3, 3, 2, 1, 1),
-    (3, 2, 2, 0, 1),
     (3, (1, 3, 2), (2, 1, 2), (0, 1, 1), 1),
     (3, 3, 1, 2, 2),
     (4, 2, 2, 0, 1),
@@ -42,41 +39,42 @@ def densify(coords, x, shape, batch=2):
     return grid
 
 
+def windows(shape, kernel, stride, dilation):
+    """The slice of each kernel position, of so many sites on each axis."""
+    n, s, e = (ref.per_axis(v, len(shape)) for v in (kernel, stride, dilation))
+    for position in np.ndindex(*n):
+        starts = [j * f for j, f in zip(position, e, strict=True)]
+        yield (
+            slice(None),
+            *(
+                slice(first, first + (m - 1) * t + 1, t)
+                for first, m, t in zip(starts, shape, s, strict=True)
+            ),
+        )
+
+
 def dense_conv(grid, weight, kernel, stride, padding, dilation):
     """Pad, then add one strided slice of the grid per kernel position."""
-    shape, d = grid.shape[1:-1], grid.ndim - 2
+    d = grid.ndim - 2
     n, s, p, e = (ref.per_axis(v, d) for v in (kernel, stride, padding, dilation))
     padded = np.pad(grid, [(0, 0), *((q, q) for q in p), (0, 0)])
-    out = [
-        (m + 2 * q - f * (k - 1) - 1) // t + 1
-        for m, q, f, k, t in zip(shape, p, e, n, s, strict=True)
-    ]
-    y = np.zeros((len(grid), *out, weight.shape[2]))
-    for flat, position in enumerate(np.ndindex(*n)):
-        window = tuple(
-            slice(j * f, j * f + (m - 1) * t + 1, t)
-            for j, f, m, t in zip(position, e, out, s, strict=True)
-        )
-        y += padded[(slice(None), *window)] @ weight[flat]
-    return y
+    sizes = zip(padded.shape[1:-1], n, s, e, strict=True)
+    shape = [(m - f * (k - 1) - 1) // t + 1 for m, k, t, f in sizes]
+    slices = windows(shape, kernel, stride, dilation)
+    return sum(padded[at] @ w for at, w in zip(slices, weight, strict=True))
 
 
 def dense_conv_transpose(grid, weight, kernel, stride, padding, dilation):
     """Add the grid to one strided slice of the output per position, then crop."""
     shape, d = grid.shape[1:-1], grid.ndim - 2
     n, s, p, e = (ref.per_axis(v, d) for v in (kernel, stride, padding, dilation))
-    full = [
-        (m - 1) * t + f * (k - 1) + 1 for m, t, f, k in zip(shape, s, e, n, strict=True)
-    ]
-    y = np.zeros((len(grid), *full, weight.shape[2]))
-    for flat, position in enumerate(np.ndindex(*n)):
-        window = tuple(
-            slice(j * f, j * f + (m - 1) * t + 1, t)
-            for j, f, m, t in zip(position, e, shape, s, strict=True)
-        )
-        y[(slice(None), *window)] += grid @ weight[flat]
-    crop = tuple(slice(q, m - q) for q, m in zip(p, full, strict=True))
-    return y[(slice(None), *crop)]
+    sizes = zip(shape, n, s, e, strict=True)
+    whole = [(m - 1) * t + f * (k - 1) + 1 for m, k, t, f in sizes]
+    y = np.zeros((len(grid), *whole, weight.shape[2]))
+    slices = windows(shape, kernel, stride, dilation)
+    for at, w in zip(slices, weight, strict=True):
+        y[at] += grid @ w
+    return y[(slice(None), *(slice(q, m - q) for q, m in zip(p, whole, strict=True)))]
 
 
 @pytest.mark.parametrize(("d", "kernel", "stride", "padding", "dilation"), DENSE)
@@ -139,10 +137,10 @@ def test_pooling_is_dense_pooling_over_active_sites(mode):
         support="reach",
         spatial_shape=GRIDS[2],
     )
-    grid = np.pad(densify(coords, x, GRIDS[2]), [(0, 0), (1, 1), (1, 1), (0, 0)])
-    active = np.pad(
-        densify(coords, np.ones((len(x), 1)), GRIDS[2]),
-        [(0, 0), (1, 1), (1, 1), (0, 0)],
+    around = [(0, 0), (1, 1), (1, 1), (0, 0)]
+    grid, active = (
+        np.pad(densify(coords, values, GRIDS[2]), around)
+        for values in (x, np.ones((len(x), 1)))
     )
     pooled = ref_rows.pool(x, rel, mode)
     for row, (b, i, j) in zip(pooled, rel.out_coords, strict=True):
@@ -190,7 +188,6 @@ def test_edges_are_those_of_the_scalar_rule(case):
 
 
 @given(cases.convolutions())
-@settings(max_examples=60, deadline=None)
 def test_the_gradients_are_the_adjoints(drawn):
     case, coords, target = drawn
     rel = case.reference(coords, target)
@@ -299,12 +296,12 @@ def test_global_pool_of_an_empty_element_is_0():
 
 
 @pytest.mark.parametrize("name", cases.GEOMETRIES)
-@pytest.mark.parametrize("d", (1, 2, 3, 4))
-def test_geometry_is_unique_and_repeatable(name, d):
-    coords = cases.geometry(name, d)
-    assert coords.dtype == np.int32 and coords.shape[1] == 1 + d
-    assert len(set(ref.rows_of(coords))) == len(coords)
-    np.testing.assert_array_equal(coords, cases.geometry(name, d))
+def test_geometry_is_unique_and_repeatable(name):
+    for d in (1, 2, 3, 4):
+        coords = cases.geometry(name, d)
+        assert coords.dtype == np.int32 and coords.shape[1] == 1 + d
+        assert len(set(ref.rows_of(coords))) == len(coords)
+        np.testing.assert_array_equal(coords, cases.geometry(name, d))
 
 
 def test_the_tolerance_sees_one_wrong_entry():

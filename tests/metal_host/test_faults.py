@@ -41,6 +41,10 @@ def one_fault(report, kind, line=3):
     return found[0]
 
 
+ADD = (
+    "device atomic_float* n = (device atomic_float*)o; "
+    "atomic_fetch_add_explicit(n, 1.0f, memory_order_relaxed);"
+)
 RIGHT = {
     "copy": COPY,
     "a barrier between write and read": f"{STAGE}{BARRIER}o[i] = s[63 - t];",
@@ -51,9 +55,15 @@ RIGHT = {
         f"{COPY}threadgroup_barrier(mem_flags::mem_device); float x = o[63 - t]; "
         "threadgroup_barrier(mem_flags::mem_device); o[i] = x;"
     ),
+    "an atomic behind a device barrier": (
+        f"{COPY}threadgroup_barrier(mem_flags::mem_device); {ADD}"
+    ),
     "collectives in divergent flow": "o[i] = l < 5 ? simd_sum(a[i]) : simd_max(a[i]);",
     "a shuffle from a lane that is not there": (
         "float v = 1; if (l < 16) v = simd_shuffle(a[i], 20); o[i] = v;"
+    ),
+    "an aligned vector": (
+        "if (i < 16) ((device float4*)o)[i] = *(const device float4*)(a + 4 * i);"
     ),
     "atomics of many threads on one word": (
         "threadgroup atomic_uint n; if (t == 0) "
@@ -71,18 +81,68 @@ def test_right_kernels_have_no_fault(name, mode):
         assert run(RIGHT[name], mode, order=order).faults == ()
 
 
-def test_device_read_out_of_bounds():
-    fault = one_fault(run("o[i] = a[i + 1];"), "device read out of bounds")
-    assert "4 bytes at byte 256 of 'a', which has 256 bytes" in fault.message
-    assert "thread (63, 0, 0) of threadgroup (0, 0, 0)" in fault.message
-    fault = one_fault(run("o[i] = a[int(i) - 2];"), "device read out of bounds")
-    assert "of 'a'" in fault.message
-    assert fault.times == 2
+STAGED = f"threadgroup float s[63]; if (t < 63) s[t] = 1; {BARRIER}o[i] = s[t];"
+MATRIX = "simdgroup_float8x8 m(1.0f); "
+TABLE = f"threadgroup float m[4][16]; m[t & 3][t >> 2] = 1; {BARRIER}"
+# (body, kind of fault, a part of its message)
+FAULTS = (
+    (
+        "o[i] = a[i + 1];",
+        "device read out of bounds",
+        "4 bytes at byte 256 of 'a', which has 256 bytes, thread (63, 0, 0) of "
+        "threadgroup (0, 0, 0)",
+    ),
+    ("o[i] = a[int(i) - 2];", "device read out of bounds", "of 'a'"),
+    ("o[i + 1] = a[i];", "device write out of bounds", "byte 256 of 'o'"),
+    ("o[i] += a[i];", "uninitialised device read", ""),
+    (f"((device float*)a)[i] = 2; {COPY}", "write to an input", ""),
+    (
+        f"threadgroup float s[64]; if (t) s[t] = a[i]; {BARRIER}o[i] = s[t];",
+        "uninitialised threadgroup read",
+        "4 bytes at byte 0 of 's', thread (0, 0, 0)",
+    ),
+    (
+        f"threadgroup float s[63]; s[t] = a[i]; {BARRIER}{COPY}",
+        "threadgroup write out of bounds",
+        "byte 252 of 's', which has 252 bytes",
+    ),
+    (STAGED, "threadgroup read out of bounds", ""),
+    (
+        f"threadgroup float s[8193]; s[t] = 1; {BARRIER}o[i] = s[t];",
+        "too much threadgroup memory",
+        "32772 bytes; Apple GPUs have 32768",
+    ),
+    (
+        "float r[4] = {0, 1, 2, 3}; o[i] = r[(i >> 3) & 7];",
+        "index outside of an array",
+        "",
+    ),
+    (f"{TABLE}o[i] = m[t & 2][16 + (t >> 6)];", "index outside of an array", ""),
+    ("float4 v = float4(1); o[i] = v[(i >> 3) & 7];", "index outside of an array", ""),
+    # A lane has two elements of a matrix.
+    (f"{MATRIX}o[i] = m.thread_elements()[2];", "index outside of an array", ""),
+    (
+        f"{MATRIX}m.thread_elements()[63] = a[i]; o[i] = 0;",
+        "index outside of an array",
+        "",
+    ),
+    (
+        "if (i < 16) ((device float4*)o)[i] = *(const device float4*)(a + i);",
+        "misaligned access",
+        "",
+    ),
+)
 
 
-def test_device_write_out_of_bounds_ends_the_launch():
-    fault = one_fault(run("o[i + 1] = a[i];"), "device write out of bounds")
-    assert "byte 256 of 'o'" in fault.message
+@pytest.mark.parametrize(("body", "kind", "message"), FAULTS)
+def test_faults_are_named_and_placed(body, kind, message):
+    assert message in one_fault(run(body), kind).message
+
+
+def test_each_place_is_reported_once():
+    assert (
+        one_fault(run("o[i] = a[int(i) - 2];"), "device read out of bounds").times == 2
+    )
 
 
 def test_a_fault_names_the_file_and_line_that_the_source_names():
@@ -97,44 +157,25 @@ def test_output_not_written():
     assert "4 of the 256 bytes of 'o', first byte 68" in fault.message
 
 
-def test_uninitialised_device_read():
-    one_fault(run("o[i] += a[i];"), "uninitialised device read")
+@pytest.mark.parametrize(
+    "body",
+    (
+        "o[i & ~1u] = a[i]; o[i | 1u] = 0;",
+        f"{COPY}o[i] = o[63 - i];",
+        f"{COPY}if (i) o[i] = o[i - 1] + 1;",
+        f"{COPY}{ADD}",
+    ),
+)
+def test_device_races(body):
+    assert any(
+        f.kind.startswith("device ") and "race" in f.kind for f in run(body).faults
+    )
 
 
-def test_write_to_an_input():
-    one_fault(run(f"((device float*)a)[i] = 2; {COPY}"), "write to an input")
-
-
-def test_device_races():
-    kinds = {
-        "o[i & ~1u] = a[i]; o[i | 1u] = 0;": "device write-write race",
-        f"{COPY}o[i] = o[63 - i];": None,
-        f"{COPY}if (i) o[i] = o[i - 1] + 1;": None,
-    }
-    for body, kind in kinds.items():
-        found = {f.kind for f in run(body).faults}
-        assert kind in found if kind else any("race" in k for k in found), body
-
-
-def test_device_races_between_threadgroups_that_a_barrier_cannot_order():
-    fence = "threadgroup_barrier(mem_flags::mem_device); "
-    ordered = f"{COPY}{fence}float x = o[63 - i]; {fence}o[i] = x;"
-    assert run(ordered).faults == ()
+def test_a_barrier_does_not_order_threadgroups():
+    ordered = RIGHT["device memory exchanged across a device barrier"]
     kinds = {f.kind for f in run(ordered, threadgroup=32).faults}
-    assert "device read-after-write race" in kinds or (
-        "device write-after-read race" in kinds
-    )
-
-
-def test_device_race_of_atomic_and_plain():
-    body = (
-        f"{COPY}threadgroup_barrier(mem_flags::mem_device); "
-        "device atomic_float* n = (device atomic_float*)o; "
-        "atomic_fetch_add_explicit(n, 1.0f, memory_order_relaxed);"
-    )
-    assert run(body).faults == ()
-    body = body.replace("threadgroup_barrier(mem_flags::mem_device); ", "")
-    assert any("race" in f.kind for f in run(body).faults)
+    assert kinds & {"device read-after-write race", "device write-after-read race"}
 
 
 THREADGROUP_RACES = {
@@ -163,26 +204,6 @@ def test_threadgroup_races(name):
         assert races[0].kind.startswith("threadgroup ")
         assert races[0].place == "planted.metal:3"
         assert "'s'" in races[0].message
-
-
-def test_uninitialised_threadgroup_read():
-    body = f"threadgroup float s[64]; if (t) s[t] = a[i]; {BARRIER}o[i] = s[t];"
-    fault = one_fault(run(body), "uninitialised threadgroup read")
-    assert "4 bytes at byte 0 of 's', thread (0, 0, 0)" in fault.message
-
-
-def test_threadgroup_out_of_bounds():
-    body = f"threadgroup float s[63]; s[t] = a[i]; {BARRIER}{COPY}"
-    fault = one_fault(run(body), "threadgroup write out of bounds")
-    assert "byte 252 of 's', which has 252 bytes" in fault.message
-    body = f"threadgroup float s[63]; if (t < 63) s[t] = 1; {BARRIER}o[i] = s[t];"
-    one_fault(run(body), "threadgroup read out of bounds")
-
-
-def test_more_threadgroup_memory_than_there_is():
-    body = f"threadgroup float s[8193]; s[t] = 1; {BARRIER}o[i] = s[t];"
-    fault = one_fault(run(body), "too much threadgroup memory")
-    assert "32772 bytes; Apple GPUs have 32768" in fault.message
 
 
 DIVERGENT = {
@@ -221,39 +242,12 @@ def test_threads_that_wait_at_two_barriers():
     assert lines == {"planted.metal:4", "planted.metal:5"}
 
 
-def test_index_outside_of_an_array():
-    body = "float r[4] = {0, 1, 2, 3}; o[i] = r[(i >> 3) & 7];"
-    one_fault(run(body), "index outside of an array")
-    body = f"threadgroup float m[4][16]; m[t & 3][t >> 2] = 1; {BARRIER}"
-    body += "o[i] = m[t & 2][16 + (t >> 6)];"
-    one_fault(run(body), "index outside of an array")
-    body = "float4 v = float4(1); o[i] = v[(i >> 3) & 7];"
-    one_fault(run(body), "index outside of an array")
-
-
-@pytest.mark.parametrize("body", (
-    "o[i] = m.thread_elements()[2 + i % 62];",
-    "o[i] = m.thread_elements()[2];",
-    "m.thread_elements()[63] = a[i]; o[i] = 0;",
-))  # fmt: skip
-def test_matrix_elements_that_a_lane_does_not_own(body):
-    body = f"simdgroup_float8x8 m(1.0f); {body}"
-    one_fault(run(body), "index outside of an array")
-
-
 def test_matrix_elements_are_not_a_pair():
     own = "simdgroup_float8x8 m(1.0f); thread auto& e = m.thread_elements(); "
     assert run(f"{own} e[0] = a[i]; e[1] = e[0]; o[i] = e[1];").faults == ()
     for body in ("e = float2(a[i], 1);", "float2 v = e; o[i] = v.x;"):
         with pytest.raises(host.CompileError):
             run(own + body)
-
-
-def test_misaligned_vector():
-    body = "if (i < 16) ((device float4*)o)[i] = *(const device float4*)(a + i);"
-    one_fault(run(body), "misaligned access")
-    body = "if (i < 16) ((device float4*)o)[i] = *(const device float4*)(a + 4 * i);"
-    assert run(body).faults == ()
 
 
 @pytest.mark.parametrize("mode", ["fast", "checked"])

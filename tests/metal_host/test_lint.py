@@ -53,17 +53,13 @@ CLEAN = {
 }
 REFUSED = {
     "a device pointer for a threadgroup one": ("first(o);", "no matching function"),
-    "a threadgroup pointer for a device one": ("sum4(s, r);", "no matching function"),
-    "a constant pointer for a device one": ("sum4(c, r);", "no matching function"),
     "a device pointer for a thread one": ("sum4(a, o);", "no matching function"),
     "a local pointer of the wrong space": (
         "const device float* p = s;",
         "cannot initialize",
     ),
     "a write to constant memory": ("n = 3;", "read-only"),
-    "a write to const device memory": ("a[i] = 3;", "read-only"),
     "float to bfloat by itself": ("bfloat b = a[i];", "no viable conversion"),
-    "a vector to another by itself": ("half4 h = float4(1);", "no viable conversion"),
     "min of int and uint": ("o[i] = min(n, l);", "ambiguous"),
     "an atomic on a plain pointer": (
         f"atomic_fetch_add_explicit(o, 1.0f, {RELAXED});",
@@ -71,10 +67,6 @@ REFUSED = {
     ),
     "the minimum of a float atomic": (
         f"threadgroup atomic_float q; atomic_fetch_min_explicit(&q, 1.0f, {RELAXED});",
-        "no matching function",
-    ),
-    "a matrix from elements of another type": (
-        "simdgroup_half8x8 m; simdgroup_load(m, s, 8);",
         "no matching function",
     ),
     "an undeclared name": ("o[i] = b;", "undeclared"),
@@ -85,13 +77,7 @@ REFUSED = {
     "a jump": ("goto end; end: o[i] = 1;", "goto is not in Metal"),
     "a static variable": ("static int x = 1; o[i] = x;", "in constant memory"),
     "a virtual function": ("struct V { virtual void f() {} };", "virtual"),
-    "an exception": ("throw 1;", "exceptions disabled"),
-    "memory on the heap": ("thread int* x = new int;", "new"),
     "a sum over 64 bits": ("o[i] = float(simd_sum(ulong(i)));", "32 bits a lane"),
-    "a later memory order": (
-        "atomic_load_explicit(at, memory_order_acquire);",
-        "memory_order_acquire needs Metal 3.2",
-    ),
     "a fence": (
         "atomic_thread_fence(mem_flags::mem_device, memory_order_relaxed);",
         "atomic_thread_fence needs Metal 3.2",
@@ -105,9 +91,10 @@ UNPLACED = {
 }
 
 
-@pytest.mark.parametrize("name", CLEAN)
-def test_clean(name):
-    assert host.lint(HEADER + KERNEL % CLEAN[name]) == []
+def test_clean():
+    kernels = [KERNEL.replace("f(", f"f{i}(", 1) for i in range(len(CLEAN))]
+    pairs = zip(kernels, CLEAN.values(), strict=True)
+    assert host.lint(HEADER + "".join(kernel % body for kernel, body in pairs)) == []
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -157,9 +144,9 @@ def test_what_metal_forbids_of_cpp(text):
     assert any(FORBIDDEN[text] in e and ".metal:10:" in e for e in errors), errors
 
 
-@pytest.mark.parametrize("text", ALLOWED)
-def test_what_metal_allows_of_cpp(text):
-    assert host.lint(HEADER + text + "\n" + KERNEL % "o[i] = 1;") == []
+def test_what_metal_allows_of_cpp():
+    texts = (f"namespace own{i} {{ {text}\n}}\n" for i, text in enumerate(ALLOWED))
+    assert host.lint(HEADER + "".join(texts) + KERNEL % "o[i] = 1;") == []
 
 
 def test_generated_sources():

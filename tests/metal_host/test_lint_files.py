@@ -122,36 +122,10 @@ PLANTED = {
         "for (int b = 0; b < blocks; ++b) bits",
         "'each' is indexed by 'b'",
     ),
-    "matrices without a constructor": (
-        "METAL_FUNC GemmSums() thread {}",
-        "",
-        "'GemmSums' holds matrices",
-    ),
-    "matrices of another size": (
-        "simdgroup_matrix<float, 8, 8> sums[OWN]",
-        "simdgroup_matrix<float, 16, 8> sums[OWN]",
-        "simdgroup matrices are 8 x 8",
-    ),
-    "a pair as the elements of a matrix": (
-        "to.thread_elements()[0] = M(stored.thread_elements()[0]);",
-        "to.thread_elements() = vec<M, 2>(M(stored.thread_elements()[0]), "
-        "M(stored.thread_elements()[1]));",
-        "no viable overloaded '='",
-    ),
-    "a method of no address space": (
-        "METAL_FUNC int next(int k) thread {",
-        "METAL_FUNC int next(int k) {",
-        "'next' names no address space",
-    ),
     "TensorOps of any layout": (
         '#error "tensor_ops',
         '#pragma message "tensor_ops',
         "another layout",
-    ),
-    "operands with their address space": (
-        "metal::remove_addrspace_t<decltype(left)>",
-        "decltype(left)",
-        "take remove_addrspace_t",
     ),
     "a fragment of a count not known": (
         "UNROLL for (int i = 0; i < 8; ++i) left[i] = a[i];",
@@ -162,11 +136,6 @@ PLANTED = {
         "typename SumOf<T>::Type sums[BLOCKS_16][16];",
         "float sums[BLOCKS_16][256];",
         "bytes of a thread",
-    ),
-    "large memory": (
-        "threadgroup float sums[1024]",
-        "threadgroup float sums[5000]",
-        "32768",
     ),
 }
 
