@@ -49,7 +49,7 @@ from ..gpu.contraction import (
     W_ROW,
     copied,
     integer_tiles,
-    kept,
+    interned,
     packed,
     per_row,
     rounded_up,
@@ -280,7 +280,7 @@ def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
     """
     splits = min(cut.splits, PROOF_SPLITS)
     plan = _as_cut(p, cut._replace(splits=splits, blocks=2))
-    return replace(plan, gpu=kept(replace(plan.gpu, defines=defines)))
+    return replace(plan, gpu=interned(replace(plan.gpu, defines=defines)))
 
 
 def _as_cut(p: Problem, cut: _Cut) -> Plan:
@@ -404,7 +404,7 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
     channel, line = strides[W_ROW], 1
     if p.rows_are_summed:
         channel, line = line, channel
-    kernel = kept(
+    kernel = interned(
         GpuKernel(
             CUDA,
             "tf32_weights",
@@ -440,7 +440,7 @@ def _unpacker(shape, padded_channels, dtype, bits, group_size) -> Callable:
     """Return the launch that unpacks weights of a shape and packing."""
     multiple, volume = cuda_tiles.multiple(dtype), shape[0]
     c_in, c_out = (rounded_up(c, multiple) for c in shape[1:])
-    kernel = kept(
+    kernel = interned(
         GpuKernel(
             CUDA,
             "unpack_weights",
@@ -550,7 +550,7 @@ def _int8_kernel(p: Problem, tile: Tile, is_split: bool) -> GpuKernel:
     out, after = p.integer.out_dtype(dtype), _integer_epilogue(p.integer, dtype)
     if is_split:
         out, after = mx.int32, "PartialSums"
-    return kept(
+    return interned(
         GpuKernel(
             CUDA,
             "int8_sorted",
@@ -578,7 +578,7 @@ def _add_integer_splits(facts: IntegerFacts, dtype: mx.Dtype) -> GpuKernel:
         ("AFTER", _integer_epilogue(facts, dtype)),
     )
     files = *EPILOGUE_FILES, "tiles.cuh", INT8_EPILOGUE, "integer_splits.cu"
-    return kept(
+    return interned(
         GpuKernel(
             CUDA,
             "add_integer_splits",
@@ -594,7 +594,7 @@ def _add_integer_splits(facts: IntegerFacts, dtype: mx.Dtype) -> GpuKernel:
 def _int4_unpacker(shape: tuple[int, ...], group_size: int) -> Callable:
     """Return the launch that makes int4 words of a shape int8: (K, C_out, channels)."""
     template = (("GROUP_SIZE", group_size),)
-    kernel = kept(
+    kernel = interned(
         GpuKernel(CUDA, "unpack_int4", ("unpack_int4.cu",), UNPACK_INT4, template)
     )
     volume, c_out, words = shape

@@ -26,7 +26,7 @@ from ..gpu.contraction import (
     AFTER,
     LINES,
     finishing,
-    kept,
+    interned,
     rounded_up,
     with_moments,
 )
@@ -235,6 +235,9 @@ SMALL_TILES = {
             (1 << 24, WIDE_TILES[256]),
         ),
     },
+}
+SMALL_TILES["one stage"] = SMALL_TILES["many edges"] | {
+    64: ((1 << 20, _QUICK_64), (5 << 20, _MANY_64))
 }
 CLASSES = (32, 48, 64, 96, 128, 192, 256)  # output channels of SMALL_TILES
 # float32 with prepared weights: as three products of TF32 a stage has them twice.
@@ -550,26 +553,24 @@ def _kind(p: Problem) -> str:
     """Return the kind of rows, a key of SMALL_TILES."""
     if p.pointwise:
         return "identity"
-    if 2 * whole_channels(p)[0] * p.read_size < STAGE_BYTES:
+    summed = whole_channels(p)[0] * p.read_size
+    if 2 * summed < STAGE_BYTES:
         return "sliced sums"  # several offsets share a stage: not WideTile's
     if few_offsets(p):
         return "one edge" if few_edges(p) else "few offsets"
     if few_edges(p):
         return "few edges"
-    return "many edges" if _fills_stage(p) else "narrow sums"
-
-
-def _fills_stage(p: Problem) -> bool:
-    """Whether the summed channels of an offset fill a stage."""
-    return whole_channels(p)[0] * p.read_size >= STAGE_BYTES
+    if summed == STAGE_BYTES:
+        return "one stage"
+    return "many edges" if summed > STAGE_BYTES else "narrow sums"
 
 
 def _shape_of_many_rows(p: Problem) -> Shape:
-    """Return the shape of half precision; lone edges have no whole stages to share."""
-    c_y, kind = whole_channels(p)[1], _kind(p)
-    if kind in ("many edges", "few offsets") and _fills_stage(p):
+    """Return the shape of half precision: WideTile for whole stages of many edges."""
+    (c_x, c_y), few = whole_channels(p), few_edges(p)
+    if not p.pointwise and not few and c_x * p.read_size >= STAGE_BYTES:
         return fitting(WIDE_TILES, c_y)
-    low = few_edges(p) and not few_offsets(p)
+    low = few and not few_offsets(p) and not p.pointwise
     return fitting(FEW_EDGES_TILES if low else SORTED_TILES, c_y)
 
 
@@ -711,7 +712,9 @@ def finishing_kernel(
         interface = with_moments(interface)
     template = *template, ("AFTER", kind)
     fields = {"together": together, **more}
-    return kept(GpuKernel(CUDA, symbol, tuple(files), interface, template, **fields))
+    return interned(
+        GpuKernel(CUDA, symbol, tuple(files), interface, template, **fields)
+    )
 
 
 @lru_cache(maxsize=256)

@@ -23,7 +23,7 @@ from ..gpu.contraction import (
     PER_ROW_OF_EDGES,
     WEIGHT_GRAD,
     edges_to_weight_grad,
-    kept,
+    interned,
     rounded_up,
 )
 from ..gpu.kernel import GpuKernel, Interface
@@ -315,8 +315,8 @@ def _plan(
         partials=partials,
         read=read,
         scratch=4 * prod(partials),
-        gpu=kept(kernel),
-        add=kept(add),
+        gpu=interned(kernel),
+        add=interned(add),
         reads_stored=transposes,
         threadgroup=(kernel.threads,),
         dispatches=(Dispatch(0, partials[0], grid, (adding,)),),
@@ -576,7 +576,7 @@ def _planned_whole(p: Problem, tile: WideTile) -> Plan:
         "edges",
         edges_to_weight_grad,
         read=pairs,
-        gpu=kept(kernel),
+        gpu=interned(kernel),
         reads_stored=transposes,
         variant="whole",
         tile=(tile.rows, tile.width),

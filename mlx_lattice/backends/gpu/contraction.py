@@ -37,12 +37,12 @@ def view_of(plan: Plan, relation: Relation) -> Sequence[mx.array]:
     return [in_device_space(array) if array.size else array for array in view]
 
 
-def inputs_given(plan: Plan, *last: bool) -> tuple[bool, ...]:
+def input_flags(plan: Plan, *last: bool) -> tuple[bool, ...]:
     """Return which inputs a kernel gets: all but the ``last`` ones that are False."""
     return (True,) * (len(plan.gpu.interface.inputs) - len(last)) + last
 
 
-def usually_there(plan: Plan) -> tuple[bool, ...]:
+def usual_inputs(plan: Plan) -> tuple[bool, ...]:
     """Return which arrays usually follow the weight: the epilogue's, or a bias."""
     if not computes_after(plan):
         return (True,)
@@ -128,13 +128,13 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
         rows, dtype = plan.partials[0], mx.float32
     if has_no_edges(plan, view):
         return lambda x, w, *added: without_edges(plan, (rows, width), dtype, *added)
-    usual, is_padded = usually_there(plan), has_padding(plan)
+    usual, is_padded = usual_inputs(plan), has_padding(plan)
     count, nothing, known = sum(usual), (False,) * len(usual), {}
 
     def launches(there: tuple[bool, ...]) -> list[Callable]:
         return [
             plan.gpu.launcher(
-                inputs_given(plan, *there),
+                input_flags(plan, *there),
                 [((d.count, width), dtype)],
                 d.grid,
                 plan.threadgroup,
@@ -174,7 +174,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if has_no_edges(plan, view):
         return lambda x, w, *added: without_edges(plan, (n, width), dtype, *added)
     names = ARRAYS if p.integer else AFTER if computes_after(plan) else AFTER[:1]
-    usual, rows = usually_there(plan), ()
+    usual, rows = usual_inputs(plan), ()
     if plan.add is not None and "rows" in plan.add.interface.inputs:
         rows = (view[1],) if plan.placed or p.integer else ()
     count, nothing, is_padded = sum(usual), (False,) * len(names), has_padding(plan)
@@ -248,7 +248,7 @@ def _dispatched(
     """
     splits, height, (wide, dtype), made = plan.splits, plan.tile[0], out, []
     own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]
-    given = inputs_given(plan, *[name in summed and splits == 1 for name in own])
+    given = input_flags(plan, *[name in summed and splits == 1 for name in own])
     partial = mx.int32 if plan.problem.integer else mx.float32
     named = ["partial", *["rows"] * bool(rows), *summed]
     all_tiles = sum([d.count for d in plan.dispatches])
@@ -467,8 +467,8 @@ def copied(p: Problem) -> str:
 
 
 @cache
-def kept(kernel: GpuKernel) -> GpuKernel:
-    """Return one kernel for all equal ones: MLX builds each once."""
+def interned(kernel: GpuKernel) -> GpuKernel:
+    """Return the first of all equal kernels, which MLX builds once."""
     return kernel
 
 
@@ -479,7 +479,7 @@ def rounded_up(count: int, multiple: int) -> int:
 
 @lru_cache(maxsize=256)
 def _line(value: float, channels: int) -> mx.array:
-    """Return a value for each channel; kept, so that no call copies it to the GPU."""
+    """Return a value for each channel, cached so that no call copies it to the GPU."""
     return mx.array([value] * channels)
 
 

@@ -25,7 +25,7 @@ from ..gpu.contraction import (
     W_ROW,
     WEIGHT_GRAD,
     finishing,
-    kept,
+    interned,
     rounded_up,
 )
 from ..gpu.kernel import GpuKernel, Interface, Value, ceil_div, cuts
@@ -59,7 +59,7 @@ def kernel(
     **template: Value,
 ) -> GpuKernel:
     """Return a kernel of ``metal/``."""
-    return kept(
+    return interned(
         GpuKernel(
             METAL,
             symbol,
