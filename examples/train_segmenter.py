@@ -35,6 +35,7 @@ class Scan(NamedTuple):
     x: SparseTensor
     labels: np.ndarray
     taught: np.ndarray
+    voxel_size: float
 
 
 def room(count: int = 20_000) -> np.ndarray:
@@ -85,7 +86,7 @@ def labelled(points: np.ndarray, voxel_size: float) -> Scan:
             f"other scored; this one has {len(first)} at one. Use another scan, or a "
             "smaller voxel size"
         )
-    return Scan(x, surfaces(x), taught)
+    return Scan(x, surfaces(x), taught, voxel_size)
 
 
 def turned(x: SparseTensor) -> list[SparseTensor]:
@@ -143,7 +144,7 @@ def right(net: mlx.nn.Module, scans: Sequence[Scan]) -> float:
     net.eval()
     good = [
         np.array(mx.argmax(net(x).feats, axis=1))[~taught] == labels[~taught]
-        for x, labels, taught in scans
+        for x, labels, taught, _ in scans
     ]
     return float(np.concatenate(good).mean())
 
@@ -186,7 +187,7 @@ def main() -> None:
     if options.bits:
         mlx.nn.quantize(net, 32, options.bits, class_predicate=nn.keep_float())
     colours = tuple(CLASSES.values())
-    voxels = recipe(options.voxel_size or 0.1)
+    voxels = recipe(scans[0].voxel_size)
     net.about = models.About(voxels, tuple(CLASSES), colours, "examples", "MIT")
     net.save_pretrained(options.out)
     print(f"wrote {options.out}/: mlx-lattice segment SCAN --model {options.out}")
