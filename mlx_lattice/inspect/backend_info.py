@@ -1,9 +1,14 @@
-"""backend_info(): which kernels run on this machine, and what is missing."""
+"""backend_info(): which kernels run on this machine, what is missing, and its load."""
 
 from __future__ import annotations
 
+import os
+import platform
+import re
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import mlx.core as mx
 
@@ -125,3 +130,60 @@ def _state(backend: str) -> tuple[bool, str]:
         if any(route.planner(backend, pass_) for pass_ in route.passes)
     ]
     return True, where + ", ".join(routes)
+
+
+# The machine, as a report of the doctor has it
+
+# Variables that name folders are left out.
+VARIABLES = tuple(name for name in environment if "CACHE" not in name)
+BUSY, BUSY_SECONDS = 0.4, 0.2  # share of the processors' time that disturbs timings
+# Folder names may hold spaces, so a path ends at the last slash before a mark.
+_PATH = re.compile(
+    r"(?<![\w.<])(?:~|[A-Za-z]:)?[/\\](?:[^'\":;,()<>\n]*[/\\])?([^\s'\":;,()<>/\\]+)"
+)
+
+
+def machine_facts(device: Device) -> dict:
+    """Return the chip, the software and the settings; safe to publish."""
+    info = mx.device_info(mx.cpu if device.backend == CPU else mx.default_device())
+    memory = info.get("memory_size", info.get("total_memory"))
+    darwin = platform.system() == "Darwin"  # other releases may contain a host name
+    return {
+        "chip": str(info.get("device_name", "unknown")),
+        "memory_gb": None if memory is None else round(memory / 2**30, 1),
+        "system": platform.system(),
+        "release": platform.release() if darwin else None,
+        "cpus": os.cpu_count(),
+        "python": platform.python_version(),
+        "mlx": mx.__version__,
+        "library": __version__,
+        "on_host": devices.metal_on_host(),
+        "environment": {k: environment[k] for k in VARIABLES if environment[k]},
+    }
+
+
+def busy() -> str | None:
+    """Return how much other programs use the processors, or None below ``BUSY``."""
+    before = _ticks()
+    time.sleep(BUSY_SECONDS)
+    total, idle = (b - a for a, b in zip(before, _ticks(), strict=True))
+    # Without /proc/stat, count the programs that ran in the last minute.
+    average = os.getloadavg()[0] / (os.cpu_count() or 1)
+    used = min(1 - idle / total if total else average, 1)
+    busy = f"other programs use {used:.0%} of the processors' time"
+    return busy if used >= BUSY else None
+
+
+def _ticks() -> tuple[int, int]:
+    try:
+        line = Path("/proc/stat").read_text().partition("\n")[0]
+    except OSError:
+        return 0, 0
+    times = [int(text) for text in line.split()[1:9]]
+    return sum(times), sum(times[3:5])
+
+
+def sentence(error: BaseException) -> str:
+    """Return an error as one line; of each path only the file name is left."""
+    text = " ".join(f"{type(error).__name__}: {error}".split())
+    return _PATH.sub(r"<\1>", text if len(text) <= 400 else f"{text[:400]} ...")

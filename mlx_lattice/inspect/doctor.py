@@ -9,8 +9,6 @@ from __future__ import annotations
 import json
 import math
 import os
-import platform
-import re
 import statistics
 import sys
 import time
@@ -29,8 +27,7 @@ from ..backends.cuda import geometry as cuda_geometry
 from ..backends.gpu import nvrtc as cuda_compile
 from ..checks import DTYPES, dtype_name
 from ..coordinates import CoordinateManager
-from ..devices import CPU, CUDA, METAL, Device
-from ..distribution import __version__
+from ..devices import CUDA, METAL, Device
 from ..plan import MLX, TOLERANCE, Plan
 from ..problem import (
     FORWARD,
@@ -47,70 +44,13 @@ from ..routes import TABLE, proof, proof_results
 from ..routes.choice import Route
 from ..routes.measure import FLOOR, relative_error
 from ..routes.selection import candidates, named, select
-from ..settings import environment
 from ..tensor import SparseTensor
+from .backend_info import busy, machine_facts, sentence
 from .cost import cost
 
 FORMAT, VERSION = "mlx_lattice.doctor", 3
 SECONDS, QUICK_SECONDS = 300.0, 30.0
 PROOF_SHARE = 0.6  # of the seconds; the rest is for the layers
-
-# The machine.
-
-# Variables that name folders are left out.
-VARIABLES = tuple(name for name in environment if "CACHE" not in name)
-BUSY, BUSY_SECONDS = 0.4, 0.2  # share of the processors' time that disturbs timings
-# Folder names may hold spaces, so a path ends at the last slash before a mark.
-_PATH = re.compile(
-    r"(?<![\w.<])(?:~|[A-Za-z]:)?[/\\](?:[^'\":;,()<>\n]*[/\\])?([^\s'\":;,()<>/\\]+)"
-)
-
-
-def machine_facts(device: Device) -> dict:
-    """Return the chip, the software and the settings; safe to publish."""
-    info = mx.device_info(mx.cpu if device.backend == CPU else mx.default_device())
-    memory = info.get("memory_size", info.get("total_memory"))
-    darwin = platform.system() == "Darwin"  # other releases may contain a host name
-    return {
-        "chip": str(info.get("device_name", "unknown")),
-        "memory_gb": None if memory is None else round(memory / 2**30, 1),
-        "system": platform.system(),
-        "release": platform.release() if darwin else None,
-        "cpus": os.cpu_count(),
-        "python": platform.python_version(),
-        "mlx": mx.__version__,
-        "library": __version__,
-        "on_host": devices.metal_on_host(),
-        "environment": {k: environment[k] for k in VARIABLES if environment[k]},
-    }
-
-
-def busy() -> str | None:
-    """Return how much other programs use the processors, or None below ``BUSY``."""
-    before = _ticks()
-    time.sleep(BUSY_SECONDS)
-    total, idle = (b - a for a, b in zip(before, _ticks(), strict=True))
-    # Without /proc/stat, count the programs that ran in the last minute.
-    average = os.getloadavg()[0] / (os.cpu_count() or 1)
-    used = min(1 - idle / total if total else average, 1)
-    busy = f"other programs use {used:.0%} of the processors' time"
-    return busy if used >= BUSY else None
-
-
-def _ticks() -> tuple[int, int]:
-    try:
-        line = Path("/proc/stat").read_text().partition("\n")[0]
-    except OSError:
-        return 0, 0
-    times = [int(text) for text in line.split()[1:9]]
-    return sum(times), sum(times[3:5])
-
-
-def sentence(error: BaseException) -> str:
-    """Return an error as one line; of each path only the file name is left."""
-    text = " ".join(f"{type(error).__name__}: {error}".split())
-    return _PATH.sub(r"<\1>", text if len(text) <= 400 else f"{text[:400]} ...")
-
 
 # Voxels and relations.
 

@@ -13,7 +13,7 @@ from mlx_lattice import availability, cli, devices, routes, settings
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 from mlx_lattice.commands import doctor as command
-from mlx_lattice.inspect import doctor
+from mlx_lattice.inspect import backend_info, doctor
 from mlx_lattice.inspect.doctor import Case, Doctor, Layer
 from mlx_lattice.plan import MLX, Plan
 from mlx_lattice.problem import FORWARD, PASSES
@@ -368,9 +368,9 @@ def test_what_does_not_fit_into_its_time_is_left_out(seconds, small, monkeypatch
 )
 def test_a_busy_machine_is_detected(ticks, average, said, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(doctor, "_ticks", iter(ticks).__next__)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (average, 0, 0))
-    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(backend_info, "_ticks", iter(ticks).__next__)
+    monkeypatch.setattr(backend_info.os, "getloadavg", lambda: (average, 0, 0))
+    monkeypatch.setattr(backend_info.os, "cpu_count", lambda: 2)
     found = doctor.busy()
     assert found == (said and f"other programs use {said} of the processors' time")
 
