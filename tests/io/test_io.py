@@ -1,13 +1,18 @@
 """Point-cloud files: what is read, what is refused, and with which sentence."""
 
+import io
+import struct
+import tracemalloc
+import zipfile
+from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 import pytest
-from point_files import RGB, XYZ, pcd, ply_bytes, vtk, write
+from point_files import RGB, XYZ, lzf_compress, pcd, ply_bytes, vtk, write
 
-from mlx_lattice.io import PointFileError, points, read_points
+from mlx_lattice.io import PointFileError, point_formats, points, read_points
 from mlx_lattice.io.point_formats import write_ply
 
 # Formats that another package reads.
@@ -341,3 +346,179 @@ def test_real_scans(name, n, extent):
     cloud = read_points(SCANS / name)
     assert len(cloud) == n
     np.testing.assert_allclose(np.ptp(cloud.points, axis=0), extent, atol=5e-3)
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+def test_pcd(tmp_path, kind):
+    cloud = read_points(write(tmp_path, "a.pcd", pcd(kind)))
+    np.testing.assert_array_equal(cloud.points, XYZ)
+    assert cloud.points.dtype == np.float32 and cloud.points.flags.c_contiguous
+    assert sorted(cloud.attributes) == ["colours", "labels"]
+    np.testing.assert_array_equal(cloud.attributes["colours"], RGB)
+    np.testing.assert_array_equal(cloud.attributes["labels"], [0, 1, 2, 3])
+    assert cloud.dropped == 0 and len(cloud) == 4 and not cloud.origin.any()
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+def test_pcd_of_no_points(tmp_path, kind):
+    cloud = read_points(write(tmp_path, "a.pcd", pcd(kind, XYZ[:0])))
+    assert cloud.points.shape == (0, 3) and cloud.attributes["colours"].shape == (0, 3)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_lzf_gives_back_what_went_in(seed):
+    rng = np.random.default_rng(seed)
+    data = rng.integers(0, 1 + seed**2, 3000).astype(np.uint8).tobytes()
+    data += bytes(700) + data[:500]  # long runs overlap with what they write
+    packed = lzf_compress(data)
+    assert (
+        point_formats._lzf_decompress(memoryview(packed), len(data), Path("a")) == data
+    )
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+def test_a_truncated_pcd_is_refused_at_every_length(tmp_path, kind):
+    content = pcd(kind)
+    whole = len(content.rstrip())
+    for length in range(whole - (2 if kind == "ascii" else 0)):
+        with pytest.raises(PointFileError, match="a.pcd"):
+            read_points(write(tmp_path, "a.pcd", content[:length]))
+
+
+@pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
+@pytest.mark.parametrize("n", (5, 10**15))
+def test_a_pcd_that_promises_too_much_is_refused(tmp_path, kind, n):
+    with pytest.raises(PointFileError, match="truncated or its header is wrong"):
+        read_points(write(tmp_path, "a.pcd", pcd(kind, n=n)))
+
+
+def test_a_compressed_size_that_lzf_cannot_reach_is_refused(tmp_path):
+    header = pcd("binary_compressed", n=10**6).split(b"DATA")[0]
+    content = header + b"DATA binary_compressed\n"
+    content += struct.pack("<II", 4, 10**6 * 21) + b"\x03abc"
+    with pytest.raises(PointFileError, match="the header promises 21000000 bytes"):
+        read_points(write(tmp_path, "a.pcd", content))
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "sentence"),
+    (
+        ("FIELDS x y z", "FIELDS x y w", "has no z: expected x, y and z, found"),
+        ("SIZE 4 4", "SIZE 4", "must have as many entries"),
+        ("DATA ascii", "DATA zip", "DATA must be ascii, binary or binary_compressed"),
+        ("TYPE F", "TYPE Q", "bad PCD header"),
+        ("3.5", "three", "could not convert string 'three' to float32"),
+        ("3.5 ", "", "row 1 has 7 columns, expected 8"),
+        ("TYPE F", "TYPE U", "to uint32"),
+    ),
+)
+def test_pcd_errors_are_sentences(tmp_path, old, new, sentence):
+    content = pcd("ascii").decode().replace(old, new, 1).encode()
+    with pytest.raises(PointFileError, match=sentence):
+        read_points(write(tmp_path, "a.pcd", content))
+
+
+ZEROS = np.zeros((9_000_000, 3), np.float32)  # 108 MB, of which a zip has 0.1
+
+
+@contextmanager
+def little_memory():
+    tracemalloc.start()
+    try:
+        yield
+        assert tracemalloc.get_traced_memory()[1] < 20e6
+    finally:
+        tracemalloc.stop()
+
+
+def entry(header: str, data: bytes = b"") -> bytes:
+    text = header.encode() + b"\n"
+    return b"\x93NUMPY\x02\x00" + struct.pack("<I", len(text)) + text + data
+
+
+def packed(tmp_path, entries: dict[str, bytes], method=zipfile.ZIP_DEFLATED):
+    path = tmp_path / "a.npz"
+    with zipfile.ZipFile(path, "w", method) as archive:
+        for name, content in entries.items():
+            archive.writestr(name, content)
+    return path
+
+
+def test_points_that_unpack_to_many_times_the_file(tmp_path):
+    path = tmp_path / "a.npz"
+    np.savez_compressed(path, points=ZEROS)
+    with little_memory(), pytest.raises(PointFileError, match="108,000,000: more than"):
+        read_points(path)
+    np.savez_compressed(path, **dict(zip("xyz", ZEROS.T, strict=True)))
+    with little_memory(), pytest.raises(PointFileError, match="more than 64 times"):
+        read_points(path)
+    np.savez_compressed(path, points=ZEROS[:1_000_000])
+    assert len(read_points(path)) == 1_000_000
+
+
+def test_entries_that_are_not_the_points_are_not_read(tmp_path):
+    path = tmp_path / "a.npz"
+    beside = {"image": ZEROS, "label": np.arange(4), "about": np.array({"a": 1})}
+    np.savez_compressed(path, points=XYZ, boxes=np.array([{}] * 3), **beside)
+    with little_memory():
+        cloud = read_points(path)
+    np.testing.assert_array_equal(cloud.points, XYZ)
+    assert list(cloud.attributes) == ["labels"]
+    np.savez(path, points=XYZ, label=np.array([{}] * 4))
+    with pytest.raises(PointFileError, match="holds Python objects"):
+        read_points(path)
+    columns = {name: XYZ[:, i] for i, name in enumerate("xyz")}
+    np.savez(path, **columns, scale=2.0, other=np.arange(3), ring=np.arange(4))
+    assert list(read_points(path).attributes) == ["ring"]
+
+
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    (
+        (
+            b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 10**8,
+            "is not a readable array",
+        ),
+        (entry("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3)}"), "header"),
+        (
+            entry("{'descr': '|V0', 'fortran_order': False, 'shape': (9, 3)}"),
+            "readable",
+        ),
+        (
+            entry(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {(1,) * 80}}}")
+            + bytes(8),
+            "is not a readable array",
+        ),
+        (
+            entry("{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999, 3)}"),
+            "the header promises float32",
+        ),
+    ),
+)
+def test_headers_that_lie(tmp_path, content, sentence):
+    path = packed(tmp_path, {"points.npy": content})
+    with little_memory(), pytest.raises(PointFileError, match=sentence):
+        read_points(path)
+
+
+def test_other_zips(tmp_path):
+    stream = io.BytesIO()
+    np.save(stream, XYZ)
+    array = stream.getvalue()
+    path = packed(tmp_path, {"points.npy": array}, zipfile.ZIP_LZMA)
+    with pytest.raises(PointFileError, match="points is not packed as NPZ is"):
+        read_points(path)
+    path = packed(tmp_path, {f"{i}.npy": array for i in range(1001)})
+    with pytest.raises(PointFileError, match="has 1,001 entries, expected at most"):
+        read_points(path)
+    names = [f"\x1b[2J{'x' * 60_000}{i}.npy" for i in range(3)]
+    path = packed(tmp_path, dict.fromkeys(names, array))
+    with pytest.raises(PointFileError) as caught:
+        read_points(path)
+    assert str(caught.value).isprintable() and len(str(caught.value)) < 1100
+
+
+def test_no_points(tmp_path):
+    np.savez(tmp_path / "a.npz", points=np.zeros((0, 3)), label=np.zeros(0, int))
+    cloud = read_points(tmp_path / "a.npz")
+    assert len(cloud) == 0 and cloud.attributes["labels"].shape == (0,)
