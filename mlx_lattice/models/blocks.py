@@ -235,22 +235,26 @@ class SparseResNet(Pretrained):
         return self.head(ops.global_avg_pool(x))
 
 
-class SparseResNet14(SparseResNet):
+class _Sized(SparseResNet):
+    blocks: tuple[int, ...]
+
+    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
+        super().__init__(in_channels, num_classes, self.blocks, dims=dims)
+
+
+class SparseResNet14(_Sized):
     """``SparseResNet`` of one block a stage (MinkowskiEngine's ResNet14)."""
 
-    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
-        super().__init__(in_channels, num_classes, (1, 1, 1, 1), dims=dims)
+    blocks = (1, 1, 1, 1)
 
 
-class SparseResNet18(SparseResNet):
+class SparseResNet18(_Sized):
     """``SparseResNet`` of two blocks a stage."""
 
-    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
-        super().__init__(in_channels, num_classes, (2, 2, 2, 2), dims=dims)
+    blocks = (2, 2, 2, 2)
 
 
-class SparseResNet34(SparseResNet):
+class SparseResNet34(_Sized):
     """``SparseResNet`` of three to six blocks a stage."""
 
-    def __init__(self, in_channels: int, num_classes: int, *, dims: int = 3):
-        super().__init__(in_channels, num_classes, (3, 4, 6, 3), dims=dims)
+    blocks = (3, 4, 6, 3)
