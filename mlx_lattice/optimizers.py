@@ -29,7 +29,7 @@ from .backends.gpu.optimizers import Rule
 __all__ = ["SGD", "Adam", "AdamW"]
 
 HALVES = mx.float16, mx.bfloat16
-LEAST_ROOT = 2.0**-12  # of the least number of float16
+LEAST_ROOT = 2.0**-12  # square root of the smallest float16
 
 
 class _Batched:

@@ -1,4 +1,4 @@
-"""Normalisation modules, in the manner of mlx.nn, over active rows alone.
+"""Normalisation modules in the manner of mlx.nn, over active rows only.
 
 Statistics are float32 and results have the input's dtype, whatever the dtype of the
 parameters.
@@ -31,9 +31,9 @@ _LINES = "running_mean", "running_var", "weight", "bias"
 class BatchNorm(Parameters, mlx.nn.BatchNorm):
     """Applies batch normalization over the active rows of all batch elements.
 
-    While training it normalises by the statistics of the rows it got and updates the
-    running ones as ``mlx.nn.BatchNorm`` does. No rows leave the running statistics
-    as they are; a single row moves the mean alone, since it has no variance.
+    In training it normalises by the statistics of the input's rows and updates the
+    running statistics as ``mlx.nn.BatchNorm`` does. An input without rows leaves them
+    unchanged. A single row has no variance: it moves the running mean only.
 
     The running statistics are float32 in a net of any dtype: ``set_dtype``,
     ``load_weights`` and assignments cast them.
@@ -89,9 +89,9 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
     ) -> Features:
         """Normalise a tensor, or (N, C) features.
 
-        ``residual`` is added before the activation, in the same launch; both are as
-        of ``ops.batch_norm``. ``lines``: statistics of rows of x, where the convolution
-        that wrote them summed these (see ``Moments``).
+        ``residual`` is added before the activation, in the same launch, as in
+        ``ops.batch_norm``. ``lines``: statistics of the rows, if the convolution that
+        wrote them summed them (see ``Moments``).
         """
         feats = features_of(x)
         if feats.ndim != 2 or feats.shape[1] != self.num_features:
@@ -107,7 +107,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         return x.replace(y) if isinstance(x, SparseTensor) else y
 
     def _expect_lines(self, *lines: mx.array | None) -> None:
-        """Raise unless these have the layer's channels: kernels would read beyond."""
+        """Raise unless arrays have the layer's channels: kernels do not check them."""
         names = "running statistics, weight and bias"
         expect_lines(names, self.num_features, *lines)
 

@@ -36,10 +36,10 @@ def on_features(function: Callable, x: Features, *args, **kwargs):
 
 
 def by_rows(function: Callable) -> Callable:
-    """Return a function of each row by itself that takes (0, C) too.
+    """Return a function of separate rows that also takes (0, C).
 
-    MLX's activations are compiled, and of nothing its compiled kernels on CUDA divide
-    by zero: what they make of a row says what they would make of none.
+    MLX's compiled kernels on CUDA divide by zero for empty arrays. The result of one
+    row of zeros tells the shape and dtype of an empty result.
     """
 
     @wraps(function)
@@ -178,13 +178,13 @@ _LAYERS: dict[type, Callable[..., Activation | None]] = {
 
 
 def as_its_base(kind: Layer) -> Layer:
-    """Decorate a layer that computes what its base of mlx.nn does."""
+    """Decorate a layer that computes what its base class in mlx.nn computes."""
     _LAYERS[kind] = _LAYERS[kind.__base__]
     return kind
 
 
 def fused_activation(layer: object) -> Activation | None:
-    """Return what a norm computes instead of a layer or function, or None."""
+    """Return the activation that a layer or function computes; None for others."""
     function = _FUNCTIONS.get(id(layer))  # each is held by its module
     if function is not None:
         return function
@@ -193,11 +193,11 @@ def fused_activation(layer: object) -> Activation | None:
 
 
 def activation_of(activation: str | Activation | Callable | None) -> Activation:
-    """Return an activation by its name, or of a layer or function.
+    """Return an activation by its name, or that of a layer or function.
 
     Raises:
-        TypeError: it is none of these, or a layer or function that no kernel computes.
-        ValueError: kernels compute none of this name.
+        TypeError: the argument has another type, or no kernel computes it.
+        ValueError: no activation of the kernels has this name.
     """
     if activation is None:
         return NONE
