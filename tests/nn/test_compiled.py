@@ -21,10 +21,43 @@ import mlx_lattice as ml
 from mlx_lattice import availability, devices, nn, ops, sync
 from mlx_lattice.backends.cuda import sort as cuda_sort
 
+TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def tensor(seed=0, n=200, channels=4):
+    coords = mx.array(cases.geometry("surface", 3, n, seed))
+    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
+    return ml.SparseTensor(coords, feats)
+
+
+def small_net(classes=3):
+    mx.random.seed(7)
+    net = nn.Sequential(
+        nn.SubmConv3d(4, 8, 3, bias=False),
+        nn.BatchNorm(8),
+        nn.ReLU(),
+        # A bias before a norm has no gradient but rounding, which AdamW makes large.
+        nn.Conv3d(8, 8, 2, stride=2, bias=False),
+        nn.BatchNorm(8),
+        nn.ConvTranspose3d(8, classes),
+    )
+    mx.eval(net.parameters())
+    return net
+
+
+class Counting:
+    """A function, and how often Python runs it."""
+
+    def __init__(self, function):
+        self.function, self.calls = function, 0
+
+    def __call__(self, *args, **kwargs):
+        self.calls += 1
+        return self.function(*args, **kwargs)
+
 
 def test_the_function_runs_once_a_coordinate_set_and_sees_new_weights():
-    net = small_net()
-    net.eval()
+    net = small_net().eval()
     count = Counting(net)
     fast = ml.compile(count, inputs=[net.state])
     x = tensor()
@@ -79,8 +112,7 @@ def test_a_thread_waits_while_another_one_traces():
 
 
 def test_the_oldest_trace_is_dropped():
-    net = small_net()
-    net.eval()
+    net = small_net().eval()
     count = Counting(net)
     fast = ml.compile(count, inputs=[net.state], keep=2)
     a, b, c = (tensor(seed) for seed in range(3))
@@ -143,8 +175,7 @@ def test_other_devices_shapes_and_dtypes_are_new():
 
 
 def test_gradients_go_through_a_compiled_net():
-    net = small_net()
-    net.eval()
+    net = small_net().eval()
     fast, x = ml.compile(net), tensor()
 
     def gradient(net):
@@ -157,8 +188,7 @@ def test_gradients_go_through_a_compiled_net():
 
 
 def test_observed_launches_are_all_seen():
-    net = small_net()
-    net.eval()
+    net = small_net().eval()
     fast, x = ml.compile(net), tensor()
     for _ in range(3):
         fast(x)
@@ -189,41 +219,6 @@ def test_constants_are_told_apart_by_their_bits():
         sign = math.copysign(1.0, value)
         np.testing.assert_array_equal(np.array(run(x, value)), np.array(x.feats * sign))
     assert len(run) == 3
-
-
-TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def tensor(seed=0, n=200, channels=4):
-    coords = mx.array(cases.geometry("surface", 3, n, seed))
-    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
-    return ml.SparseTensor(coords, feats)
-
-
-def small_net(classes=3):
-    mx.random.seed(7)
-    net = nn.Sequential(
-        nn.SubmConv3d(4, 8, 3, bias=False),
-        nn.BatchNorm(8),
-        nn.ReLU(),
-        # A bias before a norm has no gradient but rounding, which AdamW makes large.
-        nn.Conv3d(8, 8, 2, stride=2, bias=False),
-        nn.BatchNorm(8),
-        nn.ConvTranspose3d(8, classes),
-    )
-    mx.eval(net.parameters())
-    return net
-
-
-class Counting:
-    """A function, and how often Python runs it."""
-
-    def __init__(self, function):
-        self.function, self.calls = function, 0
-
-    def __call__(self, *args, **kwargs):
-        self.calls += 1
-        return self.function(*args, **kwargs)
 
 
 def test_what_cannot_be_compiled_raises_and_says_what_to_do():
@@ -464,8 +459,7 @@ def test_a_compiled_training_step_may_build_its_relations():
 @pytest.mark.parametrize("route", (None, "relation_traversal", "gather_gemm_scatter"))
 def test_relations_that_a_trace_built_serve_outside_of_it(route):
     """The first call is traced: plans and views are kept of then."""
-    net = small_net()
-    net.eval()
+    net = small_net().eval()
     with ml.routes.only(route or ""):
         x, same = tensor(), tensor()
         step = mx.compile(lambda f: net(x.replace(f)).feats, inputs=[net.state])
@@ -480,8 +474,7 @@ def test_relations_that_a_trace_built_serve_outside_of_it(route):
 
 
 def test_a_trace_ends_with_its_coordinates():
-    net = small_net()
-    net.eval()
+    net = small_net().eval()
     fast = ml.compile(net)
     keep, x = tensor(1), tensor()
     for _ in range(2):
