@@ -30,7 +30,7 @@ REDUCTIONS: dict[str, Reductions] = {}
 NORMS: dict[str, Norms] = {}
 # Elsewhere MLX operations normalize and rotate attention heads.
 HEADS: dict[str, GpuHeads] = {}
-# Elsewhere MLX operations find the cells of points and their interpolation weights.
+# Elsewhere MLX operations find interpolation weights.
 POINTS: dict[str, GpuPoints] = {}
 # Elsewhere MLX operations, or the CPU's attention kernel, lay out patches.
 PATCHES: dict[str, GpuPatches] = {}
@@ -67,7 +67,7 @@ def heads() -> GpuHeads | None:
 
 
 def points() -> GpuPoints | None:
-    """Return the kernels that find cells of points on the current device, if any."""
+    """Return the kernel that weighs the cells around points here, if there is one."""
     return POINTS.get(serving())
 
 

@@ -189,14 +189,12 @@ def joins():
 
 
 def points():
-    """Cells by all that points may come with, and weights of those around them."""
+    """Weights of the cells around points, by all that points may come with."""
     kernels = registry.POINTS["cuda"]
     for dims in (1, 2, 3, 4):
         at, step = mx.zeros((9, dims)), (1.0,) * dims
-        batch, table = mx.zeros((9,), mx.int32), mx.zeros((9, 2**dims), mx.int32)
-        for start, size in itertools.product((None, step), (None, step)):
-            kernels.cells(at, batch, start, size)
-        cells = kernels.cells(mx.zeros((9, 1 + dims)), None, None, None)
+        cells = mx.zeros((9, 1 + dims), mx.int32)
+        table = mx.zeros((9, 2**dims), mx.int32)
         for given, size in itertools.product((None, cells), (None, step)):
             for renormalise in BOOLEANS:
                 kernels.corner_weights(at, size, given, table, renormalise)

@@ -26,7 +26,7 @@ from ..geometry.lattice import (
     true_positions,
 )
 from ..geometry.lattice import made_rows as rows_within
-from ..geometry.protocol import Geometry, Keep, RelationViews, Rows
+from ..geometry.protocol import Geometry, Keep, RelationViews, RowIndex, Rows
 from ..plan import IN_KERNEL, IN_TILES, Plan, Planner, integers_unpacked
 from ..problem import FORWARD, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import IntegerWeight, QuantizedWeight
@@ -122,14 +122,12 @@ quantized_sorted = _planner("quantized_sorted", "out_in")
 quantized_traversal = _planner("quantized_traversal", "edges")
 
 
-class RowIndex:
+class CpuIndex(RowIndex):
     """Finds the rows of one coordinate set; each table hashes them again.
 
     Args:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
-
-    is_sorted = False  # not looked for
 
     def __init__(self, coords: mx.array):
         self.coords = coords
@@ -146,12 +144,6 @@ class RowIndex:
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows."""
         return _bounds(self.coords), extension.first_duplicate(self.coords)
-
-    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
-        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
-        dims = rows.shape[1] - 1
-        zero, ones = [(0,) * dims], (1,) * dims
-        return extension.neighbour_table(self.coords, rows, zero, ones, False)[:, 0]
 
     def table(
         self,
@@ -207,9 +199,9 @@ class CpuGeometry(Geometry):
         low, high = (mx.array(list(end)) for end in box)
         return rows[true_positions(mx.all((rows >= low) & (rows <= high), axis=1))]
 
-    def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
+    def index(self, coords: mx.array, box: Bounds | None = None) -> CpuIndex:
         """Return the look-up of (N, 1 + D) int32 rows."""
-        return RowIndex(coords)
+        return CpuIndex(coords)
 
     def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
         """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""

@@ -43,9 +43,6 @@ def cells_of(
         batch: (P,) int32: the batch index of (P, D) points.
         origin, size: one for each column of the points; 0 and 1 if they are None.
     """
-    kernels = registry.points()
-    if kernels is not None and points.size and points.dtype == mx.float32:
-        return kernels.cells(mx.stop_gradient(points), batch, origin, size)
     with stream_of(points):
         points = mx.stop_gradient(points)
         at = mx.floor(in_cells(points, origin, size))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -28,23 +28,25 @@ class BoxedRows(NamedTuple):
     box: Bounds | None
 
 
-@runtime_checkable
-class RowIndex(Protocol):
+class RowIndex(ABC):
     """Finds the rows of one coordinate set by value; of equal rows the first.
 
     Attributes:
         is_sorted: whether the rows are known to be in order, once it is settled.
     """
 
-    is_sorted: bool
+    is_sorted = False
 
     @property
+    @abstractmethod
     def arrays(self) -> Sequence[mx.array]:
         """The arrays that ``find`` and ``table`` read."""
 
+    @abstractmethod
     def facts(self) -> list[mx.array]:
         """Return small arrays for ``settle``, launched but not waited for."""
 
+    @abstractmethod
     def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
 
@@ -55,7 +57,11 @@ class RowIndex(Protocol):
             rows: rows to look for.
             bounds: their bounds, if they are known.
         """
+        dims = rows.shape[1] - 1
+        out = BoxedRows(rows, bounds)
+        return self.table(out, [(0,) * dims], (1,) * dims)[:, 0]
 
+    @abstractmethod
     def table(
         self,
         out: Rows,

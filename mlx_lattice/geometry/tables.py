@@ -28,9 +28,10 @@ from .lattice import (
     shifted,
     true_positions,
 )
+from .protocol import Keep, RowIndex, Rows
 
 
-class SortedIndex:
+class SortedIndex(RowIndex):
     """Finds rows of a set by a binary search, in MLX operations; see ``RowIndex``.
 
     Args:
@@ -38,8 +39,6 @@ class SortedIndex:
         ordered: (N, 1 + D) integers: the rows in that order.
         bounds: bounds of the rows; None until settled.
     """
-
-    is_sorted = False  # not looked for
 
     def __init__(self, order: mx.array, ordered: mx.array, bounds: Bounds | None):
         self.order, self.ordered, self.bounds = order, ordered, bounds
@@ -140,13 +139,13 @@ class SortedIndex:
 
     def table(
         self,
-        out: object,
+        out: Rows,
         offsets: Offsets,
         stride: Sequence[int],
         *,
         transposed: bool = False,
         mirrored: bool = False,
-        keep: object = None,
+        keep: Keep | None = None,
         wanted: str | None = None,
     ) -> mx.array:
         """Return the (N_out, K) int32 neighbour table, -1 if there is no edge."""

@@ -55,10 +55,6 @@ def along(curve):
     return geometry.curve_order(at, curves.curve_of(curve, lattice.bounds_of(at)))
 
 
-def cells():
-    return points.cells(rows().astype(mx.float32) + 0.25, None, None, None)
-
-
 def weights():
     """Of the cells around points, of which every second is there."""
     at, table = rows().astype(mx.float32) + 0.25, mx.arange(8 * len(rows()))
@@ -105,7 +101,6 @@ CALLS = {
             *("sum_segments", "max_segments"),
         )
     },
-    "cells_of_points": (lambda: cells, "elements", 900),
     "corner_weights": (lambda: weights, "elements", 900),
 }
 # Kernels that are never cut.

@@ -53,7 +53,7 @@ INDICES = (
     SortedIndex,
     metal_geometry.RowTable,
     cuda_geometry.RowTable,
-    cpu.RowIndex,
+    cpu.CpuIndex,
 )
 
 

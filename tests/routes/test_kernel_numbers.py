@@ -25,7 +25,6 @@ from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.devices import CUDA, METAL
 from mlx_lattice.geometry.lattice import Rule
-from mlx_lattice.geometry.points import NO_CELL
 from mlx_lattice.ops import attention
 from mlx_lattice.quantized import fits_int32
 
@@ -49,7 +48,6 @@ NUMBERS = {
     "cuda/neighbour_table.cu": {"BAND": cuda_geometry.BAND},
     "cuda/sort_table.cu": {"ROW_ALIGNMENT": cuda_geometry.ROW_ALIGNMENT},
     "cuda/relation_views.cu": {"BANDS": cuda_geometry.EDGE_ROWS // cuda_geometry.BAND},
-    "cuda/points.cu": {"NO_CELL": NO_CELL},
     "cuda/patches.cu": {"PATCH_WORDS": 8},
     "cuda/attention_heads.cu": {"HEAD_EPS": attention.EPS},
     "cuda/norm_blocks.cuh": {"NORM_THREADS": gpu_norms.THREADS},
@@ -86,7 +84,6 @@ NUMBERS = {
     "metal/tensor_ops.metal": {"TENSOR_WIDTH": metal_tiles.TENSOR_WIDTH},
     "metal/vec4.metal": {"ROWS": metal_contraction.VEC4_ROWS},
     "metal/fp16_gather.metal": {"HALF_ROWS": metal_contraction.HALF_ROWS},
-    "metal/points.metal": {"NO_CELL": NO_CELL},
     "metal/patches.metal": {"PATCH_WORDS": 8},
     "metal/attention_heads.metal": {"HEAD_EPS": attention.EPS},
     "metal/channel_norms.metal": {"NORM_THREADS": gpu_norms.THREADS},

@@ -25,7 +25,14 @@ from ...geometry.lattice import (
     is_empty,
     negated,
 )
-from ...geometry.protocol import BoxedRows, Geometry, Keep, RelationViews, Rows
+from ...geometry.protocol import (
+    BoxedRows,
+    Geometry,
+    Keep,
+    RelationViews,
+    RowIndex,
+    Rows,
+)
 from ...kernel_spec import KernelSpec
 from ..gpu.kernel import GpuKernel
 from ..gpu.nvrtc import rehearsal
@@ -147,14 +154,12 @@ def _filled(values: Sequence[int], length: int = 4) -> list[int]:
     return [*values, *(0,) * (length - len(values))]
 
 
-class RowTable:
+class RowTable(RowIndex):
     """Finds the rows of one coordinate set by value, through a hash table.
 
     Args:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
-
-    is_sorted = False
 
     def __init__(self, coords: mx.array):
         self.coords, self._facts = coords, []
@@ -194,11 +199,6 @@ class RowTable:
             return (low, high), None
         first = self.find(self.coords[later : later + 1])
         return (low, high), (sync.read(first)[0][0], later)
-
-    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
-        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
-        dims = rows.shape[1] - 1
-        return self.table(BoxedRows(rows, None), [(0,) * dims], (1,) * dims)[:, 0]
 
     def table(
         self,

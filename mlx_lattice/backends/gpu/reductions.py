@@ -19,7 +19,6 @@ from .kernel import (
     THREADS,
     GpuKernel,
     Interface,
-    Value,
     blocks_for,
     by_rows,
     ceil_div,
@@ -291,37 +290,33 @@ def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
     return bounds, firsts
 
 
-# Cells of points, and interpolation weights
-
-Numbers = tuple[float, ...] | None
+# Interpolation weights
 
 # Dispatches of Metal cover points from `first` on.
-_POINTS_SIZES = (
-    ("first", "0"),
-    ("rows", "points_shape[0]"),
-    ("columns", "points_shape[1]"),
-)
-_CELLS = Interface(
-    "Points", ("points", "batch", "origin", "size"), ("cells",), _POINTS_SIZES
-)
 _WEIGHTS = Interface(
-    "Points", ("points", "size", "cells", "table"), ("weights",), _POINTS_SIZES
+    "Points",
+    ("points", "size", "cells", "table"),
+    ("weights",),
+    (
+        ("first", "0"),
+        ("rows", "points_shape[0]"),
+        ("columns", "points_shape[1]"),
+    ),
 )
 
 
 @cache
-def _points_kernel(
-    backend: str, symbol: str, face: Interface, template: tuple[tuple[str, Value], ...]
-) -> GpuKernel:
-    file = "points" + _SUFFIX[backend]
+def _weights_kernel(backend: str, axes: int, renormalise: bool) -> GpuKernel:
     place = "thread_position_in_grid.x" * (backend == METAL)
-    # What they find is kept with coordinate sets: they run in rehearsals.
+    # Weights are cached with coordinate sets: the kernel runs in rehearsals.
     facts = {"place": place, "geometry": True}
-    return GpuKernel(backend, symbol, (file,), face, template, **facts)
+    template = ("AXES", axes), ("RENORMALISE", renormalise)
+    files = ("points" + _SUFFIX[backend],)
+    return GpuKernel(backend, "corner_weights", files, _WEIGHTS, template, **facts)
 
 
 @lru_cache(maxsize=256)
-def _eight(values: Numbers) -> mx.array | None:
+def _eight(values: tuple[float, ...] | None) -> mx.array | None:
     """Return (8,) float32 on the device, of which the first are the values; cached."""
     if values is None:
         return None
@@ -333,7 +328,7 @@ def _eight(values: Numbers) -> mx.array | None:
 
 
 class GpuPoints:
-    """Cells of points, and weights of the cells around them, by a GPU's kernels.
+    """Weights of the cells around points, by a GPU's kernel.
 
     Args:
         backend: "metal" or "cuda".
@@ -342,46 +337,25 @@ class GpuPoints:
     def __init__(self, backend: str):
         self.backend = backend
 
-    def cells(
-        self,
-        points: mx.array,
-        batch: mx.array | None,
-        origin: Numbers,
-        size: Numbers,
-    ) -> mx.array:
-        """Return ``geometry.points.cells_of`` points of which there are some."""
-        columns = points.shape[1] + (batch is not None)
-        facts = "cells_of_points", _CELLS, (("COLUMNS", columns),)
-        inputs = [points, batch, _eight(origin), _eight(size)]
-        return self._over_points(facts, inputs, columns, mx.int32)
-
     def corner_weights(
         self,
         points: mx.array,
-        size: Numbers,
+        size: tuple[float, ...] | None,
         cells: mx.array | None,
         table: mx.array,
         renormalise: bool,
     ) -> mx.array:
         """Return ``geometry.points.corner_weights`` of points, some of them."""
-        corners = table.shape[1]
-        template = ("AXES", corners.bit_length() - 1), ("RENORMALISE", renormalise)
+        (rows, columns), corners = points.shape, table.shape[1]
+        kernel = _weights_kernel(self.backend, corners.bit_length() - 1, renormalise)
         inputs = [points, _eight(size), cells, table]
-        facts = "corner_weights", _WEIGHTS, template
-        return self._over_points(facts, inputs, corners, mx.float32)
-
-    def _over_points(
-        self, facts: tuple, inputs: list, width: int, dtype: mx.Dtype
-    ) -> mx.array:
-        kernel = _points_kernel(self.backend, *facts)
-        rows, columns = inputs[0].shape
         if self.backend == CUDA:
-            grid = (THREADS * blocks_for(rows),)
-            return kernel(inputs, [((rows, width), dtype)], grid, (THREADS,))[0]
+            outputs, grid = [((rows, corners), mx.float32)], THREADS * blocks_for(rows)
+            return kernel(inputs, outputs, (grid,), (THREADS,))[0]
 
         def launch(first: int, count: int) -> list[mx.array]:
             sizes = {"first": first, "rows": count, "columns": columns}
-            return kernel(inputs, [((count, width), dtype)], (count,), **sizes)
+            return kernel(inputs, [((count, corners), mx.float32)], (count,), **sizes)
 
-        work = rows * (columns + 2 * width)
+        work = rows * (columns + 2 * corners)
         return by_rows(rows, work, dispatch_limit("elements"), launch)[0]

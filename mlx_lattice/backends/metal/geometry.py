@@ -29,7 +29,13 @@ from ...geometry.lattice import (
     join,
     row_keys,
 )
-from ...geometry.protocol import BoxedRows, Geometry, Keep, RelationViews, Rows
+from ...geometry.protocol import (
+    Geometry,
+    Keep,
+    RelationViews,
+    RowIndex,
+    Rows,
+)
 from ..gpu.kernel import (
     METAL_CUTS,
     GpuKernel,
@@ -102,14 +108,12 @@ def _integers(values: Sequence, dtype: mx.Dtype = mx.int32) -> mx.array:
 # Hash tables of rows
 
 
-class RowTable:
+class RowTable(RowIndex):
     """Finds the rows of one coordinate set by value, through a hash table.
 
     Args:
         coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
     """
-
-    is_sorted = False  # not looked for
 
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
@@ -142,11 +146,6 @@ class RowTable:
         low, high, (before, at) = facts
         pair = None if at == self.coords.shape[0] else (before, at)
         return (tuple(low), tuple(high)), pair
-
-    def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
-        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
-        dims = rows.shape[1] - 1
-        return self.table(BoxedRows(rows, None), [(0,) * dims], (1,) * dims)[:, 0]
 
     def table(
         self,
