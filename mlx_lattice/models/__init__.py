@@ -77,3 +77,7 @@ __all__ = [
     "from_pretrained",
     "trellis2",
 ]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
