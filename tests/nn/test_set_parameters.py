@@ -89,15 +89,6 @@ def test_weights_of_another_layout(shape):
         layer(X)
 
 
-def test_why_features_cannot_be_computed():
-    """An AttributeError inside said that a tensor has no features."""
-    layer = nn.BatchNorm(4).eval()
-    y = nn.SubmConv3d(4, 4, 3)(X)
-    layer.running_mean = None
-    with pytest.raises(AttributeError, match="NoneType"):
-        _ = layer(y).feats
-
-
 def test_weights_of_numpy_give_the_oracle_s_values():
     layer = nn.SubmConv3d(4, 5, 3)
     layer.weight, layer.bias = drawn(5, 3, 3, 3, 4), drawn(5)
