@@ -1,4 +1,4 @@
-"""The lists: relation cases, channels, dtypes, geometry, and hypothesis strategies."""
+"""Relation cases, channels, dtypes, geometry, features, hypothesis strategies."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -86,12 +86,12 @@ class Case:
 
     @property
     def needs_target(self) -> bool:
-        """Whether the output rows have to be given."""
+        """Whether the case needs output rows."""
         return self.kind in ("target", "transposed", "general")
 
     @property
     def arguments(self) -> dict:
-        """What the `CoordinateManager` method of this kind takes by keyword."""
+        """Keyword arguments of the `CoordinateManager` method of this kind."""
         spec = {
             "kernel_size": self.kernel_size,
             "stride": self.stride,
@@ -254,7 +254,7 @@ def block(rng, d: int, n: int) -> np.ndarray:
 
 
 def surface(rng, d: int, n: int) -> np.ndarray:
-    """A thin shell, as scans are."""
+    """A thin shell, like a scan."""
     direction = rng.normal(size=(n, d))
     direction /= np.linalg.norm(direction, axis=1, keepdims=True)
     radius = max(3.0, n ** (1 / max(d - 1, 1)) / 3)
@@ -297,7 +297,7 @@ def in_grid(shape: tuple[int, ...], n: int = 60, seed: int = 0) -> np.ndarray:
 
 
 def for_case(case: Case, name: str, n: int = 60, seed: int = 0) -> np.ndarray:
-    """The named geometry, or rows of the case's own grid where it has one."""
+    """The named geometry, or rows of the case's grid if it has one."""
     if case.spatial_shape is not None and name not in ("empty", "one"):
         return in_grid(case.spatial_shape, n, seed)
     return geometry(name, case.d, n, seed)
@@ -356,7 +356,7 @@ def relation_cases(draw, kinds=("submanifold", "forward", "transposed", "generat
 
 @st.composite
 def convolutions(draw, **kinds):
-    """(case, coords, target or None): everything that a relation is made from."""
+    """(case, coords, target or None): the inputs of a relation."""
     case = draw(relation_cases(**kinds))
     coords = draw(coordinate_sets(d=case.d))
     seed = draw(st.integers(0, 2**16))

@@ -1,4 +1,4 @@
-"""What the tests of relations and contractions share: builders, comparisons."""
+"""Fixtures, and builders and comparisons of relations and contractions."""
 
 import gc
 import os
@@ -7,15 +7,15 @@ import zlib
 from contextlib import nullcontext
 from pathlib import Path
 
-# Where there are several NVIDIA GPUs, workers of pytest-xdist take one each, in turn.
+# Each worker of pytest-xdist uses one of several NVIDIA GPUs.
 GPUS = len(list(Path("/dev").glob("nvidia[0-9]*")))
 if GPUS > 1 and (worker := os.environ.get("PYTEST_XDIST_WORKER")):
     os.environ.setdefault("CUDA_VISIBLE_DEVICES", str(int(worker[2:]) % GPUS))
-# On CUDA, MLX multiplies float32 matrices in TF32 unless told not to, before it starts.
+# Without this, MLX multiplies float32 matrices in TF32 on CUDA.
 os.environ.setdefault("MLX_ENABLE_TF32", "0")
 # MLX raises after 800 different CUDA graphs; the suite makes more.
 os.environ.setdefault("MLX_ENABLE_CACHE_THRASHING_CHECK", "0")
-# Kernels are compared with the oracle here; tests of the proof ask for it.
+# Kernels are compared with the oracle here; only tests of the proof turn it on.
 os.environ.setdefault("MLX_LATTICE_PROOF", "0")
 
 import cases
@@ -29,8 +29,8 @@ from hypothesis import HealthCheck, settings
 import mlx_lattice as ml
 from mlx_lattice import availability, backends, devices
 
-# MLX's own matrix kernels may fail on the GPU of a virtual machine, such as a hosted
-# runner, as ours are refused: there only the doctor runs on the GPU.
+# On the GPU of a virtual machine, such as a hosted runner, MLX's matrix kernels may
+# fail and ours are refused: only the doctor uses it.
 if not devices.current().matrices:
     mx.set_default_device(mx.cpu)
 
@@ -46,14 +46,14 @@ settings.load_profile("lattice")
 
 @pytest.fixture(scope="module")
 def freed():
-    """What tests before have left is freed: nothing that a later collection frees."""
+    """Free the garbage of earlier tests."""
     gc.collect()
     mx.synchronize()
 
 
 @pytest.fixture(autouse=True)
 def _seeded(request):
-    """The same random numbers in every run, others in every test."""
+    """Seed every test by its name."""
     seed = zlib.crc32(request.node.nodeid.encode())
     for library in (random, np.random, mx.random):
         library.seed(seed)
@@ -61,7 +61,7 @@ def _seeded(request):
 
 @pytest.fixture
 def unforced(monkeypatch):
-    """Routes are those that the table chooses, whatever the environment asks for."""
+    """Ignore routes and tuning that the environment asks for."""
     for name in ("MLX_LATTICE_ROUTE", "MLX_LATTICE_TUNE"):
         monkeypatch.setitem(ml.settings.environment, name, None)
 
@@ -75,7 +75,7 @@ METHODS = {
     "general": "relation",
 }
 
-# One case of each kind, where the kind and not the kernel is what a test is about.
+# One case of each kind, for tests of the kind and not of the kernel.
 KINDS = (
     cases.Case("submanifold", 3, 3),
     cases.Case("submanifold", 3, 2),
@@ -89,7 +89,7 @@ KINDS = (
 
 
 def as_array(coords) -> mx.array:
-    """MLX arrays as they are, since managers know sets by them; NumPy's copied."""
+    """Copy a NumPy array; managers know sets by the identity of an MLX array."""
     return coords if isinstance(coords, mx.array) else mx.array(coords)
 
 
@@ -153,7 +153,7 @@ def bits(array: mx.array) -> bytes:
 
 
 def mappable():
-    """A block in which ``mx.vmap`` works: MLX gives it no rule for GPU kernels."""
+    """A block in which ``mx.vmap`` works: MLX has no such rule for GPU kernels."""
     on_cpu = devices.current().backend == devices.CPU
     return nullcontext() if on_cpu else backends.portable_only()
 
@@ -184,7 +184,7 @@ class Numbers:
             cases.features(relation.n_out, c_out, seed + 1),
         )
         self.x, self.w, self.dy = (mx.array(a).astype(kind) for a in arrays)
-        # The oracle is given the rounded values, so that it sees the same problem.
+        # The oracle gets the rounded values.
         self.exact = [
             ref.to_numpy(a).astype(np.float64) for a in (self.x, self.w, self.dy)
         ]
@@ -192,20 +192,20 @@ class Numbers:
 
 @pytest.fixture
 def portable_only():
-    """Compiled kernels are left out: the routes in MLX operations run."""
+    """Run the routes of MLX operations instead of compiled kernels."""
     with backends.portable_only():
         yield
 
 
 @pytest.fixture(scope="session")
 def cuda_programs():
-    """The folder of CUDA's kernels compiled for the CPU: each once for all tests."""
+    """The folder of CUDA kernels that are compiled for the CPU, shared by all tests."""
     return kept_folder()
 
 
 @pytest.fixture(params=(False, True), ids=("aligned", "views"))
 def emulator(request, cuda_programs):
-    """Where CUDA's kernels are emulated; inputs may begin anywhere."""
+    """Emulate CUDA's kernels, with inputs at 16 bytes or one element behind."""
     made = Emulator(cuda_programs, request.param)
     with emulating(made):
         yield made
@@ -213,7 +213,7 @@ def emulator(request, cuda_programs):
 
 @pytest.fixture(autouse=True)
 def settled():
-    """MLX miscounts tasks when one fails, and waits for ever after many failures."""
+    """Settle MLX's tasks: it miscounts failed ones, and waits forever after many."""
     yield
     if availability.extension is not None:
         availability.extension.settle()

@@ -1,4 +1,4 @@
-"""Gradients of a step of training against differences of a loss."""
+"""Compare gradients of a training step with differences of the loss."""
 
 import mlx.core as mx
 import mlx.nn
@@ -19,10 +19,10 @@ def assert_gradients(loss, parameters, grads, entries=6, tolerance=2e-4, seed=4)
     """Compare some entries of each parameter, and the one with the largest gradient.
 
     Args:
-        loss: returns the loss for the parameters as they are.
-        parameters: name to float64 array, which are changed and changed back.
+        loss: returns the loss for the current parameters.
+        parameters: name to float64 array; each is changed and restored.
         grads: name to gradient, in the layout of the parameter.
-        entries: how many of each parameter.
+        entries: number of entries of each parameter.
         tolerance: relative to the largest entry of a parameter's gradient.
     """
     rng = np.random.default_rng(seed)
@@ -62,5 +62,5 @@ def assert_slope(net, loss, step=3e-4, tolerance=2e-2) -> None:
         ends.append(loss(net).item())
     net.update(start)
     expected = (ends[0] - ends[1]) / (2 * step)
-    # The slopes of parameters may cancel: their norm is what the sum is measured by.
+    # The slopes of parameters may cancel, so their norm is the scale.
     assert abs(sum(slopes) - expected) <= tolerance * np.linalg.norm(slopes)

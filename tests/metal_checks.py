@@ -1,19 +1,19 @@
-"""Running kernels of the Metal backend without a Mac: checked, and in random order."""
+"""Run Metal kernels without a Mac: checked, and in several orders of threads."""
 
 import functools
 import re
 
 import mlx.core as mx
-import numpy as np
+from conftest import bits
 
 from metal import host
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 
-__all__ = ["bounded", "checked", "host", "kernel", "sized"]
+__all__ = ["arrays_of", "bounded", "checked", "host", "kernel", "sized", "threads"]
 
 
 def bounded(monkeypatch, work: str, limit: int) -> None:
-    """Let a Metal dispatch do no more than ``limit`` of a kind of work."""
+    """Bound the work of a kind that one Metal dispatch may do."""
     takes = dict(gpu_kernel.DISPATCH[work])
     takes["share"] *= (limit + 0.5) / gpu_kernel.dispatch_limit(work)
     monkeypatch.setitem(gpu_kernel.DISPATCH, work, takes)
@@ -31,14 +31,14 @@ def kernel(name: str, inputs: str, source: str, outputs: str = "o", **options):
     )
 
 
-def sized(threads: int, group: int, shape: tuple, dtype: mx.Dtype) -> dict:
-    """The arguments of a launch of ``threads`` threads that writes one array."""
-    return {
-        "grid": (threads, 1, 1),
-        "threadgroup": (group, 1, 1),
-        "output_shapes": [shape],
-        "output_dtypes": [dtype],
-    }
+def threads(count: int, group: int | None = None) -> dict:
+    """The arguments of a launch of a line of threads; one threadgroup by default."""
+    return {"grid": (count, 1, 1), "threadgroup": (group or count, 1, 1)}
+
+
+def sized(count: int, group: int, shape: tuple, dtype: mx.Dtype) -> dict:
+    """The arguments of a launch of a line of threads that writes one array."""
+    return threads(count, group) | {"output_shapes": [shape], "output_dtypes": [dtype]}
 
 
 _CONSTANT = re.compile(r"const constant [^\[\n]*?(\w+) \[\[buffer")
@@ -49,18 +49,15 @@ def _lint(text: str, name: str) -> tuple[str, ...]:
     return tuple(host.lint(text, name))
 
 
-def _values(arrays) -> list[mx.array]:
-    if isinstance(arrays, (tuple, list)):
-        return [a for part in arrays for a in _values(part)]
-    return [arrays] if isinstance(arrays, mx.array) else []
-
-
-def _bits(arrays) -> list[bytes]:
-    return [np.array(a.view(mx.uint8)).tobytes() for a in _values(arrays)]
+def arrays_of(values) -> list[mx.array]:
+    """Every array in nested tuples and lists."""
+    if isinstance(values, (tuple, list)):
+        return [a for part in values for a in arrays_of(part)]
+    return [values] if isinstance(values, mx.array) else []
 
 
 def checked(call, *args, orders=("random", "reverse"), deterministic=True, **kwargs):
-    """Return what a call of the backend returns, after all checks of its kernels.
+    """Return the result of a call of the backend, after all checks of its kernels.
 
     No fault, no finding of lint in any instantiation, and the same bits in every order
     of threads.
@@ -76,7 +73,7 @@ def checked(call, *args, orders=("random", "reverse"), deterministic=True, **kwa
     for seed, order in enumerate(orders):
         with host.recording(checked=True, order=order, seed=seed) as record:
             result = call(*args, **kwargs)
-            mx.eval(_values(result))
+            mx.eval(arrays_of(result))
         report = record.report
         assert not report.faults, "\n".join(map(str, report.faults[:5]))
         results.append(result)
@@ -87,7 +84,7 @@ def checked(call, *args, orders=("random", "reverse"), deterministic=True, **kwa
         names = set(_CONSTANT.findall(launch.source))
         assert names <= {"sizes", "numbers"}, launch.source
     if deterministic:
-        first, *others = map(_bits, results)
+        first, *others = ([bits(a) for a in arrays_of(r)] for r in results)
         assert all(other == first for other in others), "bits depend on the order"
     checked.launches = len(report.launches)
     return results[0]

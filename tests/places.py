@@ -13,7 +13,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 from conftest import bits
-from metal_checks import checked
+from metal_checks import arrays_of, checked
 
 import mlx_lattice as ml
 from metal import host
@@ -22,13 +22,6 @@ from mlx_lattice.backends.metal import thresholds as metal_thresholds
 
 Results = dict[str, list]
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)
-
-
-def arrays_of(values) -> list[mx.array]:
-    """Every array in nested tuples and lists."""
-    if isinstance(values, (tuple, list)):
-        return [a for part in values for a in arrays_of(part)]
-    return [values] if isinstance(values, mx.array) else []
 
 
 def evaluated(call: Callable):

@@ -1,4 +1,4 @@
-"""Several processes on this machine, by mlx.launch over the ring or NCCL."""
+"""Run several processes on this machine by mlx.launch, over the ring or NCCL."""
 
 import os
 import socket
@@ -11,10 +11,10 @@ import mlx.core as mx
 import one_gpu
 import pytest
 
-# As the script mlx.launch does, which is not on every machine that can import MLX.
+# The code of the script mlx.launch, which not every installation of MLX has.
 LAUNCH = "from mlx._distributed_utils.launch import main; main()"
 RING, NCCL = "ring", "nccl"
-# On the Metal stand-in a process compiles its kernels first: too slow for these tests.
+# Under Metal's emulator each process would compile its kernels first.
 on_the_cpu_alone = pytest.mark.skipif(
     os.environ.get("MLX_LATTICE_METAL") == "host", reason="runs on the CPU alone"
 )
@@ -34,13 +34,13 @@ def _why_not(backend: str) -> str | None:
 
 
 def needs(backend: str) -> pytest.MarkDecorator:
-    """Skip where two processes cannot talk by a backend, and say why."""
+    """Skip a test if two processes cannot talk by a backend, and say why."""
     reason = _why_not(backend)
     return pytest.mark.skipif(reason is not None, reason=str(reason))
 
 
 def environment() -> dict[str, str]:
-    """The environment, without what an outer launch or a forced route left in it."""
+    """The environment without the variables of an outer launch or a forced route."""
     outer = ("MLX_RANK", "MLX_HOSTFILE", "MLX_WORLD_SIZE", "NCCL_HOST_IP", "NCCL_PORT")
     dropped = (*outer, "MLX_LATTICE_ROUTE")
     return {k: v for k, v in os.environ.items() if k not in dropped}
@@ -55,14 +55,14 @@ def run(*command, folder: Path) -> str:
         text=True,
         timeout=300,
     )
-    # mlx.launch returns 0 where one of its processes failed.
+    # mlx.launch returns 0 even if one of its processes failed.
     failed = done.returncode or "exited with code" in done.stderr
     assert not failed, done.stdout + done.stderr
     return done.stdout
 
 
 def free_ports(count: int) -> int:
-    """Return the first of as many consecutive ports of localhost that are free."""
+    """Return the first of ``count`` consecutive free ports of localhost."""
     for _ in range(100):
         with ExitStack() as held:
             first = held.enter_context(socket.socket())
@@ -82,7 +82,7 @@ def launch(
 ) -> str:
     """Run a script on several processes over localhost.
 
-    With NCCL each has a GPU of its own where there are enough; else all share one.
+    With NCCL each process has its own GPU, or all share one if there are too few.
     """
     command = [sys.executable, "-c", LAUNCH, "--backend", backend]
     if backend == NCCL and mx.device_count(mx.gpu) < processes:

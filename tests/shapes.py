@@ -1,4 +1,4 @@
-"""Dual grids of solids, by the definition: vertices are means of crossed edges."""
+"""Dual grids of solids by their definition."""
 
 import numpy as np
 

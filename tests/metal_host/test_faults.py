@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from metal_checks import threads
 
 from metal import host
 
@@ -24,11 +25,7 @@ def run(body, mode="checked", grid=64, threadgroup=64, **options):
     out = np.empty(64, np.float32)
     options = {"order": "random", "seed": 1} | options
     return host.launch(
-        entry,
-        [np.ones(64, np.float32), out],
-        grid=(grid, 1, 1),
-        threadgroup=(threadgroup, 1, 1),
-        **options,
+        entry, [np.ones(64, np.float32), out], **threads(grid, threadgroup), **options
     )
 
 
@@ -316,8 +313,7 @@ def test_weak_exchanges_fail_for_no_reason(order):
         report = host.launch(
             entry,
             [keys, table],
-            grid=(64, 1, 1),
-            threadgroup=(64, 1, 1),
+            **threads(64),
             order=order,
             seed=seed,
             initialised=True,
@@ -350,8 +346,8 @@ def test_random_orders_differ_by_seed_and_repeat():
 
     def tickets(**options):
         out = np.empty(64, np.uint32)
-        size = {"grid": (64, 1, 1), "threadgroup": (64, 1, 1)}
-        report = host.launch(entry, [np.ones(64, np.float32), out], **size, **options)
+        a = np.ones(64, np.float32)
+        report = host.launch(entry, [a, out], **threads(64), **options)
         assert report.faults == ()
         assert sorted(out) == list(range(64))
         return out.tolist()

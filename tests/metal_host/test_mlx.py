@@ -4,6 +4,7 @@ import struct
 
 import numpy as np
 import pytest
+from metal_checks import threads
 
 from metal import host
 
@@ -28,25 +29,21 @@ def from_bfloat(x):
 @pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("instance", "dtype", "columns", "threads", "tolerance"),
+    ("instance", "dtype", "columns", "group", "tolerance"),
     [
         ("softmax_single_row<float>", np.float32, 1000, 256, 1e-6),
         ("softmax_single_row<half, float>", np.float16, 1000, 256, 2e-3),
         ("softmax_looped<float>", np.float32, 9000, 1024, 1e-6),
     ],
 )
-def test_softmax(instance, dtype, columns, threads, tolerance, mode, order):
+def test_softmax(instance, dtype, columns, group, tolerance, mode, order):
     entry = host.compile_source(
         headers("defines", "softmax"), mode=mode, instances=[("softmax", instance)]
     )["softmax"]
     x = 3 * np.random.default_rng(0).standard_normal((7, columns)).astype(dtype)
     out = np.empty_like(x)
     report = host.launch(
-        entry,
-        [x, out, np.int32(columns)],
-        grid=(7 * threads, 1, 1),
-        threadgroup=(threads, 1, 1),
-        order=order,
+        entry, [x, out, np.int32(columns)], **threads(7 * group, group), order=order
     )
     assert report.faults == ()
     exact = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
@@ -56,13 +53,13 @@ def test_softmax(instance, dtype, columns, threads, tolerance, mode, order):
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
-    ("instance", "dtype", "threads"),
+    ("instance", "dtype", "group"),
     [
         ("block_sort<float, float, false, 256, 4>", np.float32, 256),
         ("block_sort<int, uint, true, 256, 4>", np.int32, 256),
     ],
 )
-def test_sort(instance, dtype, threads, mode):
+def test_sort(instance, dtype, group, mode):
     entry = host.compile_source(
         headers("sort"), mode=mode, instances=[("sort", instance)]
     )["sort"]
@@ -73,8 +70,8 @@ def test_sort(instance, dtype, threads, mode):
     report = host.launch(
         entry,
         [x, out, *sizes],
-        grid=(threads, 5, 1),
-        threadgroup=(threads, 1, 1),
+        grid=(group, 5, 1),
+        threadgroup=(group, 1, 1),
         order="random",
     )
     assert report.faults == ()

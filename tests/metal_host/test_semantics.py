@@ -2,6 +2,7 @@
 
 import numpy as np
 import pytest
+from metal_checks import threads
 
 from metal import host
 
@@ -86,12 +87,7 @@ def test_simdgroup_functions(simd_kernels, name, order):
     a = np.random.default_rng(1).integers(0, 100, 96).astype(np.int32)
     out = np.empty_like(a)
     report = host.launch(
-        simd_kernels[f"k_{name}"],
-        [a, out],
-        grid=(96, 1, 1),
-        threadgroup=(96, 1, 1),
-        order=order,
-        seed=5,
+        simd_kernels[f"k_{name}"], [a, out], **threads(96), order=order, seed=5
     )
     assert not report.faults
     reference = SIMD[name][1]
@@ -188,8 +184,8 @@ def kernels(request):
     return host.compile_source(KERNELS, mode=request.param, instances=MULTIPLY)
 
 
-def launch(entry, buffers, grid, threadgroup, **options):
-    report = host.launch(entry, buffers, grid=grid, threadgroup=threadgroup, **options)
+def launch(entry, buffers, **options):
+    report = host.launch(entry, buffers, **options)
     assert not report.faults
     return report
 
@@ -202,8 +198,7 @@ def test_atomics(kernels):
     report = launch(
         entry,
         [a, count, total, least],
-        (5000, 1, 1),
-        (128, 1, 1),
+        **threads(5000, 128),
         order="random",
         initialised=True,
     )
@@ -225,8 +220,7 @@ def test_hash_insert_survives_other_threads_and_failing_exchanges(kernels, seed)
     launch(
         kernels["insert"],
         [keys, table, value, np.uint32(1024)],
-        (2000, 1, 1),
-        (256, 1, 1),
+        **threads(2000, 256),
         order="random",
         seed=seed,
         initialised=True,
@@ -238,7 +232,7 @@ def test_hash_insert_survives_other_threads_and_failing_exchanges(kernels, seed)
 
 def test_positions_in_smaller_groups_at_the_edges(kernels):
     out = np.zeros((3, 5, 37, 4), np.uint32)
-    launch(kernels["positions"], [out], (37, 5, 3), (16, 4, 2))
+    launch(kernels["positions"], [out], grid=(37, 5, 3), threadgroup=(16, 4, 2))
     assert out[0, 0, 0].tolist() == [1642, 0, 0, 0]
     assert out[2, 4, 36].tolist() == [511, 211, 4, 4]
     assert out[1, 3, 15].tolist() == [1642, 0, 127, 3315]
@@ -247,7 +241,7 @@ def test_positions_in_smaller_groups_at_the_edges(kernels):
 def test_vectors_and_swizzles(kernels):
     a = np.random.default_rng(3).standard_normal((64, 4)).astype(np.float32)
     out = np.empty_like(a)
-    launch(kernels["vectors"], [a, out], (64, 1, 1), (32, 1, 1))
+    launch(kernels["vectors"], [a, out], **threads(64, 32))
     v = a[:, [1, 0, 2, 3]] + np.array([0, 0, 1, 2], np.float32)
     w = np.where(v < 0, 0, v)
     w[:, 0] = v[:, 2] ** 2 + v[:, 1] ** 2
@@ -267,7 +261,7 @@ def test_half_and_bfloat_round_after_every_operation(kernels):
     a, b = rng.standard_normal((2, 4096)).astype(np.float16)
     out, fused = np.empty_like(a), np.empty_like(a)
     brain = np.empty(4096, np.uint16)
-    launch(kernels["rounding"], [a, b, out, brain, fused], (4096, 1, 1), (256, 1, 1))
+    launch(kernels["rounding"], [a, b, out, brain, fused], **threads(4096, 256))
     np.testing.assert_array_equal(out, a * b + a)
     exact = a.astype(np.float64) * b + a
     np.testing.assert_array_equal(fused, exact.astype(np.float16))
@@ -281,7 +275,7 @@ def test_half_and_bfloat_round_after_every_operation(kernels):
 def test_barriers_and_threadgroup_memory(kernels, order):
     a = np.arange(256, dtype=np.float32)
     out = np.empty_like(a)
-    report = launch(kernels["reversal"], [a, out], (256, 1, 1), (64, 1, 1), order=order)
+    report = launch(kernels["reversal"], [a, out], **threads(256, 64), order=order)
     expected = 2 * a.reshape(4, 64)[:, ::-1][:, np.arange(64) ^ 33]
     np.testing.assert_array_equal(out, expected.ravel())
     assert report.counts.barriers == 8
@@ -299,10 +293,7 @@ def test_simdgroup_matrix(kernels, dtype):
     }[dtype]
     out = np.empty((8, 8), np.float32)
     report = launch(
-        kernels[f"multiply_{dtype}"],
-        [stored(a), stored(b), out],
-        (32, 1, 1),
-        (32, 1, 1),
+        kernels[f"multiply_{dtype}"], [stored(a), stored(b), out], **threads(32)
     )
     np.testing.assert_array_equal(out, a @ b.T + np.eye(8))
     assert report.counts.matrix_multiplies == 1

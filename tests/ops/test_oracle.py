@@ -25,14 +25,11 @@ import mlx_lattice as ml
 from mlx_lattice import ops
 
 
+@pytest.mark.parametrize("layout", ("mlx", "flat"))
 @pytest.mark.parametrize("file", names("dense_*.npz"))
-def test_dense(file):
-    check(arrays(file), "dense", "mlx", ordered=True)
-
-
-@pytest.mark.parametrize("file", names("dense_[!p]*.npz"))
-def test_dense_with_a_flat_weight(file):
-    check(arrays(file), "dense", "flat", ordered=True)
+def test_dense(file, layout):
+    if layout == "mlx" or not file.startswith("dense_p"):
+        check(arrays(file), "dense", layout, ordered=True)
 
 
 @pytest.mark.parametrize(("file", "name"), peer_cases())
