@@ -5,7 +5,6 @@ import pytest
 from metal_checks import kernel, sized
 
 from metal import host
-from metal.host import arithmetic
 
 host.require()
 
@@ -140,23 +139,3 @@ def test_a_counted_launch_finds_what_a_checked_one_does():
     _, report = host.run(beyond, inputs=inputs, **size, counted=True)
     assert [f.kind for f in report.faults] == ["device read out of bounds"]
     assert report.faults[0].place
-
-
-@pytest.mark.parametrize(
-    ("line", "expected"),
-    [
-        ("  %3 = sdiv exact i64 %1, %2, !dbg !7", (0, 1, 0, 0, 0)),
-        ("  %3 = urem i16 %1, %2", (1, 0, 0, 0, 0)),
-        ("  %3 = mul nuw nsw <4 x i32> %1, %2", (0, 0, 4, 0, 0)),
-        ("  %3 = udiv i64 %1, 10, !dbg !7", (0, 0, 0, 1, 0)),
-        ("  %3 = udiv i32 10, %1", (1, 0, 0, 0, 0)),
-        ("  %3 = sdiv i32 %1, -4, !dbg !7", None),
-        ("  %3 = fmul float %1, %2", None),
-        ("  %3 = add i32 %1, %2", None),
-        ("  %3 = uitofp nneg i32 %2 to float, !dbg !7", (0, 0, 0, 0, 1)),
-        ("  %3 = sitofp <4 x i16> %2 to <4 x half>", (0, 0, 0, 0, 4)),
-        ("  %3 = fptoui float %2 to i32", None),
-    ],
-)
-def test_instructions_are_read(line, expected):
-    assert arithmetic.counted(line) == expected

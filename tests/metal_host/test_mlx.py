@@ -11,7 +11,6 @@ from metal import host
 host.require()
 
 MODES = ("fast", "checked")
-ORDERS = ("forward", "random")
 
 
 def headers(*names):
@@ -26,7 +25,6 @@ def from_bfloat(x):
     return (x.astype(np.uint32) << 16).view(np.float32)
 
 
-@pytest.mark.parametrize("order", ORDERS)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     ("instance", "dtype", "columns", "group", "tolerance"),
@@ -36,14 +34,14 @@ def from_bfloat(x):
         ("softmax_looped<float>", np.float32, 9000, 1024, 1e-6),
     ],
 )
-def test_softmax(instance, dtype, columns, group, tolerance, mode, order):
+def test_softmax(instance, dtype, columns, group, tolerance, mode):
     entry = host.compile_source(
         headers("defines", "softmax"), mode=mode, instances=[("softmax", instance)]
     )["softmax"]
     x = 3 * np.random.default_rng(0).standard_normal((7, columns)).astype(dtype)
     out = np.empty_like(x)
     report = host.launch(
-        entry, [x, out, np.int32(columns)], **threads(7 * group, group), order=order
+        entry, [x, out, np.int32(columns)], **threads(7 * group, group), order="random"
     )
     assert report.faults == ()
     exact = np.exp(x.astype(np.float64) - x.max(1, keepdims=True))
@@ -143,7 +141,6 @@ def test_steel_gemm(instance, dtype, tile, transposed, block, tolerance, mode):
 
 
 @pytest.mark.parametrize("mode", MODES)
-@pytest.mark.parametrize("shape", [(128, 128, 128), (150, 104, 72)])
 @pytest.mark.parametrize(
     ("instance", "tile", "rows", "transposes"),
     [
@@ -152,13 +149,13 @@ def test_steel_gemm(instance, dtype, tile, transposed, block, tolerance, mode):
         ("32, 64, 64, 1, 2, true, false", (32, 64), 1, (True, False)),
     ],
 )
-def test_neural_accelerator_gemm(instance, tile, rows, transposes, shape, mode):
+def test_neural_accelerator_gemm(instance, tile, rows, transposes, mode):
     entry = host.compile_source(
         headers("steel/gemm/gemm_nax", "steel/gemm/kernels/steel_gemm_fused_nax"),
         mode=mode,
         instances=[("gemm", f"gemm<half, {instance}, float>")],
     )["gemm"]
-    m, n, k = shape
+    m, n, k = shape = 150, 104, 72
     error, report = matmul(
         entry, np.float16, shape, tile, (2, rows), transposes, block=64
     )

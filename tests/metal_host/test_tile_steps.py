@@ -32,7 +32,7 @@ def scripts():
 
 @pytest.mark.parametrize(
     "chip, channels",
-    [("m1", (8, 24)), ("m1", (40, 16)), ("m1", (72, 136)), ("m5", (72, 136))],
+    [("m1", (8, 24)), ("m1", (72, 136)), ("m5", (72, 136))],
 )
 def test_the_model_gives_what_a_launch_does(scripts, chip, channels):
     metal_counts, tile_model, *_ = scripts
