@@ -86,30 +86,17 @@ class PackedWeight:
     @property
     def nbytes(self) -> int:
         """Bytes of all arrays."""
-        return sum(array.nbytes for array in self._stored().values())
+        arrays = [getattr(self, name) for name in self.names]
+        return sum(array.nbytes for array in arrays if array is not None)
 
     def holding(self, *arrays: mx.array | None) -> PackedWeight:
         """Return the same weight with other arrays, in the constructor's order."""
         return replace(self, **dict(zip(self.names, arrays, strict=True)))
 
-    def _stored(self) -> dict[str, mx.array]:
-        """Return the arrays by name; only int4 weights have multipliers."""
-        arrays = {name: getattr(self, name) for name in self.names}
-        if arrays.get("multipliers", self) is None:
-            del arrays["multipliers"]
-        return arrays
-
     def __post_init__(self):
-        for name, array in self._stored().items():
-            if not isinstance(array, mx.array):
-                raise TypeError(
-                    f"weight and scales must be mlx arrays; got {type(array).__name__} "
-                    f"as {name}"
-                )
         facts = self.in_channels, self.bits, self.group_size, self.kernel
-        packing = Packing(*facts, isinstance(self, IntegerWeight))
-        _check_weight(packing, self._stored())
-        vars(self)["packing"] = packing
+        vars(self)["packing"] = Packing(*facts, isinstance(self, IntegerWeight))
+        _check_weight(self)
 
 
 @dataclass(frozen=True, eq=False)
@@ -439,17 +426,27 @@ def fits_int32(volume: int, channels: int) -> bool:
     return volume * channels * MOST**2 < INT32_LIMIT
 
 
-def _check_weight(packing: Packing, stored: dict[str, mx.array]) -> None:
-    """Raise unless arrays have the shapes and dtypes of a packed weight."""
-    in_channels, bits, group_size, kernel, is_integer = packing
+def _check_weight(weight: PackedWeight) -> None:
+    """Raise unless the arrays have the shapes and dtypes of a packed weight."""
+    in_channels, bits, group_size, kernel, is_integer = weight.packing
     check_packing(bits, group_size, is_integer)
     if not isinstance(in_channels, int) or in_channels < 1:
         raise ValueError(
             f"in_channels must be an int of at least 1; got {in_channels!r}"
         )
+    arrays = {}
+    for name in weight.names:
+        array = getattr(weight, name)
+        if array is None and name == "multipliers":
+            continue  # int8 weights have none
+        if not isinstance(array, mx.array):
+            raise TypeError(
+                f"weight and scales must be mlx arrays; got {type(array).__name__} as "
+                f"{name}"
+            )
+        arrays[name] = tuple(array.shape), array.dtype
     what = f"{in_channels} input channels in int{bits}"
-    arrays = {name: (tuple(a.shape), a.dtype) for name, a in stored.items()}
-    shape = next(iter(arrays.values()))[0]
+    shape = arrays[weight.names[0]][0]
     if len(shape) != 3:
         raise ValueError(
             f"a packed weight must have three axes, (K, C_out, ...); got {shape}"
