@@ -176,6 +176,20 @@ def test_names_of_a_family_are_functions_of_their_own():
     assert ops.sum_pool3d.__doc__ != ops.avg_pool3d.__doc__
 
 
+@pytest.mark.parametrize("dims", DIMS)
+def test_dims_is_the_number_in_a_name(dims):
+    x, numbered = tensor(dims), getattr(nn, f"Conv{dims}d")(4, 6, 3)
+    layer = nn.Conv(4, 6, 3, dims=dims)
+    layer.update(numbered.parameters())
+    assert mx.array_equal(layer(x).feats, numbered(x).feats).item()
+    assert type(layer.to_quantized(32, 8)) is nn.QuantizedConv
+    assert isinstance(numbered, nn.Conv) and repr(layer).startswith("Conv(4, 6")
+    pooled = nn.MaxPool(2, dims=dims)(x).feats
+    assert mx.array_equal(pooled, getattr(nn, f"MaxPool{dims}d")(2)(x).feats).item()
+    with pytest.raises(TypeError, match="dims"):
+        getattr(nn, f"Conv{dims}d")(4, 6, 3, dims=dims)
+
+
 def test_initial_weights_have_the_scale_of_mlx():
     ours, theirs = nn.Conv3d(16, 64, 3), mlx.nn.Conv3d(16, 64, 3)
     assert ours.weight.shape == theirs.weight.shape
