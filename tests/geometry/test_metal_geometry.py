@@ -11,7 +11,6 @@ import mlx_lattice as ml
 from mlx_lattice import registry, sync
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import geometry as metal_geometry
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import curves, lattice
 from mlx_lattice.geometry.lattice import Rule
@@ -134,15 +133,6 @@ def test_rows_are_sorted_by_keys_of_as_many_bits_as_their_box_needs(cells):
     assert len(keyed) == 1
     wide = cells is not None and cells[2] != 1 << 10
     assert ("__3_1_int64_t_" in keyed[0]) == wide
-
-
-def test_levels_of_more_rows_than_are_made_at_once_are_left_to_one_by_one(monkeypatch):
-    source, strides = BoxedRows(mx.zeros((60, 4), mx.int32), None), [(2,) * 3, (4,) * 3]
-    for most, is_started in ((120, True), (119, False)):
-        monkeypatch.setattr(metal_thresholds, "METAL_CANDIDATES_TOGETHER", most)
-        with host.recording():
-            started = MetalGeometry().start_levels(source, strides, None)
-        assert (started is not None) == is_started
 
 
 def test_levels_of_more_cells_than_keys_can_number_are_left_to_one_by_one():

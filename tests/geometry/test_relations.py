@@ -97,14 +97,6 @@ def test_up_to_the_ends_of_int32(kernel, d):
     assert_same(build(case, coords, target), case.reference(coords, target))
 
 
-def test_random_rows_of_the_whole_range_have_no_edges_but_their_own():
-    rng = np.random.default_rng(5)
-    sites = rng.integers(LEAST, MOST, (500, 3), endpoint=True)
-    coords = np.column_stack([np.zeros(500, int), sites]).astype(np.int32)
-    relation = build(cases.Case("submanifold", 3, 3), coords)
-    assert relation.edge_counts == (0,) * 13 + (500,) + (0,) * 13
-
-
 # Row order
 
 
@@ -179,15 +171,6 @@ def test_target_rows_keep_their_order():
     assert bits(relation.out_coords) == bits(target)
     assert relation.keys[1] == manager.insert(target)
     assert relation.keys[1] == manager.insert(relation.out_coords)
-
-
-def test_strided_cells_after_cells_are_the_cells_of_the_product():
-    manager = ml.CoordinateManager()
-    coords = cases.geometry("negative", 3, 80)
-    half = manager.kernel_relation(mx.array(coords), kernel_size=2, stride=2)
-    sixth = manager.kernel_relation(half.keys[1], kernel_size=3, stride=3)
-    assert ref.rows_of(sixth.out_coords) == ref.cell_rows(coords, (6, 6, 6))
-    assert sixth.keys[1].stride == (6, 6, 6)
 
 
 # Caching and identity

@@ -4,7 +4,6 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import pair as made
 from reference_rows import table_of
 
 import mlx_lattice as ml
@@ -131,16 +130,6 @@ def test_other_kernels_are_searched_for():
     down = manager.kernel_relation(key, kernel_size=2, stride=2)
     up = manager.transposed_kernel_relation(down.keys[1], kernel_size=3, stride=2)
     assert up.volume == 27 and down.volume == 8
-
-
-@pytest.mark.parametrize("kind", ("target", "generative", "general", "submanifold"))
-def test_the_table_back_is_searched_for_or_turned(kind):
-    """Whichever way a builder takes: the same rows."""
-    offsets = ((0, 0, 0), (5, -2, 1)) if kind == "general" else None
-    stride = 1 if kind == "submanifold" else 2
-    relation, expected = made(cases.Case(kind, 3, 2, stride, offsets=offsets))
-    np.testing.assert_array_equal(np.array(relation.in_out), expected.T.out_in)
-    np.testing.assert_array_equal(np.array(relation.T.edges), expected.T.edges)
 
 
 def test_gradients_over_both_are_those_over_two():
