@@ -108,6 +108,15 @@ def pair(case, geometry="negative", n=40, seed=0):
     return build(case, coords, target), case.reference(coords, target)
 
 
+def drawn(
+    name="negative", d=3, n=40, channels=3, dtype="float32", seed=0, **facts
+) -> ml.SparseTensor:
+    """A tensor of normal features on a named geometry."""
+    coords = mx.array(cases.geometry(name, d, n, seed))
+    feats = mx.array(cases.features(len(coords), channels, seed))
+    return ml.SparseTensor(coords, feats.astype(getattr(mx, dtype)), **facts)
+
+
 def multi_edges(seed=0, n_in=9, n_out=7, volume=5, n_edges=60):
     """A relation from random edges, some (o, k) several times, in both libraries."""
     rng = np.random.default_rng(seed)

@@ -11,6 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
+from conftest import drawn
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -66,10 +67,9 @@ class Cells:
         return ref.as_coords(sorted(rows), self.d)
 
 
-def tensor(name="negative", d=3, channels=3, n=40, dtype="float32"):
-    coords = cases.geometry(name, d, n)
-    feats = mx.array(cases.features(len(coords), channels)).astype(getattr(mx, dtype))
-    return ml.SparseTensor(mx.array(coords), feats), coords, ref.to_numpy(feats)
+def tensor(*draw, **facts):
+    x = drawn(*draw, **facts)
+    return x, np.array(x.coords), ref.to_numpy(x.feats)
 
 
 def same(actual, expected):
@@ -94,7 +94,7 @@ def test_channel_to_space(d, factor, name, order):
     """By subdivision, or to every cell, as a generative convolution goes."""
     cells = Cells(factor, d, order)
     volume = prod(cells.factor)
-    x, coords, feats = tensor(name, d, 2 * volume, n=20)
+    x, coords, feats = tensor(name, d, 20, 2 * volume)
     some = np.random.default_rng(d).random((len(coords), volume)) < 0.4
     for mask in (some, None):
         subdivision = None if mask is None else mx.array(mask)
@@ -108,7 +108,7 @@ def test_channel_to_space(d, factor, name, order):
 @shapes
 def test_fine_rows_keep_their_order_and_may_lack_a_cell(d, factor):
     cells = Cells(factor, d)
-    x, coords, feats = tensor("scattered", d, 2 * prod(cells.factor), n=12)
+    x, coords, feats = tensor("scattered", d, 12, 2 * prod(cells.factor))
     fine = cases.geometry("negative", d, 50)
     y = ops.channel_to_space(x, factor, coordinates=mx.array(fine))
     same(y.coords, fine)
@@ -221,7 +221,7 @@ def test_gradient_by_subdivision_is_zero_elsewhere(of_features):
 
 @pytest.mark.parametrize("d", (1, 2, 3, 4))
 def test_no_rows(d):
-    x, _, _ = tensor("empty", d, 2**d)
+    x, _, _ = tensor("empty", d, channels=2**d)
     assert ops.channel_to_space(x, coordinates=x).shape == (0, 1)
     grad = mx.grad(lambda f: ops.space_to_channel(x.replace(f)).feats.sum())
     assert grad(x.feats).shape == x.shape

@@ -11,18 +11,11 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from conftest import KINDS, Numbers, bits, build, pair
+from conftest import KINDS, Numbers, bits, build, drawn, pair
 
 import mlx_lattice as ml
 from mlx_lattice import ops
 from mlx_lattice.routes import launch
-
-
-def tensor(name="negative", d=3, n=60, channels=4, **facts) -> ml.SparseTensor:
-    coords = cases.geometry(name, d, n)
-    feats = cases.features(len(coords), channels)
-    return ml.SparseTensor(mx.array(coords), mx.array(feats), **facts)
-
 
 # Rows that are not there
 
@@ -124,7 +117,7 @@ def run(x, weight, observed):
 def test_both_weight_layouts_run_the_same_route_to_the_same_bits(channels):
     """The layout that modules hold ran 18 times slower than the packed one."""
     c_in, c_out = channels
-    x = tensor("surface", channels=c_in).astype(mx.float16)
+    x = drawn("surface", n=60, channels=c_in, dtype="float16")
     flat = mx.array(cases.weights(27, c_in, c_out)).astype(x.dtype)
     module = flat.reshape(3, 3, 3, c_in, c_out).transpose(4, 0, 1, 2, 3)
     module = mx.contiguous(module)

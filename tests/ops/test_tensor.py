@@ -10,6 +10,7 @@ import pytest
 import reference as ref
 import reference_rows as ref_rows
 from conftest import bits
+from conftest import drawn as tensor
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -31,12 +32,6 @@ def voxels(points, feats, batch=None, **arguments) -> ml.SparseTensor:
     batch = None if batch is None else mx.array(batch.astype(np.int32))
     points, feats = mx.array(points.astype(np.float32)), mx.array(feats)
     return ml.SparseTensor.from_points(points, feats, batch=batch, **arguments)
-
-
-def tensor(name="negative", d=3, n=40, channels=3, **facts) -> ml.SparseTensor:
-    coords = cases.geometry(name, d, n)
-    feats = cases.features(len(coords), channels)
-    return ml.SparseTensor(mx.array(coords), mx.array(feats), **facts)
 
 
 def float64(array) -> np.ndarray:
