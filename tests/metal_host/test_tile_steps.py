@@ -139,14 +139,3 @@ def test_the_slower_end_is_slower_and_the_largest_bound_decides(scripts):
     # On accelerators nothing passes through it: lanes are fed from the caches.
     assert facts["m1"]["threadgroup_cycles"] > 0 == facts["m1"]["fed_cycles"]
     assert facts["m5-max"]["threadgroup_cycles"] == 0 < facts["m5-max"]["fed_cycles"]
-
-
-@pytest.mark.parametrize("channels", (16, 48, 64, 256))
-def test_accelerators_hardly_wait_for_threadgroup_memory(scripts, channels):
-    """Below half of the multiplying time at every width, in every pass."""
-    metal_counts, *_ = scripts
-    coords = np.stack(np.meshgrid(*[np.arange(12)] * 3), -1).reshape(-1, 3)
-    models = metal_counts.models(metal_counts.relation(coords))
-    for model in models.values():
-        facts = metal_counts.bounded(model, channels, channels, ("m5-max",))
-        assert facts["m5-max"]["threadgroup_cycles"] < 0.5

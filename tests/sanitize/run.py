@@ -32,7 +32,6 @@ TESTS = (
     "geometry/test_relations.py",
     "routes/test_contraction.py",
     "ops/test_pooling.py",
-    "ops/test_global_pool.py",
     "nn/test_linear.py",
     "routes/test_misaligned.py",
 )
