@@ -255,13 +255,12 @@ class Conv:
         table, (_, coarse, _), region = self.sorted_table(row)
         weights, n = self.volume * c_x * c_y * ITEM, self.n
         reached = region_rows()
-        together = metal_tiles.tiles_together(weights, reached, chip())
         across, width = ceil_div(c_y, columns), min(columns, c_y)
         missed = misses(
             self.known.setdefault((region, row), {}),
             "conv_misses",
             (table, n, self.n_in, self.volume, TILE, row),
-            *(row * width, width * ITEM, across, together),
+            *(row * width, width * ITEM, across, 1),
         )
         work = self.edges * c_x * c_y
         asked = self.executed(c_x, c_y)
@@ -285,7 +284,7 @@ class Conv:
             explicit=compulsory + 2 * self.edges * (c_x + c_y) * ITEM,
             memory=memory,
             registers=registers,
-            plan=f"64x{columns}, {together} together, regions of {region}",
+            plan=f"64x{columns}, regions of {region}",
         )
         return scaled(counts, self.scale, weights)
 

@@ -131,20 +131,6 @@ METAL_FUNC void write_sums(device OUT* to, const thread float4& sums, int left) 
     if (j < left) to[j] = OUT(sums[j]);
 }
 
-// Which of a dispatch's tiles of rows a threadgroup has, and which column of tiles:
-// `together` tiles pass a column before the next column.
-struct TilePlace {
-  int tile, column;
-
-  METAL_FUNC TilePlace(uint group, int together, int across, int tiles) thread {
-    const int first = int(group) / (across * together) * together;
-    const int passing = min(together, tiles - first);
-    const int place = int(group) - first * across;
-    tile = first + place % passing;
-    column = place / passing;
-  }
-};
-
 // The offsets that a tile uses, in order, and which blocks of its rows do. Masks are
 // (blocks, words): bit b of word w stands for offset 32 w + b. COUNT: blocks at most.
 template <int COUNT = BLOCKS>

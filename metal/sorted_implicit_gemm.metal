@@ -237,10 +237,9 @@ METAL_FUNC void sorted_tiles(
   const int first_tile = sizes.first, n = sizes.rows, volume = sizes.volume;
   const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
   const int thread_index = LANES * simdgroup + lane;
-  const TilePlace at(
-      group.x, sizes.together, (c_y + COLUMNS - 1) / COLUMNS,
-      (n + TILE_ROWS - 1) / TILE_ROWS - first_tile);
-  const int tile = first_tile + at.tile, column = COLUMNS * at.column;
+  const int across = (c_y + COLUMNS - 1) / COLUMNS;
+  const int tile = first_tile + int(group.x) / across;
+  const int column = COLUMNS * (int(group.x) % across);
   const int left = n - tile * TILE_ROWS;
   const int blocks = min(BLOCKS, (left + BLOCK_ROWS - 1) / BLOCK_ROWS);
   const int words = (volume + 31) / 32;

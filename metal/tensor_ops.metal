@@ -243,14 +243,15 @@ METAL_FUNC void tensor_tiles(
   constexpr int STEP = 16 * DEEP, BESIDE = COLUMNS / TENSOR_WIDTH;
   const int first_tile = sizes.first, n = sizes.rows, volume = sizes.volume;
   const int c_x = sizes.c_x, c_y = sizes.c_y, splits = sizes.splits;
-  const TilePlace at(group.x, sizes.together, (c_y + COLUMNS - 1) / COLUMNS,
-                     (n + TILE_ROWS - 1) / TILE_ROWS - first_tile);
+  const int across = (c_y + COLUMNS - 1) / COLUMNS;
+  const int own_tile = int(group.x) / across;
   // Where all have the same rows, a compiler sees that they skip the same ones.
   const int down = HEIGHT == TILE_ROWS ? 0 : simdgroup / BESIDE;
-  const int start = (first_tile + at.tile) * TILE_ROWS + HEIGHT * down;
-  const int column = COLUMNS * at.column + TENSOR_WIDTH * (simdgroup % BESIDE);
+  const int start = (first_tile + own_tile) * TILE_ROWS + HEIGHT * down;
+  const int column =
+      COLUMNS * (int(group.x) % across) + TENSOR_WIDTH * (simdgroup % BESIDE);
   const FragmentPlace place(lane);
-  const int line = at.tile * (TILE_ROWS / HEIGHT) + down;
+  const int line = own_tile * (TILE_ROWS / HEIGHT) + down;
   const int first_channel = column + 2 * place.column;
   if (column >= c_y) return;
   if (start >= n) return moments.write(line, first_channel, c_y, lane);

@@ -3,7 +3,6 @@
 import cases
 import mlx.core as mx
 import numpy as np
-import pytest
 import reference as ref
 from conftest import KINDS, Numbers, mappable, pair
 
@@ -81,20 +80,3 @@ def test_vmap():
         got = mx.vmap(conv)(biases)
     for each, b in zip(got, biases, strict=True):
         np.testing.assert_allclose(each, conv(b), rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.parametrize("bits", (4, 8))
-def test_packed_weights(bits):
-    relation, numbers, bias, _ = point(KINDS[0], 32, 24)
-    packed = ml.quantize_weight(numbers.w, bits=bits, group_size=32)
-
-    def conv(x, b):
-        return ml.conv(x, packed, relation, bias=b)
-
-    y = conv(numbers.x, bias)
-    plain = ml.conv(numbers.x, packed, relation) + bias
-    np.testing.assert_allclose(y, plain, rtol=1e-4, atol=1e-4)
-    _, (dx, db) = mx.vjp(conv, [numbers.x, bias], [numbers.dy])
-    _, (expected,) = mx.vjp(lambda x: conv(x, bias), [numbers.x], [numbers.dy])
-    np.testing.assert_array_equal(dx, expected)
-    np.testing.assert_allclose(db, numbers.dy.sum(axis=0), rtol=1e-4, atol=1e-5)

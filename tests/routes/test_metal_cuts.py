@@ -131,18 +131,6 @@ def test_4096_channels(shape, route, pass_):
     launches(route, pass_, Point("one", shape, "float16"))
 
 
-@pytest.mark.parametrize("region", (128, 28672))
-@pytest.mark.parametrize(
-    "route", ("sorted_implicit_gemm", "tensor_ops", "quantized_sorted")
-)
-def test_weights_beyond_the_cache(route, region, chip, monkeypatch):
-    monkeypatch.setitem(metal_thresholds.CACHED_WEIGHTS, "*", 0)
-    monkeypatch.setitem(metal_thresholds.REGION_ROWS, "*", region)
-    launches(route, "forward", point(route, shape=(70, 140, 1)), chip)
-    if route != "quantized_sorted":
-        launches(route, "input_grad", point(route, shape=(140, 70, 1)), chip)
-
-
 @pytest.mark.parametrize("share", (None, 0.6, 0.2), ids=("whole", "cut", "cut_short"))
 @pytest.mark.parametrize("pass_", PASSES[:2])
 def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):

@@ -387,7 +387,6 @@ PER_ROW_OF_EDGES = Interface(
 # y by tiles over sorted rows: `table` is in sorted order, `rows` says which row each
 # is, `masks` which offsets a block of rows uses. A dispatch covers the tiles from
 # `first` on, up to the sorted row `rows`. With splits, y is (splits, rows, C_y).
-# `together` tiles pass one column of tiles before the next column.
 SORTED_TILES = Interface(
     "SortedTiles",
     ("x", "w", "table", "rows", "masks", "bias"),
@@ -399,7 +398,6 @@ SORTED_TILES = Interface(
         ("c_x", "x_shape[1]"),
         ("c_y", "w_shape[2]"),
         ("splits", "gridDim.y"),
-        ("together", "1"),
         (W_OFFSET, "0"),
         (W_ROW, "0"),
     ),

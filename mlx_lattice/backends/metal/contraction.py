@@ -73,7 +73,6 @@ from .tiles import (
     tensor_tile,
     tile_dispatches,
     tiles_of,
-    tiles_together,
 )
 
 # Rows of a thread, or of a threadgroup, of which each has 128 threads.
@@ -370,7 +369,6 @@ class Cut(NamedTuple):
         tile: its columns and splits.
         pieces: (first, count) tiles of each dispatch.
         placed: whether rows are written to their own places.
-        together: tiles of rows that pass a column of tiles before the next column.
         is_far: whether 32 bits do not hold the place of every element.
         matrices: dtype of simdgroup matrices.
         moments: whether statistics of the rows are summed.
@@ -380,7 +378,6 @@ class Cut(NamedTuple):
     tile: SortedTile
     pieces: list[tuple[int, int]]
     placed: bool
-    together: int
     is_far: bool
     matrices: mx.Dtype
     moments: bool = False
@@ -408,16 +405,12 @@ def _by_tiles(
 ) -> Plan:
     """Plan a kernel over mask-sorted tiles."""
     (c_x, c_y), n, is_packed = p.channels, p.rows_written, name.startswith("quantized")
-    weight_bytes = p.weight_bytes if is_packed else p.dense_weight_bytes
-    if p.integer:
-        weight_bytes = p.volume * c_y * p.packed_channels
     pieces, placed = tile_dispatches(
         n, tile.region, p.edges_at_most * c_x * c_y, device
     )
-    together = tiles_together(weight_bytes, tile.region, device)
     moments = p.sums_moments and not is_packed and tile.splits == 1
     far = _is_far(p, tile)
-    return _as_cut(p, Cut(name, tile, pieces, placed, together, far, matrices, moments))
+    return _as_cut(p, Cut(name, tile, pieces, placed, far, matrices, moments))
 
 
 def _is_far(p: Problem, tile: SortedTile) -> bool:
@@ -434,8 +427,7 @@ def _again(p: Problem, cut: Cut) -> Plan:
     tile, tiles = cut.tile, ceil_div(p.rows_written, TILE_ROWS)
     tile = tile._replace(splits=min(tile.splits, PROOF_SPLITS))
     pieces = [(0, tiles)] if cut.placed else [(0, 2), (2, tiles - 2)]
-    together = min(cut.together, 2)
-    return _as_cut(p, cut._replace(tile=tile, pieces=pieces, together=together))
+    return _as_cut(p, cut._replace(tile=tile, pieces=pieces))
 
 
 def _as_cut(p: Problem, cut: Cut) -> Plan:
@@ -450,8 +442,7 @@ def _as_cut(p: Problem, cut: Cut) -> Plan:
             add, held = (ceil_div(c_y, 4), rows), max(held, rows)
         dispatches.append(Dispatch(first, count, grid, add))
     gpu, add = (_integer_kernels if p.integer else _float_kernels)(p, cut)
-    sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y}
-    sizes |= {"splits": splits, "together": cut.together}
+    sizes = {"volume": p.volume, "c_x": c_x, "c_y": c_y, "splits": splits}
     variant = tile.said if tile.height else ""
     if p.integer:
         stored = p.packed_channels

@@ -48,8 +48,7 @@ BFLOAT_MATRICES = {"*": "float32", "m3": "bfloat16", "m4": "bfloat16", "m5": "bf
 # Elements of an array from which indices need 64 bits.
 FAR_ELEMENTS = {"*": 1 << 32}
 
-# Bytes of weights that fit the cache. Larger weights are read by tile columns: all rows
-# of a region use the same columns before the next.
+# Bytes of weights that fit the cache: tiles of larger weights have fewer columns.
 CACHED_WEIGHTS = {"*": 4 << 20}
 
 # Weight gradients: bytes of features of the rows that all offsets process together.

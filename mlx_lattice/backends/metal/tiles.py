@@ -323,17 +323,6 @@ def tile_columns(c_y: int, row_bytes: int, volume: int, device: Device) -> int:
     )
 
 
-def tiles_together(weight_bytes: int, region: int, device: Device) -> int:
-    """Return how many tiles of rows pass a column of tiles before the next column.
-
-    One, if all weights stay in cache; else those of a region, so that the weights of a
-    column stay, and as much of the region's features as fits.
-    """
-    if weight_bytes <= devices.entry(thresholds.CACHED_WEIGHTS, device):
-        return 1
-    return region // TILE_ROWS
-
-
 def tile_dispatches(
     rows: int, region: int, work: int, device: Device
 ) -> tuple[list[tuple[int, int]], bool]:
