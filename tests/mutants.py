@@ -30,7 +30,7 @@ METAL_HOST = MetalHost()
 
 def forget():
     """Drop kernels, plans and what is known of a machine, as a new process would."""
-    gpu_contraction.kept.cache_clear()
+    gpu_contraction.interned.cache_clear()
     ml.settings.note_change()
     proof_results._results.cache_clear()
     proof_results.machine_of.cache_clear()
