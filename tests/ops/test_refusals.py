@@ -185,6 +185,7 @@ CASES = (
     (lambda: nn.SparseAttention(8, 2, shift=1), "shift = 1 needs a window or a patch"),
     (lambda: models.MinkUNet(3, 5, stem=5), "stem has a kernel size .* got 5"),
     (lambda: models.SparseVAEDecoder(7, (16, 8), 8, (-1, 0)), r"got .* \(-1, 0\)"),
+    (lambda: models.SparseVAEDecoder(7, (), 8, ()), "one entry for each stage"),
     (lambda: load(LINEAR | {"weight": mx.zeros((2, 2)) + 1j}), "it is complex64"),
     (
         lambda: load(LINEAR, nn.Linear(2, 2).to_quantized(32, 8)),

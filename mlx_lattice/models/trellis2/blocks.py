@@ -416,6 +416,15 @@ class DownBlock(nn.Module):
         return self.conv2(self.norm2(y, activation="silu")) + skip
 
 
+def check_stages(model_channels: Sequence[int], num_blocks: Sequence[int]) -> None:
+    """Raise a ValueError unless each stage has channels and a number of blocks."""
+    if len(model_channels) != len(num_blocks) or min(num_blocks, default=-1) < 0:
+        raise ValueError(
+            "model_channels and num_blocks have one entry for each stage, of 1 or "
+            f"more and 0 or more; got {model_channels} and {num_blocks}"
+        )
+
+
 def stages(
     model_channels: Sequence[int],
     num_blocks: Sequence[int],
@@ -423,11 +432,6 @@ def stages(
     step: Callable[[int, int], nn.Module],
 ) -> list[list[nn.Module]]:
     """Return stages of ConvNeXt blocks, each but the last followed by a step."""
-    if len(model_channels) != len(num_blocks) or min(num_blocks, default=-1) < 0:
-        raise ValueError(
-            "model_channels and num_blocks have one entry for each stage, of 1 or "
-            f"more and 0 or more; got {model_channels} and {num_blocks}"
-        )
     blocks = []
     for at, (width, count) in enumerate(zip(model_channels, num_blocks, strict=True)):
         stage = [ConvNeXtBlock(width, mlp_ratio) for _ in range(count)]

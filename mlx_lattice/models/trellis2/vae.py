@@ -40,6 +40,7 @@ from .blocks import (
     Trellis2Net,
     UpBlock,
     cast_layers,
+    check_stages,
     dtype_of,
     posterior,
     stages,
@@ -323,6 +324,7 @@ class SparseVAEDecoder(Trellis2Net):
         super().__init__()
         self.voxel_margin = real(voxel_margin, "voxel_margin", 0)
         dtype_name(dtype)
+        check_stages(model_channels, num_blocks)
         self.from_latent = nn.Linear(latent_channels, model_channels[0])
         step = partial(UpBlock, pred_subdiv=pred_subdiv)
         self.blocks = stages(model_channels, num_blocks, mlp_ratio, step)
@@ -500,6 +502,7 @@ class SparseVAEEncoder(Trellis2Net):
     ):
         super().__init__()
         dtype_name(dtype)
+        check_stages(model_channels, num_blocks)
         self.input_layer = nn.Linear(in_channels, model_channels[0])
         self.blocks = stages(model_channels, num_blocks, mlp_ratio, DownBlock)
         self.to_latent = nn.Linear(model_channels[-1], 2 * latent_channels)
