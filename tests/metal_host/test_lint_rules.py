@@ -186,6 +186,27 @@ DECLARED = {
         "METAL_FUNC void g() { float v[8][17]; v[0][0] = 1; }",
         "'v' takes 544 bytes of a thread",
     ),
+    "a large array of vectors": (
+        "METAL_FUNC void g() { float4 v[32]; packed_half3 w[80]; v[0].x = w[0][0]; }",
+        "METAL_FUNC void g() { float4 v[33]; packed_half3 w[80]; v[0].x = w[0][0]; }",
+        "'v' takes 528 bytes of a thread",
+    ),
+    "a large array of matrices": (
+        "METAL_FUNC void g() { simdgroup_half8x8 m[128]; }",
+        "METAL_FUNC void g() { simdgroup_half8x8 m[130]; }",
+        "'m' takes 520 bytes of a thread",
+    ),
+    "the address of a component": (
+        "METAL_FUNC float g(float4 v) { float x = v.x; thread float* p = &x; "
+        "return *p; }",
+        "METAL_FUNC float g(float4 v) { thread float* p = &v.x; return *p; }",
+        "the address is taken of an element of 'v'",
+    ),
+    "a constant under Metal's name": (
+        "constant constexpr int LEVEL = 3;",
+        "constant constexpr int coord = 3;",
+        "'coord' is a name of metal::",
+    ),
     "a large array of a struct": (
         "template <typename T> struct S { T v[128]; }; "
         "METAL_FUNC void g() { S<float> s; s.v[0] = 1; }",
