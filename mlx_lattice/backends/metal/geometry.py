@@ -510,5 +510,5 @@ class MetalGeometry(Geometry):
             if total == 0:
                 return mx.zeros((0, 3), dtype=mx.int32)
         write = _kernel("write_edges", file, _WRITE, "xy")
-        inputs = [table, (ends - counts)[::FOUR]]
+        inputs = [table, ends[::FOUR] - counts[::FOUR]]
         return write(inputs, [((total, 3), mx.int32)], grid, **sizes)[0]
