@@ -85,7 +85,7 @@ def facts_of(case) -> tuple[IntegerFacts, mx.Dtype]:
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_where_splits_are_added(emulator, case):
-    kernel = cuda_contraction.adding_kernel(*facts_of(case))
+    kernel = cuda_contraction._add_integer_splits(*facts_of(case))
     for splits, rows, channels in ((1, 1, 16), (3, 37, 48)):
         partial = sums_of(splits, rows, channels)
         added, wanted = layer(case, rows, channels)
@@ -135,7 +135,7 @@ def test_as_tiles_write(emulator, case, width, beside):
             ("BN", width),
             ("BESIDE", beside),
             ("OUT", case[0]),
-            ("AFTER", cuda_contraction.after(*facts_of(case))),
+            ("AFTER", cuda_contraction._integer_epilogue(*facts_of(case))),
         ),
         threads=128,
         before=SUMS,
@@ -157,7 +157,7 @@ def test_int4_becomes_int8(emulator, group_size):
     multipliers = draw.integers(1, 19, (3, 5, 256 // group_size)).astype(np.int8)
     eight = (levels & 15).reshape(3, 5, 32, 8) << 4 * np.arange(8)
     words = eight.sum(axis=-1).astype(np.uint32)
-    launch = cuda_contraction.unpacker(words.shape, group_size)
+    launch = cuda_contraction._int4_unpacker(words.shape, group_size)
     (w,) = launch([mx.array(words), mx.array(multipliers)])
     grouped = levels.reshape(3, 5, -1, group_size) * multipliers[..., None]
     assert np.array_equal(values_of(w), grouped.reshape(3, 5, 256))

@@ -474,11 +474,19 @@ UNPACK_INT4 = Interface(
     (("lines", "words_shape[0] * words_shape[1]"), ("padded", "words_shape[2] * 8")),
 )
 INT8_EPILOGUE = "integer_epilogue.cuh"
-_INT8_HOPPER = *cuda_tiles.HOPPER, "hopper_tf32.cuh", INT8_EPILOGUE, "hopper_int8.cuh"
+_INT8 = INT8_EPILOGUE, "hopper_int8.cuh"
 INT8_FILES = {  # sources of a tile, by variant
     "mma": (*cuda_tiles.MMA, INT8_EPILOGUE, "sorted_implicit_gemm_mma.cuh"),
-    "wide": (*_INT8_HOPPER, "weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"),
-    "hopper": (*_INT8_HOPPER, "stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"),
+    "wide": (
+        *cuda_tiles.HOPPER,
+        *_INT8,
+        "weight_stages.cuh",
+        "sorted_implicit_gemm_wide.cuh",
+    ),
+    "hopper": (
+        *(*cuda_tiles.HOPPER, "hopper_tf32.cuh", *_INT8),
+        *("stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"),
+    ),
 }
 
 
