@@ -10,7 +10,6 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from . import devices
 from .availability import extension
 
 View = TypeVar("View")
@@ -147,23 +146,6 @@ def arrays_in(view: object) -> list[mx.array]:
     return arrays
 
 
-def _compute_views(views: list) -> None:
-    """Compute views of a block, and wait for them where other threads may read them.
-
-    MLX evaluates in one thread alone on CUDA, so that nothing has to wait there.
-    """
-    if devices.current().backend != devices.CUDA:
-        complete(views)
-        return
-    arrays = arrays_in(views)
-    try:
-        start_all(arrays)
-    except ValueError:  # within a vjp, or of what MLX traces
-        complete(views)
-    else:
-        _unfollow(arrays)
-
-
 class Building:
     """A block in which one thread builds views, and other builders wait.
 
@@ -202,9 +184,7 @@ class Building:
         is_complete = False
         try:
             if is_built:
-                _compute_views(
-                    [v for views in begun for v in views.unpublished.values()]
-                )
+                complete([v for views in begun for v in views.unpublished.values()])
             is_complete = is_built
         finally:
             for views in begun:

@@ -7,6 +7,7 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
+from cuda_recorder import recording
 from emulated_cuda import EMULATED, place_of
 from places import HERE, MlxOperations
 
@@ -201,6 +202,13 @@ def test_threads_prepare_one_tensor(training):
 
     results = in_threads(prepared, *[lambda: other(x).feats] * 3, prepared)
     assert_all(results[1:-1], wanted)
+
+
+def test_threads_share_cuda_s_views():
+    with recording():
+        net, x = new_net(), new_tensor()
+        in_threads(*[lambda: net(x).feats] * THREADS)
+        in_threads(*[lambda: gradient(net, x)] * THREADS)
 
 
 def test_a_call_whose_views_are_there_takes_no_lock():
