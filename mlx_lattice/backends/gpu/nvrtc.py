@@ -152,25 +152,30 @@ def fatbin() -> ctypes.CDLL | None:
 
 
 def compressed(code: bytes, capability: tuple[int, int]) -> bytes:
-    """Return machine code as a compressed fat binary; itself without nvFatbin."""
+    """Return machine code as a compressed fat binary, or as it is without nvFatbin.
+
+    Raises:
+        RuntimeError: nvFatbin is here and fails.
+    """
     library = fatbin()
     if library is None:
         return code
-    options = (ctypes.c_char_p * 1)(b"-compress-mode=size")
+
+    def call(name: str, *arguments: object) -> None:
+        if error := getattr(library, name)(*arguments):
+            raise RuntimeError(f"{name} of NVIDIA's nvFatbin failed with code {error}")
+
     major, minor = capability
-    name = f"{major}{minor}{'a' if major == 9 else ''}".encode()
-    handle, size = ctypes.c_void_p(), ctypes.c_size_t()
-    done = library.nvFatbinCreate(ctypes.byref(handle), options, ctypes.c_size_t(1))
-    if done:
-        return code
+    architecture = f"{major}{minor}{'a' if major == 9 else ''}".encode()
+    options = (ctypes.c_char_p * 1)(b"-compress-mode=size")
+    handle, size = ctypes.c_void_p(), ctypes.c_size_t(len(code))
+    call("nvFatbinCreate", ctypes.byref(handle), options, ctypes.c_size_t(1))
     try:
-        count = ctypes.c_size_t(len(code))
-        if library.nvFatbinAddCubin(handle, code, count, name, b"kernel"):
-            return code
-        if library.nvFatbinSize(handle, ctypes.byref(size)):
-            return code
+        call("nvFatbinAddCubin", handle, code, size, architecture, b"kernel")
+        call("nvFatbinSize", handle, ctypes.byref(size))
         buffer = ctypes.create_string_buffer(size.value)
-        return code if library.nvFatbinGet(handle, buffer) else buffer.raw
+        call("nvFatbinGet", handle, buffer)
+        return buffer.raw
     finally:
         library.nvFatbinDestroy(ctypes.byref(handle))
 
