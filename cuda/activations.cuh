@@ -1,6 +1,6 @@
 // Activations of norms and epilogues in float32, and their derivatives. A kind is a number
-// of mlx_lattice/epilogue.py; `slope` is a leaky ReLU's below zero (1 is none, 0 is ReLU)
-// and an ELU's just below it. A new kind goes before ACT_ELU, here and there.
+// of mlx_lattice/epilogue.py. `slope` is the slope of a leaky ReLU below zero (1: identity,
+// 0: ReLU), or the alpha of an ELU. A new kind goes before ACT_ELU, here and there.
 
 namespace lattice {
 

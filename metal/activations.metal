@@ -1,11 +1,11 @@
 // Activations of norms and epilogues in float32, and their derivatives. A kind is a number
-// of mlx_lattice/epilogue.py; `slope` is a leaky ReLU's below zero (1 is none, 0 is ReLU)
-// and an ELU's just below it. A new kind goes before ACT_ELU, here and there.
+// of mlx_lattice/epilogue.py. `slope` is the slope of a leaky ReLU below zero (1: identity,
+// 0: ReLU), or the alpha of an ELU. A new kind goes before ACT_ELU, here and there.
 
 enum Activation { ACT_SLOPE, ACT_GELU, ACT_SILU, ACT_GELU_TANH, ACT_ELU };
-// Codes of epilogues: 0 is none, then ReLU and the kinds in their order; others are the
-// bits of a leaky ReLU's slope, or of minus an ELU's. BIAS_ALONE: the shift is a bias, and
-// nothing else follows the sums.
+// Codes of epilogues: 0 means no activation, 1 ReLU, then the kinds in their order. Other
+// codes are the bits of the slope of a leaky ReLU, or of minus the alpha of an ELU.
+// BIAS_ALONE: the shift is a bias, and nothing else follows the sums.
 enum ActivationCode { BIAS_ALONE = -1, CODE_NONE, CODE_RELU };
 
 // Within 1.5e-7 (Abramowitz and Stegun, 7.1.26): Metal has none.

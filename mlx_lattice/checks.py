@@ -139,7 +139,7 @@ def as_mlx_reads(value: object) -> object:
 
 
 def arrays_of(**given: object) -> list[mx.array | None]:
-    """Return ``array_of`` of each argument, by name; None of one that is None."""
+    """Convert each named argument by ``array_of``; None stays None."""
     return [
         value if value is None or type(value) is mx.array else array_of(value, name)
         for name, value in given.items()

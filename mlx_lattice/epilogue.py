@@ -296,18 +296,18 @@ class Activation:
 
     @property
     def is_of_result(self) -> bool:
-        """Whether its result says its slope: nobody has to keep what it read."""
+        """Whether the derivative follows from the result, so that no input is kept."""
         return self.kind == SLOPE
 
     @cached_property
     def called(self) -> str:
-        """What it is called, for ``named``."""
+        """The name that ``named`` takes."""
         name = next(n for n, act in _ALL.items() if act.name == self.name)
         return name if _ALL[name] == self else f"{name}({self.slope!r})"
 
     @cached_property
     def code(self) -> int:
-        """What says all of it to kernels with epilogues, in one int.
+        """The activation in one int, as kernels with epilogues take it.
 
         0 is none, 1 ReLU, 2 to 4 the other kinds; beyond are the bits of a float32: of
         a slope from 0 to 1, or of minus the alpha of ELU.
@@ -337,21 +337,21 @@ _WITH_SLOPE = re.compile(r"(\w+)\((.+)\)")
 
 
 def leaky_relu(slope: float) -> Activation | None:
-    """Return LeakyReLU of a slope; None where kernels have none of it."""
+    """Return LeakyReLU with this slope, or None if no kernel computes it."""
     slope = float(slope)
     fits = slope == 0 or _LEAST <= slope <= 1
     return Activation("LeakyReLU", slope=abs(slope)) if fits else None
 
 
 def elu(alpha: float) -> Activation | None:
-    """Return ELU of an alpha; None where kernels have none of it."""
+    """Return ELU with this alpha, or None if no kernel computes it."""
     alpha = float(alpha)
     return Activation("ELU", ELU, alpha) if _LEAST <= alpha <= _MOST else None
 
 
 @lru_cache(maxsize=256)
 def named(called: str) -> Activation:
-    """Return an activation by what it is called; "" is none. Raises a ValueError."""
+    """Return the activation of a name, NONE for ""; raise a ValueError if unknown."""
     if called in _ALL:
         return _ALL[called]
     found = _WITH_SLOPE.fullmatch(called)
@@ -370,12 +370,12 @@ def named(called: str) -> Activation:
 
 
 def _gelu_tanh(v: mx.array) -> mx.array:
-    """GELU by tanh, as a sigmoid: far from 0 MLX's own has NaN for a second slope."""
+    """Return GELU by tanh; MLX's own has a second derivative of NaN far from 0."""
     return v * mx.sigmoid(1.5957691216 * v * (1 + 0.044715 * v * v))
 
 
 def _elu(v: mx.array, alpha: float) -> mx.array:
-    """ELU, of which MLX's own has NaN for a slope from 89 on."""
+    """Return ELU; the derivative of MLX's own is NaN from 89 on."""
     below = mx.where(v > 0, 0, v)
     return mx.where(v > 0, v, alpha * (mx.exp(below) - 1))
 

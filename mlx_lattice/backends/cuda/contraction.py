@@ -540,7 +540,7 @@ def _timed_cut(p: Problem, device: Device, tile: Tile) -> tuple[float, Tile, int
 
 
 def _integer_epilogue(facts: IntegerFacts, dtype: mx.Dtype) -> str:
-    """Return the C++ type of what follows the sums; ``dtype`` of a float residual."""
+    """Return the C++ type of an epilogue; ``dtype`` is that of a float residual."""
     there = [str(name in facts.there).lower() for name in ("shift", "residual")]
     residual = TYPES[mx.int8 if facts.residual_int8 else dtype]
     return f"IntegerEpilogue<{facts.act.code}, {', '.join(there)}, {residual}>"
