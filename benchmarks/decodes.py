@@ -20,8 +20,8 @@ from written import markdown
 import mlx_lattice as ml
 from mlx_lattice import devices, models
 from mlx_lattice.inspect.doctor import shell
-from mlx_lattice.inspect.page import drawn
-from mlx_lattice.models.trellis2.blocks import CELLS
+from mlx_lattice.inspect.trace import drawn
+from mlx_lattice.models.trellis2.transformer import CELLS
 
 DTYPE, BYTES = "float16", 2
 PARTS = "convolutions", "linear layers", "passes", "relations"
@@ -95,7 +95,7 @@ def done_over_useful(chip, finest, c_in, c_out):
     problem = ml.Problem.of("forward", relation, *facts, layout="mlx")
     device = devices.profile(chip)
     choice = ml.select(problem, device=device)
-    found = ml.inspect.cost.cost(problem, device, choice=choice, relation=relation)
+    found = ml.inspect.explain.cost(problem, device, choice=choice, relation=relation)
     return found.done_over_useful
 
 

@@ -25,7 +25,7 @@ import numpy as np
 import mlx_lattice as ml
 from mlx_lattice import devices, registry, sync
 from mlx_lattice.plan import Plan
-from mlx_lattice.routes import proof_results
+from mlx_lattice.routes import proof
 
 NETS = "minkunet14", "minkunet18", "minkunet34"
 LEVELS, STEM = 4, 5  # halvings of a MinkUNet, and the size of its first kernel
@@ -165,7 +165,7 @@ def _counted(coords: mx.array) -> dict[str, mx.array]:
 
 
 def _known(results: object, plan: Plan, biased: bool) -> bool:
-    return bool(proof_results.key_of(plan, biased))  # every kernel was proved
+    return bool(proof.key_of(plan, biased))  # every kernel was proved
 
 
 @contextmanager
@@ -177,8 +177,8 @@ def answered(chip: str, scans: Scans) -> Iterator[Answers]:
 
     with (
         recording(chip),
-        proof_results.proof(True),
-        patch.object(proof_results.Results, "knows", _known),
+        proof.proof(True),
+        patch.object(proof.Results, "knows", _known),
         patch.object(registry, "geometry", lambda: registry.GEOMETRY["cuda"]),
         patch.object(mx.fast, "cuda_kernel", answers.cuda_kernel),
     ):

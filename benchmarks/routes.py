@@ -36,7 +36,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 from mlx_lattice.checks import DTYPES
-from mlx_lattice.inspect.page import drawn
+from mlx_lattice.inspect.trace import drawn
 from mlx_lattice.plan import MLX
 from mlx_lattice.problem import (
     FORWARD,

@@ -18,7 +18,7 @@ from written import markdown
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.inspect.doctor import shell as shell_coords
-from mlx_lattice.inspect.page import drawn
+from mlx_lattice.inspect.trace import drawn
 
 LETTERS = {
     "compute": "c",
@@ -49,7 +49,7 @@ def predicted(shell, chip):
         built = relation(shell.resolution)
         problem = ml.Problem.of("forward", built, *facts, layout="mlx")
         choice = ml.select(problem, device=device)
-        counts = ml.inspect.cost.cost(problem, device, choice=choice, relation=built)
+        counts = ml.inspect.explain.cost(problem, device, choice=choice, relation=built)
         found = predict_layer(problem, device, choice, built)
         return counts, found, making_ms(choice.plan, device)
 

@@ -20,7 +20,7 @@ from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.devices import BACKENDS
 from mlx_lattice.plan import MLX
-from mlx_lattice.routes import needs, thresholds
+from mlx_lattice.routes import needs
 
 # What classes have of bases that are not public, and users call.
 INHERITED = {"CoordinateManager": ("cells", "finer", "insert", "key_of", "sets")}
@@ -97,7 +97,7 @@ def route_lines() -> Iterator[str]:
 def threshold_lines() -> Iterator[str]:
     """Yield the tables of numbers, with the comments that stand above them."""
     for module in (
-        thresholds,
+        needs,
         metal_thresholds,
         cuda_thresholds,
         cuda_tiles,

@@ -10,10 +10,10 @@ from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import metal
-from .inspect.backend_info import BackendInfo, backend_info
-from .inspect.cost import Cost
+from .inspect.doctor import BackendInfo, backend_info
 from .inspect.explain import (
     AttentionExplanation,
+    Cost,
     Explanation,
     VerificationError,
     explain,
@@ -38,7 +38,7 @@ from .quantized import (
 )
 from .relation import Relation
 from .routes.measure import tune
-from .routes.proof_results import proof
+from .routes.proof import proof
 from .routes.selection import (
     Choice,
     Route,

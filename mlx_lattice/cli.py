@@ -277,7 +277,7 @@ def _extra(command: str, extra: str | None) -> Iterator[None]:
 
 
 def _info(parsed: argparse.Namespace) -> None:
-    from .inspect.backend_info import backend_info
+    from .inspect.doctor import backend_info
 
     print(backend_info())
 

@@ -20,7 +20,7 @@ from .backends.cuda import geometry as cuda_geometry
 from .backends.gpu import nvrtc as cuda_compile
 from .compiled import reached, seed
 from .coordinate_set import stride_text
-from .inspect.cost import size
+from .inspect.explain import size
 from .nn.layers import ModuleCache
 from .relation import Relation
 from .routes import launch, measure, proof

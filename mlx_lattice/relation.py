@@ -16,7 +16,7 @@ from . import registry, sync
 from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
 from .geometry import lattice, tables
-from .geometry.curves import mask_words
+from .geometry.lattice import mask_words
 from .geometry.protocol import Keep, SearchedRows
 from .geometry.tables import Coverage, Csr, SortedRows
 from .kernel_spec import KernelSpec

@@ -16,8 +16,7 @@ from mlx_lattice.backends.cuda.geometry import CudaGeometry
 from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
 from mlx_lattice.backends.gpu.reductions import GpuReductions
 from mlx_lattice.epilogue import Activation
-from mlx_lattice.geometry.curves import CURVES, curve_of
-from mlx_lattice.geometry.lattice import Rule
+from mlx_lattice.geometry.lattice import CURVES, Rule, curve_of
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.registry import Fit, RowSegments
 

@@ -19,7 +19,7 @@ from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu import nvrtc
-from mlx_lattice.routes import proof_results
+from mlx_lattice.routes import proof
 
 MODULES = tuple(
     import_module(f"{folder.__name__}.{module.name}")
@@ -120,7 +120,7 @@ def recording(chip: str = "h200") -> Iterator[list[Launch]]:
             each.start()
         # On the CPU where there is a GPU, too; and kernels that compute nothing would
         # prove to be wrong.
-        with mx.stream(mx.cpu), proof_results.proof(False):
+        with mx.stream(mx.cpu), proof.proof(False):
             yield launches
     finally:
         for each in reversed(patches):

@@ -15,7 +15,7 @@ from mlx_lattice import nn
 from mlx_lattice.backends.gpu import contraction as gpu_contraction
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.devices import METAL
-from mlx_lattice.routes import proof_results
+from mlx_lattice.routes import proof
 
 HALF, FLOAT = mx.float16, mx.float32
 # Another lane has the row: what TensorOps' layout is nobody promises.
@@ -32,8 +32,8 @@ def forget():
     """Drop kernels, plans and what is known of a machine, as a new process would."""
     gpu_contraction.interned.cache_clear()
     ml.settings.note_change()
-    proof_results._results.cache_clear()
-    proof_results.machine_of.cache_clear()
+    proof._results.cache_clear()
+    proof.machine_of.cache_clear()
 
 
 @contextmanager

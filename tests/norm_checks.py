@@ -10,7 +10,7 @@ from reference_norms import Norm
 
 import mlx_lattice as ml
 from mlx_lattice import ops, registry
-from mlx_lattice.ops import activation
+from mlx_lattice.ops import channels
 from mlx_lattice.registry import NORMS, Fit, RowSegments
 
 
@@ -172,7 +172,7 @@ class Given:
         if added:
             self.residual, r = array(shape, dtype, 5)
         self.oracle = Norm(x, w, b, r, act, **more)
-        self.act = activation.activation_of(act)
+        self.act = channels.activation_of(act)
         self.arrays = self.weight, self.bias
 
     def fit(self, mean=None, var=None, segments=None):

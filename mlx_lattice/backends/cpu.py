@@ -14,10 +14,10 @@ from .. import sync
 from ..availability import extension
 from ..checks import DTYPES, INT32_LIMIT
 from ..devices import CPU, Device
-from ..geometry import curves
-from ..geometry.curves import Curve
+from ..geometry import lattice
 from ..geometry.lattice import (
     Bounds,
+    Curve,
     Offsets,
     Rule,
     UniqueRows,
@@ -217,7 +217,7 @@ class CpuGeometry(Geometry):
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
         """Return the (N,) int32 order of rows by batch, then along a curve."""
         if not curve.is_numbered:
-            return curves.curve_order(coords, curve)
+            return lattice.curve_order(coords, curve)
         low, bits, _, is_hilbert, is_swapped = curve
         return extension.curve_order(coords, low, bits, is_hilbert, is_swapped)
 

@@ -15,7 +15,7 @@ from .. import devices
 from ..availability import serves
 from ..checks import DTYPES
 from ..devices import Device
-from ..geometry import curves, lattice, tables
+from ..geometry import lattice, tables
 from ..geometry.lattice import bounds_of, unique_rows
 from ..geometry.protocol import Geometry, RelationViews
 from ..geometry.tables import SortedIndex
@@ -406,7 +406,7 @@ class MlxGeometry(Geometry):
     made_rows = staticmethod(lattice.made_rows)
     index = staticmethod(SortedIndex.of)
     transpose_table = staticmethod(tables.transpose_table)
-    curve_order = staticmethod(curves.curve_order)
+    curve_order = staticmethod(lattice.curve_order)
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
         """Return the (E, 3) int32 edges (i, o, k), sorted by (k, o). Reads one size."""

@@ -37,7 +37,7 @@ from ..kept_files import check_writable
 from ..models import PUBLISHED, Segmentor, ptv3
 from ..models.pretrained import of_scan
 from ..models.published import spvnas
-from ..models.trellis2.blocks import FLOW, STRUCTURE_FLOW, trellis2
+from ..models.trellis2.transformer import FLOW, STRUCTURE_FLOW, trellis2
 from ..nn.calibrate import calibrate
 
 METADATA = {"format": "mlx", "library": OURS, "version": __version__}

@@ -26,7 +26,7 @@ from ..mesh.texture import (
     save,
 )
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
-from ..models.trellis2.blocks import dtype_of
+from ..models.trellis2.transformer import dtype_of
 from ..tensor import SparseTensor
 from .progress import progress
 

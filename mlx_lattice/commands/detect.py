@@ -15,7 +15,7 @@ import numpy as np
 
 from .. import ops
 from ..checks import real_axes
-from ..inspect.page import drawn
+from ..inspect.trace import drawn
 from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained

@@ -11,8 +11,8 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from ..inspect import doctor
-from ..inspect.cost import milliseconds
-from ..inspect.page import drawn
+from ..inspect.explain import milliseconds
+from ..inspect.trace import drawn
 from ..kept_files import check_writable
 
 

@@ -23,8 +23,8 @@ from ..io.safetensors import SafetensorsState, read_safetensors, write_safetenso
 from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
-from ..models.trellis2.blocks import trellis2
 from ..models.trellis2.pipeline import STAGES
+from ..models.trellis2.transformer import trellis2
 from .progress import stages
 
 SUFFIX = ".safetensors"

@@ -8,9 +8,8 @@ from typing import Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
-from . import curves
-from .curves import Curve
-from .lattice import Bounds, MaskedRows, Offsets, Rule, UniqueRows
+from . import lattice
+from .lattice import Bounds, Curve, MaskedRows, Offsets, Rule, UniqueRows
 
 # Called with the name and the value of a view that a backend makes beside a table.
 Keep = Callable[[str, object], None]
@@ -226,7 +225,7 @@ class Geometry(ABC):
             region: rows that are ordered among themselves, one region after another;
                 by default all of them.
         """
-        return curves.by_region(curves.gray_order(table >= 0), region)
+        return lattice.by_region(lattice.gray_order(table >= 0), region)
 
     @abstractmethod
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:

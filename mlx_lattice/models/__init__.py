@@ -10,15 +10,6 @@ from .blocks import (
     SparseResNet34,
 )
 from .detection import *
-from .minkunet import (
-    MinkUNet,
-    MinkUNet14,
-    MinkUNet18,
-    MinkUNet34,
-    MinkUNet50,
-    MinkUNet101,
-    MinkUNetTorchSparse,
-)
 from .pretrained import (
     About,
     Pretrained,
@@ -29,8 +20,6 @@ from .pretrained import (
 )
 from .ptv3 import PTv3
 from .published import PUBLISHED
-from .spunet import SpUNet
-from .spvcnn import SPVCNN
 from .trellis2 import (
     DualGrid,
     SLatFlowModel,
@@ -40,6 +29,17 @@ from .trellis2 import (
     SparseVAEDecoder,
     SparseVAEEncoder,
     dual_grid,
+)
+from .unets import (
+    SPVCNN,
+    MinkUNet,
+    MinkUNet14,
+    MinkUNet18,
+    MinkUNet34,
+    MinkUNet50,
+    MinkUNet101,
+    MinkUNetTorchSparse,
+    SpUNet,
 )
 
 __all__ = [

@@ -21,7 +21,7 @@ import mlx.core as mx
 
 from .. import memory, nn, ops
 from ..checks import heads_of, one_of
-from ..geometry.curves import check_curve
+from ..geometry.lattice import check_curve
 from ..io.errors import listed
 from ..nn.fused import in_order
 from ..ops.observed import inside

@@ -10,11 +10,9 @@ from typing import Any, NamedTuple
 from ..checks import real, whole
 from ..io.checkpoints import RENAMES
 from ..io.errors import CheckpointError
-from .minkunet import MinkUNet
 from .pretrained import About, VoxelRecipe
 from .ptv3 import PTv3
-from .spunet import SpUNet
-from .spvcnn import SPVCNN
+from .unets import SPVCNN, MinkUNet, SpUNet
 
 
 class Rules(NamedTuple):

@@ -12,7 +12,7 @@ from mlx.nn import Module
 
 from .. import ops
 from ..checks import flag, heads_of, one_of, real, whole
-from ..geometry.curves import CURVES
+from ..geometry.lattice import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attention import angles, check_rotary, turned_head, turned_heads
 from ..ops.attention_calls import biases

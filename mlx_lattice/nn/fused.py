@@ -21,7 +21,7 @@ from .. import sync
 from ..epilogue import NONE, Epilogue, Moments
 from ..int8 import IntegerTensor
 from ..ops import observed, on_features
-from ..ops.activation import fused_activation
+from ..ops.channels import fused_activation
 from ..tensor import SparseTensor, features_of
 from . import linear as linears
 from .convolution import Convolution, SubmConv

@@ -14,7 +14,7 @@ from mlx.nn import Identity, Module
 
 from ..checks import array_of, real, whole
 from ..ops import on_features
-from ..ops.activation import (
+from ..ops.channels import (
     BY_TANH,
     as_its_base,
     by_rows,

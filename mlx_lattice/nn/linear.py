@@ -18,7 +18,7 @@ from ..devices import CPU, Device
 from ..epilogue import Activation, Epilogue
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
-from ..ops.activation import activated
+from ..ops.channels import activated
 from ..ops.observed import Observers
 from ..plan import Plan
 from ..problem import Problem
@@ -26,7 +26,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..routes.needs import accelerate
-from ..routes.selection import named
+from ..routes.table import named
 from ..settings import boundary
 from ..sync import is_transforming
 from ..tensor import SparseTensor

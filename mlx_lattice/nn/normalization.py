@@ -16,7 +16,7 @@ from .. import ops
 from ..checks import dtype_name, flag, real, whole
 from ..epilogue import Epilogue
 from ..ops import observed
-from ..ops.activation import activation_of
+from ..ops.channels import activation_of
 from ..ops.norms import expect_lines, normalized_by, normalized_by_rows, residual_of
 from ..registry import Activation
 from ..tensor import SparseTensor, features_of

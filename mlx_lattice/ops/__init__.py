@@ -5,7 +5,6 @@ from typing import TYPE_CHECKING
 from ..axes import numbered_functions
 from ..other_names import unknown_name
 from . import (
-    activation,
     attention,
     boxes,
     channels,
@@ -17,7 +16,6 @@ from . import (
     norms,
     pool,
 )
-from .activation import *
 from .attention import *
 from .boxes import *
 from .channels import *
@@ -57,7 +55,7 @@ if TYPE_CHECKING:  # type checkers do not see the loop
     upsample_nearest3d = upsample_nearest4d = pool.upsample_nearest
 
 _FILES = (
-    activation, attention, boxes, channels, convolution, coordinates, dual_grid,
+    attention, boxes, channels, convolution, coordinates, dual_grid,
     interpolation, neighbours, norms, pool,
 )  # fmt: skip
 __all__ = [*(name for file in _FILES for name in file.__all__), *_NUMBERED]

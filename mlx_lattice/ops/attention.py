@@ -21,7 +21,7 @@ from ..backends.gpu.attention import GpuHeads, extents_of
 from ..channel_kernels import column_sums
 from ..checks import INT32_LIMIT, array_of, arrays_of, dtype_name, real, whole
 from ..devices import CPU
-from ..geometry import curves, lattice
+from ..geometry import lattice
 from ..geometry.lattice import running_sums
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
@@ -159,7 +159,7 @@ def serialized_attention(
             scores are computed in float32 by MLX operations, a part at a time.
     """
     expect_tensor(like, "like", flags=True)
-    curves.check_curve(order, like.dims)
+    lattice.check_curve(order, like.dims)
     if last_patch not in LAST_PATCHES:
         raise ValueError(
             f"last_patch must be one of {LAST_PATCHES}; got {last_patch!r}"
@@ -345,12 +345,12 @@ def curve_code(
     curve = _curve(x, order, bits)
     if len(x) == 0:
         return mx.zeros((0,), dtype=mx.int64)
-    return curves.curve_codes(x.coordinate_set.coords, curve)
+    return lattice.curve_codes(x.coordinate_set.coords, curve)
 
 
-def _curve(x: SparseTensor, order: str, bits: int | None) -> curves.Curve:
+def _curve(x: SparseTensor, order: str, bits: int | None) -> lattice.Curve:
     expect_tensor(x)
-    return curves.curve_of(order, x.coordinate_set.bounds, bits)
+    return lattice.curve_of(order, x.coordinate_set.bounds, bits)
 
 
 def _along(like: SparseTensor, curve: str, bits: int | None):

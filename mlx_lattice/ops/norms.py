@@ -21,7 +21,7 @@ from ..epilogue import NONE, Activation, composed
 from ..registry import Fit, Norms, Residual, Running
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import Function, filled, several
-from .activation import activated, activation_of
+from .channels import activated, activation_of
 from .observed import norm_teller
 from .pool import BatchRows, batch_rows, batch_spread, batch_sum
 

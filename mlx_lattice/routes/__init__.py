@@ -2,8 +2,8 @@
 
 from ..problem import PASSES
 from .choice import Choice, Route, RouteError
-from .selection import NAMES, forced_route, named, only, parse_only, select
-from .table import TABLE
+from .selection import forced_route, only, parse_only, select
+from .table import NAMES, TABLE, named
 
 __all__ = [
     "Choice",

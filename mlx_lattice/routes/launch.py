@@ -28,7 +28,8 @@ from ..problem import finished as finished_integers
 from ..quantized import Packing
 from ..relation import Relation
 from . import measure, proof
-from .selection import Choice, candidates, choose, named
+from .selection import Choice, candidates, choose
+from .table import named
 
 # Runs a contraction by a plan: run(plan, *inputs, *bias).
 Run = Callable[..., mx.array]

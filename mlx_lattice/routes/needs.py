@@ -1,8 +1,4 @@
-"""Needs: small named predicates of the route table, whose text is the explanation.
-
-They know the facts that they are given and nothing else: a Choice asks them again for
-its reasons, long after.
-"""
+"""Thresholds of routes that no backend owns. "*" is the default of other chips."""
 
 from __future__ import annotations
 
@@ -12,9 +8,72 @@ from collections.abc import Callable
 from .. import devices
 from ..backends.cuda import thresholds as cuda_thresholds
 from ..backends.metal import thresholds as metal_thresholds
-from ..devices import CPU, CUDA, METAL, Device
+from ..backends.metal.thresholds import FILLING_ROWS
+from ..devices import CPU, CUDA, METAL, Device, entry
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
-from ..routes import thresholds
+
+# Fewest rows from which a route pays, by (route, pass); see ANY_ROWS. Values for Metal
+# come from executed counts.
+ROWS = {
+    # They come after sorted_implicit_gemm in the table: unsorted tiles execute 1.6 to
+    # 2.2 times the useful operations, sorted ones 1.11 to 1.14.
+    ("dense_channel", "forward"): {"*": 256},
+    ("dense_channel", "input_grad"): {"*": 256},
+    ("cout16", "forward"): {"*": 512},
+    ("sorted_implicit_gemm", "forward"): FILLING_ROWS,
+    ("sorted_implicit_gemm", "input_grad"): FILLING_ROWS,
+    ("grouped_gemm", "weight_grad"): {"*": 1},
+    ("tensor_ops", "forward"): FILLING_ROWS,
+    ("tensor_ops", "input_grad"): FILLING_ROWS,
+    ("tensor_ops", "weight_grad"): {"*": 1024},
+    ("quantized_sorted", "forward"): FILLING_ROWS,
+    ("quantized_tensor_ops", "forward"): FILLING_ROWS,
+}
+
+# Channels of the narrower side from which tiles take any number of rows. A traversal
+# reads W[k] once a row; with 256 channels it takes 1.2 ms for 200 rows on an H200.
+ANY_ROWS = {
+    ("sorted_implicit_gemm", "forward"): {"*": 32, "h100": 8, "h200": 8},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 32, "h100": 8, "h200": 8},
+    ("tensor_ops", "forward"): {"*": 32},
+    ("tensor_ops", "input_grad"): {"*": 32},
+    ("quantized_sorted", "forward"): {"*": 32},
+    ("quantized_tensor_ops", "forward"): {"*": 32},
+}
+
+# CPU: multiply-adds that cost as much as a step from one group of an edge to the next.
+GROUP_PRODUCTS = 640
+
+# Channels of a group up to which im2col beats a matmul per offset.
+IM2COL_CHANNELS = {"*": 4, "cpu": 8}
+
+# Most bytes of the im2col matrix in explicit GEMM.
+IM2COL_BYTES = {"*": 1 << 30, "cpu": 1 << 29}
+
+# Kernel offsets from which one dispatch over all offsets beats one per offset.
+GROUPED_OFFSETS = {"*": 8, "cpu": 64}
+
+# CUDA, as ROWS. On an H200 the floor takes 7 us for 300 rows of 4 channels, tiles 9; at
+# 8 channels the floor takes 8 us, tiles 5.
+CUDA_ROWS = {
+    ("sorted_implicit_gemm", "forward"): {"*": 1024},
+    ("sorted_implicit_gemm", "input_grad"): {"*": 1024},
+    # Over sorted rows; below it grouped_gemm serves, over edges.
+    ("sorted_implicit_gemm", "weight_grad"): {"*": 1 << 14},
+    ("quantized_sorted", "forward"): {"*": 256},
+}
+
+
+def least_rows(
+    route: str, pass_: str, channels: tuple[int, int], device: Device
+) -> int:
+    """Return the least rows from which a route pays on a device."""
+    wide = ANY_ROWS.get((route, pass_))
+    if wide is not None and min(channels) >= entry(wide, device):
+        return 1
+    own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
+    return entry((CUDA_ROWS if own else ROWS).get((route, pass_), {"*": 0}), device)
+
 
 # A need returns None where it holds, else the sentence that explains the refusal.
 Need = Callable[[Problem, Device], str | None]
@@ -137,7 +196,7 @@ def expands_groups(p: Problem, device: Device) -> bool:
         return True
     width, each = p.c_in // p.groups, p.c_out // p.groups
     if device.backend == CPU:
-        products, step = p.c_in * p.c_out, thresholds.GROUP_PRODUCTS
+        products, step = p.c_in * p.c_out, GROUP_PRODUCTS
         is_depthwise = width == each == 1
         return not is_depthwise and p.groups * (step + width * each) > step + products
     if width == 1 and p.table:
@@ -254,7 +313,7 @@ def rows_at_least(route: str) -> Need:
 
     def need(p: Problem, device: Device) -> str | None:
         is_grad = p.pass_ == INPUT_GRAD
-        least = thresholds.rows(route, p.pass_, (p.c_in, p.c_out), device)
+        least = least_rows(route, p.pass_, (p.c_in, p.c_out), device)
         rows = p.n_in if is_grad else p.n_out
         if rows >= least:
             return None
@@ -287,7 +346,7 @@ def few_channels(p: Problem, device: Device) -> str | None:
     """Hold where one wide im2col matmul beats one short matmul per offset."""
     if _by_tiles_of_edges(p, device):
         return "tiles of dW read the rows where they are, without a gathered matrix"
-    most = devices.entry(thresholds.IM2COL_CHANNELS, device)
+    most = devices.entry(IM2COL_CHANNELS, device)
     channels = p.c_out if p.pass_ == INPUT_GRAD else p.c_in
     if channels <= most:
         return None
@@ -298,7 +357,7 @@ def few_channels(p: Problem, device: Device) -> str | None:
 def im2col_fits(p: Problem, device: Device) -> str | None:
     """Hold where the gathered matrix fits its memory bound."""
     size = p.im2col_bytes(device)
-    most = devices.entry(thresholds.IM2COL_BYTES, device)
+    most = devices.entry(IM2COL_BYTES, device)
     if size <= most:
         return None
     return (
@@ -311,7 +370,7 @@ def many_offsets(p: Problem, device: Device) -> str | None:
     """Hold where one dispatch over all offsets beats one dispatch per offset."""
     if _by_tiles_of_edges(p, device):
         return None
-    least = devices.entry(thresholds.GROUPED_OFFSETS, device)
+    least = devices.entry(GROUPED_OFFSETS, device)
     if p.volume >= least:
         return None
     return f"K = {p.volume} is below {least}: a matmul an offset costs less"

@@ -11,11 +11,9 @@ from contextlib import contextmanager
 from .. import backends, devices, settings
 from ..devices import Device
 from ..problem import PASSES, Problem
-from . import measure, proof_results
+from . import measure, proof
 from .choice import Choice, Reasons, Route, RouteError, Times
-from .table import TABLE
-
-NAMES = tuple(route.name for route in TABLE)
+from .table import TABLE, named
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -47,14 +45,6 @@ def parse_only(text: str) -> dict[str, str]:
         for each in (pass_,) if pass_ else route.passes:
             forced[each] = name
     return forced
-
-
-def named(name: str) -> Route:
-    """Return the row of a route's name, or raise with the names there are."""
-    for route in TABLE:
-        if route.name == name:
-            return route
-    raise RouteError(f"no route is named {name!r}; there are {', '.join(NAMES)}")
 
 
 @contextmanager
@@ -124,12 +114,12 @@ def choose(
     forced = only or forced_route(problem.pass_)
     tuned = forced is None and measure.enabled()
     facts = problem, device, backends.missing(device.backend)
-    refused = proof_results.refused_on(device)
+    refused = proof.refused_on(device)
 
     def obstacle(route: Route, forced: bool = False) -> str | None:
         reason = route.obstacle(*facts, forced)
         if reason is None and refused:
-            reason = proof_results.refusal(refused, route.plan(problem, device))
+            reason = proof.refusal(refused, route.plan(problem, device))
         return reason
 
     def others() -> tuple[Reasons, Reasons]:
@@ -166,11 +156,11 @@ def choose(
 
 def candidates(problem: Problem, device: Device) -> tuple[Route, ...]:
     """Return the routes that can run a problem, in table order."""
-    refused = proof_results.refused_on(device)
+    refused = proof.refused_on(device)
     able = [r for r in TABLE if r.refusal(problem, device, forced=True) is None]
     if refused:
         plans = [(r, r.plan(problem, device)) for r in able]
-        able = [r for r, p in plans if proof_results.refusal(refused, p) is None]
+        able = [r for r, p in plans if proof.refusal(refused, p) is None]
     return tuple(able)
 
 

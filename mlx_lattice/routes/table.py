@@ -13,7 +13,7 @@ from ..backends.metal import contraction as metal_contraction
 from ..backends.metal import weight_grad as metal_weight_grad
 from ..devices import CPU, METAL
 from ..problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD
-from .choice import Route
+from .choice import Route, RouteError
 from .needs import (
     c_out_is,
     c_out_multiple_of,
@@ -293,3 +293,13 @@ TABLE: tuple[Route, ...] = (
         mlx=mlx_backend.gather_gemm_scatter,
     ),
 )
+
+NAMES = tuple(route.name for route in TABLE)
+
+
+def named(name: str) -> Route:
+    """Return the row of a route's name, or raise with the names there are."""
+    for route in TABLE:
+        if route.name == name:
+            return route
+    raise RouteError(f"no route is named {name!r}; there are {', '.join(NAMES)}")

@@ -17,7 +17,7 @@ from places import HERE, MetalHost, agreed
 from reference_rows import table_of
 
 from mlx_lattice import sync
-from mlx_lattice.geometry import curves, lattice
+from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 from mlx_lattice.kernel_spec import KernelSpec
@@ -351,7 +351,7 @@ def check_views(place, table, expected):
     )
     same(agreed(place, GEOMETRY[place.name].edges, table), expected.edges)
     used = table >= 0
-    rank = curves.gray_order(used)
+    rank = lattice.gray_order(used)
     same(agreed(place, GEOMETRY[place.name].gray_order, table), rank)
 
 
@@ -363,7 +363,7 @@ def test_orders_and_edges(place, volume, n):
     rng = np.random.default_rng(volume)
     table = rng.integers(-400, 500, (n, volume)).clip(-1).astype(np.int32)
     order = agreed(place, GEOMETRY[place.name].gray_order, mx.array(table))
-    same(order, curves.gray_order(mx.array(table >= 0)))
+    same(order, lattice.gray_order(mx.array(table >= 0)))
     in_regions = agreed(place, GEOMETRY[place.name].gray_order, mx.array(table), 60)
     order = np.array(order)
     same(in_regions, order[np.argsort(order // 60, kind="stable")])

@@ -12,7 +12,7 @@ from reference_rows import table_of, tile_order
 import mlx_lattice as ml
 from mlx_lattice import ops, registry, sync
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
-from mlx_lattice.geometry import curves, lattice
+from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.kernel_spec import KernelSpec
 
@@ -143,12 +143,12 @@ def test_orders_along_curves(emulator, d, extent):
     rows = rng.integers(-extent // 2, extent // 2, (5000, 1 + d))
     rows[:, 0] = rng.integers(-2, 2, 5000)
     rows = mx.array(rng.permutation(np.unique(rows, axis=0)).astype(np.int32))
-    for name in curves.CURVES:
-        curve = curves.curve_of(name, lattice.bounds_of(rows))
+    for name in lattice.CURVES:
+        curve = lattice.curve_of(name, lattice.bounds_of(rows))
         assert curve.is_numbered
         with emulating(emulator):
             order = registry.GEOMETRY["cuda"].curve_order(rows, curve)
-        wanted = curves.curve_order(rows, curve)
+        wanted = lattice.curve_order(rows, curve)
         np.testing.assert_array_equal(np.array(order), np.array(wanted))
 
 

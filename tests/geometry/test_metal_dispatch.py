@@ -15,7 +15,7 @@ from metal_checks import bounded, host
 from mlx_lattice import devices, registry
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import geometry as metal_geometry
-from mlx_lattice.geometry import curves, lattice
+from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
@@ -52,7 +52,7 @@ def found(out, offsets, stride, mirrored):
 def along(curve):
     """The order of rows along a curve."""
     at = rows() - rows().min(axis=0)
-    return geometry.curve_order(at, curves.curve_of(curve, lattice.bounds_of(at)))
+    return geometry.curve_order(at, lattice.curve_of(curve, lattice.bounds_of(at)))
 
 
 def weights():

@@ -12,7 +12,7 @@ from mlx_lattice import registry, sync
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
-from mlx_lattice.geometry import curves, lattice
+from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
 
@@ -103,10 +103,10 @@ def test_keys_have_no_more_bits_than_ranks(volume):
     assert record.report.faults == ()
     keys = next(b for b in (8, 16, 32, 64) if volume < b or b == 64)
     assert f"uint{keys}_t" in record.report.launches[0].kernel
-    every = np.array(curves.gray_order(table >= 0))
+    every = np.array(lattice.gray_order(table >= 0))
     np.testing.assert_array_equal(order, every[np.argsort(every // 34, kind="stable")])
     np.testing.assert_array_equal(ordered, np.array(table)[order])
-    np.testing.assert_array_equal(masks, curves.mask_words(ordered >= 0, 8))
+    np.testing.assert_array_equal(masks, lattice.mask_words(ordered >= 0, 8))
 
 
 @pytest.mark.parametrize("cells", ((2, 1 << 20, 1 << 10), (2, 1 << 20, 1 << 11), None))

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 import mlx_lattice as ml
 from mlx_lattice import ops, registry
-from mlx_lattice.geometry import curves
+from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import bounds_of
 
 
@@ -24,7 +24,7 @@ def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:
 
 # In MLX operations, and by what serves here.
 BUILDERS = {
-    "mlx": lambda: curves.curve_order,
+    "mlx": lambda: lattice.curve_order,
     "kernels": lambda: registry.geometry().curve_order,
 }
 
@@ -34,7 +34,7 @@ def ordered(name: str, coords: np.ndarray, by: str = "kernels") -> mx.array:
     if len(coords) == 0:
         x = ml.SparseTensor(rows, mx.zeros((0, 1)))
         return ops.curve_order(x, name)
-    return BUILDERS[by]()(rows, curves.curve_of(name, bounds_of(rows)))
+    return BUILDERS[by]()(rows, lattice.curve_of(name, bounds_of(rows)))
 
 
 def scalar_order(coords, curve) -> list[int]:
@@ -69,7 +69,7 @@ def test_curves_over_the_whole_of_int32(curve, by, d, data):
 
 
 @pytest.mark.parametrize("by", BUILDERS)
-@pytest.mark.parametrize("curve", curves.CURVES)
+@pytest.mark.parametrize("curve", lattice.CURVES)
 @pytest.mark.parametrize(("d", "extent"), ((2, 2**31), (3, 2**20), (3, 2**9), (4, 99)))
 def test_curves_of_many_rows(curve, by, d, extent):
     """Keys of one word and of two, with row numbers below them and without."""
@@ -103,14 +103,14 @@ def test_gray_order(volume, n, seed):
             rank, mask = rank ^ mask, mask >> 1
         return rank
 
-    got = curves.gray_order(mx.array(occupied)).tolist()
+    got = lattice.gray_order(mx.array(occupied)).tolist()
     assert got == sorted(range(n), key=lambda row: (rank(row), row))
 
 
 @given(st.integers(1, 100), st.integers(0, 40), st.sampled_from((1, 4, 16, 32)))
 def test_mask_words(volume, n, block):
     occupied = np.random.default_rng(volume).random((n, volume)) < 0.2
-    words = np.array(curves.mask_words(mx.array(occupied), block)).reshape(
+    words = np.array(lattice.mask_words(mx.array(occupied), block)).reshape(
         -1, -(-volume // 32)
     )
     for b in range(-(-n // block)):
@@ -123,7 +123,7 @@ def test_mask_words(volume, n, block):
 # Curves by name, of given bits
 
 
-@pytest.mark.parametrize("curve", curves.CURVES)
+@pytest.mark.parametrize("curve", lattice.CURVES)
 @pytest.mark.parametrize("bits", (3, 4, 7))
 def test_curves_of_given_bits(curve, bits):
     coords = np.random.default_rng(bits).integers(0, 8, (40, 4)).astype(np.int32)

@@ -11,7 +11,7 @@ import reference as ref
 from conftest import KINDS, build, multi_edges, pair
 
 import mlx_lattice as ml
-from mlx_lattice.geometry import curves
+from mlx_lattice.geometry import lattice
 from mlx_lattice.relation import KeptViews
 
 GEOMETRIES = ("negative", "batches", "one", "empty")
@@ -103,7 +103,7 @@ def test_sorted_rows(case, name):
     both = pair(case, name, 70)
     for relation, expected in (both, (both[0].T, both[1].T)):
         table, view = expected.out_in, relation.sorted
-        order = curves.gray_order(mx.array(table >= 0))
+        order = lattice.gray_order(mx.array(table >= 0))
         assert view.rows.tolist() == order.tolist() and view.rows.dtype == mx.int32
         ordered = np.array(view.table).reshape(-1, relation.volume)
         np.testing.assert_array_equal(ordered, table[np.array(order)])

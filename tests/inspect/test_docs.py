@@ -13,7 +13,7 @@ from PIL import Image
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import cli, io, models, nn, ops, routes
-from mlx_lattice.routes import thresholds
+from mlx_lattice.routes import needs
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -205,7 +205,7 @@ def test_the_route_page_has_every_row_need_and_threshold():
             assert f"`{backend}" in section
         for need in (*route.needs, *route.pays):
             assert f"`{need.__qualname__.partition('.')[0]}" in section
-    for route, pass_ in thresholds.ROWS:
+    for route, pass_ in needs.ROWS:
         assert f"| {route}, {pass_} | " in page
     for name in (
         "ROWS",
@@ -215,7 +215,7 @@ def test_the_route_page_has_every_row_need_and_threshold():
         "DISPATCH",
     ):
         comment = page.split(f"### `{name}`")[1].strip()
-        assert comment[0].isupper(), f"{name} is explained in thresholds.py"
+        assert comment[0].isupper(), f"{name} is explained in needs.py"
 
 
 @pytest.mark.parametrize("name", ("mlx_lattice", *(f"mlx_lattice.{m}" for m in (

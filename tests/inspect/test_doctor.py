@@ -13,11 +13,11 @@ from mlx_lattice import availability, cli, devices, routes, settings
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 from mlx_lattice.commands import doctor as command
-from mlx_lattice.inspect import backend_info, doctor
+from mlx_lattice.inspect import doctor
 from mlx_lattice.inspect.doctor import Case, Doctor, Layer
 from mlx_lattice.plan import MLX, Plan
 from mlx_lattice.problem import FORWARD, PASSES
-from mlx_lattice.routes import proof_results
+from mlx_lattice.routes import proof
 
 PLENTY = 1e6  # seconds: no budget ends, however busy the machine is
 SMALL = (Layer(9, 16, 24, passes=PASSES), Layer(9, 16, 24, bits=4))
@@ -237,13 +237,13 @@ def test_select_refuses_a_matrix_kernel_that_is_wrong(place, monkeypatch, tmp_pa
         settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "proofs")
     )
     monkeypatch.setitem(settings.environment, "MLX_LATTICE_PROOF", "1")
-    assert not doctor.prove(case)["wrong"] and not proof_results.current().refused
+    assert not doctor.prove(case)["wrong"] and not proof.current().refused
     with monkeypatch.context() as patched:
         plant(patched, lambda y: y * 1.5)
         assert doctor.prove(case)["wrong"]
-    assert proof_results.refusal(proof_results.current().refused, case.plan)
+    assert proof.refusal(proof.current().refused, case.plan)
     # What is known does not count.
-    assert not doctor.prove(case)["wrong"] and not proof_results.current().refused
+    assert not doctor.prove(case)["wrong"] and not proof.current().refused
 
 
 def test_relations_norms_and_pools_are_proved(place):
@@ -368,9 +368,9 @@ def test_what_does_not_fit_into_its_time_is_left_out(seconds, small, monkeypatch
 )
 def test_a_busy_machine_is_detected(ticks, average, said, monkeypatch):
     monkeypatch.undo()
-    monkeypatch.setattr(backend_info, "_ticks", iter(ticks).__next__)
-    monkeypatch.setattr(backend_info.os, "getloadavg", lambda: (average, 0, 0))
-    monkeypatch.setattr(backend_info.os, "cpu_count", lambda: 2)
+    monkeypatch.setattr(doctor, "_ticks", iter(ticks).__next__)
+    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (average, 0, 0))
+    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
     found = doctor.busy()
     assert found == (said and f"other programs use {said} of the processors' time")
 

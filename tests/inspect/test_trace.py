@@ -13,7 +13,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops, registry
-from mlx_lattice.inspect import page
+from mlx_lattice.inspect import trace
 from mlx_lattice.inspect.trace import check_page
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD
 
@@ -125,7 +125,7 @@ def test_no_times_under_compile_and_the_trace_says_so():
     assert all(r.milliseconds is None and "mx.compile" in r.note for r in t)
     assert all(r.explanation.facts.edges for r in t)
     assert "no time: mx.compile" in t.table()
-    assert "no time: mx.compile" in page.page(t)
+    assert "no time: mx.compile" in trace.page(t)
     with ml.trace(net) as t:
         mx.eval(step(x.feats))
     assert len(t) == 0, "a compiled graph runs without Python"
@@ -154,7 +154,7 @@ def test_empty_tensors_and_empty_traces():
         ops.subm_conv3d(x, mx.ones((27, 4, 4)))
     assert t.records[0].problem.edges == 0
     for found in (t, ml.trace().__enter__()):
-        assert found.table() and found.to_json() and page.page(found)
+        assert found.table() and found.to_json() and trace.page(found)
 
 
 def test_relations_without_a_table_or_a_kernel():
@@ -276,7 +276,7 @@ def test_the_page_is_self_contained_and_has_everything(tmp_path):
 def test_names_are_escaped_in_the_page():
     with ml.trace() as t, ml.routes.launch.scope("<script>alert(1)</script>"):
         ops.subm_conv3d(tensor(), mx.ones((27, 4, 4)))
-    text = page.page(t)
+    text = trace.page(t)
     assert "<script>alert" not in text and "&lt;script&gt;alert" in text
 
 
@@ -284,11 +284,11 @@ def test_forced_and_measured_routes_are_marked(tmp_path):
     x, w = tensor(), mx.ones((27, 4, 4))
     with ml.trace() as t, ml.routes.only("gather_gemm_scatter"):
         ops.subm_conv3d(x, w)
-    assert "(forced)" in t.table() and "forced" in page.page(t)
+    assert "(forced)" in t.table() and "forced" in trace.page(t)
     with ml.trace() as t, ml.cache(tmp_path), ml.tune():
         ops.subm_conv3d(x, w)
     assert t.records[0].choice.measured
-    assert ">measured</span>" in page.page(t)
+    assert ">measured</span>" in trace.page(t)
 
 
 def test_without_jinja2_the_error_has_the_command(monkeypatch, tmp_path):
@@ -328,7 +328,7 @@ def test_norms_and_what_was_fused_into_them():
     assert data[1]["parts"] == ["BatchNorm", "residual", "ReLU"]
     assert data[1]["channels"] == 4 and data[1]["dtype"] == "float32"
     pytest.importorskip("jinja2")
-    assert "BatchNorm + residual + ReLU" in page.page(t)
+    assert "BatchNorm + residual + ReLU" in trace.page(t)
 
 
 @pytest.mark.parametrize("training", (False, True))

@@ -17,7 +17,7 @@ import mlx_lattice as ml
 from mlx_lattice import cli, models, nn
 from mlx_lattice.io import import_checkpoint
 from mlx_lattice.models import trellis2
-from mlx_lattice.models.trellis2.blocks import trellis2 as described
+from mlx_lattice.models.trellis2.transformer import trellis2 as described
 
 NAMES = {
     "shape": "FlexiDualGridVaeDecoder",

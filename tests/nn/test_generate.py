@@ -13,7 +13,7 @@ import mlx_lattice as ml
 from mlx_lattice import cli, io, models, nn
 from mlx_lattice.commands.generate import loaded, settings_of
 from mlx_lattice.models import trellis2
-from mlx_lattice.models.trellis2.blocks import trellis2 as described
+from mlx_lattice.models.trellis2.transformer import trellis2 as described
 
 TOKENS, LATENT = 12, 8
 FLOW = {"model_channels": 16, "cond_channels": TOKENS, "num_blocks": 1, "num_heads": 2}

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
-from mlx_lattice.models.trellis2.blocks import ConvNeXtBlock
+from mlx_lattice.models.trellis2.transformer import ConvNeXtBlock
 from mlx_lattice.nn.int8 import _round_features
 from mlx_lattice.nn.int8_calibration import Samples
 

@@ -12,7 +12,7 @@ import mlx_lattice as ml
 from mlx_lattice import backends, devices, routes
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.epilogue import EpilogueFacts
-from mlx_lattice.inspect import cost
+from mlx_lattice.inspect import explain
 from mlx_lattice.problem import PASSES, IntegerFacts, Problem
 
 H200 = devices.PROFILES["h200"]
@@ -22,7 +22,7 @@ def test_cost_counts_by_hand():
     relation = pair(KINDS[0], n=200)[0]
     e, n = relation.n_edges, relation.n_out
     problem = Problem.of("forward", relation, 8, 16, mx.float16)
-    c = cost.cost(problem, H200, relation=relation)
+    c = explain.cost(problem, H200, relation=relation)
     assert c.useful_flops == 2 * e * 8 * 16
     assert c.bytes_moved == 2 * n * (8 + 16) + 2 * 27 * 8 * 16 + 4 * 27 * n
     assert c.explicit_bytes == c.bytes_moved + 2 * e * 8 * 2
@@ -42,14 +42,14 @@ def test_gradients_gather_what_they_read():
         ("input_grad", 1, 16),
         ("weight_grad", 0, 24),
     ):
-        c = cost.cost(getattr(Problem, pass_)(**facts), H200)
+        c = explain.cost(getattr(Problem, pass_)(**facts), H200)
         assert c.bytes_moved == moved[rows]
         assert c.explicit_bytes - c.bytes_moved == 2 * 4 * 400 * width
 
 
 def done(problem, route, relation=None, device="h200"):
     choice = routes.select(problem, device=device, only=route)
-    counted = cost.cost(problem, choice.device, choice=choice, relation=relation)
+    counted = explain.cost(problem, choice.device, choice=choice, relation=relation)
     return counted.done_over_useful
 
 
@@ -188,8 +188,8 @@ def test_what_is_not_counted_is_none():
 
 def test_packed_weights_move_fewer_bytes():
     facts = dict(c_in=64, c_out=64, n_in=0, edges=0, dtype="float16")
-    dense = cost.cost(Problem.forward(**facts), devices.PROFILES["m4"])
-    packed = cost.cost(
+    dense = explain.cost(Problem.forward(**facts), devices.PROFILES["m4"])
+    packed = explain.cost(
         Problem.forward(**facts, bits=4, group_size=32), devices.PROFILES["m4"]
     )
     assert dense.bytes_moved == 27 * 64 * 64 * 2
@@ -199,17 +199,17 @@ def test_packed_weights_move_fewer_bytes():
 @pytest.mark.parametrize(
     "text, expected",
     [
-        (cost.operations(0), "0 FLOP"),
-        (cost.operations(69e9), "69 GFLOP"),
-        (cost.size(2.24e9), "2.24 GB"),
-        (cost.size(1e19), "1e+04 PB"),
-        (cost.milliseconds(3.7), "3.7 ms"),
-        (cost.milliseconds(0.012), "12 us"),
-        (cost.milliseconds(0.0), "0 ms"),
-        (cost.milliseconds(1234.5), "1,234 ms"),
-        (cost.milliseconds(999.7), "1,000 ms"),
-        (cost.size(999_700), "1 MB"),
-        (cost.operations(999_499_999), "999 MFLOP"),
+        (explain.operations(0), "0 FLOP"),
+        (explain.operations(69e9), "69 GFLOP"),
+        (explain.size(2.24e9), "2.24 GB"),
+        (explain.size(1e19), "1e+04 PB"),
+        (explain.milliseconds(3.7), "3.7 ms"),
+        (explain.milliseconds(0.012), "12 us"),
+        (explain.milliseconds(0.0), "0 ms"),
+        (explain.milliseconds(1234.5), "1,234 ms"),
+        (explain.milliseconds(999.7), "1,000 ms"),
+        (explain.size(999_700), "1 MB"),
+        (explain.operations(999_499_999), "999 MFLOP"),
     ],
 )
 def test_numbers_read_well(text, expected):
@@ -222,7 +222,7 @@ def test_rooflines_are_of_what_multiplies():
 
     def least(**more):
         problem = Problem.forward(**facts, **more)
-        return cost.cost(problem, H200, choice=ml.select(problem, device="h200"))
+        return explain.cost(problem, H200, choice=ml.select(problem, device="h200"))
 
     half, exact = least(dtype="float16"), least()
     quick = least(precision="tf32")
@@ -239,7 +239,7 @@ def test_a_residual_is_read():
         for there in (("shift",), ("shift", "residual"))
     )
     m4 = devices.PROFILES["m4"]
-    more = cost.cost(added, m4).bytes_moved - cost.cost(bare, m4).bytes_moved
+    more = explain.cost(added, m4).bytes_moved - explain.cost(bare, m4).bytes_moved
     assert more == 100 * 4 * 4
 
 

@@ -9,7 +9,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import kept_files
-from mlx_lattice.routes import proof_results
+from mlx_lattice.routes import proof
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -87,13 +87,11 @@ def test_proofs_of_another_process_stay_in_the_file(tmp_path):
     path = tmp_path / "proofs" / "machine.json"
     with kept_files.cache(tmp_path):
         # Both read the file before either writes it, as two processes do.
-        first, second = (proof_results.Results(path, "machine") for _ in range(2))
+        first, second = (proof.Results(path, "machine") for _ in range(2))
         first.add(plans[0], False, "it gives other results")
         second.add(plans[1], False, None)
-        third = proof_results.Results(path, "machine")
-    assert proof_results.key_of(plans[0], False) != proof_results.key_of(
-        plans[1], False
-    )
+        third = proof.Results(path, "machine")
+    assert proof.key_of(plans[0], False) != proof.key_of(plans[1], False)
     assert all(third.knows(plan, False) for plan in plans)
-    reasons = [proof_results.refusal(third.refused, plan) for plan in plans]
+    reasons = [proof.refusal(third.refused, plan) for plan in plans]
     assert reasons == ["it gives other results", None]

@@ -16,7 +16,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
-from mlx_lattice.inspect.cost import cost
+from mlx_lattice.inspect.explain import cost
 from mlx_lattice.problem import PASSES
 from mlx_lattice.routes import TABLE
 

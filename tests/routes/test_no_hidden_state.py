@@ -11,7 +11,7 @@ from conftest import KINDS, pair
 
 import mlx_lattice as ml
 from mlx_lattice import availability, ops
-from mlx_lattice.routes import launch, proof_results
+from mlx_lattice.routes import launch, proof
 
 # Few edges a row and many; made by a manager, by hand, and of rows the library made.
 SCENES = ("far", "surface")
@@ -122,10 +122,10 @@ def test_reasons_are_those_of_the_decision(
     kernel = choose().plan.gpu
     if is_refused and kernel:
         refused = {kernel.digest: "it gave other bits"}
-        monkeypatch.setattr(proof_results, "refused_on", lambda _: refused)
+        monkeypatch.setattr(proof, "refused_on", lambda _: refused)
     said, later = reasons(choose()), choose()
     with monkeypatch.context() as changed, ml.backends.portable_only():
         changed.setattr(availability, "extension", None)
-        changed.setattr(proof_results, "refused_on", lambda _: {})
+        changed.setattr(proof, "refused_on", lambda _: {})
         assert reasons(later) == said
         assert reasons(choose()).get(watched) != said.get(watched)

@@ -20,7 +20,7 @@ from mutants import (  # noqa: F401 (a fixture)
 
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice.routes import proof, proof_results
+from mlx_lattice.routes import proof
 from mlx_lattice.routes.proof import Trial
 
 host.require()
@@ -68,7 +68,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
             assert_right(layer(x).feats, wanted, FLOAT)
             mx.eval(nn.SubmConv3d(24, 100, 3)(x).feats)  # another tile
         assert len(caught) == 1
-        assert len(proof_results.current().kernels) > 1
+        assert len(proof.current().kernels) > 1
 
 
 def dead(*_):
@@ -105,7 +105,7 @@ def ended_inside(path, key):
     """Let a process end while it tries a kernel."""
     child = os.fork()
     if child == 0:
-        block = proof_results.trying(path, key)
+        block = proof.trying(path, key)
         block.__enter__()
         os._exit(9)
     os.waitpid(child, 0)
@@ -115,15 +115,15 @@ def test_a_kernel_that_ends_two_processes_is_refused_in_the_third(folder):
     """As a GPU's fault does on Metal. One may have been killed for another reason."""
     x, layer, wanted = layers(FLOAT)
     with on_metal():
-        path = proof_results.current().path
+        path = proof.current().path
         with ml.proof(False):
-            key = proof_results.key_of(ml.explain(x, layer).choice.plan, True)
+            key = proof.key_of(ml.explain(x, layer).choice.plan, True)
         ended_inside(path, key)
-        with proof_results.trying(path, "another kernel") as ended:
+        with proof.trying(path, "another kernel") as ended:
             assert ended == 0
-        with proof_results.trying(path, key) as ended:
+        with proof.trying(path, key) as ended:
             assert ended == 1
-        with proof_results.trying(path, key) as ended:
+        with proof.trying(path, key) as ended:
             assert ended == 0, "what was left as it should be is forgotten"
         ended_inside(path, key)
         ended_inside(path, key)

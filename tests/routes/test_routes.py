@@ -13,7 +13,7 @@ from mlx_lattice.checks import DTYPES
 from mlx_lattice.devices import BACKENDS, PROFILES
 from mlx_lattice.plan import TOLERANCE
 from mlx_lattice.problem import KINDS, PASSES
-from mlx_lattice.routes import TABLE, RouteError, measure, select, thresholds
+from mlx_lattice.routes import TABLE, RouteError, measure, needs, select
 
 pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 # Name, passes, backends: the table of the design.
@@ -177,13 +177,13 @@ def test_measured_choices_rank_what_can_run(monkeypatch):
 
 
 def test_thresholds_have_a_safe_row_and_name_routes():
-    for (name, pass_), rows in thresholds.ROWS.items():
+    for (name, pass_), rows in needs.ROWS.items():
         assert pass_ in routes.named(name).passes
         assert "*" in rows
     for table in (
-        thresholds.IM2COL_BYTES,
-        thresholds.IM2COL_CHANNELS,
-        thresholds.GROUPED_OFFSETS,
+        needs.IM2COL_BYTES,
+        needs.IM2COL_CHANNELS,
+        needs.GROUPED_OFFSETS,
     ):
         assert devices.entry(table, PROFILES["m3"]) == table.get("m3", table["*"])
     assert set(TOLERANCE) == {*DTYPES, "tf32"}

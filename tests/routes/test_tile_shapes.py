@@ -14,7 +14,7 @@ from mlx_lattice import devices
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, LAYOUTS
-from mlx_lattice.routes import named, thresholds
+from mlx_lattice.routes import named, needs
 
 host.require()
 
@@ -76,7 +76,7 @@ def test_splits_follow_the_chips_own_cores():
 @pytest.mark.parametrize("chip", MACS, ids=lambda chip: chip.name)
 def test_rows_from_which_tiles_pay_follow_the_cores(chip):
     def pays(device: devices.Device) -> int:
-        return thresholds.rows(NAME, FORWARD, (16, 16), device)
+        return needs.least_rows(NAME, FORWARD, (16, 16), device)
 
     least = 24 * chip.cores
     assert pays(chip) == least

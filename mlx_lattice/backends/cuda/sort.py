@@ -15,9 +15,16 @@ import mlx.core as mx
 
 from ... import sync
 from ...devices import CUDA, current
-from ...geometry import curves
-from ...geometry.curves import Curve
-from ...geometry.lattice import KEY_LIMIT, Bounds, Offsets, Rule, cell_count, join
+from ...geometry import lattice
+from ...geometry.lattice import (
+    KEY_LIMIT,
+    Bounds,
+    Curve,
+    Offsets,
+    Rule,
+    cell_count,
+    join,
+)
 from ..gpu.kernel import GpuKernel, Interface, Output
 
 _DIGITS = (
@@ -227,7 +234,7 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
     """Return the (N,) int32 order of rows by batch, then along a curve."""
     n, columns = coords.shape
     if not curve.is_numbered:
-        return curves.curve_order(coords, curve)
+        return lattice.curve_order(coords, curve)
     (passes, each), key = digits_of(curve.of_key), key_dtype(curve.of_key)
     kernel = geometry_kernel(
         "curve_keys",

@@ -16,7 +16,7 @@ import mlx.core as mx
 from ...backends.gpu import norms as gpu_norms
 from ...devices import CUDA, Device
 from ...epilogue import EpilogueFacts
-from ...geometry.curves import used_by_blocks
+from ...geometry.lattice import used_by_blocks
 from ...plan import Plan
 from ...problem import WEIGHT_GRAD, Problem
 from ...relation import Relation

@@ -188,7 +188,7 @@ class GpuKernel:
             facts["template"] = list(self.template)
         numbers = []
         if self.interface.sizes:
-            numbers = [_sizes_array(self._ordered(sizes))]
+            numbers = [mx.array(self._ordered(sizes), dtype=mx.int32)]
 
         def launch_on_metal(arrays: list[mx.array]) -> list[mx.array]:
             inputs = [*map(in_device_space, arrays), *numbers]
@@ -329,12 +329,6 @@ def fitting_threadgroup(grid: Sequence[int]) -> tuple[int, int, int]:
 def blocks_for(threads: int) -> int:
     """Return CUDA's blocks for so many threads; of too many, each has several rows."""
     return max(1, min(MOST_BLOCKS, -(-threads // THREADS)))
-
-
-@lru_cache(maxsize=4096)
-def _sizes_array(values: tuple[int, ...]) -> mx.array:
-    """Return what Metal's kernels get sizes in; one array for all equal sizes."""
-    return mx.array(list(values), dtype=mx.int32)
 
 
 def _build(factory: Callable, kernel: GpuKernel, given: tuple[bool, ...]) -> Callable:

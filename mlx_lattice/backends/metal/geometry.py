@@ -14,11 +14,12 @@ import mlx.core as mx
 
 from ... import sync
 from ...devices import METAL
-from ...geometry import curves
-from ...geometry.curves import WORD, Curve, stable_order
+from ...geometry import lattice
 from ...geometry.lattice import (
     KEY_LIMIT,
+    WORD,
     Bounds,
+    Curve,
     Offsets,
     Rule,
     UniqueRows,
@@ -28,6 +29,7 @@ from ...geometry.lattice import (
     is_empty,
     join,
     row_keys,
+    stable_order,
 )
 from ...geometry.protocol import (
     Geometry,
@@ -459,7 +461,7 @@ class MetalGeometry(Geometry):
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
         """Return the (N,) int32 order of rows by batch, then along a curve."""
         if not curve.is_numbered:
-            return curves.curve_order(coords, curve)
+            return lattice.curve_order(coords, curve)
         n, width = coords.shape
         row_bits = n.bit_length()
         if curve.of_key + row_bits > WORD:

@@ -11,7 +11,7 @@ import mlx.core as mx
 from ... import devices, registry
 from ...checks import DTYPES, dtype_name
 from ...devices import METAL, Device
-from ...geometry.curves import used_by_blocks
+from ...geometry.lattice import used_by_blocks
 from ...plan import Dispatch, Plan
 from ...problem import MLX_LAYOUT, Problem
 from ...relation import Relation

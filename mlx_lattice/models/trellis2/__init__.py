@@ -1,7 +1,5 @@
 """TRELLIS.2: its decoders, encoder, flow models and samplers."""
 
-from .blocks import FLOW, STRUCTURE_FLOW, ConvNeXtBlock, DownBlock, UpBlock
-from .flow import FlowModel, SLatFlowModel, SparseStructureFlowModel
 from .pipeline import (
     FORMS,
     SAMPLERS,
@@ -15,6 +13,16 @@ from .pipeline import (
     Step,
     nets_of,
     sizes_of,
+)
+from .transformer import (
+    FLOW,
+    STRUCTURE_FLOW,
+    ConvNeXtBlock,
+    DownBlock,
+    FlowModel,
+    SLatFlowModel,
+    SparseStructureFlowModel,
+    UpBlock,
 )
 from .vae import (
     DualGrid,

@@ -24,7 +24,7 @@ from ... import nn, ops, registry
 from ...checks import whole
 from ...ops.pool import batch_rows
 from ...tensor import SparseTensor, features_of
-from .blocks import dtype_of
+from .transformer import dtype_of
 from .vae import occupied
 
 Latents = SparseTensor | mx.array

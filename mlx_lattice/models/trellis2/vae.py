@@ -34,7 +34,7 @@ from ...ops.dual_grid import DualGrid
 from ...prepare import prepare_scan
 from ...routes import launch
 from ...tensor import SparseTensor, align, expect_tensor
-from .blocks import (
+from .transformer import (
     CELLS,
     DownBlock,
     Trellis2Net,
