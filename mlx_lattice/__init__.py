@@ -25,8 +25,8 @@ from .int8 import IntegerTensor, integer_conv
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
+from .names import unknown_name
 from .nn.calibrate import Calibration, calibrate
-from .other_names import unknown_name
 from .prepare import Preparation, prepare
 from .problem import Problem
 from .quantized import (

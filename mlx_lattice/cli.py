@@ -17,7 +17,7 @@ from .commands.convert import MODELS
 from .commands.generate import SETTINGS
 from .devices import PROFILES
 from .distribution import NAME, __version__, install
-from .io.errors import shown
+from .io.safetensors import shown
 from .memory import MemoryLimitError
 from .models.trellis2 import FORMS
 from .models.trellis2.pipeline import STAGES

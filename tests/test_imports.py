@@ -19,12 +19,12 @@ FLOORS = [
     *("checks", "settings", "distribution", "kept_files", "devices", "availability"),
     *("sync", "epilogue", "kernel_spec", "problem", "quantized", "plan"),
     *("registry", "transformations", "reductions", "geometry"),
-    *("coordinate_set", "relation", "coordinates", "joined_sets", "tensor", "axes"),
+    *("coordinate_set", "relation", "coordinates", "joined_sets", "tensor", "names"),
     *("backends/gpu", "backends/metal", "backends/cuda", "backends"),
     *("routes", "channel_kernels", "optimizers", "contraction", "int8", "memory"),
     *("ops", "nn", "inspect", "compiled", "prepare"),
     *("io", "models", "models/detection", "models/trellis2", "mesh"),
-    *("commands", "cli", "other_names"),
+    *("commands", "cli"),
 ]
 GATHERING = "__init__.py", "__main__.py"
 

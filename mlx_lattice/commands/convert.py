@@ -31,8 +31,13 @@ from ..io.checkpoints import (
     opened,
     plan,
 )
-from ..io.errors import CheckpointError, read_object, shown
-from ..io.safetensors import State, write_safetensors
+from ..io.safetensors import (
+    CheckpointError,
+    State,
+    read_object,
+    shown,
+    write_safetensors,
+)
 from ..kept_files import check_writable
 from ..models import PUBLISHED, Segmentor, ptv3
 from ..models.pretrained import of_scan

@@ -13,9 +13,8 @@ import mlx.nn
 
 from ..geometry.lattice import true_positions
 from ..inspect.trace import check_page, trace
-from ..io.errors import listed
 from ..io.folders import pack
-from ..io.safetensors import SafetensorsState
+from ..io.safetensors import SafetensorsState, listed
 from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
 from ..mesh.texture import (

@@ -17,9 +17,16 @@ from .. import memory as memory_limits
 from .. import models
 from ..geometry.lattice import true_positions
 from ..io.checkpoints import import_checkpoint
-from ..io.errors import CheckpointError, listed, read_object, shown
 from ..io.folders import CONFIG, pack
-from ..io.safetensors import SafetensorsState, read_safetensors, write_safetensors
+from ..io.safetensors import (
+    CheckpointError,
+    SafetensorsState,
+    listed,
+    read_object,
+    read_safetensors,
+    shown,
+    write_safetensors,
+)
 from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of

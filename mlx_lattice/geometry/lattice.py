@@ -2,6 +2,8 @@
 
 Rows are (batch, x, y, ...); the batch column never changes. Keys compare as the rows
 do: sorting and searching them gives one order of rows on every backend.
+
+Orders of rows: Gray-code rank of occupancy masks, Morton and Hilbert curves.
 """
 
 from __future__ import annotations

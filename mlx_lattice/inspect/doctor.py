@@ -1,4 +1,8 @@
-"""backend_info(): which kernels run on this machine, what is missing, and its load."""
+"""backend_info(): which kernels are here. doctor(): prove them, and time layers.
+
+Each kernel of the machine's backend runs on a small problem, and its result is compared
+with that of MLX operations on the CPU. ``commands.doctor`` prints the report.
+"""
 
 from __future__ import annotations
 

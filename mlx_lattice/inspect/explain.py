@@ -1,4 +1,9 @@
-"""The least cost of a contraction: operations, bytes, and a device's roofline."""
+"""explain(): which route a convolution takes, why, and what it must cost.
+
+cost(): operations, bytes and a device's roofline. explain_attention(): whether MLX's
+fused kernel computes attention, and why not. verify(): each contraction again on an
+independent route, compared.
+"""
 
 from __future__ import annotations
 

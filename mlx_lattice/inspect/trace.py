@@ -1,4 +1,4 @@
-"""trace(): every convolution of a net, forward and backward, as it was launched."""
+"""trace(): every convolution of a net as it was launched; its table and page."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from .checkpoints import (
     import_checkpoint,
     load_state,
 )
-from .errors import CheckpointError, PointFileError
+from .safetensors import CheckpointError, PointFileError
 
 if TYPE_CHECKING:
     from .point_formats import write_ply

@@ -25,9 +25,15 @@ from mlx.utils import tree_flatten
 from ..checks import AXES, each_axis
 from ..kernel_spec import per_axis
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
-from .errors import CheckpointError, check_file, shown
 from .pytorch import PyTorchState
-from .safetensors import ArrayState, SafetensorsState, State
+from .safetensors import (
+    ArrayState,
+    CheckpointError,
+    SafetensorsState,
+    State,
+    check_file,
+    shown,
+)
 
 
 @dataclass(frozen=True)

@@ -23,8 +23,7 @@ from ..distribution import NAME, __version__, install
 from ..kept_files import atomic_write
 from ..memory import format_bytes
 from ..nn.int8 import OPTIONAL
-from .errors import CheckpointError, read_object, shown
-from .safetensors import read_safetensors
+from .safetensors import CheckpointError, read_object, read_safetensors, shown
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
 _CONFIG_BYTES = 2**22

@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 
 from ..kept_files import atomic_write
-from .errors import PointFileError, listed, short
+from .safetensors import PointFileError, listed, short
 
 Columns = dict[str, np.ndarray]
 

@@ -24,8 +24,8 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
-from .errors import PointFileError, check_file, listed, short
 from .point_formats import Columns, read_pcd, read_ply, read_vtk
+from .safetensors import PointFileError, check_file, listed, short
 
 # Names of attributes in files, and the names here.
 _NAMES = {

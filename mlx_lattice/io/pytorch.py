@@ -25,8 +25,7 @@ from typing import BinaryIO
 
 import mlx.core as mx
 
-from .errors import CheckpointError, listed, shown
-from .safetensors import State, elements
+from .safetensors import CheckpointError, State, elements, listed, shown
 
 # The dtypes of storages; tensors of any other stay names.
 _STORAGES = {

@@ -35,8 +35,7 @@ from ..distribution import __version__
 from ..geometry.lattice import true_positions
 from ..geometry.points import REDUCTIONS, voxelize
 from ..io import folders
-from ..io.errors import CheckpointError, shown
-from ..io.safetensors import write_safetensors
+from ..io.safetensors import CheckpointError, shown, write_safetensors
 from ..tensor import SparseTensor
 
 # Features of a point and their channels; those of ATTRIBUTES come from the file.

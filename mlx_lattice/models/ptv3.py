@@ -22,7 +22,7 @@ import mlx.core as mx
 from .. import memory, nn, ops
 from ..checks import heads_of, one_of
 from ..geometry.lattice import check_curve
-from ..io.errors import listed
+from ..io.safetensors import listed
 from ..nn.fused import in_order
 from ..ops.observed import inside
 from ..ops.pool import batch_rows, upsample_nearest

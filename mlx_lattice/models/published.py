@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from ..checks import real, whole
 from ..io.checkpoints import RENAMES
-from ..io.errors import CheckpointError
+from ..io.safetensors import CheckpointError
 from .pretrained import About, VoxelRecipe
 from .ptv3 import PTv3
 from .unets import SPVCNN, MinkUNet, SpUNet

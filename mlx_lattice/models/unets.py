@@ -1,10 +1,29 @@
-"""MinkUNet: the U-net for the segmentation of voxels, in both published layouts.
+"""Sparse U-nets for the segmentation of voxels: MinkUNet, SpUNet and SPVCNN.
 
+MinkUNet, in both published layouts.
 Choy, Gwak and Savarese, "4D Spatio-Temporal ConvNets", 2019; channel plans as in
 MinkowskiEngine's ``examples/minkunet.py``. torchsparse's net is that of SPVNAS: Tang et
 al., "Searching Efficient 3D Architectures with Sparse Point-Voxel Convolution", 2020.
 The two differ in the stem, in the channels, and in the names of a checkpoint, which
 ``io.import_checkpoint`` knows.
+
+SpUNet: Pointcept's U-net of spconv layers, and its encoder alone.
+Pointcept contributors, "SpUNet-v1m1", 2023; the blocks are those of Choy, Gwak and
+Savarese, "4D Spatio-Temporal ConvNets", 2019. Parameters are named as in its
+checkpoints, but for the ``layers`` of a Sequential, which ``io.import_checkpoint``
+leaves out by itself, as it does the ``backbone`` of its segmentors:
+
+    conv_input.{0, 1}               stem
+    down.<level>.{0, 1}             enc.<level>.block<i>.{conv1, bn1, conv2, bn2}
+    up.<level>.{0, 1}               dec.<level>.block<i>.{..., proj.0, proj.1}
+    final
+
+Level 0 is the finest: ``up`` and ``dec`` run from their last entry to their first.
+
+SPVCNN: a sparse U-net of voxels beside an MLP of points.
+Tang et al., "Searching Efficient 3D Architectures with Sparse Point-Voxel
+Convolution", 2020. Its U-net is ``MinkUNet``, in torchsparse's form;
+``io.import_checkpoint`` knows the names of SPVNAS and torchsparse.
 """
 
 from __future__ import annotations

@@ -4,8 +4,7 @@ from typing import TYPE_CHECKING
 
 from mlx.nn import Module
 
-from ..axes import numbered_classes
-from ..other_names import unknown_name
+from ..names import numbered_classes, unknown_name
 from . import (
     attention,
     calibrate,

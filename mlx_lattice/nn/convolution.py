@@ -13,10 +13,10 @@ from contextlib import nullcontext
 import mlx.core as mx
 from mlx.nn import Module
 
-from ..axes import expect_axes
 from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec, check_support, per_axis
+from ..names import expect_axes
 from ..ops.convolution import (
     Coordinates,
     contracted,

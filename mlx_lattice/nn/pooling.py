@@ -8,9 +8,9 @@ import mlx.core as mx
 from mlx.nn import Module
 
 from .. import ops
-from ..axes import expect_axes
 from ..checks import one_of, spatial_axes
 from ..kernel_spec import IntOrTuple, check_support, per_axis
+from ..names import expect_axes
 from ..ops.convolution import Coordinates
 from ..ops.interpolation import MODES, upsample_linear
 from ..ops.pool import (

@@ -2,8 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..axes import numbered_functions
-from ..other_names import unknown_name
+from ..names import numbered_functions, unknown_name
 from . import (
     attention,
     boxes,

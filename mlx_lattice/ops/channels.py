@@ -1,4 +1,8 @@
-"""Activations of features, and which layers and functions kernels compute instead."""
+"""Activations, sparse pixel shuffle, means of neighbouring channels, and repeats.
+
+Pixel shuffle adds and multiplies nothing: both directions are one gather, and each is
+the other's transpose, so derivatives of every order are again one of them.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,8 @@
-"""Thresholds of routes that no backend owns. "*" is the default of other chips."""
+"""Needs: small named predicates of the route table, whose text is the explanation.
+
+They know the facts that they are given and nothing else: a Choice asks them again for
+its reasons, long after. In tables of thresholds "*" is the default of other chips.
+"""
 
 from __future__ import annotations
 

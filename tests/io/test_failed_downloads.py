@@ -6,8 +6,8 @@ import pytest
 
 from mlx_lattice.cli import main
 from mlx_lattice.io import CheckpointError, PointFileError, load_state, read_points
-from mlx_lattice.io.errors import read_object
 from mlx_lattice.io.folders import read_weights
+from mlx_lattice.io.safetensors import read_object
 
 POINTER = (
     "version https://git-lfs.github.com/spec/v1\n"

@@ -13,7 +13,7 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
 from mlx_lattice.io import import_checkpoint
-from mlx_lattice.other_names import NAMES
+from mlx_lattice.names import NAMES
 
 COORDS = mx.array([[0, 0, 0, 0], [0, 1, 1, 1], [1, 2, 0, 3]])
 

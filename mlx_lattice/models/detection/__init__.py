@@ -1,10 +1,15 @@
 """LiDAR detectors: voxels, backbones, heads, boxes."""
 
 from .backbones import (
+    GridRecipe,
+    HardVoxels,
     UNetV2,
     VoxelBackBone8x,
     VoxelResBackBone8x,
     VoxelResBackBone8xVoxelNeXt,
+    dynamic_voxels,
+    hard_voxels,
+    mean_vfe,
 )
 from .detector import (
     Boxes,
@@ -17,13 +22,6 @@ from .detector import (
     published_arguments,
 )
 from .heads import BaseBEVBackbone, CenterHead, VoxelNeXtHead
-from .voxels import (
-    GridRecipe,
-    HardVoxels,
-    dynamic_voxels,
-    hard_voxels,
-    mean_vfe,
-)
 
 __all__ = [
     "BaseBEVBackbone",

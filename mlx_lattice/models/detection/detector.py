@@ -28,12 +28,12 @@ from ..published import PYG_NORMS, Rules
 from .backbones import (
     CHANNELS,
     RESIDUAL_WIDTHS,
+    GridRecipe,
     VoxelBackBone8x,
     VoxelResBackBone8x,
     VoxelResBackBone8xVoxelNeXt,
 )
 from .heads import BRANCHES, BaseBEVBackbone, Branch, CenterHead, VoxelNeXtHead
-from .voxels import GridRecipe
 
 PerClass = float | tuple[float, ...]
 

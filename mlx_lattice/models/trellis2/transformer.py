@@ -8,6 +8,21 @@ Models", 2020; of places: Vaswani et al., "Attention Is All You Need", 2017.
 
 A net's first and last layers are float32, and so are norms and factors everywhere; the
 layers between have the dtype that the net was made with.
+
+TRELLIS.2's flow models: velocities of latents, on a dense grid and on voxels.
+Parameters have the names and layouts of the published checkpoints:
+
+    input_layer, out_layer, t_embedder.mlp.{0, 2}       weight, bias
+    adaLN_modulation.1                                  weight, bias   shared
+    blocks.<i>.modulation                                              shared
+    blocks.<i>.adaLN_modulation.1                       weight, bias   not shared
+    blocks.<i>.norm2                                    weight, bias
+    blocks.<i>.self_attn.{to_qkv, to_out}               weight, bias
+    blocks.<i>.cross_attn.{to_q, to_kv, to_out}         weight, bias
+    blocks.<i>.{self, cross}_attn.{q, k}_rms_norm       gamma
+    blocks.<i>.mlp.mlp.{0, 2}                           weight, bias
+
+The published tables ``rope_phases`` and ``pos_emb`` are computed here, not loaded.
 """
 
 from __future__ import annotations
@@ -25,7 +40,7 @@ from ... import memory, nn, ops
 from ...checks import DTYPES, dtype_name
 from ...coordinate_set import CoordinateKey
 from ...io.checkpoints import RENAMES
-from ...io.errors import CheckpointError, shown
+from ...io.safetensors import CheckpointError, shown
 from ...nn import fused
 from ...nn.attention import modulation_layers, modulation_of
 from ...nn.layers import ModuleCache
