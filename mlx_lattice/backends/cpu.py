@@ -123,11 +123,7 @@ quantized_traversal = _planner("quantized_traversal", "edges")
 
 
 class CpuIndex(RowIndex):
-    """Finds the rows of one coordinate set; each table hashes them again.
-
-    Args:
-        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
-    """
+    """Finds the rows of one coordinate set; each table hashes them again."""
 
     def __init__(self, coords: mx.array):
         self.coords = coords

@@ -53,10 +53,7 @@ def _operand(a: mx.array, is_aligned: bool = False) -> mx.array:
 
 
 def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
-    """Return (K, in / groups, out) weights, transposed if asked.
-
-    A view for one group; grouped weights move their groups to the other side.
-    """
+    """Return (K, in / groups, out) weights, transposed if asked."""
     if not transposed:
         return w
     if groups == 1:

@@ -84,13 +84,7 @@ class Route:
     def refusal(
         self, problem: Problem, device: Device, forced: bool = False
     ) -> str | None:
-        """Return why the route is not taken for the problem, or None if it may be.
-
-        Args:
-            problem: the facts.
-            device: the profile.
-            forced: whether it need not pay.
-        """
+        """Return why the route is not taken for the problem, or None if it may be."""
         absent = backends.missing(device.backend)
         return self.obstacle(problem, device, absent, forced)
 
@@ -128,11 +122,7 @@ class Route:
         return f"it has no {pass_} pass on {backend}"
 
     def plan(self, problem: Problem, device: Device) -> Plan:
-        """Plan a problem.
-
-        Raises:
-            RouteError: the route refuses it; the message says why.
-        """
+        """Plan a problem."""
         absent = backends.missing(device.backend)
         kind = self._kind(device.backend, problem.pass_, absent)
         if kind is None:

@@ -37,30 +37,17 @@ Run = Callable[..., mx.array]
 
 @dataclass(frozen=True)
 class Launch:
-    """One contraction as it was launched.
+    """One contraction as it was launched."""
 
-    Attributes:
-        problem: its facts.
-        choice: the route that ran, and why.
-        scope: the layer that asked for it, or None.
-        relation: the layer's own (untransposed) relation.
-        inputs: the arrays that were contracted.
-        result: the array that it returned, or None where it was only planned.
-        run: runs it by a plan: ``run(plan, *inputs, *bias)``.
-        bias: one array, added to every row, or none; or those of an epilogue.
-        cache: ``cache()`` caches the plan for the calls that follow, and returns it:
-            ``launch(relation, *inputs, *bias)``.
-    """
-
-    problem: Problem
-    choice: Choice
-    scope: object
-    relation: Relation
-    inputs: tuple[mx.array, ...]
-    result: mx.array | None
-    run: Run
-    bias: tuple[mx.array, ...]
-    cache: Callable[[], Run]
+    problem: Problem  # its facts
+    choice: Choice  # the route that ran, and why
+    scope: object  # the layer that asked for it, or None
+    relation: Relation  # the layer's own (untransposed) relation
+    inputs: tuple[mx.array, ...]  # the arrays that were contracted
+    result: mx.array | None  # None if it was only planned
+    run: Run  # runs it by a plan: ``run(plan, *inputs, *bias)``
+    bias: tuple[mx.array, ...]  # or the arrays of an epilogue
+    cache: Callable[[], Run]  # caches the plan: ``launch(relation, *inputs, *bias)``
 
     def repeat(self, route: str) -> mx.array:
         """Run the same contraction on another route, by its name."""
@@ -104,10 +91,7 @@ def planned(
     device: Device | None = None,
     only: dict[str, str] | None = None,
 ) -> Iterator[None]:
-    """Choose routes without running them: contractions in the block return zeros.
-
-    Relations are built.
-    """
+    """Choose routes without running them: contractions in the block return zeros."""
     token, watch = _planned.set((device, only or {})), _observers.set((observer,))
     try:
         yield
@@ -136,43 +120,25 @@ def current_scope() -> object:
 
 
 class Layer(NamedTuple):
-    """The facts of a convolution that its three passes share.
-
-    Attributes:
-        c_in, c_out: channels.
-        dtype: of the features.
-        groups: channel groups.
-        precision: "float32", or "tf32" if the caller allowed it.
-        packing: that of a ``QuantizedWeight`` or an integer weight; None of a float
-            weight.
-        layout: of a float weight, and of its gradient.
-    """
+    """The facts of a convolution that its three passes share."""
 
     c_in: int
     c_out: int
-    dtype: mx.Dtype
-    groups: int
-    precision: str
+    dtype: mx.Dtype  # of the features
+    groups: int  # channel groups
+    precision: str  # "float32", or "tf32" if the caller allowed it
     packing: Packing | None = None
-    layout: str = KERNEL_MAJOR
+    layout: str = KERNEL_MAJOR  # of a float weight, and of its gradient
 
 
 class Request(NamedTuple):
-    """One pass of a layer, without rows.
+    """One pass of a layer, without rows."""
 
-    Attributes:
-        pass_: "forward", "input_grad" or "weight_grad".
-        layer: the layer.
-        epilogue: what a forward pass does to its sums, or None.
-        integer: what it does to sums of int8 features, or None.
-        moments: whether a forward pass is asked for statistics of its rows.
-    """
-
-    pass_: str
-    layer: Layer
+    pass_: str  # "forward", "input_grad" or "weight_grad"
+    layer: Layer  # the layer
     epilogue: EpilogueFacts | None = None
     integer: IntegerFacts | None = None
-    moments: bool = False
+    moments: bool = False  # whether a forward pass is asked for statistics of its rows
 
     def problem(self, relation: Relation) -> Problem:
         """Return the facts of the pass over the layer's relation."""
@@ -213,17 +179,7 @@ class Request(NamedTuple):
 def run(
     request: Request, relation: Relation, *arrays: mx.array
 ) -> mx.array | tuple[mx.array, mx.array]:
-    """Run one pass by its plan, which is chosen the first time and cached.
-
-    Args:
-        request: the pass.
-        relation: the layer's own (untransposed) one, whose ``plans`` is the cache.
-        *arrays: (x, w), (x, the arrays of a packed weight) or (x, dy). A bias, or the
-            arrays of an epilogue or of ``integer``, may follow.
-
-    Returns:
-        y or dW; or y and statistics of its rows: see ``Plan.moments``.
-    """
+    """Run one pass by its plan, which is chosen the first time and cached."""
     key = request, mx.default_device() == devices.GPU, settings.version()
     launch = relation.plans.get(key)
     if launch is None or _observers.get():

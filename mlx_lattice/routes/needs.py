@@ -189,11 +189,7 @@ def depthwise_groups(p: Problem, device: Device) -> str | None:
 
 
 def expands_groups(p: Problem, device: Device) -> bool:
-    """Return whether a grouped pass takes less time as a dense one.
-
-    Matrix tiles multiply zeros faster than threads walk edges: on CUDA always, on Metal
-    if groups are few. Depthwise kernels have routes of their own.
-    """
+    """Return whether a grouped pass takes less time as a dense one."""
     if p.groups == 1 or p.integer or (p.bits and p.pass_ == FORWARD):
         return False
     if p.pointwise:

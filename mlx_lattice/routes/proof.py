@@ -71,12 +71,7 @@ def enabled() -> bool:
 
 
 class Results:
-    """The results of the kernels of one machine.
-
-    Args:
-        path: of the file that keeps them.
-        where: the machine, in words.
-    """
+    """The results of the kernels of one machine."""
 
     def __init__(self, path: Path, where: str):
         self.path, self.where = path, where
@@ -213,11 +208,7 @@ def refusal(refused: Mapping[str, str], plan: Plan) -> str | None:
 
 @contextmanager
 def trying(results: Path, key: str) -> Iterator[int]:
-    """Note on disk, inside the block, that this process tries a kernel.
-
-    Yields how many processes ended while they tried it: a GPU's fault on Metal may end
-    the process.
-    """
+    """Note on disk, inside the block, that this process tries a kernel."""
     path = results.with_suffix(".trying.json")
     host, pid, ended = _tried(path).get(key, (platform.node(), None, 0))
     ended += pid is not None and host == platform.node() and not _runs(pid)
@@ -290,11 +281,7 @@ def put_off() -> Iterator[list[tuple[Plan, bool]]]:
 
 
 def prove(plan: Plan, biased: bool) -> bool:
-    """Return whether a plan may run here: its kernel is right, or is no matrix kernel.
-
-    The first time that a kernel comes up on this machine it is tried, which takes some
-    milliseconds beside its compilation. A kernel that fails is refused from then on.
-    """
+    """Return whether a plan may run here; try its kernel if it is new."""
     if plan.proof is None or not enabled():
         return True
     if current().knows(plan, biased):
@@ -307,10 +294,7 @@ def prove(plan: Plan, biased: bool) -> bool:
 
 
 def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
-    """Prove kernels of (plan, whether biased) pairs; return whether all are right.
-
-    A kernel that is refused gives a warning.
-    """
+    """Prove kernels of (plan, whether biased) pairs; return whether all are right."""
     is_right = True
     with _lock:
         results = current()
@@ -348,15 +332,7 @@ def _result(results: Results, plan: Plan, biased: bool) -> str | None:
 
 
 def check(plan: Plan, biased: bool = False) -> str | None:
-    """Try a plan's matrix kernel on its small problem, whatever is known of it.
-
-    Returns:
-        Why it has to be refused, or None if it is right.
-
-    Raises:
-        DeviceLost: the kernel raised, and the device runs nothing since.
-        Exception: what the device raised before it was tried.
-    """
+    """Try a plan's matrix kernel on its small problem, whatever is known of it."""
     trial = Trial(plan, biased)
     _wait()  # for earlier launches: their errors are not the kernel's
     try:
@@ -384,10 +360,7 @@ def _wait() -> None:
 
 @cache
 def neighbours(mirrored: bool) -> tuple[tuple[int, ...], ...]:
-    """Return the rows of the neighbour table, -1 for no edge.
-
-    If it is ``mirrored``, every row is its own neighbour; else some rows have no edge.
-    """
+    """Return the rows of the neighbour table, -1 for no edge."""
     draw = random.Random(0)
     box = [c for c in product(range(6), repeat=3) if draw.random() < 0.5]
     strings = [(10 + 4 * i, j, 0) for i in range(20) for j in range(i % 8)]
@@ -422,12 +395,7 @@ def _relation(where: str, mirrored: bool, itself: bool) -> Relation:
 
 
 class Trial:
-    """The small problem of one plan, and the result that its kernel must give.
-
-    Args:
-        plan: whose kernel is tried.
-        biased: whether it is given a bias.
-    """
+    """The small problem of one plan, and the result that its kernel must give."""
 
     def __init__(self, plan: Plan, biased: bool):
         p = plan.problem

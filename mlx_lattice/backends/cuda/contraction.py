@@ -240,22 +240,13 @@ def quantized_sorted(p: Problem, device: Device) -> Plan:
 
 
 class _Cut(NamedTuple):
-    """How the work of tiles over sorted rows is cut.
+    """How the work of tiles over sorted rows is cut."""
 
-    Attributes:
-        route: its name.
-        weights: ``Plan.weights``.
-        tile: a matrix tile.
-        splits: of the sums.
-        blocks: at most, of a persistent grid.
-        moments: whether the launch that writes the rows sums their statistics.
-    """
-
-    route: str
-    weights: str
-    tile: Tile
-    splits: int
-    blocks: int
+    route: str  # its name
+    weights: str  # ``Plan.weights``
+    tile: Tile  # a matrix tile
+    splits: int  # of the sums
+    blocks: int  # at most, of a persistent grid
     moments: bool = False
 
 
@@ -273,11 +264,7 @@ def _by_tiles(p: Problem, device: Device, route: str, weights: str, tile: Tile) 
 
 
 def _again(p: Problem, cut: _Cut, defines: tuple[tuple[str, int], ...]) -> Plan:
-    """Return the plan of a small problem for the kernel of another cut.
-
-    In few blocks, so that each takes tile after tile. The kernel's list of offsets may
-    be longer than the problem needs.
-    """
+    """Return the plan of a small problem for the kernel of another cut."""
     splits = min(cut.splits, PROOF_SPLITS)
     plan = _as_cut(p, cut._replace(splits=splits, blocks=2))
     return replace(plan, gpu=interned(replace(plan.gpu, defines=defines)))
@@ -392,10 +379,7 @@ def _prepared(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
 
 def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
-    """Return what makes padded float32 weights what wgmma takes.
-
-    (K, C_y, C_x), rounded to TF32; or (2 K, C_y, C_x), each offset in two parts.
-    """
+    """Return what makes padded float32 weights what wgmma takes."""
     parts = cuda_tiles.weight_parts(p)
     axes, strides = WEIGHT_AXES[p.layout], STRIDES[p.layout]
     channels, lines = axes["c_in"], axes["c_out"]
@@ -427,10 +411,7 @@ def _preparing(p: Problem) -> Callable[[list[mx.array]], list[mx.array]]:
 
 
 def unpacked_weights(w: QuantizedWeight) -> mx.array:
-    """Return packed weights as floats, each rounded once: (K, C_in, C_out).
-
-    Channels are padded to 16 bytes, outputs with zeros.
-    """
+    """Return packed weights as floats, each rounded once: (K, C_in, C_out)."""
     launch = _unpacker(w.shape, w.padded_channels, w.dtype, w.bits, w.group_size)
     return launch(list(w.arrays))[0]
 

@@ -128,10 +128,7 @@ def rule_words(offsets: Offsets, stride: tuple[int, ...], kind: str) -> list[int
 
 
 def _groups(scaled: list, k0: int, kind: str) -> list[list[int]]:
-    """Return the groups of a part: up to three offsets that differ in the last axis.
-
-    Their last coordinates go by one step, except if remainders are compared.
-    """
+    """Return the groups of a part: up to three offsets that differ in the last axis."""
     groups, k = [], 0
     while k < len(scaled):
         (at, rest), count = scaled[k], 1
@@ -155,11 +152,7 @@ def _filled(values: Sequence[int], length: int = 4) -> list[int]:
 
 
 class RowTable(RowIndex):
-    """Finds the rows of one coordinate set by value, through a hash table.
-
-    Args:
-        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
-    """
+    """Finds the rows of one coordinate set by value, through a hash table."""
 
     def __init__(self, coords: mx.array):
         self.coords, self._facts = coords, []
@@ -211,11 +204,7 @@ class RowTable(RowIndex):
         keep: Keep | None = None,
         wanted: str | None = None,
     ) -> mx.array:
-        """Return the (N_out, K) table; with it counts of its edges, and tiles.
-
-        A search of half of the offsets would scatter the other half, so that
-        ``mirrored`` changes nothing.
-        """
+        """Return the (N_out, K) table; with it counts of its edges, and tiles."""
         n_out, volume = out.coords.shape[0], len(offsets)
         if self.coords.shape[0] * n_out * volume == 0:
             return mx.full((n_out, volume), -1, dtype=mx.int32)
@@ -274,51 +263,29 @@ def _hash_rows(columns: int) -> GpuKernel:
 
 
 class BandCounts(NamedTuple):
-    """Edges counted while a table is made.
+    """Edges counted while a table is made."""
 
-    Attributes:
-        bands: (K, bands) int32: edges of each offset in each band of 64 rows.
-        edges: (1,) int64: all edges.
-    """
-
-    bands: mx.array
-    edges: mx.array
+    bands: mx.array  # (K, bands) int32: edges of each offset in each band of 64 rows
+    edges: mx.array  # (1,) int64: all edges
 
 
 class Sorted(NamedTuple):
-    """A relation's rows by the Gray-code rank of their masks, laid out for tiles.
+    """A relation's rows by the Gray-code rank of their masks, laid out for tiles."""
 
-    If there are more than 64 offsets, the last 63 rank.
-
-    Attributes:
-        table: (K, pitch) int32.
-        rows: (N_out,) int32.
-        masks: (pitch / 32, words) uint32: the offsets that any of 32 rows uses.
-        mirrored: whether offset k stands for K - 1 - k.
-    """
-
-    table: mx.array
-    rows: mx.array
-    masks: mx.array
-    mirrored: bool = False
+    table: mx.array  # (K, pitch) int32
+    rows: mx.array  # (N_out,) int32
+    masks: mx.array  # (pitch / 32, words) uint32: the offsets that any of 32 rows uses
+    mirrored: bool = False  # whether offset k stands for K - 1 - k
 
 
 class Code(NamedTuple):
-    """How a kernel gets the entries of a table.
+    """How a kernel gets the entries of a table."""
 
-    Attributes:
-        type: C++ type of their source.
-        inputs: names of its inputs.
-        values: what the source is made of: inputs, and extents of them.
-        rows: the extent that is the number of rows.
-        is_new: whether the kernel makes the table; else it is the first input.
-    """
-
-    type: str
-    inputs: tuple[str, ...]
-    values: tuple[str, ...]
-    rows: str
-    is_new: bool
+    type: str  # C++ type of their source
+    inputs: tuple[str, ...]  # names of its inputs
+    values: tuple[str, ...]  # what the source is made of: inputs, and extents of them
+    rows: str  # the extent that is the number of rows
+    is_new: bool  # whether the kernel makes the table; else it is the first input
 
 
 class Source(NamedTuple):
@@ -458,17 +425,7 @@ def band_counts(relation: RelationViews) -> BandCounts:
 def _listed(
     table: mx.array, counts: BandCounts, words: int, offsets: int, total: int
 ) -> tuple[mx.array, mx.array]:
-    """Return the edges of the first offsets of a table, and where each one's start.
-
-    With three words: (offsets + 1,). With two: the spans of all offsets, see ``Pairs``.
-
-    Args:
-        table: (N, K) int32.
-        counts: of it.
-        words: 3 of (i, o, k), or 2 of (i, o).
-        offsets: how many.
-        total: their edges.
-    """
+    """Return the edges of the first offsets of a table, and where each one's start."""
     n, volume = table.shape
     lines, scanned = (offsets, -(-n // BAND)), ("starts", "sums")
     scan = geometry_kernel(
@@ -501,17 +458,12 @@ def offset_starts(relation: RelationViews) -> mx.array:
 
 
 class Pairs(NamedTuple):
-    """The edges of a relation by offset, as weight gradients read them.
+    """The edges of a relation by offset, as weight gradients read them."""
 
-    Attributes:
-        rows: (P, 2) int32 of (i, o). A mirrored relation has those of the first half of
-            its offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
-        spans: (K, 2) int32, where the pairs of each offset begin and end; ~begin if
-            they are (o, i).
-    """
-
+    # (P, 2) int32 of (i, o). A mirrored relation has those of the first half of its
+    # offsets: an edge (i, o, K - 1 - k) is one (o, i, k).
     rows: mx.array
-    spans: mx.array
+    spans: mx.array  # (K, 2) int32: begin and end; ~begin if the pairs are (o, i)
 
 
 def pairs(relation: RelationViews) -> Pairs:
@@ -643,10 +595,7 @@ class CudaGeometry(Geometry):
         return run(kernel, [table], blocks, outputs, fill=-1)[0]
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
-        """Return the kernel-major (E, 3) edges of a table.
-
-        Reads their number, unless the table is a relation's that knows it.
-        """
+        """Return the kernel-major (E, 3) edges of a table."""
         if table.size == 0:
             return mx.zeros((0, 3), dtype=mx.int32)
         if relation is None:
@@ -659,11 +608,7 @@ class CudaGeometry(Geometry):
         return made
 
     def start(self, relation: RelationViews) -> mx.array | None:
-        """Build the table and, if matrix routes will read them, the tiles.
-
-        Returns:
-            The number of edges: to be read together with the check of the set.
-        """
+        """Build the table and, if matrix routes will read them, the tiles."""
         if relation.n_out * relation.n_in == 0:
             return None
         # Edges of a large kernel are counted sooner without tiles, which are made of
@@ -682,11 +627,7 @@ _LEVELS = 4  # that are made at once
 
 
 def rehearse(dims: int) -> None:
-    """Compile the kernels of common relations in ``dims`` dimensions, side by side.
-
-    For kernels of size 3 and 5, and of size and stride 2 both ways, with the views that
-    matrix routes and gradients read.
-    """
+    """Compile the kernels of common relations in ``dims`` dimensions, side by side."""
     # Sizes are nominal: rows are not computed.
     coords, geometry = mx.zeros((64, 1 + dims), dtype=mx.int32), CudaGeometry()
     rows = BoxedRows(coords, None)

@@ -80,20 +80,7 @@ def geometry_kernel(
     arguments: tuple[tuple[str, str], ...] = (),
     **more: object,
 ) -> GpuKernel:
-    """Return a kernel of geometry, one object for equal arguments.
-
-    Arrays whose name ends in "keys" are passed as the template's type KEY.
-
-    Args:
-        symbol: the function.
-        files: its sources.
-        struct: the name of its sizes, one of ``SIZES``.
-        inputs: names of the inputs.
-        outputs: names of the outputs.
-        threads: of a block.
-        arguments: (input or output, C++) of those that are passed in another way.
-        more: other fields of GpuKernel.
-    """
+    """Return a kernel of geometry, one object for equal arguments."""
     face = Interface(struct, inputs, outputs, SIZES[struct])
     passed = {name: f"reinterpret_cast<const KEY*>({name})" for name in inputs}
     passed |= {name: f"reinterpret_cast<KEY*>({name})" for name in outputs}
@@ -198,18 +185,7 @@ def key_dtype(bits: int) -> mx.Dtype:
 def sort_keys(
     keys: mx.array, digits: mx.array, scratch: mx.array, *, rows: bool, keep: bool
 ) -> tuple[mx.array, mx.array | None]:
-    """Sort (N,) keys whose histograms stand in scratch, in one launch; stable.
-
-    Args:
-        keys: uint32 or uint64.
-        digits: constant (anything, bits of a digit, passes, 0).
-        scratch: ``scratch_words`` words, used up by this.
-        rows: whether to sort their places along.
-        keep: whether the sorted keys are needed.
-
-    Returns:
-        (sorted keys, or anything if not kept; (N,) int32 places, or None)
-    """
+    """Sort (N,) keys whose histograms stand in scratch, in one launch; stable."""
     n = keys.shape[0]
     outputs = "sorted_keys", "work_keys", "sorted_rows", "work_rows"
     no_rows = "reinterpret_cast<KEY*>(work_keys), nullptr, nullptr"
@@ -260,22 +236,13 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
 
 
 class NewRows(NamedTuple):
-    """Sorted unique rows that were launched, and whose number is not read.
+    """Sorted unique rows that were launched, and whose number is not read."""
 
-    Attributes:
-        keys: those of the rows first, as many as there were candidates.
-        ends: (1,) int64 each: how many there are, up to the end of each level; none if
-            every candidate is one.
-        places: (candidates,) int32, the place of each among them, or None.
-        ranges: of each column, that keys are counted in.
-        capacity: bits of keys that were sorted.
-    """
-
-    keys: mx.array
-    ends: tuple[mx.array, ...]
-    places: mx.array | None
-    ranges: Sequence[mx.array]
-    capacity: int
+    keys: mx.array  # those of the rows first, as many as there were candidates
+    ends: tuple[mx.array, ...]  # rows up to the end of each level; () if all are rows
+    places: mx.array | None  # (candidates,) int32: of each among the rows
+    ranges: Sequence[mx.array]  # of each column, that keys are counted in
+    capacity: int  # bits of keys that were sorted
 
     def rows(self, ends: list) -> mx.array:
         """Return all rows, from the values of ``ends``."""
@@ -323,16 +290,7 @@ def start_rows(
     places: bool = False,
     is_distinct: bool = False,
 ) -> NewRows:
-    """Launch the kernels that make rows from others, at least one, by a rule.
-
-    Args:
-        coords, rule, offsets, stride: as for ``made_rows``; for CELLS the strides are
-            given as offsets.
-        bits: of keys.
-        ranges: of a box that holds the new rows; for CELLS, the given rows.
-        places: whether those are needed.
-        is_distinct: whether all candidates are different rows of the box.
-    """
+    """Launch the kernels that make rows from others, at least one, by a rule."""
     n, columns = coords.shape
     candidates, levels = n * len(offsets), len(offsets) if rule == CELLS else 1
     if candidates > MOST_KEYS:
@@ -417,10 +375,7 @@ def _unique_keys(columns: int, numeric: str, places: bool, levels: int) -> GpuKe
 
 
 class Levels:
-    """Cells of several strides that were launched; see ``StartedLevels``.
-
-    Keys number a box of the cells, which kernels find: it need not be known before.
-    """
+    """Cells of several strides that were launched; see ``StartedLevels``."""
 
     def __init__(self, made: NewRows):
         self._made = made

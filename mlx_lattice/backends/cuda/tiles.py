@@ -62,23 +62,14 @@ MOMENTS_CHANNELS, MOMENTS_ROWS, MOMENTS_BLOCKS = 64, 32, 1024
 
 
 class PersistentTile(NamedTuple):
-    """Shape of PersistentTile of sorted_implicit_gemm.
+    """Shape of PersistentTile of sorted_implicit_gemm."""
 
-    Attributes:
-        consumers: warpgroups that multiply.
-        blocks: blocks of 64 rows of each.
-        producers: warpgroups that copy.
-        width: output channels.
-        stages: buffers of 64 summed channels, in shared memory.
-        per_multiprocessor: thread blocks that a multiprocessor holds at once.
-    """
-
-    consumers: int
-    blocks: int
-    producers: int
-    width: int
-    stages: int
-    per_multiprocessor: int
+    consumers: int  # warpgroups that multiply
+    blocks: int  # blocks of 64 rows of each
+    producers: int  # warpgroups that copy
+    width: int  # output channels
+    stages: int  # buffers of 64 summed channels, in shared memory
+    per_multiprocessor: int  # thread blocks that a multiprocessor holds at once
 
     @property
     def rows(self) -> int:
@@ -115,11 +106,7 @@ Shape = PersistentTile | WideTile
 
 
 def shared_bytes(tile: Shape, weights: int = 1) -> int:
-    """Return the dynamic shared memory of a block.
-
-    ``weights`` are the parts of a weight in a stage. Weights that run across the sums
-    come in whole atoms of 64 lines.
-    """
+    """Return the dynamic shared memory of a block."""
     lines = tile.width if tile.width <= 32 else rounded_up(tile.width, 64)
     return tile.stages * 128 * (tile.rows + weights * lines) + 1024
 
@@ -298,10 +285,7 @@ def whole_channels(p: Problem) -> tuple[int, int]:
 
 
 def slices_of(c_in: int, itemsize: int = 2) -> int:
-    """Return how many slices of an offset a stage has; 0 if that varies.
-
-    ``c_in`` is padded. A slice is 16 half channels, or 8 of float32.
-    """
+    """Return how many slices of an offset a stage has; 0 if that varies."""
     size = SLICE_BYTES // itemsize
     if c_in % (STAGE_SLICES * size) == 0:
         return STAGE_SLICES
@@ -316,11 +300,7 @@ def tail_slices(p: Problem) -> int:
 
 
 def proof_channels(p: Problem, width: int) -> tuple[int, int]:
-    """Return (C_in, C_out) for the proof of a kernel with tiles of so many columns.
-
-    They need two columns of tiles, and stages like the problem's. Neither fills its
-    last 16 bytes.
-    """
+    """Return (C_in, C_out) for the proof of a kernel with tiles of so many columns."""
     each, stage = 16 // p.read_size, STAGE_BYTES // p.read_size
     c_x = whole_channels(p)[0]
     if c_x > 2 * stage:
@@ -353,11 +333,7 @@ def multiplies_one(p: Problem, device: Device) -> bool:
 
 
 def prepares(p: Problem, device: Device) -> bool:
-    """Whether float32 weights are prepared for wgmma before the call.
-
-    wgmma takes float32 operands only along the summed channels. One TF32 product reads
-    weights that run along them as they are stored.
-    """
+    """Whether float32 weights are prepared for wgmma before the call."""
     if p.dtype != "float32" or p.pass_ == WEIGHT_GRAD or p.bits:
         return False
     if multiplies_one(p, device):
@@ -405,30 +381,18 @@ def list_length(volume: int) -> int:
 
 
 class Tile(NamedTuple):
-    """A matrix tile of a kernel.
+    """A matrix tile of a kernel."""
 
-    Attributes:
-        variant: of the kernel: "mma", "hopper" or "wide".
-        code: the C++ type that names it.
-        rows, width: of the result: output rows or input channels, and output channels.
-        threads: of a block.
-        per_multiprocessor: blocks of a multiprocessor.
-        shared_bytes: dynamic shared memory of a block.
-        files: sources of the tile.
-        persistent: whether a block takes tile after tile.
-        itself: whether each row's only neighbour is itself.
-    """
-
-    variant: str
-    code: str
+    variant: str  # of the kernel: "mma", "hopper" or "wide"
+    code: str  # the C++ type that names it
     rows: int
     width: int
-    threads: int
-    per_multiprocessor: int
-    shared_bytes: int
-    files: tuple[str, ...]
-    persistent: bool = False
-    itself: bool = False
+    threads: int  # of a block
+    per_multiprocessor: int  # blocks of a multiprocessor
+    shared_bytes: int  # dynamic shared memory of a block
+    files: tuple[str, ...]  # sources of the tile
+    persistent: bool = False  # whether a block takes tile after tile
+    itself: bool = False  # whether each row's only neighbour is itself
 
 
 def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
@@ -438,10 +402,7 @@ def mma(p: Problem, *files: str, side: int = 64, per: int = 2) -> Tile:
 
 
 def wide(p: Problem, shape: WideTile, itself: bool = False) -> Tile:
-    """Return WideTile in a shape, for the problem's channels and offsets.
-
-    ``itself``: whether to read no table, since each row's only neighbour is itself.
-    """
+    """Return WideTile in a shape, for the problem's channels and offsets."""
     early = thresholds.FEW_OFFSETS if few_offsets(p) and not itself else 0
     code = shape.consumers, shape.width, shape.stages, tail_slices(p), early
     code = *code, *["true"] * itself
@@ -502,10 +463,7 @@ def shaped(
 
 
 def sums_moments(p: Problem, tile: Tile, is_split: bool) -> bool:
-    """Whether the launch that writes the rows sums their statistics.
-
-    If it is asked to, and rows are so many that a norm would read them twice.
-    """
+    """Whether the launch that writes the rows sums their statistics."""
     if not p.sums_moments:
         return False
     is_whole = whole_channels(p)[1] == p.channels[1]
@@ -603,11 +561,7 @@ def tile_width(channels: int, widths: Iterable[int]) -> int:
 
 
 def unpacks_once(p: Problem, device: Device, tile: Tile) -> bool:
-    """Whether a call unpacks its weights to floats first, instead of ``tile``.
-
-    If ``thresholds.UNPACK_ROWS`` says that it pays, and the floats take no more memory
-    than ``thresholds.UNPACK_BYTES`` or than the output.
-    """
+    """Whether a call unpacks its weights to floats first, instead of ``tile``."""
     few = few_edges(p) and has_wgmma(p, device)
     least = thresholds.UNPACK_ROWS["few edges" if few else tile.variant].get(tile.width)
     room = max(thresholds.UNPACK_BYTES, p.n_out * whole_channels(p)[1] * p.itemsize)
@@ -618,12 +572,7 @@ def unpacks_once(p: Problem, device: Device, tile: Tile) -> bool:
 
 
 def splits_of(p: Problem, tile: Tile, tiles: int, places: int) -> int:
-    """Return into how many splits offsets are cut, to take the least time.
-
-    Within 4% of the fastest of 1 000 to 10 000 rows of 64 to 512 channels on an H200.
-    There, blocks that run side by side gain little, except for int8; on other GPUs they
-    are taken not to slow each other.
-    """
+    """Return into how many splits offsets are cut, to take the least time."""
     per = tile.per_multiprocessor
     if tile.variant == "mma" or p.integer:
         of_a_round, most_rounds = per, 1  # blocks of a multiprocessor
@@ -724,10 +673,7 @@ def add_splits(
     after: EpilogueFacts | None = None,
     moments: bool = False,
 ) -> GpuKernel:
-    """Return the kernel that adds partial sums of so many axes, in order.
-
-    ``after`` and ``moments`` are those of ``finishing_kernel``.
-    """
+    """Return the kernel that adds partial sums of so many axes, in order."""
     sizes = ()
     if axes == 4:
         lines = "partial_shape[1] * partial_shape[2]"

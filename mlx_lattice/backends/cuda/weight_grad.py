@@ -139,10 +139,7 @@ def sorted_tiles(p: Problem, width: int) -> int:
 
 
 def grad_splits(p: Problem, device: Device, tile: Tile, tiles: int) -> int:
-    """Return into how many splits the edges are cut, so that they fill the GPU.
-
-    ``tiles`` is the number of tiles of dW[k].
-    """
+    """Return into how many splits the edges are cut, so that they fill the GPU."""
     splits = max(1, device.cores * tile.per_multiprocessor // tiles)
     edges = p.edges_at_most
     # The last stage of an offset is not full.
@@ -229,11 +226,7 @@ def _adding(symbol: str, face: Interface, p: Problem, shares: int, **more) -> Gp
 
 
 def sum_shares(p: Problem, device: Device, sides: Sequence[int], count: float) -> int:
-    """Return into how many shares a block's warps cut so many partial sums.
-
-    Of a small dW, blocks with fewer of its entries fill more of the GPU. One where dW
-    is not written in MLX's layout.
-    """
+    """Return into how many shares a block's warps cut so many partial sums."""
     table, found = thresholds.SHARED_SUMS, 1
     while found < WARPS and p.layout == MLX_LAYOUT:
         fills = adding_blocks(p, sides, found) >= table["blocks"] * device.cores
@@ -499,10 +492,7 @@ def depthwise(p: Problem, device: Device) -> Plan:
 
 
 def writes_whole(p: Problem, device: Device) -> bool:
-    """Whether offsets have so few edges that one block passes all of those of one.
-
-    The larger dW is, the more its partial sums would cost.
-    """
+    """Whether offsets have so few edges that one block passes all of those of one."""
     if not has_wgmma(p, device):
         return False
     elements = p.volume * prod(whole_channels(p))

@@ -42,11 +42,7 @@ GRADIENTS = Interface("AttentionHeads", ("dy", *_GIVEN), ("dx", "lines"), _SIZES
 
 
 class GpuHeads:
-    """Queries and keys, and values beside them, of (N, parts, heads, D).
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """Queries and keys, and values beside them, of (N, parts, heads, D)."""
 
     def __init__(self, backend: str):
         self.backend = backend
@@ -65,15 +61,7 @@ class GpuHeads:
         scales: tuple[mx.array, ...] = (),
         angles: tuple[mx.array, ...] = (),
     ) -> mx.array:
-        """Return x with its first parts normalised, scaled and turned.
-
-        Args:
-            x: what ``takes``.
-            turned: how many parts, 1 or 2.
-            scales: (heads, D) of one floating dtype, one a part, or none: then they
-                are not normalised.
-            angles: the cosine and the sine, (N, D / 2) float32 each, or none.
-        """
+        """Return x with its first parts normalised, scaled and turned."""
         return self._launch(FORWARD, [x], turned, scales, angles)[0]
 
     def gradient(
@@ -84,10 +72,7 @@ class GpuHeads:
         scales: tuple[mx.array, ...] = (),
         angles: tuple[mx.array, ...] = (),
     ) -> tuple[mx.array, mx.array | None]:
-        """Return that of x, and (L, turned * heads * D) parts of that of the scales.
-
-        The latter add up to it; None where there are no scales.
-        """
+        """Return that of x, and (L, turned * heads * D) parts of that of the scales."""
         face = GRADIENTS if scales else GRADIENT
         results = self._launch(face, [dy, x], turned, scales, angles)
         return results[0], results[1] if scales else None
@@ -169,11 +154,7 @@ def extents_of(slots: int, results: int) -> mx.array:
 
 
 class GpuPatches:
-    """Slots of rows by a GPU's kernel.
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """Slots of rows by a GPU's kernel."""
 
     def __init__(self, backend: str):
         self.backend = backend
@@ -191,15 +172,7 @@ class GpuPatches:
         parts: tuple[int, int],
         is_filling: bool,
     ) -> list[mx.array]:
-        """Return ``row``, ``own``, ``slot`` and ``place`` of ``Groups``, and ``again``.
-
-        Args:
-            order: (N,) int32 rows along the curve.
-            elements: (B, 8) int32: what is known of each element of some rows.
-            extents: ``extents_of`` the parts.
-            parts: how many slots and results there are.
-            is_filling: whether any patch is filled; else there is no ``again``.
-        """
+        """Return the arrays of ``Groups``; ``again`` only if some patch is filled."""
         n = len(order)
         ends = list(accumulate((*parts, *(n,) * (2 + is_filling))))
         sizes, grid = {}, (THREADS * blocks_for(n),)

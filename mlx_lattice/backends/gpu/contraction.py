@@ -78,10 +78,7 @@ def adder(
     first: int = 0,
     lines: int = 0,
 ) -> Callable[[list[mx.array]], list[mx.array]]:
-    """Return what adds partial sums in order.
-
-    It takes the arrays that are ``named``, in the order of the interface.
-    """
+    """Return what adds partial sums in order."""
     given = tuple([name in named for name in plan.add.interface.inputs])
     sizes = {"lines": prod(shape[:-1]), "channels": shape[-1], "splits": splits}
     outputs = ((shape, dtype),)
@@ -116,11 +113,7 @@ def joined(parts: Sequence[mx.array]) -> mx.array:
 
 
 def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return y, (N_out, C_y), by a kernel of the interface PER_ROW.
-
-    Float32 where the plan has partial sums: then rows are those of ``plan.partials``,
-    and nothing follows.
-    """
+    """Return y, (N_out, C_y), by a kernel of the interface PER_ROW."""
     view, sizes = view_of(plan, relation), dict(plan.sizes)
     width, dtype = plan.problem.channels[1], DTYPES[plan.problem.dtype]
     rows = relation.n_out
@@ -161,12 +154,7 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
 
 def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES.
-
-    Also for int8 features. Splits are added in order, by ``plan.add``. If the plan does
-    not place rows, its dispatches cut regions of rows apart: sorted rows are then put
-    in order at the end. If the plan sums statistics of y's rows, they come second.
-    """
+    """Return y, (N_out, C_y), by a kernel of the interface SORTED_TILES."""
     view, n, p = view_of(plan, relation), relation.n_out, plan.problem
     width, dtype = p.channels[1], DTYPES[p.dtype]
     if p.integer:
@@ -220,10 +208,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 def integer_tiles(
     plan: Plan, relation: Relation, unpacker: Callable[..., Callable]
 ) -> Callable[..., mx.array]:
-    """Return y by tiles over int8 features; int4 weights become int8 before.
-
-    ``unpacker(shape, group_size)`` returns the launch that unpacks words of a shape.
-    """
+    """Return y by tiles over int8 features; int4 weights become int8 before."""
     call = sorted_tiles(plan, relation)
 
     def unpacked(x: mx.array, w: IntegerWeight, *added: mx.array | None) -> mx.array:
@@ -242,10 +227,7 @@ def _dispatched(
     rows: Sequence[mx.array],
     out: tuple[int, mx.Dtype],
 ) -> tuple[tuple[Callable, Callable | None], ...]:
-    """Return (launch, add_splits) for each dispatch over n rows.
-
-    ``summed`` names what follows the sums; ``out``: padded channels and dtype of y.
-    """
+    """Return (launch, add_splits) for each dispatch over n rows."""
     splits, height, (wide, dtype), made = plan.splits, plan.tile[0], out, []
     own = [name for name in plan.gpu.interface.inputs if name in (*AFTER, *ARRAYS)]
     given = input_flags(plan, *[name in summed and splits == 1 for name in own])
@@ -279,14 +261,7 @@ def _dispatched(
 
 
 def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
-    """Return dW by a kernel of the interface WEIGHT_GRAD.
-
-    (K, C_in / groups, C_out), or, if the plan writes MLX's layout, (C_out, K, C_in /
-    groups).
-
-    Partial sums are added in order. Those of several dispatches are collected, up to
-    one that says how they are added; later ones are added to that sum.
-    """
+    """Return dW by a kernel of the interface WEIGHT_GRAD."""
     view, p, dispatches = view_of(plan, relation), plan.problem, plan.dispatches
     dtype, names = DTYPES[p.dtype], plan.gpu.interface.inputs
     # Channels are padded only if there is one group.

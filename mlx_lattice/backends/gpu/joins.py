@@ -58,11 +58,7 @@ _FACES = {
 
 
 class GpuJoins:
-    """Two arrays of rows, joined along their channels, by a GPU's kernels.
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """Two arrays of rows, joined along their channels, by a GPU's kernels."""
 
     def __init__(self, backend: str):
         self.backend = backend

@@ -34,19 +34,12 @@ Value = bool | int | str | mx.Dtype
 
 @dataclass(frozen=True)
 class Interface:
-    """What a kernel is called with, under names, the same on every backend.
+    """What a kernel is called with, under names, the same on every backend."""
 
-    Attributes:
-        name: the kernel's side has the sizes as the struct ``<name>Sizes``.
-        inputs: names of the arrays; one that is given as None is a null pointer.
-        outputs: names of the results.
-        sizes: (name, how CUDA reads it) of each int of the struct: C++ over the shapes
-            of the inputs, as ``table_shape[1]``. Metal gets the numbers.
-    """
-
-    name: str
-    inputs: tuple[str, ...]
+    name: str  # the kernel's side has the sizes as the struct ``<name>Sizes``
+    inputs: tuple[str, ...]  # one that is given as None is a null pointer
     outputs: tuple[str, ...]
+    # (name, how CUDA reads it, as ``table_shape[1]``); Metal gets the numbers.
     sizes: tuple[tuple[str, str], ...] = ()
 
     def __hash__(self) -> int:  # quick: kernels are looked up at each launch
@@ -63,51 +56,29 @@ class Interface:
 
 @dataclass(frozen=True)
 class GpuKernel:
-    """One entry point of the kernel sources, for one set of template arguments.
+    """One entry point of the kernel sources, for one set of template arguments."""
 
-    Attributes:
-        backend: "metal" or "cuda".
-        symbol: the function, which is the route's name where a route has it.
-        files: sources that hold it, in the order in which they need each other, without
-            suffix on Metal.
-        interface: how it is called.
-        template: (name, value) of its template arguments.
-        place: Metal: what says where a thread is, the function's last arguments.
-        memory: Metal: C++ of how many floats of threadgroup memory it takes, if any.
-        also: interfaces whose structs the files name besides.
-        atomic: Metal: whether the outputs are atomic.
-        threads: CUDA: of a block, for the register limit.
-        blocks_per_multiprocessor: CUDA: how many must fit side by side.
-        shared_bytes: CUDA: dynamic shared memory.
-        defines: CUDA: (name, value) of preprocessor constants.
-        sizes: CUDA: (name, C++) of sizes that are read in another way than the
-            interface says.
-        arguments: (input or output, C++) of those that are passed in another way; not
-            at all if that is empty.
-        together: CUDA: inputs, and then outputs, that are handed over as one struct,
-            AFTER in the template, in the place of the first input.
-        before: statements before the call.
-        geometry: CUDA: whether coordinates are computed by it, not features.
-    """
-
-    backend: str
-    symbol: str
-    files: tuple[str, ...]
-    interface: Interface
+    backend: str  # "metal" or "cuda"
+    symbol: str  # the function, which is the route's name where a route has it
+    files: tuple[str, ...]  # in the order in which they need each other
+    interface: Interface  # how it is called
     template: tuple[tuple[str, Value], ...] = ()
-    place: str = ""
-    memory: str = ""
-    also: tuple[Interface, ...] = ()
-    atomic: bool = False
-    threads: int = THREADS
-    blocks_per_multiprocessor: int = 1
-    shared_bytes: int = 0
+    place: str = ""  # Metal: what says where a thread is, the function's last arguments
+    memory: str = ""  # Metal: C++ of the floats of threadgroup memory, if any
+    also: tuple[Interface, ...] = ()  # interfaces whose structs the files name besides
+    atomic: bool = False  # Metal: whether the outputs are atomic
+    threads: int = THREADS  # CUDA: of a block, for the register limit
+    blocks_per_multiprocessor: int = 1  # CUDA: how many must fit side by side
+    shared_bytes: int = 0  # CUDA: dynamic shared memory
     defines: tuple[tuple[str, int], ...] = ()
+    # CUDA: C++ of sizes, and of inputs and outputs, that are passed in another way; an
+    # argument that is empty is not passed.
     sizes: tuple[tuple[str, str | int], ...] = ()
     arguments: tuple[tuple[str, str], ...] = ()
+    # CUDA: inputs and outputs that are handed over as one struct, the template AFTER.
     together: tuple[str, ...] = ()
-    before: str = ""
-    geometry: bool = False
+    before: str = ""  # statements before the call
+    geometry: bool = False  # CUDA: whether coordinates are computed by it, not features
     # What MLX built, by its factory (a stand-in runs kernels without a GPU) and inputs.
     _built: dict = field(init=False, default_factory=dict, compare=False, repr=False)
 
@@ -121,21 +92,7 @@ class GpuKernel:
         fill: float | None = None,
         **sizes: int,
     ) -> list[mx.array]:
-        """Put one launch into the graph.
-
-        Args:
-            inputs: the interface's, in order; None where one is not given.
-            outputs: shape and dtype of each; none may be empty.
-            grid: threads on each axis, the fastest first; none may be 0.
-            threadgroup: threads of a threadgroup or block; by default as wide as fits
-                on Metal, and the kernel's on CUDA.
-            fill: what the outputs hold at the start.
-            sizes: the interface's, by name; CUDA reads them off the arrays instead.
-
-        Raises:
-            ValueError: an output or the grid is empty, which no GPU can launch.
-            TypeError: on Metal, a size is missing or is none of the interface's.
-        """
+        """Put one launch into the graph."""
         arrays = [array for array in inputs if array is not None]
         given = self._whole
         if len(arrays) < len(inputs):
@@ -153,12 +110,7 @@ class GpuKernel:
         fill: float | None = None,
         **sizes: int,
     ) -> Callable[[list[mx.array]], list[mx.array]]:
-        """Return a function that launches the kernel on a list of arrays.
-
-        Args:
-            given: which of the interface's inputs the list has.
-            outputs, grid, threadgroup, fill, sizes: as for a call, which raises alike.
-        """
+        """Return a function that launches the kernel on a list of arrays."""
         shapes, dtypes = zip(*outputs, strict=True)
         if 0 in chain(grid, *shapes):
             raise ValueError(
@@ -286,13 +238,7 @@ class GpuKernel:
         return f"const {struct} sizes{{{values}}};"
 
     def header(self, whole: bool = True) -> str:
-        """Return what stands before the kernel: the structs, then the files.
-
-        Args:
-            whole: whether the text of the files stands there, or lines that include
-                them. Where MLX compiles for CUDA, it puts a kernel's text together,
-                and hashes it, at every call, so that it is kept short.
-        """
+        """Return what stands before the kernel: the structs, then the files."""
         faces = self.interface, *self.also
         structs = "".join(dict.fromkeys(face.struct for face in faces))
         if self.backend == METAL:
@@ -459,17 +405,7 @@ def ceil_div(a: int, b: int) -> int:
 def cuts(
     count: int, work: int, limit: int, most: int | None = None
 ) -> Iterator[tuple[int, int]]:
-    """Yield (first, length) slices of ``count`` units, none above ``limit`` of work.
-
-    Args:
-        count: units to cut.
-        work: what all of them cost, in the terms of ``limit``.
-        limit: the most that a slice may cost; one unit is never cut.
-        most: what a single unit may cost; by default all cost the same.
-
-    Raises:
-        ValueError: there would be more than ``MOST_DISPATCHES`` slices.
-    """
+    """Yield (first, length) slices of ``count`` units, none above ``limit`` of work."""
     pieces = ceil_div(work, limit)
     if pieces > 1 and most is not None:
         pieces = ceil_div(count, max(1, limit // max(most, 1)))
@@ -493,16 +429,7 @@ def by_rows(
     most: int | None = None,
     axis: int = 0,
 ) -> list[mx.array]:
-    """Return the outputs of launches over slices of rows, joined along the rows.
-
-    Args:
-        rows: rows of every output.
-        work: what all of them cost.
-        limit: the most that one launch may cost.
-        launch: called with (first row, number of rows).
-        most: what a single row may cost; by default all cost the same.
-        axis: axis of the outputs that holds the rows.
-    """
+    """Return the outputs of launches over slices of rows, joined along the rows."""
     parts = [launch(first, length) for first, length in cuts(rows, work, limit, most)]
     if len(parts) == 1:
         return parts[0]

@@ -114,14 +114,7 @@ def _kernel(
     threads: int = THREADS,
     beside: int = 1,
 ) -> GpuKernel:
-    """Return a kernel.
-
-    Args:
-        backend, symbol, interface, template: as of ``GpuKernel``.
-        files: its sources; by default those of the norms by channel.
-        floats: Metal: of threadgroup memory.
-        threads, beside: CUDA: of a block, and blocks of a multiprocessor.
-    """
+    """Return a kernel."""
     metal, also, arguments = backend == METAL, (), ()
     if not files:
         also = tuple(each for each in (MOMENTS, COMBINE_SUMS) if each is not interface)
@@ -155,13 +148,7 @@ COMBINING = {METAL: (32, 16), CUDA: (8, 64)}
 
 
 class _Walk:
-    """How threadgroups share the rows and channels of an array.
-
-    Args:
-        backend: "metal" or "cuda".
-        rows, channels: of the array.
-        dtype: its dtype.
-    """
+    """How threadgroups share the rows and channels of an array."""
 
     def __init__(self, backend: str, rows: int, channels: int, dtype: mx.Dtype):
         self.each = 4
@@ -180,11 +167,7 @@ class _Walk:
 
 
 class GpuNorms(Norms):
-    """The norms of a GPU's kernels; see ``Norms``.
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """The norms of a GPU's kernels; see ``Norms``."""
 
     def __init__(self, backend: str):
         self.backend = backend
@@ -250,10 +233,7 @@ class GpuNorms(Norms):
         fit: Fit | None = None,
         blocks: int | None = None,
     ) -> list[mx.array]:
-        """Launch a kernel over blocks of rows.
-
-        blocks: pieces of segments; by default blocks have equal shares of all rows.
-        """
+        """Launch a kernel over blocks of rows."""
         rows, channels = x.shape
         walk = _Walk(self.backend, rows, channels, x.dtype)
         sums = interface.outputs == ("partials",)
@@ -357,11 +337,7 @@ SUM_BYTES, FEW_SUM_BYTES = 128, 32
 
 
 def is_one_launch(rows: int, item: int) -> bool:
-    """Return whether CUDA's BatchNorm of so many rows is one launch each way.
-
-    It then reads the rows once, without a sum of statistics before it. ``item``: bytes
-    of an element.
-    """
+    """Return whether CUDA's BatchNorm of so many rows is one launch each way."""
     return rows * item <= ONE_LAUNCH_NORM
 
 

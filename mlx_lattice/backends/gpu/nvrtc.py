@@ -64,13 +64,7 @@ _SHAPE = re.compile(r"\b(\w+)_shape\[(\d+)\]")
 
 
 class Compiler:
-    """NVRTC for one device. Its calls release Python's lock, so threads can compile.
-
-    Args:
-        library: its file.
-        include: the folder of CUDA's headers.
-        capability: the compute capability of the device.
-    """
+    """NVRTC for one device. Its calls release Python's lock, so threads can compile."""
 
     def __init__(self, library: Path, include: Path, capability: tuple[int, int]):
         self.nvrtc, self.include = ctypes.CDLL(str(library)), include
@@ -100,11 +94,7 @@ class Compiler:
         )
 
     def compile(self, text: str) -> bytes:
-        """Return machine code.
-
-        Raises:
-            RuntimeError: what the compiler says.
-        """
+        """Return machine code."""
         program = ctypes.c_void_p()
         self._check(
             self.nvrtc.nvrtcCreateProgram(
@@ -152,11 +142,7 @@ def fatbin() -> ctypes.CDLL | None:
 
 
 def compressed(code: bytes, capability: tuple[int, int]) -> bytes:
-    """Return machine code as a compressed fat binary, or as it is without nvFatbin.
-
-    Raises:
-        RuntimeError: nvFatbin is here and fails.
-    """
+    """Return machine code as a compressed fat binary, or as it is without nvFatbin."""
     library = fatbin()
     if library is None:
         return code
@@ -208,13 +194,7 @@ _rehearsed: ContextVar[str | None] = ContextVar("rehearsed", default=None)
 
 @contextmanager
 def rehearsal(what: str = "features") -> Iterator[None]:
-    """Have kernels compiled, side by side, in place of launching those that are not.
-
-    What was not launched is zeros.
-
-    Args:
-        what: "all" kernels, or those of "features": geometry's then run.
-    """
+    """Have kernels compiled, side by side, in place of launching those that are not."""
     token = _rehearsed.set(what)
     try:
         yield
@@ -242,10 +222,7 @@ except ValueError as error:
 
 @cache
 def compiler(capability: tuple[int, int]) -> Compiler | None:
-    """Return NVRTC, or None where MLX compiles kernels.
-
-    Warns where NVRTC was to compile them and cannot.
-    """
+    """Return NVRTC, or None where MLX compiles kernels."""
     if not kept_files.is_set(VARIABLE, default=True):
         return None
     library = loaded("libnvrtc.so")
@@ -273,19 +250,7 @@ def compiles() -> bool:
 
 
 class Kernel:
-    """A kernel that is compiled at its first launch, and called as MLX's are.
-
-    Args:
-        nvrtc: the compiler.
-        name: of the kernel; no other has it.
-        inputs: names of the inputs; ``NAME_shape[AXIS]`` may stand in the body.
-        outputs: names of the outputs.
-        text: what stands before the kernel.
-        body: CUDA statements.
-        bounds: threads of a block, and blocks that must fit side by side.
-        shared_bytes: dynamic shared memory.
-        geometry: whether it runs in a rehearsal of features.
-    """
+    """A kernel that is compiled at its first launch, and called as MLX's are."""
 
     def __init__(
         self,
@@ -403,10 +368,7 @@ def compiled(nvrtc: Compiler, text: str) -> bytes:
 
 
 def kept(key: str, build: Callable[[], bytes]) -> bytes:
-    """Return the machine code of a key, built where no file has it.
-
-    Warns where it cannot be kept.
-    """
+    """Return the machine code of a key, built where no file has it."""
     path = kept_files.folder() / "cuda" / f"{key}.cubin"
     try:
         code = path.read_bytes()

@@ -32,14 +32,9 @@ Arrays = tuple[mx.array, ...]  # gradient, parameter, and its states
 
 
 class Rule(NamedTuple):
-    """How an element is updated.
+    """How an element is updated."""
 
-    Attributes:
-        code: its number in the kernels.
-        states: which of ``STATES`` are read and written besides a parameter.
-    """
-
-    code: int
+    code: int  # its number in the kernels
     states: tuple[str, ...]
 
     @property
@@ -57,11 +52,7 @@ ADAM = Rule(3, ("first", "second"))
 
 
 class GpuUpdates:
-    """The steps of optimizers by a GPU's kernels.
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """The steps of optimizers by a GPU's kernels."""
 
     def __init__(self, backend: str):
         self.backend = backend
@@ -82,13 +73,7 @@ class GpuUpdates:
     def step(
         self, rule: Rule, rates: mx.array, parameters: Sequence[Arrays]
     ) -> list[list[mx.array]]:
-        """Return the new value and states of each parameter.
-
-        Args:
-            rule: of the update.
-            rates: (8,) float32, as the rule's kernel reads them.
-            parameters: arrays that ``takes`` accepts.
-        """
+        """Return the new value and states of each parameter."""
         results: list[list[mx.array]] = [[] for _ in parameters]
         each = 1 + len(rule.states)
         # Backwards, each launch after the one before it: gradients come in that order,
@@ -118,11 +103,7 @@ class GpuUpdates:
 
 @lru_cache(maxsize=256)
 def _kernel(backend: str, rule: Rule, dtype: mx.Dtype, count: int) -> GpuKernel:
-    """Return the kernel of a step for ``count`` parameters.
-
-    A launch has the arrays of all parameters. Statements before the call pick those of
-    a block's parameter.
-    """
+    """Return the kernel of a step for ``count`` parameters."""
     metal, state_dtype = backend == METAL, rule.state_dtype(dtype)
     space = "device " if metal else ""
     block = "threadgroup_position_in_grid.x" if metal else "blockIdx.x"

@@ -71,11 +71,7 @@ def _kernel(
 
 
 class GpuReductions:
-    """The reductions of a GPU's kernels; see ``Reductions``.
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """The reductions of a GPU's kernels; see ``Reductions``."""
 
     def __init__(self, backend: str):
         self.backend = backend
@@ -123,20 +119,11 @@ class GpuReductions:
         return self._max(x, rows.order, _launches(starts, x.shape[0], longest))
 
     def sum_segments(self, x: mx.array, starts: mx.array) -> mx.array:
-        """Return the sums of rows in succession: segment s is starts[s]..starts[s + 1].
-
-        Args:
-            x: (N, C).
-            starts: (S + 1,) int32.
-        """
+        """Return the sums of rows; segment s is starts[s]..starts[s + 1]."""
         return self._sum(x, _launches(starts, x.shape[0]), None, 1, None)
 
     def order(self, table, rows, longest=None) -> tuple[mx.array, ...]:
-        """Return places of a table by the row they name, and where those begin.
-
-        If some rows are named often, also where the segments of each launch begin.
-        Places that name no row come first.
-        """
+        """Return places of a table by the row they name, and where those begin."""
         size = table.size
         if size == 0:
             none = mx.zeros((rows + 1,), dtype=mx.int32)
@@ -217,17 +204,7 @@ class GpuReductions:
     def _over_rows(
         self, kernel, inputs, rows, dtypes, work, most, volume
     ) -> list[mx.array]:
-        """Launch a kernel over rows of the result; on Metal over slices of rows.
-
-        Args:
-            kernel: what to launch.
-            inputs: its arrays; the first has the channels of the result.
-            rows: rows of the result.
-            dtypes: of the results.
-            work: features that are read.
-            most: features that one row may read; None: all rows read the same.
-            volume: K of a table.
-        """
+        """Launch a kernel over rows of the result; on Metal over slices of rows."""
         channels, each = inputs[0].shape[1], 16 // inputs[0].itemsize
         if self.backend == CUDA:
             each = _channels_each(inputs[0])
@@ -259,10 +236,7 @@ def _no_maxima(x: mx.array, rows: int) -> tuple[mx.array, mx.array]:
 def _launches(
     starts: mx.array, size: int, longest: int | None = None
 ) -> list[mx.array]:
-    """Return where the segments of each launch begin: pieces of long ones first.
-
-    ``size`` is the length of all segments together, ``longest`` a bound of each.
-    """
+    """Return where the segments of each launch begin: pieces of long ones first."""
     longest, made = size if longest is None else min(longest, size), []
     while longest > SEGMENT_CUTS["longest"]:
         bounds, starts = pieces(starts, size)
@@ -272,14 +246,7 @@ def _launches(
 
 
 def pieces(starts: mx.array, size: int) -> tuple[mx.array, mx.array]:
-    """Cut segments of ``size`` entries in all into pieces that a thread can add up.
-
-    If a segment begins at a cut, its piece comes second.
-
-    Returns:
-        (P + 1,) int32: where pieces begin, some of them empty, and ``size``; (S + 1,)
-        int32: the first piece of each segment.
-    """
+    """Cut segments of ``size`` entries in all into pieces that a thread can add up."""
     cuts = mx.arange(0, size, SEGMENT_CUTS["piece"], dtype=mx.int32)
     before = mx.searchsorted(cuts, starts).view(mx.int32)
     starts_before = mx.searchsorted(starts, cuts, side="right").view(mx.int32)
@@ -328,11 +295,7 @@ def _eight(values: tuple[float, ...] | None) -> mx.array | None:
 
 
 class GpuPoints:
-    """Weights of the cells around points, by a GPU's kernel.
-
-    Args:
-        backend: "metal" or "cuda".
-    """
+    """Weights of the cells around points, by a GPU's kernel."""
 
     def __init__(self, backend: str):
         self.backend = backend

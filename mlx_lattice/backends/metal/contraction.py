@@ -362,25 +362,15 @@ def int8_tensor_ops(p: Problem, device: Device) -> Plan:
 
 
 class Cut(NamedTuple):
-    """How the work of tiles is cut.
+    """How the work of tiles is cut."""
 
-    Attributes:
-        name: of the route.
-        tile: its columns and splits.
-        pieces: (first, count) tiles of each dispatch.
-        placed: whether rows are written to their own places.
-        is_far: whether 32 bits do not hold the place of every element.
-        matrices: dtype of simdgroup matrices.
-        moments: whether statistics of the rows are summed.
-    """
-
-    name: str
-    tile: SortedTile
-    pieces: list[tuple[int, int]]
-    placed: bool
-    is_far: bool
-    matrices: mx.Dtype
-    moments: bool = False
+    name: str  # of the route
+    tile: SortedTile  # its columns and splits
+    pieces: list[tuple[int, int]]  # (first, count) tiles of each dispatch
+    placed: bool  # whether rows are written to their own places
+    is_far: bool  # whether 32 bits do not hold the place of every element
+    matrices: mx.Dtype  # dtype of simdgroup matrices
+    moments: bool = False  # whether statistics of the rows are summed
 
 
 def _by_matrices(p: Problem, device: Device, name: str) -> Plan:

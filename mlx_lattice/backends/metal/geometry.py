@@ -111,11 +111,7 @@ def _integers(values: Sequence, dtype: mx.Dtype = mx.int32) -> mx.array:
 
 
 class RowTable(RowIndex):
-    """Finds the rows of one coordinate set by value, through a hash table.
-
-    Args:
-        coords: (N, 1 + D) int32, any values. Of equal rows the first is found.
-    """
+    """Finds the rows of one coordinate set by value, through a hash table."""
 
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
@@ -160,11 +156,7 @@ class RowTable(RowIndex):
         keep: Keep | None = None,
         wanted: str | None = None,
     ) -> mx.array:
-        """Return the (N_out, K) int32 neighbour table, -1 if there is no edge.
-
-        A mirrored one is searched by halves, as FlexGEMM does, if one dispatch may do
-        it. If rows repeat, it is some table, which is not kept.
-        """
+        """Return the (N_out, K) int32 neighbour table, -1 if there is no edge."""
         (n, width), volume = self.coords.shape, len(offsets)
         n_out, limit = out.coords.shape[0], dispatch_limit("probes")
         if n_out == 0 or n == 0:
@@ -197,18 +189,7 @@ def _power_of_two(n: int) -> int:
 def insert(
     coords: mx.array, rule: Rule, offsets: mx.array, limits: mx.array, volume: int
 ) -> list[mx.array]:
-    """Return a hash table of a rule's candidates, in parts: a dispatch makes each.
-
-    A slot has one int, or two if the candidates are the rows themselves: see the
-    kernel.
-
-    Args:
-        coords: (N, 1 + D) int32.
-        rule: what candidates are made by.
-        offsets: flat offsets, D integers each.
-        limits: int64 stride, least and greatest value of the D axes.
-        volume: number of offsets.
-    """
+    """Return a hash table of a rule's candidates, in parts: a dispatch makes each."""
     candidates = coords.shape[0] * volume
     pieces = _power_of_two(ceil_div(candidates, dispatch_limit("probes")))
     # At least two slots a row. Parts fill alike, to a few in a thousand.
@@ -235,15 +216,9 @@ def insert(
 
 
 class _Numbers(NamedTuple):
-    """How keys number the rows of a box, one level after the other.
+    """How keys number the rows of a box, one level after the other."""
 
-    Attributes:
-        key: their dtype.
-        values: least value and weight of each column, then the weight of a level; zeros
-            if the box has more cells than keys can number.
-    """
-
-    key: mx.Dtype
+    key: mx.Dtype  # their dtype
     values: mx.array
 
     @staticmethod
@@ -269,15 +244,7 @@ def _taken(slots: mx.array) -> mx.array:
 def _collected(
     rule: int, inputs: tuple[mx.array, ...], numbers: _Numbers, volume: int, count: int
 ) -> list[mx.array]:
-    """Return the (count, 1 + D) rows of a table and their keys, in the table's order.
-
-    Args:
-        rule: what candidates are made by.
-        inputs: coords, offsets, limits, slots, and ``_taken(slots)``.
-        numbers: of keys.
-        volume: as of the table.
-        count: taken slots.
-    """
+    """Return the (count, 1 + D) rows of a table and their keys, in its order."""
     width, slots = inputs[0].shape[1], inputs[3].size
     which = {"WIDTH": width, "RULE": int(rule), "KEY": numbers.key}
     return _kernel("collect_candidates", "hash_table", _COLLECT, **which)(
@@ -292,10 +259,7 @@ def _collected(
 
 
 class _Levels:
-    """Cells of several strides that were launched; see ``StartedLevels``.
-
-    They share one hash table, with a part of equal size for each stride.
-    """
+    """Cells of several strides that were launched; see ``StartedLevels``."""
 
     def __init__(self, coords: mx.array, strides: Sequence[tuple[int, ...]]):
         (n, width), self._coords, self._levels = coords.shape, coords, len(strides)
@@ -334,10 +298,6 @@ def gray_order(table: mx.array, region: int | None = None) -> mx.array:
     Ties keep the rows' own order: MLX's sorts are stable (on Metal a merge sort that
     takes the left of equals, ``sort.h``). So keys are ranks alone, and each region is a
     row of the array that is sorted, whose merges end with it.
-
-    Args:
-        table: (N_out, K) int32.
-        region: rows that are ordered among themselves; by default all of them.
     """
     n, volume = table.shape
     if n == 0:
@@ -365,17 +325,7 @@ def gray_order(table: mx.array, region: int | None = None) -> mx.array:
 def ordered_table(
     table: mx.array, order: mx.array, block: int
 ) -> tuple[mx.array, mx.array]:
-    """Return the rows of a table in an order, and which offsets their blocks use.
-
-    Args:
-        table: (N, K) int32.
-        order: (N,) int32.
-        block: rows of a block.
-
-    Returns:
-        (N, K) int32, and (ceil(N / block), ceil(K / 32)) uint32 masks: bit b of word w
-        stands for offset 32 w + b.
-    """
+    """Return the rows of a table in an order, and which offsets their blocks use."""
     n, volume = table.shape
     words, blocks = ceil_div(volume, 32), ceil_div(n, block)
     if n == 0:
@@ -397,10 +347,7 @@ class MetalGeometry(Geometry):
         return RowTable(coords)
 
     def unique_rows(self, coords, box=None, count=None) -> UniqueRows:
-        """Return the sorted unique rows, and the place of each row among them.
-
-        If 64-bit keys cannot number the cells of the box, rows are sorted by ranks.
-        """
+        """Return the sorted unique rows, and the place of each row among them."""
         n, width = coords.shape
         if n == 0:
             return UniqueRows(coords, mx.zeros((0,), dtype=mx.int32))
@@ -475,12 +422,7 @@ class MetalGeometry(Geometry):
         return (mx.sort(keys) & ((1 << row_bits) - 1)).astype(mx.int32)
 
     def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
-        """Return (n_in, K) with the row of ``table`` that holds each entry, or -1.
-
-        Args:
-            table: (N_out, K) int32; no two rows have one entry in the same column.
-            n_in: number of input rows.
-        """
+        """Return (n_in, K) with the row of ``table`` that holds each entry, or -1."""
         n_out, volume = table.shape
         if n_out == 0 or n_in == 0:
             return mx.full((n_in, volume), -1, dtype=mx.int32)
@@ -490,11 +432,7 @@ class MetalGeometry(Geometry):
         return kernel([table], outputs, grid, fill=-1, **sizes)[0]
 
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
-        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
-
-        Counted by blocks of rows, placed by a scan: deterministic. Reads their number,
-        unless the relation knows it.
-        """
+        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
         n_out, volume = table.shape
         total = relation and relation.n_edges
         if n_out == 0 or total == 0:

@@ -75,10 +75,7 @@ def kernel(
 
 
 def adding(dtype, **after: Value) -> GpuKernel:
-    """Return the kernel that adds splits, in order, to a result of a dtype.
-
-    ``after`` are the template arguments of an epilogue.
-    """
+    """Return the kernel that adds splits, in order, to a result of a dtype."""
     files = "matrix_tiles", "activations", "epilogue", "add_splits"
     return kernel("add_splits", files, finishing(ADD_SPLITS), T=dtype, **after)
 
@@ -90,19 +87,13 @@ def dispatched(
     grid: Callable[[int], tuple[int, ...]],
     most: int | None = None,
 ) -> tuple[Dispatch, ...]:
-    """Return the dispatches of ``count`` units; see ``gpu_kernel.cuts``.
-
-    ``grid(units)`` returns the threads for so many units.
-    """
+    """Return the dispatches of ``count`` units; see ``gpu_kernel.cuts``."""
     slices = cuts(count, work, limit, most)
     return tuple(Dispatch(first, units, grid(units)) for first, units in slices)
 
 
 def strides(p: Problem, layout: str, interface: Interface) -> dict[str, int]:
-    """Return where a weight of a layout stands, as the interface names it.
-
-    Packed weights have a kernel's own layout: zeros.
-    """
+    """Return where a weight of a layout stands, as the interface names it."""
     c_in, each = p.c_in // p.groups, p.c_out // p.groups
     given = {W_OFFSET: c_in * p.c_out, W_ROW: p.c_out, W_GROUP: each}
     if layout == MLX_LAYOUT:
@@ -137,11 +128,7 @@ PROOF_TAIL = 13
 
 
 def tile_order(relation: Relation, region: int) -> mx.array:
-    """Return the (N,) int32 rows region by region, in each by Gray rank of their mask.
-
-    Regions of so many rows are rows in succession, which lie near one another if rows
-    are sorted. Works on any machine; the relation has a neighbour table.
-    """
+    """Return the (N,) int32 rows by region, in each by Gray rank of their mask."""
     region = min(region, relation.n_out)
     return relation.view(
         f"tile_order_{region}",
@@ -173,35 +160,21 @@ def tiles_of(region: int) -> Callable[[Relation], tuple[mx.array, ...]]:
 
 
 class TileShape(NamedTuple):
-    """Shape of a simdgroup's matrices in a tile of 64 rows and four simdgroups.
+    """Shape of a simdgroup's matrices in a tile of 64 rows and four simdgroups."""
 
-    Attributes:
-        width: columns; it has as many rows as four simdgroups leave it.
-        step: bytes of a feature row that are staged at a time.
-    """
-
-    width: int
-    step: int
+    width: int  # columns; it has as many rows as four simdgroups leave it
+    step: int  # bytes of a feature row that are staged at a time
 
 
 class SortedTile(NamedTuple):
-    """How a contraction over sorted tiles of 64 rows is cut.
+    """How a contraction over sorted tiles of 64 rows is cut."""
 
-    Attributes:
-        region: rows that are sorted together.
-        columns: of a tile.
-        splits: partial sums of each tile.
-        height: rows of a simdgroup of TensorOps; else 0.
-        step: channels that it multiplies at a time; else 0.
-        shape: of simdgroup matrices; None for TensorOps.
-    """
-
-    region: int
-    columns: int
-    splits: int
-    height: int = 0
-    step: int = 0
-    shape: TileShape | None = None
+    region: int  # rows that are sorted together
+    columns: int  # of a tile
+    splits: int  # partial sums of each tile
+    height: int = 0  # rows of a simdgroup of TensorOps; else 0
+    step: int = 0  # channels that it multiplies at a time; else 0
+    shape: TileShape | None = None  # of simdgroup matrices; None for TensorOps
 
     @property
     def threads(self) -> int:
@@ -226,11 +199,7 @@ def sorted_tile(
     device: Device,
     in_float: bool,
 ) -> SortedTile:
-    """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each.
-
-    ``edges`` are those of the rows, or as many as there may be, and ``in_float`` says
-    whether matrices are float32.
-    """
+    """Return the tile for rows of (C_x, C_y) channels of ``item`` bytes each."""
     c_x, c_y = channels
     row_bytes = c_x * item
     columns = tile_columns(c_y, row_bytes, volume, device)
@@ -254,11 +223,7 @@ def tensor_tile(
     device: Device,
     item: int = 2,
 ) -> SortedTile:
-    """Return the tile of TensorOps for rows of (C_x, C_y) channels.
-
-    Simdgroups are as high as rows share the weights of an offset and as leaves enough
-    of them for the GPU's cores; then sums are split.
-    """
+    """Return the tile of TensorOps for rows of (C_x, C_y) channels."""
     c_x, c_y = channels
     row_bytes = c_x * item
     across = ceil_div(c_y, TENSOR_WIDTH)
@@ -293,11 +258,7 @@ def tile_shape(columns: int, in_float: bool) -> TileShape:
 
 
 def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) -> int:
-    """Return into how many partial sums too few threadgroups are cut.
-
-    As many as take the least time: a GPU half full takes twice as long for the
-    products, and the sums of each split are written and read.
-    """
+    """Return into how many partial sums too few threadgroups are cut."""
     filling = devices.entry(thresholds.FILLING, device)
     share = devices.entry(thresholds.FULL_SHARE, device)
     full = 2 * least / share
@@ -326,10 +287,7 @@ def tile_columns(c_y: int, row_bytes: int, volume: int, device: Device) -> int:
 def tile_dispatches(
     rows: int, region: int, work: int, device: Device
 ) -> tuple[list[tuple[int, int]], bool]:
-    """Return the (first, length) tiles of each dispatch, and whether rows are placed.
-
-    Whole regions have rows of the output in succession, which is written in place.
-    """
+    """Return (first, length) of each dispatch's tiles, and if rows are placed."""
     limit, count = gpu_kernel.matrix_limit(device), ceil_div(rows, TILE_ROWS)
     together = region // TILE_ROWS
     if work * min(together, count) > limit * count:
@@ -354,10 +312,7 @@ EIGHTS, TENSOR = (BLOCK_ROWS, 8, 8), (16, 16, 32)
 def sorted_multiply_adds(
     plan: Plan, relation: Relation | None, *, product: tuple[int, int, int], region: int
 ) -> int | None:
-    """Return the multiply-adds of tiles over rows sorted in regions.
-
-    ``product``: rows, depth and columns of a product of matrices.
-    """
+    """Return the multiply-adds of tiles over rows sorted in regions."""
     if relation is None:
         return None
     over = relation.T if plan.problem.transposed else relation

@@ -56,10 +56,7 @@ def grad_tile(c_in: int, c_out: int) -> tuple[int, int]:
 
 
 def tensor_grad_tile(c_in: int, c_out: int) -> tuple[int, int, int]:
-    """Return the tile of dW[k] through TensorOps, and the rows of a simdgroup of it.
-
-    Two simdgroups have more than 64 rows, and tiles share the rows evenly.
-    """
+    """Return the tile of dW[k] through TensorOps, and the rows of a simdgroup of it."""
     tiles = ceil_div(c_in, 2 * TENSOR_HEIGHTS[0])
     down = 1 if c_in <= TENSOR_HEIGHTS[0] else 2
     tall = 16 * ceil_div(c_in, 16 * tiles * down)
@@ -75,12 +72,7 @@ def grad_splits(
     item: int,
     device: Device,
 ) -> int:
-    """Return into how many ranges of output rows the edges are cut.
-
-    Enough ranges to fill the GPU evenly. Of the cuts by which the features of a range,
-    or of one offset, stay in cache, the one that moves the fewest bytes, partial sums
-    included.
-    """
+    """Return into how many ranges of output rows the edges are cut."""
     volume, c_in, c_out = shape
     tiles = ceil_div(c_in, tile[0]) * ceil_div(c_out, tile[1])
     cached = devices.entry(thresholds.CACHED_FEATURES, device)
@@ -206,10 +198,7 @@ def _most_edges(p: Problem, edges: int, splits: int) -> int:
 
 
 def _edge_splits(p: Problem, device: Device, edges: int, elements: int) -> int:
-    """Return into how many splits the edges of each offset are cut.
-
-    As many as are worth their partial sums, but no thread is to add for long.
-    """
+    """Return into how many splits the edges of each offset are cut."""
     worth = devices.entry(thresholds.SPLIT_EDGES, device)
     wanted = ceil_div(edges, max(1, p.volume) * worth)
     fitting = devices.entry(thresholds.PARTIAL_BYTES, device) // (4 * elements)
@@ -264,11 +253,7 @@ def _as_cut(
     last: dict[str, Value],
     splits: int,
 ) -> Plan:
-    """Return the plan of such tiles in so many splits.
-
-    ``last`` are the template's last arguments. TALL belongs to TensorOps, which stage
-    nothing: the rows of a simdgroup.
-    """
+    """Return the plan of such tiles in so many splits."""
     dtype, edges = DTYPES[p.dtype], p.edges_at_most
     limit, (high, wide) = gpu_kernel.matrix_limit(device), tile
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
