@@ -59,14 +59,14 @@ def folder() -> Path:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def alone(name: str = ".lock") -> Iterator[None]:
     """Keep other processes out while a file of the folder is read and written anew.
 
     It is a no-op if the folder has no locks, or cannot be written to.
     """
     try:
         folder().mkdir(parents=True, exist_ok=True)
-        lock = (folder() / ".lock").open("ab")
+        lock = (folder() / name).open("ab")
     except OSError:
         lock = nullcontext()
     with lock as held:

@@ -11,9 +11,8 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-import json
-import os
 import platform
+import plistlib
 import random
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -77,39 +76,46 @@ class Results:
         self.path, self.where = path, where
         header = {"version": VERSION, "machine": where}
         self._file = kept_files.EntryFile(path, header, _is_entry)
-        # By key: the kernel's name, and why it is refused or None.
-        self._found = self._file.load()
         # Why kernels are refused, by digest; choices keep the object that they read.
         self.refused: dict[str, str] = {}
-        self._update()
+        self.load()
 
-    def _update(self) -> None:
-        refused = {
-            key.partition(" ")[0]: why for key, (_, why) in self._found.items() if why
-        }
+    def load(self) -> None:
+        """Read the file."""
+        entries = self._file.load()
+        # By key: the kernel's name, and why it is refused or None.
+        self.found = {k: e for k, e in entries.items() if not isinstance(e, int)}
+        # By key: how many processes ended while they tried the kernel.
+        self.ended = {k: e for k, e in entries.items() if isinstance(e, int)}
+        refused = {k.partition(" ")[0]: why for k, (_, why) in self.found.items()}
+        refused = {digest: why for digest, why in refused.items() if why}
         if self.refused != refused:
             self.refused = refused
             settings.note_change()
 
     def knows(self, plan: Plan, biased: bool) -> bool:
         """Return whether the kernel of a plan was tried before, with these inputs."""
-        return key_of(plan, biased) in self._found
+        return key_of(plan, biased) in self.found
 
     def add(self, plan: Plan, biased: bool, why: str | None) -> None:
         """Keep why the kernel of a plan is refused; None if it is right."""
-        key = key_of(plan, biased)
-        self._found = {**self._found, key: [kernel_name(plan.gpu), why]}
-        self._update()
-        self._file.add(key, self._found[key])
+        self.note(key_of(plan, biased), [kernel_name(plan.gpu), why])
+
+    def note(self, key: str, entry: list | int) -> None:
+        """Write an entry, and read what other processes found."""
+        self._file.add(key, entry)
+        self.load()
 
     @property
     def kernels(self) -> tuple[tuple[str, str | None], ...]:
         """(name, why it is refused or None) of each, refused ones first."""
-        found = ((name, why) for name, why in self._found.values())
+        found = map(tuple, self.found.values())
         return tuple(sorted(found, key=lambda each: (each[1] is None, each[0])))
 
 
 def _is_entry(entry: object) -> bool:
+    if isinstance(entry, int):
+        return True
     name, why = entry
     return isinstance(name, str) and isinstance(why, str | None)
 
@@ -153,26 +159,17 @@ def machine_of(name: str, backend: str) -> str:
 def _macos_build() -> str:
     """Return the build of macOS ("25C56"): a version may have several builds."""
     try:
-        library, size = ctypes.CDLL(None), ctypes.c_size_t(64)
-        text = ctypes.create_string_buffer(size.value)
-        failed = library.sysctlbyname(
-            b"kern.osversion", text, ctypes.byref(size), None, ctypes.c_size_t(0)
-        )
-    except (OSError, AttributeError):
-        failed = True
-    # Darwin's own version changes with its kernel, not with every build.
-    return platform.version() if failed else text.value.decode()
+        file = Path("/System/Library/CoreServices/SystemVersion.plist")
+        return plistlib.loads(file.read_bytes())["ProductBuildVersion"]
+    except (OSError, KeyError):
+        return platform.version()
 
 
 def _driver() -> str:
     """Return the version of CUDA that the driver has ("13.0")."""
     version = ctypes.c_int()
-    try:
-        failed = ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
-    except (OSError, AttributeError):
-        failed = True
-    if failed:
-        return "unknown"
+    with suppress(OSError, AttributeError):
+        ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version))
     return f"{version.value // 1000}.{version.value % 1000 // 10}"
 
 
@@ -204,48 +201,6 @@ def refused_on(device: Device) -> Mapping[str, str]:
 def refusal(refused: Mapping[str, str], plan: Plan) -> str | None:
     """Return why the kernel of a plan is refused, or None."""
     return refused.get(plan.gpu.digest) if refused and plan.gpu else None
-
-
-@contextmanager
-def trying(results: Path, key: str) -> Iterator[int]:
-    """Note on disk, inside the block, that this process tries a kernel."""
-    path = results.with_suffix(".trying.json")
-    host, pid, ended = _tried(path).get(key, (platform.node(), None, 0))
-    ended += pid is not None and host == platform.node() and not _runs(pid)
-    _write(path, {**_tried(path), key: (platform.node(), os.getpid(), ended)})
-    try:
-        yield ended
-    finally:
-        _write(path, {k: v for k, v in _tried(path).items() if k != key})
-
-
-def _runs(pid: int) -> bool:
-    """Return whether a process of this machine runs."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except OSError:
-        pass  # another user's
-    return True
-
-
-def _tried(path: Path) -> dict[str, tuple[str, int | None, int]]:
-    """Return (host, process, how many ended before) by key; none of a broken file."""
-    try:
-        held = json.loads(path.read_text())
-        return {key: (str(h), int(pid), int(n)) for key, (h, pid, n) in held.items()}
-    except (OSError, ValueError, TypeError, AttributeError):
-        return {}
-
-
-def _write(path: Path, tried: dict[str, tuple[str, int | None, int]]) -> None:
-    """Write the file, or remove it if nothing is tried; the results' file warns."""
-    with suppress(OSError):
-        if tried:
-            kept_files.write_whole(path, json.dumps(tried).encode())
-        else:
-            path.unlink(missing_ok=True)
 
 
 ROWS, VOLUME = 333, 27
@@ -318,15 +273,26 @@ def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
 
 def _result(results: Results, plan: Plan, biased: bool) -> str | None:
     """Try a kernel, keep the result, and return why it is refused."""
-    with trying(results.path, key_of(plan, biased)) as ended:
-        if ended > 1:
-            why = f"{_FAILED}{ended} processes ended while it was tried"
-        else:
-            try:
+    key = key_of(plan, biased)
+    # Others wait, so that an entry of a number means that a process has ended: a GPU's
+    # fault on Metal may end it.
+    with kept_files.alone(".proofs.lock"):
+        results.load()
+        if results.knows(plan, biased):
+            return results.found[key][1]
+        ended = results.ended.get(key, 0)
+        results.note(key, ended + 1)
+        try:
+            if ended > 1:
+                why = f"{_FAILED}{ended} processes ended while it was tried"
+            else:
                 why = check(plan, biased)
-            except DeviceLost as error:
-                results.add(plan, biased, str(error))
-                raise
+        except DeviceLost as error:
+            results.add(plan, biased, str(error))
+            raise
+        except BaseException:
+            results.note(key, ended)
+            raise
         results.add(plan, biased, why)
     return why
 
