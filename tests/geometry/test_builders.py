@@ -12,7 +12,7 @@ import pytest
 import reference as ref
 from conftest import pair
 from contractions import moved
-from metal_checks import bounded, checked
+from metal_checks import checked
 from places import HERE, MetalHost, agreed
 from reference_rows import table_of
 
@@ -422,16 +422,3 @@ def test_rows_at_any_address(place, before):
     same(table_between(place, given, given, offsets, (1, 1, 1)), subm.out_in)
     got = agreed(place, lambda: GEOMETRY[place.name].unique_rows(given)[:1])
     same(got[0], np.unique(coords, axis=0))
-
-
-@pytest.mark.parametrize(
-    "place",
-    [p for p in HERE if isinstance(p, MetalHost)],
-    ids=lambda place: place.name,
-)
-def test_candidates_in_parts_and_bounded_dispatches(place, monkeypatch):
-    bounded(monkeypatch, "probes", 100)
-    test_rows_of_new_sets(place, "scattered", 3)
-    test_rows_of_new_sets(place, "one", 3)
-    test_tables(place, "scattered", 3)
-    assert checked.launches > 3

@@ -2,55 +2,87 @@
 
 import threading
 
+import cases
 import mlx.core as mx
 import native
 import numpy as np
-import pytest
+import reference as ref
 from hypothesis import given, settings
-from native import THREADS, cpu
-from native_rows import (
-    SPREADS,
-    any_sets,
-    assert_led_to,
-    coordinates,
-    grid,
-    led_to,
-)
+from hypothesis import strategies as st
+from native import cpu
 from reference_rows import table_of
 
 cpu_device = native.cpu_device
+INT = np.iinfo(np.int32)
 
 
-@pytest.mark.parametrize("dims", (1, 2, 3, 4))
-@pytest.mark.parametrize("spread", SPREADS)
-def test_many_rows_of_every_spread(spread, dims):
-    rng = np.random.default_rng(dims)
-    extent = SPREADS[spread] if dims > 1 or spread == "whole" else 50 * SPREADS[spread]
-    a = coordinates(rng, 6000, dims, extent, batch=3)
-    ordered = np.unique(a, axis=0)
-    offsets, stride = grid((3,) * dims), (3, 2, 1, 2)[:dims]
-    wanted = np.concatenate([a[::2] // np.array((1, *stride)), a[:50]])
-    wanted = rng.permutation(np.unique(wanted, axis=0)).astype(np.int32)
-    twice = np.concatenate([a, a[5:9]])
-    expected = table_of(a, wanted, offsets[::4], stride, False)
-    sets = led_to(a, offsets[::4], stride)
-    for threads in (1, 3):
-        cpu.set_num_threads(threads)
-        for rows in (a, ordered):
-            assert_led_to(rows, offsets[::4], stride, sets)
-            assert cpu.first_duplicate(mx.array(rows)) is None
-        assert cpu.first_duplicate(mx.array(twice)) == (5, len(a))
-        low, high = cpu.bounds(mx.array(a))
-        assert (low, high) == (a.min(0).tolist(), a.max(0).tolist())
-        rows, inverse, first = (np.array(v) for v in cpu.unique_rows(mx.array(twice)))
-        np.testing.assert_array_equal(rows, ordered)
-        np.testing.assert_array_equal(rows[inverse], twice)
-        np.testing.assert_array_equal(twice[first], rows)
-        assert first.max() < len(a)
-        got = cpu.neighbour_table(
-            mx.array(a), mx.array(wanted), offsets[::4], stride, False
+def led_to(rows, offsets, stride):
+    """The oracle's sorted unique cells, reached and expanded rows."""
+    moves = np.array(offsets, np.int64).reshape(-1, len(stride))
+    made = (
+        ref.cell_rows(rows, stride),
+        ref.reach_rows(rows, moves, stride),
+        ref.generative_rows(rows, moves, stride),
+    )
+    return [ref.as_coords(each, len(stride)) for each in made]
+
+
+def assert_led_to(rows, offsets, stride, expected_sets=None):
+    """The native sets, or their refusal of what no int32 holds."""
+    c, dims = mx.array(rows), len(stride)
+    built = (
+        lambda: cpu.cells(c, stride),
+        lambda: cpu.reach(c, offsets, stride),
+        lambda: cpu.expand(c, offsets, stride),
+    )
+    # A refusal goes by the ranges of rows and offsets, axis by axis.
+    moves, step = np.array(offsets, np.int64).reshape(-1, dims), np.array(stride)
+    ends = [np.zeros(0, np.int64)] * 3
+    if len(rows) and len(moves):
+        sites = rows[:, 1:].astype(np.int64)
+        low, high = sites.min(0), sites.max(0)
+        down, up = (low - moves.max(0)) // step - 1, (high - moves.min(0)) // step + 1
+        ends[1] = np.concatenate([down, up])
+        ends[2] = np.concatenate(
+            [low * step + moves.min(0), high * step + moves.max(0)]
         )
-        np.testing.assert_array_equal(np.array(got), expected)
+    expected_sets = expected_sets or led_to(rows, offsets, stride)
+    for build, expected, reached in zip(built, expected_sets, ends, strict=True):
+        try:
+            got = build()
+        except ValueError as error:
+            assert "int32 cannot" in str(error)
+            assert ((reached < INT.min) | (reached > INT.max)).any()
+        else:
+            assert got.shape == expected.shape
+            np.testing.assert_array_equal(np.array(got), expected)
+
+
+@st.composite
+def any_sets(draw):
+    """Two sets of a few rows, offsets and strides: small, large, at the ends."""
+    dims = draw(st.integers(1, 4))
+    value = draw(
+        st.sampled_from(
+            (
+                st.integers(-3, 3),
+                st.integers(-70_000, 70_000),
+                st.one_of(
+                    st.integers(-2, 2),
+                    st.integers(INT.min, INT.min + 3),
+                    st.integers(INT.max - 3, INT.max),
+                ),
+            )
+        )
+    )
+    row = st.tuples(st.integers(0, 2), *[value] * dims)
+    sets = [draw(st.lists(row, max_size=12)) for _ in range(2)]
+    step = st.one_of(st.integers(-3, 3), value)
+    offsets = draw(st.lists(st.tuples(*[step] * dims), max_size=6, unique=True))
+    stride = draw(
+        st.tuples(*[st.sampled_from((1, 1, 2, 3, 7, 5000, int(INT.max)))] * dims)
+    )
+    return [np.array(s, np.int32).reshape(-1, 1 + dims) for s in sets], offsets, stride
 
 
 @given(any_sets())
@@ -77,49 +109,9 @@ def test_any_rows_offsets_and_strides(drawn):
         )
 
 
-@pytest.mark.parametrize("n_out,n_in", ((0, 0), (0, 4), (1, 1), (900, 700)))
-@pytest.mark.parametrize("volume", (1, 8, 27, 64, 65, 343))
-def test_transposed_tables_and_edges(n_out, n_in, volume):
-    rng = np.random.default_rng(volume)
-    table = np.full((n_out, volume), -1, np.int32)
-    for k in range(volume):  # each (i, k) at most once
-        take = min(n_in, n_out) // 2
-        table[rng.permutation(n_out)[:take], k] = rng.permutation(n_in)[:take]
-    back = np.full((n_in, volume), -1, np.int32)
-    o, k = np.nonzero(table >= 0)
-    back[table[o, k], k] = o
-    order = np.lexsort((o, k))
-    listed = np.stack([table[o, k], o, k], 1)[order].astype(np.int32)
-
-    for threads in THREADS:
-        cpu.set_num_threads(threads)
-        t = mx.array(table)
-        np.testing.assert_array_equal(np.array(cpu.transpose_table(t, n_in)), back)
-        edges, counts = cpu.edges(t)
-        np.testing.assert_array_equal(np.array(edges).reshape(-1, 3), listed)
-        np.testing.assert_array_equal(np.array(counts), (table >= 0).sum(0))
-
-
-def test_errors_are_sentences():
-    c = mx.zeros((3, 4), mx.int32)
-    with pytest.raises(ValueError, match="coords must be int32"):
-        cpu.unique_rows(mx.zeros((3, 4)))
-    with pytest.raises(ValueError, match="2 to 5 columns"):
-        cpu.unique_rows(mx.zeros((3, 6), mx.int32))
-    with pytest.raises(ValueError, match="stride must have 3 values"):
-        cpu.neighbour_table(c, c, [(0, 0, 0)], (1, 1))
-    with pytest.raises(ValueError, match="every offset must have 3 values"):
-        cpu.neighbour_table(c, c, [(0, 0)], (1, 1, 1))
-    with pytest.raises(ValueError, match="strides must be at least 1"):
-        cpu.cells(c, (1, 0, 1))
-    with pytest.raises(RuntimeError, match="names input row 9"):
-        mx.eval(cpu.transpose_table(mx.array([[9]], dtype=mx.int32), 3))
-
-
 def test_threads_of_python_share_the_pool():
-    rng = np.random.default_rng(9)
-    a = coordinates(rng, 3000, 3, extent=12)
-    offsets, stride = grid((3, 3, 3)), (1, 1, 1)
+    a, stride = cases.geometry("negative", 3, 3000), (1, 1, 1)
+    offsets = list(map(tuple, ref.kernel_offsets(3, 3).tolist()))
     expected = np.array(cpu.neighbour_table(mx.array(a), mx.array(a), offsets, stride))
     wrong = []
 

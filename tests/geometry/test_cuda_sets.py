@@ -10,7 +10,7 @@ from cuda_emulation import Emulator, emulated, emulating
 from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
-from mlx_lattice import ops, registry, sync
+from mlx_lattice import registry, sync
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
@@ -71,48 +71,6 @@ def test_levels_of_a_set_that_nobody_has_read(emulator, reads, dims, n):
             np.testing.assert_array_equal(np.array(manager[level].coords), cells)
 
 
-def test_a_pruned_set_is_read_once(emulator, reads):
-    """Its size, with the check of the set that it is of; what is made of it is read."""
-    rows = np.random.default_rng(0).permutation(cases.geometry("negative", 3, 200))
-    keep = np.arange(len(rows)) % 3 > 0
-    with emulating(emulator):
-        x = ml.SparseTensor(mx.array(rows.astype(np.int32)), mx.ones((len(rows), 2)))
-        y = ops.prune(x, mx.array(keep))
-        assert reads == [6], "the bounds, whether rows repeat, and the size"
-        table = y.manager.submanifold_kernel_relation(y.key).out_in
-        assert len(reads) == 1
-        cube = np.array(list(itertools.product((-1, 0, 1), repeat=3)))
-        given = rows[keep], rows[keep], cube, (1, 1, 1), False
-        np.testing.assert_array_equal(np.array(table), table_of(*given))
-
-
-def test_bounds_of_rows_that_repeat_are_one_read(emulator, reads):
-    """Which row repeats is not looked for: to merge rows nobody asks."""
-    rows = np.repeat(cases.geometry("negative", 3, 80), 3, axis=0).astype(np.int32)
-    with emulating(emulator):
-        made = registry.geometry().unique_rows(mx.array(rows))
-        np.testing.assert_array_equal(np.array(made.rows), np.unique(rows, axis=0))
-        assert len(reads) == 2  # the bounds, and how many there are
-        assert not any("band_counts" in name for name in emulator.launches)
-        box = cuda_geometry.bounds(mx.array(rows))
-        assert box == (tuple(rows.min(axis=0)), tuple(rows.max(axis=0)))
-
-
-def test_the_check_of_a_set_tells_whether_its_rows_are_sorted(emulator, reads):
-    """So that joins, alignments and batch elements need not look."""
-    rows = np.unique(cases.geometry("batches", 3, 700), axis=0).astype(np.int32)
-    mixed = rows.copy()
-    mixed[[300, 301]] = rows[[301, 300]]
-    with emulating(emulator):
-        for given, is_sorted in ((rows, True), (mixed, False), (rows[:1], True)):
-            x = ml.SparseTensor(mx.array(given), mx.ones((len(given), 2)))
-            held = x.coordinate_set
-            assert not held.is_sorted
-            held.index  # noqa: B018
-            assert held.is_sorted is is_sorted and reads == [5]
-            reads.clear()
-
-
 @pytest.mark.parametrize("extent", (6, 900))
 def test_rows_that_rules_make(emulator, extent):
     """Keys of 32 and of 64 bits, in several tiles of the sort and in one."""
@@ -150,23 +108,6 @@ def test_orders_along_curves(emulator, d, extent):
             order = registry.GEOMETRY["cuda"].curve_order(rows, curve)
         wanted = lattice.curve_order(rows, curve)
         np.testing.assert_array_equal(np.array(order), np.array(wanted))
-
-
-def test_rows_that_feed_themselves_are_not_searched(emulator, reads):
-    rows = mx.array(cases.geometry("surface", 3, 300))
-    with emulating(emulator):
-        manager = ml.CoordinateManager()
-        key = manager.insert(rows)
-        relation = manager.submanifold_kernel_relation(key, kernel_size=1)
-        read = len(reads)
-        for each in (relation, relation.T, manager.kernel_relation(key, kernel_size=1)):
-            pairs = np.array(cuda_geometry.pairs(each)[0])
-            np.testing.assert_array_equal(pairs, np.arange(len(rows))[:, None] + [0, 0])
-            check_tiles(each)
-            assert each.n_edges == len(rows)
-        assert len(reads) == read
-        assert not any("Find" in name for name in emulator.launches)
-        check_edges(relation, np.arange(len(rows))[:, None])
 
 
 def check_edges(relation, table):

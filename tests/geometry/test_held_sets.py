@@ -122,69 +122,6 @@ def test_a_target_of_several_sets_stays_ambiguous_when_they_are_gone():
         ops.prune(x, x.feats[:, 0] > 0)  # rows that come let those go
 
 
-def test_the_set_of_each_stride_is_kept():
-    manager, x = ml.CoordinateManager(), tensor()
-    target = manager.insert(x.coords + 0, stride=4)
-    for stride, steps in ((1, 4), (2, 2)):
-        y = ml.SparseTensor(x.coords + 0, x.feats, stride, manager=manager)
-        manager.target_kernel_relation(y.key, target, stride=steps)
-        del y
-    ml.SparseTensor(x.coords + 0, x.feats, 8, manager=manager)  # lets others go
-    strides = [manager.finer(target, (steps,) * 3).stride[0] for steps in (4, 2)]
-    assert strides == [1, 2]
-
-
-def test_an_array_finds_the_set_that_a_tensor_made_of_it():
-    rows = tensor().coords + mx.array([0, 20, 20, 20])
-    x = ml.SparseTensor(rows, tensor().feats, spatial_shape=(40, 40, 40))
-    manager = x.manager
-    of_key, of_rows = (
-        manager.kernel_relation(rows, support="reach") for rows in (x.key, x.coords)
-    )
-    assert of_rows is of_key and manager.key_of(x.coords) == x.key
-    coarse = tensor(stride=2)
-    relation = coarse.manager.submanifold_kernel_relation(coarse.coords)
-    assert relation.keys == (coarse.key, coarse.key)
-
-
-def test_sets_of_one_array_are_one_for_each_of_their_facts():
-    manager, rows = ml.CoordinateManager(), tensor().coords + 0
-    feats = mx.ones((len(rows), 1))
-    facts = {}, {"stride": 2}, {"spatial_shape": (40, 40, 40)}, {"batch_size": 9}
-    held = [ml.SparseTensor(rows, feats, manager=manager, **each) for each in facts]
-    assert len(manager.sets) == len({x.key for x in held}) == len(facts)
-    for each, x in zip(facts, held, strict=True):
-        assert ml.SparseTensor(rows, feats, manager=manager, **each).key == x.key
-    assert manager.key_of(rows) == held[0].key and len(manager.sets) == len(facts)
-
-
-def test_rows_that_were_inserted_stay_while_their_key_is_held():
-    manager = ml.CoordinateManager()
-    rows = tensor().coords
-    key = manager.insert(rows + 0)
-    relation = ref(manager.submanifold_kernel_relation(key))
-    for step in range(6):
-        ml.SparseTensor(rows + step, mx.ones((len(rows), 1)), manager=manager)
-        gc.collect()
-        if step == 3:
-            assert relation() is not None and relation().keys[0] is key
-            del key
-    assert relation() is None
-
-
-def test_rows_are_known_while_the_array_they_were_given_as_lives():
-    manager, rows = ml.CoordinateManager(), tensor().coords + 0
-    feats = mx.ones((len(rows), 1))
-    serial = ml.SparseTensor(rows, feats, manager=manager).key.serial
-    for step in range(1, 4):
-        ml.SparseTensor(rows + step, feats, manager=manager)
-    assert ml.SparseTensor(rows, feats, manager=manager).key.serial == serial
-    assert len(manager.sets) == 2
-    del rows
-    ml.SparseTensor(mx.zeros((1, 4), dtype=mx.int32), feats[:1], manager=manager)
-    assert serial not in [each.serial for each in manager.sets]
-
-
 @pytest.mark.parametrize("lies", ("by column", "by row"))
 def test_rows_are_kept_one_after_the_other(lies):
     """Kernels would copy rows that lie by column, as np.argwhere's, at every launch."""
@@ -271,21 +208,6 @@ def test_a_manager_dies_at_once():
         gc.enable()
 
 
-def test_a_key_is_one_object_while_it_is_held():
-    x = tensor()
-    coarse = nn.Conv3d(4, 4, 2, stride=2)(x)
-    key = coarse.key
-    assert x.manager.kernel_relation(x.key, kernel_size=2, stride=2).keys == (
-        x.key,
-        key,
-    )
-    assert x.manager[key].key is key and key in x.manager
-    serial = key.serial
-    del coarse, key
-    again = nn.Conv3d(4, 4, 2, stride=2)(x).key
-    assert again.serial == serial
-
-
 def test_a_dropped_key_is_an_error_that_says_what_there_is():
     x = tensor()
     y = ops.prune(x, x.feats[:, 0] > 0)
@@ -318,16 +240,3 @@ def test_inserted_sets_that_nobody_holds_are_freed():
     stale = manager.insert(rows(0)).serial
     manager.insert(rows(1))
     assert stale not in [each.serial for each in manager.sets]
-
-
-def test_the_sets_of_a_relation_of_bare_rows_are_there_when_it_is_returned():
-    manager = ml.CoordinateManager()
-    ends = [[[0, 0, 0, 0], [0, 1, 0, 0]], [[0, 0, 0, 0]]]
-    for build in (
-        lambda: manager.target_kernel_relation(*ends),
-        lambda: manager.relation(*ends, offsets=[(0, 0, 0)]),
-        lambda: manager.transposed_kernel_relation(*ends[::-1]),
-    ):
-        relation = build()
-        assert all(key in manager for key in relation.keys)
-        assert relation.n_edges > 0

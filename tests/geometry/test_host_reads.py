@@ -4,11 +4,9 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import backends, models, ops, registry, sync
-from mlx_lattice.backends.gpu import nvrtc as cuda_compile
+from mlx_lattice import backends, ops, registry, sync
 
 
 @pytest.fixture
@@ -89,62 +87,6 @@ class TestOneReadForEachSet:
             key = level
         assert len(reads) == before
 
-    def test_edges_of_a_net_are_counted_at_once(self, reads):
-        manager = ml.CoordinateManager()
-        key = manager.insert(coords())
-        (cells,) = manager.cells(key, (2,))
-        relations = [
-            manager.submanifold_kernel_relation(key),
-            manager.kernel_relation(key, kernel_size=2, stride=2),
-            manager.transposed_kernel_relation(cells, kernel_size=2),
-            manager.submanifold_kernel_relation(cells),
-        ]
-        unread = manager.submanifold_kernel_relation(cells, kernel_size=5)
-        mx.eval([each.out_in for each in relations])
-        before = len(reads)
-        counts = [each.n_edges for each in relations]
-        if registry.serving() == "cuda":
-            assert len(reads) == before + 1 and unread.known_edges is None
-        expected = [int((np.array(each.out_in) >= 0).sum()) for each in relations]
-        assert counts == expected
-
-    @pytest.mark.parametrize("shape", (None, (6, 8, 12), (7, 8, 12)), ids=str)
-    @pytest.mark.parametrize("stride", (2, (1, 2, 4)), ids=str)
-    def test_edges_to_cells_are_known_unread(self, shape, stride, reads):
-        rows = coords() if shape is None else mx.array(cases.in_grid(shape, 60))
-        manager = ml.CoordinateManager()
-        fine = manager.insert(rows, spatial_shape=shape)
-        (cells,) = manager.cells(fine, (stride,))
-        kernel = {"kernel_size": stride, "stride": stride}
-        up = manager.transposed_kernel_relation(cells, fine, **kernel)
-        down = manager.kernel_relation(fine, **kernel)
-        grown = manager.generative_relation(fine, **kernel)
-        before = len(reads)
-        for made in (up, down, grown):
-            known, edges = made.counted, int((np.array(made.out_in) >= 0).sum())
-            assert known in (None, edges)
-            # A grid is cut where cells reach out.
-            assert known is not None or (made is not grown and shape == (7, 8, 12))
-        assert len(reads) == before
-        # A set of others may lack cells; another kernel has more edges.
-        some = manager.insert(manager[cells].coords[1:], stride=stride)
-        wide = kernel | {"dilation": 2}
-        for made in (
-            manager.transposed_kernel_relation(some, fine, **kernel),
-            manager.transposed_kernel_relation(cells, fine, **wide),
-        ):
-            edges = int((np.array(made.out_in) >= 0).sum())
-            assert made.counted in (None, edges) and made.n_edges == edges != len(rows)
-
-    def test_the_way_up_makes_no_set(self, reads):
-        manager = ml.CoordinateManager()
-        key = manager.insert(coords())
-        down = manager.kernel_relation(key, kernel_size=3, stride=2)
-        before = len(reads)
-        up = manager.transposed_kernel_relation(down.keys[1], kernel_size=3)
-        mx.eval(up.out_in, up.in_out)
-        assert up.keys[1] == key and len(reads) == before
-
     @pytest.mark.parametrize("shape", (None, (64, 64, 64)), ids=("free", "grid"))
     @pytest.mark.parametrize("kind", ("generative", "reach"))
     def test_made_sets(self, kind, shape, reads):
@@ -201,49 +143,6 @@ class TestOneReadForEachSet:
         again = ops.intersection(x, y), ops.difference(x, y)
         assert [a.key for a in again] == [a.key for a in parts]
         assert len(reads) == before
-
-    def test_rows_in_another_order(self, reads):
-        x = ml.SparseTensor(coords(), mx.ones((len(coords()), 2)))
-        like = x.manager.insert(coords()[::-1] + 0)
-        like = ml.SparseTensor.of(x.manager, like, x.feats)
-        ops.align(x, like)
-        before = len(reads)
-        assert reads[-1] == [(), ()], "how many are missing, and whether all are equal"
-        ops.align(x, like)
-        assert len(reads) == before
-
-
-@pytest.mark.usefixtures("builders")
-def test_a_sum_over_height_makes_its_rows_once(reads):
-    """VoxelNeXt's backbone on a scan that it has seen asks for no geometry."""
-    shape = 24, 32, 40
-    rows = mx.array(cases.in_grid(shape, 200))
-    feats = mx.ones((len(rows), 3))
-    x = ml.SparseTensor(rows, feats, spatial_shape=shape, batch_size=2)
-    net = models.VoxelResBackBone8xVoxelNeXt(3, (4, 4, 4, 4, 4), 4).eval()
-
-    def facts():
-        relations = x.manager.relations
-        return len(x.manager.sets), [(r, *r.built) for r in relations], len(reads)
-
-    y = net(x)
-    mx.eval(y.feats)
-    # The input's check; the sizes of five levels, of the sum, and of what it reaches.
-    # Where kernels are compiled, the net prepares itself, and they prove themselves.
-    if not cuda_compile.compiles():
-        assert_reads(reads, 8)
-    before = facts()
-    again = net(x)
-    assert again.key == y.key and again.manager is x.manager
-    mx.eval(again.feats)
-    assert facts() == before
-
-
-def test_two_new_sets_are_checked_together(reads):
-    manager = ml.CoordinateManager()
-    target = mx.array(np.array(ref.cell_rows(coords(), (2, 2, 2)), np.int32))
-    manager.target_kernel_relation(coords(), target, stride=2)
-    assert_reads(reads, 1)
 
 
 @pytest.mark.usefixtures("builders")

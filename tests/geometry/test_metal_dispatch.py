@@ -14,7 +14,6 @@ from metal_checks import bounded, host
 
 from mlx_lattice import devices, registry
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
-from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
 from mlx_lattice.geometry.protocol import BoxedRows
@@ -47,12 +46,6 @@ def found(out, offsets, stride, mirrored):
     """A neighbour table over rows."""
     out = BoxedRows(out, None)
     return geometry.index(rows()).table(out, offsets, stride, mirrored=mirrored)
-
-
-def along(curve):
-    """The order of rows along a curve."""
-    at = rows() - rows().min(axis=0)
-    return geometry.curve_order(at, lattice.curve_of(curve, lattice.bounds_of(at)))
 
 
 def weights():
@@ -103,16 +96,6 @@ CALLS = {
     },
     "corner_weights": (lambda: weights, "elements", 900),
 }
-# Kernels that are never cut.
-WHOLE = {
-    "unique_rows": lambda: lambda: geometry.unique_rows(mx.tile(rows(), (2, 1))),
-    "transpose": lambda: lambda: geometry.transpose_table(table(), len(table())),
-    "edges": lambda: lambda: geometry.edges(table()),
-    "ordered_table": lambda: (
-        lambda: metal_geometry.ordered_table(table(), geometry.gray_order(table()), 4)
-    ),
-    "curve_keys": lambda: lambda: along("hilbert"),
-}
 
 
 def test_a_dispatch_holds_no_chip_for_long():
@@ -133,16 +116,6 @@ def test_no_slice_is_above_the_limit(count, work, limit, most):
     assert [i for a, n in slices for i in range(a, a + n)] == list(range(count))
     assert all(n * (most or work / count) <= limit for _, n in slices)
     assert list(gpu_kernel.cuts(count, limit, limit, limit)) == [(0, count)]
-
-
-@pytest.mark.parametrize("shape, grid", (((0, 3), (3, 1)), ((2, 3), (3, 0))))
-def test_nothing_is_launched_for_nothing(shape, grid):
-    face = gpu_kernel.Interface("Copy", ("x",), ("y",), (("first", "0"),))
-    kernel = gpu_kernel.GpuKernel(devices.METAL, "k", ("vec4",), face)
-    with pytest.raises(ValueError, match="k was launched for nothing"):
-        kernel([mx.zeros((8,))], [(shape, mx.float32)], grid, first=0)
-    with pytest.raises(TypeError, match="k takes the sizes first; got rows"):
-        kernel([mx.zeros((8,))], [((1,), mx.float32)], (1,), rows=1)
 
 
 def launched(make):
@@ -170,24 +143,3 @@ def test_work_above_the_limit_is_split_and_gives_the_same_bits(name, monkeypatch
     assert before.keys() == after.keys() or name == "submanifold_table"
     grown = {k for k in after if len(after[k]) > len(before.get(k, ()))}
     assert grown, f"nothing was split: {after}"
-
-
-# What divides, in 32 bits: candidates by 27 offsets, places of a table by its columns.
-DIVIDES = {
-    "expanded": "candidates",
-    "reached": "candidates",
-    "sum_segments": "sum_segments_no_weights",
-}
-
-
-@pytest.mark.parametrize("name", (*CALLS, *WHOLE))
-def test_only_what_has_no_shift_divides(name):
-    """Strides of two shift, a volume of one divides nothing, and 64 bits nowhere."""
-    make = CALLS[name][0] if name in CALLS else WHOLE[name]
-    with host.recording(counted=True) as record:
-        mx.eval(make()())
-    assert record.report.faults == ()
-    for launch in record.report.launches:
-        assert launch.counts.divisions64 == 0, launch.kernel
-        divides = name in DIVIDES and DIVIDES[name] in launch.kernel
-        assert (launch.counts.divisions32 > 0) == divides, launch.kernel

@@ -1,7 +1,5 @@
 """Gray, Morton and Hilbert orders against scalar implementations."""
 
-from itertools import product
-
 import cases
 import mlx.core as mx
 import numpy as np
@@ -14,13 +12,6 @@ import mlx_lattice as ml
 from mlx_lattice import ops, registry
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import bounds_of
-
-
-def cube(d: int, bits: int, shift: int = 0) -> np.ndarray:
-    """Every cell of a cube of 2^bits cells an axis, shuffled."""
-    rows = [(0, *(v + shift for v in c)) for c in product(range(1 << bits), repeat=d)]
-    return np.random.default_rng(0).permutation(rows).astype(np.int32)
-
 
 # In MLX operations, and by what serves here.
 BUILDERS = {
@@ -80,17 +71,6 @@ def test_curves_of_many_rows(curve, by, d, extent):
     assert ordered(curve, coords, by).tolist() == scalar_order(coords, curve)
 
 
-@pytest.mark.parametrize(
-    ("d", "bits"), ((1, 5), (2, 1), (2, 4), (3, 1), (3, 3), (4, 2))
-)
-@pytest.mark.parametrize("shift", (0, -3))
-def test_consecutive_cells_of_the_hilbert_curve_touch(d, bits, shift):
-    coords = cube(d, bits, shift)
-    walk = coords[np.array(ordered("hilbert", coords))][:, 1:]
-    steps = np.abs(np.diff(walk, axis=0)).sum(axis=1)
-    assert set(steps.tolist()) == {1}
-
-
 @given(st.integers(1, 150), st.integers(0, 40), st.integers(0, 99))
 def test_gray_order(volume, n, seed):
     occupied = np.random.default_rng(seed).random((n, volume)) < 0.3
@@ -107,17 +87,13 @@ def test_gray_order(volume, n, seed):
     assert got == sorted(range(n), key=lambda row: (rank(row), row))
 
 
-@given(st.integers(1, 100), st.integers(0, 40), st.sampled_from((1, 4, 16, 32)))
-def test_mask_words(volume, n, block):
-    occupied = np.random.default_rng(volume).random((n, volume)) < 0.2
-    words = np.array(lattice.mask_words(mx.array(occupied), block)).reshape(
-        -1, -(-volume // 32)
-    )
-    for b in range(-(-n // block)):
-        used = occupied[b * block : (b + 1) * block].any(axis=0)
-        bits = [bool(words[b, k // 32] >> k % 32 & 1) for k in range(volume)]
-        assert bits == used.tolist()
-    assert len(words) == -(-n // block)
+@pytest.mark.parametrize("n", (1, 2, 7))
+def test_true_positions_of_a_column(n):
+    """One row of a column keeps the stride that it had: a matrix's width."""
+    column = mx.arange(5 * n).reshape(n, 5)[:, -1]
+    assert lattice.true_positions(column >= 0).tolist() == [*range(n)]
+    columns = lattice.running_sums(mx.arange(5).reshape(5, 1)[:, ::-1], axis=1)
+    assert columns.tolist() == [[i] for i in range(5)]
 
 
 # Curves by name, of given bits

@@ -8,19 +8,14 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from cuda_emulation import Emulator, emulated, emulating
 from emulated_cuda import EMULATED, place_of
 from places import HERE, agreed
 
-import mlx_lattice as ml
-from mlx_lattice import ops, registry, sync
-from mlx_lattice.backends.gpu import reductions as gpu_reductions
 from mlx_lattice.geometry.points import (
     NO_CELL,
     cells_of,
     corner_weights,
     reduce_segments,
-    voxelize,
 )
 
 
@@ -138,26 +133,6 @@ def test_derivatives_of_weights(place, renormalise):
         ref.assert_close(np.array(back)[:, axis], wanted, slack=10)
 
 
-@pytest.mark.parametrize(
-    "n, volume, rows", [(1, 1, 1), (3, 2, 0), (70, 8, 11), (512, 2, 3), (6000, 1, 700)]
-)
-def test_places_by_row(n, volume, rows):
-    """Of a table, and where pieces of long segments begin."""
-    rng = np.random.default_rng(n)
-    table = rng.integers(-1, max(rows, 0), (n, volume)).astype(np.int32)
-    table[table == rows // 2] = -1  # of a row that nobody names
-    entries, starts, *_ = registry.REDUCTIONS["cuda"].order(mx.array(table), rows)
-    flat = table.ravel()
-    wanted = np.argsort(flat, kind="stable")
-    np.testing.assert_array_equal(np.array(entries), wanted)
-    begin = np.searchsorted(flat[wanted], np.arange(rows + 1))
-    np.testing.assert_array_equal(np.array(starts), begin)
-    bounds, firsts = map(np.array, gpu_reductions.pieces(starts, table.size))
-    np.testing.assert_array_equal(bounds[firsts], begin)
-    assert bounds[-1] == table.size and (np.diff(bounds) >= 0).all()
-    assert (np.diff(bounds)[firsts[0] :] <= 256).all()
-
-
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 def test_means_of_segments(place, dtype):
     """Exact where all rows of a segment are alike; shares go back."""
@@ -189,45 +164,3 @@ def test_means_of_segments(place, dtype):
     if steady:
         mean = agreed(place, lambda: reduce_segments(thirds, zeros, 1, "mean"))
         assert mean.item() == thirds[0].item()
-
-
-@emulated
-def test_points_of_a_scan_by_cuda(cuda_programs, monkeypatch):
-    """Voxels, interpolation and gradients are the CPU's; what is launched and read."""
-    rng = np.random.default_rng(1)
-    at = mx.array(rng.normal(0, 3, (400, 3)).astype(np.float32))
-    batch = mx.array(rng.integers(0, 2, 400).astype(np.int32))
-    feats = mx.array(rng.normal(size=(400, 8)).astype(np.float32))
-    reads, real = [], sync.read
-    monkeypatch.setattr(sync, "read", lambda *a: (reads.append(1), real(*a))[1])
-
-    def run():
-        coords, means, rows = voxelize(at, feats, 0.7, batch)
-        x = ml.SparseTensor(coords, means)
-        where = mx.concatenate([batch[:, None].astype(mx.float32), at / 0.7], axis=1)
-
-        def loss(f, p):
-            return ops.interpolate(x.replace(f), p, renormalise=True).square().sum()
-
-        made = mx.value_and_grad(loss, (0, 1))(x.feats, where)
-        mx.eval(made)
-        return coords, means, rows, made[0], *made[1]
-
-    wanted = run()
-    emulator = Emulator(cuda_programs)
-    with emulating(emulator):
-        got = run()
-        assert len([n for n in emulator.launches if "corner_weights" in n]) == 1
-        reads.clear()
-        voxelize(at, feats, 0.7, batch)
-        assert len(reads) == 2  # bounds, with which all is checked, and a number
-        reads.clear()
-        where = mx.concatenate([batch[:, None].astype(mx.float32), at / 0.7], axis=1)
-        ops.interpolate(ml.SparseTensor(*wanted[:2]), where)
-        assert len(reads) == 2  # of the tensor's rows, and of the points
-        assert registry.points() is not None
-    for a, b in zip(got, wanted, strict=True):
-        if a.dtype == mx.int32:
-            np.testing.assert_array_equal(np.array(a), np.array(b))
-        else:
-            ref.assert_close(a, np.array(b))

@@ -169,28 +169,3 @@ def test_weights_of_interpolation_have_derivatives_of_every_order():
         for a, b in zip(found, results(), strict=True):
             ref.assert_close(a, np.array(b).astype(np.float64))
     assert all(mx.isfinite(a).all().item() for a in found)
-
-
-def test_maxima_of_segments_give_their_gradient_to_the_first():
-    rows = mx.array([1, 1, 0, 1], mx.int32)
-    x = mx.array([[2.0], [2.0], [-5.0], [1.0]])
-
-    def run(x):
-        return reduce_segments(x, rows, 3, "max")
-
-    np.testing.assert_array_equal(np.array(run(x)), [[-5], [2], [0]])
-    for portable in (False, True):
-        with backends.portable_only() if portable else mx.stream(mx.cpu):
-            dx = mx.grad(lambda x: run(x).sum())(x)
-        np.testing.assert_array_equal(np.array(dx), [[1], [0], [1], [0]])
-
-
-def test_indices_of_a_pool_name_rows_and_offsets():
-    x = tensor()
-    y, indices = ops.max_pool3d(x, 3, 2, return_indices=True)
-    rows, offsets = np.array(indices.rows), np.array(indices.offsets)
-    table = np.array(indices.relation.out_in)
-    assert (np.take_along_axis(table, offsets, axis=1) == rows).all()
-    np.testing.assert_array_equal(
-        np.take_along_axis(np.array(x.feats), rows, axis=0), np.array(y.feats)
-    )

@@ -122,14 +122,6 @@ def test_a_convolution_on_its_own_rows_keeps_the_key(kind, kernel):
     assert relation.out_coords is relation.in_coords
 
 
-def test_explicit_padding_that_centres_keeps_the_key_and_other_padding_does_not():
-    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
-    kept = manager.kernel_relation(coords, kernel_size=3, padding=1)
-    assert kept.keys[0] == kept.keys[1]
-    other = manager.kernel_relation(coords, kernel_size=3, padding=0)
-    assert other.keys[0] != other.keys[1]
-
-
 CORNERS = ((1, 1), (0, 0), (2, 0), (0, 1), (2, 1), (1, 0))  # all of a cell, shuffled
 HALVED = cases.Case("forward", 3, 2, 2, support="reach")
 EVERY_ROW_IN_A_CELL = (
@@ -139,15 +131,6 @@ EVERY_ROW_IN_A_CELL = (
     replace(HALVED, spatial_shape=(8, 4, 6)),
     cases.Case("forward", 2, offsets=CORNERS, stride=(3, 2)),
 )
-# The grid's last cells are cut off, or cells overlap, or do not touch.
-NOT_EVERY_ROW = (
-    replace(HALVED, spatial_shape=(9, 7, 5)),
-    replace(HALVED, kernel_size=3),
-    replace(HALVED, stride=3),
-    replace(HALVED, dilation=2),
-    cases.Case("forward", 3, 3, 3),
-    cases.Case("target", 3, 2, 2),
-)
 
 
 @pytest.mark.parametrize("case", EVERY_ROW_IN_A_CELL, ids=str)
@@ -155,12 +138,6 @@ def test_cells_that_hold_every_row_need_no_count(case):
     relation, expected = pair(case, n=60)
     assert relation.counted == len(expected.edges) == relation.n_in
     assert relation.T.counted == relation.n_in
-
-
-@pytest.mark.parametrize("case", NOT_EVERY_ROW, ids=str)
-def test_edges_that_do_not_follow_from_the_rows_are_counted(case):
-    relation, expected = pair(case, n=60)
-    assert relation.n_edges == len(expected.edges) != relation.n_in
 
 
 def test_target_rows_keep_their_order():
@@ -186,33 +163,6 @@ def test_a_relation_is_built_once(case):
     assert relation.out_in is relation.out_in and relation.T.out_in is relation.in_out
 
 
-def test_equal_specs_share_and_different_specs_do_not():
-    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
-    submanifold = manager.submanifold_kernel_relation
-    assert submanifold(coords, kernel_size=3) is submanifold(
-        coords, kernel_size=[3] * 3
-    )
-    assert submanifold(coords, dilation=2) is not submanifold(coords, dilation=1)
-    cell = manager.kernel_relation(coords, stride=2)
-    reach = manager.kernel_relation(coords, stride=2, support="reach")
-    assert cell is not reach and cell.n_out < reach.n_out
-
-
-def test_kernels_of_one_stride_share_the_cells_of_one_key():
-    manager, coords = ml.CoordinateManager(), mx.array(cases.geometry("negative"))
-    small = manager.kernel_relation(coords, kernel_size=2, stride=2)
-    large = manager.kernel_relation(coords, kernel_size=3, stride=2, padding=1)
-    assert small is not large and small.keys == large.keys
-    assert small.out_coords is large.out_coords
-
-
-def test_equal_rows_in_two_arrays_are_two_sets():
-    manager, rows = ml.CoordinateManager(), cases.geometry("negative")
-    first, second = mx.array(rows), mx.array(rows)
-    assert manager.insert(first) == manager.insert(first) != manager.insert(second)
-    assert manager.insert(first, stride=2) != manager.insert(first, stride=4)
-
-
 # The target of a transposed convolution
 
 
@@ -232,12 +182,6 @@ def test_a_transposed_convolution_finds_what_the_strided_one_consumed(stride):
     assert up.keys == down.keys[::-1] and up.out_coords is down.in_coords
     np.testing.assert_array_equal(np.array(up.edges), np.array(down.T.edges))
     np.testing.assert_array_equal(np.array(up.out_in), np.array(down.in_out))
-
-
-def test_the_consumed_set_is_preferred_to_others_of_its_stride():
-    manager, fine, down = pyramid()
-    manager.insert(mx.array(cases.geometry("batches")))
-    assert manager.transposed_kernel_relation(down.keys[1]).keys[1] == fine
 
 
 def test_a_set_that_merely_has_the_stride_is_no_target():
@@ -273,14 +217,6 @@ def test_steps_over_several_levels_go_back_to_the_first():
         assert manager.finer(key, (2, 2, 2)) == down.keys[1]
 
 
-def test_cells_made_ahead_go_back_up():
-    manager = ml.CoordinateManager()
-    fine = manager.insert(mx.array(cases.geometry("negative", 3, 80)))
-    first, second = manager.cells(fine, (2, 2))
-    assert manager.finer(second, (2, 2, 2)) == first
-    assert manager.finer(second, (4, 4, 4)) == fine
-
-
 def test_no_target_is_an_error_that_says_what_to_do():
     manager = ml.CoordinateManager()
     coarse = manager.insert(mx.array(cases.geometry("negative")), stride=4)
@@ -313,18 +249,3 @@ def test_from_edges_keeps_repeated_edges():
     relation = ml.Relation.from_edges(*columns, 2, 1, 3)
     assert relation.edges.tolist() == [[0, 0, 2], [1, 0, 2], [1, 0, 2]]
     assert relation.edge_counts == (0, 0, 3) and not relation.has_table
-
-
-@given(st.integers(0, 5), st.integers(1, 5), st.integers(1, 5), st.integers(0, 99))
-def test_from_edges_with_few_edges(n_edges, n_in, n_out, seed):
-    relation, expected = multi_edges(seed, n_in, n_out, 3, n_edges)
-    np.testing.assert_array_equal(np.array(relation.edges), expected.edges)
-    assert relation.has_table is (
-        len({(o, k) for _, o, k in expected.edges.tolist()}) == len(expected.edges)
-    )
-
-
-def test_from_edges_without_edges():
-    relation = ml.Relation.from_edges([], [], [], 0, 4, 3)
-    assert relation.n_edges == 0 and relation.out_in.tolist() == [[-1] * 3] * 4
-    assert relation.in_out.shape == (0, 3)

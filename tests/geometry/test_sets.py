@@ -42,31 +42,6 @@ def test_bare_target_rows_get_an_exact_stride(factor):
     assert y.feats.tolist() == [[1.0]]
 
 
-def test_set_operations_by_value():
-    x = tensor()
-    y = tensor([ROWS[2], ROWS[0], ROWS[1]])
-    assert (x + y).feats.tolist() == [[3.0], [5.0], [4.0]]
-    assert ops.cat([x, y]).feats.tolist() == [[1.0, 2.0], [2.0, 3.0], [3.0, 1.0]]
-    part = ops.crop(x, 0, 4)
-    assert part.coords.tolist() == ROWS[:2]
-    assert ops.difference(x, part).coords.tolist() == ROWS[2:]
-    assert ops.intersection(part, y).feats.tolist() == [[2.0], [6.0]]
-    joined = ops.union(part, y)
-    assert joined.coords.tolist() == sorted(ROWS)
-    assert joined.feats.tolist() == [[1.0], [3.0], [5.0]]
-    assert ops.lookup(x, mx.array([ROWS[1], [0, 0, 0, 0]])).tolist() == [1, -1]
-    with pytest.raises(ValueError, match=r"2 and 3 rows; \(0, -1, 5, 5\) is in one"):
-        x + part
-
-
-def test_batch_and_unbatch_keep_empty_elements():
-    x = tensor()
-    both = ops.batch([x, tensor([[0, 4, 4, 4]])])
-    assert both.batch_size == 3 and both.coords[-1].tolist() == [2, 4, 4, 4]
-    apart = ops.unbatch(ops.prune(both, both.coords[:, 0] != 1))
-    assert [len(t) for t in apart] == [2, 0, 1]
-
-
 CALLS = {  # of a tensor of stride 2, onto rows of another
     "conv": (
         4,

@@ -57,34 +57,6 @@ def test_both_are_what_they_are_alone(name, size, stride):
     np.testing.assert_array_equal(np.array(up.out_in), expected)
 
 
-@pytest.mark.parametrize("first", ("down", "up"))
-def test_views_are_built_once(first):
-    down, up, _ = ends("surface", 200, 2, 2)
-    if first == "down":
-        assert down.out_in is up.in_out and down.in_out is up.out_in
-    else:
-        assert up.out_in is down.in_out and up.in_out is down.out_in
-    assert up.n_edges == down.n_edges == up.T.n_edges
-
-
-@pytest.mark.parametrize("n", (0, 1))
-def test_few_rows(n):
-    down, up, alone = ends("negative", n, 2, 2)
-    assert up.out_in.shape == (n, 8) and up.n_edges == n == len(up.edges)
-    np.testing.assert_array_equal(np.array(up.out_in), np.array(alone.out_in))
-
-
-def test_each_is_said_by_its_own_name():
-    down, up, _ = ends("surface", 200, 2, 2)
-    assert "transposed view" not in f"{up!r}{down!r}"
-    assert "transposed view" in repr(up.T) and "transposed view" in repr(down.T)
-    x, w = mx.ones((up.n_in, 4)), mx.ones((8, 4, 4))
-    seen = []
-    with ml.routes.launch.observe(lambda launched: seen.append(launched.problem.kind)):
-        ml.conv(x, w, down.T), ml.conv(x, w, up), ml.conv(x, w, down.T)
-    assert seen == ["forward", "transposed", "forward"]
-
-
 @pytest.mark.parametrize("shape", (None, (40, 41, 42)), ids=("free", "grid"))
 @pytest.mark.parametrize("n", (0, 1, 300))
 def test_a_chain_of_cells_is_that_of_the_convolutions(n, shape):
@@ -122,14 +94,6 @@ def test_a_wrong_stride_is_said():
         manager.cells(key, (2, 0))
     with pytest.raises(ValueError, match="one per spatial axis"):
         manager.cells(key, (2, (2, 2)))
-
-
-def test_other_kernels_are_searched_for():
-    manager = ml.CoordinateManager()
-    key = manager.insert(mx.array(cases.geometry("surface", 3, 200)))
-    down = manager.kernel_relation(key, kernel_size=2, stride=2)
-    up = manager.transposed_kernel_relation(down.keys[1], kernel_size=3, stride=2)
-    assert up.volume == 27 and down.volume == 8
 
 
 def test_gradients_over_both_are_those_over_two():

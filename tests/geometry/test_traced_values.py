@@ -71,11 +71,6 @@ def test_a_compiled_function_says_its_name():
         fast(COORDS)
 
 
-def test_batches_of_coordinates():
-    with pytest.raises(ValueError, match=SHAPE):
-        mx.vmap(OF_COORDINATES["layers"])(mx.stack([COORDS, COORDS]))
-
-
 def test_what_the_sentence_proposes_works():
     wanted = np.array(NET(X).feats)
     of_feats = mx.compile(lambda feats: NET(X.replace(feats)).feats)

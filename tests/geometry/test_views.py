@@ -1,18 +1,16 @@
 """Views of a relation: tables, edges, counts, CSRs, sorted rows, coverage."""
 
 from collections import Counter
-from contextlib import contextmanager
 
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from conftest import KINDS, build, multi_edges, pair
+from conftest import KINDS, multi_edges, pair
 
 import mlx_lattice as ml
 from mlx_lattice.geometry import lattice
-from mlx_lattice.relation import KeptViews
 
 GEOMETRIES = ("negative", "batches", "one", "empty")
 
@@ -144,42 +142,6 @@ def test_coverage(case, name):
     assert_coverage(relation.T, expected.T)
 
 
-def test_coverage_of_given_edges():
-    assert_coverage(*multi_edges())
-
-
-@pytest.mark.parametrize("kernel", (2, 3, (3, 2, 1)), ids=str)
-def test_cells_leave_inputs_out_and_reach_covers_them(kernel):
-    coords = cases.geometry("negative", 3, 80)
-    facts = {"d": 3, "kernel_size": kernel, "stride": 3, "padding": 0}
-    cell = build(cases.Case("forward", support="cell", **facts), coords).coverage()
-    far = ref.kernel_offsets(kernel, 3, padding=0).tolist()
-    lost = [
-        i
-        for i, (_, *site) in enumerate(ref.rows_of(coords))
-        if [c % 3 for c in site] not in far
-    ]
-    if kernel == 3:
-        assert not lost
-    assert cell.unused_inputs.tolist() == lost
-    # Where the kernel is smaller than the stride, some inputs no output can reach.
-    reach = build(cases.Case("forward", support="reach", **facts), coords).coverage()
-    assert reach.unused_inputs.tolist() == lost and not reach.empty_outputs.size
-
-
-@pytest.mark.parametrize("padding", (None, 1), ids=("centred", "p1"))
-def test_reach_covers_every_input_of_an_overlapping_kernel(padding):
-    coords = cases.geometry("negative", 3, 80)
-    facts = {"d": 3, "kernel_size": 3, "stride": 2, "padding": padding}
-    cell = build(cases.Case("forward", support="cell", **facts), coords).coverage()
-    reach = build(cases.Case("forward", support="reach", **facts), coords).coverage()
-    assert cell.edges < reach.edges
-    assert not reach.unused_inputs.size and not reach.empty_outputs.size
-    assert reach.edges == sum(
-        np.prod([2 if c % 2 else 1 for c in site]) for _, *site in ref.rows_of(coords)
-    )
-
-
 def test_coverage_reads_as_text():
     text = str(pair(cases.Case("forward", 3, 2, 3), "negative")[0].coverage())
     for part in ("edges from", "inputs with no edge", "outputs with no edge", "of 8"):
@@ -196,26 +158,3 @@ def test_repr_names_kind_kernel_and_sizes(case):
     assert ("edges" in text) == counted
     assert f"{relation.n_edges:,} edges" in repr(relation)
     assert "transposed view" in repr(relation.T)
-
-
-# Size
-
-
-@pytest.mark.parametrize("later", (mx.cpu, mx.gpu), ids=str)
-def test_what_a_backend_gave_runs_on_its_device(later, monkeypatch):
-    """A kernel of a GPU runs in no stream of the CPU, whatever asks for its table."""
-    here, entered = [mx.Device(mx.gpu)], []
-
-    @contextmanager
-    def stream(device):
-        entered.append(device)
-        here.append(device)
-        yield
-        here.pop()
-
-    monkeypatch.setattr(mx, "default_device", lambda: here[-1])
-    monkeypatch.setattr(mx, "stream", stream)
-    views = KeptViews(2, 2, 1, lambda keep, wanted: here[-1])
-    here.append(mx.Device(later))
-    assert views.make_table(False) == mx.Device(mx.gpu)
-    assert entered == ([] if later == mx.gpu else [mx.Device(mx.gpu)])

@@ -12,7 +12,6 @@ import pytest
 from metal_checks import kernel, sized, threads
 
 from metal import host
-from metal.host import compile as compiling
 from metal.host import rewrite, source, toolchain
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -93,13 +92,6 @@ def test_an_install_has_the_kernels_and_not_the_host(tmp_path):
     assert refusal and "which is in the project's checkout only" in refusal[0]
 
 
-def test_clang_is_found_by_any_name():
-    chosen = " ".join(toolchain.clang().command[:1])
-    code = "from metal.host import toolchain; print(toolchain.clang().major)"
-    assert int(python(code, CLANG=chosen)) == toolchain.clang().major
-    assert toolchain.clang().major >= toolchain.OLDEST_APPLE_CLANG
-
-
 @pytest.fixture
 def cache(tmp_path):
     """An empty cache but for the runtime, which takes long to build."""
@@ -133,20 +125,6 @@ def test_another_checkout_compiles_nothing_again(cache, tmp_path):
     assert int(python(code.replace("MOVED", moved), root=tmp_path, **options)) > 4
 
 
-def test_touched_headers_do_not_break_the_cache(cache, tmp_path):
-    folder = tmp_path / "metal"
-    shutil.copytree(ROOT / "metal" / "host", folder / "host")
-    code = f"from metal import host; print(len(host.compile_source({COPY!r})))"
-    options = {"MLX_LATTICE_CACHE": cache}
-    assert python(code, root=tmp_path, **options).strip() == "1"
-    for path in (folder / "host" / "shim").iterdir():
-        path.touch()
-    code = code.replace("o[i] = a[i];", "o[i] = -a[i];")
-    assert python(code, root=tmp_path, **options).strip() == "1"
-    kernels = (tmp_path / "metal_host").glob("kernel-*.so")
-    assert len(list(kernels)) == 2, "one for each content"
-
-
 def test_a_broken_kernel_raises_with_its_line():
     with pytest.raises(host.CompileError, match=r"broken\.metal:3.*undeclared"):
         host.compile_source(COPY.replace("{", "{\n") + "\nint x = y;", name="broken")
@@ -177,56 +155,6 @@ def test_the_source_is_what_mlx_would_compile():
         assert part in call.text
 
 
-def test_rewrite_keeps_every_line_where_it_was():
-    text = (
-        "kernel void f(device float* a [[buffer(0)]],\n"
-        "  uint i [[thread_position_in_grid]]) {\n"
-        "  threadgroup float s[4],\n    t[2][3];\n"
-        "  threadgroup float* p = s;\n"
-        "  here();\n}\n"
-    )
-    out = rewrite.rewrite(text)
-    assert out.text.count("\n") == text.count("\n")
-    assert out.text.split("\n").index("  here();") == text.split("\n").index(
-        "  here();"
-    )
-    assert "threadgroup float* p = s;" in out.text
-    assert out.text.count("mtl_threadgroup_variable") == 2
-    a, i = out.kernels["f"]
-    assert (a.name, a.index, a.output) == ("a", 0, True)
-    assert i.index == rewrite.FIRST_ATTRIBUTE and not i.buffer
-
-
-def test_templates_named_by_the_source():
-    entries = host.compile_source(
-        "template <typename T, int N> [[kernel]] void add(const device T* a, "
-        "device T* o, uint i [[thread_position_in_grid]]) { o[i] = a[i] + T(N); }\n"
-        'template [[host_name("add_float")]] [[kernel]] '
-        "decltype(add<float, 3>) add<float, 3>;\n"
-        'template [[host_name("add_half")]] [[kernel]] '
-        "decltype(add<half, 4>) add<half, 4>;\n"
-    )
-    assert sorted(entries) == ["add_float", "add_half"]
-    for name, dtype, n in (("add_float", np.float32, 3), ("add_half", np.float16, 4)):
-        a = np.arange(8, dtype=dtype)
-        out = np.empty_like(a)
-        host.launch(entries[name], [a, out], **threads(8))
-        np.testing.assert_array_equal(out, a + n)
-
-
-def test_function_constants():
-    entry = host.compile_source(
-        "constant int factor [[function_constant(3)]];\n"
-        + COPY.replace("a[i];", "factor * a[i];")
-    )["copy"]
-    a = np.ones(4, np.float32)
-    for factor in (2, 5):
-        out = np.empty_like(a)
-        constants = {3: np.int32(factor)}
-        host.launch(entry, [a, out], **threads(4), constants=constants)
-        np.testing.assert_array_equal(out, factor * a)
-
-
 def test_bytes_are_counted_per_buffer_and_per_launch():
     entry = host.compile_source(
         "[[kernel]] void f(const device float4* a, const device int* rows, "
@@ -254,8 +182,3 @@ def test_empty_grids_run_nothing_and_leave_outputs_unwritten():
         assert (report.faults, report.counts.threads) == ((), 0)
     report = host.launch(entry, [empty, np.empty(4, np.float32)], **threads(0, 64))
     assert [f.kind for f in report.faults] == ["output not written"]
-
-
-def test_metals_own_headers_are_stood_in_for():
-    text = compiling.preprocess("#include <metal_stdlib>\nint here;\n", preamble="")
-    assert text.strip().endswith("int here;")

@@ -1,7 +1,5 @@
 """Activations, their derivatives, and those of biases: sums of columns."""
 
-from functools import partial
-
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -14,39 +12,7 @@ from conftest import mappable
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
 from mlx_lattice.channel_kernels import activated_sum, column_sums
-from mlx_lattice.epilogue import ACTIVATIONS, ARRAYS, EpilogueFacts, finished, named
-from mlx_lattice.nn import layers, linear
-
-EMPTY = ml.SparseTensor(mx.zeros((0, 4), mx.int32), mx.zeros((0, 6)))
-
-
-OTHERS = "DropPath", "Dropout", "Identity", "LayerScale"
-
-
-@pytest.mark.parametrize("name", sorted({*layers.__all__} - {*OTHERS}))
-def test_a_layer_of_no_rows(name):
-    layer = getattr(nn, name)()
-    some = layer(mx.ones((2, 6)))
-    assert layer(EMPTY).feats.tolist() == [] == layer(EMPTY.feats).tolist()
-    assert layer(EMPTY).feats.shape == (0, some.shape[1])
-    dx = mx.grad(lambda feats: layer(feats).sum())(EMPTY.feats)
-    mx.eval(dx)
-    assert dx.shape == EMPTY.feats.shape
-
-
-@pytest.mark.parametrize("activation", ("", *ACTIVATIONS))
-def test_norms_and_epilogues_of_no_rows(activation):
-    feats, one = EMPTY.feats, mx.ones((6,))
-    facts = EpilogueFacts(ARRAYS, activation, eps=1e-5)
-    assert finished(feats, facts, one, one, one, one, feats).tolist() == []
-    layers = {"relu": nn.ReLU, "gelu": nn.GELU, "silu": nn.SiLU, "elu": nn.ELU}
-    layers |= {"gelu_tanh": partial(nn.GELU, "tanh"), "leaky_relu": nn.LeakyReLU}
-    net = nn.Sequential(
-        nn.BatchNorm(6), *([layers[activation]()] if activation else [])
-    )
-    for training in (True, False):
-        assert net.train(training)(EMPTY).feats.tolist() == []
-
+from mlx_lattice.epilogue import named
 
 # Names of ``ops``, with their oracles and layers.
 BY_KERNELS = {
@@ -137,16 +103,6 @@ def test_a_layer_of_any_slope_is_mlxs(kind, slope):
     ref.assert_close(grads[0], np.array(grads[1]))
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("alpha", (0.3, 1.0, 2.5))
-def test_an_elu_of_any_alpha(alpha, dtype):
-    x = (mx.array(cases.features(40, 3)) * 4).astype(getattr(mx, dtype))
-    value, slope = exact_elu(x, alpha)
-    function = nn.ELU(alpha)
-    ref.assert_close(function(x), value, dtype)
-    ref.assert_close(mx.grad(lambda x: function(x).sum())(x), slope, dtype)
-
-
 def test_an_elu_far_from_zero():
     """By kernels and composed: MLX's own has no slope from 89 on."""
     x = mx.array([[1e30, 90.0, 0.0, -90.0, -1e30, mx.nan]])
@@ -173,52 +129,6 @@ def test_sums_of_columns(rows, dtype):
     assert mx.array_equal(dx, mx.broadcast_to(by, x.shape)).item()
     (moved,) = mx.jvp(lambda x: column_sums(x, bias), [x], [x])[1]
     ref.assert_close(moved, wanted, dtype)
-
-
-@pytest.mark.parametrize("rows", (5, 5000))
-def test_gradients_of_a_linear_layer(rows, monkeypatch):
-    """By its own rules and by MLX's, and once more differentiated."""
-    layer, x = nn.Linear(6, 4), mx.array(cases.features(rows, 6))
-
-    def of(weight, bias, x):
-        layer.update({"weight": weight, "bias": bias})
-        return mx.square(layer(x)).sum()
-
-    first = mx.grad(of, argnums=(0, 1, 2))
-
-    def again(*given):
-        return sum(mx.square(g).sum() for g in first(*given))
-
-    given, found = (layer.weight, layer.bias, x), []
-    monkeypatch.setattr(linear, "is_contraction", lambda x: False)
-    for kernels in (True, False):
-        if not kernels:
-            monkeypatch.setattr(linear, "sums_columns", lambda x: False)
-        found.append([*first(*given), *mx.grad(again, argnums=(0, 1, 2))(*given)])
-    for one, other in zip(*found, strict=True):
-        ref.assert_close(one, ref.to_numpy(other))
-
-
-@pytest.mark.parametrize("name", BY_KERNELS)
-def test_activations_on_every_instruction_set(name):
-    cpu = pytest.importorskip("mlx_lattice._cpu")
-    x, before = mx.array(cases.features(777, 1) * 5), cpu.isa()
-    value, slope, _ = derivatives(BY_KERNELS[name][0], x)
-    function = getattr(ops, name)
-    far = mx.array([[mx.nan], [1e4], [mx.inf]])
-    with mx.stream(mx.cpu):
-        for isa in ("baseline", "avx2", "avx512"):
-            try:
-                cpu.set_isa(isa)
-            except ValueError:
-                continue
-            try:
-                ref.assert_close(function(x), value)
-                dx = mx.grad(lambda x: function(x).sum())(x)
-                ref.assert_close(dx, slope)
-                np.testing.assert_array_equal(np.array(function(far)), np.array(far))
-            finally:
-                cpu.set_isa(before)
 
 
 @pytest.mark.parametrize("there", ("b", "r", "br"))

@@ -1,9 +1,5 @@
 """Sparse attention against dense masked attention in float64, and its laws."""
 
-import gc
-import itertools
-import weakref
-from collections import Counter
 from contextlib import nullcontext
 
 import cases
@@ -155,38 +151,6 @@ def test_parts_of_a_bounded_size(kind, monkeypatch):
         ref.assert_close(run(kind, q, k, v, x), np.array(whole))
 
 
-def test_padding_is_bounded():
-    """One crowded window does not widen two hundred lonely ones."""
-    lonely = [[0, 100 * i, 0, 0] for i in range(200)]
-    sides = itertools.product(range(8), range(8), range(4))
-    crowd = [[0, -1 - i, -1 - j, k] for i, j, k in sides]
-    x = ml.SparseTensor(mx.array(lonely + crowd), mx.ones((456, 1)))
-    found = attention._groups(x, ("window", (8, 8, 8), (0, 0, 0)), PADDING)
-    assert found.buckets == ((200, 1, 1, True), (1, 256, 256, True))
-    assert found.row.size == 456 and found.pairs == found.padded_pairs == 200 + 256**2
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_padding_is_at_most_an_eighth_in_few_calls(seed):
-    """Of groups of any sizes; no cut into three quarters of them pads so little."""
-    rng = np.random.default_rng(seed)
-    sizes = (rng.pareto(1.0 + seed, 3000) * 20).astype(int) % 300 + 1
-    known = sorted(Counter(sizes.tolist()).items())
-    useful = sum(count * size**2 for size, count in known)
-    ends = attention_calls.cut(known, PADDING.pairs, useful // 8)
-    longest = np.array(ends)[np.searchsorted(ends, sizes)]
-    assert ends[-1] == sizes.max() and 0 <= (longest**2).sum() - useful <= useful // 8
-    assert attention_calls.cut(known, PADDING.pairs, 0) == [size for size, _ in known]
-    # The least pairs of so many buckets over the first so many sizes.
-    least, below = np.array([0.0] + [np.inf] * len(known)), np.zeros(len(known) + 1)
-    below[1:] = np.cumsum([count for _, count in known])
-    for _ in ends[: len(ends) * 3 // 4]:
-        wider = [least[:at] + known[at - 1][0] ** 2 * (below[at] - below[:at])
-                 for at in range(1, len(least))]  # fmt: skip
-        least = np.array([np.inf, *(pairs.min() for pairs in wider)])
-    assert least[-1] > useful + useful // 8
-
-
 @pytest.mark.parametrize("kind", [*KINDS, "filled"])
 def test_an_element_alone_has_the_same_bits_on_the_cpu(kind):
     """Its groups are then attended as they are, whatever the others are like."""
@@ -218,24 +182,6 @@ def test_no_rows(kind):
     x = tensor(batch_size=40)  # empty elements, the last ones among them
     q, k, v = heads(x)
     ref.assert_close(run(kind, q, k, v, x), dense(q, k, v, labels(x, kind))[0])
-
-
-def test_groups_are_made_once_and_die_with_the_coordinates(monkeypatch):
-    made = []
-    build = attention.groups_of
-    count = lambda *a: (made.append(1), build(*a))[1]  # noqa: E731
-    monkeypatch.setattr(attention, "groups_of", count)
-    x = tensor()
-    for kind in KINDS:
-        q, k, v = heads(x)
-        for _ in range(2):
-            ops.rotary(q, x)
-            run(kind, q, k, v, x.replace(x.feats + 1))
-    assert len(made) == len(KINDS)
-    held = weakref.ref(x.coordinate_set)
-    del x
-    gc.collect()
-    assert held() is None
 
 
 def test_a_second_call_reads_nothing(monkeypatch):

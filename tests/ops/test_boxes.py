@@ -53,15 +53,11 @@ def test_iou_of_random_boxes(spread):
 
 SPECIAL = {
     "identical": (pair((1, 2, 4, 2, 0.3)), pair((1, 2, 4, 2, 0.3)), 1),
-    "half a turn": (pair((1, 2, 4, 2, 0.3)), pair((1, 2, 4, 2, 0.3 + np.pi)), 1),
     "a quarter": (pair((0, 0, 4, 2, 0)), pair((0, 0, 4, 2, np.pi / 2)), 1 / 3),
     "nested": (pair((0, 0, 4, 4, 0.5)), pair((0.1, 0.2, 1, 2, 1.2)), 1 / 8),
-    "touching sides": (pair((0, 0, 2, 2, 0)), pair((2, 0.5, 2, 2, 0)), 0),
     "touching corners": (pair((0, 0, 2, 2, 0)), pair((2, 2, 2, 2, 0)), 0),
-    "a shared side": (pair((0, 0, 2, 2, 0)), pair((-0.5, 0, 1, 2, 0)), 0.5),
     "on a side": (pair((0, 0, 2, 2, 0)), pair((1 + 2**0.5, 0, 2, 2, np.pi / 4)), 0),
     "a line": (pair((0, 0, 2, 0, 0.2)), pair((0, 0, 2, 2, 0)), 0),
-    "two lines": (pair((0, 0, 2, 0, 0.2)), pair((0, 0, 2, 0, 0.2)), 0),
     "a point": (pair((0, 0, 0, 0, 0)), pair((0, 0, 0, 0, 1)), 0),
     "apart": (pair((0, 0, 2, 2, 0)), pair((50, 0, 2, 2, 0)), 0),
     "thin": (pair((0, 0, 10, 1e-3, 0)), pair((0, 0, 1, 1, np.pi / 4)), None),
@@ -137,21 +133,6 @@ def test_suppression_is_greedy(spread, threshold):
     for labels in (None, rng.integers(0, 3, 90)):
         for cut in ({}, {"post": 7}, {"pre": 30, "post": 4}):
             assert_greedy(made, scores, threshold, labels, **cut)
-
-
-@pytest.mark.parametrize("seed", range(2))
-def test_suppression_does_not_depend_on_the_order_of_boxes(seed):
-    """With a threshold of each box; scores sorted, reversed and mixed."""
-    made, rng = boxes(60, 2, seed), np.random.default_rng(seed)
-    scores = rng.permutation(60).astype(np.float32)
-    threshold = rng.uniform(0, 0.6, 60).astype(np.float32)
-    labels = rng.integers(0, 2, 60)
-    order = np.argsort(-scores)
-    kept = []
-    for at in (order, order[::-1], np.arange(60)):
-        arrays = (array[at] for array in (made, scores, threshold, labels))
-        kept.append(at[assert_greedy(*arrays, pre=50)].tolist())
-    assert kept[0] == kept[1] == kept[2] and 5 < len(kept[0]) < 50
 
 
 def test_a_chain_of_suppression_takes_as_many_rounds():

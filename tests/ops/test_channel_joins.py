@@ -1,6 +1,5 @@
 """Rows side by side and apart: by MLX's operations, and by kernels of GPUs."""
 
-import math
 from contextlib import nullcontext
 
 import mlx.core as mx
@@ -12,7 +11,6 @@ from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from places import HERE, agreed
 
 from mlx_lattice import registry
-from mlx_lattice.backends.gpu import joins as gpu_joins
 from mlx_lattice.backends.gpu.joins import GpuJoins
 from mlx_lattice.channel_kernels import beside
 
@@ -87,27 +85,6 @@ def test_any_number_of_arrays(channels, rows, launches):
     assert mx.array_equal(beside(parts), mx.concatenate(parts, axis=1))
 
 
-@pytest.mark.parametrize("dtype", (mx.float32, mx.bfloat16, mx.int8), ids=str)
-@pytest.mark.parametrize(
-    "shape, axis",
-    (
-        *(((1, 1), -1), ((300, 4), -1), ((20, 27, 12), -1), ((6, 3, 5), -1)),
-        *(((5,), 0), ((20, 27, 12), 0), ((27, 3, 8), 1), ((20, 1, 64), -3)),
-    ),
-    ids=str,
-)
-def test_zeros_fill_an_axis(shape, axis, dtype, launches):
-    """Beside rows, or behind a weight's output channels or a bias."""
-    if launches is None:
-        pytest.skip("a kernel of CUDA")
-    array = numbers(math.prod(shape), 1, dtype).reshape(shape)
-    padded = gpu_joins.padded(array, axis, 8)
-    assert mx.array_equal(padded, gpu_joins.zero_padded(array, axis % array.ndim, 8))
-    assert padded.shape[axis] % 8 == 0 and padded.dtype == dtype
-    assert HAS_GPU or len(launches) == 1
-    assert gpu_joins.padded(padded, axis, 8) is padded
-
-
 class Kernels(GpuJoins):
     """Kernels that MLX can put into any transformation."""
 
@@ -132,19 +109,11 @@ def cubes_of_a(join):
     return mx.grad(lambda a: (join([a, B]) ** 3).sum())
 
 
-def back(join, dy):
-    return mx.vjp(lambda *arrays: join(arrays), [A, B], [dy])[1]
-
-
 TRANSFORMATIONS = {
     "vjp": lambda join: mx.vjp(squares(join), [A, B], [DY])[1],
     "jvp": lambda join: mx.jvp(squares(join), [A, B], TANGENTS)[1],
     "second": lambda join: mx.grad(lambda a: cubes_of_a(join)(a).sum())(A),
-    "jvp of vjp": lambda join: mx.jvp(lambda dy: back(join, dy), [DY], [2 * DY])[1],
     "vmap": lambda join: mx.vmap(lambda a: join([a, B]))(SEVERAL),
-    "vmap of vjp": lambda join: mx.vmap(lambda dy: back(join, dy))(
-        mx.ones((3, 40, 12))
-    ),
 }
 
 

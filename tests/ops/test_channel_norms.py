@@ -12,7 +12,6 @@ import reference as ref
 from conftest import mappable
 from contractions import exact, moved
 from emulated_cuda import EMULATED, place_of
-from metal_checks import bounded, checked
 from norm_checks import (
     GROUPS,
     Given,
@@ -22,12 +21,11 @@ from norm_checks import (
     kernels_of,
     segmented,
 )
-from places import HERE, MetalHost, agreed
+from places import HERE, agreed
 from reference_norms import ACTIVATIONS, Norm
 
 from mlx_lattice import backends, ops
 from mlx_lattice.epilogue import named
-from mlx_lattice.ops import observed
 from mlx_lattice.registry import NORMS, Fit
 
 PLACES = [*(place for place in HERE if place.name in NORMS), EMULATED]
@@ -149,27 +147,6 @@ def test_strided_features(place):
     wanted = Norm(values[:, 8:])
     ref.assert_close(y, wanted.y, "float16")
     assert np.abs(exact(dx) - wanted.back(values[:, 8:])[0]).max() < 1e-3
-
-
-def test_launches(place, monkeypatch):
-    """Two for statistics, one to normalise, three back; more if a GPU would hang."""
-    if not isinstance(place, MetalHost):
-        pytest.skip("launches are seen on Metal's emulator alone")
-    kernels, given = kernels_of(place), Given((1500, 12), "float16", "relu")
-    mean, var, *_ = agreed(place, kernels.moments, given.x)
-    assert checked.launches == 2
-    fit, rest = given.fit(mean, var), (given.x, given.residual)
-    y = agreed(place, kernels.normalize, rest[0], fit, rest[1])
-    assert checked.launches == 1
-    back = given.dy, given.x, fit, given.residual
-    terms = agreed(place, kernels.gradient_sums, *back)[1]
-    assert checked.launches == 2
-    agreed(place, kernels.gradient, *back, terms)
-    assert checked.launches == 1
-    bounded(monkeypatch, "elements", 2000)
-    cut = agreed(place, kernels.normalize, rest[0], fit, rest[1])
-    assert checked.launches > 1 and mx.array_equal(cut, y).item()
-    given.check(place, "float16")
 
 
 # What the library makes of them
@@ -323,28 +300,6 @@ def test_statistics_alone(shape):
         np.testing.assert_allclose(exact(got), exact(other), atol=1e-5)
     mean, _ = ops.batch_stats(x)
     np.testing.assert_allclose(exact(mean), values.sum(0) / max(1, len(x)), atol=1e-6)
-
-
-def test_observers_see_what_was_fused():
-    x, w, b, r = inputs()
-    told = []
-    with observed.norms.observe(told.append):
-        mx.grad(
-            lambda x: ops.batch_norm(
-                x, weight=w, bias=b, residual=r, activation="relu"
-            ).sum()
-        )(x)
-        ops.batch_norm(x, mx.zeros(3), mx.ones(3), activation="silu")
-    forward, *back, last = told
-    assert forward.parts == ("BatchNorm", "residual", "ReLU")
-    assert last.parts == ("BatchNorm", "SiLU") and last.pass_ == "forward"
-    if forward.backend in NORMS:
-        assert [t.pass_ for t in back] == ["backward"]
-        each = 1 if NORMS[forward.backend].is_one_launch(x) else 3
-        assert [t.launches for t in told] == [each, each, 1]
-        assert str(last) == "BatchNorm + SiLU, one launch"
-    else:  # MLX finds the way back itself
-        assert not back and str(last) == "BatchNorm + SiLU, MLX operations"
 
 
 def test_errors():

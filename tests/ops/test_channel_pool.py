@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import reference as ref
 
-import mlx_lattice as ml
 from mlx_lattice import devices, ops
 
 
@@ -66,13 +65,3 @@ def test_second_derivatives_and_tangents(name, number):
     along = mx.array(cases.features(9, 12, 1))
     (_, (tangent,)) = mx.jvp(run, [feats], [along])
     ref.assert_close(tangent, np.array(by_mlx(along)))
-
-
-def test_a_tensor_keeps_its_rows():
-    rows = mx.array(cases.geometry("surface", 3, 40))
-    x = ml.SparseTensor(rows, mx.array(cases.features(len(rows), 12)))
-    y = ops.channel_avg_pool(x, 3)
-    assert y.key == x.key
-    ref.assert_close(y.feats, np.array(x.feats).reshape(len(rows), 3, 4).mean(axis=2))
-    again = ops.channel_repeat(y, 4)
-    assert again.key == x.key and again.shape == x.shape

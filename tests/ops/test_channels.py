@@ -1,7 +1,5 @@
 """space_to_channel and channel_to_space against a loop over rows, and their laws."""
 
-import gc
-import weakref
 from fractions import Fraction
 from itertools import product
 from math import prod
@@ -117,17 +115,6 @@ def test_fine_rows_keep_their_order_and_may_lack_a_cell(d, factor):
     assert (expected == 0).all(axis=1).any()
 
 
-def test_fine_rows_as_tensor_key_or_array():
-    x, _, _ = tensor()
-    coarse = ops.space_to_channel(x)
-    elsewhere = ml.SparseTensor(x.coords, x.feats)
-    for coordinates in (x, x.key, x.coords, elsewhere):
-        back = ops.channel_to_space(coarse, coordinates=coordinates)
-        assert mx.array_equal(back.feats, x.feats).item()
-        assert mx.array_equal(back.coords, x.coords).item()
-    assert ops.channel_to_space(coarse, coordinates=x).key == x.key
-
-
 @given(cases.coordinate_sets(), st.integers(1, 3), st.sampled_from(("last", "first")))
 def test_round_trip(coords, factor, order):
     feats = cases.features(len(coords), 2)
@@ -217,32 +204,3 @@ def test_gradient_by_subdivision_is_zero_elsewhere(of_features):
 
     expected = feats > 0 if of_features else mask
     same(mx.grad(total)(x.feats), expected.astype(np.float32))
-
-
-@pytest.mark.parametrize("d", (1, 2, 3, 4))
-def test_no_rows(d):
-    x, _, _ = tensor("empty", d, channels=2**d)
-    assert ops.channel_to_space(x, coordinates=x).shape == (0, 1)
-    grad = mx.grad(lambda f: ops.space_to_channel(x.replace(f)).feats.sum())
-    assert grad(x.feats).shape == x.shape
-
-
-def test_no_cell_is_chosen():
-    x, _, _ = tensor(channels=8)
-    none = mx.zeros((len(x), 8), dtype=mx.bool_)
-    y = ops.channel_to_space(x, subdivision=none)
-    assert y.shape == (0, 1) and y.batch_size == x.batch_size
-    grad = mx.grad(
-        lambda f: ops.channel_to_space(x.replace(f), subdivision=none).feats.sum()
-    )
-    assert not grad(x.feats).any().item()
-
-
-def test_sets_of_cells_die_with_the_tensors():
-    x, _, _ = tensor()
-    y = ops.space_to_channel(x)
-    ops.channel_to_space(y, coordinates=x)
-    coarse = weakref.ref(x.manager[y.key])
-    del x, y
-    gc.collect()
-    assert coarse() is None

@@ -57,8 +57,6 @@ POSITIVE = "stride must be positive, one value for each of 3 axes; got "
 CASES = (
     # Rows that repeat
     (lambda: ops.subm_conv3d(tensor(TWICE), W3), REPEAT),
-    (lambda: ops.conv3d(tensor(TWICE), W3, stride=2), REPEAT),
-    (lambda: ops.generative_conv_transpose3d(tensor(TWICE), W2), REPEAT),
     (lambda: tensor(TWICE).to_dense(), REPEAT),
     (
         lambda: relation([(0, 1)], "target_kernel", [(0, 1), (0, 1)]),
@@ -72,7 +70,6 @@ CASES = (
         r"must have shape \(N, 1 \+ D\).*got .*\(3,\)",
     ),
     (kind_of(mx.zeros((3, 1), dtype=mx.int32)), r"1 to 4 spatial.*shape \(3, 1\)"),
-    (kind_of(mx.zeros((3, 6), dtype=mx.int32)), r"1 to 4 spatial.*shape \(3, 6\)"),
     (
         kind_of(mx.array([[0, MOST + 1]] * 3, dtype=mx.int64)),
         "coords would reach coordinates 0 to 2147483648, beyond int32",
@@ -84,21 +81,10 @@ CASES = (
         lambda: relation([(0, 1, 1), (0, 2, 5)], spatial_shape=(4, 5)),
         r"axis 1 must lie in \[0, 5\), the spatial_shape; got 1 to 5",
     ),
-    (
-        lambda: relation([(0, -1, 1), (0, 2, 4)], spatial_shape=5),
-        r"axis 0 must lie in \[0, 5\), the spatial_shape; got -1 to 2",
-    ),
     (lambda: sums(LOW), NEGATIVE),
-    (lambda: sums(LOW, batch_size=2), NEGATIVE),
     (lambda: sums(HIGH, batch_size=2), BEYOND),
-    (lambda: ops.unique_sum(tensor(LOW)), NEGATIVE),
-    (lambda: ops.unique_sum(tensor(HIGH, batch_size=2)), BEYOND),
     (
         lambda: relation([(0, MOST // 2 + 1)], "generative"),
-        "the generative convolution would reach .*, beyond int32; move the input",
-    ),
-    (
-        lambda: relation([(0, -(2**30) - 1)], "generative"),
         "the generative convolution would reach .*, beyond int32; move the input",
     ),
     (
@@ -126,12 +112,9 @@ CASES = (
         lambda: points([0.0, 0.0], [np.nan, 1.0]),
         r"points must be finite; point 1 is \(nan, 1.0",
     ),
-    (lambda: points([np.inf, 0.0]), r"points must be finite; point 0 is \(inf"),
     (lambda: points([3e9, 0.0]), "would reach .*, beyond int32; use a larger voxel"),
     (lambda: points(0.0, 1.0), r"must have shape \(P, D\), D from 1 to 4; got \(2,\)"),
-    (lambda: points([0.0] * 5), r"D from 1 to 4; got \(1, 5\)"),
     (lambda: points([0.0], voxel_size=0.0), "voxel_size must be positive; got 0.0"),
-    (lambda: points([0.0], voxel_size=(1, 1)), "voxel_size must be one number or 1; g"),
     (lambda: points([0.0], reduce="median"), "reduce must be .*'first'.*'median'"),
     (
         lambda: points([0.0], feats=mx.ones((2, 1))),
@@ -139,7 +122,6 @@ CASES = (
     ),
     (lambda: points([0.0], batch=mx.array([0, 1])), r"batch must be \(1,\) integers"),
     (lambda: points([0.0], batch=mx.array([0.5])), "integers, one a point.*float32"),
-    (lambda: points([0.0], batch=mx.array([-1])), "indices must be 0 or more; got -1"),
     (
         from_dense(mx.ones((2, 3))),
         r"\(B, spatial..., C\) with 1 to 4 spatial axes; got \(2, 3\)",

@@ -118,38 +118,6 @@ def test_a_manager_is_copied_with_its_sets(copied):
 
 
 @COPIES
-def test_integers_are_copied(copied):
-    x = tensor()
-    for dtype in (mx.float32, mx.float16):
-        q = ml.IntegerTensor.rounded(x.astype(dtype), 0.1)
-        made = copied(q)
-        assert type(made) is ml.IntegerTensor
-        assert same(made.dequantized(), q.dequantized())
-
-
-@COPIES
-def test_a_class_of_its_own_is_copied(copied):
-    x = Named(tensor().coords, tensor().feats)
-    x.name = "scan 7"
-    made = copied(x)
-    assert type(made) is Named and made.name == "scan 7" and same(made, x)
-
-
-class Named(ml.SparseTensor):
-    """A tensor with a name."""
-
-
-def test_shallow_copies_share_the_manager():
-    x = tensor()
-    made = copy.copy(x)
-    assert made.manager is x.manager and made.key is x.key
-    assert type(made) is ml.SparseTensor and made.feats is x.feats
-    made.feats = made.feats * 2
-    assert bits(made.feats) != bits(x.feats)
-    assert copy.copy(x.manager).sets[0].serial != x.key.serial
-
-
-@COPIES
 def test_relations_are_copied_if_they_are_edges(copied):
     x = tensor()
     relation = x.manager.submanifold_kernel_relation(x.key)

@@ -6,12 +6,10 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_curves
-from attending import PADDING, heads
+from attending import heads
 from reference_attention import tensor
 
-import mlx_lattice as ml
 from mlx_lattice import ops
-from mlx_lattice.ops import attention, attention_calls
 
 
 def filled_by_hand(q, k, v, x, patch, curve, dy=None):
@@ -70,25 +68,6 @@ def test_gradients_of_filled_patches(patch):
     value = (mx.jvp(run, [q, k, v], tangents)[1][0] * mx.array(dy)).sum()
     dot = sum((g * t).sum() for g, t in zip(grads, tangents, strict=True))
     assert value.item() == pytest.approx(dot.item(), rel=1e-3)
-
-
-def test_filled_patches_are_not_padded():
-    """Elements of 10 and 3 rows in patches of 4: three whole ones, one of three."""
-    rows = [[0, i, 0, 0] for i in range(10)] + [[1, i, 0, 0] for i in range(3)]
-    x = ml.SparseTensor(mx.array(rows), mx.ones((13, 1)))
-    found = attention._groups(x, ("filled", 4, "z", None), PADDING)
-    assert found.buckets == ((3, 4, 4, True), (1, 3, 3, True))
-    assert found.row.tolist() == [*range(8), 8, 9, 6, 7, 10, 11, 12]
-    assert found.own.tolist() == [*range(8), 8, 9, -1, -1, 10, 11, 12]
-    assert found.again.tolist() == [-1] * 6 + [10, 11] + [-1] * 5
-    assert found.pairs == 8 * 4 + 2 * 4 + 9
-    exact = attention._groups(x, ("filled", 4, "z", None), attention_calls.EXACT)
-    assert exact.buckets == ((2, 4, 4, True), (1, 2, 4, True), (1, 3, 3, True))
-    assert exact.row.tolist() == found.row.tolist()
-    assert exact.own.tolist() == list(range(13)) == exact.place.tolist()
-    assert exact.starts.tolist() == [0, 4, 8, 12, 15]
-    assert exact.queries.tolist() == [4, 4, 2, 3]
-    assert exact.pairs == exact.padded_pairs == found.pairs
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)

@@ -3,13 +3,12 @@
 import io
 
 import mlx.core as mx
-import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import availability, backends, devices, sync
+from mlx_lattice import backends
 from mlx_lattice.inspect.trace import AttentionRecord
-from mlx_lattice.ops.attention_calls import WIDTHS, Call, attend
+from mlx_lattice.ops.attention_calls import WIDTHS, Call
 
 
 def call(patch=1024, channels=16, dtype=mx.float16, values=None, **facts):
@@ -23,62 +22,6 @@ def on_mac(monkeypatch, training=False):
         lambda c: not training and c.channels == c.values in WIDTHS and c.queries > 8
     )
     monkeypatch.setattr(Call, "fused", takes)
-
-
-@pytest.mark.parametrize("masked", (False, True))
-@pytest.mark.parametrize("queries", (20, 33, 128, 150))
-def test_whole_tiles_of_queries_where_a_gradient_is_asked_for(
-    monkeypatch, queries, masked
-):
-    """On CUDA: the same comes of it; a mask is added there, once for all queries."""
-    q, k, v = (
-        mx.random.normal((3, 2, n, 8)).astype(mx.float16) for n in (queries, 9, 9)
-    )
-    mask = mx.arange(9).reshape(1, 1, 1, 9) < mx.array([9, 5, 1]).reshape(3, 1, 1, 1)
-    mask = mask if masked else None
-    run, seen = mx.fast.scaled_dot_product_attention, []
-
-    def watched(q, k, v, scale, mask):
-        seen.append((q.shape[2], None if mask is None else (mask.dtype, mask.shape)))
-        return run(q, k, v, scale=scale, mask=mask)
-
-    def both():
-        y = attend(q, k, v, 0.3, mask)
-        loss = lambda *a: (attend(*a, 0.3, mask) * y).astype(mx.float32).sum()  # noqa: E731
-        return y, *mx.grad(loss, argnums=(0, 1, 2))(q, k, v)
-
-    plain = both()
-    monkeypatch.setattr(mx.fast, "scaled_dot_product_attention", watched)
-    monkeypatch.setattr(devices, "current", lambda: devices.profile("h200"))
-    monkeypatch.setattr(sync, "is_differentiating", sync.is_transforming)
-    padded = both()
-    for a, b in zip(plain, padded, strict=True):
-        a, b = (np.array(y.astype(mx.float32)) for y in (a, b))
-        assert a.shape == b.shape
-        assert np.linalg.norm(a - b) <= 2e-3 * np.linalg.norm(a)
-    form = (mx.float16, (3, 1, 1, 9)) if masked else None
-    tiles = {20: 20, 33: 128, 128: 128, 150: 256}[queries]
-    assert seen == [(queries, form), (tiles, form)]
-
-
-def test_a_gradient_is_known_on_gpus_where_one_may_be_asked_for():
-    """Not under ``mx.compile`` alone, whose calls are then not padded; on a CPU MLX
-    does not say it.
-    """
-    on_gpu = mx.default_device() == mx.gpu
-    if not hasattr(availability.extension, "is_differentiating"):
-        pytest.skip("the extension knows it")
-    seen = []
-
-    def function(x):
-        seen.append(sync.is_differentiating())
-        return x.sum()
-
-    x = mx.ones((3,))
-    for run in (function, mx.compile(function), mx.grad(function)):
-        mx.eval(run(x))
-    mx.eval(mx.compile(mx.value_and_grad(function))(x))
-    assert seen == [False, not on_gpu, True, True]
 
 
 def traced(function):
@@ -134,16 +77,6 @@ def test_what_attends_to_nothing_is_refused():
     x = scan()
     with pytest.raises(ValueError, match="attends to nothing; ml.explain explains"):
         ml.explain_attention(x, ml.nn.Linear(32, 4))
-
-
-def test_on_the_cpu_mlx_composes_it():
-    if mx.default_device() != mx.Device(mx.cpu):
-        pytest.skip("on a GPU MLX may fuse it")
-    assert not call(64, 64).fused and not call(64, 64, masked=True).fused
-    x = scan()
-    q = x.feats.reshape(len(x), 2, 16)
-    (told,) = traced(lambda: ml.ops.full_attention(q, q, q, x))
-    assert told.form == ", composed by MLX"
 
 
 def asked(c: Call) -> bool:

@@ -1,7 +1,5 @@
 """Features at points, and of voxels at their own: against the float64 oracle."""
 
-from unittest.mock import patch
-
 import cases
 import mlx.core as mx
 import numpy as np
@@ -130,44 +128,6 @@ def test_linear_upsampling(scale, renormalise):
     ref.assert_close(y.feats, weights @ feats)
     (dx,) = mx.vjp(lambda f: run(f).feats, [x.feats], [mx.array(dy)])[1]
     ref.assert_close(dx, weights.T @ dy)
-
-
-@pytest.mark.parametrize("renormalise", (True, False))
-def test_places_and_weights_are_kept_between_sets(renormalise):
-    """Rows are looked up once, for values and derivatives of every order."""
-    coords = cases.geometry("surface", 3, 90)
-    x = tensor(coords, cases.features(len(coords), 4))
-    pooled, lookups = ops.avg_pool3d(x, 4), []
-    index = x.manager[pooled.key].index
-    table = type(index).table
-
-    def run(f):
-        return ops.upsample_linear3d(
-            pooled.replace(f), 4, renormalise=renormalise
-        ).feats
-
-    def squares(f):
-        return 0.5 * mx.square(run(f)).sum()
-
-    def slopes(f):
-        return 0.5 * mx.square(mx.grad(squares)(f)).sum()
-
-    def counted(self, *arguments, **options):
-        lookups.append(self)
-        return table(self, *arguments, **options)
-
-    f, exact = pooled.feats, np.array(pooled.feats, np.float64)
-    units = np.array(pooled.coords), np.eye(len(pooled))
-    weights = upsampled(*units, coords, (4, 4, 4), renormalise)
-    gram = weights.T @ weights
-    with patch.object(type(index), "table", counted):
-        for call in (run, mx.compile(run), run):
-            ref.assert_close(call(f), weights @ exact)
-        for back in (mx.grad(squares), mx.compile(mx.grad(squares))):
-            ref.assert_close(back(f), gram @ exact)
-        ref.assert_close(mx.grad(slopes)(f), gram @ gram @ exact, what="second order")
-        ref.assert_close(mx.jvp(run, [f], [f])[1][0], weights @ exact)
-    assert lookups == [index]
 
 
 def test_linear_upsampling_goes_back_to_what_was_pooled():

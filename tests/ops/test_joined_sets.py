@@ -1,17 +1,12 @@
 """Joins of two sets and what they share, against NumPy, on every backend."""
 
-import gc
-from weakref import ref
-
-import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_emulation import Emulator, emulated, emulating
 from places import HERE, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import joined_sets, nn, ops, sync
+from mlx_lattice import ops, sync
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 CHANNELS = 3
@@ -197,25 +192,6 @@ def test_what_two_sets_share(place, dtype):
         np.testing.assert_allclose(exact(sums), total, 2e-2, 2e-2)
 
 
-def test_facts_that_differ_make_a_set():
-    """The grid is that of both, the batch that of the larger; rows are shared."""
-    rows = np.abs(np.unique(drawn(np.random.default_rng(0), 60), axis=0))
-    rows = np.unique(rows, axis=0)
-    x = tensor(rows, spatial_shape=(9, 9, 9), batch_size=3)
-    x.coordinate_set.is_sorted = True
-    for batch, shape, same in (
-        (3, (9, 9, 9), True),
-        (4, (9, 9, 9), False),
-        (3, None, False),
-    ):
-        facts = {"batch_size": batch, "spatial_shape": shape, "manager": x.manager}
-        made = ops.union(x, tensor(rows[::2].copy(), 1, **facts))
-        assert (made.key is x.key) == same
-        assert made.batch_size == max(3, batch)
-        assert made.spatial_shape == shape
-        np.testing.assert_array_equal(np.array(made.coords), rows)
-
-
 def test_repeated_rows_are_an_error():
     rows = drawn(np.random.default_rng(1), 30)
     x, twice = tensor(rows), tensor(np.concatenate([rows, rows[:1]]))
@@ -223,103 +199,6 @@ def test_repeated_rows_are_an_error():
         for pair in ((x, twice), (twice, x)):
             with pytest.raises(ValueError, match="must be unique"):
                 join(*pair)
-
-
-def test_all_rows_that_are_kept_are_the_set_itself():
-    x = tensor(drawn(np.random.default_rng(2), 40))
-    assert ops.prune(x, mx.ones(len(x), dtype=mx.bool_)).key is x.key
-    assert ops.crop(x, -9, 9).key is x.key
-    some = ops.prune(x, mx.arange(len(x)) > 3)
-    assert some.key is not x.key and not x.manager[some.key].is_sorted
-    made = nn.Conv3d(CHANNELS, CHANNELS, 2, stride=2)(x)
-    some = ops.prune(made, mx.arange(len(made)) > 3)
-    assert x.manager[some.key].is_sorted
-
-
-def test_what_was_joined_dies_with_either():
-    rows, conv = drawn(np.random.default_rng(4), 90), nn.SubmConv3d(3, 3, 3)
-    x = tensor(rows[:60])
-    counts, sets = [], []
-    for step in range(4):
-        y = tensor(rows[20 + step :].copy(), manager=x.manager)
-        joined = ops.union(x, y), ops.intersection(x, y), ops.difference(y, x)
-        for each in joined:
-            mx.eval(conv(each).feats)
-        counts.append((len(x.manager.sets), len(x.manager.relations)))
-        sets += [ref(x.manager[t.key]) for t in (y, *joined)]
-        del y, joined, each
-    gc.collect()
-    assert counts[-1] == counts[2]
-    alive = [each() is not None for each in sets]
-    assert alive == [False] * 12 + [True] * 4
-    # What was made lives with both, whoever has it.
-    y = tensor(rows[30:].copy(), manager=x.manager)
-    key = ops.union(x, y).key.serial
-    for step in range(3):
-        ops.prune(x, mx.arange(len(x)) % 3 != step)
-    assert ops.union(x, y).key.serial == key
-
-
-@emulated
-@pytest.mark.parametrize("pair", PAIRS)
-def test_union_by_cuda_geometry(cuda_programs, pair):
-    """One read; of rows that are there already no sort."""
-    rng = np.random.default_rng(7)
-    first, second = (np.ascontiguousarray(a) for a in PAIRS[pair](drawn(rng, 900)))
-    emulator = Emulator(cuda_programs)
-    with emulating(emulator):
-        x = tensor(np.unique(first, axis=0))
-        y = tensor(np.unique(second, axis=0), 1, manager=x.manager)
-        x.coordinate_set.is_sorted = y.coordinate_set.is_sorted = True
-        for each in (x, y):
-            each.coordinate_set.index  # noqa: B018
-        emulator.launches.clear()
-        made = ops.union(x, y)
-        mx.eval(made.feats)
-        is_made = any("radix_sort" in name for name in emulator.launches)
-        assert is_made == (pair in ("apart", "overlapping", "one"))
-        check_union(x, y, made)
-
-
-@emulated
-def test_generated_cells_by_cuda_geometry(cuda_programs, monkeypatch):
-    """They are told apart by no kernel, and nobody reads how many there are."""
-    rows, emulator = cases.geometry("surface", 3, 300), Emulator(cuda_programs)
-    with emulating(emulator):
-        manager = ml.CoordinateManager()
-        key = manager.insert(mx.array(rows))
-        manager[key].index  # noqa: B018
-        emulator.launches.clear()
-        monkeypatch.setattr("mlx_lattice.sync.read", None)
-        made = np.array(manager.generative_relation(key).out_coords)
-        assert [name.split("_")[1] for name in emulator.launches[:3]] == [
-            "pack", "radix", "unpack",
-        ]  # fmt: skip
-    cells = rows[:, None] * [1, 2, 2, 2] + np.insert(
-        np.argwhere(np.ones((2, 2, 2))), 0, 0, axis=1
-    )
-    np.testing.assert_array_equal(made, np.unique(cells.reshape(-1, 4), axis=0))
-
-
-def test_sorted_sets_are_aligned_without_a_search(monkeypatch):
-    """Rows that were pruned to those of another set, and rows that are not."""
-    rows = mx.array(np.unique(drawn(np.random.default_rng(5), 200), axis=0))
-    points = ml.SparseTensor.from_points
-    x = points(rows[:, 1:], batch=rows[:, 0], voxel_size=1.0)
-    fine = nn.GenerativeConvTranspose3d(1, 1, 2, stride=2)(ops.avg_pool3d(x, 2))
-    pruned = ops.prune(fine, ops.lookup(x, fine.coords) >= 0)
-    other = ops.prune(fine, mx.arange(len(fine)) < len(x))
-
-    def looked_up(*_):
-        raise AssertionError("rows were looked up")
-
-    with monkeypatch.context() as patched:
-        patched.setattr(joined_sets, "_found", looked_up)
-        assert (pruned + x).key is pruned.key
-        with pytest.raises(AssertionError, match="looked up"):
-            other + x
-    with pytest.raises(ValueError, match="do not have the same coordinates"):
-        other + x
 
 
 @pytest.mark.parametrize("is_turned", (False, True))
@@ -360,22 +239,6 @@ def test_unbatch(place, order):
         np.testing.assert_array_equal(np.array(coords), rows[here] * [0, 1, 1, 1])
         np.testing.assert_array_equal(np.array(part), np.array(feats)[here])
     np.testing.assert_array_equal(np.array(grad), rows[:, :1] + np.ones((1, CHANNELS)))
-
-
-def test_unbatch_reads_once_a_set(monkeypatch):
-    x = tensor(drawn(np.random.default_rng(8), 200), batch_size=9)
-    x.coordinate_set.index  # noqa: B018
-    real, seen = sync.read, []
-    monkeypatch.setattr(sync, "read", lambda *a: seen.append(a) or real(*a))
-    assert sum(len(part) for part in ops.unbatch(x)) == len(x) and len(seen) <= 2
-    seen.clear()
-    parts = ops.unbatch(x.replace(x.feats * 2))
-    assert len(parts) == 9 and not seen
-    again = ops.unbatch(x)  # sets of their own, and so relations, are kept
-    assert all(a.key == b.key for a, b in zip(parts, again, strict=True))
-    assert all(a.manager is b.manager for a, b in zip(parts, again, strict=True))
-    (none,) = ops.unbatch(tensor(np.zeros((0, 4), np.int32)))
-    assert len(none) == 0 and none.batch_size == 1
 
 
 def test_parts_that_are_right_are_joined_so(monkeypatch):

@@ -4,7 +4,6 @@ import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from conftest import mappable
 from places import HERE, agreed
 
 import mlx_lattice as ml
@@ -126,26 +125,3 @@ def test_joins_and_their_gradients(place):
     expected = union, shared, rest, summed, da, db, dc
     for got, wanted in zip(found, expected, strict=True):
         np.testing.assert_allclose(exact(got), np.array(wanted), rtol=1e-4, atol=1e-4)
-
-
-@places
-def test_several_features_of_one_set(place):
-    """What vmap maps is moved at once."""
-    coords = rows_of("negative", 40)
-    mask = mx.arange(len(coords)) % 3 == 0
-    x = tensor(coords)
-    many = mx.stack([x.feats, x.feats * 2, x.feats + 1])
-    mx.eval(many)
-
-    def kept():
-        def run(feats):
-            return ops.prune(x.replace(feats), mask).feats
-
-        last = mx.moveaxis(many, 0, 2)
-        with mappable():
-            return mx.vmap(run)(many), mx.vmap(run, in_axes=2, out_axes=2)(last)
-
-    first, last = agreed(place, kept)
-    wanted = np.array(many)[:, np.array(mask)]
-    np.testing.assert_array_equal(np.array(first), wanted)
-    np.testing.assert_array_equal(np.array(last), np.moveaxis(wanted, 0, 2))

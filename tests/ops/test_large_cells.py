@@ -1,14 +1,11 @@
 """Maxima of cells of more places than a table has room for: rows name their cells."""
 
-import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-import reference as ref
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
-from mlx_lattice.ops import pool
+from mlx_lattice import ops
 
 SIZE = 1000  # of a cell of 10^9 places
 
@@ -78,24 +75,6 @@ def test_gradients_go_to_the_rows_that_won():
     np.testing.assert_array_equal(np.array(made), wanted)
 
 
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-def test_the_same_as_by_a_table(dtype, monkeypatch):
-    coords = cases.geometry("surface", 3, 300)
-    feats = mx.array(cases.features(len(coords), 5)).astype(getattr(mx, dtype))
-    found = []
-    for most in (10_000, 64):
-        monkeypatch.setattr(pool, "MOST_OFFSETS_OF_MAXIMA", most)
-        x = ml.SparseTensor(mx.array(coords.astype(np.int32)), feats)
-        y, indices = ops.max_pool3d(x, 5, padding=0, return_indices=True)
-        found.append((y.feats, indices.rows, indices.offsets))
-        grad = mx.grad(
-            lambda f, x=x: ops.max_pool3d(x.replace(f), 5, padding=0).feats.sum()
-        )
-        found[-1] += (grad(feats),)
-    for one, other in zip(*found, strict=True):
-        np.testing.assert_array_equal(ref.to_numpy(one), ref.to_numpy(other))
-
-
 def test_listed_offsets_keep_their_order(monkeypatch):
     """A cell's places in any order: the first of equal maxima goes by that."""
     rng = np.random.default_rng(1)
@@ -120,14 +99,6 @@ def test_listed_offsets_keep_their_order(monkeypatch):
             wanted[inside[int(np.argmax(feats[inside, channel]))], channel] = 1
     grad = mx.grad(lambda f: ops.sparse_pool(f, relation, "max").sum())
     np.testing.assert_array_equal(np.array(grad(mx.array(feats))), wanted)
-
-
-def test_layers_take_them():
-    x, coords, feats = scan()
-    y = nn.MaxPool3d(SIZE, padding=0)(x)
-    layer = nn.GridPooling(3, 8, SIZE)
-    assert layer(x).key == y.key
-    assert bool(mx.isfinite(layer(x).feats).all())
 
 
 @pytest.mark.parametrize("size", (1001, (1000, 1000, 999)))

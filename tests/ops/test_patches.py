@@ -91,17 +91,3 @@ def test_what_a_rehearsal_keeps_is_right(cuda_programs):
     np.testing.assert_array_equal(np.array(got.row), np.array(wanted.row))
     np.testing.assert_allclose(np.array(y.feats), np.array(expected.feats), 1e-5)
     np.testing.assert_allclose(np.array(pooled), np.array(means), 1e-5)
-
-
-@emulated
-def test_a_curve_s_patches_are_few_launches(cuda_programs):
-    """Keys, their sort, and the slots; a second curve shares the layout."""
-    x, emulator = scan((300, 200)), Emulator(cuda_programs)
-    with emulating(emulator):
-        x.coordinate_set.bounds  # noqa: B018 (read before)
-        for curve in ("z", "hilbert-trans"):
-            emulator.launches.clear()
-            groups = filled_patches(x, 64, curve, None, PADDING["cuda"])
-            mx.eval(groups.row)
-            names = ["_".join(n.split("_")[1:3]) for n in emulator.launches]
-            assert names == ["curve_keys", "radix_sort", "fill_patches"]

@@ -3,7 +3,6 @@
 The list, with where each was seen, is in the project's notes on its peers.
 """
 
-import re
 import threading
 
 import cases
@@ -127,48 +126,7 @@ def test_both_weight_layouts_run_the_same_route_to_the_same_bits(channels):
     assert len(routes) == 2 and routes[0] == routes[1]
 
 
-def test_coordinates_changed_in_place_do_not_reach_a_tensor():
-    """Caches by identity and rows that moved under them: reads out of bounds."""
-    rows = [(0, 1, 2), (0, 2, 0), (0, 0, 1)]
-    coords = mx.array(rows)
-    x = ml.SparseTensor(coords, mx.array([[1.0], [2.0], [3.0]]))
-    relation = x.manager.submanifold_kernel_relation(x.key)
-    dense, edges = bits(x.to_dense()), bits(relation.edges)
-    coords[1, 1] = 1_000_000
-    assert ref.rows_of(x.coords) == rows and bits(x.to_dense()) == dense
-    assert ref.rows_of(relation.in_coords) == rows
-    again = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
-    assert bits(again.edges) == edges
-    moved = ml.SparseTensor(coords, x.feats)
-    assert ref.rows_of(moved.coords)[1] == (0, 1_000_000, 0)
-
-
-def test_runs_give_the_same_bits():
-    """Racing threads gave wrong values in some runs of every hundred."""
-    relation, _ = pair(KINDS[0], "surface", 300)
-    at = Numbers(relation, 16, 16)
-
-    def both():
-        (y,), grads = mx.vjp(
-            lambda x, w: ml.conv(x, w, relation), [at.x, at.w], [at.dy]
-        )
-        return tuple(bits(a) for a in (y, *grads))
-
-    assert len({both() for _ in range(8)}) == 1
-
-
 # Order and identity
-
-
-def test_keys_in_an_error_can_be_told_apart():
-    """A look-up that failed printed the same text for every key."""
-    manager = ml.CoordinateManager()
-    keys = [manager.insert(mx.array([(0, v)]), stride=2) for v in range(3)]
-    assert len({repr(key) for key in keys}) == 3
-    foreign = ml.CoordinateManager().insert(mx.array([(0, 0)]), stride=2)
-    with pytest.raises(KeyError) as error:
-        manager[foreign]
-    assert len(set(re.findall(r"#\d+", str(error.value)))) == 4
 
 
 def test_a_forced_route_ends_with_its_block_and_stays_in_its_thread():

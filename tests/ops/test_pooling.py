@@ -6,11 +6,10 @@ import numpy as np
 import pytest
 import reference as ref
 import reference_rows as ref_rows
-from cuda_emulation import Emulator, emulated, emulating
 from pooled import distinct, route, tensor  # noqa: F401 (a fixture for every test here)
 
 import mlx_lattice as ml
-from mlx_lattice import ops, sync
+from mlx_lattice import ops
 
 MODES = ("max", "sum", "avg", "avgvol")
 # (dims, kernel, stride, padding, dilation, support); stride None is the kernel's.
@@ -155,44 +154,6 @@ def test_forward_mode_and_second_order(mode, size, stride):
     gram = np.stack(rows).T @ np.stack(rows)
     expected = (gram @ gram @ feats.ravel()).reshape(feats.shape)
     ref.assert_close(mx.grad(outer)(x.feats), expected, what="second order")
-
-
-def test_same_bits_every_time_and_rows_of_the_convolution():
-    coords = cases.geometry("block", 3, 300)
-    x = tensor(coords, cases.features(len(coords), 8))
-    first, again = (ops.max_pool3d(x, 3, 2) for _ in range(2))
-    conv = ops.conv3d(x, mx.ones((27, 8, 8)), kernel_size=3, stride=2)
-    assert first.key == conv.key and mx.array_equal(first.feats, again.feats).item()
-
-
-@emulated
-@pytest.mark.parametrize("count", ("active", "volume"))
-def test_means_in_half_are_one_launch_and_two_back(cuda_programs, count):
-    coords = cases.geometry("block", 3, 300)
-    feats = mx.array(cases.features(len(coords), 8)).astype(mx.float16)
-    emulator = Emulator(cuda_programs)
-    with emulating(emulator):
-        x = ml.SparseTensor(mx.array(coords), feats)
-
-        def pooled(feats):
-            return ops.avg_pool3d(x.replace(feats=feats), 2, count=count).feats
-
-        y = pooled(feats)
-        dy = mx.array(cases.features(len(y), 8, 1)).astype(mx.float16)
-        (dx,) = mx.vjp(pooled, [feats], [dy])[1]
-        mx.eval(dx)
-        done = len(emulator.launches)
-        mx.eval(pooled(feats))
-        assert [name.split("_f16")[0] for name in emulator.launches[done:]] == [
-            "lattice_gather_sum"
-        ]
-        done = len(emulator.launches)
-        mx.eval(mx.vjp(pooled, [feats], [dy])[1])
-        assert len(emulator.launches) == done + 3
-    relation, mode = oracle(HALVES, coords), "avg" if count == "active" else "avgvol"
-    exact, dy = (ref.to_numpy(a).astype(np.float64) for a in (feats, dy))
-    ref.assert_close(y, ref_rows.pool(exact, relation, mode), "float16")
-    ref.assert_close(dx, ref_rows.pool_grad(exact, dy, relation, mode), "float16")
 
 
 def test_general_relations_pool():
@@ -350,24 +311,3 @@ def test_long_sums_do_not_drift():
     expected = feats.astype(np.float64).mean(axis=0)[None]
     y = ops.global_avg_pool(tensor(coords, feats))
     np.testing.assert_allclose(np.array(y), expected, rtol=2e-6)
-
-
-@pytest.mark.parametrize("shuffled", (False, True))
-@pytest.mark.parametrize("size", (1, 2, 9, 17))
-def test_rows_of_elements_are_read_once(size, shuffled, monkeypatch):
-    """A set of one element needs no read; one more if the rows are not in order."""
-    rng = np.random.default_rng(size)
-    coords = rng.integers(0, 9, (60, 4)).astype(np.int32)
-    coords[:, 0] = rng.choice([*range(0, size - 1, 2), size - 1], len(coords))
-    coords = np.unique(coords, axis=0)
-    coords = rng.permutation(coords) if shuffled else coords
-    feats = rng.integers(0, 9, (len(coords), 2)).astype(np.float32)
-    x = tensor(coords, feats, batch_size=size)
-    x.coordinate_set.index  # noqa: B018
-    real, reads = sync.read, []
-    monkeypatch.setattr(sync, "read", lambda *a: reads.append(a) or real(*a))
-    for mode in ("sum", "max"):
-        y = getattr(ops, f"global_{mode}_pool")(x)
-        wanted = ref_rows.global_pool(feats, coords[:, 0], size, mode)
-        np.testing.assert_array_equal(np.array(y), wanted)
-    assert len(reads) == (1 + shuffled if size > 1 else 0)

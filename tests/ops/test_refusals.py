@@ -11,7 +11,6 @@ from conftest import Numbers, pair
 
 import mlx_lattice as ml
 from mlx_lattice import io, models, nn, ops
-from mlx_lattice.models import ptv3
 
 CELLS = [(0, i, j, k) for i in range(4) for j in range(4) for k in range(2)]
 COORDS, N = mx.array(CELLS), len(CELLS)
@@ -48,10 +47,6 @@ def load(state, model=None, mapping=None):
     return io.import_checkpoint(state, model, "spconv", mapping)
 
 
-def decoder(**options):
-    return models.SparseVAEDecoder(7, (16, 8), 8, (1, 0), **options)
-
-
 def crossed(lengths):
     return ops.cross_attention(Q, KEYS, KEYS, lengths=lengths)
 
@@ -74,9 +69,6 @@ def dense(mask):
 
 def serialized(patch, **more):
     return ops.serialized_attention(ROWS, ROWS, ROWS, X, patch, **more)
-
-
-FOUND = ops.radius_neighbours(X, 1)
 
 
 def edges(in_rows, *limits):
@@ -114,7 +106,6 @@ def forced(text, call=lambda: None):
 
 CASES = (
     (lambda: ml.quantize_weight(None), "must be an mlx array; got NoneType"),
-    (lambda: ml.quantize_weight(np.zeros((8, 8))), "be an mlx array; got ndarray"),
     (lambda: ml.dequantize_weight(W8), "takes a QuantizedWeight; got array"),
     (lambda: ml.dequantize_weight(PACKED, mx.int32), "must be float32, .*got int32"),
     (lambda: PACKED.holding(None, None, None), "must be mlx arrays; got NoneType"),
@@ -122,70 +113,39 @@ CASES = (
     (lambda: ml.calibrate(nn.Sequential(), X8), "a list of .* got one SparseTensor"),
     (lambda: ops.full_attention("Q", Q8, Q8, X8), "q must be an array .* got str"),
     (lambda: ml.Problem.forward(**FACTS, groups=2.0), "groups must be an int; got 2.0"),
-    (lambda: ops.subm_conv3d(X8, W8, groups=2.0), "groups must be an int; got 2.0"),
     (lambda: ops.full_attention(Q8, None, Q8, X8), "k and v must be arrays.* got None"),
     (
         lambda: ops.full_attention(Q8, Q8, Q8, X8.coords),
         "like must be a SparseTensor; got",
     ),
-    (
-        lambda: ops.window_attention(Q8, Q8, Q8, X8.coords, 2),
-        "like must be a SparseTensor",
-    ),
     (lambda: ops.full_attention(*[Q8.astype(mx.int32)] * 3, X8), "got int32"),
-    (lambda: ops.rotary(Q8.astype(mx.int32), X8), "got int32"),
     (lambda: nn.SparseAttention(8, 2)(X8.feats), "x must be a SparseTensor; got array"),
-    (lambda: ops.space_to_channel(X8.feats), "x must be a SparseTensor; got array"),
-    (lambda: ops.grid_sample_3d(X8.feats, mx.zeros((1, 3))), "must be a SparseTensor"),
     (lambda: ops.prune_by_logits(X8, None), "logits must be an array .* got NoneType"),
-    (lambda: ops.prune_by_logits(X8, X8.feats[:, 0], keep=3), "keep must be an array"),
-    (lambda: models.dual_grid(X8.feats), "y must be a SparseTensor; got array"),
-    (lambda: decoder()(X8.feats), "x must be a SparseTensor; got array"),
-    (lambda: decoder(dtype=mx.int32), "got int32"),
     (lambda: load({"weight": np.zeros((2, 2))}), "weight must be an mlx array; got nd"),
     (lambda: io.import_checkpoint({}, None, "spconv"), "must be a module; got NoneT"),
     (lambda: load(LINEAR, mapping=3), "a dict of prefixes or a function .* got int"),
-    (lambda: load(LINEAR, mapping={"weight": 3}), "the mapping makes 3 of weight"),
     (lambda: load(LINEAR, mapping=lambda _: 3), "the mapping makes 3 of weight"),
-    (lambda: io.convert_weight("a", "spconv", 3), "must be an mlx array; got str"),
     (
         lambda: ops.serialized_attention(Q8, Q8, Q8, X8, "a"),
         "patch must be an int .* 'a'",
     ),
-    (lambda: ml.quantize_weight(W8, bits="4"), "bits must be 4 or 8; got '4'"),
     (lambda: ml.quantize_weight(W8, bits=4.0), "bits must be 4 or 8; got 4.0"),
     (lambda: ml.quantize_weight(W8, group_size=32.0), "32, 64 or 128; got 32.0"),
-    (lambda: ml.integer_weight(W8, bits=4.0), "bits must be 4 or 8; got 4.0"),
-    (
-        lambda: ml.integer_weight(W8, bits=4, group_size=32.0),
-        "32, 64 or 128; got 32.0",
-    ),
     (lambda: nn.Upsample3d(2, mode="none"), r"mode must be one of \('linear',"),
     (lambda: ml.KernelSpec.of(3.0), "dims must be 1, 2, 3 or 4, .* got 3.0"),
-    (lambda: models.MinkUNet14(3, 5, dims=3.0), "dims must be 1, 2, .* got 3.0"),
     (lambda: ml.QuantizedWeight(*PACKED.arrays, "8", 8, 32), "in_channels .* got '8'"),
     (
         lambda: ml.calibrate(nn.Sequential(nn.SubmConv3d(8, 8, 3)), [X]),
         "to be packed; kept in float:\n  layers.0: 8 input channels a group, fewer",
     ),
     (lambda: ops.full_attention(*[Q8[:, :0]] * 3, X8), "heads, D.*got .*0, 12"),
-    (lambda: ops.full_attention(*[Q8[..., :0]] * 3, X8), "heads, D.*got .*2, 0"),
-    (lambda: attended(Q8[:, :0], KEYS8), "heads, D.*got .*0, 12"),
-    (lambda: attended(Q8[..., :0], KEYS8[..., :0]), "heads, D.*got .*2, 0"),
     (lambda: attended(Q8, KEYS8[:, :, :0]), "kv_heads a divisor of heads; got"),
     (lambda: ml.Problem.forward(**FACTS, groups=0), "groups must be 1 or more; got 0"),
-    (lambda: ops.subm_conv3d(X8, W8, groups=0), "groups must be 1 or more; got 0"),
-    (lambda: io.convert_weight(W8, "spconv", 3.0), "kernel_size must be an int or 3"),
-    (
-        lambda: io.convert_weight(W8, "spconv", (3, 0, 3)),
-        "kernel_size must be at least",
-    ),
     (lambda: ops.rotary(Q8, X8, base=0), "base must be above 0; got 0"),
     (lambda: nn.SparseAttention(8, 2, order="spiral"), "order must be one of"),
     (lambda: nn.SparseAttention(8, 2, shift=1), "shift = 1 needs a window or a patch"),
     (lambda: models.MinkUNet(3, 5, stem=5), "stem has a kernel size .* got 5"),
     (lambda: models.SparseVAEDecoder(7, (16, 8), 8, (-1, 0)), r"got .* \(-1, 0\)"),
-    (lambda: models.SparseVAEDecoder(7, (), 8, ()), "one entry for each stage"),
     (lambda: load(LINEAR | {"weight": mx.zeros((2, 2)) + 1j}), "it is complex64"),
     (
         lambda: load(LINEAR, nn.Linear(2, 2).to_quantized(32, 8)),
@@ -198,61 +158,32 @@ CASES = (
     (lambda: crossed([9]), "lengths must lie from 0 to 5"),
     (lambda: crossed(mx.array([1.5])), r"lengths must have shape \(1,\), integers"),
     (lambda: ops.batch_norm(X, eps=-1), "eps must be 0 or more; got -1"),
-    (lambda: ops.layer_norm(X, eps=-1.0), "eps must be 0 or more"),
     (lambda: ops.rms_norm(X, eps="a"), "eps must be a number; got 'a'"),
     (lambda: ops.group_norm(X, 2, eps=np.inf), "eps must be finite; got inf"),
-    (lambda: ops.instance_norm(X, eps=np.nan), "eps must be finite; got nan"),
     (lambda: ops.layer_norm(X, mx.ones(3)), r"weight and bias must have shape \(4,\)"),
-    (lambda: ops.batch_norm(X, ONES, ONES), r"bias must have shape \(4,\), one value"),
     (lambda: ops.batch_norm(X.coords), "must be float32, float16 or bfloat16; got int"),
-    (lambda: nn.BatchNorm(4)(X.coords), "must be float32, float16 or bfloat16"),
     (lambda: ops.batch_stats(X.feats[0]), r"features must have shape \(N, C\)"),
     (lambda: ops.prelu(X, mx.ones(5)), r"alpha must have shape \(1,\) or \(4,\)"),
-    (lambda: nn.PReLU(5)(X), r"alpha must have shape \(1,\) or \(4,\), one value"),
     (lambda: ops.cat(X), "cat takes a list of tensors; got SparseTensor"),
     (lambda: ops.cat([X, X.feats]), "each tensor must be a SparseTensor; got array"),
-    (lambda: ops.batch(3), "batch takes a list of tensors; got int"),
     (lambda: ops.batch([]), "batch needs at least one tensor; got none"),
     (lambda: ops.knn(X, 2.5), "k must be an int; got 2.5"),
-    (lambda: ops.knn(X, 1, radius=np.nan), "radius must be finite; got nan"),
     (lambda: ops.full_attention(*[ROWS] * 3, X, scale="a"), "scale must be a number"),
-    (lambda: ops.cross_attention(Q, KEYS, KEYS, scale=np.inf), "scale must be finite"),
-    (lambda: ops.leaky_relu(X, "0.1"), "negative_slope must be a number; got '0.1'"),
-    (lambda: ops.elu(X, None), "alpha must be a number; got None"),
     (lambda: ops.curve_order(X, bits=True), "bits must be an int from 0 to 62; got T"),
-    (lambda: FOUND.padded("1"), "width must be an int; got '1'"),
-    (lambda: FOUND.relation(by_rank=True, ranks=8.5), "ranks must be an int; got 8.5"),
     (lambda: serialized(2**31), "patch must be below 2.31 and shift below patch; got"),
-    (lambda: serialized(4, shift=1.0), "shift must be an int; got 1.0"),
-    (lambda: ops.top_k(X, X.feats[:, 0], 2.5), "k must be an int; got 2.5"),
     (lambda: nn.BatchNorm(4.0), "num_features must be an int; got 4.0"),
-    (lambda: nn.BatchNorm(4, eps=-1.0), "eps must be 0 or more"),
-    (lambda: nn.BatchNorm(4, momentum=None), "momentum must be a number; got None"),
     (lambda: nn.BatchNorm(4, affine=mx.ones(4)), "affine must be True or False"),
     (lambda: nn.Linear(0, 3), "input_dims must be 1 or more; got 0"),
-    (lambda: nn.Linear(4, 2.5), "output_dims must be an int; got 2.5"),
     (lambda: nn.Linear(4, 3, mx.zeros(3)), "bias must be True or False; got array"),
-    (lambda: nn.PReLU(None), "num_parameters must be an int; got None"),
-    (lambda: nn.Dropout(np.nan), "p must be finite; got nan"),
     (lambda: nn.Dropout(1), "p must be from 0 to below 1; got 1"),
-    (lambda: nn.DropPath("a"), "p must be a number; got 'a'"),
-    (lambda: nn.SparseAttention(4, 2.0), "num_heads must be an int; got 2.0"),
     (lambda: nn.SparseAttention(0, 1), "dims must be 1 or more; got 0"),
-    (lambda: nn.SparseAttention(6, 1, rope=True, rope_base="a"), "rope_base must be a"),
-    (lambda: nn.SparseTransformerBlock(4, 2, None), "mlp_ratio must be a number"),
     (lambda: nn.SparseTransformerBlock(4, 2, 0), "output_dims must be 1 or more"),
-    (lambda: ops.rotary(ROWS, X, frequency="a"), "frequency must be a number"),
     (lambda: ops.prune_by_logits(X, X.feats[:, 0], np.nan), "threshold must be finite"),
-    (lambda: nn.RMSNorm(4.0), "dims must be an int; got 4.0"),
-    (lambda: nn.InstanceNorm(0), "dims must be 1 or more; got 0"),
-    (lambda: nn.GroupNorm(2, 4.0), "dims must be an int; got 4.0"),
     (lambda: nn.Conv3d(4, 8, 3, dilation=2**31), "less than 2\\^31 cells"),
     (lambda: nn.Conv3d(4, 8, 3, bias=mx.zeros(8)), "bias must be True or False; got"),
-    (lambda: nn.Conv3d(4.0, 8, 3), "in_channels must be an int; got 4.0"),
     (lambda: models.PTv3(4, 5, order=()), "order must name one curve or more"),
     (lambda: nn.SubmConv3d(4, 8, offsets=[(0.9, 0, 0), (1, 0, 0)]), "tuples of ints"),
     (lambda: nn.SubmConv3d(4, 8, offsets=5), "of 3-tuples of ints; got 5"),
-    (lambda: ops.subm_conv3d(X, mx.ones((8, 1, 4)), offsets=5), "tuples of ints"),
     (lambda: ml.SparseTensor(None, X.feats), "coords must be an array of MLX or NumPy"),
     (lambda: tensor(manager=X), "manager must be a CoordinateManager, as x.manager is"),
     (
@@ -260,30 +191,21 @@ CASES = (
         "key must be a CoordinateKey of the man",
     ),
     (lambda: kept(COORDS + 1), "is the key of other coordinates, .*Leave the key out"),
-    (lambda: ml.SparseTensor.from_dense(X), "array must be an array of MLX or NumPy"),
     (lambda: dense(mx.ones((1, 2, 2))), r"mask must have shape \(1, 2, 2\), bool; got"),
     (lambda: dense([[[2, 0], [0, 1]]]), r"bool; got \(1, 2, 2\) of mlx.core.int32"),
     (lambda: ml.select(X), "select takes a Problem, .*; got SparseTensor"),
     (lambda: ml.integer_weight(W, scale=1), "scale must be an array of MLX or NumPy"),
     (lambda: ml.integer_weight(W, scale=[1.0]), r"scale must have shape \(8,\), one"),
     (lambda: problem(c_in=2.5), "c_in must be an int; got 2.5"),
-    (lambda: problem(n_in=np.nan), "n_in must be an int; got nan"),
     (lambda: edges(None, 2, 2, 1), "in_rows must be an array of MLX or NumPy"),
-    (lambda: edges([0], 1.5, 2, 1), "n_in must be an int; got 1.5"),
-    (lambda: edges([0], 2, 2, np.nan), "K must be an int; got nan"),
     (lambda: ops.union(X, Y), "union needs tensors of equal channels; got 4 and 5"),
-    (lambda: ops.intersection(X, Y), "tensors of equal channels; got 4 and 5"),
-    (lambda: ops.batch([X, Y]), "batch needs tensors of equal channels; got 4 and 5"),
-    (lambda: ops.subm_conv3d(X, W, groups=[1]), r"groups must be an int; got \[1\]"),
     (lambda: X.to_dense((2**31, 4, 4)), "1 x 2147483648 x 4 x 4 cells has 2\\^31 or"),
     (lambda: nn.Linear(5, 3)(X), r"in_channels = 5; got features of shape \(32, 4\)"),
-    (lambda: nn.Linear(5, 3).to_quantized(32, 8)(X), "in_channels = 5; got features"),
     (lambda: X.replace(WHOLE), "feats must be float32, float16 or bfloat16; got int32"),
     (
         lambda: X.replace(ONES),
         r"feats must have shape .* N = 32, the rows of .* \(2,\)",
     ),
-    (lambda: X.replace(mx.ones((2, 16, 4))), r"the rows of coords; got \(2, 16, 4\)"),
     (lambda: ops.subm_conv3d(X.replace(HALF), W), r"\(float16\) .* \(float32\) must"),
     (lambda: subm((4, 3, 3, 3, 4), bias=HALF[0]), r"bias \(float16\) must have one"),
     (lambda: subm((4, 3, 3, 3, 5)), "4 channels do not fit .* groups = 1: .* C_in = 5"),
@@ -306,8 +228,6 @@ CASES = (
     (lambda: ml.conv(AT.x, AT.w[:7], RELATION), r"with K = 8, .* got \(7, 4, 4\)"),
     (lambda: ml.conv(AT.x.astype(mx.int32), AT.w, RELATION), "float16 .*; got int32"),
     (lambda: ml.conv(AT.x, AT.w, mx.zeros((5, 27))), "relation must be a Relation"),
-    (lambda: ml.weight_grad(AT.x, AT.x, None), "relation must be a Relation"),
-    (lambda: ops.sparse_pool(AT.x, None), "relation must be a Relation"),
     (lambda: edge_lists([0, 1], [0], [0, 0]), "one entry an edge; got lengths 2, 1"),
     (lambda: edge_lists([0, 2], [0, 1], [0, 0]), r"in_rows must lie in \[0, 2\)"),
     (lambda: edge_lists([0, 1], [-1, 1], [0, 0]), r"out_rows must lie in .* -1 to 1"),
@@ -317,29 +237,17 @@ CASES = (
         lambda: edge_lists([[0, 1]], [0, 1], [0, 0]),
         r"integer arrays; got shape \(1, 2\)",
     ),
-    (lambda: forced("fastest"), "no route is named 'fastest'; there are native_point"),
-    (
-        lambda: forced("weight_grad=vec4"),
-        "vec4 has no weight_grad pass; it has forward",
-    ),
-    (lambda: forced("sideways=vec4"), "vec4 has no 'sideways' pass"),
     (
         lambda: forced("pointwise", lambda: ml.conv(AT.x, AT.w, RELATION)),
         "route pointwise was forced but cannot run the forward of",
     ),
     (lambda: nn.Conv3d(5, 4, 3, groups=2), "input channels .5."),
     (lambda: nn.Conv3d(4, 5, 3, groups=2), "output channels .5."),
-    (lambda: nn.Conv3d(4, 4, 0), "kernel_size must be at least 1"),
-    (lambda: nn.Conv3d(4, 4, (3, 3)), "3 ints, one per spatial axis"),
-    (lambda: nn.Conv3d(4, 4, 3, padding=-1), "padding must be at least 0"),
     (lambda: nn.Conv3d(4, 4, 3, support="dense"), "support must be"),
     (lambda: nn.Conv2d(4, 4, 3)(X), "Conv2d got a tensor with 3 .* use the 3d name"),
-    (lambda: nn.Conv(4, 4, 3, dims=5), "dims must be 1, 2, 3 or 4"),
     (lambda: nn.Conv3d(5, 4, 3)(X), "4 channels"),
-    (lambda: nn.MaxPool3d((2, 2)), "kernel_size must be an int or 3"),
     (lambda: nn.AvgPool3d(2, count="some"), "count must be"),
     (lambda: nn.SubmConv3d(4, 4, 3)(X.astype(mx.float16)), "float16.*float32"),
-    (lambda: nn.Linear(4, 4)(X.astype(mx.float16)), "float16.*float32"),
     # Attention
     (
         lambda: ops.full_attention(HEADS.astype(mx.float16), HEADS, HEADS, X),
@@ -347,7 +255,6 @@ CASES = (
     ),
     (lambda: ops.full_attention(HEADS, None, None, X), "in one array must have shape"),
     (lambda: ops.full_attention(HEADS[1:], HEADS, HEADS, X), "must have shapes"),
-    (lambda: ops.full_attention(HEADS[..., 1:], HEADS, HEADS, X), "must have shapes"),
     (
         lambda: ops.full_attention(HEADS, HEADS[:, :3], HEADS[:, :3], X),
         "divisor of head",
@@ -355,11 +262,9 @@ CASES = (
     (lambda: ops.window_attention(HEADS, HEADS, HEADS, X, 0), "window must be"),
     (lambda: serialized(4, shift=4), "patch must be"),
     (lambda: serialized(4, order="peano"), "order must be"),
-    (lambda: serialized(4, table=mx.zeros((16, 1))), "table must have shape"),
     (lambda: serialized(4, table=mx.zeros((15, 3))), "table must have shape"),
     (lambda: serialized(4, last_patch="pad"), "last_patch must be"),
     (lambda: serialized(4, last_patch="fill", shift=1), "have no shift"),
-    (lambda: serialized(4, bits=1), "coordinates from 0 to 1"),
     (lambda: ops.rotary(HEADS[..., :5], X), "even head dimension"),
     (lambda: ops.rotary(HEADS[..., :8], X, pairs="halves"), "multiple of 6 channels"),
     (lambda: ops.rotary(HEADS, X, pairs="thirds"), "pairs must be"),
@@ -369,58 +274,43 @@ CASES = (
     ),
     (lambda: attended(Q8[1:], KEYS8), r"shapes \(32, heads, D\)"),
     (lambda: attended(Q8[:, :, :6], KEYS8), "a divisor of heads"),
-    (lambda: attended(Q8.astype(mx.float16), KEYS8), "must have one dtype"),
     (
         lambda: attended(Q8, KEYS8[:0]),
         "1 batch elements, and there are sequences for 0",
     ),
-    (lambda: crossed(mx.array([1, 2, 3])), r"lengths must have shape \(1,\)"),
     (lambda: ops.cross_attention(Q[0], KEYS, KEYS), r"\(B, L, heads, D\)"),
     (
         lambda: ops.modulate(X, mx.ones((3, 4)), mx.ones((2, 4))),
         r"expected \(1, 4\) for",
     ),
     (lambda: ops.gate(X, mx.ones((1, 3))), "each batch element has its values"),
-    (lambda: nn.SparseAttention(16, True), "num_heads must be an int; got True"),
-    (lambda: nn.SparseAttention(16, 0), "num_heads must be 1 or more; got 0"),
     (lambda: nn.CrossAttention(16, 3), r"heads \(3\) must divide the channels \(16\)"),
-    (lambda: ptv3.SerializedAttention(16, 3, patch_size=8), r"heads \(3\) must divide"),
     # Channels, pooling and neighbours
     (lambda: ops.channel_avg_pool(X, 3), "divisor of the 4"),
-    (lambda: ops.channel_avg_pool(X, -1), "must be 1 or more"),
     (lambda: ops.channel_repeat(X, 0), "times must be 1 or more; got 0"),
     (lambda: ops.channel_to_space(X), "multiple of 8 channels"),
     (lambda: ops.space_to_channel(X, order="xyz"), "order must be one of"),
-    (lambda: ops.space_to_channel(X, 0), "at least 1"),
     (lambda: fine(subdivision=mx.ones((N, 8))), "8\\) bool"),
-    (lambda: fine(subdivision=mx.ones((3, 8), mx.bool_)), "8\\) bool"),
     (lambda: fine(subdivision=X8.feats > 0, coordinates=X8), "not both"),
     (lambda: fine(coordinates=[[0, 1, 2]]), r"must have shape \(M, 4\), a batch index"),
     (lambda: fine(coordinates=LINE), "spatial axes, the tensor"),
-    (lambda: fine(coordinates=[[0, 1, 2, 3]] * 2), "must be unique"),
     (lambda: ops.space_to_channel(TWICE), "must be unique"),
-    (lambda: ops.channel_to_space(TWICE), "must be unique"),
     (lambda: ops.channel_to_space(EDGE, subdivision=[[True, True]]), "beyond int32"),
-    (lambda: ops.channel_to_space(TWICE, subdivision=[[True] * 2] * 2), "be unique"),
     (lambda: ops.sum_pool_transpose3d(X), "no coordinates of stride"),
     (lambda: ops.max_unpool(X, POOLED[1]), "features on the pooled rows"),
     (lambda: ops.max_unpool(POOLED[0], None), "indices must be what max_pool"),
     (lambda: ops.knn(ROWS[:, 0], 0), "k must be 1 or more; got 0"),
-    (lambda: ops.knn(ROWS[:, 0], 1, radius=-1), "radius must be 0 or more; got -1"),
     (lambda: ops.radius_neighbours(X, np.inf), "radius must be finite; got inf"),
     (lambda: ops.knn(ONES, 1), "must have shape"),
     (lambda: ops.knn(ROWS[:, 0], 1, mx.zeros((2, 3))), "as many columns; got 4 and 3"),
     (lambda: ops.knn(ROWS[:, 0], 1, COORDS), "both be integers or both floats"),
     (lambda: ops.knn(ROWS[:, 0] / 0, 1), "must be finite"),
     (lambda: ops.knn(ROWS[:, 0] + 0.5, 1), "put a column of zeros before"),
-    (lambda: FOUND.padded(-1), "width must be 0 or more"),
     # Interpolation and dense maps
     (lambda: ops.interpolate(X, ONES, mode="cubic"), "mode must be"),
     (lambda: ops.interpolate(X, mx.zeros((2, 3))), r"\(Q, 4\)"),
     (lambda: ops.interpolate(X, mx.full((2, 4), np.nan)), "finite and within int32"),
-    (lambda: ops.interpolate(X, mx.full((2, 4), 1e12)), "finite and within int32"),
     (lambda: sampled(units="normalised"), "spatial_shape"),
-    (lambda: sampled(mode="cubic"), "mode must be"),
     (lambda: sampled(units="metres"), "units must be"),
     (lambda: sampled(mx.ones((2, 5, 2))), r"\(B, \.\.\., 3\)"),
     (lambda: sampled(mx.ones((9, 3))), r"got \(9, 3\), and x has 1: .* points\[None\]"),
@@ -431,10 +321,6 @@ CASES = (
     (
         lambda: nn.SubmConv3d(4, 6, 3, offsets=CROSS),
         "leave kernel_size and dilation out",
-    ),
-    (
-        lambda: nn.Conv3d(4, 6, dilation=2, offsets=CROSS),
-        "leave kernel_size and dilation",
     ),
     (
         lambda: nn.Conv3d(4, 6, padding=1, offsets=CROSS),
@@ -451,27 +337,9 @@ def test_sentences(call, sentence):
         call()
 
 
-def test_numbers_of_numpy():
-    mine = serialized(np.int64(4), shift=np.int32(1))
-    assert mx.array_equal(mine, serialized(4, shift=1)).item()
-    curve = ops.curve_order(X, bits=np.int64(3))
-    assert mx.array_equal(curve, ops.curve_order(X, bits=3)).item()
-    assert FOUND.padded(np.int64(2)).rows.shape == (N, 2)
-
-
-def test_coordinates_of_a_key():
-    for coords in (X.coords, np.array(COORDS), mx.array(COORDS.tolist()), None):
-        assert kept(coords).key == X.key
-
-
 def test_a_nan_is_the_least_score():
     assert suppressed(np.nan, 1.0).tolist() == [1]
     assert ops.sort_scores(mx.array([np.nan, -np.inf, 1.0])).tolist() == [2, 0, 1]
-
-
-def test_offsets_of_numpy():
-    layer = nn.SubmConv3d(4, 8, offsets=np.array([(0, 0, 0), (1, 0, 0)]))
-    assert layer.offsets == ((0, 0, 0), (1, 0, 0))
 
 
 def test_joins_of_other_widths_by_a_function_of_them():
@@ -579,13 +447,6 @@ def test_layers_want_a_tensor(layer):
         layer(mx.ones((5, 4)))
 
 
-@pytest.mark.parametrize("name", ("Linear", "LayerNorm", "BatchNorm", "ReLU"))
-def test_layers_of_rows_want_features(name):
-    layer = {"Linear": (4, 8), "ReLU": ()}.get(name, (4,))
-    with pytest.raises(TypeError, match="expected a SparseTensor or an mx.array"):
-        getattr(nn, name)(*layer)([[1.0, 2.0, 3.0, 4.0]])
-
-
 @pytest.mark.parametrize(
     "run",
     (
@@ -604,14 +465,6 @@ def test_flags_are_not_added_up(run):
     sentence = "x has bool features, which are not added up; cast them with .astype"
     with pytest.raises(TypeError, match=sentence):
         run(X.replace(X.feats > 0))
-
-
-def test_groups_are_an_int_of_any_library():
-    w, groups = mx.array(cases.features(8 * 27, 4).reshape(8, 27, 4)), np.int64(2)
-    w = w.reshape(8, 3, 3, 3, 4)
-    y = ops.subm_conv3d(X8, w, groups=groups).feats
-    assert mx.array_equal(y, ops.subm_conv3d(X8, w, groups=2).feats)
-    assert type(ml.Problem.forward(**FACTS, groups=groups).groups) is int
 
 
 # Parameters of other shapes, on every backend: kernels of a GPU would read beyond them

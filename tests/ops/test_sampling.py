@@ -55,17 +55,6 @@ def test_against_a_dense_sampler(kind, mode, dtype):
     ref.assert_close(y, sample(x, ref.to_numpy(x.feats), at, mode), dtype)
 
 
-@pytest.mark.parametrize("mode", MODES)
-def test_cell_centres_have_the_features_themselves(mode):
-    x = grid_tensor()
-    rows, feats = np.array(x.coords), np.array(x.feats)
-    for b in (0, 1):
-        points = np.zeros((2, (rows[:, 0] == b).sum(), 3), np.float32)
-        points[b] = rows[rows[:, 0] == b, 1:] + 0.5
-        y = ops.grid_sample_3d(x, mx.array(points), mode=mode)
-        np.testing.assert_array_equal(np.array(y[b]), feats[rows[:, 0] == b])
-
-
 def test_renormalise_of_constant_features_is_constant():
     x = grid_tensor()
     x = x.replace(mx.ones_like(x.feats))

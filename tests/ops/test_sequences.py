@@ -143,26 +143,6 @@ def test_gradients_of_gradients():
     assert found == pytest.approx((ends[0] - ends[1]) / 6e-3, rel=2e-2, abs=1e-3)
 
 
-def test_gradients_of_attention():
-    """A directional derivative, with rows of unlike elements and a short sequence."""
-    x, lengths = rows_of((3, 20, 0, 9), True), mx.array([2, 5, 5, 0])
-    at = numbers(32, 2, 4), numbers(4, 5, 2, 4), numbers(4, 5, 2, 4)
-    by = tuple(numbers(*a.shape) for a in at)
-    weight = numbers(32, 2, 4)
-
-    def objective(*arrays):
-        return (ops.cross_attention(*arrays, x, lengths=lengths) * weight).sum()
-
-    grads = mx.grad(objective, argnums=(0, 1, 2))(*at)
-    found = sum((g * d).sum() for g, d in zip(grads, by, strict=True)).item()
-    ends = [
-        objective(*(a + h * d for a, d in zip(at, by, strict=True))).item()
-        for h in (1e-2, -1e-2)
-    ]
-    assert found == pytest.approx((ends[0] - ends[1]) / 2e-2, rel=5e-3, abs=1e-2)
-    assert not mx.any(grads[1][0, 2:]).item() and not mx.any(grads[2][3]).item()
-
-
 @pytest.mark.parametrize("shuffled", (False, True))
 @pytest.mark.parametrize("sizes", SIZES)
 def test_elements_as_sequences(sizes, shuffled):

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import reference as ref
 from contractions import exact
-from norm_checks import array, lines_of
+from norm_checks import array
 from places import HERE, agreed
 from reference_norms import Norm
 
@@ -33,27 +33,6 @@ def joined(parts) -> mx.array:
 @pytest.mark.parametrize("shares", ((300, 20), (3, 700), (1, 1), (40, 0)), ids=str)
 def test_a_share_of_the_rows(place, shares, act, dtype):
     check(place, shares, act, dtype)
-
-
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_given_statistics_are_taken_for_those_of_the_rows(place):
-    class Alone(Exchanges):
-        def gather(self, *parts):
-            return joined(parts)[None]
-
-    values, running = 9 + cases.features(300, C), (mx.zeros((C,)), mx.ones((C,)))
-    lines = lines_of(values, (0, 1, 1, 180, 300))
-    statistics = SharedStatistics(300, Alone(None))
-
-    def run():
-        given = NORMS[place.name], mx.zeros((300, C)), running, 0.1, lines
-        return statistics.moments(*given)
-
-    mean, var, moved_mean, moved_var = (a.flatten() for a in agreed(place, run))
-    ref.assert_close(mean, values.mean(axis=0))
-    ref.assert_close(var, values.var(axis=0))
-    ref.assert_close(moved_mean, 0.1 * values.mean(axis=0))
-    ref.assert_close(moved_var, 0.9 + 0.1 * values.var(axis=0, ddof=1))
 
 
 def check(place, shares, act, dtype):

@@ -71,11 +71,6 @@ def test_no_points(reduce):
     assert x.shape == (0, 5) and x.coords.shape == (0, 4) and x.batch_size == 1
 
 
-def test_one_point_without_features():
-    x = ml.SparseTensor.from_points(mx.array([[-0.1, 0.1]]), voxel_size=0.2)
-    assert x.coords.tolist() == [[0, -1, 0]] and x.feats.tolist() == [[1.0]]
-
-
 def test_gradients_reach_the_points_features():
     points, feats, _ = cloud(50)
 
@@ -335,14 +330,6 @@ def test_a_declared_batch_size_travels_with_its_empty_elements():
     assert tensor("batches").batch_size == 5
 
 
-def test_strides_multiply_and_keys_are_kept():
-    x = tensor(stride=(1, 2, 3))
-    y = ops.conv3d(x, mx.ones((1, 2, 2, 2, 3)), kernel_size=2, stride=2)
-    assert y.stride == (2, 4, 6) and y.manager is x.manager
-    assert ops.subm_conv3d(x, mx.ones((1, 3, 3, 3, 3))).key == x.key
-    assert ops.conv_transpose3d(y, mx.ones((1, 2, 2, 2, 1))).key == x.key
-
-
 @pytest.mark.parametrize(
     ("stride", "expected", "text"),
     (
@@ -367,12 +354,3 @@ def test_a_batch_size_is_any_integer(kind):
     x = tensor("scattered", batch_size=kind(3))
     assert type(x.batch_size) is int and x.batch_size == 3
     assert x.dense().shape[0] == x.to_dense().shape[0] == 3
-
-
-def test_facts_and_text():
-    x = tensor(channels=5).astype(mx.bfloat16)
-    assert x.shape == (len(x), 5) == x.feats.shape and x.dtype == mx.bfloat16
-    assert (x.dims, x.channels, x.stride) == (3, 5, (1, 1, 1))
-    assert repr(x).startswith(f"SparseTensor({len(x)} rows x 5 bfloat16, 3D, #")
-    other = x.replace(mx.zeros((len(x), 2)))
-    assert other.coords is x.coords and other.key == x.key and other.channels == 2

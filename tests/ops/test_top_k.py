@@ -6,7 +6,7 @@ import pytest
 from places import HERE, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import ops, sync
+from mlx_lattice import ops
 from mlx_lattice.geometry.lattice import best_rows
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
@@ -100,23 +100,6 @@ def test_top_k(place, batches, k, n):
     np.testing.assert_array_equal(np.array(best_feats), np.array(feats)[mask])
     wanted = 2 * np.array(feats) * mask[:, None]
     np.testing.assert_allclose(np.array(grad), wanted, 1e-6)
-
-
-@pytest.mark.parametrize("batches, most", ((1, 0), (3, 2)))
-def test_the_number_of_rows_is_read_once_a_set(batches, most, monkeypatch):
-    """The number of rows of a single batch element is known."""
-    real, reads = sync.read, []
-    monkeypatch.setattr(sync, "read", lambda *a: reads.append(a) or real(*a))
-    rows = rows_of(200, batches)
-    x = ml.SparseTensor(mx.array(rows), mx.ones((200, 2)))
-    x.coordinate_set.index  # noqa: B018
-    reads.clear()
-    y = ops.top_k(x, scores_of(200, mx.float32), 20)
-    assert len(reads) <= most and x.manager[y.key].settled
-    reads.clear()
-    elements, counts = np.unique(rows[:, 0], return_counts=True)
-    assert len(ops.top_k(x, scores_of(200, mx.float32, 2), 30)) == 30 * len(elements)
-    assert ops.top_k(x, x.feats[:, 0], int(counts.max())).key is x.key and not reads
 
 
 def test_rows_that_are_no_set_are_refused():

@@ -8,7 +8,7 @@ import pytest
 from contractions import scene
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices, nn, ops, registry, transformations
+from mlx_lattice import availability, devices, nn, registry, transformations
 from mlx_lattice.nn.fused import convolved
 
 needs_extension = pytest.mark.skipif(
@@ -51,17 +51,6 @@ def test_transformations_are_noticed(name):
     WITHIN[name](spy, mx.ones((3,)))
     assert seen[:2] == [True, False]
     assert not transformations.is_transforming()
-
-
-@needs_extension
-def test_a_transformation_that_raises_has_ended():
-    def fails(_):
-        raise KeyError("here")
-
-    for transformed in (mx.grad(fails), mx.vmap(fails), mx.compile(fails)):
-        with pytest.raises(KeyError):
-            transformed(mx.ones((3,)))
-        assert not transformations.is_transforming()
 
 
 @needs_extension
@@ -166,48 +155,3 @@ def test_every_transformation_of_launches():
     again = mx.compile(lambda x: function(x))
     for scale in (1, 3):  # one graph, other arrays
         assert close(again(scale * x)[1], scale**2 * var)
-
-
-@needs_extension
-def test_results_can_be_computed_before_their_gradient():
-    function, x = moments(), mx.random.normal((40, 8))
-
-    def score(x, early):
-        mean, var = function(x)
-        if early:
-            mx.eval(mean, var)
-        return (mean * var).sum()
-
-    late, early = (mx.grad(score)(x, is_early) for is_early in (False, True))
-    assert mx.array_equal(late, early)
-
-
-FEATS = mx.arange(8, dtype=mx.float32).reshape(4, 2) - 3
-PLACES = mx.array([[0, 0, 0, 0], [0, 1, 0, 0], [0, 0, 2, 1], [1, 0, 0, 0]])
-
-
-def on_places(feats) -> ml.SparseTensor:
-    return ml.SparseTensor(PLACES, feats)
-
-
-@pytest.mark.parametrize(
-    "transform", (mx.compile, lambda f: lambda a: mx.vmap(f)(a[None]))
-)
-@pytest.mark.parametrize(
-    ("function", "array"),
-    (
-        (lambda f: ops.prune(on_places(f), f[:, 0] > 0).feats, FEATS),
-        (lambda p: ml.SparseTensor.from_points(p, voxel_size=1.0).feats, FEATS),
-        (lambda p: ops.knn(p, 2).rows, FEATS),
-        (lambda p: ops.interpolate(on_places(FEATS), p), PLACES * 1.0),
-        (lambda c: ops.max_pool3d(ml.SparseTensor(c, FEATS)).feats, PLACES),
-        (lambda a: ml.SparseTensor.from_dense(a).feats, mx.ones((1, 2, 2, 2, 1))),
-    ),
-)
-def test_rows_by_traced_values(function, array, transform):
-    """By a sentence of ours: MLX's own words are of an evaluation."""
-    mx.eval(array)
-    sentence = "mx.compile, ml.compile or mx.vmap traces them. .* give it features"
-    with pytest.raises(ValueError, match=sentence):
-        transform(function)(array)
-    mx.eval(function(array))

@@ -3,10 +3,10 @@
 import mlx.core as mx
 import numpy as np
 import pytest
-from mlx_lattice.models.detection.voxels import GridRecipe, dynamic_voxels, hard_voxels
 
 import mlx_lattice as ml
 from mlx_lattice import models, ops
+from mlx_lattice.models.detection import GridRecipe, dynamic_voxels, hard_voxels
 
 NEAR = np.random.default_rng(0).random((500, 3)) * 2
 FAR = 1e7

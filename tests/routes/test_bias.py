@@ -1,14 +1,11 @@
 """The bias of a contraction, and its derivatives. On every route: test_table.py."""
 
-import cases
 import mlx.core as mx
 import numpy as np
 import reference as ref
 from conftest import KINDS, Numbers, mappable, pair
 
 import mlx_lattice as ml
-
-CASES = (*KINDS, cases.Case("submanifold", 3, 1))
 
 
 def point(case, c_in=6, c_out=10, groups=1, dtype="float32", **given):

@@ -1,19 +1,14 @@
 """What a contraction costs: useful operations, bytes, and what tiles do besides."""
 
-import itertools
-
 import mlx.core as mx
-import numpy as np
 import pytest
 from conftest import KINDS, pair
-from cuda_recorder import no_small_tiles
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, routes
-from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.inspect import explain
-from mlx_lattice.problem import PASSES, IntegerFacts, Problem
+from mlx_lattice.problem import IntegerFacts, Problem
 
 H200 = devices.PROFILES["h200"]
 
@@ -70,109 +65,6 @@ def test_operations_done():
 # CUDA's kernels, walked through as they are written.
 
 
-def in_order(relation):
-    """(N, K): the offsets that rows use, rows by the Gray rank of their mask."""
-    used = np.array(relation.out_in) >= 0
-    rank = used[:, ::-1].cumsum(axis=1) % 2
-    return used[np.lexsort(rank.T[::-1])]
-
-
-def blocks_of(used, rows):
-    padded = np.pad(used, [(0, -len(used) % rows), (0, 0)])
-    return padded.reshape(-1, rows, used.shape[1]).any(axis=1)
-
-
-def up(count, multiple):
-    return -(-count // multiple) * multiple
-
-
-def walked(problem, route, parameters, relation):
-    """The multiply-adds of the kernel that a Choice names."""
-    height, width = map(int, parameters["tile"].split(" x "))
-    c_in, c_out = (up(c, 16 // problem.itemsize) for c in (problem.c_in, problem.c_out))
-    depth = 128 // problem.itemsize
-    if route == "grouped_gemm":
-        counts = (np.array(relation.out_in) >= 0).sum(axis=0)
-        return sum(up(c, depth) for c in counts) * up(c_in, height) * up(c_out, width)
-    if problem.pass_ == "weight_grad":
-        blocks = blocks_of(in_order(relation), 64)
-        pack = 4 if c_in <= 16 else 2 if c_in <= 32 else 1
-        groups = [blocks[:, k : k + pack].any(axis=1) for k in range(0, 27, pack)]
-        return sum(g.sum() for g in groups) * 64 * 64 * up(c_out, width)
-    if problem.pass_ == "input_grad":
-        c_in, c_out = c_out, c_in
-        relation = relation if relation.mirrored else relation.T
-    used, columns = in_order(relation), up(c_out, width)
-    if parameters["variant"] == "hopper":  # it skips 64 rows at a time
-        height, half = 64, 16 * 2 // problem.itemsize
-        shared = [n for n in (4, 2) if c_in % (n * half) == 0] or [1]
-        depth = half * (2 if half < c_in < 2 * half else shared[0])
-    if parameters["variant"] == "wide":  # of a last stage the slices that it has
-        depth //= 4
-    return blocks_of(used, height).sum() * height * up(c_in, depth) * columns
-
-
-TILES = EDGES, ROWS, PACKED = (
-    "grouped_gemm",
-    "sorted_implicit_gemm",
-    "quantized_sorted",
-)
-CHANNELS = (
-    (4, 6),
-    (24, 32),
-    (40, 64),
-    (64, 64),
-    (72, 24),
-    (96, 96),
-    (128, 128),
-    (160, 112),
-    (136, 264),
-)
-
-
-@pytest.mark.parametrize("case", (KINDS[0], KINDS[3]), ids=str)
-@pytest.mark.parametrize("few", (False, True))
-@pytest.mark.parametrize("pass_", PASSES)
-@pytest.mark.parametrize("whole", (False, True), ids=("split", "whole"))
-def test_cuda_tiles_do_what_a_walk_through_them_does(
-    whole, pass_, few, case, monkeypatch
-):
-    monkeypatch.setattr(cuda_thresholds, "MOST_SPLITS", 1 if whole else 8)
-    if whole:
-        no_small_tiles(monkeypatch)
-    for name in ("FEW_EDGES", "FEW_EDGES_OF_FEW_OFFSETS"):
-        monkeypatch.setattr(cuda_thresholds, name, 1000 if few else 0)
-    ml.settings.note_change()
-    relation, seen = pair(case, "far" if few else "surface", 700)[0], set()
-    edges = relation.n_edges
-    relation.set_counted(edges)  # as CUDA does: few a row take other tiles
-    for device, dtype in itertools.product(("h200", "a100"), ("float16", "float32")):
-        for channels, bits in itertools.product(CHANNELS, (None, 4)):
-            packing = {"bits": bits, "group_size": 32} if bits else {}
-            p = Problem.of(pass_, relation, *channels, getattr(mx, dtype), **packing)
-            useful = edges * channels[0] * channels[1]
-            for route in routes.TABLE:
-                if route.name not in TILES or route.refusal(
-                    p, devices.PROFILES[device], True
-                ):
-                    continue
-                choice = routes.select(p, device=device, only=route.name)
-                parameters = dict(choice.parameters)
-                wanted = walked(p, route.name, parameters, relation) / useful
-                assert done(p, route.name, relation, device) == pytest.approx(wanted)
-                seen.add((route.name, parameters["variant"]))
-    ml.settings.note_change()
-    if pass_ == "weight_grad":
-        of_edges = "hopper" if whole else "whole"
-        assert seen == {(EDGES, "mma"), (EDGES, of_edges), (ROWS, "hopper")}
-    else:
-        # Of few edges a row, only small tiles of float weights are wide.
-        narrow = {ROWS: few and whole, PACKED: few}
-        names = (ROWS, PACKED) if pass_ == "forward" else (ROWS,)
-        variants = "mma", "hopper", "wide"
-        assert seen == {(n, v) for n in names for v in variants[: 3 - narrow[n]]}
-
-
 def test_what_is_not_counted_is_none():
     p = Problem.forward(c_in=4, c_out=4, n_in=100)
     c = ml.explain(p, device="m4").cost
@@ -201,14 +93,9 @@ def test_packed_weights_move_fewer_bytes():
     [
         (explain.operations(0), "0 FLOP"),
         (explain.operations(69e9), "69 GFLOP"),
-        (explain.size(2.24e9), "2.24 GB"),
         (explain.size(1e19), "1e+04 PB"),
-        (explain.milliseconds(3.7), "3.7 ms"),
         (explain.milliseconds(0.012), "12 us"),
-        (explain.milliseconds(0.0), "0 ms"),
-        (explain.milliseconds(1234.5), "1,234 ms"),
         (explain.milliseconds(999.7), "1,000 ms"),
-        (explain.size(999_700), "1 MB"),
         (explain.operations(999_499_999), "999 MFLOP"),
     ],
 )
@@ -241,12 +128,3 @@ def test_a_residual_is_read():
     m4 = devices.PROFILES["m4"]
     more = explain.cost(added, m4).bytes_moved - explain.cost(bare, m4).bytes_moved
     assert more == 100 * 4 * 4
-
-
-@pytest.mark.parametrize("device", ("m1", "h200", "cpu"))
-@pytest.mark.parametrize("dtype", ("float32", "float16"))
-def test_the_matrix_of_explicit_gemm_is_scratch(device, dtype):
-    problem = Problem.forward(c_in=4, c_out=8, n_in=1000, edges=9000, dtype=dtype)
-    choice = ml.select(problem, device=device, only="explicit_gemm")
-    each = 2 if (device, dtype) == ("m1", "float16") else 4
-    assert choice.plan.scratch == 1000 * 27 * 4 * each

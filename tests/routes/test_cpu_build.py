@@ -16,7 +16,6 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import availability as cpu
 from mlx_lattice import ops
-from mlx_lattice.routes import needs
 
 ROOT = Path(__file__).parents[2]
 native = pytest.mark.skipif(cpu.extension is None, reason=f"{cpu.extension_absence}")
@@ -164,13 +163,6 @@ def test_without_a_compiler_the_package_installs_without_the_extension(tmp_path)
     assert not any(f.name.startswith("_cpu") for f in files)
 
 
-def test_nothing_is_compiled_for_the_machine_that_builds():
-    text = (ROOT / "CMakeLists.txt").read_text()
-    assert "-mavx2" in text  # the flags are where this looks for them
-    # Arm's extensions have no flags of their own: they are added to an architecture.
-    assert not re.findall(r"-(?:mcpu|mtune|march(?!=armv8\.2-a\+))", text)
-
-
 # Which instruction set, which thread.
 
 
@@ -231,63 +223,3 @@ def test_the_gil_is_released(call):
     finally:
         sys.setswitchinterval(interval)
     assert any(seen)
-
-
-def busy(thread: str) -> int:
-    """Nanoseconds that a thread of this process has run."""
-    return int(Path(f"/proc/self/task/{thread}/schedstat").read_text().split()[0])
-
-
-@native
-@pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="it reads /proc")
-def test_a_kernel_runs_on_the_stream_that_it_is_given():
-    before = set(os.listdir("/proc/self/task"))
-    stream = mx.new_stream(mx.cpu)
-    mx.eval(mx.add(mx.array(1), mx.array(1), stream=stream))
-    started = set(os.listdir("/proc/self/task")) - before
-    assert len(started) == 1  # a stream of the CPU is a thread
-    cpu.extension.set_num_threads(1)  # so that it does all of the work itself
-    try:
-        rows = np.random.default_rng(0).integers(0, 9000, (200_000, 4))
-        rows = mx.array(rows.astype(np.int32))
-        offsets = [(0, 0, d) for d in range(27)]
-        mx.eval(rows)
-        threads = os.listdir("/proc/self/task")
-        spent = {t: -busy(t) for t in threads}
-        with mx.stream(stream):
-            mx.eval(cpu.extension.neighbour_table(rows, rows, offsets, (1, 1, 1)))
-        for t in threads:
-            spent[t] += busy(t)
-        assert max(spent, key=spent.get) in started
-    finally:
-        cpu.extension.set_num_threads(0)
-
-
-# Why the native matmul wins, and where it does not.
-
-
-@native
-@pytest.mark.parametrize("system", ("Linux", "Darwin"))
-def test_explain_says_why_the_native_matmul_wins_on_linux_alone(system, monkeypatch):
-    monkeypatch.setattr(needs.platform, "system", lambda: system)
-    ml.settings.note_change()
-    try:
-        with mx.stream(mx.cpu):
-            coords = mx.zeros((1, 4), dtype=mx.int32)
-            x, weight = (
-                ml.SparseTensor(coords, mx.ones((1, 4))),
-                mx.ones((5, 1, 1, 1, 4)),
-            )
-            told = ml.explain(x, weight, kernel_size=1, device="cpu")
-        lines = str(told).splitlines()
-        if system == "Linux":
-            assert lines[1].startswith("  route    native_pointwise")
-            assert "MLX's own takes a reference BLAS on Linux" in lines[1]
-        else:
-            assert lines[1].startswith("  route    pointwise")
-            refused = next(line for line in lines if "native_pointwise" in line)
-            assert refused.endswith(
-                "MLX's own matmul runs on Accelerate here, which is faster"
-            )
-    finally:
-        ml.settings.note_change()

@@ -90,19 +90,6 @@ def test_every_form_of_a_relation_adds_in_one_order(c_in, c_out, groups, dtype, 
 
 @each_isa
 @each_dtype
-@pytest.mark.parametrize("rows", (1, 7, 97))
-@pytest.mark.parametrize("c_in, c_out", ((50, 90), (256, 260)))
-def test_blocks_of_few_packed_rows(c_in, c_out, rows, dtype, isa):
-    """A block holds 96 edges, of which some rows are packed at a time."""
-    cpu.set_isa(isa)
-    rng = np.random.default_rng(rows)
-    x, dy = normal(rng, (rows, c_in), dtype), normal(rng, (rows, c_out), dtype)
-    dw = cpu.native_pointwise_weight_grad(x, dy)
-    ref.assert_close(dw, (exact(x).T @ exact(dy)).reshape(dw.shape), dtype)
-
-
-@each_isa
-@each_dtype
 def test_a_pointwise_product_is_the_sum_over_a_table(dtype, isa):
     cpu.set_isa(isa)
     rng = np.random.default_rng(1)
@@ -128,34 +115,6 @@ def test_a_pointwise_product_is_the_sum_over_a_table(dtype, isa):
 def test_products_of_nothing(n, c_in, c_out):
     y = cpu.native_pointwise(mx.ones((n, c_in)), mx.ones((c_in, c_out)))
     assert y.shape == (n, c_out) and not y.any().item()
-
-
-@each_dtype
-@each_isa
-@pytest.mark.parametrize("c_in, c_out", ((40, 24), (50, 72)))
-def test_many_rows_give_equal_bits(c_in, c_out, dtype, isa):
-    """A thread widens several ranges of rows."""
-    cpu.set_isa(isa)
-    rng = np.random.default_rng(5)
-    n, volume = 10_000, 9
-    t = random_table(rng, n, n, volume)
-    x, dy = normal(rng, (n, c_in), dtype), normal(rng, (n, c_out), dtype)
-    w = normal(rng, (volume, c_in, c_out), dtype)
-    y, dw = [], []
-    for threads in THREADS:
-        cpu.set_num_threads(threads)
-        y.append(cpu.blocked_gather_gemm(x, w, mx.array(t)))
-        dw.append(cpu.grouped_gemm_weight_grad(x, dy, mx.array(edges_of(t)), volume))
-        mx.eval(y, dw)
-    same_bits(y)
-    same_bits(dw)
-    sums, grads = np.zeros((n, c_out)), []
-    for k, column in enumerate(t.T):
-        o = np.flatnonzero(column >= 0)
-        sums[o] += exact(x)[column[o]] @ exact(w)[k]
-        grads.append(exact(x)[column[o]].T @ exact(dy)[o])
-    ref.assert_close(y[0], sums, dtype)
-    ref.assert_close(dw[0], np.stack(grads), dtype)
 
 
 @pytest.mark.parametrize("bits", (4, 8))
@@ -187,16 +146,6 @@ def test_a_kernel_of_no_offsets_gives_the_bias():
     same_bits([cpu.grouped_gemm(x, w, edges, 6, bias), expected])
 
 
-@pytest.mark.parametrize("rows", (50, 530))
-def test_packed_weights_too_large_to_unpack_at_once(rows):
-    rng = np.random.default_rng(0)
-    words, scales, biases = mx.quantize(normal(rng, (9, 1024, 1024)), 64, 8)
-    x, table = normal(rng, (60, 1024)), mx.array(random_table(rng, rows, 60, 9))
-    got = cpu.quantized_sorted(x, words, scales, biases, table, bits=8)
-    back = mx.dequantize(words, scales, biases, 64, 8).transpose(0, 2, 1)
-    ref.assert_close(got, exact(cpu.blocked_gather_gemm(x, back, table)))
-
-
 @pytest.mark.parametrize("rows", (70, 530))
 @each_dtype
 def test_weights_that_fit_no_cache_are_packed_in_parts(dtype, rows):
@@ -225,12 +174,3 @@ def test_weights_that_fit_no_cache_are_packed_in_parts(dtype, rows):
         sums[o] += exact(x)[column[o]] @ exact(w)[k]
     ref.assert_close(plain[0], sums, dtype)
     ref.assert_close(finished[0], np.maximum(sums + exact(added), 0), dtype)
-
-
-def test_features_of_other_widths_are_refused():
-    words, scales, biases = mx.quantize(mx.ones((2, 8, 64)), 32, 8)
-    table, options = mx.zeros((4, 2), mx.int32), {"bits": 8, "group_size": 32}
-    for channels in (32, 31, 65):
-        x = mx.ones((4, channels))
-        with pytest.raises(ValueError, match=f"x has {channels} channels"):
-            cpu.quantized_sorted(x, words, scales, biases, table, **options)

@@ -11,10 +11,8 @@ import reference_integers as ref
 from epilogues import ACTIVATIONS, FUNCTIONS
 from native import cpu, isas, random_table
 
-import mlx_lattice as ml
 from mlx_lattice.epilogue import named
-from mlx_lattice.nn.linear import each_row
-from mlx_lattice.problem import IntegerFacts, to_int8
+from mlx_lattice.problem import to_int8
 
 cpu_device = native.cpu_device
 each_isa = pytest.mark.parametrize("isa", isas())
@@ -175,49 +173,6 @@ def test_activations(isa):
         y = cpu.int8_blocked(*given, activation=named(name).code)
         wanted = FUNCTIONS[name](np.array(v, np.float64))
         np.testing.assert_allclose(np.array(y), wanted, rtol=2e-5, atol=2e-6)
-
-
-@pytest.mark.parametrize("kernel, view", ((3, "out_in"), (1, "none")))
-@pytest.mark.parametrize("groups", (1, 4))
-def test_the_route_is_taken_on_the_cpu(kernel, view, groups):
-    facts = {"bits": 8, "integer": IntegerFacts(), "kernel_size": kernel}
-    facts |= {"c_in": 64, "c_out": 64, "n_in": 1000, "groups": groups}
-    choice = ml.select(ml.Problem.forward(**facts), device="cpu")
-    assert str(choice.route) == "int8_blocked" and choice.view == view
-
-
-def test_a_linear_layer_makes_no_table():
-    layer = ml.nn.Linear(20, 7).to_quantized(bits=8, quantize_input=True)
-    x = mx.random.normal((37, 20))
-    y = layer(x)
-    assert not any("problem" not in name for name, _ in each_row(37).built)
-    assert mx.linalg.norm(y - x @ layer.packed_weight().dense()[0] - layer.bias) < 1
-
-
-def test_bad_arguments():
-    table, x, values, _, arrays = made((150, 170, 5, 3, 5))
-    x, w, t, scale = (mx.array(a) for a in (x, values, table, arrays["scale"]))
-    call = cpu.int8_blocked
-    with pytest.raises(ValueError, match="x must be int8, but is float32"):
-        call(x.astype(mx.float32), w, t, scale)
-    with pytest.raises(ValueError, match="the 3 channels of a group of x, padded"):
-        call(x, w[..., :3], t, scale)
-    with pytest.raises(ValueError, match="table has 4 offsets.*weight has 5"):
-        call(x, w, t[:, :4], scale)
-    with pytest.raises(ValueError, match="without a table has 1 offsets"):
-        call(x, w, None, scale)
-    with pytest.raises(ValueError, match="3 input and 5 output.* into 2 groups"):
-        call(x, w, t, scale, groups=2)
-    with pytest.raises(ValueError, match=r"scale must have shape \(5,\)"):
-        call(x, w, t, scale[:4])
-    with pytest.raises(ValueError, match="residual_scale is of an int8 residual"):
-        call(x, w, t, scale, residual_scale=mx.ones(1))
-    with pytest.raises(ValueError, match="may leave 32 bits"):
-        wide = mx.zeros((343, 5, 512), dtype=mx.int8)
-        call(x, wide, mx.zeros((1, 343), dtype=mx.int32), scale)
-    with pytest.raises(RuntimeError, match="names input row 150"):
-        mx.eval(call(x, w, mx.full((170, 5), 150, dtype=mx.int32), scale))
-    cpu.settle()
 
 
 @native.each_isa

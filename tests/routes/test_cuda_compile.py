@@ -10,21 +10,16 @@ import os
 import shutil
 import subprocess
 import sys
-import threading
 import warnings
 from pathlib import Path
-from unittest.mock import patch
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice.backends.cuda import geometry as cuda_geometry
-from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
-from mlx_lattice.backends.gpu.nvrtc import Compiler, loaded
+from mlx_lattice.backends.gpu.nvrtc import Compiler
 
 COMPILER = os.environ.get("CC") or shutil.which("cc") or shutil.which("clang")
 HAS_GPU = hasattr(mx, "cuda") and mx.cuda.is_available()
@@ -141,74 +136,11 @@ class TestRehearsal:
         with cuda_compile.rehearsal("all"):
             assert launch(rows)[0].item() == 4, "it is compiled"
 
-    def test_of_all_kernels_geometry_is_left_out_too(self, library, tmp_path, launches):
-        rows = kernel(Compiler(library, tmp_path, (9, 0)), geometry=True)
-        with cuda_compile.rehearsal("all"):
-            launch(rows)
-        assert not launches and cuda_compile.finish() == 1
-
-    def test_kernels_are_compiled_side_by_side(self, library, tmp_path, monkeypatch):
-        nvrtc, both = Compiler(library, tmp_path, (9, 0)), threading.Barrier(2)
-        real = nvrtc.compile
-
-        def compile_(text):
-            both.wait(600)  # breaks unless two wait
-            return real(text)
-
-        monkeypatch.setattr(nvrtc, "compile", compile_)
-        monkeypatch.setattr(cuda_compile.os, "cpu_count", lambda: 2)
-        cuda_compile._pool.cache_clear()
-        with cuda_compile.rehearsal():
-            for name in ("one", "two"):
-                launch(kernel(nvrtc, name=name))
-        assert cuda_compile.finish() == 2
-        cuda_compile._pool.cache_clear()
-
     def test_what_does_not_compile_is_said_at_the_end(self, library, tmp_path):
         with cuda_compile.rehearsal():
             launch(kernel(Compiler(library, tmp_path, (9, 0)), body="wrong"))
         with pytest.raises(RuntimeError, match="did not compile"):
             cuda_compile.finish()
-
-    @pytest.mark.parametrize("dims", (1, 3, 4))
-    def test_kernels_of_common_relations_come_first(
-        self, dims, library, tmp_path, launches
-    ):
-        """Beside each other, without a launch."""
-        nvrtc = Compiler(library, tmp_path, (9, 0))
-        with recording(), patch.object(gpu_kernel, "compiler", lambda _: nvrtc):
-            cuda_geometry.rehearse(dims)
-        assert not launches
-        texts = [job.result().decode() for job in cuda_compile._jobs]
-        names = {text.rpartition(") lattice_")[2].partition("(")[0] for text in texts}
-        assert len(names) == len(texts) == cuda_compile.finish()
-        for symbol in (
-            "hash_rows",
-            "pack_keys",
-            "radix_sort",
-            "unique_keys",
-            "unpack_keys",
-            "transpose_table",
-            "scan_counts",
-            "write_edges",
-        ):
-            assert any(name.startswith(symbol) for name in names), symbol
-        for rule in ("UNIT", "FORWARD", "TRANSPOSED"):
-            assert any(f"Find_{1 + dims}__{rule}" in name for name in names), names
-
-
-@needs_stand_in
-def test_what_the_compiler_says_is_said(library, tmp_path):
-    nvrtc = Compiler(library, tmp_path, (9, 0))
-    older = Compiler(library, tmp_path, (8, 6))
-    assert nvrtc.version == (13, 7) and nvrtc.architectures() == {80, 90}
-    assert nvrtc.options[0] == "--gpu-architecture=sm_90a"
-    assert older.options[0] == "--gpu-architecture=sm_86"
-    assert nvrtc.compile("right") == b"\x7fELFright"
-    with pytest.raises(RuntimeError, match="did not compile:\nline 3: bad$"):
-        nvrtc.compile("wrong")
-    with pytest.raises(RuntimeError, match="NVRTC failed: no text"):
-        nvrtc.compile("")
 
 
 def test_code_is_built_once(tmp_path):
@@ -282,12 +214,6 @@ def test_what_is_missing_is_named(lacks, monkeypatch):
     monkeypatch.setattr(cuda_compile, "headers", lambda library: None)
     with pytest.warns(RuntimeWarning, match=f"{lacks} was not found: MLX compiles"):
         assert cuda_compile.compiler((9, 0)) is None
-
-
-@needs_stand_in
-def test_a_library_of_this_process_is_found(library):
-    assert loaded(str(library)) == library
-    assert loaded("no_such_library.so") is None
 
 
 @pytest.mark.skipif(not HAS_GPU, reason="needs an NVIDIA GPU")

@@ -145,18 +145,6 @@ def test_the_plan_says_where_it_is_computed():
         assert bare.plan.epilogue == ""
 
 
-def test_traces_and_verify_see_it():
-    relation, _ = pair(KINDS[0], "surface", 80)
-    numbers = Numbers(relation, 16, 16)
-    after = epilogue(relation.n_out, 16, "float32", "gelu")
-    with ml.verify(), ml.trace() as trace:
-        ml.conv(numbers.x, numbers.w, relation, epilogue=after)
-    (record,) = trace.records
-    assert str(record.problem.epilogue) == "+ BatchNorm + residual + GELU"
-    assert "+ BatchNorm + residual + GELU" in record.as_dict()["problem"]["summary"]
-    assert "BatchNorm" in trace.to_json()
-
-
 # Errors
 
 
@@ -182,15 +170,6 @@ def test_what_does_not_fit_is_refused(changes, error, words):
     after = epilogue(relation.n_out, 16, "float32")._replace(**changes)
     with pytest.raises(error, match=words):
         ml.conv(numbers.x, numbers.w, relation, epilogue=after)
-
-
-@pytest.mark.parametrize("part", ({}, {"mean": mx.zeros((5,))}), ids=("bias", "both"))
-def test_a_bias_before_an_epilogue_is_checked_first(part):
-    relation, _ = pair(KINDS[0])
-    numbers = Numbers(relation, 16, 16)
-    after = epilogue(relation.n_out, 16, "float32")._replace(**part)
-    with pytest.raises(ValueError, match="bias must have shape"):
-        ml.conv(numbers.x, numbers.w, relation, bias=mx.zeros((7,)), epilogue=after)
 
 
 # Derivatives: those of the composed form

@@ -87,15 +87,6 @@ def test_jvp(setup):
     ref.assert_close(slope, setup.slope())
 
 
-def test_jvp_in_one_argument(setup):
-    x, w = setup.at
-    u, v = setup.direction
-    (slope,) = mx.jvp(lambda x: setup.conv(x, w), [x], [u])[1]
-    ref.assert_close(slope, setup.forward(setup.u, setup.w))
-    (slope,) = mx.jvp(lambda w: setup.conv(x, w), [w], [v])[1]
-    ref.assert_close(slope, setup.forward(setup.x, setup.v))
-
-
 def test_gradient_of_the_gradient(setup):
     got = mx.grad(directional(setup), argnums=(0, 1))(*setup.at)
     for actual, expected in zip(got, setup.hessian(), strict=True):
@@ -174,11 +165,6 @@ def test_half_precision_stays_half():
     assert_both_orders(setup, "float16", tolerance="bfloat16")
 
 
-def test_the_transposed_relation_is_as_differentiable():
-    relation, expected = pair(cases.Case("forward", 3, 3, 2))
-    assert_both_orders(Setup(relation.T, expected.T))
-
-
 @pytest.mark.parametrize("case", (*KINDS, CASES[-2]), ids=str)
 def test_no_rows(case):
     setup = Setup(*pair(case, "empty"))
@@ -225,15 +211,6 @@ def test_compiled_gradients_follow_new_values():
     wanted = (setup.to_x(y, setup.w), setup.to_w(setup.x, y), *setup.hessian())
     for actual, expected in zip(got, wanted, strict=True):
         ref.assert_close(actual, expected)
-
-
-@pytest.mark.parametrize("case", KINDS, ids=str)
-@pytest.mark.parametrize("route", ROUTES)
-def test_views_first_built_inside_a_trace_serve_outside(route, case):
-    setup = Setup(*pair(case, n=25))
-    with ml.routes.only(route):
-        mx.compile(setup.conv)(*setup.at)  # traced, never evaluated
-        assert_both_orders(setup)
 
 
 @pytest.fixture

@@ -39,49 +39,6 @@ def problem(
     return replace(given, group_size=size, integer=facts or IntegerFacts())
 
 
-@pytest.mark.parametrize("chip", ("h200", "a100"))
-@pytest.mark.parametrize("channels", (3, 32, 48, 64, 96, 128, 192, 256, 384, 512))
-def test_channels_are_whole_16_bytes(channels, chip):
-    plan = named("int8_sorted").plan(problem(channels, channels), devices.profile(chip))
-    assert plan.multiple == 16 and plan.splits == 1 and not plan.scratch
-    kinds = {"mma"} if chip == "a100" else {"hopper", "wide"}
-    assert plan.variant in kinds
-    assert plan.gpu.shared_bytes * plan.gpu.blocks_per_multiprocessor <= 232448
-
-
-def test_few_rows_are_split_and_int4_is_unpacked():
-    device = devices.profile("h200")
-    plan = named("int8_sorted").plan(problem(256, 256, 500, bits=4), device)
-    assert plan.splits > 1 and plan.weights == "unpacked once"
-    assert plan.scratch == 4 * plan.splits * 500 * 256 + 27 * 256 * 256
-
-
-@pytest.mark.parametrize(
-    "facts, tile, splits",
-    (
-        # More rows than one wave of lower tiles, one wave, and less.
-        ({"rows": 100_000}, (384, 64), 1),
-        ({"rows": 22_000}, (256, 64), 1),
-        ({"rows": 5000}, (64, 64), 3),
-        # Of a stage that 64 of 192 channels half fill no zeros are multiplied.
-        ({"rows": 21_000, "c_in": 192, "c_out": 128}, (192, 128), 1),
-        ({"rows": 21_000, "c_in": 128, "c_out": 128}, (64, 128), 1),
-        # Splits fill multiprocessors once, or twice.
-        ({"rows": 1300, "c_in": 256, "c_out": 256}, (64, 128), 6),
-        ({"rows": 5000, "c_in": 256, "c_out": 256}, (128, 256), 3),
-        # A lone offset has no few edges; its tiles are low where they are few.
-        ({"rows": 100_000, "c_in": 96, "kernel_size": 1}, (384, 64), 1),
-        ({"rows": 5000, "c_in": 64, "c_out": 128, "kernel_size": 1}, (64, 64), 1),
-    ),
-)
-def test_rows_and_channels_choose_the_tile(facts, tile, splits):
-    given = problem(**facts)
-    if given.volume > 1:  # nets make all levels at once, and count no edges
-        given = replace(given, edges=None)
-    plan = named("int8_sorted").plan(given, devices.profile("h200"))
-    assert (plan.tile, plan.splits) == (tile, splits)
-
-
 def test_rows_with_scales_of_their_own_are_refused():
     facts = IntegerFacts(("scale", "row_scales"))
     why = named("int8_sorted").refusal(problem(facts=facts), devices.profile("h200"))

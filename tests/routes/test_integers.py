@@ -18,7 +18,6 @@ from epilogues import FUNCTIONS
 from places import HERE, MetalHost
 
 import mlx_lattice as ml
-from mlx_lattice import int8
 from mlx_lattice.problem import ARRAYS, FORWARD, IntegerFacts, Problem
 from mlx_lattice.routes import TABLE, RouteError
 
@@ -275,21 +274,6 @@ def test_bad_input():
         mx.grad(lambda s: call(x, w, relation, scale=s, dtype=mx.float32).sum())(scale)
 
 
-def test_what_was_right_is_not_checked_again(monkeypatch):
-    relation, x, w, arrays, wanted = given(Point(there=("shift", "out_inverse")))
-    ml.integer_conv(x, w, relation, **arrays)
-    monkeypatch.setattr(int8, "_check", unwanted)
-    y = ml.integer_conv(x + 0, w, relation, **{n: a + 0 for n, a in arrays.items()})
-    assert bits(y) == bits(wanted)
-    for other in ({"shift": None}, {"dtype": mx.float32}, {"activation": "relu"}):
-        with pytest.raises(AssertionError, match="asked"):
-            ml.integer_conv(x, w, relation, **arrays | other)
-
-
-def unwanted(*_):
-    raise AssertionError("it was asked")
-
-
 def test_explain_and_trace_name_the_integers():
     relation, x, w, arrays, _ = given(Point(there=("shift", "out_inverse")))
     with ml.trace() as trace:
@@ -302,14 +286,3 @@ def test_explain_and_trace_name_the_integers():
     table = 4 * relation.n_out * relation.volume
     features = relation.n_in * 32 + relation.n_out * 32
     assert moved_bytes == features + w.values.size + 4 * 32 + table
-
-
-@pytest.mark.parametrize("c_in", (3, 20, 32, 40))
-@pytest.mark.parametrize("bits", (4, 8))
-def test_the_bytes_of_a_weight_are_those_that_are_stored(bits, c_in):
-    """Channels are padded, of int8 too."""
-    w = ml.integer_weight(mx.ones((27, c_in, 16)), bits=bits)
-    p = ml.Problem.forward(
-        c_in=c_in, c_out=16, n_in=9, bits=bits, group_size=w.group_size
-    )
-    assert replace(p, integer=IntegerFacts()).weight_bytes == w.nbytes

@@ -1,22 +1,17 @@
 """What a relation keeps for repeated calls: nothing that changes is missed."""
 
 import gc
-import os
-import sys
-from contextlib import nullcontext
 from weakref import ref
 
 import cases
 import mlx.core as mx
-import mlx.nn
 import numpy as np
 import pytest
-from cuda_recorder import recording
 from planted import counting
 
 import mlx_lattice as ml
 from mlx_lattice import availability, backends, devices, nn, ops
-from mlx_lattice.routes import measure, selection
+from mlx_lattice.routes import measure
 
 COORDS = cases.geometry("surface", 3, 200, 0)
 on_cpu = pytest.mark.skipif(
@@ -57,20 +52,6 @@ def test_forced_routes_are_seen_at_once_and_left_at_once(monkeypatch):
 
 
 @on_cpu
-def test_a_changed_table_is_seen_once_choices_are_cleared(monkeypatch):
-    x, layer = scene()
-    counts = counting(monkeypatch)
-    assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
-    with monkeypatch.context() as patched:
-        last = [r for r in selection.TABLE if r.name == "relation_traversal"]
-        patched.setattr(selection, "TABLE", (*last, *selection.TABLE))
-        ml.settings.note_change()
-        assert kernels(counts, x, layer) == ["relation_traversal"]
-    ml.settings.note_change()
-    assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
-
-
-@on_cpu
 def test_left_out_kernels_and_tuning_are_seen_at_once(monkeypatch, tmp_path):
     x, layer = scene()
     counts = counting(monkeypatch)
@@ -104,18 +85,6 @@ def test_waived_determinism_is_seen_at_once():
                     layer(x)
         assert ml.settings.version() == before
     assert [each.problem.deterministic for each in seen] == [False]
-
-
-def test_observers_see_every_launch_and_its_layer():
-    x, layer = scene()
-    seen = []
-    for _ in range(2):
-        layer(x)
-        with ml.routes.launch.observe(seen.append):
-            mx.eval(mx.grad(lambda f: layer(x.replace(f)).feats.sum())(x.feats))
-    passes = ["forward", "input_grad", "weight_grad"]
-    assert [each.problem.pass_ for each in seen] == 2 * passes
-    assert all(each.scope is layer for each in seen)
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -195,53 +164,3 @@ def test_a_changed_layer_asks_again():
     layer.weight = mx.zeros((8, 5, 3, 3, 8))
     with pytest.raises(ValueError, match="spatial shape"):
         layer(x)
-
-
-def frames(run) -> int:
-    """How many functions of the package Python calls."""
-    count, package = 0, os.path.dirname(ml.__file__)
-
-    def seen(frame, event, _):
-        nonlocal count
-        count += event == "call" and frame.f_code.co_filename.startswith(package)
-
-    sys.setprofile(seen)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return count
-
-
-@pytest.mark.parametrize("layer", (nn.SubmConv3d, nn.Conv3d, nn.ConvTranspose3d))
-@pytest.mark.parametrize("chip", ("cpu", "h200"))
-def test_a_repeated_call_is_short(chip, layer):
-    """A bound on the functions of the package that a warm call enters."""
-    if chip == "cpu" and devices.current().backend != devices.CPU:
-        pytest.skip("the CPU's plans")
-    if chip == "h200" and not availability.has_extension():
-        pytest.skip("relations are built by the CPU's extension")
-    with nullcontext() if chip == "cpu" else recording(chip):
-        skip, _ = scene(64, 64)  # held, as nets do: its rows have a key
-        x = skip
-        if layer is nn.ConvTranspose3d:
-            x = nn.Conv3d(64, 64, 2, stride=2)(skip)
-        net = layer(64, 64, 2)
-        step = mlx.nn.value_and_grad(net, lambda net, x: net(x).feats.sum())
-        for _ in range(2):
-            net(x).feats, step(net, x)
-        assert frames(lambda: net(x).feats) <= 18
-        assert frames(lambda: step(net, x)) <= 55
-
-
-@on_cpu
-def test_another_device_is_seen_at_once(monkeypatch):
-    x, layer = scene()
-    counts = counting(monkeypatch)
-    assert kernels(counts, x, layer) == ["blocked_gather_gemm"]
-    monkeypatch.setattr(devices, "current", lambda: devices.PROFILES["m1"])
-    ml.settings.note_change()
-    counts.clear()
-    with backends.portable_only():
-        mx.eval(layer(x).feats)
-    assert "blocked_gather_gemm" not in counts

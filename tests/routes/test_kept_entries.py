@@ -7,9 +7,7 @@ from pathlib import Path
 
 import pytest
 
-import mlx_lattice as ml
 from mlx_lattice import kept_files
-from mlx_lattice.routes import proof
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -72,26 +70,3 @@ def test_a_folder_that_takes_no_file(tmp_path):
         with pytest.warns(RuntimeWarning, match="this process only"):
             file(folder).add("a", {"is": 1})
         assert file(folder).load() == {"a": {"is": 1}}
-
-
-def test_proofs_of_another_process_stay_in_the_file(tmp_path):
-    problem = {"kind": "submanifold", "kernel_size": 3, "n_in": 9999, "n_out": 9999}
-    plans = [
-        ml.select(
-            ml.Problem.forward(**problem, c_in=c, c_out=c, dtype="float16"),
-            device="m4",
-            only="sorted_implicit_gemm",
-        ).plan
-        for c in (32, 64)
-    ]
-    path = tmp_path / "proofs" / "machine.json"
-    with kept_files.cache(tmp_path):
-        # Both read the file before either writes it, as two processes do.
-        first, second = (proof.Results(path, "machine") for _ in range(2))
-        first.add(plans[0], False, "it gives other results")
-        second.add(plans[1], False, None)
-        third = proof.Results(path, "machine")
-    assert proof.key_of(plans[0], False) != proof.key_of(plans[1], False)
-    assert all(third.knows(plan, False) for plan in plans)
-    reasons = [proof.refusal(third.refused, plan) for plan in plans]
-    assert reasons == ["it gives other results", None]

@@ -4,7 +4,6 @@ Limits are lowered until small problems are cut. Each test is a chip of its own,
 plans are kept by chip.
 """
 
-import mlx.core as mx
 import pytest
 import reference as ref
 from conftest import bits
@@ -13,10 +12,8 @@ from metal_checks import bounded, checked, host
 from places import MetalHost
 
 import mlx_lattice as ml
-from mlx_lattice import devices
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
-from mlx_lattice.inspect.explain import cost
 from mlx_lattice.problem import PASSES
 from mlx_lattice.routes import TABLE
 
@@ -143,46 +140,6 @@ def test_rows_sorted_by_region(pass_, share, chip, monkeypatch):
     launches("sorted_implicit_gemm", pass_, given, chip)
 
 
-def test_partials_are_added_dispatch_by_dispatch(chip, monkeypatch):
-    monkeypatch.setitem(metal_thresholds.SPLIT_EDGES, "*", 2)
-    monkeypatch.setitem(metal_thresholds.PARTIAL_BYTES, "*", 3 * 3 * 64 * 4)
-    given = Point("129_rows", (8, 8, 1), "float16")
-    few = launches("grouped_gemm", "weight_grad", given, chip)
-    assert few > 4, "partials of one dispatch at a time"
-    monkeypatch.setattr(gpu_kernel, "matrix_limit", lambda device: 60)
-    more = launches("grouped_gemm", "weight_grad", given, f"{chip} cut")
-    assert more > few
-
-
-@pytest.mark.parametrize("shape", ((24, 40), (64, 16), (20, 9), (600, 8)), ids=str)
-@pytest.mark.parametrize(
-    "route, pass_",
-    (
-        *TILES,
-        ("dense_channel", "forward"),
-        ("dense_channel", "input_grad"),
-        ("cout16", "forward"),
-    ),
-)
-def test_operations_are_those_that_cost_says(route, pass_, shape):
-    given = Point("surface", (*shape, 1), "float16")
-    numbers = work(given, pass_)
-    relation = numbers.relation
-    problem = ml.Problem.of(pass_, relation, *shape, "float16")
-    with METAL.inside("whole"):
-        try:
-            choice = ml.select(problem, only=route)
-        except ml.RouteError:
-            pytest.skip("the route does not take these channels")
-        said = cost(problem, devices.current(), choice=choice, relation=relation)
-        run = numbers.forced(route, pass_)
-        with host.recording(checked=True) as record:
-            mx.eval(run())
-    done = sum(launch.counts.matrix_flop for launch in record.report.launches)
-    assert done == pytest.approx(said.done_over_useful * said.useful_flops)
-    assert said.done_over_useful > 1
-
-
 @pytest.mark.parametrize("edges", (1, 2, 9))
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 @pytest.mark.parametrize("far", (False, True), ids=("near", "far"))
@@ -200,10 +157,3 @@ def test_ranges_of_edges_in_every_type(far, dtype, edges, chip, monkeypatch):
             plan = ml.select(p, only="grouped_gemm").plan
             said = "bfloat16 as float32" if dtype == "bfloat16" and not far else ""
             assert plan.products == said and dict(plan.gpu.template)["FAR"] == far
-
-
-def test_more_dispatches_than_a_plan_lists_are_refused():
-    most = gpu_kernel.MOST_DISPATCHES
-    with pytest.raises(ValueError, match="take fewer rows or channels at a time"):
-        next(gpu_kernel.cuts(2**31 - 1, most + 1, 1))
-    assert next(gpu_kernel.cuts(2**31 - 1, most, 1)) == (0, 2048)

@@ -9,13 +9,11 @@ from metal_checks import host
 from places import MetalHost
 
 import mlx_lattice as ml
-from mlx_lattice import devices
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.plan import IN_KERNEL, IN_SUM
 from mlx_lattice.problem import ARRAYS, IntegerFacts, Problem
-from mlx_lattice.routes import RouteError
 
 host.require()
 METAL = MetalHost()
@@ -115,24 +113,3 @@ def test_chips_without_matrices_of_integers(
     assert (len(plan.dispatches) > 1) == (not plan.placed) == bool(limit)
     for y in METAL.run(lambda: call("quantized_sorted"), True, chip)[""]:
         assert bits(y) == bits(wanted)
-
-
-def test_what_other_chips_say():
-    relation, _ = scene("surface")
-    asked = problem(relation, (32, 32))
-    assert ml.select(asked, device="m4-max").plan.kernel == "quantized_sorted"
-    with pytest.raises(RouteError, match="has no neural accelerators"):
-        ml.select(asked, device="m4-max", only="int8_tensor_ops")
-    plan = ml.select(asked, device="m5").plan
-    assert plan.kernel == "int8_tensor_ops" and plan.epilogue
-    assert ml.select(asked, device="m5-max").plan.proof is not None
-
-
-def test_steps_are_as_long_in_bytes():
-    device = devices.profile("m5-max")
-    for height, shared in ((64, 10_000), (32, 40), (16, 20)):
-        for c_x, most in ((256, 128), (64, 64), (96, 32)):
-            shape = 100_000, shared, (c_x, 64), 27, device
-            of_bytes = metal_tiles.tensor_tile(*shape, item=1)
-            assert of_bytes.height == height
-            assert of_bytes.step == min(most, 64 if height == 64 else 128)

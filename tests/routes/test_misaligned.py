@@ -21,20 +21,7 @@ import mlx_lattice as ml
 from mlx_lattice import devices, ops
 from mlx_lattice.geometry.points import reduce_segments
 
-# Kernels for odd channels, for stages of one offset and of several, for wide ones.
-CHANNELS = ((3, 5), (16, 16), (32, 32), (48, 40), (64, 128))
-# (C_in, C_out, groups): groups, and depthwise with and without a multiplier.
-GROUPS = ((8, 16, 4), (16, 16, 16), (8, 16, 8))
-# Of 2-byte elements: every multiple that the next power of two does not divide.
-BEFORE = (1, 2, 4)
-# What each pass reads.
-READS = {"forward": ("x", "w"), "input_grad": ("w", "dy"), "weight_grad": ("x", "dy")}
 POOLS = {"max": ops.max_pool3d, "sum": ops.sum_pool3d, "avg": ops.avg_pool3d}
-GLOBAL = {
-    "max": ops.global_max_pool,
-    "sum": ops.global_sum_pool,
-    "avg": ops.global_avg_pool,
-}
 
 
 @pytest.fixture(autouse=True)
@@ -58,14 +45,6 @@ def features(n, channels, dtype, seed=0):
     """Features as a view, and in float64."""
     x = moved(mx.array(cases.features(n, channels, seed)).astype(getattr(mx, dtype)))
     return x, exact(x)
-
-
-def test_a_view_is_no_copy():
-    if devices.current().backend == devices.CUDA:
-        pytest.skip("addresses on the GPU are not to be had here")
-    flat = mx.arange(9)
-    at = [np.asarray(memoryview(a)).ctypes.data for a in (flat, flat[1:].reshape(4, 2))]
-    assert at[1] - at[0] == 4
 
 
 # Reductions
@@ -95,21 +74,6 @@ def test_pooling(mode, channels, dtype):
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("channels", (3, 16))
-@pytest.mark.parametrize("mode", GLOBAL)
-def test_global_pooling(mode, channels, dtype):
-    coords = cases.geometry("batches", 3, 60)
-    feats, values = features(len(coords), channels, dtype)
-    x = ml.SparseTensor(mx.array(coords), feats)
-    dy, dy_exact = features(x.batch_size, channels, dtype, 1)
-    (y,), (dx,) = mx.vjp(lambda f: GLOBAL[mode](x.replace(f)), [x.feats], [dy])
-    batch = coords[:, 0]
-    ref.assert_close(y, ref_rows.global_pool(values, batch, 5, mode), dtype)
-    if mode == "sum":
-        ref.assert_close(dx, dy_exact[batch], dtype)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("channels", (3, 16))
 def test_segments(channels, dtype):
     of = np.random.default_rng(0).integers(0, 7, 60).astype(np.int32)
     x, values = features(len(of), channels, dtype)
@@ -123,28 +87,6 @@ def test_segments(channels, dtype):
     _, (dx,) = mx.vjp(lambda x: reduce_segments(x, rows, 7, "sum"), [x], [dy])
     ref.assert_close(dx, dy_exact[of], dtype)
     ref.assert_close(ops.devoxelize(dy, rows), dy_exact[of], dtype)
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
-@pytest.mark.parametrize("channels", (3, 16))
-def test_interpolation(channels, dtype):
-    coords = cases.geometry("batches", 3, 60)
-    feats, values = features(len(coords), channels, dtype)
-    x = ml.SparseTensor(mx.array(coords), feats)
-    rng = np.random.default_rng(0)
-    points = coords[rng.integers(0, len(coords), 50)].astype(np.float32)
-    points[:, 1:] += rng.uniform(-0.9, 0.9, (50, 3)).astype(np.float32)
-    dy, dy_exact = features(len(points), channels, dtype, 1)
-
-    def at_points(feats):
-        return ops.interpolate(x.replace(feats), moved(points))
-
-    def oracle(feats):
-        return ref_rows.interpolate(coords, feats, points[:, 1:], points[:, 0])
-
-    (y,), (dx,) = mx.vjp(at_points, [x.feats], [dy])
-    ref.assert_close(y, oracle(values), dtype)
-    ref.assert_close(dx, oracle(np.eye(len(coords))).T @ dy_exact, dtype)
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -162,16 +104,6 @@ def test_voxelising(dtype):
 
 
 # Index tables and coordinates
-
-
-@pytest.mark.parametrize("before", (1, 2, 3))
-def test_edges(before):
-    rng = np.random.default_rng(0)
-    edges = np.unique(rng.integers(0, (30, 20, 5), (200, 3)), axis=0).astype(np.int32)
-    columns = [moved(column, before) for column in edges.T]
-    relation = ml.Relation.from_edges(*columns, 30, 20, 5)
-    expected = edges[np.lexsort(edges.T)]
-    np.testing.assert_array_equal(np.array(relation.edges), expected)
 
 
 @pytest.mark.parametrize("before", (1, 2, 3))

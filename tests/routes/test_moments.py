@@ -15,12 +15,11 @@ from norm_checks import joined, lines_of, moments
 from places import HERE, Cuda, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn
+from mlx_lattice import nn
 from mlx_lattice.backends import cpu
 from mlx_lattice.backends.gpu import norms as gpu_norms
 from mlx_lattice.epilogue import Moments
 from mlx_lattice.nn import fused
-from mlx_lattice.plan import IN_KERNEL, IN_SUM
 from mlx_lattice.problem import FORWARD
 from mlx_lattice.registry import NORMS
 from mlx_lattice.routes import launch
@@ -229,30 +228,6 @@ def test_a_net_trains_as_without(place, dtype):
                     ref.assert_close(found, exact(wanted), dtype, name)
 
 
-@pytest.mark.parametrize("place", PLACES, ids=lambda place: place.name)
-def test_a_trace_and_an_explanation_say_it(place):
-    x = scan()
-    with place.inside(place.chips[:2][-1]):
-        net = Net()
-        with ml.trace() as t:
-            net(x)
-        own = [each.choice.plan.moments > 0 for each in t.records]
-        assert any(own) or isinstance(place, Cuda)
-        for each, summed in zip(t.records, own, strict=True):
-            where = IN_SUM if each.choice.plan.splits > 1 else IN_KERNEL
-            assert (f"statistics {where}" in str(each.choice)) == summed
-            assert "+ statistics of its rows" in str(each.problem)
-        assert [n.norm.launches for n in t.norms] == [3 - summed for summed in own]
-        if place.name == "cuda":
-            with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(gpu_norms, "ONE_LAUNCH_NORM", 1 << 20)
-                with ml.trace() as t:
-                    Net()(scan())
-                # Of few rows a norm is one launch, and sums them itself.
-                assert not any(each.choice.plan.moments for each in t.records)
-                assert [n.norm.launches for n in t.norms] == [1, 1, 1]
-
-
 def test_other_transformations_are_those_without():
     x = scan(200, 2)  # whose product MLX maps everywhere
     conv, norm = nn.SubmConv3d(2, 4, 3), nn.BatchNorm(4, track_running_stats=False)
@@ -290,26 +265,3 @@ def test_other_transformations_are_those_without():
             ref.assert_close(exact(mapped[at]), exact(alone(each, w)), "float32")
     compiled = mx.compile(layer)(feats, w)
     ref.assert_close(exact(compiled), exact(alone(feats, w)), "float32")
-
-
-def test_nothing_is_asked_in_evaluation_or_under_a_memory_limit():
-    x, net = scan(), Net()
-    with ml.trace() as t:
-        net.eval()(x)
-    # The last norm keeps no statistics, and so is one of the rows.
-    assert [each.problem.moments for each in t.records] == [False, False, True]
-    net.train()
-    wanted = net(x).feats
-    with ml.memory_limit("1 GB"):
-        ref.assert_close(exact(net(x).feats), exact(wanted), "float32")
-
-
-def test_the_plan_of_a_layer_says_how_many_lines_without_a_device():
-    sorted_, tensor = "sorted_implicit_gemm", "tensor_ops"
-    routes = {"m4-max": sorted_, "m5-max": tensor, "h200": sorted_, "a100": sorted_}
-    for chip, route in (routes | {"cpu": "blocked_gather_gemm"}).items():
-        facts = {"c_in": 64, "c_out": 64, "n_in": 100_000, "dtype": "float16"}
-        problem = ml.Problem.forward(**facts, edges=900_000, moments=True)
-        choice = ml.select(problem, device=devices.profile(chip), only=route)
-        assert (choice.plan.moments > 0) == (chip != "a100")
-        assert choice.plan.scratch >= 12 * choice.plan.moments * 64 or chip == "cpu"

@@ -10,8 +10,8 @@ import pytest
 from conftest import KINDS, pair
 
 import mlx_lattice as ml
-from mlx_lattice import availability, ops
-from mlx_lattice.routes import launch, proof
+from mlx_lattice import ops
+from mlx_lattice.routes import launch
 
 # Few edges a row and many; made by a manager, by hand, and of rows the library made.
 SCENES = ("far", "surface")
@@ -78,54 +78,3 @@ def test_nothing_that_is_asked_in_between_changes_a_plan_or_a_bit(
     between(relation, x, w)
     again, same = run(relation, x, w)
     assert again == plans and same == bits
-
-
-def test_a_relation_of_made_rows_keeps_its_plan():
-    coords = pair(KINDS[0], "surface", 300)[0].in_coords
-    x = ml.SparseTensor(coords, mx.ones((len(coords), 32)))
-    coarse = x.manager.kernel_relation(x.key, kernel_size=2, stride=2)
-    x = ml.SparseTensor(coarse.out_coords, mx.ones((coarse.n_out, 32)))
-    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
-    w = mx.ones((27, 32, 32))
-    plans, bits = run(relation, x, w)
-    for between in (explain, trace, edges):
-        between(relation, x, w)
-        assert run(relation, x, w) == (plans, bits)
-
-
-# A device, facts of a problem, and a row of which another thing is said where the
-# device's kernels cannot be had.
-WATCHED = (
-    ("h200", {"kernel_size": 1}, "pointwise"),
-    ("h200", {}, "relation_traversal"),
-    ("m4-max", {}, "sorted_implicit_gemm"),
-    ("m5-max", {}, "sorted_implicit_gemm"),
-    ("cpu", {}, "relation_traversal"),
-)
-
-
-@pytest.mark.parametrize("is_refused", (False, True))
-@pytest.mark.parametrize("device, facts, watched", WATCHED)
-def test_reasons_are_those_of_the_decision(
-    device, facts, watched, is_refused, monkeypatch
-):
-    if device == "cpu" and not availability.has_extension():
-        pytest.skip("the extension is not built: it cannot go away")
-
-    def choose():
-        facts_of_all = dict(c_in=64, c_out=64, n_in=100_000, dtype="float16")
-        return ml.select(ml.Problem.forward(**facts_of_all | facts), device=device)
-
-    def reasons(choice):
-        return dict(choice.rejected + choice.below)
-
-    kernel = choose().plan.gpu
-    if is_refused and kernel:
-        refused = {kernel.digest: "it gave other bits"}
-        monkeypatch.setattr(proof, "refused_on", lambda _: refused)
-    said, later = reasons(choose()), choose()
-    with monkeypatch.context() as changed, ml.backends.portable_only():
-        changed.setattr(availability, "extension", None)
-        changed.setattr(proof, "refused_on", lambda _: {})
-        assert reasons(later) == said
-        assert reasons(choose()).get(watched) != said.get(watched)

@@ -3,13 +3,10 @@
 import mlx.core as mx
 import pytest
 from conftest import KINDS, Numbers, bits, pair
-from cuda_recorder import recording
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices
-from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.problem import PASSES, Problem
-from mlx_lattice.routes import launch, measure
+from mlx_lattice.routes import launch
 
 FACTS = {"c_in": 64, "c_out": 96, "n_in": 5000, "edges": 50000}
 SORTED = "sorted_implicit_gemm"
@@ -114,79 +111,3 @@ def test_nothing_changes_where_there_is_no_tf32():
     y = ml.conv(n.x, n.w, relation)
     with ml.precision("tf32"):
         assert bits(ml.conv(n.x, n.w, relation)) == bits(y)
-
-
-def test_measured_choices_are_kept_apart():
-    keys = {
-        measure.key(problem("forward", precision), devices.PROFILES["h200"])
-        for precision in ("float32", "tf32")
-    }
-    assert len(keys) == 2
-
-
-@pytest.mark.skipif(
-    not availability.has_extension(), reason="relations need the extension"
-)
-@pytest.mark.parametrize("precision, parts", (("float32", 2), ("tf32", 1)))
-def test_weights_are_prepared_for_hopper(precision, parts, monkeypatch):
-    monkeypatch.setattr(cuda_thresholds, "FLOAT_ELEMENTS", 0)
-    relation = pair(KINDS[0], "surface", 300)[0]
-    n = Numbers(relation, 9, 40, 1, "float32")
-    only = ml.routes.only(f"forward={SORTED}")
-    with recording("h200") as launches, ml.precision(precision), only:
-        y = ml.conv(n.x, n.w, relation)
-        launches.clear()
-        ml.conv(n.x, n.w, relation)
-        names = [each.name for each in launches]
-    assert y.shape == (relation.n_out, 40)
-    # Between them nine channels are filled up with zeros.
-    assert [name.split("_")[1] for name in names[:3]] == ["tf32", "join", "sorted"]
-    assert launches[0].shapes == ((parts * 27, 40, 12),)
-
-
-@pytest.mark.parametrize("layout", ("mlx", "kernel_major"))
-@pytest.mark.parametrize("rows", (100, 2000, 120_000))
-@pytest.mark.parametrize("pass_", PASSES[:2])
-def test_one_product_prepares_weights_that_have_to_be_turned(pass_, rows, layout):
-    facts = FACTS | {"n_in": rows, "edges": 10 * rows, "layout": layout}
-    asked = getattr(Problem, pass_)(**facts, dtype="float32", precision="tf32")
-    plan = ml.select(asked, device="h200").plan
-    turned = (pass_ == "input_grad") == (layout == "mlx")
-    prepared = turned and rows > 100
-    assert plan.weights == ("prepared once" if prepared else "")
-    # Few rows are not worth preparing weights: mma.sync takes them as they are.
-    assert plan.variant == ("wide" if prepared or not turned else "mma")
-
-
-@pytest.mark.parametrize(
-    "channels, edges, side",
-    [
-        ((64, 64), 1_000_000, 64),
-        ((64, 64), 2_000_000, 64),
-        ((32, 48), 2_000_000, 64),
-        ((96, 96), 4_000, 96),  # 64 and 128 would take 128
-        ((80, 90), 2_000_000, 96),
-        ((192, 192), 8_000, 64),
-        ((192, 192), 2_000_000, 96),
-        ((128, 128), 8_000, 64),
-        ((128, 128), 20_000, 64),
-        ((128, 128), 100_000, 128),
-        ((256, 256), 20_000, 128),
-        ((128, 256), 2_000_000, 128),
-    ],
-)
-def test_weight_gradients_of_one_product_take_tiles_that_channels_and_work_fill(
-    channels, edges, side
-):
-    c_in, c_out = channels
-
-    def plan(precision):
-        facts = dict(c_in=c_in, c_out=c_out, n_in=edges // 10, edges=edges)
-        asked = Problem.weight_grad(**facts, dtype="float32", precision=precision)
-        return ml.select(asked, device="h200").plan
-
-    chosen = plan("tf32")
-    assert (chosen.variant, chosen.tile) == ("mma", (side, side))
-    blocks = 1 if side == 128 else 3 if side == 64 and edges > 1 << 16 else 2
-    assert chosen.gpu.blocks_per_multiprocessor == blocks
-    assert plan("float32").tile != (96, 96)

@@ -23,9 +23,8 @@ from mutants import (  # noqa: F401 (a fixture)
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice import nn
 from mlx_lattice.plan import Plan
-from mlx_lattice.routes import RouteError, proof
+from mlx_lattice.routes import RouteError
 
 host.require()
 
@@ -120,21 +119,6 @@ def test_it_can_be_turned_off(monkeypatch, folder):
                 mx.eval(layer(fresh).feats)
 
 
-def test_a_kernel_is_tried_once_and_calls_ask_no_more(monkeypatch):
-    x, layer, _ = layers(FLOAT)
-    tried, asked = [], []
-    check, prove = proof.check, proof.prove
-    monkeypatch.setattr(proof, "check", lambda *a: tried.append(a) or check(*a))
-    monkeypatch.setattr(proof, "prove", lambda *a: asked.append(a) or prove(*a))
-    with on_metal():
-        for _ in range(3):
-            mx.eval(layer(x).feats)
-        assert len(tried) == len(asked) == 1
-        again = ml.SparseTensor(x.coords, x.feats)  # another relation
-        mx.eval(layer(again).feats)
-        assert len(tried) == 1 and len(asked) == 2
-
-
 TRACES = {
     "compile": lambda run: mx.compile(run),
     "vjp": lambda run: lambda f: mx.vjp(run, [f], [mx.zeros((len(f), 40), HALF)])[0][0],
@@ -176,20 +160,6 @@ def test_another_folder_is_seen_at_once(folder, tmp_path, monkeypatch):
         assert explained.route != route and ran == [explained.plan.kernel]
 
 
-def test_prepare_proves_and_plans_anew(folder):
-    mx.random.seed(0)
-    x, *_ = layers(HALF)
-    net = nn.Sequential(nn.SubmConv3d(24, 40, 3), nn.ReLU(), nn.SubmConv3d(40, 24, 3))
-    net.set_dtype(HALF)
-    with on_metal(LANES):
-        with pytest.warns(RuntimeWarning, match="tensor_ops is refused"):
-            made = ml.prepare(net, x, training=True)
-        assert made.kernels and not any("tensor_ops" in k for k in made.kernels)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            mx.eval(mx.grad(lambda f: net(x.replace(f)).feats.sum())(x.feats))
-
-
 def test_tuning_leaves_out_what_is_refused():
     x, layer, wanted = layers(HALF)
     with on_metal(LANES), ml.tune(), warnings.catch_warnings():
@@ -200,11 +170,3 @@ def test_tuning_leaves_out_what_is_refused():
         choice = ml.explain(x, layer).choice
         assert "tensor_ops" not in dict(choice.measured)
         assert "failed its proof" in dict(choice.rejected)["tensor_ops"]
-
-
-def test_profiles_of_other_machines_refuse_nothing():
-    x, layer, _ = layers(HALF)
-    with on_metal(LANES), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
-        mx.eval(layer(x).feats)
-        assert ml.explain(x, layer, device="m5").choice.route.name == "tensor_ops"

@@ -8,12 +8,10 @@ import numpy as np
 import pytest
 import reference as ref
 from conftest import KINDS, build, mappable, multi_edges, pair
-from cuda_recorder import recording
 from packings import exact, feats, packed, unpacked
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, ops, registry
-from mlx_lattice.backends import mlx as mlx_backend
 
 POINTWISE = cases.Case("submanifold", 3, 1)
 ROUTES = ("quantized_sorted", "quantized_traversal", "gather_gemm_scatter")
@@ -142,19 +140,6 @@ def test_derivatives_of_features_to_third_order(kernels):
     ref.assert_close(mx.compile(forward)(x), np.array(forward(x), np.float64))
 
 
-def test_an_adapter_beside_a_packed_weight_learns(kernels):
-    relation, expected = pair(KINDS[0])
-    q, x = packed(27, 20, 6), feats(relation.n_in, 20)
-    down = mx.array(cases.weights(1, 20, 20))[0]
-
-    def loss(down):
-        return (ml.conv(x @ down, q, relation) ** 2).sum()
-
-    y = ref.conv(exact(x) @ exact(down), unpacked(q), expected)
-    dx = ref.input_grad(2 * y, unpacked(q), expected)
-    ref.assert_close(mx.grad(loss)(down), exact(x).T @ dx)
-
-
 @pytest.mark.parametrize("part", ("scales", "biases"))
 def test_a_packed_weight_has_no_gradient(part):
     relation, _ = pair(KINDS[0])
@@ -204,12 +189,6 @@ def test_explain_trace_verify_and_tune_see_packed_weights(tmp_path):
     assert None not in dict(measured).values()
 
 
-def test_padding_can_cost_more_than_it_saves():
-    problem = ml.Problem.forward(c_in=3, c_out=8, n_in=10, bits=4, group_size=64)
-    assert problem.weight_bytes == 27 * 8 * (32 + 8) > problem.dense_weight_bytes
-    assert "saves nothing" in str(ml.explain(problem))
-
-
 # Mistakes
 
 
@@ -253,10 +232,3 @@ def test_weights_that_do_not_fit_the_call():
         ml.explain(x, q.dense(), only="quantized_traversal")
     with pytest.raises(ValueError, match=r"\(K, C_in / groups, C_out\)"):
         ml.conv(x.feats, packed(8, 20, 6), relation)
-
-
-def test_portable_routes_unpack_by_mlx_on_cuda_too():
-    q, x = packed(1, 40, 24), feats(17, 40)
-    with recording("h200"), backends.portable_only():
-        y = mlx_backend.packed_matmul(x, q)
-    ref.assert_close(y, ref.to_numpy(x) @ ref.to_numpy(q.dense())[0])

@@ -1,7 +1,6 @@
 """The route table: complete, ordered, explained."""
 
 import itertools
-from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -11,9 +10,8 @@ import mlx_lattice as ml
 from mlx_lattice import devices, routes
 from mlx_lattice.checks import DTYPES
 from mlx_lattice.devices import BACKENDS, PROFILES
-from mlx_lattice.plan import TOLERANCE
 from mlx_lattice.problem import KINDS, PASSES
-from mlx_lattice.routes import TABLE, RouteError, measure, needs, select
+from mlx_lattice.routes import TABLE, RouteError, select
 
 pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 # Name, passes, backends: the table of the design.
@@ -90,17 +88,6 @@ def test_the_last_row_of_every_pass_always_admits(device):
                     assert choice.route.code(choice.device.backend, pass_)
 
 
-def test_rows_that_nothing_runs_are_never_selected_and_say_so():
-    for device in PROFILES.values():
-        for pass_ in PASSES:
-            for bits in (None, 4):
-                choice = select(problem(pass_, bits=bits), device=device)
-                assert choice.route.code(device.backend, pass_)
-    fake = replace(routes.named("grouped_gemm"), mlx=None)
-    reason = fake.refusal(problem("forward"), PROFILES["h200"])
-    assert reason == "it has no forward pass on cuda"
-
-
 def test_select_runs_nothing(monkeypatch):
     def fail(*args):
         raise AssertionError("select asked for a device")
@@ -153,49 +140,7 @@ def test_refusals_say_why(name, facts, device, text):
     assert text in reason
 
 
-def test_choices_are_equal_by_value():
-    assert select(problem(), device="m4") == select(problem(), device="m4")
-    assert select(problem(), device="m4") != select(problem(), device="m3")
-    assert hash(select(problem(), device="m4")) == hash(select(problem(), device="m4"))
-    assert str(select(problem(), device="m4").route) in routes.NAMES
-
-
-def test_a_1x1_kernel_is_a_matmul_where_there_are_no_kernels():
-    for device in PROFILES:
-        assert select(problem(kernel_size=1), device=device).route.name == "pointwise"
-
-
-def test_measured_choices_rank_what_can_run(monkeypatch):
-    times = (("grouped_gemm", 1.0), ("gather_gemm_scatter", 2.0), ("pointwise", None))
-    monkeypatch.setattr(measure, "measured", lambda *_: times)
-    with ml.tune():
-        choice = select(problem(), device="cpu")
-    assert choice.route.name == "grouped_gemm"
-    assert choice.measured == times[:2], "what cannot run is left out"
-    assert "2 ms, grouped_gemm at 1 ms" in reasons(choice)["gather_gemm_scatter"]
-    assert not select(problem(), device="cpu").measured
-
-
-def test_thresholds_have_a_safe_row_and_name_routes():
-    for (name, pass_), rows in needs.ROWS.items():
-        assert pass_ in routes.named(name).passes
-        assert "*" in rows
-    for table in (
-        needs.IM2COL_BYTES,
-        needs.IM2COL_CHANNELS,
-        needs.GROUPED_OFFSETS,
-    ):
-        assert devices.entry(table, PROFILES["m3"]) == table.get("m3", table["*"])
-    assert set(TOLERANCE) == {*DTYPES, "tf32"}
-
-
 # Routes that are forced: by a block, by the environment; and never in silence.
-
-
-def test_blanks_in_the_names_of_routes():
-    text = " forward = explicit_gemm , weight_grad =grouped_gemm"
-    wanted = {"forward": "explicit_gemm", "weight_grad": "grouped_gemm"}
-    assert routes.parse_only(text) == wanted
 
 
 @pytest.mark.parametrize("given", (None, 5, ["vec4"]))

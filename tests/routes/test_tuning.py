@@ -9,14 +9,12 @@ import pytest
 from planted import counting, plant
 
 import mlx_lattice as ml
-from mlx_lattice import devices, kept_files, ops, routes
+from mlx_lattice import kept_files, ops, routes
 from mlx_lattice.kept_files import EntryFile
-from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.problem import PASSES
 from mlx_lattice.routes import measure, selection
 
 pytestmark = pytest.mark.usefixtures("portable_only")
-
-CPU = devices.PROFILES["cpu"]
 
 
 @pytest.fixture(autouse=True)
@@ -80,15 +78,6 @@ def test_the_measured_choice_is_run_and_explained(folder):
     assert len(entries(folder)) == 3
 
 
-def test_explaining_first_measures_so_that_it_cannot_disagree():
-    x = tensor()
-    with ml.tune():
-        explained = [ml.explain(x, W, pass_=pass_).choice for pass_ in PASSES]
-        ran = traced(lambda: gradient(x, W))
-    assert all(choice.measured for choice in explained)
-    assert explained == [ran[pass_] for pass_ in PASSES]
-
-
 def test_a_key_is_measured_once(counted):
     x = tensor()
     with ml.tune():
@@ -133,15 +122,6 @@ def test_nothing_happens_outside_the_block(counted, folder, monkeypatch):
         ops.subm_conv3d(x, W)
 
 
-def test_a_forced_route_is_not_measured(counted):
-    x = tensor()
-    with ml.tune(), routes.only("grouped_gemm"):
-        ops.subm_conv3d(x, W)
-        choice = ml.explain(x, W).choice
-    assert counted == {"grouped_gemm": 1}
-    assert choice.forced and not choice.measured
-
-
 @pytest.mark.parametrize("planted", ["wrong", "nan", "raises"])
 def test_a_wrong_candidate_cannot_win(planted, monkeypatch, folder):
     def fast_and_wrong(right):
@@ -169,13 +149,6 @@ def test_a_wrong_candidate_cannot_win(planted, monkeypatch, folder):
         assert mx.allclose(y.feats, ops.subm_conv3d(x, W).feats, atol=1e-4)
 
 
-def test_features_are_not_evaluated_so_compile_is_measured_too():
-    x = tensor()
-    with ml.tune(), ml.trace() as t:
-        mx.eval(mx.compile(lambda f: ops.subm_conv3d(x.replace(f), W).feats)(x.feats))
-    assert t.records[0].choice.measured
-
-
 def test_empty_and_lone_problems_are_left_to_the_table(counted, folder, monkeypatch):
     empty = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 4)))
     lone = {"gather_gemm_scatter": routes.named("gather_gemm_scatter")}
@@ -187,32 +160,6 @@ def test_empty_and_lone_problems_are_left_to_the_table(counted, folder, monkeypa
     ml.settings.note_change()
     assert sum(counted.values()) <= 2
     assert not (folder / "routes.json").exists()
-
-
-def test_other_devices_are_not_measured_here(folder):
-    with ml.tune():
-        assert not ml.explain(tensor(), W, device="m5-max").choice.measured
-    assert not (folder / "routes.json").exists()
-
-
-def test_keys_tell_apart_what_is_tuned_apart():
-    base = dict(c_in=4, c_out=8, n_in=1000)
-    problems = [
-        Problem.forward(**base),
-        Problem.input_grad(**base),
-        Problem.weight_grad(**base),
-        Problem.forward(**base, dtype="float16"),
-        Problem.forward(**base, kernel_size=2),
-        Problem.forward(**base | {"c_in": 8}),
-        Problem.forward(**base | {"n_in": 2000}),
-        Problem.forward(**base, bits=4, group_size=4),
-        Problem.forward(**base, groups=2),
-    ]
-    keys = {measure.key(p, CPU) for p in problems}
-    assert len(keys) == len(problems)
-    near = Problem.forward(**base | {"n_in": 1023}, edges=5)
-    assert measure.key(near, CPU) == measure.key(problems[0], CPU)
-    assert measure.key(near, devices.PROFILES["m4"]) not in keys
 
 
 # The file.
@@ -243,13 +190,6 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
         measure._file().add("b", {"pointwise": 1.0})
     assert (folder / "routes.json").read_text() == before
     assert {p.name for p in folder.iterdir()} == {"routes.json", ".lock"}
-
-
-def test_a_block_s_folder_of_the_user(tmp_path, monkeypatch):
-    """As the environment variable takes it."""
-    monkeypatch.setenv("HOME", str(tmp_path))
-    with ml.cache("~/kept"):
-        assert kept_files.folder() == tmp_path / "kept"
 
 
 def test_folders_by_block_environment_and_platform(tmp_path, monkeypatch):

@@ -13,7 +13,6 @@ from dataclasses import replace
 from itertools import product
 
 import mlx.core as mx
-import mlx.nn
 import pytest
 from conftest import problem_of
 from contractions import scene
@@ -143,24 +142,3 @@ def test_a_forward_pass_is_kernels_and_names(place, kernel_size):
     views = {"Transpose", "Squeeze"} if by_strides else set()
     kernels = {name: n for name, n in found.items() if name not in FREE | views}
     assert len(kernels) == 1, found  # which may run twice: splits, then their sum
-
-
-@pytest.mark.parametrize("rows", (2, 40))
-@pytest.mark.parametrize(
-    "place", [p for p in HERE if p.name == "metal"], ids=lambda p: p.name
-)
-def test_short_views_are_made_longer_once(place, rows):
-    """Metal has arrays of fewer than eight numbers in another address space."""
-    with place.inside():
-        coords = [[i % 2, i // 2, 0, 0] for i in range(rows)]
-        x = ml.SparseTensor(mx.array(sorted(coords)), mx.ones((rows, 16)))
-        net = mlx.nn.Sequential(
-            nn.SubmConv3d(16, 16, 3), nn.InstanceNorm(16), nn.SubmConv3d(16, 16, 3)
-        )
-        step = mlx.nn.value_and_grad(net, lambda net, x: net(x).feats.square().sum())
-        for _ in range(2):
-            value, gradients = step(net, x)
-            leaves = [value, *(a for _, a in mlx.utils.tree_flatten(gradients))]
-            found = primitives(*leaves)
-            mx.eval(leaves)
-    assert not found["Pad"], found
