@@ -24,14 +24,11 @@ SUMMED_ROWS = 256
 
 
 def beside(parts: Sequence[mx.array]) -> mx.array:
-    """Return (N, C) rows of arrays of one dtype, the channels of each after another's.
-
-    A kernel joins two arrays if the device has one. MLX copies parts of rows number by
-    number, so it joins int8 in the widest words that fit.
-    """
+    """Return arrays of one dtype and number of rows, beside each other."""
     kernels = registry.joins()
     if kernels is not None and kernels.takes(parts):
         return _joined(*parts)
+    # MLX copies parts of rows number by number: so int8 in the widest words that fit.
     if parts[0].dtype == mx.int8 and parts[0].size:
         channels = [each.shape[1] for each in parts]
         for word in WORDS:
@@ -81,10 +78,7 @@ def affine(
     eps: float,
     act: Activation,
 ) -> mx.array:
-    """Return ``act((x - mean) / sqrt(var + eps) * weight + bias + residual)``.
-
-    In MLX operations: float32 inside, rounded to the dtype of x.
-    """
+    """Return ``act((x - mean) / sqrt(var + eps) * weight + bias + residual)``."""
     y = (x.astype(mx.float32) - mean) * mx.rsqrt(var.astype(mx.float32) + eps)
     y = y if weight is None else y * weight.astype(mx.float32)
     y = y if bias is None else y + bias.astype(mx.float32)
@@ -99,21 +93,12 @@ def untold(*_: object) -> None:
 
 
 class Affine(ByKernels):
-    """``act(x * weight + bias + residual)`` of rows by kernels, and its derivatives.
+    """``act(x * weight + bias + residual)`` of rows by kernels; norms derive from it.
 
-    A function of x and of those that are present of weight, bias and residual. It holds
-    no array of a call: MLX keeps rules until it has evaluated their results. Higher
-    derivatives, forward mode and vmap are those of ``composed``, the same function in
-    MLX operations. Norms derive from it.
-
-    Args:
-        kernels: of the device; None for MLX operations, by ``composed`` alone.
-        present: which there are of weight, bias and residual.
-        act: what follows.
-        eps: added to a variance.
-        segments: rows that have a line of weight and bias; by default all have one.
-        spread: from such lines to those of rows.
-        tell: called with a pass and its number of launches.
+    A function of x and of those that are ``present`` of weight, bias and residual. It
+    holds no array of a call: MLX keeps rules until it has evaluated their results.
+    Derivatives that ``back`` does not give are those of ``composed``. ``segments`` of
+    rows have a line of weight and bias each, and ``spread`` makes lines of rows.
     """
 
     __slots__ = "act", "eps", "kernels", "present", "segments", "spread", "tell"
@@ -190,17 +175,13 @@ class Affine(ByKernels):
 
 
 def activation(x: mx.array, act: Activation) -> mx.array:
-    """Return an activation in one launch; its derivative is one, too.
-
-    MLX's activations are several launches each within a transformation, which compiles
-    nothing. Outside of transformations a GPU's ReLU is MLX's, which can write over its
-    input.
-    """
+    """Return an activation in one launch; its derivative is one, too."""
     if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
         return x
     kernels = registry.norms() if x.ndim > 1 else None
     if kernels is None or x.dtype not in FLOATS:
         return composed(act)(x)
+    # Within a transformation MLX's is several launches; else its ReLU writes in place.
     of_mlx = act.kind == SLOPE and not sync.is_transforming()
     if of_mlx and devices.current().backend != devices.CPU:
         return composed(act)(x)
@@ -222,10 +203,7 @@ def activated_sum(
     bias: mx.array | None = None,
     residual: mx.array | None = None,
 ) -> mx.array:
-    """Return ``act(x + bias + residual)`` in one launch, and one back.
-
-    x and residual are (N, C) of one dtype, bias is (C,).
-    """
+    """Return ``act(x + bias + residual)`` in one launch, and one back."""
     if not x.size:  # of which MLX's compiled activations on CUDA divide by zero
         return x if residual is None else x + residual
     kernels = registry.norms() if x.dtype in FLOATS else None
@@ -238,11 +216,7 @@ def activated_sum(
 
 
 def column_sums(x: mx.array, like: mx.array) -> mx.array:
-    """Return the (C,) sums over the rows of (N, C), in the dtype of ``like``.
-
-    The gradient of a bias. One launch or two on CUDA, one pass by all threads on the
-    CPU; float32 inside.
-    """
+    """Return the (C,) sums over the rows of (N, C), in the dtype of ``like``."""
     if like.dtype not in FLOATS or not sums_columns(x):
         return x.sum(axis=0).astype(like.dtype)
     return _ColumnSums(registry.norms(), like.dtype)(x)

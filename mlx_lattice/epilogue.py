@@ -32,15 +32,7 @@ class _Facts(NamedTuple):  # hashed at every launch, faster than a dataclass
 
 
 class EpilogueFacts(_Facts):
-    """What an epilogue has, without its arrays: what a plan may depend on.
-
-    Attributes:
-        there: those of ``ARRAYS`` that it has, in that order.
-        activation: what it is called, see ``activations``.
-        norm: name of the layer that this is of, for readers.
-        eps: what is added to the variance.
-        dtype: of scale and shift; mean and var are float32.
-    """
+    """What an epilogue has, without its arrays: what a plan may depend on."""
 
     @cached_property
     def act(self) -> Activation:
@@ -56,10 +48,7 @@ class EpilogueFacts(_Facts):
 
     @cached_property
     def is_of_result(self) -> bool:
-        """Whether its derivative takes no more than its result.
-
-        Arrays are added, and the activation, if there is one, has its slope by that.
-        """
+        """Whether its derivative takes no more than its result."""
         adds = {"shift", "residual"}.issuperset(self.there)
         return adds and self.act.is_of_result
 
@@ -211,12 +200,9 @@ _IN_ONE_LAUNCH = mx.compile(_mean_and_var, shapeless=True)
 class Moments:
     """Asks a convolution for statistics of the rows that it writes: a norm follows.
 
-    In the place of an epilogue. Kernels that can sum them as they write.
-
-    Attributes:
-        lines: (L, 3, C_out) float32: how many rows, and of each channel their mean and
-            the sum of squares about it, of some rows each, once the convolution was
-            called; None where its kernel does not sum them.
+    In the place of an epilogue. Once the convolution was called, ``lines`` are (L, 3,
+    C_out) float32: the number of some rows, their mean and sum of squares about it; or
+    None if its kernel does not sum them.
     """
 
     __slots__ = ("lines",)
@@ -276,13 +262,9 @@ _LEAST, _MOST = 2.0**-126, 3.4028234e38
 
 @dataclass(frozen=True)
 class Activation:
-    """One activation.
+    """One activation: its name as ``explain`` has it, its kind and a number.
 
-    Attributes:
-        name: as ``explain`` and a trace have it; empty if nothing follows.
-        kind: SLOPE, GELU (by erf), SILU, GELU_TANH or ELU.
-        slope: of SLOPE below zero: 1 changes nothing, 0 is ReLU; of ELU just below
-            zero: its alpha.
+    The slope below zero of SLOPE: 1 changes nothing, 0 is ReLU; or the alpha of ELU.
     """
 
     name: str = ""

@@ -108,14 +108,10 @@ class MemoryLimitError(MemoryError):
 
 
 class Limit:
-    """A limit on memory, as ``memory_limit`` gives it to its block.
-
-    Attributes:
-        bytes: bound on everything that MLX allocates, its cache included.
-        held: bytes in use when the block, or a net in it, began.
-    """
+    """A limit on memory, as ``memory_limit`` gives it to its block."""
 
     def __init__(self, size: int):
+        # Of all that MLX allocates; and what was in use when the block or a net began.
         self.bytes, self.held = size, 0
         self._lazy_bytes: int | None = None  # None: the next stage is evaluated
         self.begin()
@@ -240,10 +236,7 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
 
 
 def block_rows(rows: int, row_bytes: int) -> int:
-    """Return the rows of a block: all of them without a limit.
-
-    ``row_bytes`` are the bytes that a row takes while its block is computed.
-    """
+    """Return the rows of a block: all of them without a limit."""
     limit = active()
     if limit is None or rows * row_bytes <= limit.share(WHOLE):
         return rows
@@ -262,10 +255,7 @@ def blocks(rows: int, each: int) -> Iterator[tuple[int, int]]:
 def by_rows(
     function: Callable[..., mx.array], *arrays: mx.array, row_bytes: int
 ) -> mx.array:
-    """Apply a function of independent rows, in blocks of rows under a limit.
-
-    ``row_bytes`` are the bytes that a row takes inside the function.
-    """
+    """Apply a function of independent rows, in blocks of rows under a limit."""
     rows = arrays[0].shape[0]
     each = block_rows(rows, row_bytes)
     if each >= rows:
@@ -284,9 +274,8 @@ def assembled(
 ) -> mx.array:
     """Join blocks, (first row or row indices, features), to one array of rows.
 
-    Each block is written in place and evaluated before the next one is computed: MLX
-    copies an array that is written to while it is in use. ``blank`` returns the (1, C)
-    row of places that no block fills; by default zeros.
+    Each is evaluated before the next: MLX copies an array that is written to while it
+    is in use. ``blank`` returns the (1, C) row of places that no block fills.
     """
     whole = None
     for at, part in parts:
@@ -345,11 +334,7 @@ def conv_blocks(
     groups: int = 1,
     epilogue: Epilogue | None = None,
 ) -> Iterator[tuple[int, mx.array]]:
-    """Yield (first row, y) of blocks of output rows; one block if all rows fit.
-
-    A row's sum adds its edges in one order whatever rows are beside it. If the plan of
-    a block would add them in another order, blocks grow until it does not.
-    """
+    """Yield (first row, y) of blocks of output rows; one block if all rows fit."""
     n, (layout, _, _, c_out) = relation.n_out, weight_axes(tuple(w.shape))
     packing = w.packing if isinstance(w, QuantizedWeight) else None
     facts = x.shape[1], c_out, x.dtype, groups, asked_precision(), packing, layout
@@ -422,11 +407,7 @@ def _same_sums(request: launch.Request, relation: Relation, each: int) -> bool:
 
 
 def release(manager: CoordinateManager, key: CoordinateKey) -> None:
-    """Drop the tables and indices of a coordinate set that no later layer reads.
-
-    Without a limit, or if they are small, they are kept for the next call. They are
-    rebuilt when they are needed.
-    """
+    """Drop the tables and indices of a coordinate set that no later layer reads."""
     limit = active()
     if limit is None:
         return

@@ -118,11 +118,7 @@ def negated(offsets: Offsets) -> tuple[tuple[int, ...], ...]:
 
 
 def as_int32(rows: mx.array, what: str) -> mx.array:
-    """Return int64 rows as int32. Reads their bounds.
-
-    Raises:
-        ValueError: a value does not fit; the sentence names ``what`` and the range.
-    """
+    """Return int64 rows as int32. Reads their bounds."""
     low, high = bounds_of(rows)
     if min(low) < -INT32_LIMIT or max(high) >= INT32_LIMIT:
         raise ValueError(
@@ -152,10 +148,7 @@ def packed_keys(coords: mx.array, low: Sequence[int], weights: list[int]) -> mx.
 
 
 def device_keys(coords: mx.array) -> mx.array:
-    """Return keys within the rows' own bounds, which stay on the device.
-
-    They wrap if the box has more than 2^63 cells.
-    """
+    """Return keys by the rows' bounds on the device; they wrap at 2^63 cells."""
     rows = coords.astype(mx.int64)
     low = rows.min(axis=0)
     extents = rows.max(axis=0) - low + 1
@@ -164,13 +157,10 @@ def device_keys(coords: mx.array) -> mx.array:
 
 
 def row_keys(coords: mx.array, bounds: Bounds) -> mx.array:
-    """Return (N,) int64 keys that compare as the rows do.
-
-    Boxes of up to 2^62 cells pack at once; wider ones replace the leading columns by
-    their rank first, so that no range is refused.
-    """
+    """Return (N,) int64 keys that compare as the rows do."""
     if cell_count(bounds) < KEY_LIMIT:
         return packed_keys(coords, bounds[0], column_weights(bounds))
+    # Leading columns are replaced by their ranks, so that no range is refused.
     keys, count = mx.zeros((coords.shape[0],), dtype=mx.int64), 1
     for axis, (low, high) in enumerate(zip(*bounds, strict=True)):
         column, extent = coords[:, axis].astype(mx.int64) - low, high - low + 1
@@ -207,11 +197,7 @@ class KeptRows(NamedTuple):
 
 
 class MaskedRows:
-    """Rows that a mask keeps, launched, and whose number is not read.
-
-    Attributes:
-        count: (1,) integer: that number.
-    """
+    """Rows that a mask keeps, launched, and whose number is not read."""
 
     def __init__(self, mask: mx.array, coords: mx.array):
         self._mask, self._coords = mask, coords
@@ -238,10 +224,7 @@ def _positions(mask: mx.array, ends: mx.array, count: int) -> mx.array:
 
 
 def true_positions(mask: mx.array, count: int | None = None) -> mx.array:
-    """Return the positions where a flat mask is true. Reads ``count`` if it is None.
-
-    They are int32, or int64 of a mask that is longer than that holds.
-    """
+    """Return the positions where a flat mask is true. Reads ``count`` if it is None."""
     kind = mx.int32 if mask.size <= INT32_LIMIT else mx.int64
     if mask.size == 0:
         return mx.zeros((0,), dtype=kind)
@@ -291,13 +274,7 @@ def best_rows(
 ) -> mx.array:
     """Return (N,) bool: which rows are among the k of greatest score of an element.
 
-    Of equal scores the earlier row is better, of NaNs too, which are the least.
-
-    Args:
-        scores: (N,) of any dtype that float32 holds.
-        coords: (N, 1 + D) int32, more than k rows.
-        batches: the least and the greatest batch index, or a wider range.
-        k: at least 1.
+    Earlier rows win ties; NaN is the least. ``batches`` bounds the batch indices.
     """
     n, bits = len(coords), 32  # of a key that a row's number has, and a score
     low, rows = (1 << bits) - 1, mx.arange(n, dtype=mx.int64)
@@ -331,11 +308,7 @@ def _falling(scores: mx.array) -> mx.array:
 def active_cells(
     array: mx.array, mask: mx.array | None = None
 ) -> tuple[mx.array, mx.array, tuple[int, ...]]:
-    """Find the active cells of a dense (B, spatial..., C) array.
-
-    Raises:
-        ValueError: see ``SparseTensor.from_dense``.
-    """
+    """Find the active cells of a dense (B, spatial..., C) array."""
     array = array_of(array, "array")
     if array.ndim - 2 not in AXES:
         raise ValueError(
@@ -361,11 +334,7 @@ def active_cells(
 
 
 def places_in(grid: tuple[int, ...], coords: mx.array, bounds: Bounds) -> mx.array:
-    """Return (N,) int64: the place of each row among the cells of a grid, in order.
-
-    Raises:
-        ValueError: a coordinate lies outside the grid.
-    """
+    """Return (N,) int64: the place of each row among the cells of a grid, in order."""
     (_, *low), (_, *high) = bounds
     shape = grid[1:]
     if min(low) < 0 or any(h >= n for h, n in zip(high, shape, strict=True)):
@@ -421,20 +390,7 @@ def int32_box(
     offsets: Offsets,
     stride: Sequence[int],
 ) -> Bounds:
-    """Return bounds of the rows that a rule makes of a set, all of them int32.
-
-    Reads nothing, unless the box reaches beyond int32: then it looks at every row.
-
-    Args:
-        rule: which rows are made.
-        coords: (N, 1 + D) int32.
-        bounds: bounds of ``coords``, or of a box that holds them.
-        offsets: the K offsets.
-        stride: lattice step.
-
-    Raises:
-        ValueError: a row would lie beyond int32.
-    """
+    """Return bounds of the rows that a rule makes of a set, all of them int32."""
     box = box_of(rule, bounds, offsets, stride)
     if not len(coords) or (min(box[0]) >= -INT32_LIMIT and max(box[1]) < INT32_LIMIT):
         return box
@@ -472,11 +428,7 @@ def made_rows(
     box: Bounds,
     count: int | None = None,
 ) -> mx.array:
-    """Return the sorted unique int32 rows within a box that a rule makes.
-
-    Reads one size, unless that is given. More if the box has 2^62 cells: then keys need
-    their ranks. See ``Geometry``.
-    """
+    """Return the sorted unique int32 rows within a box that a rule makes."""
     if coords.shape[0] == 0 or not offsets or is_empty(box):
         return mx.zeros((0, coords.shape[1]), dtype=mx.int32)
     rows, counts = _candidates(coords, rule, offsets, stride)
@@ -518,11 +470,7 @@ def _pack(bits: mx.array) -> mx.array:
 
 
 def gray_order(occupied: mx.array) -> mx.array:
-    """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
-
-    Neighbours in that order differ in few bits, so a tile of them shares its offsets
-    (FlexGEMM's and WarpConvNet's order). Ties keep the rows' own order.
-    """
+    """Return the (N,) int32 order of rows by the Gray-code rank of their mask."""
     n = occupied.shape[0]
     if n == 0:
         return mx.zeros((0,), dtype=mx.int32)
@@ -555,10 +503,7 @@ def used_by_blocks(occupied: mx.array, block: int) -> mx.array:
 
 
 def mask_words(occupied: mx.array, block: int) -> mx.array:
-    """Return (ceil(N / block), ceil(K / 32)) uint32: offsets any row of a block uses.
-
-    Bit b of word w stands for offset 32 w + b.
-    """
+    """Return (ceil(N / block), ceil(K / 32)) uint32: the offsets that a block uses."""
     n, volume = occupied.shape
     words = -(-volume // 32)
     if n == 0:
@@ -570,21 +515,13 @@ def mask_words(occupied: mx.array, block: int) -> mx.array:
 
 
 class Curve(NamedTuple):
-    """A space-filling curve over cells, from one batch element to the next.
+    """A space-filling curve over cells, from one batch element to the next."""
 
-    Attributes:
-        low: the least batch index, and what cells of each axis are counted from.
-        bits: of an axis, 1 or more.
-        of_batch: bits of a batch index, counted from the least.
-        is_hilbert: whether it is Hilbert's, and not Morton's.
-        is_swapped: whether its first two axes are.
-    """
-
-    low: tuple[int, ...]
-    bits: int
-    of_batch: int
-    is_hilbert: bool
-    is_swapped: bool
+    low: tuple[int, ...]  # the batch index and the cell that are counted from
+    bits: int  # of an axis
+    of_batch: int  # bits of a batch index
+    is_hilbert: bool  # or Morton's
+    is_swapped: bool  # the first two axes are
 
     @property
     def of_place(self) -> int:
@@ -616,18 +553,7 @@ def check_curve(name: str, dims: int) -> None:
 
 
 def curve_of(name: str, bounds: Bounds, bits: int | None = None) -> Curve:
-    """Return the curve of a name through rows of known bounds.
-
-    Args:
-        name: one of ``CURVES``.
-        bounds: of the rows, at least one.
-        bits: of an axis: cells are then the coordinates themselves. By default they
-            count from the least ones, and the widest axis says how many bits.
-
-    Raises:
-        ValueError: there is no such curve; or ``bits`` are given, and too few for a
-            coordinate.
-    """
+    """Return the curve of a name through rows of known bounds."""
     low, high = bounds
     check_curve(name, len(low) - 1)
     if bits is None:
@@ -685,11 +611,7 @@ def _place(coords: mx.array, curve: Curve) -> mx.array:
 
 
 def curve_codes(coords: mx.array, curve: Curve) -> mx.array:
-    """Return (N,) int64: each row's place on the curve of its batch element.
-
-    Raises:
-        ValueError: a place has more than 62 bits.
-    """
+    """Return (N,) int64: each row's place on the curve of its batch element."""
     if curve.of_place > WORD:
         raise ValueError(
             f"a code has at most {WORD} bits; these coordinates need {curve.of_place}: "
@@ -699,10 +621,7 @@ def curve_codes(coords: mx.array, curve: Curve) -> mx.array:
 
 
 def curve_order(coords: mx.array, curve: Curve) -> mx.array:
-    """Return the (N,) int32 order of unique rows by batch, then along a curve.
-
-    In MLX operations.
-    """
+    """Return the (N,) int32 order of unique rows by batch, then along a curve."""
     batch = coords[:, 0].astype(mx.int64) - curve.low[0]
     if curve.is_numbered:
         keys = batch * (1 << curve.of_place) + curve_codes(coords, curve)

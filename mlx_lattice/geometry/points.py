@@ -35,13 +35,7 @@ def cells_of(
 ) -> mx.array:
     """Return (P, 1 + D) int32 ``floor((points - origin) / size)``; no derivative.
 
-    What int32 does not hold becomes ``NO_CELL``.
-
-    Args:
-        points: (P, 1 + D) float32 with the batch index first, or (P, D); or float64,
-            of which nothing is rounded to float32.
-        batch: (P,) int32: the batch index of (P, D) points.
-        origin, size: one for each column of the points; 0 and 1 if they are None.
+    What int32 does not hold becomes ``NO_CELL``. Of float64 nothing is rounded.
     """
     with stream_of(points):
         points = mx.stop_gradient(points)
@@ -73,16 +67,9 @@ def corner_weights(
 ) -> mx.array:
     """Return the (P, 2^D) float32 weights of the cells around points.
 
-    A cell's weight is a product over the axes, of which D are the last columns of
-    ``points``; absent cells have weight 0. Differentiable in the points.
-
-    Args:
-        points: (P, 1 + D) or (P, D) float32.
-        cells: (P, 1 + D) int32, of each point; None if ``points`` are counted from
-            their cells.
-        table: (P, 2^D) int32: the rows of these cells, or -1.
-        renormalise: whether the weights of a point are divided by their sum.
-        size: of a cell, one for each column of the points, in their units.
+    Products over the axes; absent cells have 0. Differentiable in the points, whose
+    last D columns count from their ``cells``, or from nothing if these are None.
+    ``table`` has the rows of the cells, and ``size`` is a cell's, in the points' units.
     """
 
     def composed(points: mx.array) -> mx.array:
@@ -127,17 +114,7 @@ def segment_counts(rows: mx.array, segments: int) -> mx.array:
 def reduce_segments(
     values: mx.array, rows: mx.array, segments: int, reduce: str
 ) -> mx.array:
-    """Reduce (N, C) values into (segments, C), accumulated in float32.
-
-    Differentiable to any order in ``values``; the gradient of a maximum goes to the
-    first row that has it. An empty segment gives zeros.
-
-    Args:
-        values: (N, C) float32, float16 or bfloat16.
-        rows: (N,) integers: the segment of each row.
-        segments: number of segments.
-        reduce: "sum", "mean" or "max".
-    """
+    """Reduce (N, C) values into (segments, C), accumulated in float32."""
     table = rows.astype(mx.int32)[:, None]
     if reduce == "max":
         find = partial(registry.reductions().scatter_max, table=table, rows=segments)
@@ -158,11 +135,7 @@ def voxelize(
     origin: float | Sequence[float] = 0.0,
     reduce: str = "mean",
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Merge points of one cell ``floor((point - origin) / voxel_size)``.
-
-    Raises:
-        TypeError, ValueError: see ``SparseTensor.from_points``.
-    """
+    """Merge points of one cell ``floor((point - origin) / voxel_size)``."""
     points = positions_of(points, "points")
     if points.ndim != 2 or points.shape[1] not in AXES:
         raise ValueError(
@@ -211,11 +184,7 @@ def voxelize(
 
 
 def batch_of(batch: mx.array, points: int) -> mx.array:
-    """Return (P,) int32 batch indices. Of wider integers it reads the bounds.
-
-    Raises:
-        ValueError: they are no integers, not one a point, or beyond int32.
-    """
+    """Return (P,) int32 batch indices. Of wider integers it reads the bounds."""
     batch = array_of(batch, "batch")
     integral = mx.issubdtype(batch.dtype, mx.integer) or not batch.size
     if tuple(batch.shape) != (points,) or not integral:

@@ -28,11 +28,7 @@ class BoxedRows(NamedTuple):
 
 
 class RowIndex(ABC):
-    """Finds the rows of one coordinate set by value; of equal rows the first.
-
-    Attributes:
-        is_sorted: whether the rows are known to be in order, once it is settled.
-    """
+    """Finds the rows of one coordinate set by value; of equal rows the first."""
 
     is_sorted = False
 
@@ -50,12 +46,7 @@ class RowIndex(ABC):
         """Return the bounds and the earliest pair of equal rows, from read facts."""
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
-        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1.
-
-        Args:
-            rows: rows to look for.
-            bounds: their bounds, if they are known.
-        """
+        """Return for each of the (Q, 1 + D) int32 rows its (Q,) int32 place, or -1."""
         dims = rows.shape[1] - 1
         out = BoxedRows(rows, bounds)
         return self.table(out, [(0,) * dims], (1,) * dims)[:, 0]
@@ -74,16 +65,10 @@ class RowIndex(ABC):
     ) -> mx.array:
         """Return the (N_out, K) int32 neighbour table, -1 if there is no edge.
 
-        Args:
-            out: the output rows.
-            offsets: the K offsets.
-            stride: lattice step.
-            transposed: whether ``out = in * stride + offset_k``, not
-                ``in = out * stride + offset_k``.
-            mirrored: whether the output rows are the set itself and the offsets
-                point-symmetric, so that half of them need no search.
-            keep: takes views that a backend makes beside the table.
-            wanted: the name of a view that a backend may make beside it.
+        ``transposed``: ``out = in * stride + offset_k``, not ``in = out * stride +
+        offset_k``. ``mirrored``: the output rows are the set itself and the offsets
+        point-symmetric, so half of them need no search. ``keep`` takes views that a
+        backend makes beside the table, such as the ``wanted`` one.
         """
 
 
@@ -95,42 +80,26 @@ class StartedLevels(Protocol):
         """Small arrays to read."""
 
     def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
-        """Return the rows of each level; None if the launched keys were too narrow.
-
-        Args:
-            counts: the values of ``counts``.
-            boxes: int32 bounds of the rows of each level.
-        """
+        """Return the rows of each level; None if the launched keys were too narrow."""
 
 
 class Geometry(ABC):
     """What a backend builds of coordinate rows and of neighbour tables.
 
-    In its methods ``coords`` are (N, 1 + D) int32 rows, ``offsets`` the K kernel
-    offsets, ``stride`` is the lattice step, and ``table`` a (N, K) int32 neighbour
-    table.
+    ``coords`` are (N, 1 + D) int32 rows, ``offsets`` the K kernel offsets, ``stride``
+    is the lattice step, ``table`` a (N, K) int32 neighbour table, ``box`` int32 bounds
+    that hold the rows. What is None is not known yet, and is read.
     """
 
     @abstractmethod
     def bounds(self, coords: mx.array) -> Bounds:
-        """Return the least and greatest value of each column; zeros for no rows.
-
-        Reads them.
-        """
+        """Return the least and greatest value of each column; zeros for no rows."""
 
     @abstractmethod
     def unique_rows(
         self, coords: mx.array, box: Bounds | None = None, count: int | None = None
     ) -> UniqueRows:
-        """Return the sorted unique rows, and the place of each row among them.
-
-        Reads their number and, unless ``box`` is given, the bounds.
-
-        Args:
-            coords: rows that may repeat.
-            box: bounds of a box that holds them, if it is known.
-            count: how many unique rows there are, if that is known.
-        """
+        """Return the sorted unique rows, and the place of each row among them."""
 
     @abstractmethod
     def made_rows(
@@ -142,14 +111,7 @@ class Geometry(ABC):
         box: Bounds,
         count: int | None = None,
     ) -> mx.array:
-        """Return the sorted unique int32 rows within a box that a rule makes.
-
-        Args:
-            rule: which rows are made.
-            coords, offsets, stride: what they are made of.
-            box: int32 bounds of the rows that are kept.
-            count: their number, which is read if it is not known.
-        """
+        """Return the sorted unique int32 rows within a box that a rule makes."""
 
     def start_kept(self, mask: mx.array, coords: mx.array) -> MaskedRows:
         """Launch the rows of a set that a mask, (N,) bool, keeps. N is at least 1."""
@@ -163,14 +125,7 @@ class Geometry(ABC):
     ) -> StartedLevels | None:
         """Launch for each stride the sorted unique int32 rows ``floor(in / stride)``.
 
-        Args:
-            source: the set that levels are made of.
-            strides: lattice steps, each a multiple of the one before it.
-            boxes: int32 bounds of the rows of each; None if the bounds of the set are
-                not read yet.
-
-        Returns:
-            None if the levels are to be made one after another.
+        Each stride is a multiple of the one before it. None: make one after another.
         """
         return None
 
@@ -180,10 +135,7 @@ class Geometry(ABC):
         strides: Sequence[tuple[int, ...]],
         boxes: Sequence[Bounds],
     ) -> list[mx.array]:
-        """Return the cells of each stride, each level made of the one before.
-
-        Reads their numbers, one by one. Arguments are those of ``start_levels``.
-        """
+        """Return the cells of each stride, each level made of the one before."""
         before = (1,) * (coords.shape[1] - 1)
         made, still = [], [(0,) * len(before)]
         for stride, box in zip(strides, boxes, strict=True):
@@ -194,13 +146,7 @@ class Geometry(ABC):
 
     @abstractmethod
     def index(self, coords: mx.array, box: Bounds | None = None) -> RowIndex:
-        """Return the look-up of rows, launched but not waited for.
-
-        Args:
-            coords: the rows.
-            box: a box that holds them, if it is known. Without one, the index of MLX
-                operations must be settled before it is searched.
-        """
+        """Return the look-up of rows, launched; without a box settle it first."""
 
     @abstractmethod
     def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
@@ -208,31 +154,15 @@ class Geometry(ABC):
 
     @abstractmethod
     def edges(self, table: mx.array, relation: RelationViews | None = None) -> mx.array:
-        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o).
-
-        Args:
-            table: neighbour table.
-            relation: whose table it is: its edges may have been counted already.
-        """
+        """Return the (E, 3) int32 edges (i, o, k) of a table, sorted by (k, o)."""
 
     def gray_order(self, table: mx.array, region: int | None = None) -> mx.array:
-        """Return the (N,) int32 order of rows by the Gray-code rank of their mask.
-
-        Ties keep the rows' own order.
-
-        Args:
-            table: neighbour table.
-            region: rows that are ordered among themselves, one region after another;
-                by default all of them.
-        """
+        """Return the (N,) int32 order of rows by the Gray-code rank of their mask."""
         return lattice.by_region(lattice.gray_order(table >= 0), region)
 
     @abstractmethod
     def curve_order(self, coords: mx.array, curve: Curve) -> mx.array:
-        """Return the (N,) int32 order of unique rows, at least one, along a curve.
-
-        Rows of one batch element follow each other.
-        """
+        """Return the (N,) int32 order of unique rows, at least one, along a curve."""
 
     def edge_count(self, relation: RelationViews) -> mx.array | None:
         """Return the (1,) number of edges, unread; None if listing them needs none."""
@@ -241,9 +171,6 @@ class Geometry(ABC):
     def start(self, relation: RelationViews) -> mx.array | None:
         """Build the views that the backend will read of a new relation, unevaluated.
 
-        They are then evaluated together with what Python waits for.
-
-        Returns:
-            The number of edges, still on the device, if the backend counts them.
+        Returns the number of edges, still on the device, if the backend counts them.
         """
         return None

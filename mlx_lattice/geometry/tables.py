@@ -32,24 +32,14 @@ from .protocol import Keep, RowIndex, Rows
 
 
 class SortedIndex(RowIndex):
-    """Finds rows of a set by a binary search, in MLX operations; see ``RowIndex``.
-
-    Args:
-        order: (N,) int32: the set's rows in lexicographic order.
-        ordered: (N, 1 + D) integers: the rows in that order.
-        bounds: bounds of the rows; None until settled.
-    """
+    """Finds rows of a set by a binary search, in MLX operations; see ``RowIndex``."""
 
     def __init__(self, order: mx.array, ordered: mx.array, bounds: Bounds | None):
         self.order, self.ordered, self.bounds = order, ordered, bounds
 
     @classmethod
     def of(cls, coords: mx.array, box: Bounds | None = None) -> SortedIndex:
-        """Sort (N, 1 + D) int32 coordinates into an index.
-
-        Without a box that holds the rows the device sorts by its own, and the index is
-        to be settled before it is searched.
-        """
+        """Sort coordinates into an index; without a box, settle it before a search."""
         if box is None and coords.shape[0] == 0:
             box = bounds_of(coords)
         keys = device_keys(coords) if box is None else row_keys(coords, box)
@@ -94,10 +84,7 @@ class SortedIndex(RowIndex):
         return SortedIndex(self.order, scaled(self.ordered, stride), bounds)
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
-        """Return for each of the (Q, 1 + D) rows its (Q,) int32 place, or -1.
-
-        Reads the bounds of ``rows`` if they are not given.
-        """
+        """Return for each of the (Q, 1 + D) rows its (Q,) int32 place, or -1."""
         n, q = self.ordered.shape[0], rows.shape[0]
         if n == 0 or q == 0:
             return mx.full((q,), -1, dtype=mx.int32)
@@ -162,11 +149,8 @@ class SortedIndex(RowIndex):
         return mx.stack(self.columns(rows, box, offsets), axis=1)
 
     def _mirrored_table(self, coords: mx.array, offsets: Offsets) -> mx.array:
-        """Return the (N, K) table of a point-symmetric kernel over the set itself.
-
-        Searches half of the offsets; the edge (i, o, k) gives (o, i, K - 1 - k), as in
-        FlexGEMM.
-        """
+        """Return the (N, K) table of a point-symmetric kernel over the set itself."""
+        # Half of them are searched: edge (i, o, k) gives (o, i, K - 1 - k); FlexGEMM.
         n, half = coords.shape[0], len(offsets) // 2
         found = self.columns(coords, self.bounds, offsets[:half])
         rows = mx.arange(n, dtype=mx.int32)
@@ -204,10 +188,7 @@ def table_edges(table: mx.array) -> mx.array:
 
 
 class Csr(NamedTuple):
-    """Edges grouped by one of their columns.
-
-    Group g owns ``edges[indptr[g]:indptr[g + 1]]``.
-    """
+    """Edges by one of their columns: group g's from ``indptr[g]`` to ``indptr[g + 1]``."""
 
     indptr: mx.array  # (groups + 1,) int32
     edges: mx.array  # (E, 3) int32 rows (input row, output row, offset)
@@ -298,15 +279,7 @@ def checked_edges(
     offsets: mx.array | Sequence[int],
     limits: tuple[int, int, int],
 ) -> mx.array:
-    """Return (E, 3) int32 edges by offset, output row and input row.
-
-    Args:
-        in_rows, out_rows, offsets: (E,) integers, one for each edge.
-        limits: what each must lie below.
-
-    Raises:
-        ValueError: lengths differ, or a value lies outside its range.
-    """
+    """Return (E, 3) int32 edges by offset, output row and input row."""
     names = "in_rows", "out_rows", "offsets"
     columns = list(map(_vector, (in_rows, out_rows, offsets), names))
     sizes = [c.size for c in columns]
@@ -341,10 +314,7 @@ def _vector(values: object, name: str) -> mx.array:
 def lexicographic(
     edges: mx.array, order: Sequence[int], limits: Sequence[int]
 ) -> mx.array:
-    """Return the order of edge rows by the named columns, the first leading.
-
-    ``limits``: what each column lies below.
-    """
+    """Return the order of edge rows by the named columns, the first leading."""
     bounds = (0,) * 3, tuple(max(1, limits[column]) - 1 for column in order)
     return mx.argsort(row_keys(edges[:, mx.array(order)], bounds))
 
@@ -352,14 +322,7 @@ def lexicographic(
 def grouped(
     edges: mx.array, order: tuple[int, ...], limits: tuple[int, ...], groups: int
 ) -> Csr:
-    """Return the edges by the columns of ``order``, with where each group begins.
-
-    Args:
-        edges: (E, 3) by offset and output row.
-        order: columns, that of the groups first.
-        limits: what each column lies below.
-        groups: that of the first.
-    """
+    """Return the edges by the columns of ``order``, with where each group begins."""
     if order[0] != 2:
         edges = edges[lexicographic(edges, order, limits)]
     starts = mx.arange(groups + 1, dtype=mx.int32)

@@ -451,8 +451,7 @@ def filled_patches(
 ) -> Groups:
     """Return patches of which the last of an element is filled from the one before.
 
-    An element of n > ``patch`` rows has ceil(n / patch) whole patches; the queries of
-    the last one are the element's last rows alone. A shorter element is one patch.
+    Its queries are the element's last rows alone. A short element is one patch.
     """
     layout = FilledLayout(batch_rows(like).sizes, patch, padding)
     kernels = registry.patches()
@@ -670,10 +669,7 @@ def _cross_composed(
 
 
 def _grouped(rows: BatchRows, n: int) -> tuple[Groups, tuple[mx.array | None, ...]]:
-    """Return elements in few buckets, padded by an eighth of the rows at most.
-
-    Also the elements of each bucket, None for all of them.
-    """
+    """Return elements in few buckets, padded by an eighth of the rows at most."""
     sizes = rows.sizes
     if rows.order is None and len(set(sizes)) == 1:
         return Groups.standing(len(sizes), sizes[0]), (None,)
@@ -771,18 +767,9 @@ Angles = Sequence[mx.array]  # the cosine and the sine of every pair, or nothing
 def turned_heads(
     qkv: mx.array, scales: Sequence[mx.array] = (), angles: Angles = ()
 ) -> tuple[mx.array, mx.array | None, mx.array | None]:
-    """Return queries, keys and values as ``full_attention`` takes them.
+    """Return (N, 3, heads, D) normalised and rotated, as ``full_attention`` takes it.
 
-    Queries and keys are normalised if there are scales, and rotated if there are
-    angles; GPUs do both in one launch.
-
-    Args:
-        qkv: (N, 3, heads, D).
-        scales: (heads, D) of queries and of keys, or none.
-        angles: (N, 1, D / 2) float32 cosine and sine, or none.
-
-    Raises:
-        ValueError: a scale has another shape.
+    By (heads, D) scales of queries and keys, and (N, 1, D / 2) cosine and sine.
     """
     _expect_scales(qkv, scales)
     kernel = registry.heads()

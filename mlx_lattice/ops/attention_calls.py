@@ -49,16 +49,7 @@ SCORES, BIASED_SCORES = 1 << 27, 1 << 24
 
 
 class Call(NamedTuple):
-    """One call of ``mx.fast.scaled_dot_product_attention``.
-
-    Attributes:
-        groups: number of groups that are attended side by side.
-        heads, kv_heads: of the queries, and of keys and values.
-        queries, keys: of a group.
-        channels, values: of a head's queries and keys, and of its values.
-        dtype: of all arrays.
-        masked: whether there is a mask of keys.
-    """
+    """One call of ``mx.fast.scaled_dot_product_attention``."""
 
     groups: int
     heads: int
@@ -111,15 +102,7 @@ class Call(NamedTuple):
 def attend(
     q: mx.array, k: mx.array, v: mx.array, scale: float, mask: mx.array | None
 ) -> mx.array:
-    """Return (groups, heads, queries, D_v), by MLX's fused kernel if possible.
-
-    Args:
-        q: (groups, heads, queries, D).
-        k: (groups, kv_heads, keys, D).
-        v: (groups, kv_heads, keys, D_v).
-        scale: factor of the scores.
-        mask: (groups, 1, 1, keys) bool, or None.
-    """
+    """Return (groups, heads, queries, D_v), by MLX's fused kernel if possible."""
     groups, heads, queries, channels = q.shape
     sizes = groups, heads, k.shape[1], queries, k.shape[2], channels, v.shape[3]
     rows = Call(*sizes, q.dtype, mask is not None).tiled_queries
@@ -144,10 +127,7 @@ class Heads(NamedTuple):
 
     @classmethod
     def of(cls, arrays: Sequence[mx.array]) -> Heads:
-        """Return the heads of (..., heads, D) queries, keys and values.
-
-        All three may be in one array.
-        """
+        """Return the heads of (..., heads, D) queries, keys and values."""
         q, k, v = (a.shape[-2:] for a in (arrays if len(arrays) == 3 else 3 * arrays))
         return cls(q[0], k[0], q[1], v[1])
 
@@ -166,8 +146,7 @@ def call_sizes(
 ) -> tuple[int, int]:
     """Return how many groups, and how many queries of each, one call takes.
 
-    A fused kernel on CUDA holds no scores, in training too. In all other cases the
-    scores of a call are bounded, which bounds the time of a launch too.
+    MLX's fused kernel on CUDA holds no scores; else scores of a call are bounded.
     """
     whole = Call(1, 1, 1, TILE, TILE, heads.channels, heads.values, dtype, False)
     device = launch.device()
@@ -185,15 +164,7 @@ def attend_bucket(
     scale: float,
     bias: Callable[[slice, slice], mx.array] | None = None,
 ) -> Iterator[mx.array]:
-    """Yield (results, heads * D_v) of a bucket, a bounded number of scores at a time.
-
-    Args:
-        bucket: the sizes.
-        arrays: (groups, rows, heads, D) queries, keys and values.
-        mask: (groups, 1, 1, keys) bool, or None.
-        scale: factor of the scores.
-        bias: returns what is added to the scores of some groups and queries.
-    """
+    """Yield (results, heads * D_v) of a bucket, in calls of bounded scores."""
     heads, dtype = Heads.of(arrays), arrays[0].dtype
     step, rows = call_sizes(bucket, heads, dtype, bias is not None)
     parts = [_pieces(array.transpose(0, 2, 1, 3), step, 0) for array in arrays]
@@ -218,10 +189,8 @@ def joined(parts: Sequence[mx.array], axis: int = 0) -> mx.array:
 def _pieces(
     x: mx.array, length: int, axis: int, total: int | None = None
 ) -> list[mx.array]:
-    """Return the parts of an array along an axis, of one length but for the last.
-
-    Not slices: the gradient of each slice would fill the whole with zeros.
-    """
+    """Return the parts of an array along an axis, of one length but for the last."""
+    # Not slices: the gradient of each would fill the whole with zeros.
     size = x.shape[axis]
     total = size if total is None else total
     cuts = [*range(length, total, length), *[total] * (total < size)]
@@ -278,18 +247,12 @@ def by_kernel(
     again: Callable[..., mx.array],
     record: Attended | None,
 ) -> mx.array:
-    """Attend by the kernel; derivatives of the gradient are MLX operations'.
+    """Attend by the CPU's kernel; derivatives of the gradient are those of ``again``.
 
-    Args:
-        q, k, v: (N, heads, D), (N, kv_heads, D), (N, kv_heads, D_v) of one dtype.
-        lists: (S,) int32 rows, group after group; (G + 1,) where each begins; (G,)
-            how many of its first rows are queries. Every row is in one group. With two
-            more, (N,) rows of q and (G,) where each group's begin, those are its
-            queries, and k and v may have other rows than q; no keys give 0.
-        scale: factor of the scores.
-        gather: from (S, C), by place in the groups' rows, to the rows of k.
-        again: the same attention of (q, k, v) in MLX operations.
-        record: what observers get of each pass.
+    ``lists``: (S,) rows of keys, group after group; (G + 1,) where each group begins;
+    (G,) the number of its queries, which are its first rows. With two more, (N,) rows
+    of q and (G,) where each group's begin, queries are those. ``gather`` takes (S, C)
+    to the rows of k, and ``again`` is the same in MLX operations.
     """
 
     def forward(q, k, v):
@@ -433,10 +396,7 @@ def composed(
     scale: float,
     bias: RelativeBias | None = None,
 ) -> mx.array:
-    """Attend a bucket at a time, in MLX operations that differentiate to any order.
-
-    ``arrays``: (N, heads, D) queries, keys, values; or all in one (N, 3, heads, D).
-    """
+    """Attend a bucket at a time, in MLX operations that differentiate to any order."""
     results, start, q = [], 0, arrays[0]
     slots = zip(*(groups.slots(a) for a in arrays), strict=True)
     for bucket, mask, parts in zip(groups.buckets, groups.masks, slots, strict=True):
@@ -460,19 +420,10 @@ def cut(
     budget: int,
     call: int | None = None,
 ) -> list[int]:
-    """Cut groups by size into few buckets, each padded to its largest.
+    """Return the largest size of each of few buckets of groups, ascending.
 
-    All buckets may have the same padding: the most with which all of them together
-    keep the budget, and no more than a call is worth.
-
-    Args:
-        sizes: ascending (size, number of groups).
-        pairs: returns the pairs of a group by its size.
-        budget: the most pairs of padding.
-        call: the most pairs of padding in a bucket; by default the budget.
-
-    Returns:
-        The largest size of each bucket, ascending.
+    ``sizes`` are ascending (size, number of groups), ``pairs`` returns those of a
+    group, and ``budget`` and ``call`` bound the padding of all and of one bucket.
     """
     most = budget if call is None else min(budget, call)
     while True:
@@ -491,14 +442,7 @@ def cut(
 def groups_of(
     group: mx.array, count: int, order: mx.array | None, padding: Padding
 ) -> Groups:
-    """Return the rows of each group, which attend to each other. Reads the sizes.
-
-    Args:
-        group: (N,) the group of each row.
-        count: number of groups.
-        order: (N,) the rows in the order of their groups, or None.
-        padding: of the device.
-    """
+    """Return the rows of each group, which attend to each other. Reads the sizes."""
     n = group.shape[0]
     if order is None:
         keys = group.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
@@ -550,11 +494,7 @@ def biases(table: mx.array, apart: mx.array) -> mx.array:
 
 
 class RelativeBias:
-    """What a table adds to the scores, by the difference of cells along each axis.
-
-    ``table``: (axes * (2 * bound + 1), heads), for each axis from ``-bound`` on;
-    greater differences count as the bound.
-    """
+    """What a table adds to the scores, by the difference of cells along each axis."""
 
     def __init__(self, table: mx.array, rows: CoordinateSet, groups: Groups):
         self.table, coords = table.astype(mx.float32), rows.coords
@@ -566,10 +506,7 @@ class RelativeBias:
     def of_bucket(
         self, start: int, bucket: Bucket
     ) -> Callable[[slice, slice], mx.array]:
-        """Return a function of groups and queries of the bucket from a slot on.
-
-        It returns their float32 (groups, heads, queries, keys) biases.
-        """
+        """Return a function of groups and queries of the bucket from a slot on."""
         end = start + bucket.groups * bucket.length
         cells = self.cells[start:end].reshape(bucket.groups, bucket.length, -1)
 

@@ -51,8 +51,7 @@ def on_features(function: Callable, x: Features, *args, **kwargs):
 def by_rows(function: Callable) -> Callable:
     """Return a function of separate rows that also takes (0, C).
 
-    MLX's compiled kernels on CUDA divide by zero for empty arrays. The result of one
-    row of zeros tells the shape and dtype of an empty result.
+    MLX's compiled kernels on CUDA divide by zero there. One row tells the shape.
     """
 
     @wraps(function)
@@ -206,12 +205,7 @@ def fused_activation(layer: object) -> Activation | None:
 
 
 def activation_of(activation: str | Activation | Callable | None) -> Activation:
-    """Return an activation by its name, or that of a layer or function.
-
-    Raises:
-        TypeError: the argument has another type, or no kernel computes it.
-        ValueError: no activation of the kernels has this name.
-    """
+    """Return an activation by its name, or that of a layer or function."""
     if activation is None:
         return NONE
     if isinstance(activation, Activation):
@@ -232,10 +226,7 @@ ORDERS = ("last", "first")
 
 
 class Slots(NamedTuple):
-    """Which fine row belongs into which slot of the coarse rows.
-
-    Slot ``coarse row * K + offset`` holds at most one fine row.
-    """
+    """Fine rows in the slots ``coarse row * K + offset``, of which each holds one."""
 
     slot: mx.array  # (N_fine,) the slot of each fine row, or -1; int32 if that holds
     row: mx.array  # (N_coarse * K,) int32: the fine row of each slot, or -1
@@ -331,10 +322,7 @@ def fine_slots(
     coordinates: SparseTensor | CoordinateKey | mx.array | None = None,
     order: str = "last",
 ) -> tuple[CoordinateKey, Slots]:
-    """Return the fine rows of ``channel_to_space``, and the slots of both sets.
-
-    Arguments are as there; the features of ``x`` are not read.
-    """
+    """Return the key and slots of ``channel_to_space``, without reading features."""
     factor = _check(x, factor, order)
     if subdivision is not None and coordinates is not None:
         raise ValueError("pass subdivision or coordinates, not both")
@@ -451,15 +439,7 @@ def fine_rows(
     volume: int,
     finish: Callable[[mx.array], mx.array],
 ) -> mx.array:
-    """Return ``finish`` of the fine rows of wide ones, (M, C).
-
-    Args:
-        parts: (first coarse row, (n, volume * C) features) of blocks of coarse rows, in
-            order, equal in length but for the last.
-        slots: of the fine rows.
-        volume: fine cells of a coarse one.
-        finish: a function of (m, C) rows, each by itself.
-    """
+    """Return ``finish`` of the (M, C) fine rows of wide ones, by blocks of these."""
     count = slots.slot.shape[0]
 
     def blank(part: mx.array) -> mx.array:
@@ -585,10 +565,7 @@ def _summed(feats: mx.array, share: int, scale: float) -> mx.array:
 
 
 def by_halves(parts: mx.array) -> mx.array:
-    """Return (N, C) sums over the last, short axis of (N, C, share).
-
-    For each of them MLX's sum has a block of threads on CUDA.
-    """
+    """Return (N, C) sums over a short last axis; MLX has a CUDA block for each sum."""
     while parts.shape[2] % 2 == 0:
         first, second = mx.split(parts, 2, axis=2)
         parts = first + second

@@ -40,9 +40,9 @@ def forward_relation(
 def transposed_relation(
     x: SparseTensor, coordinates: Coordinates, generative: bool = False, **kernel
 ) -> Relation:
-    """Return the transposed relation onto ``coordinates``.
+    """Return the transposed relation onto ``coordinates``, by default the finer set.
 
-    By default onto the finer set, or onto all that it reaches if ``generative``.
+    If ``generative``, by default onto all rows that it reaches.
     """
     if generative and coordinates is None:
         return x.manager.generative_relation(x.key, **kernel)
@@ -61,14 +61,7 @@ def finer_key(
 def target_key(
     x: SparseTensor, coordinates: Coordinates, stride, is_finer: bool
 ) -> CoordinateKey | None:
-    """Return the key of ``coordinates`` in the tensor's manager.
-
-    Bare rows get the stride that the step implies.
-
-    Raises:
-        ValueError: rows of the tensor's own manager have another stride: they count
-            other cells. Rows of another manager count from another first lattice.
-    """
+    """Return the key of ``coordinates`` in the tensor's manager; bare rows are new."""
     if coordinates is None:
         return None
     steps = per_axis(stride, x.dims, "stride")
@@ -101,10 +94,7 @@ def target_key(
 
 
 def fitting(weight: Weight, dims: int, kernel_size, offsets=None) -> Weight:
-    """Return a weight after checking it against the size of the kernel.
-
-    In MLX's layout it then has at least four axes: three are (K, C_in, C_out).
-    """
+    """Return a weight, of 4 axes in MLX's layout, checked against the kernel's size."""
     if offsets is not None:
         volume, size = len(explicit_offsets(offsets, dims)), None
     else:

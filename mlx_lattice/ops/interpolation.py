@@ -171,10 +171,7 @@ def upsample_linear(
 
 
 class Blend:
-    """Weighted sums of the rows that a table names, which is kept with its weights.
-
-    Both are (Q, K); no row is named more than ``most`` times, if that is known.
-    """
+    """Weighted sums of rows by a (Q, K) table, with each at most ``most`` times."""
 
     def __init__(
         self, weights: mx.array, places: mx.array, rows: int, most: int | None = None
@@ -198,10 +195,9 @@ class Blend:
 def blend_at(
     x: SparseTensor, points: mx.array, cells: mx.array, size: tuple[int, ...]
 ) -> Blend:
-    """Return what interpolates at points as ``interpolate`` with ``renormalise`` does.
+    """Return ``interpolate(renormalise=True)`` at (P, D) points in cells of stride 1.
 
-    Nothing is read. ``points`` are (P, D) float32, finite, in cells of stride 1,
-    ``cells`` (P, 1 + D) int32 in the tensor's lattice, and ``size`` is its stride.
+    Nothing is read. ``cells`` are theirs in the tensor's lattice, of stride ``size``.
     """
     coordinate_set = x.coordinate_set
     places = _around(coordinate_set, BoxedRows(cells, None))

@@ -48,19 +48,7 @@ SLACK = 2.0**-20
 
 
 class Lattice:
-    """Integer positions: squared distances are exact.
-
-    Args:
-        points, queries: (N, 1 + D), (Q, 1 + D) int32 rows, neither of them empty.
-        limit: greatest distance that counts, or infinity.
-
-    Attributes:
-        bits: how many a row takes in a key.
-        extent: how far apart points lie on an axis.
-        least: the least edge of a cell.
-        enough: an edge that needs no cells but those around a query.
-        most: the greatest square that counts.
-    """
+    """Integer positions: squared distances are exact."""
 
     least = 1
 
@@ -204,10 +192,7 @@ class CellGrid:
         return sync.read(shared.mean())[0]
 
     def keys(self, queries: mx.array) -> Iterator[tuple[mx.array, mx.array]]:
-        """Yield (B,) int32 places among the queries with (B, M) int64 sorted keys.
-
-        A key is ``distance << bits | row``, or ``NONE``. Each query comes once.
-        """
+        """Yield (B,) int32 places among the queries with (B, M) int64 sorted keys."""
         for first in range(0, queries.shape[0], QUERIES):
             yield from self._keys(queries[first : first + QUERIES], first)
 

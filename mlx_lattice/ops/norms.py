@@ -299,11 +299,7 @@ def expect_lines(names: str, channels: int, *lines: mx.array | None) -> None:
 
 
 def residual_of(x: Features, residual: Features | None) -> mx.array | None:
-    """Return the features of a residual of the rows of ``x``.
-
-    Raises:
-        ValueError: it has other rows or channels.
-    """
+    """Return the features of a residual of the rows of ``x``."""
     if residual is None:
         return None
     both = isinstance(x, SparseTensor) and isinstance(residual, SparseTensor)
@@ -369,10 +365,7 @@ def _line_of_each(line: mx.array | None, elements: int) -> mx.array | None:
 
 
 def moments(x: mx.array) -> tuple[mx.array, mx.array]:
-    """Return the float32 (C,) mean and biased variance over the rows of (N, C).
-
-    In MLX operations; zeros if N = 0.
-    """
+    """Return the float32 (C,) mean and biased variance over the rows of (N, C)."""
     x, rows = x.astype(mx.float32), max(1, x.shape[0])
     mean = row_sum(x) / rows
     return mean, row_sum(mx.square(x - mean)) / rows
@@ -381,11 +374,7 @@ def moments(x: mx.array) -> tuple[mx.array, mx.array]:
 def moved_statistics(
     running: Running, momentum: float, rows, mean: mx.array, var: mx.array
 ) -> tuple[mx.array, mx.array]:
-    """Return running statistics moved by those of some rows.
-
-    No rows leave them as they are; a single row moves the mean alone. ``rows``: an
-    array if only the device knows their number.
-    """
+    """Return running statistics moved by those of some rows, by one row the mean."""
     if running is None:
         return mean, var
     old_mean, old_var = running
@@ -398,12 +387,7 @@ def moved_statistics(
 
 
 class ElementStatistics:
-    """Statistics of each batch element's rows, over each group of channels.
-
-    Args:
-        rows: of the elements.
-        groups: of neighbouring channels, a divisor of C.
-    """
+    """Statistics of each batch element's rows, over each group of channels."""
 
     def __init__(self, rows: BatchRows, groups: int):
         self.rows, self.groups, self.segments = rows, groups, rows.segments
@@ -455,15 +439,7 @@ def _rules(
     act: Activation = NONE,
     **more,
 ) -> tuple[Affine, list[mx.array]]:
-    """Return the rules of a norm, and the arrays that it has, as kernels take them.
-
-    Args:
-        kind: the rules' class; ``more`` are its arguments.
-        name: what observers call the norm.
-        x: (N, C).
-        parameters: weight, bias and residual, or None.
-        act: what follows.
-    """
+    """Return the rules of a norm, and the arrays that it has, as kernels take them."""
     weight, bias, residual = parameters
     if weight is not None and bias is not None and weight.dtype != bias.dtype:
         weight, bias = weight.astype(mx.float32), bias.astype(mx.float32)
@@ -486,16 +462,11 @@ def _run(rules: Affine, *arrays: mx.array):
 
 
 class _NormByRows(Affine):
-    """A norm by statistics of the rows.
+    """A norm by statistics of the rows: of batch elements, processes or all of them.
 
-    A function of x, of those that are present of weight, bias and residual, of running
-    statistics if there are any, and of the lines of ``Moments`` if the convolution
-    summed them. Returns y, (S, C) statistics, and moved (C,) running ones.
-
-    Args:
-        statistics: of batch elements or several processes; None for those of all rows.
-        momentum: how far running statistics move.
-        others: as of ``Affine``.
+    A function of x, of those present of weight, bias and residual, of running
+    statistics if there are any, and of ``Moments.lines`` if the convolution summed
+    them. Returns y, (S, C) mean and variance, and moved (C,) running ones.
     """
 
     __slots__ = "momentum", "source"
@@ -599,21 +570,10 @@ def normalized_by_rows(
     momentum: float = 0.0,
     lines: mx.array | None = None,
 ) -> tuple[mx.array, mx.array, mx.array]:
-    """Normalise each channel by statistics of the rows.
+    """Normalise each channel by statistics of the rows; return y, mean and variance.
 
-    Args:
-        x: (N, C) floating.
-        weight, bias: (C,), or (B, C) for batch elements, or None.
-        residual: (N, C), added before the activation, or None.
-        act, eps, name: what follows, what is added to the variance, what observers
-            call the norm.
-        statistics: of batch elements or several processes; None for those of all rows.
-        running, momentum: (C,) float32 mean and variance to be moved, and how far.
-        lines: statistics of rows that the convolution summed, see ``Moments``.
-
-    Returns:
-        y, (N, C) in the dtype of x; (C,) float32 running mean and variance, moved, or
-        values without a meaning if there are none. Gradients reach y alone.
+    The latter are the (C,) ``running`` ones, moved; without any they have no meaning.
+    Lines are (C,), or (B, C) for ``statistics`` of elements. Gradients reach y alone.
     """
     more = {"eps": eps, "statistics": statistics, "momentum": momentum}
     given = name, x, (weight, bias, residual)
@@ -667,10 +627,7 @@ def normalized_by(
     act: Activation = NONE,
     eps: float = 1e-5,
 ) -> mx.array:
-    """Normalise each channel by given (C,) statistics, in one launch.
-
-    Differentiable in all arrays. The other arguments are as of ``normalized_by_rows``.
-    """
+    """Normalise each channel by given (C,) statistics, in one launch."""
     given = "BatchNorm", x, (weight, bias, residual)
     rules, arrays = _rules(_NormBy, *given, act=act, eps=eps)
     statistics = mean.astype(mx.float32), var.astype(mx.float32)

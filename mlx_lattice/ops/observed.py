@@ -49,24 +49,13 @@ class Observers(Generic[Fact]):
 
 @dataclass(frozen=True)
 class Fused:
-    """One norm as it ran, with what was fused into it.
+    """One norm as it ran, with what was fused into it."""
 
-    Attributes:
-        scope: the layer that called it, or None.
-        pass_: "forward" or "backward".
-        parts: ("BatchNorm", "residual", "ReLU"): what it computes, in order.
-        backend: whose kernels ran; "mlx" for MLX operations.
-        launches: of kernels; None for MLX operations, 0 if it is the epilogue of the
-            layer before.
-        rows, channels: of the features.
-        dtype: of the features.
-    """
-
-    scope: object
+    scope: object  # the layer that called it, or None
     pass_: str
-    parts: tuple[str, ...]
+    parts: tuple[str, ...]  # ("BatchNorm", "residual", "ReLU"), in order
     backend: str
-    launches: int | None
+    launches: int | None  # None: MLX operations; 0: with the layer before
     rows: int
     channels: int
     dtype: mx.Dtype
@@ -80,42 +69,23 @@ class Fused:
 
 @dataclass(frozen=True)
 class Attended:
-    """One attention as it ran.
+    """One attention as it ran."""
 
-    Attributes:
-        scope: the layer that called it, or None.
-        pass_: "forward" or "backward".
-        rule: "full", "window", "patches" or "cross".
-        backend: whose kernel ran; "mlx" for MLX operations.
-        kernel: its name; "composed" if scores have a bias.
-        calls: number of kernel calls.
-        rows: of the features.
-        groups: number of groups of rows that attend to each other.
-        heads, channels: the number of heads of queries, and channels of each.
-        pairs: of queries and keys, in one head.
-        padded_pairs: pairs with those of padding, which are computed and dropped.
-            Queries that fill tiles for a gradient on CUDA are not counted.
-        dtype: of the features.
-        fused: number of calls that are one kernel: the CPU's, or MLX's if it takes such
-            heads, on Metal outside of training only. MLX composes the others.
-        forms: of calls of MLX's attention, (how many, one of them) for each form.
-    """
-
-    scope: object
+    scope: object  # the layer that called it, or None
     pass_: str
-    rule: str
+    rule: str  # "full", "window", "patches" or "cross"
     backend: str
-    kernel: str
+    kernel: str  # "composed" if scores have a bias
     calls: int
     rows: int
-    groups: int
+    groups: int  # of rows that attend to each other
     heads: int
-    channels: int
-    pairs: int
-    padded_pairs: int
+    channels: int  # of a head
+    pairs: int  # of queries and keys, in one head
+    padded_pairs: int  # those that are computed; not queries that fill CUDA's tiles
     dtype: mx.Dtype
-    fused: int = 0
-    forms: tuple = field(default=(), repr=False)
+    fused: int = 0  # calls that are one kernel
+    forms: tuple = field(default=(), repr=False)  # (count, Call) of MLX's attention
 
     @property
     def padding(self) -> float:
@@ -152,10 +122,7 @@ def inside(layer: object) -> AbstractContextManager:
 
 
 def norm_teller(parts: Sequence[str], kernels: bool, x: mx.array) -> Tell:
-    """Return a function of (pass, launches) that reports a norm over ``x``.
-
-    ``parts``: what it computes, in order; an empty one is left out.
-    """
+    """Return a function of (pass, launches) that reports a norm over ``x``."""
     if not norms:
         return untold
     scope, named = launch.current_scope(), tuple(filter(None, parts))
@@ -185,8 +152,7 @@ def attention_record(
 ) -> Attended | None:
     """Return the record of a forward pass in one call; None without observers.
 
-    ``shape`` is the (N, heads, D) of queries, ``pairs`` are counted without and with
-    padding, and the others are as of ``Attended``.
+    ``shape``: of queries. ``pairs``: without and with padding.
     """
     if not attention:
         return None

@@ -84,10 +84,7 @@ class BatchRows:
 
 
 def batch_rows(x: SparseTensor) -> BatchRows:
-    """Return the rows of each batch element.
-
-    Where several elements start is read once for each coordinate set.
-    """
+    """Return the rows of each batch element."""
     expect_tensor(x, flags=True)
     coordinate_set = x.coordinate_set
 
@@ -108,10 +105,7 @@ def batch_rows(x: SparseTensor) -> BatchRows:
 def _read_starts(
     batch: mx.array, size: int, is_sorted: bool
 ) -> tuple[tuple[int, ...], mx.array | None]:
-    """Return where elements start, and the order that sorts rows by element.
-
-    The order is None if the rows are sorted already.
-    """
+    """Return where elements start, and the order that sorts rows by element."""
     numbers, order = _starts(batch, size), None
     if not is_sorted:
         numbers.append((batch[1:] < batch[:-1]).any().reshape(1))
@@ -140,10 +134,7 @@ def _ordered(batch: mx.array, size: int) -> tuple[mx.array, list]:
 
 
 def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
-    """Return the (batch_size, C) sums of float32 (N, C) over each batch element.
-
-    By the kernels of norms, as ``batch_mean``.
-    """
+    """Return the (batch_size, C) sums of float32 (N, C) over each batch element."""
     transpose, itself = partial(batch_spread, rows=rows), partial(batch_sum, rows=rows)
     kernels = registry.norms() if x.size else None
     if kernels is None:
@@ -166,8 +157,7 @@ def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
 def batch_mean(x: mx.array, rows: BatchRows) -> mx.array:
     """Return the (batch_size, C) float32 means of (N, C) over each batch element.
 
-    By the kernels of norms, where there are any: blocks of rows are summed side by
-    side, in two launches, where a sum of segments has one thread for many rows.
+    Kernels of norms sum blocks of rows side by side; a sum of segments has one thread.
     """
     kernels = registry.norms() if x.size else None
     if kernels is None:
@@ -279,10 +269,7 @@ def _mean(x: mx.array, relation: Relation, count: str) -> mx.array:
 
 
 def _edges(relation: Relation) -> mx.array:
-    """Return (N_out,) int32: the edges of each output row.
-
-    Kept, so not by a kernel of features: a rehearsal leaves those out.
-    """
+    """Return (N_out,) int32: the edges of each output row, by no kernel of features."""
     return (relation.out_in >= 0).sum(axis=1).astype(mx.int32)
 
 
@@ -309,10 +296,7 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
 
 
 def _is_of_cells(relation: Relation) -> bool:
-    """Whether maxima are those of rows that name their cells.
-
-    Not by offsets that a caller listed, whose order may be any.
-    """
+    """Whether maxima are those of rows that name their cells."""
     if relation.volume <= MOST_OFFSETS_OF_MAXIMA or not relation.fills_cells:
         return False
     return relation.is_to_cells and relation.spec.custom is None
