@@ -188,7 +188,7 @@ def table_edges(table: mx.array) -> mx.array:
 
 
 class Csr(NamedTuple):
-    """Edges by one of their columns: group g's from ``indptr[g]`` to ``indptr[g + 1]``."""
+    """Edges by one column: group g's are ``edges[indptr[g] : indptr[g + 1]]``."""
 
     indptr: mx.array  # (groups + 1,) int32
     edges: mx.array  # (E, 3) int32 rows (input row, output row, offset)
