@@ -162,8 +162,8 @@ class KernelSpec:
         if self.volume > MOST_LISTED:
             raise ValueError(
                 f"a kernel of {'x'.join(map(str, self.size))} has {self.volume:,} "
-                f"offsets, and no more than {MOST_LISTED:,} are listed. A pooling of "
-                "cells lists none: kernel_size equal to stride, with padding=0"
+                f"offsets, and no more than {MOST_LISTED:,} are listed. A sum or "
+                "mean of cells lists none: kernel_size equal to stride, with padding=0"
             )
         axes = [
             [j * d - p for j in range(n)]

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from functools import partial
 from itertools import accumulate
 from math import prod
 
 import mlx.core as mx
 
-from .. import registry, sync
+from .. import registry
 from ..backends.gpu.attention import GpuHeads, extents_of
 from ..channel_kernels import column_sums
 from ..checks import INT32_LIMIT, array_of, arrays_of, dtype_name, real, whole
@@ -28,11 +27,9 @@ from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import OfKernels, zeros_of
-from . import observed
 from .attention_calls import (
     EXACT,
     PADDING,
-    SHARE,
     Bucket,
     Groups,
     Heads,
@@ -40,7 +37,6 @@ from .attention_calls import (
     RelativeBias,
     attend_bucket,
     by_kernel,
-    call_sizes,
     composed,
     cut,
     groups_of,
@@ -60,8 +56,6 @@ LAST_PATCHES = ("short", "fill")
 RULES = {"serialized": "patches", "filled": "patches"}  # names in a trace
 PAIRS = ("neighbours", "halves")
 EPS = 1e-12  # added to the mean square of a head
-# Padding that takes less time than a call.
-FREE_ROWS = 16
 
 
 # Attention among rows
@@ -213,16 +207,9 @@ def _attend(
             again=lambda *arrays: composed(arrays, groups, scale),
             record=record,
         )
+    report_calls(record, groups.buckets, heads, groups.masks)
     if table is None:
-        report_calls(record, groups.buckets, heads, groups.masks)
         return composed(arrays, groups, scale)
-    if record is not None:
-        sizes = [call_sizes(b, heads, q.dtype, True) for b in groups.buckets]
-        calls = sum(
-            -(-bucket.groups // step) * -(-bucket.queries // rows)
-            for bucket, (step, rows) in zip(groups.buckets, sizes, strict=True)
-        )
-        observed.attention.tell(replace(record, calls=calls))
     bias = RelativeBias(table, like.coordinate_set, groups)
     return composed(arrays, groups, scale, bias)
 
@@ -353,21 +340,14 @@ def _curve(x: SparseTensor, order: str, bits: int | None) -> lattice.Curve:
     return lattice.curve_of(order, x.coordinate_set.bounds, bits)
 
 
-def _along(like: SparseTensor, curve: str, bits: int | None):
-    """Return the curve's order, and the batch and the rank of each place."""
-    order = curve_order(like, curve, bits=bits)
-    batch = like.coordinate_set.coords[:, 0][order]
-    starts = mx.array(batch_rows(like).starts)[batch]
-    return order, batch, mx.arange(len(like), dtype=mx.int32) - starts
-
-
 def _patches(
     like: SparseTensor, patch: int, curve: str, bits: int | None, shift: int
 ) -> tuple[mx.array, int, mx.array]:
     """Return (N,) the patch of each row, how many there are, and the curve's order."""
-    order, batch, rank = _along(like, curve, bits)
-    sizes = batch_rows(like).sizes
-    first = [0, *accumulate(-(-(size + shift) // patch) for size in sizes)]
+    order, rows = curve_order(like, curve, bits=bits), batch_rows(like)
+    batch = like.coordinate_set.coords[:, 0][order]
+    rank = mx.arange(len(like), dtype=mx.int32) - mx.array(rows.starts)[batch]
+    first = [0, *accumulate(-(-(size + shift) // patch) for size in rows.sizes)]
     along = mx.array(first)[batch] + (rank + shift) // patch
     group = mx.zeros((len(like),), dtype=mx.int32)
     group[order] = along.astype(mx.int32)
@@ -377,62 +357,79 @@ def _patches(
 class FilledLayout:
     """Where the groups of filled patches begin, in slots of keys and in results."""
 
-    def __init__(self, sizes: list[int], patch: int, padding: Padding):
-        self.sizes, self.patch = sizes, patch
-        self.buckets: list[Bucket] = []
-        self.starts, self.queries = [], []  # of each group
-        self.slots = self.results = 0
-        self.whole = [n // patch * patch for n in sizes]
-        # Of each element: the first slot of its whole patches, and where the rest is.
-        self.first, self.rest = [0] * len(sizes), [(0, 0)] * len(sizes)
+    def __init__(self, rows: BatchRows, patch: int, padding: Padding):
+        sizes = rows.sizes
+        whole = [n // patch * patch for n in sizes]
         rests = {b: n % patch for b, n in enumerate(sizes) if n > patch and n % patch}
         shorts = {b: n for b, n in enumerate(sizes) if 0 < n < patch}
         self.is_filling = bool(rests)
-        self.pairs = patch * (sum(self.whole) + sum(rests.values()))
+        self.pairs = patch * (sum(whole) + sum(rests.values()))
         self.pairs += sum(n * n for n in shorts.values())
+        self.buckets: list[Bucket] = []
+        self.starts, self.queries = [], []  # of each group
+        self.slots = self.results = 0
+        # On the curve: where queries begin, how many, and rows before them that fill
+        # the patch; and what these take of slots and of results.
+        self.pieces: list[tuple[int, int, int, int, int]] = []
+        # Of each element as the kernel takes it: where it begins, its rows in whole
+        # patches, the first slot of these, those of the rest, and its sizes.
+        self.elements = [
+            [begin, rows, 0, 0, 0, size, patch, 0]
+            for begin, rows, size in zip(rows.starts, whole, sizes, strict=False)
+        ]
         # Half of the padding may be queries of last patches, half short elements.
         budget, most = padding.budget(self.pairs) // 2, padding.call
         counts = Counter(rests.values())
-        if any(self.whole):
-            counts[patch] = sum(self.whole) // patch
+        if any(whole):
+            counts[patch] = sum(whole) // patch
         pairs = partial(padding.pairs, keys=patch)
         for some, end in _cut(rests, counts, pairs, budget, most)[::-1]:
-            begin = len(self.starts)
+            before = len(self.starts)
             if end == patch:  # the first bucket
-                self._add_whole(patch)
+                for element in self.elements:
+                    begin, rows, *_ = element
+                    element[2] = self.slots
+                    self.starts += range(self.slots, self.slots + rows, patch)
+                    self.queries += [patch] * (rows // patch)
+                    self._add(begin, rows, 0, rows, rows)
             end = min(patch, -(-end // padding.tile) * padding.tile)
             for b in some:
-                self._add(b, rests[b], patch, end)
-            groups = len(self.starts) - begin
-            self.buckets.append(Bucket(groups, end, patch, True))
+                self._add_last(b, rests[b], patch, end)
+            self.buckets.append(Bucket(len(self.starts) - before, end, patch, True))
         counts = Counter(shorts.values())
         for some, end in _cut(shorts, counts, padding.pairs, budget, most):
             for b in some:
-                self._add(b, shorts[b], end, end)
+                self._add_last(b, shorts[b], end, end)
             full = all(shorts[b] == end for b in some)
             self.buckets.append(Bucket(len(some), end, end, full))
 
-    @cached_property
-    def elements(self) -> mx.array:
-        """(B, 8) int32: what the kernel takes of each batch element."""
-        begin = [0, *accumulate(self.sizes)][:-1]
-        slots, results = zip(*self.rest, strict=True)
-        each = begin, self.whole, self.first, slots, results, self.sizes
-        rows = [(*words, self.patch, 0) for words in zip(*each, strict=True)]
-        return mx.array(rows, dtype=mx.int32)
-
-    def _add_whole(self, patch: int) -> None:
-        for b, rows in enumerate(self.whole):
-            self.first[b] = self.slots
-            self.starts += range(self.slots, self.slots + rows, patch)
-            self.queries += [patch] * (rows // patch)
-            self.slots = self.results = self.slots + rows
-
-    def _add(self, element: int, queries: int, keys: int, results: int) -> None:
-        self.rest[element] = self.slots, self.results
+    def _add_last(self, element: int, queries: int, keys: int, results: int) -> None:
+        begin, rows, *_ = self.elements[element]
+        self.elements[element][3:5] = self.slots, self.results
         self.starts.append(self.slots)
         self.queries.append(queries)
-        self.slots, self.results = self.slots + keys, self.results + results
+        fill = keys - queries if rows else 0
+        self._add(begin + rows, queries, fill, keys, results)
+
+    def _add(self, *piece: int) -> None:
+        self.pieces.append(piece)
+        self.slots, self.results = self.slots + piece[3], self.results + piece[4]
+
+    def composed(self, order: mx.array) -> tuple[mx.array | None, ...]:
+        """Return what the kernel does, in MLX operations."""
+        parts = [], [], []
+        for first, count, fill, keys, results in self.pieces:
+            rows, before = order[first : first + count], order[first - fill : first]
+            missing = mx.full((max(keys, results),), -1, dtype=mx.int32)
+            parts[0].extend((rows, before, missing[count + fill : keys]))
+            parts[1].extend((rows, missing[count:results]))
+            parts[2].extend((rows, missing[count:keys]))
+        row, own, queries = map(mx.concatenate, parts)
+        slot, place = (inverted(each, len(order)) for each in (queries, own))
+        if not self.is_filling:
+            return row, own, slot, place, None
+        filling = mx.where(queries < 0, row, -1)
+        return row, own, slot, place, inverted(filling, len(order))
 
 
 def _cut(
@@ -453,51 +450,21 @@ def filled_patches(
 
     Its queries are the element's last rows alone. A short element is one patch.
     """
-    layout = FilledLayout(batch_rows(like).sizes, patch, padding)
-    kernels = registry.patches()
+    order = curve_order(like, curve, bits=bits)
+    layout, kernels = FilledLayout(batch_rows(like), patch, padding), registry.patches()
     if kernels is not None and kernels.takes(len(like)):
-        order = curve_order(like, curve, bits=bits)
+        elements = mx.array(layout.elements, dtype=mx.int32)
         ends = layout.slots, layout.results
-        facts = layout.elements, extents_of(*ends), ends, layout.is_filling
-        row, results, slot, place, *again = kernels.filled(order, *facts)
-        again = again[0] if again else None
+        lists = kernels.filled(
+            order, elements, extents_of(*ends), ends, layout.is_filling
+        )
     else:
-        row, results, slot, place, again = _composed_patches(like, layout, curve, bits)
+        lists = layout.composed(order)
+    row, own, slot, place, again = (*lists, None)[:5]
     starts = mx.array([*layout.starts, layout.slots], dtype=mx.int32)
     queries = mx.array(layout.queries, dtype=mx.int32)
-    lists = row, slot, again, results, place, starts, queries
+    lists = row, slot, again, own, place, starts, queries
     return Groups(tuple(layout.buckets), layout.pairs, *lists).masked()
-
-
-def _composed_patches(
-    like: SparseTensor, layout: FilledLayout, curve: str, bits: int | None
-):
-    """Return ``row``, ``own``, ``slot``, ``place`` and ``again`` in MLX operations."""
-    order, batch, rank = _along(like, curve, bits)
-    patch = layout.patch
-    slots, results = (mx.array(a)[batch] for a in zip(*layout.rest, strict=True))
-    whole, first = mx.array(layout.whole)[batch], mx.array(layout.first)[batch]
-    slot, place = (
-        mx.where(rank < whole, first + rank, rest + rank - whole).astype(mx.int32)
-        for rest in (slots, results)
-    )
-    row = mx.full((layout.slots,), -1, dtype=mx.int32)
-    row[slot] = order
-    results = mx.full((layout.results,), -1, dtype=mx.int32)
-    results[place] = order
-    back = mx.zeros((len(like),), dtype=mx.int32)  # the place of a row on the curve
-    back[order] = mx.arange(len(like), dtype=mx.int32)
-    again = None
-    if layout.is_filling:
-        size = mx.array(layout.sizes)[batch]
-        filling = (whole < size) & (whole > 0) & (rank >= size - patch) & (rank < whole)
-        again = slots + rank + patch - whole
-        # Rows without a second slot all write into an extra last one.
-        more = mx.concatenate([row, row[:1]])
-        more[mx.where(filling, again, layout.slots)] = order
-        row, again = more[: layout.slots], mx.where(filling, again, -1)
-        again = again.astype(mx.int32)[back]
-    return row, results, slot[back], place[back], again
 
 
 # Attention to sequences
@@ -626,13 +593,6 @@ def _cross_by_kernel(arrays, like, lengths: mx.array | None, scale: float) -> mx
     )
 
 
-def _cross_record(
-    q: mx.array, groups: int, pairs: tuple[int, int], backend: str, kernel: str
-) -> Attended | None:
-    shape = prod(q.shape[:-2]), *q.shape[-2:]
-    return attention_record(shape, q.dtype, "cross", groups, pairs, backend, kernel)
-
-
 def _cross_composed(
     arrays, like, lengths: mx.array | None, scale: float, reports: bool = True
 ) -> mx.array:
@@ -646,11 +606,9 @@ def _cross_composed(
         mask = inside[:, None, None]
         v = mx.where((lengths > 0)[:, None, None, None], v, mx.zeros_like(v))
     if like is None:
-        groups, elements, slots = Groups.standing(*q.shape[:2]), (None,), [q]
+        groups, slots = Groups.standing(*q.shape[:2]), [q]
     else:
-        rows = batch_rows(like)
-        view = like.coordinate_set.view
-        groups, elements = view("elements", lambda: _grouped(rows, len(like)))
+        groups = _groups(like, ("full",), PADDING[launch.device().backend])
         slots = groups.slots(q)
     buckets = [bucket._replace(length=most) for bucket in groups.buckets]
     if reports:
@@ -658,46 +616,22 @@ def _cross_composed(
         padded = sum(bucket.groups * bucket.queries for bucket in buckets)
         pairs = prod(q.shape[:-2]) * most, padded * most
         record = _cross_record(q, count, pairs, registry.MLX, SDPA)
-        masks = [mask] * len(buckets)
-        report_calls(record, buckets, Heads.of(arrays), masks)
-    results = []
-    for bucket, element, queries in zip(buckets, elements, slots, strict=True):
-        some = slice(bucket.groups) if element is None else element
+        report_calls(record, buckets, Heads.of(arrays), [mask] * len(buckets))
+    results, first = [], 0
+    for bucket, queries in zip(buckets, slots, strict=True):
+        some = slice(first, first := first + bucket.groups)
+        if groups.members is not None:
+            some = groups.members[some]
         keys, values, inside = (a if a is None else a[some] for a in (k, v, mask))
         results += attend_bucket(bucket, (queries, keys, values), inside, scale)
     return groups.collect(results)
 
 
-def _grouped(rows: BatchRows, n: int) -> tuple[Groups, tuple[mx.array | None, ...]]:
-    """Return elements in few buckets, padded by an eighth of the rows at most."""
-    sizes = rows.sizes
-    if rows.order is None and len(set(sizes)) == 1:
-        return Groups.standing(len(sizes), sizes[0]), (None,)
-    counts = sorted((size, n) for size, n in Counter(sizes).items() if size)
-    buckets, elements, parts, low = [], [], [], 0
-    for length in cut(counts, lambda size: size, max(n // SHARE, FREE_ROWS)):
-        some = [b for b, size in enumerate(sizes) if low < size <= length]
-        full = all(sizes[b] == length for b in some)
-        buckets.append(Bucket(len(some), length, length, full))
-        elements.append(mx.array(some, dtype=mx.int32))
-        parts.append(_slots(rows, some, length))
-        low = length
-    row = mx.concatenate(parts)
-    slot = inverted(row, n)
-    groups = Groups(tuple(buckets), n, row, slot, None, row, slot)
-    sync.complete((row, slot, elements))
-    return groups, tuple(elements)
-
-
-def _slots(rows: BatchRows, some: Sequence[int], length: int) -> mx.array:
-    """Return the row in each of an element's ``length`` slots, or -1; all in a line."""
-    starts = mx.array(rows.starts, dtype=mx.int32)
-    element = mx.array(list(some), dtype=mx.int32)[:, None]
-    row = starts[element] + mx.arange(length, dtype=mx.int32)
-    inside = row < starts[element + 1]
-    if rows.order is not None:
-        row = rows.order[mx.where(inside, row, 0)]
-    return mx.where(inside, row, -1).flatten()
+def _cross_record(
+    q: mx.array, groups: int, pairs: tuple[int, int], backend: str, kernel: str
+) -> Attended | None:
+    shape = prod(q.shape[:-2]), *q.shape[-2:]
+    return attention_record(shape, q.dtype, "cross", groups, pairs, backend, kernel)
 
 
 def to_sequences(
@@ -718,25 +652,29 @@ def to_sequences(
     Raises:
         ValueError: the lengths do not add up to the rows of the array.
     """
-    if not isinstance(x, SparseTensor) and lengths is not None:
-        return _unpacked(x, lengths)
-    expect_tensor(x, flags=True)
-    rows = batch_rows(x)
-    sizes = rows.sizes
-    length = max(sizes, default=0)
+    if isinstance(x, SparseTensor) or lengths is None:
+        expect_tensor(x, flags=True)
+        rows, feats = batch_rows(x), x.feats
+    else:
+        feats, lengths = arrays_of(x=x, lengths=lengths)
+        rows = _packed(feats, lengths)
+    sizes, n = rows.sizes, feats.shape[0]
+    shape = rows.size, max(sizes, default=0), feats.shape[1]
     lengths = mx.array(sizes, dtype=mx.int32)
-    shape = rows.size, length, x.channels
     if 0 in shape:
-        return zeros_of([x.feats], shape, x.dtype), lengths
-    if rows.order is None and min(sizes) == length:
-        return x.feats.reshape(shape), lengths
-    row = _slots(rows, range(rows.size), length)
-    return move_rows(x.feats, row, inverted(row, len(x))).reshape(shape), lengths
+        return zeros_of([feats], shape, feats.dtype), lengths
+    if rows.order is None and min(sizes) == shape[1]:
+        return feats.reshape(shape), lengths
+    starts = mx.array(rows.starts, dtype=mx.int32)[:, None]
+    row = starts[:-1] + mx.arange(shape[1], dtype=mx.int32)
+    inside = row < starts[1:]
+    if rows.order is not None:
+        row = rows.order[mx.where(inside, row, 0)]
+    row = mx.where(inside, row, -1).flatten()
+    return move_rows(feats, row, inverted(row, n)).reshape(shape), lengths
 
 
-def _unpacked(x: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
-    """Return packed rows as sequences; see ``to_sequences``."""
-    x, lengths = arrays_of(x=x, lengths=lengths)
+def _packed(x: mx.array, lengths: mx.array) -> BatchRows:
     sizes = lengths.tolist() if lengths.ndim == 1 else None
     whole = mx.issubdtype(lengths.dtype, mx.integer)
     if x.ndim != 2 or not whole or sizes is None or min(sizes, default=0) < 0:
@@ -749,13 +687,7 @@ def _unpacked(x: mx.array, lengths: mx.array) -> tuple[mx.array, mx.array]:
             f"the lengths of packed rows must add up to the {x.shape[0]} rows; got "
             f"{sum(sizes)}"
         )
-    rows = BatchRows(None, (0, *accumulate(sizes)), None)
-    shape = len(sizes), max(sizes, default=0), x.shape[1]
-    lengths = lengths.astype(mx.int32)
-    if 0 in shape:
-        return zeros_of([x], shape, x.dtype), lengths
-    row = _slots(rows, range(len(sizes)), shape[1])
-    return move_rows(x, row, inverted(row, x.shape[0])).reshape(shape), lengths
+    return BatchRows(None, (0, *accumulate(sizes)), None)
 
 
 # Heads: RMS norms, and rotations by coordinates

@@ -32,7 +32,7 @@ from ..reductions import gathered, move_rows, sum_over
 from ..routes import launch
 from ..transformations import Function, Gradient
 from ..transformations import filled as filled_tangents
-from .observed import Attended, attention
+from .observed import COMPOSED, Attended, attention
 
 # Widths of heads that MLX's kernel on Metal takes with more than FEW_QUERIES, and with
 # fewer (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).
@@ -217,18 +217,20 @@ def report_calls(
     heads: Heads,
     masks: Iterable[mx.array | None],
 ) -> None:
-    """Report calls of MLX's attention to observers, and which of them MLX fuses."""
+    """Report calls of attention to observers, and which of them MLX fuses."""
     if record is None:
         return
-    forms = []
+    forms, biased = [], record.kernel == COMPOSED
     for bucket, mask in zip(buckets, masks, strict=True):
-        step, rows = call_sizes(bucket, heads, record.dtype)
+        step, rows = call_sizes(bucket, heads, record.dtype, biased)
         count = -(-bucket.groups // step) * -(-bucket.queries // rows)
         sizes = step, heads.queries, heads.keys, rows, bucket.length
         channels = heads.channels, heads.values
         call = Call(*sizes, *channels, record.dtype, mask is not None)
         forms.append((count, call))
     calls = sum(count for count, _ in forms)
+    if biased:
+        return attention.tell(replace(record, calls=calls))
     fused = sum(count for count, call in forms if call.fused)
     attention.tell(replace(record, calls=calls, fused=fused, forms=tuple(forms)))
 
@@ -334,6 +336,7 @@ class Groups(NamedTuple):
     # queries without padding, (G,) int32.
     starts: mx.array | None = None
     queries: mx.array | None = None
+    members: mx.array | None = None  # (G,) int32: which group of the given ones each is
     # For each bucket which of its slots hold a row, (groups, 1, 1, length) bool, or
     # None if all do.
     masks: tuple[mx.array | None, ...] = (None,)
@@ -476,7 +479,7 @@ def groups_of(
     row[slot] = mx.arange(n, dtype=mx.int32)
     starts = mx.concatenate([starts, mx.array(base[-1:], dtype=mx.int32)])
     pairs = sum(number * length * length for length, number in counted_sizes)
-    lists = row, slot, None, row, slot, starts, ordered
+    lists = row, slot, None, row, slot, starts, ordered, by_size[first[0] :]
     return Groups(tuple(buckets), pairs, *lists).masked()
 
 

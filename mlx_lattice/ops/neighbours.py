@@ -10,8 +10,9 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import reduce
 
 import mlx.core as mx
 
@@ -26,7 +27,7 @@ from ..checks import (
     whole,
 )
 from ..coordinate_set import check_coords
-from ..geometry.lattice import floor_divide, join, running_sums, true_positions
+from ..geometry.lattice import join, running_sums, true_positions
 from ..geometry.points import segment_counts
 from ..geometry.protocol import BoxedRows
 from ..relation import Relation
@@ -47,85 +48,21 @@ NONE = (1 << 63) - 1
 SLACK = 2.0**-20
 
 
-class Lattice:
-    """Integer positions: squared distances are exact."""
+class Space:
+    """Points in float32, whose distances compare by their bits, and their cells."""
 
-    least = 1
-
-    def __init__(self, points: mx.array, queries: mx.array, limit: float):
-        self.points, self.queries = points, queries
-        geometry = registry.geometry()
-        self._low, self._high = (bound[1:] for bound in geometry.bounds(points))
-        low, high = join(geometry.bounds(points), geometry.bounds(queries))
-        span = max(_spans(low[1:], high[1:]))
-        self.extent = max(_spans(self._low, self._high))
-        self.bits = points.shape[0].bit_length()
-        bound = min(limit, math.sqrt(len(self._low)) * (span + 1))
-        # What its root in doubles says, so that a radius of sqrt(3) finds a corner.
-        self.most = int(bound * bound) + 1
-        while math.sqrt(self.most) > bound:
-            self.most -= 1
-        if self.most.bit_length() + self.bits > 62:
-            raise ValueError(
-                f"squared distances of {points.shape[0]} rows that span {span} cells "
-                "do not fit into 62 bits beside a row; give a smaller radius"
-            )
-        self._reach = min(math.floor(bound), span)
-        self.enough = max(1, min(self._reach, self.extent + 1))
-
-    def edge(self, size: float) -> int:
-        """Return the edge of a cell that is nearest to ``size`` from above."""
-        return max(self.least, math.ceil(size))
-
-    def _outermost(self, size: int, dtype: mx.Dtype) -> list[mx.array]:
-        ends = (self._low, self._high)
-        return [mx.array([v // size for v in end], dtype) for end in ends]
-
-    def cells(self, rows: mx.array, size: int) -> mx.array:
-        """Return (M, 1 + D) int32 cells; those of far rows are the outermost ones."""
-        at = mx.clip(floor_divide(rows[:, 1:], size), *self._outermost(size, mx.int32))
-        return mx.concatenate([rows[:, :1], at], axis=1)
-
-    def covered(self, queries: mx.array, cells: mx.array, size: int) -> mx.array:
-        """Return (Q,) int64 squares that all points of other cells reach at least."""
-        at, cell = (rows[:, 1:].astype(mx.int64) for rows in (queries, cells))
-        low, high = self._outermost(size, mx.int64)
-        far = mx.array(1 << 31, mx.int64)  # its square is beyond every one that counts
-        below = mx.where(cell - 1 > low, at - (cell - 1) * size + 1, far)
-        above = mx.where(cell + 1 < high, (cell + 2) * size - at, far)
-        least = mx.minimum(mx.minimum(below, above).min(axis=1), far)
-        return least * least
-
-    def measured(self, points: mx.array, queries: mx.array):
-        """Return int64 squared distances of rows, and whether they count."""
-        apart = mx.abs(points[..., 1:].astype(mx.int64) - queries[..., 1:])
-        near = mx.all(apart <= self._reach, axis=-1)
-        squares = (apart * apart).sum(axis=-1)
-        return squares, near & (squares <= self.most)
-
-    def distances(self, measured: mx.array) -> mx.array:
-        """Return float32 distances of what ``measured`` returned."""
-        return mx.sqrt(measured.astype(mx.float32))
-
-
-class Points:
-    """Positions in float32, whose distances compare by their bits; see ``Lattice``."""
-
-    def __init__(self, points: mx.array, queries: mx.array, limit: float):
-        self.points, self.queries = points, queries
+    def __init__(self, points: mx.array, limit: float):
+        self.points = points
         low, high = sync.read(points[:, 1:].min(axis=0), points[:, 1:].max(axis=0))
-        self._spans = _spans(low, high)
+        self._spans = [b - a for a, b in zip(low, high, strict=True)]
         self._corner = mx.array(low)
         self.extent = max(self._spans)
-        self.bits = points.shape[0].bit_length()
+        self.bits = points.shape[0].bit_length()  # of a row in a key
         self._limit = limit
         self.most = self._bits(mx.array(limit)) - 1
+        # The least edge of a cell, and one that needs no cells but those around.
         self.least = max(self.extent * SLACK, 1e-30)
         self.enough = min(limit, self.extent + self.least) + self.least
-
-    def edge(self, size: float) -> float:
-        """Return the edge of a cell that is nearest to ``size`` from above."""
-        return max(self.least, size)
 
     def _last(self, size: float) -> mx.array:
         return mx.floor(mx.array(self._spans) / size)
@@ -158,13 +95,6 @@ class Points:
     def distances(self, measured: mx.array) -> mx.array:
         """Return float32 distances of what ``measured`` returned."""
         return measured.astype(mx.int32).view(mx.float32)
-
-
-def _spans(low: Sequence[float], high: Sequence[float]) -> list[float]:
-    return [b - a for a, b in zip(low, high, strict=True)]
-
-
-Space = Lattice | Points
 
 
 class CellGrid:
@@ -240,10 +170,7 @@ class CellGrid:
 
 def first_of_repeats(points: mx.array, k: int) -> mx.array:
     """Return the int32 rows of points that at most k - 1 earlier rows equal."""
-    rows = points
-    if mx.issubdtype(points.dtype, mx.floating):
-        rows = (points + 0.0).view(mx.int32)  # -0 becomes 0
-    n = points.shape[0]
+    n, rows = points.shape[0], (points + 0.0).view(mx.int32)  # -0 becomes 0
     inverse = registry.geometry().unique_rows(rows).inverse.astype(mx.int64)
     keyed = mx.sort(inverse * n + mx.arange(n, dtype=mx.int64))
     group, row = keyed // n, (keyed % n).astype(mx.int32)
@@ -377,16 +304,16 @@ def knn(
 
     Args:
         points: a tensor, whose coordinates are taken, or (N, 1 + D) rows (batch, x, y,
-            ...), D from 1 to 4: integers, whose distances are compared exactly, or
-            floats, whose distances are in float32; of float64 ones, as NumPy and lists
-            have them, a common origin is subtracted first.
+            ...), D from 1 to 4, integers or floats. Distances are in float32; of
+            integers, and of float64 as NumPy and lists have it, a common origin is
+            subtracted first.
         k: neighbours to find.
         queries: the same, and of the same kind; by default the points.
         radius: greatest distance of a neighbour.
 
     Raises:
         ValueError: shapes or kinds do not fit, a position is not finite, or integers
-            lie so far apart that squared distances exceed 62 bits together with rows.
+            span 2^24 cells.
     """
     points, queries = _positions(points, queries)
     k = whole(k, "k", 1)
@@ -398,7 +325,7 @@ def knn(
         return NearestRows(
             mx.full(shape, -1, dtype=mx.int32), mx.full(shape, math.inf), n
         )
-    space = _space(points, queries, radius)
+    space = Space(points, radius)
     results, places = [], []
     open_queries = mx.arange(q, dtype=mx.int32)
     grid, distinct = _first_grid(space, k)
@@ -421,8 +348,8 @@ def knn(
         open_queries = mx.sort(at[true_positions(~done)])
         if open_queries.size:
             # Twice the size would be eight times the candidates.
-            size = min(space.edge(1.5 * grid.size), space.enough)
-            grid = CellGrid(space, size, distinct)
+            size = min(1.5 * grid.size, space.enough)
+            grid = CellGrid(space, max(size, space.least), distinct)
     keys = mx.concatenate(results)[mx.argsort(mx.concatenate(places))]
     return NearestRows(*_decoded(keys, space), n)
 
@@ -448,7 +375,7 @@ def radius_neighbours(
         nothing = mx.zeros((0,), mx.int32)
         starts = mx.zeros((q + 1,), mx.int32)
         return NeighbourLists(starts, nothing, mx.zeros((0,)), n)
-    space = _space(points, queries, radius)
+    space = Space(points, radius)
     parts, places, counts, total = [], [], [], 0
     for at, keys in CellGrid(space, space.enough).keys(queries):
         is_pair = keys != NONE
@@ -494,9 +421,9 @@ def _fine_grid(space: Space, k: int, distinct: mx.array | None) -> CellGrid:
     n = space.points.shape[0] if distinct is None else distinct.size
     dims = space.points.shape[1] - 1
     begin = space.extent * (k / n) ** (1 / dims) if n > k else space.enough
-    grid = CellGrid(space, min(space.edge(begin), space.enough), distinct)
+    grid = CellGrid(space, min(max(begin, space.least), space.enough), distinct)
     while grid.size > space.least and grid.crowd() > _crowd(k):
-        grid = CellGrid(space, space.edge(grid.size / 2), distinct)
+        grid = CellGrid(space, max(grid.size / 2, space.least), distinct)
     return grid
 
 
@@ -585,7 +512,17 @@ def _rows(rows, name: str) -> mx.array:
 
 
 def _near(*rows: mx.array) -> list[mx.array]:
-    """Return float64 rows as float32, from the middle of the first ones on."""
+    """Return rows as float32, integers and float64 from near the first ones on."""
+    if mx.issubdtype(rows[0].dtype, mx.integer):
+        low, high = reduce(join, map(registry.geometry().bounds, rows))
+        span = max(b - a for a, b in zip(low[1:], high[1:], strict=True))
+        if span >= 1 << 24:
+            raise ValueError(
+                "integer positions must span less than 2^24 cells, which float32 "
+                f"holds; got {span} cells: search among parts of them"
+            )
+        origin = mx.array([0, *low[1:]], dtype=mx.int64)
+        return [(each.astype(mx.int64) - origin).astype(mx.float32) for each in rows]
     if all(each.dtype != mx.float64 for each in rows):
         return list(rows)
     with mx.stream(mx.cpu):
@@ -596,8 +533,3 @@ def _near(*rows: mx.array) -> list[mx.array]:
             middle = mx.concatenate([mx.zeros_like(middle[:1]), middle])
             wide = [each - middle for each in wide]
         return [each.astype(mx.float32) for each in wide]
-
-
-def _space(points: mx.array, queries: mx.array, limit: float) -> Space:
-    floats = mx.issubdtype(points.dtype, mx.floating)
-    return (Points if floats else Lattice)(points, queries, limit)

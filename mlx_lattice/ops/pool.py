@@ -13,7 +13,7 @@ import mlx.core as mx
 
 from .. import reductions, registry, sync
 from ..backends.mlx import BLOCK, segment_sum
-from ..checks import INT32_LIMIT, array_of
+from ..checks import array_of
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import greatest, linear
 from ..registry import Fit, RowSegments, standard
@@ -205,9 +205,9 @@ def global_avg_pool(x: SparseTensor) -> mx.array:
     return batch_mean(x.feats, rows).astype(x.dtype)
 
 
-# Of a table, where rows could name the one cell that they lie in: those of cells of
-# 2 or 3 serve convolutions too. Maxima put rows in order at each call then.
-MOST_OFFSETS, MOST_OFFSETS_OF_MAXIMA = 32, 512
+# Of a table of sums, where rows could name the one cell that they lie in: tables of
+# cells of 2 or 3 serve convolutions too.
+MOST_OFFSETS = 32
 POOLS = ("max", "sum", "avg")
 COUNTS = ("active", "volume")
 
@@ -226,12 +226,7 @@ class PoolIndices:
 
     @property
     def offsets(self) -> mx.array:
-        """(N_out, C) int32: the first kernel offset of each maximum's edge, or -1.
-
-        Of 2^31 offsets and more int64.
-        """
-        if _is_of_cells(self.relation):
-            return mx.where(self.rows < 0, -1, _places(self.relation)[self.rows])
+        """(N_out, C) int32: the first kernel offset of each maximum's edge, or -1."""
         table, offsets = self.relation.out_in, mx.full(self.rows.shape, -1, mx.int32)
         for k in reversed(range(self.relation.volume)):
             here = (table[:, k : k + 1] == self.rows) & (self.rows >= 0)
@@ -281,35 +276,7 @@ def _max(x: mx.array, relation: Relation) -> tuple[mx.array, mx.array]:
     def find(x):
         return registry.reductions().gather_max(x, relation.out_in)
 
-    def by_offset():
-        order = mx.argsort(_places(relation)).astype(mx.int32)
-        return order, relation.cells[order]
-
-    def find_in_cells(x):
-        order, cells = relation.view("by offset", by_offset)
-        arguments = x[order], cells, relation.n_out
-        greatest, places = registry.reductions().scatter_max(*arguments)
-        return greatest, mx.where(places < 0, -1, order[places])
-
-    find_maxima = find_in_cells if _is_of_cells(relation) else find
-    return reductions.greatest(x, find_maxima, lambda: _reached(relation))
-
-
-def _is_of_cells(relation: Relation) -> bool:
-    """Whether maxima are those of rows that name their cells."""
-    if relation.volume <= MOST_OFFSETS_OF_MAXIMA or not relation.fills_cells:
-        return False
-    return relation.is_to_cells and relation.spec.custom is None
-
-
-def _places(relation: Relation) -> mx.array:
-    """Return the (N_in,) integers of the one offset that each row has an edge by."""
-    coords, place = relation.in_coords[:, 1:], 0
-    if relation.volume > INT32_LIMIT:
-        coords = coords.astype(mx.int64)
-    for axis, size in enumerate(relation.spec.size):
-        place = place * size + mx.remainder(coords[:, axis], size)
-    return place
+    return reductions.greatest(x, find, lambda: _reached(relation))
 
 
 def _reached(relation: Relation) -> mx.array:
