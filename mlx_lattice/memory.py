@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from numbers import Real
 from operator import attrgetter
-from threading import Lock
 
 import mlx.core as mx
 
@@ -166,34 +165,6 @@ class Limit:
 
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
 active = _limit.get  # the limit that holds here, or None
-# MLX's own limits are per process: (memory, cache) before any block, then of each.
-_process_limits: list[tuple[int, int]] = []
-_process_lock = Lock()
-
-
-@contextmanager
-def _process_limit(memory: int, cache: int) -> Iterator[None]:
-    """Bound MLX's memory and cache by the least of all blocks that run now."""
-    limits = memory, cache
-    with _process_lock:
-        if not _process_limits:
-            _process_limits.append((mx.set_memory_limit(memory), mx.set_cache_limit(0)))
-        _process_limits.append(limits)
-        _apply_process_limits()
-    try:
-        yield
-    finally:
-        with _process_lock:
-            _process_limits.remove(limits)
-            _apply_process_limits()
-            if len(_process_limits) == 1:
-                _process_limits.clear()
-
-
-def _apply_process_limits() -> None:
-    (memory, cache), *blocks = _process_limits
-    mx.set_memory_limit(min((each for each, _ in blocks), default=memory))
-    mx.set_cache_limit(min([cache, *(each for _, each in blocks)]))
 
 
 @contextmanager
@@ -206,7 +177,8 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     limit. Weights, inputs, MLX's cache and everything in use when the block begins
     count: evaluate a net's parameters before it.
 
-    If limits are nested the smallest holds. For inference: gradients and functions
+    If limits are nested the smallest holds; MLX's own, which are set, are those of all
+    threads. For inference: gradients and functions
     compiled by ``mx.compile`` raise a RuntimeError.
 
     Args:
@@ -225,12 +197,15 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
     limit = Limit(nbytes if outer is None else min(nbytes, outer.bytes))
     # On the CPU MLX's own limit does not bound its cache.
     on_cpu = devices.current().backend == CPU
-    cache = limit.bytes * CACHE if on_cpu else limit.bytes - limit.held
+    cache = limit.bytes * CACHE if on_cpu else max(0, limit.bytes - limit.held)
     tokens = _limit.set(limit), stage_end.set(limit.end_stage)
+    before = mx.set_memory_limit(limit.bytes), mx.set_cache_limit(0)
+    mx.set_cache_limit(min(before[1], int(cache)))
     try:
-        with _process_limit(limit.bytes, max(0, int(cache))):
-            yield limit
+        yield limit
     finally:
+        mx.set_memory_limit(before[0])
+        mx.set_cache_limit(before[1])
         _limit.reset(tokens[0])
         stage_end.reset(tokens[1])
 

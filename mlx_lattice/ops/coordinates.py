@@ -357,12 +357,11 @@ def _expect_one_width(tensors: Sequence[SparseTensor], name: str) -> None:
 class Element(NamedTuple):
     """The rows of one batch element, from ``begin`` to ``end`` in their order."""
 
-    held: CoordinateSet
+    coordinate_set: CoordinateSet
     manager: CoordinateManager
     begin: int
     end: int
     order: mx.array | None  # of all rows; None where they are in order
-    moves: list[tuple[mx.array, mx.array]]  # the rows, and back; once they are asked
 
     def of(self, feats: mx.array) -> mx.array:
         """Return the features of its rows."""
@@ -370,17 +369,11 @@ class Element(NamedTuple):
         if self.order is None and first % 16 == 0:
             return feats[self.begin : self.end]
         # MLX's matmul on CUDA refuses rows that begin anywhere.
-        if not self.moves:
-            at = self.rows()
-            # Computed, so that no graph that is traced takes them in.
-            self.moves.append(sync.complete((at, inverted(at, feats.shape[0]))))
-        return move_rows(feats, *self.moves[0], whole=True)
-
-    def rows(self) -> mx.array:
-        """Return the places of its rows."""
-        if self.order is not None:
-            return self.order[self.begin : self.end]
-        return mx.arange(self.begin, self.end, dtype=mx.int32)
+        if self.order is None:
+            at = mx.arange(self.begin, self.end, dtype=mx.int32)
+        else:
+            at = self.order[self.begin : self.end]
+        return move_rows(feats, at, inverted(at, feats.shape[0]), whole=True)
 
 
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
@@ -393,11 +386,11 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
     def build() -> list[Element]:
         ends = pairwise(rows.starts)
         elements = [_element(coordinate_set, rows.order, a, b) for a, b in ends]
-        sync.complete([each.held.coords for each in elements])
+        sync.complete([each.coordinate_set.coords for each in elements])
         return elements
 
     return [
-        SparseTensor.of(each.manager, each.held.key, each.of(feats))
+        SparseTensor.of(each.manager, each.coordinate_set.key, each.of(feats))
         for each in coordinate_set.view("batch elements", build)
     ]
 
@@ -418,4 +411,4 @@ def _element(
         box=tuple((0, *corner[1:]) for corner in whole.box),  # right for all rows
     )
     element_set.is_sorted, element_set.is_pinned = whole.is_sorted, True
-    return Element(element_set, manager, begin, end, order, [])
+    return Element(element_set, manager, begin, end, order)

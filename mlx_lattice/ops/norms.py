@@ -20,7 +20,7 @@ from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
 from ..registry import Fit, Norms, Residual, Running
 from ..tensor import SparseTensor, expect_tensor, features_of
-from ..transformations import Function, filled, several
+from ..transformations import filled, several
 from .channels import activated, activation_of
 from .observed import norm_teller
 from .pool import BatchRows, batch_rows, batch_spread, batch_sum
@@ -40,7 +40,7 @@ Features = SparseTensor | mx.array
 def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
     """Return the float32 mean and biased variance of each channel over all rows.
 
-    Two launches; differentiable to any order.
+    Differentiable to any order.
 
     Args:
         feats: (N, C) floating.
@@ -50,19 +50,7 @@ def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
     """
     feats = features_of(feats)
     expect_rows(feats)
-    kernels = _kernels_for(feats)
-    if kernels is None:
-        return moments(feats)
-
-    def forward(x):
-        mean, var, *_ = kernels.moments(x)
-        return mean.reshape(-1), var.reshape(-1)
-
-    function = Function(forward)
-    function.vjp(lambda x, by, _: mx.vjp(moments, [x], list(by))[1][0])
-    function.jvp(lambda x, by: tuple(mx.jvp(moments, [x], [by])[1]))
-    function.vmap(lambda x, axis: (mx.vmap(moments, (axis,))(x), (0, 0)))
-    return function(feats)
+    return moments(feats)
 
 
 def batch_norm(
@@ -260,7 +248,8 @@ def modulate(
     scale = 1 + scale.astype(mx.float32)
     if isinstance(x, SparseTensor):
         return scaled(x, scale, shift, residual)
-    return x * _of_sequences(scale, x) + _of_sequences(shift, x)
+    scale, shift = (a[:, None].astype(x.dtype) for a in (scale, shift))
+    return x * scale + shift
 
 
 def gate(
@@ -273,7 +262,7 @@ def gate(
     (by,) = _values(x, by=by)
     if isinstance(x, SparseTensor):
         return scaled(x, by, residual=residual)
-    return x * _of_sequences(by, x)
+    return x * by[:, None].astype(x.dtype)
 
 
 # Checks of arguments
@@ -338,10 +327,6 @@ def _values(x: Features, **named: mx.array) -> list[mx.array]:
             raise TypeError(f"{name} must be an array (B, C); got None")
     check_values(x, *values)
     return values
-
-
-def _of_sequences(values: mx.array, x: mx.array) -> mx.array:
-    return values[:, None].astype(x.dtype)
 
 
 def _replace(x: Features, feats: mx.array) -> Features:

@@ -1,7 +1,6 @@
 """memory_limit: sizes, nesting, the same bits in many blocks, and what it refuses."""
 
 import gc
-from threading import Event, Thread
 
 import mlx.core as mx
 import pytest
@@ -64,28 +63,6 @@ def test_the_smaller_of_nested_limits_holds_and_all_is_restored():
         assert memory.active() is outer
     assert memory.active() is None
     assert mx.set_memory_limit(before) == before
-
-
-def test_blocks_of_threads_end_in_any_order():
-    """MLX's limits are the process's: the least of those that hold, then as before."""
-    before = mx.set_memory_limit(10**12), mx.set_cache_limit(10**9)
-    entered, leave = Event(), Event()
-
-    def first():
-        with ml.memory_limit("1 GB"):
-            entered.set()
-            leave.wait()
-
-    thread = Thread(target=first)
-    thread.start()
-    entered.wait()
-    with ml.memory_limit("2 GB"):
-        both = mx.set_memory_limit(10**9)
-        leave.set()
-        thread.join()
-        own = mx.set_memory_limit(2 * 10**9)
-    after = mx.set_memory_limit(before[0]), mx.set_cache_limit(before[1])
-    assert (both, own, after) == (10**9, 2 * 10**9, (10**12, 10**9))
 
 
 def scene(rows=2000, channels=1):
