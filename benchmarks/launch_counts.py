@@ -27,7 +27,7 @@ from mlx_lattice.backends.metal import geometry as metal_geometry
 from mlx_lattice.backends.metal.geometry import MetalGeometry, RowTable
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
-from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.geometry.tables import BoxedRows
 from mlx_lattice.problem import INPUT_GRAD, PASSES, WEIGHT_GRAD
 
 LINE = 128

@@ -18,7 +18,7 @@ from . import registry, sync
 from .checks import AXES, array_of, each_axis, whole
 from .geometry import lattice
 from .geometry.lattice import Bounds
-from .geometry.protocol import RowIndex
+from .geometry.tables import RowIndex
 from .sync import SharedViews, building, built_by_one
 
 # Batch elements that a set of fewer rows may have without a declared batch_size.

@@ -24,7 +24,7 @@ from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import CPU
 from .epilogue import Epilogue
-from .geometry.protocol import BoxedRows
+from .geometry.tables import BoxedRows
 from .plan import MLX
 from .problem import FORWARD, weight_axes
 from .quantized import QuantizedWeight

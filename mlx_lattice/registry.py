@@ -20,7 +20,7 @@ if TYPE_CHECKING:  # geometry asks for the kernels that it is built by
     from .backends.gpu.joins import GpuJoins
     from .backends.gpu.optimizers import GpuUpdates
     from .backends.gpu.reductions import GpuPoints
-    from .geometry.protocol import Geometry
+    from .geometry.tables import Geometry
 
 MLX = "mlx"  # MLX operations, which run on every device
 # Families of kernels by backend. ``backends`` fills them when the package is imported.

@@ -17,8 +17,7 @@ from .checks import whole
 from .coordinate_set import CoordinateKey, CoordinateSet
 from .geometry import lattice, tables
 from .geometry.lattice import mask_words
-from .geometry.protocol import Keep, SearchedRows
-from .geometry.tables import Coverage, Csr, SortedRows
+from .geometry.tables import Coverage, Csr, Keep, SearchedRows, SortedRows
 from .kernel_spec import KernelSpec
 from .sync import SharedViews, building
 

@@ -17,7 +17,7 @@ from mlx_lattice.backends.gpu import optimizers as gpu_optimizers
 from mlx_lattice.backends.gpu.reductions import GpuReductions
 from mlx_lattice.epilogue import Activation
 from mlx_lattice.geometry.lattice import CURVES, Rule, curve_of
-from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.geometry.tables import BoxedRows
 from mlx_lattice.registry import Fit, RowSegments
 
 BOOLEANS = (False, True)

@@ -26,7 +26,7 @@ from ..geometry.lattice import (
     true_positions,
 )
 from ..geometry.lattice import made_rows as rows_within
-from ..geometry.protocol import Geometry, Keep, RelationViews, RowIndex, Rows
+from ..geometry.tables import Geometry, Keep, RelationViews, RowIndex, Rows
 from ..plan import IN_KERNEL, IN_TILES, Plan, Planner, integers_unpacked
 from ..problem import FORWARD, MLX_LAYOUT, WEIGHT_GRAD, Problem
 from ..quantized import IntegerWeight, QuantizedWeight

@@ -17,8 +17,7 @@ from ..checks import DTYPES
 from ..devices import Device
 from ..geometry import lattice, tables
 from ..geometry.lattice import bounds_of, unique_rows
-from ..geometry.protocol import Geometry, RelationViews
-from ..geometry.tables import SortedIndex
+from ..geometry.tables import Geometry, RelationViews, SortedIndex
 from ..plan import MLX, OPERATIONS, UNPACKED_ONCE, Plan, Planner, integers_unpacked
 from ..problem import MOST, WEIGHT_GRAD, Problem, finished
 from ..quantized import IntegerWeight, QuantizedWeight

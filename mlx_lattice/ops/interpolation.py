@@ -25,7 +25,7 @@ from ..geometry.points import (
     corners_of,
     in_cells,
 )
-from ..geometry.protocol import BoxedRows
+from ..geometry.tables import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import gathered, weighted
 from ..tensor import SparseTensor, expect_tensor, features_of

@@ -29,7 +29,7 @@ from ..checks import (
 from ..coordinate_set import check_coords
 from ..geometry.lattice import join, running_sums, true_positions
 from ..geometry.points import segment_counts
-from ..geometry.protocol import BoxedRows
+from ..geometry.tables import BoxedRows
 from ..relation import Relation
 from ..tensor import SparseTensor
 from .interpolation import FRACTIONAL

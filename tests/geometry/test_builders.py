@@ -19,7 +19,7 @@ from reference_rows import table_of
 from mlx_lattice import sync
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
-from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.geometry.tables import BoxedRows
 from mlx_lattice.kernel_spec import KernelSpec
 from mlx_lattice.registry import GEOMETRY
 

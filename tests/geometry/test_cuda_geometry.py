@@ -6,7 +6,7 @@ import pytest
 from reference_rows import table_of, tile_order
 
 import mlx_lattice as ml
-from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.geometry.tables import BoxedRows
 
 if not (hasattr(mx, "cuda") and mx.cuda.is_available()):
     pytest.skip("MLX has no CUDA device here", allow_module_level=True)

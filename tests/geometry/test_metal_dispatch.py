@@ -16,7 +16,7 @@ from mlx_lattice import devices, registry
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.geometry import lattice
 from mlx_lattice.geometry.lattice import Rule
-from mlx_lattice.geometry.protocol import BoxedRows
+from mlx_lattice.geometry.tables import BoxedRows
 
 host.require()
 

@@ -25,14 +25,7 @@ from ...geometry.lattice import (
     is_empty,
     negated,
 )
-from ...geometry.protocol import (
-    BoxedRows,
-    Geometry,
-    Keep,
-    RelationViews,
-    RowIndex,
-    Rows,
-)
+from ...geometry.tables import BoxedRows, Geometry, Keep, RelationViews, RowIndex, Rows
 from ...kernel_spec import KernelSpec
 from ..gpu.kernel import GpuKernel
 from ..gpu.nvrtc import rehearsal

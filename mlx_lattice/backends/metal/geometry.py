@@ -31,13 +31,7 @@ from ...geometry.lattice import (
     row_keys,
     stable_order,
 )
-from ...geometry.protocol import (
-    Geometry,
-    Keep,
-    RelationViews,
-    RowIndex,
-    Rows,
-)
+from ...geometry.tables import Geometry, Keep, RelationViews, RowIndex, Rows
 from ..gpu.kernel import (
     METAL_CUTS,
     GpuKernel,
