@@ -1,20 +1,27 @@
-"""What kernels apply to channels: scales, sums and activations; and joins of channels.
+"""What kernels apply to channels: scales, sums, activations, joins; who observes norms.
 
 The kernels of norms do it with a mean of 0 and a variance of 1, which change no bit.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 
 from . import devices, registry, sync
 from .checks import FLOATS
-from .epilogue import NONE, SLOPE, Activation, composed
+from .epilogue import NONE, SLOPE, Activation, Epilogue, composed
 from .registry import Fit, Norms, RowSegments, standard
+from .routes import launch
 from .transformations import ByKernels, Function, Rules, filled
 
+Fact = TypeVar("Fact")
+Tell = Callable[..., None]
 WORDS = mx.uint64, mx.uint32, mx.uint16
 # Rows from which kernels of this library sum columns, instead of MLX; timed on an H200.
 SUMMED_ROWS = 256
@@ -65,6 +72,85 @@ def _split(c_a: int) -> Function:
     return split
 
 
+# Observers of norms.
+
+
+class Observers(Generic[Fact]):
+    """The callbacks for one kind of fact; true if there are any."""
+
+    def __init__(self, name: str):
+        self._now: ContextVar[tuple[Callable[[Fact], None], ...]] = ContextVar(
+            name, default=()
+        )
+        self.now = self._now.get  # every layer asks
+
+    def __bool__(self) -> bool:
+        return bool(self._now.get())
+
+    @contextmanager
+    def observe(self, observer: Callable[[Fact], None]) -> Iterator[None]:
+        """Call ``observer`` with every fact inside the block."""
+        token = self._now.set((*self._now.get(), observer))
+        try:
+            yield
+        finally:
+            self._now.reset(token)
+
+    def tell(self, fact: Fact) -> None:
+        """Call each observer with a fact."""
+        for observer in self._now.get():
+            observer(fact)
+
+
+@dataclass(frozen=True)
+class Fused:
+    """One norm as it ran, with what was fused into it."""
+
+    scope: object  # the layer that called it, or None
+    pass_: str
+    parts: tuple[str, ...]  # ("BatchNorm", "residual", "ReLU"), in order
+    backend: str
+    launches: int | None  # None: MLX operations; 0: with the layer before
+    rows: int
+    channels: int
+    dtype: mx.Dtype
+
+    def __str__(self) -> str:
+        """As "BatchNorm + residual + ReLU, one launch"."""
+        counts = {None: "MLX operations", 0: "with the layer before", 1: "one launch"}
+        count = counts.get(self.launches, f"{self.launches} launches")
+        return f"{' + '.join(self.parts)}, {count}"
+
+
+norm_observers: Observers[Fused] = Observers("norms")
+
+
+def untold(*_: object) -> None:
+    """Report to no observer."""
+
+
+def norm_teller(parts: Sequence[str], kernels: bool, x: mx.array) -> Tell:
+    """Return a function of (pass, launches) that reports a norm over ``x``."""
+    if not norm_observers:
+        return untold
+    scope, named = launch.current_scope(), tuple(filter(None, parts))
+    backend = registry.serving() if kernels else registry.MLX
+    rows, channels, dtype = *x.shape, x.dtype  # MLX may keep the returned function
+
+    def tell(pass_: str, launches: int | None) -> None:
+        norm_observers.tell(
+            Fused(scope, pass_, named, backend, launches, rows, channels, dtype)
+        )
+
+    return tell
+
+
+def tell_epilogue(layer: object, after: Epilogue, feats: mx.array) -> None:
+    """Report an epilogue that a convolution computed for a layer."""
+    with launch.scope(layer) if norm_observers else nullcontext():
+        norm_teller(after.facts.parts, True, feats)("forward", 0)
+
+
 # Scales, sums and activations.
 
 
@@ -86,10 +172,6 @@ def affine(
     if y.size:  # MLX's compiled activations on CUDA divide by zero of no rows
         y = composed(act)(y)
     return y.astype(x.dtype)
-
-
-def untold(*_: object) -> None:
-    """Report to no observer."""
 
 
 class Affine(ByKernels):

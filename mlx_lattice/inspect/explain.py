@@ -20,9 +20,8 @@ from ..backends import portable_only
 from ..backends.cuda.tiles import ONE, THREE
 from ..devices import CPU, CUDA, Device
 from ..epilogue import finished
-from ..ops import convolution, observed
-from ..ops.attention_calls import Call
-from ..ops.observed import COMPOSED, Attended
+from ..ops import convolution
+from ..ops.attention_calls import COMPOSED, Attended, Call, attention_observers
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from ..relation import Relation
 from ..routes import launch, measure
@@ -470,7 +469,7 @@ def explain_attention(
     seen: list[Attended] = []
     by_mlx = device.backend != CPU or registry.serving() != CPU
     with (
-        observed.attention.observe(seen.append),
+        attention_observers.observe(seen.append),
         launch.planned(lambda launched: None, device),
         portable_only() if by_mlx else nullcontext(),
     ):

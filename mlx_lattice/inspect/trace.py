@@ -15,10 +15,10 @@ from time import perf_counter
 import mlx.core as mx
 
 from .. import devices, memory
+from ..channel_kernels import Fused, norm_observers
 from ..devices import Device
 from ..kept_files import atomic_write
-from ..ops import observed
-from ..ops.observed import Attended, Fused
+from ..ops.attention_calls import Attended, attention_observers
 from ..problem import Problem
 from ..relation import Relation
 from ..routes import launch
@@ -282,8 +282,8 @@ def _trace(model, time: bool) -> Iterator[Trace]:
 
     with (
         launch.observe(keep),
-        observed.norms.observe(keep_norm),
-        observed.attention.observe(keep_attention),
+        norm_observers.observe(keep_norm),
+        attention_observers.observe(keep_attention),
     ):
         yield result
     counted: dict[tuple, tuple[int, ...]] = {}

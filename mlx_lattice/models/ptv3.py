@@ -24,7 +24,7 @@ from ..checks import heads_of, one_of
 from ..geometry.lattice import check_curve
 from ..io.safetensors import listed
 from ..nn.fused import in_order
-from ..ops.observed import inside
+from ..ops.attention_calls import inside
 from ..ops.pool import batch_rows, upsample_nearest
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor, expect_tensor

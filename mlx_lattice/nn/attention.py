@@ -15,8 +15,7 @@ from ..checks import flag, heads_of, one_of, real, whole
 from ..geometry.lattice import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attention import angles, check_rotary, turned_head, turned_heads
-from ..ops.attention_calls import biases
-from ..ops.observed import inside
+from ..ops.attention_calls import biases, inside
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .fused import in_order
 from .layers import GELU, Parameters

@@ -18,9 +18,10 @@ import mlx.core as mx
 import mlx.nn
 
 from .. import sync
+from ..channel_kernels import norm_observers, tell_epilogue
 from ..epilogue import NONE, Epilogue, Moments
 from ..int8 import IntegerTensor
-from ..ops import observed, on_features
+from ..ops import on_features
 from ..ops.channels import fused_activation
 from ..tensor import SparseTensor, features_of
 from . import linear as linears
@@ -148,9 +149,9 @@ def _in_one_call(
     y = conv(_as_tensor(x), *coordinates, epilogue=after)
     # An integer layer may write int8 by itself, with nothing fused into it.
     alone = norm is None and activation is None and residual is None
-    if observed.norms and not alone:
+    if norm_observers and not alone:
         feats = y.values if isinstance(y, IntegerTensor) else y.feats
-        observed.tell_epilogue(conv if norm is None else norm, after, feats)
+        tell_epilogue(conv if norm is None else norm, after, feats)
     return y
 
 
@@ -213,8 +214,8 @@ def _of_rows(
     if after is None:
         return None
     y = linears.contracted(layer, feats, after)
-    if norm is not None and observed.norms:
-        observed.tell_epilogue(norm, after, y)
+    if norm is not None and norm_observers:
+        tell_epilogue(norm, after, y)
     return x.replace(y) if isinstance(x, SparseTensor) else y
 
 

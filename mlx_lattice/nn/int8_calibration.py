@@ -18,8 +18,8 @@ import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
 
+from ..channel_kernels import Fused, norm_observers
 from ..int8 import TINY, inverse_of
-from ..ops import observed
 from ..ops.coordinates import joined
 from ..problem import MOST, to_int8
 from ..quantized import IntegerWeight, fits_int32, integer_weight, padded
@@ -322,7 +322,7 @@ class Tracer:
         finally:
             self.is_paused = before
 
-    def normed(self, norm: observed.Fused) -> None:
+    def normed(self, norm: Fused) -> None:
         """Record a norm that was called by itself."""
         if not self.is_paused:
             self.norms_alone.add(id(norm.scope))
@@ -483,7 +483,7 @@ class IntegerCalibration:
     @contextmanager
     def observing(self) -> Iterator[None]:
         """Trace the run of the model inside the block."""
-        with tracing(self.tracer), observed.norms.observe(self.tracer.normed):
+        with tracing(self.tracer), norm_observers.observe(self.tracer.normed):
             yield
 
     def gather(self, layer: Module, x: mx.array, relation, y, call: int) -> None:

@@ -11,7 +11,7 @@ from mlx.nn import Module
 
 from .. import backends, contraction, devices, sync
 from ..backends import mlx as mlx_backend
-from ..channel_kernels import activated_sum, column_sums, sums_columns
+from ..channel_kernels import Observers, activated_sum, column_sums, sums_columns
 from ..checks import dtype_name, flag, whole
 from ..contraction import same_dtype
 from ..devices import CPU, Device
@@ -19,7 +19,6 @@ from ..epilogue import Activation, Epilogue
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
 from ..ops.channels import activated
-from ..ops.observed import Observers
 from ..plan import Plan
 from ..problem import Problem
 from ..quantized import QuantizedWeight

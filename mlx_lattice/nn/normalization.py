@@ -15,7 +15,7 @@ import mlx.nn
 from .. import ops
 from ..checks import dtype_name, flag, real, whole
 from ..epilogue import Epilogue
-from ..ops import observed
+from ..ops.attention_calls import inside
 from ..ops.channels import activation_of
 from ..ops.norms import expect_lines, normalized_by, normalized_by_rows, residual_of
 from ..registry import Activation
@@ -101,7 +101,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
             )
         dtype_name(feats.dtype)
         self._expect_lines(*map(self.get, _LINES))
-        with observed.inside(self):
+        with inside(self):
             added, act = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, added, act, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
@@ -214,7 +214,7 @@ class LayerNorm(Parameters, mlx.nn.LayerNorm):
         """
         given = self.get("weight"), self.get("bias"), self.eps
         more = {"residual": residual, "activation": activation}
-        with observed.inside(self):
+        with inside(self):
             return ops.layer_norm(x, *given, **more)
 
 
@@ -282,7 +282,7 @@ class GroupNorm(Parameters, mlx.nn.Module):
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps
         more = {"residual": residual, "activation": activation}
-        with observed.inside(self):
+        with inside(self):
             return ops.group_norm(x, self.num_groups, *given, **more)
 
 
@@ -309,5 +309,5 @@ class InstanceNorm(Parameters, mlx.nn.InstanceNorm):
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps
         more = {"residual": residual, "activation": activation}
-        with observed.inside(self):
+        with inside(self):
             return ops.instance_norm(x, *given, **more)

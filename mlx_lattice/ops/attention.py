@@ -28,14 +28,18 @@ from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
 from ..transformations import OfKernels, zeros_of
 from .attention_calls import (
+    COMPOSED,
     EXACT,
     PADDING,
+    SDPA,
+    Attended,
     Bucket,
     Groups,
     Heads,
     Padding,
     RelativeBias,
     attend_bucket,
+    attention_record,
     by_kernel,
     composed,
     cut,
@@ -43,7 +47,6 @@ from .attention_calls import (
     report_calls,
     separate,
 )
-from .observed import COMPOSED, SDPA, Attended, attention_record
 from .pool import BatchRows, batch_rows
 
 __all__ = [

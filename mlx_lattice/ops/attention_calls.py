@@ -14,7 +14,8 @@ kernel takes groups of any length and holds no scores.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
 from typing import NamedTuple
@@ -23,6 +24,7 @@ import mlx.core as mx
 
 from .. import devices, sync
 from ..availability import extension
+from ..channel_kernels import Observers, norm_observers
 from ..checks import INT32_LIMIT
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU, CUDA, METAL, Device
@@ -32,8 +34,8 @@ from ..reductions import gathered, move_rows, sum_over
 from ..routes import launch
 from ..transformations import Function, Gradient
 from ..transformations import filled as filled_tangents
-from .observed import COMPOSED, Attended, attention
 
+SDPA, COMPOSED = "scaled_dot_product_attention", "composed"
 # Widths of heads that MLX's kernel on Metal takes with more than FEW_QUERIES, and with
 # fewer (mlx/backend/metal/scaled_dot_product_attention.cpp, 0.32).
 WIDTHS, FEW_QUERIES, FEW_WIDTHS = (64, 72, 80, 96, 128), 8, (64, 96, 128, 256)
@@ -43,6 +45,84 @@ WIDTHS, FEW_QUERIES, FEW_WIDTHS = (64, 72, 80, 96, 128), 8, (64, 96, 128, 256)
 TILE, TILED_QUERIES = 128, 32
 # Scores of one call: bounds its memory and its time on the device.
 SCORES, BIASED_SCORES = 1 << 27, 1 << 24
+
+
+# Observers
+
+
+@dataclass(frozen=True)
+class Attended:
+    """One attention as it ran."""
+
+    scope: object  # the layer that called it, or None
+    pass_: str
+    rule: str  # "full", "window", "patches" or "cross"
+    backend: str
+    kernel: str  # "composed" if scores have a bias
+    calls: int
+    rows: int
+    groups: int  # of rows that attend to each other
+    heads: int
+    channels: int  # of a head
+    pairs: int  # of queries and keys, in one head
+    padded_pairs: int  # those that are computed; not queries that fill CUDA's tiles
+    dtype: mx.Dtype
+    fused: int = 0  # calls that are one kernel
+    forms: tuple = field(default=(), repr=False)  # (count, Call) of MLX's attention
+
+    @property
+    def padding(self) -> float:
+        """Pairs that are computed over useful ones."""
+        return self.padded_pairs / max(1, self.pairs)
+
+    def __str__(self) -> str:
+        """As "window: 40 groups, 3 calls of KERNEL, 1.04 times the useful pairs"."""
+        groups = "1 group" if self.groups == 1 else f"{self.groups:,} groups"
+        calls = "1 call" if self.calls == 1 else f"{self.calls} calls"
+        return (
+            f"{self.rule}: {groups}, {calls} of {self.kernel}{self.form}, "
+            f"{self.padding:.3g} times the useful pairs"
+        )
+
+    @property
+    def form(self) -> str:
+        """How MLX computes its calls, after a comma; "" for another kernel."""
+        if self.kernel != SDPA:
+            return ""
+        if not self.fused:
+            return ", composed by MLX"
+        some = "" if self.fused == self.calls else f" in {self.fused}"
+        return f", fused{some}"
+
+
+attention_observers: Observers[Attended] = Observers("attention")
+
+
+def inside(layer: object) -> AbstractContextManager:
+    """Return a block whose norms and attention are reported with this layer."""
+    return (
+        launch.scope(layer) if norm_observers or attention_observers else nullcontext()
+    )
+
+
+def attention_record(
+    shape: tuple[int, int, int],
+    dtype: mx.Dtype,
+    rule: str,
+    groups: int,
+    pairs: tuple[int, int],
+    backend: str,
+    kernel: str,
+) -> Attended | None:
+    """Return the record of a forward pass in one call; None without observers.
+
+    ``shape``: of queries. ``pairs``: without and with padding.
+    """
+    if not attention_observers:
+        return None
+    rows, *heads = shape
+    facts = rule, backend, kernel, 1, rows, groups, *heads, *pairs, dtype, 1
+    return Attended(launch.current_scope(), "forward", *facts)
 
 
 # Calls of MLX's attention
@@ -230,9 +310,11 @@ def report_calls(
         forms.append((count, call))
     calls = sum(count for count, _ in forms)
     if biased:
-        return attention.tell(replace(record, calls=calls))
+        return attention_observers.tell(replace(record, calls=calls))
     fused = sum(count for count, call in forms if call.fused)
-    attention.tell(replace(record, calls=calls, fused=fused, forms=tuple(forms)))
+    attention_observers.tell(
+        replace(record, calls=calls, fused=fused, forms=tuple(forms))
+    )
 
 
 # The CPU's kernel
@@ -269,7 +351,7 @@ def by_kernel(
 
     def vjp(primals, cotangents, outputs):
         if record is not None:
-            attention.tell(replace(record, pass_="backward"))
+            attention_observers.tell(replace(record, pass_="backward"))
         q, k, v = primals
         return Gradient(back, again, 2)(cotangents[0], q, *outputs, k, v)
 
@@ -278,7 +360,7 @@ def by_kernel(
         return moved, mx.zeros(moved.shape[:2])
 
     if record is not None:
-        attention.tell(record)
+        attention_observers.tell(record)
     function = Function(forward)
     function.vjp(vjp)
     function.jvp(jvp)

@@ -15,14 +15,13 @@ import mlx.core as mx
 
 from .. import devices, registry
 from ..backends.mlx import group_means, row_sum
-from ..channel_kernels import Affine, affine
+from ..channel_kernels import Affine, affine, norm_teller
 from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
 from ..registry import Fit, Norms, Residual, Running
 from ..tensor import SparseTensor, expect_tensor, features_of
 from ..transformations import filled, several
 from .channels import activated, activation_of
-from .observed import norm_teller
 from .pool import BatchRows, batch_rows, batch_spread, batch_sum
 
 __all__ = [

@@ -14,8 +14,8 @@ from contractions import exact
 
 import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
+from mlx_lattice.channel_kernels import norm_observers
 from mlx_lattice.nn import fused
-from mlx_lattice.ops import observed
 
 
 def tensor(channels=6, dtype=mx.float32, seed=0):
@@ -35,7 +35,7 @@ def apart():
 def told(call):
     """What a call returns, and the parts of the norms that it ran."""
     seen = []
-    with observed.norms.observe(seen.append):
+    with norm_observers.observe(seen.append):
         result = call()
     return result, [norm.parts for norm in seen]
 
