@@ -39,7 +39,7 @@ from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
 from ..geometry.points import cells_of, reduce_segments, voxelize
 from ..ops.coordinates import cat
-from ..ops.interpolation import blend_at
+from ..ops.points import blend_at
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .blocks import (

@@ -12,7 +12,7 @@ from ..checks import one_of, spatial_axes
 from ..kernel_spec import IntOrTuple, check_support, per_axis
 from ..names import expect_axes
 from ..ops.convolution import Coordinates
-from ..ops.interpolation import MODES, upsample_linear
+from ..ops.points import MODES, upsample_linear
 from ..ops.pool import (
     COUNTS,
     PoolIndices,

@@ -10,9 +10,8 @@ from . import (
     convolution,
     coordinates,
     dual_grid,
-    interpolation,
-    neighbours,
     norms,
+    points,
     pool,
 )
 from .attention import *
@@ -21,9 +20,8 @@ from .channels import *
 from .convolution import *
 from .coordinates import *
 from .dual_grid import *
-from .interpolation import *
-from .neighbours import *
 from .norms import *
+from .points import *
 from .pool import *
 
 _NUMBERED = numbered_functions(
@@ -38,7 +36,7 @@ _NUMBERED = numbered_functions(
     pool.avg_pool_transpose,
     pool.sum_pool_transpose,
     pool.upsample_nearest,
-    interpolation.upsample_linear,
+    points.upsample_linear,
 )
 globals().update(_NUMBERED)
 
@@ -55,7 +53,7 @@ if TYPE_CHECKING:  # type checkers do not see the loop
 
 _FILES = (
     attention, boxes, channels, convolution, coordinates, dual_grid,
-    interpolation, neighbours, norms, pool,
+    norms, points, pool,
 )  # fmt: skip
 __all__ = [*(name for file in _FILES for name in file.__all__), *_NUMBERED]
 

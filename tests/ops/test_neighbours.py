@@ -11,7 +11,7 @@ from pooled import route  # noqa: F401 (a fixture for every test here)
 
 import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.ops import neighbours
+from mlx_lattice.ops import points as ops_points
 
 
 def expected(points, queries, k=None, radius=math.inf):
@@ -126,7 +126,7 @@ def test_many_equal_points(kind):
     """Only the first k of equal points are candidates."""
     points = np.concatenate([np.full((60, 4), 0), lattice(3, 40)]).astype(kind)
     points[:, 0] = 0
-    candidates = neighbours.first_of_repeats(mx.array(points), 2)
+    candidates = ops_points.first_of_repeats(mx.array(points), 2)
     assert candidates[:3].tolist() == [0, 1, 60]
     assert_nearest(points, points[50:70], 2)
 
@@ -153,8 +153,8 @@ def test_integers_that_float32_does_not_hold_are_refused():
 def test_blocks(monkeypatch):
     """A bound on memory changes nothing."""
     points = lattice(3, 200)
-    monkeypatch.setattr(neighbours, "SLOTS", 64)
-    monkeypatch.setattr(neighbours, "QUERIES", 37)
+    monkeypatch.setattr(ops_points, "SLOTS", 64)
+    monkeypatch.setattr(ops_points, "QUERIES", 37)
     assert_nearest(points, points, 7)
     assert_within(points, points, 4)
 

@@ -242,7 +242,8 @@ def test_large_cells_have_no_table(size):
 
 @pytest.mark.parametrize("mode, size", [("max", 1000), ("sum", 1001)])
 def test_kernels_of_too_many_offsets_are_refused(mode, size):
-    x = tensor(cases.geometry("surface", 3, 30), cases.features(30, 3))
+    coords = cases.geometry("surface", 3, 30)
+    x = tensor(coords, cases.features(len(coords), 3))
     with pytest.raises(ValueError, match="offsets, and no more than 1,048,576"):
         getattr(ops, f"{mode}_pool3d")(x, size, stride=1000)
 
