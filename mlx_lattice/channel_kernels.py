@@ -18,7 +18,7 @@ from .checks import FLOATS
 from .epilogue import NONE, SLOPE, Activation, Epilogue, composed
 from .registry import Fit, Norms, RowSegments, standard
 from .routes import launch
-from .transformations import ByKernels, Function, Rules, filled
+from .transformations import ByKernels, Function, filled
 
 Fact = TypeVar("Fact")
 Tell = Callable[..., None]
@@ -45,31 +45,20 @@ def beside(parts: Sequence[mx.array]) -> mx.array:
     return mx.concatenate(parts, axis=1)
 
 
-@Function
-def _joined(a: mx.array, b: mx.array) -> mx.array:
-    return registry.joins().join(a, b)
-
-
-@_joined.vjp
-def _joined_vjp(primals, cotangent, _):
-    return _split(primals[0].shape[1])(cotangent)
-
-
-@_joined.jvp
-def _joined_jvp(primals, tangents):
-    return mx.concatenate(filled(primals, tangents), axis=1)
+_joined = Function(
+    lambda a, b: registry.joins().join(a, b),
+    vjp=lambda at, dy, _: _split(at[0].shape[1])(dy),
+    jvp=lambda at, by: mx.concatenate(filled(at, by), axis=1),
+)
 
 
 def _split(c_a: int) -> Function:
     """Return a function that splits rows after their first ``c_a`` channels."""
-
-    def views(y: mx.array) -> tuple[mx.array, mx.array]:
-        return y[:, :c_a], y[:, c_a:]
-
-    split = Function(lambda y: tuple(registry.joins().split(y, c_a)))
-    split.vjp(lambda _, parts, __: _joined(*parts))
-    split.jvp(lambda _, y: views(y))
-    return split
+    return Function(
+        lambda y: tuple(registry.joins().split(y, c_a)),
+        vjp=lambda _, parts, __: _joined(*parts),
+        jvp=lambda _, y: (y[:, :c_a], y[:, c_a:]),
+    )
 
 
 # Observers of norms.
@@ -182,8 +171,6 @@ class Affine(ByKernels):
     Derivatives that ``back`` does not give are those of ``composed``. ``segments`` of
     rows have a line of weight and bias each, and ``spread`` makes lines of rows.
     """
-
-    __slots__ = "act", "eps", "kernels", "present", "segments", "spread", "tell"
 
     def __init__(
         self,
@@ -312,10 +299,8 @@ def sums_columns(x: mx.array) -> bool:
     return kernels is not None and kernels.sums_columns
 
 
-class _ColumnSums(Rules):
+class _ColumnSums(Function):
     """Sums over the rows of (N, C), in a dtype."""
-
-    __slots__ = "dtype", "kernels"
 
     def __init__(self, kernels: Norms, dtype: mx.Dtype):
         self.kernels, self.dtype = kernels, dtype

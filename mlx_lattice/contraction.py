@@ -24,7 +24,7 @@ from .routes import launch
 from .routes.launch import Layer, Request
 from .settings import asked_precision
 from .sync import is_transforming
-from .transformations import Linear, Rules, constant, filled
+from .transformations import Function, Linear, constant, filled
 
 
 class _Checked(NamedTuple):
@@ -139,8 +139,6 @@ class _Pass(Linear):
         scope: the layer that observers are told of, or None.
     """
 
-    __slots__ = "relation", "request", "scope"
-
     def __init__(self, request: Request, relation: Relation, scope: object):
         self.request, self.relation, self.scope = request, relation, scope
 
@@ -196,8 +194,6 @@ class _Moments(_Pass):
     Nothing is differentiated through them: a norm's own derivatives are those by y.
     """
 
-    __slots__ = ()
-
     def jvp(self, primals, tangents):
         return self._with_lines(super().jvp(primals, tangents))
 
@@ -212,10 +208,8 @@ class _Moments(_Pass):
         return y if lines is None else (y, mx.zeros((*mapped, *lines)))
 
 
-class _Composed(Rules):
+class _Composed(Function):
     """A forward pass with an epilogue; its rules are those of the composed form."""
-
-    __slots__ = "constants", "epilogue", "request", "sums"
 
     def __init__(self, request: Request, relation: Relation, scope: object):
         self.request, self.epilogue = request, request.epilogue

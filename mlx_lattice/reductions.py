@@ -32,27 +32,25 @@ def take(x: mx.array, rows: mx.array) -> mx.array:
 # Derivatives
 
 
-def linear(forward, transpose, itself):
+def linear(forward, transpose, itself, **rules):
     """Wrap a linear function of one array with its derivatives."""
-    function = Function(forward)
-    function.vjp(lambda x, dy, y: transpose(dy))
-    function.jvp(lambda x, dx: itself(dx))
-    return function
+    vjp, jvp = (lambda x, dy, y: transpose(dy)), (lambda x, dx: itself(dx))
+    return Function(forward, vjp=vjp, jvp=jvp, **rules)
 
 
 def bilinear(forward, to_first, to_second, itself):
     """Wrap a bilinear function of two arrays with its derivatives."""
-    function = Function(forward)
-    function.vjp(lambda at, dy, y: (to_first(dy, at[1]), to_second(at[0], dy)))
 
-    @function.jvp
     def jvp(at, tangents):
         (a, b), (da, db) = at, tangents
         terms = [] if da is None else [itself(da, b)]
         terms += [] if db is None else [itself(a, db)]
         return sum(terms[1:], terms[0])
 
-    return function
+    def vjp(at, dy, _):
+        return to_first(dy, at[1]), to_second(at[0], dy)
+
+    return Function(forward, vjp=vjp, jvp=jvp)
 
 
 # Sums
@@ -167,16 +165,13 @@ def move_rows(
 
     transpose = partial(move_rows, places=back, back=places)
     itself = partial(move_rows, places=places, back=back, whole=whole)
-    function = linear(forward, transpose, itself)
 
-    # Beside each other, rows of several arrays move as those of one.
-    @function.vmap
-    def vmap(x, axis):
+    def vmap(x, axis):  # beside each other, rows of several arrays move as one's
         x = mx.moveaxis(x, axis, 1)
         moved = itself(x.reshape(x.shape[0], prod(x.shape[1:])))
         return moved.reshape(moved.shape[0], *x.shape[1:]), 1
 
-    return function(x)
+    return linear(forward, transpose, itself, vmap=vmap)(x)
 
 
 def put(x: mx.array, places: mx.array, n: int) -> mx.array:
@@ -273,19 +268,16 @@ def greatest(
 
     ``find(x)`` returns both; ``back()`` the (N, K) results that each row may have won.
     """
-    function = Function(find)
 
-    @function.vjp
     def vjp(x, dy, found):
         # What won is a choice, not a function of what it was chosen from.
         return given_back(dy[0], mx.stop_gradient(found[1]), back())
 
-    @function.jvp
     def jvp(x, dx):
         rows = find(mx.stop_gradient(x))[1]
         return selected(dx, rows, back), mx.zeros_like(rows)
 
-    return function(x)
+    return Function(find, vjp=vjp, jvp=jvp)(x)
 
 
 def selected(x: mx.array, rows: mx.array, back: Callable) -> mx.array:
@@ -308,11 +300,8 @@ def given_back(dy: mx.array, rows: mx.array, back: mx.array) -> mx.array:
 
 def _by_rows(forward: Callable, transpose: Callable, itself: Callable) -> Function:
     """Wrap a linear function of an array, by rows, which ``mx.vmap`` maps too."""
-    function = Function(forward)
-    function.vjp(lambda at, dy, _: (transpose(dy, at[1]), mx.zeros_like(at[1])))
-
-    @function.jvp
-    def jvp(at, by):
-        return itself(filled(at, by)[0], at[1])
-
-    return function
+    return Function(
+        forward,
+        vjp=lambda at, dy, _: (transpose(dy, at[1]), mx.zeros_like(at[1])),
+        jvp=lambda at, by: itself(filled(at, by)[0], at[1]),
+    )

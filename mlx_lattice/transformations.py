@@ -3,91 +3,48 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
-from types import SimpleNamespace
 
 import mlx.core as mx
 
 from .sync import is_transforming
 
 
-class Rules:
-    """A function of arrays, with its rules for MLX's transformations, in one object.
+class Function:
+    """A function of arrays, with its rules for MLX's transformations.
 
-    A subclass defines ``forward(*arrays)``, ``vjp(primals, cotangents, outputs)``,
-    ``jvp(primals, tangents)`` and ``vmap(inputs, axes)``. While MLX transforms, a call
-    goes through ``mx.custom_function``. Otherwise it is a call of ``forward``.
+    While MLX transforms, a call goes through ``mx.custom_function``. Otherwise it is a
+    call of ``forward``. Rules are arguments, or methods of a subclass:
+    ``forward(*arrays)``, ``vjp(primals, cotangents, outputs)``, ``jvp(primals,
+    tangents)`` and ``vmap(inputs, axes)``.
     """
 
-    __slots__ = ()
+    vjp = jvp = None
+
+    def __init__(self, forward: Callable, **rules: Callable):
+        self.forward = forward
+        self.__dict__.update(rules)
+
+    def vmap(self, inputs, axes):
+        """Map a function whose operations MLX can map."""
+        inputs, axes = several(inputs), several(axes)
+        if all(a.size for a in inputs):  # else MLX would take something from nothing
+            found = mx.vmap(self.forward, in_axes=tuple(axes))(*inputs)
+        else:
+            found = _one_by_one(self.forward, inputs, axes)
+        return found, 0 if isinstance(found, mx.array) else (0,) * len(found)
 
     def __call__(self, *arrays: mx.array):
         """Return what ``forward`` does."""
         if not is_transforming():
             return self.forward(*arrays)
-        custom = mx.custom_function(self._stopped)
-        custom.vjp(self.vjp)
-        custom.jvp(self.jvp)
-        custom.vmap(self.vmap)
-        return custom(*arrays)
-
-    def _stopped(self, *arrays: mx.array):
         # Forward mode would follow unstopped arrays into kernels without rules.
-        return self.forward(*map(mx.stop_gradient, arrays))
-
-
-class Function:
-    """A function of arrays, whose rules for MLX's transformations are set one by one.
-
-    While MLX transforms (gradients, ``vmap``, ``compile``), a call goes through
-    ``mx.custom_function``. Otherwise it is a call of ``forward``.
-    """
-
-    __slots__ = "_custom", "_forward", "_rules"
-
-    def __init__(self, forward: Callable):
-        self._forward = forward
-        self._rules = SimpleNamespace(vmap=partial(_each, forward))
-        self._custom: Callable | None = None
-
-    def vjp(self, rule: Callable) -> Callable:
-        """Set the rule of reverse mode: ``rule(primals, cotangents, outputs)``."""
-        self._rules.vjp = rule
-        return rule
-
-    def jvp(self, rule: Callable) -> Callable:
-        """Set the rule of forward mode: ``rule(primals, tangents)``."""
-        self._rules.jvp = rule
-        return rule
-
-    def vmap(self, rule: Callable) -> Callable:
-        """Set the rule of ``mx.vmap``: ``rule(inputs, axes)``."""
-        self._rules.vmap = rule
-        return rule
-
-    def __call__(self, *arrays: mx.array):
-        """Return what ``forward`` does."""
-        if not is_transforming():
-            return self._forward(*arrays)
-        if self._custom is None:
-            forward = self._forward  # arrays are stopped as by Rules
-            self._custom = mx.custom_function(
-                lambda *a: forward(*map(mx.stop_gradient, a))
-            )
-            for name in ("vjp", "jvp", "vmap"):
-                if rule := getattr(self._rules, name, None):
-                    getattr(self._custom, name)(rule)
-        return self._custom(*arrays)
-
-
-def _each(forward: Callable, inputs, axes):
-    """Map a function whose operations MLX can map."""
-    inputs, axes = several(inputs), several(axes)
-    if all(a.size for a in inputs):  # else MLX would take something from nothing
-        found = mx.vmap(forward, in_axes=tuple(axes))(*inputs)
-    else:
-        found = _one_by_one(forward, inputs, axes)
-    return found, 0 if isinstance(found, mx.array) else (0,) * len(found)
+        custom = mx.custom_function(
+            lambda *arrays: self.forward(*map(mx.stop_gradient, arrays))
+        )
+        for name in ("vjp", "jvp", "vmap"):
+            if rule := getattr(self, name):
+                getattr(custom, name)(rule)
+        return custom(*arrays)
 
 
 def _one_by_one(forward: Callable, inputs, axes):
@@ -114,12 +71,6 @@ def _slice(a: mx.array, i: int, axis: int) -> mx.array:
     return first[i : i + 1].squeeze(0)
 
 
-@Function
-def constant(*arrays):
-    """Return packed arrays as they are; a derivative with respect to them raises."""
-    return arrays
-
-
 def _no_gradient(*_):
     raise ValueError(
         "a packed weight has no gradient: its values are constants. Freeze the layer "
@@ -128,33 +79,28 @@ def _no_gradient(*_):
     )
 
 
-constant.vjp(_no_gradient)
-constant.jvp(_no_gradient)
-constant.vmap(lambda arrays, axes: (tuple(arrays), tuple(axes)))
+# Returns packed arrays as they are; a derivative with respect to them raises.
+constant = Function(
+    lambda *arrays: arrays,
+    vjp=_no_gradient,
+    jvp=_no_gradient,
+    vmap=lambda arrays, axes: (tuple(arrays), tuple(axes)),
+)
 
 
-class Linear(Rules):
-    """Rules of a function that is linear in each operand: one object for them all.
+class Linear(Function):
+    """A function that is linear in each operand.
 
     A subclass defines ``forward``, ``vjp``, and ``linear``: the function with its
-    transformations.
-    Arguments after ``operands`` of them (a bias) are added to each row of the result.
+    transformations. Arguments after ``operands`` of them (a bias) are added to each row
+    of the result.
     """
 
-    __slots__ = ()
     operands: int | None = None
 
     def rows(self, primals: Sequence[mx.array]) -> int:
         """Return the rows of the result."""
         return len(primals[0])
-
-    def linear(self, *arrays: mx.array) -> mx.array:
-        """Return what the function does."""
-        raise NotImplementedError
-
-    def vjp(self, primals, cotangent, outputs):
-        """Return the derivatives by all arguments."""
-        raise NotImplementedError
 
     def jvp(self, primals, tangents):
         """Return a derivative: a term for each argument that has a tangent."""
@@ -176,36 +122,25 @@ class Linear(Rules):
         return _one_by_one(self.linear, inputs, axes), 0
 
 
-class _Zeros(Rules):
-    """A function whose result is zeros, as are its derivatives."""
-
-    __slots__ = "dtype", "shape"
-
-    def __init__(self, shape: Sequence[int], dtype: mx.Dtype):
-        self.shape, self.dtype = tuple(shape), dtype
-
-    def forward(self, *_) -> mx.array:
-        return mx.zeros(self.shape, self.dtype)
-
-    def vjp(self, primals, cotangent, _):
-        return [mx.zeros_like(a) for a in several(primals)]
-
-    def jvp(self, primals, tangents):
-        return self.forward()
-
-    def vmap(self, inputs, axes):
-        pairs = zip(several(inputs), several(axes), strict=True)
-        size = next(a.shape[axis] for a, axis in pairs if axis is not None)
-        return mx.zeros((size, *self.shape), self.dtype), 0
-
-
 def zeros_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.array:
     """Return zeros, or no numbers, as what is made of arrays without rows.
 
     Gradients go on through it: where processes exchange within a backward pass, one
     without rows must not leave that out.
     """
-    return _Zeros(shape, dtype)(*arrays)
+    shape = tuple(shape)
+
+    def vmap(inputs, axes):
+        pairs = zip(several(inputs), several(axes), strict=True)
+        size = next(a.shape[axis] for a, axis in pairs if axis is not None)
+        return mx.zeros((size, *shape), dtype), 0
+
+    return Function(
+        lambda *_: mx.zeros(shape, dtype),
+        vjp=lambda primals, *_: [mx.zeros_like(a) for a in several(primals)],
+        jvp=lambda *_: mx.zeros(shape, dtype),
+        vmap=vmap,
+    )(*arrays)
 
 
 def several(values):
@@ -221,7 +156,7 @@ def filled(
     return [mx.zeros_like(a) if t is None else t for a, t in pairs]
 
 
-class Gradient(Rules):
+class Gradient(Function):
     """A way back by kernels, whose own derivatives are the composed form's.
 
     Args:
@@ -229,8 +164,6 @@ class Gradient(Rules):
         composed: of (x, *arrays), the derivative of which it is.
         statistics: arrays after x that ``composed`` computes from x instead.
     """
-
-    __slots__ = "composed", "forward", "statistics"
 
     def __init__(self, back: Callable, composed: Callable, statistics: int = 0):
         self.forward, self.composed = back, composed
@@ -255,16 +188,18 @@ class Gradient(Rules):
         return found, (0,) * len(found)
 
 
-class ByKernels(Rules):
+class ByKernels(Function):
     """A function by kernels, forward and back.
 
-    A subclass defines ``forward(*arrays)``, ``back(dy, *arrays)``, which returns the
-    gradients of all arrays, and ``composed(*arrays)``, the same function in MLX
-    operations, for forward mode, vmap and derivatives of the gradients.
+    ``back(dy, *arrays)`` returns the gradients of all arrays, and ``composed(*arrays)``
+    is the same function in MLX operations, for forward mode, vmap and derivatives of
+    the gradients. A subclass may define the three functions as methods.
     """
 
-    __slots__ = ()
     statistics = 0  # as of Gradient
+
+    def __init__(self, forward: Callable, back: Callable, composed: Callable):
+        self.forward, self.back, self.composed = forward, back, composed
 
     def gradient(self, dy, *arrays) -> tuple[mx.array, ...]:
         """Return what ``back`` does, with derivatives."""
@@ -285,12 +220,3 @@ class ByKernels(Rules):
         """Return the results of several calls."""
         arrays, axes = several(arrays), tuple(several(axes))
         return mx.vmap(self.composed, axes)(*arrays), 0
-
-
-class OfKernels(ByKernels):
-    """A function by kernels, of functions for each pass: see ``ByKernels``."""
-
-    __slots__ = "back", "composed", "forward"
-
-    def __init__(self, forward: Callable, back: Callable, composed: Callable):
-        self.forward, self.back, self.composed = forward, back, composed

@@ -78,12 +78,11 @@ def corner_weights(
     kernels = registry.points()
     if kernels is None or not table.size:
         return composed(points)
-    function = Function(
-        lambda points: kernels.corner_weights(points, size, cells, table, renormalise)
-    )
-    function.vjp(lambda points, dy, _: mx.vjp(composed, [points], [dy])[1][0])
-    function.jvp(lambda points, dx: mx.jvp(composed, [points], [dx])[1][0])
-    return function(points)
+    return Function(
+        lambda points: kernels.corner_weights(points, size, cells, table, renormalise),
+        vjp=lambda points, dy, _: mx.vjp(composed, [points], [dy])[1][0],
+        jvp=lambda points, dx: mx.jvp(composed, [points], [dx])[1][0],
+    )(points)
 
 
 def _composed(points, cells, table, renormalise, size) -> mx.array:

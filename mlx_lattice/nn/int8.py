@@ -212,24 +212,15 @@ class FakeQuant(Packable, Module):
         return twin_holding(layer, w).calibrated(scale)
 
 
-@Function
-def _round_features(x: mx.array, scale: mx.array) -> mx.array:
-    return (as_int8(x, scale).astype(mx.float32) * scale).astype(x.dtype)
-
-
-@_round_features.vjp
-def _(primals, dy, _):
-    x, scale = primals
-    return dy * _unclipped(x, scale), mx.zeros_like(scale)
-
-
-@_round_features.jvp
-def _(primals, tangents):
-    return tangents[0] * _unclipped(*primals)
-
-
 def _unclipped(x: mx.array, scale: mx.array) -> mx.array:
     return (mx.abs(x.astype(mx.float32)) <= (MOST + 0.5) * scale).astype(x.dtype)
+
+
+_round_features = Function(
+    lambda x, scale: (as_int8(x, scale).astype(mx.float32) * scale).astype(x.dtype),
+    vjp=lambda at, dy, _: (dy * _unclipped(*at), mx.zeros_like(at[1])),
+    jvp=lambda at, by: by[0] * _unclipped(*at),
+)
 
 
 @cache
@@ -241,10 +232,7 @@ def _round_weight(bits: int, group_size: int | None) -> Function:
         w = integer_weight(weight, **options).dense(weight.dtype)
         return w.transpose(2, 0, 1).reshape(weight.shape)
 
-    function = Function(forward)
-    function.vjp(lambda _, dy, __: dy)
-    function.jvp(lambda _, tangent: tangent)
-    return function
+    return Function(forward, vjp=lambda _, dy, __: dy, jvp=lambda _, tangent: tangent)
 
 
 # Files

@@ -73,8 +73,6 @@ def packed_linear(x: mx.array, w: QuantizedWeight) -> mx.array:
 class _PackedLinear(Linear):
     """``x @ W[0]`` of (x, words, scales, biases), or ``x @ W[0].T``."""
 
-    __slots__ = "transposed", "w"
-
     def __init__(self, w: QuantizedWeight, transposed: bool):
         self.w, self.transposed = w, transposed
 
@@ -402,7 +400,6 @@ OWN = Linear, QuantizedLinear
 class _Affine(LinearRules):
     """MLX's rules of a linear layer, but that the bias's gradient is by a kernel."""
 
-    __slots__ = ()
     operands = 2
 
     def forward(self, x: mx.array, w: mx.array, b: mx.array) -> mx.array:

@@ -26,7 +26,7 @@ from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..routes import launch
 from ..tensor import SparseTensor, expect_tensor
-from ..transformations import OfKernels, zeros_of
+from ..transformations import ByKernels, zeros_of
 from .attention_calls import (
     COMPOSED,
     EXACT,
@@ -780,7 +780,7 @@ def _turned_by_kernel(
             of_scales = [a.squeeze(0) for a in mx.split(total, turned)]
         return dx, *of_scales, *[mx.zeros_like(a) for a in angles]
 
-    return OfKernels(forward, back, by_operations)(x, *scales, *angles)
+    return ByKernels(forward, back, by_operations)(x, *scales, *angles)
 
 
 def rotary(

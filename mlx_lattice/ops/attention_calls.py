@@ -361,10 +361,7 @@ def by_kernel(
 
     if record is not None:
         attention_observers.tell(record)
-    function = Function(forward)
-    function.vjp(vjp)
-    function.jvp(jvp)
-    return function(q, k, v)[0]
+    return Function(forward, vjp=vjp, jvp=jvp)(q, k, v)[0]
 
 
 # Groups of rows

@@ -453,7 +453,6 @@ class _NormByRows(Affine):
     them. Returns y, (S, C) mean and variance, and moved (C,) running ones.
     """
 
-    __slots__ = "momentum", "source"
     statistics = 2
 
     def __init__(self, *others, statistics=None, momentum: float = 0.0, **more):
@@ -572,8 +571,6 @@ def normalized_by_rows(
 class _NormBy(Affine):
     """A norm by given statistics: of x, mean, var, and those present of the rest."""
 
-    __slots__ = ()
-
     def composed(self, x, mean, var, *rest):
         return affine(x, mean, var, *self.named(rest), self.eps, self.act)
 
@@ -641,8 +638,6 @@ def scaled(
 
 class _LayerNorm(Affine):
     """Layer norm by kernels: of x and those that are present of the rest."""
-
-    __slots__ = ()
 
     def composed(self, x, *rest):
         return composed(self.act)(_layer_norm_by_mlx(x, *self.named(rest), self.eps))

@@ -62,13 +62,11 @@ def test_rules_serve_in_a_transformation_alone():
         called.append("forward")
         return 2 * x
 
-    function = transformations.Function(doubled)
-
-    @function.vjp
     def vjp(x, dy, _):
         called.append("vjp")
         return 5 * dy * x
 
+    function = transformations.Function(doubled, vjp=vjp)
     x = mx.array(3.0)
     assert function(x).item() == 6 and called == ["forward"]
     assert mx.grad(function)(x).item() == 15
@@ -120,11 +118,12 @@ def moments() -> transformations.Function:
         mean = x.mean(axis=0)
         return mean, (x - mean).square().mean(axis=0)
 
-    function = transformations.Function(forward)
-    function.vjp(lambda x, dy, _: mx.vjp(composed, [x], list(dy))[1][0])
-    function.jvp(lambda x, dx: tuple(mx.jvp(composed, [x], [dx])[1]))
-    function.vmap(lambda x, axis: (mx.vmap(composed, (axis,))(x), (0, 0)))
-    return function
+    return transformations.Function(
+        forward,
+        vjp=lambda x, dy, _: mx.vjp(composed, [x], list(dy))[1][0],
+        jvp=lambda x, dx: tuple(mx.jvp(composed, [x], [dx])[1]),
+        vmap=lambda x, axis: (mx.vmap(composed, (axis,))(x), (0, 0)),
+    )
 
 
 @needs_extension
