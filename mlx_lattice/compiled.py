@@ -194,7 +194,7 @@ class _Trace:
             if not is_of_tracing(error):
                 raise
             name = getattr(self._function, "__name__", type(self._function).__name__)
-            if isinstance(error, TracedError) and error.coordinates:
+            if isinstance(error, TracedError):
                 raise ValueError(f"{name} is compiled: {error}") from error
             raise ValueError(
                 f"{name} reads values of its arguments while it is compiled: "

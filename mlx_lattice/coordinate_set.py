@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Hashable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
@@ -42,14 +41,10 @@ class CoordinateKey:
     stride: tuple
     serial: int
 
-    def __deepcopy__(self, memo: dict) -> CoordinateKey:
-        """Return itself, which names the set of the manager that was not copied."""
-        return self
-
     def __reduce__(self) -> tuple:
         raise TypeError(
-            "a CoordinateKey names a set of one manager, and is not pickled. Pickle a "
-            "tensor, whose copy has a key, or the manager"
+            "a CoordinateKey names a set of one manager, and is not copied or pickled. "
+            "Copy a tensor, whose copy has a key of its own"
         )
 
     def __repr__(self) -> str:
@@ -72,8 +67,7 @@ class CoordinateSet:
         coords: its rows; no user has this array.
         shown: the same rows for tensors and relations: a user may change that array.
         serial: of its key.
-        is_pinned: whether its manager keeps it although its key is not alive, as the
-            sets of a copied manager.
+        is_pinned: whether its manager keeps it although its key is not alive.
         key_ref: weak reference to its key.
         array_ref: weak reference to the caller's array that it was made of, if any.
         is_sorted: whether its rows are known to be sorted.
@@ -96,12 +90,6 @@ class CoordinateSet:
 
     def __len__(self) -> int:
         return self._rows
-
-    def __reduce__(self) -> tuple:
-        facts = self.stride, self.spatial_shape, self.declared_batch_size
-        names = "is_pinned", "is_sorted", "settled", "_bounds", "_repeat"
-        known = {name: getattr(self, name) for name in names}
-        return CoordinateSet, (self.coords, *facts, self.trusted, self._box), known
 
     @property
     def key(self) -> CoordinateKey:
@@ -127,7 +115,7 @@ class CoordinateSet:
                 if self._bounds is None and not self.settled:
                     learn([self])
                 elif self._bounds is None:
-                    with expecting_values([self]):
+                    with sync.values():
                         self._bounds = registry.geometry().bounds(self.coords)
         return self._bounds
 
@@ -261,24 +249,11 @@ def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
     """
     unread = [each.unread for each in sets]
     wanted = [*itertools.chain(*unread), *more]
-    with expecting_values(sets):
-        values = sync.read(*wanted) if wanted else []
-        for each, its in zip(sets, unread, strict=True):
-            each.learn(values[: len(its)])
-            values = values[len(its) :]
+    values = sync.read(*wanted) if wanted else []
+    for each, its in zip(sets, unread, strict=True):
+        each.learn(values[: len(its)])
+        values = values[len(its) :]
     return values
-
-
-@contextmanager
-def expecting_values(sets: Sequence[CoordinateSet]) -> Iterator[None]:
-    """Name the coordinates if the block reads what MLX traces."""
-    try:
-        yield
-    except sync.TracedError:
-        for each in sets:
-            with sync.values(f"coordinates of shape {tuple(each.coords.shape)}"):
-                mx.eval(each.coords)
-        raise
 
 
 @built_by_one

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from copy import deepcopy
 from functools import partial
 from itertools import accumulate
 from operator import floordiv, mul
-from typing import NamedTuple
 from weakref import ref
 
 import mlx.core as mx
@@ -29,16 +27,6 @@ from .geometry.lattice import Bounds, Rule
 from .kernel_spec import IntOrTuple, KernelSpec, cells_of, check_support, per_axis
 from .relation import Relation, Search
 from .sync import SharedViews, building, built_by_one
-
-
-class Links(NamedTuple):
-    """A set as it is copied, with the serials of the sets that it is linked to."""
-
-    held: CoordinateSet
-    serial: int
-    made: tuple[tuple[str, int, object], ...]  # (rule, source, how) that made it
-    # By stride, the set that it was computed from; None for several.
-    fine: tuple[tuple[tuple, int | None], ...]
 
 
 def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
@@ -76,8 +64,6 @@ class CoordinateManager:
         # Calls that `prepare_scan` prepared: (id of the net, serial, dtype, training).
         self.prepared: set[tuple] = set()
         self._relations: dict[tuple, Relation] = {}
-        # Relations of a set to itself by set and spec: the same for every kind.
-        self._identities: dict[tuple, Relation] = {}
         # Relations by the arguments of a layer, and the version they are valid for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
 
@@ -151,14 +137,9 @@ class CoordinateManager:
     def _add(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
         """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
         held = CoordinateSet(coords, stride, *facts)
-        self.adopt(held)
-        return held
-
-    @built_by_one
-    def adopt(self, held: CoordinateSet) -> None:
-        """Add a set that no manager has."""
         self._sets[held.serial] = held
         self._index_array(held.shown, held)
+        return held
 
     def _index_array(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
         """Find a set by an array from now on; return a reference to the array."""
@@ -211,13 +192,16 @@ class CoordinateManager:
                 self._by_array.pop(name, None)
         for coarse in self._consumed.keys() - living:
             del self._consumed[coarse]
-        for known in (self._relations, self._identities):
-            for question, relation in list(known.items()):
-                if not living.issuperset(relation.sets):
-                    del known[question]
-        for question, (relation, _) in list(self._asked.items()):
-            if not living.issuperset(relation.sets):
-                del self._asked[question]
+        self._relations = {
+            question: relation
+            for question, relation in self._relations.items()
+            if living.issuperset(relation.sets)
+        }
+        self._asked = {
+            question: answer
+            for question, answer in self._asked.items()
+            if living.issuperset(answer[0].sets)
+        }
 
     def __getitem__(self, key: CoordinateKey) -> CoordinateSet:
         try:
@@ -249,41 +233,11 @@ class CoordinateManager:
         held = next(iter(known.values()), None)
         return self.insert(key_or_coords) if held is None else held.key
 
-    @property
-    def one(self) -> OneManager:
-        """What stands for it in what is copied: one object."""
-        return self.__dict__.setdefault("_one", OneManager())
-
-    @built_by_one
-    def links(self, held: CoordinateSet) -> Links:
-        """Return a set as it is copied."""
-        made = tuple(
-            (rule, source.serial, how)
-            for (rule, source, how), made in self._made.everything()
-            if made is held
-        )
-        fine = tuple(
-            (stride, None if fine is None else fine.serial)
-            for stride, fine in self._consumed.get(held, {}).items()
-        )
-        return Links(held, held.serial, made, fine)
-
-    @built_by_one
-    def link(self, sets: dict[int, CoordinateSet], links: Sequence[Links]) -> None:
-        """Take over what is known of copied sets, by the serials of the originals."""
-        for held, _, made, fine in links:
-            for rule, source, how in made:
-                if source in sets:
-                    self._made.add((rule, sets[source], how), held)
-            known = {s: sets.get(n) for s, n in fine if n is None or n in sets}
-            if known:
-                self._consumed[held] = known
-
-    def __copy__(self) -> CoordinateManager:
-        return deepcopy(self)
-
     def __reduce__(self) -> tuple:
-        return copied_manager, (self.one, tuple(map(self.links, self.sets)))
+        raise TypeError(
+            "a CoordinateManager is not copied or pickled; copy its tensors, each of "
+            "which gets a manager of its own"
+        )
 
     # Sets that rules make of others
 
@@ -623,9 +577,7 @@ class CoordinateManager:
             if made is not None:
                 return self._relations.setdefault(question, made.transposed(kind))
         search = Search.of(kind, source, target, spec)
-        identity, mirrored = search.identity, search.mirrored
-        if identity and (made := self._identities.get((source, spec))):
-            return self._relations.setdefault(question, made.renamed(kind))
+        identity = search.identity
         relation = Relation(
             kind,
             spec.volume,
@@ -636,7 +588,7 @@ class CoordinateManager:
             spec=spec,
             in_coords=source.shown,
             out_coords=target.shown,
-            mirrored=mirrored,
+            mirrored=search.mirrored,
             sets=(source, target),
         )
         # A duplicate target row would be an error too.
@@ -650,8 +602,6 @@ class CoordinateManager:
         edges = len(source) if identity else self._known_edges(*question)
         if edges is not None:
             relation.set_counted(edges)
-        if identity:
-            self._identities[source, spec] = relation
         self._relations[question] = relation
         return relation
 
@@ -688,48 +638,3 @@ def _rows(
     if rows is None and not was_settled:
         return _rows(source, steps)  # the bounds that this takes are known now
     return rows or geometry.levels(source.coords, steps, known), known
-
-
-class OneManager:
-    """Stands for a manager in a copy or pickle, which finds one copy of it by identity.
-
-    A copied tensor takes its own rows along, and no relations. Tensors that are copied
-    by one call share a new manager where they shared one.
-    """
-
-    def __reduce__(self) -> tuple:
-        return Copied, ()
-
-
-class Copied:
-    """A new manager, while sets are added to it."""
-
-    def __init__(self):
-        self.manager = CoordinateManager()
-        self._sets: dict[int, CoordinateSet] = {}  # by the serial of the original
-        self._links: list[Links] = []
-
-    def add(self, links: Links) -> CoordinateSet:
-        """Add a set, if it is not there, and what is known of it and those there."""
-        if links.serial not in self._sets:
-            self._sets[links.serial] = links.held
-            self._links.append(links)
-            self.manager.adopt(links.held)
-            self.manager.link(self._sets, self._links)
-        return links.held
-
-
-def copied_tensor(kind: type, copied: Copied, links: Links) -> object:
-    """Return a tensor of a class on rows that were copied, without features."""
-    held = copied.add(links)
-    made = object.__new__(kind)
-    place = {"manager": copied.manager, "key": held.key, "coords": held.shown}
-    made.__dict__.update(place)
-    return made
-
-
-def copied_manager(copied: Copied, links: tuple[Links, ...]) -> CoordinateManager:
-    """Return the copy of a manager, which keeps the sets."""
-    for each in links:
-        copied.add(each).is_pinned = True  # nobody has their keys yet
-    return copied.manager

@@ -15,7 +15,6 @@ from .coordinate_set import (
     CoordinateSet,
     OfPairs,
     expect_one_lattice,
-    expecting_values,
     settle,
 )
 from .coordinates import CoordinateManager
@@ -108,12 +107,11 @@ def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     expect_one_lattice(a, b)
     # In one order they are the same place by place, or not at all.
     are_sorted = len(a) == len(b) and a.is_sorted and b.is_sorted
-    with expecting_values((a, b)):
-        if are_sorted and sync.read(mx.array_equal(a.coords, b.coords))[0]:
-            return None
-        places = _found(b, a)
-        same = mx.array_equal(places, mx.arange(len(b), dtype=mx.int32))
-        missing, same = sync.read((places < 0).sum(), same)
+    if are_sorted and sync.read(mx.array_equal(a.coords, b.coords))[0]:
+        return None
+    places = _found(b, a)
+    same = mx.array_equal(places, mx.arange(len(b), dtype=mx.int32))
+    missing, same = sync.read((places < 0).sum(), same)
     if missing or len(a) != len(b):
         of, at = (b, places) if missing else (a, _found(a, b))
         row = tuple(of.coords[mx.argmin(at).item()].tolist())

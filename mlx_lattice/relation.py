@@ -241,8 +241,8 @@ class Relation:
         if not self.lists_edges:
             raise TypeError(
                 "a CoordinateManager's Relation is not copied or pickled. Copy its "
-                "tensors or its manager, which build it again when it is asked for; or "
-                "copy relation.edges, for Relation.from_edges"
+                "tensors, which build it again when it is asked for; or copy "
+                "relation.edges, for Relation.from_edges"
             )
         edges = [self.edges[:, column] for column in range(3)]
         return Relation.from_edges, (*edges, *self._limits())
@@ -324,12 +324,6 @@ class Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""
         other = self._again(not self._swapped)
         other.kind, other._own = kind, other._swapped
-        return other
-
-    def renamed(self, kind: str) -> Relation:
-        """Return the same edges as a relation of another kind; all views are shared."""
-        other = self._again(self._swapped)
-        other.kind = kind
         return other
 
     def view(self, name: str, build: Callable, swapped: bool | None = None):

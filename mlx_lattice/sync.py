@@ -39,46 +39,35 @@ def is_known_to_differentiate() -> bool:
 
 
 class TracedError(ValueError):
-    """Values are read of what MLX traces, which has none.
+    """Values are read of what MLX traces, which has none."""
 
-    Args:
-        coordinates: what is read, as "coordinates of shape (4, 4)"; "" of what else
-            rows are chosen by.
-    """
-
-    def __init__(self, coordinates: str = ""):
-        what = (
-            f"relations are built of the values of coordinates, and {coordinates} have "
-            "none here"
-            if coordinates
-            else "which rows there are depends on values (of points, masks, scores or "
-            "edges) that are not known here"
-        )
+    def __init__(self):
         super().__init__(
-            f"{what}: mx.compile, ml.compile or mx.vmap traces them. Make the tensor "
-            "outside of the function, and give it features for its rows, as "
-            "x.replace(feats) takes them; ml.compile takes the tensor itself"
+            "which rows there are depends on values (of coordinates, points, masks, "
+            "scores or edges) that are not known here: mx.compile, ml.compile or "
+            "mx.vmap traces them. Make the tensor outside of the function, and give it "
+            "features for its rows, as x.replace(feats) takes them; ml.compile takes "
+            "the tensor itself"
         )
-        self.coordinates = coordinates
 
 
 def is_of_tracing(error: Exception) -> bool:
     """Whether an error says that what MLX traces was read."""
-    if isinstance(error, TracedError):
-        return True
-    # MLX's "[eval] ..." and "[async_eval] ...", of no type of their own.
-    return isinstance(error, (ValueError, RuntimeError)) and "eval] " in str(error)
+    # MLX's "[eval] ..." and "[async_eval] ..." have no type of their own.
+    return isinstance(error, TracedError) or (
+        isinstance(error, (ValueError, RuntimeError)) and "eval] " in str(error)
+    )
 
 
 @contextmanager
-def values(coordinates: str = "") -> Iterator[None]:
+def values() -> Iterator[None]:
     """Raise a ``TracedError`` where MLX traces what the block reads."""
     try:
         yield
     except (ValueError, RuntimeError) as error:
         if isinstance(error, TracedError) or not is_of_tracing(error):
             raise
-        raise TracedError(coordinates) from error
+        raise TracedError from error
 
 
 def read(*arrays: mx.array) -> list:

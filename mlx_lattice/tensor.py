@@ -12,7 +12,7 @@ import mlx.core as mx
 from . import sync
 from .checks import FLOATS, INT32_LIMIT, array_of, as_mlx_reads
 from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
-from .coordinates import CoordinateManager, copied_tensor
+from .coordinates import CoordinateManager
 from .geometry.lattice import active_cells, places_in
 from .geometry.points import voxelize
 from .joined_sets import equal_rows
@@ -80,8 +80,7 @@ class SparseTensor:
 
     ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager`` cannot. A change of
     ``x.coords`` in place is one of that array alone: nothing is computed with it.
-    Copies and pickles have rows and a manager of their own; tensors that are copied
-    together share one where they did.
+    Copies and pickles have rows and a manager of their own.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
@@ -430,28 +429,8 @@ class SparseTensor:
                     f"that fits its features, or a number; got {type(other).__name__}"
                 )
             other = as_mlx_reads(other)
-            self._expect_of_rows(getattr(other, "shape", ()))
         expect_fitting(self.feats, getattr(other, "shape", ()))
         return self.replace(operation(self.feats, other))
-
-    def _expect_of_rows(self, shape: tuple[int, ...]) -> None:
-        """Raise a ValueError if N values may be those of N batch elements."""
-        n = len(self)
-        if len(shape) != 2 or shape[0] != n or n < 2:
-            return
-        try:
-            if self.batch_size != n:
-                return
-            one_each = mx.array_equal(self.coordinate_set.coords[:, 0], mx.arange(n))
-            if sync.read(one_each)[0]:
-                return
-        except sync.TracedError:  # coordinates that mx.compile traces
-            return
-        raise ValueError(
-            f"the tensor has {n} rows and {n} batch elements, so values of shape "
-            f"{tuple(shape)} may belong to either. Of rows: x.replace(x.feats + "
-            "values); of batch elements: x.replace(x.feats + values[x.coords[:, 0]])"
-        )
 
     def __copy__(self) -> SparseTensor:
         copy = object.__new__(type(self))
@@ -460,8 +439,9 @@ class SparseTensor:
 
     def __reduce_ex__(self, protocol: int) -> tuple:
         kind, state = self._state()
-        place = kind, self.manager.one, self.manager.links(self.coordinate_set)
-        return copied_tensor, place, state
+        rows = self.coordinate_set
+        facts = rows.stride, rows.spatial_shape, rows.declared_batch_size, rows.trusted
+        return _copied, (kind, rows.coords, rows.is_sorted, *facts), state
 
     def _state(self) -> tuple[type, dict]:
         """Return the class of a copy, and what it has beside its rows."""
@@ -476,6 +456,16 @@ class SparseTensor:
             f"SparseTensor({len(self):,} rows x {self.channels} {name}, "
             f"{self.dims}D, {self.key!r})"
         )
+
+
+def _copied(kind: type, coords: mx.array, is_sorted: bool, *facts) -> object:
+    """Return a tensor of a class on rows of its own, without features."""
+    manager = CoordinateManager()
+    rows = manager.inserted(coords, *facts)
+    rows.is_sorted = is_sorted
+    made = object.__new__(kind)
+    made.__dict__.update(manager=manager, key=rows.key, coords=rows.shown)
+    return made
 
 
 def _expect_coords(coords: mx.array, coordinate_set: CoordinateSet) -> None:
