@@ -236,6 +236,13 @@ class OfPairs:
         """Return the cache of a pair, to look up and to add to."""
         return self._known.setdefault(a, WeakKeyDictionary()).setdefault(b, {})
 
+    def build(self, a: CoordinateSet, b: CoordinateSet, name: str, make: Callable):
+        """Return a value of a pair, which ``make()`` builds the first time."""
+        known = self.of(a, b)
+        if name not in known:
+            known[name] = make()
+        return known[name]
+
     def forget(self, a: CoordinateSet) -> None:
         """Drop the caches of all pairs that a set is the first of."""
         self._known.pop(a, None)

@@ -12,10 +12,9 @@ import mlx.core as mx
 from . import sync
 from .checks import FLOATS, INT32_LIMIT, array_of, as_mlx_reads
 from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
-from .coordinates import CoordinateManager
+from .coordinates import CoordinateManager, equal_rows
 from .geometry.lattice import active_cells, places_in
 from .geometry.points import voxelize
-from .joined_sets import equal_rows
 from .kernel_spec import IntOrTuple, per_axis
 from .reductions import move_rows, put
 from .settings import boundary

@@ -19,7 +19,7 @@ FLOORS = [
     *("checks", "settings", "distribution", "kept_files", "devices", "availability"),
     *("sync", "epilogue", "kernel_spec", "problem", "quantized", "plan"),
     *("registry", "transformations", "reductions", "geometry"),
-    *("coordinate_set", "relation", "coordinates", "joined_sets", "tensor", "names"),
+    *("coordinate_set", "relation", "coordinates", "tensor", "names"),
     *("backends/gpu", "backends/metal", "backends/cuda", "backends"),
     *("routes", "channel_kernels", "optimizers", "contraction", "int8", "memory"),
     *("ops", "nn", "inspect", "compiled", "prepare"),

@@ -13,11 +13,10 @@ from .. import registry, sync
 from ..channel_kernels import beside
 from ..checks import INT32_LIMIT, array_of, real, whole
 from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
-from ..coordinates import CoordinateManager
+from ..coordinates import CoordinateManager, Part, alone, common, part_of, united
 from ..geometry.lattice import best_rows, join
 from ..geometry.points import reduce_segments
 from ..int8 import IntegerTensor, cat_integers
-from ..joined_sets import Part, alone, common, part_of, united
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
 from ..tensor import SparseTensor, align, expect_tensor, tensors_of
