@@ -107,4 +107,4 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str) -> None:
-    unknown_name(name, __name__, ops.__all__)
+    unknown_name(name, __name__)
