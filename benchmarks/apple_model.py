@@ -16,12 +16,10 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from mlx_lattice.availability import source
 from mlx_lattice.backends.gpu.kernel import GpuKernel
-from mlx_lattice.devices import METAL, Device
+from mlx_lattice.devices import METAL, Device, source
 from mlx_lattice.inspect.explain import INTEGERS, cost
-from mlx_lattice.plan import MLX, Plan
-from mlx_lattice.problem import Problem
+from mlx_lattice.problem import MLX, Plan, Problem
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes.choice import Choice
 

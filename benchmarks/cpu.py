@@ -28,7 +28,7 @@ import numpy as np
 import scenes
 
 import mlx_lattice as ml
-from mlx_lattice import availability, backends, ops
+from mlx_lattice import backends, devices, ops
 
 PEER_YARDSTICK = 190.0  # GFLOP/s of the peers' machine
 RESULTS = Path(__file__).parent / "results" / "cpu.jsonl"
@@ -298,7 +298,7 @@ def main():
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args()
     mx.set_default_device(mx.cpu)
-    native = availability.extension
+    native = devices.extension
     threads = native.num_threads() if native else os.cpu_count()
     facts = {
         "threads": threads,

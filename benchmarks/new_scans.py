@@ -24,7 +24,7 @@ import numpy as np
 
 import mlx_lattice as ml
 from mlx_lattice import devices, registry, sync
-from mlx_lattice.plan import Plan
+from mlx_lattice.problem import Plan
 from mlx_lattice.routes import proof
 
 NETS = "minkunet14", "minkunet18", "minkunet34"

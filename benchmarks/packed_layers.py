@@ -9,8 +9,7 @@ import mlx.core as mx
 
 import mlx_lattice as ml
 from mlx_lattice import devices, routes
-from mlx_lattice.plan import Plan
-from mlx_lattice.problem import FORWARD, IntegerFacts
+from mlx_lattice.problem import FORWARD, IntegerFacts, Plan
 
 BITS = (8, 4)  # of weights
 

@@ -37,10 +37,10 @@ from mlx_lattice import devices, routes
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 from mlx_lattice.checks import DTYPES
 from mlx_lattice.inspect.trace import drawn
-from mlx_lattice.plan import MLX
 from mlx_lattice.problem import (
     FORWARD,
     KERNEL_MAJOR,
+    MLX,
     MLX_LAYOUT,
     PASSES,
     WEIGHT_GRAD,

@@ -19,7 +19,7 @@ from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 from mlx_lattice.devices import BACKENDS
-from mlx_lattice.plan import MLX
+from mlx_lattice.problem import MLX
 from mlx_lattice.routes import needs
 
 # What classes have of bases that are not public, and users call.

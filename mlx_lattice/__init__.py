@@ -25,7 +25,6 @@ from .int8 import IntegerTensor, integer_conv
 from .kept_files import cache
 from .kernel_spec import KernelSpec
 from .memory import MemoryLimitError, memory_limit
-from .names import unknown_name
 from .nn.calibrate import Calibration, calibrate
 from .prepare import Preparation, prepare
 from .problem import Problem
@@ -47,7 +46,7 @@ from .routes.selection import (
     waive_determinism,
 )
 from .settings import precision
-from .tensor import SparseTensor
+from .tensor import SparseTensor, unknown_name
 
 __all__ = [
     "AttentionExplanation",

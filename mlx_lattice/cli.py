@@ -11,11 +11,10 @@ from contextlib import contextmanager, suppress
 from importlib import import_module
 from pathlib import Path
 
-from .availability import HostMissing
 from .checks import DTYPES
 from .commands.convert import MODELS
 from .commands.generate import SETTINGS
-from .devices import PROFILES
+from .devices import PROFILES, HostMissing
 from .distribution import NAME, __version__, install
 from .io.safetensors import shown
 from .memory import MemoryLimitError

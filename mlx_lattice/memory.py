@@ -25,8 +25,7 @@ from .coordinates import CoordinateManager
 from .devices import CPU
 from .epilogue import Epilogue
 from .geometry.tables import BoxedRows
-from .plan import MLX
-from .problem import FORWARD, weight_axes
+from .problem import FORWARD, MLX, weight_axes
 from .quantized import QuantizedWeight
 from .relation import Relation
 from .routes import launch

@@ -11,8 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 import mlx.core as mx
 
 from . import sync
-from .availability import serves
-from .devices import current
+from .devices import current, serves
 from .epilogue import NONE, Activation
 
 if TYPE_CHECKING:  # geometry asks for the kernels that it is built by

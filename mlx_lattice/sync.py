@@ -10,7 +10,7 @@ from typing import TypeVar
 
 import mlx.core as mx
 
-from .availability import extension
+from .devices import extension
 
 View = TypeVar("View")
 

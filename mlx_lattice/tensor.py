@@ -1,8 +1,13 @@
-"""What can be the features of a tensor, or be added to them."""
+"""SparseTensor: features at coordinates, and what can be added to them.
+
+Also the names of functions and layers for 1 to 4 spatial axes, as ``Conv3d``.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import inspect
+from collections.abc import Callable, Iterable, Sequence
+from functools import wraps
 from math import prod
 from numbers import Number
 from typing import TYPE_CHECKING, NoReturn
@@ -10,7 +15,7 @@ from typing import TYPE_CHECKING, NoReturn
 import mlx.core as mx
 
 from . import sync
-from .checks import FLOATS, INT32_LIMIT, array_of, as_mlx_reads
+from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads
 from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
 from .coordinates import CoordinateManager, equal_rows
 from .geometry.lattice import active_cells, places_in
@@ -540,3 +545,66 @@ def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     move = equal_rows(x.coordinate_set, like.coordinate_set)
     feats = x.feats if move is None else move_rows(x.feats, *move, whole=True)
     return like.replace(feats)
+
+
+def expect_axes(x: SparseTensor, dims: int, name: str) -> None:
+    """Raise unless ``x`` is a tensor with ``dims`` spatial axes."""
+    expect_tensor(x)
+    if x.dims != dims:
+        raise ValueError(
+            f"{name} got a tensor with {x.dims} spatial axes; use the {x.dims}d name"
+        )
+
+
+def numbered_functions(module: str, *functions: Callable) -> dict[str, Callable]:
+    """Return each function of a tensor under four names, 1d to 4d.
+
+    A numbered function refuses a tensor with another number of axes.
+    """
+    return {
+        f"{function.__name__}{dims}d": _numbered_function(module, function, dims)
+        for function in functions
+        for dims in AXES
+    }
+
+
+def _numbered_function(module: str, function: Callable, dims: int) -> Callable:
+    name = f"{function.__name__}{dims}d"
+
+    @wraps(function)
+    def numbered(x, *args, **kwargs):
+        expect_axes(x, dims, name)
+        return function(x, *args, **kwargs)
+
+    numbered.__name__ = numbered.__qualname__ = name
+    numbered.__module__ = module
+    return numbered
+
+
+def numbered_classes(module: str, *bases: type) -> dict[str, type]:
+    """Return each class under four names, 1d to 4d: subclasses with fixed ``dims``."""
+    return {
+        f"{base.__name__}{dims}d": _numbered_class(module, base, dims)
+        for base in bases
+        for dims in AXES
+    }
+
+
+def _numbered_class(module: str, base: type, dims: int) -> type:
+    @wraps(base.__init__)
+    def __init__(self, *args, **kwargs):
+        base.__init__(self, *args, dims=dims, **kwargs)
+
+    signature = inspect.signature(base.__init__)
+    parameters = [p for name, p in signature.parameters.items() if name != "dims"]
+    __init__.__signature__ = signature.replace(parameters=parameters)
+    body = {"__init__": __init__, "__doc__": base.__doc__, "__module__": module}
+    return type(f"{base.__name__}{dims}d", (base,), body)
+
+
+def unknown_name(name: str, module: str) -> None:
+    """Raise the AttributeError of a name that a module does not have."""
+    raise AttributeError(
+        f"module {module!r} has no attribute {name!r}; docs/coming_from.md has the "
+        "names of other libraries"
+    )

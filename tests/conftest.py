@@ -27,7 +27,7 @@ from cuda_emulation import Emulator, emulating, kept_folder
 from hypothesis import HealthCheck, settings
 
 import mlx_lattice as ml
-from mlx_lattice import availability, backends, devices
+from mlx_lattice import backends, devices
 
 # On the GPU of a virtual machine, such as a hosted runner, MLX's matrix kernels may
 # fail and ours are refused: only the doctor uses it.
@@ -224,8 +224,8 @@ def emulator(request, cuda_programs):
 def settled():
     """Settle MLX's tasks: it miscounts failed ones, and waits forever after many."""
     yield
-    if availability.extension is not None:
-        availability.extension.settle()
+    if devices.extension is not None:
+        devices.extension.settle()
 
 
 @pytest.hookimpl(wrapper=True)

@@ -17,7 +17,7 @@ from metal_checks import arrays_of, checked
 
 import mlx_lattice as ml
 from metal import host
-from mlx_lattice import availability, backends, devices, settings
+from mlx_lattice import backends, devices, settings
 from mlx_lattice.backends.metal import thresholds as metal_thresholds
 
 Results = dict[str, list]
@@ -110,14 +110,14 @@ class Cpu(Place):
 
     @contextmanager
     def inside(self, chip=""):
-        before, isa = mx.default_device(), availability.extension.isa()
+        before, isa = mx.default_device(), devices.extension.isa()
         mx.set_default_device(mx.cpu)
         try:
             yield
         finally:
             mx.set_default_device(before)
-            availability.extension.set_isa(isa)
-            availability.extension.set_num_threads(0)
+            devices.extension.set_isa(isa)
+            devices.extension.set_num_threads(0)
 
     @property
     def isas(self) -> list[str]:
@@ -129,9 +129,9 @@ class Cpu(Place):
         results: Results = {}
         with self.inside():
             for isa in self.isas:
-                availability.extension.set_isa(isa)
+                devices.extension.set_isa(isa)
                 for threads in self.threads:
-                    availability.extension.set_num_threads(threads)
+                    devices.extension.set_num_threads(threads)
                     results.setdefault(isa, []).append(evaluated(call))
         return results
 
@@ -140,7 +140,7 @@ def leave_the_host() -> None:
     """Give MLX its own metal_kernel back, which other tests look at."""
     if os.environ.get("MLX_LATTICE_METAL") != "host":
         host.uninstall()
-        availability.install_host.cache_clear()
+        devices.install_host.cache_clear()
 
 
 class MetalHost(Place):
@@ -175,7 +175,7 @@ class MetalHost(Place):
             planning_for(device),
             ml.metal("host"),
         ):
-            availability.install_host()  # not first in a recording, which would undo it
+            devices.install_host()  # not first in a recording, which would undo it
             try:
                 yield
             finally:
@@ -207,7 +207,7 @@ def _here() -> tuple[Place, ...]:
     on_host = devices.metal_on_host()
     if mx.cuda.is_available():
         return *places, Cuda()
-    if availability.extension is not None and not on_host:
+    if devices.extension is not None and not on_host:
         places.append(Cpu())
     if mx.metal.is_available() and not on_host:
         places.append(MetalDevice())

@@ -7,8 +7,7 @@ from conftest import problem_of
 
 from mlx_lattice import devices
 from mlx_lattice.devices import Device
-from mlx_lattice.plan import Plan
-from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD
+from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Plan
 from mlx_lattice.quantized import QuantizedWeight
 from mlx_lattice.relation import Relation
 from mlx_lattice.routes import launch, named

@@ -4,8 +4,7 @@ from collections import Counter
 from functools import partial
 
 from mlx_lattice import settings
-from mlx_lattice.plan import Plan
-from mlx_lattice.problem import FORWARD
+from mlx_lattice.problem import FORWARD, Plan
 
 
 def plant(monkeypatch, kernels, change, pass_=FORWARD):

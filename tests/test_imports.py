@@ -16,10 +16,10 @@ PACKAGE = Path(__file__).resolve().parents[1] / "mlx_lattice"
 # A room is a folder, or a file at the root. Each imports rooms that stand before it.
 # Not counted are imports for type checking, and those of the files that gather names.
 FLOORS = [
-    *("checks", "settings", "distribution", "kept_files", "devices", "availability"),
-    *("sync", "epilogue", "kernel_spec", "problem", "quantized", "plan"),
+    *("checks", "settings", "distribution", "kept_files", "devices"),
+    *("sync", "epilogue", "kernel_spec", "problem", "quantized"),
     *("registry", "transformations", "reductions", "geometry"),
-    *("coordinate_set", "relation", "coordinates", "tensor", "names"),
+    *("coordinate_set", "relation", "coordinates", "tensor"),
     *("backends/gpu", "backends/metal", "backends/cuda", "backends"),
     *("routes", "channel_kernels", "optimizers", "contraction", "int8", "memory"),
     *("ops", "nn", "inspect", "compiled", "prepare"),

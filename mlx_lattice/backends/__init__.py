@@ -7,8 +7,7 @@ are registered in ``registry`` when this package is imported.
 from __future__ import annotations
 
 from .. import registry
-from ..availability import missing, portable_only
-from ..devices import CPU, CUDA, METAL
+from ..devices import CPU, CUDA, METAL, missing, portable_only
 from .cpu import CpuGeometry, CpuNorms, CpuReductions
 from .cuda.geometry import CudaGeometry
 from .gpu.attention import GpuHeads, GpuPatches

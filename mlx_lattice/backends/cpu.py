@@ -11,9 +11,8 @@ from collections.abc import Callable, Sequence
 import mlx.core as mx
 
 from .. import sync
-from ..availability import extension
 from ..checks import DTYPES, INT32_LIMIT
-from ..devices import CPU, Device
+from ..devices import CPU, Device, extension
 from ..geometry import lattice
 from ..geometry.lattice import (
     Bounds,
@@ -27,8 +26,17 @@ from ..geometry.lattice import (
 )
 from ..geometry.lattice import made_rows as rows_within
 from ..geometry.tables import Geometry, Keep, RelationViews, RowIndex, Rows
-from ..plan import IN_KERNEL, IN_TILES, Plan, Planner, integers_unpacked
-from ..problem import FORWARD, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..problem import (
+    FORWARD,
+    IN_KERNEL,
+    IN_TILES,
+    MLX_LAYOUT,
+    WEIGHT_GRAD,
+    Plan,
+    Planner,
+    Problem,
+    integers_unpacked,
+)
 from ..quantized import IntegerWeight, QuantizedWeight
 from ..registry import Fit, Norms, RowSegments
 from ..relation import Relation

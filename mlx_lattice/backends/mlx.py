@@ -12,14 +12,23 @@ from collections.abc import Callable
 import mlx.core as mx
 
 from .. import devices
-from ..availability import serves
 from ..checks import DTYPES
-from ..devices import Device
+from ..devices import Device, serves
 from ..geometry import lattice, tables
 from ..geometry.lattice import bounds_of, unique_rows
 from ..geometry.tables import Geometry, RelationViews, SortedIndex
-from ..plan import MLX, OPERATIONS, UNPACKED_ONCE, Plan, Planner, integers_unpacked
-from ..problem import MOST, WEIGHT_GRAD, Problem, finished
+from ..problem import (
+    MLX,
+    MOST,
+    OPERATIONS,
+    UNPACKED_ONCE,
+    WEIGHT_GRAD,
+    Plan,
+    Planner,
+    Problem,
+    finished,
+    integers_unpacked,
+)
 from ..quantized import IntegerWeight, QuantizedWeight
 from ..reductions import padded, take
 from ..registry import BatchRows

@@ -24,21 +24,22 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import devices, kept_files, nn, ops
-from ..availability import absence, portable_only
 from ..backends.cuda import geometry as cuda_geometry
 from ..backends.gpu import nvrtc as cuda_compile
 from ..checks import DTYPES, dtype_name
 from ..coordinates import CoordinateManager
-from ..devices import CPU, CUDA, METAL, Device, metal_on_host
+from ..devices import CPU, CUDA, METAL, Device, absence, metal_on_host, portable_only
 from ..distribution import __version__
-from ..plan import MLX, TOLERANCE, Plan
 from ..problem import (
     FORWARD,
     INPUT_GRAD,
     LAYOUTS,
+    MLX,
     PASSES,
+    TOLERANCE,
     WEIGHT_GRAD,
     IntegerFacts,
+    Plan,
     Problem,
 )
 from ..quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, quantize_weight

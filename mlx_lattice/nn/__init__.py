@@ -4,7 +4,7 @@ from typing import TYPE_CHECKING
 
 from mlx.nn import Module
 
-from ..names import numbered_classes, unknown_name
+from ..tensor import numbered_classes, unknown_name
 from . import (
     attention,
     calibrate,

@@ -16,7 +16,6 @@ from mlx.nn import Module
 from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec, check_support, per_axis
-from ..names import expect_axes
 from ..ops.convolution import (
     Coordinates,
     contracted,
@@ -28,7 +27,7 @@ from ..ops.convolution import (
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, expect_axes
 from .quantized import INTEGER, Packable, QuantizedConvolution, Weight, convolved
 
 __all__ = [

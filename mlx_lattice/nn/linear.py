@@ -19,8 +19,7 @@ from ..epilogue import Activation, Epilogue
 from ..kernel_spec import KernelSpec
 from ..ops import on_features
 from ..ops.channels import activated
-from ..plan import Plan
-from ..problem import Problem
+from ..problem import Plan, Problem
 from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch

@@ -10,7 +10,6 @@ from mlx.nn import Module
 from .. import ops
 from ..checks import one_of, spatial_axes
 from ..kernel_spec import IntOrTuple, check_support, per_axis
-from ..names import expect_axes
 from ..ops.convolution import Coordinates
 from ..ops.points import MODES, upsample_linear
 from ..ops.pool import (
@@ -22,7 +21,7 @@ from ..ops.pool import (
     upsample_nearest,
 )
 from ..reductions import put
-from ..tensor import SparseTensor, expect_tensor
+from ..tensor import SparseTensor, expect_axes, expect_tensor
 from ..transformations import zeros_of
 from .convolution import kernel_spec
 from .fused import Sequential

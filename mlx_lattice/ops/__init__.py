@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from ..names import numbered_functions, unknown_name
+from ..tensor import numbered_functions, unknown_name
 from . import (
     attention,
     boxes,

@@ -23,11 +23,10 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import devices, sync
-from ..availability import extension
 from ..channel_kernels import Observers, norm_observers
 from ..checks import INT32_LIMIT
 from ..coordinate_set import CoordinateSet
-from ..devices import CPU, CUDA, METAL, Device
+from ..devices import CPU, CUDA, METAL, Device, extension
 from ..geometry.lattice import first_of_equals, running_sums, true_positions
 from ..geometry.points import segment_counts
 from ..reductions import gathered, move_rows, sum_over

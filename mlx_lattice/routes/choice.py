@@ -10,8 +10,18 @@ from .. import backends
 from ..backends.gpu.contraction import launched
 from ..devices import BACKENDS, CPU, CUDA, Device
 from ..epilogue import finished
-from ..plan import AFTER, LANGUAGE, MLX, OPERATIONS, Plan, Planner
-from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
+from ..problem import (
+    AFTER,
+    FORWARD,
+    INPUT_GRAD,
+    LANGUAGE,
+    MLX,
+    OPERATIONS,
+    WEIGHT_GRAD,
+    Plan,
+    Planner,
+    Problem,
+)
 from ..settings import FLOAT32
 from .needs import Need, packed_or_integers, packed_weight
 

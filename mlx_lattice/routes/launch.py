@@ -15,13 +15,14 @@ from ..checks import DTYPES
 from ..devices import Device
 from ..epilogue import EpilogueFacts
 from ..epilogue import finished as finished_floats
-from ..plan import MLX, Plan
 from ..problem import (
     FORWARD,
     INPUT_GRAD,
     KERNEL_MAJOR,
+    MLX,
     MLX_LAYOUT,
     IntegerFacts,
+    Plan,
     Problem,
 )
 from ..problem import finished as finished_integers

@@ -33,8 +33,17 @@ from ..backends.gpu.kernel import SHORT, GpuKernel
 from ..checks import DTYPES
 from ..devices import CPU, CUDA, METAL, Device
 from ..epilogue import CHANNELS, SLOPE
-from ..plan import AFTER, IN_KERNEL, OPERATIONS, Plan
-from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, Problem
+from ..problem import (
+    AFTER,
+    FORWARD,
+    IN_KERNEL,
+    INPUT_GRAD,
+    MLX_LAYOUT,
+    OPERATIONS,
+    WEIGHT_GRAD,
+    Plan,
+    Problem,
+)
 from ..quantized import IntegerWeight, QuantizedWeight, integer_weight, padded
 from ..relation import Relation
 from .measure import FLOOR

@@ -161,11 +161,11 @@ from pathlib import Path
 assert not any(map(shutil.which, ("c++", "g++", "clang++", "cc", "gcc", "clang")))
 warnings.simplefilter("error" if sys.argv[1] == "native" else "ignore")
 import mlx_lattice as ml
-from mlx_lattice import availability, distribution
+from mlx_lattice import devices, distribution
 package = Path(ml.__file__).parent
 assert package.is_relative_to(sys.prefix) and distribution.checkout() is None
 for backend in ("metal", "cuda"):
-    assert availability.source_folder(backend) == package / backend
+    assert devices.source_folder(backend) == package / backend
 info = ml.backend_info()
 there, text = info.backends["cpu"]
 assert there == {"native": True, "pure": False}.get(sys.argv[1], there), text

@@ -6,7 +6,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import availability, cli, distribution, ops
+from mlx_lattice import cli, devices, distribution, ops
 from mlx_lattice.registry import serving
 
 
@@ -21,9 +21,9 @@ def small() -> list:
 def installed(monkeypatch):
     """The package as a wheel has it: in no checkout."""
     monkeypatch.setattr(distribution, "checkout", lambda: None)
-    monkeypatch.setattr(availability, "checkout", lambda: None)
+    monkeypatch.setattr(devices, "checkout", lambda: None)
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
-    availability.install_host.cache_clear()
+    devices.install_host.cache_clear()
 
 
 @pytest.mark.parametrize("how", ("variable", "block"))
@@ -72,31 +72,31 @@ def test_no_gpu_backend_without_the_sources_of_its_kernels(backend, monkeypatch)
     def folder(of):
         raise FileNotFoundError(f"the {of} kernel sources are not here")
 
-    monkeypatch.setattr(availability, "source_folder", folder)
+    monkeypatch.setattr(devices, "source_folder", folder)
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_METAL", None)
     module = getattr(mx, backend)
     monkeypatch.setattr(module, "is_available", lambda: True)
-    monkeypatch.setattr(availability, "_old_gpu", lambda: None)
+    monkeypatch.setattr(devices, "_old_gpu", lambda: None)
     why = f"the {backend} kernel sources are not here"
-    assert availability.absence(backend) == why
+    assert devices.absence(backend) == why
     monkeypatch.undo()
-    assert availability.source_folder(backend).is_dir()
+    assert devices.source_folder(backend).is_dir()
 
 
 def test_an_older_gpu_runs_operations_of_mlx(monkeypatch):
     monkeypatch.setattr(mx.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(availability, "compute_capability", lambda: (7, 5))
-    availability._old_gpu.cache_clear()
+    monkeypatch.setattr(devices, "compute_capability", lambda: (7, 5))
+    devices._old_gpu.cache_clear()
     try:
         why = "the GPU has compute capability 7.5; the kernels need 8.0"
-        assert availability.absence("cuda") == availability.missing("cuda") == why
-        assert not availability.serves("cuda")
+        assert devices.absence("cuda") == devices.missing("cuda") == why
+        assert not devices.serves("cuda")
         problem = ml.Problem.forward(c_in=64, c_out=64, n_in=50_000, dtype="float16")
         told = str(ml.explain(problem, device="cuda"))
         assert f"its cuda kernels: {why}" in told
         assert ml.select(problem, device="cuda").plan.backend == "mlx"
     finally:
-        availability._old_gpu.cache_clear()
+        devices._old_gpu.cache_clear()
 
 
 def test_how_to_get_the_extension_fits_what_is_wrong(installed, monkeypatch):
@@ -111,8 +111,8 @@ def test_how_to_get_the_extension_fits_what_is_wrong(installed, monkeypatch):
                 raise result
             return result
 
-        monkeypatch.setattr(availability.importlib, "import_module", import_module)
-        return availability._load()
+        monkeypatch.setattr(devices.importlib, "import_module", import_module)
+        return devices._load()
 
     _, why, repair = load(ImportError("No module named x"))
     name = distribution.NAME
@@ -147,7 +147,7 @@ def test_another_mlx_is_asked_for_with_its_library(system, names, wanted, monkey
         def __init__(self, name):
             self.metadata = {"Name": name}
 
-    monkeypatch.setattr(availability.platform, "system", lambda: system)
+    monkeypatch.setattr(devices.platform, "system", lambda: system)
     here = [Distribution(name) for name in names]
     monkeypatch.setattr(metadata, "distributions", lambda: here)
-    assert availability._other_mlx("0.1.2") == f'run: pip install "{wanted}==0.1.2"'
+    assert devices._other_mlx("0.1.2") == f'run: pip install "{wanted}==0.1.2"'

@@ -9,14 +9,13 @@ import pytest
 from places import leave_the_host
 
 from metal import host
-from mlx_lattice import availability, cli, devices, routes, settings
+from mlx_lattice import cli, devices, routes, settings
 from mlx_lattice.backends.cuda import geometry as cuda_geometry
 from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 from mlx_lattice.commands import doctor as command
 from mlx_lattice.inspect import doctor
 from mlx_lattice.inspect.doctor import Case, Doctor, Layer
-from mlx_lattice.plan import MLX, Plan
-from mlx_lattice.problem import FORWARD, PASSES
+from mlx_lattice.problem import FORWARD, MLX, PASSES, Plan
 from mlx_lattice.routes import proof
 
 PLENTY = 1e6  # seconds: no budget ends, however busy the machine is
@@ -91,7 +90,7 @@ def timed(layers, monkeypatch, quick=False):
 
 def multiplies_matrices(plan):
     files = plan.gpu.files if plan.gpu else ()
-    texts = (availability.source("metal", f"{file}.metal") for file in files)
+    texts = (devices.source("metal", f"{file}.metal") for file in files)
     return any("simdgroup_multiply" in text for text in texts)
 
 
@@ -114,7 +113,7 @@ def test_on_the_gpu_of_a_virtual_machine_no_kernel_multiplies_matrices():
 
 
 def test_every_kernel_of_the_table_is_proved():
-    native = ("cpu",) if availability.has_extension() else ()
+    native = ("cpu",) if devices.has_extension() else ()
     for name in ("m1", "m5-max", "h200", "a100", *native):
         device = devices.profile(name)
         expected = {
@@ -154,7 +153,7 @@ def test_proofs_have_every_tile_width_and_both_kinds_of_sums():
 
 
 def test_packed_kernels_have_every_group_size_that_users_choose():
-    native = ("cpu",) if availability.has_extension() else ()
+    native = ("cpu",) if devices.has_extension() else ()
     for name in ("m1", "m5-max", "h200", *native):
         cases = doctor.kernel_cases(devices.profile(name))
         packed = [c for c in cases if c.plan.problem.group_size]

@@ -9,8 +9,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn, ops, routes
-from mlx_lattice.plan import Plan
-from mlx_lattice.problem import PASSES, Problem
+from mlx_lattice.problem import PASSES, Plan, Problem
 from mlx_lattice.routes import launch
 
 pytestmark = pytest.mark.usefixtures("unforced")

@@ -11,7 +11,7 @@ import mlx.core as mx
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import availability, cli, commands, devices, settings
+from mlx_lattice import cli, commands, devices, settings
 from mlx_lattice.problem import PASSES
 
 EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
@@ -233,12 +233,12 @@ def test_backend_info_says_what_is_here():
 
 
 def test_an_absent_extension_says_how_to_get_it(monkeypatch):
-    monkeypatch.setattr(availability, "extension_absence", "it is not installed")
-    monkeypatch.setattr(availability, "extension_repair", availability._rebuild())
+    monkeypatch.setattr(devices, "extension_absence", "it is not installed")
+    monkeypatch.setattr(devices, "extension_repair", devices._rebuild())
     there, text = ml.backend_info().backends["cpu"]
     assert not there
     assert text.startswith("it is not installed; ") and "pip install" in text
-    monkeypatch.setattr(availability, "extension_absence", None)
+    monkeypatch.setattr(devices, "extension_absence", None)
     assert ml.backend_info().backends["cpu"][0]
 
 

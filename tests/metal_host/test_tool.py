@@ -56,11 +56,11 @@ def test_beside_cuda_it_refuses(monkeypatch):
 
 
 INSTALLED = """
-from mlx_lattice import availability
-folder = availability.source_folder("metal")
+from mlx_lattice import devices
+folder = devices.source_folder("metal")
 print(folder)
 print(sorted(p.name for p in folder.iterdir()))
-try: availability.install_host()
+try: devices.install_host()
 except RuntimeError as error: print(error)
 """
 

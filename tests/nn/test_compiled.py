@@ -18,7 +18,7 @@ from cuda_recorder import recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices, nn, ops, sync
+from mlx_lattice import devices, nn, ops, sync
 from mlx_lattice.backends.cuda import sort as cuda_sort
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
@@ -390,7 +390,7 @@ def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
     assert found == wanted, (found - wanted, wanted - found, views)
 
 
-@pytest.mark.skipif(availability.extension is None, reason="the extension does it")
+@pytest.mark.skipif(devices.extension is None, reason="the extension does it")
 def test_constants_of_a_gradient_are_none_of_what_is_traced_later():
     """MLX marks what a vjp rule makes; constants are kept beyond it."""
     held = {}

@@ -15,7 +15,7 @@ from cuda_recorder import recording
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import availability, models, nn, ops, registry
+from mlx_lattice import devices, models, nn, ops, registry
 from mlx_lattice.compiled import reached
 from mlx_lattice.models import MinkUNet14, MinkUNetTorchSparse, SparseResNet14
 from mlx_lattice.nn.layers import ModuleCache
@@ -132,7 +132,7 @@ def test_the_nets_prepare_themselves_where_kernels_are_compiled(made, monkeypatc
     net(x)
     net(tensor(n=100))
     # In a gradient norms are no parts of convolutions, so evaluation is prepared apart.
-    apart = [(mx.float32, False)] if availability.has_extension() else []
+    apart = [(mx.float32, False)] if devices.has_extension() else []
     assert calls == [(mx.float32, True), *apart]
     calls.clear()
     net.set_dtype(mx.float16)
@@ -331,9 +331,7 @@ def test_without_a_tensor_there_is_nothing_to_prepare():
         ml.prepare(nn.SubmConv3d(3, 4, 3))
 
 
-@pytest.mark.skipif(
-    not availability.has_extension(), reason="its relations are the CPU's"
-)
+@pytest.mark.skipif(not devices.has_extension(), reason="its relations are the CPU's")
 @pytest.mark.parametrize("training", (False, True))
 def test_all_kernels_of_the_plans_are_seen(training):
     with recording() as launches:
@@ -348,9 +346,7 @@ def test_all_kernels_of_the_plans_are_seen(training):
     assert "sorted_implicit_gemm" in made.kernels
 
 
-@pytest.mark.skipif(
-    not availability.has_extension(), reason="its relations are the CPU's"
-)
+@pytest.mark.skipif(not devices.has_extension(), reason="its relations are the CPU's")
 @pytest.mark.parametrize("dtype", (mx.float16, mx.bfloat16, mx.float32), ids=str)
 def test_a_step_of_training_leaves_evaluation_its_kernels(dtype):
     """Those that a step or its preparation compiled, and those of before."""

@@ -12,7 +12,7 @@ from emulated_cuda import EMULATED, place_of
 from places import HERE, MlxOperations
 
 import mlx_lattice as ml
-from mlx_lattice import availability, nn, ops, registry, sync
+from mlx_lattice import devices, nn, ops, registry, sync
 from mlx_lattice.sync import SharedViews, building
 
 THREADS = 8
@@ -99,7 +99,7 @@ CALLS = {"forward": lambda net, x: net(x).feats, "gradient": gradient}
 @pytest.mark.parametrize("place", PLACES)  # CUDA's matrix kernels are not emulated
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 def test_threads_share_a_new_tensor(place, call):
-    if call is gradient and availability.extension is None:
+    if call is gradient and devices.extension is None:
         pytest.skip("MLX keeps the graphs of views that a gradient builds")
     net = new_net()
     wanted = portable(lambda: call(net, new_tensor()))

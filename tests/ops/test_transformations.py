@@ -8,11 +8,11 @@ import pytest
 from contractions import scene
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices, nn, registry, transformations
+from mlx_lattice import devices, nn, registry, transformations
 from mlx_lattice.nn.fused import convolved
 
 needs_extension = pytest.mark.skipif(
-    availability.extension is None, reason="asks MLX by the extension"
+    devices.extension is None, reason="asks MLX by the extension"
 )
 
 

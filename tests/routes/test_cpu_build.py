@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import availability as cpu
+from mlx_lattice import devices as cpu
 from mlx_lattice import ops
 
 ROOT = Path(__file__).parents[2]

@@ -17,7 +17,7 @@ from native import (
     same_bits,
 )
 
-from mlx_lattice import availability
+from mlx_lattice import devices
 
 cpu_device = native.cpu_device
 
@@ -162,7 +162,7 @@ def test_a_number_of_threads_that_is_none_is_said(text, monkeypatch):
     fake = types.SimpleNamespace(set_num_threads=set_to.append)
     monkeypatch.setenv("MLX_LATTICE_THREADS", text)
     with pytest.warns(RuntimeWarning, match=f"must be 1 to 1024; got '{text}'"):
-        availability._check_threads(fake)
+        devices._check_threads(fake)
     assert set_to == [os.cpu_count()]
 
 
@@ -171,4 +171,4 @@ def test_numbers_of_threads_are_taken(monkeypatch):
         monkeypatch.setenv("MLX_LATTICE_THREADS", text)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
-            availability._check_threads(None)
+            devices._check_threads(None)

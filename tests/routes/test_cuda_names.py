@@ -12,11 +12,11 @@ import pytest
 from cuda_contractions import contractions
 from cuda_recorder import no_small_tiles, recording
 
-from mlx_lattice import availability
+from mlx_lattice import devices
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
 
-if not availability.has_extension():
+if not devices.has_extension():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
 
 
@@ -56,9 +56,7 @@ def test_no_name_is_used_for_two_kernels(monkeypatch):
     lines = {line for text in headers for line in re.findall(r'#include "(.+)"', text)}
     assert all(map(Path.is_file, map(Path, lines))), lines
     used = {Path(line).name for line in lines}
-    assert {
-        path.name for path in availability.source_folder("cuda").glob("*.cu*")
-    } <= used
+    assert {path.name for path in devices.source_folder("cuda").glob("*.cu*")} <= used
     twice = {name: found for name, found in meanings.items() if len(found) > 1}
     assert not twice, "\n".join(
         f"{name}: {[(inputs, outputs) for inputs, outputs, _ in found]}"

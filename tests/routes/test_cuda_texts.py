@@ -10,10 +10,10 @@ import pytest
 from cuda_contractions import contractions
 from cuda_recorder import no_small_tiles, recording
 
-from mlx_lattice import availability
+from mlx_lattice import devices
 from mlx_lattice.backends.gpu.nvrtc import PRELUDE, Kernel
 
-if not availability.has_extension():
+if not devices.has_extension():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
 
 NVCC = os.environ.get("NVCC")

@@ -7,9 +7,8 @@ import reference as ref
 from conftest import KINDS, Numbers, mappable, pair
 
 import mlx_lattice as ml
-from mlx_lattice import availability, nn
-from mlx_lattice.plan import block_diagonal
-from mlx_lattice.problem import MLX_LAYOUT
+from mlx_lattice import devices, nn
+from mlx_lattice.problem import MLX_LAYOUT, block_diagonal
 
 SHAPES = ((6, 10, 2), (64, 64, 4), (12, 6, 3), (8, 16, 8), (9, 6, 3))
 
@@ -17,7 +16,7 @@ SHAPES = ((6, 10, 2), (64, 64, 4), (12, 6, 3), (8, 16, 8), (9, 6, 3))
 @pytest.mark.parametrize("name", ("blocked_gather_gemm", "relation_traversal"))
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.skipif(not availability.has_extension(), reason="routes of the extension")
+@pytest.mark.skipif(not devices.has_extension(), reason="routes of the extension")
 def test_results_are_those_of_the_oracle(shape, dtype, name):
     """Whatever the threshold: by both layouts, with the gradients of both."""
     c_in, c_out, groups = shape

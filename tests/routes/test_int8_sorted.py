@@ -9,8 +9,7 @@ import pytest
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import mlx as mlx_backend
-from mlx_lattice.plan import Proof
-from mlx_lattice.problem import IntegerFacts, Problem
+from mlx_lattice.problem import IntegerFacts, Problem, Proof
 from mlx_lattice.routes import named
 from mlx_lattice.routes.proof import check
 

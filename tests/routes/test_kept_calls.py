@@ -10,12 +10,12 @@ import pytest
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice import availability, backends, devices, nn, ops
+from mlx_lattice import backends, devices, nn, ops
 from mlx_lattice.routes import measure
 
 COORDS = cases.geometry("surface", 3, 200, 0)
 on_cpu = pytest.mark.skipif(
-    devices.current().backend != devices.CPU or not availability.has_extension(),
+    devices.current().backend != devices.CPU or not devices.has_extension(),
     reason="names routes of the CPU's extension",
 )
 

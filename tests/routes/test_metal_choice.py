@@ -12,7 +12,7 @@ from cases import features, in_grid
 from metal_checks import host
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices, routes
+from mlx_lattice import devices, routes
 
 host.require()
 
@@ -22,7 +22,7 @@ def uninstalled():
     """Other tests look at MLX's own metal_kernel."""
     yield
     host.uninstall()
-    availability.install_host.cache_clear()
+    devices.install_host.cache_clear()
 
 
 def problem(dtype, channels, groups):
@@ -38,9 +38,9 @@ BY_ENVIRONMENT = """
 import mlx.core as mx
 import mlx_lattice as ml
 from mlx_lattice import nn
-from mlx_lattice import availability
+from mlx_lattice import devices
 print(ml.backend_info().device.backend)
-availability.install_host()
+devices.install_host()
 from metal import host
 x = ml.SparseTensor(mx.array([[0, 0, 0, 0], [0, 0, 0, 1]]), mx.ones((2, 3)))
 with host.recording(checked=False) as record:

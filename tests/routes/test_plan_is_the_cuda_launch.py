@@ -13,13 +13,13 @@ from cuda_recorder import recording
 from planned import alone
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices
+from mlx_lattice import devices
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.problem import FORWARD, WEIGHT_GRAD
 from mlx_lattice.quantized import IntegerWeight
 from mlx_lattice.routes import TABLE, launch
 
-if not availability.has_extension():
+if not devices.has_extension():
     pytest.skip("relations are built by the CPU's extension", allow_module_level=True)
 
 # (C_in, C_out, groups), and (bits, group_size) of packed weights.

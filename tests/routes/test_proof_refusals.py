@@ -23,7 +23,7 @@ from mutants import (  # noqa: F401 (a fixture)
 from planted import counting
 
 import mlx_lattice as ml
-from mlx_lattice.plan import Plan
+from mlx_lattice.problem import Plan
 from mlx_lattice.routes import RouteError
 
 host.require()

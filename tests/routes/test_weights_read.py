@@ -20,7 +20,7 @@ from cuda_recorder import recording
 from places import HERE
 
 import mlx_lattice as ml
-from mlx_lattice import availability, devices, nn, routes
+from mlx_lattice import devices, nn, routes
 from mlx_lattice.backends.gpu.kernel import GpuKernel
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, MLX_LAYOUT
 from mlx_lattice.routes import selection
@@ -111,7 +111,7 @@ def test_kernels_are_handed_what_is_stored(place, handed):
 
 
 @pytest.mark.skipif(
-    not availability.has_extension(),
+    not devices.has_extension(),
     reason="the CPU's extension builds the relations",
 )
 @pytest.mark.parametrize("chip", ("h200", "a100"))

@@ -46,7 +46,11 @@ from places import Place  # noqa: E402
 from reduction_checks import Checks  # noqa: E402
 
 import mlx_lattice as ml  # noqa: E402
-from mlx_lattice import devices, ops, registry  # noqa: E402
+from mlx_lattice import (  # noqa: E402
+    devices,  # noqa: E402
+    ops,
+    registry,
+)
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds  # noqa: E402
 from mlx_lattice.backends.cuda import tiles as cuda_tiles  # noqa: E402
 from mlx_lattice.backends.gpu import kernel as gpu_kernel  # noqa: E402

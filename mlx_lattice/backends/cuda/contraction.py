@@ -17,25 +17,23 @@ import mlx.core as mx
 
 from ...checks import DTYPES
 from ...devices import CUDA, Device
-from ...plan import (
+from ...problem import (
+    FOLLOWING,
     IN_KERNEL,
     IN_SUM,
     IN_TILES,
+    KERNEL_MAJOR,
+    MLX_LAYOUT,
     PREPARED_ONCE,
     PROOF_SPLITS,
     UNPACKED_ONCE,
+    WEIGHT_GRAD,
     Dispatch,
+    IntegerFacts,
     Plan,
+    Problem,
     Proof,
     integers_unpacked,
-)
-from ...problem import (
-    FOLLOWING,
-    KERNEL_MAJOR,
-    MLX_LAYOUT,
-    WEIGHT_GRAD,
-    IntegerFacts,
-    Problem,
 )
 from ...quantized import QuantizedWeight
 from ...relation import Relation

@@ -17,8 +17,7 @@ from ...backends.gpu import norms as gpu_norms
 from ...devices import CUDA, Device
 from ...epilogue import EpilogueFacts
 from ...geometry.lattice import used_by_blocks
-from ...plan import Plan
-from ...problem import WEIGHT_GRAD, Problem
+from ...problem import WEIGHT_GRAD, Plan, Problem
 from ...relation import Relation
 from ...settings import TF32
 from ..gpu.contraction import (

@@ -15,8 +15,7 @@ import mlx.core as mx
 
 from ...checks import DTYPES
 from ...devices import CUDA, Device
-from ...plan import PROOF_SPLITS, Dispatch, Plan, Proof
-from ...problem import MLX_LAYOUT, Problem
+from ...problem import MLX_LAYOUT, PROOF_SPLITS, Dispatch, Plan, Problem, Proof
 from ...relation import Relation
 from ..gpu.contraction import (
     ADD_SPLITS,

@@ -19,8 +19,7 @@ from ...checks import DTYPES
 from ...devices import CUDA, METAL
 from ...epilogue import ARRAYS as EPILOGUE
 from ...epilogue import EpilogueFacts, finished
-from ...plan import COPIED, Plan
-from ...problem import ARRAYS, MLX_LAYOUT, Problem
+from ...problem import ARRAYS, COPIED, MLX_LAYOUT, Plan, Problem
 from ...problem import finished as finished_integers
 from ...quantized import IntegerWeight, QuantizedWeight
 from ...registry import Fit

@@ -17,8 +17,7 @@ from itertools import chain
 import mlx.core as mx
 
 from ... import devices
-from ...availability import source, source_folder
-from ...devices import CUDA, METAL, Device, compute_capability
+from ...devices import CUDA, METAL, Device, compute_capability, source, source_folder
 from .nvrtc import TYPES, Kernel, compiler
 
 # On Metal, MLX puts an input below this size in the `constant` address space.

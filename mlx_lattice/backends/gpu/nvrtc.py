@@ -23,8 +23,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ... import kept_files
-from ...availability import serves
-from ...devices import CUDA, compute_capability, current
+from ...devices import CUDA, compute_capability, current, serves
 
 TYPES = {
     mx.bool_: "bool",

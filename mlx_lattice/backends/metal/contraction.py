@@ -11,18 +11,22 @@ import mlx.core as mx
 
 from ...checks import DTYPES
 from ...devices import METAL, Device
-from ...plan import (
+from ...problem import (
     AFTER,
+    ALIGNMENT,
+    FOLLOWING,
     IN_KERNEL,
     IN_SUM,
     IN_TILES,
+    KERNEL_MAJOR,
     PROOF_SPLITS,
+    WEIGHT_GRAD,
     Dispatch,
     Plan,
+    Problem,
     Proof,
     integers_unpacked,
 )
-from ...problem import ALIGNMENT, FOLLOWING, KERNEL_MAJOR, WEIGHT_GRAD, Problem
 from ...relation import Relation
 from ..gpu import kernel as gpu_kernel
 from ..gpu.contraction import (

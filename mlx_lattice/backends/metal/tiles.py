@@ -12,8 +12,7 @@ from ... import devices, registry
 from ...checks import DTYPES, dtype_name
 from ...devices import METAL, Device
 from ...geometry.lattice import used_by_blocks
-from ...plan import Dispatch, Plan
-from ...problem import MLX_LAYOUT, Problem
+from ...problem import MLX_LAYOUT, Dispatch, Plan, Problem
 from ...relation import Relation
 from ..gpu import kernel as gpu_kernel
 from ..gpu.contraction import (

@@ -15,8 +15,7 @@ import mlx.core as mx
 from ... import devices
 from ...checks import DTYPES
 from ...devices import METAL, Device
-from ...plan import PROOF_SPLITS, Dispatch, Plan, Proof
-from ...problem import Problem
+from ...problem import PROOF_SPLITS, Dispatch, Plan, Problem, Proof
 from ...relation import Relation
 from ..gpu import kernel as gpu_kernel
 from ..gpu.contraction import WEIGHT_GRAD, edges_to_weight_grad
