@@ -21,7 +21,7 @@ from mlx.nn import Module
 from . import devices, settings
 from .coordinates import CoordinateManager
 from .routes import launch
-from .sync import TracedError, is_of_tracing
+from .sync import is_of_tracing
 from .tensor import SparseTensor
 
 # A net has hundreds of modules, and Module.training is a function.
@@ -194,12 +194,11 @@ class _Trace:
             if not is_of_tracing(error):
                 raise
             name = getattr(self._function, "__name__", type(self._function).__name__)
-            if isinstance(error, TracedError):
-                raise ValueError(f"{name} is compiled: {error}") from error
             raise ValueError(
                 f"{name} reads values of its arguments while it is compiled: "
-                "it chooses rows by features, or by points, masks or edges, or "
-                "evaluates. Compile what comes before that step, and what comes after"
+                "it chooses rows by features, or by points, masks or edges, makes a "
+                "tensor of coordinates, or evaluates. Compile what comes before that "
+                "step, and what comes after; pass the tensor, not its coordinates"
             ) from error
         finally:
             self._leaves = []

@@ -312,8 +312,8 @@ def integer_conv(
         integer = IntegerFacts(names, activation)
         request = Request(FORWARD, Layer(*facts), integer=integer)
         relation.plans[key] = request
-    function = Function(partial(launch.run, request, relation))
-    function.vjp(_no_gradient), function.jvp(_no_gradient)
+    run, rule = partial(launch.run, request, relation), _no_gradient
+    function = Function(run, vjp=rule, jvp=rule)
     return function(x, *w.arrays, *[a for a in after if a is not None])
 
 

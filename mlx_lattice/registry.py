@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import accumulate, chain, pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
 
@@ -14,29 +14,7 @@ from . import sync
 from .devices import current, serves
 from .epilogue import NONE, Activation
 
-if TYPE_CHECKING:  # geometry asks for the kernels that it is built by
-    from .backends.gpu.attention import GpuHeads, GpuPatches
-    from .backends.gpu.joins import GpuJoins
-    from .backends.gpu.optimizers import GpuUpdates
-    from .backends.gpu.reductions import GpuPoints
-    from .geometry.tables import Geometry
-
 MLX = "mlx"  # MLX operations, which run on every device
-# Families of kernels by backend. ``backends`` fills them when the package is imported.
-GEOMETRY: dict[str, Geometry] = {}
-REDUCTIONS: dict[str, Reductions] = {}
-# Without kernels, norms are MLX operations.
-NORMS: dict[str, Norms] = {}
-# Elsewhere MLX operations normalize and rotate attention heads.
-HEADS: dict[str, GpuHeads] = {}
-# Elsewhere MLX operations find interpolation weights.
-POINTS: dict[str, GpuPoints] = {}
-# Elsewhere MLX operations, or the CPU's attention kernel, lay out patches.
-PATCHES: dict[str, GpuPatches] = {}
-# Without kernels, MLX's own optimizers run.
-UPDATES: dict[str, GpuUpdates] = {}
-# Elsewhere MLX operations join channels.
-JOINS: dict[str, GpuJoins] = {}
 
 
 def serving() -> str:
@@ -45,45 +23,25 @@ def serving() -> str:
     return backend if serves(backend) else MLX
 
 
-def geometry() -> Geometry:
-    """Return the geometry of the current device."""
-    return GEOMETRY[serving()]
+class Family(dict):
+    """Kernels of one kind by backend; ``backends`` adds them when it is imported.
+
+    A call returns those of the current device. Without any, MLX operations serve.
+    """
+
+    def __call__(self) -> Any:
+        """Return the kernels of the current device, or None."""
+        return self.get(serving())
 
 
-def reductions() -> Reductions:
-    """Return the reductions of the current device."""
-    return REDUCTIONS[serving()]
-
-
-def norms() -> Norms | None:
-    """Return the norms of the current device, if it has kernels."""
-    return NORMS.get(serving())
-
-
-def heads() -> GpuHeads | None:
-    """Return the kernels that prepare attention heads on the current device, if any."""
-    return HEADS.get(serving())
-
-
-def points() -> GpuPoints | None:
-    """Return the kernel that weighs the cells around points here, if there is one."""
-    return POINTS.get(serving())
-
-
-def patches() -> GpuPatches | None:
-    """Return the kernels that lay out patches on the current device, if any."""
-    return PATCHES.get(serving())
-
-
-def updates() -> GpuUpdates | None:
-    """Return the optimizers' kernels of the current device, if any."""
-    return UPDATES.get(serving())
-
-
-def joins() -> GpuJoins | None:
-    """Return the kernels that join channels on the current device, if any."""
-    return JOINS.get(serving())
-
+GEOMETRY = geometry = Family()  # every backend has one: ``geometry.tables.Geometry``
+REDUCTIONS = reductions = Family()  # every backend has ``Reductions``
+NORMS = norms = Family()
+HEADS = heads = Family()  # normalize and rotate attention heads
+POINTS = points = Family()  # weigh the cells around points
+PATCHES = patches = Family()  # lay out patches
+UPDATES = updates = Family()  # optimizers
+JOINS = joins = Family()  # join channels
 
 # ``ops.pool.BatchRows``: element b has the rows ``order[starts[b]:starts[b + 1]]``.
 BatchRows = Any
@@ -91,7 +49,12 @@ BatchRows = Any
 
 @runtime_checkable
 class Reductions(Protocol):
-    """Sums and maxima over tables of rows, and over batch elements."""
+    """Sums and maxima over tables of rows, and over batch elements.
+
+    ``x`` is (N, C), ``y`` and ``dy`` are (M, C), ``table`` is (M, K) int32, and
+    ``weights`` are (M, K) float32, all 1 where there are none. Sums are divided by
+    int32 ``divisors`` before they are rounded; those below 1 count as 1.
+    """
 
     def gather_sum(
         self,
@@ -100,15 +63,7 @@ class Reductions(Protocol):
         weights: mx.array | None = None,
         divisors: mx.array | None = None,
     ) -> mx.array:
-        """Return (M, C) ``y[o] = sum over k of weights[o, k] * x[table[o, k]]``.
-
-        Args:
-            x: (N, C).
-            table: (M, K) int32.
-            weights: (M, K) float32; all 1 where there are none.
-            divisors: (M,) int32: y is divided by them before it is rounded; those
-                below 1 count as 1.
-        """
+        """Return (M, C) ``y[o] = sum over k of weights[o, k] * x[table[o, k]]``."""
 
     def scatter_sum(
         self,
@@ -121,14 +76,7 @@ class Reductions(Protocol):
     ) -> mx.array:
         """Return (rows, C) ``x[i] = sum over table[o, k] == i of w[o, k] * y[o]``.
 
-        Args:
-            y: (M, C).
-            table: (M, K) int32, values below ``rows``.
-            rows: rows of the result.
-            weights: w, (M, K) float32; all 1 where there are none.
-            order: of the table, or nothing: it is found then.
-            divisors: (rows,) int32: x is divided by them before it is rounded; those
-                below 1 count as 1.
+        ``order``: of the table, or nothing: it is found then.
         """
 
     def order(
@@ -136,20 +84,13 @@ class Reductions(Protocol):
     ) -> tuple[mx.array, ...]:
         """Return what ``scatter_sum`` finds out of a table, to keep for other calls.
 
-        Nothing where it finds out nothing.
-
-        Args:
-            table, rows: as there.
-            longest: no row is named more often; by default one may be by all.
+        No row is named more often than ``longest``; by default one may be by all.
         """
 
     def counts(
         self, table: mx.array, rows: int, order: tuple[mx.array, ...]
     ) -> mx.array:
-        """Return (rows,) int32: how often a table names each row.
-
-        ``order``: of the table.
-        """
+        """Return (rows,) int32: how often a table, of that order, names each row."""
 
     def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the (M, C) greatest of x's rows in a table's row, and which, or -1."""
@@ -164,10 +105,8 @@ class Reductions(Protocol):
     ) -> mx.array:
         """Return ``x[i] = sum over o = back[i, :] of dy[o] where rows[o] == i``.
 
-        Args:
-            dy: (M, C).
-            rows: (M, C) int32, as the maxima return them.
-            back: (N, K) int32: outputs that each row may have won, none of them twice.
+        ``rows``: (M, C) int32, as the maxima return them. ``back``: (N, K) int32,
+        outputs that each row may have won, none of them twice.
         """
 
     def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
@@ -313,8 +252,8 @@ class Norms:
                 the mean alone.
             momentum: how far they move.
             lines: (L, 3, C) float32, if the convolution that wrote x summed it: number
-                of rows, their mean and the sum of squares about it, of some rows each,
-                all rows once; then x is not read. Only without segments.
+                of rows, their mean and the sum of squares about it, of some rows each;
+                then x is not read. Only without segments.
 
         Returns:
             Four (S, C) float32; zeros for an empty segment.
@@ -359,10 +298,7 @@ class Norms:
         momentum: float = 0.0,
         lines: mx.array | None = None,
     ) -> tuple[mx.array, ...]:
-        """Return rows normalised by their statistics, and what ``moments`` returns.
-
-        ``fit`` has no statistics and no segments.
-        """
+        """Return rows normalised by their statistics, and what ``moments`` returns."""
         mean, var, *moved = self.moments(x, None, running, momentum, lines)
         y = self.normalize(x, fit._replace(mean=mean, var=var), residual)
         return y, mean, var, *moved
@@ -370,10 +306,7 @@ class Norms:
     def batch_norm_gradient(
         self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
     ) -> tuple[mx.array, ...]:
-        """Return the gradients of x, weight, bias and residual, through statistics.
-
-        Those of weight and bias are (1, C).
-        """
+        """Return the gradients of x, weight, bias and residual, through statistics."""
         _, terms, dweight, dbias = self.gradient_sums(dy, x, fit, residual)
         dx, dresidual = self.gradient(dy, x, fit, residual, terms)
         return dx, dweight, dbias, dresidual
@@ -381,16 +314,6 @@ class Norms:
     def normalizes_rows(self, x: mx.array, fit: Fit) -> bool:
         """Whether ``layer_norm`` and ``layer_norm_gradient`` take these arrays."""
         return False
-
-    def layer_norm(self, x: mx.array, fit: Fit, residual: Residual = None) -> mx.array:
-        """Return rows normalised over their channels; ``fit`` has no statistics."""
-        raise NotImplementedError
-
-    def layer_norm_gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
-    ) -> tuple[mx.array, mx.array | None, mx.array | None, mx.array]:
-        """Return the gradients of x, weight, bias and residual."""
-        raise NotImplementedError
 
     def column_sums(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
         """Return the (C,) sums over the rows of (N, C) in a dtype; float32 inside."""
