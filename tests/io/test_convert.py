@@ -83,7 +83,7 @@ def test_the_command(tmp_path, capsys):
 @pytest.mark.parametrize("name", ("minkunet-torchsparse", "spvcnn"))
 def test_the_command_knows_spvnas_s_nets(name, tmp_path, capsys):
     net = getattr(models, cli.MODELS[name][0])(4, 5, width=0.25)
-    shapes = spvnas_shapes([int(0.25 * c) for c in models.minkunet.PLANES], 4, 5)
+    shapes = spvnas_shapes([int(0.25 * c) for c in models.unets.PLANES], 4, 5)
     given, out = tmp_path / "spvnas.safetensors", tmp_path / "ours.safetensors"
     state = filled(shapes)
     mx.save_safetensors(str(given), state)
@@ -291,7 +291,7 @@ def test_published_configurations(tmp_path, capsys):
         assert cli.main(command) == 2
         assert sentence in capsys.readouterr().err
 
-    shapes = spvnas_shapes([int(0.25 * c) for c in models.minkunet.PLANES], 4, 5)
+    shapes = spvnas_shapes([int(0.25 * c) for c in models.unets.PLANES], 4, 5)
     mx.save_safetensors(str(given), filled(shapes))
     line = f"convert {given} {out} --library torchsparse2.1 --model spvcnn --config"
     command = [*line.split(), str(config)]

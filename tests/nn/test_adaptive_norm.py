@@ -120,7 +120,7 @@ def test_places_that_are_added():
     moved = ml.SparseTensor(x.coords + mx.array([0, 1, 0, 0]), x.feats)
     y, other = net(x, 500.0, tokens), net(moved, 500.0, tokens)
     assert y.shape == (9, 4) and not mx.allclose(y.feats, other.feats).item()
-    features = trellis2.blocks.place_features(x.coords[:, 1:], 20)
+    features = trellis2.transformer.place_features(x.coords[:, 1:], 20)
     at = np.array(x.coords[:, 1:], np.float64)[:, :, None]
     angle = at * 10000.0 ** (-np.arange(3) / 3)
     expected = np.concatenate([np.sin(angle), np.cos(angle)], axis=2).reshape(9, 18)

@@ -22,7 +22,7 @@ import mlx_lattice as ml
 from mlx_lattice import io, models
 from mlx_lattice.io import CheckpointError
 
-PLANS = models.minkunet.PLANS
+PLANS = models.unets.PLANS
 SMALL = (4, 6, 8, 8, 8, 6, 6, 4)
 
 
@@ -32,7 +32,7 @@ def minkowski():
 
 
 def torchsparse():
-    shapes = spvnas_shapes(models.minkunet.PLANES, 4, 19)
+    shapes = spvnas_shapes(models.unets.PLANES, 4, 19)
     return models.MinkUNetTorchSparse(4, 19), shapes, SPVNAS
 
 
@@ -43,7 +43,7 @@ def small_minkowski():
 
 
 def small_torchsparse():
-    widths = [int(0.25 * c) for c in models.minkunet.PLANES]
+    widths = [int(0.25 * c) for c in models.unets.PLANES]
     net = models.MinkUNetTorchSparse(4, 5, width=0.25)
     return net, spvnas_shapes(widths, 4, 5), SPVNAS
 
@@ -95,7 +95,7 @@ def test_cells_that_torchsparse_leaves_out(largest):
 
 @pytest.mark.parametrize("depth", (50, 101))
 def test_deep_nets_load_strictly(depth):
-    planes, layers = PLANS[depth]["B"], models.minkunet.LAYERS[depth]
+    planes, layers = PLANS[depth]["B"], models.unets.LAYERS[depth]
     net = getattr(models, f"MinkUNet{depth}")(3, 20, "B")
     shapes = minkowski_shapes(planes, layers, 3, 20, bottleneck=True)
     state = {name: mx.broadcast_to(mx.array(0.5), s) for name, s in shapes.items()}

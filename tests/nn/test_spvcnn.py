@@ -190,7 +190,7 @@ def test_published_names(tmp_path):
     """Names and shapes of SPVNAS, in torchsparse's layouts, with a strict import."""
     made = models.SPVCNN(4, 19)
     shapes = {n: p.shape for n, p in tree_flatten(made.parameters())}
-    published = spvnas_shapes(models.minkunet.PLANES, 4, 19)
+    published = spvnas_shapes(models.unets.PLANES, 4, 19)
     state = {n: mx.ones(s) for n, s in published.items()}
     report = io.import_checkpoint(state, made, "torchsparse")
     assert report.complete and len(report.matched) == len(shapes), str(report)
