@@ -22,7 +22,7 @@ import mlx_lattice as ml
 from metal import host
 from metal.host import pressure
 from mlx_lattice import devices
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_thresholds
 from mlx_lattice.inspect.doctor import shell
 from mlx_lattice.problem import FORWARD, INPUT_GRAD, PASSES, WEIGHT_GRAD, IntegerFacts
 from mlx_lattice.routes.selection import candidates

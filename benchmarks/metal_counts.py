@@ -47,7 +47,7 @@ from tile_times import bounded, on_chip, span, steps_of
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import devices, routes
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_thresholds
 
 RESULTS = Path(__file__).parent / "results" / "metal_counts.jsonl"
 DEVICES = ("m1", "m2-max", "m4-max", "m5-max")

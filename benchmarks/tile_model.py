@@ -18,7 +18,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from metal.host import toolchain  # noqa: E402
 from mlx_lattice import devices  # noqa: E402
 from mlx_lattice.backends.gpu import kernel as gpu_kernel  # noqa: E402
-from mlx_lattice.backends.metal import thresholds as metal_thresholds  # noqa: E402
+from mlx_lattice.backends.metal import tiles as metal_thresholds  # noqa: E402
 from mlx_lattice.backends.metal import tiles as metal_tiles  # noqa: E402
 from mlx_lattice.backends.metal import weight_grad as metal_weight_grad  # noqa: E402
 

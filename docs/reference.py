@@ -17,7 +17,7 @@ from mlx_lattice import routes
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_thresholds
 from mlx_lattice.devices import BACKENDS
 from mlx_lattice.problem import MLX
 from mlx_lattice.routes import needs
@@ -108,16 +108,16 @@ def threshold_lines() -> Iterator[str]:
 
 def tables_of(module: ModuleType) -> Iterator[str]:
     """Yield the tables of a module, each under its name."""
+    source = inspect.getsource(module)
     comments = dict(
         (name, " ".join(line.lstrip("# ") for line in text.splitlines()))
-        for text, name in re.findall(
-            r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", inspect.getsource(module), re.M
-        )
+        for text, name in re.findall(r"((?:^#.*\n)+)^([A-Z_0-9]+)\b.*=", source, re.M)
     )
     tables = {
         name: value
         for name, value in vars(module).items()
-        if name.isupper()
+        if re.search(rf"^{name}\b", source, re.M)  # not imported
+        and name.isupper()
         and isinstance(value, dict)
         and not re.search("^_|SMALL|ITSELF", name)  # tiles by edges: not a table
     }

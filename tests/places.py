@@ -18,7 +18,7 @@ from metal_checks import arrays_of, checked
 import mlx_lattice as ml
 from metal import host
 from mlx_lattice import backends, devices, settings
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_thresholds
 
 Results = dict[str, list]
 FLOATS = (mx.float32, mx.float16, mx.bfloat16)

@@ -11,10 +11,9 @@ from ..devices import CPU, CUDA, METAL, missing, portable_only
 from .cpu import CpuGeometry, CpuNorms, CpuReductions
 from .cuda.geometry import CudaGeometry
 from .gpu.attention import GpuHeads, GpuPatches
-from .gpu.joins import GpuJoins
 from .gpu.norms import CudaNorms, GpuNorms
 from .gpu.optimizers import GpuUpdates
-from .gpu.reductions import GpuPoints, GpuReductions
+from .gpu.reductions import GpuJoins, GpuPoints, GpuReductions
 from .metal.geometry import MetalGeometry
 from .mlx import MlxGeometry, MlxReductions
 

@@ -11,8 +11,7 @@ from collections.abc import Callable
 
 from .. import devices
 from ..backends.cuda import thresholds as cuda_thresholds
-from ..backends.metal import thresholds as metal_thresholds
-from ..backends.metal.thresholds import FILLING_ROWS
+from ..backends.metal.tiles import FILLING_ROWS, GROUPS
 from ..devices import CPU, CUDA, METAL, Device, entry
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 
@@ -210,7 +209,7 @@ def expands_groups(p: Problem, device: Device) -> bool:
     kind = "float32" if p.dtype == "float32" else "half"
     if kind == "half" and device.neural_accelerators:
         kind = "accelerated"
-    return p.groups * filled < metal_thresholds.GROUPS[kind][is_grad]
+    return p.groups * filled < GROUPS[kind][is_grad]
 
 
 def expands_edges(p: Problem, device: Device) -> bool:

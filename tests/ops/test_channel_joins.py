@@ -11,7 +11,7 @@ from cuda_emulation import CAN_COMPILE, HAS_GPU, Emulator, emulating
 from places import HERE, agreed
 
 from mlx_lattice import registry
-from mlx_lattice.backends.gpu.joins import GpuJoins
+from mlx_lattice.backends.gpu.reductions import GpuJoins
 from mlx_lattice.channel_kernels import beside
 
 METAL = [place for place in HERE if place.name == "metal"]

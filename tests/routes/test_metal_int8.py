@@ -10,7 +10,7 @@ from places import MetalHost
 
 import mlx_lattice as ml
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_thresholds
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.problem import ARRAYS, IN_KERNEL, IN_SUM, IntegerFacts, Problem
 

@@ -8,7 +8,7 @@ from metal_checks import host
 from places import MetalHost
 
 from mlx_lattice import devices
-from mlx_lattice.backends.metal import thresholds as metal_thresholds
+from mlx_lattice.backends.metal import tiles as metal_thresholds
 from mlx_lattice.backends.metal import tiles as metal_tiles
 from mlx_lattice.problem import FORWARD, INPUT_GRAD
 from mlx_lattice.routes import named

@@ -24,8 +24,8 @@ from ...problem import finished as finished_integers
 from ...quantized import IntegerWeight, QuantizedWeight
 from ...registry import Fit
 from ...relation import Relation
-from . import joins as gpu_joins
 from .kernel import GpuKernel, Interface, in_device_space
+from .reductions import padded, zero_padded
 
 
 def view_of(plan: Plan, relation: Relation) -> Sequence[mx.array]:
@@ -50,15 +50,15 @@ def usual_inputs(plan: Plan) -> tuple[bool, ...]:
 
 def padded_weight(plan: Plan, w: mx.array) -> mx.array:
     """Return a weight whose channels are filled up to the plan's multiple."""
-    padded = padding_of(plan)
+    pad = padding_of(plan)
     for axis in (0, 2) if plan.layout == MLX_LAYOUT else (1, 2):
-        w = padded(w, axis, plan.multiple)
+        w = pad(w, axis, plan.multiple)
     return w
 
 
 def padding_of(plan: Plan) -> Callable[[mx.array, int, int], mx.array]:
     """Return the function that pads an axis with zeros up to a multiple."""
-    return gpu_joins.padded if plan.backend == CUDA else gpu_joins.zero_padded
+    return padded if plan.backend == CUDA else zero_padded
 
 
 def has_padding(plan: Plan) -> bool:
@@ -178,9 +178,9 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
             summed = [n for n, t in zip(names, there, strict=True) if t]
             steps = known[there] = _dispatched(plan, n, summed, rows, (wide, dtype))
         if is_padded:
-            padded, multiple = padding_of(plan), plan.multiple
-            x = padded(x, 1, multiple)
-            given = [padded(a, -1, multiple) for a in given]
+            pad, multiple = padding_of(plan), plan.multiple
+            x = pad(x, 1, multiple)
+            given = [pad(a, -1, multiple) for a in given]
         if isinstance(w, QuantizedWeight):
             arrays = [x, *w.arrays, *view]
         else:
@@ -300,8 +300,8 @@ def edges_to_weight_grad(plan: Plan, relation: Relation) -> Callable[..., mx.arr
     def call(x, dy, _=None) -> mx.array:
         parts, dw = [], None
         if is_padded:
-            padded, multiple = padding_of(plan), plan.multiple
-            x, dy = padded(x, 1, multiple), padded(dy, 1, multiple)
+            pad, multiple = padding_of(plan), plan.multiple
+            x, dy = pad(x, 1, multiple), pad(dy, 1, multiple)
         arrays = [x, dy, *view]
         for launch, add in steps:
             parts += launch(arrays)

@@ -54,10 +54,10 @@ from ..gpu.kernel import (
     fitting_threadgroup,
 )
 from ..gpu.reductions import GpuReductions, pieces
-from . import thresholds
 from . import weight_grad as metal_weight_grad
 from .tiles import (
     EIGHTS,
+    FAR_ELEMENTS,
     PER_EDGE,
     PROOF_TAIL,
     TENSOR,
@@ -413,7 +413,7 @@ def _is_far(p: Problem, tile: SortedTile) -> bool:
     read = p.n_out if p.transposed else p.n_in
     written = p.rows_written * max(tile.splits * c_y, p.volume)
     largest = max(read * c_x, written, p.volume * c_x * c_y)
-    return largest >= thresholds.FAR_ELEMENTS["*"]
+    return largest >= FAR_ELEMENTS["*"]
 
 
 def _again(p: Problem, cut: Cut) -> Plan:

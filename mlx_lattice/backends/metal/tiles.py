@@ -1,4 +1,7 @@
-"""How contractions on Metal are cut: tiles of sorted rows, kernels, dispatches."""
+"""How contractions on Metal are cut: thresholds, tiles of sorted rows, dispatches.
+
+In tables "*" is the default of chips without an entry.
+"""
 
 from __future__ import annotations
 
@@ -28,8 +31,74 @@ from ..gpu.contraction import (
     rounded_up,
 )
 from ..gpu.kernel import GpuKernel, Interface, Value, ceil_div, cuts
-from . import thresholds
 from .geometry import LANES, ordered_table
+
+
+def _by_cores(each: int) -> dict[str, int]:
+    """Return ``each`` times the cores of every Apple GPU; "*" is the least of these."""
+    chips = {
+        d.name: each * d.cores for d in devices.PROFILES.values() if d.backend == METAL
+    }
+    return {"*": min(chips.values()), **chips}
+
+
+# Metal: threadgroups of four simdgroups that fill a GPU, six a core, as M1 needs. With
+# fewer tiles, each sum is split (split-K) into at most SPLITS partial sums.
+FILLING = _by_cores(6)
+
+SPLITS = {"*": 16}
+
+# Metal, for the number of splits: share of its peak that a full GPU reaches, bytes that
+# a partial sum moves, and seconds that the launch which adds the splits waits.
+FULL_SHARE = {"*": 0.6}
+
+PARTIAL_ITEM = {"*": 8}
+
+SPLIT_WAIT = {"*": 15e-6}
+
+# Fewest rows that fill a GPU: tiles of 64 rows, each in at most 16 splits.
+FILLING_ROWS = _by_cores(6 * 64 // 16)
+
+# TensorOps: height of a simdgroup, by the mean rows that share an offset's weights from
+# which it pays, as in MLX's gathers on M5; and simdgroups that fill a core.
+SHARED_ROWS = {64: 48, 32: 24}
+
+TENSOR_FILLING = {"*": 8}
+
+# Rows of a region, which is sorted by mask as a whole. In larger regions more rows
+# share a mask, so tiles multiply fewer absent edges; smaller ones fit a cache.
+REGION_ROWS = {"*": 28672}
+
+# Type of the matrices in which bfloat16 is multiplied. M1 and M2 have no bfloat16
+# arithmetic (1.1 to 1.8 times the time of half); float matrices are as fast as half.
+BFLOAT_MATRICES = {"*": "float32", "m3": "bfloat16", "m4": "bfloat16", "m5": "bfloat16"}
+
+# Elements of an array from which indices need 64 bits.
+FAR_ELEMENTS = {"*": 1 << 32}
+
+# Bytes of weights that fit the cache: tiles of larger weights have fewer columns.
+CACHED_WEIGHTS = {"*": 4 << 20}
+
+# Weight gradients: bytes of features of the rows that all offsets process together.
+CACHED_FEATURES = {"*": 7_400_000}
+
+# Weight gradients: threadgroups that a core holds; and the largest range of one offset,
+# as a share of the edges of one threadgroup. Without that limit a base chip would take
+# 1.9 times as long for 64 channels, a Max 3.6 times.
+GRAD_FILLING = {"*": 6}
+
+LONGEST_RANGE = {"*": 0.5}
+
+# Weight gradients: fewest edges of an offset for which a split pays, and most bytes of
+# partial sums at a time.
+SPLIT_EDGES = {"*": 512}
+
+PARTIAL_BYTES = {"*": 1 << 28}
+
+# Groups from which Metal's threads that walk edges are faster than matrix tiles of a
+# block-diagonal weight: (y or dx, dW). Predicted for 64 channels and 120 000 rows.
+GROUPS = {"half": (5, 3), "float32": (10, 4), "accelerated": (16, 11)}
+
 
 # A contraction over edges, each added to its row of y: a dispatch has the edges from
 # `first` on.
@@ -204,10 +273,10 @@ def sorted_tile(
     columns = tile_columns(c_y, row_bytes, volume, device)
     groups = ceil_div(c_y, columns) * max(1, ceil_div(rows, TILE_ROWS))
     shape = tile_shape(columns, in_float)
-    region = devices.entry(thresholds.REGION_ROWS, device)
+    region = devices.entry(REGION_ROWS, device)
     tile = SortedTile(region, columns, 1, shape=shape)
     steps = ceil_div(c_x * item, shape.step)
-    most = min(volume * steps, devices.entry(thresholds.SPLITS, device))
+    most = min(volume * steps, devices.entry(SPLITS, device))
     work = edges * c_x * c_y
     least = work / (1e12 * device.tflops)
     splits = sum_splits(groups, most, least, rows * c_y, device)
@@ -226,26 +295,25 @@ def tensor_tile(
     c_x, c_y = channels
     row_bytes = c_x * item
     across = ceil_div(c_y, TENSOR_WIDTH)
-    filling = devices.entry(thresholds.TENSOR_FILLING, device) * device.cores
+    filling = devices.entry(TENSOR_FILLING, device) * device.cores
     height = next(
         (
             h
             for h in TENSOR_HEIGHTS
-            if shared > thresholds.SHARED_ROWS.get(h, -1)
-            and ceil_div(rows, h) * across >= filling
+            if shared > SHARED_ROWS.get(h, -1) and ceil_div(rows, h) * across >= filling
         ),
         TENSOR_HEIGHTS[-1],
     )
-    cached = devices.entry(thresholds.CACHED_WEIGHTS, device)
+    cached = devices.entry(CACHED_WEIGHTS, device)
     widest = 4 if volume * row_bytes * 4 * TENSOR_WIDTH <= cached else 2
     widest = min(widest, TENSOR_SIMDGROUPS * height // TILE_ROWS)
     columns = TENSOR_WIDTH * ceil_div(across, ceil_div(across, widest))
     steps = [s for s in TENSOR_STEPS if s * item <= TENSOR_BYTES[height]]
     step = next((s for s in steps if c_x % s == 0), steps[-1])
     simdgroups, steps = max(1, ceil_div(rows, height)) * across, ceil_div(c_x, step)
-    most = min(devices.entry(thresholds.SPLITS, device), volume * steps)
+    most = min(devices.entry(SPLITS, device), volume * steps)
     splits = min(filling // simdgroups, most)
-    region = devices.entry(thresholds.REGION_ROWS, device)
+    region = devices.entry(REGION_ROWS, device)
     return SortedTile(region, columns, max(1, splits), height, step)
 
 
@@ -258,11 +326,11 @@ def tile_shape(columns: int, in_float: bool) -> TileShape:
 
 def sum_splits(groups: int, most: int, least: float, sums: int, device: Device) -> int:
     """Return into how many partial sums too few threadgroups are cut."""
-    filling = devices.entry(thresholds.FILLING, device)
-    share = devices.entry(thresholds.FULL_SHARE, device)
+    filling = devices.entry(FILLING, device)
+    share = devices.entry(FULL_SHARE, device)
     full = 2 * least / share
-    moved = devices.entry(thresholds.PARTIAL_ITEM, device) * sums
-    wait = devices.entry(thresholds.SPLIT_WAIT, device)
+    moved = devices.entry(PARTIAL_ITEM, device) * sums
+    wait = devices.entry(SPLIT_WAIT, device)
 
     def seconds(splits: int) -> float:
         taken = full * max(1.0, filling / (groups * splits))
@@ -277,7 +345,7 @@ def tile_columns(c_y: int, row_bytes: int, volume: int, device: Device) -> int:
     """Return the columns of a tile: as many as waste little and stay in cache."""
     least = min(ceil_div(c_y, w) * w for w in WIDTHS)
     fitting = [w for w in WIDTHS if 3 * ceil_div(c_y, w) * w <= 4 * least]
-    cached = devices.entry(thresholds.CACHED_WEIGHTS, device)
+    cached = devices.entry(CACHED_WEIGHTS, device)
     return next(
         (w for w in fitting if w <= 64 or volume * row_bytes * w <= cached), fitting[-1]
     )
@@ -301,7 +369,7 @@ def matrix_dtype(dtype: str, device: Device) -> str:
     """Return the dtype of the matrices that features of a dtype are multiplied as."""
     if dtype != "bfloat16":
         return dtype
-    return devices.entry(thresholds.BFLOAT_MATRICES, device)
+    return devices.entry(BFLOAT_MATRICES, device)
 
 
 # A product of simdgroup matrices, and one of TensorOps: rows, depth, columns.

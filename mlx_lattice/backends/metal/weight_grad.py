@@ -28,11 +28,16 @@ from ..gpu.kernel import (
     dispatch_limit,
     fitting_threadgroup,
 )
-from . import thresholds
 from .geometry import LANES
 from .tiles import (
+    CACHED_FEATURES,
     EIGHTS,
+    FAR_ELEMENTS,
+    GRAD_FILLING,
+    LONGEST_RANGE,
+    PARTIAL_BYTES,
     PROOF_TAIL,
+    SPLIT_EDGES,
     TENSOR,
     TENSOR_HEIGHTS,
     TENSOR_WIDTH,
@@ -74,7 +79,7 @@ def grad_splits(
     """Return into how many ranges of output rows the edges are cut."""
     volume, c_in, c_out = shape
     tiles = ceil_div(c_in, tile[0]) * ceil_div(c_out, tile[1])
-    cached = devices.entry(thresholds.CACHED_FEATURES, device)
+    cached = devices.entry(CACHED_FEATURES, device)
     gathered, partial = edges * (c_in + c_out) * item, volume * c_in * c_out * 8
     # One offset's tiles pass the side with fewer channels first, which has to stay in
     # cache, at an edge a row.
@@ -82,15 +87,15 @@ def grad_splits(
     together, apart = ceil_div(features, cached), ceil_div(staying, cached)
     if gathered + apart * partial < features + together * partial:
         together = apart
-    filling = devices.entry(thresholds.GRAD_FILLING, device) * device.cores
+    filling = devices.entry(GRAD_FILLING, device) * device.cores
     # Offsets have up to three times the edges of the mean one. No range of an offset
     # may take more than its share of the work of a threadgroup's place on the GPU.
-    share = devices.entry(thresholds.LONGEST_RANGE, device)
+    share = devices.entry(LONGEST_RANGE, device)
     even = ceil_div(filling * longest, max(1, int(share * edges * tiles)))
     filling = max(filling // (volume * tiles), even)
     # Edges that make a split worth its partial sums, which stay within 8 times the
     # features.
-    worth = ceil_div(edges, volume * devices.entry(thresholds.SPLIT_EDGES, device))
+    worth = ceil_div(edges, volume * devices.entry(SPLIT_EDGES, device))
     most = min(worth, 16 * features // partial)
     return max(1, min(max(filling, together), most))
 
@@ -173,7 +178,7 @@ def _by_threads(
     blocks, elements = ceil_div(c_in, high), p.volume * c_in * p.c_out
     splits = _edge_splits(p, device, edges, elements)
     across = groups * ceil_div(p.c_out // groups, 4)
-    held = devices.entry(thresholds.PARTIAL_BYTES, device)
+    held = devices.entry(PARTIAL_BYTES, device)
     rounds = list(cuts(splits, 4 * splits * elements, held))
     dispatches = _rounds(
         rounds,
@@ -198,9 +203,9 @@ def _most_edges(p: Problem, edges: int, splits: int) -> int:
 
 def _edge_splits(p: Problem, device: Device, edges: int, elements: int) -> int:
     """Return into how many splits the edges of each offset are cut."""
-    worth = devices.entry(thresholds.SPLIT_EDGES, device)
+    worth = devices.entry(SPLIT_EDGES, device)
     wanted = ceil_div(edges, max(1, p.volume) * worth)
-    fitting = devices.entry(thresholds.PARTIAL_BYTES, device) // (4 * elements)
+    fitting = devices.entry(PARTIAL_BYTES, device) // (4 * elements)
     needed = ceil_div(_most_edges(p, edges, 1), METAL_CUTS["thread_edges"])
     return max(1, needed, min(wanted, METAL_CUTS["splits"], fitting))
 
@@ -258,7 +263,7 @@ def _as_cut(
     across = ceil_div(p.c_in, high) * ceil_div(p.c_out, wide)
     work = edges * p.c_in * p.c_out
     # Partial sums are added to the sum before, so that few are alive at a time.
-    most = devices.entry(thresholds.PARTIAL_BYTES, device)
+    most = devices.entry(PARTIAL_BYTES, device)
     held = ceil_div(splits * p.volume * p.c_in * p.c_out * 4, most)
     dispatches = _rounds(
         cuts(splits, max(held, ceil_div(work, limit)) if splits > 1 else 1, 1),
@@ -310,7 +315,7 @@ def _is_far(p: Problem, splits: int) -> bool:
         3 * p.edges_at_most,
         splits * p.volume * p.c_in * p.c_out,
     )
-    return largest >= thresholds.FAR_ELEMENTS["*"]
+    return largest >= FAR_ELEMENTS["*"]
 
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:
