@@ -127,7 +127,8 @@ def convolution(chip, rows, finest, c_in, c_out):
 
 def linear(chip, rows, c_in, c_out):
     """Seconds of a linear layer, and operations."""
-    problem, device = ml.Problem.linear(rows, c_in, c_out, DTYPE), devices.profile(chip)
+    facts = {"kernel_size": 1, "c_in": c_in, "c_out": c_out, "dtype": DTYPE}
+    problem, device = ml.Problem.forward(n_in=rows, **facts), devices.profile(chip)
     choice = ml.select(problem, device=device)
     return ends(predict_layer(problem, device, choice)), operations(problem)
 

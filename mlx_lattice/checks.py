@@ -14,10 +14,7 @@ AXES = (1, 2, 3, 4)  # how many spatial axes there may be
 
 
 def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int:
-    """Return an int, of Python or NumPy, of at least ``least``, or raise.
-
-    ``kind`` says what it must be.
-    """
+    """Return an int, of Python or NumPy, of at least ``least``, or raise."""
     try:
         number = None if isinstance(value, bool) else index(value)
     except TypeError:
@@ -72,10 +69,7 @@ def real(value: object, name: str, least: float = -math.inf) -> float:
 
 
 def each_axis(value: object, dims: int) -> tuple:
-    """Return one value, or one for each axis, as a tuple of what there is, unchecked.
-
-    Numbers and arrays of NumPy and MLX come as Python's.
-    """
+    """Return one value, or one for each axis, as a tuple of Python's, unchecked."""
     if hasattr(value, "tolist"):
         value = value.tolist()
     several = isinstance(value, Sequence) and not isinstance(value, str)
@@ -105,10 +99,7 @@ def flag(value: object, name: str) -> bool:
 
 
 def array_of(value: object, name: str, dtype: mx.Dtype | None = None) -> mx.array:
-    """Return an MLX array of an array of MLX or NumPy, or of a list.
-
-    Raises a TypeError that names the argument for anything else.
-    """
+    """Return an MLX array of an array of MLX or NumPy, or of a list, or raise."""
     if isinstance(value, mx.array):
         return value
     if not hasattr(value, "__array__") and not isinstance(value, list | tuple):

@@ -28,13 +28,7 @@ from .transformations import Function, Linear, constant, filled
 
 
 class _Checked(NamedTuple):
-    """What calls with arrays of these shapes and dtypes share.
-
-    Attributes:
-        request: the forward pass.
-        flat: three axes of a weight in MLX's layout, or None.
-        cast: facts of an epilogue whose arrays are cast for kernels, or None.
-    """
+    """What calls with arrays of these shapes and dtypes share."""
 
     request: Request
     flat: tuple[int, int, int] | None
@@ -58,15 +52,12 @@ def conv(
     Args:
         x: (N_in, C_in) float32, float16 or bfloat16.
         w: of the same dtype, (K, C_in / groups, C_out) or MLX's own (C_out, spatial...,
-            C_in / groups) with K cells in at least two axes; or packed with scales of
-            that dtype.
+            C_in / groups); or packed with scales of that dtype.
         relation: the edges.
         groups: channel groups; both channel counts must be multiples of it.
-        bias: (C_out,) of the same dtype, added to every output row: before the sum is
-            rounded on routes that can, else after.
+        bias: (C_out,) of the same dtype, added to every output row.
         epilogue: what follows: a norm with fixed statistics, a residual, an
-            activation; added as a bias is. Its derivatives are the composed form's.
-            Or ``Moments``, which get what the kernel sums for a norm.
+            activation. Or ``Moments``, which get what the kernel sums for a norm.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.
@@ -116,13 +107,7 @@ def conv(
 
 
 def contracted(request: Request, relation: Relation, *arrays: mx.array):
-    """Return what ``launch.run`` does, with its transformations.
-
-    Args:
-        request: the pass.
-        relation: the layer's own (untransposed) one.
-        *arrays: as ``launch.run`` takes them.
-    """
+    """Return what ``launch.run`` does, with its transformations."""
     if not is_transforming():
         return launch.run(request, relation, *arrays)
     scope = launch.current_scope() if launch.observed() else None
@@ -131,13 +116,7 @@ def contracted(request: Request, relation: Relation, *arrays: mx.array):
 
 
 class _Pass(Linear):
-    """A pass without an epilogue, and its rules.
-
-    Args:
-        request: the pass.
-        relation: the layer's.
-        scope: the layer that observers are told of, or None.
-    """
+    """A pass without an epilogue, and its rules."""
 
     def __init__(self, request: Request, relation: Relation, scope: object):
         self.request, self.relation, self.scope = request, relation, scope
@@ -189,10 +168,7 @@ class _Pass(Linear):
 
 
 class _Moments(_Pass):
-    """A forward pass that may return statistics of its rows after y.
-
-    Nothing is differentiated through them: a norm's own derivatives are those by y.
-    """
+    """A forward pass that may return statistics of its rows after y."""
 
     def jvp(self, primals, tangents):
         return self._with_lines(super().jvp(primals, tangents))

@@ -57,20 +57,10 @@ _NO_REF = ref(CoordinateKey((), 0))  # to what is gone
 class CoordinateSet:
     """One set of coordinate rows and what is known of it.
 
-    Args:
-        coords, stride, spatial_shape: see ``SparseTensor``.
-        batch_size: the declared number of batch elements, or None.
-        trusted: whether its rows are sorted and unique.
-        box: bounds of the rows that the library made, perhaps wider than them.
-
-    Attributes:
-        coords: its rows; no user has this array.
-        shown: the same rows for tensors and relations: a user may change that array.
-        serial: of its key.
-        is_pinned: whether its manager keeps it although its key is not alive.
-        key_ref: weak reference to its key.
-        array_ref: weak reference to the caller's array that it was made of, if any.
-        is_sorted: whether its rows are known to be sorted.
+    ``box`` are bounds of rows that the library made, perhaps wider than the rows;
+    ``trusted`` rows are sorted and unique. No user has the array ``coords``; ``shown``
+    is the same memory for tensors and relations. A ``is_pinned`` set lives without its
+    key, and ``array_ref`` is to the caller's array that it was made of, if any.
     """
 
     def __init__(
@@ -128,10 +118,7 @@ class CoordinateSet:
     def batch_size(self) -> int:
         """Number of batch elements: the declared one, or the greatest index + 1.
 
-        Rows of no scan are one empty element.
-
-        Raises:
-            ValueError: an undeclared index is far beyond the number of rows.
+        Raises a ValueError if an undeclared index is far beyond the number of rows.
         """
         if self.declared_batch_size is not None:
             return self.declared_batch_size
@@ -250,10 +237,7 @@ class OfPairs:
 
 @built_by_one
 def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
-    """Read what is not known yet of sets; return the values of ``more``, small arrays.
-
-    Waits for the device once, after all sets are launched.
-    """
+    """Read what is not known yet of sets, once; return the values of ``more``."""
     unread = [each.unread for each in sets]
     wanted = [*itertools.chain(*unread), *more]
     values = sync.read(*wanted) if wanted else []

@@ -254,12 +254,7 @@ class CoordinateManager:
     ) -> tuple[CoordinateKey, ...]:
         """Make the rows of a chain of strided convolutions; return their keys.
 
-        They are those that ``kernel_relation`` makes with ``support="cell"``, one
-        convolution after another, and it finds them. Their sizes are read at once.
-
-        Args:
-            key_or_coords: the set that the first convolution reads.
-            strides: of each convolution, int or one per axis.
+        ``kernel_relation`` with ``support="cell"`` finds them. Reads their sizes once.
         """
         source = self[self.key_of(key_or_coords)]
         dims = len(source.stride)
@@ -355,10 +350,7 @@ class CoordinateManager:
     def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
         """Return the set that ``key`` was computed from by strides of these steps.
 
-        Steps of 1 return ``key`` itself.
-
-        Raises:
-            ValueError: ``key`` was not computed from such a set, or from several.
+        Raises a ValueError if ``key`` was computed from no such set, or from several.
         """
         return self._finer(self[key], steps).key
 
@@ -406,10 +398,7 @@ class CoordinateManager:
     def answer(self, question: tuple, relation: Relation, searched: bool) -> None:
         """Keep a relation under the arguments that a layer asked for it with.
 
-        Args:
-            question: hashable; holds the input key's serial.
-            relation: the answer.
-            searched: whether its target was searched for among this manager's sets.
+        ``searched``: whether its target was searched for among this manager's sets.
         """
         self._asked[question] = relation, self._version if searched else None
 
@@ -661,12 +650,7 @@ class Move(NamedTuple):
 
 
 class Part(NamedTuple):
-    """Some rows of a set, in their order.
-
-    Attributes:
-        key: of their set; None if they are all rows, so that no set was made.
-        move: to them; None for all rows.
-    """
+    """Some rows of a set, in their order; key and move are None for all its rows."""
 
     key: CoordinateKey | None
     move: Move | None
@@ -675,10 +659,8 @@ class Part(NamedTuple):
 class Union(NamedTuple):
     """Rows that were made of two sets.
 
-    Attributes:
-        key: of the new set; None if one of the two has the rows.
-        which: the one that has, 0 or 1.
-        moves: of the rows of each; None if they stand as they are made.
+    ``key`` is None if the set ``which`` (0 or 1) has the rows; ``moves`` of the rows of
+    each are None if they stand as they are made.
     """
 
     key: CoordinateKey | None
@@ -692,10 +674,7 @@ def part_of(
     mask: mx.array,
     count: int | None = None,
 ) -> Part:
-    """Return the rows whose mask is true.
-
-    Reads what is not known: their number, and with it what the whole set is checked by.
-    """
+    """Return the rows whose mask is true. Reads their number."""
     if not len(held):
         return Part(None, None)
     started = registry.geometry().start_kept(mx.stop_gradient(mask), held.coords)

@@ -191,9 +191,7 @@ def from_metal_info(info: dict, darwin: str) -> Device:
     """Return the profile of an Apple GPU from ``mx.device_info()``.
 
     Neural accelerators are there by MLX's own check: architecture generation 17 or
-    later (18 for phone parts, last letter p) on macOS 26.2 (Darwin 25.2) or later. They
-    count as absent if a text has another form. The GPU of a virtual machine ("Apple
-    Paravirtual device") has no simdgroup matrices.
+    later (18 for phone parts, last letter p) on macOS 26.2 (Darwin 25.2) or later.
     """
     architecture = str(info.get("architecture", ""))
     known = _ARCHITECTURE.fullmatch(architecture)
@@ -218,10 +216,7 @@ def from_metal_info(info: dict, darwin: str) -> Device:
 
 
 def from_cuda_name(name: str, major: int = 8) -> Device:
-    """Return the profile of an NVIDIA device name; unknown ones share a safe row.
-
-    ``major`` is of the compute capability: 9 is Hopper, whose kernels are its own.
-    """
+    """Return the profile of an NVIDIA device name; unknown ones share a safe row."""
     for device in _CUDA:
         if device.name in name.lower():
             return device
@@ -268,10 +263,7 @@ def _old_gpu() -> str | None:
 
 
 def absence(backend: str) -> str | None:
-    """Return why a backend's kernels can't run on this machine now, and what to do.
-
-    None where they can: what is said to be there, runs.
-    """
+    """Return why a backend's kernels can't run here and what to do, or None."""
     if backend == CPU:
         why = extension_absence
         return f"{why}; {extension_repair}" if why else None
@@ -292,10 +284,7 @@ def absence(backend: str) -> str | None:
 
 
 def missing(backend: str) -> str | None:
-    """Return why a backend's compiled kernels cannot be had, or None.
-
-    Metal and CUDA kernels come with the package; the CPU's are an extension.
-    """
+    """Return why a backend's compiled kernels cannot be had, or None."""
     if settings.current().portable:
         return "compiled kernels are left out here"
     if backend == METAL and metal_on_host():
@@ -410,11 +399,7 @@ def host_absence() -> str | None:
 
 @lru_cache(maxsize=1)
 def install_host() -> None:
-    """Make ``mx.fast.metal_kernel`` run its kernels on the CPU.
-
-    Raises:
-        HostMissing: this is no checkout, or clang is missing.
-    """
+    """Make ``mx.fast.metal_kernel`` run kernels on the CPU, or raise HostMissing."""
     if why := host_absence():
         raise HostMissing(why)
     from metal import host
@@ -428,11 +413,7 @@ _SIGN = {METAL: "relation_traversal.metal", CUDA: "rows.cuh"}
 
 @cache
 def source_folder(backend: str) -> Path:
-    """Return the folder of a backend's sources: in the installed package or a checkout.
-
-    Raises:
-        FileNotFoundError: neither has them.
-    """
+    """Return the folder of a backend's sources: in the package or a checkout."""
     package = Path(__file__).resolve().parent
     places = package / backend, package.parent / backend
     for place in places:

@@ -35,10 +35,7 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
 
 
 def is_set(name: str, default: bool = False) -> bool:
-    """Return whether a variable of the environment is 1; it must be 0, 1 or empty.
-
-    Empty or absent it is ``default``.
-    """
+    """Return whether a variable of the environment is 1; ``default`` if it is empty."""
     text = settings.environment[name] or ""
     if text not in ("", "0", "1"):
         raise ValueError(f"{name} must be 0 or 1; got {text!r}")
@@ -60,10 +57,7 @@ def folder() -> Path:
 
 @contextmanager
 def alone(name: str = ".lock") -> Iterator[None]:
-    """Keep other processes out while a file of the folder is read and written anew.
-
-    It is a no-op if the folder has no locks, or cannot be written to.
-    """
+    """Keep other processes out while a file of the folder is read and written anew."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
         lock = (folder() / name).open("ab")
@@ -84,10 +78,7 @@ def write_whole(path: Path, data: bytes) -> None:
 
 
 class EntryFile:
-    """A JSON file of entries by key. A file with another header is ignored.
-
-    The header has versions; ``valid`` says whether an entry has the right form.
-    """
+    """A JSON file of entries by key. A file with another header is ignored."""
 
     # Entries that could not be written, by file: they last for this process.
     unwritten: dict[Path, dict[str, object]] = {}
@@ -150,13 +141,8 @@ _FULL = errno.ENOSPC, errno.EDQUOT, errno.EFBIG
 def atomic_write(path: str | Path) -> Iterator[Path]:
     """Yield a draft of ``path``, which replaces ``path`` when the block ends.
 
-    The draft has the same name and is in a temporary folder beside ``path``, whose own
-    folder must exist. Other files that the block writes there replace their namesakes
-    too, before ``path`` itself. The block must close them. If it raises, the old files
-    stay. A symbolic link is replaced, not followed.
-
-    Raises:
-        OSError: a file cannot be written; the error names ``path``.
+    The draft is in a temporary folder beside ``path``. Other files that the block
+    writes there replace their namesakes too. If it raises, the old files stay.
     """
     path = Path(path)
     _check(path)
@@ -196,7 +182,7 @@ def _check(path: Path) -> None:
 def check_writable(*paths: str | Path, read: Iterable[str | Path] = ()) -> None:
     """Check, before the work, that files can be written in folders that may not exist.
 
-    Nothing is left behind. Files of ``read`` are inputs and must not be overwritten.
+    Files of ``read`` are inputs and must not be overwritten.
     """
     kept = [path for path in map(Path, read) if path.exists()]
     for path in map(Path, paths):

@@ -90,12 +90,10 @@ class KernelSpec:
             stride: int or one per axis.
             padding: int or one per axis, or None for the centred rule.
             dilation: int or one per axis.
-            offsets: distinct integer offsets, each of ``dims`` entries, that replace
-                the box.
+            offsets: distinct integer offsets that replace the box.
 
         Raises:
-            ValueError: a value is of the wrong length, too small, or two offsets are
-                equal.
+            ValueError: a value does not fit, or two offsets are equal.
         """
         dims = spatial_axes(dims)
         stride = per_axis(stride, dims, "stride")
@@ -152,11 +150,7 @@ class KernelSpec:
 
     @cached_property
     def offsets(self) -> tuple[tuple[int, ...], ...]:
-        """The K offsets in kernel order.
-
-        Raises:
-            ValueError: they are more than ``MOST_LISTED``.
-        """
+        """The K offsets in kernel order; raises for more than ``MOST_LISTED``."""
         if self.custom is not None:
             return self.custom
         if self.volume > MOST_LISTED:
@@ -179,10 +173,7 @@ class KernelSpec:
 
     @cached_property
     def fills_cell(self) -> bool:
-        """Whether the offsets are the places of a cell, so that no two cells overlap.
-
-        Each row then has one edge, to the cell ``floor(in / stride)`` that it lies in.
-        """
+        """Whether the offsets are the places of a cell, which do not overlap."""
         if self.volume != prod(self.stride):  # first: a cell may have 2^31 places
             return False
         if self.custom is None:  # by axes: a box may have 10^9 offsets
@@ -204,11 +195,7 @@ class KernelSpec:
         return zip(spatial_shape, *kernel, strict=True)
 
     def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
-        """Return the extents of a convolution's dense output grid.
-
-        ``support="reach"`` follows PyTorch's shape formula; ``"cell"`` keeps the
-        cells ``floor(in / stride)`` of the input's grid.
-        """
+        """Return the extents of a convolution's dense output grid."""
         if support == "cell" or self.custom is not None:
             return cells_of(spatial_shape, self.stride)
         for axis, (n, k, _, p, d) in enumerate(self._axes(spatial_shape)):

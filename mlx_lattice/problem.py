@@ -33,10 +33,7 @@ MOST_ROWS = 2**31 - 1  # rows are numbered in int32
 
 
 def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
-    """Return (layout, K, C_in / groups, C_out) of a weight of a shape.
-
-    Three axes are (K, C_in / groups, C_out); more are MLX's own.
-    """
+    """Return (layout, K, C_in / groups, C_out) of a weight of a shape."""
     if len(shape) == 3:
         return KERNEL_MAJOR, *shape
     return MLX_LAYOUT, prod(shape[1:-1]), shape[-1], shape[0]
@@ -210,32 +207,6 @@ class Problem:
         return replace(cls.forward(**facts), pass_=WEIGHT_GRAD)
 
     @classmethod
-    def linear(
-        cls,
-        rows: int,
-        c_in: int,
-        c_out: int,
-        dtype: str,
-        bits: int | None = None,
-        group_size: int | None = None,
-    ) -> Problem:
-        """Describe a layer of rows alone, without coordinates."""
-        return cls(
-            pass_=FORWARD,
-            kind="submanifold",
-            kernel="1x1x1",
-            volume=1,
-            c_in=c_in,
-            c_out=c_out,
-            n_in=rows,
-            n_out=rows,
-            dtype=dtype,
-            pointwise=True,
-            bits=bits,
-            group_size=group_size,
-        )
-
-    @classmethod
     def of(
         cls,
         pass_: str,
@@ -246,16 +217,7 @@ class Problem:
         groups: int = 1,
         **facts: object,
     ) -> Problem:
-        """Describe a pass of a layer over its (untransposed) relation.
-
-        Args:
-            pass_: the pass.
-            relation: the layer's.
-            c_in, c_out: channels.
-            dtype: of the features.
-            groups: channel groups.
-            **facts: others by name.
-        """
+        """Describe a pass of a layer over its (untransposed) relation."""
         spec, edges = relation.spec, relation.counted
         pointwise = relation.is_identity
         if edges is None and pass_ == WEIGHT_GRAD and not pointwise:
@@ -369,10 +331,7 @@ class Problem:
         return rows if self.pointwise else rows * self.volume
 
     def known_edges(self, relation=None) -> int | None:
-        """Return the edges: of a pointwise layer one a row; None where nobody counted.
-
-        relation: the layer's, whose edges are taken where the problem has none.
-        """
+        """Return the edges, the relation's if the problem has none, or None."""
         if self.pointwise:
             return self.n_out
         if self.edges is None and relation is not None:
@@ -446,9 +405,7 @@ ALIGNMENT = 32  # weights pad input channels to a multiple of it
 class IntegerFacts:
     """What follows the sums of int8 features, without its arrays.
 
-    Attributes:
-        there: those of ``ARRAYS`` that there are, in that order; always ``scale``.
-        activation: what it is called, see ``activations``; "" is none.
+    ``there``: those of ``ARRAYS`` that there are, in that order; always ``scale``.
     """
 
     there: tuple[str, ...] = ("scale",)
@@ -519,8 +476,7 @@ def finished(
 def in_device_memory(scalar: mx.array) -> mx.array:
     """Return a (1,) array in memory that a GPU reads as fast as any.
 
-    MLX's CUDA backend keeps arrays of up to 8 bytes in host memory (``scalar_pool_`` of
-    its allocator), where every read of a kernel goes over the bus. This one is a view
+    MLX's CUDA backend keeps arrays of up to 8 bytes in host memory. This one is a view
     of the first of several numbers. It moves to the host when it is read there.
     """
     return mx.pad(scalar, (0, WHOLE - 1))[:1]
@@ -559,15 +515,9 @@ Bind = Callable[["Plan", "Relation"], Callable[..., mx.array]]
 
 
 class Dispatch(NamedTuple):
-    """One dispatch of a GPU kernel.
+    """One dispatch of a GPU kernel: ``count`` units (rows, tiles, ...) from ``first``.
 
-    Attributes:
-        first: the first of the units that it covers: rows, tiles, edges, or lines of
-            partial sums.
-        count: how many units it covers.
-        grid: threads on each axis.
-        add: threads, on each axis, of the kernel that adds the partial sums of this
-            and earlier dispatches; () where none does after this one.
+    ``add`` are threads of the kernel that adds the partial sums so far, or ().
     """
 
     first: int
@@ -579,10 +529,9 @@ class Dispatch(NamedTuple):
 class Proof(NamedTuple):
     """How a matrix kernel is tried: on a small problem that uses all parts of it.
 
-    Attributes:
-        channels: (C_in, C_out) by which tiles are full, and others have a tail.
-        again: ``again(problem)`` plans another problem for the very same kernel.
-        itself: whether the kernel takes rows for their own only neighbours.
+    By ``channels``, (C_in, C_out), tiles are full and others have a tail;
+    ``again(problem)`` plans another problem for the very same kernel; ``itself`` says
+    whether the kernel takes rows for their own only neighbours.
     """
 
     channels: tuple[int, int]
@@ -601,35 +550,28 @@ class Plan:
         view: the view of the relation that the kernel reads: "out_in", "sorted",
             "edges", "output_csr", "kernel_csr", or "none".
         bind: ``bind(plan, relation)`` reads the view and returns ``call``:
-            ``call(x, w, bias)`` is y, and ``call(x, dy)`` dW. ``relation`` is that of
-            the pass: transposed for an input gradient. Only MLX operations keep it.
+            ``call(x, w, bias)`` is y, and ``call(x, dy)`` dW. Only MLX operations keep
+            the relation, which is that of the pass.
         variant: the variant of the kernel, if it has several.
         tile: rows and columns of a tile of the result, or None.
         region: rows that Metal's sorted tiles sort among themselves; else 0.
         splits: partial sums of a tile, which are added in order.
         partials: shape of the float32 partial sums, or ().
         placed: whether sorted rows are written to their own places in y.
-        moments: lines of statistics of y's rows that the kernels write beside it, for a
-            norm: then ``call`` returns y and (moments, 3, C_y) float32. 0: no lines.
+        moments: lines of statistics that kernels write beside y, for a norm: ``call``
+            then returns y and (moments, 3, C_y) float32.
         multiple: channels are padded to a multiple of it.
         read: returns the arrays of the view, as the kernel takes them.
-        epilogue: where the problem's epilogue is computed: "in the kernel", "in the
-            launch that adds the splits", "a launch after", "MLX operations after", or
-            "" without an epilogue. For the first two, ``call`` takes the epilogue's
-            arrays in place of the bias.
+        epilogue: where the problem's epilogue is computed, or "". In kernels ``call``
+            takes the epilogue's arrays in place of the bias.
         then: ``then(sums, facts, *arrays)`` computes an epilogue after the kernel.
-        weights: how weights are read: packed weights "unpacked in tiles" or "unpacked
-            once" a call, float32 weights "prepared once" for tensor cores, others by a
-            "kernel-major copy" of the call; "" if they are read as they are stored.
-        reads_stored: whether the kernels take MLX's layout, (C_out, K, C_in), if the
-            problem names it; else they take, or write, (K, C_in, C_out), a view of it.
-        products: how float32 is multiplied: "TF32", rounded to 11 bits, "three TF32",
-            which keeps float32's accuracy, or "" for plain float32.
-        dequantised: the dtype that packed weights get before the launch, or None if
-            the kernel reads them packed.
-        expanded: groups of a weight that becomes a block-diagonal dense weight before
-            the launch, or of a gradient that is the diagonal blocks of a dense one;
-            else 1. The problem is then the dense one.
+        weights: how weights are read that are not read as they are stored, or "".
+        reads_stored: whether kernels take, or write, the layout that the problem names;
+            else (K, C_in, C_out), a view of it.
+        products: "TF32" or "three TF32" for float32 on tensor cores, else "".
+        dequantised: the dtype that packed weights get before the launch, or None.
+        expanded: groups of a weight that is made a dense block-diagonal one; the
+            problem is then the dense one.
         scratch: bytes of temporary arrays beside inputs and outputs.
         sizes: numbers that the kernel gets besides the shapes, by name.
         gpu: the GPU kernel, with its template arguments.
@@ -637,8 +579,7 @@ class Plan:
         threadgroup: threads of a threadgroup, or block.
         dispatches: the part of the work that each dispatch covers.
         count: ``count(plan, relation)`` returns the multiply-adds of the kernel, or
-            None if they are unknown; ``relation`` is the layer's (untransposed) one or
-            None. Without ``count`` they are the useful ones.
+            None if unknown. Without ``count`` they are the useful ones.
         proof: how a matrix kernel proves itself on a machine, or None.
     """
 
@@ -683,13 +624,9 @@ class Plan:
     ) -> mx.array:
         """Execute the plan.
 
-        Args:
-            relation: that of the pass: transposed for an input gradient.
-            x: (N_in, C_x) features of the pass.
-            w: the layer's weight, packed, or with three axes in the problem's layout;
-                for a weight gradient dy, (N_out, C_out).
-            *added: (C_y,), added to every row, or nothing; or the arrays of the
-                problem's epilogue.
+        ``relation`` is that of the pass, transposed for an input gradient; ``x`` are
+        features of the pass, ``w`` the layer's weight, or dy of a weight gradient, and
+        ``added`` a (C_y,) bias, or the arrays of the problem's epilogue.
         """
         return self._execute(self.bind(self, relation), relation, x, w, *added)
 
@@ -738,11 +675,7 @@ class Plan:
         return self.layout != self.problem.layout
 
     def multiply_adds(self, relation: Relation | None) -> int | None:
-        """Return the multiply-adds that the kernel does, None where that is not known.
-
-        Args:
-            relation: the layer's (untransposed) one, if there is one.
-        """
+        """Return the multiply-adds of the kernel for the layer's relation, if known."""
         if self.count is not None:
             return self.count(self, relation)
         p = self.problem
@@ -790,11 +723,7 @@ Planner = Callable[..., Plan]  # of a problem and a device; some take a tile too
 
 
 def block_diagonal(w: mx.array, groups: int, layout: str) -> mx.array:
-    """Return the dense weight of a grouped one, with zeros between groups.
-
-    (K, C_in / groups, C_out) becomes (K, C_in, C_out). In MLX's layout
-    (C_out, K, C_in / groups) becomes (C_out, K, C_in).
-    """
+    """Return the dense weight of a grouped one, with zeros between groups."""
     if layout == KERNEL_MAJOR:
         volume, width, c_out = w.shape
         shape, own = (volume, groups * width, c_out), w[:, None]
@@ -805,10 +734,7 @@ def block_diagonal(w: mx.array, groups: int, layout: str) -> mx.array:
 
 
 def diagonal_blocks(dw: mx.array, groups: int, layout: str) -> mx.array:
-    """Return the gradient of a grouped weight from that of its dense one.
-
-    Arguments and result are those of ``block_diagonal``, the other way round.
-    """
+    """Return the gradient of a grouped weight from that of its dense one."""
     if layout == KERNEL_MAJOR:
         volume, c_in, c_out = dw.shape
         width, each = c_in // groups, c_out // groups

@@ -98,7 +98,6 @@ def gathered(
     """Sum the rows of each of a table's rows, any of them several times.
 
     A linear function of ``x`` alone: ``weights``, (M, K) float32, are constant.
-    ``order`` returns ``Reductions.order`` of the table, if that is kept.
     """
     rest = {"table": table, "order": order, "weights": weights}
     transpose = partial(scattered, rows=x.shape[0], **rest)
@@ -132,7 +131,7 @@ def averaged(
 ) -> mx.array:
     """Return the mean of the rows that name each of ``rows``, 0 if none does.
 
-    A linear function of ``y``, (M, C); the table is (M, 1).
+    The table is (M, 1).
     """
     kernels = registry.reductions()
     order = kernels.order(table, rows) if order is None else order()

@@ -123,10 +123,8 @@ LEAST_NUMBERS = 8
 class RowSegments:
     """Rows of each segment: ``order[starts[s]:starts[s + 1]]``.
 
-    Attributes:
-        starts: (S + 1,) where segments begin.
-        of: (N,) int32, contiguous: the segment of each row.
-        order: (N,) int32, or None if rows of a segment follow each other.
+    ``of`` is the (N,) int32 segment of each row; ``order`` is None if rows of a segment
+    follow each other.
     """
 
     starts: tuple[int, ...]
@@ -155,11 +153,10 @@ class RowSegments:
         return sync.complete(mx.array(sizes, dtype=mx.float32).reshape(-1, 1))
 
     def pieces(self, length: int) -> tuple[mx.array, mx.array, int]:
-        """Cut segments into pieces of at most ``length`` rows.
+        """Cut segments into P >= 1 pieces of at most ``length`` rows.
 
-        Returns:
-            int32 where P pieces begin, and the first piece of each of S segments, each
-            with its end, and at least ``LEAST_NUMBERS``; P, which is at least 1.
+        Returns int32 where pieces begin, and the first piece of each segment, each
+        with its end, and at least ``LEAST_NUMBERS``; and P.
         """
         if length not in self._pieces:
             bounds, firsts = [], [0]
@@ -172,10 +169,7 @@ class RowSegments:
 
 
 def _from_host(*lists: Sequence[int]) -> list[mx.array]:
-    """Return int32 arrays of numbers, each with its last one repeated if they are few.
-
-    They are parts of one array: a GPU fetches what is from the host once.
-    """
+    """Return int32 arrays of numbers, a last one repeated if they are few."""
     wide = [[*a, *a[-1:] * (LEAST_NUMBERS - len(a))] for a in lists]
     ends = list(accumulate(map(len, wide)))
     whole = mx.array([*chain(*wide)], dtype=mx.int32)
@@ -185,14 +179,8 @@ def _from_host(*lists: Sequence[int]) -> list[mx.array]:
 class Fit(NamedTuple):  # created once a call, faster than a dataclass
     """What normalises rows: ``act((x - mean) / sqrt(var + eps) * weight + bias)``.
 
-    Attributes:
-        mean, var: (S, C) float32, a line of each segment; None for the kernels that
-            compute them.
-        weight, bias: (S, C), or (C,) if there is one segment, of one floating dtype, or
-            None.
-        eps: added to the variance.
-        act: what follows.
-        segments: the rows of each line, or None for all.
+    Mean and variance are (S, C) float32, a line of each segment, or None for kernels
+    that compute them; weight and bias are (S, C), or (C,) for one segment, or None.
     """
 
     mean: mx.array | None
@@ -212,10 +200,7 @@ class Fit(NamedTuple):  # created once a call, faster than a dataclass
 
 @lru_cache(maxsize=256)
 def standard(channels: int, lines: int = 1) -> tuple[mx.array, mx.array]:
-    """Return (lines, C) means of 0 and variances of 1, computed.
-
-    Kernels of norms change no bit by them: they then activate, add and sum alone.
-    """
+    """Return (lines, C) means of 0 and variances of 1, which change no bit."""
     found = mx.zeros((lines, channels)), mx.ones((lines, channels))
     sync.compute(found)
     return found

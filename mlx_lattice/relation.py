@@ -23,15 +23,7 @@ from .sync import SharedViews, building
 
 
 class Search(NamedTuple):
-    """What makes the neighbour table of a relation between two sets.
-
-    Attributes:
-        source, target: the sets.
-        transposed: whether ``out = in * stride + offset_k``.
-        spec: the kernel.
-        mirrored: whether the edge (i, o, k) implies (o, i, K - 1 - k).
-        identity: whether each row is fed by itself alone.
-    """
+    """What makes the neighbour table of a relation between two sets."""
 
     source: SearchedRows
     target: SearchedRows
@@ -49,10 +41,7 @@ class Search(NamedTuple):
         return cls(source, target, transposed, spec, mirrored, identity)
 
     def cells(self) -> mx.array:
-        """Return (N, 1) int32: the cell of each of the finer rows, or -1.
-
-        Of a kernel that fills its cell.
-        """
+        """Return (N, 1) int32: the cell of each of the finer rows, or -1."""
         ends = self.source, self.target
         coarse, fine = ends if self.transposed else ends[::-1]
         return coarse.lookup.find(lattice.cells(fine.coords, self.spec.stride))[:, None]
@@ -95,10 +84,7 @@ class KeptViews:
         self._device = mx.default_device()
 
     def on_device(self, function: Callable, *arguments: object) -> mx.array:
-        """Call a backend's function on the device that was current at first.
-
-        Its kernels run there alone, and a view may be asked for on another device.
-        """
+        """Call a backend's function on the device that was current at first."""
         if mx.default_device() == self._device:
             return function(*arguments)
         with mx.stream(self._device):
@@ -122,10 +108,7 @@ class KeptViews:
         return self.views.build(("has_table", swapped), build)
 
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
-        """Return the (rows, K) int32 neighbour table; the caller keeps it.
-
-        A backend may also keep the view named ``wanted``.
-        """
+        """Return the (rows, K) neighbour table; one may keep ``wanted`` too."""
 
         def keep(name: str, value: object) -> None:
             self.views.add((name, False), value)
@@ -153,10 +136,7 @@ class KeptViews:
         return self.n_in if swapped else self.n_out
 
     def release(self) -> None:
-        """Drop views that hold arrays; they are built again on their next use.
-
-        Numbers stay: they are facts that plans depend on.
-        """
+        """Drop views that hold arrays; numbers, which plans depend on, stay."""
         with building:
             for name in [n for n, view in self.views.items() if sync.arrays_in(view)]:
                 self.views.drop(name)
@@ -168,15 +148,9 @@ class Relation:
     Made by a ``CoordinateManager`` or by ``Relation.from_edges``. The primary form is
     the neighbour table ``out_in``; every view is built on first use and kept.
 
-    Args:
+    Attributes:
         kind: one of "forward", "target", "submanifold", "transposed", "generative",
             "general".
-        volume: number of kernel offsets, K.
-        n_in: number of input rows.
-        n_out: number of output rows.
-        table: called once for the (N_out, K) int32 neighbour table, with a function
-            that keeps views made beside it, and the name of such a view or None.
-        family: a weak reference to the manager, whose ``relations`` have this one.
         spec: the kernel, if there is one.
         in_coords: (N_in, 1 + D) int32, if known.
         out_coords: (N_out, 1 + D) int32, if known.
@@ -485,10 +459,7 @@ class Relation:
 
     @property
     def counted(self) -> int | None:
-        """The number of edges if it was counted when the relation was made, else None.
-
-        It never changes: what is decided by it is decided once.
-        """
+        """The number of edges if it was counted when the relation was made."""
         return self._data.counted
 
     def set_counted(self, edges: int) -> None:

@@ -73,8 +73,7 @@ def values() -> Iterator[None]:
 def read(*arrays: mx.array) -> list:
     """Return arrays as lists of Python values. Waits for the device, once.
 
-    On CUDA arrays of up to 8 bytes are read where they are; a larger one is moved to
-    the CPU's memory first, which takes many times as long.
+    CUDA reads arrays of up to 8 bytes in place, many times faster than larger ones.
     """
     with values():
         mx.eval(*arrays)
@@ -84,8 +83,7 @@ def read(*arrays: mx.array) -> list:
 def compute(arrays: Sequence[mx.array]) -> None:
     """Compute arrays that are cached for later calls, and wait for them.
 
-    MLX follows arrays that a vjp rule makes for ever: in a graph that ``mx.compile``
-    traces later nothing that is made of them could be started.
+    MLX follows arrays that a vjp rule makes for ever, unless they are unfollowed.
     """
     with values():
         mx.eval(*arrays)
@@ -97,7 +95,7 @@ def compute(arrays: Sequence[mx.array]) -> None:
 def complete(view: View) -> View:
     """Compute a view that threads will share, wait for it, and return it.
 
-    A view that depends on what MLX traces is left as it is: one trace uses it.
+    What depends on what MLX traces is left as it is: one trace uses it.
     """
     arrays = arrays_in(view)
     try:
@@ -112,8 +110,7 @@ def complete(view: View) -> View:
 def start(view: object) -> None:
     """Have the arrays of a view computed, and wait for nothing.
 
-    A graph that ``mx.compile`` traces takes in what is not computed yet, and would
-    compute it at every call. Within a vjp MLX keeps graphs, and nothing is started.
+    A graph that ``mx.compile`` traces would compute it at every call.
     """
     if arrays := arrays_in(view):
         with suppress(ValueError):  # which MLX raises within a vjp
@@ -138,8 +135,7 @@ def arrays_in(view: object) -> list[mx.array]:
 class Building:
     """A block in which one thread builds views, and other builders wait.
 
-    Views of the outermost block are computed together when it ends. Other threads see
-    them after that.
+    Views of the outermost block are computed, then published, when it ends.
     """
 
     def __init__(self):

@@ -170,7 +170,6 @@ def _state(backend: str) -> tuple[bool, str]:
 
 # Variables that name folders are left out.
 VARIABLES = tuple(name for name in environment if "CACHE" not in name)
-BUSY, BUSY_SECONDS = 0.4, 0.2  # share of the processors' time that disturbs timings
 # Folder names may hold spaces, so a path ends at the last slash before a mark.
 _PATH = re.compile(
     r"(?<![\w.<])(?:~|[A-Za-z]:)?[/\\](?:[^'\":;,()<>\n]*[/\\])?([^\s'\":;,()<>/\\]+)"
@@ -196,34 +195,13 @@ def machine_facts(device: Device) -> dict:
     }
 
 
-def busy() -> str | None:
-    """Return how much other programs use the processors, or None below ``BUSY``."""
-    before = _ticks()
-    time.sleep(BUSY_SECONDS)
-    total, idle = (b - a for a, b in zip(before, _ticks(), strict=True))
-    # Without /proc/stat, count the programs that ran in the last minute.
-    average = os.getloadavg()[0] / (os.cpu_count() or 1)
-    used = min(1 - idle / total if total else average, 1)
-    busy = f"other programs use {used:.0%} of the processors' time"
-    return busy if used >= BUSY else None
-
-
-def _ticks() -> tuple[int, int]:
-    try:
-        line = Path("/proc/stat").read_text().partition("\n")[0]
-    except OSError:
-        return 0, 0
-    times = [int(text) for text in line.split()[1:9]]
-    return sum(times), sum(times[3:5])
-
-
 def sentence(error: BaseException) -> str:
     """Return an error as one line; of each path only the file name is left."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     return _PATH.sub(r"<\1>", text if len(text) <= 400 else f"{text[:400]} ...")
 
 
-FORMAT, VERSION = "mlx_lattice.doctor", 3
+FORMAT, VERSION = "mlx_lattice.doctor", 4
 SECONDS, QUICK_SECONDS = 300.0, 30.0
 PROOF_SHARE = 0.6  # of the seconds; the rest is for the layers
 
@@ -648,7 +626,7 @@ class Doctor:
         self.report = {
             "format": FORMAT,
             "version": VERSION,
-            "machine": machine_facts(self.device) | {"busy": busy()},
+            "machine": machine_facts(self.device),
             "device": {"name": self.device.name, "backend": self.device.backend},
             "quick": quick,
             "seconds": 0.0,
@@ -664,18 +642,13 @@ class Doctor:
         self.prove()
         if self._is_timed:
             self.time_layers()
-            self.report["machine"]["busy"] = busy()
-        if not self._is_timed:
-            # Times of a busy machine mislead whoever reads or compares them.
-            self.report["layers"] = []
         self.report["unfinished"] = None
         self.report["seconds"] = round(time.perf_counter() - self._begun, 2)
         return self
 
     @property
     def _is_timed(self) -> bool:
-        machine = self.report["machine"]
-        return not machine["on_host"] and not machine["busy"]
+        return not self.report["machine"]["on_host"]
 
     def _starts(self, part: str, name: str, share: float = 1.0) -> bool:
         """Report what runs next; return whether its share of the seconds is left."""

@@ -605,37 +605,29 @@ def _reference(launched: Launch) -> tuple[mx.array, str]:
 
 
 def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:
-    p, (a, b) = launched.problem, launched.inputs
-    a, b = a.astype(mx.float32), b.astype(mx.float32)
-    groups, width_in, width_out = p.groups, p.c_in // p.groups, p.c_out // p.groups
-    shape = (p.volume, width_in, groups, width_out)
-    if p.pass_ == WEIGHT_GRAD:
-        y = mx.zeros(shape)
-        b = b.reshape(-1, 1, groups, width_out)
-        a = a.reshape(-1, groups, width_in).swapaxes(1, 2)[..., None]
+    """Return the result by plain arithmetic over the edges, in float32."""
+    p, (a, b) = launched.problem, (x.astype(mx.float32) for x in launched.inputs)
+    width, is_mlx = p.c_in // p.groups, p.layout == MLX_LAYOUT
+    edges, step = launched.relation.edges, max(1, block // (width * p.c_out))
+
+    def forward(x: mx.array, w: mx.array) -> mx.array:
+        w = (w.transpose(1, 2, 0) if is_mlx else w).reshape(-1, width, p.groups, each)
+        w, x = w.swapaxes(1, 2), x.reshape(-1, p.groups, width, 1)
+        y = mx.zeros((p.n_out, p.c_out))
+        for start in range(0, len(edges), step):
+            i, o, k = edges[start : start + step].T
+            y = y.at[o].add((x[i] * w[k]).sum(axis=2).reshape(-1, p.c_out))
+        return y
+
+    each = p.c_out // p.groups
+    if p.pass_ == INPUT_GRAD:
+        y = mx.vjp(lambda x: forward(x, b), [mx.zeros((p.n_in, p.c_in))], [a])[1][0]
+    elif p.pass_ == WEIGHT_GRAD:
+        axes = p.c_out, p.volume, width
+        w = mx.zeros(axes if is_mlx else (*axes[1:], p.c_out))
+        y = mx.vjp(lambda w: forward(a, w), [w], [b])[1][0]
     else:
-        # Axes: edge, channel in of the group, group, channel out of the group.
-        b = (b.transpose(1, 2, 0) if p.layout == MLX_LAYOUT else b).reshape(shape)
-        backward = p.pass_ == INPUT_GRAD
-        y = mx.zeros((p.n_in, p.c_in) if backward else (p.n_out, p.c_out))
-        if backward:
-            a = a.reshape(-1, 1, groups, width_out)
-        else:
-            a = a.reshape(-1, groups, width_in).swapaxes(1, 2)[..., None]
-    edges = launched.relation.edges
-    step = max(1, block // (width_in * p.c_out))
-    for start in range(0, edges.shape[0], step):
-        i, o, k = (edges[start : start + step, c] for c in range(3))
-        if p.pass_ == WEIGHT_GRAD:
-            y = y.at[k].add(a[i] * b[o])
-        elif p.pass_ == INPUT_GRAD:
-            rows = (a[o] * b[k]).sum(axis=3).swapaxes(1, 2)
-            y = y.at[i].add(rows.reshape(-1, p.c_in))
-        else:
-            y = y.at[o].add((a[i] * b[k]).sum(axis=1).reshape(-1, p.c_out))
-    if p.pass_ == WEIGHT_GRAD:
-        y = y.reshape(p.volume, width_in, p.c_out)
-        y = y.transpose(2, 0, 1) if p.layout == MLX_LAYOUT else y
+        y = forward(a, b)
     after = p.epilogue
     if after is None:
         y = sum(launched.bias, y)

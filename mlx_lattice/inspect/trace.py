@@ -504,10 +504,7 @@ def page(trace) -> str:
 
 
 def _shares(trace) -> list[tuple[str, int, float]]:
-    """Return (route, contractions, share of the time), largest first.
-
-    The time is the measured one if every contraction has one, else the roofline.
-    """
+    """Return (route, contractions, share of the time), largest first."""
     timed = totals(trace)["milliseconds"] is not None
     counts, times = Counter(), Counter()
     for record in trace:

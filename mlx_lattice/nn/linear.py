@@ -80,8 +80,15 @@ class _PackedLinear(Linear):
         if self.transposed or not x.shape[0]:
             return mlx_backend.packed_matmul(x, w, transpose=not self.transposed)
         # Without a relation there is one route.
-        shape = x.shape[0], w.shape[1], w.shape[2]
-        problem = Problem.linear(*shape, dtype_name(x.dtype), w.bits, w.group_size)
+        problem = Problem.forward(
+            kernel_size=1,
+            c_in=w.shape[1],
+            c_out=w.shape[2],
+            n_in=x.shape[0],
+            dtype=dtype_name(x.dtype),
+            bits=w.bits,
+            group_size=w.group_size,
+        )
         return _linear(problem, devices.current(), backends.missing(CPU))(None, x, w)
 
     def linear(self, x, *packed) -> mx.array:

@@ -28,7 +28,6 @@ def idle(unforced, monkeypatch, tmp_path):
     """An idle machine; the suite's other processes do not count."""
     # The doctor sets it; MLX reads it once, maybe here first.
     monkeypatch.setenv("MLX_ENABLE_TF32", "0")
-    monkeypatch.setattr(doctor, "busy", lambda: None)
     if not devices.metal_on_host():  # whose compiled kernels stay in the cache
         monkeypatch.setitem(
             settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "cache")
@@ -351,50 +350,6 @@ def test_what_does_not_fit_into_its_time_is_left_out(seconds, small, monkeypatch
     assert ("LEFT OUT" in command.report(report)) != whole
     # Nothing begins when no time is left; the longest part has about 30 evaluations.
     assert whole or report["seconds"] < seconds + 1.5
-
-
-# A busy machine.
-
-
-@pytest.mark.parametrize(
-    "ticks, average, said",
-    [
-        ([(1000, 500), (1040, 536)], 9.0, None),
-        ([(1000, 500), (1040, 520)], 0.0, "50%"),
-        ([(0, 0), (0, 0)], 0.7, None),
-        ([(0, 0), (0, 0)], 9.0, "100%"),
-    ],
-)
-def test_a_busy_machine_is_detected(ticks, average, said, monkeypatch):
-    monkeypatch.undo()
-    monkeypatch.setattr(doctor, "_ticks", iter(ticks).__next__)
-    monkeypatch.setattr(doctor.os, "getloadavg", lambda: (average, 0, 0))
-    monkeypatch.setattr(doctor.os, "cpu_count", lambda: 2)
-    found = doctor.busy()
-    assert found == (said and f"other programs use {said} of the processors' time")
-
-
-@pytest.mark.parametrize("when", (0, 1))
-def test_no_times_of_a_busy_machine_are_kept(when, small, monkeypatch):
-    answers = iter([None] * when + ["other programs use 90%"])
-    monkeypatch.setattr(doctor, "busy", lambda: next(answers))
-    monkeypatch.setattr(devices, "metal_on_host", lambda: False)
-    report = Doctor(True, seconds=PLENTY)().report
-    text = command.report(report)
-    assert "nothing wrong" not in text
-    assert "no wrong results, not timed: the machine is busy" in text.splitlines()[0]
-    assert "The machine is busy: other programs use 90%" in text
-    assert report["proofs"] and report["layers"] == []
-
-
-def test_a_wrong_result_counts_on_a_busy_machine_too(small, monkeypatch):
-    answers = iter([None, "other programs use 90%"])
-    monkeypatch.setattr(doctor, "busy", lambda: next(answers))
-    monkeypatch.setattr(devices, "metal_on_host", lambda: False)
-    plant(monkeypatch, lambda y: y + mx.array(float("nan"), dtype=y.dtype))
-    report = Doctor(seconds=PLENTY)().report
-    assert report["layers"] == []
-    assert any("forward of shell 9" in line for line in report["wrong"])
 
 
 # The report, its files and the command.
