@@ -43,8 +43,7 @@ def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
 class Problem:
     """The facts that routes are chosen by. Holds no arrays, needs no device.
 
-    Channels and rows are the layer's own in every pass: an input gradient has the
-    ``c_in`` of its forward.
+    Channels and rows are the layer's own in every pass.
 
     Attributes:
         pass_: "forward", "input_grad" or "weight_grad".
@@ -59,22 +58,18 @@ class Problem:
         groups: channel groups.
         pointwise: whether the kernel is one zero offset that keeps the rows.
         table: whether the relation has a neighbour table.
-        edges: number of edges, or None where the relation was made without counting
-            them. Plans of a weight gradient always have it.
+        edges: number of edges, or None if they are not counted. Plans of a weight
+            gradient always have it.
         bits: 4 or 8 for a packed weight, else None.
         group_size: input channels that share a scale in a packed weight.
         deterministic: whether the same input must give the same bits.
-        precision: "float32", or "tf32" where the caller asked for float32 products in
-            TF32 (see ``precision``). It changes nothing for other dtypes.
-        mirrored: whether the pass reads the table of a relation that is its own mirror
-            image as its transpose: offset k there stands for K - 1 - k.
+        mirrored: whether the table is read as its own transpose, by offset K - 1 - k.
         layout: of the weight: "kernel_major", (K, C_in / groups, C_out), or "mlx",
             (C_out, K, C_in / groups), as modules hold it.
+        precision: "float32", or "tf32" if the caller allows products in TF32.
         epilogue: what a forward pass does to its sums, or None.
-        integer: where features are int8, what a forward pass does to its int32 sums;
-            else None. ``bits`` is then that of an integer weight.
-        moments: whether a forward pass may sum the statistics of what it writes, which
-            a norm after it wants.
+        integer: what a forward pass does to its int32 sums of int8 features, or None.
+        moments: whether a forward pass may sum statistics for a norm after it.
     """
 
     pass_: str

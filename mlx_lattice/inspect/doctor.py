@@ -59,16 +59,14 @@ class BackendInfo:
     """The state of the library on this machine. Prints as a list.
 
     Attributes:
-        version: of the library.
-        mlx: version of MLX.
+        version, mlx: versions of the library and of MLX.
         device: the profile in use.
         backends: for each backend, whether its kernels can run here, and a sentence.
         routes: routes that can be selected on the device, by pass.
         cache: file of measured choices.
         tuning: whether routes are chosen by measurement.
         proving: whether matrix kernels prove themselves before their first launch.
-        kernels: (name, why it is refused or None) of the kernels that were proved on
-            this machine, refused ones first.
+        kernels: (name, why it is refused or None) of the kernels that were proved.
         forced: routes that a block or the environment forces, by pass.
         environment: the library's variables that are set.
     """
@@ -211,9 +209,8 @@ PROOF_SHARE = 0.6  # of the seconds; the rest is for the layers
 def shell(resolution: int) -> mx.array:
     """Return the (N, 4) int32 voxels of a hollow sphere, sorted.
 
-    A voxel belongs to the shell if its distance from the centre of a grid of that side
-    is between resolution / 2 - 1.25 and resolution / 2. All arithmetic is on integers,
-    so every machine times the same rows.
+    By integers, so that every machine times the same rows: a voxel belongs to the shell
+    if its distance from the centre is between resolution / 2 - 1.25 and resolution / 2.
     """
     axis = 2 * mx.arange(resolution, dtype=mx.int32) - resolution + 1
     square = axis * axis
@@ -301,8 +298,7 @@ class Case:
 def prove(case: Case) -> dict:
     """Compute a case twice and compare; return its entry of the report.
 
-    A matrix kernel also repeats the proof of its first launch. If either fails,
-    ``select`` refuses the kernel on this machine from then on.
+    A matrix kernel also repeats the proof of its first launch.
     """
     begun, error, wrong = time.perf_counter(), None, None
     proves = case.plan is not None and case.plan.proof is not None
@@ -608,10 +604,8 @@ def measured(call: Callable[[], mx.array]) -> tuple[float, float, mx.array]:
 class Doctor:
     """A run of the doctor; its ``report`` is what ``doctor.json`` holds.
 
-    Args:
-        quick: whether only the chosen routes of a short list are timed.
-        path: of ``doctor.json``, which is written while the doctor runs, or None.
-        seconds: time budget; what would start later is left out.
+    ``quick``: only the chosen routes of a short list are timed. ``path`` is written
+    while the doctor runs. What would start after ``seconds`` is left out.
     """
 
     def __init__(self, quick=False, path: Path | None = None, seconds=None):

@@ -53,13 +53,10 @@ class Cost:
         edges: number of edges.
         useful_flops: two operations for each edge, input channel of a group and output
             channel.
-        done_over_useful: operations that the plan executes, absent edges and padded
-            channels of tiles included, over the useful ones; None without a choice, or
-            without a relation if one is needed.
+        done_over_useful: operations that the plan executes over the useful ones.
         bytes_moved: bytes if each input row, weight and table entry is read once, and
             each output written once.
-        explicit_bytes: the same for explicit GEMM, which also writes and reads the
-            gathered rows.
+        explicit_bytes: the same for explicit GEMM, with the gathered rows.
         edges_per_row: edges of an output row, on average.
         occupancy: edges over output rows times offsets.
         compute_ms: useful operations at the device's peak rate.
@@ -123,12 +120,8 @@ def cost(
 ) -> Cost:
     """Count what a problem costs on a device.
 
-    Args:
-        problem: the facts, with the number of edges.
-        device: the profile of the roofline.
-        choice: for the operations that its plan executes.
-        relation: the layer's (untransposed) relation. Its edges are counted if the
-            problem has none, and its table says what tiles of rows skip.
+    Operations that the plan executes take a ``choice``. If the problem has no number of
+    edges, those of the layer's (untransposed) ``relation`` are counted.
     """
     p = problem
     edges = p.known_edges(relation)
@@ -397,13 +390,7 @@ def _plan(x: SparseTensor, call, pass_: str, device, only) -> list[Launch]:
 
 @dataclass(frozen=True)
 class AttentionForm:
-    """Calls of attention of one form, on a device.
-
-    Attributes:
-        count: how many there are.
-        call: one of the calls.
-        fused: whether MLX's fused kernel takes them, outside of training.
-    """
+    """``count`` calls of attention of one form; MLX's fused kernel may take them."""
 
     count: int
     call: Call
@@ -424,11 +411,8 @@ class AttentionForm:
 class AttentionExplanation:
     """How the attention of a layer is computed on a device. Prints as lines.
 
-    Attributes:
-        device: the profile.
-        attended: the calls of attention, in order; ``kernel`` is that of this machine.
-        forms: for each call, the forms of MLX's attention in it; none if another kernel
-            computes it.
+    ``attended`` are the calls of attention, in order; for each, ``forms`` has the forms
+    of MLX's attention in it, none if another kernel computes it.
     """
 
     device: Device
@@ -513,11 +497,7 @@ class LayerNames:
 class VerificationError(ArithmeticError):
     """A route's result differs from that of an independent one.
 
-    Attributes:
-        layer: path or class of the layer.
-        route: name of the route that ran.
-        error: the difference relative to the norm of the output.
-        row: the output row where they differ most.
+    ``error`` is relative to the norm of the output; it is largest in ``row``.
     """
 
     def __init__(self, message: str, layer, route: str, error: float, row: int):

