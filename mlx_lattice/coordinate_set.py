@@ -7,7 +7,6 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from math import isfinite
 from numbers import Rational
 from weakref import WeakKeyDictionary, ref
 
@@ -298,31 +297,14 @@ def check_stride(stride: object, dims: int) -> tuple:
     """Return a stride as an int or Fraction for each axis, or raise a ValueError."""
     if type(stride) is int and stride > 0:
         return (stride,) * dims
-    axes = tuple(map(_ratio, each_axis(stride, dims)))
-    if None in axes:
+    axes = each_axis(stride, dims)
+    are_ratios = all(isinstance(a, Rational) and not isinstance(a, bool) for a in axes)
+    if not are_ratios or len(axes) != dims or min(axes) <= 0:
         raise ValueError(
-            f"stride must be an int or a Fraction, or one for each of {dims} axes; got "
-            f"{stride!r}. A float is taken where it is a ratio such as 0.5; a third is "
-            "Fraction(1, 3)"
+            "stride must be a positive int or Fraction, or one for each of "
+            f"{dims} axes; got {stride!r}. A half is Fraction(1, 2)"
         )
-    if len(axes) != dims or min(axes) <= 0:
-        raise ValueError(
-            f"stride must be positive, one value for each of {dims} axes; got "
-            f"{stride!r}"
-        )
-    return axes
-
-
-def _ratio(value: object) -> int | Fraction | None:
-    """Return a ratio as an int or a Fraction; None for anything else."""
-    if isinstance(value, float):
-        exact = Fraction(value) if isfinite(value) else None
-        # Decoders halve cells. The float 0.1 is not a tenth, but has 2^55 parts.
-        is_meant = exact is not None and exact.denominator <= 1024
-        return exact_ratio(exact, 1) if is_meant else None
-    if isinstance(value, bool) or not isinstance(value, Rational):
-        return None
-    return exact_ratio(Fraction(int(value.numerator), int(value.denominator)), 1)
+    return tuple([exact_ratio(int(a.numerator), int(a.denominator)) for a in axes])
 
 
 def check_batch_size(batch_size: object) -> int | None:

@@ -296,12 +296,7 @@ def missing(backend: str) -> str | None:
     return extension_absence
 
 
-# MLX's libraries on Linux, and the extra that installs each.
-_LIBRARIES = {"mlx-cuda-13": "cuda13", "mlx-cuda-12": "cuda12", "mlx-cpu": "cpu"}
-
-
 def _rebuild() -> str:
-    """Say how the extension is built from source."""
     options = "--force-reinstall --no-deps --no-cache-dir"
     if not distribution.checkout():
         options += f" --no-binary {distribution.NAME}"
@@ -309,15 +304,8 @@ def _rebuild() -> str:
 
 
 def _other_mlx(version: str) -> str:
-    """Say how to get another version of MLX with the libraries that are here."""
-    from importlib import metadata
-
-    extra = ""
-    if platform.system() == "Linux":
-        here = {d.metadata["Name"] for d in metadata.distributions()}
-        extras = [extra for name, extra in _LIBRARIES.items() if name in here]
-        extra = f"[{','.join(extras)}]" if extras else ""
-    return f'run: pip install "mlx{extra}=={version}"'
+    extra = " with its extra: [cpu], [cuda12] or [cuda13]"
+    return f'run: pip install "mlx=={version}"{extra * (sys.platform == "linux")}'
 
 
 def _load():

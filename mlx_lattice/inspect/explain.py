@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
 
@@ -505,7 +505,8 @@ class VerificationError(ArithmeticError):
         self.layer, self.route, self.error, self.row = layer, route, error, row
 
 
-def verify(tolerance: float | None = None, model=None) -> AbstractContextManager[None]:
+@contextmanager
+def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
     """Check every contraction in the block against an independent route, at once.
 
     The reference is the floor route; if that is the chosen one, another route that can
@@ -529,11 +530,6 @@ def verify(tolerance: float | None = None, model=None) -> AbstractContextManager
             f"the tolerance must be a number; got {type(tolerance).__name__}. Call the "
             "net inside the block: with ml.verify(model=net): net(x)"
         )
-    return _verify(tolerance, model)
-
-
-@contextmanager
-def _verify(tolerance: float | None, model) -> Iterator[None]:
     names = LayerNames(model)
 
     def check(launched: Launch) -> None:

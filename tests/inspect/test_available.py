@@ -124,30 +124,8 @@ def test_how_to_get_the_extension_fits_what_is_wrong(installed, monkeypatch):
     monkeypatch.setattr(distribution, "MLX", "0.0.7")
     _, why, repair = load(ImportError("undefined symbol: x"))
     assert why == f"it does not load with MLX {mx.__version__}: undefined symbol: x"
-    assert repair.startswith('run: pip install "mlx') and repair.endswith('==0.0.7"')
+    assert repair.startswith('run: pip install "mlx') and '==0.0.7"' in repair
     _, why, repair = load(Built)
     assert why == f"it was built for MLX 0.1.2, this is {mx.__version__}"
-    assert repair.startswith('run: pip install "mlx') and repair.endswith('==0.1.2"')
+    assert repair.startswith('run: pip install "mlx') and '==0.1.2"' in repair
     assert name not in repair
-
-
-@pytest.mark.parametrize(
-    "system, names, wanted",
-    (
-        ("Linux", ("mlx", "mlx-cpu"), "mlx[cpu]"),
-        ("Linux", ("mlx", "mlx-cuda-13", "mlx-cpu"), "mlx[cuda13,cpu]"),
-        ("Linux", ("mlx",), "mlx"),
-        ("Darwin", ("mlx", "mlx-metal"), "mlx"),
-    ),
-)
-def test_another_mlx_is_asked_for_with_its_library(system, names, wanted, monkeypatch):
-    from importlib import metadata
-
-    class Distribution:
-        def __init__(self, name):
-            self.metadata = {"Name": name}
-
-    monkeypatch.setattr(devices.platform, "system", lambda: system)
-    here = [Distribution(name) for name in names]
-    monkeypatch.setattr(metadata, "distributions", lambda: here)
-    assert devices._other_mlx("0.1.2") == f'run: pip install "{wanted}==0.1.2"'
