@@ -41,12 +41,11 @@ def compile(  # noqa: A001 - as mx.compile
     It takes and returns what the function does: sparse tensors, arrays, constants
     (None, bool, int, float, str, bytes, dtypes), and lists, tuples and dicts of them.
     The first call with new coordinates builds kernel maps and compiles the function for
-    them; later calls run the same graph, and give the same bits. The function is also
+    them; later calls run the same graph, and give the same bits. The function is
     compiled again for other shapes, dtypes, constants, devices and forced routes, and
-    after modules (``function``, those that it calls, and those in ``inputs`` and
-    ``outputs``) were put into ``train`` or ``eval`` mode. If launches are observed
-    (``ml.trace``, ``ml.verify``) the function runs uncompiled, and so it does on CUDA
-    if an array has no elements: what MLX compiles there divides by their number.
+    after modules that it uses were put into ``train`` or ``eval`` mode. If launches are
+    observed (``ml.trace``, ``ml.verify``) the function runs uncompiled, and so it does
+    on CUDA if an array has no elements.
 
     Args:
         function: a module, whose state is captured; or any function.
@@ -142,7 +141,6 @@ class Compiled:
         self._modules = None
 
     def _captured(self) -> tuple[object, object]:
-        """Return the state that a trace reads, and that it changes."""
         if not isinstance(self.function, Module):
             return self._state
         state = [self.function.state, mx.random.state]
@@ -159,7 +157,6 @@ class Compiled:
 
 
 def _dropped(compiled: ref[Compiled], key: tuple, _: ref) -> None:
-    """Drop a trace whose coordinates are gone."""
     if (alive := compiled()) is not None:
         alive._traces.pop(key, None)
 
@@ -236,9 +233,10 @@ class _Trace:
 
 
 def _restorers(tree) -> Iterator[Callable[[], None]]:
-    """Yield for each array of a state a function that puts it back."""
+    """Yield functions that put back the arrays of a state, and drop what was added."""
     if isinstance(tree, dict):
-        yield partial(_drop_others, tree, frozenset(tree.keys()))
+        names = frozenset(tree.keys())
+        yield lambda: [dict.pop(tree, name) for name in tree.keys() - names]
     if isinstance(tree, (dict, list)):
         for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
             if isinstance(value, mx.array):
@@ -250,12 +248,6 @@ def _restorers(tree) -> Iterator[Callable[[], None]]:
             yield from _restorers(value)
     elif isinstance(tree, type(mx.random.state)):
         yield partial(seed, tree[0])
-
-
-def _drop_others(tree: dict, names: frozenset) -> None:
-    """Drop what a failed trace added to a state, as an optimizer's first step does."""
-    for name in tree.keys() - names:
-        del tree[name]
 
 
 def seed(key: mx.array) -> None:
@@ -336,7 +328,6 @@ def reached(value: object, depth: int = 4) -> Iterator[Module]:
 
 
 def _names(code: CodeType) -> Iterator[str]:
-    """Yield the names that a function and the functions inside it read."""
     yield from code.co_names
     for constant in code.co_consts:
         if isinstance(constant, CodeType):

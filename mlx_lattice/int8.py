@@ -44,10 +44,6 @@ class IntegerTensor(SparseTensor):
         scale: (1,) float32.
         float_dtype: dtype of the float values. Default: float32.
         **options: options of ``SparseTensor``.
-
-    Raises:
-        TypeError: values are not int8, or the scale is not float32.
-        ValueError: shapes do not fit.
     """
 
     def __init__(
@@ -61,7 +57,8 @@ class IntegerTensor(SparseTensor):
     ):
         x = SparseTensor(coords, mx.zeros((len(coords), 1)), **options)
         self.__dict__.update(manager=x.manager, key=x.key, coords=x.coords)
-        self._set(values, scale, float_dtype)
+        self.values, self.scale, self.float_dtype = values, scale, float_dtype
+        self._check()
 
     @classmethod
     def on(
@@ -91,22 +88,19 @@ class IntegerTensor(SparseTensor):
     ) -> IntegerTensor:
         """Round a float tensor: ``clip(round(x / scale), -127, 127)``, halves to even.
 
-        Args:
-            x: float tensor.
-            scale: above 0; (1,) float32, or a number.
-            inverse: one over the scale, (1,) float32, if it is known.
+        ``scale`` is a number or (1,) float32, and so is ``inverse``, one over it.
         """
         expect_tensor(x)
         if not isinstance(scale, mx.array):
             scale = mx.array([scale], dtype=mx.float32)
         values = as_int8(x.feats, scale, inverse)
-        place = x.manager, x.key, x.coords
-        rounded = cls.on(*place, values, scale, x.dtype)
-        rounded._set(values, scale, x.dtype)
+        rounded = cls.on(x.manager, x.key, x.coords, values, scale, x.dtype)
+        rounded._check()
         return rounded
 
-    def _set(self, values: mx.array, scale: mx.array, float_dtype: mx.Dtype) -> None:
-        dtype_name(float_dtype)
+    def _check(self) -> None:
+        values, scale = self.values, self.scale
+        dtype_name(self.float_dtype)
         if values.ndim != 2 or values.shape[0] != len(self):
             raise ValueError(
                 f"values must have shape (N, C) with N = {len(self)}, the rows of "
@@ -119,7 +113,6 @@ class IntegerTensor(SparseTensor):
                 "an IntegerTensor takes int8 values and a float32 scale; got "
                 f"{values.dtype} and {scale.dtype}"
             )
-        self.values, self.scale, self.float_dtype = values, scale, float_dtype
 
     def _state(self) -> tuple[type, dict]:
         kind, state = super()._state()
@@ -205,10 +198,7 @@ def rescaled(values: mx.array, scale: mx.array, to: mx.array) -> mx.array:
 
 
 def as_int8(x: mx.array, scale: mx.array, inverse: mx.array | None = None) -> mx.array:
-    """Return ``clip(round(x / scale), -127, 127)`` as int8; a scale of 0 gives 0.
-
-    ``inverse`` is ``inverse_of(scale)``, if it is known.
-    """
+    """Return ``clip(round(x / scale), -127, 127)`` as int8; a scale of 0 gives 0."""
     if x.size and scale.shape == (1,) and _by_extension(x):
         return cpu.quantise(x, scale)
     return _rounded(x, inverse_of(scale) if inverse is None else inverse)
@@ -289,9 +279,6 @@ def integer_conv(
     Returns:
         (N_out, C_out), in ``dtype`` or int8.
 
-    Raises:
-        TypeError: an argument has the wrong type or dtype.
-        ValueError: shapes do not fit; or MLX computes a gradient.
     """
     expect_relation(relation)
     after = scale, shift, residual, residual_scale, out_inverse, row_scales

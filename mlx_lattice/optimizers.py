@@ -71,10 +71,7 @@ class _Batched:
         return self.master_weights and parameter.dtype in HALVES
 
     def apply_gradients(self, gradients: dict, parameters: dict) -> dict:
-        """Return the updated parameters; the state is updated.
-
-        Parameters that were frozen until this step begin with a state of their own.
-        """
+        """Return the updated parameters; the state is updated."""
         if not self._initialized or _misses(self.state, gradients):
             self.init(gradients)
         kernels = registry.updates()
@@ -188,15 +185,7 @@ class Adam(_Batched, mlx.optimizers.Adam):
 class AdamW(Adam, mlx.optimizers.AdamW):
     """AdamW, as ``mlx.optimizers.AdamW``, in few launches.
 
-    Args:
-        learning_rate (float or callable): The learning rate, or a schedule.
-        betas (tuple): The coefficients of the running averages of the gradient and its
-            square. Default: ``(0.9, 0.999)``.
-        eps (float): Added to the denominator. Default: ``1e-8``.
-        weight_decay (float): The weight decay. Default: ``0.01``.
-        bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
-        master_weights (bool): Keeps float32 copies of half parameters. Default:
-            ``False``.
+    Arguments are those of ``Adam``, and ``weight_decay`` (float). Default: ``0.01``.
     """
 
     def _decay(self) -> float:
@@ -204,7 +193,7 @@ class AdamW(Adam, mlx.optimizers.AdamW):
 
 
 def _misses(states, gradients) -> bool:
-    """Whether the states of some gradients are not there."""
+    """Whether parameters that were frozen until this step have no state."""
     if isinstance(gradients, mx.array):
         return False
     if not isinstance(gradients, dict):

@@ -43,8 +43,7 @@ class Preparation:
         relations: (relation, names of its views, their bytes); bytes of views that two
             relations share count for the first.
         kernels: entry symbols of the GPU kernels that the plans launch.
-        compiled: number of CUDA kernels that were compiled or read from the disk, or of
-            plans whose Metal kernels were compiled.
+        compiled: how many CUDA kernels, or plans of Metal kernels, were compiled.
         seconds: duration.
     """
 
@@ -83,12 +82,10 @@ def prepare(
 
     If the net has an attribute ``strides`` (the strides of its coordinate levels, the
     finest first), all levels are built first, and their sizes are one read. Then the
-    net is called once with its contractions planned and not run. The call builds the
-    kernel maps and the views that the plans read; they are evaluated together. Kernels
-    are compiled in threads: on Metal each is launched once on zeros. Matrix kernels
-    that are new to this machine are tested against the floor route. If one is refused,
-    the net is planned once more. Parameters, running statistics and attributes of the
-    net, and of modules that a function calls, do not change.
+    net is called once with its contractions planned and not run, which builds kernel
+    maps and compiles kernels. Matrix kernels that are new to this machine are tested
+    against the floor route. Parameters, running statistics and attributes of the net,
+    and of modules that a function calls, do not change.
 
     A net that chooses rows by its features (``ops.prune``) is prepared for the rows
     that features of zeros choose.
@@ -96,16 +93,16 @@ def prepare(
     Args:
         net: a module, or any function of sparse tensors.
         *inputs: the arguments of the call: sparse tensors, and anything else.
-        training: also plan the gradients of the trainable parameters, or of the
-            features of a function; and the evaluation, which fuses norms.
+        training: also plan the gradients of a module's trainable parameters; and the
+            evaluation, which fuses norms.
         **options: keyword arguments of the call.
 
     Returns:
         What was built.
 
     Raises:
-        TypeError: no input is a SparseTensor; or with ``training`` no result has
-            features.
+        TypeError: no input is a SparseTensor; or with ``training`` the net is not a
+            module, or no result has features.
     """
     return _prepare(net, net, inputs, training, options)
 
@@ -113,9 +110,9 @@ def prepare(
 def _prepare(
     net: Callable, call: Callable, inputs: tuple, training: bool, options: dict
 ) -> Preparation:
-    """Prepare ``call(*inputs, **options)``, which calls the net."""
     begin = perf_counter()
-    tensors = [x for x in leaves((inputs, options)) if isinstance(x, SparseTensor)]
+    given = [x for _, x in tree_flatten((inputs, options))]
+    tensors = [x for x in given if isinstance(x, SparseTensor)]
     if isinstance(net, SparseTensor):
         raise TypeError(
             "prepare takes the net first and then its input: ml.prepare(net, x)"
@@ -124,6 +121,11 @@ def _prepare(
         raise TypeError(
             "prepare needs the sparse tensors that the net is called with; got "
             f"{', '.join(type(x).__name__ for x in inputs) or 'none'}"
+        )
+    if training and not isinstance(net, mlx.nn.Module):
+        raise TypeError(
+            "training=True takes the module whose parameters are trained; got "
+            f"{type(net).__name__}"
         )
     if len(tensors) == 1 and inputs and inputs[0] is tensors[0]:
         _make_levels(tensors[0], net)
@@ -157,8 +159,9 @@ def _prepare(
             # other raises here.
             compiled += cuda_compile.finish(raises=not waiting)
             is_right = proof.prove_all(waiting)
-    if devices.current().backend == devices.METAL:
-        compiled += _launch_each(list(launches.values()))
+    if launches and devices.current().backend == devices.METAL:
+        _launch_each(list(launches.values()))
+        compiled += len(launches)
     levels, relations = [], []
     seen: set[int] = set()
     for manager in {id(x.manager): x.manager for x in tensors}.values():
@@ -197,13 +200,8 @@ def prepare_scan(
 
     On CUDA the first call for a dtype and mode compiles the net's kernels. Every new
     scan gets its coordinate levels with one read. A no-op for prepared and empty scans,
-    under a memory limit, and inside ``prepare``.
-
-    Args:
-        net: the module that is called.
-        x: its input.
-        *inputs, **options: other arguments of the call.
-        call: the method that the net calls with these arguments; by default itself.
+    under a memory limit, and inside ``prepare``. ``call`` is the method that the net
+    calls with these arguments; by default itself.
     """
     if not isinstance(x, SparseTensor):
         return  # the first layer raises
@@ -227,7 +225,6 @@ def prepare_scan(
 
 
 def _compiled_for(net: mlx.nn.Module) -> set[tuple]:
-    """Return the (dtype, training) pairs that a net was compiled for."""
     known = _compiled.get(id(net))
     if known is None or known[0]() is not net:
         key = id(net)
@@ -236,26 +233,23 @@ def _compiled_for(net: mlx.nn.Module) -> set[tuple]:
 
 
 def _make_levels(x: SparseTensor, net: Callable) -> None:
-    """Make the levels that ``net.strides`` lists; their sizes are one read."""
     strides = getattr(net, "strides", ())
     if strides and len(x) and settings.stage_end.get() is None:
         x.manager.cells(x.key, strides)
 
 
-def _launch_each(launches: Sequence[Launch]) -> int:
-    """Launch each Metal plan once on zeros, in threads; return the number of plans."""
+def _launch_each(launches: Sequence[Launch]) -> None:
+    """Launch each Metal plan once on zeros, in threads."""
 
     def launch_one(planned: Launch) -> None:
         arrays = (*planned.inputs, *planned.bias)
         zeros = [mx.zeros(array.shape, array.dtype) for array in arrays]
         mx.eval(planned.run(planned.choice.plan, *zeros))
 
-    if launches:
-        with ThreadPoolExecutor() as pool:
-            jobs = [pool.submit(copy_context().run, launch_one, x) for x in launches]
-        for job in jobs:
-            job.result()
-    return len(launches)
+    with ThreadPoolExecutor() as pool:
+        jobs = [pool.submit(copy_context().run, launch_one, x) for x in launches]
+    for job in jobs:
+        job.result()
 
 
 def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Callable):
@@ -277,31 +271,16 @@ def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Cal
 
 
 def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
-    """Plan the net and its gradients; nothing is computed.
-
-    They are those of a module's trainable parameters, or of a function's features.
-    """
-    is_module = isinstance(net, mlx.nn.Module)
-    if is_module:
-        sources = dict(tree_flatten(net.trainable_parameters()))
-    else:
-        tensors = {i: x for i, x in enumerate(inputs) if isinstance(x, SparseTensor)}
-        sources = {i: x.feats for i, x in tensors.items()}
+    """Plan the net and the gradients of its parameters."""
+    sources = dict(tree_flatten(net.trainable_parameters()))
 
     def total(*arrays: mx.array) -> mx.array:
-        replaced, arguments = dict(zip(sources, arrays, strict=True)), list(inputs)
-        if is_module:
-            net.update(tree_unflatten(list(replaced.items())))
-        else:
-            for i, feats in replaced.items():
-                arguments[i] = inputs[i].replace(feats)
-        result = call(*arguments, **options)
-        results = [
-            features_of(x)
-            for x in leaves(result)
-            if isinstance(x, (SparseTensor, mx.array))
-        ]
-        sums = [x.astype(mx.float32).sum() for x in results if _is_floating(x)]
+        net.update(tree_unflatten(list(zip(sources, arrays, strict=True))))
+        result = call(*inputs, **options)
+        given = [x for _, x in tree_flatten(result)]
+        tensors = [x for x in given if isinstance(x, SparseTensor | mx.array)]
+        results = filter(_is_floating, map(features_of, tensors))
+        sums = [x.astype(mx.float32).sum() for x in results]
         if not sums:
             raise TypeError(
                 "training=True takes a net that returns tensors or arrays, or lists, "
@@ -387,14 +366,3 @@ class ModuleSnapshot:
 
 def _is_floating(x: object) -> bool:
     return isinstance(x, mx.array) and mx.issubdtype(x.dtype, mx.floating)
-
-
-def leaves(tree: object) -> Iterator[object]:
-    """Yield the leaves of nested lists, tuples and dictionaries."""
-    if isinstance(tree, dict):
-        tree = tuple(tree.values())
-    if isinstance(tree, (list, tuple)):
-        for each in tree:
-            yield from leaves(each)
-    else:
-        yield tree

@@ -29,7 +29,7 @@ NIBBLE, MULTIPLIER = 7, 18  # the greatest ones of int4: 7 * 18 is below 127
 
 
 class Packing(NamedTuple):
-    """A packed weight without its arrays; see the attributes of the weights."""
+    """A packed weight without its arrays."""
 
     in_channels: int
     bits: int
@@ -62,15 +62,10 @@ class Packing(NamedTuple):
 
 
 class PackedWeight:
-    """What the two kinds of packed weights share.
+    """What the two kinds of packed weights share."""
 
-    Attributes:
-        names: names of the arrays.
-        packing: all but the arrays.
-    """
-
-    names: ClassVar[tuple[str, ...]]
-    packing: Packing
+    names: ClassVar[tuple[str, ...]]  # of the arrays
+    packing: Packing  # all but the arrays
 
     @property
     def shape(self) -> tuple[int, int, int]:
@@ -174,12 +169,9 @@ class IntegerWeight(PackedWeight):
         multipliers: (K, C_out, padded channels / group_size) int8 for int4 weights;
             else None.
         scale: (C_out,) float32: ``W[k, i, c] = scale[c] * value``.
-        in_channels: C_in / groups, without padding.
-        bits: 4 or 8.
         group_size: input channels that share a multiplier in an int4 weight: 32, 64 or
             128; else None.
-        kernel: spatial shape of a module's weight, ``()`` for a linear layer, None for
-            a kernel-major weight.
+        in_channels, bits, kernel: as of ``QuantizedWeight``.
     """
 
     names = "values", "multipliers", "scale"
@@ -287,12 +279,9 @@ def integer_weight(
     """Round a float weight to integers, symmetric about zero.
 
     Args:
-        weight: (C_out, C_in), (K, C_in / groups, C_out) or (C_out, spatial...,
-            C_in / groups), float32, float16 or bfloat16. Any number of channels.
+        weight, layout: as for ``quantize_weight``.
         bits: 8, or 4 with a multiplier for each group of input channels.
         group_size: 32, 64 or 128 for int4 weights, by default 64; None for int8.
-        layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
-            axes. Only a 1D module's weight, which has 3 axes, needs it.
         scale: (C_out,) float32; by default the greatest magnitude of each output
             channel over 127 (int8) or 126 (int4). Values beyond it are clipped.
 
@@ -326,8 +315,8 @@ def integer_weight(
 def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
     """Return words and multipliers of weights in steps of their channel's scale.
 
-    Two integers are next to a group's greatest magnitude over 7; the one with the
-    smaller squared error is its multiplier.
+    Of the two integers next to a group's greatest magnitude over 7, its multiplier is
+    the one with the smaller squared error.
     """
     grouped = steps.reshape(*steps.shape[:2], -1, group_size)
     exact = mx.abs(grouped).max(axis=-1, keepdims=True) / NIBBLE
@@ -346,7 +335,6 @@ def _two_levels(steps: mx.array, group_size: int) -> tuple[mx.array, mx.array]:
 
 
 def _words(levels: mx.array, bits: int) -> mx.array:
-    """Return levels of the last axis in uint32 words, the first in the lowest bits."""
     each = 32 // bits
     levels = levels.astype(mx.uint32).reshape(*levels.shape[:-1], -1, each)
     return mx.sum(levels << (bits * mx.arange(each, dtype=mx.uint32)), axis=-1)
@@ -427,7 +415,6 @@ def fits_int32(volume: int, channels: int) -> bool:
 
 
 def _check_weight(weight: PackedWeight) -> None:
-    """Raise unless the arrays have the shapes and dtypes of a packed weight."""
     in_channels, bits, group_size, kernel, is_integer = weight.packing
     check_packing(bits, group_size, is_integer)
     if not isinstance(in_channels, int) or in_channels < 1:

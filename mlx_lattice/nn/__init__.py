@@ -9,26 +9,22 @@ from . import (
     attention,
     calibrate,
     convolution,
-    distributed,
     fused,
     int8,
     layers,
     linear,
     normalization,
     pooling,
-    quantized,
 )
 from .attention import *
 from .calibrate import *
 from .convolution import *
-from .distributed import *
 from .fused import *
 from .int8 import *
 from .layers import *
 from .linear import *
 from .normalization import *
 from .pooling import *
-from .quantized import *
 
 _NUMBERED = numbered_classes(
     __name__,
@@ -65,8 +61,8 @@ if TYPE_CHECKING:  # type checkers do not see the loop
     Upsample1d = Upsample2d = Upsample3d = Upsample4d = pooling.Upsample
 
 _FILES = (
-    layers, attention, calibrate, fused, convolution, distributed, int8, linear,
-    normalization, pooling, quantized,
+    layers, attention, calibrate, fused, convolution, int8, linear,
+    normalization, pooling,
 )  # fmt: skip
 __all__ = [
     "Module",

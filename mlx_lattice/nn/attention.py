@@ -29,12 +29,7 @@ __all__ = [
 
 
 class MultiHeadRMSNorm(Parameters, Module):
-    """Scales each head of (N, heads, D) to root mean square 1, then by ``gamma``.
-
-    Args:
-        dims (int): The channels of a head.
-        num_heads (int): The number of heads.
-    """
+    """Scales each head of (N, heads, D) to root mean square 1, then by ``gamma``."""
 
     def __init__(self, dims: int, num_heads: int):
         super().__init__()
@@ -49,9 +44,7 @@ class MultiHeadRMSNorm(Parameters, Module):
 class SparseAttention(Module):
     """Applies multi-head self-attention among rows of one batch element.
 
-    Without ``window`` and ``patch`` all rows of an element see each other. On the CPU
-    groups of rows are attended as they are, elsewhere padded by at most an eighth of
-    their useful pairs: see ``ops.window_attention``, and ``ml.trace`` for the count.
+    Without ``window`` and ``patch`` all rows of an element see each other.
 
     Args:
         dims (int): The number of channels.
@@ -141,12 +134,7 @@ class SparseAttention(Module):
 
 
 class FeedForward(Module):
-    """Two linear layers with a GELU between them, on each row.
-
-    Args:
-        dims (int): The number of channels.
-        hidden_dims (int): The channels between the layers.
-    """
+    """Two linear layers with a GELU between them, on each row."""
 
     def __init__(self, dims: int, hidden_dims: int):
         super().__init__()
@@ -270,9 +258,6 @@ class CrossAttention(Module):
             context: the tokens: (B, M, context_dims); a tensor, whose batch elements
                 are the sequences; or (T, context_dims), one sequence after another.
             lengths: (B,) integers: the number of tokens of each sequence; by default M.
-
-        Raises:
-            ValueError: shapes do not fit.
         """
         if isinstance(context, SparseTensor):
             if lengths is not None:
@@ -322,13 +307,9 @@ class AdaptiveLayerNorm(LayerNorm):
     def __call__(
         self, x: SparseTensor | mx.array, shift: mx.array, scale: mx.array
     ) -> SparseTensor | mx.array:
-        """Normalise a tensor, or sequences (B, L, C), by ``ops.modulate``.
+        """Normalise a tensor, or sequences (B, L, C), by (B, C) shift and scale.
 
-        Where all rows have one shift and scale, they are the norm's own.
-
-        Args:
-            x: what to normalise.
-            shift, scale: (B, C).
+        If all rows have one shift and scale, they are the norm's own.
         """
         one = (1, features_of(x).shape[-1])
         if tuple(shift.shape) != one or tuple(scale.shape) != one:
@@ -394,10 +375,8 @@ class ModulatedTransformerBlock(Module):
     ) -> SparseTensor:
         """Return features on the rows of ``x``.
 
-        Args:
-            x: tensor.
-            condition: (B, dims), or with ``share_mod`` (B, 6 * dims).
-            context, lengths: as of ``CrossAttention``.
+        The condition is (B, dims), or with ``share_mod`` (B, 6 * dims); ``context`` and
+        ``lengths`` are as of ``CrossAttention``.
         """
         if "modulation" in self:
             condition = (self.modulation + condition).astype(condition.dtype)

@@ -28,7 +28,7 @@ from ..quantized import QuantizedWeight
 from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor, expect_axes
-from .quantized import INTEGER, Packable, QuantizedConvolution, Weight, convolved
+from .linear import INTEGER, Packable, QuantizedConvolution, Weight, convolved
 
 __all__ = [
     "Conv", "ConvTranspose", "GenerativeConvTranspose", "QuantizedConv",
@@ -44,7 +44,7 @@ NO_SCOPE = nullcontext()
 def kernel_spec(
     dims: int, kernel_size, stride, padding, dilation, offsets=None
 ) -> KernelSpec:
-    """Return the checked kernel of a layer from the arguments of its constructor."""
+    """Return the checked kernel of a layer."""
     if offsets is not None:
         if kernel_size is not None or dilation != 1:
             raise ValueError(
@@ -70,15 +70,8 @@ def hyper_cross(
 
     The order is that of MinkowskiEngine's ``RegionType.HYPER_CROSS``, so that its
     kernels load as they are: the centre, then for each axis first the offsets above 0
-    and then those below, both upwards.
-
-    Args:
-        kernel_size: int or one per axis, odd.
-        dilation: int or one per axis.
-        dims: number of spatial axes. Default: ``3``.
-
-    Raises:
-        ValueError: a size is even, or a value of the wrong length or too small.
+    and then those below, both upwards. Sizes are odd; ``kernel_size`` and ``dilation``
+    are an int or one per axis.
     """
     sizes = per_axis(kernel_size, dims, "kernel_size")
     steps = per_axis(dilation, dims, "dilation")
@@ -198,13 +191,13 @@ class Convolution(Packable, Module):
 
     def _relation(self, x: SparseTensor, coordinates: Coordinates) -> Relation:
         """Return the relation of a call, which the manager remembers for the next."""
-        question, target = None, 0
-        if isinstance(coordinates, SparseTensor):
-            is_known = isinstance(x, SparseTensor) and x.manager is coordinates.manager
-            target = coordinates.key.serial if is_known else None
-        elif coordinates is not None:
-            target = None
-        if target is not None and isinstance(x, SparseTensor):
+        question = None
+        if isinstance(x, SparseTensor) and (
+            coordinates is None
+            or isinstance(coordinates, SparseTensor)
+            and x.manager is coordinates.manager
+        ):
+            target = 0 if coordinates is None else coordinates.key.serial
             size = self.offsets or self.kernel_size
             geometry = size, self.stride, self.padding, self.dilation, self.support
             question = self.kind, x.key.serial, target, *geometry
@@ -221,10 +214,6 @@ class Convolution(Packable, Module):
             searched = self.kind == "transposed" and not target
             x.manager.answer(question, relation, searched)
         return relation
-
-    def _find_relation(self, x, coordinates: Coordinates, kernel: dict) -> Relation:
-        """Return the relation of a call from the manager."""
-        raise NotImplementedError
 
 
 class Conv(Convolution):
@@ -282,16 +271,7 @@ class Conv(Convolution):
 class SubmConv(Convolution):
     """Applies a submanifold convolution: the output has the input's own rows.
 
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-        kernel_size (int or tuple): The size of the kernel, one per axis; leave it out
-            with ``offsets``.
-        dilation (int or tuple): The spacing of the kernel. Default: ``1``.
-        groups (int): The number of channel groups. Default: ``1``.
-        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
-        offsets (tuple, optional): As of ``Conv``.
-        dims (int): As of ``Conv``. Default: ``3``.
+    Arguments are those of ``Conv``; the stride is 1 and the kernel centred.
     """
 
     kind = "submanifold"
@@ -321,10 +301,7 @@ class SubmConv(Convolution):
         return x.manager.submanifold_kernel_relation(x.key, **kernel)
 
     def blocks(self, x: SparseTensor) -> Iterator[tuple[int, mx.array]]:
-        """Yield (first row, features) of blocks of rows under ``ml.memory_limit``.
-
-        Without a limit, and if rows are few, there is one block of all rows.
-        """
+        """Yield (first row, features) of blocks of rows under ``ml.memory_limit``."""
         if self.mode == INTEGER:
             return iter([(0, self(x).feats)])
         with launch.scope(self):
@@ -338,18 +315,7 @@ class ConvTranspose(Convolution):
 
     Output rows are the coordinates given to the call, or the finer set that an
     earlier strided convolution consumed. With stride 1 they are the input's own.
-
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-        kernel_size (int or tuple): The size of the kernel. Default: ``2``.
-        stride (int or tuple): The step of the input's cells. Default: ``2``.
-        padding (int or tuple, optional): The dense rule of PyTorch; by default the
-            kernel is centred.
-        dilation (int or tuple): The spacing of the kernel. Default: ``1``.
-        groups (int): The number of channel groups. Default: ``1``.
-        bias (bool): If ``True`` add a learnable bias. Default: ``True``.
-        dims (int): As of ``Conv``. Default: ``3``.
+    Arguments are those of ``Conv``; kernel and stride are 2 by default.
     """
 
     kind = "transposed"
@@ -399,39 +365,15 @@ class QuantizedConv(QuantizedConvolution, Conv):
 
 
 class QuantizedSubmConv(QuantizedConvolution, SubmConv):
-    """Applies ``SubmConv`` with a packed weight.
-
-    Args:
-        *args, **kwargs: The arguments of ``SubmConv``.
-        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
-            ``64``.
-        bits (int): 4 or 8. Default: ``4``.
-        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
-    """
+    """``SubmConv`` with a packed weight; see ``QuantizedConv``."""
 
 
 class QuantizedConvTranspose(QuantizedConvolution, ConvTranspose):
-    """Applies ``ConvTranspose`` with a packed weight.
-
-    Args:
-        *args, **kwargs: The arguments of ``ConvTranspose``.
-        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
-            ``64``.
-        bits (int): 4 or 8. Default: ``4``.
-        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
-    """
+    """``ConvTranspose`` with a packed weight; see ``QuantizedConv``."""
 
 
 class QuantizedGenerativeConvTranspose(QuantizedConvolution, GenerativeConvTranspose):
-    """Applies ``GenerativeConvTranspose`` with a packed weight.
-
-    Args:
-        *args, **kwargs: The arguments of ``GenerativeConvTranspose``.
-        group_size (int): Input channels that share a scale: 32, 64 or 128. Default:
-            ``64``.
-        bits (int): 4 or 8. Default: ``4``.
-        mode (str): ``"affine"``, or ``"integer"`` for int8 features.
-    """
+    """``GenerativeConvTranspose`` with a packed weight; see ``QuantizedConv``."""
 
 
 Conv.twin = QuantizedConv

@@ -27,17 +27,22 @@ from ..tensor import SparseTensor, features_of
 from . import linear as linears
 from .convolution import Convolution, SubmConv
 from .layers import Dropout
-from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm
-from .quantized import FoldedNorm, as_float32, is_integer
+from .linear import FoldedNorm, as_float32, is_integer
+from .normalization import (
+    BatchNorm,
+    GroupNorm,
+    InstanceNorm,
+    LayerNorm,
+    SyncBatchNorm,
+)
 
 __all__ = ["ConvNormAct", "Sequential"]
 
 
-# Norms whose calls take ``residual`` and ``activation``; a file with a norm of its own
-# that takes them adds it.
-FUSING: set[type] = {BatchNorm, GroupNorm, InstanceNorm, LayerNorm}
-# Of these, those that have fixed statistics in evaluation.
-FIXED: set[type] = {BatchNorm}
+# Norms that have fixed statistics in evaluation.
+FIXED = frozenset((BatchNorm, SyncBatchNorm))
+# Norms whose calls take ``residual`` and ``activation``.
+FUSING = FIXED | {GroupNorm, InstanceNorm, LayerNorm}
 # Layers that may compute the operations behind them in their own launch.
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 CONVOLUTION_CALLS = frozenset((Convolution.__call__, SubmConv.__call__))
@@ -75,11 +80,7 @@ def normalized(
     residual: Features | None = None,
     lines: mx.array | None = None,
 ) -> Features:
-    """Return ``activation(norm(x) + residual)``, in one call of the norm if it can be.
-
-    A residual of other rows is aligned as by ``+``; ``lines`` are statistics of rows
-    that ``BatchNorm`` takes.
-    """
+    """Return ``activation(norm(x) + residual)``, in one call if it can be."""
     summed = {} if lines is None else {"lines": lines}
     act = None if activation is None else fused_activation(activation)
     computes = activation is None or act is not None
@@ -163,8 +164,7 @@ def linear(
 ) -> mx.array:
     """Return ``activation(layer(x) + residual)``, in one call if it can be.
 
-    A gradient of a contraction multiplies again for what the activation read. Without
-    a residual the result may be a tensor without coordinates, as of ``convolved``.
+    Without a residual it may be a tensor without coordinates, as of ``convolved``.
     """
     if _tracer.get() is not None or is_integer(layer):
         if residual is None:
@@ -322,11 +322,11 @@ class Sequential(mlx.nn.Sequential):
 
     Layers and functions of MLX itself are applied to a tensor's features; all others
     get the tensor. After a global pooling they all get its array. A norm and the
-    activation after it are one call, in float32 and rounded once; in evaluation a
+    activation after it are one call, in float32 and rounded once. In evaluation a
     BatchNorm after a convolution, and the activation after that, are the convolution's,
-    and so is an activation alone: ReLU and LeakyReLU always, the others where no
-    gradient may be asked for. After a linear layer they are that layer's if it is an
-    integer one, or on a CPU. A subclass of any is called as it is.
+    and so is an activation alone: ReLU and LeakyReLU always, others if no gradient is
+    needed. Linear layers do so if they are integer ones, or on a CPU. A subclass is
+    called as it is.
 
     Args:
         modules (tuple of Callables): The modules to call in order, or one dict of them
@@ -378,7 +378,7 @@ class Sequential(mlx.nn.Sequential):
         )
 
     def __getitem__(self, key: object):
-        """Return a layer by its index, layers by a slice, or an item of the module."""
+        """Return a layer by index, layers by a slice, or an item of the module."""
         if isinstance(key, int | slice):
             return list(layers_of(self))[key]
         return super().__getitem__(key)
@@ -399,9 +399,8 @@ class ConvNormAct(mlx.nn.Module):
     """Calls a convolution, a norm and an activation: ``act(norm(conv(x)) + residual)``.
 
     It is one launch if the norm's statistics are fixed (a ``BatchNorm`` in evaluation)
-    and the convolution's kernel has an epilogue. Otherwise the norm, the residual and
-    the activation are one launch after the convolution. ``explain`` and the trace say
-    which. Parameters are named ``conv.*`` and ``norm.*``.
+    and the convolution's kernel has an epilogue; otherwise all after the convolution is
+    one more. Parameters are named ``conv.*`` and ``norm.*``.
 
     Args:
         conv (Module): The convolution, or a linear layer.
@@ -428,10 +427,8 @@ class ConvNormAct(mlx.nn.Module):
     ) -> SparseTensor:
         """Return features on the convolution's rows.
 
-        Args:
-            x: input.
-            *coordinates: output rows, as the convolution takes them.
-            residual: features that are added before the activation.
+        ``coordinates`` are output rows, as the convolution takes them; ``residual`` is
+        added before the activation.
         """
         # As items, which a module finds faster than attributes.
         conv, norm = self["conv"], self.get("norm")

@@ -15,14 +15,15 @@ from ..problem import MOST, in_device_memory
 from ..quantized import IntegerWeight, integer_group_size, integer_weight
 from ..tensor import SparseTensor, features_of
 from ..transformations import Function
-from .linear import has_twin, twin_holding
-from .quantized import (
+from .linear import (
     INTEGER,
     FoldedNorm,
     Packable,
     check_mode,
+    has_twin,
     pack,
     set_output_scale,
+    twin_holding,
 )
 
 __all__ = ["FakeQuant", "integer_like", "tie_scales", "unpack_int4"]
@@ -40,25 +41,22 @@ def put(model: Module, path: str, module: Module) -> None:
 
 
 def usable(scale: mx.array | None, path: str) -> mx.array | None:
-    """Return a scale of features; None if they were all zero, or none was seen.
-
-    Raises:
-        ValueError: the features were not finite.
-    """
+    """Return a scale of features; None if they were all zero, or none was seen."""
     value = 0.0 if scale is None else scale.item()
-    if not isfinite(value):
-        raise ValueError(
-            f"the batches have no scale at {path}: its features or its results are not "
-            "all finite; calibrate on others"
-        )
+    finite(value, path)
     return scale if value else None
 
 
-def tie_scales(model: Module) -> None:
-    """Make equal scales of features one array, so that none is divided by another.
+def finite(value: float, path: str) -> None:
+    """Raise unless what was computed of a layer's features and results is finite."""
+    if not isfinite(value):
+        raise ValueError(
+            f"features or results at {path} are not all finite; calibrate on others"
+        )
 
-    The scales are read from the device, and put into its memory.
-    """
+
+def tie_scales(model: Module) -> None:
+    """Make equal scales of features one array, so that none is divided by another."""
     scales = [
         (module, name, module[name])
         for module in model.modules()
@@ -85,13 +83,7 @@ def unpack_int4(model: Module) -> tuple[str, ...]:
 
     GPUs multiply int8 features with int8 weights: int4 weights are unpacked at every
     call, in one more launch. Unpacked once, they take twice the memory, and the time of
-    int8 weights. A file that is written afterwards has int8 weights.
-
-    Args:
-        model: a net of ``ml.calibrate``, or a part of one.
-
-    Returns:
-        Paths of the layers that had int4 weights.
+    int8 weights. Returns the paths of the layers that had int4 weights.
     """
     paths = []
     for path, module in model.named_modules():
@@ -193,11 +185,7 @@ class FakeQuant(Packable, Module):
         mode: str = "affine",
         quantize_input: bool = False,
     ) -> Module:
-        """Return the integer layer that this was trained for, or a packed twin.
-
-        Raises:
-            ValueError: the layer was trained with other bits or another group size.
-        """
+        """Return the integer layer that this was trained for, or a packed twin."""
         layer = self.float_layer()
         if check_mode(mode, quantize_input) != INTEGER:
             return twin_holding(layer, pack(layer, group_size, bits))
@@ -248,21 +236,19 @@ def integer_like(
 
     Layers get their twins, norms that the file has folded are replaced, and layers that
     return int8 get their scale. Then ``model.load_weights`` reads the file, strictly
-    too.
+    too. Returns the paths of the integer layers.
 
     The ``scales`` of a calibrated layer include its ``input_scale``. So a file with any
     scale of features, or with a folded norm, has an ``input_scale`` for every integer
-    layer but those in ``by_row``: layers whose calls differed too much for one scale,
-    or whose features were all zero during calibration.
+    layer but those in ``by_row``.
 
     Args:
         model: the file's net in float; changed in place.
         arrays: parameters by name, or the file.
-        by_row: paths of the integer layers whose rows have scales of their own; by
-            default all integer layers of a file that was not calibrated, else none.
-
-    Returns:
-        Paths of the integer layers.
+        by_row: paths of the integer layers whose rows have scales of their own, since
+            their calls differed too much for one, or their features were all zero
+            during calibration; by default all integer layers of a file that was not
+            calibrated, else none.
 
     Raises:
         ValueError: arrays of the file do not fit one another or the layers, or one is
@@ -301,7 +287,6 @@ def _check_input_scales(
     by_row: Iterable[str] | None,
     is_folded: bool,
 ) -> None:
-    """Raise unless ``by_row`` names the layers without an ``input_scale``."""
     without = {path for path, twin in twins.items() if "input_scale" not in twin}
     if by_row is None:
         ends = (".input_scale", ".output_scale")
@@ -314,11 +299,9 @@ def _check_input_scales(
             "file, or name a layer whose rows have scales of their own in by_row"
         )
     if other := sorted({*by_row} - without):
-        what = f"{other[0]}.input_scale is there"
-        what = what if other[0] in twins else f"{other[0]} is no integer layer there"
         raise ValueError(
-            f"by_row says that the rows of {other[0]} have scales of their own, but "
-            f"{what}"
+            f"by_row names {other[0]}, which is not an integer layer without "
+            "input_scale"
         )
 
 
@@ -332,7 +315,6 @@ def _scale_in(arrays: Mapping[str, mx.array], name: str) -> mx.array | None:
 
 
 def _twin_in(arrays: Mapping[str, mx.array], path: str, module: Module) -> Module:
-    """Return the integer twin of a float layer, with the arrays of a file."""
     names = "weight", "multipliers", "scales"
     weight, multipliers, scales = (arrays.get(f"{path}.{name}") for name in names)
     if weight is None:

@@ -55,12 +55,9 @@ class Parameters:
 
     MLX's Module would keep a value that is no array beside the parameters, and the
     layer would go on with the old array.
-
-    Attributes:
-        never_trained: names of arrays that stay frozen. MLX's ``unfreeze`` of a net
-            would train running statistics.
     """
 
+    # Arrays that stay frozen: ``unfreeze`` of a net would train running statistics.
     never_trained: Iterable[str] = ()
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -94,10 +91,7 @@ Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
 def _on_tensors(layer: type[Layer], call: Callable | None = None) -> type[Layer]:
-    """Return an ``mlx.nn`` layer that takes tensors too.
-
-    It calls ``call(layer, x)``, or without one what MLX computes.
-    """
+    """Return an ``mlx.nn`` layer that takes tensors too, by ``call`` or MLX's own."""
 
     def of_rows(self, x):
         return on_features(by_rows(super(sparse, self).__call__), x)
@@ -222,10 +216,7 @@ class LayerScale(Parameters, Module):
     def __call__(
         self, x: SparseTensor | mx.array, *, residual: SparseTensor | None = None
     ) -> SparseTensor | mx.array:
-        """Scale the channels of each row, and add a residual to a tensor.
-
-        On a GPU this is one launch for a tensor.
-        """
+        """Scale the channels of each row, and add a residual to a tensor."""
         if x.shape[-1] != self.gamma.size:
             raise ValueError(
                 f"expected {self.gamma.size} channels, as many as there are factors; "

@@ -1,4 +1,4 @@
-"""Normalisation modules in the manner of mlx.nn, over active rows only.
+"""Norms over active rows, of one process or of several; averaged gradients.
 
 Statistics are float32 and results have the input's dtype, whatever the dtype of the
 parameters.
@@ -6,26 +6,42 @@ parameters.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from operator import is_
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
+from mlx.utils import tree_flatten, tree_map
 
 from .. import ops
 from ..checks import dtype_name, flag, real, whole
 from ..epilogue import Epilogue
 from ..ops.attention_calls import inside
 from ..ops.channels import activation_of
-from ..ops.norms import expect_lines, normalized_by, normalized_by_rows, residual_of
-from ..registry import Activation
+from ..ops.norms import (
+    expect_lines,
+    moments,
+    moved_statistics,
+    normalized_by,
+    normalized_by_rows,
+    residual_of,
+)
+from ..reductions import linear
+from ..registry import Activation, Fit, Norms, Running
 from ..tensor import SparseTensor, features_of
 from .layers import ModuleCache, Parameters
 
-__all__ = ["BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm"]
+__all__ = [
+    "BatchNorm", "GroupNorm", "InstanceNorm", "LayerNorm", "RMSNorm", "SyncBatchNorm",
+    "average_gradients", "convert_sync_batchnorm",
+]  # fmt: skip
 
 Features = SparseTensor | mx.array
+BUCKET_BYTES = 16 * 2**20
 _LINES = "running_mean", "running_var", "weight", "bias"
+_NAMES = "running statistics, weight and bias"  # in errors
 
 
 class BatchNorm(Parameters, mlx.nn.BatchNorm):
@@ -100,16 +116,11 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
                 f"{tuple(feats.shape)}"
             )
         dtype_name(feats.dtype)
-        self._expect_lines(*map(self.get, _LINES))
+        expect_lines(_NAMES, self.num_features, *map(self.get, _LINES))
         with inside(self):
             added, act = residual_of(x, residual), activation_of(activation)
             y = self._normalized(feats, added, act, lines)
         return x.replace(y) if isinstance(x, SparseTensor) else y
-
-    def _expect_lines(self, *lines: mx.array | None) -> None:
-        """Raise unless arrays have the layer's channels: kernels do not check them."""
-        names = "running statistics, weight and bias"
-        expect_lines(names, self.num_features, *lines)
 
     def _normalized(
         self,
@@ -152,7 +163,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         arrays, last, made = known.get("last", ((None,) * 4, None, None))
         if last == facts and all(map(is_, arrays, own)):
             return made
-        self._expect_lines(*own)
+        expect_lines(_NAMES, self.num_features, *own)
         made, (mean, var, scale, shift) = None, own
         if all([a is None or a.dtype in (mx.float32, dtype) for a in own]):
             facts_of_norm = mean, var, self.eps, "BatchNorm"
@@ -166,11 +177,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         return self._training or not self.track_running_stats
 
     def scale_shift(self) -> tuple[mx.array, mx.array]:
-        """Return (C,) float32 a and b: in evaluation the norm is ``a * x + b``.
-
-        Raises:
-            ValueError: there are no running statistics.
-        """
+        """Return (C,) float32 a and b: in evaluation the norm is ``a * x + b``."""
         if not self.track_running_stats:
             raise ValueError(
                 "scale_shift needs running statistics; this norm has "
@@ -311,3 +318,300 @@ class InstanceNorm(Parameters, mlx.nn.InstanceNorm):
         more = {"residual": residual, "activation": activation}
         with inside(self):
             return ops.instance_norm(x, *given, **more)
+
+
+# Several processes
+
+
+def average_gradients(
+    gradients: Any,
+    group: mx.distributed.Group | None = None,
+    all_reduce_size: int = BUCKET_BYTES,
+    communication_stream: mx.Stream | None = None,
+) -> Any:
+    """Average gradients over the processes of a group.
+
+    Takes the place of ``mlx.nn.average_gradients``. Gradients are joined into buckets
+    from the last layer to the first, the order in which the backward pass computes
+    them. Buckets are exchanged in this order on every process, after the exchanges of
+    ``SyncBatchNorm``, also if the processes' graphs differ. Like every operation of
+    MLX, the exchanges run when their results are evaluated.
+
+    Args:
+        gradients: a tree of arrays, of the same structure and shapes on every process.
+        group: the processes; by default all. In a group of one process the gradients
+            are returned as they are.
+        all_reduce_size (int): Close a bucket when it has this many bytes; 0 exchanges
+            each array by itself. Default: 16 MiB.
+        communication_stream: the stream of the exchanges. With the ring it must be
+            the one of all other exchanges.
+
+    Returns:
+        The tree of averages, of the gradients' dtypes.
+    """
+    group = group or mx.distributed.init()
+    if group.size() == 1:
+        return gradients
+    arrays = [gradient for _, gradient in tree_flatten(gradients)]
+    exchanges = Exchanges(group, stream=communication_stream)
+    for bucket in _buckets(arrays, all_reduce_size):
+        # Divided before they are added: a sum of half values may overflow.
+        total = exchanges.add(*[arrays[i] / group.size() for i in bucket])
+        end = 0
+        for i in bucket:
+            begin, end = end, end + arrays[i].size
+            arrays[i] = mx.as_strided(total, arrays[i].shape, offset=begin)
+    averages = iter(arrays)
+    return tree_map(lambda _: next(averages), gradients)
+
+
+def _buckets(arrays: list[mx.array], size: int) -> list[list[int]]:
+    """Return indices of arrays, from the last one, in buckets of a size and dtype."""
+    closed: list[list[int]] = []
+    open_: dict[mx.Dtype, list[int]] = {}
+    filled: dict[mx.Dtype, int] = {}
+    for i in reversed(range(len(arrays))):
+        dtype, count = arrays[i].dtype, arrays[i].nbytes
+        if not count:
+            continue
+        open_.setdefault(dtype, []).append(i)
+        filled[dtype] = filled.get(dtype, 0) + count
+        if filled[dtype] >= size:
+            closed.append(open_.pop(dtype))
+            del filled[dtype]
+    return [*closed, *open_.values()]
+
+
+class Exchanges:
+    """Exchanges of a group of processes, in the order of the Python calls.
+
+    Branches of a graph have no order, but all processes must exchange in the same
+    order, also if their graphs differ. NCCL allows one exchange at a time. So each
+    exchange also sends one number of the result of the exchange before it, which
+    ``holder`` keeps: the state of a module goes through ``mx.compile``.
+    """
+
+    # Returns the holder of the latest exchange of this process, if it is alive.
+    _last: Callable[[], object | None] = staticmethod(lambda: None)
+
+    def __init__(
+        self,
+        group: mx.distributed.Group,
+        holder: object | None = None,
+        stream: mx.Stream | None = None,
+    ):
+        self.group, self.stream, self._holder = group, stream, holder
+        self._exchanged: mx.array | None = None
+
+    def gather(self, *parts: mx.array) -> mx.array:
+        """Return (P, W): the W numbers of each of the P processes."""
+        return self._in_turn(mx.distributed.all_gather, parts)
+
+    def add(self, *parts: mx.array) -> mx.array:
+        """Return (W,): the numbers of all processes, added up."""
+        return self._in_turn(mx.distributed.all_sum, parts)[0]
+
+    def gathered(self, row: mx.array) -> mx.array:
+        """Return ``gather(row)``, differentiable.
+
+        Its gradient is that of the sum of all processes' losses.
+        """
+        rank = self.group.rank()
+
+        def back(dy):
+            return self.added(dy)[rank]
+
+        return linear(self.gather, back, self.gathered)(row)
+
+    def added(self, x: mx.array) -> mx.array:
+        """Return the sum over processes, whose gradient is the sum of gradients.
+
+        MLX's own rule takes this process's gradient alone.
+        """
+
+        def add(x):
+            return self.add(x).reshape(x.shape)
+
+        return linear(add, self.added, self.added)(x)
+
+    def _in_turn(self, exchange: Callable, parts: Sequence[mx.array]) -> mx.array:
+        previous = self if self._exchanged is not None else Exchanges._last()
+        after = None if previous is None else previous._exchanged
+        # CUDA graphs order launches by the arrays that they read, so ``mx.depends`` is
+        # not enough. Every process sends as many numbers, also for a first exchange.
+        number = mx.zeros((1,)) if after is None else after
+        flat = [part.reshape(-1) for part in parts]
+        row = mx.concatenate([*flat, number.astype(flat[0].dtype)])
+        every = exchange(row, group=self.group, stream=self.stream)
+        last = mx.stop_gradient(every.reshape(-1)[-1:])
+        if self._holder is None:
+            self._exchanged = last
+        else:
+            self._holder._exchanged = last.astype(mx.float32)
+            Exchanges._last = staticmethod(weakref.ref(self._holder))
+        return every.reshape(-1, row.size)[:, :-1]
+
+
+class SharedStatistics:
+    """Statistics of the rows of all processes, which may have any number of them.
+
+    Each process sends its own mean and variance, so that no large squares cancel: Chan,
+    Golub and LeVeque, "Updating Formulae and a Pairwise Algorithm for Computing Sample
+    Variances", 1979. ``rows`` are 0 if the one row of this process is padding.
+    """
+
+    def __init__(self, rows: int, exchanges: Exchanges):
+        self.rows, self.exchanges = mx.array([float(rows)]), exchanges
+
+    def composed(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+        """Return (C,) mean and variance and the number of rows, in MLX operations."""
+        row = mx.concatenate([*moments(x), self.rows])
+        return _of_all(self.exchanges.gathered(row))
+
+    def moments(
+        self,
+        kernels: Norms,
+        x: mx.array,
+        running: Running,
+        momentum: float,
+        lines: mx.array | None,
+    ) -> tuple[mx.array, ...]:
+        """Return (1, C) mean, variance and moved running statistics, by kernels."""
+        mean, var, *_ = kernels.moments(x, lines=lines)
+        mean, var, rows = _of_all(self.exchanges.gather(mean, var, self.rows))
+        moved = moved_statistics(running, momentum, rows, mean, var)
+        return tuple(a.reshape(1, -1) for a in (mean, var, *moved))
+
+    def terms(self, fit: Fit, sums: mx.array, _: mx.array) -> mx.array:
+        """Return the means of the sums of g and g xhat over all rows, times the weight.
+
+        The gradients of weight and bias are those of this process.
+        """
+        every = self.exchanges.add(sums, self.rows)
+        means = every[:-1].reshape(sums.shape) / mx.maximum(every[-1], 1)
+        return means if fit.weight is None else means * fit.weight.astype(mx.float32)
+
+
+def _of_all(every: mx.array) -> tuple[mx.array, mx.array, mx.array]:
+    """Return mean, variance and number of all rows from those of each process."""
+    channels = every.shape[1] // 2
+    means, variances = every[:, :channels], every[:, channels:-1]
+    counts = mx.stop_gradient(every[:, -1:])
+    total = counts.sum()
+    shares = counts / mx.maximum(total, 1)
+    mean = (shares * means).sum(axis=0)
+    var = (shares * (variances + mx.square(means - mean))).sum(axis=0)
+    return mean, var, total
+
+
+class SyncBatchNorm(BatchNorm):
+    """Applies batch normalization over the active rows of all processes.
+
+    While training, the statistics are those of the rows of all processes together,
+    which may have different numbers of rows, or none: two processes with halves of a
+    batch compute what one computes with the whole. So do their gradients, of any
+    order, of the sum of all processes' losses. It takes one exchange of
+    ``2 * num_features + 1`` values forward and one backward.
+
+    Every process must run the same layers, forward and backward, in the same order:
+    an exchange waits for all. A process without rows runs the net on no rows. In
+    evaluation, and in a group of one process, it is a ``BatchNorm`` and exchanges
+    nothing.
+
+    Inside ``mx.compile`` give ``net.state`` as inputs and outputs, as for any
+    ``BatchNorm``. Arguments are those of ``BatchNorm``, and ``group``
+    (mx.distributed.Group): the processes, by default all.
+    """
+
+    def __init__(
+        self,
+        num_features: int,
+        eps: float = 1e-5,
+        momentum: float = 0.1,
+        affine: bool = True,
+        track_running_stats: bool = True,
+        *,
+        group: mx.distributed.Group | None = None,
+    ):
+        super().__init__(num_features, eps, momentum, affine, track_running_stats)
+        self._group = group
+        self._exchanged = mx.zeros((1,))  # an array, since it is state of mx.compile
+
+    def _normalized(
+        self,
+        x: mx.array,
+        residual: mx.array | None,
+        act: Activation,
+        lines: mx.array | None = None,
+    ) -> mx.array:
+        group = self._group or mx.distributed.init()
+        if not self.training or group.size() == 1:
+            return super()._normalized(x, residual, act, lines)
+        rows = x.shape[0]
+        if not rows:
+            # A row that counts for nothing keeps the exchanges in the graph.
+            x = _one_row(x)
+            residual = None if residual is None else _one_row(residual)
+        statistics = SharedStatistics(rows, Exchanges(group, self))
+        shared = {"name": "SyncBatchNorm", "statistics": statistics}
+        y = super()._normalized(x, residual, act, lines, **shared)
+        return y if rows else y[:0]
+
+
+def _one_row(x: mx.array) -> mx.array:
+    return mx.concatenate([x, mx.zeros((1, x.shape[1]), x.dtype)])
+
+
+def convert_sync_batchnorm(
+    net: mlx.nn.Module, group: mx.distributed.Group | None = None
+) -> mlx.nn.Module:
+    """Put a ``SyncBatchNorm`` wherever a net has a ``BatchNorm``, in place.
+
+    The new layers have the parameters, running statistics and mode of the old ones,
+    and the same names in files of weights. A layer that a net has twice stays one.
+
+    Args:
+        net: the net, whose ``mlx.nn.BatchNorm`` layers are converted too.
+        group: the processes; by default all.
+
+    Returns:
+        The net, or its ``SyncBatchNorm`` where it is a single ``BatchNorm``.
+
+    Raises:
+        TypeError: a layer is of a subclass with a call of its own.
+    """
+    converted: dict[int, SyncBatchNorm] = {}
+
+    def convert(module):
+        kind = isinstance(module, mlx.nn.BatchNorm)
+        if not kind or isinstance(module, SyncBatchNorm):
+            return module
+        if id(module) not in converted:
+            converted[id(module)] = _synchronised(module, group)
+        return converted[id(module)]
+
+    if isinstance(net, mlx.nn.BatchNorm):
+        return convert(net)
+    leaves = net.leaf_modules()
+    leaves = tree_map(convert, leaves, is_leaf=lambda m: isinstance(m, mlx.nn.Module))
+    return net.update_modules(leaves)
+
+
+def _synchronised(norm: mlx.nn.BatchNorm, group) -> SyncBatchNorm:
+    if type(norm).__call__ not in (BatchNorm.__call__, mlx.nn.BatchNorm.__call__):
+        raise TypeError(
+            f"{type(norm).__name__} has a __call__ of its own, which SyncBatchNorm has "
+            "not; derive it from SyncBatchNorm, or convert the other layers"
+        )
+    new = SyncBatchNorm(
+        norm.num_features,
+        norm.eps,
+        norm.momentum,
+        affine="weight" in norm,
+        track_running_stats=norm.track_running_stats,
+        group=group,
+    )
+    for name, value in norm.items():
+        new[name] = value
+    new._training, new._no_grad = norm._training, set(norm._no_grad)
+    return new

@@ -286,7 +286,7 @@ class ToBEV(Module):
 
     OpenPCDet's ``HeightCompression``, with the channels last, as MLX's 2D convolutions
     take them: channel ``c * D + d`` of a cell is feature c of the row at height d, and
-    0 where there is none. Features go to their places in one scatter.
+    0 if there is none.
 
     Args:
         axis (int): The spatial axis of height: ``0`` of (z, y, x), ``-1`` of
@@ -301,12 +301,7 @@ class ToBEV(Module):
         return f"axis={self.axis}"
 
     def __call__(self, x: SparseTensor) -> mx.array:
-        """Return a (B, other axes..., C * D) array in the features' dtype.
-
-        Raises:
-            ValueError: the tensor has no ``spatial_shape``, one axis alone, or a row
-                outside its shape.
-        """
+        """Return a (B, other axes..., C * D) array in the features' dtype."""
         expect_tensor(x)
         if x.spatial_shape is None:
             raise ValueError(

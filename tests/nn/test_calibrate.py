@@ -207,5 +207,5 @@ def test_features_that_are_not_finite(value):
     """They chose the plain packing, with errors of nan%."""
     wrong = batch(1)
     wrong = wrong.replace(wrong.feats.at[3, 2].add(value))
-    with pytest.raises(ValueError, match="no error at layers.0: its features or its"):
+    with pytest.raises(ValueError, match="at layers.0 are not all finite"):
         ml.calibrate(make_net(), [batch(), wrong], 8)

@@ -17,7 +17,6 @@ import mlx_lattice as ml
 from mlx_lattice import models, nn, ops
 from mlx_lattice.models.trellis2.transformer import ConvNeXtBlock
 from mlx_lattice.nn.int8 import _round_features
-from mlx_lattice.nn.int8_calibration import Samples
 
 PACK_ALL = nn.keep_float(few_inputs=1, few_outputs=1, names=())
 
@@ -106,9 +105,7 @@ def test_a_net_stays_in_int8_where_it_can(bits):
         assert 0 < error.after < most and error.after < 1.2 * error.before
         assert layers[error.path].rounding_error == error.after
         assert f"{error.path}" in str(report)
-    assert f"int{bits}" in str(report) and "int8 features by least squares" in str(
-        report
-    )
+    assert f"int{bits}" in str(report) and ", int8 features: error" in str(report)
     x = batch(5)
     assert distance(made(x), net(x)) < 2 * most
     with ml.trace(made) as t:
@@ -244,7 +241,7 @@ def test_batches_without_a_value_choose_no_scale(rows):
 def test_batches_that_are_not_finite(value):
     x = batch()
     x = x.replace(mx.where(mx.arange(len(x))[:, None] == 7, value, x.feats))
-    with pytest.raises(ValueError, match="no scale at layers.0: .* not all finite"):
+    with pytest.raises(ValueError, match="at layers.0 are not all finite"):
         ml.calibrate(of_layers(), [x], 8, activations=8)
 
 
@@ -267,20 +264,6 @@ def test_a_net_cast_to_half_keeps_its_scales(bits):
         assert mx.array_equal(integers(made)[at][name], scale)
     assert integers(made)["layers.0"].bias.dtype == mx.float16
     assert distance(made(x.astype(mx.float16)).astype(mx.float32), y) < 0.03
-
-
-def test_methods_clip_what_is_rare():
-    values = np.abs(np.random.default_rng(0).normal(size=30000))
-    values[7] = 200
-    scales = {}
-    for method in ("least squares", "percentile", "greatest"):
-        samples = Samples()
-        samples.add(mx.array(values.astype(np.float32))[:, None])
-        scales[method] = samples.scale(method).item() * 127
-    assert scales["greatest"] == pytest.approx(200)
-    assert 3 < scales["percentile"] < 6
-    assert 30 < scales["least squares"] < 200  # one value costs its square
-    assert Samples().scale("percentile").item() == 0
 
 
 def test_an_integer_net_is_an_ordinary_one():
@@ -361,22 +344,18 @@ def test_a_layer_called_on_features_of_very_different_size(ratio, bits):
     for mine, exact in zip(made(x), net(x), strict=True):
         assert distance(mine, exact) < 1.5 * most  # of two layers
     tower, head = report.layers
-    for error in (tower, head):
-        assert len(error.calls) == 2 and max(error.calls) < most
-        assert f"worst of 2 calls {max(error.calls):.1%}" in str(error)
-        assert error.after == pytest.approx(error.calls[0], rel=0.1)
-        assert error.calls[1] < 1.2 * error.calls[0]
+    assert max(tower.after, head.after) < most
     if ratio == 1:
         assert tower.writes_int8 and not tower.note and not head.note
         assert all("input_scale" in layer for layer in integers(made).values())
         return
     assert not tower.writes_int8 and "input_scale" not in made.head
     assert "input_scale" not in made.tower.layers[0]
-    assert "by row, as one scale makes features of call 2 of 2 " in str(report)
-    assert "writes floats, as one scale makes results of call 2 of 2 " in tower.note
+    assert "by row, as its calls need scales of their own" in str(report)
+    assert "writes floats, as its calls need scales of their own" in tower.note
 
 
-def test_calls_of_a_layer_that_was_trained_for_one_scale_are_told():
+def test_a_layer_that_was_trained_for_one_scale_keeps_it():
     mx.random.seed(1)
     net, x = Shared(16), batch()
     nn.fake_quantize(net, class_predicate=PACK_ALL)
@@ -388,21 +367,12 @@ def test_calls_of_a_layer_that_was_trained_for_one_scale_are_told():
         assert distance(mine, each) < 1e-5
     assert not any(error.note for error in report.layers)
     assert all("input_scale" in layer for layer in integers(made).values())
-    # What the report says of the tower's second call: features rounded by one scale.
-    small, scale = x.feats / 16, made.tower.layers[0].input_scale.item()
-    held = np.round(np.array(small) / scale) * scale
-    tower = net.tower.layers[0].float_layer()
-    error = distance(tower(x.replace(mx.array(held))), tower(x.replace(small)))
-    assert report.layers[0].calls[1] == pytest.approx(error, rel=0.05)
-    assert error > 0.1 > 0.03 > report.layers[0].after
 
 
 def test_mistakes_are_sentences():
     net, x = nn.Sequential(nn.SubmConv3d(20, 16, 3)), batch()
     with pytest.raises(ValueError, match="activations must be 8"):
         ml.calibrate(net, [x], 8, activations=4)
-    with pytest.raises(ValueError, match="method must be one of least squares"):
-        ml.calibrate(net, [x], 8, activations=8, method="best")
     with pytest.raises(ValueError, match="group_size must be None"):
         ml.calibrate(net, [x], 8, 64, activations=8)
     with pytest.raises(ValueError, match="do not fit"):

@@ -14,7 +14,7 @@ from norm_checks import array
 from places import HERE, agreed
 from reference_norms import Norm
 
-from mlx_lattice.nn.distributed import Exchanges, SharedStatistics
+from mlx_lattice.nn.normalization import Exchanges, SharedStatistics
 from mlx_lattice.ops.channels import activation_of
 from mlx_lattice.ops.norms import normalized_by_rows
 from mlx_lattice.registry import NORMS
