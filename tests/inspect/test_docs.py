@@ -38,11 +38,6 @@ def script(name: str):
     return module
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(ROOT)))
-def test_merges_were_finished(page):
-    assert not re.search(r"^(<<<<<<<|=======|>>>>>>>)( |$)", page.read_text(), re.M)
-
-
 # A net of 39 million parameters.
 LARGE = {"segmentation.md": pytest.mark.native}
 
@@ -62,20 +57,6 @@ def test_snippets_run(page, tmp_path, monkeypatch):
         # Blank lines in front keep the page's line numbers in a traceback.
         exec(compile("\n" * line + code, str(page), "exec"), namespace)
     assert routes.TABLE is table, "a page changes the table within blocks only"
-
-
-def test_an_activation_stands_in_the_files_of_its_recipe():
-    section = (DOCS / "adding.md").read_text().split("\n## ")[1]
-    files = re.findall(r"^\| `([^`]+)` \|", section, re.M)
-    assert 5 < len(files) <= 10 and all((ROOT / file).is_file() for file in files)
-    kernels = [*ROOT.glob("cpu/*"), *ROOT.glob("cuda/*"), *ROOT.glob("metal/*.metal")]
-    sources = [*kernels, *(ROOT / "mlx_lattice").rglob("*.py")]
-    names = {
-        str(p.relative_to(ROOT))
-        for p in sources
-        if b"gelu_tanh" in p.read_bytes().lower()
-    }
-    assert names <= set(files)
 
 
 # On the package index the name mlx-lattice is another project's, with our import name.
@@ -105,15 +86,6 @@ def test_nothing_names_the_package_index_for_this_project():
     assert len(TEXTS) > 200 and found == []
     for text in ('"mlx-{}[cuda]"', "pip install mlx-{}", "pip install -U 'mlx-{}'"):
         assert ANOTHERS.search(text.format("lattice"))
-
-
-def test_readme_names_the_two_commands():
-    readme = (ROOT / "README.md").read_text()
-    commands = re.search(r"^```sh\n(.*?)^```", readme, re.S | re.M).group(1)
-    assert [line.split("#")[0].strip() for line in commands.splitlines()] == [
-        "make demo",
-        "make test",
-    ]
 
 
 def test_commands_in_the_text_are_taken_by_the_parser():
@@ -182,15 +154,11 @@ def test_the_chart_shows_what_the_result_files_say():
         assert said == charts.digest(), "run: .venv/bin/python docs/charts.py"
 
 
-def test_screenshots_are_small():
-    shots = list((DOCS / "images").glob("*.png"))
-    pages = {
-        f"{view}-{scheme}"
-        for view in ("run", "row", "speed")
-        for scheme in ("light", "dark")
-    }
-    assert {p.stem for p in shots} == pages | {"segmented", "boxes"}
-    assert all(path.stat().st_size < 200_000 for path in shots)
+def test_the_page_of_predictions_is_what_the_benchmark_writes(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "benchmarks")
+    predictions = importlib.import_module("predictions")
+    run = "run: python benchmarks/predictions.py"
+    assert predictions.PAGE.read_text() == predictions.page(), run
 
 
 def test_the_route_page_has_every_row_need_and_threshold():

@@ -2,7 +2,6 @@
 
 import json
 import time
-from dataclasses import replace
 
 import mlx.core as mx
 import pytest
@@ -10,13 +9,10 @@ from places import leave_the_host
 
 from metal import host
 from mlx_lattice import cli, devices, routes, settings
-from mlx_lattice.backends.cuda import geometry as cuda_geometry
-from mlx_lattice.backends.gpu import nvrtc as cuda_compile
 from mlx_lattice.commands import doctor as command
 from mlx_lattice.inspect import doctor
 from mlx_lattice.inspect.doctor import Case, Doctor, Layer
 from mlx_lattice.problem import FORWARD, MLX, PASSES, Plan
-from mlx_lattice.routes import proof
 
 PLENTY = 1e6  # seconds: no budget ends, however busy the machine is
 SMALL = (Layer(9, 16, 24, passes=PASSES), Layer(9, 16, 24, bits=4))
@@ -87,30 +83,6 @@ def timed(layers, monkeypatch, quick=False):
 # Which kernels are proved.
 
 
-def multiplies_matrices(plan):
-    files = plan.gpu.files if plan.gpu else ()
-    texts = (devices.source("metal", f"{file}.metal") for file in files)
-    return any("simdgroup_multiply" in text for text in texts)
-
-
-def test_on_the_gpu_of_a_virtual_machine_no_kernel_multiplies_matrices():
-    real = devices.profile("m1")
-    virtual = replace(real, matrices=False)
-    routes_of = {}
-    for device in (real, virtual):
-        cases = doctor.kernel_cases(device)
-        able = [case for case in cases if multiplies_matrices(case.plan)]
-        routes_of[device] = {case.name for case in able}
-        for case in cases:
-            problem = case.plan.problem
-            choice = routes.select(problem, device=virtual)
-            assert not multiplies_matrices(choice.plan)
-            why = routes.named(case.name).refusal(problem, virtual, forced=True)
-            assert device == real or not why
-    assert {"sorted_implicit_gemm", "grouped_gemm"} <= routes_of[real]
-    assert routes_of[virtual] == set()
-
-
 def test_every_kernel_of_the_table_is_proved():
     native = ("cpu",) if devices.has_extension() else ()
     for name in ("m1", "m5-max", "h200", "a100", *native):
@@ -134,49 +106,6 @@ def test_every_kernel_of_the_table_is_proved():
         assert not able - {("sorted_implicit_gemm", "weight_grad")}, name
         assert {p.dtype for p in problems} == {"float32", "float16", "bfloat16"}
         assert {p.layout for p in problems} == {"mlx", "kernel_major"}
-
-
-def test_proofs_have_every_tile_width_and_both_kinds_of_sums():
-    seen = set()
-    for case in doctor.kernel_cases(devices.profile("m5-max")):
-        plan, template = case.plan, dict(case.plan.gpu.template)
-        if case.name == "sorted_implicit_gemm":
-            facts = "T", "COLUMNS", "TRANSPOSED"
-            out = template["OUT"] == mx.float32
-            seen.add((*(template[f] for f in facts), plan.splits > 1, out))
-    for dtype in (mx.float16, mx.bfloat16):
-        for columns in (16, 32, 64, 128):
-            for transposed in (False, True):
-                assert (dtype, columns, transposed, True, True) in seen
-                assert (dtype, columns, transposed, False, False) in seen
-
-
-def test_packed_kernels_have_every_group_size_that_users_choose():
-    native = ("cpu",) if devices.has_extension() else ()
-    for name in ("m1", "m5-max", "h200", *native):
-        cases = doctor.kernel_cases(devices.profile(name))
-        packed = [c for c in cases if c.plan.problem.group_size]
-        for route in {c.name for c in packed}:
-            problems = [c.plan.problem for c in packed if c.name == route]
-            for dtype in ("float32", "float16", "bfloat16"):
-                for bits in {p.bits for p in problems}:
-                    some = {
-                        p.group_size
-                        for p in problems
-                        if (p.dtype, p.bits) == (dtype, bits)
-                    }
-                    # What unpacks integers once is the same for every dtype.
-                    assert some in ({32, 64, 128}, set()), (name, route, dtype, bits)
-        sizes = [c.plan.problem.group_size for c in packed]
-        integers = {c.plan.problem.group_size for c in packed if c.plan.problem.integer}
-        assert integers == {32, 64, 128}, name
-        # Each takes a compilation, which the doctor's minutes are for.
-        assert sizes.count(128) < 0.7 * sizes.count(64), name
-
-
-def test_alternating_cases_begin_with_every_route():
-    cases = doctor.kernel_cases(devices.profile("m5-max"))
-    assert {c.name for c in cases[:25]} == {c.name for c in cases}
 
 
 # What a proof finds.
@@ -216,34 +145,6 @@ def test_a_wrong_kernel_is_found(fault, pass_, monkeypatch):
     assert entry["wrong"] and json.dumps(entry, allow_nan=False)
 
 
-def test_a_kernel_that_does_not_compile_is_a_sentence(monkeypatch):
-    def fail(plan, *given):
-        raise RuntimeError("error in /Users/somebody/mlx/kernel.metal:3: no such type")
-
-    monkeypatch.setattr(Plan, "__call__", fail)
-    entry = doctor.prove(a_case())
-    assert entry["error"] is None
-    assert entry["wrong"] == "RuntimeError: error in <kernel.metal>:3: no such type"
-
-
-def test_select_refuses_a_matrix_kernel_that_is_wrong(place, monkeypatch, tmp_path):
-    cases = [c for c in doctor.kernel_cases(place) if c.name == "grouped_gemm"]
-    case = next((c for c in cases if c.plan.proof), None)
-    if case is None:
-        pytest.skip("no kernel of this backend proves itself")
-    monkeypatch.setitem(
-        settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "proofs")
-    )
-    monkeypatch.setitem(settings.environment, "MLX_LATTICE_PROOF", "1")
-    assert not doctor.prove(case)["wrong"] and not proof.current().refused
-    with monkeypatch.context() as patched:
-        plant(patched, lambda y: y * 1.5)
-        assert doctor.prove(case)["wrong"]
-    assert proof.refusal(proof.current().refused, case.plan)
-    # What is known does not count.
-    assert not doctor.prove(case)["wrong"] and not proof.current().refused
-
-
 def test_relations_norms_and_pools_are_proved(place):
     done = [doctor.prove(case) for case in doctor.operation_cases()]
     assert [p for p in done if p["wrong"]] == []
@@ -264,41 +165,7 @@ def test_a_wrong_relation_is_found(planted, text):
     assert text in entry["wrong"]
 
 
-def test_cuda_compiles_side_by_side(small, monkeypatch):
-    finished, planned = [], []
-    monkeypatch.setattr(cuda_compile, "compiles", lambda: True)
-    monkeypatch.setattr(cuda_compile, "finish", lambda: finished.append(len(planned)))
-    monkeypatch.setattr(cuda_geometry, "rehearse", lambda dims: None)
-    monkeypatch.setattr(
-        Plan, "__call__", lambda plan, *given: planned.append(plan.backend)
-    )
-    monkeypatch.setattr(doctor, "COMPILED_TOGETHER", 5)
-    made = Doctor(True, seconds=PLENTY)
-    made.device = devices.profile("h200")
-    made.prove()
-    assert len(finished) == 2 and finished[0] == 3  # of the first five
-    assert "cuda" in planned
-
-
 # Layers and times.
-
-
-@pytest.mark.parametrize(
-    "resolution, rows, edges", [(16, 848, 10544), (32, 3840, 50304)]
-)
-def test_shells_are_the_published_ones(resolution, rows, edges):
-    coords = doctor.shell(resolution)
-    built = doctor.build_relation(coords, "submanifold")
-    assert (len(coords), built.n_edges) == (rows, edges)
-
-
-def test_the_fixed_list():
-    layers = doctor.LAYERS
-    assert {layer.bits for layer in layers} == {None, 4, 8}
-    assert {layer.kind for layer in layers} == set(doctor.KINDS)
-    assert {layer.dtype for layer in layers} == {"float16", "float32", "bfloat16"}
-    assert any("weight_grad" in layer.passes for layer in doctor.QUICK_LAYERS)
-    assert len({str(layer) for layer in layers}) == len(layers)
 
 
 def test_every_route_of_a_layer_is_timed_and_checked(monkeypatch):
@@ -315,11 +182,6 @@ def test_every_route_of_a_layer_is_timed_and_checked(monkeypatch):
         assert row["wrong"] is None and row["error"] is not None
         assert row["ms"] > 0 and row["tflops"] > 0 and row["roofline_ms"] > 0
     assert not report["wrong"] and not report["left_out"]
-
-
-def test_the_quick_form_times_the_chosen_route_alone(monkeypatch):
-    build, row = timed((INVERSE,), monkeypatch, quick=True)["layers"]
-    assert row["chosen"] and row["error"] is not None and build["route"] == ""
 
 
 def test_a_wrong_route_is_reported(monkeypatch):
@@ -368,18 +230,6 @@ def test_a_run_and_its_file(small, place, tmp_path, capsys):
     assert len(found["proofs"]) == 10 and bool(found["layers"]) != on_host
 
 
-def test_a_wrong_kernel_makes_the_exit_code_1(small, tmp_path, capsys, monkeypatch):
-    plant(monkeypatch, lambda y: mx.concatenate([y[1:], y[:1]]))
-    assert command.run(tmp_path, quick=True) == 1
-    assert "WRONG: " in capsys.readouterr().out
-
-
-def test_the_report_names_what_runs_if_it_is_killed(tmp_path):
-    made = Doctor(True, tmp_path / "doctor.json")
-    assert made._starts("proof", "vec4")
-    assert command.read(made.path)["unfinished"] == "proof: vec4"
-
-
 def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
     monkeypatch.setitem(
         settings.environment, "MLX_LATTICE_CACHE", str(tmp_path / "jane.doe")
@@ -398,18 +248,6 @@ def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
     for private in ("jane", "doe.", "Users", "~/x", "Secret", str(tmp_path)):
         assert private not in text, private
     assert "k.metal" in text and "z.cu" in text
-
-
-def test_other_texts_are_left_as_they_are():
-    said = "shape (3, 4) is not (4, 3): a/b = 0.5; float16, 3x3x3, and/or"
-    assert doctor.sentence(ValueError(said)) == f"ValueError: {said}"
-
-
-def test_variables_that_change_times_are_in_the_report(monkeypatch):
-    monkeypatch.setitem(settings.environment, "MLX_LATTICE_THREADS", "1")
-    monkeypatch.setitem(settings.environment, "MLX_LATTICE_CACHE", "/home/jane")
-    found = doctor.machine_facts(devices.current())["environment"]
-    assert found["MLX_LATTICE_THREADS"] == "1" and "MLX_LATTICE_CACHE" not in found
 
 
 def test_two_reports_are_compared(tmp_path, capsys):

@@ -1,7 +1,5 @@
 """explain: the Choice that runs, and its cost."""
 
-from dataclasses import replace
-
 import cases
 import mlx.core as mx
 import numpy as np
@@ -9,7 +7,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import devices, nn, ops, routes
-from mlx_lattice.problem import PASSES, Plan, Problem
+from mlx_lattice.problem import PASSES, Problem
 from mlx_lattice.routes import launch
 
 pytestmark = pytest.mark.usefixtures("unforced")
@@ -97,17 +95,6 @@ def test_target_needs_its_rows():
         ml.explain(x, w, kind="target")
 
 
-def test_explaining_evaluates_no_features(monkeypatch):
-    x, w = tensor(), weight(27, 8, 16)
-
-    def fail(*args):
-        raise AssertionError("a contraction ran")
-
-    monkeypatch.setattr(Plan, "_execute", fail)
-    for pass_ in PASSES:
-        assert ml.explain(x, w, pass_=pass_).cost.edges > 0
-
-
 def test_a_problem_needs_no_device(monkeypatch):
     def fail():
         raise AssertionError("explain asked for the device")
@@ -120,14 +107,6 @@ def test_a_problem_needs_no_device(monkeypatch):
     assert ml.explain(problem, device="h200", pass_="weight_grad").problem.pass_ == (
         "weight_grad"
     )
-
-
-def test_other_devices_are_answered_on_this_one():
-    x, w = tensor(), weight(27, 8, 16)
-    for name in ("m4-max", "m5-max", "h200"):
-        explained = ml.explain(x, w, device=name)
-        assert explained.choice == ml.select(explained.problem, device=name)
-        assert explained.cost.device == name
 
 
 def test_only_and_blocks_are_obeyed():
@@ -196,7 +175,6 @@ def test_bad_arguments_are_sentences():
     for error, match, call in [
         (ValueError, "pass_ must be one of", lambda: ml.explain(x, w, pass_="back")),
         (ValueError, "kind must be one of", lambda: ml.explain(x, w, kind="odd")),
-        (ValueError, "kind must be one of", lambda: replace(problem, kind="odd")),
         (ValueError, "explained alone", lambda: ml.explain(problem, w)),
         (ValueError, "a module or a weight", lambda: ml.explain(x)),
         (TypeError, "SparseTensor or a Problem", lambda: ml.explain(w, w)),

@@ -103,11 +103,6 @@ def test_names_without_a_model():
     assert t.records[0].layer == "call"
 
 
-def test_times_when_asked_for():
-    t, *_ = traced(time=True)
-    assert all(r.milliseconds > 0 and r.note is None for r in t)
-
-
 def test_tracing_and_timing_change_no_result():
     net, x = Net(), tensor()
     plain = net(x).feats
@@ -131,13 +126,6 @@ def test_no_times_under_compile_and_the_trace_says_so():
     assert len(t) == 0, "a compiled graph runs without Python"
 
 
-def test_an_error_in_the_block_keeps_the_records():
-    with pytest.raises(KeyError), ml.trace() as t:
-        ops.subm_conv3d(tensor(), mx.ones((27, 4, 4)))
-        raise KeyError
-    assert len(t) == 1
-
-
 def test_blocks_nest_and_end():
     x, w = tensor(), mx.ones((27, 4, 4))
     with ml.trace() as outer:
@@ -157,15 +145,6 @@ def test_empty_tensors_and_empty_traces():
         assert found.table() and found.to_json() and trace.page(found)
 
 
-def test_relations_without_a_table_or_a_kernel():
-    relation = ml.Relation.from_edges([0, 1, 1], [0, 0, 0], [0, 0, 1], 2, 1, 2)
-    with ml.trace(time=True) as t:
-        ops.sparse_conv(mx.ones((2, 4)), mx.ones((2, 4, 4)), relation)
-    assert t.records[0].problem.edges == 3
-    assert t.records[0].degrees == (0, 0, 0, 1)
-    assert "general 2 offsets" in t.table()
-
-
 # The table.
 
 
@@ -180,36 +159,7 @@ def test_the_table_names_what_a_person_asks_for():
     assert "time" not in untimed.table().splitlines()[0].split()
 
 
-def test_the_table_keeps_names_that_look_like_markup():
-    with ml.trace() as t, ml.routes.launch.scope("[bold]x[/]"):
-        ops.subm_conv3d(tensor(), mx.ones((27, 4, 4)))
-    assert "[bold]x[/]" in t.table()
-
-
 # JSON.
-
-RECORD = {
-    "index": int,
-    "layer": str,
-    "pass": str,
-    "route": str,
-    "idea": str,
-    "parameters": dict,
-    "view": str,
-    "precision": type(None),
-    "forced": bool,
-    "measured": list,
-    "rejected": list,
-    "below": list,
-    "problem": dict,
-    "inputs": list,
-    "output": list,
-    "cost": dict,
-    "degrees": list,
-    "milliseconds": float,
-    "note": type(None),
-    "rounding_error": type(None),
-}
 
 
 def test_json_has_a_version_and_these_fields(tmp_path):
@@ -219,7 +169,11 @@ def test_json_has_a_version_and_these_fields(tmp_path):
     assert held["mlx"] == mx.__version__ and held["timed"] is True
     assert held["device"]["name"] == t.device.name
     for record in held["records"]:
-        assert {k: type(v) for k, v in record.items()} == RECORD
+        assert set(record) == {
+            *("index", "layer", "pass", "route", "idea", "parameters", "view", "note"),
+            *("precision", "forced", "measured", "rejected", "below", "problem"),
+            *("cost", "inputs", "output", "degrees", "milliseconds", "rounding_error"),
+        }
         assert all(set(row) == {"route", "reason"} for row in record["rejected"])
     assert set(held["records"][0]["cost"]) == {
         *("device", "edges", "useful_flops", "done_over_useful", "bytes_moved"),
@@ -300,12 +254,6 @@ def test_without_jinja2_the_error_has_the_command(monkeypatch, tmp_path):
     assert check_page("run.json").name == "run.json"
 
 
-def test_other_suffixes_are_refused(tmp_path):
-    t, *_ = traced()
-    with pytest.raises(ValueError, match=r"\.html or \.json; got 'run.png'"):
-        t.save(tmp_path / "run.png")
-
-
 def test_norms_and_what_was_fused_into_them():
     block, x = models.BasicBlock(4, 4), tensor()
     with ml.trace(block) as t:
@@ -336,17 +284,10 @@ def test_attention_is_traced_with_its_padding(training, tmp_path):
         step(block, x) if training else mx.eval(block(x).feats)
     cells = np.array(x.coords) // [1, 3, 3, 3]
     counts = np.unique(cells, axis=0, return_counts=True)[1]
-    first, *back = t.attention
-    assert first.layer == "attn"
-    told = first.attention
+    told = t.attention[0].attention
     assert told.pairs == (counts**2).sum() and told.groups == len(counts)
     assert told.rule == "window" and (told.heads, told.channels) == (2, 4)
-    if registry.serving() == "cpu":
-        assert (told.backend, told.kernel, told.calls) == ("cpu", "attention", 1)
-        assert told.padding == 1 and len(back) == training
-    else:
-        assert told.kernel == "scaled_dot_product_attention" and not back
-        assert told.backend == "mlx" and told.padding >= 1 and told.calls >= 1
+    assert told.padding >= 1 and told.calls >= 1
     assert "times the useful pairs" in t.table()
     record = json.loads(t.to_json())["attention"][0]
     assert record["pairs"] == told.pairs and record["padding"] == told.padding

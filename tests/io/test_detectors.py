@@ -200,21 +200,6 @@ def test_convert_to_a_folder(bits, tmp_path, capsys):
         assert_boxes(boxes, case, f"out/final/{element}")
 
 
-def test_convert_a_backbone_of_a_detector(tmp_path, capsys):
-    case, config = case_of("pcdet_voxelnext")
-    mx.save_safetensors(str(tmp_path / "a.safetensors"), {"w": mx.zeros((2,))})
-    given = ["convert", str(tmp_path / "a.safetensors"), str(tmp_path / "net")]
-    given += ["--library", "spconv", "--model"]
-    assert cli.main([*given, "second"]) == 2
-    assert "--model second needs --config: OpenPCDet's" in capsys.readouterr().err
-    name = tmp_path / "config.json"
-    name.write_text(json.dumps(published(config, "VoxelNeXt")))
-    assert cli.main([*given, "second", "--config", str(name)]) == 2
-    assert "NAME must be 'VoxelBackBone8x' here; got" in capsys.readouterr().err
-    assert cli.main([*given, "centerpoint", "--config", str(name)]) == 2
-    assert "NAME must be 'CenterHead' here; got" in capsys.readouterr().err
-
-
 def test_configurations(tmp_path):
     """What a published file may say besides, and what is refused."""
     _, config = case_of("pcdet_voxelnext")
@@ -236,10 +221,6 @@ def test_configurations(tmp_path):
     assert ("iou", 1, 2) in made["branches"] and made["head_kernel"] == 1
     models.VoxelNeXt(**made)
     wrong = {
-        "NMS_TYPE must be": lambda head: head.update(
-            POST_PROCESSING=head["POST_PROCESSING"]
-            | {"NMS_CONFIG": {"NMS_TYPE": "circle_nms"}}
-        ),
         "DOUBLE_FLIP": lambda head: head.update(DOUBLE_FLIP=True),
         "not one of OpenPCDet's .* KeyError": lambda head: head.pop("NUM_HM_CONV"),
     }

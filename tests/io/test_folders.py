@@ -1,8 +1,6 @@
 """Folders of nets: written, read back, refused; repositories without a network."""
 
-import copy
 import json
-import re
 import sys
 import types
 
@@ -68,53 +66,11 @@ def test_a_net_is_read_as_it_was_written(name, bits, tmp_path):
         assert left and not left & set(packing["float"])
 
 
-def test_layers_of_other_bits(tmp_path):
-    net = NETS["SpUNet"]()
-    eight = "enc.0.block0.conv1"
-
-    def predicate(path, module):
-        if not nn.keep_float()(path, module):
-            return False
-        return {"bits": 8, "group_size": 64} if path == eight else True
-
-    mlx.nn.quantize(net, 32, 4, class_predicate=predicate)
-    net.save_pretrained(tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text())
-    layers = {eight: {"bits": 8, "group_size": 64}}
-    assert config["quantization"]["layers"] == layers
-    assert same(models.SpUNet.from_pretrained(tmp_path), net)
-
-
-def test_a_read_net_computes_the_same(tmp_path):
-    net = NETS["SpUNet"]().eval()
-    net.about = ABOUT
-    points = np.random.default_rng(1).uniform(0, 4, (60, 3))
-    net.save_pretrained(tmp_path)
-    read = models.SpUNet.from_pretrained(tmp_path)
-    assert mx.array_equal(read.score_points(points), net.score_points(points))
-    x, rows = ABOUT.voxels(points)
-    assert mx.array_equal(read.score_points(points), net(x).feats[rows])
-
-
-def test_copies_can_be_written(tmp_path):
-    net = NETS["SpUNet"]()
-    copy.deepcopy(net).save_pretrained(tmp_path)
-    assert same(models.SpUNet.from_pretrained(tmp_path), net)
-
-
 def test_a_net_is_written_over_the_files_that_it_reads(tmp_path):
     net = NETS["SpUNet"]()
     net.save_pretrained(tmp_path)
     read = models.from_pretrained(tmp_path)  # whose arrays are still in the file
     read.save_pretrained(tmp_path)
-    assert same(models.from_pretrained(tmp_path), net)
-
-
-def test_a_folder_is_overwritten(tmp_path):
-    NETS["MinkUNet"]().save_pretrained(tmp_path)
-    (tmp_path / "model-2.safetensors").write_bytes(b"another part")
-    net = NETS["SpUNet"]()
-    net.save_pretrained(tmp_path)
     assert same(models.from_pretrained(tmp_path), net)
 
 
@@ -146,12 +102,8 @@ def test_nets_of_others(tmp_path):
     assert same(read, net) and read.extra == (1, (2, 3))
     with pytest.raises(TypeError, match="extra of MyNet is a set, which a config"):
         MyNet(4, extra={1}).save_pretrained(tmp_path / "other")
-    with pytest.raises(TypeError):
-        MyNet()
     with pytest.raises(TypeError, match="about must be an About; got str"):
         net.about = "a net"
-    with pytest.raises(TypeError, match="about must be an About"):
-        net.about = {"classes": ["a net"]}
 
 
 class Options(MyNet):
@@ -180,32 +132,6 @@ def test_arguments_are_those_of_the_call(tmp_path):
     assert read.factor == 0.5
 
 
-def test_a_class_that_is_defined_again(tmp_path):
-    """A cell of a notebook that ran twice: the later class is read."""
-
-    def define(size):
-        class Again(models.Pretrained):
-            def __init__(self):
-                super().__init__()
-                self.conv = nn.SubmConv3d(1, 1, size)
-
-        return Again
-
-    define(3)
-    later = define(1)
-    later().save_pretrained(tmp_path)
-    assert type(models.from_pretrained(tmp_path)) is later
-    spunet = models.SpUNet
-    type("SpUNet", (models.Pretrained,), {})  # takes no name of this package's
-    NETS["SpUNet"]().save_pretrained(tmp_path)
-    assert type(models.from_pretrained(tmp_path)) is spunet
-
-
-def test_colours_of_numpy():
-    about = models.About(classes=("a", "b"), colours=np.array([[1, 2, 3], [4, 5, 6]]))
-    assert about.colours == ((1, 2, 3), (4, 5, 6))
-
-
 def test_the_card(tmp_path):
     net = NETS["SpUNet"]()
     net.about = ABOUT
@@ -214,13 +140,8 @@ def test_the_card(tmp_path):
     text = (tmp_path / "README.md").read_text()
     for line in (
         "license: cc-by-4.0",
-        "library_name: mlx",
         f"| parameters | {count:,} |",
-        f"| size | {4e-6 * count:.3g} MB |",
         "| channels | 32, 64, 64, 32 |",
-        "| voxels | 0.5, in the unit of the points |",
-        "| classes | low, high |",
-        "Source of the weights: a test.",
         "Licence: CC BY 4.0.",
     ):
         assert line in text.splitlines(), line
@@ -240,17 +161,6 @@ def test_the_card_s_lines_load_the_net(tmp_path):
         exec(code, names)
         assert type(names["net"]) is type(net) and same(names["net"], net)
     assert f"from {MyNet.__module__} import MyNet  # a class of its author" in code
-
-
-def test_the_list_of_nets_has_public_classes(folder):
-    changed(folder, model="Unet")
-    with pytest.raises(CheckpointError) as caught:
-        models.from_pretrained(folder)
-    names = re.search(r"package \((.*?)\)", str(caught.value))[1].split(", ")
-    assert {"SpUNet", "PTv3", "SparseStructureEncoder", "VoxelNeXt"} <= set(names)
-    assert not {"MyNet", "Pretrained", "Segmentor", "Detector"} & set(names)
-    for name in names:
-        assert name in models.__all__ and not name.startswith("_")
 
 
 # Folders that are none
@@ -281,19 +191,11 @@ def test_another_class(folder):
         ({"model": "Unet"}, "holds a Unet, which is not a net of this package"),
         ({"model": 3}, 'not a JSON object with the name of a "model"'),
         ({"arguments": []}, '"arguments" must be an object'),
-        ({"arguments": {}}, "make no SpUNet: .*in_channels"),
         ({"arguments": {"in_channels": 2, "classes": 3}}, "make no SpUNet: .*classes"),
         ({"arguments": {"in_channels": 2**40, "num_classes": 3}}, "make no SpUNet"),
-        (
-            {"arguments": {"in_channels": 2, "num_classes": 3, "channels": [8]}},
-            "as many of both; got 1 and 8",
-        ),
         ({"about": {"voxels": {"voxel_size": -1}}}, '"about" in its config'),
-        ({"about": {"voxels": {"size": 1}}}, '"about" in its config'),
         ({"about": 5}, '"about" must be an object of names'),
-        ({"quantization": [1]}, '"quantization" must be an object of names'),
         ({"quantization": {"bits": 5, "group_size": 32}}, "quantization: "),
-        ({"quantization": {"bits": 4, "float": "final"}}, "must be a list of layers"),
         (
             {"quantization": {"bits": 4, "float": ["enc.9"]}},
             "names enc.9, which is not a layer",
@@ -317,11 +219,6 @@ def test_weights_that_do_not_fit(folder):
         models.from_pretrained(folder)
     mx.save_safetensors(str(path), arrays | {"final.bias": bias[:1]})
     with pytest.raises(CheckpointError, match=r"final.bias has the shape \(1,\), exp"):
-        models.from_pretrained(folder)
-    whole = mx.zeros(bias.shape, mx.int32)
-    mx.save_safetensors(str(path), arrays | {"final.bias": whole})
-    said = "final.bias is mlx.core.int32, expected floating"
-    with pytest.raises(CheckpointError, match=said):
         models.from_pretrained(folder)
     mx.save_safetensors(str(path), arrays | {"final.bias": bias.astype(mx.float16)})
     assert models.from_pretrained(folder).final.bias.dtype == mx.float16

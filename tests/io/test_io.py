@@ -10,9 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from point_files import RGB, XYZ, lzf_compress, pcd, ply_bytes, vtk, write
+from point_files import RGB, XYZ, pcd, ply_bytes, vtk, write
 
-from mlx_lattice.io import PointFileError, point_formats, points, read_points
+from mlx_lattice.io import PointFileError, points, read_points
 from mlx_lattice.io.point_formats import write_ply
 
 # Formats that another package reads.
@@ -33,20 +33,6 @@ def test_ply(tmp_path, text):
     for length in range(0, len(content) - 8, 7):
         with pytest.raises(PointFileError):
             read_points(write(tmp_path, "b.ply", content[:length]))
-
-
-@pytest.mark.parametrize(
-    ("old", "new", "sentence"),
-    (
-        (b"vertex 4", b"vertex 4000000000000", "promises 4000000000000 rows"),
-        (b"element vertex", b"element corner", "its elements are: corner, face"),
-        (b"double z", b"double w", "has no z"),
-    ),
-)
-def test_ply_errors_are_sentences(tmp_path, old, new, sentence):
-    content = ply_bytes(True).replace(old, new, 1)
-    with pytest.raises(PointFileError, match=sentence):
-        read_points(write(tmp_path, "a.ply", content))
 
 
 def test_npy(tmp_path):
@@ -110,17 +96,6 @@ def test_npz(tmp_path):
         read_points(path)
 
 
-def test_bin(tmp_path):
-    rows = np.column_stack([XYZ, np.arange(4)]).astype("<f4")
-    cloud = read_points(write(tmp_path, "a.bin", rows.tobytes()))
-    np.testing.assert_array_equal(cloud.points, XYZ)
-    np.testing.assert_array_equal(cloud.attributes["intensity"], np.arange(4))
-    with pytest.raises(
-        PointFileError, match="63 bytes are not a whole number of points"
-    ):
-        read_points(write(tmp_path, "a.bin", rows.tobytes()[:-1]))
-
-
 @pytest.mark.parametrize("kind", ("ASCII", "BINARY"))
 def test_vtk(tmp_path, kind):
     text = "\n".join(" ".join(map(str, row)) for row in XYZ.tolist())
@@ -139,11 +114,8 @@ def test_vtk(tmp_path, kind):
     (
         (b"ply\n", "is not a legacy VTK file"),
         (vtk("XML", b"1 2 3"), "expected ASCII or BINARY in the third line"),
-        (vtk("ASCII", b"1 2 3", "POINTS few float"), "a line POINTS with their number"),
         (vtk("ASCII", b"1 2 3", "POINTS 1 bit"), "points must be float, double"),
-        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "not a number of float32"),
         (vtk("BINARY", b"1 2 3", f"POINTS {10**15} float"), "promises"),
-        (vtk("ASCII", b"1 2 3" + b" " * 30), "promises 12 numbers, the file has 3"),
         (vtk("ASCII", b"1 2 40000", "POINTS 1 short"), "not a number of int16"),
         (vtk("ASCII", b"1 2 3", f"POINTS {'9' * 5000} float"), "with their number"),
     ),
@@ -160,11 +132,8 @@ def test_vtk_errors_are_sentences(tmp_path, content, sentence):
         ("x,y,z,nx,ny,nz\n1,2,3,0,0,1\n-1.5 , 2 , 3 ,0,1,0\n", {"normals": (2, 3)}),
         ("# X Y Z Intensity\n1 2 3 7\n-1.5 2 3 8\n", {"intensity": (2,)}),
         ("1 2 3 7\n\n-1.5 2 3 8", {"intensity": (2,)}),
-        ("1;2;3\n-1.5;2;3\n", {}),
         ("// from a scanner\n1\t2\t3\t4\t5\n-1.5\t2\t3\t4\t5\n", {"columns": (2, 2)}),
-        ("1 2 3\n-1.5 2 3\nnan nan nan\n", {}),
-        ("\ufeffx,y,z\n1,2,3\n-1.5,2,3\n", {}),
-        ("\ufeff1 2 3\n-1.5 2 3\n", {}),
+        ("\ufeff1;2;3\n-1.5;2;3\nnan;nan;nan\n", {}),
         ("# scan 7\n# intensity z y x\n7 3 2 1\n8 3 2 -1.5", {"intensity": (2,)}),
         ("//X Y Z R G B\n1 2 3 4 5 6\n-1.5 2 3 4 5 6\n", {"colours": (2, 3)}),
     ),
@@ -183,7 +152,6 @@ def test_tables(tmp_path, text, wanted):
         ("1 2 3\n4 five 6\n", "not a table of numbers.*; expected a point a line"),
         ("1 2\n3 4\n", "expected x, y, z a line, got 2 numbers"),
         ("x,y,z,w\n1,2,3\n", "names 4 columns, x, y, z, w, and has 3 numbers a line"),
-        ("a,b,c\n1,2,3\n", "has columns a, b, c; expected x, y and z among them"),
         ("# a b c\n1,2,3\n", "has columns a, b, c; expected x, y and z among them"),
         ("x y z x\n1 2 3 4\n", "names two columns x"),
         ("", "holds no numbers; expected a point a line"),
@@ -195,12 +163,11 @@ def test_table_errors_are_sentences(tmp_path, text, sentence):
         read_points(tmp_path / "scan.txt")
 
 
-@pytest.mark.parametrize("end", ("\n", "\r"))
 @pytest.mark.parametrize("count", ("99999999999", "+99999999999"))
-def test_a_ply_file_that_promises_too_much(tmp_path, end, count):
+def test_a_ply_file_that_promises_too_much(tmp_path, count):
     lines = ["ply", "format binary_little_endian 1.0", f"element vertex {count}"]
     lines += [f"property float {axis}" for axis in "xyz"] + ["end_header", ""]
-    path = write(tmp_path, "scan.ply", end.join(lines).encode())
+    path = write(tmp_path, "scan.ply", "\n".join(lines).encode())
     with pytest.raises(PointFileError, match="promises 99999999999 rows"):
         read_points(path)
 
@@ -211,15 +178,6 @@ def test_names_of_other_programs(tmp_path):
     assert {*read_points(tmp_path / "a.ply").attributes} == {"intensity", "labels"}
 
 
-def test_sweeps_of_nuscenes_have_five_columns(tmp_path):
-    rows = np.arange(20, dtype="<f4").reshape(4, 5)  # 80 bytes: also five of KITTI's
-    rows.tofile(tmp_path / "sweep.pcd.bin")
-    cloud = read_points(tmp_path / "sweep.pcd.bin")
-    np.testing.assert_array_equal(cloud.points, rows[:, :3])
-    np.testing.assert_array_equal(cloud.attributes["intensity"], rows[:, 3])
-    np.testing.assert_array_equal(cloud.attributes["ring"], rows[:, 4])
-
-
 def test_fields_and_entries_beside_coordinates(tmp_path):
     kind = [("x", "f4"), ("y", "f4"), ("z", "f4"), ("rgb", "u1", 3)]
     np.save(tmp_path / "a.npy", np.zeros(2, kind))
@@ -227,16 +185,6 @@ def test_fields_and_entries_beside_coordinates(tmp_path):
     np.savez(tmp_path / "a.npz", pos=XYZ, x=np.ones(4))  # features, as graphs have
     with pytest.raises(PointFileError, match="has an entry x beside pos"):
         read_points(tmp_path / "a.npz")
-
-
-def test_points_that_are_not_finite_are_dropped_and_counted(tmp_path):
-    rows = np.column_stack([XYZ, np.arange(4)]).astype(np.float64)
-    rows[1, 2], rows[3, 0] = np.nan, 1e300  # the second is infinite in float32
-    np.save(tmp_path / "a.npy", rows)
-    cloud = read_points(tmp_path / "a.npy")
-    assert cloud.dropped == 2
-    np.testing.assert_array_equal(cloud.points, XYZ[[0, 2]])
-    np.testing.assert_array_equal(cloud.attributes["intensity"], [0, 2])
 
 
 def test_large_doubles_move_to_their_corner(tmp_path):
@@ -365,17 +313,6 @@ def test_pcd_of_no_points(tmp_path, kind):
     assert cloud.points.shape == (0, 3) and cloud.attributes["colours"].shape == (0, 3)
 
 
-@pytest.mark.parametrize("seed", range(6))
-def test_lzf_gives_back_what_went_in(seed):
-    rng = np.random.default_rng(seed)
-    data = rng.integers(0, 1 + seed**2, 3000).astype(np.uint8).tobytes()
-    data += bytes(700) + data[:500]  # long runs overlap with what they write
-    packed = lzf_compress(data)
-    assert (
-        point_formats._lzf_decompress(memoryview(packed), len(data), Path("a")) == data
-    )
-
-
 @pytest.mark.parametrize("kind", ("ascii", "binary", "binary_compressed"))
 def test_a_truncated_pcd_is_refused_at_every_length(tmp_path, kind):
     content = pcd(kind)
@@ -404,12 +341,10 @@ def test_a_compressed_size_that_lzf_cannot_reach_is_refused(tmp_path):
     ("old", "new", "sentence"),
     (
         ("FIELDS x y z", "FIELDS x y w", "has no z: expected x, y and z, found"),
-        ("SIZE 4 4", "SIZE 4", "must have as many entries"),
         ("DATA ascii", "DATA zip", "DATA must be ascii, binary or binary_compressed"),
         ("TYPE F", "TYPE Q", "bad PCD header"),
         ("3.5", "three", "could not convert string 'three' to float32"),
         ("3.5 ", "", "row 1 has 7 columns, expected 8"),
-        ("TYPE F", "TYPE U", "to uint32"),
     ),
 )
 def test_pcd_errors_are_sentences(tmp_path, old, new, sentence):
@@ -475,19 +410,10 @@ def test_entries_that_are_not_the_points_are_not_read(tmp_path):
 @pytest.mark.parametrize(
     ("content", "sentence"),
     (
-        (
-            b"\x93NUMPY\x02\x00\xff\xff\xff\xff" + b" " * 10**8,
-            "is not a readable array",
-        ),
         (entry("{'descr': '<f4', 'fortran_order': False, 'shape': (-1, 3)}"), "header"),
         (
             entry("{'descr': '|V0', 'fortran_order': False, 'shape': (9, 3)}"),
             "readable",
-        ),
-        (
-            entry(f"{{'descr': '<f4', 'fortran_order': False, 'shape': {(1,) * 80}}}")
-            + bytes(8),
-            "is not a readable array",
         ),
         (
             entry("{'descr': '<f4', 'fortran_order': False, 'shape': (9999999999, 3)}"),

@@ -1,7 +1,6 @@
 """PLY files against plyfile, which writes them and reads them again."""
 
 import io
-import re
 
 import numpy as np
 import pytest
@@ -83,29 +82,6 @@ def test_ends_of_lines(form, end, tmp_path):
     read = read_ply(write(tmp_path, "a.ply", whole))
     for name, column in read.items():
         np.testing.assert_array_equal(column, vertices()[name])
-
-
-def test_other_names_of_types(tmp_path):
-    whole = content([("vertex", vertices())], byte_order="<")
-    others = (
-        "float32",
-        "float64",
-        "int8",
-        "uint8",
-        "int16",
-        "uint16",
-        "int32",
-        "uint32",
-    )
-    names = ("float", "double", "char", "uchar", "short", "ushort", "int", "uint")
-    head, mark, body = whole.partition(b"end_header\n")
-    for name, other in zip(names, others, strict=True):
-        head = re.sub(
-            rf"property {name} ".encode(), f"property {other} ".encode(), head
-        )
-    read = read_ply(write(tmp_path, "a.ply", head + mark + body))
-    assert [column.dtype.str[1:] for column in read.values()] == ["f8"] * 3 + [*TYPES]
-    np.testing.assert_array_equal(read["a_u4"], vertices()["a_u4"])
 
 
 @pytest.mark.parametrize("count", (0, 1))

@@ -119,36 +119,6 @@ def test_the_old_format_truncated(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("keys", "data", "sentence"),
-    (
-        (("0",), FLOATS[4:], "is truncated or corrupt at its storage 0"),
-        (("0", "1"), FLOATS, "lists storages that no tensor has"),
-        ((), b"", "has no record for its storage '0'"),
-        ((0,), FLOATS, "lists storages that no tensor has"),
-    ),
-)
-def test_storages_of_the_old_format_that_do_not_fit(tmp_path, keys, data, sentence):
-    refuse(tmp_path, old_format({"w": tensor((12,), (1,))}, keys, data), sentence)
-
-
-def test_pickles_of_python_2(tmp_path):
-    """Its OrderedDict is called with lists of pairs, and its strings are bytes."""
-    short = b"U\x01w"
-    pair = b"](" + short + code(tensor((12,), (1,))) + b"e"
-    ordered = code(DICT) + b"](" + pair + b"e\x85R"
-    content = code({}) + b"(" + code("state_dict") + ordered + b"u."
-    state = load(tmp_path, old_format(b"\x80\x02" + content))
-    assert state["w"].tolist() == np.arange(12.0).tolist()
-
-
-def test_every_instruction_of_the_assembler(tmp_path):
-    """The refusals below are worth something only if what they vary does load."""
-    state = load(tmp_path, checkpoint({"w": tensor((3, 4), (4, 1)), "epoch": 3}))
-    assert state["w"].tolist() == np.arange(12.0).reshape(3, 4).tolist()
-    assert list(state) == ["w"]
-
-
-@pytest.mark.parametrize(
     ("shape", "strides", "offset"),
     (
         ((4, 3), (1, 4), 0),
@@ -169,12 +139,6 @@ def test_views_of_a_storage(tmp_path, shape, strides, offset):
     )
     expected = np.arange(12.0)[np.broadcast_to(index, shape)]
     assert state["w"].tolist() == expected.tolist()
-
-
-def test_tensors_of_one_storage_share_it(tmp_path):
-    tied = {"a": tensor((12,), (1,)), "b": tensor((3, 4), (4, 1))}
-    state = load(tmp_path, checkpoint(tied))
-    assert state["a"].tolist() == state["b"].reshape(-1).tolist()
 
 
 @pytest.mark.parametrize(
@@ -344,12 +308,9 @@ def test_the_name_that_was_asked_for_is_said(tmp_path):
         b"}",
         b"u.",
         b"(u.",
-        b"}(" + code("a") + b"u.",
         b"}" + code((1,)) + code(2) + b"s.",
         b"h\x05.",
-        b"t.",
         b"R.",
-        b"\x85.",
         b"]" + code(1) + b"e.",
         b"}}.",
         b"(((.",
@@ -378,16 +339,13 @@ def test_broken_pickles(tmp_path, content):
     ("shape", "strides", "offset"),
     (
         ((13,), (1,), 0),
-        ((12,), (1,), 1),
         ((3, 4), (5, 1), 0),
-        ((2,), (12,), 0),
         ((2,), (-1,), 1),
         ((-2,), (1,), 0),
         ((3,), (1,), -1),
         ((2**40,), (0,), 0),
         ((2**62, 4), (0, 0), 0),
         ((0, 2**31), (1, 1), 0),
-        ((2,), (1, 1), 0),
         ((), (1,), 0),
         ((1,) * 33, (1,) * 33, 0),
         ((1,), (1,), 12),
@@ -502,14 +460,6 @@ def test_objects_within_objects_without_end(tmp_path):
     for _ in range(5000):
         inner = b"(" + code(call) + b"N" + inner + b"Nt"
     refuse(tmp_path, checkpoint({"w": code(call) + inner + b"R"}), "a corrupt pickle")
-
-
-def test_names_are_shown_without_their_control_characters(tmp_path):
-    name = Name("torch \x1b]0;owned\x07" + "x" * 10**6)
-    content = checkpoint({"w": tensor((1,), (1,)), "x": name})
-    with pytest.raises(CheckpointError) as caught:
-        load(tmp_path, content)
-    assert str(caught.value).isprintable() and len(str(caught.value)) < 500
 
 
 def good() -> bytes:

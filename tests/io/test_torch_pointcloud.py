@@ -118,24 +118,13 @@ def test_voxelnext():
 # A block of each kind, in torch-pointcloud and in SPVNAS.
 SPVNAS = {
     "stem.1.conv.kernel": "stem.3.kernel",
-    "stem.1.norm.module.running_var": "stem.4.running_var",
     "encoder.block2.downsample.conv.kernel": "stage3.0.net.0.kernel",
-    "encoder.block2.downsample.norm.module.bias": "stage3.0.net.1.bias",
     "encoder.block0.blocks.1.conv1.kernel": "stage1.2.net.0.kernel",
-    "encoder.block0.blocks.1.norm1.module.weight": "stage1.2.net.1.weight",
-    "encoder.block3.blocks.1.conv2.kernel": "stage4.2.net.3.kernel",
-    "encoder.block3.blocks.1.norm2.module.weight": "stage4.2.net.4.weight",
     "encoder.block1.blocks.0.conv_skip.kernel": "stage2.1.downsample.0.kernel",
-    "encoder.block1.blocks.0.norm_skip.module.bias": "stage2.1.downsample.1.bias",
     "encoder.block3.fusion.lin.weight": "point_transforms.0.0.weight",
     "decoder.block1.fusion.norm.module.bias": "point_transforms.1.1.bias",
-    "decoder.block3.fusion.lin.bias": "point_transforms.2.0.bias",
     "decoder.block0.upsample.conv.conv.kernel": "up1.0.net.0.kernel",
-    "decoder.block3.upsample.conv.norm.module.weight": "up4.0.net.1.weight",
     "decoder.block1.upsample.residual.conv1.kernel": "up2.1.0.net.0.kernel",
-    "decoder.block1.upsample.residual.norm_skip.module.weight": (
-        "up2.1.0.downsample.1.weight"
-    ),
     "decoder.block2.blocks.0.conv2.kernel": "up3.1.1.net.3.kernel",
     "head.weight": "classifier.0.weight",
 }

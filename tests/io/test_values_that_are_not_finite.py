@@ -1,7 +1,5 @@
 """One value that is not finite costs one point, and never the scan."""
 
-import warnings
-
 import mlx.core as mx
 import numpy as np
 import pytest
@@ -80,15 +78,6 @@ def test_voxels_of_a_grid(fault, value, max_points):
     with pytest.warns(UserWarning, match="1 of 2,000 points left out: not finite in"):
         x = grid(*with_fault(fault, value))
     assert same(x, grid(*without(7)))
-
-
-def test_no_warning_without_such_a_point():
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        RECIPE(POINTS, ATTRIBUTES)
-        GRID(POINTS, ATTRIBUTES)
-        # Attributes that the net does not read cost no point.
-        GRID(POINTS, ATTRIBUTES | {"normals": np.full((N, 3), np.nan)})
 
 
 def test_all_points_may_be_left_out():

@@ -35,18 +35,12 @@ def random_weights(net):
 
 def decoder(dtype):
     net = models.SparseVAEDecoder(OUT, WIDTHS, LATENT, COUNTS, dtype=dtype)
-    for name, p in tree_flatten(net.parameters()):
-        scale = 0.3 if p.ndim == 1 else 1.2 * np.prod(p.shape[1:]) ** -0.5
-        noise = mx.random.normal(p.shape) * scale + ("norm" in name)
-        net.load_weights([(name, noise.astype(p.dtype))], strict=False)
-    return net
+    return random_weights(net)
 
 
 def packed_decoder(dtype):
     net = models.SparseVAEDecoder(OUT, (64, 64, 32), LATENT, (1, 1, 0), dtype=dtype)
-    for name, p in tree_flatten(net.parameters()):
-        noise = mx.random.normal(p.shape) * 0.1 + ("norm" in name)
-        net.load_weights([(name, noise.astype(p.dtype))], strict=False)
+    random_weights(net)
     mlx.nn.quantize(net, group_size=64, bits=8, class_predicate=nn.keep_float())
     return net
 
@@ -138,32 +132,6 @@ def test_nets(kind, dtype):
     assert_same(z.feats, y.feats, dtype)
     if devices.current().backend == devices.CPU:
         assert cut > 2 * plain
-
-
-def test_tables_are_not_kept():
-    coords = mx.array(cases.geometry("surface", 3, 500))
-    x = ml.SparseTensor(coords, mx.random.normal((len(coords), 8)))
-    conv = nn.SubmConv3d(8, 16, 3)
-    y = conv(x).feats
-    kept = x.manager.relations[0]
-    again = ml.SparseTensor(coords + 0, x.feats)
-    with ml.memory_limit("1GB"):
-        z = conv(again).feats
-    relation = again.manager.relations[0]
-    assert mx.array_equal(y, z)
-    if devices.current().backend == devices.CPU:  # CUDA's tiles are made of no table
-        assert kept.kept("table") is not None and relation.kept("table") is None
-
-
-def test_released_views_are_built_again():
-    coords = mx.array(cases.geometry("surface", 3, 500))
-    x = ml.SparseTensor(coords, mx.random.normal((len(coords), 8)))
-    conv = nn.SubmConv3d(8, 16, 3)
-    y = conv(x).feats
-    (relation,) = x.manager.relations
-    relation.release()
-    assert relation.kept("table") is None
-    assert mx.array_equal(conv(x).feats, y) and relation.n_edges > len(x)
 
 
 def test_a_gradient_says_that_it_is_not_bounded():

@@ -8,7 +8,7 @@ from mlx.utils import tree_flatten
 from training import every_parameter_gets_a_gradient, lowers_the_loss
 
 import mlx_lattice as ml
-from mlx_lattice import models, nn
+from mlx_lattice import nn
 from mlx_lattice.models import trellis2
 
 
@@ -39,15 +39,6 @@ def test_cross_attention_of_rows_and_of_sequences():
         net(x, padded[0])
     with pytest.raises(ValueError, match=r"heads \(3\) must divide the channels"):
         nn.CrossAttention(16, 3)
-
-
-def test_a_trace_has_it():
-    net, x = nn.CrossAttention(16, 2, 8), tensor()
-    with ml.trace(net) as t:
-        mx.eval(net(x, mx.zeros((2, 5, 8))).feats)
-    attended = t.attention[0].attention
-    assert attended.rule == "cross" and (attended.rows, attended.heads) == (9, 2)
-    assert attended.pairs == 45 and attended.pass_ == "forward"
 
 
 @pytest.mark.parametrize("affine", (False, True))
@@ -126,37 +117,3 @@ def test_places_that_are_added():
     expected = np.concatenate([np.sin(angle), np.cos(angle)], axis=2).reshape(9, 18)
     ref.assert_close(features[:, :18], expected)
     assert not mx.any(features[:, 18:]).item()
-
-
-def test_no_rows():
-    x = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 4)))
-    for form in ({"pe_mode": "rope", "share_mod": True}, {"pe_mode": "ape"}):
-        net = trellis2.SLatFlowModel(8, 4, 16, 8, 4, 1, 2, **form)
-        assert net(x, 1.0, mx.zeros((1, 3, 8))).shape == (0, 4)
-    encoder = trellis2.SparseVAEEncoder(4, (8, 8), 4, (1, 1))
-    assert encoder(x).shape == (0, 4)
-    decoder = trellis2.SparseStructureDecoder(1, 4, 1, (8, 8, 8))
-    assert decoder(mx.zeros((0, 4, 2, 2, 2))).shape == (0, 1, 8, 8, 8)
-    assert decoder(mx.zeros((2, 4, 2, 2, 3))).shape == (2, 1, 8, 8, 12)
-
-
-def test_the_published_sizes():
-    """Nothing is evaluated: the flow models have 1.3 thousand million parameters."""
-    for kind, sizes, names in (
-        (models.SLatFlowModel, trellis2.FLOW, {"blocks.29.mlp.mlp.0.weight": 8192}),
-        (
-            models.SparseStructureFlowModel,
-            trellis2.STRUCTURE_FLOW,
-            {"adaLN_modulation.1.bias": 9216, "out_layer.bias": 8},
-        ),
-        (
-            models.SparseVAEEncoder,
-            {},
-            {"to_latent.bias": 64, "blocks.0.0.conv1.bias": 16},
-        ),
-        (models.SparseStructureDecoder, {}, {"blocks.2.conv.weight": 1024}),
-    ):
-        found = dict(tree_flatten(kind(**sizes).parameters()))
-        assert {n: found[n].shape[0] for n in names} == names
-        if sizes:
-            assert 1.2e9 < sum(p.size for p in found.values()) < 1.4e9

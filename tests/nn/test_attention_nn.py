@@ -18,10 +18,9 @@ LAYERS = {
 }
 
 
-def wide(name="batches", channels=16, dtype="float32", **options):
-    x = tensor(name, **options)
-    feats = mx.array(cases.features(len(x), channels)).astype(getattr(mx, dtype))
-    return x.replace(feats)
+def wide(name="batches", channels=16):
+    x = tensor(name)
+    return x.replace(mx.array(cases.features(len(x), channels)))
 
 
 def test_module_is_what_it_says():
@@ -80,27 +79,6 @@ def test_block_trains_saves_and_takes_few_rows(kind, tmp_path):
     other = nn.SparseTransformerBlock(16, 2, **LAYERS[kind])
     other.load_weights(path, strict=True)
     assert mx.array_equal(other(wide()).feats, block(wide()).feats).item()
-
-
-def test_names_are_those_of_trellis():
-    block = nn.SparseTransformerBlock(16, 2, qk_rms_norm=True)
-    shapes = {name: p.shape for name, p in tree_flatten(block.parameters())}
-    assert shapes == {
-        "norm1.weight": (16,),
-        "norm1.bias": (16,),
-        "attn.to_qkv.weight": (48, 16),
-        "attn.to_qkv.bias": (48,),
-        "attn.q_rms_norm.gamma": (2, 8),
-        "attn.k_rms_norm.gamma": (2, 8),
-        "attn.to_out.weight": (16, 16),
-        "attn.to_out.bias": (16,),
-        "norm2.weight": (16,),
-        "norm2.bias": (16,),
-        "mlp.mlp.0.weight": (64, 16),
-        "mlp.mlp.0.bias": (64,),
-        "mlp.mlp.2.weight": (16, 64),
-        "mlp.mlp.2.bias": (16,),
-    }
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))

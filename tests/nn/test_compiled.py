@@ -1,33 +1,25 @@
 """ml.compile: the same results, and a trace for each coordinate set."""
 
-import copy
 import gc
 import math
 import re
-from collections import Counter
+from functools import partial
 from threading import Event, Thread
 from weakref import ref
 
-import cases
 import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
 import pytest
-from cuda_recorder import recording
+from conftest import drawn
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn, ops, sync
-from mlx_lattice.backends.cuda import sort as cuda_sort
+from mlx_lattice import nn, ops
 
 TOLERANCE = {"rtol": 1e-5, "atol": 1e-5}
-
-
-def tensor(seed=0, n=200, channels=4):
-    coords = mx.array(cases.geometry("surface", 3, n, seed))
-    feats = mx.random.normal((len(coords), channels), key=mx.random.key(seed))
-    return ml.SparseTensor(coords, feats)
+tensor = partial(drawn, "surface", n=200, channels=4)
 
 
 def small_net(classes=3):
@@ -80,7 +72,7 @@ def test_the_function_runs_once_a_coordinate_set_and_sees_new_weights():
 
 
 def test_a_thread_waits_while_another_one_traces():
-    x, other, net = tensor(), tensor(1), small_net().eval()
+    x, other, net = tensor(), tensor(seed=1), small_net().eval()
     begun, done, found = Event(), Event(), []
 
     class Net(mlx.nn.Module):
@@ -115,7 +107,7 @@ def test_the_oldest_trace_is_dropped():
     net = small_net().eval()
     count = Counting(net)
     fast = ml.compile(count, inputs=[net.state], keep=2)
-    a, b, c = (tensor(seed) for seed in range(3))
+    a, b, c = (tensor(seed=seed) for seed in range(3))
     for x in (a, a, b, b, a):
         fast(x)
     assert count.calls == 2
@@ -187,26 +179,6 @@ def test_gradients_go_through_a_compiled_net():
         np.testing.assert_allclose(gradient(fast), expected, rtol=1e-4, atol=1e-4)
 
 
-def test_observed_launches_are_all_seen():
-    net = small_net().eval()
-    fast, x = ml.compile(net), tensor()
-    for _ in range(3):
-        fast(x)
-    with ml.trace() as t:
-        fast(x)
-    assert [record.problem.pass_ for record in t] == ["forward"] * 3
-
-
-def test_no_rows_are_not_compiled_on_cuda():
-    """MLX's compiled functions divide by the size of arrays there."""
-    net = small_net().eval()
-    step, none = ml.compile(Counting(net)), tensor(n=0)
-    for count in (1, 2, 3):
-        with recording("h200"):
-            assert step(none).shape == (0, 3) and step.function.calls == count
-    assert len(step) == 0
-
-
 def test_constants_are_told_apart_by_their_bits():
     x, passed = tensor(), []
 
@@ -254,7 +226,7 @@ def test_errors_of_the_function_are_its_own():
     fast = ml.compile(careful)
     fast(x)
     with pytest.raises(ValueError, match="^call net.eval.. first$"):
-        fast(tensor(1))
+        fast(tensor(seed=1))
     assert len(fast) == 1
     fast = ml.compile(ml.models.MinkUNet14(4, 3).eval())
     said = pytest.raises(RuntimeError, match="^memory_limit bounds forward passes")
@@ -282,7 +254,7 @@ def test_state_is_whole_after_a_trace_that_failed(fails):
 
     fast = ml.compile(step, inputs=state, outputs=state)
     mx.eval(fast(x), state)
-    failing, other = True, tensor(1)
+    failing, other = True, tensor(seed=1)
     state, key = state[:2], mx.random.state[0].tolist()
     before = [a.tolist() for _, a in tree_flatten(state)]
     error, said = (ValueError, "chooses") if fails == "reads" else (KeyError, "of the")
@@ -293,36 +265,6 @@ def test_state_is_whole_after_a_trace_that_failed(fails):
     assert [a.tolist() for _, a in tree_flatten(state)] == before
     if fails == "reads":
         assert mx.isfinite(step(other)).item()
-
-
-def test_a_first_trace_that_fails_leaves_an_optimizer_as_it_was():
-    x, net, optimizer = tensor(), small_net(), optim.AdamW(0.1)
-    loss = mlx.nn.value_and_grad(net, lambda net, x: net(x).feats.square().sum())
-
-    def step(x):
-        optimizer.update(net, loss(net, x)[1])
-        raise KeyError("of the function")
-
-    state = [net.state, optimizer.state]
-    names, before = dict(tree_flatten(state)), optimizer.state.keys() - {"step"}
-    with pytest.raises(KeyError, match="of the function"):
-        ml.compile(step, inputs=state, outputs=state)(x)
-    assert dict(tree_flatten(state)).keys() == names.keys()
-    assert optimizer.state.keys() - {"step"} == before
-    mx.eval(state)
-
-
-def test_statistics_move_where_only_the_norm_trains():
-    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.BatchNorm(8), nn.SubmConv3d(8, 3, 3))
-    net.eval().layers[1].train()
-    twin, fast = copy.deepcopy(net), ml.compile(net)
-    x = tensor()
-    for _ in range(4):
-        near = {"rtol": 1e-4, "atol": 1e-5}
-        np.testing.assert_allclose(fast(x).feats, twin(x).feats, **near)
-        for name in ("running_mean", "running_var"):
-            found, wanted = (each.layers[1][name] for each in (net, twin))
-            np.testing.assert_allclose(found, wanted, **near)
 
 
 def test_modes_of_a_net_that_a_function_calls_are_noticed():
@@ -367,116 +309,10 @@ def operations(function, x, file):
     return sorted(re.findall(r'label ="([^"]*)", shape=rectangle', file.read_text()))
 
 
-@pytest.mark.parametrize("training", (False, True))
-def test_a_traced_graph_does_no_work_of_relations(tmp_path, training):
-    """Whatever of them is built during the trace: it would be done at every call."""
-    if training and devices.current().backend != devices.CPU:
-        pytest.skip("within a vjp MLX starts nothing; ml.prepare builds before it")
-
-    def results(x):
-        net = small_net().train(training)
-        if not training:
-            return net(x).feats
-        loss = lambda: mx.square(net(x).feats).sum()  # noqa: E731
-        return mlx.nn.value_and_grad(net, loss)()
-
-    known = tensor()
-    mx.eval(known.coords, known.feats)
-    fresh, prepared = (ml.SparseTensor(known.coords + 0, known.feats) for _ in "ab")
-    mx.eval(results(prepared))
-    found = Counter(operations(results, fresh, tmp_path / "a.dot"))
-    wanted = Counter(operations(results, prepared, tmp_path / "b.dot"))
-    views = [(str(r), sorted(map(str, r.built))) for r in fresh.manager.relations]
-    assert found == wanted, (found - wanted, wanted - found, views)
-
-
-@pytest.mark.skipif(devices.extension is None, reason="the extension does it")
-def test_constants_of_a_gradient_are_none_of_what_is_traced_later():
-    """MLX marks what a vjp rule makes; constants are kept beyond it."""
-    held = {}
-
-    @mx.custom_function
-    def double(x):
-        return 2 * x
-
-    @double.vjp
-    def back(x, dy, _):
-        held["kept"] = cuda_sort.constant(5, 2, 17_001)
-        held["marked"] = mx.array([5, 2, 17_001]) + 0
-        mx.eval(held["marked"])
-        return 2 * dy
-
-    mx.eval(mx.grad(lambda x: double(x).sum())(mx.ones((3,))))
-    started = {}
-
-    def traced(x):
-        for name, array in held.items():
-            try:
-                sync.start_all([array * 2])
-                started[name] = True
-            except ValueError:
-                started[name] = False
-        return x + 1
-
-    mx.compile(traced)(mx.ones((3,)))
-    assert started["kept"] and held["kept"].tolist() == [5, 2, 17_001]
-    assert not started["marked"], "MLX marks nothing: this is not needed any longer"
-
-
-def test_a_compiled_training_step_may_build_its_relations():
-    """Forward and back, of several levels: the graph does it again at every call."""
-    results = []
-    for compiled in (False, True):
-        x, net = tensor(n=400), small_net(8)
-        coarse = nn.Conv3d(8, 8, 2, stride=2), nn.SubmConv3d(8, 8, 3), nn.ReLU()
-        net = nn.Sequential(net, *coarse, nn.Conv3d(8, 8, 3, stride=2), nn.ReLU())
-        net = nn.Sequential(net, nn.SubmConv3d(8, 8, 3), nn.ConvTranspose3d(8, 3))
-        mx.random.seed(1)
-        net.apply(lambda p: 0.3 * mx.random.normal(p.shape))
-        optimizer = optim.SGD(learning_rate=1e-3)
-        optimizer.init(net.trainable_parameters())
-        state = [net.state, optimizer.state]
-        mx.eval(state, x.feats)
-
-        def run(feats, net=net, x=x, optimizer=optimizer):
-            def loss(net):
-                return mx.square(net(x.replace(feats)).feats - 1).mean()
-
-            value, grads = mlx.nn.value_and_grad(net, loss)(net)
-            optimizer.update(net, grads)
-            return value
-
-        if compiled:
-            run = mx.compile(run, inputs=state, outputs=state)
-        results.append([])
-        for _ in range(4):
-            results[-1].append(run(x.feats).item())
-            mx.eval(state)
-    np.testing.assert_allclose(results[1], results[0], rtol=1e-4)
-    assert results[0][0] > results[0][-1]
-
-
-@pytest.mark.parametrize("route", (None, "relation_traversal", "gather_gemm_scatter"))
-def test_relations_that_a_trace_built_serve_outside_of_it(route):
-    """The first call is traced: plans and views are kept of then."""
-    net = small_net().eval()
-    with ml.routes.only(route or ""):
-        x, same = tensor(), tensor()
-        step = mx.compile(lambda f: net(x.replace(f)).feats, inputs=[net.state])
-        expected = net(same).feats
-        for run in (step, lambda f: net(x.replace(f)).feats, step):
-            np.testing.assert_allclose(run(x.feats), expected, **TOLERANCE)
-        dx, other = (
-            mx.grad(lambda f, x=x: net(x.replace(f)).feats.square().sum())(x.feats)
-            for x in (x, same)
-        )
-        np.testing.assert_allclose(dx, other, **TOLERANCE)
-
-
 def test_a_trace_ends_with_its_coordinates():
     net = small_net().eval()
     fast = ml.compile(net)
-    keep, x = tensor(1), tensor()
+    keep, x = tensor(seed=1), tensor()
     for _ in range(2):
         mx.eval(fast(keep).feats, fast(x).feats)
     manager = ref(x.manager)
@@ -499,11 +335,12 @@ def assert_same_state(a, b):
         np.testing.assert_allclose(array, flat[1][name], **TOLERANCE, err_msg=name)
 
 
-@pytest.mark.parametrize("training", (False, True))
+@pytest.mark.parametrize("training", (False, True, "one norm"))
 def test_a_net_gives_the_same_and_keeps_its_statistics(training):
     net, same = small_net(), small_net()
-    net.train(training), same.train(training)
-    fast, scenes = ml.compile(net), [tensor(0), tensor(1)]
+    for each in (net, same):
+        each.train(training is True).layers[1].train(bool(training))
+    fast, scenes = ml.compile(net), [tensor(), tensor(seed=1)]
     for step in range(4):
         for x in scenes:
             x = x.replace(x.feats + step)
@@ -531,7 +368,7 @@ def training_step(net, optimizer):
 
 @pytest.mark.parametrize("make", (optim.SGD, optim.AdamW))
 def test_a_training_step_is_the_uncompiled_one(make):
-    scenes = [tensor(seed, 150 + 10 * seed) for seed in range(3)]
+    scenes = [tensor(n=150 + 10 * seed, seed=seed) for seed in range(3)]
     labels = [mx.arange(len(x)) % 3 for x in scenes]
     results = []
     for compiled in (False, True):

@@ -21,12 +21,6 @@ sys.path.append(str(ROOT / "examples"))
 import train_segmenter as surfaces  # noqa: E402
 
 
-def test_digits_become_columns_of_voxels():
-    image = np.zeros((8, 8))
-    image[2, 5] = 3
-    assert demo.digit_voxels(image).tolist() == [[2, 5, z] for z in range(4)]
-
-
 @pytest.mark.native
 def test_few_digits(tmp_path, monkeypatch, capsys):
     (train, labels), (test, test_labels) = demo.load_digits()
@@ -68,15 +62,6 @@ def test_surfaces_of_a_scan_in_integers():
     assert f"{found['W8A8'].right:.2%}" in lines[3]
 
 
-@pytest.mark.native
-def test_an_accuracy_below_the_goal_is_an_error(tmp_path, monkeypatch):
-    (train, labels), (test, test_labels) = demo.load_digits()
-    few = (train[:24], labels[:24]), (test[:8], test_labels[:8])
-    monkeypatch.setattr(demo, "load_digits", lambda seed: few)
-    with pytest.raises(RuntimeError, match="below the demo's goal of 101%"):
-        demo.run(tmp_path, epochs=1, batch_size=24, goal=1.01)
-
-
 def test_a_scan(tmp_path, capsys):
     points = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32)
     np.save(tmp_path / "scan.npy", points)
@@ -84,10 +69,3 @@ def test_a_scan(tmp_path, capsys):
     assert (tmp_path / "run.html").exists()
     printed = capsys.readouterr().out
     assert "400 points" in printed and "MinkUNet14" in printed
-
-
-@pytest.mark.parametrize("count", (0, 1, 5))
-def test_scans_without_two_halves_are_refused(count):
-    points = np.zeros((count, 3), np.float32)
-    with pytest.raises(ValueError, match="needs voxels at several x, of which one"):
-        surfaces.labelled(points, 0.1)

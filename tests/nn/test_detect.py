@@ -3,7 +3,6 @@
 import csv
 import json
 
-import foreign_arrays
 import mlx.core as mx
 import mlx.nn
 import numpy as np
@@ -17,7 +16,6 @@ from mlx_lattice.io.point_formats import write_ply
 
 pytestmark = on_the_cpu_alone
 
-DATA = foreign_arrays.FOLDER.parent / "data"
 GRID = models.GridRecipe(
     (0.4, 0.4, 0.25), (-12.8, -12.8, -4, 12.8, 12.8, 4), ("x", "y", "z", "ones")
 )
@@ -108,18 +106,6 @@ def test_scores_that_are_asked_for(scan, folder, tmp_path, capsys):
     assert "more in the files" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("score", ("nan", "-0.1", "1.5"))
-def test_scores_that_no_box_has(score, scan, folder, capsys):
-    given = ["detect", str(scan), "--model", str(folder), "--score", score]
-    assert cli.main(given) == 2
-    assert f"score of a box must be 0 to 1; got {score}" in capsys.readouterr().err
-
-
-def test_a_centre_that_is_no_place(scan, folder, capsys):
-    said = refused(capsys, scan, "--model", folder, "--centre", "nan", "0", "0")
-    assert "centre must be finite" in said
-
-
 def test_a_map_projection(scan, folder, tmp_path):
     """A scan around 0, and the same one where a map has it, as doubles."""
     points = read_points(scan).points.astype(np.float64)
@@ -138,38 +124,9 @@ def test_a_map_projection(scan, folder, tmp_path):
         detect.run(far, folder, tmp_path / "far")
 
 
-def test_velocities_are_in_the_files(scan, tmp_path):
-    branches = (("center", 2, 1), ("center_z", 1, 1), ("dim", 3, 1), ("rot", 2, 1))
-    made = models.VoxelNeXt(
-        GRID, HEADS, (8,) * 5, 8, branches=(*branches, ("vel", 2, 1)), decoding=DECODING
-    )
-    made.save_pretrained(tmp_path / "net")
-    table, whole, _ = detect.run(scan, tmp_path / "net", tmp_path, score=0.0)
-    assert "heading,vx,vy" in table.read_text()
-    assert "vy" in json.loads(whole.read_text())["boxes"][0]
-
-
-@pytest.mark.parametrize("scan", ("pcl_room_scan1.pcd", "small_gicp_target.ply"))
-def test_real_scans(scan, folder, tmp_path):
-    if not (DATA / scan).exists():
-        pytest.skip("no shared/data beside the checkout")
-    table, _, picture = detect.run(DATA / scan, folder, tmp_path / "out")
-    assert len(table.read_text().splitlines()) > 1
-    assert picture.stat().st_size > 20_000
-
-
 def refused(capsys, *given) -> str:
     assert cli.main(["detect", *map(str, given)]) == 2
     return capsys.readouterr().err
-
-
-def test_without_weights(scan, capsys):
-    """Where there are some, and their licence."""
-    said = refused(capsys, scan)
-    for _, place, licence in detect.WEIGHTS:
-        assert place in said and licence in said
-    assert "No weights come with this package" in said and said.count("\n") == 1
-    assert "docs/detection.md" in said
 
 
 def test_a_scan_is_not_written_over(folder, tmp_path, capsys):
@@ -182,7 +139,12 @@ def test_a_scan_is_not_written_over(folder, tmp_path, capsys):
 
 
 def test_what_is_refused(scan, folder, tmp_path, capsys):
-    assert "no folder nothing-here" in refused(capsys, scan, "--model", "nothing-here")
+    for more, why in (
+        (("--score", "nan"), "score of a box must be 0 to 1; got nan"),
+        (("--score", "1.5"), "score of a box must be 0 to 1; got 1.5"),
+        (("--centre", "nan", "0", "0"), "centre must be finite"),
+    ):
+        assert why in refused(capsys, scan, "--model", folder, *more)
     models.SpUNet(2, 3, 32, (32, 32), layers=(1, 1)).save_pretrained(tmp_path / "unet")
     said = refused(capsys, scan, "--model", tmp_path / "unet")
     assert "is a SpUNet, which finds no boxes" in said

@@ -75,24 +75,6 @@ def test_gradients_are_averaged_in_buckets_of_any_size(found, size):
                 assert mx.array_equal(part[f"averages {size} {name}"], mean), name
 
 
-def test_averages_of_one_process_are_its_gradients():
-    assert nn.average_gradients(shares.GRADIENTS) is shares.GRADIENTS
-
-
-def test_a_sync_batch_norm_alone_is_a_batch_norm():
-    x, *_ = shares.rows_of((6, 6))
-    norm, other = nn.BatchNorm(shares.CHANNELS), nn.SyncBatchNorm(shares.CHANNELS)
-    for _ in range(2):
-        assert mx.array_equal(norm(x), other(x))
-    assert mx.array_equal(norm.running_var, other.running_var)
-    assert mx.array_equal(norm.eval()(x), other.eval()(x))
-
-
-def test_features_of_other_channels_are_refused():
-    with pytest.raises(ValueError, match=r"shape \(N, 5\); got \(2, 3\)"):
-        nn.SyncBatchNorm(5)(mx.zeros((2, 3)))
-
-
 def test_every_batch_norm_is_converted():
     """Parameters, statistics, mode, what is frozen and the names are kept."""
     net = models.MinkUNet14(2, 3)

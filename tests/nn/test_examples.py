@@ -5,14 +5,9 @@ import os
 import sys
 from pathlib import Path
 
-import mlx.core as mx
-import mlx.nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 from processes import RING, launch, needs, on_the_cpu_alone, run
-
-from mlx_lattice.commands import demo
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "examples"
@@ -62,62 +57,6 @@ def test_training_runs_on_two_processes(tmp_path):
     script = EXAMPLES / "train_distributed.py"
     out = launch(script, *SETTINGS[script.name], folder=tmp_path)
     assert out.count("2 processes, test accuracy") == 1
-
-
-# What each process of the equality test does: a step on each of some batches.
-STEP = """
-import sys
-sys.path[:0] = [{examples!r}]
-import mlx.core as mx
-import numpy as np
-from mlx.utils import tree_flatten
-import train_distributed as example
-from mlx_lattice import nn
-from mlx_lattice.commands import demo
-
-group = mx.distributed.init()
-# Each process draws other parameters: the first one's must win.
-mx.random.seed(group.rank())
-net = nn.convert_sync_batchnorm(demo.DigitNet())
-example.first_process_state(net, group)
-(voxels, labels), _ = demo.load_digits()
-for count in {counts}:
-    loss, grads = example.share_step(net, voxels, labels, np.arange(count), group)
-    arrays = dict(tree_flatten([grads, net.parameters(), loss]))
-    mx.save_safetensors(f"{{count}}_{{group.rank()}}.safetensors", arrays)
-"""
-
-
-@needs(RING)
-def test_two_processes_give_the_gradients_of_one(tmp_path):
-    """Also where shares differ in length (7 samples) and where one is empty (1).
-
-    The net has BatchNorms, whose running statistics are those of one process too.
-    """
-    counts = (8, 7, 1)
-    script = tmp_path / "step.py"
-    script.write_text(STEP.format(examples=str(EXAMPLES), counts=counts))
-    launch(script, folder=tmp_path)
-
-    mx.random.seed(0)
-    net = demo.DigitNet()
-    (voxels, labels), _ = demo.load_digits()
-
-    def whole(net, x, y):
-        return mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
-
-    for count in counts:
-        x, y = demo.digit_batch(voxels[:count]), mx.array(labels[:count])
-        loss, grads = mlx.nn.value_and_grad(net, whole)(net, x, y)
-        expected = dict(tree_flatten([grads, net.parameters(), loss]))
-        found = [mx.load(str(tmp_path / f"{count}_{r}.safetensors")) for r in (0, 1)]
-        assert found[0].keys() == expected.keys()
-        for name, value in expected.items():
-            # Both processes hold the same bits; sums of shares round otherwise.
-            assert mx.array_equal(found[0][name], found[1][name]), name
-            scale = max(float(mx.linalg.norm(value.flatten())), 1e-6)
-            error = float(mx.linalg.norm((found[0][name] - value).flatten()))
-            assert error <= 1e-5 * scale, (count, name, error / scale)
 
 
 def test_shares_are_a_partition():

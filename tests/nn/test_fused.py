@@ -5,23 +5,20 @@ import pickle
 from contextlib import contextmanager
 from unittest.mock import patch
 
-import cases
 import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from conftest import drawn
 from contractions import exact
 
-import mlx_lattice as ml
-from mlx_lattice import models, nn, ops
+from mlx_lattice import nn, ops
 from mlx_lattice.channel_kernels import norm_observers
 from mlx_lattice.nn import fused
 
 
-def tensor(channels=6, dtype=mx.float32, seed=0):
-    coords = cases.geometry("batches", 3, 60)
-    feats = mx.array(cases.features(len(coords), channels, seed)).astype(dtype)
-    return ml.SparseTensor(mx.array(coords), feats)
+def tensor():
+    return drawn("batches", n=60, channels=6)
 
 
 @contextmanager
@@ -137,52 +134,6 @@ def test_what_may_mean_something_else_is_called_as_it_is(layers):
     for layer in net.layers:
         wanted = fused.called(layer, wanted)
     np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
-
-
-@pytest.mark.parametrize("stride, channels", ((1, 6), (1, 8), (2, 8)))
-def test_a_basic_block_fuses_its_sum(stride, channels):
-    block, x = models.BasicBlock(6, channels, stride), tensor()
-    y, parts = told(lambda: block(x))
-    assert ("BatchNorm", "residual", "ReLU") in parts
-    assert ("BatchNorm", "ReLU") in parts
-    with apart():
-        wanted, parts = told(lambda: block(x))
-    assert all(each == ("BatchNorm",) for each in parts)
-    assert y.key == wanted.key or mx.array_equal(y.coords, wanted.coords).item()
-    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
-
-
-def test_a_block_takes_other_norms():
-    """Some replace BatchNorm by a norm that knows neither sums nor activations."""
-    block, x = models.BasicBlock(6, 6), tensor()
-    for part in (block.conv1, block.conv2):
-        part.norm = nn.LayerNorm(6)
-    y = block(x)
-    a = ops.relu(block.conv1.norm(block.conv1.conv(x)))
-    wanted = ops.relu(block.conv2.norm(block.conv2.conv(a)) + x)
-    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
-
-
-def test_what_cannot_be_added_in_a_kernel_is_added_after():
-    norm, x = nn.BatchNorm(6), tensor()
-    wide = tensor(seed=1)
-    y = fused.normalized(norm, x, ops.relu, wide)  # other rows, by another manager
-    wanted = ops.relu(norm(x) + wide)
-    np.testing.assert_allclose(exact(y.feats), exact(wanted.feats), atol=1e-5)
-    half = x.astype(mx.float16)
-    y = fused.normalized(norm, half, ops.relu, x)
-    assert y.dtype == mx.float32
-
-
-def test_running_statistics_move_alike():
-    nets = [nn.Sequential(nn.BatchNorm(6), nn.ReLU()) for _ in range(2)]
-    for seed in range(3):
-        nets[0](tensor(seed=seed))
-        with apart():
-            nets[1](tensor(seed=seed))
-    for name in ("running_mean", "running_var"):
-        a, b = (exact(net.layers[0][name]) for net in nets)
-        np.testing.assert_allclose(a, b, rtol=1e-5)
 
 
 def test_an_epilogue_is_kept_while_the_arrays_of_its_norm_are_the_same():

@@ -5,11 +5,11 @@ import mlx.core as mx
 import mlx.nn
 import numpy as np
 import pytest
+from conftest import drawn
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import int8, models, nn, ops
-from mlx_lattice.channel_kernels import beside
+from mlx_lattice import models, nn, ops
 from mlx_lattice.nn.fused import convolved
 
 FAMILIES = ("Conv", "SubmConv", "ConvTranspose", "GenerativeConvTranspose")
@@ -17,10 +17,8 @@ SCALE = 4 / 127
 MOVED = mx.array([0, 9, 9, 9], dtype=mx.int32)
 
 
-def tensor(channels=20, dims=3, n=40, dtype=mx.float32):
-    coords = cases.geometry("negative", dims, n, 0)
-    feats = mx.array(cases.features(len(coords), channels, 0)).astype(dtype)
-    return ml.SparseTensor(mx.array(coords), feats)
+def tensor(channels=20, dims=3, n=40, dtype="float32"):
+    return drawn("negative", dims, n, channels, dtype)
 
 
 def integer(layer, bits=8, input_scale=SCALE, output_scale=None):
@@ -104,7 +102,7 @@ def test_rows_without_a_scale_have_their_own(bits):
 @pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("scale", (SCALE, None))
 def test_dtypes(dtype, scale):
-    x = tensor(dtype=getattr(mx, dtype))
+    x = tensor(dtype=dtype)
     layer, line = nn.SubmConv3d(20, 6, 3), nn.Linear(20, 7)
     exact = {"float32": 1e-5, "float16": 2e-3, "bfloat16": 1.6e-2}[dtype]
     for each in (layer, line):
@@ -190,24 +188,6 @@ def test_a_block_never_leaves_int8(folded):
     assert "to int8" in str(ml.explain(x, ours.conv1))
 
 
-def test_sequential_fuses_what_follows_an_integer_convolution():
-    first, last = nn.SubmConv3d(20, 8, 3), nn.SubmConv3d(8, 6, 3)
-    net = nn.Sequential(
-        integer(first, output_scale=0.02), nn.ReLU(), integer(last, input_scale=0.02)
-    )
-    x = tensor()
-    with ml.trace(net) as t:
-        y = net(x)
-    assert [r.problem.integer.activation for r in t] == ["relu", ""]
-    parts = wide(first, net.layers[0]), wide(last, net.layers[2])
-    z = ml.IntegerTensor.rounded(x, SCALE).dequantized()
-    z = ml.IntegerTensor.rounded(ops.relu(parts[0](z)), 0.02).dequantized()
-    assert close(y, parts[1](z), 0.02)  # a level of a tie, and no more
-    # A norm that trains stands by itself, after float features.
-    net = nn.Sequential(integer(first), nn.BatchNorm(8), nn.ReLU())
-    assert net.train()(x).dtype == mx.float32 and net.layers[1].running_mean.any()
-
-
 def test_residuals_of_every_kind():
     conv, norm = nn.SubmConv3d(20, 20, 3), nn.BatchNorm(20).eval()
     x = tensor()
@@ -263,20 +243,8 @@ def test_integers_are_refused_by_what_computes_in_float():
     assert "20 int8" in repr(x) and repr(x).startswith("IntegerTensor(")
 
 
-@pytest.mark.parametrize("scale", (0.0, 1e-30, 0.013, 0.5, 3e5))
-def test_one_kernel_rounds_as_the_operations_do(scale):
-    x = mx.random.normal((70, 9)).astype(mx.float16) * 3
-    scale = mx.array([scale])
-    inverse = int8.inverse_of(scale)
-    exact = np.array(x).astype(np.float32) * np.array(inverse)
-    wanted = np.clip(np.rint(exact), -127, 127)
-    kernel = int8._ONE_KERNEL(x, inverse.reshape(()))
-    for y in (kernel, int8.as_int8(x, scale), int8.as_int8(x[None], scale, inverse)):
-        assert y.dtype == mx.int8 and np.array_equal(np.array(y).reshape(70, 9), wanted)
-
-
 def test_an_integer_tensor():
-    y = tensor(dtype=mx.float16)
+    y = tensor(dtype="float16")
     x = ml.IntegerTensor.rounded(y, SCALE)
     wanted = np.clip(np.rint(np.array(y.feats, np.float32) / SCALE), -127, 127)
     assert np.array_equal(values_of(x), wanted.astype(np.int32))
@@ -311,26 +279,3 @@ def test_cat_joins_integers_in_the_greatest_scale():
     wanted = np.rint(values_of(x) * np.float32(0.02) / np.float32(0.05))
     assert np.abs(values_of(both)[:, :20] - wanted).max() <= 1
     assert np.mean(values_of(both)[:, :20] == wanted) > 0.99
-
-
-@pytest.mark.parametrize("channels", ((64, 32), (20, 8), (6, 2), (5, 8), (16, 0)))
-def test_integers_side_by_side(channels):
-    rng = np.random.default_rng(0)
-    wide = [rng.integers(-128, 128, (7, c + 8)).astype(np.int8) for c in channels]
-    for rows in (7, 1, 0):  # parts of wider rows, too
-        parts = [a[:rows, 3 : 3 + c] for a, c in zip(wide, channels, strict=True)]
-        parts[1] = np.ascontiguousarray(parts[1])
-        given = mx.array(wide[0])[:rows, 3 : 3 + channels[0]], mx.array(parts[1])
-        y = beside(list(given))
-        assert y.dtype == mx.int8
-        assert np.array_equal(np.array(y), np.concatenate(parts, axis=1))
-
-
-@pytest.mark.parametrize("to", (0.013, 0.37, 0.0, 3e38))
-def test_integers_of_another_scale(to):
-    values = mx.arange(-127, 128).astype(mx.int8).reshape(5, 51)
-    factor = np.float32(0.02) / np.maximum(np.float32(to), np.float32(int8.TINY))
-    factor = np.minimum(factor, np.finfo(np.float32).max)
-    wanted = np.clip(np.rint(np.array(values) * factor), -127, 127)
-    rescaled = int8.rescaled(values, mx.array([0.02]), mx.array([to]))
-    assert np.array_equal(np.array(rescaled), wanted)

@@ -7,11 +7,9 @@ import mlx.nn
 import numpy as np
 import pytest
 import reference as ref
-from cases import features, geometry
+from cases import features
 
-import mlx_lattice as ml
 from mlx_lattice import backends, devices, nn
-from mlx_lattice.models.trellis2 import ConvNeXtBlock
 from mlx_lattice.nn import fused
 
 SHAPES = ((7, 4), (2, 3, 4), (4,), (0, 4), (2, 0, 4))
@@ -68,25 +66,6 @@ def test_dtypes_that_mlx_would_promote_are_left_to_it():
 
 
 @on_cpu
-def test_a_line_in_the_trace_says_which_route_and_why():
-    mx.random.seed(0)
-    net = nn.Sequential(nn.SubmConv3d(4, 8, 3), nn.Linear(8, 3))
-    coords = mx.array([[0, 0, 0, 0], [0, 1, 1, 1], [0, 2, 2, 2]], dtype=mx.int32)
-    x = ml.SparseTensor(coords, mx.ones((3, 4)))
-    with ml.trace(net) as t:
-        net(x)
-    record = t.records[-1]
-    native = backends.missing(devices.CPU) is None
-    assert str(record.choice.route) == ("native_pointwise" if native else "pointwise")
-    assert record.layer == "layers.1"
-    assert record.problem.c_in == 8 and record.problem.c_out == 3
-    with ml.verify():
-        net(x)
-    explained = ml.explain(x.replace(mx.ones((3, 8))), net.layers[1])
-    assert explained.choice.route == record.choice.route
-
-
-@on_cpu
 def test_second_order_forward_mode_map_and_compile():
     mx.random.seed(1)
     layer = nn.Linear(4, 3)
@@ -134,17 +113,3 @@ def test_what_follows_a_linear_layer_is_what_it_computes_apart(kind):
         functions = together, apart
         found, dx = (mx.grad(lambda x, f=f: f(x).square().sum())(x) for f in functions)
         ref.assert_close(found, np.array(dx).astype(np.float64))
-
-
-@on_cpu
-def test_an_mlp_is_two_launches():
-    """Activation and skip are in those of the linear layers, and a trace says so."""
-    if backends.missing(devices.CPU):
-        pytest.skip("the extension is not there")
-    block = ConvNeXtBlock(32)
-    coords = mx.array(geometry("batches", 3, 60))
-    x = ml.SparseTensor(coords, mx.array(features(len(coords), 32)))
-    with ml.trace(block) as t:
-        mx.eval(block(x).feats)
-    after = {r.layer: str(r.problem.epilogue) for r in t if r.problem.epilogue}
-    assert after == {"mlp.0": "+ shift + SiLU", "mlp.2": "+ shift + residual"}

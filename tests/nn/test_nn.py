@@ -10,21 +10,16 @@ import mlx.optimizers
 import numpy as np
 import pytest
 import reference as ref
+from conftest import drawn
 from mlx.utils import tree_flatten
 
-import mlx_lattice as ml
 from mlx_lattice import nn, ops
-from mlx_lattice.routes.launch import observe
 
 DIMS = (1, 2, 3, 4)
 
 
 def tensor(dims=3, channels=4, n=50, dtype="float32", name="negative"):
-    coords = cases.geometry(name, dims, n)
-    feats = cases.features(len(coords), channels)
-    return ml.SparseTensor(
-        mx.array(coords.astype(np.int32)), mx.array(feats, dtype=getattr(mx, dtype))
-    )
+    return drawn(name, dims, n, channels, dtype)
 
 
 def kernel_major(weight):
@@ -55,75 +50,40 @@ def oracle(kind, layer, x, target=None):
 
 # Convolutions
 
-
-@pytest.mark.parametrize("dims", DIMS)
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"kernel_size": 3},
-        {"kernel_size": 2, "stride": 2, "bias": False},
+FORMS = [
+    ("Conv", "forward", {"kernel_size": 3}),
+    ("Conv", "forward", {"kernel_size": 2, "stride": 2, "bias": False}),
+    (
+        *("Conv", "forward"),
         {"kernel_size": 3, "stride": 2, "padding": 1, "support": "reach"},
-        {"kernel_size": 3, "dilation": 2, "groups": 2},
-    ],
-    ids=str,
-)
-def test_conv(dims, options):
-    layer = getattr(nn, f"Conv{dims}d")(4, 6, **options)
-    x = tensor(dims)
-    y = layer(x)
-    expected, relation = oracle("forward", layer, x)
-    np.testing.assert_array_equal(np.array(y.coords), relation.out_coords)
-    ref.assert_close(y.feats, expected)
+    ),
+    ("Conv", "target", {"kernel_size": 3}),
+    ("SubmConv", "submanifold", {"kernel_size": 4}),  # as many offsets as channels
+    ("SubmConv", "submanifold", {"kernel_size": 3, "dilation": 2, "groups": 2}),
+    ("ConvTranspose", "transposed", {}),
+    ("GenerativeConvTranspose", "generative", {"kernel_size": 3, "stride": 2}),
+]
 
 
-def test_1d_weight_is_never_taken_for_kernel_major():
-    for channels, size in ((3, 3), (2, 2)):
-        layer = nn.SubmConv1d(channels, channels, size)
-        x = tensor(1, channels)
-        ref.assert_close(layer(x).feats, oracle("submanifold", layer, x)[0])
-
-
-@pytest.mark.parametrize("dtype", cases.DTYPES)
 @pytest.mark.parametrize("dims", DIMS)
-def test_subm_conv(dims, dtype):
-    layer = getattr(nn, f"SubmConv{dims}d")(4, 6, 3, dilation=2, groups=2)
+@pytest.mark.parametrize("name, kind, options", FORMS, ids=str)
+def test_convolutions(name, kind, options, dims):
+    dtype = cases.DTYPES[dims % 3]
+    layer = getattr(nn, f"{name}{dims}d")(4, 4, **options)
     layer.set_dtype(getattr(mx, dtype))
-    x = tensor(dims, dtype=dtype)
-    y = layer(x)
-    assert y.key == x.key and y.dtype == x.dtype
-    ref.assert_close(y.feats, oracle("submanifold", layer, x)[0], dtype)
-
-
-@pytest.mark.parametrize("dims", DIMS)
-def test_conv_transpose(dims):
-    x = tensor(dims)
-    down = getattr(nn, f"Conv{dims}d")(4, 8, 2, 2)(x)
-    layer = getattr(nn, f"ConvTranspose{dims}d")(8, 5)
-    y = layer(down)
-    assert y.key == x.key
-    ref.assert_close(y.feats, oracle("transposed", layer, down, x)[0])
-    other = tensor(dims, n=20, name="block")
-    y = layer(down, other)
-    np.testing.assert_array_equal(np.array(y.coords), np.array(other.coords))
-    ref.assert_close(y.feats, oracle("transposed", layer, down, other)[0])
-
-
-@pytest.mark.parametrize("dims", DIMS)
-def test_generative_conv_transpose(dims):
-    layer = getattr(nn, f"GenerativeConvTranspose{dims}d")(4, 5, 3, 2)
-    x = tensor(dims, n=20)
-    y = layer(x)
-    expected, relation = oracle("generative", layer, x)
-    np.testing.assert_array_equal(np.array(y.coords), relation.out_coords)
-    ref.assert_close(y.feats, expected)
-
-
-def test_target_coordinates():
-    x, target = tensor(), tensor(name="block")
-    layer = nn.Conv3d(4, 5, 3)
-    y = layer(x, target)
-    np.testing.assert_array_equal(np.array(y.coords), np.array(target.coords))
-    ref.assert_close(y.feats, oracle("target", layer, x, target)[0])
+    x, targets = tensor(dims, n=30, dtype=dtype), [None]
+    if kind in ("target", "transposed"):
+        targets = [tensor(dims, n=20, name="block")]
+    if kind == "transposed":  # onto its own finer rows if there is no target
+        x, fine = getattr(nn, f"MaxPool{dims}d")(2)(x), x
+        targets.append(fine)
+        assert layer(x).key == fine.key
+    for target in targets:
+        y = layer(x) if target is None else layer(x, target)
+        expected, relation = oracle(kind, layer, x, target)
+        np.testing.assert_array_equal(np.array(y.coords), relation.out_coords)
+        assert y.dtype == x.dtype
+        ref.assert_close(y.feats, expected, dtype)
 
 
 def test_constructors_read_like_mlx():
@@ -161,19 +121,6 @@ def test_names_of_a_family_are_classes_of_their_own(name):
         if name != "MaxPool":
             twin = getattr(nn, f"Quantized{name}{dims}d")
             assert type(Own(*arguments).to_quantized()) is twin
-
-
-def test_names_of_a_family_are_functions_of_their_own():
-    family = ops.avg_pool1d, ops.avg_pool2d, ops.avg_pool3d, ops.avg_pool4d
-    for dims, function in enumerate(family, 1):
-        assert function.__name__ == f"avg_pool{dims}d"
-        assert pickle.loads(pickle.dumps(function)) is function
-        assert list(inspect.signature(function).parameters)[-2:] == [
-            "coordinates",
-            "count",
-        ]
-    assert "count" not in inspect.signature(ops.sum_pool3d).parameters
-    assert ops.sum_pool3d.__doc__ != ops.avg_pool3d.__doc__
 
 
 @pytest.mark.parametrize("dims", DIMS)
@@ -235,19 +182,6 @@ def test_gradients_of_parameters():
     expected = ref.weight_grad(np.array(x.feats), dy, relation)
     ref.assert_close(kernel_major(grads["weight"]), expected)
     ref.assert_close(grads["bias"], ref.bias_grad(dy))
-
-
-def test_launches_name_their_layer():
-    net = nn.Sequential(nn.SubmConv3d(4, 6, 3), nn.ReLU(), nn.Conv3d(6, 5, 2, 2))
-    seen = []
-    with observe(seen.append):
-        x = tensor()
-        mx.eval(mx.grad(lambda f: net(x.replace(f)).feats.sum())(x.feats))
-    # Modules are dictionaries, which compare by value.
-    scopes = [id(launch.scope) for launch in seen]
-    assert scopes.count(id(net.layers[0])) >= 2
-    assert scopes.count(id(net.layers[2])) >= 2
-    assert id(None) not in scopes
 
 
 # Other layers

@@ -95,40 +95,7 @@ def test_gradients(kind):
     assert mx.isfinite(twice).all().item()
 
 
-@pytest.mark.parametrize("kind", LAYERS)
-@pytest.mark.parametrize("name", ("empty", "one"))
-def test_gradients_of_few_rows_are_finite(kind, name):
-    x, _, _ = tensor(name, batch_size=4)
-    layer = LAYERS[kind][0]()
-    dx = mx.grad(lambda f: (layer(x.replace(f)).feats ** 2).sum())(x.feats)
-    assert dx.shape == x.shape and mx.isfinite(dx).all().item()
-
-
-def test_order_of_rows_does_not_matter():
-    x, _, batch = tensor()
-    order = np.random.default_rng(0).permutation(len(batch))
-    moved = ml.SparseTensor(x.coords[mx.array(order)], x.feats[mx.array(order)])
-    for kind in ("group", "instance"):
-        layer = LAYERS[kind][0]()
-        expected = np.array(layer(x).feats)[order]
-        np.testing.assert_allclose(np.array(layer(moved).feats), expected, atol=1e-5)
-
-
 # BatchNorm's statistics
-
-
-def test_statistics_are_those_of_the_active_rows():
-    """Three downs and ups leave no padding: unit deviation stays unit deviation."""
-    x, _, _ = tensor("surface", n=300, shift=0.0)
-    levels = [x]
-    for _ in range(3):
-        levels.append(ops.max_pool3d(levels[-1]))
-    y = levels.pop()
-    while levels:
-        y = ops.upsample_nearest3d(y, 2, levels.pop())
-    z = np.array(nn.BatchNorm(CHANNELS, affine=False)(y).feats)
-    np.testing.assert_allclose(z.mean(axis=0), 0, atol=1e-5)
-    np.testing.assert_allclose(z.std(axis=0), 1, atol=1e-4)
 
 
 def test_running_statistics_are_those_of_mlx():
@@ -163,13 +130,6 @@ def test_the_running_variance_is_unbiased(rows, dtype, portable):
     np.testing.assert_allclose(np.array(layer.running_var), wanted, rtol=1e-5)
 
 
-def test_running_statistics_are_frozen_parameters():
-    layer = nn.BatchNorm(CHANNELS)
-    layer.unfreeze()
-    assert set(layer.trainable_parameters()) == {"weight", "bias"}
-    assert set(layer.parameters()) == {"weight", "bias", "running_mean", "running_var"}
-
-
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_running_statistics_are_float32_in_nets_of_any_dtype(dtype, tmp_path):
     kind = getattr(mx, dtype)
@@ -196,16 +156,6 @@ def test_running_statistics_are_float32_in_nets_of_any_dtype(dtype, tmp_path):
         ref.assert_close(other(x).feats, y, dtype)
     layer.running_mean = np.ones(CHANNELS, np.float16)
     assert layer.running_mean.dtype == mx.float32
-
-
-def test_no_rows_leave_running_statistics():
-    layer = nn.BatchNorm(CHANNELS)
-    before = [layer.running_mean, layer.running_var]
-    layer(tensor("empty")[0])
-    assert layer.running_mean is before[0] and layer.running_var is before[1]
-    layer(tensor("one")[0])  # a mean, but no variance
-    assert layer.running_var is before[1]
-    assert mx.isfinite(layer.running_mean).all().item()
 
 
 def test_half_statistics_are_float32():

@@ -79,21 +79,6 @@ def test_groups_and_gradients():
     ref.assert_close(kernel_major(layer.weight), expected)
 
 
-@pytest.mark.parametrize("bits", (4, 8))
-def test_packed(bits):
-    coords, feats, x = scene(channels=40)
-    net = nn.Sequential(nn.SubmConv3d(40, 32, offsets=CROSS_3))
-    before = net(x).feats
-    mlx.nn.quantize(net, group_size=32, bits=bits)
-    (layer,) = net.layers
-    assert type(layer) is nn.QuantizedSubmConv3d and layer.offsets == CROSS_3
-    weight = kernel_major(ml.dequantize_weight(layer.packed_weight()))
-    relation = ref.relation("submanifold", coords, offsets=np.array(CROSS_3))
-    ref.assert_close(layer(x).feats, ref.conv(feats, weight, relation))
-    apart = np.linalg.norm(np.array(layer(x).feats - before))
-    assert 0 < apart < (0.2 if bits == 4 else 0.02) * np.linalg.norm(np.array(before))
-
-
 def test_a_kernel_of_minkowski_loads():
     """(K, C_in, C_out), its offsets in the library's order."""
     coords, feats, x = scene()
@@ -116,10 +101,3 @@ def test_a_cross_is_not_taken_for_a_box_of_its_size():
     assert not ones.item()
     apart = ml.SparseTensor(x.coords, x.feats)
     assert mx.array_equal(box(x).feats, box(apart).feats).item()
-
-
-def test_explained_and_printed():
-    _, _, x = scene()
-    layer = nn.SubmConv3d(4, 6, offsets=CROSS_3)
-    assert "7 offsets" in str(ml.explain(x, layer))
-    assert f"offsets={CROSS_3}" in repr(layer)

@@ -2,7 +2,6 @@
 
 import os
 import warnings
-from contextlib import nullcontext
 
 import mlx.core as mx
 import mlx.nn
@@ -150,27 +149,6 @@ def test_master_weights(place, name, given, dtype):
         assert (np.abs(exact(a) - rounded) <= unit).all()
 
 
-@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
-def test_a_first_step_in_half_divides_by_no_zero(place, dtype):
-    """Adam's eps is 0 in half, and so are the squares of these gradients."""
-    if isinstance(place, EmulatedCuda) and dtype == mx.bfloat16:
-        return
-    parameters = tree(dtype)
-    gradient = tree_map(lambda a: mx.full(a.shape, 1e-4).astype(dtype), parameters)
-
-    def run():
-        optimizer = ours.Adam(0.01, master_weights=False)
-        with pytest.warns(RuntimeWarning) if dtype == mx.float16 else nullcontext():
-            found = optimizer.apply_gradients(gradient, parameters)
-        return [a for _, a in tree_flatten(found)]
-
-    (results,) = place.run(run).values()
-    each = (tree_flatten(t) for t in (parameters, gradient))
-    for a, (_, p), (_, g) in zip(results[0], *each, strict=True):
-        right = wanted("Adam", {}, 0.01, p, [g])
-        np.testing.assert_allclose(exact(a), right, rtol=0, atol=TOLERANCES[dtype])
-
-
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @kinds
 def test_steps_without_kernels(name, given, dtype, monkeypatch):
@@ -227,23 +205,6 @@ def test_states_are_mlx_s_own(place):
     for (name, a), (_, b) in zip(made, right, strict=True):
         assert a.dtype == b.dtype, name
         np.testing.assert_allclose(np.array(a), np.array(b), 1e-4, 1e-6, err_msg=name)
-
-
-@pytest.mark.skipif(not HAS_EMULATOR, reason="CUDA's launches are counted without one")
-def test_parameters_go_together(emulated):
-    place = emulated["aligned"]
-    place.emulator.launches.clear()
-    parameters = {str(i): mx.ones((5 + i % 3,)) for i in range(70)}
-    parameters |= {"whole": mx.array([1, 2]), "half": mx.ones((4,), dtype=mx.float16)}
-    gradients = tree_map(lambda a: a + 1, parameters)
-    with place.inside():
-        optimizer = ours.SGD(0.5, momentum=0.5)
-        found = optimizer.apply_gradients(gradients, parameters)
-        mx.eval(found)
-    # 70 of float32 in three, one of half, and MLX's own step for integers.
-    assert len(place.emulator.launches) == 4
-    assert list(found) == list(parameters)
-    assert found["69"].tolist() == [0.0] * 5 and found["half"].tolist() == [0.0] * 4
 
 
 def test_in_a_net_and_compiled():

@@ -6,6 +6,7 @@ import mlx.nn
 import numpy as np
 import pytest
 import reference as ref
+from conftest import drawn
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
@@ -22,10 +23,8 @@ NETS = {
 }
 
 
-def tensor(channels=3, dims=3, n=40, name="negative", seed=0):
-    coords = cases.geometry(name, dims, n, seed)
-    feats = mx.array(cases.features(len(coords), channels, seed))
-    return ml.SparseTensor(mx.array(coords), feats)
+def tensor(channels=3, dims=3, n=40):
+    return drawn("negative", dims, n, channels)
 
 
 def scores(net, x):
@@ -107,13 +106,6 @@ def test_linear(c_in, size, dtype):
         )
 
 
-def test_a_linear_layer_has_no_gradient_either():
-    twin = nn.Linear(20, 7).to_quantized(32, 8)
-    twin.unfreeze(keys=["scales", "bias"])
-    with pytest.raises(ValueError, match="packed weight has no gradient"):
-        mlx.nn.value_and_grad(twin, lambda x: twin(x).sum())(mx.ones((2, 20)))
-
-
 # Nets
 
 
@@ -156,16 +148,6 @@ def test_everything_is_packed_without_a_predicate_and_only_once():
     assert mx.isfinite(scores(net, tensor())).all().item()
 
 
-def test_half():
-    net = quantize(NETS["resnet"](), 8, 32, nn.keep_float())
-    y = scores(net, tensor())
-    net.set_dtype(mx.bfloat16)
-    z = scores(net, tensor().astype(mx.bfloat16))
-    assert z.dtype == mx.bfloat16 and distance(z.astype(mx.float32), y) < 0.05
-    with pytest.raises(TypeError, match="must have one dtype"):
-        net.stages[0](ml.nn.SubmConv3d(3, 16, 3)(tensor()))
-
-
 def test_adapters_train_beside_packed_layers():
     net = nn.Sequential(nn.SubmConv3d(20, 20, 1), nn.SubmConv3d(20, 8, 3)).eval()
     quantize(net, 8, 32, lambda path, _: path.endswith("1"))
@@ -185,17 +167,6 @@ def test_adapters_train_beside_packed_layers():
     net.layers[1].unfreeze(keys="scales")
     with pytest.raises(ValueError, match=r"Freeze the layer \(layer.freeze\(\)\)"):
         mlx.nn.value_and_grad(net, lambda x: net(x).feats.sum())(x)
-
-
-def test_new_parameters_are_used_at_once():
-    layer = nn.SubmConv3d(20, 6, 3).to_quantized(32, 8)
-    other = nn.SubmConv3d(20, 6, 3).to_quantized(32, 8)
-    x = tensor(20)
-    before = layer(x).feats
-    layer.load_weights(list(tree_flatten(other.parameters())))
-    assert mx.array_equal(layer(x).feats, other(x).feats).item()
-    layer.scales[:] = 0 * layer.scales
-    assert not mx.array_equal(layer(x).feats, before).item()
 
 
 def test_files_of_other_shapes_are_refused():
@@ -232,11 +203,6 @@ def test_what_cannot_be_packed(layer, options, text):
         layer.to_quantized(**options)
 
 
-def test_mlx_defaults():
-    twin = nn.SubmConv3d(4, 4, 3).to_quantized()
-    assert (twin.group_size, twin.bits, twin.mode) == (64, 4, "affine")
-
-
 # What stays in float
 
 
@@ -261,10 +227,3 @@ def test_keep_float_keeps_stems_and_heads_and_says_so():
     assert predicate("block", nn.SubmConv3d(64, 64, 3)) and "block" not in (
         predicate.kept
     )
-
-
-def test_models_of_modules_of_their_own_are_packed_too():
-    class Mine(nn.SubmConv3d):
-        pass
-
-    assert type(Mine(20, 6, 3).to_quantized(32, 8)) is nn.QuantizedSubmConv3d

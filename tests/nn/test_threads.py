@@ -1,19 +1,18 @@
 """Threads share tensors and nets whose relations are not built yet."""
 
 from contextvars import copy_context
-from threading import Barrier, Event, Thread
+from threading import Barrier, Thread
 
 import cases
 import mlx.core as mx
 import numpy as np
 import pytest
-from cuda_recorder import recording
 from emulated_cuda import EMULATED, place_of
 from places import HERE, MlxOperations
 
 import mlx_lattice as ml
-from mlx_lattice import devices, nn, ops, registry, sync
-from mlx_lattice.sync import SharedViews, building
+from mlx_lattice import devices, nn, ops, registry
+from mlx_lattice.sync import SharedViews
 
 THREADS = 8
 pytestmark = pytest.mark.skipif(
@@ -182,59 +181,6 @@ def test_what_one_thread_prepared_or_called_another_differentiates(name):
     assert_all([np.array(net(x).feats)], portable(lambda: net(new_tensor()).feats))
 
 
-def test_threads_share_the_relation_of_linear_layers():
-    net, x = nn.Linear(4, 4), new_tensor()
-    mx.eval(net.parameters())
-    in_threads(lambda: net(x).feats)
-    with ml.verify():
-        mx.eval(net(x).feats)
-
-
-@pytest.mark.parametrize("training", (False, True))
-def test_threads_prepare_one_tensor(training):
-    net, other = new_net(), new_net()
-    x = new_tensor()
-    wanted = portable(lambda: other(new_tensor()).feats)
-
-    def prepared():
-        ml.prepare(net, x, training=training)
-        return x.feats
-
-    results = in_threads(prepared, *[lambda: other(x).feats] * 3, prepared)
-    assert_all(results[1:-1], wanted)
-
-
-def test_threads_share_cuda_s_views():
-    with recording():
-        net, x = new_net(), new_tensor()
-        in_threads(*[lambda: net(x).feats] * THREADS)
-        in_threads(*[lambda: gradient(net, x)] * THREADS)
-
-
-def test_a_call_whose_views_are_there_takes_no_lock():
-    net, x = new_net(), new_tensor()
-    wanted = np.array(net(x).feats)
-    held, release = Event(), Event()
-
-    def hold():
-        with building:
-            held.set()
-            release.wait(60)
-
-    holder = Thread(target=hold)
-    holder.start()
-    try:
-        assert held.wait(60)
-        caller = Thread(target=lambda: in_threads(lambda: net(x).feats))
-        caller.start()
-        caller.join(30)
-        assert not caller.is_alive()
-    finally:
-        release.set()
-        holder.join()
-    assert_all(in_threads(lambda: net(x).feats), wanted)
-
-
 def test_views_that_cannot_be_computed_are_built_again(monkeypatch):
     views = SharedViews()
     with monkeypatch.context() as patched:
@@ -243,28 +189,3 @@ def test_views_that_cannot_be_computed_are_built_again(monkeypatch):
             views.build("view", lambda: mx.arange(4) + 1)
     assert not views and not views.unpublished
     assert views.build("view", lambda: mx.arange(4) + 2).tolist() == [2, 3, 4, 5]
-
-
-def test_a_view_is_visible_when_it_is_computed(monkeypatch):
-    views, seen = SharedViews(), []
-    real = sync.complete
-
-    def complete(made):
-        in_threads(lambda: seen.append((dict(views), views.find("view"))) or 0)
-        return real(made)
-
-    monkeypatch.setattr(sync, "complete", complete)
-    with building:
-        views.build("view", lambda: mx.arange(4) + 1)
-        assert views.find("view") is not None and "view" not in views
-    assert seen == [({}, None)]
-    assert np.array_equal(in_threads(lambda: views["view"])[0], [1, 2, 3, 4])
-
-
-def test_views_of_a_block_that_raises_are_forgotten():
-    """A trace that fails leaves views that depend on what it traced."""
-    views = SharedViews()
-    with pytest.raises(KeyError), building:
-        views.build("view", lambda: mx.arange(4))
-        raise KeyError
-    assert not views and not views.unpublished

@@ -1,4 +1,4 @@
-"""What is set in the place of a parameter is one, or a sentence."""
+"""What users do with modules: calls of their own, sharing, arrays as parameters."""
 
 import copy
 import pickle
@@ -8,18 +8,146 @@ import mlx.nn
 import mlx.optimizers
 import numpy as np
 import pytest
-import reference as ref
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
 from mlx_lattice import nn
+
+# Subclasses with a call of their own
+
+
+class Doubled:
+    def __call__(self, x):
+        return super().__call__(x) * 2
+
+
+class Conv(Doubled, nn.SubmConv3d): ...
+
+
+class Linear(Doubled, nn.Linear): ...
+
+
+class OfMlx(mlx.nn.Linear):
+    def __call__(self, x):
+        return x.replace(super().__call__(x.feats) * 2)
+
+
+class Norm(Doubled, nn.BatchNorm): ...
+
+
+class NormOfMlx(Doubled, mlx.nn.BatchNorm): ...
+
+
+KINDS = {
+    Conv: lambda: Conv(32, 32, 3),
+    Linear: lambda: Linear(32, 32),
+    OfMlx: lambda: OfMlx(32, 32),
+}
+
+
+def scan(channels=32):
+    coords = mx.array([[0, i, j, 0] for i in range(5) for j in range(4)], mx.int32)
+    return ml.SparseTensor(
+        coords, mx.random.normal((20, channels), key=mx.random.key(1))
+    )
+
+
+def net_of(layer):
+    return nn.Sequential(nn.SubmConv3d(32, 32, 3), nn.ReLU(), layer)
+
+
+@pytest.mark.parametrize("kind", (Conv, Linear))
+def test_a_layer_with_its_own_call_is_not_packed(kind):
+    net = net_of(KINDS[kind]())
+    with pytest.raises(TypeError, match=f"{kind.__name__} has a __call__ of its own"):
+        mlx.nn.quantize(net, 32, 8)
+    assert type(net.layers[0]) is nn.SubmConv3d  # nothing was done
+    with pytest.raises(TypeError, match="FakeQuant takes a float"):
+        nn.FakeQuant(KINDS[kind]())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("activations", (None, 8))
+def test_what_chooses_layers_leaves_it_in_float(kind, activations):
+    net, x = net_of(KINDS[kind]()), scan()
+    wanted = net(x).feats
+    options = {"bits": 8, "group_size": None if activations else 32}
+    made, report = ml.calibrate(net, [x], activations=activations, **options)
+    assert type(made.layers[2]) is kind and type(made.layers[0]) is not nn.SubmConv3d
+    assert "of its own" in report.kept["layers.2"]
+    assert mx.allclose(made(x).feats, wanted, atol=0.05)
+    nn.fake_quantize(net)
+    assert type(net.layers[2]) is kind and type(net.layers[0]) is nn.FakeQuant
+
+
+@pytest.mark.parametrize("kind", (Norm, NormOfMlx))
+def test_a_norm_with_its_own_call_is_not_converted(kind):
+    net = nn.Sequential(nn.SubmConv3d(32, 32, 3), nn.BatchNorm(32), kind(32))
+    with pytest.raises(TypeError, match=f"{kind.__name__} has a __call__ of its own"):
+        nn.convert_sync_batchnorm(net)
+    assert type(net.layers[1]) is nn.BatchNorm  # nothing was done
+
+
+# Layers that a net has twice
+
+
+class Twice(mlx.nn.Module):
+    """Calls one convolution and one norm twice, and has them under three names."""
+
+    def __init__(self):
+        super().__init__()
+        self.conv, self.norm = nn.SubmConv3d(8, 8, 3), nn.BatchNorm(8)
+        self.stages = [{"conv": self.conv, "norm": self.norm}, [self.conv, self.norm]]
+
+    def __call__(self, x):
+        x = self.norm(self.conv(x))
+        stage, (conv, norm) = self.stages
+        return norm(conv(stage["norm"](stage["conv"](x))))
+
+    def parts(self):
+        stage, (conv, norm) = self.stages
+        return [self.conv, stage["conv"], conv], [self.norm, stage["norm"], norm]
+
+
+def fake(net):
+    nn.fake_quantize(net, class_predicate=lambda *_: True)
+    return net
+
+
+MADE = {
+    "copied": copy.deepcopy,
+    "pickled": lambda net: pickle.loads(pickle.dumps(net)),
+    "fake": fake,
+    "synchronised": nn.convert_sync_batchnorm,
+}
+
+
+@pytest.mark.parametrize("how", MADE)
+def test_it_stays_one_and_trains_as_one(how):
+    net = MADE[how](Twice())
+    for same in net.parts():
+        assert len(set(map(id, same))) == 1
+    x, optimizer = scan(8), mlx.optimizers.SGD(0.1)
+    step = mlx.nn.value_and_grad(net, lambda x: mx.square(net(x).feats - 1).mean())
+    losses = []
+    for _ in range(5):
+        loss, grads = step(x)
+        optimizer.update(net, grads)
+        losses.append(loss.item())
+    assert losses[-1] < losses[0]
+    for same in net.parts():
+        assert all(mx.array_equal(same[0].weight, each.weight) for each in same)
+
+
+# Arrays set as parameters
+
 
 COORDS = mx.array([[0, i, j, 0] for i in range(4) for j in range(3)])
 rng = np.random.default_rng(0)
 X = ml.SparseTensor(COORDS, mx.array(rng.standard_normal((12, 4), dtype=np.float32)))
 
 
-def drawn(*shape) -> np.ndarray:
+def uniform(*shape) -> np.ndarray:
     return rng.uniform(0.5, 2, shape).astype(np.float32)
 
 
@@ -50,7 +178,7 @@ PARAMETERS = [
 def test_arrays_of_numpy_are_parameters(name, parameter, as_list):
     """MLX's Module makes attributes of them, and the layer goes on without."""
     layer = LAYERS[name]()
-    value = drawn(*layer[parameter].shape)
+    value = uniform(*layer[parameter].shape)
     setattr(layer, parameter, value.tolist() if as_list else value)
     assert isinstance(layer[parameter], mx.array)
     assert np.array_equal(layer[parameter], value)
@@ -63,7 +191,7 @@ def test_arrays_of_numpy_are_parameters(name, parameter, as_list):
 def test_a_bias_where_none_was():
     layer = nn.SubmConv3d(4, 4, 3, bias=False)
     plain = layer(X).feats
-    layer.bias = drawn(4)
+    layer.bias = uniform(4)
     assert "bias" in layer.trainable_parameters()
     assert mx.allclose(layer(X).feats, plain + layer.bias, atol=1e-5)
     layer.bias = None
@@ -87,15 +215,6 @@ def test_weights_of_another_layout(shape):
         ValueError, match=r"layer's weight has shape \(C_out, .*io\.conv"
     ):
         layer(X)
-
-
-def test_weights_of_numpy_give_the_oracle_s_values():
-    layer = nn.SubmConv3d(4, 5, 3)
-    layer.weight, layer.bias = drawn(5, 3, 3, 3, 4), drawn(5)
-    rel = ref.relation("submanifold", np.array(COORDS), kernel_size=3)
-    kio = ref.weight_kio(np.array(layer.weight))
-    right = ref.conv(np.array(X.feats), kio, rel, np.array(layer.bias))
-    ref.assert_close(layer(X).feats, right, "float32")
 
 
 def test_statistics_stay_frozen_in_nets():
