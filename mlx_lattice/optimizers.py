@@ -2,15 +2,12 @@
 
 Classes, arguments, states and formulas are those of ``mlx.optimizers``, and either can
 continue with the state of the other. On Metal and CUDA one launch updates up to 32
-parameters (5 on Metal); MLX's SGD with momentum takes 5 launches for each parameter.
-The kernels compute in float32 and round once. On other devices, and for parameters
-whose arrays are not all float32, float16 or bfloat16, MLX's own step runs.
+parameters (5 on Metal). Kernels compute in float32 and round once. On other devices,
+and for arrays that are not float32, float16 or bfloat16, MLX's own step runs.
 
-A step often adds less to a parameter than half precision can represent. With
-``master_weights`` the state has a float32 copy of each half parameter, ``"master"``.
-Steps are added to the copy, and the parameter is the rounded copy (Micikevicius et al.,
-"Mixed Precision Training", 2018). If a parameter is set between two steps, as by
-``load_weights``, the copy takes its value.
+With ``master_weights`` the state has a float32 copy of each half parameter, to which
+steps are added (Micikevicius et al., "Mixed Precision Training", 2018). If a parameter
+is set between two steps, as by ``load_weights``, the copy takes its value.
 """
 
 from __future__ import annotations
@@ -48,11 +45,9 @@ class _Batched:
     def apply_single(
         self, gradient: mx.array, parameter: mx.array, state: dict
     ) -> mx.array:
-        """Return the updated parameter by MLX's own step; the state is updated.
-
-        Half precision is computed in float32 and rounded once, as kernels do: in half
-        Adam's ``eps`` is 0, and so is the square of a gradient below 2e-4.
-        """
+        """Return the updated parameter by MLX's own step; the state is updated."""
+        # Half is computed in float32: in half Adam's ``eps`` is 0, and so is the square
+        # of a gradient below 2e-4.
         if parameter.dtype not in HALVES:
             return super().apply_single(gradient, parameter, state)
         own = parameter.astype(mx.float32)

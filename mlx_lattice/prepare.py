@@ -297,11 +297,7 @@ def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
 
 @contextmanager
 def unchanged(net: Callable) -> Iterator[None]:
-    """Snapshot modules and MLX's random state, and restore them after the block.
-
-    Inside the block parameters are zeros, so that layers cache nothing derived from the
-    real ones. Another thread's block waits for this one.
-    """
+    """Restore modules and random state after a block, in which parameters are zeros."""
     with _standing_in:
         random, modules = mx.random.state[0], list(reached(net))
         snapshot = ModuleSnapshot(modules)

@@ -43,10 +43,7 @@ class Packing(NamedTuple):
         return 3 if not self.is_integer else 1 if self.bits == 8 else 2
 
     def weight(self, arrays: Sequence[mx.array]) -> PackedWeight:
-        """Return the weight of checked arrays, in the constructor's order.
-
-        Kernels need no scale of an integer weight.
-        """
+        """Return the weight of checked arrays, in the constructor's order."""
         in_channels, bits, group_size, kernel, is_integer = self
         kind = IntegerWeight if is_integer else QuantizedWeight
         weight = object.__new__(kind)
@@ -139,10 +136,7 @@ class QuantizedWeight(PackedWeight):
         )
 
     def dense(self, dtype: mx.Dtype = mx.float32) -> mx.array:
-        """Return (K, C_in / groups, C_out): the values that kernels multiply with.
-
-        They are computed in float32, then cast.
-        """
+        """Return (K, C_in / groups, C_out), computed in float32, then cast."""
         dtype_name(dtype)
         scales, biases = (a.astype(mx.float32) for a in self.arrays[1:])
         groups = {"group_size": self.group_size, "bits": self.bits}
@@ -234,10 +228,6 @@ def quantize_weight(
         group_size: input channels that share a scale: 32, 64 or 128.
         layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
             axes. Only a 1D module's weight, which has 3 axes, needs it.
-
-    Raises:
-        TypeError: the weight is not floating.
-        ValueError: the bits, group size or shape cannot be packed.
     """
     check_packing(bits, group_size)
     w, kernel = _output_major(weight, layout)
@@ -254,9 +244,7 @@ def quantize_weight(
 def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.array:
     """Return the float weight of a packed one, in the layout that was packed.
 
-    Args:
-        q: the packed weight.
-        dtype: by default that of the scales; float32 is exact.
+    The dtype is by default that of the scales; float32 is exact.
     """
     if not isinstance(q, QuantizedWeight):
         raise TypeError(
@@ -284,11 +272,6 @@ def integer_weight(
         group_size: 32, 64 or 128 for int4 weights, by default 64; None for int8.
         scale: (C_out,) float32; by default the greatest magnitude of each output
             channel over 127 (int8) or 126 (int4). Values beyond it are clipped.
-
-    Raises:
-        TypeError: the weight is not floating.
-        ValueError: the bits, group size or shape cannot be packed, or sums could leave
-            int32.
     """
     group_size = integer_group_size(bits, group_size)
     w, kernel = _output_major(weight, layout)

@@ -225,33 +225,27 @@ UNPACKING = frozenset({devices.CUDA})
 
 
 def _quantized_pointwise(x, w, relation, groups, transposed):
-    """Return x @ W[0] by ``packed_matmul``."""
-    return packed_matmul(x, w)
-
-
-def packed_matmul(x: mx.array, w: QuantizedWeight, transpose: bool = True) -> mx.array:
-    """Return x @ W[0], or x @ W[0].T, in the dtype of ``x``."""
+    """Return x @ W[0] in the dtype of ``x``."""
     if x.shape[0] == 0:  # MLX divides by the number of rows
-        return mx.zeros((0, w.shape[2 if transpose else 1]), dtype=x.dtype)
+        return mx.zeros((0, w.shape[2]), dtype=x.dtype)
     backend = devices.current().backend
     if backend in UNPACKING:
         dense = unpacked_weights(w) if serves(backend) else w.dense(x.dtype)
         dense = dense.squeeze(0)  # [0] gathers: a copy
         if dense.shape != w.shape[1:]:  # padded
             dense = dense[: w.shape[1], : w.shape[2]]
-        return x @ (dense if transpose else dense.T)
+        return x @ dense
     # MLX's CPU kernels add up in the dtype they are given, those of GPUs in float32.
     kind = mx.float32 if backend == devices.CPU else x.dtype
     y = mx.quantized_matmul(
-        padded_features(x, w, 1).astype(kind) if transpose else x.astype(kind),
+        padded_features(x, w, 1).astype(kind),
         w.weight.squeeze(0),
         scales=w.scales.squeeze(0).astype(kind),
         biases=w.biases.squeeze(0).astype(kind),
-        transpose=transpose,
         group_size=w.group_size,
         bits=w.bits,
     )
-    return (y if transpose else y[:, : w.in_channels]).astype(x.dtype)
+    return y.astype(x.dtype)
 
 
 def padded_features(x: mx.array, w: QuantizedWeight, groups: int) -> mx.array:

@@ -7,7 +7,6 @@ from mlx.nn import Module
 from ..tensor import numbered_classes, unknown_name
 from . import (
     attention,
-    calibrate,
     convolution,
     fused,
     int8,
@@ -17,7 +16,6 @@ from . import (
     pooling,
 )
 from .attention import *
-from .calibrate import *
 from .convolution import *
 from .fused import *
 from .int8 import *
@@ -61,7 +59,7 @@ if TYPE_CHECKING:  # type checkers do not see the loop
     Upsample1d = Upsample2d = Upsample3d = Upsample4d = pooling.Upsample
 
 _FILES = (
-    layers, attention, calibrate, fused, convolution, int8, linear,
+    layers, attention, fused, convolution, int8, linear,
     normalization, pooling,
 )  # fmt: skip
 __all__ = [

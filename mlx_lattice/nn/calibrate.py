@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import copy
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, is_dataclass
 from math import prod
@@ -29,7 +29,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
-from mlx.utils import tree_flatten, tree_map_with_path
+from mlx.utils import tree_flatten
 
 from .. import contraction
 from ..channel_kernels import Fused, norm_observers
@@ -50,7 +50,7 @@ from ..relation import Relation
 from ..routes import launch
 from ..tensor import SparseTensor
 from .fused import tracing, unfused
-from .int8 import FakeQuant, finite, put, tie_scales, usable
+from .int8 import FakeQuant, finite, keep_float, put, tie_scales, usable, wants
 from .linear import (
     INTEGER,
     FoldedNorm,
@@ -67,7 +67,7 @@ from .linear import (
     why_no_twin,
 )
 
-__all__ = ["fake_quantize", "keep_float"]
+__all__ = ["Calibration", "LayerError", "calibrate"]
 
 # Shares of the range of a group of packed weights that the search tries.
 RANGES = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7, 0.6, 0.5)
@@ -78,113 +78,6 @@ SAMPLES = 1 << 15  # magnitudes that are sampled of a call
 # large 3.5%, 16 times 14%. A call needs another scale if it is more than MOST_OFF off,
 # and TIMES as much as with a scale of its own. Rows with their own scales are 0.6% off.
 MOST_OFF, TIMES = 0.04, 3
-
-# Words in the paths of layers that compute a net's result or choose its rows.
-HEADS = (
-    "head", "classifier", "logits", "final", "output_layer", "to_subdiv", "out_layer",
-    "to_latent",
-)  # fmt: skip
-
-
-class keep_float:  # noqa: N801 - reads as the predicate it is
-    """A ``class_predicate`` of ``mlx.nn.quantize`` that keeps stems and heads in float.
-
-    Packing saves little in layers with few input channels (stems, depthwise kernels),
-    and layers with few outputs compute the net's result. A subclass with a call of its
-    own has no packed twin. Printed afterwards, it lists the layers that it kept, and
-    why; ``kept`` is the same as a dict.
-
-    Args:
-        few_inputs (int): Keep layers with fewer input channels in a group. Default:
-            ``16``.
-        few_outputs (int): Keep layers with fewer output channels. Default: ``8``.
-        names (tuple of str): Keep layers with one of these words in their path.
-            Default: the heads of the ``models``, and the layers that choose rows.
-    """
-
-    def __init__(
-        self,
-        few_inputs: int = 16,
-        few_outputs: int = 8,
-        names: Sequence[str] = HEADS,
-    ):
-        self.few_inputs, self.few_outputs = few_inputs, few_outputs
-        self.names = (names,) if isinstance(names, str) else tuple(names)
-        self.kept: dict[str, str] = {}
-
-    def __call__(self, path: str, module: Module) -> bool:
-        """Return whether a layer is to be packed; the reason is noted if it is not."""
-        if not hasattr(module, "to_quantized") or "scales" in module:
-            return False
-        self.kept.pop(path, None)
-        if reason := self._reason(path, module):
-            self.kept[path] = reason
-        return reason is None
-
-    def _reason(self, path: str, module: Module) -> str | None:
-        for name in self.names:
-            if name in path.lower().split("."):
-                return f'"{name}" in its path'
-        why = why_no_twin(module)
-        if why is not None:
-            return why
-        c_out, *_, c_in = module.weight.shape
-        if c_in < self.few_inputs:
-            return f"{c_in} input channels a group, fewer than {self.few_inputs}"
-        if c_out < self.few_outputs:
-            return f"{c_out} output channels, fewer than {self.few_outputs}"
-        return None
-
-    def __str__(self) -> str:
-        """Return a line for each layer that was kept."""
-        if not self.kept:
-            return "kept in float: none"
-        rows = (f"  {path}: {reason}" for path, reason in self.kept.items())
-        return "\n".join(["kept in float:", *rows])
-
-    __repr__ = __str__
-
-
-def _wants(predicate, path: str, module: Module) -> bool:
-    wanted = predicate(path, module)
-    if isinstance(wanted, dict):
-        raise TypeError(
-            f"class_predicate must return True or False here; got {wanted} for {path}: "
-            "all layers are packed alike"
-        )
-    return bool(wanted)
-
-
-def fake_quantize(
-    model: Module,
-    bits: int = 8,
-    group_size: int | None = None,
-    *,
-    momentum: float | None = 0.1,
-    class_predicate: Callable[[str, Module], bool] | None = None,
-) -> None:
-    """Put ``FakeQuant`` around a model's convolutions and linear layers, in place.
-
-    A layer that a model has twice stays one, and trains as one.
-
-    Args:
-        model: a float model.
-        bits, group_size, momentum: those of ``FakeQuant``.
-        class_predicate: as in ``ml.calibrate``; by default ``keep_float()``.
-    """
-    predicate = keep_float() if class_predicate is None else class_predicate
-    wrapped: dict[int, FakeQuant] = {}
-
-    def wrap(path: str, module: Module) -> Module:
-        able = has_twin(module) and "scales" not in module
-        if not able or not _wants(predicate, path, module):
-            return module
-        if id(module) not in wrapped:
-            wrapped[id(module)] = FakeQuant(module, bits, group_size, momentum)
-        return wrapped[id(module)]
-
-    leaves = model.leaf_modules()
-    model.update_modules(tree_map_with_path(wrap, leaves, is_leaf=Module.is_module))
 
 
 @dataclass(frozen=True)
@@ -284,10 +177,6 @@ def calibrate(
             default ``nn.keep_float()``.
         call: runs the model that it gets on a batch: ``call(model, batch)``.
 
-    Raises:
-        TypeError: ``class_predicate`` returns options of a layer.
-        ValueError: there is no batch, no layer to pack, features are not finite, or
-            bits and group size cannot be packed.
     """
     if activations not in (None, 8):
         raise ValueError(
@@ -357,7 +246,7 @@ def _layers_to_pack(
     paths, kept = [], {}
     for path, module in tree_flatten(model.leaf_modules(), is_leaf=Module.is_module):
         packable = hasattr(module, "to_quantized") and "scales" not in module
-        if not packable or not _wants(predicate, path, module):
+        if not packable or not wants(predicate, path, module):
             continue
         why = why_no_twin(module)
         if why is None and activations:
@@ -408,10 +297,7 @@ def _observe_calls(
     see: Callable[..., None],
     run: Callable[[Module, object], object],
 ) -> None:
-    """Run a model on batches; ``see(layer, rows, relation, result, call)`` every call.
-
-    The model runs in evaluation mode; ``call`` counts the calls of a layer in a batch.
-    """
+    """Run a model; ``see(layer, rows, relation, result, call)`` gets every call."""
     counts = Counter()
 
     def tell(layer: Module, x: mx.array, relation: Relation, y: mx.array) -> None:
@@ -496,7 +382,7 @@ class _Layer:
         if self.errors is None:
             return {"before": None, "after": None}
         plain, chosen, norm = self.errors.tolist()
-        finite(plain + norm, self.paths[0])
+        finite(plain + chosen + norm, self.paths[0])
         chosen, norm = max(0.0, chosen + moved), norm or 1.0
         return {"before": (plain / norm) ** 0.5, "after": (chosen / norm) ** 0.5}
 
@@ -998,20 +884,10 @@ class TracedTensor(SparseTensor):
         self.tracer.read(self.origin, launch.current_scope())
         return self._feats
 
-    @property
-    def shape(self) -> tuple[int, int]:
-        """(N, C)."""
-        return tuple(self._feats.shape)
-
-    @property
-    def channels(self) -> int:
-        """Number of feature channels."""
-        return self._feats.shape[1]
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """Dtype of the features."""
-        return self._feats.dtype
+    # The same without a reader.
+    shape = property(lambda self: tuple(self._feats.shape))
+    channels = property(lambda self: self._feats.shape[1])
+    dtype = property(lambda self: self._feats.dtype)
 
 
 @joined.register

@@ -101,9 +101,7 @@ def convolved(
 ) -> SparseTensor:
     """Return ``activation(norm(conv(x)) + residual)``, in one call if it can be.
 
-    Linear layers take (N, C) features too. If these are traced, or the result is int8,
-    it is a tensor without coordinates: see ``plain``. A residual of other rows is
-    aligned as by ``+``.
+    For (N, C) features of linear layers the result may be a tensor without coordinates.
     """
     if isinstance(x, SparseTensor):
         able = _takes_epilogue(conv)
@@ -182,11 +180,7 @@ def linear(
 def _of_rows(
     layer: Callable, norm: Callable | None, x: Features, activation, residual
 ) -> Features | None:
-    """Return a linear layer with what follows, in one launch; None if it cannot be.
-
-    Results of contractions are not fused with a residual: under ``ml.memory_limit``
-    blocks of rows add it apart, and the bits must be the same.
-    """
+    """Return a linear layer with what follows, in one launch; None if it cannot be."""
     act = NONE if activation is None else fused_activation(activation)
     feats = features_of(x)
     if act is None or not linears.takes_more(layer, feats):
@@ -201,6 +195,7 @@ def _of_rows(
         y = linears.followed(layer, feats, residual, act)
         return x.replace(y) if isinstance(x, SparseTensor) else y
     after = None
+    # Under ``ml.memory_limit`` blocks of rows add it apart; the bits must be the same.
     if residual is not None:
         return None
     if norm is None:

@@ -1,14 +1,15 @@
-"""Integer layers of a net: training with FakeQuant, files, tied scales."""
+"""What of a net is packed; training with FakeQuant; files of integer layers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import inf, isfinite, prod
 from pathlib import Path
 
 import mlx.core as mx
 from mlx.nn import Module
+from mlx.utils import tree_map_with_path
 
 from ..int8 import as_int8, inverse_of, row_scales
 from ..problem import MOST, in_device_memory
@@ -24,12 +25,23 @@ from .linear import (
     pack,
     set_output_scale,
     twin_holding,
+    why_no_twin,
 )
 
-__all__ = ["FakeQuant", "integer_like", "tie_scales", "unpack_int4"]
+__all__ = [
+    "FakeQuant", "fake_quantize", "integer_like", "keep_float", "tie_scales",
+    "unpack_int4",
+]  # fmt: skip
 
 # Parameters that not every integer layer has beside its weight and scales.
 OPTIONAL = "bias", "input_scale", "output_scale", "output_inverse"
+
+
+# Words in the paths of layers that compute a net's result or choose its rows.
+HEADS = (
+    "head", "classifier", "logits", "final", "output_layer", "to_subdiv", "out_layer",
+    "to_latent",
+)  # fmt: skip
 
 
 def put(model: Module, path: str, module: Module) -> None:
@@ -94,7 +106,76 @@ def unpack_int4(model: Module) -> tuple[str, ...]:
     return tuple(sorted(paths))
 
 
-# Training
+# What is packed, and training for it
+
+
+class keep_float:  # noqa: N801 - reads as the predicate it is
+    """A ``class_predicate`` of ``mlx.nn.quantize`` that keeps stems and heads in float.
+
+    Packing saves little in layers with few input channels (stems, depthwise kernels),
+    and layers with few outputs compute the net's result. A subclass with a call of its
+    own has no packed twin. Printed afterwards, it lists the layers that it kept, and
+    why; ``kept`` is the same as a dict.
+
+    Args:
+        few_inputs (int): Keep layers with fewer input channels in a group. Default:
+            ``16``.
+        few_outputs (int): Keep layers with fewer output channels. Default: ``8``.
+        names (tuple of str): Keep layers with one of these words in their path.
+            Default: the heads of the ``models``, and the layers that choose rows.
+    """
+
+    def __init__(
+        self,
+        few_inputs: int = 16,
+        few_outputs: int = 8,
+        names: Sequence[str] = HEADS,
+    ):
+        self.few_inputs, self.few_outputs = few_inputs, few_outputs
+        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self.kept: dict[str, str] = {}
+
+    def __call__(self, path: str, module: Module) -> bool:
+        """Return whether a layer is to be packed; the reason is noted if it is not."""
+        if not hasattr(module, "to_quantized") or "scales" in module:
+            return False
+        self.kept.pop(path, None)
+        if reason := self._reason(path, module):
+            self.kept[path] = reason
+        return reason is None
+
+    def _reason(self, path: str, module: Module) -> str | None:
+        for name in self.names:
+            if name in path.lower().split("."):
+                return f'"{name}" in its path'
+        why = why_no_twin(module)
+        if why is not None:
+            return why
+        c_out, *_, c_in = module.weight.shape
+        if c_in < self.few_inputs:
+            return f"{c_in} input channels a group, fewer than {self.few_inputs}"
+        if c_out < self.few_outputs:
+            return f"{c_out} output channels, fewer than {self.few_outputs}"
+        return None
+
+    def __str__(self) -> str:
+        """Return a line for each layer that was kept."""
+        if not self.kept:
+            return "kept in float: none"
+        rows = (f"  {path}: {reason}" for path, reason in self.kept.items())
+        return "\n".join(["kept in float:", *rows])
+
+    __repr__ = __str__
+
+
+def wants(predicate, path: str, module: Module) -> bool:
+    wanted = predicate(path, module)
+    if isinstance(wanted, dict):
+        raise TypeError(
+            f"class_predicate must return True or False here; got {wanted} for {path}: "
+            "all layers are packed alike"
+        )
+    return bool(wanted)
 
 
 class FakeQuant(Packable, Module):
@@ -221,6 +302,38 @@ def _round_weight(bits: int, group_size: int | None) -> Function:
         return w.transpose(2, 0, 1).reshape(weight.shape)
 
     return Function(forward, vjp=lambda _, dy, __: dy, jvp=lambda _, tangent: tangent)
+
+
+def fake_quantize(
+    model: Module,
+    bits: int = 8,
+    group_size: int | None = None,
+    *,
+    momentum: float | None = 0.1,
+    class_predicate: Callable[[str, Module], bool] | None = None,
+) -> None:
+    """Put ``FakeQuant`` around a model's convolutions and linear layers, in place.
+
+    A layer that a model has twice stays one, and trains as one.
+
+    Args:
+        model: a float model.
+        bits, group_size, momentum: those of ``FakeQuant``.
+        class_predicate: as in ``ml.calibrate``; by default ``keep_float()``.
+    """
+    predicate = keep_float() if class_predicate is None else class_predicate
+    wrapped: dict[int, FakeQuant] = {}
+
+    def wrap(path: str, module: Module) -> Module:
+        able = has_twin(module) and "scales" not in module
+        if not able or not wants(predicate, path, module):
+            return module
+        if id(module) not in wrapped:
+            wrapped[id(module)] = FakeQuant(module, bits, group_size, momentum)
+        return wrapped[id(module)]
+
+    leaves = model.leaf_modules()
+    model.update_modules(tree_map_with_path(wrap, leaves, is_leaf=Module.is_module))
 
 
 # Files

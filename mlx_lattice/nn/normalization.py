@@ -412,10 +412,7 @@ class Exchanges:
         return self._in_turn(mx.distributed.all_sum, parts)[0]
 
     def gathered(self, row: mx.array) -> mx.array:
-        """Return ``gather(row)``, differentiable.
-
-        Its gradient is that of the sum of all processes' losses.
-        """
+        """Return ``gather(row)``, with the gradient of the sum of all losses."""
         rank = self.group.rank()
 
         def back(dy):
@@ -424,10 +421,8 @@ class Exchanges:
         return linear(self.gather, back, self.gathered)(row)
 
     def added(self, x: mx.array) -> mx.array:
-        """Return the sum over processes, whose gradient is the sum of gradients.
-
-        MLX's own rule takes this process's gradient alone.
-        """
+        """Return the sum over processes, whose gradient is the sum of gradients."""
+        # MLX's own rule takes this process's gradient alone.
 
         def add(x):
             return self.add(x).reshape(x.shape)
@@ -483,10 +478,7 @@ class SharedStatistics:
         return tuple(a.reshape(1, -1) for a in (mean, var, *moved))
 
     def terms(self, fit: Fit, sums: mx.array, _: mx.array) -> mx.array:
-        """Return the means of the sums of g and g xhat over all rows, times the weight.
-
-        The gradients of weight and bias are those of this process.
-        """
+        """Return the means of the sums of g and g xhat over all rows, times weight."""
         every = self.exchanges.add(sums, self.rows)
         means = every[:-1].reshape(sums.shape) / mx.maximum(every[-1], 1)
         return means if fit.weight is None else means * fit.weight.astype(mx.float32)
