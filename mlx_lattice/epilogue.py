@@ -173,12 +173,6 @@ class Epilogue(_Fields):
         """Return it for sums that a bias is added to first."""
         if all(getattr(self, name) is None for name in CHANNELS):
             return self._replace(shift=bias)
-        if self.var is not None and self.mean is not None:
-            # On a GPU in one launch: layers ask for it at every call.
-            on_gpu = mx.default_device() == mx.gpu
-            about_bias = _IN_ONE_LAUNCH if on_gpu else _mean_and_var
-            mean, var = about_bias(self.mean, self.var, bias)
-            return self._replace(mean=mean, var=var)
         bias = bias.astype(mx.float32)
         if self.var is not None or self.mean is not None:
             mean = -bias if self.mean is None else self.mean - bias
@@ -186,15 +180,6 @@ class Epilogue(_Fields):
         shift = bias if self.scale is None else self.scale * bias
         shift = shift if self.shift is None else shift + self.shift
         return self._replace(shift=shift)
-
-
-def _mean_and_var(mean: mx.array, var: mx.array, bias: mx.array) -> list[mx.array]:
-    """Return float32 statistics of sums without the bias that ``mean`` is with."""
-    mean, var, bias = (a.astype(mx.float32) for a in (mean, var, bias))
-    return [mean - bias, var]
-
-
-_IN_ONE_LAUNCH = mx.compile(_mean_and_var, shapeless=True)
 
 
 class Moments:

@@ -37,13 +37,13 @@ from .attention_calls import (
     Groups,
     Heads,
     Padding,
-    RelativeBias,
     attend_bucket,
     attention_record,
     by_kernel,
     composed,
     cut,
     groups_of,
+    relative_bias,
     report_calls,
     separate,
 )
@@ -213,7 +213,7 @@ def _attend(
     report_calls(record, groups.buckets, heads, groups.masks)
     if table is None:
         return composed(arrays, groups, scale)
-    bias = RelativeBias(table, like.coordinate_set, groups)
+    bias = relative_bias(table, like.coordinate_set, groups)
     return composed(arrays, groups, scale, bias)
 
 
@@ -492,8 +492,7 @@ def cross_attention(
         like: the tensor whose N rows the queries are; its features do not matter. The
             sizes of its elements are read once for each coordinate set.
         lengths: (B,) integers: how many entries of each sequence count; by default all
-            M. An array of MLX is not read: more than M count as M, and less than 0
-            as 0.
+            M. They are not read: more than M count as M, and less than 0 as 0.
         scale: factor of the scores; by default ``D ** -0.5``.
 
     Returns:
@@ -504,16 +503,8 @@ def cross_attention(
         TypeError: dtypes differ.
         ValueError: shapes do not fit, or there are more batch elements than sequences.
     """
-    is_known = lengths is not None and not isinstance(lengths, mx.array)
     q, k, v, lengths = arrays_of(q=q, k=k, v=v, lengths=lengths)
     _check_sequences((q, k, v), like, lengths)
-    if is_known and lengths.size:
-        low, high = lengths.min().item(), lengths.max().item()
-        if low < 0 or high > k.shape[1]:
-            raise ValueError(
-                f"lengths must lie from 0 to {k.shape[1]}, the sequences' own; got "
-                f"{low} to {high}"
-            )
     shape = (*q.shape[:-1], v.shape[-1])
     if 0 in shape or k.shape[1] == 0:
         return zeros_of([q, k, v], shape, q.dtype)
@@ -566,20 +557,17 @@ def _cross_by_kernel(arrays, like, lengths: mx.array | None, scale: float) -> mx
     begins += [count] * (batches + 2 - len(begins))
     sizes = [b - a for a, b in zip(begins, begins[1:], strict=False)]
     places = mx.arange(total, dtype=mx.int32)
-    if lengths is None:
-        rows, back, starts = places, None, mx.arange(batches + 1, dtype=mx.int32) * most
-        begins, sizes = begins[:-1], sizes[:-1]
-    else:
-        # Entries behind the sequences are a group of their own, without queries.
-        lengths = mx.clip(lengths.astype(mx.int32), 0, most)
-        behind = places % most >= lengths[places // most]
-        rows = mx.argsort(behind.astype(mx.int32) * total + places).astype(mx.int32)
-        back = mx.argsort(rows).astype(mx.int32)
-        ends = running_sums(lengths)
-        starts = mx.concatenate([0 * ends[:1], ends, mx.full_like(ends[:1], total)])
+    # Entries behind the sequences are a group of their own, without queries.
+    ends = mx.full((batches,), most, dtype=mx.int32)
+    if lengths is not None:
+        ends = mx.clip(lengths.astype(mx.int32), 0, most)
+    behind = places % most >= ends[places // most]
+    rows = mx.argsort(behind.astype(mx.int32) * total + places).astype(mx.int32)
+    back = mx.argsort(rows).astype(mx.int32)
+    ends = running_sums(ends)
+    starts = mx.concatenate([0 * ends[:1], ends, mx.full_like(ends[:1], total)])
     queries = mx.arange(count, dtype=mx.int32) if order is None else order
-    numbers = (mx.array(a, dtype=mx.int32) for a in (sizes, begins[: len(sizes)]))
-    sizes, begins = numbers
+    sizes, begins = (mx.array(a, dtype=mx.int32) for a in (sizes, begins[:-1]))
 
     def again(*flat):
         shaped = [a.reshape(b.shape) for a, b in zip(flat, arrays, strict=True)]
@@ -590,7 +578,7 @@ def _cross_by_kernel(arrays, like, lengths: mx.array | None, scale: float) -> mx
         *(a.reshape(-1, *a.shape[-2:]) for a in arrays),
         (rows, starts, sizes, queries, begins),
         scale,
-        gather=lambda a: a if back is None else a[back],
+        gather=lambda a: a[back],
         again=again,
         record=_cross_record(q, batches, 2 * (count * most,), CPU, "attention"),
     )

@@ -475,13 +475,13 @@ def composed(
     arrays: tuple[mx.array, ...],
     groups: Groups,
     scale: float,
-    bias: RelativeBias | None = None,
+    bias: Bias | None = None,
 ) -> mx.array:
     """Attend a bucket at a time, in MLX operations that differentiate to any order."""
     results, start, q = [], 0, arrays[0]
     slots = zip(*(groups.slots(a) for a in arrays), strict=True)
     for bucket, mask, parts in zip(groups.buckets, groups.masks, slots, strict=True):
-        of_scores = None if bias is None else bias.of_bucket(start, bucket)
+        of_scores = None if bias is None else bias(start, bucket)
         parts = separate(parts, 2)
         results += attend_bucket(bucket, parts, mask, scale, of_scores)
         start += bucket.groups * bucket.length
@@ -574,25 +574,25 @@ def biases(table: mx.array, apart: mx.array) -> mx.array:
     return gathered(table, flat).reshape(*apart.shape[:-1], heads)
 
 
-class RelativeBias:
-    """What a table adds to the scores, by the difference of cells along each axis."""
+# From the first slot of a bucket and the bucket to a function of groups and queries.
+Bias = Callable[[int, Bucket], Callable[[slice, slice], mx.array]]
 
-    def __init__(self, table: mx.array, rows: CoordinateSet, groups: Groups):
-        self.table, coords = table.astype(mx.float32), rows.coords
-        low, high = rows.bounds
-        if any(b - a > INT32_LIMIT for a, b in zip(low, high, strict=True)):
-            coords = coords.astype(mx.int64)
-        self.cells = coords[mx.maximum(groups.row, 0), 1:]
 
-    def of_bucket(
-        self, start: int, bucket: Bucket
-    ) -> Callable[[slice, slice], mx.array]:
-        """Return a function of groups and queries of the bucket from a slot on."""
+def relative_bias(table: mx.array, rows: CoordinateSet, groups: Groups) -> Bias:
+    """Return the float32 (groups, heads, queries, keys) biases of scores by a table."""
+    table, coords, (low, high) = table.astype(mx.float32), rows.coords, rows.bounds
+    if any(b - a > INT32_LIMIT for a, b in zip(low, high, strict=True)):
+        coords = coords.astype(mx.int64)
+    cells = coords[mx.maximum(groups.row, 0), 1:]
+
+    def of_bucket(start: int, bucket: Bucket) -> Callable[[slice, slice], mx.array]:
         end = start + bucket.groups * bucket.length
-        cells = self.cells[start:end].reshape(bucket.groups, bucket.length, -1)
+        inside = cells[start:end].reshape(bucket.groups, bucket.length, -1)
 
         def bias(groups: slice, queries: slice) -> mx.array:
-            apart = cells[groups, queries, None] - cells[groups, None]
-            return biases(self.table, apart).transpose(0, 3, 1, 2)
+            apart = inside[groups, queries, None] - inside[groups, None]
+            return biases(table, apart).transpose(0, 3, 1, 2)
 
         return bias
+
+    return of_bucket

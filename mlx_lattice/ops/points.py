@@ -375,6 +375,8 @@ def grid_sample_3d(
 # Candidates that are looked at together, and queries whose cells are looked up at once.
 SLOTS = 1 << 20
 QUERIES = 1 << 17
+# Points that may share a place on average: each is a candidate of all others there.
+MOST_EQUAL = 1024
 # A key that no pair has: it sorts behind all.
 NONE = (1 << 63) - 1
 # Rounding of float32 cells and faces, as a part of the points' extent.
@@ -431,11 +433,10 @@ class Space:
 
 
 class CellGrid:
-    """Points, or (P,) int32 ``rows`` of them, by the cells of one edge length."""
+    """Points by the cells of one edge length."""
 
-    def __init__(self, space: Space, size: float, rows: mx.array | None = None):
-        self.space, self.size = space, size
-        points = space.points if rows is None else space.points[rows]
+    def __init__(self, space: Space, size: float):
+        self.space, self.size, points = space, size, space.points
         geometry = registry.geometry()
         unique = geometry.unique_rows(space.cells(points, size))
         self.counts = segment_counts(unique.inverse, unique.rows.shape[0])
@@ -444,7 +445,7 @@ class CellGrid:
         order = mx.argsort(
             unique.inverse.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
         )
-        self.rows = order.astype(mx.int32) if rows is None else rows[order]
+        self.rows = order.astype(mx.int32)
         self.points = points[order]
         self.index = geometry.index(unique.rows, geometry.bounds(unique.rows))
         self._inverse = unique.inverse
@@ -499,17 +500,6 @@ class CellGrid:
         keys = (bits << self.space.bits) | self.rows[place].astype(mx.int64)
         keys = mx.where(exists.reshape(b, width) & near, keys, NONE)
         return mx.sort(keys, axis=1)
-
-
-def first_of_repeats(points: mx.array, k: int) -> mx.array:
-    """Return the int32 rows of points that at most k - 1 earlier rows equal."""
-    n, rows = points.shape[0], (points + 0.0).view(mx.int32)  # -0 becomes 0
-    inverse = registry.geometry().unique_rows(rows).inverse.astype(mx.int64)
-    keyed = mx.sort(inverse * n + mx.arange(n, dtype=mx.int64))
-    group, row = keyed // n, (keyed % n).astype(mx.int32)
-    rank = mx.arange(n, dtype=mx.int32) - mx.searchsorted(group, group).astype(mx.int32)
-    keep = mx.sort(mx.where(rank < k, row, INT32_LIMIT - 1))
-    return keep[: sync.read((rank < k).sum())[0]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -645,8 +635,8 @@ def knn(
         radius: greatest distance of a neighbour.
 
     Raises:
-        ValueError: shapes or kinds do not fit, a position is not finite, or integers
-            span 2^24 cells.
+        ValueError: shapes or kinds do not fit, a position is not finite, integers span
+            2^24 cells, or over 1024 points lie in a point's place on average.
     """
     points, queries = _positions(points, queries)
     k = whole(k, "k", 1)
@@ -661,7 +651,7 @@ def knn(
     space = Space(points, radius)
     results, places = [], []
     open_queries = mx.arange(q, dtype=mx.int32)
-    grid, distinct = _first_grid(space, k)
+    grid = _first_grid(space, k)
     while open_queries.size:
         some, parts, is_done = queries[open_queries], [], []
         for at, keys in grid.keys(some):
@@ -682,7 +672,7 @@ def knn(
         if open_queries.size:
             # Twice the size would be eight times the candidates.
             size = min(1.5 * grid.size, space.enough)
-            grid = CellGrid(space, max(size, space.least), distinct)
+            grid = CellGrid(space, max(size, space.least))
     keys = mx.concatenate(results)[mx.argsort(mx.concatenate(places))]
     return NearestRows(*_decoded(keys, space), n)
 
@@ -737,32 +727,19 @@ def radius_neighbours(
     return NeighbourLists(starts, rows, distances, n)
 
 
-def _first_grid(space: Space, k: int) -> tuple[CellGrid, mx.array | None]:
-    """Return the grid that a search for k begins with, and the points that it holds."""
-    grid = _fine_grid(space, k, None)
-    if grid.size > space.least or grid.crowd() <= _crowd(k):
-        return grid, None
-    # Cells are as small as they get. Of equal points the first k are enough.
-    distinct = first_of_repeats(space.points, k)
-    if distinct.size == space.points.shape[0]:
-        return grid, None
-    return _fine_grid(space, k, distinct), distinct
-
-
-def _fine_grid(space: Space, k: int, distinct: mx.array | None) -> CellGrid:
+def _first_grid(space: Space, k: int) -> CellGrid:
     """Return a grid of few points a cell, where the points lie densest too."""
-    n = space.points.shape[0] if distinct is None else distinct.size
-    dims = space.points.shape[1] - 1
+    n, dims = space.points.shape[0], space.points.shape[1] - 1
     begin = space.extent * (k / n) ** (1 / dims) if n > k else space.enough
-    grid = CellGrid(space, min(max(begin, space.least), space.enough), distinct)
-    while grid.size > space.least and grid.crowd() > _crowd(k):
-        grid = CellGrid(space, max(grid.size / 2, space.least), distinct)
+    grid = CellGrid(space, min(max(begin, space.least), space.enough))
+    while (crowd := grid.crowd()) > max(2.0, k / 4) and grid.size > space.least:
+        grid = CellGrid(space, max(grid.size / 2, space.least))
+    if crowd > MOST_EQUAL:
+        raise ValueError(
+            f"{crowd:.0f} points lie in a point's place on average, and no more than "
+            f"{MOST_EQUAL} may: keep one of equal points, such as returns at the origin"
+        )
     return grid
-
-
-def _crowd(k: int) -> float:
-    """Return how many points may share a point's cell where a search begins."""
-    return max(2.0, k / 4)
 
 
 def _first(keys: mx.array, k: int) -> mx.array:

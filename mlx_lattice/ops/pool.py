@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, partial
-from itertools import accumulate, chain, pairwise
+from itertools import accumulate, pairwise
 
 import mlx.core as mx
 
@@ -105,32 +105,22 @@ def batch_rows(x: SparseTensor) -> BatchRows:
 def _read_starts(
     batch: mx.array, size: int, is_sorted: bool
 ) -> tuple[tuple[int, ...], mx.array | None]:
-    """Return where elements start, and the order that sorts rows by element."""
-    numbers, order = _starts(batch, size), None
-    if not is_sorted:
-        numbers.append((batch[1:] < batch[:-1]).any().reshape(1))
-    parts = sync.read(*numbers)
-    if not is_sorted and parts.pop()[0]:
-        order, parts = _ordered(batch, size)
-    return (0, *chain.from_iterable(parts), len(batch)), order
+    """Return where elements start, and the order that sorts rows by element.
 
-
-def _starts(batch: mx.array, size: int) -> list[mx.array]:
-    """Return where sorted elements start but for the first; as ``sync.read`` likes."""
-    step = 2 if size <= 9 else size
-    return [
-        mx.searchsorted(batch, mx.arange(at, min(at + step, size), dtype=mx.int32))
-        for at in range(1, size, step)
-    ]
-
-
-def _ordered(batch: mx.array, size: int) -> tuple[mx.array, list]:
-    """Return the order of rows that sorts them by element, and ``_starts``, read."""
-    n = len(batch)
-    kind = mx.int32 if size * n < 2**31 else mx.int64
-    keys = batch.astype(kind) * n + mx.arange(n, dtype=kind)
-    order = mx.argsort(keys).astype(mx.int32)
-    return order, sync.read(*_starts(batch[order], size))
+    The order is None if the rows are sorted already.
+    """
+    n, elements, order = len(batch), mx.arange(1, size, dtype=mx.int32), None
+    starts = mx.searchsorted(batch, elements)
+    if is_sorted:
+        (starts,) = sync.read(starts)
+    else:
+        starts, is_mixed = sync.read(starts, (batch[1:] < batch[:-1]).any())
+        if is_mixed:
+            kind = mx.int32 if size * n < 2**31 else mx.int64
+            keys = batch.astype(kind) * n + mx.arange(n, dtype=kind)
+            order = mx.argsort(keys).astype(mx.int32)
+            (starts,) = sync.read(mx.searchsorted(batch[order], elements))
+    return (0, *starts, n), order
 
 
 def batch_sum(x: mx.array, rows: BatchRows) -> mx.array:
@@ -152,25 +142,6 @@ def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
     gather = partial(registry.reductions().gather_sum, table=rows.batch[:, None])
     transpose, itself = partial(batch_sum, rows=rows), partial(batch_spread, rows=rows)
     return linear(gather, transpose, itself)(y)
-
-
-def batch_mean(x: mx.array, rows: BatchRows) -> mx.array:
-    """Return the (batch_size, C) float32 means of (N, C) over each batch element.
-
-    Kernels of norms sum blocks of rows side by side; a sum of segments has one thread.
-    """
-    kernels = registry.norms() if x.size else None
-    if kernels is None:
-        return batch_sum(x.astype(mx.float32), rows) / rows.counts
-    dtype = x.dtype  # rules that held x would keep its memory
-
-    def forward(x: mx.array) -> mx.array:
-        return kernels.moments(x, rows.segments)[0]
-
-    def transpose(dy: mx.array) -> mx.array:
-        return batch_spread(dy / rows.counts, rows).astype(dtype)
-
-    return linear(forward, transpose, partial(batch_mean, rows=rows))(x)
 
 
 def global_max_pool(x: SparseTensor) -> mx.array:
@@ -202,7 +173,8 @@ def global_avg_pool(x: SparseTensor) -> mx.array:
     """
     expect_tensor(x)
     rows = batch_rows(x)
-    return batch_mean(x.feats, rows).astype(x.dtype)
+    sums = batch_sum(x.feats.astype(mx.float32), rows)
+    return (sums / rows.counts).astype(x.dtype)
 
 
 # Of a table of sums, where rows could name the one cell that they lie in: tables of

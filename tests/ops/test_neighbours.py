@@ -123,12 +123,11 @@ def test_few(n, q, kind):
 
 @pytest.mark.parametrize("kind", (np.int32, np.float32))
 def test_many_equal_points(kind):
-    """Only the first k of equal points are candidates."""
     points = np.concatenate([np.full((60, 4), 0), lattice(3, 40)]).astype(kind)
     points[:, 0] = 0
-    candidates = ops_points.first_of_repeats(mx.array(points), 2)
-    assert candidates[:3].tolist() == [0, 1, 60]
     assert_nearest(points, points[50:70], 2)
+    with pytest.raises(ValueError, match="keep one of equal points"):
+        ops.knn(mx.zeros((1030, 4), mx.int32), 2)
 
 
 def test_dense_and_sparse_at_once():
