@@ -15,7 +15,15 @@ import mlx.core as mx
 
 from . import devices, registry, sync
 from .checks import FLOATS
-from .epilogue import NONE, SLOPE, Activation, Epilogue, composed
+from .epilogue import (
+    NONE,
+    SLOPE,
+    Activation,
+    Epilogue,
+    EpilogueFacts,
+    composed,
+    finished,
+)
 from .registry import Fit, Norms, RowSegments, standard
 from .routes import launch
 from .transformations import ByKernels, Function, filled
@@ -143,26 +151,6 @@ def tell_epilogue(layer: object, after: Epilogue, feats: mx.array) -> None:
 # Scales, sums and activations.
 
 
-def affine(
-    x: mx.array,
-    mean: mx.array,
-    var: mx.array,
-    weight: mx.array | None,
-    bias: mx.array | None,
-    residual: mx.array | None,
-    eps: float,
-    act: Activation,
-) -> mx.array:
-    """Return ``act((x - mean) / sqrt(var + eps) * weight + bias + residual)``."""
-    y = (x.astype(mx.float32) - mean) * mx.rsqrt(var.astype(mx.float32) + eps)
-    y = y if weight is None else y * weight.astype(mx.float32)
-    y = y if bias is None else y + bias.astype(mx.float32)
-    y = y if residual is None else y + residual.astype(mx.float32)
-    if y.size:  # MLX's compiled activations on CUDA divide by zero of no rows
-        y = composed(act)(y)
-    return y.astype(x.dtype)
-
-
 class Affine(ByKernels):
     """``act(x * weight + bias + residual)`` of rows by kernels; norms derive from it.
 
@@ -213,13 +201,18 @@ class Affine(ByKernels):
     def _scaling(self, x: mx.array, weight=None, bias=None) -> Fit:
         return self.fit(*standard(x.shape[1], self.lines), weight, bias)
 
+    def affine(self, x, mean, var, weight, bias, residual) -> mx.array:
+        """Normalise, scale, add and activate in MLX operations and float32."""
+        facts = EpilogueFacts(activation=self.act.called, eps=self.eps)
+        return finished(x, facts, bias, weight, mean, var, residual)
+
     def composed(self, x, *rest) -> mx.array:
         """Return what ``forward`` does, in MLX operations."""
         *lines, residual = self.named(rest)
         # Not x itself: gradients that are one array have one cotangent in MLX's vjp.
         none, one = mx.array(0.0), mx.array(1.0)
         lines = self.of_rows(*lines)
-        return affine(x, none, one, *lines, residual, self.eps, self.act)
+        return self.affine(x, none, one, *lines, residual)
 
     def forward(self, x, *rest) -> mx.array:
         """Return the result, by kernels."""

@@ -221,8 +221,6 @@ def finished(
     residual: mx.array | None = None,
 ) -> mx.array:
     """Return an epilogue of sums, in MLX operations and the dtype of the sums."""
-    if not sums.size:  # of which MLX's compiled activations on CUDA divide by zero
-        return sums
     y = sums.astype(mx.float32)
     if mean is not None:
         y = y - mean
@@ -234,7 +232,7 @@ def finished(
         y = y + shift
     if residual is not None:
         y = y + residual
-    if facts.activation:
+    if facts.activation and y.size:  # MLX's on CUDA divide by zero of no rows
         y = composed(facts.act)(y)
     return y.astype(sums.dtype)
 

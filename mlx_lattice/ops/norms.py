@@ -15,7 +15,7 @@ import mlx.core as mx
 
 from .. import devices, registry
 from ..backends.mlx import group_means, row_sum
-from ..channel_kernels import Affine, affine, norm_teller
+from ..channel_kernels import Affine, norm_teller
 from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
 from ..registry import Fit, Norms, Residual, Running
@@ -476,7 +476,7 @@ class _NormByRows(Affine):
         else:
             mean, var, rows = self.source.composed(x)
         lines = self.of_rows(mean, var, weight, bias)
-        y = affine(x, *lines, residual, self.eps, self.act)
+        y = self.affine(x, *lines, residual)
         moved = moved_statistics(running, self.momentum, rows, mean, var)
         found = [a.reshape(self.lines, x.shape[1]) for a in (mean, var)]
         found += [a.flatten() for a in moved]
@@ -572,7 +572,7 @@ class _NormBy(Affine):
     """A norm by given statistics: of x, mean, var, and those present of the rest."""
 
     def composed(self, x, mean, var, *rest):
-        return affine(x, mean, var, *self.named(rest), self.eps, self.act)
+        return self.affine(x, mean, var, *self.named(rest))
 
     def forward(self, x, mean, var, *rest):
         weight, bias, residual = self.named(rest)
