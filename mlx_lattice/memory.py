@@ -36,8 +36,6 @@ from .settings import asked_precision, boundary, stage_end
 WHOLE = 1 / 8  # the largest intermediate that is computed at once
 BLOCK = 1 / 16  # a block of a larger one
 TABLE = 1 / 8  # the largest neighbour table that is kept
-DROPPED = 1 / 64  # tables of a level that are dropped after their last use
-LAZY = 1 / 256  # results of layers that are evaluated together
 WAITS = 1 / 2  # memory in use above which the host waits for the device
 CACHE = 1 / 32  # share of the limit for MLX's cache on the CPU
 PATIENCE = 0.01  # seconds in which MLX frees what an evaluation used
@@ -111,7 +109,6 @@ class Limit:
     def __init__(self, size: int):
         # Of all that MLX allocates; and what was in use when the block or a net began.
         self.bytes, self.held = size, 0
-        self._lazy_bytes: int | None = None  # None: the next stage is evaluated
         self.begin()
 
     def begin(self) -> None:
@@ -128,11 +125,6 @@ class Limit:
 
     def end_stage(self, *arrays: mx.array) -> None:
         """Evaluate the results of a stage; wait for the device if memory runs short."""
-        if self._lazy_bytes is not None:
-            self._lazy_bytes += sum(array.nbytes for array in arrays)
-            if self._lazy_bytes < self.share(LAZY):
-                return
-        self._lazy_bytes = 0
         try:
             mx.async_eval(*arrays)
         except ValueError as error:
@@ -149,17 +141,6 @@ class Limit:
             if time.perf_counter() > end:
                 problem = f"{format_bytes(active)} are in use at the end of a layer"
                 raise MemoryLimitError(problem, self, active)
-
-    def expect_block(self, size: int) -> None:
-        """Raise if the smallest block of a layer does not fit."""
-        least = self.held + size
-        if least > self.bytes:
-            raise MemoryLimitError(
-                f"the smallest block of a layer takes {format_bytes(size)} beside the "
-                f"{format_bytes(self.held)} in use before",
-                self,
-                least,
-            )
 
 
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
@@ -215,7 +196,13 @@ def block_rows(rows: int, row_bytes: int) -> int:
     if limit is None or rows * row_bytes <= limit.share(WHOLE):
         return rows
     least = LEAST_ROWS.get(devices.current().backend, LEAST_ROWS["*"])
-    limit.expect_block(min(rows, least) * row_bytes)
+    size = min(rows, least) * row_bytes
+    if limit.held + size > limit.bytes:
+        problem = (
+            f"the smallest block of a layer takes {format_bytes(size)} beside the "
+            f"{format_bytes(limit.held)} in use before"
+        )
+        raise MemoryLimitError(problem, limit, limit.held + size)
     most = max(least, limit.share(BLOCK) // max(1, row_bytes))
     return -(-rows // max(1, rows // most)) if rows >= 2 * most else rows
 
@@ -381,15 +368,14 @@ def _same_sums(request: launch.Request, relation: Relation, each: int) -> bool:
 
 
 def release(manager: CoordinateManager, key: CoordinateKey) -> None:
-    """Drop the tables and indices of a coordinate set that no later layer reads."""
-    limit = active()
-    if limit is None:
+    """Under a limit, drop the tables and indices of a set that no later layer reads.
+
+    They are rebuilt when they are needed.
+    """
+    if active() is None:
         return
     rows = manager[key]
-    relations = [r for r in manager.relations if rows in r.sets]
-    entries = sum(r.n_out * r.volume for r in relations)
-    if 4 * entries < limit.share(DROPPED):
-        return
-    for relation in relations:
-        relation.release()
+    for relation in manager.relations:
+        if rows in relation.sets:
+            relation.release()
     rows.release()

@@ -17,7 +17,7 @@ from mlx_lattice.routes import launch
 @pytest.fixture(autouse=True)
 def many_blocks(monkeypatch):
     """Blocks of a few rows, no table kept, whatever the limit; nothing is refused."""
-    for share in ("WHOLE", "BLOCK", "TABLE", "DROPPED", "LAZY"):
+    for share in ("WHOLE", "BLOCK", "TABLE"):
         monkeypatch.setattr(memory, share, 1e-9)
     monkeypatch.setattr(memory, "LEAST_ROWS", {"*": 7})
 
