@@ -453,27 +453,20 @@ def _fine_parts(
 ) -> Iterator[tuple[int | mx.array, mx.array]]:
     """Yield (rows, features) of the fine rows of each block that has some."""
     count, total = slots.slot.shape[0], slots.row.shape[0] // volume
-    ends, is_empty = None, True
+    is_empty = True
     for first, part in parts:
         length, width = part.shape[0], part.shape[1] // volume
         part = part.reshape(length * volume, width)
         if length == total:
             yield 0, finish(rows_of(part, slots, 0, count))
             return
-        if ends is None:
-            # Fine rows by their slots; those that have none, -1, come first.
-            rows = mx.argsort(slots.slot)
-            taken = slots.slot[rows]
-            starts = [*range(0, total, length), total]
-            starts = mx.array(starts, dtype=taken.dtype) * volume
-            (ends,) = sync.read(mx.searchsorted(taken, starts))
-            block = iter(zip(ends, ends[1:], strict=False))
-        begin, end = next(block)
-        if end > begin:
-            rows_done, is_empty = finish(part[taken[begin:end] - first * volume]), False
+        rows = slots.row[first * volume : (first + length) * volume]
+        at = true_positions(rows >= 0)
+        if at.size:
+            done, is_empty = finish(part[at]), False
             del part
-            yield rows[begin:end], rows_done
-            del rows_done
+            yield rows[at], done
+            del done
     if is_empty:
         zeros = mx.zeros((1, width), dtype=part.dtype)
         yield 0, mx.broadcast_to(finish(zeros), (count, width))
