@@ -43,14 +43,6 @@ def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
         held._by_array.pop(array, None)
 
 
-def _has_every_cell(fine: CoordinateSet, spec: KernelSpec) -> bool:
-    """Whether each row has one edge to the rows of a forward convolution."""
-    if fine.spatial_shape is None or not spec.fills_cell:
-        return spec.fills_cell
-    pairs = zip(fine.spatial_shape, spec.stride, strict=True)
-    return all(n % s == 0 for n, s in pairs)
-
-
 class CoordinateManager:
     """Holds coordinate sets and builds each relation between them once.
 
@@ -88,10 +80,9 @@ class CoordinateManager:
     ) -> CoordinateKey:
         """Add a coordinate set and return its key; the same array gives the same key.
 
-        The rows are kept as they are now: a later change of the array in place is not
-        seen. Give changed rows as a new array. The manager frees a set once neither
-        its key, its array nor a tensor on it is alive, nor those of a set that was
-        made from it or that it was made from. It frees sets at the next insertion.
+        The rows are kept as they are now: give changed rows as a new array. The
+        manager frees a set, at the next insertion, once neither its key, its array nor
+        a tensor on it is alive, nor those of sets made from it or that it is made from.
 
         Args:
             coords: (N, 1 + D) int32 rows (batch, x, y, ...), in their own lattice
@@ -107,8 +98,9 @@ class CoordinateManager:
             ValueError: wrong shape or dtype. Duplicates and ranges are checked when
                 the first relation is built.
         """
-        facts = spatial_shape, batch_size, trusted, box
-        return self.inserted(coords, stride, *facts).key
+        return self.inserted(
+            coords, stride, spatial_shape, batch_size, trusted, box
+        ).key
 
     @built_by_one
     def inserted(
@@ -416,10 +408,9 @@ class CoordinateManager:
         """Return the forward relation of a convolution.
 
         Output rows are ``support="cell"``: the sorted unique ``floor(in / stride)``,
-        or ``"reach"``: the sorted unique of every out that some input reaches (the
-        rule of dense convolution), cut to the dense output grid where the input has
-        a ``spatial_shape``. On stride 1 with the centred offsets, "cell" keeps the
-        input's rows in their order.
+        or ``"reach"``: the sorted unique of every out that some input reaches, cut to
+        the dense output grid if the input has a ``spatial_shape``. On stride 1 with
+        the centred offsets, "cell" keeps the input's rows in their order.
         """
         check_support(support)
         source, spec = self._start(
@@ -537,15 +528,16 @@ class CoordinateManager:
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
     ) -> int | None:
         """Return the edges where each row of the finer set has one, to its cell."""
+        if not spec.fills_cell or kind not in ("forward", "transposed", "generative"):
+            return None
         fine = source if kind == "forward" else target
-        if kind == "transposed":  # of a set that may lack cells
-            made = self._made.find(("cell", target, spec.stride))
-            has_one = made is source and _has_every_cell(fine, spec)
-        elif kind == "forward":
-            has_one = _has_every_cell(fine, spec)
-        else:
-            has_one = kind == "generative" and spec.fills_cell
-        return len(fine) if has_one else None
+        if kind == "generative":
+            return len(fine)
+        made = self._made.find(("cell", target, spec.stride))
+        if kind == "transposed" and made is not source:  # it may lack cells
+            return None
+        pairs = zip(fine.spatial_shape or (), spec.stride, strict=False)
+        return None if any(n % s for n, s in pairs) else len(fine)
 
     def _between(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec

@@ -79,12 +79,10 @@ class SparseTensor:
     ``ops.unique_sum`` makes one of rows that repeat.
 
     A tensor is not an array. Pass ``x.feats`` to losses, layers and functions of MLX,
-    and put results back on the rows with ``x.replace(feats)``. ``mx.eval(x)`` does
-    nothing, as for every object that is not an array: call ``x.eval()``.
-
-    ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager`` cannot. A change of
-    ``x.coords`` in place is one of that array alone: nothing is computed with it.
-    Copies and pickles have rows and a manager of their own.
+    and put results back with ``x.replace(feats)``. ``mx.eval(x)`` does nothing: call
+    ``x.eval()``. ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager``
+    cannot. A change of ``x.coords`` in place is one of that array alone. Copies and
+    pickles have rows and a manager of their own.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
@@ -95,9 +93,8 @@ class SparseTensor:
             axis.
         spatial_shape: D extents of a dense grid that starts at 0, or None for an
             unbounded lattice.
-        batch_size: number of batch elements, for batches whose last ones are empty;
-            by default the greatest batch index + 1, and 1 without rows. Operations on
-            batch elements refuse a default that is far beyond the number of rows.
+        batch_size: number of batch elements; by default the greatest batch index + 1,
+            and 1 without rows.
         manager: coordinate manager to share; a new one by default.
         key: the manager's key of ``coords``, where the manager has them already.
 
@@ -122,19 +119,16 @@ class SparseTensor:
         key: CoordinateKey | None = None,
     ):
         manager = CoordinateManager() if manager is None else manager
-        if not isinstance(manager, CoordinateManager):
-            raise TypeError(
-                "manager must be a CoordinateManager, as x.manager is; got "
-                f"{type(manager).__name__}"
-            )
-        if not isinstance(key, CoordinateKey | None):
-            raise TypeError(
-                "key must be a CoordinateKey of the manager, as x.key is; got "
-                f"{type(key).__name__}"
-            )
+        for name, value, kind in (
+            ("manager", manager, CoordinateManager),
+            ("key", key, CoordinateKey | None),
+        ):
+            if not isinstance(value, kind):
+                raise TypeError(
+                    f"{name} must be one as x.{name} is; got {type(value).__name__}"
+                )
         if key is None:
-            facts = spatial_shape, batch_size
-            key = manager.inserted(coords, stride, *facts).key
+            key = manager.inserted(coords, stride, spatial_shape, batch_size).key
         elif coords is not None:
             _expect_coords(coords, manager[key])
         coordinate_set = manager[key]
@@ -159,20 +153,9 @@ class SparseTensor:
         coords: mx.array,
         feats: mx.array,
     ) -> SparseTensor:
-        """Put together what is known to be a manager's set, and features of its rows.
-
-        Nothing is checked.
-        """
-        tensor = cls.__new__(cls)
-        attributes = (
-            tensor.__dict__
-        )  # past __setattr__, which checks what comes from outside
-        attributes["manager"], attributes["key"], attributes["coords"] = (
-            manager,
-            key,
-            coords,
-        )
-        attributes["feats"] = feats
+        """Put together a manager's set and features of its rows, unchecked."""
+        tensor = cls.__new__(cls)  # past __setattr__, which checks
+        tensor.__dict__.update(manager=manager, key=key, coords=coords, feats=feats)
         return tensor
 
     def _not_an_array(self, *_: object) -> NoReturn:
@@ -247,39 +230,29 @@ class SparseTensor:
             mask: (B, spatial...) bool of the cells to keep; by default those with a
                 feature that is not zero.
             keep_shape: whether the tensor carries the grid as its spatial_shape.
-
-        Raises:
-            ValueError: the array has no such axes, or the mask others or no bools.
         """
         coords, feats, grid = active_cells(array, mask)
         shape = grid[1:] if keep_shape else None
         return cls._of_sorted(coords, feats, spatial_shape=shape, batch_size=grid[0])
 
     @classmethod
-    def _of_sorted(
-        cls, coords: mx.array, feats: mx.array, **facts: object
-    ) -> SparseTensor:
+    def _of_sorted(cls, coords: mx.array, feats: mx.array, **facts) -> SparseTensor:
         """Put features on sorted unique rows, in a manager of their own."""
         manager = CoordinateManager()
-        coordinate_set = manager.inserted(coords, trusted=True, **facts)
-        coordinate_set.is_sorted = True
-        return cls.of(manager, coordinate_set.key, feats)
+        rows = manager.inserted(coords, trusted=True, **facts)
+        rows.is_sorted = True
+        return cls.of(manager, rows.key, feats)
 
     @classmethod
     def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
         """Rebuild a tensor from ``arrays()`` and the constructor's other arguments.
 
-        Pass ``stride``, ``spatial_shape`` and ``batch_size`` of the original: the
-        arrays do not hold them, nor batch elements without rows behind the last row.
+        The arrays do not hold ``stride``, ``spatial_shape`` and ``batch_size``.
         """
         return cls(arrays["coords"], arrays["feats"], **kwargs)
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return {"coords", "feats"}, to keep in a file or to hand to another thread.
-
-        Of coordinates that ``mx.compile`` traces no relation is built: a function that
-        convolves closes over the tensor and takes features, see ``ml.compile``.
-        """
+        """Return {"coords", "feats"}, to keep in a file or for another thread."""
         return {"coords": self.coords, "feats": self.feats}
 
     def eval(self) -> SparseTensor:
@@ -345,10 +318,7 @@ class SparseTensor:
         return self.replace(feature)
 
     def dense(self, channels_first: bool = True) -> mx.array:
-        """Return the (B, C, spatial...) array of spconv's ``dense``.
-
-        ``to_dense`` has the channels last, as MLX's convolutions do.
-        """
+        """Return spconv's (B, C, spatial...) array, or with the channels last."""
         dense = self.to_dense()
         return mx.moveaxis(dense, -1, 1) if channels_first else dense
 
@@ -359,11 +329,7 @@ class SparseTensor:
         return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
 
     def astype(self, dtype: mx.Dtype) -> SparseTensor:
-        """Return the tensor with its features cast.
-
-        Raises:
-            TypeError: the dtype is none of MLX's, or of none that features have.
-        """
+        """Return the tensor with its features cast."""
         if not isinstance(dtype, mx.Dtype):
             raise TypeError(
                 f"dtype must be one of MLX's, such as mx.float16; got {dtype!r}"
@@ -489,10 +455,7 @@ def _expect_coords(coords: mx.array, coordinate_set: CoordinateSet) -> None:
 
 
 def expect_tensor(x: object, name: str = "x", *, flags: bool = False) -> None:
-    """Raise a TypeError unless ``x`` is a SparseTensor.
-
-    Its features must be numbers; with ``flags`` they may be bool.
-    """
+    """Raise a TypeError unless ``x`` is a SparseTensor of numbers, or ``flags``."""
     if not isinstance(x, SparseTensor):
         raise TypeError(
             f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
@@ -532,11 +495,8 @@ def features_of(x: object) -> mx.array:
 def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     """Return ``x`` with the rows of ``like``, in their order.
 
-    Free where both share a coordinate key; otherwise rows are matched by value, once
-    for each pair of sets.
-
-    Raises:
-        ValueError: the two do not have the same rows; the message shows one.
+    Free if both share a key; else rows are matched by value, once for each pair of
+    sets. Raises a ValueError if the two do not have the same rows.
     """
     expect_tensor(x, flags=True)
     expect_tensor(like, "like", flags=True)
@@ -557,10 +517,7 @@ def expect_axes(x: SparseTensor, dims: int, name: str) -> None:
 
 
 def numbered_functions(module: str, *functions: Callable) -> dict[str, Callable]:
-    """Return each function of a tensor under four names, 1d to 4d.
-
-    A numbered function refuses a tensor with another number of axes.
-    """
+    """Return each function of a tensor under four names, 1d to 4d."""
     return {
         f"{function.__name__}{dims}d": _numbered_function(module, function, dims)
         for function in functions

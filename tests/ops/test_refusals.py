@@ -184,10 +184,10 @@ CASES = (
     (lambda: nn.SubmConv3d(4, 8, offsets=[(0.9, 0, 0), (1, 0, 0)]), "tuples of ints"),
     (lambda: nn.SubmConv3d(4, 8, offsets=5), "of 3-tuples of ints; got 5"),
     (lambda: ml.SparseTensor(None, X.feats), "coords must be an array of MLX or NumPy"),
-    (lambda: tensor(manager=X), "manager must be a CoordinateManager, as x.manager is"),
+    (lambda: tensor(manager=X), "manager must be one as x.manager is"),
     (
         lambda: tensor(manager=X.manager, key=X),
-        "key must be a CoordinateKey of the man",
+        "key must be one as x.key is",
     ),
     (lambda: kept(COORDS + 1), "is the key of other coordinates, .*Leave the key out"),
     (lambda: dense(mx.ones((1, 2, 2))), r"mask must have shape \(1, 2, 2\), bool; got"),
