@@ -103,20 +103,15 @@ class Problem:
         one_of(self.precision, PRECISIONS, "precision")
         if self.dtype not in DTYPES:
             dtype_name(self.dtype)  # raises
-        if {*map(type, (self.c_in, self.c_out, self.n_in, self.n_out))} != {int}:
-            for name in ("c_in", "c_out", "n_in", "n_out"):
-                object.__setattr__(self, name, whole(getattr(self, name), name))
-        if type(self.groups) is not int or self.groups < 1:
-            object.__setattr__(self, "groups", whole(self.groups, "groups", 1))
+        for name in ("c_in", "c_out", "n_in", "n_out"):
+            object.__setattr__(self, name, whole(getattr(self, name), name))
+        object.__setattr__(self, "groups", whole(self.groups, "groups", 1))
         for name, channels in (("c_in", self.c_in), ("c_out", self.c_out)):
             if channels < 1 or channels % self.groups:
                 raise ValueError(
                     f"{name} must be a positive multiple of groups = {self.groups}; "
                     f"got {channels}"
                 )
-        self._check_rows()
-
-    def _check_rows(self) -> None:
         for name, rows in (("n_in", self.n_in), ("n_out", self.n_out)):
             if not 0 <= rows <= MOST_ROWS:
                 raise ValueError(
@@ -150,11 +145,7 @@ class Problem:
     ) -> Problem:
         """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out.
 
-        The kind is "submanifold" where it is left out and the rows are kept; with a
-        stride, or with other rows, it is "forward".
-
-        Raises:
-            ValueError: a fact is out of its range, or there is no such kind.
+        The kind is "submanifold" if the rows are kept, else "forward".
         """
         dims = dims if isinstance(kernel_size, int) else len(kernel_size)
         spec = KernelSpec.of(dims, kernel_size=kernel_size, stride=stride)
@@ -162,15 +153,10 @@ class Problem:
         has_stride = set(spec.stride) != {1}
         if kind is None:
             kind = "forward" if has_stride or n_in != n_out else "submanifold"
-        if kind == "submanifold" and has_stride:
+        if kind == "submanifold" and (has_stride or n_in != n_out):
             raise ValueError(
-                "a submanifold convolution keeps its rows, so its stride is 1; got "
-                f'{stride}. Kind "forward" takes others'
-            )
-        if kind == "submanifold" and n_in != n_out:
-            raise ValueError(
-                "a submanifold convolution keeps its rows, so n_out is n_in; got "
-                f'{n_in} -> {n_out}. Kind "forward" has other rows'
+                "a submanifold convolution keeps its rows: stride is 1 and n_out is "
+                f'n_in; got {stride} and {n_in} -> {n_out}. Kind "forward" takes others'
             )
         is_itself = kind in ("submanifold", "forward") and n_in == n_out
         return cls(

@@ -30,27 +30,16 @@ environment = {name: os.environ.get(name) for name in VARIABLES}
 
 @dataclass(frozen=True)
 class Settings:
-    """What the ``with`` blocks around a call ask for.
+    """What the ``with`` blocks around a call ask for."""
 
-    Attributes:
-        forced: routes by pass, as pairs.
-        tuned: whether choices are measured, or None.
-        proved: whether kernels prove themselves, or None.
-        deterministic: whether the same input must give the same bits.
-        portable: whether compiled kernels are left out.
-        metal: "host" if Metal's kernels run on the CPU.
-        precision: of float32 products, or None.
-        cache: the folder of files, or None.
-    """
-
-    forced: tuple[tuple[str, str], ...] = ()
-    tuned: bool | None = None
-    proved: bool | None = None
+    forced: tuple[tuple[str, str], ...] = ()  # routes by pass
+    tuned: bool | None = None  # whether choices are measured
+    proved: bool | None = None  # whether kernels prove themselves
     deterministic: bool = True
-    portable: bool = False
-    metal: str | None = None
-    precision: str | None = None
-    cache: Path | None = None
+    portable: bool = False  # whether compiled kernels are left out
+    metal: str | None = None  # "host" if Metal's kernels run on the CPU
+    precision: str | None = None  # of float32 products
+    cache: Path | None = None  # the folder of files
 
 
 # Settings and their number: equal settings have one number in the whole process.
@@ -97,7 +86,7 @@ def note_change() -> None:
 def boundary(*arrays: object) -> None:
     """End a stage of a net: under ``ml.memory_limit`` the arrays are evaluated.
 
-    Pass every result that later stages read: a lazy one keeps its inputs alive.
+    Pass every result that later stages read.
     """
     end_stage = stage_end.get()
     if end_stage is not None:
@@ -113,19 +102,14 @@ def precision(name: str) -> Iterator[None]:
     """Say in what float32 convolutions inside the block may multiply.
 
     With "tf32", CUDA's matrix tiles multiply 11 bits of features, weights and
-    gradients; sums are float32 as ever: an error of 5e-4 to 8e-4 relative to the norm,
-    for a fraction of the time. The other bits are cut off, not rounded, so that results
-    are up to 0.07% too near to zero in the mean; values of 11 bits stay exact. Where a
-    backend, dtype or route has no such product, nothing changes, and ``explain`` says
-    why. Gradients inherit what their forward pass was asked for.
-
-    The environment variable MLX_LATTICE_PRECISION does the same for a whole process.
+    gradients, for a fraction of the time; sums are float32. The error is 5e-4 to 8e-4
+    relative to the norm, and results are up to 0.07% too near to zero in the mean.
+    Elsewhere nothing changes, and ``explain`` says why. Gradients inherit what their
+    forward pass was asked for. The environment variable MLX_LATTICE_PRECISION does the
+    same for a whole process.
 
     Args:
         name: "tf32", or "float32" for products of full accuracy: the default.
-
-    Raises:
-        ValueError: the name is another one.
     """
     with block(precision=_known(name, "precision")):
         yield

@@ -298,8 +298,8 @@ def explain(
     """Explain which route a convolution takes. Executes no contraction.
 
     The relation is built and its edges are counted, as the call itself would do.
-    Inside ``ml.tune()`` a key that is not known yet is measured, as the call would; a
-    matrix kernel that is new to this machine proves itself (see ``ml.proof``).
+    Inside ``ml.tune()`` an unknown key is measured, as the call would; a matrix kernel
+    that is new to this machine proves itself (see ``ml.proof``).
 
     Args:
         x: the input, or a ``Problem`` alone, which needs no device.
@@ -308,15 +308,14 @@ def explain(
         device: a profile or its name; by default the one that MLX runs on.
         pass_: "forward", "input_grad" or "weight_grad".
         only: a route that must be taken.
-        kind: for a weight, "submanifold", "forward" (or "target" with
-            ``coordinates``), "transposed" or "generative".
-        **conv_arguments: for a weight, the arguments of the function in ``ops``; for
-            a module, those of its call.
+        kind: for a weight, "submanifold", "forward", "target" (with ``coordinates``),
+            "transposed" or "generative".
+        **conv_arguments: of the function in ``ops``, or of the module's call.
 
     Raises:
         RouteError: a forced route is not admissible.
-        ValueError: the arguments do not fit, or the module runs no convolution, or
-            several.
+        ValueError: the arguments do not fit, or the module does not run exactly one
+            convolution.
     """
     if pass_ not in PASSES:
         raise ValueError(f"pass_ must be one of {PASSES}; got {pass_!r}")
@@ -329,12 +328,9 @@ def explain(
         counts = cost(problem, choice.device, choice=choice)
         return Explanation(problem, choice, counts)
     if not isinstance(x, SparseTensor):
-        if isinstance(module_or_weight, SparseTensor):
-            raise TypeError(
-                "explain takes the input first and then the layer: ml.explain(x, layer)"
-            )
         raise TypeError(
-            f"explain takes a SparseTensor or a Problem; got {type(x).__name__}"
+            "explain takes a SparseTensor or a Problem first, as ml.explain(x, layer); "
+            f"got {type(x).__name__}"
         )
     call, name = _call(x, module_or_weight, kind, conv_arguments)
     seen = _plan(x, call, pass_, device, only)
@@ -439,8 +435,6 @@ def explain_attention(
 ) -> AttentionExplanation:
     """Explain whether MLX's fused kernel computes a layer's attention.
 
-    Only the groups of rows are computed.
-
     Args:
         x: the input.
         layer: a layer, or a function of ``x``, that attends among its rows.
@@ -509,10 +503,9 @@ class VerificationError(ArithmeticError):
 def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
     """Check every contraction in the block against an independent route, at once.
 
-    The reference is the floor route; if that is the chosen one, another route that can
-    run the problem, or plain arithmetic over the edges. Results are evaluated, so
-    the block cannot hold ``mx.compile`` or ``mx.vmap``. Values that are finite in
-    neither result agree: splitting float32 may turn infinity into NaN (docs/cuda.md).
+    The reference is the floor route, or another one if that is the chosen one, or plain
+    arithmetic over the edges. Results are evaluated, so the block cannot hold
+    ``mx.compile`` or ``mx.vmap``. Values that are finite in neither result agree.
 
     Args:
         tolerance: greatest error relative to the norm of the output; by default 1e-5
@@ -523,7 +516,6 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
     Raises:
         VerificationError: a result is further off. It names the layer, the route and
             the worst row.
-        TypeError: the tolerance is a net or an input, not a number.
     """
     if tolerance is not None and not isinstance(tolerance, Real):
         raise TypeError(

@@ -206,20 +206,16 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
     """Record every convolution, norm and attention in the block, gradients included.
 
     ``LayerNorm`` and ``RMSNorm`` that run on MLX's own kernels have no record. Inside
-    ``mx.compile`` a function is seen once, when it is traced: later calls run the
-    compiled graph and record nothing.
+    ``mx.compile`` a function is seen once, when it is traced.
 
     Args:
         model: a net whose ``named_modules`` give layers their paths.
         time: run each contraction a second time, from evaluated inputs to an
             evaluated result, and take that time. Under ``mx.compile`` and ``mx.vmap``
-            nothing can be evaluated: the time is then None, and the note says so.
+            the time is None, and the note says so.
 
     Yields:
         The Trace. Edges are counted and costs known once the block has ended.
-
-    Raises:
-        TypeError: an input is passed, which belongs into a call inside the block.
     """
     if isinstance(model, SparseTensor) or isinstance(time, SparseTensor | mx.array):
         raise TypeError(
