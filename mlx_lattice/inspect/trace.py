@@ -41,7 +41,6 @@ class Record:
         choice: the Choice that was executed.
         inputs, output: shapes of the arrays.
         cost: operations, bytes and roofline.
-        degrees: number of output rows with 0, 1, ... edges.
         milliseconds: the measured time, or None.
         note: why a requested time is missing.
         rounding_error: of a calibrated integer layer, relative to its output; or None.
@@ -54,7 +53,6 @@ class Record:
     inputs: tuple[tuple[int, ...], ...]
     output: tuple[int, ...]
     cost: Cost
-    degrees: tuple[int, ...] = ()
     milliseconds: float | None = None
     note: str | None = None
     rounding_error: float | None = None
@@ -85,7 +83,6 @@ class Record:
             "inputs": [list(shape) for shape in self.inputs],
             "output": list(self.output),
             "cost": self.cost.as_dict(),
-            "degrees": list(self.degrees),
             "milliseconds": self.milliseconds,
             "note": self.note,
             "rounding_error": self.rounding_error,
@@ -257,12 +254,13 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
         attention_observers.observe(keep_attention),
     ):
         yield result
-    counted: dict[tuple, tuple[int, ...]] = {}
     for at, (record, relation) in enumerate(
         zip(result.records, relations, strict=True)
     ):
         if relation is not None:
-            result.records[at] = _complete(record, relation, counted)
+            facts = {"choice": record.choice, "relation": relation}
+            counts = cost(record.problem, record.choice.device, **facts)
+            result.records[at] = replace(record, cost=counts)
 
 
 def _timed(launched: Launch) -> tuple[float | None, str | None]:
@@ -275,21 +273,6 @@ def _timed(launched: Launch) -> tuple[float | None, str | None]:
         return 1e3 * (perf_counter() - start), None
     except ValueError:
         return None, "no time: mx.compile and mx.vmap allow no evaluation"
-
-
-def _complete(
-    record: Record, relation: Relation, counted: dict[tuple, tuple[int, ...]]
-) -> Record:
-    problem, choice = record.problem, record.choice
-    data = id(relation._data), relation._swapped  # relations share data with their .T
-    if problem.pointwise:
-        degrees = (0, problem.n_out)
-    else:
-        if data not in counted:
-            counted[data] = relation.coverage().out_degrees
-        degrees = counted[data]
-    counts = cost(problem, choice.device, choice=choice, relation=relation)
-    return replace(record, cost=counts, degrees=degrees)
 
 
 OPTIONAL = "rounded", "time"  # columns that are left out if no record has a value
@@ -460,7 +443,6 @@ def page(trace) -> str:
             passes=list(dict.fromkeys(r.problem.pass_ for r in trace)),
             longest=max([1e-12, *(r.cost.roofline_ms or 0.0 for r in trace)]),
             slowest=max([1e-12, *(r.milliseconds or 0.0 for r in trace)]),
-            bars=_bars,
             mlx=mx.__version__,
         )
     )
@@ -477,17 +459,3 @@ def _shares(trace) -> list[tuple[str, int, float]]:
     whole = sum(times.values()) or 1.0
     shares = [(name, count, times[name] / whole) for name, count in counts.items()]
     return sorted(shares, key=lambda share: -share[2])
-
-
-def _bars(degrees: tuple[int, ...], most: int = 40) -> list[tuple[str, int, float]]:
-    """Return (label, rows, height from 0 to 1) of a histogram of at most 40 bars."""
-    step = -(-len(degrees) // most) or 1
-    bars = [
-        (
-            str(at) if step == 1 else f"{at} to {min(at + step, len(degrees)) - 1}",
-            sum(degrees[at : at + step]),
-        )
-        for at in range(0, len(degrees), step)
-    ]
-    highest = max([count for _, count in bars], default=0) or 1
-    return [(label, count, count / highest) for label, count in bars]

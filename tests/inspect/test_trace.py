@@ -77,14 +77,12 @@ def test_records_hold_what_was_executed():
     assert first.inputs == ((len(x), 4), (8, 27, 4)) and first.output == (len(x), 8)
     relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
     assert first.explanation.facts.edges == first.cost.edges == relation.n_edges
-    assert first.degrees == relation.coverage().out_degrees
-    assert sum(first.degrees) == len(x)
     assert first.milliseconds is None and first.note is None
     assert str(first.explanation).startswith("forward of stem: submanifold 3x3x3")
     grad = next(r for r in t if (r.layer, r.problem.pass_) == ("up", WEIGHT_GRAD))
     assert grad.output == (8, 8, 16)
     head = next(r for r in t if r.layer == "head")
-    assert head.choice.route.name == "pointwise" and head.degrees == (0, len(x))
+    assert head.choice.route.name == "pointwise"
 
 
 def test_names_without_a_model():
@@ -172,7 +170,6 @@ def test_json_has_a_version_and_these_fields(tmp_path):
         assert set(record) == {
             *("index", "layer", "pass", "route", "idea", "parameters", "view", "note"),
             *("precision", "forced", "measured", "rejected", "below", "problem"),
-            *("cost", "inputs", "output", "degrees", "milliseconds", "rounding_error"),
         }
         assert all(set(row) == {"route", "reason"} for row in record["rejected"])
     assert set(held["records"][0]["cost"]) == {
