@@ -30,15 +30,10 @@ class CoordinateKey:
     """Names one coordinate set of a manager, and equals itself alone.
 
     A tensor has the key of its rows. A manager frees a set when its key is dropped.
-
-    Attributes:
-        stride: the size of its lattice cell on each axis, in cells of the first
-            lattice; a fraction where a generative convolution refined it.
-        serial: distinguishes sets of equal stride; never reused in one process.
     """
 
-    stride: tuple
-    serial: int
+    stride: tuple  # of a lattice cell on each axis, in cells of the first lattice
+    serial: int  # never reused in one process
 
     def __reduce__(self) -> tuple:
         raise TypeError(

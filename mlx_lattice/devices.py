@@ -32,32 +32,20 @@ _Entry = TypeVar("_Entry")
 class Device:
     """The facts of one kind of chip. Rates are peaks.
 
-    Attributes:
-        name: "m4-max", "h200", "cpu".
-        backend: "metal", "cuda" or "cpu".
-        family: key of the tables of thresholds: "m4", "h200", "cpu".
-        cores: GPU cores or multiprocessors; CPU threads. MLX does not say how many an
-            Apple GPU has: they are those of the largest chip of its name, and where
-            the name is not known, of the family's base chip, its Max ("s" in the
-            architecture) or its Ultra ("d").
-        tflops: float32 rate, 10^12 operations a second.
-        half_tflops: half rate of the matrix units, 10^12 operations a second.
-        bandwidth: memory rate, 10^9 bytes a second.
-        neural_accelerators: whether TensorOps run on matrix hardware (M5 or later).
-        matrices: whether an Apple GPU has simdgroup matrices: all but virtual ones.
-        estimated: whether the rates are public or assumed figures, not measured ones.
+    MLX does not say how many cores an Apple GPU has: they are those of the largest chip
+    of its name, or else of the family's base chip, its Max or its Ultra.
     """
 
-    name: str
+    name: str  # "m4-max", "h200", "cpu"
     backend: str
-    family: str
-    cores: int
-    tflops: float
-    half_tflops: float
-    bandwidth: float
-    neural_accelerators: bool = False
-    matrices: bool = True
-    estimated: bool = True
+    family: str  # key of the tables of thresholds: "m4", "h200", "cpu"
+    cores: int  # GPU cores or multiprocessors; CPU threads
+    tflops: float  # float32, 10^12 operations a second
+    half_tflops: float  # of the matrix units, in half precision
+    bandwidth: float  # 10^9 bytes a second
+    neural_accelerators: bool = False  # TensorOps run on matrix hardware (M5 or later)
+    matrices: bool = True  # an Apple GPU has simdgroup matrices: all but virtual ones
+    estimated: bool = True  # rates are public or assumed figures, not measured ones
 
     def flops(self, dtype: str) -> float:
         """Return the peak rate for a dtype in operations a second."""

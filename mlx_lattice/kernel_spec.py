@@ -19,10 +19,6 @@ def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
     if type(value) is int and value >= least:
         return (value,) * dims
-    if type(value) is tuple and len(value) == dims:  # as layers have it
-        good = all([type(v) is int and v >= least for v in value])
-        if good:
-            return value
     try:
         axes = tuple(map(index, each_axis(value, dims)))
     except TypeError:
@@ -56,20 +52,13 @@ class KernelSpec:
     ``padding`` the kernel is centred: ``offset = (j - size // 2) * dilation`` on odd
     axes, ``j * dilation`` on even ones (the rule of MinkowskiEngine and WarpConvNet).
     With it ``offset = j * dilation - padding`` (the dense rule of PyTorch).
-
-    Attributes:
-        size: extent of the kernel box; all ones where ``custom`` is set.
-        stride: lattice step between input and output.
-        padding: dense padding, or None for the centred rule.
-        dilation: spacing of the box's positions.
-        custom: explicit offsets instead of a box.
     """
 
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    padding: tuple[int, ...] | None
-    dilation: tuple[int, ...]
-    custom: tuple[tuple[int, ...], ...] | None = None
+    size: tuple[int, ...]  # extent of the kernel box; all ones for ``custom``
+    stride: tuple[int, ...]  # lattice step between input and output
+    padding: tuple[int, ...] | None  # dense padding, or None for the centred rule
+    dilation: tuple[int, ...]  # spacing of the box's positions
+    custom: tuple[tuple[int, ...], ...] | None = None  # offsets instead of a box
 
     @classmethod
     def of(

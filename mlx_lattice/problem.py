@@ -44,57 +44,31 @@ class Problem:
     """The facts that routes are chosen by. Holds no arrays, needs no device.
 
     Channels and rows are the layer's own in every pass.
-
-    Attributes:
-        pass_: "forward", "input_grad" or "weight_grad".
-        kind: relation kind (see ``Relation``).
-        kernel: the kernel spec as text, "3x3x3, stride 2".
-        volume: number of kernel offsets, K.
-        c_in, c_out: channels of the layer.
-        n_in, n_out: rows of the layer's input and output.
-        dtype: "float32", "float16" or "bfloat16"; with int8 features that of a float
-            result.
-        dims: spatial axes.
-        groups: channel groups.
-        pointwise: whether the kernel is one zero offset that keeps the rows.
-        table: whether the relation has a neighbour table.
-        edges: number of edges, or None if they are not counted. Plans of a weight
-            gradient always have it.
-        bits: 4 or 8 for a packed weight, else None.
-        group_size: input channels that share a scale in a packed weight.
-        deterministic: whether the same input must give the same bits.
-        mirrored: whether the table is read as its own transpose, by offset K - 1 - k.
-        layout: of the weight: "kernel_major", (K, C_in / groups, C_out), or "mlx",
-            (C_out, K, C_in / groups), as modules hold it.
-        precision: "float32", or "tf32" if the caller allows products in TF32.
-        epilogue: what a forward pass does to its sums, or None.
-        integer: what a forward pass does to its int32 sums of int8 features, or None.
-        moments: whether a forward pass may sum statistics for a norm after it.
     """
 
-    pass_: str
-    kind: str
-    kernel: str
-    volume: int
+    pass_: str  # "forward", "input_grad" or "weight_grad"
+    kind: str  # of the relation, see ``Relation``
+    kernel: str  # as text, "3x3x3, stride 2"
+    volume: int  # number of kernel offsets, K
     c_in: int
     c_out: int
     n_in: int
     n_out: int
-    dtype: str = "float32"
-    dims: int = 3
+    dtype: str = "float32"  # of features; of a float result of int8 features
+    dims: int = 3  # spatial axes
     groups: int = 1
-    pointwise: bool = False
-    table: bool = True
-    edges: int | None = None
-    bits: int | None = None
-    group_size: int | None = None
-    deterministic: bool = True
-    mirrored: bool = False
-    layout: str = KERNEL_MAJOR
-    precision: str = FLOAT32
-    epilogue: EpilogueFacts | None = None
-    integer: IntegerFacts | None = None
-    moments: bool = False
+    pointwise: bool = False  # one zero offset that keeps the rows
+    table: bool = True  # whether the relation has a neighbour table
+    edges: int | None = None  # None if not counted; plans of a weight gradient have it
+    bits: int | None = None  # 4 or 8 for a packed weight
+    group_size: int | None = None  # input channels that share a scale
+    deterministic: bool = True  # the same input must give the same bits
+    mirrored: bool = False  # the table is read as its own transpose, by K - 1 - k
+    layout: str = KERNEL_MAJOR  # of the weight, as above
+    precision: str = FLOAT32  # "tf32" if products in TF32 are allowed
+    epilogue: EpilogueFacts | None = None  # what a forward pass does to its sums
+    integer: IntegerFacts | None = None  # what it does to int32 sums of int8 features
+    moments: bool = False  # may sum statistics for a norm after it
 
     def __post_init__(self):
         one_of(self.pass_, PASSES, "pass")
@@ -524,71 +498,38 @@ class Proof(NamedTuple):
 class Plan:
     """Everything that a launch needs; ``bind`` decides nothing.
 
-    Attributes:
-        problem: the facts that the plan was made from.
-        backend: whose kernels run: "metal", "cuda", "cpu", or "mlx" for MLX operations.
-        kernel: the entry symbol, which is the route's name.
-        view: the view of the relation that the kernel reads: "out_in", "sorted",
-            "edges", "output_csr", "kernel_csr", or "none".
-        bind: ``bind(plan, relation)`` reads the view and returns ``call``:
-            ``call(x, w, bias)`` is y, and ``call(x, dy)`` dW. Only MLX operations keep
-            the relation, which is that of the pass.
-        variant: the variant of the kernel, if it has several.
-        tile: rows and columns of a tile of the result, or None.
-        region: rows that Metal's sorted tiles sort among themselves; else 0.
-        splits: partial sums of a tile, which are added in order.
-        partials: shape of the float32 partial sums, or ().
-        placed: whether sorted rows are written to their own places in y.
-        moments: lines of statistics that kernels write beside y, for a norm: ``call``
-            then returns y and (moments, 3, C_y) float32.
-        multiple: channels are padded to a multiple of it.
-        read: returns the arrays of the view, as the kernel takes them.
-        epilogue: where the problem's epilogue is computed, or "". In kernels ``call``
-            takes the epilogue's arrays in place of the bias.
-        then: ``then(sums, facts, *arrays)`` computes an epilogue after the kernel.
-        weights: how weights are read that are not read as they are stored, or "".
-        reads_stored: whether kernels take, or write, the layout that the problem names;
-            else (K, C_in, C_out), a view of it.
-        products: "TF32" or "three TF32" for float32 on tensor cores, else "".
-        dequantised: the dtype that packed weights get before the launch, or None.
-        expanded: groups of a weight that is made a dense block-diagonal one; the
-            problem is then the dense one.
-        scratch: bytes of temporary arrays beside inputs and outputs.
-        sizes: numbers that the kernel gets besides the shapes, by name.
-        gpu: the GPU kernel, with its template arguments.
-        add: the GPU kernel that adds the splits, if MLX does not.
-        threadgroup: threads of a threadgroup, or block.
-        dispatches: the part of the work that each dispatch covers.
-        count: ``count(plan, relation)`` returns the multiply-adds of the kernel, or
-            None if unknown. Without ``count`` they are the useful ones.
-        proof: how a matrix kernel proves itself on a machine, or None.
+    ``bind(plan, relation)``, of the pass's relation, reads the view and returns
+    ``call``: ``call(x, w, bias)`` is y, and ``call(x, dy)`` dW. An epilogue in kernels
+    takes its arrays in place of the bias. With ``moments``, ``call`` returns y and
+    (moments, 3, C_y) float32. Only MLX operations keep the relation.
     """
 
     problem: Problem
-    backend: str
-    kernel: str
-    view: str
+    backend: str  # "metal", "cuda", "cpu", or "mlx" for MLX operations
+    kernel: str  # the entry symbol, which is the route's name
+    view: str  # "out_in", "sorted", "edges", "output_csr", "kernel_csr" or "none"
     bind: Bind = field(repr=False)
-    variant: str = ""
-    tile: tuple[int, int] | None = None
-    region: int = 0
-    splits: int = 1
-    partials: tuple[int, ...] = ()
-    placed: bool = True
-    moments: int = 0
-    multiple: int = 1
+    variant: str = ""  # of the kernel, if it has several
+    tile: tuple[int, int] | None = None  # rows and columns of a tile of the result
+    region: int = 0  # rows that Metal's sorted tiles sort among themselves
+    splits: int = 1  # partial sums of a tile, which are added in order
+    partials: tuple[int, ...] = ()  # shape of the float32 partial sums
+    placed: bool = True  # whether sorted rows are written to their own places in y
+    moments: int = 0  # lines of statistics that kernels write beside y, for a norm
+    multiple: int = 1  # channels are padded to a multiple of it
     read: Callable[[Relation], Sequence[mx.array]] | None = field(
         default=None, repr=False, compare=False
     )
-    epilogue: str = ""
+    epilogue: str = ""  # where it is computed, see above; "" without one
     then: Callable[..., mx.array] | None = field(default=None, repr=False)
-    weights: str = ""
+    weights: str = ""  # how they are read, if not as they are stored, see above
+    # Kernels take the problem's layout, else (K, C_in, C_out).
     reads_stored: bool = False
-    products: str = ""
-    dequantised: str | None = None
-    expanded: int = 1
-    scratch: int = 0
-    sizes: tuple[tuple[str, int], ...] = ()
+    products: str = ""  # "TF32", "three TF32", or "" for plain float32
+    dequantised: str | None = None  # dtype that packed weights get before
+    expanded: int = 1  # groups of a weight that is made a dense one
+    scratch: int = 0  # bytes of temporary arrays beside inputs and outputs
+    sizes: tuple[tuple[str, int], ...] = ()  # what the kernel gets besides shapes
     gpu: GpuKernel | None = field(default=None, repr=False)
     add: GpuKernel | None = field(default=None, repr=False)
     threadgroup: tuple[int, ...] = ()

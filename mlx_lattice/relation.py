@@ -212,14 +212,10 @@ class Relation:
         return relation
 
     def __reduce__(self) -> tuple:
-        if not self.lists_edges:
-            raise TypeError(
-                "a CoordinateManager's Relation is not copied or pickled. Copy its "
-                "tensors, which build it again when it is asked for; or copy "
-                "relation.edges, for Relation.from_edges"
-            )
-        edges = [self.edges[:, column] for column in range(3)]
-        return Relation.from_edges, (*edges, *self._limits())
+        raise TypeError(
+            "a Relation is not copied or pickled. Copy its tensors, which build it again "
+            "when it is asked for; or relation.edges, for Relation.from_edges"
+        )
 
     def release(self) -> None:
         """Drop all views; they are built again on their next use."""

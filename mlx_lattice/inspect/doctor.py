@@ -56,32 +56,20 @@ from .explain import cost
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """The state of the library on this machine. Prints as a list.
-
-    Attributes:
-        version, mlx: versions of the library and of MLX.
-        device: the profile in use.
-        backends: for each backend, whether its kernels can run here, and a sentence.
-        routes: routes that can be selected on the device, by pass.
-        cache: file of measured choices.
-        tuning: whether routes are chosen by measurement.
-        proving: whether matrix kernels prove themselves before their first launch.
-        kernels: (name, why it is refused or None) of the kernels that were proved.
-        forced: routes that a block or the environment forces, by pass.
-        environment: the library's variables that are set.
-    """
+    """The state of the library on this machine. Prints as a list."""
 
     version: str
     mlx: str
     device: Device
+    # Whether its kernels can run here, and a sentence.
     backends: Mapping[str, tuple[bool, str]]
-    routes: Mapping[str, tuple[str, ...]]
-    cache: str
-    tuning: bool
-    proving: bool
-    kernels: tuple[tuple[str, str | None], ...]
-    forced: Mapping[str, str]
-    environment: Mapping[str, str]
+    routes: Mapping[str, tuple[str, ...]]  # that can be selected, by pass
+    cache: str  # file of measured choices
+    tuning: bool  # whether routes are chosen by measurement
+    proving: bool  # whether matrix kernels prove themselves before their first launch
+    kernels: tuple[tuple[str, str | None], ...]  # proved ones; why they are refused
+    forced: Mapping[str, str]  # routes by pass
+    environment: Mapping[str, str]  # the library's variables that are set
 
     def __str__(self) -> str:
         """Return the list as a person reads it."""

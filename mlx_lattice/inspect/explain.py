@@ -47,34 +47,20 @@ class Cost:
     """Counts of one contraction, and the least time that a device needs for them.
 
     Fields that depend on the number of edges are None until the edges are counted.
-
-    Attributes:
-        device: name of the profile.
-        edges: number of edges.
-        useful_flops: two operations for each edge, input channel of a group and output
-            channel.
-        done_over_useful: operations that the plan executes over the useful ones.
-        bytes_moved: bytes if each input row, weight and table entry is read once, and
-            each output written once.
-        explicit_bytes: the same for explicit GEMM, with the gathered rows.
-        edges_per_row: edges of an output row, on average.
-        occupancy: edges over output rows times offsets.
-        compute_ms: useful operations at the device's peak rate.
-        memory_ms: ``bytes_moved`` at its memory rate.
-        estimated: whether the device's rates are public figures, not measured ones.
     """
 
-    device: str
+    device: str  # name of the profile
     edges: int | None
-    useful_flops: int | None
-    done_over_useful: float | None
+    useful_flops: int | None  # two for each edge, channel in of a group and channel out
+    done_over_useful: float | None  # operations that the plan executes over useful ones
+    # Each input row, weight and table entry once, each output once.
     bytes_moved: int | None
-    explicit_bytes: int | None
-    edges_per_row: float | None
-    occupancy: float | None
-    compute_ms: float | None
-    memory_ms: float | None
-    estimated: bool
+    explicit_bytes: int | None  # of explicit GEMM, with the gathered rows
+    edges_per_row: float | None  # of an output row, on average
+    occupancy: float | None  # edges over output rows times offsets
+    compute_ms: float | None  # useful operations at the device's peak rate
+    memory_ms: float | None  # bytes at its memory rate
+    estimated: bool  # whether rates are public figures, not measured ones
 
     @property
     def roofline_ms(self) -> float | None:
@@ -218,21 +204,13 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one contraction takes its route. Prints as a table.
-
-    Attributes:
-        problem: the facts of the decision.
-        choice: the Choice that ``select`` gives and that the call executes.
-        cost: operations, bytes and roofline.
-        layer: name of the layer, or None.
-        rounding_error: of a calibrated integer layer, relative to its output; or None.
-    """
+    """Why one contraction takes its route. Prints as a table."""
 
     problem: Problem
-    choice: Choice
+    choice: Choice  # what the call executes
     cost: Cost
     layer: str | None = None
-    rounding_error: float | None = None
+    rounding_error: float | None = None  # of a calibrated integer layer
 
     @property
     def facts(self) -> Problem:

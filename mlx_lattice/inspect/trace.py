@@ -32,30 +32,18 @@ SCHEMA = 1
 
 @dataclass(frozen=True)
 class Record:
-    """One contraction of a trace.
+    """One contraction of a trace."""
 
-    Attributes:
-        index: its place in the order of launches.
-        layer: path of its layer in the model, else class and index, else "call".
-        problem: the facts that it was chosen by.
-        choice: the Choice that was executed.
-        inputs, output: shapes of the arrays.
-        cost: operations, bytes and roofline.
-        milliseconds: the measured time, or None.
-        note: why a requested time is missing.
-        rounding_error: of a calibrated integer layer, relative to its output; or None.
-    """
-
-    index: int
-    layer: str
+    index: int  # in the order of launches
+    layer: str  # path in the model, else class and index, else "call"
     problem: Problem
     choice: Choice
     inputs: tuple[tuple[int, ...], ...]
     output: tuple[int, ...]
     cost: Cost
-    milliseconds: float | None = None
-    note: str | None = None
-    rounding_error: float | None = None
+    milliseconds: float | None = None  # the measured time
+    note: str | None = None  # why a requested time is missing
+    rounding_error: float | None = None  # of a calibrated integer layer
 
     @property
     def explanation(self) -> Explanation:
