@@ -213,8 +213,8 @@ class Relation:
 
     def __reduce__(self) -> tuple:
         raise TypeError(
-            "a Relation is not copied or pickled. Copy its tensors, which build it again "
-            "when it is asked for; or relation.edges, for Relation.from_edges"
+            "a Relation is not copied or pickled. Copy its tensors, which build it "
+            "again when it is asked for; or its edges, for Relation.from_edges"
         )
 
     def release(self) -> None:
