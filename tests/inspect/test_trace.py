@@ -170,6 +170,7 @@ def test_json_has_a_version_and_these_fields(tmp_path):
         assert set(record) == {
             *("index", "layer", "pass", "route", "idea", "parameters", "view", "note"),
             *("precision", "forced", "measured", "rejected", "below", "problem"),
+            *("inputs", "output", "cost", "milliseconds", "rounding_error"),
         }
         assert all(set(row) == {"route", "reason"} for row in record["rejected"])
     assert set(held["records"][0]["cost"]) == {
