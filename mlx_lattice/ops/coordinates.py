@@ -190,13 +190,18 @@ def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
     """Keep the rows where ``mask``, (N,) bool, is true, in their order."""
     expect_tensor(x, flags=True)
-    mask = array_of(mask, "mask")
+    mask = _mask_of(x, mask, "mask")
+    return _part(x, part_of(x.manager, x.coordinate_set, mask))
+
+
+def _mask_of(x: SparseTensor, mask: mx.array, name: str) -> mx.array:
+    mask = array_of(mask, name)
     if tuple(mask.shape) != (len(x),) or mask.dtype != mx.bool_:
         raise ValueError(
-            f"mask must be ({len(x)},) bool, one value a row; got "
+            f"{name} must be ({len(x)},) bool, one value a row; got "
             f"{tuple(mask.shape)} of {mask.dtype}"
         )
-    return _part(x, part_of(x.manager, x.coordinate_set, mask))
+    return mask
 
 
 def prune_by_logits(
@@ -238,15 +243,8 @@ def prune_by_logits(
     if keep is None:
         return prune(x, chosen)
     if isinstance(keep, SparseTensor):
-        keep = lookup(keep, x.coordinate_set.coords) >= 0
-        return prune(x, chosen | keep)
-    keep = array_of(keep, "keep")
-    if tuple(keep.shape) != (len(x),) or keep.dtype != mx.bool_:
-        raise ValueError(
-            f"keep must be ({len(x)},) bool, one value a row; got "
-            f"{tuple(keep.shape)} of {keep.dtype}"
-        )
-    return prune(x, chosen | keep)
+        return prune(x, chosen | (lookup(keep, x.coordinate_set.coords) >= 0))
+    return prune(x, chosen | _mask_of(x, keep, "keep"))
 
 
 def crop(
@@ -255,14 +253,11 @@ def crop(
     """Keep the rows with ``low <= coordinate < high`` on every spatial axis."""
     expect_tensor(x, flags=True)
     box = [
-        mx.array(_corner(v, x.dims, name)) for v, name in ((low, "low"), (high, "high"))
+        mx.array(per_axis(corner, x.dims, name, least=-INT32_LIMIT))
+        for corner, name in ((low, "low"), (high, "high"))
     ]
     cells = x.coordinate_set.coords[:, 1:]
     return prune(x, mx.all((cells >= box[0]) & (cells < box[1]), axis=1))
-
-
-def _corner(value, dims: int, name: str) -> tuple:
-    return per_axis(value, dims, name, least=-INT32_LIMIT)
 
 
 def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
