@@ -20,6 +20,7 @@ from mlx.nn import Module
 
 from . import devices, settings
 from .coordinates import CoordinateManager
+from .nn.layers import ModuleCache
 from .routes import launch
 from .sync import is_of_tracing
 from .tensor import SparseTensor
@@ -181,13 +182,13 @@ class _Trace:
         self, leaves: list, arrays: list[mx.array], managers: list[CoordinateManager]
     ) -> object:
         self._leaves = leaves
-        restorers = list(_restorers(self._inputs)) if self._result is None else ()
+        snapshot = Snapshot(self._inputs) if self._result is None else None
         try:
             results = self._compiled(arrays)
         except Exception as error:
             # MLX leaves its placeholders in a state that it was tracing.
-            for restore in restorers:
-                restore()
+            if snapshot is not None:
+                snapshot.restore()
             if not is_of_tracing(error):
                 raise
             name = getattr(self._function, "__name__", type(self._function).__name__)
@@ -232,28 +233,49 @@ class _Trace:
         return [x.feats if isinstance(x, SparseTensor) else x for x in leaves]
 
 
-def _restorers(tree) -> Iterator[Callable[[], None]]:
-    """Yield functions that put back the arrays of a state, and drop what was added."""
-    if isinstance(tree, dict):
-        names = frozenset(tree.keys())
-        yield lambda: [dict.pop(tree, name) for name in tree.keys() - names]
-    if isinstance(tree, (dict, list)):
-        for name, value in tree.items() if isinstance(tree, dict) else enumerate(tree):
-            if isinstance(value, mx.array):
-                yield partial(tree.__setitem__, name, value)
+class Snapshot:
+    """MLX's random state, and the arrays and attributes of modules, dicts and lists."""
+
+    def __init__(self, tree: object):
+        self._random = mx.random.state[0]
+        self._copies: dict[int, tuple] = {}
+        self._add(tree)
+
+    def _add(self, value: object) -> None:
+        if isinstance(value, Module):
+            parts = value, vars(value)
+        elif type(value) in (dict, list) or isinstance(value, set):
+            parts = (value,)
+        else:
+            for each in value if type(value) is tuple else ():
+                self._add(each)
+            return
+        for part in parts:
+            if id(part) in self._copies:
+                continue
+            copied = dict(part) if isinstance(part, dict) else part.copy()
+            self._copies[id(part)] = part, copied
+            for each in copied.values() if isinstance(copied, dict) else copied:
+                self._add(each)
+
+    def restore(self) -> None:
+        """Undo all changes; unchanged values are not written: other threads read."""
+        if mx.random.state[0] is not self._random:
+            high, low = self._random.tolist()  # a seed is its two words
+            mx.random.seed(high << 32 | low)
+        for part, copied in self._copies.values():
+            if isinstance(part, list):
+                part[:] = copied
+            elif isinstance(part, set):
+                part.intersection_update(copied)
+                part.update(copied)
             else:
-                yield from _restorers(value)
-    elif isinstance(tree, tuple):
-        for value in tree:
-            yield from _restorers(value)
-    elif isinstance(tree, type(mx.random.state)):
-        yield partial(seed, tree[0])
-
-
-def seed(key: mx.array) -> None:
-    """Set the key of MLX's random numbers: a seed is its two words."""
-    high, low = key.tolist()
-    mx.random.seed(high << 32 | low)
+                for name, value in list(part.items()):
+                    if name not in copied and not isinstance(value, ModuleCache):
+                        dict.pop(part, name)
+                for name, value in copied.items():
+                    if name not in part or part[name] is not value:
+                        dict.__setitem__(part, name, value)
 
 
 def _flattened(tree, where: str) -> tuple[tuple, list[mx.array | SparseTensor]]:

@@ -18,10 +18,9 @@ from mlx.utils import tree_flatten, tree_map, tree_unflatten
 from . import devices, settings, sync
 from .backends.cuda import geometry as cuda_geometry
 from .backends.gpu import nvrtc as cuda_compile
-from .compiled import reached, seed
+from .compiled import Snapshot, reached
 from .coordinate_set import stride_text
 from .inspect.explain import size
-from .nn.layers import ModuleCache
 from .relation import Relation
 from .routes import launch, measure, proof
 from .routes.launch import Launch
@@ -299,16 +298,14 @@ def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
 def unchanged(net: Callable) -> Iterator[None]:
     """Restore modules and random state after a block, in which parameters are zeros."""
     with _standing_in:
-        random, modules = mx.random.state[0], list(reached(net))
-        snapshot = ModuleSnapshot(modules)
+        modules = list(reached(net))
+        snapshot = Snapshot(modules)
         try:
             for module in modules:
                 module.update(tree_map(_stand_in, module.parameters()))
             yield
         finally:
             snapshot.restore()
-            if mx.random.state[0] is not random:  # a layer has drawn from it
-                seed(random)
 
 
 def _stand_in(array: mx.array) -> mx.array:
@@ -316,48 +313,6 @@ def _stand_in(array: mx.array) -> mx.array:
     if _is_floating(array):
         return mx.zeros(array.shape, array.dtype)
     return array if array.size > 1 else array.__copy__()
-
-
-class ModuleSnapshot:
-    """Snapshot of the arrays and attributes of modules and of those inside them."""
-
-    def __init__(self, modules: Sequence[mlx.nn.Module]):
-        self._copies: dict[int, tuple] = {}
-        for module in modules:
-            self._add(module)
-
-    def _add(self, value: object) -> None:
-        if isinstance(value, mlx.nn.Module):
-            parts = value, vars(value)
-        elif type(value) in (dict, list) or isinstance(value, set):
-            parts = (value,)
-        else:
-            for each in value if type(value) is tuple else ():
-                self._add(each)
-            return
-        for part in parts:
-            if id(part) in self._copies:
-                continue
-            copied = dict(part) if isinstance(part, dict) else part.copy()
-            self._copies[id(part)] = part, copied
-            for each in copied.values() if isinstance(copied, dict) else copied:
-                self._add(each)
-
-    def restore(self) -> None:
-        """Undo all changes; unchanged values are not written: other threads read."""
-        for part, copied in self._copies.values():
-            if isinstance(part, list):
-                part[:] = copied
-            elif isinstance(part, set):
-                part.intersection_update(copied)
-                part.update(copied)
-            else:
-                for name, value in list(part.items()):
-                    if name not in copied and not isinstance(value, ModuleCache):
-                        dict.pop(part, name)
-                for name, value in copied.items():
-                    if name not in part or part[name] is not value:
-                        dict.__setitem__(part, name, value)
 
 
 def _is_floating(x: object) -> bool:

@@ -33,7 +33,7 @@ from mlx.utils import tree_flatten
 
 from .. import contraction
 from ..channel_kernels import Fused, norm_observers
-from ..int8 import TINY, inverse_of
+from ..int8 import inverse_of
 from ..ops.coordinates import joined
 from ..problem import FORWARD, MOST, to_int8
 from ..quantized import (
@@ -388,25 +388,20 @@ class _Layer:
 
 
 class _PackedLayer(_Layer):
-    """Chooses a packed weight."""
-
     moments: mx.array | None = None
 
     def gather(self, x: mx.array, relation: Relation, y: mx.array, _: int) -> None:
-        """Add the moments of a call's features."""
         seen = _moments(x, relation, self.groups, self.group_size)
         self.moments = seen if self.moments is None else seen + self.moments
         mx.eval(self.moments)
 
     def choose(self) -> None:
-        """Search the weight if a batch reached the layer."""
         self.plain = self.weight = pack(self.layer, self.group_size, self.bits)
         if self.moments is not None:
             w = _storage(self.layer, self.plain)
             self.weight = _search(self.plain, w, self.moments)
 
     def results(self, x: mx.array, relation: Relation) -> Iterator[mx.array]:
-        """Yield the layer's results with the plain weight and the searched one."""
         for weight in (self.plain, self.weight):
             options = {"groups": self.groups, "bias": self.layer.get("bias")}
             y = contraction.conv(x, weight, relation, **options)
@@ -419,7 +414,6 @@ class _PackedLayer(_Layer):
         return error
 
     def twin(self) -> Module:
-        """Return the packed layer."""
         if has_twin(self.layer):
             return twin_holding(self.layer, self.weight)
         return self.layer.to_quantized(self.group_size, self.bits)  # an embedding, say
@@ -539,12 +533,10 @@ class _IntegerLayer(_Layer):
         self.output_scale: mx.array | None = None
 
     def gather(self, x: mx.array, relation, y: mx.array, call: int) -> None:
-        """Record the features of a call."""
         self.samples.add(x, call)
         self.calls, self.last_call = self.calls + 1, call
 
     def choose(self) -> None:
-        """Choose the scale of features."""
         path = self.paths[0]
         self.plain_scale = usable(self.samples.all().max(keepdims=True) / MOST, path)
         if self.is_trained:
@@ -556,7 +548,6 @@ class _IntegerLayer(_Layer):
             self.notes.append("by row, as its calls need scales of their own")
 
     def results(self, x: mx.array, relation: Relation) -> Iterator[mx.array]:
-        """Yield results of plain rounding and of the chosen scales."""
         bias, x = self.layer.get("bias"), x.astype(mx.float32)
         for scale in (self.plain_scale, self.scale):
             w, feats = self.weight, rounded(x, scale)
@@ -602,7 +593,6 @@ class _Samples:
         self._calls: dict[int, list[mx.array]] = {}  # by their place in a batch
 
     def add(self, x: mx.array, call: int = 0) -> None:
-        """Sample (N, C) features of a call."""
         if not x.size:
             return
         flat = mx.abs(x.astype(mx.float32)).reshape(-1)
@@ -620,8 +610,9 @@ class _Samples:
         """Return whether each call is about as exact with a scale as with its own."""
         for samples in self._calls.values() if len(self._calls) > 1 else ():
             x = mx.concatenate(samples)
-            error = _error(x, scale)
-            if error > MOST_OFF and error > TIMES * _error(x, _least_squares(x)):
+            errors = (_off(x, each) for each in (scale, _least_squares(x)))
+            error, own = (mx.linalg.norm(each).item() for each in errors)
+            if error > max(MOST_OFF * mx.linalg.norm(x).item(), TIMES * own):
                 return False
         return True
 
@@ -630,17 +621,12 @@ def _off(x: mx.array, scale: mx.array) -> mx.array:
     return to_int8(x, inverse_of(scale)).astype(mx.float32) * scale - x
 
 
-def _error(x: mx.array, scale: mx.array) -> float:
-    norm = mx.linalg.norm(_off(x, scale)) / mx.maximum(mx.linalg.norm(x), TINY)
-    return norm.item()
-
-
 def _least_squares(x: mx.array) -> mx.array:
     """Return the (1,) scale with the least squared error on samples."""
     scales = x.max() / MOST * mx.array(FEATURES)
     errors = []
-    for at in range(len(FEATURES)):
-        errors.append(mx.square(_off(x, scales[at : at + 1])).sum())
+    for scale in scales:
+        errors.append(mx.square(_off(x, scale)).sum())
         mx.eval(errors[-1])
     return scales[mx.argmin(mx.stack(errors))].reshape(1)
 
@@ -673,18 +659,14 @@ class _Tracer:
 
     @contextmanager
     def observing(self) -> Iterator[None]:
-        """Trace the run of the model inside the block."""
         with tracing(self), norm_observers.observe(self._normed):
             yield
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Trace nothing inside the block."""
         before, self.is_paused = self.is_paused, True
-        try:
-            yield
-        finally:
-            self.is_paused = before
+        yield
+        self.is_paused = before
 
     def _normed(self, norm: Fused) -> None:
         if not self.is_paused:
@@ -754,7 +736,6 @@ class _Tracer:
         return [key for key in self.results if key in read - self.floats]
 
     def _origins(self) -> list[Origin]:
-        """Return the origins of all features and residuals of integer layers."""
         reads = [origin for origins in self.reads.values() for origin in origins]
         return [*self.residuals, *reads]
 
