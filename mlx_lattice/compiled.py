@@ -17,6 +17,7 @@ from weakref import ref
 
 import mlx.core as mx
 from mlx.nn import Module
+from mlx.utils import tree_flatten
 
 from . import devices, settings
 from .coordinates import CoordinateManager
@@ -31,11 +32,7 @@ CONSTANTS = (bool, int, float, str, bytes, type(None), mx.Dtype)
 
 
 def compile(  # noqa: A001 - as mx.compile
-    function: Callable,
-    inputs: object = None,
-    outputs: object = None,
-    *,
-    keep: int = 8,
+    function: Callable, inputs: object = None, outputs: object = None, *, keep: int = 8
 ) -> Compiled:
     """Return a function that runs as one compiled graph for coordinates seen before.
 
@@ -151,7 +148,9 @@ class Compiled:
     def _modes(self) -> Iterable[bool]:
         """Return the modes, train or eval, of all modules that are known."""
         if self._modules is None:
-            roots = *reached(self.function), *_roots(self._state)
+            state = tree_flatten(self._state, is_leaf=Module.is_module)
+            roots = [x for _, x in state if isinstance(x, Module)]
+            roots += reached(self.function)
             modules = [module for root in roots for module in root.modules()]
             self._modules = list({id(module): module for module in modules}.values())
         return map(_mode, self._modules)
@@ -317,15 +316,6 @@ def _unflattened(signature: tuple, leaves: Iterator) -> object:
     if kind is dict:
         return dict(zip(parts[0], values, strict=True))
     return kind(*values) if hasattr(kind, "_fields") else kind(values)
-
-
-def _roots(tree) -> Iterator[Module]:
-    """Yield the modules in a tree, without the modules inside them."""
-    if isinstance(tree, Module):
-        yield tree
-    elif isinstance(tree, (dict, list, tuple)):
-        for value in tree.values() if isinstance(tree, dict) else tree:
-            yield from _roots(value)
 
 
 def reached(value: object, depth: int = 4) -> Iterator[Module]:

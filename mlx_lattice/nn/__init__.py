@@ -62,11 +62,7 @@ _FILES = (
     layers, attention, fused, convolution, int8, linear,
     normalization, pooling,
 )  # fmt: skip
-__all__ = [
-    "Module",
-    *(name for file in _FILES for name in file.__all__),
-    *_NUMBERED,
-]
+__all__ = ["Module", *(name for file in _FILES for name in file.__all__), *_NUMBERED]
 
 
 def __dir__() -> list[str]:

@@ -55,11 +55,7 @@ def kernel_spec(
     if kernel_size is None:
         raise TypeError("a convolution takes kernel_size, or offsets")
     return KernelSpec.of(
-        dims,
-        kernel_size=kernel_size,
-        stride=stride,
-        padding=padding,
-        dilation=dilation,
+        dims, kernel_size=kernel_size, stride=stride, padding=padding, dilation=dilation
     )
 
 

@@ -28,13 +28,7 @@ from . import linear as linears
 from .convolution import Convolution, SubmConv
 from .layers import Dropout
 from .linear import FoldedNorm, as_float32, is_integer
-from .normalization import (
-    BatchNorm,
-    GroupNorm,
-    InstanceNorm,
-    LayerNorm,
-    SyncBatchNorm,
-)
+from .normalization import BatchNorm, GroupNorm, InstanceNorm, LayerNorm, SyncBatchNorm
 
 __all__ = ["ConvNormAct", "Sequential"]
 

@@ -126,10 +126,7 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
     """
 
     def __init__(
-        self,
-        few_inputs: int = 16,
-        few_outputs: int = 8,
-        names: Sequence[str] = HEADS,
+        self, few_inputs: int = 16, few_outputs: int = 8, names: Sequence[str] = HEADS
     ):
         self.few_inputs, self.few_outputs = few_inputs, few_outputs
         self.names = (names,) if isinstance(names, str) else tuple(names)
