@@ -261,24 +261,15 @@ def conv(
     groups: int = 1,
     epilogue: Epilogue | None = None,
 ) -> mx.array:
-    """Return y, (N_out, C_out); a table that is too large is built in blocks."""
-    if _keeps_table(relation):
-        options = {"groups": groups, "bias": bias, "epilogue": epilogue}
-        return contraction.conv(x, w, relation, **options)
-    parts = conv_blocks(x, w, relation, bias, groups, epilogue)
-    return assembled(parts, relation.n_out)
-
-
-def _keeps_table(relation: Relation) -> bool:
-    """Whether a relation's table exists, fits, or cannot be built in blocks."""
-    limit = active()
-    if limit is None or relation.kind not in BLOCKED_KINDS or relation.is_transposed:
-        return True
-    if relation.is_identity or relation.sets is None:
-        return True
-    if relation.kept("table") is not None:
-        return True
-    return relation.n_out * _table_bytes(relation) <= limit.share(TABLE)
+    """Return y, (N_out, C_out), under a limit: large tables are built in blocks."""
+    is_searched = relation.kind in BLOCKED_KINDS and relation.sets is not None
+    is_searched = is_searched and not (relation.is_transposed or relation.is_identity)
+    size = relation.n_out * _table_bytes(relation)
+    if is_searched and size > active().share(TABLE) and relation.kept("table") is None:
+        parts = conv_blocks(x, w, relation, bias, groups, epilogue)
+        return assembled(parts, relation.n_out)
+    options = {"groups": groups, "bias": bias, "epilogue": epilogue}
+    return contraction.conv(x, w, relation, **options)
 
 
 def _table_bytes(relation: Relation) -> int:

@@ -13,13 +13,13 @@ from contextlib import nullcontext
 import mlx.core as mx
 from mlx.nn import Module
 
+from .. import memory
 from ..checks import flag, whole
 from ..epilogue import Epilogue
 from ..kernel_spec import IntOrTuple, KernelSpec, check_support, per_axis
 from ..ops.convolution import (
     Coordinates,
     contracted,
-    contracted_blocks,
     fitting,
     forward_relation,
     transposed_relation,
@@ -303,7 +303,7 @@ class SubmConv(Convolution):
         with launch.scope(self):
             relation, weight = self._relation(x, None), self._weight()
             bias = self.get("bias")
-            return contracted_blocks(x, weight, relation, bias, self.groups)
+            return memory.conv_blocks(x.feats, weight, relation, bias, self.groups)
 
 
 class ConvTranspose(Convolution):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import prod
 
 import mlx.core as mx
@@ -142,13 +142,6 @@ def contracted(
         )
     key, coords = relation.out_key, relation.out_coords
     return SparseTensor.trusted(x.manager, key, coords, feats)
-
-
-def contracted_blocks(
-    x: SparseTensor, w: Weight, relation: Relation, bias, groups
-) -> Iterator[tuple[int, mx.array]]:
-    """Yield (first row, features) of blocks of what ``contracted`` returns."""
-    return memory.conv_blocks(x.feats, w, relation, bias, groups)
 
 
 # Public functions; ``ops/__init__.py`` names them for each number of axes
