@@ -79,7 +79,6 @@ class Observers(Generic[Fact]):
         self._now: ContextVar[tuple[Callable[[Fact], None], ...]] = ContextVar(
             name, default=()
         )
-        self.now = self._now.get  # every layer asks
 
     def __bool__(self) -> bool:
         return bool(self._now.get())

@@ -285,7 +285,7 @@ class CoordinateManager:
         elif shape is not None:
             shape = spec.output_shape(shape, "reach")
         coords, offsets, stride = source.coords, spec.offsets, spec.stride
-        box = lattice.int32_box(rule, coords, source.box, offsets, stride)
+        box = lattice.int32_box(rule, source.box, offsets, stride)
         cut = lattice.cut(box, shape)
         # Cells that do not overlap are all made, unless the grid ends in them.
         are_cells = expands and spec.fills_cell and cut == box

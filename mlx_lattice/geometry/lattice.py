@@ -119,13 +119,17 @@ def negated(offsets: Offsets) -> tuple[tuple[int, ...], ...]:
 
 def as_int32(rows: mx.array, what: str) -> mx.array:
     """Return int64 rows as int32. Reads their bounds."""
-    low, high = bounds_of(rows)
-    if min(low) < -INT32_LIMIT or max(high) >= INT32_LIMIT:
-        raise ValueError(
-            f"{what} would reach coordinates {min(low)} to {max(high)}, beyond int32; "
-            "move the input nearer to the origin or use a smaller stride"
-        )
+    _expect_int32(bounds_of(rows), what)
     return rows.astype(mx.int32)
+
+
+def _expect_int32(bounds: Bounds, what: str) -> None:
+    low, high = min(bounds[0]), max(bounds[1])
+    if low < -INT32_LIMIT or high >= INT32_LIMIT:
+        raise ValueError(
+            f"{what} would reach coordinates {low} to {high}, beyond int32; move the "
+            "input nearer to the origin or use a smaller stride"
+        )
 
 
 # Keys
@@ -384,24 +388,13 @@ def box_of(
 
 
 def int32_box(
-    rule: Rule,
-    coords: mx.array,
-    bounds: Bounds,
-    offsets: Offsets,
-    stride: Sequence[int],
+    rule: Rule, bounds: Bounds, offsets: Offsets, stride: Sequence[int]
 ) -> Bounds:
-    """Return bounds of the rows that a rule makes of a set, all of them int32."""
+    """Return bounds of the rows that a rule makes; raise if they exceed int32."""
     box = box_of(rule, bounds, offsets, stride)
-    if not len(coords) or (min(box[0]) >= -INT32_LIMIT and max(box[1]) < INT32_LIMIT):
-        return box
-    rows, counts = _candidates(coords, rule, offsets, stride)
-    if counts is not None:
-        rows = rows[true_positions(counts)]
-    if rows.size:
-        kind = "generative convolution" if rule == Rule.EXPAND else "convolution"
-        as_int32(rows, f"the {kind}")
-    least, most = -INT32_LIMIT, INT32_LIMIT - 1
-    return tuple(tuple(min(max(v, least), most) for v in end) for end in box)
+    kind = "generative convolution" if rule == Rule.EXPAND else "convolution"
+    _expect_int32(box, f"the {kind}")
+    return box
 
 
 def _candidates(

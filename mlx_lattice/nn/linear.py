@@ -655,7 +655,7 @@ class Linear(Packable, mlx.nn.Linear):
                 f"features are {x.dtype}, the weight is {self.weight.dtype}; cast one "
                 "with .astype or set_dtype"
             )
-        if not linear_calls.now():
+        if not linear_calls:
             return on_features(self._apply, x)
         with launch.scope(self):
             return on_features(self._observed, x)

@@ -285,18 +285,6 @@ def test_rows_beyond_the_box_are_left_out(place, rule):
 
 
 @places
-def test_rows_of_which_the_stride_leaves_out_those_beyond_int32(place):
-    given = rows([[0, MOST, 1], [0, 4, 2]], 2)  # the first reaches nothing
-
-    def box_of(rule, *facts):
-        return lattice.int32_box(rule, given, *facts)
-
-    offsets = [(-1, 0), (1, 0)]
-    kept = made(place, Rule.REACH, given, offsets, (1, 2), box_of=box_of)
-    assert ref.rows_of(kept) == [(0, 3, 1), (0, 5, 1)]
-
-
-@places
 def test_tables_of_rows_times_huge_strides(place):
     """Products of which one column alone takes as many bits as a key has."""
     rng = np.random.default_rng(0)
