@@ -64,22 +64,12 @@ def _apple() -> list[Device]:
     }
     devices = []
     for family, sizes in chips.items():
+        has_units = family == "m5"  # neural accelerators: more than the SIMD rate
         tiers = ("", "-pro", "-max", "-ultra")
-        for tier, (cores, tflops, bandwidth) in zip(tiers, sizes, strict=True):
-            # Neural accelerators: about four times the SIMD rate in half.
-            accelerated = family == "m5"
-            devices.append(
-                Device(
-                    family + tier,
-                    METAL,
-                    family,
-                    cores,
-                    tflops,
-                    tflops * (3.5 if accelerated else 1.0),
-                    bandwidth,
-                    accelerated,
-                )
-            )
+        for tier, (cores, rate, bandwidth) in zip(tiers, sizes, strict=True):
+            rates = rate, rate * (3.5 if has_units else 1.0), bandwidth
+            name = family + tier
+            devices.append(Device(name, METAL, family, cores, *rates, has_units))
     return devices
 
 

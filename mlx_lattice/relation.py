@@ -403,7 +403,7 @@ class Relation:
         """(K,) int32: the number of edges of each offset."""
 
         def build() -> mx.array:
-            return mx.array(self.edge_counts, dtype=mx.int32)
+            return tables.counts(self._edges(False), 2, self.volume)
 
         return self.view("counts", build, False)
 
@@ -412,8 +412,7 @@ class Relation:
         """The counts as Python integers. Reads K values, once."""
 
         def build() -> tuple[int, ...]:
-            counts = tables.counts(self._edges(False), 2, self.volume)
-            return tuple(sync.read(counts)[0])
+            return tuple(sync.read(self.counts)[0])
 
         return self.view("edge_counts", build, False)
 
