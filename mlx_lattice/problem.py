@@ -87,9 +87,9 @@ class Problem:
                     f"got {channels}"
                 )
         for name, rows in (("n_in", self.n_in), ("n_out", self.n_out)):
-            if not 0 <= rows <= MOST_ROWS:
+            if rows > MOST_ROWS:
                 raise ValueError(
-                    f"{name} must be 0 to {MOST_ROWS}, since rows are numbered in "
+                    f"{name} must be at most {MOST_ROWS}, since rows are numbered in "
                     f"int32; got {rows}"
                 )
         if self.edges is None:

@@ -12,11 +12,11 @@ pytestmark = pytest.mark.usefixtures("portable_only", "unforced")
 @pytest.mark.parametrize(
     "facts, text",
     [
-        ({"n_in": -1}, "n_in must be 0 to 2147483647.*got -1"),
-        ({"kind": "forward", "n_out": -2}, "n_out must be 0 to 2147483647.*got -2"),
+        ({"n_in": -1}, "n_in must be 0 or more; got -1"),
+        ({"kind": "forward", "n_out": -2}, "n_out must be 0 or more; got -2"),
         ({"n_in": 2**31}, "numbered in int32; got 2147483648"),
-        ({"kind": "submanifold", "n_out": 7}, "keeps its rows, .*got 50000 -> 7"),
-        ({"kind": "submanifold", "stride": 2}, "its stride is 1; got 2"),
+        ({"kind": "submanifold", "n_out": 7}, "keeps its rows: .*got 1 and 50000 -> 7"),
+        ({"kind": "submanifold", "stride": 2}, "stride is 1 and .*got 2 and"),
         ({"n_in": 5, "edges": 136}, "submanifold relation must be 0 to .* = 135"),
         ({"kind": "general", "edges": -1}, "general relation must be 0 or more"),
     ],
@@ -40,7 +40,7 @@ def test_facts_that_look_odd_and_are_none():
         ({"pass_": "sideways"}, ValueError, "pass must be one of"),
         ({"dtype": "int32"}, TypeError, "float32, float16 or bfloat16; got int32"),
         ({"c_in": 0}, ValueError, "c_in must be a positive multiple"),
-        ({"c_out": -4}, ValueError, "c_out must be a positive multiple"),
+        ({"c_out": -4}, ValueError, "c_out must be 0 or more; got -4"),
         ({"groups": 3}, ValueError, "multiple of groups = 3"),
     ],
 )
