@@ -36,15 +36,8 @@ from .quantized import (
     quantize_weight,
 )
 from .relation import Relation
-from .routes.measure import tune
 from .routes.proof import proof
-from .routes.selection import (
-    Choice,
-    Route,
-    RouteError,
-    select,
-    waive_determinism,
-)
+from .routes.selection import Choice, Route, RouteError, select, tune, waive_determinism
 from .settings import precision
 from .tensor import SparseTensor, unknown_name
 

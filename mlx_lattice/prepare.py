@@ -22,7 +22,7 @@ from .compiled import Snapshot, reached
 from .coordinate_set import stride_text
 from .inspect.explain import size
 from .relation import Relation
-from .routes import launch, measure, proof
+from .routes import launch, proof, selection
 from .routes.launch import Launch
 from .sync import building
 from .tensor import SparseTensor, features_of
@@ -254,7 +254,7 @@ def _launch_each(launches: Sequence[Launch]) -> None:
 def _plan(net, call, inputs: tuple, options: dict, training: bool, observer: Callable):
     """Call a net with its contractions planned; ``observer`` gets each Launch."""
     # A measured choice runs kernels, which a dry run leaves out.
-    dry_run = nullcontext() if measure.enabled() else cuda_compile.rehearsal()
+    dry_run = nullcontext() if selection.is_tuning() else cuda_compile.rehearsal()
     token = _is_preparing.set(True)
     try:
         with dry_run, launch.planned(observer), unchanged(net):

@@ -132,7 +132,8 @@ def sum_by_output(products, relation, shape) -> mx.array:
     products = mx.concatenate([*products, mx.zeros((1, shape[1]), dtype=dtype)])
     csr, none = relation.output_csr, relation.n_edges
     # The output-major edges are the kernel-major ones in order of these keys.
-    place = mx.argsort(_edge_keys(relation.edges, relation))
+    i, o, k = (relation.edges[:, c].astype(mx.int64) for c in range(3))
+    place = mx.argsort((o * relation.volume + k) * max(1, relation.n_in) + i)
     starts, ends = csr.indptr[:-1], csr.indptr[1:]
     y = mx.zeros(shape, dtype=dtype)
     for step in range(int((ends - starts).max().item())):
@@ -140,11 +141,6 @@ def sum_by_output(products, relation, shape) -> mx.array:
         edge = mx.where(at < ends, place[mx.minimum(at, none - 1)], none)
         y = y + products[edge]
     return y
-
-
-def _edge_keys(edges: mx.array, relation: Relation) -> mx.array:
-    i, o, k = (edges[:, c].astype(mx.int64) for c in range(3))
-    return (o * relation.volume + k) * max(1, relation.n_in) + i
 
 
 def _gather_gemm_scatter_weight_grad(x, dy, relation, groups):

@@ -44,11 +44,10 @@ from ..problem import (
 )
 from ..quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES, quantize_weight
 from ..relation import Relation
-from ..routes import TABLE, measure, proof, selection
+from ..routes import TABLE, proof, selection
 from ..routes.choice import Route
-from ..routes.measure import FLOOR, relative_error
-from ..routes.selection import candidates, select
-from ..routes.table import named
+from ..routes.selection import candidates, relative_error, select
+from ..routes.table import FLOOR, named
 from ..settings import environment
 from ..tensor import SparseTensor
 from .explain import cost
@@ -126,8 +125,8 @@ def backend_info() -> BackendInfo:
             )
             for pass_ in selection.PASSES
         },
-        cache=str(measure.cache_file()),
-        tuning=measure.enabled(),
+        cache=str(selection.cache_file()),
+        tuning=selection.is_tuning(),
         proving=proof.enabled(),
         kernels=proof.current().kernels,
         forced={

@@ -24,12 +24,11 @@ from ..ops import convolution
 from ..ops.attention_calls import COMPOSED, Attended, Call, attention_observers
 from ..problem import FORWARD, INPUT_GRAD, MLX_LAYOUT, PASSES, WEIGHT_GRAD, Problem
 from ..relation import Relation
-from ..routes import launch, measure
+from ..routes import launch
 from ..routes.choice import Choice
 from ..routes.launch import Launch
-from ..routes.measure import relative_error
-from ..routes.selection import select
-from ..routes.table import named
+from ..routes.selection import relative_error, select
+from ..routes.table import FLOOR, named
 from ..tensor import SparseTensor
 
 # float32 products on tensor cores: share of the rate for half precision.
@@ -533,7 +532,7 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
 def _reference(launched: Launch) -> tuple[mx.array, str]:
     """Return the result of a route other than the chosen one, and its name."""
     chosen = launched.choice.route.name
-    for name in (measure.FLOOR, "explicit_gemm", "grouped_gemm"):
+    for name in (FLOOR, "explicit_gemm", "grouped_gemm"):
         able = named(name).refusal(
             launched.problem, launched.choice.device, forced=True
         )
@@ -546,8 +545,8 @@ def _reference(launched: Launch) -> tuple[mx.array, str]:
         for a in (*launched.inputs, *launched.bias)
     )
     problem = replace(launched.problem, dtype="float32")
-    floor = named(measure.FLOOR).plan(problem, launched.choice.device)
-    return launched.run(floor, *wide), f"{measure.FLOOR} in float32"
+    floor = named(FLOOR).plan(problem, launched.choice.device)
+    return launched.run(floor, *wide), f"{FLOOR} in float32"
 
 
 def _by_edges(launched: Launch, block: int = 1 << 22) -> mx.array:

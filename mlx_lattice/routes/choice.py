@@ -148,16 +148,12 @@ class Route:
             compiled = kind != MLX or not absent
             then = (AFTER, launched) if compiled else (OPERATIONS, finished)
             plan = replace(plan, epilogue=then[0], then=then[1])
-        if problem.bits and not problem.integer and not self.takes_packed:
+        reads_packed = {packed_weight, packed_or_integers}.intersection(self.needs)
+        if problem.bits and not problem.integer and not reads_packed:
             # Compiled kernels want one dtype; the floor takes what is stored exactly.
             dtypes = {FORWARD: "float32", INPUT_GRAD: problem.dtype, WEIGHT_GRAD: None}
             plan = replace(plan, dequantised=dtypes[problem.pass_])
         return plan
-
-    @property
-    def takes_packed(self) -> bool:
-        """Whether its kernels read packed weights."""
-        return not {packed_weight, packed_or_integers}.isdisjoint(self.needs)
 
     def __str__(self) -> str:
         """Return the route's name."""

@@ -11,24 +11,20 @@ from typing import NamedTuple
 import mlx.core as mx
 
 from .. import devices, settings
-from ..checks import DTYPES
+from ..backends.gpu.contraction import without_sums, zeros
 from ..devices import Device
 from ..epilogue import EpilogueFacts
-from ..epilogue import finished as finished_floats
 from ..problem import (
-    FORWARD,
     INPUT_GRAD,
     KERNEL_MAJOR,
     MLX,
-    MLX_LAYOUT,
     IntegerFacts,
     Plan,
     Problem,
 )
-from ..problem import finished as finished_integers
 from ..quantized import Packing
 from ..relation import Relation
-from . import measure, proof
+from . import proof, selection
 from .selection import Choice, candidates, choose
 from .table import named
 
@@ -222,7 +218,7 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         sums = replace(problem, epilogue=None, moments=False)
         able = candidates(sums, here)
         timed = arrays if request.integer else inputs
-        tuned = measure.record(sums, here, able, rows, timed)
+        tuned = selection.record(sums, here, able, rows, timed)
         if tuned:
             choice, _ = choose(problem, here)
 
@@ -253,34 +249,6 @@ def _first(request: Request, relation: Relation, arrays: tuple[mx.array, ...]):
         facts = problem, choice, scope, relation, inputs, y, rows, added, cache
         observer(Launch(*facts))
     return result
-
-
-def without_sums(problem: Problem, added: tuple[mx.array, ...]) -> mx.array:
-    """Return the result of a pass without edges: zeros, and what follows the sums."""
-    if problem.integer:
-        facts, sums = problem.integer, mx.zeros((problem.n_out, problem.c_out))
-        after = facts.named(added)[:-1]
-        return finished_integers(sums, facts, DTYPES[problem.dtype], *after)
-    if problem.epilogue:
-        after = problem.epilogue
-        return finished_floats(zeros(problem), after, *after.named(added))
-    return zeros(problem) + added[0] if added else zeros(problem)
-
-
-def zeros(problem: Problem) -> mx.array:
-    """Return zeros in the shape and dtype that the pass writes."""
-    if problem.pass_ == FORWARD:
-        shape = problem.n_out, problem.c_out
-    elif problem.pass_ == INPUT_GRAD:
-        shape = problem.n_in, problem.c_in
-    else:
-        shape = problem.volume, problem.c_in // problem.groups, problem.c_out
-        if problem.layout == MLX_LAYOUT:
-            shape = shape[2], *shape[:2]
-    dtype = DTYPES[problem.dtype]
-    if problem.integer:
-        dtype = problem.integer.out_dtype(dtype)
-    return mx.zeros(shape, dtype=dtype)
 
 
 def _bound(request: Request, plan: Plan, end: Relation) -> Callable[..., mx.array]:

@@ -67,17 +67,6 @@ CUDA_ROWS = {
 }
 
 
-def least_rows(
-    route: str, pass_: str, channels: tuple[int, int], device: Device
-) -> int:
-    """Return the least rows from which a route pays on a device."""
-    wide = ANY_ROWS.get((route, pass_))
-    if wide is not None and min(channels) >= entry(wide, device):
-        return 1
-    own = device.backend == CUDA and (route, pass_) in CUDA_ROWS
-    return entry((CUDA_ROWS if own else ROWS).get((route, pass_), {"*": 0}), device)
-
-
 # A need returns None where it holds, else the sentence that explains the refusal.
 Need = Callable[[Problem, Device], str | None]
 
@@ -311,8 +300,11 @@ def rows_at_least(route: str) -> Need:
     """Hold where the pass has the rows that the route's threshold asks for."""
 
     def need(p: Problem, device: Device) -> str | None:
-        is_grad = p.pass_ == INPUT_GRAD
-        least = least_rows(route, p.pass_, (p.c_in, p.c_out), device)
+        is_grad, key = p.pass_ == INPUT_GRAD, (route, p.pass_)
+        own = device.backend == CUDA and key in CUDA_ROWS
+        least = entry((CUDA_ROWS if own else ROWS).get(key, {"*": 0}), device)
+        if key in ANY_ROWS and min(p.c_in, p.c_out) >= entry(ANY_ROWS[key], device):
+            least = 1
         rows = p.n_in if is_grad else p.n_out
         if rows >= least:
             return None

@@ -1,19 +1,28 @@
-"""select(): the one place that decides which route runs; and routes forced by name.
+"""select(): the one place that decides which route runs.
 
-The first admissible row of the table wins for its pass.
+The first admissible row of the table wins for its pass, unless a route is forced by
+name or ``tune`` measures: routes are timed and checked once for each key.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import math
+import time
+import warnings
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
 
-from .. import backends, devices, settings
+import mlx.core as mx
+
+from .. import backends, devices, kept_files, settings
 from ..devices import Device
-from ..problem import PASSES, Problem
-from . import measure, proof
+from ..problem import INPUT_GRAD, PASSES, Problem
+from ..settings import FLOAT32
+from . import proof
 from .choice import Choice, Reasons, Route, RouteError, Times
-from .table import TABLE, named
+from .table import FLOOR, TABLE, named
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -112,7 +121,7 @@ def choose(
 ) -> tuple[Choice, bool]:
     """Choose as ``select`` does; and return whether measured times may decide."""
     forced = only or forced_route(problem.pass_)
-    tuned = forced is None and measure.enabled()
+    tuned = forced is None and is_tuning()
     facts = problem, device, backends.missing(device.backend)
     refused = proof.refused_on(device)
 
@@ -126,7 +135,7 @@ def choose(
         reasons = [(each, obstacle(each)) for each in TABLE]
         return _reasons(reasons, route, problem.pass_, times)
 
-    times = measure.measured(problem, device) if tuned else ()
+    times = measured(problem, device) if tuned else ()
     able = {r.name for r in candidates(problem, device)} if times else ()
     times = tuple([t for t in times if t[0] in able])
     if forced is not None:
@@ -171,7 +180,12 @@ def _reasons(
     at = next(i for i, (route, _) in enumerate(rows) if route is taken)
     passed = "admissible; " + ("not measured" if times else "another route was forced")
     later = "admissible; comes later in the table"
-    slower = {name: _measured_reason(name, times) for name, _ in times}
+    slower = {
+        name: "it failed, or did not give the floor's result, when it was measured"
+        if taken is None
+        else f"measured at {taken:.3g} ms, {times[0][0]} at {times[0][1]:.3g} ms"
+        for name, taken in times
+    }
     above = ((r.name, slower.get(r.name) or why or passed) for r, why in rows[:at])
     below = (
         (r.name, slower.get(r.name) or why or later)
@@ -181,8 +195,144 @@ def _reasons(
     return tuple(above), tuple(below)
 
 
-def _measured_reason(name: str, times: Times) -> str:
-    taken, (winner, best) = dict(times)[name], times[0]
-    if taken is None:
-        return "it failed, or did not give the floor's result, when it was measured"
-    return f"measured at {taken:.3g} ms, {winner} at {best:.3g} ms"
+# Raise it when a key or a compiled kernel changes: older files are then ignored.
+VERSION = 1
+
+
+@contextmanager
+def tune(on: bool = True) -> Iterator[None]:
+    """Choose routes by measurement inside the block, instead of by the table.
+
+    The first time that a (device, pass, dtype, kernel volume, channels, log2 rows)
+    key comes up, every route that can run it is timed on random features over the
+    call's own relation, and checked against the floor route: one that does not agree
+    cannot win. Results are kept in the cache folder. The environment variable
+    MLX_LATTICE_TUNE=1 does the same for a whole process.
+
+    Args:
+        on: False disables measurement inside the block, whatever the environment.
+    """
+    with settings.block(tuned=on):
+        yield
+
+
+def is_tuning() -> bool:
+    """Return whether a block or the environment asks for measured choices."""
+    inside = settings.current().tuned
+    if inside is not None:
+        return inside
+    return kept_files.is_set("MLX_LATTICE_TUNE")
+
+
+def cache_file() -> Path:
+    """Return the file that measured choices are kept in."""
+    return kept_files.folder() / "routes.json"
+
+
+def tuning_key(problem: Problem, device: Device) -> str:
+    """Return the key of a measurement; similar problems share it."""
+    p = problem
+    rows = p.n_in if p.pass_ == INPUT_GRAD else p.n_out
+    weight = f"int{p.bits}/{p.group_size}" if p.bits else "dense"
+    if p.integer:
+        weight += f" int8 by rows{p.integer.row_scales:d} to8{p.integer.writes_int8:d}"
+    dtype = p.dtype if p.precision == FLOAT32 else f"{p.dtype}/{p.precision}"
+    return (
+        f"{device.name}/{device.cores} {p.pass_} {dtype} {weight} K{p.volume} "
+        f"{p.c_in}->{p.c_out} groups{p.groups} rows2^{max(1, rows).bit_length() - 1}"
+    )
+
+
+def measured(problem: Problem, device: Device) -> Times:
+    """Return the times of a problem's candidates; empty where none are known."""
+    times = _file().load().get(tuning_key(problem, device), {})
+    return tuple(sorted(times.items(), key=lambda t: (t[1] is None, t[1] or 0.0, t[0])))
+
+
+def record(
+    problem: Problem,
+    device: Device,
+    routes: tuple[Route, ...],
+    run: Callable[..., mx.array],
+    inputs: tuple[mx.array, ...],
+) -> bool:
+    """Time a problem's routes of unknown times; return whether any was timed."""
+    if len(routes) < 2 or not problem.n_in or not problem.n_out:
+        return False
+    name = tuning_key(problem, device)
+    known = _file().load().get(name, {})
+    if all(route.name in known for route in routes):
+        return False
+    trial = tuple(_random_like(a, seed) for seed, a in enumerate(inputs))
+    plans = {route.name: route.plan(problem, device) for route in routes}
+    reference = run(plans[FLOOR], *trial)
+    times = {}
+    for route, plan in plans.items():
+        try:
+            one = partial(run, plan, *trial)
+            times[route] = _time(route, one, reference, plan.tolerance)
+        except Exception as error:
+            times[route] = None
+            warnings.warn(f"route {route} failed while tuned: {error}", stacklevel=2)
+    settings.note_change()
+    _file().add(name, times)
+    return True
+
+
+def relative_error(y: mx.array, reference: mx.array) -> tuple[float, int]:
+    """Return the error relative to the reference's norm, and the worst row."""
+    a, b = y.astype(mx.float32), reference.astype(mx.float32)
+    same = (a == b) | ~(mx.isfinite(a) | mx.isfinite(b))
+    a, b = mx.where(same, 0, a - b), mx.where(mx.isfinite(b), b, 0)
+    if a.size == 0:
+        return 0.0, 0
+    rows = mx.square(a).reshape(a.shape[0], -1).sum(axis=1)
+    # A row with NaN is the worst one.
+    worst = mx.argmax(mx.where(mx.isnan(rows), math.inf, rows)).item()
+    error, norm = mx.sqrt(rows.sum()).item(), mx.linalg.norm(b.flatten()).item()
+    return (error / norm if norm else error), worst
+
+
+def _random_like(a: mx.array, seed: int) -> mx.array:
+    random = mx.random.key(seed)
+    if mx.issubdtype(a.dtype, mx.floating):
+        return mx.random.normal(a.shape, key=random).astype(a.dtype)
+    most = 1 << (8 * a.dtype.size - 1)
+    return mx.random.randint(0, most - 1, a.shape, dtype=a.dtype, key=random)
+
+
+def _time(
+    name: str, run: Callable, reference: mx.array, tolerance: float
+) -> float | None:
+    """Return a route's milliseconds; None where its result is wrong."""
+    y = run()
+    mx.eval(y)
+    error, _ = relative_error(y, reference)
+    if not error <= tolerance:
+        warnings.warn(
+            f"route {name} is off the floor route by {error:.1e} and cannot be chosen "
+            "by tuning; please report it",
+            stacklevel=2,
+        )
+        return None
+    best, start = math.inf, time.perf_counter()
+    for _ in range(10):
+        before = time.perf_counter()
+        mx.eval(run())
+        after = time.perf_counter()
+        best = min(best, after - before)
+        if after - start > 0.1:
+            break
+    return round(1e3 * best, 6)
+
+
+def _is_times(entry: object) -> bool:
+    return isinstance(entry, dict) and all(
+        ms is None or (type(ms) in (int, float) and 0 <= ms < math.inf)
+        for ms in entry.values()
+    )
+
+
+def _file() -> kept_files.EntryFile:
+    header = {"version": VERSION, "mlx": mx.__version__}
+    return kept_files.EntryFile(cache_file(), header, _is_times)

@@ -295,6 +295,7 @@ TABLE: tuple[Route, ...] = (
 )
 
 NAMES = tuple(route.name for route in TABLE)
+FLOOR = "gather_gemm_scatter"
 
 
 def named(name: str) -> Route:

@@ -11,7 +11,7 @@ from planted import counting
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, nn, ops
-from mlx_lattice.routes import measure
+from mlx_lattice.routes import selection
 
 COORDS = cases.geometry("surface", 3, 200, 0)
 on_cpu = pytest.mark.skipif(
@@ -64,7 +64,7 @@ def test_left_out_kernels_and_tuning_are_seen_at_once(monkeypatch, tmp_path):
         recorded.append(arguments)
         return ()
 
-    monkeypatch.setattr(measure, "record", record)
+    monkeypatch.setattr(selection, "record", record)
     with ml.cache(tmp_path), ml.tune():
         kernels(counts, x, layer)
         assert len(recorded) == 3

@@ -291,7 +291,10 @@ def _as_cut(p: Problem, cut: _Cut) -> Plan:
     scratch += 12 * moments * c_y
     bind = _integers if p.integer else sorted_tiles
     if cut.weights == PREPARED_ONCE:
-        bind, scratch = _prepared, scratch + cuda_tiles.prepared_bytes(p)
+        bind, scratch = (
+            _prepared,
+            scratch + cuda_tiles.weight_parts(p) * cuda_tiles.unpacked_bytes(p),
+        )
     elif cut.weights == UNPACKED_ONCE:
         bind = _integers if p.integer else _unpacked_once
         scratch += p.volume * c_x * c_y * (1 if p.integer else p.itemsize)

@@ -37,7 +37,7 @@ from .sort import (
     KEYS,
     SORT_THREADS,
     THREADS,
-    Levels,
+    NewRows,
     cleared,
     constant,
     curve_order,
@@ -307,13 +307,6 @@ def pitch_of(n: int) -> int:
     return -(-n // ROW_ALIGNMENT) * ROW_ALIGNMENT
 
 
-def _tiles_outputs(n: int, volume: int) -> list:
-    """Return shapes and dtypes of rows, table and masks of tiles."""
-    pitch, words = pitch_of(n), -(-volume // 32)
-    shapes = (n,), (volume, pitch), (pitch // 32, words)
-    return list(zip(shapes, (mx.int32, mx.int32, mx.uint32), strict=True))
-
-
 def counted_table(
     source: Source, tiled: bool = False
 ) -> tuple[mx.array, BandCounts, Sorted | None]:
@@ -325,7 +318,9 @@ def counted_table(
     outputs += [((volume, -(-n // BAND)), mx.int32), ((1,), mx.int64)]
     if tiled:
         work = -(-3 * n * key_dtype(rank_bits(volume)).size // 16), 4
-        outputs += [*_tiles_outputs(n, volume), (work, mx.uint32)]
+        pitch, words_each = pitch_of(n), -(-volume // 32)
+        outputs += [((n,), mx.int32), ((volume, pitch), mx.int32)]
+        outputs += [((pitch // 32, words_each), mx.uint32), (work, mx.uint32)]
     blocks = multiprocessors() * (TILING_BLOCKS if tiled else COUNTING_BLOCKS)
     made = run(
         _table_kernel(code, volume, tiled),
@@ -546,8 +541,8 @@ class CudaGeometry(Geometry):
         made = start_rows(
             coords, Rule.ITSELF, *still, bits, ranges_of(box), places=True
         )
-        ends = sync.read(*made.ends) if count is None else [[count]]
-        return UniqueRows(made.rows(ends), made.places)
+        counts = sync.read(*made.counts) if count is None else [[count]]
+        return UniqueRows(made.all_rows(counts), made.places)
 
     def made_rows(self, rule, coords, offsets, stride, box, count=None) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes within a box."""
@@ -559,9 +554,10 @@ class CudaGeometry(Geometry):
         bits, ranges = cell_count(box).bit_length(), ranges_of(box)
         facts, is_distinct = (coords, rule, offsets, stride), count == candidates
         made = start_rows(*facts, bits, ranges, is_distinct=is_distinct)
-        return made.rows(sync.read(*made.ends) if count is None else [[count]])
+        counts = sync.read(*made.counts) if count is None else [[count]]
+        return made.all_rows(counts)
 
-    def start_levels(self, source, strides, boxes) -> Levels | None:
+    def start_levels(self, source, strides, boxes) -> NewRows | None:
         """Launch the cells of each stride."""
         n = len(source.coords)
         if len(strides) < 2 or not 0 < n <= thresholds.CUDA_ROWS_TOGETHER:
@@ -575,7 +571,7 @@ class CudaGeometry(Geometry):
         if bits > KEY_BITS:
             return None
         ones = (1,) * len(strides[0])
-        return Levels(start_rows(source.coords, CELLS, strides, ones, bits, ranges))
+        return start_rows(source.coords, CELLS, strides, ones, bits, ranges)
 
     def transpose_table(self, table: mx.array, n_in: int) -> mx.array:
         """Return (n_in, K) int32: the row of ``table`` that holds each entry, or -1."""

@@ -236,17 +236,24 @@ def curve_order(coords: mx.array, curve: Curve) -> mx.array:
 
 
 class NewRows(NamedTuple):
-    """Sorted unique rows that were launched, and whose number is not read."""
+    """Sorted unique rows that were launched, uncounted; see ``StartedLevels``."""
 
     keys: mx.array  # those of the rows first, as many as there were candidates
-    ends: tuple[mx.array, ...]  # rows up to the end of each level; () if all are rows
+    counts: tuple[mx.array, ...]  # rows up to the end of each level; () if all are rows
     places: mx.array | None  # (candidates,) int32: of each among the rows
     ranges: Sequence[mx.array]  # of each column, that keys are counted in
     capacity: int  # bits of keys that were sorted
 
-    def rows(self, ends: list) -> mx.array:
-        """Return all rows, from the values of ``ends``."""
-        (count,), columns = ends[-1], len(self.ranges)
+    def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
+        """Return the rows of each level, None if keys were too narrow for them."""
+        if key_bits(boxes) > self.capacity:
+            return None
+        made = self.all_rows(counts)
+        return [made[a:b] for (a,), (b,) in pairwise([[0], *counts])]
+
+    def all_rows(self, counts: list) -> mx.array:
+        """Return all rows, from the values of ``counts``."""
+        (count,), columns = counts[-1], len(self.ranges)
         names, passed, ranges = _ranges(columns)
         kernel = geometry_kernel(
             "unpack_keys",
@@ -261,7 +268,7 @@ class NewRows(NamedTuple):
             template=(("COLUMNS", columns), ("KEY", KEYS[self.keys.dtype])),
             before=ranges,
         )
-        inputs = [self.keys, self.ends[-1] if self.ends else None, *self.ranges]
+        inputs = [self.keys, self.counts[-1] if self.counts else None, *self.ranges]
         outputs = [((max(1, count), columns), mx.int32)]
         made = run(kernel, inputs, striding_blocks(count), outputs)[0]
         return made if count else made[:0]
@@ -372,25 +379,6 @@ def _unique_keys(columns: int, numeric: str, places: bool, levels: int) -> GpuKe
         ),
         before=f"{ranges}\n  long long* const ends[] = {{{', '.join(pointers)}}};",
     )
-
-
-class Levels:
-    """Cells of several strides that were launched; see ``StartedLevels``."""
-
-    def __init__(self, made: NewRows):
-        self._made = made
-
-    @property
-    def counts(self) -> tuple[mx.array, ...]:
-        """(1,) int64 each: how many rows there are up to the end of each level."""
-        return self._made.ends
-
-    def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
-        """Return the rows of each level, None if keys were too narrow for them."""
-        if key_bits(boxes) > self._made.capacity:
-            return None
-        made = self._made.rows(counts)
-        return [made[a:b] for (a,), (b,) in pairwise([[0], *counts])]
 
 
 def key_bits(boxes: Sequence[Bounds]) -> int:

@@ -353,11 +353,6 @@ def unpacked_bytes(p: Problem) -> int:
     return p.volume * c_x * c_y * p.itemsize
 
 
-def prepared_bytes(p: Problem) -> int:
-    """Return the bytes of prepared weights."""
-    return weight_parts(p) * unpacked_bytes(p)
-
-
 def few_edges(p: Problem) -> bool:
     """Whether the rows that the pass writes have few edges on average."""
     rows = p.n_out if p.pass_ == WEIGHT_GRAD else p.rows_written

@@ -376,12 +376,15 @@ def _sorted(
 
 def grouped_gemm(p: Problem, device: Device) -> Plan:
     """Plan tiles over splits of the kernel-major edges, or over all of an offset."""
+    more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     if writes_whole(p, device):
-        return _whole_gemm(p, device)
+        tile = _whole_tile(p, device)
+        again = partial(_planned_whole, tile=tile)
+        proof = Proof((tile.rows + more, tile.width + more), again)
+        return replace(again(p), proof=proof)
     tile = grouped_tile(p, device)
     tiles = tiles_of_offset(whole_channels(p), tile)
     splits = grad_splits(p, device, tile, tiles)
-    more = 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
     tried = tile.rows + more, tile.width + more
     if tile.variant == "hopper" and tile.width == 32:  # never of more channels
         tried = 32 - 3, 32 - 11
@@ -501,23 +504,10 @@ def writes_whole(p: Problem, device: Device) -> bool:
         for least, stages in thresholds.WHOLE_GRAD[even]
         if elements >= least * device.cores
     )
-    return _longest_stages(p) <= most
-
-
-def _longest_stages(p: Problem) -> float:
-    """Return the stages of the longest offset; of few, which are even, of one."""
     longest = min(p.n_in, p.n_out, p.edges_at_most)
-    if few_offsets(p):
+    if few_offsets(p):  # which are even
         longest = min(longest, p.edges_at_most / p.volume)
-    return longest / stage_edges(p)
-
-
-def _whole_gemm(p: Problem, device: Device) -> Plan:
-    """Plan tiles of dW over all edges of an offset each."""
-    tile, more = _whole_tile(p, device), 2 * cuda_tiles.multiple(DTYPES[p.dtype]) - 3
-    again = partial(_planned_whole, tile=tile)
-    proof = Proof((tile.rows + more, tile.width + more), again)
-    return replace(_planned_whole(p, tile), proof=proof)
+    return longest / stage_edges(p) <= most
 
 
 def _whole_tile(p: Problem, device: Device) -> WideTile:

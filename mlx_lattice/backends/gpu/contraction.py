@@ -20,6 +20,7 @@ from ...devices import CUDA, METAL
 from ...epilogue import ARRAYS as EPILOGUE
 from ...epilogue import EpilogueFacts, finished
 from ...problem import ARRAYS, COPIED, MLX_LAYOUT, Plan, Problem
+from ...problem import WEIGHT_GRAD as WEIGHT_GRAD_PASS
 from ...problem import finished as finished_integers
 from ...quantized import IntegerWeight, QuantizedWeight
 from ...registry import Fit
@@ -91,19 +92,31 @@ def has_no_edges(plan: Plan, view: Sequence[mx.array]) -> bool:
     return plan.problem.edges == 0 or 0 in [array.size for array in view]
 
 
-def without_edges(
-    plan: Plan, shape: tuple[int, int], dtype: mx.Dtype, *added: mx.array | None
-) -> mx.array:
-    """Return the bias, or an epilogue, of sums of nothing."""
-    p, zeros = plan.problem, mx.zeros(shape, dtype=dtype)
+def without_edges(plan: Plan) -> Callable[..., mx.array]:
+    """Return what computes the bias, or the epilogue, of sums of nothing."""
+    p = replace(plan.problem, epilogue=None) if plan.then else plan.problem
+    return lambda x, w, *added: without_sums(p, [a for a in added if a is not None])
+
+
+def without_sums(p: Problem, added: Sequence[mx.array]) -> mx.array:
+    """Return the result of a pass without edges: zeros, and what follows the sums."""
     if p.integer:
-        sums = mx.zeros(shape)
-        return finished_integers(sums, p.integer, DTYPES[p.dtype], *added[:-1])
-    if p.epilogue is None or plan.then:
-        bias = added[0] if added else None
-        return zeros if bias is None else zeros + bias
-    given = p.epilogue.named([a for a in added if a is not None])
-    return finished(zeros, p.epilogue, *given)
+        sums, after = mx.zeros((p.n_out, p.c_out)), p.integer.named(added)[:-1]
+        return finished_integers(sums, p.integer, DTYPES[p.dtype], *after)
+    if p.epilogue:
+        return finished(zeros(p), p.epilogue, *p.epilogue.named(added))
+    return zeros(p) + added[0] if added else zeros(p)
+
+
+def zeros(p: Problem) -> mx.array:
+    """Return zeros in the shape and dtype that the pass writes."""
+    shape, dtype = (p.rows_written, p.channels[1]), DTYPES[p.dtype]
+    if p.pass_ == WEIGHT_GRAD_PASS:
+        shape = p.volume, p.c_in // p.groups, p.c_out
+        shape = (shape[2], *shape[:2]) if p.layout == MLX_LAYOUT else shape
+    if p.integer:
+        dtype = p.integer.out_dtype(dtype)
+    return mx.zeros(shape, dtype=dtype)
 
 
 def joined(parts: Sequence[mx.array]) -> mx.array:
@@ -119,7 +132,9 @@ def per_row(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if plan.partials:
         rows, dtype = plan.partials[0], mx.float32
     if has_no_edges(plan, view):
-        return lambda x, w, *added: without_edges(plan, (rows, width), dtype, *added)
+        if plan.partials:
+            return lambda x, w: mx.zeros((rows, width))
+        return without_edges(plan)
     usual, is_padded = usual_inputs(plan), has_padding(plan)
     count, nothing, known = sum(usual), (False,) * len(usual), {}
 
@@ -159,7 +174,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
     if p.integer:
         dtype = p.integer.out_dtype(dtype)
     if has_no_edges(plan, view):
-        return lambda x, w, *added: without_edges(plan, (n, width), dtype, *added)
+        return without_edges(plan)
     names = ARRAYS if p.integer else AFTER if computes_after(plan) else AFTER[:1]
     usual, rows = usual_inputs(plan), ()
     if plan.add is not None and "rows" in plan.add.interface.inputs:

@@ -93,9 +93,7 @@ class GpuKernel:
     ) -> list[mx.array]:
         """Put one launch into the graph."""
         arrays = [array for array in inputs if array is not None]
-        given = self._whole
-        if len(arrays) < len(inputs):
-            given = tuple([array is not None for array in inputs])
+        given = tuple([array is not None for array in inputs])
         settled = outputs, grid, threadgroup
         return self.launcher(given, *settled, fill=fill, **sizes)(arrays)
 
@@ -147,10 +145,6 @@ class GpuKernel:
 
         return launch_on_metal
 
-    @cached_property
-    def _whole(self) -> tuple[bool, ...]:
-        return (True,) * len(self.interface.inputs)
-
     def built(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
         """Return what MLX built for some inputs."""
         built = self._built.get((factory, given))
@@ -162,7 +156,7 @@ class GpuKernel:
     def is_built(self) -> bool:
         """Whether it was launched before, so that its code is there."""
         built = self._built.values()
-        return any(not isinstance(k, Kernel) or k.is_compiled for k in built)
+        return any(not isinstance(k, Kernel) or k.code for k in built)
 
     def _ordered(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         names = [name for name, _ in self.interface.sizes]

@@ -270,7 +270,7 @@ class Kernel:
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
         self.sizes = sorted(used)
         self._job: Future[bytes] | None = None
-        self._code: bytes | None = None
+        self.code: bytes | None = None
 
     def __call__(
         self,
@@ -281,30 +281,25 @@ class Kernel:
         **settled: object,
     ) -> list[mx.array]:
         """Launch it; as the function that ``mx.fast.cuda_kernel`` returns."""
-        if self._code is None:
+        if self.code is None:
             job = self._started([x.dtype for x in inputs], output_dtypes)
             what = rehearsed()
             if what == "all" or (what and not self.geometry):
                 made = zip(output_shapes, output_dtypes, strict=True)
                 return [mx.zeros(shape, dtype=dtype) for shape, dtype in made]
-            self._code = job.result()
+            self.code = job.result()
             self._job = None
         return mx.fast.precompiled_cuda_kernel(
             inputs=inputs,
             output_shapes=output_shapes,
             output_dtypes=output_dtypes,
             name=self.name,
-            compiled_source=self._code,
+            compiled_source=self.code,
             scalars=[inputs[i].shape[axis] for i, axis in self.sizes],
             shared_memory=self.shared_bytes,
             ensure_row_contiguous=True,
             **settled,
         )
-
-    @property
-    def is_compiled(self) -> bool:
-        """Whether it was launched, so that its machine code is there."""
-        return self._code is not None
 
     def _started(self, inputs, outputs) -> Future[bytes]:
         """Return the compilation, begun in a thread the first time."""

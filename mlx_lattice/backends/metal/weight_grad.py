@@ -16,7 +16,6 @@ from ... import devices
 from ...checks import DTYPES
 from ...devices import METAL, Device
 from ...problem import PROOF_SPLITS, Dispatch, Plan, Problem, Proof
-from ...relation import Relation
 from ..gpu import kernel as gpu_kernel
 from ..gpu.contraction import WEIGHT_GRAD, edges_to_weight_grad
 from ..gpu.kernel import (
@@ -112,11 +111,6 @@ TENSOR_FILES = (
 )
 
 
-def _kernel_csr(relation: Relation) -> tuple[mx.array, ...]:
-    """Return where each offset's edges begin, and the edges (i, o, k) by offset."""
-    return tuple(relation.kernel_csr)
-
-
 def _rounds(
     rounds: Iterable[tuple[int, int]],
     units: int,
@@ -150,7 +144,7 @@ def _plan(
     add = adding(DTYPES[p.dtype] if rounds == 1 else mx.float32) if rounds else None
     held = ceil_div(splits, max(1, rounds)) if splits > 1 else 0
     plan = {
-        "read": _kernel_csr,
+        "read": lambda relation: tuple(relation.kernel_csr),
         "splits": splits,
         "partials": (splits, p.volume, c_in, p.c_out) if splits > 1 else (),
         "scratch": 4 * held * p.volume * c_in * p.c_out,
