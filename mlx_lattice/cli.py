@@ -13,13 +13,11 @@ from pathlib import Path
 
 from .checks import DTYPES
 from .commands.convert import MODELS
-from .commands.generate import SETTINGS
 from .devices import PROFILES, HostMissing
 from .distribution import NAME, __version__, install
 from .io.safetensors import shown
 from .memory import MemoryLimitError
 from .models.trellis2 import FORMS
-from .models.trellis2.pipeline import STAGES
 from .problem import FORWARD, KINDS, PASSES, Problem
 from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 
@@ -46,7 +44,6 @@ def parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_nets(commands)
     demo = commands.add_parser("demo", help="train a small net and write a report")
-    demo.add_argument("--points", metavar="FILE", help="run a net on this point cloud")
     demo.add_argument("--out", metavar="DIR", help="folder to write to")
     return whole
 
@@ -58,7 +55,6 @@ def _add_doctor(commands) -> None:
     add = doctor.add_argument
     add("--quick", action="store_true", help="take 30 seconds instead of five minutes")
     add("--out", metavar="DIR", default=".", help="write doctor.json to this folder")
-    add("--compare", nargs=2, metavar=("A", "B"), help="compare two doctor.json")
 
 
 def _add_explain(commands) -> None:
@@ -97,23 +93,9 @@ def _add_convert(commands) -> None:
     add("--trimmed", **flag, default=None, help="leave out cells as torchsparse 2.1")
     add("--about", metavar="NAME", help="voxels and classes: one of models.PUBLISHED")
     add(
-        "--colour-range",
-        type=float,
-        nargs=2,
-        metavar=("BLACK", "WHITE"),
-        help="values of black and white in training, instead of those of --about",
-    )
-    add(
         "--legacy",
         action=argparse.BooleanOptionalAction,
         help="ptv3-m1 was trained with Pointcept 1.5.1 or older; by default as --about",
-    )
-    add(
-        "--size",
-        nargs="+",
-        default=[],
-        metavar="[NAME=]SIZE",
-        help="without a model: extents of kernels, 3 or 1x3x3; NAME may have a *",
     )
     add("--mapping", metavar="FILE", help="JSON object: prefix to another, or to null")
     add("--entry", metavar="KEY", help="entry of SOURCE with the weights")
@@ -125,9 +107,6 @@ def _add_convert(commands) -> None:
         default=DEFAULT_GROUP_SIZE,
         help="input channels that share a scale",
     )
-    add("--activations", type=int, choices=(8,), help="bits of features, with --bits")
-    add("--calibrate", nargs="+", metavar="SCAN", help="choose scales by these scans")
-    add("--partial", **flag, help="write what matched, and warn")
     add("--unit-as-shaped", **flag, help="take spconv's 1x1x1 kernels as their shape")
 
 
@@ -135,7 +114,8 @@ def _add_nets(commands) -> None:
     """Add the commands that run a net, which share options."""
     net, scan, mesh = (argparse.ArgumentParser(add_help=False) for _ in range(3))
     add = net.add_argument
-    add("--model", metavar="FOLDER", help="folder of the net, or owner/name on a hub")
+    says = "folder of the net, or owner/name on a hub; the docs list published weights"
+    add("--model", required=True, metavar="FOLDER", help=says)
     add("--revision", help="branch, tag or commit of owner/name")
     add("--code", metavar="FILE.py", help="run this file, which defines the net")
     add = scan.add_argument
@@ -147,7 +127,6 @@ def _add_nets(commands) -> None:
     add = mesh.add_argument
     add("--faces", type=int, default=200_000, help="triangles, at most (200000)")
     add("--texture-size", type=int, default=2048, help="texels of its sides (2048)")
-    add("--bits", type=int, choices=BITS, help="pack float weights")
     add("--memory", metavar="SIZE", help="keep the nets below this, such as 8GB")
 
     says = "colour a scan's points by class, and draw them"
@@ -169,27 +148,19 @@ def _add_nets(commands) -> None:
     add("--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj")
     add("--element", type=int, default=0, help="batch element (0)")
     add("--resolution", type=int, help="fine voxels along the box; by default a guess")
-    add("--trace", dest="page", metavar="FILE", help="write a page of what ran")
 
     says = "make TRELLIS.2's latents of an image's tokens, and a mesh"
     add = commands.add_parser("generate", parents=[mesh], help=says).add_argument
     tokens = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
     add("--image-tokens", metavar="FILE", required=True, help=tokens)
-    add("--model", metavar="FOLDER", help="TRELLIS.2's, with pipeline.json and ckpts")
+    says = "TRELLIS.2's, with pipeline.json and ckpts; docs/trellis2.md says where from"
+    add("--model", required=True, metavar="FOLDER", help=says)
     out = ".glb, .ply or .obj with latents beside it, or .safetensors of them alone"
     add("--out", metavar="FILE", default="asset.glb", help=out)
     add("--type", choices=FORMS, help="by default pipeline.json's")
     add("--seed", type=int, default=42, help="seed of the noise (42)")
     add("--steps", type=int, help="steps of every stage")
     add("--guidance", type=float, help="strength, of every stage")
-    add(
-        "--set",
-        nargs="+",
-        default=[],
-        dest="settings",
-        metavar="STAGE.NAME=VALUE",
-        help=f"of one stage: {', '.join(STAGES)}; {', '.join(SETTINGS)}",
-    )
     add("--no-texture", action="store_true", help="make the shape's latents alone")
     rows = "rows above which a cascade lowers its resolution (49152)"
     add("--max-tokens", type=int, default=49152, help=rows)
@@ -258,8 +229,6 @@ def _call(parsed: argparse.Namespace) -> int | None:
         module = import_module(f".commands.{parsed.command}", __package__)
         if parsed.command == "convert":
             return module.run(parsed)
-        if parsed.model is None:
-            raise ValueError(module.where_weights_are())
         module.run(**options)
 
 
@@ -284,9 +253,6 @@ def _info(parsed: argparse.Namespace) -> None:
 def _doctor(parsed: argparse.Namespace) -> int:
     from .commands import doctor
 
-    if parsed.compare:
-        print(doctor.compare(*map(doctor.read, parsed.compare)))
-        return 0
     return doctor.run(Path(parsed.out), quick=parsed.quick)
 
 
@@ -325,10 +291,7 @@ def _demo(parsed: argparse.Namespace) -> None:
     with _extra("demo", "demo"):
         from .commands import demo
 
-        if parsed.points:
-            demo.run_points(parsed.points, **options)
-        else:
-            demo.run(**options)
+        demo.run(**options)
 
 
 if __name__ == "__main__":

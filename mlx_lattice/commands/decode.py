@@ -12,12 +12,10 @@ import mlx.core as mx
 import mlx.nn
 
 from ..geometry.lattice import true_positions
-from ..inspect.trace import check_page, trace
-from ..io.folders import pack
 from ..io.safetensors import SafetensorsState, listed
 from ..kept_files import check_writable
 from ..memory import memory_limit, parse_bytes
-from ..mesh.texture import (
+from ..mesh import (
     asset_of,
     check_asset,
     check_suffix,
@@ -27,20 +25,9 @@ from ..mesh.texture import (
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
 from ..models.trellis2.transformer import dtype_of
 from ..tensor import SparseTensor
-from .progress import progress
+from . import progress
 
 SHAPE, TEXTURE, COORDS = "shape", "texture", "coords"
-
-
-def where_weights_are() -> str:
-    """Return what ``--model`` takes, and where weights are, with their licence."""
-    return (
-        "--model is needed: a folder of a shape decoder, or owner/name of one on "
-        "Hugging Face. No weights come with this package. TRELLIS.2's are "
-        "huggingface.co/microsoft/TRELLIS.2-4B, ckpts/shape_dec_next_dc_f16c32_fp16 "
-        "and tex_dec_next_dc_f16c32_fp16 (MIT by its card; check it there). "
-        "mlx-lattice convert makes a folder of each: see docs/decoders.md"
-    )
 
 
 def run(
@@ -50,24 +37,22 @@ def run(
     *,
     texture_model: str | Path | None = None,
     element: int = 0,
-    bits: int | None = None,
     revision: str | None = None,
     **options: Any,
 ) -> tuple[Path, Path]:
     """Decode latents to a mesh; write it, and a picture of it beside it."""
-    out, page = Path(out), options.get("page")
+    out = Path(out)
     check_suffix(out)
-    pages = [] if page is None else [check_page(page)]
-    check_writable(out, picture_of(out), *pages, read=[latents])
+    check_writable(out, picture_of(out), read=[latents])
     resolution, faces = options.pop("resolution", None), options.get("faces")
     check_asset(resolution, faces, options.get("texture_size", 2048))
     if options.get("memory") is not None:
         parse_bytes(options["memory"])
     rows, arrays, stored = _latents(latents, element, texture_model is not None)
-    shape = _decoder(model, "the shape", 7, bits, revision)
+    shape = _decoder(model, "the shape", 7, revision)
     texture = None
     if texture_model is not None:
-        texture = _decoder(texture_model, "the texture", 6, bits, revision)
+        texture = _decoder(texture_model, "the texture", 6, revision)
     resolution = stored if resolution is None else resolution
     return decode(rows, arrays, shape, texture, out, resolution=resolution, **options)
 
@@ -82,7 +67,6 @@ def decode(
     resolution: int | None = None,
     faces: int = 200_000,
     texture_size: int = 2048,
-    page: str | Path | None = None,
     memory: str | float | None = None,
 ) -> tuple[Path, Path]:
     """Decode one batch element by nets; write its mesh, and a picture of it."""
@@ -93,7 +77,7 @@ def decode(
     mx.eval(nets.parameters())  # held before the limit's block
     begun = time.perf_counter()
     bounded = nullcontext() if memory is None else memory_limit(memory)
-    with trace(nets) as ran, bounded:
+    with bounded:
         rows = rows * mx.array([0, 1, 1, 1])  # an element of any number, alone
         x = SparseTensor(rows, arrays[SHAPE].astype(dtype_of(shape.from_latent)))
         with progress(nets.shape, "shape"):
@@ -118,9 +102,6 @@ def decode(
     print(
         f"{len(x):,} latents -> {len(y):,} voxels of 1/{resolution} in {decoded:.1f} s"
     )
-    if page is not None:
-        Path(page).parent.mkdir(parents=True, exist_ok=True)
-        ran.save(page)
     surface, baked = asset_of(
         dual_grid(y, shape.voxel_margin),
         materials,
@@ -181,9 +162,9 @@ def _latents(
 
 
 def _decoder(
-    model: str | Path, what: str, channels: int, bits: int | None, revision: str | None
+    model: str | Path, what: str, channels: int, revision: str | None
 ) -> SparseVAEDecoder:
-    """Return a decoder with so many output channels; with ``bits`` pack it."""
+    """Return a decoder with so many output channels."""
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, SparseVAEDecoder):
         raise ValueError(
@@ -194,6 +175,4 @@ def _decoder(
         raise ValueError(
             f"{model} has {count} output channels; the decoder of {what} has {channels}"
         )
-    if bits is not None:
-        pack(net, bits, model)
     return net

@@ -18,14 +18,12 @@ from mlx.utils import tree_flatten
 
 from .. import nn, ops
 from ..inspect.trace import check_page, trace
-from ..io import read_points
 from ..io.safetensors import write_safetensors
 from ..kept_files import check_writable
-from ..models import MinkUNet14
 from ..nn.calibrate import calibrate
 from ..optimizers import Adam
 from ..tensor import SparseTensor
-from .progress import bar
+from . import bar
 
 GROUP = 32  # input channels that share a scale, if weights have groups
 # Bits of weights and of features, by name.
@@ -67,10 +65,7 @@ class DigitNet(mlx.nn.Module):
 
 
 def digit_voxels(image: np.ndarray) -> np.ndarray:
-    """Lift an (8, 8) image to (N, 3) sorted voxels.
-
-    Pixel (x, y) of intensity v becomes (x, y, 0..v); intensity 0 gives no voxel.
-    """
+    """Lift an (8, 8) image to (N, 3) sorted voxels."""
     heights = image.astype(np.int64)
     z = np.arange(heights.max() + 1)
     filled = (heights[..., None] > 0) & (z <= heights[..., None])
@@ -86,10 +81,7 @@ def digit_batch(voxels: list[np.ndarray]) -> SparseTensor:
 
 
 def load_digits(seed: int = 0):
-    """Return (voxels, labels) of the train and of the held-out test digits.
-
-    The data are the 1 797 handwritten digits that scikit-learn ships.
-    """
+    """Return (voxels, labels) of the train and of the held-out test digits."""
     data = sklearn.datasets.load_digits()
     train, test, train_labels, test_labels = sklearn.model_selection.train_test_split(
         data.images,
@@ -154,12 +146,7 @@ def run(
     seed: int = 0,
     goal: float = 0.97,
 ) -> float:
-    """Train on the digits, print the results, write ``run.html`` and the weights.
-
-    A table follows: the accuracy in float32, with packed weights, and in integers.
-    Return the accuracy on the held-out digits; raise a RuntimeError if it is below
-    ``goal``.
-    """
+    """Train on the digits, print the results, write ``run.html`` and the weights."""
     folder = Path(out)
     check_writable(check_page(folder / "run.html"))
     folder.mkdir(parents=True, exist_ok=True)
@@ -199,10 +186,7 @@ class Score(NamedTuple):
 def scores(
     net: mlx.nn.Module, batches: list, right: Callable[[mlx.nn.Module], float]
 ) -> dict[str, Score]:
-    """Return the score of a trained net in every scheme, calibrated on ``batches``.
-
-    ``right(net)`` is the share of right results.
-    """
+    """Return the score of a trained net in every scheme, calibrated on ``batches``."""
     table = {}
     for name, (bits, activations) in SCHEMES.items():
         twin = net
@@ -230,54 +214,6 @@ def score_digits(
     some = voxels[:256]
     batches = [digit_batch(some[at : at + 64]) for at in range(0, len(some), 64)]
     return scores(net, batches, lambda net: np.mean(predict(net, test) == labels))
-
-
-def run_points(
-    path: str,
-    out: str = "demo",
-    *,
-    voxel_size: float | None = None,
-    classes: int = 20,
-) -> None:
-    """Voxelise a scan, run MinkUNet14 on it and write the trace to ``run.html``.
-
-    The weights are random: the trace shows the routes, their cost and the coverage of
-    the scan. By default voxels have a size that gives at most 100 000 of them.
-    """
-    folder = Path(out)
-    check_writable(check_page(folder / "run.html"))
-    cloud = read_points(path)
-    points = np.asarray(cloud.points, dtype=np.float32)
-    if len(points) == 0:
-        raise ValueError(f"{path} holds no points")
-    if voxel_size is None:
-        voxel_size = fitting_voxel_size(points, 100_000)
-    height = np.ptp(points[:, 2:], axis=0)
-    heights = (points[:, 2:] - points[:, 2:].min(axis=0)) / np.maximum(height, 1e-9)
-    feats = np.concatenate([np.ones_like(heights), heights], axis=1)
-    x = SparseTensor.from_points(
-        mx.array(points), mx.array(feats), voxel_size=voxel_size
-    )
-    print(f"{len(points):,} points -> {len(x):,} voxels of {voxel_size:g}")
-    relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
-    print(f"3x3x3 neighbourhoods: {relation.coverage()}")
-    net = MinkUNet14(2, classes)
-    net.eval()
-    seconds = []
-    for _ in range(2):
-        begin = time.perf_counter()
-        mx.eval(net(x).feats)
-        seconds.append(time.perf_counter() - begin)
-    with trace(net, time=True) as t:
-        mx.eval(net(x).feats)
-    print(t.table())
-    print(
-        f"MinkUNet14: {seconds[0]:.2f} s with its relations to build, "
-        f"{seconds[1]:.2f} s after"
-    )
-    folder.mkdir(parents=True, exist_ok=True)
-    t.save(folder / "run.html")
-    print(f"wrote {folder / 'run.html'}")
 
 
 def fitting_voxel_size(points: np.ndarray, most: int = 7000) -> float:

@@ -22,27 +22,9 @@ from ..models import Detector, from_pretrained
 from ..models.pretrained import of_scan
 from . import segment
 
-# Where weights are published that this package loads, and their licence as stated.
-WEIGHTS = (
-    (
-        "CenterPoint and VoxelNeXt for nuScenes, VoxelNeXt for Argoverse 2",
-        "github.com/open-mmlab/OpenPCDet, its model zoo",
-        "Apache-2.0 for the code, CC BY-NC-SA 4.0 for the data of both",
-    ),
-    (
-        "SECOND and Part-A2 for KITTI, their backbones",
-        "the same",
-        "Apache-2.0 for the code, CC BY-NC-SA 3.0 for the data",
-    ),
-)
 COLUMNS = ("x", "y", "z", "dx", "dy", "dz", "heading", "vx", "vy")
 # Boxes that a table on the screen has at most.
 SHOWN = 40
-
-
-def where_weights_are() -> str:
-    """Return what ``--model`` takes, and where weights are, with their licences."""
-    return segment.where_weights_are(WEIGHTS, "detection")
 
 
 def run(
@@ -56,12 +38,7 @@ def run(
     revision: str | None = None,
     columns: str = "",
 ) -> tuple[Path, Path, Path]:
-    """Find boxes; print a table, write ``NAME.csv``, ``NAME.json`` and ``NAME.png``.
-
-    A row has the class, the score, x, y, z of the centre in the coordinates of the
-    file, dx, dy, dz, the heading in radians from x towards y, and where the net knows
-    it the velocity.
-    """
+    """Find boxes; print a table, write ``NAME.csv``, ``NAME.json`` and ``NAME.png``."""
     if score is not None and not 0 <= score <= 1:
         raise ValueError(f"the least score of a box must be 0 to 1; got {score}")
     middle = np.array(real_axes(0.0 if centre is None else centre, 3, "centre"))
@@ -179,10 +156,8 @@ def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) ->
     grey = 0.35 + 0.5 * (
         1 - segment.own_colours(cloud)[order].mean(axis=1, keepdims=True)
     )
-    dots = segment.dots(cloud.points[order, :2], np.repeat(grey, 3, axis=1), low, high)
-    axes.imshow(
-        dots, extent=(low[0], high[0], low[1], high[1]), interpolation="antialiased"
-    )
+    grey = np.repeat(grey, 3, axis=1)
+    segment.scatter(axes, cloud.points[order, :2], grey, low, high)
     palette = np.array(net.about.palette(len(net.classes))) / 255
     corners = np.array(ops.box_corners(mx.array(boxes))) if len(boxes) else []
     for box, corner, label, score in zip(boxes, corners, labels, scores, strict=True):
@@ -199,8 +174,7 @@ def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) ->
             fontsize=8,
             annotation_clip=True,
         )
-    axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), xlabel="x", ylabel="y")
-    axes.set_aspect("equal")
+    axes.set(xlabel="x", ylabel="y")
     entries = [
         (palette[i], f"{name} {(labels == i).sum()}")
         for i, name in enumerate(net.classes)

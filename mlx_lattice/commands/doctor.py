@@ -1,11 +1,7 @@
-"""The command doctor: prove and time this machine's kernels, print and compare reports.
-
-Each report is what ``doctor.json`` holds.
-"""
+"""The command doctor: prove and time this machine's kernels, print the report."""
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -17,11 +13,7 @@ from ..kept_files import check_writable
 
 
 def run(folder: Path, quick: bool = False) -> int:
-    """Run the doctor, print its report and write ``doctor.json`` into a folder.
-
-    Returns:
-        The exit code: 0, or 1 if a kernel is wrong.
-    """
+    """Run the doctor, print its report and write ``doctor.json`` into a folder."""
     path = folder / "doctor.json"
     check_writable(path)
     folder.mkdir(parents=True, exist_ok=True)
@@ -89,47 +81,3 @@ def _cells(row: Mapping) -> tuple[str, ...]:
 
 def _ms(value: float) -> str:
     return f"{value:.3f}" if value < 10 else f"{value:,.1f}"
-
-
-def read(path: str | Path) -> dict:
-    """Return the report in a file.
-
-    Raises:
-        ValueError: the file is not a ``doctor.json`` of this version.
-    """
-    path = Path(path)
-    try:
-        facts = json.loads(path.read_text(encoding="utf-8"))
-        header = facts["format"], facts["version"]
-    except (ValueError, KeyError, TypeError):
-        header = None
-    if header != (doctor.FORMAT, doctor.VERSION):
-        raise ValueError(
-            f"{path.name} is not a doctor.json that this library reads: it needs "
-            f'"format": "{doctor.FORMAT}" and "version": {doctor.VERSION}. Run the '
-            "doctor again"
-        )
-    return facts
-
-
-def compare(a: Mapping, b: Mapping) -> str:
-    """Return two reports side by side: facts that differ, times, wrong results."""
-    parts = [f"a  {headline(a)}", f"b  {headline(b)}"]
-    for name, one in a["machine"].items():
-        if one != b["machine"][name]:
-            parts.append(f"{name}: {one} | {b['machine'][name]}")
-    one, two = (
-        {(r["layer"], r["pass"], r["route"]): r.get("ms") for r in each["layers"]}
-        for each in (a, b)
-    )
-    both = [key for key in one if one[key] and two.get(key)]
-    rows = [
-        (" ".join(key), _ms(one[key]), _ms(two[key]), f"{one[key] / two[key]:.2f}")
-        for key in both
-    ]
-    names = (("", "left"), ("a ms", "right"), ("b ms", "right"), ("a / b", "right"))
-    parts.append(drawn(names, rows) if rows else "no layer was timed in both")
-    for line in dict.fromkeys((*a["wrong"], *b["wrong"])):
-        where = [name for name, each in (("a", a), ("b", b)) if line in each["wrong"]]
-        parts.append(f"wrong in {' and '.join(where)}: {line}")
-    return "\n".join(parts)

@@ -17,7 +17,7 @@ from .. import memory as memory_limits
 from .. import models
 from ..geometry.lattice import true_positions
 from ..io.checkpoints import import_checkpoint
-from ..io.folders import CONFIG, pack
+from ..io.folders import CONFIG
 from ..io.safetensors import (
     CheckpointError,
     SafetensorsState,
@@ -32,7 +32,7 @@ from ..memory import memory_limit, parse_bytes
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
 from ..models.trellis2.pipeline import STAGES
 from ..models.trellis2.transformer import trellis2
-from .progress import stages
+from . import stages
 
 SUFFIX = ".safetensors"
 PIPELINE = "pipeline.json"
@@ -43,25 +43,6 @@ KINDS = {
     "slat_flow": models.SLatFlowModel,
     "slat_decoder": models.SparseVAEDecoder,
 }
-# What a setting of a sampler is, by its name.
-SETTINGS = {
-    "steps": int,
-    "rescale_t": float,
-    "guidance_strength": float,
-    "guidance_rescale": float,
-    "guidance_interval": lambda text: tuple(map(float, text.split(":", 1))),
-}
-
-
-def where_weights_are() -> str:
-    """Return what ``--model`` takes, and where weights are, with their licence."""
-    return (
-        "--model is needed: a folder with TRELLIS.2's pipeline.json and ckpts. No "
-        "weights come with this package. TRELLIS.2's are "
-        "huggingface.co/microsoft/TRELLIS.2-4B, its structure decoder "
-        "huggingface.co/microsoft/TRELLIS-image-large (both MIT by their cards; check "
-        "it there): see docs/trellis2.md"
-    )
 
 
 def run(
@@ -73,22 +54,14 @@ def run(
     seed: int,
     steps: int | None,
     guidance: float | None,
-    settings: Sequence[str],
     no_texture: bool,
     max_tokens: int,
     dtype: str | None,
-    bits: int | None,
     memory: str | None,
     faces: int,
     texture_size: int,
 ) -> None:
-    """Generate latents and write them; decode each asset if ``out`` is a mesh.
-
-    The arguments are the command's options.
-
-    Raises:
-        ValueError: files or options do not fit.
-    """
+    """Generate latents and write them; decode each asset if ``out`` is a mesh."""
     if memory is not None:
         parse_bytes(memory)
     out = Path(out)
@@ -98,7 +71,10 @@ def run(
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
     check_writable(latents, out, read=[image_tokens])
-    options = settings_of(settings, steps, guidance)
+    if (steps is not None and steps < 1) or not isfinite(guidance or 0):
+        raise ValueError("--steps must be 1 or more, and --guidance finite")
+    every = {"steps": steps, "guidance_strength": guidance}
+    every = {name: value for name, value in every.items() if value is not None}
     texture, folder = not no_texture, Path(model)
     arguments = pipeline_of(folder)
     try:
@@ -111,7 +87,7 @@ def run(
     places = places_of(folder, arguments["models"], names)
     tokens = tokens_of(image_tokens, form)
     begun = time.perf_counter()
-    load = partial(loaded, places, dtype=dtype, bits=bits)
+    load = partial(loaded, places, dtype=dtype)
     bounded = nullcontext() if memory is None else memory_limit(memory)
     with stages() as step, bounded:
         generated = Pipeline(load, recipe, step)(
@@ -120,7 +96,7 @@ def run(
             seed=seed,
             texture=texture,
             max_tokens=max_tokens,
-            options=options,
+            options={stage: every for stage in STAGES},
         )
         write(latents, generated)
     count = generated.shape.batch_size
@@ -155,7 +131,7 @@ def run(
 def _decoding(out: Path, faces: int, texture_size: int) -> Callable:
     """Return the function that makes a mesh of latents."""
     try:
-        from ..mesh.texture import check_asset, check_suffix
+        from ..mesh import check_asset, check_suffix
         from .decode import decode
     except ImportError as error:
         raise ImportError(
@@ -187,11 +163,7 @@ def pipeline_of(folder: Path) -> Mapping[str, Any]:
 def places_of(
     folder: Path, published: Mapping[str, str], names: Sequence[str]
 ) -> dict[str, Path]:
-    """Return the place of each net: a folder, or a path without its suffixes.
-
-    A net of another repository is looked for by its own name in the folder and in
-    ``ckpts``.
-    """
+    """Return the place of each net: a folder, or a path without its suffixes."""
     places, missing = {}, []
     for name in names:
         place = str(published.get(name, name))
@@ -214,9 +186,7 @@ def places_of(
     return places
 
 
-def loaded(
-    places: Mapping[str, Path], name: str, dtype: str | None, bits: int | None
-) -> mlx.nn.Module:
+def loaded(places: Mapping[str, Path], name: str, dtype: str | None) -> mlx.nn.Module:
     """Return a net of a folder, by default in the dtype of its file."""
     path = places[name]
     if path.is_dir():
@@ -236,50 +206,10 @@ def loaded(
         raise CheckpointError(
             f"{path} is a {type(net).__name__}; {name} must be a {expected.__name__}"
         )
-    if bits:
-        pack(net, bits, path)
     mx.eval(net.parameters())
     if (limit := memory_limits.active()) is not None:
         limit.begin()
     return net
-
-
-def settings_of(
-    settings: Sequence[str], steps: int | None, guidance: float | None
-) -> dict[str, dict[str, Any]]:
-    """Return each stage's options, of ``STAGE.NAME=VALUE`` and of all stages'."""
-    every = {"steps": steps, "guidance_strength": guidance}
-    every = {name: value for name, value in every.items() if value is not None}
-    for name, value in every.items():
-        _check_setting(f"--{name.partition('_')[0]}", name, value)
-    options = {stage: dict(every) for stage in STAGES}
-    for setting in settings:
-        key, _, text = setting.partition("=")
-        stage, _, name = key.partition(".")
-        if stage not in STAGES or name not in SETTINGS:
-            raise ValueError(
-                f"--set takes STAGE.NAME=VALUE, a stage of {', '.join(STAGES)} and a "
-                f"name of {', '.join(SETTINGS)}; got {setting}"
-            )
-        try:
-            value = SETTINGS[name](text)
-        except ValueError:
-            value = ()
-        if value == () or (isinstance(value, tuple) and len(value) != 2):
-            form = "two times, 0.6:1" if "interval" in name else "a number"
-            raise ValueError(f"--set {key} takes {form}; got {text!r}")
-        _check_setting(f"--set {key}", name, value)
-        options[stage][name] = value
-    return options
-
-
-def _check_setting(option: str, name: str, value: Any) -> None:
-    """Raise a ValueError if no stage can use a setting."""
-    values = value if isinstance(value, tuple) else (value,)
-    if not all(map(isfinite, values)):
-        raise ValueError(f"{option} must be finite; got {value}")
-    if name in ("steps", "rescale_t") and value <= 0:
-        raise ValueError(f"{option} must be above 0; got {value}")
 
 
 def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:

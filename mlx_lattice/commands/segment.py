@@ -9,47 +9,11 @@ import matplotlib  # here, so that a missing package is found before the net run
 import mlx.core as mx
 import numpy as np
 
-from ..io.point_formats import write_ply
-from ..io.points import PointCloud, read_points
+from ..io.points import PointCloud, read_points, write_ply
 from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
 from ..models.pretrained import check_scores, of_scan, white_of
-from .progress import progress
-
-# Where weights are published that this package loads, and their licence as stated.
-WEIGHTS = (
-    (
-        "SpUNet for ScanNet",
-        "huggingface.co/torch-pointcloud/spunet-v1m1.scannet20.pointcept",
-        "MIT",
-    ),
-    (
-        "Point Transformer V3",
-        "huggingface.co/Pointcept/PointTransformerV3",
-        "MIT for the code, the data's terms of use",
-    ),
-    (
-        "MinkUNet for ScanNet",
-        "github.com/chrischoy/SpatioTemporalSegmentation, its model zoo",
-        "MIT for the code, ScanNet's terms of use for the data",
-    ),
-    (
-        "MinkUNet and SPVCNN for SemanticKITTI",
-        "github.com/mit-han-lab/spvnas, its model zoo",
-        "MIT for the code, CC BY-NC-SA 4.0 for the data",
-    ),
-)
-
-
-def where_weights_are(weights=WEIGHTS, page: str = "segmentation") -> str:
-    """Return what ``--model`` takes, and where weights are, with their licences."""
-    rows = "; ".join(f"{net}: {place} ({licence})" for net, place, licence in weights)
-    return (
-        "--model is needed: a folder of a net, or owner/name of one on Hugging Face. "
-        f"No weights come with this package. Published ones are, {rows}. "
-        "mlx-lattice convert and save_pretrained make a folder of them: see "
-        f"docs/{page}.md"
-    )
+from . import progress
 
 
 def run(
@@ -62,11 +26,7 @@ def run(
     columns: str = "",
     up: str = "z",
 ) -> tuple[Path, Path]:
-    """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
-
-    The point file has x, y, z, red, green, blue of the class, ``label`` and
-    ``confidence``, the probability of the label.
-    """
+    """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``."""
     if up not in AXES:
         raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
     folder, stem = Path(out), Path(scan).stem
@@ -201,8 +161,7 @@ def draw(
     figure.set_layout_engine("constrained")
     pictures = (("the scan", own_colours(cloud)), ("by class", palette[labels] / 255))
     for axes, (title, colours) in zip(np.ravel(panels), pictures, strict=True):
-        image = dots(flat[order], colours[order], low, high)
-        axes.imshow(image, interpolation="antialiased")
+        scatter(axes, flat[order], colours[order], low, high)
         axes.set_title(title)
         axes.set_axis_off()
     counts = np.bincount(labels, minlength=len(palette))
@@ -242,23 +201,13 @@ def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):
     return centred @ np.stack([right, up], axis=1), np.argsort(centred @ to_eye)
 
 
-def dots(flat, colours, low, high, longest: int = 1200) -> np.ndarray:
-    """Return an image of points, each a square of pixels; later ones lie on top."""
-    span = np.maximum(high - low, 1e-6)
-    step = span.max() / longest
-    width, height = (int(np.ceil(n / step)) + 1 for n in span)
+def scatter(axes, flat, colours, low, high) -> None:
+    """Draw points as squares that cover about half of a picture; later ones on top."""
     inside = ((flat >= low) & (flat <= high)).all(axis=1)
-    at = ((flat[inside] - low) / step).astype(np.int64)
-    # As large as it takes for the points to cover half of the image; one pixel would
-    # fade if the image is drawn smaller.
-    size = int(np.clip((width * height / 2 / max(1, len(at))) ** 0.5, 2, 8))
-    offsets = np.stack(np.meshgrid(range(size), range(size)), axis=-1).reshape(-1, 2)
-    at = np.minimum(at[:, None] + offsets, (width - 1, height - 1)).reshape(-1, 2)
-    image = np.ones((height, width, 3), np.float32)
-    image[height - 1 - at[:, 1], at[:, 0]] = np.repeat(
-        colours[inside], len(offsets), axis=0
-    )
-    return image
+    size = np.clip(6e4 / max(1, inside.sum()), 1, 16)
+    style = {"s": size, "marker": "s", "linewidths": 0}
+    axes.scatter(*flat[inside].T, c=colours[inside], **style)
+    axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), aspect="equal")
 
 
 def own_colours(cloud: PointCloud) -> np.ndarray:

@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING
 from .checkpoints import (
     LIBRARIES,
     ImportReport,
-    convert_state,
     convert_weight,
     import_checkpoint,
     load_state,
@@ -19,8 +18,7 @@ from .checkpoints import (
 from .safetensors import CheckpointError, PointFileError
 
 if TYPE_CHECKING:
-    from .point_formats import write_ply
-    from .points import PointCloud, read_points
+    from .points import PointCloud, read_points, write_ply
 
 __all__ = [
     "LIBRARIES",
@@ -28,7 +26,6 @@ __all__ = [
     "ImportReport",
     "PointCloud",
     "PointFileError",
-    "convert_state",
     "convert_weight",
     "import_checkpoint",
     "load_state",
@@ -42,13 +39,8 @@ def __dir__() -> list[str]:
 
 
 def __getattr__(name: str):
-    """Import what needs NumPy when it is first used."""
-    if name in ("PointCloud", "read_points"):
+    if name in ("PointCloud", "read_points", "write_ply"):
         from . import points
 
         return getattr(points, name)
-    if name == "write_ply":
-        from .point_formats import write_ply
-
-        return write_ply
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

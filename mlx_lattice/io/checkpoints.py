@@ -6,23 +6,19 @@ a 3x3x3 kernel can be counted in two orders, and both have 27.
 
 from __future__ import annotations
 
-import re
 import warnings
-from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
-from ..checks import AXES, each_axis
+from ..checks import each_axis
 from ..kernel_spec import per_axis
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
 from .pytorch import PyTorchState
@@ -146,9 +142,17 @@ def convert_weight(
         array = array[None]
     elif layout.depthwise and array.ndim == 2:
         array = array[:, None]
-    if not _fits(array, axes, size):
-        raise _misfit(shape, library, axes, size)
-    names = [name for name, _ in _extents(axes, size)]
+    extents = {"k": size, "K": (volume,), "1": (1,), "O": ("C_out",), "I": ("C_in",)}
+    expected = [(name, extent) for name in axes for extent in extents[name]]
+    if len(expected) != array.ndim or any(
+        isinstance(n, int) and n != m
+        for (_, n), m in zip(expected, array.shape, strict=True)
+    ):
+        raise CheckpointError(
+            f"a {'x'.join(map(str, size))} kernel of {library} has the shape "
+            f"({', '.join(str(n) for _, n in expected)}); got {shape}"
+        )
+    names = [name for name, _ in expected]
     if layout.unit_flat and volume == 1 and not unit_as_shaped:
         c_out, c_in = (array.shape[names.index(name)] for name in "OI")
         return array.reshape(c_in, c_out).T.reshape(c_out, *size, c_in)
@@ -184,39 +188,6 @@ def convert_linear(
     return array.T if order == "IO" else array
 
 
-def _extents(axes: str, size: tuple[int, ...]) -> list[tuple[str, int | None]]:
-    """Return the name and the extent of each axis of a weight; None for channels."""
-    extents = {"k": size, "K": (prod(size),), "1": (1,), "O": (None,), "I": (None,)}
-    return [(name, extent) for name in axes for extent in extents[name]]
-
-
-def _fits(array: mx.array, axes: str, size: tuple[int, ...]) -> bool:
-    """Return whether an array has the axes of a layout."""
-    extents = [extent for _, extent in _extents(axes, size)]
-    return len(extents) == array.ndim and all(
-        n is None or n == m for n, m in zip(extents, array.shape, strict=True)
-    )
-
-
-def _misfit(
-    shape: tuple[int, ...], library: str, axes: str, size: tuple[int, ...]
-) -> CheckpointError:
-    """Return the error of a weight that has another shape than its layout."""
-    words = {"O": "C_out", "I": "C_in"}
-    expected = ", ".join(words.get(a, str(n)) for a, n in _extents(axes, size))
-    others = [
-        name
-        for name, other in LIBRARIES.items()
-        if "k" in other.axes != axes and _fits(mx.zeros(shape), other.axes, size)
-    ]
-    hint = f", which is the layout of {', '.join(others)}" if others else ""
-    return CheckpointError(
-        f"a {'x'.join(map(str, size))} kernel of {library} has the shape ({expected}); "
-        f"got {shape}{hint}"
-    )
-
-
-Size = int | Sequence[int]
 Names = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 Rename = Callable[[str], str | None]
@@ -237,9 +208,6 @@ DENSE_TRANSPOSED = (
     mlx.nn.ConvTranspose2d,
     mlx.nn.ConvTranspose3d,
 )
-# DataParallel puts this before every name of a model.
-PARALLEL = "module."
-_DEPTH = 8  # of a prefix that is suggested
 
 
 @dataclass(frozen=True)
@@ -252,8 +220,6 @@ class ImportReport:
         missing: (parameter, its shape) that no tensor was for.
         unused: (source name, its shape) that no parameter was for.
         ignored: names that the mapping drops, and counters that MLX does not keep.
-        idle: keys of the mapping that matched no name.
-        hint: a prefix with which left-over names would fit; empty if there is none.
         note: the entry of the file that holds the tensors; empty if it has no entries.
     """
 
@@ -263,8 +229,6 @@ class ImportReport:
     missing: tuple[tuple, ...]
     unused: tuple[tuple, ...]
     ignored: tuple[str, ...]
-    idle: tuple[str, ...] = ()
-    hint: str = ""
     note: str = ""
 
     @property
@@ -281,8 +245,6 @@ class ImportReport:
         ]
         rows += [("missing", f"{name} {shape}") for name, shape in self.missing]
         rows += [("left over", f"{shown(name)} {shape}") for name, shape in self.unused]
-        rows += [("mapping", f"{shown(key)!r} matches no name") for key in self.idle]
-        rows += [("hint", self.hint)] if self.hint else []
         rows += [("file", self.note)] if self.note else []
         head = (
             f"{self.library}: {len(self.matched)} of {total} parameters matched, "
@@ -344,9 +306,7 @@ def import_checkpoint(
         library: one of ``LIBRARIES``: the library that wrote the checkpoint;
             "mlx_lattice" for the files of ``mlx-lattice convert``.
         mapping: dotted prefix to its replacement (``""`` drops the prefix, ``None``
-            the tensors under it; the longest prefix wins), or a function of a name. In
-            a prefix ``*`` stands for a part up to the next dot, at its end for the rest
-            of the name, and so it does in the replacement: ``{"net.*": "*"}``.
+            the tensors under it; the longest prefix wins), or a function of a name.
         strict: whether anything unmatched is an error, with the model left as it is.
         unit_as_shaped: take kernels of one offset as their shape says: for nets of
             spconv's whose own 1x1 layer keeps (C_out, C_in).
@@ -368,47 +328,13 @@ def import_checkpoint(
         if strict and not report.complete:
             raise CheckpointError(f"the checkpoint does not fit the model\n{report}")
         weights = []
-        for step in steps:
-            array = step.of(state).astype(parameters[step.target].dtype)
+        for name, target, convert in steps:
+            array = convert(state.read(name)).astype(parameters[target].dtype)
             if state.from_file:
                 mx.eval(array)  # frees what the file's layout took
-            weights.append((step.target, array))
+            weights.append((target, array))
     model.load_weights(weights, strict=False)
     return report
-
-
-def convert_state(
-    state: Mapping[str, mx.array],
-    library: str,
-    mapping: Names = None,
-    *,
-    unit_as_shaped: bool = False,
-    sizes: Iterable[Size | tuple[str, Size]] = (),
-) -> dict[str, mx.array]:
-    """Convert a checkpoint without a model.
-
-    ``import_checkpoint(converted, model, "mlx_lattice")`` loads the result. Names stay
-    the checkpoint's, without the library's additions to PyTorch's names.
-
-    Args:
-        state: the result of ``load_state``.
-        library: one of ``LIBRARIES``.
-        mapping, unit_as_shaped: as of ``import_checkpoint``. Strides are not known
-            without a model: spconv's kernels of one offset are taken for stride 1.
-        sizes: extents of kernels, for libraries that keep a kernel's offsets on one
-            axis: an int for a cube, or one extent an axis; or a pair of a name, in
-            which ``*`` stands for anything, and the extents of such kernels.
-
-    Returns:
-        Name to array, convolutions as (C_out, kernel..., C_in).
-
-    Raises:
-        CheckpointError: no size or several fit a kernel; or the library has two layouts
-            that only a model tells apart.
-    """
-    arrays = ArrayState(state)
-    steps = plan(arrays, library, mapping, Sizes(sizes), unit_as_shaped)
-    return {step.target: step.of(arrays) for step in steps}
 
 
 @contextmanager
@@ -437,54 +363,8 @@ def opened(
     yield state
 
 
-class Step(NamedTuple):
-    """One tensor's way into a model: its name, the parameter, how it is converted."""
-
-    source: str
-    target: str
-    convert: Callable[[mx.array], mx.array]
-
-    def of(self, state: State) -> mx.array:
-        """Return the converted tensor, in the dtype that it has in the state."""
-        return self.convert(state.read(self.source))
-
-
-def check_library(state: State, library: str) -> None:
-    """Raise if the file names another library than the caller."""
-    if state.library == OURS != library:
-        raise CheckpointError(
-            f"the file was written by mlx-lattice convert: its library is {OURS!r}, "
-            f"not {library!r}, whose layout was taken out of it"
-        )
-
-
-def habits(name: str, library: str) -> list[str]:
-    """Return a name, and the name in PyTorch's form without the library's additions."""
-    layout = LIBRARIES[library]
-    *path, leaf = name.split(".")
-    if path and path[-1] in layout.wrappers:
-        path = path[:-1]
-    leaf = "weight" if leaf == layout.leaf else dict(layout.leaves).get(leaf, leaf)
-    return [name, ".".join([*path, leaf])]
-
-
-def counter(name: str) -> bool:
-    """Return whether a tensor is a counter of training, not a parameter."""
-    return name.endswith(("num_batches_tracked", "max_num_voxels_during_training"))
-
-
-# With a model
-
-
-def rename_rules(model: mlx.nn.Module | None, library: str) -> tuple[Rename, ...]:
-    """Return the rules that rename a library's published checkpoint of this model."""
-    library = _SAME_NAMES.get(library, library)
-    return tuple(
-        rule
-        for (kind, name), rules in RENAMES.items()
-        if isinstance(model, kind) and library in (None, name)
-        for rule in rules(model)
-    )
+# Counters of training, which are no parameters.
+_COUNTERS = "num_batches_tracked", "max_num_voxels_during_training", "global_step"
 
 
 def match(
@@ -494,24 +374,38 @@ def match(
     mapping: Names = None,
     *,
     unit_as_shaped: bool = False,
-) -> tuple[ImportReport, list[Step]]:
-    """Match a state with a model by names and shapes; nothing is read or loaded.
-
-    Arguments and errors are those of ``import_checkpoint``.
-    """
+) -> tuple[ImportReport, list[tuple[str, str, Callable[[mx.array], mx.array]]]]:
+    """Match a state with a model by names and shapes; nothing is read or loaded."""
     layout_of(library)
-    check_library(state, library)
+    if state.library == OURS != library:
+        raise CheckpointError(
+            f"the file was written by mlx-lattice convert: its library is {OURS!r}, "
+            f"not {library!r}, whose layout was taken out of it"
+        )
     parameters = dict(tree_flatten(model.parameters()))
     if any(name.endswith("scales") for name in parameters):
         raise CheckpointError(
             "the model is quantised; import into the float model, then quantise it"
         )
     modules = dict(model.named_modules())
-    known, rename = _lookup(model, parameters), Renamer(mapping, state)
-    rules = rename_rules(model, library)
+    known, rename = _lookup(model, parameters), _renamer(mapping, state)
+    layout, published = LIBRARIES[library], _SAME_NAMES.get(library, library)
+    rules = [
+        rule
+        for (kind, name), rules in RENAMES.items()
+        if isinstance(model, kind) and published in (None, name)
+        for rule in rules(model)
+    ]
 
     def place(name: str) -> str | None:
-        return next((known[n] for n in habits(name, library) if n in known), None)
+        """Return a name's parameter, also without the library's additions to it."""
+        if name in known:
+            return known[name]
+        *path, leaf = name.split(".")
+        if path and path[-1] in layout.wrappers:
+            path = path[:-1]
+        leaf = "weight" if leaf == layout.leaf else dict(layout.leaves).get(leaf, leaf)
+        return known.get(".".join([*path, leaf]))
 
     def resolve(name: str | None) -> tuple[str | None, str | None]:
         """Return a name, or None to drop it, and its parameter."""
@@ -530,7 +424,7 @@ def match(
         array = state.sketch(source)
         name, target = resolve(rename(source))
         shape = tuple(array.shape)
-        if name is None or (target is None and counter(name)):
+        if name is None or (target is None and name.endswith(_COUNTERS)):
             ignored.append(source)
             continue
         if target is None:
@@ -560,15 +454,10 @@ def match(
             mismatched.append((source, shape, target, expected, why))
         else:
             matched.append((source, shape, target, expected))
-            steps.append(Step(source, target, convert))
+            steps.append((source, target, convert))
     missing = [(n, tuple(p.shape)) for n, p in parameters.items() if n not in sources]
-    hint = suggestion(
-        {rename.seen(name) for name, _ in unused},
-        {name for name, _ in missing},
-        lambda name: resolve(name)[1],
-    )
-    lists = (matched, mismatched, missing, unused, ignored, rename.idle)
-    return ImportReport(library, *map(tuple, lists), hint, state.note), steps
+    lists = (matched, mismatched, missing, unused, ignored)
+    return ImportReport(library, *map(tuple, lists), state.note), steps
 
 
 def _converted(
@@ -636,232 +525,32 @@ def _lookup(model: mlx.nn.Module, parameters: Mapping) -> dict[str, str]:
     return known | {name: name for name in parameters}
 
 
-# Without a model
-
-
-def plan(
-    state: State, library: str, mapping: Names, sizes: Sizes, unit_as_shaped: bool
-) -> list[Step]:
-    """Return a step for each tensor; arguments are those of ``convert_state``."""
-    layout = layout_of(library)
-    check_library(state, library)
-    for known, what in (
-        (layout.axes == layout.transposed, "the channels of transposed convolutions"),
-        (not layout.large, "large kernels"),
-    ):
-        if not known:
-            raise CheckpointError(
-                f"{library} keeps {what} in another order, which no shape tells: name "
-                "the model that they are for"
-            )
-    if "k" not in layout.axes and not (sizes.any or sizes.named):
-        raise CheckpointError(
-            f"{library} writes the offsets of a kernel on one axis, which does not say "
-            "its extents: name the model that they are for, or give the sizes of its "
-            "kernels, as in --size 3 2"
-        )
-    rename, steps = Renamer(mapping, state), {}
-    for source in state:
-        name = rename(source)
-        if name is None or counter(name):
-            continue
-        array, leaf = state.sketch(source), source.rpartition(".")[2]
-        convert = mx.array
-        if leaf == layout.leaf and (array.ndim > 2 or leaf == "kernel"):
-            convert = partial(
-                convert_weight,
-                library=library,
-                kernel_size=sizes.of(source, array, library, layout),
-                unit_as_shaped=unit_as_shaped,
-            )
-        elif leaf == "weight" and array.ndim == 2:
-            convert = partial(convert_linear, library=library, channels=None)
-        elif library == "minkowski" and leaf == "bias" and array.ndim == 2:
-            convert = partial(mx.squeeze, axis=0)  # biases are rows
-        try:
-            convert(array)
-        except CheckpointError as error:
-            raise CheckpointError(f"{shown(source)}: {error}") from None
-        target = habits(name, library)[-1]
-        if target in steps:
-            raise CheckpointError(
-                f"two tensors become {shown(target)}: change the mapping"
-            )
-        steps[target] = Step(source, target, convert)
-    return list(steps.values())
-
-
-class Sizes:
-    """Extents of kernels, by a pattern of names or for any kernel of their volume."""
-
-    def __init__(self, sizes: Iterable[Size | tuple[str, Size]]):
-        self.named: list[tuple[str, tuple[int, ...]]] = []
-        self.any: list[tuple[int, ...]] = []
-        for entry in sizes:
-            pair = isinstance(entry, tuple) and isinstance(entry[0], str)
-            name, size = entry if pair else ("", entry)
-            size = (size,) * 3 if isinstance(size, int) else tuple(size)
-            if len(size) not in AXES or min(size) < 1:
-                raise ValueError(
-                    f"a kernel has 1 to 4 extents of 1 or more; got {size}"
-                )
-            if name:
-                self.named.append((name, size))
-            else:
-                self.any.append(size)
-
-    @classmethod
-    def parsed(cls, words: Iterable[str]) -> Sizes:
-        """Return the sizes of a command line: ``3``, ``1x3x3`` or ``NAME=3x3x3``."""
-        sizes = []
-        for word in words:
-            name, _, size = word.rpartition("=")
-            try:
-                extents = [int(n) for n in size.split("x")]
-            except ValueError:
-                raise ValueError(
-                    f"--size takes 3, 1x3x3 or NAME=3x3x3; got {word!r}"
-                ) from None
-            extents = extents * 3 if len(extents) == 1 else extents
-            sizes.append((name, extents) if name else extents)
-        return cls(sizes)
-
-    def of(
-        self, name: str, array: mx.array, library: str, layout: Layout
-    ) -> tuple[int, ...]:
-        """Return a kernel's extents: from its shape, from the sizes, or ones."""
-        if "k" in layout.axes:
-            at, dims = layout.axes.index("k"), array.ndim - 2
-            return tuple(array.shape[at : at + dims])
-        for pattern, size in self.named:
-            under = name.startswith(f"{pattern}.")
-            if name == pattern or under or fnmatchcase(name, pattern):
-                return size
-        volume = array.shape[layout.axes.index("K")]
-        fits = sorted({size for size in self.any if prod(size) == volume})
-        # (C_in, C_out), unless it may be a depthwise kernel, (K, C).
-        alone = array.ndim == 2 and not (layout.depthwise and fits)
-        if alone or (array.ndim > 2 and volume == 1):
-            dims = {len(size) for size in (*self.any, *(s for _, s in self.named))}
-            return (1,) * (dims.pop() if len(dims) == 1 else 3)
-        if len(fits) == 1 and array.ndim > 2:
-            return fits[0]
-        which = "which of the sizes given it has" if fits else "its extents"
-        raise CheckpointError(
-            f"{shown(name)}: {library} writes the {volume} offsets of a kernel on one "
-            f"axis, which does not say {which}: give them, as in --size 3, or "
-            f"{shown(name)}=3x3x3"
+def _renamer(mapping: Names, names: Collection[str]) -> Rename:
+    """Return a function that takes ``module.`` off a name, then maps it."""
+    start = "module." if names and all(n.startswith("module.") for n in names) else ""
+    if not (callable(mapping) or isinstance(mapping, Mapping | None)):
+        raise TypeError(
+            "mapping must be a dict of prefixes or a function of a name; got "
+            f"{type(mapping).__name__}"
         )
 
-
-# Mappings of names
-
-
-class Renamer:
-    """A mapping of names, and which of its keys matched none.
-
-    A key is a dotted prefix of names. A ``*`` in it stands for what there is up to the
-    next dot, and at its end for all that is left; each ``*`` of the new name takes what
-    that of the key stood for. The key with the most other letters wins.
-    """
-
-    def __init__(self, mapping: Names, names: Collection[str]):
-        self.parallel = bool(names) and all(n.startswith(PARALLEL) for n in names)
-        self.function = mapping if callable(mapping) else None
-        self.keys: dict[str, re.Pattern] = {}
-        self.used: set[str] = set()
-        if self.function is None:
-            if not isinstance(mapping, Mapping | None):
-                raise TypeError(
-                    "mapping must be a dict of prefixes or a function of a name; got "
-                    f"{type(mapping).__name__}"
-                )
-            self.new = dict(mapping or {})
-            weight = {key: len(key) - key.count("*") for key in self.new}
-            for key in sorted(self.new, key=weight.get, reverse=True):
-                self.keys[key] = _pattern(key, self.new[key])
-
-    def seen(self, name: str) -> str:
-        """Return a name as the mapping sees it."""
-        return name.removeprefix(PARALLEL) if self.parallel else name
-
-    def __call__(self, name: str) -> str | None:
-        """Return the new name, or None for one to drop."""
-        name = self.seen(name)
-        if self.function is not None:
-            return _checked(self.function(name), name)
-        for key, pattern in self.keys.items():
-            if match := pattern.match(name):
-                self.used.add(key)
-                new = _checked(self.new[key], name)
-                if new is None:
-                    return None
-                for part in match.groups():
-                    new = new.replace("*", part, 1)
-                rest = name[match.end() :].removeprefix(".")
-                return ".".join(filter(None, (new, rest)))
+    def prefixed(name: str) -> str | None:
+        for key in sorted(mapping or (), key=len, reverse=True):
+            rest = name.removeprefix(key)
+            if key in ("", name) or (rest != name and rest.startswith(".")):
+                new = mapping[key]
+                if not isinstance(new, str):
+                    return new
+                return ".".join(filter(None, (new, rest.removeprefix("."))))
         return name
 
-    @property
-    def idle(self) -> tuple[str, ...]:
-        """The keys that no name had."""
-        return tuple(key for key in self.keys if key not in self.used)
+    def rename(name: str) -> str | None:
+        name = name.removeprefix(start)
+        new = mapping(name) if callable(mapping) else prefixed(name)
+        if not isinstance(new, str | None):
+            raise TypeError(
+                f"the mapping makes {new!r} of {shown(name)}; expected a name or None"
+            )
+        return new
 
-
-def _pattern(key: str, new: str | None) -> re.Pattern:
-    """Return the pattern of a key, which matches at the start of a name."""
-    if not isinstance(key, str):
-        raise TypeError(f"the mapping's keys must be names; got {key!r}")
-    if isinstance(new, str) and new.count("*") != key.count("*"):
-        raise ValueError(
-            f"the mapping makes {new!r} of {key!r}: each * of a key stands for a part "
-            "of the new name, so both must have as many"
-        )
-    if not key:
-        return re.compile("")
-    whole = key.endswith("*")
-    parts = [re.escape(part) for part in key.split("*")]
-    if whole:
-        return re.compile("([^.]*)".join(parts[:-1]) + "(.+)$")
-    return re.compile("([^.]*)".join(parts) + r"(?=\.|$)")
-
-
-def _checked(new: object, name: str) -> str | None:
-    """Return the result of a mapping; raise unless it is a name or None."""
-    if not isinstance(new, str | None):
-        raise TypeError(
-            f"the mapping makes {new!r} of {shown(name)}; expected a name or None"
-        )
-    return new
-
-
-def suggestion(
-    left: Collection[str],
-    parameters: Collection[str],
-    place: Callable[[str], str | None],
-) -> str:
-    """Return the prefix with which most left-over names would fit, as a sentence."""
-    less, more = Counter(), Counter()
-    for name in left:
-        less.update(prefix for prefix, end in _cuts(name) if place(end) in parameters)
-    for parameter in parameters:
-        more.update(prefix for prefix, end in _cuts(parameter) if end in left)
-    ((key, count),) = less.most_common(1) or ((None, 0),)
-    ((prefix, added),) = more.most_common(1) or ((None, 0),)
-    if not (count or added):
-        return ""
-    if count >= added:
-        how, mapping = f"without {shown(key)!r}", {key: ""}
-    else:
-        how, mapping = f"with {prefix!r} before them", {"": prefix}
-    return f"{max(count, added)} of {len(left)} left over fit {how}: mapping={mapping}"
-
-
-def _cuts(name: str) -> Iterable[tuple[str, str]]:
-    """Return the ways to cut a name at one of its first dots."""
-    at = name.find(".")
-    for _ in range(_DEPTH):
-        if at < 0:
-            return
-        yield name[:at], name[at + 1 :]
-        at = name.find(".", at + 1)
+    return rename

@@ -21,12 +21,10 @@ from mlx.utils import tree_flatten
 from .. import nn
 from ..distribution import NAME, __version__, install
 from ..kept_files import atomic_write
-from ..memory import format_bytes
 from ..nn.int8 import OPTIONAL
 from .safetensors import CheckpointError, read_object, read_safetensors, shown
 
 CONFIG, WEIGHTS, CARD = "config.json", "model.safetensors", "README.md"
-_CONFIG_BYTES = 2**22
 _REPOSITORY = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -69,8 +67,6 @@ def read_config(folder: Path) -> dict[str, Any]:
             f"{folder} has no {CONFIG}: it was not written by save_pretrained or "
             "mlx-lattice convert"
         )
-    if path.stat().st_size > _CONFIG_BYTES:
-        raise CheckpointError(f"{path} is larger than 4 MiB, too large for a config")
     config = read_object(path)
     if not isinstance(config.get("model"), str):
         raise CheckpointError(
@@ -129,19 +125,13 @@ def _kind(array: mx.array) -> str:
 
 
 def replaced(folder: Path) -> list[Path]:
-    """Return the files that a net takes the place of in its folder, the config first.
-
-    Weights are all parts of any model that was there.
-    """
+    """Return the files of a folder that a net replaces."""
     return [folder / CONFIG, *folder.glob("model*.safetensors"), folder / CARD]
 
 
 @contextmanager
 def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterator[Path]:
-    """Write a folder; the block writes the weights to the path that it gets.
-
-    If writing fails, the folder keeps the files that it had.
-    """
+    """Write a folder; the block writes the weights to the path that it gets."""
     folder = Path(folder)
     if folder.exists() and not folder.is_dir():
         raise NotADirectoryError(f"{folder} is a file; name a folder to write to")
@@ -158,26 +148,9 @@ def written(folder: str | Path, config: Mapping[str, Any], card: str) -> Iterato
 
 # Packed weights
 
-PACKED_GROUP = 64  # input channels that share a scale
-
-
-def pack(net: mlx.nn.Module, bits: int, path: str | Path) -> None:
-    """Pack the weights of a folder's float net, except those of ``nn.keep_float``."""
-    if described_packing(net):
-        raise CheckpointError(f"{path} is packed already; leave --bits out")
-    mlx.nn.quantize(net, PACKED_GROUP, bits, class_predicate=nn.keep_float())
-
 
 def described_packing(model: mlx.nn.Module) -> dict[str, Any] | None:
-    """Return how a model's layers are packed, or None if none is.
-
-    Returns:
-        bits and group_size of most packed layers, and activations if features are int8
-        too; ``layers`` for the others, and ``float``: the paths of layers that could be
-        packed and are not. For integer layers also ``arrays``, which not all of them
-        have, ``rounding_errors`` and ``folded``: the paths of norms that are in
-        convolutions.
-    """
+    """Return how a model's layers are packed, or None if none is."""
     modules = dict(model.named_modules())
     packed = {path: _packing(m) for path, m in modules.items() if "scales" in m}
     if not packed:
@@ -228,10 +201,13 @@ def pack_as(model: mlx.nn.Module, packing: Mapping[str, Any], folder: Path) -> N
     try:
         if integers:
             _make_integer(model, integers, read_weights(folder))
-            _set_errors(model, packing.get("rounding_errors", {}))
+            modules = dict(model.named_modules())
+            for path, error in packing.get("rounding_errors", {}).items():
+                if "scales" in modules.get(path, ()):
+                    modules[path].rounding_error = float(error)
         sizes = packing.get("group_size"), packing.get("bits")
         mlx.nn.quantize(model, *sizes, class_predicate=predicate)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, AttributeError) as error:
         raise CheckpointError(f"quantization: {error}") from None
 
 
@@ -264,25 +240,11 @@ def _make_integer(
                 )
 
 
-def _set_errors(model: mlx.nn.Module, errors: object) -> None:
-    if not isinstance(errors, dict):
-        raise ValueError('"rounding_errors" must be an object of numbers')
-    for path, module in model.named_modules():
-        error = errors.get(path)
-        if isinstance(error, int | float) and "scales" in module:
-            module.rounding_error = float(error)
-
-
-# The card
-
-
 # Licences that Hugging Face has a word for, which is that of the text here.
 _LICENCES = ("mit", "apache-2.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
 
 
-def model_card(
-    config: Mapping[str, Any], parameters: int, size: int, module: str | None = None
-) -> str:
+def model_card(config: Mapping[str, Any], module: str | None = None) -> str:
     """Return the Markdown of a card."""
     name, about = config["model"], config.get("about", {})
     licence = about.get("licence", "")
@@ -296,30 +258,10 @@ def model_card(
         module = "your_module" if module == "__main__" else module
         source = f"from {module} import {name}  # a class of its author, not of {NAME}"
         call = name
-    rows = {"parameters": f"{parameters:,}", "size": format_bytes(size)}
-    rows |= config["arguments"]
-    if packing := config.get("quantization"):
-        group, features = packing["group_size"], packing.get("activations")
-        packed = f"{packing['bits']} bits" + f", in groups of {group}" * bool(group)
-        packed += f", features of {features} bits" * bool(features)
-        rows |= {"packed": packed, "left in float": packing["float"] or "none"}
-    if voxels := about.get("voxels"):
-        rows["voxels"] = f"{voxels['voxel_size']:g}, in the unit of the points"
-        rows["features"] = voxels["features"]
-    if about.get("classes"):
-        rows["classes"] = about["classes"]
     lines = ["---", *front, "---", "", f"# {name}", ""]
     lines += [f"A sparse 3D net for MLX, written by {NAME} {__version__}.", ""]
     lines += ["```python", source, "", f'net = {call}.from_pretrained("this folder")']
-    lines += ["```", "", "| | |", "|---|---|"]
-    lines += [f"| {key} | {_cell(value)} |" for key, value in rows.items()]
-    lines += ["", f"Source of the weights: {about.get('source') or 'unknown'}."]
+    lines += ["```", "", f"`{CONFIG}` has its arguments, voxels, classes and packing."]
+    lines += [f"Source of the weights: {about.get('source') or 'unknown'}."]
     lines += [f"Licence: {licence or 'unknown'}."]
     return "\n".join(lines) + "\n"
-
-
-def _cell(value: object) -> str:
-    """Return a value as the cell of a table."""
-    if isinstance(value, list | tuple):
-        return ", ".join(map(str, value))
-    return str(value).replace("|", "\\|").replace("\n", " ")

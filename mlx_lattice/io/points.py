@@ -1,21 +1,20 @@
-"""Point clouds from files: PLY, PCD, LAS, NPY, NPZ, BIN, VTK, and tables.
+"""Point clouds: PLY, PCD, LAS, NPY, NPZ, BIN and tables are read, PLY is written.
 
-Headers are not trusted: every size in one is checked against the length of the file
-before anything is allocated.
+Headers are not trusted: sizes in them are checked against the length of the file.
 """
 
 from __future__ import annotations
 
-import io
 import struct
 import warnings
 import zipfile
-import zlib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from io import BytesIO, TextIOWrapper
+from itertools import takewhile
 from math import prod
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 try:
     import numpy as np
@@ -24,8 +23,10 @@ except ImportError as error:
         "mlx_lattice.io needs NumPy for points: pip install numpy"
     ) from error
 
-from .point_formats import Columns, read_pcd, read_ply, read_vtk
+from ..kept_files import atomic_write
 from .safetensors import PointFileError, check_file, listed, short
+
+Columns = dict[str, np.ndarray]
 
 # Names of attributes in files, and the names here.
 _NAMES = {
@@ -49,20 +50,6 @@ _TRIPLES = (
 )
 # At 16 384 m float32 has steps of 1 mm: doubles beyond are shifted to their corner.
 _FAR = 16384.0
-# Most times that the arrays of an NPZ file may be larger than the file, or most bytes
-# of them; most entries, and most bytes of a header.
-_EXPANSION, _NPZ_BYTES = 64, 2**26
-_NPZ_ENTRIES, _NPY_HEADER = 1000, 2**16
-_NPZ_PACKINGS = zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED
-# What `zipfile` raises if a zip is truncated, corrupt, or encrypted.
-_ZIP_ERRORS = (
-    zipfile.BadZipFile,
-    zlib.error,
-    EOFError,
-    OSError,
-    NotImplementedError,
-    RuntimeError,
-)
 
 
 @dataclass(frozen=True)
@@ -97,9 +84,9 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
     ``.ply`` and ``.pcd`` (ASCII, binary or compressed), ``.las`` and ``.laz``, ``.npy``
     and ``.npz`` (an array of at least three columns, a structured array with x, y, z,
     or an entry "points" and others beside it), ``.bin`` (float32 x, y, z, intensity, as
-    in KITTI), ``.pcd.bin`` (nuScenes': also the ring), ``.vtk`` (legacy; points alone),
-    ``.csv``, ``.txt``, ``.xyz`` and ``.asc`` (a point a line; names of columns in the
-    first line or in a comment before it, or x, y, z).
+    in KITTI), ``.pcd.bin`` (nuScenes': also the ring), ``.csv``, ``.txt``, ``.xyz`` and
+    ``.asc`` (a point a line; names of columns in the first line or in a comment before
+    it, or x, y, z).
 
     Args:
         path: the file.
@@ -204,119 +191,48 @@ def _numbers(column: np.ndarray, path: Path) -> np.ndarray:
 
 
 def _read_npy(path: Path, names: Sequence[str] = ()) -> Columns:
-    with path.open("rb") as stream:
-        head = _npy_head(stream, path.stat().st_size, path)
-        stream.seek(0)
-        return _array_columns(_npy_array(stream, head, path), path, names)
+    try:
+        array = np.load(path, allow_pickle=False)
+    except Exception as error:  # NumPy's parser lets tokenizer errors through
+        raise PointFileError(f"{path.name} is not a readable array: {error}") from None
+    return _array_columns(array, path, names)
 
 
 def _read_npz(path: Path, names: Sequence[str] = ()) -> Columns:
+    arrays = {}
     try:
-        with zipfile.ZipFile(path) as archive:
-            members = archive.infolist()
-            entries = {each.filename.removesuffix(".npy"): each for each in members}
-            if len(entries) > _NPZ_ENTRIES:
-                raise PointFileError(
-                    f"{path.name} has {len(entries):,} entries, expected at most "
-                    f"{_NPZ_ENTRIES:,}"
-                )
-            heads = {}
-            for name, entry in entries.items():
-                if entry.compress_type not in _NPZ_PACKINGS:
-                    raise PointFileError(f"{path.name}: {name} is not packed as NPZ is")
-                with archive.open(entry) as stream:
-                    heads[name] = _npy_head(stream, entry.file_size, path)
-            key, chosen = _npz_entries(heads, path)
-            size, total = path.stat().st_size, sum(heads[k].nbytes for k in chosen)
-            if total > max(_EXPANSION * size, _NPZ_BYTES):
-                raise PointFileError(
-                    f"{path.name} has {size:,} bytes, and its points have {total:,}: "
-                    f"more than {_EXPANSION} times the file is not read"
-                )
-            arrays = {}
-            for name in chosen:
-                with archive.open(entries[name]) as stream:
-                    arrays[name] = _npy_array(stream, heads[name], path)
-    except _ZIP_ERRORS as error:
+        with zipfile.ZipFile(path), np.load(path, allow_pickle=False) as archive:
+            for name in archive.files:
+                try:
+                    arrays[name] = archive[name]
+                except ValueError as error:
+                    if "allow_pickle" not in str(error):  # objects are left out
+                        raise
+    except Exception as error:  # those of zipfile, zlib and NumPy's parser
         raise PointFileError(
             f"{path.name} is not a complete NPZ file: {error}"
         ) from error
+    key = next((k for k in ("points", "xyz", "pos") if k in arrays), None)
+    if key is None and len(arrays) == 1:
+        (key,) = arrays
+    if key is None and not arrays.keys() >= {*"xyz"}:
+        raise PointFileError(
+            f"{path.name} has no entry points, xyz or pos; its entries are: "
+            f"{listed(arrays, 'none')}"
+        )
     if key is None and names:
         raise ValueError(f"columns= is given, and {path.name} names its own columns")
-    columns = {} if key is None else _array_columns(arrays.pop(key), path, names)
-    if twice := [name for name in "xyz" if name in arrays and name in columns]:
+    columns = {name: arrays.pop(name) for name in ("xyz" if key is None else ())}
+    if key is not None:
+        columns = _array_columns(arrays.pop(key), path, names)
+    count = len(next(iter(columns.values())))
+    beside = {k: array for k, array in arrays.items() if array.shape[:1] == (count,)}
+    if twice := [name for name in beside if name in columns]:
         raise PointFileError(
             f"{path.name} has an entry {twice[0]} beside {key}, which has that column: "
             "give one of the two another name"
         )
-    return columns | arrays
-
-
-def _npz_entries(heads: dict[str, _NpyHead], path: Path) -> tuple[str | None, list]:
-    """Return the entry of the points (None for x, y and z) and the entries to read."""
-    key = next((k for k in ("points", "xyz", "pos") if k in heads), None)
-    if key is None and len(heads) == 1:
-        key = next(iter(heads))
-    if key is None and not heads.keys() >= {*"xyz"}:
-        raise PointFileError(
-            f"{path.name} has no entry points, xyz or pos; "
-            f"its entries are: {listed(heads, 'none')}"
-        )
-    points = heads["x" if key is None else key]
-    n = prod(points.shape) if points.dtype.names else next(iter(points.shape), -1)
-    entries = [key] if key else [*"xyz"]
-    return key, entries + [
-        name
-        for name, head in heads.items()
-        if head.shape[:1] == (n,) and name not in entries
-    ]
-
-
-class _NpyHead(NamedTuple):
-    """The header of an array in NumPy's format, and the bytes before its numbers."""
-
-    shape: tuple[int, ...]
-    fortran: bool
-    dtype: np.dtype
-    start: int
-
-    @property
-    def nbytes(self) -> int:
-        """The bytes of the numbers."""
-        return prod(self.shape) * self.dtype.itemsize
-
-
-def _npy_head(stream: BinaryIO, size: int, path: Path) -> _NpyHead:
-    """Read a header, and check its shape against the size of the entry."""
-    formats = np.lib.format
-    readers = {
-        (1, 0): formats.read_array_header_1_0,
-        (2, 0): formats.read_array_header_2_0,
-    }
-    # No more: a header's own length may be any number.
-    start = io.BytesIO(stream.read(_NPY_HEADER))
-    try:
-        version = formats.read_magic(start)
-        if version not in readers:
-            raise ValueError(f"version {version} of the format")
-        head = _NpyHead(*readers[version](start), start.tell())
-        if not head.dtype.itemsize:
-            raise ValueError(f"its numbers are {head.dtype}, of no bytes")
-    except Exception as error:  # NumPy's parser lets tokenizer errors through
-        raise PointFileError(f"{path.name} is not a readable array: {error}") from error
-    if min(head.shape, default=0) < 0 or head.nbytes > size - head.start:
-        raise short(path, f"{head.dtype} of shape {head.shape}", f"{size} bytes")
-    return head
-
-
-def _npy_array(stream: BinaryIO, head: _NpyHead, path: Path) -> np.ndarray:
-    if head.dtype.hasobject:
-        raise PointFileError(f"{path.name} holds Python objects, expected numbers")
-    try:
-        array = np.lib.format.read_array(stream, allow_pickle=False)
-        return np.ascontiguousarray(array, array.dtype.newbyteorder("="))
-    except ValueError as error:
-        raise PointFileError(f"{path.name} is not a readable array: {error}") from None
+    return columns | beside
 
 
 def _array_columns(array: np.ndarray, path: Path, names: Sequence[str] = ()) -> Columns:
@@ -362,74 +278,47 @@ _COMMENTS = ("#", "//")
 
 
 def read_table(path: Path, columns: Sequence[str] = ()) -> Columns:
-    """Return the columns of a table by name, by ``columns`` if they are given.
-
-    Values stand between commas, semicolons or spaces. A first line of words names the
-    columns, and so may a comment before it, after # or //; without one they are x, y,
-    z, then intensity if there is a fourth, and "columns" if there are more.
-    """
-    stream = io.StringIO(path.read_text(encoding="utf-8-sig", errors="replace"))
-    comments, first, start = [], "", 0
-    while line := stream.readline():
-        first = line.strip()
-        if first and not first.startswith(_COMMENTS):
-            break
-        comments += [first] if first else []
-        first, start = "", stream.tell()
-    names, mark = _words(first), _mark(first)
-    names = [] if not first or _is_number(names[0]) else names
-    if not names:
-        stream.seek(start)
-    table = _table_numbers(stream, mark, path)
+    """Return the columns of a table by name, by ``columns`` if they are given."""
+    text = path.read_text(encoding="utf-8-sig", errors="replace")
+    lines = [line for line in map(str.strip, text.splitlines()) if line]
+    comments = takewhile(lambda line: line.startswith(_COMMENTS), lines)
+    candidates = [_words(line.lstrip("#/")) for line in comments]
+    rows = [line for line in lines if not line.startswith(_COMMENTS)]
+    mark = _mark(rows[0]) if rows else None
+    if rows and not _is_number(_words(rows[0])[0]):
+        candidates.insert(0, _words(rows.pop(0)))
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a table without rows
+            table = np.loadtxt(rows, np.float64, delimiter=mark, ndmin=2)
+    except ValueError as error:
+        raise PointFileError(
+            f"{path.name} is not a table of numbers: {str(error)[:200]}; expected a "
+            "point a line"
+        ) from None
     if columns:
         return named_columns(table, columns, path)
-    candidates = [names, *(_words(line.lstrip("#/")) for line in comments)]
-    candidates = [words for words in candidates if {"x", "y", "z"} <= set(words)]
-    if candidates:
-        named = next((w for w in candidates if len(w) == table.shape[1]), candidates[0])
+    known = [words for words in candidates if {"x", "y", "z"} <= set(words)]
+    if known:
+        named = next((w for w in known if len(w) == table.shape[1]), known[0])
         if not table.size:
             table = np.zeros((0, len(named)))
-        if table.shape[1] != len(named):
+        if table.shape[1] != len(named) or len(set(named)) < len(named):
             raise PointFileError(
                 f"{path.name} names {len(named)} columns, {listed(named)}, and has "
-                f"{table.shape[1]} numbers a line"
+                f"{table.shape[1]} numbers a line; expected a name for each, once"
             )
-        if twice := next((name for name in named if named.count(name) > 1), None):
-            raise PointFileError(f"{path.name} names two columns {twice}")
         return dict(zip(named, table.T, strict=True))
-    if not table.size:
-        raise PointFileError(f"{path.name} holds no numbers; expected a point a line")
-    names = names or (_words(comments[-1].lstrip("#/")) if comments else [])
-    if len(names) == table.shape[1] and not _is_number(names[0]):
-        raise PointFileError(
-            f"{path.name} has columns {listed(names)}; expected x, y and z among them"
-        )
-    if table.shape[1] < 3:
+    if table.shape[1] < 3 or not table.size:
         raise PointFileError(
             f"{path.name}: expected x, y, z a line, got {table.shape[1]} numbers"
         )
+    if candidates and len(candidates[0]) == table.shape[1]:
+        raise PointFileError(
+            f"{path.name} has columns {listed(candidates[0])}; expected x, y and z "
+            "among them"
+        )
     return named_columns(table, (), path)
-
-
-def _table_numbers(stream: io.StringIO, mark: str | None, path: Path) -> np.ndarray:
-    """Return the rest of a stream as a (rows, columns) table."""
-    start = stream.tell()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # of a table without rows
-        try:
-            return np.loadtxt(stream, np.float64, delimiter=mark, ndmin=2)
-        except ValueError:
-            stream.seek(start)
-        # Again without lines of spaces and comments after //, which takes longer.
-        lines = [line for line in map(str.strip, stream) if line]
-        lines = [line for line in lines if not line.startswith(_COMMENTS)]
-        try:
-            return np.loadtxt(lines, np.float64, delimiter=mark, ndmin=2)
-        except ValueError as error:
-            raise PointFileError(
-                f"{path.name} is not a table of numbers: {str(error)[:200]}; expected "
-                "a point a line"
-            ) from None
 
 
 def _mark(line: str) -> str | None:
@@ -499,6 +388,296 @@ def _is_double(content: bytes) -> bool:
     return bool(len(low)) and (noise.mean() > 0.03 or not low.any())
 
 
+def text_rows(body: bytes, dtype: np.dtype, n: int, path: Path) -> np.ndarray:
+    """Return the first n lines of numbers as a structured array."""
+    width = sum(prod(dtype[name].shape) for name in dtype.names)
+    if 2 * n * width - 1 > len(body):  # a number and its separator take two bytes
+        raise short(path, f"{n} points", f"{len(body)} bytes after the header")
+    if not n:
+        return np.zeros(0, dtype)
+    try:
+        with warnings.catch_warnings(), np.errstate(over="ignore"):
+            warnings.simplefilter("ignore", UserWarning)  # about blank lines
+            # Fractions in a column of integers.
+            warnings.simplefilter("error", DeprecationWarning)
+            text = TextIOWrapper(BytesIO(body), "latin-1")
+            rows = np.loadtxt(text, dtype, comments=None, max_rows=n, ndmin=1)
+    except (ValueError, OverflowError, DeprecationWarning) as error:
+        raise PointFileError(f"{path.name}: {str(error)[:200]}") from None
+    if len(rows) < n:
+        raise short(path, f"{n} points", f"{len(rows)} rows")
+    return rows
+
+
+# PCD
+
+
+def read_pcd(path: Path) -> Columns:
+    """Return the columns of a PCD file by name: ASCII, binary or compressed."""
+    content = path.read_bytes()
+    header, body = _pcd_header(content, path)
+    dtype, n = _pcd_dtype(header, path)
+    kind = header["DATA"][0]
+    if kind == "binary_compressed":
+        columns = _pcd_compressed(body, dtype, n, path)
+    elif kind in ("ascii", "binary"):
+        if kind == "ascii":
+            table = text_rows(body, dtype, n, path)
+        elif len(body) < n * dtype.itemsize:
+            raise short(path, f"{n * dtype.itemsize} bytes of points", len(body))
+        else:
+            table = np.frombuffer(body, dtype, n)
+        columns = {name: table[name] for name in dtype.names}
+    else:
+        raise PointFileError(
+            f"{path.name}: DATA must be ascii, binary or binary_compressed, got {kind}"
+        )
+    columns = {k: v for k, v in columns.items() if not k.startswith("_")}
+    for name in ("rgba", "rgb"):  # 32 bits, often declared as a float
+        if name in columns and columns[name].dtype.itemsize == 4:
+            packed = np.ascontiguousarray(columns.pop(name)).view(np.uint32)
+            shifted = [(packed >> shift & 255).astype(np.uint8) for shift in (16, 8, 0)]
+            columns["colours"] = np.stack(shifted, axis=1)
+    return {name: np.ascontiguousarray(column) for name, column in columns.items()}
+
+
+def _pcd_header(content: bytes, path: Path) -> tuple[dict[str, list[str]], bytes]:
+    header, start = {}, 0
+    while "DATA" not in header:
+        end = content.find(b"\n", start)
+        if end < 0 or end - start > 65536:
+            raise PointFileError(f"{path.name} is not a PCD file: it has no DATA line")
+        words = content[start:end].decode("ascii", "replace").split()
+        start = end + 1
+        if words and not words[0].startswith("#"):
+            header[words[0].upper()] = words[1:] or [""]
+    return header, content[start:]
+
+
+def _pcd_dtype(header: dict[str, list[str]], path: Path) -> tuple[np.dtype, int]:
+    """Return the dtype of a point and the number of points."""
+    names = header.get("FIELDS", [])
+    counts = header.get("COUNT", ["1"] * len(names))
+    columns = (header.get("SIZE", []), header.get("TYPE", []), counts)
+    if not names or any(len(column) != len(names) for column in columns):
+        raise PointFileError(
+            f"{path.name}: FIELDS, SIZE, TYPE and COUNT must have as many entries"
+        )
+    fields = []
+    try:
+        for i, (name, size, kind, count) in enumerate(
+            zip(names, *columns, strict=True)
+        ):
+            if kind not in ("F", "I", "U"):
+                raise ValueError(f"TYPE must be F, I or U, got {kind}")
+            code = np.dtype(f"<{kind.lower()}{int(size)}")
+            shape = () if count == "1" else (int(count),)
+            fields.append((f"_{i}" if name == "_" else name.lower(), code, shape))
+        dtype = np.dtype(fields)
+        if "POINTS" in header:
+            n = int(header["POINTS"][0])
+        else:
+            n = int(header["WIDTH"][0]) * int(header["HEIGHT"][0])
+    except (ValueError, TypeError, KeyError) as error:
+        raise PointFileError(f"{path.name}: bad PCD header: {error}") from error
+    if n < 0 or not dtype.itemsize:
+        raise PointFileError(f"{path.name}: {n} points of {dtype.itemsize} bytes")
+    return dtype, n
+
+
+def _pcd_compressed(body: bytes, dtype: np.dtype, n: int, path: Path) -> Columns:
+    if len(body) < 8:
+        raise short(path, "two sizes of 4 bytes", f"{len(body)} bytes")
+    packed, size = struct.unpack_from("<II", body)
+    if len(body) - 8 < packed:
+        raise short(path, f"{packed} compressed bytes", len(body) - 8)
+    if size != n * dtype.itemsize:
+        raise short(path, f"{n * dtype.itemsize} bytes of points", f"{size} bytes")
+    raw = _lzf_decompress(memoryview(body)[8 : 8 + packed], size, path)
+    columns, at = {}, 0
+    for name in dtype.names:  # field after field, not point after point
+        count = n * int(np.prod(dtype[name].shape, dtype=int))
+        column = np.frombuffer(raw, dtype[name].base, count, at)
+        columns[name] = column.reshape(n, *dtype[name].shape)
+        at += column.nbytes
+    return columns
+
+
+def _lzf_decompress(data: memoryview, size: int, path: Path) -> bytes:
+    """Undo LZF: literal bytes, and references of 3 bytes to up to 264 earlier ones."""
+    if size > 88 * len(data):
+        raise short(path, f"{size} bytes", f"at most {88 * len(data)}")
+    out, at, end = bytearray(), 0, len(data)
+    try:
+        while at < end:
+            control = data[at]
+            at += 1
+            if control < 32:
+                if at + control + 1 > end:
+                    raise IndexError
+                out += data[at : at + control + 1]
+                at += control + 1
+                continue
+            length = control >> 5
+            if length == 7:
+                length += data[at]
+                at += 1
+            start = len(out) - ((control & 31) << 8) - data[at] - 1
+            at += 1
+            length += 2
+            if start < 0 or len(out) + length > size:
+                raise IndexError
+            piece = out[start : start + length]
+            while len(piece) < length:  # a reference may overlap its own output
+                piece += piece[: length - len(piece)]
+            out += piece
+    except IndexError:
+        raise PointFileError(f"{path.name}: its compressed data is corrupt") from None
+    if len(out) != size:
+        raise short(path, f"{size} bytes of points", f"{len(out)} bytes")
+    return bytes(out)
+
+
+# PLY
+
+# Names of NumPy's types in PLY headers: those of the format, then NumPy's own.
+_PLY_NAMES = {
+    "f4": "float",
+    "f8": "double",
+    "u1": "uchar",
+    "u2": "ushort",
+    "u4": "uint",
+    "i1": "char",
+    "i2": "short",
+    "i4": "int",
+}
+_PLY_CODES = {name: code for code, name in _PLY_NAMES.items()} | {
+    np.dtype(code).name: code for code in _PLY_NAMES
+}
+_PLY_ORDERS = {"ascii": "=", "binary_little_endian": "<", "binary_big_endian": ">"}
+_PLY_HEADER = 2**20  # bytes
+
+
+class _Element(NamedTuple):
+    """An element of a PLY header: name, rows, and (name, codes) for each property."""
+
+    name: str
+    count: int
+    properties: list[tuple[str, tuple[str, ...]]]
+
+
+def read_ply(path: Path) -> Columns:
+    """Return the vertex properties of a PLY file by name, text or binary."""
+    content = path.read_bytes()
+    elements, order, at = _ply_header(content, path)
+    names = [element.name for element in elements]
+    if "vertex" not in names:
+        raise PointFileError(
+            f"{path.name} has no vertex element; its elements are: "
+            f"{listed(names, 'none')}"
+        )
+    dtypes = []
+    for element in elements[: names.index("vertex") + 1]:
+        codes = [(name, code) for name, (code, *_) in element.properties]
+        lists = [name for name, kinds in element.properties if len(kinds) == 2]
+        if lists and (element.count or element.name == "vertex"):
+            raise PointFileError(
+                f"{path.name}: {lists[0]} of {element.name} is a list; expected "
+                "numbers up to the vertices"
+            )
+        try:
+            dtypes.append(np.dtype([(name, order + code) for name, code in codes]))
+        except ValueError as error:
+            raise PointFileError(f"{path.name}: bad PLY header: {error}") from None
+    counts = [element.count for element in elements[: len(dtypes)]]
+    dtype, count = dtypes[-1], counts[-1]
+    if order == "=":
+        body = content[at:]
+        if skipped := sum(counts[:-1]):
+            lines = [line for line in body.splitlines() if line.strip()]
+            body = b"\n".join(lines[skipped:])
+        rows = text_rows(body, dtype, count, path)
+    else:
+        at += sum(n * d.itemsize for n, d in zip(counts[:-1], dtypes, strict=False))
+        if at + count * dtype.itemsize > len(content):
+            raise short(path, f"{count} vertices", f"{len(content)} bytes")
+        rows = np.frombuffer(content, dtype, count, at)
+    native = {name: dtype[name].newbyteorder("=") for name in dtype.names or ()}
+    return {
+        name: np.ascontiguousarray(rows[name], kind) for name, kind in native.items()
+    }
+
+
+def _ply_header(content: bytes, path: Path) -> tuple[list[_Element], str, int]:
+    """Return the elements, the byte order ("=" for text) and the start of the data."""
+    if content[:3] != b"ply" or content[3:4] not in (b"\n", b"\r"):
+        raise PointFileError(
+            f"{path.name} is not a PLY file: it does not begin with ply"
+        )
+    mark = b"\r\n" if content[3:5] == b"\r\n" else content[3:4]
+    end = content.find(mark + b"end_header" + mark, 0, _PLY_HEADER)
+    if end < 0:
+        raise PointFileError(f"{path.name} has no end_header in its first 1 MiB")
+    order, elements = None, []
+    for line in content[3:end].decode("ascii", "replace").splitlines():
+        words = line.split()
+        try:
+            if words[:1] == ["format"]:
+                order = _PLY_ORDERS[words[1]]
+            elif words[:1] == ["element"]:
+                _, name, count = words
+                elements.append(_Element(name, int(count), []))
+            elif words[:1] == ["property"]:
+                *kinds, name = words[1:]
+                codes = [_PLY_CODES[kind] for kind in kinds if kind != "list"]
+                is_list = kinds[0] == "list"
+                if len(codes) != 1 + is_list or (is_list and codes[0][0] == "f"):
+                    raise ValueError
+                elements[-1].properties.append((name, tuple(codes)))
+        except (ValueError, KeyError, IndexError):
+            raise PointFileError(
+                f"{path.name}: bad line in its PLY header: {line.strip()[:80]}"
+            ) from None
+    if order is None:
+        raise PointFileError(f"{path.name} has no format line in its PLY header")
+    for element in elements:
+        if not 0 <= element.count <= len(content):  # a row takes at least a byte
+            raise short(path, f"{element.count} rows", f"{len(content)} bytes")
+    return elements, order, end + len(b"end_header") + 2 * len(mark)
+
+
+def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
+    """Write a point cloud as binary PLY.
+
+    Args:
+        path: the file.
+        columns: name to (P,) numbers: x, y, z and any others. PLY has no 64-bit
+            integers.
+
+    Raises:
+        ValueError: columns have different lengths, or a type that PLY does not have.
+    """
+    arrays = {name: np.asarray(column) for name, column in columns.items()}
+    shapes = {array.shape for array in arrays.values()}
+    if len(shapes) != 1 or len(next(iter(shapes))) != 1:
+        raise ValueError(f"columns must be (P,) with one P; got {sorted(shapes)}")
+    kinds = {name: array.dtype.str[1:] for name, array in arrays.items()}
+    if unknown := [name for name, kind in kinds.items() if kind not in _PLY_NAMES]:
+        raise ValueError(
+            f"{unknown[0]} is {arrays[unknown[0]].dtype}, which PLY does not have; "
+            f"expected one of {', '.join(_PLY_NAMES.values())}"
+        )
+    (count,) = next(iter(shapes))
+    header = ["ply", "format binary_little_endian 1.0", f"element vertex {count}"]
+    header += [f"property {_PLY_NAMES[kind]} {name}" for name, kind in kinds.items()]
+    table = np.empty(count, [(name, "<" + kind) for name, kind in kinds.items()])
+    for name, array in arrays.items():
+        table[name] = array
+    with atomic_write(path) as draft, draft.open("wb") as stream:
+        stream.write("\n".join([*header, "end_header", ""]).encode("ascii"))
+        stream.write(table.tobytes())
+
+
 # LAS
 
 
@@ -563,6 +742,5 @@ READERS = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".bin": read_bin,
-    ".vtk": read_vtk,
     **dict.fromkeys((".csv", ".txt", ".xyz", ".asc"), read_table),
 }

@@ -17,7 +17,6 @@ import re
 import struct
 import zipfile
 import zlib
-from collections import Counter
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -56,9 +55,6 @@ _ENTRIES |= {"base_model", "module", "params", "weights"}
 _DEPTH = 6  # of dicts and lists in which dicts of tensors are looked for
 
 _LIMIT = 2**31  # extents and lengths of MLX's arrays are 32-bit
-# Logs of long trainings take tens of MiB beside the weights. A million instructions
-# take seconds, and are enough for tens of thousands of tensors.
-_PICKLE_BYTES, _INSTRUCTIONS = 2**28, 2**20
 # Tensors may share storage, as tied weights do: at most to this multiple of the file.
 _EXPANSION = 64
 # The first pickle of the format before PyTorch 1.6: a number.
@@ -70,17 +66,7 @@ _ZIP_ERRORS = (zipfile.BadZipFile, ValueError, OSError, RuntimeError, struct.err
 
 
 class Archive:
-    """A file of ``torch.save``: its pickle, and a record of bytes for each storage.
-
-    Headers and pickles are read from a map of the file, whose reads are no longer than
-    the file; storages are read from the file, so that their pages are not kept.
-
-    Attributes:
-        legacy: whether the file has the format before PyTorch 1.6: pickles, then
-            storages one after another. ``add_storages`` finds their records.
-        prefix: what precedes a storage's key in the name of its record.
-        records: name to (start, size, checksum); a checksum of 0 is not checked.
-    """
+    """A file of ``torch.save``: its pickle, and a record of bytes for each storage."""
 
     def __init__(self, stream: BinaryIO, path: Path):
         self.path, self.stream = path, stream
@@ -92,7 +78,10 @@ class Archive:
         if self.legacy:
             return
         if not start.startswith(b"PK\x03\x04"):
-            raise self.error(_why_no_zip(start))
+            raise self.error(
+                "is not a PyTorch checkpoint, which is a zip (or two pickles before "
+                "1.6); other pickles can run code, and are not read"
+            )
         try:
             entries = zipfile.ZipFile(self.data).infolist()
         except _ZIP_ERRORS as error:
@@ -117,18 +106,12 @@ class Archive:
         if order in self.records and self.read(order) != b"little":
             raise self.error("was saved on a big-endian machine, which is not read")
 
-    def program(self, most: int) -> BinaryIO:
-        """Return a stream of the file's pickles; a zip has at most ``most`` bytes."""
+    def program(self) -> BinaryIO:
+        """Return a stream of the file's pickles."""
         if self.legacy:
             self.data.seek(0)
             return self.data
-        name = f"{self.prefix[:-5]}data.pkl"
-        if (size := self.records[name][1]) > most:
-            raise self.error(
-                f"has a record {shown(name)!r} of {size:,} bytes; at most {most:,} are "
-                "read of it"
-            )
-        return io.BytesIO(self.read(name))
+        return io.BytesIO(self.read(f"{self.prefix[:-5]}data.pkl"))
 
     def add_storages(self, at: int, sizes: dict[str, tuple[int, int]]) -> None:
         """Find the records of the old format's storages, which begin at byte ``at``."""
@@ -168,38 +151,12 @@ class Archive:
         return CheckpointError(f"{self.path.name} {what}")
 
 
-def _why_no_zip(start: bytes) -> str:
-    if start[257:262] == b"ustar":
-        return (
-            "is a tar archive: unpack it; or, if PyTorch 0.1 wrote it, load it with "
-            "PyTorch and save it again"
-        )
-    if start[:1] == b"\x80":
-        return "is a bare pickle, which is not read: pickles can run code"
-    return "is not a PyTorch checkpoint: it is not a zip"
-
-
 class PyTorchState(State):
-    """The tensors of a file that ``torch.save`` wrote, read one at a time.
-
-    Args:
-        stream: the file, which stays open as long as tensors are read.
-        path: its name.
-        key: the entry that holds the state dict; a dot leads into a nested dict.
-
-    Attributes:
-        note: which entry was chosen, as a phrase; "" if the file is a state dict.
-        others: names of other entries that hold tensors, optimisers left out.
-
-    Raises:
-        CheckpointError: the file is broken, has no entry ``key``, does not say which
-            of its entries is the state dict, or the state dict holds anything that
-            only code can build.
-    """
+    """The tensors of a file that ``torch.save`` wrote, read one at a time."""
 
     def __init__(self, stream: BinaryIO, path: Path, key: str | None = None):
         self._archive = archive = Archive(stream, path)
-        program, machine = archive.program(_PICKLE_BYTES), _Machine(archive)
+        program, machine = archive.program(), _Machine(archive)
         tree = machine.interpret(program)
         if archive.legacy:  # after its magic number, a version and facts of the machine
             tree = [machine.interpret(program) for _ in range(3)][-1]
@@ -219,7 +176,6 @@ class PyTorchState(State):
             )
         # Tensors that share a storage follow one another: the last storage is cached.
         self._cached: tuple[_Storage, mx.array] | None = None
-        self._uses = Counter(t.storage for t in tensors)
 
     def read(self, name: str) -> mx.array:
         """Return a tensor, read from the file."""
@@ -232,9 +188,6 @@ class PyTorchState(State):
             data = self._archive.read(storage.record)
             self._cached = storage, elements(data, storage.dtype)
         flat = self._cached[1]
-        self._uses[storage] -= 1
-        if not self._uses[storage]:
-            self._cached = None
         # The stride of an extent of 1 is never used, so any value is legal in a file.
         sizes = zip(tensor.shape, tensor.strides, strict=True)
         strides = [1 if n == 1 else stride for n, stride in sizes]
@@ -285,7 +238,6 @@ class _Machine:
         self.archive = archive
         self.error = archive.error
         self.storages: dict[_Storage, None] = {}
-        self.steps = 0
 
     def interpret(self, program: BinaryIO) -> object:
         """Return the object that the next pickle builds."""
@@ -294,12 +246,6 @@ class _Machine:
         self.memo: dict[int, object] = {}
         try:
             for code, argument, _ in pickletools.genops(program):
-                self.steps += 1
-                if self.steps > _INSTRUCTIONS:
-                    raise self.error(
-                        f"has a pickle of more than {_INSTRUCTIONS:,} instructions, "
-                        "more than any state dict needs: save the state_dict alone"
-                    )
                 self.step(code.name, argument)
             (result,) = self.stack
         except CheckpointError:
@@ -493,10 +439,7 @@ def _kind(value: object) -> str:
 def _state_dict(
     tree: object, key: str | None, archive: Archive
 ) -> tuple[dict[str, _Tensor], str, list[str]]:
-    """Return the state dict, the entry that holds it, and other entries with tensors.
-
-    The entry is ``key``, or the shallowest of a known name; "" if it is the whole file.
-    """
+    """Return the state dict, its entry, and other entries with tensors."""
     if type(tree) is not dict:
         raise archive.error(
             f"holds {_kind(tree)}, expected a dict of tensors; save the state_dict"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import re
 import stat
@@ -25,10 +24,7 @@ _TEXT = re.compile(rb"[\t\n\r -~]+")
 
 
 class FileError(ValueError):
-    """A file that does not have the format that its reader expects.
-
-    The message shows no control characters: a name in a file cannot steer a terminal.
-    """
+    """A file that does not have the format that its reader expects."""
 
     def __init__(self, message: str):
         super().__init__(
@@ -74,15 +70,7 @@ def listed(names: Iterable[str], none: str = "nothing") -> str:
 
 def check_file(path: Path, error: type[FileError], *, binary: bool = False) -> None:
     """Raise unless a path names a regular file that is not a failed download."""
-    try:
-        mode = path.stat().st_mode
-    except OSError as reason:
-        if reason.errno != errno.ENAMETOOLONG:
-            raise
-        raise error(
-            f"{shown(path.name)}: the path has {len(str(path)):,} characters, more "
-            "than the file system allows"
-        ) from None
+    mode = path.stat().st_mode
     if not stat.S_ISREG(mode):
         kind = "folder" if stat.S_ISDIR(mode) else "pipe or a device"
         raise error(f"{path.name} is a {kind}, expected a regular file")
@@ -124,24 +112,10 @@ def read_object(path: str | Path) -> dict[str, Any]:
     return content
 
 
-DTYPES = {
-    mx.float64: "F64",
-    mx.complex64: "C64",
-    mx.float32: "F32",
-    mx.float16: "F16",
-    mx.bfloat16: "BF16",
-    mx.int64: "I64",
-    mx.int32: "I32",
-    mx.int16: "I16",
-    mx.int8: "I8",
-    mx.uint64: "U64",
-    mx.uint32: "U32",
-    mx.uint16: "U16",
-    mx.uint8: "U8",
-    mx.bool_: "BOOL",
-}
-_NAMED = {name: dtype for dtype, name in DTYPES.items()}
-_BITS = {1: mx.uint8, 2: mx.uint16, 4: mx.uint32, 8: mx.uint64}
+_NAMED = {"BOOL": mx.bool_, "C64": mx.complex64, "BF16": mx.bfloat16}
+_NAMED |= {f"F{n}": getattr(mx, f"float{n}") for n in (64, 32, 16)}
+_NAMED |= {f"I{n}": getattr(mx, f"int{n}") for n in (64, 32, 16, 8)}
+_NAMED |= {f"U{n}": getattr(mx, f"uint{n}") for n in (64, 32, 16, 8)}
 _UNSIGNED = {1: "B", 2: "H", 4: "I", 8: "Q"}
 HEADER_BYTES = 2**24
 LIMIT = 2**31  # extents of MLX's arrays are 32-bit
@@ -164,14 +138,7 @@ def _without_doubles(dtype: mx.Dtype) -> mx.Dtype:
 
 
 class State:
-    """The tensors of a checkpoint by name.
-
-    Attributes:
-        tensors: name to array, or to a description with ``shape`` and ``dtype``.
-        from_file: whether reading takes memory.
-        library: the library that the file names, or None.
-        note: which entry of the file holds the tensors, or "".
-    """
+    """The tensors of a checkpoint by name."""
 
     from_file, library, note = True, None, ""
     tensors: dict
@@ -214,14 +181,7 @@ class ArrayState(State):
 
 
 class SafetensorsState(State):
-    """The arrays of a safetensors file, each read when it is used.
-
-    Attributes:
-        metadata: the strings in the file's header.
-
-    Raises:
-        CheckpointError: the header is broken, or does not fit the file.
-    """
+    """The arrays of a safetensors file, each read when it is used."""
 
     def __init__(self, path: Path):
         self.metadata, self.tensors = _check(path)
@@ -266,50 +226,14 @@ def write_safetensors(
     path: Path,
     arrays: Mapping[str, mx.array],
     metadata: Mapping[str, str] | None = None,
-    values: Iterable[tuple[str, mx.array]] | None = None,
 ) -> None:
-    """Write a safetensors file atomically, evaluating one array at a time.
-
-    Args:
-        path: the file.
-        arrays: names and arrays.
-        metadata: what the header says; by default only that MLX can read the file.
-        values: computes the arrays in the order of ``arrays``, which then gives only
-            names, shapes and dtypes. By default ``arrays`` itself.
-
-    Raises:
-        OSError: the file cannot be written; the old one stays.
-        ValueError: ``values`` and ``arrays`` differ.
-    """
-    header: dict[str, object] = {"__metadata__": dict(metadata or {"format": "mlx"})}
-    at = 0
-    for name, array in arrays.items():
-        end = at + array.nbytes
-        header[name] = {
-            "dtype": DTYPES[array.dtype],
-            "shape": list(array.shape),
-            "data_offsets": [at, end],
-        }
-        at = end
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    due = [(name, array.shape, array.dtype) for name, array in arrays.items()][::-1]
-    with atomic_write(path) as draft, draft.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for name, array in arrays.items() if values is None else values:
-            expected = due.pop()
-            if expected != (name, array.shape, array.dtype):
-                raise ValueError(
-                    f"{expected} was due; got {name}, {array.shape}, {array.dtype}"
-                )
-            if array.size:
-                # As integers: Python's buffers have no bfloat16.
-                bits = _BITS[array.dtype.size]
-                flat = mx.contiguous(array, stream=mx.cpu).reshape(-1, stream=mx.cpu)
-                file.write(memoryview(mx.view(flat, bits, stream=mx.cpu)))
-            mx.clear_cache()
-        if due:
-            raise ValueError(f"{len(due)} arrays were not written")
+    """Write a safetensors file atomically; if that fails, the old one stays."""
+    with atomic_write(path) as draft:
+        try:
+            mx.save_safetensors(str(draft), dict(arrays), dict(metadata or {}))
+        except RuntimeError as error:
+            raise OSError(f"{path}: {error}") from None
+        mx.clear_cache()
 
 
 def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
@@ -331,19 +255,15 @@ def _check(path: Path) -> tuple[dict[str, str], dict[str, _Entry]]:
             header = None
     if not isinstance(header, dict):
         raise _broken(path, "its header is not a JSON object of names, each once")
-    ranges = sorted(
-        (*_range(path, name, entry, size), name)
-        for name, entry in header.items()
-        if name != "__metadata__"
-    )
-    for (_, end, name), (start, _, other) in zip(ranges, ranges[1:], strict=False):
-        if start < end:
-            raise _broken(path, f"{shown(name)} and {shown(other)} overlap")
-    metadata = header.get("__metadata__") or {}
+    metadata = header.pop("__metadata__", None) or {}
     if not isinstance(metadata, dict) or not all(
         isinstance(text, str) for text in metadata.values()
     ):
         raise _broken(path, "its __metadata__ is not an object of strings")
+    ranges = sorted((*_range(path, *each, size), each[0]) for each in header.items())
+    for (_, end, name), (start, _, other) in zip(ranges, ranges[1:], strict=False):
+        if start < end:
+            raise _broken(path, f"{shown(name)} and {shown(other)} overlap")
     entries = {}
     for start, _, name in ranges:
         dtype, shape = _NAMED[header[name]["dtype"]], tuple(header[name]["shape"])

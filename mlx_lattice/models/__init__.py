@@ -1,25 +1,10 @@
 """Reference nets built from mlx_lattice.nn."""
 
-from . import detection, trellis2
-from .blocks import (
-    BasicBlock,
-    Bottleneck,
-    SparseResNet,
-    SparseResNet14,
-    SparseResNet18,
-    SparseResNet34,
-)
+from . import blocks, detection, pretrained, ptv3, trellis2, unets
+from .blocks import *
 from .detection import *
-from .pretrained import (
-    About,
-    Pretrained,
-    Segmentor,
-    VoxelRecipe,
-    Voxels,
-    from_pretrained,
-)
-from .ptv3 import PTv3
-from .published import PUBLISHED
+from .pretrained import *
+from .ptv3 import *
 from .trellis2 import (
     DualGrid,
     SLatFlowModel,
@@ -30,51 +15,22 @@ from .trellis2 import (
     SparseVAEEncoder,
     dual_grid,
 )
-from .unets import (
-    SPVCNN,
-    MinkUNet,
-    MinkUNet14,
-    MinkUNet18,
-    MinkUNet34,
-    MinkUNet50,
-    MinkUNet101,
-    MinkUNetTorchSparse,
-    SpUNet,
-)
+from .unets import *
 
 __all__ = [
+    *blocks.__all__,
     *detection.__all__,
-    "PUBLISHED",
-    "SPVCNN",
-    "About",
-    "BasicBlock",
-    "Bottleneck",
+    *pretrained.__all__,
+    *ptv3.__all__,
+    *unets.__all__,
     "DualGrid",
-    "MinkUNet",
-    "MinkUNet101",
-    "MinkUNet14",
-    "MinkUNet18",
-    "MinkUNet34",
-    "MinkUNet50",
-    "MinkUNetTorchSparse",
-    "PTv3",
-    "Pretrained",
     "SLatFlowModel",
-    "Segmentor",
-    "SpUNet",
-    "SparseResNet",
-    "SparseResNet14",
-    "SparseResNet18",
-    "SparseResNet34",
     "SparseStructureDecoder",
     "SparseStructureEncoder",
     "SparseStructureFlowModel",
     "SparseVAEDecoder",
     "SparseVAEEncoder",
-    "VoxelRecipe",
-    "Voxels",
     "dual_grid",
-    "from_pretrained",
     "trellis2",
 ]
 

@@ -17,6 +17,15 @@ from ..prepare import prepare_scan
 from ..tensor import SparseTensor
 from .pretrained import Pretrained
 
+__all__ = [
+    "BasicBlock",
+    "Bottleneck",
+    "SparseResNet",
+    "SparseResNet14",
+    "SparseResNet18",
+    "SparseResNet34",
+]
+
 
 def layer(name: str, dims: int, *args, **kwargs) -> nn.Module:
     """Return a module by its family's name and spatial axes: ``Conv``, 3."""
@@ -47,16 +56,7 @@ def conv_onto(block: nn.Sequential, x: SparseTensor, rows: SparseTensor | mx.arr
 
 
 class SparseBasicBlock(nn.Module):
-    """Two 3x3x3 convolutions beside a shortcut, with the names of spconv's nets.
-
-    The shortcut is a 1x1x1 convolution if the numbers of channels differ.
-
-    Args:
-        in_channels (int): The number of input channels.
-        out_channels (int): The number of output channels.
-        bias (bool): If ``True`` the convolutions have one. Default: ``False``.
-        dims (int): The number of spatial axes. Default: ``3``.
-    """
+    """Two 3x3x3 convolutions beside a shortcut, with the names of spconv's nets."""
 
     def __init__(
         self, in_channels: int, out_channels: int, bias: bool = False, dims: int = 3
@@ -118,12 +118,7 @@ class BasicBlock(nn.Module):
 
 
 def trimmed_cells(x: SparseTensor) -> mx.array | None:
-    """Return the rows at stride 2 that torchsparse 2.1 makes; None for all of them.
-
-    It leaves out cells above ``(largest - 1) // 2`` of an axis, the largest coordinate
-    over the batch: the cells of the last fine cells, if these are even. Waits for the
-    device.
-    """
+    """Return the rows at stride 2 that torchsparse 2.1 makes; None for all of them."""
     (key,) = x.manager.cells(x.key, (2,))
     rows = x.manager[key].coords
     if not len(rows):

@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import colorsys
 import inspect
+import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -37,6 +38,16 @@ from ..geometry.points import REDUCTIONS, voxelize
 from ..io import folders
 from ..io.safetensors import CheckpointError, shown, write_safetensors
 from ..tensor import SparseTensor
+
+__all__ = [
+    "About",
+    "PUBLISHED",
+    "Pretrained",
+    "Segmentor",
+    "VoxelRecipe",
+    "Voxels",
+    "from_pretrained",
+]
 
 # Features of a point and their channels; those of ATTRIBUTES come from the file.
 FEATURES = {
@@ -233,11 +244,7 @@ def attribute(
 def finite_points(
     points: mx.array, attributes: Mapping[str, Any], names: Iterable[str]
 ) -> tuple[mx.array, Mapping[str, Any], mx.array | None]:
-    """Leave out points with values that are not finite in float32, with a warning.
-
-    Returns points, attributes, and the positions of the points that stay (None for
-    all). Waits for the device.
-    """
+    """Leave out points with values that are not finite in float32, with a warning."""
     count = points.shape[0] if points.ndim == 2 else 0
     if not count:
         return points, attributes, None
@@ -270,10 +277,7 @@ def finite_points(
 
 
 def check_scores(*scores: mx.array) -> None:
-    """Raise a ValueError if scores of a net are NaN. Waits for the device.
-
-    Labels and boxes of such scores would mean nothing.
-    """
+    """Raise a ValueError if scores of a net are NaN. Waits for the device."""
     if any(sync.read(*(mx.isnan(each).any() for each in scores))):
         raise ValueError(
             "the net's scores are NaN: its weights or the features hold NaN or "
@@ -421,11 +425,6 @@ class Pretrained(mlx.nn.Module):
             raise TypeError(f"about must be an About; got {type(about).__name__}")
         object.__setattr__(self, "_about", about)
 
-    @about.deleter
-    def about(self) -> None:
-        # MLX's modules delete what a list, a dict or an array is put in the place of.
-        raise TypeError("about must be an About, and cannot be taken away")
-
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json``, ``model.safetensors`` and a card.
 
@@ -464,10 +463,8 @@ class Pretrained(mlx.nn.Module):
             config["quantization"] = packing
         if about := self.about.config():
             config["about"] = about
-        arrays = dict(tree_flatten(self.parameters()))
-        size = sum(array.nbytes for array in arrays.values())
         module = None if _is_ours(type(self)) else type(self).__module__
-        return config, folders.model_card(config, _count(self), size, module)
+        return config, folders.model_card(config, module)
 
     @classmethod
     def from_pretrained(
@@ -511,9 +508,9 @@ def from_pretrained(
     net_class = kind if kind.__name__ == name else _CLASSES.get(name)
     if net_class is None:
         raise CheckpointError(
-            f"{folder} holds a {shown(name)}, which is not a net of this package "
-            f"({', '.join(_public_nets())}). If it is a class of your own, import the "
-            "module that defines it first; commands take it as --code FILE.py"
+            f"{folder} holds a {shown(name)}, which is not a net of this package. If "
+            "it is a class of your own, import the module that defines it first; "
+            "commands take it as --code FILE.py"
         )
     if not issubclass(net_class, kind):
         raise CheckpointError(
@@ -537,33 +534,8 @@ def from_pretrained(
     return net.eval()
 
 
-def _public_nets() -> list[str]:
-    return [
-        name
-        for name, kind in _CLASSES.items()
-        if _is_ours(kind)
-        and not name.startswith("_")
-        and any("__call__" in vars(each) for each in kind.__mro__)
-    ]
-
-
 def _is_ours(kind: type[Pretrained]) -> bool:
     return kind.__module__.startswith(f"{__package__}.")
-
-
-def _count(net: mlx.nn.Module) -> int:
-    """Return the number of a net's parameters; packed weights count as unpacked."""
-    total = 0
-    for _, module in net.named_modules():
-        packed = "scales" in module
-        for key, array in module.items():
-            if not isinstance(array, mx.array) or (
-                packed and key not in ("weight", "bias")
-            ):
-                continue
-            words = packed and array.dtype == mx.uint32
-            total += array.size * 32 // module.bits if words else array.size
-    return total
 
 
 def _copied(value: Any) -> Any:
@@ -658,3 +630,125 @@ class Segmentor(Pretrained):
             if "running_mean" in module and "weight" in module:
                 return module["weight"].dtype
         return mx.float32
+
+
+# Published nets: names of parameters, voxels and classes
+
+
+class Rules(NamedTuple):
+    """The names of one net in one library."""
+
+    stages: tuple[tuple[str, str | None, int], ...]
+    rest: tuple[tuple[str, str], ...]
+
+    def __call__(self, name: str) -> str | None:
+        """Return the name here; the name itself if no row matches."""
+        for pattern, place, first in self.stages:
+            match = re.match(pattern, name)
+            if match is None:
+                continue
+            if place is None:
+                return None
+            stage = int(match[1]) - first if match.groups() else 0
+            rest = name[match.end() :]
+            for old, new in self.rest:
+                rest = re.sub(old, new, rest)
+            return place.format(stage) + rest
+        return name
+
+
+# torch-pointcloud 0.0.18, whose classes rename the layers of the nets that they port.
+# Its batch norms are PyTorch Geometric's, which hold PyTorch's as their ``module``.
+PYG_NORMS = ((r"\bmodule\.", ""), (r"\bnorm([12])\.", r"bn\1."))
+
+
+def pointcept(name: str) -> str:
+    """Return a name of Pointcept's, whose segmentors hold the net as their backbone."""
+    return name.removeprefix("backbone.")
+
+
+# Voxels and classes, as published configurations have them
+
+
+def _about(
+    voxels: VoxelRecipe | None, classes: str, source: str, licence: str
+) -> About:
+    """Return an About; ``classes`` has names with their colours, ``name rrggbb``."""
+    rows = [row.strip().rpartition(" ") for row in classes.split(",")]
+    colours = tuple(tuple(bytes.fromhex(colour)) for _, _, colour in rows)
+    return About(voxels, tuple(name for name, _, _ in rows), colours, source, licence)
+
+
+# ScanNet's twenty classes, in the order and the colours of its benchmark.
+SCANNET = """
+    wall aec7e8, floor 98df8a, cabinet 1f77b4, bed ffbb78, chair bcbd22,
+    sofa 8c564b, table ff9896, door d62728, window c5b0d5, bookshelf 9467bd,
+    picture c49c94, counter 17becf, desk f7b6d2, curtain dbdb8d,
+    refrigerator ff7f0e, shower curtain 9edae5, toilet 2ca02c, sink 708090,
+    bathtub e377c2, other furniture 5254a3
+"""
+# SemanticKITTI's nineteen, in the order of SPVNAS, in the benchmark's colours.
+SEMANTIC_KITTI = """
+    car 6496f5, bicycle 64e6f5, motorcycle 1e3c96, truck 501eb4,
+    other vehicle 0000ff, person ff1e1e, bicyclist ff28c8, motorcyclist 961e5a,
+    road ff00ff, parking ff96ff, sidewalk 4b004b, other ground af004b,
+    building ffc800, fence ff7832, vegetation 00af00, trunk 873c00, terrain 96f050,
+    pole fff096, traffic sign ff0000
+"""
+# The classes of OpenPCDet's configurations for Waymo and nuScenes.
+WAYMO = """
+    Vehicle 1f77b4, Pedestrian d62728, Cyclist 2ca02c
+"""
+NUSCENES = """
+    car ff9e00, truck ff6347, construction_vehicle e99646, bus ff7f50,
+    trailer ff8c00, barrier 708090, motorcycle ff3d63, bicycle dc143c,
+    pedestrian 0000e6, traffic_cone 2f4f4f
+"""
+
+# Pointcept's nets for ScanNet, trained before 1.6.0, which has colours from 0 to 1.
+_POINTCEPT = _about(
+    VoxelRecipe(
+        0.02,
+        ("colours", "normals"),
+        centred=True,
+        from_zero=True,
+        colour_range=(-1.0, 1.0),
+    ),
+    SCANNET,
+    "https://github.com/Pointcept/Pointcept",
+    "MIT (the code); the data's own terms of use",
+)
+_OPENPCDET = "https://github.com/open-mmlab/OpenPCDet"
+
+# What published configurations say, by net and data set.
+PUBLISHED = {
+    # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
+    "spunet-scannet": _POINTCEPT,
+    "ptv3-scannet": replace(_POINTCEPT, legacy=True),
+    # MinkowskiEngine's examples/indoor.py.
+    "minkunet-scannet": _about(
+        VoxelRecipe(0.02, ("colours",), reduce="mean", colour_range=(-0.5, 0.5)),
+        SCANNET,
+        "https://github.com/NVIDIA/MinkowskiEngine",
+        "MIT (the code); the data's own terms of use",
+    ),
+    # SPVNAS's core/datasets/semantic_kitti.py.
+    "spvnas-semantic-kitti": _about(
+        VoxelRecipe(
+            0.05, ("coordinates", "intensity"), from_zero=True, rounding="nearest"
+        ),
+        SEMANTIC_KITTI,
+        "https://github.com/mit-han-lab/spvnas",
+        "MIT (the code); CC BY-NC-SA 4.0 (the data)",
+    ),
+    # A detector's voxels are in its own arguments.
+    "openpcdet-waymo": _about(
+        None,
+        WAYMO,
+        _OPENPCDET,
+        "Apache-2.0 (the code); Waymo's terms of use (the data)",
+    ),
+    "openpcdet-nuscenes": _about(
+        None, NUSCENES, _OPENPCDET, "Apache-2.0 (the code); CC BY-NC-SA 4.0 (the data)"
+    ),
+}

@@ -22,6 +22,7 @@ import mlx.core as mx
 from .. import memory, nn, ops
 from ..checks import heads_of, one_of
 from ..geometry.lattice import check_curve
+from ..io.checkpoints import RENAMES
 from ..io.safetensors import listed
 from ..nn.fused import in_order
 from ..ops.attention_calls import inside
@@ -29,7 +30,9 @@ from ..ops.pool import batch_rows, upsample_nearest
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor, expect_tensor
 from .blocks import spconv_norm
-from .pretrained import Segmentor, Voxels
+from .pretrained import Rules, Segmentor, Voxels, pointcept
+
+__all__ = ["PTv3"]
 
 VARIANTS = ("m1", "m2", "m3")
 ORDERS = ("z", "z-trans", "hilbert", "hilbert-trans")
@@ -57,11 +60,7 @@ class Level(NamedTuple):
 
 
 class SerializedAttention(nn.Module):
-    """Multi-head self-attention in filled patches along a curve.
-
-    Arguments have the meaning that they have for ``PTv3``; ``order_index`` is the place
-    of the curve among the level's, and ``rope_base`` is None without rotations.
-    """
+    """Multi-head self-attention in filled patches along a curve."""
 
     def __init__(
         self,
@@ -138,11 +137,7 @@ class MLP(nn.Module):
 
 
 class SerializedBlock(nn.Module):
-    """A convolution, attention and an MLP, each beside a skip.
-
-    Arguments have the meaning that they have for ``PTv3``; ``attention`` are the
-    options of ``SerializedAttention``.
-    """
+    """A convolution, attention and an MLP, each beside a skip."""
 
     def __init__(
         self,
@@ -174,10 +169,7 @@ class SerializedBlock(nn.Module):
     def __call__(
         self, x: SparseTensor, level: Level, convolved: SparseTensor
     ) -> tuple[SparseTensor, SparseTensor]:
-        """Return features on the rows of ``x``, and the next block's ``convolved``.
-
-        ``convolved`` is the input of the convolution.
-        """
+        """Return features on the rows of ``x``, and the next block's ``convolved``."""
         x = in_order(self.cpe, convolved, x)
         x = self._added(x, self.drop(self.attn(self.norm1[0](x), level)), "ls1")
         branch = self.mlp[0](self.norm2[0](x))
@@ -220,7 +212,6 @@ class PTv3(Segmentor):
             decoder, which has a level fewer.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         qkv_bias (bool): If ``True`` queries, keys and values have a bias.
-            Default: ``True``.
         qk_scale (float, optional): The factor of the scores.
         proj_drop (float): The probability to zero an entry. Default: ``0``.
         drop_path (float): The probability to leave a row's branch out, of the last
@@ -236,7 +227,6 @@ class PTv3(Segmentor):
         enc_mode (bool): If ``True`` there is no decoder. Default: ``False``.
         rope_base (float): The base of ``ops.rotary``, in ``m3``. Default: ``10000``.
         dec_rope_enable (bool): If ``False`` the decoder of ``m3`` rotates nothing.
-            Default: ``True``.
         legacy (bool, optional): If ``True`` the convolution of a block reads the MLP
             branch of the block before it, not the block's output. Weights of ``m1``
             that were trained with Pointcept 1.5.1 or older need this: all released
@@ -597,3 +587,50 @@ def count_levels(
             f"of one size; got {tuple(encoder[3])} and {tuple(decoder[3])}"
         )
     return levels
+
+
+# The names of published checkpoints
+
+
+def _ptv3_names(model: PTv3) -> Rules:
+    """Return torch-pointcloud's names; it counts decoder stages from the coarsest."""
+    stem = "embedding.stem." + ("conv." if model.variant == "m1" else "linear.")
+    last = len(model.stride) - 1
+    return Rules(
+        (
+            (r"(?:encoder\.)?stem\.stem\.", stem, 0),
+            (r"(?:encoder\.)?stem\.norm\.", "embedding.stem.norm.", 0),
+            (r"(?:encoder\.)?blocks\.(\d+)\.", "enc.enc{}.", 0),
+            *(
+                (rf"decoder\.blocks\.{i}\.", f"dec.dec{last - i}.", 0)
+                for i in range(last + 1)
+            ),
+            (r"head\.", "seg_head.", 0),
+        ),
+        (
+            (r"\bmodule\.", ""),
+            (r"\bdownsample\.norm\.", "down.norm.0."),
+            (r"\bdownsample\.proj\.", "down.proj."),
+            (r"\bupsample\.(proj|proj_skip)\.", r"up.\1.0."),
+            (r"\bupsample\.norm\.", "up.proj.1."),
+            (r"\bupsample\.norm_skip\.", "up.proj_skip.1."),
+            (r"\bblocks\.(\d+)\.", r"block\1."),
+            (r"\bcpe_conv\.", "cpe.0."),
+            (r"\bcpe_proj\.", "cpe.1."),
+            (r"\bcpe_norm\.", "cpe.2."),
+            (r"\bnorm([12])\.", r"norm\1.0."),
+            (r"\bmlp\.0\.", "mlp.0.fc1."),
+            (r"\bmlp\.3\.", "mlp.0.fc2."),
+        ),
+    )
+
+
+def _ptv3(name: str) -> str | None:
+    # Neither is read in evaluation: a token of training, and rotations that
+    # ``rope_base`` says.
+    if name.endswith((".mask_token", ".attn.rope.inv_freq")):
+        return None
+    return pointcept(name)
+
+
+RENAMES[PTv3, "spconv"] = lambda model: (_ptv3, _ptv3_names(model))

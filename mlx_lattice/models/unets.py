@@ -38,6 +38,7 @@ from ..checks import arrays_of, positions_of, stream_of
 from ..coordinate_set import CoordinateKey
 from ..coordinates import CoordinateManager
 from ..geometry.points import cells_of, reduce_segments, voxelize
+from ..io.checkpoints import RENAMES
 from ..ops.coordinates import cat
 from ..ops.points import blend_at
 from ..prepare import prepare_scan
@@ -53,7 +54,19 @@ from .blocks import (
     layer,
     trimmed_cells,
 )
-from .pretrained import Segmentor, Voxels
+from .pretrained import PYG_NORMS, Rules, Segmentor, Voxels, pointcept
+
+__all__ = [
+    "MinkUNet",
+    "MinkUNet101",
+    "MinkUNet14",
+    "MinkUNet18",
+    "MinkUNet34",
+    "MinkUNet50",
+    "MinkUNetTorchSparse",
+    "SPVCNN",
+    "SpUNet",
+]
 
 # Kernel sizes of the stem's convolutions, and their channels.
 STEM, STEM_CHANNELS = (5,), 32
@@ -438,10 +451,7 @@ def _in_near_cells(points: mx.array, size: float) -> mx.array:
 
 
 class _Points:
-    """Points (P, 3) float32 in cells of the finest lattice, and (P,) int32 batches.
-
-    ``rows`` has the (P,) int32 row of each point by coordinate set, if known.
-    """
+    """Points (P, 3) float32 in cells of the finest lattice, and (P,) int32 batches."""
 
     def __init__(
         self,
@@ -482,7 +492,6 @@ class SPVCNN(MinkUNet):
         in_channels (int): The number of features of a point.
         num_classes (int): The number of output channels.
         voxel_size (float): The edge of a voxel, in the unit of the points.
-            Default: ``0.05``.
         width (float): A factor of all channels. Default: ``1``.
         planes (tuple): The channels of the stem, four encoder and four decoder
             stages.
@@ -590,3 +599,95 @@ class SPVCNN(MinkUNet):
             coords = coords - mx.array([0, *(v // step * step for v in low[1:])])
         points = coords[:, 1:].astype(mx.float32) * size
         return self(points, x.feats.astype(self.dtype), coords[:, 0])
+
+
+# The names of published checkpoints
+
+# MinkowskiEngine's examples/minkunet.py.
+MINKOWSKI = Rules(
+    (
+        (r"conv0p1s1\.", "stem.0.conv.", 0),
+        (r"bn0\.", "stem.0.norm.", 0),
+        (r"conv([1-4])p\d+s2\.", "encoder.{}.down.conv.", 1),
+        (r"bn([1-4])\.", "encoder.{}.down.norm.", 1),
+        (r"block([1-4])\.", "encoder.{}.blocks.", 1),
+        (r"convtr([4-7])p\d+s2\.", "decoder.{}.up.conv.", 4),
+        (r"bntr([4-7])\.", "decoder.{}.up.norm.", 4),
+        (r"block([5-8])\.", "decoder.{}.blocks.", 5),
+        (r"final\.", "head.", 0),
+    ),
+    (
+        (r"\bconv([123])\.", r"conv\1.conv."),
+        (r"\bnorm([123])\.", r"conv\1.norm."),
+        (r"\bdownsample\.0\.", "shortcut.conv."),
+        (r"\bdownsample\.1\.", "shortcut.norm."),
+    ),
+)
+# SPVNAS's core/models/semantic_kitti/minkunet.py, whose point branch is never called,
+# and torchsparse's own backbones/unet.py, the same net without a head.
+TORCHSPARSE = Rules(
+    (
+        (r"stem\.0\.", "stem.0.conv.", 0),
+        (r"stem\.1\.", "stem.0.norm.", 0),
+        (r"stem\.3\.", "stem.1.conv.", 0),
+        (r"stem\.4\.", "stem.1.norm.", 0),
+        (r"stage([1-4])\.0\.net\.0\.", "encoder.{}.down.conv.", 1),
+        (r"stage([1-4])\.0\.net\.1\.", "encoder.{}.down.norm.", 1),
+        (r"stage([1-4])\.1\.", "encoder.{}.blocks.0.", 1),
+        (r"stage([1-4])\.2\.", "encoder.{}.blocks.1.", 1),
+        (r"up([1-4])\.0\.net\.0\.", "decoder.{}.up.conv.", 1),
+        (r"up([1-4])\.0\.net\.1\.", "decoder.{}.up.norm.", 1),
+        (r"up([1-4])\.1\.", "decoder.{}.blocks.", 1),
+        (r"encoders\.([0-3])\.0\.0\.", "encoder.{}.down.conv.", 0),
+        (r"encoders\.([0-3])\.0\.1\.", "encoder.{}.down.norm.", 0),
+        (r"encoders\.([0-3])\.1\.", "encoder.{}.blocks.0.", 0),
+        (r"encoders\.([0-3])\.2\.", "encoder.{}.blocks.1.", 0),
+        (r"decoders\.([0-3])\.upsample\.0\.", "decoder.{}.up.conv.", 0),
+        (r"decoders\.([0-3])\.upsample\.1\.", "decoder.{}.up.norm.", 0),
+        (r"decoders\.([0-3])\.fuse\.", "decoder.{}.blocks.", 0),
+        (r"classifier\.0\.", "head.", 0),
+        (r"point_transforms\.", None, 0),
+    ),
+    (
+        (r"\b(?:net|main)\.0\.", "conv1.conv."),
+        (r"\b(?:net|main)\.1\.", "conv1.norm."),
+        (r"\b(?:net|main)\.3\.", "conv2.conv."),
+        (r"\b(?:net|main)\.4\.", "conv2.norm."),
+        (r"\b(?:downsample|shortcut)\.0\.", "shortcut.conv."),
+        (r"\b(?:downsample|shortcut)\.1\.", "shortcut.norm."),
+    ),
+)
+
+_SPUNET = Rules(((r"head\.", "final.", 0), (r"(?:en|de)coder\.", "", 0)), PYG_NORMS)
+_SPVCNN = Rules(
+    (
+        (r"encoder\.block3\.fusion\.lin\.", "point_transforms.0.0.", 0),
+        (r"encoder\.block3\.fusion\.norm\.", "point_transforms.0.1.", 0),
+        (r"decoder\.block1\.fusion\.lin\.", "point_transforms.1.0.", 0),
+        (r"decoder\.block1\.fusion\.norm\.", "point_transforms.1.1.", 0),
+        (r"decoder\.block3\.fusion\.lin\.", "point_transforms.2.0.", 0),
+        (r"decoder\.block3\.fusion\.norm\.", "point_transforms.2.1.", 0),
+        (r"stem\.", "stem.", 0),
+        (r"encoder\.block([0-3])\.downsample\.", "encoder.{}.down.", 0),
+        (r"encoder\.block([0-3])\.blocks\.", "encoder.{}.blocks.", 0),
+        (r"decoder\.block([0-3])\.upsample\.conv\.", "decoder.{}.up.", 0),
+        (r"decoder\.block([0-3])\.upsample\.residual\.", "decoder.{}.blocks.0.", 0),
+        (r"decoder\.block([0-3])\.blocks\.0\.", "decoder.{}.blocks.1.", 0),
+    ),
+    (
+        (r"\bmodule\.", ""),
+        (r"\bconv([12])\.", r"conv\1.conv."),
+        (r"\bnorm([12])\.", r"conv\1.norm."),
+        (r"\b(conv|norm)_skip\.", r"shortcut.\1."),
+    ),
+)
+
+
+RENAMES.update(
+    {
+        (MinkUNet, "minkowski"): lambda _: (MINKOWSKI,),
+        (MinkUNet, "torchsparse"): lambda _: (TORCHSPARSE,),
+        (SPVCNN, "torchsparse"): lambda _: (_SPVCNN,),
+        (SpUNet, "spconv"): lambda _: (pointcept, _SPUNET),
+    }
+)

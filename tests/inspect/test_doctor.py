@@ -250,39 +250,6 @@ def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
     assert "k.metal" in text and "z.cu" in text
 
 
-def test_two_reports_are_compared(tmp_path, capsys):
-    layer = {"layer": "shell 64 submanifold, 128 to 128", "pass": FORWARD}
-    paths = [tmp_path / "a.json", tmp_path / "b.json"]
-    for path, chip, ms in zip(
-        paths, ("Apple M3 Max", "other"), (2.0, 1.0), strict=True
-    ):
-        made = Doctor(True, path)
-        made.report["machine"]["chip"] = chip
-        wrong = "off by 0.5" if ms == 1 else None
-        made._add(
-            "layers", "a layer", layer | {"route": "vec4", "ms": ms, "wrong": wrong}
-        )
-        made.save()
-    assert cli.main(["doctor", "--compare", *map(str, paths)]) == 0
-    out = capsys.readouterr().out
-    assert "chip: Apple M3 Max | other" in out
-    line = next(li for li in out.splitlines() if "vec4" in li)
-    assert line.split()[-3:] == ["2.000", "1.000", "2.00"]
-    assert "wrong in b: a layer: off by 0.5" in out
-
-
-@pytest.mark.parametrize(
-    "text",
-    ("{}", "nonsense", "[1]", '{"format": "mlx_lattice.doctor", "version": 99}'),
-)
-def test_other_files_are_refused(text, tmp_path, capsys):
-    path = tmp_path / "a.json"
-    path.write_text(text)
-    assert cli.main(["doctor", "--compare", str(path), str(path)]) == 2
-    said = capsys.readouterr().err
-    assert "a.json is not a doctor.json that this library reads" in said
-
-
 def test_the_command(small, tmp_path, capsys):
     assert cli.main(["doctor", "--quick", "--out", str(tmp_path)]) == 0
     assert "nothing wrong" in capsys.readouterr().out

@@ -121,10 +121,10 @@ def test_a_pipe_that_nobody_reads_ends_quietly(line):
     "line",
     [
         "doctor --out /proc/a",
-        "demo --points none.ply --out /proc/a",
+        "demo --out /proc/a",
         "segment none.ply --model none --out /proc/a/b",
         "detect none.ply --model none --out /proc/a",
-        "decode none.safetensors --model none --trace /proc/a/b.html",
+        "decode none.safetensors --model none --out /proc/a/asset.glb",
         "generate --image-tokens none --model none --out /proc/a.safetensors",
         "convert none.pt /proc/a --library spconv --model spunet",
     ],

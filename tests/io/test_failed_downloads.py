@@ -21,7 +21,7 @@ PAGES = (
 )
 CHECKPOINTS = ("a.safetensors", "a.pt", "a.pth", "a.ckpt", "a.bin")
 BINARY = ("a.las", "a.laz", "a.npy", "a.npz")
-POINTS = (*BINARY, "a.ply", "a.pcd", "a.bin", "a.pcd.bin", "a.vtk", "a.csv", "a.xyz")
+POINTS = (*BINARY, "a.ply", "a.pcd", "a.bin", "a.pcd.bin", "a.csv", "a.xyz")
 READERS = [(load_state, name, CheckpointError) for name in CHECKPOINTS]
 READERS += [(read_points, name, PointFileError) for name in POINTS]
 
@@ -41,8 +41,6 @@ def test_the_sentence_says_what_the_file_is(tmp_path, read, name, error):
 
 @pytest.mark.parametrize(("read", "name", "error"), READERS)
 def test_paths_that_name_no_regular_file(tmp_path, read, name, error):
-    with pytest.raises(error, match="the path has .* more than the file system allows"):
-        read(tmp_path / ("x" * 5000 + name))
     os.mkfifo(tmp_path / name)  # which nobody writes to: opening it would not return
     with pytest.raises(error, match="is a pipe or a device, expected a regular file"):
         read(tmp_path / name)

@@ -135,20 +135,13 @@ def test_arguments_are_those_of_the_call(tmp_path):
 def test_the_card(tmp_path):
     net = NETS["SpUNet"]()
     net.about = ABOUT
-    count = sum(p.size for _, p in tree_flatten(net.parameters()))
     net.save_pretrained(tmp_path)
     text = (tmp_path / "README.md").read_text()
     for line in (
         "license: cc-by-4.0",
-        f"| parameters | {count:,} |",
-        "| channels | 32, 64, 64, 32 |",
         "Licence: CC BY 4.0.",
     ):
         assert line in text.splitlines(), line
-    mlx.nn.quantize(net, 32, 4, class_predicate=nn.keep_float())
-    net.save_pretrained(tmp_path)
-    text = (tmp_path / "README.md").read_text()
-    assert "| packed | 4 bits, in groups of 32 |" in text and f"{count:,}" in text
 
 
 def test_the_card_s_lines_load_the_net(tmp_path):
@@ -238,9 +231,6 @@ def test_folders_that_are_none(folder, tmp_path):
         models.from_pretrained(tmp_path / "empty")
     (folder / "config.json").write_text("[" * 100_000)
     with pytest.raises(CheckpointError, match="not a JSON object"):
-        models.from_pretrained(folder)
-    (folder / "config.json").write_text(" " * 2**23)
-    with pytest.raises(CheckpointError, match="larger than 4 MiB"):
         models.from_pretrained(folder)
     with pytest.raises(NotADirectoryError, match="is a file; name a folder"):
         NETS["SpUNet"]().save_pretrained(folder / "config.json")

@@ -215,9 +215,10 @@ def test_the_choice_is_printed(tmp_path, capsys):
     report = import_checkpoint(path, nn.Linear(2, 2), "spconv", strict=False)
     assert said in str(report)
     command = ["convert", str(path), str(tmp_path / "b.safetensors")]
-    assert main([*command, "--library", "spconv"]) == 0
-    assert said in capsys.readouterr().out
-    assert main([*command, "--library", "spconv", "--entry", "none"]) == 2
+    command += ["--library", "spconv", "--model", "spunet", "--channels", "4", "5"]
+    assert main(command) == 2
+    assert said in capsys.readouterr().err
+    assert main([*command, "--entry", "none"]) == 2
     assert "no tensors under 'none'" in capsys.readouterr().err
 
 
@@ -430,17 +431,6 @@ def test_keys_that_share_a_hash(tmp_path):
     assert load(tmp_path, checkpoint({2**31 - 1: 1, "w": tensor((1,), (1,))}))
 
 
-def test_a_program_without_end(tmp_path, monkeypatch):
-    monkeypatch.setattr("mlx_lattice.io.pytorch._PICKLE_BYTES", 2**22)
-    content = checkpoint(b"\x80\x02" + b"}" * 2**22 + b".")
-    refuse(tmp_path, content, "'a/data.pkl' of 4,194,307 bytes; at most 4,194,304")
-    monkeypatch.setattr("mlx_lattice.io.pytorch._INSTRUCTIONS", 2**14)
-    for content in (b"}" * 2**14, b"(" * 2**14, b"]" + b"]\x94a" * 6000):
-        content = b"\x80\x04" + content + b"."
-        for file in (checkpoint(content), old_format(content)):
-            refuse(tmp_path, file, "a pickle of more than 16,384 instructions")
-
-
 def test_a_string_without_end(tmp_path):
     for push in (
         b"X" + struct.pack("<I", 2**32 - 1),
@@ -521,9 +511,9 @@ def test_other_zips(tmp_path, records, sentence):
 
 def test_other_files(tmp_path):
     tar = b"storages".ljust(257, b"\0") + b"ustar\0" + bytes(300)
-    refuse(tmp_path, tar, "is a tar archive: unpack it")
-    refuse(tmp_path, pickle.dumps({}), "is a bare pickle, which is not read")
-    refuse(tmp_path, b"hello\0", "is not a PyTorch checkpoint: it is not a zip")
+    refuse(tmp_path, tar, "is not a PyTorch checkpoint, which is a zip")
+    refuse(tmp_path, pickle.dumps({}), "other pickles can run code")
+    refuse(tmp_path, b"hello\0", "is not a PyTorch checkpoint, which is a zip")
     refuse(tmp_path, b"", "is empty")
 
 

@@ -6,7 +6,7 @@ import pytest
 from mlx.utils import tree_map
 
 from mlx_lattice import cli, io, models
-from mlx_lattice.io.point_formats import write_ply
+from mlx_lattice.io.points import write_ply
 
 N = 2000
 RNG = np.random.default_rng(0)

@@ -60,12 +60,3 @@ def test_surfaces_of_a_scan_in_integers():
     lines = score_table(found).splitlines()
     assert [line.split()[0] for line in lines] == [name.split()[0] for name in found]
     assert f"{found['W8A8'].right:.2%}" in lines[3]
-
-
-def test_a_scan(tmp_path, capsys):
-    points = np.random.default_rng(0).normal(size=(400, 3)).astype(np.float32)
-    np.save(tmp_path / "scan.npy", points)
-    demo.run_points(str(tmp_path / "scan.npy"), out=str(tmp_path), voxel_size=0.5)
-    assert (tmp_path / "run.html").exists()
-    printed = capsys.readouterr().out
-    assert "400 points" in printed and "MinkUNet14" in printed

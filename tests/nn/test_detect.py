@@ -12,7 +12,7 @@ from processes import on_the_cpu_alone
 from mlx_lattice import cli, models, nn
 from mlx_lattice.commands import detect
 from mlx_lattice.io import read_points
-from mlx_lattice.io.point_formats import write_ply
+from mlx_lattice.io.points import write_ply
 
 pytestmark = on_the_cpu_alone
 

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from mlx_lattice import cli, models, nn
-from mlx_lattice.commands import detect, segment
+from mlx_lattice.commands import segment
 from mlx_lattice.io import read_points
-from mlx_lattice.io.point_formats import write_ply
+from mlx_lattice.io.points import write_ply
 
 DATA = foreign_arrays.FOLDER.parent / "data"
 ABOUT = models.About(
@@ -166,16 +166,6 @@ def test_one_class_is_warned_of(scan, folder, tmp_path, capsys):
 def refused(capsys, *given) -> str:
     assert cli.main(["segment", *map(str, given)]) == 2
     return capsys.readouterr().err
-
-
-@pytest.mark.parametrize("command", (segment, detect))
-def test_without_weights(command, scan, capsys):
-    """Where there are some, and their licence."""
-    assert cli.main([command.__name__.rpartition(".")[2], str(scan)]) == 2
-    said = capsys.readouterr().err
-    for _, place, licence in command.WEIGHTS:
-        assert place in said and licence in said
-    assert "No weights come with this package" in said and said.count("\n") == 1
 
 
 def test_what_is_refused(scan, folder, tmp_path, capsys):

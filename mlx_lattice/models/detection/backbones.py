@@ -41,6 +41,18 @@ from ...tensor import SparseTensor, expect_tensor
 from ..blocks import SparseBasicBlock, conv_norm_relu, conv_onto
 from ..pretrained import Pretrained, attribute, finite_points
 
+__all__ = [
+    "GridRecipe",
+    "HardVoxels",
+    "UNetV2",
+    "VoxelBackBone8x",
+    "VoxelResBackBone8x",
+    "VoxelResBackBone8xVoxelNeXt",
+    "dynamic_voxels",
+    "hard_voxels",
+    "mean_vfe",
+]
+
 
 class HardVoxels(NamedTuple):
     """Points by voxel, as of OpenPCDet's voxel generator."""
@@ -377,7 +389,6 @@ class VoxelResBackBone8x(VoxelBackBone8x):
         widths (tuple): As of ``VoxelBackBone8x``.
         last_pad (int): As of ``VoxelBackBone8x``. Default: ``0``.
         use_bias (bool): If ``True`` the blocks' convolutions have a bias.
-            Default: ``True``.
     """
 
     def __init__(
@@ -533,7 +544,6 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         kernel_sizes (tuple): Of the strided convolutions of ``conv2``, ``conv3``,
             ``conv4``, and of ``conv5`` and ``conv6``.
         use_bias (bool): If ``True`` the blocks' convolutions have a bias.
-            Default: ``True``.
     """
 
     def __init__(

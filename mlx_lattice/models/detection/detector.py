@@ -23,8 +23,7 @@ from ...geometry.lattice import true_positions
 from ...io.checkpoints import RENAMES
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor
-from ..pretrained import Pretrained, check_scores
-from ..published import PYG_NORMS, Rules
+from ..pretrained import PYG_NORMS, Pretrained, Rules, check_scores
 from .backbones import (
     CHANNELS,
     RESIDUAL_WIDTHS,
@@ -34,6 +33,17 @@ from .backbones import (
     VoxelResBackBone8xVoxelNeXt,
 )
 from .heads import BRANCHES, BaseBEVBackbone, Branch, CenterHead, VoxelNeXtHead
+
+__all__ = [
+    "Boxes",
+    "Candidates",
+    "CenterPoint",
+    "Decoding",
+    "Detector",
+    "VoxelNeXt",
+    "detection_loss",
+    "published_arguments",
+]
 
 PerClass = float | tuple[float, ...]
 
@@ -133,11 +143,7 @@ def candidates(
     decoding: Decoding,
     grid: GridRecipe,
 ) -> Candidates:
-    """Return the boxes of an element's best cells, by score, class and cell.
-
-    ``head`` has (N, channels) of each branch, with "hm" before the sigmoid; ``cells``
-    are (N, 2) y and x.
-    """
+    """Return the boxes of an element's best cells, by score, class and cell."""
     heat = mx.sigmoid(head["hm"].astype(mx.float32)).T
     classes, count = heat.shape
     # The best cells of each class, then the best of them all.
@@ -345,7 +351,6 @@ class CenterPoint(Detector):
         branches (tuple): The branches of a head, see ``models.CenterHead``.
         heat_convs (int): The convolutions of a heat map. Default: ``2``.
         head_bias (bool): If ``True`` convolutions of heads have a bias before norms.
-            Default: ``True``.
         head_eps (float): Added to the variance in norms of heads. Default: ``1e-5``.
         last_pad (int): Of the encoder. Default: ``0``.
         use_bias (bool): Of the encoder's residual blocks. Default: ``True``.
@@ -441,7 +446,6 @@ class VoxelNeXt(Detector):
         heat_convs (int): The convolutions of a heat map. Default: ``2``.
         head_kernel (int): The kernel of the heads' convolutions. Default: ``3``.
         head_bias (bool): If ``True`` convolutions of heads have a bias before norms.
-            Default: ``True``.
         classes (tuple, optional): The classes in the order of their labels; by default
             as the heads have them.
         decoding (Decoding): What becomes a box.
@@ -620,11 +624,7 @@ def targets(
     classes: int,
     velocities: bool = False,
 ) -> Targets:
-    """Return a head's targets: each box at the cell nearest to its centre.
-
-    ``cells`` are (N, 2) y and x, ``boxes`` (M, 7) or (M, 9), and ``labels`` count the
-    head's classes.
-    """
+    """Return a head's targets: each box at the cell nearest to its centre."""
     heat = mx.zeros((len(cells), classes))
     step = net.decoding.stride * mx.array(net.grid.voxel_size[:2])
     rows = mx.zeros((0,), dtype=mx.int32)
@@ -840,13 +840,9 @@ def _backbone_3d(name: str) -> str | None:
     return None if not part or own else rest
 
 
-def _openpcdet(name: str) -> str | None:
-    return None if name == "global_step" else name  # a counter
-
-
 RENAMES.update(
     {
-        (Detector, "spconv"): lambda _: (_openpcdet, _VOXELNEXT),
+        (Detector, "spconv"): lambda _: (_VOXELNEXT,),
         (VoxelBackBone8x, "spconv"): lambda _: (_VOXELS, _backbone_3d),
         (VoxelResBackBone8xVoxelNeXt, "spconv"): lambda _: (_VOXELS, _backbone_3d),
     }

@@ -26,6 +26,8 @@ import mlx.nn
 from ... import nn
 from ...tensor import SparseTensor
 
+__all__ = ["BaseBEVBackbone", "CenterHead", "VoxelNeXtHead"]
+
 Branch = tuple[str, int, int]  # name, channels, convolutions
 BRANCHES: tuple[Branch, ...] = (
     ("center", 2, 2),
@@ -43,11 +45,7 @@ EPS, MOMENTUM = 1e-3, 0.01
 
 
 class Dense(mlx.nn.Sequential):
-    """Calls layers in order; a convolution, its BatchNorm and a ReLU are one.
-
-    In evaluation the norm's scale is folded into the convolution's weight, so that the
-    map is written twice instead of four times.
-    """
+    """Calls layers in order; a convolution, its BatchNorm and a ReLU are one."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """Return a (B, y, x, C) map."""

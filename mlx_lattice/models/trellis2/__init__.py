@@ -1,67 +1,8 @@
 """TRELLIS.2: its decoders, encoder, flow models and samplers."""
 
-from .pipeline import (
-    FORMS,
-    SAMPLERS,
-    FlowEulerCfgSampler,
-    FlowEulerGuidanceIntervalSampler,
-    FlowEulerSampler,
-    Generated,
-    Pipeline,
-    Recipe,
-    Samples,
-    Step,
-    nets_of,
-    sizes_of,
-)
-from .transformer import (
-    FLOW,
-    STRUCTURE_FLOW,
-    ConvNeXtBlock,
-    DownBlock,
-    FlowModel,
-    SLatFlowModel,
-    SparseStructureFlowModel,
-    UpBlock,
-)
-from .vae import (
-    DualGrid,
-    SparseStructureDecoder,
-    SparseStructureEncoder,
-    SparseVAEDecoder,
-    SparseVAEEncoder,
-    dual_grid,
-    dual_grid_features,
-    occupied,
-)
+from . import pipeline, transformer, vae
+from .pipeline import *
+from .transformer import *
+from .vae import *
 
-__all__ = [
-    "FLOW",
-    "FORMS",
-    "SAMPLERS",
-    "STRUCTURE_FLOW",
-    "ConvNeXtBlock",
-    "DownBlock",
-    "DualGrid",
-    "FlowEulerCfgSampler",
-    "FlowEulerGuidanceIntervalSampler",
-    "FlowEulerSampler",
-    "FlowModel",
-    "Generated",
-    "Pipeline",
-    "Recipe",
-    "SLatFlowModel",
-    "Samples",
-    "SparseStructureDecoder",
-    "SparseStructureEncoder",
-    "SparseStructureFlowModel",
-    "SparseVAEDecoder",
-    "SparseVAEEncoder",
-    "Step",
-    "UpBlock",
-    "dual_grid",
-    "dual_grid_features",
-    "nets_of",
-    "occupied",
-    "sizes_of",
-]
+__all__ = [*pipeline.__all__, *transformer.__all__, *vae.__all__]

@@ -27,6 +27,21 @@ from ...tensor import SparseTensor, features_of
 from .transformer import dtype_of
 from .vae import occupied
 
+__all__ = [
+    "FORMS",
+    "FlowEulerCfgSampler",
+    "FlowEulerGuidanceIntervalSampler",
+    "FlowEulerSampler",
+    "Generated",
+    "Pipeline",
+    "Recipe",
+    "SAMPLERS",
+    "Samples",
+    "Step",
+    "nets_of",
+    "sizes_of",
+]
+
 Latents = SparseTensor | mx.array
 
 

@@ -50,6 +50,17 @@ from ...settings import boundary
 from ...tensor import SparseTensor, align, expect_tensor
 from ..pretrained import Pretrained
 
+__all__ = [
+    "ConvNeXtBlock",
+    "DownBlock",
+    "FLOW",
+    "FlowModel",
+    "SLatFlowModel",
+    "STRUCTURE_FLOW",
+    "SparseStructureFlowModel",
+    "UpBlock",
+]
+
 Model = TypeVar("Model", bound="Trellis2Net")
 
 
@@ -308,7 +319,6 @@ class UpBlock(nn.Module):
         out_channels (int): The number of output channels, a multiple of an eighth of
             the input's.
         pred_subdiv (bool): If ``True`` predict which fine cells there are.
-            Default: ``True``.
     """
 
     def __init__(self, channels: int, out_channels: int, pred_subdiv: bool = True):
@@ -495,10 +505,7 @@ def time_features(t: mx.array) -> mx.array:
 
 
 def place_features(coords: mx.array, channels: int) -> mx.array:
-    """Return (N, channels) float32 for (N, D) cells: for each axis sines, then cosines.
-
-    An axis has ``channels // (2 * D)`` of both; zeros fill what is left.
-    """
+    """Return (N, channels) for (N, D) cells: for each axis sines, then cosines."""
     n, axes = coords.shape
     each = channels // axes // 2
     speed = mx.array([PERIOD ** (-i / each) for i in range(each)])
@@ -531,13 +538,10 @@ class FlowModel(Trellis2Net):
         rope_freq (tuple): The fastest rotation in radians a cell, and how much slower
             the slowest is. Default: ``(1, 10000)``.
         share_mod (bool): If ``True`` one layer makes the modulation of all blocks.
-            Default: ``False``.
         qk_rms_norm (bool): If ``True`` normalise queries and keys of the attention
             among rows. Default: ``False``.
         qk_rms_norm_cross (bool): The same of the attention to tokens.
-            Default: ``False``.
         dtype (mx.Dtype): The dtype of the blocks' linear layers.
-            Default: ``mx.float32``.
     """
 
     def __init__(

@@ -48,12 +48,20 @@ from .transformer import (
     zero,
 )
 
+__all__ = [
+    "DualGrid",
+    "SparseStructureDecoder",
+    "SparseStructureEncoder",
+    "SparseVAEDecoder",
+    "SparseVAEEncoder",
+    "dual_grid",
+    "dual_grid_features",
+    "occupied",
+]
+
 
 class GridConv3d(mlx.nn.Conv3d):
-    """A convolution over a tensor of all cells of a grid.
-
-    A strided one has no padding; otherwise the output has the cells of the input.
-    """
+    """A convolution over a tensor of all cells of a grid."""
 
     def __init__(self, in_channels: int, out_channels: int, size: int = 3, stride=1):
         super().__init__(in_channels, out_channels, size, stride)
@@ -182,7 +190,6 @@ class SparseStructureEncoder(StructureNet):
         channels (tuple): The channels of each stage. Default: ``(32, 128, 512)``.
         num_res_blocks_middle (int): The blocks after the stages. Default: ``2``.
         dtype (mx.Dtype): The dtype of the stages' convolutions.
-            Default: ``mx.float32``.
     """
 
     def __init__(
@@ -296,17 +303,13 @@ class SparseVAEDecoder(Trellis2Net):
     Args:
         out_channels (int): The number of output channels. Default: ``7``.
         model_channels (tuple): The channels of each stage.
-            Default: ``(1024, 512, 256, 128, 64)``.
         latent_channels (int): The number of input channels. Default: ``32``.
         num_blocks (tuple): The ConvNeXt blocks of each stage.
-            Default: ``(4, 16, 8, 4, 0)``.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         pred_subdiv (bool): If ``True`` predict which fine cells there are.
-            Default: ``True``.
         voxel_margin (float): How far a vertex of the shape may lie outside its voxel,
             in voxels; the ``margin`` of ``dual_grid``. Default: ``0.5``.
         dtype (mx.Dtype): The dtype of the stages, see ``cast_torso``.
-            Default: ``mx.float32``.
     """
 
     def __init__(
@@ -481,13 +484,10 @@ class SparseVAEEncoder(Trellis2Net):
     Args:
         in_channels (int): The number of input channels. Default: ``6``.
         model_channels (tuple): The channels of each stage.
-            Default: ``(64, 128, 256, 512, 1024)``.
         latent_channels (int): The number of output channels. Default: ``32``.
         num_blocks (tuple): The ConvNeXt blocks of each stage.
-            Default: ``(0, 4, 8, 16, 4)``.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         dtype (mx.Dtype): The dtype of the stages' layers, norms apart.
-            Default: ``mx.float32``.
     """
 
     def __init__(
