@@ -1,4 +1,4 @@
-"""Integer nets in files and folders: written, read, refused; convert --activations."""
+"""Integer nets in files and folders: written, read, refused."""
 
 import json
 
