@@ -294,10 +294,6 @@ def weight_grad(
 
     Returns:
         (K, C_in / groups, C_out) in the same dtype, accumulated in float32.
-
-    Raises:
-        TypeError: dtypes differ or are not floating.
-        ValueError: shapes do not fit the relation or the groups.
     """
     expect_relation(relation)
     check_features(x, "features", relation.n_in)

@@ -229,19 +229,11 @@ class Norms:
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them.
 
-        Args:
-            x: (N, C).
-            segments: rows of each line of the results; by default all rows are one.
-            running: (C,) float32 mean and variance that are moved; without them the
-                last results are the mean and the unbiased variance. A single row moves
-                the mean alone.
-            momentum: how far they move.
-            lines: (L, 3, C) float32, if the convolution that wrote x summed it: number
-                of rows, their mean and the sum of squares about it, of some rows each;
-                then x is not read. Only without segments.
-
-        Returns:
-            Four (S, C) float32; zeros for an empty segment.
+        Four (S, C) float32, a line of each of ``segments``; by default all rows are
+        one. Without ``running``, (C,) float32 mean and variance, the last two are the
+        mean and the unbiased variance; a single row moves the mean alone. ``lines``,
+        (L, 3, C) float32 of the convolution that wrote x, are the number of some rows
+        each, their mean and the sum of squares about it: then x is not read.
         """
         raise NotImplementedError
 
@@ -254,9 +246,8 @@ class Norms:
     ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative.
 
-        Returns:
-            (2, S, C) float32 sums; (2, S, C) float32 of their means over the rows,
-            times the weight; (S, C) of g xhat and of g in the dtype of the weight.
+        They are (2, S, C) float32 sums; (2, S, C) float32 of their means over the rows,
+        times the weight; (S, C) of g xhat and of g in the dtype of the weight.
         """
         raise NotImplementedError
 

@@ -268,9 +268,6 @@ def _arrays(p: Problem) -> Sequence:
     return normal(rows, channels), w
 
 
-# What is proved.
-
-
 @dataclass(frozen=True)
 class Case:
     """A computation to prove: run by this machine's kernels and by MLX operations."""
