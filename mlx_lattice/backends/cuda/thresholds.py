@@ -9,7 +9,6 @@ INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 # Elements of the output up to which float32 takes the tiles of mma.sync, which need no
 # prepared weights.
 FLOAT_ELEMENTS = 1 << 19
-
 FEW_OFFSETS = 8
 
 # Elements of the output up to which transposed weights are read as they are, by the
@@ -41,11 +40,8 @@ MOST_SPLITS = 32
 # an offset, of adding splits up and of a split; bytes of partial sums a us. Fitted to
 # the same timings.
 STAGE_US = {"mma": 0.55, **dict.fromkeys(("hopper", "wide"), 0.26)}
-
 INT8_STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
-
 SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
-
 INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}
 
 # Weight gradients whose blocks have all edges of an offset: (elements of dW a
@@ -69,7 +65,6 @@ FLOAT_GRAD_SIDES = (64, 128)
 # Edges up to which tiles of so many channels are replaced by tiles of half as many; and
 # edges up to which ``FEW_EDGES_GRAD_TILES`` are taken.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
-
 LOW_GRAD_EDGES = 3 << 17
 
 # Stages of a split of the edges, if there are more than ``least`` splits in all.
@@ -100,7 +95,6 @@ SHARED_SUMS = {"most": 16, "least": 4, "blocks": 1.5}
 
 # Other weight gradients: splits of a multiprocessor; fewest stages or edges of one.
 DEPTHWISE_GRAD = {"splits": 4, "stages": 4}
-
 TRAVERSAL_GRAD = {"splits": 8, "least": 256}
 
 # Rows of a set up to which CUDA makes all its levels in one launch.

@@ -11,6 +11,7 @@ from ...checks import FLOATS
 from ...devices import CUDA, METAL
 from .kernel import (
     LEAST_DEVICE_SIZE,
+    BackendKernels,
     GpuKernel,
     Interface,
     blocks_for,
@@ -41,11 +42,8 @@ GRADIENT = Interface("AttentionHeads", ("dy", *_GIVEN), ("dx",), _SIZES)
 GRADIENTS = Interface("AttentionHeads", ("dy", *_GIVEN), ("dx", "lines"), _SIZES)
 
 
-class GpuHeads:
+class GpuHeads(BackendKernels):
     """Queries and keys, and values beside them, of (N, parts, heads, D)."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
 
     def takes(self, x: mx.array) -> bool:
         """Whether the kernels take such heads."""
@@ -153,11 +151,8 @@ def extents_of(slots: int, results: int) -> mx.array:
     return mx.array([slots, results, *(0,) * (LEAST_DEVICE_SIZE - 2)])
 
 
-class GpuPatches:
+class GpuPatches(BackendKernels):
     """Slots of rows by a GPU's kernel."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
 
     def takes(self, rows: int) -> bool:
         """Whether one launch may do so many rows, at least one."""

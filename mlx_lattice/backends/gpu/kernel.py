@@ -250,6 +250,13 @@ class GpuKernel:
         return structs + "\n".join(lines) + "\n"
 
 
+class BackendKernels:
+    """A family of kernels on one backend, "metal" or "cuda"."""
+
+    def __init__(self, backend: str):
+        self.backend = backend
+
+
 def in_device_space(array: mx.array) -> mx.array:
     """Return the array, flat and longer where MLX would bind it as a constant."""
     if array.size >= LEAST_DEVICE_SIZE:

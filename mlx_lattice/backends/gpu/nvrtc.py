@@ -213,11 +213,6 @@ def _pool() -> ThreadPoolExecutor:
 VARIABLE = "MLX_LATTICE_CUDA_CACHE"
 CODE_SIGNS = b"\x7fELF", b"\x50\xed\x55\xba"  # a cubin, a fat binary
 
-try:  # where there is no NVIDIA GPU nothing else reads it
-    kept_files.is_set(VARIABLE)
-except ValueError as error:
-    warnings.warn(str(error), RuntimeWarning, stacklevel=2)
-
 
 @cache
 def compiler(capability: tuple[int, int]) -> Compiler | None:

@@ -11,7 +11,14 @@ import mlx.core as mx
 
 from ...checks import FLOATS
 from ...devices import CUDA, METAL
-from .kernel import LEAST_DEVICE_SIZE, THREADS, GpuKernel, Interface, ceil_div
+from .kernel import (
+    LEAST_DEVICE_SIZE,
+    THREADS,
+    BackendKernels,
+    GpuKernel,
+    Interface,
+    ceil_div,
+)
 
 FILES = {
     METAL: ("updates",),
@@ -51,11 +58,8 @@ SGD, MOMENTUM, NESTEROV = Rule(0, ()), Rule(1, ("first",)), Rule(2, ("first",))
 ADAM = Rule(3, ("first", "second"))
 
 
-class GpuUpdates:
+class GpuUpdates(BackendKernels):
     """The steps of optimizers by a GPU's kernels."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
 
     def takes(self, arrays: Arrays, rule: Rule) -> bool:
         """Whether a parameter may go into a launch, by its size and dtypes."""

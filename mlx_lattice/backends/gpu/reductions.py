@@ -21,6 +21,7 @@ from .kernel import (
     LEAST_DEVICE_SIZE,
     SEGMENT_CUTS,
     THREADS,
+    BackendKernels,
     GpuKernel,
     Interface,
     Output,
@@ -75,11 +76,8 @@ def _kernel(
     )
 
 
-class GpuReductions:
+class GpuReductions(BackendKernels):
     """The reductions of a GPU's kernels; see ``Reductions``."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
 
     def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
@@ -299,11 +297,8 @@ def _eight(values: tuple[float, ...] | None) -> mx.array | None:
     return array
 
 
-class GpuPoints:
+class GpuPoints(BackendKernels):
     """Weights of the cells around points, by a GPU's kernel."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
 
     def corner_weights(
         self,
@@ -361,11 +356,8 @@ _FACES = {
 }
 
 
-class GpuJoins:
+class GpuJoins(BackendKernels):
     """Two arrays of rows, joined along their channels, by a GPU's kernels."""
-
-    def __init__(self, backend: str):
-        self.backend = backend
 
     def takes(self, parts: Sequence[mx.array]) -> bool:
         """Whether these (N, C) arrays are joined in a launch: two of one dtype."""

@@ -45,15 +45,12 @@ def _by_cores(each: int) -> dict[str, int]:
 # Metal: threadgroups of four simdgroups that fill a GPU, six a core, as M1 needs. With
 # fewer tiles, each sum is split (split-K) into at most SPLITS partial sums.
 FILLING = _by_cores(6)
-
 SPLITS = {"*": 16}
 
 # Metal, for the number of splits: share of its peak that a full GPU reaches, bytes that
 # a partial sum moves, and seconds that the launch which adds the splits waits.
 FULL_SHARE = {"*": 0.6}
-
 PARTIAL_ITEM = {"*": 8}
-
 SPLIT_WAIT = {"*": 15e-6}
 
 # Fewest rows that fill a GPU: tiles of 64 rows, each in at most 16 splits.
@@ -62,7 +59,6 @@ FILLING_ROWS = _by_cores(6 * 64 // 16)
 # TensorOps: height of a simdgroup, by the mean rows that share an offset's weights from
 # which it pays, as in MLX's gathers on M5; and simdgroups that fill a core.
 SHARED_ROWS = {64: 48, 32: 24}
-
 TENSOR_FILLING = {"*": 8}
 
 # Rows of a region, which is sorted by mask as a whole. In larger regions more rows
@@ -86,13 +82,11 @@ CACHED_FEATURES = {"*": 7_400_000}
 # as a share of the edges of one threadgroup. Without that limit a base chip would take
 # 1.9 times as long for 64 channels, a Max 3.6 times.
 GRAD_FILLING = {"*": 6}
-
 LONGEST_RANGE = {"*": 0.5}
 
 # Weight gradients: fewest edges of an offset for which a split pays, and most bytes of
 # partial sums at a time.
 SPLIT_EDGES = {"*": 512}
-
 PARTIAL_BYTES = {"*": 1 << 28}
 
 # Groups from which Metal's threads that walk edges are faster than matrix tiles of a
