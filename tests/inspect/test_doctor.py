@@ -221,7 +221,7 @@ def test_a_run_and_its_file(small, place, tmp_path, capsys):
     assert command.run(tmp_path / "out") == 0
     out = capsys.readouterr().out
     assert "nothing wrong" in out
-    found = command.read(tmp_path / "out" / "doctor.json")
+    found = json.loads((tmp_path / "out" / "doctor.json").read_text())
     assert found["wrong"] == [] and found["unfinished"] is None
     assert found["device"]["name"] == place.name
     on_host = place.name == "metal-host"
