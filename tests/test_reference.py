@@ -116,15 +116,6 @@ def test_generative_is_the_dense_transpose(d, kernel, stride, padding, dilation)
     np.testing.assert_allclose(sparse, grid, atol=1e-12)
 
 
-@pytest.mark.parametrize("d", (1, 2, 3, 4))
-def test_submanifold_is_the_dense_convolution_at_its_rows(d):
-    coords, x, weight = setup(d, 3)
-    rel = ref.relation("submanifold", coords, kernel_size=3)
-    grid = dense_conv(densify(coords, x, GRIDS[d]), weight, 3, 1, 1, 1)
-    np.testing.assert_allclose(ref.conv(x, weight, rel), grid[tuple(coords.T)])
-    np.testing.assert_array_equal(rel.out_coords, coords)
-
-
 @pytest.mark.parametrize("mode", ("max", "sum", "avg", "avgvol"))
 def test_pooling_is_dense_pooling_over_active_sites(mode):
     coords, x, _ = setup(2, 3)
@@ -208,43 +199,6 @@ def test_the_gradients_are_the_adjoints(drawn):
     )
 
 
-def test_groups_are_separate_convolutions():
-    coords, x, _ = setup(3, 3, channels=(4, 6))
-    rel = ref.relation("submanifold", coords)
-    weight = cases.weights(27, 2, 6)
-    whole = ref.conv(x, weight, rel, groups=2)
-    for g in range(2):
-        part = ref.conv(x[:, 2 * g : 2 * g + 2], weight[..., 3 * g : 3 * g + 3], rel)
-        np.testing.assert_allclose(whole[:, 3 * g : 3 * g + 3], part)
-
-
-def test_a_transposed_relation_is_a_forward_one_swapped():
-    fine = cases.geometry("negative", 3, 50)
-    down = ref.relation("forward", fine, kernel_size=2, stride=2)
-    up = ref.relation(
-        "transposed", down.out_coords, target=fine, kernel_size=2, stride=2
-    )
-    np.testing.assert_array_equal(up.edges, down.T.edges)
-    np.testing.assert_array_equal(up.out_in, down.in_out)
-    assert down.counts.sum() == len(fine), "with k = s every input has one output"
-
-
-def test_offsets_of_the_two_rules():
-    assert ref.kernel_offsets(3, 1).ravel().tolist() == [-1, 0, 1]
-    assert ref.kernel_offsets(3, 1, dilation=2).ravel().tolist() == [-2, 0, 2]
-    assert ref.kernel_offsets(2, 1, dilation=3).ravel().tolist() == [0, 3]
-    assert ref.kernel_offsets(4, 1, padding=1).ravel().tolist() == [-1, 0, 1, 2]
-    last_fastest = [[-1, 0], [-1, 1], [0, 0], [0, 1], [1, 0], [1, 1]]
-    assert ref.kernel_offsets((3, 2), 2).tolist() == last_fastest
-
-
-def test_weight_kio_keeps_the_last_axis_fastest():
-    weight = np.arange(5 * 2 * 3 * 4).reshape(5, 2, 3, 4)
-    flat = ref.weight_kio(weight)
-    assert flat.shape == (6, 4, 5)
-    np.testing.assert_array_equal(flat[1 * 3 + 2], weight[:, 1, 2].T)
-
-
 @pytest.mark.parametrize("reduce", ("mean", "sum", "max", "first"))
 def test_voxelise(reduce):
     rng = np.random.default_rng(3)
@@ -276,32 +230,6 @@ def test_interpolation_is_exact_for_affine_fields():
         np.testing.assert_allclose(got, expected)
     lone = ref_rows.interpolate([[0, 0, 0, 0]], [[4.0]], [[0.5, 0.5, 0.5], [9, 9, 9]])
     np.testing.assert_allclose(lone, [[0.5], [0.0]])
-
-
-def test_normalisations_have_mean_0_and_variance_1():
-    x, batch = cases.features(40, 6) * 3 + 5, np.arange(40) % 3
-    bn, ln = ref_rows.batch_norm(x, 0), ref_rows.layer_norm(x, 0)
-    np.testing.assert_allclose(bn.mean(0), 0, atol=1e-12)
-    np.testing.assert_allclose(ln.var(1), 1)
-    inn, gn = ref_rows.instance_norm(x, batch, 0), ref_rows.group_norm(x, batch, 2, 0)
-    for b in range(3):
-        np.testing.assert_allclose(inn[batch == b].std(0), 1)
-        np.testing.assert_allclose(gn[batch == b][:, :3].var(), 1)
-        np.testing.assert_allclose(gn[batch == b][:, 3:].mean(), 0, atol=1e-12)
-
-
-def test_global_pool_of_an_empty_element_is_0():
-    pooled = ref_rows.global_pool([[1.0], [3.0]], [0, 2], 3, "avg")
-    np.testing.assert_array_equal(pooled, [[1.0], [0.0], [3.0]])
-
-
-@pytest.mark.parametrize("name", cases.GEOMETRIES)
-def test_geometry_is_unique_and_repeatable(name):
-    for d in (1, 2, 3, 4):
-        coords = cases.geometry(name, d)
-        assert coords.dtype == np.int32 and coords.shape[1] == 1 + d
-        assert len(set(ref.rows_of(coords))) == len(coords)
-        np.testing.assert_array_equal(coords, cases.geometry(name, d))
 
 
 def test_the_tolerance_sees_one_wrong_entry():

@@ -196,18 +196,6 @@ def test_rows_of_a_relation_that_were_changed_in_place_are_its_own():
     assert x.manager.key_of(coarse.coords) is coarse.key
 
 
-def test_a_manager_dies_at_once():
-    x = tensor()
-    ops.prune(x, x.feats[:, 0] > 0)
-    gc.disable()
-    try:
-        kept = [ref(x.manager), *map(ref, x.manager.sets)]
-        del x
-        assert not any(each() for each in kept)
-    finally:
-        gc.enable()
-
-
 def test_a_dropped_key_is_an_error_that_says_what_there_is():
     x = tensor()
     y = ops.prune(x, x.feats[:, 0] > 0)

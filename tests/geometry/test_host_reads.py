@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import backends, ops, registry, sync
+from mlx_lattice import backends, registry, sync
 
 
 @pytest.fixture
@@ -85,63 +85,6 @@ class TestOneReadForEachSet:
             assert down.keys == (key, level) and up.keys == (level, key)
             mx.eval(down.out_in, up.out_in, same.out_in)
             key = level
-        assert len(reads) == before
-
-    @pytest.mark.parametrize("shape", (None, (64, 64, 64)), ids=("free", "grid"))
-    @pytest.mark.parametrize("kind", ("generative", "reach"))
-    def test_made_sets(self, kind, shape, reads):
-        rows = coords()
-        if shape is not None:
-            rows = mx.array(cases.in_grid((20, 20, 20), 200))
-        manager = ml.CoordinateManager()
-        key = manager.insert(rows, spatial_shape=shape)
-        manager.submanifold_kernel_relation(key)
-        before = len(reads)
-        if kind == "generative":
-            made = manager.generative_relation(key, kernel_size=3, stride=2)
-        else:
-            made = manager.kernel_relation(
-                key, kernel_size=3, stride=2, padding=1, support="reach"
-            )
-        mx.eval(made.out_in)
-        after = manager.submanifold_kernel_relation(made.keys[1])
-        mx.eval(after.out_in)
-        assert_reads(reads, before + 1)
-
-    @pytest.mark.parametrize("checked", (False, True))
-    def test_a_pruned_set(self, checked, reads):
-        """Its size alone, with the check of the set that it is of."""
-        x = ml.SparseTensor(coords(), mx.ones((len(coords()), 2)))
-        if checked:
-            x.manager.submanifold_kernel_relation(x.key)
-        before = len(reads)
-        keep = mx.arange(len(x)) % 3 == 0
-        for times in (1, 2):
-            x = ops.prune(x, keep[: len(x)])
-            assert_reads(reads, before + times)
-        # Cells that do not overlap are all there: their number is known.
-        made = x.manager.generative_relation(x.key)
-        mx.eval(x.manager.submanifold_kernel_relation(x.key).out_in, made.out_in)
-        assert_reads(reads, before + 2)
-        assert x.coordinate_set.settled
-
-    def test_joins_of_two_sets(self, reads):
-        """The check of both, and one number; then nothing."""
-        rows = coords()
-        some, others = rows[: len(rows) // 2] + 0, rows[len(rows) // 3 :] + 0
-        x = ml.SparseTensor(some, mx.ones((len(some), 2)))
-        y = ml.SparseTensor(others, mx.ones((len(others), 2)))
-        made = ops.union(x, y)
-        assert_reads(reads, 2)
-        before = len(reads)
-        mx.eval(x.manager.submanifold_kernel_relation(made.key).out_in)
-        assert ops.union(x, y).key is made.key and ops.union(x, made).key is made.key
-        assert_reads(reads, before + 1)
-        parts = ops.intersection(x, y), ops.difference(x, y)
-        assert_reads(reads, before + 3)
-        before = len(reads)
-        again = ops.intersection(x, y), ops.difference(x, y)
-        assert [a.key for a in again] == [a.key for a in parts]
         assert len(reads) == before
 
 

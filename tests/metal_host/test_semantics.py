@@ -23,33 +23,19 @@ def bits(mask):
 # name: (expression of x and the lane l, reference for the x of one simdgroup)
 SIMD = {
     "sum": ("simd_sum(x)", lambda v: v.sum()),
-    "product": ("simd_product((x & 1) + 1)", lambda v: ((v & 1) + 1).prod()),
     "min": ("simd_min(x)", lambda v: v.min()),
-    "max": ("simd_max(x)", lambda v: v.max()),
-    "and": ("simd_and(x | 3)", lambda v: np.bitwise_and.reduce(v | 3)),
     "or": ("simd_or(x)", lambda v: np.bitwise_or.reduce(v)),
-    "xor": ("simd_xor(x)", lambda v: np.bitwise_xor.reduce(v)),
     "exclusive": ("simd_prefix_exclusive_sum(x)", lambda v: np.cumsum(v) - v),
-    "inclusive": ("simd_prefix_inclusive_sum(x)", np.cumsum),
     "shuffle": (
         "simd_shuffle(x, ushort((l * 7 + 3) & 31))",
         lambda v: v[(LANE * 7 + 3) & 31],
     ),
     "shuffle_xor": ("simd_shuffle_xor(x, 5)", lambda v: v[LANE ^ 5]),
     "up": ("simd_shuffle_up(x, 3)", lambda v: np.where(LANE > 2, np.roll(v, 3), v)),
-    "down": (
-        "simd_shuffle_down(x, 3)",
-        lambda v: np.where(LANE < 29, np.roll(v, -3), v),
-    ),
     "rotate_up": ("simd_shuffle_rotate_up(x, 3)", lambda v: np.roll(v, 3)),
-    "rotate_down": ("simd_shuffle_rotate_down(x, 3)", lambda v: np.roll(v, -3)),
     "fill_up": (
         "simd_shuffle_and_fill_up(x, -l, 2)",
         lambda v: np.where(LANE > 1, np.roll(v, 2), -((LANE + 30) % 32)),
-    ),
-    "fill_down": (
-        "simd_shuffle_and_fill_down(x, -l, 2)",
-        lambda v: np.where(LANE < 30, np.roll(v, -2), -((LANE + 2) % 32)),
     ),
     "broadcast": ("simd_broadcast(x, 9)", lambda v: v[9]),
     "first": ("simd_broadcast_first(x)", lambda v: v[0]),
@@ -60,7 +46,6 @@ SIMD = {
     ),
     "is_first": ("int(simd_is_first())", lambda v: LANE == 0),
     "quad_sum": ("quad_sum(x)", lambda v: v.reshape(8, 4).sum(1).repeat(4)),
-    "quad_xor": ("quad_shuffle_xor(x, 1)", lambda v: v[LANE ^ 1]),
     # Lanes that take different branches form two collectives of their own.
     "divergent": (
         "(l % 3 == 0 ? int(simd_sum(1)) : int(simd_sum(100)))",

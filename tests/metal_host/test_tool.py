@@ -50,11 +50,6 @@ def test_without_clang_one_sentence_says_what_to_install():
     assert lines == [f"{name}{toolchain.INSTALL_CLANG}" for name in names]
 
 
-def test_beside_cuda_it_refuses(monkeypatch):
-    monkeypatch.setattr("mlx.core.cuda.is_available", lambda: True)
-    assert host.missing() == toolchain.BESIDE_CUDA
-
-
 INSTALLED = """
 from mlx_lattice import devices
 folder = devices.source_folder("metal")
@@ -153,25 +148,6 @@ def test_the_source_is_what_mlx_would_compile():
         "uint3 thread_position_in_grid [[thread_position_in_grid]]",
     ):
         assert part in call.text
-
-
-def test_bytes_are_counted_per_buffer_and_per_launch():
-    entry = host.compile_source(
-        "[[kernel]] void f(const device float4* a, const device int* rows, "
-        "device float4* o, uint i [[thread_position_in_grid]]) "
-        "{ for (int k = 0; k < 3; k++) o[i] = a[rows[i]] * float(k); }",
-        mode="checked",
-    )["f"]
-    a, out = np.ones((8, 4), np.float32), np.empty((32, 4), np.float32)
-    rows = np.zeros(32, np.int32)
-    counts = host.launch(entry, [a, rows, out], **threads(32)).counts
-    assert counts.buffers["a"] == host.Traffic(3 * 512, 0, 0, 16, 0)
-    assert counts.buffers["o"] == host.Traffic(0, 3 * 512, 0, 0, 512)
-    assert counts.buffers["rows"].distinct_read_bytes == 128
-    assert counts.device_read_bytes == 3 * 512 + counts.buffers["rows"].read_bytes
-    merged = host.Report.merge([host.Report("f", "", (), counts)] * 2).counts
-    assert merged.launches == 2
-    assert merged.buffers["a"].read_bytes == 6 * 512
 
 
 def test_empty_grids_run_nothing_and_leave_outputs_unwritten():

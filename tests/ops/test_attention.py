@@ -7,13 +7,13 @@ import mlx.core as mx
 import numpy as np
 import pytest
 import reference as ref
-from attending import KINDS, PADDING, gradients, heads, labels, run
+from attending import KINDS, gradients, heads, labels, run
 from reference_attention import dense, tensor
 
 import mlx_lattice as ml
-from mlx_lattice import backends, ops, registry, sync
+from mlx_lattice import backends, ops, registry
 from mlx_lattice.devices import PROFILES as DEVICES
-from mlx_lattice.ops import attention, attention_calls
+from mlx_lattice.ops import attention_calls
 
 
 @pytest.mark.parametrize("dtype", cases.DTYPES)
@@ -79,27 +79,6 @@ def test_queries_keys_and_values_in_one_array(kind, portable, device, monkeypatc
     assert abs(dot) < 1e-3 * np.abs(wanted).sum()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("batch_size", (1, 3))
-def test_elements_of_one_length(kind, batch_size):
-    """Of the rows that stand in a line already nothing is moved."""
-    rows = np.random.default_rng(4).permutation(1000)[:24]
-    cells = [[b, *divmod(int(row), 100), b] for b in range(batch_size) for row in rows]
-    x = ml.SparseTensor(mx.array(cells), mx.ones((len(cells), 1)))
-    q, k, v = heads(x)
-    dy = cases.features(len(x), 20, 9).reshape(len(x), 4, 5)
-    with backends.portable_only():
-        one = lambda *a: run(kind, *a, x)  # noqa: E731
-        (y,), grads = mx.vjp(one, [q, k, v], [mx.array(dy)])
-        found = attention._groups(x, ("full",), PADDING)
-    assert found.row is None and found.buckets == ((batch_size, 24, 24, True),)
-    ref.assert_close(y, dense(q, k, v, labels(x, kind))[0])
-    for grad, wanted in zip(
-        grads, gradients(q, k, v, labels(x, kind), dy), strict=True
-    ):
-        ref.assert_close(grad, wanted)
-
-
 def test_gradients_of_gradients_and_forward_mode():
     x = tensor(n=20)
     q, k, v = heads(x)
@@ -128,16 +107,6 @@ def test_nothing_crosses_a_group(kind):
     good = ~np.array(bad)[:, 0, 0]
     np.testing.assert_array_equal(np.array(after)[good], np.array(before)[good])
     assert np.isnan(np.array(after)[~good]).all()
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_order_of_rows_does_not_matter(kind):
-    x = tensor()
-    q, k, v = heads(x)
-    shuffle = mx.array(np.random.default_rng(0).permutation(len(x)))
-    other = ml.SparseTensor(x.coords[shuffle], x.feats[shuffle])
-    y = run(kind, *(a[shuffle] for a in (q, k, v)), other)
-    ref.assert_close(y, np.array(run(kind, q, k, v, x)[shuffle]), "float32")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -182,20 +151,3 @@ def test_no_rows(kind):
     x = tensor(batch_size=40)  # empty elements, the last ones among them
     q, k, v = heads(x)
     ref.assert_close(run(kind, q, k, v, x), dense(q, k, v, labels(x, kind))[0])
-
-
-def test_a_second_call_reads_nothing(monkeypatch):
-    x = tensor()
-    q, k, v = heads(x)
-    for kind in KINDS:
-        run(kind, ops.rotary(q, x), k, v, x)
-
-    def refuse(*_):
-        raise AssertionError("read from the device")
-
-    monkeypatch.setattr(sync, "read", refuse)
-    compiled = mx.compile(
-        lambda q, k, v: [run(kind, ops.rotary(q, x), k, v, x) for kind in KINDS]
-    )
-    for y in compiled(q, k, v):  # inside mx.compile nothing can be read
-        assert mx.isfinite(y).all().item()

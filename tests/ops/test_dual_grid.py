@@ -212,7 +212,6 @@ def test_bad_input():
             good._replace(intersected=good.intersected[:, :2]),
             {},
         ),
-        ("voxel_size must be one number or 3", good, {"voxel_size": (1, 2)}),
         ("3 spatial axes and 3 channels", good._replace(vertices=flat), {}),
         ("twice|repeat|duplicate", twice, {}),
     ):

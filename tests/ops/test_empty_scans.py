@@ -1,6 +1,5 @@
 """A scan without points is a batch element wherever it comes from."""
 
-import copy
 import pickle
 
 import mlx.core as mx
@@ -28,15 +27,9 @@ def built(points, feats):
     return ml.SparseTensor(coords, feats)
 
 
-def by_file(points, feats):
-    return ml.SparseTensor.from_arrays(built(points, feats).arrays())
-
-
 MAKERS = {
     "constructor": built,
-    "arrays": by_file,
     "pickle": lambda *given: pickle.loads(pickle.dumps(built(*given))),
-    "copy": lambda *given: copy.deepcopy(built(*given)),
     "from_points": lambda p, f: ml.SparseTensor.from_points(p, f, voxel_size=1.0),
     "with a batch column": lambda p, f: ml.SparseTensor.from_points(
         p, f, voxel_size=1.0, batch=mx.zeros(len(p), dtype=mx.int32)
@@ -81,28 +74,18 @@ def test_a_scan_without_points_is_one_element(maker):
 
 STEPS = {
     "strided": nn.Conv3d(CHANNELS, CHANNELS, 2, 2),
-    "reach": nn.Conv3d(CHANNELS, CHANNELS, 3, 2, padding=1, support="reach"),
     "submanifold": nn.SubmConv3d(CHANNELS, CHANNELS, 3),
     "generative": nn.GenerativeConvTranspose3d(CHANNELS, CHANNELS, 2, 2),
     "stride 1": nn.ConvTranspose3d(CHANNELS, CHANNELS, 3, 1),
     "up": lambda x: nn.ConvTranspose3d(CHANNELS, CHANNELS)(nn.MaxPool3d(2, 2)(x)),
-    "nearest": lambda x: ops.upsample_nearest3d(nn.MaxPool3d(2, 2)(x)),
-    "instance_norm": nn.InstanceNorm(CHANNELS),
-    "batch_norm": nn.BatchNorm(CHANNELS),
     "prune": lambda x: ops.prune(x, x.feats[:, 0] > 0),
-    "prune all": lambda x: ops.prune(x, mx.zeros(len(x), dtype=mx.bool_)),
-    "crop": lambda x: ops.crop(x, 0, 3),
     "top_k": lambda x: ops.top_k(x, x.feats[:, 0], 2),
     "union": lambda x: ops.union(x, ops.prune(x, x.feats[:, 0] > 0)),
-    "intersection": lambda x: ops.intersection(x, ops.prune(x, x.feats[:, 0] > 0)),
     "difference": lambda x: ops.difference(x, x),
-    "cat": lambda x: ops.cat([x, x]),
     "space_to_channel": lambda x: ops.space_to_channel(x, 2),
     "channel_to_space": lambda x: ops.channel_to_space(
         x.replace(mx.concatenate([x.feats] * 2, axis=1)), 2
     ),
-    "astype": lambda x: x.astype(mx.float16),
-    "add": lambda x: x + x,
     "full_attention": lambda x: x.replace(
         ops.full_attention(*[x.feats.reshape(-1, 2, 2)] * 3, like=x).reshape(-1, 4)
     ),
@@ -130,17 +113,12 @@ WILD = (
 )
 OF_ELEMENTS = {
     "batch_size": lambda x: x.batch_size,
-    "group_norm": nn.GroupNorm(2, CHANNELS),
     "instance_norm": nn.InstanceNorm(CHANNELS),
     "unbatch": ops.unbatch,
-    "to_sequences": ops.to_sequences,
     "full_attention": STEPS["full_attention"],
-    "global_avg_pool": ops.global_avg_pool,
     "global_sum_pool": ops.global_sum_pool,
-    "global_max_pool": ops.global_max_pool,
     "to_dense": lambda x: x.to_dense(),
     "batch": lambda x: ops.batch([x, x]),
-    "after a layer": lambda x: ops.global_avg_pool(nn.SubmConv3d(4, 4, 3)(x)),
     "after a stride": lambda x: ops.global_avg_pool(nn.Conv3d(4, 4, 2, 2)(x)),
 }
 

@@ -6,7 +6,7 @@ import pytest
 from places import HERE, agreed
 
 import mlx_lattice as ml
-from mlx_lattice import ops, sync
+from mlx_lattice import ops
 
 places = pytest.mark.parametrize("place", HERE, ids=lambda place: place.name)
 CHANNELS = 3
@@ -239,27 +239,3 @@ def test_unbatch(place, order):
         np.testing.assert_array_equal(np.array(coords), rows[here] * [0, 1, 1, 1])
         np.testing.assert_array_equal(np.array(part), np.array(feats)[here])
     np.testing.assert_array_equal(np.array(grad), rows[:, :1] + np.ones((1, CHANNELS)))
-
-
-def test_parts_that_are_right_are_joined_so(monkeypatch):
-    """Batch elements taken apart and put together are checked by no read."""
-    rows = drawn(np.random.default_rng(8), 200, batches=4)
-    for given in (rows, np.unique(rows, axis=0)):
-        x = tensor(given, batch_size=5)
-        x.coordinate_set.is_sorted = given is not rows
-        parts = ops.unbatch(x)
-        with monkeypatch.context() as patched:
-            patched.setattr(sync, "read", None)
-            both = ops.batch(parts)
-        held, order = both.coordinate_set, np.argsort(given[:, 0], kind="stable")
-        assert held.settled and held.batch_size == 5
-        assert held.is_sorted is (given is not rows)
-        np.testing.assert_array_equal(np.array(both.coords), given[order])
-        np.testing.assert_array_equal(np.array(both.feats), np.array(x.feats)[order])
-        low, high = held.box
-        assert (given.min(0) >= low).all() and (given.max(0) <= high).all()
-    fresh = ops.batch([tensor(rows[:, :]), tensor(np.concatenate([rows, rows[:1]]))])
-    with pytest.raises(ValueError, match="must be unique"):
-        fresh.coordinate_set.index  # noqa: B018
-    none = tensor(np.zeros((0, 4), np.int32))
-    assert len(ops.batch([none, none])) == 0 and ops.batch([none, none]).batch_size == 2

@@ -64,13 +64,6 @@ def test_points_are_averaged_in_float32(dtype):
     assert x.dtype == feats.dtype and x.feats.tolist() == [[1.0]]
 
 
-@reductions
-def test_no_points(reduce):
-    none = np.zeros((0, 3)), np.zeros((0, 5), np.float32)
-    x = voxels(*none, voxel_size=0.1, reduce=reduce)
-    assert x.shape == (0, 5) and x.coords.shape == (0, 4) and x.batch_size == 1
-
-
 def test_gradients_reach_the_points_features():
     points, feats, _ = cloud(50)
 
@@ -124,13 +117,6 @@ def test_to_dense_places_rows():
     np.testing.assert_array_equal(grid[tuple(coords.T)], np.array(x.feats))
     assert (grid != 0).any(axis=-1).sum() == len(x)
     assert x.to_dense((20, 20, 20)).shape == (1, 20, 20, 20, 3)
-
-
-@pytest.mark.parametrize("batch_size", (None, 0, 2))
-def test_to_dense_of_nothing(batch_size):
-    x = tensor("empty", batch_size=batch_size, spatial_shape=(2, 3, 4))
-    size = 1 if batch_size is None else batch_size
-    assert x.to_dense().shape == (size, 2, 3, 4, 3)
 
 
 def test_a_row_outside_the_grid_is_an_error():
@@ -337,10 +323,3 @@ def test_strides_are_ints_and_fractions(stride, expected, text):
     assert x.stride == expected and {type(s) for s in x.stride} <= {int, Fraction}
     assert repr(x).endswith(f" at stride {text})")
     assert f"stride {text} " in str(ml.prepare(nn.SubmConv3d(3, 3, 3), x))
-
-
-@pytest.mark.parametrize("kind", (int, np.int64, np.uint8, mx.array), ids=str)
-def test_a_batch_size_is_any_integer(kind):
-    x = tensor("scattered", batch_size=kind(3))
-    assert type(x.batch_size) is int and x.batch_size == 3
-    assert x.dense().shape[0] == x.to_dense().shape[0] == 3

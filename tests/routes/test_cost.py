@@ -6,7 +6,6 @@ from conftest import KINDS, pair
 
 import mlx_lattice as ml
 from mlx_lattice import backends, devices, routes
-from mlx_lattice.epilogue import EpilogueFacts
 from mlx_lattice.inspect import explain
 from mlx_lattice.problem import IntegerFacts, Problem
 
@@ -62,9 +61,6 @@ def test_operations_done():
         assert done(p, "blocked_gather_gemm", relation, "cpu") == 1.0
 
 
-# CUDA's kernels, walked through as they are written.
-
-
 def test_what_is_not_counted_is_none():
     p = Problem.forward(c_in=4, c_out=4, n_in=100)
     c = ml.explain(p, device="m4").cost
@@ -76,31 +72,6 @@ def test_what_is_not_counted_is_none():
     assert ml.explain(pointwise, device="m4").cost.useful_flops == 2 * 100 * 16
     empty = Problem.forward(c_in=4, c_out=4, n_in=0, edges=0)
     assert "0 FLOP useful" in str(ml.explain(empty, device="m4").cost)
-
-
-def test_packed_weights_move_fewer_bytes():
-    facts = dict(c_in=64, c_out=64, n_in=0, edges=0, dtype="float16")
-    dense = explain.cost(Problem.forward(**facts), devices.PROFILES["m4"])
-    packed = explain.cost(
-        Problem.forward(**facts, bits=4, group_size=32), devices.PROFILES["m4"]
-    )
-    assert dense.bytes_moved == 27 * 64 * 64 * 2
-    assert packed.bytes_moved == 27 * 64 * (64 // 2 + 2 * 2 * 64 // 32)
-
-
-@pytest.mark.parametrize(
-    "text, expected",
-    [
-        (explain.operations(0), "0 FLOP"),
-        (explain.operations(69e9), "69 GFLOP"),
-        (explain.size(1e19), "1e+04 PB"),
-        (explain.milliseconds(0.012), "12 us"),
-        (explain.milliseconds(999.7), "1,000 ms"),
-        (explain.operations(999_499_999), "999 MFLOP"),
-    ],
-)
-def test_numbers_read_well(text, expected):
-    assert text == expected
 
 
 def test_rooflines_are_of_what_multiplies():
@@ -117,14 +88,3 @@ def test_rooflines_are_of_what_multiplies():
     assert exact.compute_ms == pytest.approx(6 * half.compute_ms)
     integer = IntegerFacts()
     assert least(bits=8, integer=integer).compute_ms < 0.6 * half.compute_ms
-
-
-def test_a_residual_is_read():
-    facts = {"c_in": 8, "c_out": 4, "n_in": 100, "edges": 500}
-    bare, added = (
-        Problem.forward(**facts, epilogue=EpilogueFacts(there))
-        for there in (("shift",), ("shift", "residual"))
-    )
-    m4 = devices.PROFILES["m4"]
-    more = explain.cost(added, m4).bytes_moved - explain.cost(bare, m4).bytes_moved
-    assert more == 100 * 4 * 4

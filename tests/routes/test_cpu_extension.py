@@ -94,8 +94,6 @@ def test_refusals_and_errors_are_sentences():
     table = mx.zeros((4, 27), mx.int32)
     with pytest.raises(Exception, match="no rule for vjp"):
         mx.grad(lambda x: cpu.blocked_gather_gemm(x, w, table).sum())(x)
-    with pytest.raises(Exception, match="no rule for jvp"):
-        mx.jvp(lambda x: cpu.blocked_gather_gemm(x, w, table), [x], [x])
     mapped = mx.vmap(lambda x: cpu.blocked_gather_gemm(x, w, table))(mx.ones((2, 4, 8)))
     assert mx.array_equal(mapped[1], cpu.blocked_gather_gemm(mx.ones((4, 8)), w, table))
     none = mx.vmap(lambda x: cpu.blocked_gather_gemm(x, w, table))(mx.ones((0, 4, 8)))
@@ -104,12 +102,8 @@ def test_refusals_and_errors_are_sentences():
         cpu.blocked_gather_gemm(x, w.astype(mx.float16), table)
     with pytest.raises(ValueError, match="x has 7 channels"):
         cpu.blocked_gather_gemm(x[:, :7], w, table)
-    with pytest.raises(ValueError, match="do not divide into 3 groups"):
-        cpu.blocked_gather_gemm(mx.zeros((4, 24)), w, table, groups=3)
     with pytest.raises(ValueError, match="table has 26 offsets"):
         cpu.blocked_gather_gemm(x, w, table[:, 1:])
-    with pytest.raises(ValueError, match="table must be int32"):
-        cpu.blocked_gather_gemm(x, w, table.astype(mx.int64))
     with pytest.raises(ValueError, match="bias must have shape"):
         cpu.blocked_gather_gemm(x, w, table, mx.zeros(3))
     with pytest.raises(RuntimeError, match="names input row 99"):
@@ -122,11 +116,6 @@ def test_refusals_and_errors_are_sentences():
     with pytest.raises(RuntimeError, match="not sorted"):
         edges = mx.array([[0, 0, 1], [0, 0, 0]], dtype=mx.int32)
         mx.eval(cpu.grouped_gemm_weight_grad(x, x, edges, 27))
-    with pytest.raises(ValueError, match="bits must be 4 or 8"):
-        words = mx.zeros((27, 8, 1), mx.uint32)
-        cpu.quantized_sorted(x, words, x, x, table, bits=3)
-    with pytest.raises(ValueError, match="no mmx kernels"):
-        cpu.set_isa("mmx")
 
 
 @pytest.mark.parametrize("rows", (1, 7, 50_000))

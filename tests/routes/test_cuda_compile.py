@@ -232,31 +232,3 @@ def test_the_real_compiler(monkeypatch, tmp_path):
     assert len(list((tmp_path / "kept" / "cuda").iterdir())) >= 3
     np.testing.assert_array_equal(by_mlx, first)
     np.testing.assert_array_equal(first, again)
-
-
-class Fatbin:
-    """Stands for nvFatbin: what it makes is ``made``; ``failing`` has an error."""
-
-    made, failing = cuda_compile.CODE_SIGNS[1] + b"code", ""
-
-    def __getattr__(self, name):
-        def call(*arguments):
-            if name == "nvFatbinSize":
-                arguments[1]._obj.value = len(self.made)
-            elif name == "nvFatbinGet":
-                ctypes.memmove(arguments[1], self.made, len(self.made))
-            return 5 * (name == self.failing)
-
-        return call
-
-
-def test_code_is_compressed_where_nvfatbin_is(monkeypatch):
-    code = cuda_compile.CODE_SIGNS[0] + b"code"
-    monkeypatch.setattr(cuda_compile, "fatbin", lambda: None)
-    assert cuda_compile.compressed(code, (9, 0)) == code
-    library = Fatbin()
-    monkeypatch.setattr(cuda_compile, "fatbin", lambda: library)
-    assert cuda_compile.compressed(code, (9, 0)) == Fatbin.made
-    for library.failing in ("nvFatbinCreate", "nvFatbinAddCubin", "nvFatbinGet"):
-        with pytest.raises(RuntimeError, match=f"{library.failing} .* with code 5"):
-            cuda_compile.compressed(code, (9, 0))

@@ -4,8 +4,6 @@ import json
 from pathlib import Path
 from statistics import mean
 
-import pytest
-
 import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends.cuda import contraction as cuda_contraction
@@ -90,13 +88,3 @@ def test_tiles_of_other_operands_are_nearly_the_fastest():
     over = [ratio for ratio in map(over_the_fastest, WIDTHS) if ratio]
     assert len(over) > 75
     assert mean(over) < 1.03 and max(over) < 1.35
-
-
-@pytest.mark.parametrize(
-    "channels", sorted({timed["channels"] for timed in TIMED if "channels" in timed})
-)
-def test_no_width_is_left_behind(channels):
-    of = (
-        over_the_fastest(timed) for timed in TIMED if timed.get("channels") == channels
-    )
-    assert mean([ratio for ratio in of if ratio]) < 1.05

@@ -56,9 +56,6 @@ WIDE = set(cuda_tiles.WIDE_TILES.values()) | {
     for _, tile in named
     if isinstance(tile, cuda_tiles.WideTile)
 }
-wide_shapes = pytest.mark.parametrize(
-    "shape", ((64, 128, 1), (128, 200, 1), (64, 256, 1)), ids=str
-)
 
 
 def result(route, pass_, point, device=None, **facts) -> mx.array:
@@ -175,12 +172,6 @@ def test_weight_gradients_of_whole_offsets(tile, before, monkeypatch):
             check("grouped_gemm", WEIGHT_GRAD, point)
 
 
-@pytest.mark.parametrize("shape", ((96, 96, 1), (90, 180, 1)), ids=str)
-def test_gradients_in_tf32_of_96_channels(shape, device):
-    point = Point(rows_for(device), shape, "float32")
-    check("grouped_gemm", WEIGHT_GRAD, point, device, precision="tf32")
-
-
 @shapes
 @pytest.mark.parametrize("pass_", PASSES)
 def test_tf32(pass_, shape, device):
@@ -193,15 +184,6 @@ def test_tf32(pass_, shape, device):
 def test_tf32_reads_weights_that_run_along_the_sum(pass_, shape, device):
     point = Point(rows_for(device), shape, "float32", bias=pass_ == FORWARD)
     check(SORTED, pass_, point, device, precision="tf32", layout=MLX_LAYOUT)
-
-
-@pytest.mark.parametrize("width", cuda_tiles.TF32_TILES)
-def test_tf32_of_each_width(width, monkeypatch):
-    no_small_tiles(monkeypatch)
-    for layout in LAYOUTS:
-        for pass_, sides in zip(PASSES[:2], ((64, width), (width, 64)), strict=True):
-            point = Point("many", (*sides, 1), "float32", bias=pass_ == FORWARD)
-            check(SORTED, pass_, point, precision="tf32", layout=layout)
 
 
 @pytest.mark.parametrize("edges", (None, 1))
@@ -246,15 +228,6 @@ def test_tiles_of_few_edges_a_row(pass_, shape, device):
     check(SORTED, pass_, Point("some", shape, "float16"), device, edges=1)
 
 
-@wide_shapes
-@pytest.mark.parametrize("wide", (False, True))
-@pytest.mark.parametrize("pass_", PASSES[:2])
-def test_both_kernels_of_wide_channels(pass_, wide, shape, device, monkeypatch):
-    if not wide:
-        monkeypatch.setattr(cuda_tiles, "WIDE_TILES", cuda_tiles.SORTED_TILES)
-    check(SORTED, pass_, Point("some", shape, "bfloat16"), device)
-
-
 @pytest.mark.parametrize("dtype", HALVES)
 @pytest.mark.parametrize(
     "channels", ((1, 1), (16, 24), (24, 40), (33, 31), (64, 64), (64, 136)), ids=str
@@ -271,12 +244,6 @@ def test_weight_gradients_by_sorted_rows(before, channels, dtype):
 @pytest.mark.parametrize("pass_", PASSES)
 def test_depthwise(pass_, shape, dtype):
     check("depthwise", pass_, Point("some", (*shape, shape[0]), dtype))
-
-
-@pytest.mark.parametrize("route", (SORTED, PACKED))
-def test_many_offsets(route):
-    packing = (4, 32) if route == PACKED else None
-    check(route, FORWARD, Point("nine", (8, 8, 1), "float16", packing))
 
 
 @pytest.fixture(params=(False, True), ids=("in_tiles", "once"))

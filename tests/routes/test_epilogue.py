@@ -2,8 +2,6 @@
 derivatives, which are those of the composed form.
 """
 
-from dataclasses import replace
-
 import cases
 import mlx.core as mx
 import mlx.nn
@@ -17,9 +15,8 @@ from places import HERE, MetalHost
 from test_table import admissible, rows, taken
 
 import mlx_lattice as ml
-from mlx_lattice import devices
 from mlx_lattice.epilogue import ARRAYS, Epilogue, EpilogueFacts
-from mlx_lattice.problem import AFTER, FORWARD, IN_KERNEL, IN_SUM, OPERATIONS
+from mlx_lattice.problem import FORWARD
 
 # Which arrays there are: all, each alone, and others.
 PARTS = (
@@ -117,32 +114,6 @@ def test_nan_and_large_values_stay_what_they_are(place, activation):
         wanted = FUNCTIONS[activation](values.astype(float))
     for results in place.run(run).values():
         np.testing.assert_allclose(exact(results[0]), wanted, rtol=1e-5, atol=1e-6)
-
-
-# What runs is what is said
-
-
-def test_the_plan_says_where_it_is_computed():
-    facts = EpilogueFacts(ARRAYS, "relu", "BatchNorm", 1e-5)
-    problem = ml.Problem.forward(c_in=64, c_out=64, n_in=100_000, dtype="float16")
-    problem = replace(problem, epilogue=facts)
-    where = dict.fromkeys(("m4-max", "h200", "a100"), IN_KERNEL)
-    if devices.has_extension():
-        where["cpu"] = IN_KERNEL
-    for device, said in where.items():
-        text = str(ml.explain(problem, device=device))
-        assert "+ BatchNorm + residual + ReLU" in text
-        assert f"epilogue {said}" in text
-    few = replace(problem, n_in=300, n_out=300)
-    for device in ("m4-max", "h200", "a100"):
-        choice = ml.select(few, device=device, only="sorted_implicit_gemm")
-        assert choice.plan.splits > 1 and choice.plan.epilogue == IN_SUM
-    for device in ("h200", "m4-max", "cpu"):
-        choice = ml.select(problem, device=device, only="gather_gemm_scatter")
-        assert choice.plan.epilogue in (AFTER, OPERATIONS)
-    for device in ("h200", "m4-max", "cpu"):
-        bare = ml.select(replace(problem, epilogue=None), device=device)
-        assert bare.plan.epilogue == ""
 
 
 # Errors

@@ -6,7 +6,6 @@ from functools import partial
 import mlx.core as mx
 import pytest
 
-import mlx_lattice as ml
 from mlx_lattice import devices
 from mlx_lattice.backends import mlx as mlx_backend
 from mlx_lattice.problem import IntegerFacts, Problem, Proof
@@ -75,8 +74,3 @@ def test_proofs_find_what_is_wrong(bits, facts, dtype):
         found = check(plan)
         assert bool(found) == fault, found
         assert not fault or "values are wrong" in found
-
-
-def test_explain_names_the_tiles():
-    text = str(ml.explain(problem(facts=IntegerFacts(ALL, "relu")), device="h200"))
-    assert "int8_sorted" in text and "int8 features" in text

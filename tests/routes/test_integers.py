@@ -272,17 +272,3 @@ def test_bad_input():
         ml.integer_weight(w)
     with pytest.raises(ValueError, match="has no gradient.*FakeQuant"):
         mx.grad(lambda s: call(x, w, relation, scale=s, dtype=mx.float32).sum())(scale)
-
-
-def test_explain_and_trace_name_the_integers():
-    relation, x, w, arrays, _ = given(Point(there=("shift", "out_inverse")))
-    with ml.trace() as trace:
-        ml.integer_conv(x, w, relation, **arrays, activation="relu")
-    (record,) = trace.records
-    assert "int8 features, int8 weight" in str(record.problem)
-    assert "+ shift + ReLU to int8" in str(record.problem)
-    assert "int8 x int8" in str(trace)
-    moved_bytes = record.cost.bytes_moved
-    table = 4 * relation.n_out * relation.volume
-    features = relation.n_in * 32 + relation.n_out * 32
-    assert moved_bytes == features + w.values.size + 4 * 32 + table

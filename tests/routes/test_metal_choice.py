@@ -78,22 +78,3 @@ def test_atomics_need_a_waiver():
         x, w, relation = problem(mx.float32, 8, 1)
         with pytest.raises(ml.RouteError, match="determinism is not waived"):
             ml.conv(x, w, relation)
-
-
-def test_grouped_gemm_runs_its_kernel_where_it_has_one():
-    with ml.metal("host"), routes.only("grouped_gemm"):
-        x, w, relation = problem(mx.float16, 8, 1)
-        mx.eval(relation.out_in, relation.kernel_csr)
-
-        def loss(w):
-            return ml.conv(x, w, relation).astype(mx.float32).sum()
-
-        with host.recording(checked=True) as record, ml.trace() as t:
-            mx.eval(mx.grad(loss)(w))
-    assert {r.choice.route.name for r in t.records} == {"grouped_gemm"}
-    for r in t.records:
-        code = "Metal" if r.problem.pass_ == "weight_grad" else "MLX operations"
-        assert dict(r.choice.parameters)["code"] == code
-    assert "weight_grad" in {r.problem.pass_ for r in t.records}
-    kernels = [launch.kernel for launch in record.report.launches]
-    assert any("grouped_gemm_weight_grad" in kernel for kernel in kernels), kernels

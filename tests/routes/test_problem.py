@@ -49,14 +49,6 @@ def test_a_problem_checks_its_facts(facts, error, match):
         problem(**facts)
 
 
-def test_operations_of_edges_that_nobody_counted():
-    """A pointwise layer has one a row, whoever asks."""
-    p = ml.Problem.forward(c_in=8, c_out=16, n_in=100, kernel_size=1)
-    assert p.pointwise and p.edges is None
-    assert p.useful_flops == ml.explain(p, device="m4").cost.useful_flops == 25_600
-    assert problem(edges=None).useful_flops is None
-
-
 def test_a_problem_counts_and_prints():
     p = problem(edges=1000, n_in=100, c_in=8, c_out=16)
     assert p.useful_flops == 2 * 1000 * 8 * 16

@@ -16,12 +16,10 @@ from mlx_lattice.problem import (
     ARRAYS,
     FORWARD,
     INPUT_GRAD,
-    PASSES,
     WEIGHT_GRAD,
     IntegerFacts,
 )
-from mlx_lattice.routes import TABLE, named, proof
-from mlx_lattice.routes.proof import ROWS, Trial
+from mlx_lattice.routes import named, proof
 
 host.require()
 
@@ -85,14 +83,6 @@ FAULTS = {
         ("grouped_gemm", "e < ALL && edge < left &&", "e < ALL && edge < left - 1 &&"),
         ("grouped_gemm", WEIGHT_GRAD, "float32", {}),
     ),
-    "the other half of dy": (
-        (
-            "tensor_ops_weight_grad",
-            "side + 2 * place.column, 4);",
-            "side + 2 * place.column, 0);",
-        ),
-        ("tensor_ops", WEIGHT_GRAD, "bfloat16", {}),
-    ),
     "weights that are not turned": (
         ("dense_channel", "load<TRANSPOSED>(b, weights", "load<false>(b, weights"),
         ("dense_channel", INPUT_GRAD, "float16", {"c_in": 32, "c_out": 64}),
@@ -121,22 +111,6 @@ FAULTS = {
         ),
         ("sorted_implicit_gemm", FORWARD, "float32", {"n_in": 300, "edges": 8000}),
     ),
-    "another group's scale": (
-        (
-            "quantized_sorted",
-            "to.scale = scales[share + Index(first.at / GROUP)];",
-            "to.scale = scales[share];",
-        ),
-        ("quantized_sorted", FORWARD, "float16", {"bits": 4, "group_size": 32}),
-    ),
-    "channels of another lane": (
-        (
-            "tensor_ops",
-            "return line / 4 * (4 * COUNT) + line % 4;",
-            "return line / 4 * 4 + line % 4;",
-        ),
-        ("tensor_ops", FORWARD, "float16", {"c_in": 64}),
-    ),
     "the second word of packed weights": (
         (
             "quantized_tensor_ops",
@@ -152,18 +126,6 @@ FAULTS = {
     ),
     "another four of a word of int8": (
         ("tensor_ops", "(words.v[f] >> (8 * j))", "(words.v[f] >> (8 * (j & 2)))"),
-        ("int8_tensor_ops", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
-    ),
-    "weights without a sign": (
-        (
-            "quantized_sorted_int8",
-            "(word << (24 - 8 * j)) >> 24",
-            "(word >> 8 * j & 255)",
-        ),
-        ("quantized_sorted", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
-    ),
-    "no residual scale": (
-        ("integer_epilogue", "more = more * residual_scale[0];", ""),
         ("int8_tensor_ops", FORWARD, "float16", {"bits": 8, "integer": INTEGERS}),
     ),
     "sums in half": (
@@ -216,81 +178,3 @@ def test_an_epilogue_is_part_of_the_proof():
             plan = named("sorted_implicit_gemm").plan(p, devices.current())
             assert plan.epilogue == "in the kernel"
             assert proof.check(plan) is None
-
-
-# The small problem by which matrix kernels prove themselves: it leaves nothing out.
-
-
-def matrix_plans():
-    """Every plan of a matrix kernel that the table has, on some chips."""
-    chips = "m1", "m5", "h200", "a100"
-    widths = (16, 16), (24, 40), (64, 96), (300, 16)
-    found = {}
-    for chip, dtype, pass_, route, shape in (
-        (devices.PROFILES[c], d, p, r, s)
-        for c in chips
-        for d in ("float32", "float16", "bfloat16")
-        for p in PASSES
-        for r in TABLE
-        for s in widths
-    ):
-        for facts in (
-            {},
-            {"layout": "mlx"},
-            {"bits": 4, "group_size": 32},
-            {"bits": 8, "integer": IntegerFacts()},
-            {"mirrored": True},
-            {"n_in": 400_000, "edges": 1_000_000},
-            {"n_in": 500, "edges": 4_000},
-            {"kernel_size": 1, "edges": None},
-        ):
-            given = {"n_in": 3000, "edges": 20_000, "dtype": dtype, **facts}
-            p = ml.Problem.forward(c_in=shape[0], c_out=shape[1], **given)
-            p = replace(p, pass_=pass_)
-            if route.refusal(p, chip, forced=True) is None:
-                plan = route.plan(p, chip)
-                found[plan.gpu, plan.splits > 1, plan.weights] = plan
-    return list(found.values())
-
-
-def test_just_matrix_kernels_have_a_proof():
-    names = set()
-    for plan in matrix_plans():
-        # They alone have tiles; on Metal, and threadgroup memory.
-        assert (plan.proof is not None) == (plan.tile is not None), plan
-        names |= {plan.gpu.symbol} if plan.proof else set()
-    assert names == {
-        "cout16",
-        "dense_channel",
-        "grouped_gemm",
-        "grouped_gemm_weight_grad",
-        "grouped_gemm_whole",
-        "int8_sorted",
-        "int8_tensor_ops",
-        "quantized_sorted",
-        "quantized_sorted_int8",
-        "quantized_tensor_ops",
-        "sorted_implicit_gemm",
-        "sorted_implicit_gemm_weight_grad",
-        "tensor_ops",
-        "tensor_ops_weight_grad",
-    }
-
-
-def test_the_kernel_that_is_tried_is_the_kernel_that_runs():
-    for plan in matrix_plans():
-        if plan.proof is None:
-            continue
-        trial = Trial(plan, False)
-        small = plan.proof.again(trial.problem)
-        assert small.gpu == plan.gpu and small.tile == plan.tile, plan
-        assert (small.splits > 1) == (plan.splits > 1)
-        assert small.weights == plan.weights and small.bind is plan.bind
-        # A full column of tiles, and a tail; the narrow one has 32 channels at most.
-        narrow = plan.gpu.symbol == "grouped_gemm" and small.tile == (64, 32)
-        wide, high = small.problem.channels[1], small.tile[1]
-        fixed = plan.kernel in ("dense_channel", "cout16")
-        assert fixed or (wide > high) != narrow and wide % 8, plan
-        # Of the highest tiles of int8 there is one, which is not full.
-        assert small.tile[0] < ROWS or plan.kernel == "int8_sorted"
-        assert ROWS % small.tile[0]

@@ -71,12 +71,6 @@ def test_every_kind(case, dtype, kernels):
 def test_edges_that_share_a_row_and_offset(groups, kernels):
     relation, expected = multi_edges(1)
     check(relation, expected, packed(5, 6, 4), groups)
-    for name in ("quantized_sorted", "quantized_tensor_ops"):
-        problem = ml.Problem.forward(
-            c_in=8, c_out=8, n_in=9999, bits=4, table=False, dtype="float16"
-        )
-        reasons = dict(ml.select(problem, device="m5-max").rejected)
-        assert "there is no neighbour table" in reasons[name]
 
 
 @pytest.mark.parametrize("d", (1, 2, 4))
@@ -168,11 +162,6 @@ def test_explain_trace_verify_and_tune_see_packed_weights(tmp_path):
     e = ml.explain(x, q)
     assert e.problem.bits == 4 and e.problem.group_size == 64
     assert f"{e.choice}" in str(e) and "int4 weight" in str(e)
-    assert "int4 in groups of 64: 17.3 kB for 111 kB of float32, saves 84%" in str(e)
-    assert e.problem.weight_bytes == q.nbytes
-    back = ml.explain(x, q, pass_="input_grad")
-    assert "int4 weight dequantised" in str(back)
-    assert "weight is packed" not in str(back)
     with ml.trace() as t, ml.verify():
         y = ops.subm_conv3d(x, q)
         mx.grad(lambda f: ops.subm_conv3d(x.replace(f), q).feats.sum())(x.feats)

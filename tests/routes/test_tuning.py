@@ -143,19 +143,6 @@ def test_a_wrong_candidate_cannot_win(planted, monkeypatch, folder):
         assert mx.allclose(y.feats, ops.subm_conv3d(x, W).feats, atol=1e-4)
 
 
-def test_empty_and_lone_problems_are_left_to_the_table(counted, folder, monkeypatch):
-    empty = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 4)))
-    lone = {"gather_gemm_scatter": routes.named("gather_gemm_scatter")}
-    with ml.tune():
-        ops.subm_conv3d(empty, W)
-        monkeypatch.setattr(selection, "TABLE", tuple(lone.values()))
-        ml.settings.note_change()
-        ops.subm_conv3d(tensor(), W)
-    ml.settings.note_change()
-    assert sum(counted.values()) <= 2
-    assert not (folder / "routes.json").exists()
-
-
 # The file.
 
 
