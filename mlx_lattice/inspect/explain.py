@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
 
@@ -476,8 +476,7 @@ class VerificationError(ArithmeticError):
         self.layer, self.route, self.error, self.row = layer, route, error, row
 
 
-@contextmanager
-def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
+def verify(tolerance: float | None = None, model=None) -> AbstractContextManager[None]:
     """Check every contraction in the block against an independent route, at once.
 
     The reference is the floor route, or another one if that is the chosen one, or plain
@@ -499,7 +498,11 @@ def verify(tolerance: float | None = None, model=None) -> Iterator[None]:
             f"the tolerance must be a number; got {type(tolerance).__name__}. Call the "
             "net inside the block: with ml.verify(model=net): net(x)"
         )
-    names = LayerNames(model)
+    return _verify(tolerance, LayerNames(model))
+
+
+@contextmanager
+def _verify(tolerance: float | None, names: LayerNames) -> Iterator[None]:
 
     def check(launched: Launch) -> None:
         p, route = launched.problem, launched.choice.route.name

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from functools import partial
 from importlib import resources
@@ -186,8 +186,7 @@ def check_page(path: str | Path) -> Path:
     return path
 
 
-@contextmanager
-def trace(model=None, time: bool = False) -> Iterator[Trace]:
+def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
     """Record every convolution, norm and attention in the block, gradients included.
 
     ``LayerNorm`` and ``RMSNorm`` that run on MLX's own kernels have no record. Inside
@@ -207,6 +206,11 @@ def trace(model=None, time: bool = False) -> Iterator[Trace]:
             "ml.trace takes no input; call the net inside its block: "
             "with ml.trace(net) as t: net(x)"
         )
+    return _trace(model, time)
+
+
+@contextmanager
+def _trace(model, time: bool) -> Iterator[Trace]:
     names, result = LayerNames(model), Trace(devices.current(), time)
     relations: list[Relation | None] = []
 
