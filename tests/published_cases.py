@@ -37,3 +37,18 @@ def difference(actual, expected) -> float:
 def assert_close(actual, expected, within: float = 2e-5) -> None:
     """An array is within the error that the cases allow."""
     assert difference(actual, expected) <= within
+
+
+def assert_gradients(found, expected, within: float) -> None:
+    """Gradients of parameters are those whose sums a case holds.
+
+    Of each it has the norm, and the product with numbers drawn in the order of names.
+    """
+    assert found.keys() == expected.keys()
+    rng = np.random.RandomState(99)
+    for name, (norm, product) in expected.items():
+        gradient = np.array(found[name], np.float64)
+        drawn = rng.standard_normal(gradient.shape)
+        assert abs(np.linalg.norm(gradient) - norm) <= within * norm, name
+        limit = within * norm * np.linalg.norm(drawn)
+        assert abs((gradient * drawn).sum() - product) <= limit, name

@@ -17,7 +17,7 @@ from ..io import folders
 from ..io.checkpoints import OURS, layout_of, match, opened
 from ..io.safetensors import CheckpointError, read_object, write_safetensors
 from ..kept_files import check_writable
-from ..models import PUBLISHED, ptv3
+from ..models import PUBLISHED, litept, ptv3
 from ..models.trellis2.transformer import FLOW, STRUCTURE_FLOW, trellis2
 
 METADATA = {"format": "mlx", "library": OURS, "version": __version__}
@@ -40,6 +40,9 @@ MODELS |= {
     for form in ("m1", "m2", "m3")
 }
 MODELS |= {
+    "litept": Net("LitePT", ("channels",)),
+    "litept-base": Net("LitePT", ("channels",), {"size": "base"}),
+    "litept-large": Net("LitePT", ("channels",), {"size": "large"}),
     "minkunet-torchsparse": Net(
         "MinkUNetTorchSparse", ("channels", "width", "trimmed")
     ),
@@ -152,6 +155,8 @@ def _model(options: argparse.Namespace):
             )
     elif kind == "PTv3":
         takes, arguments = (), ptv3.published_arguments(config, **arguments)
+    elif kind == "LitePT":
+        takes, arguments = (), litept.published_arguments(config)
     elif takes:
         raise ValueError(f"--config is not for --model {options.model}")
     elif options.model in DETECTORS or {"MODEL", "DATA_CONFIG"} <= {*config}:

@@ -1,8 +1,9 @@
 """Reference nets built from mlx_lattice.nn."""
 
-from . import blocks, detection, pretrained, ptv3, trellis2, unets
+from . import blocks, detection, litept, pretrained, ptv3, trellis2, unets
 from .blocks import *
 from .detection import *
+from .litept import *
 from .pretrained import *
 from .ptv3 import *
 from .trellis2 import (
@@ -20,6 +21,7 @@ from .unets import *
 __all__ = [
     *blocks.__all__,
     *detection.__all__,
+    *litept.__all__,
     *pretrained.__all__,
     *ptv3.__all__,
     *unets.__all__,

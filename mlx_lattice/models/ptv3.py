@@ -14,7 +14,7 @@ named as in Pointcept's checkpoints, but for the ``layers`` of a Sequential, whi
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -136,8 +136,8 @@ class MLP(nn.Module):
         return in_order((self.fc1, self.act, self.drop, self.fc2, self.drop), x)
 
 
-class SerializedBlock(nn.Module):
-    """A convolution, attention and an MLP, each beside a skip."""
+class AttentionBlock(nn.Module):
+    """Attention and an MLP, each after a norm and beside a skip."""
 
     def __init__(
         self,
@@ -147,17 +147,14 @@ class SerializedBlock(nn.Module):
         mlp_ratio: float,
         proj_drop: float,
         drop_path: float,
-        layer_scale: float | None,
-        dims: int,
+        layer_scale: float | None = None,
         **attention: Any,
     ):
         super().__init__()
-        conv = getattr(nn, f"SubmConv{dims}d")(channels, channels, 3)
         # Lists of one layer are named as the published parameters are.
-        self.cpe = [conv, nn.Linear(channels, channels), nn.LayerNorm(channels)]
         self.norm1 = [nn.LayerNorm(channels)]
         sizes = channels, num_heads, patch_size
-        self.attn = SerializedAttention(*sizes, dims=dims, **attention)
+        self.attn = SerializedAttention(*sizes, **attention)
         self.norm2 = [nn.LayerNorm(channels)]
         self.mlp = [MLP(channels, int(channels * mlp_ratio), proj_drop)]
         self.drop = nn.Dropout(proj_drop)
@@ -166,11 +163,10 @@ class SerializedBlock(nn.Module):
             self.ls1 = [nn.LayerScale(channels, layer_scale)]
             self.ls2 = [nn.LayerScale(channels, layer_scale)]
 
-    def __call__(
-        self, x: SparseTensor, level: Level, convolved: SparseTensor
+    def attend(
+        self, x: SparseTensor, level: Level
     ) -> tuple[SparseTensor, SparseTensor]:
         """Return features on the rows of ``x``, and the next block's ``convolved``."""
-        x = in_order(self.cpe, convolved, x)
         x = self._added(x, self.drop(self.attn(self.norm1[0](x), level)), "ls1")
         branch = self.mlp[0](self.norm2[0](x))
         if level.legacy:
@@ -190,7 +186,215 @@ class SerializedBlock(nn.Module):
         return self.drop_path(self[scale][0](y) if scale in self else y)
 
 
-class PTv3(Segmentor):
+class SerializedBlock(AttentionBlock):
+    """A convolution, attention and an MLP, each beside a skip."""
+
+    def __init__(self, channels: int, *sizes: Any, dims: int = 3, **attention: Any):
+        super().__init__(channels, *sizes, dims=dims, **attention)
+        self.cpe = convolution(channels, dims)
+
+    def __call__(
+        self, x: SparseTensor, level: Level, convolved: SparseTensor
+    ) -> tuple[SparseTensor, SparseTensor]:
+        """Return features on the rows of ``x``, and the next block's ``convolved``."""
+        return self.attend(in_order(self.cpe, convolved, x), level)
+
+
+def convolution(channels: int, dims: int) -> list[nn.Module]:
+    """Return the convolution that a block begins with, a linear layer and a norm."""
+    conv = getattr(nn, f"SubmConv{dims}d")(channels, channels, 3)
+    return [conv, nn.Linear(channels, channels), nn.LayerNorm(channels)]
+
+
+class PointTransformer(Segmentor):
+    """The U-net that PTv3 and LitePT share: a stem, levels of blocks, a decoder.
+
+    A block takes features, a ``Level``, and the features that its convolution reads; it
+    returns its own features and those that the next block's convolution reads.
+    """
+
+    variant, legacy, rope_base = "m2", False, None
+    enable_flash = True
+
+    def _orders(self, order: Sequence[str], dims: int, shuffle: bool) -> None:
+        """Set the curves, which are checked."""
+        self.order = (order,) if isinstance(order, str) else tuple(order)
+        if not self.order:
+            raise ValueError("order must name one curve or more; got none")
+        for curve in self.order:
+            check_curve(curve, dims)
+        self.dims, self.shuffle_orders = dims, shuffle
+
+    def _build(
+        self,
+        stem: dict[str, nn.Module],
+        norm: Callable[[int], nn.Module],
+        encoder: Sequence[Sequence],
+        decoder: Sequence[Sequence],
+        blocks: Sequence[Callable[[int, int, float], nn.Module]],
+        drop_path: float,
+        num_classes: int,
+    ) -> None:
+        """Make the layers.
+
+        Args:
+            stem: the first layer, by its name.
+            norm: makes the norms outside the blocks.
+            encoder, decoder: depths, then channels of each level; no decoder if empty.
+            blocks: make a block of the encoder and of the decoder, of a level, a number
+                in it and the probability to leave its branches out.
+        """
+        channels = encoder[1]
+        self.embedding = nn.Module()
+        self.embedding.stem = nn.Sequential(
+            **stem, norm=norm(channels[0]), act=nn.GELU()
+        )
+        self.enc, drops = nn.Module(), _ramp(drop_path, encoder[0])
+        for s, wide in enumerate(channels):
+            stage = self.enc[f"enc{s}"] = nn.Module()
+            for i, drop in enumerate(drops[s]):
+                stage[f"block{i}"] = blocks[0](s, i, drop)
+            if s:
+                cell = self.stride[s - 1]
+                stage.down = nn.GridPooling(channels[s - 1], wide, cell, norm(wide))
+        last = sum(channels)
+        if not self.enc_mode:
+            self.dec, drops = nn.Module(), _ramp(drop_path, decoder[0])
+            deeper = [*decoder[1], channels[-1]]
+            for s, cell in enumerate(self.stride):
+                stage = self.dec[f"dec{s}"] = nn.Module()
+                for i, drop in enumerate(drops[s][::-1]):
+                    stage[f"block{i}"] = blocks[1](s, i, drop)
+                wide = deeper[s + 1], channels[s], deeper[s]
+                stage.up = nn.GridUnpooling(*wide, cell, norm)
+            last = deeper[0]
+        if num_classes:
+            self.seg_head = nn.Linear(last, num_classes)
+
+    @property
+    def strides(self) -> tuple[int, ...]:
+        """The strides of its coordinate levels, from the finest, for ``prepare``."""
+        return self.stride
+
+    def __call__(
+        self, x: SparseTensor, positions: mx.array | None = None
+    ) -> SparseTensor:
+        """Return scores, or features if there are no classes.
+
+        Args:
+            x: input; its coordinates count from 0.
+            positions: (N, dims) float of its rows, for ``m3`` of ``PTv3`` alone.
+
+        Returns:
+            A tensor on the rows of ``x``, in their order; with ``enc_mode`` and no
+            classes on the coarsest cells, see ``encode`` and ``upcast``.
+
+        Raises:
+            ValueError: a coordinate is below 0, or positions are missing.
+        """
+        prepare_scan(self, x, positions=positions)
+        levels = self._levels(x, positions)
+        skips = self._encode(x, levels)
+        if self.enc_mode:
+            y = self.upcast(skips) if "seg_head" in self else skips[-1]
+        else:
+            y = self._decode(skips, levels)
+        return self.seg_head(y) if "seg_head" in self else y
+
+    def encode(
+        self, x: SparseTensor, positions: mx.array | None = None
+    ) -> list[SparseTensor]:
+        """Return the encoder's features of each level, from the finest."""
+        return self._encode(x, self._levels(x, positions))
+
+    def upcast(self, levels: Sequence[SparseTensor]) -> SparseTensor:
+        """Return the features of all levels on the rows of the finest, side by side.
+
+        Args:
+            levels: what ``encode`` returned.
+        """
+        *finer, y = levels
+        for i, skip in reversed(list(enumerate(finer))):
+            y = ops.cat([skip, upsample_nearest(y, self.stride[i], skip)])
+        return y
+
+    def score_voxels(self, voxels: Voxels) -> mx.array:
+        """Return (N, num_classes) scores of the rows of ``voxels.x``.
+
+        Raises:
+            ValueError: the net has no classes.
+        """
+        if "seg_head" not in self:
+            raise ValueError(
+                f"this {type(self).__name__} has no classes: give num_classes"
+            )
+        return super().score_voxels(voxels)
+
+    @property
+    def dtype(self) -> mx.Dtype:
+        """The dtype of features that the net takes."""
+        norm = self.embedding.stem.layers["norm"]
+        return norm.weight.dtype if "weight" in norm else super().dtype
+
+    def _levels(self, x: SparseTensor, positions: mx.array | None) -> list[Level]:
+        expect_tensor(x)
+        if self.rope_base and positions is None:
+            raise ValueError(
+                f"m3 rotates by positions: pass positions, ({len(x)}, {self.dims}) "
+                "float, a row each"
+            )
+        low, high = x.coordinate_set.bounds
+        if min(low[1:]) < 0:
+            raise ValueError(
+                f"coordinates must count from 0, since the curves do; got "
+                f"{min(low[1:])}: subtract the least ones"
+            )
+        x.manager.cells(x.key, self.stride)
+        most, legacy = max(high[1:]), self.legacy
+        # Pointcept 1.5 counts the bits of the largest coordinate, 1.6 those of the
+        # next one: another Hilbert curve if the largest is 2^k - 1.
+        bits, levels, cell = (most + (not legacy)).bit_length(), [], 1
+        for stride in (1, *self.stride):
+            cell *= stride
+            if self.variant == "m1":
+                bits = max(0, bits - (stride - 1).bit_length())
+            else:
+                bits = (most // cell + 1).bit_length()
+            orders = self.order
+            if self.shuffle_orders and self.training:
+                orders = tuple(random.sample(orders, len(orders)))
+            levels.append(Level(orders, bits, self.enable_flash, legacy, None))
+        if self.rope_base:
+            here = x.replace(positions.astype(mx.float32))
+            for s, level in enumerate(levels):
+                # The mean of a cell's rows, which are means themselves.
+                here = self.enc[f"enc{s}"].down.positions(here) if s else here
+                levels[s] = level._replace(positions=here.feats)
+        return levels
+
+    def _encode(self, x: SparseTensor, levels: Sequence[Level]) -> list[SparseTensor]:
+        x, found = self.embedding.stem(x), []
+        for s, level in enumerate(levels):
+            stage = self.enc[f"enc{s}"]
+            x = stage.down(x) if s else x
+            found.append(x := _blocks(stage, x, level))
+        return found
+
+    def _decode(
+        self, skips: list[SparseTensor], levels: Sequence[Level]
+    ) -> SparseTensor:
+        x = skips.pop()
+        while skips:
+            s, skip = len(skips) - 1, skips.pop()
+            stage = self.dec[f"dec{s}"]
+            rows, cells = stage.up.branches(x, skip)
+            # The first form's convolution there sees the rows' own branch alone.
+            alone = rows if self.variant == "m1" else None
+            x = _blocks(stage, rows + cells, levels[s], alone)
+        return x
+
+
+class PTv3(PointTransformer):
     """Point Transformer V3, in the three forms of Pointcept, or its encoder.
 
     ``m1``, the first, has a 5x5x5 stem and batch norms outside its blocks, and its
@@ -268,7 +472,7 @@ class PTv3(Segmentor):
         super().__init__()
         encoder = enc_depths, enc_channels, enc_num_head, enc_patch_size
         decoder = dec_depths, dec_channels, dec_num_head, dec_patch_size
-        levels = count_levels(stride, encoder, () if enc_mode else decoder)
+        check_levels(stride, encoder, () if enc_mode else decoder)
         one_of(variant, VARIANTS, "variant")
         if variant == "m1" and any(s < 1 or s & (s - 1) for s in stride):
             raise ValueError(f"strides of m1 must be powers of two; got {stride}")
@@ -284,13 +488,8 @@ class PTv3(Segmentor):
                 "element fills"
             )
         self.variant, self.enc_mode, self._legacy = variant, enc_mode, legacy
-        self.order = (order,) if isinstance(order, str) else tuple(order)
-        if not self.order:
-            raise ValueError("order must name one curve or more; got none")
-        for curve in self.order:
-            check_curve(curve, dims)
-        self.stride, self.dims = tuple(stride), dims
-        self.shuffle_orders, self.enable_flash = shuffle_orders, enable_flash
+        self._orders(order, dims, shuffle_orders)
+        self.stride, self.enable_flash = tuple(stride), enable_flash
         self.rope_base = rope_base if variant == "m3" else None
         first, norm = enc_channels[0], nn.LayerNorm
         if variant == "m1":
@@ -299,47 +498,26 @@ class PTv3(Segmentor):
             stem = {"conv": conv(in_channels, first, 5, bias=False)}
         else:
             stem = {"linear": nn.Linear(in_channels, first)}
-        self.embedding = nn.Module()
-        self.embedding.stem = nn.Sequential(**stem, norm=norm(first), act=nn.GELU())
 
-        def stage(sizes, s, drops, base) -> nn.Module:
-            blocks = nn.Module()
-            depths, channels, heads, patches = sizes
-            for i in range(depths[s]):
-                blocks[f"block{i}"] = SerializedBlock(
-                    channels[s],
-                    heads[s],
-                    patches[s],
-                    mlp_ratio,
-                    proj_drop,
-                    drops[i],
-                    layer_scale,
-                    dims,
-                    order_index=i,
-                    qkv_bias=qkv_bias,
-                    qk_scale=qk_scale,
-                    rope_base=base,
-                    enable_rpe=enable_rpe,
-                )
-            return blocks
+        def blocks(sizes, base) -> Callable[[int, int, float], nn.Module]:
+            _, *levels = sizes
+            return lambda s, i, drop: SerializedBlock(
+                *(each[s] for each in levels),
+                mlp_ratio,
+                proj_drop,
+                drop,
+                layer_scale,
+                dims=dims,
+                order_index=i,
+                qkv_bias=qkv_bias,
+                qk_scale=qk_scale,
+                rope_base=base,
+                enable_rpe=enable_rpe,
+            )
 
-        self.enc, drops = nn.Module(), _ramp(drop_path, enc_depths)
-        for s in range(levels):
-            made = self.enc[f"enc{s}"] = stage(encoder, s, drops[s], self.rope_base)
-            if s:
-                wide, cell = enc_channels[s], stride[s - 1]
-                made.down = nn.GridPooling(enc_channels[s - 1], wide, cell, norm(wide))
-        deeper = [*dec_channels, enc_channels[-1]]
-        last = sum(enc_channels) if enc_mode else deeper[0]
-        if not enc_mode:
-            self.dec, drops = nn.Module(), _ramp(drop_path, dec_depths)
-            base = self.rope_base if dec_rope_enable else None
-            for s in range(levels - 1):
-                made = self.dec[f"dec{s}"] = stage(decoder, s, drops[s][::-1], base)
-                wide = deeper[s + 1], enc_channels[s], deeper[s]
-                made.up = nn.GridUnpooling(*wide, stride[s], norm)
-        if num_classes:
-            self.seg_head = nn.Linear(last, num_classes)
+        turned = self.rope_base if dec_rope_enable else None
+        both = blocks(encoder, self.rope_base), blocks(decoder, turned)
+        self._build(stem, norm, encoder, decoder, both, drop_path, num_classes)
 
     @classmethod
     def of_config(
@@ -363,131 +541,11 @@ class PTv3(Segmentor):
         return cls(**published_arguments(config, variant), legacy=legacy)
 
     @property
-    def strides(self) -> tuple[int, ...]:
-        """The strides of its coordinate levels, from the finest, for ``prepare``."""
-        return self.stride
-
-    def __call__(
-        self, x: SparseTensor, positions: mx.array | None = None
-    ) -> SparseTensor:
-        """Return scores, or features if there are no classes.
-
-        Args:
-            x: input; its coordinates count from 0.
-            positions: (N, dims) float of its rows, for ``m3`` alone.
-
-        Returns:
-            A tensor on the rows of ``x``, in their order; with ``enc_mode`` and no
-            classes on the coarsest cells, see ``encode`` and ``upcast``.
-
-        Raises:
-            ValueError: a coordinate is below 0, or positions are missing.
-        """
-        prepare_scan(self, x, positions=positions)
-        levels = self._levels(x, positions)
-        skips = self._encode(x, levels)
-        if self.enc_mode:
-            y = self.upcast(skips) if "seg_head" in self else skips[-1]
-        else:
-            y = self._decode(skips, levels)
-        return self.seg_head(y) if "seg_head" in self else y
-
-    def encode(
-        self, x: SparseTensor, positions: mx.array | None = None
-    ) -> list[SparseTensor]:
-        """Return the encoder's features of each level, from the finest."""
-        return self._encode(x, self._levels(x, positions))
-
-    def upcast(self, levels: Sequence[SparseTensor]) -> SparseTensor:
-        """Return the features of all levels on the rows of the finest, side by side.
-
-        Args:
-            levels: what ``encode`` returned.
-        """
-        *finer, y = levels
-        for i, skip in reversed(list(enumerate(finer))):
-            y = ops.cat([skip, upsample_nearest(y, self.stride[i], skip)])
-        return y
-
-    def score_voxels(self, voxels: Voxels) -> mx.array:
-        """Return (N, num_classes) scores of the rows of ``voxels.x``.
-
-        Raises:
-            ValueError: the net has no classes.
-        """
-        if "seg_head" not in self:
-            raise ValueError("this PTv3 has no classes: give num_classes")
-        return super().score_voxels(voxels)
-
-    @property
     def legacy(self) -> bool:
         """Whether the convolution of a block reads the MLP branch of the one before."""
         if self._legacy is None:
             return self.variant == "m1" and self.about.legacy
         return self._legacy
-
-    @property
-    def dtype(self) -> mx.Dtype:
-        """The dtype of features that the net takes."""
-        norm = self.embedding.stem.layers["norm"]
-        return norm.weight.dtype if "weight" in norm else super().dtype
-
-    def _levels(self, x: SparseTensor, positions: mx.array | None) -> list[Level]:
-        expect_tensor(x)
-        if self.rope_base and positions is None:
-            raise ValueError(
-                f"m3 rotates by positions: pass positions, ({len(x)}, {self.dims}) "
-                "float, a row each"
-            )
-        low, high = x.coordinate_set.bounds
-        if min(low[1:]) < 0:
-            raise ValueError(
-                f"coordinates must count from 0, since the curves do; got "
-                f"{min(low[1:])}: subtract the least ones"
-            )
-        x.manager.cells(x.key, self.stride)
-        most, legacy = max(high[1:]), self.legacy
-        # Pointcept 1.5 counts the bits of the largest coordinate, 1.6 those of the
-        # next one: another Hilbert curve if the largest is 2^k - 1.
-        bits, levels, cell = (most + (not legacy)).bit_length(), [], 1
-        for stride in (1, *self.stride):
-            cell *= stride
-            if self.variant == "m1":
-                bits = max(0, bits - (stride - 1).bit_length())
-            else:
-                bits = (most // cell + 1).bit_length()
-            orders = self.order
-            if self.shuffle_orders and self.training:
-                orders = tuple(random.sample(orders, len(orders)))
-            levels.append(Level(orders, bits, self.enable_flash, legacy, None))
-        if self.rope_base:
-            here = x.replace(positions.astype(mx.float32))
-            for s, level in enumerate(levels):
-                # The mean of a cell's rows, which are means themselves.
-                here = self.enc[f"enc{s}"].down.positions(here) if s else here
-                levels[s] = level._replace(positions=here.feats)
-        return levels
-
-    def _encode(self, x: SparseTensor, levels: Sequence[Level]) -> list[SparseTensor]:
-        x, found = self.embedding.stem(x), []
-        for s, level in enumerate(levels):
-            stage = self.enc[f"enc{s}"]
-            x = stage.down(x) if s else x
-            found.append(x := _blocks(stage, x, level))
-        return found
-
-    def _decode(
-        self, skips: list[SparseTensor], levels: Sequence[Level]
-    ) -> SparseTensor:
-        x = skips.pop()
-        while skips:
-            s, skip = len(skips) - 1, skips.pop()
-            stage = self.dec[f"dec{s}"]
-            rows, cells = stage.up.branches(x, skip)
-            # The first form's convolution there sees the rows' own branch alone.
-            alone = rows if self.variant == "m1" else None
-            x = _blocks(stage, rows + cells, levels[s], alone)
-        return x
 
 
 def _blocks(
@@ -551,34 +609,41 @@ def published_arguments(
             f"the configuration does not say which form it is of; pass variant, one of "
             f"{VARIANTS}"
         )
-    unknown = set(backbone) - {*_SAME, *_ONLY, *_UNREAD}
-    if unknown:
-        raise ValueError(f"PTv3 has no {listed(sorted(unknown))}")
-    for name, values in _ONLY.items():
-        if backbone.get(name, values[0]) not in values:
-            raise ValueError(
-                f"PTv3 does not do {name}={backbone[name]!r}; it has {name}="
-                f"{values[0]!r}"
-            )
-    given = {**_DEFAULTS, **{k: backbone[k] for k in backbone if k in _SAME}}
+    given = _DEFAULTS | known_values("PTv3", backbone, _SAME)
     if backbone.get("cls_mode"):
         given["enc_mode"] = True
     given["num_classes"] = config.get("num_classes", 0) if "backbone" in config else 0
     return {"in_channels": 6, "variant": variant, **given}
 
 
-def count_levels(
+def known_values(
+    net: str, config: Mapping[str, Any], names: Sequence[str]
+) -> dict[str, Any]:
+    """Return the values of ``names``; raise for what ``net`` does not do."""
+    unknown = set(config) - {*names, *_ONLY, *_UNREAD}
+    if unknown:
+        raise ValueError(f"{net} has no {listed(sorted(unknown))}")
+    for name, values in _ONLY.items():
+        if config.get(name, values[0]) not in values:
+            raise ValueError(
+                f"{net} does not do {name}={config[name]!r}; it has {name}="
+                f"{values[0]!r}"
+            )
+    return {name: config[name] for name in config if name in names}
+
+
+def check_levels(
     stride: Sequence[int],
     encoder: Sequence[Sequence[int]],
     decoder: Sequence[Sequence[int]],
-) -> int:
-    """Return the number of levels; raise if sizes do not fit one another."""
+) -> None:
+    """Raise if the sizes of levels do not fit one another."""
     levels = len(stride) + 1
     lengths = [list(map(len, sizes)) for sizes in (encoder, decoder)]
     if lengths != [[levels] * len(encoder), [levels - 1] * len(decoder)]:
         raise ValueError(
             f"{levels - 1} strides make {levels} levels: depths, channels, heads and "
-            f"patches must have {levels} entries in the encoder and {levels - 1}, a "
+            f"so on must have {levels} entries in the encoder and {levels - 1}, a "
             f"level fewer, in the decoder; got {lengths[0]} and {lengths[1]}"
         )
     if decoder and tuple(decoder[3]) != tuple(encoder[3][:-1]):
@@ -586,7 +651,6 @@ def count_levels(
             "encoder and decoder share the cuts of a level, so their patches must be "
             f"of one size; got {tuple(encoder[3])} and {tuple(decoder[3])}"
         )
-    return levels
 
 
 # The names of published checkpoints

@@ -4,13 +4,15 @@ Reads `shared/oracle/nets` beside the checkout: weights, inputs and outputs.
 """
 
 import json
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from differences import assert_slope
+from foreign_nets import filled
 from mlx.utils import tree_flatten
-from published_cases import assert_close, case_of, weights_of
+from published_cases import assert_close, assert_gradients, case_of, weights_of
 
 import mlx_lattice as ml
 from mlx_lattice import cli, models
@@ -212,56 +214,43 @@ def test_the_decoder_of_structures():
         trellis2.occupied(y, 5)
 
 
-def encoded(net, x):
-    """The encoder of structures by MLX's dense convolutions: (B, X, Y, Z, C)."""
-
-    def conv(layer, x):
-        padding = layer.weight.shape[1] // 2 if layer.stride == (1, 1, 1) else 0
-        return mx.conv3d(x, layer.weight, layer.stride, padding) + layer.bias
-
-    def active(norm, x):
-        y = mx.fast.layer_norm(x, norm.weight, norm.bias, 1e-5)
-        return y * mx.sigmoid(y)
-
-    y = conv(net.input_layer, x)
-    for block in (*net.blocks, *net.middle_block):
-        if hasattr(block, "norm1"):
-            z = conv(block.conv1, active(block.norm1, y))
-            y = conv(block.conv2, active(block.norm2, z)) + y
-        else:
-            y = conv(block.conv, y)
-    y = conv(net.out_layer[2], active(net.out_layer[0], y))
-    return mx.split(y.transpose(0, 4, 1, 2, 3), 2, axis=1)
-
-
 @pytest.mark.parametrize("size", (8, 7), ids=("even", "odd"))
-def test_the_encoder_of_structures(size, tmp_path, capsys):
-    """Published names and layouts, by convert and of_config."""
-    args = {"in_channels": 1, "latent_channels": 3, "num_res_blocks": 2}
-    args |= {"channels": [8, 12, 16], "num_res_blocks_middle": 1}
-    plain = trellis2.SparseStructureEncoder.of_config(args | {"norm_type": "layer"})
-    rng, state = np.random.default_rng(0), {}
-    for name, value in tree_flatten(plain.parameters()):
-        shape = value.shape
-        if len(shape) == 5:  # published: (C_out, C_in, x, y, z)
-            shape = shape[0], shape[-1], *shape[1:-1]
-        state[name] = 0.2 * rng.normal(size=shape)
-    held = {name: mx.array(a.astype(np.float32)) for name, a in state.items()}
-    mx.save_safetensors(str(tmp_path / "a.safetensors"), held)
-    told = tmp_path / "a.json"
+def test_the_encoder_of_structures(size, tmp_path):
+    """Published names and layouts, by convert and of_config.
+
+    `data/trellis2_ss_encoder.npz` is from microsoft/TRELLIS.2 at 5565d24, in float64.
+    """
+    with np.load(Path(__file__).parent / "data/trellis2_ss_encoder.npz") as file:
+        case = {k.partition("/")[2]: file[k] for k in file if k.startswith(f"{size}/")}
+    about = json.loads(str(case["about"]))
+    state = filled(about["shapes"], 5)
+    state = {k: v * 0.5 if v.ndim > 1 else v for k, v in state.items()}
+    mx.save_safetensors(str(tmp_path / "a.safetensors"), state)
+    told, args = tmp_path / "a.json", about["config"] | {"norm_type": "layer"}
     told.write_text(json.dumps({"name": "SparseStructureEncoder", "args": args}))
     line = f"convert {tmp_path / 'a.safetensors'} {tmp_path / 'net'} --config {told}"
     command = [*line.split(), "--library", "trellis2"]
     assert cli.main([*command, "--model", "trellis2-structure-encoder"]) == 0
     net = models.SparseStructureEncoder.from_pretrained(tmp_path / "net")
-    x = (rng.random((2, 1, size, size, size)) < 0.4).astype(np.float32)
-    z, *both = net(mx.array(x), return_raw=True)
-    expected = encoded(net, mx.array(x).transpose(0, 2, 3, 4, 1))
-    for found, exact in zip(both, expected, strict=True):
-        assert_close(found, exact)
-    assert mx.array_equal(z, both[0]) and mx.array_equal(net(mx.array(x)), z)
-    drawn = net(mx.array(x), sample_posterior=True)
-    spread = (drawn - both[0]) * mx.exp(-0.5 * both[1])
+    x = mx.array(case["x"])
+    z, mean, log_variance = net(x, return_raw=True)
+    assert_close(mean, case["mean"], 1e-6)
+    assert_close(log_variance, case["logvar"], 1e-6)
+    assert mx.array_equal(z, mean) and mx.array_equal(net(x), z)
+
+    def loss(parameters, x):
+        net.update(parameters)
+        return (mx.concatenate(net(x, return_raw=True)[1:], 1) * case["dy"]).sum()
+
+    found, dx = mx.grad(loss, (0, 1))(net.trainable_parameters(), x)
+    assert_close(dx, case["dx"], 5e-6)
+    found = {  # published: (C_out, C_in, x, y, z)
+        name: mx.moveaxis(value, -1, 1) if value.ndim == 5 else value
+        for name, value in tree_flatten(found)
+    }
+    assert_gradients(found, about["grads"], 5e-6)
+    drawn = net(x, sample_posterior=True)
+    spread = (drawn - mean) * mx.exp(-0.5 * log_variance)
     assert 0.5 < spread.std().item() < 1.5
     with pytest.raises(ValueError, match=r"\(B, 1, X, Y, Z\); got \(2, 2, 2\)"):
         net(mx.zeros((2, 2, 2)))
