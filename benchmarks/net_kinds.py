@@ -177,6 +177,7 @@ NETS = {
     "decoder": ShapeDecoder,
     "spunet": lambda: models.SpUNet(4, 20),
     "ptv3": lambda: models.PTv3(4, 20),
+    "litept": lambda: models.LitePT(4, 20),
     "minkunet14": lambda: models.MinkUNet14(4, 20),
     "minkunet18": lambda: models.MinkUNet18(4, 20),
     "minkunet34": lambda: models.MinkUNet34(4, 20),

@@ -180,7 +180,7 @@ class LitePT(PointTransformer):
         encoder = [levels[name] for name in _ENCODER]
         decoder = [levels[name] for name in _DECODER]
         check_levels(stride, encoder, () if enc_mode else decoder)
-        self._orders(order, dims, shuffle_orders)
+        self._set_orders(order, dims, shuffle_orders)
         self.stride, self.enc_mode = tuple(stride), enc_mode
 
         def blocks(settings: Sequence) -> Callable[[int, int, float], nn.Module]:

@@ -725,6 +725,12 @@ PUBLISHED = {
     # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
     "spunet-scannet": _POINTCEPT,
     "ptv3-scannet": replace(_POINTCEPT, legacy=True),
+    # LitePT's configs/scannet/semseg-litept-small-v1m1.
+    "litept-scannet": replace(
+        _POINTCEPT,
+        voxels=replace(_POINTCEPT.voxels, colour_range=(0.0, 1.0)),
+        source="https://github.com/prs-eth/LitePT",
+    ),
     # MinkowskiEngine's examples/indoor.py.
     "minkunet-scannet": _about(
         VoxelRecipe(0.02, ("colours",), reduce="mean", colour_range=(-0.5, 0.5)),

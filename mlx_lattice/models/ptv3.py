@@ -213,10 +213,10 @@ class PointTransformer(Segmentor):
     returns its own features and those that the next block's convolution reads.
     """
 
-    variant, legacy, rope_base = "m2", False, None
-    enable_flash = True
+    # What only PTv3 has other values of.
+    variant, legacy, rope_base, enable_flash = "", False, None, True
 
-    def _orders(self, order: Sequence[str], dims: int, shuffle: bool) -> None:
+    def _set_orders(self, order: Sequence[str], dims: int, shuffle: bool) -> None:
         """Set the curves, which are checked."""
         self.order = (order,) if isinstance(order, str) else tuple(order)
         if not self.order:
@@ -488,7 +488,7 @@ class PTv3(PointTransformer):
                 "element fills"
             )
         self.variant, self.enc_mode, self._legacy = variant, enc_mode, legacy
-        self._orders(order, dims, shuffle_orders)
+        self._set_orders(order, dims, shuffle_orders)
         self.stride, self.enable_flash = tuple(stride), enable_flash
         self.rope_base = rope_base if variant == "m3" else None
         first, norm = enc_channels[0], nn.LayerNorm

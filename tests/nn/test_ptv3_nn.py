@@ -94,7 +94,7 @@ def test_mistakes_are_named():
         small()(ml.SparseTensor(x.coords - low, x.feats))
     with pytest.raises(ValueError, match="pass positions"):
         small("m3")(x)
-    with pytest.raises(ValueError, match="patches must have 3 entries"):
+    with pytest.raises(ValueError, match="must have 3 entries in the encoder"):
         small(enc_depths=(1, 1))
     with pytest.raises(ValueError, match="a level fewer"):
         small(dec_depths=(1, 1, 1))
