@@ -194,17 +194,15 @@ class LitePT(PointTransformer):
                         f"{2 * dims} channels; level {s} has {channels} channels for "
                         f"{heads} heads"
                     )
-                options = {
-                    "qkv_bias": qkv_bias,
-                    "qk_scale": qk_scale,
-                    "rope_base": freq,
-                }
                 return LitePTBlock(
                     *(channels, heads, patch, mlp_ratio, proj_drop, drop),
-                    **({"order_index": i, **options} if attn else {}),
                     conv=conv,
                     attn=attn,
                     dims=dims,
+                    order_index=i,
+                    qkv_bias=qkv_bias,
+                    qk_scale=qk_scale,
+                    rope_base=freq,
                 )
 
             return block
