@@ -1,7 +1,8 @@
 """Pages that are made while the site is built: the route table and the API.
 
 MkDocs calls ``on_page_markdown`` for every page; a line ``<!-- routes -->``,
-``<!-- thresholds -->`` or ``<!-- api mlx_lattice.nn -->`` is replaced.
+``<!-- thresholds -->``, ``<!-- weights -->`` or ``<!-- api mlx_lattice.nn -->`` is
+replaced.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from collections.abc import Iterator
 from types import ModuleType
 
 import mlx_lattice  # noqa: F401 - loaded before its parts
-from mlx_lattice import routes
+from mlx_lattice import models, routes
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
@@ -214,10 +215,22 @@ def api_lines(module_name: str) -> Iterator[str]:
         yield f"```text\n{things[-1][0]}{signature}\n\n{doc}\n```"
 
 
+def weight_lines() -> Iterator[str]:
+    """Yield the table of published weights, with links to their files."""
+    yield "| name | net | files | trained with | licence | result |"
+    yield "|---|---|---|---|---|---|"
+    for entry in map(models.published, models.list()):
+        links = ", ".join(f"[{n}]({f})" for n, f in enumerate(entry.files, 1))
+        facts = entry.about.version, entry.about.licence, entry.metric
+        cells = [f"`{entry.name}`", f"`models.{entry.kind}`", links]
+        yield f"| {' | '.join([*cells, *(fact or 'unknown' for fact in facts)])} |"
+
+
 def on_page_markdown(markdown: str, **_) -> str:
     """Replace the markers of a page. Called by MkDocs."""
     markdown = markdown.replace("<!-- routes -->", "\n".join(route_lines()))
     markdown = markdown.replace("<!-- thresholds -->", "\n".join(threshold_lines()))
+    markdown = markdown.replace("<!-- weights -->", "\n".join(weight_lines()))
     return re.sub(
         r"<!-- api ([\w.]+) -->",
         lambda found: "\n".join(api_lines(found[1])),

@@ -42,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     _add_doctor(commands)
     _add_explain(commands)
     _add_convert(commands)
+    _add_models(commands)
     _add_nets(commands)
     demo = commands.add_parser("demo", help="train a small net and write a report")
     demo.add_argument("--out", metavar="DIR", help="folder to write to")
@@ -108,6 +109,16 @@ def _add_convert(commands) -> None:
         help="input channels that share a scale",
     )
     add("--unit-as-shaped", **flag, help="take spconv's 1x1x1 kernels as their shape")
+
+
+def _add_models(commands) -> None:
+    says = "list published weights; print one; write it as a folder of the net"
+    add = commands.add_parser("models", help=says).add_argument
+    add("name", metavar="NAME", nargs="?", help="of models.list(); all if left out")
+    add("--out", metavar="DIR", help="download the weights; write their folder here")
+    paths = {"metavar": "FILE", "nargs": "+"}
+    add("--path", **paths, help="files that were downloaded by hand")
+    add("--cached", action="store_true", help="use no network")
 
 
 def _add_nets(commands) -> None:

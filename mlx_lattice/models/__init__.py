@@ -1,7 +1,10 @@
 """Reference nets built from mlx_lattice.nn."""
 
-from . import blocks, detection, litept, pretrained, ptv3, trellis2, unets
+from __future__ import annotations
+
+from . import blocks, catalogue, detection, litept, pretrained, ptv3, trellis2, unets, weights
 from .blocks import *
+from .catalogue import *
 from .detection import *
 from .litept import *
 from .pretrained import *
@@ -17,14 +20,17 @@ from .trellis2 import (
     dual_grid,
 )
 from .unets import *
+from .weights import *
 
 __all__ = [
     *blocks.__all__,
+    *catalogue.__all__,
     *detection.__all__,
     *litept.__all__,
     *pretrained.__all__,
     *ptv3.__all__,
     *unets.__all__,
+    *weights.__all__,
     "DualGrid",
     "SLatFlowModel",
     "SparseStructureDecoder",

@@ -12,7 +12,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from dataclasses import asdict, dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,7 +41,6 @@ from ..tensor import SparseTensor
 
 __all__ = [
     "About",
-    "PUBLISHED",
     "Pretrained",
     "Segmentor",
     "VoxelRecipe",
@@ -309,6 +308,7 @@ class About:
         licence: under which licence they are.
         legacy: whether weights of ``PTv3`` were trained with Pointcept 1.5.1 or older,
             whose blocks differ: see ``PTv3``.
+        version: which code, and which version of it, trained the weights.
 
     Raises:
         ValueError: the number of colours is neither 0 nor that of the classes, or a
@@ -321,6 +321,7 @@ class About:
     source: str = ""
     licence: str = ""
     legacy: bool = False
+    version: str = ""
 
     def __post_init__(self):
         object.__setattr__(self, "classes", tuple(self.classes))
@@ -632,7 +633,7 @@ class Segmentor(Pretrained):
         return mx.float32
 
 
-# Published nets: names of parameters, voxels and classes
+# Published nets: names of parameters
 
 
 class Rules(NamedTuple):
@@ -665,96 +666,3 @@ PYG_NORMS = ((r"\bmodule\.", ""), (r"\bnorm([12])\.", r"bn\1."))
 def pointcept(name: str) -> str:
     """Return a name of Pointcept's, whose segmentors hold the net as their backbone."""
     return name.removeprefix("backbone.")
-
-
-# Voxels and classes, as published configurations have them
-
-
-def _about(
-    voxels: VoxelRecipe | None, classes: str, source: str, licence: str
-) -> About:
-    """Return an About; ``classes`` has names with their colours, ``name rrggbb``."""
-    rows = [row.strip().rpartition(" ") for row in classes.split(",")]
-    colours = tuple(tuple(bytes.fromhex(colour)) for _, _, colour in rows)
-    return About(voxels, tuple(name for name, _, _ in rows), colours, source, licence)
-
-
-# ScanNet's twenty classes, in the order and the colours of its benchmark.
-SCANNET = """
-    wall aec7e8, floor 98df8a, cabinet 1f77b4, bed ffbb78, chair bcbd22,
-    sofa 8c564b, table ff9896, door d62728, window c5b0d5, bookshelf 9467bd,
-    picture c49c94, counter 17becf, desk f7b6d2, curtain dbdb8d,
-    refrigerator ff7f0e, shower curtain 9edae5, toilet 2ca02c, sink 708090,
-    bathtub e377c2, other furniture 5254a3
-"""
-# SemanticKITTI's nineteen, in the order of SPVNAS, in the benchmark's colours.
-SEMANTIC_KITTI = """
-    car 6496f5, bicycle 64e6f5, motorcycle 1e3c96, truck 501eb4,
-    other vehicle 0000ff, person ff1e1e, bicyclist ff28c8, motorcyclist 961e5a,
-    road ff00ff, parking ff96ff, sidewalk 4b004b, other ground af004b,
-    building ffc800, fence ff7832, vegetation 00af00, trunk 873c00, terrain 96f050,
-    pole fff096, traffic sign ff0000
-"""
-# The classes of OpenPCDet's configurations for Waymo and nuScenes.
-WAYMO = """
-    Vehicle 1f77b4, Pedestrian d62728, Cyclist 2ca02c
-"""
-NUSCENES = """
-    car ff9e00, truck ff6347, construction_vehicle e99646, bus ff7f50,
-    trailer ff8c00, barrier 708090, motorcycle ff3d63, bicycle dc143c,
-    pedestrian 0000e6, traffic_cone 2f4f4f
-"""
-
-# Pointcept's nets for ScanNet, trained before 1.6.0, which has colours from 0 to 1.
-_POINTCEPT = _about(
-    VoxelRecipe(
-        0.02,
-        ("colours", "normals"),
-        centred=True,
-        from_zero=True,
-        colour_range=(-1.0, 1.0),
-    ),
-    SCANNET,
-    "https://github.com/Pointcept/Pointcept",
-    "MIT (the code); the data's own terms of use",
-)
-_OPENPCDET = "https://github.com/open-mmlab/OpenPCDet"
-
-# What published configurations say, by net and data set.
-PUBLISHED = {
-    # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
-    "spunet-scannet": _POINTCEPT,
-    "ptv3-scannet": replace(_POINTCEPT, legacy=True),
-    # LitePT's configs/scannet/semseg-litept-small-v1m1.
-    "litept-scannet": replace(
-        _POINTCEPT,
-        voxels=replace(_POINTCEPT.voxels, colour_range=(0.0, 1.0)),
-        source="https://github.com/prs-eth/LitePT",
-    ),
-    # MinkowskiEngine's examples/indoor.py.
-    "minkunet-scannet": _about(
-        VoxelRecipe(0.02, ("colours",), reduce="mean", colour_range=(-0.5, 0.5)),
-        SCANNET,
-        "https://github.com/NVIDIA/MinkowskiEngine",
-        "MIT (the code); the data's own terms of use",
-    ),
-    # SPVNAS's core/datasets/semantic_kitti.py.
-    "spvnas-semantic-kitti": _about(
-        VoxelRecipe(
-            0.05, ("coordinates", "intensity"), from_zero=True, rounding="nearest"
-        ),
-        SEMANTIC_KITTI,
-        "https://github.com/mit-han-lab/spvnas",
-        "MIT (the code); CC BY-NC-SA 4.0 (the data)",
-    ),
-    # A detector's voxels are in its own arguments.
-    "openpcdet-waymo": _about(
-        None,
-        WAYMO,
-        _OPENPCDET,
-        "Apache-2.0 (the code); Waymo's terms of use (the data)",
-    ),
-    "openpcdet-nuscenes": _about(
-        None, NUSCENES, _OPENPCDET, "Apache-2.0 (the code); CC BY-NC-SA 4.0 (the data)"
-    ),
-}

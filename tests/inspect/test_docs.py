@@ -186,6 +186,12 @@ def test_the_route_page_has_every_row_need_and_threshold():
         assert comment[0].isupper(), f"{name} is explained in needs.py"
 
 
+def test_the_page_of_weights_has_every_entry():
+    page = script("reference").on_page_markdown((DOCS / "weights.md").read_text())
+    assert "<!--" not in page
+    assert all(f"| `{name}` | `models." in page for name in models.list())
+
+
 @pytest.mark.parametrize("name", ("mlx_lattice", *(f"mlx_lattice.{m}" for m in (
     "nn", "ops", "models", "io", "mesh"))))  # fmt: skip
 def test_the_reference_has_every_public_name(name):

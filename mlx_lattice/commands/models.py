@@ -1,0 +1,39 @@
+"""The command models: published weights by name, one of them, or its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+from .. import models
+from ..inspect.trace import drawn
+from ..io import folders
+from ..kept_files import check_writable
+
+COLUMNS = tuple((name, "left") for name in ("name", "net", "licence", "published"))
+
+
+def run(
+    name: str | None = None,
+    out: str | None = None,
+    path: Sequence[str] | None = None,
+    cached: bool = False,
+) -> None:
+    """Print the names, or an entry; with ``out`` write its net to a folder."""
+    if name is None:
+        if out or path:
+            raise ValueError("name the weights that --out or --path is for")
+        entries = [models.published(each) for each in models.list("*")]
+        rows = [
+            (e.name, e.kind, e.about.licence or "unknown", e.metric or "unknown")
+            for e in entries
+        ]
+        print(drawn(COLUMNS, rows))
+        return
+    print(models.published(name))
+    if out is None:
+        return
+    check_writable(*folders.replaced(Path(out)), read=path or ())
+    net = models.create(name, path, download=not cached)
+    net.save_pretrained(out)
+    print(f'{out} is for models.from_pretrained("{out}") and --model {out}')
