@@ -23,8 +23,8 @@ FLOORS = [
     *("backends/gpu", "backends/metal", "backends/cuda", "backends"),
     *("routes", "channel_kernels", "optimizers", "contraction", "int8", "memory"),
     *("ops", "nn", "inspect", "compiled", "prepare"),
-    *("io", "models", "models/detection", "models/trellis2", "mesh"),
-    *("commands", "cli"),
+    *("io", "models", "models/detection", "models/trellis2", "models/catalogue"),
+    *("mesh", "commands", "cli"),
 ]
 GATHERING = "__init__.py", "__main__.py"
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from . import blocks, catalogue, detection, litept, pretrained, ptv3, trellis2, unets, weights
+from . import blocks, catalogue, detection, litept, pretrained, ptv3, trellis2, unets
 from .blocks import *
 from .catalogue import *
 from .detection import *
@@ -20,7 +20,6 @@ from .trellis2 import (
     dual_grid,
 )
 from .unets import *
-from .weights import *
 
 __all__ = [
     *blocks.__all__,
@@ -30,7 +29,6 @@ __all__ = [
     *pretrained.__all__,
     *ptv3.__all__,
     *unets.__all__,
-    *weights.__all__,
     "DualGrid",
     "SLatFlowModel",
     "SparseStructureDecoder",

@@ -21,7 +21,7 @@ from mlx.utils import tree_flatten
 
 from mlx_lattice import cli, io, models
 from mlx_lattice.io.checkpoints import ArrayState, match
-from mlx_lattice.models import catalogue, weights
+from mlx_lattice.models.catalogue import entries, record
 
 DATA = Path(__file__).parent / "data/published_states.json.xz"
 STATES = json.loads(lzma.decompress(DATA.read_bytes()))
@@ -102,7 +102,7 @@ def small(monkeypatch):
             enc_mode=True,
         ),
     )
-    monkeypatch.setitem(catalogue._ENTRIES, "small", entry)
+    monkeypatch.setitem(entries._ENTRIES, "small", entry)
     return entry
 
 
@@ -176,7 +176,7 @@ def test_out_of_reach(monkeypatch):
     with pytest.raises(FileNotFoundError, match="not on Hugging Face") as error:
         models.create("voxelnext.argo2.openpcdet")
     assert "https://drive.google.com/" in str(error.value)
-    assert weights.HUB_FILE.fullmatch(file)[1].startswith("torch-pointcloud/")
+    assert record.HUB_FILE.fullmatch(file)[1].startswith("torch-pointcloud/")
 
 
 def test_the_command(files, tmp_path, capsys):

@@ -9,8 +9,8 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from ..distribution import install
-from .pretrained import About, Pretrained
+from ...distribution import install
+from ..pretrained import About, Pretrained
 
 __all__ = ["Published"]
 
@@ -48,7 +48,8 @@ class Published:
 
     def build(self) -> Pretrained:
         """Return the net with random weights."""
-        net = getattr(import_module(__package__), self.kind)(**self.arguments)
+        models = import_module("mlx_lattice.models")
+        net = getattr(models, self.kind)(**self.arguments)
         net.about = self.about
         return net.eval()
 

@@ -17,11 +17,11 @@ from typing import Any
 
 import mlx.core as mx
 
-from ..io.checkpoints import import_checkpoint, load_state
-from ..io.safetensors import shown
-from . import detection, trellis2
-from .pretrained import About, Pretrained, VoxelRecipe
-from .weights import HUB, Published
+from ...io.checkpoints import import_checkpoint, load_state
+from ...io.safetensors import shown
+from .. import detection, trellis2
+from ..pretrained import About, Pretrained, VoxelRecipe
+from .record import HUB, Published
 
 __all__ = ["PUBLISHED", "create", "list", "published"]
 
