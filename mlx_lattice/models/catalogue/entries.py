@@ -260,6 +260,7 @@ _POINTCEPT_CONFIGS = "https://github.com/Pointcept/Pointcept/tree/v1.5.1/configs
 _SONATA = "https://github.com/facebookresearch/sonata/blob/main/README.md"
 _CONCERTO = "https://github.com/Pointcept/Concerto/blob/main/README.md"
 _UTONIA = "https://github.com/Pointcept/Utonia/blob/main/README.md"
+_LITEPT = "https://github.com/prs-eth/LitePT/blob/main/README.md"
 _SPVNAS = "https://github.com/mit-han-lab/spvnas/blob/master/README.md"
 _ZOO = f"{_OPENPCDET}/blob/master/README.md"
 _TRELLIS2 = "https://github.com/microsoft/TRELLIS.2/blob/main/README.md"
@@ -617,6 +618,50 @@ def _segmentors() -> builtins.list[Published]:
     return entries
 
 
+def _litept() -> builtins.list[Published]:
+    """Return the entries of LitePT's segmentors."""
+    sweeps, rooms = _SWEEP, replace(_POINTCEPT.voxels, colour_range=(0.0, 1.0))
+    strength = "Waymo's intensity is made tanh(intensity) first"
+    indoor = _names(STRUCTURED3D)
+    rows = (
+        ("nuscenes", "small", sweeps, _names(NUSCENES_POINTS), 82.2, _INTENSITY),
+        ("waymo", "small", sweeps, _names(WAYMO_POINTS), 73.1, strength),
+        ("scannet", "small", rooms, _POINTCEPT.classes, 76.5, ""),
+        ("structured3d", "small", rooms, indoor, 83.6, ""),
+        ("structured3d", "base", rooms, indoor, 85.1, ""),
+        ("structured3d", "large", rooms, indoor, 85.4, ""),
+    )
+    entries = []
+    for data, size, voxels, classes, metric, note in rows:
+        file = f"{data}-semseg-litept-{size}-v1m1/model/model_best.pth"
+        about = About(
+            voxels,
+            classes,
+            _POINTCEPT.colours if data == "scannet" else (),
+            _LITEPT.removesuffix("/blob/main/README.md"),
+            "MIT (the code); the data's own terms of use",
+            version="LitePT, as of commit 0797098",
+        )
+        entries.append(
+            Published(
+                f"litept-{size}.{data.replace('scannet', 'scannet20')}.prs-eth",
+                "LitePT",
+                _hub("prs-eth/LitePT", "main", file),
+                "spconv",
+                {
+                    "in_channels": voxels.channels,
+                    "num_classes": len(classes),
+                    "size": size,
+                },
+                about,
+                f"{metric} mIoU on the validation set",
+                (_LITEPT, f"{about.source}/tree/main/configs"),
+                note,
+            )
+        )
+    return entries
+
+
 _NUSCENES_HEADS = (
     ("car",),
     ("truck", "construction_vehicle"),
@@ -821,6 +866,6 @@ def _trellis2() -> builtins.list[Published]:
 
 _ENTRIES = {
     entry.name: entry
-    for entries in (_segmentors(), _pretrained(), _detectors(), _trellis2())
+    for entries in (_segmentors(), _pretrained(), _litept(), _detectors(), _trellis2())
     for entry in entries
 }
