@@ -43,10 +43,10 @@ def published(name: str) -> Published:
     """
     if name not in _ENTRIES:
         near = difflib.get_close_matches(str(name), _ENTRIES, 3, 0.4)
-        hint = f"; did you mean {' or '.join(near)}?" if near else ""
+        hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
-            f"there are no published weights {shown(str(name))}{hint} "
-            "models.list() has all names"
+            f"there are no published weights {shown(str(name))}; {hint}models.list() "
+            "has all names"
         )
     return _ENTRIES[name]
 
@@ -318,7 +318,7 @@ def _ptv3(
 
 
 def _original(folder: str) -> tuple[str, ...]:
-    """Return the file of a folder of Pointcept's own repository of PTv3's weights."""
+    """Return the file of a folder that PTv3's README names, as public scripts do."""
     file = f"{folder}/model/model_best.pth"
     return _hub("Pointcept/PointTransformerV3", "main", file)
 
