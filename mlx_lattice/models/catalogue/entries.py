@@ -268,7 +268,7 @@ _TRELLIS = "https://github.com/microsoft/TRELLIS/blob/main/README.md"
 
 _V151 = "Pointcept 1.5.1, whose convolutions read the MLP branch (legacy=True)"
 _NON_COMMERCIAL = "CC-BY-NC-4.0"
-_SPVNAS_VERSION = "SPVNAS of 2020 with torchsparse 1, which keeps every coarse cell"
+_SPVNAS_VERSION = "SPVNAS with torchsparse 1, which keeps every coarse cell"
 _AS_POINTS = VoxelRecipe(
     0.02, ("coordinates", "colours", "normals"), centred=True, from_zero=True
 )
@@ -565,7 +565,7 @@ def _segmentors() -> builtins.list[Published]:
             {"in_channels": 3, "num_classes": 20, "plan": "C"},
             replace(
                 PUBLISHED["minkunet-scannet"],
-                version="MinkowskiEngine 0.5, examples/minkunet.py",
+                version="as examples/indoor.py of MinkowskiEngine 0.5 reads it",
             ),
             None,
             (
@@ -640,7 +640,7 @@ def _litept() -> builtins.list[Published]:
             _POINTCEPT.colours if data == "scannet" else (),
             _LITEPT.removesuffix("/blob/main/README.md"),
             "MIT (the code); the data's own terms of use",
-            version="LitePT, as of commit 0797098",
+            version="prs-eth/LitePT, released with its code in December 2025",
         )
         entries.append(
             Published(
@@ -688,7 +688,7 @@ _ARGO2_HEADS = (
 
 def _detectors() -> builtins.list[Published]:
     """Return the entries of OpenPCDet's detectors, and of SECOND's backbones."""
-    version = "OpenPCDet, as of commit 8cacccec"
+    version = "OpenPCDet; compared with the code of commit 8cacccec"
     about = replace(PUBLISHED["openpcdet-nuscenes"], version=version)
     channels = "x", "y", "z", "intensity", "timestamp"
     near = -51.2, -51.2, -5.0, 51.2, 51.2, 3.0
@@ -795,7 +795,7 @@ def _trellis2() -> builtins.list[Published]:
     about = About(
         source="https://github.com/microsoft/TRELLIS.2",
         licence="MIT",
-        version="TRELLIS.2, as of commit 5565d24",
+        version="microsoft/TRELLIS.2; compared with the code of commit 5565d24",
     )
     half, bf16 = {"dtype": mx.float16}, {"dtype": mx.bfloat16}
     texture = trellis2.FLOW | {"in_channels": 64} | bf16
