@@ -620,7 +620,7 @@ def _segmentors() -> builtins.list[Published]:
 
 def _litept() -> builtins.list[Published]:
     """Return the entries of LitePT's segmentors."""
-    sweeps, rooms = _SWEEP, replace(_POINTCEPT.voxels, colour_range=(0.0, 1.0))
+    sweeps, rooms = _SWEEP, PUBLISHED["litept-scannet"].voxels
     strength = "Waymo's intensity is made tanh(intensity) first"
     indoor = _names(STRUCTURED3D)
     rows = (
