@@ -22,7 +22,7 @@ from .problem import FORWARD, KINDS, PASSES, Problem
 from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 
 # Extras that commands need. These commands take a folder of a net.
-EXTRAS = {"segment": "demo", "detect": "demo", "decode": "mesh"}
+EXTRAS = {"segment": "demo", "evaluate": "demo", "detect": "demo", "decode": "mesh"}
 
 
 class _Parser(argparse.ArgumentParser):
@@ -123,30 +123,59 @@ def _add_models(commands) -> None:
 
 def _add_nets(commands) -> None:
     """Add the commands that run a net, which share options."""
-    net, scan, mesh = (argparse.ArgumentParser(add_help=False) for _ in range(3))
-    add = net.add_argument
+    net, some, scan, points, tiles, mesh = (
+        argparse.ArgumentParser(add_help=False) for _ in range(6)
+    )
     says = "folder of the net, or owner/name on a hub; the docs list published weights"
-    add("--model", required=True, metavar="FOLDER", help=says)
-    add("--revision", help="branch, tag or commit of owner/name")
-    add("--code", metavar="FILE.py", help="run this file, which defines the net")
-    add = scan.add_argument
-    add("scan", metavar="SCAN", help="a point-cloud file")
+    for parent in (net, some):  # evaluate can do without a net
+        add = parent.add_argument
+        add("--model", required=parent is net, metavar="FOLDER", help=says)
+        add("--revision", help="branch, tag or commit of owner/name")
+        add("--code", metavar="FILE.py", help="run this file, which defines the net")
+    scan.add_argument("scan", metavar="SCAN", help="a point-cloud file")
+    add = points.add_argument
     add(
         "--fill", action="store_true", help="read zeros for attributes that are missing"
     )
     add("--columns", metavar="NAMES", default="", help="of .bin, as x,y,z,_,intensity")
+    add = tiles.add_argument
+    says = "run the net on tiles with this edge, in the unit of the scan (metres)"
+    add("--tile", type=float, metavar="EDGE", help=says)
+    says = "width of the strip that neighbouring tiles share (a fifth of --tile)"
+    add("--overlap", type=float, metavar="WIDTH", help=says)
+    says = "sum the probabilities of this many turned, scaled, mirrored views (1)"
+    add("--votes", type=int, default=1, metavar="VIEWS", help=says)
+    add("--up", metavar="AXIS", default="z", help="upward axis: x, y, z, or --up=-y")
     add = mesh.add_argument
     add("--faces", type=int, default=200_000, help="triangles, at most (200000)")
     add("--texture-size", type=int, default=2048, help="texels of its sides (2048)")
     add("--memory", metavar="SIZE", help="keep the nets below this, such as 8GB")
 
-    says = "colour a scan's points by class, and draw them"
-    add = commands.add_parser("segment", parents=[scan, net], help=says).add_argument
-    add("--out", metavar="DIR", default="segmented", help="folder to write to")
-    add("--up", metavar="AXIS", default="z", help="upward axis: x, y, z, or --up=-y")
+    says = (
+        "label a scan's points by class: a copy of the file, or colours and a picture"
+    )
+    parents = [scan, points, net, tiles]
+    add = commands.add_parser("segment", parents=parents, help=says).add_argument
+    says = "folder for a coloured .ply and a picture; or .las, .laz, .ply or .npz file"
+    add("--out", metavar="PLACE", default="segmented", help=says)
+
+    says = "print IoU and accuracy of each class: a net's, or of a file's labels"
+    parents = [points, some, tiles]
+    add = commands.add_parser("evaluate", parents=parents, help=says).add_argument
+    add("scans", metavar="SCAN", nargs="+", help="point-cloud files with labels")
+    says = "files with labels to compare, one for each SCAN; in place of --model"
+    add("--predicted", nargs="+", metavar="FILE", default=(), help=says)
+    says = "dimension of SCAN with the labels, if it has another name than usual"
+    add("--labels", metavar="NAME", default="", help=says)
+    says = "leave out points with these labels, beside negative ones"
+    add("--ignore", type=int, nargs="+", default=(), metavar="LABEL", help=says)
+    says = "print JSON in place of a table"
+    add("--json", action="store_true", dest="as_json", help=says)
 
     says = "find boxes in a scan: a table, files, and a picture from above"
-    add = commands.add_parser("detect", parents=[scan, net], help=says).add_argument
+    add = commands.add_parser(
+        "detect", parents=[scan, points, net], help=says
+    ).add_argument
     add("--out", metavar="DIR", default="detected", help="folder to write to")
     add("--score", type=float, help="least score of a box; by default the net's own")
     place = {"type": float, "nargs": 3, "metavar": ("X", "Y", "Z")}

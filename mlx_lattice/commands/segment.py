@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import time
+from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 
 import matplotlib  # here, so that a missing package is found before the net runs
 import mlx.core as mx
 import numpy as np
 
-from ..io.points import PointCloud, read_points, write_ply
+from ..io.labelled import check_format, write_labelled
+from ..io.points import READERS, PointCloud, read_points, write_ply
 from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
-from ..models.pretrained import check_scores, of_scan, white_of
-from . import progress
+from ..models.pretrained import of_scan, white_of
+from ..models.scans import Segmented, segment_points
+from . import bar, progress
 
 
 def run(
@@ -21,54 +25,125 @@ def run(
     model: str | Path,
     out: str | Path = "segmented",
     *,
+    tile: float | None = None,
+    overlap: float | None = None,
+    votes: int = 1,
     fill: bool = False,
     revision: str | None = None,
     columns: str = "",
     up: str = "z",
-) -> tuple[Path, Path]:
-    """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``."""
+) -> tuple[Path, ...]:
+    """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
+
+    If ``out`` has the suffix of a format of points, write a copy of the scan with
+    labels instead.
+    """
+    check_up(up)
+    out, stem = Path(out), Path(scan).stem
+    alone = out.suffix.lower() in READERS and not out.is_dir()
+    files = (out,) if alone else (out / f"{stem}.ply", out / f"{stem}.png")
+    if alone:
+        check_format(out, Path(scan))
+    check_writable(*files, read=[scan])
+    net = segmentor(model, revision)
+    cloud = read_scan(net, scan, columns, all_attributes=not alone)
+    say_dropped(cloud, scan)
+    begun = time.perf_counter()
+    found = label_scan(
+        net, cloud, scan, tile=tile, overlap=overlap, votes=votes, fill=fill, up=up
+    )
+    seconds = time.perf_counter() - begun
+    labels, count = found.labels, found.classes
+    size = net.recipe().voxel_size
+    print(
+        f"{Path(scan).name}: {len(labels):,} points -> {found.voxels:,} voxels "
+        f"of {size:g}; {type(net).__name__} from {model}"
+    )
+    if tile is not None or votes > 1:
+        print(f"{found.tiles:,} tiles, votes of {votes} views")
+    warn_of_few(cloud.points, found.voxels, size)
+    print(table(net, labels, count))
+    warn_of_one_class(net, labels, count)
+    print(f"{seconds:.2f} s in the net, with its relations to build")
+    files[0].parent.mkdir(parents=True, exist_ok=True)
+    if alone:
+        labels, confidence = whole(cloud, labels, -1), whole(cloud, found.confidence, 0)
+        names = write_labelled(
+            out, scan, labels, confidence, classes=count, columns=columns
+        )
+        print(f"wrote {out}, with the classes as {names}")
+        return files
+    palette = np.array(net.about.palette(count), dtype=np.uint8)
+    write(cloud, labels, found.confidence, palette, files[0])
+    draw(cloud, labels, palette, net, files[1], up)
+    print(f"wrote {files[0]} and {files[1]}")
+    return files
+
+
+def check_up(up: str) -> None:
+    """Raise a ValueError unless a word is an upward axis."""
     if up not in AXES:
         raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
-    folder, stem = Path(out), Path(scan).stem
-    points, picture = folder / f"{stem}.ply", folder / f"{stem}.png"
-    check_writable(points, picture, read=[scan])
+
+
+def segmentor(model: str | Path, revision: str | None) -> Segmentor:
+    """Return the net of a folder; raise a ValueError if it does not score points."""
     net = from_pretrained(model, revision=revision)
     if not isinstance(net, Segmentor):
         raise ValueError(
             f"{model} is a {type(net).__name__}, which does not score points"
         )
-    cloud = read_points(scan, columns)
-    if not len(cloud.points):
+    return net
+
+
+def read_scan(
+    net: Segmentor,
+    scan: str | Path,
+    columns: str,
+    *others: str,
+    all_attributes: bool = False,
+) -> PointCloud:
+    """Return a scan with the attributes that the net reads, and others."""
+    names = {*net.recipe().features, *others}
+    cloud = read_points(scan, columns, attributes=None if all_attributes else names)
+    if not len(cloud):
         left = f": all {cloud.dropped:,} have values that are not finite"
         raise ValueError(f"{scan} holds no points{left if cloud.dropped else ''}")
-    with of_scan(scan):
-        voxels = net.recipe()(cloud.points, cloud.attributes, fill=fill)
-    size = net.recipe().voxel_size
-    say_dropped(cloud, scan)
-    warn_of_few(cloud.points, len(voxels.x), size)
-    print(
-        f"{Path(scan).name}: {len(cloud.points):,} points -> {len(voxels.x):,} voxels "
-        f"of {size:g}; {type(net).__name__} from {model}"
-    )
-    begun = time.perf_counter()
-    with progress(net):
-        scores = net.score_voxels(voxels).astype(mx.float32)
-        chances = mx.softmax(scores, axis=1)
-        labels, best = mx.argmax(chances, axis=1), mx.max(chances, axis=1)
-        mx.eval(labels, best)
-    check_scores(best)
-    seconds = time.perf_counter() - begun
-    rows, count = np.array(voxels.rows), scores.shape[1]
-    labels, best = np.array(labels)[rows], np.array(best)[rows]
-    print(table(net, labels, count))
-    warn_of_one_class(net, labels, count)
-    print(f"{seconds:.2f} s in the net, with its relations to build")
-    folder.mkdir(parents=True, exist_ok=True)
-    palette = np.array(net.about.palette(count), dtype=np.uint8)
-    write(cloud, labels, best, palette, points)
-    draw(cloud, labels, palette, net, picture, up)
-    print(f"wrote {points} and {picture}")
-    return points, picture
+    return cloud
+
+
+def label_scan(
+    net: Segmentor, cloud: PointCloud, scan: str | Path, *, up: str, **options: Any
+) -> Segmented:
+    """Run ``segment_points`` with a bar: of the layers, or of the runs of the net."""
+    with of_scan(scan), ExitStack() as stack:
+        shown: list[Any] = []
+
+        def count(done: int, runs: int) -> None:
+            if runs == 1 and not done:
+                stack.enter_context(progress(net))
+            elif not done:
+                shown.append(stack.enter_context(bar(runs, Path(scan).name, "tile")))
+            elif shown:
+                shown[0].update()
+
+        return segment_points(
+            net,
+            cloud.points,
+            cloud.attributes,
+            vertical="xyz".index(up[-1]),
+            progress=count,
+            **options,
+        )
+
+
+def whole(cloud: PointCloud, values: np.ndarray, other: float) -> np.ndarray:
+    """Return values for all points of a file, ``other`` for those left out."""
+    if cloud.rows is None:
+        return values
+    placed = np.full(len(cloud) + cloud.dropped, other, values.dtype)
+    placed[cloud.rows] = values
+    return placed
 
 
 def say_dropped(cloud: PointCloud, scan: str | Path) -> None:

@@ -18,6 +18,7 @@ from .checkpoints import (
 from .safetensors import CheckpointError, PointFileError
 
 if TYPE_CHECKING:
+    from .labelled import write_labelled
     from .points import PointCloud, read_points, write_ply
 
 __all__ = [
@@ -30,6 +31,7 @@ __all__ = [
     "import_checkpoint",
     "load_state",
     "read_points",
+    "write_labelled",
     "write_ply",
 ]
 
@@ -43,4 +45,8 @@ def __getattr__(name: str):
         from . import points
 
         return getattr(points, name)
+    if name == "write_labelled":
+        from .labelled import write_labelled
+
+        return write_labelled
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

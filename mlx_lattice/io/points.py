@@ -8,13 +8,14 @@ from __future__ import annotations
 import struct
 import warnings
 import zipfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO, TextIOWrapper
 from itertools import takewhile
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 try:
     import numpy as np
@@ -29,7 +30,7 @@ from .safetensors import PointFileError, check_file, listed, short
 Columns = dict[str, np.ndarray]
 
 # Names of attributes in files, and the names here.
-_NAMES = {
+NAMES = {
     "scalar_intensity": "intensity",
     "reflectance": "intensity",
     "scalar_label": "labels",
@@ -66,19 +67,27 @@ class PointCloud:
         origin: (3,) float64 to add to ``points`` for the file's coordinates: zero,
             except for doubles so large (map projections) that float32 would round
             them by a millimetre or more.
+        rows: (N,) int64, the place of each point in the file, or None if no point was
+            left out.
     """
 
     points: np.ndarray
     attributes: dict[str, np.ndarray] = field(default_factory=dict)
     dropped: int = 0
     origin: np.ndarray = field(default_factory=lambda: np.zeros(3))
+    rows: np.ndarray | None = None
 
     def __len__(self) -> int:
         """Return the number of points."""
         return len(self.points)
 
 
-def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointCloud:
+def read_points(
+    path: str | Path,
+    columns: str | Sequence[str] = (),
+    *,
+    attributes: Collection[str] | None = None,
+) -> PointCloud:
     """Read a point cloud; the suffix of the file says the format.
 
     ``.ply`` and ``.pcd`` (ASCII, binary or compressed), ``.las`` and ``.laz``, ``.npy``
@@ -94,6 +103,8 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
             in their order, as a list or as in "x,y,z,intensity,_,ring". Columns named
             _ are left out. A ``.bin`` with other columns than KITTI's needs them; its
             size and values say whether it holds float32 or float64.
+        attributes: the names of the attributes to keep, if they are in the file; by
+            default all. The others of a LAS file are not read at all.
 
     Raises:
         PointFileError: the file is truncated, has no x, y, z, or another format; or a
@@ -104,6 +115,30 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
         FileNotFoundError: there is no such file.
     """
     path = Path(path)
+    if columns or path.suffix.lower() not in LAS:
+        return _cloud(read_columns(path, columns), path, attributes)
+    clouds: list[PointCloud] = []
+    with open_las(path) as reader:
+        far = float(
+            np.nan_to_num(np.abs([reader.header.mins, reader.header.maxs])).max()
+        )
+        names = reader.header.point_format.dimension_names
+        names = [name for name in names if _is_wanted(name, attributes)]
+        origin = None
+        for chunk in las_chunks(reader, path):
+            piece = {name: np.array(chunk[name]) for name in [*names, *"xyz"]}
+            clouds.append(_cloud(piece, path, attributes, far, origin))
+            origin = clouds[0].origin
+    if not clouds:
+        return _cloud({name: np.zeros(0) for name in "xyz"}, path)
+    return _joined(clouds)
+
+
+def read_columns(path: Path, columns: str | Sequence[str] = ()) -> Columns:
+    """Return every column of a file, by the file's own names and in its order.
+
+    Arguments and errors are those of ``read_points``.
+    """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
         raise PointFileError(
@@ -113,7 +148,7 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
     binary = path.suffix.lower() in (".las", ".laz", ".npy", ".npz")
     check_file(path, PointFileError, binary=binary)
     if not columns:
-        return _cloud(reader(path), path)
+        return reader(path)
     names = columns.split(",") if isinstance(columns, str) else columns
     names = [str(name).strip().lower() for name in names]
     used = [name for name in names if name != "_"]
@@ -129,11 +164,20 @@ def read_points(path: str | Path, columns: str | Sequence[str] = ()) -> PointClo
     # Unused columns get names of their own, so that none is lost in a dictionary.
     names = [f"_{i}" if name == "_" else name for i, name in enumerate(names)]
     table = reader(path, names)
-    return _cloud({k: v for k, v in table.items() if k not in names or k in used}, path)
+    return {k: v for k, v in table.items() if k not in names or k in used}
 
 
-def _cloud(columns: Columns, path: Path) -> PointCloud:
-    """Make a cloud of named columns: x, y, z and any others."""
+def _cloud(
+    columns: Columns,
+    path: Path,
+    wanted: Collection[str] | None = None,
+    far: float = 0.0,
+    origin: np.ndarray | None = None,
+) -> PointCloud:
+    """Make a cloud of named columns: x, y, z and any others.
+
+    ``far`` is a coordinate that other points of the file have, and ``origin`` theirs.
+    """
     missing = [name for name in "xyz" if name not in columns]
     if missing:
         raise PointFileError(
@@ -152,8 +196,10 @@ def _cloud(columns: Columns, path: Path) -> PointCloud:
         if all(name in columns for name in names) and joint not in columns:
             attributes[joint] = np.stack([columns.pop(n) for n in names], axis=1)
     for name, column in columns.items():
-        known = _NAMES.get(name.lower(), name)
+        known = NAMES.get(name.lower(), name)
         attributes[name if known in attributes else known] = column
+    if wanted is not None:
+        attributes = {name: attributes[name] for name in wanted if name in attributes}
 
     keep = _finite(points)
     for column in attributes.values():
@@ -162,12 +208,45 @@ def _cloud(columns: Columns, path: Path) -> PointCloud:
     if not keep.all():
         points = points[keep]
         attributes = {name: column[keep] for name, column in attributes.items()}
-    origin = np.zeros(3)
-    if points.dtype == np.float64 and len(points) and np.abs(points).max() > _FAR:
-        origin = np.floor(points.min(axis=0))
+    if origin is None:
+        origin = np.zeros(3)
+        double = points.dtype == np.float64 and len(points) > 0
+        if double and max(far, np.abs(points).max()) > _FAR:
+            origin = np.floor(points.min(axis=0))
     lost = len(keep) - int(keep.sum())
     single = np.ascontiguousarray(points - origin, dtype=np.float32)
-    return PointCloud(single, attributes, lost, origin)
+    rows = np.flatnonzero(keep) if lost else None
+    return PointCloud(single, attributes, lost, origin, rows)
+
+
+def _joined(clouds: list[PointCloud]) -> PointCloud:
+    """Return pieces of a file, which share their origin, as one; empties them."""
+    if len(clouds) == 1:
+        return clouds[0]
+    points = np.concatenate([cloud.points for cloud in clouds])
+    attributes = {
+        name: np.concatenate([cloud.attributes.pop(name) for cloud in clouds])
+        for name in list(clouds[0].attributes)
+    }
+    dropped = sum(cloud.dropped for cloud in clouds)
+    rows, start = None, 0
+    if dropped:
+        rows = []
+        for cloud in clouds:
+            own = np.arange(len(cloud)) if cloud.rows is None else cloud.rows
+            rows.append(own + start)
+            start += len(cloud) + cloud.dropped
+        rows = np.concatenate(rows)
+    return PointCloud(points, attributes, dropped, clouds[0].origin, rows)
+
+
+def _is_wanted(name: str, wanted: Collection[str] | None) -> bool:
+    """Return whether a dimension of a LAS file belongs to an attribute to keep."""
+    if name in ("X", "Y", "Z"):
+        return False
+    joint = {joint for names, joint in _TRIPLES if name in names}
+    known = {name, NAMES.get(name.lower(), name), *joint}
+    return wanted is None or not known.isdisjoint(wanted)
 
 
 def _finite(values: np.ndarray) -> np.ndarray:
@@ -681,40 +760,70 @@ def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
 # LAS
 
 
-def _read_las(path: Path) -> Columns:
+LAS = (".las", ".laz")
+CHUNK = 1_000_000  # points of a LAS file that are in memory at a time
+
+
+@contextmanager
+def open_las(path: Path, *, evlrs: bool = False) -> Iterator[Any]:
+    """Open a LAS or LAZ file by laspy inside the block, with its extended records."""
     try:
         import laspy
     except ImportError as error:
         raise ImportError("LAS files need laspy: pip install 'laspy[lazrs]'") from error
     _check_las_header(path)
+    with _las_errors(path):
+        reader = laspy.open(path, read_evlrs=evlrs)
+    with reader:
+        if reader.header.are_points_compressed and not (
+            laspy.LazBackend.detect_available()
+        ):
+            raise ImportError(
+                "LAZ files need a decompressor: pip install 'laspy[lazrs]'"
+            )
+        yield reader
+
+
+@contextmanager
+def _las_errors(path: Path) -> Iterator[None]:
     try:
-        with laspy.open(path, read_evlrs=False) as reader:
-            if reader.header.are_points_compressed and not (
-                laspy.LazBackend.detect_available()
-            ):
-                raise ImportError(
-                    "LAZ files need a decompressor: pip install 'laspy[lazrs]'"
-                )
-            skipped = {"X", "Y", "Z"}
-            names = [*reader.header.point_format.dimension_names, *"xyz"]
-            # In pieces: only decompression shows how many points a LAZ file has.
-            pieces = [
-                {name: np.array(piece[name]) for name in names if name not in skipped}
-                for piece in reader.chunk_iterator(1_000_000)
-            ]
-            promised = reader.header.point_count
+        yield
     except (ImportError, MemoryError):
         raise
     except Exception as error:  # each decompressor raises errors of its own
         raise PointFileError(
             f"{path.name} is not a readable LAS file: {error}"
         ) from error
-    count = sum(len(piece["x"]) for piece in pieces)
-    if count != promised:
-        raise short(path, f"{promised} points", count)
+
+
+def las_chunks(reader: Any, path: Path) -> Iterator[Any]:
+    """Yield a LAS file's points in pieces; check that they are as many as promised.
+
+    Only decompression shows how many points a LAZ file has.
+    """
+    count, chunks = 0, reader.chunk_iterator(CHUNK)
+    while True:
+        with _las_errors(path):
+            chunk = next(chunks, None)
+        if chunk is None:
+            break
+        count += len(chunk)
+        yield chunk
+    if count != reader.header.point_count:
+        raise short(path, f"{reader.header.point_count} points", count)
+
+
+def _read_las(path: Path) -> Columns:
+    with open_las(path) as reader:
+        names = [*reader.header.point_format.dimension_names, *"xyz"]
+        names = [name for name in names if _is_wanted(name, None)]
+        pieces = [
+            {name: np.array(chunk[name]) for name in names}
+            for chunk in las_chunks(reader, path)
+        ]
     if not pieces:
         return {name: np.zeros(0) for name in "xyz"}
-    return {k: np.concatenate([piece[k] for piece in pieces]) for k in pieces[0]}
+    return {k: np.concatenate([piece.pop(k) for piece in pieces]) for k in names}
 
 
 def _check_las_header(path: Path) -> None:

@@ -1,6 +1,8 @@
-"""Reference nets built from mlx_lattice.nn."""
+"""Reference nets built from mlx_lattice.nn, and scans of any size by them."""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING
 
 from . import blocks, catalogue, detection, litept, pretrained, ptv3, trellis2, unets
 from .blocks import *
@@ -21,6 +23,12 @@ from .trellis2 import (
 )
 from .unets import *
 
+if TYPE_CHECKING:
+    from .scans import Evaluation, Segmented, confusion_matrix, segment_points
+
+# Names of a module that needs NumPy.
+_SCANS = ("Evaluation", "Segmented", "confusion_matrix", "segment_points")
+
 __all__ = [
     *blocks.__all__,
     *catalogue.__all__,
@@ -30,16 +38,28 @@ __all__ = [
     *ptv3.__all__,
     *unets.__all__,
     "DualGrid",
+    "Evaluation",
+    "Segmented",
     "SLatFlowModel",
     "SparseStructureDecoder",
     "SparseStructureEncoder",
     "SparseStructureFlowModel",
     "SparseVAEDecoder",
     "SparseVAEEncoder",
+    "confusion_matrix",
     "dual_grid",
+    "segment_points",
     "trellis2",
 ]
 
 
 def __dir__() -> list[str]:
     return sorted(__all__)
+
+
+def __getattr__(name: str):
+    if name in _SCANS:
+        from . import scans
+
+        return getattr(scans, name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -34,7 +34,7 @@ from ..checks import (
 from ..coordinates import CoordinateManager
 from ..distribution import __version__
 from ..geometry.lattice import true_positions
-from ..geometry.points import REDUCTIONS, voxelize
+from ..geometry.points import REDUCTIONS, cells_of, voxelize
 from ..io import folders
 from ..io.safetensors import CheckpointError, shown, write_safetensors
 from ..tensor import SparseTensor
@@ -59,6 +59,8 @@ FEATURES = {
 }
 ATTRIBUTES = ("colours", "normals", "intensity")
 ROUNDINGS = ("floor", "nearest")
+# Voxels along an edge of the coarsest cells: those of four strided convolutions.
+COARSEST = 16
 
 
 class Voxels(NamedTuple):
@@ -130,6 +132,7 @@ class VoxelRecipe:
         attributes: Mapping[str, Any] | None = None,
         *,
         fill: bool = False,
+        box: Any = None,
     ) -> Voxels:
         """Voxelise a scan.
 
@@ -140,6 +143,10 @@ class VoxelRecipe:
                 "normals" (P, 3), "intensity" (P,). White is 1 in floats up to 1, 65 535
                 if a value is above 255, else 255.
             fill: whether to read zeros for a missing attribute.
+            box: (2, D) lowest and highest corner of a whole scan, if the points are a
+                part of it. Their voxels, and the cells of strided convolutions up to
+                16, are then the whole scan's. Features are made as for a scan of its
+                own.
 
         Returns:
             The tensor, whose rows are sorted, and the row of each point. Points with a
@@ -154,11 +161,14 @@ class VoxelRecipe:
         names = [name for name in self.features if name in ATTRIBUTES]
         count = points.shape[0]
         points, attributes, positions = finite_points(points, attributes or {}, names)
-        if points.ndim == 2 and points.shape[0] and self.centred:
-            with stream_of(points):
-                low, high = points.min(axis=0), points.max(axis=0)
-                middle = (low + high) / 2
-                points = points - mx.concatenate([middle[:-1], low[-1:]])
+        with stream_of(points):
+            corners = None if box is None else mx.array(box, dtype=points.dtype)
+            places = points
+            if points.ndim == 2 and points.shape[0] and self.centred:
+                middle = _middle(points if corners is None else corners)
+                places = points - middle
+                corners = None if corners is None else corners - middle
+                points = points - _middle(points)
         feats = mx.concatenate(
             [self._feature(name, points, attributes, fill) for name in self.features],
             axis=1,
@@ -166,12 +176,17 @@ class VoxelRecipe:
         size = self.voxel_size
         if self.rounding == "nearest":  # a half to the even voxel, as NumPy's does
             with stream_of(points):
-                points = mx.round(points / mx.array(size, dtype=points.dtype))
+                places = mx.round(places / mx.array(size, dtype=points.dtype))
+                if corners is not None:
+                    corners = mx.round(corners / mx.array(size, dtype=points.dtype))
             size = 1.0
-        coords, feats, rows = voxelize(points, feats, size, reduce=self.reduce)
+        coords, feats, rows = voxelize(places, feats, size, reduce=self.reduce)
         if self.from_zero and coords.shape[0]:
-            low = coords.min(axis=0)
-            coords = coords - mx.concatenate([mx.zeros_like(low[:1]), low[1:]])
+            low = coords.min(axis=0)[1:]
+            if corners is not None:
+                lowest = cells_of(corners[:1], size=(size,) * low.size)[0]
+                low = lowest + (low - lowest) // COARSEST * COARSEST
+            coords = coords - mx.concatenate([mx.zeros((1,), dtype=low.dtype), low])
         manager = CoordinateManager()
         key = manager.insert(coords, trusted=True)
         if positions is not None:
@@ -197,6 +212,12 @@ class VoxelRecipe:
             colours = array_of(attributes[name], name)
             value = value / white_of(colours) * (white - black) + black
         return value
+
+
+def _middle(points: mx.array) -> mx.array:
+    """Return what ``centred`` takes from points: their box's middle, and its lowest."""
+    low, high = points.min(axis=0), points.max(axis=0)
+    return mx.concatenate([((low + high) / 2)[:-1], low[-1:]])
 
 
 def white_of(colours: mx.array) -> float:

@@ -54,7 +54,7 @@ from .blocks import (
     layer,
     trimmed_cells,
 )
-from .pretrained import PYG_NORMS, Rules, Segmentor, Voxels, pointcept
+from .pretrained import COARSEST, PYG_NORMS, Rules, Segmentor, Voxels, pointcept
 
 __all__ = [
     "MinkUNet",
@@ -436,7 +436,6 @@ class SpUNet(Segmentor):
         return super().score_voxels(voxels)
 
 
-COARSEST = 16  # cells of the finest lattice in one of the coarsest, an axis
 FAR = 1 << 20  # cells: beyond this float32 has few bits within a cell
 
 

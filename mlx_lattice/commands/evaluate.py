@@ -1,0 +1,133 @@
+"""The command evaluate: intersection over union and accuracy of each class."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ..io.points import NAMES, PointCloud, read_points
+from ..io.safetensors import listed
+from ..models.pretrained import Segmentor
+from ..models.scans import Evaluation, confusion_matrix
+from . import segment
+
+# Attributes of a cloud with the class of each point, the first one first.
+LABELS = ("label", "labels")
+
+
+def run(
+    scans: Sequence[str | Path],
+    model: str | Path | None = None,
+    predicted: Sequence[str | Path] = (),
+    *,
+    labels: str = "",
+    ignore: Sequence[int] = (),
+    as_json: bool = False,
+    revision: str | None = None,
+    columns: str = "",
+    **options: Any,
+) -> Evaluation:
+    """Compare the labels of scans with a net's, or with those of other files.
+
+    ``options`` are ``up`` and those of ``segment_points``.
+    """
+    segment.check_up(options["up"])
+    if (model is None) == (not predicted):
+        raise ValueError(
+            "give either --model, a net to evaluate, or --predicted, files with labels"
+        )
+    if predicted and len(predicted) != len(scans):
+        raise ValueError(
+            f"--predicted must name a file for each scan; got {len(predicted)} for "
+            f"{len(scans)} scans"
+        )
+    net = None if model is None else segment.segmentor(model, revision)
+    matrices = []
+    for i, scan in enumerate(scans):
+        if net is None:
+            cloud = read_points(scan, columns, attributes={*LABELS, labels})
+        else:
+            cloud = segment.read_scan(net, scan, columns, *LABELS, labels)
+        if not as_json:
+            segment.say_dropped(cloud, scan)
+        truth = labels_of(cloud, scan, labels)
+        truth[np.isin(truth, ignore)] = -1
+        if net is None:
+            found = _predicted(predicted[i], scan, len(cloud))
+            classes = 1 + max(truth.max(initial=0), found.max(initial=0))
+        else:
+            _check_classes(truth, len(net.about.classes), scan)
+            result = segment.label_scan(net, cloud, scan, **options)
+            found, classes = result.labels, result.classes
+            _check_classes(truth, classes, scan)
+        matrices.append(confusion_matrix(truth, found, classes))
+    evaluation = _sum(matrices, net)
+    print(json.dumps(evaluation.to_dict(), indent=1) if as_json else evaluation)
+    return evaluation
+
+
+def labels_of(cloud: PointCloud, path: str | Path, name: str = "") -> np.ndarray:
+    """Return the (N,) int64 labels of a cloud's points.
+
+    Args:
+        cloud, path: of ``read_points``, and the file, for the errors.
+        name: the dimension with the labels in the file, if it has another name than
+            those that ``read_points`` knows.
+
+    Raises:
+        ValueError: the cloud has no labels, or they are not integers.
+    """
+    held = cloud.attributes
+    names = (name, NAMES.get(name.lower(), name)) if name else LABELS
+    found = next((each for each in names if each in held), None)
+    if found is None:
+        raise ValueError(
+            f"{path} has no {f'dimension {name}' if name else 'labels'} beside "
+            f"{listed(held, 'its coordinates')}: expected an integer for each point, "
+            "its class; --labels gives the name of the dimension"
+        )
+    values = held[found]
+    whole = values.astype(np.int64)
+    if values.ndim != 1 or not np.array_equal(whole, values):
+        raise ValueError(
+            f"{path}: {name or found} must be an integer for each point; got "
+            f"{values.dtype} of shape {values.shape}"
+        )
+    return whole
+
+
+def _predicted(path: str | Path, scan: str | Path, count: int) -> np.ndarray:
+    """Return the labels of a file with as many points as a scan has."""
+    cloud = read_points(path, attributes=LABELS)
+    if len(cloud) != count:
+        raise ValueError(
+            f"{scan} has {count:,} points and {path} {len(cloud):,}: they must be the "
+            "same points in the same order"
+        )
+    return labels_of(cloud, path)
+
+
+def _check_classes(truth: np.ndarray, classes: int, scan: str | Path) -> None:
+    """Raise a ValueError if labels are none of a net's classes, if it has any."""
+    if classes and truth.max(initial=0) >= classes:
+        raise ValueError(
+            f"{scan} has label {truth.max()}, and the net has the classes 0 to "
+            f"{classes - 1}: leave out points that are not to count by "
+            f"--ignore {truth.max()}"
+        )
+
+
+def _sum(matrices: list[np.ndarray], net: Segmentor | None) -> Evaluation:
+    """Return the evaluation of the counts of all scans together."""
+    classes = max(map(len, matrices))
+    total = np.zeros((classes, classes + 1), np.int64)
+    for counts in matrices:
+        n = len(counts)
+        total[:n, :n] += counts[:, :n]
+        total[:n, -1] += counts[:, n]
+    label = "class {}".format if net is None else net.about.label
+    return Evaluation(total, tuple(label(i) for i in range(classes)))

@@ -1,0 +1,427 @@
+"""Classes of the points of a scan of any size, and how right they are.
+
+``segment_points`` runs a net on one tile of a scan after another, and on turned views
+of a tile. ``Evaluation`` has the intersection over union of each class.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+try:
+    import numpy as np
+except ImportError as error:
+    raise ImportError(
+        "segment_points and Evaluation need NumPy: pip install numpy"
+    ) from error
+
+from ..checks import real
+from .pretrained import ATTRIBUTES, Segmentor, check_scores, white_of
+
+__all__ = ["Evaluation", "Segmented", "confusion_matrix", "segment_points"]
+
+
+class Segmented(NamedTuple):
+    """The classes of points, in the order of the points."""
+
+    labels: np.ndarray  # (P,) int32
+    confidence: np.ndarray  # (P,) float32, the mean probability of the label
+    classes: int  # number of the net's classes
+    voxels: int  # voxels of all tiles
+    tiles: int
+
+
+def segment_points(
+    net: Segmentor,
+    points: Any,
+    attributes: Mapping[str, Any] | None = None,
+    *,
+    tile: float | None = None,
+    overlap: float | None = None,
+    votes: int = 1,
+    fill: bool = False,
+    vertical: int = 2,
+    progress: Callable[[int, int], None] | None = None,
+) -> Segmented:
+    """Return the class of each point of a scan of any size.
+
+    With ``tile`` the net runs on squares of the ground plan, one after another, so the
+    memory beside the points is that of the largest tile. Neighbouring tiles share
+    ``overlap``, and a point in it gets its label from the tile whose border is farther
+    away. Tiles have the voxels of the whole scan: labels are those of the whole scan if
+    half of ``overlap`` is at least the reach of the net, and if the features do not
+    depend on the scan's extent. Centred coordinates and heights count from the tile.
+
+    With ``votes`` the net runs on that many views of the points, and the label is the
+    class with the largest sum of probabilities. Views are the products of four quarter
+    turns around the vertical axis, the scales 1, 0.95 and 1.05, and a mirror image, in
+    this order: four votes are the quarter turns, and twelve are the distinct views of
+    Pointcept's protocol for ScanNet.
+
+    Args:
+        net: in evaluation, with a recipe in ``about``.
+        points: (P, 3) float, of NumPy or MLX, all finite.
+        attributes: name to values, as for ``VoxelRecipe``; normals turn with a view.
+        tile: edge of a tile, overlap included, in the unit of the points; by default
+            the whole scan is one tile.
+        overlap: width of the strip that neighbouring tiles share; by default a fifth of
+            ``tile``.
+        votes: number of views, 1 to 24.
+        fill: whether to read zeros for a missing attribute.
+        vertical: the axis of ``points`` that points up: 0, 1 or 2.
+        progress: called with the runs of the net so far and in all: before the first
+            one and after each.
+
+    Raises:
+        ValueError: there are no points, a value is not finite, ``tile`` is not larger
+            than ``overlap``, scores are NaN, or as for ``VoxelRecipe``.
+
+    Example:
+        >>> cloud = io.read_points("scan.laz")
+        >>> found = models.segment_points(
+        ...     net, cloud.points, cloud.attributes, tile=50, votes=4
+        ... )
+        >>> io.write_labelled("labelled.laz", "scan.laz", found.labels)
+    """
+    recipe = net.recipe()
+    points, values = _arrays(points, attributes or {}, recipe.features)
+    if vertical not in (0, 1, 2):
+        raise ValueError(f"vertical must be 0, 1 or 2; got {vertical}")
+    if isinstance(votes, bool) or votes not in range(1, len(VIEWS) + 1):
+        raise ValueError(f"votes must be 1 to {len(VIEWS)}; got {votes}")
+    ground = [axis for axis in range(3) if axis != vertical]
+    tiles = Tiles(points, tile, overlap, ground, recipe.voxel_size)
+    views = [(view.matrix(ground), np.float32(view.scale)) for view in VIEWS[:votes]]
+    box = np.stack([points.min(axis=0), points.max(axis=0)])
+    white = _white(values.get("colours"))
+    labels = np.empty(len(points), np.int32)
+    confidence = np.empty(len(points), np.float32)
+    classes = voxel_count = runs = 0
+    for part in tiles:
+        places = points[part.rows]
+        own = {name: value[part.rows] for name, value in values.items()}
+        if "colours" in own:  # a dark tile does not show which value is white
+            own["colours"] = own["colours"].astype(np.float32) / white
+        total: mx.array | None = None
+        for matrix, scale in views:
+            turned = dict(own)
+            if "normals" in own:
+                turned["normals"] = own["normals"] @ matrix
+            corners = np.sort(box @ matrix * scale, axis=0)
+            voxels = recipe(places @ matrix * scale, turned, fill=fill, box=corners)
+            if progress is not None and not runs:
+                progress(0, len(tiles) * votes)
+            scores = net.score_voxels(voxels).astype(mx.float32)
+            chances = mx.softmax(scores, axis=1)
+            rows: Any = mx.array(np.array(voxels.rows)[part.inner])
+            if votes > 1:
+                each = chances[rows]
+                chances = total = each if total is None else total + each
+                scores, rows = total, slice(None)
+            mx.eval(chances)
+            runs += 1
+            if progress is not None:
+                progress(runs, len(tiles) * votes)
+        best = mx.max(chances, axis=1)[rows] / votes
+        check_scores(best)
+        labels[part.own] = np.array(mx.argmax(scores, axis=1)[rows])
+        confidence[part.own] = np.array(best)
+        classes, voxel_count = scores.shape[1], voxel_count + len(voxels.x)
+        del voxels, scores, chances, total, best
+        mx.clear_cache()
+    return Segmented(labels, confidence, classes, voxel_count, len(tiles))
+
+
+def _arrays(points, attributes, features) -> tuple[np.ndarray, dict[str, np.ndarray]]:
+    """Return points and the attributes that the net reads in NumPy, all finite."""
+    points = np.asarray(points)
+    if points.dtype not in (np.float32, np.float64):
+        points = points.astype(np.float32)
+    if points.ndim != 2 or points.shape[1] != 3 or not len(points):
+        raise ValueError(
+            f"points must have shape (P, 3), P from 1 on; got {points.shape}"
+        )
+    names = [name for name in features if name in ATTRIBUTES]
+    values = {
+        name: np.asarray(attributes[name])
+        for name in names
+        if attributes.get(name) is not None
+    }
+    for name, value in {"coordinates": points, **values}.items():
+        if len(value) != len(points):
+            raise ValueError(
+                f"{name} must have a row for each of the {len(points):,} points; got "
+                f"shape {value.shape}"
+            )
+        # Sums are not finite if a value is not; they need no array of their own.
+        if value.dtype.kind == "f" and not np.isfinite(value.sum(dtype=np.float64)):
+            raise ValueError(
+                f"{name} must be finite, since each point gets a label: leave the "
+                "other points out, as io.read_points does"
+            )
+    return points, values
+
+
+def _white(colours: np.ndarray | None) -> np.float32:
+    """Return the value of white in a scan's colours."""
+    if colours is None:
+        return np.float32(1)
+    return np.float32(white_of(mx.array(colours.max().reshape(1))))
+
+
+# Views, and tiles
+
+
+class View(NamedTuple):
+    """A turn by quarters around the vertical axis, a mirror image, and a scale."""
+
+    turns: int
+    mirrored: bool
+    scale: float
+
+    def matrix(self, ground: Sequence[int]) -> np.ndarray:
+        """Return the (3, 3) float32 matrix for rows of points, without the scale."""
+        matrix, (a, b) = np.eye(3, dtype=np.float32), ground
+        cos, sin = ((1, 0), (0, 1), (-1, 0), (0, -1))[self.turns]
+        sign = -1 if self.mirrored else 1
+        matrix[a, a], matrix[a, b] = sign * cos, sign * sin
+        matrix[b, a], matrix[b, b] = -sin, cos
+        return matrix
+
+
+VIEWS = [
+    View(turns, mirrored, scale)
+    for mirrored in (False, True)
+    for scale in (1.0, 0.95, 1.05)
+    for turns in range(4)
+]
+
+
+class Part(NamedTuple):
+    """The points of a tile: indices, or slices if it is the whole scan."""
+
+    rows: Any  # in the scan: the points that the net reads
+    inner: Any  # in rows: the points that get their label from this tile
+    own: Any  # in the scan: the same points
+
+
+class Tiles:
+    """Squares of the ground plan with points in them, and the points of each.
+
+    Beside the points it holds an index of 12 bytes a point.
+    """
+
+    def __init__(
+        self,
+        points: np.ndarray,
+        tile: float | None,
+        overlap: float | None,
+        ground: Sequence[int],
+        voxel_size: float,
+    ):
+        self.points, self.ground = points, ground
+        self.own: dict[int, slice] | None = None  # places in order, by tile
+        if tile is None:
+            if overlap is not None:
+                raise ValueError("overlap needs tile, the edge of a tile")
+            return
+        self.tile = tile = real(tile, "tile")
+        self.overlap = overlap = real(
+            tile / 5 if overlap is None else overlap, "overlap"
+        )
+        self.step = step = tile - overlap
+        if overlap < 0 or step < voxel_size:
+            raise ValueError(
+                f"tile must be larger than overlap by a voxel of {voxel_size:g} or "
+                f"more, and overlap 0 or more; got tile {tile:g}, overlap {overlap:g}"
+            )
+        flat = [points[:, axis] for axis in ground]
+        self.low = [float(column.min()) for column in flat]
+        spans = [
+            float(column.max()) - low
+            for column, low in zip(flat, self.low, strict=True)
+        ]
+        count = [max(1, int(np.ceil((span - overlap) / step))) for span in spans]
+        self.columns = count[1]
+        key = np.zeros(len(points), np.int32 if count[0] * count[1] < 2**31 else int)
+        for column, low, n in zip(flat, self.low, count, strict=True):
+            at = np.floor((column - (low + overlap / 2)) / step)
+            key *= n
+            key += np.clip(at, 0, n - 1).astype(key.dtype)
+        self.order = np.argsort(key, kind="stable")
+        keys, counts = np.unique(key, return_counts=True)
+        ends = np.cumsum(counts)
+        # Tiles without points are not there.
+        self.own = {
+            int(k): slice(int(end - n), int(end))
+            for k, end, n in zip(keys, ends, counts, strict=True)
+        }
+
+    def __len__(self) -> int:
+        return 1 if self.own is None else len(self.own)
+
+    def __iter__(self) -> Iterator[Part]:
+        if self.own is None:
+            yield Part(slice(None), slice(None), slice(None))
+            return
+        rings = int(np.ceil(self.overlap / 2 / self.step))
+        near = range(-rings, rings + 1)
+        for key, piece in self.own.items():
+            own, at = self.order[piece], divmod(key, self.columns)
+            parts = [own]
+            for i in near:
+                for j in near:
+                    row, column = at[0] + i, at[1] + j
+                    if (i or j) and 0 <= column < self.columns:
+                        piece = self.own.get(row * self.columns + column, slice(0))
+                        parts.append(self._inside(self.order[piece], at))
+            rows = np.sort(np.concatenate(parts))  # in the scan's order
+            yield Part(rows, np.searchsorted(rows, own), own)
+
+    def _inside(self, rows: np.ndarray, at: tuple[int, int]) -> np.ndarray:
+        """Return those of some points that are in the square of a tile."""
+        inside = np.ones(len(rows), bool)
+        for axis, low, n in zip(self.ground, self.low, at, strict=True):
+            start = low + n * self.step
+            column = self.points[rows, axis]
+            inside &= (column >= start) & (column <= start + self.tile)
+        return rows[inside]
+
+
+# How right labels are
+
+
+def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray:
+    """Return the (C, C + 1) int64 counts of points by true and predicted class.
+
+    The last column has points without a predicted class. Matrices of several scans add
+    up to that of all.
+
+    Args:
+        truth: (P,) integers; points with a negative one are left out.
+        predicted: (P,) integers; a negative one is no class.
+        classes: the number C of classes.
+
+    Raises:
+        ValueError: the shapes differ, or a class is not below ``classes``.
+    """
+    truth, predicted = np.asarray(truth), np.asarray(predicted)
+    if truth.shape != predicted.shape or truth.ndim != 1:
+        raise ValueError(
+            f"truth and predicted must both be (P,); got {truth.shape} and "
+            f"{predicted.shape}"
+        )
+    for name, values in (("truth", truth), ("predicted", predicted)):
+        if (highest := values.max(initial=-1)) >= classes:
+            raise ValueError(
+                f"{name} has label {highest}, and the classes are 0 to {classes - 1}"
+            )
+    known = truth >= 0
+    truth, predicted = truth[known].astype(np.int64), predicted[known].astype(np.int64)
+    predicted[predicted < 0] = classes
+    wide = classes + 1
+    counts = np.bincount(truth * wide + predicted, minlength=classes * wide)
+    return counts.reshape(classes, wide)
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """Intersection over union and accuracy of each class.
+
+    Attributes:
+        confusion: (C, C + 1) counts, as of ``confusion_matrix``.
+        names: the names of the C classes.
+
+    Example:
+        >>> counts = models.confusion_matrix([0, 0, 1], [0, 1, 1], 2)
+        >>> models.Evaluation(counts, ("floor", "wall")).iou
+        array([0.5, 0.5])
+    """
+
+    confusion: np.ndarray
+    names: tuple[str, ...]
+
+    @property
+    def iou(self) -> np.ndarray:
+        """(C,) points of a class in truth and prediction, of those in either.
+
+        NaN for a class that is in neither.
+        """
+        right = np.diagonal(self.confusion)
+        either = self.confusion.sum(axis=1) + self.confusion.sum(axis=0)[:-1] - right
+        return _shares(right, either)
+
+    @property
+    def accuracy(self) -> np.ndarray:
+        """(C,) points of a class that are predicted as such; NaN if it has none."""
+        return _shares(np.diagonal(self.confusion), self.confusion.sum(axis=1))
+
+    @property
+    def mean_iou(self) -> float:
+        """The mean IoU of the classes that are in the truth or the prediction."""
+        return _mean(self.iou)
+
+    @property
+    def mean_accuracy(self) -> float:
+        """The mean accuracy of the classes that are in the truth."""
+        return _mean(self.accuracy)
+
+    @property
+    def overall_accuracy(self) -> float:
+        """The share of all points whose class is predicted."""
+        right = np.diagonal(self.confusion).sum()
+        return float(_shares(right, self.confusion.sum()))
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the numbers for JSON; None stands for NaN."""
+        counts = self.confusion.sum(axis=1)
+        rows = zip(self.names, self.iou, self.accuracy, counts, strict=True)
+        return {
+            "classes": [
+                {"name": n, "iou": _plain(i), "accuracy": _plain(a), "points": int(p)}
+                for n, i, a, p in rows
+            ],
+            "mean_iou": _plain(self.mean_iou),
+            "mean_accuracy": _plain(self.mean_accuracy),
+            "overall_accuracy": _plain(self.overall_accuracy),
+            "points": int(self.confusion.sum()),
+            "confusion": self.confusion.tolist(),
+        }
+
+    def __str__(self) -> str:
+        """Return a table with a line for each class, and the means."""
+        width = max(map(len, (*self.names, "mean")))
+        lines = [f"  {'class':<{width}} {'IoU':>6} {'accuracy':>8} {'points':>12}"]
+        counts = self.confusion.sum(axis=1)
+        for row in zip(self.names, self.iou, self.accuracy, counts, strict=True):
+            lines.append(_line(width, *row))
+        total = int(counts.sum())
+        lines.append(_line(width, "mean", self.mean_iou, self.mean_accuracy, total))
+        lines.append(f"overall accuracy {_percent(self.overall_accuracy)}")
+        return "\n".join(lines)
+
+
+def _shares(part: Any, whole: Any) -> np.ndarray:
+    part, whole = np.asarray(part, float), np.asarray(whole, float)
+    return np.divide(part, whole, out=np.full_like(whole, np.nan), where=whole > 0)
+
+
+def _mean(values: np.ndarray) -> float:
+    known = values[~np.isnan(values)]
+    return float(known.mean()) if len(known) else float("nan")
+
+
+def _plain(value: float) -> float | None:
+    return None if np.isnan(value) else float(value)
+
+
+def _percent(value: float) -> str:
+    return "-" if np.isnan(value) else f"{value:.1%}"
+
+
+def _line(width: int, name: str, iou: float, accuracy: float, points: int) -> str:
+    return f"  {name:<{width}} {_percent(iou):>6} {_percent(accuracy):>8} {points:>12,}"
