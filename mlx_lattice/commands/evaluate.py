@@ -15,7 +15,7 @@ from ..models.pretrained import Segmentor
 from ..models.scans import Evaluation, confusion_matrix
 from . import segment
 
-# Attributes of a cloud with the class of each point, the first one first.
+# Attributes that may hold the class of each point; the first one found is used.
 LABELS = ("label", "labels")
 
 
@@ -31,7 +31,7 @@ def run(
     columns: str = "",
     **options: Any,
 ) -> Evaluation:
-    """Compare the labels of scans with a net's, or with those of other files.
+    """Compare the labels of scans with a net's labels, or with those of files.
 
     ``options`` are ``up`` and those of ``segment_points``.
     """
@@ -112,12 +112,11 @@ def _predicted(path: str | Path, scan: str | Path, count: int) -> np.ndarray:
 
 
 def _check_classes(truth: np.ndarray, classes: int, scan: str | Path) -> None:
-    """Raise a ValueError if labels are none of a net's classes, if it has any."""
+    """Raise a ValueError if a label is not one of a net's classes; 0 is unknown."""
     if classes and truth.max(initial=0) >= classes:
         raise ValueError(
             f"{scan} has label {truth.max()}, and the net has the classes 0 to "
-            f"{classes - 1}: leave out points that are not to count by "
-            f"--ignore {truth.max()}"
+            f"{classes - 1}: pass --ignore {truth.max()} to leave such points out"
         )
 
 

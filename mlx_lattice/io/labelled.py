@@ -36,7 +36,7 @@ def write_labelled(
 
     Args:
         path: the new file: ``.las`` or ``.laz`` if ``source`` is one of these; ``.ply``
-            or ``.npz`` of any format that ``read_points`` reads.
+            or ``.npz`` for any format that ``read_points`` reads.
         source: the scan.
         labels: (P,) integers, one for each point of the file in its order. Points with
             -1 keep the classification of a LAS file.
@@ -70,8 +70,7 @@ def write_labelled(
             f"confidence must have the shape of the labels, {labels.shape}; got "
             f"{np.shape(confidence)}"
         )
-    if classes is None:
-        classes = int(labels.max(initial=0)) + 1
+    classes = max(classes or 0, int(labels.max(initial=0)) + 1)
     if path.suffix.lower() in LAS:
         return _write_las(path, source, labels, confidence, classes)
     table = read_columns(source, columns)
@@ -98,7 +97,7 @@ def check_format(path: Path, source: Path) -> None:
         )
     if kind in LAS and source.suffix.lower() not in LAS:
         raise ValueError(
-            f"{path.name}: a {kind} file is written of LAS and LAZ files alone, and "
+            f"{path.name}: a {kind} file needs a LAS or LAZ file as its source, and "
             f"{source.name} is neither: write .ply or .npz"
         )
 

@@ -1,7 +1,7 @@
-"""Classes of the points of a scan of any size, and how right they are.
+"""Segmentation of scans of any size, and its evaluation.
 
-``segment_points`` runs a net on one tile of a scan after another, and on turned views
-of a tile. ``Evaluation`` has the intersection over union of each class.
+``segment_points`` runs a net on one tile of a scan after another, and on several views
+of each tile. ``Evaluation`` has the intersection over union of each class.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ __all__ = ["Evaluation", "Segmented", "confusion_matrix", "segment_points"]
 
 
 class Segmented(NamedTuple):
-    """The classes of points, in the order of the points."""
+    """The class of each point, in the order of the points."""
 
     labels: np.ndarray  # (P,) int32
     confidence: np.ndarray  # (P,) float32, the mean probability of the label
     classes: int  # number of the net's classes
-    voxels: int  # voxels of all tiles
-    tiles: int
+    voxels: int  # that the net read in all tiles, in one view
+    tiles: int  # number of tiles with points
 
 
 def segment_points(
@@ -49,18 +49,19 @@ def segment_points(
 ) -> Segmented:
     """Return the class of each point of a scan of any size.
 
-    With ``tile`` the net runs on squares of the ground plan, one after another, so the
-    memory beside the points is that of the largest tile. Neighbouring tiles share
-    ``overlap``, and a point in it gets its label from the tile whose border is farther
-    away. Tiles have the voxels of the whole scan: labels are those of the whole scan if
-    half of ``overlap`` is at least the reach of the net, and if the features do not
-    depend on the scan's extent. Centred coordinates and heights count from the tile.
+    With ``tile`` the net runs on one square of the ground plan after another. Apart
+    from the points, memory is then that of the largest tile. Neighbouring tiles share a
+    strip, ``overlap``; a point in it gets its label from the tile whose border is
+    farther away. Tiles have the voxels of the whole scan. Labels are those of the whole
+    scan if half of ``overlap`` is at least the receptive field's radius, and if no
+    feature depends on the extent of the scan: heights and centred coordinates count
+    from the tile.
 
     With ``votes`` the net runs on that many views of the points, and the label is the
-    class with the largest sum of probabilities. Views are the products of four quarter
-    turns around the vertical axis, the scales 1, 0.95 and 1.05, and a mirror image, in
-    this order: four votes are the quarter turns, and twelve are the distinct views of
-    Pointcept's protocol for ScanNet.
+    class with the largest sum of probabilities. The views are the four quarter turns
+    around the vertical axis, then the same at the scales 0.95 and 1.05, then the mirror
+    images of all these. Twelve votes are the distinct views of Pointcept's tester for
+    ScanNet.
 
     Args:
         net: in evaluation, with a recipe in ``about``.
@@ -91,7 +92,7 @@ def segment_points(
     points, values = _arrays(points, attributes or {}, recipe.features)
     if vertical not in (0, 1, 2):
         raise ValueError(f"vertical must be 0, 1 or 2; got {vertical}")
-    if isinstance(votes, bool) or votes not in range(1, len(VIEWS) + 1):
+    if not isinstance(votes, int) or not 1 <= votes <= len(VIEWS):
         raise ValueError(f"votes must be 1 to {len(VIEWS)}; got {votes}")
     ground = [axis for axis in range(3) if axis != vertical]
     tiles = Tiles(points, tile, overlap, ground, recipe.voxel_size)
@@ -210,9 +211,9 @@ class Part(NamedTuple):
 
 
 class Tiles:
-    """Squares of the ground plan with points in them, and the points of each.
+    """The squares of the ground plan that have points, and the points of each.
 
-    Beside the points it holds an index of 12 bytes a point.
+    Holds an index of 8 bytes for each point.
     """
 
     def __init__(
@@ -255,7 +256,6 @@ class Tiles:
         self.order = np.argsort(key, kind="stable")
         keys, counts = np.unique(key, return_counts=True)
         ends = np.cumsum(counts)
-        # Tiles without points are not there.
         self.own = {
             int(k): slice(int(end - n), int(end))
             for k, end, n in zip(keys, ends, counts, strict=True)
@@ -283,7 +283,7 @@ class Tiles:
             yield Part(rows, np.searchsorted(rows, own), own)
 
     def _inside(self, rows: np.ndarray, at: tuple[int, int]) -> np.ndarray:
-        """Return those of some points that are in the square of a tile."""
+        """Return the rows whose points lie in the square of a tile."""
         inside = np.ones(len(rows), bool)
         for axis, low, n in zip(self.ground, self.low, at, strict=True):
             start = low + n * self.step
@@ -292,14 +292,14 @@ class Tiles:
         return rows[inside]
 
 
-# How right labels are
+# Evaluation
 
 
 def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray:
     """Return the (C, C + 1) int64 counts of points by true and predicted class.
 
-    The last column has points without a predicted class. Matrices of several scans add
-    up to that of all.
+    The last column counts points without a predicted class. Add the matrices of
+    several scans to evaluate them together.
 
     Args:
         truth: (P,) integers; points with a negative one are left out.
@@ -310,18 +310,20 @@ def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray:
         ValueError: the shapes differ, or a class is not below ``classes``.
     """
     truth, predicted = np.asarray(truth), np.asarray(predicted)
-    if truth.shape != predicted.shape or truth.ndim != 1:
+    whole = truth.dtype.kind in "iu" and predicted.dtype.kind in "iu"
+    if truth.shape != predicted.shape or truth.ndim != 1 or not whole:
         raise ValueError(
-            f"truth and predicted must both be (P,); got {truth.shape} and "
-            f"{predicted.shape}"
+            "truth and predicted must both be (P,) integers; got "
+            f"{truth.dtype} {truth.shape} and {predicted.dtype} {predicted.shape}"
         )
+    truth, predicted = truth.astype(np.int64), predicted.astype(np.int64)
     for name, values in (("truth", truth), ("predicted", predicted)):
         if (highest := values.max(initial=-1)) >= classes:
             raise ValueError(
                 f"{name} has label {highest}, and the classes are 0 to {classes - 1}"
             )
     known = truth >= 0
-    truth, predicted = truth[known].astype(np.int64), predicted[known].astype(np.int64)
+    truth, predicted = truth[known], predicted[known]
     predicted[predicted < 0] = classes
     wide = classes + 1
     counts = np.bincount(truth * wide + predicted, minlength=classes * wide)
@@ -347,7 +349,7 @@ class Evaluation:
 
     @property
     def iou(self) -> np.ndarray:
-        """(C,) points of a class in truth and prediction, of those in either.
+        """(C,) points with a class in truth and prediction over those in either.
 
         NaN for a class that is in neither.
         """
@@ -357,22 +359,22 @@ class Evaluation:
 
     @property
     def accuracy(self) -> np.ndarray:
-        """(C,) points of a class that are predicted as such; NaN if it has none."""
+        """(C,) share of a class's points that have its label; NaN without points."""
         return _shares(np.diagonal(self.confusion), self.confusion.sum(axis=1))
 
     @property
     def mean_iou(self) -> float:
-        """The mean IoU of the classes that are in the truth or the prediction."""
+        """The mean IoU of the classes in the truth or the prediction."""
         return _mean(self.iou)
 
     @property
     def mean_accuracy(self) -> float:
-        """The mean accuracy of the classes that are in the truth."""
+        """The mean accuracy of the classes in the truth."""
         return _mean(self.accuracy)
 
     @property
     def overall_accuracy(self) -> float:
-        """The share of all points whose class is predicted."""
+        """The share of all points with the right label."""
         right = np.diagonal(self.confusion).sum()
         return float(_shares(right, self.confusion.sum()))
 

@@ -189,7 +189,7 @@ def test_what_is_refused(tmp_path):
     for path, source, labels, said in (
         ("a.pcd", scan, np.zeros(500, int), "labels are written to .las, .laz, .ply"),
         ("a", scan, np.zeros(500, int), "not to a file without a suffix"),
-        ("a.laz", "scan.ply", np.zeros(60, int), "a .laz file is written of LAS and"),
+        ("a.laz", "scan.ply", np.zeros(60, int), "a .laz file needs a LAS or LAZ"),
         ("a.las", scan, np.zeros(499, int), "has 500 points, and there are 499 labels"),
         ("a.ply", scan, np.zeros(499, int), "has 500 points, and there are 499 labels"),
         ("a.ply", scan, np.zeros(500), "labels must be (P,) integers; got float64"),

@@ -152,7 +152,7 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     write_ply(other, {**places, "intensity": places["x"], "label": places["x"] / 2})
     out = ("--out", tmp_path / "a.las")
     said = refused(capsys, "segment", plain, *model, *out)
-    assert "a .las file is written of LAS and LAZ files alone" in said
+    assert "a .las file needs a LAS or LAZ file as its source" in said
     for words, said in (
         ((scan,), "give either --model"),
         ((scan, *model, "--predicted", scan), "give either --model"),
