@@ -104,8 +104,8 @@ def read_scan(
     all_attributes: bool = False,
 ) -> PointCloud:
     """Return a scan with the attributes that the net reads, and others."""
-    names = {*net.recipe().features, *others}
-    cloud = read_points(scan, columns, attributes=None if all_attributes else names)
+    names = None if all_attributes else {*net.recipe().features, *others}
+    cloud = read_points(scan, columns, attributes=names)
     if not len(cloud):
         left = f": all {cloud.dropped:,} have values that are not finite"
         raise ValueError(f"{scan} holds no points{left if cloud.dropped else ''}")

@@ -141,7 +141,7 @@ def test_commands_pass_columns(command, tmp_path, monkeypatch, capsys):
     module = pytest.importorskip(f"mlx_lattice.commands.{command}")
     asked = []
 
-    def read(scan, columns):
+    def read(scan, columns, **options):
         asked.append(columns)
         raise ValueError("enough")
 
