@@ -44,6 +44,7 @@ def parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_models(commands)
     _add_nets(commands)
+    _add_run(commands)
     demo = commands.add_parser("demo", help="train a small net and write a report")
     demo.add_argument("--out", metavar="DIR", help="folder to write to")
     return whole
@@ -119,6 +120,22 @@ def _add_models(commands) -> None:
     paths = {"metavar": "FILE", "nargs": "+"}
     add("--path", **paths, help="files that were downloaded by hand")
     add("--cached", action="store_true", help="use no network")
+
+
+def _add_run(commands) -> None:
+    run = commands.add_parser(
+        "run",
+        help="run a script of PyTorch with this package in place of CUDA libraries",
+        epilog="example: mlx-lattice run --as spconv,flash_attn train.py --epochs 3",
+    )
+    add, names = run.add_argument, "of spconv, flex_gemm, flash_attn, MinkowskiEngine, "
+    names += "torchsparse, torchsparse==1.4; several with commas"
+    add("--as", dest="libraries", required=True, metavar="NAMES", help=names)
+    add("--replace", action="store_true", help="hide libraries that are installed")
+    add("-m", dest="is_module", action="store_true", help="run a module by its name")
+    add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
+    rest = "the script's own arguments"
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=rest)
 
 
 def _add_nets(commands) -> None:
@@ -258,8 +275,9 @@ def _run(arguments: Sequence[str] | None) -> int:
 
 def _call(parsed: argparse.Namespace) -> int | None:
     """Run a command's function, which takes its options."""
-    if parsed.command in ("info", "doctor", "explain", "demo"):
-        return globals()[f"_{parsed.command}"](parsed)
+    if parsed.command in ("info", "doctor", "explain", "demo", "run"):
+        name = "run_script" if parsed.command == "run" else parsed.command
+        return globals()[f"_{name}"](parsed)
     options = {k: v for k, v in vars(parsed).items() if k not in ("command", "code")}
     if code := getattr(parsed, "code", None):
         path = Path(code).resolve(strict=True)
@@ -324,6 +342,14 @@ def _explain(parsed: argparse.Namespace) -> None:
         bits=parsed.bits,
     )
     print(explain(problem, device=parsed.device, pass_=parsed.pass_, only=parsed.only))
+
+
+def _run_script(parsed: argparse.Namespace) -> int:
+    from .commands import run
+
+    libraries = [name for name in parsed.libraries.split(",") if name]
+    options = {"replace": parsed.replace, "is_module": parsed.is_module}
+    return run.run(parsed.script, parsed.arguments, libraries, **options)
 
 
 def _demo(parsed: argparse.Namespace) -> None:

@@ -24,7 +24,9 @@ FLOORS = [
     *("routes", "channel_kernels", "optimizers", "contraction", "int8", "memory"),
     *("ops", "nn", "inspect", "compiled", "prepare"),
     *("io", "models", "models/detection", "models/trellis2", "models/catalogue"),
-    *("mesh", "commands", "cli"),
+    *("mesh", "compat", "compat/cumm", "compat/spconv", "compat/spconv/pytorch"),
+    *("compat/flex_gemm", "compat/flex_gemm/ops"),
+    *("commands", "cli"),
 ]
 GATHERING = "__init__.py", "__main__.py"
 
