@@ -22,7 +22,15 @@ __all__ = ["LIBRARIES", "install", "uninstall"]
 # By what ``install`` is called with: the names that it registers, and the modules of
 # this package that they stand for.
 LIBRARIES: dict[str, dict[str, str]] = {
-    "spconv": {"spconv": "spconv", "cumm": "cumm"},
+    "spconv": {
+        "spconv": "spconv",
+        "spconv.modules": "spconv.pytorch.modules",
+        "spconv.conv": "spconv.pytorch.version1",
+        "spconv.functional": "spconv.pytorch.functional",
+        "spconv.ops": "spconv.pytorch.ops",
+        "spconv.tables": "spconv.pytorch.tables",
+        "cumm": "cumm",
+    },
     "flex_gemm": {"flex_gemm": "flex_gemm"},
     "flash_attn": {
         "flash_attn": "flash_attn",

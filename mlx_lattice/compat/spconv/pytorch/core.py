@@ -1,0 +1,307 @@
+"""spconv.pytorch.core: the sparse tensor, and what a layer stores under its key."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from ....coordinate_set import CoordinateKey
+from ....coordinates import CoordinateManager
+from ....relation import Relation
+from ... import bridge
+from ..core import ConvAlgo
+
+__all__ = ["IndiceData", "ImplicitGemmIndiceData", "SparseConvTensor", "expand_nd"]
+
+
+# Rows that mlx_lattice knows
+
+
+class Lattice(NamedTuple):
+    """Coordinates of a tensor in this library.
+
+    Attributes:
+        manager: builds relations between its sets, each once.
+        key: of the rows in the manager.
+    """
+
+    manager: CoordinateManager
+    key: CoordinateKey
+
+
+class _Rows:
+    """What is known of a tensor of indices, for as long as its values stay.
+
+    Attributes:
+        lattices: by spatial shape and batch size.
+    """
+
+    def __init__(self, indices: torch.Tensor):
+        self.lattices: dict[tuple, Lattice] = {}
+        # Tensors of inference mode do not count changes in place.
+        self._values = indices.clone() if indices.is_inference() else None
+        self._version = None if indices.is_inference() else indices._version
+
+    def is_of(self, indices: torch.Tensor) -> bool:
+        """Return whether no value has changed since."""
+        if self._values is None:
+            return self._version == indices._version
+        return torch.equal(self._values, indices)
+
+
+_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def lattice_of(x: SparseConvTensor) -> Lattice:
+    """Return the lattice of a tensor's rows; tensors of the same rows share it.
+
+    Raises:
+        ValueError: of the first relation: rows repeat, or lie outside of the spatial
+            shape or the batch.
+    """
+    indices, facts = x.indices, (tuple(x.spatial_shape), int(x.batch_size))
+    rows = _known.get(indices)
+    if rows is None or not rows.is_of(indices):
+        rows = _known[indices] = _Rows(indices)
+    if facts not in rows.lattices:
+        (coords,) = bridge.to_mlx(indices.int(), copy=True)
+        manager, (shape, size) = CoordinateManager(), facts
+        key = manager.insert(coords, spatial_shape=shape, batch_size=size)
+        rows.lattices[facts] = Lattice(manager, key)
+    return rows.lattices[facts]
+
+
+def rows_of(
+    lattice: Lattice, shape: Sequence[int], batch_size: int, like: torch.Tensor
+) -> torch.Tensor:
+    """Return the indices of rows that the library made, on the device of others."""
+    with torch.inference_mode(False):
+        coords = lattice.manager[lattice.key].coords
+        indices = bridge.to_torch(coords, like.device, copy=True)
+    rows = _known[indices] = _Rows(indices)
+    rows.lattices[tuple(shape), int(batch_size)] = lattice
+    return indices
+
+
+# spconv's classes
+
+
+class IndiceData:
+    """What a layer with an ``indice_key`` stores: its rows and its relation.
+
+    Attributes:
+        out_indices, indices: rows of the output and of the input.
+        relation: the kernel map, of mlx_lattice, from input to output.
+        spatial_shape, out_spatial_shape: of input and output.
+        is_subm: whether the layer is submanifold.
+        algo: the layer's, which has no effect.
+        ksize, stride, dilation, padding: the layer's.
+        voxel_num: None.
+    """
+
+    voxel_num = None
+
+    def __init__(
+        self,
+        out_indices: torch.Tensor,
+        indices: torch.Tensor,
+        relation: Relation,
+        spatial_shape: list[int],
+        out_spatial_shape: list[int],
+        is_subm: bool,
+        algo: ConvAlgo | None,
+        ksize: list[int],
+        stride: list[int],
+        dilation: list[int],
+        padding: list[int],
+    ):
+        self.out_indices, self.indices, self.relation = out_indices, indices, relation
+        self.spatial_shape, self.out_spatial_shape = spatial_shape, out_spatial_shape
+        self.is_subm, self.algo = is_subm, algo
+        self.ksize, self.stride = ksize, stride
+        self.dilation, self.padding = dilation, padding
+
+    @property
+    def indice_pairs(self) -> torch.Tensor:
+        """(2, K, N_in) int32: input and output rows by offset, -1 behind them."""
+        relation = self.relation
+        edges = bridge.to_torch(relation.edges).long()
+        counts = self.indice_pair_num.long()
+        starts = torch.cumsum(counts, 0) - counts
+        place = torch.arange(len(edges)) - starts[edges[:, 2]]
+        width = max(relation.n_in, relation.n_out)
+        pairs = torch.full((2, relation.volume, width), -1, dtype=torch.int32)
+        pairs[:, edges[:, 2], place] = edges[:, :2].T.int()
+        return pairs.to(self.indices.device)
+
+    @property
+    def indice_pair_num(self) -> torch.Tensor:
+        """(K,) int32: pairs of each offset."""
+        return torch.tensor(self.relation.edge_counts, dtype=torch.int32)
+
+
+ImplicitGemmIndiceData = IndiceData
+
+
+def scatter_nd(
+    indices: torch.Tensor, updates: torch.Tensor, shape: Sequence[int]
+) -> torch.Tensor:
+    """Return zeros with rows of updates at places; of repeated places one row stays."""
+    result = updates.new_zeros(list(shape))
+    result[tuple(indices.long().unbind(-1))] = updates
+    return result
+
+
+class SparseConvTensor:
+    """Features on rows of coordinates.
+
+    Args:
+        features: (N, C).
+        indices: (N, 1 + D) int32: batch index, then coordinates, each below its extent
+            of ``spatial_shape``. Rows must not repeat.
+        spatial_shape: D extents of the dense grid.
+        batch_size: number of batch elements.
+        grid, voxel_num: kept, without an effect.
+        indice_dict: relations by ``indice_key``.
+        benchmark, permanent_thrust_allocator, enable_timer, force_algo: ignored.
+    """
+
+    def __init__(
+        self,
+        features: torch.Tensor,
+        indices: torch.Tensor,
+        spatial_shape: Sequence[int] | np.ndarray,
+        batch_size: int,
+        grid: torch.Tensor | None = None,
+        voxel_num: torch.Tensor | None = None,
+        indice_dict: dict | None = None,
+        benchmark: bool = False,
+        permanent_thrust_allocator: bool = False,
+        enable_timer: bool = False,
+        force_algo: ConvAlgo | None = None,
+    ):
+        expect(features.ndim == 2, f"features must be (N, C); got {features.shape}")
+        expect(indices.ndim == 2, f"indices must be (N, 1 + D); got {indices.shape}")
+        dims = indices.shape[1] - 1
+        expect(
+            len(spatial_shape) == dims,
+            f"spatial_shape must have {dims} extents, one for each column of indices "
+            f"after the first; got {len(spatial_shape)}",
+        )
+        expect(
+            indices.dtype == torch.int32,
+            f"indices must be int32; got {indices.dtype}. Cast them with .int()",
+        )
+        expect(batch_size > 0, f"batch_size must be positive; got {batch_size}")
+        self._features = features
+        self.indices = indices
+        self.spatial_shape = [int(extent) for extent in spatial_shape]
+        self.batch_size = batch_size
+        self.indice_dict = {} if indice_dict is None else indice_dict
+        self.grid = torch.Tensor() if grid is None else grid
+        self.voxel_num = voxel_num
+        self.benchmark, self.benchmark_record = benchmark, {}
+        self.thrust_allocator = self._timer = self.int8_scale = None
+        self.force_algo = force_algo
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}[shape={self._features.shape}]"
+
+    @property
+    def features(self) -> torch.Tensor:
+        """(N, C); put others on the rows with ``replace_feature``."""
+        return self._features
+
+    @features.setter
+    def features(self, value: torch.Tensor) -> None:
+        raise ValueError(
+            "features cannot be assigned; use x = x.replace_feature(features) instead"
+        )
+
+    def _with(self, features: torch.Tensor) -> SparseConvTensor:
+        """Return a tensor with all attributes of this one but its features."""
+        made = type(self).__new__(type(self))
+        made.__dict__.update(self.__dict__)
+        made._features = features
+        return made
+
+    def replace_feature(self, feature: torch.Tensor) -> SparseConvTensor:
+        """Return other features on the same rows, with the same ``indice_dict``."""
+        return self._with(feature)
+
+    def shadow_copy(self) -> SparseConvTensor:
+        """Return a tensor with the same attributes."""
+        return self._with(self._features)
+
+    def select_by_index(self, valid_indices: torch.Tensor) -> SparseConvTensor:
+        """Return some of the rows, by indices or a mask; stored relations are left."""
+        made = self._with(self._features[valid_indices])
+        made.indices, made.indice_dict = self.indices[valid_indices], {}
+        return made
+
+    def minus(self) -> SparseConvTensor:
+        """Return the tensor with its features negated."""
+        return self.replace_feature(-self.features)
+
+    @classmethod
+    def from_dense(cls, x: torch.Tensor) -> SparseConvTensor:
+        """Return the cells of a (B, spatial..., C) tensor that are not all zero."""
+        indices = (x.detach() != 0).any(dim=-1).nonzero().int()
+        features = x[tuple(indices.long().unbind(1))]
+        return cls(features, indices, x.shape[1:-1], x.shape[0])
+
+    @property
+    def is_quantized(self) -> bool:
+        """Whether features are of PyTorch's qint8, which is not computed with."""
+        return self.features.dtype == torch.qint8
+
+    @property
+    def spatial_size(self) -> int:
+        """Cells of the dense grid."""
+        return prod(self.spatial_shape)
+
+    @property
+    def sparity(self) -> float:
+        """Share of the dense grid's cells that are active."""
+        return self.indices.shape[0] / self.spatial_size / self.batch_size
+
+    def find_indice_pair(self, key: str | None) -> IndiceData | None:
+        """Return what a layer stored under a key, or None."""
+        return None if key is None else self.indice_dict.get(key)
+
+    def dense(self, channels_first: bool = True) -> torch.Tensor:
+        """Return the contiguous (B, C, spatial...) tensor, or one with C last.
+
+        Rows that repeat are not added: one of them stays.
+        """
+        shape = self.batch_size, *self.spatial_shape, self.features.shape[1]
+        result = scatter_nd(self.indices.to(self.features.device), self.features, shape)
+        return result.movedim(-1, 1).contiguous() if channels_first else result
+
+    def __add__(self, other: SparseConvTensor | torch.Tensor) -> SparseConvTensor:
+        expect(
+            isinstance(other, SparseConvTensor | torch.Tensor),
+            f"a tensor can be added to a sparse one; got {type(other).__name__}",
+        )
+        values = getattr(other, "features", other)
+        return self.replace_feature(self.features + values)
+
+    __radd__ = __iadd__ = __add__
+
+
+def expect(is_so: bool, message: str) -> None:
+    """Raise an AssertionError, as spconv does."""
+    if not is_so:
+        raise AssertionError(message)
+
+
+def expand_nd(ndim: int, value: int | Sequence[int] | np.ndarray) -> list[int]:
+    """Return one int for each axis."""
+    values = [value] * ndim if isinstance(value, int) else list(value)
+    expect(len(values) == ndim, f"expected {ndim} values, one an axis; got {value}")
+    return [int(each) for each in values]

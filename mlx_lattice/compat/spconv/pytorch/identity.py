@@ -1,0 +1,5 @@
+"""spconv.pytorch.identity."""
+
+from .modules import Identity
+
+__all__ = ["Identity"]

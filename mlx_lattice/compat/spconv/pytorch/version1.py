@@ -1,0 +1,72 @@
+"""The names of spconv 1.x at the top of the package: nets that ``import spconv``.
+
+They differ from spconv 2 in three ways. Weights are (k..., in, out), features can be
+assigned, and layers share one dictionary of relations.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import nn
+
+from . import conv, pool
+from .core import SparseConvTensor as _SparseConvTensor
+
+__all__ = ["SparseConvTensor", "SparseConvolution"]
+
+
+class SparseConvTensor(_SparseConvTensor):
+    """Features on rows of coordinates; features can be assigned."""
+
+    @property
+    def features(self) -> torch.Tensor:
+        """(N, C)."""
+        return self._features
+
+    @features.setter
+    def features(self, value: torch.Tensor) -> None:
+        self._features = value
+
+
+class SparseConvolution(conv.SparseConvolution):
+    """A sparse convolution with a weight of spconv 1.x."""
+
+    shares_keys = True
+
+    def __init__(self, *args: object, use_hash: bool = False, **options: object):
+        super().__init__(*args, **options)
+
+    def _weight_shape(self) -> list[int]:
+        return [*self.kernel_size, self.in_channels, self.out_channels]
+
+    def _contraction_weight(self) -> torch.Tensor:
+        return self.weight.reshape(-1, self.in_channels, self.out_channels)
+
+    def _load_weight_different_layout(self, *_: object) -> None:
+        """Take weights as they are."""
+
+    def reset_parameters(self) -> None:
+        """Draw the parameters as spconv 1.x does."""
+        nn.init.kaiming_uniform_(self.weight, a=math.sqrt(5))
+        if self.bias is not None:
+            fan = self.in_channels * math.prod(self.kernel_size)
+            nn.init.uniform_(self.bias, -1 / math.sqrt(fan), 1 / math.sqrt(fan))
+
+
+def _named(dims: int) -> dict[str, type]:
+    """Return spconv 1.x's layers in a number of axes."""
+    made = {}
+    for kind in ("SubMConv", "SparseConv", "SparseConvTranspose", "SparseInverseConv"):
+        name = f"{kind}{dims}d"
+        new = getattr(conv, name)
+        facts = {"__doc__": new.__doc__, "__module__": __name__, "dims": dims}
+        made[name] = type(name, (new.__mro__[1], SparseConvolution), facts)
+    return made
+
+
+for _dims in (1, 2, 3, 4):
+    globals().update(_named(_dims))
+    __all__ += _named(_dims)
+SparseMaxPool2d, SparseMaxPool3d = pool.SparseMaxPool2d, pool.SparseMaxPool3d
