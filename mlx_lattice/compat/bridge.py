@@ -15,6 +15,8 @@ from __future__ import annotations
 import contextvars
 import threading
 from collections.abc import Callable, Sequence
+from functools import wraps
+from typing import TypeVar
 
 import mlx.core as mx
 import torch
@@ -27,6 +29,24 @@ from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Layer, Request
 from ..settings import asked_precision
+
+Function = TypeVar("Function", bound=Callable)
+
+
+def not_compiled(function: Function) -> Function:
+    """Return a function that ``torch.compile`` calls as it is, and does not trace."""
+    # torch.compiler.disable imports the compiler, which takes seconds; this one waits
+    # for the first call.
+    disabled = torch._disable_dynamo(function)
+
+    @wraps(function)
+    def call_outside(*args, **kwargs):
+        if torch.compiler.is_compiling():
+            return disabled(*args, **kwargs)
+        return function(*args, **kwargs)
+
+    return call_outside
+
 
 # Dtypes that both libraries compute with.
 FLOATS = torch.float32, torch.float16, torch.bfloat16
@@ -95,6 +115,9 @@ def to_mlx(*tensors: torch.Tensor | None, copy: bool = False) -> list[mx.array |
 
 def _array(tensor: torch.Tensor, copy: bool) -> mx.array:
     tensor = tensor.detach().contiguous()
+    if not tensor.numel():
+        # MLX loops for ever over an empty array with the strides of an expanded one.
+        tensor = tensor.new_empty(tensor.shape)
     return mx.from_dlpack(tensor, copy=True if copy else None)
 
 
@@ -216,6 +239,7 @@ class _Node(torch.autograd.Function):
         return None, *[None if g is None else to_torch(g, device) for g in results]
 
 
+@not_compiled
 def call(
     function: Forward,
     *tensors: torch.Tensor | None,
@@ -226,8 +250,8 @@ def call(
 
     Args:
         function: takes the arrays of ``tensors``, in their order, and returns an array
-            or several. It must not return an array that is kept elsewhere: results
-            share memory with PyTorch.
+            or several. It must not return an argument, nor an array that is kept
+            elsewhere: results share memory with PyTorch.
         *tensors: tensors of one device, or None, which the function gets as None.
         vjp: ``vjp(needed, arrays, cotangents)`` returns a gradient or None for each
             array; by default ``mx.vjp`` of the function, which runs it again.
@@ -240,6 +264,7 @@ def call(
     return _Node.apply(Operation(function, vjp, layer), *tensors)
 
 
+@not_compiled
 def convolve(
     features: torch.Tensor,
     weight: torch.Tensor,
@@ -270,7 +295,9 @@ def convolve(
         ValueError: shapes do not fit.
         RuntimeError: tensors are on different devices.
     """
+    device_of(features, weight, bias)
     features, weight, bias = autocast(features, weight, bias)
+    _expect_one_dtype(features, weight, bias)
 
     def forward(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:
         return memory.conv(x, w, relation, b, groups)
@@ -279,6 +306,15 @@ def convolve(
         return _contraction_gradients(relation, groups, needed, arrays, *cotangents)
 
     return call(forward, features, weight, bias, vjp=vjp, layer=layer)
+
+
+def _expect_one_dtype(features, weight, bias) -> None:
+    for name, tensor in (("the weight", weight), ("the bias", bias)):
+        if tensor is not None and tensor.dtype != features.dtype:
+            raise TypeError(
+                f"features are {features.dtype} and {name} is {tensor.dtype}; cast one "
+                "with .to(dtype), or call the layer under torch.autocast"
+            )
 
 
 def _contraction_gradients(relation, groups, needed, arrays, dy) -> list:

@@ -275,6 +275,7 @@ class SparseConvolution(VoxelCount, SparseModule):
             made = made.replace_feature(made.features + add_input.features)
         return made
 
+    @bridge.not_compiled
     def _convolve(self, x: SparseConvTensor) -> SparseConvTensor:
         made = x.shadow_copy()
         if self.conv1x1:

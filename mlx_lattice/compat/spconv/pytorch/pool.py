@@ -78,6 +78,7 @@ class _Pool(VoxelCount, SparseModule):
         text = f"kernel_size={self.kernel_size}, stride={self.stride}"
         return f"{text}, padding={self.padding}, dilation={self.dilation}"
 
+    @bridge.not_compiled
     def forward(self, input: SparseConvTensor) -> SparseConvTensor:
         """Return the pooled tensor.
 
@@ -176,6 +177,7 @@ class SparseGlobalMaxOrAvgPool(SparseModule):
         super().__init__(name=name)
         self.is_mean = is_mean
 
+    @bridge.not_compiled
     def forward(self, input: SparseConvTensor) -> torch.Tensor:
         """Return the (B, C) tensor; a batch element without rows is 0."""
         manager, key = lattice_of(input)
