@@ -51,16 +51,17 @@ class _Sequences:
     @classmethod
     def of(cls, cu_seqlens: torch.Tensor, rows: int, name: str) -> _Sequences:
         """Return the sequences of a tensor; raise if they do not cover all rows."""
+        if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+            raise ValueError(f"{name} must be (B + 1,) integers that begin with 0")
         found = _sequences.get(cu_seqlens)
         if found is None or not found.is_of(cu_seqlens):
             found = _sequences[cu_seqlens] = cls(cu_seqlens)
         starts = found.starts
-        if cu_seqlens.ndim != 1 or len(starts) < 1 or starts[0] != 0:
-            raise ValueError(f"{name} must be (B + 1,) integers that begin with 0")
-        if starts[-1] != rows or any(a > b for a, b in pairwise(starts)):
+        if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
+            raise ValueError(f"{name} must begin with 0 and never fall; got {starts}")
+        if starts[-1] != rows:
             raise ValueError(
-                f"{name} must ascend to {rows}, the number of rows; got {starts[-1]} "
-                "as the last"
+                f"{name} must end with {rows}, the number of rows; got {starts[-1]}"
             )
         return found
 
