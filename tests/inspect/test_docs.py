@@ -40,6 +40,7 @@ def script(name: str):
 
 # A net of 39 million parameters.
 LARGE = {"segmentation.md": pytest.mark.native}
+NEEDS_TORCH = {"unmodified.md"}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +51,8 @@ LARGE = {"segmentation.md": pytest.mark.native}
 def test_snippets_run(page, tmp_path, monkeypatch):
     if 'ml.metal("host")' in page.read_text() and not mx.metal.is_available():
         host.require()
+    if page.name in NEEDS_TORCH:
+        pytest.importorskip("torch", reason="the page's code needs PyTorch installed")
     monkeypatch.chdir(tmp_path)
     namespace: dict = {}
     table = routes.TABLE
