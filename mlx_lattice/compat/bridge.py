@@ -1,9 +1,10 @@
 """PyTorch tensors through MLX functions: conversion by DLPack, autograd, autocast.
 
-Conversion. On the CPU a tensor is copied into MLX, and a result of MLX is shared with
-PyTorch. On MPS both directions share memory. Each call waits for PyTorch's device once
-and evaluates its results before it returns, so that a change of a tensor in place, by
-either library, never reaches a computation of the other.
+Conversion. On MPS both directions share memory. A tensor on the CPU is copied into MLX,
+or shared if MLX runs on Metal and can address its memory; a result is shared. Each call
+waits for PyTorch's device once and evaluates its results before it returns, so that a
+change of a tensor in place, by either library, never reaches a computation of the
+other.
 
 Autograd. ``call`` wraps an MLX function, ``convolve`` a contraction over a relation.
 Each is one node of PyTorch's graph. Its backward pass cannot be differentiated again:
@@ -52,6 +53,7 @@ def not_compiled(function: Function) -> Function:
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 # From this version on PyTorch hands out MPS tensors by DLPack.
 _MPS_BY_DLPACK = (2, 12)
+_CPU = 1, 0  # DLPack's name of the device; Metal's memory is the CPU's too
 _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 
@@ -108,8 +110,8 @@ def to_mlx(*tensors: torch.Tensor | None, copy: bool = False) -> list[mx.array |
         torch.mps.synchronize()
         if _version < _MPS_BY_DLPACK:
             tensors = tuple(t if t is None else t.cpu() for t in tensors)
-    elif device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()
+    elif device.type == "cuda":  # MLX reads no memory of CUDA by DLPack
+        tensors = tuple(t if t is None else t.cpu() for t in tensors)
     return [None if t is None else _array(t, copy) for t in tensors]
 
 
@@ -135,8 +137,11 @@ def to_torch(
             library keeps, such as coordinates.
     """
     mx.eval(array)
-    tensor = torch.from_dlpack(array)
     device = torch.device(device)
+    if device.type == "mps" and _version >= _MPS_BY_DLPACK:
+        tensor = torch.from_dlpack(array)
+    else:
+        tensor = torch.from_dlpack(array.__dlpack__(dl_device=_CPU))
     if tensor.device.type != device.type:
         return tensor.to(device)
     return tensor.clone() if copy else tensor
