@@ -146,6 +146,11 @@ class CoordinateSet:
         return (self.coords,)
 
     @property
+    def repeat(self) -> tuple[int, int] | None:
+        """Two equal rows that were found, or None; rows are read by ``index``."""
+        return self._repeat
+
+    @property
     def index(self) -> RowIndex:
         """The look-up of its rows. Checks range and uniqueness the first time."""
         if not self.settled:

@@ -87,10 +87,43 @@ def test_rows_that_repeat_are_not_added():
     indices = torch.tensor([[0, 1], [0, 1], [0, 2]]).int()
     x = spconv.SparseConvTensor(torch.tensor([[1.0], [2], [4]]), indices, [4], 1)
     assert x.dense().flatten().tolist()[1:3] in ([1, 4], [2, 4])
-    with pytest.raises(
-        ValueError, match=r"must be unique; rows 0 and 1 are both \(0, 1"
-    ):
-        spconv.SubMConv1d(1, 1, 3)(x)
+
+
+def test_layers_on_rows_that_repeat():
+    x = drawn()
+    count, most = len(x.indices), 20
+    again = torch.cat([x.indices, x.indices[:most]])
+    more = torch.randn(most, 5, requires_grad=True)
+    both = spconv.SparseConvTensor(torch.cat([x.features, more]), again, EXTENTS, 2)
+    layer = spconv.SubMConv3d(5, 4, 3)
+    y = layer(both)
+    # The first of equal rows is a neighbour, and each row its own centre.
+    close(y.features[:count], layer(x).features)
+    centre = layer.weight[:, 1, 1, 1].T
+    expected = layer(x).features[:most] + (more - x.features[:most]) @ centre
+    close(y.features[count:], expected)
+    y.features.sum().backward()
+    assert more.grad.abs().sum() > 0
+    # A layer that makes rows adds them; its inverse gives all the same value.
+    added = x.features.detach().clone()
+    added[:most] += more.detach()
+    down = spconv.SparseConv3d(5, 6, 2, 2, indice_key="d")
+    coarse, other = down(both), down(x.replace_feature(added))
+    assert torch.equal(coarse.indices, other.indices)
+    close(coarse.features, other.features)
+    up = spconv.SparseInverseConv3d(6, 3, 2, "d")
+    z, expected = up(coarse), up(other).features
+    close(z.features, torch.cat([expected, expected[:most]]))
+    assert z.indices is again
+    pooled = spconv.SparseMaxPool3d(2, indice_key="p")(both)
+    close(pooled.features, spconv.SparseMaxPool3d(2)(x).features)
+    back = spconv.SparseInverseConv3d(5, 3, 2, "p")(pooled).features
+    close(back[count:], back[:most])
+    same = spconv.SparseMaxPool3d(3, 1, 1, subm=True)(both)
+    assert len(same.features) == count + most
+    one = spconv.SubMConv3d(5, 2, 1)
+    close(one(both).features[count:], more @ one.weight.view(5, 2) + one.bias)
+    assert spconv.SparseGlobalMaxPool()(both).shape == (2, 5)
 
 
 WRONG = (

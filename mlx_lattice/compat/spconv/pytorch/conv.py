@@ -13,29 +13,16 @@ from math import prod
 import torch
 from torch import nn
 
-from ....relation import Relation
 from ... import bridge
 from .. import constants
 from ..core import ConvAlgo
-from .core import (
-    IndiceData,
-    Lattice,
-    SparseConvTensor,
-    expand_nd,
-    expect,
-    lattice_of,
-    rows_of,
-)
+from . import kernel_maps
+from .core import IndiceData, SparseConvTensor, expand_nd, expect
 from .modules import SparseModule
 from .ops import get_conv_output_size, get_deconv_output_size
 
 IntOrSequence = int | Sequence[int]
 MAX_NUM_VOXELS = "max_num_voxels_during_training"
-
-VANISHED = (
-    "no input reaches an output row: spatial_shape={}, ksize={}, stride={}, "
-    "padding={}, dilation={}. Enlarge the spatial shape or the padding"
-)
 
 
 class VoxelCount:
@@ -55,32 +42,6 @@ class VoxelCount:
         """Raise the recorded number to this one."""
         if (most := self.get_max_num_voxels()) is not None:
             most.clamp_(min=rows)
-
-
-def strided(
-    x: SparseConvTensor, shape: list[int], transposed: bool, **kernel: list[int]
-) -> tuple[Relation, torch.Tensor]:
-    """Return the relation of a layer that makes rows, and those rows.
-
-    Args:
-        x: the input.
-        shape: spatial shape of the output.
-        transposed: whether the layer is a transposed convolution.
-        **kernel: kernel_size, stride, padding and dilation.
-
-    Raises:
-        ValueError: no input reaches an output row.
-    """
-    lattice = lattice_of(x)
-    manager, key = lattice
-    if transposed:
-        relation = manager.generative_relation(key, **kernel)
-    else:
-        relation = manager.kernel_relation(key, support="reach", **kernel)
-    if relation.n_in and not relation.n_out:
-        raise ValueError(VANISHED.format(x.spatial_shape, *kernel.values()))
-    made = Lattice(manager, relation.out_key)
-    return relation, rows_of(made, shape, x.batch_size, x.indices)
 
 
 class SparseConvolution(VoxelCount, SparseModule):
@@ -279,11 +240,7 @@ class SparseConvolution(VoxelCount, SparseModule):
     def _convolve(self, x: SparseConvTensor) -> SparseConvTensor:
         made = x.shadow_copy()
         if self.conv1x1:
-            lattice = lattice_of(x)
-            options = {"kernel_size": [1] * self.ndim}
-            relation = lattice.manager.submanifold_kernel_relation(
-                lattice.key, **options
-            )
+            relation = kernel_maps.identity(x.features.shape[0])
             # spconv reads the memory of (out, 1..., in) as (in, out).
             weight = self.weight.reshape(1, self.in_channels, self.out_channels)
             made._features = bridge.convolve(
@@ -354,10 +311,8 @@ class SparseConvolution(VoxelCount, SparseModule):
         """Return the relation of a layer that finds none."""
         kernel = self.kernel_size, self.stride, self.padding, self.dilation
         if self.subm:
-            lattice, shape, rows = lattice_of(x), x.spatial_shape, x.indices
-            relation = lattice.manager.submanifold_kernel_relation(
-                lattice.key, kernel_size=self.kernel_size, dilation=self.dilation
-            )
+            shape, rows = x.spatial_shape, x.indices
+            relation = kernel_maps.submanifold(x, self.kernel_size, self.dilation)
         else:
             if self.transposed:
                 shape = get_deconv_output_size(
@@ -367,7 +322,10 @@ class SparseConvolution(VoxelCount, SparseModule):
                 shape = get_conv_output_size(x.spatial_shape, *kernel)
             names = "kernel_size", "stride", "padding", "dilation"
             options = dict(zip(names, kernel, strict=True))
-            relation, rows = strided(x, shape, self.transposed, **options)
+            relation, lattice, rows = kernel_maps.strided_rows(
+                x, shape, self.transposed, **options
+            )
+            relation = kernel_maps.over_repeats(relation, lattice)
         return IndiceData(
             rows,
             x.indices,

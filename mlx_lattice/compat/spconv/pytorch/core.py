@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import NamedTuple
 
@@ -22,16 +22,37 @@ __all__ = ["IndiceData", "ImplicitGemmIndiceData", "SparseConvTensor", "expand_n
 # Rows that mlx_lattice knows
 
 
+class Repeats:
+    """Which rows of a tensor are equal.
+
+    Attributes:
+        first: (U,) the first row of each different one.
+        inverse: (N,) the different row of each row.
+    """
+
+    def __init__(self, first: torch.Tensor, inverse: torch.Tensor):
+        self.first, self.inverse = first, inverse
+        self._spread: dict[int, tuple[Relation, Relation]] = {}
+
+    def spread(self, relation: Relation, build: Callable) -> Relation:
+        """Return the relation of all rows that ``build`` makes, built once."""
+        if id(relation) not in self._spread:
+            self._spread[id(relation)] = relation, build(relation, self)
+        return self._spread[id(relation)][1]
+
+
 class Lattice(NamedTuple):
     """Coordinates of a tensor in this library.
 
     Attributes:
         manager: builds relations between its sets, each once.
-        key: of the rows in the manager.
+        key: of the rows in the manager; of the different ones if some repeat.
+        repeats: which rows repeat, or None.
     """
 
     manager: CoordinateManager
     key: CoordinateKey
+    repeats: Repeats | None = None
 
 
 class _Rows:
@@ -60,20 +81,44 @@ _known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 def lattice_of(x: SparseConvTensor) -> Lattice:
     """Return the lattice of a tensor's rows; tensors of the same rows share it.
 
-    Raises:
-        ValueError: of the first relation: rows repeat, or lie outside of the spatial
-            shape or the batch.
+    Building a relation raises a ValueError if rows repeat, see ``repeat_of``, or lie
+    outside of the spatial shape or the batch.
     """
     indices, facts = x.indices, (tuple(x.spatial_shape), int(x.batch_size))
     rows = _known.get(indices)
     if rows is None or not rows.is_of(indices):
         rows = _known[indices] = _Rows(indices)
     if facts not in rows.lattices:
-        (coords,) = bridge.to_mlx(indices.int(), copy=True)
-        manager, (shape, size) = CoordinateManager(), facts
-        key = manager.insert(coords, spatial_shape=shape, batch_size=size)
-        rows.lattices[facts] = Lattice(manager, key)
+        rows.lattices[facts] = _inserted(indices, facts)
     return rows.lattices[facts]
+
+
+def _inserted(
+    indices: torch.Tensor, facts: tuple, repeats: Repeats | None = None
+) -> Lattice:
+    (coords,) = bridge.to_mlx(indices.int(), copy=True)
+    manager, (shape, size) = CoordinateManager(), facts
+    key = manager.insert(coords, spatial_shape=shape, batch_size=size)
+    return Lattice(manager, key, repeats)
+
+
+def repeat_of(x: SparseConvTensor, lattice: Lattice) -> Lattice | None:
+    """Return the lattice of a tensor's different rows; None if no rows repeat.
+
+    Args:
+        x: the tensor.
+        lattice: its lattice, of which a relation could not be built.
+    """
+    if lattice.manager[lattice.key].repeat is None:
+        return None
+    indices, facts = x.indices, (tuple(x.spatial_shape), int(x.batch_size))
+    _, inverse = torch.unique(indices, dim=0, return_inverse=True)
+    place = torch.arange(len(indices), device=indices.device)
+    first = torch.full_like(place[: int(inverse.max()) + 1], len(indices))
+    first = first.scatter_reduce(0, inverse, place, "amin")
+    made = _inserted(indices[first], facts, Repeats(first, inverse))
+    _known[indices].lattices[facts] = made
+    return made
 
 
 def rows_of(

@@ -8,12 +8,14 @@ import mlx.core as mx
 import torch
 
 from .... import ops
+from ....coordinates import CoordinateManager
 from ....relation import Relation
 from ....tensor import SparseTensor
 from ... import bridge
 from ..core import ConvAlgo
-from .conv import VoxelCount, strided
-from .core import IndiceData, SparseConvTensor, expand_nd, expect, lattice_of
+from . import kernel_maps
+from .conv import VoxelCount
+from .core import IndiceData, SparseConvTensor, expand_nd, expect
 from .modules import SparseModule
 from .ops import get_conv_output_size
 
@@ -98,22 +100,30 @@ class _Pool(VoxelCount, SparseModule):
         kernel = self.kernel_size, self.stride, self.padding, self.dilation
         shape, rows = input.spatial_shape, input.indices
         if self.subm:
-            lattice = lattice_of(input)
-            relation = lattice.manager.submanifold_kernel_relation(
-                lattice.key, kernel_size=self.kernel_size, dilation=self.dilation
+            relation, lattice = kernel_maps.submanifold_rows(
+                input, self.kernel_size, self.dilation
             )
         else:
             shape = get_conv_output_size(input.spatial_shape, *kernel)
             names = "kernel_size", "stride", "padding", "dilation"
             options = dict(zip(names, kernel, strict=True))
-            relation, rows = strided(input, shape, False, **options)
+            relation, lattice, rows = kernel_maps.strided_rows(
+                input, shape, False, **options
+            )
             self.record_count(len(rows))
         if key is not None:
             facts = list(input.spatial_shape), list(shape), self.subm, self.algo
             sizes = self.kernel_size, self.stride, self.dilation, self.padding
-            data = IndiceData(rows, input.indices, relation, *facts, *sizes)
+            whole = kernel_maps.over_repeats(relation, lattice)
+            data = IndiceData(rows, input.indices, whole, *facts, *sizes)
             stored = {**stored, key: data}
-        made = input.replace_feature(self._pool(input.features, relation))
+        features, repeats = input.features, lattice.repeats
+        if repeats is not None:
+            features = features[repeats.first]
+        features = self._pool(features, relation)
+        if repeats is not None and self.subm:
+            features = features[repeats.inverse]
+        made = input.replace_feature(features)
         made.indices, made.indice_dict = rows, stored
         made.spatial_shape = list(shape)
         return made
@@ -180,7 +190,11 @@ class SparseGlobalMaxOrAvgPool(SparseModule):
     @bridge.not_compiled
     def forward(self, input: SparseConvTensor) -> torch.Tensor:
         """Return the (B, C) tensor; a batch element without rows is 0."""
-        manager, key = lattice_of(input)
+        batch = input.indices[:, 0].int()
+        place = torch.arange(len(batch), dtype=torch.int32, device=batch.device)
+        (rows,) = bridge.to_mlx(torch.stack([batch, place], 1), copy=True)
+        manager, size = CoordinateManager(), input.batch_size
+        key = manager.insert(rows, batch_size=size)
         pool = ops.global_avg_pool if self.is_mean else ops.global_max_pool
         return bridge.call(
             lambda x: pool(SparseTensor.of(manager, key, x)),
