@@ -23,8 +23,7 @@ import mlx.core as mx
 import torch
 from torch.autograd.function import once_differentiable
 
-from .. import memory
-from ..contraction import contracted
+from .. import contraction, memory
 from ..problem import INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, weight_axes
 from ..relation import Relation
 from ..routes import launch
@@ -305,7 +304,9 @@ def convolve(
     _expect_one_dtype(features, weight, bias)
 
     def forward(x: mx.array, w: mx.array, b: mx.array | None) -> mx.array:
-        return memory.conv(x, w, relation, b, groups)
+        if memory.active() is not None:
+            return memory.conv(x, w, relation, b, groups)
+        return contraction.conv(x, w, relation, groups=groups, bias=b)
 
     def vjp(needed, arrays, cotangents):
         return _contraction_gradients(relation, groups, needed, arrays, *cotangents)
@@ -330,9 +331,11 @@ def _contraction_gradients(relation, groups, needed, arrays, dy) -> list:
     layer, dx, dw, db = Layer(*facts), None, None, None
     if needed[0]:
         flat = w.reshape(c_out, volume, c_in) if layout == MLX_LAYOUT else w
-        dx = contracted(Request(INPUT_GRAD, layer), relation, dy, flat)
+        dx = contraction.contracted(Request(INPUT_GRAD, layer), relation, dy, flat)
     if needed[1]:
-        dw = contracted(Request(WEIGHT_GRAD, layer), relation, x, dy).reshape(w.shape)
+        dw = contraction.contracted(
+            Request(WEIGHT_GRAD, layer), relation, x, dy
+        ).reshape(w.shape)
     if needed[2]:
         db = dy.astype(mx.float32).sum(axis=0).astype(dy.dtype)
     return [dx, dw, db]
