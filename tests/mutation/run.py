@@ -33,9 +33,9 @@ FAULTS = {
     ),
     "epilogues": Fault(
         "epilogue.py",
-        "y = y * mx.rsqrt(var.astype(mx.float32) + facts.eps)",
-        "y = y / (mx.sqrt(var.astype(mx.float32)) + facts.eps)",
-        "nn/test_fused.py",
+        "y = y - mean",
+        "y = y + mean",
+        "nn/test_norms.py",
     ),
     "attention": Fault(
         "ops/attention.py",
@@ -63,21 +63,21 @@ FAULTS = {
     ),
     "geometry": Fault(
         "geometry/lattice.py",
-        "remainder = ((wide % by) + by) % by",
-        "remainder = wide - wide // by * by if by > 2 else wide * 0",
+        "return ((wide - remainder) // by).astype(a.dtype)",
+        "return ((wide + remainder) // by).astype(a.dtype)",
         "geometry/test_relations.py",
     ),
     "routes": Fault(
         "routes/selection.py",
-        "p.n_in if p.pass_ == INPUT_GRAD else p.n_out",
-        "p.n_out",
+        "if not error <= tolerance:",
+        "if error > tolerance:",
         "routes/test_tuning.py",
     ),
     "files": Fault(
         "io/checkpoints.py",
         "inputs = 0 if isinstance(module, DENSE_TRANSPOSED) else 1",
         "inputs = 1",
-        "io/test_checkpoints.py",
+        "io/test_detectors.py",
     ),
     "detection": Fault(
         "models/detection/backbones.py",
