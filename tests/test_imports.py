@@ -25,7 +25,8 @@ FLOORS = [
     *("ops", "nn", "inspect", "compiled", "prepare"),
     *("io", "models", "models/detection", "models/trellis2", "models/catalogue"),
     *("mesh", "compat", "compat/cumm", "compat/spconv", "compat/spconv/pytorch"),
-    "compat/flex_gemm/ops",
+    *("compat/flex_gemm/ops", "compat/MinkowskiEngine"),
+    *("compat/MinkowskiEngine/modules", "compat/torchsparse"),
     *("commands", "cli"),
 ]
 GATHERING = "__init__.py", "__main__.py"

@@ -36,7 +36,23 @@ LIBRARIES: dict[str, dict[str, str]] = {
         "flash_attn": "flash_attn",
         "flash_attn.flash_attn_interface": "flash_attn",
     },
-    "MinkowskiEngine": {"MinkowskiEngine": "MinkowskiEngine"},
+    "MinkowskiEngine": {
+        "MinkowskiEngine": "MinkowskiEngine",
+        **{
+            f"MinkowskiEngine.Minkowski{name}": f"MinkowskiEngine.Minkowski{file}"
+            for name, file in (
+                ("Broadcast", "Pooling"),
+                ("ChannelwiseConvolution", "Convolution"),
+                ("Interpolation", "Pooling"),
+                ("Network", "Common"),
+                ("Normalization", "Nonlinearity"),
+                ("Pruning", "Pooling"),
+                ("SparseTensor", "Tensor"),
+                ("TensorField", "Tensor"),
+                ("Union", "Pooling"),
+            )
+        },
+    },
     "torchsparse": {"torchsparse": "torchsparse"},
     "torchsparse==1.4": {"torchsparse": "torchsparse_1_4"},
 }

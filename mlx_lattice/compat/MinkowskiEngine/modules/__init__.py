@@ -1,0 +1,5 @@
+"""Blocks of nets."""
+
+from . import resnet_block
+
+__all__ = ["resnet_block"]
