@@ -27,6 +27,7 @@ FLOORS = [
     *("mesh", "compat", "compat/cumm", "compat/spconv", "compat/spconv/pytorch"),
     *("compat/flex_gemm/ops", "compat/MinkowskiEngine"),
     *("compat/MinkowskiEngine/modules", "compat/torchsparse"),
+    "compat/torchsparse_1_4",
     *("commands", "cli"),
 ]
 GATHERING = "__init__.py", "__main__.py"

@@ -53,8 +53,24 @@ LIBRARIES: dict[str, dict[str, str]] = {
             )
         },
     },
-    "torchsparse": {"torchsparse": "torchsparse"},
-    "torchsparse==1.4": {"torchsparse": "torchsparse_1_4"},
+    "torchsparse": {
+        "torchsparse": "torchsparse",
+        "torchsparse.nn.functional.devoxelize": "torchsparse.points",
+        "torchsparse.nn.modules": "torchsparse.layers",
+        "torchsparse.operators": "torchsparse.tensor",
+        "torchsparse.utils.collate": "torchsparse.tensor",
+        "torchsparse.utils.quantize": "torchsparse.points",
+        "torchsparse.utils.tensor_cache": "torchsparse.tensor",
+    },
+    "torchsparse==1.4": {
+        "torchsparse": "torchsparse_1_4",
+        "torchsparse.nn.functional.devoxelize": "torchsparse_1_4.version1",
+        "torchsparse.nn.modules": "torchsparse.layers",
+        "torchsparse.operators": "torchsparse.tensor",
+        "torchsparse.tensor": "torchsparse_1_4.version1",
+        "torchsparse.utils.collate": "torchsparse.tensor",
+        "torchsparse.utils.quantize": "torchsparse_1_4.version1",
+    },
 }
 # Names that are left alone if the library is installed.
 _OPTIONAL = {"cumm"}
