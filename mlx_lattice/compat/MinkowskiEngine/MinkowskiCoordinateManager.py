@@ -201,10 +201,13 @@ class CoordinateManager:
 
     # Maps
 
-    def _new_key(self, stride: Sequence[int], text: str = "") -> CoordinateMapKey:
-        """Return a key that names no map or field yet."""
+    def _new_key(
+        self, stride: Sequence[int], text: str = "", among: dict | None = None
+    ) -> CoordinateMapKey:
+        """Return a key that names no map yet; or none among fields."""
         key = CoordinateMapKey(stride, text)
-        while key in self._maps or key in self._fields:
+        among = self._maps if among is None else among
+        while key in among:
             number = next(self._number)
             key = CoordinateMapKey(stride, f"{text}-{number}" if text else f"{number}")
         return key
@@ -415,26 +418,28 @@ class CoordinateManager:
             self._add(key, rows)
         return key
 
-    def elements(self, key: CoordinateMapKey) -> torch.Tensor:
-        """Return (N,) int64: the row of ``origin()`` for each row of a map."""
-        batch = self._rows_of(key)[:, 0].long().contiguous()
+    def elements(self, coords: torch.Tensor) -> torch.Tensor:
+        """Return (N,) int64: the row of ``origin()`` for each row of coordinates."""
+        batch = coords[:, 0].long().contiguous()
         return torch.searchsorted(self._batches.to(batch.device), batch)
-
-    def _rows_of(self, key: CoordinateMapKey) -> torch.Tensor:
-        if key in self._fields:
-            return self._fields[key].coords
-        return self.map_of(key).coords
 
     def origin_map(
         self, key: CoordinateMapKey
     ) -> tuple[torch.Tensor, list[torch.Tensor]]:
         """Return batch indices, and the rows of each, from 0 to the greatest."""
-        batch = self._rows_of(key)[:, 0].long()
+        return self._decomposed(self.map_of(key).coords)
+
+    def origin_field_map(
+        self, key: CoordinateMapKey
+    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the same of a field."""
+        return self._decomposed(self._fields[key].coords)
+
+    def _decomposed(self, coords: torch.Tensor):
+        batch = coords[:, 0].long()
         order = torch.argsort(batch, stable=True)
         counts = torch.bincount(batch, minlength=self._batch_size)
         return self._batches, list(order.split(counts.tolist()))
-
-    origin_field_map = origin_map
 
     # Fields
 
@@ -448,7 +453,7 @@ class CoordinateManager:
         self._expect_rows(coordinates)
         self._note_batches(coordinates)
         stride = convert_to_int_list(tensor_stride, self.D)
-        key = self._new_key(stride, string_id)
+        key = self._new_key(stride, string_id, self._fields)
         coords = coordinates.detach().float().clone()
         self._fields[key] = _Field(coords, tuple(stride))
         return key

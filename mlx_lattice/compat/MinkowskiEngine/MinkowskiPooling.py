@@ -164,7 +164,7 @@ def batch_pool(
     origin = manager.origin()
     count = manager.size(origin)
     if isinstance(x, TensorField) or not len(x):
-        rows = manager.elements(key).to(x.device)
+        rows = manager.elements(x.C)
         made = x.F.new_zeros((count, x.F.shape[1]))
         index = rows[:, None].expand_as(x.F)
         names = {"sum": "sum", "avg": "mean", "max": "amax"}
@@ -258,7 +258,7 @@ class _Broadcast(MinkowskiModuleBase):
             )
         manager = input.coordinate_manager
         expect(manager is input_glob.coordinate_manager, DIFFERENT_MANAGERS)
-        rows = manager.elements(input.coordinate_key).to(input.device)
+        rows = manager.elements(input.C)
         return input._like(self._combined(input.F, input_glob.F[rows]))
 
     def _combined(self, own: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

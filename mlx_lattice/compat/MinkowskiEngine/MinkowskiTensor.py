@@ -168,6 +168,9 @@ class Tensor:
     def _coordinates(self) -> torch.Tensor:
         raise NotImplementedError
 
+    def _decomposed(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        raise NotImplementedError
+
     def _like(self, features: torch.Tensor) -> Tensor:
         raise NotImplementedError
 
@@ -286,7 +289,7 @@ class Tensor:
     @property
     def _batchwise_row_indices(self) -> list[torch.Tensor]:
         if self._rows is None:
-            _, rows = self._manager.origin_map(self._key)
+            _, rows = self._decomposed()
             self._rows = [each.to(self.device) for each in rows]
         return self._rows
 
@@ -463,6 +466,9 @@ class SparseTensor(Tensor):
 
     def _coordinates(self) -> torch.Tensor:
         return self._manager.get_coordinates(self._key)
+
+    def _decomposed(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return self._manager.origin_map(self._key)
 
     def _like(self, features: torch.Tensor) -> SparseTensor:
         """Return other features on the same rows."""
@@ -689,6 +695,9 @@ class TensorField(Tensor):
 
     def _coordinates(self) -> torch.Tensor:
         return self._manager.get_coordinate_field(self._key)
+
+    def _decomposed(self) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        return self._manager.origin_field_map(self._key)
 
     def _like(self, features: torch.Tensor) -> TensorField:
         made = TensorField(

@@ -209,6 +209,7 @@ def conv3d(
     feats = contracted(input, weight, bias, size, relation, layer)
     made = SparseTensor(feats, coords, to)
     made.cmaps, made.kmaps = input.cmaps, input.kmaps
+    made.cmaps.setdefault(input.stride, input.coords)
     made.cmaps.setdefault(to, coords)
     return made
 
