@@ -135,6 +135,7 @@ class MinkowskiConvolutionBase(LayerOfKernel):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
+    @bridge.not_compiled
     def forward(
         self,
         input: SparseTensor,
@@ -278,6 +279,7 @@ class MinkowskiChannelwiseConvolution(LayerOfKernel):
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)
 
+    @bridge.not_compiled
     def forward(
         self, input: SparseTensor, coords: CoordinateMapKey | None = None
     ) -> SparseTensor:

@@ -94,10 +94,12 @@ class _Map:
         coords: (N, 1 + D) int32 in input units, or None for rows that mlx_lattice made.
         cells: the key of the rows in cells, if mlx_lattice made them.
         batch_size: of the manager's batch elements.
+        device: of coordinates that mlx_lattice made.
     """
 
-    def __init__(self, manager, stride, coords, cells=None, batch_size=None):
+    def __init__(self, manager, stride, coords, cells, batch_size, device):
         self._lattice, self.stride, self._coords = manager, stride, coords
+        self._device = device
         self._cells: CoordinateKey | None = cells
         self._units: CoordinateKey | None = None
         self._batch_size = batch_size
@@ -108,7 +110,8 @@ class _Map:
         if self._coords is None:
             with torch.inference_mode(False):
                 cells = self._lattice[self._cells].coords
-                rows = reversed_axes(bridge.to_torch(cells, copy=True))
+                rows = bridge.to_torch(cells, self._device, copy=True)
+                rows = reversed_axes(rows)
                 self._coords = rows * _steps(self.stride, rows)
         return self._coords
 
@@ -214,8 +217,8 @@ class CoordinateManager:
 
     def _add(self, key: CoordinateMapKey, coords, cells=None) -> CoordinateMapKey:
         stride = tuple(key.get_tensor_stride())
-        size = self._batch_size
-        self._maps[key] = _Map(self._lattice, stride, coords, cells, size)
+        facts = self._batch_size, self._batches.device
+        self._maps[key] = _Map(self._lattice, stride, coords, cells, *facts)
         return key
 
     @property
@@ -224,7 +227,7 @@ class CoordinateManager:
         return int(rows[-1]) + 1 if rows is not None and len(rows) else 1
 
     def _note_batches(self, coords: torch.Tensor) -> None:
-        """Note the batch elements of rows that a user gave."""
+        """Note the batch elements of rows that a user gave, and their device."""
         found = torch.unique(coords[:, 0].long())
         if len(found) and int(found[0]) < 0:
             raise ValueError(
@@ -248,6 +251,7 @@ class CoordinateManager:
             )
         return self._maps[key]
 
+    @bridge.not_compiled
     def insert_and_map(
         self,
         coordinates: torch.Tensor,

@@ -175,6 +175,7 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
         nn.init.ones_(self.weight)
         nn.init.zeros_(self.bias)
 
+    @bridge.not_compiled
     def forward(self, input: SparseTensor) -> SparseTensor:
         """Return other features on the same rows."""
         expect(

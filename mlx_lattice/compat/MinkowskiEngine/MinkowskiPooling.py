@@ -63,6 +63,7 @@ class MinkowskiPoolingBase(LayerOfKernel):
         super().__init__(kernel_size, stride, dilation, *facts)
         self.pooling_mode = pooling_mode
 
+    @bridge.not_compiled
     def forward(
         self,
         input: SparseTensor,
@@ -150,6 +151,7 @@ class MinkowskiAvgUnpooling(MinkowskiPoolingTranspose):
 # Batch elements
 
 
+@bridge.not_compiled
 def batch_pool(
     x: Tensor, reduction: str, layer: object = None
 ) -> tuple[torch.Tensor, CoordinateMapKey]:

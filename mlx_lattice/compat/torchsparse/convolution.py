@@ -220,6 +220,7 @@ def _range(spatial_range, size, stride, padding) -> tuple[int, ...] | None:
     return *batch, *((n + 2 * p - k) // s + 1 for n, k, s, p in sizes)
 
 
+@bridge.not_compiled
 def conv3d(
     input: SparseTensor,
     weight: torch.Tensor,

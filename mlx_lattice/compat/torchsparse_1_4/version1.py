@@ -160,6 +160,7 @@ def _built(x: SparseTensor, size, stride, out_stride) -> KernelMap:
     return KernelMap(relation_to(manager, key, to, size, stride, middle(size)), coords)
 
 
+@bridge.not_compiled
 def conv3d(
     input: SparseTensor,
     weight: torch.Tensor,
