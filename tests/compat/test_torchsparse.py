@@ -1,5 +1,8 @@
 """torchsparse 2.1 and 1.4 against dense forms in PyTorch."""
 
+import copy
+import pickle
+
 import numpy as np
 import pytest
 from torch_scenes import (
@@ -241,6 +244,16 @@ def test_caches_are_shared():
     assert v1.nn.Conv3d(4, 3, 2, 2, transposed=True)(other).C is old.C
     x.s = 4
     assert x.stride == (4, 4, 4)
+
+
+@VERSIONS
+def test_copies_build_maps_of_their_own(library):
+    x, _ = tensor_of(library)
+    x.feats = x.feats.detach()
+    layer = library.nn.Conv3d(5, 4, 2, 2)
+    y = layer(x)
+    for other in (copy.deepcopy(x), pickle.loads(pickle.dumps(x))):
+        assert torch.equal(layer(other).F, y.F)
 
 
 # Points

@@ -34,6 +34,10 @@ class KernelMaps(dict):
         self.manager = CoordinateManager()
         self._keys: dict[tuple, tuple[torch.Tensor, CoordinateKey]] = {}
 
+    def __reduce__(self) -> tuple:
+        # A copy, as the worker of a data loader sends it, builds maps of its own.
+        return KernelMaps, ()
+
     def key_of(
         self, stride: tuple, coords: torch.Tensor, cells: torch.Tensor, **facts
     ) -> CoordinateKey:
