@@ -501,7 +501,7 @@ def _spvnas(source: Path, name: str, rows: int, version: str) -> Case:
     import importlib
 
     module = importlib.import_module(f"core.models.semantic_kitti.{name.lower()}")
-    net = getattr(module, name)(num_classes=19, cr=1.0, pres=0.05, vres=0.05)
+    net = getattr(module, name)(num_classes=19, cr=1.0, pres=0.0625, vres=0.0625)
     coords, feats = _sparse(rows, 4)
     coords[:, 1:] -= coords[:, 1:].amin(0)
     if version == "1.4":

@@ -555,8 +555,27 @@ def test_fields():
     assert len(ME.MinkowskiGlobalMaxPooling()(field)) == 2
     assert [len(each) for each in field.decomposed_features] == [4, 1]
     assert len(field.sparse(tensor_stride=2)) == 4
-    with pytest.raises(NotImplementedError, match="splat"):
-        field.splat()
+
+
+def test_splat():
+    points = torch.tensor([[0, 0.25, 0.5], [0, 1.0, 0.5], [1, 0.0, 0.0]])
+    features = torch.randn(3, 2, requires_grad=True)
+    field = ME.TensorField(features, points)
+    x = field.splat()
+    rows = [tuple(r) for r in x.C.tolist()]
+    expected = torch.zeros(len(rows), 2)
+    for feature, (b, i, j) in zip(features, points.tolist(), strict=True):
+        for a in (int(i), int(i) + 1):
+            for c in (int(j), int(j) + 1):
+                share = (1 - abs(i - a)) * (1 - abs(j - c))
+                place = torch.tensor([rows.index((b, a, c))])
+                expected = expected.index_add(0, place, feature[None] * share)
+    compare(x.F, expected, (features,))
+    layer = ME.MinkowskiInterpolation(return_kernel_map=True, return_weights=True)
+    values, (i, o), weights = layer(x, points)
+    made = torch.zeros(3, 2).index_add(0, o.long(), x.F[i.long()] * weights[:, None])
+    compare(values, made, (features,))
+    close(x.interpolate(field).F, values)
 
 
 def test_manager():

@@ -503,6 +503,30 @@ class CoordinateManager:
         x = held.tensor(mx.zeros((len(held), 1)))
         return bridge.to_torch(lookup(x, queries), coords.device).long()
 
+    def interpolation_map_weight(
+        self, key: CoordinateMapKey, samples: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Return rows of a map around points, those points, and linear weights.
+
+        Args:
+            key: of the map.
+            samples: (Q, 1 + D) float, in input units, the batch index first.
+
+        Returns:
+            (E,) int32 rows of the map, (E,) int32 rows of ``samples``, (E,) weights.
+        """
+        stride = samples.new_tensor(key.get_tensor_stride())
+        low = torch.floor(samples[:, 1:] / stride) * stride
+        found = []
+        for corner in itertools.product((0, 1), repeat=self.D):
+            place = low + samples.new_tensor(corner) * stride
+            weights = (1 - (samples[:, 1:] - place).abs() / stride).prod(1)
+            place = torch.cat([samples[:, :1].round(), place], dim=1)
+            rows = self.find(key, place.int())
+            kept = (rows >= 0).nonzero()[:, 0]
+            found.append((rows[kept].int(), kept.int(), weights[kept]))
+        return tuple(map(torch.cat, zip(*found, strict=True)))
+
     # Relations
 
     def relation(

@@ -351,20 +351,28 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
     """Interpolates features linearly at float coordinates.
 
     Args:
-        return_kernel_map, return_weights: not provided.
+        return_kernel_map: whether rows of the tensor and of the points are returned.
+        return_weights: whether linear weights are returned.
     """
 
     def __init__(self, return_kernel_map: bool = False, return_weights: bool = False):
         super().__init__()
-        if return_kernel_map or return_weights:
-            raise NotImplementedError(
-                "MinkowskiInterpolation returns features alone; leave out "
-                "return_kernel_map and return_weights"
-            )
+        self.return_kernel_map = return_kernel_map
+        self.return_weights = return_weights
 
-    def forward(self, input: SparseTensor, tfield: torch.Tensor) -> torch.Tensor:
-        """Return (Q, C) features at (Q, 1 + D) coordinates, in input units."""
-        return input.features_at_coordinates(tfield)
+    def forward(self, input: SparseTensor, tfield: torch.Tensor):
+        """Return (Q, C) features at (Q, 1 + D) coordinates, in input units.
+
+        In a tuple with the pair of rows and the weights, each if it is asked for.
+        """
+        features = input.features_at_coordinates(tfield)
+        if not (self.return_kernel_map or self.return_weights):
+            return features
+        manager, key = input.coordinate_manager, input.coordinate_map_key
+        *rows, weights = manager.interpolation_map_weight(key, tfield)
+        made = [features]
+        made += [tuple(rows)] if self.return_kernel_map else []
+        return tuple(made + ([weights] if self.return_weights else []))
 
 
 _LAYERS = "call a layer, such as MinkowskiMaxPooling"

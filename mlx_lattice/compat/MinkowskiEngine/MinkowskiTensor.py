@@ -723,11 +723,10 @@ class TensorField(Tensor):
             quantization_mode: by default that of the field.
         """
         mode = quantization_mode or self.quantization_mode
-        if mode is Mode.SPLAT_LINEAR_INTERPOLATION:
-            raise NotImplementedError(
-                "TensorField.splat is not provided; use sparse() with "
-                "UNWEIGHTED_AVERAGE, and features_at_coordinates on the way back"
-            )
+        expect(
+            mode is not Mode.SPLAT_LINEAR_INTERPOLATION,
+            "call splat() for linear weights",
+        )
         manager, key = self._manager, coordinate_map_key
         if key is None:
             key, (unique, inverse) = manager.field_to_sparse_insert_and_map(
@@ -746,8 +745,21 @@ class TensorField(Tensor):
         return SparseTensor(features, **place)
 
     def splat(self) -> SparseTensor:
-        """Raise NotImplementedError: use ``sparse``."""
-        return self.sparse(quantization_mode=Mode.SPLAT_LINEAR_INTERPOLATION)
+        """Return the cells around points, each the sum of points by linear weights.
+
+        ``interpolate`` of a tensor on these rows is the way back.
+        """
+        manager, dims = self._manager, self.D
+        corners = torch.cartesian_prod(*[torch.arange(2, dtype=torch.int32)] * dims)
+        corners = torch.nn.functional.pad(corners.reshape(-1, dims), (1, 0))
+        low = manager.field_cells(self._key, 1)
+        rows = (low[:, None] + corners.to(low.device)).flatten(0, 1)
+        key, _ = manager.insert_and_map(rows)
+        to, points, weights = manager.interpolation_map_weight(key, self.C)
+        made = self._F.new_zeros((manager.size(key), self._F.shape[1]))
+        parts = self._F[points.long()] * weights[:, None].to(self._F.dtype)
+        place = {"coordinate_map_key": key, "coordinate_manager": manager}
+        return SparseTensor(made.index_add(0, to.long(), parts), **place)
 
     def inverse_mapping(self, sparse_tensor_map_key: CoordinateMapKey) -> torch.Tensor:
         """Return (N,) int64: the row of a map that each point lies in."""
