@@ -774,7 +774,7 @@ def test_wrong_use():
         ME.SparseTensor(x.F[:3], x.C)
     with pytest.raises(AssertionError, match="mask must be"):
         ME.MinkowskiPruning()(x, torch.ones(3, dtype=torch.bool))
-    with pytest.raises(ValueError, match="must not be negative"):
+    with pytest.raises(ValueError, match="must be from 0"):
         ME.SparseTensor(x.F, x.C - 1)
     with pytest.raises(NotImplementedError, match="call a layer"):
         ME.MinkowskiConvolutionFunction()

@@ -161,13 +161,16 @@ def unique_rows(rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         codes = rows[:, 0] - low[0]
         for axis in range(1, rows.shape[1]):
             codes = codes * extents[axis] + (rows[:, axis] - low[axis])
-        known, inverse = torch.unique(codes, return_inverse=True)
     else:
-        known, inverse = torch.unique(rows, dim=0, return_inverse=True)
-    if len(known) == count:
+        codes = torch.unique(rows, dim=0, return_inverse=True)[1]
+    codes, order = torch.sort(codes, stable=True)
+    starts = torch.ones_like(codes, dtype=torch.bool)
+    starts[1:] = codes[1:] != codes[:-1]
+    if starts.all():
         return place, place
-    first = place.new_full((len(known),), count)
-    first = first.scatter_reduce(0, inverse, place, "amin")
+    first = order[starts]
+    inverse = torch.empty_like(order)
+    inverse[order] = torch.cumsum(starts, 0) - 1
     order = torch.argsort(first)
     return first[order], torch.argsort(order)[inverse]
 

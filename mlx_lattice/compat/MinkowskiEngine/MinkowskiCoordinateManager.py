@@ -35,6 +35,7 @@ from .MinkowskiKernelGenerator import KernelGenerator
 __all__ = ["CoordinateManager", "CoordinateMapKey"]
 
 MOST_AXES = 4
+MOST_ELEMENTS = 1 << 24
 
 
 class CoordinateMapKey:
@@ -228,12 +229,14 @@ class CoordinateManager:
 
     def _note_batches(self, coords: torch.Tensor) -> None:
         """Note the batch elements of rows that a user gave, and their device."""
-        found = torch.unique(coords[:, 0].long())
-        if len(found) and int(found[0]) < 0:
+        batch = coords[:, 0].long()
+        low, high = (int(batch.min()), int(batch.max())) if len(batch) else (0, -1)
+        if low < 0 or high >= MOST_ELEMENTS:
             raise ValueError(
-                f"batch indices, the first column of coordinates, must not be "
-                f"negative; got {int(found[0])}"
+                "batch indices, the first column of coordinates, must be from 0 to "
+                f"{MOST_ELEMENTS - 1}; got {low} to {high}"
             )
+        found = torch.bincount(batch).nonzero()[:, 0]
         if self._batches is not None:
             found = torch.unique(torch.cat([self._batches.to(found.device), found]))
         self._batches = found

@@ -520,7 +520,8 @@ class SparseTensor(Tensor):
             extents = (high.reshape(-1) - low.reshape(-1) + 1).tolist()
             size = len(self._batchwise_row_indices), *extents, self.shape[1]
         arguments = () if size is None else (size,)
-        made = torch.sparse_coo_tensor(places.to(self.device), self._F, *arguments)
+        arguments = places.to(self.device), self._F, *arguments
+        made = torch.sparse_coo_tensor(*arguments, check_invariants=False)
         return made, low, stride
 
     def _expect_multiples(self, coords: torch.Tensor, stride: torch.Tensor) -> None:
