@@ -60,7 +60,7 @@ class LayerOfKernel(MinkowskiModuleBase):
         if kernel_generator is None:
             sizes = kernel_size, stride, dilation
             kernel_generator = KernelGenerator(*sizes, dimension=dimension)
-        kernel_generator.expand_coordinates = expand_coordinates
+            kernel_generator.expand_coordinates = expand_coordinates
         self.kernel_generator, self.dimension = kernel_generator, dimension
         self.is_transpose = is_transpose
 
@@ -120,6 +120,7 @@ class MinkowskiConvolutionBase(LayerOfKernel):
         self.in_channels, self.out_channels = in_channels, out_channels
         self.convolution_mode = convolution_mode
         kernel = self.kernel_generator
+        kernel.expand_coordinates = expand_coordinates
         volume = kernel.kernel_volume
         self.use_mm = volume == 1 and kernel.requires_strided_coordinates
         shape = () if self.use_mm else (volume,)
