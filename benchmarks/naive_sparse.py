@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
 from itertools import product
 from types import ModuleType, SimpleNamespace
 
@@ -375,6 +376,7 @@ def _flash_attn() -> dict[str, ModuleType]:
 def _module(name: str, **names) -> ModuleType:
     module = ModuleType(name)
     module.__path__ = []
+    module.__spec__ = ModuleSpec(name, None, origin=__file__)
     vars(module).update({k: v for k, v in names.items() if k not in vars(module)})
     return module
 

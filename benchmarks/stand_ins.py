@@ -84,6 +84,20 @@ class SparseFeatures2Mesh:
         pass
 
 
+def furthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
+    """Return (B, count) indices of points (B, N, 3), each the farthest from the rest."""
+    results = []
+    for rows in points.double():
+        chosen = [0]
+        apart = torch.full((len(rows),), torch.inf, dtype=torch.float64)
+        for _ in range(count - 1):
+            distance = ((rows - rows[chosen[-1]]) ** 2).sum(1)
+            apart = torch.minimum(apart, distance)
+            chosen.append(int(apart.argmax()))
+        results.append(torch.tensor(chosen))
+    return torch.stack(results).int()
+
+
 def _scatter_by(reduce: str):
     def reduced(src, index, dim=0, out=None, dim_size=None):
         y = scatter(src, index, dim, dim_size, reduce)
@@ -114,10 +128,19 @@ MODULES: dict[str, dict[str, object]] = {
         "hf_hub_download": None,
     },
     "pointcept.engines.hooks": {"HookBase": HookBase},
+    "hydra": {},
+    "hydra.utils": {"instantiate": lambda made: made},
+    "third_party": {},
+    "third_party.pointnet2": {},
+    "third_party.pointnet2.pointnet2_utils": {
+        "furthest_point_sample": furthest_point_sample
+    },
+    "pykeops": {},
+    "pykeops.torch": {"LazyTensor": None},
     "trellis.representations": {"MeshExtractResult": None},
     "trellis.representations.mesh": {"SparseFeatures2Mesh": SparseFeatures2Mesh},
 }
-EMPTY = ("SharedArray", "gorilla")
+EMPTY = "SharedArray", "gorilla", "open3d"
 
 
 def modules(*names: str) -> dict[str, ModuleType]:
@@ -130,7 +153,9 @@ def modules(*names: str) -> dict[str, ModuleType]:
             if f"{each}.".startswith(f"{name}."):
                 module = ModuleType(each)
                 module.__path__ = []
-                module.__spec__ = importlib.machinery.ModuleSpec(each, None)
+                module.__spec__ = importlib.machinery.ModuleSpec(
+                    each, None, origin=__file__
+                )
                 vars(module).update(values)
                 result[each] = module
     for name, module in result.items():

@@ -4,8 +4,8 @@
     python benchmarks/unmodified.py --table FILE
 
 A SOURCE is a folder with checkouts named OWNER+NAME, of the commits that
-unmodified_nets.py says. Each net is built with random weights and called twice: over
-``mlx_lattice.compat``, and over the same libraries in PyTorch alone (naive_sparse.py),
+unmodified_nets.py and unmodified_minkowski.py say. Each net is built with random weights and called twice: over
+``mlx_lattice.compat``, and over the same libraries in PyTorch alone (naive_sparse.py, naive_minkowski.py),
 in float64, with the same weights, input and output gradient. ReLU is softplus in both,
 so that gradients do not depend on which side of zero a value is rounded to. PyTorch alone in float32
 is timed beside it, and its own error says what rounding costs. Needs the extra
@@ -25,10 +25,12 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import ModuleType
 
+import naive_minkowski
 import naive_sparse
 import numpy as np
 import stand_ins
 import torch
+import unmodified_minkowski  # noqa: F401  adds its nets
 from torch.overrides import TorchFunctionMode
 from unmodified_nets import NETS, Forward, Load, Net, Scene
 from written import write_line
@@ -49,6 +51,7 @@ class Smooth(TorchFunctionMode):
         return function(*args, **kwargs or {})
 
 
+HERE = Path(__file__).resolve().parent
 RELU = (
     torch.relu, torch.relu_, torch.Tensor.relu, torch.Tensor.relu_,
     torch.nn.functional.relu,
@@ -74,29 +77,30 @@ def _doubled(value):
 @contextlib.contextmanager
 def imported(net: Net, folder: Path, naive: bool) -> Iterator[Load]:
     """Let a checkout be imported, with its libraries; remove its modules at the end."""
-    if naive:
-        names = naive_sparse.modules(*net.libraries)
-    else:
-        compat.install(*net.libraries)
-        names = {}
+    ours = [each for each in net.libraries
+            if not naive or each in naive_minkowski.LIBRARIES]  # fmt: skip
+    compat.install(*ours)
+    names = naive_sparse.modules(*(set(net.libraries) - set(ours)))
     names |= stand_ins.modules(*net.stand_ins)
     for package in net.bare:
         names[package] = ModuleType(package)
         names[package].__path__ = [str(folder / package.replace(".", "/"))]
     before = set(sys.modules)
     sys.modules.update(names)
-    sys.path.insert(0, str(folder))
+    paths = list(sys.path)
+    # This folder's own files, such as layers.py, must not hide a checkout's.
+    sys.path[:] = [str(folder), *(p for p in paths if Path(p).resolve() != HERE)]
     importlib.invalidate_caches()
     try:
-        yield importlib.import_module
+        with naive_minkowski.patched(*ours if naive else ()):
+            yield importlib.import_module
     finally:
-        sys.path.remove(str(folder))
+        sys.path[:] = paths
         tops = {each.stem for each in folder.iterdir()}
         for name in set(sys.modules) - before | names.keys():
             if name in names or name.partition(".")[0] in tops:
                 sys.modules.pop(name, None)
-        if not naive:
-            compat.uninstall(*net.libraries)
+        compat.uninstall(*ours)
 
 
 def draw_weights(net: torch.nn.Module) -> None:
@@ -136,28 +140,30 @@ class Step:
                           if p.grad is not None}  # fmt: skip
 
 
-def error(value: torch.Tensor, reference: torch.Tensor, floor: float = 0.0) -> float:
+def error(value: torch.Tensor, reference: torch.Tensor) -> float:
     """Return the largest difference over the largest value of the reference."""
     if value.shape != reference.shape:
         raise ValueError(f"{tuple(value.shape)} is not {tuple(reference.shape)}")
     if not value.numel():
         return 0.0
-    largest = max(reference.abs().max().item(), floor)
-    return (value.double() - reference).abs().max().item() / max(largest, 1e-300)
+    largest = max(reference.abs().max().item(), 1e-300)
+    return (value.double() - reference).abs().max().item() / largest
 
 
 def errors(step: Step, reference: Step) -> tuple[float, float]:
     """Return the largest error of an output, and of a gradient.
 
-    A gradient counts as at least a thousandth of the net's largest: those that are
-    zero by definition, such as a bias before batch normalization, are only rounding.
+    Gradients that are zero by definition, such as that of a bias before batch
+    normalization, are left out: they are rounding alone.
     """
     pairs = zip(step.outputs, reference.outputs, strict=True)
-    largest = max(g.abs().max().item() for g in reference.gradients.values())
     if step.gradients.keys() != reference.gradients.keys():
         raise ValueError("gradients reach other parameters")
-    of_gradients = max(error(g, reference.gradients[name], largest * 1e-3)
-                       for name, g in step.gradients.items())  # fmt: skip
+    sizes = {name: g.abs().max().item() for name, g in reference.gradients.items()}
+    floor = 1e-9 * max(sizes.values())
+    of_gradients = max(error(g, reference.gradients[name])
+                       for name, g in step.gradients.items()
+                       if sizes[name] > floor)  # fmt: skip
     return max(error(*pair) for pair in pairs), of_gradients
 
 

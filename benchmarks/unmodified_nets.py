@@ -101,17 +101,17 @@ class Net:
 NETS: list[Net] = []
 
 
-def _net(name: str, source: str, libraries: str, **facts):
+def add(name: str, source: str, libraries: str, **facts):
     """Add a record; ``source`` is OWNER/NAME@COMMIT, libraries are joined by spaces."""
     repository, commit = source.split("@")
     folder = facts.pop("folder", repository.replace("/", "+"))
 
-    def add(build: Build) -> Build:
+    def record(build: Build) -> Build:
         parts = tuple(libraries.split())
         NETS.append(Net(name, repository, commit, parts, build, folder, **facts))
         return build
 
-    return add
+    return record
 
 
 def ordered(features: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
@@ -133,12 +133,13 @@ _BARE = (
     "pointcept", "pointcept.models", "pointcept.engines", "pointcept.utils",
     "pointcept.models.sparse_unet", "pointcept.models.point_transformer_v3",
     "pointcept.models.litept", "pointcept.models.oacnns",
+    "pointcept.models.spvcnn",
 )  # fmt: skip
 _STAND_INS = "timm", "torch_geometric", "torch_scatter", "pointcept.engines.hooks"
-_POINTS = {"stand_ins": _STAND_INS, "bare": _BARE}
+POINTS = {"stand_ins": _STAND_INS, "bare": _BARE}
 
 
-def _points(scene: Scene) -> dict:
+def points(scene: Scene) -> dict:
     """Return Pointcept's dictionary of a scene."""
     return {
         "grid_coord": scene.grid.long(),
@@ -152,34 +153,32 @@ def _points(scene: Scene) -> dict:
 _CHANNELS = {"channels": (16, 32, 48, 64, 64, 48, 32, 32), "layers": (1,) * 8}
 
 
-@_net("SpUNet v1m1", _POINTCEPT, "spconv", **_POINTS)
+@add("SpUNet v1m1", _POINTCEPT, "spconv", **POINTS)
 def _(load):
     module = load("pointcept.models.sparse_unet.spconv_unet_v1m1_base")
     net = module.SpUNetBase(6, 20, **_CHANNELS)
-    return net, lambda s: [net(_points(s))], scene(3000, 6)
+    return net, lambda s: [net(points(s))], scene(3000, 6)
 
 
-@_net("SpUNet v1m3 (PPT)", _POINTCEPT, "spconv", **_POINTS)
+@add("SpUNet v1m3 (PPT)", _POINTCEPT, "spconv", **POINTS)
 def _(load):
     module = load("pointcept.models.sparse_unet.spconv_unet_v1m3_pdnorm")
     net = module.SpUNetBase(6, 20, context_channels=16, **_CHANNELS)
 
     def forward(s: Scene):
-        return [
-            net({**_points(s), "condition": "S3DIS", "context": s.extra["context"]})
-        ]
+        return [net({**points(s), "condition": "S3DIS", "context": s.extra["context"]})]
 
     return net, forward, scene(3000, 6, context=(1, 16))
 
 
-@_net("OA-CNNs", _POINTCEPT, "spconv", **_POINTS)
+@add("OA-CNNs", _POINTCEPT, "spconv", **POINTS)
 def _(load):
     module = load("pointcept.models.oacnns.oacnns_v1m1_base")
     net = module.OACNNs(
         6, 20, embed_channels=16, enc_channels=[16, 32, 32, 64], enc_depth=[1] * 4,
         dec_channels=[32, 32, 32, 64], dec_depth=[1] * 4,
     )  # fmt: skip
-    return net, lambda s: [net(_points(s))], scene(2000, 6)
+    return net, lambda s: [net(points(s))], scene(2000, 6)
 
 
 # A small point transformer of the third version, by the names of its arguments.
@@ -201,16 +200,16 @@ _TRANSFORMER = {
 def _transformer(path: str, **arguments) -> Build:
     def build(load):
         net = load(path).PointTransformerV3(**{**_TRANSFORMER, **arguments})
-        return net, lambda s: [net(_points(s)).feat], scene(2000, 6)
+        return net, lambda s: [net(points(s)).feat], scene(2000, 6)
 
     return build
 
 
 _V3 = "pointcept.models.point_transformer_v3.point_transformer_v3m1_base"
-_V151 = {**_POINTS, "folder": "Pointcept+Pointcept@v1.5.1"}
+_V151 = {**POINTS, "folder": "Pointcept+Pointcept@v1.5.1"}
 for _name, _flash, _source, _facts in (
-    ("PTv3 v1m1", False, _POINTCEPT, _POINTS),
-    ("PTv3 v1m1, flash", True, _POINTCEPT, {**_POINTS, "half": "bfloat16"}),
+    ("PTv3 v1m1", False, _POINTCEPT, POINTS),
+    ("PTv3 v1m1, flash", True, _POINTCEPT, {**POINTS, "half": "bfloat16"}),
     ("PTv3 of v1.5.1", False, "Pointcept/Pointcept@72a79935", _V151),
     ("PTv3 of v1.5.1, flash", True, "Pointcept/Pointcept@72a79935",
      {**_V151, "half": "float16"}),
@@ -219,12 +218,12 @@ for _name, _flash, _source, _facts in (
     _build = _transformer(
         _V3, enable_flash=_flash, upcast_attention=not _flash, upcast_softmax=not _flash
     )
-    _net(_name, _source, _libraries, **_facts)(_build)
+    add(_name, _source, _libraries, **_facts)(_build)
 
-_LITEPT = {**_POINTS, "half": "float16"}
+_LITEPT = {**POINTS, "half": "float16"}
 
 
-@_net("LitePT", _POINTCEPT, "spconv flash_attn", **_LITEPT)
+@add("LitePT", _POINTCEPT, "spconv flash_attn", **_LITEPT)
 def _(load):
     module = load("pointcept.models.litept.litept_v1")
     net = module.LitePT(
@@ -233,7 +232,7 @@ def _(load):
         dec_channels=(36, 36, 36, 72), dec_num_head=(2, 2, 2, 4),
         dec_patch_size=(128,) * 4,
     )  # fmt: skip
-    return net, lambda s: [net(_points(s)).feat], scene(2000, 6)
+    return net, lambda s: [net(points(s)).feat], scene(2000, 6)
 
 
 # Encoders of Pointcept's authors that are published by themselves.
@@ -252,7 +251,7 @@ for _name, _source, _path, _more in (
         "stand_ins": ("timm", "torch_scatter", "huggingface_hub"),
         "bare": (_path,),
     }
-    _net(_name, _source, "spconv", **_facts)(_build)
+    add(_name, _source, "spconv", **_facts)(_build)
 
 
 # OpenPCDet and VoxelNeXt
@@ -300,14 +299,14 @@ for _file, _name, _arguments in (
     ("spconv_backbone_voxelnext", "VoxelResBackBone8xVoxelNeXt", {}),
 ):
     _build = _backbone(_file, _name, **_arguments)
-    _net(_name, _PCDET, "spconv", **_PCDET_FACTS)(_build)
+    add(_name, _PCDET, "spconv", **_PCDET_FACTS)(_build)
 
-_net("VoxelNeXt", "dvlab-research/VoxelNeXt@b5b7d393", "spconv", **_PCDET_FACTS)(
+add("VoxelNeXt", "dvlab-research/VoxelNeXt@b5b7d393", "spconv", **_PCDET_FACTS)(
     _backbone("spconv_backbone_voxelnext", "VoxelResBackBone8xVoxelNeXt")
 )
 
 
-@_net("PillarRes18BackBone8x", _PCDET, "spconv", **_PCDET_FACTS)
+@add("PillarRes18BackBone8x", _PCDET, "spconv", **_PCDET_FACTS)
 def _(load):
     module = load("pcdet.models.backbones_3d.spconv_backbone_2d")
     net = module.PillarRes18BackBone8x(_Config(), 32, _GRID)
@@ -333,7 +332,7 @@ def _sparse(s: Scene):
     return spconv.SparseConvTensor(s.x, s.rows, [64, 64, 64], 2)
 
 
-@_net("SoftGroup UBlock", "thangvubk/SoftGroup@a0b5f992", "spconv",
+@add("SoftGroup UBlock", "thangvubk/SoftGroup@a0b5f992", "spconv",
       bare=("softgroup", "softgroup.model"))  # fmt: skip
 def _(load):
     module = load("softgroup.model.blocks")
@@ -341,7 +340,7 @@ def _(load):
     return net, lambda s: [net(_sparse(s)).features], scene(3000, 16)
 
 
-@_net("SPFormer UBlock", "sunjiahao1999/SPFormer@89eeca81", "spconv",
+@add("SPFormer UBlock", "sunjiahao1999/SPFormer@89eeca81", "spconv",
       stand_ins=("gorilla",), bare=("spformer", "spformer.model"))  # fmt: skip
 def _(load):
     module = load("spformer.model.backbone")
@@ -367,7 +366,7 @@ def _trellis_rows(tensor) -> torch.Tensor:
     return ordered(tensor.feats, tensor.coords)
 
 
-@_net("TRELLIS SLatEncoder", _TRELLIS, "spconv flash_attn", **_TRELLIS_FACTS)
+@add("TRELLIS SLatEncoder", _TRELLIS, "spconv flash_attn", **_TRELLIS_FACTS)
 def _(load):
     module = load("trellis.models.structured_latent_vae.encoder")
     net = module.SLatEncoder(64, 16, 64, 8, num_blocks=2, num_heads=4)
@@ -378,7 +377,7 @@ def _(load):
     return net, forward, scene(2000, 16)
 
 
-@_net("TRELLIS SLatFlowModel", _TRELLIS, "spconv flash_attn", **_TRELLIS_FACTS)
+@add("TRELLIS SLatFlowModel", _TRELLIS, "spconv flash_attn", **_TRELLIS_FACTS)
 def _(load):
     module = load("trellis.models.structured_latent_flow")
     net = module.SLatFlowModel(
@@ -393,7 +392,7 @@ def _(load):
     return net, forward, scene(1500, 8, time=(2,), condition=(2, 12, 32))
 
 
-@_net("TRELLIS SLatMeshDecoder", _TRELLIS, "spconv flash_attn", **_TRELLIS_FACTS)
+@add("TRELLIS SLatMeshDecoder", _TRELLIS, "spconv flash_attn", **_TRELLIS_FACTS)
 def _(load):
     module = load("trellis.models.structured_latent_vae.decoder_mesh")
     net = module.SLatMeshDecoder(
@@ -413,7 +412,7 @@ _LEVELS = {"latent_channels": 8, "num_blocks": [1, 1, 1], "block_args": [{}] * 3
 _LEVELS["block_type"] = ["SparseConvNeXtBlock3d"] * 3
 
 
-@_net("TRELLIS.2 SparseUnetVaeEncoder", _TRELLIS2, "flex_gemm flash_attn",
+@add("TRELLIS.2 SparseUnetVaeEncoder", _TRELLIS2, "flex_gemm flash_attn",
       **_TRELLIS2_FACTS)  # fmt: skip
 def _(load):
     module = load("trellis2.models.sc_vaes.sparse_unet_vae")
@@ -427,7 +426,7 @@ def _(load):
     return net, forward, scene(3000, 6)
 
 
-@_net("TRELLIS.2 SparseUnetVaeDecoder", _TRELLIS2, "flex_gemm flash_attn",
+@add("TRELLIS.2 SparseUnetVaeDecoder", _TRELLIS2, "flex_gemm flash_attn",
       **_TRELLIS2_FACTS)  # fmt: skip
 def _(load):
     module = load("trellis2.models.sc_vaes.sparse_unet_vae")
@@ -442,7 +441,7 @@ def _(load):
     return net, forward, scene(250, 8)
 
 
-@_net("TRELLIS.2 SLatFlowModel", _TRELLIS2, "flex_gemm flash_attn", **_TRELLIS2_FACTS)
+@add("TRELLIS.2 SLatFlowModel", _TRELLIS2, "flex_gemm flash_attn", **_TRELLIS2_FACTS)
 def _(load):
     module = load("trellis2.models.structured_latent_flow")
     net = module.SLatFlowModel(
@@ -484,4 +483,4 @@ for _name, _file, _class, _arguments in (
     ("torch-pointcloud SPFormer UNet", "spformer_unet", "SPFormerUNetSegmentation", {}),
 ):  # fmt: skip
     _build = _torch_pointcloud(_file, _class, 6, 20, **_arguments)
-    _net(_name, "torch-pointcloud@0.0.18", "spconv", **_INDEX)(_build)
+    add(_name, "torch-pointcloud@0.0.18", "spconv", **_INDEX)(_build)
