@@ -1,9 +1,10 @@
 """MinkowskiEngine's and torchsparse's layers in PyTorch alone, for unmodified.py.
 
-Put into ``compat``'s modules for the length of a block: tensors, keys and collation stay
-those of ``compat``, while rows of strided maps, kernel maps, products, pooling and
-normalization are computed here. Neighbours are found by sorting rows. Rows of strided
-maps come in random order. Works in float64.
+``patched`` puts these layers into ``compat``'s modules for the length of a block.
+Tensors, keys and collation stay those of ``compat``; rows of strided maps, kernel maps,
+products, pooling and normalization are computed here. Sorted rows find neighbours.
+Strided maps have their rows in random order, except those of torchsparse 2.1. Works in
+float64.
 """
 
 from __future__ import annotations

@@ -297,7 +297,7 @@ def _spconv() -> dict[str, ModuleType]:
 def sparse_submanifold_conv3d(
     feats, coords, shape, weight, bias=None, neighbor_cache=None, dilation=(1, 1, 1)
 ):
-    """Return features and None in the place of the cache; weight (C_out, k..., C_in)."""
+    """Return features, and None as the cache; the weight is (C_out, k..., C_in)."""
     c_out, *kernel, c_in = weight.shape
     edges = submanifold(coords, kernel, dilation)
     flat = weight.reshape(c_out, -1, c_in).permute(1, 2, 0)

@@ -76,7 +76,7 @@ class HookBase:
 
 
 class SparseFeatures2Mesh:
-    """TRELLIS's end of the mesh decoder, of which only the number of features counts."""
+    """TRELLIS's mesh extractor, of which the decoder reads the number of features."""
 
     feats_channels = 16
 
@@ -85,7 +85,7 @@ class SparseFeatures2Mesh:
 
 
 def furthest_point_sample(points: torch.Tensor, count: int) -> torch.Tensor:
-    """Return (B, count) indices of points (B, N, 3), each the farthest from the rest."""
+    """Return (B, count) indices of points (B, N, 3), each far from those before."""
     results = []
     for rows in points.double():
         chosen = [0]

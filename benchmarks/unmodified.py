@@ -4,12 +4,15 @@
     python benchmarks/unmodified.py --table FILE
 
 A SOURCE is a folder with checkouts named OWNER+NAME, of the commits that
-unmodified_nets.py and unmodified_minkowski.py say. Each net is built with random weights and called twice: over
-``mlx_lattice.compat``, and over the same libraries in PyTorch alone (naive_sparse.py, naive_minkowski.py),
-in float64, with the same weights, input and output gradient. ReLU is softplus in both,
-so that gradients do not depend on which side of zero a value is rounded to. PyTorch alone in float32
-is timed beside it, and its own error says what rounding costs. Needs the extra
-``torch``, and ``pip install addict easydict einops``.
+unmodified_nets.py and unmodified_minkowski.py name; OWNER+NAME@COMMIT for a second
+commit, and torch-pointcloud for the unpacked wheel. Each net is built with random
+weights and called twice: over ``mlx_lattice.compat``, and over the same library in
+PyTorch alone (naive_sparse.py, naive_minkowski.py) in float64, with the same weights,
+input and output gradient. ReLU is softplus in both, so that gradients do not depend on
+which side of zero a value is rounded to. PyTorch alone in float32 is timed beside it,
+without making its kernel maps, and its own error says what rounding costs. Times are
+those of the processor. Needs the extra ``torch`` and ``pip install addict easydict
+einops``; torch-pointcloud needs its own dependencies.
 """
 
 from __future__ import annotations
@@ -230,16 +233,22 @@ def measure(net: Net, folder: Path) -> dict:
 def table(rows: Sequence[dict]) -> str:
     """Return the rows as a Markdown table."""
     lines = [
-        "| net | library | rows | error | gradients | ms | PyTorch alone |",
-        "| --- | --- | --: | --: | --: | --: | --: |",
+        "| net | library | rows | output error | gradient error | ms | PyTorch ms "
+        "| stand-ins |",
+        "| --- | --- | --: | --: | --: | --: | --: | --- |",
     ]
     for row in rows:
         address = f"https://github.com/{row['repository']}/tree/{row['commit']}"
+        if "/" not in row["repository"]:
+            address = f"https://pypi.org/project/{row['repository']}/{row['commit']}"
+        name = f"[{row['net']}]({address})"
         lines.append(
-            f"| [{row['net']}]({address}) | {row['libraries'].replace(' ', ', ')} "
-            f"| {row['rows']} | {_pair(row, 'error')} | {_pair(row, 'gradient_error')} "
+            f"| {name}{', ' + row['half'] if row['half'] else ''} "
+            f"| {row['libraries'].replace(' ', ', ')} | {row['rows']} "
+            f"| {_pair(row, 'error')} | {_pair(row, 'gradient_error')} "
             f"| {row['forward_ms']:.0f} + {row['backward_ms']:.0f} "
-            f"| {row['torch_forward_ms']:.0f} + {row['torch_backward_ms']:.0f} |"
+            f"| {row['torch_forward_ms']:.0f} + {row['torch_backward_ms']:.0f} "
+            f"| {row['stand_ins'].replace(' ', ', ')} |"
         )
     return "\n".join(lines)
 

@@ -163,7 +163,8 @@ _SPVNAS_FACTS = {"stand_ins": ("torch_scatter",), "bare": _PACKAGES}
 def _spvnas(name: str, first: bool) -> Build:
     def build(load: Load):
         module = load(f"core.models.semantic_kitti.{name.lower()}")
-        net = getattr(module, name)(num_classes=19, cr=0.5, pres=0.05, vres=0.05)
+        # Sizes of points and voxels are powers of two, by which division is exact.
+        net = getattr(module, name)(num_classes=19, cr=0.5, pres=0.5, vres=0.5)
 
         def forward(s: Scene):
             import torchsparse
@@ -189,7 +190,7 @@ for _name in ("SPVCNN", "MinkUNet"):
      folder="csiro-robotics+LoGG3D-Net/models/backbones/spvnas")  # fmt: skip
 def _(load: Load):
     module = load("core.models.semantic_kitti.spvcnn")
-    net = module.SPVCNN(num_classes=16, cr=0.5, pres=0.05, vres=0.05)
+    net = module.SPVCNN(num_classes=16, cr=0.5, pres=0.5, vres=0.5)
 
     def forward(s: Scene):
         import torchsparse
