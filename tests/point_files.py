@@ -98,3 +98,8 @@ def ply_bytes(text: bool) -> bytes:
         else:
             body += struct.pack(">3d3B4fi", *row)
     return header + body + (b"3 0 1 2\n" if text else struct.pack(">B3i", 3, 0, 1, 2))
+
+
+def vtk(kind: str, body: bytes, points: str = "POINTS 4 float") -> bytes:
+    head = f"# vtk DataFile Version 3.0\na scan\n{kind}\nDATASET POLYDATA\n{points}\n"
+    return head.encode() + body

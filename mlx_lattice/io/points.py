@@ -93,9 +93,9 @@ def read_points(
     ``.ply`` and ``.pcd`` (ASCII, binary or compressed), ``.las`` and ``.laz``, ``.npy``
     and ``.npz`` (an array of at least three columns, a structured array with x, y, z,
     or an entry "points" and others beside it), ``.bin`` (float32 x, y, z, intensity, as
-    in KITTI), ``.pcd.bin`` (nuScenes': also the ring), ``.csv``, ``.txt``, ``.xyz`` and
-    ``.asc`` (a point a line; names of columns in the first line or in a comment before
-    it, or x, y, z).
+    in KITTI), ``.pcd.bin`` (nuScenes': also the ring), ``.vtk`` (legacy; points alone),
+    ``.csv``, ``.txt``, ``.xyz`` and ``.asc`` (a point a line; names of columns in the
+    first line or in a comment before it, or x, y, z).
 
     Args:
         path: the file.
@@ -843,6 +843,55 @@ def _check_las_header(path: Path) -> None:
         raise short(path, f"{n} points of {width} bytes", f"{size} bytes")
 
 
+_VTK_TYPES = {"float": ">f4", "double": ">f8", "int": ">i4", "short": ">i2"}
+
+
+def read_vtk(path: Path) -> Columns:
+    """Return x, y and z of the POINTS of a legacy VTK file, ASCII or binary."""
+    content = path.read_bytes()
+    if not content.startswith(b"# vtk DataFile"):
+        raise PointFileError(
+            f"{path.name} is not a legacy VTK file: its first line differs"
+        )
+    # Version, title, ASCII or BINARY; then DATASET, POINTS and the rest.
+    head = content[:4096].split(b"\n", 3)
+    kind = head[2].strip().upper() if len(head) == 4 else b""
+    start = content.find(b"\nPOINTS ")
+    end = content.find(b"\n", start + 1)
+    words = content[start:end].split() if 0 <= start < end else []
+    is_count = len(words) == 3 and words[1].isdigit() and len(words[1]) < 20
+    if kind not in (b"ASCII", b"BINARY") or not is_count:
+        raise PointFileError(
+            f"{path.name}: expected ASCII or BINARY in the third line, and a line "
+            "POINTS with their number and type"
+        )
+    n, name = int(words[1]), words[2].decode("ascii", "replace").lower()
+    if name not in _VTK_TYPES:
+        raise PointFileError(
+            f"{path.name}: points must be {', '.join(_VTK_TYPES)}; got {name}"
+        )
+    dtype, body = np.dtype(_VTK_TYPES[name]), content[end + 1 :]
+    # In text a number and its separator take two bytes.
+    least = 3 * n * dtype.itemsize if kind == b"BINARY" else 6 * n - 1
+    if len(body) < least:
+        raise short(path, f"{n} points", f"{len(body)} bytes after them")
+    native = dtype.newbyteorder("=")
+    if kind == b"BINARY":
+        numbers = np.frombuffer(body, dtype, 3 * n).astype(native)
+    else:
+        parts = body.split(None, 3 * n)[: 3 * n]
+        if len(parts) < 3 * n:
+            raise short(path, f"{3 * n} numbers", len(parts))
+        try:
+            with np.errstate(over="ignore"):
+                numbers = np.array(parts, native)
+        except (ValueError, OverflowError) as error:
+            raise PointFileError(
+                f"{path.name}: not a number of {native}: {error}"
+            ) from None
+    return dict(zip("xyz", numbers.reshape(n, 3).T, strict=True))
+
+
 READERS = {
     ".ply": read_ply,
     ".pcd": read_pcd,
@@ -851,5 +900,6 @@ READERS = {
     ".npy": _read_npy,
     ".npz": _read_npz,
     ".bin": read_bin,
+    ".vtk": read_vtk,
     **dict.fromkeys((".csv", ".txt", ".xyz", ".asc"), read_table),
 }

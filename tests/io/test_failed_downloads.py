@@ -21,7 +21,7 @@ PAGES = (
 )
 CHECKPOINTS = ("a.safetensors", "a.pt", "a.pth", "a.ckpt", "a.bin")
 BINARY = ("a.las", "a.laz", "a.npy", "a.npz")
-POINTS = (*BINARY, "a.ply", "a.pcd", "a.bin", "a.pcd.bin", "a.csv", "a.xyz")
+POINTS = (*BINARY, "a.ply", "a.pcd", "a.bin", "a.pcd.bin", "a.vtk", "a.csv", "a.xyz")
 READERS = [(load_state, name, CheckpointError) for name in CHECKPOINTS]
 READERS += [(read_points, name, PointFileError) for name in POINTS]
 

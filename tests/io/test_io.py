@@ -6,7 +6,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from point_files import RGB, XYZ, pcd, ply_bytes, write
+from point_files import RGB, XYZ, pcd, ply_bytes, vtk, write
 
 from mlx_lattice.io import PointFileError, points, read_points
 from mlx_lattice.io.points import write_ply
@@ -334,3 +334,36 @@ def test_no_points(tmp_path):
     np.savez(tmp_path / "a.npz", points=np.zeros((0, 3)), label=np.zeros(0, int))
     cloud = read_points(tmp_path / "a.npz")
     assert len(cloud) == 0 and cloud.attributes["labels"].shape == (0,)
+
+
+@pytest.mark.parametrize("kind", ("ASCII", "BINARY"))
+def test_vtk(tmp_path, kind):
+    text = "\n".join(" ".join(map(str, row)) for row in XYZ.tolist())
+    body = XYZ.astype(">f4").tobytes() if kind == "BINARY" else text.encode()
+    whole = vtk(kind, body + b"\nVERTICES 4 8\n1 0\n1 1\n1 2\n1 3\n")
+    (tmp_path / "scan.vtk").write_bytes(whole)
+    np.testing.assert_array_equal(read_points(tmp_path / "scan.vtk").points, XYZ)
+    for end in range(0, len(vtk(kind, body)) - 12):
+        (tmp_path / "scan.vtk").write_bytes(whole[:end])
+        with pytest.raises(PointFileError):
+            read_points(tmp_path / "scan.vtk")
+
+
+@pytest.mark.parametrize(
+    "content, sentence",
+    (
+        (b"ply\n", "is not a legacy VTK file"),
+        (vtk("XML", b"1 2 3"), "expected ASCII or BINARY in the third line"),
+        (vtk("ASCII", b"1 2 3", "POINTS few float"), "a line POINTS with their number"),
+        (vtk("ASCII", b"1 2 3", "POINTS 1 bit"), "points must be float, double"),
+        (vtk("ASCII", b"1 2 x", "POINTS 1 float"), "not a number of float32"),
+        (vtk("BINARY", b"1 2 3", f"POINTS {10**15} float"), "promises"),
+        (vtk("ASCII", b"1 2 3" + b" " * 30), "promises 12 numbers, the file has 3"),
+        (vtk("ASCII", b"1 2 40000", "POINTS 1 short"), "not a number of int16"),
+        (vtk("ASCII", b"1 2 3", f"POINTS {'9' * 5000} float"), "with their number"),
+    ),
+)
+def test_vtk_errors_are_sentences(tmp_path, content, sentence):
+    (tmp_path / "scan.vtk").write_bytes(content)
+    with pytest.raises(PointFileError, match=sentence):
+        read_points(tmp_path / "scan.vtk")
