@@ -771,6 +771,7 @@ def open_las(path: Path, *, evlrs: bool = False) -> Iterator[Any]:
         import laspy
     except ImportError as error:
         raise ImportError("LAS files need laspy: pip install 'laspy[lazrs]'") from error
+    check_file(path, PointFileError, binary=True)
     _check_las_header(path)
     with _las_errors(path):
         reader = laspy.open(path, read_evlrs=evlrs)
