@@ -3,6 +3,7 @@
 import gc
 import os
 import random
+import sys
 import zlib
 from contextlib import nullcontext
 from pathlib import Path
@@ -57,6 +58,8 @@ def _seeded(request):
     seed = zlib.crc32(request.node.nodeid.encode())
     for library in (random, np.random, mx.random):
         library.seed(seed)
+    if torch := sys.modules.get("torch"):
+        torch.manual_seed(seed)
 
 
 @pytest.fixture
