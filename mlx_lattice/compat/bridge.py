@@ -17,11 +17,12 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import TypeVar
+from typing import Generic, TypeVar
 
 import mlx.core as mx
 import torch
 from torch.autograd.function import once_differentiable
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import contraction, memory
 from ..problem import INPUT_GRAD, MLX_LAYOUT, WEIGHT_GRAD, weight_axes
@@ -31,6 +32,7 @@ from ..routes.launch import Layer, Request
 from ..settings import asked_precision
 
 Function = TypeVar("Function", bound=Callable)
+Derived = TypeVar("Derived")
 
 
 def not_compiled(function: Function) -> Function:
@@ -54,6 +56,27 @@ FLOATS = torch.float32, torch.float16, torch.bfloat16
 _MPS_BY_DLPACK = (2, 12)
 _CPU = 1, 0  # DLPack's name of the device; Metal's memory is the CPU's too
 _version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+class ByTensor(Generic[Derived]):
+    """Values derived from tensors: each until its tensor is gone or has changed."""
+
+    def __init__(self, derive: Callable[[torch.Tensor], Derived]):
+        self._derive = derive
+        self._derived: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+    def __getitem__(self, tensor: torch.Tensor) -> Derived:
+        state, value = self._derived.get(tensor, (None, None))
+        if tensor.is_inference():  # such tensors do not count changes in place
+            is_same = state is not None and torch.equal(state, tensor)
+            now = state if is_same else tensor.clone()
+        else:
+            now = tensor._version
+            is_same = state == now
+        if not is_same:
+            value = self._derive(tensor)
+            self._derived[tensor] = now, value
+        return value
 
 
 def device_of(*tensors: torch.Tensor | None) -> torch.device:

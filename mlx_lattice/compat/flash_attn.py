@@ -14,7 +14,6 @@ from itertools import pairwise
 import mlx.core as mx
 import torch
 from torch.nn import functional
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import ops
 from ..tensor import SparseTensor
@@ -36,40 +35,16 @@ EVERYWHERE = (-1, -1)
 
 
 class _Sequences:
-    """Where sequences lie in packed rows; kept while ``cu_seqlens`` stays.
+    """Where sequences lie in packed rows.
 
     Attributes:
         starts: (B + 1) ints.
     """
 
     def __init__(self, cu_seqlens: torch.Tensor):
-        self._version = None if cu_seqlens.is_inference() else cu_seqlens._version
         self.starts = cu_seqlens.tolist()
         self._like: SparseTensor | None = None
         self._slots: mx.array | None = None
-
-    @classmethod
-    def of(cls, cu_seqlens: torch.Tensor, rows: int, name: str) -> _Sequences:
-        """Return the sequences of a tensor; raise if they do not cover all rows."""
-        if cu_seqlens.ndim != 1 or not len(cu_seqlens):
-            raise ValueError(f"{name} must be (B + 1,) integers that begin with 0")
-        found = _sequences.get(cu_seqlens)
-        if found is None or not found.is_of(cu_seqlens):
-            found = _sequences[cu_seqlens] = cls(cu_seqlens)
-        starts = found.starts
-        if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
-            raise ValueError(f"{name} must begin with 0 and never fall; got {starts}")
-        if starts[-1] != rows:
-            raise ValueError(
-                f"{name} must end with {rows}, the number of rows; got {starts[-1]}"
-            )
-        return found
-
-    def is_of(self, cu_seqlens: torch.Tensor) -> bool:
-        """Return whether no value has changed since."""
-        if self._version is None or cu_seqlens.is_inference():
-            return cu_seqlens.tolist() == self.starts
-        return cu_seqlens._version == self._version
 
     @property
     def sizes(self) -> list[int]:
@@ -101,7 +76,22 @@ class _Sequences:
         return self._slots
 
 
-_sequences: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+_sequences = bridge.ByTensor(_Sequences)
+
+
+def _sequences_of(cu_seqlens: torch.Tensor, rows: int, name: str) -> _Sequences:
+    """Return the sequences of a tensor; raise if they do not cover all rows."""
+    if cu_seqlens.ndim != 1 or not len(cu_seqlens):
+        raise ValueError(f"{name} must be (B + 1,) integers that begin with 0")
+    found = _sequences[cu_seqlens]
+    starts = found.starts
+    if starts[0] != 0 or any(a > b for a, b in pairwise(starts)):
+        raise ValueError(f"{name} must begin with 0 and never fall; got {starts}")
+    if starts[-1] != rows:
+        raise ValueError(
+            f"{name} must end with {rows}, the number of rows; got {starts[-1]}"
+        )
+    return found
 
 
 def flash_attn_varlen_func(
@@ -141,10 +131,10 @@ def flash_attn_varlen_func(
     """
     _expect_absent(softcap, alibi_slopes, block_table)
     bridge.device_of(q, k, v)
-    of_q = _Sequences.of(cu_seqlens_q, len(q), "cu_seqlens_q")
+    of_q = _sequences_of(cu_seqlens_q, len(q), "cu_seqlens_q")
     of_k = of_q
     if cu_seqlens_k is not cu_seqlens_q:
-        of_k = _Sequences.of(cu_seqlens_k, len(k), "cu_seqlens_k")
+        of_k = _sequences_of(cu_seqlens_k, len(k), "cu_seqlens_k")
     if len(of_q.starts) != len(of_k.starts):
         raise ValueError(
             f"cu_seqlens_q has {len(of_q.starts) - 1} sequences and cu_seqlens_k "
@@ -259,7 +249,7 @@ def flash_attn_varlen_qkvpacked_func(
     rule = causal, tuple(window_size), dropout_p, return_attn_probs
     if rule == (False, EVERYWHERE, 0.0, False):
         _expect_absent(softcap, alibi_slopes)
-        rows = _Sequences.of(cu_seqlens, len(qkv), "cu_seqlens")
+        rows = _sequences_of(cu_seqlens, len(qkv), "cu_seqlens")
         scale = qkv.shape[-1] ** -0.5 if softmax_scale is None else softmax_scale
         return bridge.call(
             lambda a: ops.full_attention(a, None, None, rows.like, scale=scale), qkv

@@ -167,7 +167,35 @@ class MinkowskiConvolutionBase(LayerOfKernel):
         return f"{channels}, {super().extra_repr()}"
 
 
-class MinkowskiConvolution(MinkowskiConvolutionBase):
+class _OntoRows(MinkowskiConvolutionBase):  # the constructor of the two below
+    goes_finer = False
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel_size: StrideType = -1,
+        stride: StrideType = 1,
+        dilation: StrideType = 1,
+        bias: bool = False,
+        kernel_generator: KernelGenerator | None = None,
+        expand_coordinates: bool = False,
+        convolution_mode: ConvolutionMode = ConvolutionMode.DEFAULT,
+        dimension: int | None = None,
+        has_bias: bool | None = None,
+    ):
+        sizes = in_channels, out_channels, kernel_size, stride, dilation, bias
+        facts = (
+            self.goes_finer,
+            expand_coordinates,
+            convolution_mode,
+            dimension,
+            has_bias,
+        )
+        super().__init__(*sizes, kernel_generator, *facts)
+
+
+class MinkowskiConvolution(_OntoRows):
     """A convolution onto the rows of the stride.
 
     Args:
@@ -181,49 +209,15 @@ class MinkowskiConvolution(MinkowskiConvolutionBase):
         has_bias: ``bias`` in 0.4.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: StrideType = -1,
-        stride: StrideType = 1,
-        dilation: StrideType = 1,
-        bias: bool = False,
-        kernel_generator: KernelGenerator | None = None,
-        expand_coordinates: bool = False,
-        convolution_mode: ConvolutionMode = ConvolutionMode.DEFAULT,
-        dimension: int | None = None,
-        has_bias: bool | None = None,
-    ):
-        sizes = in_channels, out_channels, kernel_size, stride, dilation, bias
-        facts = False, expand_coordinates, convolution_mode, dimension, has_bias
-        super().__init__(*sizes, kernel_generator, *facts)
 
-
-class MinkowskiConvolutionTranspose(MinkowskiConvolutionBase):
+class MinkowskiConvolutionTranspose(_OntoRows):
     """A convolution to a finer stride, onto the rows of the input there.
 
     Without such rows the output has every row that the kernel reaches. Arguments are
     those of ``MinkowskiConvolution``.
     """
 
-    def __init__(
-        self,
-        in_channels: int,
-        out_channels: int,
-        kernel_size: StrideType = -1,
-        stride: StrideType = 1,
-        dilation: StrideType = 1,
-        bias: bool = False,
-        kernel_generator: KernelGenerator | None = None,
-        expand_coordinates: bool = False,
-        convolution_mode: ConvolutionMode = ConvolutionMode.DEFAULT,
-        dimension: int | None = None,
-        has_bias: bool | None = None,
-    ):
-        sizes = in_channels, out_channels, kernel_size, stride, dilation, bias
-        facts = True, expand_coordinates, convolution_mode, dimension, has_bias
-        super().__init__(*sizes, kernel_generator, *facts)
+    goes_finer = True
 
 
 class MinkowskiGenerativeConvolutionTranspose(MinkowskiConvolutionBase):

@@ -142,7 +142,7 @@ class _Map:
         return self._lattice.insert(rows, batch_size=self._batch_size)
 
     def tensor(self, feats: mx.array) -> SparseTensor:
-        """Return features on the rows in cells, or in units if there are none."""
+        """Return a tensor of features on the rows counted in cells, else in units."""
         key = self.cells or self.units
         return SparseTensor.of(self._lattice, key, feats)
 
@@ -366,7 +366,7 @@ class CoordinateManager:
     def key_at(
         self, coordinates: object, stride: Sequence[int]
     ) -> CoordinateMapKey | None:
-        """Return the key of what a layer was given as its output's coordinates."""
+        """Return the key of the ``coordinates`` that a layer was called with."""
         if coordinates is None or isinstance(coordinates, CoordinateMapKey):
             return coordinates
         if isinstance(coordinates, torch.Tensor):

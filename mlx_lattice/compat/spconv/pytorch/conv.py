@@ -7,12 +7,13 @@ choices of kernels are taken and ignored: the route table of mlx_lattice chooses
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from math import prod
 
 import torch
 from torch import nn
 
+from ....checks import AXES
 from ... import bridge
 from .. import constants
 from ..core import ConvAlgo
@@ -320,10 +321,8 @@ class SparseConvolution(VoxelCount, SparseModule):
                 )
             else:
                 shape = get_conv_output_size(x.spatial_shape, *kernel)
-            names = "kernel_size", "stride", "padding", "dilation"
-            options = dict(zip(names, kernel, strict=True))
             relation, lattice, rows = kernel_maps.strided_rows(
-                x, shape, self.transposed, **options
+                x, shape, self.transposed, kernel
             )
             relation = kernel_maps.over_repeats(relation, lattice)
         return IndiceData(
@@ -345,7 +344,7 @@ class SparseConvolution(VoxelCount, SparseModule):
 
 
 class _SubM(SparseConvolution):
-    dims = 3
+    """A submanifold convolution: on the input's rows."""
 
     def __init__(
         self,
@@ -370,7 +369,9 @@ class _SubM(SparseConvolution):
 
 
 class _Strided(SparseConvolution):
-    dims, is_transposed = 3, False
+    """A convolution on every row that an input reaches."""
+
+    is_transposed = False
 
     def __init__(
         self,
@@ -398,11 +399,13 @@ class _Strided(SparseConvolution):
 
 
 class _Transposed(_Strided):
+    """A transposed convolution on every row that it reaches."""
+
     is_transposed = True
 
 
 class _Inverse(SparseConvolution):
-    dims = 3
+    """A convolution back onto the rows of the one with its key."""
 
     def __init__(
         self,
@@ -422,97 +425,21 @@ class _Inverse(SparseConvolution):
         super().__init__(self.dims, *sizes, algo=algo, name=name, **options)
 
 
-class SubMConv1d(_SubM):
-    """A submanifold convolution in 1 dimension: on the input's rows."""
-
-    dims = 1
-
-
-class SparseConv1d(_Strided):
-    """A convolution in 1 dimension: on every row that an input reaches."""
-
-    dims = 1
-
-
-class SparseConvTranspose1d(_Transposed):
-    """A transposed convolution in 1 dimension, on every row that it reaches."""
-
-    dims = 1
+def numbered(module: str, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, type]:
+    """Return classes of each kind, 1d to 4d: of its bases, with axes as ``dims``."""
+    made = {}
+    for name, bases in kinds.items():
+        doc = next(base.__doc__ for base in bases if base.__doc__)
+        for dims in AXES:
+            facts = {"__doc__": doc, "__module__": module, "dims": dims}
+            made[f"{name}{dims}d"] = type(f"{name}{dims}d", bases, facts)
+    return made
 
 
-class SparseInverseConv1d(_Inverse):
-    """A convolution in 1 dimension back onto the rows of the one with its key."""
-
-    dims = 1
-
-
-class SubMConv2d(_SubM):
-    """A submanifold convolution in 2 dimensions: on the input's rows."""
-
-    dims = 2
-
-
-class SparseConv2d(_Strided):
-    """A convolution in 2 dimensions: on every row that an input reaches."""
-
-    dims = 2
-
-
-class SparseConvTranspose2d(_Transposed):
-    """A transposed convolution in 2 dimensions, on every row that it reaches."""
-
-    dims = 2
-
-
-class SparseInverseConv2d(_Inverse):
-    """A convolution in 2 dimensions back onto the rows of the one with its key."""
-
-    dims = 2
-
-
-class SubMConv3d(_SubM):
-    """A submanifold convolution in 3 dimensions: on the input's rows."""
-
-    dims = 3
-
-
-class SparseConv3d(_Strided):
-    """A convolution in 3 dimensions: on every row that an input reaches."""
-
-    dims = 3
-
-
-class SparseConvTranspose3d(_Transposed):
-    """A transposed convolution in 3 dimensions, on every row that it reaches."""
-
-    dims = 3
-
-
-class SparseInverseConv3d(_Inverse):
-    """A convolution in 3 dimensions back onto the rows of the one with its key."""
-
-    dims = 3
-
-
-class SubMConv4d(_SubM):
-    """A submanifold convolution in 4 dimensions: on the input's rows."""
-
-    dims = 4
-
-
-class SparseConv4d(_Strided):
-    """A convolution in 4 dimensions: on every row that an input reaches."""
-
-    dims = 4
-
-
-class SparseConvTranspose4d(_Transposed):
-    """A transposed convolution in 4 dimensions, on every row that it reaches."""
-
-    dims = 4
-
-
-class SparseInverseConv4d(_Inverse):
-    """A convolution in 4 dimensions back onto the rows of the one with its key."""
-
-    dims = 4
+KINDS = {
+    "SubMConv": _SubM,
+    "SparseConv": _Strided,
+    "SparseConvTranspose": _Transposed,
+    "SparseInverseConv": _Inverse,
+}
+globals().update(numbered(__name__, {name: (kind,) for name, kind in KINDS.items()}))

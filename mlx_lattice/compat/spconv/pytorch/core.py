@@ -8,7 +8,6 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch.utils.weak import WeakTensorKeyDictionary
 
 from ....coordinate_set import CoordinateKey
 from ....coordinates import CoordinateManager
@@ -55,27 +54,8 @@ class Lattice(NamedTuple):
     repeats: Repeats | None = None
 
 
-class _Rows:
-    """What is known of a tensor of indices, for as long as its values stay.
-
-    Attributes:
-        lattices: by spatial shape and batch size.
-    """
-
-    def __init__(self, indices: torch.Tensor):
-        self.lattices: dict[tuple, Lattice] = {}
-        # Tensors of inference mode do not count changes in place.
-        self._values = indices.clone() if indices.is_inference() else None
-        self._version = None if indices.is_inference() else indices._version
-
-    def is_of(self, indices: torch.Tensor) -> bool:
-        """Return whether no value has changed since."""
-        if self._values is None:
-            return self._version == indices._version
-        return torch.equal(self._values, indices)
-
-
-_known: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+# By spatial shape and batch size the lattices of a tensor of indices.
+_lattices = bridge.ByTensor[dict[tuple, Lattice]](lambda _: {})
 
 
 def lattice_of(x: SparseConvTensor) -> Lattice:
@@ -84,13 +64,10 @@ def lattice_of(x: SparseConvTensor) -> Lattice:
     Building a relation raises a ValueError if rows repeat, see ``repeat_of``, or lie
     outside of the spatial shape or the batch.
     """
-    indices, facts = x.indices, (tuple(x.spatial_shape), int(x.batch_size))
-    rows = _known.get(indices)
-    if rows is None or not rows.is_of(indices):
-        rows = _known[indices] = _Rows(indices)
-    if facts not in rows.lattices:
-        rows.lattices[facts] = _inserted(indices, facts)
-    return rows.lattices[facts]
+    facts, lattices = (tuple(x.spatial_shape), int(x.batch_size)), _lattices[x.indices]
+    if facts not in lattices:
+        lattices[facts] = _inserted(x.indices, facts)
+    return lattices[facts]
 
 
 def _inserted(
@@ -117,7 +94,7 @@ def repeat_of(x: SparseConvTensor, lattice: Lattice) -> Lattice | None:
     first = torch.full_like(place[: int(inverse.max()) + 1], len(indices))
     first = first.scatter_reduce(0, inverse, place, "amin")
     made = _inserted(indices[first], facts, Repeats(first, inverse))
-    _known[indices].lattices[facts] = made
+    _lattices[indices][facts] = made
     return made
 
 
@@ -128,8 +105,7 @@ def rows_of(
     with torch.inference_mode(False):
         coords = lattice.manager[lattice.key].coords
         indices = bridge.to_torch(coords, like.device, copy=True)
-    rows = _known[indices] = _Rows(indices)
-    rows.lattices[tuple(shape), int(batch_size)] = lattice
+    _lattices[indices][tuple(shape), int(batch_size)] = lattice
     return indices
 
 

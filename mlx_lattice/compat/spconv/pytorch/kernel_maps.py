@@ -9,7 +9,6 @@ features of equal rows, and its inverse gives all of them the same value.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 
 import mlx.core as mx
 import torch
@@ -25,7 +24,6 @@ VANISHED = (
 )
 
 
-@lru_cache(maxsize=32)
 def identity(rows: int) -> Relation:
     """Return the relation of a kernel of one, from each row to itself."""
     place = mx.arange(rows, dtype=mx.int32)
@@ -73,7 +71,7 @@ def submanifold(
 
 
 def strided_rows(
-    x: SparseConvTensor, shape: list[int], transposed: bool, **kernel: list[int]
+    x: SparseConvTensor, shape: list[int], transposed: bool, kernel: tuple
 ) -> tuple[Relation, Lattice, torch.Tensor]:
     """Return a relation of the different rows, their lattice, and the output's rows.
 
@@ -81,20 +79,22 @@ def strided_rows(
         x: the input.
         shape: spatial shape of the output.
         transposed: whether the layer is a transposed convolution.
-        **kernel: kernel_size, stride, padding and dilation.
+        kernel: kernel_size, stride, padding and dilation.
 
     Raises:
         ValueError: no input reaches an output row.
     """
+    names = "kernel_size", "stride", "padding", "dilation"
+    options = dict(zip(names, kernel, strict=True))
 
     def build(lattice: Lattice) -> Relation:
         if transposed:
-            return lattice.manager.generative_relation(lattice.key, **kernel)
-        return lattice.manager.kernel_relation(lattice.key, support="reach", **kernel)
+            return lattice.manager.generative_relation(lattice.key, **options)
+        return lattice.manager.kernel_relation(lattice.key, support="reach", **options)
 
     relation, lattice = between_different_rows(x, build)
     if relation.n_in and not relation.n_out:
-        raise ValueError(VANISHED.format(x.spatial_shape, *kernel.values()))
+        raise ValueError(VANISHED.format(x.spatial_shape, *kernel))
     made = Lattice(lattice.manager, relation.out_key)
     return relation, lattice, rows_of(made, shape, x.batch_size, x.indices)
 

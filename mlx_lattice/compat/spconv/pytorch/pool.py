@@ -14,7 +14,7 @@ from ....tensor import SparseTensor
 from ... import bridge
 from ..core import ConvAlgo
 from . import kernel_maps
-from .conv import VoxelCount
+from .conv import VoxelCount, numbered
 from .core import IndiceData, SparseConvTensor, expand_nd, expect
 from .modules import SparseModule
 from .ops import get_conv_output_size
@@ -105,10 +105,8 @@ class _Pool(VoxelCount, SparseModule):
             )
         else:
             shape = get_conv_output_size(input.spatial_shape, *kernel)
-            names = "kernel_size", "stride", "padding", "dilation"
-            options = dict(zip(names, kernel, strict=True))
             relation, lattice, rows = kernel_maps.strided_rows(
-                input, shape, False, **options
+                input, shape, False, kernel
             )
             self.record_count(len(rows))
         if key is not None:
@@ -153,11 +151,7 @@ class SparseAvgPool(_Pool):
         )
 
 
-class _Numbered:
-    """The constructor of pooling in a given number of axes."""
-
-    dims = 3
-
+class _Numbered:  # the constructor of pooling in a given number of axes
     def __init__(
         self,
         kernel_size: IntOrSequence,
@@ -217,49 +211,5 @@ class SparseGlobalAvgPool(SparseGlobalMaxOrAvgPool):
         super().__init__(is_mean=True, name=name)
 
 
-class SparseMaxPool1d(_Numbered, SparseMaxPool):
-    """Takes the greatest input of each channel in 1 dimension."""
-
-    dims = 1
-
-
-class SparseAvgPool1d(_Numbered, SparseAvgPool):
-    """Takes the mean of the inputs that are there in 1 dimension."""
-
-    dims = 1
-
-
-class SparseMaxPool2d(_Numbered, SparseMaxPool):
-    """Takes the greatest input of each channel in 2 dimensions."""
-
-    dims = 2
-
-
-class SparseAvgPool2d(_Numbered, SparseAvgPool):
-    """Takes the mean of the inputs that are there in 2 dimensions."""
-
-    dims = 2
-
-
-class SparseMaxPool3d(_Numbered, SparseMaxPool):
-    """Takes the greatest input of each channel in 3 dimensions."""
-
-    dims = 3
-
-
-class SparseAvgPool3d(_Numbered, SparseAvgPool):
-    """Takes the mean of the inputs that are there in 3 dimensions."""
-
-    dims = 3
-
-
-class SparseMaxPool4d(_Numbered, SparseMaxPool):
-    """Takes the greatest input of each channel in 4 dimensions."""
-
-    dims = 4
-
-
-class SparseAvgPool4d(_Numbered, SparseAvgPool):
-    """Takes the mean of the inputs that are there in 4 dimensions."""
-
-    dims = 4
+_KINDS = {"SparseMaxPool": SparseMaxPool, "SparseAvgPool": SparseAvgPool}
+globals().update(numbered(__name__, {n: (_Numbered, k) for n, k in _KINDS.items()}))

@@ -55,18 +55,8 @@ class SparseConvolution(conv.SparseConvolution):
             nn.init.uniform_(self.bias, -1 / math.sqrt(fan), 1 / math.sqrt(fan))
 
 
-def _named(dims: int) -> dict[str, type]:
-    """Return spconv 1.x's layers in a number of axes."""
-    made = {}
-    for kind in ("SubMConv", "SparseConv", "SparseConvTranspose", "SparseInverseConv"):
-        name = f"{kind}{dims}d"
-        new = getattr(conv, name)
-        facts = {"__doc__": new.__doc__, "__module__": __name__, "dims": dims}
-        made[name] = type(name, (new.__mro__[1], SparseConvolution), facts)
-    return made
-
-
-for _dims in (1, 2, 3, 4):
-    globals().update(_named(_dims))
-    __all__ += _named(_dims)
+_BASES = {name: (kind, SparseConvolution) for name, kind in conv.KINDS.items()}
+_NUMBERED = conv.numbered(__name__, _BASES)
+globals().update(_NUMBERED)
+__all__ += _NUMBERED
 SparseMaxPool2d, SparseMaxPool3d = pool.SparseMaxPool2d, pool.SparseMaxPool3d
