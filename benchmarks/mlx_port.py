@@ -30,7 +30,7 @@ from mlx_lattice import ops
 OFFSETS = list(itertools.product((-1, 0, 1), repeat=3))
 CASES = ((2_000, 256), (15_000, 128), (60_000, 64), (100_000, 32))
 
-# Ways to find neighbours: (N, 27) rows of neighbours, N where there is none.
+# Neighbour tables: (N, 27) rows, N where a neighbour is missing.
 
 
 def by_dictionary(coords: np.ndarray) -> np.ndarray:

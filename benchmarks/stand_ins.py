@@ -72,7 +72,7 @@ class PyTorchModelHubMixin:
 
 
 class HookBase:
-    """Pointcept's base class of what a trainer calls between its steps."""
+    """Pointcept's base class of trainer hooks."""
 
 
 class SparseFeatures2Mesh:

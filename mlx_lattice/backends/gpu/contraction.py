@@ -483,7 +483,7 @@ def launched(
     if not sums.size:
         return sums
     eps, channels = facts.eps, sums.shape[1]
-    if var is None:  # a variance of exactly 1
+    if var is None:  # no norm: divide by exactly 1
         var, eps = _line(1.0, channels), 0.0
     if mean is None:
         mean = _line(0.0, channels)

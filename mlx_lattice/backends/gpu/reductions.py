@@ -373,7 +373,7 @@ class GpuJoins(BackendKernels):
         )
 
     def join(self, a: mx.array, b: mx.array) -> mx.array:
-        """Return (N, C_a + C_b) of what ``takes``."""
+        """Return two arrays that ``takes`` accepts side by side, (N, C_a + C_b)."""
         return _join(self.backend, [a, b], (len(a), a.shape[1], b.shape[1]))
 
     def split(self, y: mx.array, c_a: int) -> list[mx.array]:
@@ -424,7 +424,7 @@ def _cut(c_a: int) -> mx.array:
 def _join(
     backend: str, parts: list[mx.array | None], sizes: tuple[int, int, int]
 ) -> mx.array:
-    """Return two parts side by side; on CUDA zeros if the second is None."""
+    """Return two arrays side by side; on CUDA zeros in the place of None."""
     rows, c_a, c_b = sizes
     outputs = [((rows, c_a + c_b), parts[0].dtype)]
     return _launch_joined(backend, _JOIN, parts, outputs, sizes)[0]
