@@ -13,7 +13,7 @@ import re
 from collections.abc import Iterator
 from types import ModuleType
 
-import mlx_lattice  # noqa: F401 - loaded before its parts
+import mlx_lattice
 from mlx_lattice import models, routes
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
@@ -236,3 +236,9 @@ def on_page_markdown(markdown: str, **_) -> str:
         lambda found: "\n".join(api_lines(found[1])),
         markdown,
     )
+
+
+def on_config(config, **_):
+    """Show the version beside the name of the site. Called by MkDocs."""
+    config.site_name += f" {mlx_lattice.__version__}"
+    return config
