@@ -1,7 +1,7 @@
 """Pages that are made while the site is built: the route table and the API.
 
 MkDocs calls ``on_page_markdown`` for every page; a line ``<!-- routes -->``,
-``<!-- thresholds -->``, ``<!-- weights -->`` or ``<!-- api mlx_lattice.nn -->`` is
+``<!-- thresholds -->``, ``<!-- weights -->`` or ``<!-- api nn.linear -->`` is
 replaced.
 """
 
@@ -11,6 +11,9 @@ import importlib
 import inspect
 import re
 from collections.abc import Iterator
+from fnmatch import fnmatchcase
+from functools import cache
+from pathlib import Path
 from types import ModuleType
 
 import mlx_lattice
@@ -23,7 +26,14 @@ from mlx_lattice.devices import BACKENDS
 from mlx_lattice.problem import MLX
 from mlx_lattice.routes import needs
 
-# What classes have of bases that are not public, and users call.
+# Modules whose public names the reference has. A name in two modules is shown under
+# the first.
+PUBLIC = (
+    "", "nn", "ops", "models", "models.trellis2", "io", "mesh", "optimizers",
+    "routes", "compat",
+)  # fmt: skip
+
+# Methods of a base class that is not public.
 INHERITED = {"CoordinateManager": ("cells", "finer", "insert", "key_of", "sets")}
 
 
@@ -153,66 +163,143 @@ def number(value: float | str | tuple) -> str:
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 
-def source_of(name: str, thing: object) -> object | None:
-    """Return what stands in this package's source for a public name, if anything does.
+@cache
+def public_names() -> dict[str, object]:
+    """Return every public name, as ``nn.Linear``, and what it names."""
+    found: dict[str, object] = {}
+    for part in PUBLIC:
+        module = importlib.import_module(f"mlx_lattice.{part}".rstrip("."))
+        for name in sorted(module.__all__):
+            thing = getattr(module, name)
+            if not inspect.ismodule(thing) and all(
+                thing is not other for other in found.values()
+            ):
+                found[f"{part or 'ml'}.{name}"] = thing
+    return found
 
-    That is what a family, 1d to 4d, is made of, where it has the docstring and the
-    arguments; else the thing itself. What other factories make is nowhere.
+
+def written(thing: object) -> object:
+    """Return the class or function that a name for 1 to 4 axes is made of."""
+    if inspect.isclass(thing):
+        base = thing.__mro__[1]
+        return (
+            base if re.fullmatch(rf"{base.__name__}[1-4]d", thing.__name__) else thing
+        )
+    return inspect.unwrap(thing) if callable(thing) else thing
+
+
+def selected(words: str) -> dict[str, object]:
+    """Return the public names that the words of an ``api`` marker select, in order.
+
+    Args:
+        words: files, as ``nn.linear``, for the public names written there; patterns
+            of names, as ``nn.Quantized*``; either after ``!`` to leave names out.
     """
-    made_of = thing.__mro__[1] if inspect.isclass(thing) else None
-    for found in (getattr(thing, "__wrapped__", made_of), thing):
-        home = getattr(found, "__module__", "")
-        if not home.startswith("mlx_lattice") or found.__doc__ != thing.__doc__:
-            continue
-        written = getattr(found, "__name__", name)
-        if getattr(importlib.import_module(home), written, None) is not found:
-            continue
-        try:
-            first = inspect.getsource(found).split("\n", 1)[0]
-        except (OSError, TypeError):
-            continue
-        same = found is thing or f"{written}3d" == f"{name[:-2]}3d"
-        if same and re.search(rf"\b{written}\b|^@", first):
-            return found
-    return None
+    public, chosen = public_names(), {}
+    for word in words.split():
+        pattern = word.removeprefix("!")
+        taken = [name for name in public if fnmatchcase(name, pattern)]
+        if not taken:
+            module = importlib.import_module(f"mlx_lattice.{pattern}")
+            there = [vars(module)[name] for name in getattr(module, "__all__", ())]
+            taken = [
+                name
+                for name, thing in public.items()
+                if getattr(written(thing), "__module__", "") == module.__name__
+                or any(thing is other for other in there)
+            ]
+        for name in taken:
+            if word != pattern:
+                chosen.pop(name, None)
+            else:
+                chosen[name] = public[name]
+    return chosen
 
 
-def api_lines(module_name: str) -> Iterator[str]:
-    """Yield an entry for each public name of a module; a family's names share one."""
-    module = importlib.import_module(module_name)
-    written: dict[object, list[str]] = {}
-    made: dict[str, list[tuple[str, object]]] = {}
-    for name in sorted(module.__all__):
-        thing = getattr(module, name)
-        if inspect.ismodule(thing):
-            continue
-        if source := callable(thing) and source_of(name, thing):
-            written.setdefault(source, []).append(name)
+def source_of(thing: object) -> object | None:
+    """Return the class or function that mkdocstrings finds in this package's source."""
+    found = written(thing)
+    home, name = getattr(found, "__module__", ""), getattr(found, "__name__", "")
+    if not home.startswith("mlx_lattice") or not hasattr(
+        importlib.import_module(home), name
+    ):
+        return None
+    try:
+        first = inspect.getsource(found).split("\n", 1)[0]
+    except (OSError, TypeError):  # made by a factory
+        return None
+    return found if re.search(rf"\b{name}\b|^@", first) else None
+
+
+def comment_of(name: str) -> str:
+    """Return the comment above the assignment of a public constant."""
+    part, _, name = name.rpartition(".")
+    root = Path(mlx_lattice.__file__).parent
+    for path in sorted(root.joinpath(*part.split(".")).rglob("*.py")):
+        if found := re.search(rf"((?:^# .*\n)+)^{name}\b.*=", path.read_text(), re.M):
+            return " ".join(line.lstrip("# ") for line in found[1].splitlines())
+    return ""
+
+
+def label_of(names: list[str]) -> str:
+    """Return the names of one entry in short: ``nn.Conv1d`` to ``4d``."""
+    numbered = [name for name in names if re.search(r"[1-4]d$", name)]
+    short = [numbered[0], numbered[-1][-2:]] if len(names) > 1 else names
+    return " to ".join(f"`{name}`" for name in short)
+
+
+def api_lines(words: str) -> Iterator[str]:
+    """Yield a table of the names that a marker selects, then an entry for each.
+
+    The names of a family, 1d to 4d, share an entry.
+    """
+    entries: dict[int, tuple[object, list[str]]] = {}
+    for name, thing in selected(words).items():
+        source = source_of(thing)
+        key = thing if source is None else source
+        entries.setdefault(id(key), (key, []))[1].append(name)
+    rows, sections = [], []
+    for thing, names in entries.values():
+        described = callable(thing)
+        text = thing.__doc__ if described else comment_of(names[0])
+        anchor = names[0]
+        if source := source_of(thing):
+            anchor = f"{source.__module__}.{source.__qualname__}"
+            sections += mkdocstrings_lines(anchor, names)
         else:
-            doc = inspect.cleandoc(thing.__doc__ or "") if callable(thing) else name
-            made.setdefault(doc, []).append((name, thing))
-    for source, names in written.items():
-        yield f"\n::: {source.__module__}.{source.__qualname__}"
-        options = []
-        if names != [source.__qualname__]:
-            heading = ", ".join(names)
-            options = [f'heading: "{heading}"']
-            options += [f'toc_label: "{names[0]} to {names[-1]}"']
-        if inherited := INHERITED.get(source.__qualname__):
-            options += [f"inherited_members: [{', '.join(inherited)}]"]
-        if options:
-            yield "\n      ".join(["    options:", *options])
-    for doc, things in made.items():
-        names = ", ".join(f"`{name}`" for name, _ in things)
-        yield f"\n## {names} {{ #{module_name}.{things[0][0]} }}\n"
-        if not callable(things[0][1]):
-            yield ", ".join(f"`{key}`" for key in things[0][1])
-            continue
-        try:
-            signature = inspect.signature(things[-1][1])
-        except (TypeError, ValueError):
-            signature = "(...)"
-        yield f"```text\n{things[-1][0]}{signature}\n\n{doc}\n```"
+            sections += made_lines(thing, names[0], text)
+        what = first_line(text).replace("``", "`").replace("|", "\\|")
+        rows.append(f"| [{label_of(names)}](#{anchor}) | {what} |")
+    yield "| name | what it does |\n|---|---|"
+    yield from rows
+    yield from sections
+
+
+def mkdocstrings_lines(path: str, names: list[str]) -> Iterator[str]:
+    """Yield the marker by which mkdocstrings renders a class or function."""
+    yield f"\n::: {path}"
+    yield "    options:"
+    yield f'      heading: "{", ".join(names)}"'
+    yield f'      toc_label: "{label_of(names).replace("`", "")}"'
+    if inherited := INHERITED.get(path.rpartition(".")[2]):
+        yield f"      inherited_members: [{', '.join(inherited)}]"
+
+
+def made_lines(thing: object, name: str, text: str) -> Iterator[str]:
+    """Yield the entry of what no source file spells out, or of a constant."""
+    yield f"\n## {name} {{ #{name} }}\n"
+    if not callable(thing):
+        yield f"{text}\n" if text else ""
+        yield ", ".join(f"`{getattr(item, 'name', item)}`" for item in thing)
+        return
+    try:
+        signature = inspect.signature(thing)
+    except (TypeError, ValueError):
+        signature = "(...)"
+    text, _, example = inspect.cleandoc(text).partition("\nExamples:\n")
+    yield f"```python\n{name.rpartition('.')[2]}{signature}\n```\n\n{text}\n"
+    if example:
+        yield f"**Examples:**\n\n```pycon\n{inspect.cleandoc(example)}\n```"
 
 
 def weight_lines() -> Iterator[str]:
@@ -232,9 +319,10 @@ def on_page_markdown(markdown: str, **_) -> str:
     markdown = markdown.replace("<!-- thresholds -->", "\n".join(threshold_lines()))
     markdown = markdown.replace("<!-- weights -->", "\n".join(weight_lines()))
     return re.sub(
-        r"<!-- api ([\w.]+) -->",
+        r"<!-- api (.+?) -->",
         lambda found: "\n".join(api_lines(found[1])),
         markdown,
+        flags=re.S,
     )
 
 
