@@ -42,7 +42,7 @@ class MultiHeadRMSNorm(Parameters, Module):
 
 
 class SparseAttention(Module):
-    """Applies multi-head self-attention among rows of one batch element.
+    """Apply multi-head self-attention among the rows of a batch element.
 
     Without ``window`` and ``patch`` all rows of an element see each other.
 
@@ -61,6 +61,13 @@ class SparseAttention(Module):
         rope_base (float): See ``ops.rotary``. Default: ``10000``.
         rope_frequency (float): See ``ops.rotary``. Default: ``1``.
         qk_rms_norm (bool): If ``True`` normalise queries and keys. Default: ``False``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.SparseAttention(8, num_heads=2)(x).shape  # every row sees every row
+        (64, 8)
+        >>> nn.SparseAttention(8, 2, window=2)(x).shape  # in windows of 2 x 2 x 2 cells
+        (64, 8)
     """
 
     def __init__(
@@ -150,7 +157,7 @@ class FeedForward(Module):
 
 
 class SparseTransformerBlock(Module):
-    """Attention and a feed-forward net, each behind a LayerNorm and beside a skip.
+    """Apply attention and a feed-forward net, each after a LayerNorm and with a skip.
 
     Norms are computed in float32, whatever the dtype of the features.
 
@@ -160,6 +167,12 @@ class SparseTransformerBlock(Module):
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         affine (bool): If ``True`` the norms learn scale and shift. Default: ``True``.
         **attention: The other arguments of ``SparseAttention``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> block = nn.SparseTransformerBlock(8, num_heads=2, patch=16)
+        >>> block(x).shape
+        (64, 8)
     """
 
     def __init__(
@@ -184,7 +197,7 @@ class SparseTransformerBlock(Module):
 
 
 class RelativePositions(Parameters, Module):
-    """Adds to each score an entry an axis, by how far the key lies from the query.
+    """Return a learnt bias for each axis by the distance from a key to its query.
 
     Point Transformer V3's ``RPE``; the table is named as there, for
     ``ops.serialized_attention(table=...)``.
@@ -194,6 +207,11 @@ class RelativePositions(Parameters, Module):
             ``int(2 * (4 * patch_size) ** (1 / dims))`` cells, those beyond as that.
         num_heads (int): The number of heads.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> bias = nn.RelativePositions(patch_size=16, num_heads=2)
+        >>> bias(mx.array([[0, 1, -1]])).shape
+        (1, 2)
     """
 
     def __init__(self, patch_size: int, num_heads: int, dims: int = 3):
@@ -211,7 +229,7 @@ class RelativePositions(Parameters, Module):
 
 
 class CrossAttention(Module):
-    """Applies multi-head attention from rows to the tokens of their batch element.
+    """Apply multi-head attention from rows to the tokens of their batch element.
 
     Args:
         dims (int): The number of channels.
@@ -220,6 +238,12 @@ class CrossAttention(Module):
         bias (bool): If ``True`` queries, keys and values have a bias.
             Default: ``True``.
         qk_rms_norm (bool): If ``True`` normalise queries and keys. Default: ``False``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> tokens = mx.ones((1, 5, 32))  # 5 tokens for the one batch element
+        >>> nn.CrossAttention(8, num_heads=2, context_dims=32)(x, tokens).shape
+        (64, 8)
     """
 
     def __init__(
@@ -291,7 +315,7 @@ PARTS = 6
 
 
 class AdaptiveLayerNorm(LayerNorm):
-    """Applies layer normalization to each row, then a batch element's shift and scale.
+    """Apply layer normalization, then the shift and scale of a batch element.
 
     Peebles and Xie, "Scalable Diffusion Models with Transformers", 2023.
 
@@ -299,6 +323,12 @@ class AdaptiveLayerNorm(LayerNorm):
         dims (int): The number of channels.
         eps (float): Added to the variance. Default: ``1e-6``.
         affine (bool): If ``True`` learn a scale and a shift too. Default: ``False``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> shift, scale = mx.zeros((1, 8)), mx.ones((1, 8))
+        >>> nn.AdaptiveLayerNorm(8)(x, shift, scale).shape
+        (64, 8)
     """
 
     def __init__(self, dims: int, eps: float = 1e-6, affine: bool = False):
@@ -323,7 +353,7 @@ class AdaptiveLayerNorm(LayerNorm):
 
 
 class ModulatedTransformerBlock(Module):
-    """Self-attention, attention to tokens and a feed-forward net, under a condition.
+    """Apply self-attention, cross-attention and a feed-forward net under a condition.
 
     The first and the last are behind adaptive norms, and their results are gated;
     attention to tokens is behind an affine norm. Each is beside a skip.
@@ -339,6 +369,12 @@ class ModulatedTransformerBlock(Module):
         qk_rms_norm_cross (bool): If ``True`` normalise queries and keys of the
             attention to tokens. Default: ``False``.
         **attention: The other arguments of ``SparseAttention``, for self-attention.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> block = nn.ModulatedTransformerBlock(8, num_heads=2, context_dims=32)
+        >>> block(x, mx.ones((1, 8)), mx.ones((1, 5, 32))).shape
+        (64, 8)
     """
 
     def __init__(

@@ -68,6 +68,10 @@ def hyper_cross(
     kernels load as they are: the centre, then for each axis first the offsets above 0
     and then those below, both upwards. Sizes are odd; ``kernel_size`` and ``dilation``
     are an int or one per axis.
+
+    Examples:
+        >>> nn.hyper_cross(3, dims=2)
+        ((0, 0), (1, 0), (-1, 0), (0, 1), (0, -1))
     """
     sizes = per_axis(kernel_size, dims, "kernel_size")
     steps = per_axis(dilation, dims, "dilation")
@@ -213,7 +217,7 @@ class Convolution(Packable, Module):
 
 
 class Conv(Convolution):
-    """Applies a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
+    """Apply a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
 
     Output rows are the sorted unique cells ``floor(in / stride)``, or the input's own
     rows if the stride is 1 and the kernel centred.
@@ -235,6 +239,12 @@ class Conv(Convolution):
             ``nn.hyper_cross(3)``; the weight is then (C_out, K, 1, 1, C_in / groups).
         dims (int): The number of spatial axes, 1 to 4, which ``Conv1d`` to ``Conv4d``
             have in their names. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> conv = nn.Conv3d(8, 16, kernel_size=2, stride=2)
+        >>> conv(x).shape  # 4 x 4 x 4 cells become 2 x 2 x 2
+        (8, 16)
     """
 
     def __init__(
@@ -265,9 +275,15 @@ class Conv(Convolution):
 
 
 class SubmConv(Convolution):
-    """Applies a submanifold convolution: the output has the input's own rows.
+    """Apply a submanifold convolution: the output has the rows of the input.
 
     Arguments are those of ``Conv``; the stride is 1 and the kernel centred.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> y = nn.SubmConv3d(8, 16, kernel_size=3)(x)
+        >>> y.shape, y.key == x.key
+        ((64, 16), True)
     """
 
     kind = "submanifold"
@@ -307,11 +323,18 @@ class SubmConv(Convolution):
 
 
 class ConvTranspose(Convolution):
-    """Applies a transposed convolution: ``out = in * stride + offset_k``.
+    """Apply a transposed convolution: ``out = in * stride + offset_k``.
 
     Output rows are the coordinates given to the call, or the finer set that an
     earlier strided convolution consumed. With stride 1 they are the input's own.
     Arguments are those of ``Conv``; kernel and stride are 2 by default.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> y = nn.Conv3d(8, 16, 2, stride=2)(x)
+        >>> up = nn.ConvTranspose3d(16, 8)(y)
+        >>> up.shape, up.key == x.key  # back on the rows of x
+        ((64, 8), True)
     """
 
     kind = "transposed"
@@ -339,17 +362,22 @@ class ConvTranspose(Convolution):
 
 
 class GenerativeConvTranspose(ConvTranspose):
-    """Applies a transposed convolution that makes its own rows: all that it reaches.
+    """Apply a transposed convolution onto every row that the kernel reaches.
 
     Rows are sorted and unique, also if kernels overlap. Arguments are those of the
     transposed convolution.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 5, 5, 5]]), mx.ones((1, 8)))
+        >>> nn.GenerativeConvTranspose3d(8, 4)(x).shape  # one cell becomes 2 x 2 x 2
+        (8, 4)
     """
 
     kind = "generative"
 
 
 class QuantizedConv(QuantizedConvolution, Conv):
-    """Applies ``Conv`` with a packed weight.
+    """Apply ``Conv`` with a packed weight.
 
     Args:
         *args, **kwargs: The arguments of ``Conv``.
@@ -357,19 +385,49 @@ class QuantizedConv(QuantizedConvolution, Conv):
             ``64``.
         bits (int): 4 or 8. Default: ``4``.
         mode (str): ``"affine"``, or ``"integer"`` for int8 features.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> conv = nn.Conv3d(64, 32, 2, stride=2)
+        >>> packed = conv.to_quantized(bits=4)  # a QuantizedConv3d
+        >>> packed(x).shape
+        (8, 32)
+        >>> conv.weight.nbytes, packed.weight.nbytes
+        (65536, 8192)
     """
 
 
 class QuantizedSubmConv(QuantizedConvolution, SubmConv):
-    """``SubmConv`` with a packed weight; see ``QuantizedConv``."""
+    """Apply ``SubmConv`` with a packed weight; see ``QuantizedConv``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3), nn.ReLU())
+        >>> mlx.nn.quantize(net, bits=8)
+        >>> type(net.layers[0]).__name__, net(x).shape
+        ('QuantizedSubmConv3d', (64, 64))
+    """
 
 
 class QuantizedConvTranspose(QuantizedConvolution, ConvTranspose):
-    """``ConvTranspose`` with a packed weight; see ``QuantizedConv``."""
+    """Apply ``ConvTranspose`` with a packed weight; see ``QuantizedConv``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> coarse = nn.MaxPool3d()(x)
+        >>> nn.QuantizedConvTranspose3d(64, 32)(coarse).shape
+        (64, 32)
+    """
 
 
 class QuantizedGenerativeConvTranspose(QuantizedConvolution, GenerativeConvTranspose):
-    """``GenerativeConvTranspose`` with a packed weight; see ``QuantizedConv``."""
+    """Apply ``GenerativeConvTranspose`` with a packed weight; see ``QuantizedConv``.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 5, 5, 5]]), mx.ones((1, 64)))
+        >>> nn.QuantizedGenerativeConvTranspose3d(64, 32)(x).shape
+        (8, 32)
+    """
 
 
 Conv.twin = QuantizedConv

@@ -307,7 +307,7 @@ def _adds(x: Features, residual: Features | None, channels: int | None = None) -
 
 
 class Sequential(mlx.nn.Sequential):
-    """Calls its layers in order.
+    """Call layers in order.
 
     Layers and functions of MLX itself are applied to a tensor's features; all others
     get the tensor. After a global pooling they all get its array. A norm and the
@@ -322,6 +322,12 @@ class Sequential(mlx.nn.Sequential):
             by name, as an OrderedDict in PyTorch's: its keys are then in the
             parameters' names. Numbers as names are places.
         **named (Callables): Modules by name, as spconv's takes them, instead.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = nn.Sequential(nn.SubmConv3d(8, 16, 3), nn.BatchNorm(16), nn.ReLU())
+        >>> net(x).shape
+        (64, 16)
     """
 
     def __init__(self, *modules: Callable | Mapping[str, Callable], **named: Callable):
@@ -385,7 +391,7 @@ class Sequential(mlx.nn.Sequential):
 
 
 class ConvNormAct(mlx.nn.Module):
-    """Calls a convolution, a norm and an activation: ``act(norm(conv(x)) + residual)``.
+    """Call a convolution, a norm and an activation: ``act(norm(conv(x)) + residual)``.
 
     It is one launch if the norm's statistics are fixed (a ``BatchNorm`` in evaluation)
     and the convolution's kernel has an epilogue; otherwise all after the convolution is
@@ -396,10 +402,12 @@ class ConvNormAct(mlx.nn.Module):
         norm (Module, optional): The norm of its output channels.
         activation (Callable, optional): A layer or function of features.
 
-    Example:
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
         >>> conv = nn.SubmConv3d(8, 8, 3, bias=False)
         >>> block = nn.ConvNormAct(conv, nn.BatchNorm(8), nn.ReLU())
-        >>> y = block(x, residual=x)
+        >>> block(x, residual=x).shape
+        (64, 8)
     """
 
     def __init__(

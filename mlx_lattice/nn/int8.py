@@ -110,7 +110,7 @@ def unpack_int4(model: Module) -> tuple[str, ...]:
 
 
 class keep_float:  # noqa: N801 - reads as the predicate it is
-    """A ``class_predicate`` of ``mlx.nn.quantize`` that keeps stems and heads in float.
+    """Choose the layers that ``mlx.nn.quantize`` packs: all but stems and heads.
 
     Packing saves little in layers with few input channels (stems, depthwise kernels),
     and layers with few outputs compute the net's result. A subclass with a call of its
@@ -123,6 +123,12 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
         few_outputs (int): Keep layers with fewer output channels. Default: ``8``.
         names (tuple of str): Keep layers with one of these words in their path.
             Default: the heads of the ``models``, and the layers that choose rows.
+
+    Examples:
+        >>> net = nn.Sequential(nn.SubmConv3d(4, 64, 3), nn.SubmConv3d(64, 64, 3))
+        >>> mlx.nn.quantize(net, class_predicate=nn.keep_float())
+        >>> [type(layer).__name__ for layer in net.layers]
+        ['SubmConv3d', 'QuantizedSubmConv3d']
     """
 
     def __init__(
@@ -176,7 +182,7 @@ def wants(predicate, path: str, module: Module) -> bool:
 
 
 class FakeQuant(Packable, Module):
-    """Runs a convolution or ``Linear`` in float, on rounded features and weights.
+    """Compute a convolution or ``Linear`` in float on rounded features and weights.
 
     They are rounded as the integer layer will round them, so that the net gives the
     same values after ``ml.calibrate``, or ``mlx.nn.quantize`` with
@@ -192,6 +198,12 @@ class FakeQuant(Packable, Module):
         momentum (float, optional): How far a batch moves the scale of the features,
             their greatest magnitude over 127. ``None`` gives every row its own.
             Default: ``0.1``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> layer = nn.FakeQuant(nn.SubmConv3d(8, 16, 3))
+        >>> layer(x).shape
+        (64, 16)
     """
 
     never_trained = ("input_scale",)  # it follows the features
@@ -309,7 +321,7 @@ def fake_quantize(
     momentum: float | None = 0.1,
     class_predicate: Callable[[str, Module], bool] | None = None,
 ) -> None:
-    """Put ``FakeQuant`` around a model's convolutions and linear layers, in place.
+    """Wrap the convolutions and linear layers of a model in ``FakeQuant``, in place.
 
     A layer that a model has twice stays one, and trains as one.
 
@@ -317,6 +329,12 @@ def fake_quantize(
         model: a float model.
         bits, group_size, momentum: those of ``FakeQuant``.
         class_predicate: as in ``ml.calibrate``; by default ``keep_float()``.
+
+    Examples:
+        >>> net = nn.Sequential(nn.SubmConv3d(16, 16, 3), nn.ReLU())
+        >>> nn.fake_quantize(net)
+        >>> type(net.layers[0]).__name__
+        'FakeQuant'
     """
     predicate = keep_float() if class_predicate is None else class_predicate
     wrapped: dict[int, FakeQuant] = {}

@@ -136,12 +136,16 @@ Tanh = _on_tensors(mlx.nn.Tanh)
 
 
 class PReLU(Parameters, mlx.nn.PReLU):
-    """``mlx.nn.PReLU`` that takes tensors too.
+    """Apply PReLU: ``max(0, x) + weight * min(0, x)``, for tensors too.
 
     Args:
         num_parameters (int): One weight for all channels, or one a channel.
             Default: ``1``.
         init (float): What they begin with. Default: ``0.25``.
+
+    Examples:
+        >>> nn.PReLU(init=0.5)(mx.array([[-2.0, 3.0]])).tolist()
+        [[-1.0, 3.0]]
     """
 
     def __init__(self, num_parameters: int = 1, init: float = 0.25):
@@ -160,10 +164,18 @@ def _probability(p: float) -> float:
 
 
 class Dropout(mlx.nn.Dropout):
-    """``mlx.nn.Dropout`` that takes tensors too: zeroes entries of the features.
+    """Zero entries of the features while training: ``mlx.nn.Dropout`` for tensors too.
 
     Args:
         p (float): The probability to zero an entry. Default: ``0.5``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> layer = nn.Dropout(0.5)
+        >>> layer(x).shape
+        (64, 8)
+        >>> mx.array_equal(layer.eval()(x).feats, x.feats).item()  # off in evaluation
+        True
     """
 
     def __init__(self, p: float = 0.5):
@@ -175,13 +187,20 @@ class Dropout(mlx.nn.Dropout):
 
 
 class DropPath(Module):
-    """Zeroes whole rows while training, and scales the others up to the same mean.
+    """Zero whole rows while training, and scale the others to keep the mean.
 
     Stochastic depth (Huang et al., 2016) of a residual branch, each row by itself, as
     Point Transformer V3 has it.
 
     Args:
         p (float): The probability to zero a row. Default: ``0.5``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> mx.random.seed(0)
+        >>> y = nn.DropPath(0.5)(x)
+        >>> sorted(set(y.feats[:, 0].tolist()))
+        [0.0, 2.0]
     """
 
     def __init__(self, p: float = 0.5):
@@ -202,11 +221,15 @@ class DropPath(Module):
 
 
 class LayerScale(Parameters, Module):
-    """Multiplies each channel by a learnt factor (Touvron et al., 2021).
+    """Multiply each channel by a learnt factor (Touvron et al., 2021).
 
     Args:
         dims (int): The number of channels.
         init (float): What the factors begin at. Default: ``1e-5``.
+
+    Examples:
+        >>> nn.LayerScale(2, init=0.5)(mx.array([[2.0, 4.0]])).tolist()
+        [[1.0, 2.0]]
     """
 
     def __init__(self, dims: int, init: float = 1e-5):

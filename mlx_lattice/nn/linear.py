@@ -60,10 +60,14 @@ Weight = QuantizedWeight | IntegerWeight
 
 
 class FoldedNorm(Module):
-    """Stands where a norm was that calibration folded into the convolution before it.
+    """Return the input, in place of a norm that calibration folded into a convolution.
 
     Args:
         kind (str): The norm's class, for readers.
+
+    Examples:
+        >>> nn.FoldedNorm("BatchNorm")
+        FoldedNorm(BatchNorm, in the convolution before it)
     """
 
     def __init__(self, kind: str = "BatchNorm"):
@@ -507,9 +511,14 @@ def followed(
 
 
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
-    """``mlx.nn.QuantizedLinear`` that takes tensors too, and any number of channels.
+    """Apply a linear layer with a packed weight to each row, of any number of channels.
 
     Arguments are those of ``Linear``, and of ``QuantizedConv`` for the packing.
+
+    Examples:
+        >>> layer = nn.QuantizedLinear(64, 16, bits=4)
+        >>> layer(mx.ones((5, 64))).shape
+        (5, 16)
     """
 
     def __init__(
@@ -630,7 +639,7 @@ linear_calls: Observers[LinearCall] = Observers("linear calls")
 
 
 class Linear(Packable, mlx.nn.Linear):
-    """``mlx.nn.Linear`` that takes tensors too.
+    """Apply a linear layer to each row: ``mlx.nn.Linear`` that takes tensors too.
 
     On CPUs where MLX has a reference BLAS alone it is a contraction of one offset,
     with a route and a line in traces; elsewhere it is MLX's own matmul. With a packed
@@ -640,6 +649,11 @@ class Linear(Packable, mlx.nn.Linear):
         input_dims (int): The number of input channels.
         output_dims (int): The number of output channels.
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.Linear(8, 3)(x).shape, nn.Linear(8, 3)(x.feats).shape
+        ((64, 3), (64, 3))
     """
 
     twin = QuantizedLinear

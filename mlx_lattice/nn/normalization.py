@@ -45,7 +45,7 @@ _NAMES = "running statistics, weight and bias"  # in errors
 
 
 class BatchNorm(Parameters, mlx.nn.BatchNorm):
-    """Applies batch normalization over the active rows of all batch elements.
+    """Apply batch normalization over the active rows of all batch elements.
 
     In training it normalises by the statistics of the input's rows and updates the
     running statistics as ``mlx.nn.BatchNorm`` does. An input without rows leaves them
@@ -61,6 +61,12 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         affine (bool): If ``True`` learn a scale and a shift. Default: ``True``.
         track_running_stats (bool): If ``True`` keep running statistics and use them
             in evaluation. Default: ``True``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 1)))
+        >>> norm = nn.BatchNorm(1, momentum=0.5)
+        >>> norm(x).shape, norm.running_mean.item()  # half way from 0 to the mean, 1
+        ((64, 1), 0.5)
     """
 
     never_trained = "running_mean", "running_var"
@@ -193,13 +199,19 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
 
 
 class LayerNorm(Parameters, mlx.nn.LayerNorm):
-    """Applies layer normalization to each row, over its channels.
+    """Apply layer normalization to each row, over its channels.
 
     Args:
         dims (int): The number of channels.
         eps (float): Added to the variance. Default: ``1e-5``.
         affine (bool): If ``True`` learn a scale and a shift. Default: ``True``.
         bias (bool): If ``False`` learn no shift. Default: ``True``.
+
+    Examples:
+        >>> norm = nn.LayerNorm(4)
+        >>> y = norm(mx.array([[1.0, 2.0, 3.0, 4.0]]))
+        >>> [round(v, 2) for v in y[0].tolist()]
+        [-1.34, -0.45, 0.45, 1.34]
     """
 
     def __init__(
@@ -226,11 +238,16 @@ class LayerNorm(Parameters, mlx.nn.LayerNorm):
 
 
 class RMSNorm(Parameters, mlx.nn.RMSNorm):
-    """Applies root mean square normalization to each row, over its channels.
+    """Apply root mean square normalization to each row, over its channels.
 
     Args:
         dims (int): The number of channels.
         eps (float): Added to the mean square. Default: ``1e-5``.
+
+    Examples:
+        >>> y = nn.RMSNorm(2)(mx.array([[3.0, 4.0]]))
+        >>> [round(v, 3) for v in y[0].tolist()]  # divided by sqrt(12.5)
+        [0.849, 1.131]
     """
 
     def __init__(self, dims: int, eps: float = 1e-5):
@@ -242,7 +259,7 @@ class RMSNorm(Parameters, mlx.nn.RMSNorm):
 
 
 class GroupNorm(Parameters, mlx.nn.Module):
-    """Applies group normalization to the active rows of each batch element.
+    """Apply group normalization to the active rows of each batch element.
 
     Groups are neighbouring channels, as in PyTorch (``mlx.nn.GroupNorm`` with
     ``pytorch_compatible=True``).
@@ -252,6 +269,11 @@ class GroupNorm(Parameters, mlx.nn.Module):
         dims (int): The number of channels, a multiple of ``num_groups``.
         eps (float): Added to the variance. Default: ``1e-5``.
         affine (bool): If ``True`` learn a scale and a shift. Default: ``True``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.GroupNorm(4, 8)(x).shape  # 4 groups of 2 channels
+        (64, 8)
     """
 
     def __init__(
@@ -294,12 +316,17 @@ class GroupNorm(Parameters, mlx.nn.Module):
 
 
 class InstanceNorm(Parameters, mlx.nn.InstanceNorm):
-    """Applies instance normalization: each channel over each batch element's rows.
+    """Apply instance normalization: each channel over the rows of a batch element.
 
     Args:
         dims (int): The number of channels.
         eps (float): Added to the variance. Default: ``1e-5``.
         affine (bool): If ``True`` learn a scale and a shift. Default: ``False``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.InstanceNorm(8)(x, activation="relu").shape
+        (64, 8)
     """
 
     def __init__(self, dims: int, eps: float = 1e-5, affine: bool = False):
@@ -348,6 +375,11 @@ def average_gradients(
 
     Returns:
         The tree of averages, of the gradients' dtypes.
+
+    Examples:
+        >>> gradients = {"weight": mx.ones((2,))}
+        >>> nn.average_gradients(gradients)["weight"].tolist()  # a single process
+        [1.0, 1.0]
     """
     group = group or mx.distributed.init()
     if group.size() == 1:
@@ -497,7 +529,7 @@ def _of_all(every: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 
 
 class SyncBatchNorm(BatchNorm):
-    """Applies batch normalization over the active rows of all processes.
+    """Apply batch normalization over the active rows of all processes.
 
     While training, the statistics are those of the rows of all processes together,
     which may have different numbers of rows, or none: two processes with halves of a
@@ -513,6 +545,11 @@ class SyncBatchNorm(BatchNorm):
     Inside ``mx.compile`` give ``net.state`` as inputs and outputs, as for any
     ``BatchNorm``. Arguments are those of ``BatchNorm``, and ``group``
     (mx.distributed.Group): the processes, by default all.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.SyncBatchNorm(8)(x).shape  # a BatchNorm in a single process
+        (64, 8)
     """
 
     def __init__(
@@ -557,7 +594,7 @@ def _one_row(x: mx.array) -> mx.array:
 def convert_sync_batchnorm(
     net: mlx.nn.Module, group: mx.distributed.Group | None = None
 ) -> mlx.nn.Module:
-    """Put a ``SyncBatchNorm`` wherever a net has a ``BatchNorm``, in place.
+    """Replace every ``BatchNorm`` of a net by a ``SyncBatchNorm``, in place.
 
     The new layers have the parameters, running statistics and mode of the old ones,
     and the same names in files of weights. A layer that a net has twice stays one.
@@ -571,6 +608,12 @@ def convert_sync_batchnorm(
 
     Raises:
         TypeError: a layer is of a subclass with a call of its own.
+
+    Examples:
+        >>> net = nn.Sequential(nn.SubmConv3d(8, 8, 3), nn.BatchNorm(8))
+        >>> net = nn.convert_sync_batchnorm(net)
+        >>> type(net.layers[1]).__name__
+        'SyncBatchNorm'
     """
     converted: dict[int, SyncBatchNorm] = {}
 

@@ -71,7 +71,7 @@ class _Pool(Module):
 
 
 class MaxPool(_Pool):
-    """Takes the greatest active input of each channel under the kernel.
+    """Take the greatest active input of each channel under the kernel.
 
     Args:
         kernel_size (int or tuple): The size of the kernel. Default: ``2``.
@@ -84,6 +84,12 @@ class MaxPool(_Pool):
             Default: ``"cell"``.
         dims (int): The number of spatial axes, 1 to 4, which ``MaxPool1d`` to
             ``MaxPool4d`` have in their names. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
+        >>> y = nn.MaxPool1d(2)(x)
+        >>> y.feats.tolist()  # cells 0 and 1, then cell 3 alone
+        [[5.0], [2.0]]
     """
 
     def __call__(
@@ -99,7 +105,13 @@ class MaxPool(_Pool):
 
 
 class SumPool(_Pool):
-    """Adds up the active inputs under the kernel; arguments as for ``MaxPool3d``."""
+    """Add up the active inputs under the kernel; arguments as for ``MaxPool3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
+        >>> nn.SumPool1d(2)(x).feats.tolist()
+        [[6.0], [2.0]]
+    """
 
     def __call__(
         self, x: SparseTensor, coordinates: Coordinates = None
@@ -109,11 +121,18 @@ class SumPool(_Pool):
 
 
 class AvgPool(_Pool):
-    """Averages the active inputs under the kernel; arguments as for ``MaxPool3d``.
+    """Average the active inputs under the kernel; arguments as for ``MaxPool3d``.
 
     Args:
         count (str): ``"active"`` divides by the number of active inputs, ``"volume"``
             by the kernel's. Default: ``"active"``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
+        >>> nn.AvgPool1d(2)(x).feats.tolist()  # cell 2 is not active
+        [[3.0], [2.0]]
+        >>> nn.AvgPool1d(2, count="volume")(x).feats.tolist()
+        [[3.0], [1.0]]
     """
 
     def __init__(
@@ -141,7 +160,7 @@ class AvgPool(_Pool):
 
 
 class Upsample(Module):
-    """Gives every finer row the features of its cell, or of the cells around it.
+    """Give every finer row the features of its cell, or of the cells around it.
 
     Args:
         scale (int or tuple): The number of fine cells in a coarse one. Default: ``2``.
@@ -149,6 +168,13 @@ class Upsample(Module):
             between the centres of the active cells around it, whose weights are made
             to add up to 1. Default: ``"nearest"``.
         dims (int): The number of spatial axes, 1 to 4. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> coarse = nn.MaxPool3d()(x)
+        >>> fine = nn.Upsample3d()(coarse)
+        >>> len(coarse), len(fine)
+        (8, 64)
     """
 
     def __init__(self, scale: IntOrTuple = 2, mode: str = "nearest", *, dims: int = 3):
@@ -170,7 +196,13 @@ class Upsample(Module):
 
 
 class GlobalMaxPool(Module):
-    """Returns the (batch_size, C) greatest features of each batch element."""
+    """Return the (batch_size, C) greatest features of each batch element.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.GlobalMaxPool()(x).shape
+        (1, 8)
+    """
 
     def __call__(self, x: SparseTensor) -> mx.array:
         """Pool; an empty element is 0."""
@@ -178,7 +210,13 @@ class GlobalMaxPool(Module):
 
 
 class GlobalSumPool(Module):
-    """Returns the (batch_size, C) sums over each batch element."""
+    """Return the (batch_size, C) sums over each batch element.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((2, 4, 4, 4, 1)))
+        >>> nn.GlobalSumPool()(x).tolist()
+        [[64.0], [64.0]]
+    """
 
     def __call__(self, x: SparseTensor) -> mx.array:
         """Pool; an empty element is 0."""
@@ -186,7 +224,14 @@ class GlobalSumPool(Module):
 
 
 class GlobalAvgPool(Module):
-    """Returns the (batch_size, C) means over each batch element."""
+    """Return the (batch_size, C) means over each batch element.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((2, 4, 4, 4, 8)))
+        >>> net = nn.Sequential(nn.GlobalAvgPool(), nn.Linear(8, 10))
+        >>> net(x).shape  # the scores of 10 classes for each batch element
+        (2, 10)
+    """
 
     def __call__(self, x: SparseTensor) -> mx.array:
         """Pool; an empty element is 0."""
@@ -194,7 +239,7 @@ class GlobalAvgPool(Module):
 
 
 class GridPooling(Module):
-    """A linear layer, the greatest of each cell, a norm and GELU.
+    """Apply a linear layer, take the maximum of each cell, then a norm and GELU.
 
     Wu et al., "Point Transformer V2", 2022; parameters are named as in Point
     Transformer V3.
@@ -205,6 +250,11 @@ class GridPooling(Module):
         stride (int or tuple): The extent of a cell. Default: ``2``.
         norm (Module, optional): A norm of the output channels; by default a
             ``LayerNorm``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> nn.GridPooling(8, 16, stride=2)(x).shape
+        (8, 16)
     """
 
     def __init__(
@@ -236,7 +286,7 @@ class GridPooling(Module):
 
 
 class GridUnpooling(Module):
-    """Features of a cell added to those of its rows, after a layer and a norm each.
+    """Add the features of a cell to its rows, after a layer and a norm for each.
 
     Args:
         in_channels (int): The number of channels of the cells.
@@ -245,6 +295,12 @@ class GridUnpooling(Module):
         stride (int or tuple): The extent of a cell. Default: ``2``.
         norm (type): ``LayerNorm``, ``BatchNorm`` or a function that makes a norm of a
             number of channels. Default: ``LayerNorm``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> coarse = nn.GridPooling(8, 16)(x)
+        >>> nn.GridUnpooling(16, 8, 4)(coarse, x).shape
+        (64, 4)
     """
 
     def __init__(
@@ -282,7 +338,7 @@ class GridUnpooling(Module):
 
 
 class ToBEV(Module):
-    """Makes a dense map of all axes but one, which is folded into the channels.
+    """Make a dense map by folding one axis into the channels.
 
     OpenPCDet's ``HeightCompression``, with the channels last, as MLX's 2D convolutions
     take them: channel ``c * D + d`` of a cell is feature c of the row at height d, and
@@ -291,6 +347,11 @@ class ToBEV(Module):
     Args:
         axis (int): The spatial axis of height: ``0`` of (z, y, x), ``-1`` of
             (x, y, z). Default: ``0``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 2, 5, 6, 8)))  # z, y, x
+        >>> nn.ToBEV()(x).shape
+        (1, 5, 6, 16)
     """
 
     def __init__(self, axis: int = 0):
