@@ -13,7 +13,7 @@ import mlx.nn
 from mlx.nn import Identity, Module
 
 from ..checks import array_of, real, whole
-from ..ops import on_features
+from ..ops import channels, on_features
 from ..ops.channels import (
     BY_TANH,
     as_its_base,
@@ -90,13 +90,30 @@ class FrozenNames(set):
 Layer = TypeVar("Layer", bound=mlx.nn.Module)
 
 
-def _on_tensors(layer: type[Layer], call: Callable | None = None) -> type[Layer]:
-    """Return an ``mlx.nn`` layer that takes tensors too, by ``call`` or MLX's own."""
+_DOC = """{what}
+
+    Takes a tensor or an array; arguments are those of ``mlx.nn.{name}``.
+
+    Examples:
+        >>> nn.{name}()(mx.array([[-1.0, 2.0]]))
+        array([[{result}]], dtype=float32)
+    """
+
+
+def _on_tensors(
+    layer: type[Layer], function: Callable, result: str, call: Callable | None = None
+) -> type[Layer]:
+    """Return an ``mlx.nn`` layer that takes tensors too, by ``call`` or MLX's own.
+
+    The docstring has the first line of a function of ``ops``, and the result for -1, 2.
+    """
 
     def of_rows(self, x):
         return on_features(by_rows(super(sparse, self).__call__), x)
 
-    body = {"__call__": call or of_rows, "__doc__": layer.__doc__}
+    what = (function.__doc__ or "").partition("\n")[0]
+    doc = _DOC.format(what=what, name=layer.__name__, result=result)
+    body = {"__call__": call or of_rows, "__doc__": doc}
     sparse = type(layer.__name__, (layer,), body | {"__module__": __name__})
     return sparse
 
@@ -112,27 +129,35 @@ def _leaky_relu(layer: mlx.nn.LeakyReLU, x):
 
 
 # Activations that kernels compute.
-ELU = as_its_base(_on_tensors(mlx.nn.ELU, lambda layer, x: elu(x, layer._alpha)))
-GELU = as_its_base(_on_tensors(mlx.nn.GELU, _gelu))
-LeakyReLU = as_its_base(_on_tensors(mlx.nn.LeakyReLU, _leaky_relu))
-ReLU = as_its_base(_on_tensors(mlx.nn.ReLU, lambda _, x: relu(x)))
-SELU = _on_tensors(mlx.nn.SELU, lambda _, x: selu(x))
-SiLU = as_its_base(_on_tensors(mlx.nn.SiLU, lambda _, x: silu(x)))
+ELU = as_its_base(
+    _on_tensors(mlx.nn.ELU, elu, "-0.632121, 2", lambda layer, x: elu(x, layer._alpha))
+)
+GELU = as_its_base(_on_tensors(mlx.nn.GELU, gelu, "-0.158655, 1.9545", _gelu))
+LeakyReLU = as_its_base(
+    _on_tensors(mlx.nn.LeakyReLU, leaky_relu, "-0.01, 2", _leaky_relu)
+)
+ReLU = as_its_base(_on_tensors(mlx.nn.ReLU, relu, "0, 2", lambda _, x: relu(x)))
+SELU = _on_tensors(mlx.nn.SELU, selu, "-1.11133, 2.1014", lambda _, x: selu(x))
+SiLU = as_its_base(
+    _on_tensors(mlx.nn.SiLU, silu, "-0.268941, 1.76159", lambda _, x: silu(x))
+)
 # Activations that MLX computes.
-CELU = _on_tensors(mlx.nn.CELU)
-GLU = _on_tensors(mlx.nn.GLU)
-HardTanh = _on_tensors(mlx.nn.HardTanh)
-Hardswish = _on_tensors(mlx.nn.Hardswish)
-LogSigmoid = _on_tensors(mlx.nn.LogSigmoid)
-LogSoftmax = _on_tensors(mlx.nn.LogSoftmax)
-Mish = _on_tensors(mlx.nn.Mish)
-ReLU2 = _on_tensors(mlx.nn.ReLU2)
-ReLU6 = _on_tensors(mlx.nn.ReLU6)
-Sigmoid = _on_tensors(mlx.nn.Sigmoid)
-Softmax = _on_tensors(mlx.nn.Softmax)
-Softplus = _on_tensors(mlx.nn.Softplus)
-Softsign = _on_tensors(mlx.nn.Softsign)
-Tanh = _on_tensors(mlx.nn.Tanh)
+CELU = _on_tensors(mlx.nn.CELU, channels.celu, "-0.632121, 2")
+GLU = _on_tensors(mlx.nn.GLU, channels.glu, "-0.880797")
+HardTanh = _on_tensors(mlx.nn.HardTanh, channels.hard_tanh, "-1, 1")
+Hardswish = _on_tensors(mlx.nn.Hardswish, channels.hardswish, "-0.333333, 1.66667")
+LogSigmoid = _on_tensors(mlx.nn.LogSigmoid, channels.log_sigmoid, "-1.31326, -0.126928")
+LogSoftmax = _on_tensors(
+    mlx.nn.LogSoftmax, channels.log_softmax, "-3.04859, -0.0485873"
+)
+Mish = _on_tensors(mlx.nn.Mish, channels.mish, "-0.303401, 1.94396")
+ReLU2 = _on_tensors(mlx.nn.ReLU2, channels.relu2, "0, 4")
+ReLU6 = _on_tensors(mlx.nn.ReLU6, channels.relu6, "0, 2")
+Sigmoid = _on_tensors(mlx.nn.Sigmoid, channels.sigmoid, "0.268941, 0.880797")
+Softmax = _on_tensors(mlx.nn.Softmax, channels.softmax, "0.0474259, 0.952574")
+Softplus = _on_tensors(mlx.nn.Softplus, channels.softplus, "0.313262, 2.12693")
+Softsign = _on_tensors(mlx.nn.Softsign, channels.softsign, "-0.5, 0.666667")
+Tanh = _on_tensors(mlx.nn.Tanh, channels.tanh, "-0.761594, 0.964028")
 
 
 class PReLU(Parameters, mlx.nn.PReLU):

@@ -64,13 +64,15 @@ def by_rows(function: Callable) -> Callable:
     return of_rows
 
 
-def _of_features(function: Callable) -> Callable:
+def _of_features(function: Callable, formula: str = "") -> Callable:
+    """Return an activation of MLX that takes tensors too, described by its formula."""
     rows = by_rows(function)
 
     @wraps(function)
     def activation(x, *args, **kwargs):
         return on_features(rows, x, *args, **kwargs)
 
+    activation.__doc__ = f"Apply {formula}."
     return activation
 
 
@@ -80,49 +82,54 @@ def activated(x: Features, act: Activation) -> Features:
 
 
 def elu(x: Features, alpha: float = 1.0) -> Features:
-    """ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
+    """Apply ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
     alpha = real(alpha, "alpha")
     act = epilogue.elu(alpha)
     return _elu(x, alpha) if act is None else activated(x, act)
 
 
 def gelu(x: Features) -> Features:
-    """GELU by the error function: ``x * Phi(x)``."""
+    """Apply GELU by the error function: ``x * Phi(x)``."""
     return activated(x, ACTIVATIONS["gelu"])
 
 
 def gelu_approx(x: Features) -> Features:
-    """GELU by tanh: ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``."""
+    """Apply GELU by tanh.
+
+    ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``.
+    """
     return activated(x, ACTIVATIONS["gelu_tanh"])
 
 
 def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
-    """Leaky ReLU: ``max(negative_slope * x, x)``."""
+    """Apply leaky ReLU: ``max(negative_slope * x, x)``."""
     negative_slope = real(negative_slope, "negative_slope")
     act = epilogue.leaky_relu(negative_slope)
     return _leaky_relu(x, negative_slope) if act is None else activated(x, act)
 
 
 def relu(x: Features) -> Features:
-    """ReLU: ``max(x, 0)``."""
+    """Apply ReLU: ``max(x, 0)``."""
     return activated(x, ACTIVATIONS["relu"])
 
 
 def selu(x: Features) -> Features:
-    """SELU: 1.0507 times an ELU with an alpha of 1.67326.
+    """Apply SELU: 1.0507 times an ELU with an alpha of 1.67326.
 
-    MLX's has NaN for a slope where ``exp(x)`` overflows: in half from 11.1 on.
+    MLX's own gradient is NaN where ``exp(x)`` overflows, from 11.1 in float16.
     """
     return elu(x, SELU_ALPHA) * SELU_SCALE
 
 
 def silu(x: Features) -> Features:
-    """SiLU: ``x * sigmoid(x)``."""
+    """Apply SiLU: ``x * sigmoid(x)``."""
     return activated(x, ACTIVATIONS["silu"])
 
 
 def prelu(x: Features, alpha: mx.array) -> Features:
-    """PReLU: ``max(0, x) + alpha * min(0, x)``, with an alpha of one or a channel.
+    """Apply PReLU: ``max(0, x) + alpha * min(0, x)``.
+
+    ``alpha`` has one value, or one for each channel.
 
     Raises:
         ValueError: alpha has the shape of neither.
@@ -140,21 +147,35 @@ def prelu(x: Features, alpha: mx.array) -> Features:
 # Of parameters that kernels do not take.
 _prelu = _of_features(mlx.nn.prelu)
 _elu, _leaky_relu = _of_features(mlx.nn.elu), _of_features(mlx.nn.leaky_relu)
-celu = _of_features(mlx.nn.celu)
-gelu_fast_approx = _of_features(mlx.nn.gelu_fast_approx)
-glu = _of_features(mlx.nn.glu)
-hard_tanh = _of_features(mlx.nn.hard_tanh)
-hardswish = _of_features(mlx.nn.hardswish)
-log_sigmoid = _of_features(mlx.nn.log_sigmoid)
-log_softmax = _of_features(mlx.nn.log_softmax)
-mish = _of_features(mlx.nn.mish)
-relu2 = _of_features(mlx.nn.relu2)
-relu6 = _of_features(mlx.nn.relu6)
-sigmoid = _of_features(mlx.nn.sigmoid)
-softmax = _of_features(mlx.nn.softmax)
-softplus = _of_features(mlx.nn.softplus)
-softsign = _of_features(mlx.nn.softsign)
-tanh = _of_features(mlx.nn.tanh)
+celu = _of_features(
+    mlx.nn.celu, "CELU: ``max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0)``"
+)
+gelu_fast_approx = _of_features(
+    mlx.nn.gelu_fast_approx, "GELU by the logistic function: ``x * sigmoid(1.702 * x)``"
+)
+glu = _of_features(
+    mlx.nn.glu, "GLU: half of the channels times ``sigmoid`` of the other half"
+)
+hard_tanh = _of_features(
+    mlx.nn.hard_tanh, "HardTanh: ``min(max(x, min_val), max_val)``"
+)
+hardswish = _of_features(
+    mlx.nn.hardswish, "Hardswish: ``x * min(max(x + 3, 0), 6) / 6``"
+)
+log_sigmoid = _of_features(mlx.nn.log_sigmoid, "LogSigmoid: ``log(sigmoid(x))``")
+log_softmax = _of_features(
+    mlx.nn.log_softmax, "LogSoftmax over the channels: ``x - log(sum(exp(x)))``"
+)
+mish = _of_features(mlx.nn.mish, "Mish: ``x * tanh(softplus(x))``")
+relu2 = _of_features(mlx.nn.relu2, "ReLU squared: ``max(x, 0) ** 2``")
+relu6 = _of_features(mlx.nn.relu6, "ReLU6: ``min(max(x, 0), 6)``")
+sigmoid = _of_features(mlx.nn.sigmoid, "the logistic function: ``1 / (1 + exp(-x))``")
+softmax = _of_features(
+    mlx.nn.softmax, "softmax over the channels: ``exp(x) / sum(exp(x))``"
+)
+softplus = _of_features(mlx.nn.softplus, "softplus: ``log(1 + exp(x))``")
+softsign = _of_features(mlx.nn.softsign, "softsign: ``x / (1 + abs(x))``")
+tanh = _of_features(mlx.nn.tanh, "the hyperbolic tangent: ``tanh(x)``")
 
 
 Layer = TypeVar("Layer", bound=type[mlx.nn.Module])
