@@ -497,6 +497,12 @@ def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
 
     Free if both share a key; else rows are matched by value, once for each pair of
     sets. Raises a ValueError if the two do not have the same rows.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> y = ml.SparseTensor(mx.array([[0, 1], [0, 0]]), mx.array([[3.0], [4.0]]))
+        >>> ops.align(x, like=y).feats[:, 0].tolist()  # cell 1, then cell 0
+        [2.0, 1.0]
     """
     expect_tensor(x, flags=True)
     expect_tensor(like, "like", flags=True)

@@ -75,6 +75,12 @@ def full_attention(
     """Attend among all rows of each batch element.
 
     Arguments, result and errors are those of ``window_attention``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> q = k = v = mx.random.normal((len(x), 2, 4))  # 2 heads of 4 channels
+        >>> ops.full_attention(q, k, v, x).shape
+        (64, 2, 4)
     """
     return _attend(q, k, v, like, ("full",), scale)
 
@@ -114,6 +120,12 @@ def window_attention(
     Raises:
         TypeError: dtypes differ.
         ValueError: shapes do not fit.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> q = k = v = mx.random.normal((len(x), 2, 4))
+        >>> ops.window_attention(q, k, v, x, window=2).shape
+        (64, 2, 4)
     """
     expect_tensor(like, "like", flags=True)
     window = per_axis(window, like.dims, "window")
@@ -154,6 +166,12 @@ def serialized_attention(
             axis the entry of the query's cell minus the key's, from ``-bound`` on and
             no further than the bound (Point Transformer V3's relative positions). Such
             scores are computed in float32 by MLX operations, a part at a time.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> q = k = v = mx.random.normal((len(x), 2, 4))
+        >>> ops.serialized_attention(q, k, v, x, patch=16, order="z").shape
+        (64, 2, 4)
     """
     expect_tensor(like, "like", flags=True)
     lattice.check_curve(order, like.dims)
@@ -315,6 +333,12 @@ def curve_order(
 
     Raises:
         ValueError: there is no such curve, or a coordinate does not fit the bits.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 2, 2, 1)))
+        >>> rows = ops.curve_order(x, "hilbert")
+        >>> x.coords[rows, 1:].tolist()
+        [[0, 0], [0, 1], [1, 1], [1, 0]]
     """
     curve = _curve(x, order, bits)
     if len(x) == 0:
@@ -331,6 +355,11 @@ def curve_code(
 
     Raises:
         ValueError: as for ``curve_order``, or a code has more than 62 bits.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 2, 2, 1)))
+        >>> ops.curve_code(x, "z").tolist()
+        [0, 1, 2, 3]
     """
     curve = _curve(x, order, bits)
     if len(x) == 0:
@@ -502,6 +531,13 @@ def cross_attention(
     Raises:
         TypeError: dtypes differ.
         ValueError: shapes do not fit, or there are more batch elements than sequences.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> q = mx.random.normal((len(x), 2, 4))
+        >>> k = v = mx.random.normal((1, 5, 2, 4))  # 5 tokens for the one batch element
+        >>> ops.cross_attention(q, k, v, x).shape
+        (64, 2, 4)
     """
     q, k, v, lengths = arrays_of(q=q, k=k, v=v, lengths=lengths)
     _check_sequences((q, k, v), like, lengths)
@@ -642,6 +678,12 @@ def to_sequences(
 
     Raises:
         ValueError: the lengths do not add up to the rows of the array.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1], [1, 7]]), mx.ones((3, 8)))
+        >>> sequences, lengths = ops.to_sequences(x)
+        >>> sequences.shape, lengths.tolist()
+        ((2, 2, 8), [2, 1])
     """
     if isinstance(x, SparseTensor) or lengths is None:
         expect_tensor(x, flags=True)
@@ -780,7 +822,7 @@ def rotary(
     positions: mx.array | None = None,
     pairs: str = "neighbours",
 ) -> mx.array:
-    """Rotate queries or keys by their coordinates: scores see differences alone.
+    """Rotate queries or keys by their coordinates (rotary position embedding, RoPE).
 
     RoPE for each axis (Su et al., 2021): of the D / 2 pairs of channels the first
     ``D // 2 // dims`` rotate with the first axis, and so on; pair j of an axis rotates
@@ -804,6 +846,12 @@ def rotary(
         TypeError: x is not floating.
         ValueError: D is odd or has no pair for each axis, is for "halves" no multiple
             of twice the axes, shapes do not fit, or the base is not positive.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> q = mx.random.normal((len(x), 2, 12))
+        >>> ops.rotary(q, x).shape
+        (64, 2, 12)
     """
     expect_tensor(like, "like", flags=True)
     x, (positions,) = array_of(x, "x"), arrays_of(positions=positions)

@@ -28,10 +28,15 @@ _ROUNDS = 8
 
 
 def box_corners(boxes: mx.array) -> mx.array:
-    """Return (N, 4, 2) corners from above, counterclockwise.
+    """Return the (N, 4, 2) corners of boxes from above, counterclockwise.
 
     Args:
         boxes: (N, 7 or more) float.
+
+    Examples:
+        >>> box = mx.array([[0.0, 0.0, 0.0, 4.0, 2.0, 1.5, 0.0]])  # centre, size, angle
+        >>> ops.box_corners(box)[0].tolist()
+        [[-2.0, -1.0], [2.0, -1.0], [2.0, 1.0], [-2.0, 1.0]]
     """
     boxes = _checked(boxes)
     half = 0.5 * boxes[:, None, 3:5]
@@ -51,6 +56,11 @@ def rotated_overlap(a: mx.array, b: mx.array) -> mx.array:
     Args:
         a: (N, 7 or more) float; extents are 0 or more.
         b: (M, 7 or more) float.
+
+    Examples:
+        >>> box = mx.array([[0.0, 0.0, 0.0, 4.0, 2.0, 1.5, 0.0]])
+        >>> ops.rotated_overlap(box, box + mx.array([2.0, 0, 0, 0, 0, 0, 0])).item()
+        4.0
     """
     a, b = _checked(a), _checked(b)
     if not (len(a) and len(b)):
@@ -68,6 +78,12 @@ def rotated_iou(a: mx.array, b: mx.array) -> mx.array:
     Args:
         a: (N, 7 or more) float; extents are 0 or more.
         b: (M, 7 or more) float.
+
+    Examples:
+        >>> box = mx.array([[0.0, 0.0, 0.0, 4.0, 2.0, 1.5, 0.0]])
+        >>> iou = ops.rotated_iou(box, box + mx.array([2.0, 0, 0, 0, 0, 0, 0]))
+        >>> round(iou.item(), 3)
+        0.333
     """
     common = rotated_overlap(a, b)
     areas = [mx.abs(x[:, 3] * x[:, 4]) for x in (_checked(a), _checked(b))]
@@ -81,6 +97,10 @@ def sort_scores(scores: mx.array) -> mx.array:
 
     Args:
         scores: (..., N) float.
+
+    Examples:
+        >>> ops.sort_scores(mx.array([0.5, 0.9, 0.7])).tolist()
+        [1, 2, 0]
     """
     scores = array_of(scores, "scores")
     if not scores.size:
@@ -121,6 +141,12 @@ def nms_rotated(
 
     Returns:
         (M,) int64.
+
+    Examples:
+        >>> box = mx.array([[0.0, 0.0, 0.0, 4.0, 2.0, 1.5, 0.0]])
+        >>> boxes = mx.concatenate([box, box, box + 9.0])
+        >>> ops.nms_rotated(boxes, mx.array([0.5, 0.9, 0.7]), 0.5).tolist()
+        [1, 2]
     """
     boxes, scores = _checked(boxes), array_of(scores, "scores")
     if tuple(scores.shape) != (len(boxes),):

@@ -43,7 +43,13 @@ SELU_ALPHA, SELU_SCALE = 1.67326, 1.0507
 
 
 def on_features(function: Callable, x: Features, *args, **kwargs):
-    """Apply a function of (N, C) features, which keeps N, to a tensor or an array."""
+    """Apply a function of (N, C) features, which keeps N, to a tensor or an array.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.on_features(mx.tanh, x).shape
+        (64, 8)
+    """
     y = function(features_of(x), *args, **kwargs)
     return x.replace(y) if isinstance(x, SparseTensor) else y
 
@@ -109,7 +115,12 @@ def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
 
 
 def relu(x: Features) -> Features:
-    """Apply ReLU: ``max(x, 0)``."""
+    """Apply ReLU: ``max(x, 0)``.
+
+    Examples:
+        >>> ops.relu(mx.array([[-1.0, 2.0]])).tolist()
+        [[0.0, 2.0]]
+    """
     return activated(x, ACTIVATIONS["relu"])
 
 
@@ -133,6 +144,10 @@ def prelu(x: Features, alpha: mx.array) -> Features:
 
     Raises:
         ValueError: alpha has the shape of neither.
+
+    Examples:
+        >>> ops.prelu(mx.array([[-2.0, 3.0]]), mx.array([0.5])).tolist()
+        [[-1.0, 3.0]]
     """
     feats, alpha = features_of(x), array_of(alpha, "alpha")
     # MLX's is compiled for any shapes, and reads beyond what does not broadcast.
@@ -278,6 +293,11 @@ def space_to_channel(
 
     Raises:
         ValueError: ``factor`` or ``order`` is not possible.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.space_to_channel(x, factor=2).shape
+        (8, 64)
     """
     factor = _check(x, factor, order)
     relation = x.manager.kernel_relation(
@@ -320,6 +340,12 @@ def channel_to_space(
     Raises:
         ValueError: K does not divide the channels, shapes do not fit, both sets are
             given, or a row would lie beyond int32.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> y = ops.space_to_channel(x)
+        >>> ops.channel_to_space(y, coordinates=x).shape
+        (64, 8)
     """
     volume = prod(_check(x, factor, order))
     if x.channels % volume:
@@ -505,7 +531,7 @@ def rows_of(parts: mx.array, slots: Slots, first: int, last: int) -> mx.array:
 
 
 def channel_avg_pool(x: Features, channels: int) -> Features:
-    """Return the means of neighbouring channels, as many as there are for each.
+    """Return fewer channels, each the mean of neighbouring ones.
 
     ``feats.reshape(N, channels, -1).mean(-1)``, added up in float32: TRELLIS.2 reduces
     the channels of joined rows so.
@@ -519,6 +545,10 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
 
     Raises:
         ValueError: ``channels`` does not divide C.
+
+    Examples:
+        >>> ops.channel_avg_pool(mx.array([[1.0, 3.0, 5.0, 7.0]]), 2).tolist()
+        [[2.0, 6.0]]
     """
     if isinstance(x, SparseTensor):
         expect_tensor(x)
@@ -545,6 +575,10 @@ def channel_repeat(x: Features, times: int) -> Features:
 
     Raises:
         ValueError: ``times`` is below 1.
+
+    Examples:
+        >>> ops.channel_repeat(mx.array([[1.0, 2.0]]), 2).tolist()
+        [[1.0, 1.0, 2.0, 2.0]]
     """
     times = whole(times, "times", 1)
     return on_features(_repeats, x, times, 1)

@@ -171,6 +171,13 @@ def sparse_conv(
     Raises:
         TypeError: dtypes differ.
         ValueError: shapes do not fit.
+
+    Examples:
+        >>> points = mx.random.uniform(shape=(100, 4)) * mx.array([0.0, 1.0, 1.0, 1.0])
+        >>> relation = ops.knn(points, k=8).relation(by_rank=True)
+        >>> weight = mx.random.normal((8, 3, 16))  # one matrix for each rank
+        >>> ops.sparse_conv(points[:, 1:], weight, relation).shape
+        (100, 16)
     """
     feats, bias = arrays_of(feats=feats, bias=bias)
     if not isinstance(weight, QuantizedWeight | IntegerWeight):
@@ -192,7 +199,7 @@ def conv(
     support: str = "cell",
     coordinates: Coordinates = None,
 ) -> SparseTensor:
-    """Convolve: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
+    """Apply a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
 
     Args:
         x: input.
@@ -215,6 +222,12 @@ def conv(
     Raises:
         TypeError: dtypes differ.
         ValueError: shapes, dimensions or coordinates do not fit.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> weight = mx.random.normal((16, 2, 2, 2, 8))
+        >>> ops.conv3d(x, weight, kernel_size=2, stride=2).shape
+        (8, 16)
     """
     w, (bias,) = fitting(weight, x.dims, kernel_size, offsets), arrays_of(bias=bias)
     relation = forward_relation(
@@ -240,9 +253,15 @@ def subm_conv(
     offsets: Sequence[Sequence[int]] | None = None,
     groups: int = 1,
 ) -> SparseTensor:
-    """Convolve on the input's own rows, which keep their order and key.
+    """Apply a submanifold convolution: the output has the rows and key of the input.
 
     Arguments and errors are those of ``conv3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> weight = mx.random.normal((16, 3, 3, 3, 8))
+        >>> ops.subm_conv3d(x, weight).shape
+        (64, 16)
     """
     w, (bias,) = fitting(weight, x.dims, kernel_size, offsets), arrays_of(bias=bias)
     relation = x.manager.submanifold_kernel_relation(
@@ -263,11 +282,18 @@ def conv_transpose(
     groups: int = 1,
     coordinates: Coordinates = None,
 ) -> SparseTensor:
-    """Convolve with the roles swapped: ``out = in * stride + offset_k``.
+    """Apply a transposed convolution: ``out = in * stride + offset_k``.
 
     Output rows are ``coordinates``, or the finer set that an earlier strided
     convolution consumed; with stride 1 they are the input's own. Arguments and errors
     are those of ``conv3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> weight = mx.random.normal((4, 2, 2, 2, 8))
+        >>> coarse = ops.max_pool3d(x)
+        >>> ops.conv_transpose3d(coarse, weight, coordinates=x).shape
+        (64, 4)
     """
     kernel = kernel_size, stride, padding, dilation
     return _transposed(x, weight, bias, *kernel, groups, coordinates, False)
@@ -285,10 +311,16 @@ def generative_conv_transpose(
     groups: int = 1,
     coordinates: Coordinates = None,
 ) -> SparseTensor:
-    """Convolve as ``conv_transpose3d`` onto every row that the kernel reaches.
+    """Apply a transposed convolution onto every row that the kernel reaches.
 
     The rows are sorted and unique. With ``coordinates`` exactly those rows are
     computed, in their order. Arguments and errors are those of ``conv3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 5, 5, 5]]), mx.ones((1, 8)))
+        >>> weight = mx.random.normal((4, 2, 2, 2, 8))
+        >>> ops.generative_conv_transpose3d(x, weight).shape
+        (8, 4)
     """
     kernel = kernel_size, stride, padding, dilation
     return _transposed(x, weight, bias, *kernel, groups, coordinates, True)

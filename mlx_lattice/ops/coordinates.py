@@ -29,13 +29,19 @@ __all__ = [
 
 
 def cat(tensors: Sequence[SparseTensor]) -> SparseTensor:
-    """Concatenate channels on the first tensor's rows (skip connections).
+    """Concatenate the channels of tensors on the rows of the first (skip connections).
 
     Integer tensors are joined in the greatest of their scales.
 
     Raises:
         ValueError: the tensors do not have the same coordinates.
         TypeError: their dtypes differ.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> ops.cat([x, y]).shape
+        (64, 24)
     """
     tensors = tensors_of(tensors, "cat")
     first = tensors[0]
@@ -68,6 +74,12 @@ def union(
         x, y, others: tensors of one lattice and equal channels.
         combine: combines the (N, C) features of two tensors, from left to right; a row
             that a tensor lacks counts as zeros. It may be the last positional argument.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> y = ml.SparseTensor(mx.array([[0, 1], [0, 2]]), mx.array([[3.0], [4.0]]))
+        >>> ops.union(x, y).feats[:, 0].tolist()  # cells 0, 1 and 2
+        [1.0, 5.0, 4.0]
     """
     if others and not isinstance(others[-1], SparseTensor) and callable(others[-1]):
         *others, combine = others
@@ -93,7 +105,13 @@ def _expect_one_lattice(x: SparseTensor, y: SparseTensor) -> None:
 
 
 def lookup(x: SparseTensor, coords: mx.array) -> mx.array:
-    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1."""
+    """Return the (Q,) int32 row of each (Q, 1 + D) coordinate in ``x``, or -1.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 4], [0, 6]]), mx.ones((2, 8)))
+        >>> ops.lookup(x, mx.array([[0, 6], [0, 5]])).tolist()
+        [1, -1]
+    """
     expect_tensor(x, flags=True)
     if isinstance(coords, SparseTensor):
         raise TypeError(
@@ -133,6 +151,12 @@ def unique_sum(
     Raises:
         ValueError: a batch index is negative or not below ``batch_size``, or a row lies
             outside ``spatial_shape``.
+
+    Examples:
+        >>> coords = mx.array([[0, 5], [0, 5], [0, 2]])
+        >>> x = ops.unique_sum(coords, mx.array([[1.0], [2.0], [4.0]]))
+        >>> x.coords.tolist(), x.feats[:, 0].tolist()
+        ([[0, 2], [0, 5]], [4.0, 3.0])
     """
     if isinstance(x, SparseTensor):
         expect_tensor(x)
@@ -172,7 +196,14 @@ def intersection(
     y: SparseTensor,
     combine: Callable[[mx.array, mx.array], mx.array] = mx.multiply,
 ) -> SparseTensor:
-    """Join two tensors on the rows that both have, in the order of ``x``."""
+    """Join two tensors on the rows that both have, in the order of ``x``.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> y = ml.SparseTensor(mx.array([[0, 1], [0, 2]]), mx.array([[3.0], [4.0]]))
+        >>> ops.intersection(x, y).feats[:, 0].tolist()  # cell 1
+        [6.0]
+    """
     _expect_one_lattice(x, y)
     if combine is mx.multiply and 1 not in (x.channels, y.channels):
         _expect_one_width([x, y], "intersection")
@@ -182,13 +213,26 @@ def intersection(
 
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
-    """Return the rows of ``x`` that ``y`` lacks, in their order."""
+    """Return the rows of ``x`` that ``y`` lacks, in their order.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> y = ml.SparseTensor(mx.array([[0, 1], [0, 2]]), mx.array([[3.0], [4.0]]))
+        >>> ops.difference(x, y).coords.tolist()
+        [[0, 0]]
+    """
     _expect_one_lattice(x, y)
     return _part(x, alone(x.manager, x.coordinate_set, y.coordinate_set))
 
 
 def prune(x: SparseTensor, mask: mx.array) -> SparseTensor:
-    """Keep the rows where ``mask``, (N,) bool, is true, in their order."""
+    """Keep the rows where ``mask``, (N,) bool, is true, in their order.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1], [0, 2]]), mx.ones((3, 8)))
+        >>> ops.prune(x, mx.array([True, False, True])).coords.tolist()
+        [[0, 0], [0, 2]]
+    """
     expect_tensor(x, flags=True)
     mask = _mask_of(x, mask, "mask")
     return _part(x, part_of(x.manager, x.coordinate_set, mask))
@@ -228,6 +272,11 @@ def prune_by_logits(
 
     Raises:
         ValueError: shapes do not fit.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> ops.prune_by_logits(x, mx.array([-3.0, 0.5])).coords.tolist()
+        [[0, 1]]
     """
     expect_tensor(x)
     if isinstance(logits, SparseTensor):
@@ -250,7 +299,13 @@ def prune_by_logits(
 def crop(
     x: SparseTensor, low: int | Sequence[int], high: int | Sequence[int]
 ) -> SparseTensor:
-    """Keep the rows with ``low <= coordinate < high`` on every spatial axis."""
+    """Keep the rows with ``low <= coordinate < high`` on every spatial axis.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.crop(x, low=1, high=3).shape  # 2 x 2 x 2 cells
+        (8, 8)
+    """
     expect_tensor(x, flags=True)
     box = [
         mx.array(per_axis(corner, x.dims, name, least=-INT32_LIMIT))
@@ -270,6 +325,11 @@ def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
         x: input.
         scores: (N,) floating.
         k: rows to keep of each batch element.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1], [0, 2]]), mx.ones((3, 8)))
+        >>> ops.top_k(x, mx.array([0.9, 0.1, 0.5]), k=2).coords.tolist()
+        [[0, 0], [0, 2]]
     """
     expect_tensor(x, flags=True)
     scores, k = array_of(scores, "scores"), whole(k, "k")
@@ -310,6 +370,12 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
     Tensors of several batch elements keep them apart: indices are shifted by the
     batch sizes before.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.ones((2, 3)))
+        >>> y = ml.SparseTensor(mx.array([[0, 7]]), mx.ones((1, 3)))
+        >>> ops.batch([x, y]).coords.tolist()
+        [[0, 0], [0, 1], [1, 7]]
     """
     tensors = tensors_of(tensors, "batch")
     for x in tensors:
@@ -374,6 +440,11 @@ def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included.
 
     Where elements begin is read once a set, and their own sets are kept with it.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1], [1, 7]]), mx.ones((3, 8)))
+        >>> [len(element) for element in ops.unbatch(x)]
+        [2, 1]
     """
     rows, coordinate_set, feats = batch_rows(x), x.coordinate_set, x.feats
 

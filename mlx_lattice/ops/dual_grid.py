@@ -103,6 +103,13 @@ def dual_grid_mesh(
     Raises:
         ValueError: shapes do not fit, coordinates repeat, or ``train`` without weights.
         TypeError: something is no tensor.
+
+    Examples:
+        >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))
+        >>> grid = ops.DualGrid(vertices, mx.ones((8, 3), dtype=mx.bool_))
+        >>> mesh = ops.dual_grid_mesh(grid)
+        >>> mesh.vertices.shape, mesh.faces.shape
+        ((8, 3), (12, 3))
     """
     x, flags, split = _checked(grid, train)
     scale, low = (

@@ -46,6 +46,11 @@ def batch_stats(feats: mx.array) -> tuple[mx.array, mx.array]:
 
     Returns:
         Two (C,) arrays; zeros if N = 0.
+
+    Examples:
+        >>> mean, var = ops.batch_stats(mx.array([[1.0], [3.0]]))
+        >>> mean.item(), var.item()
+        (2.0, 1.0)
     """
     feats = features_of(feats)
     expect_rows(feats)
@@ -82,6 +87,11 @@ def batch_norm(
         TypeError: the features are not floating.
         ValueError: one of ``mean`` and ``var`` was given without the other, the
             activation has another name, or an array another shape.
+
+    Examples:
+        >>> y = ops.batch_norm(mx.array([[1.0], [3.0]]))
+        >>> [round(value, 3) for value in y[:, 0].tolist()]
+        [-1.0, 1.0]
     """
     if (mean is None) != (var is None):
         raise ValueError("mean and var go together: give both, or neither")
@@ -122,6 +132,11 @@ def group_norm(
 
     Raises:
         ValueError: ``groups`` does not divide the channels, or shapes do not fit.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.group_norm(x, groups=4).shape
+        (64, 8)
     """
     expect_tensor(x)
     groups, eps = whole(groups, "groups", 1), real(eps, "eps", 0.0)
@@ -156,6 +171,11 @@ def instance_norm(
     """Normalise each channel over the rows of each batch element.
 
     Arguments are those of ``group_norm``, with one channel a group.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.instance_norm(x, activation="silu").shape
+        (64, 8)
     """
     expect_tensor(x)
     return group_norm(
@@ -182,6 +202,11 @@ def layer_norm(
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
         residual, activation: as of ``batch_norm``.
+
+    Examples:
+        >>> y = ops.layer_norm(mx.array([[1.0, 3.0]]), activation="relu")
+        >>> [round(value, 3) for value in y[0].tolist()]
+        [0.0, 1.0]
     """
     feats, eps = features_of(x), real(eps, "eps", 0.0)
     weight, bias = arrays_of(weight=weight, bias=bias)
@@ -209,6 +234,11 @@ def rms_norm(
         x: tensor, or its (N, C) features.
         weight: (C,) scale.
         eps: added to the mean square.
+
+    Examples:
+        >>> y = ops.rms_norm(mx.array([[3.0, 4.0]]))
+        >>> [round(value, 3) for value in y[0].tolist()]
+        [0.849, 1.131]
     """
     feats, eps = features_of(x), real(eps, "eps", 0.0)
     (weight,) = arrays_of(weight=weight)
@@ -242,6 +272,12 @@ def modulate(
 
     Raises:
         ValueError: shapes do not fit.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> shift, scale = mx.ones((1, 8)), mx.full((1, 8), 2.0)
+        >>> ops.modulate(x, shift, scale).feats[0, 0].item()
+        4.0
     """
     shift, scale = _values(x, shift=shift, scale=scale)
     scale = 1 + scale.astype(mx.float32)
@@ -257,6 +293,11 @@ def gate(
     """Return ``x * by + residual`` with the values of each batch element.
 
     Arguments, launches, result and errors are those of ``modulate``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.gate(x, mx.full((1, 8), 0.5), residual=x).feats[0, 0].item()
+        1.5
     """
     (by,) = _values(x, by=by)
     if isinstance(x, SparseTensor):

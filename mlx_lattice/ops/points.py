@@ -96,6 +96,11 @@ def interpolate(
     Raises:
         ValueError: shapes or modes do not fit, a batch index is not whole, or a point
             is not finite or beyond int32.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> ops.interpolate(x, mx.array([[0.0, 0.25], [0.0, 1.0]])).tolist()
+        [[1.25], [2.0]]
     """
     expect_tensor(x)
     if mode not in MODES:
@@ -178,6 +183,12 @@ def upsample_linear(
 
     Raises:
         ValueError: dimensions do not fit, or no target is known.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> fine = mx.array([[0, 0], [0, 1], [0, 2], [0, 3]])
+        >>> ops.upsample_linear1d(x, coordinates=fine).feats[:, 0].tolist()
+        [1.0, 1.25, 1.75, 2.0]
     """
     expect_tensor(x)
     steps = per_axis(scale, x.dims, "scale")
@@ -250,7 +261,7 @@ def _between(fine: CoordinateSet, steps: tuple[int, ...]) -> tuple[BoxedRows, mx
 
 
 def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
-    """Give each point the features of the voxel it went to.
+    """Give each point the features of its voxel.
 
     Args:
         x: tensor, or its (N, C) features.
@@ -264,6 +275,12 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
         ValueError: ``inverse`` is not a vector of integers.
         RuntimeError: it names a row that is not there, on the CPU with the compiled
             extension when it is computed; elsewhere such a point has zeros.
+
+    Examples:
+        >>> voxels = mx.array([[1.0], [2.0]])
+        >>> inverse = mx.array([1, 0, 1])  # the voxel of each point
+        >>> ops.devoxelize(voxels, inverse).tolist()
+        [[2.0], [1.0], [2.0]]
     """
     feats, inverse = features_of(x), array_of(inverse, "inverse")
     if inverse.ndim != 1 or not mx.issubdtype(inverse.dtype, mx.integer):
@@ -323,6 +340,11 @@ def grid_sample_3d(
     Raises:
         ValueError: shapes, mode or units do not fit, "normalised" without a
             ``spatial_shape``, or a point is not finite or beyond int32.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.grid_sample_3d(x, mx.array([[[1.5, 1.5, 1.5]]])).shape
+        (1, 1, 8)
     """
     expect_tensor(x)
     if x.dims != 3:
@@ -617,7 +639,7 @@ def knn(
     *,
     radius: float = math.inf,
 ) -> NearestRows:
-    """Find the k nearest points of each query, of its own batch element.
+    """Find the k nearest points of each query within its batch element.
 
     Exact. Neighbours stand by distance, equally distant ones by row; a query that is
     one of the points finds itself too. There is no tree: points are put into cells,
@@ -637,6 +659,12 @@ def knn(
     Raises:
         ValueError: shapes or kinds do not fit, a position is not finite, integers span
             2^24 cells, or over 1024 points lie in a point's place on average.
+
+    Examples:
+        >>> points = mx.array([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])  # batch, x
+        >>> near = ops.knn(points, k=2)
+        >>> near.rows.tolist(), near.distances.tolist()
+        ([[0, 1], [1, 0], [2, 1]], [[0.0, 1.0], [0.0, 1.0], [0.0, 4.0]])
     """
     points, queries = _positions(points, queries)
     k = whole(k, "k", 1)
@@ -682,7 +710,7 @@ def radius_neighbours(
     radius: float,
     queries: SparseTensor | mx.array | None = None,
 ) -> NeighbourLists:
-    """Find all points within a radius of each query, of its own batch element.
+    """Find all points within a radius of each query and in its batch element.
 
     Distances up to the radius itself count; neighbours stand by distance, equally
     distant ones by row. ``knn(points, k, radius=radius)`` finds at most k of them.
@@ -690,6 +718,12 @@ def radius_neighbours(
 
     Raises:
         ValueError: as for ``knn``, or there are 2^31 neighbours or more.
+
+    Examples:
+        >>> points = mx.array([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])  # batch, x
+        >>> near = ops.radius_neighbours(points, radius=2.0)
+        >>> near.counts.tolist(), near.rows.tolist()
+        ([2, 2, 1], [0, 1, 1, 0, 2])
     """
     points, queries = _positions(points, queries)
     radius = real(radius, "radius", 0.0)

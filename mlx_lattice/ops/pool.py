@@ -149,6 +149,11 @@ def global_max_pool(x: SparseTensor) -> mx.array:
 
     Ties, and so gradients, go to the first row; an empty element is 0. Reads the
     sizes of the elements once a coordinate set.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0]], [[3.0], [2.0]]]))
+        >>> ops.global_max_pool(x).tolist()  # a line for each batch element
+        [[5.0], [3.0]]
     """
     expect_tensor(x)
     rows = batch_rows(x)
@@ -160,6 +165,11 @@ def global_sum_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) sums over each batch element, added in float32.
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0]], [[3.0], [2.0]]]))
+        >>> ops.global_sum_pool(x).tolist()
+        [[6.0], [5.0]]
     """
     expect_tensor(x)
     rows = batch_rows(x)
@@ -170,6 +180,11 @@ def global_avg_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) means over each batch element, made in float32.
 
     An empty element is 0. Reads the sizes of the elements once a coordinate set.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0]], [[3.0], [2.0]]]))
+        >>> ops.global_avg_pool(x).tolist()
+        [[3.0], [2.5]]
     """
     expect_tensor(x)
     rows = batch_rows(x)
@@ -287,6 +302,11 @@ def sparse_pool(
 
     Raises:
         ValueError: shapes do not fit the relation, or it has no table.
+
+    Examples:
+        >>> relation = ml.Relation.from_edges([0, 1, 1], [0, 0, 1], [0, 1, 0], 2, 2, 2)
+        >>> ops.sparse_pool(mx.array([[1.0], [5.0]]), relation, "avg").tolist()
+        [[3.0], [5.0]]
     """
     if mode not in POOLS:
         raise ValueError(f"mode must be one of {POOLS}; got {mode!r}")
@@ -342,6 +362,11 @@ def max_pool(
 
     Raises:
         ValueError: dimensions, kernel or coordinates do not fit.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> ops.max_pool3d(x, kernel_size=2).shape
+        (8, 8)
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = forward_relation(x, coordinates, support, **kernel)
@@ -366,6 +391,11 @@ def avg_pool(
     ``count="active"`` divides by their number, ``"volume"`` by the kernel's, as dense
     pooling does. The other arguments, row order and errors are those of
     ``max_pool3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
+        >>> ops.avg_pool1d(x).feats.tolist()  # cell 2 is not active
+        [[3.0], [2.0]]
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = forward_relation(x, coordinates, support, **kernel)
@@ -385,6 +415,11 @@ def sum_pool(
     """Add up the active inputs under the kernel, in float32.
 
     Arguments, row order and errors are those of ``max_pool3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
+        >>> ops.sum_pool1d(x).feats.tolist()
+        [[6.0], [2.0]]
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = forward_relation(x, coordinates, support, **kernel)
@@ -414,6 +449,12 @@ def sum_pool_transpose(
 
     Raises:
         ValueError: dimensions do not fit, or no target is known.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> coarse = ops.sum_pool3d(x)
+        >>> ops.sum_pool_transpose3d(coarse, coordinates=x).feats[0, 0].item()
+        8.0
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = transposed_relation(x, coordinates, **kernel)
@@ -432,6 +473,12 @@ def avg_pool_transpose(
     """Average the active inputs of each finer row, over the same edges.
 
     Arguments, rows and errors are those of ``sum_pool_transpose3d``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> coarse = ops.avg_pool3d(x)
+        >>> ops.avg_pool_transpose3d(coarse, coordinates=x).feats[0, 0].item()
+        1.0
     """
     kernel = _kernel(x, kernel_size, stride, padding, dilation)
     relation = transposed_relation(x, coordinates, **kernel)
@@ -455,6 +502,12 @@ def upsample_nearest(
 
     Raises:
         ValueError: dimensions do not fit, or no target is known.
+
+    Examples:
+        >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
+        >>> fine = mx.array([[0, 0], [0, 1], [0, 2], [0, 3]])
+        >>> ops.upsample_nearest1d(x, coordinates=fine).feats[:, 0].tolist()
+        [1.0, 1.0, 2.0, 2.0]
     """
     return sum_pool_transpose(x, scale, padding=0, coordinates=coordinates)
 
@@ -472,6 +525,12 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
 
     Raises:
         ValueError: ``x`` is not on the pooled rows, or its channels differ.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [2.0]]]))
+        >>> y, indices = ops.max_pool1d(x, return_indices=True)
+        >>> ops.max_unpool(y, indices).feats[:, 0].tolist()
+        [0.0, 5.0, 2.0]
     """
     expect_tensor(x)
     if not isinstance(indices, PoolIndices):
