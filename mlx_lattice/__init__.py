@@ -5,6 +5,7 @@ from .distribution import __version__ as __version__
 
 # isort: split
 from . import models, nn, ops, optimizers, routes
+from .checks import LatticeWarning
 from .compiled import Compiled, compile
 from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
@@ -54,6 +55,7 @@ __all__ = [
     "IntegerTensor",
     "IntegerWeight",
     "KernelSpec",
+    "LatticeWarning",
     "MemoryLimitError",
     "Preparation",
     "Problem",

@@ -13,6 +13,10 @@ INT32_LIMIT = 1 << 31
 AXES = (1, 2, 3, 4)  # how many spatial axes there may be
 
 
+class LatticeWarning(UserWarning):
+    """The category of this package's warnings."""
+
+
 def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int:
     """Return an int, of Python or NumPy, of at least ``least``, or raise."""
     try:

@@ -140,15 +140,16 @@ def _add_run(commands) -> None:
 
 def _add_nets(commands) -> None:
     """Add the commands that run a net, which share options."""
-    net, some, scan, points, tiles, mesh = (
-        argparse.ArgumentParser(add_help=False) for _ in range(6)
+    net, some, own, scan, points, tiles, mesh = (
+        argparse.ArgumentParser(add_help=False) for _ in range(7)
     )
     says = "folder of the net, or owner/name on a hub; the docs list published weights"
     for parent in (net, some):  # evaluate can do without a net
         add = parent.add_argument
         add("--model", required=parent is net, metavar="FOLDER", help=says)
         add("--revision", help="branch, tag or commit of owner/name")
-        add("--code", metavar="FILE.py", help="run this file, which defines the net")
+    says = "import this Python file, which defines the class of your own net"
+    own.add_argument("--code", metavar="FILE.py", help=says)
     scan.add_argument("scan", metavar="SCAN", help="a point-cloud file")
     add = points.add_argument
     add(
@@ -171,13 +172,13 @@ def _add_nets(commands) -> None:
     says = (
         "label a scan's points by class: a copy of the file, or colours and a picture"
     )
-    parents = [scan, points, net, tiles]
+    parents = [scan, points, net, own, tiles]
     add = commands.add_parser("segment", parents=parents, help=says).add_argument
     says = "folder for a coloured .ply and a picture; or .las, .laz, .ply or .npz file"
     add("--out", metavar="PLACE", default="segmented", help=says)
 
     says = "print IoU and accuracy of each class: a net's, or of a file's labels"
-    parents = [points, some, tiles]
+    parents = [points, some, own, tiles]
     add = commands.add_parser("evaluate", parents=parents, help=says).add_argument
     add("scans", metavar="SCAN", nargs="+", help="point-cloud files with labels")
     says = "files with labels to compare, one for each SCAN; in place of --model"
@@ -191,7 +192,7 @@ def _add_nets(commands) -> None:
 
     says = "find boxes in a scan: a table, files, and a picture from above"
     add = commands.add_parser(
-        "detect", parents=[scan, points, net], help=says
+        "detect", parents=[scan, points, net, own], help=says
     ).add_argument
     add("--out", metavar="DIR", default="detected", help="folder to write to")
     add("--score", type=float, help="least score of a box; by default the net's own")
@@ -278,11 +279,7 @@ def _call(parsed: argparse.Namespace) -> int | None:
     if parsed.command in ("info", "doctor", "explain", "demo", "run"):
         name = "run_script" if parsed.command == "run" else parsed.command
         return globals()[f"_{name}"](parsed)
-    options = {k: v for k, v in vars(parsed).items() if k not in ("command", "code")}
-    if code := getattr(parsed, "code", None):
-        path = Path(code).resolve(strict=True)
-        sys.path.insert(0, str(path.parent))
-        import_module(path.stem)
+    options = {k: v for k, v in vars(parsed).items() if k != "command"}
     with _extra(parsed.command, EXTRAS.get(parsed.command)):
         module = import_module(f".commands.{parsed.command}", __package__)
         if parsed.command == "convert":

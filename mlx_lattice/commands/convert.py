@@ -123,7 +123,7 @@ def _describe(model, name: str) -> None:
     """Set a net's ``about`` to a published one; print settings that change results."""
     if name not in PUBLISHED:
         raise ValueError(f"--about must be one of {', '.join(PUBLISHED)}; got {name}")
-    about, net = PUBLISHED[name], model.described()[0]["arguments"]
+    about, net = PUBLISHED[name], model.described()["arguments"]
     voxels = about.voxels
     classes = net.get("num_classes") or len(net.get("classes", ()))
     for what, published, count in (

@@ -36,6 +36,7 @@ def run(
     centre: Sequence[float] | None = None,
     fill: bool = False,
     revision: str | None = None,
+    code: str | None = None,
     columns: str = "",
 ) -> tuple[Path, Path, Path]:
     """Find boxes; print a table, write ``NAME.csv``, ``NAME.json`` and ``NAME.png``."""
@@ -45,7 +46,7 @@ def run(
     folder, stem = Path(out), Path(scan).stem
     files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
     check_writable(*files, read=[scan])
-    net = from_pretrained(model, revision=revision)
+    net = from_pretrained(model, revision=revision, code=code)
     if not isinstance(net, Detector):
         raise ValueError(f"{model} is a {type(net).__name__}, which finds no boxes")
     if score is not None:

@@ -28,6 +28,7 @@ def run(
     ignore: Sequence[int] = (),
     as_json: bool = False,
     revision: str | None = None,
+    code: str | None = None,
     columns: str = "",
     **options: Any,
 ) -> Evaluation:
@@ -45,7 +46,7 @@ def run(
             f"--predicted must name a file for each scan; got {len(predicted)} for "
             f"{len(scans)} scans"
         )
-    net = None if model is None else segment.segmentor(model, revision)
+    net = None if model is None else segment.segmentor(model, revision, code)
     matrices = []
     for i, scan in enumerate(scans):
         if net is None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import warnings
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import matplotlib  # here, so that a missing package is found before the net run
 import mlx.core as mx
 import numpy as np
 
+from ..checks import LatticeWarning
 from ..io.labelled import check_format, write_labelled
 from ..io.points import READERS, PointCloud, read_points, write_ply
 from ..kept_files import atomic_write, check_writable
@@ -30,6 +32,7 @@ def run(
     votes: int = 1,
     fill: bool = False,
     revision: str | None = None,
+    code: str | None = None,
     columns: str = "",
     up: str = "z",
 ) -> tuple[Path, ...]:
@@ -45,7 +48,7 @@ def run(
     if alone:
         check_format(out, Path(scan))
     check_writable(*files, read=[scan])
-    net = segmentor(model, revision)
+    net = segmentor(model, revision, code)
     cloud = read_scan(net, scan, columns, all_attributes=not alone)
     say_dropped(cloud, scan)
     begun = time.perf_counter()
@@ -86,12 +89,15 @@ def check_up(up: str) -> None:
         raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
 
 
-def segmentor(model: str | Path, revision: str | None) -> Segmentor:
+def segmentor(
+    model: str | Path, revision: str | None = None, code: str | None = None
+) -> Segmentor:
     """Return the net of a folder; raise a ValueError if it does not score points."""
-    net = from_pretrained(model, revision=revision)
+    net = from_pretrained(model, revision=revision, code=code)
     if not isinstance(net, Segmentor):
         raise ValueError(
-            f"{model} is a {type(net).__name__}, which does not score points"
+            f"{model} is a {type(net).__name__}, which does not score points. A net of "
+            "your own must subclass models.Segmentor"
         )
     return net
 
@@ -156,25 +162,30 @@ def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
 
 
 def warn_of_few(points: np.ndarray, voxels: int, size: float) -> None:
-    """Print a warning if the points fall into few voxels, as in a wrong unit."""
+    """Warn if the points fall into few voxels, as in a wrong unit."""
     if voxels >= 10 and (voxels >= 1000 or len(points) < 20 * voxels):
         return
     sides = " x ".join(f"{side:.3g}" for side in np.ptp(points, axis=0))
-    print(
-        f"warning: {len(points):,} points fall into {voxels:,} voxel"
-        f"{'s' * (voxels != 1)}. The scan measures {sides}, a voxel {size:g}: scale "
-        "the coordinates to the unit of the net's training data (mostly metres)"
+    warnings.warn(
+        f"{len(points):,} points fall into {voxels:,} voxel{'s' * (voxels != 1)}. The "
+        f"scan measures {sides}, a voxel {size:g}. Scale the coordinates if their unit "
+        "is not that of the net's training data (mostly metres); otherwise the net's "
+        "voxels are too large for this scan",
+        LatticeWarning,
+        stacklevel=2,
     )
 
 
 def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
-    """Print a warning if nearly all points get one class."""
+    """Warn if nearly all points get one class."""
     counts = np.bincount(labels, minlength=count)
     if count > 1 and len(labels) > 1 and counts.max() > 0.999 * len(labels):
-        print(
-            f"warning: nearly every point is {net.about.label(int(counts.argmax()))}. "
-            "Check that the scan's unit, upward axis and colours are those of the "
-            "net's training data"
+        warnings.warn(
+            f"nearly every point is {net.about.label(int(counts.argmax()))}. Check "
+            "that the scan's unit, upward axis and colours are those of the net's "
+            "training data",
+            LatticeWarning,
+            stacklevel=2,
         )
 
 

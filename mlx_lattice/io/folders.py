@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -244,24 +245,37 @@ def _make_integer(
 _LICENCES = ("mit", "apache-2.0", "cc-by-4.0", "cc-by-nc-4.0", "cc-by-nc-sa-4.0")
 
 
-def model_card(config: Mapping[str, Any], module: str | None = None) -> str:
-    """Return the Markdown of a card."""
-    name, about = config["model"], config.get("about", {})
+def model_card(config: Mapping[str, Any], folder: Path, command: str = "") -> str:
+    """Return the Markdown of a card.
+
+    Args:
+        config: the contents of ``config.json``.
+        folder: where the net is saved; the card's code reads its name.
+        command: the command that runs the net, as "segment scan.ply".
+    """
+    module, _, name = config["model"].rpartition(":")
+    about, place = config.get("about", {}), folder.resolve().name
     licence = about.get("licence", "")
     word = licence.lower().replace(" ", "-")
     front = ["library_name: mlx", "tags:"]
     front += [f"- {tag}" for tag in ("mlx", "sparse-convolution", "point-cloud")]
     if licence:
         front.append(f"license: {word if word in _LICENCES else 'other'}")
-    source, call = "from mlx_lattice import models", f"models.{name}"
-    if module is not None:
-        module = "your_module" if module == "__main__" else module
-        source = f"from {module} import {name}  # a class of its author, not of {NAME}"
-        call = name
     lines = ["---", *front, "---", "", f"# {name}", ""]
-    lines += [f"A sparse 3D net for MLX, written by {NAME} {__version__}.", ""]
-    lines += ["```python", source, "", f'net = {call}.from_pretrained("this folder")']
-    lines += ["```", "", f"`{CONFIG}` has its arguments, voxels, classes and packing."]
+    lines += [f"A sparse 3D net for MLX, written by {NAME} {__version__}."]
+    file = "my_net.py" if module == "__main__" else module.replace(".", "/") + ".py"
+    if module == "__main__":
+        lines += [f"The class `{name}` was defined in a notebook: copy it to `{file}`."]
+    elif module:
+        lines += [f"`{file}` defines the class `{name}`: it is not part of {NAME}."]
+    code = f", code={json.dumps(file)}" if module else ""
+    lines += ["", "```python", "from mlx_lattice import models", ""]
+    lines += [f"net = models.from_pretrained({json.dumps(place)}{code})", "```", ""]
+    if command and about.get("voxels"):
+        line = f"mlx-lattice {command} --model {shlex.quote(place)}"
+        lines += ["```sh", line + (f" --code {file}" if module else ""), "```", ""]
+    lines += [f"`{place}` is the path to this folder, or `owner/name` on a hub."]
+    lines += [f"`{CONFIG}` has the net's arguments, voxels, classes and packing."]
     lines += [f"Source of the weights: {about.get('source') or 'unknown'}."]
     lines += [f"Licence: {licence or 'unknown'}."]
     return "\n".join(lines) + "\n"

@@ -9,12 +9,15 @@ from __future__ import annotations
 import colorsys
 import inspect
 import re
+import sys
+import traceback
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
+from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn
@@ -37,7 +40,7 @@ from ..geometry.lattice import true_positions
 from ..geometry.points import REDUCTIONS, cells_of, voxelize
 from ..io import folders
 from ..io.safetensors import CheckpointError, shown, write_safetensors
-from ..tensor import SparseTensor
+from ..tensor import SparseTensor, align
 
 __all__ = [
     "About",
@@ -392,29 +395,42 @@ def _hue(index: int) -> tuple[int, int, int]:
 
 Net = TypeVar("Net", bound="Pretrained")
 
-# Nets by name: this package's, then the class that was defined last.
-_CLASSES: dict[str, type[Pretrained]] = {}
+# Nets by (whether this package defines it, name): the class that was defined last.
+_CLASSES: dict[tuple[bool, str], type[Pretrained]] = {}
 
 # What constructors make of numbers and lists that no net has.
 _OF_ARGUMENTS = TypeError, ValueError, ArithmeticError, LookupError, AttributeError
 
 
 class Pretrained(mlx.nn.Module):
-    """A net that keeps its constructor's arguments, and so can be made again.
+    """A net that can be saved to a folder with its constructor's arguments.
 
-    A subclass of your own can be saved and read as well; its arguments must be
-    numbers, strings, booleans, dtypes, None, and lists, tuples, dicts and dataclasses
-    of these; a dataclass is read as a dict.
+    You can subclass it. The arguments of your constructor must be numbers, strings,
+    booleans, dtypes, None, or lists, tuples, dicts and dataclasses of these.
+    ``from_pretrained`` passes lists as tuples and dataclasses as dicts.
 
     Attributes:
-        about: what belongs to the weights beside the layers: an ``About``.
+        about: voxel recipe, classes and source of the weights: an ``About``.
+
+    Example:
+        >>> class Encoder(models.Pretrained):
+        ...     def __init__(self, channels, width=32):
+        ...         super().__init__()
+        ...         self.conv = nn.SubmConv3d(channels, width, 3)
+        ...
+        ...     def __call__(self, x):
+        ...         return self.conv(x)
+        >>> Encoder(4, width=8).save_pretrained("encoder")
+        >>> Encoder.from_pretrained("encoder").conv.weight.shape
+        (8, 3, 3, 3, 4)
     """
+
+    # The command that runs this net, as "segment scan.ply"; for the card.
+    _command: ClassVar[str] = ""
 
     def __init_subclass__(cls, **options):
         super().__init_subclass__(**options)
-        known = _CLASSES.get(cls.__name__)
-        if known is None or not known.__module__.startswith(__package__):
-            _CLASSES[cls.__name__] = cls  # a notebook's cell may have run again
+        _CLASSES[_is_ours(cls), cls.__name__] = cls
 
     def __new__(cls, *args, **kwargs):
         """Record the arguments; ``__init__`` checks them."""
@@ -448,10 +464,12 @@ class Pretrained(mlx.nn.Module):
         object.__setattr__(self, "_about", about)
 
     def save_pretrained(self, folder: str | Path) -> None:
-        """Write ``config.json``, ``model.safetensors`` and a card.
+        """Write ``config.json``, ``model.safetensors`` and a card, ``README.md``.
 
-        The config has the name of the class, its arguments, the facts of ``about``, and
-        for a packed net the bits, the group size and which layers are float.
+        The config has the name of the class, the arguments of its constructor, the
+        facts in ``about``, and the bits and group sizes of packed layers. The name of
+        your own class is ``module:Class``, as in ``my_net:MyUNet``. The card says how
+        to load the folder.
 
         Args:
             folder: created if it does not exist. The three files are replaced once all
@@ -461,13 +479,15 @@ class Pretrained(mlx.nn.Module):
             OSError: a file cannot be written.
             TypeError: JSON cannot hold an argument of the constructor.
         """
-        config, card = self.described()
+        config = self.described()
+        card = folders.model_card(config, Path(folder), self._command)
         with folders.written(folder, config, card) as path:
             write_safetensors(path, dict(tree_flatten(self.parameters())))
 
-    def described(self) -> tuple[dict[str, Any], str]:
-        """Return the config and the card of the net's folder; nothing is computed."""
-        name = type(self).__name__
+    def described(self) -> dict[str, Any]:
+        """Return the config of the net's folder; nothing is computed."""
+        kind = type(self)
+        name = kind.__name__
         if unnamed := [key for key in self._arguments if key.startswith("*")]:
             raise TypeError(
                 f"{name} takes {unnamed[0]}, and a config has arguments by their names"
@@ -475,7 +495,7 @@ class Pretrained(mlx.nn.Module):
         config: dict[str, Any] = {
             "library": "mlx_lattice",
             "version": __version__,
-            "model": name,
+            "model": name if _is_ours(kind) else f"{_module_of(kind)}:{name}",
             "arguments": {
                 key: _written(value, f"{key} of {name}")
                 for key, value in self._arguments.items()
@@ -485,12 +505,15 @@ class Pretrained(mlx.nn.Module):
             config["quantization"] = packing
         if about := self.about.config():
             config["about"] = about
-        module = None if _is_ours(type(self)) else type(self).__module__
-        return config, folders.model_card(config, module)
+        return config
 
     @classmethod
     def from_pretrained(
-        cls: type[Net], path_or_repo: str | Path, *, revision: str | None = None
+        cls: type[Net],
+        path_or_repo: str | Path,
+        *,
+        revision: str | None = None,
+        code: str | Path | None = None,
     ) -> Net:
         """Return the net of a folder, in evaluation, with float or packed weights.
 
@@ -499,41 +522,56 @@ class Pretrained(mlx.nn.Module):
                 ``owner/name`` of a repository on Hugging Face, which needs
                 ``huggingface_hub``; its cache needs no network.
             revision: branch, tag or commit of a repository.
+            code: the Python file that defines the net's class, if it is your own and
+                not imported yet. The file is imported, so its code runs. Code that
+                trains belongs under ``if __name__ == "__main__":``.
 
         Raises:
             io.CheckpointError: the folder is of another class, or its files do not fit.
-            FileNotFoundError: there is no such folder or repository.
-            ImportError: ``huggingface_hub`` is needed and not installed.
+            FileNotFoundError: there is no such folder, repository or code.
+            ImportError: ``code`` raises an error, or ``huggingface_hub`` is needed and
+                not installed.
         """
-        return from_pretrained(path_or_repo, revision=revision, kind=cls)
+        return from_pretrained(path_or_repo, revision=revision, code=code, kind=cls)
 
 
 def from_pretrained(
     path_or_repo: str | Path,
     *,
     revision: str | None = None,
+    code: str | Path | None = None,
     kind: type[Net] = Pretrained,
 ) -> Net:
     """Return the net of a folder, of the class that its config names.
 
+    A class of your own is found if its module is imported, or if ``code`` names its
+    file. No other code runs: a folder holds data only.
+
     Args:
-        path_or_repo, revision: as for ``Pretrained.from_pretrained``.
+        path_or_repo, revision, code: as for ``Pretrained.from_pretrained``.
         kind: the class that it must be, or one above it.
 
     Raises:
-        io.CheckpointError: the config names no net, or one of another class; or as
-            for ``Pretrained.from_pretrained``.
+        io.CheckpointError: the class of the config is not known, or is not ``kind``;
+            or as for ``Pretrained.from_pretrained``.
+
+    Example:
+        >>> net = models.SpUNet(1, 4, 16, (16, 32, 32, 16), layers=(1, 1, 1, 1))
+        >>> net.save_pretrained("rooms")
+        >>> type(models.from_pretrained("rooms")).__name__
+        'SpUNet'
     """
     folder = folders.find_folder(path_or_repo, revision)
     config = folders.read_config(folder)
-    name = config["model"]
-    net_class = kind if kind.__name__ == name else _CLASSES.get(name)
+    if code is not None:
+        import_code(code)
+    module, _, name = config["model"].rpartition(":")
+    key = (not module, name)
+    net_class = _CLASSES.get(key)
+    if key == (_is_ours(kind), kind.__name__):
+        net_class = kind
     if net_class is None:
-        raise CheckpointError(
-            f"{folder} holds a {shown(name)}, which is not a net of this package. If "
-            "it is a class of your own, import the module that defines it first; "
-            "commands take it as --code FILE.py"
-        )
+        raise CheckpointError(_unknown_class(folder, module, name, code))
     if not issubclass(net_class, kind):
         raise CheckpointError(
             f"{folder} is of a {name}, not of a {kind.__name__}: call "
@@ -554,6 +592,92 @@ def from_pretrained(
     except (TypeError, ValueError) as error:
         raise CheckpointError(f'{folder}: "about" in its config: {error}') from error
     return net.eval()
+
+
+# Classes of users
+
+
+def import_code(code: str | Path) -> None:
+    """Import a Python file that defines nets, if it is not imported yet.
+
+    The file may import others of its folder. A file of a package is imported as a part
+    of its package.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ImportError: the file is not Python, raises an error, or has the name of a
+            module that is already imported.
+    """
+    path = Path(code).expanduser().resolve()
+    if not path.is_file():
+        raise FileNotFoundError(
+            f"there is no file {shown(str(code))}; code is the path to the Python file "
+            "that defines the net's class"
+        )
+    if path.suffix != ".py":
+        raise ImportError(f"code must be a Python file, *.py; got {path.name}")
+    root, name = path.parent, path.stem
+    while (root / "__init__.py").is_file():
+        root, name = root.parent, f"{root.name}.{name}"
+    invalidate_caches()  # the file may be new
+    sys.path.insert(0, str(root))
+    try:
+        module = import_module(name)
+    except (Exception, SystemExit) as error:
+        frames = traceback.extract_tb(error.__traceback__)
+        lines = [frame.lineno for frame in frames if frame.filename == str(path)]
+        line = f", line {lines[-1]}" if lines else ""
+        raise ImportError(
+            f"{path.name}{line}: {type(error).__name__}: {error}"
+        ) from error
+    finally:
+        sys.path.remove(str(root))
+    if Path(getattr(module, "__file__", None) or "").resolve() != path:
+        raise ImportError(
+            f"{path.name} has the name of a module that Python has imported already, "
+            f"{module!r}: rename the file"
+        )
+
+
+def _unknown_class(
+    folder: Path, module: str, name: str, code: str | Path | None
+) -> str:
+    """Return the error of a folder whose class is not known."""
+    if not module:
+        nets = sorted(n for ours, n in _CLASSES if ours and _is_public(n))
+        return (
+            f"{folder} holds a {shown(name)}, which this version of mlx_lattice does "
+            f"not have; it has {', '.join(nets)}"
+        )
+    if code is not None:
+        return f"{folder} needs the class {shown(name)}, which {code} does not define"
+    where = shown(f"{module}:{name}")
+    if module == "__main__":
+        return (
+            f"{folder} needs the class {shown(name)}, which was defined in a notebook. "
+            "Run the cell that defines it first, or copy the class to a file and pass "
+            'code="FILE.py" (--code FILE.py on the command line)'
+        )
+    file = shown(module.rpartition(".")[2] + ".py")
+    return (
+        f"{folder} needs the class {where}, which is not part of mlx_lattice: import "
+        f'it first, or name its file: models.from_pretrained(..., code="{file}"), or '
+        f"--code {file} on the command line"
+    )
+
+
+def _is_public(name: str) -> bool:
+    return name in sys.modules[__package__].__all__
+
+
+def _module_of(kind: type) -> str:
+    """Return the name by which other programs import the module of a class."""
+    if kind.__module__ != "__main__":
+        return kind.__module__
+    main = sys.modules["__main__"]
+    if spec := getattr(main, "__spec__", None):  # of python -m
+        return spec.name
+    return Path(getattr(main, "__file__", None) or "__main__").stem
 
 
 def _is_ours(kind: type[Pretrained]) -> bool:
@@ -598,7 +722,29 @@ def _read(value: Any) -> Any:
 
 
 class Segmentor(Pretrained):
-    """A net of scores for each voxel, called on points by the recipe in ``about``."""
+    """A net that scores the classes of each voxel: the base of a net of your own.
+
+    Your ``__call__`` takes a ``SparseTensor`` and returns one with the same rows, whose
+    features are (N, num_classes) scores. ``about`` says how points become voxels, and
+    names the classes. The commands ``segment`` and ``evaluate`` run the saved net.
+
+    Example:
+        >>> class MyUNet(models.Segmentor):
+        ...     def __init__(self, in_channels, num_classes):
+        ...         super().__init__()
+        ...         self.conv = nn.SubmConv3d(in_channels, num_classes, 3)
+        ...
+        ...     def __call__(self, x):
+        ...         return self.conv(x)
+        >>> net = MyUNet(in_channels=1, num_classes=2)
+        >>> net.about = models.About(models.VoxelRecipe(0.1), ("floor", "wall"))
+        >>> net.score_points(mx.random.normal((50, 3))).shape
+        (50, 2)
+    """
+
+    @property
+    def _command(self) -> str:
+        return "segment scan.ply" if self.about.voxels else ""
 
     def score_points(
         self,
@@ -633,25 +779,52 @@ class Segmentor(Pretrained):
         return scores[voxels.rows]
 
     def score_voxels(self, voxels: Voxels) -> mx.array:
-        """Return (N, num_classes) scores of the rows of ``voxels.x``."""
-        return self(voxels.x.astype(self.dtype)).feats
+        """Return (N, num_classes) scores of the rows of ``voxels.x``.
+
+        Raises:
+            TypeError: the net returns something other than a tensor.
+            ValueError: the net's result has other voxels than its input.
+        """
+        x = voxels.x.astype(self.dtype)
+        scores = self(x)
+        name = type(self).__name__
+        if not isinstance(scores, SparseTensor):
+            raise TypeError(
+                f"{name} must return a SparseTensor of scores for its input's voxels; "
+                f"got {type(scores).__name__}. Return x.replace(feats=scores)"
+            )
+        if scores.key != x.key:
+            try:
+                scores = align(scores, x)
+            except ValueError as error:
+                raise ValueError(
+                    f"{name} must return scores for its input's {len(x)} voxels; got "
+                    f"{scores}. Upsample to the input's rows, for example by "
+                    "nn.ConvTranspose3d(...)(y, x)"
+                ) from error
+        return scores.feats
 
     def recipe(self) -> VoxelRecipe:
         """Return the recipe of the net's voxels; raise if it has none."""
         if self.about.voxels is None:
             raise ValueError(
                 f"this {type(self).__name__} does not say how its voxels are made: set "
-                "net.about = models.About(models.VoxelRecipe(voxel_size, features))"
+                "net.about = models.About(models.VoxelRecipe(voxel_size, features), "
+                "classes), and save the net again"
             )
         return self.about.voxels
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of the net's input features: that of its first norm's scale."""
+        """The dtype of the net's input features: that of its first norm's scale.
+
+        Without a batch norm it is that of the first floating-point parameter.
+        """
         for _, module in self.named_modules():
             if "running_mean" in module and "weight" in module:
                 return module["weight"].dtype
-        return mx.float32
+        dtypes = (array.dtype for _, array in tree_flatten(self.parameters()))
+        return next((d for d in dtypes if mx.issubdtype(d, mx.floating)), mx.float32)
 
 
 # Published nets: names of parameters

@@ -1,7 +1,6 @@
 """The command segment: points by class in colour, a picture, and what it refuses."""
 
-import subprocess
-import sys
+import warnings
 
 import foreign_arrays
 import mlx.core as mx
@@ -9,6 +8,7 @@ import mlx.nn
 import numpy as np
 import pytest
 
+import mlx_lattice as ml
 from mlx_lattice import cli, models, nn
 from mlx_lattice.commands import segment
 from mlx_lattice.io import read_points
@@ -82,33 +82,6 @@ def test_points_by_class(name, bits, scan, tmp_path, capsys):
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_a_net_of_one_s_own(scan, tmp_path, capsys):
-    """Its folder names a class, whose file the command is given."""
-    code = tmp_path / "nets_of_a_test.py"
-    code.write_text(
-        "from mlx_lattice import models\n"
-        "class NetOfATest(models.MinkUNet):\n"
-        "    def __init__(self):\n"
-        "        super().__init__(2, 3, (32,) * 8, (1,) * 8)\n"
-    )
-    make = (
-        "import sys; from nets_of_a_test import *; net = NetOfATest(); "
-        "net.about = models.About(models.VoxelRecipe(0.4, ('ones', 'height'))); "
-        "net.save_pretrained(sys.argv[1])"
-    )
-    line, folder = [sys.executable, "-c", make, "net"], tmp_path / "net"
-    subprocess.run(line, cwd=tmp_path, check=True)
-    given = ["segment", str(scan), "--model", str(folder), "--out", str(tmp_path / "o")]
-    assert cli.main(given) == 2
-    error = capsys.readouterr().err
-    assert "holds a NetOfATest, which is not a net of this package" in error
-    assert "commands take it as --code FILE.py" in error
-    assert cli.main([*given, "--code", str(tmp_path / "none.py")]) == 2
-    assert "there is no file" in capsys.readouterr().err
-    assert cli.main([*given, "--code", str(code)]) == 0
-    assert "900 points ->" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("scan", ("pcl_milk_clorox.pcd", "small_gicp_target.ply"))
 def test_real_scans(scan, folder, tmp_path):
     if not (DATA / scan).exists():
@@ -119,11 +92,14 @@ def test_real_scans(scan, folder, tmp_path):
     assert picture.stat().st_size > 20_000
 
 
-def printed_for(points, folder, tmp_path, capsys):
+def warnings_for(points, folder, tmp_path) -> str:
+    """Segment points; return the warnings that a user may filter by category."""
     write_ply(tmp_path / "a.ply", dict(zip("xyz", points.T, strict=True)))
-    given = ["segment", tmp_path / "a.ply", "--model", folder]
-    assert cli.main([*map(str, given), "--out", str(tmp_path / "out")]) == 0
-    return capsys.readouterr().out
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        segment.run(tmp_path / "a.ply", folder, tmp_path / "out")
+    ours = [w for w in caught if w.category is ml.LatticeWarning]
+    return "\n".join(str(w.message) for w in ours)
 
 
 @pytest.mark.parametrize(
@@ -136,30 +112,28 @@ def printed_for(points, folder, tmp_path, capsys):
         (1e3, 900, ""),
     ),
 )
-def test_a_scan_in_another_unit_is_warned_of(
-    scale, count, warned, folder, tmp_path, capsys
-):
+def test_a_scan_in_another_unit_is_warned_of(scale, count, warned, folder, tmp_path):
     rng = np.random.default_rng(0)
     points = (rng.uniform(0, 5, (count, 3)) * scale).astype(np.float32)
-    out = printed_for(points, folder, tmp_path, capsys)
+    out = warnings_for(points, folder, tmp_path)
     assert (warned in out) if warned else "points fall into" not in out
     if warned:
-        assert "measures 0.0" in out and "a voxel 0.4: scale the coordinates" in out
+        assert "measures 0.0" in out and "a voxel 0.4. Scale the coordinates" in out
 
 
-def test_one_class_is_warned_of(scan, folder, tmp_path, capsys):
+def test_one_class_is_warned_of(scan, folder, tmp_path):
     made = models.from_pretrained(folder)
     points = read_points(scan).points
-    assert "nearly every" not in printed_for(points, folder, tmp_path, capsys)
+    assert "nearly every" not in warnings_for(points, folder, tmp_path)
     made.final.bias = mx.array([0.0, 1000.0, 0.0])
     made.save_pretrained(tmp_path / "one")
-    out = printed_for(points, tmp_path / "one", tmp_path, capsys)
-    assert "warning: nearly every point is wall. Check that the scan's unit" in out
+    out = warnings_for(points, tmp_path / "one", tmp_path)
+    assert "nearly every point is wall. Check that the scan's unit" in out
     # A net of one class has nothing to tell apart.
     alone = models.SpUNet(2, 1, 32, (32, 32), layers=(1, 1))
     alone.about = models.About(models.VoxelRecipe(0.4, ("ones", "height")))
     alone.save_pretrained(tmp_path / "alone")
-    out = printed_for(points, tmp_path / "alone", tmp_path, capsys)
+    out = warnings_for(points, tmp_path / "alone", tmp_path)
     assert "nearly every" not in out
 
 

@@ -245,6 +245,7 @@ class Detector(Pretrained):
         _, arguments = published_arguments(config, cls.__name__)
         return cls(**arguments)
 
+    _command = "detect scan.ply"
     # Whether suppression by class compares boxes of all heads.
     joins_heads = False
 
