@@ -63,6 +63,13 @@ def compile(  # noqa: A001 - as mx.compile
             were given with a module.
         ValueError: the function reads values of features, to prune rows by them, say,
             which a trace cannot; or ``keep`` is below 1.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = nn.Sequential(nn.SubmConv3d(8, 8, 3), nn.ReLU())
+        >>> fast = ml.compile(net)
+        >>> fast(x).shape, fast(x).shape, len(fast)  # one graph for both calls
+        ((64, 8), (64, 8), 1)
     """
     return Compiled(function, inputs, outputs, keep)
 

@@ -65,6 +65,12 @@ def conv(
     Raises:
         TypeError: dtypes differ or are not floating.
         ValueError: shapes do not fit the relation or the groups.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+        >>> ml.conv(x.feats, mx.random.normal((27, 8, 16)), relation).shape
+        (64, 16)
     """
     if type(relation) is not Relation:
         expect_relation(relation)
@@ -294,6 +300,12 @@ def weight_grad(
 
     Returns:
         (K, C_in / groups, C_out) in the same dtype, accumulated in float32.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+        >>> ml.weight_grad(x.feats, mx.ones((64, 16)), relation).shape
+        (27, 8, 16)
     """
     expect_relation(relation)
     check_features(x, "features", relation.n_in)

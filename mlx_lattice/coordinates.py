@@ -44,12 +44,20 @@ def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
 
 
 class CoordinateManager:
-    """Holds coordinate sets and builds each relation between them once.
+    """Hold coordinate sets and build each relation between them once.
 
     Every ``SparseTensor`` has one, shared by the tensors that come from it; it lives
     as long as they do. A coordinate set and its relations are freed with the last
     tensor, key or array of it: see ``insert``. ``in = out * stride + offset_k`` within
     one batch element is the only geometric rule.
+
+    Examples:
+        >>> coords = mx.array([[0, 0, 0], [0, 1, 0], [0, 2, 0]])
+        >>> manager = ml.CoordinateManager()
+        >>> key = manager.insert(coords)
+        >>> relation = manager.submanifold_kernel_relation(key, kernel_size=3)
+        >>> relation.n_edges  # the three rows, and both directions of two neighbours
+        7
     """
 
     def __init__(self):

@@ -29,6 +29,11 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
     It holds measured choices, the results of proofs and compiled CUDA kernels.
 
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
+
+    Examples:
+        >>> with ml.cache("kernels"):
+        ...     ml.backend_info().cache
+        'kernels/routes.json'
     """
     with settings.block(cache=Path(folder).expanduser()):
         yield

@@ -169,9 +169,12 @@ def memory_limit(size: str | float) -> Iterator[Limit]:
         MemoryLimitError: inside the block, if a layer does not fit even in the smallest
             blocks; ``least`` says how much it needs.
 
-    Example:
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
         >>> with ml.memory_limit("8GB"):
-        ...     y = net(x)
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.shape
+        (64, 16)
     """
     nbytes, outer = parse_bytes(size), active()
     limit = Limit(nbytes if outer is None else min(nbytes, outer.bytes))

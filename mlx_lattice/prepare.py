@@ -102,6 +102,12 @@ def prepare(
     Raises:
         TypeError: no input is a SparseTensor; or with ``training`` the net is not a
             module, or no result has features.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = nn.Sequential(nn.Conv3d(8, 16, 2, stride=2), nn.SubmConv3d(16, 16, 3))
+        >>> len(ml.prepare(net, x).relations)
+        2
     """
     return _prepare(net, net, inputs, training, options)
 

@@ -41,9 +41,17 @@ def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
 
 @dataclass(frozen=True)
 class Problem:
-    """The facts that routes are chosen by. Holds no arrays, needs no device.
+    """State the facts that routes are chosen by, without arrays or a device.
 
     Channels and rows are the layer's own in every pass.
+
+    Examples:
+        >>> problem = ml.Problem.forward(
+        ...     kind="submanifold", kernel_size=3, c_in=64, c_out=64, n_in=100_000,
+        ...     n_out=100_000, dtype="float16",
+        ... )
+        >>> ml.select(problem, device="m4-max").route.name
+        'sorted_implicit_gemm'
     """
 
     pass_: str  # "forward", "input_grad" or "weight_grad"

@@ -228,6 +228,12 @@ def quantize_weight(
         group_size: input channels that share a scale: 32, 64 or 128.
         layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
             axes. Only a 1D module's weight, which has 3 axes, needs it.
+
+    Examples:
+        >>> q = ml.quantize_weight(mx.random.normal((32, 3, 3, 3, 64)), bits=4)
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> ops.subm_conv3d(x, q).shape
+        (64, 32)
     """
     check_packing(bits, group_size)
     w, kernel = _output_major(weight, layout)
@@ -245,6 +251,11 @@ def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.a
     """Return the float weight of a packed one, in the layout that was packed.
 
     The dtype is by default that of the scales; float32 is exact.
+
+    Examples:
+        >>> q = ml.quantize_weight(mx.random.normal((32, 3, 3, 3, 64)), bits=8)
+        >>> ml.dequantize_weight(q).shape
+        (32, 3, 3, 3, 64)
     """
     if not isinstance(q, QuantizedWeight):
         raise TypeError(
@@ -272,6 +283,11 @@ def integer_weight(
         group_size: 32, 64 or 128 for int4 weights, by default 64; None for int8.
         scale: (C_out,) float32; by default the greatest magnitude of each output
             channel over 127 (int8) or 126 (int4). Values beyond it are clipped.
+
+    Examples:
+        >>> w = ml.integer_weight(mx.random.normal((32, 3, 3, 3, 64)))
+        >>> w.values.dtype, w.scale.shape
+        (mlx.core.int8, (32,))
     """
     group_size = integer_group_size(bits, group_size)
     w, kernel = _output_major(weight, layout)

@@ -143,7 +143,7 @@ class KeptViews:
 
 
 class Relation:
-    """Edges (i, o, k): input row i feeds output row o through kernel offset k.
+    """Hold edges (i, o, k): input row i feeds output row o through kernel offset k.
 
     Made by a ``CoordinateManager`` or by ``Relation.from_edges``. The primary form is
     the neighbour table ``out_in``; every view is built on first use and kept.
@@ -157,6 +157,11 @@ class Relation:
         mirrored: whether the edge (i, o, k) implies (o, i, K - 1 - k), so that the
             transposed table is a flip.
         sets: the input and output sets, if a manager made the relation.
+
+    Examples:
+        >>> relation = ml.Relation.from_edges([0, 1], [0, 0], [0, 1], 2, 1, 2)
+        >>> relation.out_in.tolist()  # the input row at each offset
+        [[0, 1]]
     """
 
     def __init__(

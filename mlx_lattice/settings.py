@@ -110,6 +110,13 @@ def precision(name: str) -> Iterator[None]:
 
     Args:
         name: "tf32", or "float32" for products of full accuracy: the default.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> with ml.precision("tf32"):
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.dtype
+        mlx.core.float32
     """
     with block(precision=_known(name, "precision")):
         yield

@@ -72,7 +72,7 @@ PASS_FEATURES = (
 
 
 class SparseTensor:
-    """Features at (batch, x, y, z, ...) coordinates.
+    """Hold features at (batch, x, y, z, ...) coordinates.
 
     Shape and dtype are checked at once; uniqueness and range when the first relation
     is built. Rows keep the order they were given in. N = 0 is legal everywhere.
@@ -102,6 +102,12 @@ class SparseTensor:
         TypeError: feats are neither floating nor bool, or batch_size is not an int.
         ValueError: shapes do not fit, the stride is no positive ratio, or the key is
             of other coordinates.
+
+    Examples:
+        >>> coords = mx.array([[0, 1, 2, 3], [0, 4, 4, 0], [1, 0, 0, 0]])  # batch, x, y, z
+        >>> x = ml.SparseTensor(coords, mx.ones((3, 8)))
+        >>> x.shape, x.batch_size, x.dims
+        ((3, 8), 2, 3)
     """
 
     __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
@@ -230,6 +236,12 @@ class SparseTensor:
             mask: (B, spatial...) bool of the cells to keep; by default those with a
                 feature that is not zero.
             keep_shape: whether the tensor carries the grid as its spatial_shape.
+
+        Examples:
+            >>> array = mx.array([[[0.0], [5.0], [7.0]]])  # (B, x, C)
+            >>> x = ml.SparseTensor.from_dense(array)
+            >>> x.coords.tolist(), x.feats.tolist()
+            ([[0, 1], [0, 2]], [[5.0], [7.0]])
         """
         coords, feats, grid = active_cells(array, mask)
         shape = grid[1:] if keep_shape else None
@@ -323,7 +335,13 @@ class SparseTensor:
         return mx.moveaxis(dense, -1, 1) if channels_first else dense
 
     def replace(self, feats: mx.array) -> SparseTensor:
-        """Return the same coordinates with other features."""
+        """Return the same coordinates with other features.
+
+        Examples:
+            >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+            >>> x.replace(mx.tanh(x.feats)).shape
+            (64, 8)
+        """
         feats = check_feats(feats, self.coords.shape[0])
         boundary(feats)  # each layer of rows is a stage
         return SparseTensor.trusted(self.manager, self.key, self.coords, feats)
@@ -345,6 +363,12 @@ class SparseTensor:
 
         Raises:
             ValueError: a coordinate lies outside the grid, or that has 2^31 cells.
+
+        Examples:
+            >>> coords = mx.array([[0, 1], [0, 2]])
+            >>> x = ml.SparseTensor(coords, mx.array([[5.0], [7.0]]))
+            >>> x.to_dense().tolist()
+            [[[0.0], [5.0], [7.0]]]
         """
         coordinate_set = self.coordinate_set
         coordinate_set.index  # noqa: B018 (raises where rows repeat)

@@ -104,7 +104,13 @@ class BackendInfo:
 
 
 def backend_info() -> BackendInfo:
-    """Return MLX's version, the device, its kernels, and the settings that apply."""
+    """Return MLX's version, the device, its kernels, and the settings that apply.
+
+    Examples:
+        >>> info = ml.backend_info()
+        >>> list(info.backends)  # print(info) shows everything
+        ['portable', 'metal', 'cuda', 'cpu']
+    """
     device = devices.current()
     states = {backend: _state(backend) for backend in (METAL, CUDA, CPU)}
     # If Metal's kernels are to run on a CPU that cannot run them, every call raises.

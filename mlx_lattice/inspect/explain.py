@@ -293,6 +293,12 @@ def explain(
         RouteError: a forced route is not admissible.
         ValueError: the arguments do not fit, or the module does not run exactly one
             convolution.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> found = ml.explain(x, nn.SubmConv3d(8, 16, 3), device="m4-max")
+        >>> found.choice.route.name  # print(found) shows why others were refused
+        'vec4'
     """
     if pass_ not in PASSES:
         raise ValueError(f"pass_ must be one of {PASSES}; got {pass_!r}")
@@ -419,6 +425,12 @@ def explain_attention(
 
     Raises:
         ValueError: the layer attends to nothing.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> layer = nn.SparseAttention(8, num_heads=2)
+        >>> print(ml.explain_attention(x, layer, device="cpu"))
+        full attention on cpu: the CPU's kernel
     """
     device = devices.current() if device is None else devices.profile(device)
     seen: list[Attended] = []
@@ -492,6 +504,13 @@ def verify(tolerance: float | None = None, model=None) -> AbstractContextManager
     Raises:
         VerificationError: a result is further off. It names the layer, the route and
             the worst row.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> with ml.verify():  # raises if two routes disagree
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.shape
+        (64, 16)
     """
     if tolerance is not None and not isinstance(tolerance, Real):
         raise TypeError(

@@ -200,6 +200,14 @@ def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
 
     Yields:
         The Trace. Edges are counted and costs known once the block has ended.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = nn.Sequential(nn.SubmConv3d(8, 8, 3), nn.SubmConv3d(8, 4, 3))
+        >>> with ml.trace(net) as trace:
+        ...     y = net(x)
+        >>> [record.layer for record in trace.records]  # print(trace) shows the table
+        ['layers.0', 'layers.1']
     """
     if isinstance(model, SparseTensor) or isinstance(time, SparseTensor | mx.array):
         raise TypeError(

@@ -177,6 +177,12 @@ def calibrate(
             default ``nn.keep_float()``.
         call: runs the model that it gets on a batch: ``call(model, batch)``.
 
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3), nn.ReLU())
+        >>> packed, report = ml.calibrate(net, [x], bits=8)
+        >>> packed(x).shape, len(report.layers)  # print(report) shows the errors
+        ((64, 64), 1)
     """
     if activations not in (None, 8):
         raise ValueError(

@@ -824,11 +824,12 @@ def rotary(
 ) -> mx.array:
     """Rotate queries or keys by their coordinates (rotary position embedding, RoPE).
 
-    RoPE for each axis (Su et al., 2021): of the D / 2 pairs of channels the first
-    ``D // 2 // dims`` rotate with the first axis, and so on; pair j of an axis rotates
-    by ``frequency * base ** (-j / pairs)`` a cell, pairs that are left over not at
-    all. Cells count from the set's least coordinates, so a scene far from the origin
-    loses no precision.
+    Scores then depend on differences of coordinates alone. Each axis has a RoPE of its
+    own (Su et al., 2021). The first ``D // 2 // dims`` of the D / 2 pairs of channels
+    rotate with the first axis, and so on. Pair j of an axis rotates by
+    ``frequency * base ** (-j / pairs)`` radians a cell; the pairs that are left over do
+    not rotate. Cells count from the set's least coordinates, so a scene far from the
+    origin loses no precision.
 
     Args:
         x: (N, heads, D) queries or keys.

@@ -84,6 +84,13 @@ def waive_determinism() -> Iterator[None]:
     """Allow routes whose sums have no fixed order, such as fp32_atomic, in the block.
 
     Everywhere else the same input gives the same bits on one device.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> with ml.waive_determinism():
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.shape
+        (64, 16)
     """
     with settings.block(deterministic=False):
         yield
@@ -106,6 +113,11 @@ def select(
 
     Raises:
         RouteError: the forced route is not admissible; the message has the reason.
+
+    Examples:
+        >>> problem = ml.Problem.forward(kernel_size=1, c_in=64, c_out=64, n_in=1000)
+        >>> ml.select(problem, device="cpu").route.name
+        'native_pointwise'
     """
     if not isinstance(problem, Problem):
         raise TypeError(
@@ -205,6 +217,13 @@ def tune(on: bool = True) -> Iterator[None]:
 
     Args:
         on: False disables measurement inside the block, whatever the environment.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> with ml.cache("measured"), ml.tune():
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.shape
+        (64, 16)
     """
     with settings.block(tuned=on):
         yield
