@@ -104,7 +104,7 @@ class SparseTensor:
             of other coordinates.
 
     Examples:
-        >>> coords = mx.array([[0, 1, 2, 3], [0, 4, 4, 0], [1, 0, 0, 0]])  # batch, x, y, z
+        >>> coords = mx.array([[0, 1, 2, 3], [0, 4, 4, 0], [1, 0, 0, 0]])
         >>> x = ml.SparseTensor(coords, mx.ones((3, 8)))
         >>> x.shape, x.batch_size, x.dims
         ((3, 8), 2, 3)
