@@ -11,6 +11,7 @@ from .contraction import conv, weight_grad
 from .coordinate_set import CoordinateKey
 from .coordinates import CoordinateManager
 from .devices import metal
+from .inspect.compare import Comparison, compare
 from .inspect.doctor import BackendInfo, backend_info
 from .inspect.explain import (
     AttentionExplanation,
@@ -46,6 +47,7 @@ __all__ = [
     "AttentionExplanation",
     "BackendInfo",
     "Calibration",
+    "Comparison",
     "Compiled",
     "Choice",
     "CoordinateKey",
@@ -69,6 +71,7 @@ __all__ = [
     "backend_info",
     "cache",
     "calibrate",
+    "compare",
     "compile",
     "conv",
     "dequantize_weight",

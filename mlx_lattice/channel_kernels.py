@@ -109,7 +109,7 @@ class Fused:
     launches: int | None  # None: MLX operations; 0: with the layer before
     rows: int
     channels: int
-    dtype: mx.Dtype
+    dtype: str
 
     def __str__(self) -> str:
         """As "BatchNorm + residual + ReLU, one launch"."""
@@ -131,7 +131,8 @@ def norm_teller(parts: Sequence[str], kernels: bool, x: mx.array) -> Tell:
         return untold
     scope, named = launch.current_scope(), tuple(filter(None, parts))
     backend = registry.serving() if kernels else registry.MLX
-    rows, channels, dtype = *x.shape, x.dtype  # MLX may keep the returned function
+    # MLX may keep the returned function, which keeps no array.
+    rows, channels, dtype = *x.shape, str(x.dtype).rpartition(".")[2]  # int8 too
 
     def tell(pass_: str, launches: int | None) -> None:
         norm_observers.tell(

@@ -6,10 +6,10 @@ Plan: how such a pass runs on a backend, decided once, from facts alone.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple, NoReturn
 
 import mlx.core as mx
 
@@ -642,6 +642,29 @@ class Plan:
     def __str__(self) -> str:
         """Return what a reader is told, in one line."""
         return ", ".join(v if k == "code" else f"{k} {v}" for k, v in self.said)
+
+    def facts(self) -> dict[str, object]:
+        """Return the values that a reader needs, without problem and functions."""
+        values = {f.name: getattr(self, f.name) for f in fields(self) if f.repr}
+        del values["problem"]
+        return values | {"dispatches": len(self.dispatches)}
+
+    @classmethod
+    def from_facts(cls, problem: Problem, facts: dict) -> Plan:
+        """Return a plan with these ``facts``, which prints and cannot run."""
+        dispatches = (None,) * facts["dispatches"]
+        return cls(problem, **facts | {"dispatches": dispatches, "bind": _no_kernel})
+
+    def __reduce__(self) -> tuple:
+        """Copy and pickle the facts, without functions."""
+        return Plan.from_facts, (self.problem, self.facts())
+
+
+def _no_kernel(plan: Plan, relation: Relation | None) -> NoReturn:
+    raise RuntimeError(
+        "a plan that was copied or loaded has no kernel; choose its problem again: "
+        "ml.select(plan.problem)"
+    )
 
 
 def integers_unpacked(problem: Problem) -> str:

@@ -452,7 +452,8 @@ def explain_attention(
         )
         for attended in seen
     )
-    return AttentionExplanation(device, tuple(seen), forms)
+    attended = tuple(replace(each, scope=None) for each in seen)
+    return AttentionExplanation(device, attended, forms)
 
 
 class LayerNames:

@@ -4,30 +4,36 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
+from datetime import datetime
 from functools import partial
 from importlib import resources
 from pathlib import Path
 from time import perf_counter
+from typing import TypeVar
 
 import mlx.core as mx
 
 from .. import devices, memory
 from ..channel_kernels import Fused, norm_observers
 from ..devices import Device
+from ..distribution import __version__
+from ..epilogue import EpilogueFacts
 from ..kept_files import atomic_write
 from ..ops.attention_calls import Attended, attention_observers
-from ..problem import Problem
+from ..problem import IntegerFacts, Plan, Problem
 from ..relation import Relation
 from ..routes import launch
 from ..routes.launch import Launch
-from ..routes.selection import Choice
+from ..routes.selection import Choice, Route
 from ..tensor import SparseTensor
 from .explain import Cost, Explanation, LayerNames, cost, milliseconds, operations, size
 
-SCHEMA = 1
+FORMAT, SCHEMA = "mlx_lattice.trace", 1
+REPEATS = 3  # runs of a contraction that is timed
+_Facts = TypeVar("_Facts")
 
 
 @dataclass(frozen=True)
@@ -51,6 +57,14 @@ class Record:
         facts = self.problem, self.choice, self.cost, self.layer
         return Explanation(*facts, rounding_error=self.rounding_error)
 
+    def __repr__(self) -> str:
+        """Return the record in one line."""
+        cells = _cells(self)
+        facts = (f"{cells[name]} {name}" for name in ("channels", "rows"))
+        time = "" if self.milliseconds is None else f", {cells['time']}"
+        of = f"{cells['pass']} of {self.layer}, {cells['kernel']}"
+        return f"<{of}, {', '.join(facts)}: {cells['route']}{time}>"
+
     def as_dict(self) -> dict:
         """Return the record as ``Trace.to_json`` writes it."""
         choice, facts = self.choice, self.explanation.facts
@@ -61,6 +75,7 @@ class Record:
             "route": choice.route.name,
             "idea": choice.route.idea,
             "parameters": dict(choice.parameters),
+            "plan": choice.plan.facts(),
             "view": choice.view,
             "precision": choice.precision,
             "forced": choice.forced,
@@ -76,6 +91,32 @@ class Record:
             "rounding_error": self.rounding_error,
         }
 
+    @classmethod
+    def from_dict(cls, row: dict, device: Device) -> Record:
+        """Return the record that ``as_dict`` wrote; its plan prints and cannot run."""
+        facts, after = dict(row["problem"]), row["problem"]["integer"]
+        if facts["epilogue"]:
+            facts["epilogue"] = EpilogueFacts(*_tuples(facts["epilogue"]))
+        facts["integer"] = after and _restored(IntegerFacts, after)
+        problem = _restored(Problem, facts)
+        dense = problem.dense if row["plan"]["expanded"] > 1 else problem
+        reasons = [
+            tuple((r["route"], r["reason"]) for r in row[name])
+            for name in ("rejected", "below")
+        ]
+        choice = Choice.from_facts(
+            Route(row["route"], (row["pass"],), (), row["idea"]),
+            device,
+            Plan.from_facts(dense, _tuples(row["plan"])),
+            tuple(reasons),
+            row["forced"],
+            tuple((r["route"], r["milliseconds"]) for r in row["measured"]),
+        )
+        cost = _restored(Cost, row["cost"])
+        return _restored(
+            cls, row | {"problem": problem, "choice": choice, "cost": cost}
+        )
+
 
 @dataclass(frozen=True)
 class NormRecord:
@@ -87,6 +128,11 @@ class NormRecord:
     def as_dict(self) -> dict:
         """Return the record as ``Trace.to_json`` writes it."""
         return {"layer": self.layer, **_facts_of(self.norm)}
+
+    @classmethod
+    def from_dict(cls, row: dict) -> NormRecord:
+        """Return the record that ``as_dict`` wrote."""
+        return cls(row["layer"], _restored(Fused, row, scope=None, pass_=row["pass"]))
 
 
 @dataclass(frozen=True)
@@ -101,16 +147,36 @@ class AttentionRecord:
         facts = _facts_of(self.attention)
         return {"layer": self.layer, **facts, "padding": self.attention.padding}
 
+    @classmethod
+    def from_dict(cls, row: dict) -> AttentionRecord:
+        """Return the record that ``as_dict`` wrote."""
+        facts = _restored(Attended, row, scope=None, pass_=row["pass"])
+        return cls(row["layer"], facts)
+
 
 def _facts_of(fact: Fused | Attended) -> dict:
     named = {f.name: getattr(fact, f.name) for f in fields(fact)}
-    dtype = str(fact.dtype).rpartition(".")[2]  # int8 too
-    facts = {"pass": fact.pass_, **named, "dtype": dtype}
+    facts = {"pass": fact.pass_, **named}
     return {k: v for k, v in facts.items() if k not in ("scope", "pass_", "forms")}
 
 
+def _tuples(value):
+    """Return a value of JSON with tuples for lists."""
+    if isinstance(value, dict):
+        return {k: _tuples(v) for k, v in value.items()}
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
+
+
+def _restored(cls: type[_Facts], row: dict, **others) -> _Facts:
+    """Return a dataclass of the entries of a row that are its fields."""
+    values = row | others
+    return cls(
+        **{f.name: _tuples(values[f.name]) for f in fields(cls) if f.name in values}
+    )
+
+
 class Trace:
-    """What ran in a ``with ml.trace()`` block. Prints as a table.
+    """What ran in a ``with ml.trace()`` block. Prints as a table, and pickles.
 
     Attributes:
         records: one for each contraction, in the order of launches.
@@ -118,10 +184,16 @@ class Trace:
         attention: one for each call of attention, with its padding.
         device: the profile that MLX ran on.
         timed: whether times were requested.
+        net: the class of the traced net, "" if none was named. Set another name to
+            tell several traces of a net apart in ``compare``.
+        date: when the block began, in ISO 8601 with the offset from UTC.
+        versions: of "mlx_lattice" and "mlx".
     """
 
-    def __init__(self, device: Device, timed: bool):
-        self.device, self.timed = device, timed
+    def __init__(self, device: Device, timed: bool, net: str = ""):
+        self.device, self.timed, self.net = device, timed, net
+        self.date = datetime.now().astimezone().isoformat(timespec="seconds")
+        self.versions = {"mlx_lattice": __version__, "mlx": mx.__version__}
         self.records: list[Record] = []
         self.norms: list[NormRecord] = []
         self.attention: list[AttentionRecord] = []
@@ -135,6 +207,16 @@ class Trace:
     def __str__(self) -> str:
         return self.table()
 
+    def __repr__(self) -> str:
+        """Return the title and the totals in one line."""
+        return f"<Trace of {self.net or 'a block'}, {self.date}: {_summary(self)}>"
+
+    @property
+    def title(self) -> str:
+        """As "MinkUNet18 on cpu, 2026-05-17 14:05"."""
+        date = datetime.fromisoformat(self.date)
+        return f"{self.net or 'a block'} on {self.device.name}, {date:%Y-%m-%d %H:%M}"
+
     def table(self) -> str:
         """Return a row for each contraction, norm and attention."""
         return table(self)
@@ -142,9 +224,11 @@ class Trace:
     def as_dict(self) -> dict:
         """Return what ``to_json`` writes, as Python objects."""
         return {
-            "format": "mlx_lattice.trace",
+            "format": FORMAT,
             "version": SCHEMA,
-            "mlx": mx.__version__,
+            **self.versions,
+            "net": self.net,
+            "date": self.date,
             "device": asdict(self.device),
             "timed": self.timed,
             "records": [record.as_dict() for record in self.records],
@@ -162,8 +246,50 @@ class Trace:
         """
         return json.dumps(self.as_dict(), indent=1, default=str)
 
+    @classmethod
+    def from_dict(cls, facts: dict) -> Trace:
+        """Return the trace that ``as_dict`` wrote. Its plans print and cannot run."""
+        device = Device(**facts["device"])
+        found = cls(device, facts["timed"], facts["net"])
+        found.date = facts["date"]
+        found.versions = {name: facts[name] for name in found.versions}
+        found.records = [Record.from_dict(row, device) for row in facts["records"]]
+        found.norms = [NormRecord.from_dict(row) for row in facts["norms"]]
+        found.attention = [AttentionRecord.from_dict(r) for r in facts["attention"]]
+        return found
+
+    @classmethod
+    def load(cls, path: str | Path) -> Trace:
+        """Read a trace from the JSON that ``save`` wrote.
+
+        It prints, saves and compares as the saved one did; its plans cannot run.
+
+        Example:
+            >>> trace = ml.Trace.load("run.json")  # doctest: +SKIP
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            ValueError: the file has no trace, or one of another version.
+        """
+        path = Path(path)
+        try:
+            facts = json.loads(path.read_text(encoding="utf-8"))
+        except ValueError:
+            facts = None
+        if not isinstance(facts, dict) or facts.get("format") != FORMAT:
+            raise ValueError(
+                f"{path.name} has no trace; pass the .json that trace.save wrote"
+            )
+        try:
+            return cls.from_dict(facts)
+        except (KeyError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{path.name} was written by mlx_lattice {facts.get('mlx_lattice')}, "
+                f"and {__version__} cannot read it ({error}); trace the net again"
+            ) from error
+
     def save(self, path: str | Path) -> None:
-        """Write a page (.html; needs jinja2) or the JSON (.json).
+        """Write a page (.html; needs jinja2), or the JSON (.json) that ``load`` reads.
 
         Raises an ImportError without jinja2, and a ValueError for another suffix.
         """
@@ -173,14 +299,15 @@ class Trace:
             draft.write_text(text, encoding="utf-8")
 
 
-def check_page(path: str | Path) -> Path:
-    """Return the path that a trace can be saved to, before the work that it shows.
+def check_page(path: str | Path, suffixes=(".html", ".json")) -> Path:
+    """Return the path of a page, checked before the work that the page shows.
 
     Raises what ``Trace.save`` does.
     """
     path = Path(path)
-    if path.suffix not in (".html", ".json"):
-        raise ValueError(f"a trace is saved as .html or .json; got {path.name!r}")
+    if path.suffix not in suffixes:
+        allowed = " or ".join(suffixes)
+        raise ValueError(f"the file must end in {allowed}; got {path.name!r}")
     if path.suffix == ".html":
         environment()
     return path
@@ -194,9 +321,9 @@ def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
 
     Args:
         model: a net whose ``named_modules`` give layers their paths.
-        time: run each contraction a second time, from evaluated inputs to an
-            evaluated result, and take that time. Under ``mx.compile`` and ``mx.vmap``
-            the time is None, and the note says so.
+        time: run each contraction three more times, from evaluated inputs to an
+            evaluated result, and take the shortest time. Under ``mx.compile`` and
+            ``mx.vmap`` the time is None, and the note says so.
 
     Yields:
         The Trace. Edges are counted and costs known once the block has ended.
@@ -219,7 +346,8 @@ def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
 
 @contextmanager
 def _trace(model, time: bool) -> Iterator[Trace]:
-    names, result = LayerNames(model), Trace(devices.current(), time)
+    net = "" if model is None else type(model).__name__
+    names, result = LayerNames(model), Trace(devices.current(), time, net)
     relations: list[Relation | None] = []
 
     def keep(launched: Launch) -> None:
@@ -243,10 +371,13 @@ def _trace(model, time: bool) -> Iterator[Trace]:
         relations.append(launched.relation if memory.active() is None else None)
 
     def keep_norm(norm: Fused) -> None:
-        result.norms.append(NormRecord(names.of(norm.scope), norm))
+        # Without the layer, whose weights a pickle would hold.
+        facts = replace(norm, scope=None)
+        result.norms.append(NormRecord(names.of(norm.scope), facts))
 
     def keep_attention(attended: Attended) -> None:
-        result.attention.append(AttentionRecord(names.of(attended.scope), attended))
+        facts = replace(attended, scope=None)
+        result.attention.append(AttentionRecord(names.of(attended.scope), facts))
 
     with (
         launch.observe(keep),
@@ -268,11 +399,14 @@ def _timed(launched: Launch) -> tuple[float | None, str | None]:
     try:
         # The first call also builds the relation's views and compiles GPU kernels.
         mx.eval(launched.result, *launched.inputs)
-        start = perf_counter()
-        mx.eval(launched.run(plan, *launched.inputs, *launched.bias))
-        return 1e3 * (perf_counter() - start), None
     except ValueError:
         return None, "no time: mx.compile and mx.vmap allow no evaluation"
+    times = []
+    for _ in range(REPEATS):
+        start = perf_counter()
+        mx.eval(launched.run(plan, *launched.inputs, *launched.bias))
+        times.append(1e3 * (perf_counter() - start))
+    return min(times), None
 
 
 OPTIONAL = "rounded", "time"  # columns that are left out if no record has a value
@@ -290,7 +424,8 @@ def totals(trace) -> dict[str, float | None]:
     return {k: None if None in some else sum(some) for k, some in values.items()}
 
 
-def _or_dash(value, write) -> str:
+def or_dash(value, write: Callable[..., str]) -> str:
+    """Return a value as text, "-" if it is unknown."""
     return "-" if value is None else write(value)
 
 
@@ -306,13 +441,13 @@ def _cells(record) -> dict[str, str]:
         "kernel": f"{p.kind} {p.kernel}",
         "channels": f"{p.c_in} > {p.c_out}{groups}",
         "dtype": p.operands,
-        "rounded": _or_dash(record.rounding_error, "{:.2%}".format),
+        "rounded": or_dash(record.rounding_error, "{:.2%}".format),
         "rows": f"{changes}{p.n_out:,}",
-        "edges/row": _or_dash(c.edges_per_row, "{:.1f}".format),
-        "work": _or_dash(c.useful_flops, operations),
-        "moves": _or_dash(c.bytes_moved, size),
-        "roofline": _or_dash(c.roofline_ms, milliseconds),
-        "time": _or_dash(record.milliseconds, milliseconds),
+        "edges/row": or_dash(c.edges_per_row, "{:.1f}".format),
+        "work": or_dash(c.useful_flops, operations),
+        "moves": or_dash(c.bytes_moved, size),
+        "roofline": or_dash(c.roofline_ms, milliseconds),
+        "time": or_dash(record.milliseconds, milliseconds),
     }
 
 
@@ -340,7 +475,7 @@ def table(trace) -> str:
             "pass": record.norm.pass_,
             "fused": str(record.norm),
             "channels": str(record.norm.channels),
-            "dtype": str(record.norm.dtype).rpartition(".")[2],
+            "dtype": record.norm.dtype,
             "rows": f"{record.norm.rows:,}",
         }
         for record in trace.norms
@@ -359,9 +494,9 @@ def _summary(trace) -> str:
         time = f", took {milliseconds(total['milliseconds'])}"
     return (
         f"{len(trace)} contractions on {device.name}: "
-        f"{_or_dash(total['flops'], operations)}, "
-        f"{_or_dash(total['bytes_moved'], size)} must move, roofline "
-        f"{_or_dash(total['roofline_ms'], milliseconds)} ({rates}){time}"
+        f"{or_dash(total['flops'], operations)}, "
+        f"{or_dash(total['bytes_moved'], size)} must move, roofline "
+        f"{or_dash(total['roofline_ms'], milliseconds)} ({rates}){time}"
     )
 
 
@@ -372,7 +507,7 @@ def _attention(trace) -> list[str]:
             "pass": record.attention.pass_,
             "ran": str(record.attention),
             "heads": f"{record.attention.heads} x {record.attention.channels}",
-            "dtype": str(record.attention.dtype).rpartition(".")[2],
+            "dtype": record.attention.dtype,
             "rows": f"{record.attention.rows:,}",
         }
         for record in trace.attention
@@ -409,6 +544,7 @@ def environment():
     """Return the jinja2 environment of the pages; an ImportError says how to get it."""
     try:
         import jinja2
+        from markupsafe import Markup
     except ImportError as error:
         raise ImportError(
             "writing a page needs jinja2; run: pip install jinja2"
@@ -423,12 +559,26 @@ def environment():
             lambda name: folder.joinpath(name).read_text(encoding="utf-8")
         ),
     )
+
+    def dotted(path: str) -> str:
+        """Let a browser break a layer's path after a dot."""
+        return Markup(".<wbr>").join(path.split("."))
+
     jinja.filters |= {
-        "operations": partial(_or_dash, write=operations),
-        "size": partial(_or_dash, write=size),
-        "milliseconds": partial(_or_dash, write=milliseconds),
+        "dotted": dotted,
+        "operations": partial(or_dash, write=operations),
+        "size": partial(or_dash, write=size),
+        "milliseconds": partial(or_dash, write=milliseconds),
+        "number": lambda value: "" if value is None else f"{value:.6g}",
     }
     return jinja
+
+
+# Of the page's list; the last one only if times were requested.
+COLUMNS = (
+    *("#", "layer", "pass", "route", "channels", "rows"),
+    *("edges a row", "occupancy", "roofline", "time"),
+)
 
 
 def page(trace) -> str:
@@ -441,9 +591,9 @@ def page(trace) -> str:
             totals=totals(trace),
             routes=_shares(trace),
             passes=list(dict.fromkeys(r.problem.pass_ for r in trace)),
+            columns=COLUMNS[: None if trace.timed else -1],
             longest=max([1e-12, *(r.cost.roofline_ms or 0.0 for r in trace)]),
             slowest=max([1e-12, *(r.milliseconds or 0.0 for r in trace)]),
-            mlx=mx.__version__,
         )
     )
 

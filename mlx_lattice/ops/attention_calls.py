@@ -24,7 +24,7 @@ import mlx.core as mx
 
 from .. import devices, sync
 from ..channel_kernels import Observers, norm_observers
-from ..checks import INT32_LIMIT
+from ..checks import INT32_LIMIT, dtype_name
 from ..coordinate_set import CoordinateSet
 from ..devices import CPU, CUDA, METAL, Device, extension
 from ..geometry.lattice import first_of_equals, running_sums, true_positions
@@ -65,7 +65,7 @@ class Attended:
     channels: int  # of a head
     pairs: int  # of queries and keys, in one head
     padded_pairs: int  # those that are computed; not queries that fill CUDA's tiles
-    dtype: mx.Dtype
+    dtype: str
     fused: int = 0  # calls that are one kernel
     forms: tuple = field(default=(), repr=False)  # (count, Call) of MLX's attention
 
@@ -120,7 +120,7 @@ def attention_record(
     if not attention_observers:
         return None
     rows, *heads = shape
-    facts = rule, backend, kernel, 1, rows, groups, *heads, *pairs, dtype, 1
+    facts = rule, backend, kernel, 1, rows, groups, *heads, *pairs, dtype_name(dtype), 1
     return Attended(launch.current_scope(), "forward", *facts)
 
 
@@ -137,7 +137,7 @@ class Call(NamedTuple):
     keys: int
     channels: int
     values: int
-    dtype: mx.Dtype
+    dtype: str
     masked: bool
 
     @property
@@ -156,7 +156,7 @@ class Call(NamedTuple):
         if device.backend == CUDA:
             most = max(self.channels, self.values)
             whole = self.channels % 8 == 0 == self.values % 8
-            return self.dtype != mx.float32 and whole and most <= 128
+            return self.dtype != "float32" and whole and most <= 128
         if device.backend != METAL:
             return False
         if self.queries > FEW_QUERIES:
@@ -184,7 +184,7 @@ def attend(
     """Return (groups, heads, queries, D_v), by MLX's fused kernel if possible."""
     groups, heads, queries, channels = q.shape
     sizes = groups, heads, k.shape[1], queries, k.shape[2], channels, v.shape[3]
-    rows = Call(*sizes, q.dtype, mask is not None).tiled_queries
+    rows = Call(*sizes, dtype_name(q.dtype), mask is not None).tiled_queries
     sdpa = mx.fast.scaled_dot_product_attention
     if mask is not None and devices.current().backend == CUDA:
         # MLX would make a score for each query of a mask of bools there.
@@ -221,7 +221,7 @@ class Bucket(NamedTuple):
 
 
 def call_sizes(
-    bucket: Bucket, heads: Heads, dtype: mx.Dtype, biased: bool = False
+    bucket: Bucket, heads: Heads, dtype: str, biased: bool = False
 ) -> tuple[int, int]:
     """Return how many groups, and how many queries of each, one call takes.
 
@@ -244,7 +244,7 @@ def attend_bucket(
     bias: Callable[[slice, slice], mx.array] | None = None,
 ) -> Iterator[mx.array]:
     """Yield (results, heads * D_v) of a bucket, in calls of bounded scores."""
-    heads, dtype = Heads.of(arrays), arrays[0].dtype
+    heads, dtype = Heads.of(arrays), dtype_name(arrays[0].dtype)
     step, rows = call_sizes(bucket, heads, dtype, bias is not None)
     parts = [_pieces(array.transpose(0, 2, 1, 3), step, 0) for array in arrays]
     parts.append([None] * len(parts[0]) if mask is None else _pieces(mask, step, 0))

@@ -159,6 +159,10 @@ class Route:
         """Return the route's name."""
         return self.name
 
+    def __reduce__(self) -> tuple:
+        """Copy and pickle the name, the passes and the idea, without functions."""
+        return Route, (self.name, self.passes, (), self.idea)
+
 
 @dataclass(frozen=True)
 class Choice:
@@ -225,3 +229,21 @@ class Choice:
     def __str__(self) -> str:
         """Return the route's name and its plan."""
         return f"{self.route} ({self.plan})"
+
+    @classmethod
+    def from_facts(
+        cls,
+        route: Route,
+        device: Device,
+        plan: Plan,
+        reasons: tuple[Reasons, Reasons],
+        forced: bool,
+        measured: Times,
+    ) -> Choice:
+        """Return a choice whose (``rejected``, ``below``) are known."""
+        return cls(route, device, plan, lambda: reasons, forced, measured)
+
+    def __reduce__(self) -> tuple:
+        """Copy and pickle the facts; the plan of a copy prints and cannot run."""
+        facts = self.route, self.device, self.plan, self._reasons
+        return Choice.from_facts, (*facts, self.forced, self.measured)

@@ -7,13 +7,14 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import backends
+from mlx_lattice.checks import dtype_name
 from mlx_lattice.inspect.trace import AttentionRecord
 from mlx_lattice.ops.attention_calls import WIDTHS, Call
 
 
 def call(patch=1024, channels=16, dtype=mx.float16, values=None, **facts):
     sizes = 10_240 // patch, 4, 4, patch, patch, channels, values or channels
-    return Call(*sizes, dtype, False)._replace(**facts)
+    return Call(*sizes, dtype_name(dtype), False)._replace(**facts)
 
 
 def on_mac(monkeypatch, training=False):
@@ -83,8 +84,9 @@ def asked(c: Call) -> bool:
     """Whether MLX makes one primitive of a call."""
     q, k = (c.groups, c.heads, c.queries), (c.groups, c.kv_heads, c.keys)
     shapes = (*q, c.channels), (*k, c.channels), (*k, c.values)
-    given = [mx.zeros(shape, dtype=c.dtype) for shape in shapes]
-    mask = mx.zeros((1, 1, 1, c.keys), dtype=c.dtype) if c.masked else None
+    dtype = getattr(mx, c.dtype)
+    given = [mx.zeros(shape, dtype=dtype) for shape in shapes]
+    mask = mx.zeros((1, 1, 1, c.keys), dtype=dtype) if c.masked else None
     y = mx.fast.scaled_dot_product_attention(*given, scale=1.0, mask=mask)
     text = io.StringIO()
     mx.export_to_dot(text, y)
