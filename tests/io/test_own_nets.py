@@ -2,11 +2,13 @@
 
 import json
 import re
+import runpy
 import shlex
 import shutil
 import subprocess
 import sys
 import types
+from pathlib import Path
 
 import mlx.core as mx
 import numpy as np
@@ -49,9 +51,8 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def place(made, tmp_path, monkeypatch):
-    """A copy of ``made`` to work in; what is imported of it is forgotten."""
-    shutil.copytree(made, tmp_path, dirs_exist_ok=True)
+def work(tmp_path, monkeypatch):
+    """An empty working folder; what is imported of it is forgotten afterwards."""
     monkeypatch.chdir(tmp_path)
     classes = dict(models.pretrained._CLASSES)
     monkeypatch.setattr(models.pretrained, "_CLASSES", classes)
@@ -59,6 +60,13 @@ def place(made, tmp_path, monkeypatch):
     for name, module in list(sys.modules.items()):
         if (getattr(module, "__file__", None) or "").startswith(str(tmp_path)):
             del sys.modules[name]
+
+
+@pytest.fixture
+def place(made, work):
+    """A working folder with a copy of ``made``."""
+    shutil.copytree(made, work, dirs_exist_ok=True)
+    return work
 
 
 def block(card: str, language: str) -> str:
@@ -225,3 +233,32 @@ def test_what_a_net_returns():
     assert net.dtype == mx.float32
     net.set_dtype(mx.float16)  # it has no batch norm
     assert net.dtype == mx.float16
+
+
+@pytest.mark.native  # it trains 60 steps, and routes do not matter
+def test_the_page(work, monkeypatch, capsys):
+    """Write the files of docs/own_net.md, run its commands; resume bit for bit."""
+    monkeypatch.syspath_prepend(work)
+    text = (Path(__file__).parents[2] / "docs/own_net.md").read_text()
+    files = dict(re.findall(r'^```python title="(.*?)"\n(.*?)^```', text, re.M | re.S))
+    for name, code in files.items():
+        Path(name).write_text(code)
+
+    def run_line(line):
+        program, *given = shlex.split(line)
+        monkeypatch.setattr(sys, "argv", given)
+        if program == "python":
+            return runpy.run_path(given[0], run_name="__main__")
+        assert program == "mlx-lattice" and cli.main(given) == 0
+
+    for block in re.findall(r"^```sh\n(.*?)^```", text, re.M | re.S):
+        for line in block.splitlines():
+            run_line(line)
+    assert float(re.search(r"mean +([\d.]+)%", capsys.readouterr().out)[1]) > 80
+    names = run_line("python predict.py")
+    assert names["scores"].shape == (len(names["scan"]), 3)
+    resumed = mx.load("rooms/model.safetensors")
+    Path("checkpoint.safetensors").unlink()
+    run_line("python train.py 40")
+    straight = mx.load("rooms/model.safetensors")
+    assert all(mx.array_equal(resumed[name], straight[name]) for name in straight)
