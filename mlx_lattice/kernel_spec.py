@@ -46,12 +46,17 @@ def cells_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class KernelSpec:
-    """The geometry of one kernel, every field one value per spatial axis.
+    """Describe the geometry of one kernel, with one value per spatial axis.
 
     Axis positions are ``j = 0 .. size - 1``, the last axis fastest. Without
     ``padding`` the kernel is centred: ``offset = (j - size // 2) * dilation`` on odd
     axes, ``j * dilation`` on even ones (the rule of MinkowskiEngine and WarpConvNet).
     With it ``offset = j * dilation - padding`` (the dense rule of PyTorch).
+
+    Examples:
+        >>> spec = ml.KernelSpec.of(2, kernel_size=3, stride=2)
+        >>> spec.size, spec.stride, spec.volume
+        ((3, 3), (2, 2), 9)
     """
 
     size: tuple[int, ...]  # extent of the kernel box; all ones for ``custom``

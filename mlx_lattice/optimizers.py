@@ -120,6 +120,13 @@ class SGD(_Batched, mlx.optimizers.SGD):
         nesterov (bool): Enables Nesterov momentum. Default: ``False``.
         master_weights (bool): Keeps float32 copies of half parameters. Default:
             ``False``.
+
+    Examples:
+        >>> net = nn.Linear(4, 2)
+        >>> optimizer = optimizers.SGD(learning_rate=0.1, momentum=0.9)
+        >>> optimizer.update(net, {"weight": mx.ones((2, 4))})
+        >>> optimizer.step.item()
+        1
     """
 
     def _rule(self) -> tuple[Rule, tuple[str, ...]]:
@@ -144,6 +151,13 @@ class Adam(_Batched, mlx.optimizers.Adam):
         bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
         master_weights (bool): Keeps float32 copies of half parameters. Default:
             ``False``.
+
+    Examples:
+        >>> net = nn.Linear(4, 2)
+        >>> optimizer = optimizers.Adam(learning_rate=1e-3)
+        >>> optimizer.update(net, {"weight": mx.ones((2, 4))})
+        >>> optimizer.step.item()
+        1
     """
 
     def init(self, parameters: dict) -> None:
@@ -181,6 +195,13 @@ class AdamW(Adam, mlx.optimizers.AdamW):
     """AdamW, as ``mlx.optimizers.AdamW``, in few launches.
 
     Arguments are those of ``Adam``, and ``weight_decay`` (float). Default: ``0.01``.
+
+    Examples:
+        >>> net = nn.Linear(4, 2)
+        >>> optimizer = optimizers.AdamW(learning_rate=1e-3, weight_decay=0.05)
+        >>> optimizer.update(net, {"weight": mx.ones((2, 4))})
+        >>> optimizer.step.item()
+        1
     """
 
     def _decay(self) -> float:

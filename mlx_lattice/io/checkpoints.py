@@ -129,6 +129,11 @@ def convert_weight(
     Raises:
         CheckpointError: no such library, or the shape does not fit its layout.
         ValueError: an extent is not an int of 1 or more.
+
+    Examples:
+        >>> kernel = mx.zeros((27, 8, 16))  # (K, C_in, C_out), as MinkowskiEngine stores it
+        >>> io.convert_weight(kernel, "minkowski", kernel_size=3).shape
+        (16, 3, 3, 3, 8)
     """
     layout = layout_of(library)
     if not isinstance(array, mx.array):
@@ -270,6 +275,12 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
         CheckpointError: the file is broken, does not say which of its entries holds
             the weights, or keeps other objects among the weights.
         FileNotFoundError: there is no such file.
+
+    Examples:
+        >>> mx.save_safetensors("net.safetensors", {"conv.weight": mx.zeros((16, 8))})
+        >>> state = io.load_state("net.safetensors")
+        >>> state["conv.weight"].shape
+        (16, 8)
     """
     with opened(Path(path), key) as state:
         if key is None and getattr(state, "others", ()):
@@ -317,6 +328,14 @@ def import_checkpoint(
     Raises:
         CheckpointError: the file is refused, two tensors match one parameter, or
             ``strict`` is set and something did not match: the text is the report.
+
+    Examples:
+        >>> state = {"conv.kernel": mx.zeros((27, 8, 16)), "conv.bias": mx.zeros((1, 16))}
+        >>> net = nn.Module()
+        >>> net.conv = nn.SubmConv3d(8, 16, kernel_size=3)
+        >>> report = io.import_checkpoint(state, net, "minkowski")
+        >>> len(report.matched), len(report.missing)  # print(report) shows names
+        (2, 0)
     """
     if not isinstance(model, mlx.nn.Module):
         raise TypeError(f"model must be a module; got {type(model).__name__}")

@@ -52,11 +52,10 @@ def write_labelled(
             points, or an existing dimension is too small for them.
         PointFileError: ``source`` cannot be read.
 
-    Example:
-        >>> cloud = io.read_points("scan.laz")
-        >>> labels, confidence, *_ = models.segment_points(net, cloud.points, tile=50)
-        >>> io.write_labelled("labelled.laz", "scan.laz", labels, confidence)
-        'classification'
+    Examples:
+        >>> io.write_ply("scan.ply", {name: np.arange(3.0) for name in ("x", "y", "z")})
+        >>> io.write_labelled("labelled.ply", "scan.ply", np.array([0, 2, 1]))
+        'label'
     """
     path, source = Path(path), Path(source)
     check_format(path, source)

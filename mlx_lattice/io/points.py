@@ -69,6 +69,11 @@ class PointCloud:
             them by a millimetre or more.
         rows: (N,) int64, the place of each point in the file, or None if no point was
             left out.
+
+    Examples:
+        >>> cloud = io.PointCloud(np.zeros((5, 3)), {"intensity": np.ones(5)})
+        >>> ml.SparseTensor.from_points(cloud.points, voxel_size=0.1).shape
+        (1, 1)
     """
 
     points: np.ndarray
@@ -113,6 +118,13 @@ def read_points(
             that names its own.
         ImportError: the format needs a package that is not installed.
         FileNotFoundError: there is no such file.
+
+    Examples:
+        >>> columns = {name: np.arange(100.0) for name in ("x", "y", "z", "intensity")}
+        >>> io.write_ply("scan.ply", columns)
+        >>> cloud = io.read_points("scan.ply")
+        >>> cloud.points.shape, sorted(cloud.attributes)
+        ((100, 3), ['intensity'])
     """
     path = Path(path)
     if columns or path.suffix.lower() not in LAS:
@@ -735,6 +747,12 @@ def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
 
     Raises:
         ValueError: columns have different lengths, or a type that PLY does not have.
+
+    Examples:
+        >>> xyz = np.random.default_rng(0).random((100, 3))
+        >>> io.write_ply("scan.ply", {"x": xyz[:, 0], "y": xyz[:, 1], "z": xyz[:, 2]})
+        >>> io.read_points("scan.ply").points.shape
+        (100, 3)
     """
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     shapes = {array.shape for array in arrays.values()}

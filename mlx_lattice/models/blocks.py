@@ -78,7 +78,7 @@ class SparseBasicBlock(nn.Module):
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3x3 convolutions beside a shortcut.
+    """Apply two 3x3x3 convolutions beside a shortcut.
 
     A strided block's shortcut has a kernel of its stride, so that no input is lost,
     and computes the rows of the main branch.
@@ -88,6 +88,11 @@ class BasicBlock(nn.Module):
         out_channels (int): The number of output channels.
         stride (int): The stride of the first convolution. Default: ``1``.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.BasicBlock(8, 16, stride=2)(x).shape
+        (8, 16)
     """
 
     expansion = 1
@@ -129,7 +134,7 @@ def trimmed_cells(x: SparseTensor) -> mx.array | None:
 
 
 class Bottleneck(nn.Module):
-    """A 3x3x3 convolution of few channels between two 1x1x1, beside a shortcut.
+    """Apply a narrow 3x3x3 convolution between two 1x1x1, beside a shortcut.
 
     Args:
         in_channels (int): The number of input channels.
@@ -137,6 +142,11 @@ class Bottleneck(nn.Module):
             as many come out.
         stride (int): ``1``: blocks of a U-net do not stride. Default: ``1``.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.Bottleneck(8, 4)(x).shape  # 4 times the channels
+        (64, 16)
     """
 
     expansion = 4
@@ -181,7 +191,7 @@ def blocks(
 
 
 class SparseResNet(Pretrained):
-    """A stem, a max pooling, stages of basic blocks, global pooling, a Linear.
+    """Classify batch elements with a residual net: stem, stages, global pooling.
 
     Args:
         in_channels (int): The number of input channels.
@@ -189,6 +199,12 @@ class SparseResNet(Pretrained):
         layers (tuple): The number of blocks of each stage. Default: ``(2, 2, 2, 2)``.
         planes (tuple): The channels of each stage. Default: ``(64, 128, 256, 512)``.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = models.SparseResNet(8, 10, layers=(1, 1), planes=(8, 16))
+        >>> net(x).shape  # (batch_size, num_classes)
+        (1, 10)
     """
 
     def __init__(
@@ -238,18 +254,36 @@ class _Sized(SparseResNet):
 
 
 class SparseResNet14(_Sized):
-    """``SparseResNet`` of one block a stage (MinkowskiEngine's ResNet14)."""
+    """Classify with ``SparseResNet`` of one block a stage, MinkowskiEngine's ResNet14.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.SparseResNet14(8, 10)(x).shape
+        (1, 10)
+    """
 
     blocks = (1, 1, 1, 1)
 
 
 class SparseResNet18(_Sized):
-    """``SparseResNet`` of two blocks a stage."""
+    """Classify with ``SparseResNet`` of two blocks a stage.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.SparseResNet18(8, 10)(x).shape
+        (1, 10)
+    """
 
     blocks = (2, 2, 2, 2)
 
 
 class SparseResNet34(_Sized):
-    """``SparseResNet`` of three to six blocks a stage."""
+    """Classify with ``SparseResNet`` of three to six blocks a stage.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.SparseResNet34(8, 10)(x).shape
+        (1, 10)
+    """
 
     blocks = (3, 4, 6, 3)

@@ -108,7 +108,7 @@ class LitePTBlock(AttentionBlock):
 
 
 class LitePT(PointTransformer):
-    """LitePT, for segmentation or as an encoder.
+    """Score each row with LitePT, or encode it.
 
     A U-net with the stem, the pooling and the curves of ``PTv3``. Levels whose ``conv``
     is set begin their blocks with a submanifold convolution, levels whose ``attn`` is
@@ -145,10 +145,11 @@ class LitePT(PointTransformer):
         ValueError: lengths do not fit one another, or heads of an attending level are
             no multiple of 2 * dims channels.
 
-    Example:
-        >>> net = models.LitePT(6, 25, "base").eval()
-        >>> net(x).feats.shape  # x: (N, 6), coordinates from 0 on
-        (N, 25)
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = models.LitePT(8, 20, "small").eval()
+        >>> net(x).shape
+        (64, 20)
     """
 
     def __init__(

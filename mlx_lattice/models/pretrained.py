@@ -67,7 +67,14 @@ COARSEST = 16
 
 
 class Voxels(NamedTuple):
-    """Points as a tensor, and the row that each point is in."""
+    """Points as a tensor, with the row of each point.
+
+    Examples:
+        >>> points = mx.array([[0.1, 0.1, 0.1], [0.9, 0.1, 0.1], [0.2, 0.1, 0.1]])
+        >>> voxels = models.VoxelRecipe(0.5)(points)
+        >>> voxels.x.shape, voxels.rows.tolist()
+        ((2, 1), [0, 1, 0])
+    """
 
     x: SparseTensor
     rows: mx.array  # (P,) int32; -1 for a point that was left out
@@ -80,7 +87,7 @@ class Voxels(NamedTuple):
 
 @dataclass(frozen=True)
 class VoxelRecipe:
-    """Makes voxels of the points of one scan as in a net's training.
+    """Make voxels from the points of a scan, as a net was trained on them.
 
     Attributes:
         voxel_size: edge of a voxel, in the unit of the points.
@@ -98,6 +105,13 @@ class VoxelRecipe:
     Raises:
         TypeError: a size or a colour is not a number.
         ValueError: a value is not one of these.
+
+    Examples:
+        >>> points = mx.array([[0.1, 0.1, 0.1], [0.9, 0.1, 0.1], [0.2, 0.1, 0.1]])
+        >>> recipe = models.VoxelRecipe(0.5, ("coordinates", "ones"), reduce="mean")
+        >>> x, rows = recipe(points)
+        >>> x.shape, rows.tolist()  # two voxels, and the voxel of each point
+        ((2, 4), [0, 1, 0])
     """
 
     voxel_size: float
@@ -322,7 +336,7 @@ def of_scan(scan: object) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class About:
-    """Facts that belong to weights, kept in a folder's ``config.json``.
+    """Facts about weights, kept in a folder's ``config.json``.
 
     Attributes:
         voxels: how voxels are made of points, or None.
@@ -337,6 +351,11 @@ class About:
     Raises:
         ValueError: the number of colours is neither 0 nor that of the classes, or a
             colour is not three integers from 0 to 255.
+
+    Examples:
+        >>> about = models.About(models.VoxelRecipe(0.05), ("floor", "wall"))
+        >>> about.classes, about.voxels.voxel_size
+        (('floor', 'wall'), 0.05)
     """
 
     voxels: VoxelRecipe | None = None
@@ -412,7 +431,7 @@ class Pretrained(mlx.nn.Module):
     Attributes:
         about: voxel recipe, classes and source of the weights: an ``About``.
 
-    Example:
+    Examples:
         >>> class Encoder(models.Pretrained):
         ...     def __init__(self, channels, width=32):
         ...         super().__init__()
@@ -555,7 +574,7 @@ def from_pretrained(
         io.CheckpointError: the class of the config is not known, or is not ``kind``;
             or as for ``Pretrained.from_pretrained``.
 
-    Example:
+    Examples:
         >>> net = models.SpUNet(1, 4, 16, (16, 32, 32, 16), layers=(1, 1, 1, 1))
         >>> net.save_pretrained("rooms")
         >>> type(models.from_pretrained("rooms")).__name__
@@ -728,7 +747,7 @@ class Segmentor(Pretrained):
     features are (N, num_classes) scores. ``about`` says how points become voxels, and
     names the classes. The commands ``segment`` and ``evaluate`` run the saved net.
 
-    Example:
+    Examples:
         >>> class MyUNet(models.Segmentor):
         ...     def __init__(self, in_channels, num_classes):
         ...         super().__init__()

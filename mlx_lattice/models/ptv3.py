@@ -395,7 +395,7 @@ class PointTransformer(Segmentor):
 
 
 class PTv3(PointTransformer):
-    """Point Transformer V3, in the three forms of Pointcept, or its encoder.
+    """Score each row with Point Transformer V3, in the three forms of Pointcept.
 
     ``m1``, the first, has a 5x5x5 stem and batch norms outside its blocks, and its
     curves lose bits as cells grow; ``m2``, of Sonata and Concerto, has a linear stem
@@ -436,6 +436,12 @@ class PTv3(PointTransformer):
             that were trained with Pointcept 1.5.1 or older need this: all released
             ones. By default as ``about.legacy`` says.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = models.PTv3(8, 20).eval()
+        >>> net(x).shape
+        (64, 20)
     """
 
     def __init__(

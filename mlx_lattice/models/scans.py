@@ -26,7 +26,15 @@ __all__ = ["Evaluation", "Segmented", "confusion_matrix", "segment_points"]
 
 
 class Segmented(NamedTuple):
-    """The class of each point, in the order of the points."""
+    """The class of each point, in the order of the points.
+
+    Examples:
+        >>> net = models.SpUNet(1, 2, 8, (8, 8), layers=(1, 1)).eval()
+        >>> net.about = models.About(models.VoxelRecipe(0.1), ("floor", "wall"))
+        >>> found = models.segment_points(net, mx.random.uniform(shape=(50, 3)))
+        >>> found.labels.shape, found.confidence.shape, found.classes
+        ((50,), (50,), 2)
+    """
 
     labels: np.ndarray  # (P,) int32
     confidence: np.ndarray  # (P,) float32, the mean probability of the label
@@ -81,12 +89,13 @@ def segment_points(
         ValueError: there are no points, a value is not finite, ``tile`` is not larger
             than ``overlap``, scores are NaN, or as for ``VoxelRecipe``.
 
-    Example:
-        >>> cloud = io.read_points("scan.laz")
-        >>> found = models.segment_points(
-        ...     net, cloud.points, cloud.attributes, tile=50, votes=4
-        ... )
-        >>> io.write_labelled("labelled.laz", "scan.laz", found.labels)
+    Examples:
+        >>> net = models.SpUNet(1, 2, 8, (8, 8), layers=(1, 1)).eval()
+        >>> net.about = models.About(models.VoxelRecipe(0.1), ("floor", "wall"))
+        >>> points = mx.random.uniform(shape=(50, 3))
+        >>> found = models.segment_points(net, points, tile=0.6, votes=4)
+        >>> found.labels.shape, found.tiles
+        ((50,), 4)
     """
     recipe = net.recipe()
     points, values = _arrays(points, attributes or {}, recipe.features)

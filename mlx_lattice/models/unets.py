@@ -150,7 +150,7 @@ class Up(nn.Module):
 
 
 class MinkUNet(Segmentor):
-    """A U-net of residual blocks over four halvings of the lattice.
+    """Score each row with a residual U-net over four halvings of the lattice.
 
     Args:
         in_channels (int): The number of input channels.
@@ -166,6 +166,12 @@ class MinkUNet(Segmentor):
             leaves out: those above ``(largest - 1) // 2`` of an axis, the largest
             coordinate over the batch. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = models.MinkUNet(8, 20, planes=(8,) * 8, layers=(1,) * 8)
+        >>> net(x).shape  # 20 scores for each row
+        (64, 20)
     """
 
     def __init__(
@@ -249,37 +255,67 @@ class _Planned(MinkUNet):
 
 
 class MinkUNet14(_Planned):
-    """``MinkUNet`` of one block a stage, with channel plan A, B, C or D."""
+    """Score rows with ``MinkUNet`` of one block a stage; channel plan A, B, C or D.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.MinkUNet14(8, 20, plan="A")(x).shape
+        (64, 20)
+    """
 
     depth = 14
 
 
 class MinkUNet18(_Planned):
-    """``MinkUNet`` of two blocks a stage, with channel plan A, B or D."""
+    """Score rows with ``MinkUNet`` of two blocks a stage; channel plan A, B or D.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.MinkUNet18(8, 20)(x).shape
+        (64, 20)
+    """
 
     depth = 18
 
 
 class MinkUNet34(_Planned):
-    """``MinkUNet`` of two to six blocks a stage, with channel plan A, B or C."""
+    """Score rows with ``MinkUNet`` of two to six blocks a stage; plan A, B or C.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.MinkUNet34(8, 20)(x).shape
+        (64, 20)
+    """
 
     depth = 34
 
 
 class MinkUNet50(_Planned):
-    """``MinkUNet`` of two to six bottlenecks a stage, with channel plan A, B or C."""
+    """Score rows with ``MinkUNet`` of two to six bottlenecks a stage; plan A, B or C.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.MinkUNet50(8, 20)(x).shape
+        (64, 20)
+    """
 
     depth, bottleneck = 50, True
 
 
 class MinkUNet101(_Planned):
-    """``MinkUNet50`` with 23 bottlenecks in the coarsest stage."""
+    """Score rows with ``MinkUNet50`` with 23 bottlenecks in the coarsest stage.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.MinkUNet101(8, 20)(x).shape
+        (64, 20)
+    """
 
     depth, bottleneck = 101, True
 
 
 class MinkUNetTorchSparse(MinkUNet):
-    """``MinkUNet`` as torchsparse's users publish it, in SPVNAS.
+    """Score rows with ``MinkUNet`` in the form of SPVNAS, for torchsparse.
 
     A stem of two 3x3x3 convolutions and two blocks a stage; ``width`` is what its
     configurations call ``cr``.
@@ -290,6 +326,11 @@ class MinkUNetTorchSparse(MinkUNet):
         width (float): A factor of all channels. Default: ``1``.
         trimmed (bool): As of ``MinkUNet``. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.MinkUNetTorchSparse(8, 20, width=0.5)(x).shape
+        (64, 20)
     """
 
     def __init__(
@@ -336,7 +377,7 @@ class SpUNetStage(nn.Module):
 
 
 class SpUNet(Segmentor):
-    """A U-net of basic blocks over a halving of the lattice a level, or its encoder.
+    """Score each row with a U-net of basic blocks, or encode each batch element.
 
     Args:
         in_channels (int): The number of input channels.
@@ -350,6 +391,12 @@ class SpUNet(Segmentor):
         enc_mode (bool): If ``True`` there is no decoder, and a call returns the mean
             of each batch element. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = models.SpUNet(8, 20, 16, (16, 32, 32, 16), layers=(1, 1, 1, 1))
+        >>> net(x).shape
+        (64, 20)
     """
 
     def __init__(
@@ -485,7 +532,7 @@ class _Points:
 
 
 class SPVCNN(MinkUNet):
-    """Scores points with a voxel net of four halvings and a point branch.
+    """Score points with a voxel U-net of four halvings and a point branch.
 
     Args:
         in_channels (int): The number of features of a point.
@@ -497,6 +544,12 @@ class SPVCNN(MinkUNet):
         dropout (float): The probability to zero a voxel's feature before two of the
             decoder's stages, while training. Default: ``0.3``.
         trimmed (bool): As of ``MinkUNet``. Default: ``False``.
+
+    Examples:
+        >>> net = models.SPVCNN(1, 20, voxel_size=0.5, width=0.25).eval()
+        >>> points = mx.random.uniform(shape=(50, 3))
+        >>> net(points, mx.ones((50, 1)), mx.zeros((50,), dtype=mx.int32)).shape
+        (50, 20)
     """
 
     def __init__(

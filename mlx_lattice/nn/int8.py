@@ -68,7 +68,7 @@ def finite(value: float, path: str) -> None:
 
 
 def tie_scales(model: Module) -> None:
-    """Make equal scales of features one array, so that none is divided by another."""
+    """Make equal scales of features one array, so that no layer rescales them."""
     scales = [
         (module, name, module[name])
         for module in model.modules()
@@ -91,11 +91,17 @@ def tie_scales(model: Module) -> None:
 
 
 def unpack_int4(model: Module) -> tuple[str, ...]:
-    """Store the int4 weights of integer layers as int8, in place: the same results.
+    """Store the int4 weights of integer layers as int8, in place.
 
     GPUs multiply int8 features with int8 weights: int4 weights are unpacked at every
     call, in one more launch. Unpacked once, they take twice the memory, and the time of
     int8 weights. Returns the paths of the layers that had int4 weights.
+
+    Examples:
+        >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3))
+        >>> mlx.nn.quantize(net, bits=4, mode="integer")
+        >>> nn.unpack_int4(net)
+        ('layers.0',)
     """
     paths = []
     for path, module in model.named_modules():
@@ -381,6 +387,16 @@ def integer_like(
     Raises:
         ValueError: arrays of the file do not fit one another or the layers, or one is
             missing.
+
+    Examples:
+        >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3), nn.ReLU())
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> small, _ = ml.calibrate(net, [x], bits=8, activations=8)
+        >>> small.save_weights("small.safetensors")
+        >>> nn.integer_like(net, "small.safetensors")
+        ('layers.0',)
+        >>> net.load_weights("small.safetensors")(x).shape
+        (64, 64)
     """
     if isinstance(arrays, str | Path):
         arrays = mx.load(str(arrays))

@@ -34,7 +34,7 @@ FAN = (0, 1, 4, 1, 2, 4, 2, 3, 4, 3, 0, 4)
 
 
 class DualGrid(NamedTuple):
-    """A flexible dual grid, on the rows of ``vertices``.
+    """Hold a flexible dual grid, on the rows of ``vertices``.
 
     Attributes:
         vertices: (N, 3) float: the vertex of a voxel, from its lower corner, in voxels.
@@ -45,6 +45,12 @@ class DualGrid(NamedTuple):
             ends have the greater product is its cut; of equal products the diagonal
             that avoids the quad's own voxel. None: every quad is cut from its own voxel
             to the opposite one.
+
+    Examples:
+        >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))
+        >>> grid = ops.DualGrid(vertices, mx.ones((8, 3), dtype=mx.bool_))
+        >>> grid.vertices.shape, grid.split is None
+        ((8, 3), True)
     """
 
     vertices: SparseTensor

@@ -31,6 +31,10 @@ def list(pattern: str = "*") -> builtins.list[str]:
 
     Args:
         pattern: with ``*`` and ``?``, as ``"ptv3*"`` or ``"*scannet20*"``.
+
+    Examples:
+        >>> models.list("spunet*")
+        ['spunet.scannet20.pointcept']
     """
     return [name for name in _ENTRIES if fnmatch.fnmatch(name, pattern)]
 
@@ -40,6 +44,11 @@ def published(name: str) -> Published:
 
     Raises:
         ValueError: there is no such name; the text has the nearest ones.
+
+    Examples:
+        >>> entry = models.published("spunet.scannet20.pointcept")
+        >>> entry.kind, entry.library  # print(entry) shows everything
+        ('SpUNet', 'spconv')
     """
     if name not in _ENTRIES:
         near = difflib.get_close_matches(str(name), _ENTRIES, 3, 0.4)
@@ -78,9 +87,9 @@ def create(
         ImportError: ``huggingface_hub`` is needed and not installed.
         ValueError: there is no such name, or ``path`` has another number of files.
 
-    Example:
-        >>> net = models.create("ptv3.scannet20.pointcept")
-        >>> net.about.version
+    Examples:
+        >>> net = models.create("ptv3.scannet20.pointcept")  # doctest: +SKIP
+        >>> net.about.version  # doctest: +SKIP
         'Pointcept 1.5.1, whose convolutions read the MLP branch (legacy=True)'
     """
     entry = published(name)

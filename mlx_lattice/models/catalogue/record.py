@@ -20,7 +20,7 @@ HUB_FILE = re.compile(rf"{HUB}([^/]+/[^/]+)/resolve/([^/]+)/(.+)")
 
 @dataclass(frozen=True)
 class Published:
-    """One published checkpoint.
+    """Facts about one published checkpoint.
 
     Attributes:
         name: as ``create`` takes it.
@@ -34,6 +34,11 @@ class Published:
         sources: where these facts are stated.
         note: what else a user must know, such as a step of the preprocessing that a
             recipe can't do.
+
+    Examples:
+        >>> entry = models.published("spunet.scannet20.pointcept")
+        >>> entry.kind, len(entry.about.classes), entry.about.voxels.voxel_size
+        ('SpUNet', 20, 0.02)
     """
 
     name: str

@@ -55,7 +55,14 @@ __all__ = [
 
 
 class HardVoxels(NamedTuple):
-    """Points by voxel, as of OpenPCDet's voxel generator."""
+    """Points grouped by voxel, in the form of OpenPCDet's voxel generator.
+
+    Examples:
+        >>> points = mx.array([[0.1, 0.1, 0.1], [0.2, 0.1, 0.1], [1.5, 0.1, 0.1]])
+        >>> hard = models.hard_voxels(points, (1, 1, 1), (0, 0, 0, 2, 2, 2), 5)
+        >>> hard.voxels.shape, hard.coords.tolist(), hard.counts.tolist()
+        ((2, 5, 3), [[0, 0, 0], [0, 0, 1]], [2, 1])
+    """
 
     voxels: mx.array  # (M, max_points, C): points of a voxel in order, then zeros
     coords: mx.array  # (M, 3) int32 (z, y, x), in the order of their first points
@@ -64,7 +71,7 @@ class HardVoxels(NamedTuple):
 
 @dataclass(frozen=True)
 class GridRecipe:
-    """From the points of a scan to the tensor that a detector was trained on.
+    """Make the tensor that a detector was trained on from the points of a scan.
 
     Attributes:
         voxel_size: extents of a voxel in x, y, z.
@@ -77,6 +84,12 @@ class GridRecipe:
 
     Raises:
         ValueError: sizes are not positive, or the range is empty.
+
+    Examples:
+        >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
+        >>> x = grid(mx.array([[1.0, 1.0, 0.0], [1.1, 1.1, 0.1], [1.0, 1.0, 9.0]]))
+        >>> x.shape, x.spatial_shape  # the last point lies outside the range
+        ((1, 3), (25, 32, 32))
     """
 
     voxel_size: tuple[float, float, float]
@@ -184,7 +197,7 @@ def hard_voxels(
     max_points: int,
     max_voxels: int | None = None,
 ) -> HardVoxels:
-    """Gather points by voxel, in their order, as spconv's ``Point2VoxelCPU3d`` does.
+    """Group points by voxel, in their order, as spconv's ``Point2VoxelCPU3d`` does.
 
     A voxel is numbered at its first point. Voxels beyond ``max_voxels``, and points of
     a voxel beyond ``max_points``, are left out.
@@ -197,6 +210,12 @@ def hard_voxels(
 
     Raises:
         ValueError: a shape does not fit, or a number is below 1.
+
+    Examples:
+        >>> points = mx.array([[0.1, 0.1, 0.1], [0.2, 0.1, 0.1], [1.5, 0.1, 0.1]])
+        >>> hard = models.hard_voxels(points, (1, 1, 1), (0, 0, 0, 2, 2, 2), 5)
+        >>> hard.counts.tolist()  # the points of each voxel
+        [2, 1]
     """
     max_points = whole(max_points, "max_points", 1)
     if max_voxels is not None:
@@ -239,7 +258,14 @@ def hard_voxels(
 
 
 def mean_vfe(hard: HardVoxels) -> mx.array:
-    """Return (M, C): the mean of each voxel's points, as OpenPCDet's MeanVFE."""
+    """Return the (M, C) mean of each voxel's points, as OpenPCDet's MeanVFE does.
+
+    Examples:
+        >>> points = mx.array([[0.0, 0.5, 0.5], [0.5, 0.5, 0.5]])
+        >>> hard = models.hard_voxels(points, (1, 1, 1), (0, 0, 0, 2, 2, 2), 5)
+        >>> models.mean_vfe(hard).tolist()
+        [[0.25, 0.5, 0.5]]
+    """
     return hard.voxels.sum(axis=1) / mx.maximum(hard.counts, 1)[:, None]
 
 
@@ -251,7 +277,7 @@ def dynamic_voxels(
     *,
     batch_size: int | None = None,
 ) -> SparseTensor:
-    """Return the mean of all points of each voxel, as OpenPCDet's DynamicMeanVFE.
+    """Return the mean of all points of each voxel, as OpenPCDet's DynamicMeanVFE does.
 
     Args:
         points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
@@ -264,6 +290,13 @@ def dynamic_voxels(
 
     Raises:
         ValueError: a shape does not fit, or the batch indices are not integers.
+
+    Examples:
+        >>> points = mx.array([[0.0, 0.5, 0.5], [0.5, 0.5, 0.5]])
+        >>> batch = mx.zeros((2,), dtype=mx.int32)
+        >>> x = models.dynamic_voxels(points, (1, 1, 1), (0, 0, 0, 2, 2, 2), batch)
+        >>> x.feats.tolist()
+        [[0.25, 0.5, 0.5]]
     """
     points, cells, inside = _cells(points, voxel_size, point_range)
     batch, inside_rows = batch_of(batch, len(inside)), true_positions(inside)
@@ -336,13 +369,19 @@ def expect_grid(x: SparseTensor, name: str) -> None:
 
 
 class VoxelBackBone8x(Pretrained):
-    """SECOND's encoder: four stages, three of which stride, and one that flattens.
+    """Encode a grid with SECOND's four stages, three of which stride, then flatten it.
 
     Args:
         in_channels (int): The number of input channels.
         widths (tuple): Channels of the input's convolution and ``conv1``, of
             ``conv2``, ``conv3``, ``conv4``, and of ``conv_out``.
         last_pad (int): The padding of ``conv_out``, on all axes. Default: ``0``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 41, 8, 8, 4)))  # z, y, x
+        >>> y = models.VoxelBackBone8x(4, (4, 4, 8, 8, 16))(x)
+        >>> y.channels, y.spatial_shape
+        (16, (2, 1, 1))
     """
 
     def __init__(
@@ -382,13 +421,19 @@ class VoxelBackBone8x(Pretrained):
 
 
 class VoxelResBackBone8x(VoxelBackBone8x):
-    """The encoder of residual blocks, which CenterPoint has.
+    """Encode a grid with CenterPoint's four stages of residual blocks.
 
     Args:
         in_channels (int): The number of input channels.
         widths (tuple): As of ``VoxelBackBone8x``.
         last_pad (int): As of ``VoxelBackBone8x``. Default: ``0``.
         use_bias (bool): If ``True`` the blocks' convolutions have a bias.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 41, 8, 8, 4)))  # z, y, x
+        >>> y = models.VoxelResBackBone8x(4, (4, 4, 8, 8, 16))(x)
+        >>> y.channels, y.spatial_shape
+        (16, (2, 1, 1))
     """
 
     def __init__(
@@ -421,7 +466,7 @@ def expect_widths(widths: Sequence[int]) -> Sequence[int]:
 
 
 class UNetV2(VoxelBackBone8x):
-    """SECOND's encoder and a decoder back to its input's rows.
+    """Encode a grid with SECOND's encoder and decode it back to the rows of the input.
 
     Args:
         in_channels (int): The number of input channels.
@@ -429,6 +474,12 @@ class UNetV2(VoxelBackBone8x):
         last_pad (int): As of ``VoxelBackBone8x``. Default: ``0``.
         return_encoded (bool): If ``False`` there is no ``conv_out``, and no encoded
             tensor. Default: ``True``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 41, 8, 8, 4)))  # z, y, x
+        >>> encoded, y = models.UNetV2(4, (4, 4, 8, 8, 16))(x)
+        >>> encoded.spatial_shape, len(y) == len(x)
+        ((2, 1, 1), True)
     """
 
     def __init__(
@@ -534,7 +585,7 @@ def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Fl
 
 
 class VoxelResBackBone8xVoxelNeXt(Pretrained):
-    """Residual stages to a thirty-second of the grid, summed over height.
+    """Encode a grid to a thirty-second with residual stages, summed over height.
 
     Args:
         in_channels (int): The number of input channels.
@@ -544,6 +595,12 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         kernel_sizes (tuple): Of the strided convolutions of ``conv2``, ``conv3``,
             ``conv4``, and of ``conv5`` and ``conv6``.
         use_bias (bool): If ``True`` the blocks' convolutions have a bias.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 41, 8, 8, 4)))  # z, y, x
+        >>> y = models.VoxelResBackBone8xVoxelNeXt(4, (4, 4, 8, 8, 8), 16)(x)
+        >>> y.channels, y.dims  # rows from above
+        (16, 2)
     """
 
     def __init__(

@@ -56,6 +56,12 @@ class Boxes(NamedTuple):
             if the net predicts velocities.
         scores: (M,) float32.
         labels: (M,) int32: which of the net's classes, from 0.
+
+    Examples:
+        >>> boxes, scores = mx.zeros((2, 7)), mx.array([0.9, 0.4])
+        >>> found = models.Boxes(boxes, scores, labels=mx.array([0, 1]))
+        >>> found.boxes.shape, found.labels.tolist()
+        ((2, 7), [0, 1])
     """
 
     boxes: mx.array
@@ -65,7 +71,7 @@ class Boxes(NamedTuple):
 
 @dataclass(frozen=True)
 class Decoding:
-    """Settings that decide which cells become boxes.
+    """Settings that decide which cells of a detector become boxes.
 
     Attributes:
         stride: cells of the grid that a cell of the map spans.
@@ -83,6 +89,10 @@ class Decoding:
 
     Raises:
         ValueError: values of each class are given without ``by_class``.
+
+    Examples:
+        >>> models.Decoding(score_threshold=0.3).score_threshold
+        0.3
     """
 
     stride: int = 8
@@ -129,7 +139,13 @@ class Decoding:
 
 
 class Candidates(NamedTuple):
-    """The boxes of a head in one batch element, before suppression."""
+    """The boxes of one head in a batch element, before suppression.
+
+    Examples:
+        >>> boxes, scores, labels = mx.zeros((2, 7)), mx.ones((2,)), mx.array([0, 1])
+        >>> models.Candidates(boxes, scores, labels, ious=None).boxes.shape
+        (2, 7)
+    """
 
     boxes: mx.array  # (M, 7 or 9)
     scores: mx.array  # (M,)
@@ -219,7 +235,7 @@ Branches = list[dict[str, mx.array]]
 
 
 class Detector(Pretrained):
-    """A net that finds boxes in a scan.
+    """Find boxes in a scan: the base class of detectors.
 
     A call returns what its heads say. ``detect`` makes boxes of that, and
     ``detect_points`` takes the points of a scan.
@@ -229,6 +245,13 @@ class Detector(Pretrained):
         heads: names of the classes of each head.
         classes: names of the classes, in the order of the labels.
         decoding: what becomes a box: a ``Decoding``.
+
+    Examples:
+        >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
+        >>> net = models.VoxelNeXt(grid, (("car",),), (4, 4, 4, 4, 4), 8).eval()
+        >>> found = net.detect_points(mx.random.uniform(0, 3, (100, 3)))
+        >>> found.boxes.shape[1], net.classes  # 7 numbers for each box
+        (7, ('car',))
     """
 
     @classmethod
@@ -339,7 +362,7 @@ class Detector(Pretrained):
 
 
 class CenterPoint(Detector):
-    """CenterPoint over voxels: a sparse encoder, a dense map from above, heads.
+    """Find boxes with a sparse encoder, a dense map from above, and heads.
 
     Args:
         grid (GridRecipe): How voxels are made of points.
@@ -358,6 +381,13 @@ class CenterPoint(Detector):
         classes (tuple, optional): The classes in the order of their labels; by default
             as the heads have them.
         decoding (Decoding): What becomes a box.
+
+    Examples:
+        >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
+        >>> net = models.CenterPoint(grid, (("car",), ("man",)), (4, 4, 4, 4, 4)).eval()
+        >>> predictions = net(grid(mx.random.uniform(0, 3, (100, 3))))
+        >>> len(predictions), sorted(predictions[0])  # the branches of each head
+        (2, ['center', 'center_z', 'dim', 'hm', 'rot'])
     """
 
     def __init__(
@@ -433,7 +463,7 @@ class CenterPoint(Detector):
 
 
 class VoxelNeXt(Detector):
-    """VoxelNeXt: boxes from sparse rows, without a dense map.
+    """Find boxes from sparse rows, without a dense map.
 
     Args:
         grid (GridRecipe): How voxels are made of points.
@@ -450,6 +480,13 @@ class VoxelNeXt(Detector):
         classes (tuple, optional): The classes in the order of their labels; by default
             as the heads have them.
         decoding (Decoding): What becomes a box.
+
+    Examples:
+        >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
+        >>> net = models.VoxelNeXt(grid, (("car",),), (4, 4, 4, 4, 4), 8).eval()
+        >>> predictions = net(grid(mx.random.uniform(0, 3, (100, 3))))
+        >>> sorted(predictions[0])  # the branches of the one head
+        ['center', 'center_z', 'dim', 'hm', 'rot']
     """
 
     joins_heads = True
@@ -540,7 +577,7 @@ def detection_loss(
     *,
     box_weight: float = 2.0,
 ) -> mx.array:
-    """Return the loss of a batch: heat maps, and boxes times their weight.
+    """Return the loss of a batch: that of heat maps, and the weighted one of boxes.
 
     Args:
         net: whose classes and grid the predictions are of.
@@ -553,6 +590,14 @@ def detection_loss(
     Raises:
         ValueError: the numbers of labels and boxes differ, a label is not one of the
             net's classes, or a box is not finite or has no extent.
+
+    Examples:
+        >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
+        >>> net = models.VoxelNeXt(grid, (("car",),), (4, 4, 4, 4, 4), 8)
+        >>> x = grid(mx.random.uniform(0, 3, (100, 3)))
+        >>> box = mx.array([[2.0, 2.0, 1.0, 4.0, 2.0, 1.5, 0.0]])
+        >>> models.detection_loss(net, net(x), [box], [mx.array([0])]).shape
+        ()
     """
     elements = net.cells(predictions)
     if not len(elements) == len(boxes) == len(labels):

@@ -109,7 +109,7 @@ def conv_norm(
 
 
 class BaseBEVBackbone(mlx.nn.Module):
-    """OpenPCDet's 2D backbone: blocks that stride, brought back to one size and joined.
+    """Apply OpenPCDet's 2D backbone to a dense map and join the maps of its blocks.
 
     Args:
         in_channels (int): The number of input channels.
@@ -121,6 +121,11 @@ class BaseBEVBackbone(mlx.nn.Module):
         num_upsample_filters (tuple): The channels of each enlarged map.
         conv_for_no_stride (bool): If ``True`` a map that keeps its size does so by a
             1x1 convolution, not by a transposed one. Default: ``False``.
+
+    Examples:
+        >>> net = models.BaseBEVBackbone(8, (1, 1), (1, 2), (8, 8), (1, 2), (4, 4))
+        >>> net(mx.ones((1, 16, 16, 8))).shape
+        (1, 16, 16, 8)
     """
 
     def __init__(
@@ -202,7 +207,7 @@ def expect_branches(branches: Sequence[Branch]) -> tuple[Branch, ...]:
 
 
 class CenterHead(mlx.nn.Module):
-    """CenterPoint's head: a shared convolution, then branches of each head.
+    """Apply CenterPoint's heads to a dense map: a shared convolution, then branches.
 
     Args:
         in_channels (int): The number of input channels.
@@ -213,6 +218,12 @@ class CenterHead(mlx.nn.Module):
         bias (bool): If ``True`` convolutions before norms have one. Default: ``True``.
         eps (float): Added to the variance in norms. Default: ``1e-5``.
         momentum (float): How far running statistics move. Default: ``0.1``.
+
+    Examples:
+        >>> head = models.CenterHead(8, classes=(2,), shared_channels=8)
+        >>> found = head(mx.ones((1, 16, 16, 8)))
+        >>> found[0]["hm"].shape  # a heat map for each of the 2 classes
+        (1, 16, 16, 2)
     """
 
     def __init__(
@@ -246,7 +257,7 @@ class CenterHead(mlx.nn.Module):
 
 
 class VoxelNeXtHead(mlx.nn.Module):
-    """VoxelNeXt's head: branches of submanifold convolutions on sparse rows.
+    """Apply VoxelNeXt's heads to sparse rows: branches of submanifold convolutions.
 
     Args:
         in_channels (int): The number of input channels.
@@ -255,6 +266,12 @@ class VoxelNeXtHead(mlx.nn.Module):
         heat_convs (int): The number of convolutions of "hm". Default: ``2``.
         kernel_size (int): Of the convolutions before the last one. Default: ``3``.
         bias (bool): If ``True`` they have one. Default: ``True``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 8)))
+        >>> head = models.VoxelNeXtHead(8, classes=(2,))
+        >>> head(x)[0]["hm"].shape
+        (16, 2)
     """
 
     def __init__(

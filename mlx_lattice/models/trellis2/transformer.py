@@ -279,13 +279,18 @@ def _layers(blocks: Iterable) -> Iterator[nn.Module]:
 
 
 class ConvNeXtBlock(nn.Module):
-    """A 3x3x3 convolution, LayerNorm and a two-layer MLP, beside a skip.
+    """Apply a 3x3x3 convolution, LayerNorm and a two-layer MLP, beside a skip.
 
     The convolution is full, not depthwise. The last layer starts at zero.
 
     Args:
         channels (int): The number of channels.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.trellis2.ConvNeXtBlock(8)(x).shape
+        (64, 8)
     """
 
     def __init__(self, channels: int, mlp_ratio: float = 4.0):
@@ -319,6 +324,13 @@ class UpBlock(nn.Module):
         out_channels (int): The number of output channels, a multiple of an eighth of
             the input's.
         pred_subdiv (bool): If ``True`` predict which fine cells there are.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> block = models.trellis2.UpBlock(8, 4, pred_subdiv=False)
+        >>> y, _ = block(x, subdivision=mx.ones((64, 8), dtype=mx.bool_))
+        >>> y.shape
+        (512, 4)
     """
 
     def __init__(self, channels: int, out_channels: int, pred_subdiv: bool = True):
@@ -410,12 +422,17 @@ class UpBlock(nn.Module):
 
 
 class DownBlock(nn.Module):
-    """Joins the rows of each coarse cell, by space-to-channel, in a residual block.
+    """Join the rows of each coarse cell, by space-to-channel, in a residual block.
 
     Args:
         channels (int): The number of input channels.
         out_channels (int): The number of output channels, a multiple of 8 that
             divides 8 times the input's.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> models.trellis2.DownBlock(8, 16)(x).shape
+        (8, 16)
     """
 
     def __init__(self, channels: int, out_channels: int):
@@ -520,7 +537,7 @@ PLACES = ("ape", "rope")
 
 
 class FlowModel(Trellis2Net):
-    """The transformer that both flow models are; it has no call of its own.
+    """Hold the transformer that both flow models share; it has no call of its own.
 
     Args:
         resolution (int): The extent of the grid of latents.
@@ -542,6 +559,11 @@ class FlowModel(Trellis2Net):
             among rows. Default: ``False``.
         qk_rms_norm_cross (bool): The same of the attention to tokens.
         dtype (mx.Dtype): The dtype of the blocks' linear layers.
+
+    Examples:
+        >>> net = models.SLatFlowModel(8, 8, 16, 12, 8, num_blocks=1, num_heads=2)
+        >>> isinstance(net, models.trellis2.FlowModel)
+        True
     """
 
     def __init__(
@@ -639,10 +661,16 @@ class FlowModel(Trellis2Net):
 
 
 class SLatFlowModel(FlowModel):
-    """The flow of structured latents, of shape or of texture: on voxels.
+    """Return the velocity of structured latents, of shape or texture, on voxels.
 
     Arguments are those of ``FlowModel``; the sizes of TRELLIS.2-4B's are in
     ``trellis2.FLOW``. The texture model's input is its own latents and the shape's.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> net = models.SLatFlowModel(8, 8, 16, 12, 8, num_blocks=1, num_heads=2)
+        >>> net(x, 500.0, mx.ones((1, 5, 12))).shape  # time, and the tokens of an image
+        (64, 8)
     """
 
     def __call__(
@@ -678,11 +706,16 @@ class SLatFlowModel(FlowModel):
 
 
 class SparseStructureFlowModel(FlowModel):
-    """The flow of the latents of a dense occupancy grid.
+    """Return the velocity of the latents of a dense occupancy grid.
 
     Arguments are those of ``FlowModel``, but ``rope_freq`` has no effect: its
     rotations are always of (1, 10000), as published. The sizes of TRELLIS.2-4B's are in
     ``trellis2.STRUCTURE_FLOW``.
+
+    Examples:
+        >>> net = models.SparseStructureFlowModel(4, 8, 16, 12, 8, 1, num_heads=2)
+        >>> net(mx.ones((1, 8, 4, 4, 4)), 500.0, mx.ones((1, 5, 12))).shape
+        (1, 8, 4, 4, 4)
     """
 
     def _rotations(self, rope_freq: tuple[float, float]) -> tuple[float, float]:

@@ -179,7 +179,7 @@ class StructureNet(Trellis2Net):
 
 
 class SparseStructureEncoder(StructureNet):
-    """Residual blocks on a dense grid, which is halved between stages.
+    """Encode a dense occupancy grid with residual blocks, halving it between stages.
 
     The defaults are TRELLIS's, which TRELLIS.2 uses too.
 
@@ -190,6 +190,11 @@ class SparseStructureEncoder(StructureNet):
         channels (tuple): The channels of each stage. Default: ``(32, 128, 512)``.
         num_res_blocks_middle (int): The blocks after the stages. Default: ``2``.
         dtype (mx.Dtype): The dtype of the stages' convolutions.
+
+    Examples:
+        >>> net = models.SparseStructureEncoder(channels=(8, 8), num_res_blocks=1)
+        >>> net(mx.zeros((1, 1, 8, 8, 8))).shape
+        (1, 8, 4, 4, 4)
     """
 
     def __init__(
@@ -231,11 +236,16 @@ class SparseStructureEncoder(StructureNet):
 
 
 class SparseStructureDecoder(StructureNet):
-    """Residual blocks on a dense grid, which is doubled between stages.
+    """Decode a dense occupancy grid with residual blocks, doubling it between stages.
 
     Arguments are those of ``SparseStructureEncoder``, but ``out_channels`` are the
     output's and ``latent_channels`` the input's; the middle blocks are the first. The
     defaults are TRELLIS's, which TRELLIS.2 uses too.
+
+    Examples:
+        >>> net = models.SparseStructureDecoder(channels=(8, 8), num_res_blocks=1)
+        >>> net(mx.zeros((1, 8, 4, 4, 4))).shape
+        (1, 1, 8, 8, 8)
     """
 
     def __init__(
@@ -278,6 +288,12 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
     Returns:
         a tensor whose rows are sorted by (batch, x, y, z), with the batch size and the
         grid's extent; no rows are legal. Reads their number.
+
+    Examples:
+        >>> logits = mx.full((1, 1, 4, 4, 4), -1.0)
+        >>> logits[0, 0, 1, 2, 3] = 1.0
+        >>> models.trellis2.occupied(logits).coords.tolist()
+        [[0, 1, 2, 3]]
     """
     size = logits.shape[-1]
     resolution = size if resolution is None else resolution
@@ -295,7 +311,7 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
 
 
 class SparseVAEDecoder(Trellis2Net):
-    """Stages of ConvNeXt blocks, each but the last followed by an up-sampling.
+    """Decode rows with stages of ConvNeXt blocks, up-sampling between stages.
 
     The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
     has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
@@ -310,6 +326,12 @@ class SparseVAEDecoder(Trellis2Net):
         voxel_margin (float): How far a vertex of the shape may lie outside its voxel,
             in voxels; the ``margin`` of ``dual_grid``. Default: ``0.5``.
         dtype (mx.Dtype): The dtype of the stages, see ``cast_torso``.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 4)))
+        >>> net = models.SparseVAEDecoder(7, (8, 8), 4, (1, 1))
+        >>> net(x).channels
+        7
     """
 
     def __init__(
@@ -464,6 +486,12 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
         y: (N, 7) output.
         margin: how far a vertex may lie outside its cell, in cells: the decoder's
             ``voxel_margin``.
+
+    Examples:
+        >>> y = ml.SparseTensor.from_dense(mx.ones((1, 2, 2, 2, 7)))
+        >>> grid = models.dual_grid(y)
+        >>> ops.dual_grid_mesh(grid).faces.shape
+        (12, 3)
     """
     expect_tensor(y, "y")
     if y.channels != 7:
@@ -475,7 +503,7 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
 
 
 class SparseVAEEncoder(Trellis2Net):
-    """Stages of ConvNeXt blocks, each but the last followed by a down-sampling.
+    """Encode rows with stages of ConvNeXt blocks, down-sampling between stages.
 
     The defaults are TRELLIS.2's shape and texture encoders. The shape encoder reads
     what ``dual_grid_features`` makes, the texture encoder materials ``y * 2 - 1``:
@@ -488,6 +516,12 @@ class SparseVAEEncoder(Trellis2Net):
         num_blocks (tuple): The ConvNeXt blocks of each stage.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         dtype (mx.Dtype): The dtype of the stages' layers, norms apart.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 6)))
+        >>> net = models.SparseVAEEncoder(6, (8, 8), 4, (1, 1))
+        >>> net(x).shape
+        (8, 4)
     """
 
     def __init__(
@@ -558,6 +592,11 @@ def dual_grid_features(
         vertices: (N, 3): the vertex of a cell, from its lower corner, 0 to 1.
         intersected: (N, 3): 1 where the cell's edge crosses the surface, else 0; rows
             in any order.
+
+    Examples:
+        >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))
+        >>> models.trellis2.dual_grid_features(vertices, vertices).shape
+        (8, 6)
     """
     flags = align(intersected, vertices).feats.astype(vertices.dtype)
     return vertices.replace(mx.concatenate([vertices.feats, flags], axis=1) - 0.5)
