@@ -279,6 +279,13 @@ def integer_conv(
     Returns:
         (N_out, C_out), in ``dtype`` or int8.
 
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> relation = x.manager.submanifold_kernel_relation(x.key, kernel_size=3)
+        >>> w = ml.integer_weight(mx.random.normal((16, 3, 3, 3, 8)))
+        >>> values = mx.ones((64, 8), dtype=mx.int8)  # features / 0.1
+        >>> ml.integer_conv(values, w, relation, scale=0.1 * w.scale).shape
+        (64, 16)
     """
     expect_relation(relation)
     after = scale, shift, residual, residual_scale, out_inverse, row_scales

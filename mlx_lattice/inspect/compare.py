@@ -174,7 +174,7 @@ def compare(*traces: Trace | str | Path) -> Comparison:
     Returns:
         The Comparison, which prints as a table; its ``save`` writes a page.
 
-    Example:
+    Examples:
         >>> x = ml.SparseTensor.from_points(mx.random.normal((500, 3)), voxel_size=0.3)
         >>> net = nn.SubmConv3d(1, 8, 3)
         >>> with ml.trace(net, time=True) as a:

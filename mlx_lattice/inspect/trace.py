@@ -264,7 +264,7 @@ class Trace:
 
         It prints, saves and compares as the saved one did; its plans cannot run.
 
-        Example:
+        Examples:
             >>> trace = ml.Trace.load("run.json")  # doctest: +SKIP
 
         Raises:

@@ -317,6 +317,10 @@ def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray:
 
     Raises:
         ValueError: the shapes differ, or a class is not below ``classes``.
+
+    Examples:
+        >>> models.confusion_matrix([0, 0, 1], [0, 1, 1], classes=2).tolist()
+        [[1, 1, 0], [0, 1, 0]]
     """
     truth, predicted = np.asarray(truth), np.asarray(predicted)
     whole = truth.dtype.kind in "iu" and predicted.dtype.kind in "iu"
@@ -347,7 +351,7 @@ class Evaluation:
         confusion: (C, C + 1) counts, as of ``confusion_matrix``.
         names: the names of the C classes.
 
-    Example:
+    Examples:
         >>> counts = models.confusion_matrix([0, 0, 1], [0, 1, 1], 2)
         >>> models.Evaluation(counts, ("floor", "wall")).iou
         array([0.5, 0.5])

@@ -68,7 +68,16 @@ def finite(value: float, path: str) -> None:
 
 
 def tie_scales(model: Module) -> None:
-    """Make equal scales of features one array, so that no layer rescales them."""
+    """Make equal scales of features one array, so that no layer rescales them.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))
+        >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3), nn.SubmConv3d(64, 64, 3))
+        >>> small, _ = ml.calibrate(net, [x], bits=8, activations=8)
+        >>> nn.tie_scales(small)
+        >>> small.layers[0].output_scale is small.layers[1].input_scale
+        True
+    """
     scales = [
         (module, name, module[name])
         for module in model.modules()

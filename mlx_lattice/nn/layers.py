@@ -169,8 +169,8 @@ class PReLU(Parameters, mlx.nn.PReLU):
         init (float): What they begin with. Default: ``0.25``.
 
     Examples:
-        >>> nn.PReLU(init=0.5)(mx.array([[-2.0, 3.0]])).tolist()
-        [[-1.0, 3.0]]
+        >>> nn.PReLU(init=0.5)(mx.array([[-2.0, 3.0]]))
+        array([[-1, 3]], dtype=float32)
     """
 
     def __init__(self, num_parameters: int = 1, init: float = 0.25):
@@ -253,8 +253,8 @@ class LayerScale(Parameters, Module):
         init (float): What the factors begin at. Default: ``1e-5``.
 
     Examples:
-        >>> nn.LayerScale(2, init=0.5)(mx.array([[2.0, 4.0]])).tolist()
-        [[1.0, 2.0]]
+        >>> nn.LayerScale(2, init=0.5)(mx.array([[2.0, 4.0]]))
+        array([[1, 2]], dtype=float32)
     """
 
     def __init__(self, dims: int, init: float = 1e-5):

@@ -88,14 +88,24 @@ def activated(x: Features, act: Activation) -> Features:
 
 
 def elu(x: Features, alpha: float = 1.0) -> Features:
-    """Apply ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below."""
+    """Apply ELU: ``x`` above zero, ``alpha * (exp(x) - 1)`` below.
+
+    Examples:
+        >>> ops.elu(mx.array([-1.0, 2.0]))
+        array([-0.632121, 2], dtype=float32)
+    """
     alpha = real(alpha, "alpha")
     act = epilogue.elu(alpha)
     return _elu(x, alpha) if act is None else activated(x, act)
 
 
 def gelu(x: Features) -> Features:
-    """Apply GELU by the error function: ``x * Phi(x)``."""
+    """Apply GELU by the error function: ``x * Phi(x)``.
+
+    Examples:
+        >>> ops.gelu(mx.array([-1.0, 2.0]))
+        array([-0.158655, 1.9545], dtype=float32)
+    """
     return activated(x, ACTIVATIONS["gelu"])
 
 
@@ -103,12 +113,21 @@ def gelu_approx(x: Features) -> Features:
     """Apply GELU by tanh.
 
     ``x * (1 + tanh(sqrt(2 / pi) * (x + 0.044715 * x**3))) / 2``.
+
+    Examples:
+        >>> ops.gelu_approx(mx.array([-1.0, 2.0]))
+        array([-0.158808, 1.9546], dtype=float32)
     """
     return activated(x, ACTIVATIONS["gelu_tanh"])
 
 
 def leaky_relu(x: Features, negative_slope: float = 0.01) -> Features:
-    """Apply leaky ReLU: ``max(negative_slope * x, x)``."""
+    """Apply leaky ReLU: ``max(negative_slope * x, x)``.
+
+    Examples:
+        >>> ops.leaky_relu(mx.array([-1.0, 2.0]))
+        array([-0.01, 2], dtype=float32)
+    """
     negative_slope = real(negative_slope, "negative_slope")
     act = epilogue.leaky_relu(negative_slope)
     return _leaky_relu(x, negative_slope) if act is None else activated(x, act)
@@ -118,8 +137,8 @@ def relu(x: Features) -> Features:
     """Apply ReLU: ``max(x, 0)``.
 
     Examples:
-        >>> ops.relu(mx.array([[-1.0, 2.0]])).tolist()
-        [[0.0, 2.0]]
+        >>> ops.relu(mx.array([-1.0, 2.0]))
+        array([0, 2], dtype=float32)
     """
     return activated(x, ACTIVATIONS["relu"])
 
@@ -128,12 +147,21 @@ def selu(x: Features) -> Features:
     """Apply SELU: 1.0507 times an ELU with an alpha of 1.67326.
 
     MLX's own gradient is NaN where ``exp(x)`` overflows, from 11.1 in float16.
+
+    Examples:
+        >>> ops.selu(mx.array([-1.0, 2.0]))
+        array([-1.11133, 2.1014], dtype=float32)
     """
     return elu(x, SELU_ALPHA) * SELU_SCALE
 
 
 def silu(x: Features) -> Features:
-    """Apply SiLU: ``x * sigmoid(x)``."""
+    """Apply SiLU: ``x * sigmoid(x)``.
+
+    Examples:
+        >>> ops.silu(mx.array([-1.0, 2.0]))
+        array([-0.268941, 1.76159], dtype=float32)
+    """
     return activated(x, ACTIVATIONS["silu"])
 
 
@@ -146,8 +174,8 @@ def prelu(x: Features, alpha: mx.array) -> Features:
         ValueError: alpha has the shape of neither.
 
     Examples:
-        >>> ops.prelu(mx.array([[-2.0, 3.0]]), mx.array([0.5])).tolist()
-        [[-1.0, 3.0]]
+        >>> ops.prelu(mx.array([[-2.0, 3.0]]), mx.array([0.5]))
+        array([[-1, 3]], dtype=float32)
     """
     feats, alpha = features_of(x), array_of(alpha, "alpha")
     # MLX's is compiled for any shapes, and reads beyond what does not broadcast.
@@ -547,8 +575,8 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
         ValueError: ``channels`` does not divide C.
 
     Examples:
-        >>> ops.channel_avg_pool(mx.array([[1.0, 3.0, 5.0, 7.0]]), 2).tolist()
-        [[2.0, 6.0]]
+        >>> ops.channel_avg_pool(mx.array([[1.0, 3.0, 5.0, 7.0]]), 2)
+        array([[2, 6]], dtype=float32)
     """
     if isinstance(x, SparseTensor):
         expect_tensor(x)
@@ -577,8 +605,8 @@ def channel_repeat(x: Features, times: int) -> Features:
         ValueError: ``times`` is below 1.
 
     Examples:
-        >>> ops.channel_repeat(mx.array([[1.0, 2.0]]), 2).tolist()
-        [[1.0, 1.0, 2.0, 2.0]]
+        >>> ops.channel_repeat(mx.array([[1.0, 2.0]]), 2)
+        array([[1, 1, 2, 2]], dtype=float32)
     """
     times = whole(times, "times", 1)
     return on_features(_repeats, x, times, 1)

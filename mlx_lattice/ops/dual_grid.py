@@ -66,6 +66,13 @@ class DualGridMesh(NamedTuple):
         faces: (F, 3) int32 rows of ``vertices``. Quads by row, then axis; their winding
             is by axis, and says nothing of inside and outside.
         batch: (V,) int32: the batch element of each vertex.
+
+    Examples:
+        >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))
+        >>> grid = ops.DualGrid(vertices, mx.ones((8, 3), dtype=mx.bool_))
+        >>> points, faces = ops.dual_grid_mesh(grid).element(0)
+        >>> points.shape, faces.shape
+        ((8, 3), (12, 3))
     """
 
     vertices: mx.array

@@ -532,6 +532,12 @@ class NearestRows:
         rows: (Q, K) int32 rows of the points, -1 where there are fewer.
         distances: (Q, K) float32, infinity where there are fewer.
         n_points: number of points.
+
+    Examples:
+        >>> points = mx.array([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])  # batch, x
+        >>> near = ops.knn(points, k=2, radius=2.0)
+        >>> near.rows.tolist()
+        [[0, 1], [1, 0], [2, -1]]
     """
 
     rows: mx.array
@@ -564,6 +570,12 @@ class NeighbourLists:
         rows: (E,) int32 rows of the points.
         distances: (E,) float32.
         n_points: number of points.
+
+    Examples:
+        >>> points = mx.array([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])  # batch, x
+        >>> near = ops.radius_neighbours(points, radius=2.0)
+        >>> near.starts.tolist(), near.rows.tolist()
+        ([0, 2, 4, 5], [0, 1, 1, 0, 2])
     """
 
     starts: mx.array

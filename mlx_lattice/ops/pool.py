@@ -206,6 +206,12 @@ class PoolIndices:
     Attributes:
         rows: (N_out, C) int32: the input row of each maximum, or -1.
         relation: the edges that were pooled over.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [2.0]]]))
+        >>> y, indices = ops.max_pool1d(x, return_indices=True)
+        >>> indices.rows.tolist()
+        [[1], [2]]
     """
 
     rows: mx.array

@@ -66,6 +66,13 @@ def proof(on: bool = True) -> Iterator[None]:
 
     The environment variable MLX_LATTICE_PROOF=0 is ``proof(False)`` for a whole
     process: kernels run unproved, those that were refused too.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> with ml.proof(False):
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.shape
+        (64, 16)
     """
     with settings.block(proved=on):
         yield
