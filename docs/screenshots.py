@@ -28,7 +28,7 @@ SCHEMES = {"light": 1, "dark": 0}
 
 
 def take(page: Path, picture: Path, scheme: str, height: int) -> None:
-    """Draw a page as it opens, 1280 wide, in at most 128 colours."""
+    """Draw a page as it opens, 1280 wide, in at most 256 colours."""
     browser = next(filter(None, map(shutil.which, BROWSERS)), None)
     if browser is None:
         raise SystemExit(f"none of {', '.join(BROWSERS)} is installed")
@@ -53,8 +53,10 @@ def take(page: Path, picture: Path, scheme: str, height: int) -> None:
 
 
 def keep(image: Image.Image, path: Path) -> None:
-    """Write a picture in at most 128 colours."""
-    image.quantize(128, dither=Image.Dither.NONE).save(path, optimize=True)
+    """Write a picture in at most 256 colours."""
+    image.quantize(256, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
+        path, optimize=True
+    )
 
 
 def trimmed(path: Path, margin: int = 12) -> Image.Image:

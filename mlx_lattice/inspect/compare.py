@@ -116,6 +116,28 @@ class Comparison:
             )
         return found
 
+    def as_dict(self) -> dict:
+        """Return traces, rows and totals as plain Python values, for JSON."""
+        return {
+            "measured": self.measured,
+            "traces": [
+                {"net": t.net, "device": t.device.name, "date": t.date, **t.versions}
+                for t in self.traces
+            ],
+            "rows": [
+                {
+                    "layer": row.layer,
+                    "pass": row.pass_,
+                    "routes": list(row.routes),
+                    "milliseconds": list(row.times),
+                    "speedups": list(row.speedups),
+                }
+                for row in self.rows
+            ],
+            "totals": list(self.totals),
+            "sentences": self.sentences,
+        }
+
     def table(self) -> str:
         """Return a row for each layer and pass, and a line for each trace."""
         columns, time = [("layer", "left"), ("pass", "left")], "time"
@@ -140,7 +162,7 @@ class Comparison:
         return self.table()
 
     def save(self, path: str | Path) -> None:
-        """Write one self-contained page (.html; needs jinja2).
+        """Write one self-contained page (.html; needs the extra viz).
 
         Raises an ImportError without jinja2, and a ValueError for another suffix.
         """

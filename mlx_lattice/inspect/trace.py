@@ -19,7 +19,7 @@ import mlx.core as mx
 from .. import devices, memory
 from ..channel_kernels import Fused, norm_observers
 from ..devices import Device
-from ..distribution import __version__
+from ..distribution import __version__, install
 from ..epilogue import EpilogueFacts
 from ..kept_files import atomic_write
 from ..ops.attention_calls import Attended, attention_observers
@@ -289,7 +289,7 @@ class Trace:
             ) from error
 
     def save(self, path: str | Path) -> None:
-        """Write a page (.html; needs jinja2), or the JSON (.json) that ``load`` reads.
+        """Write a page (.html; needs the extra viz) or JSON for ``load`` (.json).
 
         Raises an ImportError without jinja2, and a ValueError for another suffix.
         """
@@ -546,9 +546,7 @@ def environment():
         import jinja2
         from markupsafe import Markup
     except ImportError as error:
-        raise ImportError(
-            "writing a page needs jinja2; run: pip install jinja2"
-        ) from error
+        raise ImportError(f"a page needs jinja2; {install('viz')}") from error
     folder = resources.files(__package__).joinpath("templates")
     jinja = jinja2.Environment(
         autoescape=True,
