@@ -189,7 +189,13 @@ class Affine(ByKernels):
             return [*lines]
         return [None if line is None else self.spread(line) for line in lines]
 
-    def fit(self, mean, var, weight=None, bias=None) -> Fit:
+    def fit(
+        self,
+        mean: mx.array,
+        var: mx.array,
+        weight: mx.array | None = None,
+        bias: mx.array | None = None,
+    ) -> Fit:
         """Return what kernels normalise by."""
         return Fit(mean, var, weight, bias, self.eps, self.act, self.segments)
 
@@ -201,12 +207,20 @@ class Affine(ByKernels):
     def _scaling(self, x: mx.array, weight=None, bias=None) -> Fit:
         return self.fit(*standard(x.shape[1], self.lines), weight, bias)
 
-    def affine(self, x, mean, var, weight, bias, residual) -> mx.array:
+    def affine(
+        self,
+        x: mx.array,
+        mean: mx.array,
+        var: mx.array,
+        weight: mx.array | None,
+        bias: mx.array | None,
+        residual: mx.array | None,
+    ) -> mx.array:
         """Normalise, scale, add and activate in MLX operations and float32."""
         facts = EpilogueFacts(activation=self.act.called, eps=self.eps)
         return finished(x, facts, bias, weight, mean, var, residual)
 
-    def composed(self, x, *rest) -> mx.array:
+    def composed(self, x: mx.array, *rest: mx.array) -> mx.array:
         """Return what ``forward`` does, in MLX operations."""
         *lines, residual = self.named(rest)
         # Not x itself: gradients that are one array have one cotangent in MLX's vjp.
@@ -214,13 +228,13 @@ class Affine(ByKernels):
         lines = self.of_rows(*lines)
         return self.affine(x, none, one, *lines, residual)
 
-    def forward(self, x, *rest) -> mx.array:
+    def forward(self, x: mx.array, *rest: mx.array) -> mx.array:
         """Return the result, by kernels."""
         weight, bias, residual = self.named(rest)
         self.tell("forward", 1)
         return self.kernels.normalize(x, self._scaling(x, weight, bias), residual)
 
-    def back(self, dy, x, *rest) -> tuple[mx.array, ...]:
+    def back(self, dy: mx.array, x: mx.array, *rest: mx.array) -> tuple[mx.array, ...]:
         """Return the gradients of x and of those that are present of the rest."""
         dy, x = mx.contiguous(dy), mx.contiguous(x)  # several launches read them
         weight, bias, residual = self.named(rest)

@@ -6,6 +6,7 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
+from typing import Any
 
 import mlx.core as mx
 
@@ -72,7 +73,7 @@ def real(value: object, name: str, least: float = -math.inf) -> float:
     return float(number)
 
 
-def each_axis(value: object, dims: int) -> tuple:
+def each_axis(value: object, dims: int) -> tuple[Any, ...]:
     """Return one value, or one for each axis, as a tuple of Python's, unchecked."""
     if hasattr(value, "tolist"):
         value = value.tolist()
@@ -152,7 +153,7 @@ def positions_of(value: object, name: str) -> mx.array:
     return array
 
 
-def stream_of(array: mx.array) -> AbstractContextManager:
+def stream_of(array: mx.array) -> AbstractContextManager[object]:
     """Compute on the CPU what is float64: no other device has that."""
     return mx.stream(mx.cpu) if array.dtype == mx.float64 else nullcontext()
 

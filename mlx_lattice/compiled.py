@@ -13,6 +13,7 @@ from functools import partial
 from operator import attrgetter
 from threading import RLock
 from types import CodeType, FunctionType, ModuleType
+from typing import Any
 from weakref import ref
 
 import mlx.core as mx
@@ -32,7 +33,11 @@ CONSTANTS = (bool, int, float, str, bytes, type(None), mx.Dtype)
 
 
 def compile(  # noqa: A001 - as mx.compile
-    function: Callable, inputs: object = None, outputs: object = None, *, keep: int = 8
+    function: Callable[..., Any],
+    inputs: object = None,
+    outputs: object = None,
+    *,
+    keep: int = 8,
 ) -> Compiled:
     """Return a function that runs as one compiled graph for coordinates seen before.
 
@@ -77,7 +82,9 @@ def compile(  # noqa: A001 - as mx.compile
 class Compiled:
     """What ``compile`` returns."""
 
-    def __init__(self, function: Callable, inputs: object, outputs: object, keep: int):
+    def __init__(
+        self, function: Callable[..., Any], inputs: object, outputs: object, keep: int
+    ):
         if not callable(function):
             raise TypeError(f"compile takes a function; got {type(function).__name__}")
         if isinstance(keep, bool) or not isinstance(keep, int) or keep < 1:
@@ -92,7 +99,7 @@ class Compiled:
         self._modules: list[Module] | None = None
         self._lock = RLock()  # during a trace, a state is MLX's placeholders
 
-    def __call__(self, *args, **kwargs):
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Call the function compiled."""
         with self._lock:
             return self._call(*args, **kwargs)
@@ -128,7 +135,7 @@ class Compiled:
             self._traces.popitem(last=False)
         return result
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         if not isinstance(self.function, Module):
             raise TypeError(
                 "a compiled function cannot be copied or pickled: its state is that of "

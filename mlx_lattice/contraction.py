@@ -9,7 +9,7 @@ to any order.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -112,7 +112,7 @@ def conv(
     return run(request, relation, x, *weights, *added)
 
 
-def contracted(request: Request, relation: Relation, *arrays: mx.array):
+def contracted(request: Request, relation: Relation, *arrays: mx.array) -> Any:
     """Return what ``launch.run`` does, with its transformations."""
     if not is_transforming():
         return launch.run(request, relation, *arrays)

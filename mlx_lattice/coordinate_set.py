@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from numbers import Rational
-from weakref import WeakKeyDictionary, ref
+from typing import Any
+from weakref import ReferenceType, WeakKeyDictionary, ref
 
 import mlx.core as mx
 
@@ -25,6 +26,10 @@ UNDECLARED_ELEMENTS = 1024
 _serial = itertools.count(1)
 
 
+# One value an axis.
+Stride = tuple[int | Fraction, ...]
+
+
 @dataclass(frozen=True, eq=False)
 class CoordinateKey:
     """Names one coordinate set of a manager, and equals itself alone.
@@ -32,10 +37,10 @@ class CoordinateKey:
     A tensor has the key of its rows. A manager frees a set when its key is dropped.
     """
 
-    stride: tuple  # of a lattice cell on each axis, in cells of the first lattice
+    stride: Stride  # of a lattice cell on each axis, in cells of the first lattice
     serial: int  # never reused in one process
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
             "a CoordinateKey names a set of one manager, and is not copied or pickled. "
             "Copy a tensor, whose copy has a key of its own"
@@ -57,20 +62,33 @@ class CoordinateSet:
     key, and ``array_ref`` is to the caller's array that it was made of, if any.
     """
 
+    serial: int
+    array_ref: ReferenceType[Any]
+
     def __init__(
-        self, coords, stride, spatial_shape, batch_size, trusted, box: Bounds | None
+        self,
+        coords: mx.array,
+        stride: Stride,
+        spatial_shape: tuple[int, ...] | None,
+        batch_size: int | None,
+        trusted: bool,
+        box: Bounds | None,
     ):
-        self.serial, self.is_pinned, self.array_ref = next(_serial), False, _NO_REF
-        self.key_ref = _NO_REF
-        self.is_sorted = False
-        self.coords, self.stride, self._rows = coords, stride, coords.shape[0]
-        self.shown = coords.__copy__()  # the same memory
-        self.spatial_shape, self.trusted = spatial_shape, trusted
-        self.declared_batch_size = batch_size
+        self.serial, self.array_ref = next(_serial), _NO_REF
+        self.key_ref: ReferenceType[CoordinateKey] = _NO_REF
+        self.is_pinned: bool = False
+        self.is_sorted: bool = False
+        self.coords: mx.array = coords
+        self.stride: Stride = stride
+        self._rows = coords.shape[0]
+        self.shown: mx.array = coords.__copy__()  # the same memory
+        self.spatial_shape: tuple[int, ...] | None = spatial_shape
+        self.trusted: bool = trusted
+        self.declared_batch_size: int | None = batch_size
         self._box, self._bounds, self._repeat = box, None, None
         self._views = SharedViews()
         # Rows that the library made are right; others are read once.
-        self.settled = box is not None or not len(self)
+        self.settled: bool = box is not None or not len(self)
 
     def __len__(self) -> int:
         return self._rows
@@ -131,7 +149,7 @@ class CoordinateSet:
         build = partial(registry.geometry().index, self.coords, self._box)
         return self.view("lookup", build)
 
-    def view(self, name: Hashable, build: Callable[[], object]):
+    def view(self, name: Hashable, build: Callable[[], Any]) -> Any:
         """Return what ``build()`` makes of the rows, built once and kept with them."""
         view = self._views.get(name)
         return self._views.build(name, build) if view is None else view
@@ -167,7 +185,7 @@ class CoordinateSet:
         """Small arrays that ``learn`` wants the values of, launched."""
         return self.lookup.facts() if self._bounds is None else []
 
-    def learn(self, facts: list) -> None:
+    def learn(self, facts: list[Any]) -> None:
         """Take the values of ``unread``."""
         if self._bounds is None:
             index = self.lookup
@@ -218,11 +236,13 @@ class OfPairs:
             WeakKeyDictionary()
         )
 
-    def of(self, a: CoordinateSet, b: CoordinateSet) -> dict:
+    def of(self, a: CoordinateSet, b: CoordinateSet) -> dict[Any, Any]:
         """Return the cache of a pair, to look up and to add to."""
         return self._known.setdefault(a, WeakKeyDictionary()).setdefault(b, {})
 
-    def build(self, a: CoordinateSet, b: CoordinateSet, name: str, make: Callable):
+    def build(
+        self, a: CoordinateSet, b: CoordinateSet, name: str, make: Callable[..., Any]
+    ) -> Any:
         """Return a value of a pair, which ``make()`` builds the first time."""
         known = self.of(a, b)
         if name not in known:
@@ -235,7 +255,7 @@ class OfPairs:
 
 
 @built_by_one
-def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
+def learn(sets: list[CoordinateSet], *more: mx.array) -> list[Any]:
     """Read what is not known yet of sets, once; return the values of ``more``."""
     unread = [each.unread for each in sets]
     wanted = [*itertools.chain(*unread), *more]
@@ -247,7 +267,7 @@ def learn(sets: list[CoordinateSet], *more: mx.array) -> list:
 
 
 @built_by_one
-def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
+def settle(sets: list[CoordinateSet], *more: mx.array) -> list[Any]:
     """Check sets that were not checked yet; see ``learn``. Raises a ValueError."""
     values = learn(sets, *more)
     for each in sets:
@@ -256,7 +276,7 @@ def settle(sets: list[CoordinateSet], *more: mx.array) -> list:
     return values
 
 
-def check_coords(coords) -> mx.array:
+def check_coords(coords: object) -> mx.array:
     """Return coordinates as (N, 1 + D) int32, or raise with what was wrong."""
     if not isinstance(coords, mx.array):
         coords = array_of(coords, "coords")
@@ -278,7 +298,7 @@ def check_coords(coords) -> mx.array:
     return coords if coords.dtype == mx.int32 else coords.astype(mx.int32)
 
 
-def stride_text(stride: tuple) -> str:
+def stride_text(stride: Stride) -> str:
     """Return ``2`` if all axes have one stride, else ``2x1x1``."""
     return "x".join(map(str, stride[:1] if len(set(stride)) == 1 else stride))
 
@@ -293,7 +313,7 @@ def expect_one_lattice(a: CoordinateSet, b: CoordinateSet) -> None:
         )
 
 
-def check_stride(stride: object, dims: int) -> tuple:
+def check_stride(stride: object, dims: int) -> Stride:
     """Return a stride as an int or Fraction for each axis, or raise a ValueError."""
     if type(stride) is int and stride > 0:
         return (stride,) * dims
@@ -315,7 +335,7 @@ def check_batch_size(batch_size: object) -> int | None:
     return whole(batch_size, "batch_size", kind=kind)
 
 
-def exact_ratio(a, b):
+def exact_ratio(a: int | Fraction, b: int | Fraction) -> int | Fraction:
     """Return ``a / b`` as an int if it is one, else as a Fraction."""
     if isinstance(a, int) and isinstance(b, int) and a % b == 0:
         return a // b
@@ -323,11 +343,11 @@ def exact_ratio(a, b):
     return int(quotient) if quotient.denominator == 1 else quotient
 
 
-def coarser(stride: Sequence, steps: Sequence[int]) -> tuple:
+def coarser(stride: Stride, steps: Sequence[int]) -> Stride:
     """Return the stride of cells that have ``steps`` of these on each axis."""
     return tuple([exact_ratio(s * t, 1) for s, t in zip(stride, steps, strict=True)])
 
 
-def finer(stride: Sequence, steps: Sequence[int]) -> tuple:
+def finer(stride: Stride, steps: Sequence[int]) -> Stride:
     """Return the stride of the ``steps`` cells on each axis that one of these has."""
     return tuple([exact_ratio(s, t) for s, t in zip(stride, steps, strict=True)])

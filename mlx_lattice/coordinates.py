@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import accumulate
 from operator import floordiv, mul
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ref
 
 import mlx.core as mx
@@ -70,7 +70,7 @@ class CoordinateManager:
         self._consumed: dict[CoordinateSet, dict[tuple, CoordinateSet | None]] = {}
         self._version = 0  # counts the changes of ``_consumed``
         # Calls that `prepare_scan` prepared: (id of the net, serial, dtype, training).
-        self.prepared: set[tuple] = set()
+        self.prepared: set[tuple[Any, ...]] = set()
         self._relations: dict[tuple, Relation] = {}
         # Relations by the arguments of a layer, and the version they are valid for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
@@ -241,7 +241,7 @@ class CoordinateManager:
         held = next(iter(known.values()), None)
         return self.insert(key_or_coords) if held is None else held.key
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
             "a CoordinateManager is not copied or pickled; copy its tensors, each of "
             "which gets a manager of its own"
@@ -390,12 +390,14 @@ class CoordinateManager:
         """The relations so far, in the order in which they were built."""
         return tuple(self._relations.values())
 
-    def asked(self, question: tuple) -> Relation | None:
+    def asked(self, question: tuple[Any, ...]) -> Relation | None:
         """Return the relation that ``answer`` kept, None where it may be another."""
         relation, version = self._asked.get(question, (None, None))
         return relation if version in (None, self._version) else None
 
-    def answer(self, question: tuple, relation: Relation, searched: bool) -> None:
+    def answer(
+        self, question: tuple[Any, ...], relation: Relation, searched: bool
+    ) -> None:
         """Keep a relation under the arguments that a layer asked for it with.
 
         ``searched``: whether its target was searched for among this manager's sets.

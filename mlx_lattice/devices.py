@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache, lru_cache
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -165,7 +165,7 @@ def compute_capability() -> tuple[int, int]:
 _ARCHITECTURE = re.compile(r"applegpu_g([0-9]{2})[pgscd]")
 
 
-def from_metal_info(info: dict, darwin: str) -> Device:
+def from_metal_info(info: dict[str, Any], darwin: str) -> Device:
     """Return the profile of an Apple GPU from ``mx.device_info()``.
 
     Neural accelerators are there by MLX's own check: architecture generation 17 or

@@ -12,7 +12,7 @@ import struct
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache, partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn
@@ -118,7 +118,7 @@ class Epilogue(_Fields):
         return _facts(self.activation, self.norm, self.eps, dtypes)
 
     @cached_property
-    def key(self) -> tuple:
+    def key(self) -> tuple[Any, ...]:
         """What calls with other arrays share, whatever their rows."""
         of_channels = self.shift, self.scale, self.mean, self.var
         arrays = tuple([a if a is None else (a.shape, a.dtype) for a in of_channels])

@@ -7,7 +7,7 @@ compute in float raise instead of using the integers as features.
 from __future__ import annotations
 
 from functools import partial
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import mlx.core as mx
 
@@ -53,7 +53,7 @@ class IntegerTensor(SparseTensor):
         scale: mx.array,
         *,
         float_dtype: mx.Dtype = mx.float32,
-        **options,
+        **options: Any,
     ):
         x = SparseTensor(coords, mx.zeros((len(coords), 1)), **options)
         self.__dict__.update(manager=x.manager, key=x.key, coords=x.coords)
@@ -118,7 +118,7 @@ class IntegerTensor(SparseTensor):
         kind, state = super()._state()
         return kind, state | {"float_dtype": dtype_name(self.float_dtype)}
 
-    def __setstate__(self, state: dict) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """Set the attributes of a copy; dtypes are pickled by their names."""
         self.__dict__.update(state, float_dtype=getattr(mx, state["float_dtype"]))
 
@@ -161,7 +161,7 @@ class IntegerTensor(SparseTensor):
         return {"coords": self.coords, "values": self.values, "scale": self.scale}
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> IntegerTensor:
+    def from_arrays(cls, arrays: dict[str, mx.array], **kwargs: Any) -> IntegerTensor:
         """Rebuild a tensor from ``arrays()`` and other arguments of the constructor."""
         return cls(arrays["coords"], arrays["values"], arrays["scale"], **kwargs)
 

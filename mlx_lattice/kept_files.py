@@ -13,6 +13,7 @@ from contextlib import contextmanager, nullcontext, suppress
 from functools import lru_cache
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 from . import settings
 
@@ -88,7 +89,9 @@ class EntryFile:
     # Entries that could not be written, by file: they last for this process.
     unwritten: dict[Path, dict[str, object]] = {}
 
-    def __init__(self, path: Path, header: dict, valid: Callable[[object], bool]):
+    def __init__(
+        self, path: Path, header: dict[str, Any], valid: Callable[[object], bool]
+    ):
         self.path, self.header, self.valid = path, header, valid
 
     def load(self) -> dict[str, object]:

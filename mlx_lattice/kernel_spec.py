@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import prod
 from operator import index
+from typing import Any
 
 from .checks import INT32_LIMIT, each_axis, spatial_axes
 
@@ -15,7 +16,9 @@ IntOrTuple = int | Sequence[int]
 MOST_LISTED = 1 << 20  # offsets: one row of their table takes 4 MB
 
 
-def per_axis(value: IntOrTuple, dims: int, name: str, least: int = 1) -> tuple:
+def per_axis(
+    value: IntOrTuple, dims: int, name: str, least: int = 1
+) -> tuple[int, ...]:
     """Return ``value`` as one integer per spatial axis, each at least ``least``."""
     if type(value) is int and value >= least:
         return (value,) * dims
@@ -188,7 +191,9 @@ class KernelSpec:
         kernel = self.size, self.stride, self.origin, self.dilation
         return zip(spatial_shape, *kernel, strict=True)
 
-    def output_shape(self, spatial_shape: Sequence[int], support: str) -> tuple:
+    def output_shape(
+        self, spatial_shape: Sequence[int], support: str
+    ) -> tuple[int, ...]:
         """Return the extents of a convolution's dense output grid."""
         if support == "cell" or self.custom is not None:
             return cells_of(spatial_shape, self.stride)
@@ -205,7 +210,7 @@ class KernelSpec:
             for n, k, s, p, d in self._axes(spatial_shape)
         )
 
-    def transposed_output_shape(self, spatial_shape: Sequence[int]) -> tuple:
+    def transposed_output_shape(self, spatial_shape: Sequence[int]) -> tuple[int, ...]:
         """Return the extents of a transposed convolution's dense output grid."""
         if self.custom is not None:
             return tuple(n * s for n, s in zip(spatial_shape, self.stride, strict=True))
@@ -226,7 +231,7 @@ class KernelSpec:
         return ", ".join(parts)
 
 
-def explicit_offsets(offsets, dims: int) -> tuple[tuple[int, ...], ...]:
+def explicit_offsets(offsets: Any, dims: int) -> tuple[tuple[int, ...], ...]:
     """Return explicit offsets as tuples of ints."""
     given = offsets
     if hasattr(offsets, "tolist"):  # an array of NumPy, or of MLX

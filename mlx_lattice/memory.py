@@ -114,7 +114,7 @@ class Limit:
     def begin(self) -> None:
         """Count everything in use now, such as another net's weights, as held."""
         mx.synchronize()
-        self.held = mx.get_active_memory()
+        self.held: int = mx.get_active_memory()
 
     def __str__(self) -> str:
         return format_bytes(self.bytes)

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -60,7 +60,7 @@ class Surface:
     vertices: np.ndarray
     faces: np.ndarray
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         """Check shapes and indices, and settle the dtypes."""
         vertices = np.asarray(self.vertices, np.float64)
         faces = np.asarray(self.faces, np.int64)
@@ -363,7 +363,7 @@ def asset_of(
     *,
     texture_size: int = 2048,
     report: Report | None = None,
-    **options,
+    **options: Any,
 ) -> tuple[Surface, Texture | None]:
     """Return the surface of a dual grid and, if there are materials, its texture."""
     check_asset(resolution, options.get("faces"), texture_size)

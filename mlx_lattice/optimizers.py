@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import warnings
 from functools import lru_cache
+from typing import Any
 
 import mlx.core as mx
 import mlx.optimizers
@@ -160,7 +161,7 @@ class Adam(_Batched, mlx.optimizers.Adam):
         1
     """
 
-    def init(self, parameters: dict) -> None:
+    def init(self, parameters: dict[str, Any]) -> None:
         """Initialize the state; warn of float16 that holds no squares of gradients."""
         super().init(parameters)
         if self.master_weights or self.eps >= LEAST_ROOT:

@@ -9,6 +9,7 @@ from contextvars import ContextVar, copy_context
 from dataclasses import dataclass
 from threading import RLock
 from time import perf_counter
+from typing import Any
 from weakref import ref
 
 import mlx.core as mx
@@ -19,7 +20,7 @@ from . import devices, settings, sync
 from .backends.cuda import geometry as cuda_geometry
 from .backends.gpu import nvrtc as cuda_compile
 from .compiled import Snapshot, reached
-from .coordinate_set import stride_text
+from .coordinate_set import Stride, stride_text
 from .inspect.explain import size
 from .relation import Relation
 from .routes import launch, proof, selection
@@ -46,7 +47,7 @@ class Preparation:
         seconds: duration.
     """
 
-    levels: tuple[tuple[tuple, int], ...]
+    levels: tuple[tuple[Stride, int], ...]
     relations: tuple[tuple[str, tuple[str, ...], int], ...]
     kernels: tuple[str, ...]
     compiled: int
@@ -75,7 +76,7 @@ class Preparation:
 
 
 def prepare(
-    net: Callable, *inputs: object, training: bool = False, **options: object
+    net: Callable[..., Any], *inputs: object, training: bool = False, **options: object
 ) -> Preparation:
     """Build the kernel maps that a net needs for some inputs, without features.
 
@@ -198,7 +199,7 @@ def prepare_scan(
     net: mlx.nn.Module,
     x: SparseTensor,
     *inputs: object,
-    call: Callable | None = None,
+    call: Callable[..., Any] | None = None,
     **options: object,
 ) -> None:
     """Prepare a call of ``net`` on ``x``: the nets of ``models`` begin with it.
@@ -301,7 +302,7 @@ def _differentiate(net, call: Callable, inputs: tuple, options: dict) -> None:
 
 
 @contextmanager
-def unchanged(net: Callable) -> Iterator[None]:
+def unchanged(net: Callable[..., Any]) -> Iterator[None]:
     """Restore modules and random state after a block, in which parameters are zeros."""
     with _standing_in:
         modules = list(reached(net))

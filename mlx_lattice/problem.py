@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from functools import cached_property, lru_cache, partial
 from math import prod
-from typing import TYPE_CHECKING, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 import mlx.core as mx
 
@@ -78,7 +78,7 @@ class Problem:
     integer: IntegerFacts | None = None  # what it does to int32 sums of int8 features
     moments: bool = False  # may sum statistics for a norm after it
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         one_of(self.pass_, PASSES, "pass")
         one_of(self.kind, KINDS, "kind")
         one_of(self.layout, LAYOUTS, "layout")
@@ -123,7 +123,7 @@ class Problem:
         dtype: str | mx.Dtype = "float32",
         dims: int = 3,
         stride: int = 1,
-        **facts,
+        **facts: Any,
     ) -> Problem:
         """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out.
 
@@ -157,7 +157,7 @@ class Problem:
         )
 
     @classmethod
-    def input_grad(cls, **facts) -> Problem:
+    def input_grad(cls, **facts: Any) -> Problem:
         """Describe the input gradient of the layer that ``forward`` describes."""
         layer = cls.forward(**facts)
         # A centred box on the rows themselves is its own mirror image where it is odd.
@@ -165,7 +165,7 @@ class Problem:
         return replace(layer, pass_=INPUT_GRAD, mirrored=mirrored)
 
     @classmethod
-    def weight_grad(cls, **facts) -> Problem:
+    def weight_grad(cls, **facts: Any) -> Problem:
         """Describe the weight gradient of the layer that ``forward`` describes."""
         return replace(cls.forward(**facts), pass_=WEIGHT_GRAD)
 
@@ -173,7 +173,7 @@ class Problem:
     def of(
         cls,
         pass_: str,
-        relation,
+        relation: Any,
         c_in: int,
         c_out: int,
         dtype: mx.Dtype,
@@ -293,7 +293,7 @@ class Problem:
         rows = self.n_in if self.transposed else self.n_out
         return rows if self.pointwise else rows * self.volume
 
-    def known_edges(self, relation=None) -> int | None:
+    def known_edges(self, relation: Any = None) -> int | None:
         """Return the edges, the relation's if the problem has none, or None."""
         if self.pointwise:
             return self.n_out

@@ -85,7 +85,7 @@ class PackedWeight:
         """Return the same weight with other arrays, in the constructor's order."""
         return replace(self, **dict(zip(self.names, arrays, strict=True)))
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         facts = self.in_channels, self.bits, self.group_size, self.kernel
         vars(self)["packing"] = Packing(*facts, isinstance(self, IntegerWeight))
         _check_weight(self)

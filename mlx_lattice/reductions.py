@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import partial
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,14 +32,16 @@ def take(x: mx.array, rows: mx.array) -> mx.array:
 
 # Derivatives
 
+Rule = Callable[..., Any]
 
-def linear(forward, transpose, itself, **rules):
+
+def linear(forward: Rule, transpose: Rule, itself: Rule, **rules: Rule) -> Function:
     """Wrap a linear function of one array with its derivatives."""
     vjp, jvp = (lambda x, dy, y: transpose(dy)), (lambda x, dx: itself(dx))
     return Function(forward, vjp=vjp, jvp=jvp, **rules)
 
 
-def bilinear(forward, to_first, to_second, itself):
+def bilinear(forward: Rule, to_first: Rule, to_second: Rule, itself: Rule) -> Function:
     """Wrap a bilinear function of two arrays with its derivatives."""
 
     def jvp(at, tangents):
@@ -92,7 +95,7 @@ def _shares(y: mx.array, divisors: mx.array) -> mx.array:
 def gathered(
     x: mx.array,
     table: mx.array,
-    order: Callable[[], tuple] = tuple,
+    order: Callable[[], tuple[mx.array, ...]] = tuple,
     weights: mx.array | None = None,
 ) -> mx.array:
     """Sum the rows of each of a table's rows, any of them several times.
@@ -109,7 +112,7 @@ def scattered(
     y: mx.array,
     table: mx.array,
     rows: int,
-    order: Callable[[], tuple] = tuple,
+    order: Callable[[], tuple[mx.array, ...]] = tuple,
     weights: mx.array | None = None,
 ) -> mx.array:
     """Add each row to the ``rows`` that the table names: the transpose."""
@@ -127,7 +130,7 @@ def averaged(
     y: mx.array,
     table: mx.array,
     rows: int,
-    order: Callable[[], tuple] | None = None,
+    order: Callable[[], tuple[mx.array, ...]] | None = None,
 ) -> mx.array:
     """Return the mean of the rows that name each of ``rows``, 0 if none does.
 
@@ -209,7 +212,10 @@ def inverted(places: mx.array, n: int) -> mx.array:
 
 
 def weighted(
-    x: mx.array, w: mx.array, table: mx.array, order: Callable[[], tuple] = tuple
+    x: mx.array,
+    w: mx.array,
+    table: mx.array,
+    order: Callable[[], tuple[mx.array, ...]] = tuple,
 ) -> mx.array:
     """Return ``y[o] = sum over k of w[o, k] * x[table[o, k]]``, w float32."""
     rows = x.shape[0]  # rules that held x would keep its memory
@@ -226,7 +232,7 @@ def weighted_scatter(
     w: mx.array,
     table: mx.array,
     rows: int,
-    order: Callable[[], tuple] = tuple,
+    order: Callable[[], tuple[mx.array, ...]] = tuple,
 ) -> mx.array:
     """Return ``x[i] = sum over table[o, k] == i of w[o, k] * y[o]``, w float32."""
     return bilinear(
@@ -238,7 +244,10 @@ def weighted_scatter(
 
 
 def products(
-    x: mx.array, y: mx.array, table: mx.array, order: Callable[[], tuple] = tuple
+    x: mx.array,
+    y: mx.array,
+    table: mx.array,
+    order: Callable[[], tuple[mx.array, ...]] = tuple,
 ) -> mx.array:
     """Return (M, K) float32 ``w[o, k] = x[table[o, k]] . y[o]``."""
     rows = x.shape[0]
@@ -261,7 +270,7 @@ def _products(x: mx.array, y: mx.array, table: mx.array) -> mx.array:
 
 
 def greatest(
-    x: mx.array, find: Callable, back: Callable[[], mx.array]
+    x: mx.array, find: Callable[..., Any], back: Callable[[], mx.array]
 ) -> tuple[mx.array, mx.array]:
     """Return maxima and their (M, C) int32 rows; gradients go to those rows.
 
@@ -279,7 +288,7 @@ def greatest(
     return Function(find, vjp=vjp, jvp=jvp)(x)
 
 
-def selected(x: mx.array, rows: mx.array, back: Callable) -> mx.array:
+def selected(x: mx.array, rows: mx.array, back: Callable[..., Any]) -> mx.array:
     """Return the channels of the rows that won; a linear function of ``x``."""
     return _by_rows(
         take,

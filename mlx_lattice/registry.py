@@ -252,7 +252,12 @@ class Norms:
         raise NotImplementedError
 
     def gradient(
-        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None, terms=None
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: Residual = None,
+        terms: mx.array | None = None,
     ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g.
 

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 from weakref import ReferenceType, ref
 
 import mlx.core as mx
@@ -33,7 +33,9 @@ class Search(NamedTuple):
     identity: bool = False
 
     @classmethod
-    def of(cls, kind: str, source, target, spec: KernelSpec) -> Search:
+    def of(
+        cls, kind: str, source: SearchedRows, target: SearchedRows, spec: KernelSpec
+    ) -> Search:
         """Return the search of a relation of a kind (see ``Relation``)."""
         identity = spec.is_pointwise and source == target
         mirrored = identity or (kind == "submanifold" and spec.is_symmetric)
@@ -74,16 +76,20 @@ class KeptViews:
         n_out: int,
         volume: int,
         table: Callable[[Keep, str | None], mx.array] | None = None,
-        family: ReferenceType | None = None,
+        family: ReferenceType[Any] | None = None,
         mirrored: bool = False,
     ):
-        self.n_in, self.n_out, self.volume = n_in, n_out, volume
-        self.search, self.family, self.mirrored = table, family, mirrored
+        self.n_in: int = n_in
+        self.n_out: int = n_out
+        self.volume: int = volume
+        self.search: Callable[[Keep, str | None], mx.array] | None = table
+        self.family: ReferenceType[Any] | None = family
+        self.mirrored: bool = mirrored
         self.counted: int | None = None if n_in and n_out else 0
-        self.views = SharedViews()
+        self.views: SharedViews = SharedViews()
         self._device = mx.default_device()
 
-    def on_device(self, function: Callable, *arguments: object) -> mx.array:
+    def on_device(self, function: Callable[..., Any], *arguments: object) -> mx.array:
         """Call a backend's function on the device that was current at first."""
         if mx.default_device() == self._device:
             return function(*arguments)
@@ -172,16 +178,19 @@ class Relation:
         n_out: int,
         table: Callable[[Keep, str | None], mx.array] | None,
         *,
-        family: ReferenceType | None = None,
+        family: ReferenceType[Any] | None = None,
         spec: KernelSpec | None = None,
         in_coords: mx.array | None = None,
         out_coords: mx.array | None = None,
         mirrored: bool = False,
         sets: tuple[CoordinateSet, CoordinateSet] | None = None,
     ):
-        self.kind, self.spec, self.mirrored = kind, spec, mirrored
-        self.in_coords, self.out_coords = in_coords, out_coords
-        self.sets = sets
+        self.kind: str = kind
+        self.spec: KernelSpec | None = spec
+        self.mirrored: bool = mirrored
+        self.in_coords: mx.array | None = in_coords
+        self.out_coords: mx.array | None = out_coords
+        self.sets: tuple[CoordinateSet, CoordinateSet] | None = sets
         self._data = KeptViews(n_in, n_out, volume, table, family, mirrored)
         self._own = False  # whether it is the transpose that it is called after
         self._start(False)
@@ -216,7 +225,7 @@ class Relation:
         relation.set_counted(len(edges))
         return relation
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
             "a Relation is not copied or pickled. Copy its tensors, which build it "
             "again when it is asked for; or its edges, for Relation.from_edges"
@@ -293,7 +302,7 @@ class Relation:
         self._swapped = swapped
         self._transpose: Relation | ReferenceType[Relation] | None = None
         # The one memo of contractions: by the facts of a call and `settings.version`.
-        self.plans: dict[tuple, Callable] = {}
+        self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def transposed(self, kind: str) -> Relation:
         """Return ``T`` as a relation of its own kind; all views are shared."""
@@ -301,7 +310,9 @@ class Relation:
         other.kind, other._own = kind, other._swapped
         return other
 
-    def view(self, name: str, build: Callable, swapped: bool | None = None):
+    def view(
+        self, name: str, build: Callable[[], Any], swapped: bool | None = None
+    ) -> Any:
         """Return the view of a name, built by ``build()`` on first use and kept."""
         key = name, self._swapped if swapped is None else swapped
         view = self._data.views.get(key)
@@ -311,7 +322,7 @@ class Relation:
         """Keep a view that was built elsewhere."""
         self._data.views.add((name, self._swapped), value)
 
-    def kept(self, name: str):
+    def kept(self, name: str) -> Any:
         """Return a view if it was built already, else None."""
         return self._data.views.find((name, self._swapped))
 

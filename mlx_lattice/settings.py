@@ -25,7 +25,7 @@ VARIABLES = (
     "MLX_LATTICE_CPU_ISA",
 )
 # The environment, read once, when the package is imported.
-environment = {name: os.environ.get(name) for name in VARIABLES}
+environment: dict[str, str | None] = {name: os.environ.get(name) for name in VARIABLES}
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,14 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
 from threading import RLock, get_ident
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
 from .devices import extension
 
 View = TypeVar("View")
+Builder = TypeVar("Builder", bound=Callable[..., Any])
 
 
 _unfollow = getattr(extension, "unfollow", lambda arrays: None)
@@ -70,7 +71,7 @@ def values() -> Iterator[None]:
         raise TracedError from error
 
 
-def read(*arrays: mx.array) -> list:
+def read(*arrays: mx.array) -> list[Any]:
     """Return arrays as lists of Python values. Waits for the device, once.
 
     CUDA reads arrays of up to 8 bytes in place, many times faster than larger ones.
@@ -147,13 +148,13 @@ class Building:
         """Whether this thread is inside the block."""
         return self._thread == get_ident()
 
-    def __enter__(self):
+    def __enter__(self) -> None:
         self._lock.acquire()
         self._depth += 1
         if self._depth == 1:
             self._thread = get_ident()
 
-    def __exit__(self, error: type | None, *_: object) -> None:
+    def __exit__(self, error: type[Any] | None, *_: object) -> None:
         try:
             if self._depth == 1 and self.open:
                 self._finish(error is None)
@@ -179,34 +180,34 @@ class Building:
 
 
 # One lock for all: views of several managers can be built in one block.
-building = Building()
+building: Building = Building()
 
 
-def built_by_one(function: Callable) -> Callable:
+def built_by_one(function: Builder) -> Builder:
     """Wrap a function that builds what threads share: one thread at a time calls it."""
 
     @wraps(function)
-    def build(*args, **kwargs):
+    def build(*args, **kwargs) -> Any:
         with building:
             return function(*args, **kwargs)
 
     return build
 
 
-class SharedViews(dict):
+class SharedViews(dict[Hashable, Any]):
     """Computed views by name. ``find`` also returns those that this thread builds."""
 
     def __init__(self):
         super().__init__()
         self.unpublished: dict[Hashable, object] = {}
 
-    def find(self, name: Hashable):
+    def find(self, name: Hashable) -> Any:
         """Return a view, or None."""
         if self.unpublished and building.is_here and name in self.unpublished:
             return self.unpublished[name]
         return self.get(name)
 
-    def build(self, name: Hashable, make: Callable):
+    def build(self, name: Hashable, make: Callable[..., Any]) -> Any:
         """Return a view, which ``make()`` builds unless another thread has."""
         with building:
             view = self.find(name)
@@ -231,6 +232,6 @@ class SharedViews(dict):
             self.unpublished.pop(name, None)
             self.pop(name, None)
 
-    def everything(self) -> list[tuple]:
+    def everything(self) -> list[tuple[Hashable, Any]]:
         """Return (name, view) of all views; the caller is inside ``building``."""
         return list({**self, **self.unpublished}.items())

@@ -10,13 +10,13 @@ from collections.abc import Callable, Iterable, Sequence
 from functools import wraps
 from math import prod
 from numbers import Number
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
 
 import mlx.core as mx
 
 from . import sync
 from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads
-from .coordinate_set import CoordinateKey, CoordinateSet, check_coords
+from .coordinate_set import CoordinateKey, CoordinateSet, Stride, check_coords
 from .coordinates import CoordinateManager, equal_rows
 from .geometry.lattice import active_cells, places_in
 from .geometry.points import voxelize
@@ -24,6 +24,14 @@ from .kernel_spec import IntOrTuple, per_axis
 from .reductions import move_rows, put
 from .settings import boundary
 from .transformations import zeros_of
+
+if TYPE_CHECKING:
+    import numpy as np
+
+
+# A tensor or an array of features; a layer gives back the one that it gets.
+Features = TypeVar("Features", "SparseTensor", mx.array)
+Operand = Union["SparseTensor", mx.array, "np.ndarray", float]  # of arithmetic
 
 
 def check_feats(feats: mx.array, rows: int) -> mx.array:
@@ -113,6 +121,11 @@ class SparseTensor:
     __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
     __array_priority__ = 1000
 
+    coords: mx.array
+    feats: mx.array
+    key: CoordinateKey
+    manager: CoordinateManager
+
     def __init__(
         self,
         coords: mx.array,
@@ -167,11 +180,11 @@ class SparseTensor:
     def _not_an_array(self, *_: object) -> NoReturn:
         raise TypeError(f"a SparseTensor is not an array. {PASS_FEATURES}")
 
-    # MLX calls the first where it expects an array.
-    __mlx_array__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _not_an_array
-    __lt__ = __le__ = __gt__ = __ge__ = __abs__ = __mod__ = __floordiv__ = _not_an_array
-
-    if not TYPE_CHECKING:  # type checkers find mistyped attributes
+    if not TYPE_CHECKING:  # type checkers find mistyped attributes and operators
+        # MLX calls the first where it expects an array.
+        __mlx_array__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _not_an_array
+        __lt__ = __le__ = __gt__ = __ge__ = __abs__ = __mod__ = _not_an_array
+        __floordiv__ = _not_an_array
 
         def __getattr__(self, name: str):
             cls = type(self)
@@ -256,7 +269,7 @@ class SparseTensor:
         return cls.of(manager, rows.key, feats)
 
     @classmethod
-    def from_arrays(cls, arrays: dict[str, mx.array], **kwargs) -> SparseTensor:
+    def from_arrays(cls, arrays: dict[str, mx.array], **kwargs: Any) -> SparseTensor:
         """Rebuild a tensor from ``arrays()`` and the constructor's other arguments.
 
         The arrays do not hold ``stride``, ``spatial_shape`` and ``batch_size``.
@@ -278,7 +291,7 @@ class SparseTensor:
         return self.manager[self.key]
 
     @property
-    def stride(self) -> tuple:
+    def stride(self) -> Stride:
         """Size of a lattice cell on each axis, in cells of the first lattice."""
         return self.key.stride
 
@@ -388,30 +401,34 @@ class SparseTensor:
         places = places_in(grid, coordinate_set.coords, coordinate_set.bounds)
         return put(self.feats, places, prod(grid)).reshape(*grid, self.channels)
 
-    def __add__(self, other):
+    def __add__(self, other: Operand) -> SparseTensor:
         return self._arithmetic(other, mx.add)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Operand) -> SparseTensor:
         return self._arithmetic(other, mx.subtract)
 
-    def __mul__(self, other):
+    def __mul__(self, other: Operand) -> SparseTensor:
         return self._arithmetic(other, mx.multiply)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Operand) -> SparseTensor:
         return self._arithmetic(other, mx.divide)
 
-    __radd__, __rmul__ = __add__, __mul__
+    def __radd__(self, other: Operand) -> SparseTensor:
+        return self + other
 
-    def __rsub__(self, other):
+    def __rmul__(self, other: Operand) -> SparseTensor:
+        return self * other
+
+    def __rsub__(self, other: Operand) -> SparseTensor:
         return self._arithmetic(other, lambda a, b: b - a)
 
-    def __rtruediv__(self, other):
+    def __rtruediv__(self, other: Operand) -> SparseTensor:
         return self._arithmetic(other, lambda a, b: b / a)
 
-    def __neg__(self):
+    def __neg__(self) -> SparseTensor:
         return self.replace(-self.feats)
 
-    def _arithmetic(self, other, operation) -> SparseTensor:
+    def _arithmetic(self, other: Operand, operation: Callable) -> SparseTensor:
         """Combine with a scalar or array of features, or with an aligned tensor."""
         if isinstance(other, SparseTensor):
             other = align(other, self).feats
@@ -431,13 +448,13 @@ class SparseTensor:
         copy.__dict__.update(self.__dict__)
         return copy
 
-    def __reduce_ex__(self, protocol: int) -> tuple:
+    def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
         kind, state = self._state()
         rows = self.coordinate_set
         facts = rows.stride, rows.spatial_shape, rows.declared_batch_size, rows.trusted
         return _copied, (kind, rows.coords, rows.is_sorted, *facts), state
 
-    def _state(self) -> tuple[type, dict]:
+    def _state(self) -> tuple[type, dict[str, object]]:
         """Return the class of a copy, and what it has beside its rows."""
         attributes = self.__dict__
         return type(self), {
@@ -546,7 +563,9 @@ def expect_axes(x: SparseTensor, dims: int, name: str) -> None:
         )
 
 
-def numbered_functions(module: str, *functions: Callable) -> dict[str, Callable]:
+def numbered_functions(
+    module: str, *functions: Callable[..., Any]
+) -> dict[str, Callable[..., Any]]:
     """Return each function of a tensor under four names, 1d to 4d."""
     return {
         f"{function.__name__}{dims}d": _numbered_function(module, function, dims)
@@ -568,7 +587,7 @@ def _numbered_function(module: str, function: Callable, dims: int) -> Callable:
     return numbered
 
 
-def numbered_classes(module: str, *bases: type) -> dict[str, type]:
+def numbered_classes(module: str, *bases: type[Any]) -> dict[str, type[Any]]:
     """Return each class under four names, 1d to 4d: subclasses with fixed ``dims``."""
     return {
         f"{base.__name__}{dims}d": _numbered_class(module, base, dims)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -20,11 +21,11 @@ class Function:
 
     vjp = jvp = None
 
-    def __init__(self, forward: Callable, **rules: Callable):
+    def __init__(self, forward: Callable[..., Any], **rules: Callable[..., Any]):
         self.forward = forward
         self.__dict__.update(rules)
 
-    def vmap(self, inputs, axes):
+    def vmap(self, inputs: Any, axes: Any) -> tuple[Any, Any]:
         """Map a function whose operations MLX can map."""
         inputs, axes = several(inputs), several(axes)
         if all(a.size for a in inputs):  # else MLX would take something from nothing
@@ -33,7 +34,7 @@ class Function:
             found = _one_by_one(self.forward, inputs, axes)
         return found, 0 if isinstance(found, mx.array) else (0,) * len(found)
 
-    def __call__(self, *arrays: mx.array):
+    def __call__(self, *arrays: mx.array) -> Any:
         """Return what ``forward`` does."""
         if not is_transforming():
             return self.forward(*arrays)
@@ -80,7 +81,7 @@ def _no_gradient(*_):
 
 
 # Returns packed arrays as they are; a derivative with respect to them raises.
-constant = Function(
+constant: Function = Function(
     lambda *arrays: arrays,
     vjp=_no_gradient,
     jvp=_no_gradient,
@@ -105,7 +106,9 @@ class Linear(Function):
         """Return the rows of the result."""
         return len(primals[0])
 
-    def jvp(self, primals, tangents):
+    def jvp(
+        self, primals: Sequence[mx.array], tangents: Sequence[mx.array | None]
+    ) -> mx.array:
         """Return a derivative: a term for each argument that has a tangent."""
         factors = primals[: self.operands]
         terms = [
@@ -120,12 +123,16 @@ class Linear(Function):
         ]
         return sum(terms[1:], terms[0])
 
-    def vmap(self, inputs, axes):
+    def vmap(
+        self, inputs: Sequence[mx.array], axes: Sequence[int | None]
+    ) -> tuple[Any, Any]:
         """Return the results of calls, one after another."""
         return _one_by_one(self.linear, inputs, axes), 0
 
 
-def zeros_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.array:
+def zeros_of(
+    arrays: Sequence[mx.array], shape: Sequence[int], dtype: mx.Dtype
+) -> mx.array:
     """Return zeros, or no numbers, as what is made of arrays without rows.
 
     Gradients go on through it: where processes exchange within a backward pass, one
@@ -146,7 +153,7 @@ def zeros_of(arrays: Sequence[mx.array], shape: Sequence[int], dtype) -> mx.arra
     )(*arrays)
 
 
-def several(values):
+def several(values: Any) -> Sequence[Any]:
     """Return arrays as a sequence: of a function of one, rules get that alone."""
     return values if isinstance(values, (tuple, list)) else (values,)
 
@@ -168,24 +175,37 @@ class Gradient(Function):
         statistics: arrays after x that ``composed`` computes from x instead.
     """
 
-    def __init__(self, back: Callable, composed: Callable, statistics: int = 0):
+    def __init__(
+        self,
+        back: Callable[..., Any],
+        composed: Callable[..., Any],
+        statistics: int = 0,
+    ):
         self.forward, self.composed = back, composed
         self.statistics = statistics
 
-    def again(self, dy, x, *arrays):
+    def again(
+        self, dy: mx.array, x: mx.array, *arrays: mx.array
+    ) -> tuple[mx.array, ...]:
         """Return what ``forward`` does, by the composed form."""
         at = [x, *arrays[self.statistics :]]
         return tuple(mx.vjp(self.composed, at, [dy])[1])
 
-    def vjp(self, at, by, _):
+    def vjp(
+        self, at: Sequence[mx.array], by: Sequence[mx.array], _: object
+    ) -> tuple[mx.array, ...]:
         """Return the derivatives of the gradients by all arguments."""
         return tuple(mx.vjp(self.again, list(at), list(by))[1])
 
-    def jvp(self, at, by):
+    def jvp(
+        self, at: Sequence[mx.array], by: Sequence[mx.array | None]
+    ) -> tuple[mx.array, ...]:
         """Return the gradients' change along tangents."""
         return tuple(mx.jvp(self.again, list(at), filled(at, by))[1])
 
-    def vmap(self, inputs, axes):
+    def vmap(
+        self, inputs: Sequence[mx.array], axes: Sequence[int | None]
+    ) -> tuple[Any, Any]:
         """Return the gradients of several calls."""
         found = mx.vmap(self.again, tuple(axes))(*inputs)
         return found, (0,) * len(found)
@@ -201,25 +221,30 @@ class ByKernels(Function):
 
     statistics = 0  # as of Gradient
 
-    def __init__(self, forward: Callable, back: Callable, composed: Callable):
+    def __init__(
+        self,
+        forward: Callable[..., Any],
+        back: Callable[..., Any],
+        composed: Callable[..., Any],
+    ):
         self.forward, self.back, self.composed = forward, back, composed
 
-    def gradient(self, dy, *arrays) -> tuple[mx.array, ...]:
+    def gradient(self, dy: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         """Return what ``back`` does, with derivatives."""
         return Gradient(self.back, self.composed, self.statistics)(dy, *arrays)
 
-    def vjp(self, primals, dy, _):
+    def vjp(self, primals: Any, dy: Any, _: object) -> tuple[mx.array, ...]:
         """Return the gradients of all arrays."""
         primals = several(primals)
         found = self.gradient(dy, *primals)
         return found if len(primals) > 1 else found[0]
 
-    def jvp(self, at, by):
+    def jvp(self, at: Any, by: Any) -> mx.array:
         """Return a derivative along tangents."""
         at, by = [*several(at)], several(by)
         return mx.jvp(self.composed, at, filled(at, by))[1][0]
 
-    def vmap(self, arrays, axes):
+    def vmap(self, arrays: Any, axes: Any) -> tuple[Any, Any]:
         """Return the results of several calls."""
         arrays, axes = several(arrays), tuple(several(axes))
         return mx.vmap(self.composed, axes)(*arrays), 0

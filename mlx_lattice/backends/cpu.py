@@ -7,6 +7,7 @@ The extension's function of a route has its name; that of its gradient ends in
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -38,7 +39,7 @@ from ..problem import (
     integers_unpacked,
 )
 from ..quantized import IntegerWeight, QuantizedWeight
-from ..registry import Fit, Norms, RowSegments
+from ..registry import BatchRows, Fit, Norms, Residual, RowSegments, Running
 from ..relation import Relation
 from .mlx import MlxReductions, divided, take
 
@@ -121,13 +122,13 @@ def _planner(name: str, view: str, grad_view: str = "") -> Planner:
     return plan
 
 
-blocked_gather_gemm = _planner("blocked_gather_gemm", "out_in", "edges")
-grouped_gemm = _planner("grouped_gemm", "edges", "edges")
-relation_traversal = _planner("relation_traversal", "output_csr", "edges")
-native_pointwise = _planner("native_pointwise", "none", "none")
-quantized_pointwise = _planner("quantized_pointwise", "none")
-quantized_sorted = _planner("quantized_sorted", "out_in")
-quantized_traversal = _planner("quantized_traversal", "edges")
+blocked_gather_gemm: Planner = _planner("blocked_gather_gemm", "out_in", "edges")
+grouped_gemm: Planner = _planner("grouped_gemm", "edges", "edges")
+relation_traversal: Planner = _planner("relation_traversal", "output_csr", "edges")
+native_pointwise: Planner = _planner("native_pointwise", "none", "none")
+quantized_pointwise: Planner = _planner("quantized_pointwise", "none")
+quantized_sorted: Planner = _planner("quantized_sorted", "out_in")
+quantized_traversal: Planner = _planner("quantized_traversal", "edges")
 
 
 class CpuIndex(RowIndex):
@@ -145,7 +146,7 @@ class CpuIndex(RowIndex):
         """Return nothing: the extension reads rows where they are."""
         return []
 
-    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+    def settle(self, facts: list[Any]) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows."""
         return _bounds(self.coords), extension.first_duplicate(self.coords)
 
@@ -177,13 +178,23 @@ class CpuGeometry(Geometry):
 
     bounds = staticmethod(_bounds)
 
-    def unique_rows(self, coords, box=None, count=None) -> UniqueRows:
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
         """Return the sorted unique rows, and the place of each row among them."""
         with sync.values():
             rows, inverse, _ = extension.unique_rows(coords)
         return UniqueRows(rows, inverse)
 
-    def made_rows(self, rule, coords, offsets, stride, box, count=None) -> mx.array:
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        count: int | None = None,
+    ) -> mx.array:
         """Return the sorted unique int32 rows within a box that a rule makes."""
         bounds = box_of(rule, _bounds(coords), offsets, stride)
         if rule == Rule.ITSELF:
@@ -229,7 +240,13 @@ class CpuGeometry(Geometry):
 class CpuReductions(MlxReductions):
     """The reductions of the CPU's extension, products by MLX; see ``Reductions``."""
 
-    def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
+    def gather_sum(
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
+    ) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
         if divisors is None:
             return extension.gather_sum(x, table, weights)
@@ -237,7 +254,13 @@ class CpuReductions(MlxReductions):
         return divided(sums, divisors).astype(x.dtype)
 
     def scatter_sum(
-        self, y, table, rows, weights=None, order=(), divisors=None
+        self,
+        y: mx.array,
+        table: mx.array,
+        rows: int,
+        weights: mx.array | None = None,
+        order: tuple[mx.array, ...] = (),
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         if divisors is None:
@@ -245,19 +268,23 @@ class CpuReductions(MlxReductions):
         sums = extension.scatter_sum(y.astype(mx.float32), table, rows, weights)
         return divided(sums, divisors).astype(y.dtype)
 
-    def gather_max(self, x, table) -> tuple[mx.array, mx.array]:
+    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
         return extension.gather_max(x, table)
 
-    def scatter_max(self, x, table, rows) -> tuple[mx.array, mx.array]:
+    def scatter_max(
+        self, x: mx.array, table: mx.array, rows: int
+    ) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         return extension.scatter_max(x, table, rows)
 
-    def max_pool_backward(self, dy, rows, back) -> mx.array:
+    def max_pool_backward(
+        self, dy: mx.array, rows: mx.array, back: mx.array
+    ) -> mx.array:
         """Return to each row the sum of the results that it won."""
         return extension.max_pool_backward(dy, rows, back)
 
-    def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
+    def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, by blocks, and their rows."""
         best, places = extension.scatter_max(x, rows.blocks, len(rows.block_batch))
         y, block = extension.scatter_max(best, rows.block_batch, rows.size)
@@ -269,7 +296,14 @@ class CpuNorms(Norms):
 
     sums_columns = True
 
-    def moments(self, x, segments=None, running=None, momentum=0.0, lines=None):
+    def moments(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        running: Running = None,
+        momentum: float = 0.0,
+        lines: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
         if lines is not None:
             given = running or (None, None)
@@ -277,12 +311,14 @@ class CpuNorms(Norms):
         rest = *_rows(segments), *(running or (None, None))
         return extension.channel_moments(x, *rest, momentum=momentum)
 
-    def normalize(self, x, fit, residual=None):
+    def normalize(self, x: mx.array, fit: Fit, residual: Residual = None) -> mx.array:
         """Return (N, C) rows; a residual is added before the activation."""
         given = *_arrays(fit, residual), _of(fit)
         return extension.normalize_channels(x, *given, **_after(fit))
 
-    def gradient_sums(self, dy, x, fit, residual=None):
+    def gradient_sums(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
         given = _arrays(fit, residual if fit.act.changes else None)
         sums, terms = extension.channel_gradient_sums(
@@ -291,7 +327,14 @@ class CpuNorms(Norms):
         dbias, dweight = (a.squeeze(0).astype(fit.dtype) for a in mx.split(sums, 2))
         return sums, terms, dweight, dbias
 
-    def gradient(self, dy, x, fit, residual=None, terms=None):
+    def gradient(
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: Residual = None,
+        terms: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         given = _arrays(fit, residual if fit.act.changes else None)
         given = *given, _of(fit), terms

@@ -7,7 +7,7 @@ single matmul on a GPU has float32 sums of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 import mlx.core as mx
 
@@ -71,7 +71,7 @@ def _oriented(w: mx.array, groups: int, transposed: bool) -> mx.array:
     return w.transpose(0, 3, 2, 1).reshape(volume, c_out // groups, -1)
 
 
-def slices(relation: Relation):
+def slices(relation: Relation) -> Iterator[tuple[int, mx.array, mx.array]]:
     """Yield (k, input rows, output rows) of every offset that has edges."""
     edges, start = relation.edges, 0
     for k, count in enumerate(relation.edge_counts):
@@ -124,7 +124,9 @@ def _gather_gemm_scatter(x, w, relation, groups, transposed):
     return y.astype(x.dtype)
 
 
-def sum_by_output(products, relation, shape) -> mx.array:
+def sum_by_output(
+    products: mx.array, relation: Relation, shape: tuple[int, int]
+) -> mx.array:
     """Add edge products in edge order, one edge a row and step: deterministic."""
     if not products:
         return mx.zeros(shape)
@@ -351,14 +353,14 @@ def _whole_table(plan: Plan, _: Relation | None) -> int:
     return rows * p.volume * p.c_in * p.c_out
 
 
-pointwise = _planner("pointwise", "none", _pointwise, _pointwise_weight_grad)
+pointwise: Planner = _planner("pointwise", "none", _pointwise, _pointwise_weight_grad)
 _float_gather_gemm_scatter = _planner(
     "gather_gemm_scatter",
     "edges",
     _gather_gemm_scatter,
     _gather_gemm_scatter_weight_grad,
 )
-explicit_gemm = _planner(
+explicit_gemm: Planner = _planner(
     "explicit_gemm",
     "out_in",
     _explicit_gemm,
@@ -366,7 +368,7 @@ explicit_gemm = _planner(
     _whole_table,
     Problem.im2col_bytes,
 )
-grouped_gemm = _planner(
+grouped_gemm: Planner = _planner(
     "grouped_gemm", "edges", _grouped_gemm, _grouped_gemm_weight_grad
 )
 
@@ -462,7 +464,13 @@ def segment_sum(x: mx.array, rows: BatchRows) -> mx.array:
 class MlxReductions:
     """The reductions in MLX operations; see ``Reductions``."""
 
-    def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
+    def gather_sum(
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
+    ) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
         wide = padded(x.astype(mx.float32))
         y = mx.zeros((table.shape[0], x.shape[1]))
@@ -472,7 +480,13 @@ class MlxReductions:
         return divided(y, divisors).astype(x.dtype)
 
     def scatter_sum(
-        self, y, table, rows, weights=None, order=(), divisors=None
+        self,
+        y: mx.array,
+        table: mx.array,
+        rows: int,
+        weights: mx.array | None = None,
+        order: tuple[mx.array, ...] = (),
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         x, wide = mx.zeros((rows + 1, y.shape[1])), y.astype(mx.float32)
@@ -481,16 +495,20 @@ class MlxReductions:
             x = x.at[at].add(wide if weights is None else weights[:, k : k + 1] * wide)
         return divided(x[:rows], divisors).astype(y.dtype)
 
-    def order(self, table, rows, longest=None) -> tuple:
+    def order(
+        self, table: mx.array, rows: int, longest: int | None = None
+    ) -> tuple[mx.array, ...]:
         """Return nothing: a table is added up as it is."""
         return ()
 
-    def counts(self, table, rows, order) -> mx.array:
+    def counts(
+        self, table: mx.array, rows: int, order: tuple[mx.array, ...]
+    ) -> mx.array:
         """Return how often a table names each row."""
         at = mx.where(table < 0, rows, table).flatten()
         return mx.zeros((rows + 1,), dtype=mx.int32).at[at].add(1)[:rows]
 
-    def gather_max(self, x, table) -> tuple[mx.array, mx.array]:
+    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
         keys = padded(sort_keys(x), _LEAST)
         shape = table.shape[0], x.shape[1]
@@ -501,7 +519,9 @@ class MlxReductions:
             best = mx.maximum(value, best)
         return take(x, rows), rows
 
-    def scatter_max(self, x, table, rows) -> tuple[mx.array, mx.array]:
+    def scatter_max(
+        self, x: mx.array, table: mx.array, rows: int
+    ) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         n, shape = x.shape[0], (rows, x.shape[1])
         if x.size == 0:
@@ -514,7 +534,9 @@ class MlxReductions:
         first = mx.where(first < n, first, -1)
         return take(x, first), first
 
-    def max_pool_backward(self, dy, rows, back) -> mx.array:
+    def max_pool_backward(
+        self, dy: mx.array, rows: mx.array, back: mx.array
+    ) -> mx.array:
         """Return to each row the sum of the results that it won."""
         wide, won = padded(dy.astype(mx.float32)), padded(rows, -1)
         x = mx.zeros((back.shape[0], dy.shape[1]))
@@ -524,7 +546,7 @@ class MlxReductions:
             x = x + mx.where(won[at] == place, wide[at], 0)
         return x.astype(dy.dtype)
 
-    def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
+    def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, a slice an element, and their rows."""
         winners = []
         for start, part in zip(rows.starts, _slices(sort_keys(x), rows), strict=False):

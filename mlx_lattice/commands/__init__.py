@@ -14,7 +14,7 @@ from ..distribution import install
 from ..routes import launch
 
 
-def bar(total: int, name: str | None = None, unit: str = "step", **options) -> Any:
+def bar(total: int, name: str | None = None, unit: str = "step", **options: Any) -> Any:
     """Return a tqdm bar, redrawn often on a terminal and seldom in a log file."""
     try:
         from tqdm import tqdm

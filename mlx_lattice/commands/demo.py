@@ -6,7 +6,7 @@ import copy
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn
@@ -43,16 +43,16 @@ class DigitNet(mlx.nn.Module):
 
     def __init__(self, classes: int = 10):
         super().__init__()
-        self.stem = nn.Sequential(
+        self.stem: nn.Sequential = nn.Sequential(
             nn.SubmConv3d(1, 16, 3, bias=False), nn.BatchNorm(16), nn.ReLU()
         )
-        self.down1 = nn.Sequential(
+        self.down1: nn.Sequential = nn.Sequential(
             nn.Conv3d(16, 32, 2, stride=2, bias=False), nn.BatchNorm(32), nn.ReLU()
         )
-        self.block1 = nn.Sequential(
+        self.block1: nn.Sequential = nn.Sequential(
             nn.SubmConv3d(32, 32, 3, bias=False), nn.BatchNorm(32), nn.ReLU()
         )
-        self.down2 = nn.Sequential(
+        self.down2: nn.Sequential = nn.Sequential(
             nn.Conv3d(32, 64, 3, stride=2, bias=False), nn.BatchNorm(64), nn.ReLU()
         )
         self.head = mlx.nn.Linear(64, classes)
@@ -94,7 +94,7 @@ def load_digits(seed: int = 0):
     return (lift[0], train_labels), (lift[1], test_labels)
 
 
-def predict(net: mlx.nn.Module, voxels: list, batch_size: int = 64) -> np.ndarray:
+def predict(net: mlx.nn.Module, voxels: list[Any], batch_size: int = 64) -> np.ndarray:
     """Return the class of every digit."""
     net.eval()
     classes = []
@@ -184,7 +184,7 @@ class Score(NamedTuple):
 
 
 def scores(
-    net: mlx.nn.Module, batches: list, right: Callable[[mlx.nn.Module], float]
+    net: mlx.nn.Module, batches: list[Any], right: Callable[[mlx.nn.Module], float]
 ) -> dict[str, Score]:
     """Return the score of a trained net in every scheme, calibrated on ``batches``."""
     table = {}
@@ -208,7 +208,7 @@ def score_table(scores: Mapping[str, Score]) -> str:
 
 
 def score_digits(
-    net: mlx.nn.Module, voxels: list, test: list, labels: np.ndarray
+    net: mlx.nn.Module, voxels: list[Any], test: list[Any], labels: np.ndarray
 ) -> dict[str, Score]:
     """Score the net on the held-out digits; calibrated on 256 training digits."""
     some = voxels[:256]

@@ -8,6 +8,7 @@ import time
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 import mlx.core as mx
@@ -90,7 +91,7 @@ def run(
     return files
 
 
-def described(net: Detector, boxes, labels, scores, middle) -> list[dict]:
+def described(net: Detector, boxes, labels, scores, middle) -> list[dict[str, Any]]:
     """Return a dict for each box, in the coordinates of the file."""
     rows = []
     for box, label, score in zip(boxes.astype(float), labels, scores, strict=True):
@@ -101,7 +102,7 @@ def described(net: Detector, boxes, labels, scores, middle) -> list[dict]:
     return rows
 
 
-def table(net: Detector, rows: list[dict]) -> str:
+def table(net: Detector, rows: list[dict[str, Any]]) -> str:
     """Return a line for each box, the best first, as many as fit a screen."""
     if not rows:
         threshold = net.decoding.score_threshold
@@ -116,7 +117,9 @@ def table(net: Detector, rows: list[dict]) -> str:
     return drawn(columns, cells) + (more if len(rows) > SHOWN else "")
 
 
-def write(net: Detector, rows: list[dict], model: str, table: Path, whole: Path):
+def write(
+    net: Detector, rows: list[dict[str, Any]], model: str, table: Path, whole: Path
+):
     """Write boxes as CSV, and as JSON with the net's settings."""
     width = 9 if any(n == "vel" for n in net.dense_head.heads_list[0]) else 7
     with (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from ..inspect import doctor
 from ..inspect.explain import milliseconds
@@ -33,7 +34,7 @@ COLUMNS = (
 )
 
 
-def headline(facts: Mapping) -> str:
+def headline(facts: Mapping[str, Any]) -> str:
     """Return the chip, the software and the verdict in one line."""
     m, device, wrong = facts["machine"], facts["device"], len(facts["wrong"])
     verdict = f"{wrong} wrong" if wrong else "nothing wrong"
@@ -43,7 +44,7 @@ def headline(facts: Mapping) -> str:
     )
 
 
-def report(facts: Mapping) -> str:
+def report(facts: Mapping[str, Any]) -> str:
     """Return a report as a person reads it."""
     m, parts = facts["machine"], [headline(facts)]
     if m["on_host"]:

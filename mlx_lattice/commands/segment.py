@@ -259,7 +259,9 @@ def draw(
     save_figure(figure, path, "o", entries)
 
 
-def save_figure(figure, path: Path, marker: str, entries: list[tuple]) -> None:
+def save_figure(
+    figure, path: Path, marker: str, entries: list[tuple[Any, ...]]
+) -> None:
     """Write a figure with a legend of (colour, text) entries, and close it."""
     from matplotlib import pyplot
 

@@ -17,7 +17,7 @@ import contextvars
 import threading
 from collections.abc import Callable, Sequence
 from functools import wraps
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import torch
@@ -186,7 +186,9 @@ def autocast(*tensors: torch.Tensor | None) -> tuple[torch.Tensor | None, ...]:
 # An MLX function, and one that returns its gradients:
 # vjp(needed, arrays, cotangents), in which needed has a bool for each array.
 Forward = Callable[..., mx.array | Sequence[mx.array]]
-Vjp = Callable[[Sequence[bool], Sequence, Sequence], Sequence[mx.array | None]]
+Vjp = Callable[
+    [Sequence[bool], Sequence[Any], Sequence[Any]], Sequence[mx.array | None]
+]
 
 
 class Operation:
@@ -201,7 +203,7 @@ class Operation:
         self.forward, self.vjp, self.layer = forward, vjp, layer
         self.thread, self.context = threading.get_ident(), None
 
-    def run(self, arrays: Sequence) -> tuple[list[mx.array], bool]:
+    def run(self, arrays: Sequence[Any]) -> tuple[list[mx.array], bool]:
         """Return the evaluated results, and whether there is just one."""
         with launch.scope(self.layer):
             results = self.forward(*arrays)

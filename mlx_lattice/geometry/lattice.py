@@ -207,7 +207,7 @@ class MaskedRows:
         self._mask, self._coords = mask, coords
         self._ends = running_sums(mask.astype(mx.int32))
         # A sum, since MLX on CUDA reads a slice by moving the whole array to the CPU.
-        self.count = self._ends[-1:] + 0
+        self.count: mx.array = self._ends[-1:] + 0
 
     def kept(self, count: int) -> KeptRows:
         """Return the rows, from the value of ``count``."""

@@ -70,7 +70,7 @@ class RowIndex(ABC):
         """Return small arrays for ``settle``, launched but not waited for."""
 
     @abstractmethod
-    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+    def settle(self, facts: list[Any]) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
 
     def find(self, rows: mx.array, bounds: Bounds | None = None) -> mx.array:
@@ -107,7 +107,7 @@ class StartedLevels(Protocol):
     def counts(self) -> Sequence[mx.array]:
         """Small arrays to read."""
 
-    def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
+    def rows(self, counts: list[Any], boxes: Sequence[Bounds]) -> list[mx.array] | None:
         """Return the rows of each level; None if the launched keys were too narrow."""
 
 
@@ -237,7 +237,7 @@ class SortedIndex(RowIndex):
         at = mx.argmin(mx.where(equal, later, INT32_LIMIT - 1))
         return [low, high, equal[at], self.order[at], self.order[at + 1]]
 
-    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+    def settle(self, facts: list[Any]) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
         low, high, *repeat = facts
         bounds = tuple(low), tuple(high)

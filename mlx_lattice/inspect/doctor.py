@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 
@@ -167,7 +168,7 @@ _PATH = re.compile(
 )
 
 
-def machine_facts(device: Device) -> dict:
+def machine_facts(device: Device) -> dict[str, Any]:
     """Return the chip, the software and the settings; safe to publish."""
     info = mx.device_info(mx.cpu if device.backend == CPU else mx.default_device())
     memory = info.get("memory_size", info.get("total_memory"))
@@ -243,7 +244,7 @@ def build_relation(coords: mx.array, kind: str) -> Relation:
     return getattr(manager, method)(key, **arguments)
 
 
-def operands(problem: Problem, relation: Relation) -> tuple:
+def operands(problem: Problem, relation: Relation) -> tuple[Any, ...]:
     """Return a plan's arguments: the relation of the pass, then its arrays."""
     of_pass = relation.T if problem.pass_ == INPUT_GRAD else relation
     return of_pass, *_arrays(problem)
@@ -285,7 +286,7 @@ class Case:
     plan: Plan | None = None  # of a convolution's kernel
 
 
-def prove(case: Case) -> dict:
+def prove(case: Case) -> dict[str, Any]:
     """Compute a case twice and compare; return its entry of the report.
 
     A matrix kernel also repeats the proof of its first launch.
@@ -598,14 +599,19 @@ class Doctor:
     while the doctor runs. What would start after ``seconds`` is left out.
     """
 
-    def __init__(self, quick=False, path: Path | None = None, seconds=None):
+    def __init__(
+        self,
+        quick: bool = False,
+        path: Path | None = None,
+        seconds: float | None = None,
+    ):
         # Results are compared in float32, so MLX's matmul must not round to TF32.
         os.environ["MLX_ENABLE_TF32"] = "0"
         self.quick, self.path = quick, path
-        self.seconds = seconds or (QUICK_SECONDS if quick else SECONDS)
+        self.seconds: float = seconds or (QUICK_SECONDS if quick else SECONDS)
         self.device = devices.current()
         if devices.metal_on_host():  # whose emulator runs every kernel of Metal
-            self.device = replace(self.device, neural_accelerators=True)
+            self.device: Device = replace(self.device, neural_accelerators=True)
         self._begun, self._saved = time.perf_counter(), -math.inf
         self.report = {
             "format": FORMAT,

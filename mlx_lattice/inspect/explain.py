@@ -12,8 +12,10 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
+from typing import Any
 
 import mlx.core as mx
+from mlx.nn import Module
 
 from .. import devices, registry
 from ..backends import portable_only
@@ -75,7 +77,7 @@ class Cost:
             return None
         return "compute" if self.compute_ms > self.memory_ms else "memory"
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return every field, and the roofline with its bound."""
         derived = {"roofline_ms": self.roofline_ms, "bound": self.bound}
         return asdict(self) | derived
@@ -264,13 +266,13 @@ class Explanation:
 
 def explain(
     x: SparseTensor | Problem,
-    module_or_weight=None,
+    module_or_weight: Any = None,
     *,
     device: str | Device | None = None,
     pass_: str = FORWARD,
     only: str | None = None,
     kind: str = "submanifold",
-    **conv_arguments,
+    **conv_arguments: Any,
 ) -> Explanation:
     """Explain which route a convolution takes. Executes no contraction.
 
@@ -414,7 +416,7 @@ class AttentionExplanation:
 
 
 def explain_attention(
-    x: SparseTensor, layer, *, device: str | Device | None = None
+    x: SparseTensor, layer: object, *, device: str | Device | None = None
 ) -> AttentionExplanation:
     """Explain whether MLX's fused kernel computes a layer's attention.
 
@@ -459,7 +461,7 @@ def explain_attention(
 class LayerNames:
     """Names of layers: paths in a model, else classes with an index."""
 
-    def __init__(self, model=None):
+    def __init__(self, model: object = None):
         self._held: dict[int, tuple[object, str]] = {}
         self._seen: Counter[str] = Counter()
         for path, module in model.named_modules() if model is not None else ():
@@ -484,12 +486,14 @@ class VerificationError(ArithmeticError):
     ``error`` is relative to the norm of the output; it is largest in ``row``.
     """
 
-    def __init__(self, message: str, layer, route: str, error: float, row: int):
+    def __init__(self, message: str, layer: object, route: str, error: float, row: int):
         super().__init__(message)
         self.layer, self.route, self.error, self.row = layer, route, error, row
 
 
-def verify(tolerance: float | None = None, model=None) -> AbstractContextManager[None]:
+def verify(
+    tolerance: float | None = None, model: Module | None = None
+) -> AbstractContextManager[None]:
     """Check every contraction in the block against an independent route, at once.
 
     The reference is the floor route, or another one if that is the chosen one, or plain

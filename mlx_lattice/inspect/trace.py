@@ -12,9 +12,10 @@ from functools import partial
 from importlib import resources
 from pathlib import Path
 from time import perf_counter
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
+from mlx.nn import Module
 
 from .. import devices, memory
 from ..channel_kernels import Fused, norm_observers
@@ -65,7 +66,7 @@ class Record:
         of = f"{cells['pass']} of {self.layer}, {cells['kernel']}"
         return f"<{of}, {', '.join(facts)}: {cells['route']}{time}>"
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the record as ``Trace.to_json`` writes it."""
         choice, facts = self.choice, self.explanation.facts
         return {
@@ -125,7 +126,7 @@ class NormRecord:
     layer: str
     norm: Fused
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the record as ``Trace.to_json`` writes it."""
         return {"layer": self.layer, **_facts_of(self.norm)}
 
@@ -142,7 +143,7 @@ class AttentionRecord:
     layer: str
     attention: Attended
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the record as ``Trace.to_json`` writes it."""
         facts = _facts_of(self.attention)
         return {"layer": self.layer, **facts, "padding": self.attention.padding}
@@ -221,7 +222,7 @@ class Trace:
         """Return a row for each contraction, norm and attention."""
         return table(self)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return what ``to_json`` writes, as Python objects."""
         return {
             "format": FORMAT,
@@ -313,7 +314,9 @@ def check_page(path: str | Path, suffixes=(".html", ".json")) -> Path:
     return path
 
 
-def trace(model=None, time: bool = False) -> AbstractContextManager[Trace]:
+def trace(
+    model: Module | None = None, time: bool = False
+) -> AbstractContextManager[Trace]:
     """Record every convolution, norm and attention in the block, gradients included.
 
     ``LayerNorm`` and ``RMSNorm`` that run on MLX's own kernels have no record. Inside
@@ -412,7 +415,7 @@ def _timed(launched: Launch) -> tuple[float | None, str | None]:
 OPTIONAL = "rounded", "time"  # columns that are left out if no record has a value
 
 
-def totals(trace) -> dict[str, float | None]:
+def totals(trace: Trace) -> dict[str, float | None]:
     """Return sums over the records of a trace; None if a part is not known."""
     costs = [record.cost for record in trace]
     values = {
@@ -467,7 +470,7 @@ def _drawn(rows: Iterable[dict[str, str]]) -> list[str]:
     return [drawn(columns, [[row[name] for name in shown] for row in rows])]
 
 
-def table(trace) -> str:
+def table(trace: Trace) -> str:
     """Return a row for each contraction, norm and attention of a trace."""
     norms = _drawn(
         {
@@ -540,7 +543,7 @@ def drawn(columns: Sequence[tuple[str, str]], rows: Sequence[Sequence[str]]) -> 
     )
 
 
-def environment():
+def environment() -> dict[str, Any]:
     """Return the jinja2 environment of the pages; an ImportError says how to get it."""
     try:
         import jinja2
@@ -579,7 +582,7 @@ COLUMNS = (
 )
 
 
-def page(trace) -> str:
+def page(trace: Trace) -> str:
     """Return one self-contained HTML page."""
     return (
         environment()

@@ -6,7 +6,7 @@ MLX alone.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from .checkpoints import (
     LIBRARIES,
@@ -40,7 +40,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in ("PointCloud", "read_points", "write_ply"):
         from . import points
 

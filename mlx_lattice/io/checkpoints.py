@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from functools import partial
 from math import prod
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
@@ -229,10 +230,10 @@ class ImportReport:
     """
 
     library: str
-    matched: tuple[tuple, ...]
-    mismatched: tuple[tuple, ...]
-    missing: tuple[tuple, ...]
-    unused: tuple[tuple, ...]
+    matched: tuple[tuple[Any, ...], ...]
+    mismatched: tuple[tuple[Any, ...], ...]
+    missing: tuple[tuple[Any, ...], ...]
+    unused: tuple[tuple[Any, ...], ...]
     ignored: tuple[str, ...]
     note: str = ""
 

@@ -70,8 +70,8 @@ class Archive:
 
     def __init__(self, stream: BinaryIO, path: Path):
         self.path, self.stream = path, stream
-        self.data = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
-        self.length = len(self.data)
+        self.data: mmap.mmap = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
+        self.length: int = len(self.data)
         self.records: dict[str, tuple[int, int, int]] = {}
         start = self.data[:512]
         self.legacy, self.prefix = bool(_LEGACY.match(start)), ""
@@ -101,7 +101,7 @@ class Archive:
                 raise self.error(f"has two records {shown(name)!r}")
             self.records[name] = start, entry.file_size, entry.CRC
             last = start + entry.file_size
-        self.prefix = f"{roots[0]}data/"
+        self.prefix: str = f"{roots[0]}data/"
         order = f"{roots[0]}byteorder"
         if order in self.records and self.read(order) != b"little":
             raise self.error("was saved on a big-endian machine, which is not read")

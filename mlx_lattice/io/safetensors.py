@@ -141,7 +141,7 @@ class State:
     """The tensors of a checkpoint by name."""
 
     from_file, library, note = True, None, ""
-    tensors: dict
+    tensors: dict[str, Any]
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.tensors)
@@ -190,7 +190,7 @@ class SafetensorsState(State):
                 self.tensors = mx.load(str(path))
             except (RuntimeError, ValueError) as error:
                 raise _broken(path, str(error)) from None
-        self.library = self.metadata.get("library")
+        self.library: str | None = self.metadata.get("library")
 
     def read(self, name: str) -> mx.array:
         """Return an array and drop it here, so that its memory is the caller's."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from . import blocks, catalogue, detection, litept, pretrained, ptv3, trellis2, unets
 from .blocks import *
@@ -57,7 +57,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str):
+def __getattr__(name: str) -> Any:
     if name in _SCANS:
         from . import scans
 

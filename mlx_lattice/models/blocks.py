@@ -6,6 +6,7 @@ He et al., "Deep Residual Learning", 2015.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 
@@ -27,7 +28,7 @@ __all__ = [
 ]
 
 
-def layer(name: str, dims: int, *args, **kwargs) -> nn.Module:
+def layer(name: str, dims: int, *args: Any, **kwargs: Any) -> nn.Module:
     """Return a module by its family's name and spatial axes: ``Conv``, 3."""
     return getattr(nn, f"{name}{spatial_axes(dims)}d")(*args, **kwargs)
 
@@ -49,7 +50,9 @@ def conv_norm_relu(conv: nn.Module) -> nn.Sequential:
     return nn.Sequential(conv, spconv_norm(conv.weight.shape[0]), nn.ReLU())
 
 
-def conv_onto(block: nn.Sequential, x: SparseTensor, rows: SparseTensor | mx.array):
+def conv_onto(
+    block: nn.Sequential, x: SparseTensor, rows: SparseTensor | mx.array
+) -> SparseTensor:
     """Call a convolution, norm and activation; the output has the given rows."""
     conv, norm, activation = block.layers
     return convolved(conv, norm, x, rows, activation=activation)
@@ -68,7 +71,7 @@ class SparseBasicBlock(nn.Module):
         self.bn2 = spconv_norm(out_channels)
         if in_channels != out_channels:
             proj = layer("SubmConv", dims, in_channels, out_channels, 1, bias=False)
-            self.proj = nn.Sequential(proj, spconv_norm(out_channels))
+            self.proj: nn.Sequential = nn.Sequential(proj, spconv_norm(out_channels))
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
@@ -230,7 +233,7 @@ class SparseResNet(Pretrained):
             blocks(widths[i], widths[i + 1], count, 1 if i == 0 else 2, dims)
             for i, count in enumerate(layers)
         ]
-        self.head = nn.Linear(planes[-1], num_classes)
+        self.head: nn.Linear = nn.Linear(planes[-1], num_classes)
 
     @property
     def strides(self) -> tuple[int, ...]:

@@ -88,7 +88,13 @@ class LitePTBlock(AttentionBlock):
     """A convolution beside a skip, or a norm alone; then attention, if there is any."""
 
     def __init__(
-        self, channels: int, *sizes: Any, conv: bool, attn: bool, dims: int, **options
+        self,
+        channels: int,
+        *sizes: Any,
+        conv: bool,
+        attn: bool,
+        dims: int,
+        **options: Any,
     ):
         if attn:
             super().__init__(channels, *sizes, dims=dims, **options)
@@ -168,7 +174,7 @@ class LitePT(PointTransformer):
         shuffle_orders: bool = True,
         enc_mode: bool = False,
         dims: int = 3,
-        **levels: Sequence,
+        **levels: Sequence[Any],
     ):
         super().__init__()
         one_of(size, SIZES, "size")

@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn
@@ -41,6 +41,9 @@ from ..geometry.points import REDUCTIONS, cells_of, voxelize
 from ..io import folders
 from ..io.safetensors import CheckpointError, shown, write_safetensors
 from ..tensor import SparseTensor, align
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 __all__ = [
     "About",
@@ -122,7 +125,7 @@ class VoxelRecipe:
     rounding: str = "floor"
     colour_range: tuple[float, float] = (0.0, 1.0)
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "features", tuple(self.features))
         object.__setattr__(self, "voxel_size", real(self.voxel_size, "voxel_size"))
         if self.voxel_size <= 0:
@@ -366,7 +369,7 @@ class About:
     legacy: bool = False
     version: str = ""
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         object.__setattr__(self, "classes", tuple(self.classes))
         colours = getattr(self.colours, "tolist", lambda: self.colours)()
         object.__setattr__(self, "colours", tuple(map(tuple, colours)))
@@ -447,11 +450,11 @@ class Pretrained(mlx.nn.Module):
     # The command that runs this net, as "segment scan.ply"; for the card.
     _command: ClassVar[str] = ""
 
-    def __init_subclass__(cls, **options):
+    def __init_subclass__(cls, **options: Any) -> None:
         super().__init_subclass__(**options)
         _CLASSES[_is_ours(cls), cls.__name__] = cls
 
-    def __new__(cls, *args, **kwargs):
+    def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Record the arguments; ``__init__`` checks them."""
         net = super().__new__(cls)
         signature = inspect.signature(cls.__init__)

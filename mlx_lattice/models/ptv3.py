@@ -78,10 +78,12 @@ class SerializedAttention(nn.Module):
         self.num_heads, self.patch_size = heads_of(channels, num_heads), patch_size
         self.order_index, self.scale = order_index, qk_scale
         self.rope_base = rope_base
-        self.qkv = nn.Linear(channels, 3 * channels, bias=qkv_bias)
-        self.proj = nn.Linear(channels, channels)
+        self.qkv: nn.Linear = nn.Linear(channels, 3 * channels, bias=qkv_bias)
+        self.proj: nn.Linear = nn.Linear(channels, channels)
         if enable_rpe:
-            self.rpe = nn.RelativePositions(patch_size, num_heads, dims)
+            self.rpe: nn.RelativePositions = nn.RelativePositions(
+                patch_size, num_heads, dims
+            )
 
     def _extra_repr(self) -> str:
         return (
@@ -120,10 +122,10 @@ class MLP(nn.Module):
 
     def __init__(self, channels: int, hidden_channels: int, drop: float = 0.0):
         super().__init__()
-        self.fc1 = nn.Linear(channels, hidden_channels)
+        self.fc1: nn.Linear = nn.Linear(channels, hidden_channels)
         self.act = nn.GELU()
-        self.fc2 = nn.Linear(hidden_channels, channels)
-        self.drop = nn.Dropout(drop)
+        self.fc2: nn.Linear = nn.Linear(hidden_channels, channels)
+        self.drop: nn.Dropout = nn.Dropout(drop)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Apply the layers to each row; under a memory limit in blocks of rows."""
@@ -154,11 +156,11 @@ class AttentionBlock(nn.Module):
         # Lists of one layer are named as the published parameters are.
         self.norm1 = [nn.LayerNorm(channels)]
         sizes = channels, num_heads, patch_size
-        self.attn = SerializedAttention(*sizes, **attention)
+        self.attn: SerializedAttention = SerializedAttention(*sizes, **attention)
         self.norm2 = [nn.LayerNorm(channels)]
-        self.mlp = [MLP(channels, int(channels * mlp_ratio), proj_drop)]
-        self.drop = nn.Dropout(proj_drop)
-        self.drop_path = nn.DropPath(drop_path)
+        self.mlp: list[MLP] = [MLP(channels, int(channels * mlp_ratio), proj_drop)]
+        self.drop: nn.Dropout = nn.Dropout(proj_drop)
+        self.drop_path: nn.DropPath = nn.DropPath(drop_path)
         if layer_scale is not None:
             self.ls1 = [nn.LayerScale(channels, layer_scale)]
             self.ls2 = [nn.LayerScale(channels, layer_scale)]
@@ -218,7 +220,9 @@ class PointTransformer(Segmentor):
 
     def _set_orders(self, order: Sequence[str], dims: int, shuffle: bool) -> None:
         """Set the curves, which are checked."""
-        self.order = (order,) if isinstance(order, str) else tuple(order)
+        self.order: tuple[str, ...] = (
+            (order,) if isinstance(order, str) else tuple(order)
+        )
         if not self.order:
             raise ValueError("order must name one curve or more; got none")
         for curve in self.order:
@@ -269,7 +273,7 @@ class PointTransformer(Segmentor):
                 stage.up = nn.GridUnpooling(*wide, cell, norm)
             last = deeper[0]
         if num_classes:
-            self.seg_head = nn.Linear(last, num_classes)
+            self.seg_head: nn.Linear = nn.Linear(last, num_classes)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -496,7 +500,7 @@ class PTv3(PointTransformer):
         self.variant, self.enc_mode, self._legacy = variant, enc_mode, legacy
         self._set_orders(order, dims, shuffle_orders)
         self.stride, self.enable_flash = tuple(stride), enable_flash
-        self.rope_base = rope_base if variant == "m3" else None
+        self.rope_base: float | None = rope_base if variant == "m3" else None
         first, norm = enc_channels[0], nn.LayerNorm
         if variant == "m1":
             norm = spconv_norm

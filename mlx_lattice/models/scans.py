@@ -250,13 +250,13 @@ class Tiles:
                 f"more, and overlap 0 or more; got tile {tile:g}, overlap {overlap:g}"
             )
         flat = [points[:, axis] for axis in ground]
-        self.low = [float(column.min()) for column in flat]
+        self.low: list[float] = [float(column.min()) for column in flat]
         spans = [
             float(column.max()) - low
             for column, low in zip(flat, self.low, strict=True)
         ]
         count = [max(1, int(np.ceil((span - overlap) / step))) for span in spans]
-        self.columns = count[1]
+        self.columns: int = count[1]
         key = np.zeros(len(points), np.int32 if count[0] * count[1] < 2**31 else int)
         for column, low, n in zip(flat, self.low, count, strict=True):
             at = np.floor((column - (low + overlap / 2)) / step)

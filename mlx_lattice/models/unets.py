@@ -30,6 +30,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from fractions import Fraction
+from typing import Any
 
 import mlx.core as mx
 
@@ -112,7 +113,7 @@ class Down(nn.Module):
         channels: int,
         count: int,
         dims: int,
-        block: type,
+        block: type[Any],
         trimmed: bool = False,
     ):
         super().__init__()
@@ -137,7 +138,7 @@ class Up(nn.Module):
         channels: int,
         count: int,
         dims: int,
-        block: type,
+        block: type[Any],
     ):
         super().__init__()
         conv = layer("ConvTranspose", dims, in_channels, channels, 2, 2, bias=False)
@@ -202,14 +203,14 @@ class MinkUNet(Segmentor):
             layer("SubmConv", dims, c, stem_channels, size, bias=False)
             for c, size in zip(inputs, stem, strict=True)
         )
-        self.stem = nn.Sequential(*(conv_norm(conv) for conv in convs))
+        self.stem: nn.Sequential = nn.Sequential(*(conv_norm(conv) for conv in convs))
         block = Bottleneck if bottleneck else BasicBlock
         widths = [stem_channels, *(block.expansion * c for c in planes)]
-        self.encoder = [
+        self.encoder: list[Down] = [
             Down(widths[i], planes[i], layers[i], dims, block, trimmed)
             for i in range(4)
         ]
-        self.decoder = [
+        self.decoder: list[Up] = [
             Up(widths[i], widths[7 - i], planes[i], layers[i], dims, block)
             for i in range(4, 8)
         ]
@@ -579,12 +580,12 @@ class SPVCNN(MinkUNet):
             trimmed=trimmed,
         )
         self.voxel_size, self.trimmed = voxel_size, trimmed
-        self.head = nn.Linear(cs[8], num_classes)
+        self.head: nn.Linear = nn.Linear(cs[8], num_classes)
         self.point_transforms = [
             nn.Sequential(nn.Linear(cs[a], cs[b]), nn.BatchNorm(cs[b]), nn.ReLU())
             for a, b in ((0, 4), (4, 6), (6, 8))
         ]
-        self.dropout = nn.Dropout(dropout)
+        self.dropout: nn.Dropout = nn.Dropout(dropout)
 
     def __call__(
         self,

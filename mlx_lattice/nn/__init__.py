@@ -45,18 +45,38 @@ for _name, _class in _NUMBERED.items():
         _class.twin = _NUMBERED[f"Quantized{_name}"]
 
 if TYPE_CHECKING:  # type checkers do not see the loop
-    Conv1d = Conv2d = Conv3d = Conv4d = convolution.Conv
-    SubmConv1d = SubmConv2d = SubmConv3d = SubmConv4d = convolution.SubmConv
-    ConvTranspose1d = ConvTranspose2d = convolution.ConvTranspose
-    ConvTranspose3d = ConvTranspose4d = convolution.ConvTranspose
+    Conv1d = convolution.Conv
+    Conv2d = convolution.Conv
+    Conv3d = convolution.Conv
+    Conv4d = convolution.Conv
+    SubmConv1d = convolution.SubmConv
+    SubmConv2d = convolution.SubmConv
+    SubmConv3d = convolution.SubmConv
+    SubmConv4d = convolution.SubmConv
+    ConvTranspose1d = convolution.ConvTranspose
+    ConvTranspose2d = convolution.ConvTranspose
+    ConvTranspose3d = convolution.ConvTranspose
+    ConvTranspose4d = convolution.ConvTranspose
     GenerativeConvTranspose1d = convolution.GenerativeConvTranspose
     GenerativeConvTranspose2d = convolution.GenerativeConvTranspose
     GenerativeConvTranspose3d = convolution.GenerativeConvTranspose
     GenerativeConvTranspose4d = convolution.GenerativeConvTranspose
-    MaxPool1d = MaxPool2d = MaxPool3d = MaxPool4d = pooling.MaxPool
-    SumPool1d = SumPool2d = SumPool3d = SumPool4d = pooling.SumPool
-    AvgPool1d = AvgPool2d = AvgPool3d = AvgPool4d = pooling.AvgPool
-    Upsample1d = Upsample2d = Upsample3d = Upsample4d = pooling.Upsample
+    MaxPool1d = pooling.MaxPool
+    MaxPool2d = pooling.MaxPool
+    MaxPool3d = pooling.MaxPool
+    MaxPool4d = pooling.MaxPool
+    SumPool1d = pooling.SumPool
+    SumPool2d = pooling.SumPool
+    SumPool3d = pooling.SumPool
+    SumPool4d = pooling.SumPool
+    AvgPool1d = pooling.AvgPool
+    AvgPool2d = pooling.AvgPool
+    AvgPool3d = pooling.AvgPool
+    AvgPool4d = pooling.AvgPool
+    Upsample1d = pooling.Upsample
+    Upsample2d = pooling.Upsample
+    Upsample3d = pooling.Upsample
+    Upsample4d = pooling.Upsample
 
 _FILES = (
     layers, attention, fused, convolution, int8, linear,

@@ -6,6 +6,8 @@ load by name.
 
 from __future__ import annotations
 
+from typing import Any
+
 import mlx.core as mx
 import mlx.nn
 from mlx.nn import Module
@@ -16,7 +18,7 @@ from ..geometry.lattice import CURVES
 from ..kernel_spec import IntOrTuple
 from ..ops.attention import angles, check_rotary, turned_head, turned_heads
 from ..ops.attention_calls import biases, inside
-from ..tensor import SparseTensor, expect_tensor, features_of
+from ..tensor import Features, SparseTensor, expect_tensor, features_of
 from .fused import in_order
 from .layers import GELU, Parameters
 from .linear import Linear
@@ -33,7 +35,7 @@ class MultiHeadRMSNorm(Parameters, Module):
 
     def __init__(self, dims: int, num_heads: int):
         super().__init__()
-        self.gamma = mx.ones((num_heads, dims))
+        self.gamma: mx.array = mx.ones((num_heads, dims))
 
     def __call__(self, x: mx.array) -> mx.array:
         """Normalise in float32."""
@@ -87,22 +89,26 @@ class SparseAttention(Module):
     ):
         super().__init__()
         dims = whole(dims, "dims", 1)
-        self.num_heads = heads_of(dims, num_heads)
+        self.num_heads: int = heads_of(dims, num_heads)
         if window is not None and patch is not None:
             raise ValueError("pass window or patch, not both")
         one_of(order, CURVES, "order")
         if window is None and patch is None and shift != 0:
             raise ValueError(f"shift = {shift} needs a window or a patch to shift")
-        self.rope = flag(rope, "rope")
-        self.rope_base = real(rope_base, "rope_base")
-        self.rope_frequency = real(rope_frequency, "rope_frequency")
+        self.rope: bool = flag(rope, "rope")
+        self.rope_base: float = real(rope_base, "rope_base")
+        self.rope_frequency: float = real(rope_frequency, "rope_frequency")
         self.order, self.patch = order, patch
         self.window, self.shift = window, shift
-        self.to_qkv = Linear(dims, 3 * dims, bias=bias)
+        self.to_qkv: Linear = Linear(dims, 3 * dims, bias=bias)
         if flag(qk_rms_norm, "qk_rms_norm"):
-            self.q_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
-            self.k_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
-        self.to_out = Linear(dims, dims)
+            self.q_rms_norm: MultiHeadRMSNorm = MultiHeadRMSNorm(
+                dims // num_heads, num_heads
+            )
+            self.k_rms_norm: MultiHeadRMSNorm = MultiHeadRMSNorm(
+                dims // num_heads, num_heads
+            )
+        self.to_out: Linear = Linear(dims, dims)
 
     def _extra_repr(self) -> str:
         kind = "full"
@@ -182,13 +188,15 @@ class SparseTransformerBlock(Module):
         mlp_ratio: float = 4.0,
         *,
         affine: bool = True,
-        **attention,
+        **attention: Any,
     ):
         super().__init__()
-        self.norm1 = LayerNorm(dims, eps=1e-6, affine=affine)
-        self.attn = SparseAttention(dims, num_heads, **attention)
-        self.norm2 = LayerNorm(dims, eps=1e-6, affine=affine)
-        self.mlp = FeedForward(dims, int(dims * real(mlp_ratio, "mlp_ratio")))
+        self.norm1: LayerNorm = LayerNorm(dims, eps=1e-6, affine=affine)
+        self.attn: SparseAttention = SparseAttention(dims, num_heads, **attention)
+        self.norm2: LayerNorm = LayerNorm(dims, eps=1e-6, affine=affine)
+        self.mlp: FeedForward = FeedForward(
+            dims, int(dims * real(mlp_ratio, "mlp_ratio"))
+        )
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
@@ -218,7 +226,9 @@ class RelativePositions(Parameters, Module):
         super().__init__()
         self.bound, self.dims = int((4 * patch_size) ** (1 / dims) * 2), dims
         shape = dims * (2 * self.bound + 1), num_heads
-        self.rpe_table = 0.02 * mx.random.truncated_normal(-100.0, 100.0, shape)
+        self.rpe_table: mx.array = 0.02 * mx.random.truncated_normal(
+            -100.0, 100.0, shape
+        )
 
     def _extra_repr(self) -> str:
         return f"bound={self.bound}, num_heads={self.rpe_table.shape[1]}"
@@ -257,24 +267,28 @@ class CrossAttention(Module):
     ):
         super().__init__()
         dims = whole(dims, "dims", 1)
-        self.num_heads = heads_of(dims, num_heads)
-        self.to_q = Linear(dims, dims, bias=bias)
+        self.num_heads: int = heads_of(dims, num_heads)
+        self.to_q: Linear = Linear(dims, dims, bias=bias)
         tokens = dims if context_dims is None else context_dims
-        self.to_kv = Linear(tokens, 2 * dims, bias=bias)
+        self.to_kv: Linear = Linear(tokens, 2 * dims, bias=bias)
         if qk_rms_norm:
-            self.q_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
-            self.k_rms_norm = MultiHeadRMSNorm(dims // num_heads, num_heads)
-        self.to_out = Linear(dims, dims)
+            self.q_rms_norm: MultiHeadRMSNorm = MultiHeadRMSNorm(
+                dims // num_heads, num_heads
+            )
+            self.k_rms_norm: MultiHeadRMSNorm = MultiHeadRMSNorm(
+                dims // num_heads, num_heads
+            )
+        self.to_out: Linear = Linear(dims, dims)
 
     def _extra_repr(self) -> str:
         return f"num_heads={self.num_heads}"
 
     def __call__(
         self,
-        x: SparseTensor | mx.array,
+        x: Features,
         context: SparseTensor | mx.array,
         lengths: mx.array | None = None,
-    ) -> SparseTensor | mx.array:
+    ) -> Features:
         """Attend; rows and key of a tensor are kept.
 
         Args:
@@ -334,9 +348,7 @@ class AdaptiveLayerNorm(LayerNorm):
     def __init__(self, dims: int, eps: float = 1e-6, affine: bool = False):
         super().__init__(dims, eps=eps, affine=affine)
 
-    def __call__(
-        self, x: SparseTensor | mx.array, shift: mx.array, scale: mx.array
-    ) -> SparseTensor | mx.array:
+    def __call__(self, x: Features, shift: mx.array, scale: mx.array) -> Features:
         """Normalise a tensor, or sequences (B, L, C), by (B, C) shift and scale.
 
         If all rows have one shift and scale, they are the norm's own.
@@ -386,17 +398,17 @@ class ModulatedTransformerBlock(Module):
         *,
         share_mod: bool = False,
         qk_rms_norm_cross: bool = False,
-        **attention,
+        **attention: Any,
     ):
         super().__init__()
-        self.norm1 = AdaptiveLayerNorm(dims)
-        self.norm2 = LayerNorm(dims, eps=1e-6)
-        self.norm3 = AdaptiveLayerNorm(dims)
-        self.self_attn = SparseAttention(dims, num_heads, **attention)
-        self.cross_attn = CrossAttention(
+        self.norm1: AdaptiveLayerNorm = AdaptiveLayerNorm(dims)
+        self.norm2: LayerNorm = LayerNorm(dims, eps=1e-6)
+        self.norm3: AdaptiveLayerNorm = AdaptiveLayerNorm(dims)
+        self.self_attn: SparseAttention = SparseAttention(dims, num_heads, **attention)
+        self.cross_attn: CrossAttention = CrossAttention(
             dims, num_heads, context_dims, qk_rms_norm=qk_rms_norm_cross
         )
-        self.mlp = FeedForward(dims, int(dims * mlp_ratio))
+        self.mlp: FeedForward = FeedForward(dims, int(dims * mlp_ratio))
         if share_mod:
             self.modulation = mx.random.normal((PARTS * dims,)) * dims**-0.5
         else:

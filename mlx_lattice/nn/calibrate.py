@@ -145,7 +145,7 @@ class Calibration:
 
 def calibrate(
     model: Module,
-    batches: Iterable,
+    batches: Iterable[Any],
     bits: int = 4,
     group_size: int | None = None,
     *,

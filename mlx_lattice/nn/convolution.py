@@ -42,7 +42,12 @@ NO_SCOPE = nullcontext()
 
 
 def kernel_spec(
-    dims: int, kernel_size, stride, padding, dilation, offsets=None
+    dims: int,
+    kernel_size: IntOrTuple | None,
+    stride: IntOrTuple,
+    padding: IntOrTuple | None,
+    dilation: IntOrTuple,
+    offsets: Offsets = None,
 ) -> KernelSpec:
     """Return the checked kernel of a layer."""
     if offsets is not None:
@@ -116,16 +121,16 @@ class Convolution(Packable, Module):
         scale = math.sqrt(1 / (per_group * spec.volume))
         # Offsets that are no box stand on the first axis.
         size = (spec.volume, *spec.size[1:]) if spec.custom else spec.size
-        self.weight = mx.random.uniform(
+        self.weight: mx.array = mx.random.uniform(
             low=-scale, high=scale, shape=(out_channels, *size, per_group)
         )
         if bias:
-            self.bias = mx.zeros((out_channels,))
-        self.dims = spec.dims
+            self.bias: mx.array = mx.zeros((out_channels,))
+        self.dims: int = spec.dims
         self.kernel_size, self.offsets = size, spec.custom
-        self.stride = spec.stride
-        self.padding = spec.padding
-        self.dilation = spec.dilation
+        self.stride: tuple[int, ...] = spec.stride
+        self.padding: tuple[int, ...] | None = spec.padding
+        self.dilation: tuple[int, ...] = spec.dilation
         self.groups = groups
 
     def __setattr__(self, name: str, value: object) -> None:

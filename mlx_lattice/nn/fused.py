@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
-from typing import Any
+from typing import Any, NoReturn
 
 import mlx.core as mx
 import mlx.nn
@@ -23,7 +23,7 @@ from ..epilogue import NONE, Epilogue, Moments
 from ..int8 import IntegerTensor
 from ..ops import on_features
 from ..ops.channels import fused_activation
-from ..tensor import SparseTensor, features_of
+from ..tensor import Features, SparseTensor, features_of
 from . import linear as linears
 from .convolution import Convolution, SubmConv
 from .layers import Dropout
@@ -40,7 +40,6 @@ FUSING = FIXED | {GroupNorm, InstanceNorm, LayerNorm}
 # Layers that may compute the operations behind them in their own launch.
 LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
 CONVOLUTION_CALLS = frozenset((Convolution.__call__, SubmConv.__call__))
-Features = SparseTensor | mx.array
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
 
 
@@ -57,20 +56,20 @@ def _during(variable: ContextVar, value: object) -> Iterator[None]:
         variable.reset(token)
 
 
-def tracing(tracer: object) -> AbstractContextManager:
+def tracing(tracer: object) -> AbstractContextManager[object]:
     """Trace the layers that are called inside the block."""
     return _during(_tracer, tracer)
 
 
-def unfused() -> AbstractContextManager:
+def unfused() -> AbstractContextManager[object]:
     """Call each layer by itself inside the block, so that its result is seen."""
     return _during(_is_fused, False)
 
 
 def normalized(
-    norm: Callable | None,
+    norm: Callable[..., Any] | None,
     x: Features,
-    activation: Callable | None = None,
+    activation: Callable[..., Any] | None = None,
     residual: Features | None = None,
     lines: mx.array | None = None,
 ) -> Features:
@@ -86,11 +85,11 @@ def normalized(
 
 
 def convolved(
-    conv: Callable,
-    norm: Callable | None,
+    conv: Callable[..., Any],
+    norm: Callable[..., Any] | None,
     x: SparseTensor,
-    *coordinates,
-    activation: Callable | None = None,
+    *coordinates: Any,
+    activation: Callable[..., Any] | None = None,
     residual: SparseTensor | None = None,
 ) -> SparseTensor:
     """Return ``activation(norm(conv(x)) + residual)``, in one call if it can be.
@@ -149,9 +148,9 @@ def _in_one_call(
 
 
 def linear(
-    layer: Callable,
+    layer: Callable[..., Any],
     x: mx.array,
-    activation: Callable | None = None,
+    activation: Callable[..., Any] | None = None,
     residual: mx.array | None = None,
 ) -> mx.array:
     """Return ``activation(layer(x) + residual)``, in one call if it can be.
@@ -276,7 +275,7 @@ def _epilogue(
     return after._replace(residual=residual)
 
 
-def called(layer: Callable, x: Features, *coordinates) -> Features:
+def called(layer: Callable[..., Any], x: Features, *coordinates: Any) -> Features:
     """Call a layer: those of MLX itself, which know no tensors, on the features."""
     # Of an instance this is its class's module, so subclasses elsewhere are not MLX's.
     of_mlx = str(getattr(layer, "__module__", "")).startswith("mlx.")
@@ -330,7 +329,11 @@ class Sequential(mlx.nn.Sequential):
         (64, 16)
     """
 
-    def __init__(self, *modules: Callable | Mapping[str, Callable], **named: Callable):
+    def __init__(
+        self,
+        *modules: Callable[..., Any] | Mapping[str, Callable[..., Any]],
+        **named: Callable[..., Any],
+    ):
         # A module is a dict too.
         first = modules[0] if len(modules) == 1 else None
         if isinstance(first, Mapping) and not isinstance(first, mlx.nn.Module):
@@ -358,7 +361,7 @@ class Sequential(mlx.nn.Sequential):
         if named:
             self.layers = named
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+    def __call__(self, x: Features) -> Features:
         """Call the layers in order."""
         return in_order(layers_of(self), x)
 
@@ -366,13 +369,13 @@ class Sequential(mlx.nn.Sequential):
         """Return the number of layers."""
         return len(self.get("layers", ()))
 
-    def __iter__(self):
+    def __iter__(self) -> NoReturn:
         raise TypeError(
             "a Sequential is a dict, as all modules of MLX: write "
             "for layer in net.layers"
         )
 
-    def __getitem__(self, key: object):
+    def __getitem__(self, key: object) -> Any:
         """Return a layer by index, layers by a slice, or an item of the module."""
         if isinstance(key, int | slice):
             return list(layers_of(self))[key]
@@ -412,15 +415,15 @@ class ConvNormAct(mlx.nn.Module):
 
     def __init__(
         self,
-        conv: Callable,
-        norm: Callable | None = None,
-        activation: Callable | None = None,
+        conv: Callable[..., Any],
+        norm: Callable[..., Any] | None = None,
+        activation: Callable[..., Any] | None = None,
     ):
         super().__init__()
         self.conv, self.norm, self.activation = conv, norm, activation
 
     def __call__(
-        self, x: SparseTensor, *coordinates, residual: SparseTensor | None = None
+        self, x: SparseTensor, *coordinates: Any, residual: SparseTensor | None = None
     ) -> SparseTensor:
         """Return features on the convolution's rows.
 
@@ -433,17 +436,17 @@ class ConvNormAct(mlx.nn.Module):
         return convolved(conv, norm, x, *coordinates, **after)
 
 
-def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable]:
+def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable[..., Any]]:
     """Return a Sequential's layers, whether it has them as a list or by name."""
     layers = sequential.layers
     return layers.values() if isinstance(layers, Mapping) else layers
 
 
 def in_order(
-    layers: Iterable[Callable],
-    x: SparseTensor | mx.array,
-    residual: SparseTensor | mx.array | None = None,
-) -> SparseTensor | mx.array:
+    layers: Iterable[Callable[..., Any]],
+    x: Features,
+    residual: Features | None = None,
+) -> Features:
     """Call layers as a Sequential of them does, and add a residual to the result."""
     layers = [layer for layer in _flat(layers) if not _passes(layer)]
     at = 0

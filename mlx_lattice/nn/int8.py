@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
 from math import inf, isfinite, prod
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -150,7 +151,9 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
         self, few_inputs: int = 16, few_outputs: int = 8, names: Sequence[str] = HEADS
     ):
         self.few_inputs, self.few_outputs = few_inputs, few_outputs
-        self.names = (names,) if isinstance(names, str) else tuple(names)
+        self.names: tuple[str, ...] = (
+            (names,) if isinstance(names, str) else tuple(names)
+        )
         self.kept: dict[str, str] = {}
 
     def __call__(self, path: str, module: Module) -> bool:
@@ -244,7 +247,7 @@ class FakeQuant(Packable, Module):
         # Its arrays are those of this module: it is not part of the tree.
         object.__setattr__(self, "_layer", layer)
         if momentum is not None:
-            self.input_scale = mx.zeros((1,))
+            self.input_scale: mx.array = mx.zeros((1,))
 
     def _extra_repr(self) -> str:
         groups = f", group_size={self.group_size}" if self.group_size else ""
@@ -257,7 +260,7 @@ class FakeQuant(Packable, Module):
                 self._layer[name] = self[name]
         return self._layer
 
-    def __call__(self, x: SparseTensor | mx.array, *args, **kwargs):
+    def __call__(self, x: SparseTensor | mx.array, *args: Any, **kwargs: Any) -> Any:
         """Call the layer with rounded features and weight."""
         feats = self._rounded(features_of(x))
         x = x.replace(feats) if isinstance(x, SparseTensor) else feats

@@ -6,7 +6,7 @@ Layers take tensors or arrays of features.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TypeVar
+from typing import TYPE_CHECKING, Any
 
 import mlx.core as mx
 import mlx.nn
@@ -29,7 +29,7 @@ from ..ops.channels import (
     silu,
 )
 from ..ops.norms import scaled
-from ..tensor import SparseTensor
+from ..tensor import Features, SparseTensor
 
 __all__ = [
     "CELU", "DropPath", "Dropout", "ELU", "GELU", "GLU", "HardTanh", "Hardswish",
@@ -45,7 +45,7 @@ ARRAYS = frozenset(("weight", "bias", "running_mean", "running_var"))
 class ModuleCache(dict):
     """What a layer derived from its arrays; copies and pickles of a layer are empty."""
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Return an empty cache."""
         return type(self), ()
 
@@ -74,7 +74,7 @@ class FrozenNames(set):
 
     def __init__(self, names: Iterable[str] = (), never: Iterable[str] = ()):
         super().__init__((*names, *never))
-        self.never = frozenset(never)
+        self.never: frozenset[str] = frozenset(never)
 
     def clear(self) -> None:
         """Unfreeze every array that may be trained."""
@@ -87,7 +87,13 @@ class FrozenNames(set):
         self.update(self.never)
 
 
-Layer = TypeVar("Layer", bound=mlx.nn.Module)
+if TYPE_CHECKING:
+
+    class RowLayer(Module):
+        """A layer of ``mlx.nn`` that takes tensors too."""
+
+        def __init__(self, *args: Any, **kwargs: Any): ...
+        def __call__(self, x: Features) -> Features: ...
 
 
 _DOC = """{what}
@@ -101,8 +107,8 @@ _DOC = """{what}
 
 
 def _on_tensors(
-    layer: type[Layer], function: Callable, result: str, call: Callable | None = None
-) -> type[Layer]:
+    layer: type, function: Callable, result: str, call: Callable | None = None
+) -> type[RowLayer]:
     """Return an ``mlx.nn`` layer that takes tensors too, by ``call`` or MLX's own.
 
     The docstring has the first line of a function of ``ops``, and the result for -1, 2.
@@ -129,35 +135,53 @@ def _leaky_relu(layer: mlx.nn.LeakyReLU, x):
 
 
 # Activations that kernels compute.
-ELU = as_its_base(
+ELU: type[RowLayer] = as_its_base(
     _on_tensors(mlx.nn.ELU, elu, "-0.632121, 2", lambda layer, x: elu(x, layer._alpha))
 )
-GELU = as_its_base(_on_tensors(mlx.nn.GELU, gelu, "-0.158655, 1.9545", _gelu))
-LeakyReLU = as_its_base(
+GELU: type[RowLayer] = as_its_base(
+    _on_tensors(mlx.nn.GELU, gelu, "-0.158655, 1.9545", _gelu)
+)
+LeakyReLU: type[RowLayer] = as_its_base(
     _on_tensors(mlx.nn.LeakyReLU, leaky_relu, "-0.01, 2", _leaky_relu)
 )
-ReLU = as_its_base(_on_tensors(mlx.nn.ReLU, relu, "0, 2", lambda _, x: relu(x)))
-SELU = _on_tensors(mlx.nn.SELU, selu, "-1.11133, 2.1014", lambda _, x: selu(x))
-SiLU = as_its_base(
+ReLU: type[RowLayer] = as_its_base(
+    _on_tensors(mlx.nn.ReLU, relu, "0, 2", lambda _, x: relu(x))
+)
+SELU: type[RowLayer] = _on_tensors(
+    mlx.nn.SELU, selu, "-1.11133, 2.1014", lambda _, x: selu(x)
+)
+SiLU: type[RowLayer] = as_its_base(
     _on_tensors(mlx.nn.SiLU, silu, "-0.268941, 1.76159", lambda _, x: silu(x))
 )
 # Activations that MLX computes.
-CELU = _on_tensors(mlx.nn.CELU, channels.celu, "-0.632121, 2")
-GLU = _on_tensors(mlx.nn.GLU, channels.glu, "-0.880797")
-HardTanh = _on_tensors(mlx.nn.HardTanh, channels.hard_tanh, "-1, 1")
-Hardswish = _on_tensors(mlx.nn.Hardswish, channels.hardswish, "-0.333333, 1.66667")
-LogSigmoid = _on_tensors(mlx.nn.LogSigmoid, channels.log_sigmoid, "-1.31326, -0.126928")
-LogSoftmax = _on_tensors(
+CELU: type[RowLayer] = _on_tensors(mlx.nn.CELU, channels.celu, "-0.632121, 2")
+GLU: type[RowLayer] = _on_tensors(mlx.nn.GLU, channels.glu, "-0.880797")
+HardTanh: type[RowLayer] = _on_tensors(mlx.nn.HardTanh, channels.hard_tanh, "-1, 1")
+Hardswish: type[RowLayer] = _on_tensors(
+    mlx.nn.Hardswish, channels.hardswish, "-0.333333, 1.66667"
+)
+LogSigmoid: type[RowLayer] = _on_tensors(
+    mlx.nn.LogSigmoid, channels.log_sigmoid, "-1.31326, -0.126928"
+)
+LogSoftmax: type[RowLayer] = _on_tensors(
     mlx.nn.LogSoftmax, channels.log_softmax, "-3.04859, -0.0485873"
 )
-Mish = _on_tensors(mlx.nn.Mish, channels.mish, "-0.303401, 1.94396")
-ReLU2 = _on_tensors(mlx.nn.ReLU2, channels.relu2, "0, 4")
-ReLU6 = _on_tensors(mlx.nn.ReLU6, channels.relu6, "0, 2")
-Sigmoid = _on_tensors(mlx.nn.Sigmoid, channels.sigmoid, "0.268941, 0.880797")
-Softmax = _on_tensors(mlx.nn.Softmax, channels.softmax, "0.0474259, 0.952574")
-Softplus = _on_tensors(mlx.nn.Softplus, channels.softplus, "0.313262, 2.12693")
-Softsign = _on_tensors(mlx.nn.Softsign, channels.softsign, "-0.5, 0.666667")
-Tanh = _on_tensors(mlx.nn.Tanh, channels.tanh, "-0.761594, 0.964028")
+Mish: type[RowLayer] = _on_tensors(mlx.nn.Mish, channels.mish, "-0.303401, 1.94396")
+ReLU2: type[RowLayer] = _on_tensors(mlx.nn.ReLU2, channels.relu2, "0, 4")
+ReLU6: type[RowLayer] = _on_tensors(mlx.nn.ReLU6, channels.relu6, "0, 2")
+Sigmoid: type[RowLayer] = _on_tensors(
+    mlx.nn.Sigmoid, channels.sigmoid, "0.268941, 0.880797"
+)
+Softmax: type[RowLayer] = _on_tensors(
+    mlx.nn.Softmax, channels.softmax, "0.0474259, 0.952574"
+)
+Softplus: type[RowLayer] = _on_tensors(
+    mlx.nn.Softplus, channels.softplus, "0.313262, 2.12693"
+)
+Softsign: type[RowLayer] = _on_tensors(
+    mlx.nn.Softsign, channels.softsign, "-0.5, 0.666667"
+)
+Tanh: type[RowLayer] = _on_tensors(mlx.nn.Tanh, channels.tanh, "-0.761594, 0.964028")
 
 
 class PReLU(Parameters, mlx.nn.PReLU):
@@ -176,7 +200,7 @@ class PReLU(Parameters, mlx.nn.PReLU):
     def __init__(self, num_parameters: int = 1, init: float = 0.25):
         super().__init__(whole(num_parameters, "num_parameters", 1), real(init, "init"))
 
-    def __call__(self, x):
+    def __call__(self, x: Features) -> Features:
         """Apply the activation to each row."""
         return prelu(x, self.weight)
 
@@ -206,7 +230,7 @@ class Dropout(mlx.nn.Dropout):
     def __init__(self, p: float = 0.5):
         super().__init__(_probability(p))
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+    def __call__(self, x: Features) -> Features:
         """Drop entries while training."""
         return on_features(super().__call__, x)
 
@@ -230,12 +254,12 @@ class DropPath(Module):
 
     def __init__(self, p: float = 0.5):
         super().__init__()
-        self.p = _probability(p)
+        self.p: float = _probability(p)
 
     def _extra_repr(self) -> str:
         return f"p={self.p}"
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+    def __call__(self, x: Features) -> Features:
         """Drop rows while training."""
         return on_features(self._drop, x) if self.training and self.p else x
 
@@ -259,11 +283,11 @@ class LayerScale(Parameters, Module):
 
     def __init__(self, dims: int, init: float = 1e-5):
         super().__init__()
-        self.gamma = mx.full((dims,), init)
+        self.gamma: mx.array = mx.full((dims,), init)
 
     def __call__(
-        self, x: SparseTensor | mx.array, *, residual: SparseTensor | None = None
-    ) -> SparseTensor | mx.array:
+        self, x: Features, *, residual: SparseTensor | None = None
+    ) -> Features:
         """Scale the channels of each row, and add a residual to a tensor."""
         if x.shape[-1] != self.gamma.size:
             raise ValueError(

@@ -17,7 +17,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Callable
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn
@@ -45,7 +45,7 @@ from ..routes import launch
 from ..routes.needs import accelerate
 from ..settings import boundary
 from ..sync import is_transforming
-from ..tensor import SparseTensor
+from ..tensor import Features, SparseTensor
 from ..transformations import Linear as LinearRules
 from ..transformations import zeros_of
 from .layers import ModuleCache, Parameters
@@ -77,7 +77,7 @@ class FoldedNorm(Module):
     def _extra_repr(self) -> str:
         return f"{self.kind}, in the convolution before it"
 
-    def __call__(self, x):
+    def __call__(self, x: Features) -> Features:
         """Return the input."""
         return x
 
@@ -116,7 +116,7 @@ class KeepsScales(Parameters):
     and one over a scale too large. A scale that is only cast keeps its bits.
     """
 
-    def __setitem__(self, name: str, value) -> None:
+    def __setitem__(self, name: str, value: object) -> None:
         is_array = isinstance(value, mx.array)
         if name in FEATURE_SCALES and is_array:
             _check_scale(name, value)
@@ -336,14 +336,14 @@ class Packed(KeepsScales):
 
     def _hold(self, w: Weight) -> None:
         self.bits, self.group_size = w.bits, w.group_size
-        self.in_channels = w.in_channels
+        self.in_channels: int = w.in_channels
         if isinstance(w, IntegerWeight):
             self.mode, self.weight, self.scales = INTEGER, w.values, w.scale
             self.pop("multipliers", None)
             if w.multipliers is not None:
-                self.multipliers = w.multipliers
+                self.multipliers: mx.array = w.multipliers
         else:
-            self.mode = "affine"
+            self.mode: str = "affine"
             self.weight, self.scales, self.biases = w.arrays
         self.freeze()
 
@@ -405,7 +405,7 @@ class Packed(KeepsScales):
         self.freeze()
         return self
 
-    def to_quantized(self, *args, **kwargs) -> Module:
+    def to_quantized(self, *args: Any, **kwargs: Any) -> Module:
         """Return the layer itself: it is packed already."""
         return self
 
@@ -423,11 +423,11 @@ class QuantizedConvolution(Packed):
 
     def __init__(
         self,
-        *args,
+        *args: Any,
         group_size: int | None = None,
         bits: int | None = None,
         mode: str = "affine",
-        **kwargs,
+        **kwargs: Any,
     ):
         super().__init__(*args, **kwargs)
         self._hold(pack(self, group_size, bits, check_mode(mode)))
@@ -563,9 +563,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         """Return the parameters as they are now, checked against one another."""
         return self._packed((), lambda a: a[None])
 
-    def __call__(
-        self, x: SparseTensor | mx.array, *, epilogue: Epilogue | None = None
-    ) -> SparseTensor | mx.array:
+    def __call__(self, x: Features, *, epilogue: Epilogue | None = None) -> Features:
         """Apply the layer to each row.
 
         With an ``epilogue``, which integer layers take beside a tensor, the result is
@@ -662,7 +660,7 @@ class Linear(Packable, mlx.nn.Linear):
         dims = whole(input_dims, "input_dims", 1), whole(output_dims, "output_dims", 1)
         super().__init__(*dims, flag(bias, "bias"))
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+    def __call__(self, x: Features) -> Features:
         """Apply the layer to each row."""
         if isinstance(x, SparseTensor) and x.dtype != self.weight.dtype:
             raise TypeError(

@@ -30,7 +30,7 @@ from ..ops.norms import (
 )
 from ..reductions import linear
 from ..registry import Activation, Fit, Norms, Running
-from ..tensor import SparseTensor, features_of
+from ..tensor import Features, SparseTensor, features_of
 from .layers import ModuleCache, Parameters
 
 __all__ = [
@@ -38,7 +38,6 @@ __all__ = [
     "average_gradients", "convert_sync_batchnorm",
 ]  # fmt: skip
 
-Features = SparseTensor | mx.array
 BUCKET_BYTES = 16 * 2**20
 _LINES = "running_mean", "running_var", "weight", "bias"
 _NAMES = "running statistics, weight and bias"  # in errors
@@ -106,7 +105,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         x: Features,
         *,
         residual: Features | None = None,
-        activation: str | Activation | Callable | None = None,
+        activation: str | Activation | Callable[..., Any] | None = None,
         lines: mx.array | None = None,
     ) -> Features:
         """Normalise a tensor, or (N, C) features.
@@ -223,7 +222,7 @@ class LayerNorm(Parameters, mlx.nn.LayerNorm):
         x: Features,
         *,
         residual: Features | None = None,
-        activation: str | Activation | Callable | None = None,
+        activation: str | Activation | Callable[..., Any] | None = None,
     ) -> Features:
         """Normalise a tensor, or an array over its last axis; then what follows.
 
@@ -250,7 +249,7 @@ class RMSNorm(Parameters, mlx.nn.RMSNorm):
     def __init__(self, dims: int, eps: float = 1e-5):
         super().__init__(whole(dims, "dims", 1), real(eps, "eps", 0.0))
 
-    def __call__(self, x: SparseTensor | mx.array) -> SparseTensor | mx.array:
+    def __call__(self, x: Features) -> Features:
         """Normalise a tensor, or an array over its last axis."""
         return ops.rms_norm(x, self.weight, self.eps)
 
@@ -287,8 +286,8 @@ class GroupNorm(Parameters, mlx.nn.Module):
                 f"the number of groups ({num_groups})."
             )
         if affine:
-            self.bias = mx.zeros((dims,))
-            self.weight = mx.ones((dims,))
+            self.bias: mx.array = mx.zeros((dims,))
+            self.weight: mx.array = mx.ones((dims,))
         self.num_groups = num_groups
         self.dims = dims
         self.eps = eps
@@ -303,7 +302,7 @@ class GroupNorm(Parameters, mlx.nn.Module):
         x: SparseTensor,
         *,
         residual: SparseTensor | None = None,
-        activation: str | Activation | Callable | None = None,
+        activation: str | Activation | Callable[..., Any] | None = None,
     ) -> SparseTensor:
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps
@@ -335,7 +334,7 @@ class InstanceNorm(Parameters, mlx.nn.InstanceNorm):
         x: SparseTensor,
         *,
         residual: SparseTensor | None = None,
-        activation: str | Activation | Callable | None = None,
+        activation: str | Activation | Callable[..., Any] | None = None,
     ) -> SparseTensor:
         """Normalise a tensor; what follows is as of ``BatchNorm``."""
         given = self.get("weight"), self.get("bias"), self.eps

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from math import prod
 
 import mlx.core as mx
@@ -147,7 +148,7 @@ class AvgPool(_Pool):
         dims: int = 3,
     ):
         super().__init__(kernel_size, stride, padding, dilation, support, dims=dims)
-        self.count = one_of(count, COUNTS, "count")
+        self.count: str = one_of(count, COUNTS, "count")
 
     def _extra_repr(self) -> str:
         return f"{super()._extra_repr()}, count={self.count}"
@@ -179,9 +180,9 @@ class Upsample(Module):
 
     def __init__(self, scale: IntOrTuple = 2, mode: str = "nearest", *, dims: int = 3):
         super().__init__()
-        self.dims = spatial_axes(dims)
-        self.mode = one_of(mode, MODES, "mode")
-        self.scale = per_axis(scale, self.dims, "scale")
+        self.dims: int = spatial_axes(dims)
+        self.mode: str = one_of(mode, MODES, "mode")
+        self.scale: tuple[int, ...] = per_axis(scale, self.dims, "scale")
 
     def _extra_repr(self) -> str:
         return f"scale={self.scale}, mode={self.mode}"
@@ -266,9 +267,9 @@ class GridPooling(Module):
     ):
         super().__init__()
         self.stride = stride
-        self.proj = Linear(in_channels, out_channels)
+        self.proj: Linear = Linear(in_channels, out_channels)
         norm = LayerNorm(out_channels) if norm is None else norm
-        self.norm = Sequential(norm, GELU())
+        self.norm: Sequential = Sequential(norm, GELU())
 
     def _extra_repr(self) -> str:
         return f"stride={self.stride}"
@@ -309,14 +310,14 @@ class GridUnpooling(Module):
         skip_channels: int,
         out_channels: int,
         stride: IntOrTuple = 2,
-        norm=LayerNorm,
+        norm: Callable[[int], Module] = LayerNorm,
     ):
         super().__init__()
         self.stride = stride
-        self.proj = Sequential(
+        self.proj: Sequential = Sequential(
             Linear(in_channels, out_channels), norm(out_channels), GELU()
         )
-        self.proj_skip = Sequential(
+        self.proj_skip: Sequential = Sequential(
             Linear(skip_channels, out_channels), norm(out_channels), GELU()
         )
 

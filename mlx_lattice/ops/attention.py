@@ -394,7 +394,7 @@ class FilledLayout:
         whole = [n // patch * patch for n in sizes]
         rests = {b: n % patch for b, n in enumerate(sizes) if n > patch and n % patch}
         shorts = {b: n for b, n in enumerate(sizes) if 0 < n < patch}
-        self.is_filling = bool(rests)
+        self.is_filling: bool = bool(rests)
         self.pairs = patch * (sum(whole) + sum(rests.values()))
         self.pairs += sum(n * n for n in shorts.values())
         self.buckets: list[Bucket] = []
@@ -405,7 +405,7 @@ class FilledLayout:
         self.pieces: list[tuple[int, int, int, int, int]] = []
         # Of each element as the kernel takes it: where it begins, its rows in whole
         # patches, the first slot of these, those of the rest, and its sizes.
-        self.elements = [
+        self.elements: list[list[int]] = [
             [begin, rows, 0, 0, 0, size, patch, 0]
             for begin, rows, size in zip(rows.starts, whole, sizes, strict=False)
         ]
@@ -898,7 +898,11 @@ def check_rotary(dim: int, dims: int, base: float) -> None:
 
 
 def angles(
-    like: SparseTensor, dim: int, base: float, frequency: float, positions=None
+    like: SparseTensor,
+    dim: int,
+    base: float,
+    frequency: float,
+    positions: mx.array | None = None,
 ) -> tuple[mx.array, mx.array]:
     """Return the (N, 1, D / 2) float32 cosine and sine of every rotation."""
     if positions is not None:

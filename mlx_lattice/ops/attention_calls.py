@@ -18,7 +18,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -67,7 +67,9 @@ class Attended:
     padded_pairs: int  # those that are computed; not queries that fill CUDA's tiles
     dtype: str
     fused: int = 0  # calls that are one kernel
-    forms: tuple = field(default=(), repr=False)  # (count, Call) of MLX's attention
+    forms: tuple[Any, ...] = field(
+        default=(), repr=False
+    )  # (count, Call) of MLX's attention
 
     @property
     def padding(self) -> float:
@@ -97,7 +99,7 @@ class Attended:
 attention_observers: Observers[Attended] = Observers("attention")
 
 
-def inside(layer: object) -> AbstractContextManager:
+def inside(layer: object) -> AbstractContextManager[object]:
     """Return a block whose norms and attention are reported with this layer."""
     return (
         launch.scope(layer) if norm_observers or attention_observers else nullcontext()

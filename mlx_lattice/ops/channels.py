@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from functools import partial, wraps
 from math import prod
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import mlx.core as mx
 import mlx.nn
@@ -24,7 +24,7 @@ from ..geometry.lattice import true_positions
 from ..kernel_spec import IntOrTuple, per_axis
 from ..memory import assembled
 from ..reductions import inverted, linear, move_rows
-from ..tensor import SparseTensor, expect_tensor, features_of
+from ..tensor import Features, SparseTensor, expect_tensor, features_of
 from ..transformations import zeros_of
 from .convolution import target_key
 
@@ -37,12 +37,13 @@ __all__ = [
 ]  # fmt: skip
 
 
-Features = SparseTensor | mx.array
 # MLX's digits, of Klambauer et al., "Self-Normalizing Neural Networks", 2017.
 SELU_ALPHA, SELU_SCALE = 1.67326, 1.0507
 
 
-def on_features(function: Callable, x: Features, *args, **kwargs):
+def on_features(
+    function: Callable[..., mx.array], x: Features, *args: Any, **kwargs: Any
+) -> Features:
     """Apply a function of (N, C) features, which keeps N, to a tensor or an array.
 
     Examples:
@@ -54,7 +55,7 @@ def on_features(function: Callable, x: Features, *args, **kwargs):
     return x.replace(y) if isinstance(x, SparseTensor) else y
 
 
-def by_rows(function: Callable) -> Callable:
+def by_rows(function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a function of separate rows that also takes (0, C).
 
     MLX's compiled kernels on CUDA divide by zero there. One row tells the shape.
@@ -70,7 +71,15 @@ def by_rows(function: Callable) -> Callable:
     return of_rows
 
 
-def _of_features(function: Callable, formula: str = "") -> Callable:
+class RowFunction(Protocol):
+    """A function that applies to the features of a tensor, or to an array."""
+
+    def __call__(self, x: Features, *args: Any, **kwargs: Any) -> Features:
+        """Return a tensor on the same rows, or an array."""
+        ...
+
+
+def _of_features(function: Callable, formula: str = "") -> RowFunction:
     """Return an activation of MLX that takes tensors too, described by its formula."""
     rows = by_rows(function)
 
@@ -190,35 +199,39 @@ def prelu(x: Features, alpha: mx.array) -> Features:
 # Of parameters that kernels do not take.
 _prelu = _of_features(mlx.nn.prelu)
 _elu, _leaky_relu = _of_features(mlx.nn.elu), _of_features(mlx.nn.leaky_relu)
-celu = _of_features(
+celu: RowFunction = _of_features(
     mlx.nn.celu, "CELU: ``max(x, 0) + min(alpha * (exp(x / alpha) - 1), 0)``"
 )
-gelu_fast_approx = _of_features(
+gelu_fast_approx: RowFunction = _of_features(
     mlx.nn.gelu_fast_approx, "GELU by the logistic function: ``x * sigmoid(1.702 * x)``"
 )
-glu = _of_features(
+glu: RowFunction = _of_features(
     mlx.nn.glu, "GLU: half of the channels times ``sigmoid`` of the other half"
 )
-hard_tanh = _of_features(
+hard_tanh: RowFunction = _of_features(
     mlx.nn.hard_tanh, "HardTanh: ``min(max(x, min_val), max_val)``"
 )
-hardswish = _of_features(
+hardswish: RowFunction = _of_features(
     mlx.nn.hardswish, "Hardswish: ``x * min(max(x + 3, 0), 6) / 6``"
 )
-log_sigmoid = _of_features(mlx.nn.log_sigmoid, "LogSigmoid: ``log(sigmoid(x))``")
-log_softmax = _of_features(
+log_sigmoid: RowFunction = _of_features(
+    mlx.nn.log_sigmoid, "LogSigmoid: ``log(sigmoid(x))``"
+)
+log_softmax: RowFunction = _of_features(
     mlx.nn.log_softmax, "LogSoftmax over the channels: ``x - log(sum(exp(x)))``"
 )
-mish = _of_features(mlx.nn.mish, "Mish: ``x * tanh(softplus(x))``")
-relu2 = _of_features(mlx.nn.relu2, "ReLU squared: ``max(x, 0) ** 2``")
-relu6 = _of_features(mlx.nn.relu6, "ReLU6: ``min(max(x, 0), 6)``")
-sigmoid = _of_features(mlx.nn.sigmoid, "the logistic function: ``1 / (1 + exp(-x))``")
-softmax = _of_features(
+mish: RowFunction = _of_features(mlx.nn.mish, "Mish: ``x * tanh(softplus(x))``")
+relu2: RowFunction = _of_features(mlx.nn.relu2, "ReLU squared: ``max(x, 0) ** 2``")
+relu6: RowFunction = _of_features(mlx.nn.relu6, "ReLU6: ``min(max(x, 0), 6)``")
+sigmoid: RowFunction = _of_features(
+    mlx.nn.sigmoid, "the logistic function: ``1 / (1 + exp(-x))``"
+)
+softmax: RowFunction = _of_features(
     mlx.nn.softmax, "softmax over the channels: ``exp(x) / sum(exp(x))``"
 )
-softplus = _of_features(mlx.nn.softplus, "softplus: ``log(1 + exp(x))``")
-softsign = _of_features(mlx.nn.softsign, "softsign: ``x / (1 + abs(x))``")
-tanh = _of_features(mlx.nn.tanh, "the hyperbolic tangent: ``tanh(x)``")
+softplus: RowFunction = _of_features(mlx.nn.softplus, "softplus: ``log(1 + exp(x))``")
+softsign: RowFunction = _of_features(mlx.nn.softsign, "softsign: ``x / (1 + abs(x))``")
+tanh: RowFunction = _of_features(mlx.nn.tanh, "the hyperbolic tangent: ``tanh(x)``")
 
 
 Layer = TypeVar("Layer", bound=type[mlx.nn.Module])
@@ -268,7 +281,9 @@ def fused_activation(layer: object) -> Activation | None:
     return None if find is None else find(layer)
 
 
-def activation_of(activation: str | Activation | Callable | None) -> Activation:
+def activation_of(
+    activation: str | Activation | Callable[..., Any] | None,
+) -> Activation:
     """Return an activation by its name, or that of a layer or function."""
     if activation is None:
         return NONE

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
 from .. import contraction, memory
 from ..checks import array_of, arrays_of
 from ..coordinate_set import CoordinateKey, coarser, finer, stride_text
-from ..epilogue import Moments
+from ..epilogue import Epilogue, Moments
 from ..kernel_spec import IntOrTuple, explicit_offsets, per_axis
 from ..problem import weight_axes
 from ..quantized import IntegerWeight, QuantizedWeight
@@ -28,7 +29,7 @@ Weight = mx.array | QuantizedWeight | IntegerWeight
 
 
 def forward_relation(
-    x: SparseTensor, coordinates: Coordinates, support: str, **kernel
+    x: SparseTensor, coordinates: Coordinates, support: str, **kernel: Any
 ) -> Relation:
     """Return the forward relation, or the one onto the rows of ``coordinates``."""
     if coordinates is None:
@@ -38,7 +39,7 @@ def forward_relation(
 
 
 def transposed_relation(
-    x: SparseTensor, coordinates: Coordinates, generative: bool = False, **kernel
+    x: SparseTensor, coordinates: Coordinates, generative: bool = False, **kernel: Any
 ) -> Relation:
     """Return the transposed relation onto ``coordinates``, by default the finer set.
 
@@ -59,7 +60,7 @@ def finer_key(
 
 
 def target_key(
-    x: SparseTensor, coordinates: Coordinates, stride, is_finer: bool
+    x: SparseTensor, coordinates: Coordinates, stride: Sequence[int], is_finer: bool
 ) -> CoordinateKey | None:
     """Return the key of ``coordinates`` in the tensor's manager; bare rows are new."""
     if coordinates is None:
@@ -93,7 +94,9 @@ def target_key(
 # Weights, and contractions of tensors
 
 
-def fitting(weight: Weight, dims: int, kernel_size, offsets=None) -> Weight:
+def fitting(
+    weight: Weight, dims: int, kernel_size: IntOrTuple | None, offsets: Any = None
+) -> Weight:
     """Return a weight, of 4 axes in MLX's layout, checked against the kernel's size."""
     if offsets is not None:
         volume, size = len(explicit_offsets(offsets, dims)), None
@@ -129,7 +132,12 @@ def fitting(weight: Weight, dims: int, kernel_size, offsets=None) -> Weight:
 
 
 def contracted(
-    x: SparseTensor, w: Weight, relation: Relation, bias, groups, epilogue=None
+    x: SparseTensor,
+    w: Weight,
+    relation: Relation,
+    bias: mx.array | None,
+    groups: int,
+    epilogue: Epilogue | None = None,
 ) -> SparseTensor:
     """Contract the features of ``x`` with a fitting weight over its relation."""
     if memory.active() is not None:

@@ -10,6 +10,7 @@ inputs and a mean and variance for each channel.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 
@@ -19,7 +20,7 @@ from ..channel_kernels import Affine, norm_teller
 from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
 from ..registry import Fit, Norms, Residual, Running
-from ..tensor import SparseTensor, expect_tensor, features_of
+from ..tensor import Features, SparseTensor, expect_tensor, features_of
 from ..transformations import filled, several
 from .channels import activated, activation_of
 from .pool import BatchRows, batch_rows, batch_spread, batch_sum
@@ -28,9 +29,6 @@ __all__ = [
     "batch_norm", "batch_stats", "gate", "group_norm", "instance_norm",
     "layer_norm", "modulate", "rms_norm",
 ]  # fmt: skip
-
-
-Features = SparseTensor | mx.array
 
 
 # Public functions
@@ -66,7 +64,7 @@ def batch_norm(
     eps: float = 1e-5,
     *,
     residual: Features | None = None,
-    activation: str | Activation | Callable | None = None,
+    activation: str | Activation | Callable[..., Any] | None = None,
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, each channel normalised.
 
@@ -114,7 +112,7 @@ def group_norm(
     eps: float = 1e-5,
     *,
     residual: SparseTensor | None = None,
-    activation: str | Activation | Callable | None = None,
+    activation: str | Activation | Callable[..., Any] | None = None,
 ) -> SparseTensor:
     """Normalise the rows of each batch element over each group of channels.
 
@@ -165,7 +163,7 @@ def instance_norm(
     eps: float = 1e-5,
     *,
     residual: SparseTensor | None = None,
-    activation: str | Activation | Callable | None = None,
+    activation: str | Activation | Callable[..., Any] | None = None,
 ) -> SparseTensor:
     """Normalise each channel over the rows of each batch element.
 
@@ -189,7 +187,7 @@ def layer_norm(
     eps: float = 1e-5,
     *,
     residual: Features | None = None,
-    activation: str | Activation | Callable | None = None,
+    activation: str | Activation | Callable[..., Any] | None = None,
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, each row normalised over its channels.
 
@@ -394,7 +392,11 @@ def moments(x: mx.array) -> tuple[mx.array, mx.array]:
 
 
 def moved_statistics(
-    running: Running, momentum: float, rows, mean: mx.array, var: mx.array
+    running: Running,
+    momentum: float,
+    rows: int | mx.array,
+    mean: mx.array,
+    var: mx.array,
 ) -> tuple[mx.array, mx.array]:
     """Return running statistics moved by those of some rows, by one row the mean."""
     if running is None:
@@ -428,7 +430,7 @@ class ElementStatistics:
         mean = means(x)
         return mean, means(mx.square(x - self.spread(mean))), 0
 
-    def moments(self, kernels: Norms, x: mx.array, *_) -> tuple[mx.array, ...]:
+    def moments(self, kernels: Norms, x: mx.array, *_: object) -> tuple[mx.array, ...]:
         """Return (B, C) mean and variance, by kernels, and once more."""
         mean, var, *_ = kernels.moments(x, self.segments)
         if self.groups < x.shape[1]:
@@ -520,10 +522,10 @@ class _NormByRows(Affine):
         found += [a.flatten() for a in moved]
         return y, *[mx.stop_gradient(a) for a in found]
 
-    def composed(self, x, *rest):
+    def composed(self, x, *rest) -> mx.array:
         return self.everything(x, *rest)[0]
 
-    def forward(self, x, *rest):
+    def forward(self, x, *rest) -> mx.array:
         x = mx.contiguous(x)  # several launches read it
         (weight, bias, residual), running, lines = self._parted(rest)
         fit, moving = (
@@ -544,7 +546,7 @@ class _NormByRows(Affine):
             return 1
         return 3 if lines is None else 2
 
-    def back(self, dy, x, mean, var, *rest):
+    def back(self, dy, x, mean, var, *rest) -> tuple[mx.array, ...]:
         dy, x = mx.contiguous(dy), mx.contiguous(x)  # several launches read them
         weight, bias, residual = self.named(rest)
         fit, kernels = self.fit(mean, var, weight, bias), self.kernels
@@ -586,7 +588,7 @@ def normalized_by_rows(
     act: Activation = NONE,
     eps: float = 1e-5,
     name: str = "BatchNorm",
-    statistics=None,
+    statistics: ElementStatistics | None = None,
     running: Running = None,
     momentum: float = 0.0,
     lines: mx.array | None = None,
@@ -609,10 +611,10 @@ def normalized_by_rows(
 class _NormBy(Affine):
     """A norm by given statistics: of x, mean, var, and those present of the rest."""
 
-    def composed(self, x, mean, var, *rest):
+    def composed(self, x, mean, var, *rest) -> mx.array:
         return self.affine(x, mean, var, *self.named(rest))
 
-    def forward(self, x, mean, var, *rest):
+    def forward(self, x, mean, var, *rest) -> mx.array:
         weight, bias, residual = self.named(rest)
         self.tell("forward", 1)
         return self.kernels.normalize(x, self._fit(mean, var, weight, bias), residual)
@@ -620,7 +622,7 @@ class _NormBy(Affine):
     def _fit(self, mean, var, weight, bias) -> Fit:
         return self.fit(mean.reshape(1, -1), var.reshape(1, -1), weight, bias)
 
-    def back(self, dy, x, mean, var, *rest):
+    def back(self, dy, x, mean, var, *rest) -> tuple[mx.array, ...]:
         dy, x = mx.contiguous(dy), mx.contiguous(x)  # two launches read them
         weight, bias, residual = self.named(rest)
         given = dy, x, self._fit(mean, var, weight, bias), residual
@@ -677,16 +679,16 @@ def scaled(
 class _LayerNorm(Affine):
     """Layer norm by kernels: of x and those that are present of the rest."""
 
-    def composed(self, x, *rest):
+    def composed(self, x, *rest) -> mx.array:
         return composed(self.act)(_layer_norm_by_mlx(x, *self.named(rest), self.eps))
 
-    def forward(self, x, *rest):
+    def forward(self, x, *rest) -> mx.array:
         weight, bias, residual = self.named(rest)
         fit = self.fit(None, None, weight, bias)
         self.tell("forward", 1)
         return self.kernels.layer_norm(mx.contiguous(x), fit, residual)
 
-    def back(self, dy, x, *rest):
+    def back(self, dy, x, *rest) -> tuple[mx.array, ...]:
         dy, x = mx.contiguous(dy), mx.contiguous(x)
         weight, bias, residual = self.named(rest)
         fit = self.fit(None, None, weight, bias)

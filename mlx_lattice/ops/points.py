@@ -414,9 +414,9 @@ class Space:
         self._spans = [b - a for a, b in zip(low, high, strict=True)]
         self._corner = mx.array(low)
         self.extent = max(self._spans)
-        self.bits = points.shape[0].bit_length()  # of a row in a key
+        self.bits: int = points.shape[0].bit_length()  # of a row in a key
         self._limit = limit
-        self.most = self._bits(mx.array(limit)) - 1
+        self.most: mx.array = self._bits(mx.array(limit)) - 1
         # The least edge of a cell, and one that needs no cells but those around.
         self.least = max(self.extent * SLACK, 1e-30)
         self.enough = min(limit, self.extent + self.least) + self.least
@@ -439,7 +439,9 @@ class Space:
         least = least * (1 - SLACK) - self.extent * SLACK
         return self._bits(mx.maximum(least, 0))
 
-    def measured(self, points: mx.array, queries: mx.array):
+    def measured(
+        self, points: mx.array, queries: mx.array
+    ) -> tuple[mx.array, mx.array]:
         """Return the int64 bits of distances, and whether they count."""
         apart = points[..., 1:] - queries[..., 1:]
         far = mx.sqrt((apart * apart).sum(axis=-1))
@@ -461,14 +463,14 @@ class CellGrid:
         self.space, self.size, points = space, size, space.points
         geometry = registry.geometry()
         unique = geometry.unique_rows(space.cells(points, size))
-        self.counts = segment_counts(unique.inverse, unique.rows.shape[0])
-        self.starts = running_sums(self.counts) - self.counts
+        self.counts: mx.array = segment_counts(unique.inverse, unique.rows.shape[0])
+        self.starts: mx.array = running_sums(self.counts) - self.counts
         n = points.shape[0]
         order = mx.argsort(
             unique.inverse.astype(mx.int64) * n + mx.arange(n, dtype=mx.int64)
         )
-        self.rows = order.astype(mx.int32)
-        self.points = points[order]
+        self.rows: mx.array = order.astype(mx.int32)
+        self.points: mx.array = points[order]
         self.index = geometry.index(unique.rows, geometry.bounds(unique.rows))
         self._inverse = unique.inverse
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -164,7 +164,7 @@ class Request(NamedTuple):
         packing = self.layer.packing
         return 2 if packing is None else 1 + packing.count
 
-    def operands(self, arrays: tuple[mx.array, ...]) -> tuple:
+    def operands(self, arrays: tuple[mx.array, ...]) -> tuple[Any, ...]:
         """Return the arrays as plans take them: those of a packed weight as one."""
         packing = self.layer.packing
         if packing is None:

@@ -24,6 +24,7 @@ from itertools import product
 from math import prod
 from pathlib import Path
 from threading import RLock
+from typing import Any
 
 import mlx.core as mx
 
@@ -99,9 +100,13 @@ class Results:
         """Read the file."""
         entries = self._file.load()
         # By key: the kernel's name, and why it is refused or None.
-        self.found = {k: e for k, e in entries.items() if not isinstance(e, int)}
+        self.found: dict[str, object] = {
+            k: e for k, e in entries.items() if not isinstance(e, int)
+        }
         # By key: how many processes ended while they tried the kernel.
-        self.ended = {k: e for k, e in entries.items() if isinstance(e, int)}
+        self.ended: dict[str, int] = {
+            k: e for k, e in entries.items() if isinstance(e, int)
+        }
         refused = {k.partition(" ")[0]: why for k, (_, why) in self.found.items()}
         refused = {digest: why for digest, why in refused.items() if why}
         if self.refused != refused:
@@ -116,7 +121,7 @@ class Results:
         """Keep why the kernel of a plan is refused; None if it is right."""
         self.note(key_of(plan, biased), [kernel_name(plan.gpu), why])
 
-    def note(self, key: str, entry: list | int) -> None:
+    def note(self, key: str, entry: list[Any] | int) -> None:
         """Write an entry, and read what other processes found."""
         self._file.add(key, entry)
         self.load()
@@ -393,7 +398,7 @@ class Trial:
         )
         is_packed = bool(p.bits) and not plan.dequantised
         in_kernel = plan.epilogue not in (AFTER, OPERATIONS)
-        self.problem = Problem.of(
+        self.problem: Problem = Problem.of(
             p.pass_,
             self.layer,
             *plan.proof.channels,
@@ -408,14 +413,14 @@ class Trial:
             moments=p.moments,
         )
         alone = p.epilogue is None and p.integer is None
-        self.biased = biased and alone and p.pass_ == FORWARD
+        self.biased: bool = biased and alone and p.pass_ == FORWARD
         # With parts that 11 bits do not hold, if they are to be multiplied too.
         exact = p.dtype != "float32" or plan.products == "TF32"
         self._unit = 1.0 if exact else 1 + 2**-12
         with mx.stream(mx.cpu):
             is_integer = self.problem.integer is not None
             self.arrays = integer_arrays(self.problem) if is_integer else self._arrays()
-            self.wanted = self._floor(reference)
+            self.wanted: mx.array = self._floor(reference)
             mx.eval(self.wanted, [_parts(each) for each in self.arrays])
 
     def run(self) -> mx.array | tuple[mx.array, mx.array]:
@@ -514,7 +519,7 @@ class Trial:
         return made
 
 
-def integer_arrays(p: Problem) -> list:
+def integer_arrays(p: Problem) -> list[Any]:
     """Return int8 features, the weight and what follows the sums, of all sizes."""
     x = 101 * drawn("x", (p.n_in, p.c_in)) + 13 * drawn("", (p.n_in, p.c_in))
     w = drawn("w", (p.volume, p.c_in // p.groups, p.c_out))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache, lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -25,7 +25,15 @@ from ...geometry.lattice import (
     is_empty,
     negated,
 )
-from ...geometry.tables import BoxedRows, Geometry, Keep, RelationViews, RowIndex, Rows
+from ...geometry.tables import (
+    BoxedRows,
+    Geometry,
+    Keep,
+    RelationViews,
+    RowIndex,
+    Rows,
+    SearchedRows,
+)
 from ...kernel_spec import KernelSpec
 from ..gpu.kernel import GpuKernel
 from ..gpu.nvrtc import rehearsal
@@ -157,7 +165,7 @@ class RowTable(RowIndex):
         # The kernel writes this input, which no other array shares. The value is on
         # the device already; a number would be fetched from the CPU's memory.
         beside = TABLE_WORDS + 2 * columns * blocks
-        self.slots = mx.full((2 * slots + beside,), constant(-1))
+        self.slots: mx.array = mx.full((2 * slots + beside,), constant(-1))
         outputs = [((slots + n,), mx.int32), *[((2,), mx.int32)] * (1 + columns)]
         inputs = [coords, self.slots]
         self.order, *self._facts = run(_hash_rows(columns), inputs, blocks, outputs)
@@ -177,7 +185,7 @@ class RowTable(RowIndex):
         """Return small arrays: (first repeat or -1, whether rows ascend), ranges."""
         return self._facts
 
-    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+    def settle(self, facts: list[Any]) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
         (later, self.is_sorted), *ranges = facts
         low, high = zip(*ranges, strict=True)
@@ -532,7 +540,9 @@ class CudaGeometry(Geometry):
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
         return RowTable(coords)
 
-    def unique_rows(self, coords, box=None, count=None) -> UniqueRows:
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
         """Return the sorted unique rows and the place of each row among them."""
         dims, box = coords.shape[1] - 1, box or bounds(coords)
         if coords.shape[0] == 0 or cell_count(box) >= KEY_LIMIT:
@@ -544,7 +554,15 @@ class CudaGeometry(Geometry):
         counts = sync.read(*made.counts) if count is None else [[count]]
         return UniqueRows(made.all_rows(counts), made.places)
 
-    def made_rows(self, rule, coords, offsets, stride, box, count=None) -> mx.array:
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        count: int | None = None,
+    ) -> mx.array:
         """Return the sorted unique int32 rows that a rule makes within a box."""
         candidates = coords.shape[0] * len(offsets)
         if candidates == 0 or is_empty(box):
@@ -557,7 +575,12 @@ class CudaGeometry(Geometry):
         counts = sync.read(*made.counts) if count is None else [[count]]
         return made.all_rows(counts)
 
-    def start_levels(self, source, strides, boxes) -> NewRows | None:
+    def start_levels(
+        self,
+        source: SearchedRows,
+        strides: Sequence[tuple[int, ...]],
+        boxes: Sequence[Bounds] | None,
+    ) -> NewRows | None:
         """Launch the cells of each stride."""
         n = len(source.coords)
         if len(strides) < 2 or not 0 < n <= thresholds.CUDA_ROWS_TOGETHER:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, lru_cache, reduce
 from itertools import count, pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -244,14 +244,14 @@ class NewRows(NamedTuple):
     ranges: Sequence[mx.array]  # of each column, that keys are counted in
     capacity: int  # bits of keys that were sorted
 
-    def rows(self, counts: list, boxes: Sequence[Bounds]) -> list[mx.array] | None:
+    def rows(self, counts: list[Any], boxes: Sequence[Bounds]) -> list[mx.array] | None:
         """Return the rows of each level, None if keys were too narrow for them."""
         if key_bits(boxes) > self.capacity:
             return None
         made = self.all_rows(counts)
         return [made[a:b] for (a,), (b,) in pairwise([[0], *counts])]
 
-    def all_rows(self, counts: list) -> mx.array:
+    def all_rows(self, counts: list[Any]) -> mx.array:
         """Return all rows, from the values of ``counts``."""
         (count,), columns = counts[-1], len(self.ranges)
         names, passed, ranges = _ranges(columns)

@@ -11,6 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache, lru_cache
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -220,7 +221,7 @@ def sorted_tiles(plan: Plan, relation: Relation) -> Callable[..., mx.array]:
 
 
 def integer_tiles(
-    plan: Plan, relation: Relation, unpacker: Callable[..., Callable]
+    plan: Plan, relation: Relation, unpacker: Callable[..., Callable[..., Any]]
 ) -> Callable[..., mx.array]:
     """Return y by tiles over int8 features; int4 weights become int8 before."""
     call = sorted_tiles(plan, relation)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from itertools import chain
+from typing import Any
 
 import mlx.core as mx
 
@@ -145,7 +146,9 @@ class GpuKernel:
 
         return launch_on_metal
 
-    def built(self, factory: Callable, given: tuple[bool, ...]) -> Callable:
+    def built(
+        self, factory: Callable[..., Any], given: tuple[bool, ...]
+    ) -> Callable[..., Any]:
         """Return what MLX built for some inputs."""
         built = self._built.get((factory, given))
         if built is None:

@@ -14,7 +14,7 @@ import mlx.core as mx
 
 from ...checks import FLOATS
 from ...devices import CUDA, METAL, current
-from ...registry import Fit, Norms, RowSegments
+from ...registry import Fit, Norms, Residual, RowSegments, Running
 from .kernel import GpuKernel, Interface, Output, Value, ceil_div, cuts, dispatch_limit
 
 Arrays = list[mx.array | None]
@@ -172,7 +172,14 @@ class GpuNorms(Norms):
     def __init__(self, backend: str):
         self.backend = backend
 
-    def moments(self, x, segments=None, running=None, momentum=0.0, lines=None):
+    def moments(
+        self,
+        x: mx.array,
+        segments: RowSegments | None = None,
+        running: Running = None,
+        momentum: float = 0.0,
+        lines: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return mean and biased variance, and running statistics moved by them."""
         starts = None
         if lines is None:
@@ -189,12 +196,14 @@ class GpuNorms(Norms):
         outputs = [(line, mx.float32)] * 4
         return tuple(self._combine("combine_moments", COMBINE_MOMENTS, inputs, outputs))
 
-    def normalize(self, x, fit, residual=None):
+    def normalize(self, x: mx.array, fit: Fit, residual: Residual = None) -> mx.array:
         """Return (N, C) rows; a residual is added before the activation."""
         inputs = [x, *_arrays(fit, residual), _segment_of_rows(fit), _numbers(fit)]
         return self._over_rows("normalize_channels", NORMALIZE, inputs, x, fit)[0]
 
-    def gradient_sums(self, dy, x, fit, residual=None):
+    def gradient_sums(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
+    ) -> tuple[mx.array, mx.array, mx.array, mx.array]:
         """Return sums over rows of g and of g xhat; g = dy times act's derivative."""
         order, bounds, starts, blocks = self._pieces(x, fit.segments)
         inputs = [dy, x, *_arrays(fit, _needed(fit, residual)), _segment_of_rows(fit)]
@@ -207,7 +216,14 @@ class GpuNorms(Norms):
         template = (("P", fit.dtype),)
         return tuple(self._combine("combine_gradient_sums", *facts, template))
 
-    def gradient(self, dy, x, fit, residual=None, terms=None):
+    def gradient(
+        self,
+        dy: mx.array,
+        x: mx.array,
+        fit: Fit,
+        residual: Residual = None,
+        terms: mx.array | None = None,
+    ) -> tuple[mx.array, mx.array]:
         """Return ``rstd * (weight * g - terms[0] - xhat * terms[1])``, and g."""
         residual = _needed(fit, residual)
         interface = GRADIENT if residual is None else GRADIENTS
@@ -349,11 +365,19 @@ class CudaNorms(GpuNorms):
     def __init__(self):
         super().__init__(CUDA)
 
-    def is_one_launch(self, x):
+    def is_one_launch(self, x: mx.array) -> bool:
         """Whether ``batch_norm`` of (N, C) is one launch, and its gradient another."""
         return is_one_launch(x.shape[0], x.dtype.size)
 
-    def batch_norm(self, x, fit, residual=None, running=None, momentum=0.0, lines=None):
+    def batch_norm(
+        self,
+        x: mx.array,
+        fit: Fit,
+        residual: Residual = None,
+        running: Running = None,
+        momentum: float = 0.0,
+        lines: mx.array | None = None,
+    ) -> tuple[mx.array, ...]:
         """Return rows by their statistics, and what ``moments`` returns."""
         if not self.is_one_launch(x):
             return super().batch_norm(x, fit, residual, running, momentum, lines)
@@ -362,7 +386,9 @@ class CudaNorms(GpuNorms):
         outputs = [(x.shape, x.dtype), *[((1, x.shape[1]), mx.float32)] * 4]
         return tuple(self._of_few_rows("batch_norm", BATCH_NORM, inputs, outputs, fit))
 
-    def batch_norm_gradient(self, dy, x, fit, residual=None):
+    def batch_norm_gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
+    ) -> tuple[mx.array, ...]:
         """Return the gradients of x, weight, bias and residual."""
         if not self.is_one_launch(x):
             return super().batch_norm_gradient(dy, x, fit, residual)
@@ -397,7 +423,7 @@ class CudaNorms(GpuNorms):
         grid = FEW_ACROSS, ceil_div(channels, FEW_ACROSS * each) * down
         return kernel(inputs, outputs, grid, (FEW_ACROSS, down))
 
-    def normalizes_rows(self, x, fit):
+    def normalizes_rows(self, x: mx.array, fit: Fit) -> bool:
         """Whether the kernels of layer norm take these arrays."""
         each, channels = 16 // x.dtype.size, x.shape[-1]
         dtypes = {a.dtype for a in (fit.weight, fit.bias) if a is not None}
@@ -405,11 +431,13 @@ class CudaNorms(GpuNorms):
         fits = fits and x.dtype in FLOATS and x.ndim == 2
         return x.size > 0 and fits and len(dtypes) < 2
 
-    def layer_norm(self, x, fit, residual=None):
+    def layer_norm(self, x: mx.array, fit: Fit, residual: Residual = None) -> mx.array:
         """Return rows normalised over their channels."""
         return self._by_rows(LAYER_NORM, [], x, fit, residual)[0]
 
-    def layer_norm_gradient(self, dy, x, fit, residual=None):
+    def layer_norm_gradient(
+        self, dy: mx.array, x: mx.array, fit: Fit, residual: Residual = None
+    ) -> tuple[mx.array, ...]:
         """Return the gradients of x, weight, bias and residual."""
         interface, residual = LAYER_GRADIENTS, _needed(fit, residual)
         if residual is not None:
@@ -451,7 +479,7 @@ class CudaNorms(GpuNorms):
         grid, group = (blocks * lanes, THREADS // lanes), (lanes, THREADS // lanes)
         return kernel(inputs, outputs, grid, group)
 
-    def column_sums(self, x, dtype):
+    def column_sums(self, x: mx.array, dtype: mx.Dtype) -> mx.array:
         """Return the (C,) sums over the rows of (N, C) in a dtype."""
         (rows, channels), wide = x.shape, 16 // x.dtype.size
         is_one, each = rows <= ONE_LAUNCH_SUMS, 1 if channels % wide else wide

@@ -70,7 +70,7 @@ class Compiler:
         self.capability = capability
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self.nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
-        self.version = major.value, minor.value
+        self.version: tuple[int, int] = major.value, minor.value
 
     def architectures(self) -> set[int]:
         """Return the compute capabilities that it knows, as 10 major + minor."""
@@ -263,7 +263,7 @@ class Kernel:
         self.bounds, self.shared_bytes = bounds, shared_bytes
         self.geometry = geometry
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
-        self.sizes = sorted(used)
+        self.sizes: list[tuple[int, int]] = sorted(used)
         self._job: Future[bytes] | None = None
         self.code: bytes | None = None
 

@@ -17,6 +17,7 @@ import mlx.core as mx
 from ... import sync
 from ...checks import FLOATS
 from ...devices import CUDA, METAL
+from ...registry import BatchRows
 from .kernel import (
     LEAST_DEVICE_SIZE,
     SEGMENT_CUTS,
@@ -79,14 +80,20 @@ def _kernel(
 class GpuReductions(BackendKernels):
     """The reductions of a GPU's kernels; see ``Reductions``."""
 
-    def gather_sum(self, x, table, weights=None, divisors=None) -> mx.array:
+    def gather_sum(
+        self,
+        x: mx.array,
+        table: mx.array,
+        weights: mx.array | None = None,
+        divisors: mx.array | None = None,
+    ) -> mx.array:
         """Return the (weighted) sums of the rows that a table names, or their means."""
         if table.size == 0 or x.size == 0:
             return mx.zeros((table.shape[0], x.shape[1]), dtype=x.dtype)
         inputs = [x, table, weights, divisors]
         return self._over_table("gather_sum", GATHER_SUM, inputs, table, [x.dtype])[0]
 
-    def gather_max(self, x, table) -> tuple[mx.array, mx.array]:
+    def gather_max(self, x: mx.array, table: mx.array) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that a table names, and their rows."""
         if table.size == 0 or x.size == 0:
             return _no_maxima(x, table.shape[0])
@@ -95,7 +102,9 @@ class GpuReductions(BackendKernels):
             self._over_table("gather_max", GATHER_MAX, [x, table], table, dtypes)
         )
 
-    def max_pool_backward(self, dy, rows, back) -> mx.array:
+    def max_pool_backward(
+        self, dy: mx.array, rows: mx.array, back: mx.array
+    ) -> mx.array:
         """Return to each row the sum of the results that it won."""
         if back.size == 0 or dy.size == 0:
             return mx.zeros((back.shape[0], dy.shape[1]), dtype=dy.dtype)
@@ -103,19 +112,27 @@ class GpuReductions(BackendKernels):
         return self._over_table("max_pool_backward", face, inputs, back, [dy.dtype])[0]
 
     def scatter_sum(
-        self, y, table, rows, weights=None, order=(), divisors=None
+        self,
+        y: mx.array,
+        table: mx.array,
+        rows: int,
+        weights: mx.array | None = None,
+        order: tuple[mx.array, ...] = (),
+        divisors: mx.array | None = None,
     ) -> mx.array:
         """Return the (weighted) sums of the rows that name each of ``rows``."""
         entries, starts, *cut = order or self.order(table, rows)
         launches = cut or [starts]
         return self._sum(y, launches, entries, table.shape[1], weights, divisors)
 
-    def scatter_max(self, x, table, rows) -> tuple[mx.array, mx.array]:
+    def scatter_max(
+        self, x: mx.array, table: mx.array, rows: int
+    ) -> tuple[mx.array, mx.array]:
         """Return the maxima over the rows that name each of ``rows``, and which."""
         entries, starts, *cut = self.order(table, rows)
         return self._max(x, entries, cut or [starts])
 
-    def segment_max(self, x, rows) -> tuple[mx.array, mx.array]:
+    def segment_max(self, x: mx.array, rows: BatchRows) -> tuple[mx.array, mx.array]:
         """Return the maxima over batch elements, and their rows."""
         longest = max((b - a for a, b in pairwise(rows.starts)), default=0)
         starts = mx.array(rows.starts, dtype=mx.int32)
@@ -125,7 +142,9 @@ class GpuReductions(BackendKernels):
         """Return the sums of rows; segment s is starts[s]..starts[s + 1]."""
         return self._sum(x, _launches(starts, x.shape[0]), None, 1, None)
 
-    def order(self, table, rows, longest=None) -> tuple[mx.array, ...]:
+    def order(
+        self, table: mx.array, rows: int, longest: int | None = None
+    ) -> tuple[mx.array, ...]:
         """Return places of a table by the row they name, and where those begin."""
         size = table.size
         if size == 0:
@@ -141,7 +160,7 @@ class GpuReductions(BackendKernels):
         return entries, starts, *(launches if len(launches) > 1 else ())
 
     @staticmethod
-    def counts(table, rows, order) -> mx.array:
+    def counts(table: mx.array, rows: int, order: tuple[mx.array, ...]) -> mx.array:
         """Return how many places name each row, by their order."""
         return order[1][1:] - order[1][:-1]
 

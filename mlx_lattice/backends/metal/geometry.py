@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cache, reduce
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -31,7 +31,14 @@ from ...geometry.lattice import (
     row_keys,
     stable_order,
 )
-from ...geometry.tables import Geometry, Keep, RelationViews, RowIndex, Rows
+from ...geometry.tables import (
+    Geometry,
+    Keep,
+    RelationViews,
+    RowIndex,
+    Rows,
+    SearchedRows,
+)
 from ..gpu.kernel import (
     METAL_CUTS,
     GpuKernel,
@@ -112,11 +119,13 @@ class RowTable(RowIndex):
     def __init__(self, coords: mx.array):
         self.coords, n = coords, coords.shape[0]
         self.slots = mx.full((2,), -1, dtype=mx.int32)
-        self.sizes = {"last_slot": 0, "last_of_part": 0}
+        self.sizes: dict[str, int] = {"last_slot": 0, "last_of_part": 0}
         if n:
             none = _integers([0]), _integers([0], mx.int64)
             parts = insert(coords, Rule.ITSELF, *none, 1)
-            self.slots = parts[0] if len(parts) == 1 else mx.concatenate(parts)
+            self.slots: mx.array = (
+                parts[0] if len(parts) == 1 else mx.concatenate(parts)
+            )
             self.sizes["last_slot"] = self.slots.size // 2 - 1
             self.sizes["last_of_part"] = parts[0].size // 2 - 1
 
@@ -135,7 +144,7 @@ class RowTable(RowIndex):
         repeat = mx.stack([before[mx.minimum(at, n - 1)], at])
         return [self.coords.min(axis=0), self.coords.max(axis=0), repeat]
 
-    def settle(self, facts: list) -> tuple[Bounds, tuple[int, int] | None]:
+    def settle(self, facts: list[Any]) -> tuple[Bounds, tuple[int, int] | None]:
         """Return the bounds and the earliest pair of equal rows, from read facts."""
         low, high, (before, at) = facts
         pair = None if at == self.coords.shape[0] else (before, at)
@@ -342,7 +351,9 @@ class MetalGeometry(Geometry):
         """Return the look-up of (N, 1 + D) int32 rows, launched."""
         return RowTable(coords)
 
-    def unique_rows(self, coords, box=None, count=None) -> UniqueRows:
+    def unique_rows(
+        self, coords: mx.array, box: Bounds | None = None, count: int | None = None
+    ) -> UniqueRows:
         """Return the sorted unique rows, and the place of each row among them."""
         n, width = coords.shape
         if n == 0:
@@ -365,7 +376,15 @@ class MetalGeometry(Geometry):
         outputs = [((count, width), mx.int32), ((n,), mx.int32)]
         return UniqueRows(*write([coords, order, starts, ends], outputs, (n,)))
 
-    def made_rows(self, rule, coords, offsets, stride, box, count=None) -> mx.array:
+    def made_rows(
+        self,
+        rule: Rule,
+        coords: mx.array,
+        offsets: Offsets,
+        stride: Sequence[int],
+        box: Bounds,
+        count: int | None = None,
+    ) -> mx.array:
         """Return the sorted unique int32 rows within a box that a rule makes."""
         n, width = coords.shape
         none = mx.zeros((0, width), dtype=mx.int32)
@@ -390,7 +409,12 @@ class MetalGeometry(Geometry):
             return rows[stable_order(row_keys(rows, bounds_of(rows)))]
         return rows[mx.argsort(keys)]
 
-    def start_levels(self, source, strides, boxes) -> _Levels | None:
+    def start_levels(
+        self,
+        source: SearchedRows,
+        strides: Sequence[tuple[int, ...]],
+        boxes: Sequence[Bounds] | None,
+    ) -> _Levels | None:
         """Launch the cells of each stride."""
         n, levels = len(source.coords), len(strides)
         most = min(CANDIDATES_TOGETHER, dispatch_limit("probes"))

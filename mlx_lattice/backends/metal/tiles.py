@@ -136,7 +136,7 @@ def kernel(
     )
 
 
-def adding(dtype, **after: Value) -> GpuKernel:
+def adding(dtype: mx.Dtype, **after: Value) -> GpuKernel:
     """Return the kernel that adds splits, in order, to a result of a dtype."""
     files = "matrix_tiles", "activations", "epilogue", "add_splits"
     return kernel("add_splits", files, finishing(ADD_SPLITS), T=dtype, **after)
@@ -173,7 +173,7 @@ def products(p: Problem, matrices: mx.Dtype) -> str:
     return f"{p.dtype} as {dtype_name(matrices)}"
 
 
-def table(relation: Relation) -> tuple:
+def table(relation: Relation) -> tuple[mx.array]:
     """Return what a kernel reads of a relation's neighbour table."""
     return (relation.out_in,)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -113,7 +114,7 @@ def expect(is_so: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def absent(name: str, instead: str) -> Callable:
+def absent(name: str, instead: str) -> Callable[..., Any]:
     """Return a function that raises, for a name that is not provided."""
 
     def function(*_: object, **__: object):

@@ -122,7 +122,7 @@ class MinkowskiConvolutionBase(LayerOfKernel):
         kernel = self.kernel_generator
         kernel.expand_coordinates = expand_coordinates
         volume = kernel.kernel_volume
-        self.use_mm = volume == 1 and kernel.requires_strided_coordinates
+        self.use_mm: bool = volume == 1 and kernel.requires_strided_coordinates
         shape = () if self.use_mm else (volume,)
         self.kernel = nn.Parameter(torch.empty(*shape, in_channels, out_channels))
         bias = bias if has_bias is None else has_bias

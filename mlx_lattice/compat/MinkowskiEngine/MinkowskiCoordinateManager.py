@@ -191,7 +191,9 @@ class CoordinateManager:
                 "axes into features, or into the batch index"
             )
         self.D = D
-        self.minkowski_algorithm = minkowski_algorithm or MinkowskiAlgorithm.DEFAULT
+        self.minkowski_algorithm: MinkowskiAlgorithm = (
+            minkowski_algorithm or MinkowskiAlgorithm.DEFAULT
+        )
         self._lattice = lattice.CoordinateManager()
         self._maps: dict[CoordinateMapKey, _Map] = {}
         self._fields: dict[CoordinateMapKey, _Field] = {}

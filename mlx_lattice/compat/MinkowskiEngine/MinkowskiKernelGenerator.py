@@ -100,16 +100,16 @@ class KernelGenerator:
             isinstance(region_type, RegionType),
             f"region_type must be a RegionType; got {region_type!r}",
         )
-        self.kernel_size = convert_to_int_list(kernel_size, dimension)
-        self.kernel_stride = convert_to_int_list(stride, dimension)
-        self.kernel_dilation = convert_to_int_list(dilation, dimension)
+        self.kernel_size: list[int] = convert_to_int_list(kernel_size, dimension)
+        self.kernel_stride: list[int] = convert_to_int_list(stride, dimension)
+        self.kernel_dilation: list[int] = convert_to_int_list(dilation, dimension)
         self.region_type, self.axis_types = region_type, axis_types
         given = region_offset if region_offsets is None else region_offsets
         self.region_offsets = torch.IntTensor() if given is None else given
         self.dimension, self.cache = dimension, {}
-        self.offsets = self._offsets()
-        self.kernel_volume = self._volume()
-        self.requires_strided_coordinates = set(self.kernel_stride) == {1}
+        self.offsets: tuple[tuple[int, ...], ...] | None = self._offsets()
+        self.kernel_volume: int = self._volume()
+        self.requires_strided_coordinates: bool = set(self.kernel_stride) == {1}
         self.expand_coordinates = expand_coordinates
 
     def _volume(self) -> int:

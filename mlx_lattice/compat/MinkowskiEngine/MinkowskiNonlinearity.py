@@ -162,7 +162,7 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
         dimension: ignored.
     """
 
-    eps = 1e-8
+    eps: float = 1e-8
 
     def __init__(self, num_features: int, dimension: int | None = None):
         super().__init__()
@@ -199,4 +199,4 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
 class MinkowskiStableInstanceNorm(MinkowskiInstanceNorm):
     """The same, with an epsilon of 1e-6."""
 
-    eps = 1e-6
+    eps: float = 1e-6

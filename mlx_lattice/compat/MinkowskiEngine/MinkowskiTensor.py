@@ -8,6 +8,7 @@ from __future__ import annotations
 import operator
 import warnings
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
@@ -309,7 +310,7 @@ class Tensor:
         return [self._F[rows] for rows in self._batchwise_row_indices]
 
     @property
-    def decomposed_coordinates_and_features(self) -> tuple[list, list]:
+    def decomposed_coordinates_and_features(self) -> tuple[list[Any], list[Any]]:
         """Coordinates and features of each batch element."""
         return self.decomposed_coordinates, self.decomposed_features
 

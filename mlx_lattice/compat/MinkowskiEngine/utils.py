@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -209,10 +210,10 @@ def batched_coordinates(
 def sparse_collate(
     coords: Sequence[Array],
     feats: Sequence[Array],
-    labels: Sequence | None = None,
+    labels: Sequence[Any] | None = None,
     dtype: torch.dtype = torch.int32,
     device: torch.device | str | None = None,
-) -> tuple:
+) -> tuple[Any, ...]:
     """Return coordinates of a batch, its features, and its labels if they are given.
 
     Args:
@@ -249,10 +250,10 @@ def sparse_collate(
 
 
 def batch_sparse_collate(
-    data: Sequence[tuple],
+    data: Sequence[tuple[Any, ...]],
     dtype: torch.dtype = torch.int32,
     device: torch.device | str | None = None,
-) -> tuple:
+) -> tuple[Any, ...]:
     """Return a batch of (coordinates, features, labels) samples."""
     columns = [list(each) for each in zip(*data, strict=True)]
     return sparse_collate(*columns, dtype=dtype, device=device)
@@ -275,7 +276,7 @@ class SparseCollation:
     ):
         self.limit_numpoints, self.dtype, self.device = limit_numpoints, dtype, device
 
-    def __call__(self, list_data: Sequence[tuple]) -> tuple:
+    def __call__(self, list_data: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         """Return the batch."""
         kept, points = [], 0
         for sample in list_data:

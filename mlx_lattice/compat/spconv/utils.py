@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext as nullcontext
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -50,15 +50,17 @@ class Grid:
     """
 
     def __init__(self, vsize_xyz: Sequence[float], coors_range_xyz: Sequence[float]):
-        self.size = np.array(vsize_xyz, dtype=np.float32)
-        self.range = np.array(coors_range_xyz, dtype=np.float32)
+        self.size: np.ndarray = np.array(vsize_xyz, dtype=np.float32)
+        self.range: np.ndarray = np.array(coors_range_xyz, dtype=np.float32)
         if len(self.range) != 2 * len(self.size):
             raise ValueError(
                 f"coors_range_xyz must have {2 * len(self.size)} values, the least and "
                 f"the greatest coordinates; got {len(self.range)}"
             )
         extent = self.range[self.dims :] - self.range[: self.dims]
-        self.shape = np.round(extent / self.size).astype(np.int64)  # x, y, z
+        self.shape: np.ndarray = np.round(extent / self.size).astype(
+            np.int64
+        )  # x, y, z
 
     @property
     def dims(self) -> int:
@@ -228,7 +230,7 @@ class VoxelGenerator:
         self._grid = Grid(voxel_size, point_cloud_range)
         self.voxel_size, self.point_cloud_range = self._grid.size, self._grid.range
         self.max_num_points_per_voxel = max_num_points
-        self.grid_size = self._grid.shape
+        self.grid_size: np.ndarray = self._grid.shape
         self._max_voxels, self._mean = max_voxels, full_mean
 
     def _generate(self, points: np.ndarray, max_voxels: int | None) -> Voxels:
@@ -261,7 +263,9 @@ class VoxelGeneratorV2(VoxelGenerator):
         args = voxel_size, point_cloud_range, max_num_points, max_voxels, full_mean
         super().__init__(*args)
 
-    def generate(self, points: np.ndarray, max_voxels: int | None = None) -> dict:
+    def generate(
+        self, points: np.ndarray, max_voxels: int | None = None
+    ) -> dict[str, Any]:
         """Return voxels, coordinates (z, y, x), counts and a mask of the points."""
         voxels, indices, counts, _ = self._generate(points, max_voxels)
         places = torch.arange(voxels.shape[1])

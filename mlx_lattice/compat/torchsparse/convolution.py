@@ -301,10 +301,10 @@ class Convolution(nn.Module):
     # flat: whether the kernel of volume 1 is (in, out) whatever the stride.
     def _set(self, channels, kernel_size, stride, dilation, bias, transposed, flat):
         self.in_channels, self.out_channels = channels
-        self.kernel_size = make_ntuple(kernel_size, 3)
-        self.stride = make_ntuple(stride, 3)
+        self.kernel_size: tuple[int, ...] = make_ntuple(kernel_size, 3)
+        self.stride: tuple[int, ...] = make_ntuple(stride, 3)
         self.dilation, self.transposed = dilation, transposed
-        self.kernel_volume = math.prod(self.kernel_size)
+        self.kernel_volume: int = math.prod(self.kernel_size)
         is_flat = self.kernel_volume == 1 and (flat or self.stride == ONES)
         shape = () if is_flat else (self.kernel_volume,)
         self.kernel = nn.Parameter(torch.empty(*shape, *channels))
@@ -360,7 +360,9 @@ class Conv3d(Convolution):
         facts = kernel_size, stride, dilation, bias, transposed
         self._set(channels, *facts, flat=False)
         sizes = zip(self.kernel_size, self.stride, make_ntuple(padding, 3), strict=True)
-        self.padding = tuple(n // 2 if n % 2 and s == 1 else p for n, s, p in sizes)
+        self.padding: tuple[int, ...] = tuple(
+            n // 2 if n % 2 and s == 1 else p for n, s, p in sizes
+        )
         self.generative, self._config = generative, config
 
     def forward(self, input: SparseTensor) -> SparseTensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -17,7 +18,9 @@ __all__ = [
 ]  # fmt: skip
 
 
-def fapply(input: Sparse, fn: Callable, *args: object, **kwargs: object) -> Sparse:
+def fapply(
+    input: Sparse, fn: Callable[..., Any], *args: object, **kwargs: object
+) -> Sparse:
     """Return a tensor with a function of the features on the same rows."""
     return input._like(fn(input.feats, *args, **kwargs))
 

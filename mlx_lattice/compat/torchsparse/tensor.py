@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from enum import Enum
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,15 +32,19 @@ class KernelMaps(dict):
 
     def __init__(self):
         super().__init__()
-        self.manager = CoordinateManager()
+        self.manager: CoordinateManager = CoordinateManager()
         self._keys: dict[tuple, tuple[torch.Tensor, CoordinateKey]] = {}
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         # A copy, as the worker of a data loader sends it, builds maps of its own.
         return KernelMaps, ()
 
     def key_of(
-        self, stride: tuple, coords: torch.Tensor, cells: torch.Tensor, **facts
+        self,
+        stride: tuple[int, ...],
+        coords: torch.Tensor,
+        cells: torch.Tensor,
+        **facts,
     ) -> CoordinateKey:
         """Return the key of rows at a stride, inserted unless they are known.
 
@@ -56,12 +61,14 @@ class KernelMaps(dict):
             self._keys[stride] = coords, key
         return key
 
-    def note(self, stride: tuple, coords: torch.Tensor, key: CoordinateKey) -> None:
+    def note(
+        self, stride: tuple[int, ...], coords: torch.Tensor, key: CoordinateKey
+    ) -> None:
         """Note that rows at a stride are a set of the manager."""
         self._keys[stride] = coords, key
 
 
-def kernel_maps(maps: dict) -> KernelMaps:
+def kernel_maps(maps: dict[Any, Any]) -> KernelMaps:
     """Return kernel maps as they are; a plain dict of a user shares no rows."""
     return maps if isinstance(maps, KernelMaps) else KernelMaps()
 
@@ -76,9 +83,9 @@ class TensorCache:
     """
 
     def __init__(self):
-        self.cmaps: dict[tuple, tuple] = {}
-        self.kmaps: dict[tuple, object] = KernelMaps()
-        self.hashmaps: dict[tuple, object] = {}
+        self.cmaps: dict[Any, Any] = {}
+        self.kmaps: dict[Any, Any] = KernelMaps()
+        self.hashmaps: dict[Any, Any] = {}
 
 
 class TensorCacheMode(Enum):
@@ -278,8 +285,8 @@ class PointTensor:
         self,
         feats: torch.Tensor,
         coords: torch.Tensor,
-        idx_query: dict | None = None,
-        weights: dict | None = None,
+        idx_query: dict[Any, Any] | None = None,
+        weights: dict[Any, Any] | None = None,
     ):
         self.F, self.C = feats, coords
         self.idx_query = {} if idx_query is None else idx_query

@@ -7,6 +7,8 @@ the stride. Kernels are centred.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import torch
 
@@ -52,8 +54,8 @@ class SparseTensor(Sparse):
     ):
         self.feats, self.coords = feats, coords
         self.stride = make_ntuple(stride, 3)
-        self.cmaps: dict[tuple, torch.Tensor] = {}
-        self.kmaps: dict[tuple, object] = KernelMaps()
+        self.cmaps: dict[Any, torch.Tensor] = {}
+        self.kmaps: dict[Any, Any] = KernelMaps()
 
     def _like(self, feats: torch.Tensor) -> SparseTensor:
         made = SparseTensor(feats, self.coords, self.stride)

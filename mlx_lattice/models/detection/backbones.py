@@ -34,6 +34,7 @@ from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ...coordinates import CoordinateManager
 from ...geometry.lattice import Rule, true_positions, unique_rows
 from ...geometry.points import batch_of, reduce_segments
+from ...kernel_spec import IntOrTuple
 from ...ops.channels import by_halves
 from ...prepare import prepare_scan
 from ...reductions import sum_over
@@ -98,7 +99,7 @@ class GridRecipe:
     max_points: int | None = 5
     max_voxels: int | None = 150_000
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, count in (("voxel_size", 3), ("point_range", 6)):
             value = getattr(self, name)
             if not isinstance(value, Iterable) or len(value := tuple(value)) != count:
@@ -350,7 +351,11 @@ def subm(in_channels: int, out_channels: int) -> nn.Sequential:
 
 
 def strided(
-    in_channels: int, out_channels: int, kernel_size=3, stride=2, padding=1
+    in_channels: int,
+    out_channels: int,
+    kernel_size: IntOrTuple = 3,
+    stride: IntOrTuple = 2,
+    padding: IntOrTuple = 1,
 ) -> nn.Sequential:
     """Return a strided convolution, its norm, a ReLU."""
     sizes = in_channels, out_channels, kernel_size, stride, padding
@@ -502,7 +507,7 @@ class UNetV2(VoxelBackBone8x):
                 padding = (0, 1, 1) if level == 4 else 1
                 conv = nn.ConvTranspose3d(c, below, 3, 2, padding, bias=False)
                 self[f"inv_conv{level}"] = conv_norm_relu(conv)
-        self.conv5 = nn.Sequential(subm(channels[0], channels[0]))
+        self.conv5: nn.Sequential = nn.Sequential(subm(channels[0], channels[0]))
 
     def stages(self, x: SparseTensor) -> dict[str, SparseTensor]:
         """Return the outputs of the encoder's stages, and ``up4`` to ``up1``."""
@@ -633,7 +638,7 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
             channels[3], out_channels, 3, padding=1, bias=False, support="reach"
         )
         self.conv_out = conv_norm_relu(conv)
-        self.shared_conv = nn.Sequential(
+        self.shared_conv: nn.Sequential = nn.Sequential(
             nn.SubmConv2d(out_channels, out_channels, 3),
             nn.BatchNorm(out_channels),
             nn.ReLU(),

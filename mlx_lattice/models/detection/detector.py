@@ -106,7 +106,7 @@ class Decoding:
     rectifier: tuple[float, ...] | None = None
     nms_score: PerClass | None = None
 
-    def __post_init__(self):
+    def __post_init__(self) -> None:
         for name, value in asdict(self).items():
             if isinstance(value, list | tuple):
                 object.__setattr__(self, name, tuple(value))
@@ -122,7 +122,7 @@ class Decoding:
             )
 
     @classmethod
-    def of(cls, values: Decoding | Mapping | None) -> Decoding:
+    def of(cls, values: Decoding | Mapping[str, Any] | None) -> Decoding:
         """Return a Decoding of a Decoding, of its arguments, or of None."""
         if isinstance(values, cls):
             return values
@@ -219,12 +219,12 @@ def selected(candidate: Candidates, decoding: Decoding, classes: int) -> Boxes:
     return Boxes(boxes[rows], scores[rows], labels[rows])
 
 
-def of_class(value, group: int | None):
+def of_class(value: Any, group: int | None) -> Any:
     """Return the value of a class, if each class has its own."""
     return value[group] if isinstance(value, tuple) else value
 
 
-def joined(parts: Sequence[tuple]) -> tuple:
+def joined(parts: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
     """Return the rows of several heads' boxes, one after another."""
     kind = type(parts[0])
     columns = zip(*parts, strict=True)
@@ -295,7 +295,9 @@ class Detector(Pretrained):
         """Return how voxels are made of points."""
         return self.grid
 
-    def cells(self, predictions: list[dict]) -> list[tuple[Branches, mx.array]]:
+    def cells(
+        self, predictions: list[dict[str, Any]]
+    ) -> list[tuple[Branches, mx.array]]:
         """Return the outputs of the heads by cell, for each batch element.
 
         Args:
@@ -306,7 +308,7 @@ class Detector(Pretrained):
         """
         raise NotImplementedError
 
-    def decode(self, predictions: list[dict]) -> list[list[Candidates]]:
+    def decode(self, predictions: list[dict[str, Any]]) -> list[list[Candidates]]:
         """Return boxes before suppression, of each head, for each batch element.
 
         Raises:
@@ -319,7 +321,7 @@ class Detector(Pretrained):
             for heads, cells in scans
         ]
 
-    def boxes(self, predictions: list[dict]) -> list[Boxes]:
+    def boxes(self, predictions: list[dict[str, Any]]) -> list[Boxes]:
         """Return the boxes of each batch element, from the result of a call."""
         places = [
             mx.array([self.classes.index(name) for name in head], dtype=mx.int32)
@@ -392,7 +394,7 @@ class CenterPoint(Detector):
 
     def __init__(
         self,
-        grid: GridRecipe | Mapping,
+        grid: GridRecipe | Mapping[str, Any],
         heads: Sequence[Sequence[str]],
         widths: Sequence[int] = RESIDUAL_WIDTHS,
         *,
@@ -411,7 +413,7 @@ class CenterPoint(Detector):
         last_pad: int = 0,
         use_bias: bool = True,
         classes: Sequence[str] = (),
-        decoding: Decoding | Mapping | None = None,
+        decoding: Decoding | Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._describe(grid, heads, classes, decoding, branches)
@@ -421,9 +423,9 @@ class CenterPoint(Detector):
         else:
             encoder = VoxelBackBone8x(channels, widths, last_pad)
         self.backbone_3d = encoder
-        self.to_bev = nn.ToBEV()
+        self.to_bev: nn.ToBEV = nn.ToBEV()
         deep = map_depth(self.grid.spatial_shape[0], last_pad)
-        self.backbone_2d = BaseBEVBackbone(
+        self.backbone_2d: BaseBEVBackbone = BaseBEVBackbone(
             encoder.out_channels * deep,
             layer_nums,
             layer_strides,
@@ -432,7 +434,7 @@ class CenterPoint(Detector):
             num_upsample_filters,
             conv_for_no_stride,
         )
-        self.dense_head = CenterHead(
+        self.dense_head: CenterHead = CenterHead(
             self.backbone_2d.out_channels,
             [len(head) for head in self.heads],
             shared_channels,
@@ -493,7 +495,7 @@ class VoxelNeXt(Detector):
 
     def __init__(
         self,
-        grid: GridRecipe | Mapping,
+        grid: GridRecipe | Mapping[str, Any],
         heads: Sequence[Sequence[str]],
         channels: Sequence[int] = CHANNELS,
         out_channels: int = 128,
@@ -505,14 +507,14 @@ class VoxelNeXt(Detector):
         head_kernel: int = 3,
         head_bias: bool = True,
         classes: Sequence[str] = (),
-        decoding: Decoding | Mapping | None = None,
+        decoding: Decoding | Mapping[str, Any] | None = None,
     ):
         super().__init__()
         self._describe(grid, heads, classes, decoding, branches)
-        self.backbone_3d = VoxelResBackBone8xVoxelNeXt(
+        self.backbone_3d: VoxelResBackBone8xVoxelNeXt = VoxelResBackBone8xVoxelNeXt(
             self.grid.channels, channels, out_channels, kernel_sizes, use_bias
         )
-        self.dense_head = VoxelNeXtHead(
+        self.dense_head: VoxelNeXtHead = VoxelNeXtHead(
             out_channels,
             [len(head) for head in self.heads],
             branches,
@@ -571,7 +573,7 @@ class Targets(NamedTuple):
 
 def detection_loss(
     net: Detector,
-    predictions: list[dict],
+    predictions: list[dict[str, Any]],
     boxes: Sequence[mx.array],
     labels: Sequence[mx.array],
     *,

@@ -168,7 +168,7 @@ class BaseBEVBackbone(mlx.nn.Module):
             step = round(stride if enlarged else 1 / stride)
             layers = conv_norm(channels, out, step, step, transposed=enlarged)
             self.deblocks.append(Dense(*layers))
-        self.out_channels = sum(num_upsample_filters or num_filters)
+        self.out_channels: int = sum(num_upsample_filters or num_filters)
         if len(upsample_strides) > levels:
             wide, step = self.out_channels, round(upsample_strides[-1])
             last = conv_norm(wide, wide, step, step, transposed=True)
@@ -239,7 +239,9 @@ class CenterHead(mlx.nn.Module):
     ):
         super().__init__()
         options = {"bias": bias, "eps": eps, "momentum": momentum}
-        self.shared_conv = Dense(*conv_norm(in_channels, shared_channels, **options))
+        self.shared_conv: Dense = Dense(
+            *conv_norm(in_channels, shared_channels, **options)
+        )
 
         def branch(channels: int, count: int) -> Dense:
             wide = shared_channels

@@ -95,7 +95,7 @@ class FlowEulerSampler:
 
     def sample(
         self,
-        model: Callable,
+        model: Callable[..., Any],
         noise: Latents,
         cond: Any = None,
         *,
@@ -136,7 +136,7 @@ class FlowEulerSampler:
 
     def steps(
         self,
-        model: Callable,
+        model: Callable[..., Any],
         noise: Latents,
         cond: Any = None,
         *,
@@ -160,7 +160,7 @@ class FlowEulerSampler:
             yield Step(x, x_0)
 
     def velocity(
-        self, model: Callable, x: Latents, t: float, cond: Any, **options: Any
+        self, model: Callable[..., Any], x: Latents, t: float, cond: Any, **options: Any
     ) -> Latents:
         """Return the velocity at time t, from 0 to 1."""
         sparse = isinstance(x, SparseTensor)
@@ -201,7 +201,7 @@ class FlowEulerCfgSampler(FlowEulerSampler):
 
     def velocity(
         self,
-        model: Callable,
+        model: Callable[..., Any],
         x: Latents,
         t: float,
         cond: Any,
@@ -259,7 +259,7 @@ class FlowEulerGuidanceIntervalSampler(FlowEulerCfgSampler):
 
     def velocity(
         self,
-        model: Callable,
+        model: Callable[..., Any],
         x: Latents,
         t: float,
         cond: Any,

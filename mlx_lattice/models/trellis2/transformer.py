@@ -207,7 +207,7 @@ def _dtype(name: Any) -> mx.Dtype:
     return getattr(mx, name)
 
 
-def trellis2(config: Mapping) -> tuple[str, dict]:
+def trellis2(config: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return our class and its arguments for a configuration of TRELLIS.2's."""
     name, arguments = config.get("name"), config.get("args")
     if (
@@ -254,13 +254,13 @@ def zero(module: nn.Module) -> nn.Module:
     return module.update(zeros)
 
 
-def cast_layers(blocks: Iterable, dtype: mx.Dtype) -> None:
+def cast_layers(blocks: Iterable[Any], dtype: mx.Dtype) -> None:
     """Cast convolutions and linear layers of (nested lists of) blocks, but no norms."""
     for layer in _layers(blocks):
         layer.set_dtype(dtype)
 
 
-def torso_dtype(blocks: Iterable, default: mx.Dtype) -> mx.Dtype:
+def torso_dtype(blocks: Iterable[Any], default: mx.Dtype) -> mx.Dtype:
     """Return the dtype of the features that blocks' layers take; of none, another."""
     return next(map(dtype_of, _layers(blocks)), default)
 
@@ -296,8 +296,8 @@ class ConvNeXtBlock(nn.Module):
     def __init__(self, channels: int, mlp_ratio: float = 4.0):
         super().__init__()
         hidden = int(channels * mlp_ratio)
-        self.norm = nn.LayerNorm(channels, eps=1e-6)
-        self.conv = nn.SubmConv3d(channels, channels, 3)
+        self.norm: nn.LayerNorm = nn.LayerNorm(channels, eps=1e-6)
+        self.conv: nn.SubmConv3d = nn.SubmConv3d(channels, channels, 3)
         last = zero(nn.Linear(hidden, channels))
         self.mlp = [nn.Linear(channels, hidden), mlx.nn.SiLU(), last]
 
@@ -340,13 +340,13 @@ class UpBlock(nn.Module):
                 "channels must be a multiple of 8 and out_channels a multiple of an "
                 f"eighth of them; got {channels} and {out_channels}"
             )
-        self.norm1 = nn.LayerNorm(channels, eps=1e-6)
-        self.norm2 = nn.LayerNorm(out_channels, eps=1e-6, affine=False)
-        self.conv1 = nn.SubmConv3d(channels, CELLS * out_channels, 3)
+        self.norm1: nn.LayerNorm = nn.LayerNorm(channels, eps=1e-6)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(out_channels, eps=1e-6, affine=False)
+        self.conv1: nn.SubmConv3d = nn.SubmConv3d(channels, CELLS * out_channels, 3)
         self.conv2 = zero(nn.SubmConv3d(out_channels, out_channels, 3))
         if pred_subdiv:
-            self.to_subdiv = nn.Linear(channels, CELLS)
-        self.repeats = out_channels // (channels // CELLS)
+            self.to_subdiv: nn.Linear = nn.Linear(channels, CELLS)
+        self.repeats: int = out_channels // (channels // CELLS)
 
     def __call__(
         self,
@@ -442,9 +442,9 @@ class DownBlock(nn.Module):
                 "out_channels must be a multiple of 8 and divide 8 times channels; "
                 f"got {channels} and {out_channels}"
             )
-        self.norm1 = nn.LayerNorm(channels, eps=1e-6)
-        self.norm2 = nn.LayerNorm(out_channels, eps=1e-6, affine=False)
-        self.conv1 = nn.SubmConv3d(channels, out_channels // CELLS, 3)
+        self.norm1: nn.LayerNorm = nn.LayerNorm(channels, eps=1e-6)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(out_channels, eps=1e-6, affine=False)
+        self.conv1: nn.SubmConv3d = nn.SubmConv3d(channels, out_channels // CELLS, 3)
         self.conv2 = zero(nn.SubmConv3d(out_channels, out_channels, 3))
         self.out_channels = out_channels
 
@@ -591,10 +591,10 @@ class FlowModel(Trellis2Net):
         self.resolution, self.pe_mode = resolution, pe_mode
         self.in_channels, self.out_channels = in_channels, out_channels
         self.cond_channels = cond_channels
-        self.t_embedder = TimestepEmbedder(model_channels)
+        self.t_embedder: TimestepEmbedder = TimestepEmbedder(model_channels)
         if share_mod:
             self.adaLN_modulation = modulation_layers(model_channels)
-        self.input_layer = nn.Linear(in_channels, model_channels)
+        self.input_layer: nn.Linear = nn.Linear(in_channels, model_channels)
         frequency, base = self._rotations(rope_freq)
         self.blocks = [
             nn.ModulatedTransformerBlock(
@@ -611,7 +611,7 @@ class FlowModel(Trellis2Net):
             )
             for _ in range(num_blocks)
         ]
-        self.out_layer = nn.Linear(model_channels, out_channels)
+        self.out_layer: nn.Linear = nn.Linear(model_channels, out_channels)
         if dtype != mx.float32:
             cast_layers(self.blocks, dtype)
 

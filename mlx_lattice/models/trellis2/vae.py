@@ -63,7 +63,9 @@ __all__ = [
 class GridConv3d(mlx.nn.Conv3d):
     """A convolution over a tensor of all cells of a grid."""
 
-    def __init__(self, in_channels: int, out_channels: int, size: int = 3, stride=1):
+    def __init__(
+        self, in_channels: int, out_channels: int, size: int = 3, stride: int = 1
+    ):
         super().__init__(in_channels, out_channels, size, stride)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
@@ -88,7 +90,7 @@ class ResBlock3d(nn.Module):
     def __init__(self, channels: int):
         super().__init__()
         self.norm1, self.norm2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
-        self.conv1 = GridConv3d(channels, channels)
+        self.conv1: GridConv3d = GridConv3d(channels, channels)
         self.conv2 = zero(GridConv3d(channels, channels))
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
@@ -102,7 +104,7 @@ class UpsampleBlock3d(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.conv = GridConv3d(in_channels, CELLS * out_channels)
+        self.conv: GridConv3d = GridConv3d(in_channels, CELLS * out_channels)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return (8N, out_channels) on the fine cells of each row, sorted."""
@@ -117,7 +119,7 @@ class DownsampleBlock3d(nn.Module):
 
     def __init__(self, in_channels: int, out_channels: int):
         super().__init__()
-        self.conv = GridConv3d(in_channels, out_channels, 2, 2)
+        self.conv: GridConv3d = GridConv3d(in_channels, out_channels, 2, 2)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the coarse cells, sorted."""
@@ -140,8 +142,10 @@ class StructureNet(Trellis2Net):
     ) -> None:
         """Make the layers; ``step`` changes the grid, the middle has ``middle``."""
         dtype_name(dtype)
-        self.input_layer = GridConv3d(in_channels, channels[0])
-        self.middle_block = [ResBlock3d(middle) for _ in range(num_res_blocks_middle)]
+        self.input_layer: GridConv3d = GridConv3d(in_channels, channels[0])
+        self.middle_block: list[ResBlock3d] = [
+            ResBlock3d(middle) for _ in range(num_res_blocks_middle)
+        ]
         self.blocks = []
         for at, width in enumerate(channels):
             self.blocks += [ResBlock3d(width) for _ in range(num_res_blocks)]
@@ -347,13 +351,13 @@ class SparseVAEDecoder(Trellis2Net):
         dtype: mx.Dtype = mx.float32,
     ):
         super().__init__()
-        self.voxel_margin = real(voxel_margin, "voxel_margin", 0)
+        self.voxel_margin: float = real(voxel_margin, "voxel_margin", 0)
         dtype_name(dtype)
         check_stages(model_channels, num_blocks)
-        self.from_latent = nn.Linear(latent_channels, model_channels[0])
+        self.from_latent: nn.Linear = nn.Linear(latent_channels, model_channels[0])
         step = partial(UpBlock, pred_subdiv=pred_subdiv)
         self.blocks = stages(model_channels, num_blocks, mlp_ratio, step)
-        self.output_layer = nn.Linear(model_channels[-1], out_channels)
+        self.output_layer: nn.Linear = nn.Linear(model_channels[-1], out_channels)
         self.pred_subdiv = pred_subdiv
         if dtype != mx.float32:
             self.cast_torso(dtype)
@@ -537,9 +541,9 @@ class SparseVAEEncoder(Trellis2Net):
         super().__init__()
         dtype_name(dtype)
         check_stages(model_channels, num_blocks)
-        self.input_layer = nn.Linear(in_channels, model_channels[0])
+        self.input_layer: nn.Linear = nn.Linear(in_channels, model_channels[0])
         self.blocks = stages(model_channels, num_blocks, mlp_ratio, DownBlock)
-        self.to_latent = nn.Linear(model_channels[-1], 2 * latent_channels)
+        self.to_latent: nn.Linear = nn.Linear(model_channels[-1], 2 * latent_channels)
         if dtype != mx.float32:
             cast_layers(self.blocks, dtype)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from math import prod
+from typing import Any
 
 import torch
 from torch import nn
@@ -104,17 +105,17 @@ class SparseConvolution(VoxelCount, SparseModule):
         expect(groups == 1, f"spconv has no groups; got groups={groups}")
         self.ndim, self.groups = ndim, groups
         self.in_channels, self.out_channels = in_channels, out_channels
-        self.kernel_size = expand_nd(ndim, kernel_size)
+        self.kernel_size: list[int] = expand_nd(ndim, kernel_size)
         self.stride, self.padding = expand_nd(ndim, stride), expand_nd(ndim, padding)
-        self.dilation = expand_nd(ndim, dilation)
-        self.output_padding = expand_nd(ndim, output_padding)
+        self.dilation: list[int] = expand_nd(ndim, dilation)
+        self.output_padding: list[int] = expand_nd(ndim, output_padding)
         self.subm, self.transposed, self.inverse = subm, transposed, inverse
         self.indice_key, self.algo = indice_key, algo
         self.fp32_accum = fp32_accum
         self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
         self.conv1x1 = prod(self.kernel_size) == 1
         if not subm:
-            self.conv1x1 = self.conv1x1 and prod(self.stride) == 1
+            self.conv1x1: bool = self.conv1x1 and prod(self.stride) == 1
             expect(
                 not self.conv1x1 or self.padding == [0] * ndim,
                 "a convolution of kernel 1 and stride 1 takes no padding; got "
@@ -122,7 +123,7 @@ class SparseConvolution(VoxelCount, SparseModule):
             )
         self._expect_provided()
         self.register_count(record_voxel_count and not subm and not inverse)
-        self.weight_shape = self._weight_shape()
+        self.weight_shape: list[int] = self._weight_shape()
         options = {"device": device, "dtype": dtype}
         self.weight = nn.Parameter(torch.zeros(*self.weight_shape, **options))
         if bias:
@@ -425,7 +426,9 @@ class _Inverse(SparseConvolution):
         super().__init__(self.dims, *sizes, algo=algo, name=name, **options)
 
 
-def numbered(module: str, kinds: Mapping[str, tuple[type, ...]]) -> dict[str, type]:
+def numbered(
+    module: str, kinds: Mapping[str, tuple[type[Any], ...]]
+) -> dict[str, type[Any]]:
     """Return classes of each kind, 1d to 4d: of its bases, with axes as ``dims``."""
     made = {}
     for name, bases in kinds.items():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -33,7 +33,7 @@ class Repeats:
         self.first, self.inverse = first, inverse
         self._spread: dict[int, tuple[Relation, Relation]] = {}
 
-    def spread(self, relation: Relation, build: Callable) -> Relation:
+    def spread(self, relation: Relation, build: Callable[..., Any]) -> Relation:
         """Return the relation of all rows that ``build`` makes, built once."""
         if id(relation) not in self._spread:
             self._spread[id(relation)] = relation, build(relation, self)
@@ -200,7 +200,7 @@ class SparseConvTensor:
         batch_size: int,
         grid: torch.Tensor | None = None,
         voxel_num: torch.Tensor | None = None,
-        indice_dict: dict | None = None,
+        indice_dict: dict[str, Any] | None = None,
         benchmark: bool = False,
         permanent_thrust_allocator: bool = False,
         enable_timer: bool = False,
@@ -221,7 +221,7 @@ class SparseConvTensor:
         expect(batch_size > 0, f"batch_size must be positive; got {batch_size}")
         self._features = features
         self.indices = indices
-        self.spatial_shape = [int(extent) for extent in spatial_shape]
+        self.spatial_shape: list[int] = [int(extent) for extent in spatial_shape]
         self.batch_size = batch_size
         self.indice_dict = {} if indice_dict is None else indice_dict
         self.grid = torch.Tensor() if grid is None else grid

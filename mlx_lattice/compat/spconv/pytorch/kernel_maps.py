@@ -9,6 +9,7 @@ features of equal rows, and its inverse gives all of them the same value.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import mlx.core as mx
 import torch
@@ -71,7 +72,7 @@ def submanifold(
 
 
 def strided_rows(
-    x: SparseConvTensor, shape: list[int], transposed: bool, kernel: tuple
+    x: SparseConvTensor, shape: list[int], transposed: bool, kernel: tuple[Any, ...]
 ) -> tuple[Relation, Lattice, torch.Tensor]:
     """Return a relation of the different rows, their lattice, and the output's rows.
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict
+from typing import Any
 
 import torch
 from torch import nn
@@ -94,7 +95,7 @@ class SparseSequential(SparseModule):
         **kwargs: more modules, by name.
     """
 
-    def __init__(self, *args: nn.Module | OrderedDict, **kwargs: nn.Module):
+    def __init__(self, *args: nn.Module | OrderedDict[str, Any], **kwargs: nn.Module):
         super().__init__()
         if len(args) == 1 and isinstance(args[0], OrderedDict):
             for name, module in args[0].items():
@@ -215,7 +216,7 @@ class AddTableMisaligned(_Table):
 class ConcatTable(SparseModule):
     """Calls several modules with one input, and returns a list."""
 
-    def forward(self, input) -> list:
+    def forward(self, input) -> list[Any]:
         """Return the result of each module."""
         return [module(input) for module in self._modules.values()]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any
 
 from ..core import AlgoHint as AlgoHint
 from ..core import ConvAlgo as ConvAlgo
@@ -38,7 +39,7 @@ def get_deconv_output_size(
     return [(n - 1) * s - 2 * p + k + more for n, k, s, p, more in sizes]
 
 
-def absent(name: str, instead: str) -> Callable:
+def absent(name: str, instead: str) -> Callable[..., Any]:
     """Return a function that raises, for a name that is not provided."""
 
     def function(*_: object, **__: object):

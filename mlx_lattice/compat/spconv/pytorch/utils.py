@@ -33,7 +33,7 @@ class PointToVoxel:
         device: torch.device = torch.device("cpu:0"),  # noqa: B008 (spconv's own)
     ):
         self._grid = Grid(vsize_xyz, coors_range_xyz)
-        self.ndim = self._grid.dims
+        self.ndim: int = self._grid.dims
         self.vsize = self._grid.size[::-1].tolist()
         self.grid_size = self._grid.shape[::-1].tolist()
         self.device = torch.device(device)
