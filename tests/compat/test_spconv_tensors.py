@@ -512,3 +512,18 @@ def test_old_nets_use_the_names_at_the_top():
     assert set(x.indice_dict) == {"s", "d"}
     one = package.SubMConv3d(5, 3, 1, bias=False, use_hash=True)
     close(one(x).features, features @ one.weight.view(5, 3))
+
+
+def test_an_old_layer_computes_with_the_offsets_of_its_key():
+    features, indices = scene(EXTENTS)
+    flat = package.SubMConv3d(5, 6, (1, 3, 3), indice_key="s", bias=False)
+    wide = package.SubMConv3d(5, 6, 3, indice_key="s", bias=False)
+    wide.weight.data.copy_(torch.randn_like(wide.weight))
+    x = package.SparseConvTensor(features, indices, EXTENTS, 2)
+    flat(x)  # stores its 9 offsets: the other layer reads the first 9 of its 27 slices
+    y = wide(x).features
+    y.square().sum().backward()
+    flat.weight.data.copy_(wide.weight[:1])
+    fresh = package.SparseConvTensor(features, indices, EXTENTS, 2)
+    close(y, flat(fresh).features)
+    assert wide.weight.grad[:1].any() and not wide.weight.grad[1:].any()

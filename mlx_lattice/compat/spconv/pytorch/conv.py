@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from ....checks import AXES
+from ....relation import Relation
 from ... import bridge
 from .. import constants
 from ..core import ConvAlgo
@@ -164,7 +165,7 @@ class SparseConvolution(VoxelCount, SparseModule):
     def _weight_shape(self) -> list[int]:
         return [self.out_channels, *self.kernel_size, self.in_channels]
 
-    def _contraction_weight(self) -> torch.Tensor:
+    def _contraction_weight(self, relation: Relation) -> torch.Tensor:
         """Return the weight as ``bridge.convolve`` takes it."""
         return self.weight.unsqueeze(1) if self.ndim == 1 else self.weight
 
@@ -260,9 +261,8 @@ class SparseConvolution(VoxelCount, SparseModule):
         if self.inverse:
             relation = relation.T
             rows, shape = data.indices, data.spatial_shape
-        features = bridge.convolve(
-            x.features, self._contraction_weight(), self.bias, relation, layer=self
-        )
+        weight = self._contraction_weight(relation)
+        features = bridge.convolve(x.features, weight, self.bias, relation, layer=self)
         if not self.subm and not self.inverse:
             self.record_count(len(rows))
         made._features, made.indices = features, rows

@@ -1,7 +1,8 @@
 """The names of spconv 1.x at the top of the package: nets that ``import spconv``.
 
 They differ from spconv 2 in three ways. Weights are (k..., in, out), features can be
-assigned, and layers share one dictionary of relations.
+assigned, and layers share one dictionary of relations: a submanifold layer takes the
+relation of its key, whatever its own kernel.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import math
 import torch
 from torch import nn
 
+from ....relation import Relation
 from . import conv, pool
 from .core import SparseConvTensor as _SparseConvTensor
 
@@ -41,8 +43,11 @@ class SparseConvolution(conv.SparseConvolution):
     def _weight_shape(self) -> list[int]:
         return [*self.kernel_size, self.in_channels, self.out_channels]
 
-    def _contraction_weight(self) -> torch.Tensor:
-        return self.weight.reshape(-1, self.in_channels, self.out_channels)
+    def _contraction_weight(self, relation: Relation) -> torch.Tensor:
+        # A key's offsets are multiplied with as many slices of the weight, the first,
+        # also when the layer's kernel is larger: Cylinder3D was trained so.
+        weight = self.weight.reshape(-1, self.in_channels, self.out_channels)
+        return weight[: relation.volume]
 
     def _load_weight_different_layout(self, *_: object) -> None:
         """Take weights as they are."""
