@@ -34,6 +34,8 @@ def find_folder(path_or_repo: str | Path, revision: str | None = None) -> Path:
     path = Path(path_or_repo).expanduser()
     if os.path.isdir(path):  # False for a path that is too long; pathlib raises
         return path
+    if os.path.isfile(path):
+        raise NotADirectoryError(f"{path} is a file; name the folder that holds it")
     name = str(path_or_repo)
     if not _REPOSITORY.fullmatch(name):
         raise FileNotFoundError(

@@ -126,13 +126,13 @@ class VoxelRecipe:
     colour_range: tuple[float, float] = (0.0, 1.0)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "features", tuple(self.features))
+        object.__setattr__(self, "features", names_of(self.features, "features"))
         object.__setattr__(self, "voxel_size", real(self.voxel_size, "voxel_size"))
         if self.voxel_size <= 0:
             raise ValueError(f"voxel_size must be positive; got {self.voxel_size}")
         if not self.features or not set(self.features) <= set(FEATURES):
             raise ValueError(
-                f"features must be of {', '.join(FEATURES)}; got {self.features}"
+                f"features must be names of {', '.join(FEATURES)}; got {self.features}"
             )
         one_of(self.reduce, REDUCTIONS, "reduce")
         one_of(self.rounding, ROUNDINGS, "rounding")
@@ -232,6 +232,13 @@ class VoxelRecipe:
             colours = array_of(attributes[name], name)
             value = value / white_of(colours) * (white - black) + black
         return value
+
+
+def names_of(names: Sequence[str], what: str) -> tuple[str, ...]:
+    """Return names as a tuple; raise a TypeError for one string."""
+    if isinstance(names, str):
+        raise TypeError(f'{what} must be a tuple of names, ("{names}",); got a string')
+    return tuple(names)
 
 
 def _middle(points: mx.array) -> mx.array:
@@ -352,6 +359,7 @@ class About:
         version: which code, and which version of it, trained the weights.
 
     Raises:
+        TypeError: ``voxels`` is not a recipe, or ``classes`` are a string.
         ValueError: the number of colours is neither 0 nor that of the classes, or a
             colour is not three integers from 0 to 255.
 
@@ -370,7 +378,11 @@ class About:
     version: str = ""
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "classes", tuple(self.classes))
+        if not isinstance(self.voxels, VoxelRecipe | None):
+            raise TypeError(
+                f"voxels must be a VoxelRecipe; got {type(self.voxels).__name__}"
+            )
+        object.__setattr__(self, "classes", names_of(self.classes, "classes"))
         colours = getattr(self.colours, "tolist", lambda: self.colours)()
         object.__setattr__(self, "colours", tuple(map(tuple, colours)))
         if self.colours and len(self.colours) != len(self.classes):
@@ -484,6 +496,11 @@ class Pretrained(mlx.nn.Module):
         if not isinstance(about, About):
             raise TypeError(f"about must be an About; got {type(about).__name__}")
         object.__setattr__(self, "_about", about)
+
+    @about.deleter
+    def about(self) -> None:
+        """Refuse a list or a dict, before whose assignment MLX deletes a property."""
+        raise TypeError("about must be an About, as models.About(recipe, classes)")
 
     def save_pretrained(self, folder: str | Path) -> None:
         """Write ``config.json``, ``model.safetensors`` and a card, ``README.md``.

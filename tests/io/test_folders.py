@@ -104,6 +104,14 @@ def test_nets_of_others(tmp_path):
         MyNet(4, extra={1}).save_pretrained(tmp_path / "other")
     with pytest.raises(TypeError, match="about must be an About; got str"):
         net.about = "a net"
+    with pytest.raises(TypeError, match=r"about must be an About, as models.About\("):
+        net.about = {"classes": ("a", "b")}
+    with pytest.raises(TypeError, match="voxels must be a VoxelRecipe; got float"):
+        models.About(0.1)
+    with pytest.raises(TypeError, match=r'classes must be .*\("wall",\); got a string'):
+        models.About(classes="wall")
+    with pytest.raises(TypeError, match=r'features must be .*\("ones",\); got a str'):
+        models.VoxelRecipe(0.1, "ones")
 
 
 class Options(MyNet):
@@ -223,6 +231,8 @@ def test_weights_that_do_not_fit(folder):
 
 
 def test_folders_that_are_none(folder, tmp_path):
+    with pytest.raises(NotADirectoryError, match="is a file; name the folder that"):
+        models.from_pretrained(folder / "model.safetensors")
     with pytest.raises(FileNotFoundError, match="there is no folder .*a/b/c; expected"):
         models.from_pretrained(str(tmp_path / "a/b/c"))
     (tmp_path / "empty").mkdir()
