@@ -33,8 +33,25 @@ PUBLIC = (
     "routes", "compat",
 )  # fmt: skip
 
-# Methods of a base class that is not public.
-INHERITED = {"CoordinateManager": ("cells", "finer", "insert", "key_of", "sets")}
+# What users call of classes that have more methods for this package than for them.
+MEMBERS = {
+    "CoordinateManager": (
+        "insert", "key_of", "sets", "relations", "kernel_relation",
+        "target_kernel_relation", "submanifold_kernel_relation",
+        "transposed_kernel_relation", "generative_relation", "relation",
+    ),
+    "KernelSpec": (
+        "of", "dims", "volume", "offsets", "is_pointwise", "output_shape",
+        "transposed_output_shape",
+    ),
+    "Problem": ("forward", "input_grad", "weight_grad", "of"),
+    "Relation": (
+        "from_edges", "n_in", "n_out", "volume", "keys", "T", "out_in", "in_out",
+        "edges", "counts", "n_edges", "output_csr", "input_csr", "kernel_csr",
+        "sorted", "coverage",
+    ),
+    "Route": ("on",),
+}  # fmt: skip
 
 
 def first_line(text: str | None) -> str:
@@ -281,8 +298,9 @@ def mkdocstrings_lines(path: str, names: list[str]) -> Iterator[str]:
     yield "    options:"
     yield f'      heading: "{", ".join(names)}"'
     yield f'      toc_label: "{label_of(names).replace("`", "")}"'
-    if inherited := INHERITED.get(path.rpartition(".")[2]):
-        yield f"      inherited_members: [{', '.join(inherited)}]"
+    if members := MEMBERS.get(path.rpartition(".")[2]):
+        yield f"      members: [{', '.join(members)}]"
+        yield f"      inherited_members: [{', '.join(members)}]"
 
 
 def made_lines(thing: object, name: str, text: str) -> Iterator[str]:
