@@ -86,6 +86,7 @@ def segment_points(
             one and after each.
 
     Raises:
+        TypeError: ``net`` is not a ``Segmentor``.
         ValueError: there are no points, a value is not finite, ``tile`` is not larger
             than ``overlap``, scores are NaN, or as for ``VoxelRecipe``.
 
@@ -97,6 +98,11 @@ def segment_points(
         >>> found.labels.shape, found.tiles
         ((50,), 4)
     """
+    if not isinstance(net, Segmentor):
+        raise TypeError(
+            f"net must be a models.Segmentor; got {type(net).__name__}. Subclass "
+            "models.Segmentor in place of nn.Module, and set the net's about"
+        )
     recipe = net.recipe()
     points, values = _arrays(points, attributes or {}, recipe.features)
     if vertical not in (0, 1, 2):

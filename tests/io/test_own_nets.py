@@ -211,6 +211,11 @@ class Rows(models.Segmentor):
         return self.result(x)
 
 
+def test_a_net_that_is_no_segmentor():
+    with pytest.raises(TypeError, match="must be a models.Segmentor; got SubmConv3d"):
+        models.segment_points(nn.SubmConv3d(1, 2, 3), np.zeros((3, 3)))
+
+
 def test_what_a_net_returns():
     net = Rows()
     points = mx.array(np.random.default_rng(0).uniform(0, 4, (50, 3)))
