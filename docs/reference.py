@@ -252,8 +252,10 @@ def comment_of(name: str) -> str:
     """Return the comment above the assignment of a public constant."""
     part, _, name = name.rpartition(".")
     root = Path(mlx_lattice.__file__).parent
-    for path in sorted(root.joinpath(*part.split(".")).rglob("*.py")):
-        if found := re.search(rf"((?:^# .*\n)+)^{name}\b.*=", path.read_text(), re.M):
+    pattern = re.compile(rf"((?:^# .*\n)+)^(?:[\w, ]+= )?{name}\b.*=", re.M)
+    nearest = root.joinpath(*part.split(".")).rglob("*.py")
+    for path in (*sorted(nearest), *sorted(root.glob("*.py"))):
+        if found := pattern.search(path.read_text()):
             return " ".join(line.lstrip("# ") for line in found[1].splitlines())
     return ""
 

@@ -80,7 +80,7 @@ def compile(  # noqa: A001 - as mx.compile
 
 
 class Compiled:
-    """What ``compile`` returns."""
+    """Run a function as cached compiled graphs; made by ``compile``."""
 
     def __init__(
         self, function: Callable[..., Any], inputs: object, outputs: object, keep: int

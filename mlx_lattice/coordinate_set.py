@@ -32,7 +32,7 @@ Stride = tuple[int | Fraction, ...]
 
 @dataclass(frozen=True, eq=False)
 class CoordinateKey:
-    """Names one coordinate set of a manager, and equals itself alone.
+    """Name one coordinate set of a manager; equal only to itself.
 
     A tensor has the key of its rows. A manager frees a set when its key is dropped.
     """

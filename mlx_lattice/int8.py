@@ -33,7 +33,7 @@ TINY = 1e-38
 
 
 class IntegerTensor(SparseTensor):
-    """Int8 features on active cells; their float values are ``values * scale``.
+    """Hold int8 features on active cells, with float values ``values * scale``.
 
     Integer layers take and return integer tensors. ``rounded`` rounds a float tensor,
     ``dequantized()`` returns a float tensor.

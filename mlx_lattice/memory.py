@@ -89,7 +89,7 @@ def format_bytes(size: float, *, up: bool = False) -> str:
 
 
 class MemoryLimitError(MemoryError):
-    """A pass does not fit below its limit.
+    """Raised if a pass does not fit below its memory limit.
 
     Attributes:
         least: the least limit in bytes that would do for the layer that failed.

@@ -50,7 +50,7 @@ Report = Callable[[str], None]
 
 @dataclass(frozen=True)
 class Surface:
-    """Triangles.
+    """Hold the triangles of a surface.
 
     Attributes:
         vertices: (V, 3) float64.
@@ -283,7 +283,7 @@ Materials = Callable[[np.ndarray], np.ndarray]
 
 @dataclass(frozen=True)
 class Texture:
-    """Materials of a surface, as images over an atlas.
+    """Hold the materials of a surface, as images over an atlas.
 
     Attributes:
         vertices: (U,) the surface's vertex at each corner of the atlas: seams cut
@@ -374,7 +374,7 @@ def asset_of(
 
 
 def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
-    """Cut an atlas and fill its texels with the materials of their places.
+    """Cut an atlas and fill its texels with the materials at their places.
 
     Args:
         surface: with at least one triangle.

@@ -111,7 +111,7 @@ class _Batched:
 
 
 class SGD(_Batched, mlx.optimizers.SGD):
-    """Stochastic gradient descent, as ``mlx.optimizers.SGD``, in few launches.
+    """Update parameters as ``mlx.optimizers.SGD`` does, in few launches.
 
     Args:
         learning_rate (float or callable): The learning rate, or a schedule.
@@ -142,7 +142,7 @@ class SGD(_Batched, mlx.optimizers.SGD):
 
 
 class Adam(_Batched, mlx.optimizers.Adam):
-    """Adam, as ``mlx.optimizers.Adam``, in few launches.
+    """Update parameters as ``mlx.optimizers.Adam`` does, in few launches.
 
     Args:
         learning_rate (float or callable): The learning rate, or a schedule.
@@ -193,7 +193,7 @@ class Adam(_Batched, mlx.optimizers.Adam):
 
 
 class AdamW(Adam, mlx.optimizers.AdamW):
-    """AdamW, as ``mlx.optimizers.AdamW``, in few launches.
+    """Update parameters as ``mlx.optimizers.AdamW`` does, in few launches.
 
     Arguments are those of ``Adam``, and ``weight_decay`` (float). Default: ``0.01``.
 

@@ -36,7 +36,7 @@ _standing_in = RLock()
 
 @dataclass(frozen=True)
 class Preparation:
-    """What ``prepare`` built. Prints as a table.
+    """Report what ``prepare`` built. Prints as a table.
 
     Attributes:
         levels: (stride, rows) of each coordinate set.

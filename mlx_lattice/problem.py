@@ -24,6 +24,7 @@ if TYPE_CHECKING:  # they are imported after these records
     from .quantized import QuantizedWeight
     from .relation import Relation
 
+# The passes of a contraction.
 FORWARD, INPUT_GRAD, WEIGHT_GRAD = PASSES = ("forward", "input_grad", "weight_grad")
 KINDS = ("forward", "target", "submanifold", "transposed", "generative", "general")
 # How a float weight is stored: (K, C_in, C_out), or MLX's own (C_out, K, C_in).

@@ -93,7 +93,7 @@ class PackedWeight:
 
 @dataclass(frozen=True, eq=False)
 class QuantizedWeight(PackedWeight):
-    """A packed weight, made by ``quantize_weight``; every convolution takes it.
+    """Hold a packed weight for any convolution; made by ``quantize_weight``.
 
     Compiled kernels read the arrays in this one layout.
 
@@ -154,7 +154,7 @@ class QuantizedWeight(PackedWeight):
 
 @dataclass(frozen=True, eq=False)
 class IntegerWeight(PackedWeight):
-    """A weight for int8 features, made by ``integer_weight``.
+    """Hold a weight for int8 features; made by ``integer_weight``.
 
     Attributes:
         values: int8 weights: (K, C_out, padded channels) int8 in -127 ... 127, zeros
@@ -248,7 +248,7 @@ def quantize_weight(
 
 
 def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.array:
-    """Return the float weight of a packed one, in the layout that was packed.
+    """Return the float weight of a packed weight, in its original layout.
 
     The dtype is by default that of the scales; float32 is exact.
 

@@ -99,7 +99,7 @@ VARIABLE = "MLX_LATTICE_PRECISION"
 
 @contextmanager
 def precision(name: str) -> Iterator[None]:
-    """Say in what float32 convolutions inside the block may multiply.
+    """Set the precision in which float32 convolutions inside the block multiply.
 
     With "tf32", CUDA's matrix tiles multiply 11 bits of features, weights and
     gradients, for a fraction of the time; sums are float32. The error is 5e-4 to 8e-4

@@ -19,8 +19,8 @@ from types import ModuleType
 
 __all__ = ["LIBRARIES", "install", "uninstall"]
 
-# By what ``install`` is called with: the names that it registers, and the modules of
-# this package that they stand for.
+# By the name that ``install`` takes: the module names that it registers, and the
+# modules of this package that they stand for.
 LIBRARIES: dict[str, dict[str, str]] = {
     "spconv": {
         "spconv": "spconv",
@@ -100,7 +100,7 @@ def install(*libraries: str, replace: bool = False) -> None:
 
 
 def uninstall(*libraries: str) -> None:
-    """Remove what ``install`` registered; modules of other packages stay."""
+    """Remove the modules that ``install`` registered; those of other packages stay."""
     for library in libraries:
         _expect_known(library)
         for name in LIBRARIES[library]:

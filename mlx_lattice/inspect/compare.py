@@ -47,7 +47,7 @@ def _speedups(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Traces beside each other. Prints as a table.
+    """Show traces beside each other. Prints as a table.
 
     Attributes:
         traces: the traces, in the order of the letters A, B, ... in table and page.

@@ -56,7 +56,7 @@ from .explain import cost
 
 @dataclass(frozen=True)
 class BackendInfo:
-    """The state of the library on this machine. Prints as a list."""
+    """Describe this machine and the settings that apply. Prints as a list."""
 
     version: str
     mlx: str

@@ -45,7 +45,7 @@ ROUNDED_UP = 999.5
 
 @dataclass(frozen=True)
 class Cost:
-    """Counts of one contraction, and the least time that a device needs for them.
+    """Count the work of one contraction, and the least time that a device needs.
 
     Fields that depend on the number of edges are None until the edges are counted.
     """
@@ -205,7 +205,7 @@ FUNCTIONS = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """Why one contraction takes its route. Prints as a table."""
+    """Say why one contraction takes its route. Prints as a table."""
 
     problem: Problem
     choice: Choice  # what the call executes
@@ -390,7 +390,7 @@ class AttentionForm:
 
 @dataclass(frozen=True)
 class AttentionExplanation:
-    """How the attention of a layer is computed on a device. Prints as lines.
+    """Show how a device computes the attention of a layer. Prints as lines.
 
     ``attended`` are the calls of attention, in order; for each, ``forms`` has the forms
     of MLX's attention in it, none if another kernel computes it.
@@ -481,7 +481,7 @@ class LayerNames:
 
 
 class VerificationError(ArithmeticError):
-    """A route's result differs from that of an independent one.
+    """Raised if a route's result differs from that of an independent route.
 
     ``error`` is relative to the norm of the output; it is largest in ``row``.
     """

@@ -177,7 +177,7 @@ def _restored(cls: type[_Facts], row: dict, **others) -> _Facts:
 
 
 class Trace:
-    """What ran in a ``with ml.trace()`` block. Prints as a table, and pickles.
+    """Hold what ran in a ``with ml.trace()`` block. Prints as a table, and pickles.
 
     Attributes:
         records: one for each contraction, in the order of launches.

@@ -76,9 +76,10 @@ _MINKOWSKI = ("bn", "linear", "module")
 _TORCHSPARSE = Layout("KIO", "KIO", "odd", "kernel", unit=True)
 _PADDLE = (("_mean", "running_mean"), ("_variance", "running_var"))
 
-# As measured with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0 and 2.1, ocnn 2.3,
-# SparseConvNet and Paddle 3.3; older spconv's and FlexGEMM's, which TRELLIS.2 saves, as
-# published. The last is what `mlx-lattice convert` writes.
+# The layouts of weights by library, as ``import_checkpoint`` takes its name. Measured
+# with spconv 2.3, MinkowskiEngine 0.5, torchsparse 2.0 and 2.1, ocnn 2.3, SparseConvNet
+# and Paddle 3.3; as published for older spconv and FlexGEMM. The last is the layout
+# that ``mlx-lattice convert`` writes.
 LIBRARIES = {
     "spconv": Layout("OkI", "OkI", unit_flat=True),
     "spconv1": Layout("kIO", "kIO"),
@@ -218,7 +219,7 @@ DENSE_TRANSPOSED = (
 
 @dataclass(frozen=True)
 class ImportReport:
-    """The match of a checkpoint's tensors with a model's parameters.
+    """Report how a checkpoint's tensors match a model's parameters.
 
     Attributes:
         matched: (source name, its shape, parameter, its shape).
@@ -260,7 +261,7 @@ class ImportReport:
 
 
 def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
-    """Read the arrays of a checkpoint; no code in it is executed.
+    """Read the arrays of a checkpoint, without running code in it.
 
     Args:
         path: ``.safetensors``, or a file of ``torch.save`` (``.pt``, ``.pth``,

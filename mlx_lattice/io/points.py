@@ -55,7 +55,7 @@ _FAR = 16384.0
 
 @dataclass(frozen=True)
 class PointCloud:
-    """Points and their attributes.
+    """Hold points and their attributes.
 
     Attributes:
         points: (N, 3) float32, all finite, in the order of the file.
@@ -93,7 +93,7 @@ def read_points(
     *,
     attributes: Collection[str] | None = None,
 ) -> PointCloud:
-    """Read a point cloud; the suffix of the file says the format.
+    """Read a point cloud in the format of the file's suffix.
 
     ``.ply`` and ``.pcd`` (ASCII, binary or compressed), ``.las`` and ``.laz``, ``.npy``
     and ``.npz`` (an array of at least three columns, a structured array with x, y, z,

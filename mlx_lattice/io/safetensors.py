@@ -35,7 +35,7 @@ class FileError(ValueError):
 
 
 class PointFileError(FileError):
-    """A point-cloud file that contradicts its format or its header."""
+    """Raised if a point-cloud file contradicts its format or its header."""
 
     def __init__(self, message: str):
         longest = 1000  # names in a file may have any length
@@ -52,7 +52,7 @@ def short(path: Path, promised: object, found: object) -> PointFileError:
 
 
 class CheckpointError(FileError):
-    """A checkpoint that is broken, refused, or not of the library that was named."""
+    """Raised if a checkpoint is broken, refused, or of another library."""
 
 
 def shown(name: str) -> str:

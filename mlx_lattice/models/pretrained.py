@@ -90,7 +90,7 @@ class Voxels(NamedTuple):
 
 @dataclass(frozen=True)
 class VoxelRecipe:
-    """Make voxels from the points of a scan, as a net was trained on them.
+    """Make voxels from the points of a scan, as for a net's training.
 
     Attributes:
         voxel_size: edge of a voxel, in the unit of the points.
@@ -437,7 +437,7 @@ _OF_ARGUMENTS = TypeError, ValueError, ArithmeticError, LookupError, AttributeEr
 
 
 class Pretrained(mlx.nn.Module):
-    """A net that can be saved to a folder with its constructor's arguments.
+    """Save and load a net with its constructor's arguments: the base of all nets.
 
     You can subclass it. The arguments of your constructor must be numbers, strings,
     booleans, dtypes, None, or lists, tuples, dicts and dataclasses of these.
@@ -581,7 +581,7 @@ def from_pretrained(
     code: str | Path | None = None,
     kind: type[Net] = Pretrained,
 ) -> Net:
-    """Return the net of a folder, of the class that its config names.
+    """Return the net saved in a folder, of the class that its config names.
 
     A class of your own is found if its module is imported, or if ``code`` names its
     file. No other code runs: a folder holds data only.
@@ -761,7 +761,7 @@ def _read(value: Any) -> Any:
 
 
 class Segmentor(Pretrained):
-    """A net that scores the classes of each voxel: the base of a net of your own.
+    """Score the classes of each voxel: the base of a segmentation net of your own.
 
     Your ``__call__`` takes a ``SparseTensor`` and returns one with the same rows, whose
     features are (N, num_classes) scores. ``about`` says how points become voxels, and

@@ -26,7 +26,7 @@ __all__ = ["Evaluation", "Segmented", "confusion_matrix", "segment_points"]
 
 
 class Segmented(NamedTuple):
-    """The class of each point, in the order of the points.
+    """Hold the class of each point, in the order of the points.
 
     Examples:
         >>> net = models.SpUNet(1, 2, 8, (8, 8), layers=(1, 1)).eval()

@@ -316,7 +316,7 @@ class MinkUNet101(_Planned):
 
 
 class MinkUNetTorchSparse(MinkUNet):
-    """Score rows with ``MinkUNet`` in the form of SPVNAS, for torchsparse.
+    """Score rows with torchsparse's form of ``MinkUNet``, as in SPVNAS.
 
     A stem of two 3x3x3 convolutions and two blocks a stage; ``width`` is what its
     configurations call ``cr``.

@@ -111,7 +111,7 @@ class LayerError:
 
 @dataclass(frozen=True)
 class Calibration:
-    """Errors of every layer that was packed. Prints as a table.
+    """Report the error of every layer that ``calibrate`` packed. Prints as a table.
 
     Attributes:
         bits, group_size: how weights were packed.

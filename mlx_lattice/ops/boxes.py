@@ -45,7 +45,7 @@ def box_corners(boxes: mx.array) -> mx.array:
 
 
 def rotated_overlap(a: mx.array, b: mx.array) -> mx.array:
-    """Return the (N, M) areas that boxes have in common from above, in float32.
+    """Return the (N, M) areas shared by pairs of boxes from above, in float32.
 
     Each box of ``a`` is put in the frame of a box of ``b``, whose sides are then
     ``|x| <= dx / 2``, ``|y| <= dy / 2``. The area is the integral over x of the

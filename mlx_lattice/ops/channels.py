@@ -44,7 +44,7 @@ SELU_ALPHA, SELU_SCALE = 1.67326, 1.0507
 def on_features(
     function: Callable[..., mx.array], x: Features, *args: Any, **kwargs: Any
 ) -> Features:
-    """Apply a function of (N, C) features, which keeps N, to a tensor or an array.
+    """Apply a function that keeps the rows to the features of a tensor or an array.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

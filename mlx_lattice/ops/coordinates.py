@@ -68,7 +68,7 @@ def union(
     *others: SparseTensor | Callable[[mx.array, mx.array], mx.array],
     combine: Callable[[mx.array, mx.array], mx.array] = mx.add,
 ) -> SparseTensor:
-    """Join two or more tensors on every row that any of them has; rows are sorted.
+    """Join two or more tensors on the rows of any of them; rows are sorted.
 
     Args:
         x, y, others: tensors of one lattice and equal channels.
@@ -135,7 +135,7 @@ def unique_sum(
     spatial_shape: Sequence[int] | None = None,
     batch_size: int | None = None,
 ) -> SparseTensor:
-    """Add up the features of rows that repeat; the rows left are sorted and unique.
+    """Add up the features of repeated rows, and return sorted unique rows.
 
     Sums are in float32, in the order of the rows, and differentiable in the features.
 
@@ -213,7 +213,7 @@ def intersection(
 
 
 def difference(x: SparseTensor, y: SparseTensor) -> SparseTensor:
-    """Return the rows of ``x`` that ``y`` lacks, in their order.
+    """Return the rows of ``x`` that are not in ``y``, in their order.
 
     Examples:
         >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))

@@ -59,7 +59,7 @@ class DualGrid(NamedTuple):
 
 
 class DualGridMesh(NamedTuple):
-    """Triangles over the rows of a dual grid.
+    """Hold triangles over the rows of a dual grid.
 
     Attributes:
         vertices: (V, 3) float32.

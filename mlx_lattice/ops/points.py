@@ -528,7 +528,7 @@ class CellGrid:
 
 @dataclass(frozen=True, eq=False)
 class NearestRows:
-    """A fixed number of neighbours of each query, the nearest first.
+    """Hold a fixed number of neighbours of each query, the nearest first.
 
     Attributes:
         rows: (Q, K) int32 rows of the points, -1 where there are fewer.
@@ -563,7 +563,7 @@ class NearestRows:
 
 @dataclass(frozen=True, eq=False)
 class NeighbourLists:
-    """Any number of neighbours of each query, the nearest first.
+    """Hold any number of neighbours of each query, the nearest first.
 
     Those of query q are ``rows[starts[q] : starts[q + 1]]``.
 

@@ -201,7 +201,7 @@ COUNTS = ("active", "volume")
 
 @dataclass(frozen=True)
 class PoolIndices:
-    """Where each maximum came from; what ``max_unpool`` needs.
+    """Hold the row of each maximum, for ``max_unpool``.
 
     Attributes:
         rows: (N_out, C) int32: the input row of each maximum, or -1.
@@ -519,7 +519,7 @@ def upsample_nearest(
 
 
 def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
-    """Put features back on the rows and channels that won a ``max_pool``.
+    """Put features back on the rows and channels that ``max_pool`` took them from.
 
     Args:
         x: features on the rows that the pooling made.

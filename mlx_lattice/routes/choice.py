@@ -35,12 +35,12 @@ Reasons = tuple[tuple[str, str], ...]  # by the names of routes
 
 
 class RouteError(ValueError):
-    """A forced route does not exist for the pass, or is not admissible."""
+    """Raised if a forced route does not exist for a pass, or cannot run."""
 
 
 @dataclass(frozen=True)
 class Route:
-    """One way to run one or more passes.
+    """Describe one way to run one or more passes.
 
     Attributes:
         name: also that of the kernel's file and entry symbol on each backend.
@@ -166,7 +166,7 @@ class Route:
 
 @dataclass(frozen=True)
 class Choice:
-    """The route and plan that run, and why: explained, traced and tested as such.
+    """Hold the route and plan that run, and why others were refused.
 
     Attributes:
         route: the row that runs.

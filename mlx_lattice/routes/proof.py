@@ -57,7 +57,7 @@ VARIABLE = "MLX_LATTICE_PROOF"
 
 @contextmanager
 def proof(on: bool = True) -> Iterator[None]:
-    """Have matrix kernels prove themselves inside the block, or, with False, not.
+    """Turn the proof of matrix kernels on or off inside the block.
 
     A kernel that multiplies by matrix instructions computes one small problem before
     its first launch on this chip, build of the system, MLX and text of the kernel, and

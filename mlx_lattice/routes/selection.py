@@ -58,7 +58,7 @@ def parse_only(text: str) -> dict[str, str]:
 
 @contextmanager
 def only(text: str) -> Iterator[None]:
-    """Force routes within a ``with`` block; one that cannot run raises.
+    """Force routes within a ``with`` block, or raise if one cannot run.
 
     Args:
         text: a route's name, for every pass that it has, or pairs such as

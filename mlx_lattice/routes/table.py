@@ -46,7 +46,8 @@ from .needs import (
     weight_grad_of_sorted_rows,
 )
 
-# The first admissible row of a pass wins; the last one of every pass always is.
+# All routes: the first admissible row of a pass wins; the last row of every pass always
+# is admissible.
 TABLE: tuple[Route, ...] = (
     Route(
         "native_pointwise",
@@ -294,12 +295,13 @@ TABLE: tuple[Route, ...] = (
     ),
 )
 
+# The names of all routes, in the order of the table.
 NAMES = tuple(route.name for route in TABLE)
 FLOOR = "gather_gemm_scatter"
 
 
 def named(name: str) -> Route:
-    """Return the row of a route's name, or raise with the names there are."""
+    """Return the route of a name, or raise an error that lists the names."""
     for route in TABLE:
         if route.name == name:
             return route

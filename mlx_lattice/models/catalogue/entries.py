@@ -40,7 +40,7 @@ def list(pattern: str = "*") -> builtins.list[str]:
 
 
 def published(name: str) -> Published:
-    """Return the entry of a name; ``print`` it for all that is known.
+    """Return the entry of a published checkpoint; ``print`` shows all its facts.
 
     Raises:
         ValueError: there is no such name; the text has the nearest ones.
@@ -67,7 +67,7 @@ def create(
     download: bool = True,
     library: str | None = None,
 ) -> Pretrained:
-    """Return a published net with its weights, in evaluation.
+    """Return a published net with its weights, in evaluation mode.
 
     ``net.about`` says how voxels are made, the classes, the licence, and in ``version``
     the code whose weights these are and whose results the net therefore gives.
@@ -221,7 +221,7 @@ _POINTCEPT = _about(
 )
 _OPENPCDET = "https://github.com/open-mmlab/OpenPCDet"
 
-# What published configurations say, by net and data set.
+# The voxel recipes and classes of published configurations, by net and data set.
 PUBLISHED = {
     # semseg-spunet-v1m1-0-base and semseg-pt-v3m1-0-base.
     "spunet-scannet": _POINTCEPT,

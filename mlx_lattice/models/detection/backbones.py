@@ -72,7 +72,7 @@ class HardVoxels(NamedTuple):
 
 @dataclass(frozen=True)
 class GridRecipe:
-    """Make the tensor that a detector was trained on from the points of a scan.
+    """Make a detector's input from the points of a scan, as for its training.
 
     Attributes:
         voxel_size: extents of a voxel in x, y, z.
@@ -590,7 +590,7 @@ def _flattened(manager: CoordinateManager, sets: Sequence[CoordinateSet]) -> _Fl
 
 
 class VoxelResBackBone8xVoxelNeXt(Pretrained):
-    """Encode a grid to a thirty-second with residual stages, summed over height.
+    """Encode a grid at 1/32 with residual stages, and add up its heights.
 
     Args:
         in_channels (int): The number of input channels.

@@ -49,7 +49,7 @@ PerClass = float | tuple[float, ...]
 
 
 class Boxes(NamedTuple):
-    """Boxes of one scan: head after head, the best first.
+    """Hold the boxes of one scan, by head, the best first.
 
     Attributes:
         boxes: (M, 7) float32 x, y, z of the centre, dx, dy, dz, heading; with two more
@@ -727,7 +727,7 @@ BACKBONES = (*ENCODERS, "UNetV2", "VoxelResBackBone8xVoxelNeXt")
 def published_arguments(
     config: Mapping[str, Any], kind: str | None = None
 ) -> tuple[str, dict[str, Any]]:
-    """Return our class and its arguments for a configuration of OpenPCDet's.
+    """Return our class and arguments for a configuration of OpenPCDet.
 
     Args:
         config: what its YAML files say, base configurations merged: CLASS_NAMES,

@@ -60,7 +60,7 @@ class Step(NamedTuple):
 
 
 class Samples(NamedTuple):
-    """The result of a sampler: the last step, and each step if they were kept.
+    """Hold the result of a sampler, and of each step if they were kept.
 
     Examples:
         >>> sampler = models.trellis2.FlowEulerSampler()
@@ -277,6 +277,7 @@ class FlowEulerGuidanceIntervalSampler(FlowEulerCfgSampler):
 
 
 KINDS = FlowEulerSampler, FlowEulerCfgSampler, FlowEulerGuidanceIntervalSampler
+# The samplers by their published names.
 SAMPLERS = {kind.__name__: kind for kind in KINDS}
 
 
@@ -311,6 +312,7 @@ class Form(NamedTuple):
     resolution: int  # of the asset
 
 
+# The ways through the stages by name, such as ``"512"`` for an asset of 512 voxels.
 FORMS = {
     "512": Form(32, (512,), 512),
     "1024": Form(64, (1024,), 1024),

@@ -117,7 +117,8 @@ NETS = {
         )
     },
 }
-# The sizes of TRELLIS.2-4B's flow models; the texture model is given the shape too.
+# The sizes of TRELLIS.2-4B's flow models of latents; the texture model also gets the
+# shape.
 FLOW = {
     "resolution": 32,
     "in_channels": 32,
@@ -132,6 +133,7 @@ FLOW = {
     "qk_rms_norm": True,
     "qk_rms_norm_cross": True,
 }
+# The sizes of TRELLIS.2-4B's flow model of the structure.
 STRUCTURE_FLOW = FLOW | {"resolution": 16, "in_channels": 8, "out_channels": 8}
 
 
@@ -317,7 +319,7 @@ class ConvNeXtBlock(nn.Module):
 
 
 class UpBlock(nn.Module):
-    """Divides each row into up to eight, by channel-to-space, in a residual block.
+    """Divide each row into up to eight, by channel-to-space, in a residual block.
 
     Args:
         channels (int): The number of input channels, a multiple of 8.

@@ -482,7 +482,7 @@ def _on_cells_of(y: SparseTensor, x: SparseTensor) -> SparseTensor:
 
 
 def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
-    """Read the output of TRELLIS.2's shape decoder.
+    """Return the dual grid in the output of TRELLIS.2's shape decoder.
 
     ``ops.dual_grid_mesh`` makes triangles of it.
 
