@@ -86,6 +86,10 @@ class EpilogueFacts(_Facts):
     def __str__(self) -> str:
         return " ".join(f"+ {part}" for part in self.parts)
 
+    def __reduce__(self) -> tuple:
+        """Copy and pickle the fields: cached dtypes of MLX do not pickle."""
+        return EpilogueFacts, tuple(self)
+
 
 class _Fields(NamedTuple):
     scale: mx.array | None = None

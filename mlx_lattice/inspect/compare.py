@@ -96,14 +96,15 @@ class Comparison:
         for letter, total, speedup in zip(
             self.letters[1:], others, _speedups(self.totals), strict=True
         ):
-            if speedup is not None:
-                word, factor = "faster", speedup
-                if speedup < 1:
-                    word, factor = "slower", 1 / speedup
-                found.append(
-                    f"{letter} is {factor:.3g}x {word} than A: {milliseconds(total)} "
-                    f"instead of {milliseconds(first)}"
-                )
+            if speedup is None:
+                continue
+            factor = f"{max(speedup, 1 / speedup):.3g}"
+            word = "slower" if speedup < 1 else "faster"
+            than = "as fast as" if factor == "1" else f"{factor}x {word} than"
+            found.append(
+                f"{letter} is {than} A: {milliseconds(total)} instead of "
+                f"{milliseconds(first)}"
+            )
         if len(self.common) < len(self):
             found.append(
                 f"these totals are over {len(self.common)} of {len(self)} rows: the "
@@ -160,6 +161,10 @@ class Comparison:
 
     def __str__(self) -> str:
         return self.table()
+
+    def __repr__(self) -> str:
+        """Return the title and the totals in one line."""
+        return f"<{self.title}: {'; '.join(self.sentences)}>"
 
     def save(self, path: str | Path) -> None:
         """Write one self-contained page (.html; needs the extra viz).
@@ -239,9 +244,10 @@ def _trace(given: Trace | str | Path) -> Trace:
         return given
     if isinstance(given, str | Path):
         return Trace.load(given)
+    more = "; pass each as an argument" if isinstance(given, list | tuple) else ""
     raise TypeError(
         "compare takes traces, or paths of the .json files that trace.save wrote; got "
-        f"{type(given).__name__}"
+        f"{type(given).__name__}{more}"
     )
 
 

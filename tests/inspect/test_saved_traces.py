@@ -31,6 +31,7 @@ def net():
         nn.BatchNorm(8),
         nn.ReLU(),
         nn.SubmConv3d(8, 8, 3, groups=2),
+        nn.ReLU(),
         nn.SparseTransformerBlock(8, 2, window=3),
         nn.SubmConv3d(8, 64, 1),
     )
