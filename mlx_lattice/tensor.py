@@ -536,8 +536,9 @@ def features_of(x: object) -> mx.array:
 def align(x: SparseTensor, like: SparseTensor) -> SparseTensor:
     """Return ``x`` with the rows of ``like``, in their order.
 
-    Free if both share a key; else rows are matched by value, once for each pair of
-    sets. Raises a ValueError if the two do not have the same rows.
+    If both tensors share a key this costs nothing. Otherwise rows are matched by value,
+    once for each pair of sets. Raises a ValueError if the tensors do not have the same
+    rows.
 
     Examples:
         >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))

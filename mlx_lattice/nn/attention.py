@@ -46,7 +46,7 @@ class MultiHeadRMSNorm(Parameters, Module):
 class SparseAttention(Module):
     """Apply multi-head self-attention among the rows of a batch element.
 
-    Without ``window`` and ``patch`` all rows of an element see each other.
+    Without ``window`` and ``patch`` every row attends to all rows of its batch element.
 
     Args:
         dims (int): The number of channels.
@@ -55,7 +55,7 @@ class SparseAttention(Module):
         shift (int or tuple): The shift of the windows in cells, or of the patches in
             rows. Default: ``0``.
         patch (int, optional): Attend within patches of this many rows along a curve.
-        order (str): The curve, as of ``ops.curve_order``. Default: ``"hilbert"``.
+        order (str): The curve, as for ``ops.curve_order``. Default: ``"hilbert"``.
         bias (bool): If ``True`` queries, keys and values have a bias.
             Default: ``True``.
         rope (bool): If ``True`` rotate queries and keys by their coordinates.
@@ -207,12 +207,12 @@ class SparseTransformerBlock(Module):
 class RelativePositions(Parameters, Module):
     """Return a learnt bias for each axis by the distance from a key to its query.
 
-    Point Transformer V3's ``RPE``; the table is named as there, for
-    ``ops.serialized_attention(table=...)``.
+    The ``RPE`` of Point Transformer V3, with the same name of its table. Pass the table
+    to ``ops.serialized_attention(table=...)``.
 
     Args:
-        patch_size (int): The rows of a patch: differences count up to
-            ``int(2 * (4 * patch_size) ** (1 / dims))`` cells, those beyond as that.
+        patch_size (int): The rows of a patch. Differences are clipped to ``int(2 * (4 *
+            patch_size) ** (1 / dims))`` cells.
         num_heads (int): The number of heads.
         dims (int): The number of spatial axes. Default: ``3``.
 
@@ -367,17 +367,17 @@ class AdaptiveLayerNorm(LayerNorm):
 class ModulatedTransformerBlock(Module):
     """Apply self-attention, cross-attention and a feed-forward net under a condition.
 
-    The first and the last are behind adaptive norms, and their results are gated;
-    attention to tokens is behind an affine norm. Each is beside a skip.
+    Self-attention and the feed-forward net follow adaptive norms, and their results are
+    gated. Cross-attention follows an affine norm. Each has a skip connection.
 
     Args:
         dims (int): The number of channels.
         num_heads (int): The number of heads, a divisor of the channels.
         context_dims (int, optional): The channels of the tokens. Default: ``dims``.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
-        share_mod (bool): If ``True`` a call is given the modulation itself, made by
-            one layer for all blocks, to which each block adds a vector of its own;
-            else each block makes it of the condition. Default: ``False``.
+        share_mod (bool): If ``True``, one layer makes the modulation for all blocks, a
+            call receives it, and each block adds a vector of its own. If ``False``,
+            each block makes its modulation from the condition. Default: ``False``.
         qk_rms_norm_cross (bool): If ``True`` normalise queries and keys of the
             attention to tokens. Default: ``False``.
         **attention: The other arguments of ``SparseAttention``, for self-attention.

@@ -70,9 +70,9 @@ def hyper_cross(
     """Return the offsets on the axes alone: 7 of the 27 of a 3x3x3 kernel.
 
     The order is that of MinkowskiEngine's ``RegionType.HYPER_CROSS``, so that its
-    kernels load as they are: the centre, then for each axis first the offsets above 0
-    and then those below, both upwards. Sizes are odd; ``kernel_size`` and ``dilation``
-    are an int or one per axis.
+    kernels load unchanged: the centre, then for each axis the positive offsets and the
+    negative offsets, both in ascending order. Sizes are odd; ``kernel_size`` and
+    ``dilation`` are an int or one per axis.
 
     Examples:
         >>> nn.hyper_cross(3, dims=2)
@@ -224,8 +224,8 @@ class Convolution(Packable, Module):
 class Conv(Convolution):
     """Apply a sparse convolution: ``y[o] = sum of x[o * stride + offset_k] @ W[k]``.
 
-    Output rows are the sorted unique cells ``floor(in / stride)``, or the input's own
-    rows if the stride is 1 and the kernel centred.
+    Output rows are the sorted unique cells ``floor(in / stride)``. If the stride is 1
+    and the kernel centred, they are the rows of the input.
 
     Args:
         in_channels (int): The number of input channels.
@@ -233,17 +233,17 @@ class Conv(Convolution):
         kernel_size (int or tuple): The size of the kernel, one per axis; leave it out
             with ``offsets``.
         stride (int or tuple): The step between output cells. Default: ``1``.
-        padding (int or tuple, optional): The dense rule of PyTorch; by default the
-            kernel is centred.
+        padding (int or tuple, optional): Padding as in a dense convolution of PyTorch;
+            by default the kernel is centred.
         dilation (int or tuple): The spacing of the kernel. Default: ``1``.
         groups (int): The number of channel groups. Default: ``1``.
         bias (bool): If ``True`` add a learnable bias. Default: ``True``.
         support (str): ``"cell"``, or ``"reach"`` for every row that an input reaches,
             as in dense convolution. Default: ``"cell"``.
-        offsets (tuple, optional): K offsets in place of a box, such as
-            ``nn.hyper_cross(3)``; the weight is then (C_out, K, 1, 1, C_in / groups).
-        dims (int): The number of spatial axes, 1 to 4, which ``Conv1d`` to ``Conv4d``
-            have in their names. Default: ``3``.
+        offsets (tuple, optional): K kernel offsets instead of a box, such as
+            ``nn.hyper_cross(3)``. The weight is then (C_out, K, 1, 1, C_in / groups).
+        dims (int): The number of spatial axes, 1 to 4; ``Conv1d`` to ``Conv4d`` set it.
+            Default: ``3``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -282,7 +282,7 @@ class Conv(Convolution):
 class SubmConv(Convolution):
     """Apply a submanifold convolution: the output has the rows of the input.
 
-    Arguments are those of ``Conv``; the stride is 1 and the kernel centred.
+    Arguments are those of ``Conv``. The stride is 1 and the kernel is centred.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -330,9 +330,10 @@ class SubmConv(Convolution):
 class ConvTranspose(Convolution):
     """Apply a transposed convolution: ``out = in * stride + offset_k``.
 
-    Output rows are the coordinates given to the call, or the finer set that an
-    earlier strided convolution consumed. With stride 1 they are the input's own.
-    Arguments are those of ``Conv``; kernel and stride are 2 by default.
+    Output rows are the ``coordinates`` passed to the call. By default they are the
+    finer set that an earlier strided convolution read. With stride 1 they are the rows
+    of the input. Arguments are those of ``Conv``; the kernel size and the stride are 2
+    by default.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -369,8 +370,8 @@ class ConvTranspose(Convolution):
 class GenerativeConvTranspose(ConvTranspose):
     """Apply a transposed convolution onto every row that the kernel reaches.
 
-    Rows are sorted and unique, also if kernels overlap. Arguments are those of the
-    transposed convolution.
+    Rows are sorted and unique, even if kernels overlap. Arguments are those of
+    ``ConvTranspose``.
 
     Examples:
         >>> x = ml.SparseTensor(mx.array([[0, 5, 5, 5]]), mx.ones((1, 8)))

@@ -308,19 +308,21 @@ def _adds(x: Features, residual: Features | None, channels: int | None = None) -
 class Sequential(mlx.nn.Sequential):
     """Call layers in order.
 
-    Layers and functions of MLX itself are applied to a tensor's features; all others
-    get the tensor. After a global pooling they all get its array. A norm and the
-    activation after it are one call, in float32 and rounded once. In evaluation a
-    BatchNorm after a convolution, and the activation after that, are the convolution's,
-    and so is an activation alone: ReLU and LeakyReLU always, others if no gradient is
-    needed. Linear layers do so if they are integer ones, or on a CPU. A subclass is
-    called as it is.
+    Layers and functions of MLX are applied to a tensor's features; other layers get the
+    tensor. After a global pooling all layers get its array.
+
+    Some layers run as one call. A norm and the activation after it are computed in
+    float32 and rounded once. In evaluation a convolution also computes the BatchNorm
+    and the activation that follow it. Without a norm it computes a following ReLU or
+    LeakyReLU, and other activations if no gradient is needed. Linear layers do the same
+    if they are integer layers, or on a CPU. Subclasses of layers are called as they
+    are.
 
     Args:
-        modules (tuple of Callables): The modules to call in order, or one dict of them
-            by name, as an OrderedDict in PyTorch's: its keys are then in the
-            parameters' names. Numbers as names are places.
-        **named (Callables): Modules by name, as spconv's takes them, instead.
+        modules (tuple of Callables): The layers to call in order, or one dict of layers
+            by name. Names become parts of the parameters' names, as with an OrderedDict
+            in PyTorch. A name must not be a number or contain a dot.
+        **named (Callables): Layers by name instead, as in spconv.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -396,9 +398,10 @@ class Sequential(mlx.nn.Sequential):
 class ConvNormAct(mlx.nn.Module):
     """Call a convolution, a norm and an activation: ``act(norm(conv(x)) + residual)``.
 
-    It is one launch if the norm's statistics are fixed (a ``BatchNorm`` in evaluation)
-    and the convolution's kernel has an epilogue; otherwise all after the convolution is
-    one more. Parameters are named ``conv.*`` and ``norm.*``.
+    This is one launch if the norm's statistics are fixed (a ``BatchNorm`` in
+    evaluation) and the convolution's kernel has an epilogue. Otherwise the norm,
+    residual and activation take one more launch. Parameters are named ``conv.*`` and
+    ``norm.*``.
 
     Args:
         conv (Module): The convolution, or a linear layer.

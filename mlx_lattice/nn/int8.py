@@ -103,9 +103,10 @@ def tie_scales(model: Module) -> None:
 def unpack_int4(model: Module) -> tuple[str, ...]:
     """Store the int4 weights of integer layers as int8, in place.
 
-    GPUs multiply int8 features with int8 weights: int4 weights are unpacked at every
-    call, in one more launch. Unpacked once, they take twice the memory, and the time of
-    int8 weights. Returns the paths of the layers that had int4 weights.
+    GPUs multiply int8 features with int8 weights, and unpack int4 weights at every
+    call, in one more launch. Unpacked once, the weights take twice the memory and are
+    as fast as int8 weights. Results do not change. Returns the paths of the layers that
+    had int4 weights.
 
     Examples:
         >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3))
@@ -128,10 +129,10 @@ def unpack_int4(model: Module) -> tuple[str, ...]:
 class keep_float:  # noqa: N801 - reads as the predicate it is
     """Choose the layers that ``mlx.nn.quantize`` packs: all but stems and heads.
 
-    Packing saves little in layers with few input channels (stems, depthwise kernels),
-    and layers with few outputs compute the net's result. A subclass with a call of its
-    own has no packed twin. Printed afterwards, it lists the layers that it kept, and
-    why; ``kept`` is the same as a dict.
+    Packing saves little in layers with few input channels, such as stems and depthwise
+    kernels. Layers with few outputs compute the result of the net. A subclass with its
+    own ``__call__`` has no packed twin. Print the predicate afterwards to see the
+    layers that it kept, and why; ``kept`` is the same as a dict.
 
     Args:
         few_inputs (int): Keep layers with fewer input channels in a group. Default:
@@ -202,20 +203,19 @@ def wants(predicate, path: str, module: Module) -> bool:
 class FakeQuant(Packable, Module):
     """Compute a convolution or ``Linear`` in float on rounded features and weights.
 
-    They are rounded as the integer layer will round them, so that the net gives the
-    same values after ``ml.calibrate``, or ``mlx.nn.quantize`` with
-    ``quantize_input=True``, makes it integer; both keep the trained scales. Gradients
-    pass straight through (Jacob et al., "Quantization and Training of Neural Networks
-    for Efficient Integer-Arithmetic-Only Inference", 2018); clipped features have a
-    gradient of 0. Parameters have the names of the layer's own.
+    Rounding is that of the integer layer, so ``ml.calibrate``, or ``mlx.nn.quantize``
+    with ``quantize_input=True``, keeps the net's values and its trained scales.
+    Gradients pass straight through (Jacob et al., "Quantization and Training of Neural
+    Networks for Efficient Integer-Arithmetic-Only Inference", 2018); clipped features
+    have a gradient of 0. Parameters have the names of the wrapped layer.
 
     Args:
         layer (nn.Module): The float layer.
         bits (int): Bits of its weight: 8 or 4. Default: ``8``.
         group_size (int, optional): Groups of a 4-bit weight. Default: ``64``.
         momentum (float, optional): How far a batch moves the scale of the features,
-            their greatest magnitude over 127. ``None`` gives every row its own.
-            Default: ``0.1``.
+            which is their greatest magnitude over 127. With ``None`` every row has its
+            own scale. Default: ``0.1``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -341,7 +341,7 @@ def fake_quantize(
 ) -> None:
     """Wrap the convolutions and linear layers of a model in ``FakeQuant``, in place.
 
-    A layer that a model has twice stays one, and trains as one.
+    A layer that is used twice stays one layer.
 
     Args:
         model: a float model.
@@ -380,25 +380,25 @@ def integer_like(
 ) -> tuple[str, ...]:
     """Give a float model the integer layers of a calibrated model's file.
 
-    Layers get their twins, norms that the file has folded are replaced, and layers that
-    return int8 get their scale. Then ``model.load_weights`` reads the file, strictly
-    too. Returns the paths of the integer layers.
+    Convolutions and linear layers become their integer layers, folded norms are
+    replaced, and layers that return int8 get an output scale. Then
+    ``model.load_weights`` reads the file, also with ``strict=True``. Returns the paths
+    of the integer layers.
 
-    The ``scales`` of a calibrated layer include its ``input_scale``. So a file with any
-    scale of features, or with a folded norm, has an ``input_scale`` for every integer
-    layer but those in ``by_row``.
+    If a file has any scale of features, or a folded norm, every integer layer in it has
+    an ``input_scale``, except those in ``by_row``.
 
     Args:
         model: the file's net in float; changed in place.
         arrays: parameters by name, or the file.
-        by_row: paths of the integer layers whose rows have scales of their own, since
-            their calls differed too much for one, or their features were all zero
-            during calibration; by default all integer layers of a file that was not
-            calibrated, else none.
+        by_row: paths of the integer layers that have a scale for each row. Calibration
+            gives a layer such scales if its calls differ too much, or if its features
+            were all zero. By default all integer layers of a file without calibration,
+            else none.
 
     Raises:
-        ValueError: arrays of the file do not fit one another or the layers, or one is
-            missing.
+        ValueError: arrays of the file do not fit each other or the layers, or an array
+            is missing.
 
     Examples:
         >>> net = nn.Sequential(nn.SubmConv3d(64, 64, 3), nn.ReLU())

@@ -188,9 +188,9 @@ class PReLU(Parameters, mlx.nn.PReLU):
     """Apply PReLU: ``max(0, x) + weight * min(0, x)``, for tensors too.
 
     Args:
-        num_parameters (int): One weight for all channels, or one a channel.
-            Default: ``1``.
-        init (float): What they begin with. Default: ``0.25``.
+        num_parameters (int): 1 for one weight for all channels, or the number of
+            channels. Default: ``1``.
+        init (float): The initial value of the weights. Default: ``0.25``.
 
     Examples:
         >>> nn.PReLU(init=0.5)(mx.array([[-2.0, 3.0]]))
@@ -238,8 +238,8 @@ class Dropout(mlx.nn.Dropout):
 class DropPath(Module):
     """Zero whole rows while training, and scale the others to keep the mean.
 
-    Stochastic depth (Huang et al., 2016) of a residual branch, each row by itself, as
-    Point Transformer V3 has it.
+    Stochastic depth (Huang et al., 2016) of a residual branch, for each row separately,
+    as in Point Transformer V3.
 
     Args:
         p (float): The probability to zero a row. Default: ``0.5``.
@@ -274,7 +274,7 @@ class LayerScale(Parameters, Module):
 
     Args:
         dims (int): The number of channels.
-        init (float): What the factors begin at. Default: ``1e-5``.
+        init (float): The initial value of the factors. Default: ``1e-5``.
 
     Examples:
         >>> nn.LayerScale(2, init=0.5)(mx.array([[2.0, 4.0]]))

@@ -63,7 +63,7 @@ class FoldedNorm(Module):
     """Return the input, in place of a norm that calibration folded into a convolution.
 
     Args:
-        kind (str): The norm's class, for readers.
+        kind (str): The class of the norm, shown in ``repr``.
 
     Examples:
         >>> nn.FoldedNorm("BatchNorm")
@@ -513,7 +513,8 @@ def followed(
 class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
     """Apply a linear layer with a packed weight to each row, of any number of channels.
 
-    Arguments are those of ``Linear``, and of ``QuantizedConv`` for the packing.
+    Arguments are those of ``Linear``; ``group_size``, ``bits`` and ``mode`` are those
+    of ``QuantizedConv``.
 
     Examples:
         >>> layer = nn.QuantizedLinear(64, 16, bits=4)
@@ -639,9 +640,9 @@ linear_calls: Observers[LinearCall] = Observers("linear calls")
 class Linear(Packable, mlx.nn.Linear):
     """Apply a linear layer to each row: ``mlx.nn.Linear`` that takes tensors too.
 
-    On CPUs where MLX has a reference BLAS alone it is a contraction of one offset,
-    with a route and a line in traces; elsewhere it is MLX's own matmul. With a packed
-    weight it is a contraction on every device.
+    On CPUs where MLX only has a reference BLAS, the layer is a contraction with one
+    offset, with a route and a line in traces. Elsewhere it is MLX's matmul. With a
+    packed weight it is a contraction on every device.
 
     Args:
         input_dims (int): The number of input channels.

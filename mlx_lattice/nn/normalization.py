@@ -354,11 +354,11 @@ def average_gradients(
 ) -> Any:
     """Average gradients over the processes of a group.
 
-    Takes the place of ``mlx.nn.average_gradients``. Gradients are joined into buckets
-    from the last layer to the first, the order in which the backward pass computes
-    them. Buckets are exchanged in this order on every process, after the exchanges of
-    ``SyncBatchNorm``, also if the processes' graphs differ. Like every operation of
-    MLX, the exchanges run when their results are evaluated.
+    Use it instead of ``mlx.nn.average_gradients``. It joins gradients into buckets from
+    the last layer to the first, the order in which the backward pass computes them.
+    Every process exchanges the buckets in this order, after the exchanges of
+    ``SyncBatchNorm``, even if the graphs of the processes differ. Like every operation
+    of MLX, an exchange runs when its result is evaluated.
 
     Args:
         gradients: a tree of arrays, of the same structure and shapes on every process.
@@ -366,8 +366,8 @@ def average_gradients(
             are returned as they are.
         all_reduce_size (int): Close a bucket when it has this many bytes; 0 exchanges
             each array by itself. Default: 16 MiB.
-        communication_stream: the stream of the exchanges. With the ring it must be
-            the one of all other exchanges.
+        communication_stream: the stream of the exchanges. With the ring backend all
+            exchanges must use the same stream.
 
     Returns:
         The tree of averages, of the gradients' dtypes.
@@ -527,18 +527,18 @@ def _of_all(every: mx.array) -> tuple[mx.array, mx.array, mx.array]:
 class SyncBatchNorm(BatchNorm):
     """Apply batch normalization over the active rows of all processes.
 
-    While training, the statistics are those of the rows of all processes together,
-    which may have different numbers of rows, or none: two processes with halves of a
-    batch compute what one computes with the whole. So do their gradients, of any
-    order, of the sum of all processes' losses. It takes one exchange of
-    ``2 * num_features + 1`` values forward and one backward.
+    While training, the statistics are those of the rows of all processes together; each
+    process may have any number of rows, or none. Two processes with half of a batch
+    each compute what one process computes with the whole batch. This also holds for
+    gradients of any order of the sum of all losses. A layer exchanges ``2 *
+    num_features + 1`` values once forward and once backward.
 
-    Every process must run the same layers, forward and backward, in the same order:
-    an exchange waits for all. A process without rows runs the net on no rows. In
-    evaluation, and in a group of one process, it is a ``BatchNorm`` and exchanges
-    nothing.
+    Every process must run the same layers, forward and backward, in the same order,
+    because an exchange waits for all processes. A process without rows runs the net on
+    an empty tensor. In evaluation, and in a group of one process, the layer is a
+    ``BatchNorm`` and exchanges nothing.
 
-    Inside ``mx.compile`` give ``net.state`` as inputs and outputs, as for any
+    Inside ``mx.compile`` pass ``net.state`` as inputs and outputs, as for any
     ``BatchNorm``. Arguments are those of ``BatchNorm``, and ``group``
     (mx.distributed.Group): the processes, by default all.
 
@@ -592,18 +592,18 @@ def convert_sync_batchnorm(
 ) -> mlx.nn.Module:
     """Replace every ``BatchNorm`` of a net by a ``SyncBatchNorm``, in place.
 
-    The new layers have the parameters, running statistics and mode of the old ones,
-    and the same names in files of weights. A layer that a net has twice stays one.
+    The new layers have the parameters, running statistics, mode and names of the old
+    layers. A layer that is used twice stays one layer.
 
     Args:
         net: the net, whose ``mlx.nn.BatchNorm`` layers are converted too.
         group: the processes; by default all.
 
     Returns:
-        The net, or its ``SyncBatchNorm`` where it is a single ``BatchNorm``.
+        The net, or the new layer if ``net`` is a single ``BatchNorm``.
 
     Raises:
-        TypeError: a layer is of a subclass with a call of its own.
+        TypeError: a layer is of a subclass with its own ``__call__``.
 
     Examples:
         >>> net = nn.Sequential(nn.SubmConv3d(8, 8, 3), nn.BatchNorm(8))

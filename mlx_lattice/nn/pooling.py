@@ -78,13 +78,13 @@ class MaxPool(_Pool):
         kernel_size (int or tuple): The size of the kernel. Default: ``2``.
         stride (int or tuple, optional): The step between output cells; by default
             ``kernel_size``.
-        padding (int or tuple, optional): The dense rule of PyTorch; by default the
-            kernel is centred.
+        padding (int or tuple, optional): Padding as in a dense pooling of PyTorch; by
+            default the kernel is centred.
         dilation (int or tuple): The spacing of the kernel. Default: ``1``.
         support (str): ``"cell"``, or ``"reach"`` for every row that an input reaches.
             Default: ``"cell"``.
-        dims (int): The number of spatial axes, 1 to 4, which ``MaxPool1d`` to
-            ``MaxPool4d`` have in their names. Default: ``3``.
+        dims (int): The number of spatial axes, 1 to 4; ``MaxPool1d`` to ``MaxPool4d``
+            set it. Default: ``3``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
@@ -165,9 +165,9 @@ class Upsample(Module):
 
     Args:
         scale (int or tuple): The number of fine cells in a coarse one. Default: ``2``.
-        mode (str): ``"nearest"``, the cell ``floor(out / scale)``; or ``"linear"``,
-            between the centres of the active cells around it, whose weights are made
-            to add up to 1. Default: ``"nearest"``.
+        mode (str): ``"nearest"`` takes the cell ``floor(out / scale)``. ``"linear"``
+            interpolates between the centres of the active cells around a row, with
+            weights that add up to 1. Default: ``"nearest"``.
         dims (int): The number of spatial axes, 1 to 4. Default: ``3``.
 
     Examples:
@@ -242,8 +242,8 @@ class GlobalAvgPool(Module):
 class GridPooling(Module):
     """Apply a linear layer, take the maximum of each cell, then a norm and GELU.
 
-    Wu et al., "Point Transformer V2", 2022; parameters are named as in Point
-    Transformer V3.
+    The pooling of Wu et al., "Point Transformer V2", 2022. Parameters are named as in
+    Point Transformer V3.
 
     Args:
         in_channels (int): The number of input channels.
@@ -341,9 +341,9 @@ class GridUnpooling(Module):
 class ToBEV(Module):
     """Make a dense map by folding one axis into the channels.
 
-    OpenPCDet's ``HeightCompression``, with the channels last, as MLX's 2D convolutions
-    take them: channel ``c * D + d`` of a cell is feature c of the row at height d, and
-    0 if there is none.
+    This is OpenPCDet's ``HeightCompression`` with the channels last, as MLX's 2D
+    convolutions take them. Channel ``c * D + d`` of a cell is feature c of the row at
+    height d, or 0 if that row is not active.
 
     Args:
         axis (int): The spatial axis of height: ``0`` of (z, y, x), ``-1`` of

@@ -97,15 +97,14 @@ def window_attention(
 ) -> mx.array:
     """Attend among the rows of one window ``floor((coordinate + shift) / window)``.
 
-    No row sees another batch element or another window. The windows of a coordinate
+    A row only sees rows of its batch element and window. The windows of a coordinate
     set are computed once and live as long as the set; only that reads sizes. With the
-    CPU's kernel a row's bits depend on its window alone. Elsewhere windows of like
-    size share a call, padded; ``ml.trace`` counts how much.
+    CPU's kernel the bits of a row depend only on its window. Elsewhere windows of
+    similar size share a padded call; ``ml.trace`` counts the padding.
 
     Args:
-        q: (N, heads, D) queries; or (N, 3, heads, D), queries, keys and values, with
-            None for ``k`` and ``v``: all three are then moved at once, and so is their
-            gradient.
+        q: (N, heads, D) queries; or (N, 3, heads, D) queries, keys and values together,
+            with None for ``k`` and ``v``, which moves them and their gradient at once.
         k: (N, kv_heads, D) keys; ``kv_heads`` divides ``heads``.
         v: (N, kv_heads, D_v) values.
         like: the tensor whose N rows these are; its features do not matter.
@@ -149,23 +148,23 @@ def serialized_attention(
 ) -> mx.array:
     """Attend among ``patch`` rows that follow each other along a curve.
 
-    Each batch element is cut on its own. Other arguments, result and errors are those
-    of ``window_attention``.
+    Each batch element is cut into patches separately. The other arguments, the result
+    and errors are those of ``window_attention``.
 
     Args:
-        q, k, v, like, scale: as of ``window_attention``.
-        patch: rows of a patch.
+        q, k, v, like, scale: as for ``window_attention``.
+        patch: the number of rows in a patch.
         order: the curve, as for ``curve_order``.
         shift: the first patch has this many rows fewer.
-        last_patch: what happens to an element's last r rows, fewer than a patch:
-            "short", they attend among themselves; "fill", they see the rows in slots r
-            to ``patch - 1`` of the patch before too (Point Transformer V3). An element
-            of fewer rows than a patch is one short patch in either case.
-        bits: of the curve, as for ``curve_order``.
+        last_patch: how to treat an element's last r rows, fewer than a patch. "short":
+            they attend among themselves. "fill": they also see the rows in slots r to
+            ``patch - 1`` of the previous patch (Point Transformer V3). An element of
+            fewer rows than a patch is always one short patch.
+        bits: bits of the curve, as for ``curve_order``.
         table: (axes * (2 * bound + 1), heads) floating, added to the scores: for each
-            axis the entry of the query's cell minus the key's, from ``-bound`` on and
-            no further than the bound (Point Transformer V3's relative positions). Such
-            scores are computed in float32 by MLX operations, a part at a time.
+            axis the entry at the difference of the query's cell and the key's, clipped
+            to the bound (relative positions of Point Transformer V3). Such scores are
+            computed in float32 by MLX operations, a part at a time.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -323,13 +322,13 @@ def curve_order(
 
     Args:
         x: the tensor whose rows are ordered; its features do not matter.
-        order: "hilbert" (Skilling, "Programming the Hilbert curve", 2004), "morton"
-            or "z", which are the same, the first axis leading; with "-trans" behind it
-            the first two axes are swapped, as in Point Transformer V3.
-        bits: of an axis. Cells are then the coordinates themselves, which must lie
-            from 0 to ``2 ** bits - 1``; a Hilbert curve of other bits turns otherwise.
-            By default cells count from the least coordinates, with as many bits as
-            the widest axis needs.
+        order: "hilbert" (Skilling, "Programming the Hilbert curve", 2004), or "z", also
+            called "morton", with the first axis leading. The ending "-trans" swaps the
+            first two axes, as in Point Transformer V3.
+        bits: bits of an axis. Cells are then the coordinates themselves, from 0 to ``2
+            ** bits - 1``; Hilbert curves with different bits differ. By default cells
+            count from the least coordinates, with as many bits as the widest axis
+            needs.
 
     Raises:
         ValueError: there is no such curve, or a coordinate does not fit the bits.
@@ -351,7 +350,7 @@ def curve_code(
 ) -> mx.array:
     """Return the (N,) int64 place of each row on the curve of its batch element.
 
-    Arguments are those of ``curve_order``; the batch is not in the code.
+    Arguments are those of ``curve_order``. The code does not contain the batch index.
 
     Raises:
         ValueError: as for ``curve_order``, or a code has more than 62 bits.
@@ -514,18 +513,21 @@ def cross_attention(
     """Attend from each row to the sequence of its batch element.
 
     Args:
-        q: (N, heads, D) queries of the rows of ``like``; without it (B, L, heads, D).
+        q: (N, heads, D) queries of the rows of ``like``; without ``like`` (B, L, heads,
+            D).
         k: (B, M, kv_heads, D) keys, a sequence for each batch element; ``kv_heads``
             divides ``heads``.
         v: (B, M, kv_heads, D_v) values.
         like: the tensor whose N rows the queries are; its features do not matter. The
             sizes of its elements are read once for each coordinate set.
-        lengths: (B,) integers: how many entries of each sequence count; by default all
-            M. They are not read: more than M count as M, and less than 0 as 0.
+        lengths: (B,) integers: the number of entries that count in each sequence; by
+            default all M. The lengths are not read: more than M count as M, and less
+            than 0 as 0.
         scale: factor of the scores; by default ``D ** -0.5``.
 
     Returns:
-        q's shape with D_v for D, in the dtype of ``q``; the softmax is float32. Rows
+        The shape of ``q`` with D_v for D, in the dtype of ``q``; the softmax is in
+            float32. Rows whose sequence is empty get 0.
         whose sequence is empty get 0.
 
     Raises:
@@ -837,16 +839,17 @@ def rotary(
         base: ratio of the fastest to (nearly) the slowest rotation.
         frequency: radians a cell of the fastest.
         positions: (N, dims) float32: rotate by these instead of the cells.
-        pairs: which channels are a pair: "neighbours", (2 p, 2 p + 1) as in TRELLIS.2,
-            or "halves", of an axis' n channels (j, j + n / 2) as in Utonia.
+        pairs: which channels form a pair: "neighbours", (2 p, 2 p + 1) as in TRELLIS.2,
+            or "halves", (j, j + n / 2) of the n channels of an axis, as in Utonia.
 
     Returns:
         The same shape and dtype; rotated in float32.
 
     Raises:
         TypeError: x is not floating.
-        ValueError: D is odd or has no pair for each axis, is for "halves" no multiple
-            of twice the axes, shapes do not fit, or the base is not positive.
+        ValueError: D is odd or too small for a pair on each axis, shapes do not fit, or
+            the base is not positive; for "halves", D is not a multiple of twice the
+            axes.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

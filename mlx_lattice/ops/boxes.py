@@ -47,11 +47,10 @@ def box_corners(boxes: mx.array) -> mx.array:
 def rotated_overlap(a: mx.array, b: mx.array) -> mx.array:
     """Return the (N, M) areas shared by pairs of boxes from above, in float32.
 
-    Each box of ``a`` is put in the frame of a box of ``b``, whose sides are then
-    ``|x| <= dx / 2``, ``|y| <= dy / 2``. The area is the integral over x of the
-    clipped heights of the upper edges less that of the lower ones: four terms, each
-    continuous in the boxes, so that edges and corners which coincide, and boxes
-    without area, need no cases.
+    Each box of ``a`` is moved into the frame of a box of ``b``, whose sides are then
+    ``|x| <= dx / 2`` and ``|y| <= dy / 2``. The area is the integral over x of the
+    clipped heights of the upper edges minus that of the lower edges. Its four terms are
+    continuous, so coinciding edges and boxes without area are not special cases.
 
     Args:
         a: (N, 7 or more) float; extents are 0 or more.
@@ -73,7 +72,7 @@ def rotated_overlap(a: mx.array, b: mx.array) -> mx.array:
 def rotated_iou(a: mx.array, b: mx.array) -> mx.array:
     """Return the (N, M) intersection over union of boxes from above, in float32.
 
-    Where both boxes have no area it is 0.
+    If both boxes have no area it is 0.
 
     Args:
         a: (N, 7 or more) float; extents are 0 or more.
@@ -93,7 +92,7 @@ def rotated_iou(a: mx.array, b: mx.array) -> mx.array:
 def sort_scores(scores: mx.array) -> mx.array:
     """Return int64 indices of the last axis from the greatest score to the least.
 
-    Equal scores keep their order, on every backend, and a NaN is the least.
+    Equal scores keep their order on every backend. NaN counts as the least score.
 
     Args:
         scores: (..., N) float.
@@ -125,19 +124,18 @@ def nms_rotated(
 ) -> mx.array:
     """Return the indices of the boxes that greedy suppression keeps, best first.
 
-    A box is dropped where a better one that is kept has a rotated IoU above the
-    threshold with it. Equal scores favour the earlier box. All pairs are compared at
-    once; the greedy order is the fixed point of dropping what a kept box suppresses,
-    which rounds over all boxes reach, at the latest after one round a box.
+    A box is dropped if a better box that is kept has a rotated IoU above the threshold
+    with it. Equal scores favour the earlier box. All pairs are compared at once. Rounds
+    over all boxes then drop what a kept box suppresses until nothing changes.
 
     Args:
         boxes: (N, 7 or more) float.
         scores: (N,) float; a NaN is the least.
-        threshold: IoU from above, one for all boxes, or (N,) for each as the worse
-            one of a pair.
-        labels: (N,) integers: boxes suppress those of their own label alone.
-        pre: how many of the best boxes are compared; by default all.
-        post: how many boxes are kept at most; by default all.
+        threshold: IoU from above; one value for all boxes, or (N,) with the value of
+            the worse box of a pair.
+        labels: (N,) integers: boxes only suppress boxes of the same label.
+        pre: the number of best boxes that are compared; by default all.
+        post: the largest number of boxes that are kept; by default all.
 
     Returns:
         (M,) int64.

@@ -180,7 +180,7 @@ def prelu(x: Features, alpha: mx.array) -> Features:
     ``alpha`` has one value, or one for each channel.
 
     Raises:
-        ValueError: alpha has the shape of neither.
+        ValueError: alpha has another shape.
 
     Examples:
         >>> ops.prelu(mx.array([[-2.0, 3.0]]), mx.array([0.5]))
@@ -320,7 +320,7 @@ def space_to_channel(
 ) -> SparseTensor:
     """Gather the rows of each coarse cell into the channels of one row.
 
-    The sparse form of PyTorch's ``pixel_unshuffle``; TRELLIS.2's Spatial2Channel.
+    The sparse form of PyTorch's ``pixel_unshuffle``, and TRELLIS.2's Spatial2Channel.
 
     Args:
         x: (N, C) features in 1 to 4 spatial axes.
@@ -335,7 +335,7 @@ def space_to_channel(
         convolution with that stride.
 
     Raises:
-        ValueError: ``factor`` or ``order`` is not possible.
+        ValueError: ``factor`` or ``order`` is not valid.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -364,8 +364,9 @@ def channel_to_space(
 ) -> SparseTensor:
     """Move the channels of each row to its fine cells.
 
-    The sparse form of PyTorch's ``pixel_shuffle``; TRELLIS.2's Channel2Spatial. Given
-    the rows that ``space_to_channel`` came from, it is its inverse.
+    The sparse form of PyTorch's ``pixel_shuffle``, and TRELLIS.2's Channel2Spatial. It
+    is the inverse of ``space_to_channel`` if ``coordinates`` are the rows that went
+    into that.
 
     Args:
         x: (N, K * C) features in 1 to 4 spatial axes.
@@ -373,7 +374,8 @@ def channel_to_space(
         subdivision: (N, K) bool: the fine cells that each row becomes. Reads their
             number.
         coordinates: the fine rows, as a tensor, a key or (M, 1 + D) int32 rows; they
-            keep their order. Without it and ``subdivision`` every row becomes K.
+            keep their order. Without ``coordinates`` and ``subdivision`` every row
+            becomes K rows.
         order: as for ``space_to_channel``.
 
     Returns:
@@ -576,12 +578,12 @@ def rows_of(parts: mx.array, slots: Slots, first: int, last: int) -> mx.array:
 def channel_avg_pool(x: Features, channels: int) -> Features:
     """Return fewer channels, each the mean of neighbouring ones.
 
-    ``feats.reshape(N, channels, -1).mean(-1)``, added up in float32: TRELLIS.2 reduces
-    the channels of joined rows so.
+    The result is ``feats.reshape(N, channels, -1).mean(-1)``, added up in float32.
+    TRELLIS.2 uses it for the shortcut of its up-sampling and down-sampling blocks.
 
     Args:
         x: (N, C) features, of a tensor or an array.
-        channels: how many are left; a divisor of C.
+        channels: the number of output channels, a divisor of C.
 
     Returns:
         (N, channels) features in the same dtype.
@@ -607,11 +609,12 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
 def channel_repeat(x: Features, times: int) -> Features:
     """Return each channel several times, one beside the other.
 
-    ``mx.repeat(feats, times, axis=1)``, with a gradient that is added up in float32.
+    The result is ``mx.repeat(feats, times, axis=1)``. Its gradient is added up in
+    float32.
 
     Args:
         x: (N, C) features, of a tensor or an array.
-        times: how often; 1 or more.
+        times: the number of copies, 1 or more.
 
     Returns:
         (N, C * times) features in the same dtype.

@@ -221,8 +221,8 @@ def conv(
         support: "cell" keeps ``floor(in / stride)``; "reach" every row that an input
             reaches, as dense convolution does.
         coordinates: compute exactly these output rows instead, in their order: a
-            tensor, a key or (N, 1 + D) int32 rows. If their manager is that of ``x``,
-            they must have the stride that the step makes.
+            tensor, a key or (N, 1 + D) int32 rows. If they belong to the manager of
+            ``x``, their stride must be that of the convolution's output.
 
     Returns:
         Features on the output rows; rows that the library makes are sorted.
@@ -292,9 +292,9 @@ def conv_transpose(
 ) -> SparseTensor:
     """Apply a transposed convolution: ``out = in * stride + offset_k``.
 
-    Output rows are ``coordinates``, or the finer set that an earlier strided
-    convolution consumed; with stride 1 they are the input's own. Arguments and errors
-    are those of ``conv3d``.
+    Output rows are ``coordinates``. By default they are the finer set that an earlier
+    strided convolution read. With stride 1 they are the rows of the input. Arguments
+    and errors are those of ``conv3d``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

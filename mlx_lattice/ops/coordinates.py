@@ -72,8 +72,9 @@ def union(
 
     Args:
         x, y, others: tensors of one lattice and equal channels.
-        combine: combines the (N, C) features of two tensors, from left to right; a row
-            that a tensor lacks counts as zeros. It may be the last positional argument.
+        combine: combines the (N, C) features of two tensors, from left to right. Rows
+            that a tensor does not have count as zeros. It may be the last positional
+            argument.
 
     Examples:
         >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.array([[1.0], [2.0]]))
@@ -141,12 +142,12 @@ def unique_sum(
 
     Args:
         x: a tensor whose rows may repeat, or (N, 1 + D) integer coordinates.
-        feats: (N, C) features of the coordinates; none with a tensor.
-        stride, spatial_shape, batch_size: as for ``SparseTensor``; a tensor has its
-            own.
+        feats: (N, C) features of the coordinates; leave it out with a tensor.
+        stride, spatial_shape, batch_size: as for ``SparseTensor``; leave them out with
+            a tensor.
 
     Returns:
-        A tensor of a coordinate manager of its own.
+        A tensor with a new coordinate manager.
 
     Raises:
         ValueError: a batch index is negative or not below ``batch_size``, or a row lies
@@ -256,19 +257,19 @@ def prune_by_logits(
 ) -> SparseTensor:
     """Keep the rows whose logit is above a threshold, in their order.
 
-    What generative nets do after each up-sampling. No gradient reaches the logits: a
-    loss on them trains the choice.
+    Generative nets call this after each up-sampling. No gradient reaches the logits;
+    train them with a loss of their own.
 
     Args:
         x: input.
-        logits: one number a row: (N,), (N, 1), or a tensor of one channel on the same
-            rows in any order. NaN counts as below.
-        threshold: 0 is a probability of one half.
-        keep: rows to keep besides: (N,) bool, or a tensor whose rows are kept where
-            ``x`` has them (the true ones, while training).
+        logits: one number for each row: (N,), (N, 1), or a tensor of one channel on the
+            same rows in any order. NaN counts as below the threshold.
+        threshold: the logit above which a row is kept; 0 is a probability of one half.
+        keep: more rows to keep: (N,) bool, or a tensor with rows of ``x``, such as the
+            true rows while training.
 
     Returns:
-        The remaining rows; none at all is legal.
+        The remaining rows, which may be none.
 
     Raises:
         ValueError: shapes do not fit.
@@ -318,8 +319,8 @@ def crop(
 def top_k(x: SparseTensor, scores: mx.array, k: int) -> SparseTensor:
     """Keep the k rows of greatest score of each batch element, in row order.
 
-    Equal scores favour the earlier row, and a NaN is the least; elements of fewer rows
-    keep them all. Scores are not waited for.
+    Equal scores favour the earlier row, and NaN counts as the least score. Elements
+    with fewer than k rows keep them all. The scores are not evaluated.
 
     Args:
         x: input.
@@ -368,8 +369,8 @@ def _part(x: SparseTensor, part: Part) -> SparseTensor:
 def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     """Join tensors as successive batch elements; rows keep their order.
 
-    Tensors of several batch elements keep them apart: indices are shifted by the
-    batch sizes before.
+    A tensor of several batch elements keeps them apart: its batch indices are shifted
+    by the batch sizes of the tensors before it.
 
     Examples:
         >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1]]), mx.ones((2, 3)))
@@ -439,7 +440,8 @@ class Element(NamedTuple):
 def unbatch(x: SparseTensor) -> list[SparseTensor]:
     """Return one tensor for each batch element, empty ones included.
 
-    Where elements begin is read once a set, and their own sets are kept with it.
+    The first row of each element is read once for each coordinate set, which also keeps
+    the elements' sets.
 
     Examples:
         >>> x = ml.SparseTensor(mx.array([[0, 0], [0, 1], [1, 7]]), mx.ones((3, 8)))

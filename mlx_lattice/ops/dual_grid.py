@@ -41,10 +41,10 @@ class DualGrid(NamedTuple):
         intersected: (N, 3) bool, or logits that are above 0: whether the surface
             crosses the voxel's edge along x, y, z, the one farthest from its lower
             corner.
-        split: (N, 1) positive weights: of the two diagonals of a quad the one whose
-            ends have the greater product is its cut; of equal products the diagonal
-            that avoids the quad's own voxel. None: every quad is cut from its own voxel
-            to the opposite one.
+        split: (N, 1) positive weights. A quad is cut along the diagonal whose ends have
+            the greater product; for equal products, along the diagonal that avoids the
+            quad's own voxel. With None every quad is cut from its own voxel to the
+            opposite one.
 
     Examples:
         >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))
@@ -63,8 +63,8 @@ class DualGridMesh(NamedTuple):
 
     Attributes:
         vertices: (V, 3) float32.
-        faces: (F, 3) int32 rows of ``vertices``. Quads by row, then axis; their winding
-            is by axis, and says nothing of inside and outside.
+        faces: (F, 3) int32 rows of ``vertices``, in order of the quads' rows and axes.
+            The winding does not tell inside from outside.
         batch: (V,) int32: the batch element of each vertex.
 
     Examples:
@@ -96,13 +96,13 @@ def dual_grid_mesh(
 ) -> DualGridMesh:
     """Return the triangles of a flexible dual grid.
 
-    The faces of TRELLIS.2's ``flexible_dual_grid_to_mesh``, which without weights
-    always takes the first diagonal, as here. A quad needs all its four voxels; where
-    one is not active the surface stays open. Differentiable in ``grid.vertices`` and,
-    with ``train``, in ``grid.split``.
+    The faces are those of TRELLIS.2's ``flexible_dual_grid_to_mesh``; without weights
+    both take the first diagonal. A quad needs all its four voxels; if one is not active
+    the surface stays open. Differentiable in ``grid.vertices`` and, with ``train``, in
+    ``grid.split``.
 
     Args:
-        grid: what ``models.dual_grid`` reads off a decoder's output.
+        grid: the dual grid, such as ``models.dual_grid`` returns.
         voxel_size: edge of a voxel, a number or one an axis.
         origin: where the lower corner of voxel (0, 0, 0) lies; TRELLIS.2 has
             ``voxel_size=1 / resolution, origin=-0.5``.
@@ -115,7 +115,7 @@ def dual_grid_mesh(
 
     Raises:
         ValueError: shapes do not fit, coordinates repeat, or ``train`` without weights.
-        TypeError: something is no tensor.
+        TypeError: an argument is not a tensor.
 
     Examples:
         >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))

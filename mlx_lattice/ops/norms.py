@@ -68,8 +68,8 @@ def batch_norm(
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, each channel normalised.
 
-    Computed in float32 and rounded once: one launch if ``mean`` and ``var`` are given,
-    three for the statistics of the rows.
+    The norm is computed in float32 and rounded once. It takes one launch if ``mean``
+    and ``var`` are given, and three with the statistics of the rows.
 
     Args:
         x: tensor, or its (N, C) features.
@@ -77,14 +77,14 @@ def batch_norm(
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
         residual: features of the same rows.
-        activation: the name of an activation (docs/norms.md lists them), with another
-            slope as in "leaky_relu(0.2)"; or a layer or function, such as
-            ``nn.ReLU()``; by default none.
+        activation: the name of an activation (docs/norms.md lists them), with a slope
+            of your own as in "leaky_relu(0.2)"; or a layer or function such as
+            ``nn.ReLU()``. By default none.
 
     Raises:
         TypeError: the features are not floating.
-        ValueError: one of ``mean`` and ``var`` was given without the other, the
-            activation has another name, or an array another shape.
+        ValueError: only one of ``mean`` and ``var`` is given, there is no such
+            activation, or the shape of an array does not fit.
 
     Examples:
         >>> ops.batch_norm(mx.array([[1.0], [3.0]]))[:, 0]
@@ -191,14 +191,14 @@ def layer_norm(
 ) -> Features:
     """Return ``activation(norm(x) + residual)``, each row normalised over its channels.
 
-    On CUDA this is one launch, and two backward, if the channels fill 16 bytes and take
-    at most 2 KB.
+    On CUDA this is one launch, and two in the backward pass, if the channels of a row
+    fill multiples of 16 bytes and take at most 2 KB.
 
     Args:
         x: tensor, its (N, C) features, or an array of more axes, over its last one.
         weight, bias: (C,) scale and shift.
         eps: added to the variance.
-        residual, activation: as of ``batch_norm``.
+        residual, activation: as for ``batch_norm``.
 
     Examples:
         >>> ops.layer_norm(mx.array([[1.0, 3.0]]), activation="relu")
@@ -253,9 +253,9 @@ def modulate(
     """Return ``x * (1 + scale) + shift`` with the values of each batch element.
 
     An adaptive norm (Peebles and Xie, "Scalable Diffusion Models with Transformers",
-    2023) is a norm without parameters, and then ``modulate``.
+    2023) is a norm without parameters followed by ``modulate``.
 
-    On a GPU this is one launch for a tensor, the residual included.
+    On a GPU this is one launch for a tensor, including the residual.
 
     Args:
         x: a tensor, or an array (B, L, C) of sequences.
@@ -287,7 +287,7 @@ def gate(
 ) -> Features:
     """Return ``x * by + residual`` with the values of each batch element.
 
-    Arguments, launches, result and errors are those of ``modulate``.
+    Arguments, result and errors are those of ``modulate``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

@@ -76,9 +76,9 @@ def interpolate(
 ) -> mx.array:
     """Interpolate features at points of the lattice.
 
-    Values sit at integer coordinates, as in MinkowskiEngine; subtract 0.5 from the
-    points where they should sit at the centres of cells. Differentiable in the
-    features and, for "linear", in the points.
+    Values sit at integer coordinates, as in MinkowskiEngine. Subtract 0.5 from the
+    points if values sit at the centres of cells. Differentiable in the features and,
+    for "linear", in the points.
 
     Args:
         x: tensor of 1 to 4 spatial axes.
@@ -167,14 +167,14 @@ def upsample_linear(
     """Interpolate each finer row between the cells around it.
 
     Values sit at the centres of cells: fine row f lies at ``(f + 0.5) / scale - 0.5``.
-    Where all cells of a grid are active that is PyTorch's trilinear interpolation
-    without aligned corners.
+    If all cells of a grid are active, this is PyTorch's trilinear interpolation with
+    ``align_corners=False``.
 
     Args:
         x: input.
         scale: fine cells in a coarse one, int or one per axis.
-        coordinates: the finer rows; by default the set that an earlier strided
-            pooling or convolution consumed.
+        coordinates: the finer rows; by default the set that an earlier strided pooling
+            or convolution read.
         renormalise: divide by the weight of the cells that are active, instead of
             counting the others as zeros.
 
@@ -273,8 +273,9 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
 
     Raises:
         ValueError: ``inverse`` is not a vector of integers.
-        RuntimeError: it names a row that is not there, on the CPU with the compiled
-            extension when it is computed; elsewhere such a point has zeros.
+        RuntimeError: ``inverse`` names a row that does not exist. Raised on the CPU
+            with the compiled extension, when the result is computed; on other devices
+            such a point gets zeros.
 
     Examples:
         >>> voxels = mx.array([[1.0], [2.0]])
@@ -319,9 +320,9 @@ def grid_sample_3d(
 ) -> mx.array:
     """Sample a tensor at a grid of points, as PyTorch's ``grid_sample`` does.
 
-    The last axis of ``points`` goes with the tensor's axes in their own order (that of
-    PyTorch counts them backwards). What lies outside, or is not active, is 0.
-    Differentiable in the features and, for "trilinear", in the points.
+    The last axis of ``points`` has the axes of the tensor in their own order; PyTorch's
+    has them in reverse. Points outside, and inactive cells, count as 0. Differentiable
+    in the features and, for "trilinear", in the points.
 
     Args:
         x: tensor of 3 spatial axes.
@@ -531,8 +532,8 @@ class NearestRows:
     """Hold a fixed number of neighbours of each query, the nearest first.
 
     Attributes:
-        rows: (Q, K) int32 rows of the points, -1 where there are fewer.
-        distances: (Q, K) float32, infinity where there are fewer.
+        rows: (Q, K) int32 rows of the points, -1 if a query has fewer neighbours.
+        distances: (Q, K) float32, infinity if a query has fewer neighbours.
         n_points: number of points.
 
     Examples:
@@ -565,7 +566,7 @@ class NearestRows:
 class NeighbourLists:
     """Hold any number of neighbours of each query, the nearest first.
 
-    Those of query q are ``rows[starts[q] : starts[q + 1]]``.
+    The neighbours of query q are ``rows[starts[q] : starts[q + 1]]``.
 
     Attributes:
         starts: (Q + 1,) int32.
@@ -655,24 +656,25 @@ def knn(
 ) -> NearestRows:
     """Find the k nearest points of each query within its batch element.
 
-    Exact. Neighbours stand by distance, equally distant ones by row; a query that is
-    one of the points finds itself too. There is no tree: points are put into cells,
-    and a query whose neighbours may lie beyond the 3^D cells around it is asked again
-    among larger cells. It runs on the device, in blocks of bounded memory,
-    and reads some sizes. Nothing is differentiable.
+    The result is exact. Neighbours are sorted by distance, and equally distant ones by
+    row. A query that is one of the points finds itself too.
+
+    Points are sorted into cells. If a query may have neighbours beyond the 3^D cells
+    around it, it is searched again among larger cells. The search runs on the device in
+    blocks of bounded memory, and reads some sizes. It is not differentiable.
 
     Args:
-        points: a tensor, whose coordinates are taken, or (N, 1 + D) rows (batch, x, y,
-            ...), D from 1 to 4, integers or floats. Distances are in float32; of
-            integers, and of float64 as NumPy and lists have it, a common origin is
-            subtracted first.
-        k: neighbours to find.
-        queries: the same, and of the same kind; by default the points.
-        radius: greatest distance of a neighbour.
+        points: a tensor, whose coordinates are used, or (N, 1 + D) rows (batch, x, y,
+            ...), D from 1 to 4, integers or floats. Distances are in float32. A common
+            origin is first subtracted from integers, and from float64 of NumPy or of a
+            list.
+        k: the number of neighbours.
+        queries: a tensor or rows of the same kind; by default the points.
+        radius: the greatest distance of a neighbour.
 
     Raises:
         ValueError: shapes or kinds do not fit, a position is not finite, integers span
-            2^24 cells, or over 1024 points lie in a point's place on average.
+            2^24 cells, or on average over 1024 points lie in the same place.
 
     Examples:
         >>> points = mx.array([[0.0, 0.0], [0.0, 1.0], [0.0, 5.0]])  # batch, x
@@ -726,9 +728,9 @@ def radius_neighbours(
 ) -> NeighbourLists:
     """Find all points within a radius of each query and in its batch element.
 
-    Distances up to the radius itself count; neighbours stand by distance, equally
-    distant ones by row. ``knn(points, k, radius=radius)`` finds at most k of them.
-    How it is done, and the arguments: see ``knn``.
+    Distances up to and including the radius count. Neighbours are sorted by distance,
+    and equally distant ones by row. ``knn(points, k, radius=radius)`` finds at most k
+    of them.
 
     Raises:
         ValueError: as for ``knn``, or there are 2^31 neighbours or more.

@@ -147,8 +147,8 @@ def batch_spread(y: mx.array, rows: BatchRows) -> mx.array:
 def global_max_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) greatest features of each batch element.
 
-    Ties, and so gradients, go to the first row; an empty element is 0. Reads the
-    sizes of the elements once a coordinate set.
+    If several rows have the maximum, the gradient goes to the first. An empty element
+    is 0. The sizes of the elements are read once for each coordinate set.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0]], [[3.0], [2.0]]]))
@@ -164,7 +164,8 @@ def global_max_pool(x: SparseTensor) -> mx.array:
 def global_sum_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) sums over each batch element, added in float32.
 
-    An empty element is 0. Reads the sizes of the elements once a coordinate set.
+    An empty element is 0. The sizes of the elements are read once for each coordinate
+    set.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0]], [[3.0], [2.0]]]))
@@ -179,7 +180,8 @@ def global_sum_pool(x: SparseTensor) -> mx.array:
 def global_avg_pool(x: SparseTensor) -> mx.array:
     """Return the (batch_size, C) means over each batch element, made in float32.
 
-    An empty element is 0. Reads the sizes of the elements once a coordinate set.
+    An empty element is 0. The sizes of the elements are read once for each coordinate
+    set.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0]], [[3.0], [2.0]]]))
@@ -359,10 +361,12 @@ def max_pool(
         x: input.
         kernel_size, stride, padding, dilation, support, coordinates: the geometry, as
             for ``conv3d``; ``stride`` is ``kernel_size`` by default.
-        return_indices: also return what ``max_unpool`` needs.
+        return_indices: also return the ``PoolIndices`` that ``max_unpool`` needs.
 
     Returns:
-        Features on the rows that a convolution of the same kernel would have, in the
+        Features on the rows of a convolution with the same kernel, in the same order; 0
+            if no input is active. Of equal inputs the first by offset order gets the
+            gradient.
         same order; 0 where no input is active. Ties and gradients go to the first
         input by offset order.
 
@@ -394,9 +398,9 @@ def avg_pool(
 ) -> SparseTensor:
     """Average the active inputs under the kernel, in float32.
 
-    ``count="active"`` divides by their number, ``"volume"`` by the kernel's, as dense
-    pooling does. The other arguments, row order and errors are those of
-    ``max_pool3d``.
+    ``count="active"`` divides by the number of active inputs, ``"volume"`` by the size
+    of the kernel, as dense pooling does. The other arguments, row order and errors are
+    those of ``max_pool3d``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.array([[[1.0], [5.0], [0.0], [2.0]]]))
@@ -448,7 +452,7 @@ def sum_pool_transpose(
         kernel_size, stride, padding, dilation: the kernel of the pooling that this
             transposes; ``stride`` is ``kernel_size`` by default.
         coordinates: the output rows; by default the finer set that an earlier strided
-            pooling or convolution consumed.
+            pooling or convolution read.
 
     Returns:
         Features on exactly those rows; 0 where no input reaches one.
@@ -500,8 +504,8 @@ def upsample_nearest(
     Args:
         x: input.
         scale: fine cells in a coarse one, int or one per axis.
-        coordinates: the finer rows; by default the set that an earlier strided
-            pooling or convolution consumed.
+        coordinates: the finer rows; by default the set that an earlier strided pooling
+            or convolution read.
 
     Returns:
         Features on exactly those rows; 0 where the cell is not active.
@@ -526,7 +530,8 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
         indices: what ``max_pool(..., return_indices=True)`` returned.
 
     Returns:
-        Features on the rows that were pooled; 0 on rows that did not win. A row that
+        Features on the rows that were pooled; 0 on rows that were no maximum. A row
+            that was the maximum of several windows gets their sum.
         won in several windows gets their sum.
 
     Raises:
