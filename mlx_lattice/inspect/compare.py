@@ -10,7 +10,16 @@ from string import ascii_uppercase
 
 from ..kept_files import atomic_write
 from .explain import milliseconds
-from .trace import Record, Trace, check_page, drawn, environment, or_dash, totals
+from .trace import (
+    Record,
+    Trace,
+    check_page,
+    drawn,
+    environment,
+    framed,
+    or_dash,
+    totals,
+)
 
 
 @dataclass(frozen=True)
@@ -47,7 +56,7 @@ def _speedups(times: tuple[float | None, ...]) -> tuple[float | None, ...]:
 
 @dataclass(frozen=True)
 class Comparison:
-    """Show traces beside each other. Prints as a table.
+    """Several traces beside each other. Prints as a table.
 
     Attributes:
         traces: the traces, in the order of the letters A, B, ... in table and page.
@@ -117,6 +126,10 @@ class Comparison:
             )
         return found
 
+    def _repr_html_(self) -> str | None:
+        """Return the page in a frame, for notebooks; None without the extra viz."""
+        return framed(page, self)
+
     def as_dict(self) -> dict:
         """Return traces, rows and totals as plain Python values, for JSON."""
         return {
@@ -172,20 +185,23 @@ class Comparison:
         Raises an ImportError without jinja2, and a ValueError for another suffix.
         """
         path = check_page(path, (".html",))
-        text = (
-            environment()
-            .get_template("compare.html")
-            .render(
-                comparison=self,
-                passes=list(dict.fromkeys(row.pass_ for row in self)),
-                longest=max([1e-12, *self._times()]),
-            )
-        )
+        text = page(self)
         with atomic_write(path) as draft:
             draft.write_text(text, encoding="utf-8")
 
-    def _times(self) -> Iterator[float]:
-        return (t for row in self.rows for t in row.times if t is not None)
+
+def page(comparison: Comparison) -> str:
+    """Return one self-contained HTML page."""
+    times = [t for row in comparison for t in row.times if t is not None]
+    return (
+        environment()
+        .get_template("compare.html")
+        .render(
+            comparison=comparison,
+            passes=list(dict.fromkeys(row.pass_ for row in comparison)),
+            longest=max([1e-12, *times]),
+        )
+    )
 
 
 def compare(*traces: Trace | str | Path) -> Comparison:

@@ -9,6 +9,7 @@ from contextlib import AbstractContextManager, contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import datetime
 from functools import partial
+from html import escape
 from importlib import resources
 from pathlib import Path
 from time import perf_counter
@@ -211,6 +212,10 @@ class Trace:
     def __repr__(self) -> str:
         """Return the title and the totals in one line."""
         return f"<Trace of {self.net or 'a block'}, {self.date}: {_summary(self)}>"
+
+    def _repr_html_(self) -> str | None:
+        """Return the page in a frame, for notebooks; None without the extra viz."""
+        return framed(page, self)
 
     @property
     def title(self) -> str:
@@ -580,6 +585,17 @@ COLUMNS = (
     *("#", "layer", "pass", "route", "channels", "rows"),
     *("edges a row", "occupancy", "roofline", "time"),
 )
+
+
+def framed(page: Callable[..., str], shown: object) -> str | None:
+    """Return a page of something in a frame of a notebook; None without jinja2."""
+    try:
+        text = escape(page(shown))
+    except ImportError:
+        return None
+    return (
+        f'<iframe srcdoc="{text}" width="100%" height="640" style="border:0"></iframe>'
+    )
 
 
 def page(trace: Trace) -> str:

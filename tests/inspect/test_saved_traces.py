@@ -1,9 +1,11 @@
 """Traces and explanations pickle and load; compare puts traces beside each other."""
 
 import copy
+import html
 import json
 import pickle
 import re
+import sys
 from dataclasses import replace
 
 import cases
@@ -219,6 +221,17 @@ def test_the_page_of_a_comparison_is_self_contained(tmp_path):
         assert row.layer in text.replace("<wbr>", "") and row.routes[0] in text
     with pytest.raises(ValueError, match="must end in .html; got 'ab.json'"):
         found.save(tmp_path / "ab.json")
+
+
+def test_notebooks_show_the_pages(monkeypatch):
+    t = traced()
+    for shown, name in ((t, "Sequential on "), (ml.compare(t, t), "2 traces of ")):
+        frame = shown._repr_html_()
+        (text,) = re.findall('^<iframe srcdoc="([^"]*)" [^<>]*></iframe>$', frame)
+        assert f"<h1>{name}" in html.unescape(text)
+        with monkeypatch.context() as without:
+            without.setitem(sys.modules, "jinja2", None)
+            assert shown._repr_html_() is None
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
