@@ -20,7 +20,7 @@ from ..inspect.trace import drawn
 from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
-from ..models.pretrained import of_scan
+from ..models.voxel_recipe import of_scan
 from . import segment
 
 COLUMNS = ("x", "y", "z", "dx", "dy", "dz", "heading", "vx", "vy")

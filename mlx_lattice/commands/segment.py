@@ -17,8 +17,8 @@ from ..io.labelled import check_format, write_labelled
 from ..io.points import READERS, PointCloud, read_points, write_ply
 from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
-from ..models.pretrained import of_scan, white_of
 from ..models.scans import Segmented, segment_points
+from ..models.voxel_recipe import of_scan, white_of
 from . import bar, progress
 
 

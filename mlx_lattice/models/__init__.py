@@ -4,7 +4,17 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from . import blocks, catalogue, detection, litept, pretrained, ptv3, trellis2, unets
+from . import (
+    blocks,
+    catalogue,
+    detection,
+    litept,
+    pretrained,
+    ptv3,
+    trellis2,
+    unets,
+    voxel_recipe,
+)
 from .blocks import *
 from .catalogue import *
 from .detection import *
@@ -22,6 +32,7 @@ from .trellis2 import (
     dual_grid,
 )
 from .unets import *
+from .voxel_recipe import *
 
 if TYPE_CHECKING:
     from .scans import Evaluation, Segmented, confusion_matrix, segment_points
@@ -37,6 +48,7 @@ __all__ = [
     *pretrained.__all__,
     *ptv3.__all__,
     *unets.__all__,
+    *voxel_recipe.__all__,
     "DualGrid",
     "Evaluation",
     "Segmented",

@@ -30,7 +30,8 @@ from ..ops.pool import batch_rows, upsample_nearest
 from ..prepare import prepare_scan
 from ..tensor import SparseTensor, expect_tensor
 from .blocks import spconv_norm
-from .pretrained import Rules, Segmentor, Voxels, pointcept
+from .pretrained import Rules, Segmentor, pointcept
+from .voxel_recipe import Voxels
 
 __all__ = ["PTv3"]
 

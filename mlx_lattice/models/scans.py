@@ -20,7 +20,8 @@ except ImportError as error:
     ) from error
 
 from ..checks import real
-from .pretrained import ATTRIBUTES, Segmentor, check_scores, white_of
+from .pretrained import Segmentor
+from .voxel_recipe import ATTRIBUTES, check_scores, white_of
 
 __all__ = ["Evaluation", "Segmented", "confusion_matrix", "segment_points"]
 

@@ -55,7 +55,8 @@ from .blocks import (
     layer,
     trimmed_cells,
 )
-from .pretrained import COARSEST, PYG_NORMS, Rules, Segmentor, Voxels, pointcept
+from .pretrained import PYG_NORMS, Rules, Segmentor, pointcept
+from .voxel_recipe import COARSEST, Voxels
 
 __all__ = [
     "MinkUNet",

@@ -20,7 +20,8 @@ import mlx.core as mx
 from ...io.checkpoints import import_checkpoint, load_state
 from ...io.safetensors import shown
 from .. import detection, trellis2
-from ..pretrained import About, Pretrained, VoxelRecipe
+from ..pretrained import About, Pretrained
+from ..voxel_recipe import VoxelRecipe
 from .record import HUB, Published
 
 __all__ = ["PUBLISHED", "create", "list", "published"]

@@ -40,7 +40,8 @@ from ...prepare import prepare_scan
 from ...reductions import sum_over
 from ...tensor import SparseTensor, expect_tensor
 from ..blocks import SparseBasicBlock, conv_norm_relu, conv_onto
-from ..pretrained import Pretrained, attribute, finite_points
+from ..pretrained import Pretrained
+from ..voxel_recipe import attribute, finite_points
 
 __all__ = [
     "GridRecipe",

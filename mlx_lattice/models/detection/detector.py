@@ -23,7 +23,8 @@ from ...geometry.lattice import true_positions
 from ...io.checkpoints import RENAMES
 from ...prepare import prepare_scan
 from ...tensor import SparseTensor
-from ..pretrained import PYG_NORMS, Pretrained, Rules, check_scores
+from ..pretrained import PYG_NORMS, Pretrained, Rules
+from ..voxel_recipe import check_scores
 from .backbones import (
     CHANNELS,
     RESIDUAL_WIDTHS,
