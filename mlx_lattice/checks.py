@@ -15,7 +15,16 @@ AXES = (1, 2, 3, 4)  # how many spatial axes there may be
 
 
 class LatticeWarning(UserWarning):
-    """The category of this package's warnings."""
+    """Category of every warning of this package.
+
+    Example:
+        Silence them all::
+
+            import warnings
+            import mlx_lattice as ml
+
+            warnings.simplefilter("ignore", ml.LatticeWarning)
+    """
 
 
 def whole(value: object, name: str, least: int = 0, kind: str = "an int") -> int:

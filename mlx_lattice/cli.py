@@ -4,138 +4,288 @@ from __future__ import annotations
 
 import argparse
 import io
+import json
+import logging
+import math
 import os
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+import traceback
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
+from difflib import get_close_matches
 from importlib import import_module
-from pathlib import Path
+from typing import Any
 
 from .checks import DTYPES
+from .commands import Result, UsageError, log, usage
 from .commands.convert import MODELS
 from .devices import PROFILES, HostMissing
 from .distribution import NAME, __version__, install
 from .io.safetensors import shown
-from .memory import MemoryLimitError
+from .memory import MemoryLimitError, parse_bytes
 from .models.trellis2 import FORMS
 from .problem import FORWARD, KINDS, PASSES, Problem
 from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
+from .routes.table import TABLE
 
 # Extras that commands need. These commands take a folder of a net.
 EXTRAS = {"segment": "demo", "evaluate": "demo", "detect": "demo", "decode": "mesh"}
+EXTRAS |= {"demo": "demo"}
+# Options that are not the command's own.
+SHARED = ("command", "as_json", "quiet", "verbose", "print_completion")
+SHELLS = ("bash", "zsh", "tcsh")
 
 
 class _Parser(argparse.ArgumentParser):
-    """Reports an error in one sentence, with exit code 2."""
+    """Reports an error in one sentence, with exit code 2, and suggests a name."""
+
+    words: Sequence[str] = ()
+
+    def parse_known_args(self, args=None, namespace=None):
+        """Refuse unknown options here, where the command's own are known."""
+        self.words = sys.argv[1:] if args is None else list(args)
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
 
     def error(self, message: str):
+        known = list(self._option_string_actions)
+        if self._subparsers is not None:
+            known += self._subparsers._group_actions[0].choices
+        for word in (word.partition("=")[0] for word in self.words):
+            near = get_close_matches(word, known, 1)
+            if near and word not in known and word[0] == near[0][0]:
+                message += f"; did you mean {near[0]} in place of {word}?"
+                break
         self.exit(2, f"{self.prog}: {message}\n")
+
+
+def _number(
+    kind: type, least: float | None = None, most: float | None = None
+) -> Callable[[str], float]:
+    """Return an argparse type: a finite number of a kind in a range."""
+
+    def number(text: str) -> float:
+        value, wanted = kind(text), None
+        if not math.isfinite(value):
+            wanted = "finite"
+        elif least is not None and most is not None and not least <= value <= most:
+            wanted = f"{least} to {most}"
+        elif least is not None and value < least:
+            wanted = f"{least} or more"
+        if wanted:
+            raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
+        return value
+
+    number.__name__ = kind.__name__  # argparse: invalid float value: 'a'
+    return number
+
+
+def _memory(text: str) -> int:
+    try:
+        return parse_bytes(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _names(text: str) -> list[str]:
+    return [name for name in text.split(",") if name]
+
+
+def _volume() -> argparse.ArgumentParser:
+    """Return the options that set how much is written to stderr.
+
+    They stand before or after the command's name, so they have no default.
+    """
+    options = argparse.ArgumentParser(
+        add_help=False, argument_default=argparse.SUPPRESS
+    )
+    add, flag = options.add_mutually_exclusive_group().add_argument, "store_true"
+    says = "show only results, warnings and errors: no notes, no progress bars"
+    add("-q", "--quiet", action=flag, help=says)
+    says = "show details, and the traceback of an error"
+    add("-v", "--verbose", action=flag, help=says)
+    return options
+
+
+def _json() -> argparse.ArgumentParser:
+    """Return the option of the commands that return a document."""
+    options = argparse.ArgumentParser(add_help=False)
+    says = "print the result as one JSON document, and nothing else, on stdout"
+    options.add_argument("--json", action="store_true", dest="as_json", help=says)
+    return options
+
+
+def _command(
+    commands,
+    name: str,
+    says: str,
+    example: str,
+    *parents: argparse.ArgumentParser,
+) -> Callable:
+    """Add a command, with an example in its help; return its ``add_argument``."""
+    return commands.add_parser(
+        name,
+        help=says,
+        description=f"{says[0].upper()}{says[1:]}.",
+        epilog=f"example:\n  mlx-lattice {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[*parents, _volume()],
+    ).add_argument
 
 
 def parser() -> argparse.ArgumentParser:
     """Return the command's parser."""
-    whole = _Parser(prog="mlx-lattice", description="Sparse convolution for MLX.")
-    version = f"{NAME} {__version__}"
-    whole.add_argument("--version", action="version", version=version)
-    commands = whole.add_subparsers(dest="command", required=True)
-    commands.add_parser("info", help="show the backends and settings of this machine")
+    whole = _Parser(
+        prog="mlx-lattice",
+        description="Sparse convolution for MLX: label scans, find boxes, make "
+        "meshes,\nconvert checkpoints, and show what runs on this machine.",
+        epilog="example:\n  mlx-lattice segment scan.ply --model spunet\n\n"
+        "mlx-lattice COMMAND --help lists a command's options.\n"
+        "Exit codes: 0 success, 1 failure, 2 wrong usage.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        parents=[_volume()],
+    )
+    add, version = whole.add_argument, f"{NAME} {__version__}"
+    says = "print the version and exit"
+    add("--version", action="version", version=version, help=says)
+    says = f"print the script that completes commands in a shell: {', '.join(SHELLS)}"
+    add("--print-completion", choices=SHELLS, metavar="SHELL", help=says)
+    commands = whole.add_subparsers(
+        title="commands", dest="command", metavar="COMMAND", parser_class=_Parser
+    )
+    says = "show the backends, routes and settings of this machine"
+    _command(commands, "info", says, "info", _json())
     _add_doctor(commands)
     _add_explain(commands)
     _add_convert(commands)
     _add_models(commands)
     _add_nets(commands)
     _add_run(commands)
-    demo = commands.add_parser("demo", help="train a small net and write a report")
-    demo.add_argument("--out", metavar="DIR", help="folder to write to")
+    says = "train a small net on digits and write a report of its layers"
+    add = _command(commands, "demo", says, "demo --out demo")
+    says = "folder for run.html and the weights (default: %(default)s)"
+    add("--out", metavar="DIR", default="demo", help=says)
     return whole
 
 
 def _add_doctor(commands) -> None:
-    doctor = commands.add_parser(
-        "doctor", help="prove and time this machine's kernels; write a report"
-    )
-    add = doctor.add_argument
-    add("--quick", action="store_true", help="take 30 seconds instead of five minutes")
-    add("--out", metavar="DIR", default=".", help="write doctor.json to this folder")
+    says = "check and time this machine's kernels, and write a report"
+    add = _command(commands, "doctor", says, "doctor --quick --out report", _json())
+    says = "take 30 seconds (default: five minutes)"
+    add("--quick", action="store_true", help=says)
+    says = "folder for doctor.json (default: this folder)"
+    add("--out", metavar="DIR", default=".", help=says)
 
 
 def _add_explain(commands) -> None:
-    explain = commands.add_parser(
-        "explain", help="show which route a convolution takes on a device, and why"
-    )
-    add, numbers = explain.add_argument, {"type": int, "required": True}
-    add("--kind", choices=KINDS, help="submanifold; forward if rows or stride change")
-    add("--kernel", type=int, nargs="+", default=[3], metavar="SIZE", help="extents")
-    add("--stride", type=int, default=1, help="stride (1)")
-    add("--channels", **numbers, nargs=2, metavar=("IN", "OUT"), help="channels")
-    add("--rows", **numbers, nargs="+", help="rows, or input rows and output rows")
-    add("--edges", type=int, help="edges of the kernel map")
-    add("--groups", type=int, default=1, help="groups of channels (1)")
-    add("--bits", type=int, choices=BITS, help="bits of a packed weight")
-    add("--dims", type=int, choices=(1, 2, 3, 4), default=3, help="spatial axes (3)")
-    add("--dtype", choices=tuple(DTYPES), default="float32", help="dtype of features")
-    add("--device", metavar="NAME", help=f"one of {', '.join(PROFILES)}")
-    add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help="pass")
-    add("--only", metavar="ROUTE", help="force a route")
+    says = "show which route a convolution takes on a device, and why"
+    example = "explain --channels 64 64 --rows 500000 --dtype float16 --device m5-max"
+    add = _command(commands, "explain", says, example, _json())
+    says = "kind of the kernel map (default: submanifold, or forward if rows or stride "
+    add("--kind", choices=KINDS, help=says + "change)")
+    positive = {"type": _number(int, 1)}
+    says = "extents of the kernel in voxels: one, or one for each axis (default: 3)"
+    add("--kernel", **positive, nargs="+", default=[3], metavar="SIZE", help=says)
+    says = "stride in voxels (default: %(default)s)"
+    add("--stride", **positive, default=1, help=says)
+    says = "input and output channels"
+    pair = {"nargs": 2, "metavar": ("IN", "OUT")}
+    add("--channels", **positive, required=True, **pair, help=says)
+    says = "rows of the tensor, or input rows and output rows"
+    add("--rows", type=_number(int, 0), required=True, nargs="+", help=says)
+    says = "edges of the kernel map (default: not counted, so no cost is shown)"
+    add("--edges", type=_number(int, 0), help=says)
+    says = "groups of channels (default: %(default)s)"
+    add("--groups", **positive, default=1, help=says)
+    says = "bits of a packed weight (default: the weight is float)"
+    add("--bits", type=int, choices=BITS, help=says)
+    says = "spatial axes (default: %(default)s)"
+    add("--dims", type=int, choices=(1, 2, 3, 4), default=3, help=says)
+    says = "dtype of the features (default: %(default)s)"
+    add("--dtype", choices=tuple(DTYPES), default="float32", help=says)
+    says = f"one of {', '.join(PROFILES)} (default: this machine's)"
+    add("--device", metavar="NAME", choices=tuple(PROFILES), help=says)
+    says = "pass of the convolution (default: %(default)s)"
+    add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help=says)
+    routes = tuple(route.name for route in TABLE)
+    says = "force a route, such as vec4 (default: the one that is chosen)"
+    add("--only", metavar="ROUTE", choices=routes, help=says)
 
 
 def _add_convert(commands) -> None:
-    convert = commands.add_parser(
-        "convert", help="write another library's checkpoint as one of this library"
+    says = "write another library's checkpoint as a file or folder of this library"
+    example = (
+        "convert model_best.pth spunet --library spconv --model spunet --channels 6 20"
     )
-    add, flag = convert.add_argument, {"action": "store_true"}
-    add("source", metavar="SOURCE", help=".safetensors, .pt, .pth")
-    add("target", metavar="TARGET", help=".safetensors, or a folder of the net")
-    add("--library", required=True, help="library of SOURCE: one of io.LIBRARIES")
-    add("--model", choices=MODELS, help="net that SOURCE is for")
-    add("--config", metavar="FILE", help="JSON published with SOURCE; says the net")
-    add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help="of the net")
-    add("--plan", help="channel plan of a minkunet: A, B, C or D")
-    add("--width", type=float, help="factor of all channels")
-    add("--trimmed", **flag, default=None, help="leave out cells as torchsparse 2.1")
-    add("--about", metavar="NAME", help="voxels and classes: one of models.PUBLISHED")
+    add, flag = _command(commands, "convert", says, example), {"action": "store_true"}
+    add("source", metavar="SOURCE", help="checkpoint: .safetensors, .pt or .pth")
+    says = "a .safetensors file, or a folder for models.from_pretrained"
+    add("target", metavar="TARGET", help=says)
+    says = "library that wrote SOURCE: one of io.LIBRARIES, such as spconv"
+    add("--library", required=True, help=says)
+    says = f"net of SOURCE (default: from --config): one of {', '.join(MODELS)}"
+    add("--model", choices=MODELS, metavar="NET", help=says)
+    says = "JSON configuration published with SOURCE (default: --model names the net)"
+    add("--config", metavar="FILE", help=says)
+    says = "input channels and classes of the net (default: from --config)"
+    add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help=says)
+    says = "channel plan of a minkunet: A, B, C or D (default: the class's own)"
+    add("--plan", help=says)
+    says = "factor of all channels (default: 1)"
+    add("--width", type=float, help=says)
+    says = "leave out border voxels as torchsparse 2.1 does (default: keep them)"
+    add("--trimmed", **flag, default=None, help=says)
+    says = "take voxels and classes of one of models.PUBLISHED (default: none)"
+    add("--about", metavar="NAME", help=says)
     add(
         "--legacy",
         action=argparse.BooleanOptionalAction,
-        help="ptv3-m1 was trained with Pointcept 1.5.1 or older; by default as --about",
+        help="ptv3-m1 was trained with Pointcept 1.5.1 or older (default: as --about)",
     )
-    add("--mapping", metavar="FILE", help="JSON object: prefix to another, or to null")
-    add("--entry", metavar="KEY", help="entry of SOURCE with the weights")
-    add("--bits", type=int, choices=BITS, help="pack the weights")
-    add(
-        "--group-size",
-        type=int,
-        choices=GROUP_SIZES,
-        default=DEFAULT_GROUP_SIZE,
-        help="input channels that share a scale",
-    )
-    add("--unit-as-shaped", **flag, help="take spconv's 1x1x1 kernels as their shape")
+    says = "JSON object: a prefix of names to another, or to null to drop it"
+    add("--mapping", metavar="FILE", help=f"{says} (default: names are kept)")
+    says = "entry of SOURCE with the weights (default: the one that is found)"
+    add("--entry", metavar="KEY", help=says)
+    says = "pack the weights to this many bits (default: keep their dtype)"
+    add("--bits", type=int, choices=BITS, help=says)
+    says = "input channels that share a scale, with --bits (default: %(default)s)"
+    group = {"choices": GROUP_SIZES, "default": DEFAULT_GROUP_SIZE}
+    add("--group-size", type=int, **group, help=says)
+    says = "read spconv's 1x1x1 kernels by their shape (default: by their use)"
+    add("--unit-as-shaped", **flag, help=says)
 
 
 def _add_models(commands) -> None:
-    says = "list published weights; print one; write it as a folder of the net"
-    add = commands.add_parser("models", help=says).add_argument
-    add("name", metavar="NAME", nargs="?", help="of models.list(); all if left out")
-    add("--out", metavar="DIR", help="download the weights; write their folder here")
-    paths = {"metavar": "FILE", "nargs": "+"}
-    add("--path", **paths, help="files that were downloaded by hand")
-    add("--cached", action="store_true", help="use no network")
+    says = "list published weights, describe one, or write its folder"
+    example = "models spunet.scannet20.pointcept --out spunet"
+    add = _command(commands, "models", says, example, _json())
+    says = "a name of models.list() (default: list all)"
+    add("name", metavar="NAME", nargs="?", help=says)
+    says = "download the weights and write their folder here (default: describe them)"
+    add("--out", metavar="DIR", help=says)
+    says = "files that you downloaded yourself (default: download them)"
+    add("--path", metavar="FILE", nargs="+", help=says)
+    says = "use files of the cache, and no network"
+    add("--cached", action="store_true", help=says)
 
 
 def _add_run(commands) -> None:
-    run = commands.add_parser(
-        "run",
-        help="run a script of PyTorch with this package in place of CUDA libraries",
-        epilog="example: mlx-lattice run --as spconv,flash_attn train.py --epochs 3",
-    )
-    add, names = run.add_argument, "of spconv, flex_gemm, flash_attn, MinkowskiEngine, "
-    names += "torchsparse, torchsparse==1.4; several with commas"
-    add("--as", dest="libraries", required=True, metavar="NAMES", help=names)
-    add("--replace", action="store_true", help="hide libraries that are installed")
+    says = "run a PyTorch script with this package in place of CUDA libraries"
+    example = "run --as spconv,flash_attn train.py --epochs 3"
+    add = _command(commands, "run", says, example)
+    says = "libraries to stand in for, separated by commas: spconv, flex_gemm, "
+    says += "flash_attn, MinkowskiEngine, torchsparse, torchsparse==1.4"
+    names = {"dest": "libraries", "type": _names, "metavar": "NAMES"}
+    add("--as", required=True, **names, help=says)
+    says = "hide libraries that are installed (default: refuse)"
+    add("--replace", action="store_true", help=says)
     add("-m", dest="is_module", action="store_true", help="run a module by its name")
     add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
-    rest = "the script's own arguments"
-    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=rest)
+    says = "the script's own arguments"
+    add("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help=says)
 
 
 def _add_nets(commands) -> None:
@@ -143,96 +293,124 @@ def _add_nets(commands) -> None:
     net, some, own, scan, points, tiles, mesh = (
         argparse.ArgumentParser(add_help=False) for _ in range(7)
     )
-    says = "folder of the net, or owner/name on a hub; the docs list published weights"
+    says = "folder of the net, or owner/name on Hugging Face"
     for parent in (net, some):  # evaluate can do without a net
         add = parent.add_argument
         add("--model", required=parent is net, metavar="FOLDER", help=says)
-        add("--revision", help="branch, tag or commit of owner/name")
-    says = "import this Python file, which defines the class of your own net"
+        more = "branch, tag or commit of owner/name (default: its main branch)"
+        add("--revision", help=more)
+    says = "import this Python file, which defines the class of your own net "
+    says += "(default: a net of this package)"
     own.add_argument("--code", metavar="FILE.py", help=says)
-    scan.add_argument("scan", metavar="SCAN", help="a point-cloud file")
+    says = "a point-cloud file: .ply, .pcd, .las, .laz, .bin, .npy, .npz, .csv, ..."
+    scan.add_argument("scan", metavar="SCAN", help=says)
     add = points.add_argument
-    add(
-        "--fill", action="store_true", help="read zeros for attributes that are missing"
-    )
-    add("--columns", metavar="NAMES", default="", help="of .bin, as x,y,z,_,intensity")
+    says = "read zeros for attributes that the scan lacks (default: refuse)"
+    add("--fill", action="store_true", help=says)
+    says = "columns of a .bin file, as x,y,z,_,intensity (default: from its size)"
+    add("--columns", metavar="NAMES", default="", help=says)
     add = tiles.add_argument
-    says = "run the net on tiles with this edge, in the unit of the scan (metres)"
-    add("--tile", type=float, metavar="EDGE", help=says)
-    says = "width of the strip that neighbouring tiles share (a fifth of --tile)"
-    add("--overlap", type=float, metavar="WIDTH", help=says)
-    says = "sum the probabilities of this many turned, scaled, mirrored views (1)"
-    add("--votes", type=int, default=1, metavar="VIEWS", help=says)
-    add("--up", metavar="AXIS", default="z", help="upward axis: x, y, z, or --up=-y")
+    says = "edge of the tiles that the net runs on, in the scan's unit, mostly metres "
+    says += "(default: the whole scan at once)"
+    add("--tile", type=_number(float, 0), metavar="EDGE", help=says)
+    says = "width of the strip that neighbouring tiles share (default: a fifth of EDGE)"
+    add("--overlap", type=_number(float, 0), metavar="WIDTH", help=says)
+    says = "turned, scaled and mirrored views whose probabilities are summed, 1 to 24 "
+    says += "(default: %(default)s)"
+    add("--votes", type=_number(int, 1, 24), default=1, metavar="VIEWS", help=says)
+    says = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
+    axes = [sign + axis for sign in ("", "-") for axis in "xyz"]
+    add("--up", metavar="AXIS", choices=axes, default="z", help=says)
     add = mesh.add_argument
-    add("--faces", type=int, default=200_000, help="triangles, at most (200000)")
-    add("--texture-size", type=int, default=2048, help="texels of its sides (2048)")
-    add("--memory", metavar="SIZE", help="keep the nets below this, such as 8GB")
+    says = "most triangles of the mesh (default: %(default)s)"
+    add("--faces", type=_number(int, 4), default=200_000, help=says)
+    says = "edge of the texture in texels (default: %(default)s)"
+    add("--texture-size", type=_number(int, 16, 16384), default=2048, help=says)
+    says = "keep the nets below this much memory, such as 8GB (default: no limit)"
+    add("--memory", type=_memory, metavar="SIZE", help=says)
 
-    says = (
-        "label a scan's points by class: a copy of the file, or colours and a picture"
-    )
-    parents = [scan, points, net, own, tiles]
-    add = commands.add_parser("segment", parents=parents, help=says).add_argument
-    says = "folder for a coloured .ply and a picture; or .las, .laz, .ply or .npz file"
+    says = "label a scan's points by class, and write coloured points and a picture"
+    example = "segment scan.ply --model spunet --out segmented"
+    parents = (scan, points, net, own, tiles, _json())
+    add = _command(commands, "segment", says, example, *parents)
+    says = "folder for NAME.ply and NAME.png; or a .las, .laz, .ply or .npz file, a "
+    says += "copy of the scan with labels (default: %(default)s)"
     add("--out", metavar="PLACE", default="segmented", help=says)
 
-    says = "print IoU and accuracy of each class: a net's, or of a file's labels"
-    parents = [points, some, own, tiles]
-    add = commands.add_parser("evaluate", parents=parents, help=says).add_argument
+    says = "print IoU and accuracy of each class, of a net or of a file's labels"
+    example = "evaluate scan.laz --predicted labelled.laz --ignore 0"
+    parents = (points, some, own, tiles, _json())
+    add = _command(commands, "evaluate", says, example, *parents)
     add("scans", metavar="SCAN", nargs="+", help="point-cloud files with labels")
-    says = "files with labels to compare, one for each SCAN; in place of --model"
+    says = "files with labels to compare, one for each SCAN (default: run --model)"
     add("--predicted", nargs="+", metavar="FILE", default=(), help=says)
-    says = "dimension of SCAN with the labels, if it has another name than usual"
+    says = "dimension of SCAN with the labels (default: label, labels or class)"
     add("--labels", metavar="NAME", default="", help=says)
-    says = "leave out points with these labels, beside negative ones"
+    says = "leave out points with these labels (default: negative labels only)"
     add("--ignore", type=int, nargs="+", default=(), metavar="LABEL", help=says)
-    says = "print JSON in place of a table"
-    add("--json", action="store_true", dest="as_json", help=says)
 
-    says = "find boxes in a scan: a table, files, and a picture from above"
-    add = commands.add_parser(
-        "detect", parents=[scan, points, net, own], help=says
-    ).add_argument
-    add("--out", metavar="DIR", default="detected", help="folder to write to")
-    add("--score", type=float, help="least score of a box; by default the net's own")
-    place = {"type": float, "nargs": 3, "metavar": ("X", "Y", "Z")}
-    add("--centre", **place, help="the scanner in the file's coordinates, if not at 0")
+    says = "find boxes in a scan, and write a table and a picture from above"
+    example = "detect sweep.bin --model voxelnext --score 0.3 --out detected"
+    parents = (scan, points, net, own, _json())
+    add = _command(commands, "detect", says, example, *parents)
+    says = "folder for NAME.csv, NAME.json and NAME.png (default: %(default)s)"
+    add("--out", metavar="DIR", default="detected", help=says)
+    says = "least score of a box, 0 to 1 (default: the net's own)"
+    add("--score", type=_number(float, 0, 1), help=says)
+    says = "the scanner's place in the file's coordinates (default: 0 0 0)"
+    place = {"type": _number(float), "nargs": 3, "metavar": ("X", "Y", "Z")}
+    add("--centre", **place, help=says)
 
     says = "decode TRELLIS.2's latents to a mesh with its texture, and a picture"
-    add = commands.add_parser("decode", parents=[net, mesh], help=says).add_argument
-    add("latents", metavar="LATENTS", help="a safetensors file")
-    add("--texture-model", metavar="FOLDER", help="folder of the texture decoder")
-    add("--out", metavar="FILE", default="asset.glb", help=".glb, .ply or .obj")
-    add("--element", type=int, default=0, help="batch element (0)")
-    add("--resolution", type=int, help="fine voxels along the box; by default a guess")
+    example = "decode latents.safetensors --model shape --out asset.glb"
+    add = _command(commands, "decode", says, example, net, mesh)
+    says = "a safetensors file with coords, shape and maybe texture"
+    add("latents", metavar="LATENTS", help=says)
+    says = "folder of the texture decoder (default: no texture)"
+    add("--texture-model", metavar="FOLDER", help=says)
+    says = "file to write: .glb, .ply or .obj (default: %(default)s)"
+    add("--out", metavar="FILE", default="asset.glb", help=says)
+    says = "batch element to decode (default: %(default)s)"
+    add("--element", type=_number(int, 0), default=0, help=says)
+    says = "fine voxels along the box's edge (default: from the latents)"
+    add("--resolution", type=_number(int, 1), help=says)
 
-    says = "make TRELLIS.2's latents of an image's tokens, and a mesh"
-    add = commands.add_parser("generate", parents=[mesh], help=says).add_argument
-    tokens = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
-    add("--image-tokens", metavar="FILE", required=True, help=tokens)
-    says = "TRELLIS.2's, with pipeline.json and ckpts; docs/trellis2.md says where from"
-    add("--model", required=True, metavar="FOLDER", help=says)
-    out = ".glb, .ply or .obj with latents beside it, or .safetensors of them alone"
-    add("--out", metavar="FILE", default="asset.glb", help=out)
-    add("--type", choices=FORMS, help="by default pipeline.json's")
-    add("--seed", type=int, default=42, help="seed of the noise (42)")
-    add("--steps", type=int, help="steps of every stage")
-    add("--guidance", type=float, help="strength, of every stage")
+    says = "make TRELLIS.2's latents from an image's tokens, and a mesh"
+    example = "generate --image-tokens tokens.safetensors --model TRELLIS.2-4B"
+    add = _command(commands, "generate", says, example, mesh)
+    says = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
+    add("--image-tokens", metavar="FILE", required=True, help=says)
+    says = "folder of TRELLIS.2 with pipeline.json and ckpts; docs/trellis2.md says "
+    add("--model", required=True, metavar="FOLDER", help=says + "where from")
+    says = "mesh (.glb, .ply, .obj) with latents beside it, or .safetensors for "
+    says += "latents alone (default: %(default)s)"
+    add("--out", metavar="FILE", default="asset.glb", help=says)
+    add("--type", choices=FORMS, help="pipeline to run (default: pipeline.json's)")
+    says = "seed of the noise (default: %(default)s)"
+    add("--seed", type=int, default=42, help=says)
+    says = "steps of each stage (default: pipeline.json's)"
+    add("--steps", type=_number(int, 1), help=says)
+    says = "guidance strength of each stage (default: pipeline.json's)"
+    add("--guidance", type=_number(float), help=says)
     add("--no-texture", action="store_true", help="make the shape's latents alone")
-    rows = "rows above which a cascade lowers its resolution (49152)"
-    add("--max-tokens", type=int, default=49152, help=rows)
-    add("--dtype", choices=DTYPES, help="dtype of the flow models' blocks")
+    says = "rows above which a cascade lowers its resolution (default: %(default)s)"
+    add("--max-tokens", type=int, default=49152, help=says)
+    says = "dtype of the flow models' blocks (default: that of their file)"
+    add("--dtype", choices=DTYPES, help=says)
 
 
 # Errors that the user can correct: one sentence, no traceback.
 WRONG = ValueError, TypeError, ImportError, OSError, HostMissing, MemoryLimitError
+FAILURE, USAGE = 1, 2
 # Exit codes of what a signal ends, as shells have them: 128 and its number.
 INTERRUPTED, NO_READER = 130, 141
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run the command; return its exit code."""
+    """Run the command; return its exit code.
+
+    0 is success, 1 a failure such as a broken file, 2 a wrong use of the options.
+    """
     try:
         try:
             return _run(arguments)
@@ -254,13 +432,27 @@ def _silence() -> None:
 
 
 def _run(arguments: Sequence[str] | None) -> int:
-    parsed = parser().parse_args(arguments)
+    whole = parser()
     try:
-        return _call(parsed) or 0
+        parsed = whole.parse_args(arguments)
+    except SystemExit as end:
+        return end.code
+    name = f"mlx-lattice {parsed.command}"
+    verbose = getattr(parsed, "verbose", False)
+    try:
+        if parsed.print_completion:
+            name = "mlx-lattice"
+            print(completion(whole, parsed.print_completion))
+        elif parsed.command is None:
+            whole.print_help()
+        else:
+            with _messages(name, verbose, getattr(parsed, "quiet", False)):
+                return _result(parsed)
+        return 0
     except KeyboardInterrupt:
         if sys.stderr.isatty():
             print(file=sys.stderr)  # after ^C
-        print(f"mlx-lattice {parsed.command}: interrupted", file=sys.stderr)
+        print(f"{name}: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:
         raise
@@ -270,21 +462,55 @@ def _run(arguments: Sequence[str] | None) -> int:
             message = f"there is no file {error.filename}"
         elif isinstance(error, OSError) and error.filename and error.strerror:
             message = f"{shown(str(error.filename))}: {error.strerror.lower()}"
-        print(f"mlx-lattice {parsed.command}: {message}", file=sys.stderr)
-        return 2
+        if verbose:
+            traceback.print_exc()
+        print(f"{name}: {message}", file=sys.stderr)
+        return USAGE if isinstance(error, UsageError) else FAILURE
 
 
-def _call(parsed: argparse.Namespace) -> int | None:
+@contextmanager
+def _messages(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
+    """Write the log, and warnings without their place, to stderr inside the block."""
+    handler, level = logging.StreamHandler(), log.level
+    log.addHandler(handler)
+    log.setLevel("DEBUG" if verbose else "WARNING" if quiet else "INFO")
+
+    def show(message, *_, **__) -> None:
+        log.warning("%s: warning: %s", name, message)
+
+    try:
+        with warnings.catch_warnings():
+            if name != "mlx-lattice run":  # whose script has its own
+                warnings.showwarning = show
+            yield
+    finally:
+        log.removeHandler(handler)
+        log.setLevel(level)
+
+
+def _result(parsed: argparse.Namespace) -> int:
+    """Run a command, print its result and return its exit code."""
+    as_json = getattr(parsed, "as_json", False)
+    with redirect_stdout(sys.stderr) if as_json else nullcontext():
+        result = _call(parsed)
+    if not isinstance(result, Result):
+        return result if isinstance(result, int) else 0
+    if as_json:
+        print(json.dumps(result.document, indent=1, allow_nan=False, default=str))
+    else:
+        print(result.text)
+    return result.code
+
+
+def _call(parsed: argparse.Namespace) -> Any:
     """Run a command's function, which takes its options."""
-    if parsed.command in ("info", "doctor", "explain", "demo", "run"):
-        name = "run_script" if parsed.command == "run" else parsed.command
+    name = parsed.command
+    log.debug("%s %s, Python %s", NAME, __version__, sys.version.split()[0])
+    if name in ("info", "explain"):
         return globals()[f"_{name}"](parsed)
-    options = {k: v for k, v in vars(parsed).items() if k != "command"}
-    with _extra(parsed.command, EXTRAS.get(parsed.command)):
-        module = import_module(f".commands.{parsed.command}", __package__)
-        if parsed.command == "convert":
-            return module.run(parsed)
-        module.run(**options)
+    options = {k: v for k, v in vars(parsed).items() if k not in SHARED}
+    with _extra(name, EXTRAS.get(name)):
+        return import_module(f".commands.{name}", __package__).run(**options)
 
 
 @contextmanager
@@ -299,62 +525,53 @@ def _extra(command: str, extra: str | None) -> Iterator[None]:
         raise ImportError(f"{command} needs {needed}; {install(extra)}") from error
 
 
-def _info(parsed: argparse.Namespace) -> None:
+def completion(whole: argparse.ArgumentParser, shell: str) -> str:
+    """Return the script that completes the command in a shell, by shtab."""
+    with _extra("shell completion", "completion"):
+        import shtab
+    commands = whole._subparsers._group_actions[0].choices.values()
+    for action in (action for each in commands for action in each._actions):
+        if action.metavar in ("DIR", "FOLDER"):
+            action.complete = shtab.DIRECTORY
+        elif action.metavar is not None and not action.choices:
+            action.complete = shtab.FILE
+    return shtab.complete(whole, shell)
+
+
+def _info(parsed: argparse.Namespace) -> Result:
     from .inspect.doctor import backend_info
 
-    print(backend_info())
+    info = backend_info()
+    return Result(str(info), info.as_dict())
 
 
-def _doctor(parsed: argparse.Namespace) -> int:
-    from .commands import doctor
-
-    return doctor.run(Path(parsed.out), quick=parsed.quick)
-
-
-def _explain(parsed: argparse.Namespace) -> None:
+def _explain(parsed: argparse.Namespace) -> Result:
     from .inspect.explain import explain
 
     size = parsed.kernel[0] if len(parsed.kernel) == 1 else parsed.kernel
     if len(parsed.kernel) not in (1, parsed.dims):
-        raise ValueError(
+        raise UsageError(
             f"--kernel takes 1 or {parsed.dims} sizes; got {len(parsed.kernel)}"
         )
     if len(parsed.rows) > 2:
-        raise ValueError(f"--rows takes 1 or 2 numbers; got {len(parsed.rows)}")
-    positive = (*parsed.kernel, parsed.stride, parsed.groups)
-    if min(positive) < 1 or min(*parsed.rows, parsed.edges or 0, 0) < 0:
-        raise ValueError("sizes must be positive, and rows and edges 0 or more")
-    problem = Problem.forward(
-        kind=parsed.kind,
-        kernel_size=size,
-        stride=parsed.stride,
-        c_in=parsed.channels[0],
-        c_out=parsed.channels[1],
-        n_in=parsed.rows[0],
-        n_out=parsed.rows[-1],
-        dtype=parsed.dtype,
-        dims=parsed.dims,
-        groups=parsed.groups,
-        edges=parsed.edges,
-        bits=parsed.bits,
-    )
-    print(explain(problem, device=parsed.device, pass_=parsed.pass_, only=parsed.only))
-
-
-def _run_script(parsed: argparse.Namespace) -> int:
-    from .commands import run
-
-    libraries = [name for name in parsed.libraries.split(",") if name]
-    options = {"replace": parsed.replace, "is_module": parsed.is_module}
-    return run.run(parsed.script, parsed.arguments, libraries, **options)
-
-
-def _demo(parsed: argparse.Namespace) -> None:
-    options = {"out": parsed.out} if parsed.out else {}
-    with _extra("demo", "demo"):
-        from .commands import demo
-
-        demo.run(**options)
+        raise UsageError(f"--rows takes 1 or 2 numbers; got {len(parsed.rows)}")
+    with usage():
+        problem = Problem.forward(
+            kind=parsed.kind,
+            kernel_size=size,
+            stride=parsed.stride,
+            c_in=parsed.channels[0],
+            c_out=parsed.channels[1],
+            n_in=parsed.rows[0],
+            n_out=parsed.rows[-1],
+            dtype=parsed.dtype,
+            dims=parsed.dims,
+            groups=parsed.groups,
+            edges=parsed.edges,
+            bits=parsed.bits,
+        )
+    found = explain(problem, device=parsed.device, pass_=parsed.pass_, only=parsed.only)
+    return Result(str(found), found.as_dict())
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from typing import Any, TypeVar
 import mlx.core as mx
 
 from . import distribution, settings
+from .checks import LatticeWarning
 from .distribution import checkout
 
 METAL, CUDA, CPU = BACKENDS = ("metal", "cuda", "cpu")
@@ -316,7 +317,7 @@ def _check_threads(extension) -> None:
     warnings.warn(
         f"{THREADS} must be 1 to {MOST_THREADS}; got {text!r}. The CPU's kernels take "
         "a thread a core",
-        RuntimeWarning,
+        LatticeWarning,
         stacklevel=2,
     )
     if extension is not None:
@@ -337,7 +338,7 @@ def has_extension() -> bool:
             f"mlx_lattice runs without its CPU extension ({extension_absence}): "
             "convolutions on the CPU use MLX's own operations, many times slower. To "
             f"get it, {extension_repair}",
-            RuntimeWarning,
+            LatticeWarning,
             stacklevel=3,
         )
     return extension is not None

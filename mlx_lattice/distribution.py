@@ -49,12 +49,14 @@ def others(folders: Iterable[str]) -> list[str]:
 def warn_of_another(folders: Iterable[str]) -> None:
     """Warn if the other distribution is installed too: both use one folder."""
     if found := others(folders):
+        from .checks import LatticeWarning
+
         warnings.warn(
             f"the distribution {ANOTHERS} is installed too ({found[0]}). It is another "
             f"project's, and its import name is mlx_lattice as well: files of one "
             f"replace files of the other. Keep one of them in an environment; to keep "
             f"this one, run: pip uninstall {ANOTHERS} {NAME}; then {install()}",
-            RuntimeWarning,
+            LatticeWarning,
             stacklevel=2,
         )
 

@@ -16,6 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from . import settings
+from .checks import LatticeWarning
 
 try:
     import fcntl
@@ -115,7 +116,7 @@ class EntryFile:
                 warnings.warn(
                     f"{self.path} cannot be written ({error}): its entries last for "
                     "this process only. Set MLX_LATTICE_CACHE to a folder",
-                    RuntimeWarning,
+                    LatticeWarning,
                     stacklevel=3,
                 )
             self.unwritten.setdefault(self.path, {})[key] = entry
@@ -136,7 +137,7 @@ def _entries(path: Path, header: str, valid: Callable, stamp: tuple) -> dict:
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         warnings.warn(
             f"{path} cannot be read ({error}): it is ignored and written anew",
-            RuntimeWarning,
+            LatticeWarning,
             stacklevel=4,
         )
         return {}

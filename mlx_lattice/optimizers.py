@@ -23,6 +23,7 @@ from mlx.utils import tree_flatten, tree_map
 from . import registry
 from .backends.gpu import optimizers as gpu_optimizers
 from .backends.gpu.optimizers import Rule
+from .checks import LatticeWarning
 
 __all__ = ["SGD", "Adam", "AdamW"]
 
@@ -173,7 +174,7 @@ class Adam(_Batched, mlx.optimizers.Adam):
                 "float16, where those below 6e-8 are 0: its steps are then many times "
                 "too large. Pass master_weights=True, which keeps them in float32, or "
                 "train in bfloat16",
-                RuntimeWarning,
+                LatticeWarning,
                 stacklevel=2,
             )
 

@@ -1,27 +1,66 @@
-"""The commands, a file each; and their progress bars."""
+"""The commands, a file each; their results, errors, notes and progress bars."""
 
 from __future__ import annotations
 
-import sys
+import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn
 
-from ..distribution import install
+from ..io.safetensors import FileError
 from ..routes import launch
 
+log = logging.getLogger("mlx_lattice")
 
-def bar(total: int, name: str | None = None, unit: str = "step", **options: Any) -> Any:
-    """Return a tqdm bar, redrawn often on a terminal and seldom in a log file."""
+
+class Result(NamedTuple):
+    """The result of a command, which goes to stdout."""
+
+    text: str
+    document: Any  # what --json prints in place of the text
+    code: int = 0
+
+
+class UsageError(ValueError):
+    """Options that do not fit: the command ends with exit code 2."""
+
+
+@contextmanager
+def usage() -> Iterator[None]:
+    """Raise a ValueError of the block as a UsageError, unless a file caused it."""
     try:
-        from tqdm import tqdm
-    except ImportError as error:
-        raise ImportError(f"a progress bar needs tqdm; {install('demo')}") from error
-    interval = 0.1 if sys.stderr.isatty() else 20
-    return tqdm(total=total, desc=name, unit=unit, mininterval=interval, **options)
+        yield
+    except (FileError, UsageError):
+        raise
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+class _NoBar:
+    """Stands in for a bar if tqdm is missing."""
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        return lambda *_, **__: None
+
+
+def bar(total: int | None, name: str | None = None, unit: str = "step", **more) -> Any:
+    """Return a tqdm bar; silent without tqdm, without a terminal, and if quiet."""
+    try:
+        from tqdm.auto import tqdm
+    except ImportError:
+        return _NoBar()
+    silent = None if log.isEnabledFor(logging.INFO) else True  # None: by the terminal
+    more.setdefault("disable", silent)
+    return tqdm(total=total, desc=name, unit=unit, **more)
 
 
 @contextmanager

@@ -19,6 +19,7 @@ from ..io.safetensors import CheckpointError, read_object, write_safetensors
 from ..kept_files import check_writable
 from ..models import PUBLISHED, litept, ptv3
 from ..models.trellis2.transformer import FLOW, STRUCTURE_FLOW, trellis2
+from . import UsageError, log, usage
 
 METADATA = {"format": "mlx", "library": OURS, "version": __version__}
 
@@ -69,26 +70,28 @@ DETECTORS = {
 MODELS |= DETECTORS
 
 
-def run(options: argparse.Namespace) -> None:
-    """Convert; print the files that were written and how to load them."""
+def run(**given: Any) -> None:
+    """Convert; log the files that were written and how to load them."""
+    options = argparse.Namespace(**given)
     source, target = Path(options.source), Path(options.target)
     folder = target.is_dir() or not target.suffix
     if not folder and target.suffix != ".safetensors":
-        raise ValueError(f"{target} must end in .safetensors, or be a folder")
+        raise UsageError(f"{target} must end in .safetensors, or be a folder")
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
-        raise ValueError("SOURCE and TARGET must be two files")
+        raise UsageError("SOURCE and TARGET must be two files")
     for name in ("legacy", "about"):
         if getattr(options, name) is not None and not folder:
-            raise ValueError(f"--{name} is for folders, which have a config")
+            raise UsageError(f"--{name} is for folders, which have a config")
     written = folders.replaced(target) if folder else [target]
     read = [source, options.config, options.mapping]
     check_writable(*written, read=filter(None, read))
-    layout_of(options.library)
-    model = _model(options)
-    if options.about is not None:
-        _describe(model, options.about)
+    with usage():
+        layout_of(options.library)
+        model = _model(options)
+        if options.about is not None:
+            _describe(model, options.about)
     mapping = _mapping(options.mapping) if options.mapping else None
     as_shaped = options.unit_as_shaped
     with opened(source, options.entry) as state:
@@ -97,7 +100,7 @@ def run(options: argparse.Namespace) -> None:
         )
         if not report.complete:
             raise CheckpointError(f"the checkpoint does not fit the model\n{report}")
-        print(report)
+        log.info(report)
         # Parameters take the dtypes of the file.
         weights = [
             (name, convert(state.read(source))) for source, name, convert in steps
@@ -109,14 +112,14 @@ def run(options: argparse.Namespace) -> None:
         mlx.nn.quantize(
             model, options.group_size, options.bits, class_predicate=predicate
         )
-        print(f"int{options.bits} in groups of {options.group_size}; {predicate}")
+        log.info(f"int{options.bits} in groups of {options.group_size}; {predicate}")
     if folder:
         model.save_pretrained(target)
-        print(f'{target} is for models.from_pretrained("{target}")')
+        log.info(f'{target} is for models.from_pretrained("{target}")')
         return
     write_safetensors(target, dict(tree_flatten(model.parameters())), METADATA)
     arguments = ", ".join(f"{k}={v!r}" for k, v in model._arguments.items())
-    print(f"{target} has the weights of models.{type(model).__name__}({arguments})")
+    log.info(f"{target} has the weights of models.{type(model).__name__}({arguments})")
 
 
 def _describe(model, name: str) -> None:
@@ -137,10 +140,10 @@ def _describe(model, name: str) -> None:
             )
     if voxels and "colours" in voxels.features:
         black, white = voxels.colour_range
-        print(f"{name}: colours from {black:g} to {white:g}")
+        log.info(f"{name}: colours from {black:g} to {white:g}")
     model.about = about
     if getattr(model, "legacy", False):
-        print("legacy blocks, of Pointcept 1.5.1; --no-legacy for newer weights")
+        log.info("legacy blocks, of Pointcept 1.5.1; --no-legacy for newer weights")
 
 
 def _model(options: argparse.Namespace):

@@ -14,10 +14,9 @@ import mlx.nn
 from ..geometry.lattice import true_positions
 from ..io.safetensors import SafetensorsState, listed
 from ..kept_files import check_writable
-from ..memory import memory_limit, parse_bytes
+from ..memory import memory_limit
 from ..mesh import (
     asset_of,
-    check_asset,
     check_suffix,
     contact_sheet,
     save,
@@ -25,7 +24,7 @@ from ..mesh import (
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
 from ..models.trellis2.transformer import dtype_of
 from ..tensor import SparseTensor
-from . import progress
+from . import log, progress, usage
 
 SHAPE, TEXTURE, COORDS = "shape", "texture", "coords"
 
@@ -42,12 +41,10 @@ def run(
 ) -> tuple[Path, Path]:
     """Decode latents to a mesh; write it, and a picture of it beside it."""
     out = Path(out)
-    check_suffix(out)
+    with usage():
+        check_suffix(out)
     check_writable(out, picture_of(out), read=[latents])
-    resolution, faces = options.pop("resolution", None), options.get("faces")
-    check_asset(resolution, faces, options.get("texture_size", 2048))
-    if options.get("memory") is not None:
-        parse_bytes(options["memory"])
+    resolution = options.pop("resolution", None)
     rows, arrays, stored = _latents(latents, element, texture_model is not None)
     shape = _decoder(model, "the shape", 7, revision)
     texture = None
@@ -99,7 +96,7 @@ def decode(
                 mx.eval(z.feats)
             materials = z.replace(mx.clip(z.feats * 0.5 + 0.5, 0, 1))
     decoded = time.perf_counter() - begun
-    print(
+    log.info(
         f"{len(x):,} latents -> {len(y):,} voxels of 1/{resolution} in {decoded:.1f} s"
     )
     surface, baked = asset_of(
@@ -108,13 +105,13 @@ def decode(
         resolution,
         faces=faces,
         texture_size=texture_size,
-        report=lambda line: print(f"  {line}"),
+        report=lambda line: log.info(f"  {line}"),
     )
     save(out, surface, baked)
     picture = picture_of(out)
     contact_sheet(picture, surface, baked)
     closed = "closed" if surface.is_closed else "open"
-    print(
+    log.info(
         f"wrote {out}: {len(surface.faces):,} triangles, {closed}"
         + (f", a texture of {texture_size}" if baked else "")
         + f"; {picture}"

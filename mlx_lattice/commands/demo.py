@@ -23,7 +23,7 @@ from ..kept_files import check_writable
 from ..nn.calibrate import calibrate
 from ..optimizers import Adam
 from ..tensor import SparseTensor
-from . import bar
+from . import bar, log
 
 GROUP = 32  # input channels that share a scale, if weights have groups
 # Bits of weights and of features, by name.
@@ -118,7 +118,7 @@ def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=Tru
     step = mlx.nn.value_and_grad(net, loss_of)
     rng, seconds = np.random.default_rng(seed), []
     net.train()
-    with bar(steps, disable=not show) as shown:
+    with bar(steps, **{} if show else {"disable": True}) as shown:
         for _ in range(epochs):
             order = rng.permutation(len(voxels))
             for at in range(0, len(order) - batch_size + 1, batch_size):
@@ -152,7 +152,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     mx.random.seed(seed)
     (voxels, labels), (test, test_labels) = load_digits(seed)
-    print(f"{len(voxels)} training digits, {len(test)} held out")
+    log.info(f"{len(voxels)} training digits, {len(test)} held out")
     net = DigitNet()
     seconds = train(net, voxels, labels, epochs, batch_size, seed)
     accuracy = float(np.mean(predict(net, test) == test_labels))
@@ -167,7 +167,7 @@ def run(
     t.save(folder / "run.html")
     weights = dict(tree_flatten(net.parameters()))
     write_safetensors(folder / "digits.safetensors", weights)
-    print(f"wrote {folder / 'run.html'} and {folder / 'digits.safetensors'}")
+    log.info(f"wrote {folder / 'run.html'} and {folder / 'digits.safetensors'}")
     if accuracy < goal:
         raise RuntimeError(
             f"test accuracy {accuracy:.2%} is below the demo's goal of {goal:.0%}"

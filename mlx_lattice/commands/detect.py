@@ -21,7 +21,7 @@ from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
 from ..models.voxel_recipe import of_scan
-from . import segment
+from . import Result, log, progress, segment
 
 COLUMNS = ("x", "y", "z", "dx", "dy", "dz", "heading", "vx", "vy")
 # Boxes that a table on the screen has at most.
@@ -39,10 +39,8 @@ def run(
     revision: str | None = None,
     code: str | None = None,
     columns: str = "",
-) -> tuple[Path, Path, Path]:
-    """Find boxes; print a table, write ``NAME.csv``, ``NAME.json`` and ``NAME.png``."""
-    if score is not None and not 0 <= score <= 1:
-        raise ValueError(f"the least score of a box must be 0 to 1; got {score}")
+) -> Result:
+    """Find boxes; write ``NAME.csv``, ``NAME.json``, ``NAME.png``, return a table."""
     middle = np.array(real_axes(0.0 if centre is None else centre, 3, "centre"))
     folder, stem = Path(out), Path(scan).stem
     files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
@@ -67,12 +65,12 @@ def run(
         )
     segment.say_dropped(cloud, scan)
     size = " x ".join(f"{v:g}" for v in net.grid.voxel_size)
-    print(
+    log.info(
         f"{Path(scan).name}: {len(points):,} points -> {len(x):,} voxels of {size}; "
         f"{type(net).__name__} from {model}"
     )
     begun = time.perf_counter()
-    with segment.progress(net):
+    with progress(net):
         detected = net.detect(x)[0]
         mx.eval(detected)
     seconds = time.perf_counter() - begun
@@ -81,14 +79,22 @@ def run(
     boxes = np.array(detected.boxes[order])
     labels, scores = np.array(detected.labels[order]), np.array(detected.scores[order])
     rows = described(net, boxes, labels, scores, middle)
-    print(table(net, rows))
-    print(f"{len(rows)} boxes; {seconds:.2f} s in the net, with its relations to build")
+    log.info(f"{len(rows)} boxes; {seconds:.2f} s in the net, kernel maps included")
     folder.mkdir(parents=True, exist_ok=True)
-    write(net, rows, str(model), files[0], files[1])
+    document = described_net(net, rows, str(model))
+    write(net, document, files[0], files[1])
     flat = PointCloud(points, cloud.attributes)
     draw(flat, net, boxes, labels, scores, files[2])
-    print(f"wrote {', '.join(map(str, files))}")
-    return files
+    log.info(f"wrote {', '.join(map(str, files))}")
+    document = {
+        "scan": str(scan),
+        "points": len(points),
+        "voxels": len(x),
+        "seconds": round(seconds, 3),
+        "files": [str(path) for path in files],
+        **document,
+    }
+    return Result(table(net, rows), document)
 
 
 def described(net: Detector, boxes, labels, scores, middle) -> list[dict[str, Any]]:
@@ -117,9 +123,18 @@ def table(net: Detector, rows: list[dict[str, Any]]) -> str:
     return drawn(columns, cells) + (more if len(rows) > SHOWN else "")
 
 
-def write(
-    net: Detector, rows: list[dict[str, Any]], model: str, table: Path, whole: Path
-):
+def described_net(net: Detector, rows: list[dict], model: str) -> dict:
+    """Return boxes with the net's settings."""
+    return {
+        "model": model,
+        "classes": list(net.classes),
+        "voxel_size": list(net.grid.voxel_size),
+        "score_threshold": net.decoding.score_threshold,
+        "boxes": rows,
+    }
+
+
+def write(net: Detector, document: dict, table: Path, whole: Path) -> None:
     """Write boxes as CSV, and as JSON with the net's settings."""
     width = 9 if any(n == "vel" for n in net.dense_head.heads_list[0]) else 7
     with (
@@ -128,15 +143,8 @@ def write(
     ):
         writer = csv.DictWriter(file, ("class", "score", *COLUMNS[:width]))
         writer.writeheader()
-        writer.writerows(rows)
-    contents = {
-        "model": model,
-        "classes": list(net.classes),
-        "voxel_size": list(net.grid.voxel_size),
-        "score_threshold": net.decoding.score_threshold,
-        "boxes": rows,
-    }
-    text = json.dumps(contents, indent=1, ensure_ascii=False)
+        writer.writerows(document["boxes"])
+    text = json.dumps(document, indent=1, ensure_ascii=False)
     with atomic_write(whole) as draft:
         draft.write_text(text + "\n", encoding="utf-8")
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,19 +10,20 @@ from ..inspect import doctor
 from ..inspect.explain import milliseconds
 from ..inspect.trace import drawn
 from ..kept_files import check_writable
+from . import Result, bar, log
 
 
-def run(folder: Path, quick: bool = False) -> int:
-    """Run the doctor, print its report and write ``doctor.json`` into a folder."""
-    path = folder / "doctor.json"
+def run(out: str | Path = ".", quick: bool = False) -> Result:
+    """Run the doctor, write ``doctor.json`` into a folder and return its report."""
+    path = Path(out) / "doctor.json"
     check_writable(path)
-    folder.mkdir(parents=True, exist_ok=True)
-    examined = doctor.Doctor(quick, path)()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with bar(None, bar_format="{desc}", leave=False) as shown:
+        examined = doctor.Doctor(quick, path, show=shown.set_description_str)()
     examined.save()
-    if sys.stderr.isatty():
-        print(f"\r{'':79}\r", end="", file=sys.stderr, flush=True)
-    print(f"{report(examined.report)}\n\nwritten: {path}")
-    return 1 if examined.report["wrong"] else 0
+    log.info(f"wrote {path}")
+    facts = examined.report
+    return Result(report(facts), facts, 1 if facts["wrong"] else 0)
 
 
 # Reports as text; each takes what ``doctor.json`` holds.

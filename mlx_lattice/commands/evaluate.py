@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,7 +12,7 @@ from ..io.points import NAMES, PointCloud, read_points
 from ..io.safetensors import listed
 from ..models.pretrained import Segmentor
 from ..models.scans import Evaluation, confusion_matrix
-from . import segment
+from . import Result, UsageError, segment
 
 # Attributes that may hold the class of each point; the first one found is used.
 LABELS = ("label", "labels")
@@ -26,23 +25,22 @@ def run(
     *,
     labels: str = "",
     ignore: Sequence[int] = (),
-    as_json: bool = False,
     revision: str | None = None,
     code: str | None = None,
     columns: str = "",
     **options: Any,
-) -> Evaluation:
+) -> Result:
     """Compare the labels of scans with a net's labels, or with those of files.
 
     ``options`` are ``up`` and those of ``segment_points``.
     """
-    segment.check_up(options["up"])
+    segment.check_tiles(options["tile"], options["overlap"])
     if (model is None) == (not predicted):
-        raise ValueError(
+        raise UsageError(
             "give either --model, a net to evaluate, or --predicted, files with labels"
         )
     if predicted and len(predicted) != len(scans):
-        raise ValueError(
+        raise UsageError(
             f"--predicted must name a file for each scan; got {len(predicted)} for "
             f"{len(scans)} scans"
         )
@@ -53,8 +51,7 @@ def run(
             cloud = read_points(scan, columns, attributes={*LABELS, labels})
         else:
             cloud = segment.read_scan(net, scan, columns, *LABELS, labels)
-        if not as_json:
-            segment.say_dropped(cloud, scan)
+        segment.say_dropped(cloud, scan)
         truth = labels_of(cloud, scan, labels)
         truth[np.isin(truth, ignore)] = -1
         if net is None:
@@ -67,8 +64,7 @@ def run(
             _check_classes(truth, classes, scan)
         matrices.append(confusion_matrix(truth, found, classes))
     evaluation = _sum(matrices, net)
-    print(json.dumps(evaluation.to_dict(), indent=1) if as_json else evaluation)
-    return evaluation
+    return Result(str(evaluation), evaluation.to_dict())
 
 
 def labels_of(cloud: PointCloud, path: str | Path, name: str = "") -> np.ndarray:

@@ -6,7 +6,6 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
-from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -28,11 +27,11 @@ from ..io.safetensors import (
     write_safetensors,
 )
 from ..kept_files import check_writable
-from ..memory import memory_limit, parse_bytes
+from ..memory import memory_limit
 from ..models.trellis2 import Generated, Pipeline, Recipe, nets_of, sizes_of
 from ..models.trellis2.pipeline import STAGES
 from ..models.trellis2.transformer import trellis2
-from . import stages
+from . import log, stages, usage
 
 SUFFIX = ".safetensors"
 PIPELINE = "pipeline.json"
@@ -62,17 +61,13 @@ def run(
     texture_size: int,
 ) -> None:
     """Generate latents and write them; decode each asset if ``out`` is a mesh."""
-    if memory is not None:
-        parse_bytes(memory)
     out = Path(out)
     latents = out.with_suffix(SUFFIX)
     mesh = {"faces": faces, "texture_size": texture_size}
-    decode = None if out == latents else _decoding(out, **mesh)
+    decode = None if out == latents else _decoding(out)
     if not out.parent.is_dir():
         raise ValueError(f"there is no folder {out.parent}")
     check_writable(latents, out, read=[image_tokens])
-    if (steps is not None and steps < 1) or not isfinite(guidance or 0):
-        raise ValueError("--steps must be 1 or more, and --guidance finite")
     every = {"steps": steps, "guidance_strength": guidance}
     every = {name: value for name, value in every.items() if value is not None}
     texture, folder = not no_texture, Path(model)
@@ -100,7 +95,7 @@ def run(
         )
         write(latents, generated)
     count = generated.shape.batch_size
-    print(
+    log.info(
         f"wrote {latents}: {len(generated.shape):,} latents of {count} asset(s) at "
         f"{generated.resolution}, {'with' if texture else 'without'} texture, in "
         f"{time.perf_counter() - begun:.1f} s"
@@ -112,7 +107,7 @@ def run(
         place = out.with_name(f"{out.stem}-{element}{out.suffix}") if count > 1 else out
         at = true_positions(generated.shape.coords[:, 0] == element)
         if not at.size:
-            print(f"{place}: no cell is occupied, so there is nothing to write")
+            log.warning(f"{place}: no cell is occupied, so there is nothing to write")
             continue
         arrays = {"shape": generated.shape.feats[at]}
         if generated.texture is not None:
@@ -128,17 +123,17 @@ def run(
         )
 
 
-def _decoding(out: Path, faces: int, texture_size: int) -> Callable:
+def _decoding(out: Path) -> Callable:
     """Return the function that makes a mesh of latents."""
     try:
-        from ..mesh import check_asset, check_suffix
+        from ..mesh import check_suffix
         from .decode import decode
     except ImportError as error:
         raise ImportError(
             f"{error}, or write latents by --out latents{SUFFIX}"
         ) from error
-    check_suffix(out)
-    check_asset(None, faces, texture_size)
+    with usage():
+        check_suffix(out)
     return decode
 
 

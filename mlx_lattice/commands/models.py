@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 
 from .. import models
 from ..inspect.trace import drawn
 from ..io import folders
 from ..kept_files import check_writable
+from . import Result, UsageError, log, usage
 
 COLUMNS = tuple((name, "left") for name in ("name", "net", "licence", "published"))
 
@@ -18,22 +20,24 @@ def run(
     out: str | None = None,
     path: Sequence[str] | None = None,
     cached: bool = False,
-) -> None:
-    """Print the names, or an entry; with ``out`` write its net to a folder."""
+) -> Result:
+    """Return the names, or an entry; with ``out`` write its net to a folder."""
     if name is None:
         if out or path:
-            raise ValueError("name the weights that --out or --path is for")
+            raise UsageError("name the weights that --out or --path is for")
         entries = [models.published(each) for each in models.list("*")]
         rows = [
             (e.name, e.kind, e.about.licence or "unknown", e.metric or "unknown")
             for e in entries
         ]
-        print(drawn(COLUMNS, rows))
-        return
-    print(models.published(name))
+        return Result(drawn(COLUMNS, rows), [asdict(each) for each in entries])
+    with usage():
+        entry = models.published(name)
+    result = Result(str(entry), asdict(entry))
     if out is None:
-        return
+        return result
     check_writable(*folders.replaced(Path(out)), read=path or ())
     net = models.create(name, path, download=not cached)
     net.save_pretrained(out)
-    print(f'{out} is for models.from_pretrained("{out}") and --model {out}')
+    log.info(f'{out} is for models.from_pretrained("{out}") and --model {out}')
+    return result

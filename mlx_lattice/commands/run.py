@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from .. import compat
+from . import usage
 
 _STUB = "from mlx_lattice import compat\n\ncompat.install({library!r}, replace=True)\n"
 
@@ -49,7 +50,8 @@ def run(
     argv, path = sys.argv, sys.path[:]
     sys.argv, sys.path[0] = [script, *arguments], first
     try:
-        compat.install(*libraries, replace=replace)
+        with usage():
+            compat.install(*libraries, replace=replace)
         with _for_processes(libraries):
             return _execute(script, is_module)
     finally:

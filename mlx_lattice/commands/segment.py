@@ -19,7 +19,7 @@ from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
 from ..models.scans import Segmented, segment_points
 from ..models.voxel_recipe import of_scan, white_of
-from . import bar, progress
+from . import Result, UsageError, bar, log, progress, usage
 
 
 def run(
@@ -35,18 +35,19 @@ def run(
     code: str | None = None,
     columns: str = "",
     up: str = "z",
-) -> tuple[Path, ...]:
-    """Segment a scan; print a table, write ``NAME.ply`` and ``NAME.png``.
+) -> Result:
+    """Segment a scan; write ``NAME.ply`` and ``NAME.png``, return a table.
 
     If ``out`` has the suffix of a format of points, write a copy of the scan with
     labels instead.
     """
-    check_up(up)
+    check_tiles(tile, overlap)
     out, stem = Path(out), Path(scan).stem
     alone = out.suffix.lower() in READERS and not out.is_dir()
     files = (out,) if alone else (out / f"{stem}.ply", out / f"{stem}.png")
     if alone:
-        check_format(out, Path(scan))
+        with usage():
+            check_format(out, Path(scan))
     check_writable(*files, read=[scan])
     net = segmentor(model, revision, code)
     cloud = read_scan(net, scan, columns, all_attributes=not alone)
@@ -58,35 +59,50 @@ def run(
     seconds = time.perf_counter() - begun
     labels, count = found.labels, found.classes
     size = net.recipe().voxel_size
-    print(
+    document = {
+        "scan": str(scan),
+        "model": str(model),
+        "net": type(net).__name__,
+        "points": len(labels),
+        "points_left_out": cloud.dropped,
+        "voxels": found.voxels,
+        "voxel_size": size,
+        "seconds": round(seconds, 3),
+        "classes": shares(net, labels, count),
+        "files": [str(path) for path in files],
+    }
+    log.info(
         f"{Path(scan).name}: {len(labels):,} points -> {found.voxels:,} voxels "
         f"of {size:g}; {type(net).__name__} from {model}"
     )
     if tile is not None or votes > 1:
-        print(f"{found.tiles:,} tiles, votes of {votes} views")
+        log.info(f"{found.tiles:,} tiles, votes of {votes} views")
     warn_of_few(cloud.points, found.voxels, size)
-    print(table(net, labels, count))
     warn_of_one_class(net, labels, count)
-    print(f"{seconds:.2f} s in the net, with its relations to build")
+    log.info(f"{seconds:.2f} s in the net, kernel maps included")
     files[0].parent.mkdir(parents=True, exist_ok=True)
     if alone:
         labels, confidence = whole(cloud, labels, -1), whole(cloud, found.confidence, 0)
         names = write_labelled(
             out, scan, labels, confidence, classes=count, columns=columns
         )
-        print(f"wrote {out}, with the classes as {names}")
-        return files
-    palette = np.array(net.about.palette(count), dtype=np.uint8)
-    write(cloud, labels, found.confidence, palette, files[0])
-    draw(cloud, labels, palette, net, files[1], up)
-    print(f"wrote {files[0]} and {files[1]}")
-    return files
+        log.info(f"wrote {out}, with the classes as {names}")
+    else:
+        palette = np.array(net.about.palette(count), dtype=np.uint8)
+        write(cloud, labels, found.confidence, palette, files[0])
+        draw(cloud, labels, palette, net, files[1], up)
+        log.info(f"wrote {files[0]} and {files[1]}")
+    return Result(table(document["classes"]), document)
 
 
-def check_up(up: str) -> None:
-    """Raise a ValueError unless a word is an upward axis."""
-    if up not in AXES:
-        raise ValueError(f"up must be one of {', '.join(AXES)}; got {up}")
+def check_tiles(tile: float | None, overlap: float | None) -> None:
+    """Raise a UsageError unless neighbouring tiles can share such a strip."""
+    if overlap is not None and tile is None:
+        raise UsageError("--overlap needs --tile, the edge of a tile")
+    if tile is not None and (overlap or 0) >= tile:
+        raise UsageError(
+            f"--tile must be larger than --overlap; got {tile:g} and {overlap or 0:g}"
+        )
 
 
 def segmentor(
@@ -153,9 +169,9 @@ def whole(cloud: PointCloud, values: np.ndarray, other: float) -> np.ndarray:
 
 
 def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
-    """Print how many points of a file were left out, if any were."""
+    """Log how many points of a file were left out, if any were."""
     if cloud.dropped:
-        print(
+        log.info(
             f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
             "or attributes are not finite"
         )
@@ -189,15 +205,27 @@ def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
         )
 
 
-def table(net: Segmentor, labels: np.ndarray, count: int) -> str:
-    """Return a line for each class that was found, the largest first."""
+def shares(net: Segmentor, labels: np.ndarray, count: int) -> list[dict[str, Any]]:
+    """Return the points of each class that was found, the largest first."""
     counts = np.bincount(labels, minlength=count)
-    names = [net.about.label(i) for i in range(count)]
-    width = max(map(len, names))
-    return "\n".join(
-        f"  {names[i]:<{width}} {counts[i]:>10,} points {counts[i] / len(labels):>6.1%}"
+    return [
+        {
+            "name": net.about.label(int(i)),
+            "label": int(i),
+            "points": int(counts[i]),
+            "share": round(counts[i] / len(labels), 6),
+        }
         for i in np.argsort(-counts, kind="stable")
         if counts[i]
+    ]
+
+
+def table(classes: list[dict[str, Any]]) -> str:
+    """Return a line for each class of ``shares``."""
+    width = max(len(each["name"]) for each in classes)
+    return "\n".join(
+        f"  {c['name']:<{width}} {c['points']:>10,} points {c['share']:>6.1%}"
+        for c in classes
     )
 
 

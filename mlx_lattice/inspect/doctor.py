@@ -12,11 +12,10 @@ import os
 import platform
 import re
 import statistics
-import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import lru_cache, partial
 from itertools import product, zip_longest
 from pathlib import Path
@@ -70,6 +69,15 @@ class BackendInfo:
     kernels: tuple[tuple[str, str | None], ...]  # proved ones; why they are refused
     forced: Mapping[str, str]  # routes by pass
     environment: Mapping[str, str]  # the library's variables that are set
+
+    def as_dict(self) -> dict:
+        """Return every field, for JSON."""
+        states = {
+            name: {"available": runs, "reason": text}
+            for name, (runs, text) in self.backends.items()
+        }
+        kernels = [{"name": name, "refused": why} for name, why in self.kernels]
+        return asdict(self) | {"backends": states, "kernels": kernels}
 
     def __str__(self) -> str:
         """Return the list as a person reads it."""
@@ -596,7 +604,8 @@ class Doctor:
     """A run of the doctor; its ``report`` is what ``doctor.json`` holds.
 
     ``quick``: only the chosen routes of a short list are timed. ``path`` is written
-    while the doctor runs. What would start after ``seconds`` is left out.
+    while the doctor runs. What would start after ``seconds`` is left out. ``show``
+    is called with the name of each part before it runs.
     """
 
     def __init__(
@@ -604,10 +613,11 @@ class Doctor:
         quick: bool = False,
         path: Path | None = None,
         seconds: float | None = None,
+        show: Callable[[str], object] = lambda name: None,
     ):
         # Results are compared in float32, so MLX's matmul must not round to TF32.
         os.environ["MLX_ENABLE_TF32"] = "0"
-        self.quick, self.path = quick, path
+        self.quick, self.path, self.show = quick, path, show
         self.seconds: float = seconds or (QUICK_SECONDS if quick else SECONDS)
         self.device = devices.current()
         if devices.metal_on_host():  # whose emulator runs every kernel of Metal
@@ -650,8 +660,7 @@ class Doctor:
         if self.path and time.perf_counter() - self._saved > 1:
             self.save()
             self._saved = time.perf_counter()
-        if self.path and sys.stderr.isatty():
-            print(f"\r{name[:79]:79}", end="", file=sys.stderr, flush=True)
+        self.show(name)
         return True
 
     def _add(self, part: str, name: str, entry: dict) -> None:

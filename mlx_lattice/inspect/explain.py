@@ -237,6 +237,27 @@ class Explanation:
 
     __repr__ = __str__
 
+    def as_dict(self) -> dict:
+        """Return the explanation as ``Trace.to_json`` writes it."""
+        choice, facts = self.choice, self.facts
+        return {
+            "layer": self.layer,
+            "pass": self.problem.pass_,
+            "route": choice.route.name,
+            "idea": choice.route.idea,
+            "parameters": dict(choice.parameters),
+            "plan": choice.plan.facts(),
+            "view": choice.view,
+            "precision": choice.precision,
+            "forced": choice.forced,
+            "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
+            "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
+            "below": [{"route": r, "reason": why} for r, why in choice.below],
+            "problem": asdict(facts) | {"summary": str(facts)},
+            "cost": self.cost.as_dict(),
+            "rounding_error": self.rounding_error,
+        }
+
     def _weight(self) -> str:
         p = self.problem
         packed, dense = p.weight_bytes, p.dense_weight_bytes

@@ -69,28 +69,13 @@ class Record:
 
     def as_dict(self) -> dict[str, Any]:
         """Return the record as ``Trace.to_json`` writes it."""
-        choice, facts = self.choice, self.explanation.facts
         return {
             "index": self.index,
-            "layer": self.layer,
-            "pass": self.problem.pass_,
-            "route": choice.route.name,
-            "idea": choice.route.idea,
-            "parameters": dict(choice.parameters),
-            "plan": choice.plan.facts(),
-            "view": choice.view,
-            "precision": choice.precision,
-            "forced": choice.forced,
-            "measured": [{"route": r, "milliseconds": t} for r, t in choice.measured],
-            "rejected": [{"route": r, "reason": why} for r, why in choice.rejected],
-            "below": [{"route": r, "reason": why} for r, why in choice.below],
-            "problem": asdict(facts) | {"summary": str(facts)},
+            **self.explanation.as_dict(),
             "inputs": [list(shape) for shape in self.inputs],
             "output": list(self.output),
-            "cost": self.cost.as_dict(),
             "milliseconds": self.milliseconds,
             "note": self.note,
-            "rounding_error": self.rounding_error,
         }
 
     @classmethod

@@ -19,7 +19,7 @@ import mlx.core as mx
 import mlx.nn
 from mlx.utils import tree_flatten
 
-from ..checks import each_axis
+from ..checks import LatticeWarning, each_axis
 from ..kernel_spec import per_axis
 from ..nn.convolution import Conv, ConvTranspose, SubmConv
 from .pytorch import PyTorchState
@@ -286,7 +286,8 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
     """
     with opened(Path(path), key) as state:
         if key is None and getattr(state, "others", ()):
-            warnings.warn(f"{Path(path).name}: {state.note}", stacklevel=2)
+            message = f"{Path(path).name}: {state.note}"
+            warnings.warn(message, LatticeWarning, stacklevel=2)
         return {name: state.read(name) for name in state}
 
 

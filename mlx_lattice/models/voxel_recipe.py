@@ -12,6 +12,7 @@ import mlx.core as mx
 
 from .. import sync
 from ..checks import (
+    LatticeWarning,
     array_of,
     one_of,
     positions_of,
@@ -287,6 +288,7 @@ def finite_points(
     warnings.warn(
         f"{count - len(positions):,} of {count:,} points left out: not finite in "
         f"{' and '.join(wrong)}",
+        LatticeWarning,
         stacklevel=3,
     )
     for name, value in columns.items():

@@ -31,7 +31,7 @@ import mlx.core as mx
 from .. import devices, kept_files, settings
 from ..backends import portable_only
 from ..backends.gpu.kernel import SHORT, GpuKernel
-from ..checks import DTYPES
+from ..checks import DTYPES, LatticeWarning
 from ..devices import CPU, CUDA, METAL, Device
 from ..epilogue import CHANNELS, SLOPE
 from ..problem import (
@@ -285,7 +285,7 @@ def prove_all(plans: list[tuple[Plan, bool]]) -> bool:
                 f"{plan.problem.dtype} on this machine ({results.where}), and the next "
                 f"one serves: {why}. Kernel: {kernel_name(plan.gpu)}. Please report "
                 f"it; {VARIABLE}=0 runs it all the same",
-                RuntimeWarning,
+                LatticeWarning,
                 stacklevel=2,
             )
     return is_right

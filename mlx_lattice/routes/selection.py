@@ -17,6 +17,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from .. import backends, devices, kept_files, settings
+from ..checks import LatticeWarning
 from ..devices import Device
 from ..problem import INPUT_GRAD, PASSES, Problem
 from ..settings import FLOAT32
@@ -286,7 +287,8 @@ def record(
             times[route] = _time(route, one, reference, plan.tolerance)
         except Exception as error:
             times[route] = None
-            warnings.warn(f"route {route} failed while tuned: {error}", stacklevel=2)
+            message = f"route {route} failed while tuned: {error}"
+            warnings.warn(message, LatticeWarning, stacklevel=2)
     settings.note_change()
     _file().add(name, times)
     return True
@@ -325,6 +327,7 @@ def _time(
         warnings.warn(
             f"route {name} is off the floor route by {error:.1e} and cannot be chosen "
             "by tuning; please report it",
+            LatticeWarning,
             stacklevel=2,
         )
         return None

@@ -206,7 +206,7 @@ def test_the_command_in_this_process(tmp_path, monkeypatch, capsys):
     assert run_here(monkeypatch, "--as", "flash_attn", script, "--as", "x", "-h") == 0
     assert capsys.readouterr().out == "--as x -h\n"
     assert sys.argv is argv
-    assert run_here(monkeypatch, "--as", "flash_attn", tmp_path / "none.py") == 2
+    assert run_here(monkeypatch, "--as", "flash_attn", tmp_path / "none.py") == 1
     assert "there is no file" in capsys.readouterr().err
     assert run_here(monkeypatch, "--as", "flash", script) == 2
     assert "no library 'flash'" in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_the_command_does_not_replace_unless_told(tmp_path, monkeypatch, capsys)
     (tmp_path / "flash_attn.py").write_text("print('theirs')\n")
     script = tmp_path / "show.py"
     script.write_text("import flash_attn\nprint(flash_attn.__name__)\n")
-    assert run_here(monkeypatch, "--as", "flash_attn", script) == 2
+    assert run_here(monkeypatch, "--as", "flash_attn", script) == 1
     assert "--replace" in capsys.readouterr().err
     assert run_here(monkeypatch, "--as", "flash_attn", "--replace", script) == 0
     assert capsys.readouterr().out == "mlx_lattice.compat.flash_attn\n"

@@ -217,9 +217,10 @@ def test_what_does_not_fit_into_its_time_is_left_out(seconds, small, monkeypatch
 # The report, its files and the command.
 
 
-def test_a_run_and_its_file(small, place, tmp_path, capsys):
-    assert command.run(tmp_path / "out") == 0
-    out = capsys.readouterr().out
+def test_a_run_and_its_file(small, place, tmp_path):
+    result = command.run(tmp_path / "out")
+    out = result.text
+    assert result.code == 0
     assert "nothing wrong" in out
     found = json.loads((tmp_path / "out" / "doctor.json").read_text())
     assert found["wrong"] == [] and found["unfinished"] is None

@@ -1,9 +1,14 @@
 """The command line, and backend_info."""
 
+import ast
+import json
+import logging
 import os
 import re
+import shutil
 import subprocess
 import sys
+import warnings
 from pathlib import Path
 
 import mlx.core as mx
@@ -11,6 +16,7 @@ import pytest
 
 import mlx_lattice as ml
 from mlx_lattice import cli, devices, settings
+from mlx_lattice.commands import Result, bar, log
 from mlx_lattice.problem import PASSES
 
 EXPLAIN = "explain --kernel 3 --channels 64 64 --rows 500000 --dtype float16"
@@ -33,10 +39,7 @@ def test_the_package_is_run():
 
 def command(line, capsys):
     """Exit code, output and errors of a command line."""
-    try:
-        code = cli.main(line.split())
-    except SystemExit as end:
-        code = end.code
+    code = cli.main(line.split())
     captured = capsys.readouterr()
     return code, captured.out, captured.err
 
@@ -73,16 +76,19 @@ def test_explain_takes_every_fact(options, text, capsys):
 @pytest.mark.parametrize(
     "line, text",
     [
-        ("", "the following arguments are required: command"),
         ("fly", "invalid choice: 'fly'"),
+        ("segmnt a.ply", "; did you mean segment in place of segmnt?"),
+        ("segment a.ply --modle b", "did you mean --model in place of --modle?"),
+        ("evaluate a.ply --jsno", "did you mean --json in place of --jsno?"),
+        ("info --quiet --verbose", "not allowed with argument"),
         ("explain --rows 5", "required: --channels"),
-        (f"{EXPLAIN} --device m9", "no device profile is named 'm9'"),
-        (f"{EXPLAIN} --device m4 --only nothing", "no route is named 'nothing'"),
-        (f"{EXPLAIN} --device m4 --only vec4", "features are float16, not float32"),
+        (f"{EXPLAIN} --device m9", "invalid choice: 'm9' (choose from 'm1'"),
+        (f"{EXPLAIN} --device m4 --only nothing", "invalid choice: 'nothing'"),
         (f"{EXPLAIN} --device m4 --groups 3", "multiple of groups = 3"),
-        (f"{EXPLAIN} --device m4 --kernel 0", "sizes must be positive"),
+        (f"{EXPLAIN} --device m4 --kernel 0", "--kernel: must be 1 or more; got 0"),
+        (f"{EXPLAIN} --device m4 --stride a", "invalid int value: 'a'"),
         (f"{EXPLAIN} --device m4 --kernel 3 3", "--kernel takes 1 or 3 sizes; got 2"),
-        (f"{EXPLAIN} --device m4 --edges -5", "rows and edges 0 or more"),
+        (f"{EXPLAIN} --device m4 --edges -5", "--edges: must be 0 or more; got -5"),
         (f"{EXPLAIN} --device m4 --rows 99999999999999", "n_in must be at most 21474"),
         (
             f"{EXPLAIN} --device m4 --kind submanifold --stride 2",
@@ -90,6 +96,16 @@ def test_explain_takes_every_fact(options, text, capsys):
         ),
         (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "and 9 -> 8. Kind"),
         (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
+        ("detect a.ply --model b --score nan", "--score: must be finite; got nan"),
+        ("segment a.ply --model b --overlap 2", "--overlap needs --tile"),
+        ("segment a.ply --model b --out c.pcd", "labels are written to .las"),
+        ("decode a.b --model b --out c.stl", "must end in one of .glb"),
+        ("decode a.b --model b --memory 9kg", "a number and a unit of B, kB"),
+        ("models --path a", "name the weights that --out or --path"),
+        ("models nothing", "there are no published weights"),
+        ("evaluate a.ply", "give either --model"),
+        ("convert a.pt b.c --library spconv", "must end in .safetensors"),
+        ("convert a.pt b --library spconv", "name the net by --model or --config"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
@@ -99,13 +115,164 @@ def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
     assert err.count("\n") == 1 and "Traceback" not in err
 
 
+@pytest.mark.parametrize(
+    "line, text",
+    [
+        (f"{EXPLAIN} --device m4 --only vec4", "features are float16, not float32"),
+        ("segment none.ply --model none", "there is no folder none"),
+        ("detect none.ply --model none", "there is no folder none"),
+        ("segment a.ply --model b --code none.py", "there is no file none.py"),
+        ("evaluate none.ply --predicted a.ply", "there is no file none.ply"),
+        ("run --as spconv none.py", "there is no file none.py"),
+    ],
+)
+def test_a_failure_is_one_sentence_and_exit_code_1(line, text, capsys):
+    code, out, err = command(line, capsys)
+    assert (code, out) == (1, "") and text in err
+    assert err.startswith("mlx-lattice") and err.count("\n") == 1
+    code, out, err = command(f"-v {line}", capsys)
+    assert code == 1 and "Traceback" in err and text in err.splitlines()[-1]
+
+
 def test_what_is_interrupted_ends_in_one_line(capsys, monkeypatch):
     def stopped(given):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(cli, "_doctor", stopped)
-    code, out, err = command("doctor", capsys)
-    assert (code, out, err) == (130, "", "mlx-lattice doctor: interrupted\n")
+    monkeypatch.setattr(cli, "_info", stopped)
+    code, out, err = command("info", capsys)
+    assert (code, out, err) == (130, "", "mlx-lattice info: interrupted\n")
+
+
+# Help, JSON, messages, completion.
+
+
+def actions():
+    """Each option of each command."""
+    whole = cli.parser()
+    commands = whole._subparsers._group_actions[0].choices
+    return [
+        (name, action)
+        for name, each in {"": whole, **commands}.items()
+        for action in each._actions
+        if action.dest not in ("help", "command")
+    ]
+
+
+def test_every_option_has_help_and_its_default():
+    seen = actions()
+    assert len(seen) > 100
+    for name, action in seen:
+        where = f"{name} {action.dest}"
+        assert action.help, where
+        takes_value = action.option_strings and action.nargs != 0
+        if takes_value and not action.required and action.dest != "print_completion":
+            assert "(default: " in action.help or action.dest == "model", where
+
+
+def test_every_command_has_a_description_and_an_example(capsys):
+    commands = cli.parser()._subparsers._group_actions[0].choices
+    for name, each in commands.items():
+        assert each.description.endswith("."), name
+        (line,) = re.findall(r"^example:\n  mlx-lattice (.*)$", each.epilog, re.M)
+        assert cli.parser().parse_args(line.split()).command == name
+    assert command("", capsys) == command("--help", capsys)
+    code, out, _ = command("", capsys)
+    assert code == 0 and all(f"\n    {name} " in out for name in commands)
+
+
+@pytest.mark.parametrize(
+    "line, key",
+    (
+        ("info", "backends"),
+        (f"{EXPLAIN} --device m4 --edges 9", "rejected"),
+        ("models spunet.scannet20.pointcept", "name"),
+    ),
+)
+def test_json_is_one_document(line, key, capsys):
+    code, out, err = command(f"{line} --json", capsys)
+    assert code == 0 and key in json.loads(out) and err == ""
+    text = command(line, capsys)[1]
+    assert text != out and not text.startswith("{")
+
+
+def test_json_and_what_a_user_s_code_prints(tmp_path, capsys):
+    """What a file of --code prints goes to stderr; a failure prints no document."""
+    code = tmp_path / "prints_a_line.py"
+    code.write_text("print('hello')")
+    given = ("segment", "a.ply", "--model", "none", "--code", str(code), "--json")
+    assert cli.main(given) == 1
+    captured = capsys.readouterr()
+    assert captured.out == "" and captured.err.startswith("hello\n")
+
+
+@pytest.mark.parametrize("before", (True, False))
+@pytest.mark.parametrize("option, notes", (("--quiet", 0), ("", 1), ("-v", 2)), ids=str)
+def test_how_much_is_written(option, notes, before, capsys, monkeypatch):
+    def noisy(parsed):
+        log = logging.getLogger("mlx_lattice")
+        log.debug("a detail")
+        log.info("a note")
+        warnings.warn("mind this", ml.LatticeWarning, stacklevel=2)
+        return Result("the result", {})
+
+    monkeypatch.setattr(cli, "_info", noisy)
+    shown, level = warnings.showwarning, logging.getLogger("mlx_lattice").level
+    line = f"{option} info" if before else f"info {option}"
+    code, out, err = command(line, capsys)
+    assert (code, out) == (0, "the result\n")
+    assert "mlx-lattice info: warning: mind this\n" in err and ".py" not in err
+    assert ("a note" in err) + ("a detail" in err) == notes
+    # The process is left as it was.
+    assert warnings.showwarning is shown
+    log = logging.getLogger("mlx_lattice")
+    assert (log.level, log.handlers) == (level, [])
+
+
+def test_bars(monkeypatch, capsys):
+    """They show on a terminal, unless --quiet is given or tqdm is missing."""
+    with bar(3) as shown:
+        shown.update()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    for level, is_shown in (("INFO", True), ("WARNING", False)):
+        monkeypatch.setattr(log, "level", getattr(logging, level))
+        log.manager._clear_cache()
+        with bar(3, "tile") as shown:
+            shown.update()
+        assert ("tile" in capsys.readouterr().err) == is_shown
+    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
+    with bar(3) as shown:
+        shown.set_postfix(loss=1)
+        shown.update()
+    assert capsys.readouterr().err == ""
+
+
+def test_completion(monkeypatch, capsys):
+    pytest.importorskip("shtab")
+    for shell, name in (
+        ("bash", "-F _shtab_mlx_lattice"),
+        ("zsh", "#compdef mlx-lattice"),
+    ):
+        code, out, err = command(f"--print-completion {shell}", capsys)
+        assert (code, err) == (0, "") and name in out
+        assert "--texture-model" in out and "segment" in out
+        if shutil.which(shell):  # it is valid in its shell
+            subprocess.run([shell, "-n"], input=out, text=True, check=True)
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    code, out, err = command("--print-completion zsh", capsys)
+    assert (code, out) == (1, "") and err.count("\n") == 1
+    assert "shell completion needs shtab; " in err and "[completion]" in err
+
+
+def test_every_warning_has_the_category_of_the_package():
+    root = Path(ml.__file__).parent
+    for path in root.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
+                given = [ast.unparse(argument) for argument in node.args[1:]]
+                assert given == ["LatticeWarning"], f"{path.name}:{node.lineno}"
+            is_print = isinstance(node, ast.Call) and ast.unparse(node.func) == "print"
+            assert not is_print or path.name in ("cli.py", "demo.py"), path.name
 
 
 @pytest.mark.parametrize("line", ("info", "explain --help"))
@@ -136,7 +303,7 @@ def test_places_that_take_no_files_are_found_first(line, capsys):
     if line.startswith("decode"):
         pytest.importorskip("fast_simplification")  # its extra is looked for first
     code, out, err = command(line, capsys)
-    assert (code, out) == (2, "")
+    assert (code, out) == (1, "")
     assert "/proc takes no new files (No such file or directory)" in err
     assert err.count("\n") == 1
 
@@ -160,7 +327,7 @@ def test_what_a_command_ends_with_is_found_missing_first(
             monkeypatch.delitem(sys.modules, name)
             monkeypatch.delattr(sys.modules.get(package), module, raising=False)
     code, out, err = command(line, capsys)
-    assert (code, out) == (2, "") and f"needs {missing}; " in err
+    assert (code, out) == (1, "") and f"needs {missing}; " in err
     assert f'".[{extra}]"' in err and err.count("needs") == 1
 
 
@@ -187,7 +354,7 @@ def test_backend_info_says_what_is_here():
 
 
 def test_every_variable_of_the_docs_is_listed(monkeypatch):
-    page = Path(__file__).parents[2] / "docs" / "index.md"
+    page = Path(__file__).parents[2] / "docs" / "environment.md"
     names = set(re.findall(r"^\| `(MLX_LATTICE_\w+)", page.read_text(), re.MULTILINE))
     assert names == set(settings.VARIABLES)
     monkeypatch.setitem(settings.environment, "MLX_LATTICE_THREADS", "1")

@@ -23,7 +23,7 @@ def test_the_command(tmp_path, capsys):
     model = ["--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
 
     assert cli.main([*command, *model]) == 0
-    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    assert "parameters matched, 0 tensors left over" in capsys.readouterr().err
     again = models.MinkUNet14(3, 5, "B").load_weights(str(out)).eval()
     assert mx.array_equal(again(scene(3)).feats, source(scene(3)).feats)
     out.unlink()
@@ -39,7 +39,7 @@ def test_the_command(tmp_path, capsys):
         ([*command, *model, "--mapping", str(given)], "is not a JSON object of names"),
         ([*command, *model, "--width", "2"], "--width is not for --model minkunet14"),
     ):
-        assert cli.main(arguments) == 2
+        assert cli.main(arguments) in (1, 2)
         assert sentence in capsys.readouterr().err
         assert not out.exists()
 
@@ -52,7 +52,7 @@ def test_the_command(tmp_path, capsys):
     prefixed = {f"net.{n}": a for n, a in minkunet_state(source).items()}
     mx.save_safetensors(str(given), prefixed)
     assert cli.main([*command, *model, "--mapping", str(names)]) == 0
-    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    assert "parameters matched, 0 tensors left over" in capsys.readouterr().err
 
 
 def decoder(monkeypatch, dtype=mx.float32):
@@ -89,7 +89,7 @@ def test_trellis2_s_decoder(tmp_path, capsys, monkeypatch):
     for library, names in (("flexgemm", state), ("trellis2", deeper)):
         mx.save_safetensors(str(given), names)
         assert cli.main([*command, "--library", library]) == 0
-        assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+        assert "parameters matched, 0 tensors left over" in capsys.readouterr().err
         held = mx.load(str(out))
         assert held.keys() == state.keys()
         for name, value in held.items():
@@ -126,7 +126,7 @@ def test_published_configurations(tmp_path, capsys):
         json.dumps({"name": "FlexiDualGridVaeDecoder", "args": arguments})
     )
     assert cli.main(command) == 0
-    assert "parameters matched, 0 tensors left over" in capsys.readouterr().out
+    assert "parameters matched, 0 tensors left over" in capsys.readouterr().err
     assert mx.load(str(out)).keys() == state.keys()
     assert cli.main([*command, "--bits", "8", "--group-size", "32"]) == 0
     assert "blocks.0.0.conv.scales" in mx.load(str(out))
@@ -139,7 +139,7 @@ def test_published_configurations(tmp_path, capsys):
         ('{"name": ["x"], "args": {}}', "expected a name and args of"),
     ):
         config.write_text(text)
-        assert cli.main(command) == 2
+        assert cli.main(command) in (1, 2)
         assert sentence in capsys.readouterr().err
 
 
@@ -152,7 +152,7 @@ def test_a_folder_for_from_pretrained(bits, tmp_path, capsys):
     whole = [*command, "--model", "minkunet14", "--plan", "B", "--channels", "3", "20"]
     whole += ["--bits", bits, "--group-size", "32"] if bits else []
     assert cli.main([*whole, "--about", "minkunet-scannet"]) == 0
-    assert f'models.from_pretrained("{out}")' in capsys.readouterr().out
+    assert f'models.from_pretrained("{out}")' in capsys.readouterr().err
     assert {f.name for f in out.iterdir()} == {
         "config.json",
         "model.safetensors",
@@ -177,7 +177,7 @@ def test_a_folder_for_from_pretrained(bits, tmp_path, capsys):
     state = minkunet_state(source) if not bits else mx.load(str(given))
     del state["final.bias"]
     mx.save_safetensors(str(given), state)
-    assert cli.main(whole) == 2
+    assert cli.main(whole) == 1
     assert "missing" in capsys.readouterr().err
 
 
@@ -195,7 +195,7 @@ def test_the_code_that_published_weights_were_trained_with(tmp_path, capsys):
     line = f"convert {given} {out} --library spconv --model ptv3-m1 --config {config}"
     for options, legacy in (([], True), (["--no-legacy"], False)):
         assert cli.main([*line.split(), "--about", "ptv3-scannet", *options]) == 0
-        assert ("legacy blocks" in capsys.readouterr().out) == legacy
+        assert ("legacy blocks" in capsys.readouterr().err) == legacy
         read = models.from_pretrained(out)
         assert read.legacy == legacy and read.recipe().colour_range == (-1.0, 1.0)
 
@@ -208,7 +208,7 @@ def test_a_folder_of_the_checkpoint_stays(tmp_path, capsys):
     (tmp_path / "config.json").write_text("{}")
     command = ["convert", str(given), str(tmp_path), "--library", "minkowski"]
     command += ["--model", "minkunet14", "--plan", "B", "--channels", "3", "5"]
-    assert cli.main(command) == 2
+    assert cli.main(command) == 1
     assert f"cannot write {given}: it is read, too" in capsys.readouterr().err
     assert given.exists() and (tmp_path / "config.json").read_text() == "{}"
 

@@ -385,7 +385,7 @@ def test_convert_makes_a_folder(name, tmp_path, capsys):
     command = ["convert", given, str(tmp_path / "net"), "--library", "trellis2"]
     command += ["--config", str(told), "--bits", "8", "--group-size", "32"]
     assert cli.main(command) == 0
-    assert "0 tensors left over" in capsys.readouterr().out
+    assert "0 tensors left over" in capsys.readouterr().err
     read = models.from_pretrained(tmp_path / "net")
     assert type(read) is type(net)
     packed = name != "ss_decoder"

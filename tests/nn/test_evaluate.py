@@ -49,8 +49,8 @@ def test_segment_in_tiles_to_a_file(scan, folder, tmp_path, capsys):
     given = ("--tile", 12, "--overlap", 4, "--votes", 4, "--out", out)
     assert run("segment", scan, "--model", folder, *given) == 0
     printed = capsys.readouterr()
-    assert "8 tiles, votes of 4 views" in printed.out and "32/32" in printed.err
-    assert f"wrote {out}, with the classes as classification" in printed.out
+    assert "8 tiles, votes of 4 views" in printed.err
+    assert f"wrote {out}, with the classes as classification" in printed.err
     assert [path.name for path in out.parent.iterdir()] == ["labelled.laz"]
     cloud, net = io.read_points(scan), models.from_pretrained(folder)
     found = models.segment_points(
@@ -113,7 +113,7 @@ def test_points_that_are_left_out_keep_their_place(folder, tmp_path, capsys):
     write_ply(tmp_path / "a.ply", columns)
     out = tmp_path / "b.ply"
     assert run("segment", tmp_path / "a.ply", "--model", folder, "--out", out) == 0
-    assert "a.ply: 2 points left out" in capsys.readouterr().out
+    assert "a.ply: 2 points left out" in capsys.readouterr().err
     read = read_columns(out)
     assert np.flatnonzero(read["label"] == -1).tolist() == [4, 7]
     assert read["confidence"][4] == 0
@@ -130,7 +130,7 @@ def test_points_that_are_left_out_keep_their_place(folder, tmp_path, capsys):
 
 
 def refused(capsys, *words) -> str:
-    assert run(*words) == 2
+    assert run(*words) in (1, 2)
     said = capsys.readouterr().err
     assert said.count("\n") == 1
     return said
@@ -139,9 +139,12 @@ def refused(capsys, *words) -> str:
 def test_what_is_refused(scan, folder, tmp_path, capsys):
     model = ("--model", folder)
     for words, said in (
-        (("--tile", 5, "--overlap", 5), "scan.laz: tile must be larger than overlap"),
-        (("--votes", 99), "votes must be 1 to 24; got 99"),
-        (("--overlap", 5), "overlap needs tile"),
+        (
+            ("--tile", 5, "--overlap", 5),
+            "--tile must be larger than --overlap; got 5 and 5",
+        ),
+        (("--votes", 99), "argument --votes: must be 1 to 24; got 99"),
+        (("--overlap", 5), "--overlap needs --tile"),
         (("--out", tmp_path / "a.pcd"), "labels are written to .las, .laz, .ply, .npz"),
         (("--out", scan), "it is read, too; choose another place"),
     ):
@@ -161,7 +164,7 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
         ((scan, *model, "--labels", "wood"), "scan.laz has no dimension wood"),
         ((other, "--predicted", scan), "labels must be an integer for each point"),
         ((scan, "--predicted", plain), "scan.laz has 4,000 points and"),
-        ((scan, *model, "--up", "w"), "up must be one of"),
+        ((scan, *model, "--up", "w"), "argument --up: invalid choice: 'w'"),
     ):
         assert said in refused(capsys, "evaluate", *words)
     made = laspy.read(scan)

@@ -14,8 +14,8 @@ from emulated_cuda import EmulatedCuda
 from mlx.utils import tree_flatten, tree_map
 from places import HERE
 
+from mlx_lattice import LatticeWarning, registry
 from mlx_lattice import optimizers as ours
-from mlx_lattice import registry
 
 GIVEN = [
     ("SGD", {}),
@@ -169,7 +169,7 @@ def test_steps_without_kernels(name, given, dtype, monkeypatch):
 def test_adam_warns_of_squares_that_float16_does_not_hold():
     half = {"weight": mx.ones((3,), dtype=mx.float16)}
     for kind in (ours.Adam, ours.AdamW):
-        with pytest.warns(RuntimeWarning, match=f"{kind.__name__} keeps .* float16"):
+        with pytest.warns(LatticeWarning, match=f"{kind.__name__} keeps .* float16"):
             kind(0.1).init(half)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

@@ -17,7 +17,7 @@ from native import (
     same_bits,
 )
 
-from mlx_lattice import devices
+from mlx_lattice import LatticeWarning, devices
 
 cpu_device = native.cpu_device
 
@@ -150,7 +150,7 @@ def test_a_number_of_threads_that_is_none_is_said(text, monkeypatch):
     set_to = []
     fake = types.SimpleNamespace(set_num_threads=set_to.append)
     monkeypatch.setenv("MLX_LATTICE_THREADS", text)
-    with pytest.warns(RuntimeWarning, match=f"must be 1 to 1024; got '{text}'"):
+    with pytest.warns(LatticeWarning, match=f"must be 1 to 1024; got '{text}'"):
         devices._check_threads(fake)
     assert set_to == [os.cpu_count()]
 

@@ -168,7 +168,9 @@ def test_a_folder_that_cannot_be_written_keeps_nothing_and_says_so(tmp_path):
     for folder in ("file", "cache"):
         with (
             ml.cache(tmp_path / folder),
-            pytest.warns(RuntimeWarning, match="cannot be kept in .*MLX_LATTICE_CACHE"),
+            pytest.warns(
+                ml.LatticeWarning, match="cannot be kept in .*MLX_LATTICE_CACHE"
+            ),
         ):
             assert cuda_compile.kept("a", lambda: b"\x7fELF code") == b"\x7fELF code"
     assert [p.name for p in (tmp_path / "cache" / "cuda").iterdir()] == ["a.cubin"]
@@ -189,7 +191,7 @@ def test_it_is_the_default(library, tmp_path, monkeypatch):
             monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", text)
             assert cuda_compile.compiler((9, 0)).include == tmp_path / "include"
     with pytest.warns(
-        RuntimeWarning, match=r"NVRTC that knows compute capability 12\.1"
+        ml.LatticeWarning, match=r"NVRTC that knows compute capability 12\.1"
     ):
         assert cuda_compile.compiler((12, 1)) is None
     monkeypatch.setitem(ml.settings.environment, "MLX_LATTICE_CUDA_CACHE", "yes")
@@ -203,7 +205,7 @@ def test_what_is_missing_is_named(lacks, monkeypatch):
     found = None if lacks == "NVRTC" else Path("/nowhere/lib/x/libnvrtc.so.13")
     monkeypatch.setattr(cuda_compile, "loaded", lambda name: found)
     monkeypatch.setattr(cuda_compile, "headers", lambda library: None)
-    with pytest.warns(RuntimeWarning, match=f"{lacks} was not found: MLX compiles"):
+    with pytest.warns(ml.LatticeWarning, match=f"{lacks} was not found: MLX compiles"):
         assert cuda_compile.compiler((9, 0)) is None
 
 

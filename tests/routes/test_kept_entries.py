@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from mlx_lattice import kept_files
+from mlx_lattice import LatticeWarning, kept_files
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -56,7 +56,10 @@ def test_processes_that_store_at_once_lose_nothing(tmp_path):
 @pytest.mark.parametrize("text", ("[" * 100_000, "[]", "{", '{"entries": 3}', ""))
 def test_files_of_another_form_are_written_anew(text, tmp_path):
     (tmp_path / "entries.json").write_text(text)
-    with kept_files.cache(tmp_path), pytest.warns(RuntimeWarning, match="written anew"):
+    with (
+        kept_files.cache(tmp_path),
+        pytest.warns(LatticeWarning, match="written anew"),
+    ):
         assert file(tmp_path).load() == {}
         file(tmp_path).add("a", {"is": 1})
     held = json.loads((tmp_path / "entries.json").read_text())
@@ -67,6 +70,6 @@ def test_a_folder_that_takes_no_file(tmp_path):
     (tmp_path / "file").write_text("")
     folder = tmp_path / "file" / "folder"
     with kept_files.cache(folder):
-        with pytest.warns(RuntimeWarning, match="this process only"):
+        with pytest.warns(LatticeWarning, match="this process only"):
             file(folder).add("a", {"is": 1})
         assert file(folder).load() == {"a": {"is": 1}}

@@ -28,7 +28,7 @@ host.require()
 
 def test_a_second_process_reads_what_the_first_found(folder, monkeypatch):
     x, layer, wanted = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
+    with on_metal(LANES), pytest.warns(ml.LatticeWarning, match="is refused"):
         mx.eval(layer(x).feats)
     before = kept(folder)
     assert None in before.values()  # the row that served
@@ -42,7 +42,7 @@ def test_a_second_process_reads_what_the_first_found(folder, monkeypatch):
 
 def test_another_text_proves_itself_anew():
     x, layer, wanted = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
+    with on_metal(LANES), pytest.warns(ml.LatticeWarning, match="is refused"):
         mx.eval(layer(x).feats)
     with on_metal():
         again = ml.SparseTensor(x.coords, x.feats)
@@ -52,7 +52,7 @@ def test_another_text_proves_itself_anew():
 
 def test_another_machine_proves_itself_anew(folder, monkeypatch):
     x, layer, _ = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
+    with on_metal(LANES), pytest.warns(ml.LatticeWarning, match="is refused"):
         mx.eval(layer(x).feats)
     monkeypatch.setattr(mx, "__version__", "0.99.0")
     with on_metal():
@@ -64,7 +64,7 @@ def test_a_folder_that_cannot_be_written_is_said_once(tmp_path):
     (tmp_path / "file").write_text("")
     with ml.cache(tmp_path / "file"), on_metal():
         x, layer, wanted = layers(FLOAT)
-        with pytest.warns(RuntimeWarning, match="last for this process") as caught:
+        with pytest.warns(ml.LatticeWarning, match="last for this process") as caught:
             assert_right(layer(x).feats, wanted, FLOAT)
             mx.eval(nn.SubmConv3d(24, 100, 3)(x).feats)  # another tile
         assert len(caught) == 1
@@ -122,6 +122,8 @@ def test_a_kernel_that_ends_two_processes_is_refused_in_the_third(folder, monkey
             with pytest.raises(RuntimeError, match="the device is gone"):
                 mx.eval(layer(x).feats)
         ended_inside(plan)
-        with pytest.warns(RuntimeWarning, match="2 processes ended while it was tried"):
+        with pytest.warns(
+            ml.LatticeWarning, match="2 processes ended while it was tried"
+        ):
             assert_right(layer(x).feats, wanted, FLOAT)
         assert len(kept(folder)) == 1

@@ -63,7 +63,9 @@ def test_a_mutant_is_refused_and_the_net_is_right(name, folder, monkeypatch):
     x, layer, wanted = layers(dtype)
     with on_metal(mutation):
         counts = counting(monkeypatch)
-        with pytest.warns(RuntimeWarning, match=f"route {route} is refused") as caught:
+        with pytest.warns(
+            ml.LatticeWarning, match=f"route {route} is refused"
+        ) as caught:
             y = layer(x).feats
             assert_right(y, wanted, dtype)
         assert sum("is refused" in str(each.message) for each in caught) == 1
@@ -86,7 +88,7 @@ def test_a_mutant_is_refused_and_the_net_is_right(name, folder, monkeypatch):
 
 def test_it_can_be_turned_off(monkeypatch, folder):
     x, layer, wanted = layers(HALF)
-    with on_metal(LANES), pytest.warns(RuntimeWarning, match="is refused"):
+    with on_metal(LANES), pytest.warns(ml.LatticeWarning, match="is refused"):
         mx.eval(layer(x).feats)
     with on_metal(LANES):
         fresh = ml.SparseTensor(x.coords, x.feats)
@@ -119,7 +121,7 @@ TRACES = {
 def test_in_traces_of_mlx(trace, mutation):
     x, layer, wanted = layers(HALF)
     run = TRACES[trace](lambda feats: layer(x.replace(feats)).feats)
-    with on_metal(mutation), pytest.warns(RuntimeWarning, match="is refused"):
+    with on_metal(mutation), pytest.warns(ml.LatticeWarning, match="is refused"):
         y = run(x.feats)
         mx.async_eval(y)
         assert_right(y, wanted, HALF)
@@ -150,7 +152,7 @@ def test_another_folder_is_seen_at_once(folder, tmp_path, monkeypatch):
 def test_tuning_leaves_out_what_is_refused():
     x, layer, wanted = layers(HALF)
     with on_metal(LANES), ml.tune(), warnings.catch_warnings():
-        warnings.simplefilter("ignore", RuntimeWarning)
+        warnings.simplefilter("ignore", ml.LatticeWarning)
         with ml.tune(False):
             mx.eval(layer(x).feats)
         assert_right(layer(x).feats, wanted, HALF)

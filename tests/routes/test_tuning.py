@@ -153,7 +153,7 @@ def test_an_old_file_is_ignored_with_a_warning_and_replaced(change, folder):
         ops.subm_conv3d(x, W)
     held = json.loads((folder / "routes.json").read_text())
     (folder / "routes.json").write_text(json.dumps(held | change))
-    with ml.tune(), pytest.warns(RuntimeWarning, match="was written by"):
+    with ml.tune(), pytest.warns(ml.LatticeWarning, match="was written by"):
         ops.subm_conv3d(x, W)
     fresh = json.loads((folder / "routes.json").read_text())
     assert {k: fresh[k] for k in change} == {k: held[k] for k in change}
@@ -167,7 +167,7 @@ def test_a_failed_write_leaves_the_old_file(folder, monkeypatch):
         raise OSError("the disk is full")
 
     monkeypatch.setattr(kept_files.os, "replace", fail)
-    with pytest.warns(RuntimeWarning, match="cannot be written .*the disk is full"):
+    with pytest.warns(ml.LatticeWarning, match="cannot be written .*the disk is full"):
         selection._file().add("b", {"pointwise": 1.0})
     assert (folder / "routes.json").read_text() == before
     assert {p.name for p in folder.iterdir()} == {"routes.json", ".lock"}

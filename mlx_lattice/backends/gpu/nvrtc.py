@@ -23,6 +23,7 @@ from pathlib import Path
 import mlx.core as mx
 
 from ... import kept_files
+from ...checks import LatticeWarning
 from ...devices import CUDA, compute_capability, current, serves
 
 TYPES = {
@@ -231,7 +232,7 @@ def compiler(capability: tuple[int, int]) -> Compiler | None:
         f"{lacks} was not found: MLX compiles CUDA kernels one by one, in every "
         "process. Set CUDA_HOME to the folder of a CUDA toolkit, or "
         "MLX_LATTICE_CUDA_CACHE=0 to say that this is wanted",
-        RuntimeWarning,
+        LatticeWarning,
         stacklevel=2,
     )
     return None
@@ -373,7 +374,7 @@ def kept(key: str, build: Callable[[], bytes]) -> bytes:
             f"compiled CUDA kernels cannot be kept in {path.parent} "
             f"({error.strerror or error}): the next process compiles them again. Set "
             "MLX_LATTICE_CACHE to a folder",
-            RuntimeWarning,
+            LatticeWarning,
             stacklevel=2,
         )
     return code

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from ...checks import LatticeWarning
 from ...ops import interpolate
 from .. import bridge
 from .MinkowskiCommon import (
@@ -445,6 +446,7 @@ class SparseTensor(Tensor):
             if coordinates.is_floating_point():
                 warnings.warn(
                     "coordinates are floored to int32; pass coordinates.int()",
+                    LatticeWarning,
                     stacklevel=2,
                 )
                 coordinates = torch.floor(coordinates)
