@@ -207,7 +207,7 @@ def test_the_command(files, tmp_path, capsys):
     folder = str(tmp_path / "net")
     given = ["--path", *map(str, paths), "--out", folder]
     assert cli.main(["models", "small", *given]) == 0
-    assert "from_pretrained" in capsys.readouterr().out
+    assert "from_pretrained" in capsys.readouterr().err
     net = models.from_pretrained(folder)
     assert same(net, state) and net.about == models.published("small").about
     assert cli.main(["models", "nothing"]) == 2

@@ -183,7 +183,7 @@ def test_convert_to_a_folder(bits, tmp_path, capsys):
     assert cli.main(given) == 0, capsys.readouterr().err
     net = models.VoxelNeXt.from_pretrained(tmp_path / "net")
     assert "329 of 329 parameters matched, 0 tensors left over" in (
-        capsys.readouterr().out
+        capsys.readouterr().err
     )
     assert net.classes == tuple(config["class_names"])
     packed = [n for n, module in net.named_modules() if "scales" in module]

@@ -104,7 +104,7 @@ def test_the_card_s_lines_run(place, monkeypatch, capsys):
     assert names["net"].about.classes == ("floor", "wall")
     program, *given = shlex.split(block(card, "sh"))
     assert program == "mlx-lattice" and cli.main(given) == 0
-    assert "400 points" in capsys.readouterr().out
+    assert "400 points" in capsys.readouterr().err
 
 
 def test_code_of_a_folder_does_not_run(place):

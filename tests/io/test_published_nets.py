@@ -153,7 +153,7 @@ def test_a_folder_of_a_published_checkpoint(tmp_path, capsys):
     line = f"convert {weights_of('ptv3m2')} {folder} --library spconv"
     command = [*line.split(), "--model", "ptv3-m2", "--config", str(config)]
     assert cli.main([*command, "--about", "ptv3-scannet"]) in (0, None)
-    assert "models.from_pretrained" in capsys.readouterr().out
+    assert "models.from_pretrained" in capsys.readouterr().err
     read = models.from_pretrained(folder)
     assert read.variant == "m2" and read.about.voxels.from_zero
     assert_close(read(x).feats, case["out/logits"])
