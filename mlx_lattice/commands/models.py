@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 from .. import models
 from ..inspect.trace import drawn
@@ -30,10 +31,10 @@ def run(
             (e.name, e.kind, e.about.licence or "unknown", e.metric or "unknown")
             for e in entries
         ]
-        return Result(drawn(COLUMNS, rows), [asdict(each) for each in entries])
+        return Result(drawn(COLUMNS, rows), [_document(each) for each in entries])
     with usage():
         entry = models.published(name)
-    result = Result(str(entry), asdict(entry))
+    result = Result(str(entry), _document(entry))
     if out is None:
         return result
     check_writable(*folders.replaced(Path(out)), read=path or ())
@@ -41,3 +42,7 @@ def run(
     net.save_pretrained(out)
     log.info(f'{out} is for models.from_pretrained("{out}") and --model {out}')
     return result
+
+
+def _document(entry: models.Published) -> dict[str, Any]:
+    return {**vars(entry), "about": asdict(entry.about)}

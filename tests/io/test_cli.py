@@ -121,7 +121,6 @@ def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):
         (f"{EXPLAIN} --device m4 --only vec4", "features are float16, not float32"),
         ("segment none.ply --model none", "there is no folder none"),
         ("detect none.ply --model none", "there is no folder none"),
-        ("segment a.ply --model b --code none.py", "there is no file none.py"),
         ("evaluate none.ply --predicted a.ply", "there is no file none.ply"),
         ("run --as spconv none.py", "there is no file none.py"),
     ],
@@ -195,14 +194,16 @@ def test_json_is_one_document(line, key, capsys):
     assert text != out and not text.startswith("{")
 
 
-def test_json_and_what_a_user_s_code_prints(tmp_path, capsys):
-    """What a file of --code prints goes to stderr; a failure prints no document."""
-    code = tmp_path / "prints_a_line.py"
-    code.write_text("print('hello')")
-    given = ("segment", "a.ply", "--model", "none", "--code", str(code), "--json")
-    assert cli.main(given) == 1
-    captured = capsys.readouterr()
-    assert captured.out == "" and captured.err.startswith("hello\n")
+def test_json_and_what_other_code_prints(capsys, monkeypatch):
+    """What a user's net prints goes to stderr."""
+
+    def prints(parsed):
+        print("hello")
+        return Result("text", {"a": 1})
+
+    monkeypatch.setattr(cli, "_info", prints)
+    code, out, err = command("info --json", capsys)
+    assert (code, json.loads(out), err) == (0, {"a": 1}, "hello\n")
 
 
 @pytest.mark.parametrize("before", (True, False))
