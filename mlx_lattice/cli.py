@@ -160,6 +160,13 @@ def parser() -> argparse.ArgumentParser:
     _command(commands, "info", says, "info", _json())
     _add_doctor(commands)
     _add_explain(commands)
+    says = "compare the routes and times of saved traces, layer by layer"
+    example = "compare before.json after.json --out compared.html"
+    add = _command(commands, "compare", says, example, _json())
+    says = "trace that the others are compared with: a .json file of Trace.save"
+    add("first", metavar="TRACE", help=says)
+    add("others", metavar="TRACE", nargs="+", help="traces of the same net")
+    add("--out", metavar="FILE", help="write a page, .html (default: only the table)")
     _add_convert(commands)
     _add_models(commands)
     _add_nets(commands)

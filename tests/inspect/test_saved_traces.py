@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import cli, nn, ops
 from mlx_lattice.inspect import trace
 
 pytestmark = pytest.mark.usefixtures("unforced")
@@ -232,6 +232,28 @@ def test_notebooks_show_the_pages(monkeypatch):
         with monkeypatch.context() as without:
             without.setitem(sys.modules, "jinja2", None)
             assert shown._repr_html_() is None
+
+
+def test_the_command_compares_files(tmp_path, capsys, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a", "b"):
+        traced(time=True).save(f"{name}.json")
+    assert cli.main(["compare", "a.json", "b.json", "--out", "new/ab.html"]) == 0
+    text = capsys.readouterr().out
+    assert text == str(ml.compare("a.json", "b.json")) + "\n"
+    assert "2 traces of Sequential" in (tmp_path / "new" / "ab.html").read_text()
+    assert cli.main(["compare", "a.json", "b.json", "a.json", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == ml.compare("a.json", "b.json", "a.json").as_dict()
+    wrong = {
+        "a.json": (2, "arguments are required: TRACE"),
+        "a.json b.json --out a.txt": (2, "must end in .html; got 'a.txt'"),
+        "a.json c.json": (1, "there is no file c.json"),
+        "a.json new/ab.html": (1, "ab.html has no trace; pass the .json"),
+    }
+    for words, (code, says) in wrong.items():
+        assert cli.main(["compare", *words.split()]) == code
+        assert says in capsys.readouterr().err
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path):
