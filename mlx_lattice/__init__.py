@@ -41,7 +41,7 @@ from .relation import Relation
 from .routes.proof import proof
 from .routes.selection import Choice, Route, RouteError, select, tune, waive_determinism
 from .settings import precision
-from .tensor import SparseTensor, unknown_name
+from .tensor import SparseTensor, VoxelizedPoints, unknown_name
 
 __all__ = [
     "AttentionExplanation",
@@ -68,6 +68,7 @@ __all__ = [
     "SparseTensor",
     "Trace",
     "VerificationError",
+    "VoxelizedPoints",
     "backend_info",
     "cache",
     "calibrate",

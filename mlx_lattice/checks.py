@@ -186,6 +186,12 @@ DTYPES = {
 
 FLOATS = tuple(DTYPES.values())
 
+
+def dtype_text(array: mx.array) -> str:
+    """Return the name of an array's dtype, such as "int32"."""
+    return str(array.dtype).rpartition(".")[2]
+
+
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 

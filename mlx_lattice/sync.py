@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import wraps
@@ -60,12 +62,56 @@ def is_of_tracing(error: Exception) -> bool:
     )
 
 
+_process = os.getpid()  # in which MLX computes
+PROBE_SECONDS = 10
+
+
+def _check_fork() -> None:
+    """Raise a RuntimeError in a forked process in which MLX hangs or fails.
+
+    A process forked from this one computes a number. It hangs as this one would, until
+    an alarm ends it.
+    """
+    global _process
+    probe = os.fork()
+    if not probe:
+        signal.signal(signal.SIGALRM, signal.SIG_DFL)
+        signal.alarm(PROBE_SECONDS)
+        with suppress(Exception):
+            mx.eval(mx.zeros((1,)) + 1)
+            os._exit(0)
+        os._exit(1)
+    if os.waitpid(probe, 0)[1]:
+        raise RuntimeError(
+            "MLX cannot compute in this process, which was forked from one in which "
+            "MLX had computed. Start processes by spawn: "
+            "multiprocessing.get_context('spawn'), or for PyTorch "
+            "DataLoader(..., multiprocessing_context='spawn')"
+        )
+    _process = os.getpid()
+
+
 @contextmanager
 def values() -> Iterator[None]:
-    """Raise a ``TracedError`` where MLX traces what the block reads."""
+    """Say what to do if MLX cannot compute what the block reads.
+
+    Raises:
+        TracedError: MLX traces the arrays.
+        RuntimeError: another thread made the arrays, or this process was forked from
+            one in which MLX had computed.
+    """
+    if _process != os.getpid():
+        _check_fork()
     try:
         yield
     except (ValueError, RuntimeError) as error:
+        if "There is no Stream" in str(error):
+            raise RuntimeError(
+                "another thread made these arrays and did not compute them, and MLX "
+                "computes an array only in the thread that made it. Call x.eval() on "
+                "tensors and mx.eval on arrays in that thread, before another thread "
+                "or process gets them"
+            ) from error
         if isinstance(error, TracedError) or not is_of_tracing(error):
             raise
         raise TracedError from error

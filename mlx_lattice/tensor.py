@@ -7,19 +7,29 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from functools import wraps
 from math import prod
 from numbers import Number
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar, Union
+from typing import (
+    TYPE_CHECKING,
+    Any,
+    Literal,
+    NamedTuple,
+    NoReturn,
+    TypeVar,
+    Union,
+    overload,
+)
 
 import mlx.core as mx
 
 from . import sync
-from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads
+from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads, dtype_text
 from .coordinate_set import CoordinateKey, CoordinateSet, Stride, check_coords
 from .coordinates import CoordinateManager, equal_rows
 from .geometry.lattice import active_cells, places_in
-from .geometry.points import voxelize
+from .geometry.points import first_points, majority, voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .reductions import move_rows, put
 from .settings import boundary
@@ -47,10 +57,10 @@ def check_feats(feats: mx.array, rows: int) -> mx.array:
             f"feats must have shape (N, C) with N = {rows}, the rows of coords; got "
             f"{tuple(feats.shape)}"
         )
-    if feats.dtype not in (*FLOATS, mx.bool_):
+    if feats.dtype not in (*FLOATS, mx.int32, mx.bool_):
         raise TypeError(
-            "feats must be float32, float16 or bfloat16; got "
-            f"{str(feats.dtype).rpartition('.')[2]}. Cast with .astype(mx.float32)"
+            "feats must be float32, float16 or bfloat16, or int32 for labels; got "
+            f"{dtype_text(feats)}. Cast with .astype(mx.float32)"
         )
     return feats
 
@@ -87,16 +97,18 @@ class SparseTensor:
     ``ops.unique_sum`` makes one of rows that repeat.
 
     A tensor is not an array. Pass ``x.feats`` to losses, layers and functions of MLX,
-    and put results back with ``x.replace(feats)``. ``mx.eval(x)`` does nothing: call
-    ``x.eval()``. ``x.feats`` can be assigned, ``coords``, ``key`` and ``manager``
-    cannot. A change of ``x.coords`` in place is one of that array alone. Copies and
-    pickles have rows and a manager of their own.
+    and put results back with ``x.replace(feats)``. ``mx.eval`` computes the arrays in
+    lists, tuples and dicts, and skips all other objects without an error, so
+    ``mx.eval(x)`` does nothing: call ``x.eval()``. ``x.feats`` can be assigned,
+    ``coords``, ``key`` and ``manager`` cannot. A change of ``x.coords`` in place is one
+    of that array alone. Copies and pickles have rows and a manager of their own.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
             in cells of the tensor's own lattice; negative values are legal.
-        feats: (N, C) float32, float16 or bfloat16; or bool, for flags that ``prune``,
-            ``align``, ``cat`` and the like move from row to row.
+        feats: (N, C) float32, float16 or bfloat16; or int32 for labels, or bool for
+            flags: ``prune``, ``align``, ``cat``, ``batch`` and other functions that
+            move rows take them, and layers do not.
         stride: size of a lattice cell in cells of the first lattice, int or one per
             axis.
         spatial_shape: D extents of a dense grid that starts at 0, or None for an
@@ -107,7 +119,7 @@ class SparseTensor:
         key: the manager's key of ``coords``, where the manager has them already.
 
     Raises:
-        TypeError: feats are neither floating nor bool, or batch_size is not an int.
+        TypeError: feats have another dtype, or batch_size is not an int.
         ValueError: shapes do not fit, the stride is no positive ratio, or the key is
             of other coordinates.
 
@@ -205,6 +217,7 @@ class SparseTensor:
             )
         object.__setattr__(self, name, value)
 
+    @overload
     @classmethod
     def from_points(
         cls,
@@ -216,7 +229,44 @@ class SparseTensor:
         origin: float | Sequence[float] = 0.0,
         reduce: str = "mean",
         batch_size: int | None = None,
-    ) -> SparseTensor:
+        labels: None = None,
+        return_inverse: Literal[False] = False,
+    ) -> SparseTensor: ...
+
+    @overload
+    @classmethod
+    def from_points(
+        cls,
+        points: mx.array,
+        feats: mx.array | None = None,
+        *,
+        voxel_size: float | Sequence[float],
+        batch: mx.array | None = None,
+        origin: float | Sequence[float] = 0.0,
+        reduce: str = "mean",
+        batch_size: int | None = None,
+        labels: mx.array | None = None,
+        ignore_label: int = -1,
+        ignore_ties: bool = False,
+        return_inverse: bool = False,
+    ) -> VoxelizedPoints: ...
+
+    @classmethod
+    def from_points(
+        cls,
+        points,
+        feats=None,
+        *,
+        voxel_size,
+        batch=None,
+        origin=0.0,
+        reduce="mean",
+        batch_size=None,
+        labels=None,
+        ignore_label=-1,
+        ignore_ties=False,
+        return_inverse=False,
+    ):
         """Voxelise points: cell ``floor((point - origin) / voxel_size)``.
 
         Rows are sorted and unique. Points of one voxel are reduced in the order they
@@ -230,13 +280,50 @@ class SparseTensor:
             origin: the corner of voxel 0.
             reduce: "mean", "sum", "max" or "first" (the earliest point).
             batch_size: as for the constructor.
+            labels: (P,) integers, one a point. A voxel gets the most frequent label of
+                its points; of equally frequent ones it gets the smallest.
+            ignore_label: points with this label do not vote. A voxel without votes
+                gets this label.
+            ignore_ties: whether a voxel whose most frequent labels are equally
+                frequent gets ``ignore_label`` instead of the smallest.
+            return_inverse: whether to return ``VoxelizedPoints`` if no labels are
+                given.
+
+        Returns:
+            A tensor; with ``labels`` or ``return_inverse`` a ``VoxelizedPoints``: the
+            tensor, the label of each voxel, the voxel of each point, and the earliest
+            point of each voxel.
 
         Raises:
-            ValueError: shapes do not fit, a value is not finite, or a voxel lies
-                beyond int32.
+            ValueError: shapes do not fit, a value is not finite, labels are not
+                integers, or a voxel lies beyond int32.
+            TypeError: features are integers or bool, and ``reduce`` is not "first".
+
+        Examples:
+            >>> points = mx.array([[0.1, 0.1, 0.1], [0.2, 0.1, 0.1], [1.5, 0.0, 0.0]])
+            >>> labels = mx.array([2, 2, 0])
+            >>> x, labels, inverse, first = ml.SparseTensor.from_points(
+            ...     points, voxel_size=1.0, labels=labels
+            ... )
+            >>> labels, inverse
+            (array([2, 0], dtype=int32), array([0, 0, 1], dtype=int32))
         """
-        coords, feats, _ = voxelize(points, feats, voxel_size, batch, origin, reduce)
-        return cls._of_sorted(coords, feats, batch_size=batch_size)
+        coords, feats, inverse = voxelize(
+            points, feats, voxel_size, batch, origin, reduce
+        )
+        tensor = cls._of_sorted(coords, feats, batch_size=batch_size)
+        if labels is None and not return_inverse:
+            return tensor
+        if labels is not None:
+            labels = majority(
+                labels,
+                inverse,
+                len(tensor),
+                ignore_label=ignore_label,
+                ignore_ties=ignore_ties,
+            )
+        first = first_points(inverse, len(tensor))
+        return VoxelizedPoints(tensor, labels, inverse, first)
 
     @classmethod
     def from_dense(
@@ -281,8 +368,13 @@ class SparseTensor:
         return {"coords": self.coords, "feats": self.feats}
 
     def eval(self) -> SparseTensor:
-        """Compute the features and coordinates now; return the tensor itself."""
-        mx.eval(self.arrays())
+        """Compute the features and coordinates now; return the tensor itself.
+
+        Raises:
+            RuntimeError: another thread made the tensor and did not compute it.
+        """
+        with sync.values():
+            mx.eval(self.arrays())
         return self
 
     @property
@@ -449,6 +541,8 @@ class SparseTensor:
         return copy
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
+        with suppress(sync.TracedError):  # a copy of what MLX traces has no values
+            self.eval()
         kind, state = self._state()
         rows = self.coordinate_set
         facts = rows.stride, rows.spatial_shape, rows.declared_batch_size, rows.trusted
@@ -467,6 +561,33 @@ class SparseTensor:
             f"SparseTensor({len(self):,} rows x {self.channels} {name}, "
             f"{self.dims}D, {self.key!r})"
         )
+
+
+class VoxelizedPoints(NamedTuple):
+    """Points as voxels, and which points are in which voxel.
+
+    ``from_points`` returns it with ``labels=`` or ``return_inverse=True``. Row i of the
+    tensor is voxel i.
+
+    Attributes:
+        tensor: V voxels with features.
+        labels: (V,) int32, the label of each voxel, or None.
+        inverse: (P,) int32, the voxel of each point: ``scores[inverse]`` has the
+            scores of the points.
+        first: (V,) int32, the earliest point of each voxel.
+    """
+
+    tensor: SparseTensor
+    labels: mx.array | None
+    inverse: mx.array
+    first: mx.array
+
+    def eval(self) -> VoxelizedPoints:
+        """Compute all arrays now; return the tuple itself."""
+        self.tensor.eval()
+        with sync.values():
+            mx.eval(self[1:])
+        return self
 
 
 def _copied(kind: type, coords: mx.array, is_sorted: bool, *facts) -> object:
@@ -496,16 +617,19 @@ def _expect_coords(coords: mx.array, coordinate_set: CoordinateSet) -> None:
 
 
 def expect_tensor(x: object, name: str = "x", *, flags: bool = False) -> None:
-    """Raise a TypeError unless ``x`` is a SparseTensor of numbers, or ``flags``."""
+    """Raise a TypeError unless ``x`` is a SparseTensor of floating features.
+
+    ``flags`` permits bool and int32 as well.
+    """
     if not isinstance(x, SparseTensor):
         raise TypeError(
             f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
             "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
         )
-    if not flags and type(x) is SparseTensor and x.feats.itemsize == 1:
+    if not flags and type(x) is SparseTensor and x.feats.dtype not in FLOATS:
         raise TypeError(
-            f"{name} has bool features, which are not added up; cast them with "
-            ".astype(mx.float32)"
+            f"{name} has {dtype_text(x.feats)} features, which are not added up; cast "
+            "them with .astype(mx.float32)"
         )
 
 

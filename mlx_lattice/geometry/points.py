@@ -11,13 +11,16 @@ import mlx.core as mx
 from .. import registry, sync
 from ..checks import (
     AXES,
+    FLOATS,
     INT32_LIMIT,
     array_of,
+    dtype_text,
     one_of,
     positions_of,
     real_axes,
     single_or_double,
     stream_of,
+    whole,
 )
 from ..reductions import averaged, greatest, scattered
 from ..transformations import Function
@@ -149,16 +152,18 @@ def voxelize(
             f"feats must have shape (P, C) with P = {n}, the points; got "
             f"{tuple(feats.shape)}"
         )
-    if feats.dtype == mx.bool_ and reduce != "first":
+    if feats.dtype not in FLOATS and reduce != "first":
         raise TypeError(
-            f"bool features have no {reduce}: pass reduce='first', or cast them with "
-            ".astype(mx.float32)"
+            f"{dtype_text(feats)} features have no {reduce}: cast them with "
+            ".astype(mx.float32), or pass reduce='first'. Labels are voted on if they "
+            "are given as labels="
         )
     size = real_axes(voxel_size, dims, "voxel_size")
     if min(size) <= 0:
         raise ValueError(f"voxel_size must be positive; got {voxel_size}")
     moved = real_axes(origin, dims, "origin")
-    batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch_of(batch, n)
+    batch = mx.zeros((n,), dtype=mx.int32) if batch is None else batch
+    batch = integers_of(batch, n, "batch")
     # Doubles stay so: at map coordinates float32 cannot tell voxels apart.
     points = single_or_double(points)
     moved = moved if any(moved) else None
@@ -174,28 +179,96 @@ def voxelize(
     if n == 0:
         return unique.rows, feats, unique.inverse
     if reduce == "first":
-        # The earliest point of each run, whatever the sort does with ties.
-        first = mx.full((unique.rows.shape[0],), n, dtype=mx.int32)
-        first = first.at[unique.inverse].minimum(mx.arange(n, dtype=mx.int32))
+        first = first_points(unique.inverse, unique.rows.shape[0])
         return unique.rows, feats[first], unique.inverse
     reduced = reduce_segments(feats, unique.inverse, unique.rows.shape[0], reduce)
     return unique.rows, reduced, unique.inverse
 
 
-def batch_of(batch: mx.array, points: int) -> mx.array:
-    """Return (P,) int32 batch indices. Of wider integers it reads the bounds."""
-    batch = array_of(batch, "batch")
-    integral = mx.issubdtype(batch.dtype, mx.integer) or not batch.size
-    if tuple(batch.shape) != (points,) or not integral:
+def first_points(inverse: mx.array, voxels: int) -> mx.array:
+    """Return (voxels,) int32: the earliest point of each voxel, or P if it has none."""
+    points = inverse.shape[0]
+    first = mx.full((voxels,), points, dtype=mx.int32)
+    if not points or not voxels:
+        return first
+    return first.at[inverse].minimum(mx.arange(points, dtype=mx.int32))
+
+
+def majority(
+    labels: mx.array,
+    inverse: mx.array,
+    voxels: int,
+    *,
+    ignore_label: int = -1,
+    ignore_ties: bool = False,
+) -> mx.array:
+    """Return the most frequent label among the points of each voxel.
+
+    Args:
+        labels: (P,) integers, one a point. Points with ``ignore_label`` do not vote.
+        inverse: (P,) integers: the voxel of each point. Points with -1 do not vote.
+        voxels: number V of voxels.
+        ignore_label: the label of voxels without votes.
+        ignore_ties: whether a voxel with several most frequent labels gets
+            ``ignore_label``. By default it gets the smallest of these labels.
+
+    Returns:
+        (V,) int32.
+
+    Raises:
+        ValueError: shapes do not fit, an array has no integers, or a label is beyond
+            int32.
+
+    Examples:
+        >>> labels, inverse = mx.array([7, 3, 7, -1]), mx.array([0, 0, 0, 1])
+        >>> ops.majority(labels, inverse, voxels=2)
+        array([7, -1], dtype=int32)
+    """
+    inverse = array_of(inverse, "inverse")
+    points = inverse.shape[0] if inverse.ndim else 0
+    labels = integers_of(labels, points, "labels")
+    inverse = integers_of(inverse, points, "inverse")
+    voxels = whole(voxels, "voxels")
+    ignore = whole(ignore_label, "ignore_label", -INT32_LIMIT)
+    if not points or not voxels:
+        return mx.full((voxels,), ignore, dtype=mx.int32)
+    # The last voxel takes the points of none, and is cut off.
+    inverse = mx.where(inverse < 0, voxels, inverse)
+    pairs = registry.geometry().unique_rows(mx.stack([inverse, labels], axis=1))
+    voxel, label = pairs.rows[:, 0], pairs.rows[:, 1]
+    count = pairs.rows.shape[0]
+    votes = mx.zeros((count,), dtype=mx.int32)
+    votes = votes.at[pairs.inverse].add((labels != ignore).astype(mx.int32))
+    most = mx.zeros((voxels + 1,), dtype=mx.int32).at[voxel].maximum(votes)
+    is_winner = votes == most[voxel]
+    # Pairs are sorted by voxel and label, so the smallest label is the earliest pair.
+    earliest = mx.where(is_winner, mx.arange(count, dtype=mx.int32), count)
+    first = mx.full((voxels + 1,), count, dtype=mx.int32).at[voxel].minimum(earliest)
+    is_known = most > 0
+    if ignore_ties:
+        winners = mx.zeros((voxels + 1,), dtype=mx.int32)
+        winners = winners.at[voxel].add(is_winner.astype(mx.int32))
+        is_known = is_known & (winners == 1)
+    elected = label[mx.minimum(first, count - 1)]
+    return mx.where(is_known, elected, ignore)[:voxels]
+
+
+def integers_of(
+    values: mx.array, count: int, name: str, each: str = "point"
+) -> mx.array:
+    """Return (count,) int32, one for each point. Reads the bounds of wider integers."""
+    values = array_of(values, name)
+    integral = mx.issubdtype(values.dtype, mx.integer) or not values.size
+    if tuple(values.shape) != (count,) or not integral:
         raise ValueError(
-            f"batch must be ({points},) integers, one a point; got "
-            f"{tuple(batch.shape)} of {batch.dtype}"
+            f"{name} must be ({count},) integers, one for each {each}; got "
+            f"{tuple(values.shape)} of {dtype_text(values)}"
         )
-    if batch.size and batch.dtype in (mx.int64, mx.uint32, mx.uint64):
-        low, high = sync.read(batch.min(), batch.max())
+    if values.size and values.dtype in (mx.int64, mx.uint32, mx.uint64):
+        low, high = sync.read(values.min(), values.max())
         if low < -INT32_LIMIT or high >= INT32_LIMIT:
-            raise ValueError(f"batch indices must be below 2^31; got {low} to {high}")
-    return batch.astype(mx.int32)
+            raise ValueError(f"{name} must fit int32; got {low} to {high}")
+    return values.astype(mx.int32)
 
 
 def _expect_cells(points: mx.array, moved: Numbers, size: Numbers) -> None:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from functools import reduce, singledispatch
-from itertools import pairwise
-from typing import NamedTuple
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 import mlx.core as mx
 
@@ -15,16 +15,22 @@ from ..checks import INT32_LIMIT, array_of, real, whole
 from ..coordinate_set import CoordinateSet, check_coords, expect_one_lattice, settle
 from ..coordinates import CoordinateManager, Part, alone, common, part_of, united
 from ..geometry.lattice import best_rows, join
-from ..geometry.points import reduce_segments
+from ..geometry.points import integers_of, reduce_segments
 from ..int8 import IntegerTensor, cat_integers
 from ..kernel_spec import IntOrTuple, per_axis
 from ..reductions import inverted, move_rows
-from ..tensor import SparseTensor, align, expect_tensor, tensors_of
+from ..tensor import (
+    SparseTensor,
+    VoxelizedPoints,
+    align,
+    expect_tensor,
+    tensors_of,
+)
 from .pool import batch_rows
 
 __all__ = [
-    "align", "batch", "cat", "crop", "difference", "intersection", "lookup", "prune",
-    "prune_by_logits", "top_k", "unbatch", "union", "unique_sum",
+    "align", "batch", "cat", "collate", "crop", "difference", "intersection", "lookup",
+    "prune", "prune_by_logits", "top_k", "unbatch", "union", "unique_sum",
 ]  # fmt: skip
 
 
@@ -404,6 +410,86 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
     batched.is_sorted = all(each.is_sorted for each in sets)
     feats = mx.concatenate([x.feats for x in tensors])
     return SparseTensor.of(manager, batched.key, feats)
+
+
+Scan = TypeVar("Scan", SparseTensor, tuple, VoxelizedPoints)
+
+
+def collate(scans: Sequence[Scan]) -> Scan:
+    """Join scans into one batch, as the ``collate_fn`` of a data loader does.
+
+    Scan i becomes batch element i (or its elements, if it has several); a scan without
+    points becomes an empty element. The arrays are computed before the call returns,
+    so that another thread or process can take them.
+
+    Args:
+        scans: tensors; or tuples ``(tensor, labels)`` or ``(tensor, labels,
+            inverse)``; or ``VoxelizedPoints``, all of one kind. Labels are (V,), one a
+            row of the tensor, inverse is (P,), the row of each point; either may be
+            None in every scan.
+
+    Returns:
+        What a scan is: a tensor, or a tuple of the batched tensor, the labels one after
+        another, and the row of each point in the batched tensor. ``first`` counts the
+        points of all scans.
+
+    Raises:
+        TypeError: the scans are not all of one kind.
+        ValueError: tensors have other strides, axes or channels, or labels do not fit
+            the rows.
+
+    Examples:
+        >>> scan = ml.SparseTensor.from_points(
+        ...     mx.zeros((2, 3)), voxel_size=1.0, labels=mx.array([5, 5])
+        ... )
+        >>> x, labels, inverse, first = ops.collate([scan, scan])
+        >>> x.batch_size, labels, inverse
+        (2, array([5, 5], dtype=int32), array([0, 0, 1, 1], dtype=int32))
+    """
+    if isinstance(scans, SparseTensor | mx.array) or not isinstance(scans, Iterable):
+        raise TypeError(f"collate takes a list of scans; got {type(scans).__name__}")
+    scans = list(scans)
+    kinds = {
+        (type(scan), len(scan) if isinstance(scan, tuple) else 0) for scan in scans
+    }
+    kind = type(scans[0]) if len(kinds) == 1 else None
+    if kind is not None and issubclass(kind, SparseTensor):
+        return batch(scans).eval()
+    if kind is None or not issubclass(kind, tuple) or not 2 <= len(scans[0]) <= 4:
+        names = " and ".join(sorted({each.__name__ for each, _ in kinds})) or "none"
+        raise TypeError(
+            "collate takes a list of tensors, of (tensor, labels), of (tensor, labels, "
+            f"inverse) or of VoxelizedPoints, all of one kind; got {names}"
+        )
+    parts = list(zip(*scans, strict=True))
+    tensors = tensors_of(parts[0], "collate")
+    sizes = [len(x) for x in tensors]
+    labels = _joined("labels", "row of its tensor", parts[1], sizes, [0] * len(sizes))
+    batched = [batch(tensors), labels]
+    if len(parts) > 2:
+        points = [0 if each is None else len(each) for each in parts[2]]
+        starts = [0, *accumulate(sizes)]
+        batched.append(_joined("inverse", "point", parts[2], points, starts))
+    if len(parts) > 3:
+        starts = [0, *accumulate(points)]
+        batched.append(_joined("first", "row of its tensor", parts[3], sizes, starts))
+    with sync.values():
+        mx.eval(batched[0].arrays(), *batched[1:])
+    return kind._make(batched) if hasattr(kind, "_make") else tuple(batched)
+
+
+def _joined(
+    name: str, each: str, parts: Sequence, lengths: Iterable[int], starts: Iterable[int]
+) -> mx.array | None:
+    """Return the integers of scans one after another, each plus its start."""
+    if all(part is None for part in parts):
+        return None
+    joined = []
+    for part, length, start in zip(parts, lengths, starts, strict=False):
+        values = integers_of(part, length, name, each)
+        # An inverse of -1 is a point without a row.
+        joined.append(mx.where(values < 0, values, values + start))
+    return mx.concatenate(joined)
 
 
 def _expect_one_width(tensors: Sequence[SparseTensor], name: str) -> None:

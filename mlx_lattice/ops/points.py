@@ -20,6 +20,7 @@ import mlx.core as mx
 from .. import devices, registry, sync
 from ..checks import (
     AXES,
+    FLOATS,
     INT32_LIMIT,
     array_of,
     positions_of,
@@ -44,18 +45,19 @@ from ..geometry.points import (
     corner_weights,
     corners_of,
     in_cells,
+    majority,
     segment_counts,
 )
 from ..geometry.tables import BoxedRows
 from ..kernel_spec import IntOrTuple, per_axis
-from ..reductions import gathered, weighted
+from ..reductions import gathered, padded, weighted
 from ..relation import Relation
 from ..tensor import SparseTensor, expect_tensor, features_of
 from .convolution import Coordinates, finer_key
 
 __all__ = [
     "NearestRows", "NeighbourLists", "devoxelize", "grid_sample_3d", "interpolate",
-    "knn", "radius_neighbours",
+    "knn", "majority", "radius_neighbours",
 ]  # fmt: skip
 
 
@@ -302,6 +304,8 @@ def devoxelize(x: SparseTensor | mx.array, inverse: mx.array) -> mx.array:
         unsigned = mx.uint32 if inverse.dtype == mx.int32 else mx.uint64
         rows = mx.where(inverse.view(unsigned) < n, inverse, -1)
     rows = rows.astype(mx.int32)
+    if feats.dtype not in FLOATS:  # labels and flags, which have no gradient
+        return padded(feats)[mx.where(rows < n, rows, -1)]
     return gathered(feats, rows[:, None])
 
 

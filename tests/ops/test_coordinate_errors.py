@@ -120,7 +120,10 @@ CASES = (
         r"with P = 1, the points; got \(2, 1\)",
     ),
     (lambda: points([0.0], batch=mx.array([0, 1])), r"batch must be \(1,\) integers"),
-    (lambda: points([0.0], batch=mx.array([0.5])), "integers, one a point.*float32"),
+    (
+        lambda: points([0.0], batch=mx.array([0.5])),
+        "integers, one for each point.*float32",
+    ),
     (
         from_dense(mx.ones((2, 3))),
         r"\(B, spatial..., C\) with 1 to 4 spatial axes; got \(2, 3\)",

@@ -137,7 +137,7 @@ def test_batch_indices_beyond_int32(index):
             points, X.feats[:2, :1], batch
         ),
     ):
-        with pytest.raises(ValueError, match="batch indices must be below 2.31; got"):
+        with pytest.raises(ValueError, match="batch must fit int32; got"):
             call()
 
 

@@ -33,7 +33,7 @@ from ...checks import positions_of, real, single, single_or_double, stream_of, w
 from ...coordinate_set import CoordinateKey, CoordinateSet, OfPairs
 from ...coordinates import CoordinateManager
 from ...geometry.lattice import Rule, true_positions, unique_rows
-from ...geometry.points import batch_of, reduce_segments
+from ...geometry.points import integers_of, reduce_segments
 from ...kernel_spec import IntOrTuple
 from ...ops.channels import by_halves
 from ...prepare import prepare_scan
@@ -301,7 +301,8 @@ def dynamic_voxels(
         [[0.25, 0.5, 0.5]]
     """
     points, cells, inside = _cells(points, voxel_size, point_range)
-    batch, inside_rows = batch_of(batch, len(inside)), true_positions(inside)
+    batch = integers_of(batch, len(inside), "batch")
+    inside_rows = true_positions(inside)
     points, batch = points[inside_rows], batch[inside_rows]
     rows = mx.concatenate([batch[:, None], cells[inside_rows][:, ::-1]], axis=1)
     unique = unique_rows(rows)
