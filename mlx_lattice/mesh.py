@@ -288,8 +288,8 @@ class Texture:
     Attributes:
         vertices: (U,) the surface's vertex at each corner of the atlas: seams cut
             vertices in two.
-        faces: (F, 3) rows of ``vertices``, as the surface's faces.
-        places: (U, 2) in the unit square, the origin at the lower left.
+        faces: (F, 3) rows of ``vertices``, in the order of the surface's faces.
+        places: (U, 2) positions in the unit square, with the origin at the lower left.
         colour: (S, S, 4) uint8: red, green, blue, alpha; the first row on top.
         surface: (S, S, 2) uint8: roughness and metallic.
     """
@@ -377,12 +377,13 @@ def bake(surface: Surface, materials: Materials, size: int = 2048) -> Texture:
     """Cut an atlas and fill its texels with the materials at their places.
 
     Args:
-        surface: with at least one triangle.
-        materials: at places on the surface.
-        size: texels of the atlas's sides.
+        surface: a surface with at least one triangle.
+        materials: the materials at places of the surface.
+        size: the number of texels along a side of the atlas.
 
     Raises:
-        ValueError: no triangles, or a size below 16 or above 16384.
+        ValueError: the surface has no triangles, or the size is below 16 or above
+            16384.
     """
     check_asset(None, None, size)
     if not len(surface.faces):
@@ -465,14 +466,14 @@ def check_suffix(path: str | Path) -> str:
 def save(path: str | Path, surface: Surface, texture: Texture | None = None) -> None:
     """Write a surface in the format of the path's suffix.
 
-    ``.glb``: glTF 2.0, y upwards (the surface's z), with base colour, metallic,
-    roughness and alpha as textures. ``.obj``: with a material file and the colours
-    beside it. ``.ply``: binary; a texture's colours are the vertices'.
+    ``.glb`` is glTF 2.0 with y upwards (the surface's z), and base colour, metallic,
+    roughness and alpha as textures. ``.obj`` comes with a material file and the
+    colours. ``.ply`` is binary, with a texture's colours at the vertices.
 
     Args:
         path: the file.
         surface: z upwards.
-        texture: of that surface, or None for plain grey.
+        texture: the texture of the surface, or None for plain grey.
 
     Raises:
         ValueError: the path has another suffix.

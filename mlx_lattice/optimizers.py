@@ -119,9 +119,9 @@ class SGD(_Batched, mlx.optimizers.SGD):
         momentum (float): The momentum strength. Default: ``0``.
         weight_decay (float): The weight decay (L2 penalty). Default: ``0``.
         dampening (float): Dampening for momentum. Default: ``0``.
-        nesterov (bool): Enables Nesterov momentum. Default: ``False``.
-        master_weights (bool): Keeps float32 copies of half parameters. Default:
-            ``False``.
+        nesterov (bool): If ``True`` use Nesterov momentum. Default: ``False``.
+        master_weights (bool): If ``True`` keep float32 copies of half-precision
+            parameters. Default: ``False``.
 
     Examples:
         >>> net = nn.Linear(4, 2)
@@ -151,8 +151,8 @@ class Adam(_Batched, mlx.optimizers.Adam):
             square. Default: ``(0.9, 0.999)``.
         eps (float): Added to the denominator. Default: ``1e-8``.
         bias_correction (bool): If ``True`` apply bias correction. Default: ``False``.
-        master_weights (bool): Keeps float32 copies of half parameters. Default:
-            ``False``.
+        master_weights (bool): If ``True`` keep float32 copies of half-precision
+            parameters. Default: ``False``.
 
     Examples:
         >>> net = nn.Linear(4, 2)

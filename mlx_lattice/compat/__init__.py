@@ -83,9 +83,10 @@ def install(*libraries: str, replace: bool = False) -> None:
     changes. A second call with the same library does nothing.
 
     Args:
-        *libraries: of ``LIBRARIES``, such as ``"spconv"`` or ``"torchsparse==1.4"``.
-        replace: whether to hide a library that is installed or imported already. Code
-            that imported names from it before keeps them.
+        *libraries: names in ``LIBRARIES``, such as ``"spconv"`` or
+            ``"torchsparse==1.4"``.
+        replace: whether to hide a library that is already installed or imported. Code
+            that imported names from it earlier keeps them.
 
     Raises:
         ValueError: there is no such library.

@@ -121,15 +121,15 @@ def convert_weight(
     Args:
         array: the weight in the library's layout.
         library: one of ``LIBRARIES``.
-        kernel_size: the extent of each spatial axis; an int means 3 equal ones.
+        kernel_size: the extent of each spatial axis, or an int for three equal extents.
         transposed: whether the convolution is a transposed one.
-        unit_as_shaped: take a kernel of one offset as its shape says. By default
-            spconv's is read as spconv multiplies it, its memory as (C_in, C_out): set
-            this if the stride is not 1 (and the convolution not submanifold), or if the
-            net's own 1x1 layer keeps (C_out, C_in).
+        unit_as_shaped: read a kernel of one offset by its shape. By default a kernel of
+            spconv is read as spconv multiplies it, with its memory as (C_in, C_out).
+            Set this if the stride is not 1 (and the convolution not submanifold), or if
+            the net's own 1x1 layer stores (C_out, C_in).
 
     Raises:
-        CheckpointError: no such library, or the shape does not fit its layout.
+        CheckpointError: there is no such library, or the shape does not fit its layout.
         ValueError: an extent is not an int of 1 or more.
 
     Examples:
@@ -223,9 +223,9 @@ class ImportReport:
 
     Attributes:
         matched: (source name, its shape, parameter, its shape).
-        mismatched: (source name, its shape, parameter, its shape, what is wrong).
-        missing: (parameter, its shape) that no tensor was for.
-        unused: (source name, its shape) that no parameter was for.
+        mismatched: (source name, its shape, parameter, its shape, reason).
+        missing: (parameter, its shape) without a tensor in the checkpoint.
+        unused: (source name, its shape) without a parameter in the model.
         ignored: names that the mapping drops, and counters that MLX does not keep.
         note: the entry of the file that holds the tensors; empty if it has no entries.
     """
@@ -267,11 +267,11 @@ def load_state(path: str | Path, key: str | None = None) -> dict[str, mx.array]:
         path: ``.safetensors``, or a file of ``torch.save`` (``.pt``, ``.pth``,
             ``.ckpt``, ``.bin``, ``.tar``). PyTorch itself is not needed.
         key: the entry of a PyTorch file that holds the weights; a dot leads into a
-            nested entry. By default ``state_dict``, ``model`` and other names that
-            trainers use are found, and a warning names other entries with tensors.
+            nested entry. By default ``state_dict``, ``model`` and other common names
+            are found, and a warning names other entries with tensors.
 
     Returns:
-        Name to array, in the file's dtypes; doubles become float32.
+        Arrays by name, in the dtypes of the file; doubles become float32.
 
     Raises:
         CheckpointError: the file is broken, does not say which of its entries holds
@@ -302,35 +302,39 @@ def import_checkpoint(
 ) -> ImportReport:
     """Load another library's checkpoint into a model, converting weights and names.
 
-    A name goes through ``mapping`` first. Then the library's additions to PyTorch's
-    names are removed: its own name of a weight, and modules that only wrap others. The
-    result must be the name of a parameter, in which the ``layers`` of a Sequential may
-    be left out, or a name under which this model is published in this library. If each
-    name begins with ``module.``, that prefix is taken off first.
+    Each name first passes ``mapping``. Then the library's additions to PyTorch's names
+    are removed: its own name of a weight, and modules that only wrap others. The result
+    must be the name of a parameter, in which the ``layers`` of a Sequential may be left
+    out, or a name under which this model is published in this library. If every name
+    begins with ``module.``, that prefix is removed first.
 
-    spconv multiplies a kernel of one offset as its memory read as (C_in, C_out), though
-    its shape says (C_out, 1, 1, 1, C_in); kernels with stride 1 are read in this way.
+    spconv multiplies a kernel of one offset with its memory read as (C_in, C_out),
+    although its shape is (C_out, 1, 1, 1, C_in). Kernels with stride 1 are read in this
+    way.
 
-    Parameters keep their dtype; a file's tensors are read one at a time. BatchNorm's
-    running statistics are parameters like others; its epsilon is in no checkpoint.
+    Parameters keep their dtype, and tensors of a file are read one at a time. Running
+    statistics of a BatchNorm are parameters like others; its epsilon is not in any
+    checkpoint.
 
     Args:
         source: a file for ``load_state``, or its result.
         model: the model, of ``mlx_lattice.nn`` modules.
         library: one of ``LIBRARIES``: the library that wrote the checkpoint;
             "mlx_lattice" for the files of ``mlx-lattice convert``.
-        mapping: dotted prefix to its replacement (``""`` drops the prefix, ``None``
-            the tensors under it; the longest prefix wins), or a function of a name.
-        strict: whether anything unmatched is an error, with the model left as it is.
-        unit_as_shaped: take kernels of one offset as their shape says: for nets of
-            spconv's whose own 1x1 layer keeps (C_out, C_in).
+        mapping: replacements by dotted prefix, or a function of a name. ``""`` drops
+            the prefix, ``None`` drops the tensors under it, and the longest prefix
+            wins.
+        strict: whether a name without a match is an error, which leaves the model
+            unchanged.
+        unit_as_shaped: read kernels of one offset by their shape, for nets of spconv
+            whose own 1x1 layer stores (C_out, C_in).
 
     Returns:
-        An ``ImportReport``; ``print`` it.
+        An ``ImportReport``, which prints as a table.
 
     Raises:
         CheckpointError: the file is refused, two tensors match one parameter, or
-            ``strict`` is set and something did not match: the text is the report.
+            ``strict`` is set and a name has no match. The message is the report.
 
     Examples:
         >>> state = {"conv.kernel": mx.zeros((27, 8, 16))}

@@ -27,12 +27,13 @@ def write_labelled(
 ) -> str:
     """Write a copy of a scan with a label for each point.
 
-    Every other dimension of the points is as in ``source``. LAS and LAZ are copied in
-    pieces and keep their header, scales, coordinate system and other records. The
-    labels are their dimension ``classification`` if the point format has room for the
-    classes (32 classes in formats 0 to 5, else 256), or else an extra dimension
-    ``label``; a ``label`` that the file already has is set in any case. In ``.ply`` and
-    ``.npz`` files the labels are the column ``label``.
+    All other dimensions of the points are those of ``source``. LAS and LAZ are copied
+    in pieces and keep their header, scales, coordinate system and other records.
+
+    Labels of LAS and LAZ become the dimension ``classification`` if the point format
+    has room for the classes (32 classes in formats 0 to 5, else 256), or else an extra
+    dimension ``label``. A dimension ``label`` that the file already has is always set.
+    In ``.ply`` and ``.npz`` files the labels are the column ``label``.
 
     Args:
         path: the new file: ``.las`` or ``.laz`` if ``source`` is one of these; ``.ply``
@@ -40,7 +41,7 @@ def write_labelled(
         source: the scan.
         labels: (P,) integers, one for each point of the file in its order. Points with
             -1 keep the classification of a LAS file.
-        confidence: (P,) numbers, which are written as ``confidence``; or None.
+        confidence: (P,) numbers for the dimension ``confidence``, or None.
         classes: the number of classes; by default the largest label plus 1.
         columns: as for ``read_points``.
 
@@ -48,8 +49,8 @@ def write_labelled(
         The names of the dimensions with the labels, such as "classification".
 
     Raises:
-        ValueError: a format is not one of these, the labels are not as many as the
-            points, or an existing dimension is too small for them.
+        ValueError: a format is not one of these, the number of labels is not that of
+            the points, or an existing dimension is too small for the labels.
         PointFileError: ``source`` cannot be read.
 
     Examples:

@@ -59,14 +59,14 @@ class PointCloud:
 
     Attributes:
         points: (N, 3) float32, all finite, in the order of the file.
-        attributes: name to array with N rows, in the file's own dtype. Common names
-            are made equal: "intensity" (N,), "colours" (N, 3), "normals" (N, 3),
-            "labels" (N,); any other keeps its own.
+        attributes: arrays with N rows by name, in the dtype of the file. Common names
+            are unified: "intensity" (N,), "colours" (N, 3), "normals" (N, 3), "labels"
+            (N,). Other names are kept.
         dropped: number of points left out because a coordinate or an attribute is
             not finite in float32 (depth cameras write NaN where they saw nothing).
-        origin: (3,) float64 to add to ``points`` for the file's coordinates: zero,
-            except for doubles so large (map projections) that float32 would round
-            them by a millimetre or more.
+        origin: (3,) float64; the file's coordinates are ``points + origin``. It is zero
+            unless the file has large doubles (map projections) that float32 would round
+            by a millimetre or more.
         rows: (N,) int64, the place of each point in the file, or None if no point was
             left out.
 
@@ -104,16 +104,16 @@ def read_points(
 
     Args:
         path: the file.
-        columns: the names of the columns of ``.bin``, ``.npy``, ``.npz`` and tables,
-            in their order, as a list or as in "x,y,z,intensity,_,ring". Columns named
-            _ are left out. A ``.bin`` with other columns than KITTI's needs them; its
-            size and values say whether it holds float32 or float64.
-        attributes: the names of the attributes to keep, if they are in the file; by
-            default all. The others of a LAS file are not read at all.
+        columns: the names of the columns of ``.bin``, ``.npy``, ``.npz`` and tables, in
+            order, as a list or as in "x,y,z,intensity,_,ring". Columns named _ are left
+            out. A ``.bin`` with other columns than KITTI's needs them; its size and
+            values tell float32 from float64.
+        attributes: the names of the attributes to keep, if the file has them; by
+            default all. Other attributes of a LAS file are not read.
 
     Raises:
-        PointFileError: the file is truncated, has no x, y, z, or another format; or a
-            ``.bin`` does not look like KITTI's, and no columns are named.
+        PointFileError: the file is truncated, has no x, y, z, or has another format; or
+            a ``.bin`` does not look like KITTI's, and no columns are named.
         ValueError: ``columns`` lacks x, y or z, repeats a name, or is given for a file
             that names its own.
         ImportError: the format needs a package that is not installed.
@@ -742,7 +742,7 @@ def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
 
     Args:
         path: the file.
-        columns: name to (P,) numbers: x, y, z and any others. PLY has no 64-bit
+        columns: (P,) numbers by name: x, y, z and any others. PLY has no 64-bit
             integers.
 
     Raises:

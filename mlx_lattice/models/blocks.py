@@ -83,8 +83,8 @@ class SparseBasicBlock(nn.Module):
 class BasicBlock(nn.Module):
     """Apply two 3x3x3 convolutions beside a shortcut.
 
-    A strided block's shortcut has a kernel of its stride, so that no input is lost,
-    and computes the rows of the main branch.
+    The shortcut of a strided block has a kernel of the stride's size, so it reads every
+    input. It computes the rows of the main branch.
 
     Args:
         in_channels (int): The number of input channels.
@@ -141,9 +141,9 @@ class Bottleneck(nn.Module):
 
     Args:
         in_channels (int): The number of input channels.
-        channels (int): The number of channels of the 3x3x3 convolution; four times
-            as many come out.
-        stride (int): ``1``: blocks of a U-net do not stride. Default: ``1``.
+        channels (int): The number of channels of the 3x3x3 convolution; the output has
+            four times as many.
+        stride (int): Must be ``1``, as blocks of a U-net do not stride. Default: ``1``.
         dims (int): The number of spatial axes. Default: ``3``.
 
     Examples:

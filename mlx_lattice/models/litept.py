@@ -116,40 +116,40 @@ class LitePTBlock(AttentionBlock):
 class LitePT(PointTransformer):
     """Score each row with LitePT, or encode it.
 
-    A U-net with the stem, the pooling and the curves of ``PTv3``. Levels whose ``conv``
-    is set begin their blocks with a submanifold convolution, levels whose ``attn`` is
-    set attend along curves, and rotate queries and keys by cells (``ops.rotary``).
+    A U-net with the stem, the pooling and the curves of ``PTv3``. Levels with ``conv``
+    begin their blocks with a submanifold convolution. Levels with ``attn`` attend along
+    curves, and rotate queries and keys by cells (``ops.rotary``).
 
-    Coordinates must count from 0, since the curves do.
+    Coordinates must start at 0, because the curves do.
 
     Args:
         in_channels (int): The number of input channels.
-        num_classes (int): The number of output channels; 0 for those of the decoder.
-        size (str): The published size whose levels it has: ``"small"``, ``"small*"``
-            (with blocks in its decoder), ``"base"`` or ``"large"``. Default:
-            ``"small"``.
-        order (tuple): The curves, one a block in turn: see ``ops.curve_order``.
-        stride (tuple): The extent of a level's cells in those of the one before.
+        num_classes (int): The number of output channels; with 0 the net returns the
+            features of the decoder.
+        size (str): The published size: ``"small"``, ``"small*"`` (with blocks in its
+            decoder), ``"base"`` or ``"large"``. Default: ``"small"``.
+        order (tuple): The curves, which blocks use in turn: see ``ops.curve_order``.
+        stride (tuple): The extent of a level's cells in cells of the finer level.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         qkv_bias (bool): If ``True`` queries, keys and values have a bias.
         qk_scale (float, optional): The factor of the scores.
         proj_drop (float): The probability to zero an entry. Default: ``0``.
-        drop_path (float): The probability to leave a row's branch out, of the last
-            block; the first block's is 0. Default: ``0.3``.
+        drop_path (float): The probability to drop a row's branch in the last block; it
+            grows from 0 in the first block. Default: ``0.3``.
         shuffle_orders (bool): If ``True`` each level shuffles its curves while
             training, by Python's ``random``; evaluation never does. Default: ``True``.
         enc_mode (bool): If ``True`` there is no decoder. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
-        **levels (tuple): Settings of the levels that differ from the size's, by their
-            published names: ``enc_depths``, ``enc_channels``, ``enc_num_head``,
-            ``enc_patch_size``, ``enc_rope_freq``, ``enc_conv``, ``enc_attn``, from the
-            finest level, and the same with ``dec_`` of the decoder, which has a level
-            fewer.
+        **levels (tuple): Settings of the levels that replace those of the size, by
+            their published names: ``enc_depths``, ``enc_channels``, ``enc_num_head``,
+            ``enc_patch_size``, ``enc_rope_freq``, ``enc_conv`` and ``enc_attn``, from
+            the finest level. The same names with ``dec_`` set the decoder, which has
+            one level fewer.
 
     Raises:
-        TypeError: no level has a setting of that name.
-        ValueError: lengths do not fit one another, or heads of an attending level are
-            no multiple of 2 * dims channels.
+        TypeError: levels have no setting of that name.
+        ValueError: lengths do not fit each other, or the channels of a head are not a
+            multiple of 2 * dims at a level with attention.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

@@ -402,44 +402,46 @@ class PointTransformer(Segmentor):
 class PTv3(PointTransformer):
     """Score each row with Point Transformer V3, in the three forms of Pointcept.
 
-    ``m1``, the first, has a 5x5x5 stem and batch norms outside its blocks, and its
-    curves lose bits as cells grow; ``m2``, of Sonata and Concerto, has a linear stem
-    and layer norms, and its curves fit each level; ``m3``, of Utonia, also rotates
+    ``m1``, the first form, has a 5x5x5 stem and batch norms outside its blocks, and its
+    curves lose bits as cells grow. ``m2``, of Sonata and Concerto, has a linear stem
+    and layer norms, and its curves fit each level. ``m3``, of Utonia, also rotates
     queries and keys by positions.
 
-    Coordinates must count from 0, since the curves do.
+    Coordinates must start at 0, because the curves do.
 
     Args:
         in_channels (int): The number of input channels.
-        num_classes (int): The number of output channels; 0 for those of the decoder.
+        num_classes (int): The number of output channels; with 0 the net returns the
+            features of the decoder.
         variant (str): ``"m1"``, ``"m2"`` or ``"m3"``. Default: ``"m1"``.
-        order (tuple): The curves, one a block in turn: see ``ops.curve_order``.
-        stride (tuple): The extent of a level's cells in those of the one before.
-        enc_depths, enc_channels, enc_num_head, enc_patch_size (tuple): The numbers of
-            blocks, channels, heads and rows of a patch of each level, from the finest.
-        dec_depths, dec_channels, dec_num_head, dec_patch_size (tuple): The same of the
-            decoder, which has a level fewer.
+        order (tuple): The curves, which blocks use in turn: see ``ops.curve_order``.
+        stride (tuple): The extent of a level's cells in cells of the finer level.
+        enc_depths, enc_channels, enc_num_head, enc_patch_size (tuple): The number of
+            blocks, channels, heads and rows of a patch at each level, from the finest.
+        dec_depths, dec_channels, dec_num_head, dec_patch_size (tuple): The same for the
+            decoder, which has one level fewer.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
         qkv_bias (bool): If ``True`` queries, keys and values have a bias.
         qk_scale (float, optional): The factor of the scores.
         proj_drop (float): The probability to zero an entry. Default: ``0``.
-        drop_path (float): The probability to leave a row's branch out, of the last
-            block; the first block's is 0. Default: ``0.3``.
-        layer_scale (float, optional): What factors of the branches begin at; by
-            default there are none.
+        drop_path (float): The probability to drop a row's branch in the last block; it
+            grows from 0 in the first block. Default: ``0.3``.
+        layer_scale (float, optional): The initial value of factors of the branches; by
+            default the branches have no factors.
         shuffle_orders (bool): If ``True`` each level shuffles its curves while
             training, by Python's ``random``; evaluation never does. Default: ``True``.
         enable_flash (bool): If ``False`` no patch is longer than the smallest batch
-            element, as Pointcept has it without FlashAttention. Default: ``True``.
-        enable_rpe (bool): If ``True`` scores have a bias by relative positions, a table
-            a block, which takes ``enable_flash=False``. Default: ``False``.
+            element, as in Pointcept without FlashAttention. Default: ``True``.
+        enable_rpe (bool): If ``True`` each block adds a table of relative positions to
+            its scores; this needs ``enable_flash=False``. Default: ``False``.
         enc_mode (bool): If ``True`` there is no decoder. Default: ``False``.
-        rope_base (float): The base of ``ops.rotary``, in ``m3``. Default: ``10000``.
-        dec_rope_enable (bool): If ``False`` the decoder of ``m3`` rotates nothing.
+        rope_base (float): The base of ``ops.rotary`` in ``m3``. Default: ``10000``.
+        dec_rope_enable (bool): If ``False`` the decoder of ``m3`` does not rotate.
+            Default: ``True``.
         legacy (bool, optional): If ``True`` the convolution of a block reads the MLP
-            branch of the block before it, not the block's output. Weights of ``m1``
-            that were trained with Pointcept 1.5.1 or older need this: all released
-            ones. By default as ``about.legacy`` says.
+            branch of the previous block instead of the block's output. Weights of
+            ``m1`` that were trained with Pointcept 1.5.1 or older need this, and so do
+            all released ones. By default ``about.legacy``.
         dims (int): The number of spatial axes. Default: ``3``.
 
     Examples:

@@ -58,33 +58,35 @@ def segment_points(
 ) -> Segmented:
     """Return the class of each point of a scan of any size.
 
-    With ``tile`` the net runs on one square of the ground plan after another. Apart
-    from the points, memory is then that of the largest tile. Neighbouring tiles share a
-    strip, ``overlap``; a point in it gets its label from the tile whose border is
-    farther away. Tiles have the voxels of the whole scan. Labels are those of the whole
-    scan if half of ``overlap`` is at least the receptive field's radius, and if no
-    feature depends on the extent of the scan: heights and centred coordinates count
+    With ``tile`` the net runs on one square of the ground plan after another, and the
+    memory is that of the points and the largest tile. Neighbouring tiles share a strip
+    of width ``overlap``. A point in the strip gets its label from the tile whose border
+    is farther away.
+
+    Tiles have the voxels of the whole scan. Labels are those of the whole scan if half
+    of ``overlap`` is at least the radius of the receptive field, and if no feature
+    depends on the extent of the scan. Heights and centred coordinates do: they count
     from the tile.
 
-    With ``votes`` the net runs on that many views of the points, and the label is the
+    With ``votes`` the net runs on several views of the points, and the label is the
     class with the largest sum of probabilities. The views are the four quarter turns
-    around the vertical axis, then the same at the scales 0.95 and 1.05, then the mirror
+    around the vertical axis, the same at the scales 0.95 and 1.05, then the mirror
     images of all these. Twelve votes are the distinct views of Pointcept's tester for
     ScanNet.
 
     Args:
-        net: in evaluation, with a recipe in ``about``.
-        points: (P, 3) float, of NumPy or MLX, all finite.
-        attributes: name to values, as for ``VoxelRecipe``; normals turn with a view.
+        net: a ``Segmentor`` in evaluation mode, with a recipe in ``about``.
+        points: (P, 3) float array of NumPy or MLX, all finite.
+        attributes: arrays by name, as for ``VoxelRecipe``; normals turn with a view.
         tile: edge of a tile, overlap included, in the unit of the points; by default
             the whole scan is one tile.
         overlap: width of the strip that neighbouring tiles share; by default a fifth of
             ``tile``.
         votes: number of views, 1 to 24.
-        fill: whether to read zeros for a missing attribute.
+        fill: whether a missing attribute is replaced by zeros.
         vertical: the axis of ``points`` that points up: 0, 1 or 2.
-        progress: called with the runs of the net so far and in all: before the first
-            one and after each.
+        progress: called with the number of finished runs of the net and the number of
+            all runs, before the first run and after each.
 
     Raises:
         TypeError: ``net`` is not a ``Segmentor``.
@@ -318,8 +320,8 @@ def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray:
     several scans to evaluate them together.
 
     Args:
-        truth: (P,) integers; points with a negative one are left out.
-        predicted: (P,) integers; a negative one is no class.
+        truth: (P,) integers; points with a negative class are left out.
+        predicted: (P,) integers; a negative value means no class.
         classes: the number C of classes.
 
     Raises:

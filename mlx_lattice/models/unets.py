@@ -165,8 +165,8 @@ class MinkUNet(Segmentor):
         bottleneck (bool): If ``True`` blocks are bottlenecks, whose outputs have four
             times the channels of the stage. Default: ``False``.
         trimmed (bool): If ``True`` leave out the coarse cells that torchsparse 2.1
-            leaves out: those above ``(largest - 1) // 2`` of an axis, the largest
-            coordinate over the batch. Default: ``False``.
+            leaves out: those above ``(largest - 1) // 2`` on an axis, for the largest
+            coordinate of the batch. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
 
     Examples:
@@ -319,14 +319,14 @@ class MinkUNet101(_Planned):
 class MinkUNetTorchSparse(MinkUNet):
     """Score rows with torchsparse's form of ``MinkUNet``, as in SPVNAS.
 
-    A stem of two 3x3x3 convolutions and two blocks a stage; ``width`` is what its
-    configurations call ``cr``.
+    The net has a stem of two 3x3x3 convolutions and two blocks a stage. ``width`` is
+    ``cr`` in the configurations of SPVNAS.
 
     Args:
         in_channels (int): The number of input channels.
         num_classes (int): The number of output channels.
         width (float): A factor of all channels. Default: ``1``.
-        trimmed (bool): As of ``MinkUNet``. Default: ``False``.
+        trimmed (bool): As for ``MinkUNet``. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
 
     Examples:
@@ -383,13 +383,13 @@ class SpUNet(Segmentor):
 
     Args:
         in_channels (int): The number of input channels.
-        num_classes (int): The number of output channels; 0 for those of the last
-            stage.
+        num_classes (int): The number of output channels; with 0 the net returns the
+            features of the last stage.
         base_channels (int): The output channels of the stem. Default: ``32``.
         channels (tuple): The channels of each encoder stage, from the finest, then of
             each decoder stage, from the coarsest.
-        layers (tuple): The number of blocks of each stage, in the same order; none
-            is legal in an encoder stage.
+        layers (tuple): The number of blocks of each stage, in the same order; an
+            encoder stage may have 0.
         enc_mode (bool): If ``True`` there is no decoder, and a call returns the mean
             of each batch element. Default: ``False``.
         dims (int): The number of spatial axes. Default: ``3``.
@@ -545,7 +545,7 @@ class SPVCNN(MinkUNet):
             stages.
         dropout (float): The probability to zero a voxel's feature before two of the
             decoder's stages, while training. Default: ``0.3``.
-        trimmed (bool): As of ``MinkUNet``. Default: ``False``.
+        trimmed (bool): As for ``MinkUNet``. Default: ``False``.
 
     Examples:
         >>> net = models.SPVCNN(1, 20, voxel_size=0.5, width=0.25).eval()

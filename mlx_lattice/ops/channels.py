@@ -579,7 +579,7 @@ def channel_avg_pool(x: Features, channels: int) -> Features:
     """Return fewer channels, each the mean of neighbouring ones.
 
     The result is ``feats.reshape(N, channels, -1).mean(-1)``, added up in float32.
-    TRELLIS.2 uses it for the shortcut of its up-sampling and down-sampling blocks.
+    TRELLIS.2 uses it for the shortcut of its down-sampling blocks.
 
     Args:
         x: (N, C) features, of a tensor or an array.

@@ -733,8 +733,8 @@ def radius_neighbours(
     """Find all points within a radius of each query and in its batch element.
 
     Distances up to and including the radius count. Neighbours are sorted by distance,
-    and equally distant ones by row. ``knn(points, k, radius=radius)`` finds at most k
-    of them.
+    and equally distant ones by row. The other arguments and the method are those of
+    ``knn``; ``knn(points, k, radius=radius)`` finds at most k neighbours.
 
     Raises:
         ValueError: as for ``knn``, or there are 2^31 neighbours or more.

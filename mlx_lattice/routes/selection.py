@@ -32,9 +32,9 @@ def parse_only(text: str) -> dict[str, str]:
     A bare name means every pass that the route has.
 
     Raises:
-        RouteError: a route or pass does not exist, a route lacks the pass, or there
-            is text without a name.
-        TypeError: it is no text.
+        RouteError: a route or pass does not exist, a route does not have the pass, or a
+            part has no name.
+        TypeError: ``text`` is not a string.
     """
     if not isinstance(text, str):
         raise TypeError(f"a route is forced by its name; got {type(text).__name__}")
@@ -64,7 +64,7 @@ def only(text: str) -> Iterator[None]:
     Args:
         text: a route's name, for every pass that it has, or pairs such as
             "forward=vec4,weight_grad=grouped_gemm". The environment variable
-            MLX_LATTICE_ROUTE takes the same.
+            MLX_LATTICE_ROUTE takes the same text.
     """
     forced = {**dict(settings.current().forced), **parse_only(text)}
     with settings.block(forced=tuple(forced.items())):

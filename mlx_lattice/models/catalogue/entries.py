@@ -31,7 +31,8 @@ def list(pattern: str = "*") -> builtins.list[str]:
     """Return the names of published weights that ``create`` takes.
 
     Args:
-        pattern: with ``*`` and ``?``, as ``"ptv3*"`` or ``"*scannet20*"``.
+        pattern: a pattern with ``*`` and ``?``, such as ``"ptv3*"`` or
+            ``"*scannet20*"``.
 
     Examples:
         >>> models.list("spunet*")
@@ -44,7 +45,7 @@ def published(name: str) -> Published:
     """Return the entry of a published checkpoint; ``print`` shows all its facts.
 
     Raises:
-        ValueError: there is no such name; the text has the nearest ones.
+        ValueError: there is no such name; the message has similar names.
 
     Examples:
         >>> entry = models.published("spunet.scannet20.pointcept")
@@ -70,21 +71,22 @@ def create(
 ) -> Pretrained:
     """Return a published net with its weights, in evaluation mode.
 
-    ``net.about`` says how voxels are made, the classes, the licence, and in ``version``
-    the code whose weights these are and whose results the net therefore gives.
+    ``net.about`` has the voxel recipe, the classes and the licence.
+    ``net.about.version`` names the code that trained the weights; the net computes what
+    that code computes.
 
     Args:
-        name: one of ``list()``, as ``"ptv3.scannet20.pointcept"``.
-        path: the file that was downloaded by hand, in any format of
-            ``io.import_checkpoint``; for an entry of two files, both. By default they
-            are downloaded to the cache of ``huggingface_hub``, the extra ``hub``.
+        name: one of ``list()``, such as ``"ptv3.scannet20.pointcept"``.
+        path: a file that you downloaded, in any format of ``io.import_checkpoint``;
+            both files for an entry of two. By default they are downloaded to the cache
+            of ``huggingface_hub``, which the extra ``hub`` installs.
         download: whether the network may be used; if not, only the cache is read.
-        library: whose layout the file has, if not the entry's, as "spconv1".
+        library: the layout of the file, such as "spconv1", if it is not the entry's.
 
     Raises:
         io.CheckpointError: a file does not fit the net.
-        FileNotFoundError: there is no such file, or it cannot be downloaded; the text
-            says from where to download it by hand.
+        FileNotFoundError: there is no such file, or it cannot be downloaded; the
+            message has the address.
         ImportError: ``huggingface_hub`` is needed and not installed.
         ValueError: there is no such name, or ``path`` has another number of files.
 

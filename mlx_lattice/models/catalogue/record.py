@@ -23,17 +23,17 @@ class Published:
     """Facts about one published checkpoint.
 
     Attributes:
-        name: as ``create`` takes it.
-        kind: the class of ``models``.
-        files: where the weights are; the second file of a pair has the head.
-        library: whose layout the files have: one of ``io.LIBRARIES``.
-        arguments: of the class.
-        about: what the net is given with its weights: how voxels are made, the classes,
-            source and licence, and the version of the code that trained them.
-        metric: the published result, and on what.
-        sources: where these facts are stated.
-        note: what else a user must know, such as a step of the preprocessing that a
-            recipe can't do.
+        name: the name that ``create`` takes.
+        kind: the name of the class in ``models``.
+        files: the addresses of the weights; the second file of a pair has the head.
+        library: the layout of the files, one of ``io.LIBRARIES``.
+        arguments: the arguments of the class.
+        about: the voxel recipe, the classes, source and licence of the weights, and the
+            version of the code that trained them.
+        metric: the published result, and the data set.
+        sources: the addresses of the pages that state these facts.
+        note: other facts that a user must know, such as a step of the preprocessing
+            that a recipe cannot do.
 
     Examples:
         >>> entry = models.published("spunet.scannet20.pointcept")

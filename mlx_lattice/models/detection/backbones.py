@@ -77,12 +77,12 @@ class GridRecipe:
 
     Attributes:
         voxel_size: extents of a voxel in x, y, z.
-        point_range: low x, y, z and high x, y, z; what lies outside is dropped.
-        features: what the channels are: "x", "y", "z", then "ones" or names of
-            attributes of points, such as "intensity", "elongation" or "timestamp".
-        max_points: points of a voxel that count, the first ones; None for all.
-        max_voxels: voxels that are made, the first ones by their first points; None
-            for all.
+        point_range: low x, y, z and high x, y, z; points outside are dropped.
+        features: the channels: "x", "y", "z", then "ones" or names of attributes of
+            points, such as "intensity", "elongation" or "timestamp".
+        max_points: the number of first points of a voxel that count; None for all.
+        max_voxels: the number of voxels that are made, in the order of their first
+            points; None for all.
 
     Raises:
         ValueError: sizes are not positive, or the range is empty.
@@ -201,14 +201,14 @@ def hard_voxels(
 ) -> HardVoxels:
     """Group points by voxel, in their order, as spconv's ``Point2VoxelCPU3d`` does.
 
-    A voxel is numbered at its first point. Voxels beyond ``max_voxels``, and points of
-    a voxel beyond ``max_points``, are left out.
+    Voxels are numbered in the order of their first points. Voxels beyond
+    ``max_voxels``, and points of a voxel beyond ``max_points``, are left out.
 
     Args:
         points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
-        voxel_size, point_range: as of ``GridRecipe``.
-        max_points: slots of a voxel.
-        max_voxels: by default all.
+        voxel_size, point_range: as for ``GridRecipe``.
+        max_points: the largest number of points of a voxel.
+        max_voxels: the largest number of voxels; by default all.
 
     Raises:
         ValueError: a shape does not fit, or a number is below 1.
@@ -283,12 +283,13 @@ def dynamic_voxels(
 
     Args:
         points: (P, C) float32: x, y, z and other channels; cells of float64 are exact.
-        voxel_size, point_range: as of ``GridRecipe``.
+        voxel_size, point_range: as for ``GridRecipe``.
         batch: (P,) integer batch index of each point.
         batch_size: as for ``SparseTensor``.
 
     Returns:
-        A tensor at (batch, z, y, x), rows sorted by (batch, x, y, z), as OpenPCDet's.
+        A tensor at (batch, z, y, x), with rows sorted by (batch, x, y, z) as in
+            OpenPCDet.
 
     Raises:
         ValueError: a shape does not fit, or the batch indices are not integers.
@@ -380,8 +381,8 @@ class VoxelBackBone8x(Pretrained):
 
     Args:
         in_channels (int): The number of input channels.
-        widths (tuple): Channels of the input's convolution and ``conv1``, of
-            ``conv2``, ``conv3``, ``conv4``, and of ``conv_out``.
+        widths (tuple): The channels of the first two convolutions, of ``conv2``,
+            ``conv3``, ``conv4``, and of ``conv_out``.
         last_pad (int): The padding of ``conv_out``, on all axes. Default: ``0``.
 
     Examples:
@@ -432,8 +433,8 @@ class VoxelResBackBone8x(VoxelBackBone8x):
 
     Args:
         in_channels (int): The number of input channels.
-        widths (tuple): As of ``VoxelBackBone8x``.
-        last_pad (int): As of ``VoxelBackBone8x``. Default: ``0``.
+        widths (tuple): As for ``VoxelBackBone8x``.
+        last_pad (int): As for ``VoxelBackBone8x``. Default: ``0``.
         use_bias (bool): If ``True`` the blocks' convolutions have a bias.
 
     Examples:
@@ -477,10 +478,10 @@ class UNetV2(VoxelBackBone8x):
 
     Args:
         in_channels (int): The number of input channels.
-        widths (tuple): As of ``VoxelBackBone8x``; those of the decoder are the same.
-        last_pad (int): As of ``VoxelBackBone8x``. Default: ``0``.
-        return_encoded (bool): If ``False`` there is no ``conv_out``, and no encoded
-            tensor. Default: ``True``.
+        widths (tuple): As for ``VoxelBackBone8x``; the decoder has the same widths.
+        last_pad (int): As for ``VoxelBackBone8x``. Default: ``0``.
+        return_encoded (bool): If ``False`` the net has no ``conv_out`` and returns None
+            for the encoded tensor. Default: ``True``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 41, 8, 8, 4)))  # z, y, x
@@ -599,8 +600,8 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         channels (tuple): Channels of ``conv1`` to ``conv4``, and of ``conv5`` and
             ``conv6``, which must be those of ``conv4``.
         out_channels (int): The number of output channels. Default: ``128``.
-        kernel_sizes (tuple): Of the strided convolutions of ``conv2``, ``conv3``,
-            ``conv4``, and of ``conv5`` and ``conv6``.
+        kernel_sizes (tuple): The kernel sizes of the strided convolutions of ``conv2``,
+            ``conv3``, ``conv4``, and of ``conv5`` and ``conv6``.
         use_bias (bool): If ``True`` the blocks' convolutions have a bias.
 
     Examples:

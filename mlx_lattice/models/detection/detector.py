@@ -56,7 +56,7 @@ class Boxes(NamedTuple):
         boxes: (M, 7) float32 x, y, z of the centre, dx, dy, dz, heading; with two more
             if the net predicts velocities.
         scores: (M,) float32.
-        labels: (M,) int32: which of the net's classes, from 0.
+        labels: (M,) int32: the index of the net's class.
 
     Examples:
         >>> boxes, scores = mx.zeros((2, 7)), mx.array([0.9, 0.4])
@@ -76,20 +76,23 @@ class Decoding:
 
     Attributes:
         stride: cells of the grid that a cell of the map spans.
-        max_boxes: cells of each class, and then of each head, that are looked at.
-        score_threshold: least score, which is not enough.
+        max_boxes: the number of best cells that are considered, for each class and then
+            for each head.
+        score_threshold: only boxes with a score above this are kept.
         limit_range: low x, y, z and high x, y, z of centres that are kept.
-        nms_threshold: IoU from above beyond which the worse box is dropped, one for
-            all, or one a class of the net.
-        nms_pre, nms_post: the most boxes before and after suppression, likewise.
-        by_class: whether boxes of different classes leave each other alone; else
-            those of one head do not. Thresholds of each class need it.
-        rectifier: of each class of the net, how much of a score the predicted IoU is:
-            ``score ** (1 - r) * iou ** r``. Needs the branch "iou".
-        nms_score: least score after that, which is not enough; None for any.
+        nms_threshold: IoU from above at which the worse of two boxes is dropped, one
+            value or one for each class of the net.
+        nms_pre, nms_post: the largest number of boxes before and after suppression, one
+            value or one for each class.
+        by_class: whether boxes only suppress boxes of their own class; otherwise they
+            suppress all boxes of their head. Values for each class need it.
+        rectifier: for each class of the net, the share r of the predicted IoU in a
+            score: ``score ** (1 - r) * iou ** r``. Needs the branch "iou".
+        nms_score: only boxes with a rectified score above this are kept; None keeps
+            all.
 
     Raises:
-        ValueError: values of each class are given without ``by_class``.
+        ValueError: values for each class are given without ``by_class``.
 
     Examples:
         >>> models.Decoding(score_threshold=0.3).score_threshold
@@ -238,14 +241,14 @@ Branches = list[dict[str, mx.array]]
 class Detector(Pretrained):
     """Find boxes in a scan: the base class of detectors.
 
-    A call returns what its heads say. ``detect`` makes boxes of that, and
-    ``detect_points`` takes the points of a scan.
+    A call returns the outputs of the heads. ``detect`` turns a tensor of voxels into
+    boxes, ``detect_points`` the points of a scan.
 
     Attributes:
-        grid: how voxels are made of points: a ``GridRecipe``.
+        grid: a ``GridRecipe`` that makes voxels of points.
         heads: names of the classes of each head.
         classes: names of the classes, in the order of the labels.
-        decoding: what becomes a box: a ``Decoding``.
+        decoding: a ``Decoding`` that decides which cells become boxes.
 
     Examples:
         >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
@@ -373,17 +376,19 @@ class CenterPoint(Detector):
         widths (tuple): Channels of the encoder, see ``VoxelResBackBone8x``.
         residual (bool): If ``False`` the encoder is SECOND's. Default: ``True``.
         layer_nums, layer_strides, num_filters, upsample_strides, num_upsample_filters,
-            conv_for_no_stride: Of the 2D backbone, see ``models.BaseBEVBackbone``.
+            conv_for_no_stride: Arguments of the 2D backbone, see
+            ``models.BaseBEVBackbone``.
         shared_channels (int): The channels that the heads share. Default: ``64``.
         branches (tuple): The branches of a head, see ``models.CenterHead``.
         heat_convs (int): The convolutions of a heat map. Default: ``2``.
         head_bias (bool): If ``True`` convolutions of heads have a bias before norms.
         head_eps (float): Added to the variance in norms of heads. Default: ``1e-5``.
-        last_pad (int): Of the encoder. Default: ``0``.
-        use_bias (bool): Of the encoder's residual blocks. Default: ``True``.
+        last_pad (int): The padding of the encoder's last convolution. Default: ``0``.
+        use_bias (bool): If ``True`` the encoder's residual blocks have biases. Default:
+            ``True``.
         classes (tuple, optional): The classes in the order of their labels; by default
-            as the heads have them.
-        decoding (Decoding): What becomes a box.
+            in the order of the heads.
+        decoding (Decoding): Settings that decide which cells become boxes.
 
     Examples:
         >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
@@ -474,15 +479,16 @@ class VoxelNeXt(Detector):
         channels (tuple): Channels of the backbone, see
             ``VoxelResBackBone8xVoxelNeXt``.
         out_channels (int): The channels that the heads read. Default: ``128``.
-        kernel_sizes (tuple): Of the backbone's strided convolutions.
-        use_bias (bool): Of the backbone's blocks. Default: ``True``.
+        kernel_sizes (tuple): The kernel sizes of the backbone's strided convolutions.
+        use_bias (bool): If ``True`` the backbone's blocks have biases. Default:
+            ``True``.
         branches (tuple): The branches of a head, see ``models.VoxelNeXtHead``.
         heat_convs (int): The convolutions of a heat map. Default: ``2``.
         head_kernel (int): The kernel of the heads' convolutions. Default: ``3``.
         head_bias (bool): If ``True`` convolutions of heads have a bias before norms.
         classes (tuple, optional): The classes in the order of their labels; by default
-            as the heads have them.
-        decoding (Decoding): What becomes a box.
+            in the order of the heads.
+        decoding (Decoding): Settings that decide which cells become boxes.
 
     Examples:
         >>> grid = models.GridRecipe((1, 1, 0.25), (0, 0, -3, 32, 32, 3), tuple("xyz"))
@@ -583,12 +589,12 @@ def detection_loss(
     """Return the loss of a batch: that of heat maps, and the weighted one of boxes.
 
     Args:
-        net: whose classes and grid the predictions are of.
-        predictions: what a call of the net returned.
-        boxes: of each batch element (M, 7), with velocities (M, 9); none is legal. In
-            an element without cells no cell can say them, and they do not count.
-        labels: of each batch element (M,) integers: which of the net's classes.
-        box_weight: of the boxes' loss.
+        net: the detector that made the predictions.
+        predictions: the result of a call of the net.
+        boxes: for each batch element (M, 7), or (M, 9) with velocities; M may be 0.
+            Boxes of an element without cells do not count.
+        labels: for each batch element (M,) integers: the index of the net's class.
+        box_weight: the weight of the boxes' loss.
 
     Raises:
         ValueError: the numbers of labels and boxes differ, a label is not one of the
@@ -731,13 +737,13 @@ def published_arguments(
     """Return our class and arguments for a configuration of OpenPCDet.
 
     Args:
-        config: what its YAML files say, base configurations merged: CLASS_NAMES,
-            DATA_CONFIG and MODEL.
-        kind: the class that is wanted: a detector, or a backbone alone; by default
-            the detector that the configuration is of.
+        config: the contents of the YAML files, with base configurations merged:
+            CLASS_NAMES, DATA_CONFIG and MODEL.
+        kind: the class to return arguments for, a detector or a backbone; by default
+            the detector of the configuration.
 
     Raises:
-        ValueError: an entry is missing, or the net has parts that ours has not.
+        ValueError: an entry is missing, or our class does not have a part of the net.
     """
     try:
         model, data = config["MODEL"], config["DATA_CONFIG"]

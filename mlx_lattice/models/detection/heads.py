@@ -116,11 +116,11 @@ class BaseBEVBackbone(mlx.nn.Module):
         layer_nums (tuple): The number of layers of each block after its first.
         layer_strides (tuple): The stride of each block.
         num_filters (tuple): The channels of each block.
-        upsample_strides (tuple): By how much each block's map is enlarged; below 1 it
-            is strided. One more is of the joined map.
+        upsample_strides (tuple): The factor by which each block's map is enlarged;
+            below 1 the map is strided. One more value is the factor of the joined map.
         num_upsample_filters (tuple): The channels of each enlarged map.
-        conv_for_no_stride (bool): If ``True`` a map that keeps its size does so by a
-            1x1 convolution, not by a transposed one. Default: ``False``.
+        conv_for_no_stride (bool): If ``True``, maps that keep their size pass a 1x1
+            convolution instead of a transposed convolution. Default: ``False``.
 
     Examples:
         >>> net = models.BaseBEVBackbone(8, (1, 1), (1, 2), (8, 8), (1, 2), (4, 4))
@@ -215,7 +215,8 @@ class CenterHead(mlx.nn.Module):
         shared_channels (int): The channels of the shared convolution. Default: ``64``.
         branches (tuple): (name, channels, convolutions) of each branch but "hm".
         heat_convs (int): The number of convolutions of "hm". Default: ``2``.
-        bias (bool): If ``True`` convolutions before norms have one. Default: ``True``.
+        bias (bool): If ``True`` convolutions before norms have a bias. Default:
+            ``True``.
         eps (float): Added to the variance in norms. Default: ``1e-5``.
         momentum (float): How far running statistics move. Default: ``0.1``.
 
@@ -266,8 +267,9 @@ class VoxelNeXtHead(mlx.nn.Module):
         classes (tuple): The number of classes of each head.
         branches (tuple): (name, channels, convolutions) of each branch but "hm".
         heat_convs (int): The number of convolutions of "hm". Default: ``2``.
-        kernel_size (int): Of the convolutions before the last one. Default: ``3``.
-        bias (bool): If ``True`` they have one. Default: ``True``.
+        kernel_size (int): The kernel size of all convolutions but the last. Default:
+            ``3``.
+        bias (bool): If ``True`` these convolutions have a bias. Default: ``True``.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 8)))

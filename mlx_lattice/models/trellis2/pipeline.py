@@ -78,7 +78,7 @@ class FlowEulerSampler:
     """Follow the velocities of a flow model with Euler's steps.
 
     Args:
-        sigma_min (float): The noise that is left at the end. Default: ``1e-5``.
+        sigma_min (float): The noise that remains at the end. Default: ``1e-5``.
 
     Examples:
         >>> def velocity(x, t, cond):  # of data that are all 1
@@ -182,11 +182,11 @@ class FlowEulerCfgSampler(FlowEulerSampler):
     - ``neg_cond``: the condition to lead away from;
     - ``guidance_strength`` g: the velocity is g times that of ``cond`` and 1 - g times
       that of ``neg_cond``; the model runs once if g is 1 or 0. Default: ``3``;
-    - ``guidance_rescale`` q: how far each element's standard deviation is brought back
-      to that of ``cond`` alone. Default: ``0``.
+    - ``guidance_rescale`` q: how far the standard deviation of each element is moved
+      back to that of ``cond`` alone. Default: ``0``.
 
     Args:
-        sigma_min (float): The noise that is left at the end. Default: ``1e-5``.
+        sigma_min (float): The noise that remains at the end. Default: ``1e-5``.
 
     Examples:
         >>> def velocity(x, t, cond):
@@ -241,11 +241,11 @@ class FlowEulerGuidanceIntervalSampler(FlowEulerCfgSampler):
     """Guide a flow model at times inside an interval, and by ``cond`` alone outside it.
 
     ``sample`` takes the arguments of ``FlowEulerCfgSampler``, and
-    ``guidance_interval``: the first and the last time, both of which count.
+    ``guidance_interval``: the first and the last time with guidance, both inclusive.
     Default: ``(0, 1)``.
 
     Args:
-        sigma_min (float): The noise that is left at the end. Default: ``1e-5``.
+        sigma_min (float): The noise that remains at the end. Default: ``1e-5``.
 
     Examples:
         >>> def velocity(x, t, cond):
@@ -333,11 +333,11 @@ class Recipe:
     """Settings of the pipeline, as in a published ``pipeline.json``.
 
     Attributes:
-        samplers: of each stage the sampler's name and ``sigma_min``.
-        options: of each stage what ``sample`` is given: steps and guidance.
-        normalisation: of "shape" and "texture" the mean and the standard deviation of
+        samplers: for each stage the sampler's name and ``sigma_min``.
+        options: for each stage the arguments of ``sample``: steps and guidance.
+        normalisation: for "shape" and "texture" the mean and the standard deviation of
             each channel of the latents; by default none.
-        form: one of ``FORMS``, the default of a call.
+        form: one of ``FORMS``; the default of a call.
 
     Examples:
         >>> samplers = {"shape": ("FlowEulerSampler", 1e-5)}  # its name and sigma_min
@@ -397,7 +397,7 @@ class Generated(NamedTuple):
     Attributes:
         shape: (N, C) latents of the shape.
         texture: (N, C) latents of the texture on the same rows, or None.
-        resolution: voxels of the asset along the unit box.
+        resolution: voxels of the asset along each side of the unit box.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 32)))
@@ -415,10 +415,11 @@ class Pipeline:
     """Generate latents from the tokens of an image.
 
     Args:
-        load: called with the published name of a net, as of ``nets_of``, when the net
-            is needed; the net is freed after its stage.
+        load: a function that returns a net by its published name (see ``nets_of``). It
+            is called when the net is needed; the net is freed after its stage.
         recipe: samplers, their options and the normalisation.
-        on_step: called with the stage's name, steps done and all steps.
+        on_step: called with the stage's name, the number of finished steps and of all
+            steps.
 
     Examples:
         >>> samplers = {"shape": ("FlowEulerSampler", 1e-5)}

@@ -325,7 +325,7 @@ class UpBlock(nn.Module):
         channels (int): The number of input channels, a multiple of 8.
         out_channels (int): The number of output channels, a multiple of an eighth of
             the input's.
-        pred_subdiv (bool): If ``True`` predict which fine cells there are.
+        pred_subdiv (bool): If ``True`` predict which fine cells are active.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -548,18 +548,19 @@ class FlowModel(Trellis2Net):
         cond_channels (int): The channels of the image's tokens.
         out_channels (int): The number of output channels.
         num_blocks (int): The number of blocks.
-        num_heads (int, optional): The heads of an attention; by default as many as
-            have ``num_head_channels``.
+        num_heads (int, optional): The heads of an attention; by default the number of
+            heads with ``num_head_channels`` each.
         num_head_channels (int): The channels of a head. Default: ``64``.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
-        pe_mode (str): How blocks know places: ``"rope"`` rotates queries and keys,
+        pe_mode (str): The encoding of positions: ``"rope"`` rotates queries and keys,
             ``"ape"`` adds sines and cosines once. Default: ``"ape"``.
-        rope_freq (tuple): The fastest rotation in radians a cell, and how much slower
-            the slowest is. Default: ``(1, 10000)``.
+        rope_freq (tuple): The fastest rotation in radians a cell, and its ratio to the
+            slowest. Default: ``(1, 10000)``.
         share_mod (bool): If ``True`` one layer makes the modulation of all blocks.
         qk_rms_norm (bool): If ``True`` normalise queries and keys of the attention
             among rows. Default: ``False``.
-        qk_rms_norm_cross (bool): The same of the attention to tokens.
+        qk_rms_norm_cross (bool): The same for the attention to tokens. Default:
+            ``False``.
         dtype (mx.Dtype): The dtype of the blocks' linear layers.
 
     Examples:
@@ -665,8 +666,9 @@ class FlowModel(Trellis2Net):
 class SLatFlowModel(FlowModel):
     """Return the velocity of structured latents, of shape or texture, on voxels.
 
-    Arguments are those of ``FlowModel``; the sizes of TRELLIS.2-4B's are in
-    ``trellis2.FLOW``. The texture model's input is its own latents and the shape's.
+    Arguments are those of ``FlowModel``; ``trellis2.FLOW`` has the sizes of
+    TRELLIS.2-4B. The input of the texture model is its own latents and those of the
+    shape.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -710,9 +712,9 @@ class SLatFlowModel(FlowModel):
 class SparseStructureFlowModel(FlowModel):
     """Return the velocity of the latents of a dense occupancy grid.
 
-    Arguments are those of ``FlowModel``, but ``rope_freq`` has no effect: its
-    rotations are always of (1, 10000), as published. The sizes of TRELLIS.2-4B's are in
-    ``trellis2.STRUCTURE_FLOW``.
+    Arguments are those of ``FlowModel``, but ``rope_freq`` has no effect: rotations
+    always use (1, 10000), as published. ``trellis2.STRUCTURE_FLOW`` has the sizes of
+    TRELLIS.2-4B.
 
     Examples:
         >>> net = models.SparseStructureFlowModel(4, 8, 16, 12, 8, 1, num_heads=2)

@@ -185,7 +185,7 @@ class StructureNet(Trellis2Net):
 class SparseStructureEncoder(StructureNet):
     """Encode a dense occupancy grid with residual blocks, halving it between stages.
 
-    The defaults are TRELLIS's, which TRELLIS.2 uses too.
+    The defaults are those of TRELLIS, which TRELLIS.2 also uses.
 
     Args:
         in_channels (int): The number of input channels. Default: ``1``.
@@ -242,9 +242,9 @@ class SparseStructureEncoder(StructureNet):
 class SparseStructureDecoder(StructureNet):
     """Decode a dense occupancy grid with residual blocks, doubling it between stages.
 
-    Arguments are those of ``SparseStructureEncoder``, but ``out_channels`` are the
-    output's and ``latent_channels`` the input's; the middle blocks are the first. The
-    defaults are TRELLIS's, which TRELLIS.2 uses too.
+    Arguments are those of ``SparseStructureEncoder``, with ``out_channels`` for the
+    output and ``latent_channels`` for the input. The middle blocks come first. The
+    defaults are those of TRELLIS, which TRELLIS.2 also uses.
 
     Examples:
         >>> net = models.SparseStructureDecoder(channels=(8, 8), num_res_blocks=1)
@@ -286,11 +286,12 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
 
     Args:
         logits: (B, 1, R, R, R): a cell is occupied if its logit is above 0.
-        resolution: the extent of a coarser grid to return, a divisor of R: a cell of
-            it is occupied if any cell within it is. By default R.
+        resolution: the extent of a coarser grid to return, a divisor of R. A coarse
+            cell is occupied if any cell in it is. By default R.
 
     Returns:
-        a tensor whose rows are sorted by (batch, x, y, z), with the batch size and the
+        A tensor with rows sorted by (batch, x, y, z), the batch size and the grid's
+            extent. It may have no rows. Reads their number.
         grid's extent; no rows are legal. Reads their number.
 
     Examples:
@@ -317,8 +318,9 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
 class SparseVAEDecoder(Trellis2Net):
     """Decode rows with stages of ConvNeXt blocks, up-sampling between stages.
 
-    The defaults are TRELLIS.2's shape decoder (see ``dual_grid``). Its texture decoder
-    has 6 output channels, for materials ``y * 0.5 + 0.5``, and ``pred_subdiv=False``.
+    The defaults are those of TRELLIS.2's shape decoder (see ``dual_grid``). The texture
+    decoder has 6 output channels, for materials ``y * 0.5 + 0.5``, and
+    ``pred_subdiv=False``.
 
     Args:
         out_channels (int): The number of output channels. Default: ``7``.
@@ -326,10 +328,10 @@ class SparseVAEDecoder(Trellis2Net):
         latent_channels (int): The number of input channels. Default: ``32``.
         num_blocks (tuple): The ConvNeXt blocks of each stage.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
-        pred_subdiv (bool): If ``True`` predict which fine cells there are.
+        pred_subdiv (bool): If ``True`` predict which fine cells are active.
         voxel_margin (float): How far a vertex of the shape may lie outside its voxel,
             in voxels; the ``margin`` of ``dual_grid``. Default: ``0.5``.
-        dtype (mx.Dtype): The dtype of the stages, see ``cast_torso``.
+        dtype (mx.Dtype): The dtype of the stages.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 4)))
@@ -484,10 +486,10 @@ def _on_cells_of(y: SparseTensor, x: SparseTensor) -> SparseTensor:
 def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
     """Return the dual grid in the output of TRELLIS.2's shape decoder.
 
-    ``ops.dual_grid_mesh`` makes triangles of it.
+    ``ops.dual_grid_mesh`` turns the grid into triangles.
 
     Args:
-        y: (N, 7) output.
+        y: (N, 7) output of the decoder.
         margin: how far a vertex may lie outside its cell, in cells: the decoder's
             ``voxel_margin``.
 
@@ -509,9 +511,9 @@ def dual_grid(y: SparseTensor, margin: float = 0.5) -> DualGrid:
 class SparseVAEEncoder(Trellis2Net):
     """Encode rows with stages of ConvNeXt blocks, down-sampling between stages.
 
-    The defaults are TRELLIS.2's shape and texture encoders. The shape encoder reads
-    what ``dual_grid_features`` makes, the texture encoder materials ``y * 2 - 1``:
-    base colour, metallic, roughness, alpha.
+    The defaults are those of TRELLIS.2's shape and texture encoders. The shape encoder
+    reads the result of ``dual_grid_features``. The texture encoder reads materials ``y
+    * 2 - 1``: base colour, metallic, roughness, alpha.
 
     Args:
         in_channels (int): The number of input channels. Default: ``6``.
@@ -519,7 +521,7 @@ class SparseVAEEncoder(Trellis2Net):
         latent_channels (int): The number of output channels. Default: ``32``.
         num_blocks (tuple): The ConvNeXt blocks of each stage.
         mlp_ratio (float): Hidden channels for each channel. Default: ``4``.
-        dtype (mx.Dtype): The dtype of the stages' layers, norms apart.
+        dtype (mx.Dtype): The dtype of the stages' layers, except their norms.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 6)))
@@ -594,8 +596,8 @@ def dual_grid_features(
 
     Args:
         vertices: (N, 3): the vertex of a cell, from its lower corner, 0 to 1.
-        intersected: (N, 3): 1 where the cell's edge crosses the surface, else 0; rows
-            in any order.
+        intersected: (N, 3): 1 if the cell's edge crosses the surface, else 0; rows in
+            any order.
 
     Examples:
         >>> vertices = ml.SparseTensor.from_dense(mx.full((1, 2, 2, 2, 3), 0.5))
