@@ -17,7 +17,7 @@ AXES = (1, 2, 3, 4)  # how many spatial axes there may be
 class LatticeWarning(UserWarning):
     """Category of every warning of this package.
 
-    Example:
+    Examples:
         Silence them all::
 
             import warnings

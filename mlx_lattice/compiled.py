@@ -41,33 +41,37 @@ def compile(  # noqa: A001 - as mx.compile
 ) -> Compiled:
     """Return a function that runs as one compiled graph for coordinates seen before.
 
-    It takes and returns what the function does: sparse tensors, arrays, constants
-    (None, bool, int, float, str, bytes, dtypes), and lists, tuples and dicts of them.
-    The first call with new coordinates builds kernel maps and compiles the function for
-    them; later calls run the same graph, and give the same bits. The function is
-    compiled again for other shapes, dtypes, constants, devices and forced routes, and
-    after modules that it uses were put into ``train`` or ``eval`` mode. If launches are
-    observed (``ml.trace``, ``ml.verify``) the function runs uncompiled, and so it does
-    on CUDA if an array has no elements.
+    The compiled function takes and returns sparse tensors, arrays, constants (None,
+    bool, int, float, str, bytes, dtypes), and lists, tuples and dicts of these. The
+    first call with new coordinates builds kernel maps and compiles the function for
+    them. Later calls run the same graph and give the same bits.
+
+    The function is compiled again for other shapes, dtypes, constants, devices and
+    forced routes, and if its modules change between ``train`` and ``eval`` mode. It
+    runs uncompiled inside ``ml.trace`` and ``ml.verify``, and on CUDA if an array has
+    no elements.
 
     Args:
-        function: a module, whose state is captured; or any function.
-        inputs: for a function: state that it reads, as ``mx.compile`` takes it, such as
+        function: a module, whose state is captured, or any function.
+        inputs: the state that a function reads, as for ``mx.compile``, such as
             ``[net.state, optimizer.state, mx.random.state]``.
-        outputs: for a function: state that it changes.
-        keep: how many coordinate sets and shapes are cached. The least recently used
-            one is dropped, and each with its coordinates.
+        outputs: the state that a function changes.
+        keep: the number of coordinate sets and shapes that are cached. The least
+            recently used is dropped.
 
     Returns:
-        The function; threads that call it wait for each other. Its ``len`` is the
+        The compiled function. Threads that call it wait for each other. Its ``len`` is
+            the number of cached traces. Call ``clear()`` to drop them after you
+            replaced, froze or unfroze layers of a module, or set one of their numbers
+            (such as a momentum).
         number of cached traces. ``clear()`` drops them: call it after you replaced,
         froze or unfroze layers of a module, or set one of their numbers (a momentum).
 
     Raises:
         TypeError: an argument or result has another type; or ``inputs`` or ``outputs``
             were given with a module.
-        ValueError: the function reads values of features, to prune rows by them, say,
-            which a trace cannot; or ``keep`` is below 1.
+        ValueError: the function reads values of features, for example to prune rows by
+            them, which a trace cannot do; or ``keep`` is below 1.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

@@ -46,8 +46,8 @@ def conv(
 ) -> mx.array:
     """Return ``y[o] = sum over edges (i, o, k) of x[i] @ w[k] + bias``.
 
-    Differentiable to any order in ``x``, ``w``, ``bias`` and the epilogue's arrays;
-    ``relation`` is constant data, and so is a packed weight.
+    Differentiable to any order in ``x``, ``w``, ``bias`` and the epilogue's arrays.
+    ``relation`` and a packed weight are constants.
 
     Args:
         x: (N_in, C_in) float32, float16 or bfloat16.
@@ -56,8 +56,9 @@ def conv(
         relation: the edges.
         groups: channel groups; both channel counts must be multiples of it.
         bias: (C_out,) of the same dtype, added to every output row.
-        epilogue: what follows: a norm with fixed statistics, a residual, an
-            activation. Or ``Moments``, which get what the kernel sums for a norm.
+        epilogue: operations after the contraction: a norm with fixed statistics, a
+            residual, an activation. Or ``Moments``, which get the sums that the kernel
+            computes for a norm.
 
     Returns:
         (N_out, C_out) in the same dtype, accumulated in float32.

@@ -46,10 +46,10 @@ def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
 class CoordinateManager:
     """Hold coordinate sets and build each relation between them once.
 
-    Every ``SparseTensor`` has one, shared by the tensors that come from it; it lives
-    as long as they do. A coordinate set and its relations are freed with the last
-    tensor, key or array of it: see ``insert``. ``in = out * stride + offset_k`` within
-    one batch element is the only geometric rule.
+    Every ``SparseTensor`` has a manager, which it shares with the tensors computed from
+    it. A coordinate set and its relations are freed with its last tensor, key or array:
+    see ``insert``. The only geometric rule is ``in = out * stride + offset_k`` within a
+    batch element.
 
     Examples:
         >>> coords = mx.array([[0, 0, 0], [0, 1, 0], [0, 2, 0]])

@@ -114,8 +114,8 @@ _METAL_HOST = replace(PROFILES[HOST_CHIP], name=HOST)
 def metal(where: str) -> Iterator[None]:
     """Run the Metal routes inside the block: ``metal("host")`` on the CPU, for tests.
 
-    The environment variable MLX_LATTICE_METAL=host does it for a whole process. Needs
-    a checkout of the project and clang.
+    The environment variable MLX_LATTICE_METAL=host does the same for a whole process.
+    This needs a checkout of the project and clang.
     """
     if where != "host":
         raise ValueError(f'metal() takes "host"; got {where!r}')

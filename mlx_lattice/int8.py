@@ -262,7 +262,7 @@ def integer_conv(
 
     Args:
         x: (N_in, C_in) int8.
-        w: (K, C_in / groups, C_out) integers; its own scale is not applied.
+        w: (K, C_in / groups, C_out) integers; the scale of ``w`` is not applied.
         relation: the edges.
         scale: (C_out,) float32: the scale of the features times that of the weight.
         shift: (C_out,) float32, or None.

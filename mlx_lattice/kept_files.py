@@ -28,7 +28,8 @@ except ImportError:  # a system without it
 def cache(folder: str | os.PathLike) -> Iterator[None]:
     """Use another cache folder inside the block.
 
-    It holds measured choices, the results of proofs and compiled CUDA kernels.
+    The cache holds measured choices, the results of proofs and compiled CUDA kernels.
+    The environment variable MLX_LATTICE_CACHE does the same for a whole process.
 
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
 

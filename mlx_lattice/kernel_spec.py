@@ -51,10 +51,11 @@ def cells_of(shape: Sequence[int], stride: Sequence[int]) -> tuple[int, ...]:
 class KernelSpec:
     """Describe the geometry of one kernel, with one value per spatial axis.
 
-    Axis positions are ``j = 0 .. size - 1``, the last axis fastest. Without
-    ``padding`` the kernel is centred: ``offset = (j - size // 2) * dilation`` on odd
-    axes, ``j * dilation`` on even ones (the rule of MinkowskiEngine and WarpConvNet).
-    With it ``offset = j * dilation - padding`` (the dense rule of PyTorch).
+    Axis positions are ``j = 0 .. size - 1``, with the last axis fastest. Without
+    ``padding`` the kernel is centred: ``offset = (j - size // 2) * dilation`` on axes
+    of odd size and ``j * dilation`` on axes of even size (the rule of MinkowskiEngine
+    and WarpConvNet). With ``padding`` ``offset = j * dilation - padding`` (the rule of
+    dense convolution in PyTorch).
 
     Examples:
         >>> spec = ml.KernelSpec.of(2, kernel_size=3, stride=2)

@@ -92,7 +92,7 @@ class MemoryLimitError(MemoryError):
     """Raised if a pass does not fit below its memory limit.
 
     Attributes:
-        least: the least limit in bytes that would do for the layer that failed.
+        least: the smallest limit in bytes that suffices for the layer that failed.
     """
 
     def __init__(self, problem: str, limit: Limit, least: int):
@@ -151,15 +151,14 @@ active = _limit.get  # the limit that holds here, or None
 def memory_limit(size: str | float) -> Iterator[Limit]:
     """Keep the forward passes inside the block below a number of bytes.
 
-    Layers compute wide intermediates in blocks of rows, large neighbour tables are
-    rebuilt for each block instead of kept, and layers are evaluated as they run, so
-    that a fast host does not queue a whole net. Results have the same bits as without a
-    limit. Weights, inputs, MLX's cache and everything in use when the block begins
-    count: evaluate a net's parameters before it.
+    Layers compute wide intermediates in blocks of rows, rebuild large neighbour tables
+    for each block, and are evaluated as they run. Results have the same bits as without
+    a limit. Weights, inputs, MLX's cache and all other memory in use when the block
+    begins count, so evaluate the net's parameters before the block.
 
-    If limits are nested the smallest holds; MLX's own, which are set, are those of all
-    threads. For inference: gradients and functions
-    compiled by ``mx.compile`` raise a RuntimeError.
+    If limits are nested the smallest holds. The block also sets MLX's own limits, which
+    hold for all threads. Use it for inference: gradients, and functions compiled by
+    ``mx.compile``, raise a RuntimeError.
 
     Args:
         size: ``"8GB"`` (10^9 bytes each), ``"8 GiB"`` (2^30), or a number of bytes.

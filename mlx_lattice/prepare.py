@@ -40,10 +40,11 @@ class Preparation:
 
     Attributes:
         levels: (stride, rows) of each coordinate set.
-        relations: (relation, names of its views, their bytes); bytes of views that two
-            relations share count for the first.
+        relations: (relation, names of its views, their bytes). The bytes of views that
+            two relations share count for the first.
         kernels: entry symbols of the GPU kernels that the plans launch.
-        compiled: how many CUDA kernels, or plans of Metal kernels, were compiled.
+        compiled: the number of CUDA kernels, or plans of Metal kernels, that were
+            compiled.
         seconds: duration.
     """
 
@@ -82,23 +83,23 @@ def prepare(
 
     If the net has an attribute ``strides`` (the strides of its coordinate levels, the
     finest first), all levels are built first, and their sizes are one read. Then the
-    net is called once with its contractions planned and not run, which builds kernel
+    net is called once with its contractions planned but not run, which builds kernel
     maps and compiles kernels. Matrix kernels that are new to this machine are tested
     against the floor route. Parameters, running statistics and attributes of the net,
     and of modules that a function calls, do not change.
 
-    A net that chooses rows by its features (``ops.prune``) is prepared for the rows
-    that features of zeros choose.
+    If a net chooses rows by its features (``ops.prune``), the kernel maps are those for
+    features of zeros.
 
     Args:
         net: a module, or any function of sparse tensors.
-        *inputs: the arguments of the call: sparse tensors, and anything else.
-        training: also plan the gradients of a module's trainable parameters; and the
-            evaluation, which fuses norms.
+        *inputs: the arguments of the call: sparse tensors and any others.
+        training: whether to plan the gradients of a module's trainable parameters, and
+            the evaluation, which fuses norms.
         **options: keyword arguments of the call.
 
     Returns:
-        What was built.
+        A report of the relations and kernels.
 
     Raises:
         TypeError: no input is a SparseTensor; or with ``training`` the net is not a

@@ -44,7 +44,7 @@ def weight_axes(shape: Sequence[int]) -> tuple[str, int, int, int]:
 class Problem:
     """State the facts that routes are chosen by, without arrays or a device.
 
-    Channels and rows are the layer's own in every pass.
+    Channels and rows are those of the layer in every pass.
 
     Examples:
         >>> problem = ml.Problem.forward(

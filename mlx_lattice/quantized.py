@@ -95,7 +95,7 @@ class PackedWeight:
 class QuantizedWeight(PackedWeight):
     """Hold a packed weight for any convolution; made by ``quantize_weight``.
 
-    Compiled kernels read the arrays in this one layout.
+    Compiled kernels read the arrays in this layout.
 
     Attributes:
         weight: (K, C_out, padded channels * bits / 32) uint32, the first channel in
@@ -165,7 +165,7 @@ class IntegerWeight(PackedWeight):
         scale: (C_out,) float32: ``W[k, i, c] = scale[c] * value``.
         group_size: input channels that share a multiplier in an int4 weight: 32, 64 or
             128; else None.
-        in_channels, bits, kernel: as of ``QuantizedWeight``.
+        in_channels, bits, kernel: as for ``QuantizedWeight``.
     """
 
     names = "values", "multipliers", "scale"
@@ -226,8 +226,8 @@ def quantize_weight(
             C_in / groups), float32, float16 or bfloat16. Any number of channels.
         bits: 4 or 8.
         group_size: input channels that share a scale: 32, 64 or 128.
-        layout: "linear", "kernel" or "module"; by default that of 2, 3, and 4 or more
-            axes. Only a 1D module's weight, which has 3 axes, needs it.
+        layout: "linear", "kernel" or "module"; by default the layout of 2, 3, and 4 or
+            more axes. Only the weight of a 1D module, which has 3 axes, needs it.
 
     Examples:
         >>> q = ml.quantize_weight(mx.random.normal((32, 3, 3, 3, 64)), bits=4)
@@ -250,7 +250,7 @@ def quantize_weight(
 def dequantize_weight(q: QuantizedWeight, dtype: mx.Dtype | None = None) -> mx.array:
     """Return the float weight of a packed weight, in its original layout.
 
-    The dtype is by default that of the scales; float32 is exact.
+    The default dtype is that of the scales; float32 is exact.
 
     Examples:
         >>> q = ml.quantize_weight(mx.random.normal((32, 3, 3, 3, 64)), bits=8)

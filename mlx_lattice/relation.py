@@ -151,8 +151,9 @@ class KeptViews:
 class Relation:
     """Hold edges (i, o, k): input row i feeds output row o through kernel offset k.
 
-    Made by a ``CoordinateManager`` or by ``Relation.from_edges``. The primary form is
-    the neighbour table ``out_in``; every view is built on first use and kept.
+    Relations are made by a ``CoordinateManager`` or by ``Relation.from_edges``. The
+    primary form is the neighbour table ``out_in``; other views are built on first use
+    and cached.
 
     Attributes:
         kind: one of "forward", "target", "submanifold", "transposed", "generative",

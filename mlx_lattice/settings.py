@@ -102,11 +102,11 @@ def precision(name: str) -> Iterator[None]:
     """Set the precision in which float32 convolutions inside the block multiply.
 
     With "tf32", CUDA's matrix tiles multiply 11 bits of features, weights and
-    gradients, for a fraction of the time; sums are float32. The error is 5e-4 to 8e-4
-    relative to the norm, and results are up to 0.07% too near to zero in the mean.
-    Elsewhere nothing changes, and ``explain`` says why. Gradients inherit what their
-    forward pass was asked for. The environment variable MLX_LATTICE_PRECISION does the
-    same for a whole process.
+    gradients, which is faster; sums are float32. The error is 5e-4 to 8e-4 relative to
+    the norm, and results are on average up to 0.07% too near to zero. On other devices
+    nothing changes, and ``explain`` says why. Gradients have the precision of their
+    forward pass. The environment variable MLX_LATTICE_PRECISION does the same for a
+    whole process.
 
     Args:
         name: "tf32", or "float32" for products of full accuracy: the default.

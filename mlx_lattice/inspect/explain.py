@@ -297,23 +297,22 @@ def explain(
 ) -> Explanation:
     """Explain which route a convolution takes. Executes no contraction.
 
-    The relation is built and its edges are counted, as the call itself would do.
-    Inside ``ml.tune()`` an unknown key is measured, as the call would; a matrix kernel
-    that is new to this machine proves itself (see ``ml.proof``).
+    The relation is built and its edges are counted, as in the call itself. Inside
+    ``ml.tune()`` an unknown key is measured. A matrix kernel that is new to this
+    machine proves itself (see ``ml.proof``).
 
     Args:
-        x: the input, or a ``Problem`` alone, which needs no device.
-        module_or_weight: a convolution module, or a weight of the layouts that
-            ``ops`` takes.
-        device: a profile or its name; by default the one that MLX runs on.
+        x: the input, or only a ``Problem``, which needs no device.
+        module_or_weight: a convolution module, or a weight in a layout of ``ops``.
+        device: a device profile or its name; by default the device that MLX runs on.
         pass_: "forward", "input_grad" or "weight_grad".
-        only: a route that must be taken.
+        only: the name of a route to force.
         kind: for a weight, "submanifold", "forward", "target" (with ``coordinates``),
             "transposed" or "generative".
-        **conv_arguments: of the function in ``ops``, or of the module's call.
+        **conv_arguments: arguments of the function in ``ops``, or of the module's call.
 
     Raises:
-        RouteError: a forced route is not admissible.
+        RouteError: a forced route cannot run.
         ValueError: the arguments do not fit, or the module does not run exactly one
             convolution.
 
@@ -413,8 +412,8 @@ class AttentionForm:
 class AttentionExplanation:
     """Show how a device computes the attention of a layer. Prints as lines.
 
-    ``attended`` are the calls of attention, in order; for each, ``forms`` has the forms
-    of MLX's attention in it, none if another kernel computes it.
+    ``attended`` has the calls of attention, in order. ``forms`` has, for each call, the
+    forms of MLX's attention that compute it; none if another kernel does.
     """
 
     device: Device
@@ -444,10 +443,10 @@ def explain_attention(
     Args:
         x: the input.
         layer: a layer, or a function of ``x``, that attends among its rows.
-        device: a profile or its name; by default the one that MLX runs on.
+        device: a device profile or its name; by default the device that MLX runs on.
 
     Raises:
-        ValueError: the layer attends to nothing.
+        ValueError: the layer calls no attention.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -517,19 +516,20 @@ def verify(
 ) -> AbstractContextManager[None]:
     """Check every contraction in the block against an independent route, at once.
 
-    The reference is the floor route, or another one if that is the chosen one, or plain
-    arithmetic over the edges. Results are evaluated, so the block cannot hold
-    ``mx.compile`` or ``mx.vmap``. Values that are finite in neither result agree.
+    The reference is the floor route, another route if the floor route was chosen, or
+    plain arithmetic over the edges. Results are evaluated, so the block cannot hold
+    ``mx.compile`` or ``mx.vmap``. Values that are finite in neither result count as
+    equal.
 
     Args:
-        tolerance: greatest error relative to the norm of the output; by default 1e-5
-            for float32, 2e-3 for float32 in TF32 products, 2e-3 for float16 and 1.6e-2
-            for bfloat16.
+        tolerance: the greatest error relative to the norm of the output; by default
+            1e-5 for float32, 2e-3 for float32 in TF32 products, 2e-3 for float16 and
+            1.6e-2 for bfloat16.
         model: a net whose ``named_modules`` give layers their paths.
 
     Raises:
-        VerificationError: a result is further off. It names the layer, the route and
-            the worst row.
+        VerificationError: an error is above the tolerance. It names the layer, the
+            route and the worst row.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

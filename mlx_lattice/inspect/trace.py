@@ -309,13 +309,13 @@ def trace(
 ) -> AbstractContextManager[Trace]:
     """Record every convolution, norm and attention in the block, gradients included.
 
-    ``LayerNorm`` and ``RMSNorm`` that run on MLX's own kernels have no record. Inside
-    ``mx.compile`` a function is seen once, when it is traced.
+    ``LayerNorm`` and ``RMSNorm`` that run on MLX's own kernels have no record. A
+    function inside ``mx.compile`` is recorded once, when it is traced.
 
     Args:
         model: a net whose ``named_modules`` give layers their paths.
-        time: run each contraction three more times, from evaluated inputs to an
-            evaluated result, and take the shortest time. Under ``mx.compile`` and
+        time: whether to run each contraction three more times, from evaluated inputs to
+            an evaluated result, and take the shortest time. Under ``mx.compile`` and
             ``mx.vmap`` the time is None, and the note says so.
 
     Yields:

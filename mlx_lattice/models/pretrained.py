@@ -49,11 +49,11 @@ class About:
         voxels: how voxels are made of points, or None.
         classes: names of the classes, in the order of the output channels.
         colours: red, green and blue of each class, from 0 to 255.
-        source: where the weights are from.
-        licence: under which licence they are.
+        source: the origin of the weights.
+        licence: the licence of the weights.
         legacy: whether weights of ``PTv3`` were trained with Pointcept 1.5.1 or older,
             whose blocks differ: see ``PTv3``.
-        version: which code, and which version of it, trained the weights.
+        version: the code that trained the weights, and its version.
 
     Raises:
         TypeError: ``voxels`` is not a recipe, or ``classes`` are a string.
@@ -285,7 +285,7 @@ def from_pretrained(
 
     Args:
         path_or_repo, revision, code: as for ``Pretrained.from_pretrained``.
-        kind: the class that it must be, or one above it.
+        kind: the class of the net, or a base class of it.
 
     Raises:
         io.CheckpointError: the class of the config is not known, or is not ``kind``;

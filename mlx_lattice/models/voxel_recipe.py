@@ -71,17 +71,17 @@ class VoxelRecipe:
         features: the channels in their order: "coordinates" (3), "colours" (3),
             "normals" (3), "intensity" (1), "height" above the lowest point (1), "ones"
             (1).
-        reduce: how points of one voxel are joined: "first", "mean", "sum" or "max".
-        centred: whether the points' box is first moved: centred on 0 in all axes but
-            the last, in which it begins at 0.
-        from_zero: whether voxels are counted from the lowest one of each axis. The
-            cells of strided convolutions depend on it.
+        reduce: how points of one voxel are merged: "first", "mean", "sum" or "max".
+        centred: whether the points are first moved: their box is centred on 0 in all
+            axes but the last, where it begins at 0.
+        from_zero: whether voxels count from the lowest voxel of each axis. The cells of
+            strided convolutions depend on it.
         rounding: "floor", or "nearest" for the voxel with the nearest corner.
-        colour_range: the values of black and white.
+        colour_range: the values of black and white in the channels.
 
     Raises:
         TypeError: a size or a colour is not a number.
-        ValueError: a value is not one of these.
+        ValueError: a value is not valid.
 
     Examples:
         >>> points = mx.array([[0.1, 0.1, 0.1], [0.9, 0.1, 0.1], [0.2, 0.1, 0.1]])

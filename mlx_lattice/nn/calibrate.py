@@ -114,11 +114,11 @@ class Calibration:
     """Report the error of every layer that ``calibrate`` packed. Prints as a table.
 
     Attributes:
-        bits, group_size: how weights were packed.
+        bits, group_size: the packing of the weights.
         layers: the error of each packed layer, in the model's order.
-        kept: path and reason of each layer that stays in float.
+        kept: path and reason of each layer that is still in float.
         activations: bits of features: 8, or None for floats.
-        folded: paths of the norms that are in the convolution before them.
+        folded: paths of the norms that were folded into the convolution before them.
     """
 
     bits: int
@@ -156,26 +156,28 @@ def calibrate(
     """Return a quantised copy of a model, and the error of each of its layers.
 
     A copy of the model runs twice over the batches, in evaluation mode and in float;
-    the model is not changed. The same model and batches give the same bits. A layer
-    keeps the plain packing if the search did not lower its true output error.
+    the model is not changed. The same model and batches give the same bits. If the
+    search does not lower the true output error of a layer, the layer keeps the plain
+    packing.
 
     With ``activations=8`` features are int8 too, with one scale for each layer. A
-    BatchNorm that follows every call of a layer is folded into it, and results that
+    BatchNorm that follows every call of a layer is folded into the layer. Results that
     only integer layers read stay int8, with the activation and the residual before
     them. Scales that were trained with ``nn.FakeQuant`` are kept. If a layer is called
-    several times, on features too different for one scale, each row has its own, and
-    the report says so.
+    on features too different for one scale, each row has its own scale, and the report
+    says so.
 
     Args:
-        model: a float model of this package's convolutions and of linear layers.
-        batches: inputs of the model; a tuple is several arguments.
+        model: a float model with this package's convolutions and linear layers.
+        batches: inputs of the model; a tuple holds several arguments.
         bits: 4 or 8.
         group_size: input channels that share a scale: 32, 64 or 128; by default 64.
             8-bit weights for int8 features have no groups.
         activations: 8 for int8 features; None leaves them in float.
         class_predicate: as in ``mlx.nn.quantize``, a bool for each (path, module); by
             default ``nn.keep_float()``.
-        call: runs the model that it gets on a batch: ``call(model, batch)``.
+        call: a function that runs the model on a batch, ``call(model, batch)``; by
+            default the model is called.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 64)))

@@ -43,14 +43,15 @@ class Route:
     """Describe one way to run one or more passes.
 
     Attributes:
-        name: also that of the kernel's file and entry symbol on each backend.
+        name: the name, which is also that of the kernel's file and entry symbol on each
+            backend.
         passes: the passes it can run.
-        needs: predicates without which it cannot run.
-        idea: one line for people.
-        pays: predicates without which another row serves better; a forced route
+        needs: predicates that must hold for the route to run.
+        idea: the method in one line.
+        pays: predicates that must hold for the route to be preferred; a forced route
             ignores them.
-        metal, cuda, cpu: planners for a backend's own kernels, which are preferred.
-        mlx: planner in MLX operations.
+        metal, cuda, cpu: planners for the backend's own kernels, which are preferred.
+        mlx: the planner in MLX operations.
         mlx_on: the backends on which MLX operations may run it.
         expands: whether it runs a grouped problem as a dense one, with a block-diagonal
             weight; then its predicates are asked about the dense problem.
@@ -169,14 +170,14 @@ class Choice:
     """Hold the route and plan that run, and why others were refused.
 
     Attributes:
-        route: the row that runs.
-        device: the profile it was chosen for.
+        route: the route that runs.
+        device: the device profile for which the route was chosen.
         plan: what a launch executes.
-        others: called for ``rejected`` and ``below``, which a launch does not need; it
-            asks the facts of the decision, and nothing that may have changed since.
+        others: called for ``rejected`` and ``below``, which a launch does not need. It
+            only reads facts that cannot change.
         forced: whether the caller named the route.
-        measured: (name, milliseconds) of every candidate that tuning timed, fastest
-            first, None for a wrong result; empty where the table decided.
+        measured: (name, milliseconds) of every route that tuning timed, fastest first,
+            with None for a wrong result; empty if the table decided.
     """
 
     route: Route

@@ -59,14 +59,15 @@ VARIABLE = "MLX_LATTICE_PROOF"
 def proof(on: bool = True) -> Iterator[None]:
     """Turn the proof of matrix kernels on or off inside the block.
 
-    A kernel that multiplies by matrix instructions computes one small problem before
-    its first launch on this chip, build of the system, MLX and text of the kernel, and
-    is compared with the floor route. One that gives another result, raises or does not
-    compile is refused by ``select`` from then on, with a warning, and the next row of
-    the table serves. What was found is kept in the cache folder.
+    Before its first launch on a machine, a kernel that uses matrix instructions
+    computes one small problem, which is compared with the floor route. A kernel is new
+    to a machine if the chip, the build of the system, MLX or the kernel's text is new.
+    If the result is wrong, or the kernel raises or does not compile, ``select`` refuses
+    it from then on, with a warning, and takes the next route. Results are kept in the
+    cache folder.
 
     The environment variable MLX_LATTICE_PROOF=0 is ``proof(False)`` for a whole
-    process: kernels run unproved, those that were refused too.
+    process: kernels run without a proof, even those that failed.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))

@@ -84,7 +84,7 @@ def forced_route(pass_: str) -> str | None:
 def waive_determinism() -> Iterator[None]:
     """Allow routes whose sums have no fixed order, such as fp32_atomic, in the block.
 
-    Everywhere else the same input gives the same bits on one device.
+    Outside the block the same input gives the same bits on one device.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
@@ -106,14 +106,13 @@ def select(
     """Choose the route for a problem. Needs no device; executes nothing.
 
     Args:
-        problem: the facts.
-        device: a profile or its name ("m5-max", "h200", "cpu"); by default the one
-            that MLX runs on.
-        only: a route that must be taken; also by ``routes.only`` and by
-            MLX_LATTICE_ROUTE.
+        problem: the problem to run.
+        device: a device profile or its name ("m5-max", "h200", "cpu"); by default the
+            device that MLX runs on.
+        only: the name of a route to force, as ``routes.only`` and MLX_LATTICE_ROUTE do.
 
     Raises:
-        RouteError: the forced route is not admissible; the message has the reason.
+        RouteError: the forced route cannot run; the message has the reason.
 
     Examples:
         >>> problem = ml.Problem.forward(kernel_size=1, c_in=64, c_out=64, n_in=1000)
@@ -210,14 +209,15 @@ VERSION = 1
 def tune(on: bool = True) -> Iterator[None]:
     """Choose routes by measurement inside the block, instead of by the table.
 
-    The first time that a (device, pass, dtype, kernel volume, channels, log2 rows)
-    key comes up, every route that can run it is timed on random features over the
-    call's own relation, and checked against the floor route: one that does not agree
+    Routes are measured when a new key (device, pass, dtype, kernel volume, channels,
+    log2 rows) comes up. Every route that can run is timed on random features over the
+    call's relation, and checked against the floor route; a route with another result
     cannot win. Results are kept in the cache folder. The environment variable
     MLX_LATTICE_TUNE=1 does the same for a whole process.
 
     Args:
-        on: False disables measurement inside the block, whatever the environment.
+        on: False turns measurement off inside the block, also if the environment turns
+            it on.
 
     Examples:
         >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
