@@ -197,9 +197,9 @@ def warn_of_one_class(net: Segmentor, labels: np.ndarray, count: int) -> None:
     counts = np.bincount(labels, minlength=count)
     if count > 1 and len(labels) > 1 and counts.max() > 0.999 * len(labels):
         warnings.warn(
-            f"nearly every point is {net.about.label(int(counts.argmax()))}. Check "
-            "that the scan's unit, upward axis and colours are those of the net's "
-            "training data",
+            f"nearly all points get the class {net.about.label(int(counts.argmax()))}. "
+            "Check that the scan's unit, upward axis and colours are those of the "
+            "net's training data",
             LatticeWarning,
             stacklevel=2,
         )

@@ -133,17 +133,17 @@ def test_a_scan_in_another_unit_is_warned_of(scale, count, warned, folder, tmp_p
 def test_one_class_is_warned_of(scan, folder, tmp_path):
     made = models.from_pretrained(folder)
     points = read_points(scan).points
-    assert "nearly every" not in warnings_for(points, folder, tmp_path)
+    assert "nearly all" not in warnings_for(points, folder, tmp_path)
     made.final.bias = mx.array([0.0, 1000.0, 0.0])
     made.save_pretrained(tmp_path / "one")
     out = warnings_for(points, tmp_path / "one", tmp_path)
-    assert "nearly every point is wall. Check that the scan's unit" in out
+    assert "nearly all points get the class wall. Check that the scan's unit" in out
     # A net of one class has nothing to tell apart.
     alone = models.SpUNet(2, 1, 32, (32, 32), layers=(1, 1))
     alone.about = models.About(models.VoxelRecipe(0.4, ("ones", "height")))
     alone.save_pretrained(tmp_path / "alone")
     out = warnings_for(points, tmp_path / "alone", tmp_path)
-    assert "nearly every" not in out
+    assert "nearly all" not in out
 
 
 def refused(capsys, *given) -> str:
