@@ -10,19 +10,20 @@ tutorials' data.
 from __future__ import annotations
 
 import json
+import re
 import sys
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "tutorials"
 
 
-def run(path: Path, folder: Path | None = None):
-    """Execute a notebook and return it with its outputs.
+def run(path: Path):
+    """Execute a notebook in an empty folder and return it with its outputs.
 
     Args:
         path: the notebook; the file is not changed.
-        folder: the working directory of its kernel.
 
     Raises:
         nbclient.exceptions.CellExecutionError: a cell raised.
@@ -33,14 +34,16 @@ def run(path: Path, folder: Path | None = None):
     notebook = nbformat.read(path, as_version=4)
     for cell in notebook.cells:
         cell.metadata.clear()
-    client = nbclient.NotebookClient(
-        notebook,
-        timeout=300,
-        kernel_name="python3",
-        record_timing=False,
-        resources={"metadata": {"path": str(folder or path.parent)}},
-    )
-    return client.execute()
+    with tempfile.TemporaryDirectory() as folder:
+        client = nbclient.NotebookClient(
+            notebook,
+            timeout=300,
+            kernel_name="python3",
+            record_timing=False,
+            extra_arguments=["--log-level=ERROR"],
+            resources={"metadata": {"path": folder}},
+        )
+        return client.execute()
 
 
 def page(path: Path) -> Iterator[str]:
@@ -57,7 +60,12 @@ def page(path: Path) -> Iterator[str]:
                 yield f"![What the cell draws](data:image/png;base64,{picture.strip()})"
             else:
                 yield f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
-    yield f"[Download this notebook]({path.name})"
+    yield f'<a href="{path.name}" download>Download this notebook</a>'
+
+
+def on_page_markdown(markdown, **_):
+    """Link to the pages of notebooks, not to their files. Called by MkDocs."""
+    return re.sub(r"\]\(((?:\.\./)?(?:tutorials/)?\w+)\.ipynb\)", r"](\1.md)", markdown)
 
 
 def on_files(files, config):
