@@ -131,7 +131,9 @@ def test_names_in_the_text_exist():
 
 def test_every_page_is_in_the_navigation():
     listed = set(re.findall(r"[\w/]+\.md", (ROOT / "mkdocs.yml").read_text()))
-    assert listed == {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    pages = {str(page.relative_to(DOCS)) for page in DOCS.rglob("*.md")}
+    pages |= {f"tutorials/{p.stem}.md" for p in (DOCS / "tutorials").glob("*.ipynb")}
+    assert listed == pages
 
 
 def test_make_targets_that_the_docs_name_exist():

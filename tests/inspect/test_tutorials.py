@@ -39,4 +39,4 @@ def test_every_notebook_is_a_page_of_the_site_and_in_the_list():
     for path in NOTEBOOKS:
         assert f"tutorials/{path.stem}.md" in navigation
         assert f"({path.name})" in listed
-    assert len(NOTEBOOKS) == 6
+    assert len(NOTEBOOKS) == 5
