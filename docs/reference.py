@@ -1,8 +1,8 @@
 """Pages that are made while the site is built: the route table and the API.
 
 MkDocs calls ``on_page_markdown`` for every page; a line ``<!-- routes -->``,
-``<!-- thresholds -->``, ``<!-- weights -->`` or ``<!-- api nn.linear -->`` is
-replaced.
+``<!-- thresholds -->``, ``<!-- weights -->``, ``<!-- commands -->``,
+``<!-- options segment -->`` or ``<!-- api nn.linear -->`` is replaced.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from pathlib import Path
 from types import ModuleType
 
 import mlx_lattice
-from mlx_lattice import models, routes
+from mlx_lattice import cli, models, routes
 from mlx_lattice.backends.cuda import thresholds as cuda_thresholds
 from mlx_lattice.backends.cuda import tiles as cuda_tiles
 from mlx_lattice.backends.gpu import kernel as gpu_kernel
@@ -333,11 +333,39 @@ def weight_lines() -> Iterator[str]:
         yield f"| {' | '.join([*cells, *(fact or 'unknown' for fact in facts)])} |"
 
 
+def command_lines() -> Iterator[str]:
+    """Yield a row for each command of the command line."""
+    for action in cli.parser()._subparsers._group_actions[0]._choices_actions:
+        yield f"| [`{action.dest}`](#{action.dest}) | {action.help} |"
+
+
+def option_lines(command: str) -> Iterator[str]:
+    """Yield the table of a command's options, as its parser has them."""
+    yield "| argument or option | meaning |"
+    yield "|---|---|"
+    for action in cli.parser()._subparsers._group_actions[0].choices[command]._actions:
+        if action.dest in ("help", "quiet", "verbose"):
+            continue
+        value = action.metavar or action.choices or action.dest.upper()
+        if not isinstance(value, str):
+            value = (" " if action.nargs else ", ").join(map(str, value))
+        names = ", ".join(f"`{name}`" for name in action.option_strings)
+        if action.nargs != 0:
+            names += f" `{value}`" + " ..." * (action.nargs in ("+", "..."))
+        yield f"| {names.strip()} | {action.help % vars(action)} |"
+
+
 def on_page_markdown(markdown: str, **_) -> str:
     """Replace the markers of a page. Called by MkDocs."""
     markdown = markdown.replace("<!-- routes -->", "\n".join(route_lines()))
     markdown = markdown.replace("<!-- thresholds -->", "\n".join(threshold_lines()))
     markdown = markdown.replace("<!-- weights -->", "\n".join(weight_lines()))
+    markdown = markdown.replace("<!-- commands -->", "\n".join(command_lines()))
+    markdown = re.sub(
+        r"<!-- options (\w+) -->",
+        lambda found: "\n".join(option_lines(found[1])),
+        markdown,
+    )
     return re.sub(
         r"<!-- api (.+?) -->",
         lambda found: "\n".join(api_lines(found[1])),

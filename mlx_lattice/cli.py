@@ -156,6 +156,10 @@ def parser() -> argparse.ArgumentParser:
     commands = whole.add_subparsers(
         title="commands", dest="command", metavar="COMMAND", parser_class=_Parser
     )
+    _add_nets(commands)
+    _add_models(commands)
+    _add_convert(commands)
+    _add_run(commands)
     says = "show the backends, routes and settings of this machine"
     _command(commands, "info", says, "info", _json())
     _add_doctor(commands)
@@ -167,10 +171,6 @@ def parser() -> argparse.ArgumentParser:
     add("first", metavar="TRACE", help=says)
     add("others", metavar="TRACE", nargs="+", help="traces of the same net")
     add("--out", metavar="FILE", help="write a page, .html (default: only the table)")
-    _add_convert(commands)
-    _add_models(commands)
-    _add_nets(commands)
-    _add_run(commands)
     says = "train a small net on digits and write a report of its layers"
     add = _command(commands, "demo", says, "demo --out demo")
     says = "folder for run.html and the weights (default: %(default)s)"

@@ -128,6 +128,7 @@ def read_scan(
     """Return a scan with the attributes that the net reads, and others."""
     names = None if all_attributes else {*net.recipe().features, *others}
     cloud = read_points(scan, columns, attributes=names)
+    log.debug(f"{scan}: attributes {', '.join(cloud.attributes) or 'none'}")
     if not len(cloud):
         left = f": all {cloud.dropped:,} have values that are not finite"
         raise ValueError(f"{scan} holds no points{left if cloud.dropped else ''}")

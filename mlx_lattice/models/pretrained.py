@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import colorsys
 import inspect
+import logging
 import re
 import sys
 import traceback
@@ -30,6 +31,8 @@ from .voxel_recipe import ATTRIBUTES, VoxelRecipe, Voxels, check_scores, names_o
 
 if TYPE_CHECKING:
     from typing_extensions import Self
+
+log = logging.getLogger("mlx_lattice")
 
 __all__ = [
     "About",
@@ -314,6 +317,7 @@ def from_pretrained(
             f"{name}.from_pretrained, or models.from_pretrained for any net"
         )
     arguments = config.get("arguments", {})
+    log.debug("%s: %s with %s", folder, name, arguments)
     try:
         net = net_class(**{key: _read(value) for key, value in arguments.items()})
     except _OF_ARGUMENTS as error:

@@ -6,6 +6,7 @@ name or ``tune`` measures: routes are timed and checked once for each key.
 
 from __future__ import annotations
 
+import logging
 import math
 import time
 import warnings
@@ -24,6 +25,8 @@ from ..settings import FLOAT32
 from . import proof
 from .choice import Choice, Reasons, Route, RouteError, Times
 from .table import FLOOR, TABLE, named
+
+log = logging.getLogger("mlx_lattice")
 
 
 def parse_only(text: str) -> dict[str, str]:
@@ -290,6 +293,7 @@ def record(
             message = f"route {route} failed while tuned: {error}"
             warnings.warn(message, LatticeWarning, stacklevel=2)
     settings.note_change()
+    log.debug("measured %s: %s ms", name, times)
     _file().add(name, times)
     return True
 

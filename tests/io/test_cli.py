@@ -170,7 +170,10 @@ def test_every_option_has_help_and_its_default():
 
 def test_every_command_has_a_description_and_an_example(capsys):
     commands = cli.parser()._subparsers._group_actions[0].choices
+    page = (Path(__file__).parents[2] / "docs" / "cli.md").read_text()
+    assert re.findall(r"^## (\w+)$", page, re.M) == list(commands)
     for name, each in commands.items():
+        assert f"<!-- options {name} -->" in page
         assert each.description.endswith("."), name
         (line,) = re.findall(r"^example:\n  mlx-lattice (.*)$", each.epilog, re.M)
         assert cli.parser().parse_args(line.split()).command == name
