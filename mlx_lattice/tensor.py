@@ -92,36 +92,38 @@ PASS_FEATURES = (
 class SparseTensor:
     """Hold features at (batch, x, y, z, ...) coordinates.
 
-    Shape and dtype are checked at once; uniqueness and range when the first relation
-    is built. Rows keep the order they were given in. N = 0 is legal everywhere.
-    ``ops.unique_sum`` makes one of rows that repeat.
+    The constructor checks shapes and dtypes. Uniqueness and range of the coordinates
+    are checked when the first relation is built. Rows keep the order in which you give
+    them, and a tensor may have no rows. If coordinates repeat, call ``ops.unique_sum``.
 
     A tensor is not an array. Pass ``x.feats`` to losses, layers and functions of MLX,
-    and put results back with ``x.replace(feats)``. ``mx.eval`` computes the arrays in
-    lists, tuples and dicts, and skips all other objects without an error, so
-    ``mx.eval(x)`` does nothing: call ``x.eval()``. ``x.feats`` can be assigned,
-    ``coords``, ``key`` and ``manager`` cannot. A change of ``x.coords`` in place is one
-    of that array alone. Copies and pickles have rows and a manager of their own.
+    and put results back with ``x.replace(feats)``. Call ``x.eval()`` to compute a
+    tensor: ``mx.eval`` only computes arrays in lists, tuples and dicts, and skips other
+    objects without an error.
+
+    You can assign ``x.feats``, but not ``coords``, ``key`` and ``manager``. Changing
+    ``x.coords`` in place changes only that array. Copies and pickles have rows and a
+    manager of their own.
 
     Args:
         coords: (N, 1 + D) int32, D from 1 to 4: batch index, then spatial coordinates
             in cells of the tensor's own lattice; negative values are legal.
-        feats: (N, C) float32, float16 or bfloat16; or int32 for labels, or bool for
-            flags: ``prune``, ``align``, ``cat``, ``batch`` and other functions that
-            move rows take them, and layers do not.
-        stride: size of a lattice cell in cells of the first lattice, int or one per
+        feats: (N, C) float32, float16 or bfloat16. Functions that move rows, such as
+            ``ops.prune``, ``align``, ``cat`` and ``batch``, also take int32 for labels
+            and bool for flags; layers do not.
+        stride: size of a lattice cell in cells of the first lattice, an int or one per
             axis.
         spatial_shape: D extents of a dense grid that starts at 0, or None for an
             unbounded lattice.
         batch_size: number of batch elements; by default the greatest batch index + 1,
             and 1 without rows.
         manager: coordinate manager to share; a new one by default.
-        key: the manager's key of ``coords``, where the manager has them already.
+        key: the manager's key of ``coords``, if the manager already has them.
 
     Raises:
         TypeError: feats have another dtype, or batch_size is not an int.
-        ValueError: shapes do not fit, the stride is no positive ratio, or the key is
-            of other coordinates.
+        ValueError: shapes do not fit, the stride is not a positive ratio, or the key
+            belongs to other coordinates.
 
     Examples:
         >>> coords = mx.array([[0, 1, 2, 3], [0, 4, 4, 0], [1, 0, 0, 0]])
