@@ -40,6 +40,7 @@ from .quantized import (
 from .relation import Relation
 from .routes.proof import proof
 from .routes.selection import Choice, Route, RouteError, select, tune, waive_determinism
+from .scene import Scene
 from .settings import precision
 from .tensor import SparseTensor, VoxelizedPoints, unknown_name
 
@@ -65,6 +66,7 @@ __all__ = [
     "Relation",
     "Route",
     "RouteError",
+    "Scene",
     "SparseTensor",
     "Trace",
     "VerificationError",

@@ -19,6 +19,7 @@ from .geometry import lattice, tables
 from .geometry.lattice import mask_words
 from .geometry.tables import Coverage, Csr, Keep, SearchedRows, SortedRows
 from .kernel_spec import KernelSpec
+from .scene import html_table
 from .sync import SharedViews, building
 
 
@@ -531,6 +532,19 @@ class Relation:
             f"Relation({self.kind} {kernel}: {self.n_in:,} -> {self.n_out:,} rows"
             f"{edges}{', transposed view' if self.is_transposed else ''})"
         )
+
+    def _repr_html_(self) -> str:
+        """Return a table of facts; a notebook shows it. Counts no edges."""
+        facts = {
+            "kernel": self.spec or f"{self.volume} offsets",
+            "input rows": f"{self.n_in:,}",
+            "output rows": f"{self.n_out:,}",
+        }
+        if self.known_edges is not None:
+            facts["edges"] = f"{self.known_edges:,}"
+            facts["edges per row"] = f"{self.known_edges / max(1, self.n_out):.1f}"
+        kind = f"{self.kind}{', transposed view' if self.is_transposed else ''}"
+        return html_table(f"Relation, {kind}", (), facts.items())
 
 
 def expect_relation(relation: object) -> None:

@@ -26,12 +26,19 @@ import mlx.core as mx
 
 from . import sync
 from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads, dtype_text
-from .coordinate_set import CoordinateKey, CoordinateSet, Stride, check_coords
+from .coordinate_set import (
+    CoordinateKey,
+    CoordinateSet,
+    Stride,
+    check_coords,
+    stride_text,
+)
 from .coordinates import CoordinateManager, equal_rows
-from .geometry.lattice import active_cells, places_in
+from .geometry.lattice import active_cells, places_in, true_positions
 from .geometry.points import first_points, majority, voxelize
 from .kernel_spec import IntOrTuple, per_axis
 from .reductions import move_rows, put
+from .scene import Scene, html_table
 from .settings import boundary
 from .transformations import zeros_of
 
@@ -562,6 +569,98 @@ class SparseTensor:
         return (
             f"SparseTensor({len(self):,} rows x {self.channels} {name}, "
             f"{self.dims}D, {self.key!r})"
+        )
+
+    def _repr_html_(self) -> str:
+        """Return a table of facts; a notebook shows it. Reads the extent."""
+        rows = self.coordinate_set
+        facts = {
+            "rows": f"{len(self):,}",
+            "features": f"{self.channels} {dtype_text(self.feats)}",
+            "stride": stride_text(self.stride),
+            "spatial shape": self.spatial_shape or "unbounded",
+        }
+        if len(self):
+            low, high = rows.bounds
+            facts["extent"] = " x ".join(
+                f"{a} to {b}" for a, b in zip(low[1:], high[1:], strict=True)
+            )
+            index = self.coords[:, 0]
+            counts = mx.zeros(self.batch_size, mx.int32).at[index].add(1).tolist()
+            shown = ", ".join(f"{n:,}" for n in counts[:8])
+            more = f", ... ({len(counts)} elements)" if len(counts) > 8 else ""
+            facts["rows of each batch element"] = shown + more
+        return html_table("SparseTensor", (), facts.items())
+
+    def show(
+        self,
+        *,
+        labels: mx.array | None = None,
+        classes: Sequence[str] = (),
+        palette: Sequence[Sequence[int]] = (),
+        element: int = 0,
+        title: str = "SparseTensor",
+        up: str = "z",
+    ) -> Scene:
+        """Return the voxels of one batch element as a scene, which notebooks display.
+
+        Three channels of floats from 0 to 1 are taken for red, green and blue, and one
+        channel of integers for labels. The page needs the extra ``viz``;
+        ``show().save("x.html")`` writes it to a file.
+
+        Args:
+            labels: (N,) integers, the class of each row; colours the voxels by class.
+            classes: the names of the classes.
+            palette: red, green and blue of each class, from 0 to 255.
+            element: the batch element.
+            title: title of the page.
+            up: the upward axis: "x", "y", "z", or one of them with a minus.
+
+        Raises:
+            ValueError: the tensor has four spatial axes or no such batch element, or
+                labels are not integers of shape (N,).
+
+        Example:
+            >>> coords = mx.array([[0, 0, 0, 0], [0, 0, 0, 1]])
+            >>> x = ml.SparseTensor(coords, mx.array([[1.0, 0, 0], [0, 0, 1]]))
+            >>> x.show()
+            Scene('SparseTensor', voxels: 2)
+        """
+        if self.dims > 3:
+            raise ValueError(f"a scene has at most 3 spatial axes; got {self.dims}")
+        batches = self.batch_size
+        if not 0 <= element < max(1, batches):
+            raise ValueError(
+                f"element must be from 0 to {max(1, batches) - 1}; got {element}"
+            )
+        is_float = self.feats.dtype in FLOATS
+        if labels is None and self.channels == 1 and not is_float:
+            labels = self.feats[:, 0]
+        if labels is not None:
+            labels = array_of(labels, "labels")
+            if tuple(labels.shape) != (len(self),):
+                raise ValueError(
+                    f"labels must have shape ({len(self)},), one for each row; got "
+                    f"{tuple(labels.shape)}"
+                )
+        rows = true_positions(self.coords[:, 0] == element)
+        flat = 3 - self.dims
+        coords = mx.pad(self.coords[rows, 1:], ((0, 0), (0, flat)))
+        colours = None
+        if self.channels == 3 and labels is None and is_float:
+            colours = self.feats[rows].astype(mx.float32)
+            if rows.size and not mx.all((colours >= 0) & (colours <= 1)).item():
+                colours = None
+        note = f"{rows.size:,} voxels of stride {stride_text(self.stride)}"
+        if batches > 1:
+            note += f"; element {element} of {batches}"
+        return Scene(title, note, up=up).voxels(
+            coords,
+            size=[*map(float, self.stride), *[1.0] * flat],
+            labels=None if labels is None else labels[rows],
+            colours=colours,
+            classes=classes,
+            palette=palette,
         )
 
 

@@ -6,7 +6,6 @@
 
 from __future__ import annotations
 
-import colorsys
 import inspect
 import logging
 import re
@@ -26,6 +25,7 @@ from ..checks import DTYPES
 from ..distribution import __version__
 from ..io import folders
 from ..io.safetensors import CheckpointError, shown, write_safetensors
+from ..scene import hue
 from ..tensor import SparseTensor, align
 from .voxel_recipe import ATTRIBUTES, VoxelRecipe, Voxels, check_scores, names_of
 
@@ -101,7 +101,7 @@ class About:
         """Return ``count`` colours: those of the classes, or distinct hues."""
         if len(self.colours) >= count:
             return self.colours[:count]
-        return tuple(_hue(i) for i in range(count))
+        return tuple(hue(i) for i in range(count))
 
     def label(self, index: int) -> str:
         """Return the name of a class, or its number if it has no name."""
@@ -118,13 +118,6 @@ class About:
         if isinstance(values.get("voxels"), Mapping):
             values["voxels"] = VoxelRecipe(**values["voxels"])
         return cls(**values)
-
-
-def _hue(index: int) -> tuple[int, int, int]:
-    """Return the colour of an unnamed class: hues a golden section apart."""
-    level = (0.9, 0.65)[index // 12 % 2]
-    red, green, blue = colorsys.hsv_to_rgb(index * 0.618034 % 1, 0.65, level)
-    return round(255 * red), round(255 * green), round(255 * blue)
 
 
 Net = TypeVar("Net", bound="Pretrained")
