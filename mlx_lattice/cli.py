@@ -28,10 +28,11 @@ from .models.trellis2 import FORMS
 from .problem import FORWARD, KINDS, PASSES, Problem
 from .quantized import BITS, DEFAULT_GROUP_SIZE, GROUP_SIZES
 from .routes.table import TABLE
+from .scene import AXES
 
 # Extras that commands need. These commands take a folder of a net.
 EXTRAS = {"segment": "demo", "evaluate": "demo", "detect": "demo", "decode": "mesh"}
-EXTRAS |= {"demo": "demo"}
+EXTRAS |= {"demo": "demo", "view": "viz"}
 # Options that are not the command's own.
 SHARED = ("command", "as_json", "quiet", "verbose", "print_completion")
 SHELLS = ("bash", "zsh", "tcsh")
@@ -157,6 +158,7 @@ def parser() -> argparse.ArgumentParser:
         title="commands", dest="command", metavar="COMMAND", parser_class=_Parser
     )
     _add_nets(commands)
+    _add_view(commands)
     _add_models(commands)
     _add_convert(commands)
     _add_run(commands)
@@ -279,6 +281,28 @@ def _add_models(commands) -> None:
     add("--cached", action="store_true", help=says)
 
 
+def _add_view(commands) -> None:
+    says = "write a page that shows points, voxels or a mesh and that can be turned"
+    add = _command(commands, "view", says, "view segmented/scan.ply --open")
+    says = "points (.ply, .las, ...), a mesh (.glb, .obj, .ply, .stl, .off), or arrays "
+    says += "of a tensor: coords and others (.safetensors, .npz)"
+    add("file", metavar="FILE", help=says)
+    says = "page to write (default: NAME.html in this folder)"
+    add("--out", metavar="FILE.html", help=says)
+    says = "open the page in the browser (default: print its path)"
+    add("--open", action="store_true", dest="opens", help=says)
+    says = "write a recording of Rerun beside the page, NAME.rrd (default: none)"
+    add("--rerun", action="store_true", help=says)
+    says = "attribute that colours points by class (default: %(default)s, if present)"
+    add("--labels", metavar="NAME", default="labels", help=says)
+    says = "columns of a .bin file, as x,y,z,_,intensity (default: from its size)"
+    add("--columns", metavar="NAMES", default="", help=says)
+    says = "batch element of a tensor (default: %(default)s)"
+    add("--element", type=_number(int, 0), default=0, help=says)
+    says = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
+    add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=says)
+
+
 def _add_run(commands) -> None:
     says = "run a PyTorch script with this package in place of CUDA libraries"
     example = "run --as spconv,flash_attn train.py --epochs 3"
@@ -326,8 +350,7 @@ def _add_nets(commands) -> None:
     says += "(default: %(default)s)"
     add("--votes", type=_number(int, 1, 24), default=1, metavar="VIEWS", help=says)
     says = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
-    axes = [sign + axis for sign in ("", "-") for axis in "xyz"]
-    add("--up", metavar="AXIS", choices=axes, default="z", help=says)
+    add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=says)
     add = mesh.add_argument
     says = "most triangles of the mesh (default: %(default)s)"
     add("--faces", type=_number(int, 4), default=200_000, help=says)
@@ -336,11 +359,11 @@ def _add_nets(commands) -> None:
     says = "keep the nets below this much memory, such as 8GB (default: no limit)"
     add("--memory", type=_memory, metavar="SIZE", help=says)
 
-    says = "label a scan's points by class, and write coloured points and a picture"
+    says = "label a scan's points by class, and write points, a picture and a page"
     example = "segment scan.ply --model spunet --out segmented"
     parents = (scan, points, net, own, tiles, _json())
     add = _command(commands, "segment", says, example, *parents)
-    says = "folder for NAME.ply and NAME.png; or a .las, .laz, .ply or .npz file, a "
+    says = "folder for NAME.ply, .png and .html; or a .las, .laz, .ply or .npz file, a "
     says += "copy of the scan with labels (default: %(default)s)"
     add("--out", metavar="PLACE", default="segmented", help=says)
 
@@ -356,11 +379,11 @@ def _add_nets(commands) -> None:
     says = "leave out points with these labels (default: negative labels only)"
     add("--ignore", type=int, nargs="+", default=(), metavar="LABEL", help=says)
 
-    says = "find boxes in a scan, and write a table and a picture from above"
+    says = "find boxes in a scan, and write a table, a picture and a page"
     example = "detect sweep.bin --model voxelnext --score 0.3 --out detected"
     parents = (scan, points, net, own, _json())
     add = _command(commands, "detect", says, example, *parents)
-    says = "folder for NAME.csv, NAME.json and NAME.png (default: %(default)s)"
+    says = "folder for NAME.csv, .json, .png and .html (default: %(default)s)"
     add("--out", metavar="DIR", default="detected", help=says)
     says = "least score of a box, 0 to 1 (default: the net's own)"
     add("--score", type=_number(float, 0, 1), help=says)
@@ -368,7 +391,7 @@ def _add_nets(commands) -> None:
     place = {"type": _number(float), "nargs": 3, "metavar": ("X", "Y", "Z")}
     add("--centre", **place, help=says)
 
-    says = "decode TRELLIS.2's latents to a mesh with its texture, and a picture"
+    says = "decode TRELLIS.2's latents to a mesh with its texture, a picture and a page"
     example = "decode latents.safetensors --model shape --out asset.glb"
     add = _command(commands, "decode", says, example, net, mesh)
     says = "a safetensors file with coords, shape and maybe texture"

@@ -15,6 +15,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
+from importlib.util import find_spec
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -235,10 +236,9 @@ class Scene:
         Raises:
             ImportError: k3d is not installed.
         """
-        try:
-            import k3d
-        except ImportError as error:
-            raise ImportError(f"a scene needs k3d; {install('viz')}") from error
+        check_viewer()
+        import k3d
+
         static = resources.files("k3d").joinpath("static")
         shown = [(part, _drawn(part, k3d)) for part in self._parts]
         plot = k3d.plot(
@@ -304,6 +304,12 @@ class Scene:
             f'<iframe srcdoc="{html.escape(self.html())}" style="width: 100%; '
             'height: 600px; border: 0" title="scene"></iframe>'
         )
+
+
+def check_viewer() -> None:
+    """Raise an ImportError if k3d is missing, before the work that a scene shows."""
+    if find_spec("k3d") is None:
+        raise ImportError(f"a page of a scene needs k3d; {install('viz')}")
 
 
 def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> str:
@@ -383,7 +389,8 @@ def _groups(labels, rows, classes, palette) -> Iterator[tuple]:
     import numpy as np
 
     if labels is None:
-        yield "all", PLAIN, rows
+        if len(rows):
+            yield "all", PLAIN, rows
         return
     order = rows[np.argsort(labels[rows], kind="stable")]
     found, first = np.unique(labels[order], return_index=True)
@@ -403,7 +410,8 @@ def _spacing(points: Any) -> float:
     if not len(points):
         return 1.0
     low, high = np.percentile(points, (5, 95), axis=0)
-    return 2 * (float(np.linalg.norm(high - low)) or 1.0) / len(points) ** 0.5
+    whole = float(np.linalg.norm(high - low)) or 1.0
+    return whole * min(2 / len(points) ** 0.5, 1 / 150)
 
 
 def _sides(cells: Any) -> tuple[Any, Any]:
@@ -549,8 +557,8 @@ def _panel(shown: list[tuple[_Part, list[Any]]]) -> str:
         text += '<fieldset><legend>Size of points</legend><label><input type="range" '
         text += 'id="size" min="-3" max="3" step="0.25" value="0"></label></fieldset>'
     if any(p.colour is not None and p.arrays["colours"] is not None for p in points):
-        text += '<fieldset><label><input type="checkbox" id="own"><span>Own colours of '
-        text += "the points</span></label></fieldset>"
+        text += '<fieldset><label><input type="checkbox" id="own"><span>Colours of '
+        text += "the scan</span></label></fieldset>"
     return text
 
 

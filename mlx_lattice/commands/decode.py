@@ -6,6 +6,7 @@ import time
 from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import mlx.core as mx
@@ -23,6 +24,7 @@ from ..mesh import (
 )
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
 from ..models.trellis2.transformer import dtype_of
+from ..scene import Scene, check_viewer
 from ..tensor import SparseTensor
 from . import log, progress, usage
 
@@ -38,12 +40,13 @@ def run(
     element: int = 0,
     revision: str | None = None,
     **options: Any,
-) -> tuple[Path, Path]:
-    """Decode latents to a mesh; write it, and a picture of it beside it."""
+) -> tuple[Path, ...]:
+    """Decode latents to a mesh; write it, and a picture and a page beside it."""
     out = Path(out)
     with usage():
         check_suffix(out)
-    check_writable(out, picture_of(out), read=[latents])
+    check_viewer()
+    check_writable(out, *pictures_of(out), read=[latents])
     resolution = options.pop("resolution", None)
     rows, arrays, stored = _latents(latents, element, texture_model is not None)
     shape = _decoder(model, "the shape", 7, revision)
@@ -65,8 +68,8 @@ def decode(
     faces: int = 200_000,
     texture_size: int = 2048,
     memory: str | float | None = None,
-) -> tuple[Path, Path]:
-    """Decode one batch element by nets; write its mesh, and a picture of it."""
+) -> tuple[Path, ...]:
+    """Decode one batch element by nets; write its mesh, a picture and a page."""
     nets = mlx.nn.Module()
     nets.shape = shape
     if texture is not None:
@@ -108,20 +111,25 @@ def decode(
         report=lambda line: log.info(f"  {line}"),
     )
     save(out, surface, baked)
-    picture = picture_of(out)
+    picture, page = pictures_of(out)
     contact_sheet(picture, surface, baked)
+    note = f"{len(surface.faces):,} triangles from {len(y):,} voxels of 1/{resolution}"
+    with TemporaryDirectory() as folder:
+        glb = Path(folder) / "asset.glb"  # the page has the mesh as such a file
+        save(glb, surface, baked)
+        Scene(out.name, note).mesh(glb, out.stem).save(page)
     closed = "closed" if surface.is_closed else "open"
     log.info(
         f"wrote {out}: {len(surface.faces):,} triangles, {closed}"
         + (f", a texture of {texture_size}" if baked else "")
-        + f"; {picture}"
+        + f"; {picture} and {page}"
     )
-    return out, picture
+    return out, picture, page
 
 
-def picture_of(out: Path) -> Path:
-    """Return the path of a mesh's picture."""
-    return out.with_name(f"{out.stem}-views.png")
+def pictures_of(out: Path) -> tuple[Path, Path]:
+    """Return the paths of a mesh's picture and of its page."""
+    return out.with_name(f"{out.stem}-views.png"), out.with_suffix(".html")
 
 
 def _latents(

@@ -21,6 +21,7 @@ from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
 from ..models.voxel_recipe import of_scan
+from ..scene import Scene, check_viewer
 from . import Result, log, progress, segment
 
 COLUMNS = ("x", "y", "z", "dx", "dy", "dz", "heading", "vx", "vy")
@@ -40,10 +41,11 @@ def run(
     code: str | None = None,
     columns: str = "",
 ) -> Result:
-    """Find boxes; write ``NAME.csv``, ``NAME.json``, ``NAME.png``, return a table."""
+    """Find boxes; write ``NAME.csv``, a picture and a page, return a table."""
     middle = np.array(real_axes(0.0 if centre is None else centre, 3, "centre"))
     folder, stem = Path(out), Path(scan).stem
-    files = tuple(folder / f"{stem}.{kind}" for kind in ("csv", "json", "png"))
+    files = segment.names_in(folder, stem, "csv", "json", "png", "html")
+    check_viewer()
     check_writable(*files, read=[scan])
     net = from_pretrained(model, revision=revision, code=code)
     if not isinstance(net, Detector):
@@ -84,7 +86,13 @@ def run(
     document = described_net(net, rows, str(model))
     write(net, document, files[0], files[1])
     flat = PointCloud(points, cloud.attributes)
-    draw(flat, net, boxes, labels, scores, files[2])
+    title, least = Path(scan).name, net.decoding.score_threshold
+    note = f"{type(net).__name__} from {model}; {len(rows)} boxes with a score above "
+    note += f"{least:g}"
+    draw(flat, net, boxes, labels, scores, files[2], f"{title}: {note}")
+    about = {"classes": net.classes, "palette": net.about.palette(len(net.classes))}
+    scene = Scene(title, note).points(points, colours=segment.own_colours(flat))
+    scene.boxes(boxes, scores=scores, labels=labels, **about).save(files[3])
     log.info(f"wrote {', '.join(map(str, files))}")
     document = {
         "scan": str(scan),
@@ -152,8 +160,10 @@ def write(net: Detector, document: dict, table: Path, whole: Path) -> None:
 # The picture
 
 
-def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) -> None:
-    """Draw the scan from above, and the boxes by class with their scores."""
+def draw(
+    cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path, title: str
+) -> None:
+    """Draw the scan from above and the boxes with their scores; title and legend."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -190,9 +200,8 @@ def draw(cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path) ->
     entries = [
         (palette[i], f"{name} {(labels == i).sum()}")
         for i, name in enumerate(net.classes)
-        if (labels == i).any()
     ]
-    segment.save_figure(figure, path, "s", entries)
+    segment.save_figure(figure, path, "s", entries, title)
 
 
 def shown(points, boxes, point_range) -> tuple[np.ndarray, np.ndarray]:

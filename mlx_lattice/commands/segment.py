@@ -19,6 +19,7 @@ from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
 from ..models.scans import Segmented, segment_points
 from ..models.voxel_recipe import of_scan, white_of
+from ..scene import AXES, Scene, check_viewer
 from . import Result, UsageError, bar, log, progress, usage
 
 
@@ -36,7 +37,7 @@ def run(
     columns: str = "",
     up: str = "z",
 ) -> Result:
-    """Segment a scan; write ``NAME.ply`` and ``NAME.png``, return a table.
+    """Segment a scan; write ``NAME.ply``, ``.png`` and ``.html``, return a table.
 
     If ``out`` has the suffix of a format of points, write a copy of the scan with
     labels instead.
@@ -44,10 +45,12 @@ def run(
     check_tiles(tile, overlap)
     out, stem = Path(out), Path(scan).stem
     alone = out.suffix.lower() in READERS and not out.is_dir()
-    files = (out,) if alone else (out / f"{stem}.ply", out / f"{stem}.png")
+    files = (out,) if alone else names_in(out, stem, "ply", "png", "html")
     if alone:
         with usage():
             check_format(out, Path(scan))
+    else:
+        check_viewer()
     check_writable(*files, read=[scan])
     net = segmentor(model, revision, code)
     cloud = read_scan(net, scan, columns, all_attributes=not alone)
@@ -90,9 +93,23 @@ def run(
     else:
         palette = np.array(net.about.palette(count), dtype=np.uint8)
         write(cloud, labels, found.confidence, palette, files[0])
-        draw(cloud, labels, palette, net, files[1], up)
-        log.info(f"wrote {files[0]} and {files[1]}")
+        title, source = Path(scan).name, f"{type(net).__name__} from {model}"
+        draw(cloud, labels, palette, net, files[1], up, f"{title}: {source}")
+        note = f"{source}; {len(labels):,} points, {found.voxels:,} voxels of {size:g}"
+        Scene(title, note, up=up).points(
+            cloud.points,
+            labels=labels,
+            colours=own_colours(cloud),
+            classes=[net.about.label(i) for i in range(count)],
+            palette=palette.tolist(),
+        ).save(files[2])
+        log.info(f"wrote {', '.join(map(str, files))}")
     return Result(table(document["classes"]), document)
+
+
+def names_in(folder: Path, stem: str, *kinds: str) -> tuple[Path, ...]:
+    """Return the paths of files of one name in a folder."""
+    return tuple(folder / f"{stem}.{kind}" for kind in kinds)
 
 
 def check_tiles(tile: float | None, overlap: float | None) -> None:
@@ -245,16 +262,6 @@ def write(cloud: PointCloud, labels, confidence, palette, path: Path) -> None:
 
 # The picture
 
-# Upward axes, and the axes with their signs that then point right, ahead and up.
-AXES = {
-    "x": ((1, 1), (2, 1), (0, 1)),
-    "y": ((2, 1), (0, 1), (1, 1)),
-    "z": ((0, 1), (1, 1), (2, 1)),
-    "-x": ((2, 1), (1, 1), (0, -1)),
-    "-y": ((0, 1), (2, 1), (1, -1)),
-    "-z": ((1, 1), (0, 1), (2, -1)),
-}
-
 
 def upright(points: np.ndarray, up: str) -> np.ndarray:
     """Return (P, 3) points turned so that z is upwards."""
@@ -262,9 +269,15 @@ def upright(points: np.ndarray, up: str) -> np.ndarray:
 
 
 def draw(
-    cloud: PointCloud, labels, palette, net: Segmentor, path: Path, up: str = "z"
+    cloud: PointCloud,
+    labels,
+    palette,
+    net: Segmentor,
+    path: Path,
+    up: str = "z",
+    title: str = "",
 ) -> None:
-    """Draw the scan as it is beside the scan by class, with a legend."""
+    """Draw the scan as it is beside the scan by class, with a title and a legend."""
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -275,9 +288,9 @@ def draw(
     figure, panels = pyplot.subplots(*shape, figsize=(11, 9 if wide else 5.5))
     figure.set_layout_engine("constrained")
     pictures = (("the scan", own_colours(cloud)), ("by class", palette[labels] / 255))
-    for axes, (title, colours) in zip(np.ravel(panels), pictures, strict=True):
+    for axes, (caption, colours) in zip(np.ravel(panels), pictures, strict=True):
         scatter(axes, flat[order], colours[order], low, high)
-        axes.set_title(title)
+        axes.set_title(caption)
         axes.set_axis_off()
     counts = np.bincount(labels, minlength=len(palette))
     largest = [i for i in np.argsort(-counts, kind="stable") if counts[i]][:12]
@@ -285,14 +298,16 @@ def draw(
         (palette[i] / 255, f"{net.about.label(i)} {share(counts[i], len(labels))}")
         for i in largest
     ]
-    save_figure(figure, path, "o", entries)
+    save_figure(figure, path, "o", entries, title)
 
 
 def save_figure(
-    figure, path: Path, marker: str, entries: list[tuple[Any, ...]]
+    figure, path: Path, marker: str, entries: list[tuple[Any, ...]], title: str
 ) -> None:
-    """Write a figure with a legend of (colour, text) entries, and close it."""
+    """Write a figure with a title and a legend of (colour, text), and close it."""
     from matplotlib import pyplot
+
+    figure.suptitle(title, parse_math=False)
 
     style = {"marker": marker, "linestyle": ""}
     marks = [pyplot.Line2D([], [], color=c, label=text, **style) for c, text in entries]

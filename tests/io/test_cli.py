@@ -319,6 +319,8 @@ def test_places_that_take_no_files_are_found_first(line, capsys):
         ("detect scan.ply --model net", "matplotlib", "demo"),
         ("demo", "sklearn", "demo"),
         ("decode a.safetensors --model net", "xatlas", "mesh"),
+        ("segment scan.ply --model net", "k3d", "viz"),
+        ("view scan.ply", "k3d", "viz"),
     ),
 )
 def test_what_a_command_ends_with_is_found_missing_first(
@@ -327,7 +329,7 @@ def test_what_a_command_ends_with_is_found_missing_first(
     monkeypatch.setitem(sys.modules, missing, None)
     for name in [name for name in sys.modules if name.startswith("mlx_lattice.")]:
         package, _, module = name.rpartition(".")
-        if module in ("segment", "detect", "decode", "demo") or ".mesh" in name:
+        if module in ("segment", "detect", "decode", "demo", "view") or ".mesh" in name:
             monkeypatch.delitem(sys.modules, name)
             monkeypatch.delattr(sys.modules.get(package), module, raising=False)
     code, out, err = command(line, capsys)

@@ -11,6 +11,7 @@ import mlx_lattice as ml
 from mlx_lattice import cli, models, ops
 from mlx_lattice.ops import DualGrid
 
+pytest.importorskip("k3d", reason="the extra mesh is not installed")
 pytest.importorskip("trimesh", reason="the extra mesh is not installed")
 pytest.importorskip("xatlas", reason="the extra mesh is not installed")
 pytest.importorskip("fast_simplification", reason="the extra mesh is not installed")
@@ -162,6 +163,7 @@ def test_the_command(tmp_path, capsys):
         "attributes"
     ].keys()
     assert (tmp_path / "made" / "asset-views.png").stat().st_size > 1000
+    assert "64 voxels of 1/4" in (tmp_path / "made" / "asset.html").read_text()
     plain = ["decode", latents, "--model", shape, "--out", str(tmp_path / "a.ply")]
     assert cli.main(plain) == 0
     assert "a texture" not in capsys.readouterr().err

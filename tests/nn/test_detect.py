@@ -10,9 +10,11 @@ import pytest
 from processes import on_the_cpu_alone
 
 from mlx_lattice import cli, models, nn
-from mlx_lattice.commands import detect
+from mlx_lattice.commands import detect, segment
 from mlx_lattice.io import read_points
 from mlx_lattice.io.points import write_ply
+
+pytest.importorskip("k3d", reason="the extra viz is not installed")
 
 pytestmark = on_the_cpu_alone
 
@@ -96,11 +98,22 @@ def test_boxes_of_a_scan(name, bits, scan, tmp_path, capsys):
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
 
 
-def test_scores_that_are_asked_for(scan, folder, tmp_path, capsys):
+def test_scores_that_are_asked_for(scan, folder, tmp_path, capsys, monkeypatch):
+    drawn, save = [], segment.save_figure
+    monkeypatch.setattr(
+        segment, "save_figure", lambda *args: drawn.append(args[3:]) or save(*args)
+    )
     given = ["detect", str(scan), "--model", str(folder), "--out", str(tmp_path)]
     assert cli.main([*given, "--score", "0.9"]) == 0
     assert "no box has a score above 0.9; --score sets" in capsys.readouterr().out
     assert json.loads((tmp_path / "scan.json").read_text())["boxes"] == []
+    # A picture without boxes has its title and legend, too.
+    (legend, title), *_ = drawn
+    assert title == (
+        f"scan.bin: VoxelNeXt from {folder}; 0 boxes with a score above 0.9"
+    )
+    assert [text for _, text in legend] == [f"{name} 0" for name in ABOUT.classes]
+    assert "0 boxes with a score above 0.9" in (tmp_path / "scan.html").read_text()
     assert (tmp_path / "scan.csv").read_text().strip().startswith("class,score,x")
     assert cli.main([*given, "--score", "0"]) == 0
     assert "more in the files" in capsys.readouterr().out

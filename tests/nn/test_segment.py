@@ -17,6 +17,7 @@ from mlx_lattice.commands import segment
 from mlx_lattice.io import read_points
 from mlx_lattice.io.points import write_ply
 
+pytest.importorskip("k3d", reason="the extra viz is not installed")
 DATA = foreign_arrays.FOLDER.parent / "data"
 ABOUT = models.About(
     models.VoxelRecipe(0.4, ("ones", "height"), centred=True, from_zero=True),
@@ -88,6 +89,9 @@ def test_points_by_class(name, bits, scan, tmp_path, capsys):
         assert (line is not None) == (found[i] > 0)
     picture = (out / "room.png").read_bytes()
     assert picture.startswith(b"\x89PNG") and len(picture) > 10_000
+    page = (out / "room.html").read_text()
+    assert "<title>room.ply</title>" in page and f"{type(read).__name__} from" in page
+    assert all(f"<span>{ABOUT.classes[i]}</span>" in page for i in set(labels))
 
 
 @pytest.mark.parametrize("scan", ("pcl_milk_clorox.pcd", "small_gicp_target.ply"))
@@ -95,7 +99,7 @@ def test_real_scans(scan, folder, tmp_path):
     if not (DATA / scan).exists():
         pytest.skip("no shared/data beside the checkout")
     found = segment.run(DATA / scan, folder, tmp_path / "out")
-    ply, picture = map(Path, found.document["files"])
+    ply, picture, _ = map(Path, found.document["files"])
     read = read_points(ply)
     assert np.array_equal(read.points, read_points(DATA / scan).points)
     assert picture.stat().st_size > 20_000
