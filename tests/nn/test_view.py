@@ -132,6 +132,8 @@ def test_show_takes_colours_labels_strides_and_elements():
     assert np.array_equal(corners.min(axis=0), [2, 4, 6])
     assert np.array_equal(corners.max(axis=0), [4, 6, 8])
     assert set(values(mesh["colors"]).tolist()) == {0xFF0000}
+    kinds = x.replace(mx.array([[0], [7], [7]])).show(element=1)
+    assert [row[1:] for row in rows(kinds.html())] == [("class 7", "2")]
     second = x.show(labels=mx.array([0, 0, 1]), element=1, classes=("a", "b")).html()
     assert [row[1:] for row in rows(second)] == [("a", "1"), ("b", "1")]
     assert "element 1 of 2" in second
