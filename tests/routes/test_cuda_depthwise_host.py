@@ -35,8 +35,8 @@ SCENES = (
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 @pytest.mark.parametrize("pass_", PASSES)
 def test_each_pass(emulator, pass_, shape):
-    turn = SHAPES.index(shape)  # each scene in every dtype
-    for at, name in enumerate(SCENES):
+    turn = SHAPES.index(shape)
+    for at, name in [*enumerate(SCENES)][turn % 2 :: 2]:
         facts = {"bias": pass_ == FORWARD, "moved": "x w dy bias 1" * (at % 2)}
         point = Point(name, (*shape, shape[0]), cases.DTYPES[(at + turn) % 3], **facts)
         given, layout = work(point, pass_), LAYOUTS[at % 2]
