@@ -87,6 +87,7 @@ $(VENV)/.installed: pyproject.toml CMakeLists.txt $(wildcard cpu/*)
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(BIN)/python -m pip uninstall -qq --yes mlx-lattice  # a checkout's name once, and another project's
+	@echo "Installing what is needed, and compiling the C++ kernels: about three minutes on two cores"
 	$(BIN)/python -m pip install --quiet --editable ".[$(addsuffix $(COMMA),$(BACKEND))dev]"
 	touch $@
 
