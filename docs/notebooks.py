@@ -40,6 +40,7 @@ def run(path: Path):
             timeout=300,
             kernel_name="python3",
             record_timing=False,
+            coalesce_streams=True,
             extra_arguments=["--log-level=ERROR"],
             resources={"metadata": {"path": folder}},
         )
@@ -59,7 +60,8 @@ def page(path: Path) -> Iterator[str]:
             if picture := data.get("image/png"):
                 yield f"![What the cell draws](data:image/png;base64,{picture.strip()})"
             else:
-                yield f"```text\n{''.join(data['text/plain']).rstrip()}\n```"
+                text = "".join(data["text/plain"]).rstrip()
+                yield f"```{{ .text .output }}\n{text}\n```"
     yield f'<a href="{path.name}" download>Download this notebook</a>'
 
 
