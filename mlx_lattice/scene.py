@@ -76,12 +76,12 @@ class Scene:
         note: a line below the title, such as the name of the net.
         up: the upward axis: "x", "y", "z", or one of them with a minus.
 
-    Example:
-        >>> import numpy as np
+    Examples:
         >>> points = np.random.default_rng(0).uniform(size=(1000, 3))
         >>> scene = ml.Scene("a cube").points(points, labels=points[:, 2] > 0.5)
-        >>> scene = scene.boxes([[0.5, 0.5, 0.5, 1, 1, 1, 0]], scores=[0.9])
-        >>> scene.save("cube.html")
+        >>> scene.boxes([[0.5, 0.5, 0.5, 1, 1, 1, 0]], scores=[0.9])
+        Scene('a cube', points: 1,000, boxes: 1)
+        >>> scene.save("cube.html")  # doctest: +SKIP
     """
 
     def __init__(self, title: str = "scene", note: str = "", *, up: str = "z"):

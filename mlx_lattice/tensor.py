@@ -620,7 +620,7 @@ class SparseTensor:
             ValueError: the tensor has four spatial axes or no such batch element, or
                 labels are not integers of shape (N,).
 
-        Example:
+        Examples:
             >>> coords = mx.array([[0, 0, 0, 0], [0, 0, 0, 1]])
             >>> x = ml.SparseTensor(coords, mx.array([[1.0, 0, 0], [0, 0, 1]]))
             >>> x.show()
