@@ -29,8 +29,8 @@ from mlx_lattice.routes import needs
 # Modules whose public names the reference has. A name in two modules is shown under
 # the first.
 PUBLIC = (
-    "", "nn", "ops", "models", "models.trellis2", "io", "mesh", "optimizers",
-    "routes", "compat",
+    "", "nn", "nn.losses", "nn.metrics", "ops", "models", "models.trellis2", "io",
+    "mesh", "optimizers", "routes", "compat",
 )  # fmt: skip
 
 # What users call of classes that have more methods for this package than for them.

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import numpy as np
 
 from ..io.points import NAMES, PointCloud, read_points
 from ..io.safetensors import listed
 from ..models.pretrained import Segmentor
-from ..models.scans import Evaluation, confusion_matrix
+from ..nn.metrics import ConfusionMatrix
 from . import Result, UsageError, segment
 
 # Attributes that may hold the class of each point; the first one found is used.
@@ -53,7 +54,7 @@ def run(
             cloud = segment.read_scan(net, scan, columns, *LABELS, labels)
         segment.say_dropped(cloud, scan)
         truth = labels_of(cloud, scan, labels)
-        truth[np.isin(truth, ignore)] = -1
+        truth[np.isin(truth, ignore) | (truth < 0)] = -1
         if net is None:
             found = _predicted(predicted[i], scan, len(cloud))
             classes = 1 + max(truth.max(initial=0), found.max(initial=0))
@@ -62,7 +63,9 @@ def run(
             result = segment.label_scan(net, cloud, scan, **options)
             found, classes = result.labels, result.classes
             _check_classes(truth, classes, scan)
-        matrices.append(confusion_matrix(truth, found, classes))
+        matrix = ConfusionMatrix(classes)
+        matrix.update(found, truth)
+        matrices.append(matrix)
     evaluation = _sum(matrices, net)
     return Result(str(evaluation), evaluation.to_dict())
 
@@ -117,13 +120,14 @@ def _check_classes(truth: np.ndarray, classes: int, scan: str | Path) -> None:
         )
 
 
-def _sum(matrices: list[np.ndarray], net: Segmentor | None) -> Evaluation:
-    """Return the evaluation of the counts of all scans together."""
-    classes = max(map(len, matrices))
-    total = np.zeros((classes, classes + 1), np.int64)
-    for counts in matrices:
-        n = len(counts)
-        total[:n, :n] += counts[:, :n]
-        total[:n, -1] += counts[:, n]
+def _sum(matrices: list[ConfusionMatrix], net: Segmentor | None) -> ConfusionMatrix:
+    """Return the counts of all scans together."""
+    classes = max(len(matrix.names) for matrix in matrices)
     label = "class {}".format if net is None else net.about.label
-    return Evaluation(total, tuple(label(i) for i in range(classes)))
+    total = ConfusionMatrix([label(i) for i in range(classes)])
+    for matrix in matrices:
+        more = classes - len(matrix.names)
+        known = mx.pad(matrix.counts[:, :-1], ((0, more), (0, more)))
+        unknown = mx.pad(matrix.counts[:, -1:], ((0, more), (0, 0)))
+        total.counts = total.counts + mx.concatenate([known, unknown], axis=1)
+    return total

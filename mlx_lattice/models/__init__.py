@@ -35,10 +35,10 @@ from .unets import *
 from .voxel_recipe import *
 
 if TYPE_CHECKING:
-    from .scans import Evaluation, Segmented, confusion_matrix, segment_points
+    from .scans import Segmented, segment_points
 
 # Names of a module that needs NumPy.
-_SCANS = ("Evaluation", "Segmented", "confusion_matrix", "segment_points")
+_SCANS = ("Segmented", "segment_points")
 
 __all__ = [
     *blocks.__all__,
@@ -50,7 +50,6 @@ __all__ = [
     *unets.__all__,
     *voxel_recipe.__all__,
     "DualGrid",
-    "Evaluation",
     "Segmented",
     "SLatFlowModel",
     "SparseStructureDecoder",
@@ -58,7 +57,6 @@ __all__ = [
     "SparseStructureFlowModel",
     "SparseVAEDecoder",
     "SparseVAEEncoder",
-    "confusion_matrix",
     "dual_grid",
     "segment_points",
     "trellis2",

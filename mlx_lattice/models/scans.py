@@ -1,13 +1,12 @@
-"""Segmentation of scans of any size, and its evaluation.
+"""Segmentation of scans of any size.
 
 ``segment_points`` runs a net on one tile of a scan after another, and on several views
-of each tile. ``Evaluation`` has the intersection over union of each class.
+of each tile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -15,15 +14,13 @@ import mlx.core as mx
 try:
     import numpy as np
 except ImportError as error:
-    raise ImportError(
-        "segment_points and Evaluation need NumPy: pip install numpy"
-    ) from error
+    raise ImportError("segment_points needs NumPy: pip install numpy") from error
 
 from ..checks import real
 from .pretrained import Segmentor
 from .voxel_recipe import ATTRIBUTES, check_scores, white_of
 
-__all__ = ["Evaluation", "Segmented", "confusion_matrix", "segment_points"]
+__all__ = ["Segmented", "segment_points"]
 
 
 class Segmented(NamedTuple):
@@ -308,144 +305,3 @@ class Tiles:
             column = self.points[rows, axis]
             inside &= (column >= start) & (column <= start + self.tile)
         return rows[inside]
-
-
-# Evaluation
-
-
-def confusion_matrix(truth: Any, predicted: Any, classes: int) -> np.ndarray:
-    """Return the (C, C + 1) int64 counts of points by true and predicted class.
-
-    The last column counts points without a predicted class. Add the matrices of
-    several scans to evaluate them together.
-
-    Args:
-        truth: (P,) integers; points with a negative class are left out.
-        predicted: (P,) integers; a negative value means no class.
-        classes: the number C of classes.
-
-    Raises:
-        ValueError: the shapes differ, or a class is not below ``classes``.
-
-    Examples:
-        >>> models.confusion_matrix([0, 0, 1], [0, 1, 1], classes=2).tolist()
-        [[1, 1, 0], [0, 1, 0]]
-    """
-    truth, predicted = np.asarray(truth), np.asarray(predicted)
-    whole = truth.dtype.kind in "iu" and predicted.dtype.kind in "iu"
-    if truth.shape != predicted.shape or truth.ndim != 1 or not whole:
-        raise ValueError(
-            "truth and predicted must both be (P,) integers; got "
-            f"{truth.dtype} {truth.shape} and {predicted.dtype} {predicted.shape}"
-        )
-    truth, predicted = truth.astype(np.int64), predicted.astype(np.int64)
-    for name, values in (("truth", truth), ("predicted", predicted)):
-        if (highest := values.max(initial=-1)) >= classes:
-            raise ValueError(
-                f"{name} has label {highest}, and the classes are 0 to {classes - 1}"
-            )
-    known = truth >= 0
-    truth, predicted = truth[known], predicted[known]
-    predicted[predicted < 0] = classes
-    wide = classes + 1
-    counts = np.bincount(truth * wide + predicted, minlength=classes * wide)
-    return counts.reshape(classes, wide)
-
-
-@dataclass(frozen=True)
-class Evaluation:
-    """Intersection over union and accuracy of each class.
-
-    Attributes:
-        confusion: (C, C + 1) counts, as of ``confusion_matrix``.
-        names: the names of the C classes.
-
-    Examples:
-        >>> counts = models.confusion_matrix([0, 0, 1], [0, 1, 1], 2)
-        >>> models.Evaluation(counts, ("floor", "wall")).iou
-        array([0.5, 0.5])
-    """
-
-    confusion: np.ndarray
-    names: tuple[str, ...]
-
-    @property
-    def iou(self) -> np.ndarray:
-        """(C,) points with a class in truth and prediction over those in either.
-
-        NaN for a class that is in neither.
-        """
-        right = np.diagonal(self.confusion)
-        either = self.confusion.sum(axis=1) + self.confusion.sum(axis=0)[:-1] - right
-        return _shares(right, either)
-
-    @property
-    def accuracy(self) -> np.ndarray:
-        """(C,) share of a class's points that have its label; NaN without points."""
-        return _shares(np.diagonal(self.confusion), self.confusion.sum(axis=1))
-
-    @property
-    def mean_iou(self) -> float:
-        """The mean IoU of the classes in the truth or the prediction."""
-        return _mean(self.iou)
-
-    @property
-    def mean_accuracy(self) -> float:
-        """The mean accuracy of the classes in the truth."""
-        return _mean(self.accuracy)
-
-    @property
-    def overall_accuracy(self) -> float:
-        """The share of all points with the right label."""
-        right = np.diagonal(self.confusion).sum()
-        return float(_shares(right, self.confusion.sum()))
-
-    def to_dict(self) -> dict[str, Any]:
-        """Return the numbers for JSON; None stands for NaN."""
-        counts = self.confusion.sum(axis=1)
-        rows = zip(self.names, self.iou, self.accuracy, counts, strict=True)
-        return {
-            "classes": [
-                {"name": n, "iou": _plain(i), "accuracy": _plain(a), "points": int(p)}
-                for n, i, a, p in rows
-            ],
-            "mean_iou": _plain(self.mean_iou),
-            "mean_accuracy": _plain(self.mean_accuracy),
-            "overall_accuracy": _plain(self.overall_accuracy),
-            "points": int(self.confusion.sum()),
-            "confusion": self.confusion.tolist(),
-        }
-
-    def __str__(self) -> str:
-        """Return a table with a line for each class, and the means."""
-        width = max(map(len, (*self.names, "mean")))
-        lines = [f"  {'class':<{width}} {'IoU':>6} {'accuracy':>8} {'points':>12}"]
-        counts = self.confusion.sum(axis=1)
-        for row in zip(self.names, self.iou, self.accuracy, counts, strict=True):
-            lines.append(_line(width, *row))
-        total = int(counts.sum())
-        lines.append(_line(width, "mean", self.mean_iou, self.mean_accuracy, total))
-        lines.append(f"overall accuracy {_percent(self.overall_accuracy)}")
-        return "\n".join(lines)
-
-
-def _shares(part: Any, whole: Any) -> np.ndarray:
-    part, whole = np.asarray(part, float), np.asarray(whole, float)
-    return np.divide(part, whole, out=np.full_like(whole, np.nan), where=whole > 0)
-
-
-def _mean(values: np.ndarray) -> float:
-    known = values[~np.isnan(values)]
-    return float(known.mean()) if len(known) else float("nan")
-
-
-def _plain(value: float) -> float | None:
-    return None if np.isnan(value) else float(value)
-
-
-def _percent(value: float) -> str:
-    return "-" if np.isnan(value) else f"{value:.1%}"
-
-
-def _line(width: int, name: str, iou: float, accuracy: float, points: int) -> str:
-    return f"  {name:<{width}} {_percent(iou):>6} {_percent(accuracy):>8} {points:>12,}"

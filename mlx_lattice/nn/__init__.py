@@ -12,6 +12,8 @@ from . import (
     int8,
     layers,
     linear,
+    losses,
+    metrics,
     normalization,
     pooling,
 )
@@ -82,7 +84,13 @@ _FILES = (
     layers, attention, fused, convolution, int8, linear,
     normalization, pooling,
 )  # fmt: skip
-__all__ = ["Module", *(name for file in _FILES for name in file.__all__), *_NUMBERED]
+__all__ = [
+    "Module",
+    "losses",
+    "metrics",
+    *(name for file in _FILES for name in file.__all__),
+    *_NUMBERED,
+]
 
 
 def __dir__() -> list[str]:
