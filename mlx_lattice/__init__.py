@@ -4,6 +4,8 @@
 from .distribution import __version__ as __version__
 
 # isort: split
+from typing import TYPE_CHECKING
+
 from . import models, nn, ops, optimizers, routes
 from .checks import LatticeWarning
 from .compiled import Compiled, compile
@@ -106,5 +108,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> None:
-    unknown_name(name, __name__)
+if not TYPE_CHECKING:  # type checkers find mistyped names
+
+    def __getattr__(name: str) -> None:
+        unknown_name(name, __name__)

@@ -170,8 +170,13 @@ class Affine(ByKernels):
         spread: Callable[[mx.array], mx.array] | None = None,
         tell: Callable[..., None] = untold,
     ):
-        self.kernels, self.present, self.act, self.eps = kernels, present, act, eps
-        self.segments, self.spread, self.tell = segments, spread, tell
+        self.kernels: Norms | None = kernels
+        self.present: Sequence[bool] = present
+        self.act: Activation = act
+        self.eps: float = eps
+        self.segments: RowSegments | None = segments
+        self.spread: Callable[[mx.array], mx.array] | None = spread
+        self.tell: Callable[..., None] = tell
 
     def named(self, rest: Sequence[mx.array]) -> list[mx.array | None]:
         """Return weight, bias and residual, None for those that are not present."""

@@ -97,7 +97,8 @@ class Compiled:
             raise TypeError(
                 "inputs and outputs are for functions: a module's own state is captured"
             )
-        self.function, self.keep = function, keep
+        self.function: Callable[..., Any] = function
+        self.keep: int = keep
         self._state = inputs, outputs
         self._traces: OrderedDict[tuple, _Trace] = OrderedDict()
         self._modules: list[Module] | None = None

@@ -86,7 +86,7 @@ class EpilogueFacts(_Facts):
     def __str__(self) -> str:
         return " ".join(f"+ {part}" for part in self.parts)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the fields: cached dtypes of MLX do not pickle."""
         return EpilogueFacts, tuple(self)
 
@@ -196,7 +196,8 @@ class Moments:
 
     __slots__ = ("lines",)
 
-    key, residual = "moments", None
+    key: str = "moments"
+    residual: None = None
 
     def __init__(self):
         self.lines: mx.array | None = None

@@ -57,7 +57,9 @@ class IntegerTensor(SparseTensor):
     ):
         x = SparseTensor(coords, mx.zeros((len(coords), 1)), **options)
         self.__dict__.update(manager=x.manager, key=x.key, coords=x.coords)
-        self.values, self.scale, self.float_dtype = values, scale, float_dtype
+        self.values: mx.array = values
+        self.scale: mx.array = scale
+        self.float_dtype: mx.Dtype = float_dtype
         self._check()
 
     @classmethod

@@ -94,7 +94,9 @@ class EntryFile:
     def __init__(
         self, path: Path, header: dict[str, Any], valid: Callable[[object], bool]
     ):
-        self.path, self.header, self.valid = path, header, valid
+        self.path: Path = path
+        self.header: dict[str, Any] = header
+        self.valid: Callable[[object], bool] = valid
 
     def load(self) -> dict[str, object]:
         """Return the entries; none, with a warning, of a file that is unusable."""

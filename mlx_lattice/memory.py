@@ -47,7 +47,7 @@ LEAST_ROWS = {CPU: 1024, "*": 16384}
 BLOCKED_KINDS = ("submanifold", "forward", "target")
 BLOCKED_VIEWS = ("out_in", "sorted")
 # Decimal units as MLX prints them, binary ones by their own names.
-UNITS = {
+UNITS: dict[str, int] = {
     "": 1,
     "b": 1,
     **{name: 1000**n for n, name in enumerate(("kb", "mb", "gb", "tb"), 1)},
@@ -108,13 +108,14 @@ class Limit:
 
     def __init__(self, size: int):
         # Of all that MLX allocates; and what was in use when the block or a net began.
-        self.bytes, self.held = size, 0
+        self.bytes: int = size
+        self.held: int = 0
         self.begin()
 
     def begin(self) -> None:
         """Count everything in use now, such as another net's weights, as held."""
         mx.synchronize()
-        self.held: int = mx.get_active_memory()
+        self.held = mx.get_active_memory()
 
     def __str__(self) -> str:
         return format_bytes(self.bytes)
@@ -144,7 +145,7 @@ class Limit:
 
 
 _limit: ContextVar[Limit | None] = ContextVar("limit", default=None)
-active = _limit.get  # the limit that holds here, or None
+active: Callable[[], Limit | None] = _limit.get  # the limit that holds here, or None
 
 
 @contextmanager

@@ -651,12 +651,12 @@ class Plan:
         return values | {"dispatches": len(self.dispatches)}
 
     @classmethod
-    def from_facts(cls, problem: Problem, facts: dict) -> Plan:
+    def from_facts(cls, problem: Problem, facts: dict[str, Any]) -> Plan:
         """Return a plan with these ``facts``, which prints and cannot run."""
         dispatches = (None,) * facts["dispatches"]
         return cls(problem, **facts | {"dispatches": dispatches, "bind": _no_kernel})
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the facts, without functions."""
         return Plan.from_facts, (self.problem, self.facts())
 

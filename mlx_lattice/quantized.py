@@ -109,7 +109,7 @@ class QuantizedWeight(PackedWeight):
             a kernel-major weight.
     """
 
-    names = "weight", "scales", "biases"
+    names: ClassVar[tuple[str, ...]] = "weight", "scales", "biases"
     weight: mx.array
     scales: mx.array
     biases: mx.array
@@ -168,7 +168,7 @@ class IntegerWeight(PackedWeight):
         in_channels, bits, kernel: as for ``QuantizedWeight``.
     """
 
-    names = "values", "multipliers", "scale"
+    names: ClassVar[tuple[str, ...]] = "values", "multipliers", "scale"
     values: mx.array
     multipliers: mx.array | None
     scale: mx.array

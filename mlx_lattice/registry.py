@@ -23,7 +23,7 @@ def serving() -> str:
     return backend if serves(backend) else MLX
 
 
-class Family(dict):
+class Family(dict[str, Any]):
     """Kernels of one kind by backend; ``backends`` adds them when it is imported.
 
     A call returns those of the current device. Without any, MLX operations serve.

@@ -312,7 +312,9 @@ def check_viewer() -> None:
         raise ImportError(f"a page of a scene needs k3d; {install('viz')}")
 
 
-def html_table(title: str, columns: Sequence[str], rows: Iterable[Sequence]) -> str:
+def html_table(
+    title: str, columns: Sequence[str], rows: Iterable[Sequence[Any]]
+) -> str:
     """Return a title and rows of values as an HTML table, as notebooks show it."""
 
     def line(values: Sequence, tag: str) -> str:

@@ -181,7 +181,8 @@ class Gradient(Function):
         composed: Callable[..., Any],
         statistics: int = 0,
     ):
-        self.forward, self.composed = back, composed
+        self.forward: Callable[..., Any] = back
+        self.composed: Callable[..., Any] = composed
         self.statistics = statistics
 
     def again(
@@ -227,7 +228,9 @@ class ByKernels(Function):
         back: Callable[..., Any],
         composed: Callable[..., Any],
     ):
-        self.forward, self.back, self.composed = forward, back, composed
+        self.forward: Callable[..., Any] = forward
+        self.back: Callable[..., Any] = back
+        self.composed: Callable[..., Any] = composed
 
     def gradient(self, dy: mx.array, *arrays: mx.array) -> tuple[mx.array, ...]:
         """Return what ``back`` does, with derivatives."""

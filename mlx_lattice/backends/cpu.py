@@ -58,7 +58,7 @@ def _csr_columns(relation: Relation) -> tuple[mx.array, ...]:
 
 
 # What a function of the extension gets of a relation, by the view that it reads.
-EDGES = {
+EDGES: dict[str, Callable[[Relation], tuple[Any, ...]]] = {
     "out_in": lambda relation: (relation.out_in,),
     "edges": lambda relation: (relation.edges, relation.n_out),
     "output_csr": _csr_columns,

@@ -27,7 +27,7 @@ from . import bar, log
 
 GROUP = 32  # input channels that share a scale, if weights have groups
 # Bits of weights and of features, by name.
-SCHEMES = {
+SCHEMES: dict[str, Any] = {
     "float32": (None, None),
     "int8 weights": (8, None),
     "int4 weights": (4, None),
@@ -55,7 +55,7 @@ class DigitNet(mlx.nn.Module):
         self.down2: nn.Sequential = nn.Sequential(
             nn.Conv3d(32, 64, 3, stride=2, bias=False), nn.BatchNorm(64), nn.ReLU()
         )
-        self.head = mlx.nn.Linear(64, classes)
+        self.head: mlx.nn.Linear = mlx.nn.Linear(64, classes)
 
     def __call__(self, x: SparseTensor) -> mx.array:
         """Return (batch, classes) logits."""
@@ -80,7 +80,7 @@ def digit_batch(voxels: list[np.ndarray]) -> SparseTensor:
     return SparseTensor(mx.array(coords), feats, batch_size=len(voxels))
 
 
-def load_digits(seed: int = 0):
+def load_digits(seed: int = 0) -> tuple[tuple[list[Any], Any], tuple[list[Any], Any]]:
     """Return (voxels, labels) of the train and of the held-out test digits."""
     data = sklearn.datasets.load_digits()
     train, test, train_labels, test_labels = sklearn.model_selection.train_test_split(
@@ -109,7 +109,15 @@ def loss_of(net: mlx.nn.Module, x: SparseTensor, y: mx.array) -> mx.array:
     return mlx.nn.losses.cross_entropy(net(x), y, reduction="mean")
 
 
-def train(net, voxels, labels, epochs: int, batch_size: int, seed: int, show=True):
+def train(
+    net: mlx.nn.Module,
+    voxels: list[Any],
+    labels: np.ndarray,
+    epochs: int,
+    batch_size: int,
+    seed: int,
+    show: bool = True,
+) -> list[float]:
     """Train with Adam on shuffled batches; return the seconds of each step."""
     steps = epochs * (len(voxels) // batch_size)
     schedule = optim.cosine_decay(3e-3, steps)

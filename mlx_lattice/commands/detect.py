@@ -131,7 +131,9 @@ def table(net: Detector, rows: list[dict[str, Any]]) -> str:
     return drawn(columns, cells) + (more if len(rows) > SHOWN else "")
 
 
-def described_net(net: Detector, rows: list[dict], model: str) -> dict:
+def described_net(
+    net: Detector, rows: list[dict[str, Any]], model: str
+) -> dict[str, Any]:
     """Return boxes with the net's settings."""
     return {
         "model": model,
@@ -142,7 +144,7 @@ def described_net(net: Detector, rows: list[dict], model: str) -> dict:
     }
 
 
-def write(net: Detector, document: dict, table: Path, whole: Path) -> None:
+def write(net: Detector, document: dict[str, Any], table: Path, whole: Path) -> None:
     """Write boxes as CSV, and as JSON with the net's settings."""
     width = 9 if any(n == "vel" for n in net.dense_head.heads_list[0]) else 7
     with (

@@ -36,7 +36,7 @@ from . import log, stages, usage
 SUFFIX = ".safetensors"
 PIPELINE = "pipeline.json"
 # The class of each net, by a part of its published name: the first that is in it.
-KINDS = {
+KINDS: dict[str, type[Any]] = {
     "structure_flow": models.SparseStructureFlowModel,
     "structure_decoder": models.SparseStructureDecoder,
     "slat_flow": models.SLatFlowModel,

@@ -200,8 +200,11 @@ class Operation:
     """
 
     def __init__(self, forward: Forward, vjp: Vjp | None, layer: object):
-        self.forward, self.vjp, self.layer = forward, vjp, layer
-        self.thread, self.context = threading.get_ident(), None
+        self.forward: Forward = forward
+        self.vjp: Vjp | None = vjp
+        self.layer: object = layer
+        self.thread: int = threading.get_ident()
+        self.context = None
 
     def run(self, arrays: Sequence[Any]) -> tuple[list[mx.array], bool]:
         """Return the evaluated results, and whether there is just one."""
@@ -212,7 +215,9 @@ class Operation:
         mx.eval(results)
         return results, is_one
 
-    def gradients(self, needed, arrays, cotangents) -> Sequence[mx.array | None]:
+    def gradients(
+        self, needed: Sequence[bool], arrays: Sequence[Any], cotangents: Sequence[Any]
+    ) -> Sequence[mx.array | None]:
         """Return evaluated gradients by the arrays that need one."""
         if threading.get_ident() != self.thread and self.context is not None:
             return self.context.copy().run(self._gradients, needed, arrays, cotangents)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import mlx.core as mx
 import torch
@@ -111,7 +112,7 @@ def flash_attn_varlen_func(
     deterministic: bool = False,
     return_attn_probs: bool = False,
     block_table: torch.Tensor | None = None,
-):
+) -> Any:
     """Attend from the queries of each sequence to its keys.
 
     Args:
@@ -233,7 +234,7 @@ def flash_attn_varlen_qkvpacked_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:
     """Attend among the rows of each sequence.
 
     Args:
@@ -270,7 +271,7 @@ def flash_attn_varlen_kvpacked_func(
     max_seqlen_k: int | None = None,
     *args: object,
     **options: object,
-):
+) -> Any:
     """Attend as ``flash_attn_varlen_func`` with keys and values (M, 2, kv_heads, D)."""
     sizes = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
     return flash_attn_varlen_func(q, *kv.unbind(1), *sizes, *args, **options)
@@ -288,7 +289,7 @@ def flash_attn_func(
     alibi_slopes: torch.Tensor | None = None,
     deterministic: bool = False,
     return_attn_probs: bool = False,
-):
+) -> Any:
     """Attend in a batch of sequences of one length, by PyTorch's attention.
 
     Args:
@@ -306,19 +307,21 @@ def flash_attn_func(
     return (y, sums[:], None) if return_attn_probs else y
 
 
-def flash_attn_qkvpacked_func(qkv: torch.Tensor, *args: object, **options: object):
+def flash_attn_qkvpacked_func(
+    qkv: torch.Tensor, *args: object, **options: object
+) -> Any:
     """Attend as ``flash_attn_func`` with (B, N, 3, heads, D)."""
     return flash_attn_func(*qkv.unbind(2), *args, **options)
 
 
 def flash_attn_kvpacked_func(
     q: torch.Tensor, kv: torch.Tensor, *args: object, **options: object
-):
+) -> Any:
     """Attend as ``flash_attn_func`` with keys and values (B, M, 2, kv_heads, D)."""
     return flash_attn_func(q, *kv.unbind(2), *args, **options)
 
 
-def flash_attn_with_kvcache(*_: object, **__: object):
+def flash_attn_with_kvcache(*_: object, **__: object) -> Any:
     """Raise NotImplementedError."""
     raise NotImplementedError(
         "flash_attn_with_kvcache is not provided; use flash_attn_func with the whole "

@@ -211,7 +211,9 @@ class SortedIndex(RowIndex):
     """Finds rows of a set by a binary search, in MLX operations; see ``RowIndex``."""
 
     def __init__(self, order: mx.array, ordered: mx.array, bounds: Bounds | None):
-        self.order, self.ordered, self.bounds = order, ordered, bounds
+        self.order: mx.array = order
+        self.ordered: mx.array = ordered
+        self.bounds: Bounds | None = bounds
 
     @classmethod
     def of(cls, coords: mx.array, box: Bounds | None = None) -> SortedIndex:

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from string import ascii_uppercase
+from typing import Any
 
 from ..kept_files import atomic_write
 from .explain import milliseconds
@@ -130,7 +131,7 @@ class Comparison:
         """Return the page in a frame, for notebooks; None without the extra viz."""
         return framed(page, self)
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return traces, rows and totals as plain Python values, for JSON."""
         return {
             "measured": self.measured,

@@ -70,7 +70,7 @@ class BackendInfo:
     forced: Mapping[str, str]  # routes by pass
     environment: Mapping[str, str]  # the library's variables that are set
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return every field, for JSON."""
         states = {
             name: {"available": runs, "reason": text}
@@ -226,7 +226,7 @@ def shell(resolution: int) -> mx.array:
 
 
 # The manager's method for each kind of relation, and its arguments.
-KINDS = {
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "submanifold": ("submanifold_kernel_relation", {"kernel_size": 3}),
     "pointwise": ("submanifold_kernel_relation", {"kernel_size": 1}),
     "strided": ("kernel_relation", {"kernel_size": 2, "stride": 2}),
@@ -617,13 +617,15 @@ class Doctor:
     ):
         # Results are compared in float32, so MLX's matmul must not round to TF32.
         os.environ["MLX_ENABLE_TF32"] = "0"
-        self.quick, self.path, self.show = quick, path, show
+        self.quick: bool = quick
+        self.path: Path | None = path
+        self.show: Callable[[str], object] = show
         self.seconds: float = seconds or (QUICK_SECONDS if quick else SECONDS)
-        self.device = devices.current()
+        self.device: Device = devices.current()
         if devices.metal_on_host():  # whose emulator runs every kernel of Metal
-            self.device: Device = replace(self.device, neural_accelerators=True)
+            self.device = replace(self.device, neural_accelerators=True)
         self._begun, self._saved = time.perf_counter(), -math.inf
-        self.report = {
+        self.report: dict[str, Any] = {
             "format": FORMAT,
             "version": VERSION,
             "machine": machine_facts(self.device),

@@ -8,7 +8,7 @@ independent route, compared.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass, replace
 from numbers import Real
@@ -194,7 +194,7 @@ def _scaled(value: float, units: tuple[str, ...]) -> str:
 
 
 # The function of a layer, by the kind of its relation.
-FUNCTIONS = {
+FUNCTIONS: dict[str, Callable[..., Any]] = {
     "submanifold": convolution.subm_conv,
     "forward": convolution.conv,
     "target": convolution.conv,
@@ -237,7 +237,7 @@ class Explanation:
 
     __repr__ = __str__
 
-    def as_dict(self) -> dict:
+    def as_dict(self) -> dict[str, Any]:
         """Return the explanation as ``Trace.to_json`` writes it."""
         choice, facts = self.choice, self.facts
         return {
@@ -508,7 +508,10 @@ class VerificationError(ArithmeticError):
 
     def __init__(self, message: str, layer: object, route: str, error: float, row: int):
         super().__init__(message)
-        self.layer, self.route, self.error, self.row = layer, route, error, row
+        self.layer: object = layer
+        self.route: str = route
+        self.error: float = error
+        self.row: int = row
 
 
 def verify(

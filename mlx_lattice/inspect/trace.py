@@ -79,7 +79,7 @@ class Record:
         }
 
     @classmethod
-    def from_dict(cls, row: dict, device: Device) -> Record:
+    def from_dict(cls, row: dict[str, Any], device: Device) -> Record:
         """Return the record that ``as_dict`` wrote; its plan prints and cannot run."""
         facts, after = dict(row["problem"]), row["problem"]["integer"]
         if facts["epilogue"]:
@@ -117,7 +117,7 @@ class NormRecord:
         return {"layer": self.layer, **_facts_of(self.norm)}
 
     @classmethod
-    def from_dict(cls, row: dict) -> NormRecord:
+    def from_dict(cls, row: dict[str, Any]) -> NormRecord:
         """Return the record that ``as_dict`` wrote."""
         return cls(row["layer"], _restored(Fused, row, scope=None, pass_=row["pass"]))
 
@@ -135,7 +135,7 @@ class AttentionRecord:
         return {"layer": self.layer, **facts, "padding": self.attention.padding}
 
     @classmethod
-    def from_dict(cls, row: dict) -> AttentionRecord:
+    def from_dict(cls, row: dict[str, Any]) -> AttentionRecord:
         """Return the record that ``as_dict`` wrote."""
         facts = _restored(Attended, row, scope=None, pass_=row["pass"])
         return cls(row["layer"], facts)
@@ -178,9 +178,14 @@ class Trace:
     """
 
     def __init__(self, device: Device, timed: bool, net: str = ""):
-        self.device, self.timed, self.net = device, timed, net
-        self.date = datetime.now().astimezone().isoformat(timespec="seconds")
-        self.versions = {"mlx_lattice": __version__, "mlx": mx.__version__}
+        self.device: Device = device
+        self.timed: bool = timed
+        self.net: str = net
+        self.date: str = datetime.now().astimezone().isoformat(timespec="seconds")
+        self.versions: dict[str, Any] = {
+            "mlx_lattice": __version__,
+            "mlx": mx.__version__,
+        }
         self.records: list[Record] = []
         self.norms: list[NormRecord] = []
         self.attention: list[AttentionRecord] = []
@@ -238,7 +243,7 @@ class Trace:
         return json.dumps(self.as_dict(), indent=1, default=str)
 
     @classmethod
-    def from_dict(cls, facts: dict) -> Trace:
+    def from_dict(cls, facts: dict[str, Any]) -> Trace:
         """Return the trace that ``as_dict`` wrote. Its plans print and cannot run."""
         device = Device(**facts["device"])
         found = cls(device, facts["timed"], facts["net"])
@@ -290,7 +295,7 @@ class Trace:
             draft.write_text(text, encoding="utf-8")
 
 
-def check_page(path: str | Path, suffixes=(".html", ".json")) -> Path:
+def check_page(path: str | Path, suffixes: Sequence[str] = (".html", ".json")) -> Path:
     """Return the path of a page, checked before the work that the page shows.
 
     Raises what ``Trace.save`` does.
@@ -417,7 +422,7 @@ def totals(trace: Trace) -> dict[str, float | None]:
     return {k: None if None in some else sum(some) for k, some in values.items()}
 
 
-def or_dash(value, write: Callable[..., str]) -> str:
+def or_dash(value: Any, write: Callable[..., str]) -> str:
     """Return a value as text, "-" if it is unknown."""
     return "-" if value is None else write(value)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import struct
 import warnings
 import zipfile
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from io import BytesIO, TextIOWrapper
@@ -911,7 +911,7 @@ def read_vtk(path: Path) -> Columns:
     return dict(zip("xyz", numbers.reshape(n, 3).T, strict=True))
 
 
-READERS = {
+READERS: dict[str, Callable[[Path], PointCloud]] = {
     ".ply": read_ply,
     ".pcd": read_pcd,
     ".las": _read_las,

@@ -69,12 +69,14 @@ class Archive:
     """A file of ``torch.save``: its pickle, and a record of bytes for each storage."""
 
     def __init__(self, stream: BinaryIO, path: Path):
-        self.path, self.stream = path, stream
+        self.path: Path = path
+        self.stream: BinaryIO = stream
         self.data: mmap.mmap = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         self.length: int = len(self.data)
         self.records: dict[str, tuple[int, int, int]] = {}
         start = self.data[:512]
-        self.legacy, self.prefix = bool(_LEGACY.match(start)), ""
+        self.legacy: bool = bool(_LEGACY.match(start))
+        self.prefix: str = ""
         if self.legacy:
             return
         if not start.startswith(b"PK\x03\x04"):
@@ -101,7 +103,7 @@ class Archive:
                 raise self.error(f"has two records {shown(name)!r}")
             self.records[name] = start, entry.file_size, entry.CRC
             last = start + entry.file_size
-        self.prefix: str = f"{roots[0]}data/"
+        self.prefix = f"{roots[0]}data/"
         order = f"{roots[0]}byteorder"
         if order in self.records and self.read(order) != b"little":
             raise self.error("was saved on a big-endian machine, which is not read")
@@ -153,6 +155,8 @@ class Archive:
 
 class PyTorchState(State):
     """The tensors of a file that ``torch.save`` wrote, read one at a time."""
+
+    others: list[str]
 
     def __init__(self, stream: BinaryIO, path: Path, key: str | None = None):
         self._archive = archive = Archive(stream, path)

@@ -140,7 +140,9 @@ def _without_doubles(dtype: mx.Dtype) -> mx.Dtype:
 class State:
     """The tensors of a checkpoint by name."""
 
-    from_file, library, note = True, None, ""
+    from_file: bool = True
+    library: str | None = None
+    note: str = ""
     tensors: dict[str, Any]
 
     def __iter__(self) -> Iterator[str]:
@@ -182,6 +184,8 @@ class ArrayState(State):
 
 class SafetensorsState(State):
     """The arrays of a safetensors file, each read when it is used."""
+
+    metadata: dict[str, str]
 
     def __init__(self, path: Path):
         self.metadata, self.tensors = _check(path)

@@ -65,10 +65,14 @@ class SparseBasicBlock(nn.Module):
         self, in_channels: int, out_channels: int, bias: bool = False, dims: int = 3
     ):
         super().__init__()
-        self.conv1 = layer("SubmConv", dims, in_channels, out_channels, 3, bias=bias)
-        self.bn1 = spconv_norm(out_channels)
-        self.conv2 = layer("SubmConv", dims, out_channels, out_channels, 3, bias=bias)
-        self.bn2 = spconv_norm(out_channels)
+        self.conv1: nn.Module = layer(
+            "SubmConv", dims, in_channels, out_channels, 3, bias=bias
+        )
+        self.bn1: nn.BatchNorm = spconv_norm(out_channels)
+        self.conv2: nn.Module = layer(
+            "SubmConv", dims, out_channels, out_channels, 3, bias=bias
+        )
+        self.bn2: nn.BatchNorm = spconv_norm(out_channels)
         if in_channels != out_channels:
             proj = layer("SubmConv", dims, in_channels, out_channels, 1, bias=False)
             self.proj: nn.Sequential = nn.Sequential(proj, spconv_norm(out_channels))
@@ -109,12 +113,12 @@ class BasicBlock(nn.Module):
             first = layer("SubmConv", dims, *sizes, 3, bias=False)
         else:
             first = layer("Conv", dims, *sizes, 3, stride, bias=False)
-        self.conv1 = conv_norm(first)
+        self.conv1: nn.ConvNormAct = conv_norm(first)
         second = layer("SubmConv", dims, out_channels, out_channels, 3, bias=False)
-        self.conv2 = conv_norm(second)
+        self.conv2: nn.ConvNormAct = conv_norm(second)
         if stride != 1 or in_channels != out_channels:
             shortcut = layer("Conv", dims, *sizes, stride, stride, bias=False)
-            self.shortcut = conv_norm(shortcut, activate=False)
+            self.shortcut: nn.ConvNormAct = conv_norm(shortcut, activate=False)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``, or of its cells at the stride."""
@@ -164,11 +168,11 @@ class Bottleneck(nn.Module):
             module = layer("SubmConv", dims, c_in, c_out, size, bias=False)
             return conv_norm(module, activate)
 
-        self.conv1 = conv(in_channels, channels, 1)
-        self.conv2 = conv(channels, channels, 3)
-        self.conv3 = conv(channels, wide, 1)
+        self.conv1: nn.ConvNormAct = conv(in_channels, channels, 1)
+        self.conv2: nn.ConvNormAct = conv(channels, channels, 3)
+        self.conv3: nn.ConvNormAct = conv(channels, wide, 1)
         if in_channels != wide:
-            self.shortcut = conv(in_channels, wide, 1, activate=False)
+            self.shortcut: nn.ConvNormAct = conv(in_channels, wide, 1, activate=False)
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
@@ -226,10 +230,10 @@ class SparseResNet(Pretrained):
                 f"{len(planes)} and {len(layers)}"
             )
         stem = layer("SubmConv", dims, in_channels, planes[0], 3, bias=False)
-        self.stem = conv_norm(stem)
-        self.pool = layer("MaxPool", dims, 2)
+        self.stem: nn.ConvNormAct = conv_norm(stem)
+        self.pool: Any = layer("MaxPool", dims, 2)
         widths = [planes[0], *planes]
-        self.stages = [
+        self.stages: list[nn.Sequential] = [
             blocks(widths[i], widths[i + 1], count, 1 if i == 0 else 2, dims)
             for i, count in enumerate(layers)
         ]
@@ -265,7 +269,7 @@ class SparseResNet14(_Sized):
         (1, 10)
     """
 
-    blocks = (1, 1, 1, 1)
+    blocks: tuple[int, ...] = (1, 1, 1, 1)
 
 
 class SparseResNet18(_Sized):
@@ -277,7 +281,7 @@ class SparseResNet18(_Sized):
         (1, 10)
     """
 
-    blocks = (2, 2, 2, 2)
+    blocks: tuple[int, ...] = (2, 2, 2, 2)
 
 
 class SparseResNet34(_Sized):
@@ -289,4 +293,4 @@ class SparseResNet34(_Sized):
         (1, 10)
     """
 
-    blocks = (3, 4, 6, 3)
+    blocks: tuple[int, ...] = (3, 4, 6, 3)

@@ -57,7 +57,7 @@ _SMALL = {
     "dec_attn": (False,) * 4,
 }
 # The published sizes; "small*" has blocks in the decoder, for instances.
-SIZES = {
+SIZES: dict[str, dict[str, Any]] = {
     "small": _SMALL,
     "small*": _SMALL
     | {
@@ -101,9 +101,9 @@ class LitePTBlock(AttentionBlock):
         else:
             nn.Module.__init__(self)
         if conv:
-            self.conv = convolution(channels, dims)
+            self.conv: list[Any] = convolution(channels, dims)
         else:
-            self.norm0 = [nn.LayerNorm(channels)]
+            self.norm0: list[nn.LayerNorm] = [nn.LayerNorm(channels)]
 
     def __call__(
         self, x: SparseTensor, level: Level, convolved: SparseTensor
@@ -188,7 +188,8 @@ class LitePT(PointTransformer):
         decoder = [levels[name] for name in _DECODER]
         check_levels(stride, encoder, () if enc_mode else decoder)
         self._set_orders(order, dims, shuffle_orders)
-        self.stride, self.enc_mode = tuple(stride), enc_mode
+        self.stride: tuple[int, ...] = tuple(stride)
+        self.enc_mode: bool = enc_mode
 
         def blocks(settings: Sequence) -> Callable[[int, int, float], nn.Module]:
             def block(s: int, i: int, drop: float) -> nn.Module:

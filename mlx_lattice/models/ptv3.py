@@ -76,8 +76,10 @@ class SerializedAttention(nn.Module):
         dims: int = 3,
     ):
         super().__init__()
-        self.num_heads, self.patch_size = heads_of(channels, num_heads), patch_size
-        self.order_index, self.scale = order_index, qk_scale
+        self.num_heads: int = heads_of(channels, num_heads)
+        self.patch_size: int = patch_size
+        self.order_index: int = order_index
+        self.scale: float | None = qk_scale
         self.rope_base = rope_base
         self.qkv: nn.Linear = nn.Linear(channels, 3 * channels, bias=qkv_bias)
         self.proj: nn.Linear = nn.Linear(channels, channels)
@@ -124,7 +126,7 @@ class MLP(nn.Module):
     def __init__(self, channels: int, hidden_channels: int, drop: float = 0.0):
         super().__init__()
         self.fc1: nn.Linear = nn.Linear(channels, hidden_channels)
-        self.act = nn.GELU()
+        self.act: Any = nn.GELU()
         self.fc2: nn.Linear = nn.Linear(hidden_channels, channels)
         self.drop: nn.Dropout = nn.Dropout(drop)
 
@@ -155,16 +157,16 @@ class AttentionBlock(nn.Module):
     ):
         super().__init__()
         # Lists of one layer are named as the published parameters are.
-        self.norm1 = [nn.LayerNorm(channels)]
+        self.norm1: list[nn.LayerNorm] = [nn.LayerNorm(channels)]
         sizes = channels, num_heads, patch_size
         self.attn: SerializedAttention = SerializedAttention(*sizes, **attention)
-        self.norm2 = [nn.LayerNorm(channels)]
+        self.norm2: list[nn.LayerNorm] = [nn.LayerNorm(channels)]
         self.mlp: list[MLP] = [MLP(channels, int(channels * mlp_ratio), proj_drop)]
         self.drop: nn.Dropout = nn.Dropout(proj_drop)
         self.drop_path: nn.DropPath = nn.DropPath(drop_path)
         if layer_scale is not None:
-            self.ls1 = [nn.LayerScale(channels, layer_scale)]
-            self.ls2 = [nn.LayerScale(channels, layer_scale)]
+            self.ls1: list[nn.LayerScale] = [nn.LayerScale(channels, layer_scale)]
+            self.ls2: list[nn.LayerScale] = [nn.LayerScale(channels, layer_scale)]
 
     def attend(
         self, x: SparseTensor, level: Level
@@ -194,7 +196,7 @@ class SerializedBlock(AttentionBlock):
 
     def __init__(self, channels: int, *sizes: Any, dims: int = 3, **attention: Any):
         super().__init__(channels, *sizes, dims=dims, **attention)
-        self.cpe = convolution(channels, dims)
+        self.cpe: list[Any] = convolution(channels, dims)
 
     def __call__(
         self, x: SparseTensor, level: Level, convolved: SparseTensor
@@ -217,7 +219,10 @@ class PointTransformer(Segmentor):
     """
 
     # What only PTv3 has other values of.
-    variant, legacy, rope_base, enable_flash = "", False, None, True
+    variant: str = ""
+    legacy: bool = False
+    rope_base: float | None = None
+    enable_flash: bool = True
 
     def _set_orders(self, order: Sequence[str], dims: int, shuffle: bool) -> None:
         """Set the curves, which are checked."""
@@ -228,7 +233,8 @@ class PointTransformer(Segmentor):
             raise ValueError("order must name one curve or more; got none")
         for curve in self.order:
             check_curve(curve, dims)
-        self.dims, self.shuffle_orders = dims, shuffle
+        self.dims: int = dims
+        self.shuffle_orders: bool = shuffle
 
     def _build(
         self,
@@ -250,11 +256,12 @@ class PointTransformer(Segmentor):
                 in it and the probability to leave its branches out.
         """
         channels = encoder[1]
-        self.embedding = nn.Module()
+        self.embedding: nn.Module = nn.Module()
         self.embedding.stem = nn.Sequential(
             **stem, norm=norm(channels[0]), act=nn.GELU()
         )
-        self.enc, drops = nn.Module(), _ramp(drop_path, encoder[0])
+        self.enc: nn.Module = nn.Module()
+        drops = _ramp(drop_path, encoder[0])
         for s, wide in enumerate(channels):
             stage = self.enc[f"enc{s}"] = nn.Module()
             for i, drop in enumerate(drops[s]):
@@ -264,7 +271,8 @@ class PointTransformer(Segmentor):
                 stage.down = nn.GridPooling(channels[s - 1], wide, cell, norm(wide))
         last = sum(channels)
         if not self.enc_mode:
-            self.dec, drops = nn.Module(), _ramp(drop_path, decoder[0])
+            self.dec: nn.Module = nn.Module()
+            drops = _ramp(drop_path, decoder[0])
             deeper = [*decoder[1], channels[-1]]
             for s, cell in enumerate(self.stride):
                 stage = self.dec[f"dec{s}"] = nn.Module()
@@ -500,9 +508,12 @@ class PTv3(PointTransformer):
                 "bias are computed one by one, in patches that the smallest batch "
                 "element fills"
             )
-        self.variant, self.enc_mode, self._legacy = variant, enc_mode, legacy
+        self.variant: str = variant
+        self.enc_mode: bool = enc_mode
+        self._legacy = legacy
         self._set_orders(order, dims, shuffle_orders)
-        self.stride, self.enable_flash = tuple(stride), enable_flash
+        self.stride: tuple[int, ...] = tuple(stride)
+        self.enable_flash: bool = enable_flash
         self.rope_base: float | None = rope_base if variant == "m3" else None
         first, norm = enc_channels[0], nn.LayerNorm
         if variant == "m1":

@@ -231,6 +231,10 @@ class Tiles:
     Holds an index of 8 bytes for each point.
     """
 
+    tile: float
+    overlap: float
+    step: float
+
     def __init__(
         self,
         points: np.ndarray,
@@ -239,7 +243,8 @@ class Tiles:
         ground: Sequence[int],
         voxel_size: float,
     ):
-        self.points, self.ground = points, ground
+        self.points: np.ndarray = points
+        self.ground: Sequence[int] = ground
         self.own: dict[int, slice] | None = None  # places in order, by tile
         if tile is None:
             if overlap is not None:
@@ -268,7 +273,7 @@ class Tiles:
             at = np.floor((column - (low + overlap / 2)) / step)
             key *= n
             key += np.clip(at, 0, n - 1).astype(key.dtype)
-        self.order = np.argsort(key, kind="stable")
+        self.order: np.ndarray = np.argsort(key, kind="stable")
         keys, counts = np.unique(key, return_counts=True)
         ends = np.cumsum(counts)
         self.own = {

@@ -120,8 +120,10 @@ class Down(nn.Module):
         super().__init__()
         self.trimmed = trimmed
         conv = layer("Conv", dims, in_channels, in_channels, 2, 2, bias=False)
-        self.down = conv_norm(conv)
-        self.blocks = blocks(in_channels, channels, count, 1, dims, block)
+        self.down: nn.ConvNormAct = conv_norm(conv)
+        self.blocks: nn.Sequential = blocks(
+            in_channels, channels, count, 1, dims, block
+        )
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the cells at stride 2."""
@@ -143,8 +145,10 @@ class Up(nn.Module):
     ):
         super().__init__()
         conv = layer("ConvTranspose", dims, in_channels, channels, 2, 2, bias=False)
-        self.up = conv_norm(conv)
-        self.blocks = blocks(channels + skip, channels, count, 1, dims, block)
+        self.up: nn.ConvNormAct = conv_norm(conv)
+        self.blocks: nn.Sequential = blocks(
+            channels + skip, channels, count, 1, dims, block
+        )
 
     def __call__(self, x: SparseTensor, skip: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``skip``."""
@@ -215,7 +219,7 @@ class MinkUNet(Segmentor):
             Up(widths[i], widths[7 - i], planes[i], layers[i], dims, block)
             for i in range(4, 8)
         ]
-        self.head = layer("SubmConv", dims, widths[8], num_classes, 1)
+        self.head: nn.Module = layer("SubmConv", dims, widths[8], num_classes, 1)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -301,7 +305,8 @@ class MinkUNet50(_Planned):
         (64, 20)
     """
 
-    depth, bottleneck = 50, True
+    depth = 50
+    bottleneck: bool = True
 
 
 class MinkUNet101(_Planned):
@@ -313,7 +318,8 @@ class MinkUNet101(_Planned):
         (64, 20)
     """
 
-    depth, bottleneck = 101, True
+    depth = 101
+    bottleneck: bool = True
 
 
 class MinkUNetTorchSparse(MinkUNet):
@@ -425,10 +431,11 @@ class SpUNet(Segmentor):
             )
         self.enc_mode = enc_mode
         stem = layer("SubmConv", dims, in_channels, base_channels, 5, bias=False)
-        self.conv_input = conv_norm_relu(stem)
+        self.conv_input: nn.Sequential = conv_norm_relu(stem)
         levels = len(channels) // 2
         widths = [base_channels, *channels[:levels]]  # of the encoder, by level
-        self.down, self.enc = [], []
+        self.down: list[Any] = []
+        self.enc: list[Any] = []
         for i in range(levels):
             fine, coarse = widths[i], widths[i + 1]
             down = layer("Conv", dims, fine, coarse, 2, 2, bias=False)
@@ -436,7 +443,8 @@ class SpUNet(Segmentor):
             self.enc.append(SpUNetStage(coarse, coarse, layers[i], dims))
         last = widths[-1]
         if not enc_mode:
-            self.up, self.dec = [], []
+            self.up: list[Any] = []
+            self.dec: list[Any] = []
             # What a decoder stage gets, and what it returns, from the finest on.
             deeper = [*channels[: levels - 1 : -1], last]
             for i in range(levels):
@@ -447,7 +455,7 @@ class SpUNet(Segmentor):
                 self.dec.append(SpUNetStage(out + widths[i], out, count, dims))
             last = channels[-1]
         if num_classes:
-            self.final = layer("SubmConv", dims, last, num_classes, 1)
+            self.final: nn.Module = layer("SubmConv", dims, last, num_classes, 1)
 
     @property
     def strides(self) -> tuple[int, ...]:
@@ -580,9 +588,10 @@ class SPVCNN(MinkUNet):
             stem_channels=cs[0],
             trimmed=trimmed,
         )
-        self.voxel_size, self.trimmed = voxel_size, trimmed
+        self.voxel_size: float = voxel_size
+        self.trimmed: bool = trimmed
         self.head: nn.Linear = nn.Linear(cs[8], num_classes)
-        self.point_transforms = [
+        self.point_transforms: list[nn.Sequential] = [
             nn.Sequential(nn.Linear(cs[a], cs[b]), nn.BatchNorm(cs[b]), nn.ReLU())
             for a, b in ((0, 4), (4, 6), (6, 8))
         ]

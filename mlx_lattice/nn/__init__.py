@@ -97,5 +97,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> None:
-    unknown_name(name, __name__)
+if not TYPE_CHECKING:  # type checkers find mistyped names
+
+    def __getattr__(name: str) -> None:
+        unknown_name(name, __name__)

@@ -98,8 +98,10 @@ class SparseAttention(Module):
         self.rope: bool = flag(rope, "rope")
         self.rope_base: float = real(rope_base, "rope_base")
         self.rope_frequency: float = real(rope_frequency, "rope_frequency")
-        self.order, self.patch = order, patch
-        self.window, self.shift = window, shift
+        self.order: str = order
+        self.patch: int | None = patch
+        self.window: IntOrTuple | None = window
+        self.shift: IntOrTuple = shift
         self.to_qkv: Linear = Linear(dims, 3 * dims, bias=bias)
         if flag(qk_rms_norm, "qk_rms_norm"):
             self.q_rms_norm: MultiHeadRMSNorm = MultiHeadRMSNorm(
@@ -151,7 +153,7 @@ class FeedForward(Module):
 
     def __init__(self, dims: int, hidden_dims: int):
         super().__init__()
-        self.mlp = [
+        self.mlp: list[Any] = [
             Linear(dims, hidden_dims),
             GELU("precise"),
             Linear(hidden_dims, dims),
@@ -224,7 +226,8 @@ class RelativePositions(Parameters, Module):
 
     def __init__(self, patch_size: int, num_heads: int, dims: int = 3):
         super().__init__()
-        self.bound, self.dims = int((4 * patch_size) ** (1 / dims) * 2), dims
+        self.bound: int = int((4 * patch_size) ** (1 / dims) * 2)
+        self.dims: int = dims
         shape = dims * (2 * self.bound + 1), num_heads
         self.rpe_table: mx.array = 0.02 * mx.random.truncated_normal(
             -100.0, 100.0, shape
@@ -410,9 +413,9 @@ class ModulatedTransformerBlock(Module):
         )
         self.mlp: FeedForward = FeedForward(dims, int(dims * mlp_ratio))
         if share_mod:
-            self.modulation = mx.random.normal((PARTS * dims,)) * dims**-0.5
+            self.modulation: mx.array = mx.random.normal((PARTS * dims,)) * dims**-0.5
         else:
-            self.adaLN_modulation = modulation_layers(dims)
+            self.adaLN_modulation: list[Any] = modulation_layers(dims)
 
     def __call__(
         self,

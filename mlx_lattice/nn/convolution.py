@@ -127,7 +127,8 @@ class Convolution(Packable, Module):
         if bias:
             self.bias: mx.array = mx.zeros((out_channels,))
         self.dims: int = spec.dims
-        self.kernel_size, self.offsets = size, spec.custom
+        self.kernel_size: tuple[int, ...] = size
+        self.offsets: tuple[tuple[int, ...], ...] | None = spec.custom
         self.stride: tuple[int, ...] = spec.stride
         self.padding: tuple[int, ...] | None = spec.padding
         self.dilation: tuple[int, ...] = spec.dilation

@@ -36,9 +36,11 @@ __all__ = ["ConvNormAct", "Sequential"]
 # Norms that have fixed statistics in evaluation.
 FIXED = frozenset((BatchNorm, SyncBatchNorm))
 # Norms whose calls take ``residual`` and ``activation``.
-FUSING = FIXED | {GroupNorm, InstanceNorm, LayerNorm}
+FUSING: frozenset[type[Any]] = FIXED | {GroupNorm, InstanceNorm, LayerNorm}
 # Layers that may compute the operations behind them in their own launch.
-LINEARS = frozenset((mlx.nn.Linear, linears.Linear, linears.QuantizedLinear))
+LINEARS: frozenset[type[Any]] = frozenset(
+    (mlx.nn.Linear, linears.Linear, linears.QuantizedLinear)
+)
 CONVOLUTION_CALLS = frozenset((Convolution.__call__, SubmConv.__call__))
 _is_fused: ContextVar[bool] = ContextVar("is_fused", default=True)
 
@@ -423,7 +425,9 @@ class ConvNormAct(mlx.nn.Module):
         activation: Callable[..., Any] | None = None,
     ):
         super().__init__()
-        self.conv, self.norm, self.activation = conv, norm, activation
+        self.conv: Callable[..., Any] = conv
+        self.norm: Callable[..., Any] | None = norm
+        self.activation: Callable[..., Any] | None = activation
 
     def __call__(
         self, x: SparseTensor, *coordinates: Any, residual: SparseTensor | None = None

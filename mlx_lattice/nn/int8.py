@@ -151,7 +151,8 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
     def __init__(
         self, few_inputs: int = 16, few_outputs: int = 8, names: Sequence[str] = HEADS
     ):
-        self.few_inputs, self.few_outputs = few_inputs, few_outputs
+        self.few_inputs: int = few_inputs
+        self.few_outputs: int = few_outputs
         self.names: tuple[str, ...] = (
             (names,) if isinstance(names, str) else tuple(names)
         )
@@ -190,7 +191,7 @@ class keep_float:  # noqa: N801 - reads as the predicate it is
     __repr__ = __str__
 
 
-def wants(predicate, path: str, module: Module) -> bool:
+def wants(predicate: Callable[..., Any], path: str, module: Module) -> bool:
     wanted = predicate(path, module)
     if isinstance(wanted, dict):
         raise TypeError(
@@ -224,7 +225,7 @@ class FakeQuant(Packable, Module):
         (64, 16)
     """
 
-    never_trained = ("input_scale",)  # it follows the features
+    never_trained: Iterable[str] = ("input_scale",)  # it follows the features
 
     def __init__(
         self,
@@ -240,7 +241,9 @@ class FakeQuant(Packable, Module):
                 "FakeQuant takes a float convolution or Linear; got "
                 f"{type(layer).__name__}"
             )
-        self.bits, self.group_size, self.momentum = bits, group_size, momentum
+        self.bits: int = bits
+        self.group_size: int | None = group_size
+        self.momentum: float | None = momentum
         for name in ("weight", "bias"):
             if name in layer:
                 self[name] = layer[name]

@@ -42,7 +42,7 @@ __all__ = [
 ARRAYS = frozenset(("weight", "bias", "running_mean", "running_var"))
 
 
-class ModuleCache(dict):
+class ModuleCache(dict[Any, Any]):
     """What a layer derived from its arrays; copies and pickles of a layer are empty."""
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -69,7 +69,7 @@ class Parameters:
         super().__setattr__(name, value)
 
 
-class FrozenNames(set):
+class FrozenNames(set[str]):
     """The names of a module's frozen arrays, some of which can never be unfrozen."""
 
     def __init__(self, names: Iterable[str] = (), never: Iterable[str] = ()):

@@ -295,6 +295,8 @@ class Packable(KeepsScales):
 class Packed(KeepsScales):
     """The parameters of a twin, and their packed weight."""
 
+    biases: mx.array
+
     # Norm of the error that rounding adds to an integer layer's output over the norm of
     # the output, as calibration measured it.
     rounding_error: float | None = None
@@ -335,15 +337,18 @@ class Packed(KeepsScales):
         return twin
 
     def _hold(self, w: Weight) -> None:
-        self.bits, self.group_size = w.bits, w.group_size
+        self.bits: int = w.bits
+        self.group_size: int | None = w.group_size
         self.in_channels: int = w.in_channels
         if isinstance(w, IntegerWeight):
-            self.mode, self.weight, self.scales = INTEGER, w.values, w.scale
+            self.mode: str = INTEGER
+            self.weight: mx.array = w.values
+            self.scales: mx.array = w.scale
             self.pop("multipliers", None)
             if w.multipliers is not None:
                 self.multipliers: mx.array = w.multipliers
         else:
-            self.mode: str = "affine"
+            self.mode = "affine"
             self.weight, self.scales, self.biases = w.arrays
         self.freeze()
 
@@ -398,7 +403,8 @@ class Packed(KeepsScales):
             scale = input_scale
             if "input_scale" in self:
                 scale = scale / self.input_scale
-            self.input_scale, self.scales = input_scale, self.scales * scale
+            self.input_scale: mx.array = input_scale
+            self.scales = self.scales * scale
         if output_scale is not None:
             set_output_scale(self, output_scale)
         self.rounding_error = rounding_error
@@ -534,7 +540,7 @@ class QuantizedLinear(Packed, mlx.nn.QuantizedLinear):
         Module.__init__(self)
         linear = mlx.nn.Linear(input_dims, output_dims, bias)
         if bias:
-            self.bias = linear.bias
+            self.bias: mx.array = linear.bias
         self._hold(pack(linear, group_size, bits, check_mode(mode)))
 
     @classmethod

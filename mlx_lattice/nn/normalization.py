@@ -7,7 +7,7 @@ parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from operator import is_
 from typing import Any
 
@@ -68,7 +68,7 @@ class BatchNorm(Parameters, mlx.nn.BatchNorm):
         ((64, 1), 0.5)
     """
 
-    never_trained = "running_mean", "running_var"
+    never_trained: Iterable[str] = "running_mean", "running_var"
 
     def __init__(
         self,
@@ -428,7 +428,9 @@ class Exchanges:
         holder: object | None = None,
         stream: mx.Stream | None = None,
     ):
-        self.group, self.stream, self._holder = group, stream, holder
+        self.group: mx.distributed.Group = group
+        self.stream: mx.Stream | None = stream
+        self._holder = holder
         self._exchanged: mx.array | None = None
 
     def gather(self, *parts: mx.array) -> mx.array:
@@ -484,7 +486,8 @@ class SharedStatistics:
     """
 
     def __init__(self, rows: int, exchanges: Exchanges):
-        self.rows, self.exchanges = mx.array([float(rows)]), exchanges
+        self.rows: Any = mx.array([float(rows)])
+        self.exchanges: Exchanges = exchanges
 
     def composed(self, x: mx.array) -> tuple[mx.array, mx.array, mx.array]:
         """Return (C,) mean and variance and the number of rows, in MLX operations."""

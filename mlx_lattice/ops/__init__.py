@@ -45,11 +45,21 @@ if TYPE_CHECKING:  # type checkers do not see the loop
     subm_conv1d = subm_conv2d = subm_conv3d = subm_conv4d = convolution.subm_conv
     conv_transpose1d = conv_transpose2d = convolution.conv_transpose
     conv_transpose3d = conv_transpose4d = convolution.conv_transpose
+    generative_conv_transpose1d = convolution.generative_conv_transpose
+    generative_conv_transpose2d = convolution.generative_conv_transpose
+    generative_conv_transpose3d = convolution.generative_conv_transpose
+    generative_conv_transpose4d = convolution.generative_conv_transpose
     max_pool1d = max_pool2d = max_pool3d = max_pool4d = pool.max_pool
     avg_pool1d = avg_pool2d = avg_pool3d = avg_pool4d = pool.avg_pool
     sum_pool1d = sum_pool2d = sum_pool3d = sum_pool4d = pool.sum_pool
     upsample_nearest1d = upsample_nearest2d = pool.upsample_nearest
     upsample_nearest3d = upsample_nearest4d = pool.upsample_nearest
+    avg_pool_transpose1d = avg_pool_transpose2d = pool.avg_pool_transpose
+    avg_pool_transpose3d = avg_pool_transpose4d = pool.avg_pool_transpose
+    sum_pool_transpose1d = sum_pool_transpose2d = pool.sum_pool_transpose
+    sum_pool_transpose3d = sum_pool_transpose4d = pool.sum_pool_transpose
+    upsample_linear1d = upsample_linear2d = points.upsample_linear
+    upsample_linear3d = upsample_linear4d = points.upsample_linear
 
 _FILES = (
     attention, boxes, channels, convolution, coordinates, dual_grid,
@@ -62,5 +72,7 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> None:
-    unknown_name(name, __name__)
+if not TYPE_CHECKING:  # type checkers find mistyped names
+
+    def __getattr__(name: str) -> None:
+        unknown_name(name, __name__)

@@ -394,11 +394,13 @@ class FilledLayout:
         rests = {b: n % patch for b, n in enumerate(sizes) if n > patch and n % patch}
         shorts = {b: n for b, n in enumerate(sizes) if 0 < n < patch}
         self.is_filling: bool = bool(rests)
-        self.pairs = patch * (sum(whole) + sum(rests.values()))
+        self.pairs: int = patch * (sum(whole) + sum(rests.values()))
         self.pairs += sum(n * n for n in shorts.values())
         self.buckets: list[Bucket] = []
-        self.starts, self.queries = [], []  # of each group
-        self.slots = self.results = 0
+        self.starts: list[int] = []
+        self.queries: list[int] = []  # of each group
+        self.slots: int = 0
+        self.results: int = 0
         # On the curve: where queries begin, how many, and rows before them that fill
         # the patch; and what these take of slots and of results.
         self.pieces: list[tuple[int, int, int, int, int]] = []
@@ -444,7 +446,8 @@ class FilledLayout:
 
     def _add(self, *piece: int) -> None:
         self.pieces.append(piece)
-        self.slots, self.results = self.slots + piece[3], self.results + piece[4]
+        self.slots += piece[3]
+        self.results += piece[4]
 
     def composed(self, order: mx.array) -> tuple[mx.array | None, ...]:
         """Return what the kernel does, in MLX operations."""

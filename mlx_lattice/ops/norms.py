@@ -19,7 +19,7 @@ from ..backends.mlx import group_means, row_sum
 from ..channel_kernels import Affine, norm_teller
 from ..checks import FLOATS, arrays_of, dtype_name, real, whole
 from ..epilogue import NONE, Activation, composed
-from ..registry import Fit, Norms, Residual, Running
+from ..registry import Fit, Norms, Residual, RowSegments, Running
 from ..tensor import Features, SparseTensor, expect_tensor, features_of
 from ..transformations import filled, several
 from .channels import activated, activation_of
@@ -414,7 +414,9 @@ class ElementStatistics:
     """Statistics of each batch element's rows, over each group of channels."""
 
     def __init__(self, rows: BatchRows, groups: int):
-        self.rows, self.groups, self.segments = rows, groups, rows.segments
+        self.rows: BatchRows = rows
+        self.groups: int = groups
+        self.segments: RowSegments = rows.segments
 
     def spread(self, lines: mx.array) -> mx.array:
         """Return (N, C): the line of each row's element."""

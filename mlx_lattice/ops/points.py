@@ -14,6 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import reduce
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 
@@ -214,7 +215,9 @@ class Blend:
     def __init__(
         self, weights: mx.array, places: mx.array, rows: int, most: int | None = None
     ):
-        self.weights, self.places, self._order = weights, places, None
+        self.weights: mx.array = weights
+        self.places: mx.array = places
+        self._order = None
         self._named = rows, most
         sync.start((weights, places))
 
@@ -418,13 +421,13 @@ class Space:
         low, high = sync.read(points[:, 1:].min(axis=0), points[:, 1:].max(axis=0))
         self._spans = [b - a for a, b in zip(low, high, strict=True)]
         self._corner = mx.array(low)
-        self.extent = max(self._spans)
+        self.extent: float = max(self._spans)
         self.bits: int = points.shape[0].bit_length()  # of a row in a key
         self._limit = limit
         self.most: mx.array = self._bits(mx.array(limit)) - 1
         # The least edge of a cell, and one that needs no cells but those around.
-        self.least = max(self.extent * SLACK, 1e-30)
-        self.enough = min(limit, self.extent + self.least) + self.least
+        self.least: float = max(self.extent * SLACK, 1e-30)
+        self.enough: float = min(limit, self.extent + self.least) + self.least
 
     def _last(self, size: float) -> mx.array:
         return mx.floor(mx.array(self._spans) / size)
@@ -465,7 +468,9 @@ class CellGrid:
     """Points by the cells of one edge length."""
 
     def __init__(self, space: Space, size: float):
-        self.space, self.size, points = space, size, space.points
+        self.space: Space = space
+        self.size: float = size
+        points = space.points
         geometry = registry.geometry()
         unique = geometry.unique_rows(space.cells(points, size))
         self.counts: mx.array = segment_counts(unique.inverse, unique.rows.shape[0])
@@ -476,7 +481,7 @@ class CellGrid:
         )
         self.rows: mx.array = order.astype(mx.int32)
         self.points: mx.array = points[order]
-        self.index = geometry.index(unique.rows, geometry.bounds(unique.rows))
+        self.index: Any = geometry.index(unique.rows, geometry.bounds(unique.rows))
         self._inverse = unique.inverse
 
     def crowd(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any
 
 from .. import backends
 from ..backends.gpu.contraction import launched
@@ -160,7 +161,7 @@ class Route:
         """Return the route's name."""
         return self.name
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the name, the passes and the idea, without functions."""
         return Route, (self.name, self.passes, (), self.idea)
 
@@ -244,7 +245,7 @@ class Choice:
         """Return a choice whose (``rejected``, ``below``) are known."""
         return cls(route, device, plan, lambda: reasons, forced, measured)
 
-    def __reduce__(self) -> tuple:
+    def __reduce__(self) -> tuple[Any, ...]:
         """Copy and pickle the facts; the plan of a copy prints and cannot run."""
         facts = self.route, self.device, self.plan, self._reasons
         return Choice.from_facts, (*facts, self.forced, self.measured)

@@ -108,7 +108,7 @@ def scope(layer: object) -> Iterator[None]:
 
 
 # The observers of launches here.
-observed = _observers.get
+observed: Callable[[], tuple[Callable[[Launch], None], ...]] = _observers.get
 
 
 def current_scope() -> object:

@@ -90,7 +90,8 @@ class Results:
     """The results of the kernels of one machine."""
 
     def __init__(self, path: Path, where: str):
-        self.path, self.where = path, where
+        self.path: Path = path
+        self.where: str = where
         header = {"version": VERSION, "machine": where}
         self._file = kept_files.EntryFile(path, header, _is_entry)
         # Why kernels are refused, by digest; choices keep the object that they read.
@@ -384,9 +385,12 @@ def _relation(where: str, mirrored: bool, itself: bool) -> Relation:
 class Trial:
     """The small problem of one plan, and the result that its kernel must give."""
 
+    layer: Relation
+
     def __init__(self, plan: Plan, biased: bool):
         p = plan.problem
-        self.plan, where = plan, devices.current().name
+        self.plan: Plan = plan
+        where = devices.current().name
         # Of this layer the pass reads the table that the kernel expects. A gradient of
         # weights reads half of the edges of mirrored relations, turning them.
         mirrored = p.mirrored or p.pass_ == WEIGHT_GRAD
@@ -420,7 +424,9 @@ class Trial:
         self._unit = 1.0 if exact else 1 + 2**-12
         with mx.stream(mx.cpu):
             is_integer = self.problem.integer is not None
-            self.arrays = integer_arrays(self.problem) if is_integer else self._arrays()
+            self.arrays: list[Any] = (
+                integer_arrays(self.problem) if is_integer else self._arrays()
+            )
             self.wanted: mx.array = self._floor(reference)
             mx.eval(self.wanted, [_parts(each) for each in self.arrays])
 

@@ -459,7 +459,7 @@ INT8_EPILOGUE = "integer_epilogue.cuh"
 _INT8 = INT8_EPILOGUE, "hopper_int8.cuh"
 _WIDE = "weight_stages.cuh", "sorted_implicit_gemm_wide.cuh"
 _HOPPER = "stage_sources.cuh", "sorted_implicit_gemm_hopper.cuh"
-INT8_FILES = {  # sources of a tile, by variant
+INT8_FILES: dict[str, tuple[str, ...]] = {  # sources of a tile, by variant
     "mma": (*cuda_tiles.MMA, INT8_EPILOGUE, "sorted_implicit_gemm_mma.cuh"),
     "wide": (*cuda_tiles.HOPPER, *_INT8, *_WIDE),
     "hopper": (*cuda_tiles.HOPPER, "hopper_tf32.cuh", *_INT8, *_HOPPER),

@@ -155,8 +155,12 @@ def _filled(values: Sequence[int], length: int = 4) -> list[int]:
 class RowTable(RowIndex):
     """Finds the rows of one coordinate set by value, through a hash table."""
 
+    order: mx.array
+    is_sorted: Any
+
     def __init__(self, coords: mx.array):
-        self.coords, self._facts = coords, []
+        self.coords: mx.array = coords
+        self._facts = []
         n, columns = coords.shape
         if not n:
             return

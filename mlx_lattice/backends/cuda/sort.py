@@ -34,7 +34,7 @@ _DIGITS = (
 )
 _TABLE = ("rows", "neighbours_shape[0]"), ("volume", "neighbours_shape[1]")
 # The fields of each struct of sizes, and how a kernel reads them.
-SIZES = {
+SIZES: dict[str, tuple[tuple[str, str], ...]] = {
     "HashRows": (("rows", "coords_shape[0]"),),
     "Table": (
         ("rows", "n"),

@@ -41,14 +41,19 @@ MOST_SPLITS = 32
 # the same timings.
 STAGE_US = {"mma": 0.55, **dict.fromkeys(("hopper", "wide"), 0.26)}
 INT8_STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
-SPLIT_US = {"offset": 0.075, "adding": 1.3, "split": 0.07, "bytes": 8_000_000}
-INT8_SPLIT_US = SPLIT_US | {"adding": 2.0}
+SPLIT_US: dict[str, float] = {
+    "offset": 0.075,
+    "adding": 1.3,
+    "split": 0.07,
+    "bytes": 8_000_000,
+}
+INT8_SPLIT_US: dict[str, float] = SPLIT_US | {"adding": 2.0}
 
 # Weight gradients whose blocks have all edges of an offset: (elements of dW a
 # multiprocessor, most stages of the longest offset for which it pays from so many on).
 # Kernels of few offsets have evenly many edges. Timed on an H200 on 1 000 to 120 000
 # rows of surfaces and 16 to 512 channels, against splits of all edges.
-WHOLE_GRAD = {
+WHOLE_GRAD: dict[str, tuple[tuple[int, int], ...]] = {
     "even": ((0, 14), (200, 19), (500, 36), (900, 46), (2000, 90), (3500, 130),
              (8000, 200)),
     "uneven": ((0, 20), (400, 24), (800, 33), (1500, 38), (3000, 63), (7000, 75),
@@ -75,7 +80,7 @@ SORTED_GRAD_CHANNELS = 64
 
 # The same: edges of a row from which it beats grouped_gemm, by input channels at most.
 # From layers of 4 to 128 channels, 40 000 to 400 000 rows, on an H200.
-SORTED_GRAD_EDGES = {16: 8, 32: 14.5, SORTED_GRAD_CHANNELS: 23.5}
+SORTED_GRAD_EDGES: dict[int, float] = {16: 8, 32: 14.5, SORTED_GRAD_CHANNELS: 23.5}
 
 # Its tile: consumer warpgroups of 64 rows of dW and stages; most splits of a
 # multiprocessor; blocks of 64 rows that each of several splits has at least, and that a
@@ -91,7 +96,7 @@ SORTED_GRAD = {
 
 # Mean partial sums of an element from which several warps share them: the least if dW
 # has fewer blocks a multiprocessor than ``blocks``, else the most.
-SHARED_SUMS = {"most": 16, "least": 4, "blocks": 1.5}
+SHARED_SUMS: dict[str, float] = {"most": 16, "least": 4, "blocks": 1.5}
 
 # Other weight gradients: splits of a multiprocessor; fewest stages or edges of one.
 DEPTHWISE_GRAD = {"splits": 4, "stages": 4}

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from math import ceil
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 
@@ -155,7 +155,7 @@ _LOW_64, _LOW_96, _LOW_128 = (
 )
 _QUICK_64, _MANY_64 = WideTile(1, 128, 64, 4, 3), WideTile(1, 128, 64, 3, 4)
 _SLICED_32 = PersistentTile(1, 2, 1, 32, 5, 2)
-SMALL_TILES = {
+SMALL_TILES: dict[str, dict[int, tuple[tuple[int, Any], ...]]] = {
     "sliced sums": {
         32: ((1 << 18, FEW_EDGES_TILES[32]), (3 << 21, _SLICED_32)),
         48: ((1 << 19, FEW_EDGES_TILES[48]),),
@@ -248,25 +248,25 @@ TF32_TILES = {
     160: WideTile(2, 128, 160, 4, 1),
     **{width: WIDE_TILES[width] for width in (64, 192, 224, 256)},
 }
-TF32_SMALL_TILES = {
+TF32_SMALL_TILES: dict[int, tuple[tuple[int, Any], ...]] = {
     64: ((1 << 18, _LOW_32),),
     128: ((3 << 17, _LOW_64), (3 << 20, _LOW_128)),
     192: ((3 << 17, _LOW_64),),
     256: ((1 << 20, _LOW_64), (1 << 21, TF32_TILES[128])),
 }
-INT8_TILES = SORTED_TILES | {
+INT8_TILES: dict[int, Any] = SORTED_TILES | {
     32: PersistentTile(2, 3, 2, 32, 4, 1),
     64: PersistentTile(2, 3, 2, 64, 4, 1),
     **{width: WIDE_TILES[width] for width in (112, 160, 192, 224, 256)},
     128: PersistentTile(2, 2, 2, 128, 4, 1),
 }
-INT8_FEW_EDGES_TILES = FEW_EDGES_TILES | {
+INT8_FEW_EDGES_TILES: dict[int, Any] = FEW_EDGES_TILES | {
     112: WideTile(1, 128, 112, 4, 2),
     160: WideTile(1, 128, 160, 3, 2),
     224: FEW_EDGES_TILES[256],
 }
 # Tiles of int8 for rows that fill the GPU about once.
-INT8_LOW_TILES = {64: SORTED_TILES[64], 96: _LOW_96, 128: _LOW_128}
+INT8_LOW_TILES: dict[int, Any] = {64: SORTED_TILES[64], 96: _LOW_96, 128: _LOW_128}
 
 
 # Operands

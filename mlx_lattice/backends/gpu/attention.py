@@ -21,7 +21,7 @@ from .kernel import (
 )
 from .norms import CUDA_FILES, PLACE
 
-FILES = {
+FILES: dict[str, tuple[str, ...]] = {
     METAL: ("matrix_tiles", "activations", "epilogue", "attention_heads"),
     CUDA: (*CUDA_FILES, "attention_heads.cu"),
 }

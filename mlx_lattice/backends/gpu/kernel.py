@@ -346,7 +346,7 @@ DISPATCH_SECONDS = 0.1
 # Work of a Metal dispatch: what a unit takes of the peak that bounds it, operations or
 # bytes, and the share of the peak that kernels reach where they do worst. More work
 # than the slowest chip does in 100 ms is cut, mostly into rows.
-DISPATCH = {
+DISPATCH: dict[str, dict[str, float]] = {
     # Simdgroup matrices, which are bounded by the chip they run on instead.
     "matrices": {"operations": 2, "share": 1 / 4},
     # Sums in one thread, both operands from cache every time.

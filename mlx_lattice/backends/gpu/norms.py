@@ -22,7 +22,7 @@ Template = tuple[tuple[str, Value], ...]
 
 # Sources that CUDA's kernels of norms share.
 CUDA_FILES = "alignment.cuh", "channels.cuh", "activations.cuh", "norm_blocks.cuh"
-FILES = {
+FILES: dict[str, tuple[str, ...]] = {
     METAL: ("matrix_tiles", "activations", "channel_norms"),
     CUDA: (*CUDA_FILES, "channel_norms.cu"),
 }

@@ -67,7 +67,8 @@ class Compiler:
     """NVRTC for one device. Its calls release Python's lock, so threads can compile."""
 
     def __init__(self, library: Path, include: Path, capability: tuple[int, int]):
-        self.nvrtc, self.include = ctypes.CDLL(str(library)), include
+        self.nvrtc: ctypes.CDLL = ctypes.CDLL(str(library))
+        self.include: Path = include
         self.capability = capability
         major, minor = ctypes.c_int(), ctypes.c_int()
         self._check(self.nvrtc.nvrtcVersion(ctypes.byref(major), ctypes.byref(minor)))
@@ -259,9 +260,14 @@ class Kernel:
         shared_bytes: int,
         geometry: bool = False,
     ):
-        self.nvrtc, self.name, self.text, self.body = nvrtc, name, text, body
-        self.inputs, self.outputs = tuple(inputs), tuple(outputs)
-        self.bounds, self.shared_bytes = bounds, shared_bytes
+        self.nvrtc: Compiler = nvrtc
+        self.name: str = name
+        self.text: str = text
+        self.body: str = body
+        self.inputs: tuple[str, ...] = tuple(inputs)
+        self.outputs: tuple[str, ...] = tuple(outputs)
+        self.bounds: tuple[int, int] = bounds
+        self.shared_bytes: int = shared_bytes
         self.geometry = geometry
         used = {(self.inputs.index(n), int(axis)) for n, axis in _SHAPE.findall(body)}
         self.sizes: list[tuple[int, int]] = sorted(used)

@@ -20,7 +20,7 @@ from .kernel import (
     ceil_div,
 )
 
-FILES = {
+FILES: dict[str, tuple[str, ...]] = {
     METAL: ("updates",),
     CUDA: ("alignment.cuh", "channels.cuh", "updates.cu"),
 }

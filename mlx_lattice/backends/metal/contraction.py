@@ -324,7 +324,7 @@ SHARED_FILES = "matrix_tiles", "activations", "epilogue", "tile_moments"
 SIMDGROUP_FILES = *SHARED_FILES, "sorted_implicit_gemm"
 TENSOR_FILES = *SHARED_FILES, "tensor_ops"
 INTEGER_FILES = *SHARED_FILES, "integer_epilogue"
-FILES = {
+FILES: dict[str, tuple[str, ...]] = {
     "sorted_implicit_gemm": SIMDGROUP_FILES,
     "quantized_sorted": (*SIMDGROUP_FILES, "quantized_sorted"),
     "tensor_ops": TENSOR_FILES,

@@ -117,15 +117,14 @@ class RowTable(RowIndex):
     """Finds the rows of one coordinate set by value, through a hash table."""
 
     def __init__(self, coords: mx.array):
-        self.coords, n = coords, coords.shape[0]
-        self.slots = mx.full((2,), -1, dtype=mx.int32)
+        self.coords: mx.array = coords
+        n = coords.shape[0]
+        self.slots: mx.array = mx.full((2,), -1, dtype=mx.int32)
         self.sizes: dict[str, int] = {"last_slot": 0, "last_of_part": 0}
         if n:
             none = _integers([0]), _integers([0], mx.int64)
             parts = insert(coords, Rule.ITSELF, *none, 1)
-            self.slots: mx.array = (
-                parts[0] if len(parts) == 1 else mx.concatenate(parts)
-            )
+            self.slots = parts[0] if len(parts) == 1 else mx.concatenate(parts)
             self.sizes["last_slot"] = self.slots.size // 2 - 1
             self.sizes["last_of_part"] = parts[0].size // 2 - 1
 

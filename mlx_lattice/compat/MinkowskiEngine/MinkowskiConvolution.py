@@ -61,7 +61,8 @@ class LayerOfKernel(MinkowskiModuleBase):
             sizes = kernel_size, stride, dilation
             kernel_generator = KernelGenerator(*sizes, dimension=dimension)
             kernel_generator.expand_coordinates = expand_coordinates
-        self.kernel_generator, self.dimension = kernel_generator, dimension
+        self.kernel_generator: KernelGenerator = kernel_generator
+        self.dimension: int | None = dimension
         self.is_transpose = is_transpose
 
     def _expect_input(self, input: SparseTensor) -> None:
@@ -117,16 +118,21 @@ class MinkowskiConvolutionBase(LayerOfKernel):
     ):
         facts = kernel_generator, expand_coordinates, is_transpose, dimension
         super().__init__(kernel_size, stride, dilation, *facts)
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.in_channels: int = in_channels
+        self.out_channels: int = out_channels
         self.convolution_mode = convolution_mode
         kernel = self.kernel_generator
         kernel.expand_coordinates = expand_coordinates
         volume = kernel.kernel_volume
         self.use_mm: bool = volume == 1 and kernel.requires_strided_coordinates
         shape = () if self.use_mm else (volume,)
-        self.kernel = nn.Parameter(torch.empty(*shape, in_channels, out_channels))
+        self.kernel: torch.Tensor = nn.Parameter(
+            torch.empty(*shape, in_channels, out_channels)
+        )
         bias = bias if has_bias is None else has_bias
-        self.bias = nn.Parameter(torch.empty(1, out_channels)) if bias else None
+        self.bias: torch.Tensor | None = (
+            nn.Parameter(torch.empty(1, out_channels)) if bias else None
+        )
         self.reset_parameters(is_transpose)
 
     def reset_parameters(self, is_transpose: bool = False) -> None:
@@ -268,8 +274,10 @@ class MinkowskiChannelwiseConvolution(LayerOfKernel):
         super().__init__(kernel_size, stride, dilation, *facts)
         self.in_channels = in_channels
         volume = self.kernel_generator.kernel_volume
-        self.kernel = nn.Parameter(torch.empty(volume, in_channels))
-        self.bias = nn.Parameter(torch.empty(1, in_channels)) if bias else None
+        self.kernel: torch.Tensor = nn.Parameter(torch.empty(volume, in_channels))
+        self.bias: torch.Tensor | None = (
+            nn.Parameter(torch.empty(1, in_channels)) if bias else None
+        )
         bound = 1 / math.sqrt(in_channels * volume)
         for parameter in self.parameters():
             nn.init.uniform_(parameter, -bound, bound)

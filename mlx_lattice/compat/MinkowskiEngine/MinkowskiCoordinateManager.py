@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import torch
@@ -293,7 +293,10 @@ class CoordinateManager:
         )
 
     def stride(
-        self, coordinate_map_key: CoordinateMapKey, stride: StrideType, string_id=""
+        self,
+        coordinate_map_key: CoordinateMapKey,
+        stride: StrideType,
+        string_id: str = "",
     ) -> CoordinateMapKey:
         """Return the key of the rows ``floor(x / stride)``, one map a key's text."""
         steps = convert_to_int_list(stride, self.D)
@@ -409,7 +412,7 @@ class CoordinateManager:
         expect(bool(found), f"there is no map of tensor stride {stride}")
         return found[0]
 
-    def get_unique_coordinate_map_key(self, tensor_stride: StrideType):
+    def get_unique_coordinate_map_key(self, tensor_stride: StrideType) -> Any:
         """Return a key of a stride that names no map yet."""
         return self._new_key(convert_to_int_list(tensor_stride, self.D))
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 
@@ -103,10 +104,14 @@ class KernelGenerator:
         self.kernel_size: list[int] = convert_to_int_list(kernel_size, dimension)
         self.kernel_stride: list[int] = convert_to_int_list(stride, dimension)
         self.kernel_dilation: list[int] = convert_to_int_list(dilation, dimension)
-        self.region_type, self.axis_types = region_type, axis_types
+        self.region_type: RegionType = region_type
+        self.axis_types: Sequence[RegionType] | None = axis_types
         given = region_offset if region_offsets is None else region_offsets
-        self.region_offsets = torch.IntTensor() if given is None else given
-        self.dimension, self.cache = dimension, {}
+        self.region_offsets: torch.Tensor = (
+            torch.IntTensor() if given is None else given
+        )
+        self.dimension: int = dimension
+        self.cache: dict[Any, Any] = {}
         self.offsets: tuple[tuple[int, ...], ...] | None = self._offsets()
         self.kernel_volume: int = self._volume()
         self.requires_strided_coordinates: bool = set(self.kernel_stride) == {1}

@@ -34,7 +34,7 @@ class MinkowskiNonlinearityBase(MinkowskiModuleBase):
 
     def __init__(self, *args: object, **kwargs: object):
         super().__init__()
-        self.module = self.MODULE(*args, **kwargs)
+        self.module: nn.Module = self.MODULE(*args, **kwargs)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return other features on the same rows."""
@@ -68,10 +68,11 @@ class MinkowskiSinusoidal(MinkowskiModuleBase):
 
     def __init__(self, in_channel: int, out_channel: int):
         super().__init__()
-        self.in_channel, self.out_channel = in_channel, out_channel
-        self.kernel = nn.Parameter(torch.rand(in_channel, out_channel))
-        self.bias = nn.Parameter(torch.rand(1, out_channel))
-        self.coef = nn.Parameter(torch.rand(1, out_channel))
+        self.in_channel: int = in_channel
+        self.out_channel: int = out_channel
+        self.kernel: torch.Tensor = nn.Parameter(torch.rand(in_channel, out_channel))
+        self.bias: torch.Tensor = nn.Parameter(torch.rand(1, out_channel))
+        self.coef: torch.Tensor = nn.Parameter(torch.rand(1, out_channel))
 
     def forward(self, input: Tensor) -> Tensor:
         """Return other features on the same rows."""
@@ -99,7 +100,7 @@ class MinkowskiBatchNorm(nn.Module):
     ):
         super().__init__()
         facts = num_features, eps, momentum, affine, track_running_stats
-        self.bn = nn.BatchNorm1d(*facts)
+        self.bn: nn.Module = nn.BatchNorm1d(*facts)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return other features on the same rows."""
@@ -128,7 +129,7 @@ class MinkowskiSyncBatchNorm(MinkowskiBatchNorm):
     ):
         nn.Module.__init__(self)
         facts = num_features, eps, momentum, affine, track_running_stats
-        self.bn = nn.SyncBatchNorm(*facts, process_group)
+        self.bn: nn.Module = nn.SyncBatchNorm(*facts, process_group)
 
     @classmethod
     def convert_sync_batchnorm(
@@ -167,8 +168,8 @@ class MinkowskiInstanceNorm(MinkowskiModuleBase):
     def __init__(self, num_features: int, dimension: int | None = None):
         super().__init__()
         self.num_features = num_features
-        self.weight = nn.Parameter(torch.ones(1, num_features))
-        self.bias = nn.Parameter(torch.zeros(1, num_features))
+        self.weight: torch.Tensor = nn.Parameter(torch.ones(1, num_features))
+        self.bias: torch.Tensor = nn.Parameter(torch.zeros(1, num_features))
 
     def reset_parameters(self) -> None:
         """Set the weight to 1 and the bias to 0."""

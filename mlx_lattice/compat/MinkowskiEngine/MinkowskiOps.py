@@ -29,7 +29,7 @@ class MinkowskiLinear(MinkowskiModuleBase):
 
     def __init__(self, in_features: int, out_features: int, bias: bool = True):
         super().__init__()
-        self.linear = nn.Linear(in_features, out_features, bias=bias)
+        self.linear: nn.Module = nn.Linear(in_features, out_features, bias=bias)
 
     def forward(self, input: Tensor) -> Tensor:
         """Return other features on the same rows."""
@@ -198,7 +198,8 @@ class MinkowskiToSparseTensor(MinkowskiModuleBase):
         self, remove_zeros: bool = True, coordinates: torch.Tensor | None = None
     ):
         super().__init__()
-        self.remove_zeros, self.coordinates = remove_zeros, coordinates
+        self.remove_zeros: bool = remove_zeros
+        self.coordinates: torch.Tensor | None = coordinates
 
     def forward(self, input: TensorField | torch.Tensor) -> SparseTensor:
         """Return the sparse tensor."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from ... import ops
@@ -360,7 +362,7 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
         self.return_kernel_map = return_kernel_map
         self.return_weights = return_weights
 
-    def forward(self, input: SparseTensor, tfield: torch.Tensor):
+    def forward(self, input: SparseTensor, tfield: torch.Tensor) -> Any:
         """Return (Q, C) features at (Q, 1 + D) coordinates, in input units.
 
         In a tuple with the pair of rows and the weights, each if it is asked for.

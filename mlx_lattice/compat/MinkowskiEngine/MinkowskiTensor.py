@@ -122,7 +122,15 @@ class Tensor:
     _manager: CoordinateManager
     _key: CoordinateMapKey
 
-    def __init__(self, features, coordinates, key, manager, device, requires_grad):
+    def __init__(
+        self,
+        features: torch.Tensor,
+        coordinates: torch.Tensor | None,
+        key: Any,
+        manager: Any,
+        device: Any,
+        requires_grad: bool | None,
+    ):
         expect(
             isinstance(features, torch.Tensor) and features.ndim == 2,
             f"features must be a tensor (N, C); got {getattr(features, 'shape', None)} "
@@ -262,27 +270,27 @@ class Tensor:
 
     # These change the tensor, as in MinkowskiEngine
 
-    def detach(self):
+    def detach(self) -> Tensor:
         """Detach the features of this tensor and return it."""
         self._F = self._F.detach()
         return self
 
-    def float(self):
+    def float(self) -> Tensor:
         """Cast the features of this tensor and return it."""
         self._F = self._F.float()
         return self
 
-    def double(self):
+    def double(self) -> Tensor:
         """Cast the features of this tensor and return it; layers take no float64."""
         self._F = self._F.double()
         return self
 
-    def to(self, device: torch.device | str):
+    def to(self, device: torch.device | str) -> Tensor:
         """Move the features of this tensor and return it."""
         self._F, self._C, self._rows = self._F.to(device), None, None
         return self
 
-    def cpu(self):
+    def cpu(self) -> Tensor:
         """Move the features of this tensor to the CPU and return it."""
         return self.to("cpu")
 
@@ -349,16 +357,16 @@ class Tensor:
         self._F = function(self._F, other._F)
         return self
 
-    def __iadd__(self, other: Tensor):
+    def __iadd__(self, other: Tensor) -> Tensor:
         return self._changed(other, operator.iadd)
 
-    def __isub__(self, other: Tensor):
+    def __isub__(self, other: Tensor) -> Tensor:
         return self._changed(other, operator.isub)
 
-    def __imul__(self, other: Tensor):
+    def __imul__(self, other: Tensor) -> Tensor:
         return self._changed(other, operator.imul)
 
-    def __itruediv__(self, other: Tensor):
+    def __itruediv__(self, other: Tensor) -> Tensor:
         return self._changed(other, operator.itruediv)
 
     def _on_union(self, other: Tensor, function: Callable) -> Tensor:
@@ -372,19 +380,19 @@ class Tensor:
             return self._like(function(self._F, other._F))
         return self._on_union(other, function)
 
-    def __add__(self, other):
+    def __add__(self, other: Any) -> Tensor:
         return self._binary(other, torch.add)
 
-    def __sub__(self, other):
+    def __sub__(self, other: Any) -> Tensor:
         return self._binary(other, torch.sub)
 
-    def __mul__(self, other):
+    def __mul__(self, other: Any) -> Tensor:
         return self._binary(other, torch.mul)
 
-    def __truediv__(self, other):
+    def __truediv__(self, other: Any) -> Tensor:
         return self._binary(other, torch.div)
 
-    def __pow__(self, power):
+    def __pow__(self, power: Any) -> Tensor:
         return self._like(self._F**power)
 
     __power__ = __pow__
@@ -416,6 +424,9 @@ class SparseTensor(Tensor):
         AssertionError: arguments do not fit.
         ValueError: there are neither coordinates nor a key with its manager.
     """
+
+    unique_index: torch.Tensor
+    inverse_mapping: torch.Tensor
 
     def __init__(
         self,

@@ -89,7 +89,7 @@ def sparse_quantize(
     return_maps_only: bool = False,
     quantization_size: float | Sequence[float] | None = None,
     device: str | torch.device = "cpu",
-):
+) -> Any:
     """Return the first point of each voxel, in the order that points come.
 
     Args:
@@ -274,7 +274,9 @@ class SparseCollation:
         dtype: torch.dtype = torch.int32,
         device: torch.device | str | None = None,
     ):
-        self.limit_numpoints, self.dtype, self.device = limit_numpoints, dtype, device
+        self.limit_numpoints: int = limit_numpoints
+        self.dtype: Any = dtype
+        self.device: Any = device
 
     def __call__(self, list_data: Sequence[tuple[Any, ...]]) -> tuple[Any, ...]:
         """Return the batch."""

@@ -6,6 +6,8 @@ A tensor is one of PyTorch, which has the methods that nets call: ``numpy()`` an
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import torch
 
@@ -19,7 +21,9 @@ def from_numpy(array: np.ndarray) -> torch.Tensor:
     return torch.from_numpy(array)
 
 
-def zeros(shape, dtype: torch.dtype = torch.float32, device: int = -1) -> torch.Tensor:
+def zeros(
+    shape: Sequence[int], dtype: torch.dtype = torch.float32, device: int = -1
+) -> torch.Tensor:
     """Return zeros on the CPU, which is device -1."""
     if device != -1:
         raise NotImplementedError(

@@ -221,14 +221,15 @@ class VoxelGenerator:
 
     def __init__(
         self,
-        voxel_size,
-        point_cloud_range,
+        voxel_size: Any,
+        point_cloud_range: Any,
         max_num_points: int,
         max_voxels: int = 20000,
         full_mean: bool = True,
     ):
         self._grid = Grid(voxel_size, point_cloud_range)
-        self.voxel_size, self.point_cloud_range = self._grid.size, self._grid.range
+        self.voxel_size: np.ndarray = self._grid.size
+        self.point_cloud_range: np.ndarray = self._grid.range
         self.max_num_points_per_voxel = max_num_points
         self.grid_size: np.ndarray = self._grid.shape
         self._max_voxels, self._mean = max_voxels, full_mean
@@ -237,7 +238,7 @@ class VoxelGenerator:
         most = max_voxels or self._max_voxels, self.max_num_points_per_voxel
         return self._grid.voxelize(as_points(points), *most, self._mean)
 
-    def generate(self, points: np.ndarray, max_voxels: int | None = None):
+    def generate(self, points: np.ndarray, max_voxels: int | None = None) -> Any:
         """Return voxels, their coordinates (z, y, x) and their numbers of points."""
         return tuple(a.numpy() for a in self._generate(points, max_voxels)[:3])
 
@@ -247,8 +248,8 @@ class VoxelGeneratorV2(VoxelGenerator):
 
     def __init__(
         self,
-        voxel_size,
-        point_cloud_range,
+        voxel_size: Any,
+        point_cloud_range: Any,
         max_num_points: int,
         max_voxels: int = 20000,
         full_mean: bool = False,

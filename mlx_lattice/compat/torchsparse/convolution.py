@@ -8,7 +8,7 @@ dilation names a kernel map and has no other effect, as in torchsparse.
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -138,7 +138,7 @@ def contracted(
     return bridge.convolve(x.feats, weight, bias, relation, layer=layer)
 
 
-def is_product(size, stride, dilation) -> bool:
+def is_product(size: Any, stride: Any, dilation: Any) -> bool:
     """Whether a convolution is one matrix product."""
     return size == stride == dilation == ONES
 
@@ -298,17 +298,23 @@ class Convolution(nn.Module):
         bias: (out,) or None.
     """
 
+    in_channels: int
+    out_channels: int
+
     # flat: whether the kernel of volume 1 is (in, out) whatever the stride.
     def _set(self, channels, kernel_size, stride, dilation, bias, transposed, flat):
         self.in_channels, self.out_channels = channels
         self.kernel_size: tuple[int, ...] = make_ntuple(kernel_size, 3)
         self.stride: tuple[int, ...] = make_ntuple(stride, 3)
-        self.dilation, self.transposed = dilation, transposed
+        self.dilation: int = dilation
+        self.transposed: bool = transposed
         self.kernel_volume: int = math.prod(self.kernel_size)
         is_flat = self.kernel_volume == 1 and (flat or self.stride == ONES)
         shape = () if is_flat else (self.kernel_volume,)
-        self.kernel = nn.Parameter(torch.empty(*shape, *channels))
-        self.bias = nn.Parameter(torch.empty(channels[1])) if bias else None
+        self.kernel: torch.Tensor = nn.Parameter(torch.empty(*shape, *channels))
+        self.bias: torch.Tensor | None = (
+            nn.Parameter(torch.empty(channels[1])) if bias else None
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -363,7 +369,8 @@ class Conv3d(Convolution):
         self.padding: tuple[int, ...] = tuple(
             n // 2 if n % 2 and s == 1 else p for n, s, p in sizes
         )
-        self.generative, self._config = generative, config
+        self.generative: bool = generative
+        self._config = config
 
     def forward(self, input: SparseTensor) -> SparseTensor:
         """Return the convolved tensor."""

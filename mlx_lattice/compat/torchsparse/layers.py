@@ -159,7 +159,8 @@ class SparseCrop(nn.Module):
         coords_max: Sequence[int] | None = None,
     ):
         super().__init__()
-        self.coords_min, self.coords_max = coords_min, coords_max
+        self.coords_min: Sequence[int] | None = coords_min
+        self.coords_max: Sequence[int] | None = coords_max
 
     def forward(self, input: Sparse) -> Sparse:
         """Return the cropped tensor."""

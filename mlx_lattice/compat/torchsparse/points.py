@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import product
 from math import prod
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -230,7 +231,7 @@ def quantized(coords: np.ndarray, voxel_size: float | Sequence[float]) -> np.nda
     return np.floor(coords / np.array(voxel_size)).astype(np.int32)
 
 
-def chosen(voxels: np.ndarray, shown: np.ndarray, *asked: bool):
+def chosen(voxels: np.ndarray, shown: np.ndarray, *asked: bool) -> Any:
     """Return the distinct rows, sorted, with indices and inverse if they are asked."""
     _, index, inverse = np.unique(
         voxels, axis=0, return_index=True, return_inverse=True
@@ -246,7 +247,7 @@ def sparse_quantize(
     *,
     return_index: bool = False,
     return_inverse: bool = False,
-):
+) -> Any:
     """Return the distinct voxels of points, sorted.
 
     Args:

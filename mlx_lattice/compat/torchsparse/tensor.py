@@ -23,7 +23,7 @@ __all__ = [
 ]  # fmt: skip
 
 
-class KernelMaps(dict):
+class KernelMaps(dict[Any, Any]):
     """Kernel maps by stride and kernel, and the rows that mlx_lattice has of them.
 
     Attributes:
@@ -44,7 +44,7 @@ class KernelMaps(dict):
         stride: tuple[int, ...],
         coords: torch.Tensor,
         cells: torch.Tensor,
-        **facts,
+        **facts: Any,
     ) -> CoordinateKey:
         """Return the key of rows at a stride, inserted unless they are known.
 
@@ -192,31 +192,31 @@ class Sparse:
 
     # These change the tensor, as in torchsparse
 
-    def to(self, device: torch.device | str, non_blocking: bool = True):
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> Sparse:
         """Move this tensor and return it."""
         self.feats = self.feats.to(device, non_blocking=non_blocking)
         self.coords = self.coords.to(device, non_blocking=non_blocking)
         return self
 
-    def cpu(self):
+    def cpu(self) -> Sparse:
         """Move this tensor to the CPU and return it."""
         return self.to("cpu")
 
-    def cuda(self):
+    def cuda(self) -> Sparse:
         """Move this tensor to CUDA and return it."""
         return self.to("cuda")
 
-    def half(self):
+    def half(self) -> Sparse:
         """Cast the features of this tensor and return it."""
         self.feats = self.feats.half()
         return self
 
-    def detach(self):
+    def detach(self) -> Sparse:
         """Detach this tensor and return it."""
         self.feats, self.coords = self.feats.detach(), self.coords.detach()
         return self
 
-    def __add__(self, other: Sparse):
+    def __add__(self, other: Sparse) -> Sparse:
         return self._like(self.feats + other.feats)
 
 
@@ -289,21 +289,21 @@ class PointTensor:
         weights: dict[Any, Any] | None = None,
     ):
         self.F, self.C = feats, coords
-        self.idx_query = {} if idx_query is None else idx_query
-        self.weights = {} if weights is None else weights
-        self.additional_features = {"idx_query": {}, "counts": {}}
+        self.idx_query: dict[Any, Any] = {} if idx_query is None else idx_query
+        self.weights: dict[Any, Any] = {} if weights is None else weights
+        self.additional_features: dict[str, Any] = {"idx_query": {}, "counts": {}}
 
-    def to(self, device: torch.device | str, non_blocking: bool = True):
+    def to(self, device: torch.device | str, non_blocking: bool = True) -> PointTensor:
         """Move this tensor and return it."""
         self.F = self.F.to(device, non_blocking=non_blocking)
         self.C = self.C.to(device, non_blocking=non_blocking)
         return self
 
-    def cuda(self):
+    def cuda(self) -> PointTensor:
         """Move this tensor to CUDA and return it."""
         return self.to("cuda")
 
-    def detach(self):
+    def detach(self) -> PointTensor:
         """Detach this tensor and return it."""
         self.F, self.C = self.F.detach(), self.C.detach()
         return self

@@ -83,7 +83,7 @@ def sparse_quantize(
     *,
     return_index: bool = False,
     return_inverse: bool = False,
-):
+) -> Any:
     """Return the distinct voxels of points, sorted, moved so that the least are 0.
 
     Arguments are those of 2.1, which does not move them.

@@ -401,13 +401,15 @@ class VoxelBackBone8x(Pretrained):
         super().__init__()
         first, second, third, fourth, last = expect_widths(widths)
         self.out_channels = last
-        self.conv_input = subm(in_channels, first)
-        self.conv1 = self._stage(None, first)
-        self.conv2 = self._stage(strided(first, second), second)
-        self.conv3 = self._stage(strided(second, third), third)
+        self.conv_input: nn.Sequential = subm(in_channels, first)
+        self.conv1: nn.Sequential = self._stage(None, first)
+        self.conv2: nn.Sequential = self._stage(strided(first, second), second)
+        self.conv3: nn.Sequential = self._stage(strided(second, third), third)
         down = strided(third, fourth, padding=(0, 1, 1))
-        self.conv4 = self._stage(down, fourth)
-        self.conv_out = strided(fourth, last, (3, 1, 1), (2, 1, 1), last_pad)
+        self.conv4: nn.Sequential = self._stage(down, fourth)
+        self.conv_out: nn.Sequential = strided(
+            fourth, last, (3, 1, 1), (2, 1, 1), last_pad
+        )
 
     def _stage(self, down: nn.Sequential | None, channels: int) -> nn.Sequential:
         if down is None:
@@ -627,7 +629,7 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
                 f"{tuple(kernel_sizes)}, channels {tuple(channels)}"
             )
         self.out_channels = out_channels
-        self.conv_input = subm(in_channels, channels[0])
+        self.conv_input: nn.Sequential = subm(in_channels, channels[0])
         wide = [channels[0], *channels, channels[4]]  # of conv_input, conv1 to conv6
         sizes = [*kernel_sizes, kernel_sizes[3]]
         for i in range(1, 7):
@@ -640,7 +642,7 @@ class VoxelResBackBone8xVoxelNeXt(Pretrained):
         conv = nn.Conv2d(
             channels[3], out_channels, 3, padding=1, bias=False, support="reach"
         )
-        self.conv_out = conv_norm_relu(conv)
+        self.conv_out: nn.Sequential = conv_norm_relu(conv)
         self.shared_conv: nn.Sequential = nn.Sequential(
             nn.SubmConv2d(out_channels, out_channels, 3),
             nn.BatchNorm(out_channels),

@@ -19,6 +19,7 @@ cosine and sine of the heading; and, if trained, "vel" (2) and "iou" (1).
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
@@ -152,7 +153,8 @@ class BaseBEVBackbone(mlx.nn.Module):
                 f"upsample_strides and num_upsample_filters are of {levels} blocks; "
                 f"got {upsample_strides} and {num_upsample_filters}"
             )
-        self.blocks, self.deblocks = [], []
+        self.blocks: list[Any] = []
+        self.deblocks: list[Any] = []
         wide = in_channels
         for count, stride, channels in zip(
             layer_nums, layer_strides, num_filters, strict=True
@@ -251,7 +253,7 @@ class CenterHead(mlx.nn.Module):
             ]
             return Dense(*layers, mlx.nn.Conv2d(wide, channels, 3, padding=1))
 
-        self.heads_list = _heads(classes, branches, heat_convs, branch)
+        self.heads_list: list[Any] = _heads(classes, branches, heat_convs, branch)
 
     def __call__(self, x: mx.array) -> list[dict[str, mx.array]]:
         """Return (B, y, x, channels) of each branch, for each head."""
@@ -301,7 +303,7 @@ class VoxelNeXtHead(mlx.nn.Module):
             ]
             return nn.Sequential(*layers, nn.SubmConv2d(wide, channels, 1))
 
-        self.heads_list = _heads(classes, branches, heat_convs, branch)
+        self.heads_list: list[Any] = _heads(classes, branches, heat_convs, branch)
 
     def __call__(self, x: SparseTensor) -> list[dict[str, SparseTensor]]:
         """Return tensors of each branch on the rows of ``x``, for each head."""

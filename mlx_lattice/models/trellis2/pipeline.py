@@ -435,8 +435,9 @@ class Pipeline:
         recipe: Recipe,
         on_step: Callable[[str, int, int], object] | None = None,
     ):
-        self.load, self.recipe = load, recipe
-        self.on_step = on_step or (lambda *_: None)
+        self.load: Callable[[str], Any] = load
+        self.recipe: Recipe = recipe
+        self.on_step: Callable[[str, int, int], object] = on_step or (lambda *_: None)
 
     def __call__(
         self,

@@ -119,7 +119,7 @@ NETS = {
 }
 # The sizes of TRELLIS.2-4B's flow models of latents; the texture model also gets the
 # shape.
-FLOW = {
+FLOW: dict[str, Any] = {
     "resolution": 32,
     "in_channels": 32,
     "model_channels": 1536,
@@ -134,7 +134,11 @@ FLOW = {
     "qk_rms_norm_cross": True,
 }
 # The sizes of TRELLIS.2-4B's flow model of the structure.
-STRUCTURE_FLOW = FLOW | {"resolution": 16, "in_channels": 8, "out_channels": 8}
+STRUCTURE_FLOW: dict[str, Any] = FLOW | {
+    "resolution": 16,
+    "in_channels": 8,
+    "out_channels": 8,
+}
 
 
 class Trellis2Net(Pretrained):
@@ -301,7 +305,7 @@ class ConvNeXtBlock(nn.Module):
         self.norm: nn.LayerNorm = nn.LayerNorm(channels, eps=1e-6)
         self.conv: nn.SubmConv3d = nn.SubmConv3d(channels, channels, 3)
         last = zero(nn.Linear(hidden, channels))
-        self.mlp = [nn.Linear(channels, hidden), mlx.nn.SiLU(), last]
+        self.mlp: list[Any] = [nn.Linear(channels, hidden), mlx.nn.SiLU(), last]
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
@@ -345,7 +349,7 @@ class UpBlock(nn.Module):
         self.norm1: nn.LayerNorm = nn.LayerNorm(channels, eps=1e-6)
         self.norm2: nn.LayerNorm = nn.LayerNorm(out_channels, eps=1e-6, affine=False)
         self.conv1: nn.SubmConv3d = nn.SubmConv3d(channels, CELLS * out_channels, 3)
-        self.conv2 = zero(nn.SubmConv3d(out_channels, out_channels, 3))
+        self.conv2: nn.SubmConv3d = zero(nn.SubmConv3d(out_channels, out_channels, 3))
         if pred_subdiv:
             self.to_subdiv: nn.Linear = nn.Linear(channels, CELLS)
         self.repeats: int = out_channels // (channels // CELLS)
@@ -447,7 +451,7 @@ class DownBlock(nn.Module):
         self.norm1: nn.LayerNorm = nn.LayerNorm(channels, eps=1e-6)
         self.norm2: nn.LayerNorm = nn.LayerNorm(out_channels, eps=1e-6, affine=False)
         self.conv1: nn.SubmConv3d = nn.SubmConv3d(channels, out_channels // CELLS, 3)
-        self.conv2 = zero(nn.SubmConv3d(out_channels, out_channels, 3))
+        self.conv2: nn.SubmConv3d = zero(nn.SubmConv3d(out_channels, out_channels, 3))
         self.out_channels = out_channels
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
@@ -505,7 +509,7 @@ class TimestepEmbedder(nn.Module):
     def __init__(self, dims: int):
         super().__init__()
         layers = nn.Linear(TIME_FEATURES, dims), mlx.nn.SiLU(), nn.Linear(dims, dims)
-        self.mlp = list(layers)
+        self.mlp: list[Any] = list(layers)
 
     def __call__(self, t: mx.array) -> mx.array:
         """Return (B, dims) of (B,) times."""
@@ -591,15 +595,17 @@ class FlowModel(Trellis2Net):
         dtype_name(dtype)
         if pe_mode not in PLACES:
             raise ValueError(f"pe_mode must be one of {PLACES}; got {pe_mode!r}")
-        self.resolution, self.pe_mode = resolution, pe_mode
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.resolution: int = resolution
+        self.pe_mode = pe_mode
+        self.in_channels: int = in_channels
+        self.out_channels: int = out_channels
         self.cond_channels = cond_channels
         self.t_embedder: TimestepEmbedder = TimestepEmbedder(model_channels)
         if share_mod:
-            self.adaLN_modulation = modulation_layers(model_channels)
+            self.adaLN_modulation: list[Any] = modulation_layers(model_channels)
         self.input_layer: nn.Linear = nn.Linear(in_channels, model_channels)
         frequency, base = self._rotations(rope_freq)
-        self.blocks = [
+        self.blocks: list[nn.ModulatedTransformerBlock] = [
             nn.ModulatedTransformerBlock(
                 model_channels,
                 num_heads or max(1, model_channels // num_head_channels),

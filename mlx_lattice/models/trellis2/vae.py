@@ -23,6 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
@@ -89,9 +90,10 @@ class ResBlock3d(nn.Module):
 
     def __init__(self, channels: int):
         super().__init__()
-        self.norm1, self.norm2 = nn.LayerNorm(channels), nn.LayerNorm(channels)
+        self.norm1: nn.LayerNorm = nn.LayerNorm(channels)
+        self.norm2: nn.LayerNorm = nn.LayerNorm(channels)
         self.conv1: GridConv3d = GridConv3d(channels, channels)
-        self.conv2 = zero(GridConv3d(channels, channels))
+        self.conv2: GridConv3d = zero(GridConv3d(channels, channels))
 
     def __call__(self, x: SparseTensor) -> SparseTensor:
         """Return features on the rows of ``x``."""
@@ -146,13 +148,17 @@ class StructureNet(Trellis2Net):
         self.middle_block: list[ResBlock3d] = [
             ResBlock3d(middle) for _ in range(num_res_blocks_middle)
         ]
-        self.blocks = []
+        self.blocks: list[Any] = []
         for at, width in enumerate(channels):
             self.blocks += [ResBlock3d(width) for _ in range(num_res_blocks)]
             if at + 1 < len(channels):
                 self.blocks.append(step(width, channels[at + 1]))
         last = channels[-1]
-        self.out_layer = [nn.LayerNorm(last), nn.SiLU(), GridConv3d(last, out_channels)]
+        self.out_layer: list[Any] = [
+            nn.LayerNorm(last),
+            nn.SiLU(),
+            GridConv3d(last, out_channels),
+        ]
         if dtype != mx.float32:
             cast_layers([*self.middle_block, *self.blocks], dtype)
 
@@ -358,7 +364,9 @@ class SparseVAEDecoder(Trellis2Net):
         check_stages(model_channels, num_blocks)
         self.from_latent: nn.Linear = nn.Linear(latent_channels, model_channels[0])
         step = partial(UpBlock, pred_subdiv=pred_subdiv)
-        self.blocks = stages(model_channels, num_blocks, mlp_ratio, step)
+        self.blocks: list[list[Any]] = stages(
+            model_channels, num_blocks, mlp_ratio, step
+        )
         self.output_layer: nn.Linear = nn.Linear(model_channels[-1], out_channels)
         self.pred_subdiv = pred_subdiv
         if dtype != mx.float32:
@@ -544,7 +552,9 @@ class SparseVAEEncoder(Trellis2Net):
         dtype_name(dtype)
         check_stages(model_channels, num_blocks)
         self.input_layer: nn.Linear = nn.Linear(in_channels, model_channels[0])
-        self.blocks = stages(model_channels, num_blocks, mlp_ratio, DownBlock)
+        self.blocks: list[list[Any]] = stages(
+            model_channels, num_blocks, mlp_ratio, DownBlock
+        )
         self.to_latent: nn.Linear = nn.Linear(model_channels[-1], 2 * latent_channels)
         if dtype != mx.float32:
             cast_layers(self.blocks, dtype)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import NoReturn
 
-def encode_seq(*_: object, **__: object):
+
+def encode_seq(*_: object, **__: object) -> NoReturn:
     """Raise NotImplementedError."""
     raise NotImplementedError(
         "flex_gemm.ops.serialize.encode_seq is not provided; use "
@@ -11,7 +13,7 @@ def encode_seq(*_: object, **__: object):
     )
 
 
-def decode_seq(*_: object, **__: object):
+def decode_seq(*_: object, **__: object) -> NoReturn:
     """Raise NotImplementedError."""
     raise NotImplementedError(
         "flex_gemm.ops.serialize.decode_seq is not provided; keep the coordinates "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -79,7 +80,7 @@ class SparseConv3dNeighborCache(SubMConv3dNeighborCache):
     """The kernel map of a convolution that makes rows."""
 
 
-def inserted(coords: torch.Tensor, shape: Sequence[int]):
+def inserted(coords: torch.Tensor, shape: Sequence[int]) -> Any:
     """Return a new manager and the key of the coordinates in it."""
     if coords.ndim != 2 or coords.shape[1] != 4 or coords.dtype != torch.int32:
         raise AssertionError(

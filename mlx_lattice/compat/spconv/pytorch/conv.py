@@ -104,19 +104,27 @@ class SparseConvolution(VoxelCount, SparseModule):
     ):
         super().__init__(name=name)
         expect(groups == 1, f"spconv has no groups; got groups={groups}")
-        self.ndim, self.groups = ndim, groups
-        self.in_channels, self.out_channels = in_channels, out_channels
+        self.ndim: int = ndim
+        self.groups: int = groups
+        self.in_channels: int = in_channels
+        self.out_channels: int = out_channels
         self.kernel_size: list[int] = expand_nd(ndim, kernel_size)
-        self.stride, self.padding = expand_nd(ndim, stride), expand_nd(ndim, padding)
+        self.stride: list[int] = expand_nd(ndim, stride)
+        self.padding: list[int] = expand_nd(ndim, padding)
         self.dilation: list[int] = expand_nd(ndim, dilation)
         self.output_padding: list[int] = expand_nd(ndim, output_padding)
-        self.subm, self.transposed, self.inverse = subm, transposed, inverse
-        self.indice_key, self.algo = indice_key, algo
+        self.subm: bool = subm
+        self.transposed: bool = transposed
+        self.inverse: bool = inverse
+        self.indice_key: str | None = indice_key
+        self.algo: ConvAlgo | None = algo
         self.fp32_accum = fp32_accum
-        self.act_type, self.act_alpha, self.act_beta = act_type, act_alpha, act_beta
-        self.conv1x1 = prod(self.kernel_size) == 1
+        self.act_type: object = act_type
+        self.act_alpha: float = act_alpha
+        self.act_beta: float = act_beta
+        self.conv1x1: bool = prod(self.kernel_size) == 1
         if not subm:
-            self.conv1x1: bool = self.conv1x1 and prod(self.stride) == 1
+            self.conv1x1 = self.conv1x1 and prod(self.stride) == 1
             expect(
                 not self.conv1x1 or self.padding == [0] * ndim,
                 "a convolution of kernel 1 and stride 1 takes no padding; got "
@@ -126,9 +134,11 @@ class SparseConvolution(VoxelCount, SparseModule):
         self.register_count(record_voxel_count and not subm and not inverse)
         self.weight_shape: list[int] = self._weight_shape()
         options = {"device": device, "dtype": dtype}
-        self.weight = nn.Parameter(torch.zeros(*self.weight_shape, **options))
+        self.weight: torch.Tensor = nn.Parameter(
+            torch.zeros(*self.weight_shape, **options)
+        )
         if bias:
-            self.bias = nn.Parameter(torch.zeros(out_channels, **options))
+            self.bias: torch.Tensor = nn.Parameter(torch.zeros(out_channels, **options))
         else:
             self.register_parameter("bias", None)
         self.reset_parameters()
@@ -439,7 +449,7 @@ def numbered(
     return made
 
 
-KINDS = {
+KINDS: dict[str, Any] = {
     "SubMConv": _SubM,
     "SparseConv": _Strided,
     "SparseConvTranspose": _Transposed,

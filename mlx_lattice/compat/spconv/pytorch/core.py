@@ -30,7 +30,8 @@ class Repeats:
     """
 
     def __init__(self, first: torch.Tensor, inverse: torch.Tensor):
-        self.first, self.inverse = first, inverse
+        self.first: torch.Tensor = first
+        self.inverse: torch.Tensor = inverse
         self._spread: dict[int, tuple[Relation, Relation]] = {}
 
     def spread(self, relation: Relation, build: Callable[..., Any]) -> Relation:
@@ -141,11 +142,17 @@ class IndiceData:
         dilation: list[int],
         padding: list[int],
     ):
-        self.out_indices, self.indices, self.relation = out_indices, indices, relation
-        self.spatial_shape, self.out_spatial_shape = spatial_shape, out_spatial_shape
-        self.is_subm, self.algo = is_subm, algo
-        self.ksize, self.stride = ksize, stride
-        self.dilation, self.padding = dilation, padding
+        self.out_indices: torch.Tensor = out_indices
+        self.indices: torch.Tensor = indices
+        self.relation: Relation = relation
+        self.spatial_shape: list[int] = spatial_shape
+        self.out_spatial_shape: list[int] = out_spatial_shape
+        self.is_subm: bool = is_subm
+        self.algo: ConvAlgo | None = algo
+        self.ksize: list[int] = ksize
+        self.stride: list[int] = stride
+        self.dilation: list[int] = dilation
+        self.padding: list[int] = padding
 
     @property
     def indice_pairs(self) -> torch.Tensor:
@@ -192,6 +199,9 @@ class SparseConvTensor:
         benchmark, permanent_thrust_allocator, enable_timer, force_algo: ignored.
     """
 
+    thrust_allocator: None
+    int8_scale: None
+
     def __init__(
         self,
         features: torch.Tensor,
@@ -223,10 +233,11 @@ class SparseConvTensor:
         self.indices = indices
         self.spatial_shape: list[int] = [int(extent) for extent in spatial_shape]
         self.batch_size = batch_size
-        self.indice_dict = {} if indice_dict is None else indice_dict
-        self.grid = torch.Tensor() if grid is None else grid
+        self.indice_dict: dict[str, Any] = {} if indice_dict is None else indice_dict
+        self.grid: torch.Tensor = torch.Tensor() if grid is None else grid
         self.voxel_num = voxel_num
-        self.benchmark, self.benchmark_record = benchmark, {}
+        self.benchmark: bool = benchmark
+        self.benchmark_record: dict[Any, Any] = {}
         self.thrust_allocator = self._timer = self.int8_scale = None
         self.force_algo = force_algo
 

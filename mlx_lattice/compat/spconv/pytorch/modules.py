@@ -125,7 +125,7 @@ class SparseSequential(SparseModule):
                 raise KeyError(f"there is a module named {name!r} already")
         self.add_module(name, module)
 
-    def forward(self, input):
+    def forward(self, input: Any) -> Any:
         """Return the result of the last module."""
         for module in self._modules.values():
             if is_spconv_module(module) or not isinstance(input, SparseConvTensor):
@@ -155,11 +155,11 @@ class RemoveGrid(SparseModule):
 class Identity(nn.Module):
     """Returns what it gets."""
 
-    def forward(self, input):
+    def forward(self, input: Any) -> Any:
         """Return the input."""
         return input
 
-    def input_spatial_size(self, out_size):
+    def input_spatial_size(self, out_size: Any) -> Any:
         """Return the size itself."""
         return out_size
 
@@ -167,7 +167,7 @@ class Identity(nn.Module):
 class _Table(SparseModule):
     """A module on a list of tensors."""
 
-    def input_spatial_size(self, out_size):
+    def input_spatial_size(self, out_size: Any) -> Any:
         """Return the size itself."""
         return out_size
 
@@ -216,7 +216,7 @@ class AddTableMisaligned(_Table):
 class ConcatTable(SparseModule):
     """Calls several modules with one input, and returns a list."""
 
-    def forward(self, input) -> list[Any]:
+    def forward(self, input: Any) -> list[Any]:
         """Return the result of each module."""
         return [module(input) for module in self._modules.values()]
 
@@ -225,6 +225,6 @@ class ConcatTable(SparseModule):
         self._modules[str(len(self._modules))] = module
         return self
 
-    def input_spatial_size(self, out_size):
+    def input_spatial_size(self, out_size: Any) -> Any:
         """Return that of the first module."""
         return self._modules["0"].input_spatial_size(out_size)

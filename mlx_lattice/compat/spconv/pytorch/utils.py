@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -34,22 +35,22 @@ class PointToVoxel:
     ):
         self._grid = Grid(vsize_xyz, coors_range_xyz)
         self.ndim: int = self._grid.dims
-        self.vsize = self._grid.size[::-1].tolist()
-        self.grid_size = self._grid.shape[::-1].tolist()
-        self.device = torch.device(device)
+        self.vsize: list[float] = self._grid.size[::-1].tolist()
+        self.grid_size: list[int] = self._grid.shape[::-1].tolist()
+        self.device: torch.device = torch.device(device)
         self.num_point_features = num_point_features
         self.max_num_voxels = max_num_voxels
         self.max_num_points_per_voxel = max_num_points_per_voxel
 
     def __call__(
         self, pc: torch.Tensor, clear_voxels: bool = True, empty_mean: bool = False
-    ):
+    ) -> Any:
         """Return voxels, indices (last axis first) and numbers of points."""
         return self.generate_voxel_with_id(pc, clear_voxels, empty_mean)[:3]
 
     def generate_voxel_with_id(
         self, pc: torch.Tensor, clear_voxels: bool = True, empty_mean: bool = False
-    ):
+    ) -> Any:
         """Return the same, and the voxel of each point, or -1."""
         pc = as_points(pc)
         if pc.device.type != self.device.type:
