@@ -24,6 +24,7 @@ from .inspect.explain import (
     explain_attention,
     verify,
 )
+from .inspect.summary import Summary, summary
 from .inspect.trace import Trace, trace
 from .int8 import IntegerTensor, integer_conv
 from .kept_files import cache
@@ -70,6 +71,7 @@ __all__ = [
     "RouteError",
     "Scene",
     "SparseTensor",
+    "Summary",
     "Trace",
     "VerificationError",
     "VoxelizedPoints",
@@ -96,6 +98,7 @@ __all__ = [
     "quantize_weight",
     "routes",
     "select",
+    "summary",
     "trace",
     "tune",
     "verify",

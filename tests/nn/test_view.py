@@ -11,9 +11,10 @@ import zlib
 import mlx.core as mx
 import numpy as np
 import pytest
+from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import cli, ops, scene
+from mlx_lattice import cli, models, ops, scene
 from mlx_lattice.io.points import write_ply
 
 msgpack = pytest.importorskip("msgpack", reason="the extra viz is not installed")
@@ -174,6 +175,25 @@ def test_tables_of_notebooks():
     assert "<td>1, 0, 2</td>" in table
     relation = x.manager.submanifold_kernel_relation(x.key)
     assert "3x3x3" in relation._repr_html_()
+
+
+def test_summary_counts_as_mlx_does():
+    net = models.SpUNet(2, 3, 32, (32, 32), layers=(1, 1))
+    net.conv_input.freeze()
+    found = ml.summary(net)
+    sizes = {path: 0 for path, _ in net.named_modules()}
+    for name, array in tree_flatten(net.parameters()):
+        sizes[name.rpartition(".")[0]] += array.size
+    wanted = {path: count for path, count in sizes.items() if count}
+    assert {each.path: each.parameters for each in found.layers} == wanted
+    trainable = tree_flatten(net.trainable_parameters())
+    assert found.trainable == sum(array.size for _, array in trainable)
+    assert found.layers[0].path.startswith("conv_input")
+    table = found._repr_html_()
+    assert table.count("<tr>") == len(wanted) + 1 and found.title in table
+    assert "SubmConv3d" in str(found) and str(found) == repr(found)
+    with pytest.raises(TypeError, match="net must be a module; got SparseTensor"):
+        ml.summary(ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 1))))
 
 
 # The command
