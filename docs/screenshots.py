@@ -4,11 +4,12 @@
     python docs/screenshots.py demo/run.html
     mlx-lattice segment scan.ply --model surfaces --out segmented
     python docs/screenshots.py segmented/scan.png segmented
+    python docs/screenshots.py segmented/scan.html scene
     mlx-lattice detect finder/scene.ply --model finder --score 0.35
     python docs/screenshots.py detected/scene.png boxes
 
-The first needs chromium, all need Pillow (which comes with matplotlib). The name after
-a picture is that of its file in docs/images.
+Pages need chromium, all need Pillow (which comes with matplotlib). The name after a
+picture or a page is that of its file in docs/images.
 """
 
 from __future__ import annotations
@@ -37,7 +38,9 @@ def take(page: Path, picture: Path, scheme: str, height: int) -> None:
             browser,
             "--headless",
             "--no-sandbox",
-            "--disable-gpu",
+            "--use-angle=swiftshader",  # WebGL on the CPU
+            "--enable-unsafe-swiftshader",
+            "--virtual-time-budget=20000",  # until a scene is drawn
             "--hide-scrollbars",
             f"--blink-settings=preferredColorScheme={SCHEMES[scheme]}",
             f"--window-size=1280,{height}",
@@ -92,7 +95,11 @@ def main(page: Path) -> None:
 
 
 if __name__ == "__main__":
-    if len(sys.argv) == 3:
+    if len(sys.argv) == 3 and sys.argv[1].endswith(".html"):
+        for scheme in SCHEMES:
+            picture = FOLDER / f"{sys.argv[2]}-{scheme}.png"
+            take(Path(sys.argv[1]), picture, scheme, 720)
+    elif len(sys.argv) == 3:
         keep(trimmed(Path(sys.argv[1])), FOLDER / f"{sys.argv[2]}.png")
     else:
         main(Path(sys.argv[1]))

@@ -81,7 +81,7 @@ class Scene:
         >>> scene = ml.Scene("a cube").points(points, labels=points[:, 2] > 0.5)
         >>> scene.boxes([[0.5, 0.5, 0.5, 1, 1, 1, 0]], scores=[0.9])
         Scene('a cube', points: 1,000, boxes: 1)
-        >>> scene.save("cube.html")  # doctest: +SKIP
+        >>> path = scene.save("cube.html")
     """
 
     def __init__(self, title: str = "scene", note: str = "", *, up: str = "z"):
@@ -526,10 +526,10 @@ def _camera(objects: list[Any], up: str) -> list[float]:
         own = np.reshape(own, (-1, 3))
         places.append(own @ matrix[:3, :3].T + matrix[:3, 3])
     every = np.concatenate(places)
-    low, high = np.percentile(every if len(every) else np.eye(3), (1, 99), axis=0)
+    low, high = np.percentile(every if len(every) else np.eye(3), (2, 98), axis=0)
     right, ahead, upward = (sign * np.eye(3)[axis] for axis, sign in AXES[up])
     to_eye = 0.4 * right - 0.7 * ahead + 0.6 * upward
-    distance = 0.5 * np.linalg.norm(high - low) / np.tan(np.radians(FIELD_OF_VIEW / 2))
+    distance = 0.55 * np.linalg.norm(high - low) / np.tan(np.radians(FIELD_OF_VIEW / 2))
     middle = (low + high) / 2
     return [*(middle + to_eye * max(distance, 1e-3)), *middle, *upward]
 

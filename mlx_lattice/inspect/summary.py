@@ -93,7 +93,7 @@ def summary(net: mlx.nn.Module) -> Summary:
     Raises:
         TypeError: ``net`` is not a module.
 
-    Example:
+    Examples:
         >>> net = nn.Sequential(nn.SubmConv3d(3, 16, 3), nn.BatchNorm(16), nn.ReLU())
         >>> print(ml.summary(net).title)
         Sequential: 2 layers, 1,376 parameters (1,344 trainable), 5.5 kB
