@@ -230,7 +230,7 @@ class CoordinateManager:
         return tuple(self._sets.values())
 
     def key_of(self, key_or_coords: CoordinateKey | mx.array) -> CoordinateKey:
-        """Return the key itself, or that of the set that an array is of.
+        """Return the key of an array of coordinates; a key is returned as it is.
 
         An array that is of none is inserted, at stride 1.
         """
@@ -441,7 +441,7 @@ class CoordinateManager:
         dilation: IntOrTuple = 1,
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
-        """Return the forward rule onto exactly the target's rows, in its order."""
+        """Return the forward relation onto exactly the rows of a target set."""
         key = self.key_of(key_or_coords)  # held while the target is inserted
         source, spec = self._start(key, kernel_size, stride, padding, dilation, offsets)
         target = self[self.key_of(target)]
@@ -456,7 +456,7 @@ class CoordinateManager:
         dilation: IntOrTuple = 1,
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
-        """Return the stride-1 relation of a set to itself, identity kept."""
+        """Return the stride-1 relation of a set to itself."""
         rows, spec = self._start(key_or_coords, kernel_size, 1, None, dilation, offsets)
         return self._between("submanifold", rows, rows, spec)
 
@@ -498,7 +498,7 @@ class CoordinateManager:
         dilation: IntOrTuple = 1,
         offsets: Sequence[Sequence[int]] | None = None,
     ) -> Relation:
-        """Return ``out = in * stride + offset_k`` onto every row that it reaches.
+        """Return the generative relation, onto every row that a kernel reaches.
 
         Rows are sorted and unique, also where kernels overlap; with a
         ``spatial_shape`` they are cut to PyTorch's transposed output grid.
@@ -517,7 +517,7 @@ class CoordinateManager:
         offsets: Sequence[Sequence[int]],
         stride: IntOrTuple = 1,
     ) -> Relation:
-        """Return ``in = out * stride + offset_k`` for any two sets and offsets."""
+        """Return the relation of any two sets, for any offsets."""
         key = self.key_of(key_or_coords)  # held while the target is inserted
         source, spec = self._start(key, 1, stride, None, 1, offsets)
         return self._between("general", source, self[self.key_of(target)], spec)

@@ -126,7 +126,7 @@ class IntegerTensor(SparseTensor):
 
     @property
     def feats(self) -> NoReturn:
-        """Raise: int8 features are no float features."""
+        """Raise an error: int8 features are not float features."""
         raise TypeError(
             "these features are int8 with a scale: integer layers take them, all other "
             "layers take x.dequantized(); x.values are the integers"

@@ -138,21 +138,21 @@ class Surface:
         return connected_component_labels(pairs, len(self.faces))
 
     def replace(self, keep: np.ndarray) -> Surface:
-        """Return some of the faces, and the vertices that they use, in order."""
+        """Return a surface of some faces, with the vertices that they use, in order."""
         faces = self.faces[keep]
         used = np.zeros(len(self.vertices), bool)
         used[faces] = True
         return Surface(self.vertices[used], (np.cumsum(used) - 1)[faces])
 
     def cleaned(self) -> Surface:
-        """Return it without degenerate or repeated triangles and unused vertices."""
+        """Return the surface without degenerate or repeated triangles."""
         proper = np.flatnonzero(self.normals.any(axis=1))
         corners = np.sort(self.faces[proper], axis=1)
         _, first = np.unique(corners, axis=0, return_index=True)
         return self.replace(proper[np.sort(first)])
 
     def without_floaters(self, share: float = 0.01) -> Surface:
-        """Return it without components below a share of the largest one's area."""
+        """Drop components with less than ``share`` of the largest one's area."""
         if not 0 <= share <= 1:
             raise ValueError(f"share must be from 0 to 1; got {share}")
         if not len(self.faces):
@@ -161,7 +161,7 @@ class Surface:
         return self.replace((areas >= share * areas.max())[self.components])
 
     def oriented(self) -> Surface:
-        """Return it with all triangles of a component wound alike, normals outwards.
+        """Return the surface with normals outwards and equal winding in each component.
 
         A component with one side (a Moebius strip) stays as it is.
         """
@@ -180,7 +180,7 @@ class Surface:
         return Surface(self.vertices, faces)
 
     def filled(self, sides: int = 200) -> Surface:
-        """Return it with its holes closed by fans around their middles.
+        """Return the surface with its holes closed by fans around their middles.
 
         Call ``oriented`` first: a fan is wound as the triangles around its hole are. A
         hole stays if boundaries meet in one of its vertices.
@@ -211,7 +211,7 @@ class Surface:
         )
 
     def simplified(self, faces: int) -> Surface:
-        """Return it with about so many faces, or itself if it has no more."""
+        """Reduce the surface to about ``faces`` faces, if it has more."""
         whole(faces, "faces", LEAST_FACES)
         if len(self.faces) <= faces:
             return self

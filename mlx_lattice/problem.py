@@ -126,7 +126,7 @@ class Problem:
         stride: int = 1,
         **facts: Any,
     ) -> Problem:
-        """Describe a forward pass; ``n_out`` is ``n_in`` where it is left out.
+        """Describe a forward pass; by default ``n_out`` is ``n_in``.
 
         The kind is "submanifold" if the rows are kept, else "forward".
         """

@@ -179,7 +179,7 @@ class IntegerWeight(PackedWeight):
 
     @property
     def arrays(self) -> tuple[mx.array, ...]:
-        """What kernels read: ``values``, and ``multipliers`` of an int4 weight."""
+        """The arrays that kernels read: ``values``, and for int4 ``multipliers``."""
         return (self.values,) if self.bits == 8 else (self.values, self.multipliers)
 
     def integers(self) -> mx.array:

@@ -231,7 +231,7 @@ class Scene:
         self.note = "; ".join(filter(None, (self.note, text)))
 
     def html(self) -> str:
-        """Return the page.
+        """Return the page as HTML.
 
         Raises:
             ImportError: k3d is not installed.

@@ -388,7 +388,7 @@ class SparseTensor:
 
     @property
     def coordinate_set(self) -> CoordinateSet:
-        """The manager's set that the rows are of; tensors of one key share it."""
+        """The coordinate set of the rows; tensors with the same key share it."""
         return self.manager[self.key]
 
     @property
@@ -440,11 +440,11 @@ class SparseTensor:
         return self.coords
 
     def replace_feature(self, feature: mx.array) -> SparseTensor:
-        """Return ``replace(feature)``: spconv's name of it."""
+        """Return ``replace(feature)``, by spconv's name."""
         return self.replace(feature)
 
     def dense(self, channels_first: bool = True) -> mx.array:
-        """Return spconv's (B, C, spatial...) array, or with the channels last."""
+        """Return a dense (B, C, spatial...) array, as spconv does."""
         dense = self.to_dense()
         return mx.moveaxis(dense, -1, 1) if channels_first else dense
 

@@ -240,7 +240,7 @@ class ImportReport:
 
     @property
     def complete(self) -> bool:
-        """Whether each parameter got a tensor and each tensor a parameter."""
+        """Whether every parameter has a tensor and every tensor a parameter."""
         return not (self.mismatched or self.missing or self.unused)
 
     def __str__(self) -> str:

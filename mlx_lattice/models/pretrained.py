@@ -486,7 +486,7 @@ class Segmentor(Pretrained):
         *,
         fill: bool = False,
     ) -> mx.array:
-        """Return (P, num_classes) scores, one row a point, in their order.
+        """Return the (P, num_classes) scores of points, in their order.
 
         Points of one voxel have the same scores.
 
@@ -549,7 +549,7 @@ class Segmentor(Pretrained):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of the net's input features: that of its first norm's scale.
+        """The dtype of the net's input features.
 
         Without a batch norm it is that of the first floating-point parameter.
         """

@@ -566,7 +566,7 @@ class PTv3(PointTransformer):
 
     @property
     def legacy(self) -> bool:
-        """Whether the convolution of a block reads the MLP branch of the one before."""
+        """Whether the convolution of a block reads the previous block's MLP branch."""
         if self._legacy is None:
             return self.variant == "m1" and self.about.legacy
         return self._legacy

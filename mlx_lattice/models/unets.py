@@ -603,7 +603,7 @@ class SPVCNN(MinkUNet):
         feats: mx.array,
         batch: mx.array | None = None,
     ) -> mx.array:
-        """Return (P, num_classes) scores, one row a point, in their order.
+        """Return the (P, num_classes) scores of points, in their order.
 
         Args:
             points: (P, 3) float positions; none at all is legal.

@@ -257,7 +257,7 @@ class FakeQuant(Packable, Module):
         return f"{self._layer}, bits={self.bits}{groups}, momentum={self.momentum}"
 
     def float_layer(self) -> Module:
-        """Return the layer itself, with the current parameters."""
+        """Return the wrapped float layer, with the current parameters."""
         for name in ("weight", "bias"):
             if name in self:
                 self._layer[name] = self[name]
@@ -296,7 +296,7 @@ class FakeQuant(Packable, Module):
         mode: str = "affine",
         quantize_input: bool = False,
     ) -> Module:
-        """Return the integer layer that this was trained for, or a packed twin."""
+        """Return the trained integer layer, or a layer with a packed weight."""
         layer = self.float_layer()
         if check_mode(mode, quantize_input) != INTEGER:
             return twin_holding(layer, pack(layer, group_size, bits))

@@ -281,7 +281,7 @@ class GridPooling(Module):
         return self.norm(max_pool(self.proj(x), stride, padding=0))
 
     def positions(self, x: SparseTensor) -> SparseTensor:
-        """Return on the same cells the mean of their rows' features."""
+        """Return the mean of the features of each cell's rows, on the same cells."""
         expect_tensor(x)
         return avg_pool(x, per_axis(self.stride, x.dims, "stride"), padding=0)
 

@@ -597,7 +597,7 @@ class NeighbourLists:
 
     @property
     def counts(self) -> mx.array:
-        """(Q,) int32: how many neighbours each query has."""
+        """(Q,) int32: the number of neighbours of each query."""
         return self.starts[1:] - self.starts[:-1]
 
     @property

@@ -194,22 +194,22 @@ class Choice:
 
     @property
     def rejected(self) -> Reasons:
-        """(name, reason) of every row above it in the table."""
+        """(name, reason) of every route above it in the table."""
         return self._reasons[0]
 
     @property
     def below(self) -> Reasons:
-        """(name, status) of every row after it, not reached."""
+        """(name, status) of every route below it in the table."""
         return self._reasons[1]
 
     @property
     def parameters(self) -> tuple[tuple[str, object], ...]:
-        """The plan's facts for a reader, as (name, value) pairs."""
+        """Facts of the plan as (name, value) pairs."""
         return self.plan.said
 
     @property
     def precision(self) -> str | None:
-        """Why TF32 changes nothing where it was asked for; None where it does."""
+        """The reason why TF32 has no effect, or None."""
         p, plan = self.plan.problem, self.plan
         if p.precision == FLOAT32 or plan.products == "TF32":
             return None
@@ -225,7 +225,7 @@ class Choice:
 
     @property
     def view(self) -> str:
-        """The view of the relation that is read."""
+        """The view of the relation that the plan reads."""
         return self.plan.view
 
     def __str__(self) -> str:

@@ -59,7 +59,7 @@ class Published:
         return net.eval()
 
     def download(self, *, cached: bool = False) -> list[Path]:
-        """Return the files from the cache of Hugging Face, downloaded if need be.
+        """Return the files in the cache of Hugging Face; download them if necessary.
 
         Args:
             cached: whether only the cache is read.

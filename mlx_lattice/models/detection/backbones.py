@@ -137,7 +137,7 @@ class GridRecipe:
 
     @property
     def spatial_shape(self) -> tuple[int, int, int]:
-        """Extents of the lattice: (z + 1, y, x) cells, as OpenPCDet's backbones say."""
+        """Extents of the lattice: (z + 1, y, x) cells, as in OpenPCDet."""
         x, y, z = self.grid_size
         return z + 1, y, x
 

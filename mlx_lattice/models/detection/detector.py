@@ -260,7 +260,7 @@ class Detector(Pretrained):
 
     @classmethod
     def of_config(cls, config: Mapping[str, Any]) -> Detector:
-        """Return the net, with random weights, of one of OpenPCDet's configurations.
+        """Return the net of a configuration of OpenPCDet, with random weights.
 
         Args:
             config: what its YAML files say, base configurations merged: CLASS_NAMES,
@@ -296,7 +296,7 @@ class Detector(Pretrained):
             object.__setattr__(self, name, value)  # no parameters
 
     def recipe(self) -> GridRecipe:
-        """Return how voxels are made of points."""
+        """Return the recipe that makes voxels of points."""
         return self.grid
 
     def cells(
@@ -363,7 +363,7 @@ class Detector(Pretrained):
 
     @property
     def dtype(self) -> mx.Dtype:
-        """The dtype of features that the net takes: that of its first norm's scale."""
+        """The dtype of the net's input features."""
         return self.backbone_3d.conv_input.layers[1].weight.dtype
 
 

@@ -530,7 +530,7 @@ class Pipeline:
         options: Mapping[str, Mapping[str, Any]] | None = None,
         beside: SparseTensor | None = None,
     ) -> SparseTensor:
-        """Return latents on the rows of ``cells``, normalised still."""
+        """Return latents on the rows of ``cells``, still normalised."""
         flow = self.load(name)
         more = {} if beside is None else {"concat_cond": beside}
         channels = flow.in_channels - (0 if beside is None else beside.channels)

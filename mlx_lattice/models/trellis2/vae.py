@@ -451,7 +451,7 @@ class SparseVAEDecoder(Trellis2Net):
             )
 
     def upsample(self, x: SparseTensor, times: int) -> mx.array:
-        """Return the cells that latents become, without features.
+        """Return the cells that latents decode to, without features.
 
         Args:
             x: (N, latent_channels) in the dtype of ``from_latent``.
