@@ -17,7 +17,7 @@ __all__ = ["ConfusionMatrix"]
 
 
 class ConfusionMatrix:
-    """Counts of rows by true and predicted class, and what follows from them.
+    """Count rows by true and predicted class, for IoU and accuracy.
 
     ``print`` shows a table with a line for each class, and the means.
 

@@ -14,7 +14,7 @@ try:
     PUBLIC = reference.public_names()
 except ImportError as error:  # mlx_lattice.mesh needs an extra
     pytest.skip(str(error), allow_module_level=True)
-PARTS = ("ml", "nn", "ops", "models", "models.trellis2", "io", "optimizers")
+PARTS = set(reference.PUBLIC) - {"", "mesh", "routes", "compat"} | {"ml"}
 # Errors, a report that ``import_checkpoint`` shows, and calls that need another machine
 # or the files of another library.
 WITHOUT = {
