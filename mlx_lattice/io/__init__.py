@@ -1,4 +1,4 @@
-"""Files: clouds of points, and the checkpoints of other libraries.
+"""Files and data: clouds of points, batches, and the checkpoints of other libraries.
 
 Points need NumPy (``pip install numpy``), and laspy for LAS files; checkpoints need
 MLX alone.
@@ -15,6 +15,7 @@ from .checkpoints import (
     import_checkpoint,
     load_state,
 )
+from .loader import Loader
 from .safetensors import CheckpointError, PointFileError
 
 if TYPE_CHECKING:
@@ -25,6 +26,7 @@ __all__ = [
     "LIBRARIES",
     "CheckpointError",
     "ImportReport",
+    "Loader",
     "PointCloud",
     "PointFileError",
     "convert_weight",

@@ -38,8 +38,8 @@ def script(name: str):
     return module
 
 
-# A net of 39 million parameters.
-LARGE = {"segmentation.md": pytest.mark.native}
+# A net of 39 million parameters, and a training.
+LARGE = {"segmentation.md": pytest.mark.native, "data.md": pytest.mark.native}
 NEEDS_TORCH = {"unmodified.md"}
 
 
