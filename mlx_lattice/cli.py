@@ -15,13 +15,14 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, redirect_stdout, suppress
 from difflib import get_close_matches
 from importlib import import_module
-from typing import Any
+from typing import Any, NoReturn
 
 from .checks import DTYPES
 from .commands import Result, UsageError, log, usage
 from .commands.convert import MODELS
 from .devices import PROFILES, HostMissing
 from .distribution import NAME, __version__, install
+from .io.checkpoints import LIBRARIES
 from .io.safetensors import shown
 from .memory import MemoryLimitError, parse_bytes
 from .models.trellis2 import FORMS
@@ -51,14 +52,16 @@ class _Parser(argparse.ArgumentParser):
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
 
-    def error(self, message: str):
-        known = list(self._option_string_actions)
+    def error(self, message: str) -> NoReturn:
+        known = [name for name in self._option_string_actions if len(name) > 2]
         if self._subparsers is not None:
             known += self._subparsers._group_actions[0].choices
+        names = {name.lstrip("-"): name for name in known}
         for word in (word.partition("=")[0] for word in self.words):
-            near = get_close_matches(word, known, 1)
-            if near and word not in known and word[0] == near[0][0]:
-                message += f"; did you mean {near[0]} in place of {word}?"
+            near = get_close_matches(word.lstrip("-"), names, 1)
+            meant = names[near[0]] if near else ""
+            if meant and word != meant and word[:1] == meant[:1]:
+                message += f"; did you mean {meant} in place of {word}?"
                 break
         self.exit(2, f"{self.prog}: {message}\n")
 
@@ -216,7 +219,8 @@ def _add_explain(commands) -> None:
     says = "dtype of the features (default: %(default)s)"
     add("--dtype", choices=tuple(DTYPES), default="float32", help=says)
     says = f"one of {', '.join(PROFILES)} (default: this machine's)"
-    add("--device", metavar="NAME", choices=tuple(PROFILES), help=says)
+    named = {"type": str.lower, "choices": tuple(PROFILES), "metavar": "NAME"}
+    add("--device", **named, help=says)
     says = "pass of the convolution (default: %(default)s)"
     add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help=says)
     routes = tuple(route.name for route in TABLE)
@@ -233,8 +237,8 @@ def _add_convert(commands) -> None:
     add("source", metavar="SOURCE", help="checkpoint: .safetensors, .pt or .pth")
     says = "a .safetensors file, or a folder for models.from_pretrained"
     add("target", metavar="TARGET", help=says)
-    says = "library that wrote SOURCE: one of io.LIBRARIES, such as spconv"
-    add("--library", required=True, help=says)
+    says = f"library that wrote SOURCE: one of {', '.join(LIBRARIES)}"
+    add("--library", required=True, choices=LIBRARIES, metavar="LIBRARY", help=says)
     says = f"net of SOURCE (default: from --config): one of {', '.join(MODELS)}"
     add("--model", choices=MODELS, metavar="NET", help=says)
     says = "JSON configuration published with SOURCE (default: --model names the net)"

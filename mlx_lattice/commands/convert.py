@@ -14,7 +14,7 @@ from mlx.utils import tree_flatten
 from .. import models, nn
 from ..distribution import __version__
 from ..io import folders
-from ..io.checkpoints import OURS, layout_of, match, opened
+from ..io.checkpoints import OURS, match, opened
 from ..io.safetensors import CheckpointError, read_object, write_safetensors
 from ..kept_files import check_writable
 from ..models import PUBLISHED, litept, ptv3
@@ -88,7 +88,6 @@ def run(**given: Any) -> None:
     read = [source, options.config, options.mapping]
     check_writable(*written, read=filter(None, read))
     with usage():
-        layout_of(options.library)
         model = _model(options)
         if options.about is not None:
             _describe(model, options.about)

@@ -79,7 +79,8 @@ def run(
         f"of {size:g}; {type(net).__name__} from {model}"
     )
     if tile is not None or votes > 1:
-        log.info(f"{found.tiles:,} tiles, votes of {votes} views")
+        views = f"{votes} view{'s' * (votes > 1)} of each"
+        log.info(f"{found.tiles:,} tile{'s' * (found.tiles > 1)}, {views}")
     warn_of_few(cloud.points, found.voxels, size)
     warn_of_one_class(net, labels, count)
     log.info(f"{seconds:.2f} s in the net, kernel maps included")

@@ -35,7 +35,7 @@ def test_the_command(tmp_path, capsys):
         ([*command[:2], str(tmp_path / "a.txt"), *command[3:]], "in .safetensors"),
         (["convert", str(given), str(given), *command[3:]], "must be two files"),
         (["convert", "no.pt", *command[2:], *model], "no.pt"),
-        ([*command[:-1], "torch"], "library must be one of"),
+        ([*command[:-1], "torch"], "invalid choice: 'torch'"),
         ([*command, *model, "--mapping", str(given)], "is not a JSON object of names"),
         ([*command, *model, "--width", "2"], "--width is not for --model minkunet14"),
     ):

@@ -80,7 +80,7 @@ def test_names_do_not_steer_a_terminal(tmp_path, capsys):
     with pytest.raises(PointFileError) as caught:
         read_points(path)
     assert str(caught.value).isprintable() and r"\x1b[2j" in str(caught.value)
-    assert main(["segment", str(path), "--model", str(tmp_path)]) == 2
+    assert main(["segment", str(path), "--model", str(tmp_path)]) == 1
     assert "\x1b" not in capsys.readouterr().err
 
 

@@ -216,9 +216,9 @@ def test_the_choice_is_printed(tmp_path, capsys):
     assert said in str(report)
     command = ["convert", str(path), str(tmp_path / "b.safetensors")]
     command += ["--library", "spconv", "--model", "spunet", "--channels", "4", "5"]
-    assert main(command) == 2
+    assert main(command) == 1
     assert said in capsys.readouterr().err
-    assert main([*command, "--entry", "none"]) == 2
+    assert main([*command, "--entry", "none"]) == 1
     assert "no tensors under 'none'" in capsys.readouterr().err
 
 

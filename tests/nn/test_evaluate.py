@@ -50,7 +50,7 @@ def test_segment_in_tiles_to_a_file(scan, folder, tmp_path, capsys):
     given = ("--tile", 12, "--overlap", 4, "--votes", 4, "--out", out)
     assert run("segment", scan, "--model", folder, *given) == 0
     printed = capsys.readouterr()
-    assert "8 tiles, votes of 4 views" in printed.err
+    assert "8 tiles, 4 views of each" in printed.err
     assert f"wrote {out}, with the classes as classification" in printed.err
     assert [path.name for path in out.parent.iterdir()] == ["labelled.laz"]
     cloud, net = io.read_points(scan), models.from_pretrained(folder)

@@ -53,7 +53,8 @@ def published(name: str) -> Published:
         ('SpUNet', 'spconv')
     """
     if name not in _ENTRIES:
-        near = difflib.get_close_matches(str(name), _ENTRIES, 3, 0.4)
+        near = [known for known in _ENTRIES if known.startswith(str(name))][:3]
+        near = near or difflib.get_close_matches(str(name), _ENTRIES, 3, 0.4)
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"there are no published weights {shown(str(name))}; {hint}models.list() "
