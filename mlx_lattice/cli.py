@@ -35,7 +35,7 @@ from .scene import AXES
 EXTRAS = {"segment": "demo", "evaluate": "demo", "detect": "demo", "decode": "mesh"}
 EXTRAS |= {"demo": "demo", "view": "viz"}
 # Options that are not the command's own.
-SHARED = ("command", "as_json", "quiet", "verbose", "print_completion")
+SHARED = ("command", "as_json", "level", "print_completion")
 SHELLS = ("bash", "zsh", "tcsh")
 
 
@@ -98,27 +98,23 @@ def _names(text: str) -> list[str]:
     return [name for name in text.split(",") if name]
 
 
-def _volume() -> argparse.ArgumentParser:
-    """Return the options that set how much is written to stderr.
+def _output(as_json: bool = False) -> argparse.ArgumentParser:
+    """Return the options that set what a command prints.
 
-    They stand before or after the command's name, so they have no default.
+    ``-q`` and ``-v`` stand before or after the command's name, so they have no default.
     """
     options = argparse.ArgumentParser(
         add_help=False, argument_default=argparse.SUPPRESS
     )
-    add, flag = options.add_mutually_exclusive_group().add_argument, "store_true"
+    add = options.add_argument_group("output").add_argument
+    if as_json:
+        says = "print the result as one JSON document, and nothing else, on stdout"
+        add("--json", action="store_true", dest="as_json", default=False, help=says)
+    level = {"action": "store_const", "dest": "level"}
     says = "show only results, warnings and errors: no notes, no progress bars"
-    add("-q", "--quiet", action=flag, help=says)
+    add("-q", "--quiet", **level, const="WARNING", help=says)
     says = "show details, and the traceback of an error"
-    add("-v", "--verbose", action=flag, help=says)
-    return options
-
-
-def _json() -> argparse.ArgumentParser:
-    """Return the option of the commands that return a document."""
-    options = argparse.ArgumentParser(add_help=False)
-    says = "print the result as one JSON document, and nothing else, on stdout"
-    options.add_argument("--json", action="store_true", dest="as_json", help=says)
+    add("-v", "--verbose", **level, const="DEBUG", help=says)
     return options
 
 
@@ -128,6 +124,7 @@ def _command(
     says: str,
     example: str,
     *parents: argparse.ArgumentParser,
+    as_json: bool = False,
 ) -> Callable:
     """Add a command, with an example in its help; return its ``add_argument``."""
     return commands.add_parser(
@@ -136,7 +133,7 @@ def _command(
         description=f"{says[0].upper()}{says[1:]}.",
         epilog=f"example:\n  mlx-lattice {example}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[*parents, _volume()],
+        parents=[*parents, _output(as_json)],
     ).add_argument
 
 
@@ -150,7 +147,7 @@ def parser() -> argparse.ArgumentParser:
         "mlx-lattice COMMAND --help lists a command's options.\n"
         "Exit codes: 0 success, 1 failure, 2 wrong usage.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
-        parents=[_volume()],
+        parents=[_output()],
     )
     add, version = whole.add_argument, f"{NAME} {__version__}"
     says = "print the version and exit"
@@ -166,12 +163,12 @@ def parser() -> argparse.ArgumentParser:
     _add_convert(commands)
     _add_run(commands)
     says = "show the backends, routes and settings of this machine"
-    _command(commands, "info", says, "info", _json())
+    _command(commands, "info", says, "info", as_json=True)
     _add_doctor(commands)
     _add_explain(commands)
     says = "compare the routes and times of saved traces, layer by layer"
     example = "compare before.json after.json --out compared.html"
-    add = _command(commands, "compare", says, example, _json())
+    add = _command(commands, "compare", says, example, as_json=True)
     says = "trace that the others are compared with: a .json file of Trace.save"
     add("first", metavar="TRACE", help=says)
     add("others", metavar="TRACE", nargs="+", help="traces of the same net")
@@ -185,7 +182,9 @@ def parser() -> argparse.ArgumentParser:
 
 def _add_doctor(commands) -> None:
     says = "check and time this machine's kernels, and write a report"
-    add = _command(commands, "doctor", says, "doctor --quick --out report", _json())
+    add = _command(
+        commands, "doctor", says, "doctor --quick --out report", as_json=True
+    )
     says = "take 30 seconds (default: five minutes)"
     add("--quick", action="store_true", help=says)
     says = "folder for doctor.json (default: this folder)"
@@ -195,7 +194,7 @@ def _add_doctor(commands) -> None:
 def _add_explain(commands) -> None:
     says = "show which route a convolution takes on a device, and why"
     example = "explain --channels 64 64 --rows 500000 --dtype float16 --device m5-max"
-    add = _command(commands, "explain", says, example, _json())
+    add = _command(commands, "explain", says, example, as_json=True)
     says = "kind of the kernel map (default: submanifold, or forward if rows or stride "
     add("--kind", choices=KINDS, help=says + "change)")
     positive = {"type": _number(int, 1)}
@@ -274,7 +273,7 @@ def _add_convert(commands) -> None:
 def _add_models(commands) -> None:
     says = "list published weights, describe one, or write its folder"
     example = "models spunet.scannet20.pointcept --out spunet"
-    add = _command(commands, "models", says, example, _json())
+    add = _command(commands, "models", says, example, as_json=True)
     says = "a name of models.list() (default: list all)"
     add("name", metavar="NAME", nargs="?", help=says)
     says = "download the weights and write their folder here (default: describe them)"
@@ -365,16 +364,16 @@ def _add_nets(commands) -> None:
 
     says = "label a scan's points by class, and write points, a picture and a page"
     example = "segment scan.ply --model spunet --out segmented"
-    parents = (scan, points, net, own, tiles, _json())
-    add = _command(commands, "segment", says, example, *parents)
+    parents = (scan, points, net, own, tiles)
+    add = _command(commands, "segment", says, example, *parents, as_json=True)
     says = "folder for NAME.ply, .png and .html; or a .las, .laz, .ply or .npz file, a "
     says += "copy of the scan with labels (default: %(default)s)"
     add("--out", metavar="PLACE", default="segmented", help=says)
 
     says = "print IoU and accuracy of each class, of a net or of a file's labels"
     example = "evaluate scan.laz --predicted labelled.laz --ignore 0"
-    parents = (points, some, own, tiles, _json())
-    add = _command(commands, "evaluate", says, example, *parents)
+    parents = (points, some, own, tiles)
+    add = _command(commands, "evaluate", says, example, *parents, as_json=True)
     add("scans", metavar="SCAN", nargs="+", help="point-cloud files with labels")
     says = "files with labels to compare, one for each SCAN (default: run --model)"
     add("--predicted", nargs="+", metavar="FILE", default=(), help=says)
@@ -385,8 +384,8 @@ def _add_nets(commands) -> None:
 
     says = "find boxes in a scan, and write a table, a picture and a page"
     example = "detect sweep.bin --model voxelnext --score 0.3 --out detected"
-    parents = (scan, points, net, own, _json())
-    add = _command(commands, "detect", says, example, *parents)
+    parents = (scan, points, net, own)
+    add = _command(commands, "detect", says, example, *parents, as_json=True)
     says = "folder for NAME.csv, .json, .png and .html (default: %(default)s)"
     add("--out", metavar="DIR", default="detected", help=says)
     says = "least score of a box, 0 to 1 (default: the net's own)"
@@ -472,7 +471,7 @@ def _run(arguments: Sequence[str] | None) -> int:
     except SystemExit as end:
         return end.code
     name = f"mlx-lattice {parsed.command}"
-    verbose = getattr(parsed, "verbose", False)
+    level = getattr(parsed, "level", "INFO")
     try:
         if parsed.print_completion:
             name = "mlx-lattice"
@@ -480,7 +479,7 @@ def _run(arguments: Sequence[str] | None) -> int:
         elif parsed.command is None:
             whole.print_help()
         else:
-            with _messages(name, verbose, getattr(parsed, "quiet", False)):
+            with _messages(name, level):
                 return _result(parsed)
         return 0
     except KeyboardInterrupt:
@@ -496,18 +495,18 @@ def _run(arguments: Sequence[str] | None) -> int:
             message = f"there is no file {error.filename}"
         elif isinstance(error, OSError) and error.filename and error.strerror:
             message = f"{shown(str(error.filename))}: {error.strerror.lower()}"
-        if verbose:
+        if level == "DEBUG":
             traceback.print_exc()
         print(f"{name}: {message}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILURE
 
 
 @contextmanager
-def _messages(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
+def _messages(name: str, level: str) -> Iterator[None]:
     """Write the log, and warnings without their place, to stderr inside the block."""
-    handler, level = logging.StreamHandler(), log.level
+    handler, before = logging.StreamHandler(), log.level
     log.addHandler(handler)
-    log.setLevel("DEBUG" if verbose else "WARNING" if quiet else "INFO")
+    log.setLevel(level)
 
     def show(message, *_, **__) -> None:
         log.warning("%s: warning: %s", name, message)
@@ -519,7 +518,7 @@ def _messages(name: str, verbose: bool, quiet: bool) -> Iterator[None]:
             yield
     finally:
         log.removeHandler(handler)
-        log.setLevel(level)
+        log.setLevel(before)
 
 
 def _result(parsed: argparse.Namespace) -> int:

@@ -80,7 +80,6 @@ def test_explain_takes_every_fact(options, text, capsys):
         ("segmnt a.ply", "; did you mean segment in place of segmnt?"),
         ("segment a.ply --modle b", "did you mean --model in place of --modle?"),
         ("evaluate a.ply --jsno", "did you mean --json in place of --jsno?"),
-        ("info --quiet --verbose", "not allowed with argument"),
         ("explain --rows 5", "required: --channels"),
         (f"{EXPLAIN} --device m9", "invalid choice: 'm9' (choose from 'm1'"),
         (f"{EXPLAIN} --device m4 --only nothing", "invalid choice: 'nothing'"),
