@@ -23,7 +23,7 @@ import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
-from tqdm import trange
+from tqdm.auto import trange
 
 from mlx_lattice import io, models, nn, ops
 

@@ -21,7 +21,7 @@ import mlx.core as mx
 import mlx.nn
 import mlx.optimizers as optim
 import numpy as np
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from mlx_lattice import SparseTensor, io, models, nn, ops
 from mlx_lattice.commands.demo import fitting_voxel_size, score_table, scores

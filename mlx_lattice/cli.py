@@ -44,7 +44,7 @@ class _Parser(argparse.ArgumentParser):
 
     words: Sequence[str] = ()
 
-    def parse_known_args(self, args=None, namespace=None):
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         """Refuse unknown options here, where the command's own are known."""
         self.words = sys.argv[1:] if args is None else list(args)
         parsed, unknown = super().parse_known_args(args, namespace)

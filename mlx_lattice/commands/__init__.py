@@ -52,7 +52,9 @@ class _NoBar:
         return lambda *_, **__: None
 
 
-def bar(total: int | None, name: str | None = None, unit: str = "step", **more) -> Any:
+def bar(
+    total: int | None, name: str | None = None, unit: str = "step", **more: Any
+) -> Any:
     """Return a tqdm bar; silent without tqdm, without a terminal, and if quiet."""
     try:
         from tqdm.auto import tqdm

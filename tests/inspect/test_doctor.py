@@ -252,6 +252,9 @@ def test_no_path_is_in_the_report(small, tmp_path, monkeypatch):
 
 
 def test_the_command(small, tmp_path, capsys):
-    assert cli.main(["doctor", "--quick", "--out", str(tmp_path)]) == 0
+    given = ["doctor", "--quick", "--out", str(tmp_path)]
+    assert cli.main(given) == 0
     assert "nothing wrong" in capsys.readouterr().out
-    assert (tmp_path / "doctor.json").exists()
+    assert cli.main([*given, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found == json.loads((tmp_path / "doctor.json").read_text())
