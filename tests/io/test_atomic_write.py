@@ -71,7 +71,8 @@ def detected(folder):
     found = models.VoxelNeXt(GRID, (("car",),), (8,) * 5, 8)
     boxes, scores = np.ones((40, 7)), np.ones(40)
     rows = detect.described(found, boxes, LABELS[:40] * 0, scores, np.zeros(3))
-    detect.write(found, rows, "net", folder / "a.csv", folder / "a.json")
+    document = detect.described_net(found, rows, "net")
+    detect.write(found, document, folder / "a.csv", folder / "a.json")
 
 
 def latents(folder):

@@ -123,8 +123,8 @@ def test_what_the_scan_lacks():
     (
         ({"voxel_size": 0}, "voxel_size must be positive; got 0"),
         ({"voxel_size": np.inf}, "voxel_size must be finite; got inf"),
-        ({"features": ("colour",)}, r"must be of .*; got \('colour',\)"),
-        ({"features": ()}, "must be of"),
+        ({"features": ("colour",)}, r"must be names of .*; got \('colour',\)"),
+        ({"features": ()}, "must be names of"),
         ({"reduce": "last"}, "reduce must be one of"),
         ({"rounding": "ceil"}, "rounding must be one of"),
         ({"colour_range": (0,)}, "must be two numbers"),
@@ -284,7 +284,11 @@ def test_grids_that_are_refused():
 @pytest.mark.parametrize("batch", ([0, 1, 2], np.zeros(40), np.zeros((40, 1), int)))
 def test_a_batch_index_of_each_point(batch):
     points = np.zeros((40, 3))
-    with pytest.raises(ValueError, match=r"batch must be \(40,\) integers, one a"):
+    with pytest.raises(
+        ValueError, match=r"batch must be \(40,\) integers, one for each"
+    ):
         models.dynamic_voxels(points, SIZE, RANGE, batch)
-    with pytest.raises(ValueError, match=r"batch must be \(40,\) integers, one a"):
+    with pytest.raises(
+        ValueError, match=r"batch must be \(40,\) integers, one for each"
+    ):
         ml.SparseTensor.from_points(points, voxel_size=1.0, batch=batch)
