@@ -20,7 +20,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
-from .checks import one_of
+from .checks import one_of, real_axes
 from .distribution import install
 from .kept_files import atomic_write
 
@@ -85,7 +85,7 @@ class Scene:
     """
 
     def __init__(self, title: str = "scene", note: str = "", *, up: str = "z"):
-        self.title, self.note = title, note
+        self.title, self.note = str(title), str(note)
         self.up = one_of(up, tuple(AXES), "up")
         self._parts: list[_Part] = []
 
@@ -109,7 +109,7 @@ class Scene:
             labels: (P,) integers. A negative label is drawn in grey.
             colours: (P, 3), floats from 0 to 1 or integers from 0 to 255.
             classes: the names of the labels; by default "class 0" and so on.
-            palette: red, green and blue of each label, from 0 to 255; by default
+            palette: red, green and blue of each label, as ``colours``; by default
                 distinct hues.
 
         Raises:
@@ -154,17 +154,22 @@ class Scene:
         """
         import numpy as np
 
-        coords = _rows(coords, 3, "coords").astype(np.int64)
-        size = np.broadcast_to(np.asarray(size, np.float64), (3,))
+        coords = _rows(coords, 3, "coords")
+        if coords.size and coords.dtype.kind not in "iu":
+            raise ValueError(
+                f"coords must be integers; got {coords.dtype}. Make voxels of points "
+                "with ml.SparseTensor.from_points, and call show()"
+            )
+        coords, size = coords.astype(np.int64), real_axes(size, 3, "size")
         if len(coords) > MOST_CUBES:
             facts = {"labels": labels, "colours": colours}
             facts |= {"classes": classes, "palette": palette}
-            return self.points((coords + 0.5) * size, **facts)
+            return self.points((coords + 0.5) * np.array(size), **facts)
         labels, colours = _labels(labels, coords), _colours(colours, coords)
         every = np.arange(len(coords))
         for name, colour, rows in _groups(labels, every, classes, palette):
             corners, cells = _sides(coords[rows])
-            arrays: dict[str, Any] = {"corners": (corners * size).astype(np.float32)}
+            arrays: dict[str, Any] = {"corners": np.float32(corners * np.array(size))}
             if labels is None and colours is not None:
                 colour, arrays["colours"] = None, colours[rows][cells]
             self._parts.append(_Part("Voxels", name, colour, len(rows), arrays))
@@ -262,8 +267,11 @@ class Scene:
         )
 
     def save(self, path: str | Path) -> Path:
-        """Write the page; return its path."""
-        path, page = Path(path), self.html()
+        """Write the page, an ``.html`` file; return its path."""
+        path = Path(path)
+        if path.suffix.lower() not in (".html", ".htm"):
+            raise ValueError(f"a scene is saved as .html; got {path.name!r}")
+        page = self.html()
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
             draft.write_text(page, encoding="utf-8")
@@ -284,7 +292,7 @@ class Scene:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as draft:
-            recording = rr.RecordingStream(self.title)
+            recording = rr.RecordingStream("mlx_lattice")
             recording.save(draft)
             for part in self._parts:
                 name = f"{part.kind.lower()}/{part.name}"
@@ -340,6 +348,8 @@ def _numbers(values: Any) -> Any:
 
 def _rows(values: Any, width: int, name: str, more: bool = False) -> Any:
     """Return an array of rows with so many columns, or more, or raise."""
+    if hasattr(values, "feats"):
+        raise TypeError(f"{name} must be an array; got a tensor, which has x.show()")
     array = _numbers(values)
     if array.size == 0:
         array = array.reshape(0, width)
@@ -358,29 +368,32 @@ def _labels(labels: Any, rows: Any) -> Any:
         return None
     array = _numbers(labels)
     if array.shape != (len(rows),) or array.dtype.kind not in "iub":
+        scores = ". Of scores take scores.argmax(axis=1)" if array.ndim == 2 else ""
         raise ValueError(
             f"labels must be integers of shape ({len(rows)},), one for each row; got "
-            f"{array.dtype} of shape {array.shape}"
+            f"{array.dtype} of shape {array.shape}{scores}"
         )
     return array.astype(np.int64)
 
 
-def _colours(colours: Any, rows: Any) -> Any:
+def _colours(colours: Any, rows: Any, name: str = "colours") -> Any:
     """Return (N, 3) uint8 colours, or None."""
     import numpy as np
 
     if colours is None:
         return None
-    array = _rows(colours, 3, "colours")
+    array = _rows(colours, 3, name)
     floats = array.dtype.kind == "f"
+    if array.dtype.kind not in "fiu":
+        raise TypeError(f"{name} must be numbers; got {array.dtype}")
     if len(array) != len(rows):
         raise ValueError(
-            f"colours must have shape ({len(rows)}, 3), one for each row; got "
+            f"{name} must have shape ({len(rows)}, 3), one for each row; got "
             f"{array.shape}"
         )
     if array.size and not (array.min() >= 0 and array.max() <= (1 if floats else 255)):
         raise ValueError(
-            "colours must be floats from 0 to 1 or integers from 0 to 255; got values "
+            f"{name} must be floats from 0 to 1 or integers from 0 to 255; got values "
             f"from {array.min():g} to {array.max():g}"
         )
     return (array * 255 + 0.5 if floats else array).astype(np.uint8)
@@ -394,6 +407,9 @@ def _groups(labels, rows, classes, palette) -> Iterator[tuple]:
         if len(rows):
             yield "all", PLAIN, rows
         return
+    if isinstance(classes, str):
+        raise TypeError(f"classes must be a list of names; got {classes!r}")
+    palette = _colours(palette, palette, "palette").tolist()
     order = rows[np.argsort(labels[rows], kind="stable")]
     found, first = np.unique(labels[order], return_index=True)
     parts = np.split(order, first[1:]) if len(found) else []
@@ -402,7 +418,7 @@ def _groups(labels, rows, classes, palette) -> Iterator[tuple]:
         colour = palette[label] if 0 <= label < len(palette) else hue(label)
         if label < 0:
             name, colour = "no class", UNKNOWN
-        yield name, tuple(int(v) for v in colour), part
+        yield str(name), tuple(colour), part
 
 
 def _spacing(points: Any) -> float:
@@ -500,7 +516,7 @@ def _drawn(part: _Part, k3d: Any) -> list[Any]:
         corners, scores = arrays["corners"], arrays["scores"]
         first = 10 * np.arange(len(corners), dtype=np.uint32)[:, None, None]
         lines = first + np.array(EDGES, np.uint32)
-        width = 0.03 * float(np.median(arrays["boxes"][:, 3:6].min(axis=1)))
+        width = 0.03 * float(np.median(arrays["boxes"][:, 3:6].min(axis=1))) or 0.01
         style = {"indices_type": "segment", "width": width, "shader": "mesh"}
         objects = [
             k3d.lines(corners.reshape(-1, 3), lines.reshape(-1, 2), **style, **facts)

@@ -25,7 +25,7 @@ from typing import (
 import mlx.core as mx
 
 from . import sync
-from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads, dtype_text
+from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads, dtype_text, whole
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -629,7 +629,7 @@ class SparseTensor:
         if self.dims > 3:
             raise ValueError(f"a scene has at most 3 spatial axes; got {self.dims}")
         batches = self.batch_size
-        if not 0 <= element < max(1, batches):
+        if whole(element, "element") >= max(1, batches):
             raise ValueError(
                 f"element must be from 0 to {max(1, batches) - 1}; got {element}"
             )
@@ -640,8 +640,9 @@ class SparseTensor:
             labels = array_of(labels, "labels")
             if tuple(labels.shape) != (len(self),):
                 raise ValueError(
-                    f"labels must have shape ({len(self)},), one for each row; got "
-                    f"{tuple(labels.shape)}"
+                    f"labels must be integers of shape ({len(self)},), one for each "
+                    f"row; got shape {tuple(labels.shape)}. Of scores take "
+                    "mx.argmax(scores, axis=1)"
                 )
         rows = true_positions(self.coords[:, 0] == element)
         flat = 3 - self.dims

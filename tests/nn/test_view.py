@@ -141,8 +141,8 @@ def test_show_takes_colours_labels_strides_and_elements():
     assert "srcdoc" in x.show()._repr_html_()
     with pytest.raises(ValueError, match="element must be from 0 to 1; got 2"):
         x.show(element=2)
-    with pytest.raises(ValueError, match=r"labels must have shape \(3,\)"):
-        x.show(labels=mx.array([1]))
+    with pytest.raises(ValueError, match=r"of shape \(3,\).*Of scores take mx.argmax"):
+        x.show(labels=x.feats)
     flat = ml.SparseTensor(mx.array([[0, 1, 2]]), mx.ones((1, 1)))
     assert repr(flat.show()) == "Scene('SparseTensor', voxels: 1)"
     empty = ml.SparseTensor(mx.zeros((0, 4), dtype=mx.int32), mx.zeros((0, 1)))
@@ -159,6 +159,10 @@ def test_show_takes_colours_labels_strides_and_elements():
         (lambda s: s.boxes([[1, 2, 3]]), r"boxes must have shape \(N, 7 or more\)"),
         (lambda s: s.boxes([[0] * 7], scores=[1, 2]), r"scores must have shape \(1,\)"),
         (lambda s: s.mesh(b"solid"), "not a binary glTF"),
+        (lambda s: s.voxels(POINTS), "coords must be integers; got float32. Make"),
+        (lambda s: s.points(POINTS, labels=POINTS), "Of scores take scores.argmax"),
+        (lambda s: s.points(POINTS, labels=[0] * 300, palette=["red"]), "palette must"),
+        (lambda s: s.save("a.png"), "a scene is saved as .html; got 'a.png'"),
         (lambda s: ml.Scene(up="w"), "up must be one of"),
     ),
 )
