@@ -20,54 +20,64 @@ MILLIONS = 1.6
 
 TEXT = """# Predicted times on Apple GPUs
 
-This page is the output of a benchmark, written by `python benchmarks/predictions.py`.
-This library has not been timed on an Apple GPU yet. The tables are arithmetic: the
-operations and bytes of a plan, at rates that others measured on such chips. The model
-and the sources of its rates are in `benchmarks/apple_model.py`. A `doctor.json` from
-a Mac (see [the doctor](doctor.md)) replaces it.
+This page predicts how long layers and whole decodes take on each Apple GPU. The library
+has not been timed on an Apple GPU yet. If you have a Mac, run [the doctor](doctor.md)
+and attach its `doctor.json` to an issue: measured times will replace this page.
 
-The predicted time of a launch is the largest of its bounds: multiplying, memory,
+`python benchmarks/predictions.py` writes the page. It divides the operations and bytes
+of a plan by rates that others measured on these chips. `benchmarks/apple_model.py` has
+the model and the sources of its rates.
+
+The predicted time of a launch is the largest of its bounds: multiplication, memory,
 threadgroup memory, caches, integer arithmetic or barriers. Each launch that waits for
-another one adds up to 0.03 ms. `python benchmarks/kernel_facts.py` counts what a
-kernel does beside its multiplications, on `metal/host`, and keeps the counts in
-`benchmarks/kernel_facts.json`. The model does not know a compiler that spills
-registers, a laptop that throttles, or a chip with fewer cores than the largest one of
-its name.
+another one adds up to 0.03 ms. `python benchmarks/kernel_facts.py` runs the kernels on
+`metal/host` and counts their operations beside multiplications. The counts are in
+`benchmarks/kernel_facts.json`. The model ignores register spills, laptops that
+throttle, and chips with fewer cores than the largest one of their name.
 
 ## The shells
 
-The only published times of sparse convolution layers on Apple GPUs are those of
-mtlgemm: 3x3x3 submanifold layers over hollow spheres, float16, with the kernel map
-built before. Its rates are those of an M3 Max, though one of its commits names an M4
-Pro. The columns by chip are this library's predicted milliseconds, and the letter is
-the bound: c multiplying (compute), m memory, t threadgroup memory, k caches, i
-integers, b barriers, l less than MLX takes to evaluate one operation (0.055 to 0.07
-ms). "x done" is the executed operations over the useful ones. The times of mtlgemm
-include Python and PyTorch.
+mtlgemm has the only published times of sparse convolution layers on Apple GPUs. They
+are of 3x3x3 submanifold layers over hollow spheres in float16, include Python and
+PyTorch, and exclude building the kernel map. The chip is an M3 Max by mtlgemm's rates,
+though one of its commits names an M4 Pro.
+
+The columns by chip are this library's predicted milliseconds. "x done" is the executed
+operations over the useful ones. The letter is the bound:
+
+| letter | bound |
+|---|---|
+| c | multiplication (compute) |
+| m | memory |
+| t | threadgroup memory |
+| k | caches |
+| i | integer arithmetic |
+| b | barriers |
+| l | less than MLX takes to evaluate one operation (0.055 to 0.07 ms) |
 
 {shells}
 
 ## Whole decodes
 
 Three ports of TRELLIS.2 to Macs report how long a decode takes and how many voxels it
-makes. Their times are measured, and include framework, kernel maps and copies; ours
-are predicted. The prediction is for the shape decoder in float16, from latents to
-seven channels a voxel. It adds up convolutions, linear layers, kernel maps, and the
-bytes that norms, SiLU, skips and channel-to-space read and write. Rows and edges are
-those of the shell of 128, scaled to the number of voxels.
+makes. Their times are measured, and include the framework, kernel maps and copies. Our
+times are predicted, for the shape decoder in float16, from latents to seven channels
+for each voxel. They include convolutions, linear layers, kernel maps ("relations"), and
+the bytes that norms, SiLU, skips and channel-to-space read and write ("passes"). Rows
+and edges are those of the shell of 128, scaled to the number of voxels.
 
 {ports}
 
-The same by chip, for {millions:g} million voxels, in seconds:
+Predicted seconds by chip for {millions:g} million voxels:
 
 {chips}
 
 ## The chips
 
-Public figures for the largest GPU of each name: cores, peak rates in float32 and of
-the half matrix units, and memory bandwidth. The rates in half and float32 differ only
-on chips with neural accelerators. The M4 Ultra and M5 Ultra are not announced: two of
-the Max.
+Public figures for the largest GPU of each name: cores, peak rates in float32 and in
+half precision, and memory bandwidth. The two rates differ only on chips with neural
+accelerators. The M4 Ultra and M5 Ultra are not announced; their figures are twice the
+Max's.
 
 {profiles}
 """
