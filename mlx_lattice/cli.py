@@ -67,21 +67,17 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _number(
-    kind: type, least: float | None = None, most: float | None = None
+    kind: type, least: float = -math.inf, most: float = math.inf
 ) -> Callable[[str], float]:
     """Return an argparse type: a finite number of a kind in a range."""
 
     def number(text: str) -> float:
-        value, wanted = kind(text), None
-        if not math.isfinite(value):
-            wanted = "finite"
-        elif least is not None and most is not None and not least <= value <= most:
-            wanted = f"{least} to {most}"
-        elif least is not None and value < least:
-            wanted = f"{least} or more"
-        if wanted:
-            raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
-        return value
+        value = kind(text)
+        if least <= value <= most and abs(value) != math.inf:
+            return value
+        wanted = "finite" if least == -math.inf else f"{least} or more"
+        wanted = wanted if most == math.inf else f"{least} to {most}"
+        raise argparse.ArgumentTypeError(f"must be {wanted}; got {text}")
 
     number.__name__ = kind.__name__  # argparse: invalid float value: 'a'
     return number
@@ -495,10 +491,16 @@ def _run(arguments: Sequence[str] | None) -> int:
             message = f"there is no file {error.filename}"
         elif isinstance(error, OSError) and error.filename and error.strerror:
             message = f"{shown(str(error.filename))}: {error.strerror.lower()}"
-        if level == "DEBUG":
+        if level == "DEBUG" or _is_in(error, getattr(parsed, "code", None)):
             traceback.print_exc()
         print(f"{name}: {message}", file=sys.stderr)
         return USAGE if isinstance(error, UsageError) else FAILURE
+
+
+def _is_in(error: Exception, code: str | None) -> bool:
+    """Return whether an error comes from the user's own file."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    return code is not None and os.path.realpath(code) in map(os.path.realpath, files)
 
 
 @contextmanager

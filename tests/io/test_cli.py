@@ -5,6 +5,7 @@ import json
 import logging
 import os
 import re
+import runpy
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,8 @@ def test_explain_takes_every_fact(options, text, capsys):
         (f"{EXPLAIN} --device m4 --only nothing", "invalid choice: 'nothing'"),
         (f"{EXPLAIN} --device m4 --groups 3", "multiple of groups = 3"),
         (f"{EXPLAIN} --device m4 --kernel 0", "--kernel: must be 1 or more; got 0"),
+        (f"{EXPLAIN} --edges {10**400}", "edges of a submanifold relation must be"),
+        ("detect a.ply --model b --centre 0 inf 0", "--centre: must be finite"),
         (f"{EXPLAIN} --device m4 --stride a", "invalid int value: 'a'"),
         (f"{EXPLAIN} --device m4 --kernel 3 3", "--kernel takes 1 or 3 sizes; got 2"),
         (f"{EXPLAIN} --device m4 --edges -5", "--edges: must be 0 or more; got -5"),
@@ -95,7 +98,7 @@ def test_explain_takes_every_fact(options, text, capsys):
         ),
         (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "and 9 -> 8. Kind"),
         (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
-        ("detect a.ply --model b --score nan", "--score: must be finite; got nan"),
+        ("detect a.ply --model b --score nan", "--score: must be 0 to 1; got nan"),
         ("segment a.ply --model b --overlap 2", "--overlap needs --tile"),
         ("segment a.ply --model b --out c.pcd", "labels are written to .las"),
         ("decode a.b --model b --out c.stl", "must end in one of .glb"),
@@ -130,6 +133,15 @@ def test_a_failure_is_one_sentence_and_exit_code_1(line, text, capsys):
     assert err.startswith("mlx-lattice") and err.count("\n") == 1
     code, out, err = command(f"-v {line}", capsys)
     assert code == 1 and "Traceback" in err and text in err.splitlines()[-1]
+
+
+def test_an_error_in_a_user_s_file_has_its_traceback(tmp_path, capsys, monkeypatch):
+    code = tmp_path / "my_net.py"
+    code.write_text("def run(parsed):\n    raise ValueError('mine')\n")
+    monkeypatch.setattr(cli, "_call", runpy.run_path(str(code))["run"])
+    found, out, err = command(f"segment a.ply --model b --code {code}", capsys)
+    assert (found, out) == (1, "") and 'my_net.py", line 2' in err
+    assert err.endswith("\nmlx-lattice segment: mine\n")
 
 
 def test_what_is_interrupted_ends_in_one_line(capsys, monkeypatch):
@@ -269,8 +281,11 @@ def test_completion(monkeypatch, capsys):
 
 def test_every_warning_has_the_category_of_the_package():
     root = Path(ml.__file__).parent
-    for path in root.rglob("*.py"):
-        for node in ast.walk(ast.parse(path.read_text())):
+    texts = {path: path.read_text() for path in root.rglob("*.py")}
+    found = [path for path in texts if re.search(r"warn\(|print\(", texts[path])]
+    assert len(found) > 10
+    for path in found:
+        for node in ast.walk(ast.parse(texts[path])):
             if isinstance(node, ast.Call) and ast.unparse(node.func) == "warnings.warn":
                 given = [ast.unparse(argument) for argument in node.args[1:]]
                 assert given == ["LatticeWarning"], f"{path.name}:{node.lineno}"

@@ -159,7 +159,7 @@ def test_a_scan_is_not_written_over(folder, tmp_path, capsys):
 
 def test_what_is_refused(scan, folder, tmp_path, capsys):
     for more, why in (
-        (("--score", "nan"), "argument --score: must be finite; got nan"),
+        (("--score", "nan"), "argument --score: must be 0 to 1; got nan"),
         (("--score", "1.5"), "argument --score: must be 0 to 1; got 1.5"),
         (("--centre", "nan", "0", "0"), "argument --centre: must be finite; got nan"),
     ):
