@@ -114,6 +114,14 @@ def _output(as_json: bool = False) -> argparse.ArgumentParser:
     return options
 
 
+def _rerun() -> argparse.ArgumentParser:
+    """Return the option of the commands that write a scene."""
+    options = argparse.ArgumentParser(add_help=False)
+    says = "write a recording of Rerun beside the page, NAME.rrd (default: none)"
+    options.add_argument("--rerun", action="store_true", help=says)
+    return options
+
+
 def _command(
     commands,
     name: str,
@@ -282,7 +290,8 @@ def _add_models(commands) -> None:
 
 def _add_view(commands) -> None:
     says = "write a page that shows points, voxels or a mesh and that can be turned"
-    add = _command(commands, "view", says, "view segmented/scan.ply --open")
+    example = "view segmented/scan.ply --open"
+    add = _command(commands, "view", says, example, _rerun())
     says = "points (.ply, .las, ...), a mesh (.glb, .obj, .ply, .stl, .off), or arrays "
     says += "of a tensor: coords and others (.safetensors, .npz)"
     add("file", metavar="FILE", help=says)
@@ -290,8 +299,6 @@ def _add_view(commands) -> None:
     add("--out", metavar="FILE.html", help=says)
     says = "open the page in the browser (default: print its path)"
     add("--open", action="store_true", dest="opens", help=says)
-    says = "write a recording of Rerun beside the page, NAME.rrd (default: none)"
-    add("--rerun", action="store_true", help=says)
     says = "attribute that colours points by class (default: %(default)s, if present)"
     add("--labels", metavar="NAME", default="labels", help=says)
     says = "columns of a .bin file, as x,y,z,_,intensity (default: from its size)"
@@ -360,7 +367,7 @@ def _add_nets(commands) -> None:
 
     says = "label a scan's points by class, and write points, a picture and a page"
     example = "segment scan.ply --model spunet --out segmented"
-    parents = (scan, points, net, own, tiles)
+    parents = (scan, points, net, own, tiles, _rerun())
     add = _command(commands, "segment", says, example, *parents, as_json=True)
     says = "folder for NAME.ply, .png and .html; or a .las, .laz, .ply or .npz file, a "
     says += "copy of the scan with labels (default: %(default)s)"
@@ -380,7 +387,7 @@ def _add_nets(commands) -> None:
 
     says = "find boxes in a scan, and write a table, a picture and a page"
     example = "detect sweep.bin --model voxelnext --score 0.3 --out detected"
-    parents = (scan, points, net, own)
+    parents = (scan, points, net, own, _rerun())
     add = _command(commands, "detect", says, example, *parents, as_json=True)
     says = "folder for NAME.csv, .json, .png and .html (default: %(default)s)"
     add("--out", metavar="DIR", default="detected", help=says)
@@ -392,7 +399,7 @@ def _add_nets(commands) -> None:
 
     says = "decode TRELLIS.2's latents to a mesh with its texture, a picture and a page"
     example = "decode latents.safetensors --model shape --out asset.glb"
-    add = _command(commands, "decode", says, example, net, mesh)
+    add = _command(commands, "decode", says, example, net, mesh, _rerun())
     says = "a safetensors file with coords, shape and maybe texture"
     add("latents", metavar="LATENTS", help=says)
     says = "folder of the texture decoder (default: no texture)"

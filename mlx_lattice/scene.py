@@ -36,6 +36,8 @@ AXES = {
     "-y": ((0, 1), (2, 1), (1, -1)),
     "-z": ((1, 1), (0, 1), (2, -1)),
 }
+# By suffix of a scene's file: the module, its package, and the extra that has it.
+NEEDS = {".html": ("k3d", "k3d", "viz"), ".rrd": ("rerun", "rerun-sdk", "rerun")}
 PLAIN = 110, 135, 175  # points without a label or a colour
 UNKNOWN = 150, 150, 150  # points with a negative label
 FIELD_OF_VIEW = 50.0
@@ -241,7 +243,7 @@ class Scene:
         Raises:
             ImportError: k3d is not installed.
         """
-        check_viewer()
+        check_scene("scene.html")
         import k3d
 
         static = resources.files("k3d").joinpath("static")
@@ -266,39 +268,38 @@ class Scene:
             data=base64.b64encode(plot.get_binary_snapshot(6)).decode(),
         )
 
-    def save(self, path: str | Path) -> Path:
-        """Write the page, an ``.html`` file; return its path."""
-        path = Path(path)
-        if path.suffix.lower() not in (".html", ".htm"):
-            raise ValueError(f"a scene is saved as .html; got {path.name!r}")
-        page = self.html()
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as draft:
-            draft.write_text(page, encoding="utf-8")
-        return path
+    def save(self, *paths: str | Path) -> Path:
+        """Write the page (``.html``) or a recording of Rerun (``.rrd``).
 
-    def save_rerun(self, path: str | Path) -> Path:
-        """Write the scene as a recording of Rerun (``.rrd``); return its path.
+        Args:
+            *paths: the files; a recording needs the extra ``rerun``.
+
+        Returns:
+            The path of the first file.
 
         Raises:
-            ImportError: rerun-sdk is not installed.
+            ImportError: k3d, or rerun-sdk, is not installed.
+            ValueError: a path has another suffix.
         """
-        try:
-            import rerun as rr
-        except ImportError as error:
-            raise ImportError(
-                f"a recording needs rerun-sdk; {install('rerun')}"
-            ) from error
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
-        with atomic_write(path) as draft:
-            recording = rr.RecordingStream("mlx_lattice")
-            recording.save(draft)
-            for part in self._parts:
-                name = f"{part.kind.lower()}/{part.name}"
-                recording.log(name, _logged(part, rr), static=True)
-            recording.disconnect()
-        return path
+        check_scene(*paths)
+        for path in map(Path, paths):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            with atomic_write(path) as draft:
+                if path.suffix == ".rrd":
+                    self._record(draft)
+                else:
+                    draft.write_text(self.html(), encoding="utf-8")
+        return Path(paths[0])
+
+    def _record(self, path: Path) -> None:
+        import rerun
+
+        recording = rerun.RecordingStream("mlx_lattice")
+        recording.save(path)
+        for part in self._parts:
+            name = f"{part.kind.lower()}/{part.name}"
+            recording.log(name, _logged(part, rerun), static=True)
+        recording.disconnect()
 
     def __repr__(self) -> str:
         counts: dict[str, int] = {}
@@ -314,10 +315,14 @@ class Scene:
         )
 
 
-def check_viewer() -> None:
-    """Raise an ImportError if k3d is missing, before the work that a scene shows."""
-    if find_spec("k3d") is None:
-        raise ImportError(f"a page of a scene needs k3d; {install('viz')}")
+def check_scene(*paths: str | Path) -> None:
+    """Raise unless scenes can be saved to paths, before the work that they show."""
+    for path in map(Path, paths):
+        if path.suffix not in NEEDS:
+            raise ValueError(f"a scene is saved as .html or .rrd; got {path.name!r}")
+        module, package, extra = NEEDS[path.suffix]
+        if find_spec(module) is None:
+            raise ImportError(f"a scene needs {package}; {install(extra)}")
 
 
 def html_table(

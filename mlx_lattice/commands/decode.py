@@ -24,7 +24,7 @@ from ..mesh import (
 )
 from ..models import SparseVAEDecoder, dual_grid, from_pretrained
 from ..models.trellis2.transformer import dtype_of
-from ..scene import Scene, check_viewer
+from ..scene import Scene, check_scene
 from ..tensor import SparseTensor
 from . import log, progress, usage
 
@@ -45,8 +45,9 @@ def run(
     out = Path(out)
     with usage():
         check_suffix(out)
-    check_viewer()
-    check_writable(out, *pictures_of(out), read=[latents])
+    pictures = pictures_of(out, options.get("rerun", False))
+    check_scene(*pictures[1:])
+    check_writable(out, *pictures, read=[latents])
     resolution = options.pop("resolution", None)
     rows, arrays, stored = _latents(latents, element, texture_model is not None)
     shape = _decoder(model, "the shape", 7, revision)
@@ -68,6 +69,7 @@ def decode(
     faces: int = 200_000,
     texture_size: int = 2048,
     memory: str | float | None = None,
+    rerun: bool = False,
 ) -> tuple[Path, ...]:
     """Decode one batch element by nets; write its mesh, a picture and a page."""
     nets = mlx.nn.Module()
@@ -111,25 +113,26 @@ def decode(
         report=lambda line: log.info(f"  {line}"),
     )
     save(out, surface, baked)
-    picture, page = pictures_of(out)
+    picture, *pages = pictures_of(out, rerun)
     contact_sheet(picture, surface, baked)
     note = f"{len(surface.faces):,} triangles from {len(y):,} voxels of 1/{resolution}"
     with TemporaryDirectory() as folder:
         glb = Path(folder) / "asset.glb"  # the page has the mesh as such a file
         save(glb, surface, baked)
-        Scene(out.name, note).mesh(glb, out.stem).save(page)
+        Scene(out.name, note).mesh(glb, out.stem).save(*pages)
     closed = "closed" if surface.is_closed else "open"
     log.info(
         f"wrote {out}: {len(surface.faces):,} triangles, {closed}"
         + (f", a texture of {texture_size}" if baked else "")
-        + f"; {picture} and {page}"
+        + f"; {', '.join(map(str, (picture, *pages)))}"
     )
-    return out, picture, page
+    return out, picture, *pages
 
 
-def pictures_of(out: Path) -> tuple[Path, Path]:
-    """Return the paths of a mesh's picture and of its page."""
-    return out.with_name(f"{out.stem}-views.png"), out.with_suffix(".html")
+def pictures_of(out: Path, rerun: bool) -> tuple[Path, ...]:
+    """Return the paths of a mesh's picture, of its page and of a recording."""
+    pages = [out.with_suffix(kind) for kind in (".html", *[".rrd"] * rerun)]
+    return out.with_name(f"{out.stem}-views.png"), *pages
 
 
 def _latents(

@@ -21,7 +21,7 @@ from ..io.points import PointCloud, read_points
 from ..kept_files import atomic_write, check_writable
 from ..models import Detector, from_pretrained
 from ..models.voxel_recipe import of_scan
-from ..scene import Scene, check_viewer
+from ..scene import Scene, check_scene
 from . import Result, log, progress, segment
 
 COLUMNS = ("x", "y", "z", "dx", "dy", "dz", "heading", "vx", "vy")
@@ -40,12 +40,14 @@ def run(
     revision: str | None = None,
     code: str | None = None,
     columns: str = "",
+    rerun: bool = False,
 ) -> Result:
     """Find boxes; write ``NAME.csv``, a picture and a page, return a table."""
     middle = np.array(real_axes(0.0 if centre is None else centre, 3, "centre"))
     folder, stem = Path(out), Path(scan).stem
-    files = segment.names_in(folder, stem, "csv", "json", "png", "html")
-    check_viewer()
+    kinds = "csv", "json", "png", "html"
+    files = segment.names_in(folder, stem, *kinds, rerun=rerun)
+    check_scene(*files[3:])
     check_writable(*files, read=[scan])
     net = from_pretrained(model, revision=revision, code=code)
     if not isinstance(net, Detector):
@@ -92,7 +94,7 @@ def run(
     draw(flat, net, boxes, labels, scores, files[2], f"{title}: {note}")
     about = {"classes": net.classes, "palette": net.about.palette(len(net.classes))}
     scene = Scene(title, note).points(points, colours=segment.own_colours(flat))
-    scene.boxes(boxes, scores=scores, labels=labels, **about).save(files[3])
+    scene.boxes(boxes, scores=scores, labels=labels, **about).save(*files[3:])
     log.info(f"wrote {', '.join(map(str, files))}")
     document = {
         "scan": str(scan),

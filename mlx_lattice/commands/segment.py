@@ -19,7 +19,7 @@ from ..kept_files import atomic_write, check_writable
 from ..models import Segmentor, from_pretrained
 from ..models.scans import Segmented, segment_points
 from ..models.voxel_recipe import of_scan, white_of
-from ..scene import AXES, Scene, check_viewer
+from ..scene import AXES, Scene, check_scene
 from . import Result, UsageError, bar, log, progress, usage
 
 
@@ -36,6 +36,7 @@ def run(
     code: str | None = None,
     columns: str = "",
     up: str = "z",
+    rerun: bool = False,
 ) -> Result:
     """Segment a scan; write ``NAME.ply``, ``.png`` and ``.html``, return a table.
 
@@ -45,12 +46,12 @@ def run(
     check_tiles(tile, overlap)
     out, stem = Path(out), Path(scan).stem
     alone = out.suffix.lower() in READERS and not out.is_dir()
-    files = (out,) if alone else names_in(out, stem, "ply", "png", "html")
+    files = (out,) if alone else names_in(out, stem, "ply", "png", "html", rerun=rerun)
     if alone:
         with usage():
             check_format(out, Path(scan))
     else:
-        check_viewer()
+        check_scene(*files[2:])
     check_writable(*files, read=[scan])
     net = segmentor(model, revision, code)
     cloud = read_scan(net, scan, columns, all_attributes=not alone)
@@ -103,14 +104,14 @@ def run(
             colours=own_colours(cloud),
             classes=[net.about.label(i) for i in range(count)],
             palette=palette.tolist(),
-        ).save(files[2])
+        ).save(*files[2:])
         log.info(f"wrote {', '.join(map(str, files))}")
     return Result(table(document["classes"]), document)
 
 
-def names_in(folder: Path, stem: str, *kinds: str) -> tuple[Path, ...]:
-    """Return the paths of files of one name in a folder."""
-    return tuple(folder / f"{stem}.{kind}" for kind in kinds)
+def names_in(folder: Path, stem: str, *kinds: str, rerun: bool) -> tuple[Path, ...]:
+    """Return the paths of files of one name in a folder, with a recording or not."""
+    return tuple(folder / f"{stem}.{kind}" for kind in (*kinds, *["rrd"] * rerun))
 
 
 def check_tiles(tile: float | None, overlap: float | None) -> None:

@@ -12,7 +12,7 @@ from ..distribution import install
 from ..io.points import READERS, PointCloud, read_points
 from ..io.safetensors import SafetensorsState, listed
 from ..kept_files import check_writable
-from ..scene import Scene, check_viewer
+from ..scene import Scene, check_scene
 from ..tensor import SparseTensor
 from . import Result, UsageError, log
 from .segment import own_colours
@@ -53,15 +53,13 @@ def run(
     """
     file = Path(file)
     page = Path(f"{file.stem}.html") if out is None else Path(out)
-    if page.suffix.lower() not in (".html", ".htm"):
+    if page.suffix != ".html":
         raise UsageError(f"--out must end in .html; got {page}")
     files = (page, page.with_suffix(".rrd")) if rerun else (page,)
-    check_viewer()
+    check_scene(*files)
     check_writable(*files, read=[file])
     scene = scene_of(file, columns, labels, element, up)
-    scene.save(page)
-    if rerun:
-        scene.save_rerun(files[1])
+    scene.save(*files)
     log.info(f"wrote {scene!r} to {', '.join(map(str, files))}")
     if opens:
         webbrowser.open(page.resolve().as_uri())

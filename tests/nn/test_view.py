@@ -162,7 +162,7 @@ def test_show_takes_colours_labels_strides_and_elements():
         (lambda s: s.voxels(POINTS), "coords must be integers; got float32. Make"),
         (lambda s: s.points(POINTS, labels=POINTS), "Of scores take scores.argmax"),
         (lambda s: s.points(POINTS, labels=[0] * 300, palette=["red"]), "palette must"),
-        (lambda s: s.save("a.png"), "a scene is saved as .html; got 'a.png'"),
+        (lambda s: s.save("a.png"), "a scene is saved as .html or .rrd; got 'a.png'"),
         (lambda s: ml.Scene(up="w"), "up must be one of"),
     ),
 )
@@ -274,7 +274,7 @@ def test_a_recording_of_rerun(tmp_path, capsys):
     assert (tmp_path / "a.rrd").stat().st_size > 3000
     assert rerun.__version__
     boxes = ml.Scene().boxes([[0, 0, 0, 1, 2, 3, 0.5]], scores=[1]).voxels([[1, 2, 3]])
-    assert boxes.save_rerun(tmp_path / "b.rrd").stat().st_size > 1000
+    assert boxes.save(tmp_path / "b.rrd").stat().st_size > 1000
 
 
 def test_the_import_brings_no_viewer():
