@@ -64,8 +64,6 @@ def compile(  # noqa: A001 - as mx.compile
             the number of cached traces. Call ``clear()`` to drop them after you
             replaced, froze or unfroze layers of a module, or set one of their numbers
             (such as a momentum).
-        number of cached traces. ``clear()`` drops them: call it after you replaced,
-        froze or unfroze layers of a module, or set one of their numbers (a momentum).
 
     Raises:
         TypeError: an argument or result has another type; or ``inputs`` or ``outputs``

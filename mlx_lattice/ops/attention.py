@@ -531,7 +531,6 @@ def cross_attention(
     Returns:
         The shape of ``q`` with D_v for D, in the dtype of ``q``; the softmax is in
             float32. Rows whose sequence is empty get 0.
-        whose sequence is empty get 0.
 
     Raises:
         TypeError: dtypes differ.

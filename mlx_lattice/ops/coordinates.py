@@ -429,9 +429,9 @@ def collate(scans: Sequence[Scan]) -> Scan:
             None in every scan.
 
     Returns:
-        What a scan is: a tensor, or a tuple of the batched tensor, the labels one after
-        another, and the row of each point in the batched tensor. ``first`` counts the
-        points of all scans.
+        A scan of the same kind: a tensor, or a tuple of the batched tensor, the labels
+        one after another, and the row of each point in the batched tensor. ``first``
+        counts the points of all scans.
 
     Raises:
         TypeError: the scans are not all of one kind.

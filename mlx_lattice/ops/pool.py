@@ -367,8 +367,6 @@ def max_pool(
         Features on the rows of a convolution with the same kernel, in the same order; 0
             if no input is active. Of equal inputs the first by offset order gets the
             gradient.
-        same order; 0 where no input is active. Ties and gradients go to the first
-        input by offset order.
 
     Raises:
         ValueError: dimensions, kernel or coordinates do not fit.
@@ -532,7 +530,6 @@ def max_unpool(x: SparseTensor, indices: PoolIndices) -> SparseTensor:
     Returns:
         Features on the rows that were pooled; 0 on rows that were no maximum. A row
             that was the maximum of several windows gets their sum.
-        won in several windows gets their sum.
 
     Raises:
         ValueError: ``x`` is not on the pooled rows, or its channels differ.

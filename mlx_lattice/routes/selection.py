@@ -68,6 +68,13 @@ def only(text: str) -> Iterator[None]:
         text: a route's name, for every pass that it has, or pairs such as
             "forward=vec4,weight_grad=grouped_gemm". The environment variable
             MLX_LATTICE_ROUTE takes the same text.
+
+    Examples:
+        >>> x = ml.SparseTensor.from_dense(mx.ones((1, 4, 4, 4, 8)))
+        >>> with ml.routes.only("gather_gemm_scatter"):
+        ...     y = nn.SubmConv3d(8, 16, 3)(x)
+        >>> y.shape
+        (64, 16)
     """
     forced = {**dict(settings.current().forced), **parse_only(text)}
     with settings.block(forced=tuple(forced.items())):

@@ -74,6 +74,8 @@ def test_an_example_shows_what_runs(name, tmp_path, monkeypatch):
     example = doctest.DocTestParser().get_doctest(text, namespace, name, name, 0)
     said = []
     doctest.DocTestRunner(Rounded(), verbose=False).run(example, out=said.append)
+    if "ImportError: " in "".join(said):
+        pytest.skip("the example needs an extra that is not installed")
     assert not said, "".join(said)
 
 

@@ -298,7 +298,6 @@ def occupied(logits: mx.array, resolution: int | None = None) -> SparseTensor:
     Returns:
         A tensor with rows sorted by (batch, x, y, z), the batch size and the grid's
             extent. It may have no rows. Reads their number.
-        grid's extent; no rows are legal. Reads their number.
 
     Examples:
         >>> logits = mx.full((1, 1, 4, 4, 4), -1.0)
