@@ -344,7 +344,7 @@ def option_lines(command: str) -> Iterator[str]:
     yield "| argument or option | meaning |"
     yield "|---|---|"
     for action in cli.parser()._subparsers._group_actions[0].choices[command]._actions:
-        if action.dest in ("help", "level"):
+        if action.dest in ("help", "as_json", "level"):
             continue
         value = action.metavar or action.choices or action.dest.upper()
         if not isinstance(value, str):

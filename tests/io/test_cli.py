@@ -82,7 +82,7 @@ def test_explain_takes_every_fact(options, text, capsys):
         ("segment a.ply --modle b", "did you mean --model in place of --modle?"),
         ("evaluate a.ply --jsno", "did you mean --json in place of --jsno?"),
         ("explain --rows 5", "required: --channels"),
-        (f"{EXPLAIN} --device m9", "invalid choice: 'm9' (choose from 'm1'"),
+        (f"{EXPLAIN} --device m9", "invalid choice: 'm9' (choose from "),
         (f"{EXPLAIN} --device m4 --only nothing", "invalid choice: 'nothing'"),
         (f"{EXPLAIN} --device m4 --groups 3", "multiple of groups = 3"),
         (f"{EXPLAIN} --device m4 --kernel 0", "--kernel: must be 1 or more; got 0"),
