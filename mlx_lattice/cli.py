@@ -291,7 +291,7 @@ def _add_models(commands) -> None:
 def _add_view(commands) -> None:
     says = "write a page that shows points, voxels or a mesh and that can be turned"
     example = "view segmented/scan.ply --open"
-    add = _command(commands, "view", says, example, _rerun())
+    add = _command(commands, "view", says, example, _rerun(), as_json=True)
     says = "points (.ply, .las, ...), a mesh (.glb, .obj, .ply, .stl, .off), or arrays "
     says += "of a tensor: coords and others (.safetensors, .npz)"
     add("file", metavar="FILE", help=says)
