@@ -120,19 +120,18 @@ def teach(
     for scan in scans:
         counts = np.bincount(scan.labels[scan.taught], minlength=len(CLASSES))
         rare = mx.array((counts.sum() / np.maximum(counts, 1)) ** 0.5)
-        y = mx.array(scan.labels)
-        shown.append((turned(scan.x), y, mx.array(scan.taught) * rare[y]))
+        y = mx.array(np.where(scan.taught, scan.labels, -1))
+        shown.append((turned(scan.x), y, rare))
 
-    def loss(net, x, y, weights):
-        each = mlx.nn.losses.cross_entropy(net(x).feats, y, reduction="none")
-        return (each * weights).sum() / weights.sum()
+    def loss(net, x, y, rare):
+        return nn.losses.cross_entropy(net(x), y, weight=rare)
 
     step, optimizer = mlx.nn.value_and_grad(net, loss), optim.Adam(3e-3)
     net.train()
     for i in range(steps):
-        sides, y, weights = shown[i % len(shown)]
+        sides, y, rare = shown[i % len(shown)]
         x = sides[i // len(shown) % len(sides)]
-        value, grads = step(net, x, y, weights)
+        value, grads = step(net, x, y, rare)
         optimizer.update(net, grads)
         mx.eval(net.state, optimizer.state)
         tell(value.item())
@@ -142,11 +141,10 @@ def teach(
 def right(net: mlx.nn.Module, scans: Sequence[Scan]) -> float:
     """Return the share of right voxels in the halves that were not trained on."""
     net.eval()
-    good = [
-        np.array(mx.argmax(net(x).feats, axis=1))[~taught] == labels[~taught]
-        for x, labels, taught, _ in scans
-    ]
-    return float(np.concatenate(good).mean())
+    score = nn.metrics.ConfusionMatrix(tuple(CLASSES))
+    for x, labels, taught, _ in scans:
+        score.update(net(x), np.where(taught, -1, labels))
+    return score.overall_accuracy
 
 
 def read_scans(files: Sequence[Path], voxel_size: float | None) -> list[Scan]:
