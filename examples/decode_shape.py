@@ -11,6 +11,7 @@ decoder of random weights decodes random latents.
 from __future__ import annotations
 
 import argparse
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn
@@ -20,20 +21,27 @@ from mlx.utils import tree_flatten
 import mlx_lattice as ml
 from mlx_lattice import models, nn
 
-SMALL = {"model_channels": (64, 32, 16), "latent_channels": 8, "num_blocks": (2, 1, 0)}
+SMALL: dict[str, Any] = {
+    "model_channels": (64, 32, 16),
+    "latent_channels": 8,
+    "num_blocks": (2, 1, 0),
+}
 
 
-def load(path: str | None, bits: int | None, group_size: int) -> nn.Module:
+def load(
+    path: str | None, bits: int | None, group_size: int
+) -> models.SparseVAEDecoder:
     """Return the decoder in half precision, packed where the file or ``bits`` says."""
-    sizes = {} if path else SMALL
+    sizes: dict[str, Any] = {} if path else SMALL
     net = models.SparseVAEDecoder(**sizes, dtype=mx.float16)
-    held = mx.load(path) if path else {}
+    held: Any = mx.load(path) if path else {}
     packed = {name.removesuffix(".scales") for name in held if name.endswith(".scales")}
     if packed and bits is None:
         raise SystemExit(f"{path} is packed: say how, by --bits and --group-size")
 
-    def quantize(predicate) -> None:
-        mlx.nn.quantize(net, group_size, bits, class_predicate=predicate)
+    def quantize(predicate: Any) -> None:
+        packing: dict[str, Any] = {"group_size": group_size, "bits": bits}
+        mlx.nn.quantize(net, **packing, class_predicate=predicate)
 
     if packed:
         quantize(lambda name, _: name in packed)
@@ -62,7 +70,7 @@ def latents_of(path: str | None) -> ml.SparseTensor:
 
 def main() -> None:
     """Load, decode, report, write."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--weights", metavar="FILE")
     parser.add_argument("--latents", metavar="FILE")
     parser.add_argument("--bits", type=int, choices=(4, 8))
@@ -76,7 +84,7 @@ def main() -> None:
     mx.random.seed(0)
     net = load(given.weights, given.bits, given.group_size)
     x = latents_of(given.latents)
-    size = sum(array.nbytes for _, array in tree_flatten(net.parameters()))
+    size = sum(array.nbytes for array in dict(tree_flatten(net.parameters())).values())
     print(f"{size / 1e6:,.1f} MB of weights")
     with ml.trace(net) as t:
         y, cells = net(x, return_subdivisions=True)
@@ -86,13 +94,13 @@ def main() -> None:
     print(t.table())
     if given.trace:
         t.save(given.trace)
-    grid = models.dual_grid(y, net.voxel_margin)
+    grid = models.dual_grid(y, net.voxel_margin)._asdict()
     np.savez(
         given.out,
         coords=np.array(y.coords),
-        vertices=np.array(grid.vertices.feats),
-        intersected=np.array(grid.intersected.feats > 0),
-        split=np.array(grid.split.feats),
+        vertices=np.array(grid["vertices"].feats),
+        intersected=np.array(grid["intersected"].feats > 0),
+        split=np.array(grid["split"].feats),
     )
     print(f"wrote {given.out}")
 

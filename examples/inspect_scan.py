@@ -39,7 +39,7 @@ def net(channels: int) -> nn.Sequential:
 
 def main() -> None:
     """Print what there is to know, and save the trace where asked."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("scan", nargs="?", help="a point-cloud file")
     parser.add_argument("--voxel-size", type=float, default=0.25)
     parser.add_argument("--points", type=int, default=20_000, help="of the torus")

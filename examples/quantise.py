@@ -12,17 +12,19 @@ import mlx.core as mx
 from mlx.utils import tree_flatten
 
 import mlx_lattice as ml
-from mlx_lattice import models
+from mlx_lattice import models, nn
 
 
-def size_of(model) -> int:
+def size_of(model: nn.Module) -> int:
     """Return the bytes of a model's parameters."""
-    return sum(array.nbytes for _, array in tree_flatten(model.parameters()))
+    return sum(
+        array.nbytes for array in dict(tree_flatten(model.parameters())).values()
+    )
 
 
 def main() -> None:
     """Calibrate a MinkUNet14 of random weights on random clouds, and compare."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--bits", type=int, choices=(4, 8), default=8)
     parser.add_argument("--group-size", type=int, choices=(32, 64, 128), default=32)
     parser.add_argument("--points", type=int, default=2000)

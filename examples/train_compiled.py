@@ -39,7 +39,7 @@ def scene(seed: int, voxels: int) -> tuple[ml.SparseTensor, mx.array]:
 
 def main() -> None:
     """Train and print."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--scenes", type=int, default=4)
     parser.add_argument("--voxels", type=int, default=5_000, help="of a scene")
     parser.add_argument("--epochs", type=int, default=10)
@@ -65,7 +65,7 @@ def main() -> None:
 
     # All scenes are kept: where fewer are, the oldest one is dropped as they go round.
     step = ml.compile(train, inputs=state, outputs=state, keep=args.scenes)
-    times = []
+    times, hits = [], [0.0]
     for _ in range(args.epochs):
         hits, begin = [], time.perf_counter()
         for x, labels in scenes:

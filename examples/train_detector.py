@@ -65,21 +65,22 @@ def places(points: np.ndarray) -> np.ndarray:
 
 def placed(points, ground, rng, count) -> Scene:
     """Put objects onto places of the ground, and end rays on them."""
-    boxes, labels = [], []
+    made: list[list[float]] = []
+    labels: list[int] = []
     for _ in range(20 * count):
-        if len(boxes) == count:
+        if len(made) == count:
             break
         x, y, z = ground[rng.integers(len(ground))]
         x, y = (x, y) + rng.uniform(-0.5, 0.5, 2)
         label = int(rng.random() < 0.4)
         size = np.array(list(CLASSES.values())[label]) * rng.uniform(0.85, 1.15)
-        apart = [np.hypot(x - b[0], y - b[1]) for b in boxes]
+        apart = [np.hypot(x - b[0], y - b[1]) for b in made]
         if 3 < np.hypot(x, y) < FAR and min(apart, default=9) > 3.5:
             # Turned by a half, or a person by a quarter, an object looks the same.
             turn = rng.uniform(-np.pi, np.pi) / (2, 4)[label]
-            boxes.append([x, y, z + size[2] / 2, *size, turn])
+            made.append([x, y, z + size[2] / 2, *size, turn])
             labels.append(label)
-    boxes = np.array(boxes).reshape(-1, 7)
+    boxes = np.array(made).reshape(-1, 7)
     reach = np.ones(len(points))
     for box, label in zip(boxes, labels, strict=True):
         for part in (box, cabin(box)) if label == 0 else (box,):
@@ -152,7 +153,7 @@ def scored(net, scenes: list[Scene]) -> tuple[int, int, int]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("points", nargs="?", help="a scan with the scanner at 0")
     parser.add_argument("--steps", type=int, default=650)
     parser.add_argument("--voxel-size", type=float, default=0.2)

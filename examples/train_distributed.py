@@ -75,7 +75,7 @@ def first_process_state(net: mlx.nn.Module, group) -> None:
 
 def main() -> None:
     """Train, and print what happened once."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--epochs", type=int, default=12)
     parser.add_argument("--batch-size", type=int, default=64, help="of all processes")
     parser.add_argument("--digits", type=int, help="train on the first digits only")

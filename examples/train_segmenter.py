@@ -58,8 +58,8 @@ def surfaces(x: SparseTensor) -> np.ndarray:
     # Sums over the 5x5x5 voxels around each: a depthwise kernel of ones.
     ones = mx.ones((13, 5, 5, 5, 1))
     sums = ops.subm_conv3d(x.replace(each), ones, kernel_size=5, groups=13)
-    count, sums = np.split(np.array(sums.feats, np.float64), [1], axis=1)
-    mean, squares = sums[:, :3] / count, (sums[:, 3:] / count).reshape(-1, 3, 3)
+    count, found = np.split(np.array(sums.feats, np.float64), [1], axis=1)
+    mean, squares = found[:, :3] / count, (found[:, 3:] / count).reshape(-1, 3, 3)
     values, vectors = np.linalg.eigh(squares - mean[:, :, None] * mean[:, None])
     flat = (values[:, 0] < 0.25 * values[:, 1]) & (count[:, 0] > 6)
     steep = np.abs(vectors[:, 2, 0])  # of the direction in which it is thinnest
@@ -160,7 +160,7 @@ def read_scans(files: Sequence[Path], voxel_size: float | None) -> list[Scan]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("points", nargs="*", type=Path, help="point-cloud files")
     parser.add_argument("--voxel-size", type=float, help="by default by the scan")
     parser.add_argument("--steps", type=int, default=80)

@@ -6,12 +6,17 @@ import math
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 from operator import index
-from typing import Any
+from typing import TYPE_CHECKING, Any, Union
 
 import mlx.core as mx
 
+if TYPE_CHECKING:
+    import numpy as np
+
 INT32_LIMIT = 1 << 31
 AXES = (1, 2, 3, 4)  # how many spatial axes there may be
+# What ``array_of`` takes.
+ArrayLike = Union[mx.array, "np.ndarray", list[Any], tuple[Any, ...]]
 
 
 class LatticeWarning(UserWarning):

@@ -25,7 +25,16 @@ from typing import (
 import mlx.core as mx
 
 from . import sync
-from .checks import AXES, FLOATS, INT32_LIMIT, array_of, as_mlx_reads, dtype_text, whole
+from .checks import (
+    AXES,
+    FLOATS,
+    INT32_LIMIT,
+    ArrayLike,
+    array_of,
+    as_mlx_reads,
+    dtype_text,
+    whole,
+)
 from .coordinate_set import (
     CoordinateKey,
     CoordinateSet,
@@ -51,7 +60,7 @@ Features = TypeVar("Features", "SparseTensor", mx.array)
 Operand = Union["SparseTensor", mx.array, "np.ndarray", float]  # of arithmetic
 
 
-def check_feats(feats: mx.array, rows: int) -> mx.array:
+def check_feats(feats: ArrayLike, rows: int) -> mx.array:
     """Return features as an (N, C) array, or raise with what was wrong."""
     if hasattr(feats, "feats"):
         raise TypeError(
@@ -149,8 +158,8 @@ class SparseTensor:
 
     def __init__(
         self,
-        coords: mx.array,
-        feats: mx.array,
+        coords: ArrayLike,
+        feats: ArrayLike,
         stride: IntOrTuple = 1,
         *,
         spatial_shape: Sequence[int] | None = None,
@@ -230,11 +239,11 @@ class SparseTensor:
     @classmethod
     def from_points(
         cls,
-        points: mx.array,
-        feats: mx.array | None = None,
+        points: ArrayLike,
+        feats: ArrayLike | None = None,
         *,
         voxel_size: float | Sequence[float],
-        batch: mx.array | None = None,
+        batch: ArrayLike | None = None,
         origin: float | Sequence[float] = 0.0,
         reduce: str = "mean",
         batch_size: int | None = None,
@@ -246,15 +255,15 @@ class SparseTensor:
     @classmethod
     def from_points(
         cls,
-        points: mx.array,
-        feats: mx.array | None = None,
+        points: ArrayLike,
+        feats: ArrayLike | None = None,
         *,
         voxel_size: float | Sequence[float],
-        batch: mx.array | None = None,
+        batch: ArrayLike | None = None,
         origin: float | Sequence[float] = 0.0,
         reduce: str = "mean",
         batch_size: int | None = None,
-        labels: mx.array | None = None,
+        labels: ArrayLike | None = None,
         ignore_label: int = -1,
         ignore_ties: bool = False,
         return_inverse: bool = False,
@@ -336,7 +345,7 @@ class SparseTensor:
 
     @classmethod
     def from_dense(
-        cls, array: mx.array, mask: mx.array | None = None, *, keep_shape: bool = True
+        cls, array: ArrayLike, mask: ArrayLike | None = None, *, keep_shape: bool = True
     ) -> SparseTensor:
         """Keep the active cells of a dense (B, x, y, z, ..., C) array.
 
@@ -448,7 +457,7 @@ class SparseTensor:
         dense = self.to_dense()
         return mx.moveaxis(dense, -1, 1) if channels_first else dense
 
-    def replace(self, feats: mx.array) -> SparseTensor:
+    def replace(self, feats: ArrayLike) -> SparseTensor:
         """Return the same coordinates with other features.
 
         Examples:

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, is_dataclass
 from importlib import import_module, invalidate_caches
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, TypeVar, overload
 
 import mlx.core as mx
 import mlx.nn
@@ -159,6 +159,11 @@ class Pretrained(mlx.nn.Module):
         super().__init_subclass__(**options)
         _CLASSES[_is_ours(cls), cls.__name__] = cls
 
+    if TYPE_CHECKING:
+
+        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+            """Return what the subclass returns."""
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Self:
         """Record the arguments; ``__init__`` checks them."""
         net = super().__new__(cls)
@@ -267,13 +272,32 @@ class Pretrained(mlx.nn.Module):
         return from_pretrained(path_or_repo, revision=revision, code=code, kind=cls)
 
 
+@overload
 def from_pretrained(
     path_or_repo: str | Path,
     *,
     revision: str | None = None,
     code: str | Path | None = None,
-    kind: type[Net] = Pretrained,
-) -> Net:
+) -> Pretrained: ...
+
+
+@overload
+def from_pretrained(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    code: str | Path | None = None,
+    kind: type[Net],
+) -> Net: ...
+
+
+def from_pretrained(
+    path_or_repo: str | Path,
+    *,
+    revision: str | None = None,
+    code: str | Path | None = None,
+    kind: type[Any] = Pretrained,
+) -> Any:
     """Return the net saved in a folder, of the class that its config names.
 
     A class of your own is found if its module is imported, or if ``code`` names its

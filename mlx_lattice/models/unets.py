@@ -462,7 +462,7 @@ class SpUNet(Segmentor):
         """The strides of its coordinate levels, from the finest, for ``prepare``."""
         return (2,) * len(self.down)
 
-    def __call__(self, x: SparseTensor) -> SparseTensor | mx.array:
+    def __call__(self, x: SparseTensor) -> Any:  # which it is, enc_mode says
         """Return scores.
 
         Returns:

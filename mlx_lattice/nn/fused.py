@@ -333,6 +333,8 @@ class Sequential(mlx.nn.Sequential):
         (64, 16)
     """
 
+    layers: Any  # a list, or a dict of layers by name
+
     def __init__(
         self,
         *modules: Callable[..., Any] | Mapping[str, Callable[..., Any]],

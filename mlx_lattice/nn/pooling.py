@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from math import prod
+from typing import overload
 
 import mlx.core as mx
 from mlx.nn import Module
@@ -92,6 +93,20 @@ class MaxPool(_Pool):
         >>> y.feats.tolist()  # cells 0 and 1, then cell 3 alone
         [[5.0], [2.0]]
     """
+
+    @overload
+    def __call__(
+        self, x: SparseTensor, coordinates: Coordinates = None
+    ) -> SparseTensor: ...
+
+    @overload
+    def __call__(
+        self,
+        x: SparseTensor,
+        coordinates: Coordinates = None,
+        *,
+        return_indices: bool,
+    ) -> tuple[SparseTensor, PoolIndices]: ...
 
     def __call__(
         self,

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property, partial
 from itertools import accumulate, pairwise
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 
@@ -342,6 +343,26 @@ def _kernel(x: SparseTensor, kernel_size, stride, padding, dilation) -> dict:
     size = per_axis(kernel_size, x.dims, "kernel_size")
     stride = size if stride is None else stride
     return dict(kernel_size=size, stride=stride, padding=padding, dilation=dilation)
+
+
+@overload
+def max_pool(
+    x: SparseTensor,
+    kernel_size: IntOrTuple = 2,
+    stride: IntOrTuple | None = None,
+    padding: IntOrTuple | None = None,
+    dilation: IntOrTuple = 1,
+    support: str = "cell",
+    coordinates: Coordinates = None,
+    *,
+    return_indices: Literal[False] = False,
+) -> SparseTensor: ...
+
+
+@overload
+def max_pool(
+    x: SparseTensor, *geometry: Any, return_indices: bool, **named: Any
+) -> tuple[SparseTensor, PoolIndices]: ...
 
 
 def max_pool(

@@ -23,7 +23,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import Any, Literal, overload
 
 import mlx.core as mx
 import mlx.nn
@@ -222,6 +222,14 @@ class SparseStructureEncoder(StructureNet):
         sizes = in_channels, 2 * latent_channels, *sizes
         self._build(*sizes, DownsampleBlock3d, channels[-1], dtype)
 
+    @overload
+    def __call__(self, x: mx.array, sample_posterior: bool = False) -> mx.array: ...
+
+    @overload
+    def __call__(
+        self, x: mx.array, sample_posterior: bool = False, *, return_raw: bool
+    ) -> tuple[mx.array, mx.array, mx.array]: ...
+
     def __call__(
         self, x: mx.array, sample_posterior: bool = False, return_raw: bool = False
     ) -> mx.array | tuple[mx.array, mx.array, mx.array]:
@@ -378,6 +386,20 @@ class SparseVAEDecoder(Trellis2Net):
         """
         cast_layers(self.blocks, dtype)
         return self
+
+    @overload
+    def __call__(
+        self,
+        x: SparseTensor,
+        *,
+        return_subdivisions: Literal[False] = False,
+        **rows: Any,
+    ) -> SparseTensor: ...
+
+    @overload
+    def __call__(
+        self, x: SparseTensor, *, return_subdivisions: bool, **rows: Any
+    ) -> tuple[SparseTensor, list[SparseTensor]]: ...
 
     def __call__(
         self,
@@ -562,6 +584,16 @@ class SparseVAEEncoder(Trellis2Net):
     def strides(self) -> tuple[int, ...]:
         """The strides of its coordinate levels, from the finest, for ``prepare``."""
         return (2,) * (len(self.blocks) - 1)
+
+    @overload
+    def __call__(
+        self, x: SparseTensor, sample_posterior: bool = False
+    ) -> SparseTensor: ...
+
+    @overload
+    def __call__(
+        self, x: SparseTensor, sample_posterior: bool = False, *, return_raw: bool
+    ) -> tuple[SparseTensor, SparseTensor, SparseTensor]: ...
 
     def __call__(
         self,
