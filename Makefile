@@ -12,7 +12,7 @@ PYTEST = $(BIN)/python -m pytest -n $(JOBS) --dist worksteal
 # Scans whose surfaces the demo's second net learns; without any, a made-up room's.
 SCANS ?= $(wildcard $(addprefix ../shared/data/,small_gicp_target.ply pcl_room_scan1.pcd lpm_cloud_0.vtk))
 
-.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 check-dist dist bench-cpu docs lint format clean
+.PHONY: demo test test-metal test-cuda test-cuda-sanitize test-sanitize check-arm64 check-dist dist bench-cpu docs lint types format clean
 
 demo: $(VENV)/.installed
 	$(BIN)/mlx-lattice demo --out demo
@@ -76,6 +76,10 @@ lint: $(VENV)/.installed
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/python .ci/budget.py
+
+# Types: pyright and mypy on what users write, and how many public names have one.
+types: $(VENV)/.installed
+	$(BIN)/python .ci/check_types.py
 
 format: $(VENV)/.installed
 	$(BIN)/ruff check --fix .
