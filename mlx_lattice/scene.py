@@ -87,8 +87,9 @@ class Scene:
     """
 
     def __init__(self, title: str = "scene", note: str = "", *, up: str = "z"):
-        self.title, self.note = str(title), str(note)
-        self.up = one_of(up, tuple(AXES), "up")
+        self.title: str = str(title)
+        self.note: str = str(note)
+        self.up: str = one_of(up, tuple(AXES), "up")
         self._parts: list[_Part] = []
 
     def points(

@@ -13,7 +13,7 @@ import mlx.nn
 from ..io.safetensors import FileError
 from ..routes import launch
 
-log = logging.getLogger("mlx_lattice")
+log: logging.Logger = logging.getLogger("mlx_lattice")
 
 
 class Result(NamedTuple):

@@ -107,7 +107,13 @@ def run(
     return Result(table(net, rows), document)
 
 
-def described(net: Detector, boxes, labels, scores, middle) -> list[dict[str, Any]]:
+def described(
+    net: Detector,
+    boxes: np.ndarray,
+    labels: np.ndarray,
+    scores: np.ndarray,
+    middle: np.ndarray,
+) -> list[dict[str, Any]]:
     """Return a dict for each box, in the coordinates of the file."""
     rows = []
     for box, label, score in zip(boxes.astype(float), labels, scores, strict=True):
@@ -165,7 +171,13 @@ def write(net: Detector, document: dict[str, Any], table: Path, whole: Path) -> 
 
 
 def draw(
-    cloud: PointCloud, net: Detector, boxes, labels, scores, path: Path, title: str
+    cloud: PointCloud,
+    net: Detector,
+    boxes: np.ndarray,
+    labels: np.ndarray,
+    scores: np.ndarray,
+    path: Path,
+    title: str,
 ) -> None:
     """Draw the scan from above and the boxes with their scores; title and legend."""
     matplotlib.use("Agg")
@@ -208,7 +220,9 @@ def draw(
     segment.save_figure(figure, path, "s", entries, title)
 
 
-def shown(points, boxes, point_range) -> tuple[np.ndarray, np.ndarray]:
+def shown(
+    points: np.ndarray, boxes: np.ndarray, point_range: Sequence[float]
+) -> tuple[np.ndarray, np.ndarray]:
     """Return the corners of a picture: the points and boxes within the net's range."""
     low, high = np.array(point_range)[[0, 1]], np.array(point_range)[[3, 4]]
     flat = points[:, :2]

@@ -249,7 +249,13 @@ def table(classes: list[dict[str, Any]]) -> str:
     )
 
 
-def write(cloud: PointCloud, labels, confidence, palette, path: Path) -> None:
+def write(
+    cloud: PointCloud,
+    labels: np.ndarray,
+    confidence: np.ndarray,
+    palette: np.ndarray,
+    path: Path,
+) -> None:
     """Write points in the file's coordinates with the colour of their class."""
     points = cloud.points
     if cloud.origin.any():
@@ -272,8 +278,8 @@ def upright(points: np.ndarray, up: str) -> np.ndarray:
 
 def draw(
     cloud: PointCloud,
-    labels,
-    palette,
+    labels: np.ndarray,
+    palette: np.ndarray,
     net: Segmentor,
     path: Path,
     up: str = "z",
@@ -304,7 +310,7 @@ def draw(
 
 
 def save_figure(
-    figure, path: Path, marker: str, entries: list[tuple[Any, ...]], title: str
+    figure: Any, path: Path, marker: str, entries: list[tuple[Any, ...]], title: str
 ) -> None:
     """Write a figure with a title and a legend of (colour, text), and close it."""
     from matplotlib import pyplot
@@ -325,7 +331,9 @@ def share(part: int, whole: int) -> str:
     return f"{part / whole:.0%}" if 200 * part >= whole else "<1%"
 
 
-def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):
+def seen_from(
+    points: np.ndarray, azimuth: float = -60.0, elevation: float = 40.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Return (P, 2) positions in a parallel view, and an order from back to front."""
     a, e = np.radians((azimuth, elevation))
     right = np.array([-np.sin(a), np.cos(a), 0])
@@ -335,7 +343,9 @@ def seen_from(points: np.ndarray, azimuth=-60.0, elevation=40.0):
     return centred @ np.stack([right, up], axis=1), np.argsort(centred @ to_eye)
 
 
-def scatter(axes, flat, colours, low, high) -> None:
+def scatter(
+    axes: Any, flat: np.ndarray, colours: Any, low: np.ndarray, high: np.ndarray
+) -> None:
     """Draw points as squares that cover about half of a picture; later ones on top."""
     inside = ((flat >= low) & (flat <= high)).all(axis=1)
     size = np.clip(6e4 / max(1, inside.sum()), 1, 16)

@@ -67,7 +67,11 @@ def run(
 
 
 def scene_of(
-    file: Path, columns: str = "", labels: str = "labels", element: int = 0, up="z"
+    file: Path,
+    columns: str = "",
+    labels: str = "labels",
+    element: int = 0,
+    up: str = "z",
 ) -> Scene:
     """Return the scene of a file; arguments are those of ``run``."""
     kind = file.suffix.lower()

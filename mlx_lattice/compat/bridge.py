@@ -204,7 +204,7 @@ class Operation:
         self.vjp: Vjp | None = vjp
         self.layer: object = layer
         self.thread: int = threading.get_ident()
-        self.context = None
+        self.context: Any = None
 
     def run(self, arrays: Sequence[Any]) -> tuple[list[mx.array], bool]:
         """Return the evaluated results, and whether there is just one."""

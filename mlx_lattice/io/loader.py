@@ -68,7 +68,7 @@ class Loader:
         shuffle: bool = False,
         seed: int = 0,
         drop_last: bool = False,
-        collate_fn: Callable[[list], Any] = collate,
+        collate_fn: Callable[[list[Any]], Any] = collate,
         threads: int | None = None,
     ):
         if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
@@ -85,13 +85,14 @@ class Loader:
                 "threads must be 0 on NVIDIA GPUs, where MLX ends the process if "
                 f"several threads compute; got {threads}"
             )
-        self.dataset, self.batch_size = dataset, whole(batch_size, "batch_size", 1)
-        self.shuffle, self.seed, self.drop_last = (
-            shuffle,
-            whole(seed, "seed"),
-            drop_last,
-        )
-        self.collate_fn, self.threads, self.epoch = collate_fn, threads, 0
+        self.dataset: Dataset = dataset
+        self.batch_size: int = whole(batch_size, "batch_size", 1)
+        self.shuffle: bool = shuffle
+        self.seed: int = whole(seed, "seed")
+        self.drop_last: bool = drop_last
+        self.collate_fn: Callable[[list[Any]], Any] = collate_fn
+        self.threads: int = threads
+        self.epoch: int = 0
 
     def __len__(self) -> int:
         """Return the number of batches."""

@@ -167,7 +167,7 @@ class ArrayState(State):
     from_file = False
 
     def __init__(self, arrays: Mapping[str, mx.array]):
-        self.tensors = dict(arrays)
+        self.tensors: dict[str, Any] = dict(arrays)
         for name, array in self.tensors.items():
             if not isinstance(array, mx.array):
                 raise TypeError(

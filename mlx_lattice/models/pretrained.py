@@ -32,7 +32,7 @@ from .voxel_recipe import ATTRIBUTES, VoxelRecipe, Voxels, check_scores, names_o
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-log = logging.getLogger("mlx_lattice")
+log: logging.Logger = logging.getLogger("mlx_lattice")
 
 __all__ = [
     "About",

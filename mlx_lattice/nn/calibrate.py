@@ -874,9 +874,9 @@ class TracedTensor(SparseTensor):
         return self._feats
 
     # The same without a reader.
-    shape = property(lambda self: tuple(self._feats.shape))
-    channels = property(lambda self: self._feats.shape[1])
-    dtype = property(lambda self: self._feats.dtype)
+    shape: property = property(lambda self: tuple(self._feats.shape))
+    channels: property = property(lambda self: self._feats.shape[1])
+    dtype: property = property(lambda self: self._feats.dtype)
 
 
 @joined.register

@@ -270,7 +270,7 @@ class Conv(Convolution):
     ):
         spec = kernel_spec(dims, kernel_size, stride, padding, dilation, offsets)
         super().__init__(in_channels, out_channels, spec, groups, bias)
-        self.support = check_support(support)
+        self.support: str | None = check_support(support)
 
     def _extra_repr(self) -> str:
         return f"{super()._extra_repr()}, support={self.support}"

@@ -661,7 +661,7 @@ class Linear(Packable, mlx.nn.Linear):
         ((64, 3), (64, 3))
     """
 
-    twin = QuantizedLinear
+    twin: type[Packed] = QuantizedLinear
 
     def __init__(self, input_dims: int, output_dims: int, bias: bool = True):
         dims = whole(input_dims, "input_dims", 1), whole(output_dims, "output_dims", 1)

@@ -50,14 +50,14 @@ class ConfusionMatrix:
         if isinstance(classes, str) or not isinstance(classes, Sequence):
             count = whole(classes, "classes", 1, "the names of the classes, or an int")
             classes = [f"class {i}" for i in range(count)]
-        self.names = tuple(map(str, classes))
-        self.ignore_label = whole(ignore_label, "ignore_label", -(2**31))
+        self.names: tuple[str, ...] = tuple(map(str, classes))
+        self.ignore_label: int = whole(ignore_label, "ignore_label", -(2**31))
         self.reset()
 
     def reset(self) -> None:
         """Set all counts to 0."""
         classes = len(self.names)
-        self.counts = mx.zeros((classes, classes + 1), dtype=mx.int64)
+        self.counts: mx.array = mx.zeros((classes, classes + 1), dtype=mx.int64)
 
     def update(
         self, predicted: SparseTensor | mx.array, labels: SparseTensor | mx.array

@@ -26,7 +26,7 @@ from . import proof
 from .choice import Choice, Reasons, Route, RouteError, Times
 from .table import FLOOR, TABLE, named
 
-log = logging.getLogger("mlx_lattice")
+log: logging.Logger = logging.getLogger("mlx_lattice")
 
 
 def parse_only(text: str) -> dict[str, str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Any
+from typing import NoReturn
 
 import numpy as np
 import torch
@@ -114,7 +114,10 @@ def expect(is_so: bool, message: str) -> None:
         raise AssertionError(message)
 
 
-def absent(name: str, instead: str) -> Callable[..., Any]:
+Absent = Callable[..., NoReturn]
+
+
+def absent(name: str, instead: str) -> Absent:
     """Return a function that raises, for a name that is not provided."""
 
     def function(*_: object, **__: object):

@@ -13,6 +13,7 @@ from torch import nn
 
 from .. import bridge
 from .MinkowskiCommon import (
+    Absent,
     ConvolutionMode,
     MinkowskiModuleBase,
     StrideType,
@@ -298,7 +299,7 @@ class MinkowskiChannelwiseConvolution(LayerOfKernel):
 
 
 _LAYERS = "call a layer, such as MinkowskiConvolution"
-MinkowskiConvolutionFunction = absent("MinkowskiConvolutionFunction", _LAYERS)
-MinkowskiConvolutionTransposeFunction = absent(
+MinkowskiConvolutionFunction: Absent = absent("MinkowskiConvolutionFunction", _LAYERS)
+MinkowskiConvolutionTransposeFunction: Absent = absent(
     "MinkowskiConvolutionTransposeFunction", _LAYERS
 )

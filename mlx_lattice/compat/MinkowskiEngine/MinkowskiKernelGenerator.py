@@ -12,7 +12,14 @@ from typing import Any
 
 import torch
 
-from .MinkowskiCommon import RegionType, StrideType, absent, convert_to_int_list, expect
+from .MinkowskiCommon import (
+    Absent,
+    RegionType,
+    StrideType,
+    absent,
+    convert_to_int_list,
+    expect,
+)
 
 __all__ = ["KernelGenerator", "convert_region_type", "get_kernel_volume"]
 
@@ -188,6 +195,6 @@ def get_kernel_volume(
     return KernelGenerator(kernel_size, **kind).kernel_volume
 
 
-convert_region_type = absent(
+convert_region_type: Absent = absent(
     "convert_region_type", "call KernelGenerator(...).listed() for offsets"
 )

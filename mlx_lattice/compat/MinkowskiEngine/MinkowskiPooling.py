@@ -9,6 +9,7 @@ import torch
 from ... import ops
 from .. import bridge
 from .MinkowskiCommon import (
+    Absent,
     BroadcastMode,
     MinkowskiModuleBase,
     PoolingMode,
@@ -378,13 +379,19 @@ class MinkowskiInterpolation(MinkowskiModuleBase):
 
 
 _LAYERS = "call a layer, such as MinkowskiMaxPooling"
-MinkowskiLocalPoolingFunction = absent("MinkowskiLocalPoolingFunction", _LAYERS)
-MinkowskiLocalPoolingTransposeFunction = absent(
+MinkowskiLocalPoolingFunction: Absent = absent("MinkowskiLocalPoolingFunction", _LAYERS)
+MinkowskiLocalPoolingTransposeFunction: Absent = absent(
     "MinkowskiLocalPoolingTransposeFunction", _LAYERS
 )
-MinkowskiGlobalPoolingFunction = absent("MinkowskiGlobalPoolingFunction", _LAYERS)
-MinkowskiDirectMaxPoolingFunction = absent("MinkowskiDirectMaxPoolingFunction", _LAYERS)
-MinkowskiBroadcastFunction = absent("MinkowskiBroadcastFunction", _LAYERS)
-MinkowskiPruningFunction = absent("MinkowskiPruningFunction", _LAYERS)
-MinkowskiUnionFunction = absent("MinkowskiUnionFunction", _LAYERS)
-MinkowskiInterpolationFunction = absent("MinkowskiInterpolationFunction", _LAYERS)
+MinkowskiGlobalPoolingFunction: Absent = absent(
+    "MinkowskiGlobalPoolingFunction", _LAYERS
+)
+MinkowskiDirectMaxPoolingFunction: Absent = absent(
+    "MinkowskiDirectMaxPoolingFunction", _LAYERS
+)
+MinkowskiBroadcastFunction: Absent = absent("MinkowskiBroadcastFunction", _LAYERS)
+MinkowskiPruningFunction: Absent = absent("MinkowskiPruningFunction", _LAYERS)
+MinkowskiUnionFunction: Absent = absent("MinkowskiUnionFunction", _LAYERS)
+MinkowskiInterpolationFunction: Absent = absent(
+    "MinkowskiInterpolationFunction", _LAYERS
+)

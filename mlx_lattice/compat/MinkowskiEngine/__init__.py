@@ -14,6 +14,7 @@ from . import (
     utils,
 )
 from .MinkowskiCommon import *
+from .MinkowskiCommon import Absent as _Absent
 from .MinkowskiCommon import absent as _absent
 from .MinkowskiConvolution import *
 from .MinkowskiCoordinateManager import *
@@ -45,7 +46,9 @@ def set_gpu_allocator(backend: object) -> None:
 
 
 set_memory_manager_backend = set_gpu_allocator
-MinkowskiSPMMFunction = _absent("MinkowskiSPMMFunction", "call torch.sparse.mm")
-MinkowskiSPMMAverageFunction = _absent(
+MinkowskiSPMMFunction: _Absent = _absent(
+    "MinkowskiSPMMFunction", "call torch.sparse.mm"
+)
+MinkowskiSPMMAverageFunction: _Absent = _absent(
     "MinkowskiSPMMAverageFunction", "call torch.sparse.mm"
 )

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from .MinkowskiCommon import StrideType, absent, expect, unique_rows
+from .MinkowskiCommon import Absent, StrideType, absent, expect, unique_rows
 
 __all__ = [
     "SparseCollation",
@@ -320,4 +320,6 @@ def kaiming_normal_(
         return tensor.normal_(0, gain / math.sqrt(fan))
 
 
-summary = absent("utils.summary", "print the net, or call mlx_lattice.trace(net)")
+summary: Absent = absent(
+    "utils.summary", "print the net, or call mlx_lattice.trace(net)"
+)

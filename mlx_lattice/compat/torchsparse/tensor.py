@@ -238,9 +238,10 @@ class SparseTensor(Sparse):
         stride: IntOrSequence = 1,
         spatial_range: Sequence[int] | None = None,
     ):
-        self.feats, self.coords = feats, coords
-        self.stride = make_ntuple(stride, 3)
-        self.spatial_range = None
+        self.feats: torch.Tensor = feats
+        self.coords: torch.Tensor = coords
+        self.stride: tuple[int, ...] = make_ntuple(stride, 3)
+        self.spatial_range: tuple[int, ...] | None = None
         if spatial_range is not None:
             self.spatial_range = make_ntuple(spatial_range, len(spatial_range))
         if _Global.mode is TensorCacheMode.GLOBAL_TENSOR_CACHE:

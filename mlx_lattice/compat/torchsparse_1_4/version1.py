@@ -52,8 +52,9 @@ class SparseTensor(Sparse):
     def __init__(
         self, feats: torch.Tensor, coords: torch.Tensor, stride: IntOrSequence = 1
     ):
-        self.feats, self.coords = feats, coords
-        self.stride = make_ntuple(stride, 3)
+        self.feats: torch.Tensor = feats
+        self.coords: torch.Tensor = coords
+        self.stride: tuple[int, ...] = make_ntuple(stride, 3)
         self.cmaps: dict[Any, torch.Tensor] = {}
         self.kmaps: dict[Any, Any] = KernelMaps()
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from .core import SparseConvTensor, expect
-from .ops import absent
+from .ops import Absent, absent
 
 __all__ = ["sparse_add", "sparse_add_hash_based"]
 
@@ -58,14 +58,14 @@ def _codes(x: SparseConvTensor) -> torch.Tensor:
 sparse_add_hash_based = sparse_add
 
 _LAYERS = "call a layer, such as SubMConv3d, which has its kernel map under indice_key"
-indice_conv = absent("functional.indice_conv", _LAYERS)
-indice_subm_conv = absent("functional.indice_subm_conv", _LAYERS)
-indice_inverse_conv = absent("functional.indice_inverse_conv", _LAYERS)
-implicit_gemm = absent("functional.implicit_gemm", _LAYERS)
-indice_maxpool = absent("functional.indice_maxpool", "call SparseMaxPool3d")
-indice_maxpool_implicit_gemm = absent(
+indice_conv: Absent = absent("functional.indice_conv", _LAYERS)
+indice_subm_conv: Absent = absent("functional.indice_subm_conv", _LAYERS)
+indice_inverse_conv: Absent = absent("functional.indice_inverse_conv", _LAYERS)
+implicit_gemm: Absent = absent("functional.implicit_gemm", _LAYERS)
+indice_maxpool: Absent = absent("functional.indice_maxpool", "call SparseMaxPool3d")
+indice_maxpool_implicit_gemm: Absent = absent(
     "functional.indice_maxpool_implicit_gemm", "call SparseMaxPool3d"
 )
-indice_avgpool_implicit_gemm = absent(
+indice_avgpool_implicit_gemm: Absent = absent(
     "functional.indice_avgpool_implicit_gemm", "call SparseAvgPool3d"
 )

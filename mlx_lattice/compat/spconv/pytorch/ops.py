@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import NoReturn
 
 from ..core import AlgoHint as AlgoHint
 from ..core import ConvAlgo as ConvAlgo
@@ -39,7 +39,10 @@ def get_deconv_output_size(
     return [(n - 1) * s - 2 * p + k + more for n, k, s, p, more in sizes]
 
 
-def absent(name: str, instead: str) -> Callable[..., Any]:
+Absent = Callable[..., NoReturn]
+
+
+def absent(name: str, instead: str) -> Absent:
     """Return a function that raises, for a name that is not provided."""
 
     def function(*_: object, **__: object):
@@ -51,10 +54,12 @@ def absent(name: str, instead: str) -> Callable[..., Any]:
 
 
 _LAYERS = "call a layer, such as SubMConv3d, which has its kernel map under indice_key"
-get_indice_pairs = absent("ops.get_indice_pairs", _LAYERS)
-get_indice_pairs_implicit_gemm = absent("ops.get_indice_pairs_implicit_gemm", _LAYERS)
-indice_conv = absent("ops.indice_conv", _LAYERS)
-indice_conv_backward = absent("ops.indice_conv_backward", _LAYERS)
-implicit_gemm = absent("ops.implicit_gemm", _LAYERS)
-implicit_gemm_backward = absent("ops.implicit_gemm_backward", _LAYERS)
-indice_maxpool = absent("ops.indice_maxpool", "call SparseMaxPool3d")
+get_indice_pairs: Absent = absent("ops.get_indice_pairs", _LAYERS)
+get_indice_pairs_implicit_gemm: Absent = absent(
+    "ops.get_indice_pairs_implicit_gemm", _LAYERS
+)
+indice_conv: Absent = absent("ops.indice_conv", _LAYERS)
+indice_conv_backward: Absent = absent("ops.indice_conv_backward", _LAYERS)
+implicit_gemm: Absent = absent("ops.implicit_gemm", _LAYERS)
+implicit_gemm_backward: Absent = absent("ops.implicit_gemm_backward", _LAYERS)
+indice_maxpool: Absent = absent("ops.indice_maxpool", "call SparseMaxPool3d")
