@@ -17,6 +17,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 FOLDER = Path(__file__).parent / "tutorials"
+WIDGET = "application/vnd.jupyter.widget-view+json"  # a progress bar
 
 
 def run(path: Path):
@@ -44,7 +45,12 @@ def run(path: Path):
             extra_arguments=["--log-level=ERROR"],
             resources={"metadata": {"path": folder}},
         )
-        return client.execute()
+        client.execute()
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [o for o in cell.outputs if WIDGET not in o.get("data", {})]
+    notebook.metadata.pop("widgets", None)
+    return notebook
 
 
 def page(path: Path) -> Iterator[str]:
