@@ -63,6 +63,8 @@ class _Parser(argparse.ArgumentParser):
             if meant and word != meant and word[:1] == meant[:1]:
                 message += f"; did you mean {meant} in place of {word}?"
                 break
+        if message.endswith("expected one argument"):
+            message += "; if the value begins with a dash, write --option=value"
         self.exit(2, f"{self.prog}: {message}\n")
 
 

@@ -99,6 +99,7 @@ def test_explain_takes_every_fact(options, text, capsys):
         (f"{EXPLAIN} --device m4 --kind submanifold --rows 9 8", "and 9 -> 8. Kind"),
         (f"{EXPLAIN} --device m4 --rows 5 --edges 136", "0 to n_out * K = 135"),
         ("detect a.ply --model b --score nan", "--score: must be 0 to 1; got nan"),
+        ("segment a.ply --model b --up -y", "a dash, write --option=value"),
         ("segment a.ply --model b --overlap 2", "--overlap needs --tile"),
         ("segment a.ply --model b --out c.pcd", "labels are written to .las"),
         ("decode a.b --model b --out c.stl", "must end in one of .glb"),
