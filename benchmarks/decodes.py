@@ -217,7 +217,7 @@ def port_row(port):
 
 
 PORT_COLUMNS = (
-    "chip", "million voxels", "port", "theirs, measured s", "ours, predicted s",
+    "chip", "million voxels", "port", "its measured s", "predicted s",
     *PARTS, "TFLOP",
 )  # fmt: skip
 
