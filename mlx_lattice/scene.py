@@ -249,7 +249,9 @@ class Scene:
 
         static = resources.files("k3d").joinpath("static")
         shown = [(part, _drawn(part, k3d)) for part in self._parts]
+        drawn = sum(part.count for part in self._parts if part.kind == "Points")
         plot = k3d.plot(
+            antialias=int(drawn < 100_000),  # it halves the speed without a GPU
             menu_visibility=False,
             camera_auto_fit=False,
             camera_mode="orbit",

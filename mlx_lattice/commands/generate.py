@@ -127,13 +127,14 @@ def _decoding(out: Path) -> Callable:
     """Return the function that makes a mesh of latents."""
     try:
         from ..mesh import check_suffix
-        from .decode import decode
+        from .decode import check_scene, decode, pictures_of
     except ImportError as error:
         raise ImportError(
             f"{error}, or write latents by --out latents{SUFFIX}"
         ) from error
     with usage():
         check_suffix(out)
+    check_scene(*pictures_of(out, rerun=False)[1:])
     return decode
 
 
