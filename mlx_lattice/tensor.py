@@ -332,7 +332,9 @@ class SparseTensor:
         tensor = cls._of_sorted(coords, feats, batch_size=batch_size)
         if labels is None and not return_inverse:
             return tensor
-        if labels is not None:
+        if labels is None:
+            labels = mx.full((len(tensor),), ignore_label, dtype=mx.int32)
+        else:
             labels = majority(
                 labels,
                 inverse,
@@ -682,14 +684,15 @@ class VoxelizedPoints(NamedTuple):
 
     Attributes:
         tensor: V voxels with features.
-        labels: (V,) int32, the label of each voxel, or None.
+        labels: (V,) int32, the label of each voxel; all ``ignore_label`` if the points
+            had no labels.
         inverse: (P,) int32, the voxel of each point: ``scores[inverse]`` has the
             scores of the points.
         first: (V,) int32, the earliest point of each voxel.
     """
 
     tensor: SparseTensor
-    labels: mx.array | None
+    labels: mx.array
     inverse: mx.array
     first: mx.array
 

@@ -414,6 +414,9 @@ def batch(tensors: Sequence[SparseTensor]) -> SparseTensor:
 
 Scan = TypeVar("Scan", SparseTensor, tuple, VoxelizedPoints)
 
+# Integers that a scan may have beside its tensor; ``models.Voxels`` has ``rows``.
+BESIDE = {"labels", "inverse", "rows", "first"}
+
 
 def collate(scans: Sequence[Scan]) -> Scan:
     """Join scans into one batch, as the ``collate_fn`` of a data loader does.
@@ -424,14 +427,14 @@ def collate(scans: Sequence[Scan]) -> Scan:
 
     Args:
         scans: tensors; or tuples ``(tensor, labels)`` or ``(tensor, labels,
-            inverse)``; or ``VoxelizedPoints``, all of one kind. Labels are (V,), one a
-            row of the tensor, inverse is (P,), the row of each point; either may be
-            None in every scan.
+            inverse)``; or ``VoxelizedPoints``; or ``models.Voxels``; all of one kind.
+            Labels are (V,), one for each row of the tensor, and inverse is (P,), the
+            row of each point.
 
     Returns:
-        A scan of the same kind: a tensor, or a tuple of the batched tensor, the labels
-        one after another, and the row of each point in the batched tensor. ``first``
-        counts the points of all scans.
+        What a scan is: a tensor, or a tuple of the batched tensor, the labels one after
+        another, and the row of each point in the batched tensor. ``first`` counts the
+        points of all scans.
 
     Raises:
         TypeError: the scans are not all of one kind.
@@ -452,41 +455,42 @@ def collate(scans: Sequence[Scan]) -> Scan:
     kinds = {
         (type(scan), len(scan) if isinstance(scan, tuple) else 0) for scan in scans
     }
-    kind = type(scans[0]) if len(kinds) == 1 else None
-    if kind is not None and issubclass(kind, SparseTensor):
+    kind, length = next(iter(kinds)) if len(kinds) == 1 else (object, 0)
+    if issubclass(kind, SparseTensor):
         return batch(scans).eval()
-    if kind is None or not issubclass(kind, tuple) or not 2 <= len(scans[0]) <= 4:
-        names = " and ".join(sorted({each.__name__ for each, _ in kinds})) or "none"
+    default = VoxelizedPoints._fields if length <= 3 else ()
+    names = getattr(kind, "_fields", default)[1:length]
+    if not names or not set(names) <= BESIDE:
+        found = " and ".join(sorted({each.__name__ for each, _ in kinds})) or "none"
         raise TypeError(
             "collate takes a list of tensors, of (tensor, labels), of (tensor, labels, "
-            f"inverse) or of VoxelizedPoints, all of one kind; got {names}"
+            f"inverse) or of VoxelizedPoints, all of one kind; got {found}"
         )
-    parts = list(zip(*scans, strict=True))
-    tensors = tensors_of(parts[0], "collate")
-    sizes = [len(x) for x in tensors]
-    labels = _joined("labels", "row of its tensor", parts[1], sizes, [0] * len(sizes))
-    batched = [batch(tensors), labels]
-    if len(parts) > 2:
-        points = [0 if each is None else len(each) for each in parts[2]]
-        starts = [0, *accumulate(sizes)]
-        batched.append(_joined("inverse", "point", parts[2], points, starts))
-    if len(parts) > 3:
-        starts = [0, *accumulate(points)]
-        batched.append(_joined("first", "row of its tensor", parts[3], sizes, starts))
+    first, *parts = zip(*scans, strict=True)
+    tensors = tensors_of(first, "collate")
+    joined, x = [], batch(tensors)
+    rows, points = [len(each) for each in tensors], []
+    for name, part in zip(names, parts, strict=True):
+        counts, starts = rows, [0] * len(rows)
+        if name == "first":
+            starts = [0, *accumulate(points)]
+        elif name != "labels":
+            counts = points = [len(each) for each in part]
+            starts = [0, *accumulate(rows)]
+        each = "point" if counts is points else "row of its tensor"
+        joined.append(_joined(name, each, part, counts, starts))
     with sync.values():
-        mx.eval(batched[0].arrays(), *batched[1:])
-    return kind._make(batched) if hasattr(kind, "_make") else tuple(batched)
+        mx.eval(x.arrays(), joined)
+    return kind._make((x, *joined)) if hasattr(kind, "_make") else (x, *joined)
 
 
 def _joined(
-    name: str, each: str, parts: Sequence, lengths: Iterable[int], starts: Iterable[int]
-) -> mx.array | None:
+    name: str, each: str, parts: Sequence, counts: Sequence[int], starts: Sequence[int]
+) -> mx.array:
     """Return the integers of scans one after another, each plus its start."""
-    if all(part is None for part in parts):
-        return None
     joined = []
-    for part, length, start in zip(parts, lengths, starts, strict=False):
-        values = integers_of(part, length, name, each)
+    for part, count, start in zip(parts, counts, starts, strict=False):
+        values = integers_of(part, count, name, each)
         # An inverse of -1 is a point without a row.
         joined.append(mx.where(values < 0, values, values + start))
     return mx.concatenate(joined)

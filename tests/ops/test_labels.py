@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import mlx_lattice as ml
-from mlx_lattice import nn, ops
+from mlx_lattice import models, nn, ops
 
 
 def scan(seed, points=200, ignore=-1, **arguments):
@@ -46,7 +46,7 @@ def test_voxels_get_the_most_frequent_label(ignore, ties):
 def test_inverse_without_labels_and_no_points():
     points = mx.array([[0.5], [1.5], [0.7]])
     found = ml.SparseTensor.from_points(points, voxel_size=1.0, return_inverse=True)
-    assert found.labels is None and found.inverse.tolist() == [0, 1, 0]
+    assert found.labels.tolist() == [-1, -1] and found.inverse.tolist() == [0, 1, 0]
     assert found.eval() is found and found.first.tolist() == [0, 1]
     empty = ml.SparseTensor.from_points(
         points[:0], voxel_size=1.0, labels=mx.zeros((0,), mx.int32)
@@ -109,8 +109,11 @@ def test_collate_joins_scans_in_order():
     assert joined.inverse[joined.first].tolist() == list(range(len(joined.tensor)))
     x, labels = ops.collate([a[:2], b[:2]])
     assert len(x) == len(labels) and ops.collate([a.tensor]).batch_size == 1
-    x, labels, inverse = ops.collate([(a.tensor, None, [-1, 0]), (b.tensor, None, [0])])
-    assert labels is None and inverse.tolist() == [-1, 0, len(a.tensor)]
+    pairs = [models.Voxels(a.tensor, [-1, 0]), models.Voxels(b.tensor, [0])]
+    x, rows = ops.collate(pairs)
+    assert len(x) == len(labels) and rows.tolist() == [-1, 0, len(a.tensor)]
+    x, labels, inverse = ops.collate([tuple(each[:3]) for each in (a, b)])
+    assert mx.array_equal(inverse, joined.inverse)
 
 
 @pytest.mark.parametrize(
