@@ -83,7 +83,7 @@ def accelerate() -> bool:
 
 
 def pointwise_kernel(p: Problem, device: Device) -> str | None:
-    """Hold for one zero offset that keeps the rows."""
+    """Require a kernel with one offset, zero, that keeps the rows."""
     if p.pointwise:
         return None
     return f"the kernel is {p.kernel} ({p.kind}), not 1x1x1 on the input's own rows"
@@ -94,7 +94,7 @@ _COPIED = "half rows are copied first, since MLX's matmul may refuse where they 
 
 @of_kernels
 def no_tiles(p: Problem, device: Device) -> str | None:
-    """Hold but where CUDA's tiles read half rows that are copied for MLX's matmul.
+    """Refuse if CUDA's tiles read half rows that MLX's matmul would copy.
 
     It refuses half rows that begin off 16 bytes, and where rows begin is not known when
     a layer is called.
@@ -111,7 +111,7 @@ def no_tiles(p: Problem, device: Device) -> str | None:
 
 
 def dense_weight(p: Problem, device: Device) -> str | None:
-    """Hold for weights that are not packed; gradients get them dequantised."""
+    """Require weights that are not packed. Gradients dequantise packed weights."""
     if p.integer:
         return "features are int8"
     packed = p.bits and p.pass_ == FORWARD
@@ -119,14 +119,14 @@ def dense_weight(p: Problem, device: Device) -> str | None:
 
 
 def packed_weight(p: Problem, device: Device) -> str | None:
-    """Hold for int4 and int8 weights."""
+    """Require int4 or int8 weights."""
     if p.integer:
         return "features are int8"
     return None if p.bits else f"the weight is {p.dtype}, not packed"
 
 
 def packed_or_integers(p: Problem, device: Device) -> str | None:
-    """Hold for packed weights, and for int8 features on Apple GPUs without matrices of
+    """Require packed weights, or int8 features on Apple GPUs without matrices of
     integers.
     """
     if not p.integer or device.backend != METAL:
@@ -137,19 +137,19 @@ def packed_or_integers(p: Problem, device: Device) -> str | None:
 
 
 def int8_features(p: Problem, device: Device) -> str | None:
-    """Hold for int8 features, whose weights are integers."""
+    """Require int8 features, whose weights are integers."""
     return None if p.integer else f"features are {p.dtype}, not int8"
 
 
 def one_scale(p: Problem, device: Device) -> str | None:
-    """Hold where all rows of int8 features share a scale."""
+    """Require one scale for all rows of int8 features."""
     if p.integer is None or not p.integer.row_scales:
         return None
     return "every row has a scale of its own: offsets cannot be summed in int32"
 
 
 def dtype_is(dtype: str) -> Need:
-    """Hold for features of one dtype."""
+    """Require features of one dtype."""
 
     def need(p: Problem, device: Device) -> str | None:
         return None if p.dtype == dtype else f"features are {p.dtype}, not {dtype}"
@@ -158,19 +158,19 @@ def dtype_is(dtype: str) -> Need:
 
 
 def half_types(p: Problem, device: Device) -> str | None:
-    """Hold for float16 and bfloat16 features."""
+    """Require float16 or bfloat16 features."""
     if p.dtype != "float32":
         return None
     return "features are float32, which neural accelerators would round"
 
 
 def one_group(p: Problem, device: Device) -> str | None:
-    """Hold for ungrouped convolutions."""
+    """Require an ungrouped convolution."""
     return None if p.groups == 1 else f"groups = {p.groups}, not 1"
 
 
 def depthwise_groups(p: Problem, device: Device) -> str | None:
-    """Hold where every input channel is a group of its own."""
+    """Require a group for each input channel."""
     if p.groups > 1 and p.groups == p.c_in:
         return None
     return f"groups = {p.groups}, not one of each of {p.c_in} input channels"
@@ -213,14 +213,14 @@ def expands_on_cpu(p: Problem, device: Device) -> bool:
 
 
 def neighbour_table(p: Problem, device: Device) -> str | None:
-    """Hold where the relation has a neighbour table."""
+    """Require a relation with a neighbour table."""
     if p.table:
         return None
     return "several edges share an output row and offset: there is no neighbour table"
 
 
 def weight_grad_of_sorted_rows(p: Problem, device: Device) -> str | None:
-    """Hold where CUDA has a tile of dW over sorted rows; for other passes."""
+    """For weight gradients, require a CUDA tile of dW over sorted rows."""
     if p.pass_ != WEIGHT_GRAD or device.backend != CUDA:
         return None
     if device.family not in cuda_thresholds.HOPPER:
@@ -234,14 +234,14 @@ def weight_grad_of_sorted_rows(p: Problem, device: Device) -> str | None:
 
 
 def determinism_waived(p: Problem, device: Device) -> str | None:
-    """Hold where the caller waived bitwise repeatability."""
+    """Require ``ml.waive_determinism()``."""
     if not p.deterministic:
         return None
     return "its float atomics are not deterministic, and determinism is not waived"
 
 
 def neural_accelerators(p: Problem, device: Device) -> str | None:
-    """Hold on chips whose TensorOps run on matrix hardware, integers too."""
+    """Require TensorOps on matrix hardware, which also multiply integers."""
     if device.neural_accelerators:
         return None
     return f"{device.name} has no neural accelerators (M5 or later, macOS 26.2)"
@@ -249,14 +249,14 @@ def neural_accelerators(p: Problem, device: Device) -> str | None:
 
 @of_kernels
 def simdgroup_matrices(p: Problem, device: Device) -> str | None:
-    """Hold but on the virtual GPUs of virtual machines."""
+    """Require simdgroup matrices, which virtual GPUs lack."""
     if device.matrices:
         return None
     return "the GPU of a virtual machine has no simdgroup matrices"
 
 
 def channels_in(*sizes: int) -> Need:
-    """Hold where C_in and C_out are both among ``sizes``."""
+    """Require C_in and C_out among ``sizes``."""
 
     def need(p: Problem, device: Device) -> str | None:
         for name, channels in (("C_in", p.c_in), ("C_out", p.c_out)):
@@ -268,7 +268,7 @@ def channels_in(*sizes: int) -> Need:
 
 
 def c_out_is(channels: int) -> Need:
-    """Hold for one C_out."""
+    """Require one C_out."""
 
     def need(p: Problem, device: Device) -> str | None:
         return None if p.c_out == channels else f"C_out = {p.c_out}, not {channels}"
@@ -277,7 +277,7 @@ def c_out_is(channels: int) -> Need:
 
 
 def c_out_multiple_of(size: int) -> Need:
-    """Hold where C_out divides into vectors of ``size``."""
+    """Require a C_out that divides into vectors of ``size``."""
 
     def need(p: Problem, device: Device) -> str | None:
         if p.c_out % size == 0:
@@ -288,7 +288,7 @@ def c_out_multiple_of(size: int) -> Need:
 
 
 def volume_at_least(volume: int) -> Need:
-    """Hold for kernels of at least ``volume`` offsets."""
+    """Require kernels of at least ``volume`` offsets."""
 
     def need(p: Problem, device: Device) -> str | None:
         return None if p.volume >= volume else f"K = {p.volume} is below {volume}"
@@ -297,7 +297,7 @@ def volume_at_least(volume: int) -> Need:
 
 
 def rows_at_least(route: str) -> Need:
-    """Hold where the pass has the rows that the route's threshold asks for."""
+    """Require at least as many rows as the route's threshold."""
 
     def need(p: Problem, device: Device) -> str | None:
         is_grad, key = p.pass_ == INPUT_GRAD, (route, p.pass_)
@@ -314,7 +314,7 @@ def rows_at_least(route: str) -> Need:
 
 
 def many_edges(p: Problem, device: Device) -> str | None:
-    """Hold where dW over sorted rows skips less than it gains; for other passes."""
+    """For weight gradients, require so many edges a row that sorted rows pay."""
     edges = p.known_edges()
     if p.pass_ != WEIGHT_GRAD or edges is None:
         return None
@@ -334,7 +334,7 @@ def _by_tiles_of_edges(p: Problem, device: Device) -> bool:
 
 
 def few_channels(p: Problem, device: Device) -> str | None:
-    """Hold where one wide im2col matmul beats one short matmul per offset."""
+    """Require that one wide im2col matmul beats a short matmul for each offset."""
     if _by_tiles_of_edges(p, device):
         return "tiles of dW read the rows where they are, without a gathered matrix"
     most = devices.entry(IM2COL_CHANNELS, device)
@@ -346,7 +346,7 @@ def few_channels(p: Problem, device: Device) -> str | None:
 
 
 def im2col_fits(p: Problem, device: Device) -> str | None:
-    """Hold where the gathered matrix fits its memory bound."""
+    """Require a gathered matrix within its memory bound."""
     size = p.im2col_bytes(device)
     most = devices.entry(IM2COL_BYTES, device)
     if size <= most:
@@ -358,7 +358,7 @@ def im2col_fits(p: Problem, device: Device) -> str | None:
 
 
 def many_offsets(p: Problem, device: Device) -> str | None:
-    """Hold where one dispatch over all offsets beats one dispatch per offset."""
+    """Require that one dispatch over all offsets beats one for each offset."""
     if _by_tiles_of_edges(p, device):
         return None
     least = devices.entry(GROUPED_OFFSETS, device)
@@ -368,7 +368,7 @@ def many_offsets(p: Problem, device: Device) -> str | None:
 
 
 def reference_blas(p: Problem, device: Device) -> str | None:
-    """Hold where MLX's CPU matmul runs on a reference BLAS: everywhere but macOS."""
+    """Require a reference BLAS behind MLX's CPU matmul: everywhere but macOS."""
     if not accelerate():
         return None
     return "MLX's own matmul runs on Accelerate here, which is faster"
