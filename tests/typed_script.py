@@ -48,7 +48,7 @@ def batches(rng: np.random.Generator) -> Iterator[tuple[ml.SparseTensor, mx.arra
 
 def loss_of(net: UNet, x: ml.SparseTensor, labels: mx.array) -> mx.array:
     """Return the mean cross entropy."""
-    return mlx.nn.losses.cross_entropy(net(x).feats, labels, reduction="mean")
+    return nn.losses.cross_entropy(net(x), labels)
 
 
 def train(net: UNet) -> mx.array:

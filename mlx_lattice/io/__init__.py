@@ -42,13 +42,15 @@ def __dir__() -> list[str]:
     return sorted(__all__)
 
 
-def __getattr__(name: str) -> Any:
-    if name in ("PointCloud", "read_points", "write_ply"):
-        from . import points
+if not TYPE_CHECKING:  # type checkers find mistyped names
 
-        return getattr(points, name)
-    if name == "write_labelled":
-        from .labelled import write_labelled
+    def __getattr__(name: str) -> Any:
+        if name in ("PointCloud", "read_points", "write_ply"):
+            from . import points
 
-        return write_labelled
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+            return getattr(points, name)
+        if name == "write_labelled":
+            from .labelled import write_labelled
+
+            return write_labelled
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

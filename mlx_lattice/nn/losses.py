@@ -7,12 +7,13 @@ Both take tensors or arrays, and compute in float32. Other losses are those of
 from __future__ import annotations
 
 from contextlib import suppress
+from typing import TYPE_CHECKING
 
 import mlx.core as mx
 import mlx.nn
 
 from .. import sync
-from ..checks import FLOATS, array_of, dtype_text, one_of, whole
+from ..checks import FLOATS, ArrayLike, array_of, dtype_text, one_of, whole
 from ..tensor import SparseTensor, align, features_of
 
 __all__ = ["cross_entropy", "lovasz_softmax"]
@@ -22,9 +23,9 @@ REDUCTIONS = ("mean", "sum", "none")
 
 def cross_entropy(
     scores: SparseTensor | mx.array,
-    labels: SparseTensor | mx.array,
+    labels: SparseTensor | ArrayLike,
     *,
-    weight: mx.array | None = None,
+    weight: ArrayLike | None = None,
     ignore_label: int = -1,
     reduction: str = "mean",
 ) -> mx.array:
@@ -78,7 +79,7 @@ def cross_entropy(
 
 def lovasz_softmax(
     scores: SparseTensor | mx.array,
-    labels: SparseTensor | mx.array,
+    labels: SparseTensor | ArrayLike,
     *,
     ignore_label: int = -1,
 ) -> mx.array:
@@ -127,7 +128,7 @@ def lovasz_softmax(
 
 
 def _checked(
-    scores: SparseTensor | mx.array, labels: SparseTensor | mx.array, ignore_label: int
+    scores: SparseTensor | mx.array, labels: SparseTensor | ArrayLike, ignore_label: int
 ) -> tuple[mx.array, mx.array, mx.array]:
     """Return float32 scores, labels that are all classes, and the weight of each row.
 
@@ -151,7 +152,7 @@ def _checked(
 
 
 def labels_of(
-    labels: SparseTensor | mx.array, scores: SparseTensor | mx.array, count: int
+    labels: SparseTensor | ArrayLike, scores: SparseTensor | mx.array, count: int
 ) -> mx.array:
     """Return (N,) int64 labels in the order of the rows of ``scores``."""
     if isinstance(labels, SparseTensor):
@@ -185,8 +186,10 @@ def expect_classes(labels: mx.array, classes: int, ignore_label: int) -> None:
         )
 
 
-def __getattr__(name: str) -> None:
-    text = f"module {__name__!r} has no attribute {name!r}"
-    if hasattr(mlx.nn.losses, name):
-        text += f"; MLX has it: mlx.nn.losses.{name}(x.feats, ...)"
-    raise AttributeError(text)
+if not TYPE_CHECKING:  # type checkers find mistyped names
+
+    def __getattr__(name: str) -> None:
+        text = f"module {__name__!r} has no attribute {name!r}"
+        if hasattr(mlx.nn.losses, name):
+            text += f"; MLX has it: mlx.nn.losses.{name}(x.feats, ...)"
+        raise AttributeError(text)

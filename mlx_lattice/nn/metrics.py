@@ -9,7 +9,7 @@ from typing import Any
 import mlx.core as mx
 
 from .. import sync
-from ..checks import array_of, dtype_text, whole
+from ..checks import ArrayLike, array_of, dtype_text, whole
 from ..tensor import SparseTensor
 from .losses import expect_classes, labels_of
 
@@ -60,7 +60,7 @@ class ConfusionMatrix:
         self.counts: mx.array = mx.zeros((classes, classes + 1), dtype=mx.int64)
 
     def update(
-        self, predicted: SparseTensor | mx.array, labels: SparseTensor | mx.array
+        self, predicted: SparseTensor | ArrayLike, labels: SparseTensor | ArrayLike
     ) -> None:
         """Count the rows of a batch. Waits for the device.
 

@@ -189,7 +189,7 @@ def test_gradients_of_parameters():
 ACTIVATIONS = sorted(
     name
     for name in nn.__all__
-    if getattr(nn, name).__module__ == "mlx_lattice.nn.layers"
+    if getattr(getattr(nn, name), "__module__", "") == "mlx_lattice.nn.layers"
     and name not in ("DropPath", "Dropout", "LayerScale")
 )
 
