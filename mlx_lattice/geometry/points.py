@@ -150,7 +150,7 @@ def voxelize(
     if feats.ndim != 2 or feats.shape[0] != n:
         raise ValueError(
             f"feats must have shape (P, C) with P = {n}, the points; got "
-            f"{tuple(feats.shape)}"
+            f"{tuple(feats.shape)}. Labels (P,) are passed as labels="
         )
     if feats.dtype not in FLOATS and reduce != "first":
         raise TypeError(
