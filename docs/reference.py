@@ -147,10 +147,13 @@ def tables_of(module: ModuleType) -> Iterator[str]:
         if re.search(rf"^{name}\b", source, re.M)  # not imported
         and name.isupper()
         and isinstance(value, dict)
-        and not re.search("^_|SMALL|ITSELF", name)  # tiles by edges: not a table
+        and not re.search("^_|SMALL|ITSELF|^SHORT$", name)  # not tables of numbers
     }
     for name, table in tables.items():
         yield f"\n### `{name}`\n\n{comments.get(name, '')}\n"
+        kinds = {type(row) for row in table.values() if hasattr(row, "_fields")}
+        for kind in sorted(kinds, key=lambda kind: kind.__name__):
+            yield f"`{kind.__name__}`: {', '.join(kind._fields)}\n"
         nested = any(isinstance(row, dict) for row in table.values())
         if nested:
             families = sorted({f for row in table.values() for f in row})
@@ -176,7 +179,8 @@ def number(value: float | str | tuple) -> str:
     if isinstance(value, str):
         return value
     if isinstance(value, tuple):
-        return ", ".join(map(number, value))
+        cells = (f"({number(v)})" if isinstance(v, tuple) else number(v) for v in value)
+        return ", ".join(cells)
     return f"{value:,}" if isinstance(value, int) else f"{value:g}"
 
 

@@ -15,8 +15,8 @@ from ..backends.metal.tiles import FILLING_ROWS, GROUPS
 from ..devices import CPU, CUDA, METAL, Device, entry
 from ..problem import FORWARD, INPUT_GRAD, WEIGHT_GRAD, Problem
 
-# Fewest rows from which a route pays, by (route, pass); see ANY_ROWS. Values for Metal
-# come from executed counts.
+# Fewest rows for which a route pays, by (route, pass); see ANY_ROWS. Values for Metal
+# come from counts of executed operations.
 ROWS = {
     # They come after sorted_implicit_gemm in the table: unsorted tiles execute 1.6 to
     # 2.2 times the useful operations, sorted ones 1.11 to 1.14.
@@ -33,8 +33,8 @@ ROWS = {
     ("quantized_tensor_ops", "forward"): FILLING_ROWS,
 }
 
-# Channels of the narrower side from which tiles take any number of rows. A traversal
-# reads W[k] once a row; with 256 channels it takes 1.2 ms for 200 rows on an H200.
+# Fewest channels of the narrower side for which tiles run any number of rows. The other
+# route reads W[k] for each row: 200 rows of 256 channels take it 1.2 ms on an H200.
 ANY_ROWS = {
     ("sorted_implicit_gemm", "forward"): {"*": 32, "h100": 8, "h200": 8},
     ("sorted_implicit_gemm", "input_grad"): {"*": 32, "h100": 8, "h200": 8},
@@ -47,17 +47,17 @@ ANY_ROWS = {
 # CPU: multiply-adds that cost as much as a step from one group of an edge to the next.
 GROUP_PRODUCTS = 640
 
-# Channels of a group up to which im2col beats a matmul per offset.
+# Most channels of a group for which im2col beats a matmul for each offset.
 IM2COL_CHANNELS = {"*": 4, "cpu": 8}
 
 # Most bytes of the im2col matrix in explicit GEMM.
 IM2COL_BYTES = {"*": 1 << 30, "cpu": 1 << 29}
 
-# Kernel offsets from which one dispatch over all offsets beats one per offset.
+# Fewest kernel offsets for which one dispatch beats one for each offset.
 GROUPED_OFFSETS = {"*": 8, "cpu": 64}
 
-# CUDA, as ROWS. On an H200 the floor takes 7 us for 300 rows of 4 channels, tiles 9; at
-# 8 channels the floor takes 8 us, tiles 5.
+# ROWS on CUDA. On an H200 300 rows of 4 channels take 7 us without tiles and 9 us with
+# tiles; with 8 channels they take 8 us and 5 us.
 CUDA_ROWS = {
     ("sorted_implicit_gemm", "forward"): {"*": 1024},
     ("sorted_implicit_gemm", "input_grad"): {"*": 1024},

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-# CUDA, int8: us of a stage and an element of the tile, by kernel. Fitted to every tile
-# and split of MinkUNet34's layers at 100 000 and 400 000 rows on an H200.
+# CUDA, int8: microseconds of a stage for each element of the tile, by kernel. Fitted to
+# every tile and split of MinkUNet34's layers with 100 000 and 400 000 rows on an H200.
 INT8_US = {"mma": 3.7e-5, "wide": 3.7e-5, "hopper": 2.8e-5}
 
 # Elements of the output up to which float32 takes the tiles of mma.sync, which need no
@@ -19,9 +19,9 @@ TURNED_ELEMENTS = 1 << 15
 # beyond its first: see cuda_tiles.used_offsets.
 USED_OFFSETS = 0.7
 
-# Output rows from which packed weights are unpacked once a call, in one more launch,
-# instead of in every tile: by the tiles' variant and width, or by the width alone for
-# rows of few edges. Other widths always unpack in tiles. Timed on an H200
+# Fewest output rows for which a launch unpacks packed weights once a call, by variant
+# and width of the tiles, or by the width alone for rows with few edges. With fewer
+# rows, and for other widths, every tile unpacks its weights. Timed on an H200
 # (benchmarks/results/gpu-unpack.jsonl).
 UNPACK_ROWS = {
     "mma": {64: 1 << 14},
@@ -36,23 +36,26 @@ UNPACK_BYTES = 64 << 20
 # Most splits of the offsets, if tiles are too few to fill the GPU.
 MOST_SPLITS = 32
 
-# For the number of splits: us of a stage by kernel in a tile of at most 64 x 128; us of
-# an offset, of adding splits up and of a split; bytes of partial sums a us. Fitted to
-# the same timings.
+# For the number of splits: microseconds of a stage in a tile of at most 64 x 128, by
+# kernel. Fitted to the timings of INT8_US.
 STAGE_US = {"mma": 0.55, **dict.fromkeys(("hopper", "wide"), 0.26)}
+# STAGE_US for int8 features.
 INT8_STAGE_US = {"mma": 0.55, "hopper": 0.22, "wide": 0.22}
+# For the number of splits: microseconds of an offset, of adding splits and of a split,
+# and bytes of partial sums in a microsecond.
 SPLIT_US: dict[str, float] = {
     "offset": 0.075,
     "adding": 1.3,
     "split": 0.07,
     "bytes": 8_000_000,
 }
+# SPLIT_US for int8 features.
 INT8_SPLIT_US: dict[str, float] = SPLIT_US | {"adding": 2.0}
 
-# Weight gradients whose blocks have all edges of an offset: (elements of dW a
-# multiprocessor, most stages of the longest offset for which it pays from so many on).
-# Kernels of few offsets have evenly many edges. Timed on an H200 on 1 000 to 120 000
-# rows of surfaces and 16 to 512 channels, against splits of all edges.
+# Weight gradients: when one block processes all edges of an offset. Pairs of (elements
+# of dW for each multiprocessor, most stages of the longest offset): a pair holds from
+# its elements on. Kernels with few offsets are "even". Timed on an H200 against splits
+# of all edges, with 1 000 to 120 000 rows of surfaces and 16 to 512 channels.
 WHOLE_GRAD: dict[str, tuple[tuple[int, int], ...]] = {
     "even": ((0, 14), (200, 19), (500, 36), (900, 46), (2000, 90), (3500, 130),
              (8000, 200)),
@@ -60,31 +63,33 @@ WHOLE_GRAD: dict[str, tuple[tuple[int, int], ...]] = {
                (24_000, 400), (40_000, 190)),
 }  # fmt: skip
 
-# Fewest blocks a multiprocessor for tiles of them that are wider than 64.
+# Fewest blocks for each multiprocessor, if such tiles are wider than 64.
 WHOLE_GRAD_BLOCKS = 0.7
 
 # float32: sides of the square tiles of dW over edges; the largest that both channels
 # fill to more than half is taken.
 FLOAT_GRAD_SIDES = (64, 128)
 
-# Edges up to which tiles of so many channels are replaced by tiles of half as many; and
-# edges up to which ``FEW_EDGES_GRAD_TILES`` are taken.
+# Weight gradients: most edges for which a tile is half as wide, by its channels.
 NARROW_GRAD_EDGES = {128: 1 << 15, 256: 1 << 14}
+# Weight gradients: most edges for ``FEW_EDGES_GRAD_TILES``.
 LOW_GRAD_EDGES = 3 << 17
 
-# Stages of a split of the edges, if there are more than ``least`` splits in all.
+# Weight gradients: stages of a split of the edges, if there are more than ``least``
+# splits.
 GRAD_SPLIT = {"stages": 3, "least": 96}
 
 # Weight gradients over sorted rows: most input channels, those of a warpgroup.
 SORTED_GRAD_CHANNELS = 64
 
-# The same: edges of a row from which it beats grouped_gemm, by input channels at most.
-# From layers of 4 to 128 channels, 40 000 to 400 000 rows, on an H200.
+# Fewest mean edges a row for which weight gradients over sorted rows beat grouped_gemm,
+# by the most input channels. From layers with 4 to 128 channels and 40 000 to 400 000
+# rows on an H200.
 SORTED_GRAD_EDGES: dict[int, float] = {16: 8, 32: 14.5, SORTED_GRAD_CHANNELS: 23.5}
 
-# Its tile: consumer warpgroups of 64 rows of dW and stages; most splits of a
-# multiprocessor; blocks of 64 rows that each of several splits has at least, and that a
-# single one has at least and at most.
+# The tile of weight gradients over sorted rows: consumer warpgroups of 64 rows of dW,
+# stages, and most splits for each multiprocessor. In blocks of 64 rows: the least of
+# each of several splits, and the fewest and most of a single one.
 SORTED_GRAD = {
     "consumers": 4,
     "stages": 4,
@@ -94,12 +99,14 @@ SORTED_GRAD = {
     "most": 1024,
 }
 
-# Mean partial sums of an element from which several warps share them: the least if dW
-# has fewer blocks a multiprocessor than ``blocks``, else the most.
+# Most mean partial sums of an element that one warp adds: ``least`` if dW has fewer
+# blocks for each multiprocessor than ``blocks``, else ``most``.
 SHARED_SUMS: dict[str, float] = {"most": 16, "least": 4, "blocks": 1.5}
 
-# Other weight gradients: splits of a multiprocessor; fewest stages or edges of one.
+# Depthwise weight gradients: splits for each multiprocessor, fewest stages of a split.
 DEPTHWISE_GRAD = {"splits": 4, "stages": 4}
+# Weight gradients of traversals: splits for each multiprocessor, fewest edges of a
+# split.
 TRAVERSAL_GRAD = {"splits": 8, "least": 256}
 
 # Rows of a set up to which CUDA makes all its levels in one launch.

@@ -110,10 +110,10 @@ def shared_bytes(tile: Shape, weights: int = 1) -> int:
     return tile.stages * 128 * (tile.rows + weights * lines) + 1024
 
 
-# Tiles of many rows, by their output channels. PersistentTile takes the few summed
-# channels of several offsets together, WideTile whole stages of one offset. Timed on an
-# H200 (benchmarks/tiles.py); tests/routes/test_cuda_timings.py compares the choices
-# with the fastest tiles.
+# Tiles for many rows, by output channels. PersistentTile sums few input channels of
+# several offsets together, WideTile sums whole stages of one offset. Timed on an H200
+# (benchmarks/tiles.py). tests/routes/test_cuda_timings.py compares the choices with the
+# fastest tiles.
 SORTED_TILES = {
     32: PersistentTile(2, 2, 2, 32, 6, 1),
     48: PersistentTile(2, 2, 2, 48, 5, 1),
@@ -123,6 +123,7 @@ SORTED_TILES = {
     192: PersistentTile(2, 1, 1, 192, 4, 1),
     256: PersistentTile(2, 1, 1, 256, 4, 1),
 }
+# Tiles for many rows and at least a stage of input channels, by output channels.
 WIDE_TILES = {
     32: WideTile(1, 128, 32, 6, 3),
     48: WideTile(3, 128, 48, 6, 1),
@@ -136,7 +137,7 @@ WIDE_TILES = {
     224: WideTile(2, 128, 224, 4, 1),
     256: WideTile(2, 128, 256, 4, 1),
 }
-# Rows of few edges give a tile little work: lower tiles.
+# Tiles for rows with few edges: these tiles are lower.
 FEW_EDGES_TILES = {
     32: PersistentTile(1, 1, 1, 32, 4, 4),
     48: PersistentTile(1, 1, 1, 48, 3, 4),
@@ -226,21 +227,23 @@ SMALL_TILES["one stage"] = SMALL_TILES["many edges"] | {
     64: ((1 << 20, _QUICK_64), (5 << 20, _MANY_64))
 }
 CLASSES = (32, 48, 64, 96, 128, 192, 256)  # output channels of SMALL_TILES
-# float32 with prepared weights: as three products of TF32 a stage has them twice.
-# Many edges a row, and few.
+# Tiles for float32 with prepared weights. A stage has each weight twice, for three
+# products of TF32.
 FLOAT_TILES = {
     32: PersistentTile(2, 2, 2, 32, 5, 1),
     64: PersistentTile(2, 2, 2, 64, 4, 1),
     96: PersistentTile(2, 1, 2, 96, 5, 1),
     128: PersistentTile(2, 1, 1, 128, 4, 1),
 }
+# FLOAT_TILES for rows with few edges.
 FLOAT_FEW_EDGES_TILES = {
     32: PersistentTile(1, 1, 1, 32, 4, 2),
     64: PersistentTile(1, 1, 1, 64, 4, 2),
     96: PersistentTile(2, 1, 1, 96, 4, 1),
     128: PersistentTile(2, 1, 1, 128, 4, 1),
 }
-# One product of TF32, if an offset has whole stages: within 9% of the fastest.
+# Tiles for one product of TF32, if an offset has whole stages. Within 9% of the
+# fastest.
 TF32_TILES = {
     32: WideTile(1, 128, 32, 3, 4),
     96: WideTile(1, 128, 96, 4, 2),
@@ -254,18 +257,20 @@ TF32_SMALL_TILES: dict[int, tuple[tuple[int, Any], ...]] = {
     192: ((3 << 17, _LOW_64),),
     256: ((1 << 20, _LOW_64), (1 << 21, TF32_TILES[128])),
 }
+# Tiles for int8 features.
 INT8_TILES: dict[int, Any] = SORTED_TILES | {
     32: PersistentTile(2, 3, 2, 32, 4, 1),
     64: PersistentTile(2, 3, 2, 64, 4, 1),
     **{width: WIDE_TILES[width] for width in (112, 160, 192, 224, 256)},
     128: PersistentTile(2, 2, 2, 128, 4, 1),
 }
+# Tiles for int8 features and rows with few edges.
 INT8_FEW_EDGES_TILES: dict[int, Any] = FEW_EDGES_TILES | {
     112: WideTile(1, 128, 112, 4, 2),
     160: WideTile(1, 128, 160, 3, 2),
     224: FEW_EDGES_TILES[256],
 }
-# Tiles of int8 for rows that fill the GPU about once.
+# Tiles for int8 features, if rows fill the GPU about once.
 INT8_LOW_TILES: dict[int, Any] = {64: SORTED_TILES[64], 96: _LOW_96, 128: _LOW_128}
 
 

@@ -339,13 +339,13 @@ def _word(text: str) -> str:
     return "".join(c if c.isalnum() else "_" for c in text)
 
 
-# Seconds that one Metal dispatch may hold the slowest Apple GPU: the watchdog kills
-# what holds a GPU for long, callers then see empty results, and the screen waits.
+# Most seconds of a Metal dispatch on the slowest Apple GPU. The watchdog kills longer
+# dispatches, callers then see empty results, and the screen freezes meanwhile.
 DISPATCH_SECONDS = 0.1
 
-# Work of a Metal dispatch: what a unit takes of the peak that bounds it, operations or
-# bytes, and the share of the peak that kernels reach where they do worst. More work
-# than the slowest chip does in 100 ms is cut, mostly into rows.
+# Bounds of a Metal dispatch: operations or bytes of a unit of work, and the lowest
+# share of the chip's peak that a kernel reaches. Work that would take the slowest chip
+# more than 100 ms is cut into several dispatches, mostly by rows.
 DISPATCH: dict[str, dict[str, float]] = {
     # Simdgroup matrices, which are bounded by the chip they run on instead.
     "matrices": {"operations": 2, "share": 1 / 4},
@@ -357,8 +357,8 @@ DISPATCH: dict[str, dict[str, float]] = {
     "probes": {"bytes": 256, "share": 1 / 2},
 }
 
-# How Metal cuts what one thread or one table would be too long for. All depend on sizes
-# only, so that sums have one order.
+# Bounds of one thread's work on Metal. They depend on sizes only, so the order of sums
+# is fixed.
 METAL_CUTS = {
     # Edges of one split of a weight gradient that one thread may add up, and splits.
     "thread_edges": 1 << 18,
@@ -371,8 +371,8 @@ METAL_CUTS = {
 # More dispatches than anyone waits for: plans list them, so their number is bounded.
 MOST_DISPATCHES = 1 << 20
 
-# On a GPU, entries of a segment or edges of a row that one thread may add up, and of
-# the pieces of longer ones: a thread alone adds about ten million a second.
+# On a GPU, most entries of a segment or edges of a row that one thread adds, and the
+# size of the pieces of longer ones. One thread adds about ten million entries a second.
 SEGMENT_CUTS = {"longest": 1024, "piece": 256}
 
 
