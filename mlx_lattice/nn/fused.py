@@ -382,8 +382,10 @@ class Sequential(mlx.nn.Sequential):
         )
 
     def __getitem__(self, key: object) -> Any:
-        """Return a layer by index, layers by a slice, or an item of the module."""
-        if isinstance(key, int | slice):
+        """Return a layer, a Sequential of a slice, or an item of the module."""
+        if isinstance(key, slice):
+            return Sequential(*list(layers_of(self))[key])
+        if isinstance(key, int):
             return list(layers_of(self))[key]
         return super().__getitem__(key)
 

@@ -62,7 +62,7 @@ def test_layers_by_number():
         layers = net.layers
         layers = list(layers.values()) if isinstance(layers, dict) else layers
         assert net[0] is layers[0] and net[-1] is layers[2]
-        assert net[1:] == layers[1:] and net["layers"] is net.layers
+        assert net[1:].layers == layers[1:] and net["layers"] is net.layers
         with pytest.raises(IndexError):
             net[3]
         with pytest.raises(TypeError, match="for layer in net.layers"):
