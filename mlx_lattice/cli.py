@@ -175,9 +175,9 @@ def parser() -> argparse.ArgumentParser:
     says = "compare the routes and times of saved traces, layer by layer"
     example = "compare before.json after.json --out compared.html"
     add = _command(commands, "compare", says, example, as_json=True)
-    says = "trace that the others are compared with: a .json file of Trace.save"
+    says = "reference trace, a .json file from Trace.save"
     add("first", metavar="TRACE", help=says)
-    add("others", metavar="TRACE", nargs="+", help="traces of the same net")
+    add("others", metavar="TRACE", nargs="+", help="traces of the same net to compare")
     add("--out", metavar="FILE", help="write a page, .html (default: only the table)")
     says = "train a small net on digits and write a report of its layers"
     add = _command(commands, "demo", says, "demo --out demo")
@@ -229,7 +229,7 @@ def _add_explain(commands) -> None:
     says = "pass of the convolution (default: %(default)s)"
     add("--pass", dest="pass_", choices=PASSES, default=FORWARD, help=says)
     routes = tuple(route.name for route in TABLE)
-    says = "force a route, such as vec4 (default: the one that is chosen)"
+    says = "force a route, such as vec4 (default: choose one)"
     add("--only", metavar="ROUTE", choices=routes, help=says)
 
 
@@ -246,33 +246,33 @@ def _add_convert(commands) -> None:
     add("--library", required=True, choices=LIBRARIES, metavar="LIBRARY", help=says)
     says = f"net of SOURCE (default: from --config): one of {', '.join(MODELS)}"
     add("--model", choices=MODELS, metavar="NET", help=says)
-    says = "JSON configuration published with SOURCE (default: --model names the net)"
+    says = "JSON configuration published with SOURCE (default: from --model)"
     add("--config", metavar="FILE", help=says)
     says = "input channels and classes of the net (default: from --config)"
     add("--channels", type=int, nargs=2, metavar=("IN", "CLASSES"), help=says)
     says = "channel plan of a minkunet: A, B, C or D (default: the class's own)"
     add("--plan", help=says)
-    says = "factor of all channels (default: 1)"
+    says = "multiply all channel counts by this factor (default: 1)"
     add("--width", type=float, help=says)
     says = "leave out border voxels as torchsparse 2.1 does (default: keep them)"
     add("--trimmed", **flag, default=None, help=says)
-    says = "take voxels and classes of one of models.PUBLISHED (default: none)"
+    says = "store voxels and classes of this name in models.PUBLISHED (default: none)"
     add("--about", metavar="NAME", help=says)
     add(
         "--legacy",
         action=argparse.BooleanOptionalAction,
-        help="ptv3-m1 was trained with Pointcept 1.5.1 or older (default: as --about)",
+        help="load ptv3-m1 weights of Pointcept 1.5.1 or older (default: as --about)",
     )
-    says = "JSON object: a prefix of names to another, or to null to drop it"
-    add("--mapping", metavar="FILE", help=f"{says} (default: names are kept)")
-    says = "entry of SOURCE with the weights (default: the one that is found)"
+    says = "JSON object that replaces prefixes of names, or drops them by null"
+    add("--mapping", metavar="FILE", help=f"{says} (default: keep names)")
+    says = "entry of SOURCE that holds the weights (default: search for it)"
     add("--entry", metavar="KEY", help=says)
     says = "pack the weights to this many bits (default: keep their dtype)"
     add("--bits", type=int, choices=BITS, help=says)
     says = "input channels that share a scale, with --bits (default: %(default)s)"
     group = {"choices": GROUP_SIZES, "default": DEFAULT_GROUP_SIZE}
     add("--group-size", type=int, **group, help=says)
-    says = "read spconv's 1x1x1 kernels by their shape (default: by their use)"
+    says = "read spconv's 1x1x1 kernels as saved (default: as spconv uses them)"
     add("--unit-as-shaped", **flag, help=says)
 
 
@@ -286,12 +286,12 @@ def _add_models(commands) -> None:
     add("--out", metavar="DIR", help=says)
     says = "files that you downloaded yourself (default: download them)"
     add("--path", metavar="FILE", nargs="+", help=says)
-    says = "use files of the cache, and no network"
+    says = "use only cached files, without a network (default: download)"
     add("--cached", action="store_true", help=says)
 
 
 def _add_view(commands) -> None:
-    says = "write a page that shows points, voxels or a mesh and that can be turned"
+    says = "write a page with points, voxels or a mesh that you can turn"
     example = "view segmented/scan.ply --open"
     add = _command(commands, "view", says, example, _rerun(), as_json=True)
     says = "points (.ply, .las, ...), a mesh (.glb, .obj, .ply, .stl, .off), or arrays "
@@ -303,7 +303,7 @@ def _add_view(commands) -> None:
     add("--open", action="store_true", dest="opens", help=says)
     says = "attribute that colours points by class (default: %(default)s, if present)"
     add("--labels", metavar="NAME", default="labels", help=says)
-    says = "columns of a .bin file, as x,y,z,_,intensity (default: from its size)"
+    says = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
     add("--columns", metavar="NAMES", default="", help=says)
     says = "batch element of a tensor (default: %(default)s)"
     add("--element", type=_number(int, 0), default=0, help=says)
@@ -319,7 +319,7 @@ def _add_run(commands) -> None:
     says += "flash_attn, MinkowskiEngine, torchsparse, torchsparse==1.4"
     names = {"dest": "libraries", "type": _names, "metavar": "NAMES"}
     add("--as", required=True, **names, help=says)
-    says = "hide libraries that are installed (default: refuse)"
+    says = "replace installed libraries too (default: stop with an error)"
     add("--replace", action="store_true", help=says)
     add("-m", dest="is_module", action="store_true", help="run a module by its name")
     add("script", metavar="SCRIPT", help="a Python file, or with -m a module")
@@ -344,23 +344,23 @@ def _add_nets(commands) -> None:
     says = "a point-cloud file: .ply, .pcd, .las, .laz, .bin, .npy, .npz, .csv, ..."
     scan.add_argument("scan", metavar="SCAN", help=says)
     add = points.add_argument
-    says = "read zeros for attributes that the scan lacks (default: refuse)"
+    says = "use zeros for attributes that the scan lacks (default: stop)"
     add("--fill", action="store_true", help=says)
-    says = "columns of a .bin file, as x,y,z,_,intensity (default: from its size)"
+    says = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
     add("--columns", metavar="NAMES", default="", help=says)
     add = tiles.add_argument
-    says = "edge of the tiles that the net runs on, in the scan's unit, mostly metres "
+    says = "edge of a tile, in the scan's unit, mostly metres "
     says += "(default: the whole scan at once)"
     add("--tile", type=_number(float, 0), metavar="EDGE", help=says)
     says = "width of the strip that neighbouring tiles share (default: a fifth of EDGE)"
     add("--overlap", type=_number(float, 0), metavar="WIDTH", help=says)
-    says = "turned, scaled and mirrored views whose probabilities are summed, 1 to 24 "
+    says = "number of turned, scaled and mirrored views to sum, 1 to 24 "
     says += "(default: %(default)s)"
     add("--votes", type=_number(int, 1, 24), default=1, metavar="VIEWS", help=says)
     says = "upward axis: x, y, z, -x, -y or -z, written --up=-y (default: %(default)s)"
     add("--up", metavar="AXIS", choices=tuple(AXES), default="z", help=says)
     add = mesh.add_argument
-    says = "most triangles of the mesh (default: %(default)s)"
+    says = "maximum number of triangles (default: %(default)s)"
     add("--faces", type=_number(int, 4), default=200_000, help=says)
     says = "edge of the texture in texels (default: %(default)s)"
     add("--texture-size", type=_number(int, 16, 16384), default=2048, help=says)
@@ -375,14 +375,14 @@ def _add_nets(commands) -> None:
     says += "copy of the scan with labels (default: %(default)s)"
     add("--out", metavar="PLACE", default="segmented", help=says)
 
-    says = "print IoU and accuracy of each class, of a net or of a file's labels"
+    says = "print IoU and accuracy of each class, for a net or a labelled file"
     example = "evaluate scan.laz --predicted labelled.laz --ignore 0"
     parents = (points, some, own, tiles)
     add = _command(commands, "evaluate", says, example, *parents, as_json=True)
     add("scans", metavar="SCAN", nargs="+", help="point-cloud files with labels")
     says = "files with labels to compare, one for each SCAN (default: run --model)"
     add("--predicted", nargs="+", metavar="FILE", default=(), help=says)
-    says = "dimension of SCAN with the labels (default: label, labels or class)"
+    says = "dimension of SCAN with the labels (default: label, labels, class, ...)"
     add("--labels", metavar="NAME", default="", help=says)
     says = "leave out points with these labels (default: negative labels only)"
     add("--ignore", type=int, nargs="+", default=(), metavar="LABEL", help=says)
@@ -393,16 +393,16 @@ def _add_nets(commands) -> None:
     add = _command(commands, "detect", says, example, *parents, as_json=True)
     says = "folder for NAME.csv, .json, .png and .html (default: %(default)s)"
     add("--out", metavar="DIR", default="detected", help=says)
-    says = "least score of a box, 0 to 1 (default: the net's own)"
+    says = "minimum score of a box, 0 to 1 (default: the net's)"
     add("--score", type=_number(float, 0, 1), help=says)
-    says = "the scanner's place in the file's coordinates (default: 0 0 0)"
+    says = "position of the scanner in the file's coordinates (default: 0 0 0)"
     place = {"type": _number(float), "nargs": 3, "metavar": ("X", "Y", "Z")}
     add("--centre", **place, help=says)
 
     says = "decode TRELLIS.2's latents to a mesh with its texture, a picture and a page"
     example = "decode latents.safetensors --model shape --out asset.glb"
     add = _command(commands, "decode", says, example, net, mesh, _rerun())
-    says = "a safetensors file with coords, shape and maybe texture"
+    says = "a .safetensors file with coords, shape and, for a texture, texture"
     add("latents", metavar="LATENTS", help=says)
     says = "folder of the texture decoder (default: no texture)"
     add("--texture-model", metavar="FOLDER", help=says)
@@ -410,16 +410,16 @@ def _add_nets(commands) -> None:
     add("--out", metavar="FILE", default="asset.glb", help=says)
     says = "batch element to decode (default: %(default)s)"
     add("--element", type=_number(int, 0), default=0, help=says)
-    says = "fine voxels along the box's edge (default: from the latents)"
+    says = "number of fine voxels along an edge of the box (default: from LATENTS)"
     add("--resolution", type=_number(int, 1), help=says)
 
-    says = "make TRELLIS.2's latents from an image's tokens, and a mesh"
+    says = "make a mesh and its latents from an image's tokens, by TRELLIS.2"
     example = "generate --image-tokens tokens.safetensors --model TRELLIS.2-4B"
     add = _command(commands, "generate", says, example, mesh)
     says = ".safetensors with cond_512 and cond_1024, (B, M, C) each"
     add("--image-tokens", metavar="FILE", required=True, help=says)
-    says = "folder of TRELLIS.2 with pipeline.json and ckpts; docs/trellis2.md says "
-    add("--model", required=True, metavar="FOLDER", help=says + "where from")
+    says = "folder with TRELLIS.2's pipeline.json and ckpts"
+    add("--model", required=True, metavar="FOLDER", help=says)
     says = "mesh (.glb, .ply, .obj) with latents beside it, or .safetensors for "
     says += "latents alone (default: %(default)s)"
     add("--out", metavar="FILE", default="asset.glb", help=says)
@@ -430,10 +430,10 @@ def _add_nets(commands) -> None:
     add("--steps", type=_number(int, 1), help=says)
     says = "guidance strength of each stage (default: pipeline.json's)"
     add("--guidance", type=_number(float), help=says)
-    add("--no-texture", action="store_true", help="make the shape's latents alone")
-    says = "rows above which a cascade lowers its resolution (default: %(default)s)"
+    add("--no-texture", action="store_true", help="make the shape alone")
+    says = "latents above which a cascade lowers its resolution (default: %(default)s)"
     add("--max-tokens", type=int, default=49152, help=says)
-    says = "dtype of the flow models' blocks (default: that of their file)"
+    says = "dtype of the flow models' blocks (default: the dtype in their file)"
     add("--dtype", choices=DTYPES, help=says)
 
 

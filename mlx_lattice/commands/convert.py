@@ -76,14 +76,14 @@ def run(**given: Any) -> None:
     source, target = Path(options.source), Path(options.target)
     folder = target.is_dir() or not target.suffix
     if not folder and target.suffix != ".safetensors":
-        raise UsageError(f"{target} must end in .safetensors, or be a folder")
+        raise UsageError(f"{target} must be a .safetensors file or a folder")
     if not target.parent.is_dir():
         raise ValueError(f"there is no folder {target.parent}")
     if source.resolve() == target.resolve():
         raise UsageError("SOURCE and TARGET must be two files")
     for name in ("legacy", "about"):
         if getattr(options, name) is not None and not folder:
-            raise UsageError(f"--{name} is for folders, which have a config")
+            raise UsageError(f"--{name} needs a folder as TARGET; got {target}")
     written = folders.replaced(target) if folder else [target]
     read = [source, options.config, options.mapping]
     check_writable(*written, read=filter(None, read))
@@ -114,7 +114,7 @@ def run(**given: Any) -> None:
         log.info(f"int{options.bits} in groups of {options.group_size}; {predicate}")
     if folder:
         model.save_pretrained(target)
-        log.info(f'{target} is for models.from_pretrained("{target}")')
+        log.info(f'wrote {target}; load it with models.from_pretrained("{target}")')
         return
     write_safetensors(target, dict(tree_flatten(model.parameters())), METADATA)
     arguments = ", ".join(f"{k}={v!r}" for k, v in model._arguments.items())
@@ -134,15 +134,15 @@ def _describe(model, name: str) -> None:
     ):
         if published and count and published != count:
             raise ValueError(
-                f"--about {name} is of {published} {what}, and the net has {count}: "
-                "leave it out, and set the net's about yourself"
+                f"--about {name} has {published} {what}, but the net has {count}: "
+                "leave --about out, and set the net's about in Python"
             )
     if voxels and "colours" in voxels.features:
         black, white = voxels.colour_range
         log.info(f"{name}: colours from {black:g} to {white:g}")
     model.about = about
     if getattr(model, "legacy", False):
-        log.info("legacy blocks, of Pointcept 1.5.1; --no-legacy for newer weights")
+        log.info("legacy blocks of Pointcept 1.5.1; for newer weights pass --no-legacy")
 
 
 def _model(options: argparse.Namespace):
@@ -160,18 +160,19 @@ def _model(options: argparse.Namespace):
     elif kind == "LitePT":
         takes, arguments = (), litept.published_arguments(config)
     elif takes:
-        raise ValueError(f"--config is not for --model {options.model}")
+        raise ValueError(f"--model {options.model} takes no --config: leave it out")
     elif options.model in DETECTORS or {"MODEL", "DATA_CONFIG"} <= {*config}:
         kind, arguments = models.published_arguments(config, kind)
     else:
         published, arguments = trellis2(config)
         if kind not in (None, published):
             raise ValueError(
-                f"--config is of a {published}, --model {options.model} of none"
+                f"--config describes a {published}, but --model is {options.model}: "
+                "leave one of the two out"
             )
         kind = published
     if kind is None:
-        raise ValueError("name the net by --model or --config")
+        raise ValueError("name the net with --model or --config")
     if options.legacy is not None:
         if kind != "PTv3":
             raise ValueError("--legacy needs --model ptv3-m1")
@@ -181,7 +182,7 @@ def _model(options: argparse.Namespace):
     given = {name: value for name, value in given.items() if value is not None}
     for name in given:
         if name not in takes:
-            raise ValueError(f"--{name} is not for --model {options.model}")
+            raise ValueError(f"--model {options.model} takes no --{name}: leave it out")
     channels = given.pop("channels", ())
     if "channels" in takes and not channels:
         raise ValueError(f"--model {options.model} needs --channels IN CLASSES")
@@ -194,5 +195,7 @@ def _mapping(path: str) -> dict[str, str | None]:
     except CheckpointError:
         mapping = {"": 0}
     if not all(isinstance(value, str | None) for value in mapping.values()):
-        raise ValueError(f"{path} is not a JSON object of names to names, or to null")
+        raise ValueError(
+            f"{path} must be a JSON object that maps names to names or null"
+        )
     return mapping

@@ -86,7 +86,9 @@ def decode(
             y, cells = nets.shape(x, return_subdivisions=True)
             mx.eval(y.feats)
         if not len(y):
-            raise ValueError("no voxel is left after decoding")
+            raise ValueError(
+                "no voxel is left after decoding: check that the latents fit --model"
+            )
         steps = 2 ** len(cells)
         if resolution is None:
             # The power of two that holds the latents' grid.
@@ -145,8 +147,8 @@ def _latents(
     names = sorted(state)
     if lacking := [name for name in required if name not in names]:
         raise ValueError(
-            f"{path} must hold {', '.join(required)}; it lacks {', '.join(lacking)} "
-            f"and has {listed(names)}"
+            f"{path} must hold {', '.join(required)}; it holds {listed(names)}, but "
+            f"not {', '.join(lacking)}"
         )
     arrays = {name: state.read(name) for name in required}
     coords = arrays[COORDS]
@@ -181,6 +183,6 @@ def _decoder(
     count = net.output_layer.weight.shape[0]
     if count != channels:
         raise ValueError(
-            f"{model} has {count} output channels; the decoder of {what} has {channels}"
+            f"{model} has {count} output channels; {what} needs {channels}"
         )
     return net

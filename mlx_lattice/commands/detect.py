@@ -51,7 +51,10 @@ def run(
     check_writable(*files, read=[scan])
     net = from_pretrained(model, revision=revision, code=code)
     if not isinstance(net, Detector):
-        raise ValueError(f"{model} is a {type(net).__name__}, which finds no boxes")
+        raise ValueError(
+            f"{model} is a {type(net).__name__}, which finds no boxes: expected a "
+            "detector, such as models.VoxelNeXt"
+        )
     if score is not None:
         decoding = replace(net.decoding, score_threshold=score)
         object.__setattr__(net, "decoding", decoding)
@@ -65,7 +68,7 @@ def run(
         low, high = np.array(net.grid.point_range).reshape(2, 3)
         raise ValueError(
             f"{scan} has no points in the net's range, x, y, z from {low} to {high} "
-            "around the scanner; --centre X Y Z says where in the file that is"
+            "around the scanner. If the scanner is not at 0, pass --centre X Y Z"
         )
     segment.say_dropped(cloud, scan)
     size = " x ".join(f"{v:g}" for v in net.grid.voxel_size)

@@ -38,7 +38,7 @@ def run(
     segment.check_tiles(options["tile"], options["overlap"])
     if (model is None) == (not predicted):
         raise UsageError(
-            "give either --model, a net to evaluate, or --predicted, files with labels"
+            "pass either --model, a net to evaluate, or --predicted, labelled files"
         )
     if predicted and len(predicted) != len(scans):
         raise UsageError(
@@ -88,7 +88,7 @@ def labels_of(cloud: PointCloud, path: str | Path, name: str = "") -> np.ndarray
         raise ValueError(
             f"{path} has no {f'dimension {name}' if name else 'labels'} beside "
             f"{listed(held, 'its coordinates')}: expected an integer for each point, "
-            "its class; --labels gives the name of the dimension"
+            "its class. Name the dimension with --labels"
         )
     values = held[found]
     whole = values.astype(np.int64)

@@ -130,7 +130,7 @@ def _decoding(out: Path) -> Callable:
         from .decode import check_scene, decode, pictures_of
     except ImportError as error:
         raise ImportError(
-            f"{error}, or write latents by --out latents{SUFFIX}"
+            f"{error}, or write only the latents: --out latents{SUFFIX}"
         ) from error
     with usage():
         check_suffix(out)
@@ -146,8 +146,8 @@ def pipeline_of(folder: Path) -> Mapping[str, Any]:
     """Return the ``args`` of a folder's ``pipeline.json``."""
     if not (folder / PIPELINE).is_file():
         raise CheckpointError(
-            f"{folder} has no {PIPELINE}: expected the folder of TRELLIS.2 as it is "
-            "published at huggingface.co/microsoft/TRELLIS.2-4B; see docs/trellis2.md"
+            f"{folder} has no {PIPELINE}: expected a copy of the repository "
+            "huggingface.co/microsoft/TRELLIS.2-4B; see docs/trellis2.md"
         )
     arguments = read_object(folder / PIPELINE).get("args")
     nets = arguments.get("models") if isinstance(arguments, Mapping) else None
@@ -175,9 +175,9 @@ def places_of(
             missing.append(f"{name} ({shown(place)})")
     if missing:
         raise CheckpointError(
-            f"{folder} lacks {'; '.join(missing)}: expected a .json and a .safetensors "
-            "of each, as published, or a folder that mlx-lattice convert wrote; a net "
-            "of another repository goes into ckpts"
+            f"{folder} lacks {'; '.join(missing)}: expected for each the published "
+            ".json and .safetensors, or a folder that mlx-lattice convert wrote. Put "
+            "nets of other repositories into ckpts"
         )
     return places
 
@@ -213,8 +213,8 @@ def tokens_of(path: str | Path, form: str) -> dict[int, mx.array]:
     arrays, sizes = read_safetensors(Path(path)), sizes_of(form)
     if missing := [f"cond_{size}" for size in sizes if f"cond_{size}" not in arrays]:
         raise ValueError(
-            f"{path} lacks {', '.join(missing)}, the (B, M, C) tokens of the image at "
-            f"so many pixels, which {form} needs; it has {listed(arrays)}"
+            f"{path} lacks {', '.join(missing)}, which --type {form} needs: (B, M, C) "
+            f"tokens of an image, see docs/trellis2.md; it has {listed(arrays)}"
         )
     return {size: arrays[f"cond_{size}"].astype(mx.float32) for size in sizes}
 

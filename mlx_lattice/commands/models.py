@@ -25,7 +25,9 @@ def run(
     """Return the names, or an entry; with ``out`` write its net to a folder."""
     if name is None:
         if out or path:
-            raise UsageError("name the weights that --out or --path is for")
+            raise UsageError(
+                "--out and --path need NAME, the name of published weights"
+            )
         entries = [models.published(each) for each in models.list("*")]
         rows = [
             (e.name, e.kind, e.about.licence or "unknown", e.metric or "unknown")
@@ -40,7 +42,9 @@ def run(
     check_writable(*folders.replaced(Path(out)), read=path or ())
     net = models.create(name, path, download=not cached)
     net.save_pretrained(out)
-    log.info(f'{out} is for models.from_pretrained("{out}") and --model {out}')
+    log.info(
+        f'wrote {out}; load it with models.from_pretrained("{out}") or --model {out}'
+    )
     return result
 
 

@@ -192,8 +192,8 @@ def say_dropped(cloud: PointCloud, scan: str | Path) -> None:
     """Log how many points of a file were left out, if any were."""
     if cloud.dropped:
         log.info(
-            f"{Path(scan).name}: {cloud.dropped:,} points left out, whose coordinates "
-            "or attributes are not finite"
+            f"{Path(scan).name}: {cloud.dropped:,} points left out: a coordinate or an "
+            "attribute is not finite"
         )
 
 

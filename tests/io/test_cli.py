@@ -104,11 +104,11 @@ def test_explain_takes_every_fact(options, text, capsys):
         ("segment a.ply --model b --out c.pcd", "labels are written to .las"),
         ("decode a.b --model b --out c.stl", "must end in one of .glb"),
         ("decode a.b --model b --memory 9kg", "a number and a unit of B, kB"),
-        ("models --path a", "name the weights that --out or --path"),
+        ("models --path a", "--out and --path need NAME"),
         ("models nothing", "there are no published weights"),
-        ("evaluate a.ply", "give either --model"),
-        ("convert a.pt b.c --library spconv", "must end in .safetensors"),
-        ("convert a.pt b --library spconv", "name the net by --model or --config"),
+        ("evaluate a.ply", "pass either --model"),
+        ("convert a.pt b.c --library spconv", "must be a .safetensors file"),
+        ("convert a.pt b --library spconv", "name the net with --model or --config"),
     ],
 )
 def test_bad_input_is_one_sentence_and_exit_code_2(line, text, capsys):

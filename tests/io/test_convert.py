@@ -29,15 +29,18 @@ def test_the_command(tmp_path, capsys):
     out.unlink()
 
     for arguments, sentence in (
-        (command, "name the net by --model or --config"),
+        (command, "name the net with --model or --config"),
         ([*command, *model[:2]], "--model minkunet14 needs --channels"),
         ([*command, *model[:-1], "6"], "final.kernel (128, 5) -> head.weight (6, 1"),
-        ([*command[:2], str(tmp_path / "a.txt"), *command[3:]], "in .safetensors"),
+        ([*command[:2], str(tmp_path / "a.txt"), *command[3:]], "a .safetensors file"),
         (["convert", str(given), str(given), *command[3:]], "must be two files"),
         (["convert", "no.pt", *command[2:], *model], "no.pt"),
         ([*command[:-1], "torch"], "invalid choice: 'torch'"),
-        ([*command, *model, "--mapping", str(given)], "is not a JSON object of names"),
-        ([*command, *model, "--width", "2"], "--width is not for --model minkunet14"),
+        (
+            [*command, *model, "--mapping", str(given)],
+            "must be a JSON object that maps names",
+        ),
+        ([*command, *model, "--width", "2"], "--model minkunet14 takes no --width"),
     ):
         assert cli.main(arguments) in (1, 2)
         assert sentence in capsys.readouterr().err
@@ -100,7 +103,7 @@ def test_trellis2_s_decoder(tmp_path, capsys, monkeypatch):
     assert mx.array_equal(again(latents()).feats, expected).item()
     command += ["--library", "trellis2", "--channels", "3", "5"]
     assert cli.main(command) == 2
-    assert "--channels is not for --model trellis2-shape" in capsys.readouterr().err
+    assert "--model trellis2-shape takes no --channels" in capsys.readouterr().err
 
 
 def test_published_configurations(tmp_path, capsys):
@@ -170,7 +173,7 @@ def test_a_folder_for_from_pretrained(bits, tmp_path, capsys):
     capsys.readouterr()
     for line, sentence in (
         ([*whole, "--about", "me"], "must be one of spunet-scannet, "),
-        ([*whole[:2], f"{out}.pt", *whole[3:]], "must end in .safetensors, or be a f"),
+        ([*whole[:2], f"{out}.pt", *whole[3:]], "must be a .safetensors file or a f"),
     ):
         assert cli.main(line) == 2
         assert sentence in capsys.readouterr().err
@@ -222,4 +225,4 @@ def test_what_is_published_is_of_the_net(channels, said, tmp_path, capsys):
     command = ["convert", source, str(tmp_path / "net"), "--library", "spconv"]
     command += ["--model", "spunet", "--channels", *channels.split()]
     assert cli.main([*command, "--about", "spunet-scannet"]) == 2
-    assert re.search(f"--about spunet-scannet is of {said}", capsys.readouterr().err)
+    assert re.search(f"--about spunet-scannet has {said}", capsys.readouterr().err)

@@ -142,7 +142,7 @@ def test_a_folder_of_weights_of_pointcept_1_5_1(tmp_path, capsys):
     assert difference(net(x).feats, case["out/feat"]) < 1e-6
     file = [*command[:2], str(tmp_path / "a.safetensors"), *command[3:]]
     assert cli.main([*file, "--legacy"]) == 2
-    assert "--legacy is for folders" in capsys.readouterr().err
+    assert "--legacy needs a folder as TARGET" in capsys.readouterr().err
 
 
 def test_a_folder_of_a_published_checkpoint(tmp_path, capsys):

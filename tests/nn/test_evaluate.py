@@ -154,8 +154,8 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     said = refused(capsys, "segment", plain, *model, *out)
     assert "a .las file needs a LAS or LAZ file as its source" in said
     for words, said in (
-        ((scan,), "give either --model"),
-        ((scan, *model, "--predicted", scan), "give either --model"),
+        ((scan,), "pass either --model"),
+        ((scan, *model, "--predicted", scan), "pass either --model"),
         ((scan, scan, "--predicted", scan), "got 1 for 2 scans"),
         ((plain, *model), "plain.ply has no labels beside intensity: expected an int"),
         ((scan, *model, "--labels", "wood"), "scan.laz has no dimension wood"),

@@ -298,7 +298,9 @@ def test_what_the_command_refuses(folder, tmp_path, capsys):
         importlib.import_module("mlx_lattice.mesh")
         wrong = "must end in one of .glb, .ply, .obj"
     except ImportError as error:
-        wrong = f"generate: {error}, or write latents by --out latents.safetensors"
+        wrong = (
+            f"generate: {error}, or write only the latents: --out latents.safetensors"
+        )
     assert wrong in said(out="asset.stl")
     if wrong.startswith("must"):  # the extra is there
         assert "must be 4 or more" in said("--faces", "0", out="asset.glb")
@@ -321,4 +323,4 @@ def test_what_the_command_refuses(folder, tmp_path, capsys):
     mx.save_safetensors(str(tmp_path / "t.safetensors"), {"cond": mx.zeros((1, 2, 3))})
     given[2] = str(tmp_path / "t.safetensors")
     assert cli.main([*given, "--model", str(folder)]) == 1
-    assert "lacks cond_512, the (B, M, C) tokens" in capsys.readouterr().err
+    assert "lacks cond_512, which --type 512 needs" in capsys.readouterr().err
