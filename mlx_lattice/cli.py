@@ -344,7 +344,7 @@ def _add_nets(commands) -> None:
     says = "a point-cloud file: .ply, .pcd, .las, .laz, .bin, .npy, .npz, .csv, ..."
     scan.add_argument("scan", metavar="SCAN", help=says)
     add = points.add_argument
-    says = "use zeros for attributes that the scan lacks (default: stop)"
+    says = "use zeros for missing attributes (default: stop with an error)"
     add("--fill", action="store_true", help=says)
     says = "columns of a .bin file, such as x,y,z,_,intensity (default: guess)"
     add("--columns", metavar="NAMES", default="", help=says)
