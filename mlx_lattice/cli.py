@@ -280,7 +280,7 @@ def _add_models(commands) -> None:
     says = "list published weights, describe one, or write its folder"
     example = "models spunet.scannet20.pointcept --out spunet"
     add = _command(commands, "models", says, example, as_json=True)
-    says = "a name of models.list() (default: list all)"
+    says = "name of published weights (default: list all names)"
     add("name", metavar="NAME", nargs="?", help=says)
     says = "download the weights and write their folder here (default: describe them)"
     add("--out", metavar="DIR", help=says)

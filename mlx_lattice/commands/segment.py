@@ -120,7 +120,8 @@ def check_tiles(tile: float | None, overlap: float | None) -> None:
         raise UsageError("--overlap needs --tile, the edge of a tile")
     if tile is not None and (overlap or 0) >= tile:
         raise UsageError(
-            f"--tile must be larger than --overlap; got {tile:g} and {overlap or 0:g}"
+            "--tile must be larger than 0 and than --overlap; got "
+            f"{tile:g} and {overlap or 0:g}"
         )
 
 

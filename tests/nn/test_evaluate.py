@@ -138,7 +138,7 @@ def test_what_is_refused(scan, folder, tmp_path, capsys):
     for words, said in (
         (
             ("--tile", 5, "--overlap", 5),
-            "--tile must be larger than --overlap; got 5 and 5",
+            "--tile must be larger than 0 and than --overlap; got 5 and 5",
         ),
         (("--votes", 99), "argument --votes: must be 1 to 24; got 99"),
         (("--overlap", 5), "--overlap needs --tile"),

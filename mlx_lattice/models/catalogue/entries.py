@@ -58,7 +58,7 @@ def published(name: str) -> Published:
         hint = f"did you mean {' or '.join(near)}? " if near else ""
         raise ValueError(
             f"there are no published weights {shown(str(name))}; {hint}models.list() "
-            "has all names"
+            "or mlx-lattice models lists all names"
         )
     return _ENTRIES[name]
 
