@@ -1,6 +1,11 @@
-"""Sparse convolution for MLX."""
+"""Sparse convolution for MLX: the public names of the package.
 
-# First: it warns where files were replaced, and what follows may then not load.
+A layer (``nn``) gets a ``Relation``, the kernel map, from the ``CoordinateManager`` of
+its input. ``contraction.conv`` checks the arrays. ``routes.launch`` asks
+``routes.selection`` for a route, and runs its plan on a backend.
+"""
+
+# Imported first: it warns if another package overwrote files that are imported below.
 from .distribution import __version__ as __version__
 
 # isort: split

@@ -1,9 +1,12 @@
 """The two contractions, forward and weight gradient, with their transformations.
 
+``conv`` checks a call once for each key of shapes and settings, and passes it to
+``routes.launch``. Under vjp, jvp and vmap it goes through the rules in this file.
+
 All passes derive from one trilinear form, ``T(x, W, y) = sum over edges of x[i] . W[k]
 . y[o]``: the forward pass is its derivative by y (by x, over the transposed relation),
-and the weight gradient its derivative by W. So every vjp and jvp is again one of them,
-to any order.
+and the weight gradient its derivative by W. So every vjp and jvp is one of these passes
+again, to any order.
 """
 
 from __future__ import annotations
@@ -28,11 +31,11 @@ from .transformations import Function, Linear, constant, filled
 
 
 class _Checked(NamedTuple):
-    """What calls with arrays of these shapes and dtypes share."""
+    """A checked call, shared by calls with equal shapes, dtypes and settings."""
 
     request: Request
-    flat: tuple[int, int, int] | None
-    cast: EpilogueFacts | None
+    flat: tuple[int, int, int] | None  # (C_out, K, C_in) of a weight in MLX's layout
+    cast: EpilogueFacts | None  # set if kernels need the epilogue's arrays cast
 
 
 def conv(
@@ -76,7 +79,7 @@ def conv(
     if type(relation) is not Relation:
         expect_relation(relation)
     if type(groups) is not int:
-        check_groups(groups)  # before it is part of a key
+        check_groups(groups)  # before it becomes part of the key
     key, checked, packed = None, None, isinstance(w, QuantizedWeight)
     if type(x) is mx.array:
         key = (
@@ -114,7 +117,7 @@ def conv(
 
 
 def contracted(request: Request, relation: Relation, *arrays: mx.array) -> Any:
-    """Return what ``launch.run`` does, with its transformations."""
+    """Run a pass as ``launch.run`` does, with rules for transformations."""
     if not is_transforming():
         return launch.run(request, relation, *arrays)
     scope = launch.current_scope() if launch.observed() else None
@@ -123,7 +126,7 @@ def contracted(request: Request, relation: Relation, *arrays: mx.array) -> Any:
 
 
 class _Pass(Linear):
-    """A pass without an epilogue, and its rules."""
+    """A pass without an epilogue, with its vjp, jvp and vmap rules."""
 
     def __init__(self, request: Request, relation: Relation, scope: object):
         self.request, self.relation, self.scope = request, relation, scope
@@ -139,7 +142,7 @@ class _Pass(Linear):
         return self.relation.n_out
 
     def run(self, pass_: str, *arrays: mx.array) -> mx.array:
-        """Return what another pass of the layer does."""
+        """Run another pass of the same layer."""
         request = Request(pass_, self.request.layer)
         return _Pass(request, self.relation, self.scope)(*arrays)
 
@@ -155,7 +158,7 @@ class _Pass(Linear):
             return self.derivatives(primals, cotangent)
 
     def derivatives(self, primals, cotangent) -> Sequence[mx.array]:
-        """Return the derivatives by all arguments."""
+        """Return the derivatives with respect to all arguments."""
         pass_, run = self.request.pass_, self.run
         if self.request.layer.packing is not None:  # linear in x and a bias
             packed, bias = primals[1:4], primals[4:]
@@ -186,13 +189,13 @@ class _Moments(_Pass):
         return (result, axis) if result is y else (result, (axis, 0))
 
     def _with_lines(self, y: mx.array, *mapped: int):
-        """Return y, and zeros if the pass returns statistics."""
+        """Return y, with zeros after it if the pass returns statistics."""
         lines = launch.moments_shape(self.request, self.relation)
         return y if lines is None else (y, mx.zeros((*mapped, *lines)))
 
 
 class _Composed(Function):
-    """A forward pass with an epilogue; its rules are those of the composed form."""
+    """A forward pass with an epilogue; its rules compose both operations."""
 
     def __init__(self, request: Request, relation: Relation, scope: object):
         self.request, self.epilogue = request, request.epilogue
@@ -203,7 +206,7 @@ class _Composed(Function):
         return launch.run(self.request, self.sums.relation, *arrays)
 
     def split(self, arrays: Sequence) -> tuple[Sequence, list]:
-        """Return the convolution's arrays, and all of an epilogue's, or None."""
+        """Split arrays into the convolution's and the epilogue's, None if absent."""
         count = max(2, 1 + self.constants)
         return arrays[:count], self.epilogue.named(arrays[count:])
 
@@ -214,7 +217,7 @@ class _Composed(Function):
         return finished(sums, self.epilogue, *after)
 
     def of_result(self, primals, dy, y) -> Sequence[mx.array]:
-        """Return the derivatives if the result is enough for them."""
+        """Return the derivatives from y, without computing the sums again."""
         if self.epilogue.activation:
             dy = activation_gradient(dy, y, self.epilogue.act)
         inputs, (shift, *_, residual) = self.split(primals)
@@ -248,7 +251,7 @@ class _Composed(Function):
 def _checked(
     x, w, relation: Relation, groups: int, bias, epilogue: Epilogue | Moments | None
 ) -> _Checked:
-    """Check the arguments of ``conv`` and return the pass that they ask for."""
+    """Check the arguments of ``conv`` and return the call."""
     check_features(x, "features", relation.n_in)
     check_groups(groups)
     shape, volume = tuple(w.shape), 0
@@ -270,7 +273,7 @@ def _checked(
     if bias is not None:
         if tuple(bias.shape) != (c_out,):
             raise ValueError(
-                f"bias must have shape ({c_out},), one value an output channel; "
+                f"bias must have shape ({c_out},), one value per output channel; "
                 f"got {tuple(bias.shape)}"
             )
         same_dtype(x, bias, "the bias")
@@ -340,13 +343,13 @@ def check_features(
 
 
 def check_groups(groups: int) -> None:
-    """Raise unless there is a group."""
+    """Raise unless ``groups`` is a positive int."""
     if type(groups) is not int or groups < 1:
         whole(groups, "groups", 1)
 
 
 def same_dtype(x: mx.array, other: mx.array, name: str) -> None:
-    """Raise where features and another array, of that name, are of two dtypes."""
+    """Raise a TypeError if features and the array ``name`` differ in dtype."""
     if x.dtype != other.dtype:
         raise TypeError(
             f"features ({dtype_name(x.dtype)}) and {name} ({dtype_name(other.dtype)}) "

@@ -1,7 +1,8 @@
-"""CoordinateManager: holds coordinate sets and builds the relations between them.
+"""CoordinateManager: owns coordinate sets and builds the relations between them.
 
-Also parts of sets, and joins of two: rows of either, of both, of one alone. What is
-made of two sets alone is cached for as long as both live.
+Layers get their kernel maps from the manager of their input. The functions below the
+class select rows of a set, and join two sets: their union, intersection and difference.
+Joins are cached while both sets live.
 """
 
 from __future__ import annotations
@@ -38,7 +39,7 @@ from .sync import SharedViews, building, built_by_one
 
 
 def _forget(sets: ref[CoordinateManager], array: int, _: ref) -> None:
-    """Drop the identity of an array that is gone: a new array may have it."""
+    """Drop the id of a freed array: a new array may get the same id."""
     if (held := sets()) is not None:
         held._by_array.pop(array, None)
 
@@ -62,17 +63,17 @@ class CoordinateManager:
 
     def __init__(self):
         self._sets: dict[int, CoordinateSet] = {}  # by serial
-        # Sets by the identity of an array, for as long as that lives, and their facts.
+        # By the id of a live array: its sets, by stride, spatial shape and batch size.
         self._by_array: dict[int, tuple[ref[mx.array], dict[tuple, CoordinateSet]]] = {}
-        # By the rule, the set that it read, and how.
+        # Derived sets, by (rule, source set, kernel or stride).
         self._made = SharedViews()
-        # For each set, by stride: the set that it was computed from, None for several.
+        # For each set, by stride: the set it was computed from, or None for several.
         self._consumed: dict[CoordinateSet, dict[tuple, CoordinateSet | None]] = {}
         self._version = 0  # counts the changes of ``_consumed``
         # Calls that `prepare_scan` prepared: (id of the net, serial, dtype, training).
         self.prepared: set[tuple[Any, ...]] = set()
         self._relations: dict[tuple, Relation] = {}
-        # Relations by the arguments of a layer, and the version they are valid for.
+        # Relations by a layer's arguments, and the version that they are valid for.
         self._asked: dict[tuple, tuple[Relation, int | None]] = {}
 
     @built_by_one
@@ -88,9 +89,9 @@ class CoordinateManager:
     ) -> CoordinateKey:
         """Add a coordinate set and return its key; the same array gives the same key.
 
-        The rows are kept as they are now: give changed rows as a new array. The
-        manager frees a set, at the next insertion, once neither its key, its array nor
-        a tensor on it is alive, nor those of sets made from it or that it is made from.
+        Do not change the rows in place: pass changed rows as a new array. An insertion
+        frees the sets whose keys, arrays and tensors are gone. A set also lives as long
+        as a set that it was derived from, or that was derived from it.
 
         Args:
             coords: (N, 1 + D) int32 rows (batch, x, y, ...), in their own lattice
@@ -100,7 +101,7 @@ class CoordinateManager:
             batch_size: number of batch elements; by default the greatest index + 1,
                 and 1 without rows.
             trusted: promise that the rows are sorted and unique, and skip the check.
-            box: bounds that hold all rows, where the caller knows that they are right.
+            box: bounds of all rows, if the caller guarantees them.
 
         Raises:
             ValueError: wrong shape or dtype. Duplicates and ranges are checked when
@@ -123,7 +124,7 @@ class CoordinateManager:
     ) -> CoordinateSet:
         """Add a set and return it; as ``insert``.
 
-        ``rows`` are those of ``coords``, if ``coords`` may have been changed since.
+        ``rows`` are the rows to use if ``coords`` may have been changed in place.
         """
         coords = check_coords(coords)
         dims = coords.shape[1] - 1
@@ -135,22 +136,22 @@ class CoordinateManager:
         if held is not None:
             return held
         self._collect_garbage()
-        # The same memory, whatever becomes of the caller's; mx.array would copy. Rows
-        # that lie by column, as np.argwhere's, are copied here, not at every launch.
+        # Shares the caller's memory; mx.array would copy. Column-major rows, as from
+        # np.argwhere, are copied here, and not at every launch.
         rows = mx.contiguous(coords if rows is None else rows)
         held = self._add(rows, stride, spatial_shape, batch_size, trusted, box)
         held.array_ref = self._index_array(coords, held)
         return held
 
     def _add(self, coords: mx.array, stride: tuple, *facts) -> CoordinateSet:
-        """Add a set of rows that are int32; ``facts`` as of ``CoordinateSet``."""
+        """Add a set of int32 rows; ``facts`` as for ``CoordinateSet``."""
         held = CoordinateSet(coords, stride, *facts)
         self._sets[held.serial] = held
         self._index_array(held.shown, held)
         return held
 
     def _index_array(self, array: mx.array, held: CoordinateSet) -> ref[mx.array]:
-        """Find a set by an array from now on; return a reference to the array."""
+        """Index a set by an array; return a weak reference to the array."""
         known = self._by_array.get(id(array))
         if known is None:
             gone = partial(_forget, ref(self), id(array))
@@ -160,7 +161,7 @@ class CoordinateManager:
         return known[0]
 
     def _collect_garbage(self) -> None:
-        """Garbage-collect unreachable sets, with what is known of them."""
+        """Free unreachable sets, and everything cached for them."""
         left = [held for held in self._sets.values() if held.is_reachable]
         if len(left) == len(self._sets):
             return
@@ -176,17 +177,17 @@ class CoordinateManager:
             self._retain(living)
 
     def _dependencies(self) -> Iterator[tuple[CoordinateSet, CoordinateSet]]:
-        """Yield pairs of sets of which the second lives while the first does."""
+        """Yield pairs of sets: the second lives as long as the first."""
         for (_, source, _), made in self._made.everything():
-            yield source, made  # or it would be made again
-            yield made, source  # a transposed convolution looks for it
+            yield source, made  # avoids a rebuild
+            yield made, source  # a transposed convolution needs it
         for coarse, sets in self._consumed.items():
             for fine in sets.values():
                 if fine is not None:
                     yield coarse, fine
 
     def _retain(self, living: set[CoordinateSet]) -> None:
-        """Drop all sets but these, and what is known of others."""
+        """Drop all sets but ``living``, and everything cached for the others."""
         self._sets = {n: held for n, held in self._sets.items() if held in living}
         for rule, made in self._made.everything():
             if made not in living:
@@ -218,7 +219,7 @@ class CoordinateManager:
             held = ", ".join(repr(each.key) for each in self.sets) or "none"
             raise KeyError(
                 f"{key!r} is not a coordinate set of this manager, which has: {held}. "
-                "A set is freed with the last tensor, key or array of it"
+                "Keep a tensor, key or array of a set alive to keep the set"
             ) from None
 
     def __contains__(self, key: CoordinateKey) -> bool:
@@ -232,7 +233,7 @@ class CoordinateManager:
     def key_of(self, key_or_coords: CoordinateKey | mx.array) -> CoordinateKey:
         """Return the key of an array of coordinates; a key is returned as it is.
 
-        An array that is of none is inserted, at stride 1.
+        An array that has no set is inserted at stride 1.
         """
         if isinstance(key_or_coords, CoordinateKey):
             self[key_or_coords]
@@ -243,18 +244,18 @@ class CoordinateManager:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            "a CoordinateManager is not copied or pickled; copy its tensors, each of "
-            "which gets a manager of its own"
+            "a CoordinateManager cannot be copied or pickled; copy its tensors, each "
+            "of which gets a new manager"
         )
 
-    # Sets that rules make of others
+    # Sets derived from other sets
 
     def cells(
         self, key_or_coords: CoordinateKey | mx.array, strides: Sequence[IntOrTuple]
     ) -> tuple[CoordinateKey, ...]:
-        """Make the rows of a chain of strided convolutions; return their keys.
+        """Build the rows of a chain of strided convolutions; return their keys.
 
-        ``kernel_relation`` with ``support="cell"`` finds them. Reads their sizes once.
+        ``kernel_relation`` with ``support="cell"`` uses them. Reads all sizes at once.
         """
         source = self[self.key_of(key_or_coords)]
         dims = len(source.stride)
@@ -264,7 +265,7 @@ class CoordinateManager:
     def _forward_rows(
         self, source: CoordinateSet, spec: KernelSpec, support: str
     ) -> CoordinateSet:
-        """Return the set that a forward convolution writes, by its support."""
+        """Return the output set of a forward convolution with this support."""
         if support != "cell":
             return self._made_once("reach", source, spec)
         if set(spec.stride) == {1} and spec.is_centred:
@@ -274,7 +275,7 @@ class CoordinateManager:
     def _made_once(
         self, name: str, source: CoordinateSet, spec: KernelSpec
     ) -> CoordinateSet:
-        """Return the set that "reach" or "generative" makes of a set, made once."""
+        """Return the set that "reach" or "generative" derives from a set, cached."""
         made = self._made.get((name, source, spec))
         if made is None:
             build = partial(self._made_rows, name == "generative", source, spec)
@@ -295,7 +296,7 @@ class CoordinateManager:
         coords, offsets, stride = source.coords, spec.offsets, spec.stride
         box = lattice.int32_box(rule, source.box, offsets, stride)
         cut = lattice.cut(box, shape)
-        # Cells that do not overlap are all made, unless the grid ends in them.
+        # Without overlap every cell is a row, unless the grid cuts a cell.
         are_cells = expands and spec.fills_cell and cut == box
         count = len(source) * spec.volume if are_cells else None
         build = registry.geometry().made_rows
@@ -321,7 +322,7 @@ class CoordinateManager:
         self, source: CoordinateSet, strides: Sequence[tuple[int, ...]]
     ) -> list[CoordinateSet]:
         if self._made.find(("cell", source, strides[0])) is not None:
-            return self._cells(source, strides)  # another thread has made them
+            return self._cells(source, strides)  # built by another thread
         chain = []
         for stride, level in zip(strides, _levels(source, strides), strict=True):
             rows, box, cell, shape = level
@@ -348,7 +349,7 @@ class CoordinateManager:
                 self._version += 1
 
     def finer(self, key: CoordinateKey, steps: Sequence[int]) -> CoordinateKey:
-        """Return the set that ``key`` was computed from by strides of these steps.
+        """Return the key of the set that strides of ``steps`` computed ``key`` from.
 
         Raises a ValueError if ``key`` was computed from no such set, or from several.
         """
@@ -391,14 +392,14 @@ class CoordinateManager:
         return tuple(self._relations.values())
 
     def asked(self, question: tuple[Any, ...]) -> Relation | None:
-        """Return the relation that ``answer`` kept, None where it may be another."""
+        """Return the cached relation of a layer's call, or None if it is outdated."""
         relation, version = self._asked.get(question, (None, None))
         return relation if version in (None, self._version) else None
 
     def answer(
         self, question: tuple[Any, ...], relation: Relation, searched: bool
     ) -> None:
-        """Keep a relation under the arguments that a layer asked for it with.
+        """Cache a relation for later calls of a layer with equal arguments.
 
         ``searched``: whether its target was searched for among this manager's sets.
         """
@@ -417,10 +418,10 @@ class CoordinateManager:
     ) -> Relation:
         """Return the forward relation of a convolution.
 
-        Output rows are ``support="cell"``: the sorted unique ``floor(in / stride)``,
-        or ``"reach"``: the sorted unique of every out that some input reaches, cut to
-        the dense output grid if the input has a ``spatial_shape``. On stride 1 with
-        the centred offsets, "cell" keeps the input's rows in their order.
+        With ``support="cell"`` the output rows are the sorted unique
+        ``floor(in / stride)``; with stride 1 and centred offsets they are the input's
+        rows in their order. With ``"reach"`` they are all rows that some input reaches,
+        sorted, and cut to the dense output grid if the input has a ``spatial_shape``.
         """
         check_support(support)
         source, spec = self._start(
@@ -473,12 +474,12 @@ class CoordinateManager:
     ) -> Relation:
         """Return the relation ``out = in * stride + offset_k`` onto a target set.
 
-        Without ``target`` it is the set that strided convolutions computed the input's
-        rows from. With stride 1 it is the input's own set.
+        The default target is the finer set that strided convolutions computed the
+        input's rows from; with stride 1 it is the input's own set.
 
         Raises:
-            ValueError: no target was given, and the rows were not computed from a set
-                of that stride, or from several.
+            ValueError: ``target`` is None, and the input's rows were computed from no
+                set of that stride, or from several.
         """
         key = self.key_of(key_or_coords)  # held while the target is inserted
         source, spec = self._start(key, kernel_size, stride, padding, dilation, offsets)
@@ -500,7 +501,7 @@ class CoordinateManager:
     ) -> Relation:
         """Return the generative relation, onto every row that a kernel reaches.
 
-        Rows are sorted and unique, also where kernels overlap; with a
+        Rows are sorted and unique, even if kernels overlap; with a
         ``spatial_shape`` they are cut to PyTorch's transposed output grid.
         """
         source, spec = self._start(
@@ -517,7 +518,7 @@ class CoordinateManager:
         offsets: Sequence[Sequence[int]],
         stride: IntOrTuple = 1,
     ) -> Relation:
-        """Return the relation of any two sets, for any offsets."""
+        """Return the relation between any two sets with explicit offsets."""
         key = self.key_of(key_or_coords)  # held while the target is inserted
         source, spec = self._start(key, 1, stride, None, 1, offsets)
         return self._between("general", source, self[self.key_of(target)], spec)
@@ -537,7 +538,7 @@ class CoordinateManager:
     def _known_edges(
         self, kind: str, source: CoordinateSet, target: CoordinateSet, spec: KernelSpec
     ) -> int | None:
-        """Return the edges where each row of the finer set has one, to its cell."""
+        """Return the number of edges if each finer row has one, to its cell."""
         if not spec.fills_cell or kind not in ("forward", "transposed", "generative"):
             return None
         fine = source if kind == "forward" else target
@@ -571,7 +572,7 @@ class CoordinateManager:
                 f"{len(source.stride)}; both must have the same number"
             )
         if kind == "transposed":
-            # The strided relation that made the cells, from the other end.
+            # Transpose the strided relation that built the cells.
             made = self._relations.get(("forward", target, source, spec))
             if made is not None:
                 return self._relations.setdefault(question, made.transposed(kind))
@@ -590,7 +591,7 @@ class CoordinateManager:
             mirrored=search.mirrored,
             sets=(source, target),
         )
-        # A duplicate target row would be an error too.
+        # Both sets are checked: a duplicate target row is an error too.
         if not (source.settled and target.settled):
             both = dict.fromkeys((source, target))
             unsettled = [each for each in both if not each.settled]
@@ -608,7 +609,7 @@ class CoordinateManager:
 def _levels(
     source: CoordinateSet, strides: Sequence[tuple[int, ...]]
 ) -> Iterator[tuple[mx.array, Bounds, tuple, tuple[int, ...] | None]]:
-    """Yield (rows, box, stride, spatial_shape) of each of a chain of cells."""
+    """Yield (rows, box, stride, spatial_shape) of each level of a chain."""
     steps = list(accumulate(strides, lambda a, b: tuple(map(mul, a, b))))
     shape = source.spatial_shape
     for rows, box, step in zip(*_rows(source, steps), steps, strict=True):
@@ -619,7 +620,7 @@ def _levels(
 def _rows(
     source: CoordinateSet, steps: Sequence[tuple[int, ...]]
 ) -> tuple[list[mx.array], list[Bounds]]:
-    """Return the rows of each level, and their boxes, as int32 as the set's own."""
+    """Return the int32 rows of each level, and their boxes."""
     geometry, was_settled = registry.geometry(), source.settled
 
     def boxes() -> list[Bounds]:
@@ -635,34 +636,34 @@ def _rows(
     known = boxes()
     rows = started and started.rows(counts, known)
     if rows is None and not was_settled:
-        return _rows(source, steps)  # the bounds that this takes are known now
+        return _rows(source, steps)  # try again with known bounds
     return rows or geometry.levels(source.coords, steps, known), known
 
 
-# By what was made of a pair. A new set is cached by its key: a cached set of its own
-# pair, or its manager, would keep both alive for ever.
+# Joins, by pair of sets. A new set is cached by its key: a cached set or manager would
+# keep its own pair alive for ever.
 _joins = OfPairs()
 
 
 class Move(NamedTuple):
-    """Where the rows of one set stand among those of another."""
+    """The mapping of the N rows of a source set to the M rows of a target set."""
 
-    places: mx.array  # (M,) int32: the row of the one for each of the other, or -1
-    back: mx.array  # (N,) int32: the other way round
+    places: mx.array  # (M,) int32: the source row of each target row, or -1
+    back: mx.array  # (N,) int32: the target row of each source row, or -1
 
 
 class Part(NamedTuple):
-    """Some rows of a set, in their order; key and move are None for all its rows."""
+    """Selected rows of a set, in order; key and move are None for all rows."""
 
     key: CoordinateKey | None
     move: Move | None
 
 
 class Union(NamedTuple):
-    """Rows that were made of two sets.
+    """The union of two sets.
 
-    ``key`` is None if the set ``which`` (0 or 1) has the rows; ``moves`` of the rows of
-    each are None if they stand as they are made.
+    ``key`` is None if the set ``which`` (0 or 1) already has these rows. ``moves`` of
+    the two sets are None if their rows do not move.
     """
 
     key: CoordinateKey | None
@@ -676,7 +677,7 @@ def part_of(
     mask: mx.array,
     count: int | None = None,
 ) -> Part:
-    """Return the rows whose mask is true. Reads their number."""
+    """Return the part of a set whose mask is true. Reads the number of rows."""
     if not len(held):
         return Part(None, None)
     started = registry.geometry().start_kept(mx.stop_gradient(mask), held.coords)
@@ -694,23 +695,23 @@ def part_of(
         spatial_shape=held.spatial_shape,
         batch_size=held.batch_size,
         trusted=True,
-        box=held.box,  # some rows of a set that is right are right
+        box=held.box,  # bounds every selection of rows
     )
     made.is_sorted = held.is_sorted
     return Part(made.key, Move(rows, back))
 
 
 def equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
-    """Return the move of the first set's rows to the second's, which are the same.
+    """Return the move from one set to another with the same rows.
 
-    None if their order is the same too. Raises if a row differs or repeats.
+    Returns None if the order is the same too. Raises if a row differs or repeats.
     """
     return _joins.build(a, b, "equal", lambda: sync.complete(_equal_rows(a, b)))
 
 
 def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
     expect_one_lattice(a, b)
-    # In one order they are the same place by place, or not at all.
+    # Sorted sets are equal row by row, or not equal.
     are_sorted = len(a) == len(b) and a.is_sorted and b.is_sorted
     if are_sorted and sync.read(mx.array_equal(a.coords, b.coords))[0]:
         return None
@@ -722,7 +723,7 @@ def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
         row = tuple(of.coords[mx.argmin(at).item()].tolist())
         raise ValueError(
             f"the tensors do not have the same coordinates ({len(a):,} and {len(b):,} "
-            f"rows; {row} is in one alone); join them with ops.union or "
+            f"rows; {row} is in only one); join them with ops.union or "
             "ops.intersection"
         )
     return None if same else Move(places, inverted(places, len(a)))
@@ -731,7 +732,7 @@ def _equal_rows(a: CoordinateSet, b: CoordinateSet) -> Move | None:
 def common(
     manager: CoordinateManager, a: CoordinateSet, b: CoordinateSet
 ) -> tuple[Part, Move]:
-    """Return the rows of the first set that the second has, and its move to them."""
+    """Return the rows that both sets have, and the second set's move to them."""
 
     def build() -> tuple[Part, Move]:
         at = _found(a, b)
@@ -804,7 +805,7 @@ def _united(
 def _complete(
     manager: CoordinateManager, made: Part | Union, *moves: Move
 ) -> Part | Union:
-    """Compute moves and the rows of a new set, which threads share; return the set."""
+    """Evaluate the moves and rows of a join, which threads share; return it."""
     rows = None if made.key is None else manager[made.key].coords
     sync.complete((made, moves, rows))
     return made

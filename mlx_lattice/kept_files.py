@@ -31,8 +31,6 @@ def cache(folder: str | os.PathLike) -> Iterator[None]:
     The cache holds measured choices, the results of proofs and compiled CUDA kernels.
     The environment variable MLX_LATTICE_CACHE does the same for a whole process.
 
-    The environment variable MLX_LATTICE_CACHE does the same for a whole process.
-
     Examples:
         >>> with ml.cache("kernels"):
         ...     ml.backend_info().cache

@@ -1,6 +1,7 @@
-"""Relation: the finite set of edges (input row, output row, kernel offset).
+"""Relation: the kernel map, a set of edges (input row, output row, kernel offset).
 
-A relation and its transpose share the search, sizes, tables and views.
+A ``CoordinateManager`` builds relations, and contractions read their views. A relation
+and its transpose share one ``RelationData``: the search, the sizes and all views.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from .sync import SharedViews, building
 
 
 class Search(NamedTuple):
-    """What makes the neighbour table of a relation between two sets."""
+    """A search for the neighbour table of a relation between two sets."""
 
     source: SearchedRows
     target: SearchedRows
@@ -37,22 +38,22 @@ class Search(NamedTuple):
     def of(
         cls, kind: str, source: SearchedRows, target: SearchedRows, spec: KernelSpec
     ) -> Search:
-        """Return the search of a relation of a kind (see ``Relation``)."""
+        """Return the search for a relation of this kind (see ``Relation.kind``)."""
         identity = spec.is_pointwise and source == target
         mirrored = identity or (kind == "submanifold" and spec.is_symmetric)
         transposed = kind in ("transposed", "generative")
         return cls(source, target, transposed, spec, mirrored, identity)
 
     def cells(self) -> mx.array:
-        """Return (N, 1) int32: the cell of each of the finer rows, or -1."""
+        """Return (N, 1) int32: the coarse row of each finer row's cell, or -1."""
         ends = self.source, self.target
         coarse, fine = ends if self.transposed else ends[::-1]
         return coarse.lookup.find(lattice.cells(fine.coords, self.spec.stride))[:, None]
 
     def __call__(self, keep: Keep, wanted: str | None) -> mx.array:
-        """Return the table, searched for between sets."""
+        """Search for the edges, and return them as a table."""
         rows = len(self.source.coords)
-        if self.identity and rows:  # of no rows nothing is launched
+        if self.identity and rows:  # no launch without rows
             return mx.arange(rows, dtype=mx.int32)[:, None]
         return self.source.lookup.table(
             self.target,
@@ -68,7 +69,7 @@ class Search(NamedTuple):
 class KeptViews:
     """The shared data of a relation and its transpose; arguments as for ``Relation``.
 
-    Views are kept by name and whether they are of the transpose: ``swapped``.
+    Views are cached by (name, swapped); ``swapped`` views are the transpose's.
     """
 
     def __init__(
@@ -91,7 +92,7 @@ class KeptViews:
         self._device = mx.default_device()
 
     def on_device(self, function: Callable[..., Any], *arguments: object) -> mx.array:
-        """Call a backend's function on the device that was current at first."""
+        """Call a backend's function on the device on which the relation was made."""
         if mx.default_device() == self._device:
             return function(*arguments)
         with mx.stream(self._device):
@@ -99,7 +100,7 @@ class KeptViews:
 
     @property
     def has_table(self) -> bool:
-        """Whether the table was made, so that its edges were counted with it."""
+        """Whether the table is built, and its edges counted with it."""
         return self.views.find(("table", False)) is not None
 
     def is_table(self, swapped: bool) -> bool:
@@ -115,7 +116,7 @@ class KeptViews:
         return self.views.build(("has_table", swapped), build)
 
     def make_table(self, swapped: bool, wanted: str | None = None) -> mx.array:
-        """Return the (rows, K) neighbour table; one may keep ``wanted`` too."""
+        """Build the (rows, K) table; a backend may cache the view ``wanted`` too."""
 
         def keep(name: str, value: object) -> None:
             self.views.add((name, False), value)
@@ -128,7 +129,7 @@ class KeptViews:
                 "so it has no neighbour table; read its edges or a CSR instead"
             )
         if self.search is not None and self.mirrored:
-            # In memory once: a kernel would copy a reversed view at every launch.
+            # Copied once: a kernel would copy a reversed view at every launch.
             return mx.contiguous(self._searched()[:, ::-1])
         if self.search is not None:
             return registry.geometry().transpose_table(self._searched(), self.n_in)
@@ -229,13 +230,13 @@ class Relation:
 
     def __reduce__(self) -> tuple[Any, ...]:
         raise TypeError(
-            "a Relation is not copied or pickled. Copy its tensors, which build it "
-            "again when it is asked for; or its edges, for Relation.from_edges"
+            "a Relation cannot be copied or pickled. Copy its tensors, which rebuild "
+            "it on first use, or pass its edges to Relation.from_edges"
         )
 
     def release(self) -> None:
         """Drop all views; they are built again on their next use."""
-        if not self.lists_edges:  # else its edges are all there is of it
+        if not self.lists_edges:  # edges without a search cannot be rebuilt
             self._data.release()
             self.plans, self._transpose = {}, None
 
@@ -271,7 +272,7 @@ class Relation:
 
     @property
     def is_identity(self) -> bool:
-        """Whether every row is fed by itself alone, through one offset."""
+        """Whether each row has one edge, from itself, through a single offset."""
         return (
             self.spec is not None
             and self.spec.is_pointwise
@@ -286,7 +287,7 @@ class Relation:
             other = other()
         if other is None:
             other = self._again(not self._swapped)
-            # One way only, so that no circle keeps arrays until a collection.
+            # A weak reference one way: a reference cycle would keep arrays alive.
             other._transpose, self._transpose = ref(self), other
         return other
 
@@ -303,7 +304,7 @@ class Relation:
     def _start(self, swapped: bool) -> None:
         self._swapped = swapped
         self._transpose: Relation | ReferenceType[Relation] | None = None
-        # The one memo of contractions: by the facts of a call and `settings.version`.
+        # The cache of contractions, by the facts of a call and `settings.version`.
         self.plans: dict[tuple[Any, ...], Callable[..., Any]] = {}
 
     def transposed(self, kind: str) -> Relation:
@@ -315,22 +316,22 @@ class Relation:
     def view(
         self, name: str, build: Callable[[], Any], swapped: bool | None = None
     ) -> Any:
-        """Return the view of a name, built by ``build()`` on first use and kept."""
+        """Return a view by name, built by ``build()`` on first use and cached."""
         key = name, self._swapped if swapped is None else swapped
         view = self._data.views.get(key)
         return self._data.views.build(key, build) if view is None else view
 
     def keep(self, name: str, value: object) -> None:
-        """Keep a view that was built elsewhere."""
+        """Cache a view that was built elsewhere."""
         self._data.views.add((name, self._swapped), value)
 
     def kept(self, name: str) -> Any:
-        """Return a view if it was built already, else None."""
+        """Return a view from the cache, or None if it is not built."""
         return self._data.views.find((name, self._swapped))
 
     @property
     def built(self) -> dict[tuple[object, bool], object]:
-        """What was built so far, by name and whether it is of the transpose."""
+        """The views built so far, by name and whether they are the transpose's."""
         return {
             (name, swapped != self._own): view
             for (name, swapped), view in list(self._data.views.items())
@@ -338,23 +339,23 @@ class Relation:
 
     @property
     def _search(self) -> Search | None:
-        """What it is searched by, if it is between two sets."""
+        """The search, or None if the relation is not between two sets."""
         search = self._data.search
         return search if type(search) is Search else None
 
     @property
     def fills_cells(self) -> bool:
-        """Whether each row of one end has one edge, to the cell that it lies in."""
+        """Whether each row of the finer end has one edge, to its coarse cell."""
         return self._search is not None and self._search.spec.fills_cell
 
     @property
     def is_to_cells(self) -> bool:
-        """Whether outputs are the cells, if it ``fills_cells``."""
+        """Whether the outputs are the coarse cells, for ``fills_cells``."""
         return self._search.transposed == self._swapped
 
     @property
     def cells(self) -> mx.array:
-        """(N, 1) int32: the cell of each row, or -1, if it ``fills_cells``."""
+        """(N, 1) int32: the coarse cell of each row, or -1, for ``fills_cells``."""
         find = partial(self._data.on_device, self._search.cells)
         return self.view("cells", find, False)
 
@@ -379,7 +380,7 @@ class Relation:
         return self._table(self._swapped)
 
     def table_with(self, wanted: str) -> mx.array:
-        """Return ``out_in``; a backend that makes it now may keep that view too."""
+        """Return ``out_in``; a backend may cache the view ``wanted`` with it."""
         return self._table(self._swapped, wanted)
 
     @property
@@ -393,7 +394,7 @@ class Relation:
 
     @property
     def lists_edges(self) -> bool:
-        """Whether it was made from its edges, and not from a table."""
+        """Whether the relation was made from edges, without a search."""
         return self._data.search is None
 
     @property
@@ -438,8 +439,8 @@ class Relation:
     def n_edges(self) -> int:
         """Number of edges, E.
 
-        Reads one size the first time; with it those of its manager's other relations,
-        as far as their tables are there and they have not been read.
+        The first use reads it from the device. The same read counts the edges of the
+        manager's other relations whose tables are built.
         """
         known = self.known_edges
         if known is not None:

@@ -1,7 +1,7 @@
-"""What ``with`` blocks and environment variables ask for, and the version of it.
+"""Settings from ``with`` blocks and environment variables, and their version.
 
-A relation keeps its plans by ``version()``. So all that may change a choice of route,
-beside the facts of the call and the device, is set here or noted by ``note_change``.
+A relation caches its plans by ``version()``. So everything that may change the choice
+of a route, except the call and the device, is set here or passed to ``note_change``.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ environment: dict[str, str | None] = {name: os.environ.get(name) for name in VAR
 
 @dataclass(frozen=True)
 class Settings:
-    """What the ``with`` blocks around a call ask for."""
+    """The settings of the ``with`` blocks around a call."""
 
-    forced: tuple[tuple[str, str], ...] = ()  # routes by pass
-    tuned: bool | None = None  # whether choices are measured
-    proved: bool | None = None  # whether kernels prove themselves
+    forced: tuple[tuple[str, str], ...] = ()  # (pass, route)
+    tuned: bool | None = None  # whether routes are chosen by measurement
+    proved: bool | None = None  # whether kernels are verified before use
     deterministic: bool = True
     portable: bool = False  # whether compiled kernels are left out
     metal: str | None = None  # "host" if Metal's kernels run on the CPU
     precision: str | None = None  # of float32 products
-    cache: Path | None = None  # the folder of files
+    cache: Path | None = None  # the cache folder
 
 
-# Settings and their number: equal settings have one number in the whole process.
+# A number for each distinct settings, used by ``version`` in the whole process.
 _numbers = {Settings(): 0}
 _current: ContextVar[tuple[Settings, int]] = ContextVar(
     "settings", default=(Settings(), 0)
@@ -78,7 +78,7 @@ def version() -> tuple[int, int]:
 
 
 def note_change() -> None:
-    """Have every choice made again: a kernel was refused, or times were measured."""
+    """Invalidate cached choices, after a kernel is refused or times are measured."""
     global _changes
     _changes += 1
 
@@ -123,7 +123,7 @@ def precision(name: str) -> Iterator[None]:
 
 
 def asked_precision() -> str:
-    """Return what a block or the environment asks for: "float32" or "tf32"."""
+    """Return the precision that is set by a block or the environment."""
     inside = current().precision
     if inside is not None:
         return inside

@@ -1,6 +1,7 @@
-"""SparseTensor: features at coordinates, and what can be added to them.
+"""SparseTensor: features on the rows of a coordinate set.
 
-Also the names of functions and layers for 1 to 4 spatial axes, as ``Conv3d``.
+Also ``align``, the checks of tensor arguments, and the names of functions and layers
+for 1 to 4 spatial axes, such as ``Conv3d``.
 """
 
 from __future__ import annotations
@@ -55,16 +56,16 @@ if TYPE_CHECKING:
     import numpy as np
 
 
-# A tensor or an array of features; a layer gives back the one that it gets.
+# A layer returns a tensor for a tensor, and an array for an array of features.
 Features = TypeVar("Features", "SparseTensor", mx.array)
 Operand = Union["SparseTensor", mx.array, "np.ndarray", float]  # of arithmetic
 
 
 def check_feats(feats: ArrayLike, rows: int) -> mx.array:
-    """Return features as an (N, C) array, or raise with what was wrong."""
+    """Return features as an (N, C) array; raise if shape or dtype is wrong."""
     if hasattr(feats, "feats"):
         raise TypeError(
-            "feats must be an array (N, C); got a tensor. Give its features, in the "
+            "feats must be an array (N, C); got a tensor. Pass its features in the "
             "order of these rows: ops.align(other, x).feats"
         )
     feats = array_of(feats, "feats")
@@ -82,16 +83,16 @@ def check_feats(feats: ArrayLike, rows: int) -> mx.array:
 
 
 def expect_fitting(feats: mx.array, shape: tuple[int, ...]) -> None:
-    """Raise a ValueError unless an array of this shape can be added to features."""
+    """Raise a ValueError unless this shape broadcasts to the features."""
     n, width = feats.shape
     rows, channels = (1, 1, *shape)[-2:]
     fits = rows in (1, n) and (channels == width or 1 in (channels, width))
     if len(shape) > 2 or not fits:
         raise ValueError(
-            f"features of shape {(n, width)} are added to or multiplied by a number, "
-            f"or by values of shape ({width},), ({n}, 1) or ({n}, {width}); got "
-            f"{tuple(shape)}. ops.cat joins channels; values of batch elements, one "
-            "line each, are spread to the rows by values[x.coords[:, 0]]"
+            f"arithmetic with features of shape {(n, width)} takes a number, or values "
+            f"of shape ({width},), ({n}, 1) or ({n}, {width}); got {tuple(shape)}. "
+            "Join channels with ops.cat. Spread one line for each batch element to "
+            "the rows with values[x.coords[:, 0]]"
         )
 
 
@@ -148,7 +149,7 @@ class SparseTensor:
         ((3, 8), 2, 3)
     """
 
-    __array_ufunc__ = None  # arrays of NumPy on the left leave arithmetic to tensors
+    __array_ufunc__ = None  # NumPy arrays on the left defer to the tensor
     __array_priority__ = 1000
 
     coords: mx.array
@@ -174,7 +175,7 @@ class SparseTensor:
         ):
             if not isinstance(value, kind):
                 raise TypeError(
-                    f"{name} must be one as x.{name} is; got {type(value).__name__}"
+                    f"{name} must have the type of x.{name}; got {type(value).__name__}"
                 )
         if key is None:
             key = manager.inserted(coords, stride, spatial_shape, batch_size).key
@@ -188,7 +189,7 @@ class SparseTensor:
     def of(
         cls, manager: CoordinateManager, key: CoordinateKey, feats: mx.array
     ) -> SparseTensor:
-        """Put features on a coordinate set that a manager holds already."""
+        """Return a tensor of a manager's coordinate set, with features checked."""
         coordinate_set = manager[key]
         return cls.trusted(
             manager, key, coordinate_set.shown, check_feats(feats, len(coordinate_set))
@@ -202,16 +203,16 @@ class SparseTensor:
         coords: mx.array,
         feats: mx.array,
     ) -> SparseTensor:
-        """Put together a manager's set and features of its rows, unchecked."""
-        tensor = cls.__new__(cls)  # past __setattr__, which checks
+        """Return a tensor of a manager's coordinate set, without checks."""
+        tensor = cls.__new__(cls)  # bypasses __setattr__, which checks
         tensor.__dict__.update(manager=manager, key=key, coords=coords, feats=feats)
         return tensor
 
     def _not_an_array(self, *_: object) -> NoReturn:
         raise TypeError(f"a SparseTensor is not an array. {PASS_FEATURES}")
 
-    if not TYPE_CHECKING:  # type checkers find mistyped attributes and operators
-        # MLX calls the first where it expects an array.
+    if not TYPE_CHECKING:  # type checkers report mistyped names
+        # MLX calls __mlx_array__ if it expects an array.
         __mlx_array__ = __matmul__ = __rmatmul__ = __pow__ = __rpow__ = _not_an_array
         __lt__ = __le__ = __gt__ = __ge__ = __abs__ = __mod__ = _not_an_array
         __floordiv__ = _not_an_array
@@ -219,7 +220,7 @@ class SparseTensor:
         def __getattr__(self, name: str):
             cls = type(self)
             if isinstance(getattr(cls, name, None), property):
-                return object.__getattribute__(self, name)  # raises what it raised
+                return object.__getattribute__(self, name)  # raises its error
             text = f"{cls.__name__!r} object has no attribute {name!r}"
             if hasattr(mx.array, name) and name[0] != "_":
                 text += f": it is not an array. {PASS_FEATURES}"
@@ -230,8 +231,8 @@ class SparseTensor:
             value = check_feats(value, len(self))
         elif name in _PLACE or name in _OF_PLACE:
             raise AttributeError(
-                f"{name} of a tensor cannot be set: its rows are those of a coordinate "
-                "set, which others share. Make a new one: SparseTensor(coords, feats)"
+                f"{name} of a tensor cannot be set, since other tensors share its "
+                "coordinate set. Make a new tensor: SparseTensor(coords, feats)"
             )
         object.__setattr__(self, name, value)
 
@@ -298,8 +299,8 @@ class SparseTensor:
             origin: the corner of voxel 0.
             reduce: "mean", "sum", "max" or "first" (the earliest point).
             batch_size: as for the constructor.
-            labels: (P,) integers, one a point. A voxel gets the most frequent label of
-                its points; of equally frequent ones it gets the smallest.
+            labels: (P,) integers, one for each point. A voxel gets the most frequent
+                label of its points, or the smallest of equally frequent labels.
             ignore_label: points with this label do not vote. A voxel without votes
                 gets this label.
             ignore_ties: whether a voxel whose most frequent labels are equally
@@ -384,7 +385,7 @@ class SparseTensor:
         return cls(arrays["coords"], arrays["feats"], **kwargs)
 
     def arrays(self) -> dict[str, mx.array]:
-        """Return {"coords", "feats"}, to keep in a file or for another thread."""
+        """Return {"coords", "feats"}, to save in a file or pass to another thread."""
         return {"coords": self.coords, "feats": self.feats}
 
     def eval(self) -> SparseTensor:
@@ -487,7 +488,7 @@ class SparseTensor:
                 the greatest coordinate + 1 on each axis.
 
         Raises:
-            ValueError: a coordinate lies outside the grid, or that has 2^31 cells.
+            ValueError: a coordinate lies outside the grid, or the grid has 2^31 cells.
 
         Examples:
             >>> coords = mx.array([[0, 1], [0, 2]])
@@ -496,7 +497,7 @@ class SparseTensor:
             [[[0.0], [5.0], [7.0]]]
         """
         coordinate_set = self.coordinate_set
-        coordinate_set.index  # noqa: B018 (raises where rows repeat)
+        coordinate_set.index  # noqa: B018 (raises if rows repeat)
         shape = self.spatial_shape if spatial_shape is None else spatial_shape
         if shape is None:
             shape = [most + 1 for most in coordinate_set.bounds[1][1:]]
@@ -548,8 +549,8 @@ class SparseTensor:
             is_known = isinstance(other, (mx.array, Number))
             if not is_known and not hasattr(other, "__array__"):
                 raise TypeError(
-                    "a SparseTensor is added to or multiplied by another one, an array "
-                    f"that fits its features, or a number; got {type(other).__name__}"
+                    "arithmetic with a SparseTensor takes another one, an array that "
+                    f"fits its features, or a number; got {type(other).__name__}"
                 )
             other = as_mlx_reads(other)
         expect_fitting(self.feats, getattr(other, "shape", ()))
@@ -561,7 +562,7 @@ class SparseTensor:
         return copy
 
     def __reduce_ex__(self, protocol: int) -> tuple[Any, ...]:
-        with suppress(sync.TracedError):  # a copy of what MLX traces has no values
+        with suppress(sync.TracedError):  # a traced tensor has no values
             self.eval()
         kind, state = self._state()
         rows = self.coordinate_set
@@ -569,7 +570,7 @@ class SparseTensor:
         return _copied, (kind, rows.coords, rows.is_sorted, *facts), state
 
     def _state(self) -> tuple[type, dict[str, object]]:
-        """Return the class of a copy, and what it has beside its rows."""
+        """Return the class of a copy, and its attributes without the rows."""
         attributes = self.__dict__
         return type(self), {
             name: attributes[name] for name in attributes if name not in _PLACE
@@ -615,8 +616,8 @@ class SparseTensor:
     ) -> Scene:
         """Return the voxels of one batch element as a scene, which notebooks display.
 
-        Three channels of floats from 0 to 1 are taken for red, green and blue, and one
-        channel of integers for labels. The page needs the extra ``viz``;
+        Three channels of floats from 0 to 1 are read as red, green and blue, and one
+        channel of integers as labels. The page needs the extra ``viz``;
         ``show().save("x.html")`` writes it to a file.
 
         Args:
@@ -652,7 +653,7 @@ class SparseTensor:
             if tuple(labels.shape) != (len(self),):
                 raise ValueError(
                     f"labels must be integers of shape ({len(self)},), one for each "
-                    f"row; got shape {tuple(labels.shape)}. Of scores take "
+                    f"row; got shape {tuple(labels.shape)}. If you have scores, pass "
                     "mx.argmax(scores, axis=1)"
                 )
         rows = true_positions(self.coords[:, 0] == element)
@@ -705,17 +706,17 @@ class VoxelizedPoints(NamedTuple):
 
 
 def _copied(kind: type, coords: mx.array, is_sorted: bool, *facts) -> object:
-    """Return a tensor of a class on rows of its own, without features."""
+    """Return a tensor of a class on rows in a new manager, without features."""
     manager = CoordinateManager()
     rows = manager.inserted(coords, *facts)
     rows.is_sorted = is_sorted
-    made = object.__new__(kind)
-    made.__dict__.update(manager=manager, key=rows.key, coords=rows.shown)
-    return made
+    tensor = object.__new__(kind)
+    tensor.__dict__.update(manager=manager, key=rows.key, coords=rows.shown)
+    return tensor
 
 
 def _expect_coords(coords: mx.array, coordinate_set: CoordinateSet) -> None:
-    """Raise unless coordinates are those of a set; what is traced is believed."""
+    """Raise unless coordinates equal those of a set; traced arrays always pass."""
     if coords is coordinate_set.shown or coords is coordinate_set.coords:
         return
     checked = check_coords(coords)
@@ -726,7 +727,7 @@ def _expect_coords(coords: mx.array, coordinate_set: CoordinateSet) -> None:
         raise ValueError(
             f"{coordinate_set.key!r} is the key of other coordinates, "
             f"{tuple(coordinate_set.coords.shape)}; got {tuple(checked.shape)}. Leave "
-            "the key out, and they get one of their own"
+            "the key out, and the manager makes a new one"
         )
 
 
@@ -737,18 +738,18 @@ def expect_tensor(x: object, name: str = "x", *, flags: bool = False) -> None:
     """
     if not isinstance(x, SparseTensor):
         raise TypeError(
-            f"{name} must be a SparseTensor; got {type(x).__name__}. Features become "
-            "one by SparseTensor(coords, feats), or on known rows by x.replace(feats)"
+            f"{name} must be a SparseTensor; got {type(x).__name__}. Make one "
+            "with SparseTensor(coords, feats), or on known rows with x.replace(feats)"
         )
     if not flags and type(x) is SparseTensor and x.feats.dtype not in FLOATS:
         raise TypeError(
-            f"{name} has {dtype_text(x.feats)} features, which are not added up; cast "
+            f"{name} must have floating features; got {dtype_text(x.feats)}. Cast "
             "them with .astype(mx.float32)"
         )
 
 
 def tensors_of(values: Iterable[SparseTensor], name: str) -> list[SparseTensor]:
-    """Return the tensors that a function of several was given; raise if none."""
+    """Return a list of tensors; raise if it is empty or has anything else."""
     if isinstance(values, SparseTensor | mx.array) or not isinstance(values, Iterable):
         raise TypeError(f"{name} takes a list of tensors; got {type(values).__name__}")
     tensors = list(values)
@@ -848,7 +849,7 @@ def _numbered_class(module: str, base: type, dims: int) -> type:
 
 
 def unknown_name(name: str, module: str) -> None:
-    """Raise the AttributeError of a name that a module does not have."""
+    """Raise an AttributeError for a name that a module lacks."""
     raise AttributeError(
         f"module {module!r} has no attribute {name!r}; docs/coming_from.md has the "
         "names of other libraries"

@@ -141,7 +141,7 @@ def test_show_takes_colours_labels_strides_and_elements():
     assert "srcdoc" in x.show()._repr_html_()
     with pytest.raises(ValueError, match="element must be from 0 to 1; got 2"):
         x.show(element=2)
-    with pytest.raises(ValueError, match=r"of shape \(3,\).*Of scores take mx.argmax"):
+    with pytest.raises(ValueError, match=r"of shape \(3,\).*pass mx.argmax"):
         x.show(labels=x.feats)
     flat = ml.SparseTensor(mx.array([[0, 1, 2]]), mx.ones((1, 1)))
     assert repr(flat.show()) == "Scene('SparseTensor', voxels: 1)"

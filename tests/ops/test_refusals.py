@@ -371,7 +371,7 @@ def test_layers_want_a_tensor(layer):
     ),
 )
 def test_flags_are_not_added_up(run):
-    sentence = "x has bool features, which are not added up; cast them with .astype"
+    sentence = "x must have floating features; got bool. Cast them with .astype"
     with pytest.raises(TypeError, match=sentence):
         run(X.replace(X.feats > 0))
 
