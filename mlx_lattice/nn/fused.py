@@ -358,11 +358,7 @@ class Sequential(mlx.nn.Sequential):
                 f"a number or has a dot; got {', '.join(map(repr, named))}"
             )
         for layer in (*modules, *named.values()):
-            if not callable(layer) and not isinstance(layer, mlx.nn.Module):
-                raise TypeError(
-                    "a Sequential takes layers and functions, each an argument; got "
-                    f"{type(layer).__name__}. Of a list write Sequential(*layers)"
-                )
+            _expect_layer(layer, "a Sequential")
         super().__init__(*modules)
         if named:
             self.layers = named
@@ -429,6 +425,9 @@ class ConvNormAct(mlx.nn.Module):
         activation: Callable[..., Any] | None = None,
     ):
         super().__init__()
+        for layer in (conv, norm, activation):
+            if layer is not None:
+                _expect_layer(layer, "a ConvNormAct")
         self.conv: Callable[..., Any] = conv
         self.norm: Callable[..., Any] | None = norm
         self.activation: Callable[..., Any] | None = activation
@@ -445,6 +444,23 @@ class ConvNormAct(mlx.nn.Module):
         conv, norm = self["conv"], self.get("norm")
         after = {"activation": self.activation, "residual": residual}
         return convolved(conv, norm, x, *coordinates, **after)
+
+
+def _expect_layer(layer: object, name: str) -> None:
+    """Raise unless a layer can be called. A class is not a layer: ``nn.ReLU()`` is."""
+    if isinstance(layer, type):
+        raise TypeError(
+            f"{name} got the class {layer.__name__}; write an instance: "
+            f"{layer.__name__}(...)"
+        )
+    if not callable(layer) and not isinstance(layer, mlx.nn.Module):
+        hint = ". For a list, write Sequential(*layers)" * isinstance(
+            layer, list | tuple
+        )
+        raise TypeError(
+            f"{name} takes layers and functions, each an argument; got "
+            f"{type(layer).__name__}{hint}"
+        )
 
 
 def layers_of(sequential: mlx.nn.Sequential) -> Iterable[Callable[..., Any]]:

@@ -161,3 +161,16 @@ def test_a_sequential_s_layers_are_called(layer):
         nn.Sequential(layer, nn.ReLU())
     with pytest.raises(TypeError, match="takes layers and functions"):
         nn.Sequential(relu=nn.ReLU(), other=layer)
+
+
+def test_a_conv_norm_act_s_layers_are_called():
+    conv = nn.SubmConv3d(4, 4, 3)
+    for layers in ((3,), (conv, "batch"), (conv, None, "relu")):
+        with pytest.raises(TypeError, match="a ConvNormAct takes layers and functions"):
+            nn.ConvNormAct(*layers)
+
+
+@pytest.mark.parametrize("block", (nn.Sequential, nn.ConvNormAct))
+def test_a_class_is_not_a_layer(block):
+    with pytest.raises(TypeError, match=r"class BatchNorm; write .* BatchNorm\(...\)"):
+        block(nn.SubmConv3d(4, 4, 3), nn.BatchNorm)
