@@ -100,6 +100,17 @@ def test_the_table_of_several_scans_is_that_of_all_points(tmp_path, capsys):
     assert printed.strip() == str(expected).strip()
 
 
+def test_classes_that_do_not_occur_have_no_line(tmp_path, capsys):
+    places = dict.fromkeys("xyz", np.arange(4.0))
+    for name, labels in (("a.ply", [0, 2, 2, 255]), ("b.ply", [0, 2, 0, 2])):
+        write_ply(tmp_path / name, {**places, "label": np.array(labels, np.uint8)})
+    line = ("evaluate", tmp_path / "a.ply", "--predicted", tmp_path / "b.ply")
+    assert run(*line, "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [c["name"] for c in found["classes"]] == ["class 0", "class 2", "class 255"]
+    assert found["confusion"] == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 0, 0]]
+
+
 def test_points_that_are_left_out_keep_their_place(folder, tmp_path, capsys):
     """A copy has all points of the file, -1 where the net read none."""
     rng = np.random.default_rng(0)
