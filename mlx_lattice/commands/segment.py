@@ -291,7 +291,10 @@ def draw(
     from matplotlib import pyplot
 
     flat, order = seen_from(upright(cloud.points, up))
-    low, high = np.percentile(flat, (0.5, 99.5), axis=0)
+    low, high = np.percentile(flat, (0.5, 99.5), axis=0)  # far points are left out
+    margin = (high - low) / 10  # which keeps the corners of a square
+    low = np.maximum(low - margin, flat.min(axis=0))
+    high = np.minimum(high + margin, flat.max(axis=0))
     wide = high[0] - low[0] > 1.6 * (high[1] - low[1])
     shape = (2, 1) if wide else (1, 2)
     figure, panels = pyplot.subplots(*shape, figsize=(11, 9 if wide else 5.5))
