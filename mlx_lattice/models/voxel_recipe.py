@@ -73,7 +73,8 @@ class VoxelRecipe:
             (1).
         reduce: how points of one voxel are merged: "first", "mean", "sum" or "max".
         centred: whether the points are first moved: their box is centred on 0 in all
-            axes but the last, where it begins at 0.
+            axes but the last, where it begins at 0. Voxels then do not depend on the
+            origin of a scan.
         from_zero: whether voxels count from the lowest voxel of each axis. The cells of
             strided convolutions depend on it.
         rounding: "floor", or "nearest" for the voxel with the nearest corner.
