@@ -104,6 +104,7 @@ PASS_FEATURES = (
     "Pass x.feats to losses, layers and functions of MLX, and put results back on the "
     "rows with x.replace(feats)"
 )
+OTHER_NAMES = "docs/coming_from.md has the names of other libraries"
 
 
 class SparseTensor:
@@ -224,6 +225,8 @@ class SparseTensor:
             text = f"{cls.__name__!r} object has no attribute {name!r}"
             if hasattr(mx.array, name) and name[0] != "_":
                 text += f": it is not an array. {PASS_FEATURES}"
+            elif name[0] != "_":
+                text += f"; {OTHER_NAMES}"
             raise AttributeError(text)
 
     def __setattr__(self, name: str, value: object) -> None:
@@ -799,7 +802,8 @@ def expect_axes(x: SparseTensor, dims: int, name: str) -> None:
     expect_tensor(x)
     if x.dims != dims:
         raise ValueError(
-            f"{name} got a tensor with {x.dims} spatial axes; use the {x.dims}d name"
+            f"{name} got a tensor with {x.dims} spatial axes; use the {x.dims}d name. "
+            "The first column of coords is the batch index, not an axis"
         )
 
 
@@ -850,7 +854,4 @@ def _numbered_class(module: str, base: type, dims: int) -> type:
 
 def unknown_name(name: str, module: str) -> None:
     """Raise an AttributeError for a name that a module lacks."""
-    raise AttributeError(
-        f"module {module!r} has no attribute {name!r}; docs/coming_from.md has the "
-        "names of other libraries"
-    )
+    raise AttributeError(f"module {module!r} has no attribute {name!r}; {OTHER_NAMES}")

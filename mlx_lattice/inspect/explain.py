@@ -484,6 +484,8 @@ class LayerNames:
     def __init__(self, model: object = None):
         self._held: dict[int, tuple[object, str]] = {}
         self._seen: Counter[str] = Counter()
+        if model is not None and not hasattr(model, "named_modules"):
+            raise TypeError(f"the model must be a net; got {type(model).__name__}")
         for path, module in model.named_modules() if model is not None else ():
             name = path or type(module).__name__
             self._held.setdefault(id(module), (module, name))

@@ -153,8 +153,9 @@ def read_columns(path: Path, columns: str | Sequence[str] = ()) -> Columns:
     """
     reader = READERS.get(path.suffix.lower())
     if reader is None:
+        kind = path.suffix or "a file without a suffix"
         raise PointFileError(
-            f"{path.name}: no reader for {path.suffix or 'a file without a suffix'}; "
+            f"{path}: no reader for {'a folder' if path.is_dir() else kind}; "
             f"expected one of {', '.join(READERS)}"
         )
     binary = path.suffix.lower() in (".las", ".laz", ".npy", ".npz")
@@ -746,6 +747,7 @@ def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
             integers.
 
     Raises:
+        TypeError: columns are not a dict.
         ValueError: columns have different lengths, or a type that PLY does not have.
 
     Examples:
@@ -754,6 +756,11 @@ def write_ply(path: str | Path, columns: Mapping[str, np.ndarray]) -> None:
         >>> io.read_points("scan.ply").points.shape
         (100, 3)
     """
+    if not isinstance(columns, Mapping):
+        raise TypeError(
+            "columns must be a dict of arrays by name, x, y, z and others; got "
+            f"{type(columns).__name__}"
+        )
     arrays = {name: np.asarray(column) for name, column in columns.items()}
     shapes = {array.shape for array in arrays.values()}
     if len(shapes) != 1 or len(next(iter(shapes))) != 1:

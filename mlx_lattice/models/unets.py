@@ -238,7 +238,7 @@ class MinkUNet(Segmentor):
         return self.head(x)
 
 
-class _Planned(MinkUNet):
+class _MinkUNetOfPlan(MinkUNet):
     depth: int
     bottleneck = False
 
@@ -260,7 +260,7 @@ class _Planned(MinkUNet):
         )
 
 
-class MinkUNet14(_Planned):
+class MinkUNet14(_MinkUNetOfPlan):
     """Score rows with ``MinkUNet`` of one block a stage; channel plan A, B, C or D.
 
     Examples:
@@ -272,7 +272,7 @@ class MinkUNet14(_Planned):
     depth = 14
 
 
-class MinkUNet18(_Planned):
+class MinkUNet18(_MinkUNetOfPlan):
     """Score rows with ``MinkUNet`` of two blocks a stage; channel plan A, B or D.
 
     Examples:
@@ -284,7 +284,7 @@ class MinkUNet18(_Planned):
     depth = 18
 
 
-class MinkUNet34(_Planned):
+class MinkUNet34(_MinkUNetOfPlan):
     """Score rows with ``MinkUNet`` of two to six blocks a stage; plan A, B or C.
 
     Examples:
@@ -296,7 +296,7 @@ class MinkUNet34(_Planned):
     depth = 34
 
 
-class MinkUNet50(_Planned):
+class MinkUNet50(_MinkUNetOfPlan):
     """Score rows with ``MinkUNet`` of two to six bottlenecks a stage; plan A, B or C.
 
     Examples:
@@ -309,7 +309,7 @@ class MinkUNet50(_Planned):
     bottleneck: bool = True
 
 
-class MinkUNet101(_Planned):
+class MinkUNet101(_MinkUNetOfPlan):
     """Score rows with ``MinkUNet50`` with 23 bottlenecks in the coarsest stage.
 
     Examples:

@@ -236,6 +236,8 @@ def test_a_missing_package_is_named(tmp_path, monkeypatch):
 def test_other_files_are_refused(tmp_path):
     with pytest.raises(PointFileError, match=r"no reader for \.obj; expected one of"):
         read_points(write(tmp_path, "a.obj", b""))
+    with pytest.raises(PointFileError, match="no reader for a folder"):
+        read_points(tmp_path)
     for suffix in points.READERS:
         if suffix in PACKAGES and find_spec(PACKAGES[suffix]) is None:
             continue

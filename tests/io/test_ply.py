@@ -137,3 +137,5 @@ def test_plyfile_reads_what_is_written(tmp_path):
     theirs = plyfile.PlyData.read(tmp_path / "a.ply")["vertex"].data
     for name in table.dtype.names:
         np.testing.assert_array_equal(theirs[name], table[name])
+    with pytest.raises(TypeError, match="must be a dict of arrays by name"):
+        write_ply(tmp_path / "b.ply", np.zeros((5, 3)))

@@ -42,6 +42,12 @@ def test_it_names_the_features(name):
         CALLS[name](X)
 
 
+@pytest.mark.parametrize("name", ("to", "cuda", "detach", "F"))
+def test_names_of_other_libraries_are_referred_to_a_page(name):
+    with pytest.raises(AttributeError, match=r"coming_from\.md has the names"):
+        getattr(X, name)
+
+
 def test_eval_returns_the_tensor():
     assert X.eval() is X
     assert "x.eval()" in ml.SparseTensor.__doc__
@@ -52,6 +58,7 @@ def test_eval_returns_the_tensor():
     (
         (r"with ml\.trace\(net\) as t: net\(x\)", lambda net, x: ml.trace(net, x)),
         (r"with ml\.trace\(net\) as t: net\(x\)", lambda net, x: ml.trace(x)),
+        ("must be a net; got int", lambda net, x: ml.trace(3).__enter__()),
         (r"with ml\.verify\(model=net\): net\(x\)", lambda net, x: ml.verify(net, x)),
         (r"ml\.explain\(x, layer\)", lambda net, x: ml.explain(net, x)),
         (r"ml\.prepare\(net, x\)", lambda net, x: ml.prepare(x, net)),

@@ -177,6 +177,10 @@ CASES = (
     (lambda: nn.Conv3d(5, 4, 3, groups=2), "input channels .5."),
     (lambda: nn.Conv3d(4, 4, 3, support="dense"), "support must be"),
     (lambda: nn.Conv2d(4, 4, 3)(X), "Conv2d got a tensor with 3 .* use the 3d name"),
+    (
+        lambda: nn.SubmConv3d(4, 4, 3)(ml.SparseTensor(X.coords[:, 1:], X.feats)),
+        "2 spatial axes; .* The first column of coords is the batch index",
+    ),
     # Attention
     (
         lambda: ops.full_attention(HEADS.astype(mx.float16), HEADS, HEADS, X),
